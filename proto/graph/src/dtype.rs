@@ -1,0 +1,141 @@
+//! Element types: plain dtypes and the GGUF block types.
+//!
+//! Sources: MLX's fourteen plain dtypes; GGUF v3 type ids and block layouts. A block type packs
+//! `block_len` elements of the innermost axis into `block_bytes` bytes; every other axis is plain.
+
+use std::fmt;
+
+macro_rules! dtypes {
+    ($($variant:ident $name:literal $gguf:expr, $len:literal, $bytes:literal, $kind:ident;)*) => {
+        /// An element type. Plain types have a block length of 1.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum DType { $(#[doc = concat!("`", $name, "`")] $variant,)* }
+
+        impl DType {
+            /// Every dtype, in declaration order.
+            pub const ALL: &'static [DType] = &[$(DType::$variant,)*];
+
+            /// The stable name used on the wire and in messages, for example `bf16` or `q4_k`.
+            pub const fn name(self) -> &'static str { match self { $(DType::$variant => $name,)* } }
+
+            /// Elements per block along the innermost axis; 1 for plain types.
+            pub const fn block_len(self) -> usize { match self { $(DType::$variant => $len,)* } }
+
+            /// Bytes per block.
+            pub const fn block_bytes(self) -> usize { match self { $(DType::$variant => $bytes,)* } }
+
+            /// What kind of value an element is.
+            pub const fn kind(self) -> Kind { match self { $(DType::$variant => Kind::$kind,)* } }
+
+            /// The type id GGUF v3 uses, where it has one.
+            pub const fn gguf_id(self) -> Option<u32> { match self { $(DType::$variant => $gguf,)* } }
+        }
+    };
+}
+
+/// The kind of value an element of a [`DType`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// `bool`, one byte, 0 or 1.
+    Bool,
+    /// Unsigned integers.
+    Unsigned,
+    /// Signed integers.
+    Signed,
+    /// IEEE and bfloat16 floating point.
+    Float,
+    /// Complex numbers.
+    Complex,
+    /// Quantised blocks; only matrix multiplication and `take` read them.
+    Block,
+}
+
+dtypes! {
+    // variant, name, GGUF id, elements and bytes per block, kind
+    Bool  "bool"  None,     1, 1, Bool;
+    U8    "u8"    None,     1, 1, Unsigned;
+    U16   "u16"   None,     1, 2, Unsigned;
+    U32   "u32"   None,     1, 4, Unsigned;
+    U64   "u64"   None,     1, 8, Unsigned;
+    I8    "i8"    Some(24), 1, 1, Signed;
+    I16   "i16"   Some(25), 1, 2, Signed;
+    I32   "i32"   Some(26), 1, 4, Signed;
+    I64   "i64"   Some(27), 1, 8, Signed;
+    F16   "f16"   Some(1),  1, 2, Float;
+    BF16  "bf16"  Some(30), 1, 2, Float;
+    F32   "f32"   Some(0),  1, 4, Float;
+    F64   "f64"   Some(28), 1, 8, Float;
+    C64   "c64"   None,     1, 8, Complex;
+    Q4_0  "q4_0"  Some(2),  32, 18, Block;
+    Q4_1  "q4_1"  Some(3),  32, 20, Block;
+    Q5_0  "q5_0"  Some(6),  32, 22, Block;
+    Q5_1  "q5_1"  Some(7),  32, 24, Block;
+    Q8_0  "q8_0"  Some(8),  32, 34, Block;
+    Q4K   "q4_k"  Some(12), 256, 144, Block;
+    Q5K   "q5_k"  Some(13), 256, 176, Block;
+    Q6K   "q6_k"  Some(14), 256, 210, Block;
+}
+
+impl DType {
+    /// The dtype of this wire name.
+    pub fn from_name(name: &str) -> Option<DType> {
+        DType::ALL.iter().copied().find(|d| d.name() == name)
+    }
+
+    /// The dtype of this GGUF v3 type id.
+    pub fn from_gguf_id(id: u32) -> Option<DType> {
+        DType::ALL.iter().copied().find(|d| d.gguf_id() == Some(id))
+    }
+
+    /// Whether elements are packed into quantised blocks.
+    pub const fn is_block(self) -> bool {
+        self.block_len() > 1
+    }
+
+    /// Whether elements are plain floating-point numbers.
+    pub const fn is_float(self) -> bool {
+        matches!(self.kind(), Kind::Float)
+    }
+
+    /// Bytes of `elements` elements along the innermost axis; `None` when they do not fill whole
+    /// blocks or the size overflows.
+    pub const fn row_bytes(self, elements: usize) -> Option<usize> {
+        if !elements.is_multiple_of(self.block_len()) {
+            return None;
+        }
+        (elements / self.block_len()).checked_mul(self.block_bytes())
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_ids_are_unique_and_round_trip() {
+        for &d in DType::ALL {
+            assert_eq!(DType::from_name(d.name()), Some(d));
+            if let Some(id) = d.gguf_id() {
+                assert_eq!(DType::from_gguf_id(id), Some(d));
+            }
+        }
+        // Ids that GGUF removed have no block size; reading one must not find a type.
+        for id in [4, 5, 31, 32, 33, 36, 37, 38, u32::MAX] {
+            assert_eq!(DType::from_gguf_id(id), None);
+        }
+    }
+
+    #[test]
+    fn rows_must_fill_whole_blocks() {
+        assert_eq!(DType::Q4_0.row_bytes(64), Some(36));
+        assert_eq!(DType::Q4_0.row_bytes(33), None);
+        assert_eq!(DType::Q6K.row_bytes(512), Some(420));
+        assert_eq!(DType::F64.row_bytes(usize::MAX), None);
+    }
+}

@@ -1,0 +1,196 @@
+//! The one list of errors that cross a process boundary, and how each becomes a gRPC status.
+//!
+//! A status carries `google.rpc.ErrorInfo` with the reason's name, domain `hotcell` and metadata, so
+//! that a client branches on the reason and never on words.
+
+use std::{collections::HashMap, fmt};
+
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+/// The `ErrorInfo` domain of every reason.
+pub const DOMAIN: &str = "hotcell";
+
+macro_rules! reasons {
+    ($($(#[doc = $doc:literal])* $variant:ident $name:literal $code:ident;)*) => {
+        /// Why a call failed.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Reason { $($(#[doc = $doc])* $variant,)* }
+
+        impl Reason {
+            /// Every reason.
+            pub const ALL: &'static [Reason] = &[$(Reason::$variant,)*];
+
+            /// The stable name on the wire.
+            pub const fn name(self) -> &'static str { match self { $(Reason::$variant => $name,)* } }
+
+            /// The gRPC code it travels under.
+            pub const fn code(self) -> Code { match self { $(Reason::$variant => Code::$code,)* } }
+        }
+    };
+}
+
+reasons! {
+    /// A field's value is malformed or out of range.
+    InvalidArgument "INVALID_ARGUMENT" InvalidArgument;
+    /// A sampling parameter is out of range.
+    InvalidSampling "INVALID_SAMPLING" InvalidArgument;
+    /// Something is larger or more than the limits allow.
+    LimitExceeded "LIMIT_EXCEEDED" InvalidArgument;
+    /// The prompt leaves no room in the model's context.
+    PromptTooLong "PROMPT_TOO_LONG" InvalidArgument;
+    /// The chat template refused or failed.
+    TemplateFailed "TEMPLATE_FAILED" InvalidArgument;
+    /// No model of that name is loaded or configured.
+    ModelNotFound "MODEL_NOT_FOUND" NotFound;
+    /// The path does not exist or cannot be read.
+    FileNotFound "FILE_NOT_FOUND" NotFound;
+    /// A model of that name is loaded from somewhere else.
+    ModelExists "MODEL_EXISTS" AlreadyExists;
+    /// The folder or file is not a model: something it needs is missing.
+    NotAModel "NOT_A_MODEL" FailedPrecondition;
+    /// The architecture, tensor type, tokenizer or a feature of it is not supported.
+    ModelUnsupported "MODEL_UNSUPPORTED" FailedPrecondition;
+    /// The model's bytes contradict themselves.
+    ModelCorrupt "MODEL_CORRUPT" FailedPrecondition;
+    /// The model's file changed after it was handed out.
+    ModelChanged "MODEL_CHANGED" FailedPrecondition;
+    /// The model does not fit into memory.
+    OutOfMemory "OUT_OF_MEMORY" ResourceExhausted;
+    /// Too many requests are waiting.
+    Overloaded "OVERLOADED" ResourceExhausted;
+    /// The worker died and the request could not be continued.
+    WorkerLost "WORKER_LOST" Unavailable;
+    /// No worker can serve this now.
+    NoWorker "NO_WORKER" Unavailable;
+    /// The process is shutting down.
+    Draining "DRAINING" Unavailable;
+    /// Scheduler and worker speak different protocol versions.
+    ProtocolMismatch "PROTOCOL_MISMATCH" FailedPrecondition;
+    /// The worker said something that breaks the protocol.
+    ProtocolViolation "PROTOCOL_VIOLATION" Internal;
+    /// The caller's deadline passed.
+    DeadlineExceeded "DEADLINE_EXCEEDED" DeadlineExceeded;
+    /// The caller went away.
+    Cancelled "CANCELLED" Cancelled;
+    /// The model computed no finite probability: its weights or the device are broken.
+    NumericsFailed "NUMERICS_FAILED" DataLoss;
+    /// A fault of Hotcell itself.
+    Internal "INTERNAL" Internal;
+}
+
+impl Reason {
+    /// The reason of this wire name.
+    pub fn from_name(name: &str) -> Option<Reason> {
+        Reason::ALL.iter().copied().find(|r| r.name() == name)
+    }
+}
+
+/// A typed failure: a reason, one sentence that names the thing and the way out, and metadata.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Error {
+    reason: Reason,
+    message: String,
+    metadata: Vec<(String, String)>,
+}
+
+impl Error {
+    /// A failure for `reason`.
+    pub fn new(reason: Reason, message: impl Into<String>) -> Self {
+        Self {
+            reason,
+            message: message.into(),
+            metadata: Vec::new(),
+        }
+    }
+
+    /// Adds a metadata entry.
+    #[must_use]
+    pub fn with(mut self, key: impl Into<String>, value: impl fmt::Display) -> Self {
+        self.metadata.push((key.into(), value.to_string()));
+        self
+    }
+
+    /// Why.
+    pub fn reason(&self) -> Reason {
+        self.reason
+    }
+
+    /// One sentence.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// The value of a metadata entry.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.metadata
+            .iter()
+            .find(|(k, _)| k == key)
+            .map(|(_, v)| v.as_str())
+    }
+
+    /// Reads a status. One that carries no reason of ours keeps its message and gets the reason that
+    /// fits its code best.
+    pub fn from_status(status: &Status) -> Self {
+        let info = status
+            .get_details_error_info()
+            .filter(|i| i.domain == DOMAIN);
+        let typed = info.as_ref().and_then(|i| Reason::from_name(&i.reason));
+        let reason = typed.unwrap_or(match status.code() {
+            Code::InvalidArgument | Code::OutOfRange => Reason::InvalidArgument,
+            Code::NotFound => Reason::ModelNotFound,
+            Code::Unavailable => Reason::NoWorker,
+            Code::DeadlineExceeded => Reason::DeadlineExceeded,
+            Code::Cancelled => Reason::Cancelled,
+            Code::ResourceExhausted => Reason::Overloaded,
+            _ => Reason::Internal,
+        });
+        let mut metadata: Vec<_> = info
+            .map(|i| i.metadata.into_iter().collect())
+            .unwrap_or_default();
+        metadata.sort();
+        Self {
+            reason,
+            message: status.message().to_owned(),
+            metadata,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<Error> for Status {
+    fn from(error: Error) -> Status {
+        let metadata: HashMap<String, String> = error.metadata.into_iter().collect();
+        let details = ErrorDetails::with_error_info(error.reason.name(), DOMAIN, metadata);
+        Status::with_error_details(error.reason.code(), error.message, details)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_survives_the_wire() {
+        for &reason in Reason::ALL {
+            let error = Error::new(reason, "what and the way out").with("model", "kjv");
+            let status = Status::from(error.clone());
+            assert_eq!(status.code(), reason.code());
+            assert_eq!(Error::from_status(&status), error);
+        }
+    }
+
+    #[test]
+    fn a_strange_status_gets_the_nearest_reason() {
+        let status = Status::unavailable("connection refused");
+        assert_eq!(Error::from_status(&status).reason(), Reason::NoWorker);
+    }
+}

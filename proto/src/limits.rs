@@ -1,0 +1,61 @@
+//! Every limit on what crosses a process boundary, in one place.
+//!
+//! Going past one is a typed error ([`crate::error::Reason::LimitExceeded`] or the reason named
+//! beside it), never an allocation that depends on what a stranger sent.
+
+/// One gRPC message, bytes. Bulk data goes in chunks below this.
+pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+/// One prompt: text, or a rendered chat, bytes.
+pub const MAX_PROMPT_BYTES: usize = 4 << 20;
+/// Token ids in one prompt or one detokenise call.
+pub const MAX_PROMPT_TOKENS: usize = 1 << 20;
+/// Messages of one chat.
+pub const MAX_CHAT_MESSAGES: usize = 4096;
+/// Stop strings of one request.
+pub const MAX_STOP_STRINGS: usize = 16;
+/// Bytes of one stop string.
+pub const MAX_STOP_BYTES: usize = 256;
+/// Stop tokens of one request.
+pub const MAX_STOP_TOKENS: usize = 256;
+/// Logit biases of one request.
+pub const MAX_LOGIT_BIASES: usize = 1024;
+/// Alternatives reported for one token.
+pub const MAX_TOP_LOGPROBS: u32 = 20;
+/// Characters of a model's name.
+pub const MAX_MODEL_NAME: usize = 128;
+/// Characters of a request id.
+pub const MAX_REQUEST_ID: usize = 64;
+/// Files of one model.
+pub const MAX_MODEL_FILES: usize = 1024;
+/// Models a scheduler knows.
+pub const MAX_MODELS: usize = 256;
+/// Devices, hence trusted workers, of one scheduler.
+pub const MAX_DEVICES: usize = 64;
+/// Bytes a probe may print.
+pub const MAX_PROBE_BYTES: usize = 1 << 20;
+/// Requests a worker holds, running and waiting together.
+pub const MAX_WORKER_REQUESTS: usize = 256;
+/// Requests a scheduler relays at once.
+pub const MAX_SCHEDULER_REQUESTS: usize = 4096;
+/// Events of one stream that wait in a worker for a slow reader before its sequence pauses.
+pub const STREAM_BUFFER: usize = 64;
+/// Events that wait for one watcher before it is told that it missed some.
+pub const WATCH_BUFFER: usize = 256;
+/// Nodes of one graph.
+pub const MAX_GRAPH_NODES: usize = 1 << 16;
+/// Inputs of one graph.
+pub const MAX_GRAPH_INPUTS: usize = 1 << 16;
+/// Axes of one tensor.
+pub const MAX_RANK: usize = 8;
+/// Elements of one tensor.
+pub const MAX_ELEMENTS: u64 = 1 << 40;
+/// Times one stream may be continued on another worker.
+pub const MAX_CONTINUATIONS: u32 = 8;
+/// Bytes of one line of a worker's log; longer ones are cut.
+pub const MAX_LOG_LINE: usize = 4096;
+/// Lines of a worker's log that are kept for its obituary.
+pub const KEPT_LOG_LINES: usize = 64;
+
+// A prompt of the greatest size must fit into one message, as text and as ids (≤ 5 bytes each).
+const _: () = assert!(MAX_PROMPT_BYTES * 2 < MAX_MESSAGE_BYTES);
+const _: () = assert!(MAX_PROMPT_TOKENS * 5 < MAX_MESSAGE_BYTES);
