@@ -1,0 +1,389 @@
+//! The op catalogue: each op is one row, written with [`ops!`], and everything derives from it.
+//!
+//! A row gives name, inputs, typed attributes with ranges, the rule for result specs and, for
+//! composite ops, the decomposition. The macro turns it into an [`OpRow`] and a method of
+//! [`GraphBuilder`](crate::graph::GraphBuilder) of the same name.
+
+pub mod attention;
+pub mod elementwise;
+pub mod index;
+pub mod matmul;
+pub mod norm;
+pub mod shape;
+
+use std::fmt;
+
+use crate::{
+    dtype::DType,
+    graph::{GraphBuilder, GraphError, Value},
+    shape::{CacheSpec, Shape, TensorSpec},
+};
+
+/// What an op is, once.
+pub struct OpRow {
+    /// Stable snake_case name, the one on the wire.
+    pub name: &'static str,
+    /// One paragraph: semantics, shapes, dtypes, source.
+    pub doc: &'static str,
+    /// Names of the inputs; their number is the arity.
+    pub inputs: &'static [&'static str],
+    /// Attributes in the order of [`Call::attributes`].
+    pub attributes: &'static [AttributeSpec],
+    /// Which input, a cache, the op changes or reads; effects on one cache keep the graph's order.
+    pub effect: Effect,
+    /// Result specs from the inputs' specs, or why they do not fit.
+    pub infer: fn(&Call<'_>) -> Result<Vec<TensorSpec>, GraphError>,
+    /// The same in other ops; `None` for a primitive.
+    pub decompose: Option<Decompose>,
+}
+
+/// Builds a composite op from others.
+pub type Decompose =
+    fn(&mut GraphBuilder, &[Value], &[Attribute]) -> Result<Vec<Value>, GraphError>;
+
+/// An op's effect on a resource.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// A pure function of its inputs.
+    None,
+    /// Reads the resource that this input names.
+    Reads(usize),
+    /// Changes the resource that this input names.
+    Writes(usize),
+}
+
+/// An attribute's name and range.
+#[derive(Clone, Copy, Debug)]
+pub struct AttributeSpec {
+    /// Name on the wire.
+    pub name: &'static str,
+    /// Type and range.
+    pub kind: AttributeKind,
+}
+
+/// Type and range of an attribute.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum AttributeKind {
+    /// An integer between these, both included.
+    Int(i64, i64),
+    /// A finite number between these, both included.
+    Float(f64, f64),
+    /// Yes or no.
+    Bool,
+    /// A shape.
+    Shape,
+    /// A dtype.
+    DType,
+}
+
+/// An attribute's value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Attribute {
+    /// An integer.
+    Int(i64),
+    /// A number.
+    Float(f64),
+    /// Yes or no.
+    Bool(bool),
+    /// A shape.
+    Shape(Shape),
+    /// A dtype.
+    DType(DType),
+}
+
+impl AttributeKind {
+    /// Whether a value has this type and lies in the range.
+    pub fn admits(self, value: &Attribute) -> bool {
+        match (self, value) {
+            (AttributeKind::Int(lo, hi), Attribute::Int(v)) => (lo..=hi).contains(v),
+            // NaN is in no range.
+            (AttributeKind::Float(lo, hi), Attribute::Float(v)) => (lo..=hi).contains(v),
+            (AttributeKind::Bool, Attribute::Bool(_))
+            | (AttributeKind::Shape, Attribute::Shape(_))
+            | (AttributeKind::DType, Attribute::DType(_)) => true,
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for AttributeKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AttributeKind::Int(lo, hi) => write!(f, "an integer in [{lo}, {hi}]"),
+            AttributeKind::Float(lo, hi) => write!(f, "a number in [{lo}, {hi}]"),
+            AttributeKind::Bool => f.write_str("a bool"),
+            AttributeKind::Shape => f.write_str("a shape"),
+            AttributeKind::DType => f.write_str("a dtype"),
+        }
+    }
+}
+
+/// What a value is: a tensor, or a resource.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ValueSpec {
+    /// A tensor.
+    Tensor(TensorSpec),
+    /// A paged KV cache.
+    Cache(CacheSpec),
+}
+
+impl fmt::Display for ValueSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ValueSpec::Tensor(t) => t.fmt(f),
+            ValueSpec::Cache(c) => c.fmt(f),
+        }
+    }
+}
+
+/// An op applied to inputs: what `infer`, `supports` and `launch` look at. Arity and attributes have
+/// been checked against the row.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    /// The op.
+    pub op: &'static OpRow,
+    /// Specs of its inputs.
+    pub inputs: &'a [ValueSpec],
+    /// Its attributes, in the row's order.
+    pub attributes: &'a [Attribute],
+}
+
+impl<'a> Call<'a> {
+    /// An error that names the op.
+    pub fn error(&self, what: impl fmt::Display) -> GraphError {
+        GraphError::Op {
+            op: self.op.name,
+            what: what.to_string(),
+        }
+    }
+
+    fn missing(&self, i: usize, what: &str) -> GraphError {
+        let name = self.op.inputs.get(i).copied().unwrap_or("input");
+        self.error(format_args!("{name} must be {what}"))
+    }
+
+    /// Input `i` as a tensor.
+    ///
+    /// # Errors
+    /// When it is a cache.
+    pub fn tensor(&self, i: usize) -> Result<&'a TensorSpec, GraphError> {
+        match self.inputs.get(i) {
+            Some(ValueSpec::Tensor(t)) => Ok(t),
+            _ => Err(self.missing(i, "a tensor")),
+        }
+    }
+
+    /// Input `i` as a tensor of this dtype.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub fn tensor_of(&self, i: usize, dtype: DType) -> Result<&'a TensorSpec, GraphError> {
+        let t = self.tensor(i)?;
+        if t.dtype != dtype {
+            return Err(self.missing(i, &format!("{dtype}, not {}", t.dtype)));
+        }
+        Ok(t)
+    }
+
+    /// Input `i` as a cache.
+    ///
+    /// # Errors
+    /// When it is a tensor.
+    pub fn cache(&self, i: usize) -> Result<&'a CacheSpec, GraphError> {
+        match self.inputs.get(i) {
+            Some(ValueSpec::Cache(c)) => Ok(c),
+            _ => Err(self.missing(i, "a cache")),
+        }
+    }
+
+    /// Integer attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn int(&self, i: usize) -> Result<i64, GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::Int(v)) => Ok(*v),
+            _ => Err(self.error(format_args!("attribute {i} is no integer"))),
+        }
+    }
+
+    /// Number attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn float(&self, i: usize) -> Result<f64, GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::Float(v)) => Ok(*v),
+            _ => Err(self.error(format_args!("attribute {i} is no number"))),
+        }
+    }
+
+    /// Bool attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn bool(&self, i: usize) -> Result<bool, GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::Bool(v)) => Ok(*v),
+            _ => Err(self.error(format_args!("attribute {i} is no bool"))),
+        }
+    }
+
+    /// Shape attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn shape(&self, i: usize) -> Result<&'a Shape, GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::Shape(v)) => Ok(v),
+            _ => Err(self.error(format_args!("attribute {i} is no shape"))),
+        }
+    }
+}
+
+/// Every op. A row that is not listed here does not exist.
+pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
+    [
+        elementwise::ROWS,
+        norm::ROWS,
+        matmul::ROWS,
+        index::ROWS,
+        shape::ROWS,
+        attention::ROWS,
+    ]
+    .into_iter()
+    .flatten()
+    .copied()
+}
+
+/// The op of this name.
+pub fn find(name: &str) -> Option<&'static OpRow> {
+    catalogue().find(|row| row.name == name)
+}
+
+/// Declares op rows and their builder methods.
+///
+/// `name(inputs; attribute: kind, …) -> results { effect, infer, decompose }`; `results` is `one`
+/// (the method returns the value) or `none` (an effect only).
+macro_rules! ops {
+    ($($(#[doc = $doc:literal])+
+       $name:ident ( $($input:ident),* ; $($attr:ident : $kind:ident $(($lo:expr, $hi:expr))?),* ) -> $results:ident
+       { effect: $effect:expr, infer: $infer:path, decompose: $decompose:expr $(,)? })*) => {
+        $(
+            #[doc(hidden)]
+            #[allow(non_upper_case_globals)]
+            pub static $name: $crate::op::OpRow = $crate::op::OpRow {
+                name: stringify!($name),
+                doc: concat!($($doc, "\n"),+),
+                inputs: &[$(stringify!($input)),*],
+                attributes: &[$($crate::op::AttributeSpec {
+                    name: stringify!($attr),
+                    kind: $crate::op::AttributeKind::$kind $(($lo, $hi))?,
+                }),*],
+                effect: $effect,
+                infer: $infer,
+                decompose: $decompose,
+            };
+        )*
+
+        /// The rows of this file.
+        pub static ROWS: &[&$crate::op::OpRow] = &[$(&$name),*];
+
+        impl $crate::graph::GraphBuilder {
+            $(
+                $(#[doc = $doc])+
+                ///
+                /// # Errors
+                /// When the inputs or attributes do not fit; the message names the op.
+                #[allow(clippy::too_many_arguments)]
+                pub fn $name(
+                    &mut self,
+                    $($input: $crate::graph::Value,)*
+                    $($attr: $crate::op::attribute_type!($kind),)*
+                ) -> Result<$crate::op::result_type!($results), $crate::graph::GraphError> {
+                    let outputs = self.apply(
+                        &$name,
+                        vec![$($input),*],
+                        vec![$($crate::op::Attribute::$kind($attr)),*],
+                    )?;
+                    $crate::op::result_value!($results, outputs)
+                }
+            )*
+        }
+    };
+}
+
+macro_rules! attribute_type {
+    (Int) => {
+        i64
+    };
+    (Float) => {
+        f64
+    };
+    (Bool) => {
+        bool
+    };
+    (Shape) => {
+        $crate::shape::Shape
+    };
+    (DType) => {
+        $crate::dtype::DType
+    };
+}
+
+macro_rules! result_type {
+    (one) => {
+        $crate::graph::Value
+    };
+    (none) => {
+        ()
+    };
+}
+
+macro_rules! result_value {
+    (one, $outputs:ident) => {
+        $outputs
+            .first()
+            .copied()
+            .ok_or($crate::graph::GraphError::NoResult)
+    };
+    (none, $outputs:ident) => {{
+        debug_assert!($outputs.is_empty());
+        Ok(())
+    }};
+}
+
+pub(crate) use {attribute_type, ops, result_type, result_value};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_snake_case() {
+        let mut names: Vec<_> = catalogue().map(|r| r.name).collect();
+        let all = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), all);
+        for row in catalogue() {
+            assert!(
+                row.name
+                    .chars()
+                    .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+            );
+            assert!(std::ptr::eq(find(row.name).unwrap(), row));
+            assert!(!row.doc.trim().is_empty(), "{} has no doc", row.name);
+        }
+    }
+
+    #[test]
+    fn ranges_refuse_what_is_outside() {
+        let kind = AttributeKind::Float(0.0, 1.0);
+        assert!(kind.admits(&Attribute::Float(1.0)));
+        for bad in [f64::NAN, f64::INFINITY, -0.1] {
+            assert!(!kind.admits(&Attribute::Float(bad)));
+        }
+        assert!(!kind.admits(&Attribute::Int(1)));
+    }
+}

@@ -1,0 +1,222 @@
+//! Graphs to and from the wire. Decoding *is* verification: it replays the nodes through a
+//! [`GraphBuilder`], which recomputes every shape and dtype and believes nothing.
+
+use hotcell_proto::{limits, v1};
+use v1::{attribute, dim, graph_input, value_ref};
+
+use crate::{
+    dtype::DType,
+    graph::{Graph, GraphBuilder, GraphError, Value},
+    op::{self, Attribute, AttributeKind, ValueSpec},
+    shape::{CacheSpec, Dim, Shape, TensorSpec},
+};
+
+fn malformed(what: impl Into<String>) -> GraphError {
+    GraphError::Malformed(what.into())
+}
+
+fn size(n: u64) -> Result<usize, GraphError> {
+    usize::try_from(n).map_err(|_| malformed("a size does not fit"))
+}
+
+fn decode_dtype(name: &str) -> Result<DType, GraphError> {
+    DType::from_name(name).ok_or_else(|| {
+        malformed(format!(
+            "unknown dtype {:?}",
+            name.chars().take(20).collect::<String>()
+        ))
+    })
+}
+
+fn decode_shape(dims: &[v1::Dim]) -> Result<Shape, GraphError> {
+    let decode = |d: &v1::Dim| match d.kind {
+        Some(dim::Kind::Fixed(n)) => size(n).map(Dim::Fixed),
+        Some(dim::Kind::Rows(true)) => Ok(Dim::Rows),
+        _ => Err(malformed("an axis without size")),
+    };
+    let dims = dims
+        .iter()
+        .take(limits::MAX_RANK + 1)
+        .map(decode)
+        .collect::<Result<Vec<_>, _>>()?;
+    Shape::new(dims)
+}
+
+fn encode_shape(shape: &Shape) -> Vec<v1::Dim> {
+    let encode = |d: &Dim| v1::Dim {
+        kind: Some(match d {
+            Dim::Fixed(n) => dim::Kind::Fixed(*n as u64),
+            Dim::Rows => dim::Kind::Rows(true),
+        }),
+    };
+    shape.dims().iter().map(encode).collect()
+}
+
+fn decode_value(value: &v1::ValueRef) -> Result<Value, GraphError> {
+    match &value.kind {
+        Some(value_ref::Kind::Input(i)) => Ok(Value::Input(*i)),
+        Some(value_ref::Kind::Node(n)) => Ok(Value::Node {
+            node: n.node,
+            output: n.output,
+        }),
+        None => Err(malformed("an empty value reference")),
+    }
+}
+
+fn encode_value(value: Value) -> v1::ValueRef {
+    v1::ValueRef {
+        kind: Some(match value {
+            Value::Input(i) => value_ref::Kind::Input(i),
+            Value::Node { node, output } => value_ref::Kind::Node(v1::NodeOutput { node, output }),
+        }),
+    }
+}
+
+fn decode_attribute(
+    kind: AttributeKind,
+    value: &attribute::Value,
+) -> Result<Attribute, GraphError> {
+    Ok(match (kind, value) {
+        (AttributeKind::Int(..), attribute::Value::Int(v)) => Attribute::Int(*v),
+        (AttributeKind::Float(..), attribute::Value::Float(v)) => Attribute::Float(*v),
+        (AttributeKind::Bool, attribute::Value::Bool(v)) => Attribute::Bool(*v),
+        (AttributeKind::Shape, attribute::Value::Shape(s)) => {
+            Attribute::Shape(decode_shape(&s.dims)?)
+        }
+        (AttributeKind::DType, attribute::Value::Dtype(d)) => Attribute::DType(decode_dtype(d)?),
+        _ => return Err(malformed(format!("an attribute must be {kind}"))),
+    })
+}
+
+fn encode_attribute(value: &Attribute) -> attribute::Value {
+    match value {
+        Attribute::Int(v) => attribute::Value::Int(*v),
+        Attribute::Float(v) => attribute::Value::Float(*v),
+        Attribute::Bool(v) => attribute::Value::Bool(*v),
+        Attribute::Shape(s) => attribute::Value::Shape(v1::Shape {
+            dims: encode_shape(s),
+        }),
+        Attribute::DType(d) => attribute::Value::Dtype(d.name().to_owned()),
+    }
+}
+
+/// Decodes and verifies a graph.
+///
+/// # Errors
+/// [`GraphError`] for anything that a [`GraphBuilder`] would refuse, or an incomplete message.
+pub fn decode(wire: &v1::Graph) -> Result<Graph, GraphError> {
+    let max_rows = size(wire.max_rows)?;
+    if wire.max_rows > limits::MAX_ELEMENTS {
+        return Err(GraphError::Limit(format!(
+            "more than {} rows",
+            limits::MAX_ELEMENTS
+        )));
+    }
+    let mut builder = GraphBuilder::new(max_rows);
+    for input in &wire.inputs {
+        match &input.spec {
+            Some(graph_input::Spec::Tensor(t)) => {
+                let spec = TensorSpec::new(decode_dtype(&t.dtype)?, decode_shape(&t.dims)?)?;
+                if input.constant {
+                    builder.constant(&input.name, spec)?;
+                } else {
+                    builder.tensor(&input.name, spec)?;
+                }
+            }
+            Some(graph_input::Spec::Cache(c)) => {
+                builder.cache(
+                    &input.name,
+                    CacheSpec {
+                        dtype: decode_dtype(&c.dtype)?,
+                        blocks: size(c.blocks)?,
+                        block_len: size(c.block_len)?,
+                        kv_heads: size(c.kv_heads)?,
+                        head_dim: size(c.head_dim)?,
+                    },
+                )?;
+            }
+            None => return Err(malformed(format!("input {:?} has no spec", input.name))),
+        }
+    }
+    for node in &wire.nodes {
+        let row = op::find(&node.op)
+            .ok_or_else(|| GraphError::UnknownOp(node.op.chars().take(40).collect()))?;
+        if node.inputs.len() != row.inputs.len() || node.attributes.len() != row.attributes.len() {
+            return Err(malformed(format!(
+                "{} has the wrong number of inputs or attributes",
+                row.name
+            )));
+        }
+        let inputs = node
+            .inputs
+            .iter()
+            .map(decode_value)
+            .collect::<Result<_, _>>()?;
+        // By name, not by place: the wire form must not depend on the row's order.
+        let attributes = row
+            .attributes
+            .iter()
+            .map(|spec| {
+                let found = node.attributes.iter().find(|a| a.name == spec.name);
+                let value = found.and_then(|a| a.value.as_ref());
+                let value =
+                    value.ok_or_else(|| malformed(format!("{} lacks {}", row.name, spec.name)))?;
+                decode_attribute(spec.kind, value)
+            })
+            .collect::<Result<_, _>>()?;
+        builder.apply(row, inputs, attributes)?;
+    }
+    if wire.outputs.len() > limits::MAX_GRAPH_NODES {
+        return Err(GraphError::Limit(format!(
+            "more than {} outputs",
+            limits::MAX_GRAPH_NODES
+        )));
+    }
+    let outputs = wire
+        .outputs
+        .iter()
+        .map(decode_value)
+        .collect::<Result<Vec<_>, _>>()?;
+    builder.finish(&outputs)
+}
+
+/// Encodes a graph.
+pub fn encode(graph: &Graph) -> v1::Graph {
+    let inputs = graph.inputs().iter().map(|input| v1::GraphInput {
+        name: input.name.clone(),
+        constant: input.constant,
+        spec: Some(match &input.spec {
+            ValueSpec::Tensor(t) => graph_input::Spec::Tensor(v1::TensorSpec {
+                dtype: t.dtype.name().to_owned(),
+                dims: encode_shape(&t.shape),
+            }),
+            ValueSpec::Cache(c) => graph_input::Spec::Cache(v1::CacheSpec {
+                dtype: c.dtype.name().to_owned(),
+                blocks: c.blocks as u64,
+                block_len: c.block_len as u64,
+                kv_heads: c.kv_heads as u64,
+                head_dim: c.head_dim as u64,
+            }),
+        }),
+    });
+    let nodes = graph.nodes().iter().map(|node| v1::Node {
+        op: node.op.name.to_owned(),
+        inputs: node.inputs.iter().map(|&v| encode_value(v)).collect(),
+        attributes: node
+            .op
+            .attributes
+            .iter()
+            .zip(&node.attributes)
+            .map(|(spec, value)| v1::Attribute {
+                name: spec.name.to_owned(),
+                value: Some(encode_attribute(value)),
+            })
+            .collect(),
+    });
+    v1::Graph {
+        max_rows: graph.max_rows() as u64,
+        inputs: inputs.collect(),
+        nodes: nodes.collect(),
+        outputs: graph.outputs().iter().map(|&v| encode_value(v)).collect(),
+    }
+}
