@@ -1,0 +1,84 @@
+//! How fast the multiplication is on one thread: GB/s of weights read for one row, GFLOP/s for 64 rows,
+//! per dtype and path, beside a loop that only reads.
+//!
+//! `cargo run --release -p hotcell-kernels --example matmul_speed [name part …]`
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use hotcell_graph::DType;
+use hotcell_kernels::cpu::dequant::is_weight_dtype;
+use hotcell_kernels::cpu::matmul::MulMat;
+use hotcell_kernels::cpu::path::CpuPath;
+use hotcell_kernels::cpu::quantize::{prepare_row, scratch_bytes};
+
+/// The best of some seconds' worth of runs.
+fn best(mut run: impl FnMut()) -> f64 {
+    let (start, mut best) = (Instant::now(), f64::MAX);
+    while start.elapsed().as_secs_f64() < 0.4 {
+        let begin = Instant::now();
+        run();
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    best
+}
+
+fn read(bytes: &[u8]) -> u64 {
+    let (words, _) = bytes.as_chunks::<64>();
+    let mut sums = [0u64; 8];
+    for word in words {
+        for (sum, part) in sums.iter_mut().zip(word.as_chunks::<8>().0) {
+            *sum = sum.wrapping_add(u64::from_le_bytes(*part));
+        }
+    }
+    sums.into_iter().fold(0, u64::wrapping_add)
+}
+
+fn main() {
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    let (k, size) = (2048, 96 << 20);
+    let bytes: Vec<u8> = (0..size as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 57) as u8).collect();
+    let seconds = best(|| {
+        black_box(read(black_box(&bytes)));
+    });
+    println!("plain read: {:.1} GB/s", size as f64 / seconds / 1e9);
+    let x: Vec<f32> = (0..64 * k).map(|i| (i % 37) as f32 / 18.0 - 1.0).collect();
+    for path in CpuPath::available() {
+        for dtype in DType::ALL.iter().copied().filter(|&d| is_weight_dtype(d)) {
+            let label = format!("{path} {dtype}");
+            if !wanted.iter().all(|part| label.split(' ').any(|word| word == part)) {
+                continue;
+            }
+            let Some(row) = dtype.row_bytes(k) else { continue };
+            let scratch = scratch_bytes(dtype, k);
+            let mut prepared = vec![0; 64 * scratch];
+            let mut time = |rows: usize, n: usize| {
+                let mut out = vec![0.0f32; rows * n];
+                best(|| {
+                    for r in 0..rows {
+                        prepare_row(path, dtype, &x[r * k..][..k], &mut prepared[r * scratch..][..scratch]);
+                    }
+                    let product =
+                        MulMat { dtype, w: &bytes, k, x: &x, x_stride: k, prepared: &prepared, rows };
+                    // SAFETY: rows · n outputs, this thread only.
+                    unsafe { product.run(path, 0..n, out.as_mut_ptr(), n) };
+                    black_box(&out);
+                })
+            };
+            let n = size / row;
+            let one = time(1, n);
+            let few = [4, 8].map(|rows| time(rows, n) / one);
+            let many_n = 2048.min(n);
+            let many = time(64, many_n);
+            let flops = |rows: usize, n: usize, time: f64| 2.0 * (rows * n * k) as f64 / time / 1e9;
+            println!(
+                "{label:<16} 1 row {:6.1} GB/s {:7.1} GFLOP/s; 4 rows {:.2} x, 8 rows {:.2} x the time; 64 rows {:7.1} GFLOP/s",
+                (n * row) as f64 / one / 1e9,
+                flops(1, n, one),
+                few[0],
+                few[1],
+                flops(64, many_n, many),
+            );
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Weights as `f32`: the definition of every weight dtype, one row at a time.
+//!
+//! `take` (the embedding lookup) and tests use it; matrix multiplication never dequantises. The block
+//! layouts and the order of roundings are those of GGUF's reference (`gguf-py`'s `quants.py`, which
+//! computes in float32): a product, then a sum, each rounded, never fused.
+
+use hotcell_graph::DType;
+
+use super::lanes::{bf16_to_f32, f16_to_f32};
+
+/// Whether [`dequantize_row`] and the matrix multiplication read this dtype.
+pub const fn is_weight_dtype(dtype: DType) -> bool {
+    matches!(
+        dtype,
+        DType::F32
+            | DType::F16
+            | DType::BF16
+            | DType::Q8_0
+            | DType::Q4_0
+            | DType::Q4_1
+            | DType::Q5_0
+            | DType::Q5_1
+            | DType::Q4K
+            | DType::Q5K
+            | DType::Q6K
+    )
+}
+
+/// Writes one row of weights, stored as in GGUF or safetensors files at any alignment, as `f32`.
+///
+/// # Panics
+///
+/// When `dtype` is no weight dtype ([`is_weight_dtype`]), or `bytes` is not exactly the size of
+/// `out.len()` elements. Both are decided by whoever verified the graph, not by file contents.
+pub fn dequantize_row(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    assert_eq!(dtype.row_bytes(out.len()), Some(bytes.len()), "a row of {} {dtype}", out.len());
+    let each = |out: &mut [f32], block: fn(&[u8], &mut [f32])| {
+        let (len, size) = (dtype.block_len(), dtype.block_bytes());
+        for (b, o) in bytes.chunks_exact(size).zip(out.chunks_exact_mut(len)) {
+            block(b, o);
+        }
+    };
+    match dtype {
+        DType::F32 => {
+            for (b, o) in bytes.as_chunks::<4>().0.iter().zip(out) {
+                *o = f32::from_le_bytes(*b);
+            }
+        }
+        DType::F16 => {
+            for (b, o) in bytes.as_chunks::<2>().0.iter().zip(out) {
+                *o = f16_to_f32(u16::from_le_bytes(*b));
+            }
+        }
+        DType::BF16 => {
+            for (b, o) in bytes.as_chunks::<2>().0.iter().zip(out) {
+                *o = bf16_to_f32(u16::from_le_bytes(*b));
+            }
+        }
+        DType::Q8_0 => each(out, q8_0),
+        DType::Q4_0 => each(out, q4_0),
+        DType::Q4_1 => each(out, q4_1),
+        DType::Q5_0 => each(out, q5_0),
+        DType::Q5_1 => each(out, q5_1),
+        DType::Q4K => each(out, q4_k),
+        DType::Q5K => each(out, q5_k),
+        DType::Q6K => each(out, q6_k),
+        _ => panic!("{dtype} is no weight dtype"),
+    }
+}
+
+fn half(b: &[u8], at: usize) -> f32 {
+    f16_to_f32(u16::from_le_bytes([b[at], b[at + 1]]))
+}
+
+fn q8_0(b: &[u8], out: &mut [f32]) {
+    let d = half(b, 0);
+    for (o, &q) in out.iter_mut().zip(&b[2..34]) {
+        *o = q as i8 as f32 * d;
+    }
+}
+
+/// Element `l` of 32 packed nibbles: low nibbles first, then the high ones.
+fn nibble(qs: &[u8], l: usize) -> u8 {
+    if l < 16 { qs[l] & 15 } else { qs[l - 16] >> 4 }
+}
+
+fn q4_0(b: &[u8], out: &mut [f32]) {
+    let d = half(b, 0);
+    for (l, o) in out.iter_mut().enumerate() {
+        *o = d * (nibble(&b[2..18], l) as i32 - 8) as f32;
+    }
+}
+
+fn q4_1(b: &[u8], out: &mut [f32]) {
+    let (d, m) = (half(b, 0), half(b, 2));
+    for (l, o) in out.iter_mut().enumerate() {
+        *o = d * nibble(&b[4..20], l) as f32 + m;
+    }
+}
+
+fn fifth_bit(b: &[u8], at: usize, l: usize) -> u8 {
+    (b[at + l / 8] >> (l % 8) & 1) << 4
+}
+
+fn q5_0(b: &[u8], out: &mut [f32]) {
+    let d = half(b, 0);
+    for (l, o) in out.iter_mut().enumerate() {
+        *o = d * ((nibble(&b[6..22], l) | fifth_bit(b, 2, l)) as i32 - 16) as f32;
+    }
+}
+
+fn q5_1(b: &[u8], out: &mut [f32]) {
+    let (d, m) = (half(b, 0), half(b, 2));
+    for (l, o) in out.iter_mut().enumerate() {
+        *o = d * (nibble(&b[8..24], l) | fifth_bit(b, 4, l)) as f32 + m;
+    }
+}
+
+/// The 6-bit scale and minimum of sub-block `j` out of the 12 bytes of Q4_K and Q5_K.
+fn scale_min(s: &[u8], j: usize) -> (u8, u8) {
+    if j < 4 {
+        (s[j] & 63, s[j + 4] & 63)
+    } else {
+        ((s[j + 4] & 15) | (s[j - 4] >> 6 << 4), (s[j + 4] >> 4) | (s[j] >> 6 << 4))
+    }
+}
+
+fn q4_k(b: &[u8], out: &mut [f32]) {
+    q45_k(b, out, |b, j, l| b[16 + j / 2 * 32 + l] >> (j % 2 * 4) & 15);
+}
+
+fn q5_k(b: &[u8], out: &mut [f32]) {
+    q45_k(b, out, |b, j, l| {
+        (b[48 + j / 2 * 32 + l] >> (j % 2 * 4) & 15) | (b[16 + l] >> j & 1) << 4
+    });
+}
+
+/// Eight sub-blocks of 32: `(d · scale) · q − (dmin · min)`.
+fn q45_k(b: &[u8], out: &mut [f32], q: impl Fn(&[u8], usize, usize) -> u8) {
+    let (d, dmin) = (half(b, 0), half(b, 2));
+    for (j, sub) in out.chunks_exact_mut(32).enumerate() {
+        let (sc, m) = scale_min(&b[4..16], j);
+        let (scale, min) = (d * sc as f32, dmin * m as f32);
+        for (l, o) in sub.iter_mut().enumerate() {
+            *o = scale * q(b, j, l) as f32 - min;
+        }
+    }
+}
+
+/// Two halves of 128, each four runs of 32 with 4 low bits in `ql` and 2 high bits in `qh`; sixteen
+/// signed scales: `(d · scale) · (q − 32)`.
+fn q6_k(b: &[u8], out: &mut [f32]) {
+    let d = half(b, 208);
+    for (i, o) in out.iter_mut().enumerate() {
+        let (h, run, l) = (i / 128, i % 128 / 32, i % 32);
+        let low = b[h * 64 + run % 2 * 32 + l] >> (run / 2 * 4) & 15;
+        let high = b[128 + h * 32 + l] >> (run * 2) & 3;
+        let q = (low | high << 4) as i32 - 32;
+        *o = d * (b[192 + i / 16] as i8 as f32) * q as f32;
+    }
+}

@@ -1,0 +1,206 @@
+//! Matrix multiplication: `y[r, n] = Σ_k x[r, k] · w[n, k]`, activations `x` in `f32`, weights `w` of any
+//! weight dtype as they lie in GGUF and safetensors files.
+//!
+//! # The order of summation
+//!
+//! This section defines the numerics class of the CPU device, together with the form of prepared
+//! activations in [`quantize`](super::quantize). Each output is one chain that starts at `+0.0` and goes through `k` in
+//! ascending order; it depends on nothing else: not on the number of rows, the tiling, the threads, the
+//! output's place in a vector, nor the instruction path. `f32(…)` of an integer is exact, every other
+//! operation is rounded once, to nearest even.
+//!
+//! - **F32, F16, BF16**: the weight is converted to `f32` exactly; `acc = fma(w_k, x_k, acc)` for every `k`.
+//! - **32-element blocks**, with `S = Σ w_q · q` exact, where `w_q` is the signed integer weight (Q4_0:
+//!   nibble − 8, Q5_0: five bits − 16, Q8_0: the byte; Q4_1, Q5_1: the unsigned four or five bits), and
+//!   `d`, `m` the block's scale and minimum: `acc = fma(f32(S) · da, d, acc)`; for Q4_1 and Q5_1 then
+//!   `acc = fma(f32(Σ q) · da, m, acc)`.
+//! - **Q4_K, Q5_K**, with `dot_j = Σ w_q · q` over sub-block `j` and the integer `T = Σ_j min_j · Σ q_j`, exact:
+//!   `inner = fma(f32(dot_j), scale_j, inner)` for `j` in 0..8 from `+0.0`, then
+//!   `acc = fma(fma(inner, d, −(f32(T) · dmin)), da, acc)`.
+//! - **Q6_K**, with `dot_j = Σ (w_q − 32) · q`: `inner = fma(f32(dot_j), scale_j, inner)` for `j` in 0..16
+//!   from `+0.0`, then `acc = fma(inner · d, da, acc)`.
+//!
+//! A NaN result has the bits `0x7fc00000`. Subnormals are computed as IEEE says (no flush to zero).
+//!
+//! # Threads
+//!
+//! [`MulMat::run`] computes a range of outputs for all rows, allocates nothing and may be called by any
+//! number of threads with disjoint ranges. Ranges that start at multiples of 16 are the fast ones.
+
+use std::ops::Range;
+
+use hotcell_graph::DType;
+
+use super::path::CpuPath;
+use super::quantize::{Activation, prepare_row, scratch_bytes};
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod block256;
+mod block32;
+mod drive;
+mod format;
+mod simd;
+
+use drive::Job;
+use format::{Format, Plain};
+
+/// The revision of the order of summation above. Part of the numerics class: whoever changes a bit of any
+/// output raises it.
+pub const KERNEL_REVISION: u32 = 1;
+
+/// One multiplication: weights, activations and their sizes.
+#[derive(Clone, Copy, Debug)]
+pub struct MulMat<'a> {
+    /// The weights' dtype.
+    pub dtype: DType,
+    /// The whole weight matrix, rows of `k` one after the other, at any alignment.
+    pub w: &'a [u8],
+    /// The length of a row of weights and of a row of activations; whole blocks for block dtypes.
+    pub k: usize,
+    /// The activations, row after row. Read for plain dtypes only; otherwise may be empty.
+    pub x: &'a [f32],
+    /// Elements from one row of `x` to the next.
+    pub x_stride: usize,
+    /// For block dtypes, `rows` rows of [`scratch_bytes`] each, made by
+    /// [`prepare_row`]; empty for plain dtypes.
+    pub prepared: &'a [u8],
+    /// The number of rows of activations.
+    pub rows: usize,
+}
+
+impl MulMat<'_> {
+    /// Computes the outputs `n` of every row: `out[r · out_stride + j]` for each `j` in `n`.
+    ///
+    /// # Panics
+    ///
+    /// When `dtype` is no weight dtype, `k` is not whole blocks, or `w`, `x` or `prepared` are shorter than the
+    /// sizes say. All of it is known when a plan is made.
+    ///
+    /// # Safety
+    ///
+    /// `out.add(r * out_stride + j)` is valid for writes for every row `r` below `rows` and every `j` in `n`, and no other thread
+    /// touches these elements meanwhile.
+    pub unsafe fn run(&self, path: CpuPath, n: Range<usize>, out: *mut f32, out_stride: usize) {
+        let MulMat { dtype, w, k, x, x_stride, prepared, rows } = *self;
+        let kernel = kernel(path, dtype);
+        if n.is_empty() || rows == 0 {
+            return;
+        }
+        let stride = dtype.row_bytes(k);
+        let needed = stride.and_then(|stride| stride.checked_mul(n.end));
+        assert!(needed.is_some_and(|needed| needed <= w.len()), "weights {dtype} [{}, {k}]", n.end);
+        let (x, x_stride) = match Activation::of(dtype) {
+            Activation::F32 => {
+                let needed = (rows - 1).checked_mul(x_stride).and_then(|last| last.checked_add(k));
+                assert!(needed.is_some_and(|needed| needed <= x.len()), "activations [{rows}, {k}]");
+                (x.as_ptr().cast(), x_stride * size_of::<f32>())
+            }
+            Activation::Q8 | Activation::Q8K => {
+                let row = scratch_bytes(dtype, k);
+                let needed = row.checked_mul(rows);
+                assert!(needed.is_some_and(|needed| needed <= prepared.len()), "prepared [{rows}, {k}]");
+                (prepared.as_ptr(), row)
+            }
+        };
+        let stride = stride.unwrap_or_default();
+        let job = Job { w: w.as_ptr(), stride, k, n, x, x_stride, rows, out, out_stride };
+        // SAFETY: the path is available (`kernel` looked); the slices cover what the sizes name, which
+        // was just asserted; the outputs are the caller's promise.
+        unsafe { kernel(&job) }
+    }
+}
+
+/// The whole product on this thread, with its own scratch: `x` is `[rows, k]`, the result `[rows, n]`.
+/// For tests and one-off uses; plans call [`prepare_row`] and [`MulMat::run`].
+///
+/// # Panics
+///
+/// When the lengths of `w` and `x` are not `n` and whole rows of `k`, or `dtype` is no weight dtype.
+pub fn mul_mat(path: CpuPath, dtype: DType, w: &[u8], n: usize, x: &[f32], rows: usize, k: usize) -> Vec<f32> {
+    assert_eq!(x.len(), rows * k, "activations [{rows}, {k}]");
+    let row = scratch_bytes(dtype, k);
+    let mut prepared = vec![0; rows * row];
+    if row > 0 {
+        for (x, scratch) in x.chunks_exact(k).zip(prepared.chunks_exact_mut(row)) {
+            prepare_row(path, dtype, x, scratch);
+        }
+    }
+    let mut out = vec![0.0; rows * n];
+    let product = MulMat { dtype, w, k, x, x_stride: k, prepared: &prepared, rows };
+    // SAFETY: `out` has n outputs for each row and is not shared.
+    unsafe { product.run(path, 0..n, out.as_mut_ptr(), n) };
+    out
+}
+
+/// Does a job; see [`drive::run`] for what must hold.
+type Kernel = unsafe fn(&Job);
+
+macro_rules! formats {
+    ($($dtype:ident => $format:ty;)*) => {
+        /// The kernel of a dtype on a path that the processor has.
+        fn kernel(path: CpuPath, dtype: DType) -> Kernel {
+            match dtype {
+                $(DType::$dtype => on_path::<$format>(path),)*
+                _ => panic!("{dtype} is no weight dtype"),
+            }
+        }
+        $(const _: () = assert!(
+            <$format>::BYTES * DType::$dtype.block_len() == <$format>::LEN * DType::$dtype.block_bytes()
+        );)*
+    };
+}
+
+formats! {
+    F32  => Plain<format::F32>;
+    F16  => Plain<format::F16>;
+    BF16 => Plain<format::BF16>;
+    Q4_0 => block32::Nibbles<false, false>;
+    Q4_1 => block32::Nibbles<false, true>;
+    Q5_0 => block32::Nibbles<true, false>;
+    Q5_1 => block32::Nibbles<true, true>;
+    Q8_0 => block32::Bytes;
+    Q4K  => block256::Mixed<false>;
+    Q5K  => block256::Mixed<true>;
+    Q6K  => block256::Six;
+}
+
+fn on_path<F: Format>(path: CpuPath) -> Kernel {
+    match path.or_portable() {
+        #[cfg(target_arch = "x86_64")]
+        CpuPath::Avx512Vnni => on_avx512::<F>,
+        #[cfg(target_arch = "x86_64")]
+        CpuPath::Avx2 => on_avx2::<F>,
+        _ => on_portable::<F>,
+    }
+}
+
+/// # Safety
+///
+/// As for [`drive::run`], which includes that the processor has these instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+unsafe fn on_avx512<F: Format>(job: &Job) {
+    // SAFETY: the caller's promise.
+    unsafe { drive::run::<avx512::Avx512, F>(job) }
+}
+
+/// # Safety
+///
+/// As for [`drive::run`], which includes that the processor has these instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn on_avx2<F: Format>(job: &Job) {
+    // SAFETY: the caller's promise.
+    unsafe { drive::run::<avx2::Avx2, F>(job) }
+}
+
+/// # Safety
+///
+/// As for [`drive::run`].
+unsafe fn on_portable<F: Format>(job: &Job) {
+    // SAFETY: the caller's promise.
+    unsafe { drive::run::<simd::Portable, F>(job) }
+}

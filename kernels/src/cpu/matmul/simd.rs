@@ -1,0 +1,207 @@
+//! The vector operations that the multiplication is written in, and their portable form.
+//!
+//! Sixteen lanes on every path; a lane is a weight row, that is, an output. All operations are exact
+//! or round once as IEEE 754 says, so that the paths agree in every bit.
+
+use std::ptr;
+
+use crate::cpu::lanes::{LANES, f16_to_f32};
+
+/// One instruction path.
+///
+/// # Safety
+///
+/// Every function may only be called where the processor has the path's instructions, and is only fast
+/// where the caller was compiled for them (all are inlined into such a caller). Functions that take
+/// pointers read or write exactly what they say, at any alignment.
+pub(super) trait Simd: Copy {
+    /// Sixteen `f32`.
+    type F: Copy;
+    /// Sixteen 32-bit words.
+    type I: Copy;
+
+    /// Whether [`Simd::dot_i8`] wants its weights as `w + 128`, unsigned, and so counts `128 Σ x` too much.
+    const BIASED: bool;
+    /// Whether there are registers for large tiles.
+    const WIDE: bool;
+
+    unsafe fn splat_f(value: f32) -> Self::F;
+    /// Reads 64 bytes.
+    unsafe fn load_f(from: *const f32) -> Self::F;
+    /// Writes 64 bytes.
+    unsafe fn store_f(to: *mut f32, value: Self::F);
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    /// `a · b + c`, rounded once.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `a · b − c`, rounded once.
+    unsafe fn fms(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// Every NaN as the bits `0x7fc00000`: processors and compilers pick among the payloads of operands.
+    unsafe fn one_nan(value: Self::F) -> Self::F;
+
+    unsafe fn splat_i(value: i32) -> Self::I;
+    unsafe fn and(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn xor(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn shl<const N: u32>(a: Self::I) -> Self::I;
+    /// Shift right, zeros come in.
+    unsafe fn shr<const N: u32>(a: Self::I) -> Self::I;
+    /// Shift right by a count known at run time only.
+    unsafe fn shr_by(a: Self::I, count: u32) -> Self::I;
+    /// Shift right, copies of the sign come in.
+    unsafe fn sar<const N: u32>(a: Self::I) -> Self::I;
+    /// The nearest `f32` of each `i32`; callers keep to 24 bits, where it is exact.
+    unsafe fn to_f(a: Self::I) -> Self::F;
+    unsafe fn bits_f(a: Self::I) -> Self::F;
+    /// The two half-precision numbers in each word as `f32`, low one first.
+    unsafe fn halves(a: Self::I) -> [Self::F; 2];
+
+    /// `acc + Σ w_i · x_i` over the four bytes of each word: `w` unsigned and at most 127, `x` signed.
+    unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// The same with signed `w`, biased where [`Simd::BIASED`] says so; `x` is never −128.
+    unsafe fn dot_i8(acc: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// `acc + Σ a_i · b_i` over the two signed 16-bit halves of each word.
+    unsafe fn dot_i16(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+
+    /// Lane `r` is the word at `from + r · stride`: reads 4 bytes in each of sixteen rows.
+    unsafe fn gather(from: *const u8, stride: usize) -> Self::I;
+    /// Four consecutive words of sixteen rows, transposed: reads 16 bytes in each.
+    unsafe fn gather4(from: *const u8, stride: usize) -> [Self::I; 4];
+
+    /// Asks for the cache line of an address that need not exist.
+    #[inline(always)]
+    unsafe fn prefetch(address: *const u8) {
+        let _ = address;
+    }
+}
+
+/// The path without intrinsics.
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+#[inline(always)]
+fn zip<A: Copy, B: Copy, C>(a: [A; LANES], b: [B; LANES], op: impl Fn(A, B) -> C) -> [C; LANES] {
+    std::array::from_fn(|i| op(a[i], b[i]))
+}
+
+// SAFETY for the whole impl: only `load_f`, `store_f` and the gathers touch memory, and exactly the
+// bytes that the trait names, which the caller vouches for.
+impl Simd for Portable {
+    type F = [f32; LANES];
+    type I = [u32; LANES];
+
+    const BIASED: bool = false;
+    const WIDE: bool = false;
+
+    #[inline(always)]
+    unsafe fn splat_f(value: f32) -> Self::F {
+        [value; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load_f(from: *const f32) -> Self::F {
+        // SAFETY: the caller vouches for 64 readable bytes.
+        unsafe { ptr::read_unaligned(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store_f(to: *mut f32, value: Self::F) {
+        // SAFETY: the caller vouches for 64 writable bytes.
+        unsafe { ptr::write_unaligned(to.cast(), value) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    unsafe fn fms(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        std::array::from_fn(|i| a[i].mul_add(b[i], -c[i]))
+    }
+    #[inline(always)]
+    unsafe fn one_nan(value: Self::F) -> Self::F {
+        value.map(|v| if v.is_nan() { f32::from_bits(0x7fc0_0000) } else { v })
+    }
+
+    #[inline(always)]
+    unsafe fn splat_i(value: i32) -> Self::I {
+        [value as u32; LANES]
+    }
+    #[inline(always)]
+    unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
+        zip(a, b, |a, b| a & b)
+    }
+    #[inline(always)]
+    unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
+        zip(a, b, |a, b| a | b)
+    }
+    #[inline(always)]
+    unsafe fn xor(a: Self::I, b: Self::I) -> Self::I {
+        zip(a, b, |a, b| a ^ b)
+    }
+    #[inline(always)]
+    unsafe fn shl<const N: u32>(a: Self::I) -> Self::I {
+        a.map(|a| a << N)
+    }
+    #[inline(always)]
+    unsafe fn shr<const N: u32>(a: Self::I) -> Self::I {
+        a.map(|a| a >> N)
+    }
+    #[inline(always)]
+    unsafe fn shr_by(a: Self::I, count: u32) -> Self::I {
+        a.map(|a| a >> count)
+    }
+    #[inline(always)]
+    unsafe fn sar<const N: u32>(a: Self::I) -> Self::I {
+        a.map(|a| (a as i32 >> N) as u32)
+    }
+    #[inline(always)]
+    unsafe fn to_f(a: Self::I) -> Self::F {
+        a.map(|a| a as i32 as f32)
+    }
+    #[inline(always)]
+    unsafe fn bits_f(a: Self::I) -> Self::F {
+        a.map(f32::from_bits)
+    }
+    #[inline(always)]
+    unsafe fn halves(a: Self::I) -> [Self::F; 2] {
+        [a.map(|a| f16_to_f32(a as u16)), a.map(|a| f16_to_f32((a >> 16) as u16))]
+    }
+
+    #[inline(always)]
+    unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
+        // SAFETY: no memory is touched. Weights of at most 127 are the same read as signed.
+        unsafe { Self::dot_i8(acc, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn dot_i8(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
+        std::array::from_fn(|i| {
+            let (mut sum, w, x) = (acc[i] as i32, w[i].to_le_bytes(), x[i].to_le_bytes());
+            for b in 0..4 {
+                sum += w[b] as i8 as i32 * (x[b] as i8 as i32);
+            }
+            sum as u32
+        })
+    }
+    #[inline(always)]
+    unsafe fn dot_i16(acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| {
+            let low = a[i] as i16 as i32 * (b[i] as i16 as i32);
+            let high = (a[i] as i32 >> 16) * (b[i] as i32 >> 16);
+            (acc[i] as i32 + low + high) as u32
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn gather(from: *const u8, stride: usize) -> Self::I {
+        // SAFETY: the caller vouches for 4 readable bytes in each of sixteen rows.
+        std::array::from_fn(|r| unsafe {
+            u32::from_le(ptr::read_unaligned(from.add(r * stride).cast()))
+        })
+    }
+    #[inline(always)]
+    unsafe fn gather4(from: *const u8, stride: usize) -> [Self::I; 4] {
+        // SAFETY: the caller vouches for 16 readable bytes in each of sixteen rows.
+        std::array::from_fn(|g| unsafe { Self::gather(from.add(4 * g), stride) })
+    }
+}

@@ -1,0 +1,120 @@
+//! Instruction paths of the CPU kernels, and which of them this processor has.
+//!
+//! Every kernel gives the same bits on every path, so the path is a matter of speed only. That is
+//! also what makes [`CpuPath`] safe to pass around as a plain value: a path the processor lacks
+//! runs as [`CpuPath::Portable`].
+
+use std::fmt;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// A set of instructions that kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CpuPath {
+    /// x86-64 with AVX-512 F, BW, VL, DQ and VNNI (and what [`CpuPath::Avx2`] needs).
+    Avx512Vnni,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// Whatever the compiler's target has; no intrinsics.
+    Portable,
+}
+
+impl CpuPath {
+    /// Every path, fastest first.
+    pub const ALL: &'static [CpuPath] = &[CpuPath::Avx512Vnni, CpuPath::Avx2, CpuPath::Portable];
+
+    /// The fastest path of this processor.
+    pub fn detect() -> CpuPath {
+        CpuPath::ALL.iter().copied().find(|path| path.is_available()).unwrap_or(CpuPath::Portable)
+    }
+
+    /// The paths this processor has, fastest first. Never empty.
+    pub fn available() -> Vec<CpuPath> {
+        CpuPath::ALL.iter().copied().filter(|path| path.is_available()).collect()
+    }
+
+    /// Whether this processor has the path. Asks the processor once and remembers.
+    #[inline]
+    pub fn is_available(self) -> bool {
+        let bit = match self {
+            CpuPath::Avx512Vnni => HAS_AVX512,
+            CpuPath::Avx2 => HAS_AVX2,
+            CpuPath::Portable => return true,
+        };
+        let seen = FEATURES.load(Ordering::Relaxed);
+        let seen = if seen & ASKED != 0 { seen } else { ask() };
+        seen & bit != 0
+    }
+
+    /// The path itself where the processor has it, else [`CpuPath::Portable`]. What is returned is
+    /// the proof that the path's instructions exist; `dispatch!` calls it before it jumps.
+    #[inline]
+    pub fn or_portable(self) -> CpuPath {
+        if self.is_available() { self } else { CpuPath::Portable }
+    }
+
+    /// The name used in configuration, on the command line and in the numerics class.
+    pub const fn name(self) -> &'static str {
+        match self {
+            CpuPath::Avx512Vnni => "avx512",
+            CpuPath::Avx2 => "avx2",
+            CpuPath::Portable => "portable",
+        }
+    }
+
+    /// The path of this name.
+    pub fn from_name(name: &str) -> Option<CpuPath> {
+        CpuPath::ALL.iter().copied().find(|path| path.name() == name)
+    }
+}
+
+impl fmt::Display for CpuPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+const ASKED: u8 = 1;
+const HAS_AVX2: u8 = 2;
+const HAS_AVX512: u8 = 4;
+
+static FEATURES: AtomicU8 = AtomicU8::new(0);
+
+#[cold]
+fn ask() -> u8 {
+    let mut seen = ASKED;
+    #[cfg(target_arch = "x86_64")]
+    {
+        let avx2 = std::arch::is_x86_feature_detected!("avx2")
+            && std::arch::is_x86_feature_detected!("fma")
+            && std::arch::is_x86_feature_detected!("f16c");
+        let avx512 = avx2
+            && std::arch::is_x86_feature_detected!("avx512f")
+            && std::arch::is_x86_feature_detected!("avx512bw")
+            && std::arch::is_x86_feature_detected!("avx512vl")
+            && std::arch::is_x86_feature_detected!("avx512dq")
+            && std::arch::is_x86_feature_detected!("avx512vnni");
+        if avx2 {
+            seen |= HAS_AVX2;
+        }
+        if avx512 {
+            seen |= HAS_AVX512;
+        }
+    }
+    FEATURES.store(seen, Ordering::Relaxed);
+    seen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip_and_portable_is_always_there() {
+        for &path in CpuPath::ALL {
+            assert_eq!(CpuPath::from_name(path.name()), Some(path));
+        }
+        assert_eq!(CpuPath::from_name("sse9"), None);
+        assert_eq!(CpuPath::available().last(), Some(&CpuPath::Portable));
+        assert_eq!(CpuPath::available().first(), Some(&CpuPath::detect()));
+    }
+}

@@ -1,0 +1,164 @@
+//! Activations as the block-type kernels read them: quantised to int8 once per row, before the
+//! multiplication, so that every output of the row sees the same integers.
+//!
+//! Plain weight dtypes read the `f32` activations directly and prepare nothing. The 32-element block
+//! types share one form and the 256-element ones another ([`Activation`]), so a row prepared for Q4_K
+//! serves Q6_K too. A row of `k` elements becomes `k / len` records:
+//!
+//! | bytes of a [`Activation::Q8`] record | |
+//! |---|---|
+//! | 0..32 | `q`, 32 × i8 |
+//! | 32..36 | `da`, f32: `amax / 127` rounded to half precision |
+//! | 36..40 | `−Σ q`, i32 |
+//! | 40..44 | `f32(Σ q) · da`, f32 |
+//!
+//! | bytes of a [`Activation::Q8K`] record | |
+//! |---|---|
+//! | 0..256 | `q`, 256 × i8 |
+//! | 256..260 | `da`, f32: `amax / 127` |
+//! | 260..276 | Σ q over each 32, 8 × i16 in the order 0 2 1 3 4 6 5 7 |
+//! | 276..340 | `−32 · Σ q` over each 16, 16 × i32 |
+//!
+//! `q = clamp(round_ties_even(x · (127 / amax)), −127, 127)` with `amax` the block's largest absolute value. A block
+//! whose `127 / amax` is not finite (`amax` zero, or below 3.8e-37) is all zeros with `da = 0`. A block that
+//! holds an infinity or a NaN is all zeros with `da = NaN`: every output of that row becomes NaN, and
+//! a poisoned input cannot turn into a plausible number. An `amax` above 127 · 65504 makes the rounded `da` of
+//! [`Activation::Q8`] infinite, and the outputs inf or NaN.
+
+use hotcell_graph::DType;
+
+use super::lanes::{LANES, dispatch, f16_to_f32, f32_to_f16};
+use super::path::CpuPath;
+
+/// The form in which a weight dtype wants its activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// As they are; nothing is prepared.
+    F32,
+    /// Int8 in blocks of 32 with a half-precision scale.
+    Q8,
+    /// Int8 in blocks of 256 with an `f32` scale.
+    Q8K,
+}
+
+/// Bytes of a [`Activation::Q8`] record.
+pub(super) const Q8_RECORD: usize = 44;
+/// Bytes of a [`Activation::Q8K`] record.
+pub(super) const Q8K_RECORD: usize = 340;
+
+impl Activation {
+    /// The form that weights of `dtype` want.
+    pub const fn of(dtype: DType) -> Activation {
+        match dtype.block_len() {
+            32 => Activation::Q8,
+            256 => Activation::Q8K,
+            _ => Activation::F32,
+        }
+    }
+}
+
+/// Bytes that one prepared row of `k` activations takes for weights of `dtype`; 0 for plain dtypes.
+/// Whole blocks only: a remainder of `k` is not counted (and not accepted by [`prepare_row`]).
+pub const fn scratch_bytes(dtype: DType, k: usize) -> usize {
+    match Activation::of(dtype) {
+        Activation::F32 => 0,
+        Activation::Q8 => k / 32 * Q8_RECORD,
+        Activation::Q8K => k / 256 * Q8K_RECORD,
+    }
+}
+
+/// Quantises the row `x` into `scratch` as weights of `dtype` want it; nothing for plain dtypes.
+///
+/// # Panics
+///
+/// When `x.len()` is no multiple of the dtype's block length, or `scratch` is not exactly
+/// [`scratch_bytes`] long.
+pub fn prepare_row(path: CpuPath, dtype: DType, x: &[f32], scratch: &mut [u8]) {
+    assert!(x.len().is_multiple_of(dtype.block_len()), "{} activations for {dtype}", x.len());
+    assert_eq!(scratch.len(), scratch_bytes(dtype, x.len()), "scratch of a {dtype} row");
+    match Activation::of(dtype) {
+        Activation::F32 => {}
+        Activation::Q8 => prepare_q8(path, x, scratch),
+        Activation::Q8K => prepare_q8k(path, x, scratch),
+    }
+}
+
+dispatch! {
+    fn prepare_q8(x: &[f32], scratch: &mut [u8]) = q8_body;
+}
+
+dispatch! {
+    fn prepare_q8k(x: &[f32], scratch: &mut [u8]) = q8k_body;
+}
+
+#[inline(always)]
+fn q8_body(x: &[f32], scratch: &mut [u8]) {
+    let (blocks, _) = x.as_chunks::<32>();
+    let (records, _) = scratch.as_chunks_mut::<Q8_RECORD>();
+    for (x, record) in blocks.iter().zip(records) {
+        let (q, rest) = record.split_at_mut(32);
+        let mut sums = [0i32; 2];
+        let da = quantize_block(x, q, &mut sums);
+        let da = f16_to_f32(f32_to_f16(da));
+        let sum = sums[0] + sums[1];
+        rest[0..4].copy_from_slice(&da.to_le_bytes());
+        rest[4..8].copy_from_slice(&(-sum).to_le_bytes());
+        rest[8..12].copy_from_slice(&(sum as f32 * da).to_le_bytes());
+    }
+}
+
+#[inline(always)]
+fn q8k_body(x: &[f32], scratch: &mut [u8]) {
+    let (blocks, _) = x.as_chunks::<256>();
+    let (records, _) = scratch.as_chunks_mut::<Q8K_RECORD>();
+    for (x, record) in blocks.iter().zip(records) {
+        let (q, rest) = record.split_at_mut(256);
+        let mut sums = [0i32; 16];
+        let da = quantize_block(x, q, &mut sums);
+        rest[0..4].copy_from_slice(&da.to_le_bytes());
+        for (slot, j) in [0, 2, 1, 3, 4, 6, 5, 7].into_iter().enumerate() {
+            let sum = (sums[2 * j] + sums[2 * j + 1]) as i16;
+            rest[4 + 2 * slot..][..2].copy_from_slice(&sum.to_le_bytes());
+        }
+        for (j, sum) in sums.iter().enumerate() {
+            rest[20 + 4 * j..][..4].copy_from_slice(&(-32 * sum).to_le_bytes());
+        }
+    }
+}
+
+/// Quantises one block, sums it per 16, returns `da` before any rounding to half precision.
+#[inline(always)]
+fn quantize_block(x: &[f32], q: &mut [u8], sums: &mut [i32]) -> f32 {
+    let (x, _) = x.as_chunks::<LANES>();
+    let (q, _) = q.as_chunks_mut::<LANES>();
+    // The bits of absolute values order like integers, with inf and NaN above every number.
+    let mut top = [0u32; LANES];
+    for run in x {
+        for (t, v) in top.iter_mut().zip(run) {
+            *t = (*t).max(v.to_bits() & 0x7fff_ffff);
+        }
+    }
+    let top = top.into_iter().fold(0, u32::max);
+    let amax = f32::from_bits(top);
+    let inverse = 127.0 / amax;
+    if top >= 0x7f80_0000 || !inverse.is_finite() {
+        q.iter_mut().for_each(|run| run.fill(0));
+        sums.fill(0);
+        return if top >= 0x7f80_0000 { f32::NAN } else { 0.0 };
+    }
+    for ((run, q), sum) in x.iter().zip(q).zip(sums) {
+        let mut ints = [0i32; LANES];
+        for (i, v) in ints.iter_mut().zip(run) {
+            // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+            let shifted = v * inverse + 12_582_912.0;
+            *i = (shifted.to_bits() as i32 - 0x4b40_0000).clamp(-127, 127);
+        }
+        let mut total = 0;
+        for (i, q) in ints.into_iter().zip(q) {
+            *q = i as u8;
+            total += i;
+        }
+        *sum = total;
+    }
+    amax / 127.0
+}

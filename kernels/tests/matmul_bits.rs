@@ -1,0 +1,377 @@
+//! The multiplication gives the very bits that its documentation promises, for every dtype, on every
+//! instruction path, for any number of rows, any split of the outputs and any alignment of the weights.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use hotcell_graph::DType;
+use hotcell_kernels::cpu::dequant::{dequantize_row, is_weight_dtype};
+use hotcell_kernels::cpu::matmul::{MulMat, mul_mat};
+use hotcell_kernels::cpu::path::CpuPath;
+use hotcell_kernels::cpu::quantize::{prepare_row, scratch_bytes};
+
+/// xorshift64*, so that cases are the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+    /// Within ±1.
+    fn float(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+    fn activations(&mut self, count: usize) -> Vec<f32> {
+        (0..count)
+            .map(|i| match i % 97 {
+                5 => 0.0,
+                6 => -0.0,
+                7 => 30.0 * self.float(),
+                8 => 1e-30 * self.float(),
+                _ => self.float(),
+            })
+            .collect()
+    }
+    fn weights(&mut self, dtype: DType, rows: usize, k: usize) -> Vec<u8> {
+        let blocks = rows * k / dtype.block_len();
+        let mut out = Vec::new();
+        for _ in 0..blocks {
+            match dtype {
+                DType::F32 => out.extend(self.float().to_le_bytes()),
+                DType::F16 => out.extend(f16::from_f32(self.float()).to_le_bytes()),
+                DType::BF16 => out.extend(bf16::from_f32(self.float()).to_le_bytes()),
+                _ => {
+                    let mut block: Vec<u8> =
+                        (0..dtype.block_bytes()).map(|_| self.bits() as u8).collect();
+                    let halves: &[usize] = match dtype {
+                        DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => &[0],
+                        DType::Q6K => &[208],
+                        _ => &[0, 2],
+                    };
+                    for &at in halves {
+                        let scale = f16::from_f32(0.05 * self.float());
+                        block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+                    }
+                    out.extend(block);
+                }
+            }
+        }
+        out
+    }
+}
+
+/// One quantised block of activations, by the letter of `quantize`'s documentation.
+struct Quantized {
+    q: Vec<i32>,
+    da: f32,
+}
+
+fn quantize(x: &[f32], half: bool) -> Quantized {
+    if x.iter().any(|v| !v.is_finite()) {
+        return Quantized { q: vec![0; x.len()], da: f32::NAN };
+    }
+    let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let inverse = 127.0 / amax;
+    if !inverse.is_finite() {
+        return Quantized { q: vec![0; x.len()], da: 0.0 };
+    }
+    let d = amax / 127.0;
+    Quantized {
+        q: x.iter().map(|v| ((v * inverse).round_ties_even() as i32).clamp(-127, 127)).collect(),
+        da: if half { f16::from_f32(d).to_f32() } else { d },
+    }
+}
+
+fn half_at(b: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([b[at], b[at + 1]]).to_f32()
+}
+
+/// Signed integer weights of a 32-element block (unsigned where there is a minimum), d and m.
+fn block32(dtype: DType, b: &[u8]) -> (Vec<i32>, f32, Option<f32>) {
+    let d = half_at(b, 0);
+    let nibbles = |qs: &[u8]| -> Vec<i32> {
+        let low = qs.iter().map(|b| (b & 15) as i32);
+        low.chain(qs.iter().map(|b| (b >> 4) as i32)).collect()
+    };
+    let five = |qh: &[u8], qs: &[u8]| -> Vec<i32> {
+        let bits = u32::from_le_bytes([qh[0], qh[1], qh[2], qh[3]]);
+        nibbles(qs).into_iter().enumerate().map(|(i, q)| q + 16 * (bits >> i & 1) as i32).collect()
+    };
+    let minus = |q: Vec<i32>, zero: i32| q.into_iter().map(|q| q - zero).collect();
+    match dtype {
+        DType::Q8_0 => (b[2..34].iter().map(|&b| b as i8 as i32).collect(), d, None),
+        DType::Q4_0 => (minus(nibbles(&b[2..18]), 8), d, None),
+        DType::Q4_1 => (nibbles(&b[4..20]), d, Some(half_at(b, 2))),
+        DType::Q5_0 => (minus(five(&b[2..6], &b[6..22]), 16), d, None),
+        DType::Q5_1 => (five(&b[4..8], &b[8..24]), d, Some(half_at(b, 2))),
+        other => panic!("{other}"),
+    }
+}
+
+/// Integer weights, scales and minima of a super-block.
+fn block256(dtype: DType, b: &[u8]) -> (Vec<i32>, Vec<i32>, Vec<i32>) {
+    if dtype == DType::Q6K {
+        let mut q = vec![0; 256];
+        for half in 0..2 {
+            let (ql, qh) = (&b[64 * half..], &b[128 + 32 * half..]);
+            for l in 0..32 {
+                let at = |run: usize| 128 * half + 32 * run + l;
+                q[at(0)] = (ql[l] & 15 | (qh[l] & 3) << 4) as i32 - 32;
+                q[at(1)] = (ql[l + 32] & 15 | (qh[l] >> 2 & 3) << 4) as i32 - 32;
+                q[at(2)] = (ql[l] >> 4 | (qh[l] >> 4 & 3) << 4) as i32 - 32;
+                q[at(3)] = (ql[l + 32] >> 4 | (qh[l] >> 6) << 4) as i32 - 32;
+            }
+        }
+        return (q, b[192..208].iter().map(|&s| s as i8 as i32).collect(), vec![]);
+    }
+    let s = &b[4..16];
+    let (mut scales, mut minima) = (vec![], vec![]);
+    for j in 0..8 {
+        let (sc, m) = match j {
+            0..4 => (s[j] & 63, s[j + 4] & 63),
+            _ => (s[j + 4] & 15 | s[j - 4] >> 6 << 4, s[j + 4] >> 4 | s[j] >> 6 << 4),
+        };
+        scales.push(sc as i32);
+        minima.push(m as i32);
+    }
+    let qs = &b[b.len() - 128..];
+    let q = (0..256)
+        .map(|i| {
+            let (j, l) = (i / 32, i % 32);
+            let low = qs[j / 2 * 32 + l] >> (4 * (j % 2)) & 15;
+            let high = if dtype == DType::Q5K { b[16 + l] >> j & 1 } else { 0 };
+            (low + 16 * high) as i32
+        })
+        .collect();
+    (q, scales, minima)
+}
+
+fn dot(a: &[i32], b: &[i32]) -> i32 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// One output, by the letter of `matmul`'s documentation.
+fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
+    let mut acc = 0.0f32;
+    let blocks = w.chunks(dtype.block_bytes()).zip(x.chunks(dtype.block_len()));
+    for (b, x) in blocks {
+        match dtype {
+            DType::F32 => acc = f32::from_le_bytes([b[0], b[1], b[2], b[3]]).mul_add(x[0], acc),
+            DType::F16 => acc = half_at(b, 0).mul_add(x[0], acc),
+            DType::BF16 => acc = bf16::from_le_bytes([b[0], b[1]]).to_f32().mul_add(x[0], acc),
+            DType::Q4K | DType::Q5K | DType::Q6K => {
+                let x = quantize(x, false);
+                let (w, scales, minima) = block256(dtype, b);
+                let sub = 256 / scales.len();
+                let mut inner = 0.0f32;
+                for (j, &scale) in scales.iter().enumerate() {
+                    let range = sub * j..sub * (j + 1);
+                    let dot = dot(&w[range.clone()], &x.q[range]);
+                    inner = (dot as f32).mul_add(scale as f32, inner);
+                }
+                if dtype == DType::Q6K {
+                    acc = (inner * half_at(b, 208)).mul_add(x.da, acc);
+                } else {
+                    let sums: Vec<i32> = x.q.chunks(32).map(|q| q.iter().sum()).collect();
+                    let low = dot(&minima, &sums) as f32 * half_at(b, 2);
+                    acc = inner.mul_add(half_at(b, 0), -low).mul_add(x.da, acc);
+                }
+            }
+            _ => {
+                let x = quantize(x, true);
+                let (w, d, m) = block32(dtype, b);
+                acc = (dot(&w, &x.q) as f32 * x.da).mul_add(d, acc);
+                if let Some(m) = m {
+                    let sum: i32 = x.q.iter().sum();
+                    acc = (sum as f32 * x.da).mul_add(m, acc);
+                }
+            }
+        }
+    }
+    if acc.is_nan() { f32::from_bits(0x7fc0_0000) } else { acc }
+}
+
+fn weight_dtypes() -> impl Iterator<Item = DType> {
+    DType::ALL.iter().copied().filter(|&d| is_weight_dtype(d))
+}
+
+fn ks(dtype: DType) -> &'static [usize] {
+    match dtype.block_len() {
+        32 => &[0, 32, 96, 32 * 45],
+        256 => &[0, 256, 512, 768],
+        _ => &[0, 1, 7, 16, 31, 33, 400],
+    }
+}
+
+fn bits(v: &[f32]) -> Vec<u32> {
+    v.iter().map(|v| v.to_bits()).collect()
+}
+
+/// `parts` ranges with starts at multiples of 16, and one split at an odd place.
+fn splits(n: usize, parts: usize) -> Vec<Range<usize>> {
+    let step = n.div_ceil(parts).next_multiple_of(16);
+    (0..n).step_by(step).map(|start| start..n.min(start + step)).collect()
+}
+
+#[test]
+fn every_path_and_every_split_gives_the_documented_bits() {
+    for dtype in weight_dtypes() {
+        let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ dtype as u64);
+        for &k in ks(dtype) {
+            for n in [1, 15, 17, 33, 100] {
+                let w = random.weights(dtype, n, k);
+                let row_bytes = dtype.row_bytes(k).expect("whole blocks");
+                let x = random.activations(64 * k);
+                let row = |i: usize, r: usize| &x[r * k..][..k][i..];
+                let expected: Vec<u32> = (0..64 * n)
+                    .map(|i| reference(dtype, &w[i % n * row_bytes..][..row_bytes], row(0, i / n)))
+                    .map(f32::to_bits)
+                    .collect();
+                for path in CpuPath::available() {
+                    for rows in [1, 2, 3, 7, 16, 64] {
+                        let offset = (n + rows) % 4;
+                        let mut moved = vec![0xaa; offset];
+                        moved.extend(&w);
+                        let parts = 1 + (n + rows) % 3;
+                        let out = split_product(path, dtype, &moved[offset..], n, &x, rows, k, &splits(n, parts));
+                        let case = format!("{dtype} on {path}: n {n}, k {k}, {rows} rows, {parts} parts");
+                        assert_eq!(bits(&out), expected[..rows * n], "{case}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The product in pieces, with the outputs spread wider than they need and everything else untouched.
+#[allow(clippy::too_many_arguments)]
+fn split_product(
+    path: CpuPath,
+    dtype: DType,
+    w: &[u8],
+    n: usize,
+    x: &[f32],
+    rows: usize,
+    k: usize,
+    ranges: &[Range<usize>],
+) -> Vec<f32> {
+    let size = scratch_bytes(dtype, k);
+    let mut prepared = vec![0; rows * size];
+    for r in 0..rows {
+        prepare_row(path, dtype, &x[r * k..][..k], &mut prepared[r * size..][..size]);
+    }
+    // The activations lie apart as well, with NaN between them: nothing past a row is read.
+    let x_stride = k + 3;
+    let mut spread = vec![f32::NAN; rows * x_stride];
+    for r in 0..rows {
+        spread[r * x_stride..][..k].copy_from_slice(&x[r * k..][..k]);
+    }
+    let product = MulMat { dtype, w, k, x: &spread, x_stride, prepared: &prepared, rows };
+    let out_stride = n + 5;
+    let mut out = vec![-77.0; rows * out_stride];
+    for range in ranges {
+        // SAFETY: rows · out_stride outputs, n <= out_stride; one thread.
+        unsafe { product.run(path, range.clone(), out.as_mut_ptr(), out_stride) };
+    }
+    out.chunks(out_stride)
+        .flat_map(|row| {
+            assert!(row[n..].iter().all(|&v| v == -77.0), "wrote past the outputs");
+            row[..n].to_vec()
+        })
+        .collect()
+}
+
+#[test]
+fn ranges_may_start_anywhere() {
+    let mut random = Random(7);
+    for dtype in weight_dtypes() {
+        let (n, k) = (75, 256);
+        let w = random.weights(dtype, n, k);
+        let x = random.activations(9 * k);
+        for path in CpuPath::available() {
+            let whole = bits(&mul_mat(path, dtype, &w, n, &x, 9, k));
+            for cut in [1, 15, 16, 31, 74] {
+                let out = split_product(path, dtype, &w, n, &x, 9, k, &[cut..n, 0..cut]);
+                assert_eq!(bits(&out), whole, "{dtype} on {path} cut at {cut}");
+            }
+        }
+    }
+}
+
+#[test]
+fn products_are_near_those_of_the_dequantised_weights() {
+    let mut random = Random(11);
+    for dtype in weight_dtypes() {
+        let (n, k) = (19, 768);
+        let w = random.weights(dtype, n, k);
+        let x: Vec<f32> = (0..k).map(|_| random.float()).collect();
+        let out = mul_mat(CpuPath::detect(), dtype, &w, n, &x, 1, k);
+        for (row, y) in w.chunks(w.len() / n).zip(out) {
+            let mut wide = vec![0.0; k];
+            dequantize_row(dtype, row, &mut wide);
+            let products = wide.iter().zip(&x).map(|(&w, &x)| w as f64 * x as f64);
+            let exact: f64 = products.clone().sum();
+            // An activation is at most half a step off, and a step is amax / 127 (half a unit in the last
+            // place of a half more for the rounded scale); a chain of k roundings adds k · 2^-24.
+            let magnitude: f64 = wide.iter().map(|w| w.abs() as f64).sum();
+            let step = if dtype.is_block() { 0.5 / 127.0 + 1.0 / 2048.0 } else { 0.0 };
+            let bound = magnitude * (step + k as f64 / (1u64 << 24) as f64);
+            assert!((y as f64 - exact).abs() <= bound, "{dtype}: {y}, not {exact} ± {bound}");
+        }
+    }
+}
+
+#[test]
+fn a_poisoned_activation_poisons_its_row_and_no_other() {
+    let mut random = Random(13);
+    for dtype in weight_dtypes() {
+        let (n, k, rows) = (40, 512, 6);
+        let w = random.weights(dtype, n, k);
+        let clean: Vec<f32> = (0..rows * k).map(|_| random.float()).collect();
+        for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = clean.clone();
+            x[2 * k + 300] = poison;
+            for path in CpuPath::available() {
+                let good = mul_mat(path, dtype, &w, n, &clean, rows, k);
+                let bad = mul_mat(path, dtype, &w, n, &x, rows, k);
+                for (r, (good, bad)) in good.chunks(n).zip(bad.chunks(n)).enumerate() {
+                    if r == 2 {
+                        assert!(bad.iter().all(|v| !v.is_finite()), "{dtype} on {path}, {poison}");
+                    } else {
+                        assert_eq!(bits(good), bits(bad), "{dtype} on {path}, {poison}, row {r}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn extreme_weights_and_activations_agree_on_every_path() {
+    let mut random = Random(17);
+    for dtype in weight_dtypes() {
+        let (n, k, rows) = (33, 512, 5);
+        // Any bytes at all: scales of every kind, NaN and infinities too; -128 in Q8_0.
+        let bytes = n * dtype.row_bytes(k).expect("whole blocks");
+        let mut w: Vec<u8> = (0..bytes).map(|_| random.bits() as u8).collect();
+        w[100..140].fill(0x80);
+        let mut x = random.activations(rows * k);
+        for (i, v) in x.iter_mut().enumerate() {
+            *v *= [1.0, 1e-38, 1e-41, 3e38, 1e7][i / k];
+        }
+        x[0..64].fill(1.0);
+        x[64..96].fill(-1.0);
+        let row_bytes = bytes / n;
+        let expected: Vec<u32> = (0..rows * n)
+            .map(|i| reference(dtype, &w[i % n * row_bytes..][..row_bytes], &x[i / n * k..][..k]))
+            .map(f32::to_bits)
+            .collect();
+        for path in CpuPath::available() {
+            let out = mul_mat(path, dtype, &w, n, &x, rows, k);
+            assert_eq!(bits(&out), expected, "{dtype} on {path}");
+        }
+    }
+}
