@@ -1,0 +1,255 @@
+//! A child process, followed by its pidfd: no process id is ever signalled that might have been reused.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::process::{WaitId, WaitIdOptions};
+
+pub use rustix::process::Signal;
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExitStatus {
+    /// It exited with this code.
+    Code(i32),
+    /// A signal killed it.
+    Signal {
+        /// The signal's number.
+        signal: i32,
+        /// Whether the kernel wrote a core dump.
+        core: bool,
+    },
+}
+
+impl ExitStatus {
+    /// Whether it exited with code 0.
+    pub fn success(self) -> bool {
+        self == ExitStatus::Code(0)
+    }
+}
+
+impl fmt::Display for ExitStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            ExitStatus::Code(code) => write!(f, "exit code {code}"),
+            ExitStatus::Signal { signal, core } => {
+                match signal_name(signal) {
+                    Some(name) => write!(f, "killed by {name}")?,
+                    None => write!(f, "killed by signal {signal}")?,
+                }
+                if core {
+                    f.write_str(" (core dumped)")?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A signal's name, such as `SIGSEGV`; `None` for real-time signals and what is no signal.
+pub fn signal_name(signal: i32) -> Option<&'static str> {
+    Some(match signal {
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGINT => "SIGINT",
+        libc::SIGQUIT => "SIGQUIT",
+        libc::SIGILL => "SIGILL",
+        libc::SIGTRAP => "SIGTRAP",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGUSR1 => "SIGUSR1",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGUSR2 => "SIGUSR2",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGALRM => "SIGALRM",
+        libc::SIGTERM => "SIGTERM",
+        libc::SIGSTKFLT => "SIGSTKFLT",
+        libc::SIGCHLD => "SIGCHLD",
+        libc::SIGCONT => "SIGCONT",
+        libc::SIGSTOP => "SIGSTOP",
+        libc::SIGTSTP => "SIGTSTP",
+        libc::SIGTTIN => "SIGTTIN",
+        libc::SIGTTOU => "SIGTTOU",
+        libc::SIGURG => "SIGURG",
+        libc::SIGXCPU => "SIGXCPU",
+        libc::SIGXFSZ => "SIGXFSZ",
+        libc::SIGVTALRM => "SIGVTALRM",
+        libc::SIGPROF => "SIGPROF",
+        libc::SIGWINCH => "SIGWINCH",
+        libc::SIGIO => "SIGIO",
+        libc::SIGPWR => "SIGPWR",
+        libc::SIGSYS => "SIGSYS",
+        _ => return None,
+    })
+}
+
+/// Signals a child from anywhere, also while its owner waits for it.
+#[derive(Clone, Debug)]
+pub struct Killer(Arc<OwnedFd>);
+
+impl Killer {
+    /// Sends a signal; a child that has ended already is no error.
+    ///
+    /// # Errors
+    /// What `pidfd_send_signal` reports.
+    pub fn kill(&self, signal: Signal) -> io::Result<()> {
+        match rustix::process::pidfd_send_signal(&self.0, signal) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// A child process and the duty to reap it.
+///
+/// It cannot outlive its owner. `Drop` kills it (SIGKILL) and does not wait: if it is not gone at once, the
+/// spawner's thread reaps it as soon as it is, however long the kernel takes to free its memory. If the owner is
+/// killed itself, the parent-death signal does it.
+#[derive(Debug)]
+pub struct Child {
+    pid: u32,
+    pidfd: Arc<OwnedFd>,
+    status: Option<ExitStatus>,
+    /// Reading end of its standard error, if that is a pipe. Drain it (see [`crate::log`]): a child whose pipe
+    /// is full hangs in `write`.
+    pub stderr: Option<OwnedFd>,
+    /// Reading end of its standard output, if that is a pipe.
+    pub stdout: Option<OwnedFd>,
+}
+
+impl Child {
+    pub(crate) fn new(
+        pid: u32,
+        pidfd: OwnedFd,
+        stderr: Option<OwnedFd>,
+        stdout: Option<OwnedFd>,
+    ) -> Self {
+        Child {
+            pid,
+            pidfd: Arc::new(pidfd),
+            status: None,
+            stderr,
+            stdout,
+        }
+    }
+
+    /// Its process id: for messages and `/proc`, not for signals.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Sends a signal; a child that has ended already is no error.
+    ///
+    /// # Errors
+    /// What `pidfd_send_signal` reports.
+    pub fn kill(&self, signal: Signal) -> io::Result<()> {
+        self.killer().kill(signal)
+    }
+
+    /// A handle that can signal the child while this one is borrowed by [`wait`](Self::wait).
+    pub fn killer(&self) -> Killer {
+        Killer(Arc::clone(&self.pidfd))
+    }
+
+    /// How it ended, if it has; reaps it the first time.
+    ///
+    /// # Errors
+    /// What `waitid` reports: `ECHILD` if somebody else reaped it.
+    pub fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
+        if self.status.is_none() {
+            self.status = reap(self.pidfd.as_fd())?;
+        }
+        Ok(self.status)
+    }
+
+    /// Waits for its end, in the current tokio runtime. It may be dropped and called again; after the end it
+    /// returns the same status again.
+    ///
+    /// # Errors
+    /// As [`try_wait`](Self::try_wait), and what epoll reports.
+    pub async fn wait(&mut self) -> io::Result<ExitStatus> {
+        if let Some(status) = self.try_wait()? {
+            return Ok(status);
+        }
+        let watched = crate::socket::readiness(Arc::clone(&self.pidfd))?;
+        loop {
+            let mut ready = watched.readable().await?;
+            if let Some(status) = self.try_wait()? {
+                return Ok(status);
+            }
+            ready.clear_ready();
+        }
+    }
+
+    /// Waits for its end at most that long, blocking the thread; `None` if it still runs.
+    ///
+    /// # Errors
+    /// As [`try_wait`](Self::try_wait), and what `poll` reports.
+    pub fn wait_blocking(&mut self, timeout: Duration) -> io::Result<Option<ExitStatus>> {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.try_wait()? {
+                return Ok(Some(status));
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let left = Timespec {
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let mut polled = [PollFd::new(&self.pidfd, PollFlags::IN)];
+            match rustix::event::poll(&mut polled, Some(&left)) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+impl AsFd for Child {
+    /// The pidfd, readable when the child has ended.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if self.status.is_some() {
+            return;
+        }
+        let _ = self.kill(Signal::KILL);
+        if matches!(self.try_wait(), Ok(None)) {
+            crate::spawn::reap_later(Arc::clone(&self.pidfd));
+        }
+    }
+}
+
+/// Reaps the child behind a pidfd if it has ended.
+pub(crate) fn reap(pidfd: BorrowedFd<'_>) -> io::Result<Option<ExitStatus>> {
+    let status = rustix::io::retry_on_intr(|| {
+        rustix::process::waitid(
+            WaitId::PidFd(pidfd),
+            WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
+        )
+    })?;
+    Ok(status.and_then(|status| {
+        if let Some(code) = status.exit_status() {
+            return Some(ExitStatus::Code(code));
+        }
+        status
+            .terminating_signal()
+            .map(|signal| ExitStatus::Signal {
+                signal,
+                core: status.dumped(),
+            })
+    }))
+}

@@ -1,0 +1,208 @@
+//! Listening on a path: exactly one server wins, and what a crashed one left behind does not block the next.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Bytes in a socket's path at most: `sun_path` without its NUL.
+pub const MAX_PATH: usize = 107;
+
+/// Why a path cannot be listened on. Nothing was changed on disk, except that a missing parent directory and
+/// the lock file may have been made.
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    /// Another server answers there, or is about to.
+    #[error("{}: a server is already running there", path.display())]
+    InUse {
+        /// The socket's path.
+        path: PathBuf,
+    },
+    /// Something else has that name; it is left alone.
+    #[error("{}: exists and is not a socket; remove it or choose another path", path.display())]
+    NotASocket {
+        /// The socket's path.
+        path: PathBuf,
+    },
+    /// The kernel's addresses have no room for it.
+    #[error("{}: a socket's path has between 1 and {MAX_PATH} bytes, not {}, and no NUL", path.display(), path.as_os_str().len())]
+    BadPath {
+        /// The socket's path.
+        path: PathBuf,
+    },
+    /// A system call failed.
+    #[error("{}: cannot {what}: {source}", path.display())]
+    Io {
+        /// The path the call was about.
+        path: PathBuf,
+        /// What was being done.
+        what: &'static str,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+/// Holds the path: when dropped, removes the socket (if it is still the same one) and frees the lock.
+///
+/// The lock file `PATH.lock` stays: were it removed, a server that had just opened it could lock the removed
+/// file while a third one locks a new file of that name, and both would win.
+#[derive(Debug)]
+pub struct SocketGuard {
+    path: PathBuf,
+    identity: Option<(u64, u64)>,
+    _lock: OwnedFd,
+}
+
+impl SocketGuard {
+    /// The socket's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for SocketGuard {
+    fn drop(&mut self) {
+        // Under the lock, which is a field and freed after this. A socket that somebody put there instead is
+        // not ours to remove.
+        if self.identity.is_some() && identity(&self.path) == self.identity {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let data = fs::symlink_metadata(path).ok()?;
+    Some((data.dev(), data.ino()))
+}
+
+/// Listens on a Unix path that only this user can connect to (mode 0600); makes a missing parent directory
+/// (mode 0700); replaces a socket that nobody answers on.
+///
+/// The listener is close-on-exec and blocking. Keep the guard as long as the server serves.
+///
+/// # Errors
+/// See [`ListenError`].
+pub fn listen_unix(path: impl AsRef<Path>) -> Result<(UnixListener, SocketGuard), ListenError> {
+    let path = path.as_ref();
+    let io = |what: &'static str| {
+        move |source: io::Error| ListenError::Io {
+            path: path.to_owned(),
+            what,
+            source,
+        }
+    };
+    let bytes = path.as_os_str().as_bytes();
+    if bytes.is_empty() || bytes.len() > MAX_PATH || bytes.contains(&0) {
+        return Err(ListenError::BadPath {
+            path: path.to_owned(),
+        });
+    }
+    let address = SocketAddrUnix::new(path).map_err(|error| io("use the path")(error.into()))?;
+
+    if let Some(parent) = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+    {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(parent)
+            .map_err(io("make its directory"))?;
+    }
+
+    let lock = lock(path)?;
+    remove_stale(path, &address)?;
+
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(|error| io("make a socket")(error.into()))?;
+    // Linux gives the path the socket's own mode: set before `bind`, there is no moment in which others could
+    // connect, and the process's umask need not be touched.
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)
+        .map_err(|error| io("set the socket's mode")(error.into()))?;
+    rustix::net::bind(&socket, &address).map_err(|error| match error {
+        Errno::ADDRINUSE => ListenError::InUse {
+            path: path.to_owned(),
+        },
+        error => io("bind")(error.into()),
+    })?;
+    let guard = SocketGuard {
+        path: path.to_owned(),
+        identity: identity(path),
+        _lock: lock,
+    };
+    rustix::net::listen(&socket, 1024).map_err(|error| io("listen")(error.into()))?;
+    Ok((UnixListener::from(socket), guard))
+}
+
+/// Two servers that start at once would both find a stale socket, and the second would remove the first's new
+/// one. The lock makes looking and replacing one act; it goes with the process, however that ends.
+fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
+    let mut name: OsString = path.as_os_str().to_owned();
+    name.push(".lock");
+    let io = |what: &'static str, source: Errno| ListenError::Io {
+        path: PathBuf::from(&name),
+        what,
+        source: source.into(),
+    };
+    let file = rustix::fs::open(
+        Path::new(&name),
+        OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK,
+        Mode::RUSR | Mode::WUSR,
+    )
+    .map_err(|error| io("open the lock file", error))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(Errno::WOULDBLOCK) => Err(ListenError::InUse {
+            path: path.to_owned(),
+        }),
+        Err(error) => Err(io("lock", error)),
+    }
+}
+
+fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), ListenError> {
+    let io = |what: &'static str, source: io::Error| ListenError::Io {
+        path: path.to_owned(),
+        what,
+        source,
+    };
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(io("look at it", error)),
+        Ok(data) if !data.file_type().is_socket() => {
+            return Err(ListenError::NotASocket {
+                path: path.to_owned(),
+            });
+        }
+        Ok(_) => {}
+    }
+    // Non-blocking, because connecting to a live server with a full backlog would wait.
+    let probe = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+    .map_err(|error| io("make a socket", error.into()))?;
+    match rustix::net::connect(&probe, address) {
+        Err(Errno::CONNREFUSED) => {
+            fs::remove_file(path).map_err(|error| io("remove the stale socket", error))
+        }
+        Ok(()) | Err(Errno::AGAIN | Errno::INPROGRESS) => Err(ListenError::InUse {
+            path: path.to_owned(),
+        }),
+        Err(error) => Err(io("see whether a server is running there", error.into())),
+    }
+}

@@ -1,0 +1,226 @@
+//! Memory that is handed from process to process by descriptor: sealed memfds, and read-only mappings.
+
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::ops::Deref;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+
+/// Seals under which neither the bytes nor the length can change any more, whoever holds the descriptor.
+const IMMUTABLE: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::WRITE)
+    .union(SealFlags::SEAL);
+
+/// Seals under which the bytes may change but the length cannot, so that no holder can make another one's
+/// mapping fault with SIGBUS.
+const FIXED_SIZE: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
+
+/// Copies `bytes` into anonymous memory that nobody can write, grow, shrink or unseal afterwards.
+///
+/// The descriptor is close-on-exec, its offset is 0, and the memory cannot be executed where the kernel knows
+/// `MFD_NOEXEC_SEAL` (6.3). `name` is only for `/proc` (at most 249 bytes, no NUL).
+///
+/// # Errors
+/// What `memfd_create`, `write` or `fcntl(F_ADD_SEALS)` report; a bad name is `InvalidInput`.
+pub fn sealed_memory(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut file = File::from(sealable(name)?);
+    file.write_all(bytes)?;
+    // The offset belongs to the open file, which the receiver shares: it would read nothing from the end.
+    file.rewind()?;
+    rustix::fs::fcntl_add_seals(&file, IMMUTABLE)?;
+    Ok(file.into())
+}
+
+/// Makes `len` zero bytes of shared, writable anonymous memory whose length is sealed.
+///
+/// It must be sealed *before* it is handed out: otherwise the other side's `ftruncate` kills whoever reads its
+/// mapping. The bytes stay writable for both sides, so they are to be read through raw pointers and atomics,
+/// never as `&[T]`.
+///
+/// # Errors
+/// What `memfd_create`, `ftruncate` or `fcntl(F_ADD_SEALS)` report; a bad name is `InvalidInput`.
+pub fn shared_memory(name: &str, len: u64) -> io::Result<OwnedFd> {
+    let fd = sealable(name)?;
+    rustix::fs::ftruncate(&fd, len)?;
+    rustix::fs::fcntl_add_seals(&fd, FIXED_SIZE)?;
+    Ok(fd)
+}
+
+/// Whether `fd` is memory whose bytes and length can no longer change, as [`sealed_memory`] makes it.
+///
+/// # Errors
+/// What `fcntl(F_GET_SEALS)` reports, except that a descriptor that cannot have seals is simply `false`.
+pub fn is_immutable(fd: impl AsFd) -> io::Result<bool> {
+    has(fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE)
+}
+
+/// Whether `fd` is memory whose length can no longer change, as [`shared_memory`] makes it. To be asked before
+/// mapping memory that a stranger made.
+///
+/// # Errors
+/// As [`is_immutable`].
+pub fn is_fixed_size(fd: impl AsFd) -> io::Result<bool> {
+    has(fd, SealFlags::SHRINK | SealFlags::GROW)
+}
+
+fn has(fd: impl AsFd, seals: SealFlags) -> io::Result<bool> {
+    match rustix::fs::fcntl_get_seals(fd) {
+        Ok(held) => Ok(held.contains(seals)),
+        Err(rustix::io::Errno::INVAL) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn sealable(name: &str) -> io::Result<OwnedFd> {
+    // NUL and length would come back as EINVAL, which the fallback below must not mistake for an old kernel.
+    if name.len() > 249 || name.bytes().any(|byte| byte == 0) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "a memory's name has at most 249 bytes and no NUL",
+        ));
+    }
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(rustix::io::Errno::INVAL) => Ok(rustix::fs::memfd_create(name, flags)?),
+        made => Ok(made?),
+    }
+}
+
+/// What tells one state of a file from another without reading it.
+///
+/// The kernel stamps times with a clock tick's grain on older kernels, and writes through somebody's shared
+/// mapping stamp late: equality means "no change was seen", not a proof of equal bytes. Renaming or linking a
+/// file changes its ctime, and so its identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileIdentity {
+    /// Device number of the filesystem.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Last change of the bytes, in nanoseconds since 1970.
+    pub mtime_ns: i128,
+    /// Last change of the inode, in nanoseconds since 1970; a user cannot set it back.
+    pub ctime_ns: i128,
+}
+
+impl FileIdentity {
+    /// The present identity of the file behind `fd`.
+    ///
+    /// # Errors
+    /// What `dup` or `fstat` report.
+    pub fn of(fd: impl AsFd) -> io::Result<FileIdentity> {
+        Self::of_open(&File::from(fd.as_fd().try_clone_to_owned()?))
+    }
+
+    fn of_open(file: &File) -> io::Result<FileIdentity> {
+        let data = file.metadata()?;
+        let ns = |seconds: i64, rest: i64| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
+        Ok(FileIdentity {
+            dev: data.dev(),
+            ino: data.ino(),
+            len: data.size(),
+            mtime_ns: ns(data.mtime(), data.mtime_nsec()),
+            ctime_ns: ns(data.ctime(), data.ctime_nsec()),
+        })
+    }
+}
+
+/// A read-only mapping of a whole regular file or memfd. Clones share it; the last one unmaps.
+///
+/// **Trap.** Unless the file is sealed memory ([`is_immutable`]), another process may still change it. Bytes
+/// then change under the reader, and if the file is *shortened*, touching a page past its new end raises SIGBUS
+/// in this process. So a mapping of an unsealed file is for trusted files only, in a process whose SIGBUS
+/// handler knows the mapping's range (the worker), and [`Mapping::unchanged`] is asked whenever the bytes are
+/// handed out or a result is believed. The scheduler must map sealed or fixed-size memory only.
+#[derive(Clone, Debug)]
+pub struct Mapping(Arc<Mapped>);
+
+#[derive(Debug)]
+struct Mapped {
+    map: memmap2::Mmap,
+    /// Kept to ask for the identity again: a path could name another file by then.
+    file: File,
+    identity: FileIdentity,
+}
+
+impl Mapping {
+    /// Maps the whole file behind `fd`, which is duplicated, not kept. An empty file gives an empty mapping.
+    ///
+    /// # Errors
+    /// `InvalidInput` if `fd` is not a regular file or memfd, or is too large to address; otherwise what
+    /// `fstat` and `mmap` report.
+    pub fn of_file(fd: impl AsFd) -> io::Result<Mapping> {
+        let file = File::from(fd.as_fd().try_clone_to_owned()?);
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "only a regular file or sealed memory can be mapped",
+            ));
+        }
+        let identity = FileIdentity::of_open(&file)?;
+        let len = usize::try_from(identity.len)
+            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "file too large to map"))?;
+        // Private, because kernels before 6.7 refuse a shared mapping of write-sealed memory even to readers;
+        // nothing writes to it, so its pages are the page cache's all the same.
+        // SAFETY: read-only, and never more than the length seen. That the file may be changed by somebody
+        // else is this type's documented trap; it is never handed out as anything but bytes.
+        let map = unsafe {
+            memmap2::MmapOptions::new()
+                .len(len)
+                .map_copy_read_only(&file)
+        }?;
+        Ok(Mapping(Arc::new(Mapped {
+            map,
+            file,
+            identity,
+        })))
+    }
+
+    /// The mapped bytes; see the type's trap.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0.map
+    }
+
+    /// Number of bytes mapped.
+    pub fn len(&self) -> usize {
+        self.0.map.len()
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.map.is_empty()
+    }
+
+    /// The file's identity when it was mapped.
+    pub fn identity(&self) -> FileIdentity {
+        self.0.identity
+    }
+
+    /// Whether the file still has the identity it was mapped with (see [`FileIdentity`] for what that misses).
+    /// A failing `fstat` counts as changed.
+    pub fn unchanged(&self) -> bool {
+        FileIdentity::of_open(&self.0.file).is_ok_and(|now| now == self.0.identity)
+    }
+}
+
+impl Deref for Mapping {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
+impl AsRef<[u8]> for Mapping {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
