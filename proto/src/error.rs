@@ -130,6 +130,18 @@ impl Error {
             .map(|(_, v)| v.as_str())
     }
 
+    /// The metadata's entries.
+    pub fn metadata(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.metadata.iter().map(|(k, v)| (k.as_str(), v.as_str()))
+    }
+
+    /// Reads a status that carries a reason of ours: somebody's words, where a broken connection has none.
+    pub fn typed(status: &Status) -> Option<Self> {
+        let info = status.get_details_error_info()?;
+        let known = info.domain == DOMAIN && Reason::from_name(&info.reason).is_some();
+        known.then(|| Self::from_status(status))
+    }
+
     /// Reads a status. One that carries no reason of ours keeps its message and gets the reason that
     /// fits its code best.
     pub fn from_status(status: &Status) -> Self {
@@ -191,6 +203,7 @@ mod tests {
     #[test]
     fn a_strange_status_gets_the_nearest_reason() {
         let status = Status::unavailable("connection refused");
+        assert_eq!(Error::typed(&status), None);
         assert_eq!(Error::from_status(&status).reason(), Reason::NoWorker);
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Nothing here does I/O. Every other package depends on this one and it depends on none of them.
 
+pub mod address;
 pub mod error;
 pub mod ids;
 pub mod limits;

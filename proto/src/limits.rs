@@ -39,6 +39,14 @@ pub const MAX_WORKER_REQUESTS: usize = 256;
 pub const MAX_SCHEDULER_REQUESTS: usize = 4096;
 /// Events of one stream that wait in a worker for a slow reader before its sequence pauses.
 pub const STREAM_BUFFER: usize = 64;
+/// Bytes of text in one event of a stream.
+pub const MAX_DELTA_BYTES: usize = 64 << 10;
+/// Token ids in one event of a stream.
+pub const MAX_DELTA_TOKENS: usize = 1024;
+/// Characters of one string in a worker's words about itself, a device or a model.
+pub const MAX_WORD: usize = 512;
+/// Vocabulary of one model.
+pub const MAX_VOCABULARY: u32 = 1 << 24;
 /// Events that wait for one watcher before it is told that it missed some.
 pub const WATCH_BUFFER: usize = 256;
 /// Nodes of one graph.
