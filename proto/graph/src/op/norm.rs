@@ -9,7 +9,7 @@ use crate::{
 
 ops! {
     /// `x · w / √(mean(x²) + eps)` over the innermost axis (Zhang & Sennrich 2019); `x` f32 `[…, n]`,
-    /// `weight` f32, f16 or bf16 `[n]`; the mean is summed in f32.
+    /// `weight` f32 `[n]`; the mean is summed in f32.
     rms_norm(x, weight; eps: Float(0.0, 1.0)) -> one { effect: Effect::None, infer: rms_norm_spec, decompose: None }
 }
 

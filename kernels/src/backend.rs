@@ -1,0 +1,266 @@
+//! Backend, Device, BufferType, Buffer, Stream, Event: the nouns every backend implements.
+//!
+//! All of a device's work is issued from one engine thread, so buffers, streams and plans are not
+//! `Send`: the compiler keeps them there.
+
+use std::rc::Rc;
+
+use thiserror::Error;
+
+use hotcell_graph::{Graph, GraphError, op::Call};
+
+use crate::plan::{Plan, PlanHints};
+
+/// What went wrong on a device.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// The graph is not one.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+    /// Neither the device nor a decomposition can do it.
+    #[error("the {backend} backend cannot run {op}: {why}")]
+    Unsupported {
+        /// The backend.
+        backend: &'static str,
+        /// The op.
+        op: &'static str,
+        /// Dtypes or shapes that it lacks.
+        why: String,
+    },
+    /// Memory could not be had.
+    #[error("{what} needs {bytes} bytes, more than there are")]
+    OutOfMemory {
+        /// What it was for.
+        what: String,
+        /// How much.
+        bytes: usize,
+    },
+    /// A buffer does not fit the place it was bound to, or an access is outside of it.
+    #[error("{0}")]
+    Binding(String),
+    /// An index tensor points outside of what it indexes.
+    #[error("{op}: index {index} is not in [0, {bound})")]
+    IndexOutOfRange {
+        /// The op that read it.
+        op: &'static str,
+        /// The index.
+        index: i64,
+        /// Its bound.
+        bound: usize,
+    },
+    /// No backend or device of this name.
+    #[error("there is no device {0:?}; `hotcell devices` lists what there is")]
+    NoDevice(String),
+}
+
+/// What a device is, as its probe found it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Unique on this host, for example `cpu:0`.
+    pub id: String,
+    /// Name of its backend.
+    pub backend: &'static str,
+    /// For people.
+    pub description: String,
+    /// Memory it can use, bytes; 0 when unknown.
+    pub memory_bytes: u64,
+    /// Cores it may use (CPU).
+    pub cores: Vec<u32>,
+    /// Instruction path or architecture its kernels use.
+    pub path: String,
+}
+
+/// A kind of memory a device allocates from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferType {
+    /// Name, for example `host`.
+    pub name: &'static str,
+    /// Alignment of every buffer, bytes.
+    pub alignment: usize,
+    /// Largest single buffer, bytes.
+    pub max_bytes: usize,
+    /// Whether the host can address it.
+    pub is_host: bool,
+}
+
+/// A way to reach devices of one kind.
+pub trait Backend: Sync {
+    /// Its name, the part of a device's id before the colon.
+    fn name(&self) -> &'static str;
+
+    /// The devices there are now.
+    fn devices(&self) -> Vec<DeviceInfo>;
+
+    /// Opens a device with the cores it may use (empty: as probed).
+    ///
+    /// # Errors
+    /// [`DeviceError::NoDevice`] when there is none of this id.
+    fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError>;
+}
+
+/// Bytes of the host that stay at one address, unchanged, while the value lives.
+///
+/// # Safety
+/// `bytes` must return the same slice every time, valid until the value is dropped.
+pub unsafe trait HostRegion {
+    /// The bytes.
+    fn bytes(&self) -> &[u8];
+}
+
+/// An open device.
+pub trait Device {
+    /// What it is.
+    fn info(&self) -> &DeviceInfo;
+
+    /// The backend's and instruction path's part of the numerics class, for example `cpu/avx512/r1`.
+    fn numerics(&self) -> String;
+
+    /// Whether equal inputs give equal bits within a numerics class.
+    fn reproducible(&self) -> bool;
+
+    /// What it allocates from; the first is the default.
+    fn buffer_types(&self) -> &'static [BufferType];
+
+    /// Zeroed memory.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    fn allocate(&self, what: &str, bytes: usize) -> Result<Buffer, DeviceError>;
+
+    /// Read-only memory that is the host's own, without a copy where the device can address it.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] when a copy was needed and does not fit.
+    fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError>;
+
+    /// Whether it has a kernel for this call; what it lacks is decomposed.
+    fn supports(&self, call: &Call<'_>) -> bool;
+
+    /// Makes a plan.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] or [`DeviceError::OutOfMemory`].
+    fn plan(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Plan>, DeviceError>;
+
+    /// A new stream.
+    fn stream(&self) -> Box<dyn Stream>;
+}
+
+/// An ordered queue of work.
+pub trait Stream {
+    /// Executes a plan for `rows` rows after all earlier work of this stream.
+    ///
+    /// # Errors
+    /// What the plan says.
+    fn execute(&mut self, plan: &mut dyn Plan, rows: usize) -> Result<(), DeviceError>;
+
+    /// An event that happens when all earlier work is done.
+    fn record(&mut self) -> Event;
+
+    /// Work after this waits for the event, which another stream may have recorded.
+    fn wait(&mut self, event: &Event);
+
+    /// Waits until all earlier work is done.
+    ///
+    /// # Errors
+    /// A device error of that work.
+    fn synchronize(&mut self) -> Result<(), DeviceError>;
+}
+
+/// A point in a stream's order: a rising fence value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// The stream that recorded it.
+    pub stream: u64,
+    /// How much work came before it.
+    pub fence: u64,
+}
+
+/// Memory of a device. Clones share it.
+#[derive(Clone)]
+pub struct Buffer(Rc<dyn DeviceMemory>);
+
+/// What a backend's memory can do.
+pub trait DeviceMemory {
+    /// Its size.
+    fn bytes(&self) -> usize;
+    /// Copies `data` to `offset`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] when it does not fit or the memory is read-only.
+    fn write(&self, offset: usize, data: &[u8]) -> Result<(), DeviceError>;
+    /// Copies from `offset` into `data`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] when it does not fit.
+    fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError>;
+    /// Its address, where the host can address it.
+    fn host(&self) -> Option<HostSpan>;
+}
+
+/// Memory that the host can address.
+#[derive(Clone, Copy, Debug)]
+pub struct HostSpan {
+    /// First byte.
+    pub start: *mut u8,
+    /// Bytes.
+    pub len: usize,
+    /// Whether it may be written.
+    pub writable: bool,
+}
+
+impl Buffer {
+    /// Wraps a backend's memory.
+    pub fn new(memory: Rc<dyn DeviceMemory>) -> Self {
+        Self(memory)
+    }
+
+    /// Its size, bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// Copies `data` to `offset`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] when it does not fit or the memory is read-only.
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
+        self.0.write(offset, data)
+    }
+
+    /// Copies from `offset` into `data`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] when it does not fit.
+    pub fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError> {
+        self.0.read(offset, data)
+    }
+
+    /// Writes 32-bit integers at element `index`.
+    ///
+    /// # Errors
+    /// See [`Buffer::write`].
+    pub fn write_i32(&self, index: usize, values: &[i32]) -> Result<(), DeviceError> {
+        // SAFETY: an i32 is four bytes without padding; u8 has no alignment or validity needs.
+        let bytes =
+            unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) };
+        self.write(index.saturating_mul(4), bytes)
+    }
+
+    /// Reads f32 values from element `index`.
+    ///
+    /// # Errors
+    /// See [`Buffer::read`].
+    pub fn read_f32(&self, index: usize, values: &mut [f32]) -> Result<(), DeviceError> {
+        let len = size_of_val(values);
+        // SAFETY: every bit pattern is an f32, and the slice covers exactly its bytes.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), len) };
+        self.read(index.saturating_mul(4), bytes)
+    }
+
+    /// Its address, where the host can address it.
+    pub fn host(&self) -> Option<HostSpan> {
+        self.0.host()
+    }
+}

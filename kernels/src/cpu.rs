@@ -1,0 +1,225 @@
+//! The CPU backend: every processor core group is a device.
+
+mod buffer;
+pub mod dequant;
+pub mod lanes;
+pub mod matmul;
+mod ops;
+pub mod path;
+mod plan;
+pub mod pool;
+pub mod quantize;
+
+use std::{cell::RefCell, rc::Rc, thread};
+
+use hotcell_graph::{Graph, op::Call};
+
+use self::{
+    buffer::{HostMemory, Imported},
+    path::CpuPath,
+    plan::CpuPlan,
+    pool::Pool,
+};
+use crate::{
+    backend::{
+        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, HostRegion, Stream,
+    },
+    memory::ALIGNMENT,
+    plan::{Plan, PlanHints},
+};
+
+/// Name of the backend.
+pub const NAME: &str = "cpu";
+
+/// Environment variable that chooses the instruction path by name instead of by detection.
+pub const PATH_VARIABLE: &str = "HOTCELL_CPU_PATH";
+
+/// The CPU backend.
+pub struct CpuBackend;
+
+static BUFFER_TYPES: &[BufferType] = &[BufferType {
+    name: "host",
+    alignment: ALIGNMENT,
+    max_bytes: isize::MAX as usize,
+    is_host: true,
+}];
+
+fn chosen_path() -> CpuPath {
+    let named = std::env::var(PATH_VARIABLE)
+        .ok()
+        .and_then(|name| CpuPath::from_name(&name));
+    named
+        .filter(|path| path.is_available())
+        .unwrap_or_else(CpuPath::detect)
+}
+
+/// Total memory and the processor's model name, as Linux tells them; zero and a plain word elsewhere.
+fn host_facts() -> (u64, String) {
+    let field = |file: &str, key: &str| {
+        let text = std::fs::read_to_string(file).ok()?;
+        let line = text.lines().find(|l| l.starts_with(key))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    let memory = field("/proc/meminfo", "MemTotal")
+        .and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok())
+        .map_or(0, |kib| kib.saturating_mul(1024));
+    (
+        memory,
+        field("/proc/cpuinfo", "model name").unwrap_or_else(|| "processor".to_owned()),
+    )
+}
+
+impl Backend for CpuBackend {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn devices(&self) -> Vec<DeviceInfo> {
+        let (memory_bytes, model) = host_facts();
+        let cores = thread::available_parallelism().map_or(1, |n| n.get()) as u32;
+        vec![DeviceInfo {
+            id: format!("{NAME}:0"),
+            backend: NAME,
+            description: format!("{model}, {cores} cores"),
+            memory_bytes,
+            cores: (0..cores).collect(),
+            path: chosen_path().name().to_owned(),
+        }]
+    }
+
+    /// Any number after `cpu:` opens: a scheduler may split the cores into as many devices as it likes.
+    fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
+        let number = id
+            .strip_prefix(NAME)
+            .and_then(|rest| rest.strip_prefix(':'));
+        if number.and_then(|n| n.parse::<u16>().ok()).is_none() {
+            return Err(DeviceError::NoDevice(id.to_owned()));
+        }
+        let mut info = self
+            .devices()
+            .into_iter()
+            .next()
+            .ok_or(DeviceError::NoDevice(id.to_owned()))?;
+        info.id = id.to_owned();
+        if !cores.is_empty() {
+            info.cores = cores.to_vec();
+        }
+        Ok(Rc::new(CpuDevice::new(info, chosen_path())?))
+    }
+}
+
+/// Some cores of this host, and one instruction path.
+pub struct CpuDevice {
+    info: DeviceInfo,
+    path: CpuPath,
+    pool: Rc<RefCell<Pool>>,
+    streams: RefCell<u64>,
+}
+
+impl CpuDevice {
+    fn new(info: DeviceInfo, path: CpuPath) -> Result<Self, DeviceError> {
+        let pool = Pool::new(info.cores.len()).map_err(|_| DeviceError::OutOfMemory {
+            what: "a compute thread".to_owned(),
+            bytes: 0,
+        })?;
+        let pool = Rc::new(RefCell::new(pool));
+        Ok(Self {
+            info,
+            path,
+            pool,
+            streams: RefCell::new(0),
+        })
+    }
+
+    /// A device of `threads` threads on one path, for tests and benchmarks.
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub fn with_path(threads: u32, path: CpuPath) -> Result<Self, DeviceError> {
+        let mut info = CpuBackend
+            .devices()
+            .into_iter()
+            .next()
+            .ok_or(DeviceError::NoDevice(NAME.to_owned()))?;
+        info.cores = (0..threads).collect();
+        info.path = path.name().to_owned();
+        Self::new(info, path)
+    }
+}
+
+impl Device for CpuDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn numerics(&self) -> String {
+        // Every path gives the same bits (the kernels' tests compare them), so it is recorded for
+        // debugging only where a path is no longer trusted; the class names it all the same, because a
+        // stream that goes on after a crash of one path must not silently depend on that proof.
+        format!("{NAME}/{}/r{}", self.path, matmul::KERNEL_REVISION)
+    }
+
+    fn reproducible(&self) -> bool {
+        true
+    }
+
+    fn buffer_types(&self) -> &'static [BufferType] {
+        BUFFER_TYPES
+    }
+
+    fn allocate(&self, what: &str, bytes: usize) -> Result<Buffer, DeviceError> {
+        Ok(Buffer::new(Rc::new(HostMemory::new(what, bytes)?)))
+    }
+
+    fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError> {
+        Ok(Buffer::new(Rc::new(Imported(region))))
+    }
+
+    fn supports(&self, call: &Call<'_>) -> bool {
+        ops::supports(call)
+    }
+
+    fn plan(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Plan>, DeviceError> {
+        Ok(Box::new(CpuPlan::new(
+            graph,
+            hints,
+            self.path,
+            Rc::clone(&self.pool),
+        )?))
+    }
+
+    fn stream(&self) -> Box<dyn Stream> {
+        let mut streams = self.streams.borrow_mut();
+        *streams += 1;
+        Box::new(CpuStream {
+            id: *streams,
+            fence: 0,
+        })
+    }
+}
+
+/// Work is done when it is issued, so order and events are trivially kept.
+struct CpuStream {
+    id: u64,
+    fence: u64,
+}
+
+impl Stream for CpuStream {
+    fn execute(&mut self, plan: &mut dyn Plan, rows: usize) -> Result<(), DeviceError> {
+        self.fence += 1;
+        plan.execute(rows)
+    }
+
+    fn record(&mut self) -> Event {
+        Event {
+            stream: self.id,
+            fence: self.fence,
+        }
+    }
+
+    fn wait(&mut self, _: &Event) {}
+
+    fn synchronize(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}

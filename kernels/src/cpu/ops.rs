@@ -1,0 +1,181 @@
+//! The CPU backend's table: op → (supports, launch).
+
+mod attention;
+mod elementwise;
+mod matmul;
+mod norm;
+mod rope;
+mod take;
+
+use std::ops::Range;
+
+use hotcell_graph::op::Call;
+
+use super::plan::{Launcher, Reg};
+use crate::{backend::DeviceError, cpu::NAME};
+
+/// Adds the steps of a call to a plan.
+type Launch = fn(&mut Launcher, &Call<'_>, &[Reg], &[Reg]) -> Result<(), DeviceError>;
+
+/// One row of the table.
+struct Entry {
+    op: &'static str,
+    supports: fn(&Call<'_>) -> bool,
+    launch: Launch,
+}
+
+/// What there is a kernel for. What is not here is decomposed.
+static TABLE: &[Entry] = &[
+    Entry {
+        op: "add",
+        supports: elementwise::binary_fits,
+        launch: elementwise::add,
+    },
+    Entry {
+        op: "mul",
+        supports: elementwise::binary_fits,
+        launch: elementwise::mul,
+    },
+    Entry {
+        op: "silu",
+        supports: always,
+        launch: elementwise::silu,
+    },
+    Entry {
+        op: "swiglu",
+        supports: always,
+        launch: elementwise::swiglu,
+    },
+    Entry {
+        op: "rms_norm",
+        supports: always,
+        launch: norm::rms_norm,
+    },
+    Entry {
+        op: "mul_mat",
+        supports: matmul::fits,
+        launch: matmul::mul_mat,
+    },
+    Entry {
+        op: "take",
+        supports: take::fits,
+        launch: take::take,
+    },
+    Entry {
+        op: "rope",
+        supports: always,
+        launch: rope::rope,
+    },
+    Entry {
+        op: "cache_write",
+        supports: attention::cache_fits,
+        launch: attention::cache_write,
+    },
+    Entry {
+        op: "paged_attention",
+        supports: attention::fits,
+        launch: attention::paged_attention,
+    },
+    Entry {
+        op: "reshape",
+        supports: always,
+        launch: nothing,
+    },
+];
+
+/// Ops whose result is their input's memory under another shape.
+pub(super) fn is_alias(op: &str) -> bool {
+    op == "reshape"
+}
+
+fn always(_: &Call<'_>) -> bool {
+    true
+}
+
+fn nothing(_: &mut Launcher, _: &Call<'_>, _: &[Reg], _: &[Reg]) -> Result<(), DeviceError> {
+    Ok(())
+}
+
+fn entry(op: &str) -> Option<&'static Entry> {
+    TABLE.iter().find(|e| e.op == op)
+}
+
+pub(super) fn supports(call: &Call<'_>) -> bool {
+    entry(call.op.name).is_some_and(|e| (e.supports)(call))
+}
+
+pub(super) fn launch(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    inputs: &[Reg],
+    outputs: &[Reg],
+) -> Result<(), DeviceError> {
+    match entry(call.op.name) {
+        Some(e) => (e.launch)(launcher, call, inputs, outputs),
+        None => Err(unsupported(call)),
+    }
+}
+
+fn unsupported(call: &Call<'_>) -> DeviceError {
+    let why: Vec<String> = call.inputs.iter().map(ToString::to_string).collect();
+    DeviceError::Unsupported {
+        backend: NAME,
+        op: call.op.name,
+        why: why.join(", "),
+    }
+}
+
+/// The `part`-th of `parts` nearly equal ranges of `0..n`, with starts at multiples of `step`.
+fn split(n: usize, step: usize, part: usize, parts: usize) -> Range<usize> {
+    let units = n.div_ceil(step);
+    let at = |p: usize| (units * p / parts * step).min(n);
+    at(part)..at(part + 1)
+}
+
+/// The same, but work of fewer than `worth` elements stays on part 0: sharing it would cost more.
+fn split_if_worth(n: usize, step: usize, worth: usize, part: usize, parts: usize) -> Range<usize> {
+    match (n < worth, part) {
+        (true, 0) => 0..n,
+        (true, _) => 0..0,
+        (false, _) => split(n, step, part, parts),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hotcell_graph::op::catalogue;
+
+    #[test]
+    fn every_row_has_an_entry_or_a_decomposition_and_no_entry_is_a_stranger() {
+        for row in catalogue() {
+            assert!(
+                entry(row.name).is_some() || row.decompose.is_some(),
+                "{}",
+                row.name
+            );
+        }
+        for e in TABLE {
+            assert!(hotcell_graph::op::find(e.op).is_some(), "{}", e.op);
+        }
+    }
+
+    #[test]
+    fn parts_cover_everything_once() {
+        for (n, step, parts) in [
+            (0, 16, 2),
+            (1, 16, 3),
+            (100, 16, 3),
+            (64, 16, 2),
+            (17, 1, 5),
+        ] {
+            let mut next = 0;
+            for part in 0..parts {
+                let range = split(n, step, part, parts);
+                assert_eq!(range.start, next);
+                next = range.end;
+            }
+            assert_eq!(next, n);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Matrix multiplication as steps: quantise the activations once, multiply.
+
+use hotcell_graph::{
+    DType, Dim,
+    op::{Call, ValueSpec},
+};
+
+use super::{split, split_if_worth, unsupported};
+use crate::{
+    backend::DeviceError,
+    cpu::{
+        dequant::is_weight_dtype,
+        matmul::MulMat,
+        plan::{Kernel, Launcher, Reg, Run},
+        quantize::{Activation, prepare_row, scratch_bytes},
+    },
+};
+
+fn parts_of(call: &Call<'_>) -> Option<(DType, Dim, usize, usize)> {
+    let [ValueSpec::Tensor(x), ValueSpec::Tensor(w)] = call.inputs else {
+        return None;
+    };
+    match (x.shape.dims(), w.shape.dims()) {
+        (&[m, Dim::Fixed(k)], &[Dim::Fixed(n), _]) => Some((w.dtype, m, k, n)),
+        _ => None,
+    }
+}
+
+pub(super) fn fits(call: &Call<'_>) -> bool {
+    parts_of(call).is_some_and(|(dtype, ..)| is_weight_dtype(dtype))
+}
+
+/// Activations in the blocks that a weight type wants.
+struct Prepare {
+    x: Reg,
+    out: Reg,
+    dtype: DType,
+    m: Dim,
+    k: usize,
+    row_bytes: usize,
+}
+
+impl Kernel for Prepare {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let m = self.m.at(run.rows);
+        let rows = split_if_worth(m * self.k, self.k.max(1), 4096, part, parts);
+        let rows = rows.start / self.k.max(1)..rows.end / self.k.max(1);
+        let bytes = rows.start * self.row_bytes..rows.end * self.row_bytes;
+        // SAFETY: sizes as the specs say; parts write rows of their own.
+        let (x, out) = unsafe {
+            (
+                run.slice::<f32>(self.x, m * self.k),
+                run.slice_mut::<u8>(self.out, bytes),
+            )
+        };
+        for (row, scratch) in rows.zip(out.chunks_exact_mut(self.row_bytes.max(1))) {
+            prepare_row(run.path, self.dtype, &x[row * self.k..][..self.k], scratch);
+        }
+    }
+}
+
+struct Multiply {
+    x: Reg,
+    w: Reg,
+    prepared: Option<Reg>,
+    out: Reg,
+    dtype: DType,
+    m: Dim,
+    k: usize,
+    n: usize,
+    weight_bytes: usize,
+    prepared_bytes: usize,
+}
+
+impl Kernel for Multiply {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let rows = self.m.at(run.rows);
+        let n = split(self.n, 16, part, parts);
+        if rows == 0 || n.is_empty() {
+            return;
+        }
+        // SAFETY: sizes as the specs say; each part writes columns of its own in every row.
+        unsafe {
+            let kernel = MulMat {
+                dtype: self.dtype,
+                w: run.slice(self.w, self.weight_bytes),
+                k: self.k,
+                x: run.slice(self.x, rows * self.k),
+                x_stride: self.k,
+                prepared: match self.prepared {
+                    Some(reg) => run.slice(reg, rows * self.prepared_bytes),
+                    None => &[],
+                },
+                rows,
+            };
+            kernel.run(run.path, n, run.pointer(self.out).cast(), self.n);
+        }
+    }
+}
+
+pub(super) fn mul_mat(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    let (Some((dtype, m, k, n)), &[x, w], &[out]) = (parts_of(call), ins, outs) else {
+        return Err(unsupported(call));
+    };
+    let prepared_bytes = scratch_bytes(dtype, k);
+    let weight_bytes = dtype
+        .row_bytes(k)
+        .and_then(|b| b.checked_mul(n))
+        .ok_or_else(|| unsupported(call))?;
+    let prepared = (prepared_bytes > 0).then(|| {
+        let bytes = m.at(launcher.max_rows).saturating_mul(prepared_bytes);
+        let what = match Activation::of(dtype) {
+            Activation::F32 => "f32",
+            Activation::Q8 => "q8",
+            Activation::Q8K => "q8k",
+        };
+        launcher.shared(what, &[x], bytes, |out| Prepare {
+            x,
+            out,
+            dtype,
+            m,
+            k,
+            row_bytes: prepared_bytes,
+        })
+    });
+    let kernel = Multiply {
+        x,
+        w,
+        prepared,
+        out,
+        dtype,
+        m,
+        k,
+        n,
+        weight_bytes,
+        prepared_bytes,
+    };
+    let mut reads = vec![x, w];
+    reads.extend(prepared);
+    launcher.aligned(x);
+    launcher.step_with_bytes(kernel, &reads, &[out]);
+    Ok(())
+}

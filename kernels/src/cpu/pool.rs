@@ -1,0 +1,223 @@
+//! Compute threads that are woken once per plan execution and meet at spinning barriers inside it.
+
+use std::{
+    hint,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+/// Spins before a waiting thread starts to yield: a few microseconds, longer than a kernel's imbalance.
+const SPINS: u32 = 4_000;
+/// Yields before an idle thread parks.
+const YIELDS: u32 = 50;
+
+/// A value on a cache line of its own.
+#[repr(align(64))]
+struct Line<T>(T);
+
+type Job<'a> = &'a (dyn Fn(usize) + Sync);
+
+struct Shared {
+    parts: usize,
+    /// Rises with every job; a thread that sees a new value runs the job.
+    generation: Line<AtomicU32>,
+    /// The job as a pointer to a `Job<'_>` on the stack of the thread that waits for its end.
+    job: AtomicPtr<()>,
+    /// Threads that have finished the job.
+    finished: Line<AtomicUsize>,
+    arrived: Line<AtomicUsize>,
+    barrier: Line<AtomicU32>,
+    stop: AtomicBool,
+}
+
+/// The threads. The caller of [`Pool::run`] is part 0, so `parts − 1` threads are started.
+pub struct Pool {
+    shared: Arc<Shared>,
+    threads: Vec<thread::JoinHandle<()>>,
+}
+
+/// Lets the parts of a running job meet.
+#[derive(Clone, Copy)]
+pub struct Barrier<'a>(&'a Shared);
+
+fn wait_until(ready: impl Fn() -> bool) {
+    let mut spins = 0;
+    while !ready() {
+        if spins < SPINS {
+            hint::spin_loop();
+            spins += 1;
+        } else {
+            // Somebody else needs this core, perhaps the thread we wait for.
+            thread::yield_now();
+        }
+    }
+}
+
+impl Barrier<'_> {
+    /// Waits until every part of the job has come here.
+    pub fn wait(&self) {
+        let shared = self.0;
+        if shared.parts == 1 {
+            return;
+        }
+        let generation = shared.barrier.0.load(Ordering::Acquire);
+        if shared.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == shared.parts {
+            shared.arrived.0.store(0, Ordering::Relaxed);
+            shared
+                .barrier
+                .0
+                .store(generation.wrapping_add(1), Ordering::Release);
+        } else {
+            wait_until(|| shared.barrier.0.load(Ordering::Acquire) != generation);
+        }
+    }
+}
+
+impl Pool {
+    /// Starts `parts − 1` threads (at least one part).
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub fn new(parts: usize) -> std::io::Result<Self> {
+        let parts = parts.max(1);
+        let shared = Arc::new(Shared {
+            parts,
+            generation: Line(AtomicU32::new(0)),
+            job: AtomicPtr::new(std::ptr::null_mut()),
+            finished: Line(AtomicUsize::new(0)),
+            arrived: Line(AtomicUsize::new(0)),
+            barrier: Line(AtomicU32::new(0)),
+            stop: AtomicBool::new(false),
+        });
+        let mut pool = Self {
+            shared,
+            threads: Vec::with_capacity(parts - 1),
+        };
+        for part in 1..parts {
+            let shared = Arc::clone(&pool.shared);
+            let thread = thread::Builder::new()
+                .name(format!("compute-{part}"))
+                .spawn(move || serve(&shared, part))?;
+            pool.threads.push(thread);
+        }
+        Ok(pool)
+    }
+
+    /// Number of parts.
+    pub fn parts(&self) -> usize {
+        self.shared.parts
+    }
+
+    /// Runs `job(part, barrier)` on every part and returns when all have finished. `&mut`: one job
+    /// at a time.
+    pub fn run(&mut self, job: impl Fn(usize, Barrier<'_>) + Sync) {
+        let shared = &*self.shared;
+        let call = |part: usize| job(part, Barrier(shared));
+        if shared.parts == 1 {
+            return call(0);
+        }
+        let job: Job<'_> = &call;
+        shared.finished.0.store(0, Ordering::Relaxed);
+        shared
+            .job
+            .store((&raw const job).cast_mut().cast(), Ordering::Relaxed);
+        shared.generation.0.fetch_add(1, Ordering::Release);
+        for thread in &self.threads {
+            thread.thread().unpark();
+        }
+        // A panic of part 0 must not unwind past threads that still use `job`: it ends the process,
+        // which is what worker processes are for.
+        let guard = AbortOnUnwind;
+        job(0);
+        wait_until(|| shared.finished.0.load(Ordering::Acquire) == shared.parts - 1);
+        std::mem::forget(guard);
+    }
+}
+
+struct AbortOnUnwind;
+
+impl Drop for AbortOnUnwind {
+    fn drop(&mut self) {
+        std::process::abort();
+    }
+}
+
+fn serve(shared: &Shared, part: usize) {
+    let mut seen = 0;
+    loop {
+        let mut tries = 0;
+        while shared.generation.0.load(Ordering::Acquire) == seen {
+            if tries < SPINS {
+                hint::spin_loop();
+            } else if tries < SPINS + YIELDS {
+                thread::yield_now();
+            } else {
+                // `unpark` before this makes it return at once, so no wake-up is lost.
+                thread::park();
+            }
+            tries += 1;
+        }
+        seen = shared.generation.0.load(Ordering::Acquire);
+        if shared.stop.load(Ordering::Acquire) {
+            return;
+        }
+        let job = shared.job.load(Ordering::Relaxed).cast::<Job<'_>>();
+        let guard = AbortOnUnwind;
+        // SAFETY: `run` stored the address of a live `Job` before it raised the generation (Release,
+        // seen here by Acquire) and does not return before `finished` counts this thread.
+        unsafe { (*job)(part) };
+        std::mem::forget(guard);
+        shared.finished.0.fetch_add(1, Ordering::Release);
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.generation.0.fetch_add(1, Ordering::Release);
+        for thread in self.threads.drain(..) {
+            thread.thread().unpark();
+            // A compute thread never panics: a panic aborts the process.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_runs_every_job_and_barriers_hold() {
+        for parts in [1, 2, 3] {
+            let mut pool = Pool::new(parts).unwrap();
+            let counter = AtomicUsize::new(0);
+            for round in 1..=200 {
+                pool.run(|_, barrier| {
+                    counter.fetch_add(1, Ordering::Relaxed);
+                    barrier.wait();
+                    assert_eq!(counter.load(Ordering::Relaxed), round * parts * 2 - parts);
+                    barrier.wait();
+                    counter.fetch_add(1, Ordering::Relaxed);
+                });
+                assert_eq!(counter.load(Ordering::Relaxed), round * parts * 2);
+            }
+        }
+    }
+
+    #[test]
+    fn a_parked_pool_wakes() {
+        let mut pool = Pool::new(2).unwrap();
+        for _ in 0..3 {
+            thread::sleep(std::time::Duration::from_millis(20));
+            let ran = AtomicUsize::new(0);
+            pool.run(|_, _| {
+                ran.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(ran.load(Ordering::Relaxed), 2);
+        }
+    }
+}

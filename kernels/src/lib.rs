@@ -1,0 +1,11 @@
+//! Devices, and the programs that run on them.
+//!
+//! A [`backend::Backend`] lists devices; a [`backend::Device`] makes buffers, streams and plans; a
+//! [`plan::Plan`] is the one unit of execution: made once from a verified graph, executed many times.
+
+pub mod backend;
+pub mod cpu;
+pub mod lower;
+pub mod memory;
+pub mod plan;
+pub mod registry;

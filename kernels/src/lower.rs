@@ -1,0 +1,106 @@
+//! Lowering: what a backend's table lacks is replaced by the row's decomposition.
+
+use std::collections::HashMap;
+
+use hotcell_graph::{
+    Graph, GraphBuilder, Value,
+    op::{Call, ValueSpec},
+};
+
+use crate::backend::DeviceError;
+
+/// Decompositions may use composite ops themselves, this deep at most.
+const MAX_DEPTH: usize = 8;
+
+/// Rewrites `graph` until `supports` accepts every node.
+///
+/// # Errors
+/// [`DeviceError::Unsupported`] naming the op that neither the backend nor a decomposition can do.
+pub fn lower(
+    graph: &Graph,
+    backend: &'static str,
+    supports: &dyn Fn(&Call<'_>) -> bool,
+) -> Result<Graph, DeviceError> {
+    let mut current = graph.clone();
+    for _ in 0..MAX_DEPTH {
+        match pass(&current, supports)? {
+            (next, true) => current = next,
+            (done, false) => return check(done, backend, supports),
+        }
+    }
+    check(current, backend, supports)
+}
+
+/// Decomposes every unsupported composite node once; says whether there was one.
+fn pass(graph: &Graph, supports: &dyn Fn(&Call<'_>) -> bool) -> Result<(Graph, bool), DeviceError> {
+    let mut builder = GraphBuilder::new(graph.max_rows());
+    let mut values: HashMap<Value, Value> = HashMap::new();
+    for (i, input) in graph.inputs().iter().enumerate() {
+        let name = input.name.clone();
+        let value = match &input.spec {
+            ValueSpec::Tensor(t) if input.constant => builder.constant(name, t.clone())?,
+            ValueSpec::Tensor(t) => builder.tensor(name, t.clone())?,
+            ValueSpec::Cache(c) => builder.cache(name, *c)?,
+        };
+        values.insert(Value::Input(i as u32), value);
+    }
+    let mut changed = false;
+    for (i, node) in graph.nodes().iter().enumerate() {
+        let specs = graph.input_specs(node)?;
+        let call = Call {
+            op: node.op,
+            inputs: &specs,
+            attributes: &node.attributes,
+        };
+        let inputs: Vec<Value> = node
+            .inputs
+            .iter()
+            .filter_map(|v| values.get(v).copied())
+            .collect();
+        let results = match node.op.decompose {
+            Some(decompose) if !supports(&call) => {
+                changed = true;
+                decompose(&mut builder, &inputs, &node.attributes)?
+            }
+            _ => builder.apply(node.op, inputs, node.attributes.clone())?,
+        };
+        for (output, result) in results.into_iter().enumerate() {
+            values.insert(
+                Value::Node {
+                    node: i as u32,
+                    output: output as u32,
+                },
+                result,
+            );
+        }
+    }
+    let outputs: Vec<Value> = graph
+        .outputs()
+        .iter()
+        .filter_map(|v| values.get(v).copied())
+        .collect();
+    Ok((builder.finish(&outputs)?, changed))
+}
+
+fn check(
+    graph: Graph,
+    backend: &'static str,
+    supports: &dyn Fn(&Call<'_>) -> bool,
+) -> Result<Graph, DeviceError> {
+    for node in graph.nodes() {
+        let specs = graph.input_specs(node)?;
+        if !supports(&Call {
+            op: node.op,
+            inputs: &specs,
+            attributes: &node.attributes,
+        }) {
+            let why: Vec<String> = specs.iter().map(ToString::to_string).collect();
+            return Err(DeviceError::Unsupported {
+                backend,
+                op: node.op.name,
+                why: why.join(", "),
+            });
+        }
+    }
+    Ok(graph)
+}

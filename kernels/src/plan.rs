@@ -1,0 +1,63 @@
+//! The plan: a graph made ready for a device, once, and executed many times.
+
+use crate::backend::{Buffer, DeviceError};
+
+/// How a plan is made.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanHints {
+    /// Allocate its memory. `false`: a dry run whose [`Plan::memory`] says what it would take.
+    pub allocate: bool,
+    /// Replace every kernel by one that does nothing, to measure what a step costs besides them.
+    pub empty_kernels: bool,
+}
+
+impl Default for PlanHints {
+    fn default() -> Self {
+        Self {
+            allocate: true,
+            empty_kernels: false,
+        }
+    }
+}
+
+/// Memory of a plan, bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlanMemory {
+    /// Arena for intermediate values; what it would be without sharing places is `unshared`.
+    pub arena: usize,
+    /// The same if every intermediate value had a place of its own.
+    pub unshared: usize,
+    /// Steps that will run, and barriers between them.
+    pub steps: usize,
+    /// Barriers among the steps.
+    pub barriers: usize,
+}
+
+/// What a buffer is bound to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// An input of the graph, by index.
+    Input(usize),
+    /// An output of the graph, by index.
+    Output(usize),
+}
+
+/// A graph made ready for a device.
+pub trait Plan {
+    /// Binds a buffer, from `offset`, to an input or output. Binding again replaces.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] when it is too small, read-only where the graph writes, or overlaps
+    /// something the graph writes.
+    fn bind(&mut self, slot: Slot, buffer: &Buffer, offset: usize) -> Result<(), DeviceError>;
+
+    /// What it takes.
+    fn memory(&self) -> PlanMemory;
+
+    /// Runs it for `rows` rows; a [`Stream`](crate::backend::Stream) calls this in its order.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] while something is unbound, [`DeviceError::IndexOutOfRange`] when an
+    /// index tensor points outside. Outputs are then unspecified; effects on caches may be partial.
+    fn execute(&mut self, rows: usize) -> Result<(), DeviceError>;
+}
