@@ -1,0 +1,384 @@
+//! A model's weights, in place in the files that were handed over, and the names they go by.
+//!
+//! [`ModelSource::open`] makes them.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+
+use hotcell_graph::DType;
+use hotcell_graph::dtype::Kind;
+use hotcell_ipc::memory::Mapping;
+
+pub use crate::format::ModelError;
+pub use crate::format::open::{GgufFile, ModelSource, TextSource};
+use crate::format::{StoredDType, StoredTensor, shown};
+
+/// One file of a model, as it was handed to the worker: a name without folders, and its contents.
+#[derive(Clone)]
+pub struct ModelFile {
+    /// The file's name in its folder, for example `config.json`.
+    pub name: String,
+    /// Its contents.
+    pub mapping: Mapping,
+}
+
+impl fmt::Debug for ModelFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} bytes)", self.name, self.mapping.bytes().len())
+    }
+}
+
+/// A tensor of a model, in place in its file.
+#[derive(Clone)]
+pub struct Weight {
+    /// Its element type.
+    pub dtype: DType,
+    /// Its shape in NumPy order, outermost dimension first (GGUF's own order is the reverse).
+    pub shape: Vec<usize>,
+    /// The file it is in.
+    pub mapping: Mapping,
+    /// Where in the file: inside it, and as long as dtype and shape call for. It may be misaligned.
+    pub range: Range<usize>,
+}
+
+impl Weight {
+    /// Its bytes, little endian, row-major.
+    pub fn bytes(&self) -> &[u8] {
+        self.mapping
+            .bytes()
+            .get(self.range.clone())
+            .unwrap_or_default()
+    }
+
+    /// How many elements it has.
+    pub fn elements(&self) -> usize {
+        self.shape
+            .iter()
+            .fold(1, |product, &dimension| product.saturating_mul(dimension))
+    }
+}
+
+impl fmt::Debug for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{:?} at {:?}", self.dtype, self.shape, self.range)
+    }
+}
+
+/// The tensors of a model by name. Those of a dtype that Hotcell does not have are known, and an error when
+/// they are asked for, so that one in a corner of a file does not spoil the rest.
+#[derive(Clone, Debug, Default)]
+pub struct Weights {
+    tensors: BTreeMap<String, Weight>,
+    /// File and dtype.
+    unsupported: BTreeMap<String, (String, String)>,
+    files: Vec<ModelFile>,
+}
+
+impl Weights {
+    /// The tensor of this name, of any dtype and shape.
+    pub fn get(&self, name: &str) -> Result<&Weight, ModelError> {
+        if let Some(weight) = self.tensors.get(name) {
+            return Ok(weight);
+        }
+        Err(match self.unsupported.get(name) {
+            Some((file, dtype)) => ModelError::Unsupported {
+                file: file.clone(),
+                what: unsupported(name, dtype),
+            },
+            None => ModelError::MissingTensor {
+                tensor: name.to_owned(),
+            },
+        })
+    }
+
+    /// The tensor of this name if it has this shape (outermost dimension first) and a dtype to compute with:
+    /// `f32`, `f16`, `bf16`, or quantised blocks.
+    pub fn expect(&self, name: &str, shape: &[usize]) -> Result<&Weight, ModelError> {
+        let weight = self.get(name)?;
+        if weight.shape != shape {
+            let (expected, found) = (shape.to_vec(), weight.shape.clone());
+            return Err(ModelError::ShapeMismatch {
+                tensor: name.to_owned(),
+                expected,
+                found,
+            });
+        }
+        let float = matches!(weight.dtype, DType::F32 | DType::F16 | DType::BF16);
+        if !float && weight.dtype.kind() != Kind::Block {
+            let holds =
+                |file: &&ModelFile| std::ptr::eq(file.mapping.bytes(), weight.mapping.bytes());
+            let file = self
+                .files
+                .iter()
+                .find(holds)
+                .map_or_else(String::new, |file| file.name.clone());
+            return Err(ModelError::Unsupported {
+                file,
+                what: unsupported(name, weight.dtype.name()),
+            });
+        }
+        Ok(weight)
+    }
+
+    /// Whether there is a tensor of this name, supported or not.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name) || self.unsupported.contains_key(name)
+    }
+
+    /// The supported tensors, in alphabetical order.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Weight)> {
+        self.tensors
+            .iter()
+            .map(|(name, weight)| (name.as_str(), weight))
+    }
+
+    /// How many supported tensors there are.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// The sum of the supported tensors' sizes in bytes.
+    pub fn size(&self) -> usize {
+        self.tensors.values().map(|weight| weight.range.len()).sum()
+    }
+
+    /// The files that hold tensors.
+    pub fn files(&self) -> &[ModelFile] {
+        &self.files
+    }
+
+    /// The first file that was changed since it was handed out, if any: the answer is then `MODEL_CHANGED`.
+    pub fn changed_file(&self) -> Option<&str> {
+        self.files
+            .iter()
+            .find(|file| !file.mapping.unchanged())
+            .map(|file| file.name.as_str())
+    }
+
+    /// A hash that tells models apart: 128-bit FNV-1a over the sizes of the files (in the order of their
+    /// names) and, for each supported tensor in alphabetical order, its name, dtype, shape, and bytes, of
+    /// which only the first and last 4 KiB are read where there are more than 8 KiB. Variable parts are
+    /// preceded by their lengths.
+    ///
+    /// It is **not cryptographic**: whoever wants two models with one fingerprint can make them, and a change
+    /// in the middle of a tensor goes unseen. It catches another quantisation, fine-tune or revision.
+    pub fn fingerprint(&self) -> u128 {
+        const SAMPLE: usize = 4096;
+        let mut hash = Fnv::new();
+        hash.number(self.files.len());
+        self.files
+            .iter()
+            .for_each(|file| hash.number(file.mapping.bytes().len()));
+        for (name, weight) in &self.tensors {
+            hash.field(name.as_bytes());
+            hash.field(weight.dtype.name().as_bytes());
+            hash.number(weight.shape.len());
+            weight
+                .shape
+                .iter()
+                .for_each(|&dimension| hash.number(dimension));
+            let bytes = weight.bytes();
+            hash.number(bytes.len());
+            match (bytes.first_chunk::<SAMPLE>(), bytes.last_chunk::<SAMPLE>()) {
+                (Some(first), Some(last)) if bytes.len() > 2 * SAMPLE => {
+                    hash.bytes(first);
+                    hash.bytes(last);
+                }
+                _ => hash.bytes(bytes),
+            }
+        }
+        hash.0
+    }
+
+    /// Adds a file's tensors.
+    pub(crate) fn add(
+        &mut self,
+        file: &ModelFile,
+        stored: Vec<StoredTensor>,
+    ) -> Result<(), ModelError> {
+        for StoredTensor {
+            name,
+            dtype,
+            shape,
+            range,
+        } in stored
+        {
+            if self.contains(&name) {
+                let what = format!(
+                    "tensor {} is also in another file of the model",
+                    shown(&name)
+                );
+                return Err(ModelError::Corrupt {
+                    file: file.name.clone(),
+                    what,
+                });
+            }
+            match dtype {
+                StoredDType::Known(dtype) => {
+                    let mapping = file.mapping.clone();
+                    self.tensors.insert(
+                        name,
+                        Weight {
+                            dtype,
+                            shape,
+                            mapping,
+                            range,
+                        },
+                    );
+                }
+                StoredDType::Other(dtype) => {
+                    self.unsupported.insert(name, (file.name.clone(), dtype));
+                }
+            }
+        }
+        self.files.push(file.clone());
+        Ok(())
+    }
+}
+
+fn unsupported(tensor: &str, dtype: &str) -> String {
+    format!(
+        "tensor {} is stored as {dtype}, which is not supported; use a model in f32, f16, bf16, q8_0, q4_0 or q4_k",
+        shown(tensor)
+    )
+}
+
+/// 128-bit FNV-1a (Fowler, Noll, Vo; draft-eastlake-fnv).
+pub(crate) struct Fnv(pub(crate) u128);
+
+impl Fnv {
+    fn new() -> Fnv {
+        Fnv(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d)
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 =
+                (self.0 ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+        }
+    }
+
+    fn number(&mut self, number: usize) {
+        self.bytes(&(number as u64).to_le_bytes());
+    }
+
+    pub(crate) fn field(&mut self, bytes: &[u8]) {
+        self.number(bytes.len());
+        self.bytes(bytes);
+    }
+}
+
+/// How a model's files name its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NameScheme {
+    /// `model.layers.0.self_attn.q_proj.weight`
+    HuggingFace,
+    /// `blk.0.attn_q.weight`
+    Gguf,
+}
+
+macro_rules! layer_names {
+    ($($(#[$doc:meta])* $function:ident $hf:literal $gguf:literal;)*) => {
+        $($(#[$doc])* pub fn $function(self, layer: usize) -> String {
+            match self {
+                NameScheme::HuggingFace => format!(concat!("model.layers.{}.", $hf), layer),
+                NameScheme::Gguf => format!(concat!("blk.{}.", $gguf), layer),
+            }
+        })*
+    };
+}
+
+impl NameScheme {
+    /// The token embedding, `[vocab, hidden]`.
+    pub fn token_embedding(self) -> &'static str {
+        match self {
+            NameScheme::HuggingFace => "model.embed_tokens.weight",
+            NameScheme::Gguf => "token_embd.weight",
+        }
+    }
+
+    /// The norm after the last layer, `[hidden]`.
+    pub fn final_norm(self) -> &'static str {
+        match self {
+            NameScheme::HuggingFace => "model.norm.weight",
+            NameScheme::Gguf => "output_norm.weight",
+        }
+    }
+
+    /// The output head, `[vocab, hidden]`; absent where embeddings are tied.
+    pub fn output_head(self) -> &'static str {
+        match self {
+            NameScheme::HuggingFace => "lm_head.weight",
+            NameScheme::Gguf => "output.weight",
+        }
+    }
+
+    layer_names! {
+        /// The norm before attention, `[hidden]`.
+        attn_norm "input_layernorm.weight" "attn_norm.weight";
+        /// The query projection, `[heads × head_dim, hidden]`.
+        q "self_attn.q_proj.weight" "attn_q.weight";
+        /// The query projection's bias, `[heads × head_dim]`.
+        q_bias "self_attn.q_proj.bias" "attn_q.bias";
+        /// The key projection, `[kv_heads × head_dim, hidden]`.
+        k "self_attn.k_proj.weight" "attn_k.weight";
+        /// The key projection's bias, `[kv_heads × head_dim]`.
+        k_bias "self_attn.k_proj.bias" "attn_k.bias";
+        /// The value projection, `[kv_heads × head_dim, hidden]`.
+        v "self_attn.v_proj.weight" "attn_v.weight";
+        /// The value projection's bias, `[kv_heads × head_dim]`.
+        v_bias "self_attn.v_proj.bias" "attn_v.bias";
+        /// The projection of attention's result, `[hidden, heads × head_dim]`.
+        o "self_attn.o_proj.weight" "attn_output.weight";
+        /// Its bias, `[hidden]`.
+        o_bias "self_attn.o_proj.bias" "attn_output.bias";
+        /// The norm of each query head, `[head_dim]`.
+        q_norm "self_attn.q_norm.weight" "attn_q_norm.weight";
+        /// The norm of each key head, `[head_dim]`.
+        k_norm "self_attn.k_norm.weight" "attn_k_norm.weight";
+        /// The norm before the feed-forward layer, `[hidden]`.
+        ffn_norm "post_attention_layernorm.weight" "ffn_norm.weight";
+        /// The feed-forward gate, `[intermediate, hidden]`.
+        gate "mlp.gate_proj.weight" "ffn_gate.weight";
+        /// The feed-forward up projection, `[intermediate, hidden]`.
+        up "mlp.up_proj.weight" "ffn_up.weight";
+        /// The feed-forward down projection, `[hidden, intermediate]`.
+        down "mlp.down_proj.weight" "ffn_down.weight";
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hash_is_fnv_1a() {
+        // Vectors of draft-eastlake-fnv.
+        assert_eq!(Fnv::new().0, 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d);
+        let mut hash = Fnv::new();
+        hash.bytes(b"a");
+        assert_eq!(hash.0, 0xd228_cb69_6f1a_8caf_7891_2b70_4e4a_8964);
+    }
+
+    #[test]
+    fn names_follow_their_scheme() {
+        let (hf, gguf) = (NameScheme::HuggingFace, NameScheme::Gguf);
+        assert_eq!(hf.q(3), "model.layers.3.self_attn.q_proj.weight");
+        assert_eq!(gguf.q(3), "blk.3.attn_q.weight");
+        assert_eq!(
+            hf.ffn_norm(0),
+            "model.layers.0.post_attention_layernorm.weight"
+        );
+        assert_eq!(gguf.o(10), "blk.10.attn_output.weight");
+        assert_eq!(
+            (hf.output_head(), gguf.output_head()),
+            ("lm_head.weight", "output.weight")
+        );
+    }
+}
