@@ -1,7 +1,7 @@
 //! How fast the multiplication is on one thread: GB/s of weights read for one row, GFLOP/s for 64 rows,
 //! per dtype and path, beside a loop that only reads.
 //!
-//! `cargo run --release -p hotcell-kernels --example matmul_speed [name part …]`
+//! `cargo run --release -p hotcell-kernels --example matmul_speed -- [MiB of weights] [path] [dtype]`
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -35,9 +35,18 @@ fn read(bytes: &[u8]) -> u64 {
 }
 
 fn main() {
-    let wanted: Vec<String> = std::env::args().skip(1).collect();
-    let (k, size) = (2048, 96 << 20);
-    let bytes: Vec<u8> = (0..size as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 57) as u8).collect();
+    let (numbers, wanted): (Vec<String>, Vec<String>) = std::env::args()
+        .skip(1)
+        .partition(|arg| arg.parse::<usize>().is_ok());
+    let size = numbers
+        .first()
+        .and_then(|n| n.parse::<usize>().ok())
+        .unwrap_or(96)
+        << 20;
+    let k = 2048;
+    let bytes: Vec<u8> = (0..size as u64)
+        .map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 57) as u8)
+        .collect();
     let seconds = best(|| {
         black_box(read(black_box(&bytes)));
     });
@@ -46,20 +55,37 @@ fn main() {
     for path in CpuPath::available() {
         for dtype in DType::ALL.iter().copied().filter(|&d| is_weight_dtype(d)) {
             let label = format!("{path} {dtype}");
-            if !wanted.iter().all(|part| label.split(' ').any(|word| word == part)) {
+            if !wanted
+                .iter()
+                .all(|part| label.split(' ').any(|word| word == part))
+            {
                 continue;
             }
-            let Some(row) = dtype.row_bytes(k) else { continue };
+            let Some(row) = dtype.row_bytes(k) else {
+                continue;
+            };
             let scratch = scratch_bytes(dtype, k);
             let mut prepared = vec![0; 64 * scratch];
             let mut time = |rows: usize, n: usize| {
                 let mut out = vec![0.0f32; rows * n];
                 best(|| {
                     for r in 0..rows {
-                        prepare_row(path, dtype, &x[r * k..][..k], &mut prepared[r * scratch..][..scratch]);
+                        prepare_row(
+                            path,
+                            dtype,
+                            &x[r * k..][..k],
+                            &mut prepared[r * scratch..][..scratch],
+                        );
                     }
-                    let product =
-                        MulMat { dtype, w: &bytes, k, x: &x, x_stride: k, prepared: &prepared, rows };
+                    let product = MulMat {
+                        dtype,
+                        w: &bytes,
+                        k,
+                        x: &x,
+                        x_stride: k,
+                        prepared: &prepared,
+                        rows,
+                    };
                     // SAFETY: rows · n outputs, this thread only.
                     unsafe { product.run(path, 0..n, out.as_mut_ptr(), n) };
                     black_box(&out);

@@ -44,8 +44,9 @@ impl Random {
                 DType::F16 => out.extend(f16::from_f32(self.float()).to_le_bytes()),
                 DType::BF16 => out.extend(bf16::from_f32(self.float()).to_le_bytes()),
                 _ => {
-                    let mut block: Vec<u8> =
-                        (0..dtype.block_bytes()).map(|_| self.bits() as u8).collect();
+                    let mut block: Vec<u8> = (0..dtype.block_bytes())
+                        .map(|_| self.bits() as u8)
+                        .collect();
                     let halves: &[usize] = match dtype {
                         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => &[0],
                         DType::Q6K => &[208],
@@ -71,16 +72,24 @@ struct Quantized {
 
 fn quantize(x: &[f32], half: bool) -> Quantized {
     if x.iter().any(|v| !v.is_finite()) {
-        return Quantized { q: vec![0; x.len()], da: f32::NAN };
+        return Quantized {
+            q: vec![0; x.len()],
+            da: f32::NAN,
+        };
     }
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
     let inverse = 127.0 / amax;
     if !inverse.is_finite() {
-        return Quantized { q: vec![0; x.len()], da: 0.0 };
+        return Quantized {
+            q: vec![0; x.len()],
+            da: 0.0,
+        };
     }
     let d = amax / 127.0;
     Quantized {
-        q: x.iter().map(|v| ((v * inverse).round_ties_even() as i32).clamp(-127, 127)).collect(),
+        q: x.iter()
+            .map(|v| ((v * inverse).round_ties_even() as i32).clamp(-127, 127))
+            .collect(),
         da: if half { f16::from_f32(d).to_f32() } else { d },
     }
 }
@@ -98,7 +107,11 @@ fn block32(dtype: DType, b: &[u8]) -> (Vec<i32>, f32, Option<f32>) {
     };
     let five = |qh: &[u8], qs: &[u8]| -> Vec<i32> {
         let bits = u32::from_le_bytes([qh[0], qh[1], qh[2], qh[3]]);
-        nibbles(qs).into_iter().enumerate().map(|(i, q)| q + 16 * (bits >> i & 1) as i32).collect()
+        nibbles(qs)
+            .into_iter()
+            .enumerate()
+            .map(|(i, q)| q + 16 * (bits >> i & 1) as i32)
+            .collect()
     };
     let minus = |q: Vec<i32>, zero: i32| q.into_iter().map(|q| q - zero).collect();
     match dtype {
@@ -125,14 +138,21 @@ fn block256(dtype: DType, b: &[u8]) -> (Vec<i32>, Vec<i32>, Vec<i32>) {
                 q[at(3)] = (ql[l + 32] >> 4 | (qh[l] >> 6) << 4) as i32 - 32;
             }
         }
-        return (q, b[192..208].iter().map(|&s| s as i8 as i32).collect(), vec![]);
+        return (
+            q,
+            b[192..208].iter().map(|&s| s as i8 as i32).collect(),
+            vec![],
+        );
     }
     let s = &b[4..16];
     let (mut scales, mut minima) = (vec![], vec![]);
     for j in 0..8 {
         let (sc, m) = match j {
             0..4 => (s[j] & 63, s[j + 4] & 63),
-            _ => (s[j + 4] & 15 | s[j - 4] >> 6 << 4, s[j + 4] >> 4 | s[j] >> 6 << 4),
+            _ => (
+                s[j + 4] & 15 | s[j - 4] >> 6 << 4,
+                s[j + 4] >> 4 | s[j] >> 6 << 4,
+            ),
         };
         scales.push(sc as i32);
         minima.push(m as i32);
@@ -142,7 +162,11 @@ fn block256(dtype: DType, b: &[u8]) -> (Vec<i32>, Vec<i32>, Vec<i32>) {
         .map(|i| {
             let (j, l) = (i / 32, i % 32);
             let low = qs[j / 2 * 32 + l] >> (4 * (j % 2)) & 15;
-            let high = if dtype == DType::Q5K { b[16 + l] >> j & 1 } else { 0 };
+            let high = if dtype == DType::Q5K {
+                b[16 + l] >> j & 1
+            } else {
+                0
+            };
             (low + 16 * high) as i32
         })
         .collect();
@@ -156,12 +180,18 @@ fn dot(a: &[i32], b: &[i32]) -> i32 {
 /// One output, by the letter of `matmul`'s documentation.
 fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
     let mut acc = 0.0f32;
-    let blocks = w.chunks(dtype.block_bytes()).zip(x.chunks(dtype.block_len()));
+    let blocks = w
+        .chunks(dtype.block_bytes())
+        .zip(x.chunks(dtype.block_len()));
     for (b, x) in blocks {
         match dtype {
             DType::F32 => acc = f32::from_le_bytes([b[0], b[1], b[2], b[3]]).mul_add(x[0], acc),
             DType::F16 => acc = half_at(b, 0).mul_add(x[0], acc),
-            DType::BF16 => acc = bf16::from_le_bytes([b[0], b[1]]).to_f32().mul_add(x[0], acc),
+            DType::BF16 => {
+                acc = bf16::from_le_bytes([b[0], b[1]])
+                    .to_f32()
+                    .mul_add(x[0], acc)
+            }
             DType::Q4K | DType::Q5K | DType::Q6K => {
                 let x = quantize(x, false);
                 let (w, scales, minima) = block256(dtype, b);
@@ -191,7 +221,11 @@ fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
             }
         }
     }
-    if acc.is_nan() { f32::from_bits(0x7fc0_0000) } else { acc }
+    if acc.is_nan() {
+        f32::from_bits(0x7fc0_0000)
+    } else {
+        acc
+    }
 }
 
 fn weight_dtypes() -> impl Iterator<Item = DType> {
@@ -213,7 +247,10 @@ fn bits(v: &[f32]) -> Vec<u32> {
 /// `parts` ranges with starts at multiples of 16, and one split at an odd place.
 fn splits(n: usize, parts: usize) -> Vec<Range<usize>> {
     let step = n.div_ceil(parts).next_multiple_of(16);
-    (0..n).step_by(step).map(|start| start..n.min(start + step)).collect()
+    (0..n)
+        .step_by(step)
+        .map(|start| start..n.min(start + step))
+        .collect()
 }
 
 #[test]
@@ -236,8 +273,18 @@ fn every_path_and_every_split_gives_the_documented_bits() {
                         let mut moved = vec![0xaa; offset];
                         moved.extend(&w);
                         let parts = 1 + (n + rows) % 3;
-                        let out = split_product(path, dtype, &moved[offset..], n, &x, rows, k, &splits(n, parts));
-                        let case = format!("{dtype} on {path}: n {n}, k {k}, {rows} rows, {parts} parts");
+                        let out = split_product(
+                            path,
+                            dtype,
+                            &moved[offset..],
+                            n,
+                            &x,
+                            rows,
+                            k,
+                            &splits(n, parts),
+                        );
+                        let case =
+                            format!("{dtype} on {path}: n {n}, k {k}, {rows} rows, {parts} parts");
                         assert_eq!(bits(&out), expected[..rows * n], "{case}");
                     }
                 }
@@ -261,7 +308,12 @@ fn split_product(
     let size = scratch_bytes(dtype, k);
     let mut prepared = vec![0; rows * size];
     for r in 0..rows {
-        prepare_row(path, dtype, &x[r * k..][..k], &mut prepared[r * size..][..size]);
+        prepare_row(
+            path,
+            dtype,
+            &x[r * k..][..k],
+            &mut prepared[r * size..][..size],
+        );
     }
     // The activations lie apart as well, with NaN between them: nothing past a row is read.
     let x_stride = k + 3;
@@ -269,7 +321,15 @@ fn split_product(
     for r in 0..rows {
         spread[r * x_stride..][..k].copy_from_slice(&x[r * k..][..k]);
     }
-    let product = MulMat { dtype, w, k, x: &spread, x_stride, prepared: &prepared, rows };
+    let product = MulMat {
+        dtype,
+        w,
+        k,
+        x: &spread,
+        x_stride,
+        prepared: &prepared,
+        rows,
+    };
     let out_stride = n + 5;
     let mut out = vec![-77.0; rows * out_stride];
     for range in ranges {
@@ -278,7 +338,10 @@ fn split_product(
     }
     out.chunks(out_stride)
         .flat_map(|row| {
-            assert!(row[n..].iter().all(|&v| v == -77.0), "wrote past the outputs");
+            assert!(
+                row[n..].iter().all(|&v| v == -77.0),
+                "wrote past the outputs"
+            );
             row[..n].to_vec()
         })
         .collect()
@@ -317,9 +380,16 @@ fn products_are_near_those_of_the_dequantised_weights() {
             // An activation is at most half a step off, and a step is amax / 127 (half a unit in the last
             // place of a half more for the rounded scale); a chain of k roundings adds k · 2^-24.
             let magnitude: f64 = wide.iter().map(|w| w.abs() as f64).sum();
-            let step = if dtype.is_block() { 0.5 / 127.0 + 1.0 / 2048.0 } else { 0.0 };
+            let step = if dtype.is_block() {
+                0.5 / 127.0 + 1.0 / 2048.0
+            } else {
+                0.0
+            };
             let bound = magnitude * (step + k as f64 / (1u64 << 24) as f64);
-            assert!((y as f64 - exact).abs() <= bound, "{dtype}: {y}, not {exact} ± {bound}");
+            assert!(
+                (y as f64 - exact).abs() <= bound,
+                "{dtype}: {y}, not {exact} ± {bound}"
+            );
         }
     }
 }
@@ -339,9 +409,16 @@ fn a_poisoned_activation_poisons_its_row_and_no_other() {
                 let bad = mul_mat(path, dtype, &w, n, &x, rows, k);
                 for (r, (good, bad)) in good.chunks(n).zip(bad.chunks(n)).enumerate() {
                     if r == 2 {
-                        assert!(bad.iter().all(|v| !v.is_finite()), "{dtype} on {path}, {poison}");
+                        assert!(
+                            bad.iter().all(|v| !v.is_finite()),
+                            "{dtype} on {path}, {poison}"
+                        );
                     } else {
-                        assert_eq!(bits(good), bits(bad), "{dtype} on {path}, {poison}, row {r}");
+                        assert_eq!(
+                            bits(good),
+                            bits(bad),
+                            "{dtype} on {path}, {poison}, row {r}"
+                        );
                     }
                 }
             }
@@ -366,7 +443,13 @@ fn extreme_weights_and_activations_agree_on_every_path() {
         x[64..96].fill(-1.0);
         let row_bytes = bytes / n;
         let expected: Vec<u32> = (0..rows * n)
-            .map(|i| reference(dtype, &w[i % n * row_bytes..][..row_bytes], &x[i / n * k..][..k]))
+            .map(|i| {
+                reference(
+                    dtype,
+                    &w[i % n * row_bytes..][..row_bytes],
+                    &x[i / n * k..][..k],
+                )
+            })
             .map(f32::to_bits)
             .collect();
         for path in CpuPath::available() {

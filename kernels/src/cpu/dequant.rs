@@ -33,7 +33,12 @@ pub const fn is_weight_dtype(dtype: DType) -> bool {
 /// When `dtype` is no weight dtype ([`is_weight_dtype`]), or `bytes` is not exactly the size of
 /// `out.len()` elements. Both are decided by whoever verified the graph, not by file contents.
 pub fn dequantize_row(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    assert_eq!(dtype.row_bytes(out.len()), Some(bytes.len()), "a row of {} {dtype}", out.len());
+    assert_eq!(
+        dtype.row_bytes(out.len()),
+        Some(bytes.len()),
+        "a row of {} {dtype}",
+        out.len()
+    );
     let each = |out: &mut [f32], block: fn(&[u8], &mut [f32])| {
         let (len, size) = (dtype.block_len(), dtype.block_bytes());
         for (b, o) in bytes.chunks_exact(size).zip(out.chunks_exact_mut(len)) {
@@ -121,7 +126,10 @@ fn scale_min(s: &[u8], j: usize) -> (u8, u8) {
     if j < 4 {
         (s[j] & 63, s[j + 4] & 63)
     } else {
-        ((s[j + 4] & 15) | (s[j - 4] >> 6 << 4), (s[j + 4] >> 4) | (s[j] >> 6 << 4))
+        (
+            (s[j + 4] & 15) | (s[j - 4] >> 6 << 4),
+            (s[j + 4] >> 4) | (s[j] >> 6 << 4),
+        )
     }
 }
 

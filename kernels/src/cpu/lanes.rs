@@ -156,9 +156,17 @@ pub fn f16_to_f32(bits: u16) -> f32 {
     let sign = ((bits & 0x8000) as u32) << 16;
     let normal = (magnitude << 13) + (112 << 23);
     let special = (magnitude << 13) | 0x7f80_0000;
-    let special = if magnitude > 0x7c00 { special | 0x0040_0000 } else { special };
+    let special = if magnitude > 0x7c00 {
+        special | 0x0040_0000
+    } else {
+        special
+    };
     let subnormal = (magnitude as i32 as f32 * f32::from_bits(103 << 23)).to_bits();
-    let value = if magnitude < 0x0400 { subnormal } else { normal };
+    let value = if magnitude < 0x0400 {
+        subnormal
+    } else {
+        normal
+    };
     let value = if magnitude >= 0x7c00 { special } else { value };
     f32::from_bits(value | sign)
 }
@@ -175,9 +183,19 @@ pub fn f32_to_f16(value: f32) -> u16 {
         .wrapping_add((magnitude >> 13) & 1)
         >> 13;
     // Subnormal results: adding 0.5 aligns 2^-24 with the last bit, and the addition rounds.
-    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
-    let value = if magnitude < 113 << 23 { subnormal } else { normal };
-    let value = if magnitude >= 143 << 23 { 0x7c00 } else { value };
+    let subnormal = (f32::from_bits(magnitude) + 0.5)
+        .to_bits()
+        .wrapping_sub(0.5f32.to_bits());
+    let value = if magnitude < 113 << 23 {
+        subnormal
+    } else {
+        normal
+    };
+    let value = if magnitude >= 143 << 23 {
+        0x7c00
+    } else {
+        value
+    };
     let nan = 0x7e00 | ((magnitude >> 13) & 0x03ff);
     let value = if magnitude > 0x7f80_0000 { nan } else { value };
     value as u16 | sign
@@ -195,7 +213,11 @@ pub fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let nan = (bits >> 16) | 0x0040;
-    (if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded }) as u16
+    (if bits & 0x7fff_ffff > 0x7f80_0000 {
+        nan
+    } else {
+        rounded
+    }) as u16
 }
 
 #[cfg(test)]
@@ -235,7 +257,10 @@ mod tests {
                     assert!(exact > f32::MAX as f64 * (1.0 - 1e-7), "exp({x}) = {y}");
                 } else {
                     let ulp = f32::from_bits(y.to_bits() + 1) as f64 - y as f64;
-                    assert!((y as f64 - exact).abs() <= ulp, "exp({x}) = {y}, not {exact}");
+                    assert!(
+                        (y as f64 - exact).abs() <= ulp,
+                        "exp({x}) = {y}, not {exact}"
+                    );
                 }
             }
         }
@@ -256,7 +281,11 @@ mod tests {
             let value = f32::from_bits(bits);
             let h = half::f16::from_f32_const(value);
             assert_eq!(f32_to_f16(value), h.to_bits(), "{bits:#x}");
-            assert_eq!(f32_to_bf16(value), half::bf16::from_f32_const(value).to_bits(), "{bits:#x}");
+            assert_eq!(
+                f32_to_bf16(value),
+                half::bf16::from_f32_const(value).to_bits(),
+                "{bits:#x}"
+            );
         }
     }
 

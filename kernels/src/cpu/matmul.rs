@@ -84,29 +84,59 @@ impl MulMat<'_> {
     /// `out.add(r * out_stride + j)` is valid for writes for every row `r` below `rows` and every `j` in `n`, and no other thread
     /// touches these elements meanwhile.
     pub unsafe fn run(&self, path: CpuPath, n: Range<usize>, out: *mut f32, out_stride: usize) {
-        let MulMat { dtype, w, k, x, x_stride, prepared, rows } = *self;
+        let MulMat {
+            dtype,
+            w,
+            k,
+            x,
+            x_stride,
+            prepared,
+            rows,
+        } = *self;
         let kernel = kernel(path, dtype);
         if n.is_empty() || rows == 0 {
             return;
         }
         let stride = dtype.row_bytes(k);
         let needed = stride.and_then(|stride| stride.checked_mul(n.end));
-        assert!(needed.is_some_and(|needed| needed <= w.len()), "weights {dtype} [{}, {k}]", n.end);
+        assert!(
+            needed.is_some_and(|needed| needed <= w.len()),
+            "weights {dtype} [{}, {k}]",
+            n.end
+        );
         let (x, x_stride) = match Activation::of(dtype) {
             Activation::F32 => {
-                let needed = (rows - 1).checked_mul(x_stride).and_then(|last| last.checked_add(k));
-                assert!(needed.is_some_and(|needed| needed <= x.len()), "activations [{rows}, {k}]");
+                let needed = (rows - 1)
+                    .checked_mul(x_stride)
+                    .and_then(|last| last.checked_add(k));
+                assert!(
+                    needed.is_some_and(|needed| needed <= x.len()),
+                    "activations [{rows}, {k}]"
+                );
                 (x.as_ptr().cast(), x_stride * size_of::<f32>())
             }
             Activation::Q8 | Activation::Q8K => {
                 let row = scratch_bytes(dtype, k);
                 let needed = row.checked_mul(rows);
-                assert!(needed.is_some_and(|needed| needed <= prepared.len()), "prepared [{rows}, {k}]");
+                assert!(
+                    needed.is_some_and(|needed| needed <= prepared.len()),
+                    "prepared [{rows}, {k}]"
+                );
                 (prepared.as_ptr(), row)
             }
         };
         let stride = stride.unwrap_or_default();
-        let job = Job { w: w.as_ptr(), stride, k, n, x, x_stride, rows, out, out_stride };
+        let job = Job {
+            w: w.as_ptr(),
+            stride,
+            k,
+            n,
+            x,
+            x_stride,
+            rows,
+            out,
+            out_stride,
+        };
         // SAFETY: the path is available (`kernel` looked); the slices cover what the sizes name, which
         // was just asserted; the outputs are the caller's promise.
         unsafe { kernel(&job) }
@@ -119,7 +149,15 @@ impl MulMat<'_> {
 /// # Panics
 ///
 /// When the lengths of `w` and `x` are not `n` and whole rows of `k`, or `dtype` is no weight dtype.
-pub fn mul_mat(path: CpuPath, dtype: DType, w: &[u8], n: usize, x: &[f32], rows: usize, k: usize) -> Vec<f32> {
+pub fn mul_mat(
+    path: CpuPath,
+    dtype: DType,
+    w: &[u8],
+    n: usize,
+    x: &[f32],
+    rows: usize,
+    k: usize,
+) -> Vec<f32> {
     assert_eq!(x.len(), rows * k, "activations [{rows}, {k}]");
     let row = scratch_bytes(dtype, k);
     let mut prepared = vec![0; rows * row];
@@ -129,7 +167,15 @@ pub fn mul_mat(path: CpuPath, dtype: DType, w: &[u8], n: usize, x: &[f32], rows:
         }
     }
     let mut out = vec![0.0; rows * n];
-    let product = MulMat { dtype, w, k, x, x_stride: k, prepared: &prepared, rows };
+    let product = MulMat {
+        dtype,
+        w,
+        k,
+        x,
+        x_stride: k,
+        prepared: &prepared,
+        rows,
+    };
     // SAFETY: `out` has n outputs for each row and is not shared.
     unsafe { product.run(path, 0..n, out.as_mut_ptr(), n) };
     out
@@ -154,9 +200,9 @@ macro_rules! formats {
 }
 
 formats! {
-    F32  => Plain<format::F32>;
-    F16  => Plain<format::F16>;
-    BF16 => Plain<format::BF16>;
+    F32  => Plain<format::F32, 1>;
+    F16  => Plain<format::F16, 2>;
+    BF16 => Plain<format::BF16, 2>;
     Q4_0 => block32::Nibbles<false, false>;
     Q4_1 => block32::Nibbles<false, true>;
     Q5_0 => block32::Nibbles<true, false>;

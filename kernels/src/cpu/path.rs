@@ -24,12 +24,20 @@ impl CpuPath {
 
     /// The fastest path of this processor.
     pub fn detect() -> CpuPath {
-        CpuPath::ALL.iter().copied().find(|path| path.is_available()).unwrap_or(CpuPath::Portable)
+        CpuPath::ALL
+            .iter()
+            .copied()
+            .find(|path| path.is_available())
+            .unwrap_or(CpuPath::Portable)
     }
 
     /// The paths this processor has, fastest first. Never empty.
     pub fn available() -> Vec<CpuPath> {
-        CpuPath::ALL.iter().copied().filter(|path| path.is_available()).collect()
+        CpuPath::ALL
+            .iter()
+            .copied()
+            .filter(|path| path.is_available())
+            .collect()
     }
 
     /// Whether this processor has the path. Asks the processor once and remembers.
@@ -49,7 +57,11 @@ impl CpuPath {
     /// the proof that the path's instructions exist; `dispatch!` calls it before it jumps.
     #[inline]
     pub fn or_portable(self) -> CpuPath {
-        if self.is_available() { self } else { CpuPath::Portable }
+        if self.is_available() {
+            self
+        } else {
+            CpuPath::Portable
+        }
     }
 
     /// The name used in configuration, on the command line and in the numerics class.
@@ -63,7 +75,10 @@ impl CpuPath {
 
     /// The path of this name.
     pub fn from_name(name: &str) -> Option<CpuPath> {
-        CpuPath::ALL.iter().copied().find(|path| path.name() == name)
+        CpuPath::ALL
+            .iter()
+            .copied()
+            .find(|path| path.name() == name)
     }
 }
 

@@ -74,8 +74,16 @@ pub const fn scratch_bytes(dtype: DType, k: usize) -> usize {
 /// When `x.len()` is no multiple of the dtype's block length, or `scratch` is not exactly
 /// [`scratch_bytes`] long.
 pub fn prepare_row(path: CpuPath, dtype: DType, x: &[f32], scratch: &mut [u8]) {
-    assert!(x.len().is_multiple_of(dtype.block_len()), "{} activations for {dtype}", x.len());
-    assert_eq!(scratch.len(), scratch_bytes(dtype, x.len()), "scratch of a {dtype} row");
+    assert!(
+        x.len().is_multiple_of(dtype.block_len()),
+        "{} activations for {dtype}",
+        x.len()
+    );
+    assert_eq!(
+        scratch.len(),
+        scratch_bytes(dtype, x.len()),
+        "scratch of a {dtype} row"
+    );
     match Activation::of(dtype) {
         Activation::F32 => {}
         Activation::Q8 => prepare_q8(path, x, scratch),

@@ -9,14 +9,21 @@ use super::simd::Simd;
 #[derive(Clone, Copy)]
 pub(super) struct Avx2;
 
-#[inline(always)]
-fn both<A: Copy, B>(a: [A; 2], op: impl Fn(A) -> B) -> [B; 2] {
-    [op(a[0]), op(a[1])]
-}
-
-#[inline(always)]
-fn zip<A: Copy, B: Copy, C>(a: [A; 2], b: [B; 2], op: impl Fn(A, B) -> C) -> [C; 2] {
-    [op(a[0], b[0]), op(a[1], b[1])]
+// Not closures: a closure that calls an intrinsic is compiled without the instructions of the function
+// it is written in, and stays a call.
+macro_rules! both {
+    ($op:ident, $a:expr) => {{
+        let a = $a;
+        [$op(a[0]), $op(a[1])]
+    }};
+    ($op:ident, $a:expr, each $b:expr) => {{
+        let (a, b) = ($a, $b);
+        [$op(a[0], b[0]), $op(a[1], b[1])]
+    }};
+    ($op:ident, $a:expr, $b:expr) => {{
+        let (a, b) = ($a, $b);
+        [$op(a[0], b), $op(a[1], b)]
+    }};
 }
 
 /// Four consecutive words of eight rows, transposed.
@@ -28,9 +35,14 @@ fn zip<A: Copy, B: Copy, C>(a: [A; 2], b: [B; 2], op: impl Fn(A, B) -> C) -> [C;
 unsafe fn gather4_of8(from: *const u8, stride: usize) -> [__m256i; 4] {
     // SAFETY: the caller's promise.
     unsafe {
-        let row = |r: usize| _mm_loadu_si128(from.add(r * stride).cast());
-        let rows = |i: usize| _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(row(i)), row(4 + i));
-        let (a, b, c, d) = (rows(0), rows(1), rows(2), rows(3));
+        macro_rules! rows {
+            ($i:literal) => {{
+                let low = _mm_loadu_si128(from.add($i * stride).cast());
+                let high = _mm_loadu_si128(from.add((4 + $i) * stride).cast());
+                _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high)
+            }};
+        }
+        let (a, b, c, d) = (rows!(0), rows!(1), rows!(2), rows!(3));
         let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
         let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
         [
@@ -55,16 +67,12 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn splat_f(value: f32) -> Self::F {
         // SAFETY: see the impl.
-        unsafe {
-            [_mm256_set1_ps(value); 2]
-        }
+        unsafe { [_mm256_set1_ps(value); 2] }
     }
     #[inline(always)]
     unsafe fn load_f(from: *const f32) -> Self::F {
         // SAFETY: see the impl.
-        unsafe {
-            [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))]
-        }
+        unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
     }
     #[inline(always)]
     unsafe fn store_f(to: *mut f32, value: Self::F) {
@@ -77,22 +85,26 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
         // SAFETY: see the impl.
-        unsafe {
-            zip(a, b, |a, b| _mm256_mul_ps(a, b))
-        }
+        unsafe { both!(_mm256_mul_ps, a, each b) }
     }
     #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         // SAFETY: see the impl.
         unsafe {
-            [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])]
+            [
+                _mm256_fmadd_ps(a[0], b[0], c[0]),
+                _mm256_fmadd_ps(a[1], b[1], c[1]),
+            ]
         }
     }
     #[inline(always)]
     unsafe fn fms(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         // SAFETY: see the impl.
         unsafe {
-            [_mm256_fmsub_ps(a[0], b[0], c[0]), _mm256_fmsub_ps(a[1], b[1], c[1])]
+            [
+                _mm256_fmsub_ps(a[0], b[0], c[0]),
+                _mm256_fmsub_ps(a[1], b[1], c[1]),
+            ]
         }
     }
     #[inline(always)]
@@ -100,44 +112,40 @@ impl Simd for Avx2 {
         // SAFETY: see the impl.
         unsafe {
             let nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc0_0000));
-            both(value, |v| _mm256_blendv_ps(v, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(v, v)))
+            let [a, b] = value;
+            [
+                _mm256_blendv_ps(a, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a)),
+                _mm256_blendv_ps(b, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(b, b)),
+            ]
         }
     }
 
     #[inline(always)]
     unsafe fn splat_i(value: i32) -> Self::I {
         // SAFETY: see the impl.
-        unsafe {
-            [_mm256_set1_epi32(value); 2]
-        }
+        unsafe { [_mm256_set1_epi32(value); 2] }
     }
     #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
         // SAFETY: see the impl.
-        unsafe {
-            zip(a, b, |a, b| _mm256_and_si256(a, b))
-        }
+        unsafe { both!(_mm256_and_si256, a, each b) }
     }
     #[inline(always)]
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
         // SAFETY: see the impl.
-        unsafe {
-            zip(a, b, |a, b| _mm256_or_si256(a, b))
-        }
+        unsafe { both!(_mm256_or_si256, a, each b) }
     }
     #[inline(always)]
     unsafe fn xor(a: Self::I, b: Self::I) -> Self::I {
         // SAFETY: see the impl.
-        unsafe {
-            zip(a, b, |a, b| _mm256_xor_si256(a, b))
-        }
+        unsafe { both!(_mm256_xor_si256, a, each b) }
     }
     #[inline(always)]
     unsafe fn shl<const N: u32>(a: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
             let count = _mm_cvtsi32_si128(N as i32);
-            both(a, |a| _mm256_sll_epi32(a, count))
+            both!(_mm256_sll_epi32, a, count)
         }
     }
     #[inline(always)]
@@ -145,7 +153,7 @@ impl Simd for Avx2 {
         // SAFETY: see the impl.
         unsafe {
             let count = _mm_cvtsi32_si128(N as i32);
-            both(a, |a| _mm256_srl_epi32(a, count))
+            both!(_mm256_srl_epi32, a, count)
         }
     }
     #[inline(always)]
@@ -153,7 +161,7 @@ impl Simd for Avx2 {
         // SAFETY: see the impl.
         unsafe {
             let count = _mm_cvtsi32_si128(count as i32);
-            both(a, |a| _mm256_srl_epi32(a, count))
+            both!(_mm256_srl_epi32, a, count)
         }
     }
     #[inline(always)]
@@ -161,22 +169,18 @@ impl Simd for Avx2 {
         // SAFETY: see the impl.
         unsafe {
             let count = _mm_cvtsi32_si128(N as i32);
-            both(a, |a| _mm256_sra_epi32(a, count))
+            both!(_mm256_sra_epi32, a, count)
         }
     }
     #[inline(always)]
     unsafe fn to_f(a: Self::I) -> Self::F {
         // SAFETY: see the impl.
-        unsafe {
-            both(a, |a| _mm256_cvtepi32_ps(a))
-        }
+        unsafe { both!(_mm256_cvtepi32_ps, a) }
     }
     #[inline(always)]
     unsafe fn bits_f(a: Self::I) -> Self::F {
         // SAFETY: see the impl.
-        unsafe {
-            both(a, |a| _mm256_castsi256_ps(a))
-        }
+        unsafe { both!(_mm256_castsi256_ps, a) }
     }
     #[inline(always)]
     unsafe fn halves(a: Self::I) -> [Self::F; 2] {
@@ -185,15 +189,21 @@ impl Simd for Avx2 {
             // Even 16-bit elements of each quarter into its lower 8 bytes, odd ones into the upper;
             // then the quarters' lower 8 bytes together.
             let order = _mm256_setr_epi8(
-                0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3,
-                6, 7, 10, 11, 14, 15,
+                0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9, 12, 13, 2,
+                3, 6, 7, 10, 11, 14, 15,
             );
-            let split = both(a, |a| {
-                _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_shuffle_epi8(a, order))
-            });
+            let [a, b] = both!(_mm256_shuffle_epi8, a, order);
+            let a = _mm256_permute4x64_epi64::<0b11_01_10_00>(a);
+            let b = _mm256_permute4x64_epi64::<0b11_01_10_00>(b);
             [
-                both(split, |s| _mm256_cvtph_ps(_mm256_castsi256_si128(s))),
-                both(split, |s| _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(s))),
+                [
+                    _mm256_cvtph_ps(_mm256_castsi256_si128(a)),
+                    _mm256_cvtph_ps(_mm256_castsi256_si128(b)),
+                ],
+                [
+                    _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(a)),
+                    _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(b)),
+                ],
             ]
         }
     }
@@ -204,8 +214,9 @@ impl Simd for Avx2 {
         unsafe {
             // At most 2 · 127 · 127 in 16 bits: nothing saturates.
             let ones = _mm256_set1_epi16(1);
-            let sums = zip(w, x, |w, x| _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones));
-            zip(acc, sums, |acc, sum| _mm256_add_epi32(acc, sum))
+            let pairs = both!(_mm256_maddubs_epi16, w, each x);
+            let sums = both!(_mm256_madd_epi16, pairs, ones);
+            both!(_mm256_add_epi32, acc, each sums)
         }
     }
     #[inline(always)]
@@ -214,19 +225,19 @@ impl Simd for Avx2 {
         unsafe {
             // |w| · (x with the sign of w): at most 2 · 128 · 127 in 16 bits, nothing saturates.
             let ones = _mm256_set1_epi16(1);
-            let sums = zip(w, x, |w, x| {
-                let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-                _mm256_madd_epi16(pairs, ones)
-            });
-            zip(acc, sums, |acc, sum| _mm256_add_epi32(acc, sum))
+            let sizes = both!(_mm256_abs_epi8, w);
+            let signed = both!(_mm256_sign_epi8, x, each w);
+            let pairs = both!(_mm256_maddubs_epi16, sizes, each signed);
+            let sums = both!(_mm256_madd_epi16, pairs, ones);
+            both!(_mm256_add_epi32, acc, each sums)
         }
     }
     #[inline(always)]
     unsafe fn dot_i16(acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
-            let sums = zip(a, b, |a, b| _mm256_madd_epi16(a, b));
-            zip(acc, sums, |acc, sum| _mm256_add_epi32(acc, sum))
+            let sums = both!(_mm256_madd_epi16, a, each b);
+            both!(_mm256_add_epi32, acc, each sums)
         }
     }
 
@@ -234,20 +245,12 @@ impl Simd for Avx2 {
     unsafe fn gather(from: *const u8, stride: usize) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
-            let word = |r: usize| ptr::read_unaligned(from.add(r * stride).cast::<i32>());
-            let eight = |r: usize| {
-                _mm256_setr_epi32(
-                    word(r),
-                    word(r + 1),
-                    word(r + 2),
-                    word(r + 3),
-                    word(r + 4),
-                    word(r + 5),
-                    word(r + 6),
-                    word(r + 7),
-                )
-            };
-            [eight(0), eight(8)]
+            macro_rules! eight {
+                ($($r:literal)*) => {
+                    _mm256_setr_epi32($(ptr::read_unaligned(from.add($r * stride).cast())),*)
+                };
+            }
+            [eight!(0 1 2 3 4 5 6 7), eight!(8 9 10 11 12 13 14 15)]
         }
     }
     #[inline(always)]
@@ -256,13 +259,18 @@ impl Simd for Avx2 {
         unsafe {
             let low = gather4_of8(from, stride);
             let high = gather4_of8(from.add(8 * stride), stride);
-            std::array::from_fn(|g| [low[g], high[g]])
+            [
+                [low[0], high[0]],
+                [low[1], high[1]],
+                [low[2], high[2]],
+                [low[3], high[3]],
+            ]
         }
     }
 
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
     }
 }

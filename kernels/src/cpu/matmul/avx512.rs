@@ -54,7 +54,11 @@ impl Simd for Avx512 {
         // SAFETY: see the impl.
         unsafe {
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
-            _mm512_mask_mov_ps(value, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000)))
+            _mm512_mask_mov_ps(
+                value,
+                nan,
+                _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc0_0000)),
+            )
         }
     }
 
@@ -145,16 +149,18 @@ impl Simd for Avx512 {
     unsafe fn gather(from: *const u8, stride: usize) -> __m512i {
         // SAFETY: see the impl. Masked broadcasts: one load and one blend a row.
         unsafe {
-            let word = |r: usize| ptr::read_unaligned(from.add(r * stride).cast::<i32>());
             macro_rules! rows {
-                ($v:expr, $($r:literal)*) => {{
-                    let mut v = $v;
-                    $(v = _mm512_mask_set1_epi32(v, 1 << $r, word($r));)*
+                ($first:literal $($r:literal)*) => {{
+                    let mut v = _mm512_set1_epi32(ptr::read_unaligned(from.add($first * stride).cast()));
+                    $(
+                        let word = ptr::read_unaligned(from.add($r * stride).cast());
+                        v = _mm512_mask_set1_epi32(v, 1 << $r, word);
+                    )*
                     v
                 }};
             }
-            let a = rows!(_mm512_set1_epi32(word(0)), 1 2 3 4 5 6 7);
-            let b = rows!(_mm512_set1_epi32(word(8)), 9 10 11 12 13 14 15);
+            let a = rows!(0 1 2 3 4 5 6 7);
+            let b = rows!(8 9 10 11 12 13 14 15);
             _mm512_mask_mov_epi32(a, 0xff00, b)
         }
     }
@@ -164,14 +170,20 @@ impl Simd for Avx512 {
         unsafe {
             // Register i holds the 16 bytes of rows i, 4 + i, 8 + i, 12 + i: what is left to do is a
             // transposition of 4 × 4 words inside each quarter.
-            let row = |r: usize| _mm_loadu_si128(from.add(r * stride).cast());
-            let rows = |i: usize| {
-                let v = _mm512_castsi128_si512(row(i));
-                let v = _mm512_inserti32x4::<1>(v, row(4 + i));
-                let v = _mm512_inserti32x4::<2>(v, row(8 + i));
-                _mm512_inserti32x4::<3>(v, row(12 + i))
-            };
-            let (a, b, c, d) = (rows(0), rows(1), rows(2), rows(3));
+            macro_rules! row {
+                ($r:expr) => {
+                    _mm_loadu_si128(from.add($r * stride).cast())
+                };
+            }
+            macro_rules! rows {
+                ($i:literal) => {{
+                    let v = _mm512_castsi128_si512(row!($i));
+                    let v = _mm512_inserti32x4::<1>(v, row!(4 + $i));
+                    let v = _mm512_inserti32x4::<2>(v, row!(8 + $i));
+                    _mm512_inserti32x4::<3>(v, row!(12 + $i))
+                }};
+            }
+            let (a, b, c, d) = (rows!(0), rows!(1), rows!(2), rows!(3));
             let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
             let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
             [
@@ -182,10 +194,48 @@ impl Simd for Avx512 {
             ]
         }
     }
+    #[inline(always)]
+    unsafe fn gather16(from: *const u8, stride: usize) -> [__m512i; 16] {
+        // SAFETY: see the impl.
+        unsafe {
+            // Four rows at a time inside the quarters, then the quarters among the four.
+            macro_rules! four {
+                ($first:literal) => {{
+                    let a = _mm512_loadu_si512(from.add($first * stride).cast());
+                    let b = _mm512_loadu_si512(from.add(($first + 1) * stride).cast());
+                    let c = _mm512_loadu_si512(from.add(($first + 2) * stride).cast());
+                    let d = _mm512_loadu_si512(from.add(($first + 3) * stride).cast());
+                    let (ab_low, ab_high) =
+                        (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+                    let (cd_low, cd_high) =
+                        (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+                    [
+                        _mm512_unpacklo_epi64(ab_low, cd_low),
+                        _mm512_unpackhi_epi64(ab_low, cd_low),
+                        _mm512_unpacklo_epi64(ab_high, cd_high),
+                        _mm512_unpackhi_epi64(ab_high, cd_high),
+                    ]
+                }};
+            }
+            let (a, b, c, d) = (four!(0), four!(4), four!(8), four!(12));
+            let mut words = [a[0]; 16];
+            for i in 0..4 {
+                let ab_low = _mm512_shuffle_i32x4::<0b10_00_10_00>(a[i], b[i]);
+                let ab_high = _mm512_shuffle_i32x4::<0b11_01_11_01>(a[i], b[i]);
+                let cd_low = _mm512_shuffle_i32x4::<0b10_00_10_00>(c[i], d[i]);
+                let cd_high = _mm512_shuffle_i32x4::<0b11_01_11_01>(c[i], d[i]);
+                words[i] = _mm512_shuffle_i32x4::<0b10_00_10_00>(ab_low, cd_low);
+                words[4 + i] = _mm512_shuffle_i32x4::<0b10_00_10_00>(ab_high, cd_high);
+                words[8 + i] = _mm512_shuffle_i32x4::<0b11_01_11_01>(ab_low, cd_low);
+                words[12 + i] = _mm512_shuffle_i32x4::<0b11_01_11_01>(ab_high, cd_high);
+            }
+            words
+        }
+    }
 
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         // SAFETY: a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
     }
 }

@@ -52,8 +52,8 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
     type Block<S: Simd> = MixedBlock<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize) -> MixedBlock<S> {
-        // SAFETY: the caller's promise; all reads are within the super-block.
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut MixedBlock<S>) {
+        // SAFETY: the caller's promise; all reads are within the super-(*into).
         unsafe {
             // d, dmin and the 12 bytes of scales. Sub-blocks 0..4 have their 6 bits in the low bits of the
             // first two words; 4..8 have 4 bits in the third and 2 in the upper bits of the others.
@@ -72,23 +72,22 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
             ];
             let byte = S::splat_i(0xff);
             let even = S::splat_i(0x00ff_00ff);
-            let mut block = MixedBlock {
-                q: [[byte; 8]; 8],
-                scales: std::array::from_fn(|j| {
-                    S::to_f(S::and(S::shr_by(scales[j / 4], 8 * (j % 4) as u32), byte))
-                }),
-                minima: std::array::from_fn(|i| {
-                    S::and(S::shr_by(minima[i / 2], 8 * (i % 2) as u32), even)
-                }),
-                d,
-                dmin,
-            };
-            let fifth: [S::I; 8] = if FIVE {
-                let (low, high) = (S::gather4(from.add(16), stride), S::gather4(from.add(32), stride));
-                std::array::from_fn(|g| if g < 4 { low[g] } else { high[g - 4] })
-            } else {
-                [byte; 8]
-            };
+            // Field by field, in place: as one value it would be copied.
+            (*into).d = d;
+            (*into).dmin = dmin;
+            for (i, (&scales, &minima)) in scales.iter().zip(&minima).enumerate() {
+                (*into).scales[4 * i] = S::to_f(S::and(scales, byte));
+                (*into).scales[4 * i + 1] = S::to_f(S::and(S::shr::<8>(scales), byte));
+                (*into).scales[4 * i + 2] = S::to_f(S::and(S::shr::<16>(scales), byte));
+                (*into).scales[4 * i + 3] = S::to_f(S::shr::<24>(scales));
+                (*into).minima[2 * i] = S::and(minima, even);
+                (*into).minima[2 * i + 1] = S::and(S::shr::<8>(minima), even);
+            }
+            let mut fifth = [byte; 8];
+            if FIVE {
+                fifth[..4].copy_from_slice(&S::gather4(from.add(16), stride));
+                fifth[4..].copy_from_slice(&S::gather4(from.add(32), stride));
+            }
             let ones = S::splat_i(0x0101_0101);
             for pair in 0..4 {
                 for half in 0..2 {
@@ -103,12 +102,11 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
                             low = S::or(low, S::shl::<4>(S::and(bits, ones)));
                             high = S::or(high, S::shl::<4>(S::and(S::shr::<1>(bits), ones)));
                         }
-                        block.q[2 * pair][g] = low;
-                        block.q[2 * pair + 1][g] = high;
+                        (*into).q[2 * pair][g] = low;
+                        (*into).q[2 * pair + 1][g] = high;
                     }
                 }
             }
-            block
         }
     }
 
@@ -173,28 +171,21 @@ impl Format for Six {
     type Block<S: Simd> = SixBlock<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize) -> SixBlock<S> {
-        // SAFETY: the caller's promise; all reads are within the super-block.
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut SixBlock<S>) {
+        // SAFETY: the caller's promise; all reads are within the super-(*into).
         unsafe {
             let scales = S::gather4(from.add(192), stride);
-            // The last two bytes, read as the upper half of a word that ends with the block.
+            // The last two bytes, read as the upper half of a word that ends with the (*into).
             let [_, d] = S::halves(S::gather(from.add(206), stride));
-            let zero = S::splat_i(0);
             let four = S::splat_i(0x0f0f_0f0f);
             let upper = S::splat_i(0x3030_3030);
-            let mut block = SixBlock {
-                q: [[zero; 4]; 16],
-                scales: std::array::from_fn(|j| {
-                    let word = scales[j / 4];
-                    S::to_f(S::sar::<24>(match j % 4 {
-                        0 => S::shl::<24>(word),
-                        1 => S::shl::<16>(word),
-                        2 => S::shl::<8>(word),
-                        _ => word,
-                    }))
-                }),
-                d,
-            };
+            (*into).d = d;
+            for (i, &scales) in scales.iter().enumerate() {
+                (*into).scales[4 * i] = S::to_f(S::sar::<24>(S::shl::<24>(scales)));
+                (*into).scales[4 * i + 1] = S::to_f(S::sar::<24>(S::shl::<16>(scales)));
+                (*into).scales[4 * i + 2] = S::to_f(S::sar::<24>(S::shl::<8>(scales)));
+                (*into).scales[4 * i + 3] = S::to_f(S::sar::<24>(scales));
+            }
             // Quarter h, l of the nibbles: 16 elements of runs 0 and 1 (low), 2 and 3 (high); see the
             // reference in `dequant`.
             for h in 0..2 {
@@ -208,15 +199,17 @@ impl Format for Six {
                             S::or(S::and(even[g], four), S::and(S::shl::<4>(b), upper)),
                             S::or(S::and(odd[g], four), S::and(S::shl::<2>(b), upper)),
                             S::or(S::and(S::shr::<4>(even[g]), four), S::and(b, upper)),
-                            S::or(S::and(S::shr::<4>(odd[g]), four), S::and(S::shr::<2>(b), upper)),
+                            S::or(
+                                S::and(S::shr::<4>(odd[g]), four),
+                                S::and(S::shr::<2>(b), upper),
+                            ),
                         ];
                         for (run, q) in runs.into_iter().enumerate() {
-                            block.q[8 * h + 2 * run + l][g] = q;
+                            (*into).q[8 * h + 2 * run + l][g] = q;
                         }
                     }
                 }
             }
-            block
         }
     }
 
@@ -229,11 +222,14 @@ impl Format for Six {
     ) {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
         unsafe {
+            let zero = S::splat_i(0);
             let mut inner = [[S::splat_f(0.0); P]; R];
             for j in 0..16 {
                 // Weights are stored plus 32.
-                let mut dots: [[S::I; P]; R] =
-                    std::array::from_fn(|r| [word::<S>(x[r], 276 + 4 * j); P]);
+                let mut dots = [[zero; P]; R];
+                for r in 0..R {
+                    dots[r] = [word::<S>(x[r], 276 + 4 * j); P];
+                }
                 for g in 0..4 {
                     for r in 0..R {
                         let q = word::<S>(x[r], 16 * j + 4 * g);

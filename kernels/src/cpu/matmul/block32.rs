@@ -16,6 +16,23 @@ pub(super) struct Block<S: Simd> {
     m: S::F,
 }
 
+/// What tells the dtypes apart once they are unpacked; constants everywhere.
+struct Kind {
+    signed: bool,
+    /// What was added to the weights to make them unsigned: 0, 8, 16 or 128.
+    zero: u32,
+    minimum: bool,
+}
+
+/// # Safety
+///
+/// `at + 4` bytes are readable at `x`.
+#[inline(always)]
+unsafe fn word(x: *const u8, at: usize) -> u32 {
+    // SAFETY: the caller's promise.
+    unsafe { ptr::read_unaligned(x.add(at).cast()) }
+}
+
 /// `acc = fma(f32(S) · da, d, acc)`, and with a minimum `acc = fma(f32(Σ q) · da, m, acc)` after it.
 ///
 /// # Safety
@@ -26,32 +43,43 @@ unsafe fn step<S: Simd, const R: usize, const P: usize>(
     w: &[Block<S>; P],
     x: [*const u8; R],
     acc: &mut [[S::F; P]; R],
-    dot: impl Fn(S::I, S::I, S::I) -> S::I,
-    // `Σ q · zero`: what the weights' zero point makes too much, as a shift of `−Σ q`.
-    correct: impl Fn(S::I) -> S::I,
-    minimum: bool,
+    Kind {
+        signed,
+        zero,
+        minimum,
+    }: Kind,
 ) {
     // SAFETY: the caller's promise; all reads are within the record.
     unsafe {
-        let word = |x: *const u8, at: usize| ptr::read_unaligned(x.add(at).cast::<i32>());
-        let float = |x: *const u8, at: usize| ptr::read_unaligned(x.add(at).cast::<f32>());
-        let mut sums: [[S::I; P]; R] =
-            std::array::from_fn(|r| [correct(S::splat_i(word(x[r], 36))); P]);
+        let mut sums = [[S::splat_i(0); P]; R];
+        for r in 0..R {
+            let negative = S::splat_i(word(x[r], 36) as i32);
+            sums[r] = [match zero {
+                8 => S::shl::<3>(negative),
+                16 => S::shl::<4>(negative),
+                128 => S::shl::<7>(negative),
+                _ => S::splat_i(0),
+            }; P];
+        }
         for g in 0..8 {
             for r in 0..R {
-                let q = S::splat_i(word(x[r], 4 * g));
+                let q = S::splat_i(word(x[r], 4 * g) as i32);
                 for p in 0..P {
-                    sums[r][p] = dot(sums[r][p], w[p].q[g], q);
+                    sums[r][p] = if signed {
+                        S::dot_i8(sums[r][p], w[p].q[g], q)
+                    } else {
+                        S::dot_u7(sums[r][p], w[p].q[g], q)
+                    };
                 }
             }
         }
         for r in 0..R {
-            let da = S::splat_f(float(x[r], 32));
+            let da = S::splat_f(f32::from_bits(word(x[r], 32)));
             for p in 0..P {
                 acc[r][p] = S::fma(S::mul(S::to_f(sums[r][p]), da), w[p].d, acc[r][p]);
             }
             if minimum {
-                let sum = S::splat_f(float(x[r], 40));
+                let sum = S::splat_f(f32::from_bits(word(x[r], 40)));
                 for p in 0..P {
                     acc[r][p] = S::fma(sum, w[p].m, acc[r][p]);
                 }
@@ -72,16 +100,17 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
     type Block<S: Simd> = Block<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize) -> Block<S> {
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Block<S>) {
         // SAFETY: the caller's promise; all reads are within the block.
         unsafe {
             let [d, m] = S::halves(S::gather(from, stride));
             let nibbles = S::gather4(from.add(Self::BYTES - 16), stride);
             let mask = S::splat_i(0x0f0f_0f0f);
-            let mut q: [S::I; 8] = std::array::from_fn(|g| {
-                let word = nibbles[g % 4];
-                S::and(if g < 4 { word } else { S::shr::<4>(word) }, mask)
-            });
+            let mut q = [mask; 8];
+            for g in 0..4 {
+                q[g] = S::and(nibbles[g], mask);
+                q[4 + g] = S::and(S::shr::<4>(nibbles[g]), mask);
+            }
             if FIVE {
                 let bits = S::gather(from.add(Self::BYTES - 20), stride);
                 for (g, q) in q.iter_mut().enumerate() {
@@ -98,7 +127,7 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
                     *q = S::or(*q, S::or(low, high));
                 }
             }
-            Block { q, d, m }
+            into.write(Block { q, d, m });
         }
     }
 
@@ -109,16 +138,24 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
         _count: usize,
         acc: &mut [[S::F; P]; R],
     ) {
-        // SAFETY: the caller's promise.
-        let correct = |negative: S::I| unsafe {
-            match (MINIMUM, FIVE) {
-                (true, _) => S::splat_i(0),
-                (false, false) => S::shl::<3>(negative),
-                (false, true) => S::shl::<4>(negative),
-            }
+        let zero = match (MINIMUM, FIVE) {
+            (true, _) => 0,
+            (false, false) => 8,
+            (false, true) => 16,
         };
         // SAFETY: the caller's promise. Weights are at most 31.
-        unsafe { step(w, x, acc, |a, w, x| S::dot_u7(a, w, x), correct, MINIMUM) }
+        unsafe {
+            step(
+                w,
+                x,
+                acc,
+                Kind {
+                    signed: false,
+                    zero,
+                    minimum: MINIMUM,
+                },
+            )
+        }
     }
 }
 
@@ -134,17 +171,21 @@ impl Format for Bytes {
     type Block<S: Simd> = Block<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize) -> Block<S> {
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Block<S>) {
         // SAFETY: the caller's promise; all reads are within the block.
         unsafe {
             let [d, m] = S::halves(S::gather(from, stride));
-            let (low, high) = (S::gather4(from.add(2), stride), S::gather4(from.add(18), stride));
+            let (low, high) = (
+                S::gather4(from.add(2), stride),
+                S::gather4(from.add(18), stride),
+            );
             let bias = S::splat_i(0x8080_8080_u32 as i32);
-            let q = std::array::from_fn(|g| {
+            let mut q = [bias; 8];
+            for g in 0..8 {
                 let word = if g < 4 { low[g] } else { high[g - 4] };
-                if S::BIASED { S::xor(word, bias) } else { word }
-            });
-            Block { q, d, m }
+                q[g] = if S::BIASED { S::xor(word, bias) } else { word };
+            }
+            into.write(Block { q, d, m });
         }
     }
 
@@ -155,11 +196,19 @@ impl Format for Bytes {
         _count: usize,
         acc: &mut [[S::F; P]; R],
     ) {
-        // SAFETY: the caller's promise.
-        let correct = |negative: S::I| unsafe {
-            if S::BIASED { S::shl::<7>(negative) } else { S::splat_i(0) }
-        };
+        let zero = if S::BIASED { 128 } else { 0 };
         // SAFETY: the caller's promise. Activations are never −128.
-        unsafe { step(w, x, acc, |a, w, x| S::dot_i8(a, w, x), correct, false) }
+        unsafe {
+            step(
+                w,
+                x,
+                acc,
+                Kind {
+                    signed: true,
+                    zero,
+                    minimum: false,
+                },
+            )
+        }
     }
 }

@@ -50,9 +50,8 @@ pub(super) unsafe fn run<S: Simd, F: Format>(job: &Job) {
     unsafe {
         match job.rows {
             0 => {}
-            1 if F::PLAIN => few_rows::<S, F, 1, 2>(job),
-            1 => few_rows::<S, F, 1, 1>(job),
-            2..MANY_ROWS => few_rows::<S, F, 4, 1>(job),
+            1 => few_rows::<S, F, 1>(job),
+            2..MANY_ROWS => few_rows::<S, F, 4>(job),
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, 8, 2>(job),
             _ if S::WIDE => many_rows::<S, F, 4, 2>(job),
             _ => many_rows::<S, F, 4, 1>(job),
@@ -82,27 +81,41 @@ impl Panel {
     unsafe fn of(job: &Job, first: usize) -> Panel {
         let first_there = first.min(job.n.end);
         // SAFETY: within the matrix and the row of outputs, or one past them.
-        let (w, out) = unsafe { (job.w.add(first_there * job.stride), job.out.add(first_there)) };
-        Panel { w, stride: job.stride, out, rows: (job.n.end - first_there).min(LANES) }
+        let (w, out) = unsafe {
+            (
+                job.w.add(first_there * job.stride),
+                job.out.add(first_there),
+            )
+        };
+        Panel {
+            w,
+            stride: job.stride,
+            out,
+            rows: (job.n.end - first_there).min(LANES),
+        }
     }
 
-    /// Unpacks block `b`, of which `count` elements exist.
+    /// Where to read block `b`, of which `count` elements exist, and the distance of its rows there: in
+    /// place if it is a whole block of sixteen rows, else in the stage.
     ///
     /// # Safety
     ///
     /// As for [`run`], `b` is a block of the row.
     #[inline(always)]
-    unsafe fn unpack<S: Simd, F: Format>(&self, b: usize, count: usize, stage: &mut Stage) -> F::Block<S> {
-        // SAFETY: a full block of sixteen rows is read in place, anything less from the stage, which
-        // holds sixteen blocks of any format.
+    unsafe fn block<F: Format>(
+        &self,
+        b: usize,
+        count: usize,
+        stage: &mut Stage,
+    ) -> (*const u8, usize) {
+        // SAFETY: within the row.
         unsafe {
             let at = self.w.add(b * F::BYTES);
             if self.rows == LANES && count == F::LEN {
-                F::unpack::<S>(at, self.stride)
-            } else {
-                self.copy(at, F::BYTES, count * F::BYTES / F::LEN, stage);
-                F::unpack::<S>(stage.as_ptr(), F::BYTES)
+                return (at, self.stride);
             }
+            self.copy(at, F::BYTES, count * F::BYTES / F::LEN, stage);
+            (stage.as_ptr(), F::BYTES)
         }
     }
 
@@ -131,7 +144,11 @@ impl Panel {
         let position = b * F::BYTES + AHEAD;
         // Past the end of these rows come the rows of the next panel.
         let row_bytes = self.stride;
-        let at = if position < row_bytes { position } else { position + row_bytes * (LANES - 1) };
+        let at = if position < row_bytes {
+            position
+        } else {
+            position + row_bytes * (LANES - 1)
+        };
         let at = self.w.wrapping_add(at);
         // SAFETY: prefetching is allowed anywhere.
         unsafe {
@@ -190,7 +207,11 @@ impl Panel {
 /// Elements of block `b` in rows of `k`.
 #[inline(always)]
 fn count_of<F: Format>(k: usize, b: usize) -> usize {
-    if F::PLAIN { (k - b * F::LEN).min(F::LEN) } else { F::LEN }
+    if F::PLAIN {
+        (k - b * F::LEN).min(F::LEN)
+    } else {
+        F::LEN
+    }
 }
 
 /// The activations of rows `first..first + R`; rows past the last one repeat it.
@@ -200,8 +221,26 @@ fn count_of<F: Format>(k: usize, b: usize) -> usize {
 /// As for [`run`]; there is at least one row.
 #[inline(always)]
 unsafe fn rows_of<const R: usize>(job: &Job, first: usize) -> [*const u8; R] {
-    // SAFETY: within the activations.
-    std::array::from_fn(|r| unsafe { job.x.add((first + r).min(job.rows - 1) * job.x_stride) })
+    let mut x = [job.x; R];
+    for (r, x) in x.iter_mut().enumerate() {
+        // SAFETY: within the activations.
+        *x = unsafe { x.add((first + r).min(job.rows - 1) * job.x_stride) };
+    }
+    x
+}
+
+/// The activations of block `b`.
+///
+/// # Safety
+///
+/// The rows have that block.
+#[inline(always)]
+unsafe fn at_block<F: Format, const R: usize>(mut x: [*const u8; R], b: usize) -> [*const u8; R] {
+    for x in &mut x {
+        // SAFETY: the caller's promise.
+        *x = unsafe { x.add(b * F::RECORD) };
+    }
+    x
 }
 
 /// One to `R` rows: weights go from memory through registers once.
@@ -210,28 +249,30 @@ unsafe fn rows_of<const R: usize>(job: &Job, first: usize) -> [*const u8; R] {
 ///
 /// As for [`run`], with at least one and at most `R` rows.
 #[inline(always)]
-unsafe fn few_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Job) {
+unsafe fn few_rows<S: Simd, F: Format, const R: usize>(job: &Job) {
     // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's.
     unsafe {
         let mut stage: Stage = [0; _];
         let rows = rows_of::<R>(job, 0);
-        let blocks = job.k.div_ceil(F::LEN);
-        for first in job.n.clone().step_by(LANES * P) {
-            let panels: [Panel; P] = std::array::from_fn(|p| Panel::of(job, first + LANES * p));
-            let mut acc = [[S::splat_f(0.0); P]; R];
-            for b in 0..blocks {
-                let count = count_of::<F>(job.k, b);
-                let w: [F::Block<S>; P] = std::array::from_fn(|p| {
-                    panels[p].prefetch::<S, F>(b);
-                    panels[p].unpack::<S, F>(b, count, &mut stage)
-                });
-                let x = std::array::from_fn(|r| rows[r].add(b * F::RECORD));
-                F::step::<S, R, P>(&w, x, count, &mut acc);
+        let whole = job.k / F::LEN;
+        for first in job.n.clone().step_by(LANES) {
+            let panel = Panel::of(job, first);
+            let mut acc = [[S::splat_f(0.0); 1]; R];
+            for b in 0..whole {
+                panel.prefetch::<S, F>(b);
+                let (from, stride) = panel.block::<F>(b, F::LEN, &mut stage);
+                F::stream::<S, R>(from, stride, at_block::<F, R>(rows, b), &mut acc);
+            }
+            let rest = job.k % F::LEN;
+            if rest > 0 {
+                let mut w = MaybeUninit::<[F::Block<S>; 1]>::uninit();
+                let (from, stride) = panel.block::<F>(whole, rest, &mut stage);
+                F::unpack::<S>(from, stride, w.as_mut_ptr().cast());
+                let x = at_block::<F, R>(rows, whole);
+                F::step::<S, R, 1>(w.assume_init_ref(), x, rest, &mut acc);
             }
             for (r, acc) in acc.iter().enumerate().take(job.rows) {
-                for (panel, &acc) in panels.iter().zip(acc) {
-                    panel.store::<S>(r * job.out_stride, acc);
-                }
+                panel.store::<S>(r * job.out_stride, acc[0]);
             }
         }
     }
@@ -254,14 +295,20 @@ unsafe fn many_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Jo
         let room = const { SCRATCH / size_of::<[F::Block<S>; P]>() };
         let blocks = job.k.div_ceil(F::LEN);
         for first in job.n.clone().step_by(LANES * P) {
-            let panels: [Panel; P] = std::array::from_fn(|p| Panel::of(job, first + LANES * p));
+            let mut panels = [Panel::of(job, first); P];
+            for (p, panel) in panels.iter_mut().enumerate().skip(1) {
+                *panel = Panel::of(job, first + LANES * p);
+            }
             let mut start = 0;
             loop {
                 let end = blocks.min(start + room);
                 for b in start..end {
                     let count = count_of::<F>(job.k, b);
-                    let group = std::array::from_fn(|p| panels[p].unpack::<S, F>(b, count, &mut stage));
-                    scratch.add(b - start).write(group);
+                    let group = scratch.add(b - start).cast::<F::Block<S>>();
+                    for (p, panel) in panels.iter().enumerate() {
+                        let (from, stride) = panel.block::<F>(b, count, &mut stage);
+                        F::unpack::<S>(from, stride, group.add(p));
+                    }
                 }
                 for row in (0..job.rows).step_by(R) {
                     let x = rows_of::<R>(job, row);
@@ -275,8 +322,13 @@ unsafe fn many_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Jo
                         }
                     }
                     for b in start..end {
-                        let x = std::array::from_fn(|r| x[r].add(b * F::RECORD));
-                        F::step::<S, R, P>(&*scratch.add(b - start), x, count_of::<F>(job.k, b), &mut acc);
+                        let x = at_block::<F, R>(x, b);
+                        F::step::<S, R, P>(
+                            &*scratch.add(b - start),
+                            x,
+                            count_of::<F>(job.k, b),
+                            &mut acc,
+                        );
                     }
                     for (r, acc) in acc.iter().enumerate().take(there) {
                         for (panel, &acc) in panels.iter().zip(acc) {

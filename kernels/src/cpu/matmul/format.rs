@@ -1,6 +1,12 @@
 //! What a weight dtype is to the multiplication, and the plain dtypes.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "an index runs over several arrays at once, and its order is the point"
+)]
+
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ptr;
 
 use super::simd::Simd;
@@ -25,8 +31,9 @@ pub(super) trait Format {
     /// A block of sixteen rows, unpacked: lane `r` belongs to row `r`.
     type Block<S: Simd>: Copy;
 
-    /// Unpacks the block at `from`; reads [`Format::BYTES`] in each of sixteen rows, `stride` bytes apart.
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize) -> Self::Block<S>;
+    /// Unpacks the block at `from`; reads [`Format::BYTES`] in each of sixteen rows, `stride` bytes apart, and
+    /// writes all of `into`.
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Self::Block<S>);
 
     /// Adds the products of the first `count` elements of `P` blocks (48 rows for `P` = 3) with `R` rows of
     /// activations. Reads [`Format::RECORD`] bytes at each `x`, of which plain dtypes read `4 · count`. Block
@@ -37,118 +44,162 @@ pub(super) trait Format {
         count: usize,
         acc: &mut [[S::F; P]; R],
     );
+
+    /// [`Format::unpack`] and [`Format::step`] of one whole block for few rows.
+    #[inline(always)]
+    unsafe fn stream<S: Simd, const R: usize>(
+        from: *const u8,
+        stride: usize,
+        x: [*const u8; R],
+        acc: &mut [[S::F; 1]; R],
+    ) {
+        let mut block = MaybeUninit::<[Self::Block<S>; 1]>::uninit();
+        // SAFETY: the caller's promise; `unpack` writes the whole block.
+        unsafe {
+            Self::unpack::<S>(from, stride, block.as_mut_ptr().cast());
+            Self::step::<S, R, 1>(block.assume_init_ref(), x, Self::LEN, acc);
+        }
+    }
 }
 
-/// A plain dtype.
+/// A plain dtype, of which `PER` elements make a word.
 ///
 /// # Safety
 ///
-/// As for [`Format`].
-pub(super) trait Element {
-    const BYTES: usize;
-
-    /// Sixteen bytes of sixteen rows as columns of `f32`: `16 / BYTES` of them.
-    unsafe fn columns<S: Simd>(from: *const u8, stride: usize, into: &mut [S::F]);
+/// As for [`Simd`].
+pub(super) trait Element<const PER: usize> {
+    /// The elements in each word as `f32`, in the order of memory.
+    unsafe fn convert<S: Simd>(words: S::I) -> [S::F; PER];
 }
 
 pub(super) struct F32;
 
-impl Element for F32 {
-    const BYTES: usize = 4;
-
+impl Element<1> for F32 {
     #[inline(always)]
-    unsafe fn columns<S: Simd>(from: *const u8, stride: usize, into: &mut [S::F]) {
+    unsafe fn convert<S: Simd>(words: S::I) -> [S::F; 1] {
         // SAFETY: the caller's promise.
-        unsafe {
-            let words = S::gather4(from, stride);
-            for (column, word) in into.iter_mut().zip(words) {
-                *column = S::bits_f(word);
-            }
-        }
+        unsafe { [S::bits_f(words)] }
     }
 }
 
 pub(super) struct F16;
 
-impl Element for F16 {
-    const BYTES: usize = 2;
-
+impl Element<2> for F16 {
     #[inline(always)]
-    unsafe fn columns<S: Simd>(from: *const u8, stride: usize, into: &mut [S::F]) {
+    unsafe fn convert<S: Simd>(words: S::I) -> [S::F; 2] {
         // SAFETY: the caller's promise.
-        unsafe {
-            let words = S::gather4(from, stride);
-            for (pair, word) in into.as_chunks_mut::<2>().0.iter_mut().zip(words) {
-                *pair = S::halves(word);
-            }
-        }
+        unsafe { S::halves(words) }
     }
 }
 
 pub(super) struct BF16;
 
-impl Element for BF16 {
-    const BYTES: usize = 2;
-
+impl Element<2> for BF16 {
     #[inline(always)]
-    unsafe fn columns<S: Simd>(from: *const u8, stride: usize, into: &mut [S::F]) {
+    unsafe fn convert<S: Simd>(words: S::I) -> [S::F; 2] {
         // SAFETY: the caller's promise.
         unsafe {
-            let words = S::gather4(from, stride);
             let upper = S::splat_i(0xffff_0000_u32 as i32);
-            for (pair, word) in into.as_chunks_mut::<2>().0.iter_mut().zip(words) {
-                *pair = [S::bits_f(S::shl::<16>(word)), S::bits_f(S::and(word, upper))];
-            }
+            [
+                S::bits_f(S::shl::<16>(words)),
+                S::bits_f(S::and(words, upper)),
+            ]
         }
     }
 }
 
-/// A plain dtype in blocks of sixteen elements.
-pub(super) struct Plain<E>(PhantomData<E>);
+/// A plain dtype in blocks of 64 bytes: rows are often a multiple of 4 KiB apart, sixteen of them
+/// then share one set of the first-level cache, and a line that is not used at once is lost.
+pub(super) struct Plain<E, const PER: usize>(PhantomData<E>);
 
-impl<E: Element> Format for Plain<E> {
-    const LEN: usize = 16;
-    const BYTES: usize = 16 * E::BYTES;
-    const RECORD: usize = 64;
+impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
+    const LEN: usize = 16 * PER;
+    const BYTES: usize = 64;
+    const RECORD: usize = 4 * Self::LEN;
     const PLAIN: bool = true;
 
-    type Block<S: Simd> = [S::F; 16];
+    type Block<S: Simd> = [[S::F; PER]; 16];
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize) -> [S::F; 16] {
-        // SAFETY: the caller's promise: the parts are within the block's bytes.
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Self::Block<S>) {
+        // SAFETY: the caller's promise.
         unsafe {
-            let mut columns = [S::splat_f(0.0); 16];
-            for (i, part) in columns.chunks_exact_mut(16 / E::BYTES).enumerate() {
-                E::columns::<S>(from.add(16 * i), stride, part);
+            let words = S::gather16(from, stride);
+            for i in 0..16 {
+                (*into)[i] = E::convert::<S>(words[i]);
             }
-            columns
         }
     }
 
     #[inline(always)]
     unsafe fn step<S: Simd, const R: usize, const P: usize>(
-        w: &[[S::F; 16]; P],
+        w: &[Self::Block<S>; P],
         x: [*const u8; R],
         count: usize,
         acc: &mut [[S::F; P]; R],
     ) {
-        // SAFETY: the caller's promise: `4 · count` bytes are readable at each x.
-        let column = |j: usize, acc: &mut [[S::F; P]; R]| unsafe {
-            for (x, acc) in x.iter().zip(acc) {
-                let x = S::splat_f(ptr::read_unaligned(x.cast::<f32>().add(j)));
-                for (w, acc) in w.iter().zip(acc) {
-                    *acc = S::fma(w[j], x, *acc);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if count == Self::LEN {
+                for i in 0..16 {
+                    for half in 0..PER {
+                        let mut column = [w[0][i][half]; P];
+                        for p in 1..P {
+                            column[p] = w[p][i][half];
+                        }
+                        add_column::<S, R, P>(column, x, PER * i + half, acc);
+                    }
+                }
+            } else {
+                for j in 0..count.min(Self::LEN) {
+                    let mut column = [w[0][j / PER][j % PER]; P];
+                    for p in 1..P {
+                        column[p] = w[p][j / PER][j % PER];
+                    }
+                    add_column::<S, R, P>(column, x, j, acc);
                 }
             }
-        };
-        if count == 16 {
-            for j in 0..16 {
-                column(j, acc);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn stream<S: Simd, const R: usize>(
+        from: *const u8,
+        stride: usize,
+        x: [*const u8; R],
+        acc: &mut [[S::F; 1]; R],
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let words = S::gather16(from, stride);
+            for i in 0..16 {
+                let columns = E::convert::<S>(words[i]);
+                for half in 0..PER {
+                    add_column::<S, R, 1>([columns[half]], x, PER * i + half, acc);
+                }
             }
-        } else {
-            for j in 0..count.min(16) {
-                column(j, acc);
+        }
+    }
+}
+
+/// The one operation of plain dtypes: `acc = fma(w_j, x_j, acc)`.
+///
+/// # Safety
+///
+/// As for [`Format::step`], `j` is below the count.
+#[inline(always)]
+unsafe fn add_column<S: Simd, const R: usize, const P: usize>(
+    column: [S::F; P],
+    x: [*const u8; R],
+    j: usize,
+    acc: &mut [[S::F; P]; R],
+) {
+    for r in 0..R {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = S::splat_f(ptr::read_unaligned(x[r].cast::<f32>().add(j)));
+            for p in 0..P {
+                acc[r][p] = S::fma(column[p], x, acc[r][p]);
             }
         }
     }

@@ -12,7 +12,9 @@ use crate::cpu::lanes::{LANES, f16_to_f32};
 /// # Safety
 ///
 /// Every function may only be called where the processor has the path's instructions, and is only fast
-/// where the caller was compiled for them (all are inlined into such a caller). Functions that take
+/// where the caller was compiled for them: all are inlined into such a caller, and so must everything
+/// between be, down to the last helper. No closures and no `array::from_fn` around these calls: they
+/// are compiled without the path's instructions and stay calls (fifty times slower). Functions that take
 /// pointers read or write exactly what they say, at any alignment.
 pub(super) trait Simd: Copy {
     /// Sixteen `f32`.
@@ -66,6 +68,18 @@ pub(super) trait Simd: Copy {
     unsafe fn gather(from: *const u8, stride: usize) -> Self::I;
     /// Four consecutive words of sixteen rows, transposed: reads 16 bytes in each.
     unsafe fn gather4(from: *const u8, stride: usize) -> [Self::I; 4];
+    /// The same for sixteen words: reads 64 bytes in each row.
+    #[inline(always)]
+    unsafe fn gather16(from: *const u8, stride: usize) -> [Self::I; 16] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [a, b, c, d] = Self::gather4(from, stride);
+            let [e, f, g, h] = Self::gather4(from.add(16), stride);
+            let [i, j, k, l] = Self::gather4(from.add(32), stride);
+            let [m, n, o, p] = Self::gather4(from.add(48), stride);
+            [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+        }
+    }
 
     /// Asks for the cache line of an address that need not exist.
     #[inline(always)]
@@ -78,9 +92,15 @@ pub(super) trait Simd: Copy {
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
 
-#[inline(always)]
-fn zip<A: Copy, B: Copy, C>(a: [A; LANES], b: [B; LANES], op: impl Fn(A, B) -> C) -> [C; LANES] {
-    std::array::from_fn(|i| op(a[i], b[i]))
+/// Sixteen lanes by a loop that the compiler can unroll and vectorise (closures sometimes stay calls).
+macro_rules! lanes {
+    ($zero:expr, $i:ident => $value:expr) => {{
+        let mut out = [$zero; LANES];
+        for $i in 0..LANES {
+            out[$i] = $value;
+        }
+        out
+    }};
 }
 
 // SAFETY for the whole impl: only `load_f`, `store_f` and the gathers touch memory, and exactly the
@@ -108,19 +128,19 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
-        zip(a, b, |a, b| a * b)
+        lanes!(0.0, i => a[i] * b[i])
     }
     #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+        lanes!(0.0, i => a[i].mul_add(b[i], c[i]))
     }
     #[inline(always)]
     unsafe fn fms(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        std::array::from_fn(|i| a[i].mul_add(b[i], -c[i]))
+        lanes!(0.0, i => a[i].mul_add(b[i], -c[i]))
     }
     #[inline(always)]
     unsafe fn one_nan(value: Self::F) -> Self::F {
-        value.map(|v| if v.is_nan() { f32::from_bits(0x7fc0_0000) } else { v })
+        lanes!(0.0, i => if value[i].is_nan() { f32::from_bits(0x7fc0_0000) } else { value[i] })
     }
 
     #[inline(always)]
@@ -129,43 +149,46 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
-        zip(a, b, |a, b| a & b)
+        lanes!(0, i => a[i] & b[i])
     }
     #[inline(always)]
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
-        zip(a, b, |a, b| a | b)
+        lanes!(0, i => a[i] | b[i])
     }
     #[inline(always)]
     unsafe fn xor(a: Self::I, b: Self::I) -> Self::I {
-        zip(a, b, |a, b| a ^ b)
+        lanes!(0, i => a[i] ^ b[i])
     }
     #[inline(always)]
     unsafe fn shl<const N: u32>(a: Self::I) -> Self::I {
-        a.map(|a| a << N)
+        lanes!(0, i => a[i] << N)
     }
     #[inline(always)]
     unsafe fn shr<const N: u32>(a: Self::I) -> Self::I {
-        a.map(|a| a >> N)
+        lanes!(0, i => a[i] >> N)
     }
     #[inline(always)]
     unsafe fn shr_by(a: Self::I, count: u32) -> Self::I {
-        a.map(|a| a >> count)
+        lanes!(0, i => a[i] >> count)
     }
     #[inline(always)]
     unsafe fn sar<const N: u32>(a: Self::I) -> Self::I {
-        a.map(|a| (a as i32 >> N) as u32)
+        lanes!(0, i => (a[i] as i32 >> N) as u32)
     }
     #[inline(always)]
     unsafe fn to_f(a: Self::I) -> Self::F {
-        a.map(|a| a as i32 as f32)
+        lanes!(0.0, i => a[i] as i32 as f32)
     }
     #[inline(always)]
     unsafe fn bits_f(a: Self::I) -> Self::F {
-        a.map(f32::from_bits)
+        lanes!(0.0, i => f32::from_bits(a[i]))
     }
     #[inline(always)]
     unsafe fn halves(a: Self::I) -> [Self::F; 2] {
-        [a.map(|a| f16_to_f32(a as u16)), a.map(|a| f16_to_f32((a >> 16) as u16))]
+        [
+            lanes!(0.0, i => f16_to_f32(a[i] as u16)),
+            lanes!(0.0, i => f16_to_f32((a[i] >> 16) as u16)),
+        ]
     }
 
     #[inline(always)]
@@ -175,7 +198,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn dot_i8(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
-        std::array::from_fn(|i| {
+        lanes!(0, i => {
             let (mut sum, w, x) = (acc[i] as i32, w[i].to_le_bytes(), x[i].to_le_bytes());
             for b in 0..4 {
                 sum += w[b] as i8 as i32 * (x[b] as i8 as i32);
@@ -185,7 +208,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn dot_i16(acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
-        std::array::from_fn(|i| {
+        lanes!(0, i => {
             let low = a[i] as i16 as i32 * (b[i] as i16 as i32);
             let high = (a[i] as i32 >> 16) * (b[i] as i32 >> 16);
             (acc[i] as i32 + low + high) as u32
@@ -194,14 +217,18 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn gather(from: *const u8, stride: usize) -> Self::I {
-        // SAFETY: the caller vouches for 4 readable bytes in each of sixteen rows.
-        std::array::from_fn(|r| unsafe {
-            u32::from_le(ptr::read_unaligned(from.add(r * stride).cast()))
+        lanes!(0, r => {
+            // SAFETY: the caller vouches for 4 readable bytes in each of sixteen rows.
+            u32::from_le(unsafe { ptr::read_unaligned(from.add(r * stride).cast()) })
         })
     }
     #[inline(always)]
     unsafe fn gather4(from: *const u8, stride: usize) -> [Self::I; 4] {
-        // SAFETY: the caller vouches for 16 readable bytes in each of sixteen rows.
-        std::array::from_fn(|g| unsafe { Self::gather(from.add(4 * g), stride) })
+        let mut words = [[0; LANES]; 4];
+        for (g, words) in words.iter_mut().enumerate() {
+            // SAFETY: the caller vouches for 16 readable bytes in each of sixteen rows.
+            *words = unsafe { Self::gather(from.add(4 * g), stride) };
+        }
+        words
     }
 }
