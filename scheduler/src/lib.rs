@@ -1,1 +1,13 @@
-//! scheduler
+//! Discovers devices, spawns one worker process on each, and relays token streams to them.
+//!
+//! Never here: a native backend, or a parser of model bytes, tokenizers, chat templates or graphs. Files are
+//! handed over by descriptor, and all a worker says is treated as input from a stranger.
+
+pub mod admission;
+pub mod config;
+pub mod discover;
+pub mod exit;
+pub mod journal;
+pub mod placement;
+pub mod supervisor;
+pub mod vault;

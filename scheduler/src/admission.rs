@@ -1,0 +1,345 @@
+//! Who may come in: checks that need nothing but the request, and the count of those inside.
+
+use std::{
+    collections::HashSet,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::RequestId,
+    limits,
+    v1::{GenerateRequest, Prompt, prompt::Kind},
+};
+
+fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
+    if count <= limit {
+        return Ok(());
+    }
+    Err(
+        Error::new(
+            Reason::LimitExceeded,
+            format!("{what}: {count} is more than the limit of {limit}"),
+        )
+        .with("limit", limit),
+    )
+}
+
+/// Checks a prompt's size. What it means is for a worker to find out.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] for a missing prompt, [`Reason::LimitExceeded`] for a large one.
+pub fn check_prompt(prompt: Option<&Prompt>) -> Result<(), Error> {
+    match prompt.and_then(|p| p.kind.as_ref()) {
+        None => Err(Error::new(
+            Reason::InvalidArgument,
+            "the request has no prompt; give text, token ids or chat messages",
+        )),
+        Some(Kind::Text(text)) => at_most("bytes of prompt", text.len(), limits::MAX_PROMPT_BYTES),
+        Some(Kind::Ids(ids)) => at_most(
+            "token ids in the prompt",
+            ids.ids.len(),
+            limits::MAX_PROMPT_TOKENS,
+        ),
+        Some(Kind::Chat(chat)) => {
+            at_most(
+                "chat messages",
+                chat.messages.len(),
+                limits::MAX_CHAT_MESSAGES,
+            )?;
+            let bytes = chat
+                .messages
+                .iter()
+                .map(|m| m.role.len() + m.content.len())
+                .sum();
+            at_most("bytes of chat", bytes, limits::MAX_PROMPT_BYTES)
+        }
+    }
+}
+
+/// Checks the sizes of a request. Values (such as a temperature) are the worker's to check.
+///
+/// # Errors
+/// [`Reason::LimitExceeded`] or [`Reason::InvalidArgument`], naming the field.
+pub fn check_request(request: &GenerateRequest) -> Result<(), Error> {
+    check_prompt(request.prompt.as_ref())?;
+    at_most("stop strings", request.stop.len(), limits::MAX_STOP_STRINGS)?;
+    for stop in &request.stop {
+        at_most("bytes of a stop string", stop.len(), limits::MAX_STOP_BYTES)?;
+    }
+    at_most(
+        "stop tokens",
+        request.stop_tokens.len(),
+        limits::MAX_STOP_TOKENS,
+    )?;
+    at_most(
+        "top_logprobs",
+        request.top_logprobs as usize,
+        limits::MAX_TOP_LOGPROBS as usize,
+    )?;
+    if let Some(sampling) = &request.sampling {
+        at_most(
+            "logit biases",
+            sampling.logit_bias.len(),
+            limits::MAX_LOGIT_BIASES,
+        )?;
+    }
+    if let Some(resume) = &request.resume {
+        at_most(
+            "generated ids to resume from",
+            resume.generated_ids.len(),
+            limits::MAX_PROMPT_TOKENS,
+        )?;
+    }
+    Ok(())
+}
+
+/// Reads the value of a `grpc-timeout` header: up to 8 digits and a unit.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] for anything else.
+pub fn parse_timeout(value: &str) -> Result<Duration, Error> {
+    let wrong = || {
+        let shown: String = value.chars().take(20).collect();
+        Error::new(
+            Reason::InvalidArgument,
+            format!("grpc-timeout {shown:?} is not up to 8 digits and one of H, M, S, m, u, n"),
+        )
+    };
+    let unit = value.chars().next_back().ok_or_else(wrong)?;
+    let digits = &value[..value.len() - unit.len_utf8()];
+    let plain = (1..=8).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
+    let count: u64 = digits
+        .parse()
+        .ok()
+        .filter(|_| plain)
+        .ok_or_else(wrong)?;
+    Ok(match unit {
+        'H' => Duration::from_secs(count * 3600),
+        'M' => Duration::from_secs(count * 60),
+        'S' => Duration::from_secs(count),
+        'm' => Duration::from_millis(count),
+        'u' => Duration::from_micros(count),
+        'n' => Duration::from_nanos(count),
+        _ => return Err(wrong()),
+    })
+}
+
+/// Who is inside.
+#[derive(Debug, Default)]
+struct Inside {
+    ids: HashSet<RequestId>,
+    /// Short calls (tokenise, detokenise), which have no id.
+    calls: usize,
+    draining: bool,
+}
+
+/// The door: counts requests, refuses one id twice at once, and closes for the drain.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    limit: usize,
+    inside: Arc<Mutex<Inside>>,
+    changed: tokio::sync::watch::Sender<()>,
+}
+
+impl Admission {
+    /// A door for `limit` requests at once.
+    pub fn new(limit: usize) -> Self {
+        Self {
+            limit,
+            inside: Arc::default(),
+            changed: tokio::sync::watch::Sender::new(()),
+        }
+    }
+
+    fn inside(&self) -> std::sync::MutexGuard<'_, Inside> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets a request in until the permit is dropped; `None` stands for a short call without an id.
+    ///
+    /// # Errors
+    /// [`Reason::Draining`], [`Reason::Overloaded`], or [`Reason::InvalidArgument`] for an id in use.
+    pub fn admit(&self, id: Option<&RequestId>) -> Result<Permit, Error> {
+        let mut inside = self.inside();
+        if inside.draining {
+            return Err(draining());
+        }
+        if inside.ids.len() + inside.calls >= self.limit {
+            return Err(Error::new(
+                Reason::Overloaded,
+                format!(
+                    "{} requests are being served already; try again later",
+                    self.limit
+                ),
+            ));
+        }
+        match id {
+            None => inside.calls += 1,
+            Some(id) => {
+                if !inside.ids.insert(id.clone()) {
+                    return Err(Error::new(
+                        Reason::InvalidArgument,
+                        format!("request id {id} is in use by a running request; choose another or leave it empty"),
+                    )
+                    .with("request_id", id));
+                }
+            }
+        }
+        Ok(Permit {
+            admission: self.clone(),
+            id: id.cloned(),
+        })
+    }
+
+    /// Lets nobody in from now on.
+    pub fn close(&self) {
+        self.inside().draining = true;
+    }
+
+    /// Requests inside.
+    pub fn count(&self) -> usize {
+        let inside = self.inside();
+        inside.ids.len() + inside.calls
+    }
+
+    /// Waits until nobody is inside.
+    pub async fn empty(&self) {
+        let mut changed = self.changed.subscribe();
+        while self.count() > 0 {
+            // Never an error: `self` holds the sender.
+            let _ = changed.changed().await;
+        }
+    }
+}
+
+/// What every request is told while the scheduler drains.
+pub fn draining() -> Error {
+    Error::new(
+        Reason::Draining,
+        "the scheduler is shutting down; send the request again once it is back",
+    )
+}
+
+/// A place inside, freed on drop.
+#[derive(Debug)]
+pub struct Permit {
+    admission: Admission,
+    id: Option<RequestId>,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut inside = self.admission.inside();
+        match &self.id {
+            None => inside.calls = inside.calls.saturating_sub(1),
+            Some(id) => {
+                inside.ids.remove(id);
+            }
+        }
+        drop(inside);
+        self.admission.changed.send_replace(());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hotcell_proto::v1::{Chat, ChatMessage, Sampling, TokenIds};
+
+    use super::*;
+
+    fn request(kind: Kind) -> GenerateRequest {
+        GenerateRequest {
+            prompt: Some(Prompt { kind: Some(kind) }),
+            ..GenerateRequest::default()
+        }
+    }
+
+    #[test]
+    fn sizes_are_checked_before_anything_is_parsed() {
+        let ok = request(Kind::Text("x".into()));
+        assert_eq!(check_request(&ok), Ok(()));
+        let many = vec![ChatMessage::default(); limits::MAX_CHAT_MESSAGES + 1];
+        let long = ChatMessage {
+            role: "user".into(),
+            content: "x".repeat(limits::MAX_PROMPT_BYTES),
+        };
+        for bad in [
+            request(Kind::Text("x".repeat(limits::MAX_PROMPT_BYTES + 1))),
+            request(Kind::Ids(TokenIds {
+                ids: vec![0; limits::MAX_PROMPT_TOKENS + 1],
+            })),
+            request(Kind::Chat(Chat { messages: many })),
+            request(Kind::Chat(Chat {
+                messages: vec![long],
+            })),
+            GenerateRequest {
+                stop: vec!["x".repeat(limits::MAX_STOP_BYTES + 1)],
+                ..ok.clone()
+            },
+            GenerateRequest {
+                top_logprobs: u32::MAX,
+                ..ok.clone()
+            },
+            GenerateRequest {
+                sampling: Some(Sampling {
+                    logit_bias: vec![Default::default(); limits::MAX_LOGIT_BIASES + 1],
+                    ..Sampling::default()
+                }),
+                ..ok
+            },
+        ] {
+            let error = check_request(&bad).unwrap_err();
+            assert_eq!(error.reason(), Reason::LimitExceeded);
+        }
+        let none = GenerateRequest::default();
+        assert_eq!(
+            check_request(&none).unwrap_err().reason(),
+            Reason::InvalidArgument
+        );
+    }
+
+    #[test]
+    fn timeouts_are_read_as_grpc_writes_them() {
+        assert_eq!(parse_timeout("1S"), Ok(Duration::from_secs(1)));
+        assert_eq!(parse_timeout("99999999H").unwrap().as_secs(), 359_999_996_400);
+        assert_eq!(parse_timeout("20m"), Ok(Duration::from_millis(20)));
+        assert_eq!(parse_timeout("7n"), Ok(Duration::from_nanos(7)));
+        for bad in ["", "S", "1", "1s", "123456789S", "-1S", "+1S", "1 S", "1€"] {
+            assert!(parse_timeout(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_id_is_let_in_once_at_a_time_and_the_door_counts() {
+        let door = Admission::new(2);
+        let id = |s: &str| RequestId::new(s).unwrap();
+        let a = door.admit(Some(&id("a"))).unwrap();
+        let reason = |r: Result<Permit, Error>| r.unwrap_err().reason();
+        assert_eq!(reason(door.admit(Some(&id("a")))), Reason::InvalidArgument);
+        let call = door.admit(None).unwrap();
+        assert_eq!(reason(door.admit(Some(&id("b")))), Reason::Overloaded);
+        drop(a);
+        let again = door.admit(Some(&id("a"))).unwrap();
+        door.close();
+        assert_eq!(reason(door.admit(None)), Reason::Draining);
+        assert_eq!(door.count(), 2);
+        drop((again, call));
+        assert_eq!(door.count(), 0);
+    }
+
+    #[tokio::test]
+    async fn the_drain_waits_for_the_last_to_leave() {
+        let door = Admission::new(2);
+        let permit = door.admit(None).unwrap();
+        let waiting = tokio::spawn({
+            let door = door.clone();
+            async move { door.empty().await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        drop(permit);
+        waiting.await.unwrap();
+    }
+}

@@ -1,0 +1,396 @@
+//! What the scheduler is told: flags over environment over file over defaults.
+//!
+//! One list (`settings!` below) makes the flags, the environment variables and the keys of the TOML file, so
+//! that they cannot drift apart: key `restart_budget`, flag `--restart-budget`, variable
+//! `HOTCELL_RESTART_BUDGET`. A key given higher up replaces the whole value from below, tables and lists too.
+
+mod values;
+
+use std::{
+    net::SocketAddr,
+    os::fd::RawFd,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use clap::Parser;
+use hotcell_proto::{address::default_socket, ids::ModelName};
+
+pub use values::{BundledFiles, DeviceChoice, KvCache, NamedPaths, Span};
+
+use crate::{
+    exit::{Exit, Failure},
+    supervisor::Policy,
+};
+
+macro_rules! settings {
+    ($($(#[$($meta:tt)*])* $name:ident: $type:ty = $env:literal;)*) => {
+        /// Every setting, each as one layer (flags and environment, or the file) gave it.
+        #[derive(Clone, Debug, Default, clap::Args, serde::Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct Settings {
+            $($(#[$($meta)*])* #[arg(long, env = $env)] pub $name: Option<$type>,)*
+        }
+
+        impl Settings {
+            /// Each setting with its environment variable.
+            pub const KEYS: &'static [(&'static str, &'static str)] = &[$((stringify!($name), $env),)*];
+
+            /// These settings, and where one is missing that of `below`.
+            #[must_use]
+            pub fn over(self, below: Settings) -> Settings {
+                Settings { $($name: self.$name.or(below.$name),)* }
+            }
+        }
+    };
+}
+
+settings! {
+    /// Unix socket to listen on [default: $XDG_RUNTIME_DIR/hotcell/hotcell.sock, else /tmp/hotcell-UID/hotcell.sock]
+    #[arg(value_name = "PATH")]
+    socket: PathBuf = "HOTCELL_SOCKET";
+    /// TCP address to listen on as well, for example 127.0.0.1:4100; there is no authentication
+    #[arg(value_name = "ADDRESS")]
+    listen: SocketAddr = "HOTCELL_LISTEN";
+    /// Devices to use: auto (what the probe finds) or cpu:N (N CPU devices that share the cores) [default: auto]
+    #[arg(value_name = "CHOICE")]
+    devices: DeviceChoice = "HOTCELL_DEVICES";
+    /// Models to load at start, NAME=PATH[,NAME=PATH…]; in the file a table
+    #[arg(value_name = "NAME=PATH")]
+    models: NamedPaths = "HOTCELL_MODELS";
+    /// Folders that links inside a model's folder may lead into, such as a Hugging Face cache
+    #[arg(value_name = "PATH", value_delimiter = ',')]
+    model_roots: Vec<PathBuf> = "HOTCELL_MODEL_ROOTS";
+    /// Model that requests without a name go to [default: the only one]
+    #[arg(value_name = "NAME")]
+    default_model: String = "HOTCELL_DEFAULT_MODEL";
+    /// The worker's program [default: hotcell-worker beside this one]
+    #[arg(value_name = "PATH")]
+    worker_binary: PathBuf = "HOTCELL_WORKER_BINARY";
+    /// Dtype of the workers' KV caches [default: f16]
+    #[arg(value_enum, value_name = "DTYPE")]
+    kv_cache: KvCache = "HOTCELL_KV_CACHE";
+    /// How long the probe of devices may take [default: 10s]
+    #[arg(value_name = "TIME")]
+    probe_timeout: Span = "HOTCELL_PROBE_TIMEOUT";
+    /// How long a starting worker may show no sign of life [default: 30s]
+    #[arg(value_name = "TIME")]
+    start_timeout: Span = "HOTCELL_START_TIMEOUT";
+    /// How long a request waits for a worker after its own has died [default: 30s]
+    #[arg(value_name = "TIME")]
+    continue_timeout: Span = "HOTCELL_CONTINUE_TIMEOUT";
+    /// How long a request waits for a place while every worker is full [default: 60s]
+    #[arg(value_name = "TIME")]
+    queue_timeout: Span = "HOTCELL_QUEUE_TIMEOUT";
+    /// How long running streams may go on after SIGTERM [default: 30s]
+    #[arg(value_name = "TIME")]
+    drain_timeout: Span = "HOTCELL_DRAIN_TIMEOUT";
+    /// Deaths of one worker within the window after which its device is quarantined [default: 20]
+    #[arg(value_name = "N")]
+    restart_budget: u32 = "HOTCELL_RESTART_BUDGET";
+    /// The window of the restart budget [default: 60s]
+    #[arg(value_name = "TIME")]
+    restart_window: Span = "HOTCELL_RESTART_WINDOW";
+    /// Pause after the second death within the window; doubles with each further one [default: 50ms]
+    #[arg(value_name = "TIME")]
+    restart_backoff: Span = "HOTCELL_RESTART_BACKOFF";
+    /// The longest such pause [default: 5s]
+    #[arg(value_name = "TIME")]
+    restart_backoff_max: Span = "HOTCELL_RESTART_BACKOFF_MAX";
+    /// What to log: off, error, warn, info, debug, trace or a tracing filter [default: info]
+    #[arg(value_name = "FILTER")]
+    log: String = "HOTCELL_LOG";
+    /// Log one JSON object per line
+    #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    log_json: bool = "HOTCELL_LOG_JSON";
+}
+
+/// Discovers the devices of this host, runs one worker process on each, and relays token requests to them.
+///
+/// Settings come from flags, then environment variables, then a TOML file, then defaults. The file has the
+/// same names with underscores, for example `restart_budget = 20` and `models = { llama = "/models/llama" }`;
+/// an unknown key is an error.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "hotcell-scheduler", version, after_help = crate::exit::help())]
+pub struct Cli {
+    /// TOML file to read [default: $XDG_CONFIG_HOME/hotcell/scheduler.toml if there is one]
+    #[arg(long, value_name = "PATH", env = "HOTCELL_CONFIG")]
+    pub config: Option<PathBuf>,
+    /// Serve the one connection inherited at this descriptor instead of listening, and end with it
+    #[arg(long, value_name = "FD", conflicts_with_all = ["socket", "listen"])]
+    pub private_fd: Option<RawFd>,
+    /// A model inherited as descriptors, as the `hotcell` command passes its own
+    #[arg(long, value_name = "NAME:FILE=FD,…")]
+    pub bundled: Vec<BundledFiles>,
+    /// The settings.
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// How long things may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    /// The probe of devices.
+    pub probe: Duration,
+    /// A request's wait for a worker that comes back.
+    pub resume: Duration,
+    /// A request's wait while every worker is full.
+    pub queue: Duration,
+    /// Streams after SIGTERM.
+    pub drain: Duration,
+}
+
+/// What workers are started with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerConfig {
+    /// The program.
+    pub binary: PathBuf,
+    /// Dtype of the KV cache.
+    pub kv_cache: KvCache,
+    /// What it logs: off, error, warn, info, debug or trace.
+    pub log: &'static str,
+}
+
+/// Everything, resolved and checked once, and then passed around.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Unix socket to listen on; none when private.
+    pub socket: Option<PathBuf>,
+    /// TCP address to listen on.
+    pub listen: Option<SocketAddr>,
+    /// The one inherited connection to serve instead.
+    pub private_fd: Option<RawFd>,
+    /// Which devices.
+    pub devices: DeviceChoice,
+    /// Models from paths.
+    pub models: Vec<(ModelName, PathBuf)>,
+    /// Models from inherited descriptors.
+    pub bundled: Vec<BundledFiles>,
+    /// Folders that links may lead into.
+    pub model_roots: Vec<PathBuf>,
+    /// For requests without a model's name.
+    pub default_model: Option<ModelName>,
+    /// What workers are started with.
+    pub worker: WorkerConfig,
+    /// Bounds on waiting.
+    pub timeouts: Timeouts,
+    /// When a worker is restarted.
+    pub restart: Policy,
+    /// The log's filter.
+    pub log: String,
+    /// Whether the log is JSON.
+    pub log_json: bool,
+}
+
+/// What of the surroundings the defaults depend on.
+#[derive(Clone, Debug, Default)]
+pub struct Surroundings {
+    /// `$XDG_RUNTIME_DIR`.
+    pub runtime_dir: Option<PathBuf>,
+    /// `$XDG_CONFIG_HOME`, or `$HOME/.config`.
+    pub config_home: Option<PathBuf>,
+    /// Effective user id.
+    pub uid: u32,
+    /// This program's own path.
+    pub executable: Option<PathBuf>,
+}
+
+impl Surroundings {
+    /// Those of this process.
+    pub fn here() -> Self {
+        let path = |name: &str| std::env::var_os(name).map(PathBuf::from);
+        Self {
+            runtime_dir: path("XDG_RUNTIME_DIR"),
+            config_home: path("XDG_CONFIG_HOME")
+                .filter(|p| p.is_absolute())
+                .or_else(|| path("HOME").map(|home| home.join(".config"))),
+            uid: rustix::process::geteuid().as_raw(),
+            executable: std::env::current_exe().ok(),
+        }
+    }
+}
+
+fn usage(message: impl Into<String>) -> Failure {
+    Failure::new(Exit::Usage, message)
+}
+
+/// Reads the layer of the TOML file.
+///
+/// # Errors
+/// For text that is not TOML, an unknown key or a value of the wrong kind; names `path` and the key.
+pub fn parse_file(path: &Path, text: &str) -> Result<Settings, Failure> {
+    toml::from_str(text).map_err(|e| usage(format!("{}: {e}", path.display())))
+}
+
+fn read_file(cli: &Cli, around: &Surroundings) -> Result<Settings, Failure> {
+    let (path, asked) = match (&cli.config, &around.config_home) {
+        (Some(path), _) => (path.clone(), true),
+        (None, Some(home)) => (home.join("hotcell/scheduler.toml"), false),
+        (None, None) => return Ok(Settings::default()),
+    };
+    match std::fs::read_to_string(&path) {
+        Ok(text) => parse_file(&path, &text),
+        Err(e) if !asked && e.kind() == std::io::ErrorKind::NotFound => Ok(Settings::default()),
+        Err(e) => Err(usage(format!(
+            "cannot read the config file {}: {e}",
+            path.display()
+        ))),
+    }
+}
+
+impl Config {
+    /// Reads the file that `cli` names, or the default one, and resolves all settings.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] for a file that cannot be read or a value that makes no sense.
+    pub fn load(cli: Cli, around: &Surroundings) -> Result<Config, Failure> {
+        let file = read_file(&cli, around)?;
+        Config::resolve(cli, file, around)
+    }
+
+    /// Puts `cli` over `file` over the defaults.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] for a value that makes no sense.
+    pub fn resolve(cli: Cli, file: Settings, around: &Surroundings) -> Result<Config, Failure> {
+        let private = cli.private_fd.is_some();
+        let s = cli.settings.over(file);
+        let time = |span: Option<Span>, default: Duration| span.map_or(default, |s| s.0);
+        let models = s.models.unwrap_or_default().0;
+        let default_model = s
+            .default_model
+            .map(ModelName::new)
+            .transpose()
+            .map_err(|e| usage(format!("default_model: {e}")))?;
+        let restart = Policy {
+            budget: s.restart_budget.unwrap_or(20),
+            window: time(s.restart_window, Duration::from_secs(60)),
+            backoff: time(s.restart_backoff, Duration::from_millis(50)),
+            backoff_max: time(s.restart_backoff_max, Duration::from_secs(5)),
+            start_timeout: time(s.start_timeout, Duration::from_secs(30)),
+            stop_timeout: Duration::from_secs(1),
+        };
+        if restart.budget == 0 || restart.budget > 10_000 {
+            return Err(usage("restart_budget must be between 1 and 10000"));
+        }
+        if restart.backoff > restart.backoff_max {
+            return Err(usage(
+                "restart_backoff must not be greater than restart_backoff_max",
+            ));
+        }
+        let binary = match (s.worker_binary, &around.executable) {
+            (Some(path), _) => path,
+            (None, Some(own)) => own.with_file_name("hotcell-worker"),
+            (None, None) => {
+                return Err(usage(
+                    "cannot tell where this program is; say where the worker is with --worker-binary PATH",
+                ));
+            }
+        };
+        let log = s.log.unwrap_or_else(|| "info".to_owned());
+        Ok(Config {
+            socket: (!private).then(|| {
+                s.socket
+                    .unwrap_or_else(|| default_socket(around.runtime_dir.as_deref(), around.uid))
+            }),
+            listen: s.listen.filter(|_| !private),
+            private_fd: cli.private_fd,
+            devices: s.devices.unwrap_or_default(),
+            models,
+            bundled: cli.bundled,
+            model_roots: s.model_roots.unwrap_or_default(),
+            default_model,
+            worker: WorkerConfig {
+                binary,
+                kv_cache: s.kv_cache.unwrap_or_default(),
+                log: values::plain_level(&log),
+            },
+            timeouts: Timeouts {
+                probe: time(s.probe_timeout, Duration::from_secs(10)),
+                resume: time(s.continue_timeout, Duration::from_secs(30)),
+                queue: time(s.queue_timeout, Duration::from_secs(60)),
+                drain: time(s.drain_timeout, Duration::from_secs(30)),
+            },
+            restart,
+            log,
+            log_json: s.log_json.unwrap_or(false),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn around() -> Surroundings {
+        Surroundings {
+            runtime_dir: Some("/run/user/1".into()),
+            uid: 1,
+            executable: Some("/opt/hotcell-scheduler".into()),
+            ..Surroundings::default()
+        }
+    }
+
+    fn resolve(flags: &[&str], file: &str) -> Result<Config, Failure> {
+        let cli = Cli::try_parse_from([&["hotcell-scheduler"], flags].concat())
+            .map_err(|e| usage(e.to_string()))?;
+        Config::resolve(cli, parse_file(Path::new("x.toml"), file)?, &around())
+    }
+
+    #[test]
+    fn every_key_has_a_flag_and_a_variable_of_its_name() {
+        let command = Cli::command();
+        for (key, env) in Settings::KEYS {
+            assert_eq!(*env, format!("HOTCELL_{}", key.to_uppercase()));
+            let flag = key.replace('_', "-");
+            assert!(
+                command.get_arguments().any(|a| a.get_long() == Some(&flag)),
+                "{flag}"
+            );
+        }
+        command.debug_assert();
+    }
+
+    #[test]
+    fn flags_go_over_the_file_and_the_file_over_defaults() {
+        let file = "restart_budget = 3\nprobe_timeout = \"250ms\"\nstart_timeout = 2\n[models]\na = \"/m/a\"\n";
+        let config = resolve(&["--restart-budget", "4"], file).unwrap();
+        assert_eq!(config.restart.budget, 4);
+        assert_eq!(config.timeouts.probe, Duration::from_millis(250));
+        assert_eq!(config.restart.start_timeout, Duration::from_secs(2));
+        assert_eq!(config.timeouts.drain, Duration::from_secs(30));
+        assert_eq!(
+            config.socket.unwrap(),
+            Path::new("/run/user/1/hotcell/hotcell.sock")
+        );
+        assert_eq!(config.worker.binary, Path::new("/opt/hotcell-worker"));
+        assert_eq!(config.models.len(), 1);
+        let config = resolve(&["--models", "b=/m/b,c=/m/c"], file).unwrap();
+        let names: Vec<_> = config.models.iter().map(|(n, _)| n.as_str()).collect();
+        assert_eq!(names, ["b", "c"]);
+    }
+
+    #[test]
+    fn unknown_keys_and_senseless_values_are_errors_that_name_them() {
+        for (file, word) in [
+            ("sokcet = \"/x\"", "sokcet"),
+            ("restart_budget = 0", "restart_budget"),
+            ("probe_timeout = \"soon\"", "soon"),
+            ("devices = \"gpu:two\"", "gpu:two"),
+            ("kv_cache = \"f8\"", "f8"),
+            ("[models]\n\"a b\" = \"/x\"", "a b"),
+        ] {
+            let failure = resolve(&[], file).unwrap_err();
+            assert_eq!(failure.exit, Exit::Usage);
+            assert!(failure.message.contains(word), "{}", failure.message);
+        }
+    }
+
+    #[test]
+    fn a_private_scheduler_has_no_doors() {
+        let config = resolve(&["--private-fd", "3"], "listen = \"127.0.0.1:1\"").unwrap();
+        assert_eq!((config.socket, config.listen), (None, None));
+    }
+}

@@ -1,0 +1,247 @@
+//! Types of single settings: each is parsed by one rule, whether it comes from a flag, a variable or the file.
+
+use std::{
+    collections::BTreeMap, fmt, os::fd::RawFd, path::PathBuf, str::FromStr, time::Duration,
+};
+
+use hotcell_proto::{ids::ModelName, limits};
+use serde::{Deserialize, Deserializer, de::Error as _};
+
+/// A length of time: `250ms`, `10s`, `2m` or a number of seconds; more than zero, a day at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span(pub Duration);
+
+impl FromStr for Span {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let unit = match &text[digits.len()..] {
+            "ms" => 0.001,
+            "" | "s" => 1.0,
+            "m" => 60.0,
+            "h" => 3600.0,
+            _ => f64::NAN,
+        };
+        let seconds = digits.parse::<f64>().unwrap_or(f64::NAN) * unit;
+        if !(seconds > 0.0 && seconds <= 86_400.0) {
+            return Err(format!(
+                "{text:?} is not a time such as 250ms, 10s or 2m (more than 0, a day at most)"
+            ));
+        }
+        Ok(Span(Duration::from_secs_f64(seconds)))
+    }
+}
+
+impl<'de> Deserialize<'de> for Span {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            Seconds(f64),
+            Text(String),
+        }
+        match Form::deserialize(from)? {
+            Form::Seconds(seconds) => seconds.to_string().parse(),
+            Form::Text(text) => text.parse(),
+        }
+        .map_err(D::Error::custom)
+    }
+}
+
+/// Which devices get workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// Those the probe finds.
+    #[default]
+    Auto,
+    /// So many CPU devices, which share the cores.
+    Cpu(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let count = match text {
+            "auto" => return Ok(DeviceChoice::Auto),
+            "cpu" => Some(1),
+            _ => text.strip_prefix("cpu:").and_then(|n| n.parse().ok()),
+        };
+        match count {
+            Some(n) if (1..=limits::MAX_DEVICES).contains(&n) => Ok(DeviceChoice::Cpu(n)),
+            _ => Err(format!(
+                "{text:?} is not a choice of devices: auto, or cpu:N with N from 1 to {}",
+                limits::MAX_DEVICES
+            )),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for DeviceChoice {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?
+            .parse()
+            .map_err(D::Error::custom)
+    }
+}
+
+/// Dtype of a worker's KV cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvCache {
+    /// Half precision.
+    #[default]
+    F16,
+    /// Single precision.
+    F32,
+    /// Brain float.
+    Bf16,
+}
+
+impl fmt::Display for KvCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            KvCache::F16 => "f16",
+            KvCache::F32 => "f32",
+            KvCache::Bf16 => "bf16",
+        })
+    }
+}
+
+/// Models by name: `NAME=PATH,NAME=PATH` or a table.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NamedPaths(pub Vec<(ModelName, PathBuf)>);
+
+impl NamedPaths {
+    fn checked(pairs: impl Iterator<Item = (String, String)>) -> Result<Self, String> {
+        let mut all = BTreeMap::new();
+        for (name, path) in pairs {
+            let name = ModelName::new(name).map_err(|e| e.to_string())?;
+            if path.is_empty() {
+                return Err(format!("model {name} has an empty path"));
+            }
+            if all.insert(name.clone(), PathBuf::from(path)).is_some() {
+                return Err(format!("model {name} is named twice"));
+            }
+        }
+        if all.len() > limits::MAX_MODELS {
+            return Err(format!("more than {} models", limits::MAX_MODELS));
+        }
+        Ok(Self(all.into_iter().collect()))
+    }
+}
+
+impl FromStr for NamedPaths {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let pairs: Option<Vec<_>> = text
+            .split(',')
+            .map(|pair| pair.split_once('='))
+            .map(|pair| pair.map(|(n, p)| (n.trim().to_owned(), p.to_owned())))
+            .collect();
+        let pairs = pairs.ok_or_else(|| format!("{text:?} is not NAME=PATH[,NAME=PATH…]"))?;
+        Self::checked(pairs.into_iter())
+    }
+}
+
+impl<'de> Deserialize<'de> for NamedPaths {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let table = BTreeMap::<String, String>::deserialize(from)?;
+        Self::checked(table.into_iter()).map_err(D::Error::custom)
+    }
+}
+
+/// A model whose files were inherited: `NAME:FILE=FD,FILE=FD…`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BundledFiles {
+    /// The model's name.
+    pub name: ModelName,
+    /// File names and the numbers of their descriptors.
+    pub files: Vec<(String, RawFd)>,
+}
+
+impl FromStr for BundledFiles {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is not NAME:FILE=FD[,FILE=FD…]");
+        // A model's name may contain colons, a file's name here may not.
+        let (name, list) = text.rsplit_once(':').ok_or_else(wrong)?;
+        let name = ModelName::new(name).map_err(|e| e.to_string())?;
+        let mut files: Vec<(String, RawFd)> = Vec::new();
+        for pair in list.split(',') {
+            let (file, fd) = pair.split_once('=').ok_or_else(wrong)?;
+            let fd: RawFd = fd.parse().map_err(|_| wrong())?;
+            let plain = !file.is_empty() && !file.contains('/') && file != "." && file != "..";
+            if !plain || fd < 3 || files.iter().any(|(f, n)| f == file || *n == fd) {
+                return Err(format!(
+                    "{text:?}: {pair:?} needs a plain file name and a descriptor from 3 up, each named once"
+                ));
+            }
+            files.push((file.to_owned(), fd));
+        }
+        if files.len() > limits::MAX_MODEL_FILES {
+            return Err(format!(
+                "model {name} has more than {} files",
+                limits::MAX_MODEL_FILES
+            ));
+        }
+        Ok(Self { name, files })
+    }
+}
+
+/// The level a worker logs at, given the scheduler's filter: its first bare level, else info.
+pub(super) fn plain_level(filter: &str) -> &'static str {
+    const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+    filter
+        .split(',')
+        .find_map(|part| {
+            let part = part.trim().to_ascii_lowercase();
+            LEVELS.into_iter().find(|level| *level == part)
+        })
+        .unwrap_or("info")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_read_with_their_unit() {
+        let read = |t: &str| t.parse::<Span>().map(|s| s.0.as_millis());
+        assert_eq!(read("250ms"), Ok(250));
+        assert_eq!(read("1.5s"), Ok(1500));
+        assert_eq!(read("2m"), Ok(120_000));
+        assert_eq!(read("7"), Ok(7000));
+        for bad in ["", "0", "-1s", "10d", "s", "nan", "1e300s", "25h", "1ä"] {
+            assert!(read(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn bundled_files_are_checked() {
+        let read = |t: &str| t.parse::<BundledFiles>();
+        let good = read("org/m:v1:config.json=3,model.safetensors=4").unwrap();
+        assert_eq!(good.name.as_str(), "org/m:v1");
+        assert_eq!(good.files[1], ("model.safetensors".to_owned(), 4));
+        for bad in ["m", "m:", "m:a", "m:a=2", "m:a=3,b=3", "m:../a=3", ":a=3", "m:a=-1"] {
+            assert!(read(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn devices_are_counted_within_the_limit() {
+        assert_eq!("cpu:2".parse(), Ok(DeviceChoice::Cpu(2)));
+        assert_eq!("auto".parse(), Ok(DeviceChoice::Auto));
+        assert!("cpu:0".parse::<DeviceChoice>().is_err());
+        assert!("cpu:65".parse::<DeviceChoice>().is_err());
+    }
+
+    #[test]
+    fn a_filter_has_a_plain_level() {
+        assert_eq!(plain_level("hotcell_ipc=trace,DEBUG"), "debug");
+        assert_eq!(plain_level("h2=warn"), "info");
+    }
+}

@@ -1,0 +1,259 @@
+//! Which devices this host has: what the worker's program says when run as `probe`.
+//!
+//! Native libraries may crash or hang while they look for hardware, so that this happens in a child with a
+//! deadline. A probe that fails gives a device with a problem, never a failure of the scheduler.
+
+use std::{io, path::Path, time::Duration};
+
+use hotcell_ipc::{
+    log::{BoundedLog, LogLimits},
+    spawn::{Child, Command, Output, Spawner},
+};
+use hotcell_proto::{limits, v1::Device};
+use serde::Deserialize;
+use tokio::io::AsyncReadExt;
+
+use crate::config::DeviceChoice;
+
+/// Environment variables that a worker gets from ours.
+pub const WORKER_ENVIRONMENT: [&str; 2] = ["RUST_BACKTRACE", "HOTCELL_CPU_PATH"];
+
+#[derive(Deserialize)]
+struct Report {
+    devices: Vec<Found>,
+}
+
+#[derive(Deserialize)]
+struct Found {
+    id: String,
+    backend: String,
+    #[serde(default)]
+    description: String,
+    #[serde(default)]
+    memory_bytes: u64,
+    #[serde(default)]
+    cores: Vec<u32>,
+    #[serde(default)]
+    path: String,
+}
+
+/// Cuts a stranger's word to what may be kept of it: one line, [`limits::MAX_WORD`] bytes at most.
+pub fn clip(word: &str) -> String {
+    let mut out = String::new();
+    for c in word.chars().map(|c| if c.is_control() { ' ' } else { c }) {
+        if out.len() + c.len_utf8() > limits::MAX_WORD {
+            break;
+        }
+        out.push(c);
+    }
+    out
+}
+
+/// Reads what a probe printed.
+///
+/// # Errors
+/// A sentence about what is wrong with it.
+pub fn parse(printed: &[u8]) -> Result<Vec<Device>, String> {
+    let report: Report = serde_json::from_slice(printed)
+        .map_err(|e| format!("its output is not the expected JSON: {e}"))?;
+    if report.devices.len() > limits::MAX_DEVICES {
+        return Err(format!(
+            "it found {} devices, more than {}",
+            report.devices.len(),
+            limits::MAX_DEVICES
+        ));
+    }
+    let mut devices: Vec<Device> = Vec::new();
+    for found in report.devices {
+        let plain = |s: &str| {
+            let allowed = |b: u8| b.is_ascii_alphanumeric() || b == b':' || b == b'-';
+            (1..=32).contains(&s.len()) && s.bytes().all(allowed)
+        };
+        if !plain(&found.id) || !plain(&found.backend) {
+            return Err("a device's id or backend is no plain word".to_owned());
+        }
+        if devices.iter().any(|d| d.id == found.id) {
+            return Err(format!("it names device {} twice", found.id));
+        }
+        if found.cores.len() > 4096 {
+            return Err(format!("device {} has too many cores", found.id));
+        }
+        devices.push(Device {
+            id: found.id,
+            backend: found.backend,
+            description: clip(&found.description),
+            memory_bytes: found.memory_bytes,
+            cores: found.cores,
+            path: clip(&found.path),
+            problem: String::new(),
+        });
+    }
+    Ok(devices)
+}
+
+/// The devices that get workers, by the configured choice.
+pub fn choose(found: Vec<Device>, choice: DeviceChoice) -> Vec<Device> {
+    let DeviceChoice::Cpu(count) = choice else {
+        return found;
+    };
+    let cpu = |d: &Device| d.backend == "cpu" && d.problem.is_empty();
+    let Some(whole) = found.iter().find(|d| cpu(d)) else {
+        // Shows why there is none.
+        return found;
+    };
+    (0..count).map(|index| share(whole, index, count)).collect()
+}
+
+/// Part `index` of `count` of a CPU device. Where there are fewer cores than parts, parts share cores.
+fn share(whole: &Device, index: usize, count: usize) -> Device {
+    let all = whole.cores.len();
+    let cores = if all >= count {
+        whole.cores[index * all / count..(index + 1) * all / count].to_vec()
+    } else {
+        whole.cores.get(index % all.max(1)).copied().into_iter().collect()
+    };
+    Device {
+        id: format!("cpu:{index}"),
+        memory_bytes: whole.memory_bytes / count as u64,
+        cores,
+        ..whole.clone()
+    }
+}
+
+/// Runs `binary probe` and returns what it found; one device with a problem if it failed.
+pub async fn probe(spawner: &Spawner, binary: &Path, deadline: Duration) -> Vec<Device> {
+    match run(spawner, binary, deadline).await {
+        Ok(devices) if !devices.is_empty() => devices,
+        Ok(_) => vec![broken("the probe found no device".to_owned())],
+        Err(problem) => {
+            tracing::warn!(binary = %binary.display(), %problem, "the probe failed");
+            vec![broken(problem)]
+        }
+    }
+}
+
+fn broken(problem: String) -> Device {
+    Device {
+        id: "cpu:0".to_owned(),
+        backend: "cpu".to_owned(),
+        problem: clip(&problem),
+        ..Device::default()
+    }
+}
+
+async fn run(spawner: &Spawner, binary: &Path, deadline: Duration) -> Result<Vec<Device>, String> {
+    let mut command = Command::new(binary)
+        .arg("probe")
+        .inherit_env(WORKER_ENVIRONMENT);
+    command.stdout = Output::Pipe;
+    let mut child = spawner
+        .spawn(command)
+        .await
+        .map_err(|e| format!("cannot start {}: {e}", binary.display()))?;
+    // Dropping the child on the way out kills it.
+    let printed = tokio::time::timeout(deadline, output(&mut child))
+        .await
+        .map_err(|_| format!("the probe took longer than {deadline:?}"))??;
+    parse(&printed).map_err(|e| format!("the probe cannot be believed: {e}"))
+}
+
+async fn output(child: &mut Child) -> Result<Vec<u8>, String> {
+    let failed = |e: io::Error| format!("cannot read from the probe: {e}");
+    let log = child.stderr.take().and_then(|stderr| {
+        let limits = LogLimits::default();
+        BoundedLog::start(stderr, limits, |line| tracing::debug!(target: "probe", "{line}")).ok()
+    });
+    let mut printed = Vec::new();
+    if let Some(stdout) = child.stdout.take() {
+        let file = tokio::net::unix::pipe::Receiver::from_owned_fd(stdout).map_err(failed)?;
+        let mut bounded = file.take(limits::MAX_PROBE_BYTES as u64 + 1);
+        bounded.read_to_end(&mut printed).await.map_err(failed)?;
+    }
+    if printed.len() > limits::MAX_PROBE_BYTES {
+        return Err(format!(
+            "the probe printed more than {} bytes",
+            limits::MAX_PROBE_BYTES
+        ));
+    }
+    let status = child.wait().await.map_err(failed)?;
+    if !status.success() {
+        let last = log.and_then(|(log, _)| log.lines().pop());
+        let last = last.map(|l| format!(": {l}")).unwrap_or_default();
+        return Err(format!("the probe ended with {status}{last}"));
+    }
+    Ok(printed)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GOOD: &str = r#"{"devices":[{"id":"cpu:0","backend":"cpu","description":"a\nb","memory_bytes":8,
+        "cores":[0,1,2],"path":"avx512"}]}"#;
+
+    #[test]
+    fn a_report_becomes_devices() {
+        let devices = parse(GOOD.as_bytes()).unwrap();
+        assert_eq!(devices[0].id, "cpu:0");
+        assert_eq!(devices[0].description, "a b");
+    }
+
+    #[test]
+    fn devices_share_the_cores() {
+        let cores = |n| -> Vec<Vec<u32>> {
+            let found = parse(GOOD.as_bytes()).unwrap();
+            let chosen = choose(found, DeviceChoice::Cpu(n));
+            chosen.into_iter().map(|d| d.cores).collect()
+        };
+        assert_eq!(cores(1), [vec![0, 1, 2]]);
+        assert_eq!(cores(2), [vec![0], vec![1, 2]]);
+        assert_eq!(cores(4), [vec![0], vec![1], vec![2], vec![0]]);
+        let found = parse(GOOD.as_bytes()).unwrap();
+        assert_eq!(choose(found.clone(), DeviceChoice::Auto), found);
+    }
+
+    #[test]
+    fn a_report_that_cannot_be_believed_is_refused() {
+        for bad in [
+            "",
+            "{}",
+            "[1]",
+            r#"{"devices":[{"id":"../x","backend":"cpu"}]}"#,
+            r#"{"devices":[{"id":"a","backend":"cpu"},{"id":"a","backend":"cpu"}]}"#,
+        ] {
+            assert!(parse(bad.as_bytes()).is_err(), "{bad}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_probe_that_fails_or_hangs_is_a_problem_and_nothing_more() {
+        let spawner = Spawner::start().unwrap();
+        let problem = async |program: &str, ms| {
+            let found = probe(&spawner, Path::new(program), Duration::from_millis(ms)).await;
+            found[0].problem.clone()
+        };
+        assert!(problem("/no/such/program", 1000).await.contains("cannot start"));
+        assert!(problem("/bin/false", 5000).await.contains("exit code 1"));
+        assert!(problem("/bin/echo", 5000).await.contains("believed"));
+        let dir = tempfile::tempdir().unwrap();
+        let script = dir.path().join("hangs");
+        std::fs::write(&script, "#!/bin/sh\nexec sleep 100\n").unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&script, mode).unwrap();
+        assert!(problem(script.to_str().unwrap(), 50).await.contains("longer"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_report_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse(&bytes);
+        }
+
+        #[test]
+        fn clipped_words_are_bounded(word in ".{0,400}") {
+            prop_assert!(clip(&word).len() <= limits::MAX_WORD);
+        }
+    }
+}

@@ -1,0 +1,462 @@
+//! What one stream has said so far: enough to go on elsewhere, and to judge what a worker says next.
+//!
+//! Without effects. A worker's events are input from a stranger: each is checked against the request and
+//! against what was said before, and what a client gets is made of the checked parts only.
+
+use hotcell_proto::{
+    limits,
+    v1::{
+        Accepted, Delta, FinishReason, Finished, GenerateEvent, GenerateRequest, NumericsClass, Prompt,
+        Resume, Timings, TokenIds, Usage, generate_event::Event, prompt::Kind,
+    },
+};
+
+use crate::placement::{Estimate, estimate};
+
+/// How a worker broke the protocol.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Violation(pub String);
+
+fn violation<T>(what: impl Into<String>) -> Result<T, Violation> {
+    Err(Violation(what.into()))
+}
+
+/// What a model allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// Token ids are below this.
+    pub vocabulary: u32,
+    /// Tokens of prompt and continuation together.
+    pub context: u32,
+}
+
+/// Where a worker's stream is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Accepted must come next.
+    Greeting,
+    Running,
+    Finished,
+}
+
+/// One request and what its stream said.
+#[derive(Clone, Debug)]
+pub struct Journal {
+    request: GenerateRequest,
+    bounds: Bounds,
+    prompt_ids: Vec<u32>,
+    seed: u64,
+    generated: Vec<u32>,
+    text_bytes: u64,
+    /// Class of the stream, once a worker accepted it.
+    numerics: Option<NumericsClass>,
+    /// Class of the worker that runs it now, as it declared when it loaded the model.
+    declared: String,
+    stage: Stage,
+    deaths: u32,
+}
+
+impl Journal {
+    /// A stream that has said nothing, or what `request.resume` says it has. `request` has its id, model and
+    /// seed filled in, and `prompt_ids` is its prompt.
+    pub fn new(mut request: GenerateRequest, prompt_ids: Vec<u32>, bounds: Bounds) -> Self {
+        let resume = request.resume.take().unwrap_or_default();
+        request.prompt = None;
+        Self {
+            seed: request.seed.unwrap_or_default(),
+            request,
+            bounds,
+            prompt_ids,
+            generated: resume.generated_ids,
+            text_bytes: resume.text_bytes_emitted,
+            numerics: None,
+            declared: String::new(),
+            stage: Stage::Greeting,
+            deaths: 0,
+        }
+    }
+
+    /// Begins with another worker, of the numerics class `declared`: its words start with Accepted again.
+    pub fn begin(&mut self, declared: &str) {
+        self.declared = declared.to_owned();
+        self.stage = Stage::Greeting;
+    }
+
+    /// What to send to a worker so that it goes on where the stream is.
+    pub fn request(&self) -> GenerateRequest {
+        let fresh = self.generated.is_empty() && self.text_bytes == 0;
+        GenerateRequest {
+            prompt: Some(Prompt {
+                kind: Some(Kind::Ids(TokenIds {
+                    ids: self.prompt_ids.clone(),
+                })),
+            }),
+            seed: Some(self.seed),
+            resume: (!fresh).then(|| Resume {
+                generated_ids: self.generated.clone(),
+                text_bytes_emitted: self.text_bytes,
+            }),
+            ..self.request.clone()
+        }
+    }
+
+    /// What the rest may cost.
+    pub fn estimate(&self) -> Estimate {
+        estimate(
+            self.prompt_ids.len(),
+            self.generated.len(),
+            self.request.max_tokens,
+            self.bounds.context,
+        )
+    }
+
+    /// The class that the stream has to stay in, once it has one.
+    pub fn class(&self) -> Option<&NumericsClass> {
+        self.numerics.as_ref()
+    }
+
+    /// Tokens generated so far.
+    pub fn generated(&self) -> usize {
+        self.generated.len()
+    }
+
+    /// Whether Finished was said.
+    pub fn is_finished(&self) -> bool {
+        self.stage == Stage::Finished
+    }
+
+    /// Counts a worker that died under the stream, and returns how many did.
+    pub fn count_death(&mut self) -> u32 {
+        self.deaths += 1;
+        self.deaths
+    }
+
+    /// Takes a worker's next event, and returns what the client gets for it: nothing for the greeting of a
+    /// second worker.
+    ///
+    /// # Errors
+    /// [`Violation`] if the event does not follow from the request and the events before it.
+    pub fn take(&mut self, event: GenerateEvent) -> Result<Option<GenerateEvent>, Violation> {
+        let out = match (self.stage, event.event) {
+            (_, None) => return violation("an empty event"),
+            (Stage::Finished, _) => return violation("an event after Finished"),
+            (Stage::Greeting, Some(Event::Accepted(accepted))) => {
+                let first = self.numerics.is_none();
+                let accepted = self.greet(accepted)?;
+                self.stage = Stage::Running;
+                first.then_some(Event::Accepted(accepted))
+            }
+            (Stage::Greeting, _) => return violation("its first event is not Accepted"),
+            (Stage::Running, Some(Event::Accepted(_))) => return violation("Accepted twice"),
+            (Stage::Running, Some(Event::Delta(delta))) => Some(Event::Delta(self.delta(delta)?)),
+            (Stage::Running, Some(Event::Finished(finished))) => {
+                let finished = self.finish(finished)?;
+                self.stage = Stage::Finished;
+                Some(Event::Finished(finished))
+            }
+        };
+        Ok(out.map(|event| GenerateEvent { event: Some(event) }))
+    }
+
+    fn greet(&mut self, accepted: Accepted) -> Result<Accepted, Violation> {
+        if accepted.prompt_ids != self.prompt_ids {
+            return violation("Accepted with another prompt");
+        }
+        if accepted.seed != self.seed {
+            return violation("Accepted with another seed");
+        }
+        let Some(numerics) = accepted.numerics else {
+            return violation("Accepted without a numerics class");
+        };
+        if numerics.id != self.declared {
+            return violation("Accepted with another numerics class than it declared");
+        }
+        let numerics = self.numerics.get_or_insert(numerics).clone();
+        Ok(Accepted {
+            request_id: self.request.request_id.clone(),
+            model: self.request.model.clone(),
+            prompt_ids: accepted.prompt_ids,
+            seed: self.seed,
+            numerics: Some(numerics),
+        })
+    }
+
+    fn known(&self, token: u32) -> bool {
+        token < self.bounds.vocabulary
+    }
+
+    fn delta(&mut self, delta: Delta) -> Result<Delta, Violation> {
+        if delta.text.len() > limits::MAX_DELTA_BYTES {
+            return violation(format!("{} bytes of text at once", delta.text.len()));
+        }
+        if delta.token_ids.len() > limits::MAX_DELTA_TOKENS {
+            return violation(format!("{} tokens at once", delta.token_ids.len()));
+        }
+        if let Some(id) = delta.token_ids.iter().find(|&&id| !self.known(id)) {
+            return violation(format!("token {id} is not in the vocabulary"));
+        }
+        let count = self.generated.len() + delta.token_ids.len();
+        let asked = self.request.max_tokens;
+        if asked > 0 && count > asked as usize {
+            return violation("more tokens than asked for");
+        }
+        // The last token is never read by the model, so it may stand outside the context.
+        if self.prompt_ids.len() + count > self.bounds.context as usize + 1 {
+            return violation("more tokens than the context holds");
+        }
+        if delta.logprobs.len() > delta.token_ids.len() {
+            return violation("more logprobs than tokens");
+        }
+        for (of, &id) in delta.logprobs.iter().zip(&delta.token_ids) {
+            let bounded = of.top.len() <= limits::MAX_TOP_LOGPROBS as usize;
+            if of.token != id || !bounded || of.top.iter().any(|c| !self.known(c.token)) {
+                return violation("logprobs that do not belong to its tokens");
+            }
+        }
+        self.generated.extend_from_slice(&delta.token_ids);
+        self.text_bytes = self.text_bytes.saturating_add(delta.text.len() as u64);
+        Ok(delta)
+    }
+
+    fn finish(&self, finished: Finished) -> Result<Finished, Violation> {
+        let reason = FinishReason::try_from(finished.reason);
+        if matches!(reason, Err(_) | Ok(FinishReason::Unspecified)) {
+            return violation(format!("finish reason {}", finished.reason));
+        }
+        if finished.matched_stop.len() > limits::MAX_WORD {
+            return violation("a matched stop that is too long");
+        }
+        if finished.seed != self.seed {
+            return violation("Finished with another seed");
+        }
+        let sane = |ms: f64| if ms.is_finite() && ms >= 0.0 { ms } else { 0.0 };
+        let timings = finished.timings.unwrap_or_default();
+        Ok(Finished {
+            reason: finished.reason,
+            matched_stop: finished.matched_stop,
+            // Counted here: whatever happened on the way, it agrees with what the client got.
+            usage: Some(Usage {
+                prompt_tokens: u32::try_from(self.prompt_ids.len()).unwrap_or(u32::MAX),
+                generated_tokens: u32::try_from(self.generated.len()).unwrap_or(u32::MAX),
+            }),
+            timings: Some(Timings {
+                queue_ms: sane(timings.queue_ms),
+                prefill_ms: sane(timings.prefill_ms),
+                decode_ms: sane(timings.decode_ms),
+            }),
+            seed: self.seed,
+            numerics: self.numerics.clone(),
+            deaths_survived: self.deaths,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const BOUNDS: Bounds = Bounds {
+        vocabulary: 100,
+        context: 16,
+    };
+
+    fn journal() -> Journal {
+        let request = GenerateRequest {
+            request_id: "r".into(),
+            model: "m".into(),
+            seed: Some(7),
+            max_tokens: 4,
+            branch: 3,
+            stop: vec!["end".into()],
+            ..GenerateRequest::default()
+        };
+        let mut journal = Journal::new(request, vec![1, 2], BOUNDS);
+        journal.begin("c");
+        journal
+    }
+
+    fn class(id: &str) -> NumericsClass {
+        NumericsClass {
+            id: id.into(),
+            reproducible: true,
+            model_hash: "h".into(),
+        }
+    }
+
+    fn accepted() -> Accepted {
+        Accepted {
+            request_id: "whatever the worker calls it".into(),
+            model: "m".into(),
+            prompt_ids: vec![1, 2],
+            seed: 7,
+            numerics: Some(class("c")),
+        }
+    }
+
+    fn delta(text: &str, ids: &[u32]) -> Event {
+        Event::Delta(Delta {
+            text: text.into(),
+            token_ids: ids.to_vec(),
+            logprobs: vec![],
+        })
+    }
+
+    fn finished() -> Event {
+        Event::Finished(Finished {
+            reason: FinishReason::MaxTokens as i32,
+            seed: 7,
+            usage: Some(Usage {
+                prompt_tokens: 99,
+                generated_tokens: 99,
+            }),
+            timings: Some(Timings {
+                queue_ms: f64::NAN,
+                prefill_ms: -1.0,
+                decode_ms: 2.0,
+            }),
+            ..Finished::default()
+        })
+    }
+
+    fn take(journal: &mut Journal, event: Event) -> Result<Option<Event>, Violation> {
+        let taken = journal.take(GenerateEvent { event: Some(event) })?;
+        Ok(taken.and_then(|e| e.event))
+    }
+
+    #[test]
+    fn a_stream_goes_on_elsewhere_from_what_was_said() {
+        let mut journal = journal();
+        assert_eq!(journal.request().resume, None);
+        let first = take(&mut journal, Event::Accepted(accepted())).unwrap();
+        assert!(matches!(first, Some(Event::Accepted(a)) if a.request_id == "r"));
+        take(&mut journal, delta("ab", &[10, 11])).unwrap();
+        take(&mut journal, delta("", &[12])).unwrap();
+        journal.count_death();
+        journal.begin("c");
+
+        let again = journal.request();
+        let resume = again.resume.unwrap();
+        assert_eq!(resume.generated_ids, [10, 11, 12]);
+        assert_eq!(resume.text_bytes_emitted, 2);
+        assert_eq!((again.seed, again.branch, again.max_tokens), (Some(7), 3, 4));
+        assert_eq!(again.stop, ["end"]);
+        assert_eq!(journal.estimate().decode, 1);
+
+        assert_eq!(take(&mut journal, Event::Accepted(accepted())), Ok(None));
+        take(&mut journal, delta("c", &[13])).unwrap();
+        let Ok(Some(Event::Finished(end))) = take(&mut journal, finished()) else {
+            panic!("not finished");
+        };
+        assert_eq!(end.deaths_survived, 1);
+        let usage = end.usage.unwrap();
+        assert_eq!((usage.prompt_tokens, usage.generated_tokens), (2, 4));
+        let timings = end.timings.unwrap();
+        assert_eq!((timings.queue_ms, timings.prefill_ms), (0.0, 0.0));
+        assert!(journal.is_finished());
+    }
+
+    #[test]
+    fn a_stream_that_began_elsewhere_starts_with_what_was_said_there() {
+        let request = GenerateRequest {
+            seed: Some(1),
+            resume: Some(Resume {
+                generated_ids: vec![5],
+                text_bytes_emitted: 3,
+            }),
+            ..GenerateRequest::default()
+        };
+        let journal = Journal::new(request.clone(), vec![1], BOUNDS);
+        assert_eq!(journal.request().resume, request.resume);
+    }
+
+    #[test]
+    fn whatever_breaks_the_protocol_is_found() {
+        let refused = |events: Vec<Event>| {
+            let mut journal = journal();
+            let mut events = events.into_iter();
+            let last = events.next_back().unwrap();
+            for event in events {
+                take(&mut journal, event).unwrap();
+            }
+            take(&mut journal, last).unwrap_err().0
+        };
+        let ok = || Event::Accepted(accepted());
+        let odd = |change: fn(&mut Accepted)| {
+            let mut a = accepted();
+            change(&mut a);
+            vec![Event::Accepted(a)]
+        };
+        let logprobs = Event::Delta(Delta {
+            token_ids: vec![1],
+            logprobs: vec![hotcell_proto::v1::TokenLogprob {
+                token: 2,
+                ..Default::default()
+            }],
+            ..Delta::default()
+        });
+        for (events, words) in [
+            (vec![delta("a", &[1])], "not Accepted"),
+            (vec![finished()], "not Accepted"),
+            (vec![ok(), ok()], "twice"),
+            (odd(|a| a.prompt_ids.push(1)), "prompt"),
+            (odd(|a| a.seed = 8), "seed"),
+            (odd(|a| a.numerics = None), "without"),
+            (odd(|a| a.numerics = Some(class("d"))), "class"),
+            (vec![ok(), delta("a", &[100])], "vocabulary"),
+            (vec![ok(), delta("a", &[1, 2, 3, 4, 5])], "asked"),
+            (vec![ok(), logprobs], "logprobs"),
+            (
+                vec![ok(), delta(&"x".repeat(limits::MAX_DELTA_BYTES + 1), &[])],
+                "bytes",
+            ),
+            (vec![ok(), Event::Finished(Finished::default())], "reason"),
+            (vec![ok(), finished(), finished()], "after Finished"),
+            (vec![ok(), finished(), delta("", &[])], "after Finished"),
+        ] {
+            let found = refused(events);
+            assert!(found.contains(words), "{found} / {words}");
+        }
+        assert!(journal().take(GenerateEvent { event: None }).is_err());
+    }
+
+    #[test]
+    fn a_stream_ends_with_its_context_even_if_the_worker_does_not() {
+        let request = GenerateRequest {
+            seed: Some(7),
+            ..GenerateRequest::default()
+        };
+        let mut journal = Journal::new(request, vec![1, 2], BOUNDS);
+        journal.begin("c");
+        take(&mut journal, Event::Accepted(accepted())).unwrap();
+        let said = (0..1000).take_while(|_| take(&mut journal, delta("a", &[1])).is_ok());
+        assert_eq!(said.count(), 15);
+    }
+
+    proptest! {
+        /// Cut anywhere and as often as one likes, the tokens are said once each.
+        #[test]
+        fn no_token_is_lost_or_said_twice(cuts in proptest::collection::vec(0usize..4, 0..8)) {
+            let script = [10, 11, 12, 13];
+            let mut journal = journal();
+            let (mut said, mut greeted) = (Vec::new(), 0);
+            for cut in cuts.iter().copied().map(Some).chain([None]) {
+                journal.begin("c");
+                let done = journal.request().resume.map_or(0, |r| r.generated_ids.len());
+                let rest = script[done..].iter().map(|&id| delta("t", &[id]));
+                let events = [Event::Accepted(accepted())].into_iter().chain(rest);
+                for event in events.take(cut.map_or(usize::MAX, |c| c + 1)) {
+                    match take(&mut journal, event).unwrap() {
+                        Some(Event::Accepted(_)) => greeted += 1,
+                        Some(Event::Delta(d)) => said.extend(d.token_ids),
+                        _ => {}
+                    }
+                }
+            }
+            prop_assert_eq!(said, script);
+            prop_assert_eq!(greeted, 1);
+        }
+    }
+}

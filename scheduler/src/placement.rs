@@ -1,0 +1,151 @@
+//! Which worker gets a request: a function of values.
+
+use hotcell_proto::limits;
+
+/// A ready worker that has the model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Candidate<'a> {
+    /// The worker's name.
+    pub worker: &'a str,
+    /// Its numerics class for this model.
+    pub class: &'a str,
+    /// Tokens it still has to compute.
+    pub outstanding: u64,
+    /// Requests it holds.
+    pub running: u32,
+}
+
+/// What a request asks of its place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wish<'a> {
+    /// Only a worker of this class, if the stream has begun.
+    pub class: Option<&'a str>,
+    /// Rather not this worker, under which the stream just broke.
+    pub avoid: Option<&'a str>,
+}
+
+/// Why no candidate fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoPlace {
+    /// None is ready, or none of the class.
+    NoneReady,
+    /// All that fit hold as many requests as they may.
+    AllFull,
+}
+
+/// The candidate with the least outstanding tokens; among equals the first by name.
+///
+/// # Errors
+/// [`NoPlace`] when none fits.
+pub fn choose<'c, 'a>(
+    candidates: &'c [Candidate<'a>],
+    wish: Wish<'_>,
+) -> Result<&'c Candidate<'a>, NoPlace> {
+    let fits = |c: &&Candidate<'_>| wish.class.is_none_or(|class| class == c.class);
+    let full = |c: &Candidate<'_>| c.running as usize >= limits::MAX_WORKER_REQUESTS;
+    candidates
+        .iter()
+        .filter(fits)
+        .filter(|c| !full(c))
+        .min_by_key(|c| (wish.avoid == Some(c.worker), c.outstanding, c.worker))
+        .ok_or(if candidates.iter().any(|c| fits(&c)) {
+            NoPlace::AllFull
+        } else {
+            NoPlace::NoneReady
+        })
+}
+
+/// Tokens a request may still cost: its prompt, what it generated (which a new worker reads like a prompt),
+/// and what it may still generate within the model's context.
+pub fn estimate(prompt: usize, generated: usize, max_tokens: u32, context: u32) -> Estimate {
+    let read = (prompt as u64).saturating_add(generated as u64);
+    let room = u64::from(context).saturating_sub(read);
+    let asked = match max_tokens {
+        0 => room,
+        n => u64::from(n).saturating_sub(generated as u64),
+    };
+    Estimate {
+        prefill: read,
+        decode: asked.min(room),
+    }
+}
+
+/// What a request may cost a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Estimate {
+    /// Tokens to read before the first new one.
+    pub prefill: u64,
+    /// Tokens to generate at most.
+    pub decode: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn candidate(worker: &'static str, class: &'static str, outstanding: u64) -> Candidate<'static> {
+        Candidate {
+            worker,
+            class,
+            outstanding,
+            running: 0,
+        }
+    }
+
+    #[test]
+    fn the_least_busy_wins_and_names_break_ties() {
+        let all = [
+            candidate("w2", "a", 5),
+            candidate("w1", "a", 5),
+            candidate("w0", "b", 9),
+        ];
+        let chosen = |wish| choose(&all, wish).map(|c| c.worker);
+        assert_eq!(chosen(Wish::default()), Ok("w1"));
+        let class = Some("b");
+        assert_eq!(chosen(Wish { class, avoid: None }), Ok("w0"));
+        assert_eq!(
+            chosen(Wish {
+                class: None,
+                avoid: Some("w1")
+            }),
+            Ok("w2")
+        );
+        // Better the one that just died, respawned, than none.
+        assert_eq!(
+            chosen(Wish {
+                class,
+                avoid: Some("w0")
+            }),
+            Ok("w0")
+        );
+        assert_eq!(
+            chosen(Wish {
+                class: Some("c"),
+                avoid: None
+            }),
+            Err(NoPlace::NoneReady)
+        );
+    }
+
+    #[test]
+    fn full_workers_are_passed_over() {
+        let mut all = [candidate("w0", "a", 0), candidate("w1", "a", 100)];
+        all[0].running = limits::MAX_WORKER_REQUESTS as u32;
+        assert_eq!(choose(&all, Wish::default()).map(|c| c.worker), Ok("w1"));
+        all[1].running = u32::MAX;
+        assert_eq!(choose(&all, Wish::default()), Err(NoPlace::AllFull));
+    }
+
+    proptest! {
+        #[test]
+        fn no_estimate_goes_past_the_context(
+            prompt in 0usize..1 << 20, generated in 0usize..1 << 20, max in any::<u32>(), context in any::<u32>(),
+        ) {
+            let e = estimate(prompt, generated, max, context);
+            prop_assert!(e.decode == 0 || e.prefill + e.decode <= u64::from(context));
+            prop_assert!(max == 0 || e.decode <= u64::from(max));
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! Models' bytes, held by descriptor: weights belong to the host, and outlive every worker.
+//!
+//! Nothing is read here. A model is the regular files of one folder, or one `.gguf` file, or descriptors that
+//! were inherited; what they mean is for a worker to find out.
+
+use std::{
+    fs,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use hotcell_ipc::memory::{FileIdentity, is_immutable};
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    limits,
+    v1::FileHandle,
+};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+
+/// Extensions of the files that belong to a model.
+pub const EXTENSIONS: [&str; 6] = ["json", "safetensors", "gguf", "model", "jinja", "txt"];
+
+/// Where a model's bytes come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A folder or a `.gguf` file.
+    Path(PathBuf),
+    /// Descriptors inherited at the start.
+    Bundled,
+}
+
+impl std::fmt::Display for Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Source::Path(path) => path.display().fmt(f),
+            Source::Bundled => f.write_str("bundled"),
+        }
+    }
+}
+
+/// One open file of a model.
+#[derive(Debug)]
+struct HeldFile {
+    name: String,
+    fd: OwnedFd,
+    identity: FileIdentity,
+    /// Its bytes cannot change, whatever its times say.
+    sealed: bool,
+}
+
+/// A model's files, open.
+#[derive(Debug)]
+pub struct OpenModel {
+    files: Vec<HeldFile>,
+}
+
+impl OpenModel {
+    /// Bytes of all files together.
+    pub fn bytes(&self) -> u64 {
+        self.files
+            .iter()
+            .fold(0, |sum: u64, f| sum.saturating_add(f.identity.len))
+    }
+
+    /// The files' names and sizes, in the order of their descriptors.
+    pub fn handles(&self) -> Vec<FileHandle> {
+        let handle = |f: &HeldFile| FileHandle {
+            name: f.name.clone(),
+            bytes: f.identity.len,
+        };
+        self.files.iter().map(handle).collect()
+    }
+
+    /// Refuses if a file is not what it was when it was opened.
+    ///
+    /// # Errors
+    /// [`Reason::ModelChanged`], naming the file.
+    pub fn check(&self) -> Result<(), Error> {
+        for file in self.files.iter().filter(|f| !f.sealed) {
+            if !FileIdentity::of(&file.fd).is_ok_and(|now| now == file.identity) {
+                return Err(Error::new(
+                    Reason::ModelChanged,
+                    format!(
+                        "the model's file {} changed after it was opened; unload the model and load it again",
+                        file.name
+                    ),
+                )
+                .with("file", &file.name));
+            }
+        }
+        Ok(())
+    }
+
+    /// The descriptors to hand to a worker.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn hand_out(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
+        self.check()?;
+        Ok(self.files.iter().map(|f| f.fd.as_fd()).collect())
+    }
+}
+
+fn not_found(path: &Path, error: &io::Error) -> Error {
+    let way_out = match error.kind() {
+        io::ErrorKind::NotFound => "it does not exist; check the path as the scheduler sees it",
+        io::ErrorKind::PermissionDenied => {
+            "permission denied; let the scheduler's user read it"
+        }
+        _ => return unreadable(path, error),
+    };
+    Error::new(
+        Reason::FileNotFound,
+        format!("cannot open {}: {way_out}", path.display()),
+    )
+    .with("path", path.display())
+}
+
+fn unreadable(path: &Path, error: &io::Error) -> Error {
+    Error::new(
+        Reason::FileNotFound,
+        format!("cannot open {}: {error}", path.display()),
+    )
+    .with("path", path.display())
+}
+
+fn not_a_model(path: &Path, why: &str) -> Error {
+    Error::new(
+        Reason::NotAModel,
+        format!(
+            "{} {why}; give a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a .gguf file",
+            path.display()
+        ),
+    )
+    .with("path", path.display())
+}
+
+/// The name a model gets from its path when nobody names it: the last part without `.gguf`.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] if that is no name.
+pub fn name_of(path: &Path) -> Result<ModelName, Error> {
+    let last = match extension(path) {
+        Some("gguf") => path.file_stem(),
+        _ => path.file_name(),
+    };
+    let name = last.and_then(|n| n.to_str()).unwrap_or_default();
+    ModelName::new(name).map_err(|_| {
+        Error::new(
+            Reason::InvalidArgument,
+            format!(
+                "{} gives no usable model name; name the model yourself",
+                path.display()
+            ),
+        )
+    })
+}
+
+fn extension(path: &Path) -> Option<&str> {
+    path.extension().and_then(|e| e.to_str())
+}
+
+/// Opens the model at `path`. Links are followed if they end inside the model's own folder or one of `roots`.
+///
+/// # Errors
+/// [`Reason::FileNotFound`], [`Reason::NotAModel`], [`Reason::LimitExceeded`] or
+/// [`Reason::InvalidArgument`] (a link that leads outside), each naming the path and the way out.
+pub fn open(path: &Path, roots: &[PathBuf]) -> Result<OpenModel, Error> {
+    let real = fs::canonicalize(path).map_err(|e| not_found(path, &e))?;
+    let data = fs::metadata(&real).map_err(|e| not_found(path, &e))?;
+    let (home, entries) = if data.is_dir() {
+        (real.clone(), folder(&real)?)
+    } else if data.is_file() && extension(path) == Some("gguf") {
+        // A link given by name is meant as it is: its target's folder is the model's.
+        let home = real.parent().unwrap_or(Path::new("/")).to_owned();
+        (home, vec![real.clone()])
+    } else {
+        return Err(not_a_model(
+            path,
+            "is neither a folder nor a .gguf file",
+        ));
+    };
+    let mut allowed = vec![home];
+    // A root that does not exist allows nothing.
+    allowed.extend(roots.iter().filter_map(|r| fs::canonicalize(r).ok()));
+
+    let mut files = Vec::new();
+    for entry in entries {
+        if let Some(file) = open_entry(&entry, &allowed)? {
+            files.push(file);
+        }
+    }
+    if files.is_empty() {
+        return Err(not_a_model(path, "holds no files of a model"));
+    }
+    if data.is_file() {
+        // The worker should see the name that was asked for, not that of a blob behind a link.
+        if let (Some(file), Some(name)) = (
+            files.first_mut(),
+            path.file_name().and_then(|n| n.to_str()),
+        ) {
+            file.name = name.to_owned();
+        }
+    }
+    Ok(OpenModel { files })
+}
+
+/// The entries of a folder that may belong to a model, in the order of their names.
+fn folder(path: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut entries = Vec::new();
+    for entry in fs::read_dir(path).map_err(|e| not_found(path, &e))? {
+        let entry = entry.map_err(|e| unreadable(path, &e))?.path();
+        if extension(&entry).is_some_and(|e| EXTENSIONS.contains(&e)) {
+            entries.push(entry);
+        }
+        if entries.len() > limits::MAX_MODEL_FILES {
+            return Err(Error::new(
+                Reason::LimitExceeded,
+                format!(
+                    "{} holds more than {} files of a model; give it a folder of its own",
+                    path.display(),
+                    limits::MAX_MODEL_FILES
+                ),
+            ));
+        }
+    }
+    entries.sort();
+    Ok(entries)
+}
+
+fn open_entry(entry: &Path, allowed: &[PathBuf]) -> Result<Option<HeldFile>, Error> {
+    let Some(name) = entry.file_name().and_then(|n| n.to_str()) else {
+        return Ok(None);
+    };
+    let real = fs::canonicalize(entry).map_err(|e| not_found(entry, &e))?;
+    if !allowed.iter().any(|root| real.starts_with(root)) {
+        return Err(Error::new(
+            Reason::InvalidArgument,
+            format!(
+                "{} is a link to {}, outside the model's folder; copy the file or add that folder to model_roots",
+                entry.display(),
+                real.display()
+            ),
+        )
+        .with("path", entry.display()));
+    }
+    let fd = open_resolved(&real).map_err(|e| not_found(entry, &e))?;
+    let file = fs::File::from(fd);
+    if !file
+        .metadata()
+        .map_err(|e| unreadable(entry, &e))?
+        .is_file()
+    {
+        return Ok(None);
+    }
+    let fd = OwnedFd::from(file);
+    let identity = FileIdentity::of(&fd).map_err(|e| unreadable(entry, &e))?;
+    Ok(Some(HeldFile {
+        name: name.to_owned(),
+        fd,
+        identity,
+        sealed: false,
+    }))
+}
+
+/// Opens a path that has no links in it, and fails if one was put there since it was resolved. Non-blocking,
+/// since a pipe of that name would otherwise wait for a writer.
+fn open_resolved(real: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let strict = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    match rustix::fs::openat2(CWD, real, flags, Mode::empty(), strict) {
+        // Kernels before 5.6, and sandboxes that do not know the call: at least the last part is no link.
+        Err(rustix::io::Errno::NOSYS | rustix::io::Errno::PERM) => Ok(rustix::fs::open(
+            real,
+            flags | OFlags::NOFOLLOW,
+            Mode::empty(),
+        )?),
+        opened => Ok(opened?),
+    }
+}
+
+/// Takes a model that was inherited as descriptors.
+///
+/// # Errors
+/// [`Reason::NotAModel`] for a descriptor that is not a regular file or memfd.
+pub fn adopt(name: &ModelName, files: Vec<(String, OwnedFd)>) -> Result<OpenModel, Error> {
+    let mut held = Vec::new();
+    for (file, fd) in files {
+        let wrong = |why: &str| {
+            Error::new(
+                Reason::NotAModel,
+                format!("the bundled model {name} cannot be used: its file {file} {why}"),
+            )
+        };
+        let data = fs::File::from(fd);
+        if !data.metadata().is_ok_and(|m| m.is_file()) {
+            return Err(wrong("is not a regular file or memory"));
+        }
+        let fd = OwnedFd::from(data);
+        let identity = FileIdentity::of(&fd).map_err(|e| wrong(&e.to_string()))?;
+        let sealed = is_immutable(&fd).unwrap_or(false);
+        held.push(HeldFile {
+            name: file,
+            fd,
+            identity,
+            sealed,
+        });
+    }
+    held.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(OpenModel { files: held })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn write(dir: &Path, name: &str, bytes: &[u8]) {
+        fs::write(dir.join(name), bytes).unwrap();
+    }
+
+    fn names(model: &OpenModel) -> Vec<String> {
+        model.handles().into_iter().map(|h| h.name).collect()
+    }
+
+    fn reason(result: Result<OpenModel, Error>) -> Reason {
+        result.unwrap_err().reason()
+    }
+
+    #[test]
+    fn a_folder_gives_its_own_regular_files_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path();
+        write(path, "model.safetensors", b"1234");
+        write(path, "config.json", b"{}");
+        write(path, "run.py", b"import os");
+        write(path, ".git", b"");
+        fs::create_dir(path.join("sub.json")).unwrap();
+        write(&path.join("sub.json"), "deep.json", b"{}");
+        let model = open(path, &[]).unwrap();
+        assert_eq!(names(&model), ["config.json", "model.safetensors"]);
+        assert_eq!(model.bytes(), 6);
+        assert_eq!(model.hand_out().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn what_is_missing_or_no_model_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path();
+        assert_eq!(reason(open(&path.join("no"), &[])), Reason::FileNotFound);
+        assert_eq!(reason(open(path, &[])), Reason::NotAModel);
+        write(path, "model.bin", b"x");
+        let file = path.join("model.bin");
+        let error = open(&file, &[]).unwrap_err();
+        assert_eq!(error.reason(), Reason::NotAModel);
+        assert!(error.message().contains("model.bin"));
+    }
+
+    #[test]
+    fn links_lead_out_only_into_configured_roots() {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        write(other.path(), "blob", b"secret");
+        write(dir.path(), "config.json", b"{}");
+        symlink("config.json", dir.path().join("copy.json")).unwrap();
+        symlink(other.path().join("blob"), dir.path().join("m.safetensors")).unwrap();
+        let error = open(dir.path(), &[]).unwrap_err();
+        assert_eq!(error.reason(), Reason::InvalidArgument);
+        assert!(error.message().contains("model_roots"));
+        let model = open(dir.path(), &[other.path().to_owned()]).unwrap();
+        assert_eq!(names(&model), ["config.json", "copy.json", "m.safetensors"]);
+    }
+
+    #[test]
+    fn a_path_that_gained_a_link_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "real.json", b"{}");
+        symlink("real.json", dir.path().join("link.json")).unwrap();
+        let path = dir.path().canonicalize().unwrap().join("link.json");
+        assert!(open_resolved(&path).is_err());
+    }
+
+    #[test]
+    fn a_gguf_file_is_a_model_under_the_name_it_was_asked_by() {
+        let (dir, blobs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        write(blobs.path(), "0123", b"GGUF");
+        let link = dir.path().join("m.gguf");
+        symlink(blobs.path().join("0123"), &link).unwrap();
+        let model = open(&link, &[]).unwrap();
+        assert_eq!(names(&model), ["m.gguf"]);
+        assert_eq!(name_of(&link).unwrap().as_str(), "m");
+        assert_eq!(name_of(Path::new("/a/llama-3.2/")).unwrap().as_str(), "llama-3.2");
+        assert!(name_of(Path::new("/")).is_err());
+    }
+
+    #[test]
+    fn a_file_that_changed_is_not_handed_out() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "config.json", b"{}");
+        let model = open(dir.path(), &[]).unwrap();
+        write(dir.path(), "config.json", b"{\"a\":1}");
+        let error = model.hand_out().unwrap_err();
+        assert_eq!(error.reason(), Reason::ModelChanged);
+        assert_eq!(error.get("file"), Some("config.json"));
+    }
+
+    #[test]
+    fn inherited_memory_is_a_model_and_a_socket_is_not() {
+        let name = ModelName::new("m").unwrap();
+        let fd = hotcell_ipc::memory::sealed_memory("x", b"abc").unwrap();
+        let model = adopt(&name, vec![("config.json".into(), fd)]).unwrap();
+        assert_eq!((model.bytes(), model.check()), (3, Ok(())));
+        let (socket, _other) = hotcell_ipc::socket::stream_pair().unwrap();
+        assert_eq!(
+            reason(adopt(&name, vec![("config.json".into(), socket)])),
+            Reason::NotAModel
+        );
+    }
+}
