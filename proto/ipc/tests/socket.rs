@@ -392,6 +392,24 @@ fn of_many_servers_at_a_stale_socket_one_wins() {
 }
 
 #[test]
+fn a_server_that_is_just_starting_counts_as_running() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("socket");
+    drop(UnixListener::bind(&path).unwrap());
+    // It has the lock, and has not replaced the stale socket yet.
+    let lock = File::create_new(dir.path().join("socket.lock")).unwrap();
+    lock.lock().unwrap();
+    let error = listen_unix(&path).unwrap_err();
+    assert!(matches!(error, ListenError::InUse { .. }), "{error}");
+    assert!(
+        path.exists(),
+        "the stale socket is the other server's to replace"
+    );
+    drop(lock);
+    let _won = listen_unix(&path).unwrap();
+}
+
+#[test]
 fn what_is_not_a_socket_is_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("precious");
