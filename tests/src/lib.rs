@@ -1,1 +1,3 @@
-//! tests
+//! The whole system from outside: helpers that tests and benchmarks share.
+
+pub mod model;

@@ -1,0 +1,5 @@
+//! Generation: from rows of logits to streams of tokens.
+
+pub mod logprobs;
+pub mod random;
+pub mod sampler;

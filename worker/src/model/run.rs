@@ -1,0 +1,310 @@
+//! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
+
+use std::rc::Rc;
+
+use hotcell_graph::DType;
+use hotcell_kernels::{
+    backend::{Buffer, Device, DeviceError, HostRegion, Stream},
+    cpu::dequant::{dequantize_row, is_weight_dtype},
+    plan::{Plan, PlanHints, Slot},
+};
+
+use super::{
+    config::ModelConfig,
+    llama::{self, BuildError, Source, Sourced},
+};
+use crate::weights::{ModelSource, Weight, Weights};
+
+/// Tokens of one cache block.
+const BLOCK_LEN: usize = 16;
+/// Rows one step computes at most: decoding sequences first, prompt chunks in the rest.
+const MAX_ROWS: usize = 128;
+/// Sequences that run at once.
+const MAX_SEQUENCES: usize = 64;
+/// Bytes that the cache takes unless one whole context needs more. Pages cost nothing until written.
+const CACHE_BUDGET: usize = 1 << 30;
+/// Whole contexts that the cache holds at most.
+const MAX_CONTEXTS: usize = 16;
+
+/// Sizes that a model is run with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunShape {
+    /// Rows of one step at most.
+    pub max_rows: usize,
+    /// Sequences at once at most; also rows of logits of one step.
+    pub max_sequences: usize,
+    /// Positions of one sequence at most.
+    pub context: usize,
+    /// Tokens per cache block.
+    pub block_len: usize,
+    /// Cache blocks in all.
+    pub blocks: usize,
+    /// How the cache stores numbers.
+    pub cache_dtype: DType,
+}
+
+impl RunShape {
+    /// Sizes for a model with this cache dtype.
+    pub fn for_model(config: &ModelConfig, cache_dtype: DType) -> Self {
+        let element = cache_dtype.block_bytes();
+        let per_token = 2usize
+            .saturating_mul(element)
+            .saturating_mul(config.layers)
+            .saturating_mul(config.kv_heads)
+            .saturating_mul(config.head_dim)
+            .max(1);
+        let affordable = (CACHE_BUDGET / per_token).max(BLOCK_LEN);
+        let wanted = config.context.saturating_mul(MAX_CONTEXTS);
+        let tokens = affordable.min(wanted).max(BLOCK_LEN);
+        let blocks = tokens.div_ceil(BLOCK_LEN);
+        Self {
+            max_rows: MAX_ROWS,
+            max_sequences: MAX_SEQUENCES,
+            // What the cache cannot hold is no context.
+            context: config.context.min(blocks * BLOCK_LEN),
+            block_len: BLOCK_LEN,
+            blocks,
+            cache_dtype,
+        }
+    }
+
+    /// Blocks of one sequence at most.
+    pub fn blocks_per_sequence(&self) -> usize {
+        self.context.div_ceil(self.block_len)
+    }
+}
+
+/// Why a model cannot be run on a device.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// It has no graphs.
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    /// The device refuses its graphs or has no memory for them.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// One row of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Token id.
+    pub token: u32,
+    /// Its position in its sequence.
+    pub position: usize,
+    /// The sequence's table.
+    pub sequence: usize,
+    /// Where its keys and values go.
+    pub slot: usize,
+}
+
+struct WeightRegion(Weight);
+
+// SAFETY: a weight's mapping stays mapped at one address while any clone of it lives, and the range
+// does not change. That its bytes change underneath is the mapping's documented trap.
+unsafe impl HostRegion for WeightRegion {
+    fn bytes(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+/// Buffers that the host fills before each step, one 32-bit number per row.
+struct RowBuffers {
+    tokens: Buffer,
+    positions: Buffer,
+    sequences: Buffer,
+    slots: Buffer,
+    picks: Buffer,
+    tables: Buffer,
+}
+
+/// A model on a device.
+pub struct Runner {
+    shape: RunShape,
+    vocab: usize,
+    stream: Box<dyn Stream>,
+    body: Box<dyn Plan>,
+    head: Box<dyn Plan>,
+    rows: RowBuffers,
+    logits: Buffer,
+    scratch: Vec<i32>,
+}
+
+fn vector(weights: &Weights, name: &str) -> Result<Vec<f32>, RunError> {
+    let weight = weights.get(name).map_err(BuildError::Model)?;
+    if !is_weight_dtype(weight.dtype) {
+        let why = format!("{name} is {}", weight.dtype);
+        return Err(DeviceError::Unsupported {
+            backend: "cpu",
+            op: "dequantize",
+            why,
+        }
+        .into());
+    }
+    let mut values = vec![0.0; weight.elements()];
+    dequantize_row(weight.dtype, weight.bytes(), &mut values);
+    Ok(values)
+}
+
+fn f32_buffer(device: &dyn Device, what: &str, values: &[f32]) -> Result<Buffer, DeviceError> {
+    let buffer = device.allocate(what, size_of_val(values))?;
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_ne_bytes()).collect();
+    buffer.write(0, &bytes)?;
+    Ok(buffer)
+}
+
+impl Runner {
+    /// Plans a model for a device and binds its weights in place.
+    ///
+    /// # Errors
+    /// When tensors are missing or misshapen, the device lacks something, or memory is short.
+    pub fn new(
+        device: &dyn Device,
+        source: &ModelSource,
+        shape: RunShape,
+        hints: &PlanHints,
+    ) -> Result<Self, RunError> {
+        let ModelSource {
+            config,
+            names,
+            weights,
+            ..
+        } = source;
+        let body = llama::body(config, *names, weights, &shape)?;
+        let head = llama::head(config, *names, weights, &shape)?;
+        let i32s = |what: &str, n: usize| device.allocate(what, n * 4);
+        let rows = RowBuffers {
+            tokens: i32s("token ids", shape.max_rows)?,
+            positions: i32s("positions", shape.max_rows)?,
+            sequences: i32s("sequences", shape.max_rows)?,
+            slots: i32s("slots", shape.max_rows)?,
+            picks: i32s("picks", shape.max_sequences)?,
+            tables: i32s(
+                "block tables",
+                shape.max_sequences * shape.blocks_per_sequence(),
+            )?,
+        };
+        let hidden = device.allocate("hidden states", shape.max_rows * config.hidden * 4)?;
+        let logits = device.allocate("logits", shape.max_sequences * config.vocab * 4)?;
+        let mut caches = Vec::with_capacity(config.layers);
+        for _ in 0..config.layers {
+            let bytes = shape.cache(config).bytes().unwrap_or(usize::MAX);
+            caches.push(device.allocate("the KV cache", bytes)?);
+        }
+        let bind = |sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
+            let mut plan = device.plan(&sourced.graph, hints)?;
+            for (i, from) in sourced.sources.iter().enumerate() {
+                let buffer = match from {
+                    Source::Weight(name) => {
+                        let weight = weights.get(name).map_err(BuildError::Model)?.clone();
+                        device.import(Rc::new(WeightRegion(weight)))?
+                    }
+                    Source::Vector(name) => f32_buffer(device, name, &vector(weights, name)?)?,
+                    Source::Frequencies => {
+                        let values = config.rope.inverse_frequencies(config.head_dim);
+                        f32_buffer(device, "frequencies", &values)?
+                    }
+                    Source::Cache(layer) => caches[*layer].clone(),
+                    Source::Tokens => rows.tokens.clone(),
+                    Source::Positions => rows.positions.clone(),
+                    Source::Sequences => rows.sequences.clone(),
+                    Source::Slots => rows.slots.clone(),
+                    Source::Tables => rows.tables.clone(),
+                    Source::Hidden => hidden.clone(),
+                    Source::Picks => rows.picks.clone(),
+                };
+                plan.bind(Slot::Input(i), &buffer, 0)?;
+            }
+            Ok(plan)
+        };
+        let (mut body, mut head) = (bind(&body)?, bind(&head)?);
+        body.bind(Slot::Output(0), &hidden, 0)?;
+        head.bind(Slot::Output(0), &logits, 0)?;
+        let stream = device.stream();
+        let scratch = Vec::with_capacity(shape.max_rows);
+        Ok(Self {
+            shape,
+            vocab: config.vocab,
+            stream,
+            body,
+            head,
+            rows,
+            logits,
+            scratch,
+        })
+    }
+
+    /// Sizes it runs with.
+    pub fn shape(&self) -> &RunShape {
+        &self.shape
+    }
+
+    /// Width of a row of logits.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// Says which blocks a sequence's tokens lie in, from block `first` on.
+    ///
+    /// # Errors
+    /// When it is outside of the table.
+    pub fn set_table(
+        &mut self,
+        sequence: usize,
+        first: usize,
+        blocks: &[i32],
+    ) -> Result<(), DeviceError> {
+        let width = self.shape.blocks_per_sequence();
+        if sequence >= self.shape.max_sequences || first + blocks.len() > width {
+            return Err(DeviceError::Binding(format!(
+                "no table {sequence} with {first}+ blocks"
+            )));
+        }
+        self.rows.tables.write_i32(sequence * width + first, blocks)
+    }
+
+    fn fill(
+        scratch: &mut Vec<i32>,
+        buffer: &Buffer,
+        values: impl Iterator<Item = usize>,
+    ) -> Result<(), DeviceError> {
+        scratch.clear();
+        // A value that does not fit is negative, which every kernel refuses as an index.
+        scratch.extend(values.map(|v| i32::try_from(v).unwrap_or(i32::MIN)));
+        buffer.write_i32(0, scratch)
+    }
+
+    /// Computes `rows` and the logits of those that `picks` names.
+    ///
+    /// # Errors
+    /// When there are too many of them, or an index is out of range.
+    pub fn step(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
+        let RowBuffers {
+            tokens,
+            positions,
+            sequences,
+            slots,
+            picks: pick_rows,
+            ..
+        } = &self.rows;
+        let scratch = &mut self.scratch;
+        Self::fill(scratch, tokens, rows.iter().map(|r| r.token as usize))?;
+        Self::fill(scratch, positions, rows.iter().map(|r| r.position))?;
+        Self::fill(scratch, sequences, rows.iter().map(|r| r.sequence))?;
+        Self::fill(scratch, slots, rows.iter().map(|r| r.slot))?;
+        self.stream.execute(self.body.as_mut(), rows.len())?;
+        if !picks.is_empty() {
+            Self::fill(scratch, pick_rows, picks.iter().copied())?;
+            self.stream.execute(self.head.as_mut(), picks.len())?;
+        }
+        self.stream.synchronize()
+    }
+
+    /// The logits of the `i`-th pick of the last step.
+    ///
+    /// # Errors
+    /// When there was no such pick.
+    pub fn logits(&self, i: usize, into: &mut [f32]) -> Result<(), DeviceError> {
+        self.logits.read_f32(i * self.vocab, into)
+    }
+}
