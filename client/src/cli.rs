@@ -1,0 +1,295 @@
+//! The `hotcell` command.
+//!
+//! [`main`] is the whole program but the bundled model's bytes; [`run`] is one command with its input and output
+//! given, for tests.
+
+mod chat;
+mod exit;
+mod flags;
+mod generate;
+mod interrupt;
+mod json;
+mod operate;
+mod session;
+mod stream;
+mod table;
+mod ui;
+
+use std::{ffi::OsString, process::ExitCode};
+
+use clap::{Args, CommandFactory, Parser, Subcommand};
+
+use crate::{connect::Address, local::Bundled};
+
+pub use chat::ChatFlags;
+pub use exit::{Exit, Failure, REASONS};
+pub use flags::{ModelRef, PromptFlags, SamplingFlags};
+pub use generate::{GenerateFlags, RunFlags};
+pub use interrupt::{Interrupt, Trigger};
+pub use operate::{
+    CompletionsFlags, DetokenizeFlags, LoadFlags, ServeFlags, TokenizeFlags, UnloadFlags,
+};
+pub use ui::{Captured, Color, Manner, Ui};
+
+/// Runs language models in disposable worker processes.
+///
+/// A scheduler finds the devices of this host and runs one confined worker process on each. A worker that
+/// crashes or hangs is replaced, and the streams it served go on. This command starts a scheduler, asks it for
+/// text and operates it.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "hotcell", version, after_help = START, after_long_help = long_help())]
+pub struct Cli {
+    /// Flags of every command.
+    #[command(flatten)]
+    pub global: GlobalFlags,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const START: &str = "\
+Examples:
+  hotcell run \"In the beginning\"      text from the bundled model, nothing to set up
+  hotcell serve                       start a scheduler that stays
+  hotcell load ./my-model             load a Hugging Face folder or a .gguf file
+  hotcell chat --model my-model       talk to it
+
+`hotcell --help` also lists the exit codes.";
+
+fn long_help() -> String {
+    format!(
+        "{START}\n\n{}\n\
+         With --json, standard output holds one JSON document (lists) or one per line (streams, loading,\n\
+         watch). A failure is then its last line: {{\"error\":{{\"reason\",\"message\",\"metadata\",\"exit_code\"}}}}.\n\
+         Without --json it is one line on standard error. A wrong command line is always told there.",
+        exit::help()
+    )
+}
+
+/// Flags of every command.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Global options")]
+pub struct GlobalFlags {
+    /// Where the scheduler listens: unix:/path, /path, host:port or http://host:port
+    ///
+    /// [env: HOTCELL_ADDRESS] [default: $XDG_RUNTIME_DIR/hotcell/hotcell.sock, else /tmp/hotcell-UID/hotcell.sock]
+    #[arg(long, global = true, value_name = "ADDRESS")]
+    pub address: Option<Address>,
+    /// Print JSON instead of words
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// When to use colours
+    #[arg(long, global = true, value_enum, value_name = "WHEN", default_value_t)]
+    pub color: Color,
+    /// Say more: timings, seed, numerics class, a private scheduler's log
+    #[arg(short, long, global = true)]
+    pub verbose: bool,
+}
+
+impl GlobalFlags {
+    /// How to speak.
+    pub fn manner(&self) -> Manner {
+        Manner {
+            json: self.json,
+            verbose: self.verbose,
+            color: self.color,
+        }
+    }
+}
+
+/// The commands.
+#[derive(Clone, Debug, Subcommand)]
+#[non_exhaustive]
+pub enum Command {
+    /// Continue a text with the bundled model or another
+    ///
+    /// Uses the scheduler that runs already; where none does, a private one that ends with this command. A model
+    /// given as a path is loaded first. On a terminal the prompt is shown before its continuation, and a line
+    /// with tokens, time to the first token and tokens per second after it.
+    #[command(after_help = "\
+Examples:
+  hotcell run \"In the beginning\"
+  hotcell run \"And God said\" --temperature 0.8 --seed 7 -n 64
+  hotcell run \"Once upon a time\" --model ./llama.gguf
+  echo \"In the beginning\" | hotcell run --json | jq -r 'select(.event==\"delta\").text'")]
+    Run(RunFlags),
+    /// Ask a running scheduler for a continuation, with all options
+    #[command(after_help = "\
+Examples:
+  hotcell generate \"In the beginning\" -n 32 --stop .
+  hotcell generate --ids 0,312,17 --json --top-logprobs 5
+  hotcell generate --chat-file talk.json --model my-model --deadline 30s")]
+    Generate(GenerateFlags),
+    /// Talk to a model
+    ///
+    /// Each line is a message; the conversation so far goes along with it. Works with piped input as well: a
+    /// message per line, an answer per message.
+    #[command(after_help = "\
+Examples:
+  hotcell chat --model my-model --system \"Answer briefly.\"
+  hotcell chat --temperature 0.7
+
+While talking: /reset forgets, /help lists, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")]
+    Chat(ChatFlags),
+    /// Start a scheduler here that stays until it is stopped
+    ///
+    /// Becomes the program hotcell-scheduler, with the bundled model handed over and all flags passed on. With
+    /// --address (before the scheduler's own flags) it listens there.
+    #[command(after_help = "\
+Examples:
+  hotcell serve
+  hotcell serve --devices cpu:2 --models llama=/models/llama
+  hotcell serve --listen 127.0.0.1:4100
+  hotcell serve -- --help               all flags of the scheduler")]
+    Serve(ServeFlags),
+    /// Load a model
+    #[command(after_help = "\
+Examples:
+  hotcell load ./TinyLlama-1.1B         a Hugging Face folder
+  hotcell load /models/q4.gguf --name small
+  hotcell load kjv                      a configured model, by name
+
+A bare word is a name; a path begins with / or ./, ends in .gguf, or holds a / and exists.")]
+    Load(LoadFlags),
+    /// Take a model from the workers
+    #[command(after_help = "Example:\n  hotcell unload small")]
+    Unload(UnloadFlags),
+    /// List the worker processes
+    #[command(after_help = "\
+Examples:
+  hotcell ps
+  hotcell ps --json | jq '.workers[].pid'
+
+OUTSTANDING: tokens still to compute. DEATHS: of this worker so far, LAST EXIT: why the last one died.
+--verbose adds what confines each worker.")]
+    Ps,
+    /// List the devices
+    #[command(
+        after_help = "Examples:\n  hotcell devices\n  hotcell devices --json | jq '.devices[].id'"
+    )]
+    Devices,
+    /// List the models
+    #[command(
+        after_help = "Examples:\n  hotcell models\n  hotcell models --json | jq '.models[].name'"
+    )]
+    Models,
+    /// Show what happens, as it happens
+    #[command(
+        after_help = "Examples:\n  hotcell watch\n  hotcell watch --json | jq 'select(.event==\"worker_died\")'\n\nTimes are UTC. Ctrl-C ends it."
+    )]
+    Watch,
+    /// Show a prompt's token ids
+    #[command(
+        after_help = "Examples:\n  hotcell tokenize \"In the beginning\"\n  hotcell tokenize --chat-file talk.json --json   the rendered chat too"
+    )]
+    Tokenize(TokenizeFlags),
+    /// Show the text of token ids
+    #[command(
+        after_help = "Examples:\n  hotcell detokenize 312 17 9\n  hotcell detokenize 0,312,17 --special"
+    )]
+    Detokenize(DetokenizeFlags),
+    /// Print a completion script for a shell
+    #[command(after_help = "\
+Examples:
+  hotcell completions bash > ~/.local/share/bash-completion/completions/hotcell
+  hotcell completions zsh > \"${fpath[1]}/_hotcell\"
+  hotcell completions fish > ~/.config/fish/completions/hotcell.fish")]
+    Completions(CompletionsFlags),
+}
+
+/// The program: reads the command line, does what it says, tells how it went.
+pub fn main(bundled: Bundled) -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    let cli = match parse(&args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            let exit = if error.use_stderr() {
+                Exit::Usage
+            } else {
+                Exit::Success
+            };
+            // Help may go to `head`.
+            return match error.print() {
+                Err(e) => Failure::Output(e).exit().into(),
+                Ok(()) => exit.into(),
+            };
+        }
+    };
+    let mut ui = Ui::standard(cli.global.manner());
+    // Before any thread is started: this process is about to become another.
+    if let Command::Serve(flags) = &cli.command {
+        let failure = operate::serve(&cli.global, flags, bundled);
+        ui.report(&failure);
+        return failure.exit().into();
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build();
+    let runtime = match runtime {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            ui.report(&Failure::Output(error));
+            return Exit::Failed.into();
+        }
+    };
+    runtime
+        .block_on(async {
+            let interrupt = Interrupt::install();
+            run(cli, &mut ui, bundled, interrupt).await
+        })
+        .into()
+}
+
+/// Reads a command line, the program's name first. The colour of help and errors follows `--color` too.
+///
+/// # Errors
+/// clap's, to be printed; asking for help or the version is one.
+pub fn parse(args: &[OsString]) -> Result<Cli, clap::Error> {
+    let mut color = clap::ColorChoice::Auto;
+    let mut words = args
+        .iter()
+        .filter_map(|arg| arg.to_str())
+        .take_while(|arg| *arg != "--");
+    while let Some(word) = words.next() {
+        let value = match word.strip_prefix("--color") {
+            Some("") => words.next(),
+            Some(rest) => rest.strip_prefix('='),
+            None => continue,
+        };
+        color = match value {
+            Some("always") => clap::ColorChoice::Always,
+            Some("never") => clap::ColorChoice::Never,
+            _ => color,
+        };
+    }
+    let matches = Cli::command().color(color).try_get_matches_from(args)?;
+    <Cli as clap::FromArgMatches>::from_arg_matches(&matches)
+}
+
+/// Does one command and reports a failure. `serve` is not for here: it would replace the process.
+pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interrupt) -> Exit {
+    let (global, stop) = (&cli.global, &mut interrupt);
+    let result = match &cli.command {
+        Command::Run(flags) => generate::run(ui, global, flags, bundled, stop).await,
+        Command::Generate(flags) => generate::generate(ui, global, flags, stop).await,
+        Command::Chat(flags) => chat::chat(ui, global, flags, bundled, stop).await,
+        Command::Serve(flags) => Err(operate::serve(global, flags, bundled)),
+        Command::Load(flags) => operate::load(ui, global, flags, stop).await,
+        Command::Unload(flags) => operate::unload(ui, global, flags).await,
+        Command::Ps => operate::workers(ui, global).await,
+        Command::Devices => operate::devices(ui, global).await,
+        Command::Models => operate::models(ui, global).await,
+        Command::Watch => operate::watch(ui, global, stop).await,
+        Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
+        Command::Detokenize(flags) => operate::detokenize(ui, global, flags).await,
+        Command::Completions(flags) => operate::completions(ui, flags),
+    };
+    match result {
+        Ok(()) => Exit::Success,
+        Err(failure) => {
+            ui.report(&failure);
+            failure.exit()
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! `run` and `generate`: one prompt, one answer.
+
+use clap::Args;
+
+use crate::{local::Bundled, tokens::Prompt};
+
+use super::{
+    GlobalFlags,
+    exit::Failure,
+    flags::{DEFAULT_MAX_TOKENS, ModelRef, PromptFlags, SamplingFlags, text_or_input},
+    interrupt::Interrupt,
+    session::{Session, with_hint},
+    stream::{Report, show},
+    ui::{BOLD, Ui, harmless},
+};
+
+/// `hotcell run`.
+#[derive(Args, Clone, Debug)]
+pub struct RunFlags {
+    /// The text to continue; read from standard input if missing
+    pub prompt: Option<String>,
+    /// A loaded or configured model's name, or the path of a model to load: a folder or a .gguf file
+    #[arg(short, long, value_name = "NAME-or-PATH", default_value = "kjv")]
+    pub model: String,
+    /// Start a private scheduler even if one runs already
+    #[arg(long)]
+    pub private: bool,
+    /// How to choose tokens.
+    #[command(flatten)]
+    pub sampling: SamplingFlags,
+}
+
+/// `hotcell generate`.
+#[derive(Args, Clone, Debug)]
+pub struct GenerateFlags {
+    /// What to continue.
+    #[command(flatten)]
+    pub prompt: PromptFlags,
+    /// Name of a loaded model [default: the scheduler's default]
+    #[arg(
+        short,
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub model: String,
+    /// How to choose tokens.
+    #[command(flatten)]
+    pub sampling: SamplingFlags,
+    /// Report each token's log probability (shown with --json)
+    #[arg(long)]
+    pub logprobs: bool,
+    /// Report this many alternatives of each token too (shown with --json)
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub top_logprobs: u32,
+    /// Which of several continuations of one prompt and seed to make
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub branch: u32,
+    /// An id of your own for this request
+    #[arg(long, value_name = "ID", default_value = "", hide_default_value = true)]
+    pub request_id: String,
+}
+
+fn done(report: &Report) -> Result<(), Failure> {
+    if report.interrupted {
+        Err(Failure::Interrupted)
+    } else {
+        Ok(())
+    }
+}
+
+pub(crate) async fn run(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &RunFlags,
+    bundled: Bundled,
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let prompt = text_or_input(flags.prompt.as_deref(), ui)?;
+    let model = ModelRef::parse(&flags.model);
+    let mut session = tokio::select! {
+        session = Session::running_or_private(ui, global, flags.private, &model, bundled) => session?,
+        () = interrupt.pressed() => return Err(Failure::Interrupted),
+    };
+    let result = run_in(ui, &mut session, flags, &model, prompt, interrupt).await;
+    session.end().await;
+    done(&result?)
+}
+
+async fn run_in(
+    ui: &mut Ui,
+    session: &mut Session,
+    flags: &RunFlags,
+    model: &ModelRef,
+    prompt: String,
+    interrupt: &mut Interrupt,
+) -> Result<Report, Failure> {
+    let name = session.prepare(ui, interrupt, model).await?;
+    if ui.out_terminal && !ui.manner.json {
+        // The continuation alone would begin in the middle of a sentence.
+        let echo = ui.styled(BOLD, &harmless(&prompt));
+        ui.print(&echo)?;
+    }
+    let options = flags.sampling.options(&name, DEFAULT_MAX_TOKENS);
+    show(ui, session, interrupt, Prompt::Text(prompt), options)
+        .await
+        .map_err(|failure| hinted(failure, &flags.model))
+}
+
+pub(crate) async fn generate(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &GenerateFlags,
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let prompt = flags.prompt.read(ui)?;
+    let mut session = Session::running(global).await?;
+    let mut options = flags.sampling.options(&flags.model, DEFAULT_MAX_TOKENS);
+    options.logprobs = flags.logprobs || flags.top_logprobs > 0;
+    options.top_logprobs = flags.top_logprobs;
+    options.branch = flags.branch;
+    options.request_id.clone_from(&flags.request_id);
+    let report = show(ui, &mut session, interrupt, prompt, options).await;
+    done(&report.map_err(|failure| hinted(failure, &flags.model))?)
+}
+
+fn hinted(failure: Failure, model: &str) -> Failure {
+    use hotcell_proto::error::Reason;
+    match failure {
+        Failure::Call(error) if error.reason() == Reason::ModelNotFound => {
+            Failure::Call(with_hint(error, model))
+        }
+        failure => failure,
+    }
+}

@@ -1,0 +1,350 @@
+//! What `--json` prints: the protocol's messages with plain names. Numbers stay numbers, enums become the
+//! lower-case words of their constants, missing messages become null.
+
+use hotcell_proto::v1;
+use serde::Serialize;
+
+use crate::tokens::Event;
+
+/// `FINISH_REASON_MAX_TOKENS` → `max_tokens`; a number that this version does not know → its digits.
+pub(crate) fn word(name: Result<&'static str, i32>, prefix: &str) -> String {
+    match name {
+        Ok(name) => name
+            .strip_prefix(prefix)
+            .unwrap_or(name)
+            .to_ascii_lowercase(),
+        Err(number) => number.to_string(),
+    }
+}
+
+macro_rules! words {
+    ($($(#[doc = $doc:literal])* $function:ident: $kind:ident $prefix:literal;)*) => {
+        $($(#[doc = $doc])*
+        pub(crate) fn $function(number: i32) -> String {
+            word(v1::$kind::try_from(number).map(|k| k.as_str_name()).map_err(|_| number), $prefix)
+        })*
+    };
+}
+
+words! {
+    /// A finish reason's word.
+    finish_reason: FinishReason "FINISH_REASON_";
+    /// A worker state's word.
+    worker_state: WorkerState "WORKER_STATE_";
+    /// A model state's word.
+    model_state: ModelState "MODEL_STATE_";
+    /// An event kind's word.
+    event_kind: EventKind "EVENT_KIND_";
+}
+
+/// One event of a token stream.
+#[derive(Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub(crate) enum EventView<'a> {
+    Accepted {
+        request_id: &'a str,
+        model: &'a str,
+        prompt_ids: &'a [u32],
+        seed: u64,
+        numerics: Option<NumericsView<'a>>,
+    },
+    Delta {
+        text: &'a str,
+        token_ids: &'a [u32],
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        logprobs: Vec<LogprobView>,
+    },
+    Finished {
+        reason: String,
+        matched_stop: &'a str,
+        usage: UsageView,
+        timings: TimingsView,
+        seed: u64,
+        numerics: Option<NumericsView<'a>>,
+        deaths_survived: u32,
+    },
+}
+
+#[derive(Serialize)]
+pub(crate) struct NumericsView<'a> {
+    id: &'a str,
+    reproducible: bool,
+    model_hash: &'a str,
+}
+
+#[derive(Serialize)]
+pub(crate) struct LogprobView {
+    token: u32,
+    logprob: f32,
+    top: Vec<CandidateView>,
+}
+
+#[derive(Serialize)]
+pub(crate) struct CandidateView {
+    token: u32,
+    logprob: f32,
+}
+
+#[derive(Serialize)]
+pub(crate) struct UsageView {
+    prompt_tokens: u32,
+    generated_tokens: u32,
+}
+
+/// The worker's times, and the client's: from the request to the first token, and to the end.
+#[derive(Serialize)]
+pub(crate) struct TimingsView {
+    queue_ms: f64,
+    prefill_ms: f64,
+    decode_ms: f64,
+    first_token_ms: Option<f64>,
+    total_ms: f64,
+}
+
+/// What the client measured.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Clock {
+    pub(crate) first_token_ms: Option<f64>,
+    pub(crate) total_ms: f64,
+}
+
+fn numerics(class: Option<&v1::NumericsClass>) -> Option<NumericsView<'_>> {
+    class.map(|class| NumericsView {
+        id: &class.id,
+        reproducible: class.reproducible,
+        model_hash: &class.model_hash,
+    })
+}
+
+/// An event and what the client's clock says.
+pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
+    match event {
+        Event::Accepted(accepted) => EventView::Accepted {
+            request_id: &accepted.request_id,
+            model: &accepted.model,
+            prompt_ids: &accepted.prompt_ids,
+            seed: accepted.seed,
+            numerics: numerics(accepted.numerics.as_ref()),
+        },
+        Event::Delta(delta) => EventView::Delta {
+            text: &delta.text,
+            token_ids: &delta.token_ids,
+            logprobs: delta.logprobs.iter().map(logprob).collect(),
+        },
+        Event::Finished(finished) => {
+            let usage = finished.usage.unwrap_or_default();
+            let timings = finished.timings.unwrap_or_default();
+            EventView::Finished {
+                reason: finish_reason(finished.reason),
+                matched_stop: &finished.matched_stop,
+                usage: UsageView {
+                    prompt_tokens: usage.prompt_tokens,
+                    generated_tokens: usage.generated_tokens,
+                },
+                timings: TimingsView {
+                    queue_ms: timings.queue_ms,
+                    prefill_ms: timings.prefill_ms,
+                    decode_ms: timings.decode_ms,
+                    first_token_ms: clock.first_token_ms,
+                    total_ms: clock.total_ms,
+                },
+                seed: finished.seed,
+                numerics: numerics(finished.numerics.as_ref()),
+                deaths_survived: finished.deaths_survived,
+            }
+        }
+    }
+}
+
+fn logprob(entry: &v1::TokenLogprob) -> LogprobView {
+    let top = entry.top.iter().map(|c| CandidateView {
+        token: c.token,
+        logprob: c.logprob,
+    });
+    LogprobView {
+        token: entry.token,
+        logprob: entry.logprob,
+        top: top.collect(),
+    }
+}
+
+/// `hotcell devices`.
+#[derive(Serialize)]
+pub(crate) struct DeviceView<'a> {
+    id: &'a str,
+    backend: &'a str,
+    description: &'a str,
+    memory_bytes: u64,
+    cores: &'a [u32],
+    path: &'a str,
+    problem: &'a str,
+}
+
+impl<'a> From<&'a v1::Device> for DeviceView<'a> {
+    fn from(d: &'a v1::Device) -> Self {
+        Self {
+            id: &d.id,
+            backend: &d.backend,
+            description: &d.description,
+            memory_bytes: d.memory_bytes,
+            cores: &d.cores,
+            path: &d.path,
+            problem: &d.problem,
+        }
+    }
+}
+
+/// One row of `hotcell ps`.
+#[derive(Serialize)]
+pub(crate) struct WorkerView<'a> {
+    id: &'a str,
+    device: &'a str,
+    trust_domain: &'a str,
+    memory_bytes: u64,
+    cores: &'a [u32],
+    pid: u32,
+    state: String,
+    epoch: u64,
+    models: &'a [String],
+    running_requests: u32,
+    outstanding_tokens: u64,
+    deaths: u32,
+    last_exit: &'a str,
+    uptime_ms: u64,
+    resident_bytes: u64,
+    confinement: &'a str,
+}
+
+impl<'a> From<&'a v1::WorkerInfo> for WorkerView<'a> {
+    fn from(w: &'a v1::WorkerInfo) -> Self {
+        let lease = w.lease.as_ref();
+        Self {
+            id: &w.id,
+            device: lease.map_or("", |l| &l.device),
+            trust_domain: lease.map_or("", |l| &l.trust_domain),
+            memory_bytes: lease.map_or(0, |l| l.memory_bytes),
+            cores: lease.map_or(&[], |l| &l.cores),
+            pid: w.pid,
+            state: worker_state(w.state),
+            epoch: w.epoch,
+            models: &w.models,
+            running_requests: w.running_requests,
+            outstanding_tokens: w.outstanding_tokens,
+            deaths: w.deaths,
+            last_exit: &w.last_exit,
+            uptime_ms: w.uptime_ms,
+            resident_bytes: w.resident_bytes,
+            confinement: &w.confinement,
+        }
+    }
+}
+
+/// One row of `hotcell models`.
+#[derive(Serialize)]
+pub(crate) struct ModelView<'a> {
+    name: &'a str,
+    state: String,
+    source: &'a str,
+    is_default: bool,
+    summary: Option<SummaryView<'a>>,
+    file_bytes: u64,
+    workers: &'a [String],
+    problem: &'a str,
+}
+
+#[derive(Serialize)]
+struct SummaryView<'a> {
+    architecture: &'a str,
+    parameters: u64,
+    context_length: u32,
+    vocabulary: u32,
+    weights_dtype: &'a str,
+    model_hash: &'a str,
+    has_chat_template: bool,
+}
+
+impl<'a> From<&'a v1::ModelInfo> for ModelView<'a> {
+    fn from(m: &'a v1::ModelInfo) -> Self {
+        Self {
+            name: &m.name,
+            state: model_state(m.state),
+            source: &m.source,
+            is_default: m.is_default,
+            summary: m.summary.as_ref().map(|s| SummaryView {
+                architecture: &s.architecture,
+                parameters: s.parameters,
+                context_length: s.context_length,
+                vocabulary: s.vocabulary,
+                weights_dtype: &s.weights_dtype,
+                model_hash: &s.model_hash,
+                has_chat_template: s.has_chat_template,
+            }),
+            file_bytes: m.file_bytes,
+            workers: &m.workers,
+            problem: &m.problem,
+        }
+    }
+}
+
+/// One step of loading; `model` comes with the last.
+#[derive(Serialize)]
+pub(crate) struct LoadView<'a> {
+    event: &'static str,
+    name: &'a str,
+    worker: &'a str,
+    stage: &'a str,
+    bytes_done: u64,
+    bytes_total: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    model: Option<ModelView<'a>>,
+}
+
+impl<'a> From<&'a v1::LoadModelProgress> for LoadView<'a> {
+    fn from(p: &'a v1::LoadModelProgress) -> Self {
+        Self {
+            event: if p.done { "loaded" } else { "loading" },
+            name: &p.name,
+            worker: &p.worker,
+            stage: &p.stage,
+            bytes_done: p.bytes_done,
+            bytes_total: p.bytes_total,
+            model: p.model.as_ref().map(ModelView::from),
+        }
+    }
+}
+
+/// One line of `hotcell watch`.
+#[derive(Serialize)]
+pub(crate) struct WatchView<'a> {
+    event: String,
+    time_ms: u64,
+    worker: &'a str,
+    epoch: u64,
+    model: &'a str,
+    message: &'a str,
+}
+
+impl<'a> From<&'a v1::Event> for WatchView<'a> {
+    fn from(e: &'a v1::Event) -> Self {
+        Self {
+            event: event_kind(e.kind),
+            time_ms: e.time_ms,
+            worker: &e.worker,
+            epoch: e.epoch,
+            model: &e.model,
+            message: &e.message,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn enums_become_plain_words() {
+        let full = v1::FinishReason::ContextFull.into();
+        assert_eq!(finish_reason(full), "context_full");
+        assert_eq!(finish_reason(99), "99");
+    }
+}

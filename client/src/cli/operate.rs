@@ -1,0 +1,424 @@
+//! Commands that operate a scheduler or ask it something once.
+
+use std::ffi::OsString;
+
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+use hotcell_proto::v1;
+use serde_json::json;
+
+use crate::{
+    connect::Address,
+    local::{Bundled, Launch},
+};
+
+use super::{
+    Cli, GlobalFlags,
+    exit::Failure,
+    flags::{ModelRef, PromptFlags},
+    interrupt::Interrupt,
+    json::{self, DeviceView, ModelView, WatchView, WorkerView},
+    session::Session,
+    table::{Table, bytes, count, span, time_of_day},
+    ui::{DIM, Ui, one_line},
+};
+
+/// `hotcell serve`.
+#[derive(Args, Clone, Debug)]
+pub struct ServeFlags {
+    /// Flags of hotcell-scheduler, passed on as they are; see `hotcell serve -- --help`
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "SCHEDULER FLAGS"
+    )]
+    pub flags: Vec<OsString>,
+}
+
+/// `hotcell load`.
+#[derive(Args, Clone, Debug)]
+pub struct LoadFlags {
+    /// A folder or .gguf file as the scheduler sees it, or the name of a configured model
+    #[arg(value_name = "PATH-or-NAME")]
+    pub model: String,
+    /// The name requests will use [default: the last part of the path without its extension]
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub name: String,
+}
+
+/// `hotcell unload`.
+#[derive(Args, Clone, Debug)]
+pub struct UnloadFlags {
+    /// The model's name
+    pub name: String,
+}
+
+/// `hotcell tokenize`.
+#[derive(Args, Clone, Debug)]
+pub struct TokenizeFlags {
+    /// What to tokenise.
+    #[command(flatten)]
+    pub prompt: PromptFlags,
+    /// Name of a loaded model [default: the scheduler's default]
+    #[arg(
+        short,
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub model: String,
+    /// Leave out tokens that the model would add by itself
+    #[arg(long)]
+    pub no_special: bool,
+}
+
+/// `hotcell detokenize`.
+#[derive(Args, Clone, Debug)]
+pub struct DetokenizeFlags {
+    /// Token ids, separated by spaces or commas
+    #[arg(required = true, value_delimiter = ',')]
+    pub ids: Vec<u32>,
+    /// Name of a loaded model [default: the scheduler's default]
+    #[arg(
+        short,
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub model: String,
+    /// Show special tokens instead of leaving them out
+    #[arg(long)]
+    pub special: bool,
+}
+
+/// `hotcell completions`.
+#[derive(Args, Clone, Debug)]
+pub struct CompletionsFlags {
+    /// The shell
+    pub shell: Shell,
+}
+
+/// What the scheduler is to be told about where to listen, unless its own flags say so.
+pub(crate) fn doors(address: Option<&Address>, flags: &[OsString]) -> Vec<OsString> {
+    let says = |flag: &str| {
+        flags.iter().any(|given| {
+            let given = given.to_string_lossy();
+            given == flag
+                || given
+                    .strip_prefix(flag)
+                    .is_some_and(|rest| rest.starts_with('='))
+        })
+    };
+    match address {
+        Some(Address::Unix(path)) if !says("--socket") => vec!["--socket".into(), path.into()],
+        Some(Address::Tcp(authority)) if !says("--listen") => {
+            vec!["--listen".into(), authority.into()]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Becomes the scheduler; returns only on failure.
+pub(crate) fn serve(global: &GlobalFlags, flags: &ServeFlags, bundled: Bundled) -> Failure {
+    let address = match &global.address {
+        Some(address) => Ok(address.clone()),
+        None => Address::from_environment(),
+    };
+    let address = match address {
+        Ok(address) => address,
+        Err(error) => return Failure::Usage(error.message().to_owned()),
+    };
+    let mut launch = match Launch::beside_this_program() {
+        Ok(launch) => launch,
+        Err(error) => return error.into(),
+    };
+    launch.bundled = Some(bundled);
+    // The default is the scheduler's own too, and its config file may have another.
+    let said = (address != Address::default_socket()).then_some(&address);
+    launch.flags = doors(said, &flags.flags);
+    launch.flags.extend(flags.flags.iter().cloned());
+    launch.become_scheduler().into()
+}
+
+pub(crate) async fn load(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &LoadFlags,
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let mut session = Session::running(global).await?;
+    let model = match ModelRef::parse(&flags.model) {
+        ModelRef::Name(_) if !flags.name.is_empty() => {
+            return Err(Failure::Usage(format!(
+                "--name goes with a path; to load files here, write ./{}",
+                flags.model
+            )));
+        }
+        model => model,
+    };
+    let info = session
+        .load(ui, interrupt, &model, &flags.name, true)
+        .await?;
+    if ui.manner.json {
+        return Ok(());
+    }
+    let summary = info.summary.unwrap_or_default();
+    let line = format!(
+        "{}: {} with {} parameters, context {}, {}, {} on {}\n",
+        info.name,
+        summary.architecture,
+        count(summary.parameters),
+        summary.context_length,
+        summary.weights_dtype,
+        bytes(info.file_bytes),
+        info.workers.join(", "),
+    );
+    ui.print(&format!("{}\n", one_line(line.trim_end())))
+}
+
+pub(crate) async fn unload(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &UnloadFlags,
+) -> Result<(), Failure> {
+    let session = Session::running(global).await?;
+    session.client.unload(&flags.name).await?;
+    if ui.manner.json {
+        ui.print_json(&json!({ "unloaded": flags.name }))
+    } else {
+        ui.print(&format!("unloaded {}\n", flags.name))
+    }
+}
+
+pub(crate) async fn workers(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Failure> {
+    let workers = Session::running(global).await?.client.workers().await?;
+    if ui.manner.json {
+        let views: Vec<_> = workers.iter().map(WorkerView::from).collect();
+        return ui.print_json(&json!({ "workers": views }));
+    }
+    let mut table = Table::new(&[
+        "WORKER",
+        "DEVICE",
+        "PID",
+        "STATE",
+        "EPOCH",
+        "MODELS",
+        "RUNNING",
+        "OUTSTANDING",
+        "DEATHS",
+        "RSS",
+        "UPTIME",
+        "LAST EXIT",
+    ]);
+    for w in &workers {
+        // Without a process there is nothing to measure.
+        let alive = |text: String| if w.pid == 0 { String::new() } else { text };
+        table.row([
+            w.id.clone(),
+            w.lease
+                .as_ref()
+                .map(|l| l.device.clone())
+                .unwrap_or_default(),
+            alive(w.pid.to_string()),
+            json::worker_state(w.state),
+            w.epoch.to_string(),
+            w.models.join(","),
+            w.running_requests.to_string(),
+            w.outstanding_tokens.to_string(),
+            w.deaths.to_string(),
+            alive(bytes(w.resident_bytes)),
+            alive(span(w.uptime_ms)),
+            w.last_exit.clone(),
+        ]);
+    }
+    table.print(ui, "there are no workers")?;
+    if ui.manner.verbose {
+        for w in &workers {
+            ui.note(DIM, &one_line(&format!("{}: {}", w.id, w.confinement)));
+        }
+    }
+    Ok(())
+}
+
+pub(crate) async fn devices(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Failure> {
+    let devices = Session::running(global).await?.client.devices().await?;
+    if ui.manner.json {
+        let views: Vec<_> = devices.iter().map(DeviceView::from).collect();
+        return ui.print_json(&json!({ "devices": views }));
+    }
+    let mut table = Table::new(&[
+        "DEVICE",
+        "BACKEND",
+        "PATH",
+        "CORES",
+        "MEMORY",
+        "DESCRIPTION",
+        "PROBLEM",
+    ]);
+    for d in &devices {
+        table.row([
+            d.id.clone(),
+            d.backend.clone(),
+            d.path.clone(),
+            d.cores.len().to_string(),
+            bytes(d.memory_bytes),
+            d.description.clone(),
+            d.problem.clone(),
+        ]);
+    }
+    table.print(ui, "there are no devices")
+}
+
+pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Failure> {
+    let models = Session::running(global).await?.client.models().await?;
+    if ui.manner.json {
+        let views: Vec<_> = models.iter().map(ModelView::from).collect();
+        return ui.print_json(&json!({ "models": views }));
+    }
+    let mut table = Table::new(&[
+        "MODEL",
+        "STATE",
+        "ARCHITECTURE",
+        "PARAMETERS",
+        "CONTEXT",
+        "DTYPE",
+        "SIZE",
+        "WORKERS",
+        "SOURCE",
+        "PROBLEM",
+    ]);
+    for m in &models {
+        let summary = m.summary.clone().unwrap_or_default();
+        let mark = if m.is_default { " (default)" } else { "" };
+        table.row([
+            format!("{}{mark}", m.name),
+            json::model_state(m.state),
+            summary.architecture,
+            count(summary.parameters),
+            count_or_nothing(summary.context_length),
+            summary.weights_dtype,
+            bytes(m.file_bytes),
+            m.workers.join(","),
+            m.source.clone(),
+            m.problem.clone(),
+        ]);
+    }
+    table.print(ui, "there are no models; load one with `hotcell load PATH`")
+}
+
+fn count_or_nothing(n: u32) -> String {
+    if n == 0 { String::new() } else { n.to_string() }
+}
+
+pub(crate) async fn watch(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let session = Session::running(global).await?;
+    let mut events = session.client.watch().await?;
+    loop {
+        let event = tokio::select! {
+            event = events.next() => event.transpose()?,
+            () = interrupt.pressed() => return Err(Failure::Interrupted),
+        };
+        let Some(event) = event else {
+            return Ok(());
+        };
+        if ui.manner.json {
+            ui.print_json(&WatchView::from(&event))?;
+        } else {
+            ui.print(&format!("{}\n", one_line(&event_line(&event))))?;
+        }
+    }
+}
+
+fn event_line(event: &v1::Event) -> String {
+    let mut line = format!(
+        "{}  {}",
+        time_of_day(event.time_ms),
+        json::event_kind(event.kind)
+    );
+    if !event.worker.is_empty() {
+        line.push_str(&format!("  {} epoch {}", event.worker, event.epoch));
+    }
+    for part in [&event.model, &event.message] {
+        if !part.is_empty() {
+            line.push_str("  ");
+            line.push_str(part);
+        }
+    }
+    line
+}
+
+pub(crate) async fn tokenize(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &TokenizeFlags,
+) -> Result<(), Failure> {
+    let prompt = flags.prompt.read(ui)?;
+    let session = Session::running(global).await?;
+    let answer = session
+        .client
+        .tokenize(&flags.model, prompt, flags.no_special)
+        .await?;
+    if ui.manner.json {
+        return ui.print_json(&json!({
+            "model": answer.model,
+            "ids": answer.ids,
+            "text": answer.text,
+        }));
+    }
+    let ids: Vec<String> = answer.ids.iter().map(u32::to_string).collect();
+    ui.print(&format!("{}\n", ids.join(" ")))
+}
+
+pub(crate) async fn detokenize(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &DetokenizeFlags,
+) -> Result<(), Failure> {
+    let session = Session::running(global).await?;
+    let ids = flags.ids.clone();
+    let text = session
+        .client
+        .detokenize(&flags.model, ids, flags.special)
+        .await?;
+    if ui.manner.json {
+        return ui.print_json(&json!({ "text": text }));
+    }
+    ui.print_text(&text)?;
+    ui.print("\n")
+}
+
+pub(crate) fn completions(ui: &mut Ui, flags: &CompletionsFlags) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(flags.shell, &mut Cli::command(), "hotcell", &mut script);
+    ui.print_bytes(&script)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_becomes_the_door_unless_flags_name_one() {
+        let unix: Address = "unix:/run/h.sock".parse().unwrap();
+        let tcp: Address = "127.0.0.1:4100".parse().unwrap();
+        assert_eq!(doors(Some(&unix), &[]), ["--socket", "/run/h.sock"]);
+        assert_eq!(
+            doors(Some(&tcp), &["--devices".into()]),
+            ["--listen", "127.0.0.1:4100"]
+        );
+        assert!(doors(Some(&unix), &["--socket=/x".into()]).is_empty());
+        assert!(doors(Some(&tcp), &["--listen".into(), "[::1]:1".into()]).is_empty());
+        assert!(doors(None, &[]).is_empty());
+    }
+}

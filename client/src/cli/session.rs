@@ -1,0 +1,223 @@
+//! Which scheduler a command talks to, and that the model is there.
+
+use std::io::Write;
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{ModelInfo, ModelState},
+};
+
+use crate::{
+    connect::{Address, Client, is_unreachable},
+    control::unfinished_load,
+    local::{Bundled, Launch, PrivateScheduler},
+};
+
+use super::{
+    GlobalFlags,
+    exit::Failure,
+    flags::ModelRef,
+    interrupt::Interrupt,
+    json::LoadView,
+    ui::{Ui, bar_style, one_line, spinner_style},
+};
+
+/// A connection, and the scheduler behind it if that is ours.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) client: Client,
+    /// Whether paths mean the same there.
+    local: bool,
+    private: Option<PrivateScheduler>,
+}
+
+/// Where to look for a scheduler, and whether somebody said so.
+fn address(flags: &GlobalFlags) -> Result<(Address, bool), Failure> {
+    match &flags.address {
+        Some(address) => Ok((address.clone(), true)),
+        None => {
+            let address = Address::from_environment();
+            let address = address.map_err(|e| Failure::Usage(e.message().to_owned()))?;
+            let said = address != Address::default_socket();
+            Ok((address, said))
+        }
+    }
+}
+
+impl Session {
+    /// A scheduler that runs already.
+    pub(crate) async fn running(flags: &GlobalFlags) -> Result<Self, Failure> {
+        let (address, _) = address(flags)?;
+        Ok(Self {
+            client: Client::connect(&address).await?,
+            local: address.is_local(),
+            private: None,
+        })
+    }
+
+    /// A scheduler that runs already, else a private one. One that was named must run.
+    pub(crate) async fn running_or_private(
+        ui: &mut Ui,
+        flags: &GlobalFlags,
+        private: bool,
+        model: &ModelRef,
+        bundled: Bundled,
+    ) -> Result<Self, Failure> {
+        if !private {
+            let (_, said) = address(flags)?;
+            match Self::running(flags).await {
+                Err(Failure::Call(error)) if !said && is_unreachable(&error) => {}
+                result => return result,
+            }
+        }
+        let mut launch = Launch::beside_this_program()?;
+        // Nobody else will ask this scheduler for anything but this model.
+        launch.bundled = matches!(model, ModelRef::Name(_)).then_some(bundled);
+        let bar = ui.progress("starting a private scheduler");
+        bar.set_style(spinner_style());
+        bar.enable_steady_tick(std::time::Duration::from_millis(100));
+        let verbose = ui.manner.verbose;
+        let show_line = move |line: &str| {
+            if verbose {
+                let _ = writeln!(std::io::stderr(), "scheduler: {line}");
+            }
+        };
+        let started = PrivateScheduler::start(launch, show_line).await;
+        bar.finish_and_clear();
+        let (scheduler, client) = started?;
+        Ok(Self {
+            client,
+            local: true,
+            private: Some(scheduler),
+        })
+    }
+
+    /// What became of a private scheduler, if `error` is that it cannot be reached.
+    pub(crate) async fn explain(&mut self, error: Error) -> Error {
+        match &mut self.private {
+            Some(scheduler) => scheduler.explain(error).await,
+            None => error,
+        }
+    }
+
+    /// Ends a private scheduler.
+    pub(crate) async fn end(self) {
+        drop(self.client);
+        if let Some(scheduler) = self.private {
+            scheduler.stop().await;
+        }
+    }
+
+    /// Sees to it that `model` is loaded, and tells its name for requests.
+    pub(crate) async fn prepare(
+        &mut self,
+        ui: &mut Ui,
+        interrupt: &mut Interrupt,
+        model: &ModelRef,
+    ) -> Result<String, Failure> {
+        let name = match model {
+            ModelRef::Path(_) => {
+                return Ok(self.load(ui, interrupt, model, "", false).await?.name);
+            }
+            ModelRef::Name(name) => name,
+        };
+        let models = match self.client.models().await {
+            Ok(models) => models,
+            Err(error) => return Err(self.explain(error).await.into()),
+        };
+        let found = models.iter().find(|m| m.name == *name);
+        let loaded = found.is_none_or(|m| m.state() == ModelState::Loaded);
+        if !name.is_empty() && !loaded {
+            self.load(ui, interrupt, model, "", false).await?;
+        }
+        // A name nobody knows is the server's to refuse, with its list of what there is.
+        Ok(name.clone())
+    }
+
+    /// Loads a model with a progress bar, or with a JSON line per step if `lines`.
+    pub(crate) async fn load(
+        &mut self,
+        ui: &mut Ui,
+        interrupt: &mut Interrupt,
+        model: &ModelRef,
+        name: &str,
+        lines: bool,
+    ) -> Result<ModelInfo, Failure> {
+        let result = self.follow_load(ui, interrupt, model, name, lines).await;
+        match result {
+            Err(Failure::Call(error)) => Err(self.explain(error).await.into()),
+            result => result,
+        }
+    }
+
+    async fn follow_load(
+        &self,
+        ui: &mut Ui,
+        interrupt: &mut Interrupt,
+        model: &ModelRef,
+        name: &str,
+        lines: bool,
+    ) -> Result<ModelInfo, Failure> {
+        let (label, name, path) = match model {
+            ModelRef::Name(known) => (known, known.as_str(), String::new()),
+            // Somewhere else, only that scheduler can tell what is there.
+            ModelRef::Path(path) if !self.local => (path, name, path.clone()),
+            ModelRef::Path(path) => (path, name, ModelRef::absolute(path)?),
+        };
+        let bar = ui.progress(&format!("loading {label}"));
+        bar.set_style(spinner_style());
+        let steps = async {
+            let mut progress = self.client.load_progress(name, &path).await?;
+            while let Some(step) = progress.next().await {
+                let step = step?;
+                if lines && ui.manner.json {
+                    ui.print_json(&LoadView::from(&step))?;
+                }
+                if step.bytes_total > 0 {
+                    bar.set_style(bar_style());
+                    bar.set_length(step.bytes_total);
+                    bar.set_position(step.bytes_done.min(step.bytes_total));
+                }
+                bar.set_prefix(one_line(&format!("{} {}", step.stage, step.worker)));
+                bar.tick();
+                if step.done {
+                    return Ok(step.model.unwrap_or_default());
+                }
+            }
+            Err(Failure::Call(unfinished_load(self.client.peer())))
+        };
+        let result = tokio::select! {
+            result = steps => result,
+            () = interrupt.pressed() => Err(Failure::Interrupted),
+        };
+        bar.finish_and_clear();
+        match (result, model) {
+            (Err(Failure::Call(error)), ModelRef::Name(name))
+                if error.reason() == Reason::ModelNotFound =>
+            {
+                Err(with_hint(error, name).into())
+            }
+            (result, _) => result,
+        }
+    }
+}
+
+/// Reminds of the file that lies here under a name that no model has.
+pub(crate) fn with_hint(error: Error, name: &str) -> Error {
+    if name.is_empty() || !std::path::Path::new(name).exists() {
+        return error;
+    }
+    let message = format!(
+        "{}; to load the files here, write ./{name}",
+        error.message()
+    );
+    let entries: Vec<(String, String)> = error
+        .metadata()
+        .map(|(k, v)| (k.to_owned(), v.to_owned()))
+        .collect();
+    entries
+        .into_iter()
+        .fold(Error::new(error.reason(), message), |e, (k, v)| {
+            e.with(k, v)
+        })
+}

@@ -1,0 +1,326 @@
+//! Where a scheduler listens, and connections to it.
+
+use std::{
+    error::Error as StdError,
+    fmt, io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
+
+use hotcell_ipc::transport::{self, Windows};
+use hotcell_proto::{
+    address,
+    error::{Error, Reason},
+    limits,
+    v1::{control_client::ControlClient, tokens_client::TokensClient},
+};
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tonic::{
+    Status,
+    transport::{Channel, Endpoint},
+};
+
+/// Environment variable that names the scheduler when no address is given.
+pub const ADDRESS_VARIABLE: &str = "HOTCELL_ADDRESS";
+
+/// How long a connection may take to come about.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Metadata key of errors that mean "no scheduler could be reached"; its value is the address.
+const UNREACHABLE: &str = "unreachable";
+
+/// Where a scheduler (or a worker run alone) listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// `host:port`, spoken to in clear text.
+    Tcp(String),
+}
+
+impl Address {
+    /// The socket a scheduler of this user listens on when nothing else is said:
+    /// `$XDG_RUNTIME_DIR/hotcell/hotcell.sock`, or `/tmp/hotcell-UID/hotcell.sock`.
+    pub fn default_socket() -> Self {
+        let runtime_dir = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+        let uid = rustix::process::geteuid().as_raw();
+        Self::Unix(address::default_socket(runtime_dir.as_deref(), uid))
+    }
+
+    /// What `HOTCELL_ADDRESS` says, else [`Address::default_socket`].
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] when the variable holds no address.
+    pub fn from_environment() -> Result<Self, Error> {
+        match std::env::var(ADDRESS_VARIABLE) {
+            Ok(text) if !text.is_empty() => text.parse(),
+            _ => Ok(Self::default_socket()),
+        }
+    }
+
+    /// Whether the other side sees the same files.
+    pub fn is_local(&self) -> bool {
+        matches!(self, Self::Unix(_))
+    }
+}
+
+impl FromStr for Address {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let wrong = |why: &str| {
+            Error::new(
+                Reason::InvalidArgument,
+                format!(
+                    "the address {text:?} {why}; write unix:/path, /path, host:port or http://host:port"
+                ),
+            )
+        };
+        if let Some(path) = text.strip_prefix("unix:") {
+            // unix:///path is the URI spelling of unix:/path.
+            let path = path.strip_prefix("//").unwrap_or(path);
+            return if path.starts_with('/') {
+                Ok(Self::Unix(PathBuf::from(path)))
+            } else {
+                Err(wrong("names no absolute path"))
+            };
+        }
+        if text.starts_with('/') {
+            return Ok(Self::Unix(PathBuf::from(text)));
+        }
+        if text.starts_with("https://") {
+            return Err(wrong("asks for TLS, which a scheduler does not speak yet"));
+        }
+        let authority = text.strip_prefix("http://").unwrap_or(text);
+        let authority = authority.strip_suffix('/').unwrap_or(authority);
+        let (host, port) = authority
+            .rsplit_once(':')
+            .ok_or_else(|| wrong("has no port"))?;
+        let bracketed = host.starts_with('[') && host.ends_with(']');
+        let plain = |c: char| !c.is_whitespace() && !c.is_control() && !"/?#@[]".contains(c);
+        let inner = if bracketed {
+            &host[1..host.len() - 1]
+        } else {
+            host
+        };
+        if inner.is_empty() || !inner.chars().all(plain) || (!bracketed && inner.contains(':')) {
+            return Err(wrong("has no host that can be used"));
+        }
+        match port.parse::<u16>() {
+            Ok(port) if port != 0 => Ok(Self::Tcp(authority.to_owned())),
+            _ => Err(wrong("has no valid port")),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp(authority) => f.write_str(authority),
+        }
+    }
+}
+
+/// A connection to a scheduler. Cloning shares it.
+#[derive(Clone, Debug)]
+pub struct Client {
+    channel: Channel,
+    /// What error messages call the other side.
+    peer: String,
+}
+
+impl Client {
+    /// Connects to the scheduler at `address`.
+    ///
+    /// # Errors
+    /// One for which [`is_unreachable`] holds when nobody listens there.
+    pub async fn connect(address: &Address) -> Result<Self, Error> {
+        let peer = address.to_string();
+        let connecting = async {
+            match address {
+                Address::Unix(path) => {
+                    let path = path.clone();
+                    // Anybody may make a folder of that name in /tmp; prompts are not for everybody.
+                    let checked = *address == Address::default_socket();
+                    let connector = tower::service_fn(move |_: http::Uri| {
+                        let path = path.clone();
+                        async move { open(path, checked).await.map(TokioIo::new) }
+                    });
+                    // The name is never resolved; it becomes the `:authority` of each request.
+                    let endpoint = Endpoint::from_static("http://scheduler.invalid");
+                    let endpoint = Windows::default().endpoint(endpoint);
+                    endpoint.connect_with_connector(connector).await
+                }
+                Address::Tcp(authority) => {
+                    let endpoint = Endpoint::from_shared(format!("http://{authority}"))?;
+                    let endpoint = Windows::default().endpoint(endpoint).tcp_nodelay(true);
+                    endpoint.connect().await
+                }
+            }
+        };
+        let late = || io::Error::from(io::ErrorKind::TimedOut);
+        let channel = tokio::time::timeout(CONNECT_TIMEOUT, connecting)
+            .await
+            .map_err(|_| unreachable(&peer, &late()))?
+            .map_err(|e| unreachable(&peer, &e))?;
+        Ok(Self { channel, peer })
+    }
+
+    /// Speaks over one end of a socketpair. The connection cannot be made again once it broke.
+    ///
+    /// # Errors
+    /// One for which [`is_unreachable`] holds when the socket is no stream socket or the other end is gone.
+    pub async fn over(socket: OwnedFd) -> Result<Self, Error> {
+        let peer = "the other end of the socket".to_owned();
+        let channel = transport::channel_over(socket, Windows::default())
+            .await
+            .map_err(|e| unreachable(&peer, &e))?;
+        Ok(Self { channel, peer })
+    }
+
+    /// The raw token calls.
+    pub(crate) fn tokens_client(&self) -> TokensClient<Channel> {
+        TokensClient::new(self.channel.clone())
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// The raw control calls.
+    pub(crate) fn control_client(&self) -> ControlClient<Channel> {
+        ControlClient::new(self.channel.clone())
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// What errors call the other side.
+    pub(crate) fn peer(&self) -> &str {
+        &self.peer
+    }
+}
+
+/// Opens a socket; one that must be ours has to be served by this user or root.
+async fn open(path: PathBuf, ours: bool) -> io::Result<UnixStream> {
+    let stream = UnixStream::connect(path).await?;
+    let own = rustix::process::geteuid().as_raw();
+    if ours && ![own, 0].contains(&stream.peer_cred()?.uid()) {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    Ok(stream)
+}
+
+/// Whether `error` means that no scheduler could be reached (or that the connection to it broke), as
+/// opposed to one that answered.
+pub fn is_unreachable(error: &Error) -> bool {
+    error.get(UNREACHABLE).is_some()
+}
+
+/// The failure of a scheduler that could not be started; [`is_unreachable`] holds for it.
+pub(crate) fn cannot_start(message: String) -> Error {
+    Error::new(Reason::NoWorker, message).with(UNREACHABLE, "private scheduler")
+}
+
+/// Reads a status of a call to `peer`. One that the transport made up, because the connection broke,
+/// says so in words a user can act on.
+pub(crate) fn read_status(peer: &str, status: &Status) -> Error {
+    if let Some(error) = Error::typed(status) {
+        return error;
+    }
+    let error = Error::from_status(status);
+    // Statuses that came over the wire have no source; those made here from a transport error have.
+    let Some(source) = status.source() else {
+        return error;
+    };
+    match error.reason() {
+        Reason::DeadlineExceeded | Reason::Cancelled => error,
+        _ => unreachable(peer, source),
+    }
+}
+
+/// The sentence for a connection that could not be made, or broke.
+fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
+    let mut kind = None;
+    let mut root = cause;
+    let mut next = Some(cause);
+    while let Some(error) = next {
+        if let Some(error) = error.downcast_ref::<io::Error>() {
+            kind = Some(error.kind());
+        }
+        root = error;
+        next = error.source();
+    }
+    let socket = peer.strip_prefix("unix:").map(Path::new);
+    let message = match (kind, socket) {
+        (Some(io::ErrorKind::NotFound), Some(_)) => {
+            format!("no scheduler listens on {peer}; start one with `hotcell serve`")
+        }
+        (Some(io::ErrorKind::ConnectionRefused), Some(_)) => format!(
+            "no scheduler listens on {peer}, where one left its socket behind; \
+             start one with `hotcell serve`"
+        ),
+        (Some(io::ErrorKind::ConnectionRefused), None) => {
+            format!(
+                "no scheduler listens on {peer}; start one there with `hotcell serve --listen {peer}`"
+            )
+        }
+        (Some(io::ErrorKind::PermissionDenied), Some(_)) => format!(
+            "the socket {peer} belongs to somebody else; \
+             name your own with --address, or start one with `hotcell serve`"
+        ),
+        (Some(io::ErrorKind::TimedOut), _) => {
+            format!("nobody answers at {peer}; check the address and that a scheduler runs there")
+        }
+        _ => format!(
+            "the connection to the scheduler at {peer} failed ({root}); check that it still runs"
+        ),
+    };
+    Error::new(Reason::NoWorker, message).with(UNREACHABLE, peer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_in_every_spelling() {
+        let unix = |p: &str| Address::Unix(PathBuf::from(p));
+        let tcp = |a: &str| Address::Tcp(a.to_owned());
+        for (text, address) in [
+            ("unix:/run/h.sock", unix("/run/h.sock")),
+            ("unix:///run/h.sock", unix("/run/h.sock")),
+            ("/run/h.sock", unix("/run/h.sock")),
+            ("localhost:7070", tcp("localhost:7070")),
+            ("http://10.0.0.1:80/", tcp("10.0.0.1:80")),
+            ("[::1]:7070", tcp("[::1]:7070")),
+        ] {
+            assert_eq!(text.parse::<Address>().unwrap(), address, "{text}");
+            assert_eq!(address.to_string().parse::<Address>().unwrap(), address);
+        }
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused_with_the_way_out() {
+        for text in [
+            "",
+            "unix:",
+            "unix:relative",
+            "localhost",
+            "localhost:",
+            "localhost:0",
+            "localhost:99999",
+            ":7070",
+            "::1:7070",
+            "a b:1",
+            "https://localhost:1",
+            "http://user@host:1",
+            "http://host:1/path",
+        ] {
+            let error = text.parse::<Address>().unwrap_err();
+            assert_eq!(error.reason(), Reason::InvalidArgument, "{text}");
+            assert!(error.message().contains("unix:/path"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Operating a scheduler: devices, workers, models, events.
+
+use std::{
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1,
+};
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Response, Status, Streaming};
+
+use crate::connect::{Client, read_status};
+
+/// A stream of messages, its failures typed. Dropping it ends the call.
+#[derive(Debug)]
+pub struct Messages<T> {
+    stream: Streaming<T>,
+    peer: String,
+}
+
+impl<T> Messages<T> {
+    /// The next message; `None` when the stream is over.
+    pub async fn next(&mut self) -> Option<Result<T, Error>> {
+        StreamExt::next(self).await
+    }
+}
+
+impl<T> Stream for Messages<T> {
+    type Item = Result<T, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        Pin::new(&mut this.stream)
+            .poll_next(context)
+            .map(|item| item.map(|item| item.map_err(|status| read_status(&this.peer, &status))))
+    }
+}
+
+impl Client {
+    /// A call's answer, its failure typed.
+    pub(crate) fn answer<T>(&self, result: Result<Response<T>, Status>) -> Result<T, Error> {
+        result
+            .map(Response::into_inner)
+            .map_err(|status| read_status(self.peer(), &status))
+    }
+
+    fn messages<T>(
+        &self,
+        result: Result<Response<Streaming<T>>, Status>,
+    ) -> Result<Messages<T>, Error> {
+        Ok(Messages {
+            stream: self.answer(result)?,
+            peer: self.peer().to_owned(),
+        })
+    }
+
+    /// The devices of the scheduler's host.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn devices(&self) -> Result<Vec<v1::Device>, Error> {
+        let mut client = self.control_client();
+        let response = client.list_devices(v1::ListDevicesRequest {}).await;
+        Ok(self.answer(response)?.devices)
+    }
+
+    /// The worker processes, dead ones that will come back included.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn workers(&self) -> Result<Vec<v1::WorkerInfo>, Error> {
+        let mut client = self.control_client();
+        let response = client.list_workers(v1::ListWorkersRequest {}).await;
+        Ok(self.answer(response)?.workers)
+    }
+
+    /// The models that are loaded or configured.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn models(&self) -> Result<Vec<v1::ModelInfo>, Error> {
+        let mut client = self.control_client();
+        let response = client.list_models(v1::ListModelsRequest {}).await;
+        Ok(self.answer(response)?.models)
+    }
+
+    /// Loads a model on every worker: a folder or `.gguf` file as the scheduler sees it, or, with an empty
+    /// `path`, the configured model of this name. An empty `name` is made from the path.
+    ///
+    /// # Errors
+    /// The server's, where it refuses at once; a later failure comes through the stream.
+    pub async fn load_progress(
+        &self,
+        name: &str,
+        path: &str,
+    ) -> Result<Messages<v1::LoadModelProgress>, Error> {
+        let request = v1::LoadModelRequest {
+            name: name.to_owned(),
+            path: path.to_owned(),
+        };
+        let response = self.control_client().load_model(request).await;
+        self.messages(response)
+    }
+
+    /// Loads a model as [`Client::load_progress`] does, and waits for the end.
+    ///
+    /// # Errors
+    /// The server's, and [`Reason::ProtocolViolation`] for a stream without its last event.
+    pub async fn load(&self, name: &str, path: &str) -> Result<v1::ModelInfo, Error> {
+        let mut progress = self.load_progress(name, path).await?;
+        while let Some(step) = progress.next().await {
+            let step = step?;
+            if step.done {
+                return Ok(step.model.unwrap_or_default());
+            }
+        }
+        Err(unfinished_load(self.peer()))
+    }
+
+    /// Takes a model from the workers. Its name stays usable if it is configured.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn unload(&self, name: &str) -> Result<(), Error> {
+        let request = v1::UnloadModelRequest {
+            name: name.to_owned(),
+        };
+        let response = self.control_client().unload_model(request).await;
+        self.answer(response).map(|_| ())
+    }
+
+    /// What happens from now on.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn watch(&self) -> Result<Messages<v1::Event>, Error> {
+        let mut client = self.control_client();
+        let response = client.watch_events(v1::WatchEventsRequest {}).await;
+        self.messages(response)
+    }
+}
+
+/// The failure of a load whose stream ended without its last event.
+pub(crate) fn unfinished_load(peer: &str) -> Error {
+    Error::new(
+        Reason::ProtocolViolation,
+        format!("{peer} stopped loading without saying why; look into its log"),
+    )
+}

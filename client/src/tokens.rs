@@ -1,0 +1,355 @@
+//! Token requests: options in, a stream of typed events out.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1,
+};
+use tokio::time::{Instant, Sleep};
+use tokio_stream::{Stream, StreamExt};
+use tonic::Streaming;
+
+use crate::connect::{Client, read_status};
+
+/// What a stream continues.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// Text; the model's own special tokens are added.
+    Text(String),
+    /// Token ids, taken as they are.
+    Ids(Vec<u32>),
+    /// Messages, rendered with the model's chat template.
+    Chat(Vec<v1::ChatMessage>),
+}
+
+impl From<&str> for Prompt {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+impl From<String> for Prompt {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl From<Prompt> for v1::Prompt {
+    fn from(prompt: Prompt) -> Self {
+        use v1::prompt::Kind;
+        let kind = match prompt {
+            Prompt::Text(text) => Kind::Text(text),
+            Prompt::Ids(ids) => Kind::Ids(v1::TokenIds { ids }),
+            Prompt::Chat(messages) => Kind::Chat(v1::Chat { messages }),
+        };
+        Self { kind: Some(kind) }
+    }
+}
+
+/// How to continue a prompt. The default is the neutral value of everything: the default model, greedy,
+/// until the model stops or its context is full.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerateOptions {
+    /// Name of a model; empty: the scheduler's default.
+    pub model: String,
+    /// How tokens are chosen.
+    pub sampling: v1::Sampling,
+    /// Tokens to generate at most; 0: no limit of ours.
+    pub max_tokens: u32,
+    /// Strings before which the stream ends.
+    pub stop: Vec<String>,
+    /// Tokens that end the stream, besides the model's own.
+    pub stop_tokens: Vec<u32>,
+    /// Go on past the model's own end tokens.
+    pub ignore_eos: bool,
+    /// Seed of the sampling noise; none: the scheduler draws one.
+    pub seed: Option<u64>,
+    /// Which of several continuations of one prompt and seed this is.
+    pub branch: u32,
+    /// Report each token's log probability.
+    pub logprobs: bool,
+    /// Report this many alternatives of each token.
+    pub top_logprobs: u32,
+    /// An id of your own; empty: the scheduler draws one.
+    pub request_id: String,
+    /// Go on with a stream that began elsewhere.
+    pub resume: Option<v1::Resume>,
+    /// The whole stream must be complete after this long. Sent along, and kept here as well.
+    pub deadline: Option<Duration>,
+}
+
+impl GenerateOptions {
+    fn into_request(self, prompt: Prompt) -> v1::GenerateRequest {
+        v1::GenerateRequest {
+            model: self.model,
+            prompt: Some(prompt.into()),
+            sampling: Some(self.sampling),
+            max_tokens: self.max_tokens,
+            stop: self.stop,
+            stop_tokens: self.stop_tokens,
+            ignore_eos: self.ignore_eos,
+            seed: self.seed,
+            branch: self.branch,
+            logprobs: self.logprobs,
+            top_logprobs: self.top_logprobs,
+            request_id: self.request_id,
+            resume: self.resume,
+        }
+    }
+}
+
+/// One event of a stream. The first is `Accepted`, the last `Finished`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// The request is valid and will run.
+    Accepted(v1::Accepted),
+    /// Tokens, and the text that became final with them.
+    Delta(v1::Delta),
+    /// The stream is complete.
+    Finished(v1::Finished),
+}
+
+/// A whole answer; see [`Generation::complete`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Completion {
+    /// How the request was understood.
+    pub accepted: v1::Accepted,
+    /// All text.
+    pub text: String,
+    /// All generated tokens.
+    pub token_ids: Vec<u32>,
+    /// Their log probabilities, if asked for.
+    pub logprobs: Vec<v1::TokenLogprob>,
+    /// Why it ended, and what it took.
+    pub finished: v1::Finished,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Opened,
+    Accepted,
+    Over,
+}
+
+/// A running stream of events. Dropping it cancels the request.
+///
+/// It keeps the order that was promised: an event out of order, or an end without `Finished`, is an error with
+/// [`Reason::ProtocolViolation`]. After an error or `Finished` it is over.
+#[derive(Debug)]
+pub struct Generation {
+    // Dropped at the end, so that a server that is still busy learns of it.
+    stream: Option<Streaming<v1::GenerateEvent>>,
+    deadline: Option<Deadline>,
+    stage: Stage,
+    peer: String,
+}
+
+#[derive(Debug)]
+struct Deadline {
+    after: Duration,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl Deadline {
+    fn error(after: Duration) -> Error {
+        Error::new(
+            Reason::DeadlineExceeded,
+            format!(
+                "the deadline of {after:?} passed before the stream was complete; \
+                 allow more time or fewer tokens"
+            ),
+        )
+        .with("deadline_ms", after.as_millis())
+    }
+}
+
+impl Generation {
+    /// The next event; `None` when the stream is over.
+    pub async fn next(&mut self) -> Option<Result<Event, Error>> {
+        StreamExt::next(self).await
+    }
+
+    /// Reads to the end.
+    ///
+    /// # Errors
+    /// The stream's.
+    pub async fn complete(mut self) -> Result<Completion, Error> {
+        let mut accepted = None;
+        let mut text = String::new();
+        let mut token_ids = Vec::new();
+        let mut logprobs = Vec::new();
+        while let Some(event) = self.next().await {
+            match event? {
+                Event::Accepted(event) => accepted = Some(event),
+                Event::Delta(delta) => {
+                    text.push_str(&delta.text);
+                    token_ids.extend(delta.token_ids);
+                    logprobs.extend(delta.logprobs);
+                }
+                Event::Finished(finished) => {
+                    return Ok(Completion {
+                        accepted: accepted.unwrap_or_default(),
+                        text,
+                        token_ids,
+                        logprobs,
+                        finished,
+                    });
+                }
+            }
+        }
+        Err(self.violation("ended early"))
+    }
+
+    fn violation(&self, what: &str) -> Error {
+        Error::new(
+            Reason::ProtocolViolation,
+            format!(
+                "the token stream from {} {what}; please report it",
+                self.peer
+            ),
+        )
+    }
+
+    /// Checks one message against the promised order.
+    fn check(&mut self, message: v1::GenerateEvent) -> Result<Event, Error> {
+        use v1::generate_event::Event as Wire;
+        match (self.stage, message.event) {
+            (Stage::Opened, Some(Wire::Accepted(accepted))) => {
+                self.stage = Stage::Accepted;
+                Ok(Event::Accepted(accepted))
+            }
+            (Stage::Accepted, Some(Wire::Delta(delta))) => Ok(Event::Delta(delta)),
+            (Stage::Accepted, Some(Wire::Finished(finished))) => Ok(Event::Finished(finished)),
+            (_, None) => Err(self.violation("holds an event of no known kind")),
+            (_, Some(_)) => Err(self.violation("is out of order")),
+        }
+    }
+}
+
+impl Stream for Generation {
+    type Item = Result<Event, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        let Some(stream) = this.stream.as_mut() else {
+            return Poll::Ready(None);
+        };
+        // An event that is there already counts even if the deadline has just passed.
+        let result = match Pin::new(stream).poll_next(context) {
+            Poll::Ready(Some(Ok(message))) => this.check(message),
+            Poll::Ready(Some(Err(status))) => Err(read_status(&this.peer, &status)),
+            Poll::Ready(None) => Err(this.violation("ended without its last event")),
+            Poll::Pending => {
+                let Some(deadline) = this.deadline.as_mut() else {
+                    return Poll::Pending;
+                };
+                if deadline.timer.as_mut().poll(context).is_pending() {
+                    return Poll::Pending;
+                }
+                Err(Deadline::error(deadline.after))
+            }
+        };
+        if !matches!(result, Ok(Event::Accepted(_) | Event::Delta(_))) {
+            this.stage = Stage::Over;
+            this.stream = None;
+            this.deadline = None;
+        }
+        Poll::Ready(Some(result))
+    }
+}
+
+impl Client {
+    /// Continues `prompt`. The request runs until the stream is over or dropped.
+    ///
+    /// # Errors
+    /// The server's, where it refuses the request before the first event; [`Reason::DeadlineExceeded`]; one for
+    /// which [`crate::connect::is_unreachable`] holds.
+    pub async fn generate(
+        &self,
+        prompt: impl Into<Prompt>,
+        options: GenerateOptions,
+    ) -> Result<Generation, Error> {
+        let after = options.deadline;
+        // tonic keeps a deadline for the response's head only; the stream's is ours.
+        let end = after.and_then(|after| Instant::now().checked_add(after));
+        let mut request = tonic::Request::new(options.into_request(prompt.into()));
+        if let Some(after) = after {
+            // gRPC writes at most eight digits; more than about three years is no deadline.
+            request.set_timeout(after.min(Duration::from_secs(99_999_999)));
+        }
+        let mut client = self.tokens_client();
+        let call = client.generate(request);
+        let mut deadline = end.zip(after).map(|(end, after)| Deadline {
+            after,
+            timer: Box::pin(tokio::time::sleep_until(end)),
+        });
+        let response = match &mut deadline {
+            None => call.await,
+            Some(deadline) => tokio::select! {
+                biased;
+                response = call => response,
+                () = deadline.timer.as_mut() => return Err(Deadline::error(deadline.after)),
+            },
+        };
+        let response = response.map_err(|status| {
+            let error = read_status(self.peer(), &status);
+            match (error.reason(), end.zip(after)) {
+                // tonic's own timer, which is set to the same time, says CANCELLED.
+                (Reason::Cancelled, Some((end, after))) if Instant::now() >= end => {
+                    Deadline::error(after)
+                }
+                _ => error,
+            }
+        })?;
+        Ok(Generation {
+            stream: Some(response.into_inner()),
+            deadline,
+            stage: Stage::Opened,
+            peer: self.peer().to_owned(),
+        })
+    }
+
+    /// Renders (a chat) and tokenises `prompt` without generating.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn tokenize(
+        &self,
+        model: &str,
+        prompt: impl Into<Prompt>,
+        without_special: bool,
+    ) -> Result<v1::TokenizeResponse, Error> {
+        let request = v1::TokenizeRequest {
+            model: model.to_owned(),
+            prompt: Some(prompt.into().into()),
+            without_special,
+        };
+        let response = self.tokens_client().tokenize(request).await;
+        self.answer(response)
+    }
+
+    /// Turns token ids back into text.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn detokenize(
+        &self,
+        model: &str,
+        ids: Vec<u32>,
+        with_special: bool,
+    ) -> Result<String, Error> {
+        let request = v1::DetokenizeRequest {
+            model: model.to_owned(),
+            ids,
+            with_special,
+        };
+        let response = self.tokens_client().detokenize(request).await;
+        Ok(self.answer(response)?.text)
+    }
+}

@@ -1,0 +1,421 @@
+//! A scheduler with scripted answers, served in this process on a Unix socket.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::{
+    pin::Pin,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use hotcell_client::{Address, Error, Reason, v1};
+use tokio::sync::mpsc;
+use tokio_stream::{
+    Stream,
+    wrappers::{ReceiverStream, UnixListenerStream},
+};
+use tonic::{Request, Response, Status, transport::Server};
+
+use v1::{control_server::*, tokens_server::*};
+
+type Answer<T> = Result<Response<T>, Status>;
+type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// What `Generate` does, chosen by the prompt's text.
+///
+/// * `refuse`: fails at once; `refuse REASON`: with that reason
+/// * `stall`: two events, then nothing until the client goes
+/// * `mute`: not even a response's head
+/// * `torn`: ends without its last event; `unordered`: begins with a delta
+/// * `die`: an event, then the status `WORKER_LOST`
+/// * else: Accepted, one delta per word, Finished
+#[derive(Clone, Default)]
+pub struct Fake {
+    pub seen: Arc<Mutex<Seen>>,
+}
+
+/// What the fake was asked.
+#[derive(Default)]
+pub struct Seen {
+    pub requests: Vec<v1::GenerateRequest>,
+    pub timeouts: Vec<Option<String>>,
+    pub cancelled: usize,
+    pub loads: Vec<v1::LoadModelRequest>,
+    pub unloads: Vec<String>,
+}
+
+/// A running fake. Its socket goes with it.
+pub struct Running {
+    pub fake: Fake,
+    pub folder: tempfile::TempDir,
+    pub address: Address,
+    pub server: tokio::task::JoinHandle<()>,
+}
+
+impl Running {
+    pub fn address_flag(&self) -> String {
+        self.address.to_string()
+    }
+
+    /// Waits until the fake has seen `n` cancelled streams.
+    pub async fn cancelled(&self, n: usize) -> bool {
+        for _ in 0..200 {
+            if self.fake.seen.lock().unwrap().cancelled >= n {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        false
+    }
+}
+
+pub async fn start() -> Running {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("hotcell.sock");
+    let listener = tokio::net::UnixListener::bind(&path).unwrap();
+    let fake = Fake::default();
+    let services = Server::builder()
+        .add_service(TokensServer::new(fake.clone()))
+        .add_service(ControlServer::new(fake.clone()));
+    let server = tokio::spawn(async move {
+        let _ = services
+            .serve_with_incoming(UnixListenerStream::new(listener))
+            .await;
+    });
+    Running {
+        fake,
+        folder,
+        address: Address::Unix(path),
+        server,
+    }
+}
+
+pub fn numerics() -> v1::NumericsClass {
+    v1::NumericsClass {
+        id: "cpu/test".to_owned(),
+        reproducible: true,
+        model_hash: "00ff".to_owned(),
+    }
+}
+
+fn accepted() -> v1::GenerateEvent {
+    event(v1::generate_event::Event::Accepted(v1::Accepted {
+        request_id: "r-1".to_owned(),
+        model: "kjv".to_owned(),
+        prompt_ids: vec![0, 5],
+        seed: u64::MAX,
+        numerics: Some(numerics()),
+    }))
+}
+
+fn delta(text: &str, id: u32, top: u32) -> v1::GenerateEvent {
+    let entry = v1::TokenLogprob {
+        token: id,
+        logprob: -0.1,
+        top: vec![v1::Candidate {
+            token: id,
+            logprob: -0.1,
+        }],
+    };
+    event(v1::generate_event::Event::Delta(v1::Delta {
+        text: text.to_owned(),
+        token_ids: vec![id],
+        logprobs: if top > 0 { vec![entry] } else { Vec::new() },
+    }))
+}
+
+fn finished(n: u32) -> v1::GenerateEvent {
+    event(v1::generate_event::Event::Finished(v1::Finished {
+        reason: v1::FinishReason::MaxTokens.into(),
+        usage: Some(v1::Usage {
+            prompt_tokens: 2,
+            generated_tokens: n,
+        }),
+        timings: Some(v1::Timings {
+            queue_ms: 1.0,
+            prefill_ms: 2.0,
+            decode_ms: 3.5,
+        }),
+        seed: u64::MAX,
+        numerics: Some(numerics()),
+        ..v1::Finished::default()
+    }))
+}
+
+fn event(event: v1::generate_event::Event) -> v1::GenerateEvent {
+    v1::GenerateEvent { event: Some(event) }
+}
+
+fn not_found(name: &str) -> Status {
+    Error::new(Reason::ModelNotFound, format!("no model {name} is loaded"))
+        .with("model", name)
+        .into()
+}
+
+#[tonic::async_trait]
+impl Tokens for Fake {
+    type GenerateStream = Replies<v1::GenerateEvent>;
+
+    async fn generate(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Answer<Self::GenerateStream> {
+        let timeout = request.metadata().get("grpc-timeout");
+        let timeout = timeout.map(|t| t.to_str().unwrap().to_owned());
+        let request = request.into_inner();
+        {
+            let mut seen = self.seen.lock().unwrap();
+            seen.requests.push(request.clone());
+            seen.timeouts.push(timeout);
+        }
+        if request.model == "missing" {
+            return Err(not_found("missing"));
+        }
+        let text = match request.prompt.and_then(|p| p.kind) {
+            Some(v1::prompt::Kind::Text(text)) => text,
+            Some(v1::prompt::Kind::Ids(ids)) => format!("{} ids", ids.ids.len()),
+            Some(v1::prompt::Kind::Chat(chat)) => {
+                let last = chat.messages.last().unwrap();
+                format!("{}:{}", chat.messages.len(), last.content)
+            }
+            None => return Err(Status::invalid_argument("no prompt")),
+        };
+        if text == "mute" {
+            let _guard = Guard(self.seen.clone());
+            std::future::pending::<()>().await;
+        }
+        if let Some(reason) = text.strip_prefix("refuse") {
+            let reason = Reason::from_name(reason.trim()).unwrap_or(Reason::InvalidSampling);
+            return Err(Error::new(reason, "temperature must be at most 100").into());
+        }
+        let top = request.top_logprobs;
+        let (sender, receiver) = mpsc::channel(1);
+        let seen = self.seen.clone();
+        tokio::spawn(async move {
+            let send = async |item| sender.send(item).await.is_ok();
+            match text.as_str() {
+                "unordered" => {
+                    send(Ok(delta("a", 1, top))).await;
+                }
+                "torn" => {
+                    send(Ok(accepted())).await;
+                }
+                "die" => {
+                    send(Ok(accepted())).await;
+                    send(Ok(delta(" half", 1, top))).await;
+                    let lost = Error::new(Reason::WorkerLost, "the worker cpu:0 died");
+                    send(Err(lost.into())).await;
+                }
+                _ if text == "stall" || text.ends_with(":stall") => {
+                    send(Ok(accepted())).await;
+                    send(Ok(delta(" wait", 1, top))).await;
+                    sender.closed().await;
+                    seen.lock().unwrap().cancelled += 1;
+                }
+                _ => {
+                    let words: Vec<_> = text.split_inclusive(' ').collect();
+                    send(Ok(accepted())).await;
+                    for (i, word) in (0..).zip(&words) {
+                        send(Ok(delta(word, 10 + i, top))).await;
+                    }
+                    send(Ok(finished(words.len() as u32))).await;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<v1::TokenizeRequest>,
+    ) -> Answer<v1::TokenizeResponse> {
+        let request = request.into_inner();
+        let Some(v1::prompt::Kind::Text(text)) = request.prompt.and_then(|p| p.kind) else {
+            return Err(Status::unimplemented("text only"));
+        };
+        let ids = text.bytes().map(u32::from);
+        let special = (!request.without_special).then_some(0);
+        Ok(Response::new(v1::TokenizeResponse {
+            model: "kjv".to_owned(),
+            ids: special.into_iter().chain(ids).collect(),
+            text,
+        }))
+    }
+
+    async fn detokenize(
+        &self,
+        request: Request<v1::DetokenizeRequest>,
+    ) -> Answer<v1::DetokenizeResponse> {
+        let ids = request.into_inner().ids;
+        Ok(Response::new(v1::DetokenizeResponse {
+            model: "kjv".to_owned(),
+            text: ids.iter().filter_map(|&id| char::from_u32(id)).collect(),
+        }))
+    }
+}
+
+struct Guard(Arc<Mutex<Seen>>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.lock().unwrap().cancelled += 1;
+    }
+}
+
+pub fn model() -> v1::ModelInfo {
+    v1::ModelInfo {
+        name: "kjv".to_owned(),
+        state: v1::ModelState::Loaded.into(),
+        source: "bundled".to_owned(),
+        summary: Some(v1::ModelSummary {
+            architecture: "llama".to_owned(),
+            parameters: 4_726_016,
+            context_length: 1024,
+            vocabulary: 4096,
+            weights_dtype: "bf16".to_owned(),
+            model_hash: "00ff".to_owned(),
+            has_chat_template: true,
+        }),
+        file_bytes: 9_480_648,
+        workers: vec!["cpu:0".to_owned()],
+        problem: String::new(),
+        is_default: true,
+    }
+}
+
+#[tonic::async_trait]
+impl Control for Fake {
+    type LoadModelStream = Replies<v1::LoadModelProgress>;
+    type WatchEventsStream = Replies<v1::Event>;
+
+    async fn list_devices(
+        &self,
+        _: Request<v1::ListDevicesRequest>,
+    ) -> Answer<v1::ListDevicesResponse> {
+        let device = v1::Device {
+            id: "cpu:0".to_owned(),
+            backend: "cpu".to_owned(),
+            description: "A processor\x1b[2J".to_owned(),
+            memory_bytes: 8 << 30,
+            cores: vec![0, 1],
+            path: "avx2".to_owned(),
+            problem: String::new(),
+        };
+        Ok(Response::new(v1::ListDevicesResponse {
+            devices: vec![device],
+        }))
+    }
+
+    async fn list_workers(
+        &self,
+        _: Request<v1::ListWorkersRequest>,
+    ) -> Answer<v1::ListWorkersResponse> {
+        let worker = |id: &str, pid, state: v1::WorkerState| v1::WorkerInfo {
+            id: id.to_owned(),
+            epoch: 2,
+            pid,
+            state: state.into(),
+            lease: Some(v1::Lease {
+                device: "cpu:0".to_owned(),
+                trust_domain: "trusted".to_owned(),
+                memory_bytes: 1 << 30,
+                cores: vec![0],
+            }),
+            models: vec!["kjv".to_owned()],
+            outstanding_tokens: 40,
+            running_requests: 1,
+            deaths: 1,
+            last_exit: "killed by SIGKILL".to_owned(),
+            uptime_ms: 61_000,
+            resident_bytes: 64 << 20,
+            confinement: "no-new-privs, landlock, seccomp".to_owned(),
+        };
+        Ok(Response::new(v1::ListWorkersResponse {
+            workers: vec![
+                worker("w0", 4242, v1::WorkerState::Ready),
+                worker("w1", 0, v1::WorkerState::Backoff),
+            ],
+        }))
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<v1::ListModelsRequest>,
+    ) -> Answer<v1::ListModelsResponse> {
+        let spare = v1::ModelInfo {
+            name: "spare".to_owned(),
+            state: v1::ModelState::Available.into(),
+            ..v1::ModelInfo::default()
+        };
+        Ok(Response::new(v1::ListModelsResponse {
+            models: vec![model(), spare],
+        }))
+    }
+
+    async fn load_model(
+        &self,
+        request: Request<v1::LoadModelRequest>,
+    ) -> Answer<Self::LoadModelStream> {
+        let request = request.into_inner();
+        self.seen.lock().unwrap().loads.push(request.clone());
+        if request.name == "missing" {
+            return Err(not_found("missing"));
+        }
+        if request.path.ends_with("broken.gguf") {
+            let error = Error::new(
+                Reason::ModelCorrupt,
+                "broken.gguf is cut off; fetch it again",
+            );
+            return Err(error.into());
+        }
+        let step = v1::LoadModelProgress {
+            name: request.name.clone(),
+            worker: "cpu:0".to_owned(),
+            bytes_done: 1 << 20,
+            bytes_total: 2 << 20,
+            stage: "mapping".to_owned(),
+            ..v1::LoadModelProgress::default()
+        };
+        let mut info = model();
+        if !request.name.is_empty() {
+            info.name = request.name;
+        } else {
+            info.name = "from-path".to_owned();
+        }
+        let last = v1::LoadModelProgress {
+            name: info.name.clone(),
+            done: true,
+            model: Some(info),
+            ..v1::LoadModelProgress::default()
+        };
+        let steps = tokio_stream::iter([Ok(step), Ok(last)]);
+        Ok(Response::new(Box::pin(steps)))
+    }
+
+    async fn unload_model(
+        &self,
+        request: Request<v1::UnloadModelRequest>,
+    ) -> Answer<v1::UnloadModelResponse> {
+        let name = request.into_inner().name;
+        if name == "missing" {
+            return Err(not_found("missing"));
+        }
+        self.seen.lock().unwrap().unloads.push(name);
+        Ok(Response::new(v1::UnloadModelResponse {}))
+    }
+
+    async fn watch_events(
+        &self,
+        _: Request<v1::WatchEventsRequest>,
+    ) -> Answer<Self::WatchEventsStream> {
+        let event = v1::Event {
+            kind: v1::EventKind::WorkerDied.into(),
+            time_ms: 3_723_004,
+            worker: "w0".to_owned(),
+            epoch: 1,
+            model: String::new(),
+            message: "killed by SIGKILL".to_owned(),
+        };
+        Ok(Response::new(Box::pin(tokio_stream::iter([Ok(event)]))))
+    }
+}
