@@ -107,10 +107,12 @@ async fn converse(
             let prompt = ui.styled(BOLD, "> ");
             ui.print(&prompt)?;
         }
-        let Some(line) = next_line(&mut lines, interrupt).await? else {
-            if interactive {
-                ui.print("\n")?;
-            }
+        let line = next_line(&mut lines, interrupt).await;
+        if interactive && !matches!(line, Ok(Some(_))) {
+            // Leaves the line on which the prompt stands.
+            ui.print("\n")?;
+        }
+        let Some(line) = line? else {
             return Ok(());
         };
         match line.trim() {

@@ -19,7 +19,7 @@ use super::{
     flags::ModelRef,
     interrupt::Interrupt,
     json::LoadView,
-    ui::{Ui, bar_style, one_line, spinner_style},
+    ui::{Ui, bar_style, one_line},
 };
 
 /// A connection, and the scheduler behind it if that is ours.
@@ -74,7 +74,6 @@ impl Session {
         // Nobody else will ask this scheduler for anything but this model.
         launch.bundled = matches!(model, ModelRef::Name(_)).then_some(bundled);
         let bar = ui.progress("starting a private scheduler");
-        bar.set_style(spinner_style());
         bar.enable_steady_tick(std::time::Duration::from_millis(100));
         let verbose = ui.manner.verbose;
         let show_line = move |line: &str| {
@@ -165,7 +164,6 @@ impl Session {
             ModelRef::Path(path) => (path, name, ModelRef::absolute(path)?),
         };
         let bar = ui.progress(&format!("loading {label}"));
-        bar.set_style(spinner_style());
         let steps = async {
             let mut progress = self.client.load_progress(name, &path).await?;
             while let Some(step) = progress.next().await {
@@ -174,7 +172,9 @@ impl Session {
                     ui.print_json(&LoadView::from(&step))?;
                 }
                 if step.bytes_total > 0 {
-                    bar.set_style(bar_style());
+                    if bar.length().is_none() {
+                        bar.set_style(bar_style());
+                    }
                     bar.set_length(step.bytes_total);
                     bar.set_position(step.bytes_done.min(step.bytes_total));
                 }

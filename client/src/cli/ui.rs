@@ -170,16 +170,17 @@ impl Ui {
         let _ = writeln!(self.err, "{label} {}", one_line(&failure.message()));
     }
 
-    /// A bar for `what` on standard error; invisible where that is no terminal.
+    /// A bar for `what` on standard error; invisible where that is no terminal, and where log lines come between.
     pub(crate) fn progress(&self, what: &str) -> ProgressBar {
-        let target = if self.err_terminal && !self.manner.json {
+        let visible = self.err_terminal && !self.manner.json && !self.manner.verbose;
+        let target = if visible {
             ProgressDrawTarget::stderr()
         } else {
             ProgressDrawTarget::hidden()
         };
-        let bar = ProgressBar::with_draw_target(None, target);
-        bar.set_message(one_line(what));
-        bar
+        ProgressBar::with_draw_target(None, target)
+            .with_style(style("{spinner} {msg} {prefix}"))
+            .with_message(one_line(what))
     }
 
     /// All of standard input as text; one line end at its end is not part of it.
@@ -297,11 +298,6 @@ pub(crate) fn one_line(text: &str) -> String {
 /// The look of a bar whose end is known.
 pub(crate) fn bar_style() -> ProgressStyle {
     style("{msg} [{bar:24}] {bytes}/{total_bytes} {prefix}").progress_chars("=> ")
-}
-
-/// The look of a bar whose end is not known.
-pub(crate) fn spinner_style() -> ProgressStyle {
-    style("{spinner} {msg} {prefix}")
 }
 
 fn style(template: &str) -> ProgressStyle {
