@@ -17,13 +17,11 @@ fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
     if count <= limit {
         return Ok(());
     }
-    Err(
-        Error::new(
-            Reason::LimitExceeded,
-            format!("{what}: {count} is more than the limit of {limit}"),
-        )
-        .with("limit", limit),
+    Err(Error::new(
+        Reason::LimitExceeded,
+        format!("{what}: {count} is more than the limit of {limit}"),
     )
+    .with("limit", limit))
 }
 
 /// Checks a prompt's size. What it means is for a worker to find out.
@@ -110,11 +108,7 @@ pub fn parse_timeout(value: &str) -> Result<Duration, Error> {
     let unit = value.chars().next_back().ok_or_else(wrong)?;
     let digits = &value[..value.len() - unit.len_utf8()];
     let plain = (1..=8).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
-    let count: u64 = digits
-        .parse()
-        .ok()
-        .filter(|_| plain)
-        .ok_or_else(wrong)?;
+    let count: u64 = digits.parse().ok().filter(|_| plain).ok_or_else(wrong)?;
     Ok(match unit {
         'H' => Duration::from_secs(count * 3600),
         'M' => Duration::from_secs(count * 60),
@@ -196,6 +190,11 @@ impl Admission {
     /// Lets nobody in from now on.
     pub fn close(&self) {
         self.inside().draining = true;
+    }
+
+    /// Whether nobody is let in any more.
+    pub fn is_closed(&self) -> bool {
+        self.inside().draining
     }
 
     /// Requests inside.
@@ -303,7 +302,10 @@ mod tests {
     #[test]
     fn timeouts_are_read_as_grpc_writes_them() {
         assert_eq!(parse_timeout("1S"), Ok(Duration::from_secs(1)));
-        assert_eq!(parse_timeout("99999999H").unwrap().as_secs(), 359_999_996_400);
+        assert_eq!(
+            parse_timeout("99999999H").unwrap().as_secs(),
+            359_999_996_400
+        );
         assert_eq!(parse_timeout("20m"), Ok(Duration::from_millis(20)));
         assert_eq!(parse_timeout("7n"), Ok(Duration::from_nanos(7)));
         for bad in ["", "S", "1", "1s", "123456789S", "-1S", "+1S", "1 S", "1€"] {

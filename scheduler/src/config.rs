@@ -117,7 +117,7 @@ pub struct Cli {
     #[arg(long, value_name = "PATH", env = "HOTCELL_CONFIG")]
     pub config: Option<PathBuf>,
     /// Serve the one connection inherited at this descriptor instead of listening, and end with it
-    #[arg(long, value_name = "FD", conflicts_with_all = ["socket", "listen"])]
+    #[arg(long, value_name = "FD")]
     pub private_fd: Option<RawFd>,
     /// A model inherited as descriptors, as the `hotcell` command passes its own
     #[arg(long, value_name = "NAME:FILE=FD,…")]

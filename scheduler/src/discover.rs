@@ -110,7 +110,12 @@ fn share(whole: &Device, index: usize, count: usize) -> Device {
     let cores = if all >= count {
         whole.cores[index * all / count..(index + 1) * all / count].to_vec()
     } else {
-        whole.cores.get(index % all.max(1)).copied().into_iter().collect()
+        whole
+            .cores
+            .get(index % all.max(1))
+            .copied()
+            .into_iter()
+            .collect()
     };
     Device {
         id: format!("cpu:{index}"),
@@ -161,7 +166,12 @@ async fn output(child: &mut Child) -> Result<Vec<u8>, String> {
     let failed = |e: io::Error| format!("cannot read from the probe: {e}");
     let log = child.stderr.take().and_then(|stderr| {
         let limits = LogLimits::default();
-        BoundedLog::start(stderr, limits, |line| tracing::debug!(target: "probe", "{line}")).ok()
+        BoundedLog::start(
+            stderr,
+            limits,
+            |line| tracing::debug!(target: "probe", "{line}"),
+        )
+        .ok()
     });
     let mut printed = Vec::new();
     if let Some(stdout) = child.stdout.take() {
@@ -234,7 +244,11 @@ mod tests {
             let found = probe(&spawner, Path::new(program), Duration::from_millis(ms)).await;
             found[0].problem.clone()
         };
-        assert!(problem("/no/such/program", 1000).await.contains("cannot start"));
+        assert!(
+            problem("/no/such/program", 1000)
+                .await
+                .contains("cannot start")
+        );
         assert!(problem("/bin/false", 5000).await.contains("exit code 1"));
         assert!(problem("/bin/echo", 5000).await.contains("believed"));
         let dir = tempfile::tempdir().unwrap();
@@ -242,7 +256,11 @@ mod tests {
         std::fs::write(&script, "#!/bin/sh\nexec sleep 100\n").unwrap();
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(&script, mode).unwrap();
-        assert!(problem(script.to_str().unwrap(), 50).await.contains("longer"));
+        assert!(
+            problem(script.to_str().unwrap(), 50)
+                .await
+                .contains("longer")
+        );
     }
 
     proptest! {

@@ -6,8 +6,8 @@
 use hotcell_proto::{
     limits,
     v1::{
-        Accepted, Delta, FinishReason, Finished, GenerateEvent, GenerateRequest, NumericsClass, Prompt,
-        Resume, Timings, TokenIds, Usage, generate_event::Event, prompt::Kind,
+        Accepted, Delta, FinishReason, Finished, GenerateEvent, GenerateRequest, NumericsClass,
+        Prompt, Resume, Timings, TokenIds, Usage, generate_event::Event, prompt::Kind,
     },
 };
 
@@ -114,6 +114,11 @@ impl Journal {
     /// The class that the stream has to stay in, once it has one.
     pub fn class(&self) -> Option<&NumericsClass> {
         self.numerics.as_ref()
+    }
+
+    /// The request's id.
+    pub fn request_id(&self) -> &str {
+        &self.request.request_id
     }
 
     /// Tokens generated so far.
@@ -341,7 +346,10 @@ mod tests {
         let resume = again.resume.unwrap();
         assert_eq!(resume.generated_ids, [10, 11, 12]);
         assert_eq!(resume.text_bytes_emitted, 2);
-        assert_eq!((again.seed, again.branch, again.max_tokens), (Some(7), 3, 4));
+        assert_eq!(
+            (again.seed, again.branch, again.max_tokens),
+            (Some(7), 3, 4)
+        );
         assert_eq!(again.stop, ["end"]);
         assert_eq!(journal.estimate().decode, 1);
 

@@ -6,8 +6,15 @@
 pub mod admission;
 pub mod config;
 pub mod discover;
+pub mod events;
 pub mod exit;
+pub mod fleet;
+pub mod inherit;
 pub mod journal;
 pub mod placement;
+pub mod relay;
+pub mod run;
+pub mod service;
 pub mod supervisor;
+pub mod text;
 pub mod vault;

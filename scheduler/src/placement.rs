@@ -85,7 +85,11 @@ mod tests {
 
     use super::*;
 
-    fn candidate(worker: &'static str, class: &'static str, outstanding: u64) -> Candidate<'static> {
+    fn candidate(
+        worker: &'static str,
+        class: &'static str,
+        outstanding: u64,
+    ) -> Candidate<'static> {
         Candidate {
             worker,
             class,

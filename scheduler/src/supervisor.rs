@@ -174,7 +174,10 @@ impl State {
         self.epoch += 1;
         let epoch = self.epoch;
         let until = now + policy.start_timeout;
-        (self.to(Phase::Starting { until }), vec![Action::Spawn { epoch }])
+        (
+            self.to(Phase::Starting { until }),
+            vec![Action::Spawn { epoch }],
+        )
     }
 
     /// The state after a death, and what follows from it.
@@ -285,10 +288,7 @@ pub fn step(policy: &Policy, state: State, event: Event, now: Duration) -> (Stat
 
         (Phase::Starting { .. } | Phase::Ready, Event::Stop) => {
             let until = now + policy.stop_timeout;
-            (
-                state.to(Phase::Draining { until }),
-                vec![Action::Terminate],
-            )
+            (state.to(Phase::Draining { until }), vec![Action::Terminate])
         }
         (Phase::Killed { .. }, Event::Stop) => {
             let until = now + policy.stop_timeout;

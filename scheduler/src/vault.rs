@@ -4,8 +4,7 @@
 //! were inherited; what they mean is for a worker to find out.
 
 use std::{
-    fs,
-    io,
+    fs, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
 };
@@ -106,9 +105,7 @@ impl OpenModel {
 fn not_found(path: &Path, error: &io::Error) -> Error {
     let way_out = match error.kind() {
         io::ErrorKind::NotFound => "it does not exist; check the path as the scheduler sees it",
-        io::ErrorKind::PermissionDenied => {
-            "permission denied; let the scheduler's user read it"
-        }
+        io::ErrorKind::PermissionDenied => "permission denied; let the scheduler's user read it",
         _ => return unreadable(path, error),
     };
     Error::new(
@@ -177,10 +174,7 @@ pub fn open(path: &Path, roots: &[PathBuf]) -> Result<OpenModel, Error> {
         let home = real.parent().unwrap_or(Path::new("/")).to_owned();
         (home, vec![real.clone()])
     } else {
-        return Err(not_a_model(
-            path,
-            "is neither a folder nor a .gguf file",
-        ));
+        return Err(not_a_model(path, "is neither a folder nor a .gguf file"));
     };
     let mut allowed = vec![home];
     // A root that does not exist allows nothing.
@@ -197,10 +191,9 @@ pub fn open(path: &Path, roots: &[PathBuf]) -> Result<OpenModel, Error> {
     }
     if data.is_file() {
         // The worker should see the name that was asked for, not that of a blob behind a link.
-        if let (Some(file), Some(name)) = (
-            files.first_mut(),
-            path.file_name().and_then(|n| n.to_str()),
-        ) {
+        if let (Some(file), Some(name)) =
+            (files.first_mut(), path.file_name().and_then(|n| n.to_str()))
+        {
             file.name = name.to_owned();
         }
     }
@@ -391,7 +384,10 @@ mod tests {
         let model = open(&link, &[]).unwrap();
         assert_eq!(names(&model), ["m.gguf"]);
         assert_eq!(name_of(&link).unwrap().as_str(), "m");
-        assert_eq!(name_of(Path::new("/a/llama-3.2/")).unwrap().as_str(), "llama-3.2");
+        assert_eq!(
+            name_of(Path::new("/a/llama-3.2/")).unwrap().as_str(),
+            "llama-3.2"
+        );
         assert!(name_of(Path::new("/")).is_err());
     }
 

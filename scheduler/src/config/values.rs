@@ -1,8 +1,6 @@
 //! Types of single settings: each is parsed by one rule, whether it comes from a flag, a variable or the file.
 
-use std::{
-    collections::BTreeMap, fmt, os::fd::RawFd, path::PathBuf, str::FromStr, time::Duration,
-};
+use std::{collections::BTreeMap, fmt, os::fd::RawFd, path::PathBuf, str::FromStr, time::Duration};
 
 use hotcell_proto::{ids::ModelName, limits};
 use serde::{Deserialize, Deserializer, de::Error as _};
@@ -80,9 +78,7 @@ impl FromStr for DeviceChoice {
 
 impl<'de> Deserialize<'de> for DeviceChoice {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        String::deserialize(from)?
-            .parse()
-            .map_err(D::Error::custom)
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
     }
 }
 
@@ -226,7 +222,16 @@ mod tests {
         let good = read("org/m:v1:config.json=3,model.safetensors=4").unwrap();
         assert_eq!(good.name.as_str(), "org/m:v1");
         assert_eq!(good.files[1], ("model.safetensors".to_owned(), 4));
-        for bad in ["m", "m:", "m:a", "m:a=2", "m:a=3,b=3", "m:../a=3", ":a=3", "m:a=-1"] {
+        for bad in [
+            "m",
+            "m:",
+            "m:a",
+            "m:a=2",
+            "m:a=3,b=3",
+            "m:../a=3",
+            ":a=3",
+            "m:a=-1",
+        ] {
             assert!(read(bad).is_err(), "{bad}");
         }
     }

@@ -1,0 +1,560 @@
+//! The live table of devices, workers and models, and the tasks that keep it true.
+//!
+//! [`supervisor`](crate::supervisor) and [`placement`](crate::placement) decide; here it is done. All of the
+//! table is behind one lock that is never held across an await.
+
+mod keeper;
+mod launch;
+mod link;
+mod models;
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    v1::{Device, EventKind, HandshakeResponse, Lease, Loaded, WorkerInfo, WorkerState},
+};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout_at},
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+pub use launch::{Boxed, Launch, Launched, Order, Process, Processes};
+pub use link::{Condemnation, Fate, Link, LoadFailure, Sockets, TOKENS_WINDOWS, is_broken, words};
+pub use models::{Model, ProgressSender};
+
+use crate::{
+    config::Timeouts,
+    events::{About, Events},
+    journal::Bounds,
+    placement::{self, Candidate, Estimate, NoPlace, Wish},
+    supervisor::{Phase, Policy, State},
+};
+
+/// What a worker has to do, as the scheduler counts it.
+#[derive(Debug, Default)]
+struct Load {
+    outstanding: AtomicU64,
+    running: AtomicU32,
+}
+
+/// A worker in the table.
+struct Slot {
+    device: Device,
+    epoch: u64,
+    pid: u32,
+    state: WorkerState,
+    /// Whether it may yet come to serve.
+    hopeful: bool,
+    /// Set while it serves.
+    link: Option<Arc<Link>>,
+    models: BTreeMap<ModelName, Loaded>,
+    /// The model it is loading, which is to blame if it dies.
+    loading: Option<ModelName>,
+    load: Arc<Load>,
+    deaths: u32,
+    last_exit: String,
+    since: Instant,
+    confinement: String,
+}
+
+#[derive(Default)]
+struct Table {
+    devices: Vec<Device>,
+    workers: BTreeMap<String, Slot>,
+    models: BTreeMap<ModelName, Model>,
+    default_model: Option<ModelName>,
+}
+
+/// What the fleet is made of.
+pub struct Parts {
+    /// How workers are started.
+    pub launcher: Arc<dyn Launch>,
+    /// When they are restarted.
+    pub policy: Policy,
+    /// Bounds on waiting.
+    pub timeouts: Timeouts,
+    /// Folders that links may lead into.
+    pub model_roots: Vec<std::path::PathBuf>,
+    /// For requests without a model's name.
+    pub default_model: Option<ModelName>,
+}
+
+/// All workers of this scheduler.
+pub struct Fleet {
+    table: Mutex<Table>,
+    /// Told whenever the table changed.
+    changed: watch::Sender<()>,
+    /// Where happenings are told.
+    pub events: Events,
+    /// Loads and unloads happen one at a time.
+    loading: tokio::sync::Mutex<()>,
+    stop: CancellationToken,
+    keepers: TaskTracker,
+    launcher: Arc<dyn Launch>,
+    policy: Policy,
+    timeouts: Timeouts,
+    model_roots: Vec<std::path::PathBuf>,
+    began: Instant,
+}
+
+/// A place for a request, given back when dropped.
+#[derive(Debug)]
+pub struct Placed {
+    /// The worker to talk to.
+    pub link: Arc<Link>,
+    /// Its numerics class for the model.
+    pub class: String,
+    ticket: Ticket,
+}
+
+#[derive(Debug)]
+struct Ticket {
+    load: Arc<Load>,
+    changed: watch::Sender<()>,
+    prefill: u64,
+    decode: u64,
+}
+
+impl Placed {
+    /// The prompt was read.
+    pub fn prefilled(&mut self) {
+        let read = std::mem::take(&mut self.ticket.prefill);
+        self.ticket
+            .load
+            .outstanding
+            .fetch_sub(read, Ordering::Relaxed);
+    }
+
+    /// So many tokens were generated.
+    pub fn generated(&mut self, tokens: usize) {
+        let done = self.ticket.decode.min(tokens as u64);
+        self.ticket.decode -= done;
+        self.ticket
+            .load
+            .outstanding
+            .fetch_sub(done, Ordering::Relaxed);
+    }
+}
+
+impl Ticket {
+    fn new(load: &Arc<Load>, changed: &watch::Sender<()>, cost: Estimate) -> Self {
+        load.outstanding
+            .fetch_add(cost.prefill + cost.decode, Ordering::Relaxed);
+        load.running.fetch_add(1, Ordering::Relaxed);
+        Self {
+            load: Arc::clone(load),
+            changed: changed.clone(),
+            prefill: cost.prefill,
+            decode: cost.decode,
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.load
+            .outstanding
+            .fetch_sub(self.prefill + self.decode, Ordering::Relaxed);
+        self.load.running.fetch_sub(1, Ordering::Relaxed);
+        // Somebody may wait for a place.
+        self.changed.send_replace(());
+    }
+}
+
+/// Why a request has no place now.
+enum Wait {
+    /// The model or a worker is coming up.
+    Coming,
+    /// A worker died and is coming back.
+    Absent,
+    /// All are full.
+    Full,
+}
+
+/// What a starting worker is told when it has loaded what it was asked to.
+enum Offer {
+    /// It serves now.
+    Accepted,
+    /// First it has to load these, and forget those.
+    Change {
+        missing: Vec<(ModelName, Arc<crate::vault::OpenModel>)>,
+        unwanted: Vec<ModelName>,
+    },
+}
+
+impl Fleet {
+    /// A fleet without workers.
+    pub fn new(parts: Parts) -> Arc<Fleet> {
+        let table = Table {
+            default_model: parts.default_model,
+            ..Table::default()
+        };
+        Arc::new(Fleet {
+            table: Mutex::new(table),
+            changed: watch::Sender::new(()),
+            events: Events::default(),
+            loading: tokio::sync::Mutex::new(()),
+            stop: CancellationToken::new(),
+            keepers: TaskTracker::new(),
+            launcher: parts.launcher,
+            policy: parts.policy,
+            timeouts: parts.timeouts,
+            model_roots: parts.model_roots,
+            began: Instant::now(),
+        })
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells everyone who waits that the table changed.
+    fn tell(&self) {
+        self.changed.send_replace(());
+    }
+
+    /// Hears that the table changed.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
+    }
+
+    /// Has everyone who hears changes look again.
+    pub fn nudge(&self) {
+        self.tell();
+    }
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Starts a worker on each device that has no problem: w0, w1 and so on.
+    pub fn start(self: &Arc<Self>, devices: Vec<Device>) {
+        let usable = devices.iter().filter(|d| d.problem.is_empty());
+        let workers: Vec<_> = usable
+            .enumerate()
+            .map(|(index, device)| (format!("w{index}"), device.clone()))
+            .collect();
+        let mut table = self.table();
+        table.devices = devices;
+        for (id, device) in &workers {
+            table.workers.insert(id.clone(), Slot::new(device.clone()));
+        }
+        drop(table);
+        for (id, device) in workers {
+            self.keepers
+                .spawn(keeper::keep(Arc::clone(self), id, device));
+        }
+    }
+
+    /// Ends all workers, and returns once they are reaped or the kernel takes too long.
+    pub async fn stop(&self) {
+        self.stop.cancel();
+        self.keepers.close();
+        let patience = 4 * self.policy.stop_timeout;
+        if tokio::time::timeout(patience, self.keepers.wait())
+            .await
+            .is_err()
+        {
+            tracing::warn!("a worker did not end in time");
+        }
+    }
+
+    /// The devices, also those with a problem.
+    pub fn devices(&self) -> Vec<Device> {
+        self.table().devices.clone()
+    }
+
+    /// Workers that serve now.
+    pub fn ready(&self) -> usize {
+        let table = self.table();
+        table.workers.values().filter(|s| s.link.is_some()).count()
+    }
+
+    /// All workers.
+    pub fn workers(&self) -> Vec<WorkerInfo> {
+        let table = self.table();
+        table
+            .workers
+            .iter()
+            .map(|(id, slot)| slot.info(id))
+            .collect()
+    }
+
+    /// The bounds of a model's requests, once a worker has it.
+    pub fn bounds(&self, model: &ModelName) -> Option<Bounds> {
+        let table = self.table();
+        let summary = table.models.get(model)?.summary.as_ref()?;
+        Some(Bounds {
+            vocabulary: summary.vocabulary,
+            context: summary.context_length,
+        })
+    }
+
+    /// A ready worker that has the model, waited for within the configured bounds.
+    ///
+    /// # Errors
+    /// [`Reason::NoWorker`], [`Reason::Overloaded`], or why the model cannot be used.
+    pub async fn acquire(
+        &self,
+        model: &ModelName,
+        wish: Wish<'_>,
+        cost: impl Fn() -> Estimate,
+    ) -> Result<Placed, Error> {
+        let began = Instant::now();
+        let mut changed = self.changes();
+        loop {
+            changed.borrow_and_update();
+            let why = match self.try_place(model, wish, cost())? {
+                Ok(placed) => return Ok(placed),
+                Err(why) => why,
+            };
+            let (until, error) = match why {
+                // Bounded by the start's own patience and the restart budget.
+                Wait::Coming => {
+                    let _ = changed.changed().await;
+                    continue;
+                }
+                Wait::Absent => (
+                    began + self.timeouts.resume,
+                    Error::new(
+                        Reason::NoWorker,
+                        format!(
+                            "no worker that can serve model {model} came up within {:?}; `hotcell ps` shows why",
+                            self.timeouts.resume
+                        ),
+                    ),
+                ),
+                Wait::Full => (
+                    began + self.timeouts.queue,
+                    Error::new(
+                        Reason::Overloaded,
+                        format!(
+                            "all workers were full for {:?}; try again later",
+                            self.timeouts.queue
+                        ),
+                    ),
+                ),
+            };
+            if timeout_at(until, changed.changed()).await.is_err() {
+                return Err(error.with("model", model));
+            }
+        }
+    }
+
+    fn try_place(
+        &self,
+        model: &ModelName,
+        wish: Wish<'_>,
+        cost: Estimate,
+    ) -> Result<Result<Placed, Wait>, Error> {
+        let table = self.table();
+        let loading = table.usable(model)?;
+        let ready: Vec<(Candidate<'_>, &Slot, &Arc<Link>)> = table
+            .workers
+            .iter()
+            .filter_map(|(id, slot)| {
+                let (link, loaded) = (slot.link.as_ref()?, slot.models.get(model)?);
+                let candidate = Candidate {
+                    worker: id,
+                    class: loaded.numerics.as_ref().map_or("", |n| n.id.as_str()),
+                    outstanding: slot.load.outstanding.load(Ordering::Relaxed),
+                    running: slot.load.running.load(Ordering::Relaxed),
+                };
+                Some((candidate, slot, link))
+            })
+            .collect();
+        let candidates: Vec<_> = ready.iter().map(|(c, ..)| c.clone()).collect();
+        let chosen = match placement::choose(&candidates, wish) {
+            Ok(chosen) => chosen,
+            Err(NoPlace::AllFull) => return Ok(Err(Wait::Full)),
+            Err(NoPlace::NoneReady) => {
+                let coming = |s: &Slot| s.hopeful && s.link.is_none();
+                let any = table.workers.values().any(coming);
+                return match (loading, any) {
+                    (true, _) if table.workers.values().any(|s| s.hopeful) => Ok(Err(Wait::Coming)),
+                    (false, true) => Ok(Err(Wait::Absent)),
+                    _ => Err(Error::new(
+                        Reason::NoWorker,
+                        format!(
+                            "no worker can serve model {model}: none is left that would; `hotcell ps` shows why"
+                        ),
+                    )
+                    .with("model", model)),
+                };
+            }
+        };
+        let found = ready.iter().find(|(c, ..)| c.worker == chosen.worker);
+        let Some((candidate, slot, link)) = found else {
+            return Ok(Err(Wait::Absent));
+        };
+        Ok(Ok(Placed {
+            link: Arc::clone(link),
+            class: candidate.class.to_owned(),
+            ticket: Ticket::new(&slot.load, &self.changed, cost),
+        }))
+    }
+
+    // What keepers report.
+
+    fn launched(&self, id: &str, pid: u32, epoch: u64) {
+        if let Some(slot) = self.table().workers.get_mut(id) {
+            slot.pid = pid;
+            slot.epoch = epoch;
+            slot.since = Instant::now();
+            // The old one's tickets count down on the old one's count.
+            slot.load = Arc::default();
+        }
+        let about = About {
+            worker: id,
+            epoch,
+            model: "",
+        };
+        self.events
+            .tell(EventKind::WorkerStarted, about, format!("process {pid}"));
+    }
+
+    fn publish(&self, id: &str, state: &State) {
+        if let Some(slot) = self.table().workers.get_mut(id) {
+            slot.state = match state.phase {
+                Phase::New | Phase::Starting { .. } => WorkerState::Starting,
+                Phase::Ready => WorkerState::Ready,
+                Phase::Draining { .. } | Phase::Stopped => WorkerState::Draining,
+                Phase::Killed { .. } | Phase::Backoff { .. } => WorkerState::Backoff,
+                Phase::Quarantined { .. } => WorkerState::Quarantined,
+            };
+            slot.hopeful = state.is_hopeful();
+            slot.deaths = state.deaths;
+        }
+        self.tell();
+    }
+
+    /// Takes a worker out of service.
+    fn withdraw(&self, id: &str) {
+        if let Some(slot) = self.table().workers.get_mut(id) {
+            slot.link = None;
+            slot.models.clear();
+        }
+        self.tell();
+    }
+
+    /// Notes a death. The model that was being loaded gets a strike.
+    fn buried(&self, id: &str, reason: &str) {
+        let mut table = self.table();
+        let Some(slot) = table.workers.get_mut(id) else {
+            return;
+        };
+        slot.link = None;
+        slot.models.clear();
+        slot.pid = 0;
+        slot.last_exit = reason.to_owned();
+        if let Some(model) = slot.loading.take() {
+            table.strike(&model, reason);
+        }
+    }
+
+    /// Puts a worker into service if it has loaded all that is wanted, in one act with looking.
+    fn offer(
+        &self,
+        link: &Arc<Link>,
+        hello: &HandshakeResponse,
+        loaded: &BTreeMap<ModelName, Option<Loaded>>,
+    ) -> Offer {
+        let mut table = self.table();
+        let wanted = table.wanted();
+        let missing: Vec<_> = wanted
+            .iter()
+            .filter(|(name, _)| !loaded.contains_key(name))
+            .cloned()
+            .collect();
+        let unwanted: Vec<_> = loaded
+            .iter()
+            .filter(|(name, got)| got.is_some() && !wanted.iter().any(|(w, _)| w == *name))
+            .map(|(name, _)| name.clone())
+            .collect();
+        if !missing.is_empty() || !unwanted.is_empty() {
+            return Offer::Change { missing, unwanted };
+        }
+        if let Some(slot) = table.workers.get_mut(&link.worker) {
+            slot.models = loaded
+                .iter()
+                .filter_map(|(name, got)| Some((name.clone(), got.clone()?)))
+                .collect();
+            slot.loading = None;
+            slot.confinement = hello.confinement.clone();
+            slot.state = WorkerState::Ready;
+            slot.link = Some(Arc::clone(link));
+        }
+        drop(table);
+        self.tell();
+        Offer::Accepted
+    }
+}
+
+impl Slot {
+    fn new(device: Device) -> Self {
+        Self {
+            device,
+            epoch: 0,
+            pid: 0,
+            state: WorkerState::Starting,
+            hopeful: true,
+            link: None,
+            models: BTreeMap::new(),
+            loading: None,
+            load: Arc::default(),
+            deaths: 0,
+            last_exit: String::new(),
+            since: Instant::now(),
+            confinement: String::new(),
+        }
+    }
+
+    fn info(&self, id: &str) -> WorkerInfo {
+        let alive = self.pid != 0;
+        let uptime = if alive {
+            self.since.elapsed()
+        } else {
+            Duration::ZERO
+        };
+        WorkerInfo {
+            id: id.to_owned(),
+            epoch: self.epoch,
+            pid: self.pid,
+            state: self.state.into(),
+            lease: Some(Lease {
+                device: self.device.id.clone(),
+                trust_domain: "trusted".to_owned(),
+                memory_bytes: self.device.memory_bytes,
+                cores: self.device.cores.clone(),
+            }),
+            models: self.models.keys().map(|m| m.as_str().to_owned()).collect(),
+            outstanding_tokens: self.load.outstanding.load(Ordering::Relaxed),
+            running_requests: self.load.running.load(Ordering::Relaxed),
+            deaths: self.deaths,
+            last_exit: self.last_exit.clone(),
+            uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
+            resident_bytes: if alive { resident(self.pid) } else { 0 },
+            confinement: self.confinement.clone(),
+        }
+    }
+}
+
+/// Resident bytes of a process by `/proc`; 0 if it cannot be told.
+fn resident(pid: u32) -> u64 {
+    let pages = std::fs::read_to_string(format!("/proc/{pid}/statm"))
+        .ok()
+        .and_then(|statm| statm.split_whitespace().nth(1)?.parse::<u64>().ok());
+    pages
+        .unwrap_or(0)
+        .saturating_mul(rustix::param::page_size() as u64)
+}

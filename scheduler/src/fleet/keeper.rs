@@ -1,0 +1,295 @@
+//! The task that keeps one worker alive: performs what the supervisor decides.
+
+use std::{collections::BTreeMap, future::pending, sync::Arc};
+
+use hotcell_proto::v1::{Device, EventKind};
+use tokio::{sync::watch, time::sleep_until};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::{Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets};
+use crate::{
+    discover::clip,
+    events::About,
+    supervisor::{Action, Event, State, step},
+};
+
+/// A process and the task that gets it ready.
+struct Running {
+    process: Box<dyn Process>,
+    fate: Fate,
+    condemned: watch::Receiver<Option<Condemnation>>,
+    progress: watch::Receiver<()>,
+    starter: Option<AbortOnDropHandle<()>>,
+}
+
+/// A number from 0 to 1.
+fn jitter() -> f64 {
+    // Without random numbers the pause is merely not spread.
+    f64::from(getrandom::u32().unwrap_or(u32::MAX)) / f64::from(u32::MAX)
+}
+
+/// Runs a worker's whole life, through all its processes, until the fleet stops.
+pub(super) async fn keep(fleet: Arc<Fleet>, id: String, device: Device) {
+    let mut state = State::default();
+    let mut running: Option<Running> = None;
+    let mut event = Event::Begin;
+    loop {
+        let (next, actions) = step(&fleet.policy, state, event, fleet.now());
+        state = next;
+        let mut stillborn = None;
+        for action in actions {
+            if let Err(reason) = perform(&fleet, &id, &device, &state, &mut running, action).await {
+                stillborn = Some(reason);
+            }
+        }
+        fleet.publish(&id, &state);
+        if state.is_over() {
+            fleet.withdraw(&id);
+            return;
+        }
+        event = match stillborn {
+            Some(reason) => Event::Exited {
+                reason,
+                jitter: jitter(),
+            },
+            None => next_event(&fleet, &id, &state, &mut running).await,
+        };
+    }
+}
+
+/// Performs one action.
+///
+/// # Errors
+/// Why a process could not be made.
+async fn perform(
+    fleet: &Arc<Fleet>,
+    id: &str,
+    device: &Device,
+    state: &State,
+    running: &mut Option<Running>,
+    action: Action,
+) -> Result<(), String> {
+    let about = About {
+        worker: id,
+        epoch: state.epoch,
+        model: "",
+    };
+    match action {
+        Action::Spawn { epoch } => {
+            let order = Order {
+                worker: id,
+                epoch,
+                device,
+            };
+            let launched = fleet.launcher.launch(order).await.map_err(|e| {
+                fleet.buried(id, &format!("cannot be started: {e}"));
+                format!("cannot be started: {e}")
+            })?;
+            let (process, sockets) = launched.split();
+            fleet.launched(id, process.pid(), epoch);
+            *running = Some(begin(fleet, id, epoch, process, sockets));
+        }
+        Action::Terminate => {
+            fleet.withdraw(id);
+            if let Some(running) = running {
+                running.starter = None;
+                running.process.terminate();
+            }
+        }
+        Action::Kill => {
+            fleet.withdraw(id);
+            if let Some(running) = running {
+                running.process.kill();
+            }
+        }
+        Action::ReportDeath { reason, pause } => {
+            // The reaped process's epoch: a spawn at once has raised it already.
+            let spawned = matches!(pause, Some(p) if p.is_zero());
+            let epoch = state.epoch - u64::from(spawned && state.epoch > 0);
+            tracing::warn!(worker = id, epoch, reason, ?pause, "worker died");
+            fleet
+                .events
+                .tell(EventKind::WorkerDied, About { epoch, ..about }, reason);
+        }
+        Action::ReportQuarantine { reason } => {
+            tracing::error!(
+                worker = id,
+                device = device.id,
+                reason,
+                "device quarantined"
+            );
+            fleet
+                .events
+                .tell(EventKind::WorkerQuarantined, about, reason);
+        }
+    }
+    Ok(())
+}
+
+fn begin(
+    fleet: &Arc<Fleet>,
+    id: &str,
+    epoch: u64,
+    process: Box<dyn Process>,
+    sockets: Sockets,
+) -> Running {
+    let fate = Fate::new();
+    let (told, progress) = watch::channel(());
+    let starter = {
+        let (fleet, id, fate) = (Arc::clone(fleet), id.to_owned(), fate.clone());
+        async move {
+            let started = start(&fleet, &id, epoch, fate.clone(), sockets, &told).await;
+            if let Err(why) = started {
+                fate.condemn(why);
+            }
+        }
+    };
+    Running {
+        process,
+        condemned: fate.condemned.subscribe(),
+        fate,
+        progress,
+        starter: Some(AbortOnDropHandle::new(tokio::spawn(starter))),
+    }
+}
+
+/// Gets a process ready: greets it, and has it load every model until none is missing.
+async fn start(
+    fleet: &Fleet,
+    id: &str,
+    epoch: u64,
+    fate: Fate,
+    sockets: Sockets,
+    progress: &watch::Sender<()>,
+) -> Result<(), Condemnation> {
+    let link = Arc::new(Link::connect(id, epoch, fate, sockets).await?);
+    let hello = link.handshake().await?;
+    let _ = progress.send(());
+    tracing::debug!(
+        worker = id,
+        epoch,
+        confinement = hello.confinement,
+        "handshake"
+    );
+    // None: refused, and not to be asked again.
+    let mut loaded = BTreeMap::new();
+    loop {
+        let (missing, unwanted) = match fleet.offer(&link, &hello, &loaded) {
+            Offer::Accepted => return Ok(()),
+            Offer::Change { missing, unwanted } => (missing, unwanted),
+        };
+        for name in unwanted {
+            if let Err(error) = link.unload(&name).await {
+                return Err(Condemnation::new(format!("cannot unload {name}: {error}")));
+            }
+            loaded.remove(&name);
+        }
+        for (name, files) in missing {
+            fleet.note_loading(id, Some(&name));
+            let patience = fleet.policy.start_timeout;
+            let sign = |_: &_| {
+                let _ = progress.send(());
+            };
+            let got = link.load(&name, &files, patience, sign).await;
+            let _ = progress.send(());
+            match got {
+                Ok(got) => {
+                    fleet.note_loading(id, None);
+                    fleet.note_loaded(id, epoch, &name, &got);
+                    loaded.insert(name, Some(got));
+                }
+                Err(LoadFailure::Refused(error)) => {
+                    fleet.note_loading(id, None);
+                    fleet.note_refused(id, &name, &error);
+                    loaded.insert(name, None);
+                }
+                // Its model stays noted as loading, so that the death counts against it.
+                Err(LoadFailure::Broken(why)) => {
+                    return Err(Condemnation::new(format!("while loading {name}: {why}")));
+                }
+            }
+        }
+    }
+}
+
+/// Waits for what happens next to a worker.
+async fn next_event(
+    fleet: &Arc<Fleet>,
+    id: &str,
+    state: &State,
+    running: &mut Option<Running>,
+) -> Event {
+    let due = async {
+        match state.wake_at() {
+            Some(at) => sleep_until(fleet.began + at).await,
+            None => pending().await,
+        }
+    };
+    let stopping = matches!(state.phase, crate::supervisor::Phase::Draining { .. });
+    let stop = async {
+        if stopping {
+            pending::<()>().await;
+        }
+        fleet.stop.cancelled().await;
+    };
+    let Some(held) = running else {
+        return tokio::select! {
+            () = due => Event::Tick,
+            () = stop => Event::Stop,
+        };
+    };
+    let Running {
+        process,
+        condemned,
+        progress,
+        starter,
+        ..
+    } = held;
+    let started = async {
+        match starter {
+            Some(task) => {
+                let _ = task.await;
+            }
+            None => pending().await,
+        }
+    };
+    let sentence = async {
+        let told = condemned.wait_for(Option::is_some).await;
+        told.ok().and_then(|told| told.clone())
+    };
+    tokio::select! {
+        biased;
+        reason = process.wait() => {
+            let reason = clip(&reason);
+            // The table first: who hears that it is gone looks there for another.
+            fleet.buried(id, &reason);
+            held.fate.gone.cancel();
+            *running = None;
+            Event::Exited { reason, jitter: jitter() }
+        }
+        Some(Condemnation { reason, hopeless }) = sentence, if !is_doomed(state) => {
+            Event::Condemned { reason, hopeless }
+        }
+        () = started => {
+            held.starter = None;
+            if held.fate.condemned.borrow().is_some() {
+                return Event::Progress;
+            }
+            tracing::info!(worker = id, epoch = state.epoch, "worker ready");
+            let about = About { worker: id, epoch: state.epoch, model: "" };
+            fleet.events.tell(EventKind::WorkerReady, about, "");
+            Event::Ready
+        }
+        Ok(()) = progress.changed() => Event::Progress,
+        () = stop => Event::Stop,
+        () = due => Event::Tick,
+    }
+}
+
+fn is_doomed(state: &State) -> bool {
+    use crate::supervisor::Phase;
+    matches!(
+        state.phase,
+        Phase::Killed { .. } | Phase::Draining { .. } | Phase::Stopped
+    )
+}

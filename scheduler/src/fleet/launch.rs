@@ -1,0 +1,189 @@
+//! Starting a worker's process and the sockets it is born with.
+
+use std::{future::Future, io, os::fd::OwnedFd, pin::Pin, time::Duration};
+
+use hotcell_ipc::{
+    log::{BoundedLog, LogLimits},
+    socket::{descriptor_pair, stream_pair},
+    spawn::{Child, Command, ExitStatus, Signal, Spawner},
+};
+use hotcell_proto::{limits, v1::Device};
+use tokio::task::JoinHandle;
+
+use crate::{config::WorkerConfig, discover::WORKER_ENVIRONMENT};
+
+/// A boxed future, for the traits here.
+pub type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Which worker to start.
+#[derive(Clone, Copy, Debug)]
+pub struct Order<'a> {
+    /// Its name.
+    pub worker: &'a str,
+    /// Counts its processes.
+    pub epoch: u64,
+    /// Its device.
+    pub device: &'a Device,
+}
+
+/// A running worker: its process, and our ends of its sockets.
+pub struct Launched {
+    /// The process.
+    pub process: Box<dyn Process>,
+    /// Worker and health.
+    pub control: OwnedFd,
+    /// Tokens.
+    pub tokens: OwnedFd,
+    /// Tensors.
+    pub tensors: OwnedFd,
+    /// Descriptors go out here.
+    pub descriptors: OwnedFd,
+}
+
+/// A worker's process; dropping it kills it.
+pub trait Process: Send + Sync {
+    /// Its id, for messages and `/proc`.
+    fn pid(&self) -> u32;
+
+    /// Asks it to end.
+    fn terminate(&self);
+
+    /// Ends it.
+    fn kill(&self);
+
+    /// Waits for its end and returns how it ended, in words. May be dropped and called again.
+    fn wait(&mut self) -> Boxed<'_, String>;
+}
+
+/// Starts workers. Tests have their own.
+pub trait Launch: Send + Sync + 'static {
+    /// Starts one.
+    fn launch<'a>(&'a self, order: Order<'a>) -> Boxed<'a, io::Result<Launched>>;
+}
+
+/// Starts workers as processes.
+#[derive(Debug)]
+pub struct Processes {
+    spawner: Spawner,
+    config: WorkerConfig,
+}
+
+/// The numbers at which a worker finds its sockets.
+const CONTROL_FD: i32 = 3;
+const TOKENS_FD: i32 = 4;
+const TENSORS_FD: i32 = 5;
+const DESCRIPTORS_FD: i32 = 6;
+
+impl Processes {
+    /// Workers of this configuration.
+    pub fn new(spawner: Spawner, config: WorkerConfig) -> Self {
+        Self { spawner, config }
+    }
+
+    async fn start(&self, order: Order<'_>) -> io::Result<Launched> {
+        let (control, its_control) = stream_pair()?;
+        let (tokens, its_tokens) = stream_pair()?;
+        let (tensors, its_tensors) = stream_pair()?;
+        let (descriptors, its_descriptors) = descriptor_pair()?;
+        let cores: Vec<String> = order.device.cores.iter().map(u32::to_string).collect();
+        let mut command = Command::new(&self.config.binary)
+            .arg("serve")
+            .arg("--device")
+            .arg(&order.device.id)
+            .arg("--worker-id")
+            .arg(order.worker);
+        if !cores.is_empty() {
+            command = command.arg("--cores").arg(cores.join(","));
+        }
+        for (flag, fd, number) in [
+            ("--control-fd", its_control, CONTROL_FD),
+            ("--tokens-fd", its_tokens, TOKENS_FD),
+            ("--tensors-fd", its_tensors, TENSORS_FD),
+            ("--descriptors-fd", its_descriptors, DESCRIPTORS_FD),
+        ] {
+            command = command.arg(flag).arg(number.to_string()).fd(fd, number);
+        }
+        command = command
+            .arg("--kv-cache")
+            .arg(self.config.kv_cache.to_string())
+            .arg("--log")
+            .arg(self.config.log)
+            .inherit_env(WORKER_ENVIRONMENT);
+        let mut child = self.spawner.spawn(command).await?;
+        let log = child.stderr.take().map(|stderr| {
+            let limits = LogLimits {
+                line_bytes: limits::MAX_LOG_LINE,
+                lines: limits::KEPT_LOG_LINES,
+                ..LogLimits::default()
+            };
+            let (worker, epoch) = (order.worker.to_owned(), order.epoch);
+            BoundedLog::start(stderr, limits, move |line| {
+                tracing::info!(target: "worker", worker, epoch, "{line}");
+            })
+        });
+        Ok(Launched {
+            process: Box::new(Worker {
+                child,
+                log: log.transpose()?,
+            }),
+            control,
+            tokens,
+            tensors,
+            descriptors,
+        })
+    }
+}
+
+impl Launch for Processes {
+    fn launch<'a>(&'a self, order: Order<'a>) -> Boxed<'a, io::Result<Launched>> {
+        Box::pin(self.start(order))
+    }
+}
+
+struct Worker {
+    child: Child,
+    log: Option<(BoundedLog, JoinHandle<io::Result<()>>)>,
+}
+
+impl Worker {
+    fn signal(&self, signal: Signal) {
+        if let Err(error) = self.child.kill(signal) {
+            tracing::warn!(pid = self.child.pid(), %error, "cannot signal a worker");
+        }
+    }
+}
+
+impl Process for Worker {
+    fn pid(&self) -> u32 {
+        self.child.pid()
+    }
+
+    fn terminate(&self) {
+        self.signal(Signal::TERM);
+    }
+
+    fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    fn wait(&mut self) -> Boxed<'_, String> {
+        Box::pin(async {
+            let status = match self.child.wait().await {
+                Ok(status) => status,
+                Err(error) => return format!("ended, but cannot tell how: {error}"),
+            };
+            let Some((log, drained)) = &mut self.log else {
+                return status.to_string();
+            };
+            // A program that gives up says why, last. One that was killed is not waited for: a stream may hang on
+            // the next one's start.
+            if matches!(status, ExitStatus::Code(code) if code != 0) {
+                let _ = tokio::time::timeout(Duration::from_millis(50), drained).await;
+            }
+            match log.lines().pop().filter(|_| !status.success()) {
+                Some(last) => format!("{status}; it said last: {}", crate::discover::clip(&last)),
+                None => status.to_string(),
+            }
+        })
+    }
+}

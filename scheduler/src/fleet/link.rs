@@ -1,0 +1,378 @@
+//! The conversation with one process of a worker: its connections, and whether it is still there.
+
+use std::{
+    os::fd::OwnedFd,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use hotcell_ipc::{
+    socket::DescriptorSender,
+    transport::{Windows, channel_over},
+};
+use hotcell_proto::{
+    PROTOCOL_VERSION,
+    error::{Error, Reason},
+    ids::ModelName,
+    limits,
+    v1::{
+        DetokenizeRequest, HandshakeRequest, HandshakeResponse, LoadProgress, LoadRequest, Loaded,
+        ModelSummary, NumericsClass, UnloadRequest, tokens_client::TokensClient,
+        worker_client::WorkerClient,
+    },
+};
+use tokio::{
+    sync::watch,
+    time::{sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, transport::Channel};
+
+use super::launch::Launched;
+use crate::{discover::clip, vault::OpenModel};
+
+/// Flow control of the token connection. The connection's window holds every stream's, so that streams whose
+/// clients do not read cannot starve the others.
+pub const TOKENS_WINDOWS: Windows = Windows {
+    stream: 64 << 10,
+    connection: 16 << 20,
+    frame: 64 << 10,
+};
+
+const _: () = assert!(
+    limits::MAX_WORKER_REQUESTS * TOKENS_WINDOWS.stream as usize
+        <= TOKENS_WINDOWS.connection as usize
+);
+
+/// How long a death may take to show after a stream broke, before the worker is asked.
+const GRACE: Duration = Duration::from_millis(500);
+/// How long it may take to answer then.
+const PING: Duration = Duration::from_secs(2);
+
+/// Why a worker has to go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condemnation {
+    /// In words.
+    pub reason: String,
+    /// Whether starting it again is pointless.
+    pub hopeless: bool,
+}
+
+impl Condemnation {
+    /// For something that another try may mend.
+    pub fn new(reason: impl Into<String>) -> Self {
+        Self {
+            reason: reason.into(),
+            hopeless: false,
+        }
+    }
+}
+
+/// Shared between a keeper and whoever talks to its worker.
+#[derive(Clone, Debug)]
+pub struct Fate {
+    /// Cancelled once the process is reaped.
+    pub gone: CancellationToken,
+    /// Set once it has to go.
+    pub condemned: watch::Sender<Option<Condemnation>>,
+}
+
+impl Fate {
+    /// That of a process just started.
+    pub fn new() -> Self {
+        Self {
+            gone: CancellationToken::new(),
+            condemned: watch::Sender::new(None),
+        }
+    }
+
+    /// Asks the keeper to kill it. The first reason stays.
+    pub fn condemn(&self, why: Condemnation) {
+        self.condemned.send_if_modified(|held| {
+            let first = held.is_none();
+            if first {
+                *held = Some(why);
+            }
+            first
+        });
+    }
+}
+
+impl Default for Fate {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Why a worker did not load a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LoadFailure {
+    /// It said so, or the model cannot be handed out: the model's fault.
+    Refused(Error),
+    /// The conversation broke: the worker's fault.
+    Broken(String),
+}
+
+/// A worker's process, to talk to.
+#[derive(Debug)]
+pub struct Link {
+    /// The worker's name.
+    pub worker: String,
+    /// Which of its processes.
+    pub epoch: u64,
+    /// Whether it is still there.
+    pub fate: Fate,
+    control: Channel,
+    tokens: Channel,
+    /// Held open until tensors are relayed.
+    _tensors: OwnedFd,
+    descriptors: DescriptorSender,
+    tags: AtomicU64,
+}
+
+impl Link {
+    /// Connects over our ends of its sockets.
+    ///
+    /// # Errors
+    /// A condemnation if a socket cannot be used.
+    pub async fn connect(
+        worker: &str,
+        epoch: u64,
+        fate: Fate,
+        sockets: Sockets,
+    ) -> Result<Link, Condemnation> {
+        let broken = |e: std::io::Error| Condemnation::new(format!("cannot talk to it: {e}"));
+        Ok(Link {
+            worker: worker.to_owned(),
+            epoch,
+            fate,
+            control: channel_over(sockets.control, Windows::default())
+                .await
+                .map_err(broken)?,
+            tokens: channel_over(sockets.tokens, TOKENS_WINDOWS)
+                .await
+                .map_err(broken)?,
+            _tensors: sockets.tensors,
+            descriptors: DescriptorSender::new(sockets.descriptors).map_err(broken)?,
+            tags: AtomicU64::new(1),
+        })
+    }
+
+    fn control(&self) -> WorkerClient<Channel> {
+        WorkerClient::new(self.control.clone())
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// Its token service.
+    pub fn tokens(&self) -> TokensClient<Channel> {
+        TokensClient::new(self.tokens.clone())
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// The first call: whether both sides speak the same version.
+    ///
+    /// # Errors
+    /// A condemnation, hopeless for another version.
+    pub async fn handshake(&self) -> Result<HandshakeResponse, Condemnation> {
+        let request = HandshakeRequest {
+            protocol_version: PROTOCOL_VERSION,
+            worker_id: self.worker.clone(),
+            epoch: self.epoch,
+        };
+        let mismatch = |said: String| Condemnation {
+            reason: format!(
+                "the worker's program does not fit this scheduler: {said}; install both from one release"
+            ),
+            hopeless: true,
+        };
+        let hello = match self.control().handshake(request).await {
+            Ok(hello) => hello.into_inner(),
+            Err(status) => {
+                let said = clip(status.message());
+                return Err(match Error::typed(&status).map(|e| e.reason()) {
+                    Some(Reason::ProtocolMismatch) => mismatch(said),
+                    _ => Condemnation::new(format!("handshake failed: {said}")),
+                });
+            }
+        };
+        if hello.protocol_version != PROTOCOL_VERSION {
+            return Err(mismatch(format!(
+                "it speaks protocol {}, not {PROTOCOL_VERSION}",
+                hello.protocol_version
+            )));
+        }
+        Ok(HandshakeResponse {
+            version: clip(&hello.version),
+            confinement: clip(&hello.confinement),
+            ..hello
+        })
+    }
+
+    /// Hands over a model's files and waits until it is loaded; `patience` bounds the time between two signs
+    /// of progress.
+    ///
+    /// # Errors
+    /// [`LoadFailure`].
+    pub async fn load(
+        &self,
+        model: &ModelName,
+        files: &OpenModel,
+        patience: Duration,
+        mut progress: impl FnMut(&LoadProgress),
+    ) -> Result<Loaded, LoadFailure> {
+        let silent = || LoadFailure::Broken(format!("no progress for {patience:?} while loading"));
+        let fds = files.hand_out().map_err(LoadFailure::Refused)?;
+        let tag = self.tags.fetch_add(1, Ordering::Relaxed);
+        self.descriptors
+            .send_async(tag, &fds)
+            .await
+            .map_err(|e| LoadFailure::Broken(format!("cannot hand over files: {e}")))?;
+        let request = LoadRequest {
+            model: model.as_str().to_owned(),
+            tag,
+            files: files.handles(),
+        };
+        let mut control = self.control();
+        let answer = timeout(patience, control.load(request))
+            .await
+            .map_err(|_| silent())?;
+        let mut stream = answer.map_err(failure)?.into_inner();
+        loop {
+            let next = timeout(patience, stream.message())
+                .await
+                .map_err(|_| silent())?;
+            match next.map_err(failure)? {
+                Some(LoadProgress {
+                    loaded: Some(loaded),
+                    ..
+                }) => return believe(loaded).map_err(LoadFailure::Refused),
+                Some(step) => progress(&step),
+                None => {
+                    return Err(LoadFailure::Broken(
+                        "its load ended without a result".to_owned(),
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Lets it forget a model.
+    ///
+    /// # Errors
+    /// Its words, or those about the broken connection.
+    pub async fn unload(&self, model: &ModelName) -> Result<(), Error> {
+        let request = UnloadRequest {
+            model: model.as_str().to_owned(),
+        };
+        match self.control().unload(request).await {
+            Ok(_) => Ok(()),
+            Err(status) => Err(words(&status)),
+        }
+    }
+
+    /// After a stream broke without a typed status: whether the process is lost. Waits for its end to show;
+    /// if it lives, asks it over the same connection, and has it killed if it does not answer.
+    pub async fn is_lost(&self) -> bool {
+        if timeout(GRACE, self.fate.gone.cancelled()).await.is_ok() {
+            return true;
+        }
+        let mut tokens = self.tokens();
+        let ping = tokens.detokenize(DetokenizeRequest::default());
+        let answer = tokio::select! {
+            () = self.fate.gone.cancelled() => return true,
+            () = sleep(PING) => None,
+            answer = ping => Some(answer),
+        };
+        let why = match answer {
+            Some(Ok(_)) => return false,
+            Some(Err(status)) if !is_broken(&status) => return false,
+            Some(Err(_)) => "its token connection broke",
+            None => "it did not answer after a stream broke",
+        };
+        self.fate.condemn(Condemnation::new(why));
+        // A killed process may take long to end (its memory is freed first); the stream need not wait for that.
+        let _ = timeout(PING, self.fate.gone.cancelled()).await;
+        true
+    }
+}
+
+/// Our ends of a worker's sockets.
+#[derive(Debug)]
+pub struct Sockets {
+    control: OwnedFd,
+    tokens: OwnedFd,
+    tensors: OwnedFd,
+    descriptors: OwnedFd,
+}
+
+impl Launched {
+    /// Takes process and sockets apart.
+    pub fn split(self) -> (Box<dyn super::launch::Process>, Sockets) {
+        let sockets = Sockets {
+            control: self.control,
+            tokens: self.tokens,
+            tensors: self.tensors,
+            descriptors: self.descriptors,
+        };
+        (self.process, sockets)
+    }
+}
+
+/// Whether a status tells of a broken connection instead of being the peer's own words.
+pub fn is_broken(status: &Status) -> bool {
+    Error::typed(status).is_none() && std::error::Error::source(status).is_some()
+}
+
+/// A worker's words, cut to what may be passed on.
+pub fn words(status: &Status) -> Error {
+    let said = Error::from_status(status);
+    said.metadata().take(16).fold(
+        Error::new(said.reason(), clip(said.message())),
+        |error, (key, value)| error.with(clip(key), clip(value)),
+    )
+}
+
+fn failure(status: Status) -> LoadFailure {
+    match Error::typed(&status) {
+        Some(_) => LoadFailure::Refused(words(&status)),
+        None => LoadFailure::Broken(format!("load failed: {}", clip(status.message()))),
+    }
+}
+
+/// Checks what a worker says about a model it loaded.
+fn believe(loaded: Loaded) -> Result<Loaded, Error> {
+    let doubt = |what: &str| {
+        Error::new(
+            Reason::ProtocolViolation,
+            format!("the worker describes the model wrongly: {what}"),
+        )
+    };
+    let summary = loaded.summary.ok_or_else(|| doubt("no summary"))?;
+    let numerics = loaded.numerics.ok_or_else(|| doubt("no numerics class"))?;
+    if !(1..=limits::MAX_VOCABULARY).contains(&summary.vocabulary) {
+        return Err(doubt("vocabulary out of range"));
+    }
+    if summary.context_length == 0 {
+        return Err(doubt("no context"));
+    }
+    if numerics.id.is_empty() || numerics.id.len() > limits::MAX_WORD {
+        return Err(doubt("numerics class without a proper id"));
+    }
+    Ok(Loaded {
+        summary: Some(ModelSummary {
+            architecture: clip(&summary.architecture),
+            weights_dtype: clip(&summary.weights_dtype),
+            // No request may be longer, whatever the model could do.
+            context_length: summary.context_length.min(limits::MAX_PROMPT_TOKENS as u32),
+            model_hash: clip(&summary.model_hash),
+            ..summary
+        }),
+        numerics: Some(NumericsClass {
+            model_hash: clip(&numerics.model_hash),
+            ..numerics
+        }),
+        cache_tokens: loaded.cache_tokens,
+    })
+}

@@ -1,0 +1,67 @@
+//! `hotcell-scheduler`: parses flags, sets up logging, runs the library.
+
+use std::{io::IsTerminal, process::ExitCode};
+
+use clap::Parser;
+use hotcell_scheduler::{
+    config::{Cli, Config, Surroundings},
+    exit::{Exit, Failure},
+    inherit::Inherited,
+    run::run,
+};
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    match start() {
+        Ok(()) => Exit::Ok.into(),
+        Err(failure) => {
+            eprintln!("error: {failure}");
+            failure.exit.into()
+        }
+    }
+}
+
+fn start() -> Result<(), Failure> {
+    let config = Config::load(Cli::parse(), &Surroundings::here())?;
+    // SAFETY: the first thing that concerns descriptors; reading the config has closed what it opened.
+    let inherited = unsafe { Inherited::take(&config)? };
+    log(&config)?;
+    raise_file_limit();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::new(Exit::Internal, format!("cannot start the runtime: {e}")))?;
+    let outcome = runtime.block_on(run(config, inherited));
+    // Tasks that still run are of no use to anyone now.
+    runtime.shutdown_background();
+    outcome
+}
+
+fn log(config: &Config) -> Result<(), Failure> {
+    // HTTP/2's own talk drowns everything else and is of use to those who ask for it by name.
+    let filter = format!("h2=warn,hyper=warn,tower=warn,{}", config.log);
+    let filter = EnvFilter::try_new(&filter)
+        .map_err(|e| Failure::new(Exit::Usage, format!("log filter {:?}: {e}", config.log)))?;
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    if config.log_json {
+        log.json().init();
+    } else {
+        log.with_ansi(std::io::stderr().is_terminal()).init();
+    }
+    Ok(())
+}
+
+/// Models' files, workers' sockets and clients' connections are many; the soft limit is often 1024.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: maximum,
+        maximum,
+    };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::debug!(%error, "cannot raise the limit of open files");
+    }
+}

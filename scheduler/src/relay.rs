@@ -1,0 +1,401 @@
+//! Streams: from a worker through the journal to the client, and on with another worker when one dies.
+//!
+//! A client never learns from a broken stream that a worker died. An event is read only once there is room for
+//! it, so that what is in the journal is what the client gets, and a client that does not read slows its own
+//! stream only.
+
+use std::{
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    limits,
+    v1::{EventKind, GenerateEvent, GenerateRequest, Timings, generate_event::Event, prompt::Kind},
+};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep_until},
+};
+use tokio_stream::Stream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Status};
+
+use crate::{
+    admission::{Permit, draining},
+    discover::clip,
+    events::About,
+    fleet::{Fleet, Placed, is_broken, words},
+    journal::{Journal, Violation},
+    placement::Wish,
+    text,
+};
+
+/// What a client's stream carries.
+pub type Item = Result<GenerateEvent, Status>;
+
+/// The relay's end of a client's stream.
+#[derive(Debug)]
+pub struct Outlet {
+    sender: mpsc::Sender<Item>,
+    /// Room for the status that ends a stream, also one that is full.
+    last: mpsc::OwnedPermit<Item>,
+}
+
+/// The client's end.
+#[derive(Debug)]
+pub struct EventStream {
+    receiver: mpsc::Receiver<Item>,
+    /// Whether Finished or a status has come.
+    ended: bool,
+}
+
+/// Both ends of a new stream, with room for [`limits::STREAM_BUFFER`] events.
+///
+/// # Errors
+/// None in practice: a new channel has room.
+pub fn outlet() -> Result<(Outlet, EventStream), Error> {
+    let (sender, receiver) = mpsc::channel(limits::STREAM_BUFFER + 1);
+    let last = sender
+        .clone()
+        .try_reserve_owned()
+        .map_err(|_| Error::new(Reason::Internal, "a new stream has no room"))?;
+    let stream = EventStream {
+        receiver,
+        ended: false,
+    };
+    Ok((Outlet { sender, last }, stream))
+}
+
+impl Stream for EventStream {
+    type Item = Item;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Item>> {
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        let item = std::task::ready!(self.receiver.poll_recv(cx)).unwrap_or_else(|| {
+            // The relay's task is gone without a word; a stream must not look complete then.
+            let error = Error::new(Reason::Internal, "the relay of this stream failed");
+            Err(error.into())
+        });
+        self.ended = match &item {
+            Ok(event) => matches!(event.event, Some(Event::Finished(_))),
+            Err(_) => true,
+        };
+        Poll::Ready(Some(item))
+    }
+}
+
+/// One request on its way.
+#[derive(Debug)]
+pub struct Call {
+    /// As the client sent it, with id, model's name and seed filled in.
+    pub request: GenerateRequest,
+    /// Its model.
+    pub model: ModelName,
+    /// When the client stops waiting.
+    pub deadline: Option<Instant>,
+    /// Its place inside.
+    pub permit: Permit,
+}
+
+/// How one worker's part of a stream ended.
+enum Part {
+    Finished,
+    /// The worker was lost.
+    Lost,
+}
+
+/// Serves a request to its end: by Finished, by a status, or because the client left.
+pub async fn run(fleet: Arc<Fleet>, call: Call, outlet: Outlet, abort: CancellationToken) {
+    let Call {
+        request,
+        model,
+        deadline,
+        permit,
+    } = call;
+    let id = request.request_id.clone();
+    let Outlet { sender, last } = outlet;
+    let deadline_passed = async {
+        match deadline {
+            Some(at) => sleep_until(at).await,
+            None => std::future::pending().await,
+        }
+    };
+    // Whatever ends this drops the road, and with it the worker's stream: the worker stops at its next step.
+    let error = tokio::select! {
+        biased;
+        () = sender.closed() => {
+            tracing::debug!(request = id, "the client left");
+            return;
+        }
+        () = deadline_passed => Error::new(
+            Reason::DeadlineExceeded,
+            "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
+        ),
+        () = abort.cancelled() => draining(),
+        end = road(&fleet, request, &model, deadline, &sender, permit) => match end {
+            Ok(()) => return,
+            Err(error) => error,
+        },
+    };
+    tracing::info!(request = id, model = %model, reason = error.reason().name(), %error, "request failed");
+    last.send(Err(error.with("request_id", &id).into()));
+}
+
+async fn road(
+    fleet: &Fleet,
+    mut request: GenerateRequest,
+    model: &ModelName,
+    deadline: Option<Instant>,
+    out: &mpsc::Sender<Item>,
+    permit: Permit,
+) -> Result<(), Error> {
+    let prompt = request.prompt.take();
+    let ids = match prompt.and_then(|p| p.kind) {
+        Some(Kind::Ids(ids)) => ids.ids,
+        kind => {
+            text::tokenize(fleet, model, kind, false, deadline)
+                .await?
+                .ids
+        }
+    };
+    let mut stream = Relayed {
+        fleet,
+        model,
+        deadline,
+        out,
+        began: Instant::now(),
+        first_token: None,
+        permit: Some(permit),
+    };
+    // Not before a worker has the model: its bounds come from there.
+    let mut placed = stream.first_place(&request, ids.len()).await?;
+    let bounds = fleet
+        .bounds(model)
+        .ok_or_else(|| Error::new(Reason::Internal, "a loaded model has no bounds"))?;
+    let given = request.resume.iter().flat_map(|r| &r.generated_ids);
+    if let Some(id) = ids.iter().chain(given).find(|&&id| id >= bounds.vocabulary) {
+        return Err(Error::new(
+            Reason::InvalidArgument,
+            format!(
+                "token {id} is not in the vocabulary of model {model}, which has {} tokens",
+                bounds.vocabulary
+            ),
+        ));
+    }
+    let mut journal = Journal::new(request, ids, bounds);
+    loop {
+        let (worker, epoch) = (placed.link.worker.clone(), placed.link.epoch);
+        match stream.relay(&mut journal, placed).await? {
+            Part::Finished => return Ok(()),
+            Part::Lost => {}
+        }
+        placed = stream.next_place(&mut journal, &worker, epoch).await?;
+    }
+}
+
+struct Relayed<'a> {
+    fleet: &'a Fleet,
+    model: &'a ModelName,
+    deadline: Option<Instant>,
+    out: &'a mpsc::Sender<Item>,
+    began: Instant,
+    first_token: Option<Instant>,
+    permit: Option<Permit>,
+}
+
+impl Relayed<'_> {
+    async fn first_place(&self, request: &GenerateRequest, prompt: usize) -> Result<Placed, Error> {
+        let resumed = request.resume.as_ref().map_or(0, |r| r.generated_ids.len());
+        let cost = || {
+            let bounds = self.fleet.bounds(self.model);
+            let context = bounds.map_or(0, |b| b.context);
+            crate::placement::estimate(prompt, resumed, request.max_tokens, context)
+        };
+        self.fleet.acquire(self.model, Wish::default(), cost).await
+    }
+
+    /// A place for the rest of a stream whose worker was lost.
+    async fn next_place(
+        &self,
+        journal: &mut Journal,
+        worker: &str,
+        epoch: u64,
+    ) -> Result<Placed, Error> {
+        let lost = |why: String| Error::new(Reason::WorkerLost, why).with("worker", worker);
+        let deaths = journal.count_death();
+        if deaths > limits::MAX_CONTINUATIONS {
+            return Err(lost(format!(
+                "{deaths} workers died under this request; the request itself may be what kills them"
+            )));
+        }
+        let class = journal.class().cloned();
+        let wish = Wish {
+            class: class.as_ref().map(|c| c.id.as_str()),
+            avoid: Some(worker),
+        };
+        let placed = self
+            .fleet
+            .acquire(self.model, wish, || journal.estimate())
+            .await
+            .map_err(|error| match error.reason() {
+                Reason::NoWorker => lost(format!(
+                    "worker {worker} died after {} tokens, and no worker of its numerics class came up to go on",
+                    journal.generated()
+                )),
+                _ => error,
+            })?;
+        if let Some(class) = class {
+            let caution = if class.reproducible {
+                ""
+            } else {
+                "; its numerics class is not reproducible, so that the rest may differ"
+            };
+            let message = format!(
+                "request {} goes on after {} tokens; {worker} (epoch {epoch}) died{caution}",
+                journal.request_id(),
+                journal.generated(),
+            );
+            tracing::info!(worker = placed.link.worker, "{message}");
+            let about = About {
+                worker: &placed.link.worker,
+                epoch: placed.link.epoch,
+                model: self.model.as_str(),
+            };
+            self.fleet
+                .events
+                .tell(EventKind::StreamContinued, about, message);
+        }
+        Ok(placed)
+    }
+
+    /// Relays one worker's part.
+    async fn relay(&mut self, journal: &mut Journal, mut placed: Placed) -> Result<Part, Error> {
+        let link = Arc::clone(&placed.link);
+        journal.begin(&placed.class);
+        let request = bounded(journal.request(), self.deadline);
+        let mut tokens = link.tokens();
+        let mut events = match tokens.generate(request).await {
+            Ok(answer) => answer.into_inner(),
+            Err(status) => return self.broken(&placed, &status).await,
+        };
+        loop {
+            let Ok(room) = self.out.reserve().await else {
+                return Err(Error::new(Reason::Cancelled, "the client left"));
+            };
+            let event = match events.message().await {
+                Ok(Some(event)) => event,
+                // Said nothing wrong and did not finish: a process that ends in order does this too.
+                Ok(None) => return self.broken(&placed, &Status::ok("")).await,
+                Err(status) => return self.broken(&placed, &status).await,
+            };
+            let before = journal.generated();
+            let event = journal
+                .take(event)
+                .map_err(|violation| self.violated(&placed, &violation))?;
+            let tokens = journal.generated() - before;
+            if tokens > 0 {
+                self.first_token.get_or_insert_with(Instant::now);
+                placed.prefilled();
+                placed.generated(tokens);
+            }
+            let Some(mut event) = event else { continue };
+            if let Some(Event::Finished(finished)) = &mut event.event {
+                if finished.deaths_survived > 0 {
+                    finished.timings = Some(self.timings(finished.timings));
+                }
+                // Before the client hears of the end, so that it finds its place free when it comes back.
+                drop(placed);
+                self.permit = None;
+                room.send(Ok(event));
+                return Ok(Part::Finished);
+            }
+            room.send(Ok(event));
+        }
+    }
+
+    /// Times of a stream that several workers had: each knows its own part only.
+    fn timings(&self, last: Option<Timings>) -> Timings {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let first = self.first_token.unwrap_or_else(Instant::now);
+        Timings {
+            queue_ms: last.map_or(0.0, |t| t.queue_ms),
+            prefill_ms: ms(first - self.began),
+            decode_ms: ms(first.elapsed()),
+        }
+    }
+
+    fn violated(&self, placed: &Placed, violation: &Violation) -> Error {
+        let link = &placed.link;
+        tracing::error!(worker = link.worker, epoch = link.epoch, %violation, "a worker broke the protocol");
+        Error::new(
+            Reason::ProtocolViolation,
+            format!(
+                "worker {} broke the protocol: {violation}; this is a fault of Hotcell",
+                link.worker
+            ),
+        )
+    }
+
+    /// Tells the words of a living worker from a death.
+    async fn broken(&self, placed: &Placed, status: &Status) -> Result<Part, Error> {
+        match verdict(placed, status).await {
+            None => Ok(Part::Lost),
+            Some(error) => Err(error),
+        }
+    }
+}
+
+/// What a failed call to a worker means: its own words, or (none) that it is lost.
+pub(crate) async fn verdict(placed: &Placed, status: &Status) -> Option<Error> {
+    let link = &placed.link;
+    if Error::typed(status).is_some() {
+        return Some(words(status));
+    }
+    if link.is_lost().await {
+        tracing::debug!(
+            worker = link.worker,
+            epoch = link.epoch,
+            ?status,
+            "a call broke with its worker"
+        );
+        return None;
+    }
+    let what = match (status.code(), is_broken(status)) {
+        (tonic::Code::Ok, _) => "it ended the call early".to_owned(),
+        (_, true) => format!("it broke the call: {}", clip(&status.to_string())),
+        (code, false) => format!("it answered {code:?} ({})", clip(status.message())),
+    };
+    tracing::error!(
+        worker = link.worker,
+        epoch = link.epoch,
+        what,
+        "a worker broke the protocol"
+    );
+    Some(Error::new(
+        Reason::ProtocolViolation,
+        format!(
+            "worker {} broke the protocol: {what}; this is a fault of Hotcell",
+            link.worker
+        ),
+    ))
+}
+
+/// A request that carries what remains of the deadline.
+pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>) -> Request<T> {
+    let mut request = Request::new(message);
+    if let Some(at) = deadline {
+        // gRPC knows no zero; our own timer is about to say so.
+        let left = at
+            .saturating_duration_since(Instant::now())
+            .max(Duration::from_millis(1));
+        request.set_timeout(left);
+    }
+    request
+}

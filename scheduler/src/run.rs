@@ -1,0 +1,173 @@
+//! A scheduler's whole life: open the doors, find devices, start workers, serve, drain.
+
+use std::{sync::Arc, time::Duration};
+
+use hotcell_ipc::spawn::Spawner;
+use hotcell_proto::v1::EventKind;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
+
+use crate::{
+    config::Config,
+    discover,
+    events::About,
+    exit::{Exit, Failure},
+    fleet::{Fleet, Parts, Processes},
+    inherit::Inherited,
+    service::{self, Doors, Ended, Shared},
+    vault::{self, Source},
+};
+
+/// How long clients may take to read the last words of their streams.
+const GOODBYE: Duration = Duration::from_secs(1);
+
+/// SIGTERM and SIGINT.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn listen() -> Result<Self, Failure> {
+        let listen = |kind| {
+            signal(kind)
+                .map_err(|e| Failure::new(Exit::Internal, format!("cannot hear signals: {e}")))
+        };
+        Ok(Self {
+            terminate: listen(SignalKind::terminate())?,
+            interrupt: listen(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+/// Runs a scheduler until it is told to end, or its private connection ends.
+///
+/// # Errors
+/// A [`Failure`] with its exit code.
+pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
+    let mut signals = Signals::listen()?;
+    let doors = Doors::open(&config, inherited.private)?;
+    if !config.worker.binary.is_file() {
+        return Err(Failure::new(
+            Exit::NoWorkerBinary,
+            format!(
+                "the worker's program {} is missing; build or install it beside this one, or name it with --worker-binary PATH",
+                config.worker.binary.display()
+            ),
+        ));
+    }
+    let spawner = Spawner::start()
+        .map_err(|e| Failure::new(Exit::Internal, format!("cannot start processes: {e}")))?;
+    let found = tokio::select! {
+        found = discover::probe(&spawner, &config.worker.binary, config.timeouts.probe) => found,
+        _ = signals.next() => return Ok(()),
+    };
+    let devices = discover::choose(found, config.devices);
+    if devices.iter().all(|d| !d.problem.is_empty()) {
+        let problem = devices.first().map_or("none was found", |d| &d.problem);
+        return Err(Failure::new(
+            Exit::NoDevice,
+            format!("no device can be used: {problem}"),
+        ));
+    }
+
+    let fleet = Fleet::new(Parts {
+        launcher: Arc::new(Processes::new(spawner, config.worker.clone())),
+        policy: config.restart,
+        timeouts: config.timeouts,
+        model_roots: config.model_roots.clone(),
+        default_model: config.default_model.clone(),
+    });
+    for (name, files) in inherited.bundled {
+        let files = vault::adopt(&name, files);
+        fleet.configure(name, Source::Bundled, files);
+    }
+    for (name, path) in &config.models {
+        let files = vault::open(path, &config.model_roots);
+        fleet.configure(name.clone(), Source::Path(path.clone()), files);
+    }
+    fleet.start(devices);
+
+    let shared = Shared::new(Arc::clone(&fleet));
+    let (routes, health) = service::routes(&shared)
+        .map_err(|e| Failure::new(Exit::Internal, format!("cannot offer reflection: {e}")))?;
+    let _health =
+        AbortOnDropHandle::new(tokio::spawn(service::report_health(shared.clone(), health)));
+    tracing::info!("serving on {}", doors.describe());
+    let stop = CancellationToken::new();
+    let mut serving =
+        AbortOnDropHandle::new(tokio::spawn(service::serve(doors, routes, stop.clone())));
+
+    let ended = tokio::select! {
+        ended = &mut serving => Some(ended),
+        name = signals.next() => {
+            tracing::info!("{name}: draining; a second signal ends at once");
+            None
+        }
+    };
+    let outcome = match ended {
+        Some(Ok(Ok(Ended::ConnectionOver | Ended::Asked))) => Ok(()),
+        Some(Ok(Ok(Ended::DoorFailed))) => {
+            Err(Failure::new(Exit::Internal, "serving failed; see the log"))
+        }
+        Some(Ok(Err(failure))) => Err(failure),
+        Some(Err(error)) => Err(Failure::new(
+            Exit::Internal,
+            format!("serving failed: {error}"),
+        )),
+        None => tokio::select! {
+            () = drain(&shared, &stop, config.timeouts.drain, &mut serving) => Ok(()),
+            name = signals.next() => {
+                return Err(Failure::new(
+                    Exit::Interrupted,
+                    format!("{name} during the drain: ended at once"),
+                ));
+            }
+        },
+    };
+    shared.abort.cancel();
+    tokio::select! {
+        () = fleet.stop() => outcome,
+        name = signals.next() => Err(Failure::new(
+            Exit::Interrupted,
+            format!("{name} while workers were ending: ended at once"),
+        )),
+    }
+}
+
+/// Lets nobody in, waits for those inside at most that long, ends their streams, and closes the doors.
+async fn drain(
+    shared: &Shared,
+    stop: &CancellationToken,
+    patience: Duration,
+    serving: &mut AbortOnDropHandle<Result<Ended, Failure>>,
+) {
+    shared.admission.close();
+    shared.fleet.nudge();
+    let inside = shared.admission.count();
+    shared.fleet.events.tell(
+        EventKind::Draining,
+        About::default(),
+        format!("{inside} requests are running"),
+    );
+    if tokio::time::timeout(patience, shared.admission.empty())
+        .await
+        .is_err()
+    {
+        let left = shared.admission.count();
+        tracing::warn!(left, "streams did not end within {patience:?}");
+    }
+    // Streams end with a status, watchers with the end of their stream.
+    shared.abort.cancel();
+    stop.cancel();
+    if tokio::time::timeout(GOODBYE, serving).await.is_err() {
+        tracing::debug!("a client did not hang up");
+    }
+}

@@ -1,0 +1,140 @@
+//! The gRPC services, and the doors they are served at.
+
+mod control;
+mod doors;
+mod tokens;
+
+use std::{sync::Arc, time::Duration};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    v1::{self, control_server::ControlServer, tokens_server::TokensServer},
+};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, metadata::MetadataMap, service::Routes};
+use tonic_health::{ServingStatus, server::HealthReporter};
+
+pub use doors::{Doors, Ended, serve};
+
+use crate::{
+    admission::{Admission, parse_timeout},
+    fleet::Fleet,
+};
+
+/// Names under which health is reported, besides the empty one for the whole server.
+const HEALTH_NAMES: [&str; 3] = ["", "hotcell.v1.Tokens", "hotcell.v1.Control"];
+
+/// What all services share.
+#[derive(Clone)]
+pub struct Shared {
+    /// Workers and models.
+    pub fleet: Arc<Fleet>,
+    /// The door for requests.
+    pub admission: Admission,
+    /// Cancelled when streams that still run have to end.
+    pub abort: CancellationToken,
+}
+
+impl Shared {
+    /// For this fleet, with nobody inside.
+    pub fn new(fleet: Arc<Fleet>) -> Self {
+        Self {
+            fleet,
+            admission: Admission::new(limits::MAX_SCHEDULER_REQUESTS),
+            abort: CancellationToken::new(),
+        }
+    }
+}
+
+/// All services of a scheduler.
+///
+/// # Errors
+/// If the descriptors of our own packages do not decode.
+pub fn routes(
+    shared: &Shared,
+) -> Result<(Routes, HealthReporter), tonic_reflection::server::Error> {
+    let (health, health_service) = tonic_health::server::health_reporter();
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let routes = Routes::new(
+        TokensServer::new(tokens::Service(shared.clone()))
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES),
+    )
+    .add_service(
+        ControlServer::new(control::Service(shared.clone()))
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES),
+    )
+    .add_service(health_service)
+    .add_service(reflection().build_v1()?)
+    .add_service(reflection().build_v1alpha()?);
+    Ok((routes, health))
+}
+
+/// Reports health for as long as it is polled: serving while a worker is ready and nothing drains.
+pub async fn report_health(shared: Shared, health: HealthReporter) {
+    let mut changed = shared.fleet.changes();
+    let mut told = None;
+    loop {
+        changed.borrow_and_update();
+        let serving = shared.fleet.ready() > 0 && !shared.admission.is_closed();
+        if told != Some(serving) {
+            let status = if serving {
+                ServingStatus::Serving
+            } else {
+                ServingStatus::NotServing
+            };
+            for name in HEALTH_NAMES {
+                health.set_service_status(name, status).await;
+            }
+            told = Some(serving);
+        }
+        if changed.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// When the caller stops waiting, by its `grpc-timeout`.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] for a header that cannot be read.
+fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
+    /// More than anyone waits; keeps the clock's arithmetic in range.
+    const MOST: Duration = Duration::from_secs(30 * 86_400);
+    let Some(value) = metadata.get("grpc-timeout") else {
+        return Ok(None);
+    };
+    let text = value
+        .to_str()
+        .map_err(|_| Error::new(Reason::InvalidArgument, "grpc-timeout is no text"))?;
+    Ok(Some(Instant::now() + parse_timeout(text)?.min(MOST)))
+}
+
+/// Whether a request came over TCP, perhaps from another host.
+fn is_remote<T>(request: &Request<T>) -> bool {
+    request.remote_addr().is_some()
+}
+
+/// Runs a call within its deadline.
+async fn within<T>(
+    deadline: Option<Instant>,
+    call: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    let Some(at) = deadline else {
+        return call.await;
+    };
+    match tokio::time::timeout_at(at, call).await {
+        Ok(result) => result,
+        Err(_) => Err(Error::new(
+            Reason::DeadlineExceeded,
+            "the deadline passed before there was an answer; allow more time",
+        )),
+    }
+}

@@ -1,0 +1,163 @@
+//! Control, as operators call it.
+
+use std::{path::PathBuf, pin::Pin, sync::Arc};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    v1::{
+        Event, ListDevicesRequest, ListDevicesResponse, ListModelsRequest, ListModelsResponse,
+        ListWorkersRequest, ListWorkersResponse, LoadModelProgress, LoadModelRequest,
+        UnloadModelRequest, UnloadModelResponse, WatchEventsRequest, control_server::Control,
+    },
+};
+use tokio::sync::{broadcast::error::RecvError, mpsc};
+use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tonic::{Request, Response, Status};
+
+use super::{Shared, is_remote};
+use crate::{admission::draining, events::missed};
+
+/// Events of a load that wait for its client; progress beyond is left out.
+const LOAD_BUFFER: usize = 16;
+
+/// Longest path of a model.
+const MAX_PATH: usize = 4096;
+
+/// The service.
+pub(super) struct Service(pub Shared);
+
+type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+fn wanted(
+    request: &Request<LoadModelRequest>,
+) -> Result<(Option<ModelName>, Option<PathBuf>), Error> {
+    let LoadModelRequest { name, path } = request.get_ref();
+    let some = |text: &String| (!text.is_empty()).then(|| text.clone());
+    let name = some(name).map(ModelName::new).transpose()?;
+    if path.len() > MAX_PATH {
+        return Err(Error::new(
+            Reason::LimitExceeded,
+            format!("a model's path has at most {MAX_PATH} bytes"),
+        ));
+    }
+    let path = some(path).map(PathBuf::from);
+    if path.is_some() && is_remote(request) {
+        return Err(Error::new(
+            Reason::InvalidArgument,
+            "a client over TCP can load configured models only, by name; add the path to `models` in the scheduler's config",
+        ));
+    }
+    if path.as_ref().is_some_and(|p| p.is_relative()) {
+        return Err(Error::new(
+            Reason::InvalidArgument,
+            "the model's path must be absolute: the scheduler has another working directory",
+        ));
+    }
+    Ok((name, path))
+}
+
+#[tonic::async_trait]
+impl Control for Service {
+    type LoadModelStream = Boxed<LoadModelProgress>;
+    type WatchEventsStream = Boxed<Event>;
+
+    async fn list_devices(
+        &self,
+        _: Request<ListDevicesRequest>,
+    ) -> Result<Response<ListDevicesResponse>, Status> {
+        let devices = self.0.fleet.devices();
+        Ok(Response::new(ListDevicesResponse { devices }))
+    }
+
+    async fn list_workers(
+        &self,
+        _: Request<ListWorkersRequest>,
+    ) -> Result<Response<ListWorkersResponse>, Status> {
+        let workers = self.0.fleet.workers();
+        Ok(Response::new(ListWorkersResponse { workers }))
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<ListModelsRequest>,
+    ) -> Result<Response<ListModelsResponse>, Status> {
+        let models = self.0.fleet.models();
+        Ok(Response::new(ListModelsResponse { models }))
+    }
+
+    async fn load_model(
+        &self,
+        request: Request<LoadModelRequest>,
+    ) -> Result<Response<Self::LoadModelStream>, Status> {
+        let (name, path) = wanted(&request)?;
+        if self.0.admission.is_closed() {
+            return Err(draining().into());
+        }
+        let (sender, receiver) = mpsc::channel(LOAD_BUFFER);
+        let (fleet, abort) = (Arc::clone(&self.0.fleet), self.0.abort.clone());
+        tokio::spawn(async move {
+            let (progress, mut steps) = mpsc::channel(LOAD_BUFFER);
+            let loading = fleet.load(name, path, progress);
+            let forward = async {
+                while let Some(step) = steps.recv().await {
+                    let _ = sender.try_send(Ok(step));
+                }
+            };
+            let both = async { tokio::join!(loading, forward).0 };
+            let result = tokio::select! {
+                result = both => result,
+                () = abort.cancelled() => Err(draining()),
+            };
+            let last = result.map(|model| LoadModelProgress {
+                name: model.name.clone(),
+                bytes_done: model.file_bytes,
+                bytes_total: model.file_bytes,
+                stage: "loaded".to_owned(),
+                done: true,
+                model: Some(model),
+                ..LoadModelProgress::default()
+            });
+            // An error means that the client left; the load went on without it.
+            let _ = sender.send(last.map_err(Status::from)).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn unload_model(
+        &self,
+        request: Request<UnloadModelRequest>,
+    ) -> Result<Response<UnloadModelResponse>, Status> {
+        let name = ModelName::new(request.into_inner().name)?;
+        self.0.fleet.unload(&name).await?;
+        Ok(Response::new(UnloadModelResponse {}))
+    }
+
+    async fn watch_events(
+        &self,
+        _: Request<WatchEventsRequest>,
+    ) -> Result<Response<Self::WatchEventsStream>, Status> {
+        let mut events = self.0.fleet.events.watch();
+        let abort = self.0.abort.clone();
+        // One: what waits for the watcher is in the broadcast, which counts what it misses.
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(async move {
+            loop {
+                let event = tokio::select! {
+                    () = abort.cancelled() => return,
+                    () = sender.closed() => return,
+                    event = events.recv() => match event {
+                        Ok(event) => event,
+                        Err(RecvError::Lagged(count)) => missed(count),
+                        Err(RecvError::Closed) => return,
+                    },
+                };
+                tokio::select! {
+                    () = abort.cancelled() => return,
+                    sent = sender.send(Ok(event)) => if sent.is_err() { return },
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+}

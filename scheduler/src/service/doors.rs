@@ -1,0 +1,193 @@
+//! Where clients come in: a Unix socket, TCP, or one inherited connection.
+
+use std::{
+    net::{SocketAddr, TcpListener},
+    os::{fd::OwnedFd, unix::net::UnixListener},
+    time::Duration,
+};
+
+use hotcell_ipc::{
+    socket::{ListenError, SocketGuard, listen_unix},
+    transport::{Windows, incoming_once},
+};
+use hotcell_proto::limits;
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{
+    service::Routes,
+    transport::{Server, server::TcpIncoming},
+};
+
+use crate::{
+    config::Config,
+    exit::{Exit, Failure},
+};
+
+/// Calls of one connection at once.
+const MAX_CALLS: u32 = 1024;
+const _: () = assert!(MAX_CALLS as usize <= limits::MAX_SCHEDULER_REQUESTS);
+
+/// Open doors, not served yet. They are opened first of all, so that a port in use is told before anything was
+/// started.
+#[derive(Debug, Default)]
+pub struct Doors {
+    unix: Option<(UnixListener, SocketGuard)>,
+    tcp: Option<TcpListener>,
+    private: Option<OwnedFd>,
+}
+
+fn cannot_listen(message: String) -> Failure {
+    Failure::new(Exit::CannotListen, message)
+}
+
+impl Doors {
+    /// Opens what the config asks for; `private` is the inherited connection.
+    ///
+    /// # Errors
+    /// [`Exit::CannotListen`], naming the path or address and the way out.
+    pub fn open(config: &Config, private: Option<OwnedFd>) -> Result<Doors, Failure> {
+        if private.is_some() {
+            return Ok(Doors {
+                private,
+                ..Doors::default()
+            });
+        }
+        let unix = config.socket.as_ref().map(|path| {
+            listen_unix(path).map_err(|e| {
+                cannot_listen(match e {
+                    ListenError::InUse { .. } => format!(
+                        "{e}; use that one (`hotcell ps`), stop it, or give this one another --socket PATH"
+                    ),
+                    other => other.to_string(),
+                })
+            })
+        });
+        let tcp = config.listen.map(tcp_listener);
+        Ok(Doors {
+            unix: unix.transpose()?,
+            tcp: tcp.transpose()?,
+            private: None,
+        })
+    }
+
+    /// The doors in words, for the log.
+    pub fn describe(&self) -> String {
+        let unix = self
+            .unix
+            .iter()
+            .map(|(_, g)| g.path().display().to_string());
+        let tcp = self.tcp.iter().filter_map(|t| t.local_addr().ok());
+        let private = self
+            .private
+            .iter()
+            .map(|_| "one private connection".to_owned());
+        let all: Vec<_> = unix
+            .chain(tcp.map(|t| t.to_string()))
+            .chain(private)
+            .collect();
+        all.join(" and ")
+    }
+}
+
+fn tcp_listener(address: SocketAddr) -> Result<TcpListener, Failure> {
+    let listener = TcpListener::bind(address).map_err(|e| {
+        cannot_listen(match e.kind() {
+            std::io::ErrorKind::AddrInUse => format!(
+                "cannot listen on {address}: the port is in use; choose another with --listen"
+            ),
+            _ => format!("cannot listen on {address}: {e}"),
+        })
+    })?;
+    if !address.ip().is_loopback() {
+        tracing::warn!(%address, "listening beyond this host, without authentication or encryption");
+    }
+    Ok(listener)
+}
+
+/// Why serving ended by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// The private connection is over.
+    ConnectionOver,
+    /// A door failed, which was logged.
+    DoorFailed,
+    /// It was told to.
+    Asked,
+}
+
+fn server() -> Server {
+    Windows::default()
+        .server()
+        .max_concurrent_streams(MAX_CALLS)
+        // A client that vanished without a word holds its streams no longer than this.
+        .http2_keepalive_interval(Some(Duration::from_secs(30)))
+        .http2_keepalive_timeout(Some(Duration::from_secs(20)))
+}
+
+/// Serves until `stop`, or until the private connection ends. Returns once all calls have ended.
+///
+/// # Errors
+/// [`Exit::Internal`] if a door cannot be registered with the runtime.
+pub async fn serve(
+    doors: Doors,
+    routes: Routes,
+    stop: CancellationToken,
+) -> Result<Ended, Failure> {
+    let internal = |e: std::io::Error| Failure::new(Exit::Internal, format!("cannot serve: {e}"));
+    let mut serving = JoinSet::new();
+    // Removes the socket when all is over.
+    let mut _guard = None;
+    if let Some((listener, guard)) = doors.unix {
+        _guard = Some(guard);
+        listener.set_nonblocking(true).map_err(internal)?;
+        let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;
+        let (routes, stop) = (routes.clone(), stop.clone());
+        serving.spawn(async move {
+            let incoming = UnixListenerStream::new(listener);
+            let router = server().add_routes(routes);
+            let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
+            (served.await, Ended::DoorFailed)
+        });
+    }
+    if let Some(listener) = doors.tcp {
+        listener.set_nonblocking(true).map_err(internal)?;
+        let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
+        let (routes, stop) = (routes.clone(), stop.clone());
+        serving.spawn(async move {
+            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+            let router = server().add_routes(routes);
+            let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
+            (served.await, Ended::DoorFailed)
+        });
+    }
+    if let Some(fd) = doors.private {
+        let (incoming, end) = incoming_once(fd);
+        let stop = stop.clone();
+        serving.spawn(async move {
+            let over = async move {
+                tokio::select! {
+                    () = end.wait() => {}
+                    () = stop.cancelled() => {}
+                }
+            };
+            let router = server().add_routes(routes);
+            let served = router.serve_with_incoming_shutdown(incoming, over);
+            (served.await, Ended::ConnectionOver)
+        });
+    }
+    let mut ended = Ended::Asked;
+    while let Some(done) = serving.join_next().await {
+        let Ok((result, why)) = done else {
+            return Err(Failure::new(Exit::Internal, "a door's task failed"));
+        };
+        if let Err(error) = result {
+            tracing::error!(%error, "serving failed");
+        }
+        if !stop.is_cancelled() {
+            ended = why;
+            stop.cancel();
+        }
+    }
+    Ok(ended)
+}
