@@ -126,6 +126,11 @@ impl Simd for Avx2 {
         unsafe { [_mm256_set1_epi32(value); 2] }
     }
     #[inline(always)]
+    unsafe fn add(a: Self::I, b: Self::I) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe { both!(_mm256_add_epi32, a, each b) }
+    }
+    #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe { both!(_mm256_and_si256, a, each b) }

@@ -1,9 +1,14 @@
 //! The 256-element block dtypes: Q4_K, Q5_K (8 sub-blocks with 6-bit scales and minima) and Q6_K (16
 //! sub-blocks with signed 8-bit scales).
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "an index runs over several arrays at once, and its order is the point"
+)]
+
 use std::ptr;
 
-use super::format::Format;
+use super::format::{Ahead, Format};
 use super::simd::Simd;
 use crate::cpu::quantize::Q8K_RECORD;
 
@@ -29,6 +34,26 @@ unsafe fn da<S: Simd>(x: *const u8) -> S::F {
     unsafe { S::splat_f(ptr::read_unaligned(x.add(256).cast())) }
 }
 
+/// `start + Σ q · x` over the `4 W` weights `q` and the activations at `x + at`.
+///
+/// # Safety
+///
+/// As for [`Format::step`]; `at + 4 W` is within the record, the weights are at most 127.
+#[inline(always)]
+unsafe fn dot<S: Simd, const W: usize>(start: S::I, q: [S::I; W], x: *const u8, at: usize) -> S::I {
+    // Two chains: their sum is exact in any order.
+    let mut even = start;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut odd = S::splat_i(0);
+        for g in (0..W).step_by(2) {
+            even = S::dot_u7(even, q[g], word::<S>(x, at + 4 * g));
+            odd = S::dot_u7(odd, q[g + 1], word::<S>(x, at + 4 * g + 4));
+        }
+        S::add(even, odd)
+    }
+}
+
 /// Q4_K and Q5_K.
 pub(super) struct Mixed<const FIVE: bool>;
 
@@ -36,6 +61,12 @@ pub(super) struct Mixed<const FIVE: bool>;
 #[derive(Clone, Copy)]
 pub(super) struct MixedBlock<S: Simd> {
     q: [[S::I; 8]; 8],
+    head: MixedHead<S>,
+}
+
+/// All of a super-block but its weights.
+#[derive(Clone, Copy)]
+pub(super) struct MixedHead<S: Simd> {
     scales: [S::F; 8],
     /// Pairs of 16-bit minima of sub-blocks 0 2, 1 3, 4 6, 5 7.
     minima: [S::I; 4],
@@ -43,17 +74,13 @@ pub(super) struct MixedBlock<S: Simd> {
     dmin: S::F,
 }
 
-impl<const FIVE: bool> Format for Mixed<FIVE> {
-    const LEN: usize = 256;
-    const BYTES: usize = 144 + 32 * FIVE as usize;
-    const RECORD: usize = Q8K_RECORD;
-    const PLAIN: bool = false;
-
-    type Block<S: Simd> = MixedBlock<S>;
-
+impl<const FIVE: bool> Mixed<FIVE> {
+    /// # Safety
+    ///
+    /// As for [`Format::unpack`].
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut MixedBlock<S>) {
-        // SAFETY: the caller's promise; all reads are within the super-(*into).
+    unsafe fn head<S: Simd>(from: *const u8, stride: usize) -> MixedHead<S> {
+        // SAFETY: the caller's promise; all reads are within the super-block.
         unsafe {
             // d, dmin and the 12 bytes of scales. Sub-blocks 0..4 have their 6 bits in the low bits of the
             // first two words; 4..8 have 4 bits in the third and 2 in the upper bits of the others.
@@ -72,40 +99,120 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
             ];
             let byte = S::splat_i(0xff);
             let even = S::splat_i(0x00ff_00ff);
-            // Field by field, in place: as one value it would be copied.
-            (*into).d = d;
-            (*into).dmin = dmin;
-            for (i, (&scales, &minima)) in scales.iter().zip(&minima).enumerate() {
-                (*into).scales[4 * i] = S::to_f(S::and(scales, byte));
-                (*into).scales[4 * i + 1] = S::to_f(S::and(S::shr::<8>(scales), byte));
-                (*into).scales[4 * i + 2] = S::to_f(S::and(S::shr::<16>(scales), byte));
-                (*into).scales[4 * i + 3] = S::to_f(S::shr::<24>(scales));
-                (*into).minima[2 * i] = S::and(minima, even);
-                (*into).minima[2 * i + 1] = S::and(S::shr::<8>(minima), even);
+            let mut head = MixedHead {
+                scales: [d; 8],
+                minima: [byte; 4],
+                d,
+                dmin,
+            };
+            for i in 0..2 {
+                head.scales[4 * i] = S::to_f(S::and(scales[i], byte));
+                head.scales[4 * i + 1] = S::to_f(S::and(S::shr::<8>(scales[i]), byte));
+                head.scales[4 * i + 2] = S::to_f(S::and(S::shr::<16>(scales[i]), byte));
+                head.scales[4 * i + 3] = S::to_f(S::shr::<24>(scales[i]));
+                head.minima[2 * i] = S::and(minima[i], even);
+                head.minima[2 * i + 1] = S::and(S::shr::<8>(minima[i]), even);
             }
-            let mut fifth = [byte; 8];
+            head
+        }
+    }
+
+    /// The fifth bits, where there are any: bit `j` of each byte belongs to sub-block `j`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::unpack`].
+    #[inline(always)]
+    unsafe fn fifth<S: Simd>(from: *const u8, stride: usize) -> [S::I; 8] {
+        // SAFETY: the caller's promise; all reads are within the super-block.
+        unsafe {
+            let mut fifth = [S::splat_i(0); 8];
             if FIVE {
                 fifth[..4].copy_from_slice(&S::gather4(from.add(16), stride));
                 fifth[4..].copy_from_slice(&S::gather4(from.add(32), stride));
             }
+            fifth
+        }
+    }
+
+    /// The weights of sub-blocks `2 pair` (low nibbles) and `2 pair + 1` (high ones).
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::unpack`]; `pair` is below 4.
+    #[inline(always)]
+    unsafe fn pair<S: Simd>(
+        from: *const u8,
+        stride: usize,
+        fifth: &[S::I; 8],
+        pair: usize,
+    ) -> [[S::I; 8]; 2] {
+        // SAFETY: the caller's promise; all reads are within the super-block.
+        unsafe {
+            let four = S::splat_i(0x0f0f_0f0f);
             let ones = S::splat_i(0x0101_0101);
-            for pair in 0..4 {
-                for half in 0..2 {
-                    let at = Self::BYTES - 128 + 32 * pair + 16 * half;
-                    let words = S::gather4(from.add(at), stride);
-                    for (i, &nibbles) in words.iter().enumerate() {
-                        let g = 4 * half + i;
-                        let mut low = S::and(nibbles, four);
-                        let mut high = S::and(S::shr::<4>(nibbles), four);
-                        if FIVE {
-                            let bits = S::shr_by(fifth[g], 2 * pair as u32);
-                            low = S::or(low, S::shl::<4>(S::and(bits, ones)));
-                            high = S::or(high, S::shl::<4>(S::and(S::shr::<1>(bits), ones)));
-                        }
-                        (*into).q[2 * pair][g] = low;
-                        (*into).q[2 * pair + 1][g] = high;
+            let mut q = [[four; 8]; 2];
+            for half in 0..2 {
+                let at = Self::BYTES - 128 + 32 * pair + 16 * half;
+                let words = S::gather4(from.add(at), stride);
+                for i in 0..4 {
+                    let g = 4 * half + i;
+                    q[0][g] = S::and(words[i], four);
+                    q[1][g] = S::and(S::shr::<4>(words[i]), four);
+                    if FIVE {
+                        let bits = S::shr_by(fifth[g], 2 * pair as u32);
+                        q[0][g] = S::or(q[0][g], S::shl::<4>(S::and(bits, ones)));
+                        q[1][g] = S::or(q[1][g], S::shl::<4>(S::and(S::shr::<1>(bits), ones)));
                     }
                 }
+            }
+            q
+        }
+    }
+
+    /// `acc = fma(fma(inner, d, −(f32(T) · dmin)), da, acc)`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::step`].
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(head: &MixedHead<S>, inner: S::F, x: *const u8, acc: S::F) -> S::F {
+        // SAFETY: the caller's promise; all reads are within the record.
+        unsafe {
+            let mut total = S::splat_i(0);
+            for i in 0..4 {
+                total = S::dot_i16(total, head.minima[i], word::<S>(x, 260 + 4 * i));
+            }
+            let low = S::mul(S::to_f(total), head.dmin);
+            S::fma(S::fms(inner, head.d, low), da::<S>(x), acc)
+        }
+    }
+}
+
+impl<const FIVE: bool> Format for Mixed<FIVE> {
+    const LEN: usize = 256;
+    const BYTES: usize = 144 + 32 * FIVE as usize;
+    const RECORD: usize = Q8K_RECORD;
+    const PLAIN: bool = false;
+
+    type Block<S: Simd> = MixedBlock<S>;
+
+    #[inline(always)]
+    unsafe fn unpack<S: Simd>(
+        from: *const u8,
+        stride: usize,
+        ahead: Ahead,
+        into: *mut MixedBlock<S>,
+    ) {
+        // SAFETY: the caller's promise. Field by field, in place: as one value it would be copied.
+        unsafe {
+            (*into).head = Self::head::<S>(from, stride);
+            let fifth = Self::fifth::<S>(from, stride);
+            for pair in 0..4 {
+                ahead.ask::<S, Self>(pair, 4);
+                let [low, high] = Self::pair::<S>(from, stride, &fifth, pair);
+                (*into).q[2 * pair] = low;
+                (*into).q[2 * pair + 1] = high;
             }
         }
     }
@@ -132,20 +239,44 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
                 }
                 for r in 0..R {
                     for p in 0..P {
-                        inner[r][p] = S::fma(S::to_f(dots[r][p]), w[p].scales[j], inner[r][p]);
+                        inner[r][p] = S::fma(S::to_f(dots[r][p]), w[p].head.scales[j], inner[r][p]);
                     }
                 }
             }
             for r in 0..R {
                 for p in 0..P {
-                    let mut total = S::splat_i(0);
-                    for i in 0..4 {
-                        total = S::dot_i16(total, w[p].minima[i], word::<S>(x[r], 260 + 4 * i));
-                    }
-                    let low = S::mul(S::to_f(total), w[p].dmin);
-                    let value = S::fms(inner[r][p], w[p].d, low);
-                    acc[r][p] = S::fma(value, da::<S>(x[r]), acc[r][p]);
+                    acc[r][p] = Self::finish::<S>(&w[p].head, inner[r][p], x[r], acc[r][p]);
                 }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn stream<S: Simd, const R: usize>(
+        from: *const u8,
+        stride: usize,
+        ahead: Ahead,
+        x: [*const u8; R],
+        acc: &mut [[S::F; 1]; R],
+    ) {
+        // SAFETY: the caller's promise; all reads are within the record. Weights are at most 31.
+        unsafe {
+            let head = Self::head::<S>(from, stride);
+            let fifth = Self::fifth::<S>(from, stride);
+            let mut inner = [S::splat_f(0.0); R];
+            for pair in 0..4 {
+                ahead.ask::<S, Self>(pair, 4);
+                let q = Self::pair::<S>(from, stride, &fifth, pair);
+                for half in 0..2 {
+                    let j = 2 * pair + half;
+                    for r in 0..R {
+                        let dot = dot::<S, 8>(S::splat_i(0), q[half], x[r], 32 * j);
+                        inner[r] = S::fma(S::to_f(dot), head.scales[j], inner[r]);
+                    }
+                }
+            }
+            for r in 0..R {
+                acc[r][0] = Self::finish::<S>(&head, inner[r], x[r], acc[r][0]);
             }
         }
     }
@@ -158,8 +289,78 @@ pub(super) struct Six;
 #[derive(Clone, Copy)]
 pub(super) struct SixBlock<S: Simd> {
     q: [[S::I; 4]; 16],
+    head: SixHead<S>,
+}
+
+/// All of a super-block but its weights.
+#[derive(Clone, Copy)]
+pub(super) struct SixHead<S: Simd> {
     scales: [S::F; 16],
     d: S::F,
+}
+
+impl Six {
+    /// # Safety
+    ///
+    /// As for [`Format::unpack`].
+    #[inline(always)]
+    unsafe fn head<S: Simd>(from: *const u8, stride: usize) -> SixHead<S> {
+        // SAFETY: the caller's promise; all reads are within the super-block.
+        unsafe {
+            let words = S::gather4(from.add(192), stride);
+            // The last two bytes, read as the upper half of a word that ends with the block.
+            let [_, d] = S::halves(S::gather(from.add(206), stride));
+            let mut scales = [d; 16];
+            for i in 0..4 {
+                scales[4 * i] = S::to_f(S::sar::<24>(S::shl::<24>(words[i])));
+                scales[4 * i + 1] = S::to_f(S::sar::<24>(S::shl::<16>(words[i])));
+                scales[4 * i + 2] = S::to_f(S::sar::<24>(S::shl::<8>(words[i])));
+                scales[4 * i + 3] = S::to_f(S::sar::<24>(words[i]));
+            }
+            SixHead { scales, d }
+        }
+    }
+
+    /// Sixteen weights of each of the four runs of 32 in half `h`: the first sixteen or (`l` = 1) the
+    /// last. The layout is told in `dequant`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::unpack`]; `h` and `l` are below 2.
+    #[inline(always)]
+    unsafe fn runs<S: Simd>(from: *const u8, stride: usize, h: usize, l: usize) -> [[S::I; 4]; 4] {
+        // SAFETY: the caller's promise; all reads are within the super-block.
+        unsafe {
+            let four = S::splat_i(0x0f0f_0f0f);
+            let upper = S::splat_i(0x3030_3030);
+            let even = S::gather4(from.add(64 * h + 16 * l), stride);
+            let odd = S::gather4(from.add(64 * h + 32 + 16 * l), stride);
+            let bits = S::gather4(from.add(128 + 32 * h + 16 * l), stride);
+            let mut runs = [[four; 4]; 4];
+            for g in 0..4 {
+                let b = bits[g];
+                runs[0][g] = S::or(S::and(even[g], four), S::and(S::shl::<4>(b), upper));
+                runs[1][g] = S::or(S::and(odd[g], four), S::and(S::shl::<2>(b), upper));
+                runs[2][g] = S::or(S::and(S::shr::<4>(even[g]), four), S::and(b, upper));
+                runs[3][g] = S::or(
+                    S::and(S::shr::<4>(odd[g]), four),
+                    S::and(S::shr::<2>(b), upper),
+                );
+            }
+            runs
+        }
+    }
+
+    /// `acc = fma(inner · d, da, acc)`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::step`].
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(head: &SixHead<S>, inner: S::F, x: *const u8, acc: S::F) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { S::fma(S::mul(inner, head.d), da::<S>(x), acc) }
+    }
 }
 
 impl Format for Six {
@@ -171,42 +372,21 @@ impl Format for Six {
     type Block<S: Simd> = SixBlock<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut SixBlock<S>) {
-        // SAFETY: the caller's promise; all reads are within the super-(*into).
+    unsafe fn unpack<S: Simd>(
+        from: *const u8,
+        stride: usize,
+        ahead: Ahead,
+        into: *mut SixBlock<S>,
+    ) {
+        // SAFETY: the caller's promise. Field by field, in place: as one value it would be copied.
         unsafe {
-            let scales = S::gather4(from.add(192), stride);
-            // The last two bytes, read as the upper half of a word that ends with the (*into).
-            let [_, d] = S::halves(S::gather(from.add(206), stride));
-            let four = S::splat_i(0x0f0f_0f0f);
-            let upper = S::splat_i(0x3030_3030);
-            (*into).d = d;
-            for (i, &scales) in scales.iter().enumerate() {
-                (*into).scales[4 * i] = S::to_f(S::sar::<24>(S::shl::<24>(scales)));
-                (*into).scales[4 * i + 1] = S::to_f(S::sar::<24>(S::shl::<16>(scales)));
-                (*into).scales[4 * i + 2] = S::to_f(S::sar::<24>(S::shl::<8>(scales)));
-                (*into).scales[4 * i + 3] = S::to_f(S::sar::<24>(scales));
-            }
-            // Quarter h, l of the nibbles: 16 elements of runs 0 and 1 (low), 2 and 3 (high); see the
-            // reference in `dequant`.
+            (*into).head = Self::head::<S>(from, stride);
             for h in 0..2 {
                 for l in 0..2 {
-                    let even = S::gather4(from.add(64 * h + 16 * l), stride);
-                    let odd = S::gather4(from.add(64 * h + 32 + 16 * l), stride);
-                    let bits = S::gather4(from.add(128 + 32 * h + 16 * l), stride);
-                    for g in 0..4 {
-                        let b = bits[g];
-                        let runs = [
-                            S::or(S::and(even[g], four), S::and(S::shl::<4>(b), upper)),
-                            S::or(S::and(odd[g], four), S::and(S::shl::<2>(b), upper)),
-                            S::or(S::and(S::shr::<4>(even[g]), four), S::and(b, upper)),
-                            S::or(
-                                S::and(S::shr::<4>(odd[g]), four),
-                                S::and(S::shr::<2>(b), upper),
-                            ),
-                        ];
-                        for (run, q) in runs.into_iter().enumerate() {
-                            (*into).q[8 * h + 2 * run + l][g] = q;
-                        }
+                    ahead.ask::<S, Self>(2 * h + l, 4);
+                    let runs = Self::runs::<S>(from, stride, h, l);
+                    for run in 0..4 {
+                        (*into).q[8 * h + 2 * run + l] = runs[run];
                     }
                 }
             }
@@ -222,11 +402,10 @@ impl Format for Six {
     ) {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
         unsafe {
-            let zero = S::splat_i(0);
             let mut inner = [[S::splat_f(0.0); P]; R];
             for j in 0..16 {
                 // Weights are stored plus 32.
-                let mut dots = [[zero; P]; R];
+                let mut dots = [[S::splat_i(0); P]; R];
                 for r in 0..R {
                     dots[r] = [word::<S>(x[r], 276 + 4 * j); P];
                 }
@@ -240,15 +419,52 @@ impl Format for Six {
                 }
                 for r in 0..R {
                     for p in 0..P {
-                        inner[r][p] = S::fma(S::to_f(dots[r][p]), w[p].scales[j], inner[r][p]);
+                        inner[r][p] = S::fma(S::to_f(dots[r][p]), w[p].head.scales[j], inner[r][p]);
                     }
                 }
             }
             for r in 0..R {
                 for p in 0..P {
-                    let value = S::mul(inner[r][p], w[p].d);
-                    acc[r][p] = S::fma(value, da::<S>(x[r]), acc[r][p]);
+                    acc[r][p] = Self::finish::<S>(&w[p].head, inner[r][p], x[r], acc[r][p]);
                 }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn stream<S: Simd, const R: usize>(
+        from: *const u8,
+        stride: usize,
+        ahead: Ahead,
+        x: [*const u8; R],
+        acc: &mut [[S::F; 1]; R],
+    ) {
+        // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
+        unsafe {
+            let head = Self::head::<S>(from, stride);
+            let mut inner = [S::splat_f(0.0); R];
+            for h in 0..2 {
+                // The bytes hold the sub-blocks out of order: the exact sums come first.
+                let mut dots = [[S::splat_i(0); R]; 8];
+                for l in 0..2 {
+                    ahead.ask::<S, Self>(2 * h + l, 4);
+                    let runs = Self::runs::<S>(from, stride, h, l);
+                    for run in 0..4 {
+                        let j = 8 * h + 2 * run + l;
+                        for r in 0..R {
+                            let start = word::<S>(x[r], 276 + 4 * j);
+                            dots[2 * run + l][r] = dot::<S, 4>(start, runs[run], x[r], 16 * j);
+                        }
+                    }
+                }
+                for i in 0..8 {
+                    for r in 0..R {
+                        inner[r] = S::fma(S::to_f(dots[i][r]), head.scales[8 * h + i], inner[r]);
+                    }
+                }
+            }
+            for r in 0..R {
+                acc[r][0] = Self::finish::<S>(&head, inner[r], x[r], acc[r][0]);
             }
         }
     }

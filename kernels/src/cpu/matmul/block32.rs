@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use super::format::Format;
+use super::format::{Ahead, Format};
 use super::simd::Simd;
 use crate::cpu::quantize::Q8_RECORD;
 
@@ -100,9 +100,10 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
     type Block<S: Simd> = Block<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Block<S>) {
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, ahead: Ahead, into: *mut Block<S>) {
         // SAFETY: the caller's promise; all reads are within the block.
         unsafe {
+            ahead.ask::<S, Self>(0, 1);
             let [d, m] = S::halves(S::gather(from, stride));
             let nibbles = S::gather4(from.add(Self::BYTES - 16), stride);
             let mask = S::splat_i(0x0f0f_0f0f);
@@ -171,9 +172,10 @@ impl Format for Bytes {
     type Block<S: Simd> = Block<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Block<S>) {
+    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, ahead: Ahead, into: *mut Block<S>) {
         // SAFETY: the caller's promise; all reads are within the block.
         unsafe {
+            ahead.ask::<S, Self>(0, 1);
             let [d, m] = S::halves(S::gather(from, stride));
             let (low, high) = (
                 S::gather4(from.add(2), stride),

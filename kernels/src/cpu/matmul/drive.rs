@@ -4,7 +4,7 @@
 use std::mem::{MaybeUninit, size_of};
 use std::ops::Range;
 
-use super::format::Format;
+use super::format::{Ahead, Format};
 use super::simd::Simd;
 use crate::cpu::lanes::LANES;
 
@@ -25,11 +25,10 @@ pub(super) struct Job {
     pub out_stride: usize,
 }
 
-/// Rows from which on blocks are unpacked to memory and shared by tiles of rows.
-const MANY_ROWS: usize = 5;
-
-/// How far ahead of the block at hand a row's weights are asked for.
-const AHEAD: usize = 768;
+/// How many bytes ahead of the block at hand a row's weights are asked for: measured, with a wide optimum.
+const fn ahead<F: Format>() -> usize {
+    if F::PLAIN { 768 } else { 2048 }
+}
 
 /// Room for unpacked blocks, meant to stay in the first-level cache beside the activations.
 const SCRATCH: usize = 24 * 1024;
@@ -49,9 +48,12 @@ pub(super) unsafe fn run<S: Simd, F: Format>(job: &Job) {
     // SAFETY: the caller's promise.
     unsafe {
         match job.rows {
+            // Rows for which there are registers share a block as it is unpacked; for more of them
+            // it is unpacked to memory.
             0 => {}
             1 => few_rows::<S, F, 1>(job),
-            2..MANY_ROWS => few_rows::<S, F, 4>(job),
+            2..5 => few_rows::<S, F, 4>(job),
+            5..9 if S::WIDE && F::LEN < 256 => few_rows::<S, F, 8>(job),
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, 8, 2>(job),
             _ if S::WIDE => many_rows::<S, F, 4, 2>(job),
             _ => many_rows::<S, F, 4, 1>(job),
@@ -133,38 +135,21 @@ impl Panel {
         }
     }
 
-    /// Asks for a part of the panel's rows ahead of block `b`; the blocks of a row between them ask for
-    /// every line once.
-    ///
-    /// # Safety
-    ///
-    /// As for [`run`].
+    /// What to ask for while block `b` is worked on.
     #[inline(always)]
-    unsafe fn prefetch<S: Simd, F: Format>(&self, b: usize) {
-        let position = b * F::BYTES + AHEAD;
+    fn ahead<F: Format>(&self, b: usize) -> Ahead {
+        let position = b * F::BYTES + ahead::<F>();
         // Past the end of these rows come the rows of the next panel.
-        let row_bytes = self.stride;
-        let at = if position < row_bytes {
-            position
+        let past = if position < self.stride {
+            0
         } else {
-            position + row_bytes * (LANES - 1)
+            self.stride * (LANES - 1)
         };
-        let at = self.w.wrapping_add(at);
-        // SAFETY: prefetching is allowed anywhere.
-        unsafe {
-            if F::BYTES >= 64 {
-                for r in 0..LANES {
-                    let row = at.wrapping_add(r * self.stride);
-                    for line in 0..F::BYTES.div_ceil(64) {
-                        S::prefetch(row.wrapping_add(64 * line));
-                    }
-                }
-            } else {
-                let lines = (LANES * F::BYTES).div_ceil(64);
-                for i in 0..lines {
-                    S::prefetch(at.wrapping_add((b * lines + i) % LANES * self.stride));
-                }
-            }
+        let first = b * (LANES * F::BYTES).div_ceil(64);
+        Ahead {
+            at: self.w.wrapping_add(position + past),
+            stride: self.stride,
+            first,
         }
     }
 
@@ -259,15 +244,20 @@ unsafe fn few_rows<S: Simd, F: Format, const R: usize>(job: &Job) {
             let panel = Panel::of(job, first);
             let mut acc = [[S::splat_f(0.0); 1]; R];
             for b in 0..whole {
-                panel.prefetch::<S, F>(b);
                 let (from, stride) = panel.block::<F>(b, F::LEN, &mut stage);
-                F::stream::<S, R>(from, stride, at_block::<F, R>(rows, b), &mut acc);
+                F::stream::<S, R>(
+                    from,
+                    stride,
+                    panel.ahead::<F>(b),
+                    at_block::<F, R>(rows, b),
+                    &mut acc,
+                );
             }
             let rest = job.k % F::LEN;
             if rest > 0 {
                 let mut w = MaybeUninit::<[F::Block<S>; 1]>::uninit();
                 let (from, stride) = panel.block::<F>(whole, rest, &mut stage);
-                F::unpack::<S>(from, stride, w.as_mut_ptr().cast());
+                F::unpack::<S>(from, stride, panel.ahead::<F>(whole), w.as_mut_ptr().cast());
                 let x = at_block::<F, R>(rows, whole);
                 F::step::<S, R, 1>(w.assume_init_ref(), x, rest, &mut acc);
             }
@@ -307,7 +297,7 @@ unsafe fn many_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Jo
                     let group = scratch.add(b - start).cast::<F::Block<S>>();
                     for (p, panel) in panels.iter().enumerate() {
                         let (from, stride) = panel.block::<F>(b, count, &mut stage);
-                        F::unpack::<S>(from, stride, group.add(p));
+                        F::unpack::<S>(from, stride, panel.ahead::<F>(b), group.add(p));
                     }
                 }
                 for row in (0..job.rows).step_by(R) {

@@ -11,6 +11,43 @@ use std::ptr;
 
 use super::simd::Simd;
 
+/// The lines of memory to ask for while a block is worked on: those some way ahead in the same rows.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    /// The place in the first of sixteen rows; need not exist.
+    pub at: *const u8,
+    pub stride: usize,
+    /// Blocks of less than a line ask for some of the rows only, beginning with this one, so that over a
+    /// few blocks every line is asked for about once.
+    pub first: usize,
+}
+
+impl Ahead {
+    /// Asks for one of `parts` shares; all lines of a large block at once would fill the buffers of misses.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn ask<S: Simd, F: Format>(self, part: usize, parts: usize) {
+        let lines = if F::BYTES < 64 {
+            (16 * F::BYTES).div_ceil(64)
+        } else {
+            16 * F::BYTES.div_ceil(64)
+        };
+        for i in lines * part / parts..lines * (part + 1) / parts {
+            let row = if F::BYTES < 64 {
+                (self.first + i) % 16
+            } else {
+                i % 16
+            };
+            let line = if F::BYTES < 64 { 0 } else { i / 16 };
+            // SAFETY: prefetching is allowed anywhere.
+            unsafe { S::prefetch(self.at.wrapping_add(row * self.stride + 64 * line)) };
+        }
+    }
+}
+
 /// A weight dtype: how a block of sixteen rows is unpacked, and how it is multiplied and summed. The
 /// loops around it are in `drive`; what is here and in the other implementations is the order of
 /// summation, whatever those loops do.
@@ -18,7 +55,7 @@ use super::simd::Simd;
 /// # Safety
 ///
 /// As for [`Simd`], and pointers are readable as far as said.
-pub(super) trait Format {
+pub(super) trait Format: Sized {
     /// Elements of a block.
     const LEN: usize;
     /// Bytes of a block in one weight row.
@@ -33,7 +70,12 @@ pub(super) trait Format {
 
     /// Unpacks the block at `from`; reads [`Format::BYTES`] in each of sixteen rows, `stride` bytes apart, and
     /// writes all of `into`.
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Self::Block<S>);
+    unsafe fn unpack<S: Simd>(
+        from: *const u8,
+        stride: usize,
+        ahead: Ahead,
+        into: *mut Self::Block<S>,
+    );
 
     /// Adds the products of the first `count` elements of `P` blocks (48 rows for `P` = 3) with `R` rows of
     /// activations. Reads [`Format::RECORD`] bytes at each `x`, of which plain dtypes read `4 · count`. Block
@@ -50,13 +92,14 @@ pub(super) trait Format {
     unsafe fn stream<S: Simd, const R: usize>(
         from: *const u8,
         stride: usize,
+        ahead: Ahead,
         x: [*const u8; R],
         acc: &mut [[S::F; 1]; R],
     ) {
         let mut block = MaybeUninit::<[Self::Block<S>; 1]>::uninit();
         // SAFETY: the caller's promise; `unpack` writes the whole block.
         unsafe {
-            Self::unpack::<S>(from, stride, block.as_mut_ptr().cast());
+            Self::unpack::<S>(from, stride, ahead, block.as_mut_ptr().cast());
             Self::step::<S, R, 1>(block.assume_init_ref(), x, Self::LEN, acc);
         }
     }
@@ -121,9 +164,15 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
     type Block<S: Simd> = [[S::F; PER]; 16];
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, into: *mut Self::Block<S>) {
+    unsafe fn unpack<S: Simd>(
+        from: *const u8,
+        stride: usize,
+        ahead: Ahead,
+        into: *mut Self::Block<S>,
+    ) {
         // SAFETY: the caller's promise.
         unsafe {
+            ahead.ask::<S, Self>(0, 1);
             let words = S::gather16(from, stride);
             for i in 0..16 {
                 (*into)[i] = E::convert::<S>(words[i]);
@@ -166,11 +215,13 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
     unsafe fn stream<S: Simd, const R: usize>(
         from: *const u8,
         stride: usize,
+        ahead: Ahead,
         x: [*const u8; R],
         acc: &mut [[S::F; 1]; R],
     ) {
         // SAFETY: the caller's promise.
         unsafe {
+            ahead.ask::<S, Self>(0, 1);
             let words = S::gather16(from, stride);
             for i in 0..16 {
                 let columns = E::convert::<S>(words[i]);

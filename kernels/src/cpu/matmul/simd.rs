@@ -41,6 +41,8 @@ pub(super) trait Simd: Copy {
     unsafe fn one_nan(value: Self::F) -> Self::F;
 
     unsafe fn splat_i(value: i32) -> Self::I;
+    /// Wraps.
+    unsafe fn add(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn xor(a: Self::I, b: Self::I) -> Self::I;
@@ -146,6 +148,10 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn splat_i(value: i32) -> Self::I {
         [value as u32; LANES]
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::I, b: Self::I) -> Self::I {
+        lanes!(0, i => a[i].wrapping_add(b[i]))
     }
     #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
