@@ -1,0 +1,395 @@
+//! Workers without a process: each epoch is a runtime of its own that serves the real protocol over socketpairs
+//! and can be dropped at any moment, as a kill would.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use hotcell_ipc::{
+    socket::{DescriptorReceiver, descriptor_pair, stream_pair},
+    transport::{Windows, incoming_once},
+};
+use hotcell_proto::{
+    PROTOCOL_VERSION,
+    error::{Error, Reason},
+    v1::{
+        Accepted, Delta, DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse,
+        FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
+        HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, Prompt,
+        TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
+        generate_event::Event,
+        prompt::Kind,
+        tokens_server::{Tokens, TokensServer},
+        worker_server::{Worker, WorkerServer},
+    },
+};
+use hotcell_scheduler::fleet::{Boxed, Launch, Launched, Order, Process};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+pub const VOCABULARY: u32 = 1000;
+pub const CONTEXT: u32 = 4096;
+
+/// How the next stream behaves.
+#[derive(Clone, Debug)]
+pub enum Act {
+    /// Dies once this many tokens of the whole stream were said, having given them `flush` to get out.
+    DieAt(usize, Duration),
+    /// Dies before it accepts.
+    DieAtOnce,
+    /// Answers with this reason.
+    Refuse(Reason),
+    /// Says a token that does not exist.
+    Lie,
+    /// Ends the stream without Finished.
+    Stop,
+    /// Says nothing after Accepted.
+    Stall,
+}
+
+/// What all fake workers share with the test.
+#[derive(Default)]
+pub struct Stage {
+    /// Acts of the streams to come, in order; none left: they behave.
+    pub acts: Mutex<VecDeque<Act>>,
+    /// Streams that run now.
+    pub running: AtomicUsize,
+    /// Deltas handed to the transport.
+    pub said: AtomicU64,
+    /// Requests as they came.
+    pub seen: Mutex<Vec<GenerateRequest>>,
+    /// Numerics class by worker.
+    pub classes: Mutex<HashMap<String, String>>,
+    /// Why models of this name do not load.
+    pub unloadable: Mutex<HashMap<String, Reason>>,
+    /// Models that kill who loads them.
+    pub deadly: Mutex<Vec<String>>,
+    pids: AtomicU64,
+}
+
+impl Stage {
+    pub fn act(&self, act: Act) {
+        self.acts.lock().unwrap().push_back(act);
+    }
+}
+
+pub struct Fakes(pub Arc<Stage>);
+
+struct FakeProcess {
+    pid: u32,
+    runtime: Option<tokio::runtime::Runtime>,
+    die: CancellationToken,
+}
+
+impl Process for FakeProcess {
+    fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    fn terminate(&self) {
+        self.die.cancel();
+    }
+
+    fn kill(&self) {
+        self.die.cancel();
+    }
+
+    fn wait(&mut self) -> Boxed<'_, String> {
+        Box::pin(async {
+            self.die.cancelled().await;
+            if let Some(runtime) = self.runtime.take() {
+                runtime.shutdown_background();
+            }
+            "killed by SIGKILL".to_owned()
+        })
+    }
+}
+
+impl Drop for FakeProcess {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Launch for Fakes {
+    fn launch<'a>(&'a self, order: Order<'a>) -> Boxed<'a, io::Result<Launched>> {
+        Box::pin(async move { self.start(order) })
+    }
+}
+
+impl Fakes {
+    fn start(&self, order: Order<'_>) -> io::Result<Launched> {
+        let (control, its_control) = stream_pair()?;
+        let (tokens, its_tokens) = stream_pair()?;
+        let (tensors, _its_tensors) = stream_pair()?;
+        let (descriptors, its_descriptors) = descriptor_pair()?;
+        std::thread::spawn(move || {
+            let receiver = DescriptorReceiver::new(its_descriptors).unwrap();
+            while receiver.recv().is_ok() {}
+        });
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()?;
+        let class = self.0.classes.lock().unwrap().get(order.worker).cloned();
+        let worker = FakeWorker {
+            stage: Arc::clone(&self.0),
+            die: CancellationToken::new(),
+            class: class.unwrap_or_else(|| "fake/r1".to_owned()),
+        };
+        let serve = |fd: OwnedFd| {
+            let worker = worker.clone();
+            runtime.spawn(async move {
+                let (incoming, _end) = incoming_once(fd);
+                let router = Windows::default()
+                    .server()
+                    .max_concurrent_streams(512)
+                    .add_service(WorkerServer::new(worker.clone()))
+                    .add_service(TokensServer::new(worker));
+                let _ = router.serve_with_incoming(incoming).await;
+            });
+        };
+        serve(its_control);
+        serve(its_tokens);
+        let pid = 1_000_000 + self.0.pids.fetch_add(1, Ordering::Relaxed) as u32;
+        Ok(Launched {
+            process: Box::new(FakeProcess {
+                pid,
+                runtime: Some(runtime),
+                die: worker.die,
+            }),
+            control,
+            tokens,
+            tensors,
+            descriptors,
+        })
+    }
+}
+
+#[derive(Clone)]
+struct FakeWorker {
+    stage: Arc<Stage>,
+    die: CancellationToken,
+    class: String,
+}
+
+impl FakeWorker {
+    fn numerics(&self) -> NumericsClass {
+        NumericsClass {
+            id: self.class.clone(),
+            reproducible: true,
+            model_hash: "h".into(),
+        }
+    }
+}
+
+type Answer<T> = Result<Response<T>, Status>;
+
+#[tonic::async_trait]
+impl Worker for FakeWorker {
+    type LoadStream = ReceiverStream<Result<LoadProgress, Status>>;
+
+    async fn handshake(&self, request: Request<HandshakeRequest>) -> Answer<HandshakeResponse> {
+        assert_eq!(request.get_ref().protocol_version, PROTOCOL_VERSION);
+        Ok(Response::new(HandshakeResponse {
+            protocol_version: PROTOCOL_VERSION,
+            confinement: "none".into(),
+            ..HandshakeResponse::default()
+        }))
+    }
+
+    async fn load(&self, request: Request<LoadRequest>) -> Answer<Self::LoadStream> {
+        let request = request.into_inner();
+        if self.stage.deadly.lock().unwrap().contains(&request.model) {
+            self.die.cancel();
+            std::future::pending::<()>().await;
+        }
+        if let Some(&reason) = self.stage.unloadable.lock().unwrap().get(&request.model) {
+            return Err(Error::new(reason, "cannot load it").into());
+        }
+        let (sender, receiver) = mpsc::channel(4);
+        let step = LoadProgress {
+            bytes_done: 1,
+            bytes_total: 2,
+            ..LoadProgress::default()
+        };
+        let done = LoadProgress {
+            loaded: Some(Loaded {
+                summary: Some(ModelSummary {
+                    architecture: "fake".into(),
+                    vocabulary: VOCABULARY,
+                    context_length: CONTEXT,
+                    ..ModelSummary::default()
+                }),
+                numerics: Some(self.numerics()),
+                cache_tokens: 1,
+            }),
+            ..LoadProgress::default()
+        };
+        sender.try_send(Ok(step)).unwrap();
+        sender.try_send(Ok(done)).unwrap();
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn unload(&self, _: Request<UnloadRequest>) -> Answer<UnloadResponse> {
+        Ok(Response::new(UnloadResponse {}))
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Answer<DrainResponse> {
+        Ok(Response::new(DrainResponse {}))
+    }
+}
+
+/// Token `index` of the continuation of a prompt.
+pub fn token(prompt: &[u32], seed: u64, index: usize) -> u32 {
+    let sum: u64 = prompt.iter().map(|&id| u64::from(id)).sum();
+    ((sum + seed + index as u64 * 7) % u64::from(VOCABULARY)) as u32
+}
+
+/// Its text: long, so that streams which nobody reads fill every buffer on the way.
+pub fn text(id: u32) -> String {
+    format!("<{id}>{:-<300}", "")
+}
+
+struct Running(Arc<Stage>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.running.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn event(event: Event) -> Result<GenerateEvent, Status> {
+    Ok(GenerateEvent { event: Some(event) })
+}
+
+fn ids(prompt: Option<Prompt>) -> Vec<u32> {
+    match prompt.and_then(|p| p.kind) {
+        Some(Kind::Ids(ids)) => ids.ids,
+        other => panic!("the scheduler must send ids, not {other:?}"),
+    }
+}
+
+#[tonic::async_trait]
+impl Tokens for FakeWorker {
+    type GenerateStream = ReceiverStream<Result<GenerateEvent, Status>>;
+
+    async fn generate(&self, request: Request<GenerateRequest>) -> Answer<Self::GenerateStream> {
+        let request = request.into_inner();
+        self.stage.seen.lock().unwrap().push(request.clone());
+        let act = self.stage.acts.lock().unwrap().pop_front();
+        match act {
+            Some(Act::DieAtOnce) => {
+                self.die.cancel();
+                std::future::pending::<()>().await;
+            }
+            Some(Act::Refuse(reason)) => return Err(Error::new(reason, "I refuse").into()),
+            _ => {}
+        }
+        let (sender, receiver) = mpsc::channel(1);
+        self.stage.running.fetch_add(1, Ordering::SeqCst);
+        let running = Running(Arc::clone(&self.stage));
+        let worker = self.clone();
+        tokio::spawn(async move {
+            let stage = Arc::clone(&running.0);
+            let prompt = ids(request.prompt);
+            let seed = request.seed.unwrap();
+            let resume = request.resume.unwrap_or_default();
+            let mut emitted = 0;
+            for (index, &id) in resume.generated_ids.iter().enumerate() {
+                assert_eq!(id, token(&prompt, seed, index));
+                emitted += text(id).len() as u64;
+            }
+            assert_eq!(emitted, resume.text_bytes_emitted);
+            let accepted = Accepted {
+                request_id: request.request_id,
+                model: request.model,
+                prompt_ids: prompt.clone(),
+                seed,
+                numerics: Some(worker.numerics()),
+            };
+            if sender.send(event(Event::Accepted(accepted))).await.is_err() {
+                return;
+            }
+            for index in resume.generated_ids.len()..request.max_tokens as usize {
+                match act {
+                    Some(Act::DieAt(at, flush)) if index == at => {
+                        tokio::time::sleep(flush).await;
+                        worker.die.cancel();
+                        return std::future::pending().await;
+                    }
+                    Some(Act::Lie) => {
+                        let lie = Delta {
+                            token_ids: vec![VOCABULARY],
+                            ..Delta::default()
+                        };
+                        let _ = sender.send(event(Event::Delta(lie))).await;
+                    }
+                    Some(Act::Stop) => return,
+                    Some(Act::Stall) => {
+                        sender.closed().await;
+                        return;
+                    }
+                    _ => {}
+                }
+                let id = token(&prompt, seed, index);
+                let delta = Delta {
+                    text: text(id),
+                    token_ids: vec![id],
+                    logprobs: vec![],
+                };
+                if sender.send(event(Event::Delta(delta))).await.is_err() {
+                    return;
+                }
+                stage.said.fetch_add(1, Ordering::SeqCst);
+            }
+            if let Some(Act::DieAt(_, flush)) = act {
+                tokio::time::sleep(flush).await;
+                worker.die.cancel();
+                return std::future::pending().await;
+            }
+            let finished = Finished {
+                reason: FinishReason::MaxTokens.into(),
+                seed,
+                numerics: Some(worker.numerics()),
+                ..Finished::default()
+            };
+            let _ = sender.send(event(Event::Finished(finished))).await;
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn tokenize(&self, request: Request<TokenizeRequest>) -> Answer<TokenizeResponse> {
+        let Some(Kind::Text(text)) = request.into_inner().prompt.and_then(|p| p.kind) else {
+            return Err(Error::new(Reason::TemplateFailed, "no template").into());
+        };
+        if text == "die" && self.stage.acts.lock().unwrap().pop_front().is_some() {
+            self.die.cancel();
+            std::future::pending::<()>().await;
+        }
+        Ok(Response::new(TokenizeResponse {
+            model: String::new(),
+            ids: text.bytes().map(u32::from).collect(),
+            text,
+        }))
+    }
+
+    async fn detokenize(&self, request: Request<DetokenizeRequest>) -> Answer<DetokenizeResponse> {
+        let ids = request.into_inner().ids;
+        Ok(Response::new(DetokenizeResponse {
+            model: String::new(),
+            text: ids.into_iter().map(text).collect(),
+        }))
+    }
+}
