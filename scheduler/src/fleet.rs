@@ -456,9 +456,15 @@ impl Fleet {
         slot.link = None;
         slot.models.clear();
         slot.pid = 0;
-        slot.last_exit = reason.to_owned();
         if let Some(model) = slot.loading.take() {
             table.strike(&model, reason);
+        }
+    }
+
+    /// Notes why a worker died, as its supervisor sees it.
+    fn note_exit(&self, id: &str, reason: &str) {
+        if let Some(slot) = self.table().workers.get_mut(id) {
+            slot.last_exit = reason.to_owned();
         }
     }
 

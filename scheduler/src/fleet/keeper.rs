@@ -1,9 +1,12 @@
 //! The task that keeps one worker alive: performs what the supervisor decides.
 
-use std::{collections::BTreeMap, future::pending, sync::Arc};
+use std::{collections::BTreeMap, future::pending, sync::Arc, time::Duration};
 
 use hotcell_proto::v1::{Device, EventKind};
-use tokio::{sync::watch, time::sleep_until};
+use tokio::{
+    sync::watch,
+    time::{sleep_until, timeout},
+};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets};
@@ -12,6 +15,9 @@ use crate::{
     events::About,
     supervisor::{Action, Event, State, step},
 };
+
+/// How long the end of a process may take to show after its start failed, before it is killed.
+const POST_MORTEM: Duration = Duration::from_millis(200);
 
 /// A process and the task that gets it ready.
 struct Running {
@@ -82,8 +88,9 @@ async fn perform(
                 device,
             };
             let launched = fleet.launcher.launch(order).await.map_err(|e| {
-                fleet.buried(id, &format!("cannot be started: {e}"));
-                format!("cannot be started: {e}")
+                let reason = format!("cannot be started: {e}");
+                fleet.buried(id, &reason);
+                reason
             })?;
             let (process, sockets) = launched.split();
             fleet.launched(id, process.pid(), epoch);
@@ -107,6 +114,7 @@ async fn perform(
             let spawned = matches!(pause, Some(p) if p.is_zero());
             let epoch = state.epoch - u64::from(spawned && state.epoch > 0);
             tracing::warn!(worker = id, epoch, reason, ?pause, "worker died");
+            fleet.note_exit(id, &reason);
             fleet
                 .events
                 .tell(EventKind::WorkerDied, About { epoch, ..about }, reason);
@@ -140,6 +148,8 @@ fn begin(
         async move {
             let started = start(&fleet, &id, epoch, fate.clone(), sockets, &told).await;
             if let Err(why) = started {
+                // If the conversation broke because the process ended, its end says more.
+                let _ = timeout(POST_MORTEM, fate.gone.cancelled()).await;
                 fate.condemn(why);
             }
         }
@@ -195,7 +205,7 @@ async fn start(
             match got {
                 Ok(got) => {
                     fleet.note_loading(id, None);
-                    fleet.note_loaded(id, epoch, &name, &got);
+                    fleet.note_loaded(id, epoch, &name, &got, false);
                     loaded.insert(name, Some(got));
                 }
                 Err(LoadFailure::Refused(error)) => {

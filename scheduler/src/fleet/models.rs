@@ -219,8 +219,15 @@ impl Fleet {
         }
     }
 
-    /// A worker has a model, but may not serve yet.
-    pub(super) fn note_loaded(&self, worker: &str, epoch: u64, name: &ModelName, got: &Loaded) {
+    /// A worker has a model. One that is in service may be given requests for it from now on.
+    pub(super) fn note_loaded(
+        &self,
+        worker: &str,
+        epoch: u64,
+        name: &ModelName,
+        got: &Loaded,
+        in_service: bool,
+    ) {
         let mut table = self.table();
         let Some(model) = table.models.get_mut(name).filter(|m| m.is_wanted()) else {
             return;
@@ -230,6 +237,11 @@ impl Fleet {
         model.strikes = 0;
         if model.summary.is_none() {
             model.summary.clone_from(&got.summary);
+        }
+        let slot = table.workers.get_mut(worker);
+        if let Some(slot) = slot.filter(|s| in_service && s.epoch == epoch && s.link.is_some()) {
+            slot.loading = None;
+            slot.models.insert(name.clone(), got.clone());
         }
         drop(table);
         if first {
@@ -485,15 +497,7 @@ impl Fleet {
         };
         match got {
             Ok(got) => {
-                // In the worker's row first: whoever sees the model loaded looks there.
-                let mut table = self.table();
-                let slot = table.workers.get_mut(&link.worker);
-                if let Some(slot) = slot.filter(|s| s.epoch == link.epoch && s.link.is_some()) {
-                    slot.loading = None;
-                    slot.models.insert(name.clone(), got.clone());
-                }
-                drop(table);
-                self.note_loaded(&link.worker, link.epoch, name, &got);
+                self.note_loaded(&link.worker, link.epoch, name, &got, true);
                 report(files.bytes(), files.bytes(), "ready");
                 None
             }
