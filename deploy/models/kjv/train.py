@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -155,7 +156,6 @@ def build(torch, dtype, dropout):
     c = CONFIG
     H, I, L, V = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["vocab_size"]
     nq, nk, hd, eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
-    noise = np.random.Generator(np.random.SFC64(7))
 
     class RmsNorm(torch.autograd.Function):
         @staticmethod
@@ -225,17 +225,19 @@ def build(torch, dtype, dropout):
             a = torch.cat([a, a], -1)
             self.cos, self.sin = a.cos().to(dtype), a.sin().to(dtype)
 
-        def drop(self, x):
-            if not (self.training and dropout):
+        @staticmethod
+        def drop(x, noise):
+            if noise is None or not dropout:
                 return x
             mask = torch.from_numpy(np.frombuffer(noise.bytes(x.numel()), np.uint8).copy()) >= round(dropout * 256)
             return x * (mask.view(x.shape).to(x.dtype) * (1 / (1 - round(dropout * 256) / 256)))
 
-        def forward(self, ids, target):
+        def forward(self, ids, target, noise=None):
+            """Mean loss. `noise` is the byte generator for dropout; without it there is none."""
             p, (B, T) = self.p, ids.shape
             cos, sin = self.cos[:T], self.sin[:T]
             emb = p["model.embed_tokens.weight"]
-            x = self.drop(F.embedding(ids, emb))              # the residual stream stays float32
+            x = self.drop(F.embedding(ids, emb), noise)              # the residual stream stays float32
             for l in range(L):
                 b = f"model.layers.{l}."
                 w = lambda *names: torch.cat([p[f"{b}{n}.weight"] for n in names]).to(dtype)
@@ -249,10 +251,10 @@ def build(torch, dtype, dropout):
                 v = v.repeat_interleave(nq // nk, 1)
                 o = F.scaled_dot_product_attention(qk[:, :nq], k, v, is_causal=True)
                 o = o.transpose(1, 2).reshape(B, T, nq * hd)
-                x = x + self.drop(F.linear(o, w("self_attn.o_proj")))
+                x = x + self.drop(F.linear(o, w("self_attn.o_proj")), noise)
                 h = RmsNorm.apply(x, p[b + "post_attention_layernorm.weight"])
                 g, u = F.linear(h, w("mlp.gate_proj", "mlp.up_proj")).chunk(2, -1)
-                x = x + self.drop(F.linear(F.silu(g) * u, w("mlp.down_proj")))
+                x = x + self.drop(F.linear(F.silu(g) * u, w("mlp.down_proj")), noise)
             h = RmsNorm.apply(x, p["model.norm.weight"])
             return Loss.apply(h.view(B * T, H), emb, target.reshape(-1))
 
@@ -262,13 +264,14 @@ def build(torch, dtype, dropout):
 def build_muon(torch, dtype):
     class Muon(torch.optim.Optimizer):
         """Momentum, then each matrix's update made orthogonal by Newton-Schulz steps (Keller Jordan, 2024)."""
-        def __init__(self, params, lr, weight_decay, momentum=0.95):
+        def __init__(self, params, lr, weight_decay, pool, momentum=0.95):
             super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+            self.pool = pool
 
-        @torch.no_grad()
         def step(self):
             for group in self.param_groups:
-                for p in group["params"]:
+                @torch.no_grad()
+                def one(p):
                     state = self.state[p]
                     if not state:
                         state["m"] = torch.zeros_like(p)
@@ -283,6 +286,7 @@ def build_muon(torch, dtype):
                     u = (x.T if flip else x).float()
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.add_(u, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+                list(self.pool.map(one, group["params"]))
 
     return Muon
 
@@ -292,7 +296,10 @@ def build_muon(torch, dtype):
 def train(args):
     import numpy as np
     import torch
-    torch.set_num_threads(args.threads)
+    # Each thread takes whole micro-batches, rather than half of every operation: on a machine that has other work
+    # to do, threads that meet at the end of every operation mostly wait for each other.
+    pool = ThreadPoolExecutor(args.threads, initializer=lambda: torch.set_num_threads(1))
+    torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[args.dtype]
@@ -347,7 +354,7 @@ def train(args):
     rest = [p for k, p in model.p.items() if p.ndim == 1]
     emb = [model.p["model.embed_tokens.weight"]]
     opts = [
-        build_muon(torch, dtype)(mats, lr=args.lr, weight_decay=args.weight_decay),
+        build_muon(torch, dtype)(mats, args.lr, args.weight_decay, pool),
         torch.optim.AdamW([{"params": emb, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}],
                           lr=args.lr_embed, betas=(0.9, 0.95), eps=1e-10),
     ]
@@ -366,11 +373,12 @@ def train(args):
         elapsed, step, seen = c["elapsed"], c["step"], c["seen"]
         rng = np.random.default_rng(args.seed + step)
 
-    @torch.no_grad()
     def evaluate():
-        model.eval()
-        v, t = (model(ids, target).item() for ids, target, _ in (val, same))
-        model.train()
+        @torch.no_grad()
+        def part(it):
+            return model(*it).item() * (it[1] >= 0).sum().item()
+        v, t = (sum(pool.map(part, zip(ids.split(4), target.split(4)))) / (target >= 0).sum().item()
+                for ids, target, _ in (val, same))
         bits = v * (val[1] >= 0).sum().item() / val[2] / math.log(2)
         return v, t, bits
 
@@ -386,7 +394,7 @@ def train(args):
         print(line, file=log, flush=True)
 
     budget = args.minutes * 60
-    model.train()
+    params = list(model.p.values())
     began, mean, last_eval, last_save = time.monotonic() - elapsed, None, elapsed, elapsed
     while elapsed < budget:
         frac = elapsed / budget
@@ -396,13 +404,20 @@ def train(args):
                 g["lr"] = g["base"] * scale
         length = CYCLE[step % len(CYCLE)]
         batch = torch.from_numpy(np.stack([next(feeds[length]) for _ in range(args.tokens // length)]))
-        loss = model(batch[:, :-1], batch[:, 1:])
-        loss.backward()
+        parts = batch.split(max(1, args.micro // length))
+        def micro(i):
+            noise = np.random.Generator(np.random.SFC64([args.seed, step, i]))
+            loss = model(parts[i][:, :-1], parts[i][:, 1:], noise)
+            return loss.item(), torch.autograd.grad(loss, params)
+        done = list(pool.map(micro, range(len(parts))))
+        loss = sum(d[0] for d in done) / len(done)
+        for p, *g in zip(params, *(d[1] for d in done)):
+            p.grad = torch.stack(g).mean(0) if len(g) > 1 else g[0]
         for o in opts:
             o.step()
             o.zero_grad(set_to_none=True)
         step, seen, elapsed = step + 1, seen + args.tokens, time.monotonic() - began
-        mean = loss.item() if mean is None else 0.95 * mean + 0.05 * loss.item()
+        mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         if elapsed - last_eval > args.every or elapsed >= budget:
             v, t, bits = evaluate()
             say(f"{elapsed:6.0f} s  step {step:5d}  passes {seen / len(stream):5.2f}  lr x{scale:.3f}  running {mean:.4f}  "
@@ -447,6 +462,7 @@ def main():
     a.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")
     a.add_argument("--seed", type=int, default=1611)
     a.add_argument("--tokens", type=int, default=4096, help="tokens a step")
+    a.add_argument("--micro", type=int, default=1024, help="tokens a micro-batch")
     a.add_argument("--lr", type=float, default=0.02, help="Muon, for the layers' matrices")
     a.add_argument("--lr-embed", type=float, default=0.003, help="AdamW, for embeddings and norms")
     a.add_argument("--weight-decay", type=float, default=0.1)
