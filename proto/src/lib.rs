@@ -3,6 +3,7 @@
 //! Nothing here does I/O. Every other package depends on this one and it depends on none of them.
 
 pub mod address;
+pub mod deadline;
 pub mod error;
 pub mod ids;
 pub mod limits;

@@ -1,6 +1,15 @@
 //! One process, one device: loads models, runs plans, streams tokens.
 
+pub mod config;
+pub mod confine;
+pub mod engine;
+pub mod error;
+pub mod exit;
 pub mod format;
 pub mod generate;
+pub mod host;
 pub mod model;
+pub mod program;
+pub mod service;
+pub mod text;
 pub mod weights;

@@ -5,3 +5,4 @@
 pub mod config;
 pub mod llama;
 pub mod run;
+pub mod text;

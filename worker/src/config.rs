@@ -1,0 +1,109 @@
+//! How the worker is started.
+
+use std::{os::fd::RawFd, path::PathBuf};
+
+use clap::{Args, Parser, Subcommand};
+use hotcell_graph::DType;
+
+use crate::exit;
+
+/// Runs one device in one process: loads models, computes, streams tokens.
+///
+/// A scheduler starts it with `serve`. Run alone with `--listen` it serves the same Tokens service.
+#[derive(Debug, Parser)]
+#[command(name = "hotcell-worker", version, after_help = exit::help())]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct Cli {
+    /// What to do; without it, run alone.
+    #[command(subcommand)]
+    pub mode: Option<Mode>,
+    /// How to run alone.
+    #[command(flatten)]
+    pub alone: Alone,
+}
+
+/// What a scheduler asks of the program.
+#[derive(Debug, Subcommand)]
+pub enum Mode {
+    /// Print the devices of this host as JSON and exit.
+    Probe,
+    /// Serve a scheduler over inherited descriptors.
+    #[command(hide = true)]
+    Serve(Serve),
+}
+
+/// What every way of running has.
+#[derive(Clone, Debug, Args)]
+pub struct Common {
+    /// Device to run on, as `probe` lists it.
+    #[arg(long, default_value = "cpu:0")]
+    pub device: String,
+    /// Cores to compute on, for example 0,1; all that there are by default.
+    #[arg(long, value_delimiter = ',')]
+    pub cores: Vec<u32>,
+    /// How the KV cache stores numbers: f32, f16 or bf16.
+    #[arg(long, default_value = "f16", value_parser = cache_dtype)]
+    pub kv_cache: DType,
+    /// What to log on standard error: error, warn, info, debug or trace.
+    #[arg(long, default_value = "info")]
+    pub log: String,
+}
+
+/// Alone: a socket of its own and one model.
+#[derive(Clone, Debug, Args)]
+pub struct Alone {
+    /// Where to listen: unix:/path or host:port.
+    #[arg(long)]
+    pub listen: Option<String>,
+    /// The model: a folder or a .gguf file.
+    #[arg(long)]
+    pub model: Option<PathBuf>,
+    /// The name that requests use for it; the last part of its path by default.
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Device, cores, cache, log.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// With a scheduler: connected sockets.
+#[derive(Clone, Debug, Args)]
+pub struct Serve {
+    /// The worker's name.
+    #[arg(long)]
+    pub worker_id: String,
+    /// Connected socket for `hotcell.v1.Worker` and health; its end ends the worker.
+    #[arg(long)]
+    pub control_fd: RawFd,
+    /// Connected socket for `hotcell.v1.Tokens`.
+    #[arg(long)]
+    pub tokens_fd: RawFd,
+    /// Connected socket for tensors.
+    #[arg(long)]
+    pub tensors_fd: RawFd,
+    /// Socket that descriptors arrive on.
+    #[arg(long)]
+    pub descriptors_fd: RawFd,
+    /// Device, cores, cache, log.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+fn cache_dtype(name: &str) -> Result<DType, String> {
+    let dtype = DType::from_name(name).filter(|d| matches!(d, DType::F32 | DType::F16 | DType::BF16));
+    dtype.ok_or_else(|| "must be f32, f16 or bf16".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn flags_are_consistent() {
+        Cli::command().debug_assert();
+        let cli = Cli::parse_from(["hotcell-worker", "--listen", "127.0.0.1:1", "--model", "m"]);
+        assert!(cli.mode.is_none());
+        assert!(Cli::try_parse_from(["hotcell-worker", "--kv-cache", "q4_0"]).is_err());
+    }
+}

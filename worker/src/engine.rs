@@ -1,0 +1,261 @@
+//! The engine: one OS thread that owns the device. A bounded queue of commands goes in, streams come out.
+
+use std::{
+    collections::HashMap,
+    rc::Rc,
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use hotcell_graph::DType;
+use hotcell_kernels::{
+    backend::{Device, DeviceError, DeviceInfo},
+    plan::PlanHints,
+    registry,
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+};
+use tokio::sync::oneshot;
+
+use crate::{
+    error::{of_device, of_run},
+    generate::{batch::Batch, sequence::Sequence},
+    model::run::{RunShape, Runner},
+    weights::ModelSource,
+};
+
+/// Commands that wait at most. Each request is one, plus wakes and loads.
+const QUEUE: usize = limits::MAX_WORKER_REQUESTS * 4;
+
+/// What the engine is asked to do.
+enum Command {
+    Load { name: String, source: Box<ModelSource>, reply: oneshot::Sender<Result<RunShape, Error>> },
+    Unload { name: String, reply: oneshot::Sender<bool> },
+    Generate { model: String, sequence: Box<Sequence> },
+    Drain { reply: oneshot::Sender<()> },
+    /// Somebody made room or went away: look again.
+    Wake,
+}
+
+/// What the engine says about its device when it starts.
+#[derive(Clone, Debug)]
+pub struct Opened {
+    /// The device.
+    pub info: DeviceInfo,
+    /// Its part of the numerics class.
+    pub numerics: String,
+    /// Whether equal inputs give equal bits.
+    pub reproducible: bool,
+}
+
+/// How the engine runs.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Device id.
+    pub device: String,
+    /// Cores to use; empty: as probed.
+    pub cores: Vec<u32>,
+    /// How the cache stores numbers.
+    pub cache_dtype: DType,
+}
+
+/// Talks to the engine thread. Clones share it; when the last is dropped the engine ends.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    commands: mpsc::SyncSender<Command>,
+    opened: Arc<Opened>,
+    cache_dtype: DType,
+}
+
+impl Engine {
+    /// Starts the thread and opens the device on it.
+    ///
+    /// # Errors
+    /// When there is no such device or the system gives no thread.
+    pub fn start(config: EngineConfig) -> Result<Self, Error> {
+        let (commands, queue) = mpsc::sync_channel(QUEUE);
+        let (opened, answer) = mpsc::sync_channel(1);
+        let cache_dtype = config.cache_dtype;
+        let run = move || match registry::open(&config.device, &config.cores) {
+            Ok(device) => {
+                let about = Opened {
+                    info: device.info().clone(),
+                    numerics: device.numerics(),
+                    reproducible: device.reproducible(),
+                };
+                if opened.send(Ok(about)).is_ok() {
+                    Loop { device, cache_dtype, models: HashMap::new(), drain: None }.run(&queue);
+                }
+            }
+            Err(error) => {
+                let _ = opened.send(Err(error));
+            }
+        };
+        let internal = |what: String| Error::new(Reason::Internal, what);
+        thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(run)
+            .map_err(|e| internal(format!("no thread for the engine: {e}")))?;
+        let opened = answer.recv().map_err(|_| internal("the engine died while it started".to_owned()))?;
+        let opened = opened.map_err(|e: DeviceError| of_device(&e))?;
+        Ok(Self { commands, opened: Arc::new(opened), cache_dtype })
+    }
+
+    /// What it said about its device.
+    pub fn opened(&self) -> &Opened {
+        &self.opened
+    }
+
+    /// How the cache stores numbers.
+    pub fn cache_dtype(&self) -> DType {
+        self.cache_dtype
+    }
+
+    fn send(&self, command: Command) -> Result<(), Error> {
+        self.commands.try_send(command).map_err(|e| match e {
+            mpsc::TrySendError::Full(_) => {
+                Error::new(Reason::Overloaded, "the worker's queue is full; try again in a moment")
+            }
+            mpsc::TrySendError::Disconnected(_) => Error::new(Reason::Internal, "the engine has ended"),
+        })
+    }
+
+    fn gone<T>(_: T) -> Error {
+        Error::new(Reason::Internal, "the engine has ended")
+    }
+
+    /// Makes a model ready on the device.
+    ///
+    /// # Errors
+    /// When the device lacks something that it needs, or memory is short.
+    pub async fn load(&self, name: String, source: ModelSource) -> Result<RunShape, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Load { name, source: Box::new(source), reply })?;
+        answer.await.map_err(Self::gone)?
+    }
+
+    /// Forgets a model; its requests end with an error. Returns whether there was one.
+    ///
+    /// # Errors
+    /// When the engine has ended or its queue is full.
+    pub async fn unload(&self, name: String) -> Result<bool, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Unload { name, reply })?;
+        answer.await.map_err(Self::gone)
+    }
+
+    /// Runs a sequence.
+    ///
+    /// # Errors
+    /// When the queue is full.
+    pub fn generate(&self, model: String, sequence: Sequence) -> Result<(), Error> {
+        self.send(Command::Generate { model, sequence: Box::new(sequence) })
+    }
+
+    /// Returns when no request is left.
+    ///
+    /// # Errors
+    /// When the engine has ended or its queue is full.
+    pub async fn drain(&self) -> Result<(), Error> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Drain { reply })?;
+        answer.await.map_err(Self::gone)
+    }
+
+    /// Tells the engine to look at its sequences again.
+    pub fn wake(&self) {
+        // A full queue wakes it as well.
+        let _ = self.commands.try_send(Command::Wake);
+    }
+}
+
+/// The engine thread's own state.
+struct Loop {
+    device: Rc<dyn Device>,
+    cache_dtype: DType,
+    models: HashMap<String, Batch>,
+    drain: Option<oneshot::Sender<()>>,
+}
+
+impl Loop {
+    fn run(mut self, queue: &mpsc::Receiver<Command>) {
+        let mut worked = false;
+        loop {
+            // With work to do, take what is there; without, wait for a command or the next deadline.
+            let command = if worked {
+                queue.try_recv().map_err(|e| e == mpsc::TryRecvError::Disconnected)
+            } else {
+                self.wait(queue)
+            };
+            match command {
+                Ok(command) => {
+                    self.perform(command);
+                    // Take all that is there before the next step.
+                    while let Ok(command) = queue.try_recv() {
+                        self.perform(command);
+                    }
+                }
+                Err(true) => return,
+                Err(false) => {}
+            }
+            worked = false;
+            // Models in fair turns, one step each.
+            for batch in self.models.values_mut() {
+                worked |= batch.step();
+            }
+            if self.models.values().all(Batch::is_empty)
+                && let Some(reply) = self.drain.take()
+            {
+                let _ = reply.send(());
+            }
+        }
+    }
+
+    /// Waits. `Err(true)`: nobody can send any more.
+    fn wait(&self, queue: &mpsc::Receiver<Command>) -> Result<Command, bool> {
+        let deadline = self.models.values().filter_map(Batch::next_deadline).min();
+        match deadline {
+            None => queue.recv().map_err(|_| true),
+            Some(at) => {
+                // Not exactly at the deadline: a moment after it.
+                let timeout = at.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+                queue.recv_timeout(timeout).map_err(|e| e == mpsc::RecvTimeoutError::Disconnected)
+            }
+        }
+    }
+
+    fn perform(&mut self, command: Command) {
+        match command {
+            Command::Load { name, source, reply } => {
+                let shape = RunShape::for_model(&source.config, self.cache_dtype);
+                let runner = Runner::new(self.device.as_ref(), &source, shape, &PlanHints::default());
+                let answer = runner.map_err(|e| of_run(&e)).map(|runner| {
+                    self.models.insert(name, Batch::new(runner));
+                    shape
+                });
+                let _ = reply.send(answer);
+            }
+            Command::Unload { name, reply } => {
+                let found = self.models.remove(&name);
+                let had = found.is_some();
+                if let Some(mut batch) = found {
+                    let what = format!("model {name} was unloaded");
+                    batch.fail_all(&Error::new(Reason::ModelNotFound, what).with("model", &name));
+                }
+                let _ = reply.send(had);
+            }
+            Command::Generate { model, sequence } => match self.models.get_mut(&model) {
+                Some(batch) => batch.push(*sequence),
+                None => sequence.fail(
+                    Error::new(Reason::ModelNotFound, format!("model {model} is not loaded"))
+                        .with("model", &model),
+                ),
+            },
+            Command::Drain { reply } => self.drain = Some(reply),
+            Command::Wake => {}
+        }
+    }
+}

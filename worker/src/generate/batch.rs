@@ -1,0 +1,227 @@
+//! The batch of one model: which sequences compute which rows in the next step.
+//!
+//! A sequence is its tokens and how many of them are in the cache. The rows of a step are tokens that
+//! are not: one for a sequence that decodes, a chunk for one that reads its prompt. Nothing that a row
+//! computes depends on the others, so requests may join and leave at every step.
+
+use std::{collections::VecDeque, time::Instant};
+
+use hotcell_kernels::backend::DeviceError;
+use hotcell_proto::error::{Error, Reason};
+
+use super::{blocks::BlockPool, sampler, sequence::Sequence};
+use crate::{
+    error::{of_device, of_sampling},
+    model::run::{Row, Runner},
+};
+
+/// A sequence with a table and blocks.
+struct Running {
+    sequence: Sequence,
+    table: usize,
+    blocks: Vec<i32>,
+}
+
+/// Sequences of one model.
+pub struct Batch {
+    runner: Runner,
+    pool: BlockPool,
+    tables: Vec<usize>,
+    waiting: VecDeque<Sequence>,
+    running: Vec<Running>,
+    rows: Vec<Row>,
+    /// Per pick: which running sequence draws from it, and its row.
+    picks: Vec<(usize, usize)>,
+    pick_rows: Vec<usize>,
+    logits: Vec<f32>,
+}
+
+impl Batch {
+    /// No sequences yet.
+    pub fn new(runner: Runner) -> Self {
+        let shape = *runner.shape();
+        Self {
+            pool: BlockPool::new(shape.blocks),
+            tables: (0..shape.max_sequences).rev().collect(),
+            waiting: VecDeque::new(),
+            running: Vec::with_capacity(shape.max_sequences),
+            rows: Vec::with_capacity(shape.max_rows),
+            picks: Vec::with_capacity(shape.max_sequences),
+            pick_rows: Vec::with_capacity(shape.max_sequences),
+            logits: vec![0.0; runner.vocab()],
+            runner,
+        }
+    }
+
+    /// Adds a sequence at the end of the queue.
+    pub fn push(&mut self, sequence: Sequence) {
+        self.waiting.push_back(sequence);
+    }
+
+    /// Sequences inside.
+    pub fn len(&self) -> usize {
+        self.waiting.len() + self.running.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The nearest deadline.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let running = self.running.iter().map(|r| &r.sequence);
+        running.chain(&self.waiting).filter_map(Sequence::deadline).min()
+    }
+
+    /// Ends every sequence with an error.
+    pub fn fail_all(&mut self, error: &Error) {
+        for running in std::mem::take(&mut self.running) {
+            self.release(running.table, running.blocks);
+            running.sequence.fail(error.clone());
+        }
+        for sequence in std::mem::take(&mut self.waiting) {
+            sequence.fail(error.clone());
+        }
+    }
+
+    fn release(&mut self, table: usize, blocks: Vec<i32>) {
+        self.tables.push(table);
+        self.pool.give(blocks);
+    }
+
+    fn remove(&mut self, index: usize) -> Sequence {
+        let Running { sequence, table, blocks } = self.running.remove(index);
+        self.release(table, blocks);
+        sequence
+    }
+
+    /// Takes out what nobody waits for any more: abandoned streams and passed deadlines.
+    fn sweep(&mut self, now: Instant) {
+        let over = |s: &Sequence| s.is_abandoned() || s.deadline().is_some_and(|d| d <= now);
+        let late = |s: Sequence| {
+            // To an abandoned stream this goes nowhere.
+            s.fail(Error::new(Reason::DeadlineExceeded, "the request's deadline passed"));
+        };
+        for i in (0..self.running.len()).rev() {
+            if over(&self.running[i].sequence) {
+                late(self.remove(i));
+            }
+        }
+        for i in (0..self.waiting.len()).rev() {
+            if over(&self.waiting[i])
+                && let Some(sequence) = self.waiting.remove(i)
+            {
+                late(sequence);
+            }
+        }
+    }
+
+    /// Starts waiting sequences while there are tables and blocks, in the order of arrival.
+    fn admit(&mut self, now: Instant) -> Result<(), DeviceError> {
+        let block_len = self.runner.shape().block_len;
+        while let (Some(next), false) = (self.waiting.front(), self.tables.is_empty()) {
+            let needed = next.positions_at_most().div_ceil(block_len);
+            let Some(blocks) = self.pool.take(needed) else { break };
+            let (Some(mut sequence), Some(table)) = (self.waiting.pop_front(), self.tables.pop()) else {
+                self.pool.give(blocks);
+                break;
+            };
+            self.runner.set_table(table, 0, &blocks)?;
+            sequence.start(now);
+            self.running.push(Running { sequence, table, blocks });
+        }
+        Ok(())
+    }
+
+    /// Fills `rows` and `picks`: sequences with one token to compute first, prompts in what is left.
+    fn gather(&mut self) {
+        self.rows.clear();
+        self.picks.clear();
+        let shape = *self.runner.shape();
+        let pending = |r: &Running| r.sequence.tokens().len() - r.sequence.computed;
+        for decoding in [true, false] {
+            for (i, running) in self.running.iter().enumerate() {
+                let count = pending(running).min(shape.max_rows - self.rows.len());
+                if (pending(running) == 1) != decoding || count == 0 || !running.sequence.has_room() {
+                    continue;
+                }
+                let first = running.sequence.computed;
+                for position in first..first + count {
+                    let block = running.blocks[position / shape.block_len] as usize;
+                    self.rows.push(Row {
+                        token: running.sequence.tokens()[position],
+                        position,
+                        sequence: running.table,
+                        slot: block * shape.block_len + position % shape.block_len,
+                    });
+                }
+                if count == pending(running) {
+                    self.picks.push((i, self.rows.len() - 1));
+                }
+            }
+        }
+    }
+
+    /// Computes one step. Returns whether there was something to compute.
+    pub fn step(&mut self) -> bool {
+        let now = Instant::now();
+        self.sweep(now);
+        if let Err(error) = self.admit(now) {
+            self.fail_all(&of_device(&error));
+            return true;
+        }
+        self.gather();
+        if self.rows.is_empty() {
+            return false;
+        }
+        self.pick_rows.clear();
+        self.pick_rows.extend(self.picks.iter().map(|&(_, row)| row));
+        if let Err(error) = self.runner.step(&self.rows, &self.pick_rows) {
+            tracing::error!(%error, "a step failed; its requests end");
+            self.fail_all(&of_device(&error));
+            return true;
+        }
+        for row in &self.rows {
+            let running = self.running.iter_mut().find(|r| r.table == row.sequence);
+            if let Some(running) = running {
+                running.sequence.computed = row.position + 1;
+            }
+        }
+        self.draw();
+        true
+    }
+
+    /// Draws a token for every pick, and ends the sequences that are at their end.
+    fn draw(&mut self) {
+        let mut ended = Vec::new();
+        for (pick, &(i, _)) in self.picks.iter().enumerate() {
+            let sequence = &mut self.running[i].sequence;
+            let position = u32::try_from(sequence.tokens().len()).unwrap_or(u32::MAX);
+            let drawn = match self.runner.logits(pick, &mut self.logits) {
+                Ok(()) => {
+                    let (params, state) = sequence.sampler();
+                    sampler::sample(params, state, &mut self.logits, position).map_err(|e| of_sampling(&e))
+                }
+                Err(error) => Err(of_device(&error)),
+            };
+            match drawn {
+                Ok(sampled) => {
+                    if let Some(end) = sequence.accept(&sampled, Instant::now()) {
+                        ended.push((i, Ok(end)));
+                    }
+                }
+                Err(error) => ended.push((i, Err(error))),
+            }
+        }
+        // From the end, so that indices stay right.
+        ended.sort_by_key(|(i, _)| std::cmp::Reverse(*i));
+        for (i, end) in ended {
+            let sequence = self.remove(i);
+            match end {
+                Ok(end) => sequence.finish(end, Instant::now()),
+                Err(error) => sequence.fail(error),
+            }
+        }
+    }
+}

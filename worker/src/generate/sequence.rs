@@ -1,0 +1,324 @@
+//! One request as the engine sees it: its tokens, what it draws with, and the stream it fills.
+
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Instant,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{self, FinishReason},
+};
+use tokio::sync::mpsc;
+use tonic::Status;
+
+use super::sampler::{PenaltyState, Sampled, SamplingParams};
+use crate::{
+    error::of_text,
+    text::{Detokenizer, StopStrings, Tokenizer},
+};
+
+/// What a stream's reader gets.
+pub type Event = Result<v1::GenerateEvent, Status>;
+
+/// A checked request.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Its id.
+    pub id: String,
+    /// Token ids of the prompt; at least one, all in the vocabulary.
+    pub prompt: Vec<u32>,
+    /// Tokens that it drew elsewhere already.
+    pub generated: Vec<u32>,
+    /// Bytes of their text that its reader has.
+    pub text_bytes_emitted: u64,
+    /// How to draw.
+    pub sampling: SamplingParams,
+    /// Tokens to draw at most, those drawn elsewhere included; `None`: until the context is full.
+    pub max_tokens: Option<usize>,
+    /// Stop strings.
+    pub stop: Vec<String>,
+    /// Tokens that end it: the model's own unless ignored, and the request's.
+    pub end_tokens: HashSet<u32>,
+    /// When it must be over.
+    pub deadline: Option<Instant>,
+}
+
+/// Counts the requests inside a worker; one is a place in the queue, given back when dropped.
+#[derive(Debug)]
+pub struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    /// A place, unless `limit` are taken.
+    pub fn take(counter: &Arc<AtomicUsize>, limit: usize) -> Option<Self> {
+        let free = |n: usize| (n < limit).then_some(n + 1);
+        let taken = counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, free);
+        taken.ok().map(|_| Self(Arc::clone(counter)))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Why and how a sequence ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct End {
+    /// Why.
+    pub reason: FinishReason,
+    /// The stop string or token.
+    pub matched: String,
+}
+
+/// A request in the engine.
+pub struct Sequence {
+    request: Request,
+    /// Prompt and what was drawn.
+    tokens: Vec<u32>,
+    /// How many of `tokens` are in the cache.
+    pub computed: usize,
+    penalties: PenaltyState,
+    detokenizer: Detokenizer,
+    stops: StopStrings,
+    /// Text that became final and was not sent yet.
+    text: String,
+    context: usize,
+    events: mpsc::Sender<Event>,
+    /// Set when the sequence waits for its reader, who then wakes the engine.
+    paused: Arc<AtomicBool>,
+    numerics: v1::NumericsClass,
+    arrived: Instant,
+    started: Option<Instant>,
+    first_token: Option<Instant>,
+    _place: Place,
+}
+
+/// What a sequence is made with besides its request.
+pub struct Outlet {
+    /// Where events go.
+    pub events: mpsc::Sender<Event>,
+    /// Tells the reader that the engine waits for it.
+    pub paused: Arc<AtomicBool>,
+    /// The place in the queue.
+    pub place: Place,
+}
+
+/// Events that must fit into the channel before a sequence may compute a token: a delta and an end.
+const ROOM: usize = 2;
+
+impl Sequence {
+    /// A sequence at its beginning, or after the tokens it drew elsewhere. If those already end it,
+    /// the end comes with it.
+    ///
+    /// # Errors
+    /// When the stop strings are refused or the prompt leaves no room in the context.
+    pub fn new(
+        request: Request,
+        tokenizer: &Tokenizer,
+        context: usize,
+        numerics: v1::NumericsClass,
+        outlet: Outlet,
+    ) -> Result<(Self, Option<End>), Error> {
+        if request.prompt.len() >= context {
+            return Err(Error::new(
+                Reason::PromptTooLong,
+                format!(
+                    "the prompt has {} tokens and the model's context {context}; shorten it by {}",
+                    request.prompt.len(),
+                    request.prompt.len() + 1 - context
+                ),
+            ));
+        }
+        let mut detokenizer = tokenizer.detokenizer(true).map_err(|e| of_text(&e))?;
+        detokenizer.prime(&request.prompt);
+        let mut stops = StopStrings::new(request.stop.clone()).map_err(|e| of_text(&e))?;
+        stops.skip(request.text_bytes_emitted);
+        let mut sequence = Self {
+            tokens: request.prompt.clone(),
+            computed: 0,
+            penalties: PenaltyState::new(&request.prompt, &[]),
+            detokenizer,
+            stops,
+            text: String::new(),
+            context,
+            events: outlet.events,
+            paused: outlet.paused,
+            numerics,
+            arrived: Instant::now(),
+            started: None,
+            first_token: None,
+            _place: outlet.place,
+            request,
+        };
+        // What was drawn elsewhere goes the same way as what will be drawn here, so that no state can differ.
+        let generated = std::mem::take(&mut sequence.request.generated);
+        let mut end = None;
+        for token in generated {
+            if end.is_some() {
+                let what = "the resumed stream goes on after its end";
+                return Err(Error::new(Reason::InvalidArgument, what));
+            }
+            end = sequence.note(token);
+        }
+        Ok((sequence, end))
+    }
+
+    /// Tokens known so far, prompt first.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The request's id.
+    pub fn id(&self) -> &str {
+        &self.request.id
+    }
+
+    /// Positions it may need in all.
+    pub fn positions_at_most(&self) -> usize {
+        let wanted = self.request.max_tokens.unwrap_or(usize::MAX);
+        self.request.prompt.len().saturating_add(wanted).min(self.context)
+    }
+
+    /// When it must be over.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.request.deadline
+    }
+
+    /// Whether nobody reads it any more.
+    pub fn is_abandoned(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// Whether its reader has room for what a step gives. If not, the reader is asked to wake the engine.
+    pub fn has_room(&self) -> bool {
+        let room = || self.events.capacity() >= ROOM.min(self.events.max_capacity());
+        if room() {
+            return true;
+        }
+        self.paused.store(true, Ordering::SeqCst);
+        // The reader may have made room before it could see the flag.
+        let late = room();
+        if late {
+            self.paused.store(false, Ordering::SeqCst);
+        }
+        late
+    }
+
+    /// It takes part in a step from now on.
+    pub fn start(&mut self, now: Instant) {
+        self.started.get_or_insert(now);
+    }
+
+    /// What it draws with.
+    pub fn sampler(&mut self) -> (&SamplingParams, &mut PenaltyState) {
+        (&self.request.sampling, &mut self.penalties)
+    }
+
+    /// Takes a token into tokens, penalties and text; says whether it ends the sequence.
+    fn note(&mut self, token: u32) -> Option<End> {
+        self.tokens.push(token);
+        self.penalties.push(token);
+        let generated = self.tokens.len() - self.request.prompt.len();
+        let end = |reason, matched: String| Some(End { reason, matched });
+        let mut ended = if self.request.end_tokens.contains(&token) {
+            end(FinishReason::EndToken, token.to_string())
+        } else {
+            let mut piece = String::new();
+            self.detokenizer.push_into(token, &mut piece);
+            let outcome = self.stops.push(&piece);
+            self.text.push_str(&outcome.text);
+            if let Some(stop) = outcome.stopped {
+                // Nothing after the stop string is text: what is held back stays back.
+                return end(FinishReason::StopString, self.stop_string(stop));
+            }
+            None
+        };
+        if ended.is_none() {
+            ended = if self.request.max_tokens.is_some_and(|max| generated >= max) {
+                end(FinishReason::MaxTokens, String::new())
+            } else if self.tokens.len() >= self.context {
+                end(FinishReason::ContextFull, String::new())
+            } else {
+                None
+            };
+        }
+        if ended.is_some() {
+            let rest = self.detokenizer.finish();
+            let outcome = self.stops.push(&rest);
+            self.text.push_str(&outcome.text);
+            match outcome.stopped {
+                Some(stop) => return end(FinishReason::StopString, self.stop_string(stop)),
+                None => self.text.push_str(&self.stops.finish()),
+            }
+        }
+        ended
+    }
+
+    fn stop_string(&self, index: usize) -> String {
+        self.request.stop.get(index).cloned().unwrap_or_default()
+    }
+
+    /// Takes a drawn token, sends what became final, and says whether that was the end.
+    pub fn accept(&mut self, sampled: &Sampled, now: Instant) -> Option<End> {
+        self.first_token.get_or_insert(now);
+        let end = self.note(sampled.token);
+        let logprobs = sampled.logprob.map(|logprob| v1::TokenLogprob {
+            token: sampled.token,
+            logprob,
+            top: sampled.top.iter().map(|&(token, logprob)| v1::Candidate { token, logprob }).collect(),
+        });
+        let text = std::mem::take(&mut self.text);
+        self.send(v1::Delta {
+            text,
+            token_ids: vec![sampled.token],
+            logprobs: logprobs.into_iter().collect(),
+        });
+        end
+    }
+
+    fn send(&self, delta: v1::Delta) {
+        let event = v1::GenerateEvent { event: Some(v1::generate_event::Event::Delta(delta)) };
+        // `has_room` was asked before the step; a reader that went away is noticed at the next step.
+        let _ = self.events.try_send(Ok(event));
+    }
+
+    /// Sends the end.
+    pub fn finish(mut self, end: End, now: Instant) {
+        if !self.text.is_empty() {
+            let text = std::mem::take(&mut self.text);
+            self.send(v1::Delta { text, token_ids: vec![], logprobs: vec![] });
+        }
+        let started = self.started.unwrap_or(now);
+        let first = self.first_token.unwrap_or(now);
+        let ms = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
+        let finished = v1::Finished {
+            reason: end.reason.into(),
+            matched_stop: end.matched,
+            usage: Some(v1::Usage {
+                prompt_tokens: self.request.prompt.len() as u32,
+                generated_tokens: (self.tokens.len() - self.request.prompt.len()) as u32,
+            }),
+            timings: Some(v1::Timings {
+                queue_ms: ms(self.arrived, started),
+                prefill_ms: ms(started, first),
+                decode_ms: ms(first, now),
+            }),
+            seed: self.request.sampling.seed,
+            numerics: Some(self.numerics.clone()),
+            deaths_survived: 0,
+        };
+        let event = v1::GenerateEvent { event: Some(v1::generate_event::Event::Finished(finished)) };
+        let _ = self.events.try_send(Ok(event));
+    }
+
+    /// Ends it with an error.
+    pub fn fail(self, error: Error) {
+        let _ = self.events.try_send(Err(error.into()));
+    }
+}

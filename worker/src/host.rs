@@ -1,0 +1,336 @@
+//! What this worker has: its engine, its loaded models, and the descriptors that arrived for it.
+
+use std::{
+    collections::HashMap,
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use hotcell_ipc::{
+    descriptors::{Collector, DescriptorReceiver, is_end},
+    memory::Mapping,
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits, v1,
+};
+use tokio::sync::{Notify, mpsc};
+
+use crate::{
+    engine::Engine,
+    error::of_model,
+    model::{run::RunShape, text::ModelText},
+    weights::{ModelFile, ModelSource},
+};
+
+/// How long the descriptors of a load may take after its call.
+const DESCRIPTOR_WAIT: Duration = Duration::from_secs(5);
+/// Bytes between two progress reports of a load.
+const PROGRESS_BYTES: usize = 32 << 20;
+/// Page size assumed when touching pages; touching more often than needed is harmless.
+const PAGE: usize = 4096;
+
+/// A model that is ready.
+#[derive(Debug)]
+pub struct Loaded {
+    /// Its name.
+    pub name: String,
+    /// Tokenizer and template.
+    pub text: ModelText,
+    /// Positions of one sequence at most.
+    pub context: usize,
+    /// Width of its logits.
+    pub vocab: u32,
+    /// Its end tokens.
+    pub end_tokens: Vec<u32>,
+    /// Where equal requests give equal bits.
+    pub numerics: v1::NumericsClass,
+    /// For people and for the scheduler.
+    pub summary: v1::ModelSummary,
+    /// Tokens its cache holds.
+    pub cache_tokens: u64,
+}
+
+/// Descriptors that arrived, by tag.
+#[derive(Default)]
+struct Arrived {
+    sets: Mutex<HashMap<u64, Vec<OwnedFd>>>,
+    notify: Notify,
+}
+
+/// The worker's shared state. Clones share it.
+#[derive(Clone)]
+pub struct Host(Arc<Inner>);
+
+struct Inner {
+    engine: Engine,
+    confinement: String,
+    models: Mutex<HashMap<String, Arc<Loaded>>>,
+    places: Arc<AtomicUsize>,
+    draining: AtomicBool,
+    arrived: Arc<Arrived>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic while the lock was held cannot have left a half-changed map: inserts and removes are single calls.
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Host {
+    /// A worker without models.
+    pub fn new(engine: Engine, confinement: String) -> Self {
+        Self(Arc::new(Inner {
+            engine,
+            confinement,
+            models: Mutex::default(),
+            places: Arc::default(),
+            draining: AtomicBool::new(false),
+            arrived: Arc::default(),
+        }))
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &Engine {
+        &self.0.engine
+    }
+
+    /// What of its confinement is in force.
+    pub fn confinement(&self) -> &str {
+        &self.0.confinement
+    }
+
+    /// Counts the requests inside.
+    pub fn places(&self) -> &Arc<AtomicUsize> {
+        &self.0.places
+    }
+
+    /// Refuses new requests and returns when the running ones have ended.
+    ///
+    /// # Errors
+    /// When the engine has ended.
+    pub async fn drain(&self) -> Result<(), Error> {
+        self.0.draining.store(true, Ordering::Release);
+        self.0.engine.drain().await
+    }
+
+    /// Whether new requests are refused.
+    ///
+    /// # Errors
+    /// [`Reason::Draining`] if so.
+    pub fn accepting(&self) -> Result<(), Error> {
+        if self.0.draining.load(Ordering::Acquire) {
+            return Err(Error::new(Reason::Draining, "this worker is shutting down"));
+        }
+        Ok(())
+    }
+
+    /// The model of this name; without a name, the only one.
+    ///
+    /// # Errors
+    /// [`Reason::ModelNotFound`] naming what there is.
+    pub fn model(&self, name: &str) -> Result<Arc<Loaded>, Error> {
+        let models = locked(&self.0.models);
+        let found = match (name, models.len()) {
+            ("", 1) => models.values().next(),
+            _ => models.get(name),
+        };
+        found.cloned().ok_or_else(|| {
+            let mut names: Vec<&str> = models.keys().map(String::as_str).collect();
+            names.sort_unstable();
+            let what = match names.as_slice() {
+                [] => format!("no model {name:?}: none is loaded"),
+                _ => format!("no model {name:?}; loaded are {}", names.join(", ")),
+            };
+            Error::new(Reason::ModelNotFound, what).with("model", name)
+        })
+    }
+
+    /// Starts the thread that receives descriptors.
+    ///
+    /// # Errors
+    /// When the socket is not one for descriptors or the system gives no thread.
+    pub fn receive_descriptors(&self, socket: OwnedFd) -> std::io::Result<()> {
+        let receiver = DescriptorReceiver::new(socket)?;
+        let arrived = Arc::clone(&self.0.arrived);
+        let receive = move || {
+            let mut collector = Collector::new(limits::MAX_MODELS, limits::MAX_MODEL_FILES);
+            loop {
+                let batch = match receiver.recv() {
+                    Ok(batch) => batch,
+                    Err(error) => {
+                        if !is_end(&error) {
+                            tracing::error!(%error, "the descriptor socket failed; no further model can be loaded");
+                        }
+                        return;
+                    }
+                };
+                match collector.add(batch) {
+                    Ok(Some((tag, set))) => {
+                        let mut sets = locked(&arrived.sets);
+                        // Sets that no call asks for must not pile up.
+                        if sets.len() < limits::MAX_MODELS {
+                            sets.insert(tag, set);
+                        }
+                        drop(sets);
+                        arrived.notify.notify_waiters();
+                    }
+                    Ok(None) => {}
+                    Err(error) => tracing::warn!(%error, "descriptors refused"),
+                }
+            }
+        };
+        thread::Builder::new().name("descriptors".to_owned()).spawn(receive)?;
+        Ok(())
+    }
+
+    async fn descriptors(&self, tag: u64) -> Result<Vec<OwnedFd>, Error> {
+        let arrived = &self.0.arrived;
+        let take = async {
+            loop {
+                let notified = arrived.notify.notified();
+                tokio::pin!(notified);
+                notified.as_mut().enable();
+                if let Some(set) = locked(&arrived.sets).remove(&tag) {
+                    return set;
+                }
+                notified.await;
+            }
+        };
+        tokio::time::timeout(DESCRIPTOR_WAIT, take).await.map_err(|_| {
+            Error::new(Reason::ProtocolViolation, format!("the descriptors of load {tag} did not come"))
+        })
+    }
+
+    /// Loads a model whose descriptors come under `tag`, in the order of `files`.
+    ///
+    /// # Errors
+    /// When they do not come, or are no model that this worker can run.
+    pub async fn load_by_descriptor(
+        &self,
+        name: String,
+        tag: u64,
+        files: Vec<v1::FileHandle>,
+        progress: mpsc::Sender<v1::LoadProgress>,
+    ) -> Result<Arc<Loaded>, Error> {
+        let descriptors = self.descriptors(tag).await?;
+        if descriptors.len() != files.len() {
+            let what = format!("{} descriptors came for {} files", descriptors.len(), files.len());
+            return Err(Error::new(Reason::ProtocolViolation, what));
+        }
+        let files = files
+            .into_iter()
+            .zip(descriptors)
+            .map(|(file, fd)| map_file(file.name, fd))
+            .collect::<Result<Vec<_>, _>>()?;
+        self.load(name, files, progress).await
+    }
+
+    /// Loads a model from mapped files.
+    ///
+    /// # Errors
+    /// When they are no model that this worker can run.
+    pub async fn load(
+        &self,
+        name: String,
+        files: Vec<ModelFile>,
+        progress: mpsc::Sender<v1::LoadProgress>,
+    ) -> Result<Arc<Loaded>, Error> {
+        let internal = |e: tokio::task::JoinError| Error::new(Reason::Internal, format!("the load failed: {e}"));
+        let read = move || -> Result<(ModelSource, ModelText), Error> {
+            let source = ModelSource::open(files).map_err(|e| of_model(&e))?;
+            let text = ModelText::open(&source)?;
+            touch(&source, &progress);
+            Ok((source, text))
+        };
+        let (source, text) = tokio::task::spawn_blocking(read).await.map_err(internal)??;
+        let fingerprint = format!("{:032x}", source.fingerprint());
+        let summary = summary(&source, &text, &fingerprint);
+        let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
+        let shape: RunShape = self.0.engine.load(name.clone(), source).await?;
+        let opened = self.0.engine.opened();
+        let loaded = Arc::new(Loaded {
+            text,
+            context: shape.context,
+            vocab,
+            end_tokens,
+            numerics: v1::NumericsClass {
+                id: format!("{}/w:{fingerprint}/kv:{}", opened.numerics, self.0.engine.cache_dtype()),
+                reproducible: opened.reproducible,
+                model_hash: fingerprint,
+            },
+            summary: v1::ModelSummary { context_length: shape.context as u32, ..summary },
+            cache_tokens: (shape.blocks * shape.block_len) as u64,
+            name: name.clone(),
+        });
+        locked(&self.0.models).insert(name, Arc::clone(&loaded));
+        Ok(loaded)
+    }
+
+    /// Forgets a model; its requests end.
+    ///
+    /// # Errors
+    /// [`Reason::ModelNotFound`] when there is none of this name.
+    pub async fn unload(&self, name: &str) -> Result<(), Error> {
+        self.model(name)?;
+        locked(&self.0.models).remove(name);
+        self.0.engine.unload(name.to_owned()).await.map(|_| ())
+    }
+}
+
+/// Maps a model's file.
+///
+/// # Errors
+/// [`Reason::NotAModel`] when it cannot be mapped.
+pub fn map_file(name: String, fd: OwnedFd) -> Result<ModelFile, Error> {
+    match Mapping::of_file(fd) {
+        Ok(mapping) => Ok(ModelFile { name, mapping }),
+        Err(error) => Err(Error::new(Reason::NotAModel, format!("{name} cannot be mapped: {error}"))),
+    }
+}
+
+/// Touches every page of the weights, so that the first request does not wait for the disk, and reports.
+fn touch(source: &ModelSource, progress: &mpsc::Sender<v1::LoadProgress>) {
+    let total: usize = source.weights.files().iter().map(|f| f.mapping.len()).sum();
+    let report = |done: usize| {
+        let event = v1::LoadProgress {
+            bytes_done: done as u64,
+            bytes_total: total as u64,
+            stage: "mapping".to_owned(),
+            loaded: None,
+        };
+        // A reader that is behind misses a report, nothing else.
+        let _ = progress.try_send(event);
+    };
+    let mut done = 0usize;
+    report(done);
+    for file in source.weights.files() {
+        for chunk in file.mapping.bytes().chunks(PROGRESS_BYTES) {
+            let sum = chunk.iter().step_by(PAGE).fold(0u8, |a, b| a ^ b);
+            std::hint::black_box(sum);
+            done += chunk.len();
+            report(done);
+        }
+    }
+}
+
+fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::ModelSummary {
+    let mut bytes_by_dtype: HashMap<&str, usize> = HashMap::new();
+    for (_, weight) in source.weights.iter() {
+        *bytes_by_dtype.entry(weight.dtype.name()).or_default() += weight.range.len();
+    }
+    let most = bytes_by_dtype.into_iter().max_by_key(|&(name, bytes)| (bytes, name));
+    v1::ModelSummary {
+        architecture: format!("{:?}", source.config.architecture).to_lowercase(),
+        parameters: source.weights.iter().map(|(_, w)| w.elements() as u64).sum(),
+        context_length: source.config.context as u32,
+        vocabulary: source.config.vocab as u32,
+        weights_dtype: most.map_or_else(String::new, |(name, _)| name.to_owned()),
+        model_hash: fingerprint.to_owned(),
+        has_chat_template: text.has_chat_template(),
+    }
+}

@@ -1,0 +1,308 @@
+//! The program: confine first, then threads, then the first byte from anybody.
+
+use std::{
+    fs::File,
+    io::Write,
+    os::fd::{FromRawFd, OwnedFd, RawFd},
+    path::Path,
+};
+
+use hotcell_ipc::{
+    socket,
+    transport::{Windows, incoming_once},
+};
+use hotcell_kernels::registry;
+use hotcell_proto::{
+    error::Error,
+    limits,
+    v1::{tokens_server::TokensServer, worker_server::WorkerServer},
+};
+use tokio::sync::mpsc;
+use tracing_subscriber::EnvFilter;
+
+use crate::{
+    config::{Alone, Cli, Common, Mode, Serve},
+    confine::{self, Report},
+    engine::{Engine, EngineConfig},
+    exit::Exit,
+    host::{Host, map_file},
+    service::{TokensService, WorkerService},
+    weights::ModelFile,
+};
+
+/// Extensions of the files that make a model's folder.
+const MODEL_EXTENSIONS: &[&str] = &["json", "safetensors", "gguf", "model", "jinja", "txt"];
+
+/// Calls on the tokens connection at once: every request the worker holds, and as many short calls.
+const MAX_STREAMS: u32 = 2 * limits::MAX_WORKER_REQUESTS as u32;
+
+/// Runs the program and says how it ended.
+pub fn run(cli: Cli) -> Exit {
+    match cli.mode {
+        Some(Mode::Probe) => probe(),
+        Some(Mode::Serve(serve)) => serve_scheduler(serve),
+        None => serve_alone(&cli.alone),
+    }
+}
+
+/// A failure before there is anybody to answer: one line, and a code.
+fn fail(exit: Exit, what: impl std::fmt::Display) -> Exit {
+    eprintln!("error: {what}");
+    exit
+}
+
+fn probe() -> Exit {
+    let devices: Vec<serde_json::Value> = registry::devices()
+        .into_iter()
+        .map(|d| {
+            serde_json::json!({
+                "id": d.id,
+                "backend": d.backend,
+                "description": d.description,
+                "memory_bytes": d.memory_bytes,
+                "cores": d.cores,
+                "path": d.path,
+            })
+        })
+        .collect();
+    let line = serde_json::json!({ "devices": devices }).to_string();
+    match writeln!(std::io::stdout(), "{line}") {
+        Ok(()) => Exit::Ok,
+        Err(error) => fail(Exit::Internal, format_args!("cannot print: {error}")),
+    }
+}
+
+fn start_log(level: &str) {
+    let filter = EnvFilter::try_new(level).unwrap_or_else(|_| EnvFilter::new("info"));
+    // Whoever started us adds time and name; a second subscriber in one process would be a test's.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .without_time()
+        .try_init();
+}
+
+/// Binds this thread, and so all later ones, to its cores. Best effort: a core may be gone.
+fn bind_cores(cores: &[u32]) {
+    if cores.is_empty() {
+        return;
+    }
+    let mut set = rustix::thread::CpuSet::new();
+    cores.iter().for_each(|&core| set.set(core as usize));
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+        tracing::warn!(?cores, %error, "cannot bind to these cores; running on any");
+    }
+}
+
+/// Whether every requested core exists, so that a thread is not started for one that does not.
+fn usable_cores(common: &Common) -> Vec<u32> {
+    let there = std::thread::available_parallelism().map_or(1, |n| n.get());
+    match common.cores.is_empty() {
+        true => (0..there as u32).collect(),
+        false => common.cores.clone(),
+    }
+}
+
+fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    // One thread for I/O: the cores are for computing.
+    tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build()
+}
+
+/// Everything that may open a file or look at the system, before confinement forbids it.
+struct Prepared {
+    engine: EngineConfig,
+}
+
+fn prepare(common: &Common) -> Prepared {
+    start_log(&common.log);
+    let cores = usable_cores(common);
+    bind_cores(&common.cores);
+    Prepared {
+        engine: EngineConfig { device: common.device.clone(), cores, cache_dtype: common.kv_cache },
+    }
+}
+
+fn open_host(prepared: Prepared, report: &Report) -> Result<Host, Exit> {
+    if !report.is_complete() {
+        tracing::warn!("confinement is incomplete: {report}");
+    }
+    let engine = Engine::start(prepared.engine).map_err(|e| fail(Exit::NoDevice, e))?;
+    Ok(Host::new(engine, report.to_string()))
+}
+
+/// Takes over an inherited descriptor.
+fn inherited(fd: RawFd) -> Result<OwnedFd, Exit> {
+    if fd < 3 {
+        return Err(fail(Exit::Usage, format_args!("descriptor {fd} is a standard stream")));
+    }
+    // SAFETY: fcntl on any number is harmless; it says whether the descriptor is open.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(fail(Exit::Usage, format_args!("descriptor {fd} is not open")));
+    }
+    // SAFETY: open, as was just seen, and named once on the command line for us alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn serve_scheduler(serve: Serve) -> Exit {
+    let prepared = prepare(&serve.common);
+    let fds = [serve.control_fd, serve.tokens_fd, serve.tensors_fd, serve.descriptors_fd];
+    let distinct = fds.iter().enumerate().all(|(i, fd)| !fds[..i].contains(fd));
+    if !distinct {
+        return fail(Exit::Usage, "the descriptors must be four different ones");
+    }
+    let [control, tokens, tensors, descriptors] = match fds.map(inherited) {
+        [Ok(a), Ok(b), Ok(c), Ok(d)] => [a, b, c, d],
+        _ => return Exit::Usage,
+    };
+    let report = confine::confine(confine::Mode::Inherited);
+    let host = match open_host(prepared, &report) {
+        Ok(host) => host,
+        Err(exit) => return exit,
+    };
+    tracing::debug!(worker = serve.worker_id, "confined: {report}");
+    if let Err(error) = host.receive_descriptors(descriptors) {
+        return fail(Exit::Protocol, format_args!("the descriptor socket cannot be used: {error}"));
+    }
+    let runtime = match runtime() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(Exit::Internal, format_args!("no event loop: {error}")),
+    };
+    runtime.block_on(async move {
+        let (control, gone) = incoming_once(control);
+        let (tokens, _) = incoming_once(tokens);
+        let (tensors, _) = incoming_once(tensors);
+        let (reporter, health) = tonic_health::server::health_reporter();
+        reporter.set_serving::<WorkerServer<WorkerService>>().await;
+        let worker = WorkerServer::new(WorkerService(host.clone()))
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
+        let windows = Windows::default();
+        // One connection each: an unread stream on one does not stall the others.
+        let control = windows
+            .server()
+            .add_service(worker)
+            .add_service(health.clone())
+            .serve_with_incoming(control);
+        let tokens = windows
+            .server()
+            .max_concurrent_streams(MAX_STREAMS)
+            .add_service(tokens_server(host))
+            .serve_with_incoming(tokens);
+        let tensors = windows.server().add_service(health).serve_with_incoming(tensors);
+        tokio::select! {
+            // The scheduler is gone, or wants us to be.
+            () = gone.wait() => Exit::Ok,
+            ended = control => ended_early("control", ended),
+            ended = tokens => ended_early("tokens", ended),
+            ended = tensors => ended_early("tensors", ended),
+        }
+    })
+}
+
+fn ended_early(what: &str, ended: Result<(), tonic::transport::Error>) -> Exit {
+    match ended {
+        Ok(()) => Exit::Ok,
+        Err(error) => fail(Exit::Protocol, format_args!("the {what} connection failed: {error}")),
+    }
+}
+
+fn tokens_server(host: Host) -> TokensServer<TokensService> {
+    TokensServer::new(TokensService(host)).max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+}
+
+/// The regular files of a model, opened: the folder's with known extensions, or the one file.
+fn open_files(path: &Path) -> std::io::Result<Vec<(String, OwnedFd)>> {
+    let name = |p: &Path| p.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    if !path.is_dir() {
+        return Ok(vec![(name(path), File::open(path)?.into())]);
+    }
+    let mut files = Vec::new();
+    for entry in path.read_dir()? {
+        let path = entry?.path();
+        let known = path.extension().is_some_and(|e| MODEL_EXTENSIONS.iter().any(|k| e == *k));
+        if known && path.is_file() && files.len() < limits::MAX_MODEL_FILES {
+            files.push((name(&path), File::open(&path)?.into()));
+        }
+    }
+    Ok(files)
+}
+
+enum Listener {
+    Unix(std::os::unix::net::UnixListener, socket::SocketGuard),
+    Tcp(std::net::TcpListener),
+}
+
+fn listen(address: &str) -> Result<Listener, String> {
+    if let Some(path) = address.strip_prefix("unix:") {
+        let (listener, guard) = socket::listen_unix(path).map_err(|e| e.to_string())?;
+        listener.set_nonblocking(true).map_err(|e| e.to_string())?;
+        return Ok(Listener::Unix(listener, guard));
+    }
+    let bound = std::net::TcpListener::bind(address)
+        .and_then(|l| l.set_nonblocking(true).map(|()| l))
+        .map_err(|e| format!("cannot listen on {address}: {e}; give unix:/path or host:port"))?;
+    Ok(Listener::Tcp(bound))
+}
+
+fn serve_alone(alone: &Alone) -> Exit {
+    let (Some(address), Some(path)) = (&alone.listen, &alone.model) else {
+        let what = "give --listen and --model to run alone; `hotcell serve` starts workers by itself (see --help)";
+        return fail(Exit::Usage, what);
+    };
+    let prepared = prepare(&alone.common);
+    let files = match open_files(path) {
+        Ok(files) => files,
+        Err(error) => return fail(Exit::Usage, format_args!("cannot read {}: {error}", path.display())),
+    };
+    let stem = path.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let name = alone.name.clone().unwrap_or(stem);
+    let listener = match listen(address) {
+        Ok(listener) => listener,
+        Err(what) => return fail(Exit::CannotListen, what),
+    };
+    let report = confine::confine(confine::Mode::Listening);
+    let host = match open_host(prepared, &report) {
+        Ok(host) => host,
+        Err(exit) => return exit,
+    };
+    let runtime = match runtime() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(Exit::Internal, format_args!("no event loop: {error}")),
+    };
+    runtime.block_on(async move {
+        let loaded: Result<_, Error> = async {
+            let files = files
+                .into_iter()
+                .map(|(name, fd)| map_file(name, fd))
+                .collect::<Result<Vec<ModelFile>, _>>()?;
+            // Nobody watches the progress of a load that happens before anyone can connect.
+            let (progress, _) = mpsc::channel(1);
+            host.load(name, files, progress).await
+        }
+        .await;
+        match loaded {
+            Ok(model) => tracing::info!(model = model.name, %address, "serving"),
+            Err(error) => return fail(Exit::Usage, error),
+        }
+        let (reporter, health) = tonic_health::server::health_reporter();
+        reporter.set_serving::<TokensServer<TokensService>>().await;
+        let router = Windows::default().server().add_service(tokens_server(host)).add_service(health);
+        let served = match listener {
+            Listener::Unix(listener, _guard) => match tokio::net::UnixListener::from_std(listener) {
+                Ok(listener) => {
+                    let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
+                    router.serve_with_incoming(incoming).await
+                }
+                Err(error) => return fail(Exit::CannotListen, error),
+            },
+            Listener::Tcp(listener) => match tokio::net::TcpListener::from_std(listener) {
+                Ok(listener) => {
+                    let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
+                    router.serve_with_incoming(incoming).await
+                }
+                Err(error) => return fail(Exit::CannotListen, error),
+            },
+        };
+        ended_early("listening", served)
+    })
+}

@@ -1,0 +1,99 @@
+//! `hotcell.v1.Worker`: what only the scheduler says.
+
+use std::pin::Pin;
+
+use hotcell_proto::{
+    PROTOCOL_VERSION,
+    error::{Error, Reason},
+    ids::ModelName,
+    limits,
+    v1::{self, worker_server::Worker},
+};
+use tokio::sync::mpsc;
+use tokio_stream::{Stream, wrappers::ReceiverStream};
+use tonic::{Request, Response, Status};
+
+use crate::host::Host;
+
+/// The service.
+pub struct WorkerService(pub Host);
+
+type Progress = Pin<Box<dyn Stream<Item = Result<v1::LoadProgress, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Worker for WorkerService {
+    async fn handshake(
+        &self,
+        request: Request<v1::HandshakeRequest>,
+    ) -> Result<Response<v1::HandshakeResponse>, Status> {
+        let theirs = request.get_ref().protocol_version;
+        if theirs != PROTOCOL_VERSION {
+            let what = format!(
+                "the scheduler speaks protocol {theirs} and this worker {PROTOCOL_VERSION}; install both from one release"
+            );
+            return Err(Error::new(Reason::ProtocolMismatch, what).into());
+        }
+        let info = &self.0.engine().opened().info;
+        Ok(Response::new(v1::HandshakeResponse {
+            protocol_version: PROTOCOL_VERSION,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            device: Some(v1::Device {
+                id: info.id.clone(),
+                backend: info.backend.to_owned(),
+                description: info.description.clone(),
+                memory_bytes: info.memory_bytes,
+                cores: info.cores.clone(),
+                path: info.path.clone(),
+                problem: String::new(),
+            }),
+            confinement: self.0.confinement().to_owned(),
+        }))
+    }
+
+    type LoadStream = Progress;
+
+    async fn load(&self, request: Request<v1::LoadRequest>) -> Result<Response<Progress>, Status> {
+        let v1::LoadRequest { model, tag, files } = request.into_inner();
+        let name = ModelName::new(model)?;
+        if files.is_empty() || files.len() > limits::MAX_MODEL_FILES {
+            let what = format!("a model has 1 to {} files, not {}", limits::MAX_MODEL_FILES, files.len());
+            return Err(Error::new(Reason::LimitExceeded, what).into());
+        }
+        let (events, stream) = mpsc::channel(limits::STREAM_BUFFER);
+        let host = self.0.clone();
+        tokio::spawn(async move {
+            let (progress, mut reports) = mpsc::channel(limits::STREAM_BUFFER);
+            let forward = async {
+                while let Some(report) = reports.recv().await {
+                    let _ = events.send(Ok(report)).await;
+                }
+            };
+            let load = host.load_by_descriptor(name.as_str().to_owned(), tag, files, progress);
+            let (loaded, ()) = tokio::join!(load, forward);
+            let last = loaded.map_err(Status::from).map(|model| v1::LoadProgress {
+                stage: "loaded".to_owned(),
+                loaded: Some(v1::Loaded {
+                    summary: Some(model.summary.clone()),
+                    numerics: Some(model.numerics.clone()),
+                    cache_tokens: model.cache_tokens,
+                }),
+                ..v1::LoadProgress::default()
+            });
+            let _ = events.send(last).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+
+    async fn unload(
+        &self,
+        request: Request<v1::UnloadRequest>,
+    ) -> Result<Response<v1::UnloadResponse>, Status> {
+        self.0.unload(&request.get_ref().model).await?;
+        Ok(Response::new(v1::UnloadResponse {}))
+    }
+
+    async fn drain(&self, _: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+        self.0.drain().await?;
+        Ok(Response::new(v1::DrainResponse {}))
+    }
+}

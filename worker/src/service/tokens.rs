@@ -1,0 +1,215 @@
+//! `hotcell.v1.Tokens`: prompts in, streams of tokens out.
+
+use std::{
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
+};
+
+use hotcell_proto::{
+    deadline,
+    error::{Error, Reason},
+    ids::RequestId,
+    limits,
+    v1::{self, tokens_server::Tokens},
+};
+use tokio::sync::mpsc;
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status};
+
+use crate::{
+    engine::Engine,
+    error::of_sampling,
+    generate::{
+        sampler::SamplingParams,
+        sequence::{self, Event, Outlet, Place, Sequence},
+    },
+    host::{Host, Loaded},
+};
+
+/// The service.
+pub struct TokensService(pub Host);
+
+/// A stream of events. Reading from it, or dropping it, wakes an engine that waits for room.
+pub struct Events {
+    events: mpsc::Receiver<Event>,
+    paused: Arc<AtomicBool>,
+    engine: Engine,
+}
+
+impl Stream for Events {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Event>> {
+        let event = self.events.poll_recv(cx);
+        if event.is_ready() && self.paused.swap(false, Ordering::SeqCst) {
+            self.engine.wake();
+        }
+        event
+    }
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        // Closed first, so that the engine sees nobody there when it wakes.
+        self.events.close();
+        self.engine.wake();
+    }
+}
+
+fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
+    if count > limit {
+        return Err(Error::new(Reason::LimitExceeded, format!("{count} {what}; the limit is {limit}")));
+    }
+    Ok(())
+}
+
+fn sampling(request: &v1::GenerateRequest, seed: u64) -> SamplingParams {
+    let neutral = SamplingParams::default();
+    let s = request.sampling.clone().unwrap_or_default();
+    SamplingParams {
+        temperature: s.temperature.unwrap_or(neutral.temperature),
+        top_k: s.top_k.unwrap_or(neutral.top_k),
+        top_p: s.top_p.unwrap_or(neutral.top_p),
+        min_p: s.min_p.unwrap_or(neutral.min_p),
+        repetition_penalty: s.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+        presence_penalty: s.presence_penalty.unwrap_or(neutral.presence_penalty),
+        frequency_penalty: s.frequency_penalty.unwrap_or(neutral.frequency_penalty),
+        logit_bias: s.logit_bias.iter().map(|b| (b.token, b.bias)).collect(),
+        seed,
+        branch: request.branch,
+        logprobs: request.logprobs,
+        top_logprobs: request.top_logprobs,
+    }
+}
+
+fn random_seed() -> Result<u64, Error> {
+    let mut bytes = [0u8; 8];
+    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    match filled {
+        Ok(8) => Ok(u64::from_ne_bytes(bytes)),
+        _ => Err(Error::new(Reason::Internal, "the system gives no random numbers")),
+    }
+}
+
+/// Every id must have an embedding.
+fn in_vocabulary(what: &str, ids: &[u32], model: &Loaded) -> Result<(), Error> {
+    match ids.iter().find(|id| **id >= model.vocab) {
+        Some(id) => Err(Error::new(
+            Reason::InvalidArgument,
+            format!("{what} {id} is not in the vocabulary of {} tokens", model.vocab),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Checks a request against its model.
+fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request, Error> {
+    at_most("stop strings", wire.stop.len(), limits::MAX_STOP_STRINGS)?;
+    at_most("stop tokens", wire.stop_tokens.len(), limits::MAX_STOP_TOKENS)?;
+    for stop in &wire.stop {
+        at_most("bytes in a stop string", stop.len(), limits::MAX_STOP_BYTES)?;
+    }
+    let prompt = model.text.prepare(wire.prompt.as_ref(), false)?.ids;
+    if prompt.is_empty() {
+        return Err(Error::new(Reason::InvalidArgument, "the prompt is empty; give at least one token"));
+    }
+    in_vocabulary("prompt id", &prompt, model)?;
+    let resume = wire.resume.clone().unwrap_or_default();
+    at_most("resumed ids", resume.generated_ids.len(), limits::MAX_PROMPT_TOKENS)?;
+    in_vocabulary("resumed id", &resume.generated_ids, model)?;
+    let id = match wire.request_id.as_str() {
+        "" => RequestId::random()?,
+        id => RequestId::new(id)?,
+    };
+    let seed = match wire.seed {
+        Some(seed) => seed,
+        None => random_seed()?,
+    };
+    let sampling = sampling(wire, seed);
+    sampling.validate(model.vocab).map_err(|e| of_sampling(&e))?;
+    let own = if wire.ignore_eos { &[][..] } else { &model.end_tokens[..] };
+    Ok(sequence::Request {
+        id: id.as_str().to_owned(),
+        prompt,
+        generated: resume.generated_ids,
+        text_bytes_emitted: resume.text_bytes_emitted,
+        sampling,
+        max_tokens: (wire.max_tokens > 0).then_some(wire.max_tokens as usize),
+        stop: wire.stop.clone(),
+        end_tokens: own.iter().chain(&wire.stop_tokens).copied().collect(),
+        deadline: None,
+    })
+}
+
+#[tonic::async_trait]
+impl Tokens for TokensService {
+    type GenerateStream = Events;
+
+    async fn generate(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<Events>, Status> {
+        let host = &self.0;
+        host.accepting()?;
+        let deadline = deadline::of(request.metadata())?;
+        let wire = request.into_inner();
+        let model = host.model(&wire.model)?;
+        let mut checked = check(&wire, &model)?;
+        checked.deadline = deadline;
+        let place = Place::take(host.places(), limits::MAX_WORKER_REQUESTS).ok_or_else(|| {
+            let what = format!("{} requests are in this worker already; try again later", limits::MAX_WORKER_REQUESTS);
+            Error::new(Reason::Overloaded, what)
+        })?;
+        let (events, reader) = mpsc::channel(limits::STREAM_BUFFER);
+        let paused = Arc::new(AtomicBool::new(false));
+        let accepted = v1::Accepted {
+            request_id: checked.id.clone(),
+            model: model.name.clone(),
+            prompt_ids: checked.prompt.clone(),
+            seed: checked.sampling.seed,
+            numerics: Some(model.numerics.clone()),
+        };
+        let outlet = Outlet { events: events.clone(), paused: Arc::clone(&paused), place };
+        let (sequence, end) =
+            Sequence::new(checked, &model.text.tokenizer, model.context, model.numerics.clone(), outlet)?;
+        let accepted = v1::GenerateEvent { event: Some(v1::generate_event::Event::Accepted(accepted)) };
+        // The channel is new and has room.
+        let _ = events.try_send(Ok(accepted));
+        match end {
+            Some(end) => sequence.finish(end, std::time::Instant::now()),
+            None => host.engine().generate(model.name.clone(), sequence)?,
+        }
+        Ok(Response::new(Events { events: reader, paused, engine: host.engine().clone() }))
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<v1::TokenizeRequest>,
+    ) -> Result<Response<v1::TokenizeResponse>, Status> {
+        let request = request.into_inner();
+        let model = self.0.model(&request.model)?;
+        let name = model.name.clone();
+        // A long prompt takes a while; the other streams must not wait for it.
+        let prepare = move || model.text.prepare(request.prompt.as_ref(), request.without_special);
+        let prepared = tokio::task::spawn_blocking(prepare)
+            .await
+            .map_err(|e| Error::new(Reason::Internal, format!("tokenising failed: {e}")))??;
+        let response = v1::TokenizeResponse { model: name, ids: prepared.ids, text: prepared.text };
+        Ok(Response::new(response))
+    }
+
+    async fn detokenize(
+        &self,
+        request: Request<v1::DetokenizeRequest>,
+    ) -> Result<Response<v1::DetokenizeResponse>, Status> {
+        let request = request.into_inner();
+        let model = self.0.model(&request.model)?;
+        in_vocabulary("id", &request.ids, &model)?;
+        let text = model.text.detokenize(&request.ids, request.with_special)?;
+        Ok(Response::new(v1::DetokenizeResponse { model: model.name.clone(), text }))
+    }
+}
