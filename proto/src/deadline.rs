@@ -28,7 +28,9 @@ pub fn parse(value: &str) -> Result<Duration, Error> {
         )
     };
     let unit = value.chars().next_back().ok_or_else(wrong)?;
-    let digits = value.get(..value.len() - unit.len_utf8()).unwrap_or_default();
+    let digits = value
+        .get(..value.len() - unit.len_utf8())
+        .unwrap_or_default();
     let plain = (1..=8).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
     let count: u64 = digits.parse().ok().filter(|_| plain).ok_or_else(wrong)?;
     Ok(match unit {
@@ -47,7 +49,9 @@ pub fn parse(value: &str) -> Result<Duration, Error> {
 /// # Errors
 /// [`Reason::InvalidArgument`] for a malformed header.
 pub fn of(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
-    let Some(value) = metadata.get(HEADER) else { return Ok(None) };
+    let Some(value) = metadata.get(HEADER) else {
+        return Ok(None);
+    };
     let timeout = parse(value.to_str().unwrap_or("?"))?;
     Ok(Instant::now().checked_add(timeout.min(MOST)))
 }
@@ -60,7 +64,10 @@ mod tests {
     fn units_are_read_and_nonsense_is_refused() {
         assert_eq!(parse("3S").ok(), Some(Duration::from_secs(3)));
         assert_eq!(parse("250m").ok(), Some(Duration::from_millis(250)));
-        assert_eq!(parse("99999999H").ok(), Some(Duration::from_secs(99_999_999 * 3600)));
+        assert_eq!(
+            parse("99999999H").ok(),
+            Some(Duration::from_secs(99_999_999 * 3600))
+        );
         for bad in ["", "S", "1", "-1S", "1 S", "123456789S", "1x", "1é"] {
             assert!(parse(bad).is_err(), "{bad:?}");
         }

@@ -3,7 +3,6 @@
 use std::{
     collections::HashSet,
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
 };
 
 use hotcell_proto::{
@@ -91,33 +90,6 @@ pub fn check_request(request: &GenerateRequest) -> Result<(), Error> {
         )?;
     }
     Ok(())
-}
-
-/// Reads the value of a `grpc-timeout` header: up to 8 digits and a unit.
-///
-/// # Errors
-/// [`Reason::InvalidArgument`] for anything else.
-pub fn parse_timeout(value: &str) -> Result<Duration, Error> {
-    let wrong = || {
-        let shown: String = value.chars().take(20).collect();
-        Error::new(
-            Reason::InvalidArgument,
-            format!("grpc-timeout {shown:?} is not up to 8 digits and one of H, M, S, m, u, n"),
-        )
-    };
-    let unit = value.chars().next_back().ok_or_else(wrong)?;
-    let digits = &value[..value.len() - unit.len_utf8()];
-    let plain = (1..=8).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
-    let count: u64 = digits.parse().ok().filter(|_| plain).ok_or_else(wrong)?;
-    Ok(match unit {
-        'H' => Duration::from_secs(count * 3600),
-        'M' => Duration::from_secs(count * 60),
-        'S' => Duration::from_secs(count),
-        'm' => Duration::from_millis(count),
-        'u' => Duration::from_micros(count),
-        'n' => Duration::from_nanos(count),
-        _ => return Err(wrong()),
-    })
 }
 
 /// Who is inside.
@@ -297,20 +269,6 @@ mod tests {
             check_request(&none).unwrap_err().reason(),
             Reason::InvalidArgument
         );
-    }
-
-    #[test]
-    fn timeouts_are_read_as_grpc_writes_them() {
-        assert_eq!(parse_timeout("1S"), Ok(Duration::from_secs(1)));
-        assert_eq!(
-            parse_timeout("99999999H").unwrap().as_secs(),
-            359_999_996_400
-        );
-        assert_eq!(parse_timeout("20m"), Ok(Duration::from_millis(20)));
-        assert_eq!(parse_timeout("7n"), Ok(Duration::from_nanos(7)));
-        for bad in ["", "S", "1", "1s", "123456789S", "-1S", "+1S", "1 S", "1€"] {
-            assert!(parse_timeout(bad).is_err(), "{bad}");
-        }
     }
 
     #[test]

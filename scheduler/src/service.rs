@@ -4,7 +4,7 @@ mod control;
 mod doors;
 mod tokens;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -18,10 +18,7 @@ use tonic_health::{ServingStatus, server::HealthReporter};
 
 pub use doors::{Doors, Ended, serve};
 
-use crate::{
-    admission::{Admission, parse_timeout},
-    fleet::Fleet,
-};
+use crate::{admission::Admission, fleet::Fleet};
 
 /// Names under which health is reported, besides the empty one for the whole server.
 const HEALTH_NAMES: [&str; 3] = ["", "hotcell.v1.Tokens", "hotcell.v1.Control"];
@@ -106,15 +103,7 @@ pub async fn report_health(shared: Shared, health: HealthReporter) {
 /// # Errors
 /// [`Reason::InvalidArgument`] for a header that cannot be read.
 fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
-    /// More than anyone waits; keeps the clock's arithmetic in range.
-    const MOST: Duration = Duration::from_secs(30 * 86_400);
-    let Some(value) = metadata.get("grpc-timeout") else {
-        return Ok(None);
-    };
-    let text = value
-        .to_str()
-        .map_err(|_| Error::new(Reason::InvalidArgument, "grpc-timeout is no text"))?;
-    Ok(Some(Instant::now() + parse_timeout(text)?.min(MOST)))
+    Ok(hotcell_proto::deadline::of(metadata)?.map(Instant::from_std))
 }
 
 /// Whether a request came over TCP, perhaps from another host.

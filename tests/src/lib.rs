@@ -1,3 +1,5 @@
 //! The whole system from outside: helpers that tests and benchmarks share.
 
+pub mod bench;
+pub mod cluster;
 pub mod model;

@@ -19,6 +19,14 @@ use hotcell_worker::{
 /// # Errors
 /// When it cannot be read or is no model.
 pub fn open(path: &Path) -> Result<ModelSource> {
+    Ok(ModelSource::open(files(path)?)?)
+}
+
+/// Maps the files of a folder, or a `.gguf` file.
+///
+/// # Errors
+/// When one cannot be read.
+pub fn files(path: &Path) -> Result<Vec<ModelFile>> {
     let mut paths = vec![path.to_owned()];
     if path.is_dir() {
         paths = path
@@ -31,7 +39,7 @@ pub fn open(path: &Path) -> Result<ModelSource> {
         });
         paths.sort();
     }
-    let files = paths
+    paths
         .iter()
         .map(|p| {
             let name = p
@@ -43,8 +51,7 @@ pub fn open(path: &Path) -> Result<ModelSource> {
                 Mapping::of_file(File::open(p).with_context(|| p.display().to_string())?)?;
             Ok(ModelFile { name, mapping })
         })
-        .collect::<Result<Vec<_>>>()?;
-    Ok(ModelSource::open(files)?)
+        .collect()
 }
 
 /// One sequence of a model that is run alone.

@@ -90,7 +90,8 @@ pub struct Serve {
 }
 
 fn cache_dtype(name: &str) -> Result<DType, String> {
-    let dtype = DType::from_name(name).filter(|d| matches!(d, DType::F32 | DType::F16 | DType::BF16));
+    let dtype =
+        DType::from_name(name).filter(|d| matches!(d, DType::F32 | DType::F16 | DType::BF16));
     dtype.ok_or_else(|| "must be f32, f16 or bf16".to_owned())
 }
 

@@ -32,10 +32,22 @@ const QUEUE: usize = limits::MAX_WORKER_REQUESTS * 4;
 
 /// What the engine is asked to do.
 enum Command {
-    Load { name: String, source: Box<ModelSource>, reply: oneshot::Sender<Result<RunShape, Error>> },
-    Unload { name: String, reply: oneshot::Sender<bool> },
-    Generate { model: String, sequence: Box<Sequence> },
-    Drain { reply: oneshot::Sender<()> },
+    Load {
+        name: String,
+        source: Box<ModelSource>,
+        reply: oneshot::Sender<Result<RunShape, Error>>,
+    },
+    Unload {
+        name: String,
+        reply: oneshot::Sender<bool>,
+    },
+    Generate {
+        model: String,
+        sequence: Box<Sequence>,
+    },
+    Drain {
+        reply: oneshot::Sender<()>,
+    },
     /// Somebody made room or went away: look again.
     Wake,
 }
@@ -87,7 +99,13 @@ impl Engine {
                     reproducible: device.reproducible(),
                 };
                 if opened.send(Ok(about)).is_ok() {
-                    Loop { device, cache_dtype, models: HashMap::new(), drain: None }.run(&queue);
+                    Loop {
+                        device,
+                        cache_dtype,
+                        models: HashMap::new(),
+                        drain: None,
+                    }
+                    .run(&queue);
                 }
             }
             Err(error) => {
@@ -99,9 +117,15 @@ impl Engine {
             .name("engine".to_owned())
             .spawn(run)
             .map_err(|e| internal(format!("no thread for the engine: {e}")))?;
-        let opened = answer.recv().map_err(|_| internal("the engine died while it started".to_owned()))?;
+        let opened = answer
+            .recv()
+            .map_err(|_| internal("the engine died while it started".to_owned()))?;
         let opened = opened.map_err(|e: DeviceError| of_device(&e))?;
-        Ok(Self { commands, opened: Arc::new(opened), cache_dtype })
+        Ok(Self {
+            commands,
+            opened: Arc::new(opened),
+            cache_dtype,
+        })
     }
 
     /// What it said about its device.
@@ -116,10 +140,13 @@ impl Engine {
 
     fn send(&self, command: Command) -> Result<(), Error> {
         self.commands.try_send(command).map_err(|e| match e {
-            mpsc::TrySendError::Full(_) => {
-                Error::new(Reason::Overloaded, "the worker's queue is full; try again in a moment")
+            mpsc::TrySendError::Full(_) => Error::new(
+                Reason::Overloaded,
+                "the worker's queue is full; try again in a moment",
+            ),
+            mpsc::TrySendError::Disconnected(_) => {
+                Error::new(Reason::Internal, "the engine has ended")
             }
-            mpsc::TrySendError::Disconnected(_) => Error::new(Reason::Internal, "the engine has ended"),
         })
     }
 
@@ -133,7 +160,11 @@ impl Engine {
     /// When the device lacks something that it needs, or memory is short.
     pub async fn load(&self, name: String, source: ModelSource) -> Result<RunShape, Error> {
         let (reply, answer) = oneshot::channel();
-        self.send(Command::Load { name, source: Box::new(source), reply })?;
+        self.send(Command::Load {
+            name,
+            source: Box::new(source),
+            reply,
+        })?;
         answer.await.map_err(Self::gone)?
     }
 
@@ -152,7 +183,10 @@ impl Engine {
     /// # Errors
     /// When the queue is full.
     pub fn generate(&self, model: String, sequence: Sequence) -> Result<(), Error> {
-        self.send(Command::Generate { model, sequence: Box::new(sequence) })
+        self.send(Command::Generate {
+            model,
+            sequence: Box::new(sequence),
+        })
     }
 
     /// Returns when no request is left.
@@ -186,7 +220,9 @@ impl Loop {
         loop {
             // With work to do, take what is there; without, wait for a command or the next deadline.
             let command = if worked {
-                queue.try_recv().map_err(|e| e == mpsc::TryRecvError::Disconnected)
+                queue
+                    .try_recv()
+                    .map_err(|e| e == mpsc::TryRecvError::Disconnected)
             } else {
                 self.wait(queue)
             };
@@ -221,17 +257,25 @@ impl Loop {
             None => queue.recv().map_err(|_| true),
             Some(at) => {
                 // Not exactly at the deadline: a moment after it.
-                let timeout = at.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
-                queue.recv_timeout(timeout).map_err(|e| e == mpsc::RecvTimeoutError::Disconnected)
+                let timeout =
+                    at.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+                queue
+                    .recv_timeout(timeout)
+                    .map_err(|e| e == mpsc::RecvTimeoutError::Disconnected)
             }
         }
     }
 
     fn perform(&mut self, command: Command) {
         match command {
-            Command::Load { name, source, reply } => {
+            Command::Load {
+                name,
+                source,
+                reply,
+            } => {
                 let shape = RunShape::for_model(&source.config, self.cache_dtype);
-                let runner = Runner::new(self.device.as_ref(), &source, shape, &PlanHints::default());
+                let runner =
+                    Runner::new(self.device.as_ref(), &source, shape, &PlanHints::default());
                 let answer = runner.map_err(|e| of_run(&e)).map(|runner| {
                     self.models.insert(name, Batch::new(runner));
                     shape
@@ -250,8 +294,11 @@ impl Loop {
             Command::Generate { model, sequence } => match self.models.get_mut(&model) {
                 Some(batch) => batch.push(*sequence),
                 None => sequence.fail(
-                    Error::new(Reason::ModelNotFound, format!("model {model} is not loaded"))
-                        .with("model", &model),
+                    Error::new(
+                        Reason::ModelNotFound,
+                        format!("model {model} is not loaded"),
+                    )
+                    .with("model", &model),
                 ),
             },
             Command::Drain { reply } => self.drain = Some(reply),

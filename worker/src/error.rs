@@ -15,9 +15,9 @@ pub fn of_model(error: &ModelError) -> Error {
     let reason = match error {
         ModelError::NotAModel { .. } | ModelError::MissingFile { .. } => Reason::NotAModel,
         ModelError::Unsupported { .. } => Reason::ModelUnsupported,
-        ModelError::MissingTensor { .. } | ModelError::Corrupt { .. } | ModelError::ShapeMismatch { .. } => {
-            Reason::ModelCorrupt
-        }
+        ModelError::MissingTensor { .. }
+        | ModelError::Corrupt { .. }
+        | ModelError::ShapeMismatch { .. } => Reason::ModelCorrupt,
         ModelError::TooLarge { .. } => Reason::LimitExceeded,
     };
     Error::new(reason, error.to_string())
@@ -27,7 +27,9 @@ pub fn of_model(error: &ModelError) -> Error {
 pub fn of_run(error: &RunError) -> Error {
     match error {
         RunError::Build(BuildError::Model(e)) => of_model(e),
-        RunError::Build(BuildError::Graph(_)) => Error::new(Reason::ModelCorrupt, error.to_string()),
+        RunError::Build(BuildError::Graph(_)) => {
+            Error::new(Reason::ModelCorrupt, error.to_string())
+        }
         RunError::Device(e) => of_device(e),
     }
 }
@@ -48,11 +50,13 @@ pub fn of_text(error: &TextError) -> Error {
         TextError::BadTokenizer(_) => Reason::ModelCorrupt,
         TextError::Unsupported(_) | TextError::UnknownPreTokenizer(_) => Reason::ModelUnsupported,
         TextError::TooLarge { .. } => Reason::LimitExceeded,
-        TextError::Encode(_) | TextError::UnknownToken { .. } | TextError::Stop(_) => Reason::InvalidArgument,
-        TextError::Panicked(_) => Reason::Internal,
-        TextError::NoChatTemplate | TextError::Template { .. } | TextError::TemplateLimit { .. } => {
-            Reason::TemplateFailed
+        TextError::Encode(_) | TextError::UnknownToken { .. } | TextError::Stop(_) => {
+            Reason::InvalidArgument
         }
+        TextError::Panicked(_) => Reason::Internal,
+        TextError::NoChatTemplate
+        | TextError::Template { .. }
+        | TextError::TemplateLimit { .. } => Reason::TemplateFailed,
     };
     Error::new(reason, error.to_string())
 }
@@ -60,9 +64,9 @@ pub fn of_text(error: &TextError) -> Error {
 /// Sampling parameters that are refused, or logits from which no token can be drawn.
 pub fn of_sampling(error: &SamplingError) -> Error {
     let reason = match error {
-        SamplingError::OutOfRange { .. } | SamplingError::BiasToken { .. } | SamplingError::BiasTwice { .. } => {
-            Reason::InvalidSampling
-        }
+        SamplingError::OutOfRange { .. }
+        | SamplingError::BiasToken { .. }
+        | SamplingError::BiasTwice { .. } => Reason::InvalidSampling,
         _ => Reason::NumericsFailed,
     };
     Error::new(reason, error.to_string())

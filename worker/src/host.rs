@@ -184,7 +184,9 @@ impl Host {
                 }
             }
         };
-        thread::Builder::new().name("descriptors".to_owned()).spawn(receive)?;
+        thread::Builder::new()
+            .name("descriptors".to_owned())
+            .spawn(receive)?;
         Ok(())
     }
 
@@ -201,9 +203,14 @@ impl Host {
                 notified.await;
             }
         };
-        tokio::time::timeout(DESCRIPTOR_WAIT, take).await.map_err(|_| {
-            Error::new(Reason::ProtocolViolation, format!("the descriptors of load {tag} did not come"))
-        })
+        tokio::time::timeout(DESCRIPTOR_WAIT, take)
+            .await
+            .map_err(|_| {
+                Error::new(
+                    Reason::ProtocolViolation,
+                    format!("the descriptors of load {tag} did not come"),
+                )
+            })
     }
 
     /// Loads a model whose descriptors come under `tag`, in the order of `files`.
@@ -219,7 +226,11 @@ impl Host {
     ) -> Result<Arc<Loaded>, Error> {
         let descriptors = self.descriptors(tag).await?;
         if descriptors.len() != files.len() {
-            let what = format!("{} descriptors came for {} files", descriptors.len(), files.len());
+            let what = format!(
+                "{} descriptors came for {} files",
+                descriptors.len(),
+                files.len()
+            );
             return Err(Error::new(Reason::ProtocolViolation, what));
         }
         let files = files
@@ -240,14 +251,18 @@ impl Host {
         files: Vec<ModelFile>,
         progress: mpsc::Sender<v1::LoadProgress>,
     ) -> Result<Arc<Loaded>, Error> {
-        let internal = |e: tokio::task::JoinError| Error::new(Reason::Internal, format!("the load failed: {e}"));
+        let internal = |e: tokio::task::JoinError| {
+            Error::new(Reason::Internal, format!("the load failed: {e}"))
+        };
         let read = move || -> Result<(ModelSource, ModelText), Error> {
             let source = ModelSource::open(files).map_err(|e| of_model(&e))?;
             let text = ModelText::open(&source)?;
             touch(&source, &progress);
             Ok((source, text))
         };
-        let (source, text) = tokio::task::spawn_blocking(read).await.map_err(internal)??;
+        let (source, text) = tokio::task::spawn_blocking(read)
+            .await
+            .map_err(internal)??;
         let fingerprint = format!("{:032x}", source.fingerprint());
         let summary = summary(&source, &text, &fingerprint);
         let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
@@ -259,11 +274,18 @@ impl Host {
             vocab,
             end_tokens,
             numerics: v1::NumericsClass {
-                id: format!("{}/w:{fingerprint}/kv:{}", opened.numerics, self.0.engine.cache_dtype()),
+                id: format!(
+                    "{}/w:{fingerprint}/kv:{}",
+                    opened.numerics,
+                    self.0.engine.cache_dtype()
+                ),
                 reproducible: opened.reproducible,
                 model_hash: fingerprint,
             },
-            summary: v1::ModelSummary { context_length: shape.context as u32, ..summary },
+            summary: v1::ModelSummary {
+                context_length: shape.context as u32,
+                ..summary
+            },
             cache_tokens: (shape.blocks * shape.block_len) as u64,
             name: name.clone(),
         });
@@ -289,7 +311,10 @@ impl Host {
 pub fn map_file(name: String, fd: OwnedFd) -> Result<ModelFile, Error> {
     match Mapping::of_file(fd) {
         Ok(mapping) => Ok(ModelFile { name, mapping }),
-        Err(error) => Err(Error::new(Reason::NotAModel, format!("{name} cannot be mapped: {error}"))),
+        Err(error) => Err(Error::new(
+            Reason::NotAModel,
+            format!("{name} cannot be mapped: {error}"),
+        )),
     }
 }
 
@@ -323,10 +348,16 @@ fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::Mod
     for (_, weight) in source.weights.iter() {
         *bytes_by_dtype.entry(weight.dtype.name()).or_default() += weight.range.len();
     }
-    let most = bytes_by_dtype.into_iter().max_by_key(|&(name, bytes)| (bytes, name));
+    let most = bytes_by_dtype
+        .into_iter()
+        .max_by_key(|&(name, bytes)| (bytes, name));
     v1::ModelSummary {
         architecture: format!("{:?}", source.config.architecture).to_lowercase(),
-        parameters: source.weights.iter().map(|(_, w)| w.elements() as u64).sum(),
+        parameters: source
+            .weights
+            .iter()
+            .map(|(_, w)| w.elements() as u64)
+            .sum(),
         context_length: source.config.context as u32,
         vocabulary: source.config.vocab as u32,
         weights_dtype: most.map_or_else(String::new, |(name, _)| name.to_owned()),

@@ -106,7 +106,10 @@ fn usable_cores(common: &Common) -> Vec<u32> {
 
 fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     // One thread for I/O: the cores are for computing.
-    tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(4).build()
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(4)
+        .build()
 }
 
 /// Everything that may open a file or look at the system, before confinement forbids it.
@@ -119,7 +122,11 @@ fn prepare(common: &Common) -> Prepared {
     let cores = usable_cores(common);
     bind_cores(&common.cores);
     Prepared {
-        engine: EngineConfig { device: common.device.clone(), cores, cache_dtype: common.kv_cache },
+        engine: EngineConfig {
+            device: common.device.clone(),
+            cores,
+            cache_dtype: common.kv_cache,
+        },
     }
 }
 
@@ -134,11 +141,17 @@ fn open_host(prepared: Prepared, report: &Report) -> Result<Host, Exit> {
 /// Takes over an inherited descriptor.
 fn inherited(fd: RawFd) -> Result<OwnedFd, Exit> {
     if fd < 3 {
-        return Err(fail(Exit::Usage, format_args!("descriptor {fd} is a standard stream")));
+        return Err(fail(
+            Exit::Usage,
+            format_args!("descriptor {fd} is a standard stream"),
+        ));
     }
     // SAFETY: fcntl on any number is harmless; it says whether the descriptor is open.
     if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(fail(Exit::Usage, format_args!("descriptor {fd} is not open")));
+        return Err(fail(
+            Exit::Usage,
+            format_args!("descriptor {fd} is not open"),
+        ));
     }
     // SAFETY: open, as was just seen, and named once on the command line for us alone.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
@@ -146,7 +159,12 @@ fn inherited(fd: RawFd) -> Result<OwnedFd, Exit> {
 
 fn serve_scheduler(serve: Serve) -> Exit {
     let prepared = prepare(&serve.common);
-    let fds = [serve.control_fd, serve.tokens_fd, serve.tensors_fd, serve.descriptors_fd];
+    let fds = [
+        serve.control_fd,
+        serve.tokens_fd,
+        serve.tensors_fd,
+        serve.descriptors_fd,
+    ];
     let distinct = fds.iter().enumerate().all(|(i, fd)| !fds[..i].contains(fd));
     if !distinct {
         return fail(Exit::Usage, "the descriptors must be four different ones");
@@ -162,7 +180,10 @@ fn serve_scheduler(serve: Serve) -> Exit {
     };
     tracing::debug!(worker = serve.worker_id, "confined: {report}");
     if let Err(error) = host.receive_descriptors(descriptors) {
-        return fail(Exit::Protocol, format_args!("the descriptor socket cannot be used: {error}"));
+        return fail(
+            Exit::Protocol,
+            format_args!("the descriptor socket cannot be used: {error}"),
+        );
     }
     let runtime = match runtime() {
         Ok(runtime) => runtime,
@@ -188,7 +209,10 @@ fn serve_scheduler(serve: Serve) -> Exit {
             .max_concurrent_streams(MAX_STREAMS)
             .add_service(tokens_server(host))
             .serve_with_incoming(tokens);
-        let tensors = windows.server().add_service(health).serve_with_incoming(tensors);
+        let tensors = windows
+            .server()
+            .add_service(health)
+            .serve_with_incoming(tensors);
         tokio::select! {
             // The scheduler is gone, or wants us to be.
             () = gone.wait() => Exit::Ok,
@@ -202,7 +226,10 @@ fn serve_scheduler(serve: Serve) -> Exit {
 fn ended_early(what: &str, ended: Result<(), tonic::transport::Error>) -> Exit {
     match ended {
         Ok(()) => Exit::Ok,
-        Err(error) => fail(Exit::Protocol, format_args!("the {what} connection failed: {error}")),
+        Err(error) => fail(
+            Exit::Protocol,
+            format_args!("the {what} connection failed: {error}"),
+        ),
     }
 }
 
@@ -212,14 +239,20 @@ fn tokens_server(host: Host) -> TokensServer<TokensService> {
 
 /// The regular files of a model, opened: the folder's with known extensions, or the one file.
 fn open_files(path: &Path) -> std::io::Result<Vec<(String, OwnedFd)>> {
-    let name = |p: &Path| p.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let name = |p: &Path| {
+        p.file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default()
+    };
     if !path.is_dir() {
         return Ok(vec![(name(path), File::open(path)?.into())]);
     }
     let mut files = Vec::new();
     for entry in path.read_dir()? {
         let path = entry?.path();
-        let known = path.extension().is_some_and(|e| MODEL_EXTENSIONS.iter().any(|k| e == *k));
+        let known = path
+            .extension()
+            .is_some_and(|e| MODEL_EXTENSIONS.iter().any(|k| e == *k));
         if known && path.is_file() && files.len() < limits::MAX_MODEL_FILES {
             files.push((name(&path), File::open(&path)?.into()));
         }
@@ -252,9 +285,17 @@ fn serve_alone(alone: &Alone) -> Exit {
     let prepared = prepare(&alone.common);
     let files = match open_files(path) {
         Ok(files) => files,
-        Err(error) => return fail(Exit::Usage, format_args!("cannot read {}: {error}", path.display())),
+        Err(error) => {
+            return fail(
+                Exit::Usage,
+                format_args!("cannot read {}: {error}", path.display()),
+            );
+        }
     };
-    let stem = path.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let stem = path
+        .file_stem()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default();
     let name = alone.name.clone().unwrap_or(stem);
     let listener = match listen(address) {
         Ok(listener) => listener,
@@ -286,15 +327,20 @@ fn serve_alone(alone: &Alone) -> Exit {
         }
         let (reporter, health) = tonic_health::server::health_reporter();
         reporter.set_serving::<TokensServer<TokensService>>().await;
-        let router = Windows::default().server().add_service(tokens_server(host)).add_service(health);
+        let router = Windows::default()
+            .server()
+            .add_service(tokens_server(host))
+            .add_service(health);
         let served = match listener {
-            Listener::Unix(listener, _guard) => match tokio::net::UnixListener::from_std(listener) {
-                Ok(listener) => {
-                    let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
-                    router.serve_with_incoming(incoming).await
+            Listener::Unix(listener, _guard) => {
+                match tokio::net::UnixListener::from_std(listener) {
+                    Ok(listener) => {
+                        let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
+                        router.serve_with_incoming(incoming).await
+                    }
+                    Err(error) => return fail(Exit::CannotListen, error),
                 }
-                Err(error) => return fail(Exit::CannotListen, error),
-            },
+            }
             Listener::Tcp(listener) => match tokio::net::TcpListener::from_std(listener) {
                 Ok(listener) => {
                     let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);

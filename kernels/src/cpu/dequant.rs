@@ -167,3 +167,47 @@ fn q6_k(b: &[u8], out: &mut [f32]) {
         *o = d * (b[192 + i / 16] as i8 as f32) * q as f32;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bytes of a tensor in a safetensors file, by the little that our goldens need of the format.
+    fn tensor<'a>(file: &'a [u8], name: &str) -> &'a [u8] {
+        let size: [u8; 8] = file[..8].try_into().expect("eight bytes");
+        let (header, data) = file[8..].split_at(u64::from_le_bytes(size) as usize);
+        let header = std::str::from_utf8(header).expect("a JSON header");
+        let entry = header
+            .split(&format!("\"{name}\":"))
+            .nth(1)
+            .expect("the tensor");
+        let range = entry.split("\"data_offsets\":[").nth(1).expect("its place");
+        let mut ends = range.split(']').next().expect("its end").split(',');
+        let mut end = || {
+            ends.next()
+                .and_then(|n| n.trim().parse().ok())
+                .expect("a number")
+        };
+        &data[end()..end()]
+    }
+
+    #[test]
+    fn rows_are_bit_for_bit_those_of_gguf_py() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/blocks");
+        for &dtype in DType::ALL {
+            if !is_weight_dtype(dtype) || dtype == DType::F32 {
+                continue;
+            }
+            let file =
+                std::fs::read(format!("{folder}/{dtype}.safetensors")).expect("a golden file");
+            let (raw, values) = (tensor(&file, "raw"), tensor(&file, "values"));
+            let mut ours = vec![0.0; values.len() / 4];
+            dequantize_row(dtype, raw, &mut ours);
+            for (i, (ours, theirs)) in ours.iter().zip(values.chunks_exact(4)).enumerate() {
+                let theirs = f32::from_le_bytes(theirs.try_into().expect("four bytes"));
+                let equal = ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan();
+                assert!(equal, "{dtype}, value {i}: {ours}, not {theirs}");
+            }
+        }
+    }
+}

@@ -71,7 +71,10 @@ impl Batch {
     /// The nearest deadline.
     pub fn next_deadline(&self) -> Option<Instant> {
         let running = self.running.iter().map(|r| &r.sequence);
-        running.chain(&self.waiting).filter_map(Sequence::deadline).min()
+        running
+            .chain(&self.waiting)
+            .filter_map(Sequence::deadline)
+            .min()
     }
 
     /// Ends every sequence with an error.
@@ -91,7 +94,11 @@ impl Batch {
     }
 
     fn remove(&mut self, index: usize) -> Sequence {
-        let Running { sequence, table, blocks } = self.running.remove(index);
+        let Running {
+            sequence,
+            table,
+            blocks,
+        } = self.running.remove(index);
         self.release(table, blocks);
         sequence
     }
@@ -101,7 +108,10 @@ impl Batch {
         let over = |s: &Sequence| s.is_abandoned() || s.deadline().is_some_and(|d| d <= now);
         let late = |s: Sequence| {
             // To an abandoned stream this goes nowhere.
-            s.fail(Error::new(Reason::DeadlineExceeded, "the request's deadline passed"));
+            s.fail(Error::new(
+                Reason::DeadlineExceeded,
+                "the request's deadline passed",
+            ));
         };
         for i in (0..self.running.len()).rev() {
             if over(&self.running[i].sequence) {
@@ -122,14 +132,21 @@ impl Batch {
         let block_len = self.runner.shape().block_len;
         while let (Some(next), false) = (self.waiting.front(), self.tables.is_empty()) {
             let needed = next.positions_at_most().div_ceil(block_len);
-            let Some(blocks) = self.pool.take(needed) else { break };
-            let (Some(mut sequence), Some(table)) = (self.waiting.pop_front(), self.tables.pop()) else {
+            let Some(blocks) = self.pool.take(needed) else {
+                break;
+            };
+            let (Some(mut sequence), Some(table)) = (self.waiting.pop_front(), self.tables.pop())
+            else {
                 self.pool.give(blocks);
                 break;
             };
             self.runner.set_table(table, 0, &blocks)?;
             sequence.start(now);
-            self.running.push(Running { sequence, table, blocks });
+            self.running.push(Running {
+                sequence,
+                table,
+                blocks,
+            });
         }
         Ok(())
     }
@@ -143,7 +160,8 @@ impl Batch {
         for decoding in [true, false] {
             for (i, running) in self.running.iter().enumerate() {
                 let count = pending(running).min(shape.max_rows - self.rows.len());
-                if (pending(running) == 1) != decoding || count == 0 || !running.sequence.has_room() {
+                if (pending(running) == 1) != decoding || count == 0 || !running.sequence.has_room()
+                {
                     continue;
                 }
                 let first = running.sequence.computed;
@@ -176,7 +194,8 @@ impl Batch {
             return false;
         }
         self.pick_rows.clear();
-        self.pick_rows.extend(self.picks.iter().map(|&(_, row)| row));
+        self.pick_rows
+            .extend(self.picks.iter().map(|&(_, row)| row));
         if let Err(error) = self.runner.step(&self.rows, &self.pick_rows) {
             tracing::error!(%error, "a step failed; its requests end");
             self.fail_all(&of_device(&error));
@@ -201,7 +220,8 @@ impl Batch {
             let drawn = match self.runner.logits(pick, &mut self.logits) {
                 Ok(()) => {
                     let (params, state) = sequence.sampler();
-                    sampler::sample(params, state, &mut self.logits, position).map_err(|e| of_sampling(&e))
+                    sampler::sample(params, state, &mut self.logits, position)
+                        .map_err(|e| of_sampling(&e))
                 }
                 Err(error) => Err(of_device(&error)),
             };

@@ -11,7 +11,9 @@ impl BlockPool {
     /// All of `total` blocks are free.
     pub fn new(total: usize) -> Self {
         // Handed out from the end: lowest first.
-        let free = (0..i32::try_from(total).unwrap_or(i32::MAX)).rev().collect();
+        let free = (0..i32::try_from(total).unwrap_or(i32::MAX))
+            .rev()
+            .collect();
         Self { free, total }
     }
 

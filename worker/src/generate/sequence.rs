@@ -182,7 +182,11 @@ impl Sequence {
     /// Positions it may need in all.
     pub fn positions_at_most(&self) -> usize {
         let wanted = self.request.max_tokens.unwrap_or(usize::MAX);
-        self.request.prompt.len().saturating_add(wanted).min(self.context)
+        self.request
+            .prompt
+            .len()
+            .saturating_add(wanted)
+            .min(self.context)
     }
 
     /// When it must be over.
@@ -271,7 +275,11 @@ impl Sequence {
         let logprobs = sampled.logprob.map(|logprob| v1::TokenLogprob {
             token: sampled.token,
             logprob,
-            top: sampled.top.iter().map(|&(token, logprob)| v1::Candidate { token, logprob }).collect(),
+            top: sampled
+                .top
+                .iter()
+                .map(|&(token, logprob)| v1::Candidate { token, logprob })
+                .collect(),
         });
         let text = std::mem::take(&mut self.text);
         self.send(v1::Delta {
@@ -283,7 +291,9 @@ impl Sequence {
     }
 
     fn send(&self, delta: v1::Delta) {
-        let event = v1::GenerateEvent { event: Some(v1::generate_event::Event::Delta(delta)) };
+        let event = v1::GenerateEvent {
+            event: Some(v1::generate_event::Event::Delta(delta)),
+        };
         // `has_room` was asked before the step; a reader that went away is noticed at the next step.
         let _ = self.events.try_send(Ok(event));
     }
@@ -292,11 +302,16 @@ impl Sequence {
     pub fn finish(mut self, end: End, now: Instant) {
         if !self.text.is_empty() {
             let text = std::mem::take(&mut self.text);
-            self.send(v1::Delta { text, token_ids: vec![], logprobs: vec![] });
+            self.send(v1::Delta {
+                text,
+                token_ids: vec![],
+                logprobs: vec![],
+            });
         }
         let started = self.started.unwrap_or(now);
         let first = self.first_token.unwrap_or(now);
-        let ms = |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
+        let ms =
+            |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
         let finished = v1::Finished {
             reason: end.reason.into(),
             matched_stop: end.matched,
@@ -313,7 +328,9 @@ impl Sequence {
             numerics: Some(self.numerics.clone()),
             deaths_survived: 0,
         };
-        let event = v1::GenerateEvent { event: Some(v1::generate_event::Event::Finished(finished)) };
+        let event = v1::GenerateEvent {
+            event: Some(v1::generate_event::Event::Finished(finished)),
+        };
         let _ = self.events.try_send(Ok(event));
     }
 

@@ -43,8 +43,14 @@ impl ModelText {
     /// When the tokenizer is damaged, unsupported, or has more tokens than the model.
     pub fn open(source: &ModelSource) -> Result<Self, Error> {
         let (tokenizer, template) = match &source.text {
-            TextSource::HuggingFace { tokenizer_json, tokenizer_config, chat_template, .. } => {
-                let mut tokenizer = Tokenizer::from_json(tokenizer_json.bytes()).map_err(|e| of_text(&e))?;
+            TextSource::HuggingFace {
+                tokenizer_json,
+                tokenizer_config,
+                chat_template,
+                ..
+            } => {
+                let mut tokenizer =
+                    Tokenizer::from_json(tokenizer_json.bytes()).map_err(|e| of_text(&e))?;
                 if let Some(config) = tokenizer_config {
                     let config = TokenizerConfig::from_json(config.to_string().as_bytes());
                     tokenizer
@@ -56,7 +62,10 @@ impl ModelText {
             TextSource::Gguf(file) => {
                 let fail = |e: GgufError| of_model(&e.in_file(file.name()));
                 let vocab = vocabulary(file.metadata()).map_err(fail)?;
-                let template = file.metadata().get_str("tokenizer.chat_template").map_err(fail)?;
+                let template = file
+                    .metadata()
+                    .get_str("tokenizer.chat_template")
+                    .map_err(fail)?;
                 let tokenizer = Tokenizer::from_gguf(vocab).map_err(|e| of_text(&e))?;
                 (tokenizer, template.map(str::to_owned))
             }
@@ -65,14 +74,19 @@ impl ModelText {
         if tokens > vocab {
             return Err(Error::new(
                 Reason::ModelCorrupt,
-                format!("the tokenizer has {tokens} tokens and the model only {vocab}; they do not belong together"),
+                format!(
+                    "the tokenizer has {tokens} tokens and the model only {vocab}; they do not belong together"
+                ),
             ));
         }
         let template = match template {
             Some(text) => ChatTemplate::new(&text),
             None => Err(TextError::NoChatTemplate),
         };
-        Ok(Self { tokenizer: Arc::new(tokenizer), template })
+        Ok(Self {
+            tokenizer: Arc::new(tokenizer),
+            template,
+        })
     }
 
     /// Whether chats can be rendered.
@@ -84,16 +98,29 @@ impl ModelText {
     ///
     /// # Errors
     /// When it is missing, too long, names tokens that do not exist, or the template refuses it.
-    pub fn prepare(&self, prompt: Option<&v1::Prompt>, without_special: bool) -> Result<Prepared, Error> {
+    pub fn prepare(
+        &self,
+        prompt: Option<&v1::Prompt>,
+        without_special: bool,
+    ) -> Result<Prepared, Error> {
         let kind = prompt.and_then(|p| p.kind.as_ref()).ok_or_else(|| {
-            Error::new(Reason::InvalidArgument, "the request has no prompt; give text, ids or chat")
+            Error::new(
+                Reason::InvalidArgument,
+                "the request has no prompt; give text, ids or chat",
+            )
         })?;
         let prepared = match kind {
             v1::prompt::Kind::Text(text) => {
                 let ids = self.encode(text, !without_special)?;
-                Prepared { ids, text: text.clone() }
+                Prepared {
+                    ids,
+                    text: text.clone(),
+                }
             }
-            v1::prompt::Kind::Ids(ids) => Prepared { ids: ids.ids.clone(), text: String::new() },
+            v1::prompt::Kind::Ids(ids) => Prepared {
+                ids: ids.ids.clone(),
+                text: String::new(),
+            },
             v1::prompt::Kind::Chat(chat) => {
                 let text = self.render(chat)?;
                 // The template wrote the special tokens itself.
@@ -104,7 +131,11 @@ impl ModelText {
         if prepared.ids.len() > limits::MAX_PROMPT_TOKENS {
             return Err(Error::new(
                 Reason::LimitExceeded,
-                format!("the prompt has {} tokens; the limit is {}", prepared.ids.len(), limits::MAX_PROMPT_TOKENS),
+                format!(
+                    "the prompt has {} tokens; the limit is {}",
+                    prepared.ids.len(),
+                    limits::MAX_PROMPT_TOKENS
+                ),
             ));
         }
         Ok(prepared)
@@ -114,26 +145,40 @@ impl ModelText {
         if text.len() > limits::MAX_PROMPT_BYTES {
             return Err(Error::new(
                 Reason::LimitExceeded,
-                format!("the prompt has {} bytes; the limit is {}", text.len(), limits::MAX_PROMPT_BYTES),
+                format!(
+                    "the prompt has {} bytes; the limit is {}",
+                    text.len(),
+                    limits::MAX_PROMPT_BYTES
+                ),
             ));
         }
-        self.tokenizer.encode(text, add_special).map_err(|e| of_text(&e))
+        self.tokenizer
+            .encode(text, add_special)
+            .map_err(|e| of_text(&e))
     }
 
     fn render(&self, chat: &v1::Chat) -> Result<String, Error> {
         if chat.messages.len() > limits::MAX_CHAT_MESSAGES {
             return Err(Error::new(
                 Reason::LimitExceeded,
-                format!("the chat has more than {} messages", limits::MAX_CHAT_MESSAGES),
+                format!(
+                    "the chat has more than {} messages",
+                    limits::MAX_CHAT_MESSAGES
+                ),
             ));
         }
         let template = self.template.as_ref().map_err(of_text)?;
         let messages: Vec<Message> = chat
             .messages
             .iter()
-            .map(|m| Message { role: m.role.clone(), content: m.content.clone() })
+            .map(|m| Message {
+                role: m.role.clone(),
+                content: m.content.clone(),
+            })
             .collect();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |d| d.as_secs() as i64);
         let input = ChatInput {
             messages: &messages,
             add_generation_prompt: true,
@@ -153,10 +198,16 @@ impl ModelText {
         if ids.len() > limits::MAX_PROMPT_TOKENS {
             return Err(Error::new(
                 Reason::LimitExceeded,
-                format!("{} ids; the limit is {}", ids.len(), limits::MAX_PROMPT_TOKENS),
+                format!(
+                    "{} ids; the limit is {}",
+                    ids.len(),
+                    limits::MAX_PROMPT_TOKENS
+                ),
             ));
         }
-        self.tokenizer.decode(ids, !with_special).map_err(|e| of_text(&e))
+        self.tokenizer
+            .decode(ids, !with_special)
+            .map_err(|e| of_text(&e))
     }
 }
 
@@ -174,7 +225,10 @@ fn vocabulary(meta: Metadata<'_>) -> Result<GgufVocab, GgufError> {
         pre: meta.get_str(&key("pre"))?.map(str::to_owned),
         tokens: strings(&key("tokens"))?,
         merges: strings(&key("merges"))?,
-        scores: meta.get_floats(&key("scores"))?.map(Iterator::collect).unwrap_or_default(),
+        scores: meta
+            .get_floats(&key("scores"))?
+            .map(Iterator::collect)
+            .unwrap_or_default(),
         token_types: meta
             .get_ints(&key("token_type"))?
             .map(|ints| ints.map(|i| i32::try_from(i).unwrap_or(0)).collect())

@@ -56,7 +56,11 @@ impl Worker for WorkerService {
         let v1::LoadRequest { model, tag, files } = request.into_inner();
         let name = ModelName::new(model)?;
         if files.is_empty() || files.len() > limits::MAX_MODEL_FILES {
-            let what = format!("a model has 1 to {} files, not {}", limits::MAX_MODEL_FILES, files.len());
+            let what = format!(
+                "a model has 1 to {} files, not {}",
+                limits::MAX_MODEL_FILES,
+                files.len()
+            );
             return Err(Error::new(Reason::LimitExceeded, what).into());
         }
         let (events, stream) = mpsc::channel(limits::STREAM_BUFFER);
@@ -92,7 +96,10 @@ impl Worker for WorkerService {
         Ok(Response::new(v1::UnloadResponse {}))
     }
 
-    async fn drain(&self, _: Request<v1::DrainRequest>) -> Result<Response<v1::DrainResponse>, Status> {
+    async fn drain(
+        &self,
+        _: Request<v1::DrainRequest>,
+    ) -> Result<Response<v1::DrainResponse>, Status> {
         self.0.drain().await?;
         Ok(Response::new(v1::DrainResponse {}))
     }

@@ -62,7 +62,10 @@ impl Drop for Events {
 
 fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
     if count > limit {
-        return Err(Error::new(Reason::LimitExceeded, format!("{count} {what}; the limit is {limit}")));
+        return Err(Error::new(
+            Reason::LimitExceeded,
+            format!("{count} {what}; the limit is {limit}"),
+        ));
     }
     Ok(())
 }
@@ -91,7 +94,10 @@ fn random_seed() -> Result<u64, Error> {
     let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     match filled {
         Ok(8) => Ok(u64::from_ne_bytes(bytes)),
-        _ => Err(Error::new(Reason::Internal, "the system gives no random numbers")),
+        _ => Err(Error::new(
+            Reason::Internal,
+            "the system gives no random numbers",
+        )),
     }
 }
 
@@ -100,7 +106,10 @@ fn in_vocabulary(what: &str, ids: &[u32], model: &Loaded) -> Result<(), Error> {
     match ids.iter().find(|id| **id >= model.vocab) {
         Some(id) => Err(Error::new(
             Reason::InvalidArgument,
-            format!("{what} {id} is not in the vocabulary of {} tokens", model.vocab),
+            format!(
+                "{what} {id} is not in the vocabulary of {} tokens",
+                model.vocab
+            ),
         )),
         None => Ok(()),
     }
@@ -109,17 +118,28 @@ fn in_vocabulary(what: &str, ids: &[u32], model: &Loaded) -> Result<(), Error> {
 /// Checks a request against its model.
 fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request, Error> {
     at_most("stop strings", wire.stop.len(), limits::MAX_STOP_STRINGS)?;
-    at_most("stop tokens", wire.stop_tokens.len(), limits::MAX_STOP_TOKENS)?;
+    at_most(
+        "stop tokens",
+        wire.stop_tokens.len(),
+        limits::MAX_STOP_TOKENS,
+    )?;
     for stop in &wire.stop {
         at_most("bytes in a stop string", stop.len(), limits::MAX_STOP_BYTES)?;
     }
     let prompt = model.text.prepare(wire.prompt.as_ref(), false)?.ids;
     if prompt.is_empty() {
-        return Err(Error::new(Reason::InvalidArgument, "the prompt is empty; give at least one token"));
+        return Err(Error::new(
+            Reason::InvalidArgument,
+            "the prompt is empty; give at least one token",
+        ));
     }
     in_vocabulary("prompt id", &prompt, model)?;
     let resume = wire.resume.clone().unwrap_or_default();
-    at_most("resumed ids", resume.generated_ids.len(), limits::MAX_PROMPT_TOKENS)?;
+    at_most(
+        "resumed ids",
+        resume.generated_ids.len(),
+        limits::MAX_PROMPT_TOKENS,
+    )?;
     in_vocabulary("resumed id", &resume.generated_ids, model)?;
     let id = match wire.request_id.as_str() {
         "" => RequestId::random()?,
@@ -130,8 +150,14 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         None => random_seed()?,
     };
     let sampling = sampling(wire, seed);
-    sampling.validate(model.vocab).map_err(|e| of_sampling(&e))?;
-    let own = if wire.ignore_eos { &[][..] } else { &model.end_tokens[..] };
+    sampling
+        .validate(model.vocab)
+        .map_err(|e| of_sampling(&e))?;
+    let own = if wire.ignore_eos {
+        &[][..]
+    } else {
+        &model.end_tokens[..]
+    };
     Ok(sequence::Request {
         id: id.as_str().to_owned(),
         prompt,
@@ -161,7 +187,10 @@ impl Tokens for TokensService {
         let mut checked = check(&wire, &model)?;
         checked.deadline = deadline;
         let place = Place::take(host.places(), limits::MAX_WORKER_REQUESTS).ok_or_else(|| {
-            let what = format!("{} requests are in this worker already; try again later", limits::MAX_WORKER_REQUESTS);
+            let what = format!(
+                "{} requests are in this worker already; try again later",
+                limits::MAX_WORKER_REQUESTS
+            );
             Error::new(Reason::Overloaded, what)
         })?;
         let (events, reader) = mpsc::channel(limits::STREAM_BUFFER);
@@ -173,17 +202,32 @@ impl Tokens for TokensService {
             seed: checked.sampling.seed,
             numerics: Some(model.numerics.clone()),
         };
-        let outlet = Outlet { events: events.clone(), paused: Arc::clone(&paused), place };
-        let (sequence, end) =
-            Sequence::new(checked, &model.text.tokenizer, model.context, model.numerics.clone(), outlet)?;
-        let accepted = v1::GenerateEvent { event: Some(v1::generate_event::Event::Accepted(accepted)) };
+        let outlet = Outlet {
+            events: events.clone(),
+            paused: Arc::clone(&paused),
+            place,
+        };
+        let (sequence, end) = Sequence::new(
+            checked,
+            &model.text.tokenizer,
+            model.context,
+            model.numerics.clone(),
+            outlet,
+        )?;
+        let accepted = v1::GenerateEvent {
+            event: Some(v1::generate_event::Event::Accepted(accepted)),
+        };
         // The channel is new and has room.
         let _ = events.try_send(Ok(accepted));
         match end {
             Some(end) => sequence.finish(end, std::time::Instant::now()),
             None => host.engine().generate(model.name.clone(), sequence)?,
         }
-        Ok(Response::new(Events { events: reader, paused, engine: host.engine().clone() }))
+        Ok(Response::new(Events {
+            events: reader,
+            paused,
+            engine: host.engine().clone(),
+        }))
     }
 
     async fn tokenize(
@@ -194,11 +238,19 @@ impl Tokens for TokensService {
         let model = self.0.model(&request.model)?;
         let name = model.name.clone();
         // A long prompt takes a while; the other streams must not wait for it.
-        let prepare = move || model.text.prepare(request.prompt.as_ref(), request.without_special);
+        let prepare = move || {
+            model
+                .text
+                .prepare(request.prompt.as_ref(), request.without_special)
+        };
         let prepared = tokio::task::spawn_blocking(prepare)
             .await
             .map_err(|e| Error::new(Reason::Internal, format!("tokenising failed: {e}")))??;
-        let response = v1::TokenizeResponse { model: name, ids: prepared.ids, text: prepared.text };
+        let response = v1::TokenizeResponse {
+            model: name,
+            ids: prepared.ids,
+            text: prepared.text,
+        };
         Ok(Response::new(response))
     }
 
@@ -210,6 +262,9 @@ impl Tokens for TokensService {
         let model = self.0.model(&request.model)?;
         in_vocabulary("id", &request.ids, &model)?;
         let text = model.text.detokenize(&request.ids, request.with_special)?;
-        Ok(Response::new(v1::DetokenizeResponse { model: model.name.clone(), text }))
+        Ok(Response::new(v1::DetokenizeResponse {
+            model: model.name.clone(),
+            text,
+        }))
     }
 }

@@ -1,0 +1,294 @@
+//! The one fixture: real processes of the real binaries, in a folder of their own.
+
+use std::{
+    io::{BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+    sync::{Arc, Mutex, OnceLock},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use hotcell_client::{Address, Client, v1};
+use tempfile::TempDir;
+
+/// How long anything that should happen soon may take on a busy machine.
+pub const SOON: Duration = Duration::from_secs(30);
+
+/// The bundled model's folder.
+pub fn kjv() -> PathBuf {
+    repository().join("deploy/models/kjv")
+}
+
+/// A golden model's path.
+pub fn golden(name: &str) -> PathBuf {
+    repository().join("tests/golden/models").join(name)
+}
+
+/// The root of the repository.
+pub fn repository() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_owned()
+}
+
+/// Builds the binaries in the profile that this test was built in, once per process, and returns their
+/// folder. `cargo test -p hotcell-tests` builds no other package's binaries by itself.
+///
+/// # Errors
+/// When cargo fails.
+pub fn binaries() -> Result<PathBuf> {
+    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let build = || -> Result<PathBuf> {
+        let this = std::env::current_exe()?;
+        // target/PROFILE/deps/this-test
+        let folder = this
+            .ancestors()
+            .nth(2)
+            .context("no target folder")?
+            .to_owned();
+        let target = folder.parent().context("no target folder")?;
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo
+            .args(["build", "--quiet"])
+            .current_dir(repository())
+            .arg("--target-dir")
+            .arg(target);
+        for package in ["hotcell-worker", "hotcell-scheduler", "hotcell-client"] {
+            cargo.args(["-p", package]);
+        }
+        cargo.arg("--bins");
+        match folder.file_name().and_then(|n| n.to_str()) {
+            Some("debug") => {}
+            Some(profile) => {
+                cargo.args(["--profile", profile]);
+            }
+            None => bail!("no profile in {}", folder.display()),
+        }
+        let output = cargo.output()?;
+        ensure!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(folder)
+    };
+    let built = BUILT.get_or_init(|| build().map_err(|e| format!("{e:#}")));
+    built.clone().map_err(anyhow::Error::msg)
+}
+
+/// A child that is killed when the test ends, however it ends.
+pub struct Process {
+    child: Child,
+    log: Arc<Mutex<Vec<String>>>,
+}
+
+impl Process {
+    /// Starts a program and keeps what it says on standard error.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(command: &mut Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let log = Arc::<Mutex<Vec<String>>>::default();
+        if let Some(stderr) = child.stderr.take() {
+            let log = Arc::clone(&log);
+            thread::spawn(move || {
+                for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                    log.lock().unwrap_or_else(|e| e.into_inner()).push(line);
+                }
+            });
+        }
+        Ok(Self { child, log })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it said so far.
+    pub fn log(&self) -> String {
+        self.log
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .join("\n")
+    }
+
+    /// Sends a signal.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn signal(&self, signal: rustix::process::Signal) -> Result<()> {
+        signal_pid(self.pid(), signal)
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// When it does not end soon.
+    pub fn wait(&mut self) -> Result<std::process::ExitStatus> {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            ensure!(
+                start.elapsed() < SOON,
+                "still running; it said:\n{}",
+                self.log()
+            );
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if thread::panicking() {
+            eprintln!("--- process {} said:\n{}", self.child.id(), self.log());
+        }
+    }
+}
+
+/// Sends a signal to any process.
+///
+/// # Errors
+/// When it is gone.
+pub fn signal_pid(pid: u32, signal: rustix::process::Signal) -> Result<()> {
+    let pid = rustix::process::Pid::from_raw(pid as i32).context("no pid")?;
+    Ok(rustix::process::kill_process(pid, signal)?)
+}
+
+/// A scheduler with its workers on a Unix socket.
+pub struct Cluster {
+    /// The scheduler.
+    pub scheduler: Process,
+    /// Its socket.
+    pub socket: PathBuf,
+    /// Where it and its socket live.
+    pub folder: TempDir,
+}
+
+impl Cluster {
+    /// Starts a scheduler with these further arguments and waits until it answers.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub async fn start(arguments: &[&str]) -> Result<Self> {
+        let folder = TempDir::new()?;
+        let socket = folder.path().join("hotcell.sock");
+        let mut command = Command::new(binaries()?.join("hotcell-scheduler"));
+        command.arg("--socket").arg(&socket).args(arguments);
+        // Nothing of the machine's own configuration.
+        command
+            .env_clear()
+            .env("XDG_CONFIG_HOME", folder.path())
+            .current_dir(folder.path());
+        if let Ok(path) = std::env::var("HOTCELL_CPU_PATH") {
+            command.env("HOTCELL_CPU_PATH", path);
+        }
+        let scheduler = Process::start(&mut command)?;
+        let cluster = Self {
+            scheduler,
+            socket,
+            folder,
+        };
+        let start = Instant::now();
+        while cluster.client().await.is_err() {
+            ensure!(
+                start.elapsed() < SOON,
+                "no scheduler:\n{}",
+                cluster.scheduler.log()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(cluster)
+    }
+
+    /// Starts a scheduler with one model loaded and waits until a worker has it.
+    ///
+    /// # Errors
+    /// When that does not happen.
+    pub async fn with_model(name: &str, path: &Path, arguments: &[&str]) -> Result<Self> {
+        let cluster = Self::start(arguments).await?;
+        let path = path.to_str().context("path is not UTF-8")?;
+        cluster.client().await?.load(name, path).await?;
+        Ok(cluster)
+    }
+
+    /// A new connection.
+    ///
+    /// # Errors
+    /// When the scheduler does not answer.
+    pub async fn client(&self) -> Result<Client> {
+        let address: Address = format!("unix:{}", self.socket.display()).parse()?;
+        Ok(Client::connect(&address).await?)
+    }
+
+    /// The workers, once `ready` says that they are as wanted.
+    ///
+    /// # Errors
+    /// When that does not happen soon.
+    pub async fn workers(
+        &self,
+        ready: impl Fn(&[v1::WorkerInfo]) -> bool,
+    ) -> Result<Vec<v1::WorkerInfo>> {
+        let client = self.client().await?;
+        let start = Instant::now();
+        loop {
+            let workers = client.workers().await?;
+            if ready(&workers) {
+                return Ok(workers);
+            }
+            ensure!(
+                start.elapsed() < SOON,
+                "workers are {workers:#?}\n{}",
+                self.scheduler.log()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Runs the `hotcell` command against this scheduler.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn hotcell(&self, arguments: &[&str]) -> Result<Output> {
+        let mut command = hotcell(self.folder.path())?;
+        command
+            .arg("--address")
+            .arg(format!("unix:{}", self.socket.display()));
+        Ok(command.args(arguments).output()?)
+    }
+}
+
+/// The `hotcell` command with an environment of its own.
+///
+/// # Errors
+/// When it cannot be built.
+pub fn hotcell(folder: &Path) -> Result<Command> {
+    let mut command = Command::new(binaries()?.join("hotcell"));
+    command
+        .env_clear()
+        .env("XDG_CONFIG_HOME", folder)
+        .env("XDG_RUNTIME_DIR", folder)
+        .current_dir(folder);
+    command.stdin(Stdio::null());
+    Ok(command)
+}
+
+/// Whether every worker is ready and has this model.
+pub fn all_have(model: &'static str) -> impl Fn(&[v1::WorkerInfo]) -> bool {
+    move |workers| {
+        !workers.is_empty()
+            && workers
+                .iter()
+                .all(|w| w.state() == v1::WorkerState::Ready && w.models.iter().any(|m| m == model))
+    }
+}
