@@ -96,7 +96,7 @@ async fn a_stream_begins_with_accepted_ends_with_finished_and_is_what_transforme
 async fn requests_in_one_batch_get_what_they_get_alone() {
     let cluster = kjv_cluster(&[]).await;
     let client = cluster.client().await.unwrap();
-    let prompts = [
+    let prompts: [&'static str; 5] = [
         "And God said",
         "The LORD is my",
         "Now",
@@ -115,13 +115,13 @@ async fn requests_in_one_batch_get_what_they_get_alone() {
                 .unwrap(),
         );
     }
-    let together = prompts.iter().enumerate().map(|(i, prompt)| {
+    let together = prompts.into_iter().enumerate().map(|(i, prompt)| {
         let client = client.clone();
         async move {
             // Join while others are at work.
             tokio::time::sleep(Duration::from_millis(7 * i as u64)).await;
             client
-                .generate(*prompt, sampled(24, i as u64))
+                .generate(prompt, sampled(24, i as u64))
                 .await
                 .unwrap()
                 .complete()

@@ -3,16 +3,15 @@
 use std::{
     hint,
     sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering},
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering, fence},
     },
     thread,
 };
 
-/// Spins before a waiting thread starts to yield: a few microseconds, longer than a kernel's imbalance.
+/// Spins before a waiting thread parks: some tens of microseconds, longer than a kernel's imbalance. It must
+/// park then, not yield: a yield gives a busy neighbour's whole time slice away.
 const SPINS: u32 = 4_000;
-/// Yields before an idle thread parks.
-const YIELDS: u32 = 50;
 
 /// A value on a cache line of its own.
 #[repr(align(64))]
@@ -31,6 +30,46 @@ struct Shared {
     arrived: Line<AtomicUsize>,
     barrier: Line<AtomicU32>,
     stop: AtomicBool,
+    /// Per part: it parks, or is about to.
+    asleep: Vec<Line<AtomicBool>>,
+    /// Per part: whom to unpark. Locked by those who wake, hence rarely.
+    threads: Mutex<Vec<Option<thread::Thread>>>,
+}
+
+impl Shared {
+    /// Spins, then sleeps, until `ready`. Whoever makes it ready calls [`Shared::wake`] afterwards.
+    fn wait(&self, part: usize, ready: impl Fn() -> bool) {
+        for _ in 0..SPINS {
+            if ready() {
+                return;
+            }
+            hint::spin_loop();
+        }
+        let asleep = &self.asleep[part].0;
+        loop {
+            asleep.store(true, Ordering::SeqCst);
+            // Paired with the fence in `wake`: either we see what was made ready, or we are seen asleep.
+            fence(Ordering::SeqCst);
+            if ready() {
+                asleep.store(false, Ordering::Relaxed);
+                return;
+            }
+            thread::park();
+        }
+    }
+
+    /// Wakes those who sleep. Costs a fence and a load per part when nobody does.
+    fn wake(&self) {
+        fence(Ordering::SeqCst);
+        for (part, asleep) in self.asleep.iter().enumerate() {
+            if asleep.0.load(Ordering::Relaxed) && asleep.0.swap(false, Ordering::SeqCst) {
+                let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(Some(thread)) = threads.get(part) {
+                    thread.unpark();
+                }
+            }
+        }
+    }
 }
 
 /// The threads. The caller of [`Pool::run`] is part 0, so `parts − 1` threads are started.
@@ -41,25 +80,15 @@ pub struct Pool {
 
 /// Lets the parts of a running job meet.
 #[derive(Clone, Copy)]
-pub struct Barrier<'a>(&'a Shared);
-
-fn wait_until(ready: impl Fn() -> bool) {
-    let mut spins = 0;
-    while !ready() {
-        if spins < SPINS {
-            hint::spin_loop();
-            spins += 1;
-        } else {
-            // Somebody else needs this core, perhaps the thread we wait for.
-            thread::yield_now();
-        }
-    }
+pub struct Barrier<'a> {
+    shared: &'a Shared,
+    part: usize,
 }
 
 impl Barrier<'_> {
     /// Waits until every part of the job has come here.
     pub fn wait(&self) {
-        let shared = self.0;
+        let shared = self.shared;
         if shared.parts == 1 {
             return;
         }
@@ -70,8 +99,11 @@ impl Barrier<'_> {
                 .barrier
                 .0
                 .store(generation.wrapping_add(1), Ordering::Release);
+            shared.wake();
         } else {
-            wait_until(|| shared.barrier.0.load(Ordering::Acquire) != generation);
+            shared.wait(self.part, || {
+                shared.barrier.0.load(Ordering::Acquire) != generation
+            });
         }
     }
 }
@@ -91,6 +123,8 @@ impl Pool {
             arrived: Line(AtomicUsize::new(0)),
             barrier: Line(AtomicU32::new(0)),
             stop: AtomicBool::new(false),
+            asleep: (0..parts).map(|_| Line(AtomicBool::new(false))).collect(),
+            threads: Mutex::new(vec![None; parts]),
         });
         let mut pool = Self {
             shared,
@@ -101,9 +135,17 @@ impl Pool {
             let thread = thread::Builder::new()
                 .name(format!("compute-{part}"))
                 .spawn(move || serve(&shared, part))?;
+            pool.lock_threads()[part] = Some(thread.thread().clone());
             pool.threads.push(thread);
         }
         Ok(pool)
+    }
+
+    fn lock_threads(&self) -> std::sync::MutexGuard<'_, Vec<Option<thread::Thread>>> {
+        self.shared
+            .threads
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Number of parts.
@@ -115,9 +157,13 @@ impl Pool {
     /// at a time.
     pub fn run(&mut self, job: impl Fn(usize, Barrier<'_>) + Sync) {
         let shared = &*self.shared;
-        let call = |part: usize| job(part, Barrier(shared));
+        let call = |part: usize| job(part, Barrier { shared, part });
         if shared.parts == 1 {
             return call(0);
+        }
+        let me = thread::current();
+        if self.lock_threads()[0].as_ref().map(thread::Thread::id) != Some(me.id()) {
+            self.lock_threads()[0] = Some(me);
         }
         let job: Job<'_> = &call;
         shared.finished.0.store(0, Ordering::Relaxed);
@@ -125,14 +171,14 @@ impl Pool {
             .job
             .store((&raw const job).cast_mut().cast(), Ordering::Relaxed);
         shared.generation.0.fetch_add(1, Ordering::Release);
-        for thread in &self.threads {
-            thread.thread().unpark();
-        }
+        shared.wake();
         // A panic of part 0 must not unwind past threads that still use `job`: it ends the process,
         // which is what worker processes are for.
         let guard = AbortOnUnwind;
         job(0);
-        wait_until(|| shared.finished.0.load(Ordering::Acquire) == shared.parts - 1);
+        shared.wait(0, || {
+            shared.finished.0.load(Ordering::Acquire) == shared.parts - 1
+        });
         std::mem::forget(guard);
     }
 }
@@ -148,18 +194,7 @@ impl Drop for AbortOnUnwind {
 fn serve(shared: &Shared, part: usize) {
     let mut seen = 0;
     loop {
-        let mut tries = 0;
-        while shared.generation.0.load(Ordering::Acquire) == seen {
-            if tries < SPINS {
-                hint::spin_loop();
-            } else if tries < SPINS + YIELDS {
-                thread::yield_now();
-            } else {
-                // `unpark` before this makes it return at once, so no wake-up is lost.
-                thread::park();
-            }
-            tries += 1;
-        }
+        shared.wait(part, || shared.generation.0.load(Ordering::Acquire) != seen);
         seen = shared.generation.0.load(Ordering::Acquire);
         if shared.stop.load(Ordering::Acquire) {
             return;
@@ -171,6 +206,7 @@ fn serve(shared: &Shared, part: usize) {
         unsafe { (*job)(part) };
         std::mem::forget(guard);
         shared.finished.0.fetch_add(1, Ordering::Release);
+        shared.wake();
     }
 }
 
@@ -178,8 +214,8 @@ impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.generation.0.fetch_add(1, Ordering::Release);
+        self.shared.wake();
         for thread in self.threads.drain(..) {
-            thread.thread().unpark();
             // A compute thread never panics: a panic aborts the process.
             let _ = thread.join();
         }
