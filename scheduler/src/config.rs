@@ -222,6 +222,12 @@ pub fn parse_file(path: &Path, text: &str) -> Result<Settings, Failure> {
     toml::from_str(text).map_err(|e| usage(format!("{}: {e}", path.display())))
 }
 
+/// Whether there is simply no such file: nothing there, or something else than a folder on the way.
+fn is_absent(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{NotADirectory, NotFound};
+    matches!(error.kind(), NotFound | NotADirectory)
+}
+
 fn read_file(cli: &Cli, around: &Surroundings) -> Result<Settings, Failure> {
     let (path, asked) = match (&cli.config, &around.config_home) {
         (Some(path), _) => (path.clone(), true),
@@ -230,7 +236,7 @@ fn read_file(cli: &Cli, around: &Surroundings) -> Result<Settings, Failure> {
     };
     match std::fs::read_to_string(&path) {
         Ok(text) => parse_file(&path, &text),
-        Err(e) if !asked && e.kind() == std::io::ErrorKind::NotFound => Ok(Settings::default()),
+        Err(e) if !asked && is_absent(&e) => Ok(Settings::default()),
         Err(e) => Err(usage(format!(
             "cannot read the config file {}: {e}",
             path.display()

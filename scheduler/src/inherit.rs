@@ -1,9 +1,8 @@
 //! Descriptors that whoever started this program placed at agreed numbers.
 
-use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{OwnedFd, RawFd};
 
 use hotcell_proto::ids::ModelName;
-use rustix::io::FdFlags;
 
 use crate::{
     config::Config,
@@ -27,31 +26,14 @@ impl Inherited {
     ///
     /// # Errors
     /// [`Exit::Usage`] for a number that is not open or named twice.
-    ///
-    /// # Safety
-    /// Call it first of all, once: before anything else could have opened descriptors at these numbers.
-    pub unsafe fn take(config: &Config) -> Result<Inherited, Failure> {
-        let mut taken: Vec<RawFd> = Vec::new();
-        let mut take = |fd: RawFd, what: &str| {
-            if fd < 3 || taken.contains(&fd) {
-                return Err(Failure::new(
-                    Exit::Usage,
-                    format!("descriptor {fd} for {what}: must be 3 or more, and named once"),
-                ));
-            }
-            taken.push(fd);
-            // SAFETY: only asks about the number; an unused one is an error.
-            let open = unsafe { BorrowedFd::borrow_raw(fd) };
-            rustix::io::fcntl_setfd(open, FdFlags::CLOEXEC).map_err(|e| {
+    pub fn take(config: &Config) -> Result<Inherited, Failure> {
+        let take = |fd: RawFd, what: &str| {
+            hotcell_ipc::inherit::take(fd).map_err(|e| {
                 Failure::new(
                     Exit::Usage,
-                    format!(
-                        "descriptor {fd} for {what} was not inherited ({e}); this flag is for the `hotcell` command"
-                    ),
+                    format!("{what}: {e}; this flag is for the `hotcell` command"),
                 )
-            })?;
-            // SAFETY: it is open, and by this function's contract nobody else's.
-            Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+            })
         };
         let private = config
             .private_fd

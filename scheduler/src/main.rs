@@ -23,8 +23,7 @@ fn main() -> ExitCode {
 
 fn start() -> Result<(), Failure> {
     let config = Config::load(Cli::parse(), &Surroundings::here())?;
-    // SAFETY: the first thing that concerns descriptors; reading the config has closed what it opened.
-    let inherited = unsafe { Inherited::take(&config)? };
+    let inherited = Inherited::take(&config)?;
     log(&config)?;
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -53,7 +53,7 @@ impl Signals {
 /// A [`Failure`] with its exit code.
 pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
     let mut signals = Signals::listen()?;
-    let doors = Doors::open(&config, inherited.private)?;
+    let mut doors = Doors::open(&config, inherited.private)?;
     if !config.worker.binary.is_file() {
         return Err(Failure::new(
             Exit::NoWorkerBinary,
@@ -101,6 +101,7 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
     let _health =
         AbortOnDropHandle::new(tokio::spawn(service::report_health(shared.clone(), health)));
     tracing::info!("serving on {}", doors.describe());
+    let _socket = doors.guard();
     let stop = CancellationToken::new();
     let mut serving =
         AbortOnDropHandle::new(tokio::spawn(service::serve(doors, routes, stop.clone())));

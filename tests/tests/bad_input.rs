@@ -75,7 +75,7 @@ async fn requests_that_cannot_be_served_say_why() {
                 top_logprobs: 1000,
                 ..Default::default()
             },
-            Reason::InvalidSampling,
+            Reason::LimitExceeded,
             "1000",
         ),
         (
@@ -223,7 +223,7 @@ async fn models_that_cannot_be_loaded_say_why() {
         ),
         (
             write("garbage.gguf", &[7; 4096]),
-            Reason::ModelCorrupt,
+            Reason::NotAModel,
             "garbage.gguf",
         ),
         (
@@ -233,7 +233,7 @@ async fn models_that_cannot_be_loaded_say_why() {
         ),
         (
             write("flipped.gguf", &flipped),
-            Reason::ModelCorrupt,
+            Reason::LimitExceeded,
             "flipped.gguf",
         ),
         (write("empty.gguf", &[]), Reason::ModelCorrupt, "empty.gguf"),

@@ -31,7 +31,7 @@ async fn a_copied_binary_still_has_its_model() {
     command
         .env_clear()
         .env("XDG_RUNTIME_DIR", folder.path())
-        .env("XDG_CONFIG_HOME", folder.path());
+        .env("XDG_CONFIG_HOME", folder.path().join("config"));
     let output = command
         .args(["run", "And God said", "--max-tokens", "8"])
         .output()

@@ -168,9 +168,16 @@ fn nothing_is_left_undone_or_hidden() {
         ("dbg", "!("),
     ];
     for (path, text) in sources() {
-        for (a, b) in banned {
-            let word = format!("{a}{b}");
-            assert!(!text.contains(&word), "{path} contains {word}");
+        let code = text.lines().filter(|l| !l.trim_start().starts_with("//"));
+        for line in code {
+            for (a, b) in banned {
+                // A test may wait for as many events as it likes; it may not be skipped or left undone.
+                if is_test(&path) && a == "unbounded_" {
+                    continue;
+                }
+                let word = format!("{a}{b}");
+                assert!(!line.contains(&word), "{path}: {line}");
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::Write,
-    os::fd::{FromRawFd, OwnedFd, RawFd},
+    os::fd::{OwnedFd, RawFd},
     path::Path,
 };
 
@@ -140,21 +140,7 @@ fn open_host(prepared: Prepared, report: &Report) -> Result<Host, Exit> {
 
 /// Takes over an inherited descriptor.
 fn inherited(fd: RawFd) -> Result<OwnedFd, Exit> {
-    if fd < 3 {
-        return Err(fail(
-            Exit::Usage,
-            format_args!("descriptor {fd} is a standard stream"),
-        ));
-    }
-    // SAFETY: fcntl on any number is harmless; it says whether the descriptor is open.
-    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(fail(
-            Exit::Usage,
-            format_args!("descriptor {fd} is not open"),
-        ));
-    }
-    // SAFETY: open, as was just seen, and named once on the command line for us alone.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    hotcell_ipc::inherit::take(fd).map_err(|error| fail(Exit::Usage, error))
 }
 
 fn serve_scheduler(serve: Serve) -> Exit {
@@ -165,10 +151,6 @@ fn serve_scheduler(serve: Serve) -> Exit {
         serve.tensors_fd,
         serve.descriptors_fd,
     ];
-    let distinct = fds.iter().enumerate().all(|(i, fd)| !fds[..i].contains(fd));
-    if !distinct {
-        return fail(Exit::Usage, "the descriptors must be four different ones");
-    }
     let [control, tokens, tensors, descriptors] = match fds.map(inherited) {
         [Ok(a), Ok(b), Ok(c), Ok(d)] => [a, b, c, d],
         _ => return Exit::Usage,

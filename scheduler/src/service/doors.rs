@@ -32,7 +32,8 @@ const _: () = assert!(MAX_CALLS as usize <= limits::MAX_SCHEDULER_REQUESTS);
 /// started.
 #[derive(Debug, Default)]
 pub struct Doors {
-    unix: Option<(UnixListener, SocketGuard)>,
+    unix: Option<UnixListener>,
+    guard: Option<SocketGuard>,
     tcp: Option<TcpListener>,
     private: Option<OwnedFd>,
 }
@@ -64,19 +65,24 @@ impl Doors {
             })
         });
         let tcp = config.listen.map(tcp_listener);
+        let (unix, guard) = unix.transpose()?.unzip();
         Ok(Doors {
-            unix: unix.transpose()?,
+            unix,
+            guard,
             tcp: tcp.transpose()?,
             private: None,
         })
     }
 
+    /// What removes the socket when it is dropped. The caller keeps it: a task that serves may still be there
+    /// when the process ends.
+    pub fn guard(&mut self) -> Option<SocketGuard> {
+        self.guard.take()
+    }
+
     /// The doors in words, for the log.
     pub fn describe(&self) -> String {
-        let unix = self
-            .unix
-            .iter()
-            .map(|(_, g)| g.path().display().to_string());
+        let unix = self.guard.iter().map(|g| g.path().display().to_string());
         let tcp = self.tcp.iter().filter_map(|t| t.local_addr().ok());
         let private = self
             .private
@@ -136,10 +142,7 @@ pub async fn serve(
 ) -> Result<Ended, Failure> {
     let internal = |e: std::io::Error| Failure::new(Exit::Internal, format!("cannot serve: {e}"));
     let mut serving = JoinSet::new();
-    // Removes the socket when all is over.
-    let mut _guard = None;
-    if let Some((listener, guard)) = doors.unix {
-        _guard = Some(guard);
+    if let Some(listener) = doors.unix {
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;
         let (routes, stop) = (routes.clone(), stop.clone());

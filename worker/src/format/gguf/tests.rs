@@ -1,3 +1,5 @@
+//! Files built byte by byte: what is read, and what is refused.
+
 use super::*;
 use crate::format::gguf_testing::{Tensor, Value, Writer, model, small};
 

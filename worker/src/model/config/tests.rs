@@ -1,3 +1,5 @@
+//! Configurations as files give them, good and bad.
+
 use super::*;
 use crate::format::gguf::Gguf;
 use crate::format::gguf_testing::{Value as G, Writer, model};

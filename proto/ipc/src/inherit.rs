@@ -1,0 +1,63 @@
+//! Descriptors that whoever started this program placed at agreed numbers.
+
+use std::{
+    io,
+    os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    sync::{Mutex, PoisonError},
+};
+
+use rustix::io::FdFlags;
+
+/// One at a time: looking and marking must not interleave with another taker's.
+static TAKING: Mutex<()> = Mutex::new(());
+
+/// Takes over the inherited descriptor at this number and keeps children from inheriting it.
+///
+/// Whatever this program opened itself is close-on-exec (Rust's library and this package see to that), and
+/// what was inherited is not, until it is taken. So a number that is close-on-exec is somebody else's.
+///
+/// # Errors
+/// `InvalidInput` for a standard stream, or a descriptor that is not open, was not inherited, or was taken
+/// before.
+pub fn take(fd: RawFd) -> io::Result<OwnedFd> {
+    let refused = |why: &str| {
+        io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("descriptor {fd} {why}"),
+        )
+    };
+    if fd < 3 {
+        return Err(refused("is a standard stream"));
+    }
+    let _one = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: only asks about the number, and only while this function runs; an unused one is an error.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    let flags = rustix::io::fcntl_getfd(borrowed).map_err(|_| refused("is not open"))?;
+    if flags.contains(FdFlags::CLOEXEC) {
+        return Err(refused("was not inherited, or was named twice"));
+    }
+    rustix::io::fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
+    // SAFETY: open; nobody in this process owns it, for it was not close-on-exec, and from now on it is,
+    // so it cannot be taken again.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::{AsRawFd, IntoRawFd};
+
+    #[test]
+    fn a_descriptor_is_taken_once_and_only_if_it_was_inherited() {
+        let own = std::fs::File::open("/dev/null").unwrap();
+        assert!(take(own.as_raw_fd()).is_err(), "it is ours already");
+        // As a parent leaves it: not close-on-exec, owned by nobody.
+        let left = rustix::io::dup(&own).unwrap().into_raw_fd();
+        let taken = take(left).unwrap();
+        assert_eq!(taken.as_raw_fd(), left);
+        assert!(take(left).is_err(), "twice");
+        for never in [-1, 0, 2, 1_000_000] {
+            assert!(take(never).is_err());
+        }
+    }
+}
