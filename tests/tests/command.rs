@@ -1,5 +1,7 @@
 //! The `hotcell` command as a newcomer uses it.
 
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
 use hotcell_tests::cluster::{Cluster, hotcell, kjv};
 
 #[tokio::test]

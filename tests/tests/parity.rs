@@ -2,6 +2,8 @@
 //!
 //! Goldens come from `tests/golden/models/make.py`.
 
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
 use std::path::{Path, PathBuf};
 
 use hotcell_graph::DType;

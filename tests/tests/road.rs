@@ -1,5 +1,7 @@
 //! The whole road with real processes: scheduler, workers, clients.
 
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
 use std::{collections::HashSet, time::Duration};
 
 use hotcell_client::{Client, Event, GenerateOptions, Prompt, Reason, v1};

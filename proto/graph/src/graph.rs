@@ -47,6 +47,11 @@ impl GraphError {
     }
 }
 
+/// The first characters of what a stranger sent, for a message.
+pub(crate) fn brief(text: &str, chars: usize) -> String {
+    text.chars().take(chars).collect()
+}
+
 /// A value of a graph: an input, or a result of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Value {
@@ -186,10 +191,18 @@ impl GraphBuilder {
             )));
         }
         let max_rows = self.graph.max_rows;
+        let short = || brief(&name, 64);
         let fits = match &spec {
             ValueSpec::Tensor(t) if t.shape.is_symbolic() && (max_rows == 0 || constant) => {
                 return Err(GraphError::shape(format!(
-                    "{name:?} has rows where there are none"
+                    "{:?} has rows where there are none",
+                    short()
+                )));
+            }
+            ValueSpec::Cache(c) if [c.blocks, c.block_len, c.kv_heads, c.head_dim].contains(&0) => {
+                return Err(GraphError::shape(format!(
+                    "{:?} ({spec}) has an axis of 0",
+                    short()
                 )));
             }
             ValueSpec::Tensor(t) => t.bytes(max_rows).is_some(),
@@ -197,7 +210,8 @@ impl GraphBuilder {
         };
         if !fits {
             return Err(GraphError::Limit(format!(
-                "input {name:?} ({spec}) is too large"
+                "input {:?} ({spec}) is too large",
+                short()
             )));
         }
         self.graph.inputs.push(Input {
@@ -235,7 +249,7 @@ impl GraphBuilder {
     /// A cache that the graph reads and writes.
     ///
     /// # Errors
-    /// When it is too large or there are too many inputs.
+    /// When it is too large, has an axis of 0, or there are too many inputs.
     pub fn cache(&mut self, name: impl Into<String>, spec: CacheSpec) -> Result<Value, GraphError> {
         self.input(name.into(), ValueSpec::Cache(spec), false)
     }

@@ -64,10 +64,15 @@ impl Shape {
             ));
         }
         let shape = Self(dims);
-        match shape.elements(1) {
+        // An axis of 0 must not excuse the others: whoever computes with them would overflow.
+        let size = shape
+            .0
+            .iter()
+            .try_fold(1usize, |n, d| n.checked_mul(d.at(1).max(1)));
+        match size {
             Some(n) if n as u64 <= limits::MAX_ELEMENTS => Ok(shape),
             _ => Err(GraphError::shape(format!(
-                "{shape} has more than {} elements",
+                "{shape} has axes of more than {} elements",
                 limits::MAX_ELEMENTS
             ))),
         }
@@ -195,9 +200,11 @@ impl TensorSpec {
         Ok(Self { dtype, shape })
     }
 
-    /// Bytes for `rows` rows, `None` on overflow.
+    /// Bytes for `rows` rows, `None` past the limit of elements.
     pub fn bytes(&self, rows: usize) -> Option<usize> {
-        self.dtype.row_bytes(self.shape.elements(rows)?)
+        let n = self.shape.elements(rows)?;
+        (n as u64 <= limits::MAX_ELEMENTS).then_some(())?;
+        self.dtype.row_bytes(n)
     }
 }
 

@@ -6,7 +6,7 @@ use v1::{attribute, dim, graph_input, value_ref};
 
 use crate::{
     dtype::DType,
-    graph::{Graph, GraphBuilder, GraphError, Value},
+    graph::{Graph, GraphBuilder, GraphError, Value, brief},
     op::{self, Attribute, AttributeKind, ValueSpec},
     shape::{CacheSpec, Dim, Shape, TensorSpec},
 };
@@ -20,12 +20,7 @@ fn size(n: u64) -> Result<usize, GraphError> {
 }
 
 fn decode_dtype(name: &str) -> Result<DType, GraphError> {
-    DType::from_name(name).ok_or_else(|| {
-        malformed(format!(
-            "unknown dtype {:?}",
-            name.chars().take(20).collect::<String>()
-        ))
-    })
+    DType::from_name(name).ok_or_else(|| malformed(format!("unknown dtype {:?}", brief(name, 20))))
 }
 
 fn decode_shape(dims: &[v1::Dim]) -> Result<Shape, GraphError> {
@@ -123,6 +118,9 @@ pub fn decode(wire: &v1::Graph) -> Result<Graph, GraphError> {
                     builder.tensor(&input.name, spec)?;
                 }
             }
+            Some(graph_input::Spec::Cache(_)) if input.constant => {
+                return Err(malformed("a cache cannot be constant"));
+            }
             Some(graph_input::Spec::Cache(c)) => {
                 builder.cache(
                     &input.name,
@@ -135,12 +133,14 @@ pub fn decode(wire: &v1::Graph) -> Result<Graph, GraphError> {
                     },
                 )?;
             }
-            None => return Err(malformed(format!("input {:?} has no spec", input.name))),
+            None => {
+                let name = brief(&input.name, 64);
+                return Err(malformed(format!("input {name:?} has no spec")));
+            }
         }
     }
     for node in &wire.nodes {
-        let row = op::find(&node.op)
-            .ok_or_else(|| GraphError::UnknownOp(node.op.chars().take(40).collect()))?;
+        let row = op::find(&node.op).ok_or_else(|| GraphError::UnknownOp(brief(&node.op, 40)))?;
         if node.inputs.len() != row.inputs.len() || node.attributes.len() != row.attributes.len() {
             return Err(malformed(format!(
                 "{} has the wrong number of inputs or attributes",

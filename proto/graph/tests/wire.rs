@@ -8,7 +8,7 @@ use std::cell::Cell;
 use hotcell_graph::{
     CacheSpec, DType, Dim, Graph, GraphBuilder, GraphError, Shape, TensorSpec, Value,
     dtype::Kind,
-    op::{self, Attribute, AttributeKind, Call, Effect, OpRow, ValueSpec},
+    op::{self, Attribute, Call, Effect, OpRow, ValueSpec},
     wire,
 };
 use hotcell_proto::{
@@ -61,7 +61,7 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
 }
 
 /// Bytes held at most, while decoding, for each byte of the message. The worst is a message of empty inputs: two
-/// bytes each become a `GraphInput`, in a vector that holds two old halves while it moves into one twice as large.
+/// bytes each become a `GraphInput` of 88, in a vector that moves into one twice as large.
 const HELD_PER_BYTE: usize = 144;
 
 /// Decodes and verifies bytes. Whatever is accepted is sound, and memory stays within bounds.
@@ -681,6 +681,7 @@ const BREAKS: &[(&str, Break)] = &[
         let nth = choices.below(3);
         let attributes = &mut nodes.nth(nth)?.attributes;
         let at = choices.below(attributes.len());
+        let all = attributes.len();
         let one = &mut attributes[at];
         match choices.below(6) {
             0 => drop(attributes.remove(at)),
@@ -688,7 +689,7 @@ const BREAKS: &[(&str, Break)] = &[
             2 => one.value = None,
             3 => one.name.push(' '),
             // Of two, one is there twice and the other not at all.
-            4 if attributes.len() > 1 => attributes[at] = attributes[1 - at].clone(),
+            4 if all > 1 => attributes[at] = attributes[1 - at].clone(),
             _ => {
                 use attribute::Value as V;
                 one.value = Some(match one.value.as_ref()? {
@@ -807,29 +808,32 @@ const CHANGES: &[Break] = &[
 fn any_dtype() -> impl Strategy<Value = String> {
     let names: Vec<&str> = DType::ALL.iter().map(|d| d.name()).collect();
     prop_oneof![
-        6 => Just("f32".to_owned()),
-        2 => Just("i32".to_owned()),
-        3 => prop::sample::select(names).prop_map(str::to_owned),
+        30 => Just("f32".to_owned()),
+        8 => Just("i32".to_owned()),
+        6 => prop::sample::select(names).prop_map(str::to_owned),
         1 => prop::sample::select(&WRONG_DTYPES[..]).prop_map(str::to_owned),
     ]
 }
 
+/// Mostly shapes that can be.
 fn any_dims() -> impl Strategy<Value = Vec<v1::Dim>> {
-    let size =
-        prop::sample::select(&[0, 1, 2, 32, 64, 256, 1 << 20, 1 << 40, 1 << 63, u64::MAX][..]);
-    let dim = prop_oneof![
-        8 => prop::sample::select(&[1u64, 2, 64][..]).prop_map(fixed),
-        2 => size.prop_map(fixed),
+    let small = || prop::sample::select(&[1u64, 2, 64][..]).prop_map(fixed);
+    let sizes = &[0, 1, 32, 256, 1 << 20, 1 << 40, 1 << 63, u64::MAX][..];
+    let any = prop_oneof![
+        8 => prop::sample::select(sizes).prop_map(fixed),
         2 => Just(rows(true)),
         1 => prop::sample::select(vec![rows(false), v1::Dim::default()]),
     ];
-    prop_oneof![9 => prop::collection::vec(dim.clone(), 0..4), 1 => prop::collection::vec(dim, 0..12)]
+    let first = prop_oneof![small(), Just(rows(true))];
+    let good = (first, prop::collection::vec(small(), 0..3));
+    let good = good.prop_map(|(first, rest)| std::iter::once(first).chain(rest).collect());
+    prop_oneof![20 => good, 1 => prop::collection::vec(any, 0..12)]
 }
 
 fn any_value() -> impl Strategy<Value = v1::ValueRef> {
     prop_oneof![
-        8 => (0u32..6).prop_map(input),
-        8 => (0u32..6).prop_map(|n| result(n, 0)),
+        16 => (0u32..3).prop_map(input),
+        8 => (0u32..3).prop_map(|n| result(n, 0)),
         1 => any::<u32>().prop_map(input),
         1 => any::<(u32, u32)>().prop_map(|(n, o)| result(n, o)),
         1 => Just(v1::ValueRef::default()),
@@ -854,7 +858,7 @@ fn any_attribute_value() -> impl Strategy<Value = attribute::Value> {
 }
 
 fn any_input() -> impl Strategy<Value = v1::GraphInput> {
-    let size = prop::sample::select(&[1, 1, 2, 16, 64, 0, 1 << 40, u64::MAX][..]);
+    let size = prop::sample::select(&[1, 2, 16, 64, 1, 2, 16, 0, 1 << 40, u64::MAX][..]);
     let cache = (
         any_dtype(),
         [size.clone(), size.clone(), size.clone(), size],
@@ -870,11 +874,11 @@ fn any_input() -> impl Strategy<Value = v1::GraphInput> {
     );
     let tensor = (any_dtype(), any_dims()).prop_map(|(dtype, dims)| v1::TensorSpec { dtype, dims });
     let spec = prop_oneof![
-        16 => tensor.prop_map(|t| Some(graph_input::Spec::Tensor(t))),
+        30 => tensor.prop_map(|t| Some(graph_input::Spec::Tensor(t))),
         4 => cache.prop_map(|c| Some(graph_input::Spec::Cache(c))),
         1 => Just(None),
     ];
-    (".{0,6}", spec, prop::bool::weighted(0.1)).prop_map(|(name, spec, constant)| v1::GraphInput {
+    (".{0,6}", spec, prop::bool::weighted(0.05)).prop_map(|(name, spec, constant)| v1::GraphInput {
         name,
         spec,
         constant,
@@ -907,10 +911,10 @@ fn any_node() -> impl Strategy<Value = v1::Node> {
 }
 
 fn any_wire() -> impl Strategy<Value = v1::Graph> {
-    let max_rows = prop_oneof![4 => 0..5u64, 1 => any::<u64>(), 1 => Just(limits::MAX_ELEMENTS)];
-    let inputs = prop::collection::vec(any_input(), 0..8);
+    let max_rows = prop_oneof![20 => 1..5u64, 1 => Just(0), 1 => any::<u64>(), 1 => Just(limits::MAX_ELEMENTS)];
+    let inputs = prop::collection::vec(any_input(), 1..6);
     let nodes = prop::collection::vec(any_node(), 0..8);
-    let outputs = prop::collection::vec(any_value(), 0..3);
+    let outputs = prop::collection::vec(any_value(), 0..2);
     (max_rows, inputs, nodes, outputs).prop_map(|(max_rows, inputs, nodes, outputs)| v1::Graph {
         max_rows,
         inputs,
@@ -1573,6 +1577,4 @@ fn bytes_that_stand_for_much_hold_little() {
     assert!(read(&[26, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1]).is_none());
     // Groups in groups, which no field of a graph is.
     assert!(read(&[0x7b].repeat(1_000_000)).is_none());
-    // What must be small for the multiple to hold, as it is twice old and once new while a vector grows.
-    assert!(3 * size_of::<v1::GraphInput>() / 2 <= HELD_PER_BYTE);
 }
