@@ -2,8 +2,13 @@
 
 use std::{
     collections::HashMap,
+    panic::AssertUnwindSafe,
     rc::Rc,
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -80,6 +85,8 @@ pub struct Engine {
     commands: mpsc::SyncSender<Command>,
     opened: Arc<Opened>,
     cache_dtype: DType,
+    /// A wake is in the queue already.
+    woken: Arc<AtomicBool>,
 }
 
 impl Engine {
@@ -91,6 +98,8 @@ impl Engine {
         let (commands, queue) = mpsc::sync_channel(QUEUE);
         let (opened, answer) = mpsc::sync_channel(1);
         let cache_dtype = config.cache_dtype;
+        let woken = Arc::new(AtomicBool::new(false));
+        let engine_woken = Arc::clone(&woken);
         let run = move || match registry::open(&config.device, &config.cores) {
             Ok(device) => {
                 let about = Opened {
@@ -103,7 +112,8 @@ impl Engine {
                         device,
                         cache_dtype,
                         models: HashMap::new(),
-                        drain: None,
+                        drain: Vec::new(),
+                        woken: engine_woken,
                     }
                     .run(&queue);
                 }
@@ -115,7 +125,12 @@ impl Engine {
         let internal = |what: String| Error::new(Reason::Internal, what);
         thread::Builder::new()
             .name("engine".to_owned())
-            .spawn(run)
+            // A worker without its engine would answer health checks and fail every request: better none.
+            .spawn(move || {
+                if std::panic::catch_unwind(AssertUnwindSafe(run)).is_err() {
+                    std::process::abort();
+                }
+            })
             .map_err(|e| internal(format!("no thread for the engine: {e}")))?;
         let opened = answer
             .recv()
@@ -125,6 +140,7 @@ impl Engine {
             commands,
             opened: Arc::new(opened),
             cache_dtype,
+            woken,
         })
     }
 
@@ -201,8 +217,12 @@ impl Engine {
 
     /// Tells the engine to look at its sequences again.
     pub fn wake(&self) {
-        // A full queue wakes it as well.
-        let _ = self.commands.try_send(Command::Wake);
+        if !self.woken.swap(true, Ordering::SeqCst)
+            && self.commands.try_send(Command::Wake).is_err()
+        {
+            // A full queue wakes it as well.
+            self.woken.store(false, Ordering::SeqCst);
+        }
     }
 }
 
@@ -211,7 +231,8 @@ struct Loop {
     device: Rc<dyn Device>,
     cache_dtype: DType,
     models: HashMap<String, Batch>,
-    drain: Option<oneshot::Sender<()>>,
+    drain: Vec<oneshot::Sender<()>>,
+    woken: Arc<AtomicBool>,
 }
 
 impl Loop {
@@ -242,10 +263,10 @@ impl Loop {
             for batch in self.models.values_mut() {
                 worked |= batch.step();
             }
-            if self.models.values().all(Batch::is_empty)
-                && let Some(reply) = self.drain.take()
-            {
-                let _ = reply.send(());
+            if self.models.values().all(Batch::is_empty) {
+                for reply in self.drain.drain(..) {
+                    let _ = reply.send(());
+                }
             }
         }
     }
@@ -273,6 +294,11 @@ impl Loop {
                 source,
                 reply,
             } => {
+                if self.models.contains_key(&name) {
+                    let what = format!("model {name} is loaded already; unload it first");
+                    let _ = reply.send(Err(Error::new(Reason::ModelExists, what)));
+                    return;
+                }
                 let shape = RunShape::for_model(&source.config, self.cache_dtype);
                 let runner =
                     Runner::new(self.device.as_ref(), &source, shape, &PlanHints::default());
@@ -301,8 +327,8 @@ impl Loop {
                     .with("model", &model),
                 ),
             },
-            Command::Drain { reply } => self.drain = Some(reply),
-            Command::Wake => {}
+            Command::Drain { reply } => self.drain.push(reply),
+            Command::Wake => self.woken.store(false, Ordering::SeqCst),
         }
     }
 }

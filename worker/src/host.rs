@@ -19,7 +19,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits, v1,
 };
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc};
 
 use crate::{
     engine::Engine,
@@ -34,6 +34,9 @@ const DESCRIPTOR_WAIT: Duration = Duration::from_secs(5);
 const PROGRESS_BYTES: usize = 32 << 20;
 /// Page size assumed when touching pages; touching more often than needed is harmless.
 const PAGE: usize = 4096;
+
+/// Rendering and tokenising calls at once.
+const TEXT_THREADS: usize = 2;
 
 /// A model that is ready.
 #[derive(Debug)]
@@ -74,6 +77,8 @@ struct Inner {
     places: Arc<AtomicUsize>,
     draining: AtomicBool,
     arrived: Arc<Arrived>,
+    /// Bounds the text work that waits for a thread: a call that was given up must not leave its prompt behind.
+    text: Arc<Semaphore>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -91,6 +96,7 @@ impl Host {
             places: Arc::default(),
             draining: AtomicBool::new(false),
             arrived: Arc::default(),
+            text: Arc::new(Semaphore::new(TEXT_THREADS)),
         }))
     }
 
@@ -150,6 +156,32 @@ impl Host {
         })
     }
 
+    /// Runs text work beside the event loop, a few calls at a time, so that a long prompt stalls no stream.
+    ///
+    /// # Errors
+    /// What the work says, or [`Reason::Internal`] when it panicked.
+    pub async fn text_work<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let failed = |e: &dyn std::fmt::Display| {
+            Error::new(Reason::Internal, format!("text work failed: {e}"))
+        };
+        // Waited for here, where a caller that leaves stops waiting; on the thread it could not.
+        let permit = Arc::clone(&self.0.text)
+            .acquire_owned()
+            .await
+            .map_err(|e| failed(&e))?;
+        let work = move || {
+            let result = work();
+            drop(permit);
+            result
+        };
+        tokio::task::spawn_blocking(work)
+            .await
+            .map_err(|e| failed(&e))?
+    }
+
     /// Starts the thread that receives descriptors.
     ///
     /// # Errors
@@ -172,10 +204,13 @@ impl Host {
                 match collector.add(batch) {
                     Ok(Some((tag, set))) => {
                         let mut sets = locked(&arrived.sets);
-                        // Sets that no call asks for must not pile up.
-                        if sets.len() < limits::MAX_MODELS {
-                            sets.insert(tag, set);
+                        // Sets that no call asks for must not pile up: the oldest goes.
+                        if sets.len() >= limits::MAX_MODELS
+                            && let Some(oldest) = sets.keys().min().copied()
+                        {
+                            sets.remove(&oldest);
                         }
+                        sets.insert(tag, set);
                         drop(sets);
                         arrived.notify.notify_waiters();
                     }
@@ -254,16 +289,20 @@ impl Host {
         let internal = |e: tokio::task::JoinError| {
             Error::new(Reason::Internal, format!("the load failed: {e}"))
         };
-        let read = move || -> Result<(ModelSource, ModelText), Error> {
+        if locked(&self.0.models).contains_key(&name) {
+            let what = format!("model {name} is loaded already; unload it first");
+            return Err(Error::new(Reason::ModelExists, what).with("model", name));
+        }
+        let read = move || -> Result<(ModelSource, ModelText, String), Error> {
             let source = ModelSource::open(files).map_err(|e| of_model(&e))?;
             let text = ModelText::open(&source)?;
             touch(&source, &progress);
-            Ok((source, text))
+            let fingerprint = format!("{:032x}", source.fingerprint());
+            Ok((source, text, fingerprint))
         };
-        let (source, text) = tokio::task::spawn_blocking(read)
+        let (source, text, fingerprint) = tokio::task::spawn_blocking(read)
             .await
             .map_err(internal)??;
-        let fingerprint = format!("{:032x}", source.fingerprint());
         let summary = summary(&source, &text, &fingerprint);
         let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
         let shape: RunShape = self.0.engine.load(name.clone(), source).await?;
@@ -298,9 +337,10 @@ impl Host {
     /// # Errors
     /// [`Reason::ModelNotFound`] when there is none of this name.
     pub async fn unload(&self, name: &str) -> Result<(), Error> {
-        self.model(name)?;
-        locked(&self.0.models).remove(name);
-        self.0.engine.unload(name.to_owned()).await.map(|_| ())
+        let name = self.model(name)?.name.clone();
+        self.0.engine.unload(name.clone()).await?;
+        locked(&self.0.models).remove(&name);
+        Ok(())
     }
 }
 

@@ -311,6 +311,7 @@ fn serve_alone(alone: &Alone) -> Exit {
         reporter.set_serving::<TokensServer<TokensService>>().await;
         let router = Windows::default()
             .server()
+            .max_concurrent_streams(MAX_STREAMS)
             .add_service(tokens_server(host))
             .add_service(health);
         let served = match listener {

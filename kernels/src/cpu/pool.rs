@@ -158,8 +158,13 @@ impl Pool {
     pub fn run(&mut self, job: impl Fn(usize, Barrier<'_>) + Sync) {
         let shared = &*self.shared;
         let call = |part: usize| job(part, Barrier { shared, part });
+        // A panic of part 0 must not unwind past threads that still use `job`: it ends the process,
+        // which is what worker processes are for.
+        let guard = AbortOnUnwind;
         if shared.parts == 1 {
-            return call(0);
+            call(0);
+            std::mem::forget(guard);
+            return;
         }
         let me = thread::current();
         if self.lock_threads()[0].as_ref().map(thread::Thread::id) != Some(me.id()) {
@@ -172,9 +177,6 @@ impl Pool {
             .store((&raw const job).cast_mut().cast(), Ordering::Relaxed);
         shared.generation.0.fetch_add(1, Ordering::Release);
         shared.wake();
-        // A panic of part 0 must not unwind past threads that still use `job`: it ends the process,
-        // which is what worker processes are for.
-        let guard = AbortOnUnwind;
         job(0);
         shared.wait(0, || {
             shared.finished.0.load(Ordering::Acquire) == shared.parts - 1

@@ -127,26 +127,75 @@ impl Batch {
         }
     }
 
-    /// Starts waiting sequences while there are tables and blocks, in the order of arrival.
+    /// Starts waiting sequences in the order of arrival, while there are tables and blocks for all tokens
+    /// they have so far. One block per running sequence stays free, so that a newcomer is not thrown out
+    /// again at once. Those whose readers have no room wait on, and are passed.
     fn admit(&mut self, now: Instant) -> Result<(), DeviceError> {
+        let mut at = 0;
+        while let (Some(next), false) = (self.waiting.get(at), self.tables.is_empty()) {
+            if !next.has_room() {
+                at += 1;
+                continue;
+            }
+            let needed = next.tokens().len().div_ceil(self.runner.shape().block_len);
+            if self.pool.free() < needed + self.running.len() {
+                break;
+            }
+            let (Some(table), Some(blocks)) = (self.tables.pop(), self.pool.take(needed)) else {
+                break;
+            };
+            if let Err(error) = self.runner.set_table(table, 0, &blocks) {
+                self.release(table, blocks);
+                return Err(error);
+            }
+            if let Some(mut sequence) = self.waiting.remove(at) {
+                sequence.start(now);
+                self.running.push(Running {
+                    sequence,
+                    table,
+                    blocks,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives every running sequence blocks for the tokens it has, oldest first. When none is left, a
+    /// sequence whose reader has no room goes back to the queue, else the youngest; it computes its
+    /// tokens again later, which changes no bit of what follows.
+    fn grow(&mut self) -> Result<(), DeviceError> {
         let block_len = self.runner.shape().block_len;
-        while let (Some(next), false) = (self.waiting.front(), self.tables.is_empty()) {
-            let needed = next.positions_at_most().div_ceil(block_len);
-            let Some(blocks) = self.pool.take(needed) else {
-                break;
-            };
-            let (Some(mut sequence), Some(table)) = (self.waiting.pop_front(), self.tables.pop())
-            else {
-                self.pool.give(blocks);
-                break;
-            };
-            self.runner.set_table(table, 0, &blocks)?;
-            sequence.start(now);
-            self.running.push(Running {
-                sequence,
-                table,
-                blocks,
-            });
+        let mut i = 0;
+        while i < self.running.len() {
+            let running = &self.running[i];
+            let (table, have) = (running.table, running.blocks.len());
+            let missing = running
+                .sequence
+                .tokens()
+                .len()
+                .div_ceil(block_len)
+                .saturating_sub(have);
+            match self.pool.take(missing) {
+                Some(more) => {
+                    if missing > 0 {
+                        self.runner.set_table(table, have, &more)?;
+                        self.running[i].blocks.extend(more);
+                    }
+                    i += 1;
+                }
+                None => {
+                    let stalled = |r: &Running| !r.sequence.has_room();
+                    let victim = (0..self.running.len())
+                        .rev()
+                        .find(|&v| v != i && stalled(&self.running[v]));
+                    let victim = victim.unwrap_or(self.running.len() - 1);
+                    let mut sequence = self.remove(victim);
+                    sequence.computed = 0;
+                    self.waiting.push_front(sequence);
+                    // Indices after the victim moved down by one.
+                    i -= usize::from(victim < i);
+                }
+            }
         }
         Ok(())
     }
@@ -185,7 +234,7 @@ impl Batch {
     pub fn step(&mut self) -> bool {
         let now = Instant::now();
         self.sweep(now);
-        if let Err(error) = self.admit(now) {
+        if let Err(error) = self.admit(now).and_then(|()| self.grow()) {
             self.fail_all(&of_device(&error));
             return true;
         }

@@ -11,6 +11,7 @@ use std::{
 
 use hotcell_proto::{
     error::{Error, Reason},
+    limits,
     v1::{self, FinishReason},
 };
 use tokio::sync::mpsc;
@@ -166,6 +167,13 @@ impl Sequence {
             }
             end = sequence.note(token);
         }
+        if sequence.text.len() > limits::MAX_DELTA_BYTES {
+            let what = format!(
+                "text_bytes_emitted is {} bytes behind the resumed ids; resume with what was received",
+                sequence.text.len()
+            );
+            return Err(Error::new(Reason::InvalidArgument, what));
+        }
         Ok((sequence, end))
     }
 
@@ -177,16 +185,6 @@ impl Sequence {
     /// The request's id.
     pub fn id(&self) -> &str {
         &self.request.id
-    }
-
-    /// Positions it may need in all.
-    pub fn positions_at_most(&self) -> usize {
-        let wanted = self.request.max_tokens.unwrap_or(usize::MAX);
-        self.request
-            .prompt
-            .len()
-            .saturating_add(wanted)
-            .min(self.context)
     }
 
     /// When it must be over.

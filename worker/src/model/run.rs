@@ -23,6 +23,8 @@ const MAX_ROWS: usize = 128;
 const MAX_SEQUENCES: usize = 64;
 /// Bytes that the cache takes unless one whole context needs more. Pages cost nothing until written.
 const CACHE_BUDGET: usize = 1 << 30;
+/// Bytes that the cache takes at most; a context that needs more is cut to what fits.
+const CACHE_CEILING: usize = 32 << 30;
 /// Whole contexts that the cache holds at most.
 const MAX_CONTEXTS: usize = 16;
 
@@ -54,14 +56,16 @@ impl RunShape {
             .saturating_mul(config.head_dim)
             .max(1);
         let affordable = (CACHE_BUDGET / per_token).max(BLOCK_LEN);
+        let context = config
+            .context
+            .min((CACHE_CEILING / per_token).max(BLOCK_LEN));
         let wanted = config.context.saturating_mul(MAX_CONTEXTS);
-        let tokens = affordable.min(wanted).max(BLOCK_LEN);
+        let tokens = affordable.max(context).min(wanted).max(BLOCK_LEN);
         let blocks = tokens.div_ceil(BLOCK_LEN);
         Self {
             max_rows: MAX_ROWS,
             max_sequences: MAX_SEQUENCES,
-            // What the cache cannot hold is no context.
-            context: config.context.min(blocks * BLOCK_LEN),
+            context,
             block_len: BLOCK_LEN,
             blocks,
             cache_dtype,

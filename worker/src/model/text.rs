@@ -205,6 +205,20 @@ impl ModelText {
                 ),
             ));
         }
+        let bytes = ids
+            .iter()
+            .filter_map(|id| self.tokenizer.id_to_piece(*id))
+            .map(<[u8]>::len)
+            .sum::<usize>();
+        if bytes > limits::MAX_PROMPT_BYTES {
+            return Err(Error::new(
+                Reason::LimitExceeded,
+                format!(
+                    "these ids stand for {bytes} bytes of text; the limit is {}",
+                    limits::MAX_PROMPT_BYTES
+                ),
+            ));
+        }
         self.tokenizer
             .decode(ids, !with_special)
             .map_err(|e| of_text(&e))

@@ -1,6 +1,6 @@
 //! `hotcell.v1.Worker`: what only the scheduler says.
 
-use std::pin::Pin;
+use std::{pin::Pin, time::Duration};
 
 use hotcell_proto::{
     PROTOCOL_VERSION,
@@ -67,13 +67,20 @@ impl Worker for WorkerService {
         let host = self.0.clone();
         tokio::spawn(async move {
             let (progress, mut reports) = mpsc::channel(limits::STREAM_BUFFER);
-            let forward = async {
-                while let Some(report) = reports.recv().await {
-                    let _ = events.send(Ok(report)).await;
-                }
-            };
             let load = host.load_by_descriptor(name.as_str().to_owned(), tag, files, progress);
-            let (loaded, ()) = tokio::join!(load, forward);
+            tokio::pin!(load);
+            // A sign of life at least this often, also while the load waits for the engine's current step.
+            let mut beat = tokio::time::interval(Duration::from_secs(1));
+            let mut latest = v1::LoadProgress::default();
+            let loaded = loop {
+                tokio::select! {
+                    loaded = &mut load => break loaded,
+                    Some(report) = reports.recv() => latest = report,
+                    _ = beat.tick() => {}
+                }
+                // A caller that went away does not stop the load: the scheduler may ask again.
+                let _ = events.try_send(Ok(latest.clone()));
+            };
             let last = loaded.map_err(Status::from).map(|model| v1::LoadProgress {
                 stage: "loaded".to_owned(),
                 loaded: Some(v1::Loaded {

@@ -33,6 +33,10 @@ use crate::{
 /// The service.
 pub struct TokensService(pub Host);
 
+/// Requests inside at once. More than the scheduler hands out, because it counts a cancelled one as gone
+/// before the engine's next step sees it.
+const PLACES: usize = limits::MAX_WORKER_REQUESTS + 64;
+
 /// A stream of events. Reading from it, or dropping it, wakes an engine that waits for room.
 pub struct Events {
     events: mpsc::Receiver<Event>,
@@ -184,9 +188,18 @@ impl Tokens for TokensService {
         let deadline = deadline::of(request.metadata())?;
         let wire = request.into_inner();
         let model = host.model(&wire.model)?;
-        let mut checked = check(&wire, &model)?;
+        let ids_only = matches!(
+            wire.prompt.as_ref().and_then(|p| p.kind.as_ref()),
+            Some(v1::prompt::Kind::Ids(_))
+        );
+        let mut checked = if ids_only {
+            check(&wire, &model)?
+        } else {
+            let model = Arc::clone(&model);
+            host.text_work(move || check(&wire, &model)).await?
+        };
         checked.deadline = deadline;
-        let place = Place::take(host.places(), limits::MAX_WORKER_REQUESTS).ok_or_else(|| {
+        let place = Place::take(host.places(), PLACES).ok_or_else(|| {
             let what = format!(
                 "{} requests are in this worker already; try again later",
                 limits::MAX_WORKER_REQUESTS
@@ -237,15 +250,12 @@ impl Tokens for TokensService {
         let request = request.into_inner();
         let model = self.0.model(&request.model)?;
         let name = model.name.clone();
-        // A long prompt takes a while; the other streams must not wait for it.
         let prepare = move || {
             model
                 .text
                 .prepare(request.prompt.as_ref(), request.without_special)
         };
-        let prepared = tokio::task::spawn_blocking(prepare)
-            .await
-            .map_err(|e| Error::new(Reason::Internal, format!("tokenising failed: {e}")))??;
+        let prepared = self.0.text_work(prepare).await?;
         let response = v1::TokenizeResponse {
             model: name,
             ids: prepared.ids,
@@ -261,10 +271,9 @@ impl Tokens for TokensService {
         let request = request.into_inner();
         let model = self.0.model(&request.model)?;
         in_vocabulary("id", &request.ids, &model)?;
-        let text = model.text.detokenize(&request.ids, request.with_special)?;
-        Ok(Response::new(v1::DetokenizeResponse {
-            model: model.name.clone(),
-            text,
-        }))
+        let name = model.name.clone();
+        let detokenize = move || model.text.detokenize(&request.ids, request.with_special);
+        let text = self.0.text_work(detokenize).await?;
+        Ok(Response::new(v1::DetokenizeResponse { model: name, text }))
     }
 }
