@@ -364,9 +364,8 @@ impl Sketch<'_> {
                     t.dtype == DType::F32 && t.shape.rank() > 0 && inner
                 });
                 let n = self.tensor_of(x).shape.inner().unwrap();
-                let dtype = self.choices.pick(&FLOATS);
                 let eps = self.choices.pick(&[1e-5, 0.0, -0.0, 1.0, 5e-324]);
-                let inputs = vec![x, self.exactly(dtype, &[n.into()])];
+                let inputs = vec![x, self.exactly(DType::F32, &[n.into()])];
                 (inputs, vec![Attribute::Float(eps)])
             }
             "mul_mat" => {
@@ -634,7 +633,7 @@ const BREAKS: &[(&str, Break)] = &[
         match choices.below(3) {
             0 => inputs.clear(),
             1 => drop(inputs.pop()?),
-            _ => inputs.push(inputs.last()?.clone()),
+            _ => inputs.push(*inputs.last()?),
         }
         Some(())
     }),
@@ -1377,6 +1376,128 @@ fn shapes_are_computed_again() {
     // Caches and their readers must agree.
     refused(|w| cache_of(w).kv_heads = 3);
     refused(|w| cache_of(w).head_dim = 31);
+}
+
+// Case 11, for the ops where one operand's size is how far another one is read or written.
+#[test]
+fn one_operand_that_does_not_fit_is_refused() {
+    use attribute::Value::{Bool, Float, Int};
+    let f = |dims: &[u64]| tensor("f32", &dims.iter().map(|&n| fixed(n)).collect::<Vec<_>>());
+    let i = |dims: &[u64]| tensor("i32", &dims.iter().map(|&n| fixed(n)).collect::<Vec<_>>());
+    let cache = |kv_heads, head_dim| v1::GraphInput {
+        spec: Some(graph_input::Spec::Cache(v1::CacheSpec {
+            dtype: "bf16".to_owned(),
+            blocks: 4,
+            block_len: 16,
+            kv_heads,
+            head_dim,
+        })),
+        ..v1::GraphInput::default()
+    };
+    let any = [
+        tensor("f64", &[fixed(3)]),
+        i(&[3]),
+        f(&[3]),
+        f(&[]),
+        i(&[3, 1, 1]),
+        tensor("i32", &[rows(true)]),
+    ];
+    let eps = attribute("eps", Float(1e-5));
+    let turned = attribute("interleaved", Bool(true));
+    let read = [attribute("scale", Float(1.0)), attribute("window", Int(0))];
+    for (op, attributes, good, wrong) in [
+        (
+            "rms_norm",
+            vec![eps],
+            vec![f(&[5, 8]), f(&[8])],
+            vec![
+                (0, f(&[])),
+                (0, f(&[8, 5])),
+                (0, f(&[5, 0])),
+                (1, f(&[7])),
+                (1, f(&[9])),
+                (1, f(&[8, 1])),
+            ],
+        ),
+        (
+            "rope",
+            vec![turned],
+            vec![f(&[5, 4, 8]), i(&[5]), f(&[4])],
+            vec![
+                (0, f(&[5, 4, 7])),
+                (0, f(&[5, 4, 9])),
+                (0, f(&[6, 4, 8])),
+                (0, f(&[5, 32])),
+                (0, f(&[5, 0, 8])),
+                (1, i(&[4])),
+                (1, i(&[6])),
+                (1, f(&[5])),
+                (2, f(&[8])),
+                (2, f(&[3])),
+            ],
+        ),
+        (
+            "cache_write",
+            vec![],
+            vec![cache(2, 8), f(&[5, 2, 8]), f(&[5, 2, 8]), i(&[5])],
+            vec![
+                (0, cache(1, 8)),
+                (0, cache(3, 8)),
+                (0, cache(8, 2)),
+                (0, f(&[4, 2, 16, 8])),
+                (1, f(&[6, 2, 8])),
+                (1, f(&[5, 1, 8])),
+                (2, f(&[4, 2, 8])),
+                (2, f(&[5, 2, 7])),
+                (2, f(&[5, 2, 8, 1])),
+                (3, i(&[4])),
+                (3, i(&[6])),
+                (3, tensor("i64", &[fixed(5)])),
+            ],
+        ),
+        (
+            "paged_attention",
+            read.to_vec(),
+            vec![f(&[5, 4, 8]), cache(2, 8), i(&[3, 6]), i(&[5]), i(&[5])],
+            vec![
+                (0, f(&[6, 4, 8])),
+                (0, f(&[5, 3, 8])),
+                (0, f(&[5, 1, 8])),
+                (0, f(&[5, 4, 4])),
+                (1, cache(3, 8)),
+                (1, cache(8, 8)),
+                (1, cache(2, 4)),
+                (1, cache(2, 16)),
+                (2, i(&[18])),
+                (2, f(&[3, 6])),
+                (2, tensor("i32", &[rows(true), fixed(6)])),
+                (3, i(&[4])),
+                (3, i(&[6])),
+                (4, i(&[4])),
+                (4, i(&[6])),
+                (4, f(&[5])),
+            ],
+        ),
+    ] {
+        let outputs = usize::from(op != "cache_write");
+        let whole = |inputs: &[v1::GraphInput]| {
+            let mut wire = applied(op, inputs, &attributes);
+            wire.outputs.truncate(outputs);
+            decoded(&wire)
+        };
+        survives(&whole(&good).unwrap());
+        let anywhere =
+            (0..good.len()).flat_map(|place| any.iter().map(move |x| (place, x.clone())));
+        for (place, operand) in wrong.into_iter().chain(anywhere) {
+            let mut inputs = good.clone();
+            inputs[place] = operand;
+            assert!(
+                whole(&inputs).is_none(),
+                "{op}: {:?} at {place}",
+                inputs[place]
+            );
+        }
+    }
 }
 
 // Case 12.
