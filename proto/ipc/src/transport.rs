@@ -38,10 +38,16 @@ impl Default for Windows {
     }
 }
 
+/// Cancelled streams of one connection that HTTP/2 keeps in mind. More at once ends the connection (as a server)
+/// or frames that were under way count as the peer's errors (as a client): the defaults are 20 and 50, which a
+/// burst of clients that leave goes past.
+const MAX_RESETS: usize = 1024;
+
 impl Windows {
     /// A server builder with these windows.
     pub fn server(&self) -> Server {
         Server::builder()
+            .http2_max_pending_accept_reset_streams(Some(MAX_RESETS))
             .initial_stream_window_size(self.stream)
             .initial_connection_window_size(self.connection)
             .max_frame_size(self.frame)
@@ -50,6 +56,7 @@ impl Windows {
     /// A client's endpoint with these windows.
     pub fn endpoint(&self, endpoint: Endpoint) -> Endpoint {
         endpoint
+            .http2_max_concurrent_reset_streams(MAX_RESETS)
             .initial_stream_window_size(self.stream)
             .initial_connection_window_size(self.connection)
             .max_frame_size(self.frame)

@@ -33,15 +33,31 @@ use crate::{discover::clip, vault::OpenModel};
 
 /// Flow control of the token connection. The connection's window holds every stream's, so that streams whose
 /// clients do not read cannot starve the others.
+///
+/// HTTP/2 (h2 since 0.4.16) also counts small DATA frames that wait to be read: each costs what it lacks of
+/// [`SMALL_FRAME`] bytes, and once all streams together cost more than half the connection's window, it ends the
+/// connection. A token's event is one such frame, so streams that wait have to fit in by their own window, and
+/// the connection's is larger than they can ever fill.
 pub const TOKENS_WINDOWS: Windows = Windows {
-    stream: 64 << 10,
-    connection: 16 << 20,
+    stream: 8 << 10,
+    connection: 128 << 20,
     frame: 64 << 10,
 };
+
+/// Frames of at least so many bytes cost nothing.
+const SMALL_FRAME: u64 = 256;
+/// The smallest event that the journal takes: gRPC's prefix (5), the event's (2), the delta's field (2), one byte.
+const SMALLEST_EVENT: u64 = 10;
 
 const _: () = assert!(
     limits::MAX_WORKER_REQUESTS * TOKENS_WINDOWS.stream as usize
         <= TOKENS_WINDOWS.connection as usize
+);
+const _: () = assert!(
+    limits::MAX_WORKER_REQUESTS as u64
+        * (TOKENS_WINDOWS.stream as u64 / SMALLEST_EVENT)
+        * (SMALL_FRAME - SMALLEST_EVENT)
+        <= TOKENS_WINDOWS.connection as u64 / 2
 );
 
 /// How long a death may take to show after a stream broke, before the worker is asked.

@@ -7,7 +7,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -71,6 +71,10 @@ pub struct Stage {
     pub classes: Mutex<HashMap<String, String>>,
     /// Why models of this name do not load.
     pub unloadable: Mutex<HashMap<String, Reason>>,
+    /// Whether tokens have no text, so that their events are as small as they get.
+    pub terse: AtomicBool,
+    /// Steps of progress that a load takes, 50 ms each.
+    pub load_steps: AtomicUsize,
     /// Models that kill who loads them.
     pub deadly: Mutex<Vec<String>>,
     pids: AtomicU64,
@@ -237,8 +241,15 @@ impl Worker for FakeWorker {
             }),
             ..LoadProgress::default()
         };
-        sender.try_send(Ok(step)).unwrap();
-        sender.try_send(Ok(done)).unwrap();
+        let steps = self.stage.load_steps.load(Ordering::Relaxed);
+        tokio::spawn(async move {
+            let _ = sender.send(Ok(step.clone())).await;
+            for _ in 0..steps {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                let _ = sender.send(Ok(step.clone())).await;
+            }
+            let _ = sender.send(Ok(done)).await;
+        });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
@@ -344,8 +355,9 @@ impl Tokens for FakeWorker {
                     _ => {}
                 }
                 let id = token(&prompt, seed, index);
+                let terse = stage.terse.load(Ordering::Relaxed);
                 let delta = Delta {
-                    text: text(id),
+                    text: if terse { String::new() } else { text(id) },
                     token_ids: vec![id],
                     logprobs: vec![],
                 };

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod fake;
+mod mishaps;
 
 use std::{
     path::Path,
@@ -12,11 +13,7 @@ use std::{
 };
 
 use fake::{Act, Fakes, Stage};
-use hotcell_ipc::{
-    memory::sealed_memory,
-    socket::stream_pair,
-    transport::{Windows, channel_over},
-};
+use hotcell_ipc::{memory::sealed_memory, socket::stream_pair, transport::channel_over};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
@@ -30,7 +27,7 @@ use hotcell_proto::{
 };
 use hotcell_scheduler::{
     config::{Cli, Config, Settings, Surroundings},
-    fleet::{Fleet, Parts},
+    fleet::{Fleet, Parts, TOKENS_WINDOWS},
     service::{self, Doors, Shared},
     vault::{self, Source},
 };
@@ -91,11 +88,7 @@ impl House {
         let stop = CancellationToken::new();
         tokio::spawn(service::serve(doors, routes, stop.clone()));
         // A client that leaves little unread, so that backpressure begins early.
-        let windows = Windows {
-            stream: 64 << 10,
-            ..Windows::default()
-        };
-        let channel = channel_over(ours, windows).await.unwrap();
+        let channel = channel_over(ours, TOKENS_WINDOWS).await.unwrap();
         House {
             stage,
             fleet,
