@@ -2,7 +2,9 @@
 
 use std::{
     error::Error as StdError,
+    ffi::OsString,
     fmt, io,
+    net::SocketAddr,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     str::FromStr,
@@ -19,18 +21,37 @@ use hotcell_proto::{
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tonic::{
-    Status,
+    Code, Status,
     transport::{Channel, Endpoint},
 };
 
 /// Environment variable that names the scheduler when no address is given.
 pub const ADDRESS_VARIABLE: &str = "HOTCELL_ADDRESS";
 
+/// Environment variable that tells a scheduler its socket; names it to clients too when
+/// [`ADDRESS_VARIABLE`] says nothing.
+pub const SOCKET_VARIABLE: &str = "HOTCELL_SOCKET";
+
+/// Flow control of a client's connections.
+///
+/// h2 (0.4.16 and later) charges every unread DATA frame of less than 256 bytes with what it lacks to that, and
+/// ends the whole connection with GOAWAY once the charges exceed half the connection's window. A token is such a
+/// frame of about 20 bytes. So a stream that nobody reads has to stop early (64 KiB, some 3000 tokens, as
+/// between scheduler and worker), and the connection's window is large: 64 MiB allow about 140 000 unread tokens.
+const WINDOWS: Windows = Windows {
+    stream: 64 << 10,
+    connection: 64 << 20,
+    frame: 64 << 10,
+};
+
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Metadata key of errors that mean "no scheduler could be reached"; its value is the address.
 const UNREACHABLE: &str = "unreachable";
+
+/// Metadata key of errors that mean "the other side does not know this call"; its value is the address.
+const UNKNOWN_CALL: &str = "unknown_call";
 
 /// Where a scheduler (or a worker run alone) listens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -50,14 +71,31 @@ impl Address {
         Self::Unix(address::default_socket(runtime_dir.as_deref(), uid))
     }
 
-    /// What `HOTCELL_ADDRESS` says, else [`Address::default_socket`].
+    /// What `HOTCELL_ADDRESS` says, else the socket `HOTCELL_SOCKET` names, else [`Address::default_socket`].
     ///
     /// # Errors
-    /// [`Reason::InvalidArgument`] when the variable holds no address.
+    /// [`Reason::InvalidArgument`] when `HOTCELL_ADDRESS` holds no address.
     pub fn from_environment() -> Result<Self, Error> {
-        match std::env::var(ADDRESS_VARIABLE) {
-            Ok(text) if !text.is_empty() => text.parse(),
-            _ => Ok(Self::default_socket()),
+        let address = std::env::var(ADDRESS_VARIABLE).ok();
+        Self::from_variables(address.as_deref(), std::env::var_os(SOCKET_VARIABLE))
+    }
+
+    fn from_variables(address: Option<&str>, socket: Option<OsString>) -> Result<Self, Error> {
+        if let Some(text) = address.filter(|text| !text.is_empty()) {
+            return text.parse();
+        }
+        // An empty path is the only one that cannot be made absolute while there is a working folder.
+        let socket = socket.and_then(|path| std::path::absolute(path).ok());
+        Ok(socket.map_or_else(Self::default_socket, Self::Unix))
+    }
+
+    /// What a scheduler's `--listen`, which takes no names, is to be given for this address.
+    pub(crate) fn listen_flag(authority: &str) -> String {
+        match authority.rsplit_once(':') {
+            Some((host, port)) if host.eq_ignore_ascii_case("localhost") => {
+                format!("127.0.0.1:{port}")
+            }
+            _ => authority.to_owned(),
         }
     }
 
@@ -152,12 +190,12 @@ impl Client {
                     });
                     // The name is never resolved; it becomes the `:authority` of each request.
                     let endpoint = Endpoint::from_static("http://scheduler.invalid");
-                    let endpoint = Windows::default().endpoint(endpoint);
+                    let endpoint = WINDOWS.endpoint(endpoint);
                     endpoint.connect_with_connector(connector).await
                 }
                 Address::Tcp(authority) => {
                     let endpoint = Endpoint::from_shared(format!("http://{authority}"))?;
-                    let endpoint = Windows::default().endpoint(endpoint).tcp_nodelay(true);
+                    let endpoint = WINDOWS.endpoint(endpoint).tcp_nodelay(true);
                     endpoint.connect().await
                 }
             }
@@ -176,7 +214,7 @@ impl Client {
     /// One for which [`is_unreachable`] holds when the socket is no stream socket or the other end is gone.
     pub async fn over(socket: OwnedFd) -> Result<Self, Error> {
         let peer = "the other end of the socket".to_owned();
-        let channel = transport::channel_over(socket, Windows::default())
+        let channel = transport::channel_over(socket, WINDOWS)
             .await
             .map_err(|e| unreachable(&peer, &e))?;
         Ok(Self { channel, peer })
@@ -218,6 +256,21 @@ pub fn is_unreachable(error: &Error) -> bool {
     error.get(UNREACHABLE).is_some()
 }
 
+/// Whether `error` means that the other side does not know the call, as a worker run alone knows none that
+/// operate a scheduler.
+pub fn is_unknown_call(error: &Error) -> bool {
+    error.get(UNKNOWN_CALL).is_some()
+}
+
+/// Says of a call that only schedulers know what a worker run alone lacks: "has no list of workers".
+pub(crate) fn schedulers_only(error: Error, lacks: &str) -> Error {
+    let Some(peer) = error.get(UNKNOWN_CALL) else {
+        return error;
+    };
+    let message = format!("this address is a single worker, which {lacks}; ask a scheduler");
+    Error::new(error.reason(), message).with(UNKNOWN_CALL, peer)
+}
+
 /// The failure of a scheduler that could not be started; [`is_unreachable`] holds for it.
 pub(crate) fn cannot_start(message: String) -> Error {
     Error::new(Reason::NoWorker, message).with(UNREACHABLE, "private scheduler")
@@ -230,6 +283,13 @@ pub(crate) fn read_status(peer: &str, status: &Status) -> Error {
         return error;
     }
     let error = Error::from_status(status);
+    // Said by a server that has no such service; a call it knows and refuses has a reason of ours.
+    if status.code() == Code::Unimplemented && status.message().is_empty() {
+        let message = format!(
+            "{peer} does not know this call; check that the address is a scheduler's of this version"
+        );
+        return Error::new(Reason::ProtocolMismatch, message).with(UNKNOWN_CALL, peer);
+    }
     // Statuses that came over the wire have no source; those made here from a transport error have.
     let Some(source) = status.source() else {
         return error;
@@ -253,18 +313,17 @@ fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
         next = error.source();
     }
     let socket = peer.strip_prefix("unix:").map(Path::new);
+    let serve = serve_hint(peer);
     let message = match (kind, socket) {
         (Some(io::ErrorKind::NotFound), Some(_)) => {
-            format!("no scheduler listens on {peer}; start one with `hotcell serve`")
+            format!("no scheduler listens on {peer}; start one with {serve}")
         }
         (Some(io::ErrorKind::ConnectionRefused), Some(_)) => format!(
             "no scheduler listens on {peer}, where one left its socket behind; \
-             start one with `hotcell serve`"
+             start one with {serve}"
         ),
         (Some(io::ErrorKind::ConnectionRefused), None) => {
-            format!(
-                "no scheduler listens on {peer}; start one there with `hotcell serve --listen {peer}`"
-            )
+            format!("no scheduler listens on {peer}; start one there with {serve}")
         }
         (Some(io::ErrorKind::PermissionDenied), Some(_)) => format!(
             "the socket {peer} belongs to somebody else; \
@@ -280,9 +339,66 @@ fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
     Error::new(Reason::NoWorker, message).with(UNREACHABLE, peer)
 }
 
+/// The command that starts a scheduler which listens at `peer`.
+fn serve_hint(peer: &str) -> String {
+    if let Some(path) = peer.strip_prefix("unix:") {
+        return if peer == Address::default_socket().to_string() {
+            "`hotcell serve`".to_owned()
+        } else {
+            format!("`hotcell serve --socket {path}`")
+        };
+    }
+    let listen = Address::listen_flag(peer);
+    if listen.parse::<SocketAddr>().is_ok() {
+        return format!("`hotcell serve --listen {listen}`");
+    }
+    // A name may stand for several addresses of that host.
+    let port = listen.rsplit_once(':').map_or("4100", |(_, port)| port);
+    format!("`hotcell serve --listen IP:{port}`, with that host's own IP address")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_environment_names_an_address_or_a_socket() {
+        let read =
+            |address, socket: &str| Address::from_variables(address, Some(socket.into())).unwrap();
+        assert_eq!(
+            read(Some("host:1"), "/s"),
+            Address::Tcp("host:1".to_owned())
+        );
+        assert_eq!(read(Some(""), "/s"), Address::Unix("/s".into()));
+        let here = std::env::current_dir().unwrap().join("s");
+        assert_eq!(read(None, "s"), Address::Unix(here));
+        assert_eq!(read(None, ""), Address::default_socket());
+        let nothing = Address::from_variables(None, None).unwrap();
+        assert_eq!(nothing, Address::default_socket());
+    }
+
+    #[test]
+    fn the_hint_is_a_command_that_works() {
+        for (peer, hint) in [
+            ("localhost:4100", "`hotcell serve --listen 127.0.0.1:4100`"),
+            ("[::1]:4100", "`hotcell serve --listen [::1]:4100`"),
+            ("unix:/x/h.sock", "`hotcell serve --socket /x/h.sock`"),
+        ] {
+            assert_eq!(serve_hint(peer), hint);
+        }
+        assert!(serve_hint("gpu-box:4100").contains("--listen IP:4100`"));
+        let standard = Address::default_socket().to_string();
+        assert_eq!(serve_hint(&standard), "`hotcell serve`");
+    }
+
+    #[test]
+    fn a_call_nobody_knows_is_told_in_words() {
+        let error = read_status("host:1", &Status::unimplemented(""));
+        assert!(is_unknown_call(&error) && !is_unreachable(&error));
+        assert!(error.message().contains("host:1"), "{error}");
+        let typed = Status::from(Error::new(Reason::ModelUnsupported, "no"));
+        assert!(!is_unknown_call(&read_status("host:1", &typed)));
+    }
 
     #[test]
     fn addresses_are_read_in_every_spelling() {

@@ -12,7 +12,7 @@ use hotcell_proto::{
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Response, Status, Streaming};
 
-use crate::connect::{Client, read_status};
+use crate::connect::{Client, read_status, schedulers_only};
 
 /// A stream of messages, its failures typed. Dropping it ends the call.
 #[derive(Debug)]
@@ -47,12 +47,23 @@ impl Client {
             .map_err(|status| read_status(self.peer(), &status))
     }
 
+    /// As [`Client::answer`], for a call that only schedulers know; `lacks` is what a worker alone is told to.
+    fn scheduler_answer<T>(
+        &self,
+        result: Result<Response<T>, Status>,
+        lacks: &str,
+    ) -> Result<T, Error> {
+        self.answer(result)
+            .map_err(|error| schedulers_only(error, lacks))
+    }
+
     fn messages<T>(
         &self,
         result: Result<Response<Streaming<T>>, Status>,
+        lacks: &str,
     ) -> Result<Messages<T>, Error> {
         Ok(Messages {
-            stream: self.answer(result)?,
+            stream: self.scheduler_answer(result, lacks)?,
             peer: self.peer().to_owned(),
         })
     }
@@ -64,7 +75,8 @@ impl Client {
     pub async fn devices(&self) -> Result<Vec<v1::Device>, Error> {
         let mut client = self.control_client();
         let response = client.list_devices(v1::ListDevicesRequest {}).await;
-        Ok(self.answer(response)?.devices)
+        let lacks = "has no list of devices";
+        Ok(self.scheduler_answer(response, lacks)?.devices)
     }
 
     /// The worker processes, dead ones that will come back included.
@@ -74,7 +86,8 @@ impl Client {
     pub async fn workers(&self) -> Result<Vec<v1::WorkerInfo>, Error> {
         let mut client = self.control_client();
         let response = client.list_workers(v1::ListWorkersRequest {}).await;
-        Ok(self.answer(response)?.workers)
+        let lacks = "has no list of workers";
+        Ok(self.scheduler_answer(response, lacks)?.workers)
     }
 
     /// The models that are loaded or configured.
@@ -84,7 +97,8 @@ impl Client {
     pub async fn models(&self) -> Result<Vec<v1::ModelInfo>, Error> {
         let mut client = self.control_client();
         let response = client.list_models(v1::ListModelsRequest {}).await;
-        Ok(self.answer(response)?.models)
+        let lacks = "has no list of models";
+        Ok(self.scheduler_answer(response, lacks)?.models)
     }
 
     /// Loads a model on every worker: a folder or `.gguf` file as the scheduler sees it, or, with an empty
@@ -102,7 +116,7 @@ impl Client {
             path: path.to_owned(),
         };
         let response = self.control_client().load_model(request).await;
-        self.messages(response)
+        self.messages(response, "keeps the model it was started with")
     }
 
     /// Loads a model as [`Client::load_progress`] does, and waits for the end.
@@ -129,7 +143,8 @@ impl Client {
             name: name.to_owned(),
         };
         let response = self.control_client().unload_model(request).await;
-        self.answer(response).map(|_| ())
+        self.scheduler_answer(response, "keeps the model it was started with")
+            .map(|_| ())
     }
 
     /// What happens from now on.
@@ -139,7 +154,7 @@ impl Client {
     pub async fn watch(&self) -> Result<Messages<v1::Event>, Error> {
         let mut client = self.control_client();
         let response = client.watch_events(v1::WatchEventsRequest {}).await;
-        self.messages(response)
+        self.messages(response, "has no list of events")
     }
 }
 

@@ -23,13 +23,13 @@ use hotcell_ipc::{
 use hotcell_proto::error::Error;
 use tokio::task::JoinHandle;
 
-use crate::connect::{ADDRESS_VARIABLE, Client, cannot_start, is_unreachable};
+use crate::connect::{ADDRESS_VARIABLE, Client, SOCKET_VARIABLE, cannot_start, is_unreachable};
 
 /// File name of the scheduler's program.
 pub const SCHEDULER: &str = "hotcell-scheduler";
 
 /// Variables that tell a scheduler, or its clients, where it listens. A private one listens nowhere.
-const DOORS: &[&str] = &[ADDRESS_VARIABLE, "HOTCELL_SOCKET", "HOTCELL_LISTEN"];
+const DOORS: &[&str] = &[ADDRESS_VARIABLE, SOCKET_VARIABLE, "HOTCELL_LISTEN"];
 
 /// How long a private scheduler may take to answer for the first time.
 const START_TIMEOUT: Duration = Duration::from_secs(60);

@@ -242,7 +242,7 @@ async fn nobody_listening_is_one_sentence_with_the_way_out() {
     assert!(
         missing
             .message()
-            .ends_with("start one with `hotcell serve`"),
+            .ends_with(&format!("`hotcell serve --socket {}`", path.display())),
         "{missing}"
     );
 
