@@ -56,13 +56,21 @@ Examples:
 
 `hotcell --help` also lists the exit codes.";
 
+const SERVE: &str = "\
+Examples:
+  hotcell serve
+  hotcell serve --devices cpu:2 --models llama=/models/llama
+  hotcell serve --listen 127.0.0.1:4100
+  hotcell serve -- --help               all flags of the scheduler";
+
 fn long_help() -> String {
     format!(
-        "{START}\n\n{}\n\
+        "{START}\n\n{}\n{}\n\
          With --json, standard output holds one JSON document (lists) or one per line (streams, loading,\n\
          watch). A failure is then its last line: {{\"error\":{{\"reason\",\"message\",\"metadata\",\"exit_code\"}}}}.\n\
          Without --json it is one line on standard error. A wrong command line is always told there.",
-        exit::help()
+        exit::help(),
+        exit::SERVE,
     )
 }
 
@@ -72,7 +80,7 @@ fn long_help() -> String {
 pub struct GlobalFlags {
     /// Where the scheduler listens: unix:/path, /path, host:port or http://host:port
     ///
-    /// [env: HOTCELL_ADDRESS] [default: $XDG_RUNTIME_DIR/hotcell/hotcell.sock, else /tmp/hotcell-UID/hotcell.sock]
+    /// [env: HOTCELL_ADDRESS, else HOTCELL_SOCKET, a path] [default: $XDG_RUNTIME_DIR/hotcell/hotcell.sock, else /tmp/hotcell-UID/hotcell.sock]
     #[arg(long, global = true, value_name = "ADDRESS")]
     pub address: Option<Address>,
     /// Print JSON instead of words
@@ -103,9 +111,11 @@ impl GlobalFlags {
 pub enum Command {
     /// Continue a text with the bundled model or another
     ///
-    /// Uses the scheduler that runs already; where none does, a private one that ends with this command. A model
-    /// given as a path is loaded first. On a terminal the prompt is shown before its continuation, and a line
-    /// with tokens, time to the first token and tokens per second after it.
+    /// Uses the scheduler that runs already; where none does, or it lacks the bundled model that is asked for, a
+    /// private one that ends with this command. A model given as a path is loaded first. On a terminal the prompt
+    /// is shown before its continuation. A line with tokens, time to the first token and tokens per second goes
+    /// to standard error after it if that is a terminal, or with --verbose; with --json the last line has them
+    /// under `usage` and `timings`.
     #[command(after_help = "\
 Examples:
   hotcell run \"In the beginning\"
@@ -133,14 +143,10 @@ While talking: /reset forgets, /help lists, /exit or Ctrl-D leaves, Ctrl-C stops
     Chat(ChatFlags),
     /// Start a scheduler here that stays until it is stopped
     ///
-    /// Becomes the program hotcell-scheduler, with the bundled model handed over and all flags passed on. With
-    /// --address (before the scheduler's own flags) it listens there.
-    #[command(after_help = "\
-Examples:
-  hotcell serve
-  hotcell serve --devices cpu:2 --models llama=/models/llama
-  hotcell serve --listen 127.0.0.1:4100
-  hotcell serve -- --help               all flags of the scheduler")]
+    /// Becomes the program hotcell-scheduler, with the bundled model handed over and all flags passed on, and ends
+    /// with that program's exit codes. Before the scheduler's own flags, --address makes it listen there (an IP
+    /// address or localhost) and --json adds --log-json.
+    #[command(after_help = SERVE, after_long_help = format!("{SERVE}\n\n{}", exit::SERVE))]
     Serve(ServeFlags),
     /// Load a model
     #[command(after_help = "\

@@ -84,7 +84,18 @@ fn every_command_teaches_by_example() {
             "{name} has no example"
         );
     }
+    let mut command = Cli::command();
+    let serve = command.find_subcommand_mut("serve").unwrap();
+    let help = serve.render_long_help().to_string();
+    for part in [
+        "hotcell serve --listen",
+        "5  worker program missing",
+        "--log-json",
+    ] {
+        assert!(help.contains(part), "{help}");
+    }
     let help = Cli::command().render_long_help().to_string();
+    assert!(help.contains("hotcell-scheduler") && help.contains("HOTCELL_SOCKET"));
     for exit in Exit::ALL {
         assert!(help.contains(exit.words()), "{}", exit.words());
     }
@@ -182,6 +193,51 @@ async fn run_loads_what_is_not_loaded() {
 }
 
 #[tokio::test]
+async fn a_worker_run_alone_is_asked_for_its_own_model() {
+    let running = fake::start_worker().await;
+    let done = hotcell(&running, &["run", "In the"]).await;
+    assert_eq!((done.exit, &*done.out), (Exit::Success, "In the\n"));
+    let done = hotcell(&running, &["run", "In the", "--model", "other"]).await;
+    assert_eq!(done.exit, Exit::Success, "{}", done.err);
+    let done = with_input(&running, "hello\n", &["chat"]).await;
+    assert_eq!((done.exit, &*done.out), (Exit::Success, "1:hello\n"));
+    let seen = running.fake.seen.lock().unwrap();
+    let models: Vec<_> = seen.requests.iter().map(|r| &*r.model).collect();
+    assert_eq!(models, ["", "other", ""]);
+}
+
+#[tokio::test]
+async fn a_worker_run_alone_is_no_scheduler() {
+    let running = fake::start_worker().await;
+    for (args, lacks) in [
+        (&["ps"][..], "has no list of workers"),
+        (&["devices"], "has no list of devices"),
+        (&["models"], "has no list of models"),
+        (&["watch"], "has no list of events"),
+        (&["load", "spare"], "keeps the model it was started with"),
+        (&["unload", "spare"], "keeps the model it was started with"),
+        (&["run", "a", "--model", "/"], "keeps the model"),
+    ] {
+        let done = hotcell(&running, args).await;
+        assert_eq!(done.exit, Exit::Failed, "{args:?}");
+        let start = format!("error: this address is a single worker, which {lacks}");
+        assert!(done.err.starts_with(&start), "{args:?}: {}", done.err);
+        assert!(done.err.ends_with("; ask a scheduler\n"), "{}", done.err);
+    }
+}
+
+#[tokio::test]
+async fn a_named_scheduler_without_the_bundled_model_says_how_to_get_it() {
+    let running = fake::start_bare().await;
+    let done = hotcell(&running, &["run", "a"]).await;
+    assert_eq!(done.exit, Exit::NotFound);
+    for part in ["model kjv", "`hotcell serve`", "--model"] {
+        assert!(done.err.contains(part), "{}", done.err);
+    }
+    assert!(running.fake.seen.lock().unwrap().requests.is_empty());
+}
+
+#[tokio::test]
 async fn generate_prints_one_json_line_per_event() {
     let running = fake::start().await;
     let done = hotcell(
@@ -200,7 +256,9 @@ async fn generate_prints_one_json_line_per_event() {
     assert_eq!(lines[1]["logprobs"][0]["top"][0]["token"], 10);
     assert_eq!(lines[3]["reason"], "max_tokens");
     assert_eq!(lines[3]["usage"]["generated_tokens"], 2);
-    assert!(lines[3]["timings"]["first_token_ms"].is_number());
+    let timings = lines[3]["timings"].as_object().unwrap();
+    assert!(timings["first_token_ms"].is_number());
+    assert!(timings.contains_key("tokens_per_second"));
     // Not widened to the digits of a double.
     assert!(done.out.contains("\"logprob\":-0.1,"), "{}", done.out);
 }

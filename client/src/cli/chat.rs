@@ -95,7 +95,7 @@ async fn converse(
     model: &ModelRef,
     interrupt: &mut Interrupt,
 ) -> Result<(), Failure> {
-    let name = session.prepare(ui, interrupt, model).await?;
+    let name = session.prepare(ui, interrupt, model, true).await?;
     let mut conversation = Conversation::new(flags.system.as_deref());
     let mut lines = ui.lines();
     let interactive = ui.in_terminal && ui.out_terminal && !ui.manner.json;

@@ -107,6 +107,18 @@ pub(crate) fn help() -> String {
     text
 }
 
+/// The codes of `hotcell-scheduler`, which `hotcell serve` becomes. Its own table is in its crate.
+pub(crate) const SERVE: &str = "\
+Exit codes of `hotcell serve`, which are hotcell-scheduler's once it has started:
+    0  ended as asked
+    2  flags, environment or config file are wrong
+    3  cannot listen: port or socket in use, or path no good
+    4  no usable device
+    5  worker program missing
+   70  internal fault
+  130  a second signal cut the drain short
+";
+
 /// Why a command failed.
 #[derive(Debug)]
 pub enum Failure {
@@ -146,9 +158,13 @@ impl Failure {
         }
     }
 
-    /// One sentence.
+    /// One sentence; never nothing, whatever a server says.
     pub fn message(&self) -> String {
         match self {
+            Self::Call(error) if error.message().trim().is_empty() => format!(
+                "the request failed ({}) and the other side did not say why; look into its log",
+                error.reason().name()
+            ),
             Self::Call(error) => error.message().to_owned(),
             Self::Usage(message) => message.clone(),
             Self::Interrupted => "interrupted".to_owned(),
@@ -210,6 +226,12 @@ mod tests {
         assert_eq!(Exit::of(&cannot_start(String::new())), Exit::Unreachable);
         let busy = Error::new(Reason::NoWorker, "all workers are starting");
         assert_eq!(Exit::of(&busy), Exit::Unavailable);
+    }
+
+    #[test]
+    fn a_failure_without_words_gets_some() {
+        let failure = Failure::from(Error::new(Reason::Internal, " "));
+        assert!(failure.message().contains("(INTERNAL)"));
     }
 
     #[test]

@@ -20,8 +20,9 @@ pub struct RunFlags {
     /// The text to continue; read from standard input if missing
     pub prompt: Option<String>,
     /// A loaded or configured model's name, or the path of a model to load: a folder or a .gguf file
-    #[arg(short, long, value_name = "NAME-or-PATH", default_value = "kjv")]
-    pub model: String,
+    /// [default: kjv, the bundled model; for a worker run alone, its own]
+    #[arg(short, long, value_name = "NAME-or-PATH")]
+    pub model: Option<String>,
     /// Start a private scheduler even if one runs already
     #[arg(long)]
     pub private: bool,
@@ -78,7 +79,10 @@ pub(crate) async fn run(
     interrupt: &mut Interrupt,
 ) -> Result<(), Failure> {
     let prompt = text_or_input(flags.prompt.as_deref(), ui)?;
-    let model = ModelRef::parse(&flags.model);
+    let model = match &flags.model {
+        Some(model) => ModelRef::parse(model),
+        None => ModelRef::Name(bundled.model.to_owned()),
+    };
     let mut session = tokio::select! {
         session = Session::running_or_private(ui, global, flags.private, &model, bundled) => session?,
         () = interrupt.pressed() => return Err(Failure::Interrupted),
@@ -96,7 +100,9 @@ async fn run_in(
     prompt: String,
     interrupt: &mut Interrupt,
 ) -> Result<Report, Failure> {
-    let name = session.prepare(ui, interrupt, model).await?;
+    let name = session
+        .prepare(ui, interrupt, model, flags.model.is_some())
+        .await?;
     if ui.out_terminal && !ui.manner.json {
         // The continuation alone would begin in the middle of a sentence.
         let echo = ui.styled(BOLD, &harmless(&prompt));
@@ -105,7 +111,7 @@ async fn run_in(
     let options = flags.sampling.options(&name, DEFAULT_MAX_TOKENS);
     show(ui, session, interrupt, Prompt::Text(prompt), options)
         .await
-        .map_err(|failure| hinted(failure, &flags.model))
+        .map_err(|failure| hinted(failure, flags.model.as_deref().unwrap_or_default()))
 }
 
 pub(crate) async fn generate(

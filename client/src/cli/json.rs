@@ -91,7 +91,8 @@ pub(crate) struct UsageView {
     generated_tokens: u32,
 }
 
-/// The worker's times, and the client's: from the request to the first token, and to the end.
+/// The worker's times, and the client's: from the request to the first token, and to the end. The rate is that
+/// of the tokens after the first.
 #[derive(Serialize)]
 pub(crate) struct TimingsView {
     queue_ms: f64,
@@ -99,6 +100,7 @@ pub(crate) struct TimingsView {
     decode_ms: f64,
     first_token_ms: Option<f64>,
     total_ms: f64,
+    tokens_per_second: Option<f64>,
 }
 
 /// What the client measured.
@@ -106,6 +108,7 @@ pub(crate) struct TimingsView {
 pub(crate) struct Clock {
     pub(crate) first_token_ms: Option<f64>,
     pub(crate) total_ms: f64,
+    pub(crate) tokens_per_second: Option<f64>,
 }
 
 fn numerics(class: Option<&v1::NumericsClass>) -> Option<NumericsView<'_>> {
@@ -147,6 +150,7 @@ pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
                     decode_ms: timings.decode_ms,
                     first_token_ms: clock.first_token_ms,
                     total_ms: clock.total_ms,
+                    tokens_per_second: clock.tokens_per_second,
                 },
                 seed: finished.seed,
                 numerics: numerics(finished.numerics.as_ref()),

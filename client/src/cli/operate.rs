@@ -105,24 +105,36 @@ pub struct CompletionsFlags {
     pub shell: Shell,
 }
 
+/// Whether the scheduler's own flags hold this one.
+fn says(flags: &[OsString], flag: &str) -> bool {
+    flags.iter().any(|given| {
+        let given = given.to_string_lossy();
+        let rest = given.strip_prefix(flag);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
+    })
+}
+
 /// What the scheduler is to be told about where to listen, unless its own flags say so.
-pub(crate) fn doors(address: Option<&Address>, flags: &[OsString]) -> Vec<OsString> {
-    let says = |flag: &str| {
-        flags.iter().any(|given| {
-            let given = given.to_string_lossy();
-            given == flag
-                || given
-                    .strip_prefix(flag)
-                    .is_some_and(|rest| rest.starts_with('='))
-        })
-    };
+fn doors(address: Option<&Address>, flags: &[OsString]) -> Vec<OsString> {
     match address {
-        Some(Address::Unix(path)) if !says("--socket") => vec!["--socket".into(), path.into()],
-        Some(Address::Tcp(authority)) if !says("--listen") => {
-            vec!["--listen".into(), authority.into()]
+        Some(Address::Unix(path)) if !says(flags, "--socket") => {
+            vec!["--socket".into(), path.into()]
+        }
+        Some(Address::Tcp(authority)) if !says(flags, "--listen") => {
+            vec!["--listen".into(), Address::listen_flag(authority).into()]
         }
         _ => Vec::new(),
     }
+}
+
+/// All flags of the scheduler: those that ours mean, then its own.
+fn scheduler_flags(address: Option<&Address>, json: bool, own: &[OsString]) -> Vec<OsString> {
+    let mut flags = doors(address, own);
+    if json && !says(own, "--log-json") {
+        flags.push("--log-json".into());
+    }
+    flags.extend(own.iter().cloned());
+    flags
 }
 
 /// Becomes the scheduler; returns only on failure.
@@ -142,8 +154,7 @@ pub(crate) fn serve(global: &GlobalFlags, flags: &ServeFlags, bundled: Bundled) 
     launch.bundled = Some(bundled);
     // The default is the scheduler's own too, and its config file may have another.
     let said = (address != Address::default_socket()).then_some(&address);
-    launch.flags = doors(said, &flags.flags);
-    launch.flags.extend(flags.flags.iter().cloned());
+    launch.flags = scheduler_flags(said, global.json, &flags.flags);
     launch.become_scheduler().into()
 }
 
@@ -420,5 +431,19 @@ mod tests {
         assert!(doors(Some(&unix), &["--socket=/x".into()]).is_empty());
         assert!(doors(Some(&tcp), &["--listen".into(), "[::1]:1".into()]).is_empty());
         assert!(doors(None, &[]).is_empty());
+        let name: Address = "localhost:4100".parse().unwrap();
+        assert_eq!(doors(Some(&name), &[]), ["--listen", "127.0.0.1:4100"]);
+    }
+
+    #[test]
+    fn json_asks_for_a_json_log_once() {
+        let own = ["--devices".into(), "cpu:2".into()];
+        assert_eq!(
+            scheduler_flags(None, true, &own),
+            ["--log-json", "--devices", "cpu:2"]
+        );
+        assert_eq!(scheduler_flags(None, false, &own), own);
+        let own = ["--log-json=false".into()];
+        assert_eq!(scheduler_flags(None, true, &own), own);
     }
 }

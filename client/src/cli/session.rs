@@ -8,7 +8,7 @@ use hotcell_proto::{
 };
 
 use crate::{
-    connect::{Address, Client, is_unreachable},
+    connect::{Address, Client, is_unknown_call, is_unreachable},
     control::unfinished_load,
     local::{Bundled, Launch, PrivateScheduler},
 };
@@ -19,7 +19,7 @@ use super::{
     flags::ModelRef,
     interrupt::Interrupt,
     json::LoadView,
-    ui::{Ui, bar_style, one_line},
+    ui::{DIM, Ui, bar_style, one_line},
 };
 
 /// A connection, and the scheduler behind it if that is ours.
@@ -55,7 +55,8 @@ impl Session {
         })
     }
 
-    /// A scheduler that runs already, else a private one. One that was named must run.
+    /// A scheduler that runs already, else a private one. One that was named must run, and have the bundled
+    /// model if that is the one to use; another that lacks it is passed over.
     pub(crate) async fn running_or_private(
         ui: &mut Ui,
         flags: &GlobalFlags,
@@ -64,9 +65,23 @@ impl Session {
         bundled: Bundled,
     ) -> Result<Self, Failure> {
         if !private {
-            let (_, said) = address(flags)?;
+            let (address, said) = address(flags)?;
             match Self::running(flags).await {
                 Err(Failure::Call(error)) if !said && is_unreachable(&error) => {}
+                Ok(session) => match session.lacks(bundled.model, model).await {
+                    None => return Ok(session),
+                    Some(others) if said => {
+                        return Err(not_there(&address, bundled.model, &others).into());
+                    }
+                    Some(_) if ui.manner.verbose => ui.note(
+                        DIM,
+                        &format!(
+                            "the scheduler at {address} does not have the bundled model {}; using a private one",
+                            bundled.model
+                        ),
+                    ),
+                    Some(_) => {}
+                },
                 result => return result,
             }
         }
@@ -74,7 +89,6 @@ impl Session {
         // Nobody else will ask this scheduler for anything but this model.
         launch.bundled = matches!(model, ModelRef::Name(_)).then_some(bundled);
         let bar = ui.progress("starting a private scheduler");
-        bar.enable_steady_tick(std::time::Duration::from_millis(100));
         let verbose = ui.manner.verbose;
         let show_line = move |line: &str| {
             if verbose {
@@ -89,6 +103,17 @@ impl Session {
             local: true,
             private: Some(scheduler),
         })
+    }
+
+    /// The models this scheduler has, if `wanted` is the bundled one and not among them.
+    async fn lacks(&self, bundled: &str, wanted: &ModelRef) -> Option<Vec<String>> {
+        if !matches!(wanted, ModelRef::Name(name) if name == bundled) {
+            return None;
+        }
+        // Whoever cannot list them is asked for the text anyway, and says itself what is wrong.
+        let models = self.client.models().await.ok()?;
+        let names: Vec<_> = models.into_iter().map(|m| m.name).collect();
+        (!names.iter().any(|name| name == bundled)).then_some(names)
     }
 
     /// What became of a private scheduler, if `error` is that it cannot be reached.
@@ -107,12 +132,14 @@ impl Session {
         }
     }
 
-    /// Sees to it that `model` is loaded, and tells its name for requests.
+    /// Sees to it that `model` is loaded, and tells its name for requests. A worker run alone has its own model:
+    /// it is asked for that unless `said` a name.
     pub(crate) async fn prepare(
         &mut self,
         ui: &mut Ui,
         interrupt: &mut Interrupt,
         model: &ModelRef,
+        said: bool,
     ) -> Result<String, Failure> {
         let name = match model {
             ModelRef::Path(_) => {
@@ -122,6 +149,9 @@ impl Session {
         };
         let models = match self.client.models().await {
             Ok(models) => models,
+            Err(error) if is_unknown_call(&error) => {
+                return Ok(if said { name.clone() } else { String::new() });
+            }
             Err(error) => return Err(self.explain(error).await.into()),
         };
         let found = models.iter().find(|m| m.name == *name);
@@ -164,6 +194,7 @@ impl Session {
             ModelRef::Path(path) => (path, name, ModelRef::absolute(path)?),
         };
         let bar = ui.progress(&format!("loading {label}"));
+        bar.set_prefix("waiting for a worker");
         let steps = async {
             let mut progress = self.client.load_progress(name, &path).await?;
             while let Some(step) = progress.next().await {
@@ -178,7 +209,10 @@ impl Session {
                     bar.set_length(step.bytes_total);
                     bar.set_position(step.bytes_done.min(step.bytes_total));
                 }
-                bar.set_prefix(one_line(&format!("{} {}", step.stage, step.worker)));
+                let stage = one_line(&format!("{} {}", step.stage, step.worker));
+                if !stage.trim().is_empty() {
+                    bar.set_prefix(stage);
+                }
                 bar.tick();
                 if step.done {
                     return Ok(step.model.unwrap_or_default());
@@ -200,6 +234,19 @@ impl Session {
             (result, _) => result,
         }
     }
+}
+
+/// The failure of `run` with the bundled model at a scheduler that was started without it.
+fn not_there(address: &Address, model: &str, others: &[String]) -> Error {
+    let others = match others {
+        [] => String::new(),
+        names => format!(" (it has {})", names.join(", ")),
+    };
+    let message = format!(
+        "the scheduler at {address} does not have the bundled model {model}; \
+         start it with `hotcell serve`, which hands it over, or name another with --model{others}"
+    );
+    Error::new(Reason::ModelNotFound, message).with("model", model)
 }
 
 /// Reminds of the file that lies here under a name that no model has.

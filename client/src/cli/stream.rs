@@ -168,6 +168,7 @@ async fn follow(
             let clock = Clock {
                 first_token_ms: report.first,
                 total_ms: ms,
+                tokens_per_second: report.rate(),
             };
             ui.print_json(&json::event(&event, &clock))?;
         } else if let Event::Delta(delta) = &event

@@ -3,6 +3,7 @@
 use std::{
     io::{self, BufRead, BufReader, IsTerminal, Read, Write},
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use anstyle::{AnsiColor, Style};
@@ -21,6 +22,9 @@ pub(crate) const DIM: Style = Style::new().dimmed();
 /// More important text.
 pub(crate) const BOLD: Style = Style::new().bold();
 const ERROR: Style = AnsiColor::Red.on_default().bold();
+
+/// How often a spinner turns.
+const TICK: Duration = Duration::from_millis(100);
 
 /// When to use colours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -170,7 +174,7 @@ impl Ui {
         let _ = writeln!(self.err, "{label} {}", one_line(&failure.message()));
     }
 
-    /// A bar for `what` on standard error; invisible where that is no terminal, and where log lines come between.
+    /// A spinner for `what` on standard error, for [`bar_style`] once there is something to count; invisible where that is no terminal, and where log lines come between.
     pub(crate) fn progress(&self, what: &str) -> ProgressBar {
         let visible = self.err_terminal && !self.manner.json && !self.manner.verbose;
         let target = if visible {
@@ -178,9 +182,14 @@ impl Ui {
         } else {
             ProgressDrawTarget::hidden()
         };
-        ProgressBar::with_draw_target(None, target)
+        let bar = ProgressBar::with_draw_target(None, target)
             .with_style(style("{spinner} {msg} {prefix}"))
-            .with_message(one_line(what))
+            .with_message(one_line(what));
+        if visible {
+            // Shows it at once, and that something goes on while nobody reports.
+            bar.enable_steady_tick(TICK);
+        }
+        bar
     }
 
     /// All of standard input as text; one line end at its end is not part of it.
@@ -339,6 +348,13 @@ mod tests {
             "a\u{fffd}[2Jb\tc\nd\u{fffd}"
         );
         assert_eq!(one_line("a\nb"), "a b");
+    }
+
+    #[test]
+    fn progress_is_for_terminals_only() {
+        let (ui, ..) = Ui::captured(Manner::default(), "");
+        let bar = ui.progress("loading");
+        assert!(bar.is_hidden());
     }
 
     #[test]

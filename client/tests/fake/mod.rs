@@ -32,6 +32,8 @@ type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 #[derive(Clone, Default)]
 pub struct Fake {
     pub seen: Arc<Mutex<Seen>>,
+    /// Whether it lists no models.
+    pub bare: bool,
 }
 
 /// What the fake was asked.
@@ -69,14 +71,33 @@ impl Running {
     }
 }
 
+/// A scheduler.
 pub async fn start() -> Running {
+    serve(Fake::default(), true).await
+}
+
+/// A scheduler without models.
+pub async fn start_bare() -> Running {
+    let fake = Fake {
+        bare: true,
+        ..Fake::default()
+    };
+    serve(fake, true).await
+}
+
+/// A worker run alone: it knows no control calls.
+pub async fn start_worker() -> Running {
+    serve(Fake::default(), false).await
+}
+
+async fn serve(fake: Fake, control: bool) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("hotcell.sock");
     let listener = tokio::net::UnixListener::bind(&path).unwrap();
-    let fake = Fake::default();
+    let control = control.then(|| ControlServer::new(fake.clone()));
     let services = Server::builder()
         .add_service(TokensServer::new(fake.clone()))
-        .add_service(ControlServer::new(fake.clone()));
+        .add_optional_service(control);
     let server = tokio::spawn(async move {
         let _ = services
             .serve_with_incoming(UnixListenerStream::new(listener))
@@ -342,6 +363,9 @@ impl Control for Fake {
         &self,
         _: Request<v1::ListModelsRequest>,
     ) -> Answer<v1::ListModelsResponse> {
+        if self.bare {
+            return Ok(Response::new(v1::ListModelsResponse::default()));
+        }
         let spare = v1::ModelInfo {
             name: "spare".to_owned(),
             state: v1::ModelState::Available.into(),
