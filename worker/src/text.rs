@@ -43,10 +43,6 @@ pub const MAX_TEXT_BYTES: usize = 16 << 20;
 pub const MAX_WHITE_SPACE: usize = 500_000;
 /// The longest chat template, in bytes.
 pub const MAX_TEMPLATE_BYTES: usize = 256 << 10;
-/// The most stop strings of a request.
-pub const MAX_STOP_STRINGS: usize = 16;
-/// The longest stop string, in bytes.
-pub const MAX_STOP_BYTES: usize = 1 << 10;
 
 /// Why text could not be made into tokens or tokens into text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

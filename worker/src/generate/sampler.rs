@@ -16,14 +16,10 @@
 
 use std::collections::HashMap;
 
+use hotcell_proto::limits::{MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS};
+
 use super::logprobs::{self, Normalizer, best_first, checked_max};
 use super::random::uniform;
-
-/// The most entries [`SamplingParams::logit_bias`] may have (OpenAI's limit).
-pub const MAX_LOGIT_BIAS: usize = 1024;
-
-/// The most alternatives [`SamplingParams::top_logprobs`] may ask for (OpenAI's limit).
-pub const MAX_TOP_LOGPROBS: u32 = 20;
 
 /// How a request wants its tokens chosen. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
@@ -175,7 +171,7 @@ impl SamplingParams {
                 range: "[0, 20]",
             });
         }
-        if self.logit_bias.len() > MAX_LOGIT_BIAS {
+        if self.logit_bias.len() > MAX_LOGIT_BIASES {
             let value = self.logit_bias.len() as f64;
             return Err(SamplingError::OutOfRange {
                 field: "logit_bias's length",

@@ -1,6 +1,8 @@
 //! Stop strings over text that arrives in pieces.
 
-use super::{MAX_STOP_BYTES, MAX_STOP_STRINGS, TextError, bounded};
+use hotcell_proto::limits::{MAX_STOP_BYTES, MAX_STOP_STRINGS};
+
+use super::{TextError, bounded};
 
 /// What a piece of text led to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
