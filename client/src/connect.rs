@@ -34,13 +34,14 @@ pub const SOCKET_VARIABLE: &str = "HOTCELL_SOCKET";
 
 /// Flow control of a client's connections.
 ///
-/// h2 (0.4.16 and later) charges every unread DATA frame of less than 256 bytes with what it lacks to that, and
+/// h2 (0.4.16 and later) charges every unread DATA frame of less than 256 bytes with what it lacks of them, and
 /// ends the whole connection with GOAWAY once the charges exceed half the connection's window. A token is such a
-/// frame of about 20 bytes. So a stream that nobody reads has to stop early (64 KiB, some 3000 tokens, as
-/// between scheduler and worker), and the connection's window is large: 64 MiB allow about 140 000 unread tokens.
+/// frame, of about 20 bytes. So a stream that nobody reads has to stop early, after 64 KiB or some 3000 tokens,
+/// and the connection's window is one that no 200 such streams use up. It is a permission, no memory: what is
+/// unread is bounded by the streams' windows.
 const WINDOWS: Windows = Windows {
     stream: 64 << 10,
-    connection: 64 << 20,
+    connection: 1 << 30,
     frame: 64 << 10,
 };
 

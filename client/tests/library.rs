@@ -293,3 +293,20 @@ async fn a_socketpair_carries_calls_and_its_end_is_told() {
     let again = client.detokenize("", vec![104], false).await;
     assert!(is_unreachable(&again.unwrap_err()));
 }
+
+#[tokio::test]
+async fn streams_that_nobody_reads_do_not_end_the_connection() {
+    let running = fake::start().await;
+    let client = client(&running).await;
+    let mut unread = Vec::new();
+    for _ in 0..16 {
+        let stream = client.generate("flood", GenerateOptions::default()).await;
+        unread.push(stream.unwrap());
+    }
+    // Until they stand still: much of it is on this side now.
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    let read = client.generate("a b", GenerateOptions::default()).await;
+    assert_eq!(read.unwrap().complete().await.unwrap().text, "a b");
+    let late = unread.remove(0).complete().await.unwrap();
+    assert_eq!(late.token_ids.len(), fake::FLOOD as usize);
+}

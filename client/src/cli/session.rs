@@ -202,16 +202,16 @@ impl Session {
                 if lines && ui.manner.json {
                     ui.print_json(&LoadView::from(&step))?;
                 }
+                let stage = one_line(&format!("{} {}", step.stage, step.worker));
+                if !stage.trim().is_empty() {
+                    bar.set_prefix(stage);
+                }
                 if step.bytes_total > 0 {
                     if bar.length().is_none() {
                         bar.set_style(bar_style());
                     }
                     bar.set_length(step.bytes_total);
                     bar.set_position(step.bytes_done.min(step.bytes_total));
-                }
-                let stage = one_line(&format!("{} {}", step.stage, step.worker));
-                if !stage.trim().is_empty() {
-                    bar.set_prefix(stage);
                 }
                 bar.tick();
                 if step.done {

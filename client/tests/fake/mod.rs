@@ -21,12 +21,16 @@ use v1::{control_server::*, tokens_server::*};
 type Answer<T> = Result<Response<T>, Status>;
 type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
+/// How many events a flood has.
+pub const FLOOD: u32 = 5000;
+
 /// What `Generate` does, chosen by the prompt's text.
 ///
 /// * `refuse`: fails at once; `refuse REASON`: with that reason
 /// * `stall`: two events, then nothing until the client goes
 /// * `mute`: not even a response's head
 /// * `torn`: ends without its last event; `unordered`: begins with a delta
+/// * `flood`: so many small events that nobody who does not read holds them all
 /// * `die`: an event, then the status `WORKER_LOST`
 /// * else: Accepted, one delta per word, Finished
 #[derive(Clone, Default)]
@@ -220,6 +224,15 @@ impl Tokens for Fake {
                 }
                 "torn" => {
                     send(Ok(accepted())).await;
+                }
+                "flood" => {
+                    send(Ok(accepted())).await;
+                    for i in 0..FLOOD {
+                        // Each a frame of its own: what is ready together goes into one.
+                        tokio::task::yield_now().await;
+                        send(Ok(delta("", i, top))).await;
+                    }
+                    send(Ok(finished(FLOOD))).await;
                 }
                 "die" => {
                     send(Ok(accepted())).await;
