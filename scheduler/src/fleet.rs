@@ -3,24 +3,23 @@
 //! [`supervisor`](crate::supervisor) and [`placement`](crate::placement) decide; here it is done. All of the
 //! table is behind one lock that is never held across an await.
 
+mod catalog;
 mod keeper;
 mod launch;
 mod link;
 mod models;
+mod slot;
 
 use std::{
     collections::BTreeMap,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU32, AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
     time::Duration,
 };
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    v1::{Device, EventKind, HandshakeResponse, Lease, Loaded, WorkerInfo, WorkerState},
+    v1::{Device, EventKind, HandshakeResponse, Loaded, WorkerInfo, WorkerState},
 };
 use tokio::{
     sync::watch,
@@ -28,9 +27,10 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
+pub use catalog::Model;
 pub use launch::{Boxed, Launch, Launched, Order, Process, Processes};
 pub use link::{Condemnation, Fate, Link, LoadFailure, Sockets, TOKENS_WINDOWS, is_broken, words};
-pub use models::{Model, ProgressSender};
+pub use models::ProgressSender;
 
 use crate::{
     config::Timeouts,
@@ -38,34 +38,9 @@ use crate::{
     journal::Bounds,
     placement::{self, Candidate, Estimate, NoPlace, Wish},
     supervisor::{Phase, Policy, State},
+    vault::OpenModel,
 };
-
-/// What a worker has to do, as the scheduler counts it.
-#[derive(Debug, Default)]
-struct Load {
-    outstanding: AtomicU64,
-    running: AtomicU32,
-}
-
-/// A worker in the table.
-struct Slot {
-    device: Device,
-    epoch: u64,
-    pid: u32,
-    state: WorkerState,
-    /// Whether it may yet come to serve.
-    hopeful: bool,
-    /// Set while it serves.
-    link: Option<Arc<Link>>,
-    models: BTreeMap<ModelName, Loaded>,
-    /// The model it is loading, which is to blame if it dies.
-    loading: Option<ModelName>,
-    load: Arc<Load>,
-    deaths: u32,
-    last_exit: String,
-    since: Instant,
-    confinement: String,
-}
+use slot::{Load, Slot};
 
 #[derive(Default)]
 struct Table {
@@ -181,13 +156,19 @@ enum Wait {
     Full,
 }
 
+/// What a starting worker was asked to load, from which files, and what came of it: nothing if it refused, and is
+/// not to be asked again.
+type Asked = BTreeMap<ModelName, (Arc<OpenModel>, Option<Loaded>)>;
+
 /// What a starting worker is told when it has loaded what it was asked to.
 enum Offer {
     /// It serves now.
     Accepted,
+    /// Its process is gone or was told to go.
+    TooLate,
     /// First it has to load these, and forget those.
     Change {
-        missing: Vec<(ModelName, Arc<crate::vault::OpenModel>)>,
+        missing: Vec<(ModelName, Arc<OpenModel>)>,
         unwanted: Vec<ModelName>,
     },
 }
@@ -378,9 +359,11 @@ impl Fleet {
             Ok(chosen) => chosen,
             Err(NoPlace::AllFull) => return Ok(Err(Wait::Full)),
             Err(NoPlace::NoneReady) => {
-                let coming = |s: &Slot| s.hopeful && s.link.is_none();
+                let coming = |s: &Slot| s.may_get(model);
                 let any = table.workers.values().any(coming);
-                return match (loading, any) {
+                // One that stops giving signs of life is killed, and is absent then.
+                let near = |s: &Slot| s.may_get(model) && s.progresses;
+                return match (loading || table.workers.values().any(near), any) {
                     (true, _) if table.workers.values().any(|s| s.hopeful) => Ok(Err(Wait::Coming)),
                     (false, true) => Ok(Err(Wait::Absent)),
                     _ => Err(Error::new(
@@ -408,11 +391,7 @@ impl Fleet {
 
     fn launched(&self, id: &str, pid: u32, epoch: u64) {
         if let Some(slot) = self.table().workers.get_mut(id) {
-            slot.pid = pid;
-            slot.epoch = epoch;
-            slot.since = Instant::now();
-            // The old one's tickets count down on the old one's count.
-            slot.load = Arc::default();
+            slot.launched(pid, epoch);
         }
         let about = About {
             worker: id,
@@ -424,7 +403,8 @@ impl Fleet {
     }
 
     fn publish(&self, id: &str, state: &State) {
-        if let Some(slot) = self.table().workers.get_mut(id) {
+        let mut table = self.table();
+        if let Some(slot) = table.workers.get_mut(id) {
             slot.state = match state.phase {
                 Phase::New | Phase::Starting { .. } => WorkerState::Starting,
                 Phase::Ready => WorkerState::Ready,
@@ -435,14 +415,15 @@ impl Fleet {
             slot.hopeful = state.is_hopeful();
             slot.deaths = state.deaths;
         }
+        table.settle();
+        drop(table);
         self.tell();
     }
 
     /// Takes a worker out of service.
     fn withdraw(&self, id: &str) {
         if let Some(slot) = self.table().workers.get_mut(id) {
-            slot.link = None;
-            slot.models.clear();
+            slot.emptied();
         }
         self.tell();
     }
@@ -453,12 +434,21 @@ impl Fleet {
         let Some(slot) = table.workers.get_mut(id) else {
             return;
         };
-        slot.link = None;
-        slot.models.clear();
+        slot.emptied();
         slot.pid = 0;
         if let Some(model) = slot.loading.take() {
             table.strike(&model, reason);
         }
+    }
+
+    /// A starting worker works on it.
+    fn note_progress(&self, id: &str, epoch: u64) {
+        let mut table = self.table();
+        if let Some(slot) = table.workers.get_mut(id).filter(|s| s.is_alive(epoch)) {
+            slot.progresses = true;
+        }
+        drop(table);
+        self.tell();
     }
 
     /// Notes why a worker died, as its supervisor sees it.
@@ -469,22 +459,27 @@ impl Fleet {
     }
 
     /// Puts a worker into service if it has loaded all that is wanted, in one act with looking.
-    fn offer(
-        &self,
-        link: &Arc<Link>,
-        hello: &HandshakeResponse,
-        loaded: &BTreeMap<ModelName, Option<Loaded>>,
-    ) -> Offer {
+    fn offer(&self, link: &Arc<Link>, hello: &HandshakeResponse, loaded: &Asked) -> Offer {
         let mut table = self.table();
+        let alive = |s: &Slot| s.is_alive(link.epoch) && !link.fate.gone.is_cancelled();
+        if !table.workers.get(&link.worker).is_some_and(alive) {
+            return Offer::TooLate;
+        }
         let wanted = table.wanted();
         let missing: Vec<_> = wanted
             .iter()
-            .filter(|(name, _)| !loaded.contains_key(name))
+            .filter(|(name, files)| {
+                let asked = loaded.get(name);
+                !asked.is_some_and(|(asked, _)| Arc::ptr_eq(asked, files))
+            })
             .cloned()
             .collect();
         let unwanted: Vec<_> = loaded
             .iter()
-            .filter(|(name, got)| got.is_some() && !wanted.iter().any(|(w, _)| w == *name))
+            .filter(|(name, (files, got))| {
+                let still = |(w, f): &(ModelName, _)| w == *name && Arc::ptr_eq(f, files);
+                got.is_some() && !wanted.iter().any(still)
+            })
             .map(|(name, _)| name.clone())
             .collect();
         if !missing.is_empty() || !unwanted.is_empty() {
@@ -493,7 +488,7 @@ impl Fleet {
         if let Some(slot) = table.workers.get_mut(&link.worker) {
             slot.models = loaded
                 .iter()
-                .filter_map(|(name, got)| Some((name.clone(), got.clone()?)))
+                .filter_map(|(name, (_, got))| Some((name.clone(), got.clone()?)))
                 .collect();
             slot.loading = None;
             slot.confinement = hello.confinement.clone();
@@ -504,63 +499,4 @@ impl Fleet {
         self.tell();
         Offer::Accepted
     }
-}
-
-impl Slot {
-    fn new(device: Device) -> Self {
-        Self {
-            device,
-            epoch: 0,
-            pid: 0,
-            state: WorkerState::Starting,
-            hopeful: true,
-            link: None,
-            models: BTreeMap::new(),
-            loading: None,
-            load: Arc::default(),
-            deaths: 0,
-            last_exit: String::new(),
-            since: Instant::now(),
-            confinement: String::new(),
-        }
-    }
-
-    fn info(&self, id: &str) -> WorkerInfo {
-        let alive = self.pid != 0;
-        let uptime = if alive {
-            self.since.elapsed()
-        } else {
-            Duration::ZERO
-        };
-        WorkerInfo {
-            id: id.to_owned(),
-            epoch: self.epoch,
-            pid: self.pid,
-            state: self.state.into(),
-            lease: Some(Lease {
-                device: self.device.id.clone(),
-                trust_domain: "trusted".to_owned(),
-                memory_bytes: self.device.memory_bytes,
-                cores: self.device.cores.clone(),
-            }),
-            models: self.models.keys().map(|m| m.as_str().to_owned()).collect(),
-            outstanding_tokens: self.load.outstanding.load(Ordering::Relaxed),
-            running_requests: self.load.running.load(Ordering::Relaxed),
-            deaths: self.deaths,
-            last_exit: self.last_exit.clone(),
-            uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
-            resident_bytes: if alive { resident(self.pid) } else { 0 },
-            confinement: self.confinement.clone(),
-        }
-    }
-}
-
-/// Resident bytes of a process by `/proc`; 0 if it cannot be told.
-fn resident(pid: u32) -> u64 {
-    let pages = std::fs::read_to_string(format!("/proc/{pid}/statm"))
-        .ok()
-        .and_then(|statm| statm.split_whitespace().nth(1)?.parse::<u64>().ok());
-    pages
-        .unwrap_or(0)
-        .saturating_mul(rustix::param::page_size() as u64)
 }

@@ -175,21 +175,22 @@ async fn start(
     let link = Arc::new(Link::connect(id, epoch, fate, sockets).await?);
     let hello = link.handshake().await?;
     let _ = progress.send(());
+    fleet.note_progress(id, epoch);
     tracing::debug!(
         worker = id,
         epoch,
         confinement = hello.confinement,
         "handshake"
     );
-    // None: refused, and not to be asked again.
     let mut loaded = BTreeMap::new();
     loop {
         let (missing, unwanted) = match fleet.offer(&link, &hello, &loaded) {
             Offer::Accepted => return Ok(()),
+            Offer::TooLate => return Err(Condemnation::new("it was to end before it was ready")),
             Offer::Change { missing, unwanted } => (missing, unwanted),
         };
         for name in unwanted {
-            if let Err(error) = link.unload(&name).await {
+            if let Err(error) = link.unload(&name, fleet.policy.start_timeout).await {
                 return Err(Condemnation::new(format!("cannot unload {name}: {error}")));
             }
             loaded.remove(&name);
@@ -205,13 +206,12 @@ async fn start(
             match got {
                 Ok(got) => {
                     fleet.note_loading(id, None);
-                    fleet.note_loaded(id, epoch, &name, &got, false);
-                    loaded.insert(name, Some(got));
+                    fleet.note_loaded(id, epoch, &name, &files, &got);
+                    loaded.insert(name, (files, Some(got)));
                 }
                 Err(LoadFailure::Refused(error)) => {
-                    fleet.note_loading(id, None);
                     fleet.note_refused(id, &name, &error);
-                    loaded.insert(name, None);
+                    loaded.insert(name, (files, None));
                 }
                 // Its model stays noted as loading, so that the death counts against it.
                 Err(LoadFailure::Broken(why)) => {

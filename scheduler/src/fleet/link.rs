@@ -274,17 +274,22 @@ impl Link {
         }
     }
 
-    /// Lets it forget a model.
+    /// Lets it forget a model. A worker that does not answer within `patience` is condemned.
     ///
     /// # Errors
-    /// Its words, or those about the broken connection.
-    pub async fn unload(&self, model: &ModelName) -> Result<(), Error> {
+    /// Its words, or those about the broken connection or its silence.
+    pub async fn unload(&self, model: &ModelName, patience: Duration) -> Result<(), Error> {
         let request = UnloadRequest {
             model: model.as_str().to_owned(),
         };
-        match self.control().unload(request).await {
-            Ok(_) => Ok(()),
-            Err(status) => Err(words(&status)),
+        match timeout(patience, self.control().unload(request)).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(status)) => Err(words(&status)),
+            Err(_) => {
+                let why = format!("it did not unload {model} within {patience:?}");
+                self.fate.condemn(Condemnation::new(why.clone()));
+                Err(Error::new(Reason::WorkerLost, why))
+            }
         }
     }
 

@@ -6,11 +6,11 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::{EventKind, LoadModelProgress, Loaded, ModelInfo, ModelState, ModelSummary},
+    v1::{EventKind, LoadModelProgress, Loaded, ModelInfo, ModelState},
 };
 use tokio::{sync::mpsc, task::JoinSet};
 
-use super::{Condemnation, Fleet, Link, LoadFailure, Table};
+use super::{Condemnation, Fleet, Link, LoadFailure, catalog::Model, slot::Slot};
 use crate::{
     events::About,
     vault::{self, OpenModel, Source},
@@ -18,137 +18,6 @@ use crate::{
 
 /// Where a load's progress goes. What does not fit is left out: a client that does not read delays no load.
 pub type ProgressSender = mpsc::Sender<LoadModelProgress>;
-
-/// Workers that may die while they load a model before it is given up; one may have been killed for another
-/// reason just then.
-const STRIKES: u32 = 3;
-
-/// A model the scheduler knows.
-#[derive(Clone, Debug)]
-pub struct Model {
-    /// Where its bytes come from.
-    pub source: Source,
-    /// Whether it stays known after it is unloaded.
-    pub configured: bool,
-    /// What is happening to it.
-    pub state: ModelState,
-    /// Its files, once opened.
-    pub files: Option<Arc<OpenModel>>,
-    /// A worker's words about it, once one has it.
-    pub summary: Option<ModelSummary>,
-    /// Why it could not be loaded.
-    pub problem: Option<Error>,
-    strikes: u32,
-}
-
-impl Model {
-    fn new(source: Source, configured: bool) -> Self {
-        Self {
-            source,
-            configured,
-            state: ModelState::Available,
-            files: None,
-            summary: None,
-            problem: None,
-            strikes: 0,
-        }
-    }
-
-    fn is_wanted(&self) -> bool {
-        matches!(self.state, ModelState::Loading | ModelState::Loaded)
-    }
-
-    fn fail(&mut self, problem: Error) {
-        self.state = ModelState::Failed;
-        self.problem = Some(problem);
-    }
-}
-
-impl Table {
-    /// Every model that each worker should have.
-    pub(super) fn wanted(&self) -> Vec<(ModelName, Arc<OpenModel>)> {
-        let wanted = self.models.iter().filter(|(_, m)| m.is_wanted());
-        wanted
-            .filter_map(|(name, m)| Some((name.clone(), Arc::clone(m.files.as_ref()?))))
-            .collect()
-    }
-
-    /// Whether requests for a model may wait for it (`true` while it is being loaded).
-    pub(super) fn usable(&self, name: &ModelName) -> Result<bool, Error> {
-        let model = self.models.get(name).ok_or_else(|| self.unknown(name))?;
-        match (model.state, &model.problem) {
-            (ModelState::Loaded, _) => Ok(false),
-            (ModelState::Loading, _) => Ok(true),
-            (_, Some(problem)) => Err(Error::new(
-                problem.reason(),
-                format!("model {name} could not be loaded: {problem}"),
-            )
-            .with("model", name)),
-            _ => Err(Error::new(
-                Reason::ModelNotFound,
-                format!("model {name} is not loaded; load it with `hotcell load {name}`"),
-            )
-            .with("model", name)),
-        }
-    }
-
-    fn unknown(&self, name: &ModelName) -> Error {
-        let known: Vec<_> = self.models.keys().take(8).map(ModelName::as_str).collect();
-        let way_out = match &known[..] {
-            [] => "no model is loaded; load one with `hotcell load PATH`".to_owned(),
-            names => format!("there is {}", names.join(", ")),
-        };
-        Error::new(
-            Reason::ModelNotFound,
-            format!("no model is called {name}; {way_out}"),
-        )
-        .with("model", name)
-    }
-
-    pub(super) fn strike(&mut self, name: &ModelName, reason: &str) {
-        let Some(model) = self.models.get_mut(name).filter(|m| m.is_wanted()) else {
-            return;
-        };
-        model.strikes += 1;
-        tracing::warn!(model = %name, strikes = model.strikes, reason, "a worker died while loading");
-        if model.strikes >= STRIKES {
-            model.fail(
-                Error::new(
-                    Reason::WorkerLost,
-                    format!("{STRIKES} workers died while loading it, the last one: {reason}"),
-                )
-                .with("model", name),
-            );
-        }
-    }
-
-    fn has(&self, name: &ModelName) -> bool {
-        self.workers.values().any(|s| s.models.contains_key(name))
-    }
-
-    fn info(&self, name: &ModelName, model: &Model) -> ModelInfo {
-        let workers = self.workers.iter();
-        let only = self.models.len() == 1;
-        let default = self.default_model.as_ref();
-        ModelInfo {
-            name: name.as_str().to_owned(),
-            state: model.state.into(),
-            source: model.source.to_string(),
-            summary: model.summary.clone(),
-            file_bytes: model.files.as_ref().map_or(0, |f| f.bytes()),
-            workers: workers
-                .filter(|(_, slot)| slot.models.contains_key(name))
-                .map(|(id, _)| id.clone())
-                .collect(),
-            problem: model
-                .problem
-                .as_ref()
-                .map(|p| p.message().to_owned())
-                .unwrap_or_default(),
-            is_default: default.map_or(only, |d| d == name),
-        }
-    }
-}
 
 impl Fleet {
     /// Makes a model known before workers start; they load it then. What is wrong with it is kept as its
@@ -189,18 +58,13 @@ impl Fleet {
                 false => Err(table.unknown(&name)),
             };
         }
-        if let Some(default) = &table.default_model {
-            return Ok(default.clone());
-        }
-        let mut wanted = table.models.iter().filter(|(_, m)| m.is_wanted());
-        let first = wanted.next().or_else(|| table.models.iter().next());
-        match (first, wanted.next()) {
-            (Some((name, _)), None) => Ok(name.clone()),
-            (None, _) => Err(Error::new(
+        match table.default_name() {
+            Some(name) => Ok(name.clone()),
+            None if table.models.is_empty() => Err(Error::new(
                 Reason::ModelNotFound,
                 "no model is loaded; load one with `hotcell load PATH`",
             )),
-            _ => {
+            None => {
                 let names: Vec<_> = table.models.keys().take(8).map(ModelName::as_str).collect();
                 Err(Error::new(
                     Reason::ModelNotFound,
@@ -219,27 +83,30 @@ impl Fleet {
         }
     }
 
-    /// A worker has a model. One that is in service may be given requests for it from now on.
+    /// A worker has a model, as these files are it.
     pub(super) fn note_loaded(
         &self,
         worker: &str,
         epoch: u64,
         name: &ModelName,
+        files: &Arc<OpenModel>,
         got: &Loaded,
-        in_service: bool,
     ) {
         let mut table = self.table();
-        let Some(model) = table.models.get_mut(name).filter(|m| m.is_wanted()) else {
+        let model = table.models.get_mut(name).filter(|m| m.is_wanted());
+        let Some(model) = model.filter(|m| m.files.as_ref().is_some_and(|f| Arc::ptr_eq(f, files)))
+        else {
             return;
         };
         let first = model.state != ModelState::Loaded;
         model.state = ModelState::Loaded;
+        model.problem = None;
         model.strikes = 0;
         if model.summary.is_none() {
             model.summary.clone_from(&got.summary);
         }
         let slot = table.workers.get_mut(worker);
-        if let Some(slot) = slot.filter(|s| in_service && s.epoch == epoch && s.link.is_some()) {
+        if let Some(slot) = slot.filter(|s| s.is_alive(epoch)) {
             slot.loading = None;
             slot.models.insert(name.clone(), got.clone());
         }
@@ -256,17 +123,18 @@ impl Fleet {
         self.tell();
     }
 
-    /// A worker will not have a model. If none has it, it has failed.
+    /// A starting worker will not have a model. If none has it or may come to, it has failed.
     pub(super) fn note_refused(&self, worker: &str, name: &ModelName, error: &Error) {
         tracing::error!(model = %name, worker, %error, "a worker cannot load a model");
         let mut table = self.table();
-        let nobody = !table.has(name);
-        if let Some(model) = table.models.get_mut(name)
-            && model.state == ModelState::Loading
-            && nobody
-        {
-            model.fail(error.clone());
+        if let Some(slot) = table.workers.get_mut(worker) {
+            slot.loading = None;
+            slot.refused.insert(name.clone());
         }
+        if let Some(model) = table.models.get_mut(name).filter(|m| m.is_wanted()) {
+            model.problem = Some(error.clone());
+        }
+        table.settle();
         drop(table);
         self.tell();
     }
@@ -295,8 +163,8 @@ impl Fleet {
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
         let _one_at_a_time = self.loading.lock().await;
-        let (name, source) = self.identify(name, path)?;
-        if let Some(files) = self.known_files(&name, &source)? {
+        let (name, source, same) = self.identify(name, path).await?;
+        if let Some(files) = self.known_files(&name, same)? {
             files.check()?;
         } else {
             let Source::Path(path) = source.clone() else {
@@ -326,13 +194,12 @@ impl Fleet {
         }
     }
 
-    /// Name and source of the model that is meant.
-    fn identify(
+    /// Name and source of the model that is meant, and whether that is the source it has already.
+    async fn identify(
         &self,
         name: Option<ModelName>,
         path: Option<PathBuf>,
-    ) -> Result<(ModelName, Source), Error> {
-        let table = self.table();
+    ) -> Result<(ModelName, Source, bool), Error> {
         let Some(path) = path else {
             let name = name.ok_or_else(|| {
                 Error::new(
@@ -340,42 +207,49 @@ impl Fleet {
                     "name a configured model, or give a path",
                 )
             })?;
+            let table = self.table();
             let model = table
                 .models
                 .get(&name)
                 .ok_or_else(|| table.unknown(&name))?;
-            return Ok((name, model.source.clone()));
+            return Ok((name, model.source.clone(), true));
         };
         let name = name.map_or_else(|| vault::name_of(&path), Ok)?;
-        if !table.models.contains_key(&name) && table.models.len() >= limits::MAX_MODELS {
-            return Err(Error::new(
-                Reason::LimitExceeded,
-                format!(
-                    "{} models are known already; unload one",
-                    limits::MAX_MODELS
-                ),
-            ));
-        }
+        let held = {
+            let table = self.table();
+            if !table.models.contains_key(&name) && table.models.len() >= limits::MAX_MODELS {
+                return Err(Error::new(
+                    Reason::LimitExceeded,
+                    format!(
+                        "{} models are known already; unload one",
+                        limits::MAX_MODELS
+                    ),
+                ));
+            }
+            table.models.get(&name).map(|m| m.source.clone())
+        };
         // Two ways to write a path are one source. What cannot be resolved will be refused when it is opened.
-        let path = std::fs::canonicalize(&path).unwrap_or(path);
-        Ok((name, Source::Path(path)))
+        // Not on this thread, nor under the lock: a dead network share may take minutes.
+        let resolve = |path: PathBuf| std::fs::canonicalize(&path).unwrap_or(path);
+        let resolved = tokio::task::spawn_blocking(move || {
+            let path = resolve(path);
+            let same = match held {
+                Some(Source::Path(held)) => held == path || resolve(held) == path,
+                _ => false,
+            };
+            (path, same)
+        });
+        let (path, same) = resolved
+            .await
+            .map_err(|e| Error::new(Reason::Internal, format!("cannot resolve a path: {e}")))?;
+        Ok((name, Source::Path(path), same))
     }
 
     /// The open files of a model that is loaded already, or was and kept them.
-    fn known_files(
-        &self,
-        name: &ModelName,
-        source: &Source,
-    ) -> Result<Option<Arc<OpenModel>>, Error> {
+    fn known_files(&self, name: &ModelName, same: bool) -> Result<Option<Arc<OpenModel>>, Error> {
         let table = self.table();
         let Some(model) = table.models.get(name) else {
             return Ok(None);
-        };
-        let same = match (&model.source, source) {
-            (Source::Path(held), Source::Path(new)) => {
-                held == new || std::fs::canonicalize(held).is_ok_and(|held| held == *new)
-            }
-            (held, new) => held == new,
         };
         if model.is_wanted() && !same {
             return Err(Error::new(
@@ -406,13 +280,20 @@ impl Fleet {
             let Some(files) = model.files.clone() else {
                 return table.usable(name).map(drop);
             };
-            if model.state != ModelState::Loaded {
-                model.state = ModelState::Loading;
-            }
             model.problem = None;
             model.strikes = 0;
+            let held = table.has(name);
+            if let Some(model) = table.models.get_mut(name)
+                && model.state != ModelState::Loaded
+            {
+                model.state = match held {
+                    true => ModelState::Loaded,
+                    false => ModelState::Loading,
+                };
+            }
             let mut lacking = Vec::new();
             for slot in table.workers.values_mut() {
+                slot.refused.remove(name);
                 if let Some(link) = slot.link.clone()
                     && !slot.models.contains_key(name)
                 {
@@ -439,21 +320,19 @@ impl Fleet {
             changed.borrow_and_update();
             {
                 let mut table = self.table();
-                let hope = table
-                    .workers
-                    .values()
-                    .any(|s| s.hopeful && s.link.is_none());
-                let has = table.has(name);
+                let hope = table.workers.values().any(|s| s.may_get(name));
+                let serves = |s: &Slot| s.link.is_some() && s.models.contains_key(name);
+                let has = table.workers.values().any(serves);
                 let Some(model) = table.models.get_mut(name) else {
                     return Err(table.unknown(name));
                 };
                 match (model.state, &model.problem) {
                     (ModelState::Loaded, _) if has || !hope => return Ok(()),
                     (ModelState::Loaded, _) => {}
-                    (_, Some(problem)) => return Err(problem.clone()),
+                    (ModelState::Failed, Some(problem)) => return Err(problem.clone()),
                     _ if refusal.is_none() && hope => {}
                     _ => {
-                        let error = refusal.unwrap_or_else(|| {
+                        let error = refusal.or(model.problem.take()).unwrap_or_else(|| {
                             Error::new(
                                 Reason::NoWorker,
                                 "no worker is there to load it; `hotcell ps` shows why",
@@ -475,7 +354,7 @@ impl Fleet {
         &self,
         link: &Arc<Link>,
         name: &ModelName,
-        files: &OpenModel,
+        files: &Arc<OpenModel>,
         progress: &ProgressSender,
     ) -> Option<Error> {
         let report = |bytes_done, bytes_total, stage: &str| {
@@ -497,7 +376,7 @@ impl Fleet {
         };
         match got {
             Ok(got) => {
-                self.note_loaded(&link.worker, link.epoch, name, &got, true);
+                self.note_loaded(&link.worker, link.epoch, name, files, &got);
                 report(files.bytes(), files.bytes(), "ready");
                 None
             }
@@ -516,11 +395,24 @@ impl Fleet {
         }
     }
 
-    /// Has every worker forget a model. Running requests for it end as the workers decide.
+    /// Has every worker forget a model. Running requests for it end as the workers decide. Goes on if the caller
+    /// stops waiting.
     ///
     /// # Errors
     /// [`Reason::ModelNotFound`] for an unknown one.
-    pub async fn unload(&self, name: &ModelName) -> Result<(), Error> {
+    pub async fn unload(self: &Arc<Self>, name: &ModelName) -> Result<(), Error> {
+        let (fleet, name) = (Arc::clone(self), name.clone());
+        tokio::spawn(async move { fleet.unload_now(&name).await })
+            .await
+            .unwrap_or_else(|e| {
+                Err(Error::new(
+                    Reason::Internal,
+                    format!("unloading failed: {e}"),
+                ))
+            })
+    }
+
+    async fn unload_now(&self, name: &ModelName) -> Result<(), Error> {
         let _one_at_a_time = self.loading.lock().await;
         let links: Vec<_> = {
             let mut table = self.table();
@@ -542,11 +434,17 @@ impl Fleet {
                 .collect()
         };
         self.tell();
+        let patience = self.policy.start_timeout;
+        let mut unloads = JoinSet::new();
         for link in links {
-            if let Err(error) = link.unload(name).await {
-                tracing::warn!(model = %name, worker = link.worker, %error, "a worker cannot unload a model");
-            }
+            let name = name.clone();
+            unloads.spawn(async move {
+                if let Err(error) = link.unload(&name, patience).await {
+                    tracing::warn!(model = %name, worker = link.worker, %error, "a worker cannot unload a model");
+                }
+            });
         }
+        while unloads.join_next().await.is_some() {}
         let about = About {
             model: name.as_str(),
             ..About::default()

@@ -75,7 +75,9 @@ pub struct Stage {
     pub terse: AtomicBool,
     /// Steps of progress that a load takes, 50 ms each.
     pub load_steps: AtomicUsize,
-    /// Models that kill who loads them.
+    /// Whether unloading never ends.
+    pub holds_on: AtomicBool,
+    /// Models, or `MODEL@WORKER`, that kill who loads them.
     pub deadly: Mutex<Vec<String>>,
     pids: AtomicU64,
 }
@@ -150,6 +152,7 @@ impl Fakes {
         let worker = FakeWorker {
             stage: Arc::clone(&self.0),
             die: CancellationToken::new(),
+            name: order.worker.to_owned(),
             class: class.unwrap_or_else(|| "fake/r1".to_owned()),
         };
         let serve = |fd: OwnedFd| {
@@ -185,6 +188,7 @@ impl Fakes {
 struct FakeWorker {
     stage: Arc<Stage>,
     die: CancellationToken,
+    name: String,
     class: String,
 }
 
@@ -215,7 +219,9 @@ impl Worker for FakeWorker {
 
     async fn load(&self, request: Request<LoadRequest>) -> Answer<Self::LoadStream> {
         let request = request.into_inner();
-        if self.stage.deadly.lock().unwrap().contains(&request.model) {
+        let here = format!("{}@{}", request.model, self.name);
+        let deadly = |d: &String| *d == request.model || *d == here;
+        if self.stage.deadly.lock().unwrap().iter().any(deadly) {
             self.die.cancel();
             std::future::pending::<()>().await;
         }
@@ -254,6 +260,9 @@ impl Worker for FakeWorker {
     }
 
     async fn unload(&self, _: Request<UnloadRequest>) -> Answer<UnloadResponse> {
+        if self.stage.holds_on.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
         Ok(Response::new(UnloadResponse {}))
     }
 

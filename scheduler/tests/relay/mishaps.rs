@@ -52,3 +52,104 @@ async fn a_burst_of_clients_that_leave_does_not_cost_the_worker_its_connection()
     assert_eq!((worker.epoch, worker.deaths), (1, 0));
     house.end().await;
 }
+
+fn model(house: &House, name: &str) -> v1::ModelInfo {
+    let models = house.fleet.models();
+    models.into_iter().find(|m| m.name == name).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_that_dies_while_loading_does_not_cost_the_others_their_model() {
+    let house = House::with(2, |stage, config| {
+        config.restart.budget = 8;
+        stage.deadly.lock().unwrap().push("m@w1".into());
+    })
+    .await;
+    let state = |index: usize| house.fleet.workers()[index].state();
+    until(|| state(1) == WorkerState::Quarantined).await;
+    assert_eq!(state(0), WorkerState::Ready);
+    assert_eq!(model(&house, "m").state(), ModelState::Loaded);
+    assert_eq!(model(&house, "m").workers, ["w0"]);
+    let said = house.generate(request(4)).await.unwrap();
+    said.check(&[1, 2, 3], 5, 4, 0);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_that_nobody_will_load_any_more_has_failed_and_says_why() {
+    let house = House::new(2).await;
+    house.ready(2).await;
+    let unloadable = &house.stage.unloadable;
+    unloadable
+        .lock()
+        .unwrap()
+        .insert("m".into(), Reason::ModelChanged);
+    // The first one still has it.
+    house.stage.act(Act::DieAtOnce);
+    house.generate(request(4)).await.unwrap();
+    house.ready(2).await;
+    assert_eq!(model(&house, "m").state(), ModelState::Loaded);
+    house.stage.act(Act::DieAtOnce);
+    assert_eq!(
+        reason(house.generate(request(4)).await),
+        Reason::ModelChanged
+    );
+    assert_eq!(model(&house, "m").state(), ModelState::Failed);
+    assert!(!model(&house, "m").problem.is_empty());
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_waits_for_a_worker_that_loads_slowly_but_surely() {
+    let house = House::with(1, |_, config| {
+        config.timeouts.resume = Duration::from_millis(200);
+    })
+    .await;
+    house.ready(1).await;
+    house.stage.load_steps.store(16, Ordering::Relaxed);
+    house.stage.act(Act::DieAt(2, Duration::from_millis(2)));
+    let said = house.generate(request(4)).await.unwrap();
+    said.check(&[1, 2, 3], 5, 4, 1);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_without_a_name_gets_the_model_that_is_called_default() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+    assert!(model(&house, "m").is_default);
+    load(&house, "n", dir.path()).await.unwrap();
+    assert!(!model(&house, "m").is_default && !model(&house, "n").is_default);
+    assert_eq!(
+        reason(house.generate(request(4)).await),
+        Reason::ModelNotFound
+    );
+    let unload = v1::UnloadModelRequest { name: "m".into() };
+    house.control().unload_model(unload).await.unwrap();
+    assert!(model(&house, "n").is_default);
+    house.generate(request(4)).await.unwrap();
+    let seen = house.stage.seen.lock().unwrap().pop().unwrap();
+    assert_eq!(seen.model, "n");
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_does_not_let_go_of_a_model_is_replaced() {
+    let house = House::with(1, |_, config| {
+        config.restart.start_timeout = Duration::from_millis(300);
+    })
+    .await;
+    house.ready(1).await;
+    house.stage.holds_on.store(true, Ordering::Relaxed);
+    let unload = || v1::UnloadModelRequest { name: "m".into() };
+    // The caller leaves at once; it happens all the same.
+    let mut hasty = Request::new(unload());
+    hasty.set_timeout(Duration::from_millis(50));
+    house.control().unload_model(hasty).await.unwrap_err();
+    until(|| house.fleet.workers()[0].epoch >= 2).await;
+    house.ready(1).await;
+    assert!(house.fleet.workers()[0].models.is_empty());
+    house.end().await;
+}

@@ -1,0 +1,181 @@
+//! The models of the table: what is known of each, without effects.
+
+use std::sync::Arc;
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    v1::{ModelInfo, ModelState, ModelSummary},
+};
+
+use super::Table;
+use crate::vault::{OpenModel, Source};
+
+/// Workers that may die while they load a model before it is given up; one may have been killed for another
+/// reason just then.
+const STRIKES: u32 = 3;
+
+/// A model the scheduler knows.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// Where its bytes come from.
+    pub source: Source,
+    /// Whether it stays known after it is unloaded.
+    pub configured: bool,
+    /// What is happening to it.
+    pub state: ModelState,
+    /// Its files, once opened.
+    pub files: Option<Arc<OpenModel>>,
+    /// A worker's words about it, once one has it.
+    pub summary: Option<ModelSummary>,
+    /// Why it could not be loaded, or why a worker would not while others may.
+    pub problem: Option<Error>,
+    pub(super) strikes: u32,
+}
+
+impl Model {
+    pub(super) fn new(source: Source, configured: bool) -> Self {
+        Self {
+            source,
+            configured,
+            state: ModelState::Available,
+            files: None,
+            summary: None,
+            problem: None,
+            strikes: 0,
+        }
+    }
+
+    pub(super) fn is_wanted(&self) -> bool {
+        matches!(self.state, ModelState::Loading | ModelState::Loaded)
+    }
+
+    pub(super) fn fail(&mut self, problem: Error) {
+        self.state = ModelState::Failed;
+        self.problem = Some(problem);
+    }
+}
+
+impl Table {
+    /// Every model that each worker should have.
+    pub(super) fn wanted(&self) -> Vec<(ModelName, Arc<OpenModel>)> {
+        let wanted = self.models.iter().filter(|(_, m)| m.is_wanted());
+        wanted
+            .filter_map(|(name, m)| Some((name.clone(), Arc::clone(m.files.as_ref()?))))
+            .collect()
+    }
+
+    /// Whether requests for a model may wait for it (`true` while it is being loaded).
+    pub(super) fn usable(&self, name: &ModelName) -> Result<bool, Error> {
+        let model = self.models.get(name).ok_or_else(|| self.unknown(name))?;
+        match (model.state, &model.problem) {
+            (ModelState::Loaded, _) => Ok(false),
+            (ModelState::Loading, _) => Ok(true),
+            (_, Some(problem)) => Err(Error::new(
+                problem.reason(),
+                format!("model {name} could not be loaded: {problem}"),
+            )
+            .with("model", name)),
+            _ => Err(Error::new(
+                Reason::ModelNotFound,
+                format!("model {name} is not loaded; load it with `hotcell load {name}`"),
+            )
+            .with("model", name)),
+        }
+    }
+
+    pub(super) fn unknown(&self, name: &ModelName) -> Error {
+        let known: Vec<_> = self.models.keys().take(8).map(ModelName::as_str).collect();
+        let way_out = match &known[..] {
+            [] => "no model is loaded; load one with `hotcell load PATH`".to_owned(),
+            names => format!("there is {}", names.join(", ")),
+        };
+        Error::new(
+            Reason::ModelNotFound,
+            format!("no model is called {name}; {way_out}"),
+        )
+        .with("model", name)
+    }
+
+    /// Counts a worker that died while it loaded a model. One that another worker has is not to blame.
+    pub(super) fn strike(&mut self, name: &ModelName, reason: &str) {
+        let held = self.has(name);
+        let Some(model) = self.models.get_mut(name).filter(|m| m.is_wanted()) else {
+            return;
+        };
+        if held {
+            tracing::warn!(model = %name, reason, "a worker died while loading what another one has");
+            return;
+        }
+        model.strikes += 1;
+        tracing::warn!(model = %name, strikes = model.strikes, reason, "a worker died while loading");
+        if model.strikes >= STRIKES {
+            model.fail(
+                Error::new(
+                    Reason::WorkerLost,
+                    format!("{STRIKES} workers died while loading it, the last one: {reason}"),
+                )
+                .with("model", name),
+            );
+        }
+    }
+
+    /// Whether a worker has a model, in service or about to be.
+    pub(super) fn has(&self, name: &ModelName) -> bool {
+        self.workers.values().any(|s| s.models.contains_key(name))
+    }
+
+    /// Fails the models that a worker refused and that none has or may yet come to have.
+    pub(super) fn settle(&mut self) {
+        let lost = |name: &ModelName| {
+            !self.has(name) && !self.workers.values().any(|slot| slot.may_get(name))
+        };
+        let refused = self.models.iter().filter(|(_, m)| m.is_wanted());
+        let refused: Vec<_> = refused
+            .filter(|(name, m)| m.problem.is_some() && lost(name))
+            .map(|(name, _)| name.clone())
+            .collect();
+        for name in refused {
+            if let Some(model) = self.models.get_mut(&name) {
+                model.state = ModelState::Failed;
+            }
+        }
+    }
+
+    /// The model of requests that name none: the configured default, else the only one that is wanted, else the
+    /// only one there is.
+    pub(super) fn default_name(&self) -> Option<&ModelName> {
+        fn only<'a>(mut names: impl Iterator<Item = &'a ModelName>) -> Option<&'a ModelName> {
+            names.next().filter(|_| names.next().is_none())
+        }
+        let wanted = || self.models.iter().filter(|(_, m)| m.is_wanted());
+        self.default_model
+            .as_ref()
+            .or_else(|| match wanted().next() {
+                Some(_) => only(wanted().map(|(name, _)| name)),
+                None => only(self.models.keys()),
+            })
+    }
+
+    pub(super) fn info(&self, name: &ModelName, model: &Model) -> ModelInfo {
+        let workers = self.workers.iter();
+        ModelInfo {
+            name: name.as_str().to_owned(),
+            state: model.state.into(),
+            source: model.source.to_string(),
+            summary: model.summary.clone(),
+            file_bytes: model.files.as_ref().map_or(0, |f| f.bytes()),
+            workers: workers
+                .filter(|(_, slot)| slot.link.is_some() && slot.models.contains_key(name))
+                .map(|(id, _)| id.clone())
+                .collect(),
+            problem: model
+                .problem
+                .as_ref()
+                .filter(|_| model.state == ModelState::Failed)
+                .map(|p| p.message().to_owned())
+                .unwrap_or_default(),
+            is_default: self.default_name() == Some(name),
+        }
+    }
+}

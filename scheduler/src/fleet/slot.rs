@@ -1,0 +1,145 @@
+//! One worker's row of the table.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use hotcell_proto::{
+    ids::ModelName,
+    v1::{Device, Lease, Loaded, WorkerInfo, WorkerState},
+};
+use tokio::time::Instant;
+
+use super::Link;
+
+/// What a worker has to do, as the scheduler counts it.
+#[derive(Debug, Default)]
+pub(super) struct Load {
+    pub(super) outstanding: AtomicU64,
+    pub(super) running: AtomicU32,
+}
+
+/// A worker in the table.
+pub(super) struct Slot {
+    pub(super) device: Device,
+    pub(super) epoch: u64,
+    pub(super) pid: u32,
+    pub(super) state: WorkerState,
+    /// Whether it may yet come to serve.
+    pub(super) hopeful: bool,
+    /// Set while it serves.
+    pub(super) link: Option<Arc<Link>>,
+    /// Those it has; also while it loads others and does not serve yet.
+    pub(super) models: BTreeMap<ModelName, Loaded>,
+    /// The model it is loading, which is to blame if it dies.
+    pub(super) loading: Option<ModelName>,
+    /// Models that this process will not load.
+    pub(super) refused: BTreeSet<ModelName>,
+    /// Whether this process has given a sign of life. If it gives no more its start is cut off.
+    pub(super) progresses: bool,
+    /// Whether this process was told to end.
+    pub(super) leaving: bool,
+    pub(super) load: Arc<Load>,
+    pub(super) deaths: u32,
+    pub(super) last_exit: String,
+    pub(super) since: Instant,
+    pub(super) confinement: String,
+}
+
+impl Slot {
+    pub(super) fn new(device: Device) -> Self {
+        Self {
+            device,
+            epoch: 0,
+            pid: 0,
+            state: WorkerState::Starting,
+            hopeful: true,
+            link: None,
+            models: BTreeMap::new(),
+            loading: None,
+            refused: BTreeSet::new(),
+            progresses: false,
+            leaving: false,
+            load: Arc::default(),
+            deaths: 0,
+            last_exit: String::new(),
+            since: Instant::now(),
+            confinement: String::new(),
+        }
+    }
+
+    /// A new process.
+    pub(super) fn launched(&mut self, pid: u32, epoch: u64) {
+        self.emptied();
+        self.pid = pid;
+        self.epoch = epoch;
+        self.since = Instant::now();
+        self.leaving = false;
+        // The old one's tickets count down on the old one's count.
+        self.load = Arc::default();
+    }
+
+    /// Its process serves no more.
+    pub(super) fn emptied(&mut self) {
+        self.link = None;
+        self.models.clear();
+        self.refused.clear();
+        self.progresses = false;
+        self.leaving = true;
+    }
+
+    /// Whether this process is there and to stay.
+    pub(super) fn is_alive(&self, epoch: u64) -> bool {
+        self.epoch == epoch && self.pid != 0 && !self.leaving
+    }
+
+    /// Whether it may come to have a model that it lacks.
+    pub(super) fn may_get(&self, model: &ModelName) -> bool {
+        let asked = self.link.is_none() || self.loading.as_ref() == Some(model);
+        self.hopeful && asked && !self.refused.contains(model)
+    }
+
+    pub(super) fn info(&self, id: &str) -> WorkerInfo {
+        let alive = self.pid != 0;
+        let uptime = if alive {
+            self.since.elapsed()
+        } else {
+            Duration::ZERO
+        };
+        WorkerInfo {
+            id: id.to_owned(),
+            epoch: self.epoch,
+            pid: self.pid,
+            state: self.state.into(),
+            lease: Some(Lease {
+                device: self.device.id.clone(),
+                trust_domain: "trusted".to_owned(),
+                memory_bytes: self.device.memory_bytes,
+                cores: self.device.cores.clone(),
+            }),
+            models: self.models.keys().map(|m| m.as_str().to_owned()).collect(),
+            outstanding_tokens: self.load.outstanding.load(Ordering::Relaxed),
+            running_requests: self.load.running.load(Ordering::Relaxed),
+            deaths: self.deaths,
+            last_exit: self.last_exit.clone(),
+            uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
+            resident_bytes: if alive { resident(self.pid) } else { 0 },
+            confinement: self.confinement.clone(),
+        }
+    }
+}
+
+/// Resident bytes of a process by `/proc`; 0 if it cannot be told.
+fn resident(pid: u32) -> u64 {
+    let pages = std::fs::read_to_string(format!("/proc/{pid}/statm"))
+        .ok()
+        .and_then(|statm| statm.split_whitespace().nth(1)?.parse::<u64>().ok());
+    pages
+        .unwrap_or(0)
+        .saturating_mul(rustix::param::page_size() as u64)
+}
