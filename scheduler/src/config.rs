@@ -262,9 +262,11 @@ impl Config {
         let private = cli.private_fd.is_some();
         let s = cli.settings.over(file);
         let time = |span: Option<Span>, default: Duration| span.map_or(default, |s| s.0);
-        let models = s.models.unwrap_or_default().0;
+        // A private one serves what it was given; the file and the environment are about the host's.
+        let models = s.models.filter(|_| !private).unwrap_or_default().0;
         let default_model = s
             .default_model
+            .filter(|_| !private)
             .map(ModelName::new)
             .transpose()
             .map_err(|e| usage(format!("default_model: {e}")))?;
@@ -395,8 +397,10 @@ mod tests {
     }
 
     #[test]
-    fn a_private_scheduler_has_no_doors() {
-        let config = resolve(&["--private-fd", "3"], "listen = \"127.0.0.1:1\"").unwrap();
+    fn a_private_scheduler_has_no_doors_and_no_models_of_the_host() {
+        let file = "listen = \"127.0.0.1:1\"\ndefault_model = \"a\"\nmodels = { a = \"/m/a\" }\n";
+        let config = resolve(&["--private-fd", "3"], file).unwrap();
         assert_eq!((config.socket, config.listen), (None, None));
+        assert_eq!((config.models.len(), config.default_model), (0, None));
     }
 }

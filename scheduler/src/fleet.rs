@@ -19,7 +19,7 @@ use std::{
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    v1::{Device, EventKind, HandshakeResponse, Loaded, WorkerInfo, WorkerState},
+    v1::{Device, EventKind, HandshakeResponse, Loaded, NumericsClass, WorkerInfo, WorkerState},
 };
 use tokio::{
     sync::watch,
@@ -87,8 +87,8 @@ pub struct Fleet {
 pub struct Placed {
     /// The worker to talk to.
     pub link: Arc<Link>,
-    /// Its numerics class for the model.
-    pub class: String,
+    /// Its numerics class for the model, as it declared it and as that was checked.
+    pub class: NumericsClass,
     ticket: Ticket,
 }
 
@@ -281,6 +281,11 @@ impl Fleet {
         })
     }
 
+    /// How long a request waits for a place while every worker is full.
+    pub fn queue_patience(&self) -> Duration {
+        self.timeouts.queue
+    }
+
     /// A ready worker that has the model, waited for within the configured bounds.
     ///
     /// # Errors
@@ -377,12 +382,13 @@ impl Fleet {
             }
         };
         let found = ready.iter().find(|(c, ..)| c.worker == chosen.worker);
-        let Some((candidate, slot, link)) = found else {
+        let Some((_, slot, link)) = found else {
             return Ok(Err(Wait::Absent));
         };
+        let loaded = slot.models.get(model);
         Ok(Ok(Placed {
             link: Arc::clone(link),
-            class: candidate.class.to_owned(),
+            class: loaded.and_then(|l| l.numerics.clone()).unwrap_or_default(),
             ticket: Ticket::new(&slot.load, &self.changed, cost),
         }))
     }

@@ -13,6 +13,9 @@ use hotcell_proto::{
 
 use crate::placement::{Estimate, estimate};
 
+/// Bytes of text that a token may stand for; those of known vocabularies stay far below.
+const MAX_TOKEN_TEXT: u64 = 1024;
+
 /// How a worker broke the protocol.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -49,10 +52,12 @@ pub struct Journal {
     seed: u64,
     generated: Vec<u32>,
     text_bytes: u64,
+    /// Of these, bytes that came before this scheduler's part.
+    text_before: u64,
     /// Class of the stream, once a worker accepted it.
     numerics: Option<NumericsClass>,
     /// Class of the worker that runs it now, as it declared when it loaded the model.
-    declared: String,
+    declared: NumericsClass,
     stage: Stage,
     deaths: u32,
 }
@@ -70,16 +75,17 @@ impl Journal {
             prompt_ids,
             generated: resume.generated_ids,
             text_bytes: resume.text_bytes_emitted,
+            text_before: resume.text_bytes_emitted,
             numerics: None,
-            declared: String::new(),
+            declared: NumericsClass::default(),
             stage: Stage::Greeting,
             deaths: 0,
         }
     }
 
     /// Begins with another worker, of the numerics class `declared`: its words start with Accepted again.
-    pub fn begin(&mut self, declared: &str) {
-        self.declared = declared.to_owned();
+    pub fn begin(&mut self, declared: &NumericsClass) {
+        self.declared = declared.clone();
         self.stage = Stage::Greeting;
     }
 
@@ -124,6 +130,11 @@ impl Journal {
     /// Tokens generated so far.
     pub fn generated(&self) -> usize {
         self.generated.len()
+    }
+
+    /// Whether the worker that runs it now has not accepted it yet.
+    pub fn is_greeting(&self) -> bool {
+        self.stage == Stage::Greeting
     }
 
     /// Whether Finished was said.
@@ -174,10 +185,12 @@ impl Journal {
         let Some(numerics) = accepted.numerics else {
             return violation("Accepted without a numerics class");
         };
-        if numerics.id != self.declared {
+        if numerics.id != self.declared.id {
             return violation("Accepted with another numerics class than it declared");
         }
-        let numerics = self.numerics.get_or_insert(numerics).clone();
+        // What it declared was checked; only the id of what it says now was.
+        let numerics = self.numerics.get_or_insert_with(|| self.declared.clone());
+        let numerics = numerics.clone();
         Ok(Accepted {
             request_id: self.request.request_id.clone(),
             model: self.request.model.clone(),
@@ -219,8 +232,15 @@ impl Journal {
                 return violation("logprobs that do not belong to its tokens");
             }
         }
+        if delta.token_ids.is_empty() && delta.text.is_empty() {
+            return violation("a delta with neither token nor text");
+        }
+        let text = self.text_bytes.saturating_add(delta.text.len() as u64);
+        if text.saturating_sub(self.text_before) > count as u64 * MAX_TOKEN_TEXT {
+            return violation("more text than its tokens can have");
+        }
         self.generated.extend_from_slice(&delta.token_ids);
-        self.text_bytes = self.text_bytes.saturating_add(delta.text.len() as u64);
+        self.text_bytes = text;
         Ok(delta)
     }
 
@@ -279,7 +299,7 @@ mod tests {
             ..GenerateRequest::default()
         };
         let mut journal = Journal::new(request, vec![1, 2], BOUNDS);
-        journal.begin("c");
+        journal.begin(&class("c"));
         journal
     }
 
@@ -340,7 +360,7 @@ mod tests {
         take(&mut journal, delta("ab", &[10, 11])).unwrap();
         take(&mut journal, delta("", &[12])).unwrap();
         journal.count_death();
-        journal.begin("c");
+        journal.begin(&class("c"));
 
         let again = journal.request();
         let resume = again.resume.unwrap();
@@ -364,6 +384,21 @@ mod tests {
         let timings = end.timings.unwrap();
         assert_eq!((timings.queue_ms, timings.prefill_ms), (0.0, 0.0));
         assert!(journal.is_finished());
+    }
+
+    #[test]
+    fn what_a_client_is_told_of_the_numerics_was_declared() {
+        let mut journal = journal();
+        let mut odd = accepted();
+        odd.numerics = Some(NumericsClass {
+            reproducible: false,
+            model_hash: "other".into(),
+            ..class("c")
+        });
+        let Ok(Some(Event::Accepted(said))) = take(&mut journal, Event::Accepted(odd)) else {
+            panic!("not accepted");
+        };
+        assert_eq!(said.numerics, Some(class("c")));
     }
 
     #[test]
@@ -416,6 +451,9 @@ mod tests {
             (vec![ok(), delta("a", &[100])], "vocabulary"),
             (vec![ok(), delta("a", &[1, 2, 3, 4, 5])], "asked"),
             (vec![ok(), logprobs], "logprobs"),
+            (vec![ok(), delta("", &[])], "neither"),
+            (vec![ok(), delta("a", &[])], "more text"),
+            (vec![ok(), delta(&"x".repeat(1025), &[1])], "more text"),
             (
                 vec![ok(), delta(&"x".repeat(limits::MAX_DELTA_BYTES + 1), &[])],
                 "bytes",
@@ -437,7 +475,7 @@ mod tests {
             ..GenerateRequest::default()
         };
         let mut journal = Journal::new(request, vec![1, 2], BOUNDS);
-        journal.begin("c");
+        journal.begin(&class("c"));
         take(&mut journal, Event::Accepted(accepted())).unwrap();
         let said = (0..1000).take_while(|_| take(&mut journal, delta("a", &[1])).is_ok());
         assert_eq!(said.count(), 15);
@@ -451,7 +489,7 @@ mod tests {
             let mut journal = journal();
             let (mut said, mut greeted) = (Vec::new(), 0);
             for cut in cuts.iter().copied().map(Some).chain([None]) {
-                journal.begin("c");
+                journal.begin(&class("c"));
                 let done = journal.request().resume.map_or(0, |r| r.generated_ids.len());
                 let rest = script[done..].iter().map(|&id| delta("t", &[id]));
                 let events = [Event::Accepted(accepted())].into_iter().chain(rest);

@@ -19,10 +19,10 @@ use hotcell_proto::{
 };
 use tokio::{
     sync::mpsc,
-    time::{Instant, sleep_until},
+    time::{Instant, sleep, sleep_until},
 };
 use tokio_stream::Stream;
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 use tonic::{Request, Status};
 
 use crate::{
@@ -52,13 +52,15 @@ pub struct EventStream {
     receiver: mpsc::Receiver<Item>,
     /// Whether Finished or a status has come.
     ended: bool,
+    /// The drain waits for it: what the relay has sent may still wait here for a slow client.
+    _open: TaskTrackerToken,
 }
 
-/// Both ends of a new stream, with room for [`limits::STREAM_BUFFER`] events.
+/// Both ends of a new stream, with room for [`limits::STREAM_BUFFER`] events; `open` goes with the client's end.
 ///
 /// # Errors
 /// None in practice: a new channel has room.
-pub fn outlet() -> Result<(Outlet, EventStream), Error> {
+pub fn outlet(open: TaskTrackerToken) -> Result<(Outlet, EventStream), Error> {
     let (sender, receiver) = mpsc::channel(limits::STREAM_BUFFER + 1);
     let last = sender
         .clone()
@@ -67,6 +69,7 @@ pub fn outlet() -> Result<(Outlet, EventStream), Error> {
     let stream = EventStream {
         receiver,
         ended: false,
+        _open: open,
     };
     Ok((Outlet { sender, last }, stream))
 }
@@ -109,7 +112,13 @@ enum Part {
     Finished,
     /// The worker was lost.
     Lost,
+    /// The worker had no place for it, in its words.
+    Full(Error),
 }
+
+/// Pauses between two tries to get into workers that say they are full, each twice the one before.
+const FULL_PAUSE: Duration = Duration::from_millis(10);
+const FULL_PAUSE_MAX: Duration = Duration::from_millis(320);
 
 /// Serves a request to its end: by Finished, by a status, or because the client left.
 pub async fn run(fleet: Arc<Fleet>, call: Call, outlet: Outlet, abort: CancellationToken) {
@@ -190,13 +199,27 @@ async fn road(
         ));
     }
     let mut journal = Journal::new(request, ids, bounds);
+    let mut full: Option<(Instant, Duration)> = None;
     loop {
         let (worker, epoch) = (placed.link.worker.clone(), placed.link.epoch);
-        match stream.relay(&mut journal, placed).await? {
+        placed = match stream.relay(&mut journal, placed).await? {
             Part::Finished => return Ok(()),
-            Part::Lost => {}
-        }
-        placed = stream.next_place(&mut journal, &worker, epoch).await?;
+            Part::Lost => {
+                full = None;
+                stream.next_place(&mut journal, &worker, epoch).await?
+            }
+            Part::Full(error) => {
+                // It counts otherwise than we do; no change of ours tells when it has room again.
+                let until = || Instant::now() + fleet.queue_patience();
+                let (until, pause) = full.unwrap_or_else(|| (until(), FULL_PAUSE));
+                if Instant::now() + pause > until {
+                    return Err(error);
+                }
+                sleep(pause).await;
+                full = Some((until, (2 * pause).min(FULL_PAUSE_MAX)));
+                stream.place(&journal, &worker).await?
+            }
+        };
     }
 }
 
@@ -221,6 +244,17 @@ impl Relayed<'_> {
         self.fleet.acquire(self.model, Wish::default(), cost).await
     }
 
+    /// A place for the rest of a stream, rather not with `avoid`.
+    async fn place(&self, journal: &Journal, avoid: &str) -> Result<Placed, Error> {
+        let wish = Wish {
+            class: journal.class().map(|c| c.id.as_str()),
+            avoid: Some(avoid),
+        };
+        self.fleet
+            .acquire(self.model, wish, || journal.estimate())
+            .await
+    }
+
     /// A place for the rest of a stream whose worker was lost.
     async fn next_place(
         &self,
@@ -235,23 +269,15 @@ impl Relayed<'_> {
                 "{deaths} workers died under this request; the request itself may be what kills them"
             )));
         }
-        let class = journal.class().cloned();
-        let wish = Wish {
-            class: class.as_ref().map(|c| c.id.as_str()),
-            avoid: Some(worker),
-        };
-        let placed = self
-            .fleet
-            .acquire(self.model, wish, || journal.estimate())
-            .await
-            .map_err(|error| match error.reason() {
-                Reason::NoWorker => lost(format!(
-                    "worker {worker} died after {} tokens, and no worker of its numerics class came up to go on",
-                    journal.generated()
-                )),
-                _ => error,
-            })?;
-        if let Some(class) = class {
+        let placed = self.place(journal, worker).await;
+        let placed = placed.map_err(|error| match error.reason() {
+            Reason::NoWorker => lost(format!(
+                "worker {worker} died after {} tokens, and no worker of its numerics class came up to go on",
+                journal.generated()
+            )),
+            _ => error,
+        })?;
+        if let Some(class) = journal.class() {
             let caution = if class.reproducible {
                 ""
             } else {
@@ -283,7 +309,7 @@ impl Relayed<'_> {
         let mut tokens = link.tokens();
         let mut events = match tokens.generate(request).await {
             Ok(answer) => answer.into_inner(),
-            Err(status) => return self.broken(&placed, &status).await,
+            Err(status) => return self.broken(journal, &placed, &status).await,
         };
         loop {
             let Ok(room) = self.out.reserve().await else {
@@ -292,8 +318,8 @@ impl Relayed<'_> {
             let event = match events.message().await {
                 Ok(Some(event)) => event,
                 // Said nothing wrong and did not finish: a process that ends in order does this too.
-                Ok(None) => return self.broken(&placed, &Status::ok("")).await,
-                Err(status) => return self.broken(&placed, &status).await,
+                Ok(None) => return self.broken(journal, &placed, &Status::ok("")).await,
+                Err(status) => return self.broken(journal, &placed, &status).await,
             };
             let before = journal.generated();
             let event = journal
@@ -344,9 +370,17 @@ impl Relayed<'_> {
     }
 
     /// Tells the words of a living worker from a death.
-    async fn broken(&self, placed: &Placed, status: &Status) -> Result<Part, Error> {
+    async fn broken(
+        &self,
+        journal: &Journal,
+        placed: &Placed,
+        status: &Status,
+    ) -> Result<Part, Error> {
         match verdict(placed, status).await {
             None => Ok(Part::Lost),
+            Some(error) if error.reason() == Reason::Overloaded && journal.is_greeting() => {
+                Ok(Part::Full(error))
+            }
             Some(error) => Err(error),
         }
     }

@@ -4,8 +4,12 @@ use std::{sync::Arc, time::Duration};
 
 use hotcell_ipc::spawn::Spawner;
 use hotcell_proto::v1::EventKind;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    time::{Instant, timeout_at},
+};
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
+use tonic_health::server::HealthReporter;
 
 use crate::{
     config::Config,
@@ -18,7 +22,7 @@ use crate::{
     vault::{self, Source},
 };
 
-/// How long clients may take to read the last words of their streams.
+/// How long clients may take at least to read the last words of their streams.
 const GOODBYE: Duration = Duration::from_secs(1);
 
 /// SIGTERM and SIGINT.
@@ -98,8 +102,10 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
     let shared = Shared::new(Arc::clone(&fleet));
     let (routes, health) = service::routes(&shared)
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot offer reflection: {e}")))?;
-    let _health =
-        AbortOnDropHandle::new(tokio::spawn(service::report_health(shared.clone(), health)));
+    let _health = AbortOnDropHandle::new(tokio::spawn(service::report_health(
+        shared.clone(),
+        health.clone(),
+    )));
     tracing::info!("serving on {}", doors.describe());
     let _socket = doors.guard();
     let stop = CancellationToken::new();
@@ -113,6 +119,7 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
             None
         }
     };
+    let told = ended.is_none();
     let outcome = match ended {
         Some(Ok(Ok(Ended::ConnectionOver | Ended::Asked))) => Ok(()),
         Some(Ok(Ok(Ended::DoorFailed))) => {
@@ -124,7 +131,7 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
             format!("serving failed: {error}"),
         )),
         None => tokio::select! {
-            () = drain(&shared, &stop, config.timeouts.drain, &mut serving) => Ok(()),
+            () = drain(&shared, health, &stop, config.timeouts.drain, &mut serving) => Ok(()),
             name = signals.next() => {
                 return Err(Failure::new(
                     Exit::Interrupted,
@@ -136,7 +143,9 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
     shared.abort.cancel();
     tokio::select! {
         () = fleet.stop() => outcome,
-        name = signals.next() => Err(Failure::new(
+        // If serving ended by itself (whoever owned the private connection may signal as well as hang up), this
+        // is the first one and asks for what is happening already.
+        name = signals.next(), if told => Err(Failure::new(
             Exit::Interrupted,
             format!("{name} while workers were ending: ended at once"),
         )),
@@ -146,10 +155,12 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
 /// Lets nobody in, waits for those inside at most that long, ends their streams, and closes the doors.
 async fn drain(
     shared: &Shared,
+    health: HealthReporter,
     stop: &CancellationToken,
     patience: Duration,
     serving: &mut AbortOnDropHandle<Result<Ended, Failure>>,
 ) {
+    let until = Instant::now() + patience;
     shared.admission.close();
     shared.fleet.nudge();
     let inside = shared.admission.count();
@@ -158,17 +169,24 @@ async fn drain(
         About::default(),
         format!("{inside} requests are running"),
     );
-    if tokio::time::timeout(patience, shared.admission.empty())
-        .await
-        .is_err()
-    {
+    if timeout_at(until, shared.admission.empty()).await.is_err() {
         let left = shared.admission.count();
         tracing::warn!(left, "streams did not end within {patience:?}");
     }
     // Streams end with a status, watchers with the end of their stream.
     shared.abort.cancel();
+    // Those that ended may still wait for a slow client to take their last events.
+    shared.streams.close();
+    let until = until.max(Instant::now() + GOODBYE);
+    if timeout_at(until, shared.streams.wait()).await.is_err() {
+        let left = shared.streams.len();
+        tracing::warn!(left, "clients did not read their streams' ends in time");
+    }
     stop.cancel();
-    if tokio::time::timeout(GOODBYE, serving).await.is_err() {
+    service::end_health(health).await;
+    // A last piece may be on its way below the streams.
+    let until = until.max(Instant::now() + GOODBYE);
+    if timeout_at(until, serving).await.is_err() {
         tracing::debug!("a client did not hang up");
     }
 }

@@ -12,7 +12,7 @@ use hotcell_proto::{
     v1::{self, control_server::ControlServer, tokens_server::TokensServer},
 };
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::{Request, metadata::MetadataMap, service::Routes};
 use tonic_health::{ServingStatus, server::HealthReporter};
 
@@ -23,6 +23,13 @@ use crate::{admission::Admission, fleet::Fleet};
 /// Names under which health is reported, besides the empty one for the whole server.
 const HEALTH_NAMES: [&str; 3] = ["", "hotcell.v1.Tokens", "hotcell.v1.Control"];
 
+/// Services that reflection tells of.
+const SERVICES: [&str; 3] = [
+    v1::tokens_server::SERVICE_NAME,
+    v1::control_server::SERVICE_NAME,
+    "grpc.health.v1.Health",
+];
+
 /// What all services share.
 #[derive(Clone)]
 pub struct Shared {
@@ -32,6 +39,8 @@ pub struct Shared {
     pub admission: Admission,
     /// Cancelled when streams that still run have to end.
     pub abort: CancellationToken,
+    /// Clients' streams, until the last event was taken.
+    pub streams: TaskTracker,
 }
 
 impl Shared {
@@ -41,6 +50,7 @@ impl Shared {
             fleet,
             admission: Admission::new(limits::MAX_SCHEDULER_REQUESTS),
             abort: CancellationToken::new(),
+            streams: TaskTracker::new(),
         }
     }
 }
@@ -54,7 +64,11 @@ pub fn routes(
 ) -> Result<(Routes, HealthReporter), tonic_reflection::server::Error> {
     let (health, health_service) = tonic_health::server::health_reporter();
     let reflection = || {
-        tonic_reflection::server::Builder::configure()
+        // By name, since the descriptors hold what only workers serve, too.
+        let builder = tonic_reflection::server::Builder::configure();
+        SERVICES
+            .into_iter()
+            .fold(builder, |builder, name| builder.with_service_name(name))
             .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
@@ -95,6 +109,13 @@ pub async fn report_health(shared: Shared, health: HealthReporter) {
         if changed.changed().await.is_err() {
             return;
         }
+    }
+}
+
+/// Ends the streams of those who watch health, which would keep their connections open.
+pub async fn end_health(mut health: HealthReporter) {
+    for name in HEALTH_NAMES {
+        health.clear_service_status(name).await;
     }
 }
 

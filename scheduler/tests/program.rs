@@ -140,6 +140,21 @@ fn a_private_one_ends_with_its_connection() {
 }
 
 #[test]
+fn a_private_one_whose_owner_hangs_up_and_signals_ends_quietly() {
+    let dir = house("trap '' TERM; touch \"$0.up\"; while :; do sleep 0.05; done");
+    let (ours, theirs) = stream_pair().unwrap();
+    let child = start(scheduler(&dir, &["--private-fd", "3"]).fd(theirs, 3));
+    wait_for(&dir.path().join("worker.up"));
+    drop(ours);
+    // While it waits for a worker that is deaf to SIGTERM.
+    std::thread::sleep(Duration::from_millis(300));
+    child.kill(Signal::TERM).unwrap();
+    let (exit, said) = end(child);
+    assert_eq!(exit, 0, "{said}");
+    assert!(!said.contains("error:"), "{said}");
+}
+
+#[test]
 fn a_worker_that_gives_up_is_quoted_and_quarantined() {
     let dir = house("echo 'no such luck' >&2; exit 7");
     let mut child = start(scheduler(&dir, &["--restart-budget", "2"]));

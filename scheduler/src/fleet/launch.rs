@@ -8,6 +8,7 @@ use hotcell_ipc::{
     spawn::{Child, Command, ExitStatus, Signal, Spawner},
 };
 use hotcell_proto::{limits, v1::Device};
+use rustix::process::{Resource, getrlimit};
 use tokio::task::JoinHandle;
 
 use crate::{config::WorkerConfig, discover::WORKER_ENVIRONMENT};
@@ -109,6 +110,7 @@ impl Processes {
             .arg("--log")
             .arg(self.config.log)
             .inherit_env(WORKER_ENVIRONMENT);
+        command.nofile = Some(file_limit());
         let mut child = self.spawner.spawn(command).await?;
         let log = child.stderr.take().map(|stderr| {
             let limits = LogLimits {
@@ -132,6 +134,13 @@ impl Processes {
             descriptors,
         })
     }
+}
+
+/// Most files a worker may have open: all of a model's and to spare, and never more than this process's limit,
+/// which only root may raise.
+fn file_limit() -> u64 {
+    let own = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+    own.min(4 * limits::MAX_MODEL_FILES as u64)
 }
 
 impl Launch for Processes {

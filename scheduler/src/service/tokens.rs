@@ -61,7 +61,7 @@ impl Tokens for Service {
         request: Request<GenerateRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let call = self.admit(request)?;
-        let (outlet, stream) = relay::outlet()?;
+        let (outlet, stream) = relay::outlet(self.0.streams.token())?;
         let fleet = Arc::clone(&self.0.fleet);
         tokio::spawn(relay::run(fleet, call, outlet, self.0.abort.clone()));
         Ok(Response::new(stream))

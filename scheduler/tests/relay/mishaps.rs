@@ -2,6 +2,16 @@
 
 use super::*;
 
+/// Until nothing moves any more: each stream filled its buffers and stopped there.
+async fn quiet(house: &House) {
+    let said = || house.stage.said.load(Ordering::SeqCst);
+    let mut before = u64::MAX;
+    while before != said() {
+        before = said();
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_small_unread_events_do_not_cost_the_worker_its_connection() {
     let house = House::new(1).await;
@@ -12,12 +22,7 @@ async fn many_small_unread_events_do_not_cost_the_worker_its_connection() {
         let stream = house.tokens().generate(request(2000)).await.unwrap();
         unread.push(stream.into_inner());
     }
-    let said = || house.stage.said.load(Ordering::SeqCst);
-    let mut before = u64::MAX;
-    while before != said() {
-        before = said();
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
+    quiet(&house).await;
     let read = house.generate(request(2000)).await.unwrap();
     assert_eq!(read.ids.len(), 2000);
     assert_eq!(read.finished[0].deaths_survived, 0);
@@ -151,5 +156,45 @@ async fn a_worker_that_does_not_let_go_of_a_model_is_replaced() {
     until(|| house.fleet.workers()[0].epoch >= 2).await;
     house.ready(1).await;
     assert!(house.fleet.workers()[0].models.is_empty());
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_worker_is_asked_again_until_the_queue_s_patience_ends() {
+    let house = House::with(1, |_, config| {
+        config.timeouts.queue = Duration::from_millis(500);
+    })
+    .await;
+    house.ready(1).await;
+    for _ in 0..4 {
+        house.stage.act(Act::Refuse(Reason::Overloaded));
+    }
+    let said = house.generate(request(4)).await.unwrap();
+    said.check(&[1, 2, 3], 5, 4, 0);
+    for _ in 0..100 {
+        house.stage.act(Act::Refuse(Reason::Overloaded));
+    }
+    assert_eq!(reason(house.generate(request(4)).await), Reason::Overloaded);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_counts_until_its_client_is_done_with_it() {
+    let house = House::new(1).await;
+    let streams = &house.shared.streams;
+    let mut slow = house
+        .tokens()
+        .generate(request(4000))
+        .await
+        .unwrap()
+        .into_inner();
+    slow.message().await.unwrap();
+    quiet(&house).await;
+    house.shared.abort.cancel();
+    until(|| house.shared.admission.count() == 0).await;
+    // Its relay is done, its client is not: what was said before the status still waits.
+    assert_eq!(streams.len(), 1);
+    while slow.message().await.is_ok_and(|event| event.is_some()) {}
+    until(|| streams.is_empty()).await;
     house.end().await;
 }
