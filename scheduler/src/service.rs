@@ -1,5 +1,6 @@
 //! The gRPC services, and the doors they are served at.
 
+mod accept;
 mod control;
 mod doors;
 mod tokens;

@@ -12,18 +12,17 @@ use hotcell_ipc::{
 };
 use hotcell_proto::limits;
 use tokio::task::JoinSet;
-use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{
-    service::Routes,
-    transport::{Server, server::TcpIncoming},
-};
+use tonic::{service::Routes, transport::Server};
 
+use super::accept::accept;
 use crate::{
     config::Config,
     exit::{Exit, Failure},
 };
 
+/// Connections of one door at once.
+const MAX_CONNECTIONS: usize = 1024;
 /// Calls of one connection at once.
 const MAX_CALLS: u32 = 1024;
 const _: () = assert!(MAX_CALLS as usize <= limits::MAX_SCHEDULER_REQUESTS);
@@ -147,7 +146,7 @@ pub async fn serve(
         let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;
         let (routes, stop) = (routes.clone(), stop.clone());
         serving.spawn(async move {
-            let incoming = UnixListenerStream::new(listener);
+            let incoming = accept(listener, MAX_CONNECTIONS);
             let router = server().add_routes(routes);
             let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
             (served.await, Ended::DoorFailed)
@@ -158,7 +157,7 @@ pub async fn serve(
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
         let (routes, stop) = (routes.clone(), stop.clone());
         serving.spawn(async move {
-            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+            let incoming = accept(listener, MAX_CONNECTIONS);
             let router = server().add_routes(routes);
             let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
             (served.await, Ended::DoorFailed)

@@ -1,0 +1,187 @@
+//! Connections of a listening socket: so many at once, and none given up because one could not be accepted.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::Connected;
+
+/// Pause after a connection could not be accepted, mostly for want of descriptors. tonic would end the server.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A socket that listens.
+pub(super) trait Listen: Send + Sync + 'static {
+    /// Its connections.
+    type Stream: AsyncRead + AsyncWrite + Connected + Send + Unpin + 'static;
+
+    /// The next one.
+    fn next(&self) -> impl Future<Output = io::Result<Self::Stream>> + Send;
+}
+
+impl Listen for UnixListener {
+    type Stream = UnixStream;
+
+    async fn next(&self) -> io::Result<UnixStream> {
+        Ok(self.accept().await?.0)
+    }
+}
+
+impl Listen for TcpListener {
+    type Stream = TcpStream;
+
+    async fn next(&self) -> io::Result<TcpStream> {
+        let stream = self.accept().await?.0;
+        // Events are small, and each is waited for. Fails for one that is gone already, which will show.
+        let _ = stream.set_nodelay(true);
+        Ok(stream)
+    }
+}
+
+/// Accepts connections for as long as the stream is there, `limit` at once; further ones wait in the socket.
+pub(super) fn accept<L: Listen>(
+    listener: L,
+    limit: usize,
+) -> ReceiverStream<io::Result<Counted<L::Stream>>> {
+    let (sender, receiver) = mpsc::channel(1);
+    let places = Arc::new(Semaphore::new(limit));
+    tokio::spawn(async move {
+        let serve = async {
+            loop {
+                // Never an error: nobody closes it.
+                let Ok(place) = Arc::clone(&places).acquire_owned().await else {
+                    return;
+                };
+                match listener.next().await {
+                    Ok(stream) => {
+                        let counted = Counted {
+                            stream,
+                            _place: place,
+                        };
+                        if sender.send(Ok(counted)).await.is_err() {
+                            return;
+                        }
+                    }
+                    // Left before it came in.
+                    Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                    Err(error) => {
+                        tracing::warn!(%error, "cannot accept a connection");
+                        tokio::time::sleep(PAUSE).await;
+                    }
+                }
+            }
+        };
+        tokio::select! {
+            () = serve => {}
+            () = sender.closed() => {}
+        }
+    });
+    ReceiverStream::new(receiver)
+}
+
+/// A connection and its place among those of its door.
+#[derive(Debug)]
+pub(super) struct Counted<S> {
+    stream: S,
+    _place: OwnedSemaphorePermit,
+}
+
+impl<S: Connected> Connected for Counted<S> {
+    type ConnectInfo = S::ConnectInfo;
+
+    fn connect_info(&self) -> S::ConnectInfo {
+        self.stream.connect_info()
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Counted<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Counted<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    // Passed on, or every frame would be copied into one buffer before it is written.
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use tokio::time::timeout;
+    use tokio_stream::StreamExt;
+
+    use super::*;
+
+    /// Fails every other time.
+    struct Flaky(UnixListener, AtomicU32);
+
+    impl Listen for Flaky {
+        type Stream = UnixStream;
+
+        async fn next(&self) -> io::Result<UnixStream> {
+            if self.1.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
+                return Err(io::Error::other("too many open files"));
+            }
+            self.0.next().await
+        }
+    }
+
+    #[tokio::test]
+    async fn so_many_come_in_at_once_and_a_failed_one_ends_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = Flaky(UnixListener::bind(&path).unwrap(), AtomicU32::new(0));
+        let mut incoming = accept(listener, 2);
+        let mut clients = Vec::new();
+        for _ in 0..3 {
+            clients.push(UnixStream::connect(&path).await.unwrap());
+        }
+        let first = incoming.next().await.unwrap().unwrap();
+        let _second = incoming.next().await.unwrap().unwrap();
+        let third = timeout(5 * PAUSE, incoming.next()).await;
+        assert!(third.is_err());
+        drop(first);
+        incoming.next().await.unwrap().unwrap();
+    }
+}
