@@ -310,12 +310,14 @@ def train(args):
     tok = train_tokenizer([(lead or "") + text for lead, text in kept])
     enc = lambda s: tok.encode(s, add_special_tokens=False).ids
 
-    stream, starts = [], []
+    stream, starts, openings = [], [], []
     for lead, text in kept:
         if lead is None and stream:
             stream += [EOS_ID, BOS_ID]
         stream += enc(lead or "")
         starts.append(len(stream))
+        if lead is None:
+            openings.append(len(stream))
         stream += enc(text)
     stream.append(EOS_ID)
     n_bytes = sum(len((lead or "") + text) for lead, text in kept)
@@ -343,6 +345,9 @@ def train(args):
             cuts = np.minimum(cuts, len(stream) - length)
             cuts = starts[np.maximum(np.searchsorted(starts, cuts, "right") - 1, 0)]
             for s in rng.permutation(cuts):
+                # Only here does BOS mean what it will mean before a prompt: a text begins.
+                if rng.random() < args.openings:
+                    s = min(rng.choice(openings), len(stream) - length)
                 yield np.concatenate([[BOS_ID], stream[s:s + length]])
 
     feeds = {t: rows(t) for t in set(CYCLE)}
@@ -468,6 +473,7 @@ def main():
     a.add_argument("--weight-decay", type=float, default=0.1)
     a.add_argument("--dropout", type=float, default=0.05)
     a.add_argument("--plateau", type=float, default=0.3, help="share of the time before the rate falls to zero")
+    a.add_argument("--openings", type=float, default=0.1, help="share of the windows that begin where a book begins")
     a.add_argument("--every", type=float, default=60, help="seconds between evaluations")
     a.add_argument("--save-every", type=float, default=180)
     a.add_argument("--resume", action="store_true")
