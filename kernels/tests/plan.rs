@@ -1,0 +1,323 @@
+//! Plans from outside: the same bits on any number of threads, rows and paths, and errors instead of foreign memory.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec, Value};
+use hotcell_kernels::{
+    backend::{Buffer, Device, DeviceError},
+    cpu::{CpuDevice, dequant::is_weight_dtype, matmul, path::CpuPath},
+    lower::lower,
+    plan::{Plan, PlanHints, Slot},
+};
+
+/// Numbers in [−1, 1) from a fixed sequence.
+fn numbers(n: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// Weights whose scales are finite: random bytes, with every f16 exponent that could be infinite cleared.
+fn weights(dtype: DType, n: usize, k: usize) -> Vec<u8> {
+    if dtype == DType::F32 {
+        return numbers(n * k, 3)
+            .iter()
+            .flat_map(|v| v.to_le_bytes())
+            .collect();
+    }
+    let bytes = dtype.row_bytes(k).unwrap() * n;
+    numbers(bytes, 5)
+        .iter()
+        .map(|v| (v * 127.0) as i8 as u8 & 0xbb)
+        .collect()
+}
+
+fn buffer(device: &dyn Device, bytes: &[u8]) -> Buffer {
+    let buffer = device.allocate("test", bytes.len()).unwrap();
+    buffer.write(0, bytes).unwrap();
+    buffer
+}
+
+fn f32_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_ne_bytes()).collect()
+}
+
+fn spec(dtype: DType, dims: &[usize]) -> TensorSpec {
+    TensorSpec::new(dtype, Shape::fixed(dims).unwrap()).unwrap()
+}
+
+fn rows(dims: &[usize]) -> TensorSpec {
+    TensorSpec::new(DType::F32, Shape::rows(dims).unwrap()).unwrap()
+}
+
+#[test]
+fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
+    const MAX_ROWS: usize = 64;
+    for dtype in DType::ALL.iter().copied().filter(|d| is_weight_dtype(*d)) {
+        let (n, k) = (
+            83,
+            if dtype.is_block() {
+                2 * dtype.block_len()
+            } else {
+                77
+            },
+        );
+        let w = weights(dtype, n, k);
+        let x = numbers(MAX_ROWS * k, 1);
+        let reference = matmul::mul_mat(CpuPath::Portable, dtype, &w, n, &x, MAX_ROWS, k);
+        let mut g = GraphBuilder::new(MAX_ROWS);
+        let xv = g.tensor("x", rows(&[k])).unwrap();
+        let wv = g.constant("w", spec(dtype, &[n, k])).unwrap();
+        let y = g.mul_mat(xv, wv).unwrap();
+        let graph = g.finish(&[y]).unwrap();
+        for threads in [1, 2, 3] {
+            for path in CpuPath::available() {
+                let device = CpuDevice::with_path(threads, path).unwrap();
+                let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+                let out = device.allocate("out", MAX_ROWS * n * 4).unwrap();
+                plan.bind(Slot::Input(0), &buffer(&device, &f32_bytes(&x)), 0)
+                    .unwrap();
+                // One byte in, so that nothing is aligned.
+                let shifted: Vec<u8> = std::iter::once(0).chain(w.iter().copied()).collect();
+                plan.bind(Slot::Input(1), &buffer(&device, &shifted), 1)
+                    .unwrap();
+                plan.bind(Slot::Output(0), &out, 0).unwrap();
+                for m in [1, 2, 3, 7, 16, 64] {
+                    device.stream().execute(plan.as_mut(), m).unwrap();
+                    let mut y = vec![0.0; m * n];
+                    out.read_f32(0, &mut y).unwrap();
+                    let equal = y
+                        .iter()
+                        .zip(&reference)
+                        .all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(equal, "{dtype}: {m} rows, {threads} threads, {path}");
+                }
+            }
+        }
+    }
+}
+
+/// `x + swiglu(silu(x), x)`, with a reshape on the way.
+fn elementwise() -> Graph {
+    let mut g = GraphBuilder::new(8);
+    let x = g.tensor("x", rows(&[48])).unwrap();
+    let a = g.silu(x).unwrap();
+    let a = g.reshape(a, Shape::rows(&[6, 8]).unwrap()).unwrap();
+    let b = g.reshape(x, Shape::rows(&[6, 8]).unwrap()).unwrap();
+    let s = g.swiglu(a, b).unwrap();
+    let s = g.reshape(s, Shape::rows(&[48]).unwrap()).unwrap();
+    let y = g.add(x, s).unwrap();
+    g.finish(&[y]).unwrap()
+}
+
+fn run(graph: &Graph, x: &[f32], m: usize) -> Vec<u32> {
+    let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+    let mut plan = device.plan(graph, &PlanHints::default()).unwrap();
+    let out = device.allocate("out", 8 * 48 * 4).unwrap();
+    plan.bind(Slot::Input(0), &buffer(&device, &f32_bytes(x)), 0)
+        .unwrap();
+    plan.bind(Slot::Output(0), &out, 0).unwrap();
+    plan.execute(m).unwrap();
+    let mut y = vec![0.0; m * 48];
+    out.read_f32(0, &mut y).unwrap();
+    y.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn a_composite_op_and_its_decomposition_give_the_same_bits() {
+    let graph = elementwise();
+    let parts = lower(&graph, "test", &|call| call.op.name != "swiglu").unwrap();
+    assert!(parts.nodes().iter().all(|n| n.op.name != "swiglu"));
+    assert_eq!(parts.nodes().len(), graph.nodes().len() + 1);
+    let x = numbers(8 * 48, 9);
+    assert_eq!(run(&graph, &x, 8), run(&parts, &x, 8));
+    let primitive = lower(&graph, "test", &|call| call.op.name != "silu").unwrap_err();
+    assert!(
+        matches!(primitive, DeviceError::Unsupported { op: "silu", .. }),
+        "{primitive}"
+    );
+}
+
+#[test]
+fn silu_is_what_it_says() {
+    let mut g = GraphBuilder::new(8);
+    let x = g.tensor("x", rows(&[48])).unwrap();
+    let y = g.silu(x).unwrap();
+    let x: Vec<f32> = numbers(8 * 48, 2).iter().map(|v| v * 20.0).collect();
+    let y = run(&g.finish(&[y]).unwrap(), &x, 8);
+    for (x, y) in x.iter().zip(y) {
+        let exact = f64::from(*x) / (1.0 + (-f64::from(*x)).exp());
+        assert!(
+            (f64::from(f32::from_bits(y)) - exact).abs() <= exact.abs() * 3e-7 + 1e-30,
+            "silu({x})"
+        );
+    }
+}
+
+#[test]
+fn a_plan_runs_only_when_everything_is_bound_and_fits() {
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let mut plan = device.plan(&elementwise(), &PlanHints::default()).unwrap();
+    let size = 8 * 48 * 4;
+    let refused =
+        |r: Result<(), DeviceError>| assert!(matches!(r, Err(DeviceError::Binding(_))), "{r:?}");
+    refused(plan.execute(1));
+    let (x, y) = (
+        device.allocate("x", size).unwrap(),
+        device.allocate("y", size + 64).unwrap(),
+    );
+    refused(plan.bind(Slot::Input(7), &x, 0));
+    refused(plan.bind(Slot::Input(0), &x, 4));
+    refused(plan.bind(Slot::Input(0), &y, 2));
+    refused(plan.bind(Slot::Input(0), &x, usize::MAX));
+    plan.bind(Slot::Input(0), &x, 0).unwrap();
+    refused(plan.execute(1));
+    // An output over an input would change what is still to be read.
+    refused(plan.bind(Slot::Output(0), &x, 0));
+    plan.bind(Slot::Output(0), &y, 64).unwrap();
+    plan.execute(8).unwrap();
+    plan.execute(0).unwrap();
+    refused(plan.execute(9));
+    refused(x.write(size - 1, &[0, 0]));
+    refused(x.read(usize::MAX, &mut [0]));
+
+    let mut dry = device
+        .plan(
+            &elementwise(),
+            &PlanHints {
+                allocate: false,
+                ..PlanHints::default()
+            },
+        )
+        .unwrap();
+    assert_eq!(dry.memory(), plan.memory());
+    assert!(dry.memory().arena > 0 && dry.memory().arena <= dry.memory().unshared);
+    dry.bind(Slot::Input(0), &x, 0).unwrap();
+    dry.bind(Slot::Output(0), &y, 64).unwrap();
+    refused(dry.execute(1));
+}
+
+fn i32s(device: &dyn Device, values: &[i32]) -> Buffer {
+    let buffer = device.allocate("indices", values.len() * 4).unwrap();
+    buffer.write_i32(0, values).unwrap();
+    buffer
+}
+
+#[test]
+fn an_index_outside_is_an_error_and_the_plan_lives_on() {
+    let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+    let mut g = GraphBuilder::new(4);
+    let table = g.constant("table", spec(DType::F32, &[10, 8])).unwrap();
+    let at = g
+        .tensor(
+            "at",
+            TensorSpec::new(DType::I32, Shape::rows(&[]).unwrap()).unwrap(),
+        )
+        .unwrap();
+    let y = g.take(table, at).unwrap();
+    let mut plan = device
+        .plan(&g.finish(&[y]).unwrap(), &PlanHints::default())
+        .unwrap();
+    let (out, values) = (device.allocate("out", 4 * 8 * 4).unwrap(), numbers(80, 4));
+    plan.bind(Slot::Input(0), &buffer(&device, &f32_bytes(&values)), 0)
+        .unwrap();
+    plan.bind(Slot::Output(0), &out, 0).unwrap();
+    for bad in [-1, 10, i32::MAX, i32::MIN] {
+        plan.bind(Slot::Input(1), &i32s(&device, &[0, 9, bad, 1]), 0)
+            .unwrap();
+        let error = plan.execute(4).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                DeviceError::IndexOutOfRange {
+                    op: "take",
+                    bound: 10,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        plan.execute(2).unwrap();
+    }
+    let mut row = vec![0.0; 8];
+    out.read_f32(8, &mut row).unwrap();
+    assert_eq!(row, values[72..80]);
+}
+
+#[test]
+fn cache_slots_tables_and_positions_are_checked() {
+    let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+    let cache = CacheSpec {
+        dtype: DType::F16,
+        blocks: 4,
+        block_len: 16,
+        kv_heads: 2,
+        head_dim: 8,
+    };
+    let per_row = || TensorSpec::new(DType::I32, Shape::rows(&[]).unwrap()).unwrap();
+    let mut g = GraphBuilder::new(2);
+    let x = g.tensor("x", rows(&[2, 8])).unwrap();
+    let c = g.cache("cache", cache).unwrap();
+    let v: Vec<Value> = ["slots", "sequences", "positions"]
+        .iter()
+        .map(|n| g.tensor(*n, per_row()).unwrap())
+        .collect();
+    let tables = g.tensor("tables", spec(DType::I32, &[2, 3])).unwrap();
+    g.cache_write(c, x, x, v[0]).unwrap();
+    let y = g.paged_attention(x, c, tables, v[1], v[2], 0.5, 0).unwrap();
+    let mut plan = device
+        .plan(&g.finish(&[y]).unwrap(), &PlanHints::default())
+        .unwrap();
+    let (x, out) = (
+        numbers(2 * 16, 8),
+        device.allocate("out", 2 * 16 * 4).unwrap(),
+    );
+    plan.bind(Slot::Input(0), &buffer(&device, &f32_bytes(&x)), 0)
+        .unwrap();
+    plan.bind(
+        Slot::Input(1),
+        &device.allocate("cache", cache.bytes().unwrap()).unwrap(),
+        0,
+    )
+    .unwrap();
+    plan.bind(Slot::Output(0), &out, 0).unwrap();
+    let mut run = |slots: [i32; 2], sequences: [i32; 2], positions: [i32; 2], tables: [i32; 6]| {
+        plan.bind(Slot::Input(2), &i32s(&device, &slots), 0)
+            .unwrap();
+        plan.bind(Slot::Input(3), &i32s(&device, &sequences), 0)
+            .unwrap();
+        plan.bind(Slot::Input(4), &i32s(&device, &positions), 0)
+            .unwrap();
+        plan.bind(Slot::Input(5), &i32s(&device, &tables), 0)
+            .unwrap();
+        plan.execute(2)
+    };
+    let good = [0, 1, 2, 3, 0, 0];
+    run([0, 48], [0, 1], [0, 0], good).unwrap();
+    // Alone in its sequence, a token attends to itself: the value as the cache rounded it.
+    let mut y = vec![0.0; 32];
+    out.read_f32(0, &mut y).unwrap();
+    for (x, y) in x.iter().zip(&y) {
+        assert_eq!(half::f16::from_f32(*x).to_f32(), *y);
+    }
+    run([-1, 0], [0, 0], [0, 0], good).unwrap();
+    for (slots, sequences, positions, tables) in [
+        ([64, 0], [0, 0], [0, 0], good),
+        ([-2, 0], [0, 0], [0, 0], good),
+        ([0, 1], [2, 0], [0, 0], good),
+        ([0, 1], [-1, 0], [0, 0], good),
+        ([0, 1], [0, 0], [48, 0], good),
+        ([0, 1], [0, 0], [-1, 0], good),
+        ([0, 1], [0, 0], [20, 0], [0, 4, 0, 0, 0, 0]),
+        ([0, 1], [0, 0], [20, 0], [0, -1, 0, 0, 0, 0]),
+    ] {
+        let error = run(slots, sequences, positions, tables).unwrap_err();
+        assert!(
+            matches!(error, DeviceError::IndexOutOfRange { .. }),
+            "{error}"
+        );
+    }
+}
