@@ -7,7 +7,7 @@ use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
     cpu::{CpuDevice, dequant::is_weight_dtype, matmul, path::CpuPath},
     lower::lower,
-    plan::{Plan, PlanHints, Slot},
+    plan::{PlanHints, Slot},
 };
 
 /// Numbers in [−1, 1) from a fixed sequence.
