@@ -114,7 +114,7 @@ async fn a_plain_grpc_client_gets_tokens_and_typed_errors() {
         ignore_eos: true,
         ..request("kjv")
     });
-    slow.set_timeout(std::time::Duration::from_millis(120));
+    slow.set_timeout(std::time::Duration::from_millis(60));
     let ended = async {
         let mut stream = tokens.generate(slow).await?.into_inner();
         while stream.message().await?.is_some() {}

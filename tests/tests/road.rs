@@ -209,7 +209,7 @@ async fn dropping_a_stream_frees_its_place_and_a_deadline_ends_one() {
     cluster.workers(running(0)).await.unwrap();
 
     let options = GenerateOptions {
-        deadline: Some(Duration::from_millis(150)),
+        deadline: Some(Duration::from_millis(60)),
         ..greedy(1000)
     };
     let error = client
