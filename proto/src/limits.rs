@@ -27,6 +27,8 @@ pub const MAX_MODEL_NAME: usize = 128;
 pub const MAX_REQUEST_ID: usize = 64;
 /// Files of one model.
 pub const MAX_MODEL_FILES: usize = 1024;
+/// Extensions of the files that make a model's folder; no other file of it is opened.
+pub const MODEL_EXTENSIONS: &[&str] = &["json", "safetensors", "gguf", "model", "jinja", "txt"];
 /// Models a scheduler knows.
 pub const MAX_MODELS: usize = 256;
 /// Devices, hence trusted workers, of one scheduler.

@@ -18,9 +18,6 @@ use hotcell_proto::{
 };
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 
-/// Extensions of the files that belong to a model.
-pub const EXTENSIONS: [&str; 6] = ["json", "safetensors", "gguf", "model", "jinja", "txt"];
-
 /// Where a model's bytes come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
@@ -205,7 +202,7 @@ fn folder(path: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut entries = Vec::new();
     for entry in fs::read_dir(path).map_err(|e| not_found(path, &e))? {
         let entry = entry.map_err(|e| unreadable(path, &e))?.path();
-        if extension(&entry).is_some_and(|e| EXTENSIONS.contains(&e)) {
+        if extension(&entry).is_some_and(|e| limits::MODEL_EXTENSIONS.contains(&e)) {
             entries.push(entry);
         }
         if entries.len() > limits::MAX_MODEL_FILES {

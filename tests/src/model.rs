@@ -9,6 +9,7 @@ use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
 };
+use hotcell_proto::limits;
 use hotcell_worker::{
     model::run::{Row, RunShape, Runner},
     weights::{ModelFile, ModelSource},
@@ -35,7 +36,7 @@ pub fn files(path: &Path) -> Result<Vec<ModelFile>> {
             .collect::<Result<_>>()?;
         paths.retain(|p| {
             p.extension()
-                .is_some_and(|e| ["json", "safetensors", "jinja"].contains(&&*e.to_string_lossy()))
+                .is_some_and(|e| limits::MODEL_EXTENSIONS.contains(&&*e.to_string_lossy()))
         });
         paths.sort();
     }

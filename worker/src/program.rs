@@ -30,9 +30,6 @@ use crate::{
     weights::ModelFile,
 };
 
-/// Extensions of the files that make a model's folder.
-const MODEL_EXTENSIONS: &[&str] = &["json", "safetensors", "gguf", "model", "jinja", "txt"];
-
 /// Calls on the tokens connection at once: every request the worker holds, and as many short calls.
 const MAX_STREAMS: u32 = 2 * limits::MAX_WORKER_REQUESTS as u32;
 
@@ -234,7 +231,7 @@ fn open_files(path: &Path) -> std::io::Result<Vec<(String, OwnedFd)>> {
         let path = entry?.path();
         let known = path
             .extension()
-            .is_some_and(|e| MODEL_EXTENSIONS.iter().any(|k| e == *k));
+            .is_some_and(|e| limits::MODEL_EXTENSIONS.iter().any(|k| e == *k));
         if known && path.is_file() && files.len() < limits::MAX_MODEL_FILES {
             files.push((name(&path), File::open(&path)?.into()));
         }
