@@ -34,13 +34,14 @@ pub fn lower(
 /// Decomposes every unsupported composite node once; says whether there was one.
 fn pass(graph: &Graph, supports: &dyn Fn(&Call<'_>) -> bool) -> Result<(Graph, bool), DeviceError> {
     let mut builder = GraphBuilder::new(graph.max_rows());
-    let mut values: HashMap<Value, Value> = HashMap::new();
+    let mut values: HashMap<Value, Value> = HashMap::from([(Value::Absent, Value::Absent)]);
     for (i, input) in graph.inputs().iter().enumerate() {
         let name = input.name.clone();
         let value = match &input.spec {
             ValueSpec::Tensor(t) if input.constant => builder.constant(name, t.clone())?,
             ValueSpec::Tensor(t) => builder.tensor(name, t.clone())?,
             ValueSpec::Cache(c) => builder.cache(name, *c)?,
+            ValueSpec::Absent => Value::Absent,
         };
         values.insert(Value::Input(i as u32), value);
     }

@@ -217,7 +217,7 @@ fn an_index_outside_is_an_error_and_the_plan_lives_on() {
             TensorSpec::new(DType::I32, Shape::rows(&[]).unwrap()).unwrap(),
         )
         .unwrap();
-    let y = g.take(table, at).unwrap();
+    let y = g.get_rows(table, at).unwrap();
     let mut plan = device
         .plan(&g.finish(&[y]).unwrap(), &PlanHints::default())
         .unwrap();
@@ -233,7 +233,7 @@ fn an_index_outside_is_an_error_and_the_plan_lives_on() {
             matches!(
                 error,
                 DeviceError::IndexOutOfRange {
-                    op: "take",
+                    op: "get_rows",
                     bound: 10,
                     ..
                 }

@@ -55,6 +55,12 @@ pub const WATCH_BUFFER: usize = 256;
 pub const MAX_GRAPH_NODES: usize = 1 << 16;
 /// Inputs of one graph.
 pub const MAX_GRAPH_INPUTS: usize = 1 << 16;
+/// Inputs of one op.
+pub const MAX_OP_INPUTS: usize = 256;
+/// Integers of one attribute.
+pub const MAX_ATTRIBUTE_INTS: usize = 256;
+/// Bytes of one literal tensor inside a graph; larger ones are uploaded.
+pub const MAX_LITERAL_BYTES: usize = 4096;
 /// Axes of one tensor.
 pub const MAX_RANK: usize = 8;
 /// Elements of one tensor.

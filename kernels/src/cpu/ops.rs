@@ -2,10 +2,10 @@
 
 mod attention;
 mod elementwise;
+mod get_rows;
 mod matmul;
 mod norm;
 mod rope;
-mod take;
 
 use std::ops::Range;
 
@@ -24,68 +24,27 @@ struct Entry {
     launch: Launch,
 }
 
-/// What there is a kernel for. What is not here is decomposed.
-static TABLE: &[Entry] = &[
-    Entry {
-        op: "add",
-        supports: elementwise::binary_fits,
-        launch: elementwise::add,
-    },
-    Entry {
-        op: "mul",
-        supports: elementwise::binary_fits,
-        launch: elementwise::mul,
-    },
-    Entry {
-        op: "silu",
-        supports: always,
-        launch: elementwise::silu,
-    },
-    Entry {
-        op: "swiglu",
-        supports: always,
-        launch: elementwise::swiglu,
-    },
-    Entry {
-        op: "rms_norm",
-        supports: always,
-        launch: norm::rms_norm,
-    },
-    Entry {
-        op: "mul_mat",
-        supports: matmul::fits,
-        launch: matmul::mul_mat,
-    },
-    Entry {
-        op: "take",
-        supports: take::fits,
-        launch: take::take,
-    },
-    Entry {
-        op: "rope",
-        supports: always,
-        launch: rope::rope,
-    },
-    Entry {
-        op: "cache_write",
-        supports: attention::cache_fits,
-        launch: attention::cache_write,
-    },
-    Entry {
-        op: "paged_attention",
-        supports: attention::fits,
-        launch: attention::paged_attention,
-    },
-    Entry {
-        op: "reshape",
-        supports: always,
-        launch: nothing,
-    },
+/// What there is a kernel for, file by file. What is not here is decomposed.
+static TABLES: &[&[Entry]] = &[
+    ALIASES,
+    attention::ENTRIES,
+    elementwise::ENTRIES,
+    matmul::ENTRIES,
+    norm::ENTRIES,
+    rope::ENTRIES,
+    get_rows::ENTRIES,
 ];
+
+/// Ops that are their input's memory under another shape.
+static ALIASES: &[Entry] = &[Entry {
+    op: "reshape",
+    supports: always,
+    launch: nothing,
+}];
 
 /// Ops whose result is their input's memory under another shape.
 pub(super) fn is_alias(op: &str) -> bool {
-    op == "reshape"
+    ALIASES.iter().any(|e| e.op == op)
 }
 
 fn always(_: &Call<'_>) -> bool {
@@ -96,8 +55,12 @@ fn nothing(_: &mut Launcher, _: &Call<'_>, _: &[Reg], _: &[Reg]) -> Result<(), D
     Ok(())
 }
 
+fn entries() -> impl Iterator<Item = &'static Entry> {
+    TABLES.iter().copied().flatten()
+}
+
 fn entry(op: &str) -> Option<&'static Entry> {
-    TABLE.iter().find(|e| e.op == op)
+    entries().find(|e| e.op == op)
 }
 
 pub(super) fn supports(call: &Call<'_>) -> bool {
@@ -155,7 +118,7 @@ mod tests {
                 row.name
             );
         }
-        for e in TABLE {
+        for e in entries() {
             assert!(hotcell_graph::op::find(e.op).is_some(), "{}", e.op);
         }
     }

@@ -26,6 +26,11 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Reg(u32);
 
+impl Reg {
+    /// The place of an optional input that is not given; no kernel may touch it.
+    pub const ABSENT: Reg = Reg(u32::MAX);
+}
+
 /// What a kernel sees while it runs.
 pub(crate) struct Run<'a> {
     pointers: &'a [*mut u8],
@@ -263,12 +268,13 @@ impl CpuPlan {
             shared: HashMap::new(),
             max_rows: graph.max_rows(),
         };
-        let mut regs: HashMap<Value, Reg> = HashMap::new();
+        let mut regs: HashMap<Value, Reg> = HashMap::from([(Value::Absent, Reg::ABSENT)]);
         let mut inputs = Vec::with_capacity(graph.inputs().len());
         for (i, input) in graph.inputs().iter().enumerate() {
             let bytes = match &input.spec {
                 ValueSpec::Tensor(t) => t.bytes(graph.max_rows()),
                 ValueSpec::Cache(c) => c.bytes(),
+                ValueSpec::Absent => Some(0),
             };
             let reg = launcher.place(bytes.ok_or_else(overflow)?, Home::Input(i));
             regs.insert(Value::Input(i as u32), reg);

@@ -5,7 +5,7 @@ use thiserror::Error;
 use hotcell_proto::limits;
 
 use crate::{
-    op::{Attribute, Call, Effect, OpRow, ValueSpec},
+    op::{Attribute, Call, Effect, InputMode, OpRow, ValueSpec},
     shape::{CacheSpec, TensorSpec},
 };
 
@@ -55,6 +55,8 @@ pub(crate) fn brief(text: &str, chars: usize) -> String {
 /// A value of a graph: an input, or a result of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Value {
+    /// An optional input that is not given.
+    Absent,
     /// Index into [`Graph::inputs`].
     Input(u32),
     /// A result.
@@ -150,6 +152,7 @@ impl Graph {
 
 fn spec_of(inputs: &[Input], nodes: &[Node], value: Value) -> Result<ValueSpec, GraphError> {
     let found = match value {
+        Value::Absent => Some(ValueSpec::Absent),
         Value::Input(i) => inputs.get(i as usize).map(|x| x.spec.clone()),
         Value::Node { node, output } => nodes
             .get(node as usize)
@@ -207,6 +210,12 @@ impl GraphBuilder {
             }
             ValueSpec::Tensor(t) => t.bytes(max_rows).is_some(),
             ValueSpec::Cache(c) => c.bytes().is_some(),
+            ValueSpec::Absent => {
+                return Err(GraphError::Malformed(format!(
+                    "input {:?} has no spec",
+                    short()
+                )));
+            }
         };
         if !fits {
             return Err(GraphError::Limit(format!(
@@ -271,12 +280,20 @@ impl GraphBuilder {
                 limits::MAX_GRAPH_NODES
             )));
         }
-        if inputs.len() != op.inputs.len() {
-            return Err(fail(format!(
-                "takes {} inputs, not {}",
-                op.inputs.len(),
-                inputs.len()
-            )));
+        let (fewest, most) = op.arity();
+        if !(fewest..=most).contains(&inputs.len()) {
+            let takes = match fewest == most {
+                true => fewest.to_string(),
+                false => format!("{fewest} to {most}"),
+            };
+            return Err(fail(format!("takes {takes} inputs, not {}", inputs.len())));
+        }
+        for (i, value) in inputs.iter().enumerate() {
+            if let (Value::Absent, Some(spec)) = (value, op.input(i))
+                && spec.mode != InputMode::Optional
+            {
+                return Err(fail(format!("{} must be given", spec.name)));
+            }
         }
         if attributes.len() != op.attributes.len() {
             return Err(fail(format!(
@@ -340,8 +357,12 @@ impl GraphBuilder {
     /// When one of them does not exist or is a cache.
     pub fn finish(mut self, outputs: &[Value]) -> Result<Graph, GraphError> {
         for &v in outputs {
-            if let ValueSpec::Cache(_) = self.graph.spec(v)? {
-                return Err(GraphError::UnknownValue(format!("{v:?}, a cache,")));
+            match self.graph.spec(v)? {
+                ValueSpec::Tensor(_) => {}
+                ValueSpec::Cache(_) => {
+                    return Err(GraphError::UnknownValue(format!("{v:?}, a cache,")));
+                }
+                ValueSpec::Absent => return Err(GraphError::UnknownValue(format!("{v:?}"))),
             }
         }
         self.graph.outputs = outputs.to_vec();

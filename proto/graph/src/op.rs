@@ -13,6 +13,8 @@ pub mod shape;
 
 use std::fmt;
 
+use hotcell_proto::limits;
+
 use crate::{
     dtype::DType,
     graph::{GraphBuilder, GraphError, Value},
@@ -25,16 +27,59 @@ pub struct OpRow {
     pub name: &'static str,
     /// One paragraph: semantics, shapes, dtypes, source.
     pub doc: &'static str,
-    /// Names of the inputs; their number is the arity.
-    pub inputs: &'static [&'static str],
+    /// The inputs in order; an absent optional one keeps its place as [`Value::Absent`].
+    pub inputs: &'static [InputSpec],
     /// Attributes in the order of [`Call::attributes`].
     pub attributes: &'static [AttributeSpec],
+    /// Result shapes in terms of the inputs', one line for the reference page.
+    pub shapes: &'static str,
+    /// Input dtypes that are accepted and what they give, one line for the reference page.
+    pub dtypes: &'static str,
     /// Which input, a cache, the op changes or reads; effects on one cache keep the graph's order.
     pub effect: Effect,
     /// Result specs from the inputs' specs, or why they do not fit.
     pub infer: fn(&Call<'_>) -> Result<Vec<TensorSpec>, GraphError>,
-    /// The same in other ops; `None` for a primitive.
+    /// The same in other ops; `None` for a primitive. A primitive that promotes its inputs decomposes into
+    /// casts and itself, so that a backend need only have it for inputs of one dtype.
     pub decompose: Option<Decompose>,
+}
+
+impl OpRow {
+    /// Fewest and most inputs, absent optional ones counted.
+    pub fn arity(&self) -> (usize, usize) {
+        match self.inputs.split_last() {
+            Some((last, before)) if last.mode == InputMode::Many => {
+                (before.len() + 1, limits::MAX_OP_INPUTS)
+            }
+            _ => (self.inputs.len(), self.inputs.len()),
+        }
+    }
+
+    /// The description of input `i`.
+    pub fn input(&self, i: usize) -> Option<&'static InputSpec> {
+        let many = || self.inputs.last().filter(|s| s.mode == InputMode::Many);
+        self.inputs.get(i).or_else(many)
+    }
+}
+
+/// An input's name and whether it may be absent or repeat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InputSpec {
+    /// Name, for messages and the reference page.
+    pub name: &'static str,
+    /// How many there may be.
+    pub mode: InputMode,
+}
+
+/// How many times an input may be given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InputMode {
+    /// Once.
+    One,
+    /// Once or [`Value::Absent`].
+    Optional,
+    /// Once or more; only the last input may be.
+    Many,
 }
 
 /// Builds a composite op from others.
@@ -74,6 +119,12 @@ pub enum AttributeKind {
     Shape,
     /// A dtype.
     DType,
+    /// At most [`limits::MAX_ATTRIBUTE_INTS`] integers, each between these, both included.
+    Ints(i64, i64),
+    /// One of these names.
+    Name(&'static [&'static str]),
+    /// At most so many bytes.
+    Bytes(usize),
 }
 
 /// An attribute's value.
@@ -89,6 +140,12 @@ pub enum Attribute {
     Shape(Shape),
     /// A dtype.
     DType(DType),
+    /// Integers.
+    Ints(Vec<i64>),
+    /// A name out of the row's list.
+    Name(String),
+    /// Bytes.
+    Bytes(Vec<u8>),
 }
 
 impl AttributeKind {
@@ -98,6 +155,11 @@ impl AttributeKind {
             (AttributeKind::Int(lo, hi), Attribute::Int(v)) => (lo..=hi).contains(v),
             // NaN is in no range.
             (AttributeKind::Float(lo, hi), Attribute::Float(v)) => (lo..=hi).contains(v),
+            (AttributeKind::Ints(lo, hi), Attribute::Ints(v)) => {
+                v.len() <= limits::MAX_ATTRIBUTE_INTS && v.iter().all(|v| (lo..=hi).contains(v))
+            }
+            (AttributeKind::Name(names), Attribute::Name(v)) => names.contains(&v.as_str()),
+            (AttributeKind::Bytes(max), Attribute::Bytes(v)) => v.len() <= max,
             (AttributeKind::Bool, Attribute::Bool(_))
             | (AttributeKind::Shape, Attribute::Shape(_))
             | (AttributeKind::DType, Attribute::DType(_)) => true,
@@ -114,13 +176,22 @@ impl fmt::Display for AttributeKind {
             AttributeKind::Bool => f.write_str("a bool"),
             AttributeKind::Shape => f.write_str("a shape"),
             AttributeKind::DType => f.write_str("a dtype"),
+            AttributeKind::Ints(lo, hi) => write!(
+                f,
+                "at most {} integers in [{lo}, {hi}]",
+                limits::MAX_ATTRIBUTE_INTS
+            ),
+            AttributeKind::Name(names) => write!(f, "one of {}", names.join(", ")),
+            AttributeKind::Bytes(max) => write!(f, "at most {max} bytes"),
         }
     }
 }
 
-/// What a value is: a tensor, or a resource.
+/// What a value is: a tensor, a resource, or an optional input that is not given.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ValueSpec {
+    /// Nothing.
+    Absent,
     /// A tensor.
     Tensor(TensorSpec),
     /// A paged KV cache.
@@ -130,6 +201,7 @@ pub enum ValueSpec {
 impl fmt::Display for ValueSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            ValueSpec::Absent => f.write_str("nothing"),
             ValueSpec::Tensor(t) => t.fmt(f),
             ValueSpec::Cache(c) => c.fmt(f),
         }
@@ -158,8 +230,23 @@ impl<'a> Call<'a> {
     }
 
     fn missing(&self, i: usize, what: &str) -> GraphError {
-        let name = self.op.inputs.get(i).copied().unwrap_or("input");
-        self.error(format_args!("{name} must be {what}"))
+        self.error(format_args!("{} must be {what}", self.input_name(i)))
+    }
+
+    /// Name of input `i`, for messages.
+    pub fn input_name(&self, i: usize) -> &'static str {
+        self.op.input(i).map_or("input", |s| s.name)
+    }
+
+    /// Input `i` as a tensor, if it is given.
+    ///
+    /// # Errors
+    /// When it is a cache.
+    pub fn optional(&self, i: usize) -> Result<Option<&'a TensorSpec>, GraphError> {
+        match self.inputs.get(i) {
+            Some(ValueSpec::Absent) | None => Ok(None),
+            _ => self.tensor(i).map(Some),
+        }
     }
 
     /// Input `i` as a tensor.
@@ -229,6 +316,50 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// Dtype attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn dtype(&self, i: usize) -> Result<DType, GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::DType(v)) => Ok(*v),
+            _ => Err(self.error(format_args!("attribute {i} is no dtype"))),
+        }
+    }
+
+    /// Integers attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn ints(&self, i: usize) -> Result<&'a [i64], GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::Ints(v)) => Ok(v),
+            _ => Err(self.error(format_args!("attribute {i} is no list of integers"))),
+        }
+    }
+
+    /// Name attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn name(&self, i: usize) -> Result<&'a str, GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::Name(v)) => Ok(v),
+            _ => Err(self.error(format_args!("attribute {i} is no name"))),
+        }
+    }
+
+    /// Bytes attribute `i`.
+    ///
+    /// # Errors
+    /// When the row has none there.
+    pub fn bytes(&self, i: usize) -> Result<&'a [u8], GraphError> {
+        match self.attributes.get(i) {
+            Some(Attribute::Bytes(v)) => Ok(v),
+            _ => Err(self.error(format_args!("attribute {i} is no bytes"))),
+        }
+    }
+
     /// Shape attribute `i`.
     ///
     /// # Errors
@@ -263,23 +394,29 @@ pub fn find(name: &str) -> Option<&'static OpRow> {
 
 /// Declares op rows and their builder methods.
 ///
-/// `name(inputs; attribute: kind, …) -> results { effect, infer, decompose }`; `results` is `one`
-/// (the method returns the value) or `none` (an effect only).
+/// `name(inputs; attribute: kind, …) -> results { shapes, dtypes, effect, infer, decompose }`. An input is a
+/// name, `name = optional` or, the last one, `name = many`. `results` is `one` (the method returns the value),
+/// `two` (a pair), `many` (a list) or `none` (an effect only).
 macro_rules! ops {
     ($($(#[doc = $doc:literal])+
-       $name:ident ( $($input:ident),* ; $($attr:ident : $kind:ident $(($lo:expr, $hi:expr))?),* ) -> $results:ident
-       { effect: $effect:expr, infer: $infer:path, decompose: $decompose:expr $(,)? })*) => {
+       $name:ident ( $($input:ident $(= $mode:ident)?),* ; $($attr:ident : $kind:ident $(($($range:expr),+))?),* ) -> $results:ident
+       { shapes: $shapes:expr, dtypes: $dtypes:expr, effect: $effect:expr, infer: $infer:path, decompose: $decompose:expr $(,)? })*) => {
         $(
             #[doc(hidden)]
             #[allow(non_upper_case_globals)]
             pub static $name: $crate::op::OpRow = $crate::op::OpRow {
                 name: stringify!($name),
                 doc: concat!($($doc, "\n"),+),
-                inputs: &[$(stringify!($input)),*],
+                inputs: &[$($crate::op::InputSpec {
+                    name: stringify!($input),
+                    mode: $crate::op::input_mode!($($mode)?),
+                }),*],
                 attributes: &[$($crate::op::AttributeSpec {
                     name: stringify!($attr),
-                    kind: $crate::op::AttributeKind::$kind $(($lo, $hi))?,
+                    kind: $crate::op::AttributeKind::$kind $(($($range),+))?,
                 }),*],
+                shapes: $shapes,
+                dtypes: $dtypes,
                 effect: $effect,
                 infer: $infer,
                 decompose: $decompose,
@@ -298,18 +435,57 @@ macro_rules! ops {
                 #[allow(clippy::too_many_arguments)]
                 pub fn $name(
                     &mut self,
-                    $($input: $crate::graph::Value,)*
+                    $($input: $crate::op::input_type!($($mode)?),)*
                     $($attr: $crate::op::attribute_type!($kind),)*
                 ) -> Result<$crate::op::result_type!($results), $crate::graph::GraphError> {
+                    #[allow(unused_mut)]
+                    let mut inputs: Vec<$crate::graph::Value> = Vec::new();
+                    $($crate::op::input_push!(inputs, $input $($mode)?);)*
                     let outputs = self.apply(
                         &$name,
-                        vec![$($input),*],
-                        vec![$($crate::op::Attribute::$kind($attr)),*],
+                        inputs,
+                        vec![$($crate::op::attribute_value!($kind, $attr)),*],
                     )?;
                     $crate::op::result_value!($results, outputs)
                 }
             )*
         }
+    };
+}
+
+macro_rules! input_mode {
+    () => {
+        $crate::op::InputMode::One
+    };
+    (optional) => {
+        $crate::op::InputMode::Optional
+    };
+    (many) => {
+        $crate::op::InputMode::Many
+    };
+}
+
+macro_rules! input_type {
+    () => {
+        $crate::graph::Value
+    };
+    (optional) => {
+        Option<$crate::graph::Value>
+    };
+    (many) => {
+        &[$crate::graph::Value]
+    };
+}
+
+macro_rules! input_push {
+    ($inputs:ident, $input:ident) => {
+        $inputs.push($input)
+    };
+    ($inputs:ident, $input:ident optional) => {
+        $inputs.push($input.unwrap_or($crate::graph::Value::Absent))
+    };
+    ($inputs:ident, $input:ident many) => {
+        $inputs.extend_from_slice($input)
     };
 }
 
@@ -329,11 +505,41 @@ macro_rules! attribute_type {
     (DType) => {
         $crate::dtype::DType
     };
+    (Ints) => {
+        &[i64]
+    };
+    (Name) => {
+        &str
+    };
+    (Bytes) => {
+        &[u8]
+    };
+}
+
+macro_rules! attribute_value {
+    (Ints, $value:ident) => {
+        $crate::op::Attribute::Ints($value.to_vec())
+    };
+    (Name, $value:ident) => {
+        $crate::op::Attribute::Name($value.to_owned())
+    };
+    (Bytes, $value:ident) => {
+        $crate::op::Attribute::Bytes($value.to_vec())
+    };
+    ($kind:ident, $value:ident) => {
+        $crate::op::Attribute::$kind($value)
+    };
 }
 
 macro_rules! result_type {
     (one) => {
         $crate::graph::Value
+    };
+    (two) => {
+        ($crate::graph::Value, $crate::graph::Value)
+    };
+    (many) => {
+        Vec<$crate::graph::Value>
     };
     (none) => {
         ()
@@ -347,13 +553,26 @@ macro_rules! result_value {
             .copied()
             .ok_or($crate::graph::GraphError::NoResult)
     };
+    (two, $outputs:ident) => {
+        match $outputs.as_slice() {
+            &[first, second] => Ok((first, second)),
+            _ => Err($crate::graph::GraphError::NoResult),
+        }
+    };
+    (many, $outputs:ident) => {
+        Ok($outputs)
+    };
     (none, $outputs:ident) => {{
         debug_assert!($outputs.is_empty());
         Ok(())
     }};
 }
 
-pub(crate) use {attribute_type, ops, result_type, result_value};
+#[allow(unused_imports)]
+pub(crate) use {
+    attribute_type, attribute_value, input_mode, input_push, input_type, ops, result_type,
+    result_value,
+};
 
 #[cfg(test)]
 mod tests {
@@ -373,7 +592,15 @@ mod tests {
                     .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
             );
             assert!(std::ptr::eq(find(row.name).unwrap(), row));
-            assert!(!row.doc.trim().is_empty(), "{} has no doc", row.name);
+            for text in [row.doc, row.shapes, row.dtypes] {
+                assert!(!text.trim().is_empty(), "{} has an empty text", row.name);
+            }
+            let before = row.inputs.split_last().map_or(row.inputs, |(_, b)| b);
+            assert!(
+                before.iter().all(|i| i.mode != InputMode::Many),
+                "{}",
+                row.name
+            );
         }
     }
 

@@ -54,13 +54,15 @@ fn decode_value(value: &v1::ValueRef) -> Result<Value, GraphError> {
             node: n.node,
             output: n.output,
         }),
-        None => Err(malformed("an empty value reference")),
+        Some(value_ref::Kind::Absent(true)) => Ok(Value::Absent),
+        Some(value_ref::Kind::Absent(false)) | None => Err(malformed("an empty value reference")),
     }
 }
 
 fn encode_value(value: Value) -> v1::ValueRef {
     v1::ValueRef {
         kind: Some(match value {
+            Value::Absent => value_ref::Kind::Absent(true),
             Value::Input(i) => value_ref::Kind::Input(i),
             Value::Node { node, output } => value_ref::Kind::Node(v1::NodeOutput { node, output }),
         }),
@@ -79,6 +81,9 @@ fn decode_attribute(
             Attribute::Shape(decode_shape(&s.dims)?)
         }
         (AttributeKind::DType, attribute::Value::Dtype(d)) => Attribute::DType(decode_dtype(d)?),
+        (AttributeKind::Ints(..), attribute::Value::Ints(v)) => Attribute::Ints(v.values.clone()),
+        (AttributeKind::Name(_), attribute::Value::Choice(v)) => Attribute::Name(brief(v, 64)),
+        (AttributeKind::Bytes(_), attribute::Value::Bytes(v)) => Attribute::Bytes(v.clone()),
         _ => return Err(malformed(format!("an attribute must be {kind}"))),
     })
 }
@@ -92,6 +97,9 @@ fn encode_attribute(value: &Attribute) -> attribute::Value {
             dims: encode_shape(s),
         }),
         Attribute::DType(d) => attribute::Value::Dtype(d.name().to_owned()),
+        Attribute::Ints(v) => attribute::Value::Ints(v1::Ints { values: v.clone() }),
+        Attribute::Name(v) => attribute::Value::Choice(v.clone()),
+        Attribute::Bytes(v) => attribute::Value::Bytes(v.clone()),
     }
 }
 
@@ -111,7 +119,7 @@ pub fn decode(wire: &v1::Graph) -> Result<Graph, GraphError> {
     for input in &wire.inputs {
         match &input.spec {
             Some(graph_input::Spec::Tensor(t)) => {
-                let spec = TensorSpec::new(decode_dtype(&t.dtype)?, decode_shape(&t.dims)?)?;
+                let spec = decode_tensor_spec(t)?;
                 if input.constant {
                     builder.constant(&input.name, spec)?;
                 } else {
@@ -141,7 +149,10 @@ pub fn decode(wire: &v1::Graph) -> Result<Graph, GraphError> {
     }
     for node in &wire.nodes {
         let row = op::find(&node.op).ok_or_else(|| GraphError::UnknownOp(brief(&node.op, 40)))?;
-        if node.inputs.len() != row.inputs.len() || node.attributes.len() != row.attributes.len() {
+        let (fewest, most) = row.arity();
+        if !(fewest..=most).contains(&node.inputs.len())
+            || node.attributes.len() != row.attributes.len()
+        {
             return Err(malformed(format!(
                 "{} has the wrong number of inputs or attributes",
                 row.name
@@ -180,24 +191,43 @@ pub fn decode(wire: &v1::Graph) -> Result<Graph, GraphError> {
     builder.finish(&outputs)
 }
 
+fn encode_spec(spec: &ValueSpec) -> Option<graph_input::Spec> {
+    match spec {
+        ValueSpec::Tensor(t) => Some(graph_input::Spec::Tensor(encode_tensor_spec(t))),
+        ValueSpec::Cache(c) => Some(graph_input::Spec::Cache(v1::CacheSpec {
+            dtype: c.dtype.name().to_owned(),
+            blocks: c.blocks as u64,
+            block_len: c.block_len as u64,
+            kv_heads: c.kv_heads as u64,
+            head_dim: c.head_dim as u64,
+        })),
+        // No builder makes such an input.
+        ValueSpec::Absent => None,
+    }
+}
+
+/// Encodes a tensor's spec.
+pub fn encode_tensor_spec(spec: &TensorSpec) -> v1::TensorSpec {
+    v1::TensorSpec {
+        dtype: spec.dtype.name().to_owned(),
+        dims: encode_shape(&spec.shape),
+    }
+}
+
+/// Decodes and checks a tensor's spec.
+///
+/// # Errors
+/// [`GraphError`] for an unknown dtype or a shape that cannot be.
+pub fn decode_tensor_spec(spec: &v1::TensorSpec) -> Result<TensorSpec, GraphError> {
+    TensorSpec::new(decode_dtype(&spec.dtype)?, decode_shape(&spec.dims)?)
+}
+
 /// Encodes a graph.
 pub fn encode(graph: &Graph) -> v1::Graph {
     let inputs = graph.inputs().iter().map(|input| v1::GraphInput {
         name: input.name.clone(),
         constant: input.constant,
-        spec: Some(match &input.spec {
-            ValueSpec::Tensor(t) => graph_input::Spec::Tensor(v1::TensorSpec {
-                dtype: t.dtype.name().to_owned(),
-                dims: encode_shape(&t.shape),
-            }),
-            ValueSpec::Cache(c) => graph_input::Spec::Cache(v1::CacheSpec {
-                dtype: c.dtype.name().to_owned(),
-                blocks: c.blocks as u64,
-                block_len: c.block_len as u64,
-                kv_heads: c.kv_heads as u64,
-                head_dim: c.head_dim as u64,
-            }),
-        }),
+        spec: encode_spec(&input.spec),
     });
     let nodes = graph.nodes().iter().map(|node| v1::Node {
         op: node.op.name.to_owned(),

@@ -169,7 +169,7 @@ pub fn body(
     };
 
     let embedding = w.matrix(names.token_embedding(), config.vocab, config.hidden)?;
-    let mut x = w.builder.take(embedding, tokens)?;
+    let mut x = w.builder.get_rows(embedding, tokens)?;
     for layer in 0..config.layers {
         x = attention(&mut w, config, names, shape, layer, rows, x)?;
         x = feed_forward(&mut w, config, names, layer, x)?;
@@ -299,7 +299,7 @@ pub fn head(
     let hidden = Shape::fixed(&[shape.max_rows, config.hidden])?;
     let hidden = w.input(Source::Hidden, "hidden", DType::F32, hidden)?;
     let picks = w.per_row(Source::Picks, "picks")?;
-    let x = w.builder.take(hidden, picks)?;
+    let x = w.builder.get_rows(hidden, picks)?;
     let x = w.norm(x, names.final_norm(), config.hidden, config.rms_eps)?;
     let weight = if config.tied_embeddings {
         names.token_embedding()

@@ -10,7 +10,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{split_if_worth, unsupported};
+use super::{Entry, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -18,6 +18,20 @@ use crate::{
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "cache_write",
+        supports: cache_fits,
+        launch: cache_write,
+    },
+    Entry {
+        op: "paged_attention",
+        supports: fits,
+        launch: paged_attention,
+    },
+];
 
 /// Bounds of the arrays on the stack.
 const MAX_HEAD_DIM: usize = 512;
@@ -30,11 +44,11 @@ fn spec_fits(cache: &CacheSpec) -> bool {
         && matches!(cache.dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
-pub(super) fn cache_fits(call: &Call<'_>) -> bool {
+fn cache_fits(call: &Call<'_>) -> bool {
     call.cache(0).is_ok_and(spec_fits)
 }
 
-pub(super) fn fits(call: &Call<'_>) -> bool {
+fn fits(call: &Call<'_>) -> bool {
     call.cache(1).is_ok_and(spec_fits)
 }
 
@@ -145,7 +159,7 @@ impl<T: Element> Kernel for CacheWrite<T> {
     }
 }
 
-pub(super) fn cache_write(
+fn cache_write(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],
@@ -373,7 +387,7 @@ impl<T: Attend> Kernel for Attention<T> {
     }
 }
 
-pub(super) fn paged_attention(
+fn paged_attention(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],

@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{split_if_worth, unsupported};
+use super::{Entry, always, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -13,6 +13,30 @@ use crate::{
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "add",
+        supports: binary_fits,
+        launch: add,
+    },
+    Entry {
+        op: "mul",
+        supports: binary_fits,
+        launch: mul,
+    },
+    Entry {
+        op: "silu",
+        supports: always,
+        launch: silu,
+    },
+    Entry {
+        op: "swiglu",
+        supports: always,
+        launch: swiglu,
+    },
+];
 
 /// Elements below which one thread does it all.
 const WORTH: usize = 4096;
@@ -36,7 +60,7 @@ fn shapes<'a>(call: &Call<'a>) -> Option<(&'a Shape, &'a Shape)> {
 }
 
 /// Whether one operand repeats along the other as a whole.
-pub(super) fn binary_fits(call: &Call<'_>) -> bool {
+fn binary_fits(call: &Call<'_>) -> bool {
     shapes(call).is_some_and(|(a, b)| is_suffix(a, b) || is_suffix(b, a))
 }
 
@@ -152,7 +176,7 @@ fn binary(
     Ok(())
 }
 
-pub(super) fn add(
+fn add(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],
@@ -161,7 +185,7 @@ pub(super) fn add(
     binary(launcher, call, ins, outs, Binary::Add)
 }
 
-pub(super) fn mul(
+fn mul(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],
@@ -170,7 +194,7 @@ pub(super) fn mul(
     binary(launcher, call, ins, outs, Binary::Mul)
 }
 
-pub(super) fn swiglu(
+fn swiglu(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],
@@ -195,7 +219,7 @@ impl Kernel for Silu {
     }
 }
 
-pub(super) fn silu(
+fn silu(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],

@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{split, split_if_worth, unsupported};
+use super::{Entry, split, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -15,6 +15,13 @@ use crate::{
         quantize::{Activation, prepare_row, scratch_bytes},
     },
 };
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[Entry {
+    op: "mul_mat",
+    supports: fits,
+    launch: mul_mat,
+}];
 
 fn parts_of(call: &Call<'_>) -> Option<(DType, Dim, usize, usize)> {
     let [ValueSpec::Tensor(x), ValueSpec::Tensor(w)] = call.inputs else {
@@ -26,7 +33,7 @@ fn parts_of(call: &Call<'_>) -> Option<(DType, Dim, usize, usize)> {
     }
 }
 
-pub(super) fn fits(call: &Call<'_>) -> bool {
+fn fits(call: &Call<'_>) -> bool {
     parts_of(call).is_some_and(|(dtype, ..)| is_weight_dtype(dtype))
 }
 
@@ -98,7 +105,7 @@ impl Kernel for Multiply {
     }
 }
 
-pub(super) fn mul_mat(
+fn mul_mat(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],

@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{split_if_worth, unsupported};
+use super::{Entry, always, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -13,6 +13,13 @@ use crate::{
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[Entry {
+    op: "rms_norm",
+    supports: always,
+    launch: rms_norm,
+}];
 
 /// The sum of squares: lane `i mod 16` by fma in ascending order, lanes by the fixed tree. A tail is
 /// padded with zeros, which change no lane.
@@ -71,7 +78,7 @@ impl Kernel for RmsNorm {
     }
 }
 
-pub(super) fn rms_norm(
+fn rms_norm(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],

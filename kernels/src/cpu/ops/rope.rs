@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{split_if_worth, unsupported};
+use super::{Entry, always, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -13,6 +13,13 @@ use crate::{
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[Entry {
+    op: "rope",
+    supports: always,
+    launch: rope,
+}];
 
 /// For each row the cosines, then the sines, of its angles: `[m, d]`. One table serves every layer.
 struct Table {
@@ -104,7 +111,7 @@ impl Kernel for Rope {
     }
 }
 
-pub(super) fn rope(
+fn rope(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],

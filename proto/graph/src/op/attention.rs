@@ -12,12 +12,12 @@ ops! {
     /// pair `i` turns by `position · inverse_frequencies[i]` (f32 `[d/2]`). Pairs are `(i, i + d/2)`, or
     /// `(2i, 2i+1)` when interleaved. The angle's sine and cosine are exact to f32 rounding.
     rope(x, positions, inverse_frequencies; interleaved: Bool) -> one
-    { effect: Effect::None, infer: rope_spec, decompose: None }
+    { shapes: "x", dtypes: "x f32; positions i32; inverse_frequencies f32", effect: Effect::None, infer: rope_spec, decompose: None }
 
     /// Writes keys and values (f32 `[m, kv_heads, d]`), rounded to the cache's dtype, at `slots` i32
     /// `[m]`; slot −1 writes nothing. A slot outside the cache is an error of the execution.
     cache_write(cache, keys, values, slots;) -> none
-    { effect: Effect::Writes(0), infer: cache_write_spec, decompose: None }
+    { shapes: "none", dtypes: "keys, values f32; slots i32", effect: Effect::Writes(0), infer: cache_write_spec, decompose: None }
 
     /// Causal attention over a paged cache (Kwon et al. 2023). Row `r` of `queries` (f32
     /// `[m, heads, d]`) stands at `positions[r]` of sequence `sequences[r]`, whose token `t` lies in block
@@ -25,7 +25,7 @@ ops! {
     /// them (0: all). Query head `h` reads key head `h / (heads / kv_heads)`. Softmax in f32, keys in
     /// ascending order. Result f32 `[m, heads, d]`.
     paged_attention(queries, cache, tables, sequences, positions; scale: Float(0.0, 1e3), window: Int(0, i32::MAX as i64)) -> one
-    { effect: Effect::Reads(1), infer: attention_spec, decompose: None }
+    { shapes: "queries", dtypes: "queries f32; tables, sequences, positions i32", effect: Effect::Reads(1), infer: attention_spec, decompose: None }
 }
 
 /// `[m, heads, d]` of an f32 input.
@@ -35,7 +35,8 @@ fn heads(call: &Call<'_>, i: usize) -> Result<(Dim, usize, usize), GraphError> {
         [m, Dim::Fixed(h), Dim::Fixed(d)] if h > 0 && d > 0 => Ok((m, h, d)),
         _ => Err(call.error(format_args!(
             "{} must be [m, heads, d], not {}",
-            call.op.inputs[i], t.shape
+            call.input_name(i),
+            t.shape
         ))),
     }
 }
@@ -46,7 +47,8 @@ fn per_row(call: &Call<'_>, i: usize, m: Dim) -> Result<(), GraphError> {
     if t.shape.dims() != [m] {
         return Err(call.error(format_args!(
             "{} must be [{m}], not {}",
-            call.op.inputs[i], t.shape
+            call.input_name(i),
+            t.shape
         )));
     }
     Ok(())

@@ -9,16 +9,16 @@ use crate::{
 
 ops! {
     /// `a + b` with NumPy broadcasting, f32.
-    add(a, b;) -> one { effect: Effect::None, infer: binary, decompose: None }
+    add(a, b;) -> one { shapes: "broadcast(a, b)", dtypes: "promote(a, b)", effect: Effect::None, infer: binary, decompose: None }
 
     /// `a · b` with NumPy broadcasting, f32.
-    mul(a, b;) -> one { effect: Effect::None, infer: binary, decompose: None }
+    mul(a, b;) -> one { shapes: "broadcast(a, b)", dtypes: "promote(a, b)", effect: Effect::None, infer: binary, decompose: None }
 
     /// `x · σ(x)` (Elfwing et al. 2017; the same as swish with β = 1), f32.
-    silu(x;) -> one { effect: Effect::None, infer: unary, decompose: None }
+    silu(x;) -> one { shapes: "x", dtypes: "float: x; others: f32", effect: Effect::None, infer: unary, decompose: None }
 
     /// `silu(gate) · up` (Shazeer 2020, without the matrices), f32, equal shapes.
-    swiglu(gate, up;) -> one { effect: Effect::None, infer: same_shapes, decompose: Some(swiglu_of_parts) }
+    swiglu(gate, up;) -> one { shapes: "gate = up", dtypes: "promote(gate, up)", effect: Effect::None, infer: same_shapes, decompose: Some(swiglu_of_parts) }
 }
 
 fn unary(call: &Call<'_>) -> Result<Vec<TensorSpec>, GraphError> {

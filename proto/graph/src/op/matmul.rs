@@ -10,7 +10,7 @@ use crate::{
 ops! {
     /// `x @ wᵀ`: `x` f32 `[m, k]`, `w` `[n, k]` of any float or block dtype, result f32 `[m, n]`
     /// (ggml's `mul_mat`). Each output is summed in an order fixed by the dtype of `w` alone.
-    mul_mat(x, w;) -> one { effect: Effect::None, infer: mul_mat_spec, decompose: None }
+    mul_mat(x, w;) -> one { shapes: "[m, k], [n, k] → [m, n]", dtypes: "x f32; w f32, f16, bf16 or a block type → f32", effect: Effect::None, infer: mul_mat_spec, decompose: None }
 }
 
 fn mul_mat_spec(call: &Call<'_>) -> Result<Vec<TensorSpec>, GraphError> {

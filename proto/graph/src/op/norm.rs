@@ -10,7 +10,7 @@ use crate::{
 ops! {
     /// `x · w / √(mean(x²) + eps)` over the innermost axis (Zhang & Sennrich 2019); `x` f32 `[…, n]`,
     /// `weight` f32 `[n]`; the mean is summed in f32.
-    rms_norm(x, weight; eps: Float(0.0, 1.0)) -> one { effect: Effect::None, infer: rms_norm_spec, decompose: None }
+    rms_norm(x, weight; eps: Float(0.0, 1.0)) -> one { shapes: "x", dtypes: "f32", effect: Effect::None, infer: rms_norm_spec, decompose: None }
 }
 
 fn rms_norm_spec(call: &Call<'_>) -> Result<Vec<TensorSpec>, GraphError> {

@@ -8,7 +8,7 @@ use crate::{
 
 ops! {
     /// The same elements in row-major order under another shape with as many elements.
-    reshape(x; shape: Shape) -> one { effect: Effect::None, infer: reshape_spec, decompose: None }
+    reshape(x; shape: Shape) -> one { shapes: "shape", dtypes: "any", effect: Effect::None, infer: reshape_spec, decompose: None }
 }
 
 fn reshape_spec(call: &Call<'_>) -> Result<Vec<TensorSpec>, GraphError> {

@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{split_if_worth, unsupported};
+use super::{Entry, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -13,6 +13,13 @@ use crate::{
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[Entry {
+    op: "get_rows",
+    supports: fits,
+    launch: get_rows,
+}];
 
 struct Take {
     table: Reg,
@@ -37,7 +44,7 @@ fn parts_of(call: &Call<'_>) -> Option<(DType, usize, usize, Dim)> {
 }
 
 /// Tables of a fixed number of rows.
-pub(super) fn fits(call: &Call<'_>) -> bool {
+fn fits(call: &Call<'_>) -> bool {
     parts_of(call).is_some_and(|(dtype, ..)| is_weight_dtype(dtype))
 }
 
@@ -60,7 +67,7 @@ impl Kernel for Take {
         for (i, row) in out.chunks_exact_mut(self.k).enumerate() {
             let index = indices[first + i];
             let Some(at) = usize::try_from(index).ok().filter(|at| *at < self.n) else {
-                run.index_out_of_range("take", index.into(), self.n);
+                run.index_out_of_range("get_rows", index.into(), self.n);
                 row.fill(0.0);
                 continue;
             };
@@ -73,7 +80,7 @@ impl Kernel for Take {
     }
 }
 
-pub(super) fn take(
+fn get_rows(
     launcher: &mut Launcher,
     call: &Call<'_>,
     ins: &[Reg],
