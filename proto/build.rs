@@ -5,6 +5,7 @@ use std::{env, error::Error, path::PathBuf};
 const FILES: &[&str] = &[
     "hotcell/v1/control.proto",
     "hotcell/v1/graph.proto",
+    "hotcell/v1/tensors.proto",
     "hotcell/v1/tokens.proto",
     "hotcell/v1/worker.proto",
 ];
@@ -18,6 +19,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         .include_imports(true)
         .open_files(FILES)?;
     std::fs::write(descriptors, compiler.encode_file_descriptor_set())?;
-    tonic_prost_build::configure().compile_fds(compiler.file_descriptor_set())?;
+    // Bulk data arrives as a slice of the connection's buffer, not as a copy of it.
+    let bulk = [
+        ".hotcell.v1.UploadChunk.data",
+        ".hotcell.v1.DownloadChunk.data",
+        ".hotcell.v1.Operand.data",
+        ".hotcell.v1.Output.data",
+    ];
+    bulk.into_iter()
+        .fold(tonic_prost_build::configure(), |build, path| {
+            build.bytes(path)
+        })
+        .compile_fds(compiler.file_descriptor_set())?;
     Ok(())
 }

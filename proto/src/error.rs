@@ -38,6 +38,24 @@ reasons! {
     InvalidSampling "INVALID_SAMPLING" InvalidArgument;
     /// Something is larger or more than the limits allow.
     LimitExceeded "LIMIT_EXCEEDED" InvalidArgument;
+    /// A graph, shape, dtype or attribute is not valid, or a value does not fit the plan.
+    GraphInvalid "GRAPH_INVALID" InvalidArgument;
+    /// An index tensor points outside of what it indexes.
+    IndexOutOfRange "INDEX_OUT_OF_RANGE" InvalidArgument;
+    /// Neither the device nor a decomposition can do an op for these inputs.
+    OpUnsupported "OP_UNSUPPORTED" InvalidArgument;
+    /// No tensor, cache or plan of this handle: freed, of another session, or never made.
+    HandleNotFound "HANDLE_NOT_FOUND" NotFound;
+    /// The handle belongs to an earlier process of the worker.
+    HandleStale "HANDLE_STALE" FailedPrecondition;
+    /// The tensor has no value: its upload is unfinished, or the work that should have written it failed.
+    TensorNotReady "TENSOR_NOT_READY" FailedPrecondition;
+    /// No session of this name: it ended, or was never opened.
+    SessionNotFound "SESSION_NOT_FOUND" NotFound;
+    /// More bytes, tensors, plans or queued calls than the session may hold.
+    QuotaExceeded "QUOTA_EXCEEDED" ResourceExhausted;
+    /// The bytes that arrived are not the bytes that were promised.
+    ChecksumMismatch "CHECKSUM_MISMATCH" DataLoss;
     /// The prompt leaves no room in the model's context.
     PromptTooLong "PROMPT_TOO_LONG" InvalidArgument;
     /// The chat template refused or failed.

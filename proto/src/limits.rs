@@ -55,6 +55,28 @@ pub const WATCH_BUFFER: usize = 256;
 pub const MAX_GRAPH_NODES: usize = 1 << 16;
 /// Inputs of one graph.
 pub const MAX_GRAPH_INPUTS: usize = 1 << 16;
+/// One graph on the wire, bytes. Decoding may take a hundred times as much.
+pub const MAX_GRAPH_BYTES: usize = 2 << 20;
+/// Bytes of one chunk of a tensor on its way.
+pub const TENSOR_CHUNK: usize = 1 << 20;
+/// Bytes of inputs or results inside one execute call; larger tensors are uploaded and downloaded.
+pub const MAX_INLINE_BYTES: usize = 8 << 20;
+/// Sessions of one worker.
+pub const MAX_SESSIONS: usize = 64;
+/// Tensors and caches of one session.
+pub const MAX_SESSION_TENSORS: usize = 1 << 16;
+/// Plans of one session.
+pub const MAX_SESSION_PLANS: usize = 1024;
+/// Streams of one session.
+pub const MAX_SESSION_STREAMS: usize = 64;
+/// Calls of one session that wait or run.
+pub const MAX_SESSION_CALLS: usize = 1024;
+/// Handles in one call.
+pub const MAX_CALL_HANDLES: usize = 1 << 16;
+/// Fences one call waits for.
+pub const MAX_CALL_FENCES: usize = 64;
+/// Characters of a session's name.
+pub const MAX_SESSION_NAME: usize = 64;
 /// Inputs of one op.
 pub const MAX_OP_INPUTS: usize = 256;
 /// Integers of one attribute.
@@ -75,3 +97,7 @@ pub const KEPT_LOG_LINES: usize = 64;
 // A prompt of the greatest size must fit into one message, as text and as ids (≤ 5 bytes each).
 const _: () = assert!(MAX_PROMPT_BYTES * 2 < MAX_MESSAGE_BYTES);
 const _: () = assert!(MAX_PROMPT_TOKENS * 5 < MAX_MESSAGE_BYTES);
+// A chunk, and the results of one call, must fit into one message with room for what is around them.
+const _: () = assert!(TENSOR_CHUNK * 2 <= MAX_MESSAGE_BYTES);
+const _: () = assert!(MAX_INLINE_BYTES * 2 <= MAX_MESSAGE_BYTES);
+const _: () = assert!(MAX_GRAPH_BYTES <= MAX_MESSAGE_BYTES);

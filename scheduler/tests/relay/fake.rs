@@ -22,8 +22,9 @@ use hotcell_proto::{
     v1::{
         Accepted, Delta, DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse,
         FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
-        HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, Prompt,
-        TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
+        HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass,
+        OpenTensorsRequest, OpenTensorsResponse, Prompt, TokenizeRequest, TokenizeResponse,
+        UnloadRequest, UnloadResponse,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
@@ -264,6 +265,10 @@ impl Worker for FakeWorker {
             std::future::pending::<()>().await;
         }
         Ok(Response::new(UnloadResponse {}))
+    }
+
+    async fn open_tensors(&self, _: Request<OpenTensorsRequest>) -> Answer<OpenTensorsResponse> {
+        Err(Status::unimplemented("a fake has no tensors"))
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Answer<DrainResponse> {

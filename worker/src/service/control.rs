@@ -103,6 +103,13 @@ impl Worker for WorkerService {
         Ok(Response::new(v1::UnloadResponse {}))
     }
 
+    async fn open_tensors(
+        &self,
+        _: Request<v1::OpenTensorsRequest>,
+    ) -> Result<Response<v1::OpenTensorsResponse>, Status> {
+        Err(Status::unimplemented("not served yet"))
+    }
+
     async fn drain(
         &self,
         _: Request<v1::DrainRequest>,
