@@ -5,7 +5,7 @@ use thiserror::Error;
 use hotcell_proto::limits;
 
 use crate::{
-    op::{Attribute, Call, Effect, InputMode, OpRow, ValueSpec},
+    op::{Attribute, Effect, OpRow, ValueSpec},
     shape::{CacheSpec, TensorSpec},
 };
 
@@ -280,36 +280,6 @@ impl GraphBuilder {
                 limits::MAX_GRAPH_NODES
             )));
         }
-        let (fewest, most) = op.arity();
-        if !(fewest..=most).contains(&inputs.len()) {
-            let takes = match fewest == most {
-                true => fewest.to_string(),
-                false => format!("{fewest} to {most}"),
-            };
-            return Err(fail(format!("takes {takes} inputs, not {}", inputs.len())));
-        }
-        for (i, value) in inputs.iter().enumerate() {
-            if let (Value::Absent, Some(spec)) = (value, op.input(i))
-                && spec.mode != InputMode::Optional
-            {
-                return Err(fail(format!("{} must be given", spec.name)));
-            }
-        }
-        if attributes.len() != op.attributes.len() {
-            return Err(fail(format!(
-                "takes {} attributes, not {}",
-                op.attributes.len(),
-                attributes.len()
-            )));
-        }
-        for (spec, value) in op.attributes.iter().zip(&attributes) {
-            if !spec.kind.admits(value) {
-                return Err(fail(format!(
-                    "{} must be {}, not {value:?}",
-                    spec.name, spec.kind
-                )));
-            }
-        }
         let specs = inputs
             .iter()
             .map(|&v| spec_of(&self.graph.inputs, &self.graph.nodes, v))
@@ -319,11 +289,7 @@ impl GraphBuilder {
         {
             return Err(fail("its cache must be an input of the graph".to_owned()));
         }
-        let outputs = (op.infer)(&Call {
-            op,
-            inputs: &specs,
-            attributes: &attributes,
-        })?;
+        let outputs = op.check(&specs, &attributes)?;
         if outputs
             .iter()
             .any(|t| t.bytes(self.graph.max_rows).is_none())

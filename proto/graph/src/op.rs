@@ -17,7 +17,7 @@ use hotcell_proto::limits;
 
 use crate::{
     dtype::DType,
-    graph::{GraphBuilder, GraphError, Value},
+    graph::{GraphBuilder, GraphError, Value, brief},
     shape::{CacheSpec, Shape, TensorSpec},
 };
 
@@ -53,6 +53,56 @@ impl OpRow {
             }
             _ => (self.inputs.len(), self.inputs.len()),
         }
+    }
+
+    /// Specs of the results for inputs of these specs: checks arity, attributes and the row's rule.
+    ///
+    /// # Errors
+    /// When something does not fit; the message names the op.
+    pub fn check(
+        &'static self,
+        inputs: &[ValueSpec],
+        attributes: &[Attribute],
+    ) -> Result<Vec<TensorSpec>, GraphError> {
+        let fail = |what: String| {
+            Err(GraphError::Op {
+                op: self.name,
+                what,
+            })
+        };
+        let (fewest, most) = self.arity();
+        if !(fewest..=most).contains(&inputs.len()) {
+            let takes = match fewest == most {
+                true => fewest.to_string(),
+                false => format!("{fewest} to {most}"),
+            };
+            return fail(format!("takes {takes} inputs, not {}", inputs.len()));
+        }
+        for (i, value) in inputs.iter().enumerate() {
+            if let (ValueSpec::Absent, Some(spec)) = (value, self.input(i))
+                && spec.mode != InputMode::Optional
+            {
+                return fail(format!("{} must be given", spec.name));
+            }
+        }
+        if attributes.len() != self.attributes.len() {
+            return fail(format!(
+                "takes {} attributes, not {}",
+                self.attributes.len(),
+                attributes.len()
+            ));
+        }
+        for (spec, value) in self.attributes.iter().zip(attributes) {
+            if !spec.kind.admits(value) {
+                let shown = brief(&format!("{value:?}"), 80);
+                return fail(format!("{} must be {}, not {shown}", spec.name, spec.kind));
+            }
+        }
+        (self.infer)(&Call {
+            op: self,
+            inputs,
+            attributes,
+        })
     }
 
     /// The description of input `i`.
