@@ -97,6 +97,71 @@ impl DType {
         matches!(self.kind(), Kind::Float)
     }
 
+    /// Whether elements are integers, `bool` not among them.
+    pub const fn is_integer(self) -> bool {
+        matches!(self.kind(), Kind::Unsigned | Kind::Signed)
+    }
+
+    /// The dtype that holds both operands' values, as JAX and MLX have it: `bool` gives way to everything,
+    /// an integer to a float, everything to `c64`; an unsigned with a signed integer takes the next larger
+    /// signed one, `u64` with a signed one `f32`, `f16` with `bf16` `f32`. `None` for a block type.
+    pub fn promote(self, other: DType) -> Option<DType> {
+        use Kind::{Block, Bool, Complex, Float, Signed, Unsigned};
+        let wider = |a: DType, b: DType| {
+            if a.block_bytes() >= b.block_bytes() {
+                a
+            } else {
+                b
+            }
+        };
+        Some(match (self.kind(), other.kind()) {
+            (Block, _) | (_, Block) => return None,
+            _ if self == other => self,
+            (Bool, _) => other,
+            (_, Bool) => self,
+            (Complex, _) | (_, Complex) => DType::C64,
+            (Float, Float) if self.block_bytes() == other.block_bytes() => DType::F32,
+            (Float, Float) | (Unsigned, Unsigned) | (Signed, Signed) => wider(self, other),
+            (Float, _) => self,
+            (_, Float) => other,
+            (Unsigned, Signed) => self.with_signed(other),
+            (Signed, Unsigned) => other.with_signed(self),
+        })
+    }
+
+    /// What an unsigned integer and a signed one promote to.
+    fn with_signed(self, signed: DType) -> DType {
+        let least = match self {
+            DType::U8 => DType::I16,
+            DType::U16 => DType::I32,
+            DType::U32 => DType::I64,
+            _ => return DType::F32,
+        };
+        if signed.block_bytes() > least.block_bytes() {
+            signed
+        } else {
+            least
+        }
+    }
+
+    /// What a function of real numbers gives for this dtype: floats stay, integers and `bool` become `f32`.
+    /// `None` for `c64` and block types.
+    pub const fn to_float(self) -> Option<DType> {
+        match self.kind() {
+            Kind::Float => Some(self),
+            Kind::Bool | Kind::Unsigned | Kind::Signed => Some(DType::F32),
+            Kind::Complex | Kind::Block => None,
+        }
+    }
+
+    /// The dtype that several roundings are done in before one to this dtype: `f32` for `f16` and `bf16`, else itself.
+    pub const fn working(self) -> DType {
+        match self {
+            DType::F16 | DType::BF16 => DType::F32,
+            other => other,
+        }
+    }
+
     /// Bytes of `elements` elements along the innermost axis; `None` when they do not fill whole
     /// blocks or the size overflows.
     pub const fn row_bytes(self, elements: usize) -> Option<usize> {
@@ -129,6 +194,47 @@ mod tests {
         for id in [4, 5, 31, 32, 33, 36, 37, 38, u32::MAX] {
             assert_eq!(DType::from_gguf_id(id), None);
         }
+    }
+
+    #[test]
+    fn promotion_is_the_table() {
+        use DType::*;
+        // Columns as the rows. From the rules: JAX's lattice, with u64 and a signed integer f32.
+        let order = [
+            Bool, U8, U16, U32, U64, I8, I16, I32, I64, F16, BF16, F32, F64, C64,
+        ];
+        #[rustfmt::skip]
+        let table = [
+            [Bool, U8, U16, U32, U64, I8, I16, I32, I64, F16, BF16, F32, F64, C64],
+            [U8, U8, U16, U32, U64, I16, I16, I32, I64, F16, BF16, F32, F64, C64],
+            [U16, U16, U16, U32, U64, I32, I32, I32, I64, F16, BF16, F32, F64, C64],
+            [U32, U32, U32, U32, U64, I64, I64, I64, I64, F16, BF16, F32, F64, C64],
+            [U64, U64, U64, U64, U64, F32, F32, F32, F32, F16, BF16, F32, F64, C64],
+            [I8, I16, I32, I64, F32, I8, I16, I32, I64, F16, BF16, F32, F64, C64],
+            [I16, I16, I32, I64, F32, I16, I16, I32, I64, F16, BF16, F32, F64, C64],
+            [I32, I32, I32, I64, F32, I32, I32, I32, I64, F16, BF16, F32, F64, C64],
+            [I64, I64, I64, I64, F32, I64, I64, I64, I64, F16, BF16, F32, F64, C64],
+            [F16, F16, F16, F16, F16, F16, F16, F16, F16, F16, F32, F32, F64, C64],
+            [BF16, BF16, BF16, BF16, BF16, BF16, BF16, BF16, BF16, F32, BF16, F32, F64, C64],
+            [F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F32, F64, C64],
+            [F64, F64, F64, F64, F64, F64, F64, F64, F64, F64, F64, F64, F64, C64],
+            [C64, C64, C64, C64, C64, C64, C64, C64, C64, C64, C64, C64, C64, C64],
+        ];
+        for (a, row) in order.iter().zip(&table) {
+            for (b, want) in order.iter().zip(row) {
+                assert_eq!(a.promote(*b), Some(*want), "{a} and {b}");
+            }
+            assert_eq!(a.promote(Q4_0), None);
+            assert_eq!(Q6K.promote(*a), None);
+        }
+        assert_eq!(Q4_0.promote(Q4_0), None);
+        assert_eq!([Bool, U64, I8].map(DType::to_float), [Some(F32); 3]);
+        assert_eq!([F16, F64].map(DType::to_float), [Some(F16), Some(F64)]);
+        assert_eq!([C64, Q4_0].map(DType::to_float), [None; 2]);
+        assert_eq!(
+            [F16, BF16, F32, F64, I8].map(DType::working),
+            [F32, F32, F32, F64, I8]
+        );
     }
 
     #[test]

@@ -290,6 +290,11 @@ impl GraphBuilder {
             return Err(fail("its cache must be an input of the graph".to_owned()));
         }
         let outputs = op.check(&specs, &attributes)?;
+        if self.graph.max_rows == 0 && outputs.iter().any(|t| t.shape.is_symbolic()) {
+            return Err(fail(
+                "its result has rows, but the graph has none".to_owned(),
+            ));
+        }
         if outputs
             .iter()
             .any(|t| t.bytes(self.graph.max_rows).is_none())

@@ -4,12 +4,16 @@
 //! composite ops, the decomposition. The macro turns it into an [`OpRow`] and a method of
 //! [`GraphBuilder`](crate::graph::GraphBuilder) of the same name.
 
+pub mod activation;
 pub mod attention;
-pub mod elementwise;
+pub mod binary;
+pub mod create;
 pub mod index;
 pub mod matmul;
 pub mod norm;
+pub mod rules;
 pub mod shape;
+pub mod unary;
 
 use std::fmt;
 
@@ -425,11 +429,14 @@ impl<'a> Call<'a> {
 /// Every op. A row that is not listed here does not exist.
 pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
     [
-        elementwise::ROWS,
-        norm::ROWS,
-        matmul::ROWS,
-        index::ROWS,
+        create::ROWS,
+        unary::ROWS,
+        binary::ROWS,
+        activation::ROWS,
         shape::ROWS,
+        index::ROWS,
+        matmul::ROWS,
+        norm::ROWS,
         attention::ROWS,
     ]
     .into_iter()
@@ -446,16 +453,17 @@ pub fn find(name: &str) -> Option<&'static OpRow> {
 ///
 /// `name(inputs; attribute: kind, …) -> results { shapes, dtypes, effect, infer, decompose }`. An input is a
 /// name, `name = optional` or, the last one, `name = many`. `results` is `one` (the method returns the value),
-/// `two` (a pair), `many` (a list) or `none` (an effect only).
+/// `two` (a pair), `many` (a list) or `none` (an effect only). A row whose name is a word of Rust is written
+/// `method as "name"(…)`.
 macro_rules! ops {
     ($($(#[doc = $doc:literal])+
-       $name:ident ( $($input:ident $(= $mode:ident)?),* ; $($attr:ident : $kind:ident $(($($range:expr),+))?),* ) -> $results:ident
+       $name:ident $(as $wire:literal)? ( $($input:ident $(= $mode:ident)?),* ; $($attr:ident : $kind:ident $(($($range:expr),+))?),* ) -> $results:ident
        { shapes: $shapes:expr, dtypes: $dtypes:expr, effect: $effect:expr, infer: $infer:path, decompose: $decompose:expr $(,)? })*) => {
         $(
             #[doc(hidden)]
             #[allow(non_upper_case_globals)]
             pub static $name: $crate::op::OpRow = $crate::op::OpRow {
-                name: stringify!($name),
+                name: $crate::op::row_name!($name $($wire)?),
                 doc: concat!($($doc, "\n"),+),
                 inputs: &[$($crate::op::InputSpec {
                     name: stringify!($input),
@@ -500,6 +508,15 @@ macro_rules! ops {
                 }
             )*
         }
+    };
+}
+
+macro_rules! row_name {
+    ($method:ident) => {
+        stringify!($method)
+    };
+    ($method:ident $name:literal) => {
+        $name
     };
 }
 
@@ -621,7 +638,7 @@ macro_rules! result_value {
 #[allow(unused_imports)]
 pub(crate) use {
     attribute_type, attribute_value, input_mode, input_push, input_type, ops, result_type,
-    result_value,
+    result_value, row_name,
 };
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
 //! Elementwise kernels.
 
 use hotcell_graph::{
-    Dim, Shape,
+    DType, Dim, Shape,
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, always, split_if_worth, unsupported};
+use super::{Entry, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -28,12 +28,12 @@ pub(super) static ENTRIES: &[Entry] = &[
     },
     Entry {
         op: "silu",
-        supports: always,
+        supports: all_f32,
         launch: silu,
     },
     Entry {
         op: "swiglu",
-        supports: always,
+        supports: all_f32,
         launch: swiglu,
     },
 ];
@@ -61,7 +61,12 @@ fn shapes<'a>(call: &Call<'a>) -> Option<(&'a Shape, &'a Shape)> {
 
 /// Whether one operand repeats along the other as a whole.
 fn binary_fits(call: &Call<'_>) -> bool {
-    shapes(call).is_some_and(|(a, b)| is_suffix(a, b) || is_suffix(b, a))
+    all_f32(call) && shapes(call).is_some_and(|(a, b)| is_suffix(a, b) || is_suffix(b, a))
+}
+
+fn all_f32(call: &Call<'_>) -> bool {
+    let f32 = |s: &ValueSpec| matches!(s, ValueSpec::Tensor(t) if t.dtype == DType::F32);
+    call.inputs.iter().all(f32)
 }
 
 #[derive(Clone, Copy)]
