@@ -123,6 +123,16 @@ mod tests {
         "sub", "maximum", "minimum", "floor_divide", "remainder", "pow", "div", "atan2", "logaddexp",
         "equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or", "logical_xor",
         "bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift", "where",
+        // index
+        "take_along_axis", "gather_nd", "scatter_along_axis", "scatter_nd",
+        // sort
+        "sort", "argsort", "topk",
+        // matmul
+        "mul_mat_id",
+        // conv
+        "conv", "pool",
+        // random
+        "random_bits",
     ];
 
     #[test]

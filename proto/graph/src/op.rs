@@ -7,12 +7,16 @@
 pub mod activation;
 pub mod attention;
 pub mod binary;
+pub mod conv;
 pub mod create;
+pub mod fit;
 pub mod index;
 pub mod matmul;
 pub mod norm;
+pub mod random;
 pub mod rules;
 pub mod shape;
+pub mod sort;
 pub mod unary;
 
 use std::fmt;
@@ -435,7 +439,10 @@ pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
         activation::ROWS,
         shape::ROWS,
         index::ROWS,
+        sort::ROWS,
         matmul::ROWS,
+        conv::ROWS,
+        random::ROWS,
         norm::ROWS,
         attention::ROWS,
     ]

@@ -28,11 +28,14 @@ fn parts_of(call: &Call<'_>) -> Option<(DType, Dim, usize, usize)> {
         return None;
     };
     match (x.shape.dims(), w.shape.dims()) {
-        (&[m, Dim::Fixed(k)], &[Dim::Fixed(n), _]) => Some((w.dtype, m, k, n)),
+        (&[m, Dim::Fixed(k)], &[Dim::Fixed(n), _]) if x.dtype == DType::F32 => {
+            Some((w.dtype, m, k, n))
+        }
         _ => None,
     }
 }
 
+/// `x` f32 `[m, k]` and `w` `[n, k]` of a dtype that the kernels read.
 fn fits(call: &Call<'_>) -> bool {
     parts_of(call).is_some_and(|(dtype, ..)| is_weight_dtype(dtype))
 }

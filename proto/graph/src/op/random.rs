@@ -1,0 +1,164 @@
+//! Random numbers from a key, without state: the same key gives the same numbers everywhere.
+
+use crate::{
+    dtype::DType,
+    graph::{GraphBuilder, GraphError, Value},
+    op::{
+        Attribute, Call, Effect,
+        fit::Parts,
+        ops,
+        rules::{Specs, Values, one, one_of, row_error, scalar, size},
+    },
+    shape::{Dim, Shape},
+};
+
+/// The greatest bound; sums and differences of two are finite f32 numbers.
+const MOST: f64 = 1e38;
+
+ops! {
+    /// Random bits by Threefry-2x32 with 20 rounds (Salmon et al. 2011), counted as MLX does. `hash(c0, c1)`, wrapping
+    /// in u32: `s = [key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA]`, `a = c0 + s[0]`, `b = c1 + s[1]`; for `i` in
+    /// `0..5`, for `r` in `[13, 15, 26, 6]` or, of odd `i`, `[17, 29, 16, 24]`: `a += b`, `b = rotl(b, r) ^ a`, and after
+    /// the four `a += s[(i+1) % 3]`, `b += s[(i+2) % 3] + i + 1`. Of `n` elements in row-major order with `h = n / 2`
+    /// and `odd = n % 2`, elements `i` and `h + odd + i`, for `i < h`, are the two words of `hash(i, h + odd + i)`; of
+    /// odd `n`, element `h` is the first word of `hash(h, 0)`.
+    random_bits(key; shape: Shape) -> one { shapes: "[2] → shape, without rows", dtypes: "u32 → u32", effect: Effect::None, infer: random_bits_spec, decompose: None }
+
+    /// `count` new keys: `random_bits` of shape `[count, 2]`.
+    random_split(key; count: Int(1, 1 << 20)) -> one { shapes: "[2] → [count, 2]", dtypes: "u32 → u32", effect: Effect::None, infer: random_split_spec, decompose: Some(random_split_of_parts) }
+
+    /// Uniform numbers, as MLX makes them: `low + (high − low) · u`, where `u` is `random_bits` as f32 over 2³², at most
+    /// the number before 1.
+    random_uniform(key; shape: Shape, low: Float(-MOST, MOST), high: Float(-MOST, MOST)) -> one { shapes: "[2] → shape, without rows", dtypes: "u32 → f32", effect: Effect::None, infer: random_uniform_spec, decompose: Some(random_uniform_of_parts) }
+
+    /// Normal numbers, as MLX makes them: `mean + √2 · deviation · erfinv(u)`, where `u` is `random_uniform` from the
+    /// number after −1 up to 1.
+    random_normal(key; shape: Shape, mean: Float(-MOST, MOST), deviation: Float(0.0, MOST)) -> one { shapes: "[2] → shape, without rows", dtypes: "u32 → f32", effect: Effect::None, infer: random_uniform_spec, decompose: Some(random_normal_of_parts) }
+
+    /// True with probability `p`, as MLX has it: `random_bits` as f32 is less than `p · 4294967808`, the f32 number
+    /// after 2³².
+    random_bernoulli(key; shape: Shape, p: Float(0.0, 1.0)) -> one { shapes: "[2] → shape, without rows", dtypes: "u32 → bool", effect: Effect::None, infer: random_bernoulli_spec, decompose: Some(random_bernoulli_of_parts) }
+
+}
+
+/// Checks the key, input `i`.
+fn key(call: &Call<'_>, i: usize) -> Result<(), GraphError> {
+    let t = call.tensor_of(i, DType::U32)?;
+    match t.shape.dims() {
+        [Dim::Fixed(2)] => Ok(()),
+        _ => Err(call.error(format_args!("key must be [2], not {}", t.shape))),
+    }
+}
+
+/// A result of the shape that attribute 0 gives.
+fn filled(call: &Call<'_>, dtype: DType) -> Specs {
+    key(call, 0)?;
+    let shape = call.shape(0)?;
+    if shape.is_symbolic() {
+        return Err(row_error(call, "filled with random numbers"));
+    }
+    one_of(call, dtype, shape.clone())
+}
+
+fn random_bits_spec(call: &Call<'_>) -> Specs {
+    filled(call, DType::U32)
+}
+
+fn random_split_spec(call: &Call<'_>) -> Specs {
+    key(call, 0)?;
+    let count = size(call, call.int(0)?)?;
+    one(call, DType::U32, [count.into(), Dim::Fixed(2)])
+}
+
+fn random_uniform_spec(call: &Call<'_>) -> Specs {
+    filled(call, DType::F32)
+}
+
+fn random_bernoulli_spec(call: &Call<'_>) -> Specs {
+    filled(call, DType::Bool)
+}
+
+fn random_split_of_parts(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    attributes: &[Attribute],
+) -> Values {
+    let parts = Parts::of(&random_split, graph, inputs, attributes)?;
+    let call = parts.call();
+    let &[key] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    let count = size(&call, call.int(0)?)?;
+    Ok(vec![graph.random_bits(key, Shape::fixed(&[count, 2])?)?])
+}
+
+/// `low + (high − low) · u`, all in f32.
+fn uniform(
+    graph: &mut GraphBuilder,
+    key: Value,
+    shape: &Shape,
+    low: f32,
+    high: f32,
+) -> Result<Value, GraphError> {
+    let bits = graph.random_bits(key, shape.clone())?;
+    let bits = graph.cast(bits, DType::F32)?;
+    // A power of two, so that this is MLX's division to the bit.
+    let unit = scalar(graph, 2f64.powi(-32), DType::F32)?;
+    let u = graph.mul(bits, unit)?;
+    let below_one = scalar(graph, f64::from(1f32.next_down()), DType::F32)?;
+    let u = graph.minimum(u, below_one)?;
+    let range = scalar(graph, f64::from(high - low), DType::F32)?;
+    let u = graph.mul(range, u)?;
+    let low = scalar(graph, f64::from(low), DType::F32)?;
+    graph.add(u, low)
+}
+
+fn random_uniform_of_parts(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    attributes: &[Attribute],
+) -> Values {
+    let parts = Parts::of(&random_uniform, graph, inputs, attributes)?;
+    let call = parts.call();
+    let &[key] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    let (low, high) = (call.float(1)? as f32, call.float(2)? as f32);
+    Ok(vec![uniform(graph, key, call.shape(0)?, low, high)?])
+}
+
+fn random_normal_of_parts(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    attributes: &[Attribute],
+) -> Values {
+    let parts = Parts::of(&random_normal, graph, inputs, attributes)?;
+    let call = parts.call();
+    let &[key] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    let u = uniform(graph, key, call.shape(0)?, (-1f32).next_up(), 1.0)?;
+    let x = graph.erfinv(u)?;
+    let deviation = std::f32::consts::SQRT_2 * call.float(2)? as f32;
+    let deviation = scalar(graph, f64::from(deviation), DType::F32)?;
+    let x = graph.mul(deviation, x)?;
+    let mean = scalar(graph, call.float(1)?, DType::F32)?;
+    Ok(vec![graph.add(mean, x)?])
+}
+
+fn random_bernoulli_of_parts(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    attributes: &[Attribute],
+) -> Values {
+    let parts = Parts::of(&random_bernoulli, graph, inputs, attributes)?;
+    let call = parts.call();
+    let &[key] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    let bits = graph.random_bits(key, call.shape(0)?.clone())?;
+    let bits = graph.cast(bits, DType::F32)?;
+    let bound = call.float(1)? as f32 * 2f32.powi(32).next_up();
+    let bound = scalar(graph, f64::from(bound), DType::F32)?;
+    Ok(vec![graph.less(bits, bound)?])
+}
