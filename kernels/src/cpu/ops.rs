@@ -133,6 +133,11 @@ mod tests {
         "conv", "pool",
         // random
         "random_bits",
+        // reduce
+        "reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_all", "reduce_any", "argmax", "argmin",
+        "cumsum", "cumprod",
+        // shape, join
+        "transpose", "broadcast_to", "slice", "pad", "concat",
     ];
 
     #[test]

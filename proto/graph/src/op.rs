@@ -11,9 +11,11 @@ pub mod conv;
 pub mod create;
 pub mod fit;
 pub mod index;
+pub mod join;
 pub mod matmul;
 pub mod norm;
 pub mod random;
+pub mod reduce;
 pub mod rules;
 pub mod shape;
 pub mod sort;
@@ -437,7 +439,9 @@ pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
         unary::ROWS,
         binary::ROWS,
         activation::ROWS,
+        reduce::ROWS,
         shape::ROWS,
+        join::ROWS,
         index::ROWS,
         sort::ROWS,
         matmul::ROWS,
