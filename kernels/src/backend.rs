@@ -9,7 +9,10 @@ use thiserror::Error;
 
 use hotcell_graph::{Graph, GraphError, op::Call};
 
-use crate::plan::{Plan, PlanHints};
+use crate::{
+    host::{SharedBytes, Staging},
+    plan::{Plan, PlanHints},
+};
 
 /// What went wrong on a device.
 #[derive(Debug, Error)]
@@ -108,6 +111,16 @@ pub unsafe trait HostRegion {
     fn bytes(&self) -> &[u8];
 }
 
+/// Memory of the host that another process may read and write at any time.
+///
+/// # Safety
+/// `span` must return the same address and length every time, of memory that stays mapped and writable until the
+/// value is dropped. No Rust reference may lead into it.
+pub unsafe trait SharedRegion {
+    /// First byte and length.
+    fn span(&self) -> (*mut u8, usize);
+}
+
 /// An open device.
 pub trait Device {
     /// What it is.
@@ -133,6 +146,21 @@ pub trait Device {
     /// # Errors
     /// [`DeviceError::OutOfMemory`] when a copy was needed and does not fit.
     fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError>;
+
+    /// Memory that another process shares, in place.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] when the device cannot address it.
+    fn import_shared(&self, region: Rc<dyn SharedRegion>) -> Result<Buffer, DeviceError>;
+
+    /// Memory that was filled elsewhere, without a copy where the device can address it.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] when a copy was needed and does not fit.
+    fn adopt(&self, what: &str, staging: Staging) -> Result<Buffer, DeviceError>;
+
+    /// Names of the ops it has kernels for, for some inputs at least.
+    fn ops(&self) -> Vec<&'static str>;
 
     /// Whether it has a kernel for this call; what it lacks is decomposed.
     fn supports(&self, call: &Call<'_>) -> bool;
@@ -197,6 +225,14 @@ pub trait DeviceMemory {
     fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError>;
     /// Its address, where the host can address it.
     fn host(&self) -> Option<HostSpan>;
+    /// See [`Buffer::share`].
+    fn share(&self) -> Option<SharedBytes> {
+        None
+    }
+    /// See [`Buffer::is_shared`].
+    fn is_shared(&self) -> bool {
+        false
+    }
 }
 
 /// Memory that the host can address.
@@ -262,5 +298,16 @@ impl Buffer {
     /// Its address, where the host can address it.
     pub fn host(&self) -> Option<HostSpan> {
         self.0.host()
+    }
+
+    /// A share to read on other threads, where the memory can be shared. While there is one the buffer is
+    /// read-only. It must not be asked for while a plan is bound to write the buffer.
+    pub fn share(&self) -> Option<SharedBytes> {
+        self.0.share()
+    }
+
+    /// Whether somebody still holds a share.
+    pub fn is_shared(&self) -> bool {
+        self.0.is_shared()
     }
 }

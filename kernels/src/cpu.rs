@@ -15,15 +15,17 @@ use std::{cell::RefCell, rc::Rc, thread};
 use hotcell_graph::{Graph, op::Call};
 
 use self::{
-    buffer::{HostMemory, Imported},
+    buffer::{Imported, Owned, Volatile},
     path::CpuPath,
     plan::CpuPlan,
     pool::Pool,
 };
 use crate::{
     backend::{
-        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, HostRegion, Stream,
+        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, HostRegion,
+        SharedRegion, Stream,
     },
+    host::Staging,
     memory::ALIGNMENT,
     plan::{Plan, PlanHints},
 };
@@ -168,11 +170,23 @@ impl Device for CpuDevice {
     }
 
     fn allocate(&self, what: &str, bytes: usize) -> Result<Buffer, DeviceError> {
-        Ok(Buffer::new(Rc::new(HostMemory::new(what, bytes)?)))
+        self.adopt(what, Staging::new(what, bytes)?)
     }
 
     fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError> {
         Ok(Buffer::new(Rc::new(Imported(region))))
+    }
+
+    fn import_shared(&self, region: Rc<dyn SharedRegion>) -> Result<Buffer, DeviceError> {
+        Ok(Buffer::new(Rc::new(Volatile(region))))
+    }
+
+    fn adopt(&self, _: &str, Staging(memory): Staging) -> Result<Buffer, DeviceError> {
+        Ok(Buffer::new(Rc::new(Owned::new(memory))))
+    }
+
+    fn ops(&self) -> Vec<&'static str> {
+        ops::names().collect()
     }
 
     fn supports(&self, call: &Call<'_>) -> bool {

@@ -5,6 +5,7 @@
 
 pub mod backend;
 pub mod cpu;
+pub mod host;
 pub mod lower;
 pub mod memory;
 pub mod plan;

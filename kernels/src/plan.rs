@@ -9,6 +9,8 @@ pub struct PlanHints {
     pub allocate: bool,
     /// Replace every kernel by one that does nothing, to measure what a step costs besides them.
     pub empty_kernels: bool,
+    /// Refuse, before anything is allocated, a plan that would allocate more bytes.
+    pub max_bytes: Option<usize>,
 }
 
 impl Default for PlanHints {
@@ -16,6 +18,7 @@ impl Default for PlanHints {
         Self {
             allocate: true,
             empty_kernels: false,
+            max_bytes: None,
         }
     }
 }
@@ -49,7 +52,24 @@ pub trait Plan {
     /// # Errors
     /// [`DeviceError::Binding`] when it is too small, read-only where the graph writes, or overlaps
     /// something the graph writes.
-    fn bind(&mut self, slot: Slot, buffer: &Buffer, offset: usize) -> Result<(), DeviceError>;
+    fn bind(&mut self, slot: Slot, buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
+        self.bind_for(usize::MAX, slot, buffer, offset)
+    }
+
+    /// The same for executions of at most `rows` rows, for which the buffer need only be large enough.
+    ///
+    /// # Errors
+    /// As [`Plan::bind`].
+    fn bind_for(
+        &mut self,
+        rows: usize,
+        slot: Slot,
+        buffer: &Buffer,
+        offset: usize,
+    ) -> Result<(), DeviceError>;
+
+    /// Forgets all bindings, so that the plan keeps no buffer alive.
+    fn release(&mut self);
 
     /// What it takes.
     fn memory(&self) -> PlanMemory;

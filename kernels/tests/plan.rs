@@ -321,3 +321,34 @@ fn cache_slots_tables_and_positions_are_checked() {
         );
     }
 }
+
+#[test]
+fn a_plan_may_be_bound_for_fewer_rows_and_forgets_what_it_was_bound_to() {
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let mut plan = device.plan(&elementwise(), &PlanHints::default()).unwrap();
+    let refused =
+        |r: Result<(), DeviceError>| assert!(matches!(r, Err(DeviceError::Binding(_))), "{r:?}");
+    let size = 3 * 48 * 4;
+    let (x, y) = (
+        device.allocate("x", size).unwrap(),
+        device.allocate("y", size).unwrap(),
+    );
+    refused(plan.bind(Slot::Input(0), &x, 0));
+    refused(plan.bind_for(4, Slot::Input(0), &x, 0));
+    plan.bind_for(3, Slot::Input(0), &x, 0).unwrap();
+    plan.bind_for(3, Slot::Output(0), &y, 0).unwrap();
+    plan.execute(3).unwrap();
+    plan.execute(2).unwrap();
+    refused(plan.execute(4));
+    plan.release();
+    refused(plan.execute(1));
+
+    let tight = PlanHints {
+        max_bytes: Some(plan.memory().arena - 1),
+        ..PlanHints::default()
+    };
+    let error = device.plan(&elementwise(), &tight).err();
+    assert!(
+        matches!(error, Some(DeviceError::OutOfMemory { bytes, .. }) if bytes == plan.memory().arena)
+    );
+}

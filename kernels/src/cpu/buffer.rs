@@ -1,45 +1,13 @@
-//! Host memory: owned and aligned, or the caller's own.
+//! Host memory as buffers: the device's own, the caller's to read, and the caller's to share.
 
-use std::{
-    alloc::{self, Layout},
-    ptr::NonNull,
-    rc::Rc,
-};
+use std::{marker::PhantomData, rc::Rc, sync::Arc};
 
 use crate::{
-    backend::{DeviceError, DeviceMemory, HostRegion, HostSpan},
-    memory::ALIGNMENT,
+    backend::{DeviceError, DeviceMemory, HostRegion, HostSpan, SharedRegion},
+    host::{SharedBytes, is_held_elsewhere},
 };
 
-/// Zeroed memory, aligned to a cache line. Pages come from the system when first touched.
-pub(crate) struct HostMemory {
-    start: NonNull<u8>,
-    layout: Layout,
-}
-
-impl HostMemory {
-    pub(crate) fn new(what: &str, bytes: usize) -> Result<Self, DeviceError> {
-        let fail = || DeviceError::OutOfMemory {
-            what: what.to_owned(),
-            bytes,
-        };
-        let layout = Layout::from_size_align(bytes.max(1), ALIGNMENT).map_err(|_| fail())?;
-        // SAFETY: the layout has a size above zero.
-        let start = NonNull::new(unsafe { alloc::alloc_zeroed(layout) }).ok_or_else(fail)?;
-        Ok(Self { start, layout })
-    }
-
-    pub(crate) fn start(&self) -> *mut u8 {
-        self.start.as_ptr()
-    }
-}
-
-impl Drop for HostMemory {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout, freed once.
-        unsafe { alloc::dealloc(self.start.as_ptr(), self.layout) }
-    }
-}
+pub(crate) use crate::host::HostMemory;
 
 fn check(len: usize, offset: usize, count: usize) -> Result<(), DeviceError> {
     match offset.checked_add(count) {
@@ -50,32 +18,56 @@ fn check(len: usize, offset: usize, count: usize) -> Result<(), DeviceError> {
     }
 }
 
-impl DeviceMemory for HostMemory {
+fn read_only(what: &str) -> DeviceError {
+    DeviceError::Binding(format!("{what} memory is read-only"))
+}
+
+/// The device's own memory. Not `Send`: its bytes are only written on the engine's thread.
+pub(crate) struct Owned(Arc<HostMemory>, PhantomData<*mut u8>);
+
+impl Owned {
+    pub(crate) fn new(memory: Arc<HostMemory>) -> Self {
+        Self(memory, PhantomData)
+    }
+}
+
+impl DeviceMemory for Owned {
     fn bytes(&self) -> usize {
-        self.layout.size()
+        self.0.bytes()
     }
 
     fn write(&self, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
         check(self.bytes(), offset, data.len())?;
-        // SAFETY: in bounds; buffers are not `Sync` and compute threads only run inside `execute`,
-        // which the same thread is not in now, so nobody else looks.
-        unsafe { std::ptr::copy(data.as_ptr(), self.start().add(offset), data.len()) };
+        if self.is_shared() {
+            return Err(read_only("shared"));
+        }
+        // SAFETY: in bounds and not shared; compute threads only run inside `execute`, which this same thread
+        // is not in now, so nobody else looks.
+        unsafe { std::ptr::copy(data.as_ptr(), self.0.start().add(offset), data.len()) };
         Ok(())
     }
 
     fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError> {
         check(self.bytes(), offset, data.len())?;
         // SAFETY: as in `write`; the memory was zeroed, so all of it is initialised.
-        unsafe { std::ptr::copy(self.start().add(offset), data.as_mut_ptr(), data.len()) };
+        unsafe { std::ptr::copy(self.0.start().add(offset), data.as_mut_ptr(), data.len()) };
         Ok(())
     }
 
     fn host(&self) -> Option<HostSpan> {
         Some(HostSpan {
-            start: self.start(),
+            start: self.0.start(),
             len: self.bytes(),
-            writable: true,
+            writable: !self.is_shared(),
         })
+    }
+
+    fn share(&self) -> Option<SharedBytes> {
+        Some(SharedBytes::new(&self.0))
+    }
+
+    fn is_shared(&self) -> bool {
+        is_held_elsewhere(&self.0)
     }
 }
 
@@ -88,9 +80,7 @@ impl DeviceMemory for Imported {
     }
 
     fn write(&self, _: usize, _: &[u8]) -> Result<(), DeviceError> {
-        Err(DeviceError::Binding(
-            "imported memory is read-only".to_owned(),
-        ))
+        Err(read_only("imported"))
     }
 
     fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError> {
@@ -107,5 +97,87 @@ impl DeviceMemory for Imported {
             len: bytes.len(),
             writable: false,
         })
+    }
+}
+
+/// Memory that another process may change at any time.
+pub(crate) struct Volatile(pub(crate) Rc<dyn SharedRegion>);
+
+impl DeviceMemory for Volatile {
+    fn bytes(&self) -> usize {
+        self.0.span().1
+    }
+
+    fn write(&self, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
+        let (start, len) = self.0.span();
+        check(len, offset, data.len())?;
+        // SAFETY: in bounds of memory that stays mapped and writable. Another process may touch it meanwhile,
+        // which makes the bytes there arbitrary; no reference to them is ever made.
+        unsafe { std::ptr::copy(data.as_ptr(), start.add(offset), data.len()) };
+        Ok(())
+    }
+
+    fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError> {
+        let (start, len) = self.0.span();
+        check(len, offset, data.len())?;
+        // SAFETY: as in `write`.
+        unsafe { std::ptr::copy(start.add(offset), data.as_mut_ptr(), data.len()) };
+        Ok(())
+    }
+
+    fn host(&self) -> Option<HostSpan> {
+        let (start, len) = self.0.span();
+        Some(HostSpan {
+            start,
+            len,
+            writable: true,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{backend::Buffer, host::Staging};
+
+    #[test]
+    fn shared_memory_is_not_written() {
+        let Staging(memory) = Staging::new("a test", 16).unwrap();
+        let buffer = Buffer::new(Rc::new(Owned::new(memory)));
+        buffer.write(4, &[1, 2, 3]).unwrap();
+        let share = buffer.share().unwrap();
+        assert!(buffer.is_shared());
+        assert!(buffer.write(0, &[9]).is_err());
+        assert!(buffer.host().is_some_and(|h| !h.writable));
+        assert_eq!(share.as_ref()[..8], [0, 0, 0, 0, 1, 2, 3, 0]);
+        drop(share);
+        assert!(!buffer.is_shared());
+        buffer.write(0, &[9]).unwrap();
+    }
+
+    struct Region(Vec<std::cell::Cell<u8>>);
+
+    // SAFETY: the vector is never changed, so its cells stay where they are; a cell may be written by pointer.
+    unsafe impl SharedRegion for Region {
+        fn span(&self) -> (*mut u8, usize) {
+            (self.0.as_ptr().cast_mut().cast(), self.0.len())
+        }
+    }
+
+    #[test]
+    fn memory_of_others_is_bounded() {
+        let buffer = Buffer::new(Rc::new(Volatile(Rc::new(Region(vec![
+            std::cell::Cell::new(
+                5
+            );
+            8
+        ])))));
+        assert!(buffer.share().is_none());
+        buffer.write(6, &[1, 2]).unwrap();
+        assert!(buffer.write(7, &[1, 2]).is_err());
+        assert!(buffer.write(usize::MAX, &[1, 2]).is_err());
+        let mut read = [0; 3];
+        buffer.read(5, &mut read).unwrap();
+        assert_eq!(read, [5, 1, 2]);
     }
 }

@@ -63,6 +63,11 @@ fn entry(op: &str) -> Option<&'static Entry> {
     entries().find(|e| e.op == op)
 }
 
+/// Names of the ops in the table.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    entries().map(|e| e.op)
+}
+
 pub(super) fn supports(call: &Call<'_>) -> bool {
     entry(call.op.name).is_some_and(|e| (e.supports)(call))
 }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use hotcell_graph::{
-    Graph, Value,
+    Graph, TensorSpec, Value,
     op::{Call, ValueSpec},
 };
 
@@ -138,6 +138,8 @@ enum Home {
 
 struct Place {
     bytes: usize,
+    /// Bytes of one row, where the size depends on the rows.
+    per_row: Option<usize>,
     home: Home,
     written: bool,
     /// Some step reads it as numbers in place; weights of matrices are read as bytes at any address.
@@ -164,11 +166,19 @@ impl Launcher {
     fn place(&mut self, bytes: usize, home: Home) -> Reg {
         self.places.push(Place {
             bytes,
+            per_row: None,
             home,
             written: false,
             aligned: false,
         });
         Reg((self.places.len() - 1) as u32)
+    }
+
+    /// Says that the place is a tensor's, which is smaller for fewer rows.
+    fn symbolic(&mut self, reg: Reg, spec: &TensorSpec) {
+        if spec.shape.is_symbolic() {
+            self.places[reg.0 as usize].per_row = spec.bytes(1);
+        }
     }
 
     /// Memory that the op needs besides its results.
@@ -233,7 +243,7 @@ pub(crate) struct CpuPlan {
     outputs: Vec<Reg>,
     pointers: Vec<*mut u8>,
     /// What is bound, so that it lives as long as the plan points to it.
-    bound: Vec<Option<(Buffer, Range<usize>)>>,
+    bound: Vec<Option<Bound>>,
     /// Keeps the memory that arena pointers lead to; `None` for a dry run.
     arena: Option<HostMemory>,
     memory: PlanMemory,
@@ -242,6 +252,17 @@ pub(crate) struct CpuPlan {
     pool: Rc<RefCell<Pool>>,
     fault: Fault,
     ready: bool,
+}
+
+/// What a place is bound to.
+#[derive(Clone)]
+struct Bound {
+    /// Keeps the memory alive.
+    _buffer: Buffer,
+    /// Its addresses.
+    range: Range<usize>,
+    /// Rows for which it is large enough.
+    rows: usize,
 }
 
 /// Alignment of what kernels read as numbers: f32 and i32.
@@ -277,6 +298,9 @@ impl CpuPlan {
                 ValueSpec::Absent => Some(0),
             };
             let reg = launcher.place(bytes.ok_or_else(overflow)?, Home::Input(i));
+            if let ValueSpec::Tensor(t) = &input.spec {
+                launcher.symbolic(reg, t);
+            }
             regs.insert(Value::Input(i as u32), reg);
             inputs.push(reg);
         }
@@ -284,10 +308,8 @@ impl CpuPlan {
         let mut outputs = Vec::with_capacity(graph.outputs().len());
         for (i, &value) in graph.outputs().iter().enumerate() {
             let root = roots.get(&value).copied().unwrap_or(value);
-            let bytes = match (root, graph.spec(root)?) {
-                (Value::Node { .. }, ValueSpec::Tensor(t)) if !regs.contains_key(&root) => {
-                    t.bytes(graph.max_rows()).ok_or_else(overflow)?
-                }
+            let spec = match (root, graph.spec(root)?) {
+                (Value::Node { .. }, ValueSpec::Tensor(t)) if !regs.contains_key(&root) => t,
                 _ => {
                     return Err(DeviceError::Unsupported {
                         backend: NAME,
@@ -296,7 +318,9 @@ impl CpuPlan {
                     });
                 }
             };
+            let bytes = spec.bytes(graph.max_rows()).ok_or_else(overflow)?;
             let reg = launcher.place(bytes, Home::Output(i));
+            launcher.symbolic(reg, &spec);
             regs.insert(root, reg);
             outputs.push(reg);
         }
@@ -412,6 +436,12 @@ impl CpuPlan {
             };
             ready_steps.push(Step { kernel, barrier });
         }
+        if hints.allocate && hints.max_bytes.is_some_and(|most| layout.total > most) {
+            return Err(DeviceError::OutOfMemory {
+                what: "the plan's arena".to_owned(),
+                bytes: layout.total,
+            });
+        }
         let arena = match hints.allocate {
             true => Some(HostMemory::new("the plan's arena", layout.total)?),
             false => None,
@@ -478,7 +508,13 @@ fn roots(graph: &Graph) -> HashMap<Value, Value> {
 }
 
 impl Plan for CpuPlan {
-    fn bind(&mut self, slot: Slot, buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
+    fn bind_for(
+        &mut self,
+        rows: usize,
+        slot: Slot,
+        buffer: &Buffer,
+        offset: usize,
+    ) -> Result<(), DeviceError> {
         let fail = |what: String| Err(DeviceError::Binding(format!("{slot:?}: {what}")));
         let (list, i) = match slot {
             Slot::Input(i) => (&self.inputs, i),
@@ -491,14 +527,12 @@ impl Plan for CpuPlan {
         let Some(host) = buffer.host() else {
             return fail("the CPU cannot address this buffer".to_owned());
         };
-        let end = offset
-            .checked_add(place.bytes)
-            .filter(|end| *end <= host.len);
+        let rows = rows.min(self.max_rows);
+        // No overflow: never more than at the greatest number of rows, which was checked.
+        let bytes = place.per_row.map_or(place.bytes, |bytes| bytes * rows);
+        let end = offset.checked_add(bytes).filter(|end| *end <= host.len);
         let Some(end) = end else {
-            return fail(format!(
-                "needs {} bytes at {offset}, has {}",
-                place.bytes, host.len
-            ));
+            return fail(format!("needs {bytes} bytes at {offset}, has {}", host.len));
         };
         if place.aligned
             && !(host.start as usize)
@@ -514,7 +548,9 @@ impl Plan for CpuPlan {
         let start = host.start as usize;
         let range = start + offset..start + end;
         for (other, bound) in self.places.iter().zip(&self.bound) {
-            let Some((_, taken)) = bound else { continue };
+            let Some(Bound { range: taken, .. }) = bound else {
+                continue;
+            };
             let same = std::ptr::eq(other, place);
             let overlaps = taken.start < range.end && range.start < taken.end;
             if !same && overlaps && (written || other.written) {
@@ -523,9 +559,18 @@ impl Plan for CpuPlan {
         }
         // SAFETY: offset ≤ len of the buffer's memory, which `bound` keeps alive.
         self.pointers[reg.0 as usize] = unsafe { host.start.add(offset) };
-        self.bound[reg.0 as usize] = Some((buffer.clone(), range));
+        self.bound[reg.0 as usize] = Some(Bound {
+            _buffer: buffer.clone(),
+            range,
+            rows,
+        });
         self.ready = self.arena.is_some() && self.unbound().is_none();
         Ok(())
+    }
+
+    fn release(&mut self) {
+        self.bound.fill(None);
+        self.ready = false;
     }
 
     fn memory(&self) -> PlanMemory {
@@ -540,11 +585,10 @@ impl Plan for CpuPlan {
             };
             return Err(DeviceError::Binding(what));
         }
-        if rows > self.max_rows {
-            return Err(DeviceError::Binding(format!(
-                "{rows} rows, at most {}",
-                self.max_rows
-            )));
+        let most = self.bound.iter().flatten().map(|b| b.rows).min();
+        let most = most.unwrap_or(self.max_rows);
+        if rows > most {
+            return Err(DeviceError::Binding(format!("{rows} rows, at most {most}")));
         }
         let run = Run {
             pointers: &self.pointers,
