@@ -16,7 +16,9 @@ use hotcell_proto::{
     address,
     error::{Error, Reason},
     limits,
-    v1::{control_client::ControlClient, tokens_client::TokensClient},
+    v1::{
+        control_client::ControlClient, tensors_client::TensorsClient, tokens_client::TokensClient,
+    },
 };
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -178,6 +180,15 @@ impl Client {
     /// # Errors
     /// One for which [`is_unreachable`] holds when nobody listens there.
     pub async fn connect(address: &Address) -> Result<Self, Error> {
+        Self::connect_with(address, WINDOWS).await
+    }
+
+    /// Connects with windows for bulk data.
+    pub(crate) async fn connect_for_tensors(address: &Address) -> Result<Self, Error> {
+        Self::connect_with(address, Windows::default()).await
+    }
+
+    async fn connect_with(address: &Address, windows: Windows) -> Result<Self, Error> {
         let peer = address.to_string();
         let connecting = async {
             match address {
@@ -191,12 +202,12 @@ impl Client {
                     });
                     // The name is never resolved; it becomes the `:authority` of each request.
                     let endpoint = Endpoint::from_static("http://scheduler.invalid");
-                    let endpoint = WINDOWS.endpoint(endpoint);
+                    let endpoint = windows.endpoint(endpoint);
                     endpoint.connect_with_connector(connector).await
                 }
                 Address::Tcp(authority) => {
                     let endpoint = Endpoint::from_shared(format!("http://{authority}"))?;
-                    let endpoint = WINDOWS.endpoint(endpoint).tcp_nodelay(true);
+                    let endpoint = windows.endpoint(endpoint).tcp_nodelay(true);
                     endpoint.connect().await
                 }
             }
@@ -224,6 +235,13 @@ impl Client {
     /// The raw token calls.
     pub(crate) fn tokens_client(&self) -> TokensClient<Channel> {
         TokensClient::new(self.channel.clone())
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// The raw tensor calls.
+    pub(crate) fn tensors_client(&self) -> TensorsClient<Channel> {
+        TensorsClient::new(self.channel.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
     }

@@ -26,6 +26,7 @@ pub mod cli;
 pub mod connect;
 pub mod control;
 pub mod local;
+pub mod tensor;
 pub mod tokens;
 
 pub use connect::{Address, Client};

@@ -501,7 +501,7 @@ macro_rules! ops {
                 ///
                 /// # Errors
                 /// When the inputs or attributes do not fit; the message names the op.
-                #[allow(clippy::too_many_arguments)]
+                #[allow(clippy::too_many_arguments, clippy::vec_init_then_push)]
                 pub fn $name(
                     &mut self,
                     $($input: $crate::op::input_type!($($mode)?),)*

@@ -1,0 +1,185 @@
+//! Tensors as text.
+
+use std::fmt::Write;
+
+use hotcell_proto::error::Error;
+
+use super::{
+    array::Tensor,
+    host::{HostTensor, Plain},
+};
+
+/// How a tensor is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DumpOptions {
+    /// Digits after the point.
+    pub precision: usize,
+    /// Up to so many elements, all are printed.
+    pub threshold: usize,
+    /// Of longer tensors, so many at each end of an axis.
+    pub edge_items: usize,
+}
+
+impl Default for DumpOptions {
+    fn default() -> Self {
+        Self {
+            precision: 4,
+            threshold: 1000,
+            edge_items: 3,
+        }
+    }
+}
+
+impl Tensor {
+    /// Its value as text: nested brackets, outermost axis first. It is computed if it was not.
+    ///
+    /// # Errors
+    /// As [`Tensor::eval`].
+    pub async fn dump(&self, options: DumpOptions) -> Result<String, Error> {
+        if self.dtype()?.is_block() {
+            return self.cast(super::DType::F32).fetch().await?.dump(options);
+        }
+        self.fetch().await?.dump(options)
+    }
+}
+
+impl HostTensor {
+    /// Its value as text; see [`Tensor::dump`].
+    ///
+    /// # Errors
+    /// [`hotcell_proto::error::Reason::InvalidArgument`] for block types.
+    pub fn dump(&self, options: DumpOptions) -> Result<String, Error> {
+        let shape = self.shape();
+        let printer = Printer {
+            values: self.plain()?,
+            elide: self.spec().shape.elements(0).unwrap_or(0) > options.threshold,
+            options,
+            shape: &shape,
+        };
+        let mut text = String::new();
+        printer.axis(&mut text, 0, 0);
+        Ok(text)
+    }
+}
+
+struct Printer<'a> {
+    values: Vec<Plain>,
+    shape: &'a [usize],
+    elide: bool,
+    options: DumpOptions,
+}
+
+impl Printer<'_> {
+    fn axis(&self, text: &mut String, depth: usize, index: usize) {
+        let Some(&len) = self.shape.get(depth) else {
+            return self.element(text, index);
+        };
+        text.push('[');
+        let inner: usize = self.shape.iter().skip(depth + 1).product();
+        let remaining = self.shape.len() - depth - 1;
+        let edge = self.options.edge_items;
+        let skipped = self.elide && len > 2 * edge;
+        let mut i = 0;
+        while i < len {
+            if i > 0 {
+                self.separator(text, remaining, depth);
+            }
+            if skipped && i == edge {
+                text.push_str("...");
+                i = len - edge;
+                if i < len {
+                    self.separator(text, remaining, depth);
+                }
+                continue;
+            }
+            self.axis(text, depth + 1, index + i * inner);
+            i += 1;
+        }
+        text.push(']');
+    }
+
+    /// Between elements a comma and a space; between parts of rank r a comma, r lines and the indent of the next bracket.
+    fn separator(&self, text: &mut String, remaining: usize, depth: usize) {
+        text.push(',');
+        if remaining == 0 {
+            text.push(' ');
+        }
+        text.extend(std::iter::repeat_n('\n', remaining));
+        if remaining > 0 {
+            text.extend(std::iter::repeat_n(' ', depth + 1));
+        }
+    }
+
+    fn element(&self, text: &mut String, index: usize) {
+        let Some(value) = self.values.get(index) else {
+            return;
+        };
+        let digits = self.options.precision;
+        let number = |v: f64| match v.is_sign_negative() && !v.is_nan() {
+            true => format!("{v:.digits$}"),
+            false => format!(" {v:.digits$}"),
+        };
+        // Writing to a string cannot fail.
+        let _ = match value {
+            Plain::Float(v) => write!(text, "{}", number(*v)),
+            Plain::Int(v) if *v < 0 => write!(text, "{v}"),
+            Plain::Int(v) => write!(text, " {v}"),
+            Plain::Bool(v) => write!(text, " {v}"),
+            Plain::Complex(re, im) => write!(text, "{}{im:+.digits$}i", number(*re)),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dump(values: &[f32], shape: &[usize], options: DumpOptions) -> String {
+        HostTensor::from_slice(values, shape)
+            .unwrap()
+            .dump(options)
+            .unwrap()
+    }
+
+    #[test]
+    fn brackets_lines_and_signs() {
+        let plain = DumpOptions::default();
+        assert_eq!(dump(&[1.0, -2.5], &[2], plain), "[ 1.0000, -2.5000]");
+        assert_eq!(
+            dump(&[1.0, 2.0, 3.0, 4.0], &[2, 2], plain),
+            "[[ 1.0000,  2.0000],\n [ 3.0000,  4.0000]]"
+        );
+        assert_eq!(
+            dump(
+                &[1.0, 2.0],
+                &[2, 1, 1],
+                DumpOptions {
+                    precision: 0,
+                    ..plain
+                }
+            ),
+            "[[[ 1]],\n\n [[ 2]]]"
+        );
+        assert_eq!(dump(&[7.0], &[], plain), " 7.0000");
+        assert_eq!(dump(&[], &[0], plain), "[]");
+        let ints = HostTensor::from_slice(&[-1i64, 2], &[2]).unwrap();
+        assert_eq!(ints.dump(plain).unwrap(), "[-1,  2]");
+    }
+
+    #[test]
+    fn long_tensors_show_their_ends() {
+        let options = DumpOptions {
+            precision: 0,
+            threshold: 5,
+            edge_items: 2,
+        };
+        let values: Vec<f32> = (0..6).map(|v| v as f32).collect();
+        assert_eq!(dump(&values, &[6], options), "[ 0,  1, ...,  4,  5]");
+        // At the threshold all are shown.
+        let options = DumpOptions {
+            threshold: 6,
+            ..options
+        };
+        assert_eq!(dump(&values, &[6], options), "[ 0,  1,  2,  3,  4,  5]");
+    }
+}

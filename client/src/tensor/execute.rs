@@ -1,0 +1,245 @@
+//! Computing expressions.
+
+use std::sync::Arc;
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    session::HandleId,
+    v1,
+};
+
+use super::{
+    array::{State, Tensor, invalid},
+    host::{Element, HostTensor},
+    program::{self, Program},
+    session::{Remote, RemotePlan, Session},
+    stream::Order,
+};
+
+/// Tensors of this process up to this size travel inside the call that needs them; larger ones are uploaded once.
+const INLINE: usize = 64 << 10;
+/// All of a call's together.
+const INLINE_ALL: usize = 1 << 20;
+
+impl Session {
+    /// Computes tensors. Each is then a handle on the worker's memory and forgets how it was made.
+    ///
+    /// # Errors
+    /// What is wrong with an expression; [`Reason::QuotaExceeded`], [`Reason::IndexOutOfRange`], [`Reason::WorkerLost`] and
+    /// what else happens where it is computed. Nothing is computed by halves: no tensor has changed then.
+    pub async fn eval(&self, tensors: &[Tensor]) -> Result<(), Error> {
+        self.compute(tensors, &Order::default()).await
+    }
+
+    /// Queues the computation of tensors and returns. Whoever reads one of them waits for it, and hears what went wrong.
+    ///
+    /// # Errors
+    /// What is wrong with an expression, or the queue is full.
+    pub async fn async_eval(&self, tensors: &[Tensor]) -> Result<(), Error> {
+        self.compute(tensors, &Order::detached()).await
+    }
+
+    pub(super) async fn compute(&self, tensors: &[Tensor], order: &Order) -> Result<(), Error> {
+        for tensor in tensors {
+            tensor.check()?;
+            if matches!(&tensor.0.session, Some(other) if !other.is_same(self)) {
+                return Err(invalid("the tensor belongs to another session"));
+            }
+        }
+        let lazy: Vec<Tensor> = tensors
+            .iter()
+            .filter(|t| !t.is_evaluated())
+            .cloned()
+            .collect();
+        while let Some(piece) = program::first_piece(&program::order(&lazy)) {
+            self.compute_graph(&piece, order).await?;
+        }
+        if !lazy.is_empty() {
+            self.compute_graph(&lazy, order).await?;
+        }
+        Ok(())
+    }
+
+    /// Computes what one graph can.
+    async fn compute_graph(&self, outputs: &[Tensor], order: &Order) -> Result<(), Error> {
+        let program = program::build(outputs, None, 0)?;
+        let plan = self.plan(&program).await?;
+        let Some(plan) = plan else {
+            return Ok(()); // a dry run computes nothing
+        };
+        let results = self
+            .call(&plan, 0, &program.inputs, outputs.len(), order)
+            .await?;
+        for (output, result) in outputs.iter().zip(results) {
+            output.set(State::Remote(result));
+        }
+        Ok(())
+    }
+
+    /// The plan of a program; `None` in a dry run.
+    pub(super) async fn plan(&self, program: &Program) -> Result<Option<Arc<RemotePlan>>, Error> {
+        let (graph, key) = program.encode()?;
+        if let Some(plan) = self.kept_plan(&key) {
+            return Ok(Some(plan));
+        }
+        let (plan, _) = self.compile_graph(graph, false).await?;
+        if let Some(plan) = &plan {
+            self.keep_plan(key, plan);
+        } else if !self.is_dry_run() {
+            return Err(Error::new(
+                Reason::ProtocolViolation,
+                "the worker made no plan",
+            ));
+        }
+        Ok(plan)
+    }
+
+    /// Executes a plan; its results stay on the worker.
+    pub(super) async fn call(
+        &self,
+        plan: &RemotePlan,
+        rows: usize,
+        inputs: &[Tensor],
+        outputs: usize,
+        order: &Order,
+    ) -> Result<Vec<Arc<Remote>>, Error> {
+        let (request, results) = self.request_for(plan, rows, inputs, outputs, order).await?;
+        let answer = self.answer(self.rpc().execute(self.request(request)).await)?;
+        order.done(answer.fence);
+        Ok(results)
+    }
+
+    /// The message of a call, and the handles its results will have.
+    pub(super) async fn request_for(
+        &self,
+        plan: &RemotePlan,
+        rows: usize,
+        inputs: &[Tensor],
+        outputs: usize,
+        order: &Order,
+    ) -> Result<(v1::ExecuteRequest, Vec<Arc<Remote>>), Error> {
+        let inputs = self.operands(inputs).await?;
+        let ids = (0..outputs)
+            .map(|_| HandleId::random())
+            .collect::<Result<Vec<_>, _>>()?;
+        let wish = |id: &HandleId| v1::OutputWish {
+            kind: Some(v1::output_wish::Kind::Id(id.to_wire())),
+        };
+        let request = v1::ExecuteRequest {
+            plan: Some(plan.handle.clone()),
+            rows: rows as u64,
+            inputs,
+            outputs: ids.iter().map(wish).collect(),
+            stream: order.stream,
+            wait: order.wait(),
+            detached: order.detached,
+            tag: 0,
+        };
+        Ok((request, ids.into_iter().map(|id| self.named(id)).collect()))
+    }
+
+    /// Inputs as a call names them: small ones inline, large ones uploaded first.
+    async fn operands(&self, inputs: &[Tensor]) -> Result<Vec<v1::Operand>, Error> {
+        let mut inline = 0usize;
+        let mut large = Vec::new();
+        for tensor in inputs {
+            if let State::Host { data, .. } = tensor.state() {
+                let size = data.bytes().len();
+                if size > INLINE || inline + size > INLINE_ALL {
+                    large.push(tensor);
+                } else {
+                    inline += size;
+                }
+            }
+        }
+        // In turn: they share one connection, and each fills it.
+        for tensor in large {
+            tensor.place(self).await?;
+        }
+        inputs.iter().map(|tensor| operand(tensor)).collect()
+    }
+}
+
+fn operand(tensor: &Tensor) -> Result<v1::Operand, Error> {
+    use v1::operand::Kind;
+    let kind = match tensor.state() {
+        State::Remote(remote) => Kind::Tensor(remote.handle.clone()),
+        State::Host { data, .. } => Kind::Data(data.bytes().clone()),
+        State::Wrong(error) => return Err(error),
+        State::Lazy { .. } | State::Argument { .. } => {
+            return Err(Error::new(Reason::Internal, "an input has no value"));
+        }
+    };
+    Ok(v1::Operand { kind: Some(kind) })
+}
+
+impl Tensor {
+    /// The session it can be computed in.
+    pub(super) fn session(&self) -> Result<&Session, Error> {
+        self.check()?;
+        match &self.0.session {
+            Some(session) => Ok(session),
+            None => Err(invalid(
+                "a constant alone belongs to no session; combine it with a tensor of one",
+            )),
+        }
+    }
+
+    /// Computes it; see [`Session::eval`].
+    ///
+    /// # Errors
+    /// As [`Session::eval`].
+    pub async fn eval(&self) -> Result<&Self, Error> {
+        if let State::Host { .. } = self.state() {
+            return Ok(self);
+        }
+        self.session()?.eval(std::slice::from_ref(self)).await?;
+        Ok(self)
+    }
+
+    /// Computes it and fetches its value. It stays on the worker.
+    ///
+    /// # Errors
+    /// As [`Session::eval`].
+    pub async fn fetch(&self) -> Result<HostTensor, Error> {
+        self.eval().await?;
+        match self.state() {
+            State::Host { data, .. } => Ok(data),
+            State::Remote(remote) => self.session()?.download(&remote, self.spec()?).await,
+            _ => Err(Error::new(
+                Reason::Internal,
+                "an evaluated tensor has no value",
+            )),
+        }
+    }
+
+    /// Computes it and returns its elements, row-major.
+    ///
+    /// # Errors
+    /// As [`Session::eval`], and [`Reason::InvalidArgument`] when the dtype is not `T`'s; cast first.
+    pub async fn to_vec<T: Element>(&self) -> Result<Vec<T>, Error> {
+        let dtype = self.dtype()?;
+        if dtype != T::DTYPE {
+            return Err(invalid(format!(
+                "the tensor is {dtype}, not {}; cast it first",
+                T::DTYPE
+            )));
+        }
+        self.fetch().await?.to_vec()
+    }
+
+    /// Computes it and returns its only element.
+    ///
+    /// # Errors
+    /// As [`Tensor::to_vec`], and [`Reason::InvalidArgument`] when it has more or fewer than one element.
+    pub async fn item<T: Element>(&self) -> Result<T, Error> {
+        if self.size()? != 1 {
+            return Err(invalid(format!("{} has not one element", self.spec()?)));
+        }
+        let values = self.to_vec::<T>().await?;
+        values
+            .first()
+            .copied()
+            .ok_or_else(|| invalid("the tensor has no element"))
+    }
+}

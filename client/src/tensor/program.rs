@@ -1,0 +1,208 @@
+//! Expressions become graphs.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
+
+use prost::Message;
+
+use hotcell_graph::{
+    Graph, GraphBuilder, TensorSpec, Value,
+    op::{self, Attribute},
+    wire,
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits, v1,
+};
+
+use super::array::{OpNode, State, Tensor, invalid, of_graph};
+
+/// Nodes of one graph. Longer expressions are computed in pieces, which also bounds what a worker takes in one call.
+const PIECE: usize = 8192;
+
+/// Identifies a graph: its encoding.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(super) struct PlanKey(Vec<u8>);
+
+/// A graph and the tensors that are its inputs.
+pub(super) struct Program {
+    pub graph: Graph,
+    pub inputs: Vec<Tensor>,
+}
+
+impl Program {
+    /// Its wire form and key.
+    ///
+    /// # Errors
+    /// [`Reason::LimitExceeded`] when the encoding is larger than one call may carry.
+    pub fn encode(&self) -> Result<(v1::Graph, PlanKey), Error> {
+        let graph = wire::encode(&self.graph);
+        let bytes = graph.encode_to_vec();
+        if bytes.len() > limits::MAX_GRAPH_BYTES {
+            let what = format!(
+                "the graph takes {} bytes, at most {} may travel; evaluate parts of it first",
+                bytes.len(),
+                limits::MAX_GRAPH_BYTES
+            );
+            return Err(Error::new(Reason::LimitExceeded, what));
+        }
+        Ok((graph, PlanKey(bytes)))
+    }
+}
+
+fn address(tensor: &Tensor) -> usize {
+    Arc::as_ptr(&tensor.0) as usize
+}
+
+fn node_address(node: &Arc<OpNode>) -> usize {
+    Arc::as_ptr(node) as usize
+}
+
+/// The nodes that `outputs` need, each after those it reads.
+pub(super) fn order(outputs: &[Tensor]) -> Vec<Arc<OpNode>> {
+    let mut seen = HashSet::new();
+    let mut ordered = Vec::new();
+    // A node is pushed once to be entered and once to be left.
+    let mut stack: Vec<(Arc<OpNode>, bool)> = Vec::new();
+    let enter = |tensor: &Tensor, stack: &mut Vec<(Arc<OpNode>, bool)>| {
+        if let State::Lazy { node, .. } = tensor.state() {
+            stack.push((node, false));
+        }
+    };
+    for output in outputs.iter().rev() {
+        enter(output, &mut stack);
+    }
+    while let Some((node, done)) = stack.pop() {
+        if done {
+            ordered.push(node);
+        } else if seen.insert(node_address(&node)) {
+            stack.push((Arc::clone(&node), true));
+            for input in node.inputs.iter().rev().flatten() {
+                enter(input, &mut stack);
+            }
+        }
+    }
+    ordered
+}
+
+/// If the expression is longer than one graph may be: tensors to compute first.
+pub(super) fn first_piece(ordered: &[Arc<OpNode>]) -> Option<Vec<Tensor>> {
+    let (head, tail) = ordered.split_at_checked(PIECE)?;
+    if tail.is_empty() {
+        return None;
+    }
+    let head: HashSet<usize> = head.iter().map(node_address).collect();
+    let mut seen = HashSet::new();
+    let mut cut = Vec::new();
+    for input in tail.iter().flat_map(|n| n.inputs.iter().flatten()) {
+        if let State::Lazy { node, .. } = input.state()
+            && head.contains(&node_address(&node))
+            && seen.insert(address(input))
+        {
+            cut.push(input.clone());
+        }
+    }
+    Some(cut)
+}
+
+/// What stands for the arguments of a traced function.
+pub(super) struct Arguments<'a> {
+    pub trace: u64,
+    pub specs: &'a [TensorSpec],
+}
+
+/// Builds the graph of `outputs`. Its inputs are the arguments, if any, then the tensors that have a value.
+///
+/// # Errors
+/// What is wrong with an expression, or an argument outside of its trace.
+pub(super) fn build(
+    outputs: &[Tensor],
+    arguments: Option<&Arguments<'_>>,
+    max_rows: usize,
+) -> Result<Program, Error> {
+    let mut builder = GraphBuilder::new(max_rows);
+    let mut values: HashMap<usize, Value> = HashMap::new();
+    let mut placeholders = Vec::new();
+    for (i, spec) in arguments.iter().flat_map(|a| a.specs).enumerate() {
+        let value = builder.tensor(format!("argument {i}"), spec.clone());
+        placeholders.push(value.map_err(|e| of_graph(&e))?);
+    }
+    let mut inputs = Vec::new();
+    let mut results: HashMap<usize, Vec<Value>> = HashMap::new();
+
+    let mut leaf = |tensor: &Tensor,
+                    builder: &mut GraphBuilder,
+                    results: &HashMap<usize, Vec<Value>>|
+     -> Result<Value, Error> {
+        // A lazy tensor's node is in `results` already; anything else is looked up by the tensor.
+        let state = tensor.state();
+        if let State::Lazy { node, output } = &state {
+            let found = results
+                .get(&node_address(node))
+                .and_then(|r| r.get(*output));
+            return found
+                .copied()
+                .ok_or_else(|| Error::new(Reason::Internal, "an expression is out of order"));
+        }
+        if let Some(value) = values.get(&address(tensor)) {
+            return Ok(*value);
+        }
+        let value = match state {
+            State::Wrong(error) => return Err(error),
+            State::Argument { trace, index } => match arguments {
+                Some(own) if own.trace == trace => placeholders.get(index).copied(),
+                _ => None,
+            }
+            .ok_or_else(|| {
+                invalid("an argument of a function being traced has no value; do not evaluate inside the function")
+            })?,
+            State::Host {
+                data,
+                literal: true,
+            } => literal(builder, &data)?,
+            State::Host { .. } | State::Remote(_) | State::Lazy { .. } => {
+                let name = format!("input {}", inputs.len());
+                let spec = tensor.spec()?.clone();
+                inputs.push(tensor.clone());
+                builder.tensor(name, spec).map_err(|e| of_graph(&e))?
+            }
+        };
+        values.insert(address(tensor), value);
+        Ok(value)
+    };
+
+    for node in order(outputs) {
+        let mut operands = Vec::with_capacity(node.inputs.len());
+        for input in &node.inputs {
+            operands.push(match input {
+                None => Value::Absent,
+                Some(tensor) => leaf(tensor, &mut builder, &results)?,
+            });
+        }
+        let made = builder.apply(node.row, operands, node.attributes.clone());
+        results.insert(node_address(&node), made.map_err(|e| of_graph(&e))?);
+    }
+    let mut wanted = Vec::with_capacity(outputs.len());
+    for output in outputs {
+        wanted.push(leaf(output, &mut builder, &results)?);
+    }
+    let graph = builder.finish(&wanted).map_err(|e| of_graph(&e))?;
+    Ok(Program { graph, inputs })
+}
+
+fn literal(builder: &mut GraphBuilder, data: &super::host::HostTensor) -> Result<Value, Error> {
+    let row = op::find("literal").ok_or_else(|| invalid("there is no op named literal"))?;
+    let attributes = vec![
+        Attribute::DType(data.spec().dtype),
+        Attribute::Shape(data.spec().shape.clone()),
+        Attribute::Bytes(data.bytes().to_vec()),
+    ];
+    let made = builder
+        .apply(row, vec![], attributes)
+        .map_err(|e| of_graph(&e))?;
+    made.first()
+        .copied()
+        .ok_or_else(|| invalid("a literal without result"))
+}

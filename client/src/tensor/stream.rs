@@ -1,0 +1,186 @@
+//! Streams and events: order between calls.
+
+use std::sync::{Arc, Mutex};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits, v1,
+};
+
+use super::{array::Tensor, session::Session};
+
+/// How a call is queued.
+#[derive(Clone, Default)]
+pub(super) struct Order {
+    pub stream: u32,
+    pub detached: bool,
+    progress: Option<Arc<Mutex<Progress>>>,
+}
+
+#[derive(Default)]
+struct Progress {
+    /// Fence of the last call.
+    last: u64,
+    /// Events the next call waits for.
+    wait: Vec<v1::Fence>,
+}
+
+fn locked(progress: &Mutex<Progress>) -> std::sync::MutexGuard<'_, Progress> {
+    // Nothing panics while it is held.
+    progress.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Order {
+    /// On the session's own stream, answered when queued.
+    pub fn detached() -> Self {
+        Self {
+            detached: true,
+            ..Self::default()
+        }
+    }
+
+    /// Fences to wait for. They stay until a call was taken.
+    pub fn wait(&self) -> Vec<v1::Fence> {
+        match &self.progress {
+            Some(progress) => locked(progress).wait.clone(),
+            None => vec![],
+        }
+    }
+
+    /// A call was taken and has this fence.
+    pub fn done(&self, fence: Option<v1::Fence>) {
+        if let (Some(progress), Some(fence)) = (&self.progress, fence) {
+            let mut progress = locked(progress);
+            progress.last = progress.last.max(fence.value);
+            progress.wait.clear();
+        }
+    }
+}
+
+/// An ordered queue of a session's calls. Calls of different streams may overtake each other; what one needs of another is
+/// waited for. Without a stream, calls go through the session's own.
+#[derive(Clone)]
+pub struct Stream {
+    session: Session,
+    id: u32,
+    progress: Arc<Mutex<Progress>>,
+}
+
+impl Session {
+    /// A new stream.
+    pub fn stream(&self) -> Stream {
+        Stream {
+            session: self.clone(),
+            id: self.next_stream(),
+            progress: Arc::default(),
+        }
+    }
+
+    /// Waits until everything that is queued is done.
+    ///
+    /// # Errors
+    /// When the session is gone. What went wrong in a call is told to who reads its results.
+    pub async fn synchronize(&self) -> Result<(), Error> {
+        let request = self.request(v1::SynchronizeRequest { fence: None });
+        self.answer(self.rpc().synchronize(request).await)
+            .map(|_| ())
+    }
+}
+
+impl Stream {
+    fn order(&self, detached: bool) -> Order {
+        Order {
+            stream: self.id,
+            detached,
+            progress: Some(Arc::clone(&self.progress)),
+        }
+    }
+
+    /// Computes tensors in this stream's order; see [`Session::eval`].
+    ///
+    /// # Errors
+    /// As [`Session::eval`].
+    pub async fn eval(&self, tensors: &[Tensor]) -> Result<(), Error> {
+        self.session.compute(tensors, &self.order(false)).await
+    }
+
+    /// Queues the computation of tensors on this stream and returns.
+    ///
+    /// # Errors
+    /// As [`Session::async_eval`].
+    pub async fn async_eval(&self, tensors: &[Tensor]) -> Result<(), Error> {
+        self.session.compute(tensors, &self.order(true)).await
+    }
+
+    /// An event that happens when all calls this stream has taken so far are done.
+    pub fn record(&self) -> Event {
+        Event {
+            session: self.session.clone(),
+            fence: v1::Fence {
+                stream: self.id,
+                value: locked(&self.progress).last,
+            },
+        }
+    }
+
+    /// The next call of this stream, hence all later ones, waits for the event.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] for an event of another session, [`Reason::LimitExceeded`] when too many are waited for.
+    pub fn wait(&self, event: &Event) -> Result<(), Error> {
+        if !event.session.is_same(&self.session) {
+            return Err(super::array::invalid(
+                "the event belongs to another session",
+            ));
+        }
+        let mut progress = locked(&self.progress);
+        if progress.wait.len() >= limits::MAX_CALL_FENCES {
+            let what = format!("more than {} events for one call", limits::MAX_CALL_FENCES);
+            return Err(Error::new(Reason::LimitExceeded, what));
+        }
+        progress.wait.push(event.fence);
+        Ok(())
+    }
+
+    /// Waits until all calls this stream has taken so far are done.
+    ///
+    /// # Errors
+    /// When the session is gone.
+    pub async fn synchronize(&self) -> Result<(), Error> {
+        self.record().synchronize().await
+    }
+
+    /// Stops its queued and running calls; returns how many will not be done.
+    ///
+    /// # Errors
+    /// When the session is gone.
+    pub async fn cancel(&self) -> Result<u32, Error> {
+        let request = self.session.request(v1::CancelRequest {
+            stream: self.id,
+            all: false,
+        });
+        let answer = self.session.rpc().cancel(request).await;
+        Ok(self.session.answer(answer)?.cancelled)
+    }
+}
+
+/// A point in a stream's order.
+#[derive(Clone)]
+pub struct Event {
+    session: Session,
+    fence: v1::Fence,
+}
+
+impl Event {
+    /// Waits until it has happened.
+    ///
+    /// # Errors
+    /// When the session is gone.
+    pub async fn synchronize(&self) -> Result<(), Error> {
+        let request = self.session.request(v1::SynchronizeRequest {
+            fence: Some(self.fence),
+        });
+        let answer = self.session.rpc().synchronize(request).await;
+        self.session.answer(answer).map(|_| ())
+    }
+}
