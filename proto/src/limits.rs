@@ -77,6 +77,8 @@ pub const MAX_CALL_HANDLES: usize = 1 << 16;
 pub const MAX_CALL_FENCES: usize = 64;
 /// Characters of a session's name.
 pub const MAX_SESSION_NAME: usize = 64;
+/// Bytes of one piece of memory that a client shares with a worker.
+pub const MAX_SHARED_BYTES: u64 = 64 << 30;
 /// Inputs of one op.
 pub const MAX_OP_INPUTS: usize = 256;
 /// Integers of one attribute.

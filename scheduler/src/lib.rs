@@ -16,5 +16,6 @@ pub mod relay;
 pub mod run;
 pub mod service;
 pub mod supervisor;
+pub mod tensors;
 pub mod text;
 pub mod vault;

@@ -107,10 +107,14 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         health.clone(),
     )));
     tracing::info!("serving on {}", doors.describe());
-    let _socket = doors.guard();
+    let _sockets = doors.guards();
     let stop = CancellationToken::new();
-    let mut serving =
-        AbortOnDropHandle::new(tokio::spawn(service::serve(doors, routes, stop.clone())));
+    let mut serving = AbortOnDropHandle::new(tokio::spawn(service::serve(
+        doors,
+        routes,
+        shared.clone(),
+        stop.clone(),
+    )));
 
     let ended = tokio::select! {
         ended = &mut serving => Some(ended),
@@ -169,7 +173,11 @@ async fn drain(
         About::default(),
         format!("{inside} requests are running"),
     );
-    if timeout_at(until, shared.admission.empty()).await.is_err() {
+    let done = async {
+        shared.admission.empty().await;
+        shared.tensors.idle().await;
+    };
+    if timeout_at(until, done).await.is_err() {
         let left = shared.admission.count();
         tracing::warn!(left, "streams did not end within {patience:?}");
     }

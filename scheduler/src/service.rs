@@ -3,6 +3,8 @@
 mod accept;
 mod control;
 mod doors;
+mod handout;
+mod tensors;
 mod tokens;
 
 use std::sync::Arc;
@@ -19,14 +21,20 @@ use tonic_health::{ServingStatus, server::HealthReporter};
 
 pub use doors::{Doors, Ended, serve};
 
-use crate::{admission::Admission, fleet::Fleet};
+use crate::{admission::Admission, fleet::Fleet, tensors::Sessions};
 
 /// Names under which health is reported, besides the empty one for the whole server.
-const HEALTH_NAMES: [&str; 3] = ["", "hotcell.v1.Tokens", "hotcell.v1.Control"];
+const HEALTH_NAMES: [&str; 4] = [
+    "",
+    "hotcell.v1.Tokens",
+    "hotcell.v1.Tensors",
+    "hotcell.v1.Control",
+];
 
 /// Services that reflection tells of.
-const SERVICES: [&str; 3] = [
+const SERVICES: [&str; 4] = [
     v1::tokens_server::SERVICE_NAME,
+    v1::tensors_server::SERVICE_NAME,
     v1::control_server::SERVICE_NAME,
     "grpc.health.v1.Health",
 ];
@@ -42,6 +50,8 @@ pub struct Shared {
     pub abort: CancellationToken,
     /// Clients' streams, until the last event was taken.
     pub streams: TaskTracker,
+    /// Tensor sessions.
+    pub tensors: Sessions,
 }
 
 impl Shared {
@@ -52,6 +62,7 @@ impl Shared {
             admission: Admission::new(limits::MAX_SCHEDULER_REQUESTS),
             abort: CancellationToken::new(),
             streams: TaskTracker::new(),
+            tensors: Sessions::default(),
         }
     }
 }
@@ -83,6 +94,7 @@ pub fn routes(
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES),
     )
+    .add_service(tensors::Passed(shared.clone()))
     .add_service(health_service)
     .add_service(reflection().build_v1()?)
     .add_service(reflection().build_v1alpha()?);

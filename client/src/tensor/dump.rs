@@ -87,9 +87,6 @@ impl Printer<'_> {
             if skipped && i == edge {
                 text.push_str("...");
                 i = len - edge;
-                if i < len {
-                    self.separator(text, remaining, depth);
-                }
                 continue;
             }
             self.axis(text, depth + 1, index + i * inner);

@@ -4,7 +4,6 @@ use hotcell_graph::{
     DType, Shape,
     op::{self, Attribute},
 };
-use hotcell_proto::error::Error;
 
 use super::{
     array::{Tensor, apply, invalid, of_graph},

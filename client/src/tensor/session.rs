@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use hotcell_graph::{DType, Shape, TensorSpec, wire};
+use hotcell_graph::{TensorSpec, wire};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::Epoch,

@@ -7,6 +7,7 @@
 
 pub mod child;
 pub mod descriptors;
+pub mod handoff;
 pub mod inherit;
 pub mod listen;
 pub mod log;

@@ -1,13 +1,13 @@
 //! The conversation with one process of a worker: its connections, and whether it is still there.
 
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
 use hotcell_ipc::{
-    socket::DescriptorSender,
+    socket::{DescriptorSender, stream_pair},
     transport::{Windows, channel_over},
 };
 use hotcell_proto::{
@@ -17,8 +17,8 @@ use hotcell_proto::{
     limits,
     v1::{
         DetokenizeRequest, HandshakeRequest, HandshakeResponse, LoadProgress, LoadRequest, Loaded,
-        ModelSummary, NumericsClass, UnloadRequest, tokens_client::TokensClient,
-        worker_client::WorkerClient,
+        ModelSummary, NumericsClass, OpenTensorsRequest, UnloadRequest,
+        tokens_client::TokensClient, worker_client::WorkerClient,
     },
 };
 use tokio::{
@@ -140,8 +140,7 @@ pub struct Link {
     pub fate: Fate,
     control: Channel,
     tokens: Channel,
-    /// Held open until tensors are relayed.
-    _tensors: OwnedFd,
+    tensors: Channel,
     descriptors: DescriptorSender,
     tags: AtomicU64,
 }
@@ -168,7 +167,9 @@ impl Link {
             tokens: channel_over(sockets.tokens, TOKENS_WINDOWS)
                 .await
                 .map_err(broken)?,
-            _tensors: sockets.tensors,
+            tensors: channel_over(sockets.tensors, Windows::default())
+                .await
+                .map_err(broken)?,
             descriptors: DescriptorSender::new(sockets.descriptors).map_err(broken)?,
             tags: AtomicU64::new(1),
         })
@@ -185,6 +186,62 @@ impl Link {
         TokensClient::new(self.tokens.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// The connection for tensor calls outside of sessions. Each session has one of its own.
+    pub fn tensors(&self) -> Channel {
+        self.tensors.clone()
+    }
+
+    /// One end of a new connection, at whose other end the worker serves tensors.
+    ///
+    /// # Errors
+    /// The worker's words, or those about the broken connection.
+    pub async fn open_tensors(&self) -> Result<OwnedFd, Error> {
+        let lost = |e: std::io::Error| {
+            Error::new(
+                Reason::WorkerLost,
+                format!("worker {} cannot be handed a connection: {e}", self.worker),
+            )
+        };
+        let (ours, its) = stream_pair().map_err(lost)?;
+        let tag = self.tags.fetch_add(1, Ordering::Relaxed);
+        self.descriptors
+            .send_async(tag, &[its.as_fd()])
+            .await
+            .map_err(lost)?;
+        drop(its);
+        let request = OpenTensorsRequest { tag };
+        match timeout(PING, self.control().open_tensors(request)).await {
+            Ok(Ok(_)) => Ok(ours),
+            Ok(Err(status)) => Err(words(&status)),
+            Err(_) => Err(Error::new(
+                Reason::WorkerLost,
+                format!("worker {} did not take a connection in time", self.worker),
+            )),
+        }
+    }
+
+    /// Sends the worker memory that a client shares with it, under a tag that nobody can guess.
+    ///
+    /// # Errors
+    /// [`Reason::WorkerLost`] when it cannot be sent.
+    pub async fn share(&self, memory: BorrowedFd<'_>) -> Result<u64, Error> {
+        let mut bytes = [0u8; 8];
+        getrandom::fill(&mut bytes)
+            .map_err(|e| Error::new(Reason::Internal, format!("no random bytes: {e}")))?;
+        // Apart from the tags that this link counts.
+        let tag = u64::from_ne_bytes(bytes) | 1 << 63;
+        self.descriptors
+            .send_async(tag, &[memory])
+            .await
+            .map_err(|e| {
+                Error::new(
+                    Reason::WorkerLost,
+                    format!("worker {} cannot be handed memory: {e}", self.worker),
+                )
+            })?;
+        Ok(tag)
     }
 
     /// The first call: whether both sides speak the same version.

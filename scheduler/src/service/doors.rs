@@ -3,10 +3,12 @@
 use std::{
     net::{SocketAddr, TcpListener},
     os::{fd::OwnedFd, unix::net::UnixListener},
+    path::Path,
     time::Duration,
 };
 
 use hotcell_ipc::{
+    handoff,
     socket::{ListenError, SocketGuard, listen_unix},
     transport::{Windows, incoming_once},
 };
@@ -15,7 +17,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::{service::Routes, transport::Server};
 
-use super::accept::accept;
+use super::{Shared, accept::accept, handout};
 use crate::{
     config::Config,
     exit::{Exit, Failure},
@@ -32,7 +34,9 @@ const _: () = assert!(MAX_CALLS as usize <= limits::MAX_SCHEDULER_REQUESTS);
 #[derive(Debug, Default)]
 pub struct Doors {
     unix: Option<UnixListener>,
-    guard: Option<SocketGuard>,
+    /// Where descriptors are handed out.
+    handout: Option<UnixListener>,
+    guards: Vec<SocketGuard>,
     tcp: Option<TcpListener>,
     private: Option<OwnedFd>,
 }
@@ -53,7 +57,7 @@ impl Doors {
                 ..Doors::default()
             });
         }
-        let unix = config.socket.as_ref().map(|path| {
+        let listen = |path: &Path| {
             listen_unix(path).map_err(|e| {
                 cannot_listen(match e {
                     ListenError::InUse { .. } => format!(
@@ -62,26 +66,41 @@ impl Doors {
                     other => other.to_string(),
                 })
             })
-        });
+        };
         let tcp = config.listen.map(tcp_listener);
-        let (unix, guard) = unix.transpose()?.unzip();
+        let mut guards = Vec::new();
+        let mut unix = None;
+        let mut handout = None;
+        if let Some(path) = &config.socket {
+            let (listener, guard) = listen(path)?;
+            unix = Some(listener);
+            guards.push(guard);
+            let (listener, guard) = listen(&handoff::path_beside(path))?;
+            handout = Some(listener);
+            guards.push(guard);
+        }
         Ok(Doors {
             unix,
-            guard,
+            handout,
+            guards,
             tcp: tcp.transpose()?,
             private: None,
         })
     }
 
-    /// What removes the socket when it is dropped. The caller keeps it: a task that serves may still be there
+    /// What removes the sockets when it is dropped. The caller keeps it: a task that serves may still be there
     /// when the process ends.
-    pub fn guard(&mut self) -> Option<SocketGuard> {
-        self.guard.take()
+    pub fn guards(&mut self) -> Vec<SocketGuard> {
+        std::mem::take(&mut self.guards)
     }
 
     /// The doors in words, for the log.
     pub fn describe(&self) -> String {
-        let unix = self.guard.iter().map(|g| g.path().display().to_string());
+        let unix = self
+            .guards
+            .iter()
+            .take(1)
+            .map(|g| g.path().display().to_string());
         let tcp = self.tcp.iter().filter_map(|t| t.local_addr().ok());
         let private = self
             .private
@@ -137,6 +156,7 @@ fn server() -> Server {
 pub async fn serve(
     doors: Doors,
     routes: Routes,
+    shared: Shared,
     stop: CancellationToken,
 ) -> Result<Ended, Failure> {
     let internal = |e: std::io::Error| Failure::new(Exit::Internal, format!("cannot serve: {e}"));
@@ -151,6 +171,11 @@ pub async fn serve(
             let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
             (served.await, Ended::DoorFailed)
         });
+    }
+    if let Some(listener) = doors.handout {
+        listener.set_nonblocking(true).map_err(internal)?;
+        let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;
+        tokio::spawn(handout::serve(listener, shared, stop.clone()));
     }
     if let Some(listener) = doors.tcp {
         listener.set_nonblocking(true).map_err(internal)?;

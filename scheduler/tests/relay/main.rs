@@ -86,7 +86,7 @@ impl House {
         let (ours, theirs) = stream_pair().unwrap();
         let doors = Doors::open(&config, Some(theirs)).unwrap();
         let stop = CancellationToken::new();
-        tokio::spawn(service::serve(doors, routes, stop.clone()));
+        tokio::spawn(service::serve(doors, routes, shared.clone(), stop.clone()));
         // A client that leaves little unread, so that backpressure begins early.
         let channel = channel_over(ours, TOKENS_WINDOWS).await.unwrap();
         House {

@@ -1,0 +1,101 @@
+//! What clients on this host are given by descriptor: connections to workers, and memory shared with them.
+
+use std::{os::fd::AsFd, sync::Arc, time::Duration};
+
+use hotcell_ipc::{
+    handoff::{self, Ask},
+    memory::shared_memory,
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    session::SessionId,
+};
+use tokio::{
+    net::{UnixListener, UnixStream},
+    sync::Semaphore,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+
+/// Clients that ask at once; further ones wait in the socket.
+const MAX_ASKING: usize = 64;
+/// Pause after a connection could not be accepted, mostly for want of descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Hands out until `stop`.
+pub async fn serve(listener: UnixListener, shared: Shared, stop: CancellationToken) {
+    let places = Arc::new(Semaphore::new(MAX_ASKING));
+    let accept = async {
+        // Never an error: nobody closes it.
+        while let Ok(place) = Arc::clone(&places).acquire_owned().await {
+            match listener.accept().await {
+                Ok((stream, _)) => {
+                    let shared = shared.clone();
+                    tokio::spawn(async move {
+                        if let Err(error) = give(stream, &shared).await {
+                            tracing::debug!(%error, "a client was not given what it asked for");
+                        }
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a connection");
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+        }
+    };
+    tokio::select! {
+        () = accept => {}
+        () = stop.cancelled() => {}
+    }
+}
+
+/// Answers one client.
+async fn give(mut stream: UnixStream, shared: &Shared) -> std::io::Result<()> {
+    let made = match handoff::read_ask(&mut stream).await {
+        Ok(Ask::Connection { session }) => connection(&session, shared).await.map(|fd| (0, fd)),
+        Ok(Ask::Memory { session, bytes }) => memory(&session, bytes, shared).await,
+        Err(error) => Err(Error::new(Reason::InvalidArgument, error.to_string())),
+    };
+    match &made {
+        Ok((tag, fd)) => handoff::answer(&mut stream, Ok((*tag, fd.as_fd()))).await,
+        Err(error) => handoff::answer(&mut stream, Err(error.message())).await,
+    }
+}
+
+async fn connection(session: &str, shared: &Shared) -> Result<std::os::fd::OwnedFd, Error> {
+    let session = shared
+        .tensors
+        .find(&SessionId::parse(session)?, &shared.fleet)?;
+    session.link.open_tensors().await
+}
+
+async fn memory(
+    session: &str,
+    bytes: u64,
+    shared: &Shared,
+) -> Result<(u64, std::os::fd::OwnedFd), Error> {
+    let session = shared
+        .tensors
+        .find(&SessionId::parse(session)?, &shared.fleet)?;
+    if !(1..=limits::MAX_SHARED_BYTES).contains(&bytes) {
+        let what = format!(
+            "shared memory has 1 to {} bytes, not {bytes}",
+            limits::MAX_SHARED_BYTES
+        );
+        return Err(Error::new(Reason::LimitExceeded, what));
+    }
+    let none = |e| {
+        Error::new(
+            Reason::OutOfMemory,
+            format!("no shared memory of {bytes} bytes: {e}"),
+        )
+    };
+    // Sealed before anybody else has it.
+    let memory = shared_memory("hotcell-shared", bytes).map_err(none)?;
+    let tag = session.link.share(memory.as_fd()).await?;
+    Ok((tag, memory))
+}

@@ -1,0 +1,153 @@
+//! Tensor sessions that run through this scheduler: which worker each is on, and its connection there.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use hotcell_ipc::transport::{Windows, channel_over};
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::Epoch,
+    limits,
+    session::SessionId,
+};
+use tokio::sync::watch;
+use tonic::transport::Channel;
+
+use crate::fleet::{Fleet, Link};
+
+/// Sessions of one scheduler.
+const MAX_SESSIONS: usize = limits::MAX_SESSIONS * limits::MAX_DEVICES;
+
+/// The sessions. Clones share them.
+#[derive(Clone)]
+pub struct Sessions(Arc<Inner>);
+
+struct Inner {
+    by_id: Mutex<HashMap<SessionId, Arc<Session>>>,
+    /// Calls under way.
+    calls: watch::Sender<usize>,
+}
+
+/// One session: a worker, and a connection of its own to it.
+pub struct Session {
+    /// Its worker.
+    pub link: Arc<Link>,
+    channel: Channel,
+}
+
+impl Session {
+    /// Its connection.
+    pub fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+}
+
+/// Ends a session when dropped: its connection closes, and the worker frees what it held.
+pub struct Lease {
+    sessions: Sessions,
+    id: SessionId,
+}
+
+impl Lease {
+    /// The session's name.
+    pub fn id(&self) -> &SessionId {
+        &self.id
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.sessions.table().remove(&self.id);
+    }
+}
+
+/// Counts a call while it lives.
+pub struct Call(Sessions);
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.0.0.calls.send_modify(|calls| *calls -= 1);
+    }
+}
+
+impl Default for Sessions {
+    fn default() -> Self {
+        Self(Arc::new(Inner {
+            by_id: Mutex::default(),
+            calls: watch::Sender::new(0),
+        }))
+    }
+}
+
+impl Sessions {
+    fn table(&self) -> MutexGuard<'_, HashMap<SessionId, Arc<Session>>> {
+        self.0.by_id.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens a session on a worker.
+    ///
+    /// # Errors
+    /// [`Reason::Overloaded`] when there are too many, [`Reason::WorkerLost`] when the worker takes no connection.
+    pub async fn open(&self, link: Arc<Link>) -> Result<(Lease, Arc<Session>), Error> {
+        if self.table().len() >= MAX_SESSIONS {
+            let what = format!("{MAX_SESSIONS} tensor sessions are open; close one");
+            return Err(Error::new(Reason::Overloaded, what));
+        }
+        let id = SessionId::random(&link.worker, Epoch(link.epoch))?;
+        let lost = |e: std::io::Error| {
+            let what = format!("worker {} took no connection: {e}", link.worker);
+            Error::new(Reason::WorkerLost, what)
+        };
+        let end = link.open_tensors().await?;
+        let channel = channel_over(end, Windows::default()).await.map_err(lost)?;
+        let session = Arc::new(Session { link, channel });
+        self.table().insert(id.clone(), Arc::clone(&session));
+        let lease = Lease {
+            sessions: self.clone(),
+            id,
+        };
+        Ok((lease, session))
+    }
+
+    /// The session of this name.
+    ///
+    /// # Errors
+    /// [`Reason::HandleStale`] when its worker's process is another one now, else [`Reason::SessionNotFound`].
+    pub fn find(&self, id: &SessionId, fleet: &Fleet) -> Result<Arc<Session>, Error> {
+        if let Some(session) = self.table().get(id) {
+            return Ok(Arc::clone(session));
+        }
+        let now = fleet.for_tensors(Some(id.worker()), None).ok();
+        Err(match now.filter(|link| link.epoch != id.epoch().0) {
+            Some(link) => Error::new(
+                Reason::HandleStale,
+                format!(
+                    "the session was on worker {} in epoch {}, now it is epoch {}; open a new session",
+                    link.worker,
+                    id.epoch(),
+                    link.epoch
+                ),
+            )
+            .with("worker", &link.worker)
+            .with("epoch", link.epoch),
+            None => Error::new(
+                Reason::SessionNotFound,
+                "there is no such session; it ended, open a new one",
+            ),
+        })
+    }
+
+    /// Counts a call until the result is dropped.
+    pub fn enter(&self) -> Call {
+        self.0.calls.send_modify(|calls| *calls += 1);
+        Call(self.clone())
+    }
+
+    /// Waits until no call is under way.
+    pub async fn idle(&self) {
+        // An error would mean that the sender, which is ours, is gone.
+        let _ = self.0.calls.subscribe().wait_for(|calls| *calls == 0).await;
+    }
+}
