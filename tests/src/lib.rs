@@ -3,3 +3,4 @@
 pub mod bench;
 pub mod cluster;
 pub mod model;
+pub mod onnx;

@@ -9,14 +9,13 @@ pub mod attention;
 pub mod binary;
 pub mod conv;
 pub mod create;
-mod fit;
+pub mod fit;
 pub mod index;
 pub mod join;
 pub mod matmul;
 pub mod norm;
 pub mod random;
 pub mod reduce;
-pub mod rope;
 pub mod rules;
 pub mod shape;
 pub mod sort;
@@ -456,7 +455,6 @@ pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
         conv::ROWS,
         random::ROWS,
         norm::ROWS,
-        rope::ROWS,
         attention::ROWS,
     ]
     .into_iter()

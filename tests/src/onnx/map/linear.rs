@@ -1,0 +1,143 @@
+//! Matrix products.
+
+use anyhow::{Context, Result, bail};
+use hotcell_graph::{DType, Value, op::Attribute};
+
+use super::Mapper;
+
+pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
+    let value = match op {
+        "MatMul" => m.binary("matmul", m.x(0)?, m.x(1)?)?,
+        "Gemm" => gemm(m)?,
+        "MatMulInteger" => {
+            let (a, b) = (m.x(0)?, m.x(1)?);
+            let (a, b) = (less_zero(m, a, 2)?, less_zero(m, b, 3)?);
+            // Sums of products of 8-bit integers are exact in f64.
+            m.cast(m.binary("matmul", a, b)?, DType::I32)?
+        }
+        "Einsum" => einsum(m)?,
+        "Det" => bail!("there is no op for determinants"),
+        _ => return Ok(None),
+    };
+    Ok(Some(vec![value]))
+}
+
+/// A quantised tensor less its zero point, as f64.
+fn less_zero(m: &Mapper<'_>, x: Value, zero: usize) -> Result<Value> {
+    let x = m.cast(x, DType::F64)?;
+    match m.optional(zero)? {
+        Some(zero) => m.sub(x, m.cast(zero, DType::F64)?),
+        None => Ok(x),
+    }
+}
+
+fn gemm(m: &Mapper<'_>) -> Result<Value> {
+    let turned = |i: usize, name: &str| {
+        let x = m.x(i)?;
+        if m.int(name, 0) != 0 {
+            return m.transpose(x, &[1, 0]);
+        }
+        Ok(x)
+    };
+    let (a, b) = (turned(0, "transA")?, turned(1, "transB")?);
+    let (alpha, beta) = (m.float("alpha", 1.0), m.float("beta", 1.0));
+    match m.optional(2)? {
+        Some(c) => {
+            let attributes = vec![Attribute::Float(alpha), Attribute::Float(beta)];
+            m.one("addmm", &[c, a, b], attributes)
+        }
+        None => m.scale(m.binary("matmul", a, b)?, alpha),
+    }
+}
+
+/// An operand and a letter for each of its axes.
+type Term = (Value, Vec<char>);
+
+/// Einstein summation: products over the letters' common space, summed over those the result lacks. Two
+/// operands with three axes each are a matrix product.
+fn einsum(m: &Mapper<'_>) -> Result<Value> {
+    let equation: String = m.text("equation", "").split_whitespace().collect();
+    let (left, right) = match equation.split_once("->") {
+        Some((left, right)) => (left, Some(right)),
+        None => (equation.as_str(), None),
+    };
+    let operands = left
+        .split(',')
+        .enumerate()
+        .map(|(i, letters)| {
+            let x = m.x(i)?;
+            let letters = expand(letters, m.dims(x)?.len());
+            diagonal(m, x, letters)
+        })
+        .collect::<Result<Vec<Term>>>()?;
+    let mut all: Vec<char> = operands.iter().flat_map(|(_, l)| l.clone()).collect();
+    let counts = all.clone();
+    all.sort_unstable();
+    all.dedup();
+    let out: Vec<char> = match right {
+        Some(right) => {
+            let dots = all.iter().filter(|c| c.is_ascii_digit()).count();
+            expand(right, right.replace("...", "").len() + dots)
+        }
+        None => {
+            let once = |c: &&char| counts.iter().filter(|o| o == c).count() == 1;
+            all.iter().filter(once).copied().collect()
+        }
+    };
+    let mut space = out.clone();
+    space.extend(all.iter().filter(|c| !out.contains(c)));
+    let aligned = operands
+        .into_iter()
+        .map(|(x, letters)| align(m, x, &letters, &space))
+        .collect::<Result<Vec<_>>>()?;
+    let mut aligned = aligned.into_iter();
+    let mut product = aligned.next().context("an einsum of nothing")?;
+    for other in aligned {
+        product = m.mul(product, other)?;
+    }
+    let summed: Vec<i64> = (out.len()..space.len()).map(|i| i as i64).collect();
+    match summed.is_empty() {
+        true => Ok(product),
+        false => m.reduce("reduce_sum", product, &summed, false),
+    }
+}
+
+/// Letters with the ellipsis written out as digits.
+fn expand(letters: &str, rank: usize) -> Vec<char> {
+    let Some((before, after)) = letters.split_once("...") else {
+        return letters.chars().collect();
+    };
+    let dots = rank.saturating_sub(before.len() + after.len());
+    let digits = (0..dots).filter_map(|i| char::from_digit(i as u32, 10));
+    before.chars().chain(digits).chain(after.chars()).collect()
+}
+
+/// A letter that stands twice, on the last two axes, takes the diagonal.
+fn diagonal(m: &Mapper<'_>, x: Value, mut letters: Vec<char>) -> Result<Term> {
+    let n = letters.len();
+    if n < 2 || letters[n - 1] != letters[n - 2] {
+        return Ok((x, letters));
+    }
+    let size = m.dims(x)?[n - 1];
+    let eye = m.binary("equal", m.places(size, 0, 2)?, m.places(size, 1, 2)?)?;
+    let kept = m.select(eye, x, m.like(0.0, x)?)?;
+    letters.pop();
+    Ok((m.reduce("reduce_sum", kept, &[-1], false)?, letters))
+}
+
+/// Axes in the order of `space`, of size 1 where the operand has none.
+fn align(m: &Mapper<'_>, x: Value, letters: &[char], space: &[char]) -> Result<Value> {
+    let place = |c: &char| letters.iter().position(|l| l == c);
+    let order: Vec<i64> = space.iter().filter_map(place).map(|i| i as i64).collect();
+    let dims = m.dims(x)?;
+    let sizes: Vec<usize> = space
+        .iter()
+        .map(|c| place(c).map_or(1, |i| dims[i]))
+        .collect();
+    let x = if order.is_empty() {
+        x
+    } else {
+        m.transpose(x, &order)?
+    };
+    m.reshape(x, &sizes)
+}

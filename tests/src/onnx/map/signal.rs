@@ -1,0 +1,140 @@
+//! Fourier transforms as sums over cosines and sines, and the overlap-add of Col2Im.
+
+use std::f64::consts::TAU;
+
+use anyhow::{Context, Result, bail};
+use hotcell_graph::{DType, Value, op::Attribute};
+
+use super::{Mapper, axis_of, word};
+
+pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
+    let value = match op {
+        "DFT" => dft(m)?,
+        "Col2Im" => col2im(m)?,
+        _ => return Ok(None),
+    };
+    Ok(Some(vec![value]))
+}
+
+/// cos and sin of 2π·r·c/n, `[rows, columns]`.
+fn waves(m: &Mapper<'_>, rows: usize, columns: usize, n: usize) -> Result<[Value; 2]> {
+    let product = m.mul(m.places(rows, 0, 2)?, m.places(columns, 1, 2)?)?;
+    let turn = m.binary("remainder", product, m.like(n as f64, product)?)?;
+    let angle = m.scale(m.cast(turn, DType::F32)?, TAU / n as f64)?;
+    Ok([m.unary("cos", angle)?, m.unary("sin", angle)?])
+}
+
+fn dft(m: &Mapper<'_>) -> Result<Value> {
+    if m.given(1)?.is_some() {
+        bail!("a DFT of another length");
+    }
+    let x = m.x(0)?;
+    let dims = m.dims(x)?;
+    let rank = dims.len();
+    let axis = match m.case.opset {
+        ..20 => m.int("axis", 1),
+        _ => m.given_number(2)?.unwrap_or(-2.0) as i64,
+    };
+    let axis = axis_of(axis, rank)?;
+    let (inverse, onesided) = (m.int("inverse", 0) != 0, m.int("onesided", 0) != 0);
+    // Real and imaginary parts with the axis last, without the axis of the parts.
+    let mut order: Vec<i64> = (0..rank as i64 - 1).collect();
+    order.swap(axis, rank - 2);
+    let part = |i: i64| {
+        let part = m.slice(x, rank - 1, i, i + 1, 1)?;
+        m.transpose(m.reshape(part, &dims[..rank - 1])?, &order)
+    };
+    let size = dims[axis];
+    let n = if inverse && onesided {
+        2 * (size - 1)
+    } else {
+        size
+    };
+    let results = if onesided && !inverse { n / 2 + 1 } else { n };
+    let [cos, mut sin] = waves(m, size, results, n)?;
+    if !inverse {
+        sin = m.unary("neg", sin)?;
+    }
+    let times = |a: Value, b: Value| m.binary("matmul", a, b);
+    let mut real = part(0)?;
+    let mut imaginary = match dims[rank - 1] {
+        2 => Some(part(1)?),
+        _ => None,
+    };
+    if inverse {
+        // Half a spectrum stands for its mirror image too, but for the ends.
+        let twice = |k: usize| if k == 0 || 2 * k == n { 1.0 } else { 2.0 };
+        let weights: Vec<f32> = (0..size)
+            .map(|k| if onesided { twice(k) } else { 1.0 } / n as f32)
+            .collect();
+        let weights = m.f32s(&[size], &weights)?;
+        real = m.mul(real, weights)?;
+        imaginary = imaginary.map(|i| m.mul(i, weights)).transpose()?;
+    }
+    let (mut re, mut im) = (times(real, cos)?, times(real, sin)?);
+    if let Some(i) = imaginary {
+        re = m.sub(re, times(i, sin)?)?;
+        im = m.add(im, times(i, cos)?)?;
+    }
+    let back = |v: Value| {
+        let v = m.transpose(v, &order)?;
+        let mut dims = m.dims(v)?;
+        dims.push(1);
+        m.reshape(v, &dims)
+    };
+    match inverse && onesided {
+        true => back(re),
+        false => m.concat(&[back(re)?, back(im)?], -1),
+    }
+}
+
+/// Adds each block's elements to the places of the image they came from.
+fn col2im(m: &Mapper<'_>) -> Result<Value> {
+    let x = m.x(0)?;
+    let image = m.given_ints(1)?.context("no image shape")?;
+    let block = m.given_ints(2)?.context("no block shape")?;
+    let rank = image.len();
+    let ones = || vec![1; rank];
+    let strides = m.list("strides").unwrap_or_else(ones);
+    let dilations = m.list("dilations").unwrap_or_else(ones);
+    let pads = m.list("pads").unwrap_or_else(|| vec![0; 2 * rank]);
+    let padded: Vec<i64> = (0..rank)
+        .map(|i| image[i] + pads[i] + pads[rank + i])
+        .collect();
+    let windows: Vec<i64> = (0..rank)
+        .map(|i| (padded[i] - dilations[i] * (block[i] - 1) - 1) / strides[i] + 1)
+        .collect();
+    let (within, count): (i64, i64) = (block.iter().product(), windows.iter().product());
+    let digits = |mut i: i64, sizes: &[i64]| {
+        let mut digits = vec![0; sizes.len()];
+        for (d, size) in digits.iter_mut().zip(sizes).rev() {
+            (*d, i) = (i % size, i / size);
+        }
+        digits
+    };
+    let mut places = Vec::new();
+    for b in 0..within {
+        for w in 0..count {
+            let (b, w) = (digits(b, &block), digits(w, &windows));
+            places.push((0..rank).fold(0, |place, i| {
+                place * padded[i] + w[i] * strides[i] + b[i] * dilations[i]
+            }));
+        }
+    }
+    let dims = m.dims(x)?;
+    let channels = dims[1] / within as usize;
+    let each = places.len();
+    let updates = m.reshape(x, &[dims[0], channels, each])?;
+    let places = m.broadcast(m.i64s(&[1, 1, each], &places)?, &[dims[0], channels, each])?;
+    let all: i64 = padded.iter().product();
+    let empty = m.broadcast(m.like(0.0, x)?, &[dims[0], channels, all as usize])?;
+    let attributes = vec![Attribute::Int(2), word("add")];
+    let flat = m.one("scatter_along_axis", &[empty, places, updates], attributes)?;
+    let mut full = vec![dims[0], channels];
+    full.extend(padded.iter().map(|&p| p as usize));
+    let mut y = m.reshape(flat, &full)?;
+    for i in 0..rank {
+        y = m.slice(y, i + 2, pads[i], pads[i] + image[i], 1)?;
+    }
+    Ok(y)
+}

@@ -1,0 +1,69 @@
+//! ONNX's node tests through our ops in this process.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::{collections::BTreeMap, fs, panic};
+
+use hotcell_tests::{
+    cluster::repository,
+    onnx::{
+        case::{Case, archive},
+        run::{InProcess, check},
+    },
+};
+
+/// Fewer would mean that something has gone missing.
+const FEWEST: usize = 500;
+
+/// Names of the cases that need not pass, with why, one to a line: `test_name: reason`.
+fn skipped() -> BTreeMap<String, String> {
+    let path = repository().join("tests/onnx/skipped.txt");
+    let text = fs::read_to_string(path).unwrap();
+    let lines = text
+        .lines()
+        .filter(|l| !l.is_empty() && !l.starts_with('#'));
+    let mut found = BTreeMap::new();
+    for line in lines {
+        let (name, reason) = line.split_once(": ").unwrap();
+        assert!(
+            !reason.trim().is_empty(),
+            "{name} is skipped without a reason"
+        );
+        let twice = found.insert(name.to_owned(), reason.to_owned());
+        assert!(twice.is_none(), "{name} is listed twice");
+    }
+    found
+}
+
+#[test]
+fn single_op_cases_pass_unless_listed() {
+    let mut skipped = skipped();
+    let mut executor = InProcess::new(2).unwrap();
+    let (mut passed, mut wrong) = (0, Vec::new());
+    for archived in archive().unwrap() {
+        let name = archived.name.clone();
+        let result = panic::catch_unwind(panic::AssertUnwindSafe(|| {
+            check(&Case::read(&archived)?, &mut executor)
+        }))
+        .unwrap_or_else(|_| Err(anyhow::anyhow!("it panics")));
+        match (result, skipped.remove(&name)) {
+            (Ok(()), None) => passed += 1,
+            (Ok(()), Some(_)) => wrong.push(format!("{name}: passes, remove it from skipped.txt")),
+            (Err(e), None) => wrong.push(format!("{name}: {e:#}")),
+            (Err(_), Some(_)) => {}
+        }
+    }
+    wrong.extend(
+        skipped
+            .into_keys()
+            .map(|n| format!("{n}: listed, but there is no such case")),
+    );
+    println!("{passed} of ONNX's single-op cases passed");
+    assert!(
+        wrong.is_empty(),
+        "{} cases:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
+    assert!(passed >= FEWEST, "only {passed} cases pass");
+}
