@@ -2,6 +2,7 @@
 
 mod buffer;
 pub mod dequant;
+pub mod gemm;
 pub mod lanes;
 pub mod matmul;
 mod ops;
