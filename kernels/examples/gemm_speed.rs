@@ -74,7 +74,10 @@ fn main() {
     for path in CpuPath::available() {
         for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
             let label = format!("{path} {dtype}");
-            if !wanted.iter().all(|part| label.split(' ').any(|w| w == part)) {
+            if !wanted
+                .iter()
+                .all(|part| label.split(' ').any(|w| w == part))
+            {
                 continue;
             }
             for (m, n, k) in sizes {
@@ -101,7 +104,13 @@ fn main() {
                             // SAFETY: sizes as allocated; units and scratch are this part's.
                             unsafe {
                                 let (at, scratch) = at.0;
-                                gemm.run(path, at, unit.rows, unit.columns, scratch.add(part * room));
+                                gemm.run(
+                                    path,
+                                    at,
+                                    unit.rows,
+                                    unit.columns,
+                                    scratch.add(part * room),
+                                );
                             }
                         }
                     });
@@ -109,7 +118,9 @@ fn main() {
                 });
                 let flops = 2.0 * (m * n * k) as f64 / seconds / 1e9;
                 let read = (b.len() + a.len()) as f64 / seconds / 1e9;
-                println!("{label:<14} {m:>5} × {n:>5} × {k:>5}: {flops:8.1} GFLOP/s, operands {read:6.1} GB/s");
+                println!(
+                    "{label:<14} {m:>5} × {n:>5} × {k:>5}: {flops:8.1} GFLOP/s, operands {read:6.1} GB/s"
+                );
             }
         }
     }

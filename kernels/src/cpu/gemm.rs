@@ -276,7 +276,9 @@ impl Gemm {
         unsafe {
             let packed_a = scratch.cast::<T::Sum>();
             let packed_b = scratch.add(line(pieces.a)).cast::<T::Sum>();
-            let sums = scratch.add(line(pieces.a) + line(pieces.b)).cast::<T::Sum>();
+            let sums = scratch
+                .add(line(pieces.a) + line(pieces.b))
+                .cast::<T::Sum>();
             for j in columns.clone().step_by(COLUMNS) {
                 let width = (columns.end - j).min(COLUMNS);
                 for i in (0..rows).step_by(OUTER) {
@@ -437,7 +439,11 @@ pub fn matmul(path: CpuPath, gemm: Gemm, a: &[u8], b: &[u8]) -> Vec<u8> {
     let Gemm { dtype, m, n, k } = gemm;
     assert!(is_gemm_dtype(dtype), "{dtype} cannot be multiplied");
     let bytes = dtype.block_bytes();
-    assert_eq!((a.len(), b.len()), (m * k * bytes, k * n * bytes), "{gemm:?}");
+    assert_eq!(
+        (a.len(), b.len()),
+        (m * k * bytes, k * n * bytes),
+        "{gemm:?}"
+    );
     // Whole words, so that results and scratch are aligned.
     let mut out = vec![0u64; (m * n * bytes).div_ceil(8)];
     let mut scratch = vec![0u64; gemm.scratch_bytes() / 8 + 8];

@@ -2,6 +2,7 @@
 
 mod attention;
 mod elementwise;
+mod gemm;
 mod get_rows;
 mod matmul;
 mod norm;
@@ -29,6 +30,7 @@ static TABLES: &[&[Entry]] = &[
     ALIASES,
     attention::ENTRIES,
     elementwise::ENTRIES,
+    gemm::ENTRIES,
     matmul::ENTRIES,
     norm::ENTRIES,
     rope::ENTRIES,

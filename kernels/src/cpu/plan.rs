@@ -160,6 +160,8 @@ pub(crate) struct Launcher {
     shared: HashMap<(&'static str, Vec<Reg>), Reg>,
     /// Rows at most.
     pub max_rows: usize,
+    /// Parts that each step is shared among: what needs scratch memory of its own.
+    pub parts: usize,
 }
 
 impl Launcher {
@@ -288,6 +290,7 @@ impl CpuPlan {
             steps: vec![],
             shared: HashMap::new(),
             max_rows: graph.max_rows(),
+            parts: pool.borrow().parts(),
         };
         let mut regs: HashMap<Value, Reg> = HashMap::from([(Value::Absent, Reg::ABSENT)]);
         let mut inputs = Vec::with_capacity(graph.inputs().len());

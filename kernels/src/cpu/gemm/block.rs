@@ -111,7 +111,9 @@ pub(in crate::cpu) unsafe fn pack_rows<V: Load<T, Lane = T::Sum>, T: Element>(jo
 ///
 /// As for [`pack_rows`].
 #[inline(always)]
-pub(in crate::cpu) unsafe fn pack_columns<V: Load<T, Lane = T::Sum>, T: Element>(job: &PackColumns<T>) {
+pub(in crate::cpu) unsafe fn pack_columns<V: Load<T, Lane = T::Sum>, T: Element>(
+    job: &PackColumns<T>,
+) {
     let tile = job.tile;
     let whole = job.columns / tile;
     let rest = job.columns % tile;
@@ -353,7 +355,9 @@ pub(in crate::cpu) unsafe fn sweep<V: Load<T, Lane = T::Sum>, T: Element>(job: &
         if job.k == 0 {
             for row in 0..job.rows {
                 for j in 0..job.columns {
-                    job.c.add(row * job.c_stride + j).write_unaligned(T::Sum::ZERO);
+                    job.c
+                        .add(row * job.c_stride + j)
+                        .write_unaligned(T::Sum::ZERO);
                 }
             }
         }
@@ -385,7 +389,12 @@ unsafe fn sweep_rows<V: Load<T, Lane = T::Sum>, T: Element, const R: usize>(
     for (kk, a) in a.iter_mut().enumerate().take(count) {
         for (r, a) in a.iter_mut().enumerate() {
             // SAFETY: the caller's promise.
-            *a = unsafe { job.a.add((row + r) * job.a_stride + k + kk).read_unaligned() }.widen();
+            *a = unsafe {
+                job.a
+                    .add((row + r) * job.a_stride + k + kk)
+                    .read_unaligned()
+            }
+            .widen();
         }
     }
     // SAFETY: the caller's promise.

@@ -49,7 +49,8 @@ impl Grid {
             .saturating_mul(k.max(1));
         let parts = if work < WORTH { 1 } else { parts };
         let (mut rows, mut columns) = (1, 1);
-        let (most_rows, most_columns) = (m.div_ceil(ROW_STEP).max(1), n.div_ceil(TILE_COLUMNS).max(1));
+        let (most_rows, most_columns) =
+            (m.div_ceil(ROW_STEP).max(1), n.div_ceil(TILE_COLUMNS).max(1));
         loop {
             let units = batch * rows * columns;
             let even = units.is_multiple_of(parts) || units >= 4 * parts;

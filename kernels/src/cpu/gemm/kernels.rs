@@ -69,9 +69,19 @@ macro_rules! path {
 }
 
 #[cfg(target_arch = "x86_64")]
-path!(avx512, #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")] [4, 8, 12], 2);
+path!(
+    avx512,
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+    [4, 8, 12],
+    2
+);
 #[cfg(target_arch = "x86_64")]
-path!(avx2, #[target_feature(enable = "avx2,fma,f16c")] [2, 4, 6], 2);
+path!(
+    avx2,
+    #[target_feature(enable = "avx2,fma,f16c")]
+    [2, 4, 6],
+    2
+);
 path!(portable, [2, 4, 6], 1);
 
 impl<T: Element> Kernels<T> {
