@@ -52,6 +52,14 @@ pub enum DeviceError {
         /// Its bound.
         bound: usize,
     },
+    /// The values that the execution met leave the op without a result.
+    #[error("{op} has no result: {why}")]
+    Undefined {
+        /// The op.
+        op: &'static str,
+        /// What there is too little of.
+        why: &'static str,
+    },
     /// No backend or device of this name.
     #[error("there is no device {0:?}; `hotcell devices` lists what there is")]
     NoDevice(String),

@@ -79,8 +79,13 @@ impl Run<'_> {
     /// Reports an index that is out of range; the execution ends with the first one reported.
     #[cold]
     pub fn index_out_of_range(&self, op: &'static str, index: i64, bound: usize) {
-        self.fault
-            .set(DeviceError::IndexOutOfRange { op, index, bound });
+        self.fail(DeviceError::IndexOutOfRange { op, index, bound });
+    }
+
+    /// Reports what keeps a kernel from a result; the execution ends with the first report.
+    #[cold]
+    pub fn fail(&self, error: DeviceError) {
+        self.fault.set(error);
     }
 }
 

@@ -1,0 +1,273 @@
+//! Where the largest and the smallest element is.
+
+use hotcell_graph::{
+    DType, Dim,
+    op::{Call, rules::normal_axis},
+};
+
+use super::{
+    Entry,
+    keys::{BF16_INFINITY, F16_INFINITY, F32_INFINITY, F64_INFINITY, order16, order32, order64},
+    reduce::ordered,
+    split_if_worth,
+    strided::around,
+    unsupported,
+};
+use crate::{
+    backend::DeviceError,
+    cpu::{
+        lanes::dispatch,
+        path::CpuPath,
+        plan::{Kernel, Launcher, Reg, Run},
+    },
+};
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "argmax",
+        supports: fits,
+        launch: argmax,
+    },
+    Entry {
+        op: "argmin",
+        supports: fits,
+        launch: argmin,
+    },
+];
+
+/// Columns that are searched together.
+const TILE: usize = 512;
+
+/// Elements of a row between two looks at the largest so far: they stay in the nearest cache.
+const CHUNK: usize = 2048;
+
+/// How elements become keys; the largest key wins.
+trait Keys: Copy + Send + Sync + 'static {
+    /// An element, and its key.
+    type Key: Copy + Ord;
+    /// Below every key.
+    const LOWEST: Self::Key;
+    fn key(self, value: Self::Key) -> Self::Key;
+    /// The first largest element of a row.
+    fn row(self, path: CpuPath, x: &[Self::Key]) -> u32;
+    /// The first largest element of columns `first..first + out.len()` of a matrix of `k` columns.
+    fn columns(self, path: CpuPath, x: &[Self::Key], k: usize, first: usize, out: &mut [u32]);
+}
+
+#[inline(always)]
+fn row_body<K: Keys>(keys: K, x: &[K::Key]) -> u32 {
+    let mut best = K::LOWEST;
+    let mut at = 0;
+    for (c, chunk) in x.chunks(CHUNK).enumerate() {
+        let mut most = K::LOWEST;
+        for v in chunk {
+            most = most.max(keys.key(*v));
+        }
+        // Only a larger one moves the place, so the first of equal ones stays.
+        if most > best {
+            best = most;
+            let place = chunk.iter().position(|v| keys.key(*v) == most);
+            at = c * CHUNK + place.unwrap_or(0);
+        }
+    }
+    at as u32
+}
+
+#[inline(always)]
+fn columns_body<K: Keys>(keys: K, x: &[K::Key], k: usize, first: usize, out: &mut [u32]) {
+    let mut best = [K::LOWEST; TILE];
+    let best = &mut best[..out.len()];
+    out.fill(0);
+    for (i, row) in x.chunks_exact(k).enumerate() {
+        let columns = best.iter_mut().zip(out.iter_mut()).zip(&row[first..]);
+        for ((b, o), v) in columns {
+            let key = keys.key(*v);
+            let larger = key > *b;
+            *b = if larger { key } else { *b };
+            *o = if larger { i as u32 } else { *o };
+        }
+    }
+}
+
+macro_rules! keys {
+    ($($name:ident { $($field:ident),* }: $int:ident, |$s:ident, $v:ident| $key:expr;)*) => {$(
+        #[derive(Clone, Copy)]
+        struct $name { $($field: $int),* }
+
+        impl Keys for $name {
+            type Key = $int;
+            const LOWEST: $int = $int::MIN;
+
+            #[inline(always)]
+            fn key(self, $v: $int) -> $int { let $s = self; $key }
+
+            fn row(self, path: CpuPath, x: &[$int]) -> u32 {
+                dispatch! {
+                    fn run(keys: $name, x: &[$int]) -> u32 = row_body::<$name>;
+                }
+                run(path, self, x)
+            }
+
+            fn columns(self, path: CpuPath, x: &[$int], k: usize, first: usize, out: &mut [u32]) {
+                dispatch! {
+                    fn run(keys: $name, x: &[$int], k: usize, first: usize, out: &mut [u32]) = columns_body::<$name>;
+                }
+                run(path, self, x, k, first, out);
+            }
+        }
+    )*};
+}
+
+// An integer's lowest key is never above the start; place 0 is the right answer then too.
+keys! {
+    Int8 { flip }: i8, |s, v| v ^ s.flip;
+    Int16 { flip }: i16, |s, v| v ^ s.flip;
+    Int32 { flip }: i32, |s, v| v ^ s.flip;
+    Int64 { flip }: i64, |s, v| v ^ s.flip;
+    Half { flip, infinity }: i16, |s, v| order16(v, s.infinity, s.flip);
+    Single { flip }: i32, |s, v| order32(v, F32_INFINITY, s.flip);
+    Double { flip }: i64, |s, v| order64(v, F64_INFINITY, s.flip);
+}
+
+struct Arg<K: Keys> {
+    keys: K,
+    op: &'static str,
+    x: Reg,
+    out: Reg,
+    dims: Vec<Dim>,
+    axis: usize,
+}
+
+impl<K: Keys> Kernel for Arg<K> {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let (outer, n, k) = around(&self.dims, self.axis, run.rows);
+        if n == 0 && outer * k > 0 && part == 0 {
+            run.fail(DeviceError::Undefined {
+                op: self.op,
+                why: "an axis without elements has none",
+            });
+        }
+        if n * k == 0 {
+            return;
+        }
+        let tiles = k.div_ceil(TILE);
+        let worth = (16 << 10) / (n * k.min(TILE));
+        let range = split_if_worth(outer * tiles, 1, worth.max(2), part, parts);
+        // SAFETY: the specs say this size.
+        let x = unsafe { run.slice::<K::Key>(self.x, outer * n * k) };
+        for item in range {
+            let (o, first) = (item / tiles, item % tiles * TILE);
+            let width = TILE.min(k - first);
+            let at = o * k + first;
+            // SAFETY: every item has results of its own.
+            let out = unsafe { run.slice_mut::<u32>(self.out, at..at + width) };
+            let x = &x[o * n * k..][..n * k];
+            if k == 1 {
+                out[0] = self.keys.row(run.path, x);
+            } else {
+                self.keys.columns(run.path, x, k, first, out);
+            }
+        }
+    }
+}
+
+fn fits(call: &Call<'_>) -> bool {
+    ordered(call)
+}
+
+fn argmax(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    arg(launcher, call, ins, outs, 0)
+}
+
+fn argmin(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    arg(launcher, call, ins, outs, -1)
+}
+
+/// `flip`: 0 for the largest, −1 for the smallest element.
+fn arg(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+    flip: i8,
+) -> Result<(), DeviceError> {
+    let (&[x], &[out]) = (ins, outs) else {
+        return Err(unsupported(call));
+    };
+    let t = call.tensor(0)?;
+    let axis = normal_axis(call.int(0)?, t.shape.rank()).ok_or_else(|| unsupported(call))?;
+    fn step<K: Keys>(
+        launcher: &mut Launcher,
+        (x, out): (Reg, Reg),
+        call: &Call<'_>,
+        axis: usize,
+        keys: K,
+    ) -> Result<(), DeviceError> {
+        let kernel = Arg {
+            keys,
+            op: call.op.name,
+            x,
+            out,
+            dims: call.tensor(0)?.shape.dims().to_vec(),
+            axis,
+        };
+        launcher.step(kernel, &[x], &[out]);
+        Ok(())
+    }
+    let (f8, f16, f32, f64) = (flip, i16::from(flip), i32::from(flip), i64::from(flip));
+    let half = |infinity| Half {
+        flip: f16,
+        infinity,
+    };
+    let at = (x, out);
+    match t.dtype {
+        DType::Bool | DType::U8 => step(launcher, at, call, axis, Int8 { flip: f8 ^ i8::MIN }),
+        DType::I8 => step(launcher, at, call, axis, Int8 { flip: f8 }),
+        DType::U16 => step(
+            launcher,
+            at,
+            call,
+            axis,
+            Int16 {
+                flip: f16 ^ i16::MIN,
+            },
+        ),
+        DType::I16 => step(launcher, at, call, axis, Int16 { flip: f16 }),
+        DType::U32 => step(
+            launcher,
+            at,
+            call,
+            axis,
+            Int32 {
+                flip: f32 ^ i32::MIN,
+            },
+        ),
+        DType::I32 => step(launcher, at, call, axis, Int32 { flip: f32 }),
+        DType::U64 => step(
+            launcher,
+            at,
+            call,
+            axis,
+            Int64 {
+                flip: f64 ^ i64::MIN,
+            },
+        ),
+        DType::I64 => step(launcher, at, call, axis, Int64 { flip: f64 }),
+        DType::F16 => step(launcher, at, call, axis, half(F16_INFINITY)),
+        DType::BF16 => step(launcher, at, call, axis, half(BF16_INFINITY)),
+        DType::F32 => step(launcher, at, call, axis, Single { flip: f32 }),
+        DType::F64 => step(launcher, at, call, axis, Double { flip: f64 }),
+        _ => Err(unsupported(call)),
+    }
+}
