@@ -11,6 +11,5 @@ pub mod host;
 pub mod model;
 pub mod program;
 pub mod service;
-pub mod session;
 pub mod text;
 pub mod weights;

@@ -102,8 +102,7 @@ pub struct Row {
     pub slot: usize,
 }
 
-/// A weight's bytes, in place in its file.
-pub(crate) struct WeightRegion(pub(crate) Weight);
+struct WeightRegion(Weight);
 
 // SAFETY: a weight's mapping stays mapped at one address while any clone of it lives, and the range
 // does not change. That its bytes change underneath is the mapping's documented trap.
