@@ -191,6 +191,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         device: "cpu:0".to_owned(),
         cores: (0..threads()).collect(),
         cache_dtype: DType::F16,
+        tensor_memory: None,
     })?;
     let host = Host::new(engine, String::new());
     let files = hotcell_tests::model::files(&kjv())?;

@@ -44,18 +44,21 @@ pub struct Common {
     /// How the KV cache stores numbers: f32, f16 or bf16.
     #[arg(long, default_value = "f16", value_parser = cache_dtype)]
     pub kv_cache: DType,
+    /// Bytes that clients' tensors and plans may take; half of the device's memory by default.
+    #[arg(long)]
+    pub tensor_memory: Option<u64>,
     /// What to log on standard error: error, warn, info, debug or trace.
     #[arg(long, default_value = "info")]
     pub log: String,
 }
 
-/// Alone: a socket of its own and one model.
+/// Alone: a socket of its own, and a model if it is to generate.
 #[derive(Clone, Debug, Args)]
 pub struct Alone {
     /// Where to listen: unix:/path or host:port.
     #[arg(long)]
     pub listen: Option<String>,
-    /// The model: a folder or a .gguf file.
+    /// The model: a folder or a .gguf file; without one, it only serves tensors.
     #[arg(long)]
     pub model: Option<PathBuf>,
     /// The name that requests use for it; the last part of its path by default.

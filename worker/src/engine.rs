@@ -6,7 +6,7 @@ use std::{
     rc::Rc,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
     thread,
@@ -15,7 +15,7 @@ use std::{
 
 use hotcell_graph::DType;
 use hotcell_kernels::{
-    backend::{Device, DeviceError, DeviceInfo},
+    backend::{BufferType, Device, DeviceError, DeviceInfo},
     plan::PlanHints,
     registry,
 };
@@ -23,17 +23,23 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
 };
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
 use crate::{
     error::{of_device, of_run},
     generate::{batch::Batch, sequence::Sequence},
     model::run::{RunShape, Runner},
+    session::plane::TensorPlane,
     weights::ModelSource,
 };
 
 /// Commands that wait at most. Each request is one, plus wakes and loads.
 const QUEUE: usize = limits::MAX_WORKER_REQUESTS * 4;
+/// Commands about tensors among them; further ones wait where their callers can leave.
+const TENSOR_COMMANDS: usize = limits::MAX_WORKER_REQUESTS;
+
+/// Something to do with the tensors.
+type TensorWork = Box<dyn FnOnce(&mut TensorPlane) + Send>;
 
 /// What the engine is asked to do.
 enum Command {
@@ -53,6 +59,7 @@ enum Command {
     Drain {
         reply: oneshot::Sender<()>,
     },
+    Tensors(TensorWork),
     /// Somebody made room or went away: look again.
     Wake,
 }
@@ -66,6 +73,10 @@ pub struct Opened {
     pub numerics: String,
     /// Whether equal inputs give equal bits.
     pub reproducible: bool,
+    /// Ops it has kernels for.
+    pub ops: Vec<&'static str>,
+    /// What it allocates from.
+    pub buffer_types: &'static [BufferType],
 }
 
 /// How the engine runs.
@@ -77,6 +88,8 @@ pub struct EngineConfig {
     pub cores: Vec<u32>,
     /// How the cache stores numbers.
     pub cache_dtype: DType,
+    /// Bytes that tensors may take; half of the device's memory unless told.
+    pub tensor_memory: Option<u64>,
 }
 
 /// Talks to the engine thread. Clones share it; when the last is dropped the engine ends.
@@ -87,6 +100,10 @@ pub struct Engine {
     cache_dtype: DType,
     /// A wake is in the queue already.
     woken: Arc<AtomicBool>,
+    /// Commands in the queue: what computes looks at it between two nodes.
+    queued: Arc<AtomicUsize>,
+    /// Bounds the commands about tensors.
+    tensor_commands: Arc<Semaphore>,
 }
 
 impl Engine {
@@ -100,15 +117,21 @@ impl Engine {
         let cache_dtype = config.cache_dtype;
         let woken = Arc::new(AtomicBool::new(false));
         let engine_woken = Arc::clone(&woken);
+        let queued = Arc::new(AtomicUsize::new(0));
+        let engine_queued = Arc::clone(&queued);
         let run = move || match registry::open(&config.device, &config.cores) {
             Ok(device) => {
                 let about = Opened {
                     info: device.info().clone(),
                     numerics: device.numerics(),
                     reproducible: device.reproducible(),
+                    ops: device.ops(),
+                    buffer_types: device.buffer_types(),
                 };
                 if opened.send(Ok(about)).is_ok() {
                     Loop {
+                        tensors: TensorPlane::new(Rc::clone(&device), config.tensor_memory),
+                        queued: engine_queued,
                         device,
                         cache_dtype,
                         models: HashMap::new(),
@@ -141,6 +164,8 @@ impl Engine {
             opened: Arc::new(opened),
             cache_dtype,
             woken,
+            queued,
+            tensor_commands: Arc::new(Semaphore::new(TENSOR_COMMANDS)),
         })
     }
 
@@ -154,8 +179,18 @@ impl Engine {
         self.cache_dtype
     }
 
+    fn try_send(&self, command: Command) -> Result<(), mpsc::TrySendError<Command>> {
+        // Counted before it is there, so that the count never goes below zero.
+        self.queued.fetch_add(1, Ordering::AcqRel);
+        let sent = self.commands.try_send(command);
+        if sent.is_err() {
+            self.queued.fetch_sub(1, Ordering::AcqRel);
+        }
+        sent
+    }
+
     fn send(&self, command: Command) -> Result<(), Error> {
-        self.commands.try_send(command).map_err(|e| match e {
+        self.try_send(command).map_err(|e| match e {
             mpsc::TrySendError::Full(_) => Error::new(
                 Reason::Overloaded,
                 "the worker's queue is full; try again in a moment",
@@ -215,11 +250,28 @@ impl Engine {
         answer.await.map_err(Self::gone)
     }
 
-    /// Tells the engine to look at its sequences again.
+    /// Does something with the tensors, on the engine's thread between two nodes of whatever it computes.
+    ///
+    /// # Errors
+    /// What `work` says, and when the engine has ended or its queue is full.
+    pub async fn tensors<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut TensorPlane) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let permits = Arc::clone(&self.tensor_commands);
+        let permit = permits.acquire_owned().await.map_err(Self::gone)?;
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Tensors(Box::new(move |plane| {
+            drop(permit);
+            // A caller that left misses the answer.
+            let _ = reply.send(work(plane));
+        })))?;
+        answer.await.map_err(Self::gone)?
+    }
+
+    /// Tells the engine to look at its sequences and leases again.
     pub fn wake(&self) {
-        if !self.woken.swap(true, Ordering::SeqCst)
-            && self.commands.try_send(Command::Wake).is_err()
-        {
+        if !self.woken.swap(true, Ordering::SeqCst) && self.try_send(Command::Wake).is_err() {
             // A full queue wakes it as well.
             self.woken.store(false, Ordering::SeqCst);
         }
@@ -231,6 +283,8 @@ struct Loop {
     device: Rc<dyn Device>,
     cache_dtype: DType,
     models: HashMap<String, Batch>,
+    tensors: TensorPlane,
+    queued: Arc<AtomicUsize>,
     drain: Vec<oneshot::Sender<()>>,
     woken: Arc<AtomicBool>,
 }
@@ -254,6 +308,7 @@ impl Loop {
                     while let Ok(command) = queue.try_recv() {
                         self.perform(command);
                     }
+                    self.tensors.sweep();
                 }
                 Err(true) => return,
                 Err(false) => {}
@@ -263,7 +318,12 @@ impl Loop {
             for batch in self.models.values_mut() {
                 worked |= batch.step();
             }
-            if self.models.values().all(Batch::is_empty) {
+            // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
+            let generating = !self.models.values().all(Batch::is_empty);
+            let queued = &self.queued;
+            let interrupted = || queued.load(Ordering::Relaxed) > 0;
+            worked |= self.tensors.turn(&interrupted, worked && generating);
+            if !generating && self.tensors.is_idle() {
                 for reply in self.drain.drain(..) {
                     let _ = reply.send(());
                 }
@@ -288,6 +348,7 @@ impl Loop {
     }
 
     fn perform(&mut self, command: Command) {
+        self.queued.fetch_sub(1, Ordering::AcqRel);
         match command {
             Command::Load {
                 name,
@@ -328,6 +389,7 @@ impl Loop {
                 ),
             },
             Command::Drain { reply } => self.drain.push(reply),
+            Command::Tensors(work) => work(&mut self.tensors),
             Command::Wake => self.woken.store(false, Ordering::SeqCst),
         }
     }

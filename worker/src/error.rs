@@ -1,5 +1,6 @@
 //! How this worker's failures become the errors that cross its boundary.
 
+use hotcell_graph::GraphError;
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::{Error, Reason};
 
@@ -39,6 +40,33 @@ pub fn of_device(error: &DeviceError) -> Error {
     let reason = match error {
         DeviceError::OutOfMemory { .. } => Reason::OutOfMemory,
         DeviceError::Unsupported { .. } => Reason::ModelUnsupported,
+        _ => Reason::Internal,
+    };
+    Error::new(reason, error.to_string())
+}
+
+/// A graph or spec that is refused.
+pub fn of_graph(error: &GraphError) -> Error {
+    let reason = match error {
+        GraphError::Limit(_) => Reason::LimitExceeded,
+        _ => Reason::GraphInvalid,
+    };
+    Error::new(reason, error.to_string())
+}
+
+/// A client's plan that could not be made or executed.
+pub fn of_plan(error: &DeviceError) -> Error {
+    let reason = match error {
+        DeviceError::Graph(error) => return of_graph(error),
+        DeviceError::IndexOutOfRange { op, index, bound } => {
+            return Error::new(Reason::IndexOutOfRange, error.to_string())
+                .with("op", op)
+                .with("index", index)
+                .with("bound", bound);
+        }
+        DeviceError::OutOfMemory { .. } => Reason::OutOfMemory,
+        DeviceError::Unsupported { .. } => Reason::OpUnsupported,
+        DeviceError::Binding(_) => Reason::GraphInvalid,
         _ => Reason::Internal,
     };
     Error::new(reason, error.to_string())

@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
@@ -13,10 +13,12 @@ use std::{
 
 use hotcell_ipc::{
     descriptors::{Collector, DescriptorReceiver, is_end},
-    memory::Mapping,
+    memory::{Mapping, SharedMapping},
+    transport::{Windows, incoming_once},
 };
 use hotcell_proto::{
     error::{Error, Reason},
+    ids::Epoch,
     limits, v1,
 };
 use tokio::sync::{Notify, Semaphore, mpsc};
@@ -25,7 +27,8 @@ use crate::{
     engine::Engine,
     error::of_model,
     model::{run::RunShape, text::ModelText},
-    weights::{ModelFile, ModelSource},
+    service::tensors_server,
+    weights::{ModelFile, ModelSource, Weights},
 };
 
 /// How long the descriptors of a load may take after its call.
@@ -37,6 +40,9 @@ const PAGE: usize = 4096;
 
 /// Rendering and tokenising calls at once.
 const TEXT_THREADS: usize = 2;
+
+/// Connections for tensors besides the first, at once: two roads for every session.
+const TENSOR_CONNECTIONS: usize = 2 * limits::MAX_SESSIONS;
 
 /// A model that is ready.
 #[derive(Debug)]
@@ -57,6 +63,8 @@ pub struct Loaded {
     pub summary: v1::ModelSummary,
     /// Tokens its cache holds.
     pub cache_tokens: u64,
+    /// Its tensors, in place in its files.
+    pub weights: Weights,
 }
 
 /// Descriptors that arrived, by tag.
@@ -77,6 +85,9 @@ struct Inner {
     places: Arc<AtomicUsize>,
     draining: AtomicBool,
     arrived: Arc<Arrived>,
+    /// Who this is: name and epoch.
+    identity: OnceLock<(String, Epoch)>,
+    tensor_connections: Arc<Semaphore>,
     /// Bounds the text work that waits for a thread: a call that was given up must not leave its prompt behind.
     text: Arc<Semaphore>,
 }
@@ -96,6 +107,8 @@ impl Host {
             places: Arc::default(),
             draining: AtomicBool::new(false),
             arrived: Arc::default(),
+            identity: OnceLock::new(),
+            tensor_connections: Arc::new(Semaphore::new(TENSOR_CONNECTIONS)),
             text: Arc::new(Semaphore::new(TEXT_THREADS)),
         }))
     }
@@ -103,6 +116,24 @@ impl Host {
     /// The engine.
     pub fn engine(&self) -> &Engine {
         &self.0.engine
+    }
+
+    /// Says who this is. The first one counts.
+    pub fn set_identity(&self, worker: &str, epoch: Epoch) {
+        let _ = self.0.identity.set((worker.to_owned(), epoch));
+    }
+
+    /// Name and epoch of this worker.
+    pub fn identity(&self) -> (String, Epoch) {
+        let unnamed = || ("w0".to_owned(), Epoch(0));
+        self.0.identity.get().cloned().unwrap_or_else(unnamed)
+    }
+
+    /// Names of the loaded models.
+    pub fn models(&self) -> Vec<String> {
+        let mut names: Vec<String> = locked(&self.0.models).keys().cloned().collect();
+        names.sort_unstable();
+        names
     }
 
     /// What of its confinement is in force.
@@ -243,9 +274,59 @@ impl Host {
             .map_err(|_| {
                 Error::new(
                     Reason::ProtocolViolation,
-                    format!("the descriptors of load {tag} did not come"),
+                    format!("the descriptors under tag {tag} did not come"),
                 )
             })
+    }
+
+    async fn descriptor(&self, tag: u64) -> Result<OwnedFd, Error> {
+        let mut set = self.descriptors(tag).await?;
+        match (set.pop(), set.len()) {
+            (Some(only), 0) => Ok(only),
+            (_, more) => {
+                let what = format!("{} descriptors came where one is due", more + 1);
+                Err(Error::new(Reason::ProtocolViolation, what))
+            }
+        }
+    }
+
+    /// Maps the shared memory whose descriptor comes under `tag`.
+    ///
+    /// # Errors
+    /// When it does not come or its length could change.
+    pub async fn shared_memory(&self, tag: u64) -> Result<SharedMapping, Error> {
+        let fd = self.descriptor(tag).await?;
+        SharedMapping::of_memory(fd)
+            .map_err(|error| Error::new(Reason::InvalidArgument, error.to_string()))
+    }
+
+    /// Serves tensors on one more connection, whose end comes under `tag`, until it is closed.
+    ///
+    /// # Errors
+    /// When it does not come, or there are too many.
+    pub async fn open_tensors(&self, tag: u64) -> Result<(), Error> {
+        let fd = self.descriptor(tag).await?;
+        let places = Arc::clone(&self.0.tensor_connections);
+        let place = places.try_acquire_owned().map_err(|_| {
+            let what = format!("there are {TENSOR_CONNECTIONS} connections for tensors already");
+            Error::new(Reason::Overloaded, what)
+        })?;
+        let (incoming, end) = incoming_once(fd);
+        let (_, health) = tonic_health::server::health_reporter();
+        let server = Windows::default()
+            .server()
+            .add_service(tensors_server(self.clone()))
+            .add_service(health);
+        tokio::spawn(async move {
+            let served = server.serve_with_incoming_shutdown(incoming, async move {
+                end.wait().await;
+            });
+            if let Err(error) = served.await {
+                tracing::warn!(%error, "a connection for tensors failed");
+            }
+            drop(place);
+        });
+        Ok(())
     }
 
     /// Loads a model whose descriptors come under `tag`, in the order of `files`.
@@ -304,6 +385,7 @@ impl Host {
             .await
             .map_err(internal)??;
         let summary = summary(&source, &text, &fingerprint);
+        let weights = source.weights.clone();
         let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
         let shape: RunShape = self.0.engine.load(name.clone(), source).await?;
         let opened = self.0.engine.opened();
@@ -326,6 +408,7 @@ impl Host {
                 ..summary
             },
             cache_tokens: (shape.blocks * shape.block_len) as u64,
+            weights,
             name: name.clone(),
         });
         locked(&self.0.models).insert(name, Arc::clone(&loaded));

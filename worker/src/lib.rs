@@ -11,5 +11,6 @@ pub mod host;
 pub mod model;
 pub mod program;
 pub mod service;
+pub mod session;
 pub mod text;
 pub mod weights;

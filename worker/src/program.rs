@@ -5,6 +5,7 @@ use std::{
     io::Write,
     os::fd::{OwnedFd, RawFd},
     path::Path,
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use hotcell_ipc::{
@@ -14,8 +15,9 @@ use hotcell_ipc::{
 use hotcell_kernels::registry;
 use hotcell_proto::{
     error::Error,
+    ids::Epoch,
     limits,
-    v1::{tokens_server::TokensServer, worker_server::WorkerServer},
+    v1::{tensors_server::TensorsServer, tokens_server::TokensServer, worker_server::WorkerServer},
 };
 use tokio::sync::mpsc;
 use tracing_subscriber::EnvFilter;
@@ -26,7 +28,7 @@ use crate::{
     engine::{Engine, EngineConfig},
     exit::Exit,
     host::{Host, map_file},
-    service::{TokensService, WorkerService},
+    service::{TensorsService, TokensService, WorkerService, tensors_server},
     weights::ModelFile,
 };
 
@@ -105,7 +107,7 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     // One thread for I/O: the cores are for computing.
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
-        .max_blocking_threads(4)
+        .max_blocking_threads(8)
         .build()
 }
 
@@ -123,6 +125,7 @@ fn prepare(common: &Common) -> Prepared {
             device: common.device.clone(),
             cores,
             cache_dtype: common.kv_cache,
+            tensor_memory: common.tensor_memory,
         },
     }
 }
@@ -186,10 +189,11 @@ fn serve_scheduler(serve: Serve) -> Exit {
         let tokens = windows
             .server()
             .max_concurrent_streams(MAX_STREAMS)
-            .add_service(tokens_server(host))
+            .add_service(tokens_server(host.clone()))
             .serve_with_incoming(tokens);
         let tensors = windows
             .server()
+            .add_service(tensors_server(host))
             .add_service(health)
             .serve_with_incoming(tensors);
         tokio::select! {
@@ -257,25 +261,28 @@ fn listen(address: &str) -> Result<Listener, String> {
 }
 
 fn serve_alone(alone: &Alone) -> Exit {
-    let (Some(address), Some(path)) = (&alone.listen, &alone.model) else {
-        let what = "give --listen and --model to run alone; `hotcell serve` starts workers by itself (see --help)";
+    let Some(address) = &alone.listen else {
+        let what =
+            "give --listen to run alone; `hotcell serve` starts workers by itself (see --help)";
         return fail(Exit::Usage, what);
     };
     let prepared = prepare(&alone.common);
-    let files = match open_files(path) {
-        Ok(files) => files,
-        Err(error) => {
+    let model = match alone.model.as_deref().map(|path| (path, open_files(path))) {
+        None => None,
+        Some((path, Ok(files))) => {
+            let stem = path
+                .file_stem()
+                .map(|n| n.to_string_lossy().into_owned())
+                .unwrap_or_default();
+            Some((alone.name.clone().unwrap_or(stem), files))
+        }
+        Some((path, Err(error))) => {
             return fail(
                 Exit::Usage,
                 format_args!("cannot read {}: {error}", path.display()),
             );
         }
     };
-    let stem = path
-        .file_stem()
-        .map(|n| n.to_string_lossy().into_owned())
-        .unwrap_or_default();
-    let name = alone.name.clone().unwrap_or(stem);
     let listener = match listen(address) {
         Ok(listener) => listener,
         Err(what) => return fail(Exit::CannotListen, what),
@@ -290,26 +297,36 @@ fn serve_alone(alone: &Alone) -> Exit {
         Err(error) => return fail(Exit::Internal, format_args!("no event loop: {error}")),
     };
     runtime.block_on(async move {
-        let loaded: Result<_, Error> = async {
-            let files = files
-                .into_iter()
-                .map(|(name, fd)| map_file(name, fd))
-                .collect::<Result<Vec<ModelFile>, _>>()?;
-            // Nobody watches the progress of a load that happens before anyone can connect.
-            let (progress, _) = mpsc::channel(1);
-            host.load(name, files, progress).await
+        // Handles of an earlier process at this address must not be taken for this one's.
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        host.set_identity("w0", Epoch(since.map_or(0, |d| d.as_micros() as u64)));
+        if let Some((name, files)) = model {
+            let loaded: Result<_, Error> = async {
+                let files = files
+                    .into_iter()
+                    .map(|(name, fd)| map_file(name, fd))
+                    .collect::<Result<Vec<ModelFile>, _>>()?;
+                // Nobody watches the progress of a load that happens before anyone can connect.
+                let (progress, _) = mpsc::channel(1);
+                host.load(name, files, progress).await
+            }
+            .await;
+            match loaded {
+                Ok(model) => tracing::info!(model = model.name, "loaded"),
+                Err(error) => return fail(Exit::Usage, error),
+            }
         }
-        .await;
-        match loaded {
-            Ok(model) => tracing::info!(model = model.name, %address, "serving"),
-            Err(error) => return fail(Exit::Usage, error),
-        }
+        tracing::info!(%address, "serving");
         let (reporter, health) = tonic_health::server::health_reporter();
+        reporter
+            .set_serving::<TensorsServer<TensorsService>>()
+            .await;
         reporter.set_serving::<TokensServer<TokensService>>().await;
         let router = Windows::default()
             .server()
             .max_concurrent_streams(MAX_STREAMS)
-            .add_service(tokens_server(host))
+            .add_service(tokens_server(host.clone()))
+            .add_service(tensors_server(host))
             .add_service(health);
         let served = match listener {
             Listener::Unix(listener, _guard) => {

@@ -1,7 +1,9 @@
-//! gRPC to commands, thin: `Tokens` for everybody, `Worker` for the scheduler only.
+//! gRPC to commands, thin: `Tokens` and `Tensors` for everybody, `Worker` for the scheduler only.
 
 mod control;
+mod tensors;
 mod tokens;
 
 pub use control::WorkerService;
+pub use tensors::{TensorsService, server as tensors_server};
 pub use tokens::TokensService;

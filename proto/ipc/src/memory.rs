@@ -224,3 +224,75 @@ impl AsRef<[u8]> for Mapping {
         self.bytes()
     }
 }
+
+/// A writable mapping of memory that another process shares, as [`shared_memory`] makes it.
+///
+/// The other process may read and write it at any time: it is reached through a raw pointer only, and what was read
+/// once may be something else the next time.
+#[derive(Debug)]
+pub struct SharedMapping(memmap2::MmapRaw);
+
+impl SharedMapping {
+    /// Maps the whole memory behind `fd`, which need not stay open.
+    ///
+    /// # Errors
+    /// `InvalidInput` if its length is not sealed against change, seals included; otherwise what `fcntl`, `fstat`
+    /// and `mmap` report.
+    pub fn of_memory(fd: impl AsFd) -> io::Result<SharedMapping> {
+        let refused = |why| io::Error::new(io::ErrorKind::InvalidInput, why);
+        if !has(&fd, FIXED_SIZE)? {
+            return Err(refused(
+                "shared memory must be a memfd sealed against shrinking, growing and further seals",
+            ));
+        }
+        let file = File::from(fd.as_fd().try_clone_to_owned()?);
+        let len = usize::try_from(file.metadata()?.size());
+        let len = len.map_err(|_| refused("the shared memory is too large to map"))?;
+        if len == 0 {
+            return Err(refused("the shared memory is empty"));
+        }
+        let map = memmap2::MmapOptions::new().len(len).map_raw(&file)?;
+        Ok(SharedMapping(map))
+    }
+
+    /// First byte; the mapping stays there until it is dropped.
+    pub fn start(&self) -> *mut u8 {
+        self.0.as_mut_ptr()
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are none, which is never.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_memory_of_sealed_length_is_mapped_and_writes_are_seen() {
+        let fd = shared_memory("a test", 4096).unwrap();
+        let (one, two) = (
+            SharedMapping::of_memory(&fd).unwrap(),
+            SharedMapping::of_memory(&fd).unwrap(),
+        );
+        assert_eq!(one.len(), 4096);
+        // SAFETY: inside both mappings, on one thread.
+        let seen = unsafe {
+            one.start().add(7).write_volatile(42);
+            two.start().add(7).read_volatile()
+        };
+        assert_eq!(seen, 42);
+        let growing = sealable("a test").unwrap();
+        rustix::fs::ftruncate(&growing, 4096).unwrap();
+        assert!(SharedMapping::of_memory(&growing).is_err());
+        let immutable = sealed_memory("a test", &[1; 64]).unwrap();
+        assert!(SharedMapping::of_memory(&immutable).is_err());
+    }
+}

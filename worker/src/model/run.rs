@@ -102,7 +102,8 @@ pub struct Row {
     pub slot: usize,
 }
 
-struct WeightRegion(Weight);
+/// A weight's bytes, in place in its file.
+pub(crate) struct WeightRegion(pub(crate) Weight);
 
 // SAFETY: a weight's mapping stays mapped at one address while any clone of it lives, and the range
 // does not change. That its bytes change underneath is the mapping's documented trap.

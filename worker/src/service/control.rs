@@ -5,7 +5,7 @@ use std::{pin::Pin, time::Duration};
 use hotcell_proto::{
     PROTOCOL_VERSION,
     error::{Error, Reason},
-    ids::ModelName,
+    ids::{Epoch, ModelName},
     limits,
     v1::{self, worker_server::Worker},
 };
@@ -33,6 +33,9 @@ impl Worker for WorkerService {
             );
             return Err(Error::new(Reason::ProtocolMismatch, what).into());
         }
+        let request = request.get_ref();
+        self.0
+            .set_identity(&request.worker_id, Epoch(request.epoch));
         let info = &self.0.engine().opened().info;
         Ok(Response::new(v1::HandshakeResponse {
             protocol_version: PROTOCOL_VERSION,
@@ -105,9 +108,10 @@ impl Worker for WorkerService {
 
     async fn open_tensors(
         &self,
-        _: Request<v1::OpenTensorsRequest>,
+        request: Request<v1::OpenTensorsRequest>,
     ) -> Result<Response<v1::OpenTensorsResponse>, Status> {
-        Err(Status::unimplemented("not served yet"))
+        self.0.open_tensors(request.get_ref().tag).await?;
+        Ok(Response::new(v1::OpenTensorsResponse {}))
     }
 
     async fn drain(

@@ -1,0 +1,116 @@
+//! Compile: graphs are large when decoded, so they are bounded before, and verified beside the event loop.
+
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use hotcell_graph::wire::decode;
+use hotcell_kernels::plan::PlanHints;
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    session::SessionId,
+    v1::{self, tensors_server::TensorsServer},
+};
+use prost::Message;
+use tokio::sync::Semaphore;
+use tonic::{Status, body::Body, server::NamedService};
+use tower::Service;
+
+use super::TensorsService;
+use crate::{error::of_graph, host::Host, session::invalid};
+
+/// Graphs of one connection that are received, decoded and verified at once.
+const AT_ONCE: usize = 2;
+/// How long one may take from its first byte to its plan.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes of a compile message besides the graph, at most.
+const AROUND_GRAPH: usize = 1024;
+
+impl TensorsService {
+    /// Verifies a graph and makes a plan of it.
+    pub(super) async fn plan(
+        &self,
+        session: SessionId,
+        request: v1::CompileRequest,
+    ) -> Result<v1::CompileResponse, Error> {
+        let graph = request
+            .graph
+            .ok_or_else(|| invalid("the call has no graph"))?;
+        let bytes = graph.encoded_len();
+        if bytes > limits::MAX_GRAPH_BYTES {
+            let limit = limits::MAX_GRAPH_BYTES;
+            let what = format!("a graph of {bytes} bytes; {limit} are allowed");
+            return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
+        }
+        self.with(session.clone(), |_| Ok(())).await?;
+        let verify = move || decode(&graph).map_err(|e| of_graph(&e));
+        let verified = tokio::task::spawn_blocking(verify).await;
+        let graph = verified
+            .map_err(|e| Error::new(Reason::Internal, format!("verification failed: {e}")))??;
+        let hints = PlanHints::default();
+        self.with(session, move |s| s.compile(&graph, request.dry_run, hints))
+            .await
+    }
+}
+
+/// The service as gRPC, with a lower limit for the messages that carry graphs.
+pub fn server(host: Host) -> Bounded {
+    let service = Arc::new(TensorsService::new(host));
+    let of = |bytes| TensorsServer::from_arc(Arc::clone(&service)).max_decoding_message_size(bytes);
+    Bounded {
+        graphs: of(limits::MAX_GRAPH_BYTES + AROUND_GRAPH),
+        rest: of(limits::MAX_MESSAGE_BYTES),
+        places: Arc::new(Semaphore::new(AT_ONCE)),
+    }
+}
+
+/// See [`server`].
+#[derive(Clone)]
+pub struct Bounded {
+    graphs: TensorsServer<TensorsService>,
+    rest: TensorsServer<TensorsService>,
+    places: Arc<Semaphore>,
+}
+
+impl NamedService for Bounded {
+    const NAME: &'static str = <TensorsServer<TensorsService> as NamedService>::NAME;
+}
+
+type Answer = Pin<Box<dyn Future<Output = Result<http::Response<Body>, Infallible>> + Send>>;
+
+impl Service<http::Request<Body>> for Bounded {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Answer;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Answer {
+        if request.uri().path() != "/hotcell.v1.Tensors/Compile" {
+            return self.rest.call(request);
+        }
+        let (mut graphs, places) = (self.graphs.clone(), Arc::clone(&self.places));
+        Box::pin(async move {
+            let answer = async {
+                // Not even read before there is a place: what is not read stays with the sender.
+                let _place = places.acquire_owned().await;
+                graphs.call(request).await
+            };
+            match tokio::time::timeout(PATIENCE, answer).await {
+                Ok(answer) => answer,
+                Err(_) => {
+                    let what = "compiling took too long; send a smaller graph, or fewer at once";
+                    let status = Status::from(Error::new(Reason::DeadlineExceeded, what));
+                    Ok(status.into_http())
+                }
+            }
+        })
+    }
+}

@@ -1,0 +1,76 @@
+//! A plan under its handle.
+
+use std::cell::{Cell, RefCell};
+
+use hotcell_graph::{Graph, TensorSpec, op::ValueSpec};
+use hotcell_kernels::plan::Plan;
+use hotcell_proto::{error::Error, v1};
+
+use super::account::Charge;
+use crate::error::of_graph;
+
+/// A compiled graph.
+pub struct PlanEntry {
+    /// What runs. Borrowed only while the engine is inside it.
+    pub plan: RefCell<Box<dyn Plan>>,
+    /// The graph's inputs.
+    pub inputs: Vec<ValueSpec>,
+    /// The graph's outputs.
+    pub outputs: Vec<TensorSpec>,
+    /// Rows at most.
+    pub max_rows: usize,
+    /// What it takes.
+    pub memory: v1::PlanMemory,
+    /// Calls that have ended well.
+    pub executions: Cell<u64>,
+    /// Running work uses its arena.
+    pub busy: Cell<bool>,
+    /// Ends with it.
+    pub charge: Option<Charge>,
+}
+
+/// A graph's outputs.
+///
+/// # Errors
+/// For a value that is not a tensor, which a verified graph has not.
+pub fn outputs(graph: &Graph) -> Result<Vec<TensorSpec>, Error> {
+    let mut outputs = Vec::with_capacity(graph.outputs().len());
+    for &value in graph.outputs() {
+        match graph.spec(value).map_err(|e| of_graph(&e))? {
+            ValueSpec::Tensor(spec) => outputs.push(spec),
+            _ => return Err(super::invalid("an output is not a tensor")),
+        }
+    }
+    Ok(outputs)
+}
+
+/// What a plan takes, with the sizes of what the graph reads and gives at the greatest number of rows.
+pub fn memory(graph: &Graph, outputs: &[TensorSpec], plan: &dyn Plan) -> v1::PlanMemory {
+    let rows = graph.max_rows();
+    let size = |spec: &ValueSpec| match spec {
+        ValueSpec::Tensor(t) => t.bytes(rows).unwrap_or(usize::MAX) as u64,
+        ValueSpec::Cache(c) => c.bytes().unwrap_or(usize::MAX) as u64,
+        ValueSpec::Absent => 0,
+    };
+    let (mut constants, mut inputs) = (0u64, 0u64);
+    for input in graph.inputs() {
+        let sum = match input.constant {
+            true => &mut constants,
+            false => &mut inputs,
+        };
+        *sum = sum.saturating_add(size(&input.spec));
+    }
+    let out = outputs
+        .iter()
+        .map(|t| t.bytes(rows).unwrap_or(usize::MAX) as u64);
+    let about = plan.memory();
+    v1::PlanMemory {
+        arena: about.arena as u64,
+        unshared: about.unshared as u64,
+        constants,
+        inputs,
+        outputs: out.fold(0, u64::saturating_add),
+        steps: u32::try_from(about.steps).unwrap_or(u32::MAX),
+        barriers: u32::try_from(about.barriers).unwrap_or(u32::MAX),
+    }
+}

@@ -1,0 +1,588 @@
+//! One session: its handles and what may be done with them.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    rc::{Rc, Weak},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use bytes::Bytes;
+use hotcell_graph::{Graph, TensorSpec, op::ValueSpec};
+use hotcell_ipc::memory::SharedMapping;
+use hotcell_kernels::{
+    backend::{Buffer, DeviceError},
+    memory::ALIGNMENT,
+    plan::PlanHints,
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::Epoch,
+    limits,
+    session::HandleId,
+    v1,
+};
+
+use super::{
+    invalid,
+    memory::{Home, Hub, Pool, Storage},
+    plan::{self, PlanEntry},
+    quota,
+    shared::Region,
+    tensor::Tensor,
+    upload::Upload,
+    value::{State, Value, not_ready, wire_state},
+    work::{Streams, Waiting},
+};
+use crate::{error::of_plan, model::run::WeightRegion, weights::Weight};
+
+/// Bytes that a node of a plan takes besides the arena, about.
+const NODE_BYTES: usize = 512;
+
+/// What a session may have.
+#[derive(Clone, Copy, Debug)]
+pub struct Quotas {
+    /// Bytes of tensors, caches and plans, freed ones that are kept among them.
+    pub bytes: u64,
+    /// Tensors and caches.
+    pub tensors: usize,
+    /// Plans.
+    pub plans: usize,
+    /// Tensors get no memory.
+    pub dry_run: bool,
+}
+
+impl Quotas {
+    /// What is asked for, within what there is.
+    pub fn of(request: &v1::OpenSessionRequest, available: u64) -> Self {
+        let within = |asked: u64, most: u64| if asked == 0 { most } else { asked.min(most) };
+        let count = |asked: u32, most: usize| within(asked.into(), most as u64) as usize;
+        Self {
+            bytes: within(request.max_bytes, available),
+            tensors: count(request.max_tensors, limits::MAX_SESSION_TENSORS),
+            plans: count(request.max_plans, limits::MAX_SESSION_PLANS),
+            dry_run: request.dry_run,
+        }
+    }
+}
+
+/// A session.
+pub struct Session {
+    /// Epoch of its handles.
+    pub epoch: Epoch,
+    /// Set when its lease is over.
+    pub over: Arc<AtomicBool>,
+    pub(super) quotas: Quotas,
+    pub(super) pool: Rc<Pool>,
+    pub(super) tensors: HashMap<HandleId, Tensor>,
+    pub(super) plans: HashMap<HandleId, Rc<PlanEntry>>,
+    pub(super) streams: Streams,
+    pub(super) waiting: Vec<Waiting>,
+    weights: HashMap<(String, String), Weak<Value>>,
+}
+
+/// What a download reads.
+pub struct Readable {
+    /// The tensor.
+    pub info: v1::TensorInfo,
+    /// The bytes that were asked for.
+    pub bytes: Bytes,
+}
+
+/// Gets what a download reads; called on the engine's thread.
+pub type ReadReply = Box<dyn FnOnce(Result<Readable, Error>) + Send>;
+
+fn not_found() -> Error {
+    let what = "the session holds nothing under this handle: it was freed or never made";
+    Error::new(Reason::HandleNotFound, what)
+}
+
+impl Session {
+    /// A session without anything.
+    pub fn new(hub: &Rc<Hub>, epoch: Epoch, quotas: Quotas, over: Arc<AtomicBool>) -> Self {
+        Self {
+            epoch,
+            over,
+            quotas,
+            pool: Pool::new(hub, quotas.bytes, quotas.dry_run),
+            tensors: HashMap::new(),
+            plans: HashMap::new(),
+            streams: Streams::default(),
+            waiting: Vec::new(),
+            weights: HashMap::new(),
+        }
+    }
+
+    /// Whether nobody holds its lease.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    pub(super) fn tensor(&self, id: HandleId) -> Result<&Tensor, Error> {
+        self.tensors
+            .get(&id)
+            .ok_or_else(|| match self.plans.contains_key(&id) {
+                true => invalid("the handle is a plan's, not a tensor's"),
+                false => not_found(),
+            })
+    }
+
+    pub(super) fn plan(&self, id: HandleId) -> Result<&Rc<PlanEntry>, Error> {
+        self.plans
+            .get(&id)
+            .ok_or_else(|| match self.tensors.contains_key(&id) {
+                true => invalid("the handle is a tensor's, not a plan's"),
+                false => not_found(),
+            })
+    }
+
+    /// An id that nothing has: the one given, or a new one.
+    pub(super) fn fresh(&self, id: Option<HandleId>) -> Result<HandleId, Error> {
+        let id = match id {
+            Some(id) => id,
+            None => HandleId::random()?,
+        };
+        if self.tensors.contains_key(&id) || self.plans.contains_key(&id) {
+            return Err(invalid(
+                "the id is in use in this session; choose 16 random bytes",
+            ));
+        }
+        Ok(id)
+    }
+
+    pub(super) fn room_for(&self, tensors: usize) -> Result<(), Error> {
+        match self.tensors.len().saturating_add(tensors) > self.quotas.tensors {
+            true => Err(quota("tensors", self.quotas.tensors)),
+            false => Ok(()),
+        }
+    }
+
+    fn insert(&mut self, id: HandleId, tensor: Tensor) -> v1::TensorInfo {
+        let info = tensor.info(id, self.epoch);
+        self.tensors.insert(id, tensor);
+        info
+    }
+
+    /// Makes a tensor of zeros, or a cache.
+    ///
+    /// # Errors
+    /// When the id is taken, or quotas or memory are short.
+    pub fn create(
+        &mut self,
+        id: Option<HandleId>,
+        spec: ValueSpec,
+        bytes: usize,
+    ) -> Result<v1::TensorInfo, Error> {
+        let id = self.fresh(id)?;
+        self.room_for(1)?;
+        let storage = self.pool.zeroed("the tensor", bytes)?;
+        let tensor = Tensor {
+            spec,
+            bytes,
+            value: Value::new(State::Ready(storage)),
+            weight: None,
+        };
+        Ok(self.insert(id, tensor))
+    }
+
+    /// Makes a tensor that an upload will fill.
+    ///
+    /// # Errors
+    /// As [`Session::create`].
+    pub fn begin_upload(
+        &mut self,
+        id: Option<HandleId>,
+        spec: TensorSpec,
+        bytes: usize,
+    ) -> Result<(HandleId, Arc<Upload>), Error> {
+        let id = self.fresh(id)?;
+        self.room_for(1)?;
+        let (staging, charge) = self.pool.stage("the tensor", bytes)?;
+        let upload = Arc::new(Upload::new(staging, charge));
+        let tensor = Tensor {
+            spec: ValueSpec::Tensor(spec),
+            bytes,
+            value: Value::new(State::Uploading(Arc::clone(&upload))),
+            weight: None,
+        };
+        self.insert(id, tensor);
+        Ok((id, upload))
+    }
+
+    /// The unfinished upload of a tensor; `None` for one that is finished.
+    ///
+    /// # Errors
+    /// When there is no such tensor, or it is one that cannot be written.
+    pub fn upload_of(&self, id: HandleId) -> Result<Option<Arc<Upload>>, Error> {
+        let tensor = self.tensor(id)?;
+        if tensor.weight.is_some() || matches!(tensor.spec, ValueSpec::Cache(_)) {
+            return Err(invalid("weights and caches cannot be uploaded to"));
+        }
+        match &*tensor.value.state() {
+            State::Uploading(upload) => Ok(Some(Arc::clone(upload))),
+            _ => Ok(None),
+        }
+    }
+
+    /// Takes the bytes of an upload if it is complete. Returns how the tensor is then.
+    ///
+    /// # Errors
+    /// When the tensor was freed meanwhile, or another call took the upload over.
+    pub fn end_upload(
+        &mut self,
+        id: HandleId,
+        upload: &Arc<Upload>,
+        call: u64,
+    ) -> Result<v1::TensorInfo, Error> {
+        let tensor = self.tensor(id)?;
+        if !matches!(&*tensor.value.state(), State::Uploading(u) if Arc::ptr_eq(u, upload)) {
+            return Err(not_found());
+        }
+        if let Some((staging, charge)) = upload.take(call)? {
+            let state = match self.pool.adopt("the tensor", staging, charge) {
+                Ok(storage) => State::Ready(storage),
+                Err(error) => State::Failed(error),
+            };
+            tensor.value.settle(state);
+        }
+        Ok(tensor.info(id, self.epoch))
+    }
+
+    /// Waits for what is queued to write the tensor, and then lets `done` know.
+    ///
+    /// # Errors
+    /// When there is no such tensor, or too many wait.
+    pub fn when_settled(&self, id: HandleId, done: Box<dyn FnOnce() + Send>) -> Result<(), Error> {
+        self.tensor(id)?.value.when_settled(Box::new(|_| done()))
+    }
+
+    /// Overwrites part of a finished tensor. Work that is queued already still sees the old bytes.
+    ///
+    /// # Errors
+    /// When it is not finished, the bytes do not fit, or there is no memory for a copy.
+    pub fn overwrite(&mut self, id: HandleId, offset: u64, data: &[u8]) -> Result<(), Error> {
+        let tensor = self.tensor(id)?;
+        let offset = usize::try_from(offset).ok();
+        let end = offset.and_then(|o| o.checked_add(data.len()));
+        let (Some(offset), Some(_)) = (offset, end.filter(|&e| e <= tensor.bytes)) else {
+            let what = format!(
+                "{} bytes do not fit there into a tensor of {}",
+                data.len(),
+                tensor.bytes
+            );
+            return Err(invalid(what));
+        };
+        // The only holder is the handle: nothing queued sees the value.
+        let alone = Rc::strong_count(&tensor.value) == 1;
+        let copy = tensor.value.with(|storage| match storage.home() {
+            Home::Weight(_) => Err(invalid("weights cannot be overwritten")),
+            Home::Shared(_) => storage.write(offset, data).map(|()| None),
+            Home::Own { .. } if alone && storage.is_free_to_write() => {
+                storage.write(offset, data).map(|()| None)
+            }
+            Home::Own { .. } => {
+                let copy = storage.copy(&self.pool)?;
+                copy.write(offset, data)?;
+                Ok(Some(copy))
+            }
+        })?;
+        if let (Some(copy), Some(tensor)) = (copy, self.tensors.get_mut(&id)) {
+            tensor.value = Value::new(State::Ready(copy));
+        }
+        Ok(())
+    }
+
+    /// How a tensor is.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn info(&self, id: HandleId) -> Result<v1::TensorInfo, Error> {
+        Ok(self.tensor(id)?.info(id, self.epoch))
+    }
+
+    /// Gives part of a tensor's bytes to `reply` once they are there. `length` 0: to the end.
+    ///
+    /// # Errors
+    /// When there is no such tensor, the range is outside of it, or too many wait.
+    pub fn read(
+        &self,
+        id: HandleId,
+        offset: u64,
+        length: u64,
+        reply: ReadReply,
+    ) -> Result<(), Error> {
+        let tensor = self.tensor(id)?;
+        if matches!(tensor.spec, ValueSpec::Cache(_)) {
+            return Err(invalid("a cache cannot be downloaded"));
+        }
+        let total = tensor.bytes as u64;
+        let end = match length {
+            0 => Some(total),
+            length => offset.checked_add(length),
+        };
+        let end = end.filter(|&end| offset <= end && end <= total);
+        let Some(range) = end.map(|end| offset as usize..end as usize) else {
+            let what = format!("{length} bytes at {offset} are outside of a tensor of {total}");
+            return Err(invalid(what));
+        };
+        let (pool, epoch) = (Rc::clone(&self.pool), self.epoch);
+        let info = tensor.info(id, epoch);
+        tensor.value.when_settled(Box::new(move |state| {
+            let all = match state {
+                State::Ready(storage) => storage.read(&pool),
+                state => Err(not_ready(state)),
+            };
+            reply(all.map(|all| Readable {
+                info: v1::TensorInfo {
+                    state: wire_state(state).into(),
+                    ..info
+                },
+                bytes: all.slice(range),
+            }));
+        }))
+    }
+
+    /// Frees tensors and plans.
+    ///
+    /// # Errors
+    /// When one of them is not there; then none is freed.
+    pub fn free(&mut self, ids: &[HandleId]) -> Result<(), Error> {
+        let there = |id: &HandleId| self.tensors.contains_key(id) || self.plans.contains_key(id);
+        if !ids.iter().all(there) {
+            return Err(not_found());
+        }
+        for id in ids {
+            self.tensors.remove(id);
+            self.plans.remove(id);
+        }
+        Ok(())
+    }
+
+    /// What it holds.
+    pub fn list(&self) -> v1::ListResponse {
+        let epoch = self.epoch;
+        let tensors: BTreeMap<_, _> = self.tensors.iter().collect();
+        let plans: BTreeMap<_, _> = self.plans.iter().collect();
+        v1::ListResponse {
+            tensors: tensors.iter().map(|(id, t)| t.info(**id, epoch)).collect(),
+            plans: plans
+                .iter()
+                .map(|(id, p)| v1::PlanInfo {
+                    handle: Some(id.handle(epoch)),
+                    memory: Some(p.memory),
+                    executions: p.executions.get(),
+                })
+                .collect(),
+        }
+    }
+
+    /// Makes a plan of a verified graph.
+    ///
+    /// # Errors
+    /// When the device cannot do it, or quotas or memory are short.
+    pub fn compile(
+        &mut self,
+        graph: &Graph,
+        dry_run: bool,
+        hints: PlanHints,
+    ) -> Result<v1::CompileResponse, Error> {
+        if !dry_run && self.plans.len() >= self.quotas.plans {
+            return Err(quota("plans", self.quotas.plans));
+        }
+        let outputs = plan::outputs(graph)?;
+        let device = Rc::clone(self.pool.device());
+        let dry = PlanHints {
+            allocate: false,
+            ..hints
+        };
+        let specs = || outputs.iter().map(hotcell_graph::wire::encode_tensor_spec);
+        if dry_run {
+            let plan = device.plan(graph, &dry).map_err(|e| of_plan(&e))?;
+            return Ok(v1::CompileResponse {
+                plan: None,
+                memory: Some(plan::memory(graph, &outputs, plan.as_ref())),
+                outputs: specs().collect(),
+            });
+        }
+        let overhead = graph.nodes().len().saturating_mul(NODE_BYTES);
+        let most = |available: u64| usize::try_from(available).unwrap_or(usize::MAX);
+        let make = || {
+            let available = most(self.pool.account().available()).saturating_sub(overhead);
+            device.plan(
+                graph,
+                &PlanHints {
+                    allocate: !self.pool.dry_run(),
+                    max_bytes: Some(available),
+                    ..hints
+                },
+            )
+        };
+        let mut made = make();
+        if let Err(DeviceError::OutOfMemory { .. }) = made {
+            self.pool.clear();
+            made = make();
+        }
+        let made = match made {
+            Ok(plan) => Ok(plan),
+            Err(DeviceError::OutOfMemory { what, bytes }) => {
+                let error = of_plan(&DeviceError::OutOfMemory { what, bytes })
+                    .with("bytes", bytes)
+                    .with("available", self.pool.account().available());
+                Err(match device.plan(graph, &dry) {
+                    Ok(plan) => {
+                        let memory = plan::memory(graph, &outputs, plan.as_ref());
+                        error
+                            .with("arena", memory.arena)
+                            .with("constants", memory.constants)
+                            .with("inputs", memory.inputs)
+                            .with("outputs", memory.outputs)
+                    }
+                    Err(_) => error,
+                })
+            }
+            Err(error) => Err(of_plan(&error)),
+        };
+        let plan = made?;
+        let memory = plan::memory(graph, &outputs, plan.as_ref());
+        let bytes = plan.memory().arena.saturating_add(overhead);
+        let charge = self.pool.charge("the plan", bytes)?;
+        let id = self.fresh(None)?;
+        let response = v1::CompileResponse {
+            plan: Some(id.handle(self.epoch)),
+            memory: Some(memory),
+            outputs: specs().collect(),
+        };
+        let entry = PlanEntry {
+            plan: plan.into(),
+            inputs: graph.inputs().iter().map(|i| i.spec.clone()).collect(),
+            outputs,
+            max_rows: graph.max_rows(),
+            memory,
+            executions: 0.into(),
+            busy: false.into(),
+            charge: Some(charge),
+        };
+        self.plans.insert(id, Rc::new(entry));
+        Ok(response)
+    }
+
+    /// Counters and limits, before they are changed as asked.
+    pub fn memory(&mut self, request: &v1::MemoryRequest) -> v1::MemoryResponse {
+        let account = self.pool.account();
+        let usage = account.usage();
+        let response = v1::MemoryResponse {
+            active: usage.active,
+            peak: usage.peak,
+            cache: usage.cached,
+            memory_limit: usage.limit,
+            cache_limit: self.pool.cache_limit(),
+            tensors: self.tensors.len() as u32,
+            plans: self.plans.len() as u32,
+        };
+        if let Some(limit) = request.memory_limit {
+            account.set_limit(limit.min(self.quotas.bytes));
+        }
+        if let Some(limit) = request.cache_limit {
+            self.pool.set_cache_limit(limit.min(self.quotas.bytes));
+        }
+        if request.reset_peak {
+            account.reset_peak();
+        }
+        if request.clear_cache {
+            self.pool.clear();
+        }
+        response
+    }
+
+    /// Makes a handle on a model's weight.
+    ///
+    /// # Errors
+    /// When there are too many tensors, or a misplaced weight must be copied and there is no memory.
+    pub fn weight(
+        &mut self,
+        model: String,
+        name: String,
+        spec: TensorSpec,
+        weight: Weight,
+    ) -> Result<v1::TensorInfo, Error> {
+        self.room_for(1)?;
+        let id = self.fresh(None)?;
+        let key = (model, name);
+        let known = self.weights.get(&key).and_then(Weak::upgrade);
+        let value = match known {
+            Some(value) => value,
+            None => {
+                let storage = self.import(weight)?;
+                let value = Value::new(State::Ready(storage));
+                self.weights.retain(|_, v| v.strong_count() > 0);
+                self.weights.insert(key.clone(), Rc::downgrade(&value));
+                value
+            }
+        };
+        let tensor = Tensor {
+            bytes: spec.bytes(0).unwrap_or(0),
+            spec: ValueSpec::Tensor(spec),
+            value,
+            weight: Some(Rc::new(key)),
+        };
+        Ok(self.insert(id, tensor))
+    }
+
+    fn import(&self, weight: Weight) -> Result<Storage, Error> {
+        let place = weight.bytes().as_ptr() as usize;
+        let device = self.pool.device();
+        // As aligned as any element is.
+        if place.is_multiple_of(8) {
+            let buffer = device.import(Rc::new(WeightRegion(weight.clone())));
+            let buffer: Buffer = buffer.map_err(|e| of_plan(&e))?;
+            return Ok(Storage::weight(buffer, weight));
+        }
+        let bytes = weight.bytes();
+        let (mut staging, charge) = self.pool.stage("a misplaced weight's copy", bytes.len())?;
+        staging.bytes_mut().copy_from_slice(bytes);
+        self.pool
+            .adopt("a misplaced weight's copy", staging, charge)
+    }
+
+    /// Makes a tensor of memory that another process shares.
+    ///
+    /// # Errors
+    /// When it does not fit there, or there are too many tensors.
+    pub fn import_shared(
+        &mut self,
+        mapping: SharedMapping,
+        spec: TensorSpec,
+        bytes: usize,
+        offset: u64,
+    ) -> Result<v1::TensorInfo, Error> {
+        self.room_for(1)?;
+        let id = self.fresh(None)?;
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        if !offset.is_multiple_of(ALIGNMENT) {
+            let what = format!("{offset} is not a multiple of {ALIGNMENT}, as offsets must be");
+            return Err(invalid(what));
+        }
+        if offset
+            .checked_add(bytes)
+            .is_none_or(|end| end > mapping.len())
+        {
+            let what = format!(
+                "{bytes} bytes at {offset} are outside of the {} bytes of shared memory",
+                mapping.len()
+            );
+            return Err(invalid(what));
+        }
+        let region = Rc::new(Region(mapping));
+        let buffer = self.pool.device().import_shared(Rc::clone(&region) as _);
+        let buffer = buffer.map_err(|e| of_plan(&e))?;
+        let tensor = Tensor {
+            spec: ValueSpec::Tensor(spec),
+            bytes,
+            value: Value::new(State::Ready(Storage::shared(buffer, region, offset, bytes))),
+            weight: None,
+        };
+        Ok(self.insert(id, tensor))
+    }
+}

@@ -1,0 +1,594 @@
+//! A session's queued work: ordered streams of calls, and how a call runs.
+//!
+//! A call waits only for what was queued before it (values, fences, a plan or cache in use), so none waits for ever.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    rc::Rc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use hotcell_graph::op::ValueSpec;
+use hotcell_kernels::{backend::DeviceError, plan::Slot};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    session::HandleId,
+    v1,
+};
+use tokio::sync::oneshot;
+
+use super::{
+    call::{Answer, Operand, Reply, Submitted, Wish},
+    invalid,
+    memory::{Home, Storage},
+    plan::PlanEntry,
+    quota,
+    state::Session,
+    tensor::{Tensor, at_rows, holds_indices},
+    value::{State, Value},
+};
+use crate::error::of_plan;
+
+/// Where a result goes.
+enum Goal {
+    /// To a value under this id.
+    Keep(HandleId, Tensor),
+    /// Over the value that its tensor had before, as its new one.
+    Into(HandleId, Tensor, Rc<Value>),
+    /// Into the answer.
+    Inline,
+    /// Nowhere.
+    Drop,
+}
+
+/// A result of a call.
+struct Output {
+    bytes: usize,
+    goal: Goal,
+    /// `None` until the call starts, where it overwrites something.
+    storage: Option<Storage>,
+}
+
+/// A queued call.
+struct Job {
+    fence: u64,
+    plan: Rc<PlanEntry>,
+    rows: usize,
+    inputs: Vec<Rc<Value>>,
+    outputs: Vec<Output>,
+    wait: Vec<(u32, u64)>,
+    cancelled: Arc<AtomicBool>,
+    reply: Option<Reply>,
+    /// The node it has come to, once it started.
+    at: Option<usize>,
+    compute: Duration,
+    /// Copies of inputs that others could change.
+    copies: Vec<Storage>,
+}
+
+impl Job {
+    fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Acquire)
+    }
+}
+
+/// An ordered queue.
+#[derive(Default)]
+struct Stream {
+    queue: VecDeque<Job>,
+    issued: u64,
+    passed: u64,
+}
+
+/// A session's queues.
+#[derive(Default)]
+pub struct Streams {
+    streams: BTreeMap<u32, Stream>,
+    /// Calls in all of them.
+    calls: usize,
+}
+
+impl Streams {
+    fn has_passed(&self, (stream, value): (u32, u64)) -> bool {
+        self.streams.get(&stream).map_or(0, |s| s.passed) >= value
+    }
+
+    fn was_issued(&self, (stream, value): (u32, u64)) -> bool {
+        self.streams.get(&stream).map_or(0, |s| s.issued) >= value
+    }
+
+    /// Whether nothing is queued.
+    pub fn is_empty(&self) -> bool {
+        self.calls == 0
+    }
+}
+
+/// Somebody who waits for fences.
+pub struct Waiting {
+    fences: Vec<(u32, u64)>,
+    reply: oneshot::Sender<()>,
+}
+
+fn cancelled() -> Error {
+    Error::new(Reason::Cancelled, "the call was cancelled")
+}
+
+impl Session {
+    /// Queues a call. Returns its fence and, as they are now, the tensors it will write.
+    ///
+    /// # Errors
+    /// When it does not fit the plan, or quotas or memory are short. Nothing is changed then.
+    pub fn submit(&mut self, submitted: Submitted) -> Result<Answer, Error> {
+        let Submitted {
+            request,
+            reply,
+            cancelled,
+        } = submitted;
+        if self.streams.calls >= limits::MAX_SESSION_CALLS {
+            return Err(quota("calls that wait or run", limits::MAX_SESSION_CALLS));
+        }
+        let streams = &self.streams.streams;
+        if !streams.contains_key(&request.stream) && streams.len() >= limits::MAX_SESSION_STREAMS {
+            return Err(quota("streams", limits::MAX_SESSION_STREAMS));
+        }
+        if let Some((stream, value)) = request.wait.iter().find(|f| !self.streams.was_issued(**f)) {
+            let what = format!("stream {stream} has no fence {value} yet; queue its work first");
+            return Err(invalid(what));
+        }
+        let plan = Rc::clone(self.plan(request.plan)?);
+        let rows = request.rows;
+        if rows > plan.max_rows {
+            let what = format!("{rows} rows, and the plan takes {} at most", plan.max_rows);
+            return Err(Error::new(Reason::GraphInvalid, what));
+        }
+        let inputs = self.operands(&plan, rows, request.inputs)?;
+        let outputs = self.goals(&plan, rows, request.outputs)?;
+        // From here on nothing fails.
+        for output in &outputs {
+            if let Goal::Keep(id, tensor) | Goal::Into(id, tensor, _) = &output.goal {
+                self.tensors.insert(*id, tensor.clone());
+            }
+        }
+        let infos = outputs.iter().map(|o| self.answer(o, None)).collect();
+        let stream = self.streams.streams.entry(request.stream).or_default();
+        stream.issued += 1;
+        self.streams.calls += 1;
+        let fence = stream.issued;
+        stream.queue.push_back(Job {
+            fence,
+            plan,
+            rows,
+            inputs,
+            outputs,
+            wait: request.wait,
+            cancelled,
+            reply,
+            at: None,
+            compute: Duration::ZERO,
+            copies: Vec::new(),
+        });
+        Ok(Answer {
+            outputs: infos,
+            fence: v1::Fence {
+                stream: request.stream,
+                value: fence,
+            },
+            compute_ns: 0,
+        })
+    }
+
+    fn operands(
+        &self,
+        plan: &PlanEntry,
+        rows: usize,
+        operands: Vec<Operand>,
+    ) -> Result<Vec<Rc<Value>>, Error> {
+        let misfit = |i: usize, what: String| {
+            Error::new(Reason::GraphInvalid, format!("input {i} {what}")).with("input", i)
+        };
+        if operands.len() != plan.inputs.len() {
+            let (given, due) = (operands.len(), plan.inputs.len());
+            let what = format!("{given} inputs, and the plan takes {due}");
+            return Err(Error::new(Reason::GraphInvalid, what));
+        }
+        let mut values = Vec::with_capacity(operands.len());
+        for (i, (operand, spec)) in operands.into_iter().zip(&plan.inputs).enumerate() {
+            let fixed = match spec {
+                ValueSpec::Tensor(t) => ValueSpec::Tensor(at_rows(t, rows)?.0),
+                other => other.clone(),
+            };
+            values.push(match (operand, &fixed) {
+                (Operand::Tensor(id), _) => {
+                    let tensor = self.tensor(id)?;
+                    if tensor.spec != fixed {
+                        return Err(misfit(i, format!("is {fixed}, not {}", tensor.spec)));
+                    }
+                    if let State::Uploading(_) = &*tensor.value.state() {
+                        return Err(super::value::not_ready(&tensor.value.state()));
+                    }
+                    Rc::clone(&tensor.value)
+                }
+                (Operand::Data(data), ValueSpec::Tensor(t)) => {
+                    let bytes = t.bytes(rows).unwrap_or(usize::MAX);
+                    if data.len() != bytes {
+                        let what = format!("({t}) takes {bytes} bytes, not {}", data.len());
+                        return Err(misfit(i, what));
+                    }
+                    let storage = self.pool.allocate("an inline input", bytes)?;
+                    if !self.pool.dry_run() {
+                        storage.write(0, &data)?;
+                    }
+                    Value::new(State::Ready(storage))
+                }
+                (Operand::Data(_), other) => {
+                    return Err(misfit(
+                        i,
+                        format!("is a {other}, which cannot be sent as bytes"),
+                    ));
+                }
+            });
+        }
+        let caches = plan.inputs.iter().zip(&values);
+        let caches: Vec<_> = caches
+            .filter(|(spec, _)| matches!(spec, ValueSpec::Cache(_)))
+            .map(|(_, value)| Rc::as_ptr(value))
+            .collect();
+        let distinct: std::collections::HashSet<_> = caches.iter().collect();
+        if distinct.len() != caches.len() {
+            return Err(invalid("one cache is given as two inputs"));
+        }
+        Ok(values)
+    }
+
+    fn goals(
+        &self,
+        plan: &PlanEntry,
+        rows: usize,
+        mut wishes: Vec<Wish>,
+    ) -> Result<Vec<Output>, Error> {
+        if wishes.len() > plan.outputs.len() {
+            let (given, due) = (wishes.len(), plan.outputs.len());
+            return Err(invalid(format!("{given} outputs, and the plan has {due}")));
+        }
+        wishes.resize_with(plan.outputs.len(), || Wish::Keep(None));
+        let kept = wishes.iter().filter(|w| matches!(w, Wish::Keep(_))).count();
+        self.room_for(kept)?;
+        let mut inline = 0usize;
+        let mut outputs = Vec::with_capacity(wishes.len());
+        for (wish, spec) in wishes.into_iter().zip(&plan.outputs) {
+            let (spec, bytes) = at_rows(spec, rows)?;
+            let pending = |spec| Tensor {
+                spec,
+                bytes,
+                value: Value::new(State::Pending),
+                weight: None,
+            };
+            let goal = match wish {
+                Wish::Keep(id) => Goal::Keep(self.fresh(id)?, pending(ValueSpec::Tensor(spec))),
+                Wish::Into(id) => {
+                    let tensor = self.tensor(id)?;
+                    if tensor.weight.is_some() || matches!(tensor.spec, ValueSpec::Cache(_)) {
+                        return Err(invalid("weights and caches cannot be overwritten"));
+                    }
+                    if tensor.bytes != bytes {
+                        let have = tensor.bytes;
+                        let what = format!("a result of {bytes} bytes cannot overwrite {have}");
+                        return Err(invalid(what));
+                    }
+                    if let State::Uploading(_) = &*tensor.value.state() {
+                        return Err(super::value::not_ready(&tensor.value.state()));
+                    }
+                    let before = Rc::clone(&tensor.value);
+                    Goal::Into(id, pending(tensor.spec.clone()), before)
+                }
+                Wish::Inline => {
+                    inline = inline.saturating_add(bytes);
+                    Goal::Inline
+                }
+                Wish::Drop => Goal::Drop,
+            };
+            if inline > limits::MAX_INLINE_BYTES {
+                let limit = limits::MAX_INLINE_BYTES;
+                let what = format!(
+                    "results of more than {limit} bytes in one answer; keep them and download"
+                );
+                return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
+            }
+            let storage = match goal {
+                Goal::Into(..) => None,
+                _ => Some(self.pool.allocate("a result", bytes)?),
+            };
+            outputs.push(Output {
+                bytes,
+                goal,
+                storage,
+            });
+        }
+        Ok(outputs)
+    }
+
+    /// An output as the answer has it; `inline` are its bytes.
+    fn answer(&self, output: &Output, inline: Option<bytes::Bytes>) -> v1::Output {
+        let kind = match &output.goal {
+            Goal::Keep(id, tensor) | Goal::Into(id, tensor, _) => {
+                Some(v1::output::Kind::Tensor(tensor.info(*id, self.epoch)))
+            }
+            Goal::Inline | Goal::Drop => inline.map(v1::output::Kind::Data),
+        };
+        v1::Output { kind }
+    }
+
+    /// Whether the stream has work.
+    pub fn has_work(&self, stream: u32) -> bool {
+        let stream = self.streams.streams.get(&stream);
+        stream.is_some_and(|s| !s.queue.is_empty())
+    }
+
+    /// Whether the stream has work that can go on now.
+    pub fn is_runnable(&self, stream: u32) -> bool {
+        let front = self
+            .streams
+            .streams
+            .get(&stream)
+            .and_then(|s| s.queue.front());
+        let Some(job) = front else { return false };
+        if job.is_cancelled() || job.at.is_some() {
+            return true;
+        }
+        let caches = || job.plan.inputs.iter().zip(&job.inputs);
+        let before = |o: &Output| match &o.goal {
+            Goal::Into(_, _, before) => before.is_settled(),
+            _ => true,
+        };
+        !job.plan.busy.get()
+            && job.wait.iter().all(|f| self.streams.has_passed(*f))
+            && job.inputs.iter().all(|v| v.is_settled())
+            && job.outputs.iter().all(before)
+            && caches().all(|(spec, v)| !matches!(spec, ValueSpec::Cache(_)) || !v.busy.get())
+    }
+
+    /// Runs the stream's first call until it ends or `pause` says so between two nodes. Returns whether it ended.
+    pub fn advance(&mut self, stream: u32, pause: &dyn Fn() -> bool) -> bool {
+        let Some(mut job) = self
+            .streams
+            .streams
+            .get_mut(&stream)
+            .and_then(|s| s.queue.pop_front())
+        else {
+            return true;
+        };
+        let begun = Instant::now();
+        let result = self.run(&mut job, pause);
+        job.compute += begun.elapsed();
+        match result {
+            Ok(false) => {
+                if let Some(s) = self.streams.streams.get_mut(&stream) {
+                    s.queue.push_front(job);
+                }
+                false
+            }
+            Ok(true) => {
+                self.finish(stream, job, None);
+                true
+            }
+            Err(error) => {
+                self.finish(stream, job, Some(error));
+                true
+            }
+        }
+    }
+
+    /// `Ok(true)`: it is done.
+    fn run(&self, job: &mut Job, pause: &dyn Fn() -> bool) -> Result<bool, Error> {
+        if job.is_cancelled() {
+            return Err(cancelled());
+        }
+        let from = match job.at {
+            Some(at) => at,
+            None => {
+                self.start(job)?;
+                0
+            }
+        };
+        if self.pool.dry_run() {
+            return Ok(true);
+        }
+        let stop = Arc::clone(&job.cancelled);
+        let pause = move || stop.load(Ordering::Acquire) || pause();
+        let mut plan = job.plan.plan.borrow_mut();
+        let next = execute(plan.as_mut(), job.rows, from, &pause).map_err(|e| of_plan(&e))?;
+        drop(plan);
+        job.at = next;
+        Ok(next.is_none())
+    }
+
+    fn start(&self, job: &mut Job) -> Result<(), Error> {
+        for value in &job.inputs {
+            if let State::Failed(error) = &*value.state() {
+                return Err(error.clone());
+            }
+        }
+        for output in &mut job.outputs {
+            if let Goal::Into(_, _, before) = &mut output.goal {
+                output.storage = Some(self.target(before, output.bytes)?);
+            }
+        }
+        job.at = Some(0);
+        job.plan.busy.set(true);
+        for (spec, value) in job.plan.inputs.iter().zip(&job.inputs) {
+            if matches!(spec, ValueSpec::Cache(_)) {
+                value.busy.set(true);
+            }
+        }
+        if self.pool.dry_run() {
+            return Ok(());
+        }
+        let mut plan = job.plan.plan.borrow_mut();
+        for (i, (spec, value)) in job.plan.inputs.iter().zip(&job.inputs).enumerate() {
+            value.with(|storage| {
+                let mut bind = |storage: &Storage| {
+                    let (buffer, offset) = storage.place()?;
+                    plan.bind_for(job.rows, Slot::Input(i), buffer, offset)
+                        .map_err(|e| of_plan(&e))
+                };
+                // An index is checked and then used: nobody may change it in between.
+                if matches!(storage.home(), Home::Shared(_)) && holds_indices(spec) {
+                    let copy = storage.copy(&self.pool)?;
+                    bind(&copy)?;
+                    job.copies.push(copy);
+                    return Ok(());
+                }
+                bind(storage)
+            })?;
+        }
+        for (i, output) in job.outputs.iter().enumerate() {
+            if let Some(storage) = &output.storage {
+                let (buffer, offset) = storage.place()?;
+                plan.bind_for(job.rows, Slot::Output(i), buffer, offset)
+                    .map_err(|e| of_plan(&e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Memory for a result that overwrites a value: the value's own if nobody else sees it.
+    fn target(&self, before: &mut Rc<Value>, bytes: usize) -> Result<Storage, Error> {
+        let shared = match &*before.state() {
+            State::Ready(storage) => storage.again(),
+            _ => None,
+        };
+        match shared.or_else(|| before.steal()) {
+            Some(storage) => Ok(storage),
+            None => self.pool.allocate("a result", bytes),
+        }
+    }
+
+    fn finish(&mut self, stream: u32, mut job: Job, error: Option<Error>) {
+        if job.at.is_some() || error.is_none() {
+            job.plan.plan.borrow_mut().release();
+            job.plan.busy.set(false);
+            for (spec, value) in job.plan.inputs.iter().zip(&job.inputs) {
+                if matches!(spec, ValueSpec::Cache(_)) {
+                    value.busy.set(false);
+                }
+            }
+        }
+        job.copies.clear();
+        job.inputs.clear();
+        let mut outputs = Vec::with_capacity(job.outputs.len());
+        let mut failed = error;
+        for mut output in job.outputs {
+            let storage = output.storage.take();
+            let mut inline = None;
+            if let Goal::Keep(_, tensor) | Goal::Into(_, tensor, _) = &output.goal {
+                tensor.value.settle(match (&failed, storage) {
+                    (None, Some(storage)) => State::Ready(storage),
+                    (Some(error), _) => State::Failed(error.clone()),
+                    (None, None) => State::Failed(cancelled()),
+                });
+            } else if let (Goal::Inline, Some(storage), None) = (&output.goal, storage, &failed) {
+                match storage.read(&self.pool) {
+                    Ok(bytes) => inline = Some(bytes),
+                    Err(error) => failed = Some(error),
+                }
+            }
+            outputs.push(self.answer(&output, inline));
+        }
+        if failed.is_none() {
+            let done = &job.plan.executions;
+            done.set(done.get() + 1);
+        }
+        if let Some(s) = self.streams.streams.get_mut(&stream) {
+            s.passed = job.fence;
+        }
+        self.streams.calls = self.streams.calls.saturating_sub(1);
+        if let Some(reply) = job.reply {
+            reply(match failed {
+                Some(error) => Err(error),
+                None => Ok(Answer {
+                    outputs,
+                    fence: v1::Fence {
+                        stream,
+                        value: job.fence,
+                    },
+                    compute_ns: u64::try_from(job.compute.as_nanos()).unwrap_or(u64::MAX),
+                }),
+            });
+        }
+        self.tell();
+    }
+
+    /// Tells those whose fences have all passed.
+    fn tell(&mut self) {
+        let streams = &self.streams;
+        let passed = |w: &mut Waiting| w.fences.iter().all(|f| streams.has_passed(*f));
+        for waiting in self.waiting.extract_if(.., passed) {
+            let _ = waiting.reply.send(());
+        }
+    }
+
+    /// Lets `reply` know when a fence has passed; without one, all that is queued now.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] for a fence that no call has, [`Reason::QuotaExceeded`] when too many wait.
+    pub fn synchronize(
+        &mut self,
+        fence: Option<(u32, u64)>,
+        reply: oneshot::Sender<()>,
+    ) -> Result<(), Error> {
+        if let Some((stream, value)) = fence.filter(|f| !self.streams.was_issued(*f)) {
+            let what = format!("stream {stream} has no fence {value} yet; queue its work first");
+            return Err(invalid(what));
+        }
+        self.waiting.retain(|w| !w.reply.is_closed());
+        if self.waiting.len() >= limits::MAX_SESSION_CALLS {
+            return Err(quota("synchronizing calls", limits::MAX_SESSION_CALLS));
+        }
+        let all = || {
+            let streams = self.streams.streams.iter();
+            streams.map(|(id, s)| (*id, s.issued)).collect()
+        };
+        let fences = fence.map_or_else(all, |f| vec![f]);
+        self.waiting.push(Waiting { fences, reply });
+        self.tell();
+        Ok(())
+    }
+
+    /// Marks the calls of a stream, or of all, so that they end without being done. Returns how many.
+    pub fn cancel(&mut self, stream: Option<u32>) -> usize {
+        let streams = self.streams.streams.iter();
+        let chosen = streams.filter(|(id, _)| stream.is_none_or(|s| s == **id));
+        let jobs = chosen.flat_map(|(_, s)| &s.queue);
+        jobs.filter(|j| !j.cancelled.swap(true, Ordering::AcqRel))
+            .count()
+    }
+
+    /// Ends all work with an error.
+    pub fn fail_all(&mut self, error: &Error) {
+        let ids: Vec<u32> = self.streams.streams.keys().copied().collect();
+        for id in ids {
+            while let Some(job) = self
+                .streams
+                .streams
+                .get_mut(&id)
+                .and_then(|s| s.queue.pop_front())
+            {
+                self.finish(id, job, Some(error.clone()));
+            }
+        }
+    }
+}
+
+fn execute(
+    plan: &mut dyn hotcell_kernels::plan::Plan,
+    rows: usize,
+    _from: usize,
+    _pause: &dyn Fn() -> bool,
+) -> Result<Option<usize>, DeviceError> {
+    plan.execute(rows).map(|()| None)
+}

@@ -1,0 +1,6 @@
+//! The tensor service with a real engine: every call, its refusals, and what is left afterwards.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+mod calls;
+mod support;
