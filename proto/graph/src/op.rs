@@ -9,13 +9,14 @@ pub mod attention;
 pub mod binary;
 pub mod conv;
 pub mod create;
-pub mod fit;
+mod fit;
 pub mod index;
 pub mod join;
 pub mod matmul;
 pub mod norm;
 pub mod random;
 pub mod reduce;
+pub mod rope;
 pub mod rules;
 pub mod shape;
 pub mod sort;
@@ -455,6 +456,7 @@ pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
         conv::ROWS,
         random::ROWS,
         norm::ROWS,
+        rope::ROWS,
         attention::ROWS,
     ]
     .into_iter()

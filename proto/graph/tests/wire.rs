@@ -572,6 +572,11 @@ fn hints(op: &str) -> &'static [(DType, &'static [usize])] {
             (DType::F32, &[5, 3, 2]),
             (DType::F32, &[5]),
         ],
+        "rotary_embedding" => &[
+            (DType::F32, &[2, 4]),
+            (DType::I32, &[2]),
+            (DType::F32, &[2]),
+        ],
         _ => &[],
     }
 }
@@ -1217,7 +1222,7 @@ fn layer() -> v1::Graph {
     };
     let cache = g.cache("cache", cache).unwrap();
     let x = g.get_rows(table, tokens).unwrap();
-    let y = g.rms_norm(x, norm, 1e-5).unwrap();
+    let y = g.rms_norm(x, Some(norm), 1e-5).unwrap();
     let y = g.mul_mat(y, projection).unwrap();
     let y = g.reshape(y, Shape::rows(&[2, 32]).unwrap()).unwrap();
     let y = g.rope(y, positions, turns, false).unwrap();

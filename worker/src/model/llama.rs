@@ -127,7 +127,7 @@ impl<'a> Weaver<'a> {
 
     fn norm(&mut self, x: Value, weight: &str, n: usize, eps: f32) -> Result<Value, BuildError> {
         let w = self.vector(weight, n)?;
-        Ok(self.builder.rms_norm(x, w, f64::from(eps))?)
+        Ok(self.builder.rms_norm(x, Some(w), f64::from(eps))?)
     }
 }
 

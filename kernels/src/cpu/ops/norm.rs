@@ -1,11 +1,11 @@
 //! Normalisation kernels.
 
 use hotcell_graph::{
-    Shape,
+    DType, Shape,
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, always, split_if_worth, unsupported};
+use super::{Entry, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -17,9 +17,18 @@ use crate::{
 /// What this file has kernels for.
 pub(super) static ENTRIES: &[Entry] = &[Entry {
     op: "rms_norm",
-    supports: always,
+    supports: fits,
     launch: rms_norm,
 }];
+
+/// `x` f32 with a weight, f32 too.
+fn fits(call: &Call<'_>) -> bool {
+    matches!(
+        call.inputs,
+        [ValueSpec::Tensor(x), ValueSpec::Tensor(weight)]
+            if x.dtype == DType::F32 && weight.dtype == DType::F32
+    )
+}
 
 /// The sum of squares: lane `i mod 16` by fma in ascending order, lanes by the fixed tree. A tail is
 /// padded with zeros, which change no lane.

@@ -2,12 +2,12 @@
 
 use crate::{
     dtype::Kind,
-    graph::GraphError,
+    graph::{GraphBuilder, GraphError, Value},
     op::{
-        Call, Effect,
-        fit::{float, optional_vector, pair},
+        Attribute, Call, Effect,
+        fit::{Parts, float, optional_vector, pair, shaped},
         ops,
-        rules::{Specs, one, plain, size},
+        rules::{Specs, Values, apply_as, cast_to, common, dtype_error, one, plain, size, spec_of},
     },
     shape::Dim,
 };
@@ -24,13 +24,13 @@ ops! {
     /// per spatial axis: `low` and `high` zeros before and after `x`, and an output is
     /// `(size + low + high − dilation·(window − 1) − 1) / stride + 1`. Sums of f16 and bf16 are f32 and rounded once.
     conv(x, w, bias = optional; strides: Ints(1, MOST), low: Ints(0, MOST), high: Ints(0, MOST), dilations: Ints(1, MOST), groups: Int(1, MOST), layout: Name(LAYOUT)) -> one
-    { shapes: "[n, c, …], [o, c/groups, …], [o] → [n, o, …]", dtypes: "float → promote(x, w, bias)", effect: Effect::None, infer: conv_spec, decompose: None }
+    { shapes: "[n, c, …], [o, c/groups, …], [o] → [n, o, …]", dtypes: "float → promote(x, w, bias)", effect: Effect::None, infer: conv_spec, decompose: Some(conv_of_parts) }
 
     /// The greatest element, or the mean, of each window of `x` `[n, c, …]` (`channels_last`: `[n, …, c]`), with the
     /// lists of `conv`. Padding is lower than every element (−∞, of integers the least); `average` counts it as zeros,
     /// `average_valid` leaves it out. Means of f16 and bf16 are f32 and rounded once.
     pool(x; kind: Name(&["max", "average", "average_valid"]), window: Ints(1, MOST), strides: Ints(1, MOST), low: Ints(0, MOST), high: Ints(0, MOST), dilations: Ints(1, MOST), layout: Name(LAYOUT)) -> one
-    { shapes: "[n, c, …] → [n, c, …]", dtypes: "float; max also integers → x", effect: Effect::None, infer: pool_spec, decompose: None }
+    { shapes: "[n, c, …] → [n, c, …]", dtypes: "float; max also integers → x", effect: Effect::None, infer: pool_spec, decompose: Some(pool_of_parts) }
 }
 
 /// An image: its first axis, its channels and its spatial axes.
@@ -174,4 +174,281 @@ fn pool_spec(call: &Call<'_>) -> Specs {
     let spatial = outputs(call, &image.spatial, &window, 2)?;
     let dims = arranged(image.first, image.channels, spatial, channels_first);
     one(call, x.dtype, dims)
+}
+
+/// `x` with its channels moved from the end to the second place, or back.
+fn turned(graph: &mut GraphBuilder, x: Value, channels_first: bool) -> Result<Value, GraphError> {
+    let rank = spec_of(graph, x)?.shape.rank() as i64;
+    let axes: Vec<i64> = match channels_first {
+        true => [0, rank - 1].into_iter().chain(1..rank - 1).collect(),
+        false => std::iter::once(0).chain(2..rank).chain([1]).collect(),
+    };
+    graph.transpose(x, &axes)
+}
+
+/// The same attributes for the layout that backends have.
+fn channels_first(attributes: &[Attribute]) -> Vec<Attribute> {
+    let mut attributes = attributes.to_vec();
+    if let Some(layout) = attributes.last_mut() {
+        *layout = Attribute::Name("channels_first".to_owned());
+    }
+    attributes
+}
+
+/// Without bias, channels first, of one dtype.
+fn conv_of_parts(graph: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute]) -> Values {
+    let parts = Parts::of(&conv, graph, inputs, attributes)?;
+    let call = parts.call();
+    let &[x, w, bias] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    let dtype = common(graph, inputs)?;
+    let equal = call.tensor(0)?.dtype == dtype && call.tensor(1)?.dtype == dtype;
+    let last = call.name(5)? == "channels_last";
+    if bias != Value::Absent {
+        // The sum and its bias are rounded once.
+        let work = dtype.working();
+        let plain = [x, w, Value::Absent];
+        let y = apply_as(graph, &conv, &plain, attributes, 0, work)?;
+        let &[y] = y.as_slice() else {
+            return Err(GraphError::NoResult);
+        };
+        let mut bias = cast_to(graph, bias, work)?;
+        if !last {
+            let n = spec_of(graph, bias)?.shape.dims().to_vec();
+            let ones = std::iter::repeat_n(Dim::Fixed(1), spec_of(graph, y)?.shape.rank() - 2);
+            bias = shaped(graph, bias, n.into_iter().chain(ones))?;
+        }
+        let y = graph.add(y, bias)?;
+        return Ok(vec![cast_to(graph, y, dtype)?]);
+    }
+    if !equal {
+        return apply_as(graph, &conv, inputs, attributes, 0, dtype);
+    }
+    if !last {
+        return Err(dtype_error(&call, dtype));
+    }
+    let (x, w) = (turned(graph, x, true)?, turned(graph, w, true)?);
+    let y = graph.apply(&conv, vec![x, w, Value::Absent], channels_first(attributes))?;
+    let &[y] = y.as_slice() else {
+        return Err(GraphError::NoResult);
+    };
+    Ok(vec![turned(graph, y, false)?])
+}
+
+/// Channels first.
+fn pool_of_parts(graph: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute]) -> Values {
+    let parts = Parts::of(&pool, graph, inputs, attributes)?;
+    let call = parts.call();
+    let &[x] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    if call.name(6)? != "channels_last" {
+        return Err(dtype_error(&call, call.tensor(0)?.dtype));
+    }
+    let x = turned(graph, x, true)?;
+    let y = graph.apply(&pool, vec![x], channels_first(attributes))?;
+    let &[y] = y.as_slice() else {
+        return Err(GraphError::NoResult);
+    };
+    Ok(vec![turned(graph, y, false)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::fit::testing::{decomposes, int, ints, name, table};
+
+    const FIRST: &str = "channels_first";
+    const LAST: &str = "channels_last";
+
+    fn conv_of(lists: [&[i64]; 4], groups: i64, layout: &str) -> Vec<Attribute> {
+        let lists = lists.iter().map(|l| ints(l));
+        lists.chain([int(groups), name(layout)]).collect()
+    }
+
+    fn pool_of(kind: &str, lists: [&[i64]; 5], layout: &str) -> Vec<Attribute> {
+        let lists = lists.iter().map(|l| ints(l));
+        std::iter::once(name(kind))
+            .chain(lists)
+            .chain([name(layout)])
+            .collect()
+    }
+
+    const PLAIN: [&[i64]; 4] = [&[1], &[0], &[0], &[1]];
+    const PLANE: [&[i64]; 4] = [&[2, 1], &[1, 0], &[1, 2], &[1, 3]];
+
+    #[test]
+    fn sizes_are_those_of_the_formula() {
+        let plain = conv_of(PLAIN, 1, FIRST);
+        let plane = |groups, layout| conv_of(PLANE, groups, layout);
+        // (9 + 1 + 1 − 2 − 1) / 2 + 1 = 5, (8 + 0 + 2 − 3·1 − 1) / 1 + 1 = 7
+        table(
+            &conv,
+            &[
+                (
+                    &["f32[2, 3, 10]", "f32[5, 3, 4]", "-"],
+                    &plain,
+                    "f32[2, 5, 7]",
+                ),
+                (
+                    &["f32[rows, 3, 10]", "f16[5, 3, 4]", "f64[5]"],
+                    &plain,
+                    "f64[rows, 5, 7]",
+                ),
+                (
+                    &["f16[2, 4, 9, 8]", "f16[6, 2, 3, 2]", "-"],
+                    &plane(2, FIRST),
+                    "f16[2, 6, 5, 7]",
+                ),
+                (
+                    &["f16[2, 9, 8, 4]", "f16[6, 3, 2, 2]", "-"],
+                    &plane(2, LAST),
+                    "f16[2, 5, 7, 6]",
+                ),
+                (
+                    &["f16[2, 9, 8, 4]", "f16[6, 3, 2, 3]", "-"],
+                    &plane(2, LAST),
+                    "!groups",
+                ),
+                (
+                    &["f16[2, 9, 8, 4]", "f16[5, 3, 2, 2]", "-"],
+                    &plane(2, LAST),
+                    "!groups",
+                ),
+                (
+                    &["f16[rows, 9, 8, 4]", "f16[rows, 3, 2, 2]", "-"],
+                    &plane(2, LAST),
+                    "!row dimension",
+                ),
+                (
+                    &["f32[2, 3, 3]", "f32[5, 3, 4]", "-"],
+                    &plain,
+                    "!does not lie within",
+                ),
+                (
+                    &["f32[2, 3, 3]", "f32[5, 3, 0]", "-"],
+                    &plain,
+                    "!does not lie within",
+                ),
+                (
+                    &["f32[2, 3, 10]", "f32[5, 3, 4]", "f32[3]"],
+                    &plain,
+                    "!bias must be [5]",
+                ),
+                (&["f32[2, 3, 10]", "i32[5, 3, 4]", "-"], &plain, "!float"),
+                (&["f32[2, 3]", "f32[5, 3]", "-"], &plain, "!spatial"),
+                (
+                    &["f32[2, 3, 1, 1, 1, 1]", "f32[5, 3, 1, 1, 1, 1]", "-"],
+                    &plain,
+                    "!spatial",
+                ),
+                (
+                    &["f32[2, 3, 9, 9]", "f32[5, 3, 4, 4]", "-"],
+                    &plain,
+                    "!per spatial axis",
+                ),
+                (
+                    &["f32[2, 3, 9]", "f32[5, 3, 4]", "-"],
+                    &conv_of([&[], &[], &[], &[]], 1, FIRST),
+                    "!per spatial axis",
+                ),
+                (
+                    &["f32[2, 3, 9]", "f32[5, 3, 4]", "-"],
+                    &conv_of([&[0], &[0], &[0], &[1]], 1, FIRST),
+                    "!strides",
+                ),
+                (
+                    &["f32[2, 3, 9]", "f32[5, 3, 4]", "-"],
+                    &conv_of([&[1], &[-1], &[0], &[1]], 1, FIRST),
+                    "!low",
+                ),
+                (
+                    &["f32[1, 1, 1099511627776]", "f32[1, 1, 1]", "-"],
+                    &conv_of([&[1], &[MOST], &[MOST], &[MOST]], 1, FIRST),
+                    "!elements",
+                ),
+                (
+                    &["f32[1, 1, 9]", "f32[1, 1, 1099511627776]", "-"],
+                    &conv_of([&[MOST], &[0], &[0], &[MOST]], 1, FIRST),
+                    "!does not lie within",
+                ),
+            ],
+        );
+    }
+
+    #[test]
+    fn windows_are_pooled() {
+        let of = |kind, layout| {
+            pool_of(
+                kind,
+                [&[3, 2], PLANE[0], PLANE[1], PLANE[2], PLANE[3]],
+                layout,
+            )
+        };
+        table(
+            &pool,
+            &[
+                (
+                    &["f16[rows, 4, 9, 8]"],
+                    &of("average", FIRST),
+                    "f16[rows, 4, 5, 7]",
+                ),
+                (
+                    &["f64[2, 9, 8, 4]"],
+                    &of("average_valid", LAST),
+                    "f64[2, 5, 7, 4]",
+                ),
+                (&["i8[2, 9, 8, 4]"], &of("max", LAST), "i8[2, 5, 7, 4]"),
+                (&["i8[2, 9, 8, 4]"], &of("average", LAST), "!i8"),
+                (&["bool[2, 9, 8, 4]"], &of("max", LAST), "!bool"),
+                (&["c64[2, 9, 8, 4]"], &of("max", LAST), "!c64"),
+                (&["f32[2, 9, 8]"], &of("max", LAST), "!per spatial axis"),
+                (&["f32[2, 9, 8, 4]"], &of("min", LAST), "!one of"),
+                (
+                    &["f32[9, 2, 3]"],
+                    &pool_of("max", [&[9], &[1], &[0], &[0], &[1]], FIRST),
+                    "!does not lie within",
+                ),
+            ],
+        );
+    }
+
+    #[test]
+    fn decompositions_have_the_specs_of_the_rows() {
+        for (x, w, b) in [
+            ("f32", "f32", "f32"),
+            ("f16", "bf16", "f16"),
+            ("f16", "f16", "f16"),
+            ("f64", "f32", "bf16"),
+        ] {
+            for (layout, dims) in [
+                (FIRST, ["[rows, 4, 9, 8]", "[6, 2, 3, 2]"]),
+                (LAST, ["[rows, 9, 8, 4]", "[6, 3, 2, 2]"]),
+            ] {
+                let attributes = conv_of(PLANE, 2, layout);
+                let (x, w) = (format!("{x}{}", dims[0]), format!("{w}{}", dims[1]));
+                decomposes(&conv, &[&x, &w, &format!("{b}[6]")], &attributes);
+                if layout == LAST || w[..3] != x[..3] {
+                    decomposes(&conv, &[&x, &w, "-"], &attributes);
+                }
+            }
+        }
+        for (x, lists) in [
+            ("f16[2, 9, 4]", PLAIN),
+            ("u8[rows, 9, 4]", PLAIN),
+            ("bf16[2, 9, 8, 4]", PLANE),
+        ] {
+            let window = vec![3; lists[0].len()];
+            decomposes(
+                &pool,
+                &[x],
+                &pool_of(
+                    "max",
+                    [&window, lists[0], lists[1], lists[2], lists[3]],
+                    LAST,
+                ),
+            );
+        }
+    }
 }

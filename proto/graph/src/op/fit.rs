@@ -5,7 +5,7 @@ use crate::{
     graph::{GraphBuilder, GraphError, Value},
     op::{
         Attribute, Call, OpRow, ValueSpec,
-        rules::{cast_to, dtype_error, reshape_to},
+        rules::{cast_to, dtype_error, reshape_to, spec_of},
     },
     shape::{Dim, Shape, TensorSpec},
 };
@@ -161,4 +161,142 @@ pub(crate) fn shaped(
     dims: impl IntoIterator<Item = Dim>,
 ) -> Result<Value, GraphError> {
     reshape_to(graph, x, Shape::new(dims)?)
+}
+
+/// `x` with its last two axes exchanged.
+///
+/// # Errors
+/// When it has fewer, or one of them is the row dimension.
+pub(crate) fn swapped(graph: &mut GraphBuilder, x: Value) -> Result<Value, GraphError> {
+    let rank = spec_of(graph, x)?.shape.rank() as i64;
+    let mut axes: Vec<i64> = (0..rank).collect();
+    if let [.., a, b] = axes.as_mut_slice() {
+        std::mem::swap(a, b);
+    }
+    graph.transpose(x, &axes)
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    //! Rows applied to inputs that are written as text.
+
+    use super::*;
+
+    /// The spec that `f32[rows, 3]` says.
+    pub(crate) fn spec(text: &str) -> TensorSpec {
+        let (dtype, dims) = text.split_once('[').unwrap();
+        let dims = dims.strip_suffix(']').unwrap();
+        let dim = |d: &str| match d {
+            "rows" => Dim::Rows,
+            n => Dim::Fixed(n.parse().unwrap()),
+        };
+        let dims = dims.split(", ").filter(|d| !d.is_empty()).map(dim);
+        let dtype = DType::from_name(dtype).unwrap();
+        TensorSpec::new(dtype, Shape::new(dims).unwrap()).unwrap()
+    }
+
+    /// A graph with these inputs, where `-` is an absent one.
+    fn with_inputs(inputs: &[&str]) -> (GraphBuilder, Vec<Value>) {
+        let mut graph = GraphBuilder::new(8);
+        let values = inputs.iter().map(|text| match *text {
+            "-" => Value::Absent,
+            text => graph.tensor("x", spec(text)).unwrap(),
+        });
+        let values = values.collect();
+        (graph, values)
+    }
+
+    fn said(graph: &GraphBuilder, values: &[Value]) -> String {
+        let specs = values
+            .iter()
+            .map(|&v| spec_of(graph, v).unwrap().to_string());
+        specs.collect::<Vec<_>>().join(" ")
+    }
+
+    /// What a row gives for these inputs, as text.
+    pub(crate) fn infer(
+        row: &'static OpRow,
+        inputs: &[&str],
+        attributes: &[Attribute],
+    ) -> Result<String, String> {
+        let (mut graph, values) = with_inputs(inputs);
+        let results = graph.apply(row, values, attributes.to_vec());
+        let results = results.map_err(|e| e.to_string())?;
+        Ok(said(&graph, &results))
+    }
+
+    /// Each case's inputs, attributes and results, or a part of what the refusal says after `!`.
+    #[track_caller]
+    pub(crate) fn table(row: &'static OpRow, cases: &[(&[&str], &[Attribute], &str)]) {
+        for (inputs, attributes, want) in cases {
+            let got = infer(row, inputs, attributes);
+            let fits = match want.strip_prefix('!') {
+                None => got.as_deref() == Ok(*want),
+                Some(why) => got.as_ref().is_err_and(|e| e.contains(why)),
+            };
+            assert!(
+                fits,
+                "{}{inputs:?} {attributes:?}: {got:?}, not {want}",
+                row.name
+            );
+        }
+    }
+
+    /// Decomposes a row and, again and again, what its own name is left; each has the specs that the row says.
+    #[track_caller]
+    pub(crate) fn decomposes(row: &'static OpRow, inputs: &[&str], attributes: &[Attribute]) {
+        let want = infer(row, inputs, attributes);
+        let want = want.unwrap_or_else(|e| panic!("{}{inputs:?} {attributes:?}: {e}", row.name));
+        let (mut graph, values) = with_inputs(inputs);
+        let decompose = row.decompose.unwrap();
+        let results = decompose(&mut graph, &values, attributes)
+            .unwrap_or_else(|e| panic!("{}{inputs:?} {attributes:?}: {e}", row.name));
+        assert_eq!(said(&graph, &results), want, "{}{inputs:?}", row.name);
+        let graph = graph.finish(&results).unwrap();
+        for node in graph.nodes().iter().filter(|n| n.op.name == row.name) {
+            let specs = graph.input_specs(node).unwrap();
+            let texts: Vec<String> = (specs.iter())
+                .map(|s| match s {
+                    ValueSpec::Absent => "-".to_owned(),
+                    s => s.to_string(),
+                })
+                .collect();
+            let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+            assert!(
+                texts != inputs || node.attributes != attributes,
+                "{} comes back as it was",
+                row.name
+            );
+            // What remains is for a kernel, or decomposes further.
+            let (mut graph, values) = with_inputs(&texts);
+            if decompose(&mut graph, &values, &node.attributes).is_ok() {
+                decomposes(row, &texts, &node.attributes);
+            }
+        }
+    }
+
+    /// Shorthands for attributes.
+    pub(crate) fn int(v: i64) -> Attribute {
+        Attribute::Int(v)
+    }
+
+    pub(crate) fn number(v: f64) -> Attribute {
+        Attribute::Float(v)
+    }
+
+    pub(crate) fn ints(v: &[i64]) -> Attribute {
+        Attribute::Ints(v.to_vec())
+    }
+
+    pub(crate) fn name(v: &str) -> Attribute {
+        Attribute::Name(v.to_owned())
+    }
+
+    pub(crate) fn yes(v: bool) -> Attribute {
+        Attribute::Bool(v)
+    }
+
+    pub(crate) fn shape(dims: &[usize]) -> Attribute {
+        Attribute::Shape(Shape::fixed(dims).unwrap())
+    }
 }

@@ -1,11 +1,13 @@
 //! Matrix multiplication.
 
+use hotcell_proto::limits;
+
 use crate::{
     dtype::{DType, Kind},
     graph::{GraphBuilder, GraphError, Value},
     op::{
         Attribute, Call, Effect,
-        fit::{Parts, dims_text, float, given, indices_of, join, pair, shaped},
+        fit::{Parts, dims_text, float, given, indices_of, join, pair, shaped, swapped},
         ops,
         rules::{
             Specs, Values, apply_as, cast_to, common, dtype_error, one, plain, row_error, scalar,
@@ -20,7 +22,7 @@ ops! {
     /// float dtype, where each axis of `w` before the last two divides that of `x` and a matrix of `w` serves so many
     /// successive ones of `x`. The result is f32 `[…, m, n]`. Where `x` is f32 `[m, k]`, each output is summed in an
     /// order fixed by the dtype of `w` alone.
-    mul_mat(x, w;) -> one { shapes: "[…, m, k], [n, k] or […, n, k] → […, m, n]", dtypes: "x float; w float or a block type → f32", effect: Effect::None, infer: mul_mat_spec, decompose: None }
+    mul_mat(x, w;) -> one { shapes: "[…, m, k], [n, k] or […, n, k] → […, m, n]", dtypes: "x float; w float or a block type → f32", effect: Effect::None, infer: mul_mat_spec, decompose: Some(mul_mat_of_parts) }
 
     /// `np.matmul`: `[…, m, k] @ […, k, n]`, the axes before the last two broadcast; of one axis, `a` is `[1, k]` and
     /// `b` is `[k, 1]`, and that 1 is not in the result. Sums of f16 and bf16 are f32 and rounded once; an empty sum
@@ -196,6 +198,72 @@ fn gather_mm_spec(call: &Call<'_>) -> Specs {
     one(call, pair(call, a.dtype, b.dtype)?, dims)
 }
 
+fn mul_mat_of_parts(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    attributes: &[Attribute],
+) -> Values {
+    let parts = Parts::of(&mul_mat, graph, inputs, attributes)?;
+    let call = parts.call();
+    let (x, w) = (call.tensor(0)?, call.tensor(1)?);
+    let &[x_value, w_value] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    if x.dtype != DType::F32 || w.dtype == DType::F64 {
+        let x = cast_to(graph, x_value, DType::F32)?;
+        let w = match w.dtype {
+            DType::F64 => graph.cast(w_value, DType::F32)?,
+            _ => w_value,
+        };
+        return Ok(vec![graph.mul_mat(x, w)?]);
+    }
+    // As one matrix, so that the kernel of two axes serves more.
+    if let ([before @ .., _, k], [n, _]) = (x.shape.dims(), w.shape.dims())
+        && !before.is_empty()
+        && !x.shape.is_symbolic()
+    {
+        let rows = x
+            .shape
+            .dims()
+            .split_last()
+            .map_or(&[][..], |(_, rows)| rows);
+        let count = rows.iter().map(|d| d.at(0)).product::<usize>();
+        let flat = shaped(graph, x_value, [count.into(), *k])?;
+        let y = graph.mul_mat(flat, w_value)?;
+        return Ok(vec![shaped(graph, y, join(rows, &[*n]))?]);
+    }
+    let groups = groups(&call, &x.shape, &w.shape)?;
+    let (mut w_value, mut w_dims) = (cast_to(graph, w_value, DType::F32)?, vec![]);
+    let skip = x.shape.rank() - 2 - groups.len();
+    let mut x_dims = x.shape.dims()[..skip].to_vec();
+    let mut spare = limits::MAX_RANK - x.shape.rank();
+    let pairs = x.shape.dims().iter().skip(skip).zip(w.shape.dims());
+    for (i, ((&x, &w), &group)) in pairs.zip(&groups).enumerate() {
+        let splits = group > 1 && w != Dim::Fixed(1);
+        if splits && spare > 0 {
+            spare -= 1;
+            x_dims.extend([w, group.into()]);
+            w_dims.extend([w, Dim::Fixed(1)]);
+        } else {
+            if splits {
+                w_value = graph.repeat(w_value, group as i64, i as i64)?;
+            }
+            x_dims.push(x);
+            w_dims.push(if splits { x } else { w });
+        }
+    }
+    let matrix = |s: &Shape| s.dims()[s.rank() - 2..].to_vec();
+    let x_value = shaped(graph, x_value, join(&x_dims, &matrix(&x.shape)))?;
+    let w_value = shaped(graph, w_value, join(&w_dims, &matrix(&w.shape)))?;
+    let turned = swapped(graph, w_value)?;
+    let y = graph.matmul(x_value, turned)?;
+    let [result] = mul_mat_spec(&call)?
+        .try_into()
+        .map_err(|_| GraphError::NoResult)?;
+    let TensorSpec { shape, .. } = result;
+    Ok(vec![shaped(graph, y, shape.dims().iter().copied())?])
+}
+
 /// Of one dtype and at least two axes each.
 fn matmul_of_matrices(
     graph: &mut GraphBuilder,
@@ -272,4 +340,233 @@ fn gather_mm_of_parts(graph: &mut GraphBuilder, inputs: &[Value], _: &[Attribute
     }
     let [a, b] = factors;
     Ok(vec![graph.matmul(a, b)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::fit::testing::{decomposes, number, table, yes};
+
+    #[test]
+    fn products_have_the_shapes_of_numpy() {
+        table(
+            &matmul,
+            &[
+                (&["f32[3, 4]", "f32[4, 5]"], &[], "f32[3, 5]"),
+                (
+                    &["f16[2, 1, 3, 4]", "bf16[7, 4, 5]"],
+                    &[],
+                    "f32[2, 7, 3, 5]",
+                ),
+                (&["c64[4]", "f64[4]"], &[], "c64[]"),
+                (&["f32[4]", "f32[2, 4, 5]"], &[], "f32[2, 5]"),
+                (&["f32[2, 3, 4]", "f32[4]"], &[], "f32[2, 3]"),
+                (&["f32[3, 0]", "f32[0, 5]"], &[], "f32[3, 5]"),
+                (&["f32[rows, 4]", "f32[4, 5]"], &[], "f32[rows, 5]"),
+                (&["f32[rows, 4]", "f32[4]"], &[], "f32[rows]"),
+                (&["f32[4]", "f32[rows, 4, 5]"], &[], "f32[rows, 5]"),
+                (
+                    &["f32[rows, 3, 4]", "f32[rows, 4, 5]"],
+                    &[],
+                    "f32[rows, 3, 5]",
+                ),
+                (&["f32[rows]", "f32[rows, 5]"], &[], "!row dimension"),
+                (&["f32[rows, 4]", "f32[2, 4, 5]"], &[], "!outermost"),
+                (&["f32[3, 4]", "f32[5, 4]"], &[], "!k"),
+                (&["f32[2, 3, 4]", "f32[3, 4, 5]"], &[], "!broadcast"),
+                (&["f32[]", "f32[4]"], &[], "!k"),
+                (&["i32[3, 4]", "f32[4, 5]"], &[], "!cast it first"),
+                (&["q4_0[3, 32]", "f32[32, 5]"], &[], "!q4_0"),
+                (&["f32[1048576, 1]", "f32[1, 2097152]"], &[], "!elements"),
+            ],
+        );
+        table(
+            &addmm,
+            &[
+                (
+                    &["f16[5]", "f16[3, 4]", "f16[4, 5]"],
+                    &[number(1.0), number(0.5)],
+                    "f16[3, 5]",
+                ),
+                (
+                    &["f32[]", "bf16[rows, 4]", "f16[4, 5]"],
+                    &[number(2.0), number(1.0)],
+                    "f32[rows, 5]",
+                ),
+                (
+                    &["f16[2, 3, 5]", "f16[3, 4]", "f16[4, 5]"],
+                    &[number(1.0), number(1.0)],
+                    "!c [2, 3, 5]",
+                ),
+                (
+                    &["f16[4]", "f16[3, 4]", "f16[4, 5]"],
+                    &[number(1.0), number(1.0)],
+                    "!broadcast",
+                ),
+                (
+                    &["i32[5]", "f16[3, 4]", "f16[4, 5]"],
+                    &[number(1.0), number(1.0)],
+                    "!cast it first",
+                ),
+            ],
+        );
+        let hint = [yes(true)];
+        table(
+            &gather_mm,
+            &[
+                (
+                    &["f32[6, 1, 4]", "f16[8, 4, 5]", "-", "u32[6]"],
+                    &hint,
+                    "f32[6, 1, 5]",
+                ),
+                (
+                    &["f32[2, 3, 1, 4]", "f32[8, 4, 5]", "i32[7, 1]", "u32[9]"],
+                    &hint,
+                    "f32[7, 9, 1, 5]",
+                ),
+                (
+                    &["f32[3, 4]", "f32[8, 4, 5]", "-", "i32[rows]"],
+                    &hint,
+                    "f32[rows, 3, 5]",
+                ),
+                (
+                    &["f32[rows, 3, 4]", "f32[8, 4, 5]", "i32[6]", "i32[6]"],
+                    &hint,
+                    "f32[6, 3, 5]",
+                ),
+                (
+                    &["f32[rows, 4]", "f32[8, 4, 5]", "i32[6]", "i32[6]"],
+                    &hint,
+                    "!row dimension",
+                ),
+                (
+                    &["f32[rows, 2, 3, 4]", "f32[8, 4, 5]", "i32[6]", "-"],
+                    &hint,
+                    "!row dimension",
+                ),
+                (&["f32[4]", "f32[8, 4, 5]", "-", "-"], &hint, "!two axes"),
+                (
+                    &["f32[3, 4]", "f32[8, 4, 5]", "-", "f32[2]"],
+                    &hint,
+                    "!integer",
+                ),
+                (
+                    &["f32[3, 4]", "f32[8, 4, 5]", "i32[1, 1, 1, 1, 1, 1, 1]", "-"],
+                    &hint,
+                    "!axes",
+                ),
+            ],
+        );
+    }
+
+    #[test]
+    fn weights_have_one_matrix_or_serve_groups() {
+        table(
+            &mul_mat,
+            &[
+                (&["f32[rows, 64]", "q4_0[10, 64]"], &[], "f32[rows, 10]"),
+                (&["f16[2, 3, 64]", "q4_0[10, 64]"], &[], "f32[2, 3, 10]"),
+                (
+                    &["f64[rows, 3, 64]", "f64[10, 64]"],
+                    &[],
+                    "f32[rows, 3, 10]",
+                ),
+                (
+                    &["f32[2, 8, 3, 64]", "bf16[4, 10, 64]"],
+                    &[],
+                    "f32[2, 8, 3, 10]",
+                ),
+                (&["f32[8, 3, 64]", "bf16[3, 10, 64]"], &[], "!divide"),
+                (&["f32[3, 64]", "bf16[1, 10, 64]"], &[], "!divide"),
+                (&["f32[8, 3, 64]", "q4_0[4, 10, 64]"], &[], "!block type"),
+                (
+                    &["f32[rows, 3, 64]", "f32[rows, 10, 64]"],
+                    &[],
+                    "f32[rows, 3, 10]",
+                ),
+                (&["f32[0, 3, 64]", "f32[0, 10, 64]"], &[], "f32[0, 3, 10]"),
+                (&["f32[4, 3, 64]", "f32[0, 10, 64]"], &[], "!divide"),
+                (&["f32[3, 64]", "f32[rows, 64]"], &[], "![…, m, k]"),
+                (&["f32[64]", "f32[10, 64]"], &[], "![…, m, k]"),
+                (&["f32[3, 32]", "f32[10, 64]"], &[], "![…, m, k]"),
+                (&["i32[3, 64]", "f32[10, 64]"], &[], "!float"),
+                (&["f32[3, 64]", "i8[10, 64]"], &[], "!float or a block"),
+            ],
+        );
+        table(
+            &mul_mat_id,
+            &[
+                (
+                    &["q4_0[8, 5, 32]", "f32[rows, 1, 32]", "i32[rows, 2]"],
+                    &[],
+                    "f32[rows, 2, 5]",
+                ),
+                (
+                    &["f64[8, 5, 7]", "f32[3, 2, 7]", "u8[3, 2]"],
+                    &[],
+                    "f32[3, 2, 5]",
+                ),
+                (
+                    &["f32[8, 5, 7]", "f32[3, 3, 7]", "u8[3, 2]"],
+                    &[],
+                    "![t, u or 1, k]",
+                ),
+                (
+                    &["f32[8, 5, 7]", "f32[4, 2, 7]", "u8[3, 2]"],
+                    &[],
+                    "![t, u or 1, k]",
+                ),
+                (
+                    &["f32[8, 5, 7]", "f32[3, 2, 6]", "u8[3, 2]"],
+                    &[],
+                    "![t, u or 1, k]",
+                ),
+                (&["i32[8, 5, 7]", "f32[3, 2, 7]", "u8[3, 2]"], &[], "!i32"),
+                (&["f32[8, 5, 7]", "f16[3, 2, 7]", "u8[3, 2]"], &[], "!f32"),
+            ],
+        );
+    }
+
+    #[test]
+    fn decompositions_have_the_specs_of_the_rows() {
+        for (x, w) in [
+            ("f16[3, 64]", "q4_0[10, 64]"),
+            ("f32[rows, 64]", "f64[10, 64]"),
+            ("f32[rows, 64]", "bf16[10, 64]"),
+            ("f32[rows, 64]", "q8_0[10, 64]"),
+            ("f64[2, 0, 64]", "f16[10, 64]"),
+            ("bf16[rows, 3, 256]", "q6_k[10, 256]"),
+            ("bf16[rows, 3, 64]", "q8_0[10, 64]"),
+            ("f32[2, 8, 3, 64]", "bf16[4, 10, 64]"),
+            ("f16[rows, 8, 3, 64]", "f32[1, 4, 10, 64]"),
+            ("f32[4, 4, 4, 4, 4, 4, 3, 2]", "f32[2, 2, 2, 1, 4, 2, 5, 2]"),
+            ("f32[0, 3, 64]", "f32[0, 10, 64]"),
+        ] {
+            decomposes(&mul_mat, &[x, w], &[]);
+        }
+        for (a, b) in [
+            ("f16[3, 4]", "f32[4, 5]"),
+            ("f64[4]", "c64[4]"),
+            ("f32[4]", "f32[rows, 4, 5]"),
+            ("f32[rows, 4]", "f32[4]"),
+        ] {
+            decomposes(&matmul, &[a, b], &[]);
+        }
+        for dtype in ["f16", "bf16", "f32", "f64", "c64"] {
+            let of = |dims| format!("{dtype}{dims}");
+            for factors in [[1.0, 1.0], [0.5, 2.0], [0.0, -3.0]].map(|f| f.map(number)) {
+                let [c, a, b] = ["[5]", "[rows, 4]", "[4, 5]"].map(of);
+                decomposes(&addmm, &[&c, &a, &b], &factors);
+            }
+            let [a, b] = ["[2, 3, 1, 4]", "[8, 4, 5]"].map(of);
+            for indices in [
+                ["u8[7, 1]", "i64[9]"],
+                ["-", "i32[3]"],
+                ["i32[rows, 8]", "-"],
+                ["i8[]", "i8[]"],
+            ] {
+                decomposes(&gather_mm, &[&a, &b, indices[0], indices[1]], &[yes(false)]);
+            }
+        }
+    }
 }

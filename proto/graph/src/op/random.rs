@@ -5,9 +5,9 @@ use crate::{
     graph::{GraphBuilder, GraphError, Value},
     op::{
         Attribute, Call, Effect,
-        fit::Parts,
+        fit::{Parts, join, shaped},
         ops,
-        rules::{Specs, Values, one, one_of, row_error, scalar, size},
+        rules::{Specs, Values, axis_of, cast_to, one, one_of, real, row_error, scalar, size},
     },
     shape::{Dim, Shape},
 };
@@ -39,6 +39,9 @@ ops! {
     /// after 2³².
     random_bernoulli(key; shape: Shape, p: Float(0.0, 1.0)) -> one { shapes: "[2] → shape, without rows", dtypes: "u32 → bool", effect: Effect::None, infer: random_bernoulli_spec, decompose: Some(random_bernoulli_of_parts) }
 
+    /// `count` draws from the distributions whose unnormalised logarithms lie along `axis` of `logits`, as MLX has them:
+    /// `argmax(logits + g)` along `axis`, where `g` is `−log(−log(random_uniform))` with a new last axis of `count`.
+    random_categorical(logits, key; axis: Int(-8, 7), count: Int(1, 1 << 20)) -> one { shapes: "logits without axis, count", dtypes: "logits real; key u32 → u32", effect: Effect::None, infer: random_categorical_spec, decompose: Some(random_categorical_of_parts) }
 }
 
 /// Checks the key, input `i`.
@@ -76,6 +79,27 @@ fn random_uniform_spec(call: &Call<'_>) -> Specs {
 
 fn random_bernoulli_spec(call: &Call<'_>) -> Specs {
     filled(call, DType::Bool)
+}
+
+fn random_categorical_spec(call: &Call<'_>) -> Specs {
+    let logits = real(call, 0)?;
+    key(call, 1)?;
+    if logits.shape.is_symbolic() {
+        return Err(row_error(call, "filled with random numbers"));
+    }
+    let mut dims = logits.shape.dims().to_vec();
+    let axis = axis_of(call, call.int(0)?, dims.len())?;
+    if dims.remove(axis) == Dim::Fixed(0) {
+        return Err(call.error(format_args!(
+            "axis {axis} of {} has no element",
+            logits.shape
+        )));
+    }
+    let count = Dim::Fixed(size(call, call.int(1)?)?);
+    // The random numbers have this axis besides.
+    Shape::new(join(logits.shape.dims(), &[count])).map_err(|e| call.error(e))?;
+    dims.push(count);
+    one(call, DType::U32, dims)
 }
 
 fn random_split_of_parts(
@@ -161,4 +185,130 @@ fn random_bernoulli_of_parts(
     let bound = call.float(1)? as f32 * 2f32.powi(32).next_up();
     let bound = scalar(graph, f64::from(bound), DType::F32)?;
     Ok(vec![graph.less(bits, bound)?])
+}
+
+fn random_categorical_of_parts(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    attributes: &[Attribute],
+) -> Values {
+    let parts = Parts::of(&random_categorical, graph, inputs, attributes)?;
+    let call = parts.call();
+    let &[logits, key] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    let shape = call.tensor(0)?.shape.dims();
+    let axis = axis_of(&call, call.int(0)?, shape.len())?;
+    let count = Dim::Fixed(size(&call, call.int(1)?)?);
+    let u = uniform(graph, key, &Shape::new(join(shape, &[count]))?, 0.0, 1.0)?;
+    let mut gumbel = u;
+    for _ in 0..2 {
+        gumbel = graph.log(gumbel)?;
+        gumbel = graph.neg(gumbel)?;
+    }
+    let logits = cast_to(graph, logits, DType::F32)?;
+    let logits = shaped(graph, logits, join(shape, &[Dim::Fixed(1)]))?;
+    let noisy = graph.add(gumbel, logits)?;
+    Ok(vec![graph.argmax(noisy, axis as i64, false)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::fit::testing::{decomposes, int, number, shape, table};
+
+    #[test]
+    fn a_key_fills_a_shape() {
+        let dims = [shape(&[2, 0, 3])];
+        let rows = [Attribute::Shape(Shape::rows(&[2]).unwrap())];
+        table(
+            &random_bits,
+            &[
+                (&["u32[2]"], &dims, "u32[2, 0, 3]"),
+                (&["u32[2]"], &[shape(&[])], "u32[]"),
+                (&["u32[2]"], &rows, "!row dimension"),
+                (&["u32[3]"], &dims, "!key must be [2]"),
+                (&["u32[1, 2]"], &dims, "!key must be [2]"),
+                (&["u32[rows]"], &dims, "!key must be [2]"),
+                (&["i32[2]"], &dims, "!u32"),
+            ],
+        );
+        table(
+            &random_split,
+            &[
+                (&["u32[2]"], &[int(3)], "u32[3, 2]"),
+                (&["u32[2]"], &[int(0)], "!integer in"),
+            ],
+        );
+        let bounds = |low, high| [shape(&[5]), number(low), number(high)];
+        table(
+            &random_uniform,
+            &[
+                (&["u32[2]"], &bounds(-1.0, 1.0), "f32[5]"),
+                (&["u32[2]"], &bounds(f64::NAN, 1.0), "!low"),
+                (&["u32[2]"], &bounds(-1e39, 1.0), "!low"),
+            ],
+        );
+        table(
+            &random_normal,
+            &[
+                (&["u32[2]"], &bounds(0.0, 1.0), "f32[5]"),
+                (&["u32[2]"], &bounds(0.0, -1.0), "!deviation"),
+            ],
+        );
+        table(
+            &random_bernoulli,
+            &[
+                (&["u32[2]"], &[shape(&[5]), number(1.0)], "bool[5]"),
+                (&["u32[2]"], &[shape(&[5]), number(1.1)], "!p must be"),
+            ],
+        );
+        table(
+            &random_categorical,
+            &[
+                (&["f16[4, 7]", "u32[2]"], &[int(-1), int(3)], "u32[4, 3]"),
+                (&["i32[4, 7]", "u32[2]"], &[int(0), int(1)], "u32[7, 1]"),
+                (&["f32[4, 0]", "u32[2]"], &[int(1), int(1)], "!no element"),
+                (
+                    &["f32[rows, 7]", "u32[2]"],
+                    &[int(1), int(1)],
+                    "!row dimension",
+                ),
+                (&["c64[4, 7]", "u32[2]"], &[int(1), int(1)], "!c64"),
+                (&["f32[]", "u32[2]"], &[int(0), int(1)], "!no axis"),
+                (
+                    &["f32[1, 1, 1, 1, 1, 1, 1, 2]", "u32[2]"],
+                    &[int(-1), int(1)],
+                    "!axes",
+                ),
+            ],
+        );
+    }
+
+    #[test]
+    fn composites_have_their_specs() {
+        decomposes(&random_split, &["u32[2]"], &[int(5)]);
+        for dims in [&[][..], &[3], &[2, 0], &[2, 3, 4]] {
+            decomposes(
+                &random_uniform,
+                &["u32[2]"],
+                &[shape(dims), number(-1e38), number(1e38)],
+            );
+            decomposes(
+                &random_normal,
+                &["u32[2]"],
+                &[shape(dims), number(1.0), number(2.0)],
+            );
+            decomposes(&random_bernoulli, &["u32[2]"], &[shape(dims), number(0.25)]);
+        }
+        for logits in ["f32[4, 7]", "bf16[7]", "f64[2, 1, 5]", "u8[3]"] {
+            for axis in [0, -1] {
+                decomposes(
+                    &random_categorical,
+                    &[logits, "u32[2]"],
+                    &[int(axis), int(6)],
+                );
+            }
+        }
+    }
 }

@@ -59,3 +59,45 @@ fn topk_spec(call: &Call<'_>) -> Specs {
         TensorSpec::new(DType::U32, shape)?,
     ])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::fit::testing::{int, table, yes};
+
+    #[test]
+    fn sorting_keeps_shapes_and_topk_cuts_them() {
+        let last = [int(-1), yes(true)];
+        table(
+            &sort,
+            &[
+                (&["bf16[rows, 4]"], &last, "bf16[rows, 4]"),
+                (&["bool[3]"], &last, "bool[3]"),
+                (&["f32[rows, 4]"], &[int(0), yes(false)], "f32[rows, 4]"),
+                (&["c64[3]"], &last, "!c64"),
+                (&["q4_0[32]"], &last, "!q4_0"),
+                (&["f32[]"], &last, "!no axis"),
+            ],
+        );
+        table(
+            &argsort,
+            &[
+                (&["f64[2, 0]"], &last, "u32[2, 0]"),
+                (&["f64[2]"], &[int(1), yes(false)], "!no axis 1"),
+            ],
+        );
+        let of = |k, axis| [int(k), int(axis), yes(true)];
+        table(
+            &topk,
+            &[
+                (&["f16[rows, 9]"], &of(3, -1), "f16[rows, 3] u32[rows, 3]"),
+                (&["u8[4, 9]"], &of(0, 0), "u8[0, 9] u32[0, 9]"),
+                (&["u8[4, 9]"], &of(4, 0), "u8[4, 9] u32[4, 9]"),
+                (&["u8[4, 9]"], &of(5, 0), "!more than axis 0"),
+                (&["f16[rows, 9]"], &of(3, 0), "!row dimension"),
+                (&["c64[4, 9]"], &of(3, 0), "!c64"),
+                (&["u8[4, 9]"], &of(-1, 0), "!integer in"),
+            ],
+        );
+    }
+}
