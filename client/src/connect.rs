@@ -225,8 +225,17 @@ impl Client {
     /// # Errors
     /// One for which [`is_unreachable`] holds when the socket is no stream socket or the other end is gone.
     pub async fn over(socket: OwnedFd) -> Result<Self, Error> {
+        Self::over_with(socket, WINDOWS).await
+    }
+
+    /// The same with windows for bulk data.
+    pub(crate) async fn over_for_tensors(socket: OwnedFd) -> Result<Self, Error> {
+        Self::over_with(socket, Windows::default()).await
+    }
+
+    async fn over_with(socket: OwnedFd, windows: Windows) -> Result<Self, Error> {
         let peer = "the other end of the socket".to_owned();
-        let channel = transport::channel_over(socket, WINDOWS)
+        let channel = transport::channel_over(socket, windows)
             .await
             .map_err(|e| unreachable(&peer, &e))?;
         Ok(Self { channel, peer })

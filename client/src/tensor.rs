@@ -32,6 +32,7 @@ mod ops;
 mod pipeline;
 mod program;
 mod session;
+mod shared;
 mod stream;
 mod transfer;
 
@@ -47,4 +48,5 @@ pub use memory::Memory;
 pub use ops::{ConvOptions, Layout, PoolKind, Reduce};
 pub use pipeline::{Pending, Pipeline};
 pub use session::{Lease, Session, SessionOptions};
+pub use shared::SharedTensor;
 pub use stream::{Event, Stream};

@@ -76,6 +76,29 @@ impl Session {
         Ok(())
     }
 
+    /// Computes one tensor into the memory of another.
+    pub(super) async fn compute_into(&self, value: &Tensor, target: &Tensor) -> Result<(), Error> {
+        let State::Remote(target) = target.state() else {
+            return Err(invalid("only a computed tensor has memory to store into"));
+        };
+        while let Some(piece) = program::first_piece(&program::order(std::slice::from_ref(value))) {
+            self.compute_graph(&piece, &Order::default()).await?;
+        }
+        let program = program::build(std::slice::from_ref(value), None, 0)?;
+        let Some(plan) = self.plan(&program).await? else {
+            return Ok(());
+        };
+        let order = Order::default();
+        let (mut request, _) = self
+            .request_for(&plan, 0, &program.inputs, 0, &order)
+            .await?;
+        request.outputs = vec![v1::OutputWish {
+            kind: Some(v1::output_wish::Kind::Into(target.handle.clone())),
+        }];
+        self.answer(self.rpc().execute(self.request(request)).await)
+            .map(|_| ())
+    }
+
     /// The plan of a program; `None` in a dry run.
     pub(super) async fn plan(&self, program: &Program) -> Result<Option<Arc<RemotePlan>>, Error> {
         let (graph, key) = program.encode()?;

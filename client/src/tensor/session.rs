@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard, Weak,
         atomic::{AtomicU32, Ordering},
@@ -9,6 +10,7 @@ use std::{
 };
 
 use hotcell_graph::{TensorSpec, wire};
+use hotcell_ipc::handoff::{self, Ask};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::Epoch,
@@ -27,7 +29,7 @@ use super::{
     array::{State, Tensor, invalid, of_graph},
     program::PlanKey,
 };
-use crate::connect::{Address, Client, read_status};
+use crate::connect::{Address, Client, is_unreachable, read_status};
 
 /// Plans that a session keeps for expressions it has seen.
 const KEPT_PLANS: usize = 64;
@@ -45,6 +47,8 @@ pub struct SessionOptions {
     pub max_bytes: u64,
     /// Make nothing, only say what it would take.
     pub dry_run: bool,
+    /// Speak through the scheduler even where it could hand over a connection to the worker itself.
+    pub relayed: bool,
 }
 
 /// A session. Clones share it; when the last clone and the last tensor are dropped, the worker frees all it held.
@@ -54,6 +58,10 @@ pub struct Session(Arc<Inner>);
 struct Inner {
     client: TensorsClient<Channel>,
     peer: String,
+    /// The scheduler's socket, where descriptors can be had.
+    socket: Option<PathBuf>,
+    /// Calls go to the worker itself.
+    direct: bool,
     name: AsciiMetadataValue,
     opened: v1::SessionOpened,
     dry_run: bool,
@@ -123,22 +131,20 @@ impl Lease {
     pub fn release(self) {}
 }
 
-impl Session {
-    /// Connects to a scheduler, or to a worker run alone, and opens a session there.
-    ///
-    /// # Errors
-    /// When nobody listens, no worker can serve it, or the quotas are exhausted.
-    pub async fn open(address: &Address, options: SessionOptions) -> Result<Self, Error> {
-        // Of its own connection: an unread download must not hold up anybody else.
-        let client = Client::connect_for_tensors(address).await?;
-        Self::over(&client, options).await
-    }
+/// A session that is being opened.
+struct Opening {
+    rpc: TensorsClient<Channel>,
+    peer: String,
+    socket: Option<PathBuf>,
+    direct: bool,
+    name: AsciiMetadataValue,
+    opened: v1::SessionOpened,
+    events: Streaming<v1::SessionEvent>,
+    dry_run: bool,
+}
 
-    /// Opens a session over a client's connection.
-    ///
-    /// # Errors
-    /// As [`Session::open`].
-    pub async fn over(client: &Client, options: SessionOptions) -> Result<Self, Error> {
+impl Opening {
+    async fn begin(client: &Client, options: SessionOptions) -> Result<Self, Error> {
         let peer = client.peer().to_owned();
         let mut rpc = client.tensors_client();
         let mut request = Request::new(v1::OpenSessionRequest {
@@ -170,20 +176,83 @@ impl Session {
         let Some(session_event::Event::Opened(opened)) = first.and_then(|e| e.event) else {
             return Err(broken());
         };
-        let name = opened.session.parse().map_err(|_| broken())?;
-        let session = Self(Arc::new(Inner {
-            client: rpc,
+        Ok(Self {
+            rpc,
             peer,
-            name,
+            socket: None,
+            direct: false,
+            name: opened.session.parse().map_err(|_| broken())?,
             opened,
+            events,
             dry_run: options.dry_run,
+        })
+    }
+
+    /// Has the scheduler hand over a connection to the session's worker. A worker alone is that connection already.
+    async fn go_direct(&mut self, socket: &Path) -> Result<(), Error> {
+        let path = handoff::path_beside(socket);
+        if !path.exists() {
+            return Ok(());
+        }
+        let ask = Ask::Connection {
+            session: self.opened.session.clone(),
+        };
+        let broken = |e: std::io::Error| {
+            let what = format!("{} gave no connection: {e}", path.display());
+            Error::new(Reason::NoWorker, what)
+        };
+        let given = handoff::ask(&path, &ask).await.map_err(broken)?;
+        let given = given.map_err(|what| Error::new(Reason::WorkerLost, what))?;
+        let worker = Client::over_for_tensors(given.fd).await?;
+        self.rpc = worker.tensors_client();
+        self.socket = Some(socket.to_owned());
+        self.direct = true;
+        Ok(())
+    }
+
+    fn finish(self) -> Session {
+        let session = Session(Arc::new(Inner {
+            client: self.rpc,
+            peer: self.peer,
+            socket: self.socket,
+            direct: self.direct,
+            name: self.name,
+            opened: self.opened,
+            dry_run: self.dry_run,
             plans: Mutex::default(),
             freed: Arc::default(),
             closed: Mutex::default(),
             streams: AtomicU32::new(1),
         }));
-        tokio::spawn(session.clone().downgrade().attend(events));
-        Ok(session)
+        // Its stream is the lease.
+        tokio::spawn(session.clone().downgrade().attend(self.events));
+        session
+    }
+}
+
+impl Session {
+    /// Connects to a scheduler, or to a worker run alone, and opens a session there. A scheduler on this host hands over a
+    /// connection to the worker itself.
+    ///
+    /// # Errors
+    /// When nobody listens, no worker can serve it, or the quotas are exhausted.
+    pub async fn open(address: &Address, options: SessionOptions) -> Result<Self, Error> {
+        // Of its own connection: an unread download must not hold up anybody else.
+        let client = Client::connect_for_tensors(address).await?;
+        let relayed = options.relayed;
+        let mut opening = Opening::begin(&client, options).await?;
+        if let (Address::Unix(path), false) = (address, relayed) {
+            opening.go_direct(path).await?;
+        }
+        Ok(opening.finish())
+    }
+
+    /// Opens a session over a client's connection.
+    ///
+    /// # Errors
+    /// As [`Session::open`].
+    pub async fn over(client: &Client, options: SessionOptions) -> Result<Self, Error> {
+        Ok(Opening::begin(client, options).await?.finish())
     }
 
     fn downgrade(self) -> Attendant {
@@ -246,7 +315,25 @@ impl Session {
     }
 
     pub(super) fn status(&self, status: &Status) -> Error {
-        read_status(&self.0.peer, status)
+        let error = read_status(&self.0.peer, status);
+        // Nobody stands between us and the worker who could say so.
+        match self.0.direct && is_unreachable(&error) {
+            true => Error::new(
+                Reason::WorkerLost,
+                "the session's worker died; what it held is lost, open a new session",
+            ),
+            false => error,
+        }
+    }
+
+    /// The scheduler's socket, where descriptors can be had.
+    pub(super) fn socket(&self) -> Option<&Path> {
+        self.0.socket.as_deref()
+    }
+
+    /// Whether calls go to the worker itself.
+    pub fn is_direct(&self) -> bool {
+        self.0.direct
     }
 
     /// Takes care of a handle that the worker made.
