@@ -269,6 +269,40 @@ impl SharedMapping {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    fn within(&self, offset: usize, count: usize) -> io::Result<*mut u8> {
+        match offset.checked_add(count) {
+            // SAFETY: `offset` is inside the mapping, or just past its end when nothing is copied.
+            Some(end) if end <= self.len() => Ok(unsafe { self.start().add(offset) }),
+            _ => {
+                let what = format!("{count} bytes at {offset} are outside of {}", self.len());
+                Err(io::Error::new(io::ErrorKind::InvalidInput, what))
+            }
+        }
+    }
+
+    /// Copies `bytes` to `offset`. What the other process reads meanwhile is some of the old and some of the new.
+    ///
+    /// # Errors
+    /// `InvalidInput` when they do not fit.
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
+        let to = self.within(offset, bytes.len())?;
+        // SAFETY: `within` checked the range; `bytes` is a slice of this process, which cannot overlap a mapping that nobody
+        // makes references into.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        Ok(())
+    }
+
+    /// Copies from `offset` into `bytes`, whatever the other process makes of them meanwhile.
+    ///
+    /// # Errors
+    /// `InvalidInput` when there are not as many.
+    pub fn read(&self, offset: usize, bytes: &mut [u8]) -> io::Result<()> {
+        let from = self.within(offset, bytes.len())?;
+        // SAFETY: as in `write`.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -283,6 +317,14 @@ mod tests {
             SharedMapping::of_memory(&fd).unwrap(),
         );
         assert_eq!(one.len(), 4096);
+        one.write(4090, b"shared").unwrap();
+        let mut read = [0; 6];
+        two.read(4090, &mut read).unwrap();
+        assert_eq!(&read, b"shared");
+        for offset in [4091, 4097, usize::MAX] {
+            assert!(one.write(offset, b"shared").is_err());
+            assert!(two.read(offset, &mut read).is_err());
+        }
         // SAFETY: inside both mappings, on one thread.
         let seen = unsafe {
             one.start().add(7).write_volatile(42);
