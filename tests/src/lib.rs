@@ -2,5 +2,6 @@
 
 pub mod bench;
 pub mod cluster;
+pub mod conformance;
 pub mod model;
 pub mod onnx;
