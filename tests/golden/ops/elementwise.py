@@ -255,7 +255,7 @@ def both(a, b):
     """Broadcast values of two tensors in their common dtype."""
     dtype = promote(a.dtype, b.dtype)
     x, y = np.broadcast_arrays(a.to(dtype).a, b.to(dtype).a)
-    return dtype, np.ascontiguousarray(x), np.ascontiguousarray(y)
+    return dtype, np.array(x), np.array(y)
 
 
 def wide(dtype, x):
@@ -624,6 +624,8 @@ def clamp(book):
     for d in ("f16", "i8", "f64"):
         x = sample(rng("c", d), d, [4, 5])
         book.one("clamp", f"limits of other dtypes {d}", [x, low, high], compute(x, low, high), "exact")
+    x, low = sample(rng("c", "large"), "f32", [331]), sample(rng("c", "large", 1), "f32", [331], -4, -1)
+    book.large("clamp", "large", [x, low, T("f32", low.up + 4)], lambda t: compute(*t), [200] * 3, "exact")
     x = sample(rng("c", "empty"), "f32", [0, 3])
     book.one("clamp", "empty", [x, T("f32", 0), T("f32", 1)], x, "exact")
     x = sample(rng("c", "scalar"), "f32", [])
@@ -683,6 +685,9 @@ def close(book):
     array_equal("mixed", T("u8", [1, 2]), T("f16", [1, 2]), False, True)
     array_equal("ints", T("i64", [2**53, 2**53 + 1]), T("i64", [2**53, 2**53]), False, False)
     array_equal("empty", T("f32", np.zeros([0])), T("f32", np.zeros([0])), False, True)
+    many = T("i8", np.arange(40000) % 100)
+    array_equal("large", many, many, False, True)
+    array_equal("large, the last differs", many, T("i8", np.where(np.arange(40000) == 39999, 7, many.a)), False, False)
     array_equal("scalars", T("bool", True), T("bool", True), False, True)
     book.views("array_equal", "views", [x, x], T("bool", True), equal_nan=False)
 
