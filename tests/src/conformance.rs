@@ -393,6 +393,10 @@ impl Case {
                 CaseInput::Cache { before, .. } => self.bytes(before),
             })
             .collect();
+        let blocks = self
+            .inputs
+            .iter()
+            .any(|input| matches!(input, CaseInput::Tensor(spec, _) if spec.dtype.is_block()));
         let outcome = match (
             executor.run(&graph, self.rows.unwrap_or(0), &inputs),
             self.fails,
@@ -403,7 +407,7 @@ impl Case {
             (Err(error), _) => bail!("{error}"),
         };
         for (i, ((spec, range), got)) in self.outputs.iter().zip(&outcome.outputs).enumerate() {
-            let limit = tolerance(&self.op, spec.dtype);
+            let limit = tolerance(&self.op, spec.dtype, blocks);
             difference(spec.dtype, self.check, limit, got, self.bytes(range))
                 .map_err(|what| anyhow!("result {i} ({spec}): {what}"))?;
         }
