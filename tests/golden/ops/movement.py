@@ -421,7 +421,9 @@ def apply(kind, old, new):
             return old * new
         if np.isnan(old) or np.isnan(new):
             return old + new
-        return max(old, new) if kind == "max" else min(old, new)
+        # Of equal ones, zeros of both signs, the second: as maximum and minimum.
+        keep = old > new if kind == "max" else old < new
+        return old if keep else new
 
 
 def scatter(book):

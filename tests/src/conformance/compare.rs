@@ -131,6 +131,9 @@ pub fn difference(
             "element {i} is {x:e} instead of {y:e} ({wrong} differ)"
         ));
     }
+    if check != Check::Together {
+        return Ok(());
+    }
     let finite = || a.iter().zip(&b).filter(|(_, y)| y.is_finite());
     // Scaled, so that squares of an f64 do not overflow.
     let scale = finite().fold(0.0, |m: f64, (_, y)| m.max(y.abs()));
