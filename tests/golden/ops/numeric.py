@@ -449,6 +449,9 @@ def norm(book):
     add("l2_norm", "large", [x], lambda x: x / np.sqrt((x * x).sum(-1, keepdims=True)), eps=1e-6)
     x = sample(rng("large"), "f16", [2, 16, 101], -3, 3)
     add("group_norm", "large", [x, None, None], lambda x, w, b: group(x, w, b, 4, 1e-5), groups=4, eps=1e-5)
+    x = sample(rng("group", "odd"), "f32", [3, 5, 3])
+    add("group_norm", "odd", [x, None, None], lambda x, w, b: group(x, w, b, 5, 1e-5), groups=5, eps=1e-5)
+    add("group_norm", "empty", [T("f32", np.zeros([0, 4, 3])), None, None], lambda x, w, b: x, groups=2, eps=1e-5)
     x = sample(rng("group", "rows"), "f32", [5, 6, 2])
     add("group_norm", "rows", [x, None, None], lambda x, w, b: group(x, w, b, 3, 1e-5), rows=[0], groups=3, eps=1e-5)
     for n in (0, 2):
