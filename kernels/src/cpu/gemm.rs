@@ -33,8 +33,9 @@ mod vector;
 pub use grid::{Grid, Unit};
 
 use block::{Block, PackColumns, PackRows, RUN, Round, Sweep};
-use kernels::{Kernels, TILE_COLUMNS, TILE_ROWS};
-use vector::Element;
+pub(super) use kernels::Kernels;
+use kernels::{TILE_COLUMNS, TILE_ROWS};
+pub(super) use vector::{Element, Number};
 
 /// Depth of a packed block.
 const DEPTH: usize = 384;

@@ -2,8 +2,10 @@
 
 mod arg;
 mod attention;
+mod conv;
 mod create;
 mod elementwise;
+mod experts;
 mod gemm;
 mod get_rows;
 mod index;
@@ -12,6 +14,7 @@ mod keys;
 mod matmul;
 mod movement;
 mod norm;
+mod pool;
 mod random;
 mod reduce;
 mod reducers;
@@ -20,6 +23,7 @@ mod scan;
 mod scatter;
 mod sort;
 mod strided;
+mod window;
 
 use std::ops::Range;
 
@@ -42,10 +46,13 @@ struct Entry {
 static TABLES: &[&[Entry]] = &[
     ALIASES,
     attention::ENTRIES,
+    conv::ENTRIES,
     elementwise::ENTRIES,
+    experts::ENTRIES,
     gemm::ENTRIES,
     matmul::ENTRIES,
     norm::ENTRIES,
+    pool::ENTRIES,
     rope::ENTRIES,
     get_rows::ENTRIES,
     create::ENTRIES,
@@ -151,10 +158,6 @@ mod tests {
         "sub", "maximum", "minimum", "floor_divide", "remainder", "pow", "div", "atan2", "logaddexp",
         "equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or", "logical_xor",
         "bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift", "where",
-        // matmul
-        "mul_mat_id",
-        // conv
-        "conv", "pool",
     ];
 
     #[test]

@@ -1,13 +1,22 @@
 //! One register of floating-point lanes: what the GEMM needs of an instruction path, and how elements of each
 //! dtype get into it. Lanes are independent outputs, so their number is a matter of speed only.
 
+use std::ops::{Add, Div};
+
 use half::{bf16, f16};
 
 use crate::cpu::lanes::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
 /// What products are summed in.
-pub(in crate::cpu) trait Number: Copy {
+pub(in crate::cpu) trait Number:
+    Copy + PartialOrd + Add<Output = Self> + Div<Output = Self>
+{
     const ZERO: Self;
+    /// Below every number.
+    const LEAST: Self;
+    /// The nearest value.
+    fn from_f64(value: f64) -> Self;
+    fn is_nan(self) -> bool;
     /// `a · b + c`, rounded once.
     fn fma(a: Self, b: Self, c: Self) -> Self;
     /// The value, but every NaN with the bits of [`f32::NAN`].
@@ -18,6 +27,14 @@ macro_rules! number {
     ($type:ty, $nan:expr) => {
         impl Number for $type {
             const ZERO: Self = 0.0;
+            const LEAST: Self = <$type>::NEG_INFINITY;
+            fn from_f64(value: f64) -> Self {
+                value as $type
+            }
+            #[inline(always)]
+            fn is_nan(self) -> bool {
+                <$type>::is_nan(self)
+            }
             #[inline(always)]
             fn fma(a: Self, b: Self, c: Self) -> Self {
                 a.mul_add(b, c)

@@ -45,14 +45,15 @@ struct Prepare {
     x: Reg,
     out: Reg,
     dtype: DType,
-    m: Dim,
+    /// Rows are this times the second.
+    m: (Dim, usize),
     k: usize,
     row_bytes: usize,
 }
 
 impl Kernel for Prepare {
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
-        let m = self.m.at(run.rows);
+        let m = self.m.0.at(run.rows) * self.m.1;
         let rows = split_if_worth(m * self.k, self.k.max(1), 4096, part, parts);
         let rows = rows.start / self.k.max(1)..rows.end / self.k.max(1);
         let bytes = rows.start * self.row_bytes..rows.end * self.row_bytes;
@@ -108,6 +109,44 @@ impl Kernel for Multiply {
     }
 }
 
+/// Bytes of `[n, k]` weights.
+pub(super) fn weight_bytes(
+    call: &Call<'_>,
+    dtype: DType,
+    n: usize,
+    k: usize,
+) -> Result<usize, DeviceError> {
+    let bytes = dtype.row_bytes(k).and_then(|b| b.checked_mul(n));
+    bytes.ok_or_else(|| unsupported(call))
+}
+
+/// `m.0 · m.1` rows of `x` in the blocks that weights of `dtype` want, made once for all who want them; `None` for those
+/// that read numbers.
+pub(super) fn prepared(
+    launcher: &mut Launcher,
+    dtype: DType,
+    x: Reg,
+    m: (Dim, usize),
+    k: usize,
+) -> Option<Reg> {
+    let row_bytes = scratch_bytes(dtype, k);
+    let what = match Activation::of(dtype) {
+        Activation::F32 => return None,
+        Activation::Q8 => "q8",
+        Activation::Q8K => "q8k",
+    };
+    let rows = m.0.at(launcher.max_rows).saturating_mul(m.1);
+    let bytes = rows.saturating_mul(row_bytes);
+    Some(launcher.shared(what, &[x], bytes, |out| Prepare {
+        x,
+        out,
+        dtype,
+        m,
+        k,
+        row_bytes,
+    }))
+}
+
 fn mul_mat(
     launcher: &mut Launcher,
     call: &Call<'_>,
@@ -118,26 +157,8 @@ fn mul_mat(
         return Err(unsupported(call));
     };
     let prepared_bytes = scratch_bytes(dtype, k);
-    let weight_bytes = dtype
-        .row_bytes(k)
-        .and_then(|b| b.checked_mul(n))
-        .ok_or_else(|| unsupported(call))?;
-    let prepared = (prepared_bytes > 0).then(|| {
-        let bytes = m.at(launcher.max_rows).saturating_mul(prepared_bytes);
-        let what = match Activation::of(dtype) {
-            Activation::F32 => "f32",
-            Activation::Q8 => "q8",
-            Activation::Q8K => "q8k",
-        };
-        launcher.shared(what, &[x], bytes, |out| Prepare {
-            x,
-            out,
-            dtype,
-            m,
-            k,
-            row_bytes: prepared_bytes,
-        })
-    });
+    let weight_bytes = weight_bytes(call, dtype, n, k)?;
+    let prepared = prepared(launcher, dtype, x, (m, 1), k);
     let kernel = Multiply {
         x,
         w,

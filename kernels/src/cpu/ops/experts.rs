@@ -1,0 +1,270 @@
+//! Products with the experts that tokens choose.
+
+use hotcell_graph::{
+    DType, Dim,
+    op::{Call, ValueSpec},
+};
+
+use super::{
+    Entry,
+    matmul::{prepared, weight_bytes},
+    split, unsupported,
+};
+use crate::{
+    backend::DeviceError,
+    cpu::{
+        dequant::is_weight_dtype,
+        matmul::MulMat,
+        plan::{Kernel, Launcher, Reg, Run},
+        quantize::scratch_bytes,
+    },
+};
+
+/// What this file has kernels for.
+pub(super) static ENTRIES: &[Entry] = &[Entry {
+    op: "mul_mat_id",
+    supports: fits,
+    launch: mul_mat_id,
+}];
+
+/// Rows that are gathered for an expert at a time, so that its weights are unpacked once for all of them.
+const GATHERED: usize = 16;
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    dtype: DType,
+    ids: DType,
+    experts: usize,
+    n: usize,
+    k: usize,
+    tokens: Dim,
+    /// Experts of a token.
+    used: usize,
+    /// Whether a token has one row for all its experts.
+    shared: bool,
+}
+
+fn sizes_of(call: &Call<'_>) -> Option<Sizes> {
+    let [
+        ValueSpec::Tensor(w),
+        ValueSpec::Tensor(x),
+        ValueSpec::Tensor(ids),
+    ] = call.inputs
+    else {
+        return None;
+    };
+    match (w.shape.dims(), x.shape.dims(), ids.shape.dims()) {
+        (
+            &[Dim::Fixed(experts), Dim::Fixed(n), Dim::Fixed(k)],
+            &[tokens, Dim::Fixed(rows), _],
+            &[_, Dim::Fixed(used)],
+        ) => Some(Sizes {
+            dtype: w.dtype,
+            ids: ids.dtype,
+            experts,
+            n,
+            k,
+            tokens,
+            used,
+            shared: rows == 1,
+        }),
+        _ => None,
+    }
+}
+
+fn fits(call: &Call<'_>) -> bool {
+    sizes_of(call).is_some_and(|s| is_weight_dtype(s.dtype))
+}
+
+struct Experts {
+    w: Reg,
+    x: Reg,
+    ids: Reg,
+    prepared: Option<Reg>,
+    out: Reg,
+    scratch: Reg,
+    /// Scratch bytes of one part, of which the first are gathered rows.
+    room: usize,
+    /// Bytes of one expert.
+    weight_bytes: usize,
+    sizes: Sizes,
+}
+
+/// Element `i` of integers of any dtype; what an i64 does not hold is out of every range.
+///
+/// # Safety
+///
+/// `from` is aligned and valid for more than `i` elements of `dtype`.
+unsafe fn index_at(from: *const u8, dtype: DType, i: usize) -> i64 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            DType::U8 => (*from.add(i)).into(),
+            DType::I8 => (*from.cast::<i8>().add(i)).into(),
+            DType::U16 => (*from.cast::<u16>().add(i)).into(),
+            DType::I16 => (*from.cast::<i16>().add(i)).into(),
+            DType::U32 => (*from.cast::<u32>().add(i)).into(),
+            DType::I32 => (*from.cast::<i32>().add(i)).into(),
+            DType::U64 => i64::try_from(*from.cast::<u64>().add(i)).unwrap_or(i64::MAX),
+            DType::I64 => *from.cast::<i64>().add(i),
+            _ => i64::MAX,
+        }
+    }
+}
+
+impl Experts {
+    /// The expert of a choice, if there is one.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Kernel::run`]; `choice` is below the number of choices.
+    unsafe fn expert(&self, run: &Run<'_>, choice: usize) -> Result<usize, i64> {
+        let Sizes { ids, experts, .. } = self.sizes;
+        // SAFETY: the caller's promise.
+        let id = unsafe { index_at(run.pointer(self.ids), ids, choice) };
+        let wrapped = if id < 0 {
+            id.saturating_add(experts as i64)
+        } else {
+            id
+        };
+        let at = usize::try_from(wrapped).ok().filter(|at| *at < experts);
+        at.ok_or(id)
+    }
+}
+
+impl Kernel for Experts {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let Sizes {
+            dtype,
+            experts,
+            n,
+            k,
+            used,
+            shared,
+            ..
+        } = self.sizes;
+        let choices = self.sizes.tokens.at(run.rows) * used;
+        let columns = split(n, 16, part, parts);
+        let width = columns.len();
+        // A row as the kernel reads it: prepared, or numbers.
+        let prepared_bytes = scratch_bytes(dtype, k);
+        let (from, row_bytes) = match self.prepared {
+            Some(reg) => (run.pointer(reg), prepared_bytes),
+            None => (run.pointer(self.x), k * size_of::<f32>()),
+        };
+        // SAFETY: sizes as the specs say; each part writes columns and scratch of its own.
+        unsafe {
+            let gathered = run.pointer(self.scratch).add(part * self.room);
+            let sums = gathered.add((GATHERED * row_bytes).next_multiple_of(64));
+            let (out, sums) = (run.pointer(self.out).cast::<f32>(), sums.cast::<f32>());
+            for choice in 0..choices {
+                if let Err(id) = self.expert(run, choice) {
+                    if part == 0 {
+                        run.index_out_of_range("mul_mat_id", id, experts);
+                    }
+                    let row = out.add(choice * n + columns.start);
+                    row.write_bytes(0, width);
+                }
+            }
+            if width == 0 {
+                return;
+            }
+            let multiply = |expert: usize, chosen: &[usize]| {
+                for (i, &choice) in chosen.iter().enumerate() {
+                    let row = if shared { choice / used } else { choice };
+                    let to = gathered.add(i * row_bytes);
+                    from.add(row * row_bytes)
+                        .copy_to_nonoverlapping(to, row_bytes);
+                }
+                let rows = chosen.len();
+                let (x, prepared): (&[f32], &[u8]) = match self.prepared {
+                    Some(_) => (&[], std::slice::from_raw_parts(gathered, rows * row_bytes)),
+                    None => (std::slice::from_raw_parts(gathered.cast(), rows * k), &[]),
+                };
+                let weights = run.pointer(self.w).add(expert * self.weight_bytes);
+                let skipped = self.weight_bytes / n * columns.start;
+                let product = MulMat {
+                    dtype,
+                    w: std::slice::from_raw_parts(
+                        weights.add(skipped),
+                        self.weight_bytes - skipped,
+                    ),
+                    k,
+                    x,
+                    x_stride: k,
+                    prepared,
+                    rows,
+                };
+                product.run(run.path, 0..width, sums, width);
+                for (i, &choice) in chosen.iter().enumerate() {
+                    let to = out.add(choice * n + columns.start);
+                    sums.add(i * width).copy_to_nonoverlapping(to, width);
+                }
+            };
+            let mut chosen = [0; GATHERED];
+            for expert in 0..experts {
+                let mut count = 0;
+                for choice in 0..choices {
+                    if self.expert(run, choice) == Ok(expert) {
+                        chosen[count] = choice;
+                        count += 1;
+                    }
+                    if count == GATHERED {
+                        multiply(expert, &chosen);
+                        count = 0;
+                    }
+                }
+                if count > 0 {
+                    multiply(expert, &chosen[..count]);
+                }
+            }
+        }
+    }
+}
+
+fn mul_mat_id(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    let (Some(sizes), &[w, x, ids], &[out]) = (sizes_of(call), ins, outs) else {
+        return Err(unsupported(call));
+    };
+    let Sizes {
+        dtype,
+        n,
+        k,
+        tokens,
+        used,
+        shared,
+        ..
+    } = sizes;
+    let per_token = if shared { 1 } else { used };
+    let prepared = prepared(launcher, dtype, x, (tokens, per_token), k);
+    let row_bytes = match prepared {
+        Some(_) => scratch_bytes(dtype, k),
+        None => k * size_of::<f32>(),
+    };
+    // The widest share of columns is that of a single part.
+    let room = (GATHERED * row_bytes).next_multiple_of(64)
+        + (GATHERED * n * size_of::<f32>()).next_multiple_of(64);
+    let scratch = launcher.scratch(room.saturating_mul(launcher.parts));
+    let kernel = Experts {
+        w,
+        x,
+        ids,
+        prepared,
+        out,
+        scratch,
+        room,
+        weight_bytes: weight_bytes(call, dtype, n, k)?,
+        sizes,
+    };
+    let mut reads = vec![w, x, ids];
+    reads.extend(prepared);
+    launcher.aligned(x);
+    launcher.aligned(ids);
+    launcher.step_with_bytes(kernel, &reads, &[out, scratch]);
+    Ok(())
+}
