@@ -21,6 +21,7 @@ mod reducers;
 mod rope;
 mod scan;
 mod scatter;
+mod softmax;
 mod sort;
 mod strided;
 mod window;
@@ -54,6 +55,7 @@ static TABLES: &[&[Entry]] = &[
     norm::ENTRIES,
     pool::ENTRIES,
     rope::ENTRIES,
+    softmax::ENTRIES,
     get_rows::ENTRIES,
     create::ENTRIES,
     movement::ENTRIES,

@@ -7,6 +7,7 @@ use hotcell_graph::{
 
 use super::{
     Entry,
+    index::{Indices, wrap},
     matmul::{prepared, weight_bytes},
     split, unsupported,
 };
@@ -79,7 +80,7 @@ fn fits(call: &Call<'_>) -> bool {
 struct Experts {
     w: Reg,
     x: Reg,
-    ids: Reg,
+    ids: Indices,
     prepared: Option<Reg>,
     out: Reg,
     scratch: Reg,
@@ -90,28 +91,6 @@ struct Experts {
     sizes: Sizes,
 }
 
-/// Element `i` of integers of any dtype; what an i64 does not hold is out of every range.
-///
-/// # Safety
-///
-/// `from` is aligned and valid for more than `i` elements of `dtype`.
-unsafe fn index_at(from: *const u8, dtype: DType, i: usize) -> i64 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match dtype {
-            DType::U8 => (*from.add(i)).into(),
-            DType::I8 => (*from.cast::<i8>().add(i)).into(),
-            DType::U16 => (*from.cast::<u16>().add(i)).into(),
-            DType::I16 => (*from.cast::<i16>().add(i)).into(),
-            DType::U32 => (*from.cast::<u32>().add(i)).into(),
-            DType::I32 => (*from.cast::<i32>().add(i)).into(),
-            DType::U64 => i64::try_from(*from.cast::<u64>().add(i)).unwrap_or(i64::MAX),
-            DType::I64 => *from.cast::<i64>().add(i),
-            _ => i64::MAX,
-        }
-    }
-}
-
 impl Experts {
     /// The expert of a choice, if there is one.
     ///
@@ -119,16 +98,10 @@ impl Experts {
     ///
     /// As for [`Kernel::run`]; `choice` is below the number of choices.
     unsafe fn expert(&self, run: &Run<'_>, choice: usize) -> Result<usize, i64> {
-        let Sizes { ids, experts, .. } = self.sizes;
+        let mut id = [0];
         // SAFETY: the caller's promise.
-        let id = unsafe { index_at(run.pointer(self.ids), ids, choice) };
-        let wrapped = if id < 0 {
-            id.saturating_add(experts as i64)
-        } else {
-            id
-        };
-        let at = usize::try_from(wrapped).ok().filter(|at| *at < experts);
-        at.ok_or(id)
+        unsafe { self.ids.read(run, choice, &mut id) };
+        wrap(id[0], self.sizes.experts).ok_or(id[0])
     }
 }
 
@@ -253,7 +226,10 @@ fn mul_mat_id(
     let kernel = Experts {
         w,
         x,
-        ids,
+        ids: Indices {
+            reg: ids,
+            dtype: sizes.ids,
+        },
         prepared,
         out,
         scratch,
@@ -264,7 +240,6 @@ fn mul_mat_id(
     let mut reads = vec![w, x, ids];
     reads.extend(prepared);
     launcher.aligned(x);
-    launcher.aligned(ids);
     launcher.step_with_bytes(kernel, &reads, &[out, scratch]);
     Ok(())
 }
