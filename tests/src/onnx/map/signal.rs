@@ -16,11 +16,11 @@ pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
     Ok(Some(vec![value]))
 }
 
-/// cos and sin of 2π·r·c/n, `[rows, columns]`.
+/// cos and sin of 2π·r·c/n, `[rows, columns]`, f64: results of 0 must come out as 0 to within 1e-7.
 fn waves(m: &Mapper<'_>, rows: usize, columns: usize, n: usize) -> Result<[Value; 2]> {
     let product = m.mul(m.places(rows, 0, 2)?, m.places(columns, 1, 2)?)?;
     let turn = m.binary("remainder", product, m.like(n as f64, product)?)?;
-    let angle = m.scale(m.cast(turn, DType::F32)?, TAU / n as f64)?;
+    let angle = m.scale(m.cast(turn, DType::F64)?, TAU / n as f64)?;
     Ok([m.unary("cos", angle)?, m.unary("sin", angle)?])
 }
 
@@ -28,7 +28,7 @@ fn dft(m: &Mapper<'_>) -> Result<Value> {
     if m.given(1)?.is_some() {
         bail!("a DFT of another length");
     }
-    let x = m.x(0)?;
+    let x = m.cast(m.x(0)?, DType::F64)?;
     let dims = m.dims(x)?;
     let rank = dims.len();
     let axis = match m.case.opset {
@@ -77,7 +77,7 @@ fn dft(m: &Mapper<'_>) -> Result<Value> {
         im = m.add(im, times(i, cos)?)?;
     }
     let back = |v: Value| {
-        let v = m.transpose(v, &order)?;
+        let v = m.cast(m.transpose(v, &order)?, m.wanted(0)?)?;
         let mut dims = m.dims(v)?;
         dims.push(1);
         m.reshape(v, &dims)
