@@ -210,7 +210,8 @@ fn transposed(m: &Mapper<'_>) -> Result<Value> {
         };
         if let Some(size) = size {
             let all = strides[i] * (n - 1) + beyond[i] + reach[i] + 1 - size;
-            let less = all / 2;
+            // All is less than nothing where the result is larger than what the kernel reaches.
+            let less = all.div_euclid(2);
             let upper = auto == "SAME_UPPER";
             (low[i], high[i]) = if upper {
                 (less, all - less)
