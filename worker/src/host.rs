@@ -295,9 +295,11 @@ impl Host {
     /// # Errors
     /// When it does not come or its length could change.
     pub async fn shared_memory(&self, tag: u64) -> Result<SharedMapping, Error> {
-        let fd = self.descriptor(tag).await?;
-        SharedMapping::of_memory(fd)
-            .map_err(|error| Error::new(Reason::InvalidArgument, error.to_string()))
+        // The tag is a client's word: that nothing comes under it is no fault of the scheduler's.
+        let refused = |what: String| Error::new(Reason::InvalidArgument, what);
+        let fd = self.descriptor(tag).await;
+        let fd = fd.map_err(|error| refused(error.message().to_owned()))?;
+        SharedMapping::of_memory(fd).map_err(|error| refused(error.to_string()))
     }
 
     /// Serves tensors on one more connection, whose end comes under `tag`, until it is closed.

@@ -12,6 +12,7 @@ pub mod plan;
 pub mod plane;
 pub mod shared;
 pub mod state;
+mod submit;
 pub mod tensor;
 pub mod upload;
 pub mod value;

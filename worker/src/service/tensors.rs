@@ -2,14 +2,12 @@
 
 mod compile;
 mod lease;
+mod pipeline;
 mod transfer;
 
-use std::{
-    pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
 };
 
 use hotcell_graph::{Shape, TensorSpec};
@@ -21,12 +19,12 @@ use hotcell_proto::{
     session::{HandleId, SessionId},
     v1::{self, tensors_server::Tensors},
 };
-use tokio::sync::{Semaphore, mpsc, oneshot};
-use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
+use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
 pub use compile::server;
 use lease::Lease;
+use pipeline::Answers;
 use transfer::Chunks;
 
 use crate::{
@@ -40,16 +38,13 @@ use crate::{
     },
 };
 
-/// Calls of one [`Tensors::execute_many`] that wait or run at once; further ones wait in the connection.
-const PIPELINE: usize = 64;
-
 /// The service.
 #[derive(Clone)]
 pub struct TensorsService {
     host: Host,
 }
 
-/// Cancels a call when it is dropped before its answer came.
+/// Cancels calls when it is dropped before their answers came.
 struct Wanted {
     cancelled: Arc<AtomicBool>,
     engine: Option<Engine>,
@@ -144,12 +139,7 @@ impl TensorsService {
     }
 
     /// Queues a call and, unless it is detached, waits for its end.
-    async fn call(
-        &self,
-        session: SessionId,
-        request: CallRequest,
-        queued: oneshot::Sender<()>,
-    ) -> Result<Answer, Error> {
+    async fn call(&self, session: SessionId, request: CallRequest) -> Result<Answer, Error> {
         let engine = self.host.engine();
         let detached = request.detached;
         let wanted = Wanted::new(engine);
@@ -169,9 +159,7 @@ impl TensorsService {
                 },
             )
         });
-        let submitted = submit.await;
-        let _ = queued.send(());
-        let result = match submitted {
+        let result = match submit.await {
             Ok(at_once) if detached => Ok(at_once),
             Ok(_) => answer.await.unwrap_or_else(|_| Err(session_gone())),
             Err(error) => Err(error),
@@ -302,65 +290,18 @@ impl Tensors for TensorsService {
         let request = request.into_inner();
         let tag = request.tag;
         let call = CallRequest::read(request, self.epoch())?;
-        let answer = self.call(session, call, oneshot::channel().0).await?;
+        let answer = self.call(session, call).await?;
         Ok(Response::new(response(answer, tag)))
     }
 
-    type ExecuteManyStream =
-        Pin<Box<dyn Stream<Item = Result<v1::ExecuteResponse, Status>> + Send>>;
+    type ExecuteManyStream = Answers;
 
     async fn execute_many(
         &self,
         request: Request<Streaming<v1::ExecuteRequest>>,
     ) -> Result<Response<Self::ExecuteManyStream>, Status> {
         let session = SessionId::of(request.metadata())?;
-        let mut requests = request.into_inner();
-        let (responses, stream) = mpsc::channel(1);
-        let service = self.clone();
-        let places = Arc::new(Semaphore::new(PIPELINE));
-        tokio::spawn(async move {
-            loop {
-                let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-                    return;
-                };
-                let request = tokio::select! {
-                    request = requests.next() => request,
-                    // The reader left: its calls are cancelled by their own tasks.
-                    () = responses.closed() => return,
-                };
-                let request = match request {
-                    None => return,
-                    Some(Err(status)) => {
-                        let _ = responses.send(Err(status)).await;
-                        return;
-                    }
-                    Some(Ok(request)) => request,
-                };
-                let tag = request.tag;
-                let (service, session) = (service.clone(), session.clone());
-                let responses = responses.clone();
-                let (queued, is_queued) = oneshot::channel();
-                tokio::spawn(async move {
-                    let call = async {
-                        let call = CallRequest::read(request, service.epoch())?;
-                        service.call(session, call, queued).await
-                    };
-                    let answer = tokio::select! {
-                        answer = call => answer,
-                        () = responses.closed() => return,
-                    };
-                    let response = match answer {
-                        Ok(answer) => response(answer, tag),
-                        Err(error) => failed(&error, tag),
-                    };
-                    let _ = responses.send(Ok(response)).await;
-                    drop(place);
-                });
-                // The next one is queued after this one, or order would be lost.
-                let _ = is_queued.await;
-            }
-        });
-        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+        Ok(Response::new(self.pipeline(session, request.into_inner())))
     }
 
     async fn synchronize(

@@ -23,19 +23,20 @@ use hotcell_proto::{
 use tokio::sync::oneshot;
 
 use super::{
-    call::{Answer, Operand, Reply, Submitted, Wish},
+    account::Charge,
+    call::{Answer, Reply},
     invalid,
     memory::{Home, Storage},
     plan::PlanEntry,
     quota,
     state::Session,
-    tensor::{Tensor, at_rows, holds_indices},
+    tensor::{Tensor, holds_indices},
     value::{State, Value},
 };
 use crate::error::of_plan;
 
 /// Where a result goes.
-enum Goal {
+pub(super) enum Goal {
     /// To a value under this id.
     Keep(HandleId, Tensor),
     /// Over the value that its tensor had before, as its new one.
@@ -47,50 +48,55 @@ enum Goal {
 }
 
 /// A result of a call.
-struct Output {
-    bytes: usize,
-    goal: Goal,
+pub(super) struct Output {
+    pub(super) bytes: usize,
+    pub(super) goal: Goal,
     /// `None` until the call starts, where it overwrites something.
-    storage: Option<Storage>,
+    pub(super) storage: Option<Storage>,
 }
 
 /// A queued call.
-struct Job {
-    fence: u64,
-    plan: Rc<PlanEntry>,
-    rows: usize,
-    inputs: Vec<Rc<Value>>,
-    outputs: Vec<Output>,
-    wait: Vec<(u32, u64)>,
-    cancelled: Arc<AtomicBool>,
-    reply: Option<Reply>,
+pub(super) struct Job {
+    pub(super) fence: u64,
+    pub(super) plan: Rc<PlanEntry>,
+    pub(super) rows: usize,
+    pub(super) inputs: Vec<Rc<Value>>,
+    pub(super) outputs: Vec<Output>,
+    pub(super) wait: Vec<(u32, u64)>,
+    /// Set when its caller left.
+    pub(super) cancelled: Arc<AtomicBool>,
+    /// Its stream was cancelled.
+    pub(super) stopped: bool,
+    pub(super) reply: Option<Reply>,
     /// The node it has come to, once it started.
-    at: Option<usize>,
-    compute: Duration,
+    pub(super) at: Option<usize>,
+    pub(super) compute: Duration,
     /// Copies of inputs that others could change.
-    copies: Vec<Storage>,
+    pub(super) copies: Vec<Storage>,
+    /// For a call whose own size counts.
+    pub(super) _charge: Option<Charge>,
 }
 
 impl Job {
     fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Acquire)
+        self.stopped || self.cancelled.load(Ordering::Acquire)
     }
 }
 
 /// An ordered queue.
 #[derive(Default)]
-struct Stream {
-    queue: VecDeque<Job>,
-    issued: u64,
-    passed: u64,
+pub(super) struct Stream {
+    pub(super) queue: VecDeque<Job>,
+    pub(super) issued: u64,
+    pub(super) passed: u64,
 }
 
 /// A session's queues.
 #[derive(Default)]
 pub struct Streams {
-    streams: BTreeMap<u32, Stream>,
+    pub(super) streams: BTreeMap<u32, Stream>,
     /// Calls in all of them.
-    calls: usize,
+    pub(super) calls: usize,
 }
 
 impl Streams {
@@ -98,7 +104,7 @@ impl Streams {
         self.streams.get(&stream).map_or(0, |s| s.passed) >= value
     }
 
-    fn was_issued(&self, (stream, value): (u32, u64)) -> bool {
+    pub(super) fn was_issued(&self, (stream, value): (u32, u64)) -> bool {
         self.streams.get(&stream).map_or(0, |s| s.issued) >= value
     }
 
@@ -119,201 +125,8 @@ fn cancelled() -> Error {
 }
 
 impl Session {
-    /// Queues a call. Returns its fence and, as they are now, the tensors it will write.
-    ///
-    /// # Errors
-    /// When it does not fit the plan, or quotas or memory are short. Nothing is changed then.
-    pub fn submit(&mut self, submitted: Submitted) -> Result<Answer, Error> {
-        let Submitted {
-            request,
-            reply,
-            cancelled,
-        } = submitted;
-        if self.streams.calls >= limits::MAX_SESSION_CALLS {
-            return Err(quota("calls that wait or run", limits::MAX_SESSION_CALLS));
-        }
-        let streams = &self.streams.streams;
-        if !streams.contains_key(&request.stream) && streams.len() >= limits::MAX_SESSION_STREAMS {
-            return Err(quota("streams", limits::MAX_SESSION_STREAMS));
-        }
-        if let Some((stream, value)) = request.wait.iter().find(|f| !self.streams.was_issued(**f)) {
-            let what = format!("stream {stream} has no fence {value} yet; queue its work first");
-            return Err(invalid(what));
-        }
-        let plan = Rc::clone(self.plan(request.plan)?);
-        let rows = request.rows;
-        if rows > plan.max_rows {
-            let what = format!("{rows} rows, and the plan takes {} at most", plan.max_rows);
-            return Err(Error::new(Reason::GraphInvalid, what));
-        }
-        let inputs = self.operands(&plan, rows, request.inputs)?;
-        let outputs = self.goals(&plan, rows, request.outputs)?;
-        // From here on nothing fails.
-        for output in &outputs {
-            if let Goal::Keep(id, tensor) | Goal::Into(id, tensor, _) = &output.goal {
-                self.tensors.insert(*id, tensor.clone());
-            }
-        }
-        let infos = outputs.iter().map(|o| self.answer(o, None)).collect();
-        let stream = self.streams.streams.entry(request.stream).or_default();
-        stream.issued += 1;
-        self.streams.calls += 1;
-        let fence = stream.issued;
-        stream.queue.push_back(Job {
-            fence,
-            plan,
-            rows,
-            inputs,
-            outputs,
-            wait: request.wait,
-            cancelled,
-            reply,
-            at: None,
-            compute: Duration::ZERO,
-            copies: Vec::new(),
-        });
-        Ok(Answer {
-            outputs: infos,
-            fence: v1::Fence {
-                stream: request.stream,
-                value: fence,
-            },
-            compute_ns: 0,
-        })
-    }
-
-    fn operands(
-        &self,
-        plan: &PlanEntry,
-        rows: usize,
-        operands: Vec<Operand>,
-    ) -> Result<Vec<Rc<Value>>, Error> {
-        let misfit = |i: usize, what: String| {
-            Error::new(Reason::GraphInvalid, format!("input {i} {what}")).with("input", i)
-        };
-        if operands.len() != plan.inputs.len() {
-            let (given, due) = (operands.len(), plan.inputs.len());
-            let what = format!("{given} inputs, and the plan takes {due}");
-            return Err(Error::new(Reason::GraphInvalid, what));
-        }
-        let mut values = Vec::with_capacity(operands.len());
-        for (i, (operand, spec)) in operands.into_iter().zip(&plan.inputs).enumerate() {
-            let fixed = match spec {
-                ValueSpec::Tensor(t) => ValueSpec::Tensor(at_rows(t, rows)?.0),
-                other => other.clone(),
-            };
-            values.push(match (operand, &fixed) {
-                (Operand::Tensor(id), _) => {
-                    let tensor = self.tensor(id)?;
-                    if tensor.spec != fixed {
-                        return Err(misfit(i, format!("is {fixed}, not {}", tensor.spec)));
-                    }
-                    if let State::Uploading(_) = &*tensor.value.state() {
-                        return Err(super::value::not_ready(&tensor.value.state()));
-                    }
-                    Rc::clone(&tensor.value)
-                }
-                (Operand::Data(data), ValueSpec::Tensor(t)) => {
-                    let bytes = t.bytes(rows).unwrap_or(usize::MAX);
-                    if data.len() != bytes {
-                        let what = format!("({t}) takes {bytes} bytes, not {}", data.len());
-                        return Err(misfit(i, what));
-                    }
-                    let storage = self.pool.allocate("an inline input", bytes)?;
-                    if !self.pool.dry_run() {
-                        storage.write(0, &data)?;
-                    }
-                    Value::new(State::Ready(storage))
-                }
-                (Operand::Data(_), other) => {
-                    return Err(misfit(
-                        i,
-                        format!("is a {other}, which cannot be sent as bytes"),
-                    ));
-                }
-            });
-        }
-        let caches = plan.inputs.iter().zip(&values);
-        let caches: Vec<_> = caches
-            .filter(|(spec, _)| matches!(spec, ValueSpec::Cache(_)))
-            .map(|(_, value)| Rc::as_ptr(value))
-            .collect();
-        let distinct: std::collections::HashSet<_> = caches.iter().collect();
-        if distinct.len() != caches.len() {
-            return Err(invalid("one cache is given as two inputs"));
-        }
-        Ok(values)
-    }
-
-    fn goals(
-        &self,
-        plan: &PlanEntry,
-        rows: usize,
-        mut wishes: Vec<Wish>,
-    ) -> Result<Vec<Output>, Error> {
-        if wishes.len() > plan.outputs.len() {
-            let (given, due) = (wishes.len(), plan.outputs.len());
-            return Err(invalid(format!("{given} outputs, and the plan has {due}")));
-        }
-        wishes.resize_with(plan.outputs.len(), || Wish::Keep(None));
-        let kept = wishes.iter().filter(|w| matches!(w, Wish::Keep(_))).count();
-        self.room_for(kept)?;
-        let mut inline = 0usize;
-        let mut outputs = Vec::with_capacity(wishes.len());
-        for (wish, spec) in wishes.into_iter().zip(&plan.outputs) {
-            let (spec, bytes) = at_rows(spec, rows)?;
-            let pending = |spec| Tensor {
-                spec,
-                bytes,
-                value: Value::new(State::Pending),
-                weight: None,
-            };
-            let goal = match wish {
-                Wish::Keep(id) => Goal::Keep(self.fresh(id)?, pending(ValueSpec::Tensor(spec))),
-                Wish::Into(id) => {
-                    let tensor = self.tensor(id)?;
-                    if tensor.weight.is_some() || matches!(tensor.spec, ValueSpec::Cache(_)) {
-                        return Err(invalid("weights and caches cannot be overwritten"));
-                    }
-                    if tensor.bytes != bytes {
-                        let have = tensor.bytes;
-                        let what = format!("a result of {bytes} bytes cannot overwrite {have}");
-                        return Err(invalid(what));
-                    }
-                    if let State::Uploading(_) = &*tensor.value.state() {
-                        return Err(super::value::not_ready(&tensor.value.state()));
-                    }
-                    let before = Rc::clone(&tensor.value);
-                    Goal::Into(id, pending(tensor.spec.clone()), before)
-                }
-                Wish::Inline => {
-                    inline = inline.saturating_add(bytes);
-                    Goal::Inline
-                }
-                Wish::Drop => Goal::Drop,
-            };
-            if inline > limits::MAX_INLINE_BYTES {
-                let limit = limits::MAX_INLINE_BYTES;
-                let what = format!(
-                    "results of more than {limit} bytes in one answer; keep them and download"
-                );
-                return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
-            }
-            let storage = match goal {
-                Goal::Into(..) => None,
-                _ => Some(self.pool.allocate("a result", bytes)?),
-            };
-            outputs.push(Output {
-                bytes,
-                goal,
-                storage,
-            });
-        }
-        Ok(outputs)
-    }
-
     /// An output as the answer has it; `inline` are its bytes.
-    fn answer(&self, output: &Output, inline: Option<bytes::Bytes>) -> v1::Output {
+    pub(super) fn answer(&self, output: &Output, inline: Option<bytes::Bytes>) -> v1::Output {
         let kind = match &output.goal {
             Goal::Keep(id, tensor) | Goal::Into(id, tensor, _) => {
                 Some(v1::output::Kind::Tensor(tensor.info(*id, self.epoch)))
@@ -561,11 +374,14 @@ impl Session {
 
     /// Marks the calls of a stream, or of all, so that they end without being done. Returns how many.
     pub fn cancel(&mut self, stream: Option<u32>) -> usize {
-        let streams = self.streams.streams.iter();
+        let streams = self.streams.streams.iter_mut();
         let chosen = streams.filter(|(id, _)| stream.is_none_or(|s| s == **id));
-        let jobs = chosen.flat_map(|(_, s)| &s.queue);
-        jobs.filter(|j| !j.cancelled.swap(true, Ordering::AcqRel))
-            .count()
+        let mut count = 0;
+        for job in chosen.flat_map(|(_, s)| &mut s.queue) {
+            count += usize::from(!job.is_cancelled());
+            job.stopped = true;
+        }
+        count
     }
 
     /// Ends all work with an error.

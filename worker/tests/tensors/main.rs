@@ -3,4 +3,8 @@
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 mod calls;
+mod lifetimes;
+mod order;
+mod refuse;
+mod shared;
 mod support;

@@ -1,0 +1,175 @@
+//! Memory that client and worker share, and connections that come as descriptors.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use hotcell_graph::{DType, GraphBuilder, wire};
+use hotcell_ipc::{
+    memory::{SharedMapping, sealed_memory, shared_memory},
+    socket::{DescriptorSender, descriptor_pair, stream_pair},
+    transport::{Windows, channel_over},
+};
+use hotcell_proto::{
+    error::Reason,
+    v1::{self, output_wish, tensors_client::TensorsClient, worker_server::Worker},
+};
+use hotcell_worker::{host::Host, service::WorkerService};
+use tonic::{Request, Status};
+
+use crate::support::*;
+
+fn descriptors(host: &Host) -> DescriptorSender {
+    let (ours, theirs) = descriptor_pair().unwrap();
+    host.receive_descriptors(theirs).unwrap();
+    DescriptorSender::new(ours).unwrap()
+}
+
+async fn import(
+    client: &Client,
+    tag: u64,
+    spec: v1::TensorSpec,
+    offset: u64,
+) -> Result<v1::TensorInfo, Status> {
+    let request = client.of(v1::ImportSharedRequest {
+        tag,
+        spec: Some(spec),
+        offset,
+    });
+    Ok(client
+        .raw
+        .clone()
+        .import_shared(request)
+        .await?
+        .into_inner())
+}
+
+fn put(map: &SharedMapping, offset: usize, bytes: &[u8]) {
+    assert!(offset + bytes.len() <= map.len());
+    // SAFETY: inside the mapping, which lives; nobody computes on it now.
+    unsafe {
+        map.start()
+            .add(offset)
+            .copy_from(bytes.as_ptr(), bytes.len())
+    };
+}
+
+fn get(map: &SharedMapping, offset: usize, len: usize) -> Vec<u8> {
+    assert!(offset + len <= map.len());
+    let mut bytes = vec![0; len];
+    // SAFETY: as in `put`.
+    unsafe { map.start().add(offset).copy_to(bytes.as_mut_ptr(), len) };
+    bytes
+}
+
+#[tokio::test]
+async fn inputs_and_results_lie_in_shared_memory() {
+    let host = worker(64 << 20);
+    let sender = descriptors(&host);
+    let client = Client::open(&host).await;
+    let memory = shared_memory("a test", 4096).unwrap();
+    let map = SharedMapping::of_memory(&memory).unwrap();
+    let send = |tag: u64, fd: &OwnedFd| sender.send(tag, &[fd.as_fd()]).unwrap();
+    send(1, &memory);
+    let a = import(&client, 1, wire_spec(&[4]), 0).await.unwrap();
+    send(2, &memory);
+    let b = import(&client, 2, wire_spec(&[4]), 128).await.unwrap();
+    assert_eq!(client.memory().await.active, 0);
+    let (a, b) = (a.handle.unwrap(), b.handle.unwrap());
+    let plan = client.compile(&add_graph(&[4])).await;
+    for round in 0..3 {
+        let x = round as f32;
+        put(&map, 0, &f32s(&[x, 1.0, 2.0, 3.0]));
+        let into = wish(output_wish::Kind::Into(b.clone()));
+        let request = call(&plan, vec![tensor(&a), data(f32s(&[0.5; 4]))], vec![into]);
+        client.execute(request).await.unwrap();
+        assert_eq!(read_f32s(&get(&map, 128, 16)), [x + 0.5, 1.5, 2.5, 3.5]);
+        assert_eq!(client.download(&b).await, [x + 0.5, 1.5, 2.5, 3.5]);
+    }
+    // What is read and written at once must not be the same memory.
+    let into = wish(output_wish::Kind::Into(a.clone()));
+    let both = call(&plan, vec![tensor(&a), tensor(&a)], vec![into]);
+    assert_eq!(reason(client.execute(both).await), Reason::GraphInvalid);
+
+    // Indices are read once, from a copy.
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &[8, 4])).unwrap();
+    let i = g.tensor("i", spec(DType::I32, &[2])).unwrap();
+    let y = g.get_rows(x, i).unwrap();
+    let pick = client.compile(&g.finish(&[y]).unwrap()).await;
+    send(3, &memory);
+    let spec = wire::encode_tensor_spec(&spec(DType::I32, &[2]));
+    let i = import(&client, 3, spec, 256).await.unwrap().handle.unwrap();
+    let table: Vec<f32> = (0..32).map(|x| x as f32).collect();
+    put(&map, 256, &[2, 0, 0, 0, 0, 0, 0, 0]);
+    let request = call(&pick, vec![data(f32s(&table)), tensor(&i)], vec![inline()]);
+    let response = client.execute(request.clone()).await.unwrap();
+    assert_eq!(
+        read_f32s(&sent(&response, 0)),
+        [8.0, 9.0, 10.0, 11.0, 0.0, 1.0, 2.0, 3.0]
+    );
+    put(&map, 256, &[255; 8]);
+    assert_eq!(
+        reason(client.execute(request).await),
+        Reason::IndexOutOfRange
+    );
+}
+
+#[tokio::test]
+async fn memory_that_could_shrink_or_is_too_small_is_refused() {
+    let host = worker(64 << 20);
+    let sender = descriptors(&host);
+    let client = Client::open(&host).await;
+    let good = shared_memory("a test", 4096).unwrap();
+    let immutable = sealed_memory("a test", &[0; 4096]).unwrap();
+    let file: OwnedFd = tempfile::tempfile().unwrap().into();
+    let (socket, _) = stream_pair().unwrap();
+    let cases: [(&OwnedFd, usize, u64); 8] = [
+        (&immutable, 4, 0),
+        (&file, 4, 0),
+        (&socket, 4, 0),
+        (&good, 1025, 0),
+        (&good, 4, 4096),
+        (&good, 4, 4),
+        (&good, 4, u64::MAX),
+        (&good, 4, u64::MAX - 63),
+    ];
+    for (tag, (fd, elements, offset)) in (1..).zip(cases) {
+        sender.send(tag, &[fd.as_fd()]).unwrap();
+        let refused = import(&client, tag, wire_spec(&[elements]), offset).await;
+        assert_eq!(reason(refused), Reason::InvalidArgument, "{tag}");
+    }
+    assert!(client.list().await.tensors.is_empty());
+}
+
+#[tokio::test]
+async fn a_connection_that_comes_as_a_descriptor_is_served() {
+    let host = worker(64 << 20);
+    let sender = descriptors(&host);
+    let (ours, theirs) = stream_pair().unwrap();
+    sender.send(9, &[theirs.as_fd()]).unwrap();
+    drop(theirs);
+    let control = WorkerService(host.clone());
+    let request = Request::new(v1::OpenTensorsRequest { tag: 9 });
+    control.open_tensors(request).await.unwrap();
+    let channel = channel_over(ours, Windows::default()).await.unwrap();
+    let raw = TensorsClient::new(channel);
+    let about = raw
+        .clone()
+        .describe(v1::DescribeRequest {})
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!((about.worker.as_str(), about.epoch), ("w3", EPOCH.0));
+    assert!(about.ops.contains(&"add".to_owned()));
+    assert!(about.buffer_types[0].is_host);
+    let client = Client::open_over(raw, v1::OpenSessionRequest::default())
+        .await
+        .unwrap();
+    let a = client.upload(&[2], &[1.0, 2.0]).await;
+    assert_eq!(client.download(&a).await, [1.0, 2.0]);
+    // Its end ends the session.
+    drop(client);
+    let bytes = || host.engine().tensors(|plane| Ok(plane.bytes()));
+    while bytes().await.unwrap() > 0 {
+        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+    }
+}
