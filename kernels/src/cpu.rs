@@ -2,8 +2,11 @@
 
 mod buffer;
 pub mod dequant;
+mod elementwise;
+mod fuse;
 pub mod gemm;
 pub mod lanes;
+pub mod math;
 pub mod matmul;
 mod ops;
 pub mod path;

@@ -11,6 +11,8 @@ pub struct PlanHints {
     pub empty_kernels: bool,
     /// Refuse, before anything is allocated, a plan that would allocate more bytes.
     pub max_bytes: Option<usize>,
+    /// Make one kernel of elementwise ops that can be. The results have the same bits either way.
+    pub fuse: bool,
 }
 
 impl Default for PlanHints {
@@ -19,6 +21,7 @@ impl Default for PlanHints {
             allocate: true,
             empty_kernels: false,
             max_bytes: None,
+            fuse: true,
         }
     }
 }
@@ -79,5 +82,20 @@ pub trait Plan {
     /// # Errors
     /// [`DeviceError::Binding`] while something is unbound, [`DeviceError::IndexOutOfRange`] when an
     /// index tensor points outside. Outputs are then unspecified; effects on caches may be partial.
-    fn execute(&mut self, rows: usize) -> Result<(), DeviceError>;
+    fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {
+        self.execute_from(rows, 0, &|| false).map(|_| ())
+    }
+
+    /// Runs the steps from `from` for `rows` rows, and asks `pause` between them now and then. When it says so, the
+    /// step to go on from is returned, else `None` at the end. Between the slices of one execution nothing may be
+    /// bound anew, and no other execution of the plan begun.
+    ///
+    /// # Errors
+    /// See [`Plan::execute`]; [`DeviceError::Binding`] when there is no such step.
+    fn execute_from(
+        &mut self,
+        rows: usize,
+        from: usize,
+        pause: &dyn Fn() -> bool,
+    ) -> Result<Option<usize>, DeviceError>;
 }

@@ -1,0 +1,311 @@
+//! What kernels see: places, the launcher that plans collect steps with, and the run.
+
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use hotcell_graph::TensorSpec;
+
+use crate::{backend::DeviceError, cpu::path::CpuPath, memory};
+
+/// A place that kernels read and write: an arena value, a bound input, or a bound output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Reg(u32);
+
+impl Reg {
+    /// The place of an optional input that is not given; no kernel may touch it.
+    pub const ABSENT: Reg = Reg(u32::MAX);
+
+    pub(super) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// What a kernel sees while it runs. Each part has its own.
+#[derive(Clone, Copy)]
+pub(crate) struct Run<'a> {
+    pointers: &'a [*mut u8],
+    fault: &'a Fault,
+    workspaces: Workspaces,
+    /// The step that runs.
+    step: usize,
+    /// Rows of this execution.
+    pub rows: usize,
+    /// Instruction path.
+    pub path: CpuPath,
+}
+
+/// Memory that a kernel may use while it runs, a piece per part.
+#[derive(Clone, Copy)]
+pub(super) struct Workspaces {
+    pub start: *mut u8,
+    /// Bytes of a part's piece.
+    pub bytes: usize,
+}
+
+// SAFETY: the pointers lead to memory that outlives the run; which part of it each thread writes is
+// the kernels' contract ([`Kernel::run`]).
+unsafe impl Sync for Run<'_> {}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(
+        pointers: &'a [*mut u8],
+        fault: &'a Fault,
+        workspaces: Workspaces,
+        rows: usize,
+        path: CpuPath,
+    ) -> Self {
+        Self {
+            pointers,
+            fault,
+            workspaces,
+            step: 0,
+            rows,
+            path,
+        }
+    }
+
+    /// Says which step runs now.
+    pub(super) fn enter(&mut self, step: usize) {
+        self.step = step;
+    }
+
+    /// Whether a step before this one failed ([`Fault::before`]).
+    pub(super) fn failed_before(&self, step: usize) -> bool {
+        self.fault.before(step)
+    }
+
+    /// The part's memory for as many bytes as the kernel asked for ([`Launcher::workspace`]).
+    pub fn workspace(&self, part: usize) -> *mut u8 {
+        self.workspaces
+            .start
+            .wrapping_add(part * self.workspaces.bytes)
+    }
+
+    /// Address of a place.
+    pub fn pointer(&self, reg: Reg) -> *mut u8 {
+        self.pointers[reg.0 as usize]
+    }
+
+    /// A place as a slice.
+    ///
+    /// # Safety
+    /// `T` must be a plain number type, the place must hold `len` of them, and nobody may write them
+    /// while the slice lives.
+    pub unsafe fn slice<T>(&self, reg: Reg, len: usize) -> &[T] {
+        // SAFETY: the caller's promise; arena places are aligned to a cache line, `bind` checked the rest.
+        unsafe { std::slice::from_raw_parts(self.pointer(reg).cast(), len) }
+    }
+
+    /// Part of a place as a slice to write.
+    ///
+    /// # Safety
+    /// As for [`Run::slice`], and nobody else may read or write `range` while the slice lives.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn slice_mut<T>(&self, reg: Reg, range: Range<usize>) -> &mut [T] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.pointer(reg).cast::<T>().add(range.start),
+                range.end - range.start,
+            )
+        }
+    }
+
+    /// Reports an index that is out of range; the execution ends with the first one reported.
+    #[cold]
+    pub fn index_out_of_range(&self, op: &'static str, index: i64, bound: usize) {
+        self.fail(DeviceError::IndexOutOfRange { op, index, bound });
+    }
+
+    /// Reports what keeps a kernel from a result; the execution ends with the first report.
+    #[cold]
+    pub fn fail(&self, error: DeviceError) {
+        self.fault.set(self.step, error);
+    }
+}
+
+/// The first error of an execution, and since which step there is one.
+pub(super) struct Fault {
+    step: AtomicUsize,
+    error: Mutex<Option<DeviceError>>,
+}
+
+impl Default for Fault {
+    fn default() -> Self {
+        Self {
+            step: AtomicUsize::new(usize::MAX),
+            error: Mutex::new(None),
+        }
+    }
+}
+
+impl Fault {
+    fn set(&self, step: usize, error: DeviceError) {
+        let mut slot = self.error.lock().unwrap_or_else(|e| e.into_inner());
+        slot.get_or_insert(error);
+        self.step.fetch_min(step, Ordering::Release);
+    }
+
+    /// Whether a step before this one failed. All parts that meet before `step` get the same answer after it.
+    pub(super) fn before(&self, step: usize) -> bool {
+        self.step.load(Ordering::Acquire) < step
+    }
+
+    pub(super) fn take(&self) -> Option<DeviceError> {
+        if self.step.swap(usize::MAX, Ordering::AcqRel) == usize::MAX {
+            return None;
+        }
+        self.error.lock().unwrap_or_else(|e| e.into_inner()).take()
+    }
+}
+
+/// One step of a plan.
+pub(crate) trait Kernel: Send + Sync {
+    /// Does part `part` of `parts` of the work for `run.rows` rows. Which elements a part computes may
+    /// depend on `parts`; the value of an element may not.
+    ///
+    /// # Safety
+    /// Every place the kernel was made with is bound with the size its spec says, `part < parts`, and
+    /// each part is run by at most one thread, with no other kernel that touches its results.
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize);
+}
+
+/// Where a place's memory comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Home {
+    Arena,
+    Input(usize),
+    Output(usize),
+}
+
+pub(super) struct Place {
+    pub bytes: usize,
+    /// Bytes of one row, where the size depends on the rows.
+    pub per_row: Option<usize>,
+    pub home: Home,
+    pub written: bool,
+    /// Some step reads it as numbers in place; weights of matrices are read as bytes at any address.
+    pub aligned: bool,
+    /// Bytes of a number.
+    pub alignment: usize,
+}
+
+/// A step before places have addresses.
+pub(super) struct Pending {
+    pub kernel: Box<dyn Kernel>,
+    pub reads: Vec<Reg>,
+    pub writes: Vec<Reg>,
+}
+
+/// Collects the steps of a plan; `launch` functions of the op table call it.
+pub(crate) struct Launcher {
+    pub(super) places: Vec<Place>,
+    pub(super) steps: Vec<Pending>,
+    /// Bytes that a kernel uses per part while it runs.
+    pub(super) workspace: usize,
+    shared: HashMap<(&'static str, Vec<Reg>), Reg>,
+    /// Rows at most.
+    pub max_rows: usize,
+    /// Instruction path.
+    pub path: CpuPath,
+    /// Parts that each step is shared among: what needs scratch memory of its own.
+    pub parts: usize,
+}
+
+impl Launcher {
+    pub(super) fn new(max_rows: usize, path: CpuPath, parts: usize) -> Self {
+        Self {
+            places: vec![],
+            steps: vec![],
+            workspace: 0,
+            shared: HashMap::new(),
+            max_rows,
+            path,
+            parts,
+        }
+    }
+
+    pub(super) fn place(&mut self, bytes: usize, home: Home, alignment: usize) -> Reg {
+        self.places.push(Place {
+            bytes,
+            per_row: None,
+            home,
+            written: false,
+            aligned: false,
+            alignment,
+        });
+        Reg((self.places.len() - 1) as u32)
+    }
+
+    /// Says that the place is a tensor's, which is smaller for fewer rows.
+    pub(super) fn symbolic(&mut self, reg: Reg, spec: &TensorSpec) {
+        if spec.shape.is_symbolic() {
+            self.places[reg.index()].per_row = spec.bytes(1);
+        }
+    }
+
+    /// Memory that the op needs besides its results.
+    pub fn scratch(&mut self, bytes: usize) -> Reg {
+        self.place(bytes, Home::Arena, memory::ALIGNMENT)
+    }
+
+    /// A kernel wants so many bytes of its own per part while it runs ([`Run::workspace`]).
+    pub fn workspace(&mut self, bytes: usize) {
+        self.workspace = self.workspace.max(bytes);
+    }
+
+    /// Says that kernels read this place as numbers, so that it must be aligned.
+    pub fn aligned(&mut self, reg: Reg) {
+        self.places[reg.0 as usize].aligned = true;
+    }
+
+    /// Adds a step that reads and writes these places.
+    pub fn step(&mut self, kernel: impl Kernel + 'static, reads: &[Reg], writes: &[Reg]) {
+        reads.iter().for_each(|&reg| self.aligned(reg));
+        self.step_with_bytes(kernel, reads, writes);
+    }
+
+    /// The same for a kernel that copes with any address in `reads`; `writes` must be in the arena or
+    /// aligned by other steps.
+    pub fn step_with_bytes(
+        &mut self,
+        kernel: impl Kernel + 'static,
+        reads: &[Reg],
+        writes: &[Reg],
+    ) {
+        for w in writes {
+            self.places[w.0 as usize].written = true;
+            self.aligned(*w);
+        }
+        self.steps.push(Pending {
+            kernel: Box::new(kernel),
+            reads: reads.to_vec(),
+            writes: writes.to_vec(),
+        });
+    }
+
+    /// Something computed from `from` that several ops may want (activations in blocks, a table of
+    /// sines): made by the first, shared by the rest. Only for values that are written once.
+    pub fn shared<K: Kernel + 'static>(
+        &mut self,
+        what: &'static str,
+        from: &[Reg],
+        bytes: usize,
+        kernel: impl FnOnce(Reg) -> K,
+    ) -> Reg {
+        let key = (what, from.to_vec());
+        if let Some(&reg) = self.shared.get(&key) {
+            return reg;
+        }
+        let reg = self.scratch(bytes);
+        self.step(kernel(reg), from, &[reg]);
+        self.shared.insert(key, reg);
+        reg
+    }
+}
