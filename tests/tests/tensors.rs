@@ -1,0 +1,580 @@
+//! Remote tensors as a client sees them: through the scheduler, and by a connection of its own.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::time::{Duration, Instant};
+
+use hotcell_client::{
+    Address, Reason,
+    tensor::{
+        Backend, BackendParams, DType, DumpOptions, HostTensor, Session, SessionOptions, Tensor,
+        TensorFile, Thresholds,
+    },
+    v1,
+};
+use hotcell_tests::cluster::{Cluster, all_have, kjv, signal_pid};
+
+fn address(cluster: &Cluster) -> Address {
+    format!("unix:{}", cluster.socket.display())
+        .parse()
+        .unwrap()
+}
+
+async fn session(cluster: &Cluster) -> Session {
+    Session::open(&address(cluster), SessionOptions::default())
+        .await
+        .unwrap()
+}
+
+async fn relayed(cluster: &Cluster) -> Session {
+    let options = SessionOptions {
+        relayed: true,
+        ..Default::default()
+    };
+    Session::open(&address(cluster), options).await.unwrap()
+}
+
+async fn cluster() -> Cluster {
+    let cluster = Cluster::start(&[]).await.unwrap();
+    let ready = |workers: &[v1::WorkerInfo]| {
+        !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
+    };
+    cluster.workers(ready).await.unwrap();
+    cluster
+}
+
+#[tokio::test]
+async fn expressions_are_computed_on_the_worker_whichever_road_they_take() {
+    let cluster = cluster().await;
+    for (session, direct) in [
+        (session(&cluster).await, true),
+        (relayed(&cluster).await, false),
+    ] {
+        assert_eq!(session.is_direct(), direct);
+        let a = session.tensor(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2]).unwrap();
+        let b = session.tensor(&[10.0f32, 20.0], &[2]).unwrap();
+        let c = (&a + &b) * 2.0 - a.matmul(&a);
+        // By hand: a @ a = [[7, 10], [15, 22]].
+        assert_eq!(c.to_vec::<f32>().await.unwrap(), [15.0, 34.0, 11.0, 26.0]);
+        assert!(c.is_evaluated());
+        // An evaluated tensor goes on being one.
+        assert_eq!(
+            (-&c).to_vec::<f32>().await.unwrap(),
+            [-15.0, -34.0, -11.0, -26.0]
+        );
+        assert_eq!(c.sum(&[], false).item::<f32>().await.unwrap(), 86.0);
+        // Integers stay integers; halves stay halves beside a number.
+        let i = session.tensor(&[7i32, -7], &[2]).unwrap();
+        assert_eq!((&i * 3.0).to_vec::<i32>().await.unwrap(), [21, -21]);
+        let h = a.cast(DType::BF16) * 0.5;
+        assert_eq!(h.dtype().unwrap(), DType::BF16);
+    }
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_an_expression_is_said_by_whoever_computes_it() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let a = session.zeros(DType::F32, &[2, 3]);
+    let wrong = (a.matmul(&a) + 1.0).exp();
+    let error = wrong.to_vec::<f32>().await.unwrap_err();
+    assert_eq!(error.reason(), Reason::GraphInvalid);
+    assert!(error.message().starts_with("matmul: "), "{error:?}");
+    assert!(wrong.check().is_err() && wrong.shape().is_err());
+    // An index that is out of range is found where it is read.
+    let table = session.tensor(&[1.0f32, 2.0, 3.0], &[3]).unwrap();
+    let at = session.tensor(&[0i64, 7], &[2]).unwrap();
+    let error = table.take(&at, 0).eval().await.err().unwrap();
+    assert_eq!(error.reason(), Reason::IndexOutOfRange);
+    let last = session.tensor(&[-1i64], &[1]).unwrap();
+    assert_eq!(table.take(&last, 0).to_vec::<f32>().await.unwrap(), [3.0]);
+    // Two sessions do not mix.
+    let other = relayed(&cluster).await;
+    let foreign = other.zeros(DType::F32, &[3]);
+    assert_eq!(
+        (&table + &foreign).check().unwrap_err().reason(),
+        Reason::InvalidArgument
+    );
+    // The session is as good as before.
+    assert_eq!(table.max(&[], false).item::<f32>().await.unwrap(), 3.0);
+}
+
+#[tokio::test]
+async fn compiled_functions_bake_in_no_key_no_size_and_no_panic() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    // The same as eager.
+    let layer = |args: &[Tensor]| vec![(args[0].matmul(&args[1]) + 1.0).tanh().mean(&[-1], false)];
+    let compiled = session.compile(layer);
+    let x = session.random_key(1).random_normal(&[5, 4], 0.0, 1.0);
+    let w = session.random_key(2).random_normal(&[4, 3], 0.0, 1.0);
+    let eager = layer(&[x.clone(), w.clone()])[0]
+        .to_vec::<f32>()
+        .await
+        .unwrap();
+    let called = compiled.call_eval(&[x.clone(), w.clone()]).await.unwrap();
+    assert_eq!(called[0].to_vec::<f32>().await.unwrap(), eager);
+    let lazy = compiled.call(&[x.clone(), w.clone()]).unwrap();
+    assert!(!lazy[0].is_evaluated());
+    assert_eq!(lazy[0].to_vec::<f32>().await.unwrap(), eager);
+
+    // A key is an argument: every key gives numbers of its own, and the same key the same.
+    let noise = session.compile(|args| vec![args[0].random_uniform(&[4], 0.0, 1.0)]);
+    let draw = async |seed| {
+        let drawn = noise.call_eval(&[session.random_key(seed)]).await.unwrap();
+        drawn[0].to_vec::<f32>().await.unwrap()
+    };
+    assert_ne!(draw(1).await, draw(2).await);
+    assert_eq!(draw(3).await, draw(3).await);
+
+    // A panic is an error of that call.
+    let broken = session.compile(|args| {
+        assert!(args.is_empty(), "no arguments wanted");
+        vec![]
+    });
+    let error = broken.call(&[x.clone()]).unwrap_err();
+    assert!(error.message().contains("no arguments wanted"), "{error:?}");
+
+    // Evaluating inside is an error, not a deadlock: arguments have no value.
+    let peeked = session.compile(move |args| {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
+        let argument = args[0].clone();
+        let inside =
+            std::thread::spawn(move || runtime.block_on(async { argument.eval().await.err() }));
+        assert_eq!(
+            inside.join().unwrap().unwrap().reason(),
+            Reason::InvalidArgument
+        );
+        vec![&args[0] + 1.0]
+    });
+    peeked.call(&[x.clone()]).unwrap();
+
+    // Nested functions become part of the outer one.
+    let inner = session.compile(|args| vec![args[0].square()]);
+    let outer = session.compile(move |args| vec![&inner.call(args).unwrap()[0] + &args[0]]);
+    let two = session.tensor(&[2.0f32], &[1]).unwrap();
+    let six = outer.call_eval(&[two]).await.unwrap();
+    assert_eq!(six[0].to_vec::<f32>().await.unwrap(), [6.0]);
+}
+
+#[tokio::test]
+async fn shapeless_functions_are_right_for_every_size() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let rows = |n: usize| {
+        let values: Vec<f32> = (0..n * 3).map(|v| v as f32).collect();
+        session.tensor(&values, &[n, 3]).unwrap()
+    };
+    type Function = fn(&[Tensor]) -> Vec<Tensor>;
+    let functions: [(&str, Function); 7] = [
+        ("softmax", |a| vec![(&a[0] * 0.1).softmax(-1)]),
+        ("divide by the size", |a| {
+            let n = a[0].shape().unwrap()[0];
+            vec![&a[0] / n as f64]
+        }),
+        ("sum over the rows", |a| vec![a[0].sum(&[0], false)]),
+        ("reshape to itself", |a| vec![a[0].reshape(&[-1, 3]) + 1.0]),
+        ("slice", |a| vec![a[0].narrow(1, 0, 2)]),
+        ("slice rows", |a| vec![a[0].narrow(0, 0, 1)]),
+        ("take the last", |a| {
+            let last = a[0].argmax(0, false);
+            vec![a[0].take(&last, 0)]
+        }),
+    ];
+    for (name, function) in functions {
+        let compiled = session.compile_shapeless(function);
+        for n in [4, 2, 1, 7, 100, 3] {
+            let x = rows(n);
+            let eager = &function(&[x.clone()])[0];
+            let called = &compiled.call_eval(&[x.clone()]).await.unwrap()[0];
+            assert_eq!(
+                called.shape().unwrap(),
+                eager.shape().unwrap(),
+                "{name} {n}"
+            );
+            let (ours, theirs) = (
+                called.to_vec::<f32>().await.unwrap(),
+                eager.to_vec::<f32>().await.unwrap(),
+            );
+            assert_eq!(ours, theirs, "{name} of {n} rows");
+            let lazy = compiled.call(&[x]).unwrap()[0]
+                .to_vec::<f32>()
+                .await
+                .unwrap();
+            assert_eq!(lazy, theirs, "{name} of {n} rows, lazily");
+        }
+    }
+    // Two arguments that are as long only once.
+    let add = session.compile_shapeless(|a| vec![&a[0] + &a[1]]);
+    let fixed = rows(4);
+    for n in [4, 1] {
+        let sum = add.call_eval(&[rows(n), fixed.clone()]).await.unwrap();
+        assert_eq!(sum[0].shape().unwrap(), [4, 3]);
+    }
+}
+
+#[tokio::test]
+async fn nothing_leaks_and_nothing_in_use_is_freed() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    session.set_cache_limit(0).await.unwrap();
+    let big = session.full(1.5f32, &[1000, 256]);
+    big.eval().await.unwrap();
+    let before = session.memory().await.unwrap();
+    assert!(before.active >= 1000 * 256 * 4, "{before:?}");
+    for _ in 0..20 {
+        let copy = &big + 1.0;
+        copy.eval().await.unwrap();
+    }
+    let after = session.memory().await.unwrap();
+    // The plan of the addition is there too; none of the twenty copies is.
+    assert!(
+        after.active < before.active + 1000 * 256 * 4,
+        "{before:?} {after:?}"
+    );
+    let lease = session.keep(&[&big * 2.0]).await.unwrap();
+    let kept = session.memory().await.unwrap().tensors;
+    lease.release();
+    assert_eq!(session.memory().await.unwrap().tensors, kept - 1);
+    // A clone keeps what its expression forgot.
+    let sum = big.sum(&[], false);
+    drop(big);
+    assert_eq!(sum.item::<f32>().await.unwrap(), 384_000.0);
+    assert!(session.reset_peak_memory().await.unwrap() >= before.active);
+    let limit = session.memory().await.unwrap().limit;
+    assert_eq!(session.set_memory_limit(1 << 20).await.unwrap(), limit);
+    let error = session.full(0.0f32, &[1 << 20]).eval().await.err().unwrap();
+    assert_eq!(error.reason(), Reason::QuotaExceeded, "{error:?}");
+}
+
+#[tokio::test]
+async fn an_expression_may_be_deeper_than_a_graph() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let one = session.tensor(&[1.0f32, 2.0], &[2]).unwrap();
+    let mut sum = one.clone();
+    for _ in 0..20_000 {
+        sum = &sum + &one;
+    }
+    assert_eq!(sum.to_vec::<f32>().await.unwrap(), [20_001.0, 40_002.0]);
+    // Never computed, and dropped without a stack of its depth.
+    let mut deep = one.clone();
+    for _ in 0..1_000_000 {
+        deep = -deep;
+    }
+    drop(deep);
+}
+
+#[tokio::test]
+async fn a_death_ends_sessions_with_a_typed_error_and_new_ones_work() {
+    let cluster = cluster().await;
+    for direct in [true, false] {
+        let session = match direct {
+            true => session(&cluster).await,
+            false => relayed(&cluster).await,
+        };
+        let x = session.full(1.0f32, &[4]);
+        x.eval().await.unwrap();
+        let worker = session.describe().await.unwrap().worker;
+        let infos = cluster.workers(|_| true).await.unwrap();
+        let info = infos.iter().find(|w| w.id == worker).unwrap();
+        signal_pid(info.pid, rustix::process::Signal::KILL).unwrap();
+        let error = (&x + 1.0).eval().await.err().unwrap();
+        assert_eq!(
+            error.reason(),
+            Reason::WorkerLost,
+            "direct: {direct}: {error:?}"
+        );
+        let epoch = info.epoch;
+        let back = |workers: &[v1::WorkerInfo]| {
+            workers
+                .iter()
+                .any(|w| w.id == worker && w.epoch > epoch && w.state() == v1::WorkerState::Ready)
+        };
+        cluster.workers(back).await.unwrap();
+        // The old session is known to be old.
+        let error = (&x + 2.0).eval().await.err().unwrap();
+        let expected = if direct {
+            Reason::WorkerLost
+        } else {
+            Reason::HandleStale
+        };
+        assert_eq!(error.reason(), expected, "{error:?}");
+        let again = relayed(&cluster).await;
+        assert_eq!(again.full(2.0f32, &[]).item::<f32>().await.unwrap(), 2.0);
+    }
+}
+
+#[tokio::test]
+async fn an_unread_stream_holds_up_no_other_session() {
+    let cluster = cluster().await;
+    let slow = relayed(&cluster).await;
+    let big = slow.full(1.0f32, &[32 << 20]);
+    big.eval().await.unwrap();
+    let quick = relayed(&cluster).await;
+    let x = quick.full(1.0f32, &[1000]);
+    x.eval().await.unwrap();
+    // A download that is begun and not read.
+    let client = hotcell_client::Client::connect(&address(&cluster))
+        .await
+        .unwrap();
+    let _ = client;
+    let list = slow.list().await.unwrap();
+    let handle = list.tensors.first().unwrap().handle.clone();
+    let mut unread = slow
+        .raw_download(v1::DownloadRequest {
+            tensor: handle,
+            ..Default::default()
+        })
+        .await
+        .unwrap();
+    unread.message().await.unwrap();
+    let start = Instant::now();
+    for i in 0..50 {
+        assert_eq!(
+            (&x + f64::from(i))
+                .max(&[], false)
+                .item::<f32>()
+                .await
+                .unwrap(),
+            1.0 + i as f32
+        );
+    }
+    assert!(start.elapsed() < Duration::from_secs(20));
+    // And the unread one goes on where it was.
+    let mut bytes = 0;
+    while let Some(chunk) = unread.message().await.unwrap() {
+        bytes += chunk.data.len();
+    }
+    assert!(bytes > 100 << 20);
+}
+
+#[tokio::test]
+async fn streams_events_and_pipelines_keep_their_order() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let (one, two) = (session.stream(), session.stream());
+    let x = session.full(1.0f32, &[1000]);
+    let a = &x + 1.0;
+    one.async_eval(std::slice::from_ref(&a)).await.unwrap();
+    two.wait(&one.record()).unwrap();
+    let b = &a * 3.0;
+    two.eval(std::slice::from_ref(&b)).await.unwrap();
+    assert_eq!(b.max(&[], false).item::<f32>().await.unwrap(), 6.0);
+    one.synchronize().await.unwrap();
+    session.synchronize().await.unwrap();
+
+    let step = session.compile(|args| vec![&args[0] * 2.0 + 1.0]);
+    let mut pipeline = session.pipeline().await.unwrap();
+    let mut value = session.tensor(&[0.0f32], &[1]).unwrap();
+    let mut pending = Vec::new();
+    for _ in 0..20 {
+        let call = pipeline
+            .call(&step, std::slice::from_ref(&value))
+            .await
+            .unwrap();
+        // Used before it is computed.
+        value = call.results[0].clone();
+        pending.push(call);
+    }
+    for call in pending {
+        call.wait().await.unwrap();
+    }
+    assert_eq!(value.item::<f32>().await.unwrap(), ((1 << 20) - 1) as f32);
+}
+
+#[tokio::test]
+async fn shared_memory_is_read_and_written_in_place() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let input = session.shared(DType::F32, &[1000]).await.unwrap();
+    let output = session.shared(DType::F32, &[1000]).await.unwrap();
+    for round in 1..4 {
+        let bytes: Vec<u8> = (0..1000)
+            .flat_map(|i| (i as f32 * round as f32).to_le_bytes())
+            .collect();
+        input.write(0, &bytes).unwrap();
+        output.assign(&(input.tensor() + 1.0)).await.unwrap();
+        let result = output.to_vec::<f32>().unwrap();
+        assert!(
+            result
+                .iter()
+                .enumerate()
+                .all(|(i, v)| *v == i as f32 * round as f32 + 1.0)
+        );
+    }
+    // Indices that a client could change while they are read are copied first; a bad one is still found.
+    let index = session.shared(DType::I32, &[1]).await.unwrap();
+    index.write(0, &1000i32.to_le_bytes()).unwrap();
+    let error = input
+        .tensor()
+        .take(index.tensor(), 0)
+        .eval()
+        .await
+        .err()
+        .unwrap();
+    assert_eq!(error.reason(), Reason::IndexOutOfRange);
+    // Through the relay there is none.
+    let error = relayed(&cluster)
+        .await
+        .shared(DType::F32, &[1])
+        .await
+        .err()
+        .unwrap();
+    assert_eq!(error.reason(), Reason::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_model_s_weights_are_tensors_of_any_graph() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let backend = Backend::open("kjv", BackendParams::at(address(&cluster)))
+        .await
+        .unwrap();
+    let name = "model.embed_tokens.weight";
+    let file = TensorFile::open(&kjv().join("model.safetensors")).unwrap();
+    let reference = file.get(name).unwrap().unwrap();
+    let weight = backend.get(name).await.unwrap();
+    assert_eq!(weight.fetch().await.unwrap(), reference);
+    let active = backend.session().memory().await.unwrap().active;
+    assert_eq!(active, 0, "a weight costs its session nothing");
+    let norm = (weight.cast(DType::F32).square()).sum(&[-1], false).sqrt();
+    let row: f64 = reference
+        .plain()
+        .unwrap()
+        .iter()
+        .take(norm_width(&weight))
+        .map(|v| v.as_f64().powi(2))
+        .sum();
+    assert!((f64::from(norm.to_vec::<f32>().await.unwrap()[0]) - row.sqrt()).abs() < 1e-4);
+    let all = Tensor::compare_with(
+        &[(name, weight.clone())],
+        &kjv().join("model"),
+        &Thresholds::default(),
+        true,
+    );
+    assert_eq!(
+        all.await.unwrap().by_name[0].1.as_ref().unwrap().max_abs,
+        0.0
+    );
+    let off = Tensor::compare_with(
+        &[(name, -&weight)],
+        &kjv().join("model.safetensors"),
+        &Thresholds::default(),
+        true,
+    );
+    assert_eq!(off.await.err().unwrap().reason(), Reason::NumericsFailed);
+    assert!(backend.get("nothing").await.is_err());
+    let error = Backend::open("tpu", BackendParams::at(address(&cluster)))
+        .await
+        .err()
+        .unwrap();
+    assert!(
+        error.message().contains("unsupported backend") && error.message().contains("cpu"),
+        "{error:?}"
+    );
+    let memory = backend.memory();
+    assert!(memory[0].total() > 9_000_000, "{memory:?}");
+
+    // A dry run says what it would take and makes nothing.
+    let mut dry = Backend::open(
+        "cpu",
+        BackendParams {
+            allocate: false,
+            ..BackendParams::at(address(&cluster))
+        },
+    )
+    .await
+    .unwrap();
+    let session = dry.session().clone();
+    let square = session.compile(|args| vec![args[0].matmul(&args[0]).exp()]);
+    let x = session.zeros(DType::F32, &[512, 512]);
+    let taken = dry.reserve(&square, &[x]).await.unwrap();
+    assert!(
+        taken.inputs >= 1 << 20 && taken.outputs >= 1 << 20,
+        "{taken:?}"
+    );
+    assert_eq!(session.memory().await.unwrap().active, 0);
+}
+
+fn norm_width(weight: &Tensor) -> usize {
+    weight.shape().unwrap()[1]
+}
+
+#[tokio::test]
+async fn tensors_are_printed_saved_and_read_again() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let x = session.arange(0.0, 6.0, 1.0, DType::F32).reshape(&[2, 3]) * -0.5;
+    let text = x.dump(DumpOptions::default()).await.unwrap();
+    assert_eq!(
+        text,
+        "[[-0.0000, -0.5000, -1.0000],\n [-1.5000, -2.0000, -2.5000]]"
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.safetensors");
+    let notes = std::collections::HashMap::from([("by".to_owned(), "a test".to_owned())]);
+    TensorFile::save(
+        &path,
+        &[("x", x.clone()), ("y", x.cast(DType::BF16))],
+        Some(notes),
+    )
+    .await
+    .unwrap();
+    let file = TensorFile::open(&path).unwrap();
+    assert_eq!(
+        (file.count(), file.metadata()["by"].as_str()),
+        (2, "a test")
+    );
+    let again = session
+        .upload(&file.get("x").unwrap().unwrap())
+        .await
+        .unwrap();
+    assert!(
+        x.equal(&again)
+            .all(&[], false)
+            .item::<bool>()
+            .await
+            .unwrap()
+    );
+    let npy = folder.path().join("x.npy");
+    x.fetch().await.unwrap().save_npy(&npy).unwrap();
+    assert_eq!(
+        HostTensor::load_npy(&npy).unwrap(),
+        x.fetch().await.unwrap()
+    );
+}
+
+#[tokio::test]
+async fn two_sessions_never_see_each_other_s_bytes() {
+    let cluster = cluster().await;
+    let (secret, curious) = (session(&cluster).await, relayed(&cluster).await);
+    for round in 0..8 {
+        let kept = secret.full(0x5ec2e7u32, &[100_000]);
+        kept.eval().await.unwrap();
+        drop(kept);
+        secret.flush().await.unwrap();
+        let seen = curious.empty(DType::U32, &[100_000]).await.unwrap();
+        assert!(
+            seen.to_vec::<u32>().await.unwrap().iter().all(|v| *v == 0),
+            "round {round}"
+        );
+    }
+    // A handle of another session is not found, whoever asks.
+    let mine = secret.full(1.0f32, &[4]);
+    mine.eval().await.unwrap();
+    let handle = secret.list().await.unwrap().tensors[0].handle.clone();
+    let stolen = curious
+        .raw_download(v1::DownloadRequest {
+            tensor: handle,
+            ..Default::default()
+        })
+        .await;
+    let error = match stolen {
+        Err(error) => error,
+        Ok(mut stream) => curious.read_error(stream.message().await.unwrap_err()),
+    };
+    assert_eq!(error.reason(), Reason::HandleNotFound, "{error:?}");
+}
