@@ -317,10 +317,6 @@ async fn an_unread_stream_holds_up_no_other_session() {
     let x = quick.full(1.0f32, &[1000]);
     x.eval().await.unwrap();
     // A download that is begun and not read.
-    let client = hotcell_client::Client::connect(&address(&cluster))
-        .await
-        .unwrap();
-    let _ = client;
     let list = slow.list().await.unwrap();
     let handle = list.tensors.first().unwrap().handle.clone();
     let mut unread = slow
@@ -449,23 +445,16 @@ async fn a_model_s_weights_are_tensors_of_any_graph() {
         .map(|v| v.as_f64().powi(2))
         .sum();
     assert!((f64::from(norm.to_vec::<f32>().await.unwrap()[0]) - row.sqrt()).abs() < 1e-4);
-    let all = Tensor::compare_with(
-        &[(name, weight.clone())],
-        &kjv().join("model"),
-        &Thresholds::default(),
-        true,
-    );
-    assert_eq!(
-        all.await.unwrap().by_name[0].1.as_ref().unwrap().max_abs,
-        0.0
-    );
-    let off = Tensor::compare_with(
-        &[(name, -&weight)],
-        &kjv().join("model.safetensors"),
-        &Thresholds::default(),
-        true,
-    );
-    assert_eq!(off.await.err().unwrap().reason(), Reason::NumericsFailed);
+    let limits = Thresholds::default();
+    let (with, without) = (kjv().join("model.safetensors"), kjv().join("model"));
+    let same = [(name, weight.clone())];
+    let all = Tensor::compare_with(&same, &without, &limits, true)
+        .await
+        .unwrap();
+    assert_eq!(all.by_name[0].1.as_ref().unwrap().max_abs, 0.0);
+    let negated = [(name, -&weight)];
+    let off = Tensor::compare_with(&negated, &with, &limits, true).await;
+    assert_eq!(off.unwrap_err().reason(), Reason::NumericsFailed);
     assert!(backend.get("nothing").await.is_err());
     let error = Backend::open("tpu", BackendParams::at(address(&cluster)))
         .await
@@ -574,7 +563,7 @@ async fn two_sessions_never_see_each_other_s_bytes() {
         .await;
     let error = match stolen {
         Err(error) => error,
-        Ok(mut stream) => curious.read_error(stream.message().await.unwrap_err()),
+        Ok(mut stream) => curious.read_error(&stream.message().await.unwrap_err()),
     };
     assert_eq!(error.reason(), Reason::HandleNotFound, "{error:?}");
 }

@@ -100,6 +100,22 @@ impl Session {
         answer.tensor.ok_or_else(missing)
     }
 
+    /// A download as the messages come, for whoever wants to read at a pace of their own.
+    ///
+    /// # Errors
+    /// As [`Tensor::fetch`].
+    pub async fn raw_download(
+        &self,
+        request: v1::DownloadRequest,
+    ) -> Result<tonic::Streaming<v1::DownloadChunk>, Error> {
+        self.answer(self.rpc().download(self.request(request)).await)
+    }
+
+    /// Reads a status of a raw call.
+    pub fn read_error(&self, status: &tonic::Status) -> Error {
+        self.status(status)
+    }
+
     pub(super) async fn download(
         &self,
         remote: &Remote,
