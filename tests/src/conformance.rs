@@ -5,6 +5,7 @@
 
 mod compare;
 mod local;
+mod remote;
 
 use std::{fmt, ops::Range, path::Path, rc::Rc};
 
@@ -19,6 +20,7 @@ use serde_json::Value as Json;
 use crate::cluster::repository;
 pub use compare::{difference, tolerance};
 pub use local::Local;
+pub use remote::Remote;
 
 /// How many more rows than a case has its graph is made for: a plan must not touch what lies behind.
 const SPARE_ROWS: usize = 3;
