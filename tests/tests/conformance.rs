@@ -18,7 +18,7 @@ use hotcell_kernels::{
     backend::Device,
     cpu::{CpuDevice, path::CpuPath},
 };
-use hotcell_tests::conformance::{Case, Executor, Local, cases};
+use hotcell_tests::conformance::{Case, Executor, Local, Remote, cases};
 
 fn chosen() -> Vec<Case> {
     let text = std::env::var("HOTCELL_CASES").unwrap_or_default();
@@ -84,6 +84,33 @@ fn every_case_gives_the_reference_values_on_every_path_of_the_cpu() {
         cases.len(),
         summary.join(", ")
     );
+}
+
+#[test]
+fn every_case_gives_the_same_on_a_worker_over_grpc() {
+    let mut remote = Remote::start().unwrap();
+    let mut local = executors().swap_remove(0);
+    let mut wrong = Vec::new();
+    for case in &chosen() {
+        // What is wrong with a value here as well is the other test's.
+        let Ok(expected) = case.check(&mut local) else {
+            continue;
+        };
+        match case.check(&mut remote) {
+            Err(error) => wrong.push(format!("{case}: {error:#}")),
+            Ok(outcome) if outcome != expected => {
+                wrong.push(format!("{case}: other bits than in process"))
+            }
+            Ok(_) => {}
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} cases:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
+    remote.check_empty().unwrap();
 }
 
 /// A kind of case, what makes it one, and the rows that need none.

@@ -1,4 +1,4 @@
-//! ONNX's node tests through our ops in this process.
+//! ONNX's node tests through our ops: in this process, and on a worker over gRPC.
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
@@ -11,6 +11,7 @@ use hotcell_kernels::{
 use hotcell_tests::{
     cluster::repository,
     conformance::Local,
+    conformance::{Executor, Remote},
     onnx::{
         case::{Case, archive},
         run::check,
@@ -41,16 +42,24 @@ fn skipped() -> BTreeMap<String, String> {
 }
 
 #[test]
-fn single_op_cases_pass_unless_listed() {
+fn single_op_cases_pass_in_process_unless_listed() {
+    let open = || Ok(Rc::new(CpuDevice::with_path(2, CpuPath::detect())?) as Rc<dyn Device>);
+    pass_unless_listed(&mut Local::new("cpu", open).unwrap());
+}
+
+#[test]
+fn single_op_cases_pass_over_grpc_unless_listed() {
+    let mut remote = Remote::start().unwrap();
+    pass_unless_listed(&mut remote);
+    remote.check_empty().unwrap();
+}
+
+fn pass_unless_listed(executor: &mut dyn Executor) {
     let mut skipped = skipped();
-    let mut executor = Local::new("cpu", || {
-        Ok(Rc::new(CpuDevice::with_path(2, CpuPath::detect())?) as Rc<dyn Device>)
-    })
-    .unwrap();
     let (mut passed, mut wrong) = (0, Vec::new());
     for archived in archive().unwrap() {
         let name = archived.name.clone();
-        let result = Case::read(&archived).and_then(|case| check(&case, &mut executor));
+        let result = Case::read(&archived).and_then(|case| check(&case, executor));
         match (result, skipped.remove(&name)) {
             (Ok(()), None) => passed += 1,
             (Ok(()), Some(_)) => wrong.push(format!("{name}: passes, remove it from skipped.txt")),

@@ -32,7 +32,9 @@ impl Remote {
     /// # Errors
     /// When one of them fails.
     pub fn start() -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
         let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let (cluster, client, session, lease) = runtime.block_on(async {
             let cluster = Cluster::start(&["--listen", &free.to_string()]).await?;
@@ -40,11 +42,15 @@ impl Remote {
                 !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
             };
             cluster.workers(ready).await?;
-            let channel = Channel::from_shared(format!("http://{free}"))?.connect().await?;
+            let channel = Channel::from_shared(format!("http://{free}"))?
+                .connect()
+                .await?;
             let mut client = TensorsClient::new(channel)
                 .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
                 .max_encoding_message_size(limits::MAX_MESSAGE_BYTES);
-            let opened = client.open_session(v1::OpenSessionRequest::default()).await?;
+            let opened = client
+                .open_session(v1::OpenSessionRequest::default())
+                .await?;
             let mut lease = opened.into_inner();
             let first = lease.message().await?.and_then(|e| e.event);
             let Some(session_event::Event::Opened(opened)) = first else {
@@ -68,7 +74,9 @@ impl Remote {
 
     fn request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
-        request.metadata_mut().insert(SESSION_KEY, self.session.clone());
+        request
+            .metadata_mut()
+            .insert(SESSION_KEY, self.session.clone());
         request
     }
 
@@ -85,7 +93,9 @@ impl Remote {
             ..Default::default()
         });
         let compiled = self.client.compile(request).await;
-        let compiled = compiled.map_err(|s| RunError::Plan(s.message().to_owned()))?.into_inner();
+        let compiled = compiled
+            .map_err(|s| RunError::Plan(s.message().to_owned()))?
+            .into_inner();
         let plan = compiled.plan.ok_or_else(|| broken("no plan"))?;
         let mut held = vec![plan.clone()];
         let mut caches = Vec::new();
@@ -121,10 +131,14 @@ impl Remote {
         }
         let request = self.request(v1::FreeRequest { handles: held });
         self.client.free(request).await.map_err(run)?;
-        let outputs = executed?.into_inner().outputs.into_iter().map(|o| match o.kind {
-            Some(output::Kind::Data(data)) => Ok(data.to_vec()),
-            _ => Err(broken("an output that is not inline")),
-        });
+        let outputs = executed?
+            .into_inner()
+            .outputs
+            .into_iter()
+            .map(|o| match o.kind {
+                Some(output::Kind::Data(data)) => Ok(data.to_vec()),
+                _ => Err(broken("an output that is not inline")),
+            });
         Ok(Outcome {
             outputs: outputs.collect::<Result<_, _>>()?,
             caches: after,
@@ -181,7 +195,9 @@ impl Remote {
     pub fn check_empty(&mut self) -> Result<()> {
         let runtime = Arc::clone(&self.runtime);
         let request = self.request(v1::MemoryRequest::default());
-        let memory = runtime.block_on(self.client.memory(request)).context("no answer")?;
+        let memory = runtime
+            .block_on(self.client.memory(request))
+            .context("no answer")?;
         let memory = memory.into_inner();
         ensure!(
             (memory.active, memory.tensors, memory.plans) == (0, 0, 0),
