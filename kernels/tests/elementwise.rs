@@ -1253,6 +1253,31 @@ fn a_pause_is_asked_for_only_between_steps_and_obeyed() {
 }
 
 #[test]
+fn what_follows_an_index_outside_is_not_run() {
+    let mut g = GraphBuilder::new(0);
+    let table = g.constant("table", spec(DType::F32, &[3, 4])).unwrap();
+    let at = g.tensor("at", spec(DType::I32, &[2])).unwrap();
+    let rows = g.get_rows(table, at).unwrap();
+    let y = g.sub(rows, table_row(&mut g, table)).unwrap();
+    let graph = g.finish(&[y]).unwrap();
+    let table = bytes_of(&[1.0; 12]);
+    for (index, expected) in [(1i32, 1.0f32), (3, 7.0)] {
+        let indices: Vec<u8> = [0, index].iter().flat_map(|i| i.to_ne_bytes()).collect();
+        let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+        let (mut plan, outputs) = bound(&device, &graph, &[table.clone(), indices], true);
+        outputs[0].0.write(0, &bytes_of(&[7.0; 8])).unwrap();
+        assert_eq!(plan.execute(0).is_err(), index == 3);
+        assert_eq!(f32s(&contents(&outputs)[0]), [expected; 8]);
+    }
+}
+
+/// Zeros as wide as a row of the table.
+fn table_row(g: &mut GraphBuilder, table: Value) -> Value {
+    let row = g.slice(table, &[0, 0], &[1, 4], &[1, 1]).unwrap();
+    g.sub(row, row).unwrap()
+}
+
+#[test]
 fn outputs_may_be_inputs_aliases_and_the_same_twice() {
     let mut g = GraphBuilder::new(4);
     let rows = |n: &[usize]| Shape::rows(n).unwrap();
