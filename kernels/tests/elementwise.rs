@@ -1258,7 +1258,8 @@ fn what_follows_an_index_outside_is_not_run() {
     let table = g.constant("table", spec(DType::F32, &[3, 4])).unwrap();
     let at = g.tensor("at", spec(DType::I32, &[2])).unwrap();
     let rows = g.get_rows(table, at).unwrap();
-    let y = g.sub(rows, table_row(&mut g, table)).unwrap();
+    let zeros = zeros_like_a_row(&mut g, table);
+    let y = g.sub(rows, zeros).unwrap();
     let graph = g.finish(&[y]).unwrap();
     let table = bytes_of(&[1.0; 12]);
     for (index, expected) in [(1i32, 1.0f32), (3, 7.0)] {
@@ -1272,7 +1273,7 @@ fn what_follows_an_index_outside_is_not_run() {
 }
 
 /// Zeros as wide as a row of the table.
-fn table_row(g: &mut GraphBuilder, table: Value) -> Value {
+fn zeros_like_a_row(g: &mut GraphBuilder, table: Value) -> Value {
     let row = g.slice(table, &[0, 0], &[1, 4], &[1, 1]).unwrap();
     g.sub(row, row).unwrap()
 }
