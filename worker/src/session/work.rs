@@ -13,7 +13,7 @@ use std::{
 };
 
 use hotcell_graph::op::ValueSpec;
-use hotcell_kernels::{backend::DeviceError, plan::Slot};
+use hotcell_kernels::plan::Slot;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
@@ -214,7 +214,9 @@ impl Session {
         let stop = Arc::clone(&job.cancelled);
         let pause = move || stop.load(Ordering::Acquire) || pause();
         let mut plan = job.plan.plan.borrow_mut();
-        let next = execute(plan.as_mut(), job.rows, from, &pause).map_err(|e| of_plan(&e))?;
+        let next = plan
+            .execute_from(job.rows, from, &pause)
+            .map_err(|e| of_plan(&e))?;
         drop(plan);
         job.at = next;
         Ok(next.is_none())
@@ -398,13 +400,4 @@ impl Session {
             }
         }
     }
-}
-
-fn execute(
-    plan: &mut dyn hotcell_kernels::plan::Plan,
-    rows: usize,
-    _from: usize,
-    _pause: &dyn Fn() -> bool,
-) -> Result<Option<usize>, DeviceError> {
-    plan.execute(rows).map(|()| None)
 }

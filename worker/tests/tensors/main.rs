@@ -8,3 +8,4 @@ mod order;
 mod refuse;
 mod shared;
 mod support;
+mod turns;

@@ -52,7 +52,10 @@ impl TensorsService {
         let verified = tokio::task::spawn_blocking(verify).await;
         let graph = verified
             .map_err(|e| Error::new(Reason::Internal, format!("verification failed: {e}")))??;
-        let hints = PlanHints::default();
+        let hints = PlanHints {
+            fuse: !request.no_fusion,
+            ..PlanHints::default()
+        };
         self.with(session, move |s| s.compile(&graph, request.dry_run, hints))
             .await
     }

@@ -1,0 +1,86 @@
+//! Long calls stop and make way between two nodes.
+
+use std::time::{Duration, Instant};
+
+use hotcell_proto::error::Reason;
+
+use crate::{order::long, support::*};
+
+const MIB: u64 = 1 << 20;
+
+#[tokio::test]
+async fn a_cancelled_stream_stops_between_two_nodes() {
+    let host = worker(256 * MIB);
+    let client = Client::open(&host).await;
+    let long = long(&client).await;
+    let begun = Instant::now();
+    client.execute(long.clone()).await.unwrap();
+    let whole = begun.elapsed();
+
+    let begun = Instant::now();
+    let running = client.execute(long.clone());
+    let queued = client.execute(long.clone());
+    let mut elsewhere = long.clone();
+    elsewhere.stream = 1;
+    elsewhere.detached = true;
+    let elsewhere = client.execute(elsewhere).await.unwrap();
+    let stop = async {
+        tokio::time::sleep(whole / 20).await;
+        client.cancel(0, false).await
+    };
+    let (running, queued, count) = tokio::join!(running, queued, stop);
+    assert_eq!(
+        (reason(running), reason(queued)),
+        (Reason::Cancelled, Reason::Cancelled)
+    );
+    assert_eq!(count, 2);
+    assert!(
+        begun.elapsed() < whole * 2 / 3,
+        "{:?} of {whole:?}",
+        begun.elapsed()
+    );
+    // The other stream goes on, until everything is stopped.
+    assert_eq!(client.cancel(0, true).await, 1);
+    let left = kept(&elsewhere, 0).handle.unwrap();
+    assert_eq!(
+        reason(client.try_download(&left, 0, 0).await),
+        Reason::TensorNotReady
+    );
+    client.synchronize(None).await.unwrap();
+
+    // A caller that leaves is a cancellation.
+    let begun = Instant::now();
+    tokio::time::timeout(whole / 20, client.execute(long))
+        .await
+        .unwrap_err();
+    client.synchronize(None).await.unwrap();
+    assert!(
+        begun.elapsed() < whole * 2 / 3,
+        "{:?} of {whole:?}",
+        begun.elapsed()
+    );
+}
+
+#[tokio::test]
+async fn short_calls_do_not_wait_for_the_end_of_long_ones() {
+    let host = worker(256 * MIB);
+    let (slow, quick) = (Client::open(&host).await, Client::open(&host).await);
+    let long = long(&slow).await;
+    let slow_call = tokio::spawn(async move {
+        let response = slow.execute(long).await.unwrap();
+        (slow, response)
+    });
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let plan = quick.compile(&add_graph(&[4])).await;
+    for _ in 0..5 {
+        let one = f32s(&[1.0; 4]);
+        let request = call(&plan, vec![data(one.clone()), data(one)], vec![inline()]);
+        quick.execute(request).await.unwrap();
+    }
+    assert!(
+        !slow_call.is_finished(),
+        "the long call was over too soon to tell"
+    );
+    let (_slow, response) = slow_call.await.unwrap();
+    assert!(response.compute_ns > 0);
+}
