@@ -281,6 +281,15 @@ def bits(key, shape):
     return np.concatenate([first, middle, second]).astype(np.uint32).reshape(shape)
 
 
+def categorical(mx, logits, axis, count, key):
+    """MLX's draws. From a single distribution it draws by another rule than from several; ours has the one rule for both: the
+    largest of logits and MLX's own Gumbel noise."""
+    if logits.size != logits.shape[axis]:
+        return np.array(mx.random.categorical(logits, axis, num_samples=count, key=key))
+    noise = mx.random.gumbel([*logits.shape, count], key=key)
+    return np.array(mx.argmax(mx.expand_dims(logits, -1) + noise, axis if axis >= 0 else axis - 1))
+
+
 def random(book):
     import mlx.core as mx
 
@@ -315,10 +324,10 @@ def random(book):
                 logits = sample(rng("categorical", shape), d, shape)
                 for count in (1, 4):
                     lm = mx.array(logits.up.astype(np.float32))
-                    out = T("u32", np.array(mx.random.categorical(lm, axis, num_samples=count, key=k)))
+                    out = T("u32", categorical(mx, lm, axis, count, k))
                     book.one("random_categorical", f"{key} {d} {shape} {axis} {count}", [logits, t], out, axis=axis, count=count)
         masked = T("f32", [-np.inf, 1.0, -np.inf, 0.0])
-        out = np.array(mx.random.categorical(mx.array(masked.a), -1, num_samples=33, key=k))
+        out = categorical(mx, mx.array(masked.a), -1, 33, k)
         assert set(out.tolist()) <= {1, 3}
         book.one("random_categorical", f"{key} masked", [masked, t], T("u32", out), axis=-1, count=33)
     t = T("u32", [3, 4])
@@ -336,7 +345,7 @@ def random(book):
         book.one(op, "large", [t], out, **more)
         book.views(op, "views", [t], out, **more)
     logits = sample(rng("categorical"), "f32", [7, 101])
-    out = T("u32", np.array(mx.random.categorical(mx.array(logits.a), -1, num_samples=3, key=k)))
+    out = T("u32", categorical(mx, mx.array(logits.a), -1, 3, k))
     book.one("random_categorical", "large", [logits, t], out, axis=-1, count=3)
     book.views("random_categorical", "views", [logits, t], out, axis=-1, count=3)
     # A key that is a view: the second of a split.
