@@ -77,6 +77,8 @@ pub const MAX_CALL_HANDLES: usize = 1 << 16;
 pub const MAX_CALL_FENCES: usize = 64;
 /// Characters of a session's name.
 pub const MAX_SESSION_NAME: usize = 64;
+/// Tags of descriptors from here on are random and name memory that a client shares; those below are the scheduler's own.
+pub const FIRST_SHARED_TAG: u64 = 1 << 63;
 /// Bytes of one piece of memory that a client shares with a worker.
 pub const MAX_SHARED_BYTES: u64 = 64 << 30;
 /// Inputs of one op.

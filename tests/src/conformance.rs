@@ -375,6 +375,17 @@ impl Case {
         self.data.get(range.clone()).unwrap_or_default()
     }
 
+    /// Whether two executions gave the same bits. Which of its many bit patterns a NaN has is nobody's promise.
+    pub fn same(&self, a: &Outcome, b: &Outcome) -> bool {
+        let equal = |dtype, a: &[u8], b: &[u8]| difference(dtype, Check::Exact, 0.0, a, b).is_ok();
+        let outputs = self.outputs.iter().zip(a.outputs.iter().zip(&b.outputs));
+        a.caches == b.caches
+            && a.outputs.len() == b.outputs.len()
+            && outputs
+                .into_iter()
+                .all(|((spec, _), (a, b))| equal(spec.dtype, a, b))
+    }
+
     /// Runs the case and compares. What was computed comes back, nothing for a case that fails as it must.
     ///
     /// # Errors

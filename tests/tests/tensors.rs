@@ -132,7 +132,7 @@ async fn compiled_functions_bake_in_no_key_no_size_and_no_panic() {
         assert!(args.is_empty(), "no arguments wanted");
         vec![]
     });
-    let error = broken.call(&[x.clone()]).unwrap_err();
+    let error = broken.call(std::slice::from_ref(&x)).unwrap_err();
     assert!(error.message().contains("no arguments wanted"), "{error:?}");
 
     // Evaluating inside is an error, not a deadlock: arguments have no value.
@@ -149,7 +149,7 @@ async fn compiled_functions_bake_in_no_key_no_size_and_no_panic() {
         );
         vec![&args[0] + 1.0]
     });
-    peeked.call(&[x.clone()]).unwrap();
+    peeked.call(std::slice::from_ref(&x)).unwrap();
 
     // Nested functions become part of the outer one.
     let inner = session.compile(|args| vec![args[0].square()]);
@@ -187,8 +187,8 @@ async fn shapeless_functions_are_right_for_every_size() {
         let compiled = session.compile_shapeless(function);
         for n in [4, 2, 1, 7, 100, 3] {
             let x = rows(n);
-            let eager = &function(&[x.clone()])[0];
-            let called = &compiled.call_eval(&[x.clone()]).await.unwrap()[0];
+            let eager = &function(std::slice::from_ref(&x))[0];
+            let called = &compiled.call_eval(std::slice::from_ref(&x)).await.unwrap()[0];
             assert_eq!(
                 called.shape().unwrap(),
                 eager.shape().unwrap(),

@@ -297,6 +297,9 @@ impl Host {
     pub async fn shared_memory(&self, tag: u64) -> Result<SharedMapping, Error> {
         // The tag is a client's word: that nothing comes under it is no fault of the scheduler's.
         let refused = |what: String| Error::new(Reason::InvalidArgument, what);
+        if tag < limits::FIRST_SHARED_TAG {
+            return Err(refused(format!("{tag} is no tag of shared memory")));
+        }
         let fd = self.descriptor(tag).await;
         let fd = fd.map_err(|error| refused(error.message().to_owned()))?;
         SharedMapping::of_memory(fd).map_err(|error| refused(error.to_string()))

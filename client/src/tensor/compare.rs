@@ -117,8 +117,9 @@ impl Comparison {
                 self.mismatched
             ));
         }
-        // Written so that NaN fails.
-        if !(self.cosine >= limits.cosine) {
+        // NaN is within no bound.
+        let below = |value: f64, limit: f64| value.is_nan() || value < limit;
+        if below(self.cosine, limits.cosine) {
             return failed(format!(
                 "the cosine is {}, at least {} is wanted",
                 self.cosine, limits.cosine
@@ -129,7 +130,7 @@ impl Comparison {
             ("greatest relative difference", self.max_rel, limits.max_rel),
             ("normalised square error", self.nmse, limits.nmse),
         ] {
-            if !(value <= limit) {
+            if below(-value, -limit) {
                 return failed(format!("the {what} is {value}, at most {limit} is wanted"));
             }
         }

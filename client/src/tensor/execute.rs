@@ -179,7 +179,7 @@ impl Session {
         for tensor in large {
             tensor.place(self).await?;
         }
-        inputs.iter().map(|tensor| operand(tensor)).collect()
+        inputs.iter().map(operand).collect()
     }
 }
 

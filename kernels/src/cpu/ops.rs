@@ -4,6 +4,7 @@ mod arg;
 mod attention;
 mod conv;
 mod create;
+mod dequantize;
 mod elementwise;
 mod experts;
 mod gemm;
@@ -48,6 +49,7 @@ static TABLES: &[&[Entry]] = &[
     ALIASES,
     attention::ENTRIES,
     conv::ENTRIES,
+    dequantize::ENTRIES,
     elementwise::ENTRIES,
     experts::ENTRIES,
     gemm::ENTRIES,
@@ -93,8 +95,9 @@ fn entries() -> impl Iterator<Item = &'static Entry> {
     TABLES.iter().copied().flatten()
 }
 
-fn entry(op: &str) -> Option<&'static Entry> {
-    entries().find(|e| e.op == op)
+/// The entry for a call. An op may have several, for inputs of different kinds.
+fn entry(call: &Call<'_>) -> Option<&'static Entry> {
+    entries().find(|e| e.op == call.op.name && (e.supports)(call))
 }
 
 /// Names of the ops in the table.
@@ -103,7 +106,7 @@ pub(super) fn names() -> impl Iterator<Item = &'static str> {
 }
 
 pub(super) fn supports(call: &Call<'_>) -> bool {
-    entry(call.op.name).is_some_and(|e| (e.supports)(call))
+    entry(call).is_some()
 }
 
 pub(super) fn launch(
@@ -112,7 +115,7 @@ pub(super) fn launch(
     inputs: &[Reg],
     outputs: &[Reg],
 ) -> Result<(), DeviceError> {
-    match entry(call.op.name) {
+    match entry(call) {
         Some(e) => (e.launch)(launcher, call, inputs, outputs),
         None => Err(unsupported(call)),
     }
@@ -157,7 +160,7 @@ mod tests {
     #[test]
     fn every_row_has_an_entry_or_a_decomposition_and_no_entry_is_a_stranger() {
         for row in catalogue() {
-            let has = entry(row.name).is_some();
+            let has = entries().any(|e| e.op == row.name);
             assert!(has || row.decompose.is_some(), "{}", row.name);
         }
         for e in entries() {

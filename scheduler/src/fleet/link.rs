@@ -231,7 +231,7 @@ impl Link {
         getrandom::fill(&mut bytes)
             .map_err(|e| Error::new(Reason::Internal, format!("no random bytes: {e}")))?;
         // Apart from the tags that this link counts.
-        let tag = u64::from_ne_bytes(bytes) | 1 << 63;
+        let tag = u64::from_ne_bytes(bytes) | limits::FIRST_SHARED_TAG;
         self.descriptors
             .send_async(tag, &[memory])
             .await

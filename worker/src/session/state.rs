@@ -33,7 +33,7 @@ use super::{
     shared::Region,
     tensor::Tensor,
     upload::Upload,
-    value::{State, Value, not_ready, wire_state},
+    value::{State, Value, cache_in_use, not_ready, wire_state},
     work::{Streams, Waiting},
 };
 use crate::{error::of_plan, model::run::WeightRegion, weights::Weight};
@@ -217,8 +217,8 @@ impl Session {
     /// When there is no such tensor, or it is one that cannot be written.
     pub fn upload_of(&self, id: HandleId) -> Result<Option<Arc<Upload>>, Error> {
         let tensor = self.tensor(id)?;
-        if tensor.weight.is_some() || matches!(tensor.spec, ValueSpec::Cache(_)) {
-            return Err(invalid("weights and caches cannot be uploaded to"));
+        if tensor.weight.is_some() {
+            return Err(invalid("weights cannot be uploaded to"));
         }
         match &*tensor.value.state() {
             State::Uploading(upload) => Ok(Some(Arc::clone(upload))),
@@ -276,6 +276,9 @@ impl Session {
         };
         // The only holder is the handle: nothing queued sees the value.
         let alone = Rc::strong_count(&tensor.value) == 1;
+        if matches!(tensor.spec, ValueSpec::Cache(_)) && !alone {
+            return Err(cache_in_use());
+        }
         let copy = tensor.value.with(|storage| match storage.home() {
             Home::Weight(_) => Err(invalid("weights cannot be overwritten")),
             Home::Shared(_) => storage.write(offset, data).map(|()| None),
@@ -314,8 +317,10 @@ impl Session {
         reply: ReadReply,
     ) -> Result<(), Error> {
         let tensor = self.tensor(id)?;
-        if matches!(tensor.spec, ValueSpec::Cache(_)) {
-            return Err(invalid("a cache cannot be downloaded"));
+        // Work changes a cache in place, so readers get a copy, made between two pieces of work.
+        let is_cache = matches!(tensor.spec, ValueSpec::Cache(_));
+        if is_cache && Rc::strong_count(&tensor.value) > 1 {
+            return Err(cache_in_use());
         }
         let total = tensor.bytes as u64;
         let end = match length {
@@ -331,6 +336,9 @@ impl Session {
         let info = tensor.info(id, epoch);
         tensor.value.when_settled(Box::new(move |state| {
             let all = match state {
+                State::Ready(storage) if is_cache => {
+                    storage.copy(&pool).and_then(|copy| copy.read(&pool))
+                }
                 State::Ready(storage) => storage.read(&pool),
                 state => Err(not_ready(state)),
             };

@@ -132,6 +132,12 @@ pub fn not_ready(state: &State) -> Error {
     }
 }
 
+/// Why a cache cannot be read or written now.
+pub fn cache_in_use() -> Error {
+    let what = "queued work uses the cache; synchronize first";
+    Error::new(Reason::TensorNotReady, what)
+}
+
 /// The state's name on the wire.
 pub fn wire_state(state: &State) -> v1::TensorState {
     match state {

@@ -102,7 +102,9 @@ fn log_softmax_body(x: &[f32], n: usize, out: &mut [f32]) {
 #[inline(always)]
 fn layer_norm_body(x: &[f32], n: usize, weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
     for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
-        let mean = sum16(lanes(x, 0.0, |a, b| a + b)) / n as f32;
+        let near = sum16(lanes(x, 0.0, |a, b| a + b)) / n as f32;
+        // Far from zero the sum has lost what the differences from it still show.
+        let mean = near + sum16(lanes(x, 0.0, |a, b| a + (b - near))) / n as f32;
         let squares = lanes(x, 0.0, |a, b| (b - mean).mul_add(b - mean, a));
         let scale = 1.0 / (sum16(squares) / n as f32 + eps).sqrt();
         if scale.is_nan() {

@@ -31,7 +31,7 @@ ops! {
 
     /// `x` times the experts that each token uses (ggml's `mul_mat_id`): `experts` `[e, n, k]` of any float or block
     /// dtype, `x` f32 `[t, u, k]`, or `[t, 1, k]` for all of a token's experts, and `ids` `[t, u]`.
-    mul_mat_id(experts, x, ids;) -> one { shapes: "[e, n, k], [t, u or 1, k], [t, u] → [t, u, n]", dtypes: "experts float or a block type; x f32; ids integers → f32", effect: Effect::None, infer: mul_mat_id_spec, decompose: None }
+    mul_mat_id(experts, x, ids;) -> one { shapes: "[e, n, k], [t, u or 1, k], [t, u] → [t, u, n]", dtypes: "experts float or a block type; x f32; ids integers → f32", effect: Effect::None, infer: mul_mat_id_spec, decompose: Some(mul_mat_id_in_f32) }
 
     /// `beta · c + alpha · (a @ b)` (MLX's `addmm`): `a @ b` as `matmul` has it, and `c` broadcasts to that.
     addmm(c, a, b; alpha: Float(-1e30, 1e30), beta: Float(-1e30, 1e30)) -> one { shapes: "c, […, m, k], […, k, n] → […, m, n]", dtypes: "float or c64 → promote(c, a, b)", effect: Effect::None, infer: addmm_spec, decompose: Some(addmm_of_parts) }
@@ -153,6 +153,19 @@ fn mul_mat_id_spec(call: &Call<'_>) -> Specs {
             experts.shape, x.shape, ids.shape
         ))),
     }
+}
+
+/// Experts of f64 are rounded to f32 first, as the factor beside them is.
+fn mul_mat_id_in_f32(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    _: &[Attribute],
+) -> Result<Vec<Value>, GraphError> {
+    let &[experts, x, ids] = inputs else {
+        return Err(GraphError::NoResult);
+    };
+    let experts = graph.cast(experts, DType::F32)?;
+    Ok(vec![graph.mul_mat_id(experts, x, ids)?])
 }
 
 fn addmm_spec(call: &Call<'_>) -> Specs {
