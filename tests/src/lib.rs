@@ -3,5 +3,6 @@
 pub mod bench;
 pub mod cluster;
 pub mod conformance;
+pub mod fuzz;
 pub mod model;
 pub mod onnx;

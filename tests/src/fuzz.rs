@@ -1,0 +1,65 @@
+//! Graphs from strangers: messages that are grown, broken, decoded, planned and run. One number decides all of a case, so
+//! that it can be run again.
+
+mod choices;
+mod grow;
+mod run;
+mod spoil;
+mod templates;
+
+use hotcell_graph::{Graph, wire};
+use hotcell_proto::v1;
+use prost::Message;
+
+pub use choices::{Choices, case_seed};
+pub use run::Runner;
+
+/// What became of a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The bytes are no message.
+    Unreadable,
+    /// The message is no graph.
+    Unverified,
+    /// A graph that the device or the bound on memory refuses.
+    Refused,
+    /// It ran into a typed error, such as an index out of range.
+    Failed,
+    /// It ran to its end.
+    Ran,
+}
+
+/// The valid graph that the case of a seed begins with.
+pub fn grown(seed: u64) -> Graph {
+    grow::graph(&mut Choices::new(seed))
+}
+
+/// Runs the case of a seed.
+///
+/// # Panics
+/// When the case finds something: a graph that decoding accepts but cannot encode, or results that depend on the number
+/// of threads. What else goes wrong panics where it does.
+pub fn case(runner: &Runner, seed: u64) -> Outcome {
+    let mut choices = Choices::new(seed);
+    let grown = wire::encode(&grow::graph(&mut choices));
+    let mut bytes = grown.encode_to_vec();
+    match choices.below(4) {
+        // As it is: it must be read again.
+        0 | 1 => {}
+        2 => bytes = spoil::message(grown, &mut choices).encode_to_vec(),
+        _ => spoil::bytes(&mut bytes, &mut choices),
+    }
+    let Ok(message) = v1::Graph::decode(&*bytes) else {
+        return Outcome::Unreadable;
+    };
+    let Ok(graph) = wire::decode(&message) else {
+        return Outcome::Unverified;
+    };
+    // Unknown fields are dropped and orders are put right once; from then on nothing changes.
+    let again = wire::encode(&graph);
+    match wire::decode(&again) {
+        Ok(second) => assert!(wire::encode(&second) == again, "encoding is not stable"),
+        Err(error) => panic!("what was decoded is refused when it is encoded again: {error}"),
+    }
+    runner.run(&graph, &mut choices)
+}

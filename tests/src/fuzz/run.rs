@@ -1,0 +1,214 @@
+//! Runs a graph that decoding accepted, within bounds.
+
+use std::rc::Rc;
+
+use anyhow::Result;
+use hotcell_graph::{Graph, TensorSpec, dtype::Kind, op::ValueSpec};
+use hotcell_kernels::{
+    backend::{Buffer, Device},
+    cpu::{CpuDevice, path::CpuPath},
+    plan::{Plan, PlanHints, Slot},
+};
+
+use super::{Outcome, choices::Choices};
+
+/// Bytes a plan may allocate.
+const PLAN_BYTES: usize = 64 << 20;
+/// Elements of all inputs and results together: a bound on time.
+const ELEMENTS: u128 = 1 << 20;
+
+/// Devices to run on: one thread, and two.
+pub struct Runner {
+    devices: Vec<Rc<dyn Device>>,
+}
+
+impl Runner {
+    /// Opens the devices.
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub fn new() -> Result<Self> {
+        let open = |threads| -> Result<Rc<dyn Device>> {
+            Ok(Rc::new(CpuDevice::with_path(threads, CpuPath::detect())?))
+        };
+        Ok(Self {
+            devices: vec![open(1)?, open(2)?],
+        })
+    }
+
+    /// Plans and executes a graph with random operands on each device.
+    pub(super) fn run(&self, graph: &Graph, choices: &mut Choices) -> Outcome {
+        if elements(graph) > ELEMENTS {
+            return Outcome::Refused;
+        }
+        let rows = match graph.max_rows() {
+            0 => 0,
+            most => 1 + choices.below(most),
+        };
+        let inputs: Vec<Vec<u8>> = graph
+            .inputs()
+            .iter()
+            .map(|i| operand(&i.spec, graph.max_rows(), choices))
+            .collect();
+        let mut first = None;
+        for device in &self.devices {
+            let ended = self.on(device.as_ref(), graph, &inputs, rows);
+            match &first {
+                None => first = Some(ended),
+                Some(before) => assert!(
+                    same(before, &ended),
+                    "the outcome depends on the number of threads: {} and {}",
+                    brief(before),
+                    brief(&ended)
+                ),
+            }
+        }
+        match first {
+            Some(Ended::Ran(_)) => Outcome::Ran,
+            Some(Ended::Failed(_)) => Outcome::Failed,
+            Some(Ended::Refused(_)) | None => Outcome::Refused,
+        }
+    }
+
+    fn on(&self, device: &dyn Device, graph: &Graph, inputs: &[Vec<u8>], rows: usize) -> Ended {
+        let hints = PlanHints {
+            max_bytes: Some(PLAN_BYTES),
+            ..PlanHints::default()
+        };
+        let mut plan = match device.plan(graph, &hints) {
+            Ok(plan) => plan,
+            Err(error) => return Ended::Refused(error.to_string()),
+        };
+        let outputs = match bind(device, plan.as_mut(), graph, inputs) {
+            Ok(outputs) => outputs,
+            Err(error) => return Ended::Refused(error.to_string()),
+        };
+        if let Err(error) = plan.execute(rows) {
+            return Ended::Failed(error.to_string());
+        }
+        let read = |(buffer, value): (&Buffer, &_)| {
+            let used = match graph.spec(*value) {
+                Ok(ValueSpec::Tensor(t)) => t.bytes(rows).unwrap_or(0),
+                _ => 0,
+            };
+            let mut bytes = vec![0; used];
+            buffer.read(0, &mut bytes).map(|()| bytes)
+        };
+        let read: std::result::Result<Vec<_>, _> =
+            outputs.iter().zip(graph.outputs()).map(read).collect();
+        match read {
+            Ok(bytes) => Ended::Ran(bytes),
+            Err(error) => Ended::Failed(error.to_string()),
+        }
+    }
+}
+
+enum Ended {
+    Refused(String),
+    Failed(String),
+    Ran(Vec<Vec<u8>>),
+}
+
+/// Errors may name any of several wrong indices.
+fn same(a: &Ended, b: &Ended) -> bool {
+    match (a, b) {
+        (Ended::Ran(a), Ended::Ran(b)) => a == b,
+        (Ended::Failed(_), Ended::Failed(_)) => true,
+        (Ended::Refused(a), Ended::Refused(b)) => a == b,
+        _ => false,
+    }
+}
+
+fn brief(ended: &Ended) -> String {
+    match ended {
+        Ended::Refused(why) => format!("refused ({why})"),
+        Ended::Failed(why) => format!("failed ({why})"),
+        Ended::Ran(outputs) => {
+            let of = |bytes: &Vec<u8>| format!("{:02x?}…", &bytes[..bytes.len().min(32)]);
+            format!("ran: {:?}", outputs.iter().map(of).collect::<Vec<_>>())
+        }
+    }
+}
+
+fn bind(
+    device: &dyn Device,
+    plan: &mut dyn Plan,
+    graph: &Graph,
+    inputs: &[Vec<u8>],
+) -> Result<Vec<Buffer>> {
+    for (i, bytes) in inputs.iter().enumerate() {
+        let buffer = device.allocate("an input", bytes.len())?;
+        buffer.write(0, bytes)?;
+        plan.bind(Slot::Input(i), &buffer, 0)?;
+    }
+    let mut outputs = Vec::new();
+    for (i, &value) in graph.outputs().iter().enumerate() {
+        let bytes = match graph.spec(value)? {
+            ValueSpec::Tensor(t) => t.bytes(graph.max_rows()).unwrap_or(0),
+            _ => 0,
+        };
+        let buffer = device.allocate("an output", bytes)?;
+        plan.bind(Slot::Output(i), &buffer, 0)?;
+        outputs.push(buffer);
+    }
+    Ok(outputs)
+}
+
+fn elements(graph: &Graph) -> u128 {
+    let of = |t: &TensorSpec| {
+        let dims = t
+            .shape
+            .dims()
+            .iter()
+            .map(|d| d.at(graph.max_rows()) as u128);
+        dims.fold(1u128, |n, d| n.saturating_mul(d))
+    };
+    let inputs = graph.inputs().iter().map(|i| match &i.spec {
+        ValueSpec::Tensor(t) => of(t),
+        ValueSpec::Cache(c) => c.bytes().map_or(u128::MAX, |n| n as u128),
+        ValueSpec::Absent => 0,
+    });
+    let results = graph.nodes().iter().flat_map(|n| &n.outputs).map(of);
+    inputs
+        .chain(results)
+        .fold(graph.max_rows() as u128, u128::saturating_add)
+}
+
+/// Random bytes, mostly such that indices are in range and numbers are tame.
+fn operand(spec: &ValueSpec, max_rows: usize, choices: &mut Choices) -> Vec<u8> {
+    let t = match spec {
+        ValueSpec::Tensor(t) => t,
+        ValueSpec::Cache(c) => return vec![0; c.bytes().unwrap_or(0)],
+        ValueSpec::Absent => return vec![],
+    };
+    let mut bytes = vec![0u8; t.bytes(max_rows).unwrap_or(0)];
+    let wild = choices.once_in(6);
+    let width = t.dtype.block_bytes();
+    for element in bytes.chunks_mut(width.max(1)) {
+        let value = choices.number();
+        match t.dtype.kind() {
+            _ if wild => element.iter_mut().for_each(|b| *b = choices.number() as u8),
+            Kind::Unsigned | Kind::Signed if t.dtype.is_integer() => {
+                let small = match t.dtype.kind() {
+                    Kind::Signed => (value % 4) as i64 - 1,
+                    _ => (value % 3) as i64,
+                };
+                let little = small.to_le_bytes();
+                element.iter_mut().zip(little).for_each(|(b, v)| *b = v);
+            }
+            Kind::Bool => element.iter_mut().for_each(|b| *b = (value % 2) as u8),
+            Kind::Block => element.iter_mut().for_each(|b| *b = choices.number() as u8),
+            _ => {
+                let number = (value % 4096) as f32 / 1024.0 - 2.0;
+                let little = match width {
+                    // A bf16; as an f16 it is another number, as tame.
+                    2 => number.to_le_bytes()[2..].to_vec(),
+                    4 => number.to_le_bytes().to_vec(),
+                    _ => f64::from(number).to_le_bytes().to_vec(),
+                };
+                element.iter_mut().zip(little).for_each(|(b, v)| *b = v);
+            }
+        }
+    }
+    bytes
+}

@@ -1,0 +1,43 @@
+//! Graphs that strangers may send: a short run of `fuzz_graphs`.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::{collections::BTreeSet, process::Command};
+
+use hotcell_graph::op;
+use hotcell_tests::fuzz::{case_seed, grown};
+
+#[test]
+fn every_row_is_grown() {
+    let mut missing: BTreeSet<&str> = op::catalogue().map(|row| row.name).collect();
+    for index in 0..20_000 {
+        for node in grown(case_seed(1, index)).nodes() {
+            missing.remove(node.op.name);
+        }
+        if missing.is_empty() {
+            return;
+        }
+    }
+    panic!("no graph has {missing:?}; write a template");
+}
+
+#[test]
+fn no_graph_panics_hangs_or_takes_memory_without_bound() {
+    let mut fuzz = Command::new(env!("CARGO_BIN_EXE_fuzz_graphs"));
+    let output = fuzz.args(["10", "2026"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}");
+    // It must reach the kernels, and the refusals on the way.
+    for (what, least) in [
+        ("unreadable", 1),
+        ("unverified", 5),
+        ("refused", 1),
+        ("ran", 50),
+    ] {
+        let at = said
+            .split(", ")
+            .find_map(|part| part.trim().strip_prefix(what));
+        let count: u64 = at.unwrap().trim().parse().unwrap();
+        assert!(count >= least, "{what}: {said}");
+    }
+}
