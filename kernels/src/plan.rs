@@ -53,8 +53,7 @@ pub trait Plan {
     /// Binds a buffer, from `offset`, to an input or output. Binding again replaces.
     ///
     /// # Errors
-    /// [`DeviceError::Binding`] when it is too small, read-only where the graph writes, or overlaps
-    /// something the graph writes.
+    /// [`DeviceError::Binding`] when it is too small, at an odd address, or read-only where the graph writes.
     fn bind(&mut self, slot: Slot, buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
         self.bind_for(usize::MAX, slot, buffer, offset)
     }
@@ -80,7 +79,7 @@ pub trait Plan {
     /// Runs it for `rows` rows; a [`Stream`](crate::backend::Stream) calls this in its order.
     ///
     /// # Errors
-    /// [`DeviceError::Binding`] while something is unbound, [`DeviceError::IndexOutOfRange`] when an
+    /// [`DeviceError::Binding`] while something is unbound or overlaps what the graph writes, [`DeviceError::IndexOutOfRange`] when an
     /// index tensor points outside. Outputs are then unspecified; effects on caches may be partial.
     fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {
         self.execute_from(rows, 0, &|| false).map(|_| ())

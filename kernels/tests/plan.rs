@@ -176,7 +176,9 @@ fn a_plan_runs_only_when_everything_is_bound_and_fits() {
     plan.bind(Slot::Input(0), &x, 0).unwrap();
     refused(plan.execute(1));
     // An output over an input would change what is still to be read.
-    refused(plan.bind(Slot::Output(0), &x, 0));
+    plan.bind(Slot::Output(0), &x, 0).unwrap();
+    refused(plan.execute(8));
+    refused(plan.execute(8));
     plan.bind(Slot::Output(0), &y, 64).unwrap();
     plan.execute(8).unwrap();
     plan.execute(0).unwrap();
@@ -351,4 +353,155 @@ fn a_plan_may_be_bound_for_fewer_rows_and_forgets_what_it_was_bound_to() {
     assert!(
         matches!(error, Some(DeviceError::OutOfMemory { bytes, .. }) if bytes == plan.memory().arena)
     );
+}
+
+#[test]
+fn only_memory_that_is_read_may_be_bound_twice_and_many_slots_are_compared_soon() {
+    const MANY: usize = 30_000;
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", spec(DType::F32, &[4])).unwrap();
+    let z = g.tensor("z", spec(DType::F32, &[4])).unwrap();
+    let y = g.add(x, z).unwrap();
+    let graph = g.finish(&vec![y; MANY]).unwrap();
+    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+    let read = buffer(&device, &f32_bytes(&[1.0, 2.0, 3.0, 4.0, 5.0]));
+    let all = device.allocate("all", MANY * 16).unwrap();
+    let refused =
+        |r: Result<(), DeviceError>| assert!(matches!(r, Err(DeviceError::Binding(_))), "{r:?}");
+    plan.bind(Slot::Input(0), &read, 0).unwrap();
+    plan.bind(Slot::Input(1), &read, 4).unwrap();
+    for i in 0..MANY {
+        plan.bind(Slot::Output(i), &all, i * 16).unwrap();
+    }
+    plan.execute(1).unwrap();
+    let mut last = [0.0; 4];
+    all.read_f32((MANY - 1) * 4, &mut last).unwrap();
+    assert_eq!(last, [3.0, 5.0, 7.0, 9.0]);
+    // Two outputs, in either order, and an input over an output.
+    plan.bind(Slot::Output(7), &all, 8 * 16 + 8).unwrap();
+    refused(plan.execute(1));
+    plan.bind(Slot::Output(7), &all, 6 * 16 + 8).unwrap();
+    refused(plan.execute(1));
+    plan.bind(Slot::Output(7), &all, 7 * 16).unwrap();
+    plan.execute(1).unwrap();
+    plan.bind(Slot::Input(1), &all, 12).unwrap();
+    refused(plan.execute(1));
+    plan.bind(Slot::Input(1), &read, 0).unwrap();
+    plan.execute(1).unwrap();
+}
+
+#[test]
+fn results_without_elements_take_no_time_whatever_their_other_axes() {
+    // More steps along any of these axes than a computer does in a year.
+    let build: [fn(&mut GraphBuilder) -> Value; 6] = [
+        |g| {
+            let x = g.tensor("x", spec(DType::F32, &[1 << 38, 2, 0])).unwrap();
+            g.reduce_sum(x, &[1], false).unwrap()
+        },
+        |g| {
+            let x = g
+                .tensor("x", spec(DType::F32, &[1 << 20, 1 << 19, 0]))
+                .unwrap();
+            g.sort(x, 0, false).unwrap()
+        },
+        |g| {
+            let a = g
+                .tensor("a", spec(DType::F32, &[1 << 20, 1 << 18, 0, 1]))
+                .unwrap();
+            let b = g
+                .tensor("b", spec(DType::F32, &[1 << 20, 1 << 18, 1, 0]))
+                .unwrap();
+            g.matmul(a, b).unwrap()
+        },
+        |g| {
+            let x = g.tensor("x", spec(DType::F32, &[1 << 38, 0, 1])).unwrap();
+            let w = g.tensor("w", spec(DType::F32, &[0, 0, 1])).unwrap();
+            g.conv(x, w, None, &[1], &[0], &[0], &[1], 1, "channels_first")
+                .unwrap()
+        },
+        |g| {
+            let x = g.tensor("x", spec(DType::F32, &[1, 0])).unwrap();
+            g.pad(x, None, &[1 << 29, 0], &[1 << 29, 0], "wrap")
+                .unwrap()
+        },
+        |g| {
+            let x = g.tensor("x", spec(DType::F32, &[1 << 38, 0])).unwrap();
+            let y = g.exp(x).unwrap();
+            let y = g.neg(y).unwrap();
+            g.softmax(y, 0).unwrap()
+        },
+    ];
+    let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+    let nothing = device.allocate("nothing", 4).unwrap();
+    for build in build {
+        let mut g = GraphBuilder::new(1);
+        let y = build(&mut g);
+        let graph = g.finish(&[y]).unwrap();
+        let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+        for i in 0..graph.inputs().len() {
+            plan.bind(Slot::Input(i), &nothing, 0).unwrap();
+        }
+        plan.bind(Slot::Output(0), &nothing, 0).unwrap();
+        plan.execute(1).unwrap();
+    }
+}
+
+#[test]
+fn rows_without_elements_take_no_time_either() {
+    // Sorted along the rows, of which there are none: so many empty lines.
+    let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", rows(&[1 << 26])).unwrap();
+    let y = g.sort(x, 0, false).unwrap();
+    let graph = g.finish(&[y]).unwrap();
+    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+    let nothing = device.allocate("nothing", 4).unwrap();
+    plan.bind_for(0, Slot::Input(0), &nothing, 0).unwrap();
+    plan.bind_for(0, Slot::Output(0), &nothing, 0).unwrap();
+    let begin = std::time::Instant::now();
+    plan.execute(0).unwrap();
+    assert!(begin.elapsed().as_millis() < 100);
+}
+
+#[test]
+fn nothing_may_lie_at_any_address() {
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", spec(DType::F32, &[0])).unwrap();
+    let sum = g.reduce_sum(x, &[], false).unwrap();
+    let graph = g.finish(&[sum]).unwrap();
+    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+    let out = buffer(&device, &f32_bytes(&[1.0, 1.0]));
+    plan.bind(Slot::Input(0), &out, 7).unwrap();
+    plan.bind(Slot::Output(0), &out, 4).unwrap();
+    plan.execute(1).unwrap();
+    let mut y = [1.0; 2];
+    out.read_f32(0, &mut y).unwrap();
+    assert_eq!(y, [1.0, 0.0]);
+}
+
+#[test]
+fn rows_that_u32_does_not_count_cannot_be_sorted() {
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let dry = PlanHints {
+        allocate: false,
+        ..PlanHints::default()
+    };
+    let ops: [fn(&mut GraphBuilder, Value) -> Value; 3] = [
+        |g, x| g.sort(x, 0, false).unwrap(),
+        |g, x| g.argsort(x, 0, false).unwrap(),
+        |g, x| g.argmax(x, 0, false).unwrap(),
+    ];
+    for op in ops {
+        for (most, fits) in [((1 << 32) - 1, true), (1 << 32, false)] {
+            let mut g = GraphBuilder::new(most);
+            let x = g.tensor("x", rows(&[])).unwrap();
+            let y = op(&mut g, x);
+            let graph = g.finish(&[y]).unwrap();
+            let plan = device.plan(&graph, &dry);
+            let ok = matches!(plan.as_ref().err(), Some(DeviceError::Unsupported { .. }));
+            assert_eq!(ok, !fits, "{:?}", plan.err());
+        }
+    }
 }

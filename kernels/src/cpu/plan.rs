@@ -1,23 +1,24 @@
 //! A graph as a flat array of kernels over an arena.
 
+mod bound;
 mod launch;
 mod schedule;
 
 use std::{
     cell::RefCell,
-    collections::{BTreeMap, HashMap},
-    ops::Range,
+    collections::HashMap,
     rc::Rc,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
 use hotcell_graph::{
-    Graph, TensorSpec, Value,
-    op::{Call, ValueSpec},
+    Dim, Graph, TensorSpec, Value,
+    op::{Call, Effect, ValueSpec},
 };
 
 pub(crate) use self::launch::{Kernel, Launcher, Reg, Run};
 use self::{
+    bound::{Bound, overlap},
     launch::{Fault, Home, Place, Workspaces},
     schedule::Meet,
 };
@@ -68,16 +69,6 @@ struct Step {
     meet: Meet,
 }
 
-/// What a place is bound to.
-struct Bound {
-    /// Keeps the memory alive.
-    _buffer: Buffer,
-    /// Its addresses.
-    range: Range<usize>,
-    /// Rows for which it is large enough.
-    rows: usize,
-}
-
 pub(crate) struct CpuPlan {
     steps: Vec<Step>,
     places: Vec<Place>,
@@ -85,8 +76,8 @@ pub(crate) struct CpuPlan {
     outputs: Vec<Reg>,
     pointers: Vec<*mut u8>,
     bound: Vec<Option<Bound>>,
-    /// Ranges that the graph writes, which nothing else overlaps: start to end and place.
-    written: BTreeMap<usize, (usize, Reg)>,
+    /// Whether bindings came since they were last compared.
+    rebound: bool,
     /// Inputs and outputs without memory.
     unbound: usize,
     /// Keeps the memory that arena pointers lead to; `None` for a dry run.
@@ -176,6 +167,14 @@ impl Maker<'_> {
         Ok(reg)
     }
 
+    /// Whether the node only makes tensors without elements, for any number of rows: there is nothing to do, and
+    /// its other axes, which no memory bounds, must not be walked.
+    fn makes_nothing(&self, n: usize) -> bool {
+        let node = &self.graph.nodes()[n];
+        let mut outs = node.outputs.iter();
+        node.op.effect == Effect::None && outs.all(|t| t.shape.dims().contains(&Dim::Fixed(0)))
+    }
+
     fn node(&mut self, n: usize) -> Result<(), DeviceError> {
         let node = &self.graph.nodes()[n];
         let specs = self.graph.input_specs(node)?;
@@ -188,6 +187,9 @@ impl Maker<'_> {
         for (o, spec) in node.outputs.iter().enumerate() {
             let (node, output) = (n as u32, o as u32);
             outs.push(self.result(Value::Node { node, output }, spec)?);
+        }
+        if self.makes_nothing(n) {
+            return Ok(());
         }
         let call = Call {
             op: node.op,
@@ -205,6 +207,13 @@ impl Maker<'_> {
         else {
             return Ok(());
         };
+        if nodes.iter().all(|n| self.makes_nothing(*n)) {
+            for &node in nodes.iter().filter(|n| stored[**n]) {
+                let (spec, node, output) = (result, node as u32, 0);
+                self.result(Value::Node { node, output }, spec)?;
+            }
+            return Ok(());
+        }
         let mut builder = Builder::new(Extent::of(&result.shape), self.launcher.path);
         let mut ids = HashMap::new();
         for &n in nodes {
@@ -362,7 +371,7 @@ impl CpuPlan {
             .collect();
         Ok(Self {
             bound: places.iter().map(|_| None).collect(),
-            written: BTreeMap::new(),
+            rebound: true,
             unbound: places.iter().filter(|p| p.home != Home::Arena).count(),
             steps,
             places,
@@ -379,33 +388,8 @@ impl CpuPlan {
         })
     }
 
-    /// Whether the range overlaps one that the graph writes, or, if it is `written`, any at all.
-    fn overlaps(&self, reg: Reg, range: &Range<usize>, written: bool) -> bool {
-        if range.is_empty() {
-            return false;
-        }
-        let last = self.written.range(..range.end).next_back();
-        // Written ranges are disjoint, so the last before the end is the one to look at, or, when that is
-        // the place's own of before, the one before it.
-        let own = |(_, (_, r)): &(&usize, &(usize, Reg))| *r == reg;
-        let last = match last.filter(own) {
-            Some((start, _)) => self.written.range(..*start).next_back(),
-            None => last,
-        };
-        if last.is_some_and(|(_, (end, _))| *end > range.start) {
-            return true;
-        }
-        written
-            && self.bound.iter().enumerate().any(|(r, bound)| {
-                let Some(Bound { range: taken, .. }) = bound else {
-                    return false;
-                };
-                r != reg.index() && taken.start < range.end && range.start < taken.end
-            })
-    }
-
     /// What is wrong with executing now.
-    fn check(&self, rows: usize, from: usize) -> Result<(), DeviceError> {
+    fn check(&mut self, rows: usize, from: usize) -> Result<(), DeviceError> {
         let fail = |what: String| Err(DeviceError::Binding(what));
         if self.unbound != 0 {
             let open = |(p, b): &(&Place, &Option<Bound>)| p.home != Home::Arena && b.is_none();
@@ -423,6 +407,12 @@ impl CpuPlan {
         }
         if from > self.steps.len() {
             return fail(format!("step {from}, there are {}", self.steps.len()));
+        }
+        if self.rebound {
+            if let Some(slot) = overlap(self.bound.iter().flatten()) {
+                return fail(format!("{slot:?}: overlaps memory that the graph writes"));
+            }
+            self.rebound = false;
         }
         Ok(())
     }
@@ -519,41 +509,38 @@ impl Plan for CpuPlan {
         let Some(end) = end else {
             return fail(format!("needs {bytes} bytes at {offset}, has {}", host.len));
         };
-        let start = host.start as usize;
-        if place.aligned && !start.wrapping_add(offset).is_multiple_of(place.alignment) {
+        // SAFETY: offset ≤ len of the buffer's memory, which `bound` keeps alive.
+        let mut pointer = unsafe { host.start.add(offset) };
+        if bytes == 0 {
+            // Nothing is read there, but a slice of no numbers must be aligned too.
+            pointer = std::ptr::without_provenance_mut(memory::ALIGNMENT);
+        }
+        if place.aligned && !pointer.addr().is_multiple_of(place.alignment) {
             return fail(format!("must be aligned to {} bytes", place.alignment));
         }
         let written = place.written || matches!(place.home, Home::Output(_));
         if written && !host.writable {
             return fail("the graph writes it and the buffer is read-only".to_owned());
         }
-        let range = start + offset..start + end;
-        if self.overlaps(reg, &range, written) {
-            return fail("overlaps memory that the graph writes".to_owned());
-        }
-        // SAFETY: offset ≤ len of the buffer's memory, which `bound` keeps alive.
-        self.pointers[reg.index()] = unsafe { host.start.add(offset) };
+        let start = host.start.addr();
+        self.pointers[reg.index()] = pointer;
         let bound = Bound {
             _buffer: buffer.clone(),
-            range: range.clone(),
+            range: start + offset..start + end,
             rows,
+            written,
+            slot,
         };
-        match self.bound[reg.index()].replace(bound) {
-            None => self.unbound -= 1,
-            Some(old) if written && !old.range.is_empty() => {
-                self.written.remove(&old.range.start);
-            }
-            Some(_) => {}
+        if self.bound[reg.index()].replace(bound).is_none() {
+            self.unbound -= 1;
         }
-        if written && !range.is_empty() {
-            self.written.insert(range.start, (range.end, reg));
-        }
+        self.rebound = true;
         Ok(())
     }
 
     fn release(&mut self) {
         self.bound.iter_mut().for_each(|bound| *bound = None);
-        self.written.clear();
+        self.rebound = true;
         self.unbound = self.inputs.len() + self.outputs.len();
     }
 

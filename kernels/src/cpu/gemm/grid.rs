@@ -52,7 +52,7 @@ impl Grid {
         let (most_rows, most_columns) =
             (m.div_ceil(ROW_STEP).max(1), n.div_ceil(TILE_COLUMNS).max(1));
         loop {
-            let units = batch * rows * columns;
+            let units = batch.saturating_mul(rows).saturating_mul(columns);
             let even = units.is_multiple_of(parts) || units >= 4 * parts;
             let can_rows = rows < most_rows;
             let can_columns = columns < most_columns;
@@ -77,7 +77,10 @@ impl Grid {
 
     /// The units of one part, in the order of the results.
     pub fn units(self, part: usize) -> impl Iterator<Item = Unit> {
-        let all = self.batch * self.rows * self.columns;
+        let all = match self.m == 0 || self.n == 0 {
+            true => 0,
+            false => self.batch * self.rows * self.columns,
+        };
         let mine = match part < self.parts {
             true => piece(all, 1, part, self.parts),
             false => 0..0,
@@ -107,6 +110,7 @@ mod tests {
             (1, 2000, 1, 3),
             (0, 4, 4, 2),
             (2, 0, 9, 2),
+            (1 << 40, 0, 1 << 20, 2),
             (1, 400, 300, 16),
         ] {
             let grid = Grid::of(batch, m, n, 4096, parts);

@@ -207,6 +207,10 @@ fn arg(
     };
     let t = call.tensor(0)?;
     let axis = normal_axis(call.int(0)?, t.shape.rank()).ok_or_else(|| unsupported(call))?;
+    let longest = t.shape.dims().get(axis).map(|d| d.at(launcher.max_rows));
+    if longest.is_none_or(|n| u32::try_from(n).is_err()) {
+        return Err(unsupported(call));
+    }
     fn step<K: Keys>(
         launcher: &mut Launcher,
         (x, out): (Reg, Reg),

@@ -377,6 +377,9 @@ impl Boxes<'_> {
 impl Kernel for Pad {
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         static ZERO: [u8; 8] = [0; 8];
+        if self.axes.iter().any(|axis| axis.size.at(run.rows) == 0) {
+            return;
+        }
         let boxes = Boxes {
             x: run.pointer(self.x),
             value: match self.value {

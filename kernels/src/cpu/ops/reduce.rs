@@ -87,8 +87,12 @@ struct Span {
 
 impl Span {
     fn at(self, rows: usize) -> usize {
-        self.fixed * if self.rows { rows } else { 1 }
+        self.fixed.saturating_mul(if self.rows { rows } else { 1 })
     }
+}
+
+fn sizes<'a>(spans: impl Iterator<Item = &'a Span>, rows: usize) -> usize {
+    spans.fold(1, |n: usize, span| n.saturating_mul(span.at(rows)))
 }
 
 /// What is reduced, made of alternating runs.
@@ -124,7 +128,7 @@ impl Layout {
             let reduced = reduced(axis);
             match runs.last_mut() {
                 Some(last) if last.reduced == reduced => {
-                    last.fixed *= fixed;
+                    last.fixed = last.fixed.saturating_mul(fixed);
                     last.rows |= rows;
                 }
                 _ => runs.push(Span {
@@ -152,7 +156,7 @@ impl Layout {
             chunk_rows(k)
         };
         Sizes {
-            outer: self.outer.iter().map(|r| r.at(rows)).product(),
+            outer: sizes(self.outer.iter(), rows),
             n,
             k,
             chunk,
@@ -167,8 +171,7 @@ impl Layout {
 
     /// Sizes of the kept runs, and of the reduced ones, of a kind.
     fn count(&self, reduced: bool, rows: usize) -> usize {
-        let outer = self.outer.iter().filter(|r| r.reduced == reduced);
-        outer.map(|r| r.at(rows)).product()
+        sizes(self.outer.iter().filter(|r| r.reduced == reduced), rows)
     }
 }
 
@@ -227,9 +230,12 @@ impl<R: Reducer> Chunks<R> {
 impl<R: Reducer> Kernel for Chunks<R> {
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let s = self.layout.at(run.rows);
-        let kept = self.layout.count(false, run.rows) * s.k;
-        let over = self.layout.count(true, run.rows) * s.n;
-        if self.needs_one && over == 0 && kept > 0 && part == 0 {
+        let kept = self.layout.count(false, run.rows).saturating_mul(s.k);
+        let over = self.layout.count(true, run.rows).saturating_mul(s.n);
+        if kept == 0 {
+            return;
+        }
+        if self.needs_one && over == 0 && part == 0 {
             run.fail(DeviceError::Undefined {
                 op: self.op,
                 why: "an axis without elements has none",
@@ -295,9 +301,12 @@ impl<R: Reducer> Kernel for Join<R> {
         let s = self.layout.at(run.rows);
         let kept = self.layout.count(false, run.rows);
         let reduced = self.layout.count(true, run.rows);
-        let per_result = reduced * s.chunks;
+        if kept == 0 || s.k == 0 {
+            return;
+        }
+        let per_result = reduced.saturating_mul(s.chunks);
         let tiles = s.k.div_ceil(WIDTH);
-        let worth = 4096 / (per_result * s.k.min(WIDTH)).max(1);
+        let worth = 4096 / per_result.saturating_mul(s.k.min(WIDTH)).max(1);
         let range = split_if_worth(kept * tiles, 1, worth.max(2), part, parts);
         // SAFETY: the launch made it of this size at least.
         let chunks = unsafe { run.slice::<R::Part>(self.chunks, s.outer * s.chunks * s.k) };

@@ -139,7 +139,10 @@ impl Sort {
     unsafe fn sort<P: Packed>(&self, run: &Run<'_>, part: usize, parts: usize) {
         let (outer, n, k) = around(&self.dims, self.axis, run.rows);
         let count = self.count.map_or(n, |count| count.min(n));
-        let lines = outer * k;
+        if count == 0 {
+            return;
+        }
+        let lines = outer.saturating_mul(k);
         let worth = 2048 / n.max(1);
         let range = split_if_worth(lines, 1, worth.max(2), part, parts);
         let bytes = self.dtype.block_bytes();
@@ -152,7 +155,7 @@ impl Sort {
                 self.load(x, k, keys);
                 keys
             };
-            if count < n && count > 0 {
+            if count < n {
                 keys.select_nth_unstable(count - 1);
             }
             keys[..count].sort_unstable();
@@ -256,6 +259,10 @@ fn step(
     };
     let t = call.tensor(0)?;
     let axis = normal_axis(call.int(axis)?, t.shape.rank()).ok_or_else(|| unsupported(call))?;
+    let longest = t.shape.dims().get(axis).map(|d| d.at(launcher.max_rows));
+    if longest.is_none_or(|n| u32::try_from(n).is_err()) {
+        return Err(unsupported(call));
+    }
     let key = if t.dtype.block_bytes() <= 4 {
         size_of::<u64>()
     } else {

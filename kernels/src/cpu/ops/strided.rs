@@ -40,7 +40,10 @@ pub(super) fn strides(shape: &Shape) -> Vec<isize> {
 
 /// Elements before, along and after an axis.
 pub(super) fn around(dims: &[Dim], axis: usize, rows: usize) -> (usize, usize, usize) {
-    let product = |dims: &[Dim]| dims.iter().map(|d| d.at(rows)).product();
+    let product = |dims: &[Dim]| {
+        let sizes = dims.iter().map(|d| d.at(rows));
+        sizes.fold(1usize, usize::saturating_mul)
+    };
     let (before, rest) = dims.split_at(axis.min(dims.len()));
     match rest.split_first() {
         Some((n, after)) => (product(before), n.at(rows), product(after)),
