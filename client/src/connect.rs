@@ -322,8 +322,17 @@ pub(crate) fn read_status(peer: &str, status: &Status) -> Error {
     let Some(source) = status.source() else {
         return error;
     };
+    // A connection that breaks may look like a call cancelled; only the caller's own timer is no fault of the connection.
+    let timer = |source: &(dyn StdError + 'static)| source.is::<tonic::TimeoutExpired>();
+    let mut cause = Some(source);
+    let mut timed = false;
+    while let Some(this) = cause {
+        timed |= timer(this);
+        cause = this.source();
+    }
     match error.reason() {
-        Reason::DeadlineExceeded | Reason::Cancelled => error,
+        Reason::DeadlineExceeded => error,
+        Reason::Cancelled if timed => error,
         _ => unreachable(peer, source),
     }
 }

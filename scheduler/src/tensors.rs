@@ -2,7 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 use hotcell_ipc::transport::{Windows, channel_over};
@@ -12,13 +15,16 @@ use hotcell_proto::{
     limits,
     session::SessionId,
 };
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
 use crate::fleet::{Fleet, Link};
 
 /// Sessions of one scheduler.
 const MAX_SESSIONS: usize = limits::MAX_SESSIONS * limits::MAX_DEVICES;
+/// Connections that one session's client is given to its worker.
+const MAX_CONNECTIONS: usize = 4;
 
 /// The sessions. Clones share them.
 #[derive(Clone)]
@@ -26,6 +32,7 @@ pub struct Sessions(Arc<Inner>);
 
 struct Inner {
     by_id: Mutex<HashMap<SessionId, Arc<Session>>>,
+    places: Arc<Semaphore>,
     /// Calls under way.
     calls: watch::Sender<usize>,
 }
@@ -35,6 +42,10 @@ pub struct Session {
     /// Its worker.
     pub link: Arc<Link>,
     channel: Channel,
+    /// Cancelled when its lease ends: so do its calls.
+    pub over: CancellationToken,
+    /// Connections of its own that its client may still be given.
+    connections: AtomicUsize,
 }
 
 impl Session {
@@ -42,12 +53,27 @@ impl Session {
     pub fn channel(&self) -> Channel {
         self.channel.clone()
     }
+
+    /// Counts a connection that the client is given.
+    ///
+    /// # Errors
+    /// [`Reason::QuotaExceeded`] when it has had enough.
+    pub fn take_connection(&self) -> Result<(), Error> {
+        let taken = self
+            .connections
+            .fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1));
+        taken.map(|_| ()).map_err(|_| {
+            let what = format!("the session was given {MAX_CONNECTIONS} connections; use those");
+            Error::new(Reason::QuotaExceeded, what)
+        })
+    }
 }
 
 /// Ends a session when dropped: its connection closes, and the worker frees what it held.
 pub struct Lease {
     sessions: Sessions,
     id: SessionId,
+    _place: OwnedSemaphorePermit,
 }
 
 impl Lease {
@@ -59,7 +85,9 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.sessions.table().remove(&self.id);
+        if let Some(session) = self.sessions.table().remove(&self.id) {
+            session.over.cancel();
+        }
     }
 }
 
@@ -76,6 +104,7 @@ impl Default for Sessions {
     fn default() -> Self {
         Self(Arc::new(Inner {
             by_id: Mutex::default(),
+            places: Arc::new(Semaphore::new(MAX_SESSIONS)),
             calls: watch::Sender::new(0),
         }))
     }
@@ -91,10 +120,13 @@ impl Sessions {
     /// # Errors
     /// [`Reason::Overloaded`] when there are too many, [`Reason::WorkerLost`] when the worker takes no connection.
     pub async fn open(&self, link: Arc<Link>) -> Result<(Lease, Arc<Session>), Error> {
-        if self.table().len() >= MAX_SESSIONS {
+        let full = |_| {
             let what = format!("{MAX_SESSIONS} tensor sessions are open; close one");
-            return Err(Error::new(Reason::Overloaded, what));
-        }
+            Error::new(Reason::Overloaded, what)
+        };
+        let place = Arc::clone(&self.0.places)
+            .try_acquire_owned()
+            .map_err(full)?;
         let id = SessionId::random(&link.worker, Epoch(link.epoch))?;
         let lost = |e: std::io::Error| {
             let what = format!("worker {} took no connection: {e}", link.worker);
@@ -102,11 +134,17 @@ impl Sessions {
         };
         let end = link.open_tensors().await?;
         let channel = channel_over(end, Windows::default()).await.map_err(lost)?;
-        let session = Arc::new(Session { link, channel });
+        let session = Arc::new(Session {
+            link,
+            channel,
+            over: CancellationToken::new(),
+            connections: AtomicUsize::new(MAX_CONNECTIONS),
+        });
         self.table().insert(id.clone(), Arc::clone(&session));
         let lease = Lease {
             sessions: self.clone(),
             id,
+            _place: place,
         };
         Ok((lease, session))
     }

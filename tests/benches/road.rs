@@ -85,6 +85,7 @@ fn empty_step() -> Result<()> {
             let bytes = match &input.spec {
                 ValueSpec::Tensor(t) => t.bytes(shape.max_rows),
                 ValueSpec::Cache(c) => c.bytes(),
+                ValueSpec::Absent => None,
             };
             let buffer = device.allocate("input", bytes.context("too large")?)?;
             plan.bind(Slot::Input(i), &buffer, 0)?;

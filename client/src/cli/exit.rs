@@ -73,6 +73,15 @@ pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::DeadlineExceeded, Exit::Deadline),
     (Reason::Cancelled, Exit::Failed),
     (Reason::NumericsFailed, Exit::Failed),
+    (Reason::GraphInvalid, Exit::InvalidInput),
+    (Reason::IndexOutOfRange, Exit::InvalidInput),
+    (Reason::OpUnsupported, Exit::InvalidInput),
+    (Reason::HandleNotFound, Exit::NotFound),
+    (Reason::HandleStale, Exit::Failed),
+    (Reason::TensorNotReady, Exit::Failed),
+    (Reason::SessionNotFound, Exit::NotFound),
+    (Reason::QuotaExceeded, Exit::Unavailable),
+    (Reason::ChecksumMismatch, Exit::Failed),
     (Reason::Internal, Exit::Failed),
 ];
 

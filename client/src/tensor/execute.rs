@@ -89,14 +89,17 @@ impl Session {
             return Ok(());
         };
         let order = Order::default();
-        let (mut request, _) = self
+        let Ready {
+            mut request, held, ..
+        } = self
             .request_for(&plan, 0, &program.inputs, 0, &order)
             .await?;
         request.outputs = vec![v1::OutputWish {
             kind: Some(v1::output_wish::Kind::Into(target.handle.clone())),
         }];
-        self.answer(self.rpc().execute(self.request(request)).await)
-            .map(|_| ())
+        let answer = self.answer(self.rpc().execute(self.request(request)).await);
+        drop(held);
+        answer.map(|_| ())
     }
 
     /// The plan of a program; `None` in a dry run.
@@ -126,10 +129,11 @@ impl Session {
         outputs: usize,
         order: &Order,
     ) -> Result<Vec<Arc<Remote>>, Error> {
-        let (request, results) = self.request_for(plan, rows, inputs, outputs, order).await?;
-        let answer = self.answer(self.rpc().execute(self.request(request)).await)?;
+        let ready = self.request_for(plan, rows, inputs, outputs, order).await?;
+        let answer = self.answer(self.rpc().execute(self.request(ready.request)).await)?;
+        drop(ready.held);
         order.done(answer.fence);
-        Ok(results)
+        Ok(ready.results)
     }
 
     /// The message of a call, and the handles its results will have.
@@ -140,8 +144,8 @@ impl Session {
         inputs: &[Tensor],
         outputs: usize,
         order: &Order,
-    ) -> Result<(v1::ExecuteRequest, Vec<Arc<Remote>>), Error> {
-        let inputs = self.operands(inputs).await?;
+    ) -> Result<Ready, Error> {
+        let (inputs, held) = self.operands(inputs).await?;
         let ids = (0..outputs)
             .map(|_| HandleId::random())
             .collect::<Result<Vec<_>, _>>()?;
@@ -158,11 +162,18 @@ impl Session {
             detached: order.detached,
             tag: 0,
         };
-        Ok((request, ids.into_iter().map(|id| self.named(id)).collect()))
+        Ok(Ready {
+            request,
+            results: ids.into_iter().map(|id| self.named(id)).collect(),
+            held,
+        })
     }
 
     /// Inputs as a call names them: small ones inline, large ones uploaded first.
-    async fn operands(&self, inputs: &[Tensor]) -> Result<Vec<v1::Operand>, Error> {
+    async fn operands(
+        &self,
+        inputs: &[Tensor],
+    ) -> Result<(Vec<v1::Operand>, Vec<Arc<Remote>>), Error> {
         let mut inline = 0usize;
         let mut large = Vec::new();
         for tensor in inputs {
@@ -179,14 +190,28 @@ impl Session {
         for tensor in large {
             tensor.place(self).await?;
         }
-        inputs.iter().map(operand).collect()
+        let mut held = Vec::new();
+        let operands = inputs.iter().map(|tensor| operand(tensor, &mut held));
+        Ok((operands.collect::<Result<_, _>>()?, held))
     }
 }
 
-fn operand(tensor: &Tensor) -> Result<v1::Operand, Error> {
+/// A call that is ready to be sent.
+pub(super) struct Ready {
+    pub request: v1::ExecuteRequest,
+    pub results: Vec<Arc<Remote>>,
+    /// What the call names, to be kept until it is answered: a handle that is freed earlier may be gone before the call comes.
+    pub held: Vec<Arc<Remote>>,
+}
+
+fn operand(tensor: &Tensor, held: &mut Vec<Arc<Remote>>) -> Result<v1::Operand, Error> {
     use v1::operand::Kind;
     let kind = match tensor.state() {
-        State::Remote(remote) => Kind::Tensor(remote.handle.clone()),
+        State::Remote(remote) => {
+            let handle = remote.handle.clone();
+            held.push(remote);
+            Kind::Tensor(handle)
+        }
         State::Host { data, .. } => Kind::Data(data.bytes().clone()),
         State::Wrong(error) => return Err(error),
         State::Lazy { .. } | State::Argument { .. } => {

@@ -15,14 +15,23 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::{
     array::{State, Tensor},
     compile::Compiled,
-    session::Session,
+    execute::Ready,
+    session::{Remote, RemotePlan, Session},
     stream::Order,
 };
 
 /// Calls that are under way at most.
 const DEPTH: usize = 64;
 
-type Waiting = HashMap<u64, oneshot::Sender<Result<(), Error>>>;
+/// A call that has no answer yet.
+struct Under {
+    done: oneshot::Sender<Result<(), Error>>,
+    /// What it names and makes, which must not be freed before it has come.
+    _plan: Arc<RemotePlan>,
+    _held: Vec<Arc<Remote>>,
+}
+
+type Waiting = HashMap<u64, Under>;
 
 #[derive(Default)]
 struct Shared {
@@ -88,7 +97,7 @@ impl Session {
                         let waiting = locked(&reader).waiting.remove(&answer.tag);
                         if let Some(waiting) = waiting {
                             // Whoever dropped the call does not want its end.
-                            let _ = waiting.send(read(answer.error));
+                            let _ = waiting.done.send(read(answer.error));
                         }
                     }
                     Ok(None) => break Error::new(Reason::Cancelled, "the pipeline ended"),
@@ -97,7 +106,7 @@ impl Session {
             };
             let mut shared = locked(&reader);
             for (_, waiting) in shared.waiting.drain() {
-                let _ = waiting.send(Err(end.clone()));
+                let _ = waiting.done.send(Err(end.clone()));
             }
             shared.over = Some(end);
         });
@@ -144,7 +153,12 @@ impl Pipeline {
         let made = self
             .session
             .request_for(&plan, prepared.rows, &prepared.inputs, count, &order);
-        let (mut request, remotes) = made.await?;
+        let Ready {
+            mut request,
+            results: remotes,
+            mut held,
+        } = made.await?;
+        held.extend(remotes.iter().cloned());
         let tag = self.next;
         self.next += 1;
         request.tag = tag;
@@ -154,7 +168,12 @@ impl Pipeline {
             if let Some(over) = &shared.over {
                 return Err(over.clone());
             }
-            shared.waiting.insert(tag, done);
+            let under = Under {
+                done,
+                _plan: plan,
+                _held: held,
+            };
+            shared.waiting.insert(tag, under);
         }
         if self.calls.send(request).await.is_err() {
             let over = locked(&self.shared).over.clone();

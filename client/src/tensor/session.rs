@@ -62,6 +62,7 @@ struct Inner {
     socket: Option<PathBuf>,
     /// Calls go to the worker itself.
     direct: bool,
+    relayed_because: Option<Error>,
     name: AsciiMetadataValue,
     opened: v1::SessionOpened,
     dry_run: bool,
@@ -69,6 +70,8 @@ struct Inner {
     freed: Arc<Freed>,
     closed: Mutex<Option<String>>,
     streams: AtomicU32,
+    /// Ids of streams that are gone, for new ones.
+    idle_streams: Arc<Mutex<Vec<u32>>>,
 }
 
 /// Handles whose last owner is gone, until they are reported.
@@ -141,6 +144,7 @@ struct Opening {
     opened: v1::SessionOpened,
     events: Streaming<v1::SessionEvent>,
     dry_run: bool,
+    relayed_because: Option<Error>,
 }
 
 impl Opening {
@@ -185,6 +189,7 @@ impl Opening {
             opened,
             events,
             dry_run: options.dry_run,
+            relayed_because: None,
         })
     }
 
@@ -216,6 +221,7 @@ impl Opening {
             peer: self.peer,
             socket: self.socket,
             direct: self.direct,
+            relayed_because: self.relayed_because,
             name: self.name,
             opened: self.opened,
             dry_run: self.dry_run,
@@ -223,6 +229,7 @@ impl Opening {
             freed: Arc::default(),
             closed: Mutex::default(),
             streams: AtomicU32::new(1),
+            idle_streams: Arc::default(),
         }));
         // Its stream is the lease.
         tokio::spawn(session.clone().downgrade().attend(self.events));
@@ -242,7 +249,10 @@ impl Session {
         let relayed = options.relayed;
         let mut opening = Opening::begin(&client, options).await?;
         if let (Address::Unix(path), false) = (address, relayed) {
-            opening.go_direct(path).await?;
+            // Without it, the calls go through the scheduler.
+            if let Err(error) = opening.go_direct(path).await {
+                opening.relayed_because = Some(error);
+            }
         }
         Ok(opening.finish())
     }
@@ -287,8 +297,11 @@ impl Session {
         locked(&self.0.closed).clone()
     }
 
-    pub(super) fn next_stream(&self) -> u32 {
-        self.0.streams.fetch_add(1, Ordering::Relaxed)
+    /// An id for a stream, and where it is given back.
+    pub(super) fn next_stream(&self) -> (u32, Arc<Mutex<Vec<u32>>>) {
+        let idle = locked(&self.0.idle_streams).pop();
+        let id = idle.unwrap_or_else(|| self.0.streams.fetch_add(1, Ordering::Relaxed));
+        (id, Arc::clone(&self.0.idle_streams))
     }
 
     /// The calls of the worker.
@@ -329,6 +342,11 @@ impl Session {
     /// The scheduler's socket, where descriptors can be had.
     pub(super) fn socket(&self) -> Option<&Path> {
         self.0.socket.as_deref()
+    }
+
+    /// Why calls go through the scheduler although a connection to the worker was wanted.
+    pub fn relayed_because(&self) -> Option<&Error> {
+        self.0.relayed_because.as_ref()
     }
 
     /// Whether calls go to the worker itself.
@@ -469,7 +487,11 @@ impl Session {
     pub async fn flush(&self) -> Result<(), Error> {
         while let Some(request) = self.0.freed.take() {
             let request = self.request(request);
-            self.answer(self.rpc().free(request).await)?;
+            match self.answer(self.rpc().free(request).await) {
+                // A result of a call that was refused was never there; the others of the batch are freed.
+                Err(error) if error.reason() == Reason::HandleNotFound => {}
+                answered => answered.map(|_| ())?,
+            }
         }
         Ok(())
     }
@@ -520,8 +542,10 @@ impl Attendant {
                     while let Some(message) = self.freed.take() {
                         let mut request = Request::new(message);
                         request.metadata_mut().insert(SESSION_KEY, self.name.clone());
-                        // Whoever uses the session next hears why it does not answer.
-                        if self.client.free(request).await.is_err() {
+                        // What is not there needs no freeing; whoever uses the session next hears of anything else.
+                        if let Err(status) = self.client.free(request).await
+                            && status.code() != tonic::Code::NotFound
+                        {
                             break;
                         }
                     }

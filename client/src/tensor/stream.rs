@@ -17,12 +17,25 @@ pub(super) struct Order {
     progress: Option<Arc<Mutex<Progress>>>,
 }
 
-#[derive(Default)]
 struct Progress {
     /// Fence of the last call.
     last: u64,
     /// Events the next call waits for.
     wait: Vec<v1::Fence>,
+    /// The stream's id, and where it goes when the last clone of the stream is dropped. Its fences go on rising, so an
+    /// event that outlives the stream has passed when its calls have.
+    id: u32,
+    idle: Arc<Mutex<Vec<u32>>>,
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        // Nothing panics while it is held.
+        self.idle
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .push(self.id);
+    }
 }
 
 fn locked(progress: &Mutex<Progress>) -> std::sync::MutexGuard<'_, Progress> {
@@ -69,10 +82,17 @@ pub struct Stream {
 impl Session {
     /// A new stream.
     pub fn stream(&self) -> Stream {
+        let (id, idle) = self.next_stream();
+        let progress = Progress {
+            last: 0,
+            wait: vec![],
+            id,
+            idle,
+        };
         Stream {
             session: self.clone(),
-            id: self.next_stream(),
-            progress: Arc::default(),
+            id,
+            progress: Arc::new(Mutex::new(progress)),
         }
     }
 

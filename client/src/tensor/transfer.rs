@@ -155,7 +155,10 @@ impl Tensor {
     pub(super) async fn place(&self, session: &Session) -> Result<(), Error> {
         if let State::Host { data, .. } = self.state() {
             let remote = session.upload_bytes(&data).await?;
-            self.set(State::Remote(remote));
+            // Somebody else may have been as quick; one of the two copies is enough.
+            if let State::Host { .. } = self.state() {
+                self.set(State::Remote(remote));
+            }
         }
         Ok(())
     }

@@ -216,8 +216,11 @@ impl Link {
             Ok(Ok(_)) => Ok(ours),
             Ok(Err(status)) => Err(words(&status)),
             Err(_) => Err(Error::new(
-                Reason::WorkerLost,
-                format!("worker {} did not take a connection in time", self.worker),
+                Reason::Overloaded,
+                format!(
+                    "worker {} did not take a connection in time; try again",
+                    self.worker
+                ),
             )),
         }
     }

@@ -70,6 +70,7 @@ async fn connection(session: &str, shared: &Shared) -> Result<std::os::fd::Owned
     let session = shared
         .tensors
         .find(&SessionId::parse(session)?, &shared.fleet)?;
+    session.take_connection()?;
     session.link.open_tensors().await
 }
 

@@ -15,7 +15,10 @@ use hotcell_proto::{
 };
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::{Frame, SizeHint};
-use tokio_util::{sync::WaitForCancellationFutureOwned, task::task_tracker::TaskTrackerToken};
+use tokio_util::{
+    sync::{CancellationToken, WaitForCancellationFutureOwned},
+    task::task_tracker::TaskTrackerToken,
+};
 use tonic::{Status, body::Body, metadata::MetadataMap, server::NamedService};
 use tower::{Service, ServiceExt};
 
@@ -68,7 +71,7 @@ fn word<'a>(headers: &'a HeaderMap, key: &str) -> Result<Option<&'a str>, Error>
 async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Body>, Error> {
     let method = request.uri().path().rsplit('/').next().unwrap_or_default();
     let headers = request.headers();
-    let (link, channel, lease) = match method {
+    let (link, channel, lease, over) = match method {
         "OpenSession" => {
             if shared.admission.is_closed() {
                 let what = "the scheduler is shutting down";
@@ -77,19 +80,29 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
             let (worker, device) = (word(headers, WORKER_KEY)?, word(headers, DEVICE_KEY)?);
             let link = shared.fleet.for_tensors(worker, device)?;
             let (lease, session) = shared.tensors.open(link).await?;
-            (Arc::clone(&session.link), session.channel(), Some(lease))
+            (
+                Arc::clone(&session.link),
+                session.channel(),
+                Some(lease),
+                session.over.clone(),
+            )
         }
         "Describe" if !headers.contains_key(SESSION_KEY) => {
             let (worker, device) = (word(headers, WORKER_KEY)?, word(headers, DEVICE_KEY)?);
             let link = shared.fleet.for_tensors(worker, device)?;
             let channel = link.tensors();
-            (link, channel, None)
+            (link, channel, None, CancellationToken::new())
         }
         _ => {
             let metadata = MetadataMap::from_headers(headers.clone());
             let id = SessionId::of(&metadata)?;
             let session = shared.tensors.find(&id, &shared.fleet)?;
-            (Arc::clone(&session.link), session.channel(), None)
+            (
+                Arc::clone(&session.link),
+                session.channel(),
+                None,
+                session.over.clone(),
+            )
         }
     };
     let internal = |e| {
@@ -117,6 +130,7 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
     let answer = channel.oneshot(request);
     let answered = tokio::select! {
         () = shared.abort.cancelled() => return Err(draining()),
+        () = over.cancelled() => return Err(ended()),
         answered = answer => answered,
     };
     let mut response = match answered {
@@ -135,6 +149,7 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
             state: State::Passing,
             link: Some(Arc::clone(&link)),
             abort: Box::pin(shared.abort.clone().cancelled_owned()),
+            over: Box::pin(over.cancelled_owned()),
             _lease: lease,
             _call: call,
             _token: shared.streams.token(),
@@ -145,6 +160,10 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
 
 fn draining() -> Error {
     Error::new(Reason::Draining, "the scheduler is shutting down")
+}
+
+fn ended() -> Error {
+    Error::new(Reason::SessionNotFound, "the session ended; open a new one")
 }
 
 /// Why a call to a worker broke.
@@ -177,6 +196,7 @@ struct Watched {
     state: State,
     link: Option<Arc<Link>>,
     abort: Pin<Box<WaitForCancellationFutureOwned>>,
+    over: Pin<Box<WaitForCancellationFutureOwned>>,
     _lease: Option<Lease>,
     _call: Option<Call>,
     _token: TaskTrackerToken,
@@ -204,6 +224,10 @@ impl http_body::Body for Watched {
             if this.abort.as_mut().poll(cx).is_ready() {
                 this.state = State::Over;
                 return Poll::Ready(Some(Ok(trailers(draining()))));
+            }
+            if this.over.as_mut().poll(cx).is_ready() {
+                this.state = State::Over;
+                return Poll::Ready(Some(Ok(trailers(ended()))));
             }
             match ready!(Pin::new(&mut this.inner).poll_frame(cx)) {
                 Some(Err(error)) => {
