@@ -139,7 +139,7 @@ impl Fakes {
     fn start(&self, order: Order<'_>) -> io::Result<Launched> {
         let (control, its_control) = stream_pair()?;
         let (tokens, its_tokens) = stream_pair()?;
-        let (tensors, _its_tensors) = stream_pair()?;
+        let (tensors, its_tensors) = stream_pair()?;
         let (descriptors, its_descriptors) = descriptor_pair()?;
         std::thread::spawn(move || {
             let receiver = DescriptorReceiver::new(its_descriptors).unwrap();
@@ -170,6 +170,7 @@ impl Fakes {
         };
         serve(its_control);
         serve(its_tokens);
+        serve(its_tensors);
         let pid = 1_000_000 + self.0.pids.fetch_add(1, Ordering::Relaxed) as u32;
         Ok(Launched {
             process: Box::new(FakeProcess {
