@@ -177,3 +177,27 @@ fn any_integers_are_ids_and_those_outside_are_errors() {
     let huge: Vec<u8> = [0, u64::MAX].iter().flat_map(|v| v.to_ne_bytes()).collect();
     assert!(run(DType::U64, &huge).is_err());
 }
+
+#[test]
+fn only_the_experts_that_are_chosen_take_time() {
+    // Experts times choices are so many that a look at each pair would take minutes.
+    let case = Case {
+        dtype: DType::F32,
+        experts: 1 << 20,
+        n: 1,
+        k: 1,
+        tokens: 1 << 14,
+        used: 1,
+        shared: true,
+    };
+    let w: Vec<f32> = (0..case.experts).map(|i| i as f32).collect();
+    let x = vec![2.0; case.tokens];
+    let id = |t: usize| t * 12_345 % case.experts;
+    let ids: Vec<i32> = (0..case.tokens).map(|t| id(t) as i32).collect();
+    let expected: Vec<f32> = (0..case.tokens).map(|t| 2.0 * id(t) as f32).collect();
+    let begin = std::time::Instant::now();
+    let ids = (DType::I32, &i32_bytes(&ids)[..]);
+    let ours = case.run(2, CpuPath::detect(), &f32_bytes(&w), &x, ids, case.tokens);
+    assert_eq!(ours.unwrap(), f32_bytes(&expected));
+    assert!(begin.elapsed().as_secs() < 20);
+}

@@ -505,3 +505,165 @@ fn rows_that_u32_does_not_count_cannot_be_sorted() {
         }
     }
 }
+
+#[test]
+fn the_last_of_two_rows_with_one_slot_is_in_the_cache() {
+    let cache = CacheSpec {
+        dtype: DType::F32,
+        blocks: 1,
+        block_len: 4,
+        kv_heads: 3,
+        head_dim: 500,
+    };
+    let width = cache.kv_heads * cache.head_dim;
+    let (k, v) = (numbers(8 * width, 1), numbers(8 * width, 2));
+    for threads in [1, 2, 3, 16] {
+        let device = CpuDevice::with_path(threads, CpuPath::detect()).unwrap();
+        let mut g = GraphBuilder::new(8);
+        let keys = g.tensor("k", rows(&[3, 500])).unwrap();
+        let values = g.tensor("v", rows(&[3, 500])).unwrap();
+        let slots = TensorSpec::new(DType::I32, Shape::rows(&[]).unwrap()).unwrap();
+        let slots = g.tensor("slots", slots).unwrap();
+        let c = g.cache("cache", cache).unwrap();
+        g.cache_write(c, keys, values, slots).unwrap();
+        let graph = g.finish(&[]).unwrap();
+        let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+        let memory = device.allocate("cache", cache.bytes().unwrap()).unwrap();
+        let inputs = [
+            buffer(&device, &f32_bytes(&k)),
+            buffer(&device, &f32_bytes(&v)),
+            i32s(&device, &[2, 0, 2, -1, 0, 2, 1, 0]),
+            memory.clone(),
+        ];
+        for (i, input) in inputs.iter().enumerate() {
+            plan.bind(Slot::Input(i), input, 0).unwrap();
+        }
+        plan.execute(8).unwrap();
+        let mut all = vec![0.0; 2 * 4 * width];
+        memory.read_f32(0, &mut all).unwrap();
+        // [keys and values, heads, places, head]
+        for (half, source) in all.chunks(4 * width).zip([&k, &v]) {
+            for (slot, row) in [(0, 7), (1, 6), (2, 5)] {
+                for head in 0..3 {
+                    let ours = &half[(head * 4 + slot) * 500..][..500];
+                    assert_eq!(ours, &source[row * width + head * 500..][..500]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_cannot_see_more_keys_than_the_cache_has() {
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let cache = CacheSpec {
+        dtype: DType::F32,
+        blocks: 1,
+        block_len: 16,
+        kv_heads: 1,
+        head_dim: 4,
+    };
+    for (window, position, fits) in [(0, 15, true), (0, 16, false), (16, 40, true)] {
+        let per_row = || TensorSpec::new(DType::I32, Shape::rows(&[]).unwrap()).unwrap();
+        let mut g = GraphBuilder::new(1);
+        let x = g.tensor("x", rows(&[1, 4])).unwrap();
+        let c = g.cache("cache", cache).unwrap();
+        let tables = g.tensor("tables", spec(DType::I32, &[1, 3])).unwrap();
+        let sequences = g.tensor("sequences", per_row()).unwrap();
+        let positions = g.tensor("positions", per_row()).unwrap();
+        let y = g
+            .paged_attention(x, c, tables, sequences, positions, 0.5, window)
+            .unwrap();
+        let graph = g.finish(&[y]).unwrap();
+        let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+        let inputs = [
+            buffer(&device, &f32_bytes(&[1.0; 4])),
+            buffer(&device, &f32_bytes(&[3.0; 128])),
+            i32s(&device, &[0, 0, 0]),
+            i32s(&device, &[0]),
+            i32s(&device, &[position]),
+        ];
+        for (i, input) in inputs.iter().enumerate() {
+            plan.bind(Slot::Input(i), input, 0).unwrap();
+        }
+        let out = device.allocate("out", 16).unwrap();
+        plan.bind(Slot::Output(0), &out, 0).unwrap();
+        let done = plan.execute(1);
+        if !fits {
+            assert!(matches!(done, Err(DeviceError::IndexOutOfRange { .. })));
+            continue;
+        }
+        done.unwrap();
+        let mut y = [0.0; 4];
+        out.read_f32(0, &mut y).unwrap();
+        assert_eq!(y, [3.0; 4]);
+    }
+}
+
+#[test]
+fn every_byte_but_zero_is_true() {
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let mut g = GraphBuilder::new(1);
+    let a = g.tensor("a", spec(DType::Bool, &[4])).unwrap();
+    let b = g.tensor("b", spec(DType::Bool, &[4])).unwrap();
+    let ys = [
+        g.bitwise_and(a, b).unwrap(),
+        g.bitwise_or(a, b).unwrap(),
+        g.bitwise_xor(a, b).unwrap(),
+        g.maximum(a, b).unwrap(),
+        g.minimum(a, b).unwrap(),
+        g.equal(a, b).unwrap(),
+        g.not_equal(a, b).unwrap(),
+        g.less(a, b).unwrap(),
+        g.less_equal(a, b).unwrap(),
+        g.greater(a, b).unwrap(),
+        g.greater_equal(a, b).unwrap(),
+        g.reduce_sum(a, &[], false).unwrap(),
+        g.reduce_prod(a, &[], false).unwrap(),
+        g.reduce_max(a, &[], false).unwrap(),
+        g.reduce_min(b, &[], false).unwrap(),
+        g.argmax(b, 0, false).unwrap(),
+        g.argsort(b, 0, false).unwrap(),
+    ];
+    let graph = g.finish(&ys).unwrap();
+    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+    plan.bind(Slot::Input(0), &buffer(&device, &[2, 3, 0, 0]), 0)
+        .unwrap();
+    plan.bind(Slot::Input(1), &buffer(&device, &[1, 0, 255, 0]), 0)
+        .unwrap();
+    // As for [1, 1, 0, 0] and [1, 0, 1, 0]; sums, places and products are of four bytes.
+    let expected: [&[u8]; 17] = [
+        &[1, 0, 0, 0],
+        &[1, 1, 1, 0],
+        &[0, 1, 1, 0],
+        &[1, 1, 1, 0],
+        &[1, 0, 0, 0],
+        &[1, 0, 0, 1],
+        &[0, 1, 1, 0],
+        &[0, 0, 1, 0],
+        &[1, 0, 1, 1],
+        &[0, 1, 0, 0],
+        &[1, 1, 0, 1],
+        &[2, 0, 0, 0],
+        &[0, 0, 0, 0],
+        &[1],
+        &[0],
+        &[0, 0, 0, 0],
+        &[1, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0],
+    ];
+    let outs: Vec<Buffer> = expected
+        .iter()
+        .enumerate()
+        .map(|(i, bytes)| {
+            let out = device.allocate("out", bytes.len()).unwrap();
+            plan.bind(Slot::Output(i), &out, 0).unwrap();
+            out
+        })
+        .collect();
+    plan.execute(1).unwrap();
+    for (i, (out, expected)) in outs.iter().zip(expected).enumerate() {
+        let mut bytes = vec![7; expected.len()];
+        out.read(0, &mut bytes).unwrap();
+        assert_eq!(bytes, expected, "output {i}");
+    }
+}

@@ -168,7 +168,15 @@ int_tables!(u8 u16 u32 u64 i8 i16 i32 i64);
 pub(super) fn bools(op: &str, path: CpuPath) -> Option<Code> {
     match op {
         "bitwise_not" => unary!(narrow1, path, u8 => u8, |x| (x == 0) as u8),
-        "abs" | "sign" => unary!(narrow1, path, u8 => u8, |x| x),
+        "abs" | "sign" => unary!(narrow1, path, u8 => u8, |x| (x != 0) as u8),
+        "maximum" | "bitwise_or" => bools("logical_or", path),
+        "minimum" | "bitwise_and" => bools("logical_and", path),
+        "not_equal" | "bitwise_xor" => bools("logical_xor", path),
+        "equal" => binary!(narrow2, path, u8 => u8, |a, b| ((a != 0) == (b != 0)) as u8),
+        "less" => binary!(narrow2, path, u8 => u8, |a, b| ((a == 0) & (b != 0)) as u8),
+        "less_equal" => binary!(narrow2, path, u8 => u8, |a, b| ((a == 0) | (b != 0)) as u8),
+        "greater" => binary!(narrow2, path, u8 => u8, |a, b| ((a != 0) & (b == 0)) as u8),
+        "greater_equal" => binary!(narrow2, path, u8 => u8, |a, b| ((a != 0) | (b == 0)) as u8),
         _ => common!(op, path, u8),
     }
 }

@@ -121,6 +121,7 @@ macro_rules! keys {
 
 // An integer's lowest key is never above the start; place 0 is the right answer then too.
 keys! {
+    Truth { flip }: i8, |s, v| i8::from(v != 0) ^ s.flip;
     Int8 { flip }: i8, |s, v| v ^ s.flip;
     Int16 { flip }: i16, |s, v| v ^ s.flip;
     Int32 { flip }: i32, |s, v| v ^ s.flip;
@@ -236,7 +237,8 @@ fn arg(
     };
     let at = (x, out);
     match t.dtype {
-        DType::Bool | DType::U8 => step(launcher, at, call, axis, Int8 { flip: f8 ^ i8::MIN }),
+        DType::Bool => step(launcher, at, call, axis, Truth { flip: f8 }),
+        DType::U8 => step(launcher, at, call, axis, Int8 { flip: f8 ^ i8::MIN }),
         DType::I8 => step(launcher, at, call, axis, Int8 { flip: f8 }),
         DType::U16 => step(
             launcher,

@@ -10,7 +10,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, split_if_worth, unsupported};
+use super::{Entry, split, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -50,6 +50,13 @@ fn cache_fits(call: &Call<'_>) -> bool {
 
 fn fits(call: &Call<'_>) -> bool {
     call.cache(1).is_ok_and(spec_fits)
+}
+
+/// An index as it is now, read once: what was checked is what is used, even if others write the memory.
+#[inline(always)]
+fn once(index: &i32) -> i32 {
+    // SAFETY: a reference is valid for reads.
+    unsafe { std::ptr::from_ref(index).read_volatile() }
 }
 
 /// How a cache stores a number.
@@ -118,7 +125,13 @@ impl<T: Element> Kernel for CacheWrite<T> {
             ..
         } = self.spec;
         let (count, width) = (self.count.at(run.rows), kv_heads * d);
-        let rows = split_if_worth(count * width, width, 4096, part, parts);
+        // Rows in order and their columns shared: where two rows name one slot, the last wins whatever the parts.
+        let columns = match (count.saturating_mul(width) < 4096, part) {
+            (true, 0) => 0..width,
+            (true, _) => return,
+            (false, _) => split(width, LANES, part, parts),
+        };
+        let heads = columns.start / d..columns.end.div_ceil(d);
         let half = self.spec.slots() * width;
         // SAFETY: sizes as the specs say.
         let (keys, values, slots) = unsafe {
@@ -128,8 +141,8 @@ impl<T: Element> Kernel for CacheWrite<T> {
                 run.slice::<i32>(self.slots, count),
             )
         };
-        let rows = rows.start / width..rows.end / width;
-        for (row, &slot) in rows.clone().zip(&slots[rows]) {
+        for (row, slot) in slots.iter().enumerate() {
+            let slot = once(slot);
             if slot == -1 {
                 continue;
             }
@@ -137,20 +150,24 @@ impl<T: Element> Kernel for CacheWrite<T> {
                 .ok()
                 .filter(|s| *s < self.spec.slots())
             else {
-                run.index_out_of_range("cache_write", slot.into(), self.spec.slots());
+                if part == 0 {
+                    run.index_out_of_range("cache_write", slot.into(), self.spec.slots());
+                }
                 continue;
             };
             let (block, place) = (slot / block_len, slot % block_len);
-            for head in 0..kv_heads {
-                let at = ((block * kv_heads + head) * block_len + place) * d;
-                let from = row * width + head * d;
+            for head in heads.clone() {
+                // The part's columns of this head.
+                let from = columns.start.max(head * d);
+                let n = columns.end.min((head + 1) * d).saturating_sub(from);
+                let at = ((block * kv_heads + head) * block_len + place) * d + (from - head * d);
                 for (source, base) in [(keys, 0), (values, half)] {
-                    // SAFETY: slot < slots, so `at + d ≤ half` and `half + at + d` is the cache's size at
-                    // most. Two rows with one slot would race: the engine gives every row its own, and
-                    // the bytes are plain numbers, so the worst is a wrong number.
+                    // SAFETY: slot < slots and from + n is inside the head, so `at + n ≤ half` and
+                    // `half + at + n` is the cache's size at most; no other part has these columns.
                     let target =
-                        unsafe { run.slice_mut::<T>(self.cache, base + at..base + at + d) };
-                    for (t, s) in target.iter_mut().zip(&source[from..from + d]) {
+                        unsafe { run.slice_mut::<T>(self.cache, base + at..base + at + n) };
+                    let source = &source[row * width + from..][..n];
+                    for (t, s) in target.iter_mut().zip(source) {
                         *t = T::store(*s);
                     }
                 }
@@ -218,8 +235,9 @@ struct Head<'a, T> {
     query: &'a [f32],
     keys: &'a [T],
     values: &'a [T],
-    /// Physical block of each logical block.
+    /// Physical block of each logical block, as the caller gave it.
     table: &'a [i32],
+    blocks: usize,
     first: usize,
     last: usize,
     block_len: usize,
@@ -244,7 +262,7 @@ fn score<T: Element>(query: &[f32], key: &[T]) -> f32 {
 }
 
 #[inline(always)]
-fn attend_body<T: Element>(head: &Head<'_, T>, out: &mut [f32]) {
+fn attend_body<T: Element>(head: &Head<'_, T>, out: &mut [f32]) -> Result<(), i32> {
     let (d, block_len) = (head.query.len(), head.block_len);
     let mut highest = f32::NEG_INFINITY;
     let mut total = 0.0f32;
@@ -253,7 +271,11 @@ fn attend_body<T: Element>(head: &Head<'_, T>, out: &mut [f32]) {
         let start = tile * block_len;
         let from = head.first.max(start) - start;
         let to = (head.last + 1).min(start + block_len) - start;
-        let base = (head.table[tile] as usize * head.kv_heads + head.kv_head) * block_len * d;
+        let block = head.table.get(tile).map_or(-1, once);
+        let Some(physical) = usize::try_from(block).ok().filter(|b| *b < head.blocks) else {
+            return Err(block);
+        };
+        let base = (physical * head.kv_heads + head.kv_head) * block_len * d;
         let keys = &head.keys[base..base + block_len * d];
         let values = &head.values[base..base + block_len * d];
         let mut scores = [f32::NEG_INFINITY; MAX_BLOCK_LEN];
@@ -284,40 +306,45 @@ fn attend_body<T: Element>(head: &Head<'_, T>, out: &mut [f32]) {
     for o in out {
         *o *= inverse;
     }
+    Ok(())
 }
 
 dispatch! {
-    fn attend_f32(head: &Head<'_, f32>, out: &mut [f32]) = attend_body;
+    fn attend_f32(head: &Head<'_, f32>, out: &mut [f32]) -> Result<(), i32> = attend_body;
 }
 dispatch! {
-    fn attend_f16(head: &Head<'_, F16>, out: &mut [f32]) = attend_body;
+    fn attend_f16(head: &Head<'_, F16>, out: &mut [f32]) -> Result<(), i32> = attend_body;
 }
 dispatch! {
-    fn attend_bf16(head: &Head<'_, Bf16>, out: &mut [f32]) = attend_body;
+    fn attend_bf16(head: &Head<'_, Bf16>, out: &mut [f32]) -> Result<(), i32> = attend_body;
 }
 
 /// Chooses the compiled copy for an element type.
 trait Attend: Element {
-    fn attend(path: crate::cpu::path::CpuPath, head: &Head<'_, Self>, out: &mut [f32]);
+    /// Fails with the block that the cache does not have.
+    fn attend(
+        path: crate::cpu::path::CpuPath,
+        head: &Head<'_, Self>,
+        out: &mut [f32],
+    ) -> Result<(), i32>;
 }
 
 macro_rules! attend {
     ($($t:ty => $f:ident),*) => { $(impl Attend for $t {
-        fn attend(path: crate::cpu::path::CpuPath, head: &Head<'_, Self>, out: &mut [f32]) {
-            $f(path, head, out);
+        fn attend(
+            path: crate::cpu::path::CpuPath,
+            head: &Head<'_, Self>,
+            out: &mut [f32],
+        ) -> Result<(), i32> {
+            $f(path, head, out)
         }
     })* };
 }
 attend!(f32 => attend_f32, F16 => attend_f16, Bf16 => attend_bf16);
 
 impl<T: Attend> Attention<T> {
-    /// The blocks of a row's sequence and its first and last key, or which index is wrong.
-    fn range(
-        &self,
-        tables: &[i32],
-        sequence: i32,
-        position: i32,
-    ) -> Result<(usize, usize, usize), (i64, usize)> {
+    /// A row's sequence and its first and last key, or which index is wrong.
+    fn range(&self, sequence: i32, position: i32) -> Result<(usize, usize, usize), (i64, usize)> {
         let seq = usize::try_from(sequence)
             .ok()
             .filter(|s| *s < self.max_sequences);
@@ -330,12 +357,9 @@ impl<T: Attend> Attention<T> {
         } else {
             (last + 1).saturating_sub(self.window)
         };
-        let table = &tables[seq * self.max_blocks..][..self.max_blocks];
-        for &block in &table[first / self.spec.block_len..=last / self.spec.block_len] {
-            if usize::try_from(block).is_ok_and(|b| b < self.spec.blocks) {
-                continue;
-            }
-            return Err((i64::from(block), self.spec.blocks));
+        // More keys than the cache has are blocks named twice: work that no memory bounds.
+        if last - first >= self.spec.slots() {
+            return Err((i64::from(position), first + self.spec.slots()));
         }
         Ok((seq, first, last))
     }
@@ -362,7 +386,8 @@ impl<T: Attend> Kernel for Attention<T> {
             let (row, h) = (item / self.heads, item % self.heads);
             // SAFETY: each item is one part's, and items are disjoint.
             let out = unsafe { run.slice_mut::<f32>(self.out, item * d..(item + 1) * d) };
-            let (seq, first, last) = match self.range(tables, sequences[row], positions[row]) {
+            let (seq, first, last) = match self.range(once(&sequences[row]), once(&positions[row]))
+            {
                 Ok(range) => range,
                 Err((index, bound)) => {
                     run.index_out_of_range("paged_attention", index, bound);
@@ -375,6 +400,7 @@ impl<T: Attend> Kernel for Attention<T> {
                 keys,
                 values,
                 table: &tables[seq * self.max_blocks..][..self.max_blocks],
+                blocks: self.spec.blocks,
                 first,
                 last,
                 block_len: self.spec.block_len,
@@ -382,7 +408,10 @@ impl<T: Attend> Kernel for Attention<T> {
                 kv_head: h / (self.heads / self.spec.kv_heads),
                 scale: self.scale,
             };
-            T::attend(run.path, &head, out);
+            if let Err(block) = T::attend(run.path, &head, out) {
+                run.index_out_of_range("paged_attention", block.into(), self.spec.blocks);
+                out.fill(0.0);
+            }
         }
     }
 }

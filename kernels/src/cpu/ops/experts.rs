@@ -84,7 +84,7 @@ struct Experts {
     prepared: Option<Reg>,
     out: Reg,
     scratch: Reg,
-    /// Scratch bytes of one part, of which the first are gathered rows.
+    /// Scratch bytes of one part: gathered rows, their sums, and the choices by experts.
     room: usize,
     /// Bytes of one expert.
     weight_bytes: usize,
@@ -92,7 +92,7 @@ struct Experts {
 }
 
 impl Experts {
-    /// The expert of a choice, if there is one.
+    /// The expert of a choice, or the id that is none.
     ///
     /// # Safety
     ///
@@ -103,6 +103,16 @@ impl Experts {
         unsafe { self.ids.read(run, choice, &mut id) };
         wrap(id[0], self.sizes.experts).ok_or(id[0])
     }
+}
+
+/// A choice below its expert: choices in this order are grouped by experts. The launch checks that both fit.
+fn chosen(expert: usize, choice: usize) -> u64 {
+    (expert as u64) << 32 | choice as u64
+}
+
+/// The expert and the choice.
+fn parts_of(chosen: u64) -> (usize, usize) {
+    ((chosen >> 32) as usize, chosen as u32 as usize)
 }
 
 impl Kernel for Experts {
@@ -130,20 +140,32 @@ impl Kernel for Experts {
             let gathered = run.pointer(self.scratch).add(part * self.room);
             let sums = gathered.add((GATHERED * row_bytes).next_multiple_of(64));
             let (out, sums) = (run.pointer(self.out).cast::<f32>(), sums.cast::<f32>());
+            // Every id is read once, so that what was checked is what is used.
+            let order = sums.add((GATHERED * n).next_multiple_of(16)).cast::<u64>();
+            let mut valid = 0;
             for choice in 0..choices {
-                if let Err(id) = self.expert(run, choice) {
-                    if part == 0 {
-                        run.index_out_of_range("mul_mat_id", id, experts);
+                match self.expert(run, choice) {
+                    Ok(expert) => {
+                        order.add(valid).write(chosen(expert, choice));
+                        valid += 1;
                     }
-                    let row = out.add(choice * n + columns.start);
-                    row.write_bytes(0, width);
+                    Err(id) => {
+                        if part == 0 {
+                            run.index_out_of_range("mul_mat_id", id, experts);
+                        }
+                        let row = out.add(choice * n + columns.start);
+                        row.write_bytes(0, width);
+                    }
                 }
             }
             if width == 0 {
                 return;
             }
-            let multiply = |expert: usize, chosen: &[usize]| {
+            let order = std::slice::from_raw_parts_mut(order, valid);
+            order.sort_unstable();
+            let multiply = |expert: usize, chosen: &[u64]| {
                 for (i, &choice) in chosen.iter().enumerate() {
+                    let (_, choice) = parts_of(choice);
                     let row = if shared { choice / used } else { choice };
                     let to = gathered.add(i * row_bytes);
                     from.add(row * row_bytes)
@@ -170,25 +192,14 @@ impl Kernel for Experts {
                 };
                 product.run(run.path, 0..width, sums, width);
                 for (i, &choice) in chosen.iter().enumerate() {
+                    let (_, choice) = parts_of(choice);
                     let to = out.add(choice * n + columns.start);
                     sums.add(i * width).copy_to_nonoverlapping(to, width);
                 }
             };
-            let mut chosen = [0; GATHERED];
-            for expert in 0..experts {
-                let mut count = 0;
-                for choice in 0..choices {
-                    if self.expert(run, choice) == Ok(expert) {
-                        chosen[count] = choice;
-                        count += 1;
-                    }
-                    if count == GATHERED {
-                        multiply(expert, &chosen);
-                        count = 0;
-                    }
-                }
-                if count > 0 {
-                    multiply(expert, &chosen[..count]);
+            for chosen in order.chunk_by(|a, b| parts_of(*a).0 == parts_of(*b).0) {
+                for some in chosen.chunks(GATHERED) {
+                    multiply(parts_of(some[0]).0, some);
                 }
             }
         }
@@ -206,6 +217,7 @@ fn mul_mat_id(
     };
     let Sizes {
         dtype,
+        experts,
         n,
         k,
         tokens,
@@ -219,9 +231,13 @@ fn mul_mat_id(
         Some(_) => scratch_bytes(dtype, k),
         None => k * size_of::<f32>(),
     };
+    let choices = tokens.at(launcher.max_rows).checked_mul(used);
+    let choices = choices.filter(|n| u32::try_from(*n).is_ok() && u32::try_from(experts).is_ok());
+    let choices = choices.ok_or_else(|| unsupported(call))?;
     // The widest share of columns is that of a single part.
     let room = (GATHERED * row_bytes).next_multiple_of(64)
-        + (GATHERED * n * size_of::<f32>()).next_multiple_of(64);
+        + (GATHERED * n * size_of::<f32>()).next_multiple_of(64)
+        + (choices * size_of::<u64>()).next_multiple_of(64);
     let scratch = launcher.scratch(room.saturating_mul(launcher.parts));
     let kernel = Experts {
         w,

@@ -414,7 +414,8 @@ fn sum(
 ) -> Result<(), DeviceError> {
     let (dtype, site) = site(launcher, call, ins, outs)?;
     match dtype {
-        DType::Bool | DType::U8 => site.reduce(r::SumU8 {}),
+        DType::Bool => site.reduce(r::SumBool {}),
+        DType::U8 => site.reduce(r::SumU8 {}),
         DType::I8 => site.reduce(r::SumI8 {}),
         DType::U16 => site.reduce(r::SumU16 {}),
         DType::I16 => site.reduce(r::SumI16 {}),
@@ -437,7 +438,8 @@ fn product(
 ) -> Result<(), DeviceError> {
     let (dtype, site) = site(launcher, call, ins, outs)?;
     match dtype {
-        DType::Bool | DType::U8 => site.reduce(r::ProdU8 {}),
+        DType::Bool => site.reduce(r::ProdBool {}),
+        DType::U8 => site.reduce(r::ProdU8 {}),
         DType::I8 => site.reduce(r::ProdI8 {}),
         DType::U16 => site.reduce(r::ProdU16 {}),
         DType::I16 => site.reduce(r::ProdI16 {}),
@@ -490,7 +492,9 @@ fn extreme(
         nan,
     };
     match dtype {
-        DType::Bool | DType::U8 => site.reduce(r::Max8 { flip: f8 ^ i8::MIN }),
+        DType::Bool if flip == 0 => site.reduce(r::Any8 { mask: u8::MAX }),
+        DType::Bool => site.reduce(r::All8 { mask: u8::MAX }),
+        DType::U8 => site.reduce(r::Max8 { flip: f8 ^ i8::MIN }),
         DType::I8 => site.reduce(r::Max8 { flip: f8 }),
         DType::U16 => site.reduce(r::Max16 {
             flip: f16 ^ i16::MIN,

@@ -228,12 +228,14 @@ macro_rules! exact {
 
 exact! {
     // Sums and products wrap; those of signed numbers have the same bits.
+    SumBool {} u8 => u32 as u32, 0, |_s, v| (v != 0).into(), |a, b| a.wrapping_add(b), |_s, p| p;
     SumU8 {} u8 => u32 as u32, 0, |_s, v| v.into(), |a, b| a.wrapping_add(b), |_s, p| p;
     SumI8 {} i8 => u32 as u32, 0, |_s, v| v as u32, |a, b| a.wrapping_add(b), |_s, p| p;
     SumU16 {} u16 => u32 as u32, 0, |_s, v| v.into(), |a, b| a.wrapping_add(b), |_s, p| p;
     SumI16 {} i16 => u32 as u32, 0, |_s, v| v as u32, |a, b| a.wrapping_add(b), |_s, p| p;
     Sum32 {} u32 => u32 as u32, 0, |_s, v| v, |a, b| a.wrapping_add(b), |_s, p| p;
     Sum64 {} u64 => u64 as u64, 0, |_s, v| v, |a, b| a.wrapping_add(b), |_s, p| p;
+    ProdBool {} u8 => u32 as u32, 1, |_s, v| (v != 0).into(), |a, b| a & b, |_s, p| p;
     ProdU8 {} u8 => u32 as u32, 1, |_s, v| v.into(), |a, b| a.wrapping_mul(b), |_s, p| p;
     ProdI8 {} i8 => u32 as u32, 1, |_s, v| v as u32, |a, b| a.wrapping_mul(b), |_s, p| p;
     ProdU16 {} u16 => u32 as u32, 1, |_s, v| v.into(), |a, b| a.wrapping_mul(b), |_s, p| p;

@@ -118,7 +118,8 @@ impl Sort {
         // SAFETY: the caller's promise; every arm names the dtype's own type.
         unsafe {
             match self.dtype {
-                DType::Bool | DType::U8 => line(x, k, flip, keys, |v: u8| v.into()),
+                DType::Bool => line(x, k, flip, keys, |v: u8| (v != 0).into()),
+                DType::U8 => line(x, k, flip, keys, |v: u8| v.into()),
                 DType::U16 => line(x, k, flip, keys, |v: u16| v.into()),
                 DType::U32 => line(x, k, flip, keys, |v: u32| (v ^ (1 << 31)) as i32 as i64),
                 DType::U64 => line(x, k, flip, keys, |v: u64| (v ^ (1 << 63)) as i64),

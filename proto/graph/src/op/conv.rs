@@ -18,6 +18,13 @@ const LAYOUT: &[&str] = &["channels_first", "channels_last"];
 /// The greatest stride, padding or dilation.
 const MOST: i64 = 1 << 30;
 
+/// Multiplications of a convolution at most, per row of a symbolic `x`: weights and results are memory, but windows
+/// on padding are not, and may be far more than all of it.
+const MOST_PRODUCTS: usize = 1 << 48;
+
+/// Elements that the windows of a pooling see at most, for the same reason.
+const MOST_SEEN: usize = 1 << 36;
+
 ops! {
     /// Cross-correlation of `x` `[n, c, …]` with `w` `[o, c/groups, …]`, plus `bias` `[o]`, over the one to three
     /// spatial axes `…`; with `channels_last`, `x` is `[n, …, c]` and `w` `[o, …, c/groups]`. Each list has one number
@@ -120,6 +127,21 @@ fn arranged(first: Dim, channels: usize, spatial: Vec<Dim>, channels_first: bool
     }
 }
 
+/// Refuses more than `most` steps, which is what `sizes` multiply to.
+fn at_most(
+    call: &Call<'_>,
+    most: usize,
+    sizes: impl IntoIterator<Item = usize>,
+) -> Result<(), GraphError> {
+    let steps = sizes.into_iter().fold(1, usize::saturating_mul);
+    match steps <= most {
+        true => Ok(()),
+        false => Err(call.error(format_args!(
+            "takes more than {most} steps; make the window or its padding smaller"
+        ))),
+    }
+}
+
 fn conv_spec(call: &Call<'_>) -> Specs {
     let (x, w) = (float(call, 0)?, float(call, 1)?);
     let channels_first = call.name(5)? == "channels_first";
@@ -146,11 +168,15 @@ fn conv_spec(call: &Call<'_>) -> Specs {
         dtype = pair(call, dtype, bias.dtype)?;
     }
     let spatial = outputs(call, &image.spatial, &kernel.spatial, 0)?;
-    one(
-        call,
-        dtype,
-        arranged(image.first, outs, spatial, channels_first),
-    )
+    let places = spatial.iter().map(|d| d.at(1));
+    let taps = kernel.spatial.iter().copied();
+    let others = [image.first.at(1), outs, kernel.channels];
+    let steps = others.into_iter().chain(places).chain(taps);
+    let steps = steps.collect::<Vec<_>>();
+    let dims = arranged(image.first, outs, spatial, channels_first);
+    let result = one(call, dtype, dims)?;
+    at_most(call, MOST_PRODUCTS, steps)?;
+    Ok(result)
 }
 
 fn pool_spec(call: &Call<'_>) -> Specs {
@@ -172,8 +198,19 @@ fn pool_spec(call: &Call<'_>) -> Specs {
     let window = call.ints(1)?.iter().map(|&n| size(call, n));
     let window = window.collect::<Result<Vec<_>, _>>()?;
     let spatial = outputs(call, &image.spatial, &window, 2)?;
+    let dilations = call.ints(5)?.iter().map(|&n| size(call, n));
+    let dilations = dilations.collect::<Result<Vec<_>, _>>()?;
+    // Of a window, no more can lie on the axis than the axis has.
+    let taps = image.spatial.iter().zip(&dilations).zip(&window);
+    let taps = taps.map(|((n, dilation), window)| n.div_ceil((*dilation).max(1)).min(*window));
+    let places = spatial.iter().map(|d| d.at(1));
+    let others = [image.first.at(1), image.channels];
+    let steps = others.into_iter().chain(places).chain(taps);
+    let steps = steps.collect::<Vec<_>>();
     let dims = arranged(image.first, image.channels, spatial, channels_first);
-    one(call, x.dtype, dims)
+    let result = one(call, x.dtype, dims)?;
+    at_most(call, MOST_SEEN, steps)?;
+    Ok(result)
 }
 
 /// `x` with its channels moved from the end to the second place, or back.
@@ -373,6 +410,17 @@ mod tests {
                     &conv_of([&[MOST], &[0], &[0], &[MOST]], 1, FIRST),
                     "!does not lie within",
                 ),
+                // 2^20 places that see 2^28 taps each, from one element: as many as may be, and twice as many.
+                (
+                    &["f32[1, 1, 1]", "f32[1, 1, 268435456]", "-"],
+                    &conv_of([&[1], &[268435456], &[1048574], &[1]], 1, FIRST),
+                    "f32[1, 1, 1048576]",
+                ),
+                (
+                    &["f32[2, 1, 1]", "f32[1, 1, 268435456]", "-"],
+                    &conv_of([&[1], &[268435456], &[1048574], &[1]], 1, FIRST),
+                    "!takes more than",
+                ),
             ],
         );
     }
@@ -409,6 +457,34 @@ mod tests {
                     &["f32[9, 2, 3]"],
                     &pool_of("max", [&[9], &[1], &[0], &[0], &[1]], FIRST),
                     "!does not lie within",
+                ),
+                // Windows of 2^20 on 2^16 elements, at 2^20 places and at one more; dilated, they see half.
+                (
+                    &["f32[1, 1, 65536]"],
+                    &pool_of(
+                        "max",
+                        [&[1 << 20], &[1], &[1 << 20], &[983039], &[1]],
+                        FIRST,
+                    ),
+                    "f32[1, 1, 1048576]",
+                ),
+                (
+                    &["f32[1, 1, 65536]"],
+                    &pool_of(
+                        "max",
+                        [&[1 << 20], &[1], &[1 << 20], &[983040], &[1]],
+                        FIRST,
+                    ),
+                    "!takes more than",
+                ),
+                (
+                    &["f32[1, 1, 65536]"],
+                    &pool_of(
+                        "max",
+                        [&[1 << 20], &[1], &[1 << 20], &[2031616], &[2]],
+                        FIRST,
+                    ),
+                    "f32[1, 1, 1048578]",
                 ),
             ],
         );
