@@ -1,7 +1,7 @@
 //! The engine: one OS thread that owns the device. A bounded queue of commands goes in, streams come out.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     panic::AssertUnwindSafe,
     rc::Rc,
     sync::{
@@ -37,6 +37,9 @@ use crate::{
 const QUEUE: usize = limits::MAX_WORKER_REQUESTS * 4;
 /// Commands about tensors among them; further ones wait where their callers can leave.
 const TENSOR_COMMANDS: usize = limits::MAX_WORKER_REQUESTS;
+
+/// How long commands about tensors are performed before the models get their next step.
+const TENSOR_SLICE: Duration = Duration::from_millis(1);
 
 /// Something to do with the tensors.
 type TensorWork = Box<dyn FnOnce(&mut TensorPlane) + Send>;
@@ -135,6 +138,7 @@ impl Engine {
                         device,
                         cache_dtype,
                         models: HashMap::new(),
+                        tensor_work: VecDeque::new(),
                         drain: Vec::new(),
                         woken: engine_woken,
                     }
@@ -253,7 +257,8 @@ impl Engine {
     /// Does something with the tensors, on the engine's thread between two nodes of whatever it computes.
     ///
     /// # Errors
-    /// What `work` says, and when the engine has ended or its queue is full.
+    /// What `work` says, and when the engine has ended or its queue is full. Work whose caller left before its turn
+    /// is not done.
     pub async fn tensors<T: Send + 'static>(
         &self,
         work: impl FnOnce(&mut TensorPlane) -> Result<T, Error> + Send + 'static,
@@ -263,7 +268,11 @@ impl Engine {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Tensors(Box::new(move |plane| {
             drop(permit);
-            // A caller that left misses the answer.
+            // Nobody waits for it: its caller left while it was queued.
+            if reply.is_closed() {
+                return;
+            }
+            // A caller that left meanwhile misses the answer.
             let _ = reply.send(work(plane));
         })))?;
         answer.await.map_err(Self::gone)?
@@ -284,6 +293,8 @@ struct Loop {
     cache_dtype: DType,
     models: HashMap<String, Batch>,
     tensors: TensorPlane,
+    /// Commands about tensors that have come; as many as there are permits at most.
+    tensor_work: VecDeque<TensorWork>,
     queued: Arc<AtomicUsize>,
     drain: Vec<oneshot::Sender<()>>,
     woken: Arc<AtomicBool>,
@@ -294,7 +305,7 @@ impl Loop {
         let mut worked = false;
         loop {
             // With work to do, take what is there; without, wait for a command or the next deadline.
-            let command = if worked {
+            let command = if worked || !self.tensor_work.is_empty() {
                 queue
                     .try_recv()
                     .map_err(|e| e == mpsc::TryRecvError::Disconnected)
@@ -304,7 +315,7 @@ impl Loop {
             match command {
                 Ok(command) => {
                     self.perform(command);
-                    // Take all that is there before the next step.
+                    // Take all that is there before the next step; what is about tensors only waits in line.
                     while let Ok(command) = queue.try_recv() {
                         self.perform(command);
                     }
@@ -313,6 +324,7 @@ impl Loop {
                 Err(true) => return,
                 Err(false) => {}
             }
+            self.perform_tensor_work();
             worked = false;
             // Models in fair turns, one step each.
             for batch in self.models.values_mut() {
@@ -323,7 +335,7 @@ impl Loop {
             let queued = &self.queued;
             let interrupted = || queued.load(Ordering::Relaxed) > 0;
             worked |= self.tensors.turn(&interrupted, worked && generating);
-            if !generating && self.tensors.is_idle() {
+            if !generating && self.tensor_work.is_empty() && self.tensors.is_idle() {
                 for reply in self.drain.drain(..) {
                     let _ = reply.send(());
                 }
@@ -347,8 +359,23 @@ impl Loop {
         }
     }
 
+    /// Does what is asked about tensors, one thing at least, until its slice is over: tokens wait no longer.
+    fn perform_tensor_work(&mut self) {
+        let begun = Instant::now();
+        while let Some(work) = self.tensor_work.pop_front() {
+            self.queued.fetch_sub(1, Ordering::AcqRel);
+            work(&mut self.tensors);
+            if begun.elapsed() >= TENSOR_SLICE {
+                return;
+            }
+        }
+    }
+
     fn perform(&mut self, command: Command) {
-        self.queued.fetch_sub(1, Ordering::AcqRel);
+        // Tensor work that waits in line still counts: what computes makes way for it.
+        if !matches!(command, Command::Tensors(_)) {
+            self.queued.fetch_sub(1, Ordering::AcqRel);
+        }
         match command {
             Command::Load {
                 name,
@@ -389,7 +416,7 @@ impl Loop {
                 ),
             },
             Command::Drain { reply } => self.drain.push(reply),
-            Command::Tensors(work) => work(&mut self.tensors),
+            Command::Tensors(work) => self.tensor_work.push_back(work),
             Command::Wake => self.woken.store(false, Ordering::SeqCst),
         }
     }

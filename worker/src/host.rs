@@ -1,7 +1,7 @@
 //! What this worker has: its engine, its loaded models, and the descriptors that arrived for it.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap, VecDeque},
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock,
@@ -12,7 +12,7 @@ use std::{
 };
 
 use hotcell_ipc::{
-    descriptors::{Collector, DescriptorReceiver, is_end},
+    descriptors::{BatchError, Collector, DescriptorReceiver, is_end},
     memory::{Mapping, SharedMapping},
     transport::{Windows, incoming_once},
 };
@@ -40,6 +40,17 @@ const PAGE: usize = 4096;
 
 /// Rendering and tokenising calls at once.
 const TEXT_THREADS: usize = 2;
+
+/// Tensors hashed whole at once.
+const HASH_THREADS: usize = 2;
+/// Graphs verified at once.
+const GRAPH_THREADS: usize = 2;
+/// Calls at once on one connection for tensors; the session's lease is one of them.
+pub const TENSOR_STREAMS: u32 = 64;
+/// Sets of descriptors for shared memory that no call has asked for yet, at most.
+const SHARED_SETS: usize = 64;
+/// Sets of the scheduler's own that no call has asked for yet, at most.
+const OWN_SETS: usize = limits::MAX_MODELS + TENSOR_CONNECTIONS;
 
 /// Connections for tensors besides the first, at once: two roads for every session.
 const TENSOR_CONNECTIONS: usize = 2 * limits::MAX_SESSIONS;
@@ -70,8 +81,41 @@ pub struct Loaded {
 /// Descriptors that arrived, by tag.
 #[derive(Default)]
 struct Arrived {
-    sets: Mutex<HashMap<u64, Vec<OwnedFd>>>,
+    sets: Mutex<Sets>,
     notify: Notify,
+}
+
+/// Clients can have memory shared as often as they like, so that is kept apart from what the scheduler needs.
+#[derive(Default)]
+struct Sets {
+    own: BTreeMap<u64, Vec<OwnedFd>>,
+    /// The oldest first.
+    shared: VecDeque<(u64, Vec<OwnedFd>)>,
+}
+
+impl Sets {
+    fn insert(&mut self, tag: u64, set: Vec<OwnedFd>) {
+        // Sets that no call asks for must not pile up: the oldest goes.
+        if tag < limits::FIRST_SHARED_TAG {
+            if self.own.len() >= OWN_SETS {
+                self.own.pop_first();
+            }
+            self.own.insert(tag, set);
+        } else {
+            if self.shared.len() >= SHARED_SETS {
+                self.shared.pop_front();
+            }
+            self.shared.push_back((tag, set));
+        }
+    }
+
+    fn remove(&mut self, tag: u64) -> Option<Vec<OwnedFd>> {
+        if tag < limits::FIRST_SHARED_TAG {
+            return self.own.remove(&tag);
+        }
+        let at = self.shared.iter().position(|(t, _)| *t == tag)?;
+        self.shared.remove(at).map(|(_, set)| set)
+    }
 }
 
 /// The worker's shared state. Clones share it.
@@ -90,6 +134,10 @@ struct Inner {
     tensor_connections: Arc<Semaphore>,
     /// Bounds the text work that waits for a thread: a call that was given up must not leave its prompt behind.
     text: Arc<Semaphore>,
+    /// Bounds hashing of whole tensors.
+    hashing: Arc<Semaphore>,
+    /// Bounds the graphs that are verified, whichever connection they came on.
+    graphs: Arc<Semaphore>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -110,6 +158,8 @@ impl Host {
             identity: OnceLock::new(),
             tensor_connections: Arc::new(Semaphore::new(TENSOR_CONNECTIONS)),
             text: Arc::new(Semaphore::new(TEXT_THREADS)),
+            hashing: Arc::new(Semaphore::new(HASH_THREADS)),
+            graphs: Arc::new(Semaphore::new(GRAPH_THREADS)),
         }))
     }
 
@@ -187,6 +237,16 @@ impl Host {
         })
     }
 
+    /// Places for those who hash whole tensors.
+    pub fn hashing(&self) -> Arc<Semaphore> {
+        Arc::clone(&self.0.hashing)
+    }
+
+    /// Places for those who verify graphs.
+    pub fn graphs(&self) -> Arc<Semaphore> {
+        Arc::clone(&self.0.graphs)
+    }
+
     /// Runs text work beside the event loop, a few calls at a time, so that a long prompt stalls no stream.
     ///
     /// # Errors
@@ -225,6 +285,11 @@ impl Host {
             loop {
                 let batch = match receiver.recv() {
                     Ok(batch) => batch,
+                    // What one packet lacks says nothing about the next.
+                    Err(error) if error.get_ref().is_some_and(|e| e.is::<BatchError>()) => {
+                        tracing::warn!(%error, "descriptors refused");
+                        continue;
+                    }
                     Err(error) => {
                         if !is_end(&error) {
                             tracing::error!(%error, "the descriptor socket failed; no further model can be loaded");
@@ -234,15 +299,7 @@ impl Host {
                 };
                 match collector.add(batch) {
                     Ok(Some((tag, set))) => {
-                        let mut sets = locked(&arrived.sets);
-                        // Sets that no call asks for must not pile up: the oldest goes.
-                        if sets.len() >= limits::MAX_MODELS
-                            && let Some(oldest) = sets.keys().min().copied()
-                        {
-                            sets.remove(&oldest);
-                        }
-                        sets.insert(tag, set);
-                        drop(sets);
+                        locked(&arrived.sets).insert(tag, set);
                         arrived.notify.notify_waiters();
                     }
                     Ok(None) => {}
@@ -263,7 +320,7 @@ impl Host {
                 let notified = arrived.notify.notified();
                 tokio::pin!(notified);
                 notified.as_mut().enable();
-                if let Some(set) = locked(&arrived.sets).remove(&tag) {
+                if let Some(set) = locked(&arrived.sets).remove(tag) {
                     return set;
                 }
                 notified.await;
@@ -320,6 +377,7 @@ impl Host {
         let (_, health) = tonic_health::server::health_reporter();
         let server = Windows::default()
             .server()
+            .max_concurrent_streams(TENSOR_STREAMS)
             .add_service(tensors_server(self.clone()))
             .add_service(health);
         tokio::spawn(async move {

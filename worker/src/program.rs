@@ -5,7 +5,7 @@ use std::{
     io::Write,
     os::fd::{OwnedFd, RawFd},
     path::Path,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use hotcell_ipc::{
@@ -27,7 +27,7 @@ use crate::{
     confine::{self, Report},
     engine::{Engine, EngineConfig},
     exit::Exit,
-    host::{Host, map_file},
+    host::{Host, TENSOR_STREAMS, map_file},
     service::{TensorsService, TokensService, WorkerService, tensors_server},
     weights::ModelFile,
 };
@@ -193,6 +193,7 @@ fn serve_scheduler(serve: Serve) -> Exit {
             .serve_with_incoming(tokens);
         let tensors = windows
             .server()
+            .max_concurrent_streams(TENSOR_STREAMS)
             .add_service(tensors_server(host))
             .add_service(health)
             .serve_with_incoming(tensors);
@@ -325,6 +326,9 @@ fn serve_alone(alone: &Alone) -> Exit {
         let router = Windows::default()
             .server()
             .max_concurrent_streams(MAX_STREAMS)
+            // A client that vanished without a word holds its sessions no longer than this.
+            .http2_keepalive_interval(Some(Duration::from_secs(30)))
+            .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .add_service(tokens_server(host.clone()))
             .add_service(tensors_server(host))
             .add_service(health);

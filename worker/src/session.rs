@@ -10,6 +10,7 @@ pub mod call;
 pub mod memory;
 pub mod plan;
 pub mod plane;
+pub mod read;
 pub mod shared;
 pub mod state;
 mod submit;

@@ -150,11 +150,8 @@ impl TensorsService {
                 &session,
                 Submitted {
                     request,
-                    reply: (!detached).then(|| {
-                        Box::new(move |result| {
-                            let _ = reply.send(result);
-                        }) as _
-                    }),
+                    reply: (!detached)
+                        .then(|| Box::new(move |result| reply.send(result).is_ok()) as _),
                     cancelled,
                 },
             )
@@ -260,7 +257,11 @@ impl Tensors for TensorsService {
     ) -> Result<Response<v1::FreeResponse>, Status> {
         let session = SessionId::of(request.metadata())?;
         let ids = ids(&request.get_ref().handles, self.epoch())?;
-        self.with(session, move |s| s.free(&ids)).await?;
+        // Beside the call: what a caller frees while it leaves is freed.
+        let service = self.clone();
+        let free = tokio::spawn(async move { service.with(session, move |s| s.free(&ids)).await });
+        free.await
+            .map_err(|e| Error::new(Reason::Internal, format!("freeing failed: {e}")))??;
         Ok(Response::new(v1::FreeResponse {}))
     }
 

@@ -137,8 +137,8 @@ pub struct Answer {
     pub compute_ns: u64,
 }
 
-/// Gets a call's answer; called on the engine's thread.
-pub type Reply = Box<dyn FnOnce(Result<Answer, Error>) + Send>;
+/// Gets a call's answer; called on the engine's thread. Returns whether there was somebody to get it.
+pub type Reply = Box<dyn FnOnce(Result<Answer, Error>) -> bool + Send>;
 
 /// A call, who hears of it, and whether it is still wanted.
 pub struct Submitted {

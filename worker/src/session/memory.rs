@@ -3,6 +3,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
+    ops::Range,
     rc::{Rc, Weak},
     sync::Arc,
 };
@@ -55,9 +56,14 @@ pub struct Pool {
 impl Pool {
     /// The memory of a session that may hold `limit` bytes. `dry_run`: bytes are counted, and not allocated.
     pub fn new(hub: &Rc<Hub>, limit: u64, dry_run: bool) -> Rc<Self> {
+        // What is only counted must take nothing from those who have real memory.
+        let parent = match dry_run {
+            true => Account::new(u64::MAX, None),
+            false => Arc::clone(&hub.account),
+        };
         let pool = Rc::new(Self {
             hub: Rc::clone(hub),
-            account: Account::new(limit, Some(Arc::clone(&hub.account))),
+            account: Account::new(limit, Some(parent)),
             freed: RefCell::default(),
             cache_limit: Cell::new(limit),
             dry_run,
@@ -118,6 +124,17 @@ impl Pool {
                 self.account.charge(what, bytes)
             }
             other => other,
+        }
+    }
+
+    /// As [`Pool::charge`], for bytes that are taken even in a dry run: what the worker itself keeps.
+    ///
+    /// # Errors
+    /// As [`Account::charge`].
+    pub fn charge_held(&self, what: &str, bytes: usize) -> Result<Charge, Error> {
+        match self.dry_run {
+            true => self.hub.account.charge(what, bytes as u64),
+            false => self.charge(what, bytes),
         }
     }
 
@@ -310,19 +327,6 @@ impl Storage {
         matches!(self.home, Home::Own { .. }) && self.buffer.as_ref().is_none_or(|b| !b.is_shared())
     }
 
-    /// The same memory, where it is another process's.
-    pub fn again(&self) -> Option<Storage> {
-        let Home::Shared(region) = &self.home else {
-            return None;
-        };
-        Some(Self {
-            buffer: self.buffer.clone(),
-            offset: self.offset,
-            bytes: self.bytes,
-            home: Home::Shared(Rc::clone(region)),
-        })
-    }
-
     /// Copies bytes into it.
     ///
     /// # Errors
@@ -347,27 +351,35 @@ impl Storage {
         pool.adopt("a copy", staging, charge)
     }
 
-    /// Its bytes for other threads: shared where they can be, else a copy that `pool` pays for.
+    /// Some of its bytes for other threads: shared where they can be, else a copy that `pool` pays for.
     ///
     /// # Errors
     /// When there are none, or no memory for a copy.
-    pub fn read(&self, pool: &Pool) -> Result<Bytes, Error> {
-        let (buffer, start) = self.place()?;
-        match (&self.home, buffer.share()) {
+    pub fn read(&self, pool: &Pool, range: Range<usize>) -> Result<Bytes, Error> {
+        let (buffer, _) = self.place()?;
+        let all = match (&self.home, buffer.share()) {
             (Home::Own { charge, .. }, Some(share)) => {
-                let bytes = Bytes::from_owner(Owner(share, charge.clone()));
-                // The whole buffer is the value, unless it is empty.
-                Ok(bytes.slice(..self.bytes.min(bytes.len())))
+                Bytes::from_owner(Owner(share, charge.clone()))
             }
-            (Home::Weight(weight), _) => Ok(Bytes::from_owner(WeightBytes(weight.clone()))),
-            _ => {
-                let (mut staging, charge) = pool.stage("a copy to send", self.bytes)?;
-                buffer
-                    .read(start, staging.bytes_mut())
-                    .map_err(|e| of_plan(&e))?;
-                Ok(Bytes::from_owner(Owner(Copied(staging), Some(charge))))
-            }
-        }
+            (Home::Weight(weight), _) => Bytes::from_owner(WeightBytes(weight.clone())),
+            _ => return self.read_copy(pool, range),
+        };
+        // The whole buffer is the value, unless it is empty.
+        let within = |at: usize| at.min(self.bytes).min(all.len());
+        Ok(all.slice(within(range.start)..within(range.end)))
+    }
+
+    /// A copy of some of its bytes, that `pool` pays for.
+    ///
+    /// # Errors
+    /// When there are none, or no memory for a copy.
+    pub fn read_copy(&self, pool: &Pool, range: Range<usize>) -> Result<Bytes, Error> {
+        let (buffer, start) = self.place()?;
+        let (mut staging, charge) = pool.stage("a copy to send", range.len())?;
+        buffer
+            .read(start.saturating_add(range.start), staging.bytes_mut())
+            .map_err(|e| of_plan(&e))?;
+        Ok(Bytes::from_owner(Owner(Copied(staging), Some(charge))))
     }
 }
 

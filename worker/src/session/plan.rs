@@ -25,8 +25,8 @@ pub struct PlanEntry {
     pub executions: Cell<u64>,
     /// Running work uses its arena.
     pub busy: Cell<bool>,
-    /// Ends with it.
-    pub charge: Option<Charge>,
+    /// They end with it: the arena's, and that of its parts.
+    pub _charges: [Charge; 2],
 }
 
 /// A graph's outputs.

@@ -1,7 +1,7 @@
 //! One session: its handles and what may be done with them.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     rc::{Rc, Weak},
     sync::{
         Arc,
@@ -9,12 +9,9 @@ use std::{
     },
 };
 
-use bytes::Bytes;
 use hotcell_graph::{Graph, TensorSpec, op::ValueSpec};
-use hotcell_ipc::memory::SharedMapping;
 use hotcell_kernels::{
     backend::{Buffer, DeviceError},
-    memory::ALIGNMENT,
     plan::PlanHints,
 };
 use hotcell_proto::{
@@ -30,16 +27,16 @@ use super::{
     memory::{Home, Hub, Pool, Storage},
     plan::{self, PlanEntry},
     quota,
-    shared::Region,
+    shared::Mappings,
     tensor::Tensor,
     upload::Upload,
-    value::{State, Value, cache_in_use, not_ready, wire_state},
+    value::{State, Value, cache_in_use},
     work::{Streams, Waiting},
 };
 use crate::{error::of_plan, model::run::WeightRegion, weights::Weight};
 
-/// Bytes that a node of a plan takes besides the arena, about.
-const NODE_BYTES: usize = 512;
+/// Bytes that a step, an input or an output of a plan takes besides the arena, about.
+const STEP_BYTES: usize = 512;
 
 /// What a session may have.
 #[derive(Clone, Copy, Debug)]
@@ -55,12 +52,17 @@ pub struct Quotas {
 }
 
 impl Quotas {
-    /// What is asked for, within what there is.
-    pub fn of(request: &v1::OpenSessionRequest, available: u64) -> Self {
+    /// What is asked for, within the worker's `limit` of bytes; by default half of that, so that no session
+    /// takes all by accident.
+    pub fn of(request: &v1::OpenSessionRequest, limit: u64) -> Self {
         let within = |asked: u64, most: u64| if asked == 0 { most } else { asked.min(most) };
         let count = |asked: u32, most: usize| within(asked.into(), most as u64) as usize;
         Self {
-            bytes: within(request.max_bytes, available),
+            bytes: match request.max_bytes {
+                0 if request.dry_run => limit,
+                0 => limit / 2,
+                asked => asked.min(limit),
+            },
             tensors: count(request.max_tensors, limits::MAX_SESSION_TENSORS),
             plans: count(request.max_plans, limits::MAX_SESSION_PLANS),
             dry_run: request.dry_run,
@@ -80,21 +82,11 @@ pub struct Session {
     pub(super) plans: HashMap<HandleId, Rc<PlanEntry>>,
     pub(super) streams: Streams,
     pub(super) waiting: Vec<Waiting>,
+    pub(super) mappings: Mappings,
     weights: HashMap<(String, String), Weak<Value>>,
 }
 
-/// What a download reads.
-pub struct Readable {
-    /// The tensor.
-    pub info: v1::TensorInfo,
-    /// The bytes that were asked for.
-    pub bytes: Bytes,
-}
-
-/// Gets what a download reads; called on the engine's thread.
-pub type ReadReply = Box<dyn FnOnce(Result<Readable, Error>) + Send>;
-
-fn not_found() -> Error {
+pub(super) fn not_found() -> Error {
     let what = "the session holds nothing under this handle: it was freed or never made";
     Error::new(Reason::HandleNotFound, what)
 }
@@ -111,6 +103,7 @@ impl Session {
             plans: HashMap::new(),
             streams: Streams::default(),
             waiting: Vec::new(),
+            mappings: Mappings::default(),
             weights: HashMap::new(),
         }
     }
@@ -159,7 +152,7 @@ impl Session {
         }
     }
 
-    fn insert(&mut self, id: HandleId, tensor: Tensor) -> v1::TensorInfo {
+    pub(super) fn insert(&mut self, id: HandleId, tensor: Tensor) -> v1::TensorInfo {
         let info = tensor.info(id, self.epoch);
         self.tensors.insert(id, tensor);
         info
@@ -183,6 +176,7 @@ impl Session {
             bytes,
             value: Value::new(State::Ready(storage)),
             weight: None,
+            shared: None,
         };
         Ok(self.insert(id, tensor))
     }
@@ -206,6 +200,7 @@ impl Session {
             bytes,
             value: Value::new(State::Uploading(Arc::clone(&upload))),
             weight: None,
+            shared: None,
         };
         self.insert(id, tensor);
         Ok((id, upload))
@@ -248,14 +243,6 @@ impl Session {
             tensor.value.settle(state);
         }
         Ok(tensor.info(id, self.epoch))
-    }
-
-    /// Waits for what is queued to write the tensor, and then lets `done` know.
-    ///
-    /// # Errors
-    /// When there is no such tensor, or too many wait.
-    pub fn when_settled(&self, id: HandleId, done: Box<dyn FnOnce() + Send>) -> Result<(), Error> {
-        self.tensor(id)?.value.when_settled(Box::new(|_| done()))
     }
 
     /// Overwrites part of a finished tensor. Work that is queued already still sees the old bytes.
@@ -305,67 +292,21 @@ impl Session {
         Ok(self.tensor(id)?.info(id, self.epoch))
     }
 
-    /// Gives part of a tensor's bytes to `reply` once they are there. `length` 0: to the end.
-    ///
-    /// # Errors
-    /// When there is no such tensor, the range is outside of it, or too many wait.
-    pub fn read(
-        &self,
-        id: HandleId,
-        offset: u64,
-        length: u64,
-        reply: ReadReply,
-    ) -> Result<(), Error> {
-        let tensor = self.tensor(id)?;
-        // Work changes a cache in place, so readers get a copy, made between two pieces of work.
-        let is_cache = matches!(tensor.spec, ValueSpec::Cache(_));
-        if is_cache && Rc::strong_count(&tensor.value) > 1 {
-            return Err(cache_in_use());
-        }
-        let total = tensor.bytes as u64;
-        let end = match length {
-            0 => Some(total),
-            length => offset.checked_add(length),
-        };
-        let end = end.filter(|&end| offset <= end && end <= total);
-        let Some(range) = end.map(|end| offset as usize..end as usize) else {
-            let what = format!("{length} bytes at {offset} are outside of a tensor of {total}");
-            return Err(invalid(what));
-        };
-        let (pool, epoch) = (Rc::clone(&self.pool), self.epoch);
-        let info = tensor.info(id, epoch);
-        tensor.value.when_settled(Box::new(move |state| {
-            let all = match state {
-                State::Ready(storage) if is_cache => {
-                    storage.copy(&pool).and_then(|copy| copy.read(&pool))
-                }
-                State::Ready(storage) => storage.read(&pool),
-                state => Err(not_ready(state)),
-            };
-            reply(all.map(|all| Readable {
-                info: v1::TensorInfo {
-                    state: wire_state(state).into(),
-                    ..info
-                },
-                bytes: all.slice(range),
-            }));
-        }))
-    }
-
     /// Frees tensors and plans.
     ///
     /// # Errors
-    /// When one of them is not there; then none is freed.
+    /// [`Reason::HandleNotFound`] when some are not there (`missing`: how many); the others are freed.
     pub fn free(&mut self, ids: &[HandleId]) -> Result<(), Error> {
-        let there = |id: &HandleId| self.tensors.contains_key(id) || self.plans.contains_key(id);
-        if !ids.iter().all(there) {
-            return Err(not_found());
+        let distinct: HashSet<_> = ids.iter().collect();
+        let mut missing = 0usize;
+        for id in distinct {
+            let tensor = self.tensors.remove(id);
+            missing += usize::from(tensor.is_none() && self.plans.remove(id).is_none());
         }
-        for id in ids {
-            self.tensors.remove(id);
-            self.plans.remove(id);
+        match missing {
+            0 => Ok(()),
+            missing => Err(not_found().with("missing", missing)),
         }
-        Ok(())
     }
 
     /// What it holds.
@@ -414,10 +355,11 @@ impl Session {
                 outputs: specs().collect(),
             });
         }
-        let overhead = graph.nodes().len().saturating_mul(NODE_BYTES);
+        // How many steps the device makes of the nodes is known only afterwards; then all are charged.
+        let least = graph.nodes().len().saturating_mul(STEP_BYTES);
         let most = |available: u64| usize::try_from(available).unwrap_or(usize::MAX);
         let make = || {
-            let available = most(self.pool.account().available()).saturating_sub(overhead);
+            let available = most(self.pool.account().available()).saturating_sub(least);
             device.plan(
                 graph,
                 &PlanHints {
@@ -454,8 +396,13 @@ impl Session {
         };
         let plan = made?;
         let memory = plan::memory(graph, &outputs, plan.as_ref());
-        let bytes = plan.memory().arena.saturating_add(overhead);
-        let charge = self.pool.charge("the plan", bytes)?;
+        let about = plan.memory();
+        let parts = about.steps + graph.inputs().len() + outputs.len();
+        let charges = [
+            self.pool.charge("the plan", about.arena)?,
+            self.pool
+                .charge_held("the plan", parts.saturating_mul(STEP_BYTES))?,
+        ];
         let id = self.fresh(None)?;
         let response = v1::CompileResponse {
             plan: Some(id.handle(self.epoch)),
@@ -470,7 +417,7 @@ impl Session {
             memory,
             executions: 0.into(),
             busy: false.into(),
-            charge: Some(charge),
+            _charges: charges,
         };
         self.plans.insert(id, Rc::new(entry));
         Ok(response)
@@ -534,6 +481,7 @@ impl Session {
             spec: ValueSpec::Tensor(spec),
             value,
             weight: Some(Rc::new(key)),
+            shared: None,
         };
         Ok(self.insert(id, tensor))
     }
@@ -552,45 +500,5 @@ impl Session {
         staging.bytes_mut().copy_from_slice(bytes);
         self.pool
             .adopt("a misplaced weight's copy", staging, charge)
-    }
-
-    /// Makes a tensor of memory that another process shares.
-    ///
-    /// # Errors
-    /// When it does not fit there, or there are too many tensors.
-    pub fn import_shared(
-        &mut self,
-        mapping: SharedMapping,
-        spec: TensorSpec,
-        bytes: usize,
-        offset: u64,
-    ) -> Result<v1::TensorInfo, Error> {
-        self.room_for(1)?;
-        let id = self.fresh(None)?;
-        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        if !offset.is_multiple_of(ALIGNMENT) {
-            let what = format!("{offset} is not a multiple of {ALIGNMENT}, as offsets must be");
-            return Err(invalid(what));
-        }
-        if offset
-            .checked_add(bytes)
-            .is_none_or(|end| end > mapping.len())
-        {
-            let what = format!(
-                "{bytes} bytes at {offset} are outside of the {} bytes of shared memory",
-                mapping.len()
-            );
-            return Err(invalid(what));
-        }
-        let region = Rc::new(Region(mapping));
-        let buffer = self.pool.device().import_shared(Rc::clone(&region) as _);
-        let buffer = buffer.map_err(|e| of_plan(&e))?;
-        let tensor = Tensor {
-            spec: ValueSpec::Tensor(spec),
-            bytes,
-            value: Value::new(State::Ready(Storage::shared(buffer, region, offset, bytes))),
-            weight: None,
-        };
-        Ok(self.insert(id, tensor))
     }
 }

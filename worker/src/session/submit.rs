@@ -19,9 +19,7 @@ use super::{
     work::{Goal, Job, Output},
 };
 
-/// Inputs and outputs of a call that cost nothing; with more of them, calls that wait would be felt.
-const FREE_SLOTS: usize = 1024;
-/// Bytes that each of them takes, about.
+/// Bytes that a call takes for each of its inputs and outputs, about.
 const SLOT_BYTES: usize = 256;
 
 impl Session {
@@ -53,10 +51,7 @@ impl Session {
             return Err(Error::new(Reason::GraphInvalid, what));
         }
         let slots = request.inputs.len() + plan.outputs.len();
-        let charge = match slots > FREE_SLOTS {
-            true => Some(self.pool.charge("the call", slots * SLOT_BYTES)?),
-            false => None,
-        };
+        let charge = self.pool.charge_held("the call", slots * SLOT_BYTES)?;
         let inputs = self.operands(&plan, rows, request.inputs)?;
         let outputs = self.goals(&plan, rows, request.outputs)?;
         // From here on nothing fails.
@@ -180,6 +175,7 @@ impl Session {
                 bytes,
                 value: Value::new(State::Pending),
                 weight: None,
+                shared: None,
             };
             let goal = match wish {
                 Wish::Keep(id) => Goal::Keep(self.fresh(id)?, pending(ValueSpec::Tensor(spec))),
@@ -197,7 +193,9 @@ impl Session {
                         return Err(not_ready(&tensor.value.state()));
                     }
                     let before = Rc::clone(&tensor.value);
-                    Goal::Into(id, pending(tensor.spec.clone()), before)
+                    let shared = tensor.shared.clone();
+                    let pending = pending(tensor.spec.clone());
+                    Goal::Into(id, Tensor { shared, ..pending }, before)
                 }
                 Wish::Inline => {
                     inline = inline.saturating_add(bytes);
@@ -213,7 +211,7 @@ impl Session {
                 return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
             }
             let storage = match goal {
-                Goal::Into(..) => None,
+                Goal::Into(_, Tensor { shared: None, .. }, _) => None,
                 _ => Some(self.pool.allocate("a result", bytes)?),
             };
             outputs.push(Output {

@@ -18,6 +18,7 @@ use hotcell_proto::{
 
 use super::{
     invalid,
+    shared::SharedPlace,
     value::{State, Value, wire_state},
 };
 use crate::error::of_graph;
@@ -33,6 +34,8 @@ pub struct Tensor {
     pub value: Rc<Value>,
     /// Of a weight: model and name.
     pub weight: Option<Rc<(String, String)>>,
+    /// Where its values lie in another process's memory, if it is a tensor of such.
+    pub shared: Option<Rc<SharedPlace>>,
 }
 
 impl Tensor {

@@ -10,6 +10,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits, v1,
 };
+use tokio::sync::oneshot;
 
 use super::{memory::Storage, quota, upload::Upload};
 
@@ -26,12 +27,28 @@ pub enum State {
 }
 
 /// Told when a value is settled.
-pub type Waiter = Box<dyn FnOnce(&State)>;
+pub trait Waiter {
+    /// Whether nobody waits for it any more.
+    fn has_left(&self) -> bool;
+    /// The value is in this state, its last.
+    fn settled(self: Box<Self>, state: &State);
+}
+
+impl Waiter for oneshot::Sender<()> {
+    fn has_left(&self) -> bool {
+        self.is_closed()
+    }
+
+    fn settled(self: Box<Self>, _: &State) {
+        // Whoever waited may have left.
+        let _ = self.send(());
+    }
+}
 
 /// A value. Handles and queued work share it.
 pub struct Value {
     state: RefCell<State>,
-    waiters: RefCell<Vec<Waiter>>,
+    waiters: RefCell<Vec<Box<dyn Waiter>>>,
     /// A cache that running work uses: it changes in place.
     pub busy: Cell<bool>,
 }
@@ -62,20 +79,21 @@ impl Value {
         let waiters = std::mem::take(&mut *self.waiters.borrow_mut());
         let state = self.state();
         for waiter in waiters {
-            waiter(&state);
+            waiter.settled(&state);
         }
     }
 
-    /// Calls `waiter` once it is settled, now if it is.
+    /// Tells `waiter` once it is settled, now if it is.
     ///
     /// # Errors
     /// [`Reason::QuotaExceeded`] when too many wait.
-    pub fn when_settled(&self, waiter: Waiter) -> Result<(), Error> {
+    pub fn when_settled(&self, waiter: Box<dyn Waiter>) -> Result<(), Error> {
         if self.is_settled() {
-            waiter(&self.state());
+            waiter.settled(&self.state());
             return Ok(());
         }
         let mut waiters = self.waiters.borrow_mut();
+        waiters.retain(|w| !w.has_left());
         if waiters.len() >= limits::MAX_SESSION_CALLS {
             return Err(quota("calls waiting for one tensor", waiters.len()));
         }

@@ -29,6 +29,7 @@ use super::{
     memory::{Home, Storage},
     plan::PlanEntry,
     quota,
+    shared::SharedPlace,
     state::Session,
     tensor::{Tensor, holds_indices},
     value::{State, Value},
@@ -51,7 +52,7 @@ pub(super) enum Goal {
 pub(super) struct Output {
     pub(super) bytes: usize,
     pub(super) goal: Goal,
-    /// `None` until the call starts, where it overwrites something.
+    /// `None` until the call starts, where it overwrites something of the session's own.
     pub(super) storage: Option<Storage>,
 }
 
@@ -73,8 +74,8 @@ pub(super) struct Job {
     pub(super) compute: Duration,
     /// Copies of inputs that others could change.
     pub(super) copies: Vec<Storage>,
-    /// For a call whose own size counts.
-    pub(super) _charge: Option<Charge>,
+    /// For what the call itself takes.
+    pub(super) _charge: Charge,
 }
 
 impl Job {
@@ -229,7 +230,9 @@ impl Session {
             }
         }
         for output in &mut job.outputs {
-            if let Goal::Into(_, _, before) = &mut output.goal {
+            if output.storage.is_none()
+                && let Goal::Into(_, _, before) = &mut output.goal
+            {
                 output.storage = Some(self.target(before, output.bytes)?);
             }
         }
@@ -273,14 +276,22 @@ impl Session {
 
     /// Memory for a result that overwrites a value: the value's own if nobody else sees it.
     fn target(&self, before: &mut Rc<Value>, bytes: usize) -> Result<Storage, Error> {
-        let shared = match &*before.state() {
-            State::Ready(storage) => storage.again(),
-            _ => None,
-        };
-        match shared.or_else(|| before.steal()) {
+        match before.steal() {
             Some(storage) => Ok(storage),
             None => self.pool.allocate("a result", bytes),
         }
+    }
+
+    /// Copies a result into the memory that another process sees.
+    ///
+    /// Computed there at once, it would cost no copy; but nodes may read what a node before them has written, and
+    /// whoever shares the memory can change it in between. So results are computed in private memory.
+    fn publish(&self, place: &SharedPlace, result: Storage) -> Result<Storage, Error> {
+        let shared = place.storage();
+        if !self.pool.dry_run() {
+            shared.write(0, &result.read(&self.pool, 0..result.bytes())?)?;
+        }
+        Ok(shared)
     }
 
     fn finish(&mut self, stream: u32, mut job: Job, error: Option<Error>) {
@@ -296,23 +307,37 @@ impl Session {
         job.copies.clear();
         job.inputs.clear();
         let mut outputs = Vec::with_capacity(job.outputs.len());
+        let mut kept = Vec::new();
         let mut failed = error;
         for mut output in job.outputs {
             let storage = output.storage.take();
             let mut inline = None;
             if let Goal::Keep(_, tensor) | Goal::Into(_, tensor, _) = &output.goal {
+                let storage = match (&tensor.shared, storage, &failed) {
+                    (Some(place), Some(result), None) => match self.publish(place, result) {
+                        Ok(storage) => Some(storage),
+                        Err(error) => {
+                            failed = Some(error);
+                            None
+                        }
+                    },
+                    (_, storage, _) => storage,
+                };
                 tensor.value.settle(match (&failed, storage) {
                     (None, Some(storage)) => State::Ready(storage),
                     (Some(error), _) => State::Failed(error.clone()),
                     (None, None) => State::Failed(cancelled()),
                 });
             } else if let (Goal::Inline, Some(storage), None) = (&output.goal, storage, &failed) {
-                match storage.read(&self.pool) {
+                match storage.read(&self.pool, 0..output.bytes) {
                     Ok(bytes) => inline = Some(bytes),
                     Err(error) => failed = Some(error),
                 }
             }
             outputs.push(self.answer(&output, inline));
+            if let Goal::Keep(id, tensor) = output.goal {
+                kept.push((id, tensor.value));
+            }
         }
         if failed.is_none() {
             let done = &job.plan.executions;
@@ -322,8 +347,9 @@ impl Session {
             s.passed = job.fence;
         }
         self.streams.calls = self.streams.calls.saturating_sub(1);
+        let mut left = job.cancelled.load(Ordering::Acquire);
         if let Some(reply) = job.reply {
-            reply(match failed {
+            left |= !reply(match failed {
                 Some(error) => Err(error),
                 None => Ok(Answer {
                     outputs,
@@ -334,6 +360,15 @@ impl Session {
                     compute_ns: u64::try_from(job.compute.as_nanos()).unwrap_or(u64::MAX),
                 }),
             });
+        }
+        if left {
+            // Nobody learned of them, so nobody would free them.
+            for (id, value) in kept {
+                let same = self.tensors.get(&id);
+                if same.is_some_and(|t| Rc::ptr_eq(&t.value, &value)) {
+                    self.tensors.remove(&id);
+                }
+            }
         }
         self.tell();
     }

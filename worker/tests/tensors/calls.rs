@@ -215,6 +215,9 @@ async fn a_dry_run_counts_without_memory() {
         .unwrap();
     assert_eq!(kept(&response, 0).bytes, 1 << 38);
     assert!(client.memory().await.active >= 2 << 38);
+    // Of which nothing is taken from others.
+    let taken = host.engine().tensors(|plane| Ok(plane.bytes())).await;
+    assert!(taken.unwrap() < 1 << 20);
     assert_eq!(
         reason(client.try_download(&a, 0, 0).await),
         Reason::TensorNotReady

@@ -10,12 +10,18 @@ use hotcell_ipc::{
 };
 use hotcell_proto::{
     error::Reason,
+    limits,
     v1::{self, output_wish, tensors_client::TensorsClient, worker_server::Worker},
 };
 use hotcell_worker::{host::Host, service::WorkerService};
 use tonic::{Request, Status};
 
 use crate::support::*;
+
+/// A tag as clients' shared memory has them.
+fn shared_tag(n: u64) -> u64 {
+    limits::FIRST_SHARED_TAG + n
+}
 
 fn descriptors(host: &Host) -> DescriptorSender {
     let (ours, theirs) = descriptor_pair().unwrap();
@@ -30,7 +36,7 @@ async fn import(
     offset: u64,
 ) -> Result<v1::TensorInfo, Status> {
     let request = client.of(v1::ImportSharedRequest {
-        tag,
+        tag: shared_tag(tag),
         spec: Some(spec),
         offset,
     });
@@ -67,12 +73,13 @@ async fn inputs_and_results_lie_in_shared_memory() {
     let client = Client::open(&host).await;
     let memory = shared_memory("a test", 4096).unwrap();
     let map = SharedMapping::of_memory(&memory).unwrap();
-    let send = |tag: u64, fd: &OwnedFd| sender.send(tag, &[fd.as_fd()]).unwrap();
+    let send = |tag: u64, fd: &OwnedFd| sender.send(shared_tag(tag), &[fd.as_fd()]).unwrap();
     send(1, &memory);
     let a = import(&client, 1, wire_spec(&[4]), 0).await.unwrap();
     send(2, &memory);
     let b = import(&client, 2, wire_spec(&[4]), 128).await.unwrap();
-    assert_eq!(client.memory().await.active, 0);
+    // Each mapping is paid for.
+    assert_eq!(client.memory().await.active, 2 * 4096);
     let (a, b) = (a.handle.unwrap(), b.handle.unwrap());
     let plan = client.compile(&add_graph(&[4])).await;
     for round in 0..3 {
@@ -84,10 +91,14 @@ async fn inputs_and_results_lie_in_shared_memory() {
         assert_eq!(read_f32s(&get(&map, 128, 16)), [x + 0.5, 1.5, 2.5, 3.5]);
         assert_eq!(client.download(&b).await, [x + 0.5, 1.5, 2.5, 3.5]);
     }
-    // What is read and written at once must not be the same memory.
+    // What is read and written at once is read whole first.
     let into = wish(output_wish::Kind::Into(a.clone()));
     let both = call(&plan, vec![tensor(&a), tensor(&a)], vec![into]);
-    assert_eq!(reason(client.execute(both).await), Reason::GraphInvalid);
+    client.execute(both).await.unwrap();
+    assert_eq!(read_f32s(&get(&map, 0, 16)), [4.0, 2.0, 4.0, 6.0]);
+    // A part of it.
+    let part = client.try_download(&a, 4, 8).await.unwrap().0;
+    assert_eq!(read_f32s(&part), [2.0, 4.0]);
 
     // Indices are read once, from a copy.
     let mut g = GraphBuilder::new(0);
@@ -114,6 +125,59 @@ async fn inputs_and_results_lie_in_shared_memory() {
 }
 
 #[tokio::test]
+async fn a_tensor_stays_in_shared_memory_after_a_call_that_failed() {
+    let host = worker(64 << 20);
+    let sender = descriptors(&host);
+    let client = Client::open(&host).await;
+    let memory = shared_memory("a test", 4096).unwrap();
+    let map = SharedMapping::of_memory(&memory).unwrap();
+    sender.send(shared_tag(1), &[memory.as_fd()]).unwrap();
+    let a = import(&client, 1, wire_spec(&[1, 4]), 0).await.unwrap();
+    let a = a.handle.unwrap();
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &[2, 4])).unwrap();
+    let i = g.tensor("i", spec(DType::I32, &[1])).unwrap();
+    let y = g.get_rows(x, i).unwrap();
+    let pick = client.compile(&g.finish(&[y]).unwrap()).await;
+    let row = |i: i32| {
+        let table = data(f32s(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]));
+        let into = wish(output_wish::Kind::Into(a.clone()));
+        let inputs = vec![table, data(i.to_le_bytes().to_vec())];
+        client.execute(call(&pick, inputs, vec![into]))
+    };
+    assert_eq!(reason(row(9).await), Reason::IndexOutOfRange);
+    row(1).await.unwrap();
+    assert_eq!(read_f32s(&get(&map, 0, 16)), [4.0, 5.0, 6.0, 7.0]);
+    // Freed, nothing is paid any more.
+    client.free(&[a, pick.clone()]).await.unwrap();
+    assert_eq!(client.memory().await.active, 0);
+}
+
+#[tokio::test]
+async fn memory_that_nobody_asks_for_evicts_only_its_like() {
+    let host = worker(64 << 20);
+    let sender = descriptors(&host);
+    let (_ours, theirs) = stream_pair().unwrap();
+    sender.send(9, &[theirs.as_fd()]).unwrap();
+    let memory = shared_memory("a test", 4096).unwrap();
+    for n in 0..300 {
+        sender.send(shared_tag(n), &[memory.as_fd()]).unwrap();
+    }
+    let client = Client::open(&host).await;
+    // The newest is there, the oldest is not waited for here: that takes seconds.
+    import(&client, 299, wire_spec(&[4]), 0).await.unwrap();
+    host.open_tensors(9).await.unwrap();
+    // As many mappings as a session may have, and one more.
+    for n in 300..363 {
+        sender.send(shared_tag(n), &[memory.as_fd()]).unwrap();
+        import(&client, n, wire_spec(&[4]), 0).await.unwrap();
+    }
+    sender.send(shared_tag(400), &[memory.as_fd()]).unwrap();
+    let one_more = import(&client, 400, wire_spec(&[4]), 0).await;
+    assert_eq!(reason(one_more), Reason::QuotaExceeded);
+}
+
+#[tokio::test]
 async fn memory_that_could_shrink_or_is_too_small_is_refused() {
     let host = worker(64 << 20);
     let sender = descriptors(&host);
@@ -133,7 +197,7 @@ async fn memory_that_could_shrink_or_is_too_small_is_refused() {
         (&good, 4, u64::MAX - 63),
     ];
     for (tag, (fd, elements, offset)) in (1..).zip(cases) {
-        sender.send(tag, &[fd.as_fd()]).unwrap();
+        sender.send(shared_tag(tag), &[fd.as_fd()]).unwrap();
         let refused = import(&client, tag, wire_spec(&[elements]), offset).await;
         assert_eq!(reason(refused), Reason::InvalidArgument, "{tag}");
     }

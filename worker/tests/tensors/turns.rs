@@ -1,6 +1,12 @@
 //! Long calls stop and make way between two nodes.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use hotcell_proto::error::Reason;
 
@@ -48,7 +54,8 @@ async fn a_cancelled_stream_stops_between_two_nodes() {
     );
     client.synchronize(None).await.unwrap();
 
-    // A caller that leaves is a cancellation.
+    // A caller that leaves is a cancellation, and what it would have kept is freed.
+    let held = client.list().await.tensors.len();
     let begun = Instant::now();
     tokio::time::timeout(whole / 20, client.execute(long))
         .await
@@ -59,6 +66,7 @@ async fn a_cancelled_stream_stops_between_two_nodes() {
         "{:?} of {whole:?}",
         begun.elapsed()
     );
+    assert_eq!(client.list().await.tensors.len(), held);
 }
 
 #[tokio::test]
@@ -83,4 +91,35 @@ async fn short_calls_do_not_wait_for_the_end_of_long_ones() {
     );
     let (_slow, response) = slow_call.await.unwrap();
     assert!(response.compute_ns > 0);
+}
+
+#[tokio::test]
+async fn what_is_not_about_tensors_does_not_wait_for_all_that_is() {
+    let host = worker(MIB);
+    let done = Arc::new(AtomicUsize::new(0));
+    let slow = || {
+        let (engine, done) = (host.engine().clone(), Arc::clone(&done));
+        tokio::spawn(async move {
+            let work = engine.tensors(move |_| {
+                std::thread::sleep(Duration::from_millis(20));
+                done.fetch_add(1, Ordering::SeqCst);
+                Ok(())
+            });
+            work.await.unwrap();
+        })
+    };
+    let mut all: Vec<_> = (0..20).map(|_| slow()).collect();
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    assert!(!host.engine().unload("none".to_owned()).await.unwrap());
+    assert!(done.load(Ordering::SeqCst) <= 3);
+    // What nobody waits for any more is not done.
+    for left in all.drain(10..) {
+        left.abort();
+        let _ = left.await;
+    }
+    for wanted in all {
+        wanted.await.unwrap();
+    }
+    host.engine().tensors(|_| Ok(())).await.unwrap();
+    assert_eq!(done.load(Ordering::SeqCst), 10);
 }

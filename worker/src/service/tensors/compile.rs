@@ -24,7 +24,8 @@ use tower::Service;
 use super::TensorsService;
 use crate::{error::of_graph, host::Host, session::invalid};
 
-/// Graphs of one connection that are received, decoded and verified at once.
+/// Graphs of one connection that are received and decoded at once. How many the worker verifies at once is the
+/// host's to say: a connection that sends slowly must not keep the others waiting.
 const AT_ONCE: usize = 2;
 /// How long one may take from its first byte to its plan.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -48,10 +49,19 @@ impl TensorsService {
             return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
         }
         self.with(session.clone(), |_| Ok(())).await?;
-        let verify = move || decode(&graph).map_err(|e| of_graph(&e));
+        let failed = |e: &dyn std::fmt::Display| {
+            Error::new(Reason::Internal, format!("verification failed: {e}"))
+        };
+        let place = self.host.graphs().acquire_owned();
+        let place = place.await.map_err(|e| failed(&e))?;
+        let verify = move || {
+            let graph = decode(&graph).map_err(|e| of_graph(&e));
+            // Only here: a call that was given up verifies to its end.
+            drop(place);
+            graph
+        };
         let verified = tokio::task::spawn_blocking(verify).await;
-        let graph = verified
-            .map_err(|e| Error::new(Reason::Internal, format!("verification failed: {e}")))??;
+        let graph = verified.map_err(|e| failed(&e))??;
         let hints = PlanHints {
             fuse: !request.no_fusion,
             ..PlanHints::default()

@@ -101,7 +101,10 @@ impl TensorsService {
     ) {
         let request = match CallRequest::read(request, self.epoch()) {
             Ok(request) => request,
-            Err(error) => return end.with(Err(error)),
+            Err(error) => {
+                end.with(Err(error));
+                return;
+            }
         };
         let detached = request.detached;
         // Whichever comes first takes it: a refusal, or the end.
@@ -110,9 +113,7 @@ impl TensorsService {
             let end = Arc::clone(&end);
             move |result| {
                 let end = end.lock().unwrap_or_else(|e| e.into_inner()).take();
-                if let Some(end) = end {
-                    end.with(result);
-                }
+                end.is_some_and(|end| end.with(result))
             }
         };
         let reply = (!detached).then(|| Box::new(tell.clone()) as _);
@@ -125,9 +126,13 @@ impl TensorsService {
             plane.submit(&session, submitted)
         });
         match submit.await {
-            Ok(at_once) if detached => tell(Ok(at_once)),
+            Ok(at_once) if detached => {
+                tell(Ok(at_once));
+            }
             Ok(_) => {}
-            Err(error) => tell(Err(error)),
+            Err(error) => {
+                tell(Err(error));
+            }
         }
     }
 }
@@ -140,13 +145,14 @@ struct End {
 }
 
 impl End {
-    fn with(self, result: Result<Answer, Error>) {
+    /// Returns whether the reader is still there.
+    fn with(self, result: Result<Answer, Error>) -> bool {
         let ended = Ended {
             tag: self.tag,
             result,
             _place: self.place,
         };
         // Every place has room in the channel; a reader that left misses the answer.
-        let _ = self.answers.try_send(Ok(ended));
+        self.answers.try_send(Ok(ended)).is_ok()
     }
 }

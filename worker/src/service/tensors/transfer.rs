@@ -1,10 +1,13 @@
 //! Bytes in and out: uploads into memory that the engine then adopts, downloads from memory that it shares.
 
 use std::{
-    future::Future,
     pin::Pin,
-    sync::Arc,
-    task::{Context, Poll, ready},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -14,7 +17,8 @@ use hotcell_proto::{
     session::{HandleId, SessionId},
     v1::{self, upload_target::Kind},
 };
-use tokio::{sync::oneshot, task::JoinHandle};
+use sha2::{Digest, Sha256};
+use tokio::sync::oneshot;
 use tokio_stream::Stream;
 use tonic::{Status, Streaming};
 
@@ -22,10 +26,13 @@ use super::{TensorsService, chosen};
 use crate::session::{
     invalid,
     plane::session_gone,
-    state::Readable,
+    read::Readable,
     tensor::read_tensor_spec,
     upload::{Upload, sha256},
 };
+
+/// How often an upload that says nothing looks whether there is its session.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Where an upload's chunks go.
 enum Sink {
@@ -44,11 +51,37 @@ fn within_chunk(data: &Bytes) -> Result<(), Error> {
     Ok(())
 }
 
-fn hash_failed(error: &tokio::task::JoinError) -> Error {
-    Error::new(Reason::Internal, format!("hashing failed: {error}"))
+/// Stops what hashes for a call that was dropped.
+struct StopWhenDropped(Arc<AtomicBool>);
+
+impl Drop for StopWhenDropped {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
 }
 
 impl TensorsService {
+    /// Hashes beside the event loop, a few calls of the worker at a time, until its caller leaves.
+    async fn hash<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&AtomicBool) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let failed = |e: &dyn std::fmt::Display| {
+            Error::new(Reason::Internal, format!("hashing failed: {e}"))
+        };
+        let place = self.host.hashing().acquire_owned();
+        let place = place.await.map_err(|e| failed(&e))?;
+        let stop = StopWhenDropped(Arc::default());
+        let stopped = Arc::clone(&stop.0);
+        let work = move || {
+            let result = work(&stopped);
+            drop(place);
+            result
+        };
+        let done = tokio::task::spawn_blocking(work).await;
+        done.map_err(|e| failed(&e))?
+    }
+
     async fn target(
         &self,
         session: &SessionId,
@@ -73,16 +106,8 @@ impl TensorsService {
                 let id = HandleId::of(Some(handle), self.epoch())?;
                 // What is queued to write it comes first.
                 let (done, settled) = oneshot::channel();
-                let wait = self.with(session.clone(), move |s| {
-                    s.when_settled(
-                        id,
-                        Box::new(move || {
-                            // Whoever waited may have left.
-                            let _ = done.send(());
-                        }),
-                    )
-                });
-                wait.await?;
+                self.with(session.clone(), move |s| s.when_settled(id, done))
+                    .await?;
                 // A value that was replaced before it was settled ends the wait as well.
                 let _ = settled.await;
                 let upload = self.with(session.clone(), move |s| s.upload_of(id)).await?;
@@ -92,12 +117,26 @@ impl TensorsService {
         };
         let sink = match upload {
             Some(upload) => {
-                let call = upload.begin(offset)?;
+                let call = upload.begin(offset, !target.sha256.is_empty())?;
                 Sink::New { upload, call }
             }
             None => Sink::Over,
         };
         Ok((id, offset, sink))
+    }
+
+    /// The next chunk, for as long as there is the session.
+    async fn next(
+        &self,
+        session: &SessionId,
+        chunks: &mut Streaming<v1::UploadChunk>,
+    ) -> Result<Option<v1::UploadChunk>, Status> {
+        loop {
+            match tokio::time::timeout(LOOK, chunks.message()).await {
+                Ok(chunk) => return chunk,
+                Err(_) => self.with(session.clone(), |_| Ok(())).await?,
+            }
+        }
     }
 
     /// Receives an upload.
@@ -112,9 +151,14 @@ impl TensorsService {
             .target
             .ok_or_else(|| invalid("the first chunk names no target"))?;
         let (id, mut at, sink) = self.target(&session, &target).await?;
+        let over = self.with(session.clone(), |s| Ok(Arc::clone(&s.over)));
+        let over = over.await?;
         let mut data = first.data;
         loop {
             within_chunk(&data)?;
+            if over.load(Ordering::Acquire) {
+                return Err(session_gone().into());
+            }
             let len = data.len();
             match &sink {
                 Sink::New { upload, call } => upload.write(*call, at, &data)?,
@@ -128,7 +172,7 @@ impl TensorsService {
                 }
             }
             at = at.saturating_add(len);
-            data = match chunks.message().await? {
+            data = match self.next(&session, &mut chunks).await? {
                 None => break,
                 Some(chunk) if chunk.target.is_some() => {
                     return Err(invalid("only the first chunk names a target").into());
@@ -139,10 +183,12 @@ impl TensorsService {
         let info = match sink {
             Sink::New { upload, call } => {
                 if !target.sha256.is_empty() && upload.uploaded() == upload.total() {
-                    let (upload, expected) = (Arc::clone(&upload), target.sha256);
-                    let verify = move || upload.verify(call, &expected);
-                    let verified = tokio::task::spawn_blocking(verify).await;
-                    verified.map_err(|e| hash_failed(&e))??;
+                    // What came in order was hashed as it came; else all of it is read again.
+                    if !upload.verify_at_once(call, &target.sha256)? {
+                        let (upload, expected) = (Arc::clone(&upload), target.sha256);
+                        self.hash(move |stop| upload.verify(call, &expected, stop))
+                            .await?;
+                    }
                 }
                 self.with(session, move |s| s.end_upload(id, &upload, call))
                     .await?
@@ -150,8 +196,8 @@ impl TensorsService {
             Sink::Over => {
                 if !target.sha256.is_empty() {
                     let all = self.read(session.clone(), id, 0, 0).await?.bytes;
-                    let found = tokio::task::spawn_blocking(move || sha256(&all)).await;
-                    if found.map_err(|e| hash_failed(&e))?.as_slice() != target.sha256 {
+                    let found = self.hash(move |stop| sha256(&all, stop)).await?;
+                    if found.as_slice() != target.sha256 {
                         let what = "the tensor now has another SHA-256 than was promised";
                         return Err(Error::new(Reason::ChecksumMismatch, what).into());
                     }
@@ -170,7 +216,6 @@ impl TensorsService {
         length: u64,
     ) -> Result<Readable, Error> {
         let (reply, answer) = oneshot::channel();
-        let reply = Box::new(move |result| drop(reply.send(result)));
         self.with(session, move |s| s.read(id, offset, length, reply))
             .await?;
         answer.await.map_err(|_| session_gone())?
@@ -184,55 +229,50 @@ impl TensorsService {
     ) -> Result<Chunks, Error> {
         let id = HandleId::of(request.tensor.as_ref(), self.epoch())?;
         let read = self.read(session, id, request.offset, request.length);
-        let Readable { info, bytes } = read.await?;
-        let hash = request.checksum.then(|| {
-            let bytes = bytes.clone();
-            tokio::task::spawn_blocking(move || sha256(&bytes))
-        });
+        let Readable { info, bytes, over } = read.await?;
         Ok(Chunks {
             info: Some(info),
             bytes: Some(bytes),
-            hash,
+            hash: request.checksum.then(Sha256::new),
+            over,
         })
     }
 }
 
-/// A download.
+/// A download. It ends early when its session is over.
 pub struct Chunks {
     info: Option<v1::TensorInfo>,
     /// What is left; `None` after the last chunk.
     bytes: Option<Bytes>,
-    hash: Option<JoinHandle<[u8; 32]>>,
+    /// Of what was sent: a chunk is hashed as it leaves, so that a reader that left costs no more.
+    hash: Option<Sha256>,
+    over: Arc<AtomicBool>,
 }
 
 impl Stream for Chunks {
     type Item = Result<v1::DownloadChunk, Status>;
 
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let Some(left) = self.bytes.as_ref().map(Bytes::len) else {
+    fn poll_next(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let Some(mut left) = self.bytes.take() else {
             return Poll::Ready(None);
         };
-        let last = left <= limits::TENSOR_CHUNK;
-        let mut sum = Vec::new();
-        if last && let Some(hash) = &mut self.hash {
-            match ready!(Pin::new(hash).poll(cx)) {
-                Ok(found) => sum = found.to_vec(),
-                Err(error) => {
-                    self.bytes = None;
-                    return Poll::Ready(Some(Err(hash_failed(&error).into())));
-                }
-            }
+        if self.over.load(Ordering::Acquire) {
+            return Poll::Ready(Some(Err(session_gone().into())));
         }
-        let data = match last {
-            true => self.bytes.take(),
-            false => self
-                .bytes
-                .as_mut()
-                .map(|b| b.split_to(limits::TENSOR_CHUNK)),
+        let data = left.split_to(left.len().min(limits::TENSOR_CHUNK));
+        if let Some(hash) = &mut self.hash {
+            hash.update(&data);
+        }
+        let sha256 = match left.is_empty() {
+            true => self.hash.take().map(|h| h.finalize().to_vec()),
+            false => {
+                self.bytes = Some(left);
+                None
+            }
         };
         Poll::Ready(Some(Ok(v1::DownloadChunk {
-            data: data.unwrap_or_default(),
-            sha256: sum,
+            data,
+            sha256: sha256.unwrap_or_default(),
             tensor: self.info.take(),
         })))
     }
