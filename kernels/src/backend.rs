@@ -60,6 +60,9 @@ pub enum DeviceError {
         /// What there is too little of.
         why: &'static str,
     },
+    /// The execution was stopped ([`Plan::stop_when`]).
+    #[error("the execution was stopped before its end")]
+    Stopped,
     /// No backend or device of this name.
     #[error("there is no device {0:?}; `hotcell devices` lists what there is")]
     NoDevice(String),

@@ -1,5 +1,7 @@
 //! The plan: a graph made ready for a device, once, and executed many times.
 
+use std::sync::{Arc, atomic::AtomicBool};
+
 use crate::backend::{Buffer, DeviceError};
 
 /// How a plan is made.
@@ -69,6 +71,10 @@ pub trait Plan {
         buffer: &Buffer,
         offset: usize,
     ) -> Result<(), DeviceError>;
+
+    /// From now until [`Plan::release`], executions end with [`DeviceError::Stopped`] soon after `flag` is set, also
+    /// in the middle of a long step. Outputs are then unspecified; effects on caches may be partial.
+    fn stop_when(&mut self, flag: Arc<AtomicBool>);
 
     /// Forgets all bindings, so that the plan keeps no buffer alive.
     fn release(&mut self);

@@ -2,6 +2,14 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
 use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec, Value};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
@@ -666,4 +674,65 @@ fn every_byte_but_zero_is_true() {
         out.read(0, &mut bytes).unwrap();
         assert_eq!(bytes, expected, "output {i}");
     }
+}
+
+#[test]
+fn a_long_step_stops_soon_and_the_plan_lives_on() {
+    // 2^35 elements seen by windows: minutes. The flag is set by another thread, or before.
+    let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+    let mut g = GraphBuilder::new(1);
+    let n = 1 << 17;
+    let x = g.tensor("x", spec(DType::F32, &[1, 1, n])).unwrap();
+    let (window, pad) = ([1 << 18], [1 << 17]);
+    let y = g
+        .pool(
+            x,
+            "max",
+            &window,
+            &[1],
+            &pad,
+            &[(1 << 18) - 1],
+            &[1],
+            "channels_first",
+        )
+        .unwrap();
+    let graph = g.finish(&[y]).unwrap();
+    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+    let x = device.allocate("x", n * 4).unwrap();
+    let out = device.allocate("out", (1 << 18) * 4).unwrap();
+    for late in [true, false] {
+        plan.bind(Slot::Input(0), &x, 0).unwrap();
+        plan.bind(Slot::Output(0), &out, 0).unwrap();
+        let flag = Arc::new(AtomicBool::new(!late));
+        plan.stop_when(Arc::clone(&flag));
+        let begin = Instant::now();
+        let setter = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(30));
+            flag.store(true, Ordering::Relaxed);
+        });
+        assert!(matches!(plan.execute(1), Err(DeviceError::Stopped)));
+        assert!(begin.elapsed() < Duration::from_secs(5));
+        setter.join().unwrap();
+        plan.release();
+    }
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", spec(DType::F32, &[3])).unwrap();
+    let y = g.sort(x, 0, false).unwrap();
+    let graph = g.finish(&[y]).unwrap();
+    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+    let x = buffer(&device, &f32_bytes(&[2.0, 3.0, 1.0]));
+    let mut bind_and_run = |flag: Option<Arc<AtomicBool>>| {
+        plan.bind(Slot::Input(0), &x, 0).unwrap();
+        plan.bind(Slot::Output(0), &out, 0).unwrap();
+        flag.into_iter().for_each(|flag| plan.stop_when(flag));
+        let done = plan.execute(1);
+        plan.release();
+        done
+    };
+    let set = Some(Arc::new(AtomicBool::new(true)));
+    assert!(matches!(bind_and_run(set), Err(DeviceError::Stopped)));
+    bind_and_run(None).unwrap();
+    let mut y = [0.0; 3];
+    out.read_f32(0, &mut y).unwrap();
+    assert_eq!(y, [1.0, 2.0, 3.0]);
 }

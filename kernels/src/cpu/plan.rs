@@ -8,7 +8,10 @@ use std::{
     cell::RefCell,
     collections::HashMap,
     rc::Rc,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
 };
 
 use hotcell_graph::{
@@ -88,6 +91,7 @@ pub(crate) struct CpuPlan {
     path: CpuPath,
     pool: Rc<RefCell<Pool>>,
     fault: Fault,
+    stop: Arc<AtomicBool>,
 }
 
 fn overflow() -> DeviceError {
@@ -385,6 +389,7 @@ impl CpuPlan {
             path,
             pool,
             fault: Fault::default(),
+            stop: Arc::default(),
         })
     }
 
@@ -429,6 +434,7 @@ impl CpuPlan {
         let run = Run::new(
             &self.pointers,
             &self.fault,
+            &self.stop,
             self.workspaces,
             rows,
             self.path,
@@ -448,6 +454,10 @@ impl CpuPlan {
                     Meet::Always => true,
                 };
                 if meet {
+                    // A stop is a failure of the step before, so that all parts see it alike.
+                    if part == 0 {
+                        run.stopped();
+                    }
                     // At `from`, this execution has not done anything yet.
                     if let Some(pause) = &pause
                         && part == 0
@@ -538,7 +548,12 @@ impl Plan for CpuPlan {
         Ok(())
     }
 
+    fn stop_when(&mut self, flag: Arc<AtomicBool>) {
+        self.stop = flag;
+    }
+
     fn release(&mut self) {
+        self.stop = Arc::default();
         self.bound.iter_mut().for_each(|bound| *bound = None);
         self.rebound = true;
         self.unbound = self.inputs.len() + self.outputs.len();

@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use super::kernels::{TILE_COLUMNS, TILE_ROWS};
+use super::{
+    OUTER, SWEEP,
+    kernels::{TILE_COLUMNS, TILE_ROWS},
+};
 
 /// Multiplications below which one thread does it all.
 const WORTH: usize = 1 << 15;
@@ -27,6 +30,38 @@ pub struct Unit {
     pub rows: Range<usize>,
     /// Columns of its result.
     pub columns: Range<usize>,
+}
+
+impl Unit {
+    /// The unit in the blocks that a product takes anyway, each short enough to wait for.
+    pub fn pieces(self) -> impl Iterator<Item = Unit> {
+        let Unit {
+            batch,
+            rows,
+            columns,
+        } = self;
+        blocks(rows, OUTER).flat_map(move |rows| {
+            blocks(columns.clone(), SWEEP).map(move |columns| Unit {
+                batch,
+                rows: rows.clone(),
+                columns,
+            })
+        })
+    }
+}
+
+/// Pieces of `step`, the last of which is longer rather than short.
+fn blocks(all: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = (all.len() / step).max(1);
+    (0..count).map(move |i| {
+        let start = all.start + i * step;
+        let end = if i + 1 == count {
+            all.end
+        } else {
+            start + step
+        };
+        start..end
+    })
 }
 
 /// The `i`-th of `pieces` nearly equal ranges of `0..n`, with starts at multiples of `step`.
@@ -108,6 +143,8 @@ mod tests {
             (3, 100, 70, 2),
             (7, 5, 5, 16),
             (1, 2000, 1, 3),
+            (1, 5000, 3, 1),
+            (1, 3, 9000, 1),
             (0, 4, 4, 2),
             (2, 0, 9, 2),
             (1 << 40, 0, 1 << 20, 2),
@@ -116,7 +153,7 @@ mod tests {
             let grid = Grid::of(batch, m, n, 4096, parts);
             let mut seen = vec![0; batch * m * n];
             for part in 0..parts {
-                for unit in grid.units(part) {
+                for unit in grid.units(part).flat_map(Unit::pieces) {
                     for row in unit.rows.clone() {
                         for column in unit.columns.clone() {
                             seen[(unit.batch * m + row) * n + column] += 1;

@@ -383,6 +383,9 @@ impl<T: Attend> Kernel for Attention<T> {
         let (keys, values) = cache.split_at(half);
         // Neighbouring heads and rows go to different parts: later rows of a prompt have more keys.
         for item in (part..count * self.heads).step_by(parts) {
+            if run.stopped() {
+                return;
+            }
             let (row, h) = (item / self.heads, item % self.heads);
             // SAFETY: each item is one part's, and items are disjoint.
             let out = unsafe { run.slice_mut::<f32>(self.out, item * d..(item + 1) * d) };

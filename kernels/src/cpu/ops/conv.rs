@@ -219,7 +219,13 @@ impl Kernel for Conv {
         let gemm = self.sizes.gemm();
         let batch = self.sizes.windows.batch.at(run.rows) * self.sizes.groups;
         let Gemm { m, n, k, .. } = gemm;
-        for unit in Grid::of(batch, m, n, k, parts).units(part) {
+        for unit in Grid::of(batch, m, n, k, parts)
+            .units(part)
+            .flat_map(Unit::pieces)
+        {
+            if run.stopped() {
+                return;
+            }
             // SAFETY: the caller's promise; units share no result and parts no scratch.
             unsafe {
                 let scratch = run.pointer(self.scratch).add(part * self.room);

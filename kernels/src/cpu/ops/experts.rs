@@ -199,6 +199,9 @@ impl Kernel for Experts {
             };
             for chosen in order.chunk_by(|a, b| parts_of(*a).0 == parts_of(*b).0) {
                 for some in chosen.chunks(GATHERED) {
+                    if run.stopped() {
+                        return;
+                    }
                     multiply(parts_of(some[0]).0, some);
                 }
             }

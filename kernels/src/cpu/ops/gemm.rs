@@ -9,7 +9,7 @@ use super::{Entry, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
-        gemm::{Gemm, Grid, Operands, is_gemm_dtype},
+        gemm::{Gemm, Grid, Operands, Unit, is_gemm_dtype},
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
@@ -138,7 +138,13 @@ impl Kernel for Product {
         let (batch, gemm) = self.sizes.at(run.rows);
         let Gemm { dtype, m, n, k } = gemm;
         let bytes = dtype.block_bytes();
-        for unit in Grid::of(batch, m, n, k, parts).units(part) {
+        for unit in Grid::of(batch, m, n, k, parts)
+            .units(part)
+            .flat_map(Unit::pieces)
+        {
+            if run.stopped() {
+                return;
+            }
             let (a, b) = self.sizes.matrices(unit.batch, run.rows);
             // SAFETY: sizes as the specs say, so every matrix lies within its operand; units share no
             // result and parts no scratch.

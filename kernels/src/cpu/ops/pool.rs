@@ -83,6 +83,9 @@ impl Pool {
         };
         let all = a.window as f64 * b.window as f64 * c.window as f64;
         for (i, out) in range.zip(out) {
+            if run.stopped() {
+                return;
+            }
             let x = &x[i / plane_out * plane..][..plane];
             let [oa, ob, oc] = self.windows.place(i % plane_out);
             let (ta, tb, tc) = (a.taps(oa), b.taps(ob), c.taps(oc));

@@ -218,6 +218,9 @@ impl<R: Reducer> Chunks<R> {
         let range = split_if_worth(s.outer, step, worth.max(1), part, parts);
         let mut buffer = [self.reducer.widen(self.reducer.identity()); BATCH];
         for at in range.clone().step_by(BATCH) {
+            if run.stopped() {
+                return;
+            }
             let rows = BATCH.min(range.end - at);
             let x = &x[at * s.n..(at + rows) * s.n];
             self.reducer.rows(run.path, x, s.n, &mut buffer[..rows]);
@@ -256,6 +259,9 @@ impl<R: Reducer> Kernel for Chunks<R> {
         };
         let mut buffer = [self.reducer.widen(self.reducer.identity()); TILE];
         for item in range {
+            if run.stopped() {
+                return;
+            }
             let (unit, first) = (item / tiles, item % tiles * TILE);
             let (outer, chunk) = (unit / s.chunks, unit % s.chunks);
             let rows = chunk * s.chunk..s.n.min((chunk + 1) * s.chunk);
@@ -313,6 +319,9 @@ impl<R: Reducer> Kernel for Join<R> {
         let r = self.reducer;
         let mut buffer = [r.widen(r.identity()); WIDTH];
         for item in range {
+            if run.stopped() {
+                return;
+            }
             let (kept, first) = (item / tiles, item % tiles * WIDTH);
             let acc = &mut buffer[..WIDTH.min(s.k - first)];
             acc.fill(r.widen(r.identity()));

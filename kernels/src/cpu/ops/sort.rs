@@ -148,6 +148,9 @@ impl Sort {
         let range = split_if_worth(lines, 1, worth.max(2), part, parts);
         let bytes = self.dtype.block_bytes();
         for line in range {
+            if run.stopped() {
+                return;
+            }
             let (o, q) = (line / k, line % k);
             let x = run.pointer(self.x).wrapping_add((o * n * k + q) * bytes);
             // SAFETY: the line lies in the tensor; its keys are this part's alone.

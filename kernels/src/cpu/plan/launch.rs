@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     sync::{
         Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
 
@@ -31,6 +31,7 @@ impl Reg {
 pub(crate) struct Run<'a> {
     pointers: &'a [*mut u8],
     fault: &'a Fault,
+    stop: &'a AtomicBool,
     workspaces: Workspaces,
     /// The step that runs.
     step: usize,
@@ -56,6 +57,7 @@ impl<'a> Run<'a> {
     pub(super) fn new(
         pointers: &'a [*mut u8],
         fault: &'a Fault,
+        stop: &'a AtomicBool,
         workspaces: Workspaces,
         rows: usize,
         path: CpuPath,
@@ -63,6 +65,7 @@ impl<'a> Run<'a> {
         Self {
             pointers,
             fault,
+            stop,
             workspaces,
             step: 0,
             rows,
@@ -115,6 +118,17 @@ impl<'a> Run<'a> {
                 range.end - range.start,
             )
         }
+    }
+
+    /// Whether the execution is to end now: kernels whose work may be long ask now and then, and return. The
+    /// results are not looked at any more.
+    #[inline(always)]
+    pub fn stopped(&self) -> bool {
+        let stop = self.stop.load(Ordering::Relaxed);
+        if stop {
+            self.fail(DeviceError::Stopped);
+        }
+        stop
     }
 
     /// Reports an index that is out of range; the execution ends with the first one reported.
