@@ -13,7 +13,7 @@ use std::{
 };
 
 use hotcell_graph::op::ValueSpec;
-use hotcell_kernels::plan::Slot;
+use hotcell_kernels::{backend::DeviceError, plan::Slot};
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
@@ -217,7 +217,10 @@ impl Session {
         let mut plan = job.plan.plan.borrow_mut();
         let next = plan
             .execute_from(job.rows, from, &pause)
-            .map_err(|e| of_plan(&e))?;
+            .map_err(|e| match e {
+                DeviceError::Stopped => cancelled(),
+                e => of_plan(&e),
+            })?;
         drop(plan);
         job.at = next;
         Ok(next.is_none())
@@ -247,6 +250,7 @@ impl Session {
             return Ok(());
         }
         let mut plan = job.plan.plan.borrow_mut();
+        plan.stop_when(Arc::clone(&job.cancelled));
         for (i, (spec, value)) in job.plan.inputs.iter().zip(&job.inputs).enumerate() {
             value.with(|storage| {
                 let mut bind = |storage: &Storage| {
