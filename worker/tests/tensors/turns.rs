@@ -8,7 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_proto::error::Reason;
+use hotcell_proto::{error::Reason, v1};
+use tokio_stream::StreamExt;
 
 use crate::{order::long, support::*};
 
@@ -122,4 +123,22 @@ async fn what_is_not_about_tensors_does_not_wait_for_all_that_is() {
     }
     host.engine().tensors(|_| Ok(())).await.unwrap();
     assert_eq!(done.load(Ordering::SeqCst), 10);
+}
+
+#[tokio::test]
+async fn an_upload_that_says_nothing_ends_with_its_session() {
+    let host = worker(MIB);
+    let client = Client::open(&host).await;
+    let kind = v1::upload_target::Kind::Create(wire_spec(&[1024]));
+    let first = upload_chunk(kind, 0, vec![0; 4]);
+    let chunks = tokio_stream::iter([first]).chain(tokio_stream::pending());
+    let request = client.of(chunks);
+    let mut raw = client.raw.clone();
+    let upload = tokio::spawn(async move { raw.upload(request).await });
+    while client.list().await.tensors.is_empty() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    drop(client);
+    let ended = tokio::time::timeout(Duration::from_secs(20), upload).await;
+    assert_eq!(reason(ended.unwrap().unwrap()), Reason::SessionNotFound);
 }
