@@ -250,7 +250,11 @@ impl Session {
             return Ok(());
         }
         let mut plan = job.plan.plan.borrow_mut();
-        plan.stop_when(Arc::clone(&job.cancelled));
+        // Long steps end with their caller; those whose caller does not wait, with the session.
+        plan.stop_when(match job.reply {
+            Some(_) => Arc::clone(&job.cancelled),
+            None => Arc::clone(&self.over),
+        });
         for (i, (spec, value)) in job.plan.inputs.iter().zip(&job.inputs).enumerate() {
             value.with(|storage| {
                 let mut bind = |storage: &Storage| {
