@@ -152,14 +152,14 @@ impl Sessions {
     /// The session of this name.
     ///
     /// # Errors
-    /// [`Reason::HandleStale`] when its worker's process is another one now, else [`Reason::SessionNotFound`].
+    /// [`Reason::HandleStale`] when its worker's process is another one now, [`Reason::WorkerLost`] when there is none, else
+    /// [`Reason::SessionNotFound`].
     pub fn find(&self, id: &SessionId, fleet: &Fleet) -> Result<Arc<Session>, Error> {
         if let Some(session) = self.table().get(id) {
             return Ok(Arc::clone(session));
         }
-        let now = fleet.for_tensors(Some(id.worker()), None).ok();
-        Err(match now.filter(|link| link.epoch != id.epoch().0) {
-            Some(link) => Error::new(
+        Err(match fleet.for_tensors(Some(id.worker()), None) {
+            Ok(link) if link.epoch != id.epoch().0 => Error::new(
                 Reason::HandleStale,
                 format!(
                     "the session was on worker {} in epoch {}, now it is epoch {}; open a new session",
@@ -170,9 +170,16 @@ impl Sessions {
             )
             .with("worker", &link.worker)
             .with("epoch", link.epoch),
-            None => Error::new(
+            Ok(_) => Error::new(
                 Reason::SessionNotFound,
                 "there is no such session; it ended, open a new one",
+            ),
+            Err(_) => Error::new(
+                Reason::WorkerLost,
+                format!(
+                    "worker {}, which the session was on, is not there; what it held is lost, open a new one",
+                    id.worker()
+                ),
             ),
         })
     }

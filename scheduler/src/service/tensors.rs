@@ -130,7 +130,7 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
     let answer = channel.oneshot(request);
     let answered = tokio::select! {
         () = shared.abort.cancelled() => return Err(draining()),
-        () = over.cancelled() => return Err(ended()),
+        () = over.cancelled() => return Err(broken(&link).await),
         answered = answer => answered,
     };
     let mut response = match answered {
@@ -160,10 +160,6 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
 
 fn draining() -> Error {
     Error::new(Reason::Draining, "the scheduler is shutting down")
-}
-
-fn ended() -> Error {
-    Error::new(Reason::SessionNotFound, "the session ended; open a new one")
 }
 
 /// Why a call to a worker broke.
@@ -202,6 +198,19 @@ struct Watched {
     _token: TaskTrackerToken,
 }
 
+impl Watched {
+    /// Ends with why the conversation with the worker is over.
+    fn find_out(&mut self) {
+        let link = self.link.take();
+        self.state = State::Ending(Box::pin(async move {
+            match link {
+                Some(link) => broken(&link).await,
+                None => draining(),
+            }
+        }));
+    }
+}
+
 impl http_body::Body for Watched {
     type Data = Bytes;
     type Error = Status;
@@ -226,19 +235,13 @@ impl http_body::Body for Watched {
                 return Poll::Ready(Some(Ok(trailers(draining()))));
             }
             if this.over.as_mut().poll(cx).is_ready() {
-                this.state = State::Over;
-                return Poll::Ready(Some(Ok(trailers(ended()))));
+                this.find_out();
+                continue;
             }
             match ready!(Pin::new(&mut this.inner).poll_frame(cx)) {
                 Some(Err(error)) => {
                     tracing::debug!(%error, "a tensor stream broke");
-                    let link = this.link.take();
-                    this.state = State::Ending(Box::pin(async move {
-                        match link {
-                            Some(link) => broken(&link).await,
-                            None => draining(),
-                        }
-                    }));
+                    this.find_out();
                 }
                 Some(Ok(frame)) => {
                     if frame.is_trailers() {
