@@ -76,6 +76,14 @@ reasons! {
     ModelChanged "MODEL_CHANGED" FailedPrecondition;
     /// The model does not fit into memory.
     OutOfMemory "OUT_OF_MEMORY" ResourceExhausted;
+    /// The request id is that of another request.
+    RequestExists "REQUEST_EXISTS" AlreadyExists;
+    /// No stream of this request id: it ended too long ago, or never was.
+    RequestNotFound "REQUEST_NOT_FOUND" NotFound;
+    /// Another call with the same request id reads the stream now.
+    TakenOver "TAKEN_OVER" Aborted;
+    /// What was to be read again is held no more.
+    TokensForgotten "TOKENS_FORGOTTEN" OutOfRange;
     /// Too many requests are waiting.
     Overloaded "OVERLOADED" ResourceExhausted;
     /// The worker died and the request could not be continued.

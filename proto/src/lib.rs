@@ -7,6 +7,7 @@ pub mod deadline;
 pub mod error;
 pub mod ids;
 pub mod limits;
+pub mod receipt;
 pub mod session;
 
 /// The gRPC package `hotcell.v1`, generated from `proto/hotcell/v1/*.proto`.

@@ -41,6 +41,14 @@ pub const MAX_WORKER_REQUESTS: usize = 256;
 pub const MAX_SCHEDULER_REQUESTS: usize = 4096;
 /// Events of one stream that wait in a worker for a slow reader before its sequence pauses.
 pub const STREAM_BUFFER: usize = 64;
+/// Bytes that a scheduler holds of one stream until its client reads them; past that they wait in the worker.
+pub const MAX_JOURNAL_BYTES: usize = 4 << 20;
+/// Bytes that a scheduler holds of all streams; past that each one may hold [`JOURNAL_SHARE`] only.
+pub const MAX_JOURNALS_BYTES: usize = 256 << 20;
+/// Bytes that each stream may hold in a scheduler, however much the others do.
+pub const JOURNAL_SHARE: usize = 64 << 10;
+/// Finished streams that a scheduler keeps for clients that come back.
+pub const MAX_KEPT_STREAMS: usize = 4096;
 /// Bytes of text in one event of a stream.
 pub const MAX_DELTA_BYTES: usize = 64 << 10;
 /// Token ids in one event of a stream.
@@ -98,6 +106,10 @@ pub const MAX_LOG_LINE: usize = 4096;
 /// Lines of a worker's log that are kept for its obituary.
 pub const KEPT_LOG_LINES: usize = 64;
 
+// What all streams may hold together.
+const _: () = assert!(MAX_JOURNALS_BYTES + MAX_SCHEDULER_REQUESTS * JOURNAL_SHARE <= 512 << 20);
+const _: () =
+    assert!(JOURNAL_SHARE <= MAX_JOURNAL_BYTES && MAX_JOURNAL_BYTES <= MAX_JOURNALS_BYTES);
 // A prompt of the greatest size must fit into one message, as text and as ids (≤ 5 bytes each).
 const _: () = assert!(MAX_PROMPT_BYTES * 2 < MAX_MESSAGE_BYTES);
 const _: () = assert!(MAX_PROMPT_TOKENS * 5 < MAX_MESSAGE_BYTES);

@@ -1,13 +1,9 @@
 //! Who may come in: checks that need nothing but the request, and the count of those inside.
 
-use std::{
-    collections::HashSet,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use hotcell_proto::{
     error::{Error, Reason},
-    ids::RequestId,
     limits,
     v1::{GenerateRequest, Prompt, prompt::Kind},
 };
@@ -95,13 +91,11 @@ pub fn check_request(request: &GenerateRequest) -> Result<(), Error> {
 /// Who is inside.
 #[derive(Debug, Default)]
 struct Inside {
-    ids: HashSet<RequestId>,
-    /// Short calls (tokenise, detokenise), which have no id.
-    calls: usize,
+    count: usize,
     draining: bool,
 }
 
-/// The door: counts requests, refuses one id twice at once, and closes for the drain.
+/// The door: counts requests, and closes for the drain.
 #[derive(Clone, Debug)]
 pub struct Admission {
     limit: usize,
@@ -123,16 +117,16 @@ impl Admission {
         self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a request in until the permit is dropped; `None` stands for a short call without an id.
+    /// Lets a request in until the permit is dropped.
     ///
     /// # Errors
-    /// [`Reason::Draining`], [`Reason::Overloaded`], or [`Reason::InvalidArgument`] for an id in use.
-    pub fn admit(&self, id: Option<&RequestId>) -> Result<Permit, Error> {
+    /// [`Reason::Draining`] or [`Reason::Overloaded`].
+    pub fn admit(&self) -> Result<Permit, Error> {
         let mut inside = self.inside();
         if inside.draining {
             return Err(draining());
         }
-        if inside.ids.len() + inside.calls >= self.limit {
+        if inside.count >= self.limit {
             return Err(Error::new(
                 Reason::Overloaded,
                 format!(
@@ -141,22 +135,8 @@ impl Admission {
                 ),
             ));
         }
-        match id {
-            None => inside.calls += 1,
-            Some(id) => {
-                if !inside.ids.insert(id.clone()) {
-                    return Err(Error::new(
-                        Reason::InvalidArgument,
-                        format!("request id {id} is in use by a running request; choose another or leave it empty"),
-                    )
-                    .with("request_id", id));
-                }
-            }
-        }
-        Ok(Permit {
-            admission: self.clone(),
-            id: id.cloned(),
-        })
+        inside.count += 1;
+        Ok(Permit(self.clone()))
     }
 
     /// Lets nobody in from now on.
@@ -171,8 +151,7 @@ impl Admission {
 
     /// Requests inside.
     pub fn count(&self) -> usize {
-        let inside = self.inside();
-        inside.ids.len() + inside.calls
+        self.inside().count
     }
 
     /// Waits until nobody is inside.
@@ -195,22 +174,14 @@ pub fn draining() -> Error {
 
 /// A place inside, freed on drop.
 #[derive(Debug)]
-pub struct Permit {
-    admission: Admission,
-    id: Option<RequestId>,
-}
+pub struct Permit(Admission);
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut inside = self.admission.inside();
-        match &self.id {
-            None => inside.calls = inside.calls.saturating_sub(1),
-            Some(id) => {
-                inside.ids.remove(id);
-            }
-        }
+        let mut inside = self.0.inside();
+        inside.count = inside.count.saturating_sub(1);
         drop(inside);
-        self.admission.changed.send_replace(());
+        self.0.changed.send_replace(());
     }
 }
 
@@ -272,27 +243,25 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_let_in_once_at_a_time_and_the_door_counts() {
+    fn the_door_counts_and_closes() {
         let door = Admission::new(2);
-        let id = |s: &str| RequestId::new(s).unwrap();
-        let a = door.admit(Some(&id("a"))).unwrap();
+        let a = door.admit().unwrap();
         let reason = |r: Result<Permit, Error>| r.unwrap_err().reason();
-        assert_eq!(reason(door.admit(Some(&id("a")))), Reason::InvalidArgument);
-        let call = door.admit(None).unwrap();
-        assert_eq!(reason(door.admit(Some(&id("b")))), Reason::Overloaded);
+        let b = door.admit().unwrap();
+        assert_eq!(reason(door.admit()), Reason::Overloaded);
         drop(a);
-        let again = door.admit(Some(&id("a"))).unwrap();
+        let c = door.admit().unwrap();
         door.close();
-        assert_eq!(reason(door.admit(None)), Reason::Draining);
+        assert_eq!(reason(door.admit()), Reason::Draining);
         assert_eq!(door.count(), 2);
-        drop((again, call));
+        drop((b, c));
         assert_eq!(door.count(), 0);
     }
 
     #[tokio::test]
     async fn the_drain_waits_for_the_last_to_leave() {
         let door = Admission::new(2);
-        let permit = door.admit(None).unwrap();
+        let permit = door.admit().unwrap();
         let waiting = tokio::spawn({
             let door = door.clone();
             async move { door.empty().await }

@@ -82,6 +82,9 @@ settings! {
     /// How long a request waits for a place while every worker is full [default: 60s]
     #[arg(value_name = "TIME")]
     queue_timeout: Span = "HOTCELL_QUEUE_TIMEOUT";
+    /// How long the stream of a request with an id of its client's goes on, and is kept, while nobody reads it [default: 60s]
+    #[arg(value_name = "TIME")]
+    reattach_timeout: Span = "HOTCELL_REATTACH_TIMEOUT";
     /// How long running streams may go on after SIGTERM [default: 30s]
     #[arg(value_name = "TIME")]
     drain_timeout: Span = "HOTCELL_DRAIN_TIMEOUT";
@@ -136,6 +139,8 @@ pub struct Timeouts {
     pub resume: Duration,
     /// A request's wait while every worker is full.
     pub queue: Duration,
+    /// A stream's wait for its client to come back.
+    pub reattach: Duration,
     /// Streams after SIGTERM.
     pub drain: Duration,
 }
@@ -317,6 +322,7 @@ impl Config {
                 probe: time(s.probe_timeout, Duration::from_secs(10)),
                 resume: time(s.continue_timeout, Duration::from_secs(30)),
                 queue: time(s.queue_timeout, Duration::from_secs(60)),
+                reattach: time(s.reattach_timeout, Duration::from_secs(60)),
                 drain: time(s.drain_timeout, Duration::from_secs(30)),
             },
             restart,

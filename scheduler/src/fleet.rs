@@ -320,6 +320,11 @@ impl Fleet {
         self.timeouts.queue
     }
 
+    /// How long a stream waits for its client to come back.
+    pub fn reattach_patience(&self) -> Duration {
+        self.timeouts.reattach
+    }
+
     /// A ready worker that has the model, waited for within the configured bounds.
     ///
     /// # Errors

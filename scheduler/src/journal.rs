@@ -5,9 +5,10 @@
 
 use hotcell_proto::{
     limits,
+    receipt::{Hash, Output, receipt, request_hash},
     v1::{
         Accepted, Delta, FinishReason, Finished, GenerateEvent, GenerateRequest, NumericsClass,
-        Prompt, Resume, Timings, TokenIds, Usage, generate_event::Event, prompt::Kind,
+        Prompt, Receipt, Resume, Timings, TokenIds, Usage, generate_event::Event, prompt::Kind,
     },
 };
 
@@ -51,6 +52,8 @@ pub struct Journal {
     prompt_ids: Vec<u32>,
     seed: u64,
     generated: Vec<u32>,
+    request_hash: Hash,
+    output: Output,
     text_bytes: u64,
     /// Of these, bytes that came before this scheduler's part.
     text_before: u64,
@@ -68,8 +71,11 @@ impl Journal {
     pub fn new(mut request: GenerateRequest, prompt_ids: Vec<u32>, bounds: Bounds) -> Self {
         let resume = request.resume.take().unwrap_or_default();
         request.prompt = None;
+        let seed = request.seed.unwrap_or_default();
         Self {
-            seed: request.seed.unwrap_or_default(),
+            seed,
+            request_hash: request_hash(&prompt_ids, seed, &request),
+            output: Output::new(&resume.generated_ids, resume.text_bytes_emitted),
             request,
             bounds,
             prompt_ids,
@@ -142,9 +148,13 @@ impl Journal {
         self.stage == Stage::Finished
     }
 
-    /// Counts a worker that died under the stream, and returns how many did.
-    pub fn count_death(&mut self) -> u32 {
+    /// Counts a worker that died under the stream.
+    pub fn count_death(&mut self) {
         self.deaths += 1;
+    }
+
+    /// Workers that died under the stream.
+    pub fn deaths(&self) -> u32 {
         self.deaths
     }
 
@@ -240,13 +250,14 @@ impl Journal {
             return violation("more text than its tokens can have");
         }
         self.generated.extend_from_slice(&delta.token_ids);
+        self.output.push(&delta.token_ids, &delta.text);
         self.text_bytes = text;
         Ok(delta)
     }
 
     fn finish(&self, finished: Finished) -> Result<Finished, Violation> {
-        let reason = FinishReason::try_from(finished.reason);
-        if matches!(reason, Err(_) | Ok(FinishReason::Unspecified)) {
+        let reason = FinishReason::try_from(finished.reason).unwrap_or_default();
+        if reason == FinishReason::Unspecified {
             return violation(format!("finish reason {}", finished.reason));
         }
         if finished.matched_stop.len() > limits::MAX_WORD {
@@ -257,6 +268,11 @@ impl Journal {
         }
         let sane = |ms: f64| if ms.is_finite() && ms >= 0.0 { ms } else { 0.0 };
         let timings = finished.timings.unwrap_or_default();
+        let hashes = self.output.clone().finish(reason, &finished.matched_stop);
+        let receipt = Receipt {
+            deaths_survived: self.deaths,
+            ..receipt(self.numerics.clone(), self.seed, self.request_hash, hashes)
+        };
         Ok(Finished {
             reason: finished.reason,
             matched_stop: finished.matched_stop,
@@ -273,6 +289,7 @@ impl Journal {
             seed: self.seed,
             numerics: self.numerics.clone(),
             deaths_survived: self.deaths,
+            receipt: Some(receipt),
         })
     }
 }

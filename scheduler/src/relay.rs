@@ -1,28 +1,17 @@
-//! Streams: from a worker through the journal to the client, and on with another worker when one dies.
+//! Streams: from a worker through the journal to where the client reads, and on with another worker when one dies.
 //!
-//! A client never learns from a broken stream that a worker died. An event is read only once there is room for
-//! it, so that what is in the journal is what the client gets, and a client that does not read slows its own
-//! stream only.
+//! A client never learns from a broken stream that a worker died. A worker's stream is read at the worker's pace,
+//! whether or not the client reads: what is in the journal is what the client gets, sooner or later.
 
-use std::{
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
-    ids::ModelName,
-    limits,
-    v1::{EventKind, GenerateEvent, GenerateRequest, Timings, generate_event::Event, prompt::Kind},
+    ids::{ModelName, RequestId},
+    v1::{EventKind, Finished, GenerateRequest, Timings, generate_event::Event, prompt::Kind},
 };
-use tokio::{
-    sync::mpsc,
-    time::{Instant, sleep, sleep_until},
-};
-use tokio_stream::Stream;
-use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Status};
 
 use crate::{
@@ -31,74 +20,20 @@ use crate::{
     events::About,
     fleet::{Fleet, Placed, is_broken, words},
     journal::{Journal, Violation},
+    onward::{self, Onward},
     placement::Wish,
+    stream::Stream,
+    streams::Streams,
     text,
 };
-
-/// What a client's stream carries.
-pub type Item = Result<GenerateEvent, Status>;
-
-/// The relay's end of a client's stream.
-#[derive(Debug)]
-pub struct Outlet {
-    sender: mpsc::Sender<Item>,
-    /// Room for the status that ends a stream, also one that is full.
-    last: mpsc::OwnedPermit<Item>,
-}
-
-/// The client's end.
-#[derive(Debug)]
-pub struct EventStream {
-    receiver: mpsc::Receiver<Item>,
-    /// Whether Finished or a status has come.
-    ended: bool,
-    /// The drain waits for it: what the relay has sent may still wait here for a slow client.
-    _open: TaskTrackerToken,
-}
-
-/// Both ends of a new stream, with room for [`limits::STREAM_BUFFER`] events; `open` goes with the client's end.
-///
-/// # Errors
-/// None in practice: a new channel has room.
-pub fn outlet(open: TaskTrackerToken) -> Result<(Outlet, EventStream), Error> {
-    let (sender, receiver) = mpsc::channel(limits::STREAM_BUFFER + 1);
-    let last = sender
-        .clone()
-        .try_reserve_owned()
-        .map_err(|_| Error::new(Reason::Internal, "a new stream has no room"))?;
-    let stream = EventStream {
-        receiver,
-        ended: false,
-        _open: open,
-    };
-    Ok((Outlet { sender, last }, stream))
-}
-
-impl Stream for EventStream {
-    type Item = Item;
-
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Item>> {
-        if self.ended {
-            return Poll::Ready(None);
-        }
-        let item = std::task::ready!(self.receiver.poll_recv(cx)).unwrap_or_else(|| {
-            // The relay's task is gone without a word; a stream must not look complete then.
-            let error = Error::new(Reason::Internal, "the relay of this stream failed");
-            Err(error.into())
-        });
-        self.ended = match &item {
-            Ok(event) => matches!(event.event, Some(Event::Finished(_))),
-            Err(_) => true,
-        };
-        Poll::Ready(Some(item))
-    }
-}
 
 /// One request on its way.
 #[derive(Debug)]
 pub struct Call {
     /// As the client sent it, with id, model's name and seed filled in.
     pub request: GenerateRequest,
+    /// Its id.
+    pub id: RequestId,
     /// Its model.
     pub model: ModelName,
     /// When the client stops waiting.
@@ -109,7 +44,7 @@ pub struct Call {
 
 /// How one worker's part of a stream ended.
 enum Part {
-    Finished,
+    Finished(Box<Finished>),
     /// The worker was lost.
     Lost,
     /// The worker had no place for it, in its words.
@@ -120,41 +55,68 @@ enum Part {
 const FULL_PAUSE: Duration = Duration::from_millis(10);
 const FULL_PAUSE_MAX: Duration = Duration::from_millis(320);
 
-/// Serves a request to its end: by Finished, by a status, or because the client left.
-pub async fn run(fleet: Arc<Fleet>, call: Call, outlet: Outlet, abort: CancellationToken) {
-    let Call {
-        request,
-        model,
-        deadline,
-        permit,
-    } = call;
-    let id = request.request_id.clone();
-    let Outlet { sender, last } = outlet;
+/// Ends a stream whose relay is gone without a word; it must not look as if more came.
+struct Writer(Arc<Stream>);
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        let error = Error::new(Reason::Internal, "the relay of this stream failed");
+        self.0.finish(Err(error.into()));
+    }
+}
+
+/// Serves a request to its end, by Finished or a status, and keeps its stream for as long as its client may want it.
+pub async fn run(
+    fleet: Arc<Fleet>,
+    call: Call,
+    stream: Arc<Stream>,
+    streams: Streams,
+    abort: CancellationToken,
+) {
+    let id = call.id.clone();
+    let model = call.model.clone();
+    let writer = Writer(stream);
+    let end = serve(&fleet, call, &writer.0, &streams, abort).await;
+    match &end {
+        Ok(_) => {}
+        Err(error) if error.reason() == Reason::Cancelled => {
+            tracing::debug!(request = %id, %model, %error, "request ended");
+        }
+        Err(error) => {
+            let reason = error.reason().name();
+            tracing::info!(request = %id, %model, reason, %error, "request failed");
+        }
+    }
+    writer
+        .0
+        .finish(end.map_err(|error| error.with("request_id", &id).into()));
+    streams.keep(&id, &writer.0).await;
+}
+
+async fn serve(
+    fleet: &Fleet,
+    call: Call,
+    stream: &Stream,
+    streams: &Streams,
+    abort: CancellationToken,
+) -> Result<Finished, Error> {
     let deadline_passed = async {
-        match deadline {
+        match call.deadline {
             Some(at) => sleep_until(at).await,
             None => std::future::pending().await,
         }
     };
     // Whatever ends this drops the road, and with it the worker's stream: the worker stops at its next step.
-    let error = tokio::select! {
+    tokio::select! {
         biased;
-        () = sender.closed() => {
-            tracing::debug!(request = id, "the client left");
-            return;
-        }
-        () = deadline_passed => Error::new(
+        why = streams.unwanted(stream) => Err(Error::new(Reason::Cancelled, why)),
+        () = deadline_passed => Err(Error::new(
             Reason::DeadlineExceeded,
             "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
-        ),
-        () = abort.cancelled() => draining(),
-        end = road(&fleet, request, &model, deadline, &sender, permit) => match end {
-            Ok(()) => return,
-            Err(error) => error,
-        },
-    };
-    tracing::info!(request = id, model = %model, reason = error.reason().name(), %error, "request failed");
-    last.send(Err(error.with("request_id", &id).into()));
+        )),
+        () = abort.cancelled() => Err(draining()),
+        end = road(fleet, call.request, &call.model, call.deadline, (stream, streams), call.permit) => end,
+    }
 }
 
 async fn road(
@@ -162,9 +124,9 @@ async fn road(
     mut request: GenerateRequest,
     model: &ModelName,
     deadline: Option<Instant>,
-    out: &mpsc::Sender<Item>,
+    (out, streams): (&Stream, &Streams),
     permit: Permit,
-) -> Result<(), Error> {
+) -> Result<Finished, Error> {
     let prompt = request.prompt.take();
     let ids = match prompt.and_then(|p| p.kind) {
         Some(Kind::Ids(ids)) => ids.ids,
@@ -179,6 +141,7 @@ async fn road(
         model,
         deadline,
         out,
+        streams,
         began: Instant::now(),
         first_token: None,
         permit: Some(permit),
@@ -203,7 +166,7 @@ async fn road(
     loop {
         let (worker, epoch) = (placed.link.worker.clone(), placed.link.epoch);
         placed = match stream.relay(&mut journal, placed).await? {
-            Part::Finished => return Ok(()),
+            Part::Finished(finished) => return Ok(*finished),
             Part::Lost => {
                 full = None;
                 stream.next_place(&mut journal, &worker, epoch).await?
@@ -217,7 +180,8 @@ async fn road(
                 }
                 sleep(pause).await;
                 full = Some((until, (2 * pause).min(FULL_PAUSE_MAX)));
-                stream.place(&journal, &worker).await?
+                let wish = onward::wish(&journal, &worker);
+                fleet.acquire(model, wish, || journal.estimate()).await?
             }
         };
     }
@@ -227,7 +191,8 @@ struct Relayed<'a> {
     fleet: &'a Fleet,
     model: &'a ModelName,
     deadline: Option<Instant>,
-    out: &'a mpsc::Sender<Item>,
+    out: &'a Stream,
+    streams: &'a Streams,
     began: Instant,
     first_token: Option<Instant>,
     permit: Option<Permit>,
@@ -244,17 +209,6 @@ impl Relayed<'_> {
         self.fleet.acquire(self.model, Wish::default(), cost).await
     }
 
-    /// A place for the rest of a stream, rather not with `avoid`.
-    async fn place(&self, journal: &Journal, avoid: &str) -> Result<Placed, Error> {
-        let wish = Wish {
-            class: journal.class().map(|c| c.id.as_str()),
-            avoid: Some(avoid),
-        };
-        self.fleet
-            .acquire(self.model, wish, || journal.estimate())
-            .await
-    }
-
     /// A place for the rest of a stream whose worker was lost.
     async fn next_place(
         &self,
@@ -262,16 +216,14 @@ impl Relayed<'_> {
         worker: &str,
         epoch: u64,
     ) -> Result<Placed, Error> {
-        let lost = |why: String| Error::new(Reason::WorkerLost, why).with("worker", worker);
-        let deaths = journal.count_death();
-        if deaths > limits::MAX_CONTINUATIONS {
-            return Err(lost(format!(
-                "{deaths} workers died under this request; the request itself may be what kills them"
-            )));
-        }
-        let placed = self.place(journal, worker).await;
-        let placed = placed.map_err(|error| match error.reason() {
-            Reason::NoWorker => lost(format!(
+        journal.count_death();
+        let wish = match onward::after_death(journal, worker) {
+            Onward::Elsewhere(wish) => wish,
+            Onward::Nowhere(error) => return Err(error),
+        };
+        let placed = self.fleet.acquire(self.model, wish, || journal.estimate());
+        let placed = placed.await.map_err(|error| match error.reason() {
+            Reason::NoWorker => onward::lost(worker, format!(
                 "worker {worker} died after {} tokens, and no worker of its numerics class came up to go on",
                 journal.generated()
             )),
@@ -312,9 +264,6 @@ impl Relayed<'_> {
             Err(status) => return self.broken(journal, &placed, &status).await,
         };
         loop {
-            let Ok(room) = self.out.reserve().await else {
-                return Err(Error::new(Reason::Cancelled, "the client left"));
-            };
             let event = match events.message().await {
                 Ok(Some(event)) => event,
                 // Said nothing wrong and did not finish: a process that ends in order does this too.
@@ -331,18 +280,20 @@ impl Relayed<'_> {
                 placed.prefilled();
                 placed.generated(tokens);
             }
-            let Some(mut event) = event else { continue };
-            if let Some(Event::Finished(finished)) = &mut event.event {
+            let Some(event) = event else { continue };
+            if let Some(Event::Finished(mut finished)) = event.event {
                 if finished.deaths_survived > 0 {
                     finished.timings = Some(self.timings(finished.timings));
                 }
                 // Before the client hears of the end, so that it finds its place free when it comes back.
                 drop(placed);
                 self.permit = None;
-                room.send(Ok(event));
-                return Ok(Part::Finished);
+                return Ok(Part::Finished(Box::new(finished)));
             }
-            room.send(Ok(event));
+            if !self.out.write(event) {
+                self.streams.make_room();
+                self.out.writable().await;
+            }
         }
     }
 

@@ -184,10 +184,11 @@ async fn drain(
     // Streams end with a status, watchers with the end of their stream.
     shared.abort.cancel();
     // Those that ended may still wait for a slow client to take their last events.
-    shared.streams.close();
+    let readers = shared.streams.readers();
+    readers.close();
     let until = until.max(Instant::now() + GOODBYE);
-    if timeout_at(until, shared.streams.wait()).await.is_err() {
-        let left = shared.streams.len();
+    if timeout_at(until, readers.wait()).await.is_err() {
+        let left = readers.len();
         tracing::warn!(left, "clients did not read their streams' ends in time");
     }
     stop.cancel();

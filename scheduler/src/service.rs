@@ -15,13 +15,15 @@ use hotcell_proto::{
     v1::{self, control_server::ControlServer, tokens_server::TokensServer},
 };
 use tokio::time::Instant;
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, metadata::MetadataMap, service::Routes};
 use tonic_health::{ServingStatus, server::HealthReporter};
 
 pub use doors::{Doors, Ended, serve};
 
-use crate::{admission::Admission, fleet::Fleet, tensors::Sessions};
+use crate::{
+    admission::Admission, fleet::Fleet, stream::Room, streams::Streams, tensors::Sessions,
+};
 
 /// Names under which health is reported, besides the empty one for the whole server.
 const HEALTH_NAMES: [&str; 4] = [
@@ -48,8 +50,8 @@ pub struct Shared {
     pub admission: Admission,
     /// Cancelled when streams that still run have to end.
     pub abort: CancellationToken,
-    /// Clients' streams, until the last event was taken.
-    pub streams: TaskTracker,
+    /// The streams of token requests.
+    pub streams: Streams,
     /// Tensor sessions.
     pub tensors: Sessions,
 }
@@ -57,11 +59,12 @@ pub struct Shared {
 impl Shared {
     /// For this fleet, with nobody inside.
     pub fn new(fleet: Arc<Fleet>) -> Self {
+        let streams = Streams::new(Room::default(), fleet.reattach_patience());
         Self {
             fleet,
             admission: Admission::new(limits::MAX_SCHEDULER_REQUESTS),
             abort: CancellationToken::new(),
-            streams: TaskTracker::new(),
+            streams,
             tensors: Sessions::default(),
         }
     }

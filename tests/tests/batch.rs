@@ -55,6 +55,7 @@ impl Bench {
     fn push(&mut self, seed: u32, room: usize) -> mpsc::Receiver<Event> {
         let (events, reader) = mpsc::channel(room);
         let request = Request {
+            hash: [0; 32],
             id: format!("r{seed}"),
             prompt: (0..20 + seed).map(|i| (i * 7 + seed * 13) % 250).collect(),
             generated: vec![],

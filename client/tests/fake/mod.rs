@@ -180,6 +180,18 @@ fn not_found(name: &str) -> Status {
 #[tonic::async_trait]
 impl Tokens for Fake {
     type GenerateStream = Replies<v1::GenerateEvent>;
+    type AttachStream = Self::GenerateStream;
+
+    async fn attach(&self, _: Request<v1::AttachRequest>) -> Answer<Self::AttachStream> {
+        Err(Status::unimplemented("a fake keeps no streams"))
+    }
+
+    async fn cancel(
+        &self,
+        _: Request<v1::CancelStreamRequest>,
+    ) -> Answer<v1::CancelStreamResponse> {
+        Err(Status::unimplemented("a fake keeps no streams"))
+    }
 
     async fn generate(
         &self,

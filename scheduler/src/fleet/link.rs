@@ -31,8 +31,9 @@ use tonic::{Status, transport::Channel};
 use super::launch::Launched;
 use crate::{discover::clip, vault::OpenModel};
 
-/// Flow control of the token connection. The connection's window holds every stream's, so that streams whose
-/// clients do not read cannot starve the others.
+/// Flow control of the token connection. Every stream is read as it comes, until what its client has not read takes
+/// more than its journal may hold; then it waits in the worker. The connection's window holds every stream's, so that
+/// streams which wait cannot starve the others.
 ///
 /// HTTP/2 (h2 since 0.4.16) also counts small DATA frames that wait to be read: each costs what it lacks of
 /// [`SMALL_FRAME`] bytes, and once all streams together cost more than half the connection's window, it ends the

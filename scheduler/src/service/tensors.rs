@@ -152,7 +152,7 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
             over: Box::pin(over.cancelled_owned()),
             _lease: lease,
             _call: call,
-            _token: shared.streams.token(),
+            _token: shared.streams.reader(),
         })
     };
     Ok(response.map(watched))

@@ -6,8 +6,10 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::RequestId,
     limits,
+    receipt::fingerprint,
     v1::{
-        DetokenizeRequest, DetokenizeResponse, GenerateRequest, TokenizeRequest, TokenizeResponse,
+        AttachRequest, CancelStreamRequest, CancelStreamResponse, DetokenizeRequest,
+        DetokenizeResponse, GenerateRequest, TokenizeRequest, TokenizeResponse,
         tokens_server::Tokens,
     },
 };
@@ -16,7 +18,9 @@ use tonic::{Request, Response, Status};
 use super::{Shared, deadline, within};
 use crate::{
     admission::{check_prompt, check_request},
-    relay::{self, Call, EventStream},
+    relay::{self, Call},
+    stream::{EventStream, Mark},
+    streams::Opened,
     text,
 };
 
@@ -24,17 +28,23 @@ use crate::{
 pub(super) struct Service(pub Shared);
 
 impl Service {
-    /// Checks a request, fills in what it leaves open and lets it in.
-    fn admit(&self, request: Request<GenerateRequest>) -> Result<Call, Error> {
+    /// The stream of a request: a new one, checked and with all filled in that it leaves open, or the one that its id
+    /// stands for already.
+    fn open(&self, request: Request<GenerateRequest>) -> Result<EventStream, Error> {
         let (metadata, _, mut request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         check_request(&request)?;
         let model = self.0.fleet.resolve(&request.model)?;
-        let id = match request.request_id.as_str() {
-            "" => RequestId::random()?,
-            given => RequestId::new(given)?,
+        request.model = model.as_str().to_owned();
+        let (id, fingerprint) = match request.request_id.as_str() {
+            "" => (RequestId::random()?, None),
+            given => (RequestId::new(given)?, Some(fingerprint(&request))),
         };
-        let permit = self.0.admission.admit(Some(&id))?;
+        let resumed = request.resume.clone().unwrap_or_default();
+        let begin = Mark {
+            tokens: resumed.generated_ids.len() as u64,
+            text: resumed.text_bytes_emitted,
+        };
         if request.seed.is_none() {
             let seed = getrandom::u64().map_err(|e| {
                 Error::new(Reason::Internal, format!("no random bytes for a seed: {e}"))
@@ -42,29 +52,62 @@ impl Service {
             request.seed = Some(seed);
         }
         request.request_id = id.as_str().to_owned();
-        request.model = model.as_str().to_owned();
-        Ok(Call {
+        let streams = self.0.streams.clone();
+        let admit = || self.0.admission.admit();
+        let (stream, permit) = match streams.open(&id, fingerprint, begin, admit)? {
+            Opened::New(stream, permit) => (stream, permit),
+            Opened::Known(stream) => return stream.attach(None, streams.reader()),
+        };
+        let reader = stream.attach(None, streams.reader());
+        let call = Call {
             request,
+            id,
             model,
             deadline,
             permit,
-        })
+        };
+        let fleet = Arc::clone(&self.0.fleet);
+        tokio::spawn(relay::run(
+            fleet,
+            call,
+            stream,
+            streams,
+            self.0.abort.clone(),
+        ));
+        reader
     }
 }
 
 #[tonic::async_trait]
 impl Tokens for Service {
     type GenerateStream = EventStream;
+    type AttachStream = EventStream;
 
     async fn generate(
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<EventStream>, Status> {
-        let call = self.admit(request)?;
-        let (outlet, stream) = relay::outlet(self.0.streams.token())?;
-        let fleet = Arc::clone(&self.0.fleet);
-        tokio::spawn(relay::run(fleet, call, outlet, self.0.abort.clone()));
-        Ok(Response::new(stream))
+        Ok(Response::new(self.open(request)?))
+    }
+
+    async fn attach(
+        &self,
+        request: Request<AttachRequest>,
+    ) -> Result<Response<EventStream>, Status> {
+        let request = request.into_inner();
+        let streams = &self.0.streams;
+        let stream = streams.find(&RequestId::new(request.request_id)?)?;
+        let from = Some((request.next_token, request.text_bytes));
+        Ok(Response::new(stream.attach(from, streams.reader())?))
+    }
+
+    async fn cancel(
+        &self,
+        request: Request<CancelStreamRequest>,
+    ) -> Result<Response<CancelStreamResponse>, Status> {
+        let id = RequestId::new(request.into_inner().request_id)?;
+        self.0.streams.find(&id)?.cancel();
+        Ok(Response::new(CancelStreamResponse {}))
     }
 
     async fn tokenize(
@@ -76,7 +119,7 @@ impl Tokens for Service {
         check_prompt(request.prompt.as_ref())?;
         let fleet = &self.0.fleet;
         let model = fleet.resolve(&request.model)?;
-        let _permit = self.0.admission.admit(None)?;
+        let _permit = self.0.admission.admit()?;
         let prompt = request.prompt.and_then(|p| p.kind);
         let call = text::tokenize(fleet, &model, prompt, request.without_special, deadline);
         Ok(Response::new(within(deadline, call).await?))
@@ -98,7 +141,7 @@ impl Tokens for Service {
         }
         let fleet = &self.0.fleet;
         let model = fleet.resolve(&request.model)?;
-        let _permit = self.0.admission.admit(None)?;
+        let _permit = self.0.admission.admit()?;
         let call = text::detokenize(fleet, &model, request.ids, request.with_special, deadline);
         Ok(Response::new(within(deadline, call).await?))
     }

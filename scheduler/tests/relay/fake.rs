@@ -20,18 +20,21 @@ use hotcell_proto::{
     PROTOCOL_VERSION,
     error::{Error, Reason},
     v1::{
-        Accepted, Delta, DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse,
-        FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
-        HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass,
-        OpenTensorsRequest, OpenTensorsResponse, Prompt, TokenizeRequest, TokenizeResponse,
-        UnloadRequest, UnloadResponse,
+        Accepted, AttachRequest, CancelStreamRequest, CancelStreamResponse, Delta,
+        DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse, FinishReason, Finished,
+        GenerateEvent, GenerateRequest, HandshakeRequest, HandshakeResponse, LoadProgress,
+        LoadRequest, Loaded, ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse,
+        Prompt, TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
         worker_server::{Worker, WorkerServer},
     },
 };
-use hotcell_scheduler::fleet::{Boxed, Launch, Launched, Order, Process};
+use hotcell_scheduler::{
+    fleet::{Boxed, Launch, Launched, Order, Process},
+    stream::Room,
+};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -72,6 +75,8 @@ pub struct Stage {
     pub classes: Mutex<HashMap<String, String>>,
     /// Why models of this name do not load.
     pub unloadable: Mutex<HashMap<String, Reason>>,
+    /// What streams may hold, if not what a scheduler's may.
+    pub room: Mutex<Option<Room>>,
     /// Whether tokens have no text, so that their events are as small as they get.
     pub terse: AtomicBool,
     /// Steps of progress that a load takes, 50 ms each.
@@ -310,6 +315,15 @@ fn ids(prompt: Option<Prompt>) -> Vec<u32> {
 #[tonic::async_trait]
 impl Tokens for FakeWorker {
     type GenerateStream = ReceiverStream<Result<GenerateEvent, Status>>;
+    type AttachStream = Self::GenerateStream;
+
+    async fn attach(&self, _: Request<AttachRequest>) -> Answer<Self::AttachStream> {
+        Err(Status::unimplemented("a fake keeps no streams"))
+    }
+
+    async fn cancel(&self, _: Request<CancelStreamRequest>) -> Answer<CancelStreamResponse> {
+        Err(Status::unimplemented("a fake keeps no streams"))
+    }
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Answer<Self::GenerateStream> {
         let request = request.into_inner();

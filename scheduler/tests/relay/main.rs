@@ -5,6 +5,7 @@
 
 mod fake;
 mod mishaps;
+mod readers;
 
 use std::{
     path::Path,
@@ -29,10 +30,11 @@ use hotcell_scheduler::{
     config::{Cli, Config, Settings, Surroundings},
     fleet::{Fleet, Parts, TOKENS_WINDOWS},
     service::{self, Doors, Shared},
+    streams::Streams,
     vault::{self, Source},
 };
 use tokio_util::sync::CancellationToken;
-use tonic::{Code, Request, Status, transport::Channel};
+use tonic::{Code, Request, Status, service::Routes, transport::Channel};
 
 struct House {
     stage: Arc<Stage>,
@@ -40,6 +42,22 @@ struct House {
     shared: Shared,
     channel: Channel,
     stop: CancellationToken,
+    config: Config,
+    routes: Routes,
+}
+
+async fn connect(
+    config: &Config,
+    routes: &Routes,
+    shared: &Shared,
+    stop: &CancellationToken,
+) -> Channel {
+    let (ours, theirs) = stream_pair().unwrap();
+    let doors = Doors::open(config, Some(theirs)).unwrap();
+    let serve = service::serve(doors, routes.clone(), shared.clone(), stop.child_token());
+    tokio::spawn(serve);
+    // A client that leaves little unread, so that backpressure begins early.
+    channel_over(ours, TOKENS_WINDOWS).await.unwrap()
 }
 
 fn config() -> Config {
@@ -80,22 +98,28 @@ impl House {
             ..Device::default()
         };
         fleet.start((0..workers).map(device).collect());
-        let shared = Shared::new(Arc::clone(&fleet));
+        let mut shared = Shared::new(Arc::clone(&fleet));
+        if let Some(room) = stage.room.lock().unwrap().take() {
+            shared.streams = Streams::new(room, config.timeouts.reattach);
+        }
         let (routes, health) = service::routes(&shared).unwrap();
         tokio::spawn(service::report_health(shared.clone(), health));
-        let (ours, theirs) = stream_pair().unwrap();
-        let doors = Doors::open(&config, Some(theirs)).unwrap();
         let stop = CancellationToken::new();
-        tokio::spawn(service::serve(doors, routes, shared.clone(), stop.clone()));
-        // A client that leaves little unread, so that backpressure begins early.
-        let channel = channel_over(ours, TOKENS_WINDOWS).await.unwrap();
+        let channel = connect(&config, &routes, &shared, &stop).await;
         House {
             stage,
             fleet,
             shared,
             channel,
             stop,
+            config,
+            routes,
         }
+    }
+
+    /// Another client's connection.
+    async fn connect(&self) -> Channel {
+        connect(&self.config, &self.routes, &self.shared, &self.stop).await
     }
 
     async fn new(workers: usize) -> House {
@@ -360,33 +384,6 @@ async fn bad_requests_are_refused_before_any_worker_hears_of_them() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_id_in_flight_is_refused_and_free_again_once_finished() {
-    let house = House::new(1).await;
-    let named = GenerateRequest {
-        request_id: "mine".into(),
-        ..request(4)
-    };
-    house.stage.act(Act::Stall);
-    let mut stalled = house
-        .tokens()
-        .generate(named.clone())
-        .await
-        .unwrap()
-        .into_inner();
-    stalled.message().await.unwrap();
-    assert_eq!(
-        reason(house.generate(named.clone()).await),
-        Reason::InvalidArgument
-    );
-    drop(stalled);
-    until(|| house.shared.admission.count() == 0).await;
-    for _ in 0..50 {
-        house.generate(named.clone()).await.unwrap();
-    }
-    house.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_missing_seed_is_drawn_and_stays_the_same_past_a_death() {
     let house = House::new(2).await;
     house.stage.act(Act::DieAt(2, Duration::from_millis(2)));
@@ -432,42 +429,6 @@ async fn a_client_that_leaves_or_runs_out_of_time_ends_its_stream_in_the_worker(
     assert_eq!(status.code(), Code::DeadlineExceeded);
     until(|| house.stage.running.load(Ordering::SeqCst) == 0).await;
     until(|| house.shared.admission.count() == 0).await;
-    house.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_that_do_not_read_slow_nobody_else() {
-    let house = House::new(1).await;
-    house.ready(1).await;
-    const UNREAD: u64 = 100;
-    let long = |i: u64| GenerateRequest {
-        request_id: format!("long-{i}"),
-        ..request(4000)
-    };
-    let mut unread = Vec::new();
-    for i in 0..UNREAD {
-        let stream = house.tokens().generate(long(i)).await.unwrap();
-        unread.push(stream.into_inner());
-    }
-    // Until nothing moves any more: each stream filled its buffers and stopped there.
-    let said = || house.stage.said.load(Ordering::SeqCst);
-    let mut before = u64::MAX;
-    while before != said() {
-        before = said();
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
-    assert!(before > 0 && before < UNREAD * 4000 * 9 / 10, "{before}");
-    let read = house.generate(request(200)).await.unwrap();
-    read.check(&[1, 2, 3], 5, 200, 0);
-    unread.truncate(3);
-    for stream in &mut unread {
-        let mut said = Said::default();
-        while let Some(event) = stream.message().await.unwrap() {
-            said.hear(event.event.unwrap());
-        }
-        said.check(&[1, 2, 3], 5, 4000, 0);
-    }
-    until(|| house.stage.running.load(Ordering::SeqCst) == 0).await;
     house.end().await;
 }
 

@@ -12,6 +12,7 @@ use std::{
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
+    receipt::{Hash, Output, receipt},
     v1::{self, FinishReason},
 };
 use tokio::sync::mpsc;
@@ -31,6 +32,8 @@ pub type Event = Result<v1::GenerateEvent, Status>;
 pub struct Request {
     /// Its id.
     pub id: String,
+    /// What its receipt calls it.
+    pub hash: Hash,
     /// Token ids of the prompt; at least one, all in the vocabulary.
     pub prompt: Vec<u32>,
     /// Tokens that it drew elsewhere already.
@@ -89,6 +92,8 @@ pub struct Sequence {
     stops: StopStrings,
     /// Text that became final and was not sent yet.
     text: String,
+    /// Hashes what was said.
+    output: Output,
     context: usize,
     events: mpsc::Sender<Event>,
     /// Set when the sequence waits for its reader, who then wakes the engine.
@@ -147,6 +152,7 @@ impl Sequence {
             detokenizer,
             stops,
             text: String::new(),
+            output: Output::new(&request.generated, request.text_bytes_emitted),
             context,
             events: outlet.events,
             paused: outlet.paused,
@@ -288,7 +294,8 @@ impl Sequence {
         end
     }
 
-    fn send(&self, delta: v1::Delta) {
+    fn send(&mut self, delta: v1::Delta) {
+        self.output.push(&delta.token_ids, &delta.text);
         let event = v1::GenerateEvent {
             event: Some(v1::generate_event::Event::Delta(delta)),
         };
@@ -310,6 +317,10 @@ impl Sequence {
         let first = self.first_token.unwrap_or(now);
         let ms =
             |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
+        let numerics = Some(self.numerics.clone());
+        let seed = self.request.sampling.seed;
+        let hashes = self.output.finish(end.reason, &end.matched);
+        let receipt = receipt(numerics.clone(), seed, self.request.hash, hashes);
         let finished = v1::Finished {
             reason: end.reason.into(),
             matched_stop: end.matched,
@@ -322,9 +333,10 @@ impl Sequence {
                 prefill_ms: ms(started, first),
                 decode_ms: ms(first, now),
             }),
-            seed: self.request.sampling.seed,
-            numerics: Some(self.numerics.clone()),
+            seed,
+            numerics,
             deaths_survived: 0,
+            receipt: Some(receipt),
         };
         let event = v1::GenerateEvent {
             event: Some(v1::generate_event::Event::Finished(finished)),

@@ -14,6 +14,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::RequestId,
     limits,
+    receipt::request_hash,
     v1::{self, tokens_server::Tokens},
 };
 use tokio::sync::mpsc;
@@ -62,6 +63,13 @@ impl Drop for Events {
         self.events.close();
         self.engine.wake();
     }
+}
+
+fn keeps_nothing() -> Error {
+    Error::new(
+        Reason::RequestNotFound,
+        "a worker keeps no streams: each ends when its reader leaves; a scheduler keeps them",
+    )
 }
 
 fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
@@ -164,6 +172,7 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
     };
     Ok(sequence::Request {
         id: id.as_str().to_owned(),
+        hash: request_hash(&prompt, seed, wire),
         prompt,
         generated: resume.generated_ids,
         text_bytes_emitted: resume.text_bytes_emitted,
@@ -178,6 +187,7 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
 #[tonic::async_trait]
 impl Tokens for TokensService {
     type GenerateStream = Events;
+    type AttachStream = Events;
 
     async fn generate(
         &self,
@@ -241,6 +251,17 @@ impl Tokens for TokensService {
             paused,
             engine: host.engine().clone(),
         }))
+    }
+
+    async fn attach(&self, _: Request<v1::AttachRequest>) -> Result<Response<Events>, Status> {
+        Err(keeps_nothing().into())
+    }
+
+    async fn cancel(
+        &self,
+        _: Request<v1::CancelStreamRequest>,
+    ) -> Result<Response<v1::CancelStreamResponse>, Status> {
+        Err(keeps_nothing().into())
     }
 
     async fn tokenize(

@@ -1,0 +1,214 @@
+//! All streams of a scheduler by their request's id, and how long each waits for its client to come back.
+//!
+//! A request that carries an id of its client's is not run twice while its stream is known: the same request gets
+//! the same stream, another one under that id is refused. Its stream goes on without a reader, and is kept after its
+//! end, for a bounded time. One whose id the scheduler drew ends when its client leaves.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::RequestId,
+    limits,
+    receipt::Hash,
+};
+use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
+
+use crate::stream::{Mark, Room, Stream};
+
+#[derive(Debug)]
+struct Entry {
+    stream: Arc<Stream>,
+    /// Of the request, if its client chose the id.
+    fingerprint: Option<Hash>,
+    /// Its number among the finished ones that are kept.
+    kept: Option<u64>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    entries: HashMap<RequestId, Entry>,
+    /// Finished ones, the oldest first.
+    kept: BTreeMap<u64, RequestId>,
+    finished: u64,
+}
+
+impl Table {
+    fn remove(&mut self, id: &RequestId) {
+        if let Some(number) = self.entries.remove(id).and_then(|entry| entry.kept) {
+            self.kept.remove(&number);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Inner {
+    room: Arc<Room>,
+    patience: Duration,
+    readers: TaskTracker,
+    table: Mutex<Table>,
+}
+
+/// The streams. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Streams(Arc<Inner>);
+
+/// What a request's id stands for.
+#[derive(Debug)]
+pub enum Opened<P> {
+    /// A new stream, to be written.
+    New(Arc<Stream>, P),
+    /// The stream of the same request.
+    Known(Arc<Stream>),
+}
+
+impl Streams {
+    /// None yet; each waits for its client at most `patience`.
+    pub fn new(room: Room, patience: Duration) -> Self {
+        Self(Arc::new(Inner {
+            room: Arc::new(room),
+            patience,
+            readers: TaskTracker::new(),
+            table: Mutex::default(),
+        }))
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.0.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The bytes that they hold.
+    pub fn room(&self) -> &Room {
+        &self.0.room
+    }
+
+    /// Streams known, finished ones included.
+    pub fn count(&self) -> usize {
+        self.table().entries.len()
+    }
+
+    /// Clients that read, until the last event was taken.
+    pub fn readers(&self) -> &TaskTracker {
+        &self.0.readers
+    }
+
+    /// Goes with a reader.
+    pub fn reader(&self) -> TaskTrackerToken {
+        self.0.readers.token()
+    }
+
+    /// The stream of a request: a known one, or a new one if `admit` lets it in. `fingerprint` is that of the
+    /// request, if its client chose the id.
+    ///
+    /// # Errors
+    /// [`Reason::RequestExists`] if the id is that of another request; what `admit` says.
+    pub fn open<P>(
+        &self,
+        id: &RequestId,
+        fingerprint: Option<Hash>,
+        begin: Mark,
+        admit: impl FnOnce() -> Result<P, Error>,
+    ) -> Result<Opened<P>, Error> {
+        let mut table = self.table();
+        if let Some(entry) = table.entries.get(id) {
+            return match entry.fingerprint {
+                Some(known) if fingerprint == Some(known) => {
+                    Ok(Opened::Known(Arc::clone(&entry.stream)))
+                }
+                _ => Err(Error::new(
+                    Reason::RequestExists,
+                    format!("request id {id} is that of another request; choose another or leave it empty"),
+                )
+                .with("request_id", id)),
+            };
+        }
+        let permit = admit()?;
+        let stream = Stream::new(Arc::clone(&self.0.room), fingerprint.is_some(), begin);
+        let entry = Entry {
+            stream: Arc::clone(&stream),
+            fingerprint,
+            kept: None,
+        };
+        table.entries.insert(id.clone(), entry);
+        Ok(Opened::New(stream, permit))
+    }
+
+    /// The stream of a request's id.
+    ///
+    /// # Errors
+    /// [`Reason::RequestNotFound`].
+    pub fn find(&self, id: &RequestId) -> Result<Arc<Stream>, Error> {
+        let table = self.table();
+        let entry = table.entries.get(id).ok_or_else(|| {
+            Error::new(
+                Reason::RequestNotFound,
+                format!(
+                    "no stream has request id {id}; it may have ended more than {:?} ago",
+                    self.0.patience
+                ),
+            )
+            .with("request_id", id)
+        })?;
+        Ok(Arc::clone(&entry.stream))
+    }
+
+    /// How long a stream of this kind goes on without a reader.
+    fn patience(&self, stream: &Stream) -> Duration {
+        match stream.keeps() {
+            true => self.0.patience,
+            false => Duration::ZERO,
+        }
+    }
+
+    /// Returns once nobody wants a stream any more, and says why.
+    pub async fn unwanted(&self, stream: &Stream) -> &'static str {
+        tokio::select! {
+            biased;
+            () = stream.cancelled() => "its client cancelled it",
+            () = stream.forsaken(self.patience(stream)) => "its client left",
+        }
+    }
+
+    /// Keeps a finished stream for as long as its client may come back, and then forgets it.
+    pub async fn keep(&self, id: &RequestId, stream: &Arc<Stream>) {
+        let same = |entry: &Entry| Arc::ptr_eq(&entry.stream, stream);
+        if stream.keeps() {
+            let mut table = self.table();
+            let number = table.finished;
+            table.finished += 1;
+            table.kept.insert(number, id.clone());
+            if let Some(entry) = table.entries.get_mut(id) {
+                entry.kept = Some(number);
+            }
+            drop(table);
+            self.make_room();
+        }
+        self.unwanted(stream).await;
+        let mut table = self.table();
+        if table.entries.get(id).is_some_and(same) {
+            table.remove(id);
+        }
+    }
+
+    /// Forgets finished streams that nobody reads, the oldest first, while there are too many or they hold too much.
+    pub fn make_room(&self) {
+        let wanted =
+            |table: &Table| table.kept.len() > limits::MAX_KEPT_STREAMS || self.0.room.is_full();
+        let mut table = self.table();
+        if !wanted(&table) {
+            return;
+        }
+        for id in table.kept.values().cloned().collect::<Vec<_>>() {
+            if !wanted(&table) {
+                return;
+            }
+            if table.entries.get(&id).is_some_and(|e| e.stream.forget()) {
+                table.remove(&id);
+            }
+        }
+    }
+}
