@@ -5,6 +5,7 @@
 pub mod address;
 pub mod deadline;
 pub mod error;
+pub mod exit;
 pub mod ids;
 pub mod limits;
 pub mod receipt;

@@ -8,6 +8,8 @@ use hotcell_proto::{
 };
 use tokio::sync::broadcast;
 
+use crate::death::Death;
+
 /// Where events are told and heard.
 #[derive(Clone, Debug)]
 pub struct Events(broadcast::Sender<Event>);
@@ -36,6 +38,15 @@ impl Events {
         let _ = self.0.send(event(kind, about, message.into()));
     }
 
+    /// Tells all watchers that a worker died.
+    pub fn tell_death(&self, about: About<'_>, death: &Death) {
+        let told = event(EventKind::WorkerDied, about, death.to_string());
+        let _ = self.0.send(Event {
+            exit_kind: death.kind.name().to_owned(),
+            ..told
+        });
+    }
+
     /// Hears what happens from now on.
     pub fn watch(&self) -> broadcast::Receiver<Event> {
         self.0.subscribe()
@@ -51,6 +62,7 @@ fn event(kind: EventKind, about: About<'_>, message: String) -> Event {
         epoch: about.epoch,
         model: about.model.to_owned(),
         message,
+        exit_kind: String::new(),
     }
 }
 

@@ -34,6 +34,7 @@ pub use models::ProgressSender;
 
 use crate::{
     config::Timeouts,
+    death::Death,
     discover::clip,
     events::{About, Events},
     journal::Bounds,
@@ -474,7 +475,7 @@ impl Fleet {
     }
 
     /// Notes a death. The model that was being loaded gets a strike.
-    fn buried(&self, id: &str, reason: &str) {
+    fn buried(&self, id: &str, death: &Death) {
         let mut table = self.table();
         let Some(slot) = table.workers.get_mut(id) else {
             return;
@@ -482,7 +483,7 @@ impl Fleet {
         slot.emptied();
         slot.pid = 0;
         if let Some(model) = slot.loading.take() {
-            table.strike(&model, reason);
+            table.strike(&model, death);
         }
     }
 
@@ -497,9 +498,9 @@ impl Fleet {
     }
 
     /// Notes why a worker died, as its supervisor sees it.
-    fn note_exit(&self, id: &str, reason: &str) {
+    fn note_exit(&self, id: &str, death: &Death) {
         if let Some(slot) = self.table().workers.get_mut(id) {
-            slot.last_exit = reason.to_owned();
+            slot.last_exit = Some(death.clone());
         }
     }
 

@@ -5,6 +5,7 @@
 
 pub mod admission;
 pub mod config;
+pub mod death;
 pub mod discover;
 pub mod events;
 pub mod exit;

@@ -5,6 +5,8 @@
 
 use std::time::Duration;
 
+use crate::death::{self, Death, DeathKind};
+
 /// Bounds on restarting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -40,10 +42,10 @@ pub enum Phase {
         /// When patience ends.
         until: Duration,
     },
-    /// It was killed because of `reason` and is not reaped yet.
+    /// It was killed and is not reaped yet.
     Killed {
         /// Why.
-        reason: String,
+        death: Death,
         /// Whether starting it again is pointless.
         hopeless: bool,
     },
@@ -83,17 +85,17 @@ pub enum Event {
     Progress,
     /// It may serve.
     Ready,
-    /// It must go, because of `reason`: it could not start, or broke a connection.
+    /// It must go: it could not start, or broke a connection.
     Condemned {
         /// Why.
-        reason: String,
+        death: Death,
         /// Whether starting it again is pointless, such as for a wrong protocol version.
         hopeless: bool,
     },
     /// Its process has ended, or could not be made.
     Exited {
         /// How.
-        reason: String,
+        death: Death,
         /// A random number from 0 to 1.
         jitter: f64,
     },
@@ -118,7 +120,7 @@ pub enum Action {
     /// Tell everyone that it died.
     ReportDeath {
         /// Why.
-        reason: String,
+        death: Death,
         /// How long until the next one is spawned; none if never.
         pause: Option<Duration>,
     },
@@ -165,6 +167,15 @@ impl State {
         }
     }
 
+    /// What it died of if its process ended as `end`.
+    pub fn cause(&self, end: Death) -> Death {
+        match &self.phase {
+            Phase::Killed { death, .. } => death::cause(death, end),
+            Phase::Draining { .. } => Death::new(DeathKind::Stopped, end.to_string()),
+            _ => end,
+        }
+    }
+
     fn to(mut self, phase: Phase) -> Self {
         self.phase = phase;
         self
@@ -185,7 +196,7 @@ impl State {
         mut self,
         policy: &Policy,
         now: Duration,
-        reason: String,
+        death: Death,
         hopeless: bool,
         jitter: f64,
     ) -> (State, Vec<Action>) {
@@ -196,10 +207,10 @@ impl State {
         let lately = u32::try_from(self.recent.len()).unwrap_or(u32::MAX);
         if hopeless || lately > policy.budget {
             let why = if hopeless {
-                reason.clone()
+                death.to_string()
             } else {
                 format!(
-                    "died {lately} times within {:?}, the last time: {reason}",
+                    "died {lately} times within {:?}, the last time: {death}",
                     policy.window
                 )
             };
@@ -208,17 +219,14 @@ impl State {
                 reason: why.clone(),
             });
             let actions = vec![
-                Action::ReportDeath {
-                    reason,
-                    pause: None,
-                },
+                Action::ReportDeath { death, pause: None },
                 Action::ReportQuarantine { reason: why },
             ];
             return (state, actions);
         }
         let pause = pause(policy, lately, jitter);
         let report = Action::ReportDeath {
-            reason,
+            death,
             pause: Some(pause),
         };
         if pause.is_zero() {
@@ -262,27 +270,28 @@ pub fn step(policy: &Policy, state: State, event: Event, now: Duration) -> (Stat
         }
         (Phase::Starting { .. }, Event::Ready) => stay(state.to(Phase::Ready)),
         (Phase::Starting { until }, Event::Tick) if now >= until => {
-            let reason = format!(
-                "showed no sign of life for {:?} while starting",
+            let silence = format!(
+                "no sign of life for {:?} while starting",
                 policy.start_timeout
             );
+            let death = Death::new(DeathKind::Deadline, silence);
             let hopeless = false;
             (
-                state.to(Phase::Killed { reason, hopeless }),
+                state.to(Phase::Killed { death, hopeless }),
                 vec![Action::Kill],
             )
         }
-        (Phase::Starting { .. } | Phase::Ready, Event::Condemned { reason, hopeless }) => (
-            state.to(Phase::Killed { reason, hopeless }),
+        (Phase::Starting { .. } | Phase::Ready, Event::Condemned { death, hopeless }) => (
+            state.to(Phase::Killed { death, hopeless }),
             vec![Action::Kill],
         ),
 
-        (Phase::Starting { .. } | Phase::Ready, Event::Exited { reason, jitter }) => {
-            state.bury(policy, now, reason, false, jitter)
+        (Phase::Starting { .. } | Phase::Ready, Event::Exited { death, jitter }) => {
+            state.bury(policy, now, death, false, jitter)
         }
-        // What it was killed for says more than that it was killed.
-        (Phase::Killed { reason, hopeless }, Event::Exited { jitter, .. }) => {
-            state.bury(policy, now, reason, hopeless, jitter)
+        (Phase::Killed { hopeless, .. }, Event::Exited { death, jitter }) => {
+            let death = state.cause(death);
+            state.bury(policy, now, death, hopeless, jitter)
         }
         (Phase::Backoff { until }, Event::Tick) if now >= until => state.spawn(policy, now),
 
@@ -323,6 +332,10 @@ mod tests {
         stop_timeout: Duration::from_secs(1),
     };
 
+    fn segv() -> Death {
+        Death::new(DeathKind::Signal { number: 11 }, "")
+    }
+
     struct Clock {
         state: State,
         now: Duration,
@@ -351,7 +364,7 @@ mod tests {
 
         fn dies(&mut self) -> Vec<Action> {
             self.tell(Event::Exited {
-                reason: "killed by SIGSEGV".into(),
+                death: segv(),
                 jitter: 1.0,
             })
         }
@@ -359,7 +372,7 @@ mod tests {
 
     fn died(pause_ms: Option<u64>) -> Action {
         Action::ReportDeath {
-            reason: "killed by SIGSEGV".into(),
+            death: segv(),
             pause: pause_ms.map(Duration::from_millis),
         }
     }
@@ -417,21 +430,20 @@ mod tests {
         assert_eq!(clock.after(9_999).tell(Event::Tick), []);
         assert_eq!(clock.after(1).tell(Event::Tick), [Action::Kill]);
         let actions = clock.tell(Event::Exited {
-            reason: "killed by SIGKILL".into(),
+            death: Death::new(DeathKind::Signal { number: 9 }, ""),
             jitter: 0.0,
         });
-        assert!(
-            matches!(&actions[0], Action::ReportDeath { reason, .. } if reason.contains("no sign of life"))
-        );
+        assert!(matches!(&actions[0], Action::ReportDeath { death, .. }
+                if death.kind == DeathKind::Deadline && death.detail.contains("no sign of life")));
     }
 
     #[test]
     fn what_is_hopeless_is_not_tried_again() {
         let mut clock = Clock::started();
-        let reason = "speaks protocol 2".to_owned();
+        let death = Death::new(DeathKind::Protocol, "speaks protocol 2");
         let hopeless = true;
         assert_eq!(
-            clock.tell(Event::Condemned { reason, hopeless }),
+            clock.tell(Event::Condemned { death, hopeless }),
             [Action::Kill]
         );
         clock.dies();
@@ -454,8 +466,8 @@ mod tests {
             1 => Just(Event::Progress),
             1 => Just(Event::Ready),
             1 => Just(Event::Tick),
-            4 => any::<f64>().prop_map(|jitter| Event::Exited { reason: "x".into(), jitter }),
-            1 => any::<bool>().prop_map(|hopeless| Event::Condemned { reason: "y".into(), hopeless }),
+            4 => any::<f64>().prop_map(|jitter| Event::Exited { death: segv(), jitter }),
+            1 => any::<bool>().prop_map(|hopeless| Event::Condemned { death: Death::new(DeathKind::Wedged, ""), hopeless }),
         ]
     }
 

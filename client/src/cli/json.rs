@@ -214,6 +214,7 @@ pub(crate) struct WorkerView<'a> {
     outstanding_tokens: u64,
     deaths: u32,
     last_exit: &'a str,
+    last_exit_kind: &'a str,
     uptime_ms: u64,
     resident_bytes: u64,
     confinement: &'a str,
@@ -236,6 +237,7 @@ impl<'a> From<&'a v1::WorkerInfo> for WorkerView<'a> {
             outstanding_tokens: w.outstanding_tokens,
             deaths: w.deaths,
             last_exit: &w.last_exit,
+            last_exit_kind: &w.last_exit_kind,
             uptime_ms: w.uptime_ms,
             resident_bytes: w.resident_bytes,
             confinement: &w.confinement,
@@ -326,6 +328,7 @@ pub(crate) struct WatchView<'a> {
     epoch: u64,
     model: &'a str,
     message: &'a str,
+    exit_kind: &'a str,
 }
 
 impl<'a> From<&'a v1::Event> for WatchView<'a> {
@@ -337,6 +340,7 @@ impl<'a> From<&'a v1::Event> for WatchView<'a> {
             epoch: e.epoch,
             model: &e.model,
             message: &e.message,
+            exit_kind: &e.exit_kind,
         }
     }
 }

@@ -375,6 +375,7 @@ impl Control for Fake {
             uptime_ms: 61_000,
             resident_bytes: 64 << 20,
             confinement: "no-new-privs, landlock, seccomp".to_owned(),
+            last_exit_kind: "signal".to_owned(),
         };
         Ok(Response::new(v1::ListWorkersResponse {
             workers: vec![
@@ -464,6 +465,7 @@ impl Control for Fake {
             epoch: 1,
             model: String::new(),
             message: "killed by SIGKILL".to_owned(),
+            exit_kind: "signal".to_owned(),
         };
         Ok(Response::new(Box::pin(tokio_stream::iter([Ok(event)]))))
     }

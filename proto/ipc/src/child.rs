@@ -2,13 +2,12 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::process::{WaitId, WaitIdOptions};
 
 pub use rustix::process::Signal;
 
@@ -116,6 +115,7 @@ pub struct Child {
     pid: u32,
     pidfd: Arc<OwnedFd>,
     status: Option<ExitStatus>,
+    peak_resident: u64,
     /// Reading end of its standard error, if that is a pipe. Drain it (see [`crate::log`]): a child whose pipe
     /// is full hangs in `write`.
     pub stderr: Option<OwnedFd>,
@@ -134,6 +134,7 @@ impl Child {
             pid,
             pidfd: Arc::new(pidfd),
             status: None,
+            peak_resident: 0,
             stderr,
             stdout,
         }
@@ -162,10 +163,18 @@ impl Child {
     /// # Errors
     /// What `waitid` reports: `ECHILD` if somebody else reaped it.
     pub fn try_wait(&mut self) -> io::Result<Option<ExitStatus>> {
-        if self.status.is_none() {
-            self.status = reap(self.pidfd.as_fd())?;
+        if self.status.is_none()
+            && let Some(reaped) = reap(self.pidfd.as_fd())?
+        {
+            self.status = Some(reaped.status);
+            self.peak_resident = reaped.peak_resident;
         }
         Ok(self.status)
+    }
+
+    /// The most bytes it had resident, once it was reaped; 0 before.
+    pub fn peak_resident(&self) -> u64 {
+        self.peak_resident
     }
 
     /// Waits for its end, in the current tokio runtime. It may be dropped and called again; after the end it
@@ -233,23 +242,56 @@ impl Drop for Child {
     }
 }
 
+/// What is left of a process once it was reaped.
+pub(crate) struct Reaped {
+    status: ExitStatus,
+    /// Bytes.
+    peak_resident: u64,
+}
+
 /// Reaps the child behind a pidfd if it has ended.
-pub(crate) fn reap(pidfd: BorrowedFd<'_>) -> io::Result<Option<ExitStatus>> {
-    let status = rustix::io::retry_on_intr(|| {
-        rustix::process::waitid(
-            WaitId::PidFd(pidfd),
-            WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
-        )
-    })?;
-    Ok(status.and_then(|status| {
-        if let Some(code) = status.exit_status() {
-            return Some(ExitStatus::Code(code));
+pub(crate) fn reap(pidfd: BorrowedFd<'_>) -> io::Result<Option<Reaped>> {
+    // The system call, which also tells of resources; glibc's function of the name does not.
+    loop {
+        // SAFETY: all-zero values of these plain C structs are valid, and the kernel gets pointers to them.
+        let (done, info, usage) = unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let mut usage: libc::rusage = std::mem::zeroed();
+            let done = libc::syscall(
+                libc::SYS_waitid,
+                libc::P_PIDFD as libc::c_long,
+                libc::c_long::from(pidfd.as_raw_fd()),
+                &raw mut info,
+                libc::c_long::from(libc::WEXITED | libc::WNOHANG),
+                &raw mut usage,
+            );
+            (done, info, usage)
+        };
+        if done != 0 {
+            match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => continue,
+                error => return Err(error),
+            }
         }
-        status
-            .terminating_signal()
-            .map(|signal| ExitStatus::Signal {
-                signal,
-                core: status.dumped(),
-            })
-    }))
+        // SAFETY: `waitid` filled it in, or left it zero, which has no process.
+        let (pid, value) = unsafe { (info.si_pid(), info.si_status()) };
+        if pid == 0 {
+            return Ok(None);
+        }
+        let status = match info.si_code {
+            libc::CLD_EXITED => ExitStatus::Code(value),
+            code => ExitStatus::Signal {
+                signal: value,
+                core: code == libc::CLD_DUMPED,
+            },
+        };
+        // The kernel counts in KiB.
+        let peak_resident = u64::try_from(usage.ru_maxrss)
+            .unwrap_or(0)
+            .saturating_mul(1024);
+        return Ok(Some(Reaped {
+            status,
+            peak_resident,
+        }));
+    }
 }

@@ -12,6 +12,7 @@ pub mod inherit;
 pub mod listen;
 pub mod log;
 pub mod memory;
+pub mod oom;
 pub mod socket;
 pub mod spawn;
 pub mod transport;

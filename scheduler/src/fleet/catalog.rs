@@ -9,7 +9,10 @@ use hotcell_proto::{
 };
 
 use super::Table;
-use crate::vault::{OpenModel, Source};
+use crate::{
+    death::Death,
+    vault::{OpenModel, Source},
+};
 
 /// Workers that may die while they load a model before it is given up; one may have been killed for another
 /// reason just then.
@@ -98,22 +101,22 @@ impl Table {
     }
 
     /// Counts a worker that died while it loaded a model. One that another worker has is not to blame.
-    pub(super) fn strike(&mut self, name: &ModelName, reason: &str) {
+    pub(super) fn strike(&mut self, name: &ModelName, death: &Death) {
         let held = self.has(name);
         let Some(model) = self.models.get_mut(name).filter(|m| m.is_wanted()) else {
             return;
         };
         if held {
-            tracing::warn!(model = %name, reason, "a worker died while loading what another one has");
+            tracing::warn!(model = %name, %death, "a worker died while loading what another one has");
             return;
         }
         model.strikes += 1;
-        tracing::warn!(model = %name, strikes = model.strikes, reason, "a worker died while loading");
+        tracing::warn!(model = %name, strikes = model.strikes, %death, "a worker died while loading");
         if model.strikes >= STRIKES {
             model.fail(
                 Error::new(
                     Reason::WorkerLost,
-                    format!("{STRIKES} workers died while loading it, the last one: {reason}"),
+                    format!("{STRIKES} workers died while loading it, the last one: {death}"),
                 )
                 .with("model", name),
             );

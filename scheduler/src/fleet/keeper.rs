@@ -11,7 +11,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::{Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets};
 use crate::{
-    discover::clip,
+    death::{Death, DeathKind, classify},
     events::About,
     supervisor::{Action, Event, State, step},
 };
@@ -44,8 +44,8 @@ pub(super) async fn keep(fleet: Arc<Fleet>, id: String, device: Device) {
         state = next;
         let mut stillborn = None;
         for action in actions {
-            if let Err(reason) = perform(&fleet, &id, &device, &state, &mut running, action).await {
-                stillborn = Some(reason);
+            if let Err(death) = perform(&fleet, &id, &device, &state, &mut running, action).await {
+                stillborn = Some(death);
             }
         }
         fleet.publish(&id, &state);
@@ -54,8 +54,8 @@ pub(super) async fn keep(fleet: Arc<Fleet>, id: String, device: Device) {
             return;
         }
         event = match stillborn {
-            Some(reason) => Event::Exited {
-                reason,
+            Some(death) => Event::Exited {
+                death,
                 jitter: jitter(),
             },
             None => next_event(&fleet, &id, &state, &mut running).await,
@@ -74,11 +74,11 @@ async fn perform(
     state: &State,
     running: &mut Option<Running>,
     action: Action,
-) -> Result<(), String> {
+) -> Result<(), Death> {
     let about = About {
         worker: id,
         epoch: state.epoch,
-        model: "",
+        ..About::default()
     };
     match action {
         Action::Spawn { epoch } => {
@@ -88,9 +88,9 @@ async fn perform(
                 device,
             };
             let launched = fleet.launcher.launch(order).await.map_err(|e| {
-                let reason = format!("cannot be started: {e}");
-                fleet.buried(id, &reason);
-                reason
+                let death = Death::new(DeathKind::CannotStart, e.to_string());
+                fleet.buried(id, &death);
+                death
             })?;
             let (process, sockets) = launched.split();
             fleet.launched(id, process.pid(), epoch);
@@ -109,15 +109,13 @@ async fn perform(
                 running.process.kill();
             }
         }
-        Action::ReportDeath { reason, pause } => {
+        Action::ReportDeath { death, pause } => {
             // The reaped process's epoch: a spawn at once has raised it already.
             let spawned = matches!(pause, Some(p) if p.is_zero());
             let epoch = state.epoch - u64::from(spawned && state.epoch > 0);
-            tracing::warn!(worker = id, epoch, reason, ?pause, "worker died");
-            fleet.note_exit(id, &reason);
-            fleet
-                .events
-                .tell(EventKind::WorkerDied, About { epoch, ..about }, reason);
+            tracing::warn!(worker = id, epoch, %death, ?pause, "worker died");
+            fleet.note_exit(id, &death);
+            fleet.events.tell_death(About { epoch, ..about }, &death);
         }
         Action::ReportQuarantine { reason } => {
             tracing::error!(
@@ -186,12 +184,15 @@ async fn start(
     loop {
         let (missing, unwanted) = match fleet.offer(&link, &hello, &loaded) {
             Offer::Accepted => return Ok(()),
-            Offer::TooLate => return Err(Condemnation::new("it was to end before it was ready")),
+            Offer::TooLate => {
+                return Err(Condemnation::new(DeathKind::Stopped, "before it was ready"));
+            }
             Offer::Change { missing, unwanted } => (missing, unwanted),
         };
         for name in unwanted {
             if let Err(error) = link.unload(&name, fleet.policy.start_timeout).await {
-                return Err(Condemnation::new(format!("cannot unload {name}: {error}")));
+                let why = format!("cannot unload {name}: {error}");
+                return Err(Condemnation::new(DeathKind::Protocol, why));
             }
             loaded.remove(&name);
         }
@@ -214,8 +215,11 @@ async fn start(
                     loaded.insert(name, (files, None));
                 }
                 // Its model stays noted as loading, so that the death counts against it.
-                Err(LoadFailure::Broken(why)) => {
-                    return Err(Condemnation::new(format!("while loading {name}: {why}")));
+                Err(LoadFailure::Broken(kind, why)) => {
+                    return Err(Condemnation::new(
+                        kind,
+                        format!("while loading {name}: {why}"),
+                    ));
                 }
             }
         }
@@ -269,16 +273,16 @@ async fn next_event(
     };
     tokio::select! {
         biased;
-        reason = process.wait() => {
-            let reason = clip(&reason);
+        ended = process.wait() => {
+            let death = state.cause(classify(&ended));
             // The table first: who hears that it is gone looks there for another.
-            fleet.buried(id, &reason);
-            held.fate.gone.cancel();
+            fleet.buried(id, &death);
+            held.fate.end(death.clone());
             *running = None;
-            Event::Exited { reason, jitter: jitter() }
+            Event::Exited { death, jitter: jitter() }
         }
-        Some(Condemnation { reason, hopeless }) = sentence, if !is_doomed(state) => {
-            Event::Condemned { reason, hopeless }
+        Some(sentence) = sentence, if !is_doomed(state) => {
+            Event::Condemned { death: sentence.death(), hopeless: sentence.hopeless }
         }
         () = started => {
             held.starter = None;
@@ -286,7 +290,7 @@ async fn next_event(
                 return Event::Progress;
             }
             tracing::info!(worker = id, epoch = state.epoch, "worker ready");
-            let about = About { worker: id, epoch: state.epoch, model: "" };
+            let about = About { worker: id, epoch: state.epoch, ..About::default() };
             fleet.events.tell(EventKind::WorkerReady, about, "");
             Event::Ready
         }

@@ -1,9 +1,20 @@
 //! Starting a worker's process and the sockets it is born with.
 
-use std::{future::Future, io, os::fd::OwnedFd, pin::Pin, time::Duration};
+use std::{
+    future::Future,
+    io,
+    os::fd::OwnedFd,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use hotcell_ipc::{
     log::{BoundedLog, LogLimits},
+    oom::OomCounts,
     socket::{descriptor_pair, stream_pair},
     spawn::{Child, Command, ExitStatus, Signal, Spawner},
 };
@@ -11,7 +22,11 @@ use hotcell_proto::{limits, v1::Device};
 use rustix::process::{Resource, getrlimit};
 use tokio::task::JoinHandle;
 
-use crate::{config::WorkerConfig, discover::WORKER_ENVIRONMENT};
+use crate::{
+    config::WorkerConfig,
+    death::{Ended, Shortage},
+    discover::WORKER_ENVIRONMENT,
+};
 
 /// A boxed future, for the traits here.
 pub type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -52,8 +67,8 @@ pub trait Process: Send + Sync {
     /// Ends it.
     fn kill(&self);
 
-    /// Waits for its end and returns how it ended, in words. May be dropped and called again.
-    fn wait(&mut self) -> Boxed<'_, String>;
+    /// Waits for its end. May be dropped and called again.
+    fn wait(&mut self) -> Boxed<'_, Ended>;
 }
 
 /// Starts workers. Tests have their own.
@@ -67,6 +82,8 @@ pub trait Launch: Send + Sync + 'static {
 pub struct Processes {
     spawner: Spawner,
     config: WorkerConfig,
+    /// Kills for memory that a death was blamed on: one kill explains one death.
+    blamed: Arc<AtomicU64>,
 }
 
 /// The numbers at which a worker finds its sockets.
@@ -78,7 +95,11 @@ const DESCRIPTORS_FD: i32 = 6;
 impl Processes {
     /// Workers of this configuration.
     pub fn new(spawner: Spawner, config: WorkerConfig) -> Self {
-        Self { spawner, config }
+        Self {
+            spawner,
+            config,
+            blamed: Arc::default(),
+        }
     }
 
     async fn start(&self, order: Order<'_>) -> io::Result<Launched> {
@@ -111,6 +132,8 @@ impl Processes {
             .arg(self.config.log)
             .inherit_env(WORKER_ENVIRONMENT);
         command.nofile = Some(file_limit());
+        let before = OomCounts::read();
+        let blamed_before = self.blamed.load(Ordering::Relaxed);
         let mut child = self.spawner.spawn(command).await?;
         let log = child.stderr.take().map(|stderr| {
             let limits = LogLimits {
@@ -127,6 +150,10 @@ impl Processes {
             process: Box::new(Worker {
                 child,
                 log: log.transpose()?,
+                before,
+                blamed_before,
+                blamed: Arc::clone(&self.blamed),
+                shortage: None,
             }),
             control,
             tokens,
@@ -152,6 +179,12 @@ impl Launch for Processes {
 struct Worker {
     child: Child,
     log: Option<(BoundedLog, JoinHandle<io::Result<()>>)>,
+    /// Counters when it was started.
+    before: OomCounts,
+    blamed_before: u64,
+    blamed: Arc<AtomicU64>,
+    /// Once it was killed.
+    shortage: Option<Shortage>,
 }
 
 impl Worker {
@@ -159,6 +192,26 @@ impl Worker {
         if let Err(error) = self.child.kill(signal) {
             tracing::warn!(pid = self.child.pid(), %error, "cannot signal a worker");
         }
+    }
+
+    /// Whether memory was short when it was killed.
+    fn shortage(&mut self) -> Shortage {
+        let child = &self.child;
+        let (before, blamed_before, blamed) = (&self.before, self.blamed_before, &self.blamed);
+        *self.shortage.get_or_insert_with(|| {
+            let mut counted = OomCounts::read().since(before);
+            if let Some(kills) = &mut counted.group {
+                let others = blamed.load(Ordering::Relaxed).saturating_sub(blamed_before);
+                *kills = kills.saturating_sub(others);
+                if *kills > 0 {
+                    blamed.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            Shortage {
+                counted,
+                peak_resident: child.peak_resident(),
+            }
+        })
     }
 }
 
@@ -175,23 +228,34 @@ impl Process for Worker {
         self.signal(Signal::KILL);
     }
 
-    fn wait(&mut self) -> Boxed<'_, String> {
+    fn wait(&mut self) -> Boxed<'_, Ended> {
         Box::pin(async {
             let status = match self.child.wait().await {
-                Ok(status) => status,
-                Err(error) => return format!("ended, but cannot tell how: {error}"),
+                Ok(status) => Some(status),
+                Err(error) => {
+                    tracing::warn!(pid = self.child.pid(), %error, "cannot tell how a worker ended");
+                    None
+                }
             };
-            let Some((log, drained)) = &mut self.log else {
-                return status.to_string();
+            let shortage = match status {
+                Some(ExitStatus::Signal { signal, .. }) if signal == Signal::KILL.as_raw() => {
+                    self.shortage()
+                }
+                _ => Shortage::default(),
             };
-            // A program that gives up says why, last. One that was killed is not waited for: a stream may hang on
-            // the next one's start.
-            if matches!(status, ExitStatus::Code(code) if code != 0) {
-                let _ = tokio::time::timeout(Duration::from_millis(50), drained).await;
+            let mut last_lines = Vec::new();
+            if let Some((log, drained)) = &mut self.log {
+                // A program that gives up says why, last. One that was killed is not waited for: a stream may hang
+                // on the next one's start.
+                if matches!(status, Some(ExitStatus::Code(code)) if code != 0) {
+                    let _ = tokio::time::timeout(Duration::from_millis(50), drained).await;
+                }
+                last_lines = log.lines();
             }
-            match log.lines().pop().filter(|_| !status.success()) {
-                Some(last) => format!("{status}; it said last: {}", crate::discover::clip(&last)),
-                None => status.to_string(),
+            Ended {
+                status,
+                last_lines,
+                shortage,
             }
         })
     }

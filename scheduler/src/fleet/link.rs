@@ -2,7 +2,10 @@
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -29,7 +32,11 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Channel};
 
 use super::launch::Launched;
-use crate::{discover::clip, vault::OpenModel};
+use crate::{
+    death::{Death, DeathKind},
+    discover::clip,
+    vault::OpenModel,
+};
 
 /// Flow control of the token connection. Every stream is read as it comes, until what its client has not read takes
 /// more than its journal may hold; then it waits in the worker. The connection's window holds every stream's, so that
@@ -69,6 +76,8 @@ const PING: Duration = Duration::from_secs(2);
 /// Why a worker has to go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Condemnation {
+    /// What its death will be told as.
+    pub kind: DeathKind,
     /// In words.
     pub reason: String,
     /// Whether starting it again is pointless.
@@ -77,11 +86,17 @@ pub struct Condemnation {
 
 impl Condemnation {
     /// For something that another try may mend.
-    pub fn new(reason: impl Into<String>) -> Self {
+    pub fn new(kind: DeathKind, reason: impl Into<String>) -> Self {
         Self {
+            kind,
             reason: reason.into(),
             hopeless: false,
         }
+    }
+
+    /// The death it leads to.
+    pub fn death(&self) -> Death {
+        Death::new(self.kind, &self.reason)
     }
 }
 
@@ -92,6 +107,7 @@ pub struct Fate {
     pub gone: CancellationToken,
     /// Set once it has to go.
     pub condemned: watch::Sender<Option<Condemnation>>,
+    death: Arc<OnceLock<Death>>,
 }
 
 impl Fate {
@@ -100,7 +116,19 @@ impl Fate {
         Self {
             gone: CancellationToken::new(),
             condemned: watch::Sender::new(None),
+            death: Arc::default(),
         }
+    }
+
+    /// Tells everyone that it is gone, and why.
+    pub fn end(&self, death: Death) {
+        let _ = self.death.set(death);
+        self.gone.cancel();
+    }
+
+    /// Why it died, once it is gone.
+    pub fn death(&self) -> Option<&Death> {
+        self.death.get()
     }
 
     /// Asks the keeper to kill it. The first reason stays.
@@ -127,7 +155,7 @@ pub enum LoadFailure {
     /// It said so, or the model cannot be handed out: the model's fault.
     Refused(Error),
     /// The conversation broke: the worker's fault.
-    Broken(String),
+    Broken(DeathKind, String),
 }
 
 /// A worker's process, to talk to.
@@ -157,7 +185,9 @@ impl Link {
         fate: Fate,
         sockets: Sockets,
     ) -> Result<Link, Condemnation> {
-        let broken = |e: std::io::Error| Condemnation::new(format!("cannot talk to it: {e}"));
+        let broken = |e: std::io::Error| {
+            Condemnation::new(DeathKind::Protocol, format!("cannot talk to it: {e}"))
+        };
         Ok(Link {
             worker: worker.to_owned(),
             epoch,
@@ -259,6 +289,7 @@ impl Link {
             epoch: self.epoch,
         };
         let mismatch = |said: String| Condemnation {
+            kind: DeathKind::Protocol,
             reason: format!(
                 "the worker's program does not fit this scheduler: {said}; install both from one release"
             ),
@@ -270,7 +301,9 @@ impl Link {
                 let said = clip(status.message());
                 return Err(match Error::typed(&status).map(|e| e.reason()) {
                     Some(Reason::ProtocolMismatch) => mismatch(said),
-                    _ => Condemnation::new(format!("handshake failed: {said}")),
+                    _ => {
+                        Condemnation::new(DeathKind::Protocol, format!("handshake failed: {said}"))
+                    }
                 });
             }
         };
@@ -299,13 +332,16 @@ impl Link {
         patience: Duration,
         mut progress: impl FnMut(&LoadProgress),
     ) -> Result<Loaded, LoadFailure> {
-        let silent = || LoadFailure::Broken(format!("no progress for {patience:?} while loading"));
+        let silent = || {
+            let why = format!("no progress for {patience:?} while loading");
+            LoadFailure::Broken(DeathKind::Deadline, why)
+        };
         let fds = files.hand_out().map_err(LoadFailure::Refused)?;
         let tag = self.tags.fetch_add(1, Ordering::Relaxed);
         self.descriptors
             .send_async(tag, &fds)
             .await
-            .map_err(|e| LoadFailure::Broken(format!("cannot hand over files: {e}")))?;
+            .map_err(|e| broke(format!("cannot hand over files: {e}")))?;
         let request = LoadRequest {
             model: model.as_str().to_owned(),
             tag,
@@ -327,9 +363,7 @@ impl Link {
                 }) => return believe(loaded).map_err(LoadFailure::Refused),
                 Some(step) => progress(&step),
                 None => {
-                    return Err(LoadFailure::Broken(
-                        "its load ended without a result".to_owned(),
-                    ));
+                    return Err(broke("its load ended without a result"));
                 }
             }
         }
@@ -348,7 +382,8 @@ impl Link {
             Ok(Err(status)) => Err(words(&status)),
             Err(_) => {
                 let why = format!("it did not unload {model} within {patience:?}");
-                self.fate.condemn(Condemnation::new(why.clone()));
+                self.fate
+                    .condemn(Condemnation::new(DeathKind::Deadline, why.clone()));
                 Err(Error::new(Reason::WorkerLost, why))
             }
         }
@@ -367,13 +402,16 @@ impl Link {
             () = sleep(PING) => None,
             answer = ping => Some(answer),
         };
-        let why = match answer {
+        let (kind, why) = match answer {
             Some(Ok(_)) => return false,
             Some(Err(status)) if !is_broken(&status) => return false,
-            Some(Err(_)) => "its token connection broke",
-            None => "it did not answer after a stream broke",
+            Some(Err(_)) => (DeathKind::Protocol, "its token connection broke"),
+            None => (
+                DeathKind::Deadline,
+                "it did not answer after a stream broke",
+            ),
         };
-        self.fate.condemn(Condemnation::new(why));
+        self.fate.condemn(Condemnation::new(kind, why));
         // A killed process may take long to end (its memory is freed first); the stream need not wait for that.
         let _ = timeout(PING, self.fate.gone.cancelled()).await;
         true
@@ -416,10 +454,14 @@ pub fn words(status: &Status) -> Error {
     )
 }
 
+fn broke(why: impl Into<String>) -> LoadFailure {
+    LoadFailure::Broken(DeathKind::Protocol, why.into())
+}
+
 fn failure(status: Status) -> LoadFailure {
     match Error::typed(&status) {
         Some(_) => LoadFailure::Refused(words(&status)),
-        None => LoadFailure::Broken(format!("load failed: {}", clip(status.message()))),
+        None => broke(format!("load failed: {}", clip(status.message()))),
     }
 }
 

@@ -386,9 +386,9 @@ impl Fleet {
                 Some(error)
             }
             // Its model stays noted as loading, so that the death counts against it.
-            Err(LoadFailure::Broken(why)) => {
+            Err(LoadFailure::Broken(kind, why)) => {
                 let why = format!("while loading {name}: {why}");
-                link.fate.condemn(Condemnation::new(why));
+                link.fate.condemn(Condemnation::new(kind, why));
                 link.fate.gone.cancelled().await;
                 None
             }

@@ -16,6 +16,7 @@ use hotcell_proto::{
 use tokio::time::Instant;
 
 use super::Link;
+use crate::death::Death;
 
 /// What a worker has to do, as the scheduler counts it.
 #[derive(Debug, Default)]
@@ -46,7 +47,7 @@ pub(super) struct Slot {
     pub(super) leaving: bool,
     pub(super) load: Arc<Load>,
     pub(super) deaths: u32,
-    pub(super) last_exit: String,
+    pub(super) last_exit: Option<Death>,
     pub(super) since: Instant,
     pub(super) confinement: String,
 }
@@ -67,7 +68,7 @@ impl Slot {
             leaving: false,
             load: Arc::default(),
             deaths: 0,
-            last_exit: String::new(),
+            last_exit: None,
             since: Instant::now(),
             confinement: String::new(),
         }
@@ -126,7 +127,16 @@ impl Slot {
             outstanding_tokens: self.load.outstanding.load(Ordering::Relaxed),
             running_requests: self.load.running.load(Ordering::Relaxed),
             deaths: self.deaths,
-            last_exit: self.last_exit.clone(),
+            last_exit: self
+                .last_exit
+                .as_ref()
+                .map(Death::to_string)
+                .unwrap_or_default(),
+            last_exit_kind: self
+                .last_exit
+                .as_ref()
+                .map_or("", |death| death.kind.name())
+                .to_owned(),
             uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
             resident_bytes: if alive { resident(self.pid) } else { 0 },
             confinement: self.confinement.clone(),

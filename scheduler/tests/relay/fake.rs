@@ -14,6 +14,7 @@ use std::{
 
 use hotcell_ipc::{
     socket::{DescriptorReceiver, descriptor_pair, stream_pair},
+    spawn::ExitStatus,
     transport::{Windows, incoming_once},
 };
 use hotcell_proto::{
@@ -32,6 +33,7 @@ use hotcell_proto::{
     },
 };
 use hotcell_scheduler::{
+    death::Ended,
     fleet::{Boxed, Launch, Launched, Order, Process},
     stream::Room,
 };
@@ -115,13 +117,16 @@ impl Process for FakeProcess {
         self.die.cancel();
     }
 
-    fn wait(&mut self) -> Boxed<'_, String> {
+    fn wait(&mut self) -> Boxed<'_, Ended> {
         Box::pin(async {
             self.die.cancelled().await;
             if let Some(runtime) = self.runtime.take() {
                 runtime.shutdown_background();
             }
-            "killed by SIGKILL".to_owned()
+            Ended::from(ExitStatus::Signal {
+                signal: 9,
+                core: false,
+            })
         })
     }
 }
