@@ -281,3 +281,19 @@ fn literals_and_ranges_hold_what_was_asked_for() {
     let y = run(&[], |g, _| g.arange(250.0, 1.0, 10, DType::U8)).unwrap();
     assert_eq!(y.values()[5..], [255.0; 5]);
 }
+
+#[test]
+fn large_matrices_are_transposed_in_any_dtype() {
+    // Whole squares, and edges on both sides.
+    for dtype in PLAIN {
+        for dims in [[128, 64], [131, 70], [5, 300], [260, 17]] {
+            let x = Tensor::random(dtype, &dims, 7);
+            let y = run(&[&x], |g, v| g.transpose(v[0], &[1, 0])).unwrap();
+            for i in 0..dims[0] {
+                for j in 0..dims[1] {
+                    assert_eq!(y.at(j * dims[0] + i), x.at(i * dims[1] + j));
+                }
+            }
+        }
+    }
+}

@@ -143,11 +143,11 @@ pub(super) unsafe fn copy(
     // SAFETY: the caller's promise; this part's elements are a subset of the view.
     unsafe {
         match bytes {
-            1 => walk::<1>(view, from, to),
-            2 => walk::<2>(view, from, to),
-            4 => walk::<4>(view, from, to),
-            8 => walk::<8>(view, from, to),
-            _ => walk::<16>(view, from, to),
+            1 => walk::<1, 64>(view, from, to),
+            2 => walk::<2, 32>(view, from, to),
+            4 => walk::<4, 16>(view, from, to),
+            8 => walk::<8, 8>(view, from, to),
+            _ => walk::<16, 4>(view, from, to),
         }
     }
 }
@@ -161,8 +161,8 @@ enum Inner {
     Each,
 }
 
-/// Copies elements of `N` bytes; strides are in bytes.
-unsafe fn walk<const N: usize>(view: Axes, from: *const u8, to: *mut u8) {
+/// Copies elements of `N` bytes, `T` to a line of the cache; strides are in bytes.
+unsafe fn walk<const N: usize, const T: usize>(view: Axes, from: *const u8, to: *mut u8) {
     let mut outer = view;
     let mut take_last = || match outer.rank {
         0 => Axis {
@@ -215,7 +215,7 @@ unsafe fn walk<const N: usize>(view: Axes, from: *const u8, to: *mut u8) {
                         let value = f.cast::<[u8; N]>().read();
                         std::slice::from_raw_parts_mut(t.cast::<[u8; N]>(), last.n).fill(value);
                     }
-                    Inner::Tiles(rows) => tiles::<N>(rows, last, f, t),
+                    Inner::Tiles(rows) => tiles::<N, T>(rows, last, f, t),
                     Inner::Each => each::<N>(last, f, t),
                 }
             }
@@ -250,17 +250,21 @@ unsafe fn each<const N: usize>(axis: Axis, from: *const u8, to: *mut u8) {
     }
 }
 
-/// `rows` is contiguous in the source, `columns` in the result: squares that fit the nearest cache are read
-/// and written by lines.
-unsafe fn tiles<const N: usize>(rows: Axis, columns: Axis, from: *const u8, to: *mut u8) {
-    const OUTER: usize = 64;
-    const TILE: usize = 16;
-    for r0 in (0..rows.n).step_by(OUTER) {
-        let r1 = rows.n.min(r0 + OUTER);
-        for c0 in (0..columns.n).step_by(TILE) {
-            let c1 = columns.n.min(c0 + TILE);
-            for r in (r0..r1).step_by(TILE) {
-                let (height, width) = (r1.min(r + TILE) - r, c1 - c0);
+/// `rows` is contiguous in the source, `columns` in the result: squares are read and written by whole lines.
+unsafe fn tiles<const N: usize, const T: usize>(
+    rows: Axis,
+    columns: Axis,
+    from: *const u8,
+    to: *mut u8,
+) {
+    // Lines of a row of the source that are read before the next row's: fewer changes of page.
+    let outer = 4 * T;
+    for r0 in (0..rows.n).step_by(outer) {
+        let r1 = rows.n.min(r0 + outer);
+        for c0 in (0..columns.n).step_by(T) {
+            let c1 = columns.n.min(c0 + T);
+            for r in (r0..r1).step_by(T) {
+                let (height, width) = (r1.min(r + T) - r, c1 - c0);
                 let f = from
                     .wrapping_offset(columns.from * c0 as isize)
                     .wrapping_add(r * N);
@@ -270,8 +274,14 @@ unsafe fn tiles<const N: usize>(rows: Axis, columns: Axis, from: *const u8, to: 
                 let rest = |n, axis: Axis| Axis { n, ..axis };
                 // SAFETY: the caller's promise; the tile lies inside both axes.
                 unsafe {
-                    if height == TILE && width == TILE {
-                        tile::<N, TILE>(columns.from, rows.to, f, t);
+                    if height == T && width == T {
+                        match N {
+                            1 => tile::<N, 16, T>(columns.from, rows.to, f, t),
+                            2 => tile::<N, 8, T>(columns.from, rows.to, f, t),
+                            4 => tile::<N, 4, T>(columns.from, rows.to, f, t),
+                            8 => tile::<N, 2, T>(columns.from, rows.to, f, t),
+                            _ => tile::<N, 1, T>(columns.from, rows.to, f, t),
+                        }
                     } else {
                         for i in 0..height as isize {
                             let t = t.offset(rows.to * i);
@@ -284,28 +294,100 @@ unsafe fn tiles<const N: usize>(rows: Axis, columns: Axis, from: *const u8, to: 
     }
 }
 
+/// Transposes `T` × `T` elements of `N` bytes, which are lines of 64 bytes on both sides; `V` make a vector.
 #[inline(always)]
-unsafe fn tile<const N: usize, const T: usize>(
+unsafe fn tile<const N: usize, const V: usize, const T: usize>(
     from_stride: isize,
     to_stride: isize,
     from: *const u8,
     to: *mut u8,
 ) {
-    let mut square = [[[0u8; N]; T]; T];
-    for c in 0..T {
-        let line = from.wrapping_offset(from_stride * c as isize);
-        // SAFETY: the caller's promise: `T` elements lie here.
-        let line = unsafe { line.cast::<[[u8; N]; T]>().read() };
-        for (row, value) in square.iter_mut().zip(line) {
-            row[c] = value;
+    let mut lines = [[Vector::default(); 4]; T];
+    for c in (0..T).step_by(V) {
+        for h in 0..T / V {
+            let mut square = [Vector::default(); V];
+            for (i, vector) in square.iter_mut().enumerate() {
+                let at = from
+                    .wrapping_offset(from_stride * (c + i) as isize)
+                    .wrapping_add(h * 16);
+                // SAFETY: the caller's promise: `T` elements lie in this line.
+                *vector = unsafe { at.cast::<Vector>().read_unaligned() };
+            }
+            for (i, vector) in transposed::<N, V>(square).into_iter().enumerate() {
+                lines[h * V + i][c / V] = vector;
+            }
         }
     }
-    for (r, line) in square.iter().enumerate() {
+    for (r, line) in lines.iter().enumerate() {
+        let to = to.wrapping_offset(to_stride * r as isize);
         // SAFETY: as above.
-        unsafe {
-            to.offset(to_stride * r as isize)
-                .cast::<[[u8; N]; T]>()
-                .write(*line);
+        unsafe { to.cast::<[Vector; 4]>().write_unaligned(*line) };
+    }
+}
+
+/// A square of `V` vectors of `V` elements: interleaving the halves moves one bit of an element's address from
+/// its vector's number to its place there, and one the other way.
+#[inline(always)]
+fn transposed<const N: usize, const V: usize>(mut square: [Vector; V]) -> [Vector; V] {
+    for _ in 0..V.trailing_zeros() {
+        let before = square;
+        for i in 0..V / 2 {
+            (square[2 * i], square[2 * i + 1]) = interleave::<N>(before[i], before[i + V / 2]);
         }
     }
+    square
+}
+
+/// Sixteen bytes.
+#[cfg(target_arch = "x86_64")]
+type Vector = Sse;
+
+/// Sixteen bytes in a register.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+struct Sse(std::arch::x86_64::__m128i);
+
+#[cfg(target_arch = "x86_64")]
+impl Default for Sse {
+    #[inline(always)]
+    fn default() -> Self {
+        // SAFETY: every processor of this architecture has SSE2.
+        Self(unsafe { std::arch::x86_64::_mm_setzero_si128() })
+    }
+}
+
+/// The elements of `N` bytes of two vectors in turns.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn interleave<const N: usize>(Sse(a): Sse, Sse(b): Sse) -> (Sse, Sse) {
+    use std::arch::x86_64::*;
+    // SAFETY: every processor of this architecture has SSE2.
+    let (low, high) = unsafe {
+        match N {
+            1 => (_mm_unpacklo_epi8(a, b), _mm_unpackhi_epi8(a, b)),
+            2 => (_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b)),
+            4 => (_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)),
+            _ => (_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b)),
+        }
+    };
+    (Sse(low), Sse(high))
+}
+
+/// Sixteen bytes.
+#[cfg(not(target_arch = "x86_64"))]
+type Vector = [u8; 16];
+
+/// The elements of `N` bytes of two vectors in turns.
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+fn interleave<const N: usize>(a: Vector, b: Vector) -> (Vector, Vector) {
+    let mut both = [0; 32];
+    for (i, (a, b)) in a.chunks(N).zip(b.chunks(N)).enumerate() {
+        both[2 * i * N..][..N].copy_from_slice(a);
+        both[(2 * i + 1) * N..][..N].copy_from_slice(b);
+    }
+    let (mut low, mut high) = ([0; 16], [0; 16]);
+    low.copy_from_slice(&both[..16]);
+    high.copy_from_slice(&both[16..]);
+    (low, high)
 }
