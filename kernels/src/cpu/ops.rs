@@ -21,6 +21,7 @@ mod reduce;
 mod reducers;
 mod rope;
 mod scan;
+mod scanners;
 mod scatter;
 mod softmax;
 mod sort;

@@ -1,17 +1,25 @@
-//! Running sums and products, one element after the other.
+//! Running sums and products.
+//!
+//! Rows are cut into chunks of a fixed length. Where there are fewer rows than threads like, a first step
+//! finds the totals of chunks, so that threads can begin in the middle of a row.
+
+use std::ops::Range;
 
 use hotcell_graph::{
     DType, Dim,
     op::{Call, rules::normal_axis},
 };
 
-use super::{Entry, split_if_worth, strided::around, unsupported};
+use super::{
+    Entry,
+    scanners::{self as s, CHUNK, Mode, Scan, TILE},
+    split, split_if_worth,
+    strided::around,
+    unsupported,
+};
 use crate::{
     backend::DeviceError,
-    cpu::{
-        lanes::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16},
-        plan::{Kernel, Launcher, Reg, Run},
-    },
+    cpu::plan::{Kernel, Launcher, Reg, Run},
 };
 
 /// What this file has kernels for.
@@ -28,111 +36,182 @@ pub(super) static ENTRIES: &[Entry] = &[
     },
 ];
 
-/// Columns that run together.
-const TILE: usize = 256;
+/// Elements below which one thread does it all.
+const WORTH: usize = 16 << 10;
 
-/// A number with a running value: as wide as the number, or f32 for the formats of sixteen bits.
-trait Scan: Copy + 'static {
-    type Acc: Copy;
-    fn start(product: bool) -> Self::Acc;
-    fn add(acc: Self::Acc, value: Self) -> Self::Acc;
-    fn mul(acc: Self::Acc, value: Self) -> Self::Acc;
-    fn store(acc: Self::Acc) -> Self;
-}
+/// Rows per thread from which threads take rows, not pieces of them.
+const MANY: usize = 4;
 
-macro_rules! scan {
-    ($($ty:ty => $acc:ty, $zero:expr, $one:expr, $load:expr, $add:expr, $mul:expr, $store:expr;)*) => {$(
-        impl Scan for $ty {
-            type Acc = $acc;
-            fn start(product: bool) -> $acc { if product { $one } else { $zero } }
-            fn add(acc: $acc, value: Self) -> $acc { $add(acc, $load(value)) }
-            fn mul(acc: $acc, value: Self) -> $acc { $mul(acc, $load(value)) }
-            fn store(acc: $acc) -> Self { $store(acc) }
-        }
-    )*};
-}
-
-fn same<T>(v: T) -> T {
-    v
-}
-
-/// A half-precision number's bits.
-#[derive(Clone, Copy)]
-struct Half(u16);
-/// A bfloat16 number's bits.
-#[derive(Clone, Copy)]
-struct Brain(u16);
-
-scan! {
-    u8 => u8, 0, 1, same, u8::wrapping_add, u8::wrapping_mul, same;
-    u16 => u16, 0, 1, same, u16::wrapping_add, u16::wrapping_mul, same;
-    u32 => u32, 0, 1, same, u32::wrapping_add, u32::wrapping_mul, same;
-    u64 => u64, 0, 1, same, u64::wrapping_add, u64::wrapping_mul, same;
-    f32 => f32, 0.0, 1.0, same, |a, b| a + b, |a, b| a * b, same;
-    f64 => f64, 0.0, 1.0, same, |a, b| a + b, |a, b| a * b, same;
-    Half => f32, 0.0, 1.0, |v: Half| f16_to_f32(v.0), |a, b| a + b, |a, b| a * b, |a| Half(f32_to_f16(a));
-    Brain => f32, 0.0, 1.0, |v: Brain| bf16_to_f32(v.0), |a, b| a + b, |a, b| a * b, |a| Brain(f32_to_bf16(a));
-}
-
-struct Running {
+struct Running<S: Scan> {
+    scan: S,
     x: Reg,
     out: Reg,
-    dtype: DType,
+    /// Totals of the chunks of long rows; absent where nobody wants them.
+    totals: Reg,
     dims: Vec<Dim>,
     axis: usize,
-    product: bool,
-    exclusive: bool,
-    reverse: bool,
+    mode: Mode,
 }
 
-impl Running {
-    unsafe fn scan<T: Scan>(&self, run: &Run<'_>, part: usize, parts: usize) {
-        let (outer, n, k) = around(&self.dims, self.axis, run.rows);
-        if n * k == 0 {
-            return;
-        }
-        let tiles = k.div_ceil(TILE);
-        let worth = 4096 / (n * k.min(TILE));
-        let range = split_if_worth(outer * tiles, 1, worth.max(2), part, parts);
-        // SAFETY: the specs say this size.
-        let x = unsafe { run.slice::<T>(self.x, outer * n * k) };
-        let mut buffer = [T::start(self.product); TILE];
-        let step = if self.product { T::mul } else { T::add };
-        for item in range {
-            let (o, first) = (item / tiles, item % tiles * TILE);
-            let width = TILE.min(k - first);
-            let acc = &mut buffer[..width];
-            acc.fill(T::start(self.product));
-            for i in 0..n {
-                let i = if self.reverse { n - 1 - i } else { i };
-                let at = (o * n + i) * k + first;
-                // SAFETY: every item has results of its own.
-                let out = unsafe { run.slice_mut::<T>(self.out, at..at + width) };
-                for ((a, v), o) in acc.iter_mut().zip(&x[at..at + width]).zip(out) {
-                    let next = step(*a, *v);
-                    *o = T::store(if self.exclusive { *a } else { next });
-                    *a = next;
-                }
+/// How the chunks of long rows are shared.
+struct Shares {
+    /// Elements of a row.
+    n: usize,
+    rows: usize,
+    chunks: usize,
+    parts: usize,
+}
+
+impl Shares {
+    /// Chunks of a row one after the other, row after row.
+    fn of(&self, part: usize) -> Range<usize> {
+        match self.by_rows() {
+            true => {
+                let rows = split(self.rows, 1, part, self.parts);
+                rows.start * self.chunks..rows.end * self.chunks
             }
+            false => split(self.rows * self.chunks, 1, part, self.parts),
+        }
+    }
+
+    fn by_rows(&self) -> bool {
+        self.rows >= MANY * self.parts || self.parts == 1
+    }
+
+    /// Chunks whose totals somebody needs before they are scanned.
+    fn wanted(&self) -> usize {
+        match self.by_rows() {
+            true => 0,
+            false => self.of(self.parts - 1).start,
+        }
+    }
+
+    /// A chunk's elements among those of all rows.
+    fn elements(&self, item: usize, mode: Mode) -> Range<usize> {
+        let (row, chunk) = (item / self.chunks, item % self.chunks);
+        let (start, end) = (chunk * CHUNK, self.n.min((chunk + 1) * CHUNK));
+        let first = row * self.n;
+        match mode.reverse {
+            true => first + self.n - end..first + self.n - start,
+            false => first + start..first + end,
         }
     }
 }
 
-impl Kernel for Running {
-    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
-        // SAFETY: the caller's promise; every arm names the dtype's own type.
-        unsafe {
-            match self.dtype {
-                DType::U8 | DType::I8 => self.scan::<u8>(run, part, parts),
-                DType::U16 | DType::I16 => self.scan::<u16>(run, part, parts),
-                DType::U32 | DType::I32 => self.scan::<u32>(run, part, parts),
-                DType::U64 | DType::I64 => self.scan::<u64>(run, part, parts),
-                DType::F16 => self.scan::<Half>(run, part, parts),
-                DType::BF16 => self.scan::<Brain>(run, part, parts),
-                DType::F32 => self.scan::<f32>(run, part, parts),
-                DType::F64 => self.scan::<f64>(run, part, parts),
-                _ => {}
+impl<S: Scan> Running<S> {
+    fn shares(&self, run: &Run<'_>, parts: usize) -> Option<Shares> {
+        let (rows, n, k) = around(&self.dims, self.axis, run.rows);
+        (S::PARTS && k == 1 && n > CHUNK).then(|| Shares {
+            n,
+            rows,
+            chunks: n.div_ceil(CHUNK),
+            parts,
+        })
+    }
+
+    unsafe fn long_rows(&self, run: &Run<'_>, shares: &Shares, part: usize) {
+        // SAFETY: the specs say this size.
+        let x = unsafe { run.slice::<S::Of>(self.x, shares.rows * shares.n) };
+        let totals: &[S::Acc] = match shares.wanted() {
+            0 => &[],
+            // SAFETY: the launch made it of this size at least; the step before filled what is wanted.
+            wanted => unsafe { run.slice::<S::Acc>(self.totals, wanted) },
+        };
+        let range = shares.of(part);
+        let row = range.start - range.start % shares.chunks;
+        let before = totals.get(row..range.start).unwrap_or_default();
+        let mut acc = before
+            .iter()
+            .fold(self.scan.identity(), |a, b| self.scan.fold(a, *b));
+        for item in range {
+            if run.stopped() {
+                return;
             }
+            if item % shares.chunks == 0 {
+                acc = self.scan.identity();
+            }
+            let elements = shares.elements(item, self.mode);
+            // SAFETY: every chunk has results of its own.
+            let out = unsafe { run.slice_mut::<S::Of>(self.out, elements.clone()) };
+            let x = &x[elements];
+            let total = self.scan.rows(run.path, x, x.len(), self.mode, acc, out);
+            acc = self.scan.fold(acc, total);
+        }
+    }
+
+    unsafe fn short_rows(&self, run: &Run<'_>, rows: usize, n: usize, part: usize, parts: usize) {
+        let range = split_if_worth(rows, 1, (WORTH / n).max(1), part, parts);
+        let some = (CHUNK / n).max(1);
+        for first in range.clone().step_by(some) {
+            if run.stopped() {
+                return;
+            }
+            let elements = first * n..range.end.min(first + some) * n;
+            // SAFETY: the specs say this size.
+            let x = unsafe { &run.slice::<S::Of>(self.x, rows * n)[elements.clone()] };
+            // SAFETY: every row has results of its own.
+            let out = unsafe { run.slice_mut::<S::Of>(self.out, elements) };
+            self.scan
+                .rows(run.path, x, n, self.mode, self.scan.identity(), out);
+        }
+    }
+}
+
+impl<S: Scan> Kernel for Running<S> {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let (outer, n, k) = around(&self.dims, self.axis, run.rows);
+        if n * k == 0 {
+            return;
+        }
+        if let Some(shares) = self.shares(run, parts) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.long_rows(run, &shares, part) };
+        }
+        if k == 1 {
+            // SAFETY: as above.
+            return unsafe { self.short_rows(run, outer, n, part, parts) };
+        }
+        // Columns are apart, so their tiles may be as the threads like them.
+        let tile = match outer * k.div_ceil(TILE) < 2 * parts {
+            true => k.div_ceil(parts).next_multiple_of(64).min(TILE),
+            false => TILE,
+        };
+        let tiles = k.div_ceil(tile);
+        let worth = WORTH / n.saturating_mul(k.min(tile));
+        let range = split_if_worth(outer * tiles, 1, worth.max(2), part, parts);
+        for item in range {
+            if run.stopped() {
+                return;
+            }
+            let (o, first) = (item / tiles, item % tiles * tile);
+            let (width, at) = (tile.min(k - first), o * n * k + first);
+            let x = run.pointer(self.x).cast::<S::Of>().wrapping_add(at);
+            let out = run.pointer(self.out).cast::<S::Of>().wrapping_add(at);
+            // SAFETY: the specs say that these columns are in both places; every item has columns of its own.
+            unsafe { self.scan.columns(run.path, x, out, n, k, width, self.mode) };
+        }
+    }
+}
+
+/// The step before: totals of the chunks whose successors another part scans.
+struct Totals<S: Scan>(Running<S>);
+
+impl<S: Scan> Kernel for Totals<S> {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let running = &self.0;
+        let Some(shares) = running.shares(run, parts) else {
+            return;
+        };
+        // SAFETY: the specs say this size.
+        let x = unsafe { run.slice::<S::Of>(running.x, shares.rows * shares.n) };
+        for item in split(shares.wanted(), 1, part, parts) {
+            if run.stopped() {
+                return;
+            }
+            let x = &x[shares.elements(item, running.mode)];
+            let total = running.scan.total(run.path, x, running.mode);
+            // SAFETY: the launch made it of this size at least; every item has its own.
+            unsafe { run.slice_mut::<S::Acc>(running.totals, item..item + 1)[0] = total };
         }
     }
 }
@@ -171,16 +250,79 @@ fn running(
         return Err(unsupported(call));
     };
     let t = call.tensor(0)?;
-    let kernel = Running {
+    let site = Site {
+        axis: normal_axis(call.int(0)?, t.shape.rank()).ok_or_else(|| unsupported(call))?,
+        mode: Mode {
+            exclusive: call.bool(1)?,
+            reverse: call.bool(2)?,
+        },
+        dims: t.shape.dims().to_vec(),
+        launcher,
         x,
         out,
-        dtype: t.dtype,
-        dims: t.shape.dims().to_vec(),
-        axis: normal_axis(call.int(0)?, t.shape.rank()).ok_or_else(|| unsupported(call))?,
-        product,
-        exclusive: call.bool(1)?,
-        reverse: call.bool(2)?,
     };
-    launcher.step(kernel, &[x], &[out]);
-    Ok(())
+    let known = match (t.dtype, product) {
+        (DType::U8 | DType::I8, false) => site.step(s::Sum8),
+        (DType::U16 | DType::I16, false) => site.step(s::Sum16),
+        (DType::U32 | DType::I32, false) => site.step(s::Sum32),
+        (DType::U64 | DType::I64, false) => site.step(s::Sum64),
+        (DType::F16, false) => site.step(s::SumF16),
+        (DType::BF16, false) => site.step(s::SumBf16),
+        (DType::F32, false) => site.step(s::SumF32),
+        (DType::F64, false) => site.step(s::SumF64),
+        (DType::U8 | DType::I8, true) => site.step(s::Prod8),
+        (DType::U16 | DType::I16, true) => site.step(s::Prod16),
+        (DType::U32 | DType::I32, true) => site.step(s::Prod32),
+        (DType::U64 | DType::I64, true) => site.step(s::Prod64),
+        (DType::F16, true) => site.step(s::ProdF16),
+        (DType::BF16, true) => site.step(s::ProdBf16),
+        (DType::F32, true) => site.step(s::ProdF32),
+        (DType::F64, true) => site.step(s::ProdF64),
+        _ => None,
+    };
+    known.ok_or_else(|| unsupported(call))
+}
+
+/// A call's place in a plan.
+struct Site<'a> {
+    launcher: &'a mut Launcher,
+    x: Reg,
+    out: Reg,
+    dims: Vec<Dim>,
+    axis: usize,
+    mode: Mode,
+}
+
+impl Site<'_> {
+    /// Nothing if the totals are larger than memory.
+    fn step<S: Scan>(self, scan: S) -> Option<()> {
+        let (rows, n, k) = around(&self.dims, self.axis, self.launcher.max_rows);
+        let shared = S::PARTS && k == 1 && n > CHUNK && self.launcher.parts > 1;
+        let totals = match shared {
+            true => {
+                let chunks = rows.checked_mul(n.div_ceil(CHUNK))?;
+                let bytes = chunks.checked_mul(size_of::<S::Acc>())?;
+                self.launcher.scratch(bytes)
+            }
+            false => Reg::ABSENT,
+        };
+        let (x, out, mode, axis) = (self.x, self.out, self.mode, self.axis);
+        let kernel = || Running {
+            scan,
+            x,
+            out,
+            totals,
+            dims: self.dims.clone(),
+            axis,
+            mode,
+        };
+        match shared {
+            true => {
+                self.launcher.step(Totals(kernel()), &[x], &[totals]);
+                self.launcher.step(kernel(), &[x, totals], &[out]);
+            }
+            false => self.launcher.step(kernel(), &[x], &[out]),
+        }
+        Some(())
+    }
 }

@@ -1,0 +1,355 @@
+//! The loops of running sums and products.
+//!
+//! A row is scanned without waiting for one element after the other: four steps make of every element the
+//! result of the sixteen that end with it, and sixteen chains, one per lane, run over those. So an element's
+//! order depends on its place in the row (inside a chunk of fixed length) and on nothing else. Columns go
+//! from element to element, side by side.
+
+use crate::cpu::{
+    lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
+    path::CpuPath,
+};
+
+/// Elements of a row between two steps of the same kind: their buffers stay in the nearest cache.
+const BLOCK: usize = 256;
+
+/// Elements of a row that are scanned by themselves, before what came before is folded in: threads share long rows.
+pub(super) const CHUNK: usize = 16 << 10;
+
+/// Columns that run together at most.
+pub(super) const TILE: usize = 2048;
+
+/// Which way, and with or without the element itself.
+#[derive(Clone, Copy)]
+pub(super) struct Mode {
+    pub reverse: bool,
+    pub exclusive: bool,
+}
+
+/// One way to run over elements.
+pub(super) trait Scan: Copy + Send + Sync + 'static {
+    /// An element in memory.
+    type Of: Copy;
+    /// A running value.
+    type Acc: Copy + Send + Sync;
+    /// Whether parts of a row may be folded by themselves: not where they could leave the range that the
+    /// whole stays in.
+    const PARTS: bool;
+
+    fn identity(self) -> Self::Acc;
+    fn load(self, value: Self::Of) -> Self::Acc;
+    fn fold(self, a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn store(self, acc: Self::Acc) -> Self::Of;
+
+    /// Scans rows of `n` elements, or one chunk of a row after `before`. Returns the [`total`](Self::total) of the last.
+    fn rows(
+        self,
+        path: CpuPath,
+        x: &[Self::Of],
+        n: usize,
+        mode: Mode,
+        before: Self::Acc,
+        out: &mut [Self::Of],
+    ) -> Self::Acc;
+
+    /// What all of a chunk fold to.
+    fn total(self, path: CpuPath, x: &[Self::Of], mode: Mode) -> Self::Acc;
+
+    /// Scans `width` columns, at most [`TILE`], of a matrix of `k` columns and `n` rows.
+    ///
+    /// # Safety
+    /// The columns may be read at `x` and written at `out`, and nobody else touches what is written.
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn columns(
+        self,
+        path: CpuPath,
+        x: *const Self::Of,
+        out: *mut Self::Of,
+        n: usize,
+        k: usize,
+        width: usize,
+        mode: Mode,
+    );
+}
+
+/// Every element folded with the one `D` before it. Buffers begin with the last of the block before.
+#[inline(always)]
+fn step<S: Scan, const D: usize>(s: S, from: &[S::Acc], to: &mut [S::Acc]) {
+    let n = to.len() - LANES;
+    let (early, late) = (&from[LANES - D..][..n], &from[LANES..][..n]);
+    for ((o, a), b) in to[LANES..].iter_mut().zip(early).zip(late) {
+        *o = s.fold(*a, *b);
+    }
+}
+
+/// What a block is folded in: four steps, each with the last of the block before in front, and the running
+/// values with the one before in front.
+struct Buffers<S: Scan> {
+    steps: [[S::Acc; LANES + BLOCK]; 4],
+    done: [S::Of; 1 + BLOCK],
+}
+
+impl<S: Scan> Buffers<S> {
+    #[inline(always)]
+    fn new(s: S) -> Self {
+        Self {
+            steps: [[s.identity(); LANES + BLOCK]; 4],
+            done: [s.store(s.identity()); 1 + BLOCK],
+        }
+    }
+}
+
+/// Hands a row's running values on, block by block: the one before the block, then those of the block.
+#[inline(always)]
+fn blocks<S: Scan>(
+    s: S,
+    buffers: &mut Buffers<S>,
+    x: &[S::Of],
+    mode: Mode,
+    before: S::Acc,
+    mut put: impl FnMut(usize, &[S::Of]),
+) -> S::Acc {
+    let Buffers { steps, done } = buffers;
+    for step in &mut *steps {
+        step[..LANES].fill(s.identity());
+    }
+    done[0] = s.store(before);
+    let mut acc = [s.identity(); LANES];
+    let n = x.len();
+    for start in (0..n).step_by(BLOCK) {
+        let len = BLOCK.min(n - start);
+        let whole = len.next_multiple_of(LANES);
+        let [a, b, c, d] = &mut *steps;
+        let to = &mut a[LANES..];
+        if mode.reverse {
+            let x = &x[n - start - len..n - start];
+            for (o, v) in to.iter_mut().zip(x.iter().rev()) {
+                *o = s.load(*v);
+            }
+        } else {
+            for (o, v) in to.iter_mut().zip(&x[start..start + len]) {
+                *o = s.load(*v);
+            }
+        }
+        to[len..whole].fill(s.identity());
+        step::<S, 1>(s, a, &mut b[..LANES + whole]);
+        step::<S, 2>(s, b, &mut c[..LANES + whole]);
+        step::<S, 4>(s, c, &mut d[..LANES + whole]);
+        let (early, _) = d[LANES - 8..LANES - 8 + whole].as_chunks::<LANES>();
+        let (late, _) = d[LANES..LANES + whole].as_chunks::<LANES>();
+        let (out, _) = done[1..1 + whole].as_chunks_mut::<LANES>();
+        for ((out, early), late) in out.iter_mut().zip(early).zip(late) {
+            for l in 0..LANES {
+                acc[l] = s.fold(acc[l], s.fold(early[l], late[l]));
+                out[l] = s.store(s.fold(before, acc[l]));
+            }
+        }
+        put(start, &done[..=len]);
+        done[0] = done[len];
+        if start + len < n {
+            for step in &mut *steps {
+                step.copy_within(whole..whole + LANES, 0);
+            }
+        }
+    }
+    match n {
+        0 => s.identity(),
+        n => acc[(n - 1) % LANES],
+    }
+}
+
+#[inline(always)]
+fn rows_body<S: Scan>(
+    s: S,
+    x: &[S::Of],
+    n: usize,
+    mode: Mode,
+    before: S::Acc,
+    out: &mut [S::Of],
+) -> S::Acc {
+    let mut total = s.identity();
+    let mut buffers = Buffers::new(s);
+    for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
+        if !S::PARTS {
+            total = one_by_one(s, x, mode, out);
+            continue;
+        }
+        total = blocks(s, &mut buffers, x, mode, before, |start, done| {
+            let len = done.len() - 1;
+            let from = if mode.exclusive {
+                &done[..len]
+            } else {
+                &done[1..]
+            };
+            if mode.reverse {
+                let to = &mut out[n - start - len..n - start];
+                for (o, v) in to.iter_mut().zip(from.iter().rev()) {
+                    *o = *v;
+                }
+            } else {
+                out[start..start + len].copy_from_slice(from);
+            }
+        });
+    }
+    total
+}
+
+#[inline(always)]
+fn one_by_one<S: Scan>(s: S, x: &[S::Of], mode: Mode, out: &mut [S::Of]) -> S::Acc {
+    let mut acc = s.identity();
+    for i in 0..x.len().min(out.len()) {
+        let i = if mode.reverse { x.len() - 1 - i } else { i };
+        let next = s.fold(acc, s.load(x[i]));
+        out[i] = s.store(if mode.exclusive { acc } else { next });
+        acc = next;
+    }
+    acc
+}
+
+#[inline(always)]
+fn total_body<S: Scan>(s: S, x: &[S::Of], mode: Mode) -> S::Acc {
+    blocks(s, &mut Buffers::new(s), x, mode, s.identity(), |_, _| {})
+}
+
+/// Runs over one more row.
+#[inline(always)]
+fn one_row<S: Scan>(s: S, exclusive: bool, acc: &mut [S::Acc], x: &[S::Of], out: &mut [S::Of]) {
+    for ((a, v), o) in acc.iter_mut().zip(x).zip(out) {
+        let next = s.fold(*a, s.load(*v));
+        *o = s.store(if exclusive { *a } else { next });
+        *a = next;
+    }
+}
+
+/// Runs over two more rows.
+#[inline(always)]
+fn two_rows<S: Scan>(
+    s: S,
+    exclusive: bool,
+    acc: &mut [S::Acc],
+    (x, y): (&[S::Of], &[S::Of]),
+    out: &mut [S::Of],
+    next: &mut [S::Of],
+) {
+    let n = acc.len();
+    let (x, y, out, next) = (&x[..n], &y[..n], &mut out[..n], &mut next[..n]);
+    for j in 0..n {
+        let a = acc[j];
+        let b = s.fold(a, s.load(x[j]));
+        let c = s.fold(b, s.load(y[j]));
+        out[j] = s.store(if exclusive { a } else { b });
+        next[j] = s.store(if exclusive { b } else { c });
+        acc[j] = c;
+    }
+}
+
+#[inline(always)]
+unsafe fn columns_body<S: Scan>(
+    s: S,
+    x: *const S::Of,
+    out: *mut S::Of,
+    n: usize,
+    k: usize,
+    width: usize,
+    mode: Mode,
+) {
+    let mut acc = [s.identity(); TILE];
+    let acc = &mut acc[..width];
+    let place = |i: usize| k * if mode.reverse { n - 1 - i } else { i };
+    // SAFETY: the caller's promise for every row and these columns; two rows do not overlap.
+    let read = |i: usize| unsafe { std::slice::from_raw_parts(x.add(place(i)), width) };
+    // SAFETY: as above.
+    let write = |i: usize| unsafe { std::slice::from_raw_parts_mut(out.add(place(i)), width) };
+    let mut i = 0;
+    while i + 2 <= n {
+        let from = (read(i), read(i + 1));
+        // The flag is a constant in either loop.
+        match mode.exclusive {
+            true => two_rows(s, true, acc, from, write(i), write(i + 1)),
+            false => two_rows(s, false, acc, from, write(i), write(i + 1)),
+        }
+        i += 2;
+    }
+    if i < n {
+        one_row(s, mode.exclusive, acc, read(i), write(i));
+    }
+}
+
+macro_rules! scans {
+    ($($name:ident $of:ty => $acc:ty, $parts:literal, $identity:expr, $load:expr, $fold:expr, $store:expr;)*) => {$(
+        #[derive(Clone, Copy)]
+        pub(super) struct $name;
+
+        impl Scan for $name {
+            type Of = $of;
+            type Acc = $acc;
+            const PARTS: bool = $parts;
+
+            #[inline(always)]
+            fn identity(self) -> $acc { $identity }
+            #[inline(always)]
+            fn load(self, v: $of) -> $acc { $load(v) }
+            #[inline(always)]
+            fn fold(self, a: $acc, b: $acc) -> $acc { $fold(a, b) }
+            #[inline(always)]
+            fn store(self, acc: $acc) -> $of { $store(acc) }
+
+            fn rows(self, path: CpuPath, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc {
+                dispatch! {
+                    fn run(s: $name, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc
+                        = rows_body::<$name>;
+                }
+                run(path, self, x, n, mode, before, out)
+            }
+
+            fn total(self, path: CpuPath, x: &[$of], mode: Mode) -> $acc {
+                dispatch! {
+                    fn run(s: $name, x: &[$of], mode: Mode) -> $acc = total_body::<$name>;
+                }
+                run(path, self, x, mode)
+            }
+
+            unsafe fn columns(self, path: CpuPath, x: *const $of, out: *mut $of, n: usize, k: usize, width: usize, mode: Mode) {
+                dispatch! {
+                    unsafe fn run(s: $name, x: *const $of, out: *mut $of, n: usize, k: usize, width: usize, mode: Mode)
+                        = columns_body::<$name>;
+                }
+                // SAFETY: the caller's promise.
+                unsafe { run(path, self, x, out, n, k, width, mode) }
+            }
+        }
+    )*};
+}
+
+fn same<T>(v: T) -> T {
+    v
+}
+
+fn to_half(v: f64) -> u16 {
+    f32_to_f16(v as f32)
+}
+
+fn to_brain(v: f64) -> u16 {
+    f32_to_bf16(v as f32)
+}
+
+// Products of f32 and narrower run in f64: a stretch of a row may leave the range that its products from the
+// start stay in.
+scans! {
+    Sum8 u8 => u8, true, 0, same, u8::wrapping_add, same;
+    Sum16 u16 => u16, true, 0, same, u16::wrapping_add, same;
+    Sum32 u32 => u32, true, 0, same, u32::wrapping_add, same;
+    Sum64 u64 => u64, true, 0, same, u64::wrapping_add, same;
+    SumF16 u16 => f32, true, 0.0, f16_to_f32, |a, b| a + b, f32_to_f16;
+    SumBf16 u16 => f32, true, 0.0, bf16_to_f32, |a, b| a + b, f32_to_bf16;
+    SumF32 f32 => f32, true, 0.0, same, |a, b| a + b, same;
+    SumF64 f64 => f64, true, 0.0, same, |a, b| a + b, same;
+    Prod8 u8 => u8, true, 1, same, u8::wrapping_mul, same;
+    Prod16 u16 => u16, true, 1, same, u16::wrapping_mul, same;
+    Prod32 u32 => u32, true, 1, same, u32::wrapping_mul, same;
+    Prod64 u64 => u64, true, 1, same, u64::wrapping_mul, same;
+    ProdF16 u16 => f64, true, 1.0, |v| f64::from(f16_to_f32(v)), |a, b| a * b, to_half;
+    ProdBf16 u16 => f64, true, 1.0, |v| f64::from(bf16_to_f32(v)), |a, b| a * b, to_brain;
+    ProdF32 f32 => f64, true, 1.0, f64::from, |a, b| a * b, |p| p as f32;
+    ProdF64 f64 => f64, false, 1.0, same, |a, b| a * b, same;
+}
