@@ -19,12 +19,14 @@ mod pool;
 mod random;
 mod reduce;
 mod reducers;
+mod reductions;
 mod rope;
 mod scan;
 mod scanners;
 mod scatter;
 mod softmax;
 mod sort;
+mod statistics;
 mod strided;
 mod window;
 
@@ -63,7 +65,7 @@ static TABLES: &[&[Entry]] = &[
     create::ENTRIES,
     movement::ENTRIES,
     join::ENTRIES,
-    reduce::ENTRIES,
+    reductions::ENTRIES,
     arg::ENTRIES,
     scan::ENTRIES,
     index::ENTRIES,

@@ -8,7 +8,7 @@ use hotcell_graph::{
 use super::{
     Entry,
     keys::{BF16_INFINITY, F16_INFINITY, F32_INFINITY, F64_INFINITY, order16, order32, order64},
-    reduce::ordered,
+    reductions::ordered,
     split_if_worth,
     strided::around,
     unsupported,
@@ -36,8 +36,8 @@ pub(super) static ENTRIES: &[Entry] = &[
     },
 ];
 
-/// Columns that are searched together.
-const TILE: usize = 512;
+/// Columns that are searched together at most.
+const TILE: usize = 2048;
 
 /// Elements of a row between two looks at the largest so far: they stay in the nearest cache.
 const CHUNK: usize = 2048;
@@ -74,19 +74,57 @@ fn row_body<K: Keys>(keys: K, x: &[K::Key]) -> u32 {
     at as u32
 }
 
+/// Looks at one more row, the `i`-th.
+#[inline(always)]
+fn row_of_columns<K: Keys>(keys: K, i: usize, row: &[K::Key], best: &mut [K::Key], at: &mut [u32]) {
+    for ((b, o), v) in best.iter_mut().zip(at).zip(row) {
+        let key = keys.key(*v);
+        let larger = key > *b;
+        *b = if larger { key } else { *b };
+        *o = if larger { i as u32 } else { *o };
+    }
+}
+
+/// Looks at four more rows, from the `i`-th on: the best of each column stays in a register meanwhile.
+#[inline(always)]
+fn rows_of_columns<K: Keys>(
+    keys: K,
+    i: usize,
+    rows: [&[K::Key]; 4],
+    best: &mut [K::Key],
+    at: &mut [u32],
+) {
+    let w = best.len();
+    let [p, q, r, s] = rows;
+    let (p, q, r, s, at) = (&p[..w], &q[..w], &r[..w], &s[..w], &mut at[..w]);
+    let later = |a: (K::Key, u32), b: (K::Key, u32)| if b.0 > a.0 { b } else { a };
+    for j in 0..w {
+        // Among four keys in a tree; an earlier one stays where a later one is not larger.
+        let i = i as u32;
+        let low = later((keys.key(p[j]), i), (keys.key(q[j]), i.wrapping_add(1)));
+        let high = later(
+            (keys.key(r[j]), i.wrapping_add(2)),
+            (keys.key(s[j]), i.wrapping_add(3)),
+        );
+        (best[j], at[j]) = later((best[j], at[j]), later(low, high));
+    }
+}
+
 #[inline(always)]
 fn columns_body<K: Keys>(keys: K, x: &[K::Key], k: usize, first: usize, out: &mut [u32]) {
     let mut best = [K::LOWEST; TILE];
     let best = &mut best[..out.len()];
     out.fill(0);
-    for (i, row) in x.chunks_exact(k).enumerate() {
-        let columns = best.iter_mut().zip(out.iter_mut()).zip(&row[first..]);
-        for ((b, o), v) in columns {
-            let key = keys.key(*v);
-            let larger = key > *b;
-            *b = if larger { key } else { *b };
-            *o = if larger { i as u32 } else { *o };
-        }
+    let mut i = 0;
+    let mut four = x.chunks_exact(4 * k);
+    for rows in &mut four {
+        let row = |i: usize| &rows[i * k + first..];
+        rows_of_columns(keys, i, [row(0), row(1), row(2), row(3)], best, out);
+        i += 4;
+    }
+    for row in four.remainder().chunks_exact(k) {
+        row_of_columns(keys, i, &row[first..], best, out);
+        i += 1;
     }
 }
 
@@ -152,14 +190,19 @@ impl<K: Keys> Kernel for Arg<K> {
         if n * k == 0 {
             return;
         }
-        let tiles = k.div_ceil(TILE);
-        let worth = (16 << 10) / (n * k.min(TILE));
+        // Columns are apart, so their tiles may be as the threads like them.
+        let tile = match outer * k.div_ceil(TILE) < 2 * parts {
+            true => k.div_ceil(parts).next_multiple_of(64).min(TILE),
+            false => TILE,
+        };
+        let tiles = k.div_ceil(tile);
+        let worth = (16 << 10) / n.saturating_mul(k.min(tile));
         let range = split_if_worth(outer * tiles, 1, worth.max(2), part, parts);
         // SAFETY: the specs say this size.
         let x = unsafe { run.slice::<K::Key>(self.x, outer * n * k) };
         for item in range {
-            let (o, first) = (item / tiles, item % tiles * TILE);
-            let width = TILE.min(k - first);
+            let (o, first) = (item / tiles, item % tiles * tile);
+            let width = tile.min(k - first);
             let at = o * k + first;
             // SAFETY: every item has results of its own.
             let out = unsafe { run.slice_mut::<u32>(self.out, at..at + width) };

@@ -7,14 +7,12 @@
 //! bits depend neither on threads nor on the number of rows.
 
 use hotcell_graph::{
-    DType, Dim,
-    op::{Call, ValueSpec, rules::normal_axis},
+    Dim,
+    op::{Call, rules::normal_axis},
 };
 
 use super::{
-    Entry,
-    keys::{BF16_INFINITY, F16_INFINITY},
-    reducers::{self as r, ROW_CHUNK, Reducer, TILE, chunk_rows},
+    reducers::{NARROW, ROW_CHUNK, Reducer, TILE, chunk_rows},
     split, split_if_worth, unsupported,
 };
 use crate::{
@@ -22,58 +20,8 @@ use crate::{
     cpu::plan::{Kernel, Launcher, Reg, Run},
 };
 
-/// What this file has kernels for.
-pub(super) static ENTRIES: &[Entry] = &[
-    Entry {
-        op: "reduce_sum",
-        supports: plain,
-        launch: sum,
-    },
-    Entry {
-        op: "reduce_prod",
-        supports: plain,
-        launch: product,
-    },
-    Entry {
-        op: "reduce_max",
-        supports: ordered,
-        launch: max,
-    },
-    Entry {
-        op: "reduce_min",
-        supports: ordered,
-        launch: min,
-    },
-    Entry {
-        op: "reduce_any",
-        supports: ordered,
-        launch: any,
-    },
-    Entry {
-        op: "reduce_all",
-        supports: ordered,
-        launch: all,
-    },
-];
-
 /// Elements below which one thread does it all.
 const WORTH: usize = 16 << 10;
-
-fn dtype(call: &Call<'_>) -> Option<DType> {
-    match call.inputs.first() {
-        Some(ValueSpec::Tensor(t)) => Some(t.dtype),
-        _ => None,
-    }
-}
-
-fn plain(call: &Call<'_>) -> bool {
-    dtype(call).is_some_and(|d| !d.is_block())
-}
-
-/// Whether the input's elements have an order.
-pub(super) fn ordered(call: &Call<'_>) -> bool {
-    dtype(call).is_some_and(|d| !d.is_block() && d != DType::C64)
-}
 
 /// Neighbouring axes as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -216,7 +164,7 @@ impl<R: Reducer> Chunks<R> {
         // Short rows' results share cache lines.
         let step = if s.n < 1024 { 64 } else { 1 };
         let range = split_if_worth(s.outer, step, worth.max(1), part, parts);
-        let mut buffer = [self.reducer.widen(self.reducer.identity()); BATCH];
+        let mut buffer = [self.reducer.nothing(); BATCH];
         for at in range.clone().step_by(BATCH) {
             if run.stopped() {
                 return;
@@ -250,23 +198,34 @@ impl<R: Reducer> Kernel for Chunks<R> {
             // SAFETY: the caller's promise.
             return unsafe { self.short_rows(run, x, &s, part, parts) };
         }
-        let tiles = s.k.div_ceil(TILE).max(1);
+        // Columns are apart, so their tiles may be as the threads like them.
+        let units = s.outer.saturating_mul(s.chunks);
+        let tile = match units.saturating_mul(s.k.div_ceil(TILE)) < 2 * parts {
+            true => (s.k / (2 * parts))
+                .next_multiple_of(NARROW)
+                .clamp(NARROW, TILE),
+            false => TILE,
+        };
+        let tiles = s.k.div_ceil(tile).max(1);
         let items = s.outer * s.chunks * tiles;
         let range = if x.len() < WORTH {
             split_if_worth(items, 1, usize::MAX, part, parts)
         } else {
             split(items, 1, part, parts)
         };
-        let mut buffer = [self.reducer.widen(self.reducer.identity()); TILE];
+        // SAFETY: the launch asked for a tile's, which are this part's own; any bits are a chunk's result.
+        let buffer = unsafe {
+            std::slice::from_raw_parts_mut(run.workspace(part).cast::<R::Part>(), tile.min(s.k))
+        };
         for item in range {
             if run.stopped() {
                 return;
             }
-            let (unit, first) = (item / tiles, item % tiles * TILE);
+            let (unit, first) = (item / tiles, item % tiles * tile);
             let (outer, chunk) = (unit / s.chunks, unit % s.chunks);
             let rows = chunk * s.chunk..s.n.min((chunk + 1) * s.chunk);
             let x = &x[(outer * s.n + rows.start) * s.k..(outer * s.n + rows.end) * s.k];
-            let out = &mut buffer[..TILE.min(s.k - first)];
+            let out = &mut buffer[..tile.min(s.k - first)];
             if self.layout.in_rows() {
                 self.reducer.rows(run.path, x, x.len(), out);
             } else if s.k > 0 {
@@ -317,14 +276,14 @@ impl<R: Reducer> Kernel for Join<R> {
         // SAFETY: the launch made it of this size at least.
         let chunks = unsafe { run.slice::<R::Part>(self.chunks, s.outer * s.chunks * s.k) };
         let r = self.reducer;
-        let mut buffer = [r.widen(r.identity()); WIDTH];
+        let mut buffer = [r.nothing(); WIDTH];
         for item in range {
             if run.stopped() {
                 return;
             }
             let (kept, first) = (item / tiles, item % tiles * WIDTH);
             let acc = &mut buffer[..WIDTH.min(s.k - first)];
-            acc.fill(r.widen(r.identity()));
+            acc.fill(r.nothing());
             for reduced in 0..reduced {
                 let unit = self.unit(kept, reduced, run.rows);
                 for chunk in 0..s.chunks {
@@ -345,16 +304,18 @@ impl<R: Reducer> Kernel for Join<R> {
 }
 
 /// A call's place in a plan.
-struct Site<'a, 'b> {
-    launcher: &'a mut Launcher,
-    call: &'a Call<'b>,
-    x: Reg,
-    out: Reg,
-    needs_one: bool,
+pub(super) struct Site<'a, 'b> {
+    pub launcher: &'a mut Launcher,
+    pub call: &'a Call<'b>,
+    pub x: Reg,
+    pub out: Reg,
+    /// Nothing has no result.
+    pub needs_one: bool,
 }
 
 impl Site<'_, '_> {
-    fn reduce<R: Reducer>(self, reducer: R) -> Result<(), DeviceError> {
+    /// Adds the steps.
+    pub fn reduce<R: Reducer>(self, reducer: R) -> Result<(), DeviceError> {
         let call = self.call;
         let dims = call.tensor(0)?.shape.dims();
         let axes = call.ints(0)?.iter().map(|a| normal_axis(*a, dims.len()));
@@ -373,6 +334,8 @@ impl Site<'_, '_> {
             self.launcher
                 .scratch(parts.ok_or_else(|| unsupported(call))?)
         };
+        let width = s.k.min(TILE);
+        self.launcher.workspace(width * size_of::<R::Part>());
         let chunks = Chunks {
             reducer,
             op: call.op.name,
@@ -393,178 +356,5 @@ impl Site<'_, '_> {
             self.launcher.step(join, &[target], &[self.out]);
         }
         Ok(())
-    }
-}
-
-fn site<'a, 'b>(
-    launcher: &'a mut Launcher,
-    call: &'a Call<'b>,
-    ins: &[Reg],
-    outs: &[Reg],
-) -> Result<(DType, Site<'a, 'b>), DeviceError> {
-    let (&[x], &[out], Some(dtype)) = (ins, outs, dtype(call)) else {
-        return Err(unsupported(call));
-    };
-    let site = Site {
-        launcher,
-        call,
-        x,
-        out,
-        needs_one: false,
-    };
-    Ok((dtype, site))
-}
-
-fn sum(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    outs: &[Reg],
-) -> Result<(), DeviceError> {
-    let (dtype, site) = site(launcher, call, ins, outs)?;
-    match dtype {
-        DType::Bool => site.reduce(r::SumBool {}),
-        DType::U8 => site.reduce(r::SumU8 {}),
-        DType::I8 => site.reduce(r::SumI8 {}),
-        DType::U16 => site.reduce(r::SumU16 {}),
-        DType::I16 => site.reduce(r::SumI16 {}),
-        DType::U32 | DType::I32 => site.reduce(r::Sum32 {}),
-        DType::U64 | DType::I64 => site.reduce(r::Sum64 {}),
-        DType::F16 => site.reduce(r::SumF16),
-        DType::BF16 => site.reduce(r::SumBf16),
-        DType::F32 => site.reduce(r::SumF32),
-        DType::F64 => site.reduce(r::SumF64),
-        DType::C64 => site.reduce(r::SumC64),
-        _ => Err(unsupported(call)),
-    }
-}
-
-fn product(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    outs: &[Reg],
-) -> Result<(), DeviceError> {
-    let (dtype, site) = site(launcher, call, ins, outs)?;
-    match dtype {
-        DType::Bool => site.reduce(r::ProdBool {}),
-        DType::U8 => site.reduce(r::ProdU8 {}),
-        DType::I8 => site.reduce(r::ProdI8 {}),
-        DType::U16 => site.reduce(r::ProdU16 {}),
-        DType::I16 => site.reduce(r::ProdI16 {}),
-        DType::U32 | DType::I32 => site.reduce(r::Prod32 {}),
-        DType::U64 | DType::I64 => site.reduce(r::Prod64 {}),
-        DType::F16 => site.reduce(r::ProdF16),
-        DType::BF16 => site.reduce(r::ProdBf16),
-        DType::F32 => site.reduce(r::ProdF32),
-        DType::F64 => site.reduce(r::ProdF64),
-        DType::C64 => site.reduce(r::ProdC64),
-        _ => Err(unsupported(call)),
-    }
-}
-
-fn max(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    outs: &[Reg],
-) -> Result<(), DeviceError> {
-    extreme(launcher, call, ins, outs, 0)
-}
-
-fn min(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    outs: &[Reg],
-) -> Result<(), DeviceError> {
-    extreme(launcher, call, ins, outs, -1)
-}
-
-/// `flip`: 0 for the largest, −1 for the smallest element.
-fn extreme(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    outs: &[Reg],
-    flip: i8,
-) -> Result<(), DeviceError> {
-    let (dtype, site) = site(launcher, call, ins, outs)?;
-    let site = Site {
-        needs_one: true,
-        ..site
-    };
-    let (f8, f16, f32, f64) = (flip, i16::from(flip), i32::from(flip), i64::from(flip));
-    let half = |infinity: i16, nan| r::MaxHalf {
-        flip: f16,
-        infinity,
-        nan,
-    };
-    match dtype {
-        DType::Bool if flip == 0 => site.reduce(r::Any8 { mask: u8::MAX }),
-        DType::Bool => site.reduce(r::All8 { mask: u8::MAX }),
-        DType::U8 => site.reduce(r::Max8 { flip: f8 ^ i8::MIN }),
-        DType::I8 => site.reduce(r::Max8 { flip: f8 }),
-        DType::U16 => site.reduce(r::Max16 {
-            flip: f16 ^ i16::MIN,
-        }),
-        DType::I16 => site.reduce(r::Max16 { flip: f16 }),
-        DType::U32 => site.reduce(r::Max32 {
-            flip: f32 ^ i32::MIN,
-        }),
-        DType::I32 => site.reduce(r::Max32 { flip: f32 }),
-        DType::U64 => site.reduce(r::Max64 {
-            flip: f64 ^ i64::MIN,
-        }),
-        DType::I64 => site.reduce(r::Max64 { flip: f64 }),
-        DType::F16 => site.reduce(half(F16_INFINITY, 0x7e00)),
-        DType::BF16 => site.reduce(half(BF16_INFINITY, 0x7fc0)),
-        DType::F32 => site.reduce(r::MaxF32 { flip: f32 }),
-        DType::F64 => site.reduce(r::MaxF64 { flip: f64 }),
-        _ => Err(unsupported(call)),
-    }
-}
-
-/// The bits of an element of a dtype that make it other than zero.
-fn nonzero_mask(dtype: DType) -> u64 {
-    match dtype {
-        DType::F16 | DType::BF16 => 0x7fff,
-        DType::F32 => 0x7fff_ffff,
-        DType::F64 => 0x7fff_ffff_ffff_ffff,
-        _ => u64::MAX,
-    }
-}
-
-fn any(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    outs: &[Reg],
-) -> Result<(), DeviceError> {
-    let (dtype, site) = site(launcher, call, ins, outs)?;
-    let mask = nonzero_mask(dtype);
-    match dtype.block_bytes() {
-        1 => site.reduce(r::Any8 { mask: mask as u8 }),
-        2 => site.reduce(r::Any16 { mask: mask as u16 }),
-        4 => site.reduce(r::Any32 { mask: mask as u32 }),
-        8 => site.reduce(r::Any64 { mask }),
-        _ => Err(unsupported(call)),
-    }
-}
-
-fn all(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    outs: &[Reg],
-) -> Result<(), DeviceError> {
-    let (dtype, site) = site(launcher, call, ins, outs)?;
-    let mask = nonzero_mask(dtype);
-    match dtype.block_bytes() {
-        1 => site.reduce(r::All8 { mask: mask as u8 }),
-        2 => site.reduce(r::All16 { mask: mask as u16 }),
-        4 => site.reduce(r::All32 { mask: mask as u32 }),
-        8 => site.reduce(r::All64 { mask }),
-        _ => Err(unsupported(call)),
     }
 }

@@ -11,10 +11,11 @@ use crate::cpu::{
 };
 
 /// Columns below which several rows make one vector.
-const NARROW: usize = 64;
+pub(super) const NARROW: usize = 64;
 
-/// Columns of accumulators that a thread holds at once.
-pub(super) const TILE: usize = 1024;
+/// Columns of accumulators that a thread holds at once: as many as leave room in the nearest cache, so that
+/// rows are read in long pieces.
+pub(super) const TILE: usize = 2048;
 
 /// Elements that one lane or column adds one after another before its sum is joined to others.
 const DEPTH: usize = 256;
@@ -23,7 +24,7 @@ const DEPTH: usize = 256;
 pub(super) const ROW_CHUNK: usize = DEPTH * LANES;
 
 /// Rows side by side in a vector of `k` columns: depends on the shape only, as it is part of the order.
-fn phases(k: usize) -> usize {
+pub(super) fn phases(k: usize) -> usize {
     if k < NARROW {
         NARROW.div_ceil(k.max(1))
     } else {
@@ -40,31 +41,17 @@ pub(super) fn chunk_rows(k: usize) -> usize {
 pub(super) trait Reducer: Copy + Send + Sync + 'static {
     /// An element in memory.
     type In: Copy;
-    /// What is folded inside a chunk.
-    type Acc: Copy;
-    /// What chunks are joined in.
+    /// A chunk's result, and what chunks are joined in. Any bits are one.
     type Part: Copy;
     /// A result in memory.
     type Out: Copy;
 
-    /// The result of nothing, inside a chunk.
-    fn identity(self) -> Self::Acc;
-    /// Reads an element.
-    fn load(self, value: Self::In) -> Self::Acc;
-    /// Folds two.
-    fn fold(self, a: Self::Acc, b: Self::Acc) -> Self::Acc;
-    /// A chunk's result.
-    fn widen(self, acc: Self::Acc) -> Self::Part;
+    /// The result of no chunk.
+    fn nothing(self) -> Self::Part;
     /// Joins two chunks, the earlier one first.
     fn join(self, a: Self::Part, b: Self::Part) -> Self::Part;
     /// What is stored.
     fn finish(self, part: Self::Part) -> Self::Out;
-
-    /// Folds a contiguous row: sixteen lanes, then their tree, unless the order does not matter.
-    #[inline(always)]
-    fn row(self, row: &[Self::In]) -> Self::Acc {
-        lanes_row(self, row)
-    }
 
     /// Reduces every `n` elements of `x` to one of `out`, at most [`ROW_CHUNK`] at a time.
     fn rows(self, path: CpuPath, x: &[Self::In], n: usize, out: &mut [Self::Part]);
@@ -74,8 +61,29 @@ pub(super) trait Reducer: Copy + Send + Sync + 'static {
     fn columns(self, path: CpuPath, x: &[Self::In], k: usize, first: usize, out: &mut [Self::Part]);
 }
 
+/// A reducer that folds element by element.
+trait Fold: Reducer {
+    /// What is folded inside a chunk.
+    type Acc: Copy;
+
+    /// The result of nothing, inside a chunk.
+    fn identity(self) -> Self::Acc;
+    /// Reads an element.
+    fn load(self, value: Self::In) -> Self::Acc;
+    /// Folds two.
+    fn fold(self, a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    /// A chunk's result.
+    fn widen(self, acc: Self::Acc) -> Self::Part;
+
+    /// Folds a contiguous row: sixteen lanes, then their tree, unless the order does not matter.
+    #[inline(always)]
+    fn row(self, row: &[Self::In]) -> Self::Acc {
+        lanes_row(self, row)
+    }
+}
+
 #[inline(always)]
-fn lanes_row<R: Reducer>(r: R, row: &[R::In]) -> R::Acc {
+fn lanes_row<R: Fold>(r: R, row: &[R::In]) -> R::Acc {
     if row.len() < LANES {
         return any_order_row(r, row);
     }
@@ -98,7 +106,7 @@ fn lanes_row<R: Reducer>(r: R, row: &[R::In]) -> R::Acc {
 }
 
 #[inline(always)]
-fn any_order_row<R: Reducer>(r: R, row: &[R::In]) -> R::Acc {
+fn any_order_row<R: Fold>(r: R, row: &[R::In]) -> R::Acc {
     let mut acc = r.identity();
     for v in row {
         acc = r.fold(acc, r.load(*v));
@@ -107,7 +115,7 @@ fn any_order_row<R: Reducer>(r: R, row: &[R::In]) -> R::Acc {
 }
 
 #[inline(always)]
-fn rows_body<R: Reducer>(r: R, x: &[R::In], n: usize, out: &mut [R::Part]) {
+fn rows_body<R: Fold>(r: R, x: &[R::In], n: usize, out: &mut [R::Part]) {
     if n == 0 {
         return out.fill(r.widen(r.identity()));
     }
@@ -118,7 +126,7 @@ fn rows_body<R: Reducer>(r: R, x: &[R::In], n: usize, out: &mut [R::Part]) {
 
 /// Adds rows to accumulators, four at a time in ascending order.
 #[inline(always)]
-fn add_rows<R: Reducer>(r: R, acc: &mut [R::Acc], x: &[R::In], k: usize, first: usize) {
+fn add_rows<R: Fold>(r: R, acc: &mut [R::Acc], x: &[R::In], k: usize, first: usize) {
     let w = acc.len();
     let mut four = x.chunks_exact(4 * k);
     for rows in &mut four {
@@ -139,7 +147,7 @@ fn add_rows<R: Reducer>(r: R, acc: &mut [R::Acc], x: &[R::In], k: usize, first: 
 }
 
 #[inline(always)]
-fn columns_body<R: Reducer>(r: R, x: &[R::In], k: usize, first: usize, out: &mut [R::Part]) {
+fn columns_body<R: Fold>(r: R, x: &[R::In], k: usize, first: usize, out: &mut [R::Part]) {
     let mut acc = [r.identity(); TILE];
     let phases = phases(k);
     if phases == 1 {
@@ -202,9 +210,21 @@ macro_rules! exact {
 
         impl Reducer for $name {
             type In = $in;
-            type Acc = $acc;
             type Part = $acc;
             type Out = $out;
+
+            #[inline(always)]
+            fn nothing(self) -> $acc { $identity }
+            #[inline(always)]
+            fn join(self, a: $acc, b: $acc) -> $acc { self.fold(a, b) }
+            #[inline(always)]
+            fn finish(self, $p: $acc) -> $out { let $f = self; let _ = $f; $finish }
+
+            compile!($name);
+        }
+
+        impl Fold for $name {
+            type Acc = $acc;
 
             #[inline(always)]
             fn identity(self) -> $acc { $identity }
@@ -215,13 +235,7 @@ macro_rules! exact {
             #[inline(always)]
             fn widen(self, acc: $acc) -> $acc { acc }
             #[inline(always)]
-            fn join(self, a: $acc, b: $acc) -> $acc { self.fold(a, b) }
-            #[inline(always)]
-            fn finish(self, $p: $acc) -> $out { let $f = self; let _ = $f; $finish }
-            #[inline(always)]
             fn row(self, row: &[$in]) -> $acc { any_order_row(self, row) }
-
-            compile!($name);
         }
     )*};
 }
@@ -276,9 +290,21 @@ macro_rules! floats {
 
         impl Reducer for $name {
             type In = $in;
-            type Acc = $acc;
             type Part = $part;
             type Out = $in;
+
+            #[inline(always)]
+            fn nothing(self) -> $part { self.widen(self.identity()) }
+            #[inline(always)]
+            fn join(self, a: $part, b: $part) -> $part { $join(a, b) }
+            #[inline(always)]
+            fn finish(self, part: $part) -> $in { $finish(part) }
+
+            compile!($name);
+        }
+
+        impl Fold for $name {
+            type Acc = $acc;
 
             #[inline(always)]
             fn identity(self) -> $acc { $identity }
@@ -288,12 +314,6 @@ macro_rules! floats {
             fn fold(self, a: $acc, b: $acc) -> $acc { $fold(a, b) }
             #[inline(always)]
             fn widen(self, acc: $acc) -> $part { $widen(acc) }
-            #[inline(always)]
-            fn join(self, a: $part, b: $part) -> $part { $join(a, b) }
-            #[inline(always)]
-            fn finish(self, part: $part) -> $in { $finish(part) }
-
-            compile!($name);
         }
     )*};
 }

@@ -12,7 +12,7 @@ use super::{
     Entry,
     index::copy_block,
     keys::{BF16_INFINITY, F16_INFINITY, F32_INFINITY, F64_INFINITY, order16, order32, order64},
-    reduce::ordered,
+    reductions::ordered,
     split_if_worth,
     strided::around,
     unsupported,

@@ -1,0 +1,364 @@
+//! Reductions that look at elements more than once, while they are near: variance and log-sum-exp.
+//!
+//! Lanes (or columns) hold two numbers each and take eight elements at a time, whose own mean or maximum is
+//! found first. So memory is read once, and nothing is lost that a second pass over it would keep: variance
+//! is merged as by Chan, Golub and LeVeque (1979), sums of powers are scaled as maxima rise.
+
+use super::reducers::{Reducer, TILE, phases};
+use crate::cpu::{
+    lanes::{bf16_to_f32, dispatch, exp, f16_to_f32, f32_to_bf16, f32_to_f16},
+    path::CpuPath,
+};
+
+/// Lanes of a contiguous row: part of its order.
+const WIDE: usize = 64;
+
+/// The two numbers of each lane.
+pub(super) type Lanes<'a> = (&'a [f32], &'a [f32]);
+
+/// A statistic of f32 numbers.
+pub(super) trait Statistic: Copy {
+    /// Of many.
+    type Part: Copy;
+    /// What a lane begins with.
+    const START: [f32; 2];
+    /// Whether a lane's elements are taken less its first one: far from 0, their mean is too coarse.
+    const CENTERED: bool;
+
+    fn nothing() -> Self::Part;
+    /// Takes eight more into a lane that has taken `count`.
+    fn eight(count: f32, lane: [f32; 2], v: [f32; 8]) -> [f32; 2];
+    /// Takes one more.
+    fn one(count: f32, lane: [f32; 2], v: f32) -> [f32; 2];
+    /// What lanes hold that have each taken `count`, less `center`.
+    fn close(count: usize, lanes: Lanes<'_>, center: &[f32]) -> Self::Part;
+    fn join(a: Self::Part, b: Self::Part) -> Self::Part;
+}
+
+/// Lanes hold the mean and the sum of squared distances from it.
+#[derive(Clone, Copy)]
+pub(super) struct Moments;
+
+/// How many, their mean, and the sum of squared distances from it.
+pub(super) type Spread = [f64; 3];
+
+/// The sum of eight.
+#[inline(always)]
+fn sum8(v: [f32; 8]) -> f32 {
+    ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))
+}
+
+/// The sum of many in f64, eight at a time.
+#[inline(always)]
+fn sum_of(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sums = [0.0; 8];
+    for (i, v) in values.enumerate() {
+        sums[i % 8] += v;
+    }
+    sums.iter().sum()
+}
+
+impl Statistic for Moments {
+    type Part = Spread;
+    const START: [f32; 2] = [0.0; 2];
+    const CENTERED: bool = true;
+
+    fn nothing() -> Spread {
+        [0.0; 3]
+    }
+
+    #[inline(always)]
+    fn eight(count: f32, [mean, squares]: [f32; 2], v: [f32; 8]) -> [f32; 2] {
+        let near = sum8(v) * 0.125;
+        let apart = v.map(|v| (v - near) * (v - near));
+        let between = near - mean;
+        let share = 8.0 / (count + 8.0);
+        [
+            between.mul_add(share, mean),
+            squares + (between * between).mul_add(count * share, sum8(apart)),
+        ]
+    }
+
+    #[inline(always)]
+    fn one(count: f32, [mean, squares]: [f32; 2], v: f32) -> [f32; 2] {
+        let between = v - mean;
+        let share = 1.0 / (count + 1.0);
+        [
+            between.mul_add(share, mean),
+            (between * between).mul_add(count * share, squares),
+        ]
+    }
+
+    #[inline(always)]
+    fn close(count: usize, (means, squares): Lanes<'_>, center: &[f32]) -> Spread {
+        let whole = |(m, c): (&f32, &f32)| f64::from(*m) + f64::from(*c);
+        let means = || means.iter().zip(center).map(whole);
+        let lanes = squares.len() as f64;
+        let mean = sum_of(means()) / lanes;
+        let apart = means().map(|m| m - mean);
+        let between = sum_of(apart.map(|d| d * d)) * count as f64;
+        let inside = sum_of(squares.iter().map(|s| f64::from(*s)));
+        [count as f64 * lanes, mean, between + inside]
+    }
+
+    #[inline(always)]
+    fn join(a: Spread, b: Spread) -> Spread {
+        let count = a[0] + b[0];
+        if a[0] == 0.0 || b[0] == 0.0 {
+            return if a[0] == 0.0 { b } else { a };
+        }
+        let between = b[1] - a[1];
+        let share = b[0] / count;
+        [
+            count,
+            a[1] + between * share,
+            a[2] + b[2] + between * between * a[0] * share,
+        ]
+    }
+}
+
+/// Lanes hold the maximum and the sum of powers of e, each less what [`shift`] makes of the maximum.
+#[derive(Clone, Copy)]
+pub(super) struct Powers;
+
+/// An infinite shift would make NaN of ∞ − ∞.
+#[inline(always)]
+fn shift(most: f32) -> f32 {
+    if most.abs() < f32::INFINITY {
+        most
+    } else {
+        0.0
+    }
+}
+
+#[inline(always)]
+fn larger(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+impl Statistic for Powers {
+    type Part = [f64; 2];
+    const START: [f32; 2] = [f32::NEG_INFINITY, 0.0];
+    const CENTERED: bool = false;
+
+    fn nothing() -> [f64; 2] {
+        [f64::NEG_INFINITY, 0.0]
+    }
+
+    #[inline(always)]
+    fn eight(_: f32, [most, sum]: [f32; 2], v: [f32; 8]) -> [f32; 2] {
+        let (low, high) = (
+            larger(larger(v[0], v[1]), larger(v[2], v[3])),
+            larger(larger(v[4], v[5]), larger(v[6], v[7])),
+        );
+        let next = larger(larger(low, high), most);
+        let down = shift(next);
+        let before = sum * exp(most - down);
+        [next, before + sum8(v.map(|v| exp(v - down)))]
+    }
+
+    #[inline(always)]
+    fn one(_: f32, [most, sum]: [f32; 2], v: f32) -> [f32; 2] {
+        let next = larger(v, most);
+        let down = shift(next);
+        [next, sum * exp(most - down) + exp(v - down)]
+    }
+
+    #[inline(always)]
+    fn close(_: usize, (most, sums): Lanes<'_>, _: &[f32]) -> [f64; 2] {
+        let next = most.iter().copied().fold(f32::NEG_INFINITY, larger);
+        let down = shift(next);
+        let mut scaled = [0.0; WIDE];
+        let lanes = scaled.iter_mut().zip(most).zip(sums);
+        lanes.for_each(|((o, m), s)| *o = s * exp(m - down));
+        [next.into(), sum_of(scaled.iter().map(|s| f64::from(*s)))]
+    }
+
+    #[inline(always)]
+    fn join(a: [f64; 2], b: [f64; 2]) -> [f64; 2] {
+        let most = if a[0] > b[0] { a[0] } else { b[0] };
+        let scaled = |part: [f64; 2]| match part[0] == most {
+            true => part[1],
+            false => part[1] * libm::exp(part[0] - most),
+        };
+        [most, scaled(a) + scaled(b)]
+    }
+}
+
+/// Takes the rows of a matrix of `k` columns into the lanes of `a.len()` columns. How many that were.
+#[inline(always)]
+fn take_rows<S: Statistic, T: Copy>(
+    load: impl Fn(T) -> f32,
+    [a, b, center]: [&mut [f32]; 3],
+    x: &[T],
+    k: usize,
+    first: usize,
+) -> usize {
+    let w = a.len();
+    let (b, center) = (&mut b[..w], &mut center[..w]);
+    a.fill(S::START[0]);
+    b.fill(S::START[1]);
+    center.fill(0.0);
+    if S::CENTERED && x.len() >= k {
+        for (c, v) in center.iter_mut().zip(&x[first..][..w]) {
+            *c = load(*v);
+        }
+    }
+    let less = |v: f32, center: f32| if S::CENTERED { v - center } else { v };
+    let mut count = 0;
+    let mut eight = x.chunks_exact(8 * k);
+    for rows in &mut eight {
+        let row = |i: usize| &rows[i * k + first..][..w];
+        let (p, q, r, s) = (row(0), row(1), row(2), row(3));
+        let (t, u, v, y) = (row(4), row(5), row(6), row(7));
+        for j in 0..w {
+            let x =
+                [p[j], q[j], r[j], s[j], t[j], u[j], v[j], y[j]].map(|v| less(load(v), center[j]));
+            [a[j], b[j]] = S::eight(count as f32, [a[j], b[j]], x);
+        }
+        count += 8;
+    }
+    for row in eight.remainder().chunks_exact(k) {
+        let row = &row[first..][..w];
+        for j in 0..w {
+            let v = less(load(row[j]), center[j]);
+            [a[j], b[j]] = S::one(count as f32, [a[j], b[j]], v);
+        }
+        count += 1;
+    }
+    count
+}
+
+#[inline(always)]
+fn row<S: Statistic, T: Copy>(load: impl Fn(T) -> f32 + Copy, x: &[T]) -> S::Part {
+    let mut part = S::nothing();
+    let (whole, tail) = x.split_at(x.len() / WIDE * WIDE);
+    for piece in [whole, tail] {
+        let w = piece.len().min(WIDE);
+        if w > 0 {
+            let mut lanes = [[0.0; WIDE]; 3];
+            let [a, b, center] = lanes.each_mut().map(|lane| &mut lane[..w]);
+            let count = take_rows::<S, T>(load, [&mut *a, &mut *b, &mut *center], piece, w, 0);
+            part = S::join(part, S::close(count, (a, b), center));
+        }
+    }
+    part
+}
+
+#[inline(always)]
+fn columns<S: Statistic, T: Copy>(
+    load: impl Fn(T) -> f32 + Copy,
+    x: &[T],
+    k: usize,
+    first: usize,
+    out: &mut [S::Part],
+) {
+    let mut lanes = [[0.0; TILE]; 3];
+    let phases = phases(k);
+    if phases == 1 {
+        let [a, b, center] = lanes.each_mut().map(|lane| &mut lane[..out.len()]);
+        let count = take_rows::<S, T>(load, [&mut *a, &mut *b, &mut *center], x, k, first);
+        for (j, o) in out.iter_mut().enumerate() {
+            *o = S::close(count, (&a[j..=j], &b[j..=j]), &center[j..=j]);
+        }
+        return;
+    }
+    // Narrow rows lie side by side; those that do not fill the width come after.
+    out.fill(S::nothing());
+    let width = phases * k;
+    let (whole, tail) = x.split_at(x.len() / width * width);
+    for piece in [whole, tail] {
+        let w = piece.len().min(width);
+        if w == 0 {
+            continue;
+        }
+        let [a, b, center] = lanes.each_mut().map(|lane| &mut lane[..w]);
+        let count = take_rows::<S, T>(load, [&mut *a, &mut *b, &mut *center], piece, w, 0);
+        for j in 0..w {
+            let o = &mut out[j % k];
+            let closed = S::close(count, (&a[j..=j], &b[j..=j]), &center[j..=j]);
+            *o = S::join(*o, closed);
+        }
+    }
+}
+
+macro_rules! statistics {
+    ($($name:ident { $($field:ident: $field_ty:ty),* } $statistic:ty: $in:ty, $load:expr, |$s:ident, $p:ident| $finish:expr;)*) => {$(
+        #[derive(Clone, Copy)]
+        pub(super) struct $name { $(pub $field: $field_ty),* }
+
+        impl Reducer for $name {
+            type In = $in;
+            type Part = <$statistic as Statistic>::Part;
+            type Out = $in;
+
+            fn nothing(self) -> Self::Part { <$statistic>::nothing() }
+            fn join(self, a: Self::Part, b: Self::Part) -> Self::Part { <$statistic>::join(a, b) }
+            fn finish(self, $p: Self::Part) -> $in { let $s = self; let _ = $s; $finish }
+
+            fn rows(self, path: CpuPath, x: &[$in], n: usize, out: &mut [Self::Part]) {
+                #[inline(always)]
+                fn body(x: &[$in], n: usize, out: &mut [<$statistic as Statistic>::Part]) {
+                    if n == 0 {
+                        return out.fill(<$statistic>::nothing());
+                    }
+                    for (x, o) in x.chunks_exact(n).zip(out) {
+                        *o = row::<$statistic, $in>($load, x);
+                    }
+                }
+                dispatch! {
+                    fn run(x: &[$in], n: usize, out: &mut [<$statistic as Statistic>::Part]) = body;
+                }
+                run(path, x, n, out);
+            }
+
+            fn columns(self, path: CpuPath, x: &[$in], k: usize, first: usize, out: &mut [Self::Part]) {
+                #[inline(always)]
+                fn body(x: &[$in], k: usize, first: usize, out: &mut [<$statistic as Statistic>::Part]) {
+                    columns::<$statistic, $in>($load, x, k, first, out);
+                }
+                dispatch! {
+                    fn run(x: &[$in], k: usize, first: usize, out: &mut [<$statistic as Statistic>::Part]) = body;
+                }
+                run(path, x, k, first, out);
+            }
+        }
+    )*};
+}
+
+/// Degrees of freedom that are lost, and whether the square root is wanted.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted {
+    pub ddof: f64,
+    pub root: bool,
+}
+
+impl Wanted {
+    fn of(self, [count, _, squares]: Spread) -> f64 {
+        let variance = squares / (count - self.ddof).max(0.0);
+        quiet(if self.root { variance.sqrt() } else { variance })
+    }
+}
+
+fn log([most, sum]: [f64; 2]) -> f64 {
+    let most = if most.is_finite() { most } else { 0.0 };
+    quiet(most + libm::log(sum))
+}
+
+/// The same NaN whatever made it: its sign differs between instructions.
+fn quiet(v: f64) -> f64 {
+    if v.is_nan() { f64::NAN } else { v }
+}
+
+fn same(v: f32) -> f32 {
+    v
+}
+
+statistics! {
+    SpreadF32 { wanted: Wanted } Moments: f32, same, |s, p| s.wanted.of(p) as f32;
+    SpreadF16 { wanted: Wanted } Moments: u16, f16_to_f32, |s, p| f32_to_f16(s.wanted.of(p) as f32);
+    SpreadBf16 { wanted: Wanted } Moments: u16, bf16_to_f32, |s, p| f32_to_bf16(s.wanted.of(p) as f32);
+    LogSumExpF32 {} Powers: f32, same, |_s, p| log(p) as f32;
+    LogSumExpF16 {} Powers: u16, f16_to_f32, |_s, p| f32_to_f16(log(p) as f32);
+    LogSumExpBf16 {} Powers: u16, bf16_to_f32, |_s, p| f32_to_bf16(log(p) as f32);
+}
