@@ -25,6 +25,7 @@ mod scan;
 mod scanners;
 mod scatter;
 mod softmax;
+mod softmax_columns;
 mod sort;
 mod statistics;
 mod strided;
@@ -61,6 +62,7 @@ static TABLES: &[&[Entry]] = &[
     pool::ENTRIES,
     rope::ENTRIES,
     softmax::ENTRIES,
+    softmax_columns::ENTRIES,
     get_rows::ENTRIES,
     create::ENTRIES,
     movement::ENTRIES,

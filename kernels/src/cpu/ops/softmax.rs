@@ -7,11 +7,13 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, split_if_worth, unsupported};
+use super::{Entry, reductions::narrow_float, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
-        lanes::{LANES, dispatch, exp, max16, sum16},
+        lanes::{
+            LANES, bf16_to_f32, dispatch, exp, f16_to_f32, f32_to_bf16, f32_to_f16, max16, sum16,
+        },
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
@@ -40,7 +42,7 @@ const WORTH: usize = 2048;
 
 /// Folds a row into sixteen lanes.
 #[inline(always)]
-fn lanes(x: &[f32], start: f32, step: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
+fn lanes<T: Copy>(x: &[T], start: f32, step: impl Fn(f32, T) -> f32) -> [f32; LANES] {
     let mut lanes = [start; LANES];
     let (chunks, tail) = x.as_chunks::<LANES>();
     for chunk in chunks {
@@ -56,18 +58,18 @@ fn lanes(x: &[f32], start: f32, step: impl Fn(f32, f32) -> f32) -> [f32; LANES] 
 
 /// The largest of a row, which may lose a NaN: the sum of exponentials does not.
 #[inline(always)]
-fn largest(x: &[f32]) -> f32 {
-    max16(lanes(
-        x,
-        f32::NEG_INFINITY,
-        |a, b| if a > b { a } else { b },
-    ))
+fn largest<T: Copy>(x: &[T], load: impl Fn(T) -> f32) -> f32 {
+    let step = |a: f32, b: T| {
+        let b = load(b);
+        if a > b { a } else { b }
+    };
+    max16(lanes(x, f32::NEG_INFINITY, step))
 }
 
 #[inline(always)]
 fn softmax_body(x: &[f32], n: usize, out: &mut [f32]) {
     for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
-        let most = largest(x);
+        let most = largest(x, |v| v);
         for (x, o) in x.iter().zip(&mut *out) {
             *o = exp(x - most);
         }
@@ -85,7 +87,7 @@ fn softmax_body(x: &[f32], n: usize, out: &mut [f32]) {
 #[inline(always)]
 fn log_softmax_body(x: &[f32], n: usize, out: &mut [f32]) {
     for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
-        let most = largest(x);
+        let most = largest(x, |v| v);
         let sum = sum16(lanes(x, 0.0, |a, b| a + exp(b - most)));
         if sum.is_nan() {
             out.fill(f32::NAN);
@@ -96,6 +98,40 @@ fn log_softmax_body(x: &[f32], n: usize, out: &mut [f32]) {
             *o = (x - most) - log;
         }
     }
+}
+
+/// Softmax of sixteen-bit floats, or its logarithm, rounded once: what does not fit the result is computed again.
+#[inline(always)]
+fn half_body(
+    (load, store): (impl Fn(u16) -> f32 + Copy, impl Fn(f32) -> u16),
+    x: &[u16],
+    n: usize,
+    log: bool,
+    out: &mut [u16],
+) {
+    for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
+        let most = largest(x, load);
+        let sum = sum16(lanes(x, 0.0, |a, b| a + exp(load(b) - most)));
+        if sum.is_nan() {
+            out.fill(store(f32::NAN));
+            continue;
+        }
+        let under = if log { libm::logf(sum) } else { sum };
+        for (x, o) in x.iter().zip(out) {
+            let down = load(*x) - most;
+            *o = store(if log { down - under } else { exp(down) / under });
+        }
+    }
+}
+
+#[inline(always)]
+fn f16_body(x: &[u16], n: usize, log: bool, out: &mut [u16]) {
+    half_body((f16_to_f32, f32_to_f16), x, n, log, out);
+}
+
+#[inline(always)]
+fn bf16_body(x: &[u16], n: usize, log: bool, out: &mut [u16]) {
+    half_body((bf16_to_f32, f32_to_bf16), x, n, log, out);
 }
 
 /// Absent weights and biases are empty.
@@ -130,6 +166,12 @@ dispatch! {
     fn log_softmax_rows(x: &[f32], n: usize, out: &mut [f32]) = log_softmax_body;
 }
 dispatch! {
+    fn f16_rows(x: &[u16], n: usize, log: bool, out: &mut [u16]) = f16_body;
+}
+dispatch! {
+    fn bf16_rows(x: &[u16], n: usize, log: bool, out: &mut [u16]) = bf16_body;
+}
+dispatch! {
     fn layer_norm_rows(x: &[f32], n: usize, weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) = layer_norm_body;
 }
 
@@ -142,6 +184,32 @@ enum Rows {
         bias: Option<Reg>,
         eps: f32,
     },
+}
+
+/// Softmax of rows of sixteen-bit floats.
+struct OverHalfRows {
+    x: Reg,
+    out: Reg,
+    shape: Shape,
+    n: usize,
+    brain: bool,
+    log: bool,
+}
+
+impl Kernel for OverHalfRows {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let elements = self.shape.elements(run.rows).unwrap_or(0);
+        let range = split_if_worth(elements, self.n, WORTH, part, parts);
+        // SAFETY: the specs say these sizes; parts write rows of their own.
+        let (x, out) = unsafe {
+            (
+                run.slice::<u16>(self.x, elements),
+                run.slice_mut::<u16>(self.out, range.clone()),
+            )
+        };
+        let rows = if self.brain { bf16_rows } else { f16_rows };
+        rows(run.path, &x[range], self.n, self.log, out);
+    }
 }
 
 struct OverRows {
@@ -180,18 +248,24 @@ impl Kernel for OverRows {
     }
 }
 
-/// An f32 tensor and the size of its innermost axis, if that has elements.
-fn rows_of<'a>(call: &Call<'a>) -> Option<(&'a TensorSpec, usize)> {
+/// A tensor and the size of its innermost axis, if that has elements.
+fn any_rows_of<'a>(call: &Call<'a>) -> Option<(&'a TensorSpec, usize)> {
     let Some(ValueSpec::Tensor(x)) = call.inputs.first() else {
         return None;
     };
     let n = x.shape.inner().filter(|n| *n > 0 && x.shape.rank() > 0)?;
-    (x.dtype == DType::F32).then_some((x, n))
+    Some((x, n))
+}
+
+/// The same of an f32 tensor.
+fn rows_of<'a>(call: &Call<'a>) -> Option<(&'a TensorSpec, usize)> {
+    any_rows_of(call).filter(|(x, _)| x.dtype == DType::F32)
 }
 
 fn softmax_fits(call: &Call<'_>) -> bool {
     let axis = call.int(0).unwrap_or(0);
-    rows_of(call).is_some_and(|(x, _)| axis == -1 || axis == x.shape.rank() as i64 - 1)
+    let last = |x: &TensorSpec| axis == -1 || axis == x.shape.rank() as i64 - 1;
+    narrow_float(call) && any_rows_of(call).is_some_and(|(x, _)| last(x))
 }
 
 fn layer_norm_fits(call: &Call<'_>) -> bool {
@@ -201,6 +275,34 @@ fn layer_norm_fits(call: &Call<'_>) -> bool {
         ValueSpec::Cache(_) => false,
     };
     rows_of(call).is_some() && call.inputs.iter().all(vector)
+}
+
+/// Adds the step for sixteen-bit floats, if it is those.
+fn half_rows(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+    log: bool,
+) -> Option<()> {
+    let (Some((t, n)), &[x], &[out]) = (any_rows_of(call), ins, outs) else {
+        return None;
+    };
+    let brain = match t.dtype {
+        DType::F16 => false,
+        DType::BF16 => true,
+        _ => return None,
+    };
+    let kernel = OverHalfRows {
+        x,
+        out,
+        shape: t.shape.clone(),
+        n,
+        brain,
+        log,
+    };
+    launcher.step(kernel, &[x], &[out]);
+    Some(())
 }
 
 fn over_rows(
@@ -231,7 +333,10 @@ fn softmax(
     ins: &[Reg],
     outs: &[Reg],
 ) -> Result<(), DeviceError> {
-    over_rows(launcher, call, ins, outs, Rows::Softmax)
+    match half_rows(launcher, call, ins, outs, false) {
+        Some(()) => Ok(()),
+        None => over_rows(launcher, call, ins, outs, Rows::Softmax),
+    }
 }
 
 fn log_softmax(
@@ -240,7 +345,10 @@ fn log_softmax(
     ins: &[Reg],
     outs: &[Reg],
 ) -> Result<(), DeviceError> {
-    over_rows(launcher, call, ins, outs, Rows::LogSoftmax)
+    match half_rows(launcher, call, ins, outs, true) {
+        Some(()) => Ok(()),
+        None => over_rows(launcher, call, ins, outs, Rows::LogSoftmax),
+    }
 }
 
 fn layer_norm(
