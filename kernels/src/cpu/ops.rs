@@ -2,6 +2,7 @@
 
 mod arg;
 mod attention;
+mod close;
 mod conv;
 mod create;
 mod dequantize;
@@ -52,6 +53,7 @@ struct Entry {
 static TABLES: &[&[Entry]] = &[
     ALIASES,
     attention::ENTRIES,
+    close::ENTRIES,
     conv::ENTRIES,
     dequantize::ENTRIES,
     elementwise::ENTRIES,
