@@ -88,6 +88,9 @@ reasons! {
     Overloaded "OVERLOADED" ResourceExhausted;
     /// The worker died and the request could not be continued.
     WorkerLost "WORKER_LOST" Unavailable;
+    /// The request killed every worker it ran on, the last one with nobody else there; sent again it would do so again.
+    // Not UNAVAILABLE or ABORTED, which clients' retry policies take for an invitation.
+    RequestPoisoned "REQUEST_POISONED" Internal;
     /// No worker can serve this now.
     NoWorker "NO_WORKER" Unavailable;
     /// The process is shutting down.

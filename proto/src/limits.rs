@@ -101,6 +101,8 @@ pub const MAX_RANK: usize = 8;
 pub const MAX_ELEMENTS: u64 = 1 << 40;
 /// Times one stream may be continued on another worker.
 pub const MAX_CONTINUATIONS: u32 = 8;
+/// Throw-away workers at once, each of which runs one suspected request alone.
+pub const MAX_SOLO_WORKERS: usize = 4;
 /// Bytes of one line of a worker's log; longer ones are cut.
 pub const MAX_LOG_LINE: usize = 4096;
 /// Lines of a worker's log that are kept for its obituary.

@@ -20,6 +20,7 @@ pub mod service;
 pub mod stream;
 pub mod streams;
 pub mod supervisor;
+pub mod suspicion;
 pub mod tensors;
 pub mod text;
 pub mod vault;

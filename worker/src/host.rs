@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
@@ -130,7 +130,7 @@ struct Inner {
     draining: AtomicBool,
     arrived: Arc<Arrived>,
     /// Who this is: name and epoch.
-    identity: OnceLock<(String, Epoch)>,
+    identity: Mutex<Option<(String, Epoch)>>,
     tensor_connections: Arc<Semaphore>,
     /// Bounds the text work that waits for a thread: a call that was given up must not leave its prompt behind.
     text: Arc<Semaphore>,
@@ -155,7 +155,7 @@ impl Host {
             places: Arc::default(),
             draining: AtomicBool::new(false),
             arrived: Arc::default(),
-            identity: OnceLock::new(),
+            identity: Mutex::default(),
             tensor_connections: Arc::new(Semaphore::new(TENSOR_CONNECTIONS)),
             text: Arc::new(Semaphore::new(TEXT_THREADS)),
             hashing: Arc::new(Semaphore::new(HASH_THREADS)),
@@ -168,15 +168,15 @@ impl Host {
         &self.0.engine
     }
 
-    /// Says who this is. The first one counts.
+    /// Says who this is. A standby is told again when it takes a worker's place, before anybody has a session.
     pub fn set_identity(&self, worker: &str, epoch: Epoch) {
-        let _ = self.0.identity.set((worker.to_owned(), epoch));
+        *locked(&self.0.identity) = Some((worker.to_owned(), epoch));
     }
 
     /// Name and epoch of this worker.
     pub fn identity(&self) -> (String, Epoch) {
         let unnamed = || ("w0".to_owned(), Epoch(0));
-        self.0.identity.get().cloned().unwrap_or_else(unnamed)
+        locked(&self.0.identity).clone().unwrap_or_else(unnamed)
     }
 
     /// Names of the loaded models.

@@ -70,6 +70,7 @@ pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::TokensForgotten, Exit::Failed),
     (Reason::Overloaded, Exit::Unavailable),
     (Reason::WorkerLost, Exit::Unavailable),
+    (Reason::RequestPoisoned, Exit::Failed),
     (Reason::NoWorker, Exit::Unavailable),
     (Reason::Draining, Exit::Unavailable),
     (Reason::ProtocolMismatch, Exit::Failed),

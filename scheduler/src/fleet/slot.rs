@@ -18,6 +18,11 @@ use tokio::time::Instant;
 use super::Link;
 use crate::death::Death;
 
+/// The trust domain of a device's own worker and of its standby.
+const TRUSTED: &str = "trusted";
+/// That of a worker which runs one suspected request.
+pub(super) const SUSPECT: &str = "suspect";
+
 /// What a worker has to do, as the scheduler counts it.
 #[derive(Debug, Default)]
 pub(super) struct Load {
@@ -28,6 +33,8 @@ pub(super) struct Load {
 /// A worker in the table.
 pub(super) struct Slot {
     pub(super) device: Device,
+    /// Whom it runs work for.
+    pub(super) domain: &'static str,
     pub(super) epoch: u64,
     pub(super) pid: u32,
     pub(super) state: WorkerState,
@@ -56,6 +63,7 @@ impl Slot {
     pub(super) fn new(device: Device) -> Self {
         Self {
             device,
+            domain: TRUSTED,
             epoch: 0,
             pid: 0,
             state: WorkerState::Starting,
@@ -119,7 +127,7 @@ impl Slot {
             state: self.state.into(),
             lease: Some(Lease {
                 device: self.device.id.clone(),
-                trust_domain: "trusted".to_owned(),
+                trust_domain: self.domain.to_owned(),
                 memory_bytes: self.device.memory_bytes,
                 cores: self.device.cores.clone(),
             }),

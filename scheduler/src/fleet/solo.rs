@@ -1,0 +1,332 @@
+//! Throw-away workers: one suspected request each, alone, on a process that nobody else uses and that ends with it.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    limits,
+    v1::{Device, Loaded, WorkerState},
+};
+use tokio::{
+    sync::OwnedSemaphorePermit,
+    time::{sleep, timeout_at},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::{
+    Fleet, LoadFailure, Order, Placed, Ticket,
+    aside::{Aside, while_alive},
+    link::Link,
+    slot::SUSPECT,
+};
+use crate::{
+    death::{Death, DeathKind, classify},
+    placement::{Estimate, Wish},
+    suspicion::{Next, Process, Record, Witnessed},
+    vault::OpenModel,
+};
+
+/// Throw-away workers that may die before their request reaches them; it is not to blame for those.
+const ATTEMPTS: u32 = 3;
+
+/// Holds a throw-away worker: dropping it ends the process.
+#[derive(Debug)]
+pub(super) struct Leash {
+    _end: DropGuard,
+}
+
+/// Why a suspect gets no worker of its own.
+enum NoSolo {
+    /// It is no suspect any more.
+    Cleared,
+    Failed(Error),
+}
+
+impl From<Error> for NoSolo {
+    fn from(error: Error) -> Self {
+        NoSolo::Failed(error)
+    }
+}
+
+/// Whether a request may have caused a death of this kind.
+fn blames(kind: DeathKind) -> bool {
+    match kind {
+        DeathKind::Exit { .. }
+        | DeathKind::Signal { .. }
+        | DeathKind::Protocol
+        | DeathKind::Deadline
+        | DeathKind::Wedged
+        | DeathKind::Unknown => true,
+        // The host was short, a file changed, the device computes wrongly, or it was told to go.
+        DeathKind::OutOfMemory { .. }
+        | DeathKind::ModelChanged
+        | DeathKind::Corrupt
+        | DeathKind::CannotStart
+        | DeathKind::Stopped => false,
+    }
+}
+
+impl Fleet {
+    /// Notes in a request's record that its worker was lost, and decides what becomes of the request. The deaths of
+    /// one that is poison are held against nobody else from then on.
+    pub fn witness(&self, record: &mut Record, placed: &Placed) -> Next {
+        let link = &placed.link;
+        let sentence = || link.fate.condemned.borrow().as_ref().map(|c| c.kind);
+        // One that was condemned may still be dying.
+        let kind = link.fate.death().map(|death| death.kind).or_else(sentence);
+        let death = Witnessed {
+            process: Process {
+                worker: link.worker.clone(),
+                epoch: link.epoch,
+            },
+            blames: blames(kind.unwrap_or(DeathKind::Unknown)),
+            alone: placed.is_alone(),
+        };
+        let mut explained = self.explained();
+        let next = record.witness(&self.suspicion, death, &explained);
+        if next == Next::Poison {
+            explained.explain(record.blamed());
+            drop(explained);
+            // Those who wait for a worker of their own may need none any more.
+            self.tell();
+        }
+        next
+    }
+
+    /// A place for a suspect: alone on a throw-away worker, on the device of `home` if that is in use; or among
+    /// others, once somebody else turned out to have killed the workers it is suspected for.
+    ///
+    /// # Errors
+    /// As [`Fleet::acquire`], and [`Reason::Overloaded`] when too many suspects wait.
+    pub async fn acquire_alone(
+        self: &Arc<Self>,
+        model: &ModelName,
+        wish: Wish<'_>,
+        home: &str,
+        record: &Record,
+        cost: impl Fn() -> Estimate,
+    ) -> Result<Placed, Error> {
+        match self.solo(model, wish, home, record, &cost).await {
+            Ok(placed) => Ok(placed),
+            Err(NoSolo::Cleared) => self.acquire(model, wish, cost).await,
+            Err(NoSolo::Failed(error)) => Err(error.with("model", model)),
+        }
+    }
+
+    async fn solo(
+        self: &Arc<Self>,
+        model: &ModelName,
+        wish: Wish<'_>,
+        home: &str,
+        record: &Record,
+        cost: &impl Fn() -> Estimate,
+    ) -> Result<Placed, NoSolo> {
+        let mut permit = Some(self.solo_permit(record).await?);
+        let mut attempt = 0;
+        loop {
+            let (home, device) = self.solo_device(model, wish, home)?;
+            let files = self.solo_files(model)?;
+            let number = self.solos_made.fetch_add(1, Ordering::Relaxed) + 1;
+            let id = format!("{home}.solo{number}");
+            let order = Order {
+                worker: &id,
+                epoch: 1,
+                device: &device,
+            };
+            let death = match self.begin_solo(order, model, &files).await {
+                Ok((aside, got)) => {
+                    let got = got?;
+                    let class = got.numerics.unwrap_or_default();
+                    if wish.class.is_some_and(|wanted| wanted != class.id) {
+                        return Err(no_class(model, &home).into());
+                    }
+                    let Aside {
+                        listed,
+                        process,
+                        mut link,
+                        ..
+                    } = aside;
+                    link.worker.clone_from(&id);
+                    let load = listed.edit(|slot| {
+                        slot.state = WorkerState::Ready;
+                        Arc::clone(&slot.load)
+                    });
+                    let link = Arc::new(link);
+                    let end = CancellationToken::new();
+                    let watched = Watched {
+                        link: Arc::clone(&link),
+                        process,
+                        end: end.clone(),
+                        _listed: listed,
+                        _permit: permit.take(),
+                    };
+                    self.keepers.spawn(watch(Arc::clone(self), watched));
+                    return Ok(Placed {
+                        link,
+                        class,
+                        home,
+                        ticket: Ticket::new(&load, &self.changed, cost()),
+                        leash: Some(Leash {
+                            _end: end.drop_guard(),
+                        }),
+                    });
+                }
+                Err(death) => death,
+            };
+            self.mourn_aside(&id, 1, &death);
+            attempt += 1;
+            if attempt == ATTEMPTS {
+                return Err(Error::new(
+                    Reason::NoWorker,
+                    format!("no worker of its own came up for a suspected request, the last one: {death}"),
+                )
+                .into());
+            }
+            sleep(self.policy.backoff).await;
+        }
+    }
+
+    /// Waits for one of the few places that there are for throw-away workers.
+    async fn solo_permit(&self, record: &Record) -> Result<OwnedSemaphorePermit, NoSolo> {
+        let mut changed = self.changes();
+        let until = tokio::time::Instant::now() + self.timeouts.queue;
+        let mut place = std::pin::pin!(Arc::clone(&self.solos).acquire_owned());
+        loop {
+            changed.borrow_and_update();
+            if !record.is_suspect(&self.suspicion, &self.explained()) {
+                return Err(NoSolo::Cleared);
+            }
+            let next = async {
+                tokio::select! {
+                    biased;
+                    permit = &mut place => Some(permit),
+                    _ = changed.changed() => None,
+                }
+            };
+            match timeout_at(until, next).await {
+                Ok(None) => {}
+                Ok(Some(Ok(permit))) => return Ok(permit),
+                Ok(Some(Err(_))) | Err(_) => {
+                    let why = format!(
+                        "{} requests under which workers died are being run alone already, for {:?}; try again later",
+                        limits::MAX_SOLO_WORKERS,
+                        self.timeouts.queue
+                    );
+                    return Err(Error::new(Reason::Overloaded, why).into());
+                }
+            }
+        }
+    }
+
+    /// The worker whose name and device a throw-away worker takes: the one that died if it may come back, else
+    /// another one of the class.
+    fn solo_device(
+        &self,
+        model: &ModelName,
+        wish: Wish<'_>,
+        home: &str,
+    ) -> Result<(String, Device), Error> {
+        let table = self.table();
+        let hopeful = table.workers.iter().filter(|(_, slot)| slot.hopeful);
+        let class = |slot: &super::Slot| {
+            let loaded = slot.models.get(model)?;
+            loaded.numerics.as_ref().map(|n| n.id.clone())
+        };
+        let fits = |slot: &super::Slot| match wish.class {
+            Some(wanted) => class(slot).is_some_and(|class| class == wanted),
+            None => true,
+        };
+        let own = table.workers.get_key_value(home).filter(|(_, s)| s.hopeful);
+        let found = own.or_else(|| hopeful.clone().find(|(_, slot)| fits(slot)));
+        let (home, slot) = found.ok_or_else(|| no_class(model, home))?;
+        Ok((home.clone(), slot.device.clone()))
+    }
+
+    fn solo_files(&self, model: &ModelName) -> Result<Arc<OpenModel>, Error> {
+        let table = self.table();
+        table.usable(model)?;
+        let files = table.models.get(model).and_then(|m| m.files.clone());
+        files.ok_or_else(|| table.unknown(model))
+    }
+
+    /// Starts a process and has it load the one model.
+    ///
+    /// # Errors
+    /// What it died of. If it refuses the model, that is inside.
+    async fn begin_solo(
+        &self,
+        order: Order<'_>,
+        model: &ModelName,
+        files: &OpenModel,
+    ) -> Result<(Aside, Result<Loaded, Error>), Death> {
+        let mut aside = self.begin_aside(order, SUSPECT).await?;
+        let load = async {
+            let patience = self.policy.start_timeout;
+            match aside.link.load(model, files, patience, |_| {}).await {
+                Ok(got) => Ok(Ok(got)),
+                Err(LoadFailure::Refused(error)) => Ok(Err(error)),
+                Err(LoadFailure::Broken(kind, why)) => {
+                    Err(Death::new(kind, format!("while loading {model}: {why}")))
+                }
+            }
+        };
+        let got = while_alive(&mut aside.process, load).await?;
+        if let Ok(got) = &got {
+            let entry = (model.clone(), got.clone());
+            aside.listed.edit(|slot| slot.models.extend([entry]));
+        }
+        Ok((aside, got))
+    }
+}
+
+fn no_class(model: &ModelName, home: &str) -> Error {
+    let why = format!(
+        "no device can run a suspected request of model {model} alone as worker {home} ran it; `hotcell ps` shows why"
+    );
+    Error::new(Reason::NoWorker, why)
+}
+
+/// A throw-away worker at work.
+struct Watched {
+    link: Arc<Link>,
+    process: Box<dyn super::Process>,
+    /// Cancelled once its request has ended.
+    end: CancellationToken,
+    _listed: super::aside::Listed,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+/// Sees to a throw-away worker's end: by itself, by a sentence, or because nobody needs it any more.
+async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
+    let link = Arc::clone(&watched.link);
+    let mut condemned = link.fate.condemned.subscribe();
+    let sentence = async {
+        let told = condemned.wait_for(Option::is_some).await;
+        let told = told.ok().and_then(|told| told.clone());
+        told.map(|sentence| sentence.death())
+    };
+    let sentence = tokio::select! {
+        biased;
+        ended = watched.process.wait() => {
+            let death = classify(&ended);
+            fleet.mourn_aside(&link.worker, link.epoch, &death);
+            link.fate.end(death);
+            return;
+        }
+        Some(death) = sentence => Some(death),
+        () = watched.end.cancelled() => None,
+        () = fleet.stop.cancelled() => None,
+    };
+    watched.process.kill();
+    let end = classify(&watched.process.wait().await);
+    let death = match &sentence {
+        Some(sentence) => crate::death::cause(sentence, end),
+        None => Death::new(DeathKind::Stopped, "its request has ended"),
+    };
+    match sentence {
+        Some(_) => fleet.mourn_aside(&link.worker, link.epoch, &death),
+        None => tracing::debug!(worker = link.worker, "a throw-away worker was thrown away"),
+    }
+    link.fate.end(death);
+}
