@@ -14,13 +14,14 @@ use std::{
 };
 
 use clap::Parser;
-use hotcell_proto::{address::default_socket, ids::ModelName};
+use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
 pub use values::{BundledFiles, DeviceChoice, KvCache, NamedPaths, Span};
 
 use crate::{
     exit::{Exit, Failure},
     supervisor::Policy,
+    suspicion,
 };
 
 macro_rules! settings {
@@ -100,6 +101,12 @@ settings! {
     /// The longest such pause [default: 5s]
     #[arg(value_name = "TIME")]
     restart_backoff_max: Span = "HOTCELL_RESTART_BACKOFF_MAX";
+    /// Deaths of workers under one request after which it is suspected and run alone [default: 2]
+    #[arg(value_name = "N")]
+    suspect_after: u32 = "HOTCELL_SUSPECT_AFTER";
+    /// Keep one more worker per device ready to take the place of one that dies
+    #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    standby: bool = "HOTCELL_STANDBY";
     /// What to log: off, error, warn, info, debug, trace or a tracing filter [default: info]
     #[arg(value_name = "FILTER")]
     log: String = "HOTCELL_LOG";
@@ -181,6 +188,10 @@ pub struct Config {
     pub timeouts: Timeouts,
     /// When a worker is restarted.
     pub restart: Policy,
+    /// When a request is suspected of killing workers.
+    pub suspicion: suspicion::Policy,
+    /// Whether each worker has a standby.
+    pub standby: bool,
     /// The log's filter.
     pub log: String,
     /// Whether the log is JSON.
@@ -291,6 +302,13 @@ impl Config {
                 "restart_backoff must not be greater than restart_backoff_max",
             ));
         }
+        let suspicion = suspicion::Policy {
+            suspect_after: s.suspect_after.unwrap_or(2),
+            continuations: limits::MAX_CONTINUATIONS,
+        };
+        if suspicion.suspect_after == 0 {
+            return Err(usage("suspect_after must be at least 1"));
+        }
         let binary = match (s.worker_binary, &around.executable) {
             (Some(path), _) => path,
             (None, Some(own)) => own.with_file_name("hotcell-worker"),
@@ -326,6 +344,8 @@ impl Config {
                 drain: time(s.drain_timeout, Duration::from_secs(30)),
             },
             restart,
+            suspicion,
+            standby: s.standby.unwrap_or(false),
             log,
             log_json: s.log_json.unwrap_or(false),
         })

@@ -3,26 +3,33 @@
 //! [`supervisor`](crate::supervisor) and [`placement`](crate::placement) decide; here it is done. All of the
 //! table is behind one lock that is never held across an await.
 
+mod aside;
 mod catalog;
 mod keeper;
 mod launch;
 mod link;
 mod models;
 mod slot;
+mod solo;
+mod standby;
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
+    limits,
     v1::{Device, EventKind, HandshakeResponse, Loaded, NumericsClass, WorkerInfo, WorkerState},
 };
 use tokio::{
-    sync::watch,
+    sync::{Semaphore, watch},
     time::{Instant, timeout_at},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -40,9 +47,13 @@ use crate::{
     journal::Bounds,
     placement::{self, Candidate, Estimate, NoPlace, Wish},
     supervisor::{Phase, Policy, State},
+    suspicion::{self, Explained},
     vault::OpenModel,
 };
+use aside::Asides;
 use slot::{Load, Slot};
+use solo::Leash;
+use standby::Standbys;
 
 #[derive(Default)]
 struct Table {
@@ -58,6 +69,10 @@ pub struct Parts {
     pub launcher: Arc<dyn Launch>,
     /// When they are restarted.
     pub policy: Policy,
+    /// When a request is suspected of killing them.
+    pub suspicion: suspicion::Policy,
+    /// Whether each has a standby that takes its place when it dies.
+    pub standby: bool,
     /// Bounds on waiting.
     pub timeouts: Timeouts,
     /// Folders that links may lead into.
@@ -79,6 +94,16 @@ pub struct Fleet {
     keepers: TaskTracker,
     launcher: Arc<dyn Launch>,
     policy: Policy,
+    suspicion: suspicion::Policy,
+    /// Deaths that poisonous requests were found to have caused.
+    explained: Mutex<Explained>,
+    /// Workers beside the devices' own.
+    asides: Asides,
+    /// Where standbys are asked for; nowhere if there are to be none.
+    standbys: Option<Standbys>,
+    /// Places for throw-away workers, and how many there have been.
+    solos: Arc<Semaphore>,
+    solos_made: AtomicU64,
     timeouts: Timeouts,
     model_roots: Vec<std::path::PathBuf>,
     began: Instant,
@@ -91,7 +116,10 @@ pub struct Placed {
     pub link: Arc<Link>,
     /// Its numerics class for the model, as it declared it and as that was checked.
     pub class: NumericsClass,
+    /// The worker that is or would be the device's own: `link.worker`, except on a throw-away worker.
+    pub home: String,
     ticket: Ticket,
+    leash: Option<Leash>,
 }
 
 #[derive(Debug)]
@@ -103,6 +131,11 @@ struct Ticket {
 }
 
 impl Placed {
+    /// Whether this is a throw-away worker, where no other request runs.
+    pub fn is_alone(&self) -> bool {
+        self.leash.is_some()
+    }
+
     /// The prompt was read.
     pub fn prefilled(&mut self) {
         let read = std::mem::take(&mut self.ticket.prefill);
@@ -191,6 +224,12 @@ impl Fleet {
             keepers: TaskTracker::new(),
             launcher: parts.launcher,
             policy: parts.policy,
+            suspicion: parts.suspicion,
+            explained: Mutex::default(),
+            asides: Asides::default(),
+            standbys: parts.standby.then(Standbys::default),
+            solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS)),
+            solos_made: AtomicU64::new(0),
             timeouts: parts.timeouts,
             model_roots: parts.model_roots,
             began: Instant::now(),
@@ -199,6 +238,12 @@ impl Fleet {
 
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn explained(&self) -> MutexGuard<'_, Explained> {
+        self.explained
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Tells everyone who waits that the table changed.
@@ -234,6 +279,7 @@ impl Fleet {
         }
         drop(table);
         for (id, device) in workers {
+            self.keep_standby(&id, &device);
             self.keepers
                 .spawn(keeper::keep(Arc::clone(self), id, device));
         }
@@ -263,14 +309,13 @@ impl Fleet {
         table.workers.values().filter(|s| s.link.is_some()).count()
     }
 
-    /// All workers.
+    /// All workers, also those beside the devices' own.
     pub fn workers(&self) -> Vec<WorkerInfo> {
-        let table = self.table();
-        table
-            .workers
-            .iter()
-            .map(|(id, slot)| slot.info(id))
-            .collect()
+        let own = self.table();
+        let own = own.workers.iter().map(|(id, slot)| slot.info(id));
+        let mut all: Vec<_> = own.chain(self.asides.infos()).collect();
+        all.sort_by(|a, b| a.id.cmp(&b.id));
+        all
     }
 
     /// A ready worker for a tensor session: the named one, one on the named device, else the one with the least to do.
@@ -429,7 +474,9 @@ impl Fleet {
         Ok(Ok(Placed {
             link: Arc::clone(link),
             class: loaded.and_then(|l| l.numerics.clone()).unwrap_or_default(),
+            home: link.worker.clone(),
             ticket: Ticket::new(&slot.load, &self.changed, cost),
+            leash: None,
         }))
     }
 
@@ -511,23 +558,7 @@ impl Fleet {
         if !table.workers.get(&link.worker).is_some_and(alive) {
             return Offer::TooLate;
         }
-        let wanted = table.wanted();
-        let missing: Vec<_> = wanted
-            .iter()
-            .filter(|(name, files)| {
-                let asked = loaded.get(name);
-                !asked.is_some_and(|(asked, _)| Arc::ptr_eq(asked, files))
-            })
-            .cloned()
-            .collect();
-        let unwanted: Vec<_> = loaded
-            .iter()
-            .filter(|(name, (files, got))| {
-                let still = |(w, f): &(ModelName, _)| w == *name && Arc::ptr_eq(f, files);
-                got.is_some() && !wanted.iter().any(still)
-            })
-            .map(|(name, _)| name.clone())
-            .collect();
+        let (missing, unwanted) = table.difference(loaded);
         if !missing.is_empty() || !unwanted.is_empty() {
             return Offer::Change { missing, unwanted };
         }

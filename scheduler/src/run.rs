@@ -85,6 +85,8 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
     let fleet = Fleet::new(Parts {
         launcher: Arc::new(Processes::new(spawner, config.worker.clone())),
         policy: config.restart,
+        suspicion: config.suspicion,
+        standby: config.standby,
         timeouts: config.timeouts,
         model_roots: config.model_roots.clone(),
         default_model: config.default_model.clone(),

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use hotcell_proto::v1::{Device, EventKind, HandshakeResponse, WorkerInfo};
+use hotcell_proto::v1::{Device, EventKind, WorkerInfo};
 use tokio::time::timeout;
 
 use super::{Fate, Fleet, Link, Order, Process, slot::Slot};
@@ -70,7 +70,6 @@ pub(super) struct Aside {
     pub(super) listed: Listed,
     pub(super) process: Box<dyn Process>,
     pub(super) link: Link,
-    pub(super) hello: HandshakeResponse,
 }
 
 impl Aside {
@@ -116,8 +115,7 @@ impl Fleet {
             device,
         } = order;
         let launched = self.launcher.launch(order).await;
-        let launched =
-            launched.map_err(|e| Death::new(DeathKind::CannotStart, e.to_string()))?;
+        let launched = launched.map_err(|e| Death::new(DeathKind::CannotStart, e.to_string()))?;
         let (mut process, sockets) = launched.split();
         let mut slot = Slot::new(Device::clone(device));
         slot.launched(process.pid(), epoch);
@@ -149,7 +147,6 @@ impl Fleet {
             listed,
             process,
             link,
-            hello,
         })
     }
 

@@ -8,7 +8,7 @@ use hotcell_proto::{
     v1::{ModelInfo, ModelState, ModelSummary},
 };
 
-use super::Table;
+use super::{Asked, Table};
 use crate::{
     death::Death,
     vault::{OpenModel, Source},
@@ -66,6 +66,24 @@ impl Table {
         wanted
             .filter_map(|(name, m)| Some((name.clone(), Arc::clone(m.files.as_ref()?))))
             .collect()
+    }
+
+    /// What a worker that was asked to load `loaded` has to load still, and to forget.
+    pub(super) fn difference(
+        &self,
+        loaded: &Asked,
+    ) -> (Vec<(ModelName, Arc<OpenModel>)>, Vec<ModelName>) {
+        let wanted = self.wanted();
+        let missing = wanted.iter().filter(|(name, files)| {
+            let asked = loaded.get(name);
+            !asked.is_some_and(|(asked, _)| Arc::ptr_eq(asked, files))
+        });
+        let unwanted = loaded.iter().filter(|(name, (files, got))| {
+            let still = |(w, f): &(ModelName, _)| w == *name && Arc::ptr_eq(f, files);
+            got.is_some() && !wanted.iter().any(still)
+        });
+        let unwanted = unwanted.map(|(name, _)| name.clone()).collect();
+        (missing.cloned().collect(), unwanted)
     }
 
     /// Whether requests for a model may wait for it (`true` while it is being loaded).

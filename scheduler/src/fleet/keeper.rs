@@ -1,6 +1,6 @@
 //! The task that keeps one worker alive: performs what the supervisor decides.
 
-use std::{collections::BTreeMap, future::pending, sync::Arc, time::Duration};
+use std::{future::pending, sync::Arc, time::Duration};
 
 use hotcell_proto::v1::{Device, EventKind};
 use tokio::{
@@ -9,7 +9,10 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets};
+use super::{
+    Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets,
+    standby::Standby,
+};
 use crate::{
     death::{Death, DeathKind, classify},
     events::About,
@@ -87,6 +90,11 @@ async fn perform(
                 epoch,
                 device,
             };
+            if let Some(standby) = fleet.take_standby(id).await {
+                fleet.launched(id, standby.process.pid(), epoch);
+                *running = Some(promote(fleet, id, epoch, standby));
+                return Ok(());
+            }
             let launched = fleet.launcher.launch(order).await.map_err(|e| {
                 let death = Death::new(DeathKind::CannotStart, e.to_string());
                 fleet.buried(id, &death);
@@ -141,36 +149,76 @@ fn begin(
 ) -> Running {
     let fate = Fate::new();
     let (told, progress) = watch::channel(());
-    let starter = {
+    let started = {
         let (fleet, id, fate) = (Arc::clone(fleet), id.to_owned(), fate.clone());
         async move {
-            let started = start(&fleet, &id, epoch, fate.clone(), sockets, &told).await;
-            if let Err(why) = started {
-                // If the conversation broke because the process ended, its end says more.
-                let _ = timeout(POST_MORTEM, fate.gone.cancelled()).await;
-                fate.condemn(why);
-            }
+            let link = Link::connect(&id, epoch, fate, sockets).await?;
+            greet_and_serve(&fleet, link, Asked::new(), &told).await
         }
     };
     Running {
         process,
         condemned: fate.condemned.subscribe(),
+        starter: Some(starter(started, fate.clone())),
         fate,
         progress,
-        starter: Some(AbortOnDropHandle::new(tokio::spawn(starter))),
     }
 }
 
-/// Gets a process ready: greets it, and has it load every model until none is missing.
-async fn start(
-    fleet: &Fleet,
-    id: &str,
-    epoch: u64,
+/// Has a standby take the worker's place.
+fn promote(fleet: &Arc<Fleet>, id: &str, epoch: u64, standby: Standby) -> Running {
+    let Standby {
+        process,
+        mut link,
+        loaded,
+    } = standby;
+    let fate = link.fate.clone();
+    let (told, progress) = watch::channel(());
+    tracing::info!(
+        worker = id,
+        epoch,
+        standby = link.worker,
+        "a standby takes the place"
+    );
+    let started = {
+        let fleet = Arc::clone(fleet);
+        link.worker = id.to_owned();
+        link.epoch = epoch;
+        // Greeted once more, so that it goes by its new name.
+        async move { greet_and_serve(&fleet, link, loaded, &told).await }
+    };
+    Running {
+        process,
+        condemned: fate.condemned.subscribe(),
+        starter: Some(starter(started, fate.clone())),
+        fate,
+        progress,
+    }
+}
+
+/// Runs a start, and condemns the process if it fails.
+fn starter(
+    start: impl Future<Output = Result<(), Condemnation>> + Send + 'static,
     fate: Fate,
-    sockets: Sockets,
+) -> AbortOnDropHandle<()> {
+    AbortOnDropHandle::new(tokio::spawn(async move {
+        if let Err(why) = start.await {
+            // If the conversation broke because the process ended, its end says more.
+            let _ = timeout(POST_MORTEM, fate.gone.cancelled()).await;
+            fate.condemn(why);
+        }
+    }))
+}
+
+/// Gets a process ready: greets it, and has it load every model until none is missing.
+async fn greet_and_serve(
+    fleet: &Fleet,
+    link: Link,
+    mut loaded: Asked,
     progress: &watch::Sender<()>,
 ) -> Result<(), Condemnation> {
-    let link = Arc::new(Link::connect(id, epoch, fate, sockets).await?);
+    let link = Arc::new(link);
+    let (id, epoch) = (link.worker.as_str(), link.epoch);
     let hello = link.handshake().await?;
     let _ = progress.send(());
     fleet.note_progress(id, epoch);
@@ -180,7 +228,6 @@ async fn start(
         confinement = hello.confinement,
         "handshake"
     );
-    let mut loaded = BTreeMap::new();
     loop {
         let (missing, unwanted) = match fleet.offer(&link, &hello, &loaded) {
             Offer::Accepted => return Ok(()),

@@ -19,7 +19,7 @@ use super::Link;
 use crate::death::Death;
 
 /// The trust domain of a device's own worker and of its standby.
-const TRUSTED: &str = "trusted";
+pub(super) const TRUSTED: &str = "trusted";
 /// That of a worker which runs one suspected request.
 pub(super) const SUSPECT: &str = "suspect";
 

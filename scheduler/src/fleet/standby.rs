@@ -11,7 +11,7 @@ use std::{
 
 use hotcell_proto::{
     ids::ModelName,
-    v1::{Device, HandshakeResponse, WorkerState},
+    v1::{Device, WorkerState},
 };
 use tokio::{
     sync::{mpsc, oneshot},
@@ -36,7 +36,6 @@ const SETTLE: Duration = Duration::from_millis(250);
 pub(super) struct Standby {
     pub(super) process: Box<dyn Process>,
     pub(super) link: Link,
-    pub(super) hello: HandshakeResponse,
     /// What it has loaded.
     pub(super) loaded: Asked,
 }
@@ -58,7 +57,7 @@ impl Standbys {
     }
 
     /// A worker's standby, if one is ready now.
-    pub(super) async fn take(&self, worker: &str) -> Option<Standby> {
+    async fn take(&self, worker: &str) -> Option<Standby> {
         let sender = {
             let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             all.get(worker)?.clone()
@@ -77,12 +76,20 @@ enum Wait {
 }
 
 impl Fleet {
-    /// Begins to keep a standby behind a worker.
-    pub(super) fn keep_standby(self: &Arc<Self>, worker: &str, device: Device) {
-        let asked = self.standbys.enter(worker);
+    /// Begins to keep a standby behind a worker, if there are to be any.
+    pub(super) fn keep_standby(self: &Arc<Self>, worker: &str, device: &Device) {
+        let Some(standbys) = &self.standbys else {
+            return;
+        };
+        let asked = standbys.enter(worker);
         let fleet = Arc::clone(self);
         self.keepers
-            .spawn(keep(fleet, worker.to_owned(), device, asked));
+            .spawn(keep(fleet, worker.to_owned(), device.clone(), asked));
+    }
+
+    /// A worker's standby, if one is ready now.
+    pub(super) async fn take_standby(&self, worker: &str) -> Option<Standby> {
+        self.standbys.as_ref()?.take(worker).await
     }
 
     /// Returns once a worker serves and has done so for a while.
@@ -199,12 +206,12 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
             }
             ended = aside.process.wait() => return Wait::Died(classify(&ended)),
             Some(ask) = asked.recv() => {
-                let Aside { listed, process, link, hello } = aside;
+                let Aside { listed, process, link } = aside;
                 // Not twice in the list.
                 drop(listed);
                 // What it would not load it is asked for again, so that the table learns why.
                 loaded.retain(|_, (_, got)| got.is_some());
-                let standby = Standby { process, link, hello, loaded };
+                let standby = Standby { process, link, loaded };
                 // A keeper that asks waits for the answer, unless the fleet is gone.
                 return match ask.send(standby) {
                     Ok(()) => Wait::Promoted,

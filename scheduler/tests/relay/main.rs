@@ -84,6 +84,8 @@ impl House {
         let fleet = Fleet::new(Parts {
             launcher: Arc::new(Fakes(Arc::clone(&stage))),
             policy: config.restart,
+            suspicion: config.suspicion,
+            standby: config.standby,
             timeouts: config.timeouts,
             model_roots: vec![],
             default_model: None,
