@@ -16,6 +16,7 @@ use hotcell_tests::{
     bench::{Goal, figure, median},
     cluster::{Cluster, all_have, kjv, signal_pid},
     model::{Solo, argmax, open},
+    synthetic::{Measures, write},
 };
 use hotcell_worker::{
     engine::{Engine, EngineConfig},
@@ -26,6 +27,16 @@ use tokio::sync::mpsc;
 
 const PROMPT: &str = "In the beginning";
 const TOKENS: u32 = 256;
+
+/// The measures of `stories15M`.
+const STORIES_15M: Measures = Measures {
+    hidden: 288,
+    layers: 6,
+    heads: 6,
+    inner: 768,
+    vocab: 32_000,
+    context: 256,
+};
 
 fn threads() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
@@ -60,7 +71,7 @@ fn engine_speed() -> Result<()> {
 /// plan, barriers and wake-ups cost.
 fn empty_step() -> Result<()> {
     let folder = tempfile::TempDir::new()?;
-    synthetic_15m(folder.path())?;
+    write(folder.path(), &STORIES_15M)?;
     let source = open(folder.path())?;
     let config = &source.config;
     let shape = RunShape {
@@ -111,50 +122,6 @@ fn empty_step() -> Result<()> {
         threads()
     );
     figure("empty_step_15m", median(times), "us", Goal::AtMost(100.0));
-    Ok(())
-}
-
-/// A folder with the shape of a 15M-parameter model and weights of zeros.
-fn synthetic_15m(folder: &std::path::Path) -> Result<()> {
-    let (hidden, layers, heads, inner, vocab) = (288usize, 6usize, 6usize, 768usize, 32_000usize);
-    let config = serde_json::json!({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "intermediate_size": inner, "vocab_size": vocab,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
-        "tie_word_embeddings": true,
-    });
-    std::fs::write(folder.join("config.json"), config.to_string())?;
-    std::fs::copy(kjv().join("tokenizer.json"), folder.join("tokenizer.json"))?;
-    let mut tensors = vec![
-        ("model.embed_tokens.weight".to_owned(), vec![vocab, hidden]),
-        ("model.norm.weight".to_owned(), vec![hidden]),
-    ];
-    for l in 0..layers {
-        let name = |rest: &str| format!("model.layers.{l}.{rest}.weight");
-        for part in ["q_proj", "k_proj", "v_proj", "o_proj"] {
-            tensors.push((name(&format!("self_attn.{part}")), vec![hidden, hidden]));
-        }
-        tensors.push((name("mlp.gate_proj"), vec![inner, hidden]));
-        tensors.push((name("mlp.up_proj"), vec![inner, hidden]));
-        tensors.push((name("mlp.down_proj"), vec![hidden, inner]));
-        tensors.push((name("input_layernorm"), vec![hidden]));
-        tensors.push((name("post_attention_layernorm"), vec![hidden]));
-    }
-    let zeros = vec![0u8; vocab * hidden * 2];
-    let views = tensors
-        .iter()
-        .map(|(name, shape)| {
-            let bytes = shape.iter().product::<usize>() * 2;
-            let view = safetensors::tensor::TensorView::new(
-                safetensors::Dtype::BF16,
-                shape.clone(),
-                &zeros[..bytes],
-            )?;
-            Ok((name.clone(), view))
-        })
-        .collect::<Result<Vec<_>>>()?;
-    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors"))?;
     Ok(())
 }
 

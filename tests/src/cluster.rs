@@ -283,12 +283,18 @@ pub fn hotcell(folder: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Whether every worker is ready and has this model.
+/// Whether this is a device's own worker, not one beside it such as w0.standby.
+pub fn is_own(worker: &v1::WorkerInfo) -> bool {
+    !worker.id.contains('.')
+}
+
+/// Whether every device's own worker is ready and has this model.
 pub fn all_have(model: &'static str) -> impl Fn(&[v1::WorkerInfo]) -> bool {
     move |workers| {
         !workers.is_empty()
             && workers
                 .iter()
+                .filter(|w| is_own(w))
                 .all(|w| w.state() == v1::WorkerState::Ready && w.models.iter().any(|m| m == model))
     }
 }

@@ -6,3 +6,4 @@ pub mod conformance;
 pub mod fuzz;
 pub mod model;
 pub mod onnx;
+pub mod synthetic;

@@ -168,7 +168,7 @@ fn begin(
 /// Has a standby take the worker's place.
 fn promote(fleet: &Arc<Fleet>, id: &str, epoch: u64, standby: Standby) -> Running {
     let Standby {
-        process,
+        mut process,
         mut link,
         loaded,
     } = standby;
@@ -180,6 +180,7 @@ fn promote(fleet: &Arc<Fleet>, id: &str, epoch: u64, standby: Standby) -> Runnin
         standby = link.worker,
         "a standby takes the place"
     );
+    process.rename(id, epoch);
     let started = {
         let fleet = Arc::clone(fleet);
         link.worker = id.to_owned();

@@ -6,7 +6,7 @@ use std::{
     os::fd::OwnedFd,
     pin::Pin,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -66,6 +66,11 @@ pub trait Process: Send + Sync {
 
     /// Ends it.
     fn kill(&self);
+
+    /// Says whose process of which epoch it is from now on: a standby took a worker's place.
+    fn rename(&mut self, worker: &str, epoch: u64) {
+        let _ = (worker, epoch);
+    }
 
     /// Waits for its end. May be dropped and called again.
     fn wait(&mut self) -> Boxed<'_, Ended>;
@@ -135,20 +140,23 @@ impl Processes {
         let before = OomCounts::read();
         let blamed_before = self.blamed.load(Ordering::Relaxed);
         let mut child = self.spawner.spawn(command).await?;
+        let name = Arc::new(Mutex::new((order.worker.to_owned(), order.epoch)));
         let log = child.stderr.take().map(|stderr| {
             let limits = LogLimits {
                 line_bytes: limits::MAX_LOG_LINE,
                 lines: limits::KEPT_LOG_LINES,
                 ..LogLimits::default()
             };
-            let (worker, epoch) = (order.worker.to_owned(), order.epoch);
+            let name = Arc::clone(&name);
             BoundedLog::start(stderr, limits, move |line| {
+                let (worker, epoch) = &*named(&name);
                 tracing::info!(target: "worker", worker, epoch, "{line}");
             })
         });
         Ok(Launched {
             process: Box::new(Worker {
                 child,
+                name,
                 log: log.transpose()?,
                 before,
                 blamed_before,
@@ -176,8 +184,16 @@ impl Launch for Processes {
     }
 }
 
+/// Under which name and epoch a process logs.
+type Name = Arc<Mutex<(String, u64)>>;
+
+fn named(name: &Name) -> MutexGuard<'_, (String, u64)> {
+    name.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 struct Worker {
     child: Child,
+    name: Name,
     log: Option<(BoundedLog, JoinHandle<io::Result<()>>)>,
     /// Counters when it was started.
     before: OomCounts,
@@ -226,6 +242,10 @@ impl Process for Worker {
 
     fn kill(&self) {
         self.signal(Signal::KILL);
+    }
+
+    fn rename(&mut self, worker: &str, epoch: u64) {
+        *named(&self.name) = (worker.to_owned(), epoch);
     }
 
     fn wait(&mut self) -> Boxed<'_, Ended> {

@@ -1,0 +1,145 @@
+//! What a client sees of a death: the time from SIGKILL of its worker to the next token of its stream.
+//!
+//! `cargo bench -p hotcell-tests --bench recovery`
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use hotcell_client::{Client, Event, GenerateOptions, Prompt, v1::WorkerState};
+use hotcell_tests::{
+    bench::{Goal, figure, median, p99},
+    cluster::{Cluster, all_have, kjv, signal_pid},
+    synthetic::{Measures, write},
+};
+use rustix::process::Signal;
+
+/// How one of the runs is done.
+struct Run {
+    name: &'static str,
+    /// Kills.
+    kills: usize,
+    /// Tokens that a stream has said when its worker is killed.
+    before: usize,
+    /// Tokens of a whole stream.
+    tokens: u32,
+    standby: bool,
+    goal: Goal,
+}
+
+/// Milliseconds from SIGKILL of the worker to the next token of its stream, and of the stream's longest pause before.
+async fn recovery(client: &Client, pid: u32, run: &Run) -> Result<f64> {
+    let options = GenerateOptions {
+        max_tokens: run.tokens,
+        ignore_eos: true,
+        ..GenerateOptions::default()
+    };
+    let mut stream = client
+        .generate(Prompt::Ids(vec![300, 301, 302, 303]), options)
+        .await?;
+    for _ in 0..run.before {
+        stream.next().await.context("ended early")??;
+    }
+    let killed = Instant::now();
+    signal_pid(pid, Signal::KILL)?;
+    // What was on its way already still comes; the next token after the longest pause is the new worker's.
+    let (mut longest, mut before, mut at) = (Duration::ZERO, killed, killed);
+    let mut survived = 0;
+    while let Some(event) = stream.next().await {
+        let now = Instant::now();
+        match event? {
+            Event::Delta(_) if now - before > longest => (longest, at) = (now - before, now),
+            Event::Finished(finished) => survived = finished.deaths_survived,
+            _ => {}
+        }
+        before = now;
+    }
+    anyhow::ensure!(survived == 1, "the stream survived {survived} deaths");
+    Ok((at - killed).as_secs_f64() * 1e3)
+}
+
+async fn measure(model: &'static str, path: &Path, run: Run) -> Result<()> {
+    // Each death is a first one: what a client sees of a rare crash, without the pauses that hold back a storm.
+    let mut flags = vec!["--restart-budget", "10000", "--restart-window", "1ms"];
+    if run.standby {
+        flags.push("--standby");
+    }
+    let cluster = Cluster::with_model(model, path, &flags).await?;
+    let client = cluster.client().await?;
+    let mut times = Vec::new();
+    for _ in 0..run.kills {
+        let workers = cluster
+            .workers(|all| {
+                let waits = |w: &hotcell_client::v1::WorkerInfo| w.state() == WorkerState::Standby;
+                all_have(model)(all) && (!run.standby || all.iter().any(waits))
+            })
+            .await?;
+        let worker = workers.iter().find(|w| w.id == "w0").context("no w0")?;
+        times.push(recovery(&client, worker.pid, &run).await?);
+    }
+    if run.standby {
+        let workers = client.workers().await?;
+        let bytes: Vec<_> = workers
+            .iter()
+            .map(|w| format!("{} {} MiB", w.id, w.resident_bytes >> 20))
+            .collect();
+        println!(
+            "{}: resident, shared pages included: {}",
+            run.name,
+            bytes.join(", ")
+        );
+    }
+    figure(
+        &format!("{}_median_ms", run.name),
+        median(times.clone()),
+        "ms",
+        run.goal,
+    );
+    figure(
+        &format!("{}_p99_ms", run.name),
+        p99(times),
+        "ms",
+        Goal::None,
+    );
+    Ok(())
+}
+
+async fn all() -> Result<()> {
+    let small = |name, standby, goal| Run {
+        name,
+        kills: 100,
+        before: 20,
+        tokens: 200,
+        standby,
+        goal,
+    };
+    measure("kjv", &kjv(), small("recovery", false, Goal::AtMost(150.0))).await?;
+    let standby = small("recovery_standby", true, Goal::AtMost(50.0));
+    measure("kjv", &kjv(), standby).await?;
+
+    let folder = tempfile::TempDir::new()?;
+    let bytes = write(folder.path(), &Measures::GIB)?;
+    println!("synthetic model: {bytes} bytes of weights");
+    for (name, standby) in [("recovery_1gib", false), ("recovery_1gib_standby", true)] {
+        let run = Run {
+            name,
+            kills: 20,
+            before: 4,
+            tokens: 10,
+            standby,
+            goal: Goal::None,
+        };
+        measure("gib", folder.path(), run).await?;
+    }
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    // `cargo test` runs benches with --test; there is nothing to check here.
+    if std::env::args().any(|a| a == "--test") {
+        return Ok(());
+    }
+    tokio::runtime::Runtime::new()?.block_on(all())
+}
