@@ -80,6 +80,8 @@ pub struct GenerateOptions {
     pub request_id: String,
     /// Go on with a stream that began elsewhere.
     pub resume: Option<v1::Resume>,
+    /// Rather than fail, go on in another numerics class when none of the stream's own is left.
+    pub continue_across: bool,
     /// The whole stream must be complete after this long. Sent along, and kept here as well.
     pub deadline: Option<Duration>,
 }
@@ -100,6 +102,7 @@ impl GenerateOptions {
             top_logprobs: self.top_logprobs,
             request_id: self.request_id,
             resume: self.resume,
+            continue_across: self.continue_across,
         }
     }
 }

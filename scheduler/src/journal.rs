@@ -57,8 +57,12 @@ pub struct Journal {
     text_bytes: u64,
     /// Of these, bytes that came before this scheduler's part.
     text_before: u64,
-    /// Class of the stream, once a worker accepted it.
+    /// Class in which the stream began, once a worker accepted it.
     numerics: Option<NumericsClass>,
+    /// Class in which it went on last, if that is another one.
+    across: Option<NumericsClass>,
+    /// Whether the next delta is the first of its class.
+    crossing: bool,
     /// Class of the worker that runs it now, as it declared when it loaded the model.
     declared: NumericsClass,
     stage: Stage,
@@ -83,6 +87,8 @@ impl Journal {
             text_bytes: resume.text_bytes_emitted,
             text_before: resume.text_bytes_emitted,
             numerics: None,
+            across: None,
+            crossing: false,
             declared: NumericsClass::default(),
             stage: Stage::Greeting,
             deaths: 0,
@@ -125,7 +131,12 @@ impl Journal {
 
     /// The class that the stream has to stay in, once it has one.
     pub fn class(&self) -> Option<&NumericsClass> {
-        self.numerics.as_ref()
+        self.across.as_ref().or(self.numerics.as_ref())
+    }
+
+    /// Whether it may go on in another class.
+    pub fn may_cross(&self) -> bool {
+        self.request.continue_across
     }
 
     /// The request's id.
@@ -199,14 +210,20 @@ impl Journal {
             return violation("Accepted with another numerics class than it declared");
         }
         // What it declared was checked; only the id of what it says now was.
-        let numerics = self.numerics.get_or_insert_with(|| self.declared.clone());
-        let numerics = numerics.clone();
+        match self.class() {
+            Some(class) if class.id != self.declared.id => {
+                self.across = Some(self.declared.clone());
+                self.crossing = true;
+            }
+            Some(_) => {}
+            None => self.numerics = Some(self.declared.clone()),
+        }
         Ok(Accepted {
             request_id: self.request.request_id.clone(),
             model: self.request.model.clone(),
             prompt_ids: accepted.prompt_ids,
             seed: self.seed,
-            numerics: Some(numerics),
+            numerics: self.numerics.clone(),
         })
     }
 
@@ -252,7 +269,11 @@ impl Journal {
         self.generated.extend_from_slice(&delta.token_ids);
         self.output.push(&delta.token_ids, &delta.text);
         self.text_bytes = text;
-        Ok(delta)
+        let first = std::mem::take(&mut self.crossing);
+        Ok(Delta {
+            numerics: self.across.clone().filter(|_| first),
+            ..delta
+        })
     }
 
     fn finish(&self, finished: Finished) -> Result<Finished, Violation> {
@@ -271,6 +292,7 @@ impl Journal {
         let hashes = self.output.clone().finish(reason, &finished.matched_stop);
         let receipt = Receipt {
             deaths_survived: self.deaths,
+            continued_across: self.across.is_some(),
             ..receipt(self.numerics.clone(), self.seed, self.request_hash, hashes)
         };
         Ok(Finished {
@@ -342,7 +364,7 @@ mod tests {
         Event::Delta(Delta {
             text: text.into(),
             token_ids: ids.to_vec(),
-            logprobs: vec![],
+            ..Delta::default()
         })
     }
 
@@ -416,6 +438,45 @@ mod tests {
             panic!("not accepted");
         };
         assert_eq!(said.numerics, Some(class("c")));
+    }
+
+    #[test]
+    fn what_is_said_in_another_class_is_marked_where_it_begins() {
+        let mut journal = journal();
+        let greeting = |id: &str| {
+            Event::Accepted(Accepted {
+                numerics: Some(class(id)),
+                ..accepted()
+            })
+        };
+        let mark = |event: Option<Event>| match event {
+            Some(Event::Delta(delta)) => delta.numerics.map(|n| n.id),
+            other => panic!("no delta but {other:?}"),
+        };
+        take(&mut journal, greeting("c")).unwrap();
+        // A worker's own mark is not believed.
+        let Event::Delta(lie) = delta("a", &[1]) else {
+            return;
+        };
+        let lie = Event::Delta(Delta {
+            numerics: Some(class("x")),
+            ..lie
+        });
+        assert_eq!(mark(take(&mut journal, lie).unwrap()), None);
+        for (id, right) in [("c", None), ("d", Some("d")), ("d", None), ("c", Some("c"))] {
+            journal.begin(&class(id));
+            assert_eq!(take(&mut journal, greeting(id)), Ok(None));
+            assert_eq!(journal.class().map(|c| c.id.as_str()), Some(id));
+            if journal.generated() < 4 {
+                let said = take(&mut journal, delta("a", &[1])).unwrap();
+                assert_eq!(mark(said).as_deref(), right);
+            }
+        }
+        let Ok(Some(Event::Finished(end))) = take(&mut journal, finished()) else {
+            panic!("not finished");
+        };
+        assert_eq!(end.numerics, Some(class("c")));
+        assert!(end.receipt.unwrap().continued_across);
     }
 
     #[test]

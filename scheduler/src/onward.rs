@@ -1,17 +1,16 @@
 //! Where a stream goes on after its worker died: a function of what the journal knows.
 
-use hotcell_proto::{
-    error::{Error, Reason},
-    limits,
-};
+use hotcell_proto::error::{Error, Reason};
 
-use crate::{journal::Journal, placement::Wish};
+use crate::{death::Death, journal::Journal, placement::Wish, suspicion::Next};
 
 /// What becomes of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Onward<'a> {
     /// It goes on with a worker that fits this wish.
     Elsewhere(Wish<'a>),
+    /// It goes on with a worker that fits this wish and has nothing else to do.
+    Alone(Wish<'a>),
     /// It ends.
     Nowhere(Error),
 }
@@ -29,18 +28,42 @@ pub fn wish<'a>(journal: &'a Journal, had: &'a str) -> Wish<'a> {
     }
 }
 
-/// After `died`, the death of which the journal has counted already.
-pub fn after_death<'a>(journal: &'a Journal, died: &'a str) -> Onward<'a> {
+/// After `died`, the death of which the journal has counted already and that is judged to mean `next`. `home` is the
+/// worker whose device it ran on.
+pub fn after_death<'a>(
+    journal: &'a Journal,
+    died: &str,
+    death: Option<&Death>,
+    home: &'a str,
+    next: Next,
+) -> Onward<'a> {
     let deaths = journal.deaths();
-    if deaths > limits::MAX_CONTINUATIONS {
-        return Onward::Nowhere(lost(
+    let how = match death {
+        Some(death) => format!(", the last one: {death}"),
+        None => String::new(),
+    };
+    match next {
+        Next::GoOn => Onward::Elsewhere(wish(journal, home)),
+        Next::Alone => Onward::Alone(wish(journal, home)),
+        Next::Poison => Onward::Nowhere(
+            Error::new(
+                Reason::RequestPoisoned,
+                format!(
+                    "request {} killed a worker on which nothing else ran, after {} tokens and {deaths} deaths{how}; sent again it would do so again",
+                    journal.request_id(),
+                    journal.generated(),
+                ),
+            )
+            .with("worker", died)
+            .with("deaths", deaths),
+        ),
+        Next::GiveUp => Onward::Nowhere(lost(
             died,
             format!(
-                "{deaths} workers died under this request; the request itself may be what kills them"
+                "{deaths} workers died under this request{how}; the request itself may be what kills them"
             ),
-        ));
+        )),
     }
-    Onward::Elsewhere(wish(journal, died))
 }
 
 #[cfg(test)]
@@ -48,28 +71,42 @@ mod tests {
     use hotcell_proto::v1::GenerateRequest;
 
     use super::*;
-    use crate::journal::Bounds;
+    use crate::{death::DeathKind, journal::Bounds};
 
     #[test]
-    fn a_stream_goes_on_as_often_as_allowed() {
+    fn a_verdict_says_where_a_stream_goes_on_or_why_it_does_not() {
         let bounds = Bounds {
             vocabulary: 1,
             context: 1,
         };
-        let mut journal = Journal::new(GenerateRequest::default(), vec![0], bounds);
-        for _ in 0..limits::MAX_CONTINUATIONS {
-            journal.count_death();
-            let wish = Wish {
-                class: None,
-                avoid: Some("w0"),
-            };
-            assert_eq!(after_death(&journal, "w0"), Onward::Elsewhere(wish));
-        }
-        journal.count_death();
-        let Onward::Nowhere(error) = after_death(&journal, "w0") else {
-            panic!("goes on for ever");
+        let request = GenerateRequest {
+            request_id: "mine".into(),
+            ..GenerateRequest::default()
         };
-        assert_eq!(error.reason(), Reason::WorkerLost);
-        assert_eq!(error.get("worker"), Some("w0"));
+        let mut journal = Journal::new(request, vec![0], bounds);
+        journal.count_death();
+        let death = Death::new(DeathKind::Signal { number: 11 }, "");
+        let after = |next| after_death(&journal, "w0.solo1", Some(&death), "w0", next);
+        let wish = Wish {
+            class: None,
+            avoid: Some("w0"),
+        };
+        assert_eq!(after(Next::GoOn), Onward::Elsewhere(wish));
+        assert_eq!(after(Next::Alone), Onward::Alone(wish));
+        for (next, reason) in [
+            (Next::Poison, Reason::RequestPoisoned),
+            (Next::GiveUp, Reason::WorkerLost),
+        ] {
+            let Onward::Nowhere(error) = after(next) else {
+                panic!("goes on after {next:?}");
+            };
+            assert_eq!(error.reason(), reason);
+            assert_eq!(error.get("worker"), Some("w0.solo1"));
+            assert!(error.message().contains("SIGSEGV"), "{error}");
+        }
+        let Onward::Nowhere(error) = after(Next::Poison) else {
+            panic!("goes on");
+        };
+        assert!(error.message().contains("request mine"), "{error}");
     }
 }

@@ -18,12 +18,13 @@ use crate::{
     admission::{Permit, draining},
     discover::clip,
     events::About,
-    fleet::{Fleet, Placed, is_broken, words},
+    fleet::{Fleet, Link, Placed, is_broken, words},
     journal::{Journal, Violation},
     onward::{self, Onward},
     placement::Wish,
     stream::Stream,
     streams::Streams,
+    suspicion::Record,
     text,
 };
 
@@ -94,7 +95,7 @@ pub async fn run(
 }
 
 async fn serve(
-    fleet: &Fleet,
+    fleet: &Arc<Fleet>,
     call: Call,
     stream: &Stream,
     streams: &Streams,
@@ -120,7 +121,7 @@ async fn serve(
 }
 
 async fn road(
-    fleet: &Fleet,
+    fleet: &Arc<Fleet>,
     mut request: GenerateRequest,
     model: &ModelName,
     deadline: Option<Instant>,
@@ -145,6 +146,7 @@ async fn road(
         began: Instant::now(),
         first_token: None,
         permit: Some(permit),
+        record: Record::default(),
     };
     // Not before a worker has the model: its bounds come from there.
     let mut placed = stream.first_place(&request, ids.len()).await?;
@@ -164,12 +166,16 @@ async fn road(
     let mut journal = Journal::new(request, ids, bounds);
     let mut full: Option<(Instant, Duration)> = None;
     loop {
-        let (worker, epoch) = (placed.link.worker.clone(), placed.link.epoch);
+        let had = Had {
+            link: Arc::clone(&placed.link),
+            home: placed.home.clone(),
+            alone: placed.is_alone(),
+        };
         placed = match stream.relay(&mut journal, placed).await? {
             Part::Finished(finished) => return Ok(*finished),
             Part::Lost => {
                 full = None;
-                stream.next_place(&mut journal, &worker, epoch).await?
+                stream.next_place(&mut journal, &had).await?
             }
             Part::Full(error) => {
                 // It counts otherwise than we do; no change of ours tells when it has room again.
@@ -180,15 +186,15 @@ async fn road(
                 }
                 sleep(pause).await;
                 full = Some((until, (2 * pause).min(FULL_PAUSE_MAX)));
-                let wish = onward::wish(&journal, &worker);
-                fleet.acquire(model, wish, || journal.estimate()).await?
+                let wish = onward::wish(&journal, &had.home);
+                stream.place(&journal, wish, had.alone).await?
             }
         };
     }
 }
 
 struct Relayed<'a> {
-    fleet: &'a Fleet,
+    fleet: &'a Arc<Fleet>,
     model: &'a ModelName,
     deadline: Option<Instant>,
     out: &'a Stream,
@@ -196,6 +202,15 @@ struct Relayed<'a> {
     began: Instant,
     first_token: Option<Instant>,
     permit: Option<Permit>,
+    /// The deaths it ran in.
+    record: Record,
+}
+
+/// The place a stream had.
+struct Had {
+    link: Arc<Link>,
+    home: String,
+    alone: bool,
 }
 
 impl Relayed<'_> {
@@ -209,19 +224,48 @@ impl Relayed<'_> {
         self.fleet.acquire(self.model, Wish::default(), cost).await
     }
 
-    /// A place for the rest of a stream whose worker was lost.
-    async fn next_place(
-        &self,
-        journal: &mut Journal,
-        worker: &str,
-        epoch: u64,
-    ) -> Result<Placed, Error> {
-        journal.count_death();
-        let wish = match onward::after_death(journal, worker) {
-            Onward::Elsewhere(wish) => wish,
-            Onward::Nowhere(error) => return Err(error),
+    /// A place for the rest of a stream: of its class, or of another one if none comes up and the request says so.
+    async fn place(&self, journal: &Journal, wish: Wish<'_>, alone: bool) -> Result<Placed, Error> {
+        let home = wish.avoid.unwrap_or_default();
+        let find = async |wish: Wish<'_>| match alone {
+            true => {
+                let cost = || journal.estimate();
+                let (model, record) = (self.model, &self.record);
+                self.fleet
+                    .acquire_alone(model, wish, home, record, cost)
+                    .await
+            }
+            false => {
+                self.fleet
+                    .acquire(self.model, wish, || journal.estimate())
+                    .await
+            }
         };
-        let placed = self.fleet.acquire(self.model, wish, || journal.estimate());
+        match find(wish).await {
+            Err(error) if error.reason() == Reason::NoWorker && journal.may_cross() => {
+                find(Wish {
+                    class: None,
+                    ..wish
+                })
+                .await
+            }
+            found => found,
+        }
+    }
+
+    /// A place for the rest of a stream whose worker was lost.
+    async fn next_place(&mut self, journal: &mut Journal, had: &Had) -> Result<Placed, Error> {
+        journal.count_death();
+        let Had { link, home, alone } = had;
+        let (worker, epoch) = (link.worker.as_str(), link.epoch);
+        let next = self.fleet.witness(&mut self.record, link, *alone);
+        let (wish, alone) =
+            match onward::after_death(journal, worker, link.fate.death(), home, next) {
+                Onward::Elsewhere(wish) => (wish, false),
+                Onward::Alone(wish) => (wish, true),
+                Onward::Nowhere(error) => return Err(error),
+            };
+        let placed = self.place(journal, wish, alone);
         let placed = placed.await.map_err(|error| match error.reason() {
             Reason::NoWorker => onward::lost(worker, format!(
                 "worker {worker} died after {} tokens, and no worker of its numerics class came up to go on",
@@ -230,13 +274,16 @@ impl Relayed<'_> {
             _ => error,
         })?;
         if let Some(class) = journal.class() {
-            let caution = if class.reproducible {
-                ""
-            } else {
+            let caution = if class.id != placed.class.id {
+                "; in another numerics class, so that the rest may differ"
+            } else if !class.reproducible {
                 "; its numerics class is not reproducible, so that the rest may differ"
+            } else {
+                ""
             };
+            let how = if placed.is_alone() { " alone" } else { "" };
             let message = format!(
-                "request {} goes on after {} tokens; {worker} (epoch {epoch}) died{caution}",
+                "request {} goes on{how} after {} tokens; {worker} (epoch {epoch}) died{caution}",
                 journal.request_id(),
                 journal.generated(),
             );

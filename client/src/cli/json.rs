@@ -53,6 +53,8 @@ pub(crate) enum EventView<'a> {
         token_ids: &'a [u32],
         #[serde(skip_serializing_if = "Vec::is_empty")]
         logprobs: Vec<LogprobView>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        numerics: Option<NumericsView<'a>>,
     },
     Finished {
         reason: String,
@@ -133,6 +135,7 @@ pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
             text: &delta.text,
             token_ids: &delta.token_ids,
             logprobs: delta.logprobs.iter().map(logprob).collect(),
+            numerics: numerics(delta.numerics.as_ref()),
         },
         Event::Finished(finished) => {
             let usage = finished.usage.unwrap_or_default();

@@ -146,6 +146,7 @@ fn delta(text: &str, id: u32, top: u32) -> v1::GenerateEvent {
         text: text.to_owned(),
         token_ids: vec![id],
         logprobs: if top > 0 { vec![entry] } else { Vec::new() },
+        ..v1::Delta::default()
     }))
 }
 

@@ -70,8 +70,7 @@ fn blames(kind: DeathKind) -> bool {
 impl Fleet {
     /// Notes in a request's record that its worker was lost, and decides what becomes of the request. The deaths of
     /// one that is poison are held against nobody else from then on.
-    pub fn witness(&self, record: &mut Record, placed: &Placed) -> Next {
-        let link = &placed.link;
+    pub fn witness(&self, record: &mut Record, link: &Link, alone: bool) -> Next {
         let sentence = || link.fate.condemned.borrow().as_ref().map(|c| c.kind);
         // One that was condemned may still be dying.
         let kind = link.fate.death().map(|death| death.kind).or_else(sentence);
@@ -81,7 +80,7 @@ impl Fleet {
                 epoch: link.epoch,
             },
             blames: blames(kind.unwrap_or(DeathKind::Unknown)),
-            alone: placed.is_alone(),
+            alone,
         };
         let mut explained = self.explained();
         let next = record.witness(&self.suspicion, death, &explained);

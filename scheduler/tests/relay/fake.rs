@@ -85,6 +85,12 @@ pub struct Stage {
     pub load_steps: AtomicUsize,
     /// Whether unloading never ends.
     pub holds_on: AtomicBool,
+    /// Prompts that begin with this id kill their worker once so many tokens of the stream were said.
+    pub poison: Mutex<Option<(u32, usize)>>,
+    /// Which worker was asked to run which request.
+    pub ran: Mutex<Vec<(String, String)>>,
+    /// With which exit code workers die, if not by SIGKILL.
+    pub exit_code: Mutex<Option<i32>>,
     /// Models, or `MODEL@WORKER`, that kill who loads them.
     pub deadly: Mutex<Vec<String>>,
     pids: AtomicU64,
@@ -102,6 +108,7 @@ struct FakeProcess {
     pid: u32,
     runtime: Option<tokio::runtime::Runtime>,
     die: CancellationToken,
+    stage: Arc<Stage>,
 }
 
 impl Process for FakeProcess {
@@ -123,9 +130,12 @@ impl Process for FakeProcess {
             if let Some(runtime) = self.runtime.take() {
                 runtime.shutdown_background();
             }
-            Ended::from(ExitStatus::Signal {
-                signal: 9,
-                core: false,
+            Ended::from(match *self.stage.exit_code.lock().unwrap() {
+                Some(code) => ExitStatus::Code(code),
+                None => ExitStatus::Signal {
+                    signal: 9,
+                    core: false,
+                },
             })
         })
     }
@@ -187,6 +197,7 @@ impl Fakes {
                 pid,
                 runtime: Some(runtime),
                 die: worker.die,
+                stage: Arc::clone(&self.0),
             }),
             control,
             tokens,
@@ -333,6 +344,8 @@ impl Tokens for FakeWorker {
     async fn generate(&self, request: Request<GenerateRequest>) -> Answer<Self::GenerateStream> {
         let request = request.into_inner();
         self.stage.seen.lock().unwrap().push(request.clone());
+        let ran = (self.name.clone(), request.request_id.clone());
+        self.stage.ran.lock().unwrap().push(ran);
         let act = self.stage.acts.lock().unwrap().pop_front();
         match act {
             Some(Act::DieAtOnce) => {
@@ -388,12 +401,19 @@ impl Tokens for FakeWorker {
                     }
                     _ => {}
                 }
+                let poison = *stage.poison.lock().unwrap();
+                if poison.is_some_and(|(id, at)| prompt.first() == Some(&id) && index >= at) {
+                    // What was said gets out first.
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                    worker.die.cancel();
+                    return std::future::pending().await;
+                }
                 let id = token(&prompt, seed, index);
                 let terse = stage.terse.load(Ordering::Relaxed);
                 let delta = Delta {
                     text: if terse { String::new() } else { text(id) },
                     token_ids: vec![id],
-                    logprobs: vec![],
+                    ..Delta::default()
                 };
                 if sender.send(event(Event::Delta(delta))).await.is_err() {
                     return;

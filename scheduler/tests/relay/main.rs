@@ -6,6 +6,7 @@
 mod fake;
 mod mishaps;
 mod readers;
+mod suspects;
 
 use std::{
     path::Path,
@@ -241,7 +242,7 @@ async fn a_death_at_any_token_is_not_seen_by_the_client() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lone_worker_is_respawned_and_goes_on_as_often_as_allowed() {
-    let house = House::new(1).await;
+    let house = House::with(1, |_, config| config.suspicion.suspect_after = 100).await;
     for at in 0..limits::MAX_CONTINUATIONS as usize {
         house.stage.act(Act::DieAt(at, Duration::from_millis(2)));
     }
@@ -564,7 +565,11 @@ async fn models_are_loaded_everywhere_once_and_a_bad_one_harms_nobody() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_device_whose_workers_always_die_is_quarantined_and_requests_fail_promptly() {
-    let house = House::with(1, |_, config| config.restart.budget = 2).await;
+    let house = House::with(1, |_, config| {
+        config.restart.budget = 2;
+        config.suspicion.suspect_after = 100;
+    })
+    .await;
     house.ready(1).await;
     for _ in 0..8 {
         house.stage.act(Act::DieAtOnce);

@@ -290,6 +290,7 @@ impl Sequence {
             text,
             token_ids: vec![sampled.token],
             logprobs: logprobs.into_iter().collect(),
+            ..v1::Delta::default()
         });
         end
     }
@@ -309,8 +310,7 @@ impl Sequence {
             let text = std::mem::take(&mut self.text);
             self.send(v1::Delta {
                 text,
-                token_ids: vec![],
-                logprobs: vec![],
+                ..v1::Delta::default()
             });
         }
         let started = self.started.unwrap_or(now);
