@@ -72,9 +72,13 @@ fn write_body<T: Copy>(
     // The same NaN whatever would make it.
     let put = |v: f32, under: f32| store(if under.is_nan() { f32::NAN } else { v });
     if log {
-        columns.for_each(|(((x, m), u), o)| *o = put((load(*x) - m) - u, *u));
+        for (((x, m), u), o) in columns {
+            *o = put((load(*x) - m) - u, *u);
+        }
     } else {
-        columns.for_each(|(((x, m), u), o)| *o = put(exp(load(*x) - m) / u, *u));
+        for (((x, m), u), o) in columns {
+            *o = put(exp(load(*x) - m) / u, *u);
+        }
     }
 }
 

@@ -70,7 +70,10 @@ impl Statistic for Moments {
     #[inline(always)]
     fn eight(count: f32, [mean, squares]: [f32; 2], v: [f32; 8]) -> [f32; 2] {
         let near = sum8(v) * 0.125;
-        let apart = v.map(|v| (v - near) * (v - near));
+        let mut apart = [0.0; 8];
+        for i in 0..8 {
+            apart[i] = (v[i] - near) * (v[i] - near);
+        }
         let between = near - mean;
         let share = 8.0 / (count + 8.0);
         [
@@ -154,7 +157,12 @@ impl Statistic for Powers {
         let next = larger(larger(low, high), most);
         let down = shift(next);
         let before = sum * exp(most - down);
-        [next, before + sum8(v.map(|v| exp(v - down)))]
+        // No closure: what is not inlined would lack the path's instructions.
+        let mut powers = [0.0; 8];
+        for i in 0..8 {
+            powers[i] = exp(v[i] - down);
+        }
+        [next, before + sum8(powers)]
     }
 
     #[inline(always)]
@@ -169,8 +177,9 @@ impl Statistic for Powers {
         let next = most.iter().copied().fold(f32::NEG_INFINITY, larger);
         let down = shift(next);
         let mut scaled = [0.0; WIDE];
-        let lanes = scaled.iter_mut().zip(most).zip(sums);
-        lanes.for_each(|((o, m), s)| *o = s * exp(m - down));
+        for ((o, m), s) in scaled.iter_mut().zip(most).zip(sums) {
+            *o = s * exp(m - down);
+        }
         [next.into(), sum_of(scaled.iter().map(|s| f64::from(*s)))]
     }
 
@@ -212,9 +221,12 @@ fn take_rows<S: Statistic, T: Copy>(
         let (p, q, r, s) = (row(0), row(1), row(2), row(3));
         let (t, u, v, y) = (row(4), row(5), row(6), row(7));
         for j in 0..w {
-            let x =
-                [p[j], q[j], r[j], s[j], t[j], u[j], v[j], y[j]].map(|v| less(load(v), center[j]));
-            [a[j], b[j]] = S::eight(count as f32, [a[j], b[j]], x);
+            let x = [p[j], q[j], r[j], s[j], t[j], u[j], v[j], y[j]];
+            let mut eight = [0.0; 8];
+            for i in 0..8 {
+                eight[i] = less(load(x[i]), center[j]);
+            }
+            [a[j], b[j]] = S::eight(count as f32, [a[j], b[j]], eight);
         }
         count += 8;
     }
