@@ -1,7 +1,7 @@
 //! Backend, Device, BufferType, Buffer, Stream, Event: the nouns every backend implements.
 //!
-//! All of a device's work is issued from one engine thread, so buffers, streams and plans are not
-//! `Send`: the compiler keeps them there.
+//! All of a device's work is issued by one thread at a time, so buffers, streams and plans are not
+//! `Send`: the compiler keeps them with whoever owns the device.
 
 use std::rc::Rc;
 
@@ -142,6 +142,12 @@ pub trait Device {
 
     /// Whether equal inputs give equal bits within a numerics class.
     fn reproducible(&self) -> bool;
+
+    /// Whether it, and all that was made by it, must stay on the thread that opened it. Otherwise all of it together
+    /// may be used by another thread while no other does.
+    fn is_bound_to_thread(&self) -> bool {
+        true
+    }
 
     /// What it allocates from; the first is the default.
     fn buffer_types(&self) -> &'static [BufferType];

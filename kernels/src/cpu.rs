@@ -169,6 +169,10 @@ impl Device for CpuDevice {
         true
     }
 
+    fn is_bound_to_thread(&self) -> bool {
+        false
+    }
+
     fn buffer_types(&self) -> &'static [BufferType] {
         BUFFER_TYPES
     }

@@ -15,6 +15,9 @@ pub struct PlanHints {
     pub max_bytes: Option<usize>,
     /// Make one kernel of elementwise ops that can be. The results have the same bits either way.
     pub fuse: bool,
+    /// Compute threads that executions use at most (one at least), where the device has several; `None`: all of them.
+    /// The results have the same bits either way.
+    pub threads: Option<usize>,
 }
 
 impl Default for PlanHints {
@@ -24,6 +27,7 @@ impl Default for PlanHints {
             empty_kernels: false,
             max_bytes: None,
             fuse: true,
+            threads: None,
         }
     }
 }
@@ -81,6 +85,11 @@ pub trait Plan {
 
     /// What it takes.
     fn memory(&self) -> PlanMemory;
+
+    /// Whether an execution, with any number of rows, takes less time than handing it to another thread does.
+    fn is_small(&self) -> bool {
+        false
+    }
 
     /// Runs it for `rows` rows; a [`Stream`](crate::backend::Stream) calls this in its order.
     ///

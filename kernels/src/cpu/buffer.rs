@@ -22,7 +22,7 @@ fn read_only(what: &str) -> DeviceError {
     DeviceError::Binding(format!("{what} memory is read-only"))
 }
 
-/// The device's own memory. Not `Send`: its bytes are only written on the engine's thread.
+/// The device's own memory. Not `Send`: its bytes are only written by whoever owns the device.
 pub(crate) struct Owned(Arc<HostMemory>, PhantomData<*mut u8>);
 
 impl Owned {
@@ -41,8 +41,8 @@ impl DeviceMemory for Owned {
         if self.is_shared() {
             return Err(read_only("shared"));
         }
-        // SAFETY: in bounds and not shared; compute threads only run inside `execute`, which this same thread
-        // is not in now, so nobody else looks.
+        // SAFETY: in bounds and not shared; compute threads only run inside `execute`, which the device's owner,
+        // this thread, is not in now, so nobody else looks.
         unsafe { std::ptr::copy(data.as_ptr(), self.0.start().add(offset), data.len()) };
         Ok(())
     }

@@ -3,15 +3,13 @@
 mod bound;
 mod launch;
 mod schedule;
+mod steps;
 
 use std::{
     cell::RefCell,
     collections::HashMap,
     rc::Rc,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::{Arc, atomic::AtomicBool},
 };
 
 use hotcell_graph::{
@@ -21,7 +19,7 @@ use hotcell_graph::{
 
 pub(crate) use self::launch::{Kernel, Launcher, Reg, Run};
 use self::{
-    bound::{Bound, overlap},
+    bound::Bound,
     launch::{Fault, Home, Place, Workspaces},
     schedule::Meet,
 };
@@ -81,6 +79,10 @@ pub(crate) struct CpuPlan {
     bound: Vec<Option<Bound>>,
     /// Whether bindings came since they were last compared.
     rebound: bool,
+    /// Rows for which what is bound is large enough, as of then.
+    most_rows: usize,
+    /// Whether waking other threads would take longer than the work.
+    small: bool,
     /// Inputs and outputs without memory.
     unbound: usize,
     /// Keeps the memory that arena pointers lead to; `None` for a dry run.
@@ -90,6 +92,8 @@ pub(crate) struct CpuPlan {
     max_rows: usize,
     path: CpuPath,
     pool: Rc<RefCell<Pool>>,
+    /// How many of the pool's threads it uses.
+    parts: usize,
     fault: Fault,
     stop: Arc<AtomicBool>,
 }
@@ -273,9 +277,11 @@ impl CpuPlan {
         pool: Rc<RefCell<Pool>>,
     ) -> Result<Self, DeviceError> {
         let graph = lower(graph, NAME, &ops::supports)?;
+        let threads = pool.borrow().parts();
+        let parts = hints.threads.map_or(threads, |most| most.clamp(1, threads));
         let mut maker = Maker {
             roots: Roots::new(&graph),
-            launcher: Launcher::new(graph.max_rows(), path, pool.borrow().parts()),
+            launcher: Launcher::new(graph.max_rows(), path, parts),
             regs: HashMap::from([(Value::Absent, Reg::ABSENT)]),
             graph: &graph,
         };
@@ -362,7 +368,7 @@ impl CpuPlan {
             steps: steps.len(),
             barriers: meets.iter().filter(|m| **m == Meet::Always).count(),
         };
-        let steps = steps
+        let steps: Vec<Step> = steps
             .into_iter()
             .zip(meets)
             .map(|(step, meet)| Step {
@@ -376,7 +382,9 @@ impl CpuPlan {
         Ok(Self {
             bound: places.iter().map(|_| None).collect(),
             rebound: true,
+            most_rows: 0,
             unbound: places.iter().filter(|p| p.home != Home::Arena).count(),
+            small: steps::is_small(&places, &steps),
             steps,
             places,
             inputs,
@@ -388,109 +396,12 @@ impl CpuPlan {
             max_rows,
             path,
             pool,
+            parts,
             fault: Fault::default(),
             stop: Arc::default(),
         })
     }
-
-    /// What is wrong with executing now.
-    fn check(&mut self, rows: usize, from: usize) -> Result<(), DeviceError> {
-        let fail = |what: String| Err(DeviceError::Binding(what));
-        if self.unbound != 0 {
-            let open = |(p, b): &(&Place, &Option<Bound>)| p.home != Home::Arena && b.is_none();
-            let mut places = self.places.iter().zip(&self.bound);
-            let home = places.find(open).map(|(p, _)| p.home);
-            return fail(format!("{:?} is not bound", home.unwrap_or(Home::Arena)));
-        }
-        if self.arena.is_none() {
-            return fail("the plan was made as a dry run".to_owned());
-        }
-        let most = self.bound.iter().flatten().map(|b| b.rows).min();
-        let most = most.unwrap_or(self.max_rows);
-        if rows > most {
-            return fail(format!("{rows} rows, at most {most}"));
-        }
-        if from > self.steps.len() {
-            return fail(format!("step {from}, there are {}", self.steps.len()));
-        }
-        if self.rebound {
-            if let Some(slot) = overlap(self.bound.iter().flatten()) {
-                return fail(format!("{slot:?}: overlaps memory that the graph writes"));
-            }
-            self.rebound = false;
-        }
-        Ok(())
-    }
-
-    /// Runs steps until the end, a fault, or, where it is given, `pause` says so.
-    fn steps_from(
-        &mut self,
-        rows: usize,
-        from: usize,
-        pause: Option<&dyn Fn() -> bool>,
-    ) -> Result<Option<usize>, DeviceError> {
-        self.check(rows, from)?;
-        let steps = &self.steps;
-        let run = Run::new(
-            &self.pointers,
-            &self.fault,
-            &self.stop,
-            self.workspaces,
-            rows,
-            self.path,
-        );
-        let pause = pause.map(OnPartZero);
-        // The step to stop before. A part that is late sees at its step what was decided for it, or already
-        // something about a later one, never the opposite of what the others saw.
-        let stop = AtomicUsize::new(usize::MAX);
-        let mut pool = self.pool.borrow_mut();
-        let parts = pool.parts();
-        pool.run(|part, barrier| {
-            let mut run = run;
-            for (s, step) in steps.iter().enumerate().skip(from) {
-                let meet = match step.meet {
-                    Meet::No => false,
-                    Meet::ToPause => pause.is_some(),
-                    Meet::Always => true,
-                };
-                if meet {
-                    // A stop is a failure of the step before, so that all parts see it alike.
-                    if part == 0 {
-                        run.stopped();
-                    }
-                    // At `from`, this execution has not done anything yet.
-                    if let Some(pause) = &pause
-                        && part == 0
-                        && s > from
-                        && (pause.0)()
-                    {
-                        stop.store(s, Ordering::Relaxed);
-                    }
-                    barrier.wait();
-                    if run.failed_before(s) || stop.load(Ordering::Relaxed) == s {
-                        break;
-                    }
-                }
-                run.enter(s);
-                // SAFETY: `check` says that all places are bound, with the sizes that `bind` compared with the
-                // specs; the pool gives every part to one thread; barriers separate steps that
-                // touch the same memory.
-                unsafe { step.kernel.run(&run, part, parts) };
-            }
-        });
-        if let Some(error) = self.fault.take() {
-            return Err(error);
-        }
-        let stop = stop.into_inner();
-        Ok((stop != usize::MAX).then_some(stop))
-    }
 }
-
-/// What only part 0 calls, which is the thread that it came from.
-struct OnPartZero<'a>(&'a dyn Fn() -> bool);
-
-// SAFETY: `steps_from` calls it on part 0 only, and the pool runs part 0 on the caller's own thread.
-unsafe impl Sync for OnPartZero<'_> {}
 
 impl Plan for CpuPlan {
     fn bind_for(
@@ -561,6 +472,10 @@ impl Plan for CpuPlan {
 
     fn memory(&self) -> PlanMemory {
         self.memory
+    }
+
+    fn is_small(&self) -> bool {
+        self.small
     }
 
     fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {

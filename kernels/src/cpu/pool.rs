@@ -4,7 +4,7 @@ use std::{
     hint,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering, fence},
+        atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
     },
     thread,
 };
@@ -21,8 +21,9 @@ type Job<'a> = &'a (dyn Fn(usize) + Sync);
 
 struct Shared {
     parts: usize,
-    /// Rises with every job; a thread that sees a new value runs the job.
-    generation: Line<AtomicU32>,
+    /// How many parts the job has (the lower half), and a number that rises with every job: a thread that sees a new
+    /// value runs the job if it has a part in it. One value, so that nobody takes one job's parts for another's.
+    generation: Line<AtomicU64>,
     /// The job as a pointer to a `Job<'_>` on the stack of the thread that waits for its end.
     job: AtomicPtr<()>,
     /// Threads that have finished the job.
@@ -37,6 +38,14 @@ struct Shared {
 }
 
 impl Shared {
+    /// Announces a job of so many parts.
+    fn begin(&self, parts: usize) {
+        // Only the pool's owner does, one job at a time.
+        let number = (self.generation.0.load(Ordering::Relaxed) >> 32).wrapping_add(1);
+        let generation = (number << 32) | parts as u64;
+        self.generation.0.store(generation, Ordering::Release);
+    }
+
     /// Spins, then sleeps, until `ready`. Whoever makes it ready calls [`Shared::wake`] afterwards.
     fn wait(&self, part: usize, ready: impl Fn() -> bool) {
         for _ in 0..SPINS {
@@ -58,10 +67,10 @@ impl Shared {
         }
     }
 
-    /// Wakes those who sleep. Costs a fence and a load per part when nobody does.
-    fn wake(&self) {
+    /// Wakes those of the first `parts` who sleep. Costs a fence and a load per part when nobody does.
+    fn wake(&self, parts: usize) {
         fence(Ordering::SeqCst);
-        for (part, asleep) in self.asleep.iter().enumerate() {
+        for (part, asleep) in self.asleep.iter().enumerate().take(parts) {
             if asleep.0.load(Ordering::Relaxed) && asleep.0.swap(false, Ordering::SeqCst) {
                 let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(Some(thread)) = threads.get(part) {
@@ -83,23 +92,24 @@ pub struct Pool {
 pub struct Barrier<'a> {
     shared: &'a Shared,
     part: usize,
+    parts: usize,
 }
 
 impl Barrier<'_> {
     /// Waits until every part of the job has come here.
     pub fn wait(&self) {
-        let shared = self.shared;
-        if shared.parts == 1 {
+        let (shared, parts) = (self.shared, self.parts);
+        if parts == 1 {
             return;
         }
         let generation = shared.barrier.0.load(Ordering::Acquire);
-        if shared.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == shared.parts {
+        if shared.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == parts {
             shared.arrived.0.store(0, Ordering::Relaxed);
             shared
                 .barrier
                 .0
                 .store(generation.wrapping_add(1), Ordering::Release);
-            shared.wake();
+            shared.wake(parts);
         } else {
             shared.wait(self.part, || {
                 shared.barrier.0.load(Ordering::Acquire) != generation
@@ -117,7 +127,7 @@ impl Pool {
         let parts = parts.max(1);
         let shared = Arc::new(Shared {
             parts,
-            generation: Line(AtomicU32::new(0)),
+            generation: Line(AtomicU64::new(0)),
             job: AtomicPtr::new(std::ptr::null_mut()),
             finished: Line(AtomicUsize::new(0)),
             arrived: Line(AtomicUsize::new(0)),
@@ -156,12 +166,27 @@ impl Pool {
     /// Runs `job(part, barrier)` on every part and returns when all have finished. `&mut`: one job
     /// at a time.
     pub fn run(&mut self, job: impl Fn(usize, Barrier<'_>) + Sync) {
+        self.run_on(self.parts(), job);
+    }
+
+    /// The same on the first `parts` parts only (one at least, and no more than there are); the other threads sleep on.
+    pub fn run_on(&mut self, parts: usize, job: impl Fn(usize, Barrier<'_>) + Sync) {
         let shared = &*self.shared;
-        let call = |part: usize| job(part, Barrier { shared, part });
+        let parts = parts.clamp(1, shared.parts);
+        let call = |part: usize| {
+            job(
+                part,
+                Barrier {
+                    shared,
+                    part,
+                    parts,
+                },
+            );
+        };
         // A panic of part 0 must not unwind past threads that still use `job`: it ends the process,
         // which is what worker processes are for.
         let guard = AbortOnUnwind;
-        if shared.parts == 1 {
+        if parts == 1 {
             call(0);
             std::mem::forget(guard);
             return;
@@ -175,12 +200,10 @@ impl Pool {
         shared
             .job
             .store((&raw const job).cast_mut().cast(), Ordering::Relaxed);
-        shared.generation.0.fetch_add(1, Ordering::Release);
-        shared.wake();
+        shared.begin(parts);
+        shared.wake(parts);
         job(0);
-        shared.wait(0, || {
-            shared.finished.0.load(Ordering::Acquire) == shared.parts - 1
-        });
+        shared.wait(0, || shared.finished.0.load(Ordering::Acquire) == parts - 1);
         std::mem::forget(guard);
     }
 }
@@ -201,22 +224,26 @@ fn serve(shared: &Shared, part: usize) {
         if shared.stop.load(Ordering::Acquire) {
             return;
         }
+        // A job without it may be over by now: nothing of it may be touched.
+        if part >= (seen & u64::from(u32::MAX)) as usize {
+            continue;
+        }
         let job = shared.job.load(Ordering::Relaxed).cast::<Job<'_>>();
         let guard = AbortOnUnwind;
-        // SAFETY: `run` stored the address of a live `Job` before it raised the generation (Release,
-        // seen here by Acquire) and does not return before `finished` counts this thread.
+        // SAFETY: `run_on` stored the address of a live `Job` before it announced the job (Release, seen here by
+        // Acquire) and, as this thread has a part in it, does not return before `finished` counts this thread.
         unsafe { (*job)(part) };
         std::mem::forget(guard);
         shared.finished.0.fetch_add(1, Ordering::Release);
-        shared.wake();
+        shared.wake(1);
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        self.shared.generation.0.fetch_add(1, Ordering::Release);
-        self.shared.wake();
+        self.shared.begin(self.shared.parts);
+        self.shared.wake(self.shared.parts);
         for thread in self.threads.drain(..) {
             // A compute thread never panics: a panic aborts the process.
             let _ = thread.join();
@@ -256,6 +283,28 @@ mod tests {
                 ran.fetch_add(1, Ordering::Relaxed);
             });
             assert_eq!(ran.load(Ordering::Relaxed), 2);
+        }
+    }
+
+    #[test]
+    fn a_job_of_fewer_parts_runs_on_those_alone() {
+        let mut pool = Pool::new(3).unwrap();
+        for round in 0..300 {
+            let parts = [1, 3, 2, 0, 9][round % 5];
+            let there = parts.clamp(1, 3);
+            let ran = [const { AtomicUsize::new(0) }; 3];
+            let counter = AtomicUsize::new(0);
+            pool.run_on(parts, |part, barrier| {
+                ran[part].fetch_add(1, Ordering::Relaxed);
+                counter.fetch_add(1, Ordering::Relaxed);
+                barrier.wait();
+                assert_eq!(counter.load(Ordering::Relaxed), there);
+            });
+            let ran = ran.map(AtomicUsize::into_inner);
+            assert_eq!(ran, [0, 1, 2].map(|part| usize::from(part < there)));
+            if round % 50 == 0 {
+                thread::sleep(std::time::Duration::from_millis(5));
+            }
         }
     }
 }
