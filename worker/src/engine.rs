@@ -1,4 +1,5 @@
-//! The engine: one OS thread that owns the device. A bounded queue of commands goes in, streams come out.
+//! The engine: one OS thread that owns the device. A bounded queue of commands goes in, streams come out. While it
+//! waits for commands, a caller may use the device for something short on its own thread.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -25,6 +26,9 @@ use hotcell_proto::{
 };
 use tokio::sync::{Semaphore, oneshot};
 
+mod owned;
+
+use self::owned::Owned;
 use crate::{
     error::{of_device, of_run},
     generate::{batch::Batch, sequence::Sequence},
@@ -107,6 +111,8 @@ pub struct Engine {
     queued: Arc<AtomicUsize>,
     /// Bounds the commands about tensors.
     tensor_commands: Arc<Semaphore>,
+    /// What the engine owns; `None` where only its thread may touch it.
+    owned: Option<Arc<Owned>>,
 }
 
 impl Engine {
@@ -122,6 +128,8 @@ impl Engine {
         let engine_woken = Arc::clone(&woken);
         let queued = Arc::new(AtomicUsize::new(0));
         let engine_queued = Arc::clone(&queued);
+        let owned = Arc::new(Owned::default());
+        let engine_owned = Arc::clone(&owned);
         let run = move || match registry::open(&config.device, &config.cores) {
             Ok(device) => {
                 let about = Opened {
@@ -131,18 +139,19 @@ impl Engine {
                     ops: device.ops(),
                     buffer_types: device.buffer_types(),
                 };
-                if opened.send(Ok(about)).is_ok() {
-                    Loop {
-                        tensors: TensorPlane::new(Rc::clone(&device), config.tensor_memory),
-                        queued: engine_queued,
-                        device,
-                        cache_dtype,
-                        models: HashMap::new(),
-                        tensor_work: VecDeque::new(),
-                        drain: Vec::new(),
-                        woken: engine_woken,
-                    }
-                    .run(&queue);
+                let is_bound = device.is_bound_to_thread();
+                let state = Loop {
+                    tensors: TensorPlane::new(Rc::clone(&device), config.tensor_memory),
+                    queued: engine_queued,
+                    device,
+                    cache_dtype,
+                    models: HashMap::new(),
+                    tensor_work: VecDeque::new(),
+                    drain: Vec::new(),
+                    woken: engine_woken,
+                };
+                if opened.send(Ok((about, is_bound))).is_ok() {
+                    engine_owned.run(state, &queue);
                 }
             }
             Err(error) => {
@@ -162,8 +171,9 @@ impl Engine {
         let opened = answer
             .recv()
             .map_err(|_| internal("the engine died while it started".to_owned()))?;
-        let opened = opened.map_err(|e: DeviceError| of_device(&e))?;
+        let (opened, is_bound) = opened.map_err(|e: DeviceError| of_device(&e))?;
         Ok(Self {
+            owned: (!is_bound).then_some(owned),
             commands,
             opened: Arc::new(opened),
             cache_dtype,
@@ -278,6 +288,30 @@ impl Engine {
         answer.await.map_err(Self::gone)?
     }
 
+    /// Does something short with the tensors now, on this thread, if the engine has nothing to do: two threads need not
+    /// wake each other for it. `None`: it has, or its device is bound to its thread; `work` was not called then. What
+    /// `work` leaves queued the engine takes up.
+    ///
+    /// `work` is also told whether somebody asks for the engine meanwhile.
+    pub fn tensors_at_once<T: Send>(
+        &self,
+        work: impl FnOnce(&mut TensorPlane, &dyn Fn() -> bool) -> T + Send,
+    ) -> Option<T> {
+        let asked = || self.queued.load(Ordering::Acquire) > 0;
+        // Commands that came before go first.
+        let (done, is_idle) = self.owned.as_ref()?.with(|engine| {
+            if asked() || !engine.is_idle() {
+                return None;
+            }
+            let done = work(&mut engine.tensors, &asked);
+            Some((done, engine.is_idle() && engine.drain.is_empty()))
+        })??;
+        if !is_idle {
+            self.wake();
+        }
+        Some(done)
+    }
+
     /// Tells the engine to look at its sequences and leases again.
     pub fn wake(&self) {
         if !self.woken.swap(true, Ordering::SeqCst) && self.try_send(Command::Wake).is_err() {
@@ -301,62 +335,47 @@ struct Loop {
 }
 
 impl Loop {
-    fn run(mut self, queue: &mpsc::Receiver<Command>) {
+    /// One round: what `command` asks, a step of each model, and tensor work. Returns whether there is more to do.
+    fn round(&mut self, command: Option<Command>, queue: &mpsc::Receiver<Command>) -> bool {
+        if let Some(command) = command {
+            self.perform(command);
+            // Take all that is there before the next step; what is about tensors only waits in line.
+            while let Ok(command) = queue.try_recv() {
+                self.perform(command);
+            }
+            self.tensors.sweep();
+        }
+        self.perform_tensor_work();
         let mut worked = false;
-        loop {
-            // With work to do, take what is there; without, wait for a command or the next deadline.
-            let command = if worked || !self.tensor_work.is_empty() {
-                queue
-                    .try_recv()
-                    .map_err(|e| e == mpsc::TryRecvError::Disconnected)
-            } else {
-                self.wait(queue)
-            };
-            match command {
-                Ok(command) => {
-                    self.perform(command);
-                    // Take all that is there before the next step; what is about tensors only waits in line.
-                    while let Ok(command) = queue.try_recv() {
-                        self.perform(command);
-                    }
-                    self.tensors.sweep();
-                }
-                Err(true) => return,
-                Err(false) => {}
-            }
-            self.perform_tensor_work();
-            worked = false;
-            // Models in fair turns, one step each.
-            for batch in self.models.values_mut() {
-                worked |= batch.step();
-            }
-            // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
-            let generating = !self.models.values().all(Batch::is_empty);
-            let queued = &self.queued;
-            let interrupted = || queued.load(Ordering::Relaxed) > 0;
-            worked |= self.tensors.turn(&interrupted, worked && generating);
-            if !generating && self.tensor_work.is_empty() && self.tensors.is_idle() {
-                for reply in self.drain.drain(..) {
-                    let _ = reply.send(());
-                }
+        // Models in fair turns, one step each.
+        for batch in self.models.values_mut() {
+            worked |= batch.step();
+        }
+        // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
+        let generating = self.is_generating();
+        let queued = &self.queued;
+        let interrupted = || queued.load(Ordering::Relaxed) > 0;
+        worked |= self.tensors.turn(&interrupted, worked && generating);
+        if self.is_idle() {
+            for reply in self.drain.drain(..) {
+                let _ = reply.send(());
             }
         }
+        worked || !self.tensor_work.is_empty()
     }
 
-    /// Waits. `Err(true)`: nobody can send any more.
-    fn wait(&self, queue: &mpsc::Receiver<Command>) -> Result<Command, bool> {
-        let deadline = self.models.values().filter_map(Batch::next_deadline).min();
-        match deadline {
-            None => queue.recv().map_err(|_| true),
-            Some(at) => {
-                // Not exactly at the deadline: a moment after it.
-                let timeout =
-                    at.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
-                queue
-                    .recv_timeout(timeout)
-                    .map_err(|e| e == mpsc::RecvTimeoutError::Disconnected)
-            }
-        }
+    fn is_generating(&self) -> bool {
+        !self.models.values().all(Batch::is_empty)
+    }
+
+    /// Whether nothing is there to be done, nor waited for.
+    fn is_idle(&self) -> bool {
+        !self.is_generating() && self.tensor_work.is_empty() && self.tensors.is_idle()
+    }
+
+    /// The moment at which a sequence is to be looked at even if nobody asks for anything.
+    fn next_deadline(&self) -> Option<Instant> {
+        self.models.values().filter_map(Batch::next_deadline).min()
     }
 
     /// Does what is asked about tensors, one thing at least, until its slice is over: tokens wait no longer.

@@ -116,6 +116,26 @@ fn failed(error: &Error, tag: u64) -> v1::ExecuteResponse {
     }
 }
 
+/// Queues a call. A short one is run here at once if the engine has nothing to do.
+async fn submit(
+    engine: &Engine,
+    session: SessionId,
+    submitted: Submitted,
+) -> Result<Answer, Error> {
+    // Still there, if the engine is busy or the call is not short.
+    let mut submitted = Some(submitted);
+    let at_once = engine
+        .tensors_at_once(|plane, asked| plane.submit_if_short(&session, &mut submitted, asked));
+    match (at_once.flatten(), submitted) {
+        (Some(answer), _) => answer,
+        (None, Some(submitted)) => {
+            let submit = engine.tensors(move |plane| plane.submit(&session, submitted));
+            submit.await
+        }
+        (None, None) => Err(Error::new(Reason::Internal, "a call was lost")),
+    }
+}
+
 impl TensorsService {
     /// Serves what `host` has.
     pub fn new(host: Host) -> Self {
@@ -145,18 +165,12 @@ impl TensorsService {
         let wanted = Wanted::new(engine);
         let cancelled = Arc::clone(&wanted.cancelled);
         let (reply, answer) = oneshot::channel();
-        let submit = engine.tensors(move |plane| {
-            plane.submit(
-                &session,
-                Submitted {
-                    request,
-                    reply: (!detached)
-                        .then(|| Box::new(move |result| reply.send(result).is_ok()) as _),
-                    cancelled,
-                },
-            )
-        });
-        let result = match submit.await {
+        let submitted = Submitted {
+            request,
+            reply: (!detached).then(|| Box::new(move |result| reply.send(result).is_ok()) as _),
+            cancelled,
+        };
+        let result = match submit(engine, session, submitted).await {
             Ok(at_once) if detached => Ok(at_once),
             Ok(_) => answer.await.unwrap_or_else(|_| Err(session_gone())),
             Err(error) => Err(error),

@@ -23,6 +23,8 @@ pub struct PlanEntry {
     pub memory: v1::PlanMemory,
     /// Calls that have ended well.
     pub executions: Cell<u64>,
+    /// The last call took but microseconds.
+    pub is_quick: Cell<bool>,
     /// Running work uses its arena.
     pub busy: Cell<bool>,
     /// They end with it: the arena's, and that of its parts.

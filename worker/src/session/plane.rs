@@ -122,6 +122,26 @@ impl TensorPlane {
         Ok(answer)
     }
 
+    /// Takes and queues a call and runs what can go on, if it is one that takes no longer than waking another thread
+    /// does. Else it leaves the call where it is.
+    ///
+    /// # Errors
+    /// As [`Session::submit`].
+    pub fn submit_if_short(
+        &mut self,
+        id: &SessionId,
+        submitted: &mut Option<super::call::Submitted>,
+        interrupted: &dyn Fn() -> bool,
+    ) -> Option<Result<super::call::Answer, Error>> {
+        let session = self.session(id).ok()?;
+        let submitted = submitted.take_if(|s| session.is_short(&s.request))?;
+        let answer = self.submit(id, submitted);
+        if answer.is_ok() {
+            self.turn(interrupted, false);
+        }
+        Some(answer)
+    }
+
     /// Frees the sessions whose leases are over.
     pub fn sweep(&mut self) {
         let over: Vec<u64> = self

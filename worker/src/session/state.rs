@@ -416,6 +416,7 @@ impl Session {
             max_rows: graph.max_rows(),
             memory,
             executions: 0.into(),
+            is_quick: false.into(),
             busy: false.into(),
             _charges: charges,
         };

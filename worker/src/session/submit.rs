@@ -9,7 +9,7 @@ use hotcell_proto::{
 };
 
 use super::{
-    call::{Answer, Operand, Submitted, Wish},
+    call::{Answer, CallRequest, Operand, Submitted, Wish},
     invalid,
     plan::PlanEntry,
     quota,
@@ -23,6 +23,13 @@ use super::{
 const SLOT_BYTES: usize = 256;
 
 impl Session {
+    /// Whether a call takes but microseconds: those before it of the same plan did, and could with any data.
+    pub fn is_short(&self, request: &CallRequest) -> bool {
+        let is_small = |p: &Rc<PlanEntry>| p.plan.try_borrow().is_ok_and(|plan| plan.is_small());
+        let plan = self.plans.get(&request.plan);
+        !request.detached && plan.is_some_and(|p| p.is_quick.get() && is_small(p))
+    }
+
     /// Queues a call. Returns its fence and, as they are now, the tensors it will write.
     ///
     /// # Errors

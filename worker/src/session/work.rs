@@ -36,6 +36,10 @@ use super::{
 };
 use crate::error::of_plan;
 
+/// Calls of a plan that took less may run on the thread that they came to, which then does nothing else: about what it
+/// takes to wake another.
+const QUICK: Duration = Duration::from_micros(100);
+
 /// Where a result goes.
 pub(super) enum Goal {
     /// To a value under this id.
@@ -351,6 +355,7 @@ impl Session {
             let done = &job.plan.executions;
             done.set(done.get() + 1);
         }
+        job.plan.is_quick.set(job.compute < QUICK);
         if let Some(s) = self.streams.streams.get_mut(&stream) {
             s.passed = job.fence;
         }

@@ -11,7 +11,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::Stream;
 use tonic::{Status, Streaming};
 
-use super::{TensorsService, Wanted, failed, response};
+use super::{TensorsService, Wanted, failed, response, submit};
 use crate::session::call::{Answer, CallRequest, Submitted};
 
 /// Calls of one pipeline that wait, run or have an unread answer; further ones wait in the connection.
@@ -117,15 +117,12 @@ impl TensorsService {
             }
         };
         let reply = (!detached).then(|| Box::new(tell.clone()) as _);
-        let submit = self.host.engine().tensors(move |plane| {
-            let submitted = Submitted {
-                request,
-                reply,
-                cancelled,
-            };
-            plane.submit(&session, submitted)
-        });
-        match submit.await {
+        let submitted = Submitted {
+            request,
+            reply,
+            cancelled,
+        };
+        match submit(self.host.engine(), session, submitted).await {
             Ok(at_once) if detached => {
                 tell(Ok(at_once));
             }
