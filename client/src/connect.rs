@@ -262,6 +262,11 @@ impl Client {
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
     }
 
+    /// The connection itself.
+    pub(crate) fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
     /// What errors call the other side.
     pub(crate) fn peer(&self) -> &str {
         &self.peer

@@ -21,6 +21,7 @@ mod backend;
 mod compare;
 mod compile;
 mod create;
+mod download;
 mod dump;
 mod execute;
 mod host;

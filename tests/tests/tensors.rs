@@ -72,6 +72,32 @@ async fn expressions_are_computed_on_the_worker_whichever_road_they_take() {
 }
 
 #[tokio::test]
+async fn bytes_go_into_the_caller_s_memory_as_they_are() {
+    let cluster = cluster().await;
+    for session in [session(&cluster).await, relayed(&cluster).await] {
+        for size in [0, 1, 1 << 20, (5 << 20) + 3] {
+            let bytes: Vec<u8> = (0..size as u32)
+                .map(|i| (i.wrapping_mul(i) / 7) as u8)
+                .collect();
+            let data = HostTensor::from_slice(&bytes, &[size]).unwrap();
+            let there = session.upload(&data).await.unwrap();
+            assert_eq!(there.fetch().await.unwrap(), data);
+            let mut own = vec![0xee; size];
+            there.fetch_into(&mut own).await.unwrap();
+            assert!(own == bytes, "{size} bytes came back changed");
+            // Again, over other bytes, of an expression.
+            let sum = &there + &there;
+            sum.fetch_into(&mut own).await.unwrap();
+            let doubled = bytes.iter().map(|b| b.wrapping_mul(2));
+            assert!(doubled.eq(own.iter().copied()), "{size} bytes doubled");
+            own.push(0);
+            let error = there.fetch_into(&mut own).await.unwrap_err();
+            assert_eq!(error.reason(), Reason::InvalidArgument);
+        }
+    }
+}
+
+#[tokio::test]
 async fn what_is_wrong_with_an_expression_is_said_by_whoever_computes_it() {
     let cluster = cluster().await;
     let session = session(&cluster).await;

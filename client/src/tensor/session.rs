@@ -57,6 +57,7 @@ pub struct Session(Arc<Inner>);
 
 struct Inner {
     client: TensorsClient<Channel>,
+    channel: Channel,
     peer: String,
     /// The scheduler's socket, where descriptors can be had.
     socket: Option<PathBuf>,
@@ -137,6 +138,7 @@ impl Lease {
 /// A session that is being opened.
 struct Opening {
     rpc: TensorsClient<Channel>,
+    channel: Channel,
     peer: String,
     socket: Option<PathBuf>,
     direct: bool,
@@ -182,6 +184,7 @@ impl Opening {
         };
         Ok(Self {
             rpc,
+            channel: client.channel(),
             peer,
             socket: None,
             direct: false,
@@ -210,6 +213,7 @@ impl Opening {
         let given = given.map_err(|what| Error::new(Reason::WorkerLost, what))?;
         let worker = Client::over_for_tensors(given.fd).await?;
         self.rpc = worker.tensors_client();
+        self.channel = worker.channel();
         self.socket = Some(socket.to_owned());
         self.direct = true;
         Ok(())
@@ -218,6 +222,7 @@ impl Opening {
     fn finish(self) -> Session {
         let session = Session(Arc::new(Inner {
             client: self.rpc,
+            channel: self.channel,
             peer: self.peer,
             socket: self.socket,
             direct: self.direct,
@@ -307,6 +312,11 @@ impl Session {
     /// The calls of the worker.
     pub(super) fn rpc(&self) -> TensorsClient<Channel> {
         self.0.client.clone()
+    }
+
+    /// The connection to the worker.
+    pub(super) fn channel(&self) -> Channel {
+        self.0.channel.clone()
     }
 
     /// A request that names the session.

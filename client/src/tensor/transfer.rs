@@ -14,6 +14,7 @@ use hotcell_proto::{
 
 use super::{
     array::{State, Tensor, invalid},
+    download::{self, Broken},
     host::HostTensor,
     session::{Remote, Session},
 };
@@ -124,33 +125,86 @@ impl Session {
         let size = spec
             .bytes(0)
             .ok_or_else(|| invalid("the tensor is too large"))?;
+        let mut bytes = BytesMut::new();
+        let take = |piece: &[u8]| {
+            if piece.len() > size - bytes.len() {
+                return Err(too_many());
+            }
+            // Reserved once something arrives: the size is our own, the worker only fills it.
+            bytes.reserve(size - bytes.len());
+            bytes.extend_from_slice(piece);
+            Ok(())
+        };
+        self.download_to(remote, take).await?;
+        HostTensor::new(spec.clone(), bytes.freeze())
+    }
+
+    /// Downloads a tensor; `take` gets its bytes in order.
+    async fn download_to(
+        &self,
+        remote: &Remote,
+        take: impl FnMut(&[u8]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let request = self.request(v1::DownloadRequest {
             tensor: Some(remote.handle.clone()),
             offset: 0,
             length: 0,
             checksum: false,
         });
-        let mut stream = self.answer(self.rpc().download(request).await)?;
-        let mut bytes = BytesMut::new();
-        while let Some(chunk) = stream.message().await.map_err(|s| self.status(&s))? {
-            if bytes.is_empty() && chunk.data.len() == size {
-                return HostTensor::new(spec.clone(), chunk.data);
-            }
-            if chunk.data.len() > size - bytes.len() {
-                return Err(Error::new(
-                    Reason::ProtocolViolation,
-                    "more bytes than the tensor has",
-                ));
-            }
-            // Reserved once something arrives: the size is our own, the worker only fills it.
-            bytes.reserve(size - bytes.len());
-            bytes.extend_from_slice(&chunk.data);
-        }
-        HostTensor::new(spec.clone(), bytes.freeze())
+        let done = download::download(self.channel(), request, take).await;
+        done.map_err(|broken| match broken {
+            Broken::Status(status) => self.status(&status),
+            Broken::Wrong(error) => error,
+        })
     }
 }
 
+fn too_many() -> Error {
+    Error::new(Reason::ProtocolViolation, "more bytes than the tensor has")
+}
+
 impl Tensor {
+    /// Computes it and copies its bytes, row-major and little-endian, into memory of the caller's, which may serve
+    /// again and again: fresh memory costs a large tensor as much time as the way through the connection does. It
+    /// stays on the worker. After an error the memory holds anything.
+    ///
+    /// # Errors
+    /// As [`Session::eval`], and [`Reason::InvalidArgument`] when `bytes` is not exactly as long as the tensor.
+    pub async fn fetch_into(&self, bytes: &mut [u8]) -> Result<(), Error> {
+        let (size, given) = (self.nbytes()?, bytes.len());
+        if size != given {
+            return Err(invalid(format!(
+                "a tensor of {size} bytes does not go into {given}"
+            )));
+        }
+        self.eval().await?;
+        let mut left = bytes;
+        let mut take = |piece: &[u8]| {
+            let rest = std::mem::take(&mut left);
+            let (now, later) = rest
+                .split_at_mut_checked(piece.len())
+                .ok_or_else(too_many)?;
+            now.copy_from_slice(piece);
+            left = later;
+            Ok(())
+        };
+        match self.state() {
+            State::Host { data, .. } => take(data.bytes())?,
+            State::Remote(remote) => self.session()?.download_to(&remote, take).await?,
+            _ => {
+                let what = "an evaluated tensor has no value";
+                return Err(Error::new(Reason::Internal, what));
+            }
+        }
+        match left.len() {
+            0 => Ok(()),
+            missing => {
+                let what = format!("{missing} bytes of the tensor did not come");
+                Err(Error::new(Reason::ProtocolViolation, what))
+            }
+        }
+    }
+
     /// Moves a tensor of this process to the worker.
     pub(super) async fn place(&self, session: &Session) -> Result<(), Error> {
         if let State::Host { data, .. } = self.state() {

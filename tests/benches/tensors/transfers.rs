@@ -24,14 +24,20 @@ const ROUNDS: usize = 9;
 struct Times {
     up: Vec<f64>,
     down: Vec<f64>,
+    /// Into memory that was there before.
+    into: Vec<f64>,
 }
 
 impl Times {
     /// GB/s.
     fn speeds(self) -> (f64, f64) {
-        let speed = |times| SIZE as f64 / typical(times) / 1e9;
         (speed(self.up), speed(self.down))
     }
+}
+
+/// GB/s.
+fn speed(times: Vec<f64>) -> f64 {
+    SIZE as f64 / typical(times) / 1e9
 }
 
 /// Prints the figures.
@@ -72,6 +78,7 @@ pub async fn measure() -> Result<()> {
             let times: &mut Times = times;
             times.up.push(upload(session, &data).await?);
             times.down.push(download(tensor).await?);
+            times.into.push(download_into(tensor, &mut own).await?);
         }
         copy(
             &shared,
@@ -86,9 +93,10 @@ pub async fn measure() -> Result<()> {
         "bare tonic stream: {:.2} GB/s up, {:.2} down; that keeps nothing: {:.2} up, {:.2} down",
         kept.0, kept.1, drained.0, drained.1
     );
-    for (name, times, least) in [("relay", by_relay, 0.5), ("direct", by_own, 0.9)] {
+    for (name, mut times, least) in [("relay", by_relay, 0.5), ("direct", by_own, 0.9)] {
+        let into = speed(std::mem::take(&mut times.into));
         let (up, down) = times.speeds();
-        println!("{name}: {up:.2} GB/s up, {down:.2} down");
+        println!("{name}: {up:.2} GB/s up, {down:.2} down, {into:.2} into the caller's memory");
         let (unit, draining) = ("of bare tonic", "of bare tonic that keeps nothing");
         figure(
             &format!("upload_{name}"),
@@ -113,6 +121,12 @@ pub async fn measure() -> Result<()> {
             down / drained.1,
             draining,
             Goal::None,
+        );
+        figure(
+            &format!("download_{name}_into"),
+            into / drained.1,
+            draining,
+            Goal::AtLeast(least),
         );
     }
     let ((up, down), (to, from)) = (by_descriptor.speeds(), copied.speeds());
@@ -147,6 +161,12 @@ async fn download(tensor: &Tensor) -> Result<f64> {
     let time = start.elapsed().as_secs_f64();
     ensure!(data.bytes().len() == SIZE, "bytes are missing");
     Ok(time)
+}
+
+async fn download_into(tensor: &Tensor, own: &mut [u8]) -> Result<f64> {
+    let start = Instant::now();
+    tensor.fetch_into(own).await?;
+    Ok(start.elapsed().as_secs_f64())
 }
 
 async fn bare_upload(
