@@ -27,6 +27,7 @@ fn start() -> Result<(), Failure> {
     log(&config)?;
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads())
         .enable_all()
         .build()
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot start the runtime: {e}")))?;
@@ -34,6 +35,13 @@ fn start() -> Result<(), Failure> {
     // Tasks that still run are of no use to anyone now.
     runtime.shutdown_background();
     outcome
+}
+
+/// Threads that move messages. Computing needs the cores more; and to pass a message on wakes several tasks in turn,
+/// which costs little on one thread and a call of the system each where another is idle.
+fn threads() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    (cores / 2).clamp(1, 16)
 }
 
 fn log(config: &Config) -> Result<(), Failure> {
