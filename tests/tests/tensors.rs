@@ -514,6 +514,60 @@ async fn a_model_s_weights_are_tensors_of_any_graph() {
     assert_eq!(session.memory().await.unwrap().active, 0);
 }
 
+/// Nanoseconds that a process's compute threads have run, all together.
+fn computed(pid: u32) -> u64 {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let tasks = tasks.map(|task| task.unwrap().path());
+    let computing = tasks.filter(|task| {
+        let name = std::fs::read_to_string(task.join("comm")).unwrap();
+        name.starts_with("compute-")
+    });
+    let ran = |task: std::path::PathBuf| -> u64 {
+        let statistics = std::fs::read_to_string(task.join("schedstat")).unwrap();
+        statistics
+            .split_whitespace()
+            .next()
+            .unwrap()
+            .parse()
+            .unwrap()
+    };
+    computing.map(ran).sum()
+}
+
+#[tokio::test]
+async fn a_backend_uses_no_more_threads_than_it_asks_for_and_gets_the_same_bits() {
+    let cluster = cluster().await;
+    let pid = cluster.workers(|w| !w.is_empty()).await.unwrap()[0].pid;
+    let mut results = Vec::new();
+    let mut cores = 0;
+    for threads in [1, 0, 1, 2, 1000] {
+        let params = BackendParams {
+            threads,
+            ..BackendParams::at(address(&cluster))
+        };
+        let backend = Backend::open("cpu", params).await.unwrap();
+        cores = backend.describe().threads;
+        let most = match threads {
+            0 => cores,
+            asked => asked.min(cores),
+        };
+        let session = backend.session();
+        assert_eq!(session.threads(), most);
+        let before = computed(pid);
+        let x = session.arange(0.0, 40_000.0, 1.0, DType::F32).sin();
+        let x = x.reshape(&[200, 200]);
+        let y = x.matmul(&x).softmax(-1).matmul(&x).sum(&[0], false);
+        results.push(y.to_vec::<f32>().await.unwrap());
+        // Until those that ran have gone to sleep: what a thread has run is counted when it stops.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let ran = computed(pid) - before;
+        // The engine's own thread is the first; the others sleep.
+        assert_eq!(ran == 0, most == 1, "{threads} threads: {ran} ns");
+    }
+    assert!(results.iter().all(|r| *r == results[0]));
+    assert!(cores > 0);
+}
+
 fn norm_width(weight: &Tensor) -> usize {
     weight.shape().unwrap()[1]
 }

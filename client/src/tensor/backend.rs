@@ -46,6 +46,8 @@ pub struct BackendParams {
     pub address: Address,
     /// Bytes the session may hold; 0: the worker's quota.
     pub memory_limit: u64,
+    /// Compute threads that the session's graphs may use, of those that the worker has; 0: all. No result depends on it.
+    pub threads: u32,
     /// `false`: a dry run. Nothing is computed; [`Backend::reserve`] and [`Backend::memory`] say what it would take.
     pub allocate: bool,
     /// Where the model's layers go.
@@ -60,6 +62,7 @@ impl BackendParams {
         Self {
             address,
             memory_limit: 0,
+            threads: 0,
             allocate: true,
             placement: Placement::default(),
             flash_attention: FlashAttention::default(),
@@ -108,6 +111,7 @@ impl Backend {
         let mut options = SessionOptions {
             name: name.chars().take(64).collect(),
             max_bytes: params.memory_limit,
+            threads: params.threads,
             dry_run: !params.allocate,
             ..Default::default()
         };

@@ -45,6 +45,8 @@ pub struct SessionOptions {
     pub device: Option<String>,
     /// Bytes it may hold; 0: the worker's quota.
     pub max_bytes: u64,
+    /// Compute threads that its graphs may use, of those that the worker has; 0: all. No result depends on it.
+    pub threads: u32,
     /// Make nothing, only say what it would take.
     pub dry_run: bool,
     /// Speak through the scheduler even where it could hand over a connection to the worker itself.
@@ -157,6 +159,7 @@ impl Opening {
             name: options.name,
             max_bytes: options.max_bytes,
             dry_run: options.dry_run,
+            threads: options.threads,
             ..Default::default()
         });
         let mut put = |key: &'static str, value: &Option<String>| match value {
@@ -290,6 +293,11 @@ impl Session {
     /// Epoch of the worker that serves it; its handles are of this epoch.
     pub fn epoch(&self) -> u64 {
         self.0.opened.epoch
+    }
+
+    /// Compute threads that its graphs may use: what was asked for, or all that the worker has if those are fewer.
+    pub fn threads(&self) -> u32 {
+        self.0.opened.threads
     }
 
     /// Its name: whoever knows it may use the session.

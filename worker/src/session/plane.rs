@@ -78,13 +78,15 @@ impl TensorPlane {
             );
             return Err(Error::new(Reason::Overloaded, what));
         }
-        let quotas = Quotas::of(request, self.hub.account.usage().limit);
+        let threads = self.hub.device.info().cores.len().max(1);
+        let quotas = Quotas::of(request, self.hub.account.usage().limit, threads);
         let opened = v1::SessionOpened {
             session: id.to_string(),
             epoch: id.epoch().0,
             max_bytes: quotas.bytes,
             max_tensors: quotas.tensors as u32,
             max_plans: quotas.plans as u32,
+            threads: quotas.threads as u32,
         };
         self.next += 1;
         let session = Session::new(&self.hub, id.epoch(), quotas, over);

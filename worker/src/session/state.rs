@@ -49,12 +49,14 @@ pub struct Quotas {
     pub plans: usize,
     /// Tensors get no memory.
     pub dry_run: bool,
+    /// Compute threads.
+    pub threads: usize,
 }
 
 impl Quotas {
-    /// What is asked for, within the worker's `limit` of bytes; by default half of that, so that no session
-    /// takes all by accident.
-    pub fn of(request: &v1::OpenSessionRequest, limit: u64) -> Self {
+    /// What is asked for, within the worker's `limit` of bytes and its compute threads; by default half of the bytes, so
+    /// that no session takes all by accident.
+    pub fn of(request: &v1::OpenSessionRequest, limit: u64, threads: usize) -> Self {
         let within = |asked: u64, most: u64| if asked == 0 { most } else { asked.min(most) };
         let count = |asked: u32, most: usize| within(asked.into(), most as u64) as usize;
         Self {
@@ -66,6 +68,7 @@ impl Quotas {
             tensors: count(request.max_tensors, limits::MAX_SESSION_TENSORS),
             plans: count(request.max_plans, limits::MAX_SESSION_PLANS),
             dry_run: request.dry_run,
+            threads: count(request.threads, threads),
         }
     }
 }
@@ -340,6 +343,10 @@ impl Session {
         if !dry_run && self.plans.len() >= self.quotas.plans {
             return Err(quota("plans", self.quotas.plans));
         }
+        let hints = PlanHints {
+            threads: Some(self.quotas.threads),
+            ..hints
+        };
         let outputs = plan::outputs(graph)?;
         let device = Rc::clone(self.pool.device());
         let dry = PlanHints {
