@@ -3,7 +3,10 @@
 //! All of a device's work is issued by one thread at a time, so buffers, streams and plans are not
 //! `Send`: the compiler keeps them with whoever owns the device.
 
-use std::rc::Rc;
+use std::{
+    rc::Rc,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use thiserror::Error;
 
@@ -190,6 +193,31 @@ pub trait Device {
 
     /// A new stream.
     fn stream(&self) -> Box<dyn Stream>;
+
+    /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.
+    fn leave(&self, _trail: Trail) {}
+}
+
+/// Where a device notes how far it is, for whoever watches it from another process, also after its end.
+#[derive(Clone, Copy, Debug)]
+pub struct Trail {
+    /// Goes up with every execution, and with every piece of a long node.
+    pub progress: &'static AtomicU64,
+    /// The node that runs, packed by `pack`.
+    pub node: &'static AtomicU64,
+    /// Packs a plan's step, the op's place in the catalogue (`u16::MAX`: none), and whether several nodes are computed
+    /// as one, of which the op is the last.
+    pub pack: fn(step: u32, op: u16, group: bool) -> u64,
+}
+
+impl Trail {
+    /// Something moved. For the one thread that computes part 0.
+    pub(crate) fn progressed(&self) {
+        // One writer: no need for a locked instruction.
+        let count = self.progress.load(Ordering::Relaxed);
+        self.progress
+            .store(count.wrapping_add(1), Ordering::Relaxed);
+    }
 }
 
 /// An ordered queue of work.

@@ -14,7 +14,11 @@ mod plan;
 pub mod pool;
 pub mod quantize;
 
-use std::{cell::RefCell, rc::Rc, thread};
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    thread,
+};
 
 use hotcell_graph::{Graph, op::Call};
 
@@ -27,7 +31,7 @@ use self::{
 use crate::{
     backend::{
         Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, HostRegion,
-        SharedRegion, Stream,
+        SharedRegion, Stream, Trail,
     },
     host::Staging,
     memory::ALIGNMENT,
@@ -120,6 +124,7 @@ pub struct CpuDevice {
     path: CpuPath,
     pool: Rc<RefCell<Pool>>,
     streams: RefCell<u64>,
+    trail: Cell<Option<Trail>>,
 }
 
 impl CpuDevice {
@@ -134,6 +139,7 @@ impl CpuDevice {
             path,
             pool,
             streams: RefCell::new(0),
+            trail: Cell::new(None),
         })
     }
 
@@ -207,6 +213,7 @@ impl Device for CpuDevice {
             hints,
             self.path,
             Rc::clone(&self.pool),
+            self.trail.get(),
         )?))
     }
 
@@ -217,6 +224,10 @@ impl Device for CpuDevice {
             id: *streams,
             fence: 0,
         })
+    }
+
+    fn leave(&self, trail: Trail) {
+        self.trail.set(Some(trail));
     }
 }
 

@@ -160,6 +160,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         cores: (0..threads()).collect(),
         cache_dtype: DType::F16,
         tensor_memory: None,
+        blackbox: None,
     })?;
     let host = Host::new(engine, String::new());
     let files = hotcell_tests::model::files(&kjv())?;

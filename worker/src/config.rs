@@ -87,6 +87,9 @@ pub struct Serve {
     /// Socket that descriptors arrive on.
     #[arg(long)]
     pub descriptors_fd: RawFd,
+    /// Memory in which this process writes what it does.
+    #[arg(long)]
+    pub blackbox_fd: RawFd,
     /// Device, cores, cache, log.
     #[command(flatten)]
     pub common: Common,

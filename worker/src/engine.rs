@@ -14,9 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_graph::DType;
+use hotcell_graph::{DType, op::catalogue};
+use hotcell_ipc::blackbox::{Doing, Node, Writer};
 use hotcell_kernels::{
-    backend::{BufferType, Device, DeviceError, DeviceInfo},
+    backend::{BufferType, Device, DeviceError, DeviceInfo, Trail},
     plan::PlanHints,
     registry,
 };
@@ -86,8 +87,13 @@ pub struct Opened {
     pub buffer_types: &'static [BufferType],
 }
 
+/// The ops as a black box numbers them.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    catalogue().map(|row| row.name)
+}
+
 /// How the engine runs.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct EngineConfig {
     /// Device id.
     pub device: String,
@@ -97,6 +103,8 @@ pub struct EngineConfig {
     pub cache_dtype: DType,
     /// Bytes that tensors may take; half of the device's memory unless told.
     pub tensor_memory: Option<u64>,
+    /// Where it writes what it does; one that nobody reads unless told.
+    pub blackbox: Option<Writer>,
 }
 
 /// Talks to the engine thread. Clones share it; when the last is dropped the engine ends.
@@ -130,8 +138,16 @@ impl Engine {
         let engine_queued = Arc::clone(&queued);
         let owned = Arc::new(Owned::default());
         let engine_owned = Arc::clone(&owned);
+        let blackbox = config.blackbox.unwrap_or_else(|| Writer::private(names()));
         let run = move || match registry::open(&config.device, &config.cores) {
             Ok(device) => {
+                blackbox.owns_device();
+                let (progress, node) = blackbox.trail();
+                device.leave(Trail {
+                    progress,
+                    node,
+                    pack: |step, op, group| Node { step, op, group }.packed(),
+                });
                 let about = Opened {
                     info: device.info().clone(),
                     numerics: device.numerics(),
@@ -149,6 +165,7 @@ impl Engine {
                     tensor_work: VecDeque::new(),
                     drain: Vec::new(),
                     woken: engine_woken,
+                    blackbox,
                 };
                 if opened.send(Ok((about, is_bound))).is_ok() {
                     engine_owned.run(state, &queue);
@@ -303,7 +320,9 @@ impl Engine {
             if asked() || !engine.is_idle() {
                 return None;
             }
+            engine.blackbox.doing(Doing::Tensors);
             let done = work(&mut engine.tensors, &asked);
+            engine.blackbox.doing(Doing::Idle);
             Some((done, engine.is_idle() && engine.drain.is_empty()))
         })??;
         if !is_idle {
@@ -332,6 +351,7 @@ struct Loop {
     queued: Arc<AtomicUsize>,
     drain: Vec<oneshot::Sender<()>>,
     woken: Arc<AtomicBool>,
+    blackbox: Writer,
 }
 
 impl Loop {
@@ -345,12 +365,16 @@ impl Loop {
             }
             self.tensors.sweep();
         }
+        self.blackbox.doing(Doing::Tensors);
         self.perform_tensor_work();
         let mut worked = false;
         // Models in fair turns, one step each.
-        for batch in self.models.values_mut() {
+        for (name, batch) in self.models.iter_mut().filter(|(_, b)| !b.is_empty()) {
+            self.blackbox.doing(Doing::Stepping);
+            self.blackbox.model(name);
             worked |= batch.step();
         }
+        self.blackbox.doing(Doing::Tensors);
         // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
         let generating = self.is_generating();
         let queued = &self.queued;
@@ -406,11 +430,13 @@ impl Loop {
                     let _ = reply.send(Err(Error::new(Reason::ModelExists, what)));
                     return;
                 }
+                self.blackbox.doing(Doing::Loading);
+                self.blackbox.model(&name);
                 let shape = RunShape::for_model(&source.config, self.cache_dtype);
                 let runner =
                     Runner::new(self.device.as_ref(), &source, shape, &PlanHints::default());
                 let answer = runner.map_err(|e| of_run(&e)).map(|runner| {
-                    self.models.insert(name, Batch::new(runner));
+                    self.models.insert(name, Batch::new(runner, self.blackbox));
                     shape
                 });
                 let _ = reply.send(answer);

@@ -26,6 +26,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use crate::{
     engine::Engine,
     error::of_model,
+    last_words::MappedFiles,
     model::{run::RunShape, text::ModelText},
     service::tensors_server,
     weights::{ModelFile, ModelSource, Weights},
@@ -76,6 +77,8 @@ pub struct Loaded {
     pub cache_tokens: u64,
     /// Its tensors, in place in its files.
     pub weights: Weights,
+    /// Tells a fault in its files from any other.
+    _mapped: MappedFiles,
 }
 
 /// Descriptors that arrived, by tag.
@@ -437,6 +440,7 @@ impl Host {
             let what = format!("model {name} is loaded already; unload it first");
             return Err(Error::new(Reason::ModelExists, what).with("model", name));
         }
+        let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
         let read = move || -> Result<(ModelSource, ModelText, String), Error> {
             let source = ModelSource::open(files).map_err(|e| of_model(&e))?;
             let text = ModelText::open(&source)?;
@@ -473,6 +477,7 @@ impl Host {
             cache_tokens: (shape.blocks * shape.block_len) as u64,
             weights,
             name: name.clone(),
+            _mapped: mapped,
         });
         locked(&self.0.models).insert(name, Arc::clone(&loaded));
         Ok(loaded)

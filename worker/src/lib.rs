@@ -8,6 +8,7 @@ pub mod exit;
 pub mod format;
 pub mod generate;
 pub mod host;
+pub mod last_words;
 pub mod model;
 pub mod program;
 pub mod service;

@@ -9,6 +9,7 @@ use std::{
 };
 
 use hotcell_ipc::{
+    blackbox::Writer,
     socket,
     transport::{Windows, incoming_once},
 };
@@ -25,15 +26,19 @@ use tracing_subscriber::EnvFilter;
 use crate::{
     config::{Alone, Cli, Common, Mode, Serve},
     confine::{self, Report},
-    engine::{Engine, EngineConfig},
+    engine::{self, Engine, EngineConfig},
     exit::Exit,
     host::{Host, TENSOR_STREAMS, map_file},
+    last_words,
     service::{TensorsService, TokensService, WorkerService, tensors_server},
     weights::ModelFile,
 };
 
 /// Calls on the tokens connection at once: every request the worker holds, and as many short calls.
 const MAX_STREAMS: u32 = 2 * limits::MAX_WORKER_REQUESTS as u32;
+
+/// Time between two signs of the event loop's life.
+const BEAT: Duration = Duration::from_millis(500);
 
 /// Runs the program and says how it ended.
 pub fn run(cli: Cli) -> Exit {
@@ -114,9 +119,10 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
 /// Everything that may open a file or look at the system, before confinement forbids it.
 struct Prepared {
     engine: EngineConfig,
+    blackbox: Writer,
 }
 
-fn prepare(common: &Common) -> Prepared {
+fn prepare(common: &Common, blackbox: Writer) -> Prepared {
     start_log(&common.log);
     let cores = usable_cores(common);
     bind_cores(&common.cores);
@@ -126,7 +132,25 @@ fn prepare(common: &Common) -> Prepared {
             cores,
             cache_dtype: common.kv_cache,
             tensor_memory: common.tensor_memory,
+            blackbox: Some(blackbox),
         },
+        blackbox,
+    }
+}
+
+/// Has crashes leave their traces. A worker does without if the system refuses.
+fn record(blackbox: Writer) {
+    if let Err(error) = last_words::install(blackbox) {
+        tracing::warn!(%error, "a crash will leave no backtrace");
+    }
+}
+
+/// Shows, round after round, that the event loop runs.
+async fn beat(blackbox: Writer) {
+    let mut rounds = tokio::time::interval(BEAT);
+    loop {
+        rounds.tick().await;
+        blackbox.beat();
     }
 }
 
@@ -144,17 +168,28 @@ fn inherited(fd: RawFd) -> Result<OwnedFd, Exit> {
 }
 
 fn serve_scheduler(serve: Serve) -> Exit {
-    let prepared = prepare(&serve.common);
     let fds = [
         serve.control_fd,
         serve.tokens_fd,
         serve.tensors_fd,
         serve.descriptors_fd,
+        serve.blackbox_fd,
     ];
-    let [control, tokens, tensors, descriptors] = match fds.map(inherited) {
-        [Ok(a), Ok(b), Ok(c), Ok(d)] => [a, b, c, d],
+    let [control, tokens, tensors, descriptors, blackbox] = match fds.map(inherited) {
+        [Ok(a), Ok(b), Ok(c), Ok(d), Ok(e)] => [a, b, c, d, e],
         _ => return Exit::Usage,
     };
+    let blackbox = match Writer::open(blackbox, engine::names()) {
+        Ok(blackbox) => blackbox,
+        Err(error) => {
+            return fail(
+                Exit::Usage,
+                format_args!("the black box cannot be used: {error}"),
+            );
+        }
+    };
+    let prepared = prepare(&serve.common, blackbox);
+    record(blackbox);
     let report = confine::confine(confine::Mode::Inherited);
     let host = match open_host(prepared, &report) {
         Ok(host) => host,
@@ -203,6 +238,7 @@ fn serve_scheduler(serve: Serve) -> Exit {
             ended = control => ended_early("control", ended),
             ended = tokens => ended_early("tokens", ended),
             ended = tensors => ended_early("tensors", ended),
+            () = beat(blackbox) => Exit::Internal,
         }
     })
 }
@@ -267,7 +303,8 @@ fn serve_alone(alone: &Alone) -> Exit {
             "give --listen to run alone; `hotcell serve` starts workers by itself (see --help)";
         return fail(Exit::Usage, what);
     };
-    let prepared = prepare(&alone.common);
+    let prepared = prepare(&alone.common, Writer::private(engine::names()));
+    record(prepared.blackbox);
     let model = match alone.model.as_deref().map(|path| (path, open_files(path))) {
         None => None,
         Some((path, Ok(files))) => {

@@ -20,7 +20,7 @@ use hotcell_graph::{
 pub(crate) use self::launch::{Kernel, Launcher, Reg, Run};
 use self::{
     bound::Bound,
-    launch::{Fault, Home, Place, Workspaces},
+    launch::{Fault, Home, Origin, Place, Workspaces},
     schedule::Meet,
 };
 use super::{
@@ -33,7 +33,7 @@ use super::{
     pool::Pool,
 };
 use crate::{
-    backend::{Buffer, DeviceError},
+    backend::{Buffer, DeviceError, Trail},
     lower::lower,
     memory,
     plan::{Plan, PlanHints, PlanMemory, Slot},
@@ -67,6 +67,8 @@ impl Kernel for Copy {
 
 struct Step {
     kernel: Box<dyn Kernel>,
+    /// How the trail names it.
+    mark: u64,
     meet: Meet,
 }
 
@@ -96,6 +98,7 @@ pub(crate) struct CpuPlan {
     parts: usize,
     fault: Fault,
     stop: Arc<AtomicBool>,
+    trail: Option<Trail>,
 }
 
 fn overflow() -> DeviceError {
@@ -199,6 +202,7 @@ impl Maker<'_> {
         if self.makes_nothing(n) {
             return Ok(());
         }
+        self.launcher.origin = Origin::of(node.op.name, false);
         let call = Call {
             op: node.op,
             inputs: &specs,
@@ -265,6 +269,8 @@ impl Maker<'_> {
                 builder.store(id, reg, result.dtype);
             }
         }
+        let last = nodes.last().map_or("", |n| graph.nodes()[*n].op.name);
+        self.launcher.origin = Origin::of(last, nodes.len() > 1);
         builder.finish(&mut self.launcher).ok_or_else(overflow)
     }
 }
@@ -275,6 +281,7 @@ impl CpuPlan {
         hints: &PlanHints,
         path: CpuPath,
         pool: Rc<RefCell<Pool>>,
+        trail: Option<Trail>,
     ) -> Result<Self, DeviceError> {
         let graph = lower(graph, NAME, &ops::supports)?;
         let threads = pool.borrow().parts();
@@ -305,12 +312,13 @@ impl CpuPlan {
                 Unit::Group(nodes) => maker.group(nodes, &stored)?,
             }
         }
+        maker.launcher.origin = Origin::NONE;
         for (from, to, spec) in copies {
             let from = maker.reg(from)?;
             let copy = Copy { from, to, spec };
             maker.launcher.step_with_bytes(copy, &[from], &[to]);
         }
-        Self::resolve(maker.launcher, inputs, outputs, hints, pool)
+        Self::resolve(maker.launcher, inputs, outputs, hints, pool, trail)
     }
 
     /// Gives places their addresses and steps their barriers.
@@ -320,6 +328,7 @@ impl CpuPlan {
         outputs: Vec<Reg>,
         hints: &PlanHints,
         pool: Rc<RefCell<Pool>>,
+        trail: Option<Trail>,
     ) -> Result<Self, DeviceError> {
         let Launcher {
             places,
@@ -368,10 +377,15 @@ impl CpuPlan {
             steps: steps.len(),
             barriers: meets.iter().filter(|m| **m == Meet::Always).count(),
         };
+        let mark = |step: usize, Origin { op, group }| {
+            trail.map_or(0, |trail| (trail.pack)(step as u32, op, group))
+        };
         let steps: Vec<Step> = steps
             .into_iter()
             .zip(meets)
-            .map(|(step, meet)| Step {
+            .enumerate()
+            .map(|(s, (step, meet))| Step {
+                mark: mark(s, step.origin),
                 kernel: match hints.empty_kernels {
                     true => Box::new(Empty),
                     false => step.kernel,
@@ -399,6 +413,7 @@ impl CpuPlan {
             parts,
             fault: Fault::default(),
             stop: Arc::default(),
+            trail,
         })
     }
 }

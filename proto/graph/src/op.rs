@@ -23,7 +23,7 @@ pub mod sort;
 pub mod unary;
 mod write;
 
-use std::fmt;
+use std::{collections::HashMap, fmt, sync::OnceLock};
 
 use hotcell_proto::limits;
 
@@ -466,7 +466,21 @@ pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
 
 /// The op of this name.
 pub fn find(name: &str) -> Option<&'static OpRow> {
-    catalogue().find(|row| row.name == name)
+    numbered().get(name).map(|(_, row)| *row)
+}
+
+/// The place of an op in the catalogue. It changes from release to release: for use within one only.
+pub fn number(name: &str) -> Option<u16> {
+    numbered().get(name).map(|(number, _)| *number)
+}
+
+fn numbered() -> &'static HashMap<&'static str, (u16, &'static OpRow)> {
+    static NUMBERED: OnceLock<HashMap<&'static str, (u16, &'static OpRow)>> = OnceLock::new();
+    NUMBERED.get_or_init(|| {
+        let rows = (0..).zip(catalogue());
+        rows.map(|(number, row)| (row.name, (number, row)))
+            .collect()
+    })
 }
 
 #[cfg(test)]

@@ -44,11 +44,9 @@ pub(super) fn install() -> io::Result<()> {
     Ok(())
 }
 
-extern "C" fn on_trap(
-    _signal: libc::c_int,
-    info: *mut libc::siginfo_t,
-    _context: *mut libc::c_void,
-) {
+extern "C" fn on_trap(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel's own.
+    unsafe { crate::last_words::note(signal, info, context) };
     let mut number = -1;
     if !info.is_null() {
         // SAFETY: the kernel hands a handler with SA_SIGINFO a whole `siginfo_t`, which is larger than `SysInfo`;
@@ -64,6 +62,7 @@ extern "C" fn on_trap(
     line.push(b"(");
     line.push_number(number);
     line.push(b")\n");
+    crate::last_words::error(line.text());
     // SAFETY: both calls are async-signal-safe; the pointer and length are of `line`'s own bytes. Nothing is left to
     // do when the write fails.
     unsafe {
@@ -93,6 +92,12 @@ impl Line {
                 self.length += 1;
             }
         }
+    }
+
+    /// Without the line's end.
+    fn text(&self) -> &str {
+        let bytes = self.bytes.get(..self.length).unwrap_or_default();
+        std::str::from_utf8(bytes).unwrap_or_default().trim_end()
     }
 
     fn push_number(&mut self, number: i32) {

@@ -5,6 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use hotcell_ipc::blackbox::Doing;
+
 use super::{Command, Loop};
 
 /// The engine's state, or none before its device is open and after its end.
@@ -65,6 +67,7 @@ impl Owned {
                 take(queue)
             } else {
                 let deadline = state.next_deadline();
+                state.blackbox.doing(Doing::Idle);
                 drop(held);
                 let command = wait(queue, deadline);
                 held = self.lock();

@@ -6,6 +6,7 @@
 
 use std::{collections::VecDeque, time::Instant};
 
+use hotcell_ipc::blackbox::{Slot, Writer};
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::{Error, Reason};
 
@@ -20,6 +21,8 @@ struct Running {
     sequence: Sequence,
     table: usize,
     blocks: Vec<i32>,
+    /// Its place in the black box, if there was one.
+    slot: Option<Slot>,
 }
 
 /// Sequences of one model.
@@ -34,11 +37,12 @@ pub struct Batch {
     picks: Vec<(usize, usize)>,
     pick_rows: Vec<usize>,
     logits: Vec<f32>,
+    blackbox: Writer,
 }
 
 impl Batch {
     /// No sequences yet.
-    pub fn new(runner: Runner) -> Self {
+    pub fn new(runner: Runner, blackbox: Writer) -> Self {
         let shape = *runner.shape();
         Self {
             pool: BlockPool::new(shape.blocks),
@@ -49,6 +53,7 @@ impl Batch {
             picks: Vec::with_capacity(shape.max_sequences),
             pick_rows: Vec::with_capacity(shape.max_sequences),
             logits: vec![0.0; runner.vocab()],
+            blackbox,
             runner,
         }
     }
@@ -80,7 +85,7 @@ impl Batch {
     /// Ends every sequence with an error.
     pub fn fail_all(&mut self, error: &Error) {
         for running in std::mem::take(&mut self.running) {
-            self.release(running.table, running.blocks);
+            self.release(running.table, running.blocks, running.slot);
             running.sequence.fail(error.clone());
         }
         for sequence in std::mem::take(&mut self.waiting) {
@@ -88,7 +93,10 @@ impl Batch {
         }
     }
 
-    fn release(&mut self, table: usize, blocks: Vec<i32>) {
+    fn release(&mut self, table: usize, blocks: Vec<i32>, slot: Option<Slot>) {
+        if let Some(slot) = slot {
+            self.blackbox.end(slot);
+        }
         self.tables.push(table);
         self.pool.give(blocks);
     }
@@ -98,8 +106,9 @@ impl Batch {
             sequence,
             table,
             blocks,
+            slot,
         } = self.running.remove(index);
-        self.release(table, blocks);
+        self.release(table, blocks, slot);
         sequence
     }
 
@@ -145,12 +154,13 @@ impl Batch {
                 break;
             };
             if let Err(error) = self.runner.set_table(table, 0, &blocks) {
-                self.release(table, blocks);
+                self.release(table, blocks, None);
                 return Err(error);
             }
             if let Some(mut sequence) = self.waiting.remove(at) {
                 sequence.start(now);
                 self.running.push(Running {
+                    slot: self.blackbox.begin(sequence.id()),
                     sequence,
                     table,
                     blocks,
@@ -254,6 +264,12 @@ impl Batch {
             let running = self.running.iter_mut().find(|r| r.table == row.sequence);
             if let Some(running) = running {
                 running.sequence.computed = row.position + 1;
+            }
+        }
+        self.blackbox.stepped();
+        for running in &self.running {
+            if let Some(slot) = &running.slot {
+                self.blackbox.computed(slot, running.sequence.computed);
             }
         }
         self.draw();

@@ -28,6 +28,7 @@ pub fn worker(tensor_memory: u64) -> Host {
         cores: vec![0],
         cache_dtype: DType::F16,
         tensor_memory: Some(tensor_memory),
+        blackbox: None,
     });
     let host = Host::new(engine.unwrap(), String::new());
     host.set_identity("w3", EPOCH);

@@ -11,7 +11,11 @@ use std::{
 
 use hotcell_graph::TensorSpec;
 
-use crate::{backend::DeviceError, cpu::path::CpuPath, memory};
+use crate::{
+    backend::{DeviceError, Trail},
+    cpu::path::CpuPath,
+    memory,
+};
 
 /// A place that kernels read and write: an arena value, a bound input, or a bound output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,6 +37,8 @@ pub(crate) struct Run<'a> {
     fault: &'a Fault,
     stop: &'a AtomicBool,
     workspaces: Workspaces,
+    /// Where part 0 says that it moves; the others have none.
+    trail: Option<Trail>,
     /// The step that runs.
     step: usize,
     /// Rows of this execution.
@@ -67,15 +73,24 @@ impl<'a> Run<'a> {
             fault,
             stop,
             workspaces,
+            trail: None,
             step: 0,
             rows,
             path,
         }
     }
 
-    /// Says which step runs now.
-    pub(super) fn enter(&mut self, step: usize) {
+    /// For part 0: leaves a trail from now on.
+    pub(super) fn leave(&mut self, trail: Option<Trail>) {
+        self.trail = trail;
+    }
+
+    /// Says which step runs now, and how the trail names it.
+    pub(super) fn enter(&mut self, step: usize, mark: u64) {
         self.step = step;
+        if let Some(trail) = &self.trail {
+            trail.node.store(mark, Ordering::Relaxed);
+        }
     }
 
     /// Whether a step before this one failed ([`Fault::before`]).
@@ -124,6 +139,9 @@ impl<'a> Run<'a> {
     /// results are not looked at any more.
     #[inline(always)]
     pub fn stopped(&self) -> bool {
+        if let Some(trail) = &self.trail {
+            trail.progressed();
+        }
         let stop = self.stop.load(Ordering::Relaxed);
         if stop {
             self.fail(DeviceError::Stopped);
@@ -215,12 +233,36 @@ pub(super) struct Pending {
     pub kernel: Box<dyn Kernel>,
     pub reads: Vec<Reg>,
     pub writes: Vec<Reg>,
+    pub origin: Origin,
+}
+
+/// Which node of the graph a step computes.
+#[derive(Clone, Copy)]
+pub(super) struct Origin {
+    /// The op's place in the catalogue, or `u16::MAX`.
+    pub op: u16,
+    /// Whether it is the last of several that are computed as one.
+    pub group: bool,
+}
+
+impl Origin {
+    pub const NONE: Origin = Origin {
+        op: u16::MAX,
+        group: false,
+    };
+
+    pub fn of(op: &str, group: bool) -> Self {
+        let op = hotcell_graph::op::number(op).unwrap_or(u16::MAX);
+        Self { op, group }
+    }
 }
 
 /// Collects the steps of a plan; `launch` functions of the op table call it.
 pub(crate) struct Launcher {
     pub(super) places: Vec<Place>,
     pub(super) steps: Vec<Pending>,
+    /// What the next steps are for.
+    pub(super) origin: Origin,
     /// Bytes that a kernel uses per part while it runs.
     pub(super) workspace: usize,
     shared: HashMap<(&'static str, Vec<Reg>), Reg>,
@@ -237,6 +279,7 @@ impl Launcher {
         Self {
             places: vec![],
             steps: vec![],
+            origin: Origin::NONE,
             workspace: 0,
             shared: HashMap::new(),
             max_rows,
@@ -301,6 +344,7 @@ impl Launcher {
             kernel: Box::new(kernel),
             reads: reads.to_vec(),
             writes: writes.to_vec(),
+            origin: self.origin,
         });
     }
 

@@ -69,7 +69,13 @@ impl CpuPlan {
             rows,
             self.path,
         );
+        if let Some(trail) = &self.trail {
+            trail.progressed();
+        }
+        let trail = self.trail;
         if self.small {
+            let mut run = run;
+            run.leave(trail);
             let next = alone(steps, run, self.parts, from, pause);
             return match self.fault.take() {
                 Some(error) => Err(error),
@@ -84,6 +90,9 @@ impl CpuPlan {
         let mut pool = self.pool.borrow_mut();
         pool.run_on(parts, |part, barrier| {
             let mut run = run;
+            if part == 0 {
+                run.leave(trail);
+            }
             for (s, step) in steps.iter().enumerate().skip(from) {
                 let meet = match step.meet {
                     Meet::No => false,
@@ -108,7 +117,7 @@ impl CpuPlan {
                         break;
                     }
                 }
-                run.enter(s);
+                run.enter(s, step.mark);
                 // SAFETY: `check` says that all places are bound, with the sizes that `bind` compared with the
                 // specs; the pool gives every part to one thread; barriers separate steps that
                 // touch the same memory.
@@ -145,7 +154,7 @@ fn alone(
         if s > from && pause.is_some_and(|pause| pause()) {
             return Some(s);
         }
-        run.enter(s);
+        run.enter(s, step.mark);
         for part in 0..parts {
             // SAFETY: as in `steps_from`; nothing else runs meanwhile.
             unsafe { step.kernel.run(&run, part, parts) };

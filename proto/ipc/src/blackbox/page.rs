@@ -25,6 +25,8 @@ pub(super) struct Page {
     pub magic: AtomicU64,
     pub version: AtomicU64,
     pub pid: AtomicU64,
+    /// The thread that owns the device; 0 before there is one.
+    pub engine: AtomicU64,
     pub doing: AtomicU64,
     /// Counts the event loop's rounds.
     pub beat: AtomicU64,
@@ -109,7 +111,7 @@ impl<const WORDS: usize> Text<WORDS> {
                 .take(length)
                 .collect();
             fence(Acquire);
-            if before % 2 == 0 && self.version.load(Relaxed) == before {
+            if before.is_multiple_of(2) && self.version.load(Relaxed) == before {
                 break;
             }
         }

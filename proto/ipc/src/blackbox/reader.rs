@@ -127,6 +127,12 @@ impl Reader {
         }
     }
 
+    /// The thread that owns the device, as the worker says.
+    pub fn engine_thread(&self) -> Option<i32> {
+        let thread = self.page().engine.load(Relaxed);
+        i32::try_from(thread).ok().filter(|thread| *thread > 0)
+    }
+
     /// All that it says.
     ///
     /// # Errors

@@ -68,6 +68,12 @@ impl Writer {
         self.0.doing.store(doing as u64, Relaxed);
     }
 
+    /// Says that this thread owns the device.
+    pub fn owns_device(&self) {
+        let thread = rustix::thread::gettid().as_raw_nonzero().get();
+        self.0.engine.store(thread as u64, Relaxed);
+    }
+
     /// Says which model it works on.
     pub fn model(&self, name: &str) {
         self.0.model.write(name);
