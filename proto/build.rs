@@ -26,9 +26,23 @@ fn main() -> Result<(), Box<dyn Error>> {
         ".hotcell.v1.Operand.data",
         ".hotcell.v1.Output.data",
     ];
-    bulk.into_iter()
+    // A crash report is a JSON file, too.
+    let told = [
+        "CrashReport",
+        "BlackBox",
+        "RunningRequest",
+        "SignalSite",
+        "AffectedRequest",
+    ];
+    let build = bulk
+        .into_iter()
         .fold(tonic_prost_build::configure(), |build, path| {
             build.bytes(path)
+        });
+    told.into_iter()
+        .fold(build, |build, message| {
+            let path = format!(".hotcell.v1.{message}");
+            build.message_attribute(path, "#[derive(serde::Serialize)]")
         })
         .compile_fds(compiler.file_descriptor_set())?;
     Ok(())

@@ -4,6 +4,7 @@
 //! given, for tests.
 
 mod chat;
+mod crashes;
 mod exit;
 mod flags;
 mod generate;
@@ -22,6 +23,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use crate::{connect::Address, local::Bundled};
 
 pub use chat::ChatFlags;
+pub use crashes::{CrashesFlags, What};
 pub use exit::{Exit, Failure, REASONS};
 pub use flags::{ModelRef, PromptFlags, SamplingFlags};
 pub use generate::{GenerateFlags, RunFlags};
@@ -184,6 +186,16 @@ OUTSTANDING: tokens still to compute. DEATHS: of this worker so far, LAST EXIT: 
         after_help = "Examples:\n  hotcell watch\n  hotcell watch --json | jq 'select(.event==\"worker_died\")'\n\nTimes are UTC. Ctrl-C ends it."
     )]
     Watch,
+    /// Show what is known about workers that died
+    #[command(after_help = "\
+Examples:
+  hotcell crashes list
+  hotcell crashes show w0.3             what ran, where it was struck, what became of its requests
+  hotcell crashes show w0.3 --json | jq .blackbox
+
+What a report says of the black box and the log are the dead worker's own words. Its backtrace has names and lines
+if the worker's program is the one that died.")]
+    Crashes(CrashesFlags),
     /// Show a prompt's token ids
     #[command(
         after_help = "Examples:\n  hotcell tokenize \"In the beginning\"\n  hotcell tokenize --chat-file talk.json --json   the rendered chat too"
@@ -287,6 +299,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Devices => operate::devices(ui, global).await,
         Command::Models => operate::models(ui, global).await,
         Command::Watch => operate::watch(ui, global, stop).await,
+        Command::Crashes(flags) => crashes::crashes(ui, global, flags).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
         Command::Detokenize(flags) => operate::detokenize(ui, global, flags).await,
         Command::Completions(flags) => operate::completions(ui, flags),

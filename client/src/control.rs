@@ -147,6 +147,27 @@ impl Client {
             .map(|_| ())
     }
 
+    /// What is known about the workers that died lately, the newest first; [`Client::crash`] tells all of one.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn crashes(&self) -> Result<Vec<v1::CrashReport>, Error> {
+        let mut client = self.control_client();
+        let response = client.list_crashes(v1::ListCrashesRequest {}).await;
+        let lacks = "keeps no crash reports";
+        Ok(self.scheduler_answer(response, lacks)?.crashes)
+    }
+
+    /// All that is known about one death.
+    ///
+    /// # Errors
+    /// The server's, [`Reason::CrashNotFound`] among them.
+    pub async fn crash(&self, id: &str) -> Result<v1::CrashReport, Error> {
+        let request = v1::GetCrashRequest { id: id.to_owned() };
+        let response = self.control_client().get_crash(request).await;
+        self.scheduler_answer(response, "keeps no crash reports")
+    }
+
     /// What happens from now on.
     ///
     /// # Errors

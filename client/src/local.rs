@@ -27,6 +27,8 @@ use crate::connect::{ADDRESS_VARIABLE, Client, SOCKET_VARIABLE, cannot_start, is
 
 /// File name of the scheduler's program.
 pub const SCHEDULER: &str = "hotcell-scheduler";
+/// The worker's program.
+const WORKER: &str = "hotcell-worker";
 
 /// Variables that tell a scheduler, or its clients, where it listens. A private one listens nowhere.
 const DOORS: &[&str] = &[ADDRESS_VARIABLE, SOCKET_VARIABLE, "HOTCELL_LISTEN"];
@@ -84,14 +86,24 @@ pub struct Launch {
     pub flags: Vec<OsString>,
 }
 
+/// This program's own path, links resolved.
+fn own_path() -> io::Result<PathBuf> {
+    std::env::current_exe()?.canonicalize()
+}
+
+/// The worker's program, if it is installed beside this one.
+pub(crate) fn worker_beside_this_program() -> Option<PathBuf> {
+    let program = own_path().ok()?.parent()?.join(WORKER);
+    program.is_file().then_some(program)
+}
+
 impl Launch {
     /// The scheduler beside this executable, without a model or flags.
     ///
     /// # Errors
     /// One for which [`is_unreachable`] holds when there is none.
     pub fn beside_this_program() -> Result<Self, Error> {
-        let own = std::env::current_exe().and_then(|path| path.canonicalize());
-        let own = own.map_err(|e| {
+        let own = own_path().map_err(|e| {
             cannot_start(format!(
                 "cannot tell where this program is installed: {e}; run it by its full path"
             ))

@@ -214,6 +214,7 @@ async fn a_worker_run_alone_is_no_scheduler() {
         (&["devices"], "has no list of devices"),
         (&["models"], "has no list of models"),
         (&["watch"], "has no list of events"),
+        (&["crashes", "list"], "keeps no crash reports"),
         (&["load", "spare"], "keeps the model it was started with"),
         (&["unload", "spare"], "keeps the model it was started with"),
         (&["run", "a", "--model", "/"], "keeps the model"),
@@ -476,6 +477,31 @@ async fn lists_are_one_json_document() {
     assert_eq!(done.lines()[0]["event"], "worker_died");
     let done = hotcell(&running, &["tokenize", "hi", "--no-special", "--json"]).await;
     assert_eq!(done.lines()[0]["ids"], serde_json::json!([104, 105]));
+}
+
+#[tokio::test]
+async fn crashes_are_listed_and_shown() {
+    let running = fake::start().await;
+    let done = hotcell(&running, &["crashes", "list"]).await;
+    assert!(done.out.starts_with("ID    TIME"), "{}", done.out);
+    for part in ["w0.1", "signal", "kjv", "mul_mat", "killed by SIGSEGV"] {
+        assert!(done.out.contains(part), "{part} in {}", done.out);
+    }
+    let done = hotcell(&running, &["crashes", "show", "w0.1"]).await;
+    for part in [
+        "12 mul_mat",
+        "r1 of kjv, after 3 tokens: continued on w0 (epoch 2)",
+        "backtrace   0 0x1000000000000000",
+    ] {
+        assert!(done.out.contains(part), "{part} in {}", done.out);
+    }
+    assert!(!done.out.contains('\x1b'), "{}", done.out);
+    let done = hotcell(&running, &["crashes", "show", "w0.1", "--json"]).await;
+    let signal = &done.lines()[0]["blackbox"]["signal"];
+    assert_eq!(signal["name"], "SIGSEGV");
+    assert_eq!(signal["functions"][0], "0x1000000000000000");
+    let done = hotcell(&running, &["crashes", "show", "w0.9"]).await;
+    assert_eq!(done.exit, Exit::NotFound, "{}", done.err);
 }
 
 #[tokio::test]

@@ -60,6 +60,8 @@ reasons! {
     PromptTooLong "PROMPT_TOO_LONG" InvalidArgument;
     /// The chat template refused or failed.
     TemplateFailed "TEMPLATE_FAILED" InvalidArgument;
+    /// No crash report of that id: it was never made, or is too old to be kept.
+    CrashNotFound "CRASH_NOT_FOUND" NotFound;
     /// No model of that name is loaded or configured.
     ModelNotFound "MODEL_NOT_FOUND" NotFound;
     /// The path does not exist or cannot be read.

@@ -107,6 +107,10 @@ pub const MAX_SOLO_WORKERS: usize = 4;
 pub const MAX_LOG_LINE: usize = 4096;
 /// Lines of a worker's log that are kept for its obituary.
 pub const KEPT_LOG_LINES: usize = 64;
+/// Crash reports that a scheduler keeps in memory.
+pub const KEPT_CRASHES: usize = 64;
+/// Crash reports that it keeps as files.
+pub const KEPT_CRASH_FILES: usize = 256;
 
 // What all streams may hold together.
 const _: () = assert!(MAX_JOURNALS_BYTES + MAX_SCHEDULER_REQUESTS * JOURNAL_SHARE <= 512 << 20);

@@ -56,6 +56,7 @@ pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::LimitExceeded, Exit::InvalidInput),
     (Reason::PromptTooLong, Exit::InvalidInput),
     (Reason::TemplateFailed, Exit::InvalidInput),
+    (Reason::CrashNotFound, Exit::NotFound),
     (Reason::ModelNotFound, Exit::NotFound),
     (Reason::FileNotFound, Exit::NotFound),
     (Reason::ModelExists, Exit::InvalidInput),

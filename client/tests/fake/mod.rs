@@ -330,6 +330,39 @@ pub fn model() -> v1::ModelInfo {
     }
 }
 
+fn crash() -> v1::CrashReport {
+    v1::CrashReport {
+        id: "w0.1".to_owned(),
+        worker: "w0".to_owned(),
+        epoch: 1,
+        pid: 4241,
+        device: "cpu:0".to_owned(),
+        kind: "signal".to_owned(),
+        reason: "killed by SIGSEGV".to_owned(),
+        blackbox: Some(v1::BlackBox {
+            doing: "stepping".to_owned(),
+            model: "kjv".to_owned(),
+            op: "mul_mat".to_owned(),
+            node: 12,
+            signal: Some(v1::SignalSite {
+                signal: 11,
+                name: "SIGSEGV".to_owned(),
+                frames: vec![1 << 60],
+                ..v1::SignalSite::default()
+            }),
+            ..v1::BlackBox::default()
+        }),
+        requests: vec![v1::AffectedRequest {
+            request_id: "r1".to_owned(),
+            model: "kjv".to_owned(),
+            generated: 3,
+            outcome: "continued on w0 (epoch 2)".to_owned(),
+        }],
+        log: vec!["last\x1b[2J words".to_owned()],
+        ..v1::CrashReport::default()
+    }
+}
+
 #[tonic::async_trait]
 impl Control for Fake {
     type LoadModelStream = Replies<v1::LoadModelProgress>;
@@ -384,6 +417,22 @@ impl Control for Fake {
                 worker("w1", 0, v1::WorkerState::Backoff),
             ],
         }))
+    }
+
+    async fn list_crashes(
+        &self,
+        _: Request<v1::ListCrashesRequest>,
+    ) -> Answer<v1::ListCrashesResponse> {
+        let crashes = if self.bare { vec![] } else { vec![crash()] };
+        Ok(Response::new(v1::ListCrashesResponse { crashes }))
+    }
+
+    async fn get_crash(&self, request: Request<v1::GetCrashRequest>) -> Answer<v1::CrashReport> {
+        let found = crash();
+        match request.into_inner().id == found.id {
+            true => Ok(Response::new(found)),
+            false => Err(Error::new(Reason::CrashNotFound, "there is no crash report").into()),
+        }
     }
 
     async fn list_models(

@@ -1,0 +1,343 @@
+//! What is known about workers that died: made at each death, kept for a while, and written to files if a folder is
+//! given.
+
+use std::{
+    collections::VecDeque,
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use hotcell_ipc::{
+    blackbox::{Crash, Snapshot},
+    spawn::signal_name,
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    v1::{AffectedRequest, BlackBox, CrashReport, RunningRequest, SignalSite},
+};
+
+use crate::{
+    death::{Death, Ended},
+    discover::clip,
+};
+
+/// The process that died, as the fleet knew it.
+#[derive(Clone, Debug, Default)]
+pub struct Dead {
+    /// The worker's name.
+    pub worker: String,
+    /// Which of its processes.
+    pub epoch: u64,
+    /// Its id.
+    pub pid: u32,
+    /// Its device.
+    pub device: String,
+    /// How long it lived.
+    pub uptime: Duration,
+    /// The models it served.
+    pub models: Vec<String>,
+}
+
+/// Puts together what is known about a death.
+pub fn report(
+    dead: Dead,
+    death: &Death,
+    ended: &Ended,
+    blackbox: io::Result<Snapshot>,
+) -> CrashReport {
+    let (blackbox, blackbox_problem) = match blackbox {
+        Ok(seen) => (Some(read(seen)), String::new()),
+        Err(error) => (None, clip(&error.to_string())),
+    };
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    CrashReport {
+        id: id(&dead.worker, dead.epoch),
+        time_ms: since.map_or(0, millis),
+        worker: dead.worker,
+        epoch: dead.epoch,
+        pid: dead.pid,
+        device: dead.device,
+        kind: death.kind.name().to_owned(),
+        reason: death.to_string(),
+        uptime_ms: millis(dead.uptime),
+        models: dead.models,
+        blackbox,
+        blackbox_problem,
+        requests: Vec::new(),
+        log: ended.last_lines.iter().map(|line| clip(line)).collect(),
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn id(worker: &str, epoch: u64) -> String {
+    format!("{worker}.{epoch}")
+}
+
+fn read(seen: Snapshot) -> BlackBox {
+    BlackBox {
+        doing: seen.doing.name().to_owned(),
+        model: clip(&seen.model),
+        steps: seen.steps,
+        node: seen.node,
+        op: clip(&seen.op),
+        group: seen.group,
+        allocated_bytes: seen.allocated,
+        peak_bytes: seen.peak,
+        running: seen
+            .running
+            .into_iter()
+            .map(|r| RunningRequest {
+                request_id: clip(&r.request),
+                tokens: r.tokens,
+            })
+            .collect(),
+        error: clip(&seen.error),
+        signal: seen.crash.map(site),
+    }
+}
+
+fn site(crash: Crash) -> SignalSite {
+    SignalSite {
+        signal: crash.signal,
+        name: signal_name(crash.signal).unwrap_or_default().to_owned(),
+        code: crash.code,
+        address: crash.address,
+        thread: crash.thread,
+        frames: crash.frames,
+    }
+}
+
+/// The reports of this scheduler. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Crashes(Arc<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// The newest first.
+    recent: Mutex<VecDeque<CrashReport>>,
+    folder: Option<PathBuf>,
+}
+
+impl Crashes {
+    /// None yet. Each is also written to `folder`, if there is one.
+    pub fn new(folder: Option<PathBuf>) -> Self {
+        Self(Arc::new(Inner {
+            recent: Mutex::default(),
+            folder,
+        }))
+    }
+
+    fn recent(&self) -> MutexGuard<'_, VecDeque<CrashReport>> {
+        self.0.recent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps a report; the oldest one goes when there are too many.
+    pub fn keep(&self, report: CrashReport) {
+        self.file(&report);
+        let mut recent = self.recent();
+        recent.push_front(report);
+        recent.truncate(limits::KEPT_CRASHES);
+    }
+
+    /// Notes a request that a dead process had, or what became of it.
+    pub fn affected(&self, worker: &str, epoch: u64, request: AffectedRequest) {
+        let id = id(worker, epoch);
+        let mut recent = self.recent();
+        let Some(report) = recent.iter_mut().find(|r| r.id == id) else {
+            return;
+        };
+        let mut known = report.requests.iter_mut();
+        match known.find(|r| r.request_id == request.request_id) {
+            Some(known) => *known = request,
+            None if report.requests.len() < limits::MAX_WORKER_REQUESTS => {
+                report.requests.push(request);
+            }
+            None => return,
+        }
+        let report = report.clone();
+        drop(recent);
+        self.file(&report);
+    }
+
+    /// All that are kept, the newest first, without what makes them large.
+    pub fn list(&self) -> Vec<CrashReport> {
+        let short = |report: &CrashReport| {
+            let mut report = report.clone();
+            report.log.clear();
+            if let Some(signal) = report.blackbox.as_mut().and_then(|b| b.signal.as_mut()) {
+                signal.frames.clear();
+            }
+            report
+        };
+        self.recent().iter().map(short).collect()
+    }
+
+    /// One report.
+    ///
+    /// # Errors
+    /// [`Reason::CrashNotFound`].
+    pub fn get(&self, id: &str) -> Result<CrashReport, Error> {
+        let found = self.recent().iter().find(|r| r.id == id).cloned();
+        found.ok_or_else(|| {
+            let what = format!(
+                "there is no crash report {}; `hotcell crashes list` shows the last {}",
+                clip(id),
+                limits::KEPT_CRASHES
+            );
+            Error::new(Reason::CrashNotFound, what)
+        })
+    }
+
+    /// Writes a report's file, off this thread: a disk that hangs must not hold a stream's continuation.
+    fn file(&self, report: &CrashReport) {
+        let Some(folder) = self.0.folder.clone() else {
+            return;
+        };
+        let report = report.clone();
+        let write = move || {
+            if let Err(error) = write(&folder, &report) {
+                tracing::warn!(folder = %folder.display(), %error, "cannot write a crash report");
+            }
+        };
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn_blocking(write)),
+            Err(_) => write(),
+        }
+    }
+}
+
+/// Writes one report as JSON, whole or not at all, and removes the oldest files when there are too many.
+fn write(folder: &Path, report: &CrashReport) -> io::Result<()> {
+    std::fs::create_dir_all(folder)?;
+    let name = format!("crash-{:013}-{}.json", report.time_ms, report.id);
+    let (path, part) = (folder.join(&name), folder.join(format!(".{name}.part")));
+    let mut text = serde_json::to_vec_pretty(report)?;
+    text.push(b'\n');
+    std::fs::write(&part, text)?;
+    std::fs::rename(&part, &path)?;
+    let mut ours: Vec<PathBuf> = std::fs::read_dir(folder)?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| {
+            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+            name.starts_with("crash-") && name.ends_with(".json")
+        })
+        .collect();
+    // By name is by time.
+    ours.sort();
+    let surplus = ours.len().saturating_sub(limits::KEPT_CRASH_FILES);
+    for old in ours.iter().take(surplus) {
+        std::fs::remove_file(old)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use hotcell_ipc::blackbox::{self, Doing, Reader, Writer};
+
+    use super::*;
+    use crate::death::DeathKind;
+
+    fn dead(epoch: u64) -> Dead {
+        Dead {
+            worker: "w0".into(),
+            epoch,
+            pid: 42,
+            device: "cpu:0".into(),
+            uptime: Duration::from_secs(3),
+            models: vec!["tiny".into()],
+        }
+    }
+
+    fn a_report(epoch: u64) -> CrashReport {
+        let death = Death::new(DeathKind::Signal { number: 11 }, "");
+        let ended = Ended {
+            last_lines: vec!["\u{1b}[31mhelp".into()],
+            ..Ended::default()
+        };
+        let memory = blackbox::make().unwrap();
+        let reader = Reader::open(&memory).unwrap();
+        let writer = Writer::open(&memory, ["matmul"].into_iter()).unwrap();
+        writer.doing(Doing::Stepping);
+        writer.crash().site(11, 1, 16, 100, 7, 10);
+        writer.crash().frame(100);
+        report(dead(epoch), &death, &ended, reader.snapshot())
+    }
+
+    #[test]
+    fn a_report_tells_what_the_black_box_and_the_log_say() {
+        let report = a_report(3);
+        assert_eq!((report.id.as_str(), report.kind.as_str()), ("w0.3", "signal"));
+        assert_eq!(report.reason, "killed by SIGSEGV");
+        assert!(!report.log[0].contains('\u{1b}'), "{:?}", report.log);
+        let blackbox = report.blackbox.unwrap();
+        assert_eq!(blackbox.doing, "stepping");
+        let signal = blackbox.signal.unwrap();
+        assert_eq!((signal.name.as_str(), signal.frames), ("SIGSEGV", vec![90]));
+    }
+
+    #[test]
+    fn a_black_box_that_cannot_be_read_is_said_so() {
+        let death = Death::new(DeathKind::Wedged, "");
+        let broken = Err(io::Error::other("overwritten"));
+        let report = report(dead(1), &death, &Ended::default(), broken);
+        assert_eq!(report.blackbox, None);
+        assert_eq!(report.blackbox_problem, "overwritten");
+    }
+
+    #[test]
+    fn the_newest_are_kept_and_learn_what_became_of_their_requests() {
+        let crashes = Crashes::new(None);
+        for epoch in 1..=limits::KEPT_CRASHES as u64 + 2 {
+            crashes.keep(a_report(epoch));
+        }
+        let list = crashes.list();
+        assert_eq!(list.len(), limits::KEPT_CRASHES);
+        assert_eq!(list[0].epoch, limits::KEPT_CRASHES as u64 + 2);
+        assert!(list[0].log.is_empty());
+        let gone = crashes.get("w0.2").unwrap_err();
+        assert_eq!(gone.reason(), Reason::CrashNotFound);
+
+        let had = |outcome: &str| AffectedRequest {
+            request_id: "r".into(),
+            outcome: outcome.into(),
+            ..AffectedRequest::default()
+        };
+        crashes.affected("w0", 5, had(""));
+        crashes.affected("w0", 5, had("continued on w1 (epoch 2)"));
+        crashes.affected("w0", 2, had("to nobody"));
+        let report = crashes.get("w0.5").unwrap();
+        assert_eq!(report.requests, [had("continued on w1 (epoch 2)")]);
+    }
+
+    #[test]
+    fn files_are_whole_and_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().join("crashes");
+        std::fs::create_dir(&at).unwrap();
+        std::fs::write(at.join("notes.txt"), "mine").unwrap();
+        let crashes = Crashes::new(Some(at.clone()));
+        for epoch in 1..=limits::KEPT_CRASH_FILES as u64 + 3 {
+            let mut report = a_report(epoch);
+            report.time_ms = epoch;
+            crashes.keep(report);
+        }
+        let mut names: Vec<String> = std::fs::read_dir(&at)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        assert_eq!(names.len(), limits::KEPT_CRASH_FILES + 1);
+        assert_eq!(names[0], "crash-0000000000004-w0.4.json");
+        let text = std::fs::read_to_string(at.join(&names[0])).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(json["blackbox"]["signal"]["name"], "SIGSEGV");
+        assert_eq!(json["worker"], "w0");
+    }
+}
