@@ -20,6 +20,7 @@ pub use values::{BundledFiles, DeviceChoice, KvCache, NamedPaths, Span};
 
 use crate::{
     exit::{Exit, Failure},
+    hang::Patience,
     supervisor::Policy,
     suspicion,
 };
@@ -77,6 +78,12 @@ settings! {
     /// How long a starting worker may show no sign of life [default: 30s]
     #[arg(value_name = "TIME")]
     start_timeout: Span = "HOTCELL_START_TIMEOUT";
+    /// How long a worker's engine may make no progress on work it has before it is killed [default: 30s]
+    #[arg(value_name = "TIME")]
+    hang_timeout: Span = "HOTCELL_HANG_TIMEOUT";
+    /// Folder for a JSON file about each worker that died [default: none; `hotcell crashes` shows the last ones]
+    #[arg(value_name = "PATH")]
+    crash_dir: PathBuf = "HOTCELL_CRASH_DIR";
     /// How long a request waits for a worker after its own has died [default: 30s]
     #[arg(value_name = "TIME")]
     continue_timeout: Span = "HOTCELL_CONTINUE_TIMEOUT";
@@ -192,6 +199,10 @@ pub struct Config {
     pub suspicion: suspicion::Policy,
     /// Whether each worker has a standby.
     pub standby: bool,
+    /// When one hangs.
+    pub patience: Patience,
+    /// Where deaths are described in files.
+    pub crash_dir: Option<PathBuf>,
     /// The log's filter.
     pub log: String,
     /// Whether the log is JSON.
@@ -346,6 +357,12 @@ impl Config {
             restart,
             suspicion,
             standby: s.standby.unwrap_or(false),
+            patience: Patience {
+                engine: time(s.hang_timeout, Duration::from_secs(30)),
+                // It has nothing long to do; only a machine that is short of everything keeps it waiting.
+                events: time(s.hang_timeout, Duration::from_secs(30)),
+            },
+            crash_dir: s.crash_dir,
             log,
             log_json: s.log_json.unwrap_or(false),
         })

@@ -119,49 +119,71 @@ pub struct Crashes(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// The newest first.
-    recent: Mutex<VecDeque<CrashReport>>,
+    known: Mutex<Known>,
     folder: Option<PathBuf>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// The newest first.
+    reports: VecDeque<CrashReport>,
+    /// Requests of processes whose end has not shown yet, by the report's id; the oldest first.
+    early: VecDeque<(String, AffectedRequest)>,
+}
+
+/// Takes note of a request, or of what became of one that is noted already.
+fn note(requests: &mut Vec<AffectedRequest>, request: AffectedRequest) {
+    let same = |r: &AffectedRequest| r.request_id == request.request_id;
+    requests.retain(|r| !same(r));
+    if requests.len() < limits::MAX_WORKER_REQUESTS {
+        requests.push(request);
+    }
 }
 
 impl Crashes {
     /// None yet. Each is also written to `folder`, if there is one.
     pub fn new(folder: Option<PathBuf>) -> Self {
         Self(Arc::new(Inner {
-            recent: Mutex::default(),
+            known: Mutex::default(),
             folder,
         }))
     }
 
-    fn recent(&self) -> MutexGuard<'_, VecDeque<CrashReport>> {
-        self.0.recent.lock().unwrap_or_else(PoisonError::into_inner)
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps a report; the oldest one goes when there are too many.
-    pub fn keep(&self, report: CrashReport) {
+    pub fn keep(&self, mut report: CrashReport) {
+        let mut known = self.known();
+        known.early.retain(|(id, request)| {
+            let its = *id == report.id;
+            if its {
+                note(&mut report.requests, request.clone());
+            }
+            !its
+        });
+        known.reports.push_front(report.clone());
+        known.reports.truncate(limits::KEPT_CRASHES);
+        drop(known);
         self.file(&report);
-        let mut recent = self.recent();
-        recent.push_front(report);
-        recent.truncate(limits::KEPT_CRASHES);
     }
 
     /// Notes a request that a dead process had, or what became of it.
     pub fn affected(&self, worker: &str, epoch: u64, request: AffectedRequest) {
         let id = id(worker, epoch);
-        let mut recent = self.recent();
-        let Some(report) = recent.iter_mut().find(|r| r.id == id) else {
+        let mut known = self.known();
+        let Some(report) = known.reports.iter_mut().find(|r| r.id == id) else {
+            // A stream that broke tells of its worker's end before the system does.
+            if known.early.len() >= limits::MAX_WORKER_REQUESTS {
+                known.early.pop_front();
+            }
+            known.early.push_back((id, request));
             return;
         };
-        let mut known = report.requests.iter_mut();
-        match known.find(|r| r.request_id == request.request_id) {
-            Some(known) => *known = request,
-            None if report.requests.len() < limits::MAX_WORKER_REQUESTS => {
-                report.requests.push(request);
-            }
-            None => return,
-        }
+        note(&mut report.requests, request);
         let report = report.clone();
-        drop(recent);
+        drop(known);
         self.file(&report);
     }
 
@@ -175,7 +197,7 @@ impl Crashes {
             }
             report
         };
-        self.recent().iter().map(short).collect()
+        self.known().reports.iter().map(short).collect()
     }
 
     /// One report.
@@ -183,7 +205,7 @@ impl Crashes {
     /// # Errors
     /// [`Reason::CrashNotFound`].
     pub fn get(&self, id: &str) -> Result<CrashReport, Error> {
-        let found = self.recent().iter().find(|r| r.id == id).cloned();
+        let found = self.known().reports.iter().find(|r| r.id == id).cloned();
         found.ok_or_else(|| {
             let what = format!(
                 "there is no crash report {}; `hotcell crashes list` shows the last {}",
@@ -224,7 +246,10 @@ fn write(folder: &Path, report: &CrashReport) -> io::Result<()> {
     let mut ours: Vec<PathBuf> = std::fs::read_dir(folder)?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| {
-            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+            let name = path
+                .file_name()
+                .and_then(|n| n.to_str())
+                .unwrap_or_default();
             name.starts_with("crash-") && name.ends_with(".json")
         })
         .collect();
@@ -273,7 +298,10 @@ mod tests {
     #[test]
     fn a_report_tells_what_the_black_box_and_the_log_say() {
         let report = a_report(3);
-        assert_eq!((report.id.as_str(), report.kind.as_str()), ("w0.3", "signal"));
+        assert_eq!(
+            (report.id.as_str(), report.kind.as_str()),
+            ("w0.3", "signal")
+        );
         assert_eq!(report.reason, "killed by SIGSEGV");
         assert!(!report.log[0].contains('\u{1b}'), "{:?}", report.log);
         let blackbox = report.blackbox.unwrap();
@@ -314,6 +342,11 @@ mod tests {
         crashes.affected("w0", 2, had("to nobody"));
         let report = crashes.get("w0.5").unwrap();
         assert_eq!(report.requests, [had("continued on w1 (epoch 2)")]);
+        let next = limits::KEPT_CRASHES as u64 + 3;
+        crashes.affected("w0", next, had("noted before the report was made"));
+        crashes.keep(a_report(next));
+        let report = crashes.get(&format!("w0.{next}")).unwrap();
+        assert_eq!(report.requests, [had("noted before the report was made")]);
     }
 
     #[test]

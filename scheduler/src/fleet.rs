@@ -4,6 +4,7 @@
 //! table is behind one lock that is never held across an await.
 
 mod aside;
+mod autopsy;
 mod catalog;
 mod keeper;
 mod launch;
@@ -41,9 +42,11 @@ pub use models::ProgressSender;
 
 use crate::{
     config::Timeouts,
+    crash::Crashes,
     death::Death,
     discover::clip,
     events::{About, Events},
+    hang::Patience,
     journal::Bounds,
     placement::{self, Candidate, Estimate, NoPlace, Wish},
     supervisor::{Phase, Policy, State},
@@ -73,6 +76,10 @@ pub struct Parts {
     pub suspicion: suspicion::Policy,
     /// Whether each has a standby that takes its place when it dies.
     pub standby: bool,
+    /// How long they may stand still.
+    pub patience: Patience,
+    /// Where their deaths are described.
+    pub crashes: Crashes,
     /// Bounds on waiting.
     pub timeouts: Timeouts,
     /// Folders that links may lead into.
@@ -104,6 +111,9 @@ pub struct Fleet {
     /// Places for throw-away workers, and how many there have been.
     solos: Arc<Semaphore>,
     solos_made: AtomicU64,
+    patience: Patience,
+    /// What is known about workers that died.
+    pub crashes: Crashes,
     timeouts: Timeouts,
     model_roots: Vec<std::path::PathBuf>,
     began: Instant,
@@ -230,6 +240,8 @@ impl Fleet {
             standbys: parts.standby.then(Standbys::default),
             solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS)),
             solos_made: AtomicU64::new(0),
+            patience: parts.patience,
+            crashes: parts.crashes,
             timeouts: parts.timeouts,
             model_roots: parts.model_roots,
             began: Instant::now(),

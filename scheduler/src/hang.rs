@@ -58,8 +58,12 @@ impl Hang {
         self.last = pulse;
         let stood = now.saturating_sub(self.engine_since);
         if stood >= patience.engine {
-            let doing = pulse.doing.map_or("in a state that there is not", Doing::name);
-            return Some(format!("its engine made no progress for {stood:.1?} ({doing})"));
+            let doing = pulse
+                .doing
+                .map_or("in a state that there is not", Doing::name);
+            return Some(format!(
+                "its engine made no progress for {stood:.1?} ({doing})"
+            ));
         }
         let stood = now.saturating_sub(self.events_since);
         if stood >= patience.events {
@@ -150,10 +154,8 @@ mod tests {
         assert_eq!(watched.look(1000), None, "starting, no event loop yet");
         watched.writer.doing(Doing::Loading);
         assert_eq!(watched.look(2000), None);
-        let nonsense = Pulse {
-            doing: None,
-            ..watched.reader.pulse()
-        };
+        let mut nonsense = watched.reader.pulse();
+        nonsense.doing = None;
         assert_eq!(watched.hang.look(nonsense, at(2001), &PATIENCE), None);
         let why = watched.hang.look(nonsense, at(2011), &PATIENCE);
         assert!(why.unwrap().contains("a state that there is not"));

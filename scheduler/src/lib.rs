@@ -5,11 +5,13 @@
 
 pub mod admission;
 pub mod config;
+pub mod crash;
 pub mod death;
 pub mod discover;
 pub mod events;
 pub mod exit;
 pub mod fleet;
+pub mod hang;
 pub mod inherit;
 pub mod journal;
 pub mod onward;

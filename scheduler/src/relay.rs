@@ -8,7 +8,10 @@ use std::{sync::Arc, time::Duration};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::{ModelName, RequestId},
-    v1::{EventKind, Finished, GenerateRequest, Timings, generate_event::Event, prompt::Kind},
+    v1::{
+        AffectedRequest, EventKind, Finished, GenerateRequest, Timings, generate_event::Event,
+        prompt::Kind,
+    },
 };
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -175,7 +178,14 @@ async fn road(
             Part::Finished(finished) => return Ok(*finished),
             Part::Lost => {
                 full = None;
-                stream.next_place(&mut journal, &had).await?
+                stream.affected(&journal, &had, String::new());
+                let next = stream.next_place(&mut journal, &had).await;
+                let outcome = match &next {
+                    Ok(on) => format!("continued on {} (epoch {})", on.link.worker, on.link.epoch),
+                    Err(error) => format!("ended: {}", error.reason().name()),
+                };
+                stream.affected(&journal, &had, outcome);
+                next?
             }
             Part::Full(error) => {
                 // It counts otherwise than we do; no change of ours tells when it has room again.
@@ -214,6 +224,18 @@ struct Had {
 }
 
 impl Relayed<'_> {
+    /// Has the report of the worker's death tell what becomes of this request.
+    fn affected(&self, journal: &Journal, had: &Had, outcome: String) {
+        let request = AffectedRequest {
+            request_id: journal.request_id().to_owned(),
+            model: self.model.as_str().to_owned(),
+            generated: journal.generated() as u64,
+            outcome,
+        };
+        let crashes = &self.fleet.crashes;
+        crashes.affected(&had.link.worker, had.link.epoch, request);
+    }
+
     async fn first_place(&self, request: &GenerateRequest, prompt: usize) -> Result<Placed, Error> {
         let resumed = request.resume.as_ref().map_or(0, |r| r.generated_ids.len());
         let cost = || {

@@ -13,6 +13,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::{
     config::Config,
+    crash::Crashes,
     discover,
     events::About,
     exit::{Exit, Failure},
@@ -87,6 +88,8 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         policy: config.restart,
         suspicion: config.suspicion,
         standby: config.standby,
+        patience: config.patience,
+        crashes: Crashes::new(config.crash_dir.clone()),
         timeouts: config.timeouts,
         model_roots: config.model_roots.clone(),
         default_model: config.default_model.clone(),

@@ -153,6 +153,28 @@ impl Child {
         self.killer().kill(signal)
     }
 
+    /// Signals one of its threads, whose number may be the child's own claim; nothing happens if it has no such thread,
+    /// or has been reaped.
+    ///
+    /// # Errors
+    /// What `tgkill` reports.
+    pub fn signal_thread(&self, thread: i32, signal: Signal) -> io::Result<()> {
+        let Ok(pid) = libc::c_int::try_from(self.pid) else {
+            return Ok(());
+        };
+        if self.status.is_some() || thread <= 0 {
+            return Ok(());
+        }
+        // The number is the child's until it is reaped, which only this handle does. The kernel wants the thread to be
+        // of that process.
+        // SAFETY: plain numbers.
+        let done = unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, signal.as_raw()) };
+        match io::Error::last_os_error() {
+            error if done < 0 && error.raw_os_error() != Some(libc::ESRCH) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// A handle that can signal the child while this one is borrowed by [`wait`](Self::wait).
     pub fn killer(&self) -> Killer {
         Killer(Arc::clone(&self.pidfd))

@@ -14,7 +14,8 @@ use tokio::time::timeout;
 
 use super::{Fate, Fleet, Link, Order, Process, slot::Slot};
 use crate::{
-    death::{Death, DeathKind, classify},
+    crash::Dead,
+    death::{Death, DeathKind, Ended, classify},
     events::About,
 };
 
@@ -150,8 +151,22 @@ impl Fleet {
         })
     }
 
-    /// Tells everyone that one of them died.
-    pub(super) fn mourn_aside(&self, worker: &str, epoch: u64, death: &Death) {
+    /// Tells everyone that one of them died, and makes the report if it is still listed.
+    pub(super) fn mourn_aside(
+        &self,
+        worker: &str,
+        epoch: u64,
+        death: &Death,
+        ended: &Ended,
+        process: Option<&dyn Process>,
+    ) {
+        let dead = self.asides.list().get(worker).map(|slot| slot.dead(worker));
+        let unlisted = || Dead {
+            worker: worker.to_owned(),
+            epoch,
+            ..Dead::default()
+        };
+        self.autopsy_of(dead.unwrap_or_else(unlisted), death, ended, process);
         tracing::warn!(worker, epoch, %death, "worker died");
         let about = About {
             worker,

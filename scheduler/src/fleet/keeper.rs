@@ -10,13 +10,13 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
-    Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets,
+    Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets, autopsy,
     standby::Standby,
 };
 use crate::{
     death::{Death, DeathKind, classify},
     events::About,
-    supervisor::{Action, Event, State, step},
+    supervisor::{Action, Event, Phase, State, step},
 };
 
 /// How long the end of a process may take to show after its start failed, before it is killed.
@@ -25,6 +25,7 @@ const POST_MORTEM: Duration = Duration::from_millis(200);
 /// A process and the task that gets it ready.
 struct Running {
     process: Box<dyn Process>,
+    _watcher: Option<AbortOnDropHandle<()>>,
     fate: Fate,
     condemned: watch::Receiver<Option<Condemnation>>,
     progress: watch::Receiver<()>,
@@ -114,6 +115,11 @@ async fn perform(
         Action::Kill => {
             fleet.withdraw(id);
             if let Some(running) = running {
+                if let Phase::Killed { death, .. } = &state.phase
+                    && death.kind == DeathKind::Wedged
+                {
+                    autopsy::point_out(running.process.as_ref()).await;
+                }
                 running.process.kill();
             }
         }
@@ -157,6 +163,7 @@ fn begin(
         }
     };
     Running {
+        _watcher: fleet.watch(process.as_ref(), &fate),
         process,
         condemned: fate.condemned.subscribe(),
         starter: Some(starter(started, fate.clone())),
@@ -189,6 +196,7 @@ fn promote(fleet: &Arc<Fleet>, id: &str, epoch: u64, standby: Standby) -> Runnin
         async move { greet_and_serve(&fleet, link, loaded, &told).await }
     };
     Running {
+        _watcher: fleet.watch(process.as_ref(), &fate),
         process,
         condemned: fate.condemned.subscribe(),
         starter: Some(starter(started, fate.clone())),
@@ -323,6 +331,9 @@ async fn next_event(
         biased;
         ended = process.wait() => {
             let death = state.cause(classify(&ended));
+            if !matches!(state.phase, Phase::Draining { .. }) {
+                fleet.autopsy(id, &death, &ended, held.process.as_ref());
+            }
             // The table first: who hears that it is gone looks there for another.
             fleet.buried(id, &death);
             held.fate.end(death.clone());

@@ -13,6 +13,7 @@ use std::{
 };
 
 use hotcell_ipc::{
+    blackbox::{self, Reader},
     log::{BoundedLog, LogLimits},
     oom::OomCounts,
     socket::{descriptor_pair, stream_pair},
@@ -72,6 +73,16 @@ pub trait Process: Send + Sync {
         let _ = (worker, epoch);
     }
 
+    /// What it writes about itself.
+    fn blackbox(&self) -> Option<&Arc<Reader>> {
+        None
+    }
+
+    /// Has one of its threads write into the black box where it is, if it can.
+    fn point_out(&self, thread: i32) {
+        let _ = thread;
+    }
+
     /// Waits for its end. May be dropped and called again.
     fn wait(&mut self) -> Boxed<'_, Ended>;
 }
@@ -96,6 +107,7 @@ const CONTROL_FD: i32 = 3;
 const TOKENS_FD: i32 = 4;
 const TENSORS_FD: i32 = 5;
 const DESCRIPTORS_FD: i32 = 6;
+const BLACKBOX_FD: i32 = 7;
 
 impl Processes {
     /// Workers of this configuration.
@@ -112,6 +124,8 @@ impl Processes {
         let (tokens, its_tokens) = stream_pair()?;
         let (tensors, its_tensors) = stream_pair()?;
         let (descriptors, its_descriptors) = descriptor_pair()?;
+        let memory = blackbox::make()?;
+        let reader = Reader::open(&memory)?;
         let cores: Vec<String> = order.device.cores.iter().map(u32::to_string).collect();
         let mut command = Command::new(&self.config.binary)
             .arg("serve")
@@ -127,6 +141,7 @@ impl Processes {
             ("--tokens-fd", its_tokens, TOKENS_FD),
             ("--tensors-fd", its_tensors, TENSORS_FD),
             ("--descriptors-fd", its_descriptors, DESCRIPTORS_FD),
+            ("--blackbox-fd", memory, BLACKBOX_FD),
         ] {
             command = command.arg(flag).arg(number.to_string()).fd(fd, number);
         }
@@ -158,6 +173,7 @@ impl Processes {
                 child,
                 name,
                 log: log.transpose()?,
+                blackbox: Arc::new(reader),
                 before,
                 blamed_before,
                 blamed: Arc::clone(&self.blamed),
@@ -195,6 +211,7 @@ struct Worker {
     child: Child,
     name: Name,
     log: Option<(BoundedLog, JoinHandle<io::Result<()>>)>,
+    blackbox: Arc<Reader>,
     /// Counters when it was started.
     before: OomCounts,
     blamed_before: u64,
@@ -246,6 +263,16 @@ impl Process for Worker {
 
     fn rename(&mut self, worker: &str, epoch: u64) {
         *named(&self.name) = (worker.to_owned(), epoch);
+    }
+
+    fn blackbox(&self) -> Option<&Arc<Reader>> {
+        Some(&self.blackbox)
+    }
+
+    fn point_out(&self, thread: i32) {
+        if let Err(error) = self.child.signal_thread(thread, Signal::ABORT) {
+            tracing::debug!(pid = self.child.pid(), thread, %error, "cannot signal a thread");
+        }
     }
 
     fn wait(&mut self) -> Boxed<'_, Ended> {

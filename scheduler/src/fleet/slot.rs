@@ -16,7 +16,7 @@ use hotcell_proto::{
 use tokio::time::Instant;
 
 use super::Link;
-use crate::death::Death;
+use crate::{crash::Dead, death::Death};
 
 /// The trust domain of a device's own worker and of its standby.
 pub(super) const TRUSTED: &str = "trusted";
@@ -111,6 +111,18 @@ impl Slot {
     pub(super) fn may_get(&self, model: &ModelName) -> bool {
         let asked = self.link.is_none() || self.loading.as_ref() == Some(model);
         self.hopeful && asked && !self.refused.contains(model)
+    }
+
+    /// What a report tells of its process.
+    pub(super) fn dead(&self, id: &str) -> Dead {
+        Dead {
+            worker: id.to_owned(),
+            epoch: self.epoch,
+            pid: self.pid,
+            device: self.device.id.clone(),
+            uptime: self.since.elapsed(),
+            models: self.models.keys().map(|m| m.as_str().to_owned()).collect(),
+        }
     }
 
     pub(super) fn info(&self, id: &str) -> WorkerInfo {

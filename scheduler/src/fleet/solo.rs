@@ -17,11 +17,12 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use super::{
     Fleet, LoadFailure, Order, Placed, Ticket,
     aside::{Aside, while_alive},
+    autopsy,
     link::Link,
     slot::SUSPECT,
 };
 use crate::{
-    death::{Death, DeathKind, classify},
+    death::{Death, DeathKind, Ended, classify},
     placement::{Estimate, Wish},
     suspicion::{Next, Process, Record, Witnessed},
     vault::OpenModel,
@@ -173,7 +174,7 @@ impl Fleet {
                 }
                 Err(death) => death,
             };
-            self.mourn_aside(&id, 1, &death);
+            self.mourn_aside(&id, 1, &death, &Ended::default(), None);
             attempt += 1;
             if attempt == ATTEMPTS {
                 return Err(Error::new(
@@ -299,6 +300,7 @@ struct Watched {
 /// Sees to a throw-away worker's end: by itself, by a sentence, or because nobody needs it any more.
 async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
     let link = Arc::clone(&watched.link);
+    let _watcher = fleet.watch(watched.process.as_ref(), &link.fate);
     let mut condemned = link.fate.condemned.subscribe();
     let sentence = async {
         let told = condemned.wait_for(Option::is_some).await;
@@ -309,7 +311,8 @@ async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
         biased;
         ended = watched.process.wait() => {
             let death = classify(&ended);
-            fleet.mourn_aside(&link.worker, link.epoch, &death);
+            let process = Some(watched.process.as_ref());
+            fleet.mourn_aside(&link.worker, link.epoch, &death, &ended, process);
             link.fate.end(death);
             return;
         }
@@ -317,14 +320,24 @@ async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
         () = watched.end.cancelled() => None,
         () = fleet.stop.cancelled() => None,
     };
+    if sentence
+        .as_ref()
+        .is_some_and(|s| s.kind == DeathKind::Wedged)
+    {
+        autopsy::point_out(watched.process.as_ref()).await;
+    }
     watched.process.kill();
-    let end = classify(&watched.process.wait().await);
+    let ended = watched.process.wait().await;
+    let end = classify(&ended);
     let death = match &sentence {
         Some(sentence) => crate::death::cause(sentence, end),
         None => Death::new(DeathKind::Stopped, "its request has ended"),
     };
     match sentence {
-        Some(_) => fleet.mourn_aside(&link.worker, link.epoch, &death),
+        Some(_) => {
+            let process = Some(watched.process.as_ref());
+            fleet.mourn_aside(&link.worker, link.epoch, &death, &ended, process);
+        }
         None => tracing::debug!(worker = link.worker, "a throw-away worker was thrown away"),
     }
     link.fate.end(death);

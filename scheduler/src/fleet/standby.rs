@@ -24,7 +24,7 @@ use super::{
     slot::TRUSTED,
 };
 use crate::{
-    death::{Death, DeathKind, classify},
+    death::{Death, DeathKind, Ended, classify},
     vault::OpenModel,
 };
 
@@ -71,7 +71,7 @@ impl Standbys {
 /// How a standby's wait ended.
 enum Wait {
     Promoted,
-    Died(Death),
+    Died(Box<(Death, Ended)>),
     Stopped,
 }
 
@@ -139,13 +139,14 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
         };
         let waited = match begun {
             Ok(aside) => wait(&fleet, aside, &mut asked).await,
-            Err(death) => Wait::Died(death),
+            Err(death) => Wait::Died(Box::new((death, Ended::default()))),
         };
         match waited {
             Wait::Stopped => return,
             Wait::Promoted => failures = 0,
             Wait::Died(death) => {
-                fleet.mourn_aside(&id, epoch, &death);
+                let (death, ended) = *death;
+                fleet.mourn_aside(&id, epoch, &death, &ended, None);
                 let policy = &fleet.policy;
                 let pause = policy.backoff.saturating_mul(2u32.saturating_pow(failures));
                 failures = failures.saturating_add(1);
@@ -186,7 +187,7 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
                 }
                 Some(Err(death)) => {
                     aside.end(patience).await;
-                    return Wait::Died(death);
+                    return Wait::Died(Box::new((death, Ended::default())));
                 }
                 Some(Ok(())) => {}
             }
@@ -204,7 +205,7 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
                 aside.end(fleet.policy.stop_timeout).await;
                 return Wait::Stopped;
             }
-            ended = aside.process.wait() => return Wait::Died(classify(&ended)),
+            ended = aside.process.wait() => return Wait::Died(Box::new((classify(&ended), ended))),
             Some(ask) = asked.recv() => {
                 let Aside { listed, process, link } = aside;
                 // Not twice in the list.

@@ -6,7 +6,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     v1::{
-        Event, ListDevicesRequest, ListDevicesResponse, ListModelsRequest, ListModelsResponse,
+        CrashReport, Event, GetCrashRequest, ListCrashesRequest, ListCrashesResponse,
+        ListDevicesRequest, ListDevicesResponse, ListModelsRequest, ListModelsResponse,
         ListWorkersRequest, ListWorkersResponse, LoadModelProgress, LoadModelRequest,
         UnloadModelRequest, UnloadModelResponse, WatchEventsRequest, control_server::Control,
     },
@@ -131,6 +132,22 @@ impl Control for Service {
         let name = ModelName::new(request.into_inner().name)?;
         self.0.fleet.unload(&name).await?;
         Ok(Response::new(UnloadModelResponse {}))
+    }
+
+    async fn list_crashes(
+        &self,
+        _: Request<ListCrashesRequest>,
+    ) -> Result<Response<ListCrashesResponse>, Status> {
+        let crashes = self.0.fleet.crashes.list();
+        Ok(Response::new(ListCrashesResponse { crashes }))
+    }
+
+    async fn get_crash(
+        &self,
+        request: Request<GetCrashRequest>,
+    ) -> Result<Response<CrashReport>, Status> {
+        let crash = self.0.fleet.crashes.get(&request.get_ref().id)?;
+        Ok(Response::new(crash))
     }
 
     async fn watch_events(

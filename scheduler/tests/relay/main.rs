@@ -29,6 +29,7 @@ use hotcell_proto::{
 };
 use hotcell_scheduler::{
     config::{Cli, Config, Settings, Surroundings},
+    crash::Crashes,
     fleet::{Fleet, Parts, TOKENS_WINDOWS},
     service::{self, Doors, Shared},
     streams::Streams,
@@ -87,6 +88,8 @@ impl House {
             policy: config.restart,
             suspicion: config.suspicion,
             standby: config.standby,
+            patience: config.patience,
+            crashes: Crashes::default(),
             timeouts: config.timeouts,
             model_roots: vec![],
             default_model: None,

@@ -1,0 +1,74 @@
+//! Looking into the black boxes of live and dead processes.
+
+use std::{sync::Arc, time::Duration};
+
+use hotcell_ipc::blackbox::Reader;
+use tokio::time::{Instant, sleep};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::{Condemnation, Fate, Fleet, Process};
+use crate::{
+    crash::{self, Dead},
+    death::{Death, DeathKind, Ended},
+    hang::{Hang, Patience},
+};
+
+/// How long a thread that hangs may take to write down where.
+const POINT_OUT: Duration = Duration::from_millis(50);
+
+/// Condemns a process once it hangs. Cancelled with the process.
+pub(super) async fn watch(blackbox: Arc<Reader>, fate: Fate, patience: Patience) {
+    let began = Instant::now();
+    let mut hang = Hang::new(blackbox.pulse(), Duration::ZERO);
+    loop {
+        sleep(patience.interval()).await;
+        if let Some(why) = hang.look(blackbox.pulse(), began.elapsed(), &patience) {
+            fate.condemn(Condemnation::new(DeathKind::Wedged, why));
+            return;
+        }
+    }
+}
+
+/// Has the thread that owns the device write down where it hangs, before it is killed.
+pub(super) async fn point_out(process: &dyn Process) {
+    let blackbox = process.blackbox();
+    if let Some(thread) = blackbox.and_then(|b| b.engine_thread()) {
+        process.point_out(thread);
+        sleep(POINT_OUT).await;
+    }
+}
+
+impl Fleet {
+    /// Begins to watch for a hang, if the process has a black box. Ends when dropped.
+    pub(super) fn watch(
+        &self,
+        process: &dyn Process,
+        fate: &Fate,
+    ) -> Option<AbortOnDropHandle<()>> {
+        let blackbox = Arc::clone(process.blackbox()?);
+        let watching = watch(blackbox, fate.clone(), self.patience);
+        Some(AbortOnDropHandle::new(tokio::spawn(watching)))
+    }
+
+    /// Makes the report of a worker's death. To be called while the table still knows what the process had.
+    pub(super) fn autopsy(&self, id: &str, death: &Death, ended: &Ended, process: &dyn Process) {
+        let dead = self.table().workers.get(id).map(|slot| slot.dead(id));
+        if let Some(dead) = dead {
+            self.autopsy_of(dead, death, ended, Some(process));
+        }
+    }
+
+    /// Makes the report of any process's death.
+    pub(super) fn autopsy_of(
+        &self,
+        dead: Dead,
+        death: &Death,
+        ended: &Ended,
+        process: Option<&dyn Process>,
+    ) {
+        let missing = || Err(std::io::Error::other("there is none"));
+        let blackbox = process.and_then(Process::blackbox);
+        let seen = blackbox.map_or_else(missing, |blackbox| blackbox.snapshot());
+        self.crashes.keep(crash::report(dead, death, ended, seen));
+    }
+}

@@ -1,0 +1,174 @@
+//! What is known about a worker after its death, with real processes and real signals.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::{path::Path, time::Instant};
+
+use hotcell_client::{Client, Event, GenerateOptions, v1};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, kjv, signal_pid};
+use rustix::process::Signal;
+
+async fn cluster(model: &Path, arguments: &[&str]) -> Cluster {
+    let cluster = Cluster::with_model("kjv", model, arguments).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    cluster
+}
+
+fn long() -> GenerateOptions {
+    GenerateOptions {
+        max_tokens: 400,
+        ignore_eos: true,
+        request_id: "the-one-that-ran".to_owned(),
+        ..GenerateOptions::default()
+    }
+}
+
+/// Does something to the worker's process once the first tokens of a stream are there, and returns the stream's ids.
+async fn amid(cluster: &Cluster, act: impl FnOnce(u32)) -> Vec<u32> {
+    let client = cluster.client().await.unwrap();
+    let mut stream = client.generate("In the beginning", long()).await.unwrap();
+    let (mut ids, mut act) = (Vec::new(), Some(act));
+    while let Some(event) = stream.next().await {
+        if let Event::Delta(delta) = event.unwrap() {
+            ids.extend(delta.token_ids);
+        }
+        if ids.len() >= 3
+            && let Some(act) = act.take()
+        {
+            act(client.workers().await.unwrap()[0].pid);
+        }
+    }
+    assert!(act.is_none(), "the stream ended at once");
+    ids
+}
+
+/// The only report, once it tells what became of the request.
+async fn the_report(client: &Client) -> v1::CrashReport {
+    let start = Instant::now();
+    loop {
+        let crashes = client.crashes().await.unwrap();
+        assert!(crashes.len() <= 1, "{crashes:#?}");
+        if let Some(crash) = crashes.first()
+            && crash.requests.iter().all(|r| !r.outcome.is_empty())
+        {
+            return client.crash(&crash.id).await.unwrap();
+        }
+        assert!(start.elapsed() < SOON, "{crashes:#?}");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
+
+async fn undisturbed(cluster: &Cluster) -> Vec<u32> {
+    let client = cluster.client().await.unwrap();
+    let options = GenerateOptions {
+        request_id: String::new(),
+        ..long()
+    };
+    let stream = client.generate("In the beginning", options).await.unwrap();
+    stream.complete().await.unwrap().token_ids
+}
+
+#[tokio::test]
+async fn a_crash_leaves_a_report_with_request_node_and_backtrace() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = folder.path().join("crashes");
+    let cluster = cluster(&kjv(), &["--crash-dir", files.to_str().unwrap()]).await;
+    let expected = undisturbed(&cluster).await;
+    let ids = amid(&cluster, |pid| signal_pid(pid, Signal::SEGV).unwrap()).await;
+    assert_eq!(ids, expected);
+
+    let client = cluster.client().await.unwrap();
+    let report = the_report(&client).await;
+    assert_eq!(
+        (report.id.as_str(), report.kind.as_str()),
+        ("w0.1", "signal")
+    );
+    assert!(
+        report.reason.starts_with("killed by SIGSEGV"),
+        "{}",
+        report.reason
+    );
+    assert_eq!(report.models, ["kjv"]);
+    let seen = report.blackbox.unwrap();
+    assert_eq!(
+        (seen.doing.as_str(), seen.model.as_str()),
+        ("stepping", "kjv")
+    );
+    assert!(seen.steps > 0 && !seen.op.is_empty(), "{seen:#?}");
+    assert_eq!(seen.running.len(), 1);
+    assert_eq!(seen.running[0].request_id, "the-one-that-ran");
+    assert!(seen.running[0].tokens > 3);
+    let signal = seen.signal.unwrap();
+    assert_eq!(signal.name, "SIGSEGV");
+    assert!(!signal.frames.is_empty());
+    let [request] = &report.requests[..] else {
+        panic!("{:#?}", report.requests);
+    };
+    assert_eq!(request.request_id, "the-one-that-ran");
+    assert!(request.generated >= 3);
+    assert_eq!(request.outcome, "continued on w0 (epoch 2)");
+
+    let shown = cluster.hotcell(&["crashes", "show", "w0.1"]).unwrap();
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    assert!(shown.contains("backtrace   0 "), "{shown}");
+    let listed = cluster.hotcell(&["crashes", "list"]).unwrap();
+    assert!(String::from_utf8(listed.stdout).unwrap().contains("w0.1"));
+    let file = std::fs::read_dir(&files).unwrap().next().unwrap().unwrap();
+    let text = std::fs::read_to_string(file.path()).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(
+        json["blackbox"]["running"][0]["request_id"],
+        "the-one-that-ran"
+    );
+}
+
+#[tokio::test]
+async fn a_worker_that_stands_still_is_replaced_and_its_stream_goes_on() {
+    let cluster = cluster(&kjv(), &["--hang-timeout", "500ms"]).await;
+    let expected = undisturbed(&cluster).await;
+    let ids = amid(&cluster, |pid| signal_pid(pid, Signal::STOP).unwrap()).await;
+    assert_eq!(ids, expected);
+    let client = cluster.client().await.unwrap();
+    let report = the_report(&client).await;
+    assert_eq!(report.kind, "wedged", "{}", report.reason);
+    assert_eq!(report.requests[0].outcome, "continued on w0 (epoch 2)");
+}
+
+#[tokio::test]
+async fn a_model_file_that_shrinks_is_blamed_and_nobody_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(kjv()).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    }
+    let weights = std::fs::read_dir(&model)
+        .unwrap()
+        .map(|f| f.unwrap().path())
+        .find(|p| p.extension().is_some_and(|e| e == "safetensors"))
+        .unwrap();
+    let cluster = cluster(&model, &["--continue-timeout", "2s"]).await;
+    let client = cluster.client().await.unwrap();
+    let mut stream = client.generate("In the beginning", long()).await.unwrap();
+    let mut shrunk = false;
+    let end = loop {
+        match stream.next().await.unwrap() {
+            Ok(Event::Delta(_)) if !shrunk => {
+                let file = std::fs::OpenOptions::new().write(true).open(&weights);
+                file.unwrap().set_len(4096).unwrap();
+                shrunk = true;
+            }
+            Ok(Event::Finished(_)) => panic!("finished with a model that is gone"),
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert!(shrunk);
+    let crashes = client.crashes().await.unwrap();
+    let first = crashes.last().unwrap();
+    assert_eq!(first.kind, "model_changed", "{} / {end}", first.reason);
+    let report = client.crash(&first.id).await.unwrap();
+    assert!(report.reason.contains("changed"), "{}", report.reason);
+    assert!(report.blackbox.unwrap().error.contains("shortened"));
+}
