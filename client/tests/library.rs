@@ -175,6 +175,7 @@ async fn all_options_reach_the_server() {
         stop: vec![".".to_owned()],
         stop_tokens: vec![3],
         ignore_eos: true,
+        continue_across: true,
         seed: Some(9),
         branch: 2,
         logprobs: true,
@@ -211,6 +212,7 @@ async fn all_options_reach_the_server() {
         (&*request.request_id, &request.resume),
         ("mine", &options.resume)
     );
+    assert!(request.continue_across);
     assert_eq!(seen.timeouts, [None]);
 }
 

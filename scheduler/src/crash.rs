@@ -216,6 +216,15 @@ impl Crashes {
         })
     }
 
+    /// What the black box of a dead process says that it ran last, in words.
+    pub fn last_node(&self, worker: &str, epoch: u64) -> Option<String> {
+        let id = id(worker, epoch);
+        let known = self.known();
+        let report = known.reports.iter().find(|r| r.id == id)?;
+        let seen = report.blackbox.as_ref().filter(|b| !b.op.is_empty())?;
+        Some(format!("{} (node {} of a plan)", seen.op, seen.node))
+    }
+
     /// Writes a report's file, off this thread: a disk that hangs must not hold a stream's continuation.
     fn file(&self, report: &CrashReport) {
         let Some(folder) = self.0.folder.clone() else {
@@ -264,7 +273,7 @@ fn write(folder: &Path, report: &CrashReport) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use hotcell_ipc::blackbox::{self, Doing, Reader, Writer};
+    use hotcell_ipc::blackbox::{self, Doing, Node, Reader, Writer};
 
     use super::*;
     use crate::death::DeathKind;
@@ -290,6 +299,11 @@ mod tests {
         let reader = Reader::open(&memory).unwrap();
         let writer = Writer::open(&memory, ["matmul"].into_iter()).unwrap();
         writer.doing(Doing::Stepping);
+        writer.enter(Node {
+            step: 3,
+            op: 0,
+            group: false,
+        });
         writer.crash().site(11, 1, 16, 100, 7, 10);
         writer.crash().frame(100);
         report(dead(epoch), &death, &ended, reader.snapshot())
@@ -347,6 +361,9 @@ mod tests {
         crashes.keep(a_report(next));
         let report = crashes.get(&format!("w0.{next}")).unwrap();
         assert_eq!(report.requests, [had("noted before the report was made")]);
+        let node = crashes.last_node("w0", next).unwrap();
+        assert_eq!(node, "matmul (node 3 of a plan)");
+        assert_eq!(crashes.last_node("w1", next), None);
     }
 
     #[test]

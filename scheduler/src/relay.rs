@@ -285,7 +285,13 @@ impl Relayed<'_> {
             match onward::after_death(journal, worker, link.fate.death(), home, next) {
                 Onward::Elsewhere(wish) => (wish, false),
                 Onward::Alone(wish) => (wish, true),
-                Onward::Nowhere(error) => return Err(error),
+                Onward::Nowhere(error) => {
+                    let node = self.fleet.crashes.last_node(worker, epoch);
+                    return Err(match node {
+                        Some(node) => error.with("node", node),
+                        None => error,
+                    });
+                }
             };
         let placed = self.place(journal, wish, alone);
         let placed = placed.await.map_err(|error| match error.reason() {
