@@ -28,6 +28,30 @@ pub fn wish<'a>(journal: &'a Journal, had: &'a str) -> Wish<'a> {
     }
 }
 
+fn last(death: Option<&Death>) -> String {
+    death.map_or_else(String::new, |death| format!(", the last one: {death}"))
+}
+
+/// `what` (a request, named) killed `worker`, where nothing else ran.
+pub fn poison(what: &str, worker: &str, deaths: u32, death: Option<&Death>) -> Error {
+    let why = format!(
+        "{what} killed a worker on which nothing else ran, after {deaths} deaths in all{}; sent again it would do so again",
+        last(death)
+    );
+    Error::new(Reason::RequestPoisoned, why)
+        .with("worker", worker)
+        .with("deaths", deaths)
+}
+
+/// So many workers died under a request, `worker` last.
+pub fn too_often(worker: &str, deaths: u32, death: Option<&Death>) -> Error {
+    let why = format!(
+        "{deaths} workers died under this request{}; the request itself may be what kills them",
+        last(death)
+    );
+    lost(worker, why)
+}
+
 /// After `died`, the death of which the journal has counted already and that is judged to mean `next`. `home` is the
 /// worker whose device it ran on.
 pub fn after_death<'a>(
@@ -38,31 +62,15 @@ pub fn after_death<'a>(
     next: Next,
 ) -> Onward<'a> {
     let deaths = journal.deaths();
-    let how = match death {
-        Some(death) => format!(", the last one: {death}"),
-        None => String::new(),
-    };
     match next {
         Next::GoOn => Onward::Elsewhere(wish(journal, home)),
         Next::Alone => Onward::Alone(wish(journal, home)),
-        Next::Poison => Onward::Nowhere(
-            Error::new(
-                Reason::RequestPoisoned,
-                format!(
-                    "request {} killed a worker on which nothing else ran, after {} tokens and {deaths} deaths{how}; sent again it would do so again",
-                    journal.request_id(),
-                    journal.generated(),
-                ),
-            )
-            .with("worker", died)
-            .with("deaths", deaths),
-        ),
-        Next::GiveUp => Onward::Nowhere(lost(
-            died,
-            format!(
-                "{deaths} workers died under this request{how}; the request itself may be what kills them"
-            ),
-        )),
+        Next::Poison => {
+            let (id, tokens) = (journal.request_id(), journal.generated());
+            let what = format!("request {id}, {tokens} tokens along,");
+            Onward::Nowhere(poison(&what, died, deaths, death))
+        }
+        Next::GiveUp => Onward::Nowhere(too_often(died, deaths, death)),
     }
 }
 

@@ -1,5 +1,7 @@
 //! Text to tokens and back, by any worker that has the model: the scheduler knows no tokenizer.
 
+use std::sync::Arc;
+
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
@@ -14,38 +16,54 @@ use tonic::{Response, Status, transport::Channel};
 
 use crate::{
     fleet::Fleet,
+    onward,
     placement::{Estimate, Wish},
     relay::{bounded, verdict},
+    suspicion::{Next, Record},
 };
 
-/// Calls a worker, and another one if it dies.
+/// Calls a worker, and another one if it dies; a throw-away one if several died.
 async fn ask<T, F>(
-    fleet: &Fleet,
+    fleet: &Arc<Fleet>,
     model: &ModelName,
     call: impl Fn(TokensClient<Channel>) -> F,
 ) -> Result<T, Error>
 where
     F: Future<Output = Result<Response<T>, Status>>,
 {
-    let mut avoid: Option<String> = None;
-    for _ in 0..=limits::MAX_CONTINUATIONS {
+    let mut record = Record::default();
+    let mut home: Option<String> = None;
+    let mut next = Next::GoOn;
+    loop {
         let wish = Wish {
             class: None,
-            avoid: avoid.as_deref(),
+            avoid: home.as_deref(),
         };
-        let placed = fleet.acquire(model, wish, Estimate::default).await?;
-        match call(placed.link.tokens()).await {
+        let cost = Estimate::default;
+        let placed = match (next, &home) {
+            (Next::Alone, Some(home)) => {
+                fleet
+                    .acquire_alone(model, wish, home, &record, cost)
+                    .await?
+            }
+            _ => fleet.acquire(model, wish, cost).await?,
+        };
+        let status = match call(placed.link.tokens()).await {
             Ok(answer) => return Ok(answer.into_inner()),
-            Err(status) => match verdict(&placed, &status).await {
-                Some(error) => return Err(error),
-                None => avoid = Some(placed.link.worker.clone()),
-            },
+            Err(status) => status,
+        };
+        if let Some(error) = verdict(&placed, &status).await {
+            return Err(error);
+        }
+        let link = &placed.link;
+        next = fleet.witness(&mut record, link, placed.is_alone());
+        let (deaths, death) = (record.deaths(), link.fate.death());
+        match next {
+            Next::GoOn | Next::Alone => home = Some(placed.home.clone()),
+            Next::Poison => return Err(onward::poison("this text", &link.worker, deaths, death)),
+            Next::GiveUp => return Err(onward::too_often(&link.worker, deaths, death)),
         }
     }
-    Err(Error::new(
-        Reason::WorkerLost,
-        "every worker that was asked died; the request itself may be what kills them",
-    ))
 }
 
 fn doubt(what: &str) -> Error {
@@ -61,7 +79,7 @@ fn doubt(what: &str) -> Error {
 /// # Errors
 /// The worker's words, or why there is no worker.
 pub async fn tokenize(
-    fleet: &Fleet,
+    fleet: &Arc<Fleet>,
     model: &ModelName,
     prompt: Option<Kind>,
     without_special: bool,
@@ -102,7 +120,7 @@ pub async fn tokenize(
 /// # Errors
 /// The worker's words, or why there is no worker.
 pub async fn detokenize(
-    fleet: &Fleet,
+    fleet: &Arc<Fleet>,
     model: &ModelName,
     ids: Vec<u32>,
     with_special: bool,

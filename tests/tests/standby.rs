@@ -142,7 +142,8 @@ async fn a_standby_that_dies_is_replaced_and_nobody_notices() {
     assert_eq!(said.complete().await.unwrap().token_ids.len(), 8);
 }
 
-#[tokio::test]
+// Not on one thread: the wait would keep this client's connections open, which a drain waits for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn standbys_end_with_their_scheduler() {
     let (mut cluster, workers) = cluster().await;
     cluster.scheduler.signal(Signal::TERM).unwrap();

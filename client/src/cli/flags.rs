@@ -60,6 +60,9 @@ pub struct SamplingFlags {
     /// Go on past the model's own end token
     #[arg(long)]
     pub ignore_eos: bool,
+    /// If the worker dies and none like it comes up, go on with another kind instead of failing; the rest may differ
+    #[arg(long)]
+    pub continue_across: bool,
     /// Give up after this long: 500ms, 30s, 2m; a bare number means seconds
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub deadline: Option<Duration>,
@@ -88,6 +91,7 @@ impl SamplingFlags {
             ignore_eos: self.ignore_eos,
             seed: self.seed,
             deadline: self.deadline,
+            continue_across: self.continue_across,
             ..GenerateOptions::default()
         }
     }

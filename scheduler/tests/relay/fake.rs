@@ -440,7 +440,8 @@ impl Tokens for FakeWorker {
         let Some(Kind::Text(text)) = request.into_inner().prompt.and_then(|p| p.kind) else {
             return Err(Error::new(Reason::TemplateFailed, "no template").into());
         };
-        if text == "die" && self.stage.acts.lock().unwrap().pop_front().is_some() {
+        let once = || self.stage.acts.lock().unwrap().pop_front().is_some();
+        if text == "always die" || text == "die" && once() {
             self.die.cancel();
             std::future::pending::<()>().await;
         }

@@ -83,6 +83,30 @@ async fn a_request_that_kills_a_worker_of_its_own_is_poison_and_others_go_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_text_that_kills_whoever_tokenises_it_costs_three_workers_and_no_stream() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    let long = async {
+        let said = house.generate(named("good", &[1], 4000)).await.unwrap();
+        said.check(&[1], 5, 4000, said.finished[0].deaths_survived);
+    };
+    let deadly = async {
+        until(|| house.stage.said.load(Ordering::SeqCst) > 0).await;
+        let text = v1::TokenizeRequest {
+            prompt: Some(Prompt {
+                kind: Some(Kind::Text("always die".into())),
+            }),
+            ..v1::TokenizeRequest::default()
+        };
+        let end = house.tokens().tokenize(text).await;
+        assert_eq!(reason(end), Reason::RequestPoisoned);
+    };
+    tokio::join!(long, deadly);
+    until(|| beside(&house) == 0).await;
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn deaths_for_which_no_request_is_to_blame_make_no_suspects() {
     use hotcell_proto::exit::WorkerExit;
     let house = House::new(1).await;
