@@ -6,6 +6,7 @@
 mod aside;
 mod autopsy;
 mod catalog;
+mod changes;
 mod keeper;
 mod launch;
 mod link;
@@ -30,13 +31,14 @@ use hotcell_proto::{
     v1::{Device, EventKind, HandshakeResponse, Loaded, NumericsClass, WorkerInfo, WorkerState},
 };
 use tokio::{
-    sync::{Semaphore, watch},
+    sync::Semaphore,
     time::{Instant, timeout_at},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use catalog::Model;
-pub use launch::{Boxed, Launch, Launched, Order, Process, Processes};
+pub use changes::Changes;
+pub use launch::{Boxed, Duplex, Launch, Launched, Order, Process, Processes, Wire};
 pub use link::{Condemnation, Fate, Link, LoadFailure, Sockets, TOKENS_WINDOWS, is_broken, words};
 pub use models::ProgressSender;
 
@@ -54,6 +56,7 @@ use crate::{
     vault::OpenModel,
 };
 use aside::Asides;
+use changes::Teller;
 use slot::{Load, Slot};
 use solo::Leash;
 use standby::Standbys;
@@ -92,7 +95,7 @@ pub struct Parts {
 pub struct Fleet {
     table: Mutex<Table>,
     /// Told whenever the table changed.
-    changed: watch::Sender<()>,
+    changed: Teller,
     /// Where happenings are told.
     pub events: Events,
     /// Loads and unloads happen one at a time.
@@ -135,7 +138,7 @@ pub struct Placed {
 #[derive(Debug)]
 struct Ticket {
     load: Arc<Load>,
-    changed: watch::Sender<()>,
+    changed: Teller,
     prefill: u64,
     decode: u64,
 }
@@ -167,7 +170,7 @@ impl Placed {
 }
 
 impl Ticket {
-    fn new(load: &Arc<Load>, changed: &watch::Sender<()>, cost: Estimate) -> Self {
+    fn new(load: &Arc<Load>, changed: &Teller, cost: Estimate) -> Self {
         load.outstanding
             .fetch_add(cost.prefill + cost.decode, Ordering::Relaxed);
         load.running.fetch_add(1, Ordering::Relaxed);
@@ -187,7 +190,7 @@ impl Drop for Ticket {
             .fetch_sub(self.prefill + self.decode, Ordering::Relaxed);
         self.load.running.fetch_sub(1, Ordering::Relaxed);
         // Somebody may wait for a place.
-        self.changed.send_replace(());
+        self.changed.tell();
     }
 }
 
@@ -227,7 +230,7 @@ impl Fleet {
         };
         Arc::new(Fleet {
             table: Mutex::new(table),
-            changed: watch::Sender::new(()),
+            changed: Teller::default(),
             events: Events::default(),
             loading: tokio::sync::Mutex::new(()),
             stop: CancellationToken::new(),
@@ -260,12 +263,12 @@ impl Fleet {
 
     /// Tells everyone who waits that the table changed.
     fn tell(&self) {
-        self.changed.send_replace(());
+        self.changed.tell();
     }
 
     /// Hears that the table changed.
-    pub fn changes(&self) -> watch::Receiver<()> {
-        self.changed.subscribe()
+    pub fn changes(&self) -> Changes {
+        self.changed.listen()
     }
 
     /// Has everyone who hears changes look again.
@@ -396,7 +399,7 @@ impl Fleet {
         let began = Instant::now();
         let mut changed = self.changes();
         loop {
-            changed.borrow_and_update();
+            changed.see();
             let why = match self.try_place(model, wish, cost())? {
                 Ok(placed) => return Ok(placed),
                 Err(why) => why,
@@ -404,7 +407,7 @@ impl Fleet {
             let (until, error) = match why {
                 // Bounded by the start's own patience and the restart budget.
                 Wait::Coming => {
-                    let _ = changed.changed().await;
+                    changed.changed().await;
                     continue;
                 }
                 Wait::Absent => (

@@ -280,7 +280,9 @@ impl Relayed<'_> {
         journal.count_death();
         let Had { link, home, alone } = had;
         let (worker, epoch) = (link.worker.as_str(), link.epoch);
-        let next = self.fleet.witness(&mut self.record, link, *alone);
+        let next = self
+            .fleet
+            .witness(&mut self.record, link, *alone, !journal.is_greeting());
         let (wish, alone) =
             match onward::after_death(journal, worker, link.fate.death(), home, next) {
                 Onward::Elsewhere(wish) => (wish, false),

@@ -109,7 +109,7 @@ pub async fn report_health(shared: Shared, health: HealthReporter) {
     let mut changed = shared.fleet.changes();
     let mut told = None;
     loop {
-        changed.borrow_and_update();
+        changed.see();
         let serving = shared.fleet.ready() > 0 && !shared.admission.is_closed();
         if told != Some(serving) {
             let status = if serving {
@@ -122,9 +122,7 @@ pub async fn report_health(shared: Shared, health: HealthReporter) {
             }
             told = Some(serving);
         }
-        if changed.changed().await.is_err() {
-            return;
-        }
+        changed.changed().await;
     }
 }
 

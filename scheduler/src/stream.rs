@@ -274,6 +274,7 @@ impl Stream {
                 return;
             }
             tokio::select! {
+                biased;
                 () = own => {}
                 () = all => {}
             }

@@ -56,7 +56,7 @@ where
             return Err(error);
         }
         let link = &placed.link;
-        next = fleet.witness(&mut record, link, placed.is_alone());
+        next = fleet.witness(&mut record, link, placed.is_alone(), false);
         let (deaths, death) = (record.deaths(), link.fate.death());
         match next {
             Next::GoOn | Next::Alone => home = Some(placed.home.clone()),

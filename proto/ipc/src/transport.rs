@@ -71,7 +71,17 @@ impl Windows {
 /// # Errors
 /// As [`crate::socket::into_tokio`], and `Other` holding tonic's error if the connection is dead from the start.
 pub async fn channel_over(fd: OwnedFd, windows: Windows) -> io::Result<Channel> {
-    let stream = crate::socket::into_tokio(fd)?;
+    channel_on(crate::socket::into_tokio(fd)?, windows).await
+}
+
+/// [`channel_over`], for anything that carries bytes both ways.
+///
+/// # Errors
+/// `Other` holding tonic's error if the connection is dead from the start.
+pub async fn channel_on<S>(stream: S, windows: Windows) -> io::Result<Channel>
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let once = Arc::new(Mutex::new(Some(stream)));
     let connector = tower::service_fn(move |_: http::Uri| {
         let stream = once.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -32,12 +32,6 @@ struct Running {
     starter: Option<AbortOnDropHandle<()>>,
 }
 
-/// A number from 0 to 1.
-fn jitter() -> f64 {
-    // Without random numbers the pause is merely not spread.
-    f64::from(getrandom::u32().unwrap_or(u32::MAX)) / f64::from(u32::MAX)
-}
-
 /// Runs a worker's whole life, through all its processes, until the fleet stops.
 pub(super) async fn keep(fleet: Arc<Fleet>, id: String, device: Device) {
     let mut state = State::default();
@@ -60,7 +54,7 @@ pub(super) async fn keep(fleet: Arc<Fleet>, id: String, device: Device) {
         event = match stillborn {
             Some(death) => Event::Exited {
                 death,
-                jitter: jitter(),
+                jitter: fleet.launcher.jitter(),
             },
             None => next_event(&fleet, &id, &state, &mut running).await,
         };
@@ -304,8 +298,9 @@ async fn next_event(
     };
     let Some(held) = running else {
         return tokio::select! {
-            () = due => Event::Tick,
+            biased;
             () = stop => Event::Stop,
+            () = due => Event::Tick,
         };
     };
     let Running {
@@ -338,7 +333,7 @@ async fn next_event(
             fleet.buried(id, &death);
             held.fate.end(death.clone());
             *running = None;
-            Event::Exited { death, jitter: jitter() }
+            Event::Exited { death, jitter: fleet.launcher.jitter() }
         }
         Some(sentence) = sentence, if !is_doomed(state) => {
             Event::Condemned { death: sentence.death(), hopeless: sentence.hopeless }

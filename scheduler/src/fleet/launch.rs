@@ -18,10 +18,15 @@ use hotcell_ipc::{
     oom::OomCounts,
     socket::{descriptor_pair, stream_pair},
     spawn::{Child, Command, ExitStatus, Signal, Spawner},
+    transport::{Windows, channel_on, channel_over},
 };
 use hotcell_proto::{limits, v1::Device};
 use rustix::process::{Resource, getrlimit};
-use tokio::task::JoinHandle;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    task::JoinHandle,
+};
+use tonic::transport::Channel;
 
 use crate::{
     config::WorkerConfig,
@@ -43,16 +48,45 @@ pub struct Order<'a> {
     pub device: &'a Device,
 }
 
+/// Carries bytes both ways.
+pub trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Duplex for T {}
+
+/// Our end of a connection to a worker.
+pub enum Wire {
+    /// A stream socket.
+    Socket(OwnedFd),
+    /// A connection within this process, for workers that are simulated.
+    Memory(Box<dyn Duplex>),
+}
+
+impl Wire {
+    /// A gRPC channel over it, which has this one connection and no other.
+    pub(super) async fn channel(self, windows: Windows) -> io::Result<Channel> {
+        match self {
+            Wire::Socket(fd) => channel_over(fd, windows).await,
+            Wire::Memory(stream) => channel_on(stream, windows).await,
+        }
+    }
+}
+
+impl From<OwnedFd> for Wire {
+    fn from(fd: OwnedFd) -> Self {
+        Wire::Socket(fd)
+    }
+}
+
 /// A running worker: its process, and our ends of its sockets.
 pub struct Launched {
     /// The process.
     pub process: Box<dyn Process>,
     /// Worker and health.
-    pub control: OwnedFd,
+    pub control: Wire,
     /// Tokens.
-    pub tokens: OwnedFd,
+    pub tokens: Wire,
     /// Tensors.
-    pub tensors: OwnedFd,
+    pub tensors: Wire,
     /// Descriptors go out here.
     pub descriptors: OwnedFd,
 }
@@ -91,6 +125,12 @@ pub trait Process: Send + Sync {
 pub trait Launch: Send + Sync + 'static {
     /// Starts one.
     fn launch<'a>(&'a self, order: Order<'a>) -> Boxed<'a, io::Result<Launched>>;
+
+    /// A number from 0 to 1 that spreads the pauses before restarts.
+    fn jitter(&self) -> f64 {
+        // Without random numbers the pause is merely not spread.
+        f64::from(getrandom::u32().unwrap_or(u32::MAX)) / f64::from(u32::MAX)
+    }
 }
 
 /// Starts workers as processes.
@@ -179,9 +219,9 @@ impl Processes {
                 blamed: Arc::clone(&self.blamed),
                 shortage: None,
             }),
-            control,
-            tokens,
-            tensors,
+            control: control.into(),
+            tokens: tokens.into(),
+            tensors: tensors.into(),
             descriptors,
         })
     }

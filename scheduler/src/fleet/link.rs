@@ -11,7 +11,7 @@ use std::{
 
 use hotcell_ipc::{
     socket::{DescriptorSender, stream_pair},
-    transport::{Windows, channel_over},
+    transport::Windows,
 };
 use hotcell_proto::{
     PROTOCOL_VERSION,
@@ -31,7 +31,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Channel};
 
-use super::launch::Launched;
+use super::launch::{Launched, Wire};
 use crate::{
     death::{Death, DeathKind},
     discover::clip,
@@ -192,13 +192,19 @@ impl Link {
             worker: worker.to_owned(),
             epoch,
             fate,
-            control: channel_over(sockets.control, Windows::default())
+            control: sockets
+                .control
+                .channel(Windows::default())
                 .await
                 .map_err(broken)?,
-            tokens: channel_over(sockets.tokens, TOKENS_WINDOWS)
+            tokens: sockets
+                .tokens
+                .channel(TOKENS_WINDOWS)
                 .await
                 .map_err(broken)?,
-            tensors: channel_over(sockets.tensors, Windows::default())
+            tensors: sockets
+                .tensors
+                .channel(Windows::default())
                 .await
                 .map_err(broken)?,
             descriptors: DescriptorSender::new(sockets.descriptors).map_err(broken)?,
@@ -398,6 +404,7 @@ impl Link {
         let mut tokens = self.tokens();
         let ping = tokens.detokenize(DetokenizeRequest::default());
         let answer = tokio::select! {
+            biased;
             () = self.fate.gone.cancelled() => return true,
             () = sleep(PING) => None,
             answer = ping => Some(answer),
@@ -419,11 +426,10 @@ impl Link {
 }
 
 /// Our ends of a worker's sockets.
-#[derive(Debug)]
 pub struct Sockets {
-    control: OwnedFd,
-    tokens: OwnedFd,
-    tensors: OwnedFd,
+    control: Wire,
+    tokens: Wire,
+    tensors: Wire,
     descriptors: OwnedFd,
 }
 

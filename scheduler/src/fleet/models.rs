@@ -317,7 +317,7 @@ impl Fleet {
         }
         // Workers that died on the way or are starting load it before they serve.
         loop {
-            changed.borrow_and_update();
+            changed.see();
             {
                 let mut table = self.table();
                 let hope = table.workers.values().any(|s| s.may_get(name));
@@ -345,7 +345,7 @@ impl Fleet {
                     }
                 }
             }
-            let _ = changed.changed().await;
+            changed.changed().await;
         }
     }
 
@@ -371,6 +371,7 @@ impl Fleet {
             report(p.bytes_done, p.bytes_total, &p.stage);
         });
         let got = tokio::select! {
+            biased;
             () = link.fate.gone.cancelled() => return None,
             got = load => got,
         };

@@ -51,11 +51,12 @@ impl From<Error> for NoSolo {
 }
 
 /// Whether a request may have caused a death of this kind.
-fn blames(kind: DeathKind) -> bool {
+fn blames(kind: DeathKind, accepted: bool) -> bool {
     match kind {
+        // A connection that was broken before is found out by whoever uses it next.
+        DeathKind::Protocol => accepted,
         DeathKind::Exit { .. }
         | DeathKind::Signal { .. }
-        | DeathKind::Protocol
         | DeathKind::Deadline
         | DeathKind::Wedged
         | DeathKind::Unknown => true,
@@ -69,9 +70,10 @@ fn blames(kind: DeathKind) -> bool {
 }
 
 impl Fleet {
-    /// Notes in a request's record that its worker was lost, and decides what becomes of the request. The deaths of
+    /// Notes in a request's record that its worker was lost, whether or not that had accepted it, and decides what
+    /// becomes of the request. The deaths of
     /// one that is poison are held against nobody else from then on.
-    pub fn witness(&self, record: &mut Record, link: &Link, alone: bool) -> Next {
+    pub fn witness(&self, record: &mut Record, link: &Link, alone: bool, accepted: bool) -> Next {
         let sentence = || link.fate.condemned.borrow().as_ref().map(|c| c.kind);
         // One that was condemned may still be dying.
         let kind = link.fate.death().map(|death| death.kind).or_else(sentence);
@@ -80,7 +82,7 @@ impl Fleet {
                 worker: link.worker.clone(),
                 epoch: link.epoch,
             },
-            blames: blames(kind.unwrap_or(DeathKind::Unknown)),
+            blames: blames(kind.unwrap_or(DeathKind::Unknown), accepted),
             alone,
         };
         let mut explained = self.explained();
@@ -193,7 +195,7 @@ impl Fleet {
         let until = tokio::time::Instant::now() + self.timeouts.queue;
         let mut place = std::pin::pin!(Arc::clone(&self.solos).acquire_owned());
         loop {
-            changed.borrow_and_update();
+            changed.see();
             if !record.is_suspect(&self.suspicion, &self.explained()) {
                 return Err(NoSolo::Cleared);
             }
@@ -201,7 +203,7 @@ impl Fleet {
                 tokio::select! {
                     biased;
                     permit = &mut place => Some(permit),
-                    _ = changed.changed() => None,
+                    () = changed.changed() => None,
                 }
             };
             match timeout_at(until, next).await {

@@ -96,7 +96,7 @@ impl Fleet {
     async fn settled(&self, worker: &str) {
         let mut changed = self.changes();
         loop {
-            changed.borrow_and_update();
+            changed.see();
             let serves = {
                 let table = self.table();
                 table.workers.get(worker).is_some_and(|s| s.link.is_some())
@@ -104,7 +104,7 @@ impl Fleet {
             if serves {
                 return sleep(SETTLE).await;
             }
-            let _ = changed.changed().await;
+            changed.changed().await;
         }
     }
 }
@@ -122,6 +122,7 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
     let (mut epoch, mut failures) = (0, 0u32);
     loop {
         tokio::select! {
+            biased;
             () = fleet.stop.cancelled() => return,
             never = refuse(&mut asked) => match never {},
             () = fleet.settled(&worker) => {}
@@ -133,6 +134,7 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
             device: &device,
         };
         let begun = tokio::select! {
+            biased;
             () = fleet.stop.cancelled() => return,
             never = refuse(&mut asked) => match never {},
             begun = fleet.begin_aside(order, TRUSTED) => begun,
@@ -151,6 +153,7 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
                 let pause = policy.backoff.saturating_mul(2u32.saturating_pow(failures));
                 failures = failures.saturating_add(1);
                 tokio::select! {
+                    biased;
                     () = fleet.stop.cancelled() => return,
                     never = refuse(&mut asked) => match never {},
                     () = sleep(pause.min(policy.backoff_max)) => {}
@@ -165,7 +168,7 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
     let mut loaded = Asked::new();
     let mut changed = fleet.changes();
     loop {
-        changed.borrow_and_update();
+        changed.see();
         let (missing, unwanted) = fleet.table().difference(&loaded);
         let change = missing.into_iter().next();
         let gone = unwanted.into_iter().next();
@@ -219,7 +222,7 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
                     Err(_) => Wait::Stopped,
                 };
             }
-            _ = changed.changed() => {}
+            () = changed.changed() => {}
         }
     }
 }

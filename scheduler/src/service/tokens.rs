@@ -13,6 +13,7 @@ use hotcell_proto::{
         tokens_server::Tokens,
     },
 };
+use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::{Shared, deadline, within};
@@ -27,14 +28,19 @@ use crate::{
 /// The service.
 pub(super) struct Service(pub Shared);
 
-impl Service {
+impl Shared {
     /// The stream of a request: a new one, checked and with all filled in that it leaves open, or the one that its id
     /// stands for already.
-    fn open(&self, request: Request<GenerateRequest>) -> Result<EventStream, Error> {
-        let (metadata, _, mut request) = request.into_parts();
-        let deadline = deadline(&metadata)?;
+    ///
+    /// # Errors
+    /// Why it may not come in.
+    pub fn generate(
+        &self,
+        mut request: GenerateRequest,
+        deadline: Option<Instant>,
+    ) -> Result<EventStream, Error> {
         check_request(&request)?;
-        let model = self.0.fleet.resolve(&request.model)?;
+        let model = self.fleet.resolve(&request.model)?;
         request.model = model.as_str().to_owned();
         let (id, fingerprint) = match request.request_id.as_str() {
             "" => (RequestId::random()?, None),
@@ -52,8 +58,8 @@ impl Service {
             request.seed = Some(seed);
         }
         request.request_id = id.as_str().to_owned();
-        let streams = self.0.streams.clone();
-        let admit = || self.0.admission.admit();
+        let streams = self.streams.clone();
+        let admit = || self.admission.admit();
         let (stream, permit) = match streams.open(&id, fingerprint, begin, admit)? {
             Opened::New(stream, permit) => (stream, permit),
             Opened::Known(stream) => return stream.attach(None, streams.reader()),
@@ -66,15 +72,19 @@ impl Service {
             deadline,
             permit,
         };
-        let fleet = Arc::clone(&self.0.fleet);
-        tokio::spawn(relay::run(
-            fleet,
-            call,
-            stream,
-            streams,
-            self.0.abort.clone(),
-        ));
+        let fleet = Arc::clone(&self.fleet);
+        tokio::spawn(relay::run(fleet, call, stream, streams, self.abort.clone()));
         reader
+    }
+
+    /// Goes on with a stream whose reader was lost.
+    ///
+    /// # Errors
+    /// Why it cannot be read from there.
+    pub fn attach(&self, request: AttachRequest) -> Result<EventStream, Error> {
+        let stream = self.streams.find(&RequestId::new(request.request_id)?)?;
+        let from = Some((request.next_token, request.text_bytes));
+        stream.attach(from, self.streams.reader())
     }
 }
 
@@ -87,18 +97,16 @@ impl Tokens for Service {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<EventStream>, Status> {
-        Ok(Response::new(self.open(request)?))
+        let (metadata, _, request) = request.into_parts();
+        let deadline = deadline(&metadata)?;
+        Ok(Response::new(self.0.generate(request, deadline)?))
     }
 
     async fn attach(
         &self,
         request: Request<AttachRequest>,
     ) -> Result<Response<EventStream>, Status> {
-        let request = request.into_inner();
-        let streams = &self.0.streams;
-        let stream = streams.find(&RequestId::new(request.request_id)?)?;
-        let from = Some((request.next_token, request.text_bytes));
-        Ok(Response::new(stream.attach(from, streams.reader())?))
+        Ok(Response::new(self.0.attach(request.into_inner())?))
     }
 
     async fn cancel(

@@ -199,9 +199,9 @@ impl Fakes {
                 die: worker.die,
                 stage: Arc::clone(&self.0),
             }),
-            control,
-            tokens,
-            tensors,
+            control: control.into(),
+            tokens: tokens.into(),
+            tensors: tensors.into(),
             descriptors,
         })
     }

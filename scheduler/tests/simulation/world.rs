@@ -1,0 +1,283 @@
+//! What a simulated host knows: its time, its processes, the faults they have, and what those excuse.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use hotcell_ipc::{oom::OomCounts, spawn::ExitStatus};
+use hotcell_proto::error::Reason;
+use hotcell_scheduler::death::{Ended, Shortage};
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    chance::Chance,
+    wire::{Break, Fault},
+};
+
+/// How a process ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    Crash,
+    Kill,
+    Exit(i32),
+    OutOfMemory,
+}
+
+impl How {
+    pub fn draw(chance: &mut Chance) -> Self {
+        match chance.below(8) {
+            0 => How::Exit(0),
+            1 => How::Exit(70),
+            2 => How::Exit(40),
+            3 => How::OutOfMemory,
+            4 => How::Kill,
+            _ => How::Crash,
+        }
+    }
+
+    fn ended(self) -> Ended {
+        let signal = |signal| ExitStatus::Signal {
+            signal,
+            core: false,
+        };
+        match self {
+            How::Crash => signal(11).into(),
+            How::Kill => signal(9).into(),
+            How::Exit(code) => ExitStatus::Code(code).into(),
+            How::OutOfMemory => Ended {
+                shortage: Shortage {
+                    counted: OomCounts {
+                        group: Some(1),
+                        ..OomCounts::default()
+                    },
+                    peak_resident: 1 << 30,
+                },
+                ..signal(9).into()
+            },
+        }
+    }
+}
+
+/// What the run has shown so far, and what the faults that happened excuse.
+#[derive(Default)]
+struct Record {
+    trace: Vec<String>,
+    wrongs: Vec<String>,
+    /// Workers with a process.
+    alive: BTreeSet<String>,
+    /// Ends that a fault of one stream excuses, by the request's seed.
+    excused: BTreeMap<u64, BTreeSet<&'static str>>,
+    /// Ends that a fault excuses for everybody.
+    excused_all: BTreeSet<&'static str>,
+}
+
+/// A simulated host.
+pub struct World {
+    pub seed: u64,
+    began: Instant,
+    record: Mutex<Record>,
+    /// Faults that may still happen: a run that had them all ends well.
+    faults: AtomicU32,
+    pids: AtomicU64,
+}
+
+impl World {
+    pub fn new(seed: u64, faults: u32) -> Arc<Self> {
+        Arc::new(Self {
+            seed,
+            began: Instant::now(),
+            record: Mutex::default(),
+            faults: AtomicU32::new(faults),
+            pids: AtomicU64::new(1 << 30),
+        })
+    }
+
+    pub fn chance(&self, part: &str) -> Chance {
+        Chance::of(self.seed, part)
+    }
+
+    pub fn note(&self, what: impl AsRef<str>) {
+        let ms = self.began.elapsed().as_secs_f64() * 1e3;
+        let mut line = String::new();
+        let _ = write!(line, "{ms:.3} {}", what.as_ref());
+        self.record.lock().unwrap().trace.push(line);
+    }
+
+    /// Something that must never happen, happened.
+    pub fn wrong(&self, what: impl Into<String>) {
+        let what = what.into();
+        self.note(format!("WRONG: {what}"));
+        self.record.lock().unwrap().wrongs.push(what);
+    }
+
+    pub fn excuse(&self, seed: u64, reason: Reason) {
+        let mut record = self.record.lock().unwrap();
+        record
+            .excused
+            .entry(seed)
+            .or_default()
+            .insert(reason.name());
+    }
+
+    pub fn excuse_all(&self, reason: Reason) {
+        self.record
+            .lock()
+            .unwrap()
+            .excused_all
+            .insert(reason.name());
+    }
+
+    pub fn is_excused(&self, seed: u64, reason: Reason) -> bool {
+        let record = self.record.lock().unwrap();
+        let name = reason.name();
+        record.excused_all.contains(name)
+            || record.excused.get(&seed).is_some_and(|r| r.contains(name))
+    }
+
+    /// Whether another fault may happen, and counts it.
+    pub fn fault(&self) -> bool {
+        let one_less = |left: u32| left.checked_sub(1);
+        let order = Ordering::Relaxed;
+        self.faults.fetch_update(order, order, one_less).is_ok()
+    }
+
+    pub fn trace(&self) -> Vec<String> {
+        self.record.lock().unwrap().trace.clone()
+    }
+
+    pub fn wrongs(&self) -> Vec<String> {
+        self.record.lock().unwrap().wrongs.clone()
+    }
+
+    pub fn alive(&self) -> BTreeSet<String> {
+        self.record.lock().unwrap().alive.clone()
+    }
+
+    /// A new process of a worker.
+    pub fn begin(self: &Arc<Self>, worker: &str, epoch: u64) -> Arc<Life> {
+        // A standby takes another worker's place and keeps running, while the next one is made.
+        let name = match worker.ends_with(".standby") {
+            true => format!("{worker}/{epoch}"),
+            false => worker.to_owned(),
+        };
+        let again = !self.record.lock().unwrap().alive.insert(name.clone());
+        if again {
+            self.wrong(format!("{worker} has two processes"));
+        }
+        self.note(format!("{worker}/{epoch} starts"));
+        Arc::new(Life {
+            world: Arc::clone(self),
+            name,
+            worker: worker.to_owned(),
+            epoch,
+            pid: self.pids.fetch_add(1, Ordering::Relaxed) as u32,
+            dead: CancellationToken::new(),
+            how: Mutex::new(None),
+            chance: Mutex::new(self.chance(&format!("{worker}/{epoch}"))),
+        })
+    }
+}
+
+/// A simulated process, while it lives and after.
+pub struct Life {
+    pub world: Arc<World>,
+    /// Its name among those that live.
+    name: String,
+    pub worker: String,
+    pub epoch: u64,
+    pub pid: u32,
+    dead: CancellationToken,
+    how: Mutex<Option<How>>,
+    chance: Mutex<Chance>,
+}
+
+impl Life {
+    pub fn note(&self, what: impl AsRef<str>) {
+        let what = what.as_ref();
+        self.world
+            .note(format!("{}/{} {what}", self.worker, self.epoch));
+    }
+
+    pub fn token(&self) -> &CancellationToken {
+        &self.dead
+    }
+
+    pub fn is_dead(&self) -> bool {
+        self.dead.is_cancelled()
+    }
+
+    /// Draws from the process's own numbers.
+    pub fn draw<T>(&self, draw: impl FnOnce(&mut Chance) -> T) -> T {
+        draw(&mut self.chance.lock().unwrap())
+    }
+
+    /// Ends it. The first end counts.
+    pub fn die(&self, how: How) {
+        let mut held = self.how.lock().unwrap();
+        if held.is_none() {
+            *held = Some(how);
+            drop(held);
+            // Streams may be lost from here on, and a device be given up.
+            self.world.excuse_all(Reason::WorkerLost);
+            self.world.excuse_all(Reason::NoWorker);
+            self.note(format!("dies: {how:?}"));
+            if self.worker.contains(".solo") {
+                // Whatever killed it: nothing else ran there.
+                self.world.excuse_all(Reason::RequestPoisoned);
+            }
+            self.dead.cancel();
+        }
+    }
+
+    /// Somebody kills it after a while, if it still lives.
+    pub fn die_in(self: &Arc<Self>, time: Duration) {
+        let life = Arc::clone(self);
+        tokio::spawn(async move {
+            tokio::select! {
+                biased;
+                () = life.dead.cancelled() => {}
+                () = sleep(time) => life.die(How::Kill),
+            }
+        });
+    }
+
+    /// Its end, as its parent reaps it.
+    pub fn reap(&self) -> Ended {
+        let how = self.how.lock().unwrap().unwrap_or(How::Kill);
+        if self.world.record.lock().unwrap().alive.remove(&self.name) {
+            self.note("reaped");
+        }
+        how.ended()
+    }
+
+    /// A fault of one of its connections, if it is to have one.
+    pub fn wire_fault(&self) -> Option<Fault> {
+        let fault = self.draw(|c| {
+            if !c.percent(12) {
+                return None;
+            }
+            let size = 1 << c.within(4, 13);
+            let what = match c.below(10) {
+                0..=3 => Break::Die(How::draw(c)),
+                4..=5 => Break::Cut,
+                6..=7 => Break::Hang(c.ms(50, 15_000)),
+                8 => Break::Late(c.ms(1, 8_000)),
+                _ => Break::Garbage,
+            };
+            let writing = c.percent(60) || what == Break::Garbage;
+            let at = match what {
+                Break::Garbage => 0,
+                _ => c.below(size),
+            };
+            Some(Fault { at, writing, what })
+        });
+        fault.filter(|_| self.world.fault())
+    }
+}
