@@ -29,7 +29,8 @@ pub use flags::{ModelRef, PromptFlags, SamplingFlags};
 pub use generate::{GenerateFlags, RunFlags};
 pub use interrupt::{Interrupt, Trigger};
 pub use operate::{
-    CompletionsFlags, DetokenizeFlags, LoadFlags, ServeFlags, TokenizeFlags, UnloadFlags,
+    CompletionsFlags, DetokenizeFlags, LoadFlags, ReleaseFlags, ServeFlags, TokenizeFlags,
+    UnloadFlags,
 };
 pub use ui::{Captured, Color, Manner, Ui};
 
@@ -162,6 +163,9 @@ A bare word is a name; a path begins with / or ./, ends in .gguf, or holds a / a
     /// Take a model from the workers
     #[command(after_help = "Example:\n  hotcell unload small")]
     Unload(UnloadFlags),
+    /// Let a worker out of quarantine
+    #[command(after_help = "Example:\n  hotcell release w0")]
+    Release(ReleaseFlags),
     /// List the worker processes
     #[command(after_help = "\
 Examples:
@@ -295,6 +299,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Serve(flags) => Err(operate::serve(global, flags, bundled)),
         Command::Load(flags) => operate::load(ui, global, flags, stop).await,
         Command::Unload(flags) => operate::unload(ui, global, flags).await,
+        Command::Release(flags) => operate::release(ui, global, flags).await,
         Command::Ps => operate::workers(ui, global).await,
         Command::Devices => operate::devices(ui, global).await,
         Command::Models => operate::models(ui, global).await,

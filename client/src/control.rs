@@ -147,6 +147,19 @@ impl Client {
             .map(|_| ())
     }
 
+    /// Lets a worker out of quarantine.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn release(&self, worker: &str) -> Result<(), Error> {
+        let request = v1::ReleaseWorkerRequest {
+            worker: worker.to_owned(),
+        };
+        let response = self.control_client().release_worker(request).await;
+        self.scheduler_answer(response, "has no quarantine")
+            .map(|_| ())
+    }
+
     /// What is known about the workers that died lately, the newest first; [`Client::crash`] tells all of one.
     ///
     /// # Errors

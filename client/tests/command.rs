@@ -217,6 +217,7 @@ async fn a_worker_run_alone_is_no_scheduler() {
         (&["crashes", "list"], "keeps no crash reports"),
         (&["load", "spare"], "keeps the model it was started with"),
         (&["unload", "spare"], "keeps the model it was started with"),
+        (&["release", "w0"], "has no quarantine"),
         (&["run", "a", "--model", "/"], "keeps the model"),
     ] {
         let done = hotcell(&running, args).await;
@@ -546,6 +547,10 @@ async fn lists_are_tables_without_control_characters() {
     );
     let done = hotcell(&running, &["unload", "spare"]).await;
     assert_eq!(done.out, "unloaded spare\n");
+    let done = hotcell(&running, &["release", "w1"]).await;
+    assert_eq!(done.out, "released w1\n");
+    let done = hotcell(&running, &["release", "w0"]).await;
+    assert_eq!(done.err, "error: it is not quarantined\n");
     let done = hotcell(&running, &["tokenize", "hi"]).await;
     assert_eq!(done.out, "0 104 105\n");
     let done = hotcell(&running, &["detokenize", "104,105"]).await;

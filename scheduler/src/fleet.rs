@@ -11,6 +11,7 @@ mod keeper;
 mod launch;
 mod link;
 mod models;
+mod release;
 mod slot;
 mod solo;
 mod standby;
@@ -517,7 +518,10 @@ impl Fleet {
                 Phase::New | Phase::Starting { .. } => WorkerState::Starting,
                 Phase::Ready => WorkerState::Ready,
                 Phase::Draining { .. } | Phase::Stopped => WorkerState::Draining,
-                Phase::Killed { .. } | Phase::Backoff { .. } => WorkerState::Backoff,
+                Phase::Wedged { .. } => WorkerState::Wedged,
+                Phase::Corrupt { .. } => WorkerState::Corrupt,
+                Phase::Dead { .. } => WorkerState::Dead,
+                Phase::Backoff { .. } => WorkerState::Backoff,
                 Phase::Quarantined { .. } => WorkerState::Quarantined,
             };
             slot.hopeful = state.is_hopeful();

@@ -25,6 +25,9 @@ pub struct Policy {
     pub stop_timeout: Duration,
 }
 
+/// So many times that a device gave wrong answers, each on a new process, quarantine it.
+const MOST_CORRUPT: u32 = 2;
+
 /// Where in its life a worker is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Phase {
@@ -35,26 +38,37 @@ pub enum Phase {
         /// When patience ends.
         until: Duration,
     },
-    /// It serves.
+    /// It serves. Whether it is busy decides nothing here, so there is no phase for it; who lists workers can tell by
+    /// their running requests.
     Ready,
     /// It was told to end; it is killed at `until`.
     Draining {
         /// When patience ends.
         until: Duration,
     },
-    /// It was killed and is not reaped yet.
-    Killed {
+    /// It was killed because it made no steps any more, and is not reaped yet.
+    Wedged {
+        /// Which ones.
+        death: Death,
+    },
+    /// It was killed because its answers were wrong, and is not reaped yet.
+    Corrupt {
+        /// Which ones.
+        death: Death,
+    },
+    /// It was killed for something else, and is not reaped yet.
+    Dead {
         /// Why.
         death: Death,
         /// Whether starting it again is pointless.
         hopeless: bool,
     },
-    /// Dead; the next one is spawned at `until`.
+    /// Reaped; the next one is spawned at `until`.
     Backoff {
         /// When.
         until: Duration,
     },
-    /// Dead for good.
+    /// Reaped, and not started again until somebody releases it.
     Quarantined {
         /// Why.
         reason: String,
@@ -74,6 +88,8 @@ pub struct State {
     pub deaths: u32,
     /// When it died lately; at most one more than the budget.
     recent: Vec<Duration>,
+    /// Times that its answers were wrong, since it was last released.
+    corrupt: u32,
 }
 
 /// What happened to a worker.
@@ -85,7 +101,7 @@ pub enum Event {
     Progress,
     /// It may serve.
     Ready,
-    /// It must go: it could not start, or broke a connection.
+    /// It must go: it could not start, broke a connection, hangs, or gave wrong answers, as the kind of death says.
     Condemned {
         /// Why.
         death: Death,
@@ -99,6 +115,8 @@ pub enum Event {
         /// A random number from 0 to 1.
         jitter: f64,
     },
+    /// Somebody lets it out of quarantine.
+    Release,
     /// The scheduler ends.
     Stop,
     /// Time went by.
@@ -138,6 +156,7 @@ impl Default for State {
             epoch: 0,
             deaths: 0,
             recent: Vec::new(),
+            corrupt: 0,
         }
     }
 }
@@ -161,18 +180,29 @@ impl State {
     /// Whether it serves or may come to serve.
     pub fn is_hopeful(&self) -> bool {
         match &self.phase {
-            Phase::Killed { hopeless, .. } => !hopeless,
+            Phase::Dead { hopeless, .. } => !hopeless,
+            Phase::Corrupt { .. } => self.corrupt + 1 < MOST_CORRUPT,
             Phase::Draining { .. } | Phase::Quarantined { .. } | Phase::Stopped => false,
             _ => true,
         }
     }
 
+    /// What it was killed for, while it is not reaped yet.
+    pub fn sentence(&self) -> Option<&Death> {
+        match &self.phase {
+            Phase::Wedged { death } | Phase::Corrupt { death } | Phase::Dead { death, .. } => {
+                Some(death)
+            }
+            _ => None,
+        }
+    }
+
     /// What it died of if its process ended as `end`.
     pub fn cause(&self, end: Death) -> Death {
-        match &self.phase {
-            Phase::Killed { death, .. } => death::cause(death, end),
-            Phase::Draining { .. } => Death::new(DeathKind::Stopped, end.to_string()),
-            _ => end,
+        match (self.sentence(), &self.phase) {
+            (Some(sentence), _) => death::cause(sentence, end),
+            (None, Phase::Draining { .. }) => Death::new(DeathKind::Stopped, end.to_string()),
+            (None, _) => end,
         }
     }
 
@@ -191,6 +221,16 @@ impl State {
         )
     }
 
+    /// It is killed.
+    fn condemn(self, death: Death, hopeless: bool) -> (State, Vec<Action>) {
+        let phase = match death.kind {
+            DeathKind::Wedged if !hopeless => Phase::Wedged { death },
+            DeathKind::Corrupt if !hopeless => Phase::Corrupt { death },
+            _ => Phase::Dead { death, hopeless },
+        };
+        (self.to(phase), vec![Action::Kill])
+    }
+
     /// The state after a death, and what follows from it.
     fn bury(
         mut self,
@@ -206,7 +246,12 @@ impl State {
         self.recent.push(now);
         let lately = u32::try_from(self.recent.len()).unwrap_or(u32::MAX);
         if hopeless || lately > policy.budget {
-            let why = if hopeless {
+            let why = if hopeless && self.corrupt >= MOST_CORRUPT {
+                format!(
+                    "wrong answers from {} processes, the last time: {death}",
+                    self.corrupt
+                )
+            } else if hopeless {
                 death.to_string()
             } else {
                 format!(
@@ -274,23 +319,28 @@ pub fn step(policy: &Policy, state: State, event: Event, now: Duration) -> (Stat
                 "no sign of life for {:?} while starting",
                 policy.start_timeout
             );
-            let death = Death::new(DeathKind::Deadline, silence);
-            let hopeless = false;
-            (
-                state.to(Phase::Killed { death, hopeless }),
-                vec![Action::Kill],
-            )
+            state.condemn(Death::new(DeathKind::Deadline, silence), false)
         }
-        (Phase::Starting { .. } | Phase::Ready, Event::Condemned { death, hopeless }) => (
-            state.to(Phase::Killed { death, hopeless }),
-            vec![Action::Kill],
-        ),
+        (Phase::Starting { .. } | Phase::Ready, Event::Condemned { death, hopeless }) => {
+            state.condemn(death, hopeless)
+        }
 
         (Phase::Starting { .. } | Phase::Ready, Event::Exited { death, jitter }) => {
             state.bury(policy, now, death, false, jitter)
         }
-        (Phase::Killed { hopeless, .. }, Event::Exited { death, jitter }) => {
+        (Phase::Dead { hopeless, .. }, Event::Exited { death, jitter }) => {
             let death = state.cause(death);
+            state.bury(policy, now, death, hopeless, jitter)
+        }
+        (Phase::Wedged { .. }, Event::Exited { death, jitter }) => {
+            let death = state.cause(death);
+            state.bury(policy, now, death, false, jitter)
+        }
+        (Phase::Corrupt { .. }, Event::Exited { death, jitter }) => {
+            let death = state.cause(death);
+            let mut state = state;
+            state.corrupt = state.corrupt.saturating_add(1);
+            let hopeless = state.corrupt >= MOST_CORRUPT;
             state.bury(policy, now, death, hopeless, jitter)
         }
         (Phase::Backoff { until }, Event::Tick) if now >= until => state.spawn(policy, now),
@@ -299,7 +349,14 @@ pub fn step(policy: &Policy, state: State, event: Event, now: Duration) -> (Stat
             let until = now + policy.stop_timeout;
             (state.to(Phase::Draining { until }), vec![Action::Terminate])
         }
-        (Phase::Killed { .. }, Event::Stop) => {
+        (Phase::Quarantined { .. }, Event::Release) => {
+            let mut state = state;
+            // Its past is not held against it; the epoch and the count of deaths go on.
+            state.corrupt = 0;
+            state.spawn(policy, now)
+        }
+
+        (Phase::Wedged { .. } | Phase::Corrupt { .. } | Phase::Dead { .. }, Event::Stop) => {
             let until = now + policy.stop_timeout;
             stay(state.to(Phase::Draining { until }))
         }
@@ -336,6 +393,7 @@ mod tests {
         Death::new(DeathKind::Signal { number: 11 }, "")
     }
 
+    #[derive(Clone)]
     struct Clock {
         state: State,
         now: Duration,
@@ -460,6 +518,200 @@ mod tests {
         assert!(clock.state.is_over());
     }
 
+    /// A state in each phase, as events lead there, by its name.
+    fn phases() -> Vec<(&'static str, Clock)> {
+        let after = |events: &[Event]| {
+            let mut clock = Clock {
+                state: State::default(),
+                now: Duration::ZERO,
+            };
+            for event in events {
+                clock.tell(event.clone());
+            }
+            clock
+        };
+        let [begin, ready] = [Event::Begin, Event::Ready];
+        let die = || Event::Exited {
+            death: segv(),
+            jitter: 1.0,
+        };
+        vec![
+            ("new", after(&[])),
+            ("starting", after(std::slice::from_ref(&begin))),
+            ("ready", after(&[begin.clone(), ready.clone()])),
+            (
+                "wedged",
+                after(&[begin.clone(), condemned(DeathKind::Wedged, false)]),
+            ),
+            (
+                "corrupt",
+                after(&[begin.clone(), condemned(DeathKind::Corrupt, false)]),
+            ),
+            (
+                "dead",
+                after(&[begin.clone(), condemned(DeathKind::Protocol, false)]),
+            ),
+            (
+                "hopeless",
+                after(&[begin.clone(), condemned(DeathKind::Wedged, true)]),
+            ),
+            ("backoff", after(&[begin.clone(), die(), die()])),
+            (
+                "quarantined",
+                after(&[begin.clone(), condemned(DeathKind::Protocol, true), die()]),
+            ),
+            ("draining", after(&[begin, Event::Stop])),
+            ("stopped", after(&[Event::Stop])),
+        ]
+    }
+
+    fn condemned(kind: DeathKind, hopeless: bool) -> Event {
+        Event::Condemned {
+            death: Death::new(kind, ""),
+            hopeless,
+        }
+    }
+
+    fn name(state: &State) -> &'static str {
+        match &state.phase {
+            Phase::New => "new",
+            Phase::Starting { .. } => "starting",
+            Phase::Ready => "ready",
+            Phase::Draining { .. } => "draining",
+            Phase::Wedged { .. } => "wedged",
+            Phase::Corrupt { .. } => "corrupt",
+            Phase::Dead {
+                hopeless: false, ..
+            } => "dead",
+            Phase::Dead { hopeless: true, .. } => "hopeless",
+            Phase::Backoff { .. } => "backoff",
+            Phase::Quarantined { .. } => "quarantined",
+            Phase::Stopped => "stopped",
+        }
+    }
+
+    /// Every event in every phase: where it leads and what is done. What is not in the table changes nothing.
+    #[test]
+    fn each_event_in_each_phase_does_what_the_table_says() {
+        let events = [
+            ("begin", Event::Begin),
+            ("progress", Event::Progress),
+            ("ready", Event::Ready),
+            ("wedge", condemned(DeathKind::Wedged, false)),
+            ("wrong answer", condemned(DeathKind::Corrupt, false)),
+            ("condemned", condemned(DeathKind::Protocol, false)),
+            ("given up", condemned(DeathKind::Protocol, true)),
+            (
+                "exited",
+                Event::Exited {
+                    death: segv(),
+                    jitter: 1.0,
+                },
+            ),
+            ("release", Event::Release),
+            ("stop", Event::Stop),
+            ("tick", Event::Tick),
+        ];
+        let table: &[(&str, &str, &str, &str)] = &[
+            ("new", "begin", "starting", "spawn"),
+            ("new", "stop", "stopped", ""),
+            ("starting", "ready", "ready", ""),
+            ("starting", "wedge", "wedged", "kill"),
+            ("starting", "wrong answer", "corrupt", "kill"),
+            ("starting", "condemned", "dead", "kill"),
+            ("starting", "given up", "hopeless", "kill"),
+            ("starting", "exited", "starting", "death spawn"),
+            ("starting", "stop", "draining", "terminate"),
+            // Long after its patience ended.
+            ("starting", "tick", "dead", "kill"),
+            ("ready", "wedge", "wedged", "kill"),
+            ("ready", "wrong answer", "corrupt", "kill"),
+            ("ready", "condemned", "dead", "kill"),
+            ("ready", "given up", "hopeless", "kill"),
+            ("ready", "exited", "starting", "death spawn"),
+            ("ready", "stop", "draining", "terminate"),
+            ("wedged", "exited", "starting", "death spawn"),
+            ("wedged", "stop", "draining", ""),
+            ("corrupt", "exited", "starting", "death spawn"),
+            ("corrupt", "stop", "draining", ""),
+            ("dead", "exited", "starting", "death spawn"),
+            ("dead", "stop", "draining", ""),
+            ("hopeless", "exited", "quarantined", "death quarantine"),
+            ("hopeless", "stop", "draining", ""),
+            ("backoff", "stop", "stopped", ""),
+            ("backoff", "tick", "starting", "spawn"),
+            ("quarantined", "release", "starting", "spawn"),
+            ("quarantined", "stop", "stopped", ""),
+            ("draining", "exited", "stopped", ""),
+            ("draining", "tick", "draining", "kill"),
+        ];
+        for (phase, clock) in phases() {
+            assert_eq!(name(&clock.state), phase);
+            for (event_name, event) in &events {
+                let mut clock = clock.clone();
+                let actions = clock.after(30_000).tell(event.clone());
+                let done: Vec<_> = actions
+                    .iter()
+                    .map(|action| match action {
+                        Action::Spawn { .. } => "spawn",
+                        Action::Terminate => "terminate",
+                        Action::Kill => "kill",
+                        Action::ReportDeath { .. } => "death",
+                        Action::ReportQuarantine { .. } => "quarantine",
+                    })
+                    .collect();
+                let row = table.iter().find(|r| (r.0, r.1) == (phase, event_name));
+                let right = row.map_or((phase, ""), |r| (r.2, r.3));
+                let found = (name(&clock.state), &*done.join(" "));
+                assert_eq!(found, right, "{event_name} while {phase}");
+            }
+        }
+        let known = |n: &str| phases().iter().any(|(p, _)| *p == n);
+        assert!(table.iter().all(|r| known(r.0) && known(r.2)));
+        assert!(table.iter().all(|r| events.iter().any(|(e, _)| *e == r.1)));
+    }
+
+    #[test]
+    fn wrong_answers_from_a_second_process_quarantine_the_device() {
+        let mut clock = Clock::started();
+        clock.tell(Event::Ready);
+        clock.tell(condemned(DeathKind::Corrupt, false));
+        assert!(clock.state.is_hopeful());
+        let actions = clock.dies();
+        assert!(
+            matches!(&actions[..], [Action::ReportDeath { death, .. }, Action::Spawn { .. }]
+                if death.kind == DeathKind::Corrupt)
+        );
+        // However long it lasts until then.
+        clock.after(10_000_000).tell(Event::Ready);
+        clock.tell(condemned(DeathKind::Corrupt, false));
+        assert!(!clock.state.is_hopeful());
+        let actions = clock.dies();
+        assert!(
+            matches!(&actions[..], [_, Action::ReportQuarantine { reason }] if reason.contains("2 processes"))
+        );
+        assert_eq!(clock.tell(Event::Release), [Action::Spawn { epoch: 3 }]);
+        clock.tell(condemned(DeathKind::Corrupt, false));
+        assert!(clock.state.is_hopeful(), "released, it starts afresh");
+    }
+
+    #[test]
+    fn one_that_is_released_has_its_whole_budget_again() {
+        let mut clock = Clock::started();
+        for _ in 0..3 {
+            clock.tell(condemned(DeathKind::Protocol, true));
+            clock.dies();
+            assert!(matches!(clock.state.phase, Phase::Quarantined { .. }));
+            let released = clock.tell(Event::Release);
+            assert!(matches!(released[..], [Action::Spawn { .. }]));
+            for _ in 0..POLICY.budget {
+                clock.dies();
+                clock.after(1000).tell(Event::Tick);
+            }
+            assert!(clock.state.is_hopeful());
+        }
+    }
+
     fn event() -> impl Strategy<Value = Event> {
         prop_oneof![
             1 => Just(Event::Begin),
@@ -467,7 +719,11 @@ mod tests {
             1 => Just(Event::Ready),
             1 => Just(Event::Tick),
             4 => any::<f64>().prop_map(|jitter| Event::Exited { death: segv(), jitter }),
-            1 => any::<bool>().prop_map(|hopeless| Event::Condemned { death: Death::new(DeathKind::Wedged, ""), hopeless }),
+            1 => Just(Event::Release),
+            2 => (any::<bool>(), 0..3usize).prop_map(|(hopeless, kind)| {
+                let kind = [DeathKind::Wedged, DeathKind::Corrupt, DeathKind::Protocol][kind];
+                Event::Condemned { death: Death::new(kind, ""), hopeless }
+            }),
         ]
     }
 
@@ -481,12 +737,21 @@ mod tests {
         ) {
             let mut clock = Clock { state: State::default(), now: Duration::ZERO };
             let (mut epoch, mut alive, mut spawns) = (0, false, Vec::new());
+            // Wrong answers since the last release.
+            let mut corrupt = 0;
             let stop = stop.then_some((Event::Stop, 0));
             for (event, ms) in course.into_iter().chain(stop) {
                 if matches!(event, Event::Exited { .. }) {
                     if !alive { continue; }
                     alive = false;
+                    corrupt += u32::from(matches!(clock.state.phase, Phase::Corrupt { .. }));
                 }
+                if event == Event::Release && matches!(clock.state.phase, Phase::Quarantined { .. }) {
+                    // It starts afresh, whatever was before.
+                    spawns.clear();
+                    corrupt = 0;
+                }
+                let stopping = event == Event::Stop;
                 for action in clock.after(ms).tell(event) {
                     match action {
                         Action::Spawn { epoch: e } => {
@@ -502,6 +767,19 @@ mod tests {
                 }
                 prop_assert!(clock.state.recent.len() <= POLICY.budget as usize);
                 prop_assert_eq!(clock.state.epoch, epoch);
+                let over = matches!(name(&clock.state), "quarantined" | "stopped");
+                prop_assert!(corrupt < MOST_CORRUPT || over);
+                let runs = !matches!(name(&clock.state), "new" | "backoff" | "quarantined" | "stopped");
+                prop_assert_eq!(runs, alive);
+                if stopping {
+                    // Stop always ends it: at once, or with the process, which is killed when it takes too long.
+                    if alive {
+                        prop_assert_eq!(clock.after(1000).tell(Event::Tick), [Action::Kill]);
+                        prop_assert_eq!(clock.dies(), []);
+                        alive = false;
+                    }
+                    prop_assert!(clock.state.is_over());
+                }
             }
             for (i, &from) in spawns.iter().enumerate() {
                 let within = spawns[i..].iter().take_while(|&&at| at - from < POLICY.window).count();

@@ -51,6 +51,13 @@ pub struct LoadFlags {
     pub name: String,
 }
 
+/// `hotcell release`.
+#[derive(Args, Clone, Debug)]
+pub struct ReleaseFlags {
+    /// The worker's name, as `hotcell ps` shows it
+    pub worker: String,
+}
+
 /// `hotcell unload`.
 #[derive(Args, Clone, Debug)]
 pub struct UnloadFlags {
@@ -208,6 +215,28 @@ pub(crate) async fn unload(
     }
 }
 
+pub(crate) async fn release(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &ReleaseFlags,
+) -> Result<(), Failure> {
+    let session = Session::running(global).await?;
+    session.client.release(&flags.worker).await?;
+    if ui.manner.json {
+        ui.print_json(&json!({ "released": flags.worker }))
+    } else {
+        ui.print(&format!("released {}\n", flags.worker))
+    }
+}
+
+/// A worker's state as people see it: one that serves may be at work.
+fn state(worker: &v1::WorkerInfo) -> String {
+    match worker.state() {
+        v1::WorkerState::Ready if worker.running_requests > 0 => "busy".to_owned(),
+        _ => json::worker_state(worker.state),
+    }
+}
+
 pub(crate) async fn workers(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Failure> {
     let workers = Session::running(global).await?.client.workers().await?;
     if ui.manner.json {
@@ -238,7 +267,7 @@ pub(crate) async fn workers(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
                 .map(|l| l.device.clone())
                 .unwrap_or_default(),
             alive(w.pid.to_string()),
-            json::worker_state(w.state),
+            state(w),
             w.epoch.to_string(),
             w.models.join(","),
             w.running_requests.to_string(),

@@ -504,6 +504,16 @@ impl Control for Fake {
         Ok(Response::new(v1::UnloadModelResponse {}))
     }
 
+    async fn release_worker(
+        &self,
+        request: Request<v1::ReleaseWorkerRequest>,
+    ) -> Answer<v1::ReleaseWorkerResponse> {
+        match request.into_inner().worker.as_str() {
+            "w1" => Ok(Response::new(v1::ReleaseWorkerResponse {})),
+            _ => Err(Error::new(Reason::InvalidArgument, "it is not quarantined").into()),
+        }
+    }
+
     async fn watch_events(
         &self,
         _: Request<v1::WatchEventsRequest>,

@@ -109,9 +109,7 @@ async fn perform(
         Action::Kill => {
             fleet.withdraw(id);
             if let Some(running) = running {
-                if let Phase::Killed { death, .. } = &state.phase
-                    && death.kind == DeathKind::Wedged
-                {
+                if matches!(state.phase, Phase::Wedged { .. }) {
                     autopsy::point_out(running.process.as_ref()).await;
                 }
                 running.process.kill();
@@ -297,9 +295,16 @@ async fn next_event(
         fleet.stop.cancelled().await;
     };
     let Some(held) = running else {
+        let released = async {
+            match state.phase {
+                Phase::Quarantined { .. } => fleet.released(id).await,
+                _ => pending().await,
+            }
+        };
         return tokio::select! {
             biased;
             () = stop => Event::Stop,
+            () = released => Event::Release,
             () = due => Event::Tick,
         };
     };
@@ -356,8 +361,5 @@ async fn next_event(
 
 fn is_doomed(state: &State) -> bool {
     use crate::supervisor::Phase;
-    matches!(
-        state.phase,
-        Phase::Killed { .. } | Phase::Draining { .. } | Phase::Stopped
-    )
+    state.sentence().is_some() || matches!(state.phase, Phase::Draining { .. } | Phase::Stopped)
 }

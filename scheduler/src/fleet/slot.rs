@@ -13,7 +13,7 @@ use hotcell_proto::{
     ids::ModelName,
     v1::{Device, Lease, Loaded, WorkerInfo, WorkerState},
 };
-use tokio::time::Instant;
+use tokio::{sync::Notify, time::Instant};
 
 use super::Link;
 use crate::{crash::Dead, death::Death};
@@ -55,6 +55,8 @@ pub(super) struct Slot {
     pub(super) load: Arc<Load>,
     pub(super) deaths: u32,
     pub(super) last_exit: Option<Death>,
+    /// Told when it is let out of quarantine.
+    pub(super) release: Arc<Notify>,
     pub(super) since: Instant,
     pub(super) confinement: String,
 }
@@ -77,6 +79,7 @@ impl Slot {
             load: Arc::default(),
             deaths: 0,
             last_exit: None,
+            release: Arc::default(),
             since: Instant::now(),
             confinement: String::new(),
         }

@@ -9,7 +9,8 @@ use hotcell_proto::{
         CrashReport, Event, GetCrashRequest, ListCrashesRequest, ListCrashesResponse,
         ListDevicesRequest, ListDevicesResponse, ListModelsRequest, ListModelsResponse,
         ListWorkersRequest, ListWorkersResponse, LoadModelProgress, LoadModelRequest,
-        UnloadModelRequest, UnloadModelResponse, WatchEventsRequest, control_server::Control,
+        ReleaseWorkerRequest, ReleaseWorkerResponse, UnloadModelRequest, UnloadModelResponse,
+        WatchEventsRequest, control_server::Control,
     },
 };
 use tokio::sync::{broadcast::error::RecvError, mpsc};
@@ -148,6 +149,14 @@ impl Control for Service {
     ) -> Result<Response<CrashReport>, Status> {
         let crash = self.0.fleet.crashes.get(&request.get_ref().id)?;
         Ok(Response::new(crash))
+    }
+
+    async fn release_worker(
+        &self,
+        request: Request<ReleaseWorkerRequest>,
+    ) -> Result<Response<ReleaseWorkerResponse>, Status> {
+        self.0.fleet.release(&request.into_inner().worker)?;
+        Ok(Response::new(ReleaseWorkerResponse {}))
     }
 
     async fn watch_events(

@@ -582,6 +582,23 @@ async fn a_device_whose_workers_always_die_is_quarantined_and_requests_fail_prom
     let workers = house.fleet.workers();
     assert_eq!(workers[0].state(), WorkerState::Quarantined);
     assert_eq!(workers[0].deaths, 3);
+    // Until somebody lets it out, which is for the quarantined only.
+    let release = |worker: &str| {
+        let request = v1::ReleaseWorkerRequest {
+            worker: worker.to_owned(),
+        };
+        let mut control = house.control();
+        async move { control.release_worker(request).await }
+    };
+    assert_eq!(reason(release("w9").await), Reason::NoWorker);
+    house.stage.acts.lock().unwrap().clear();
+    let mut events = house.fleet.events.watch();
+    release("w0").await.unwrap();
+    assert_eq!(reason(release("w0").await), Reason::InvalidArgument);
+    let told = events.recv().await.unwrap();
+    assert_eq!(told.kind(), EventKind::WorkerReleased);
+    let said = house.generate(request(4)).await.unwrap();
+    said.check(&[1, 2, 3], 5, 4, 0);
     house.end().await;
 }
 

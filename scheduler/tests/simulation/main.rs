@@ -25,7 +25,12 @@ use std::{
 use chance::Chance;
 use client::Client;
 use hotcell_ipc::memory::sealed_memory;
-use hotcell_proto::{error::Reason, ids::ModelName, limits, v1::Device};
+use hotcell_proto::{
+    error::Reason,
+    ids::ModelName,
+    limits,
+    v1::{Device, WorkerState},
+};
 use hotcell_scheduler::{
     config::Timeouts,
     crash::Crashes,
@@ -59,6 +64,7 @@ struct House {
     fleet: Arc<Fleet>,
     shared: Shared,
     models: Vec<&'static str>,
+    primaries: usize,
 }
 
 impl House {
@@ -127,6 +133,7 @@ impl House {
             fleet,
             shared,
             models,
+            primaries: workers,
         }
     }
 
@@ -144,6 +151,12 @@ impl House {
             let loaded = self.fleet.load(Some(b), None, progress).await;
             self.world.note(format!("b: {}", loaded.is_ok()));
         }
+        if chance.percent(50) {
+            for _ in 0..chance.within(1, 10) {
+                sleep(chance.ms(0, 3_000)).await;
+                self.release();
+            }
+        }
         if chance.percent(10) {
             sleep(chance.ms(0, 4_000)).await;
             self.world.note("drains");
@@ -151,6 +164,22 @@ impl House {
             self.shared.admission.close();
             sleep(chance.ms(0, 500)).await;
             self.shared.abort.cancel();
+        }
+    }
+
+    /// Lets workers out of quarantine; nobody else may be let out.
+    fn release(&self) {
+        for worker in self.fleet.workers() {
+            let quarantined = worker.state() == WorkerState::Quarantined;
+            let released = self.fleet.release(&worker.id);
+            if quarantined {
+                self.world.note(format!("releases {}", worker.id));
+            }
+            let again = self.fleet.release(&worker.id);
+            if released.is_ok() != quarantined || again.is_ok() {
+                self.world
+                    .wrong(format!("{}: {released:?}, then {again:?}", worker.id));
+            }
         }
     }
 
@@ -200,6 +229,17 @@ impl House {
             if (worker.running_requests, worker.outstanding_tokens) != (0, 0) {
                 wrong(format!("tickets are left: {worker:?}"));
             }
+        }
+        // What was given up can be had again, once nothing breaks any more.
+        self.world.no_more_faults();
+        self.release();
+        sleep(Duration::from_secs(30)).await;
+        let count = self.fleet.ready();
+        if count != self.primaries {
+            wrong(format!(
+                "{count} of {} workers serve in the end",
+                self.primaries
+            ));
         }
         self.world.note("stops");
         self.fleet.stop().await;

@@ -148,6 +148,10 @@ impl World {
         self.faults.fetch_update(order, order, one_less).is_ok()
     }
 
+    pub fn no_more_faults(&self) {
+        self.faults.store(0, Ordering::Relaxed);
+    }
+
     pub fn trace(&self) -> Vec<String> {
         self.record.lock().unwrap().trace.clone()
     }
