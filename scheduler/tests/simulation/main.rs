@@ -69,7 +69,9 @@ struct House {
 
 impl House {
     fn new(seed: u64, chance: &mut Chance) -> Self {
-        let world = World::new(seed, chance.within(0, 12) as u32);
+        // A black box is memory that is never given back: not in every run.
+        let patience = chance.percent(25).then(|| chance.ms(1_000, 30_000));
+        let world = World::new(seed, chance.within(0, 12) as u32, patience);
         let workers = chance.within(1, 3) as usize;
         // Usually they are all alike.
         let odd = chance.percent(15);
@@ -97,7 +99,7 @@ impl House {
             },
             standby: chance.percent(40),
             patience: Patience {
-                engine: Duration::from_secs(30),
+                engine: patience.unwrap_or(Duration::from_secs(30)),
                 events: Duration::from_secs(30),
             },
             crashes: Crashes::default(),

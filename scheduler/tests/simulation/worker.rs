@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use hotcell_ipc::{socket::descriptor_pair, transport::Windows};
+use hotcell_ipc::{blackbox::Reader, socket::descriptor_pair, transport::Windows};
 use hotcell_proto::{
     PROTOCOL_VERSION,
     error::{Error, Reason},
@@ -77,6 +77,10 @@ impl Process for Handle {
     fn kill(&self) {
         self.life.note("SIGKILL");
         self.life.die(How::Kill);
+    }
+
+    fn blackbox(&self) -> Option<&Arc<Reader>> {
+        self.life.blackbox()
     }
 
     fn wait(&mut self) -> Boxed<'_, Ended> {
@@ -348,7 +352,10 @@ impl Saying {
         life.note(format!("{mishap:?} at {index} of {}", self.seed));
         match mishap {
             Mishap::Die(how) => life.die(how),
-            Mishap::Hang(time) => self.worker.hang(time).await,
+            Mishap::Hang(time) => {
+                life.hang(time);
+                std::future::pending().await
+            }
             Mishap::Late(time) => sleep(time).await,
             Mishap::Stop => {
                 life.world.excuse(self.seed, Reason::ProtocolViolation);

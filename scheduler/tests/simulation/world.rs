@@ -10,7 +10,11 @@ use std::{
     time::Duration,
 };
 
-use hotcell_ipc::{oom::OomCounts, spawn::ExitStatus};
+use hotcell_ipc::{
+    blackbox::{self, Doing, Reader, Writer},
+    oom::OomCounts,
+    spawn::ExitStatus,
+};
 use hotcell_proto::error::Reason;
 use hotcell_scheduler::death::{Ended, Shortage};
 use tokio::time::{Instant, sleep};
@@ -81,6 +85,8 @@ struct Record {
 /// A simulated host.
 pub struct World {
     pub seed: u64,
+    /// Within which an engine that stands still must be found; none if processes have no black box.
+    pub patience: Option<Duration>,
     began: Instant,
     record: Mutex<Record>,
     /// Faults that may still happen: a run that had them all ends well.
@@ -89,9 +95,10 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(seed: u64, faults: u32) -> Arc<Self> {
+    pub fn new(seed: u64, faults: u32, patience: Option<Duration>) -> Arc<Self> {
         Arc::new(Self {
             seed,
+            patience,
             began: Instant::now(),
             record: Mutex::default(),
             faults: AtomicU32::new(faults),
@@ -176,8 +183,16 @@ impl World {
             self.wrong(format!("{worker} has two processes"));
         }
         self.note(format!("{worker}/{epoch} starts"));
+        let blackbox = self.patience.map(|_| {
+            let memory = blackbox::make().unwrap();
+            let writer = Writer::open(&memory, std::iter::empty()).unwrap();
+            writer.doing(Doing::Idle);
+            (writer, Arc::new(Reader::open(&memory).unwrap()))
+        });
         Arc::new(Life {
             world: Arc::clone(self),
+            blackbox,
+            stuck: Mutex::default(),
             name,
             worker: worker.to_owned(),
             epoch,
@@ -192,6 +207,9 @@ impl World {
 /// A simulated process, while it lives and after.
 pub struct Life {
     pub world: Arc<World>,
+    blackbox: Option<(Writer, Arc<Reader>)>,
+    /// Since when its engine stands still.
+    stuck: Mutex<Option<Instant>>,
     /// Its name among those that live.
     name: String,
     pub worker: String,
@@ -222,6 +240,20 @@ impl Life {
         draw(&mut self.chance.lock().unwrap())
     }
 
+    pub fn blackbox(&self) -> Option<&Arc<Reader>> {
+        self.blackbox.as_ref().map(|(_, reader)| reader)
+    }
+
+    /// Its engine stands still in the middle of a step. If it has a black box the scheduler must find that out; else
+    /// somebody kills it after a while.
+    pub fn hang(self: &Arc<Self>, time: Duration) {
+        let Some((writer, _)) = &self.blackbox else {
+            return self.die_in(time);
+        };
+        writer.doing(Doing::Stepping);
+        self.stuck.lock().unwrap().get_or_insert_with(Instant::now);
+    }
+
     /// Ends it. The first end counts.
     pub fn die(&self, how: How) {
         let mut held = self.how.lock().unwrap();
@@ -232,6 +264,14 @@ impl Life {
             self.world.excuse_all(Reason::WorkerLost);
             self.world.excuse_all(Reason::NoWorker);
             self.note(format!("dies: {how:?}"));
+            let stood = self.stuck.lock().unwrap().map(|at| at.elapsed());
+            let limit = self.world.patience.unwrap_or_default() + Duration::from_secs(3);
+            if let Some(stood) = stood.filter(|&stood| stood > limit) {
+                self.world.wrong(format!(
+                    "{}/{} stood still for {stood:?} before it was killed",
+                    self.worker, self.epoch
+                ));
+            }
             if self.worker.contains(".solo") {
                 // Whatever killed it: nothing else ran there.
                 self.world.excuse_all(Reason::RequestPoisoned);
