@@ -60,6 +60,14 @@ async fn recovery(client: &Client, pid: u32, run: &Run) -> Result<f64> {
     Ok((at - killed).as_secs_f64() * 1e3)
 }
 
+/// Resident memory of a process, its own and that of mapped files.
+fn memory(pid: u32) -> Result<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let resident = status.lines().filter(|line| line.starts_with("Rss"));
+    let words = resident.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "));
+    Ok(words.collect::<Vec<_>>().join(", "))
+}
+
 async fn measure(model: &'static str, path: &Path, run: Run) -> Result<()> {
     // Each death is a first one: what a client sees of a rare crash, without the pauses that hold back a storm.
     let mut flags = vec!["--restart-budget", "10000", "--restart-window", "1ms"];
@@ -81,15 +89,9 @@ async fn measure(model: &'static str, path: &Path, run: Run) -> Result<()> {
     }
     if run.standby {
         let workers = client.workers().await?;
-        let bytes: Vec<_> = workers
-            .iter()
-            .map(|w| format!("{} {} MiB", w.id, w.resident_bytes >> 20))
-            .collect();
-        println!(
-            "{}: resident, shared pages included: {}",
-            run.name,
-            bytes.join(", ")
-        );
+        for worker in &workers {
+            println!("{}: {} has {}", run.name, worker.id, memory(worker.pid)?);
+        }
     }
     figure(
         &format!("{}_median_ms", run.name),
