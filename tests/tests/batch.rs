@@ -9,6 +9,7 @@ use std::{
 
 use hotcell_client::v1::{self, generate_event};
 use hotcell_graph::DType;
+use hotcell_ipc::blackbox::Writer;
 use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
@@ -46,7 +47,7 @@ impl Bench {
         let runner = Runner::new(&device, &source, shape, &PlanHints::default()).unwrap();
         let text = ModelText::open(&source).unwrap();
         Self {
-            batch: Batch::new(runner),
+            batch: Batch::new(runner, Writer::private([].into_iter())),
             text,
             context: shape.context,
         }
