@@ -49,6 +49,8 @@ pub const MAX_JOURNALS_BYTES: usize = 256 << 20;
 pub const JOURNAL_SHARE: usize = 64 << 10;
 /// Finished streams that a scheduler keeps for clients that come back.
 pub const MAX_KEPT_STREAMS: usize = 4096;
+/// Streams that a scheduler knows: running ones, kept ones, and finished ones that nobody has read to their end.
+pub const MAX_STREAMS: usize = MAX_SCHEDULER_REQUESTS + MAX_KEPT_STREAMS;
 /// Bytes of text in one event of a stream.
 pub const MAX_DELTA_BYTES: usize = 64 << 10;
 /// Token ids in one event of a stream.
@@ -112,8 +114,8 @@ pub const KEPT_CRASHES: usize = 64;
 /// Crash reports that it keeps as files.
 pub const KEPT_CRASH_FILES: usize = 256;
 
-// What all streams may hold together.
-const _: () = assert!(MAX_JOURNALS_BYTES + MAX_SCHEDULER_REQUESTS * JOURNAL_SHARE <= 512 << 20);
+// What all streams may hold together, running and finished ones.
+const _: () = assert!(MAX_JOURNALS_BYTES + MAX_STREAMS * JOURNAL_SHARE <= 1 << 30);
 const _: () =
     assert!(JOURNAL_SHARE <= MAX_JOURNAL_BYTES && MAX_JOURNAL_BYTES <= MAX_JOURNALS_BYTES);
 // A prompt of the greatest size must fit into one message, as text and as ids (≤ 5 bytes each).

@@ -105,7 +105,7 @@ impl Streams {
     /// request, if its client chose the id.
     ///
     /// # Errors
-    /// [`Reason::RequestExists`] if the id is that of another request; what `admit` says.
+    /// [`Reason::RequestExists`] if the id is that of another request; [`Reason::Overloaded`]; what `admit` says.
     pub fn open<P>(
         &self,
         id: &RequestId,
@@ -125,6 +125,12 @@ impl Streams {
                 )
                 .with("request_id", id)),
             };
+        }
+        if table.entries.len() >= limits::MAX_STREAMS {
+            return Err(Error::new(
+                Reason::Overloaded,
+                "too many streams wait for their clients to read them; read those, or try again later",
+            ));
         }
         let permit = admit()?;
         let stream = Stream::new(Arc::clone(&self.0.room), fingerprint.is_some(), begin);
@@ -210,5 +216,71 @@ impl Streams {
                 table.remove(&id);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(text: &str) -> RequestId {
+        RequestId::new(text).unwrap()
+    }
+
+    fn open(streams: &Streams, name: &str, fingerprint: Option<Hash>) -> Result<bool, Reason> {
+        let opened = streams.open(&id(name), fingerprint, Mark::default(), || Ok(()));
+        let opened = opened.map_err(|e| e.reason())?;
+        Ok(matches!(opened, Opened::New(..)))
+    }
+
+    #[test]
+    fn an_id_stands_for_one_request() {
+        let streams = Streams::new(Room::default(), Duration::ZERO);
+        assert_eq!(open(&streams, "a", Some([1; 32])), Ok(true));
+        assert_eq!(open(&streams, "a", Some([1; 32])), Ok(false));
+        assert_eq!(
+            open(&streams, "a", Some([2; 32])),
+            Err(Reason::RequestExists)
+        );
+        // One whose id was drawn is nobody else's, even if the id is guessed.
+        assert_eq!(open(&streams, "b", None), Ok(true));
+        assert_eq!(
+            open(&streams, "b", Some([1; 32])),
+            Err(Reason::RequestExists)
+        );
+        assert_eq!(open(&streams, "b", None), Err(Reason::RequestExists));
+        let unknown = streams.find(&id("c")).unwrap_err();
+        assert_eq!(unknown.reason(), Reason::RequestNotFound);
+    }
+
+    #[test]
+    fn streams_are_counted() {
+        let streams = Streams::new(Room::default(), Duration::ZERO);
+        for i in 0..limits::MAX_STREAMS {
+            assert_eq!(open(&streams, &i.to_string(), None), Ok(true));
+        }
+        assert_eq!(open(&streams, "x", None), Err(Reason::Overloaded));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_finished_stream_is_forgotten_when_nobody_came_back_in_time() {
+        let patience = Duration::from_secs(60);
+        let streams = Streams::new(Room::default(), patience);
+        open(&streams, "a", Some([1; 32])).unwrap();
+        let stream = streams.find(&id("a")).unwrap();
+        let began = tokio::time::Instant::now();
+        let reader = stream.attach(None, streams.reader()).unwrap();
+        let keeping = tokio::spawn({
+            let (streams, stream) = (streams.clone(), Arc::clone(&stream));
+            async move { streams.keep(&id("a"), &stream).await }
+        });
+        tokio::time::sleep(2 * patience).await;
+        drop(reader);
+        tokio::time::sleep(patience / 2).await;
+        // Who comes back starts the wait anew.
+        drop(stream.attach(None, streams.reader()).unwrap());
+        keeping.await.unwrap();
+        assert_eq!(began.elapsed(), 7 * patience / 2);
+        assert_eq!(streams.count(), 0);
     }
 }
