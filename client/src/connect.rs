@@ -50,6 +50,9 @@ const WINDOWS: Windows = Windows {
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How often the other end of a TCP connection is asked whether it is there, and how long it may take to answer.
+const KEEP_ALIVE: Duration = Duration::from_secs(20);
+
 /// Metadata key of errors that mean "no scheduler could be reached"; its value is the address.
 const UNREACHABLE: &str = "unreachable";
 
@@ -172,6 +175,8 @@ pub struct Client {
     channel: Channel,
     /// What error messages call the other side.
     peer: String,
+    /// Whether a connection that broke is made again.
+    reconnects: bool,
 }
 
 impl Client {
@@ -207,7 +212,12 @@ impl Client {
                 }
                 Address::Tcp(authority) => {
                     let endpoint = Endpoint::from_shared(format!("http://{authority}"))?;
-                    let endpoint = windows.endpoint(endpoint).tcp_nodelay(true);
+                    // A host that vanished without a word is noticed, so that a stream can come back by another way.
+                    let endpoint = windows
+                        .endpoint(endpoint)
+                        .tcp_nodelay(true)
+                        .http2_keep_alive_interval(KEEP_ALIVE)
+                        .keep_alive_timeout(KEEP_ALIVE);
                     endpoint.connect().await
                 }
             }
@@ -217,7 +227,11 @@ impl Client {
             .await
             .map_err(|_| unreachable(&peer, &late()))?
             .map_err(|e| unreachable(&peer, &e))?;
-        Ok(Self { channel, peer })
+        Ok(Self {
+            channel,
+            peer,
+            reconnects: true,
+        })
     }
 
     /// Speaks over one end of a socketpair. The connection cannot be made again once it broke.
@@ -238,7 +252,11 @@ impl Client {
         let channel = transport::channel_over(socket, windows)
             .await
             .map_err(|e| unreachable(&peer, &e))?;
-        Ok(Self { channel, peer })
+        Ok(Self {
+            channel,
+            peer,
+            reconnects: false,
+        })
     }
 
     /// The raw token calls.
@@ -265,6 +283,11 @@ impl Client {
     /// The connection itself.
     pub(crate) fn channel(&self) -> Channel {
         self.channel.clone()
+    }
+
+    /// Whether a connection that broke is made again.
+    pub(crate) fn reconnects(&self) -> bool {
+        self.reconnects
     }
 
     /// What errors call the other side.

@@ -1,6 +1,9 @@
 //! Token requests: options in, a stream of typed events out.
 
+mod back;
+
 use std::{
+    fmt,
     future::Future,
     pin::Pin,
     task::{Context, Poll},
@@ -9,6 +12,7 @@ use std::{
 
 use hotcell_proto::{
     error::{Error, Reason},
+    ids::RequestId,
     v1,
 };
 use tokio::time::{Instant, Sleep};
@@ -16,6 +20,7 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::Streaming;
 
 use crate::connect::{Client, read_status};
+use back::{Back, Held};
 
 /// What a stream continues.
 #[derive(Clone, Debug, PartialEq)]
@@ -76,8 +81,12 @@ pub struct GenerateOptions {
     pub logprobs: bool,
     /// Report this many alternatives of each token.
     pub top_logprobs: u32,
-    /// An id of your own; empty: the scheduler draws one.
+    /// An id of your own, under which the request is run once, and whose stream goes on for a while when this
+    /// process is gone; others who know it can read the stream. Empty: a random one, whose stream ends when the
+    /// [`Generation`] is dropped.
     pub request_id: String,
+    /// How long to try to come back to the stream when the connection breaks; none: 10 s, zero: not at all.
+    pub reattach: Option<Duration>,
     /// Go on with a stream that began elsewhere.
     pub resume: Option<v1::Resume>,
     /// Rather than fail, go on in another numerics class when none of the stream's own is left.
@@ -137,19 +146,44 @@ pub struct Completion {
 enum Stage {
     Opened,
     Accepted,
+    /// Come back to; greeted again.
+    Returned {
+        resumed: bool,
+    },
     Over,
 }
 
-/// A running stream of events. Dropping it cancels the request.
+/// Where events come from.
+enum Source {
+    Open(Box<Streaming<v1::GenerateEvent>>),
+    Coming(Pin<Box<dyn Future<Output = Result<Back, Error>> + Send>>),
+    Over,
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Open(_) => "open",
+            Self::Coming(_) => "coming back",
+            Self::Over => "over",
+        })
+    }
+}
+
+/// A running stream of events. Dropping it cancels the request, unless that has an id of its own.
+///
+/// When the connection breaks, it comes back to where it was, and goes on.
 ///
 /// It keeps the order that was promised: an event out of order, or an end without `Finished`, is an error with
 /// [`Reason::ProtocolViolation`]. After an error or `Finished` it is over.
 #[derive(Debug)]
 pub struct Generation {
     // Dropped at the end, so that a server that is still busy learns of it.
-    stream: Option<Streaming<v1::GenerateEvent>>,
+    source: Source,
+    held: Option<Held>,
     deadline: Option<Deadline>,
     stage: Stage,
+    returns: u32,
     peer: String,
 }
 
@@ -219,18 +253,84 @@ impl Generation {
         )
     }
 
-    /// Checks one message against the promised order.
-    fn check(&mut self, message: v1::GenerateEvent) -> Result<Event, Error> {
+    /// How often the connection broke and was made again.
+    pub fn returns(&self) -> u32 {
+        self.returns
+    }
+
+    /// Ends the request, also one with an id of its own, and waits a moment until the server knows.
+    pub async fn cancel(mut self) {
+        let over = matches!(self.source, Source::Over);
+        self.source = Source::Over;
+        if let Some(held) = self.held.as_mut().filter(|_| !over) {
+            held.cancel().await;
+        }
+    }
+
+    /// Checks one message against the promised order; nothing for the greeting of a stream come back to.
+    fn check(&mut self, message: v1::GenerateEvent) -> Option<Result<Event, Error>> {
         use v1::generate_event::Event as Wire;
-        match (self.stage, message.event) {
+        let event = match (self.stage, message.event) {
             (Stage::Opened, Some(Wire::Accepted(accepted))) => {
                 self.stage = Stage::Accepted;
-                Ok(Event::Accepted(accepted))
+                Event::Accepted(accepted)
             }
-            (Stage::Accepted, Some(Wire::Delta(delta))) => Ok(Event::Delta(delta)),
-            (Stage::Accepted, Some(Wire::Finished(finished))) => Ok(Event::Finished(finished)),
-            (_, None) => Err(self.violation("holds an event of no known kind")),
-            (_, Some(_)) => Err(self.violation("is out of order")),
+            (Stage::Returned { resumed }, Some(Wire::Accepted(accepted))) => {
+                self.stage = Stage::Accepted;
+                let held = self.held.as_mut()?;
+                let error = held.recognise(&accepted, resumed).err()?;
+                held.cancel_soon();
+                return Some(Err(error));
+            }
+            (Stage::Accepted, Some(Wire::Delta(delta))) => Event::Delta(delta),
+            (Stage::Accepted, Some(Wire::Finished(finished))) => Event::Finished(finished),
+            (_, None) => return Some(Err(self.violation("holds an event of no known kind"))),
+            (_, Some(_)) => return Some(Err(self.violation("is out of order"))),
+        };
+        if let Some(held) = &mut self.held {
+            held.note(&event);
+        }
+        Some(Ok(event))
+    }
+
+    /// What comes next from where it comes from now; nothing: look again.
+    fn advance(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event, Error>>> {
+        match &mut self.source {
+            Source::Over => Poll::Pending,
+            Source::Open(stream) => {
+                match std::task::ready!(Pin::new(stream.as_mut()).poll_next(context)) {
+                    Some(Ok(message)) => Poll::Ready(self.check(message)),
+                    Some(Err(status)) => {
+                        let error = read_status(&self.peer, &status);
+                        let way = self.held.as_mut().and_then(|held| held.way_back(&error));
+                        let Some(way) = way else {
+                            // A server's own words, or nobody is there: nothing is left to cancel.
+                            self.held.iter_mut().for_each(Held::release);
+                            return Poll::Ready(Some(Err(error)));
+                        };
+                        self.source = Source::Coming(Box::pin(way));
+                        Poll::Ready(None)
+                    }
+                    None => Poll::Ready(Some(Err(self.violation("ended without its last event")))),
+                }
+            }
+            Source::Coming(way) => {
+                let back = std::task::ready!(way.as_mut().poll(context));
+                match back {
+                    Ok(Back { stream, resumed }) => {
+                        self.source = Source::Open(Box::new(stream));
+                        self.returns += 1;
+                        if self.stage != Stage::Opened {
+                            self.stage = Stage::Returned { resumed };
+                        }
+                        Poll::Ready(None)
+                    }
+                    Err(error) => {
+                        self.held.iter_mut().for_each(Held::release);
+                        Poll::Ready(Some(Err(error)))
+                    }
+                }
+            }
         }
     }
 }
@@ -240,27 +340,33 @@ impl Stream for Generation {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = &mut *self;
-        let Some(stream) = this.stream.as_mut() else {
+        if matches!(this.source, Source::Over) {
             return Poll::Ready(None);
-        };
+        }
         // An event that is there already counts even if the deadline has just passed.
-        let result = match Pin::new(stream).poll_next(context) {
-            Poll::Ready(Some(Ok(message))) => this.check(message),
-            Poll::Ready(Some(Err(status))) => Err(read_status(&this.peer, &status)),
-            Poll::Ready(None) => Err(this.violation("ended without its last event")),
-            Poll::Pending => {
-                let Some(deadline) = this.deadline.as_mut() else {
-                    return Poll::Pending;
-                };
-                if deadline.timer.as_mut().poll(context).is_pending() {
-                    return Poll::Pending;
+        let result = loop {
+            match this.advance(context) {
+                Poll::Ready(Some(result)) => break result,
+                Poll::Ready(None) => {}
+                Poll::Pending => {
+                    let Some(deadline) = this.deadline.as_mut() else {
+                        return Poll::Pending;
+                    };
+                    if deadline.timer.as_mut().poll(context).is_pending() {
+                        return Poll::Pending;
+                    }
+                    break Err(Deadline::error(deadline.after));
                 }
-                Err(Deadline::error(deadline.after))
             }
         };
         if !matches!(result, Ok(Event::Accepted(_) | Event::Delta(_))) {
+            if let Some(mut held) = this.held.take()
+                && result.is_ok()
+            {
+                held.release();
+            }
             this.stage = Stage::Over;
-            this.stream = None;
+            this.source = Source::Over;
             this.deadline = None;
         }
         Poll::Ready(Some(result))
@@ -281,7 +387,21 @@ impl Client {
         let after = options.deadline;
         // tonic keeps a deadline for the response's head only; the stream's is ours.
         let end = after.and_then(|after| Instant::now().checked_add(after));
-        let mut request = tonic::Request::new(options.into_request(prompt.into()));
+        let patience = match self.reconnects() {
+            true => options.reattach.unwrap_or(back::PATIENCE),
+            false => Duration::ZERO,
+        };
+        let own = !options.request_id.is_empty();
+        let mut message = options.into_request(prompt.into());
+        if !own && !patience.is_zero() {
+            RequestId::random()?
+                .as_str()
+                .clone_into(&mut message.request_id);
+        }
+        let named = !message.request_id.is_empty();
+        // Made before the call, which may be dropped when the request is on its way.
+        let mut held = named.then(|| Held::of_request(self, &message, patience, !own));
+        let mut request = tonic::Request::new(message);
         if let Some(after) = after {
             // gRPC writes at most eight digits; more than about three years is no deadline.
             request.set_timeout(after.min(Duration::from_secs(99_999_999)));
@@ -300,7 +420,7 @@ impl Client {
                 () = deadline.timer.as_mut() => return Err(Deadline::error(deadline.after)),
             },
         };
-        let response = response.map_err(|status| {
+        let read = |status| {
             let error = read_status(self.peer(), &status);
             match (error.reason(), end.zip(after)) {
                 // tonic's own timer, which is set to the same time, says CANCELLED.
@@ -309,11 +429,59 @@ impl Client {
                 }
                 _ => error,
             }
-        })?;
+        };
+        let source = match response.map_err(read) {
+            Ok(response) => Source::Open(Box::new(response.into_inner())),
+            // The connection may have broken long ago, unnoticed.
+            Err(error) => match held.as_mut().and_then(|held| held.way_back(&error)) {
+                Some(way) => Source::Coming(Box::pin(way)),
+                None => {
+                    // Refused: nothing is left to cancel.
+                    held.iter_mut().for_each(Held::release);
+                    return Err(error);
+                }
+            },
+        };
         Ok(Generation {
-            stream: Some(response.into_inner()),
+            source,
+            held,
             deadline,
             stage: Stage::Opened,
+            returns: 0,
+            peer: self.peer().to_owned(),
+        })
+    }
+
+    /// Goes on with a stream that another process, or this one before, began under an id of its own: after
+    /// `next_token` tokens and so many bytes of their text; none: all that came with them. The events begin with
+    /// `Accepted` again. Whoever reads it now is told so and reads it no more.
+    ///
+    /// # Errors
+    /// [`Reason::RequestNotFound`] if the scheduler does not know it (any more), [`Reason::TokensForgotten`] if it
+    /// does not hold what comes next.
+    pub async fn attach(
+        &self,
+        request_id: &str,
+        next_token: u64,
+        text_bytes: Option<u64>,
+    ) -> Result<Generation, Error> {
+        let from = v1::AttachRequest {
+            request_id: request_id.to_owned(),
+            next_token,
+            text_bytes,
+        };
+        let patience = match self.reconnects() {
+            true => back::PATIENCE,
+            false => Duration::ZERO,
+        };
+        let held = Held::of_stream(self, &from, patience);
+        let response = self.tokens_client().attach(from).await;
+        Ok(Generation {
+            source: Source::Open(Box::new(self.answer(response)?)),
+            held: Some(held),
+            deadline: None,
+            stage: Stage::Opened,
+            returns: 0,
             peer: self.peer().to_owned(),
         })
     }

@@ -175,7 +175,6 @@ async fn all_options_reach_the_server() {
         stop: vec![".".to_owned()],
         stop_tokens: vec![3],
         ignore_eos: true,
-        continue_across: true,
         seed: Some(9),
         branch: 2,
         logprobs: true,
@@ -185,6 +184,8 @@ async fn all_options_reach_the_server() {
             generated_ids: vec![1],
             text_bytes_emitted: 1,
         }),
+        reattach: None,
+        continue_across: true,
         deadline: None,
     };
     let stream = client(&running)

@@ -6,4 +6,5 @@ pub mod conformance;
 pub mod fuzz;
 pub mod model;
 pub mod onnx;
+pub mod proxy;
 pub mod synthetic;

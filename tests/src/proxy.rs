@@ -1,0 +1,111 @@
+//! A Unix socket in front of another one, whose connections break when told to.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use anyhow::Result;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{UnixListener, UnixStream, unix::OwnedReadHalf},
+    sync::watch,
+    task::JoinHandle,
+};
+
+/// The proxy. Dropping it closes all.
+pub struct Proxy {
+    /// Where it listens.
+    pub socket: PathBuf,
+    state: Arc<State>,
+    task: JoinHandle<()>,
+}
+
+struct State {
+    to: PathBuf,
+    cuts: watch::Sender<()>,
+    /// Bytes that each connection may bring from behind before it breaks.
+    allowance: AtomicU64,
+    connections: AtomicUsize,
+}
+
+impl Proxy {
+    /// Listens in `folder` for connections to `to`.
+    ///
+    /// # Errors
+    /// When it cannot listen.
+    pub fn start(folder: &Path, to: &Path) -> Result<Self> {
+        let socket = folder.join("proxy.sock");
+        let listener = UnixListener::bind(&socket)?;
+        let state = Arc::new(State {
+            to: to.to_owned(),
+            cuts: watch::Sender::new(()),
+            allowance: AtomicU64::new(u64::MAX),
+            connections: AtomicUsize::new(0),
+        });
+        let serving = Arc::clone(&state);
+        let task = tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                serving.connections.fetch_add(1, Ordering::SeqCst);
+                tokio::spawn(carry(client, Arc::clone(&serving)));
+            }
+        });
+        Ok(Self {
+            socket,
+            state,
+            task,
+        })
+    }
+
+    /// Breaks all connections that there are now.
+    pub fn cut(&self) {
+        self.state.cuts.send_replace(());
+    }
+
+    /// Breaks each connection once it brought so many bytes, wherever in a message that is.
+    pub fn allow(&self, bytes: u64) {
+        self.state.allowance.store(bytes, Ordering::SeqCst);
+    }
+
+    /// Connections so far.
+    pub fn connections(&self) -> usize {
+        self.state.connections.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.task.abort();
+        self.cut();
+    }
+}
+
+async fn carry(client: UnixStream, state: Arc<State>) {
+    let mut cuts = state.cuts.subscribe();
+    let Ok(server) = UnixStream::connect(&state.to).await else {
+        return;
+    };
+    let (from_client, mut to_client) = client.into_split();
+    let (from_server, mut to_server) = server.into_split();
+    let allowance = state.allowance.load(Ordering::SeqCst);
+    // Both sides are dropped with the first that ends.
+    tokio::select! {
+        _ = cuts.changed() => {}
+        () = copy(from_client, &mut to_server, u64::MAX) => {}
+        () = copy(from_server, &mut to_client, allowance) => {}
+    }
+}
+
+async fn copy(mut from: OwnedReadHalf, to: &mut (impl AsyncWriteExt + Unpin), mut allowance: u64) {
+    let mut buffer = vec![0; 16 << 10];
+    while let Ok(read @ 1..) = from.read(&mut buffer).await {
+        let part = read.min(usize::try_from(allowance).unwrap_or(usize::MAX));
+        if to.write_all(&buffer[..part]).await.is_err() || part < read {
+            return;
+        }
+        allowance -= part as u64;
+    }
+}
