@@ -11,6 +11,7 @@ mod generate;
 mod interrupt;
 mod json;
 mod operate;
+mod receipt;
 mod session;
 mod stream;
 mod table;
@@ -32,6 +33,7 @@ pub use operate::{
     CompletionsFlags, DetokenizeFlags, LoadFlags, ReleaseFlags, ServeFlags, TokenizeFlags,
     UnloadFlags,
 };
+pub use receipt::VerifyFlags;
 pub use ui::{Captured, Color, Manner, Ui};
 
 /// Runs language models in disposable worker processes.
@@ -131,8 +133,15 @@ Examples:
 Examples:
   hotcell generate \"In the beginning\" -n 32 --stop .
   hotcell generate --ids 0,312,17 --json --top-logprobs 5
-  hotcell generate --chat-file talk.json --model my-model --deadline 30s")]
+  hotcell generate --chat-file talk.json --model my-model --deadline 30s
+  hotcell generate \"And God said\" --temperature 0.8 --receipt answer.json")]
     Generate(GenerateFlags),
+    /// Run a request again and compare: every token must be the same
+    ///
+    /// Reads what `hotcell generate --receipt FILE` wrote. Says which token is the first that differs, or that the
+    /// worker here is of another numerics class, in which results may differ.
+    #[command(after_help = "Example:\n  hotcell verify answer.json")]
+    Verify(VerifyFlags),
     /// Talk to a model
     ///
     /// Each line is a message; the conversation so far goes along with it. Works with piped input as well: a
@@ -295,6 +304,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
     let result = match &cli.command {
         Command::Run(flags) => generate::run(ui, global, flags, bundled, stop).await,
         Command::Generate(flags) => generate::generate(ui, global, flags, stop).await,
+        Command::Verify(flags) => receipt::verify(ui, global, flags, stop).await,
         Command::Chat(flags) => chat::chat(ui, global, flags, bundled, stop).await,
         Command::Serve(flags) => Err(operate::serve(global, flags, bundled)),
         Command::Load(flags) => operate::load(ui, global, flags, stop).await,

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+use hotcell_proto::{receipt, v1};
 use hotcell_tests::cluster::{Cluster, hotcell, kjv};
 
 #[tokio::test]
@@ -74,4 +75,62 @@ async fn every_list_has_json() {
         .map(|l| serde_json::from_slice(l).unwrap())
         .collect();
     assert!(lines.len() >= 6, "{lines:?}");
+}
+
+/// A receipt's file with one more change, so that it is what somebody else's run might have given.
+fn forged(text: &str, index: usize, token: u32) -> String {
+    let mut record: serde_json::Value = serde_json::from_str(text).unwrap();
+    record["answer"]["token_ids"][index] = token.into();
+    let ids: Vec<u32> = serde_json::from_value(record["answer"]["token_ids"].clone()).unwrap();
+    let mut output = receipt::Output::new(&ids, 0);
+    output.push(&[], record["answer"]["text"].as_str().unwrap());
+    let (hash, _) = output.finish(v1::FinishReason::MaxTokens, "");
+    record["receipt"]["output_hash"] = receipt::hex(&hash).into();
+    record.to_string()
+}
+
+#[tokio::test]
+async fn a_receipt_is_verified_by_running_the_request_again() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    let file = cluster.folder.path().join("answer.json");
+    let path = file.to_str().unwrap();
+    let sampling = ["--temperature", "0.9", "--top-p", "0.95", "-n", "16"];
+    let generate = [
+        &["generate", "And God said", "--receipt", path][..],
+        &sampling,
+    ]
+    .concat();
+    let verify = |cluster: &Cluster| {
+        let output = cluster.hotcell(&["verify", path]).unwrap();
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8(text).unwrap();
+        (output.status.code().unwrap(), text)
+    };
+    assert!(cluster.hotcell(&generate).unwrap().status.success());
+    let (code, words) = verify(&cluster);
+    assert_eq!(code, 0, "{words}");
+    assert!(words.starts_with("equal: 16 tokens, in cpu/"), "{words}");
+
+    let written = std::fs::read_to_string(&file).unwrap();
+    let record: serde_json::Value = serde_json::from_str(&written).unwrap();
+    let right = record["answer"]["token_ids"][5].as_u64().unwrap() as u32;
+    let other = right ^ 1;
+    std::fs::write(&file, forged(&written, 5, other)).unwrap();
+    let (code, words) = verify(&cluster);
+    assert_eq!(code, 9, "{words}");
+    let expected = format!("token 5 differs: the receipt has {other}, now it is {right}");
+    assert!(words.contains(&expected), "{words}");
+
+    std::fs::write(&file, written.replacen("\"branch\":0", "\"branch\":1", 1)).unwrap();
+    let (code, words) = verify(&cluster);
+    assert_eq!(code, 5, "{words}");
+    assert!(words.contains("not as it was written"), "{words}");
+
+    std::fs::write(&file, &written).unwrap();
+    let elsewhere = Cluster::with_model("kjv", &kjv(), &["--kv-cache", "f32"])
+        .await
+        .unwrap();
+    let (code, words) = verify(&elsewhere);
+    assert_eq!(code, 9, "{words}");
+    assert!(words.contains("numerics class"), "{words}");
 }

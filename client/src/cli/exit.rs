@@ -43,6 +43,8 @@ exits! {
     Unavailable = 7 "unavailable, overloaded or a worker lost; try again later";
     /// Out of time.
     Deadline = 8 "the deadline passed";
+    /// `verify`: not equal.
+    Differs = 9 "verify: the answer differs, or cannot be compared here";
     /// Ctrl-C.
     Interrupted = 130 "interrupted by Ctrl-C";
     /// Whoever read the output has gone, as in `hotcell … | head`.
@@ -141,6 +143,8 @@ pub enum Failure {
     Call(Error),
     /// What was asked for contradicts itself.
     Usage(String),
+    /// An answer did not come again; what differs, and where.
+    Differs(Error),
     /// Ctrl-C.
     Interrupted,
     /// Output could not be written.
@@ -167,6 +171,7 @@ impl Failure {
         match self {
             Self::Call(error) => Exit::of(error),
             Self::Usage(_) => Exit::Usage,
+            Self::Differs(_) => Exit::Differs,
             Self::Interrupted => Exit::Interrupted,
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::BrokenPipe,
             Self::Output(_) => Exit::Failed,
@@ -180,7 +185,7 @@ impl Failure {
                 "the request failed ({}) and the other side did not say why; look into its log",
                 error.reason().name()
             ),
-            Self::Call(error) => error.message().to_owned(),
+            Self::Call(error) | Self::Differs(error) => error.message().to_owned(),
             Self::Usage(message) => message.clone(),
             Self::Interrupted => "interrupted".to_owned(),
             Self::Output(error) => format!("cannot write the output: {error}"),
@@ -192,6 +197,7 @@ impl Failure {
             Self::Call(error) if is_unreachable(error) => ("UNREACHABLE", Some(error)),
             Self::Call(error) => (error.reason().name(), Some(error)),
             Self::Usage(_) => ("USAGE", None),
+            Self::Differs(error) => ("DIFFERS", Some(error)),
             Self::Interrupted => ("INTERRUPTED", None),
             Self::Output(_) => ("OUTPUT", None),
         };

@@ -9,6 +9,7 @@ use super::{
     exit::Failure,
     flags::{DEFAULT_MAX_TOKENS, ModelRef, PromptFlags, SamplingFlags, text_or_input},
     interrupt::Interrupt,
+    receipt::Destination,
     session::{Session, with_hint},
     stream::{Report, show},
     ui::{BOLD, Ui, harmless},
@@ -58,9 +59,13 @@ pub struct GenerateFlags {
     /// Which of several continuations of one prompt and seed to make
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub branch: u32,
-    /// An id of your own for this request
+    /// An id of your own for this request: asked for again under it within a minute, its answer is not computed again.
+    /// Who knows the id can read the answer
     #[arg(long, value_name = "ID", default_value = "", hide_default_value = true)]
     pub request_id: String,
+    /// Write request, answer and receipt to this file, for `hotcell verify`
+    #[arg(long, value_name = "FILE")]
+    pub receipt: Option<String>,
 }
 
 fn done(report: &Report) -> Result<(), Failure> {
@@ -127,8 +132,19 @@ pub(crate) async fn generate(
     options.top_logprobs = flags.top_logprobs;
     options.branch = flags.branch;
     options.request_id.clone_from(&flags.request_id);
-    let report = show(ui, &mut session, interrupt, prompt, options).await;
-    done(&report.map_err(|failure| hinted(failure, &flags.model))?)
+    let receipt = flags
+        .receipt
+        .as_deref()
+        .map(Destination::open)
+        .transpose()?;
+    let report = show(ui, &mut session, interrupt, prompt, options.clone()).await;
+    let report = report.map_err(|failure| hinted(failure, &flags.model))?;
+    if let Some(receipt) = receipt
+        && let (Some(accepted), Some(finished)) = (&report.accepted, &report.finished)
+    {
+        receipt.write(&options, accepted, (&report.tokens, &report.text), finished)?;
+    }
+    done(&report)
 }
 
 fn hinted(failure: Failure, model: &str) -> Failure {

@@ -6,6 +6,8 @@ use serde::Serialize;
 
 use crate::tokens::Event;
 
+use super::receipt::Stamp;
+
 /// `FINISH_REASON_MAX_TOKENS` → `max_tokens`; a number that this version does not know → its digits.
 pub(crate) fn word(name: Result<&'static str, i32>, prefix: &str) -> String {
     match name {
@@ -64,6 +66,7 @@ pub(crate) enum EventView<'a> {
         seed: u64,
         numerics: Option<NumericsView<'a>>,
         deaths_survived: u32,
+        receipt: Option<Box<Stamp>>,
     },
 }
 
@@ -158,6 +161,7 @@ pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
                 seed: finished.seed,
                 numerics: numerics(finished.numerics.as_ref()),
                 deaths_survived: finished.deaths_survived,
+                receipt: finished.receipt.as_ref().map(|r| Box::new(r.into())),
             }
         }
     }

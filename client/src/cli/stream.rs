@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use hotcell_proto::{error::Error, v1};
 
-use crate::tokens::{Event, GenerateOptions, Prompt};
+use crate::tokens::{Event, GenerateOptions, Generation, Prompt};
 
 use super::{
     exit::Failure,
@@ -18,13 +18,14 @@ use super::{
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     pub(crate) text: String,
+    pub(crate) tokens: Vec<u32>,
     pub(crate) interrupted: bool,
-    tokens: usize,
+    pub(crate) accepted: Option<v1::Accepted>,
+    pub(crate) finished: Option<v1::Finished>,
+    returns: u32,
     first_tokens: usize,
     first: Option<f64>,
     last: f64,
-    accepted: Option<v1::Accepted>,
-    finished: Option<v1::Finished>,
 }
 
 impl Report {
@@ -33,7 +34,7 @@ impl Report {
             Event::Accepted(accepted) => self.accepted = Some(accepted.clone()),
             Event::Delta(delta) => {
                 self.text.push_str(&delta.text);
-                self.tokens += delta.token_ids.len();
+                self.tokens.extend_from_slice(&delta.token_ids);
                 if !delta.token_ids.is_empty() {
                     if self.first.is_none() {
                         self.first = Some(ms);
@@ -49,12 +50,12 @@ impl Report {
     /// Tokens per second after the first ones, whose time is told apart.
     fn rate(&self) -> Option<f64> {
         let seconds = (self.last - self.first?) / 1000.0;
-        let tokens = self.tokens - self.first_tokens;
+        let tokens = self.tokens.len() - self.first_tokens;
         (tokens > 0 && seconds > 0.0).then(|| tokens as f64 / seconds)
     }
 
     fn summary(&self) -> String {
-        let mut parts = vec![match self.tokens {
+        let mut parts = vec![match self.tokens.len() {
             1 => "1 token".to_owned(),
             n => format!("{n} tokens"),
         }];
@@ -69,6 +70,11 @@ impl Report {
             0 => {}
             1 => parts.push("survived the death of a worker".to_owned()),
             n => parts.push(format!("survived {n} deaths of workers")),
+        }
+        match self.returns {
+            0 => {}
+            1 => parts.push("came back once after the connection broke".to_owned()),
+            n => parts.push(format!("came back {n} times after the connection broke")),
         }
         if self.interrupted {
             parts.push("interrupted".to_owned());
@@ -153,9 +159,12 @@ async fn follow(
         };
         let event = tokio::select! {
             event = next => event?,
-            // Leaving drops the stream, and that cancels it.
             () = interrupt.pressed() => {
                 report.interrupted = true;
+                if let Some(stream) = stream {
+                    // This process may be gone before it could be told by the way.
+                    stream.cancel().await;
+                }
                 return Ok(());
             }
         };
@@ -163,6 +172,7 @@ async fn follow(
             return Ok(());
         };
         let ms = start.elapsed().as_secs_f64() * 1000.0;
+        report.returns = stream.as_ref().map_or(0, Generation::returns);
         report.note(&event, ms);
         if ui.manner.json {
             let clock = Clock {
