@@ -280,7 +280,7 @@ mod tests {
         // Who comes back starts the wait anew.
         drop(stream.attach(None, streams.reader()).unwrap());
         keeping.await.unwrap();
-        assert_eq!(began.elapsed(), 7 * patience / 2);
+        assert_eq!(began.elapsed().as_secs(), 210);
         assert_eq!(streams.count(), 0);
     }
 }
