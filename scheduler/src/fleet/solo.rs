@@ -71,8 +71,7 @@ fn blames(kind: DeathKind, accepted: bool) -> bool {
 
 impl Fleet {
     /// Notes in a request's record that its worker was lost, whether or not that had accepted it, and decides what
-    /// becomes of the request. The deaths of
-    /// one that is poison are held against nobody else from then on.
+    /// becomes of the request. The deaths of one that is poison are held against nobody else from then on.
     pub fn witness(&self, record: &mut Record, link: &Link, alone: bool, accepted: bool) -> Next {
         let sentence = || link.fate.condemned.borrow().as_ref().map(|c| c.kind);
         // One that was condemned may still be dying.
