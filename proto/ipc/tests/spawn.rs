@@ -57,6 +57,19 @@ fn exists(pid: u32) -> bool {
 }
 
 #[test]
+fn what_a_child_had_resident_is_known_once_it_is_reaped() {
+    let spawner = Spawner::start().unwrap();
+    let mut child = spawner
+        .spawn_blocking(Command::new("/bin/cat").arg("/dev/null"))
+        .unwrap();
+    assert_eq!(child.peak_resident(), 0);
+    let status = child.wait_blocking(Duration::from_secs(20)).unwrap();
+    assert_eq!(status, Some(ExitStatus::Code(0)));
+    let peak = child.peak_resident();
+    assert!((100 << 10..1 << 30).contains(&peak), "{peak} bytes");
+}
+
+#[test]
 fn the_environment_is_exactly_the_given() {
     let command = Command::new("/usr/bin/env")
         .env("A", "0")
