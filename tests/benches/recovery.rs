@@ -2,13 +2,13 @@
 //!
 //! `cargo bench -p hotcell-tests --bench recovery`
 
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{path::Path, time::Instant};
 
 use anyhow::{Context, Result};
-use hotcell_client::{Client, Event, GenerateOptions, Prompt, v1::WorkerState};
+use hotcell_client::{
+    Client, Event, GenerateOptions, Prompt,
+    v1::{EventKind, WorkerState},
+};
 use hotcell_tests::{
     bench::{Goal, figure, median, p99},
     cluster::{Cluster, all_have, kjv, signal_pid},
@@ -29,35 +29,39 @@ struct Run {
     goal: Goal,
 }
 
-/// Milliseconds from SIGKILL of the worker to the next token of its stream, and of the stream's longest pause before.
+/// Milliseconds from SIGKILL of the worker to the next token of its stream.
 async fn recovery(client: &Client, pid: u32, run: &Run) -> Result<f64> {
     let options = GenerateOptions {
         max_tokens: run.tokens,
         ignore_eos: true,
         ..GenerateOptions::default()
     };
+    let mut events = client.watch().await?;
     let mut stream = client
         .generate(Prompt::Ids(vec![300, 301, 302, 303]), options)
         .await?;
-    for _ in 0..run.before {
-        stream.next().await.context("ended early")??;
-    }
-    let killed = Instant::now();
-    signal_pid(pid, Signal::KILL)?;
-    // What was on its way already still comes; the next token after the longest pause is the new worker's.
-    let (mut longest, mut before, mut at) = (Duration::ZERO, killed, killed);
-    let mut survived = 0;
+    let (mut killed, mut arrived) = (None, Vec::new());
     while let Some(event) = stream.next().await {
-        let now = Instant::now();
-        match event? {
-            Event::Delta(_) if now - before > longest => (longest, at) = (now - before, now),
-            Event::Finished(finished) => survived = finished.deaths_survived,
-            _ => {}
+        if let Event::Delta(delta) = event? {
+            arrived.extend(delta.token_ids.iter().map(|_| Instant::now()));
         }
-        before = now;
+        if arrived.len() >= run.before && killed.is_none() {
+            killed = Some(Instant::now());
+            signal_pid(pid, Signal::KILL)?;
+        }
     }
-    anyhow::ensure!(survived == 1, "the stream survived {survived} deaths");
-    Ok((at - killed).as_secs_f64() * 1e3)
+    // What was on its way already still came from the old worker; the scheduler says how much that was.
+    let event = loop {
+        let event = events.next().await.context("no more events")??;
+        if event.kind() == EventKind::StreamContinued {
+            break event;
+        }
+    };
+    let words = event.message.split(" after ").nth(1);
+    let count = words.and_then(|words| words.split(' ').next());
+    let count: usize = count.context("no count")?.parse()?;
+    let next = arrived.get(count).context("no token of the new worker's")?;
+    Ok((*next - killed.context("not killed")?).as_secs_f64() * 1e3)
 }
 
 /// Resident memory of a process, its own and that of mapped files.
