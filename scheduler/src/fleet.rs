@@ -382,6 +382,12 @@ impl Fleet {
         self.timeouts.queue
     }
 
+    /// How long a worker's stream may be silent before the worker is asked whether it still answers. By then a hang that
+    /// its black box shows has been found.
+    pub fn silence_patience(&self) -> Duration {
+        2 * self.patience.engine.max(self.patience.events)
+    }
+
     /// How long a stream waits for its client to come back.
     pub fn reattach_patience(&self) -> Duration {
         self.timeouts.reattach

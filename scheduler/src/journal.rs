@@ -287,6 +287,10 @@ impl Journal {
         if finished.seed != self.seed {
             return violation("Finished with another seed");
         }
+        let said = finished.usage.map(|usage| usage.generated_tokens as usize);
+        if said.is_some_and(|said| said != self.generated.len()) {
+            return violation("Finished after another number of tokens than it counts");
+        }
         let sane = |ms: f64| if ms.is_finite() && ms >= 0.0 { ms } else { 0.0 };
         let timings = finished.timings.unwrap_or_default();
         let hashes = self.output.clone().finish(reason, &finished.matched_stop);
@@ -369,13 +373,14 @@ mod tests {
     }
 
     fn finished() -> Event {
+        finished_with(None)
+    }
+
+    fn finished_with(usage: Option<Usage>) -> Event {
         Event::Finished(Finished {
             reason: FinishReason::MaxTokens as i32,
             seed: 7,
-            usage: Some(Usage {
-                prompt_tokens: 99,
-                generated_tokens: 99,
-            }),
+            usage,
             timings: Some(Timings {
                 queue_ms: f64::NAN,
                 prefill_ms: -1.0,
@@ -414,7 +419,12 @@ mod tests {
 
         assert_eq!(take(&mut journal, Event::Accepted(accepted())), Ok(None));
         take(&mut journal, delta("c", &[13])).unwrap();
-        let Ok(Some(Event::Finished(end))) = take(&mut journal, finished()) else {
+        let counted = Usage {
+            prompt_tokens: 99,
+            generated_tokens: 4,
+        };
+        let Ok(Some(Event::Finished(end))) = take(&mut journal, finished_with(Some(counted)))
+        else {
             panic!("not finished");
         };
         assert_eq!(end.deaths_survived, 1);
@@ -518,6 +528,10 @@ mod tests {
             }],
             ..Delta::default()
         });
+        let one = Usage {
+            prompt_tokens: 2,
+            generated_tokens: 1,
+        };
         for (events, words) in [
             (vec![delta("a", &[1])], "not Accepted"),
             (vec![finished()], "not Accepted"),
@@ -537,6 +551,10 @@ mod tests {
                 "bytes",
             ),
             (vec![ok(), Event::Finished(Finished::default())], "reason"),
+            (
+                vec![ok(), delta("", &[1, 1]), finished_with(Some(one))],
+                "another number of tokens",
+            ),
             (vec![ok(), finished(), finished()], "after Finished"),
             (vec![ok(), finished(), delta("", &[])], "after Finished"),
         ] {

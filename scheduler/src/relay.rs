@@ -13,7 +13,7 @@ use hotcell_proto::{
         prompt::Kind,
     },
 };
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Status};
 
@@ -341,7 +341,14 @@ impl Relayed<'_> {
             Err(status) => return self.broken(journal, &placed, &status).await,
         };
         loop {
-            let event = match events.message().await {
+            let next = timeout(self.fleet.silence_patience(), events.message());
+            let event = match next.await {
+                Ok(next) => next,
+                // A connection may lose its thread while both its ends live: then nothing ever comes, nor an end.
+                Err(_) if link.is_lost().await => return Ok(Part::Lost),
+                Err(_) => continue,
+            };
+            let event = match event {
                 Ok(Some(event)) => event,
                 // Said nothing wrong and did not finish: a process that ends in order does this too.
                 Ok(None) => return self.broken(journal, &placed, &Status::ok("")).await,

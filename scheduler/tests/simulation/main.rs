@@ -9,12 +9,12 @@
 
 mod chance;
 mod client;
+mod cuts;
 mod wire;
 mod worker;
 mod world;
 
 use std::{
-    collections::HashMap,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -67,6 +67,16 @@ struct House {
     primaries: usize,
 }
 
+/// What a house is made of.
+struct Ground {
+    /// The workers' numerics classes.
+    classes: Vec<&'static str>,
+    budget: u32,
+    standby: bool,
+    resume: Duration,
+    models: Vec<&'static str>,
+}
+
 impl House {
     fn new(seed: u64, chance: &mut Chance) -> Self {
         // A black box is memory that is never given back: not in every run.
@@ -75,18 +85,46 @@ impl House {
         let workers = chance.within(1, 3) as usize;
         // Usually they are all alike.
         let odd = chance.percent(15);
-        let class = |index: usize| {
-            let class = if odd { index % 2 } else { 0 };
-            (format!("w{index}"), format!("simulated/{class}"))
+        let class = |index: usize| match odd && index % 2 == 1 {
+            false => "simulated/0",
+            true => "simulated/1",
         };
+        let ground = Ground {
+            classes: (0..workers).map(class).collect(),
+            budget: if chance.percent(20) { 2 } else { 1000 },
+            standby: chance.percent(40),
+            resume: chance.ms(1_000, 30_000),
+            models: match chance.percent(30) {
+                true => vec!["a", "b"],
+                false => vec!["a"],
+            },
+        };
+        Self::build(world, ground)
+    }
+
+    /// One worker, one model.
+    fn simple(world: Arc<World>) -> Self {
+        let ground = Ground {
+            classes: vec!["simulated/0"],
+            budget: 1000,
+            standby: false,
+            resume: Duration::from_secs(30),
+            models: vec!["a"],
+        };
+        Self::build(world, ground)
+    }
+
+    fn build(world: Arc<World>, ground: Ground) -> Self {
+        let workers = ground.classes.len();
+        let class = |(index, class): (usize, &&str)| (format!("w{index}"), (*class).to_owned());
         let launcher = Simulated {
             world: Arc::clone(&world),
-            classes: (0..workers).map(class).collect::<HashMap<_, _>>(),
+            classes: ground.classes.iter().enumerate().map(class).collect(),
         };
         let fleet = Fleet::new(Parts {
             launcher: Arc::new(launcher),
             policy: Policy {
-                budget: if chance.percent(20) { 2 } else { 1000 },
+                budget: ground.budget,
                 window: Duration::from_secs(60),
                 backoff: Duration::from_millis(50),
                 backoff_max: Duration::from_secs(5),
@@ -97,15 +135,15 @@ impl House {
                 suspect_after: SUSPECT_AFTER,
                 continuations: limits::MAX_CONTINUATIONS,
             },
-            standby: chance.percent(40),
+            standby: ground.standby,
             patience: Patience {
-                engine: patience.unwrap_or(Duration::from_secs(30)),
+                engine: world.patience.unwrap_or(Duration::from_secs(30)),
                 events: Duration::from_secs(30),
             },
             crashes: Crashes::default(),
             timeouts: Timeouts {
                 probe: Duration::from_secs(10),
-                resume: chance.ms(1_000, 30_000),
+                resume: ground.resume,
                 queue: Duration::from_secs(10),
                 reattach: REATTACH,
                 drain: Duration::from_secs(30),
@@ -113,11 +151,7 @@ impl House {
             model_roots: vec![],
             default_model: None,
         });
-        let models = match chance.percent(30) {
-            true => vec!["a", "b"],
-            false => vec!["a"],
-        };
-        for model in &models {
+        for model in &ground.models {
             let name = ModelName::new(*model).unwrap();
             let file = sealed_memory("config.json", b"{}").unwrap();
             let files = vault::adopt(&name, vec![("config.json".into(), file)]);
@@ -134,7 +168,7 @@ impl House {
             world,
             fleet,
             shared,
-            models,
+            models: ground.models,
             primaries: workers,
         }
     }

@@ -15,7 +15,7 @@ use tokio::{
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
-use crate::world::{How, Life};
+use crate::world::{Conversation, How, Life};
 
 /// What happens to a connection at a byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +30,8 @@ pub enum Break {
     Late(Duration),
     /// Bytes that mean nothing come first.
     Garbage,
+    /// A frame, counted from 0 instead of by bytes, is written twice.
+    Repeat,
 }
 
 /// A break and where it is.
@@ -42,8 +44,58 @@ pub struct Fault {
     pub what: Break,
 }
 
+/// Where frames of HTTP/2 end in what is written.
+#[derive(Default)]
+struct Frames {
+    /// The frame so far.
+    current: Vec<u8>,
+    whole: u64,
+}
+
+impl Frames {
+    const HEADER: usize = 9;
+
+    /// Bytes until something is known: the header, or the whole frame.
+    fn left(&self) -> usize {
+        let Some(&[a, b, c]) = self.current.first_chunk() else {
+            return Self::HEADER - self.current.len();
+        };
+        let length = usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
+        let all = match self.current.len() < Self::HEADER {
+            true => Self::HEADER,
+            false => Self::HEADER + length,
+        };
+        all - self.current.len()
+    }
+
+    /// Adds at most `left` bytes; a frame that is whole with them.
+    fn add(&mut self, bytes: &[u8]) -> Option<Vec<u8>> {
+        self.current.extend_from_slice(bytes);
+        if self.current.len() < Self::HEADER || self.left() > 0 {
+            return None;
+        }
+        self.whole += 1;
+        Some(std::mem::take(&mut self.current))
+    }
+
+    /// Adds any number of bytes, and counts the frames that are whole with them.
+    fn count(&mut self, mut bytes: &[u8]) -> u64 {
+        let before = self.whole;
+        while !bytes.is_empty() {
+            let (now, later) = bytes.split_at(self.left().min(bytes.len()));
+            self.add(now);
+            bytes = later;
+        }
+        self.whole - before
+    }
+}
+
 /// The worker's end.
 pub struct End {
+    conversation: Conversation,
+    frames: Frames,
+    /// What is to be written again.
+    again: Vec<u8>,
     inner: Option<DuplexStream>,
     life: Arc<Life>,
     dead: Pin<Box<WaitForCancellationFutureOwned>>,
@@ -61,8 +113,17 @@ fn gone<T>() -> Poll<io::Result<T>> {
 }
 
 impl End {
-    pub fn new(inner: DuplexStream, life: Arc<Life>, fault: Option<Fault>, piece: usize) -> Self {
+    pub fn new(
+        inner: DuplexStream,
+        life: Arc<Life>,
+        conversation: Conversation,
+        piece: usize,
+    ) -> Self {
+        let fault = life.wire_fault(conversation);
         Self {
+            conversation,
+            frames: Frames::default(),
+            again: vec![],
             dead: Box::pin(life.token().clone().cancelled_owned()),
             inner: Some(inner),
             life,
@@ -91,7 +152,10 @@ impl End {
                 ready!(pause.as_mut().poll(cx));
                 self.pause = None;
             }
-            let Some(fault) = self.fault.filter(|f| f.writing == writing) else {
+            let Some(fault) = self
+                .fault
+                .filter(|f| f.writing == writing && f.what != Break::Repeat)
+            else {
                 return Poll::Ready(Ok(self.piece));
             };
             let done = if writing { self.written } else { self.read };
@@ -115,8 +179,24 @@ impl End {
                         let _ = inner.poll_write(cx, &[0xff; 64]);
                     }
                 }
+                // That has a place of its own.
+                Break::Repeat => {}
             }
         }
+    }
+}
+
+impl End {
+    /// Writes what is to be written again.
+    fn repeat(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.again.is_empty() {
+            let Some(inner) = &mut self.inner else {
+                return gone();
+            };
+            let count = ready!(Pin::new(inner).poll_write(cx, &self.again))?;
+            self.again.drain(..count);
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -138,6 +218,7 @@ impl AsyncRead for End {
         let count = part.filled().len();
         buf.put_slice(part.filled());
         this.read += count as u64;
+        this.life.count(this.conversation, false, count, 0);
         Poll::Ready(Ok(()))
     }
 }
@@ -148,18 +229,38 @@ impl AsyncWrite for End {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let room = ready!(self.room(cx, true))?;
+        let mut room = ready!(self.room(cx, true))?;
+        ready!(self.repeat(cx))?;
         let this = &mut *self;
         let Some(inner) = &mut this.inner else {
             return gone();
         };
+        let repeat = this.fault.filter(|f| f.what == Break::Repeat);
+        if repeat.is_some() {
+            room = room.min(this.frames.left());
+        }
         let part = &bytes[..bytes.len().min(room)];
         let count = ready!(Pin::new(inner).poll_write(cx, part))?;
         this.written += count as u64;
+        let mut frames = 0;
+        match repeat {
+            None => frames = this.frames.count(&bytes[..count]),
+            Some(fault) => {
+                if let Some(frame) = this.frames.add(&bytes[..count])
+                    && this.frames.whole == fault.at + 1
+                {
+                    this.life.note(format!("{fault:?}"));
+                    this.fault = None;
+                    this.again = frame;
+                }
+            }
+        }
+        this.life.count(this.conversation, true, count, frames);
         Poll::Ready(Ok(count))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.repeat(cx))?;
         match &mut self.inner {
             Some(inner) => Pin::new(inner).poll_flush(cx),
             None => gone(),

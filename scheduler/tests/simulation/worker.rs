@@ -11,7 +11,7 @@ use hotcell_proto::{
         FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
         HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass,
         OpenTensorsRequest, OpenTensorsResponse, TokenizeRequest, TokenizeResponse, UnloadRequest,
-        UnloadResponse,
+        UnloadResponse, Usage,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
@@ -29,7 +29,7 @@ use tonic::{Request, Response, Status};
 use crate::{
     chance::mix,
     wire::End,
-    world::{How, Life, World},
+    world::{Conversation, How, Life, World},
 };
 
 pub const VOCABULARY: u32 = 5000;
@@ -135,13 +135,13 @@ impl Simulated {
             life: Arc::clone(&life),
             class: class.unwrap_or_default(),
         };
-        let connect = |windows: Windows| {
+        let connect = |conversation: Conversation, windows: Windows| {
             let (ours, its) = duplex(1 << 16);
             let piece = life.draw(|c| match c.below(12) {
                 0 => c.within(1, 40) as usize,
                 _ => usize::MAX,
             });
-            let end = End::new(its, Arc::clone(&life), life.wire_fault(), piece);
+            let end = End::new(its, Arc::clone(&life), conversation, piece);
             let serving = windows
                 .server()
                 .add_service(WorkerServer::new(worker.clone()))
@@ -158,8 +158,9 @@ impl Simulated {
             });
             Wire::Memory(Box::new(ours))
         };
-        let (control, tokens) = (connect(Windows::default()), connect(TOKENS_WINDOWS));
-        let tensors = connect(Windows::default());
+        let control = connect(Conversation::Control, Windows::default());
+        let tokens = connect(Conversation::Tokens, TOKENS_WINDOWS);
+        let tensors = connect(Conversation::Tensors, Windows::default());
         let (descriptors, its_descriptors) = descriptor_pair()?;
         Ok(Launched {
             process: Box::new(Handle {
@@ -456,6 +457,10 @@ impl Saying {
             reason: FinishReason::MaxTokens.into(),
             seed: self.seed,
             numerics: Some(self.worker.numerics()),
+            usage: Some(Usage {
+                prompt_tokens: self.prompt.len() as u32,
+                generated_tokens: end as u32,
+            }),
             ..Finished::default()
         }))
         .await

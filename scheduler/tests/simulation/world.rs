@@ -69,6 +69,35 @@ impl How {
     }
 }
 
+/// A connection with a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Conversation {
+    Control,
+    Tokens,
+    Tensors,
+}
+
+/// The only fault of a run: that of one connection with the first process.
+#[derive(Clone, Copy, Debug)]
+pub struct Script {
+    pub conversation: Conversation,
+    pub fault: Fault,
+}
+
+/// Bytes that went through the connections with the first process, read and written by it, and the frames it wrote.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Traffic([[u64; 3]; 3]);
+
+impl Traffic {
+    pub fn bytes(&self, conversation: Conversation, writing: bool) -> u64 {
+        self.0[conversation as usize][usize::from(writing)]
+    }
+
+    pub fn frames(&self, conversation: Conversation) -> u64 {
+        self.0[conversation as usize][2]
+    }
+}
+
 /// What the run has shown so far, and what the faults that happened excuse.
 #[derive(Default)]
 struct Record {
@@ -92,6 +121,9 @@ pub struct World {
     /// Faults that may still happen: a run that had them all ends well.
     faults: AtomicU32,
     pids: AtomicU64,
+    /// None: connections break by chance.
+    script: Option<Option<Script>>,
+    traffic: Mutex<Traffic>,
 }
 
 impl World {
@@ -103,7 +135,23 @@ impl World {
             record: Mutex::default(),
             faults: AtomicU32::new(faults),
             pids: AtomicU64::new(1 << 30),
+            script: None,
+            traffic: Mutex::default(),
         })
+    }
+
+    /// A world in which nothing breaks but what the script says.
+    pub fn scripted(script: Option<Script>) -> Arc<Self> {
+        let mut world = Self::new(0, 0, None);
+        if let Some(world) = Arc::get_mut(&mut world) {
+            world.script = Some(script);
+        }
+        world
+    }
+
+    /// What the connections with the first process carried.
+    pub fn traffic(&self) -> Traffic {
+        *self.traffic.lock().unwrap()
     }
 
     pub fn chance(&self, part: &str) -> Chance {
@@ -301,8 +349,21 @@ impl Life {
         how.ended()
     }
 
+    /// Counts what went through one of its connections.
+    pub fn count(&self, conversation: Conversation, writing: bool, bytes: usize, frames: u64) {
+        if self.epoch == 1 {
+            let counts = &mut self.world.traffic.lock().unwrap().0[conversation as usize];
+            counts[usize::from(writing)] += bytes as u64;
+            counts[2] += frames;
+        }
+    }
+
     /// A fault of one of its connections, if it is to have one.
-    pub fn wire_fault(&self) -> Option<Fault> {
+    pub fn wire_fault(&self, conversation: Conversation) -> Option<Fault> {
+        if let Some(script) = self.world.script {
+            let mine = |s: &Script| s.conversation == conversation && self.epoch == 1;
+            return script.filter(mine).map(|s| s.fault);
+        }
         let fault = self.draw(|c| {
             if !c.percent(12) {
                 return None;
