@@ -332,9 +332,14 @@ impl Process for Worker {
             };
             let mut last_lines = Vec::new();
             if let Some((log, drained)) = &mut self.log {
-                // A program that gives up says why, last. One that was killed is not waited for: a stream may hang
-                // on the next one's start.
-                if matches!(status, Some(ExitStatus::Code(code)) if code != 0) {
+                // A program that gives up says why, last; by its words an abort for want of memory is told from others.
+                // One that was killed is not waited for: a stream may hang on the next one's start.
+                let gave_up = match status {
+                    Some(ExitStatus::Code(code)) => code != 0,
+                    Some(ExitStatus::Signal { signal, .. }) => signal == Signal::ABORT.as_raw(),
+                    None => false,
+                };
+                if gave_up {
                     let _ = tokio::time::timeout(Duration::from_millis(50), drained).await;
                 }
                 last_lines = log.lines();
