@@ -105,6 +105,12 @@ pub const MAX_ELEMENTS: u64 = 1 << 40;
 pub const MAX_CONTINUATIONS: u32 = 8;
 /// Throw-away workers at once, each of which runs one suspected request alone.
 pub const MAX_SOLO_WORKERS: usize = 4;
+/// Steps of the fixed computation whose result a worker is held to.
+pub const MAX_CHECK_STEPS: u32 = 5;
+/// Bytes of one part of a model's weights as they are hashed, one part at a time.
+pub const WEIGHTS_PART: usize = 4 << 20;
+/// Parts of a model's weights: 4 TiB.
+pub const MAX_WEIGHTS_PARTS: u32 = 1 << 20;
 /// Bytes of one line of a worker's log; longer ones are cut.
 pub const MAX_LOG_LINE: usize = 4096;
 /// Lines of a worker's log that are kept for its obituary.

@@ -14,6 +14,7 @@ use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
 };
+use hotcell_proto::{error::Reason, limits};
 use hotcell_tests::{cluster::golden, model::open};
 use hotcell_worker::{
     generate::{
@@ -26,7 +27,7 @@ use hotcell_worker::{
         text::ModelText,
     },
 };
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 struct Bench {
     batch: Batch,
@@ -37,7 +38,11 @@ struct Bench {
 impl Bench {
     /// A model with this many cache blocks.
     fn new(blocks: usize) -> Self {
-        let source = open(&golden("llama2")).unwrap();
+        Self::of("llama2", blocks)
+    }
+
+    fn of(model: &str, blocks: usize) -> Self {
+        let source = open(&golden(model)).unwrap();
         let shape = RunShape {
             context: 128,
             blocks,
@@ -160,4 +165,73 @@ fn readers_that_do_not_read_do_not_keep_the_cache_from_others() {
     }
     assert_eq!(done, [true, true]);
     assert_eq!(got, [alone(0), alone(1)]);
+}
+
+/// The known answer of a model, computed between the steps of whatever else is in the batch.
+fn known_answer(bench: &mut Bench, steps: u32) -> Result<Vec<[u8; 32]>, Reason> {
+    let (reply, mut answer) = oneshot::channel();
+    bench.batch.check(steps, reply);
+    loop {
+        match answer.try_recv() {
+            Ok(answer) => return answer.map_err(|error| error.reason()),
+            Err(oneshot::error::TryRecvError::Empty) => {
+                bench.batch.step();
+                assert!(bench.batch.check_step());
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+const WHOLE: u32 = limits::MAX_CHECK_STEPS;
+
+#[test]
+fn the_known_answer_is_the_same_beside_any_requests_and_changes_none_of_them() {
+    let known = known_answer(&mut Bench::new(64), WHOLE).unwrap();
+    assert_eq!(known.len(), WHOLE as usize);
+    let distinct: HashSet<_> = known.iter().collect();
+    assert_eq!(distinct.len(), known.len());
+    // A brief one is its beginning.
+    assert_eq!(known_answer(&mut Bench::new(64), 1).unwrap(), known[..1]);
+
+    let expected: Vec<Vec<u32>> = (0..6).map(alone).collect();
+    let mut bench = Bench::new(64);
+    let mut readers: Vec<_> = (0..6).map(|seed| bench.push(seed, 100)).collect();
+    for _ in 0..7 {
+        assert_eq!(known_answer(&mut bench, WHOLE).unwrap(), known);
+    }
+    while bench.batch.step() {}
+    for (reader, expected) in readers.iter_mut().zip(&expected) {
+        assert_eq!(&drain(reader).0, expected);
+    }
+    assert_eq!(known_answer(&mut bench, WHOLE).unwrap(), known);
+}
+
+#[test]
+fn a_check_takes_no_room_from_requests_and_gives_back_what_it_took() {
+    // Two blocks hold a check, or a request of 20 tokens.
+    let mut bench = Bench::new(2);
+    for _ in 0..5 {
+        known_answer(&mut bench, WHOLE).unwrap();
+        // One that nobody waits for any more.
+        let (reply, answer) = oneshot::channel();
+        bench.batch.check(WHOLE, reply);
+        assert!(bench.batch.check_step());
+        drop(answer);
+        assert!(bench.batch.check_step() && !bench.batch.check_step());
+    }
+    let mut reader = bench.push(0, 100);
+    assert!(bench.batch.step());
+    assert_eq!(known_answer(&mut bench, WHOLE), Err(Reason::Overloaded));
+    assert_eq!(drain(&mut reader).0.len(), 1);
+}
+
+#[test]
+fn other_weights_have_another_answer() {
+    let answer = |folder: &str| {
+        let mut bench = Bench::of(folder, 64);
+        known_answer(&mut bench, 1).unwrap()
+    };
+    assert_ne!(answer("llama2"), answer("mistral"));
+    assert_eq!(answer("llama2"), answer("llama2"));
 }

@@ -32,7 +32,11 @@ mod owned;
 use self::owned::Owned;
 use crate::{
     error::{of_device, of_run},
-    generate::{batch::Batch, sequence::Sequence},
+    generate::{
+        batch::Batch,
+        check::{self, Hash},
+        sequence::Sequence,
+    },
     model::run::{RunShape, Runner},
     session::plane::TensorPlane,
     weights::ModelSource,
@@ -63,6 +67,11 @@ enum Command {
     Generate {
         model: String,
         sequence: Box<Sequence>,
+    },
+    Check {
+        model: String,
+        steps: u32,
+        reply: check::Reply,
     },
     Drain {
         reply: oneshot::Sender<()>,
@@ -271,6 +280,21 @@ impl Engine {
         })
     }
 
+    /// Computes the first `steps` steps of a model's known answer, a step at a time between those of its requests, and
+    /// returns the hash of each one's logits.
+    ///
+    /// # Errors
+    /// [`Reason::Overloaded`] when there is no room for it beside the requests, and what the device says.
+    pub async fn check(&self, model: String, steps: u32) -> Result<Vec<Hash>, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Check {
+            model,
+            steps,
+            reply,
+        })?;
+        answer.await.map_err(Self::gone)?
+    }
+
     /// Returns when no request is left.
     ///
     /// # Errors
@@ -374,6 +398,11 @@ impl Loop {
             self.blackbox.model(name);
             worked |= batch.step();
         }
+        for (name, batch) in self.models.iter_mut().filter(|(_, b)| b.is_checking()) {
+            self.blackbox.doing(Doing::Checking);
+            self.blackbox.model(name);
+            worked |= batch.check_step();
+        }
         self.blackbox.doing(Doing::Tensors);
         // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
         let generating = self.is_generating();
@@ -452,17 +481,27 @@ impl Loop {
             }
             Command::Generate { model, sequence } => match self.models.get_mut(&model) {
                 Some(batch) => batch.push(*sequence),
-                None => sequence.fail(
-                    Error::new(
-                        Reason::ModelNotFound,
-                        format!("model {model} is not loaded"),
-                    )
-                    .with("model", &model),
-                ),
+                None => sequence.fail(not_loaded(&model)),
+            },
+            Command::Check {
+                model,
+                steps,
+                reply,
+            } => match self.models.get_mut(&model) {
+                Some(batch) => batch.check(steps, reply),
+                None => {
+                    // Who left meanwhile misses it.
+                    let _ = reply.send(Err(not_loaded(&model)));
+                }
             },
             Command::Drain { reply } => self.drain.push(reply),
             Command::Tensors(work) => self.tensor_work.push_back(work),
             Command::Wake => self.woken.store(false, Ordering::SeqCst),
         }
     }
+}
+
+fn not_loaded(model: &str) -> Error {
+    let what = format!("model {model} is not loaded");
+    Error::new(Reason::ModelNotFound, what).with("model", model)
 }

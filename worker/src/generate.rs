@@ -2,6 +2,7 @@
 
 pub mod batch;
 pub mod blocks;
+pub mod check;
 pub mod logprobs;
 pub mod random;
 pub mod sampler;

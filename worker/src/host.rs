@@ -483,6 +483,43 @@ impl Host {
         Ok(loaded)
     }
 
+    /// Computes a model's known answer, and hashes a part of its weights if one is asked for.
+    ///
+    /// # Errors
+    /// As [`Engine::check`].
+    pub async fn check(
+        &self,
+        model: &str,
+        steps: u32,
+        part: Option<u32>,
+    ) -> Result<v1::CheckResponse, Error> {
+        let model = self.model(model)?;
+        let answers = self.0.engine.check(model.name.clone(), steps).await?;
+        let hash = move || {
+            let weights = &model.weights;
+            let count = weights.parts();
+            let index = part.and_then(|part| part.checked_rem(count));
+            let part = index.and_then(|index| {
+                Some(v1::WeightsPart {
+                    index,
+                    count,
+                    hash: weights.part(index)?.to_vec(),
+                })
+            });
+            let changed = weights.changed_file().unwrap_or_default().to_owned();
+            (part, changed)
+        };
+        // Beside the event loop: what the kernel dropped comes from the disk again.
+        let hashed = tokio::task::spawn_blocking(hash).await;
+        let (weights, changed_file) = hashed
+            .map_err(|e| Error::new(Reason::Internal, format!("hashing weights failed: {e}")))?;
+        Ok(v1::CheckResponse {
+            answers: answers.iter().map(|hash| hash.to_vec()).collect(),
+            weights,
+            changed_file,
+        })
+    }
+
     /// Forgets a model; its requests end.
     ///
     /// # Errors

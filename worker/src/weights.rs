@@ -9,6 +9,8 @@ use std::ops::Range;
 use hotcell_graph::DType;
 use hotcell_graph::dtype::Kind;
 use hotcell_ipc::memory::Mapping;
+use hotcell_proto::limits;
+use sha2::{Digest, Sha256};
 
 pub use crate::format::ModelError;
 pub use crate::format::open::{GgufFile, ModelSource, TextSource};
@@ -194,6 +196,26 @@ impl Weights {
             }
         }
         hash.0
+    }
+
+    /// How many parts [`Weights::part`] hashes.
+    pub fn parts(&self) -> u32 {
+        let parts = self.files.iter().map(|file| file.mapping.len());
+        let parts: usize = parts
+            .map(|bytes| bytes.div_ceil(limits::WEIGHTS_PART))
+            .sum();
+        u32::try_from(parts).unwrap_or(u32::MAX)
+    }
+
+    /// SHA-256 of a part of the files that hold tensors, [`limits::WEIGHTS_PART`] bytes of one of them, or what is left
+    /// of it; none if there are fewer parts.
+    pub fn part(&self, index: u32) -> Option<[u8; 32]> {
+        let mut parts = self
+            .files
+            .iter()
+            .flat_map(|file| file.mapping.bytes().chunks(limits::WEIGHTS_PART));
+        let part = parts.nth(index as usize)?;
+        Some(Sha256::digest(part).into())
     }
 
     /// Adds a file's tensors.

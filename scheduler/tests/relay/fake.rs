@@ -21,11 +21,12 @@ use hotcell_proto::{
     PROTOCOL_VERSION,
     error::{Error, Reason},
     v1::{
-        Accepted, AttachRequest, CancelStreamRequest, CancelStreamResponse, Delta,
-        DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse, FinishReason, Finished,
-        GenerateEvent, GenerateRequest, HandshakeRequest, HandshakeResponse, LoadProgress,
-        LoadRequest, Loaded, ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse,
-        Prompt, TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
+        Accepted, AttachRequest, CancelStreamRequest, CancelStreamResponse, CheckRequest,
+        CheckResponse, Delta, DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse,
+        FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
+        HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass,
+        OpenTensorsRequest, OpenTensorsResponse, Prompt, TokenizeRequest, TokenizeResponse,
+        UnloadRequest, UnloadResponse,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
@@ -93,6 +94,10 @@ pub struct Stage {
     pub exit_code: Mutex<Option<i32>>,
     /// Models, or `MODEL@WORKER`, that kill who loads them.
     pub deadly: Mutex<Vec<String>>,
+    /// What workers answer when they are checked, by worker or `WORKER.EPOCH`: wrong numbers. Others answer 0.
+    pub wrong: Mutex<HashMap<String, u8>>,
+    /// Checks made.
+    pub checks: Mutex<Vec<(String, CheckRequest)>>,
     pids: AtomicU64,
 }
 
@@ -174,6 +179,7 @@ impl Fakes {
             stage: Arc::clone(&self.0),
             die: CancellationToken::new(),
             name: order.worker.to_owned(),
+            epoch: order.epoch,
             class: class.unwrap_or_else(|| "fake/r1".to_owned()),
         };
         let serve = |fd: OwnedFd| {
@@ -212,6 +218,7 @@ struct FakeWorker {
     stage: Arc<Stage>,
     die: CancellationToken,
     name: String,
+    epoch: u64,
     class: String,
 }
 
@@ -291,6 +298,22 @@ impl Worker for FakeWorker {
 
     async fn open_tensors(&self, _: Request<OpenTensorsRequest>) -> Answer<OpenTensorsResponse> {
         Err(Status::unimplemented("a fake has no tensors"))
+    }
+
+    async fn check(&self, request: Request<CheckRequest>) -> Answer<CheckResponse> {
+        let request = request.into_inner();
+        let process = format!("{}.{}", self.name, self.epoch);
+        let value = {
+            let wrong = self.stage.wrong.lock().unwrap();
+            *wrong.get(&process).or(wrong.get(&self.name)).unwrap_or(&0)
+        };
+        let answers = (0..request.steps).map(|_| vec![value; 32]).collect();
+        let mut checks = self.stage.checks.lock().unwrap();
+        checks.push((process, request));
+        Ok(Response::new(CheckResponse {
+            answers,
+            ..CheckResponse::default()
+        }))
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Answer<DrainResponse> {

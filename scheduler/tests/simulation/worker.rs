@@ -7,11 +7,11 @@ use hotcell_proto::{
     PROTOCOL_VERSION,
     error::{Error, Reason},
     v1::{
-        Accepted, Delta, DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse,
-        FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
-        HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass,
-        OpenTensorsRequest, OpenTensorsResponse, TokenizeRequest, TokenizeResponse, UnloadRequest,
-        UnloadResponse, Usage,
+        Accepted, CheckRequest, CheckResponse, Delta, DetokenizeRequest, DetokenizeResponse,
+        DrainRequest, DrainResponse, FinishReason, Finished, GenerateEvent, GenerateRequest,
+        HandshakeRequest, HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary,
+        NumericsClass, OpenTensorsRequest, OpenTensorsResponse, TokenizeRequest, TokenizeResponse,
+        UnloadRequest, UnloadResponse, Usage,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
@@ -318,6 +318,16 @@ impl Worker for SimulatedWorker {
 
     async fn open_tensors(&self, _: Request<OpenTensorsRequest>) -> Answer<OpenTensorsResponse> {
         Err(Status::unimplemented("no tensors here"))
+    }
+
+    async fn check(&self, request: Request<CheckRequest>) -> Answer<CheckResponse> {
+        sleep(self.life.draw(|c| c.ms(0, 10))).await;
+        self.living().await;
+        let answers = (0..request.get_ref().steps).map(|_| vec![0; 32]).collect();
+        Ok(Response::new(CheckResponse {
+            answers,
+            ..CheckResponse::default()
+        }))
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Answer<DrainResponse> {

@@ -10,7 +10,12 @@ use hotcell_ipc::blackbox::{Slot, Writer};
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::{Error, Reason};
 
-use super::{blocks::BlockPool, sampler, sequence::Sequence};
+use super::{
+    blocks::BlockPool,
+    check::{self, Check},
+    sampler,
+    sequence::Sequence,
+};
 use crate::{
     error::{of_device, of_sampling},
     model::run::{Row, Runner},
@@ -32,6 +37,7 @@ pub struct Batch {
     tables: Vec<usize>,
     waiting: VecDeque<Sequence>,
     running: Vec<Running>,
+    check: Option<Check>,
     rows: Vec<Row>,
     /// Per pick: which running sequence draws from it, and its row.
     picks: Vec<(usize, usize)>,
@@ -49,6 +55,7 @@ impl Batch {
             tables: (0..shape.max_sequences).rev().collect(),
             waiting: VecDeque::new(),
             running: Vec::with_capacity(shape.max_sequences),
+            check: None,
             rows: Vec::with_capacity(shape.max_rows),
             picks: Vec::with_capacity(shape.max_sequences),
             pick_rows: Vec::with_capacity(shape.max_sequences),
@@ -73,6 +80,59 @@ impl Batch {
         self.len() == 0
     }
 
+    /// Begins to compute the known answer, in room that nobody has. One is computed at a time.
+    pub fn check(&mut self, steps: u32, reply: check::Reply) {
+        let refuse = |what: &str, reply: check::Reply| {
+            // Who left meanwhile misses it.
+            let _ = reply.send(Err(Error::new(Reason::Overloaded, what)));
+        };
+        if self.check.is_some() {
+            return refuse("a check of this model runs already", reply);
+        }
+        let shape = *self.runner.shape();
+        let needed = Check::blocks(&shape, steps);
+        // As for a newcomer: a block for every running sequence stays free.
+        if self.tables.is_empty() || self.pool.free() < needed + self.running.len() {
+            return refuse("there is no room for a check now", reply);
+        }
+        let (Some(table), Some(blocks)) = (self.tables.pop(), self.pool.take(needed)) else {
+            return refuse("there is no room for a check now", reply);
+        };
+        if let Err(error) = self.runner.set_table(table, 0, &blocks) {
+            self.release(table, blocks, None);
+            let _ = reply.send(Err(of_device(&error)));
+            return;
+        }
+        self.check = Some(Check::new(&shape, steps, table, blocks, reply));
+    }
+
+    /// Whether a known answer is being computed.
+    pub fn is_checking(&self) -> bool {
+        self.check.is_some()
+    }
+
+    /// Computes a step of the known answer. Returns whether there was one to compute.
+    pub fn check_step(&mut self) -> bool {
+        let Some(mut check) = self.check.take() else {
+            return false;
+        };
+        let done = match check.is_abandoned() {
+            true => Ok(true),
+            false => check.step(&mut self.runner, &mut self.logits),
+        };
+        let failure = match done {
+            Ok(false) => {
+                self.check = Some(check);
+                return true;
+            }
+            Ok(true) => None,
+            Err(error) => Some(of_device(&error)),
+        };
+        let (table, blocks) = check.end(failure);
+        self.release(table, blocks, None);
+        true
+    }
+
     /// The nearest deadline.
     pub fn next_deadline(&self) -> Option<Instant> {
         let running = self.running.iter().map(|r| &r.sequence);
@@ -90,6 +150,10 @@ impl Batch {
         }
         for sequence in std::mem::take(&mut self.waiting) {
             sequence.fail(error.clone());
+        }
+        if let Some(check) = self.check.take() {
+            let (table, blocks) = check.end(Some(error.clone()));
+            self.release(table, blocks, None);
         }
     }
 

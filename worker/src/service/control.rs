@@ -114,6 +114,20 @@ impl Worker for WorkerService {
         Ok(Response::new(v1::OpenTensorsResponse {}))
     }
 
+    async fn check(
+        &self,
+        request: Request<v1::CheckRequest>,
+    ) -> Result<Response<v1::CheckResponse>, Status> {
+        let v1::CheckRequest {
+            model,
+            steps,
+            weights_part,
+        } = request.into_inner();
+        Ok(Response::new(
+            self.0.check(&model, steps, weights_part).await?,
+        ))
+    }
+
     async fn drain(
         &self,
         _: Request<v1::DrainRequest>,

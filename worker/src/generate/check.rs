@@ -1,0 +1,149 @@
+//! Known answers: a short fixed input, computed beside whatever else runs, whose logits' bits say whether device and
+//! weights still are what they were.
+//!
+//! The input depends on the model's sizes only, and nothing that a row computes depends on other rows, so that the
+//! answer is the same whenever it is asked for. It lies in cache blocks of its own and goes through the same plans as
+//! requests do: a chunk of a prompt first, then single rows.
+
+use hotcell_kernels::backend::DeviceError;
+use hotcell_proto::{error::Error, limits};
+use sha2::{Digest, Sha256};
+use tokio::sync::oneshot;
+
+use crate::model::run::{Row, RunShape, Runner};
+
+/// Tokens of the chunk that is computed first; a context that is shorter cuts it.
+const PROMPT: usize = 24;
+
+/// What came out of one step.
+pub type Hash = [u8; 32];
+
+/// Where the answer goes.
+pub type Reply = oneshot::Sender<Result<Vec<Hash>, Error>>;
+
+/// How many rows each step computes, for a context of so many positions: the prompt first, and then one at a time.
+fn steps(context: usize, wanted: u32) -> Vec<usize> {
+    let singles = (limits::MAX_CHECK_STEPS as usize).min(context).max(1) - 1;
+    let prompt = PROMPT.min(context - singles.min(context)).max(1);
+    let wanted = (wanted as usize).max(1);
+    std::iter::once(prompt)
+        .chain(std::iter::repeat_n(1, singles))
+        .take(wanted)
+        .collect()
+}
+
+/// A check that is being computed.
+pub struct Check {
+    /// Rows of the steps to come, the last one first.
+    steps: Vec<usize>,
+    computed: usize,
+    table: usize,
+    blocks: Vec<i32>,
+    answers: Vec<Hash>,
+    reply: Reply,
+}
+
+impl Check {
+    /// Blocks that a check of so many steps needs.
+    pub fn blocks(shape: &RunShape, wanted: u32) -> usize {
+        let rows: usize = steps(shape.context, wanted).iter().sum();
+        rows.div_ceil(shape.block_len)
+    }
+
+    /// One of so many steps, in these blocks behind this table, which are set already.
+    pub fn new(
+        shape: &RunShape,
+        wanted: u32,
+        table: usize,
+        blocks: Vec<i32>,
+        reply: Reply,
+    ) -> Self {
+        let mut steps = steps(shape.context, wanted);
+        steps.reverse();
+        Self {
+            answers: Vec::with_capacity(steps.len()),
+            steps,
+            computed: 0,
+            table,
+            blocks,
+            reply,
+        }
+    }
+
+    /// Whether nobody waits for the answer any more.
+    pub fn is_abandoned(&self) -> bool {
+        self.reply.is_closed()
+    }
+
+    /// Computes the next step. `logits` is for one row of them. Returns whether it was the last one.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn step(&mut self, runner: &mut Runner, logits: &mut [f32]) -> Result<bool, DeviceError> {
+        let Some(count) = self.steps.pop() else {
+            return Ok(true);
+        };
+        let block_len = runner.shape().block_len;
+        let vocabulary = runner.vocab().max(1) as u64;
+        let rows: Vec<Row> = (self.computed..self.computed + count)
+            .filter_map(|position| {
+                let block = usize::try_from(*self.blocks.get(position / block_len)?).ok()?;
+                Some(Row {
+                    token: token(position as u64, vocabulary),
+                    position,
+                    sequence: self.table,
+                    slot: block * block_len + position % block_len,
+                })
+            })
+            .collect();
+        runner.step(&rows, &[rows.len().saturating_sub(1)])?;
+        runner.logits(0, logits)?;
+        let mut hash = Sha256::new();
+        for logit in logits.iter() {
+            hash.update(logit.to_bits().to_le_bytes());
+        }
+        self.answers.push(hash.finalize().into());
+        self.computed += count;
+        Ok(self.steps.is_empty())
+    }
+
+    /// Says what came out, or why nothing did, and gives back the table and the blocks.
+    pub fn end(self, failure: Option<Error>) -> (usize, Vec<i32>) {
+        let answer = match failure {
+            Some(error) => Err(error),
+            None => Ok(self.answers),
+        };
+        // Who left meanwhile misses it.
+        let _ = self.reply.send(answer);
+        (self.table, self.blocks)
+    }
+}
+
+/// The token at a position: spread over the vocabulary by a multiplicative hash (Knuth).
+fn token(position: u64, vocabulary: u64) -> u32 {
+    u32::try_from((position + 1).wrapping_mul(2_654_435_761) % vocabulary).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_fit_every_context_and_a_brief_check_begins_like_a_whole_one() {
+        for context in 0..64 {
+            let whole = steps(context, limits::MAX_CHECK_STEPS);
+            assert!(whole.iter().sum::<usize>() <= context.max(1), "{context}");
+            assert!(whole.iter().all(|&rows| rows > 0));
+            assert_eq!(steps(context, 1), whole[..1]);
+            assert_eq!(steps(context, u32::MAX), whole);
+        }
+        assert_eq!(steps(1000, limits::MAX_CHECK_STEPS), [24, 1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn tokens_are_in_the_vocabulary() {
+        for vocabulary in [1, 2, 300, 151_936] {
+            assert!((0..64).all(|p| u64::from(token(p, vocabulary)) < vocabulary));
+        }
+    }
+}
