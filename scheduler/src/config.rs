@@ -16,7 +16,7 @@ use std::{
 use clap::Parser;
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
-pub use values::{BundledFiles, DeviceChoice, KvCache, NamedPaths, Span};
+pub use values::{BundledFiles, DeviceChoice, Every, KvCache, NamedPaths, Span};
 
 use crate::{
     exit::{Exit, Failure},
@@ -114,6 +114,9 @@ settings! {
     /// Keep one more worker per device ready to take the place of one that dies
     #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     standby: bool = "HOTCELL_STANDBY";
+    /// How often an idle worker computes a known answer again, or 0: never, only before it serves [default: 60s]
+    #[arg(value_name = "TIME")]
+    check_interval: Every = "HOTCELL_CHECK_INTERVAL";
     /// What to log: off, error, warn, info, debug, trace or a tracing filter [default: info]
     #[arg(value_name = "FILTER")]
     log: String = "HOTCELL_LOG";
@@ -203,6 +206,8 @@ pub struct Config {
     pub patience: Patience,
     /// Where deaths are described in files.
     pub crash_dir: Option<PathBuf>,
+    /// How often an idle one is checked, if at all.
+    pub check_interval: Option<Duration>,
     /// The log's filter.
     pub log: String,
     /// Whether the log is JSON.
@@ -363,6 +368,9 @@ impl Config {
                 events: time(s.hang_timeout, Duration::from_secs(30)),
             },
             crash_dir: s.crash_dir,
+            check_interval: s
+                .check_interval
+                .map_or(Some(Duration::from_secs(60)), |every| every.0),
             log,
             log_json: s.log_json.unwrap_or(false),
         })

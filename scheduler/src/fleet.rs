@@ -7,6 +7,7 @@ mod aside;
 mod autopsy;
 mod catalog;
 mod changes;
+mod examine;
 mod keeper;
 mod launch;
 mod link;
@@ -51,6 +52,7 @@ use crate::{
     events::{About, Events},
     hang::Patience,
     journal::Bounds,
+    known::Book,
     placement::{self, Candidate, Estimate, NoPlace, Wish},
     supervisor::{Phase, Policy, State},
     suspicion::{self, Explained},
@@ -99,6 +101,8 @@ pub struct Fleet {
     changed: Teller,
     /// Where happenings are told.
     pub events: Events,
+    /// What workers have to answer when they are checked.
+    book: Mutex<Book>,
     /// Loads and unloads happen one at a time.
     loading: tokio::sync::Mutex<()>,
     stop: CancellationToken,
@@ -233,6 +237,7 @@ impl Fleet {
             table: Mutex::new(table),
             changed: Teller::default(),
             events: Events::default(),
+            book: Mutex::default(),
             loading: tokio::sync::Mutex::new(()),
             stop: CancellationToken::new(),
             keepers: TaskTracker::new(),

@@ -14,6 +14,7 @@ pub mod fleet;
 pub mod hang;
 pub mod inherit;
 pub mod journal;
+pub mod known;
 pub mod onward;
 pub mod placement;
 pub mod relay;

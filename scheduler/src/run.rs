@@ -103,6 +103,9 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         fleet.configure(name.clone(), Source::Path(path.clone()), files);
     }
     fleet.start(devices);
+    if let Some(interval) = config.check_interval {
+        fleet.check_every(interval);
+    }
 
     let shared = Shared::new(Arc::clone(&fleet));
     let (routes, health) = service::routes(&shared)

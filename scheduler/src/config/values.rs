@@ -33,17 +33,42 @@ impl FromStr for Span {
 
 impl<'de> Deserialize<'de> for Span {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Form {
-            Seconds(f64),
-            Text(String),
+        seconds_or_text(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// A time in the config file: a number, or text as in a flag.
+fn seconds_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Form {
+        Seconds(f64),
+        Text(String),
+    }
+    Ok(match Form::deserialize(from)? {
+        Form::Seconds(seconds) => seconds.to_string(),
+        Form::Text(text) => text,
+    })
+}
+
+/// A length of time between two things, or `0` or `never`: not at all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Every(pub Option<Duration>);
+
+impl FromStr for Every {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "0" | "never" => Ok(Every(None)),
+            _ => text.parse().map(|Span(time)| Every(Some(time))),
         }
-        match Form::deserialize(from)? {
-            Form::Seconds(seconds) => seconds.to_string().parse(),
-            Form::Text(text) => text.parse(),
-        }
-        .map_err(D::Error::custom)
+    }
+}
+
+impl<'de> Deserialize<'de> for Every {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        seconds_or_text(from)?.parse().map_err(D::Error::custom)
     }
 }
 
@@ -212,6 +237,17 @@ mod tests {
         assert_eq!(read("2m"), Ok(120_000));
         assert_eq!(read("7"), Ok(7000));
         for bad in ["", "0", "-1s", "10d", "s", "nan", "1e300s", "25h", "1ä"] {
+            assert!(read(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_is_never_done_is_zero_or_said_in_words() {
+        let read = |t: &str| t.parse::<Every>().map(|e| e.0.map(|t| t.as_millis()));
+        assert_eq!(read("0"), Ok(None));
+        assert_eq!(read("never"), Ok(None));
+        assert_eq!(read("250ms"), Ok(Some(250)));
+        for bad in ["", "-1", "soon", "0s"] {
             assert!(read(bad).is_err(), "{bad}");
         }
     }

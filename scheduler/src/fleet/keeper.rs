@@ -182,6 +182,7 @@ fn promote(fleet: &Arc<Fleet>, id: &str, epoch: u64, standby: Standby) -> Runnin
     process.rename(id, epoch);
     let started = {
         let fleet = Arc::clone(fleet);
+        fleet.rename_witness(&link, id, epoch);
         link.worker = id.to_owned();
         link.epoch = epoch;
         // Greeted once more, so that it goes by its new name.
@@ -255,6 +256,7 @@ async fn greet_and_serve(
             match got {
                 Ok(got) => {
                     fleet.note_loading(id, None);
+                    fleet.examine(&link, &name, &got).await?;
                     fleet.note_loaded(id, epoch, &name, &files, &got);
                     loaded.insert(name, (files, Some(got)));
                 }

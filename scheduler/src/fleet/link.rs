@@ -19,9 +19,9 @@ use hotcell_proto::{
     ids::ModelName,
     limits,
     v1::{
-        DetokenizeRequest, HandshakeRequest, HandshakeResponse, LoadProgress, LoadRequest, Loaded,
-        ModelSummary, NumericsClass, OpenTensorsRequest, UnloadRequest,
-        tokens_client::TokensClient, worker_client::WorkerClient,
+        CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest, HandshakeResponse,
+        LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, OpenTensorsRequest,
+        UnloadRequest, tokens_client::TokensClient, worker_client::WorkerClient,
     },
 };
 use tokio::{
@@ -393,6 +393,25 @@ impl Link {
                 Err(Error::new(Reason::WorkerLost, why))
             }
         }
+    }
+
+    /// Has it compute so many steps of a model's known answer, and hash a part of the weights.
+    ///
+    /// # Errors
+    /// Its words, or those about the broken connection.
+    pub async fn check(
+        &self,
+        model: &ModelName,
+        steps: u32,
+        weights_part: Option<u32>,
+    ) -> Result<CheckResponse, Status> {
+        let request = CheckRequest {
+            model: model.as_str().to_owned(),
+            steps,
+            weights_part,
+        };
+        let answer = self.control().check(request).await;
+        answer.map(tonic::Response::into_inner)
     }
 
     /// After a stream broke without a typed status: whether the process is lost. Waits for its end to show;

@@ -377,6 +377,16 @@ impl Fleet {
         };
         match got {
             Ok(got) => {
+                let examined = tokio::select! {
+                    () = link.fate.gone.cancelled() => return None,
+                    examined = self.examine(link, name, &got) => examined,
+                };
+                if let Err(why) = examined {
+                    self.note_loading(&link.worker, None);
+                    link.fate.condemn(why);
+                    link.fate.gone.cancelled().await;
+                    return None;
+                }
                 self.note_loaded(&link.worker, link.epoch, name, files, &got);
                 report(files.bytes(), files.bytes(), "ready");
                 None
@@ -434,6 +444,7 @@ impl Fleet {
                 .filter_map(|slot| slot.models.remove(name).and(slot.link.clone()))
                 .collect()
         };
+        self.forget_answers(name);
         self.tell();
         let patience = self.policy.start_timeout;
         let mut unloads = JoinSet::new();

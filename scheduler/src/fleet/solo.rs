@@ -265,7 +265,11 @@ impl Fleet {
         let load = async {
             let patience = self.policy.start_timeout;
             match aside.link.load(model, files, patience, |_| {}).await {
-                Ok(got) => Ok(Ok(got)),
+                Ok(got) => {
+                    let examined = self.examine(&aside.link, model, &got).await;
+                    examined.map_err(|why| why.death())?;
+                    Ok(Ok(got))
+                }
                 Err(LoadFailure::Refused(error)) => Ok(Err(error)),
                 Err(LoadFailure::Broken(kind, why)) => {
                     Err(Death::new(kind, format!("while loading {model}: {why}")))

@@ -254,7 +254,11 @@ async fn adapt(
         return Ok(());
     };
     let got = match link.load(&name, &files, patience, |_| {}).await {
-        Ok(got) => Some(got),
+        Ok(got) => {
+            let examined = fleet.examine(link, &name, &got).await;
+            examined.map_err(|why| why.death())?;
+            Some(got)
+        }
         Err(LoadFailure::Refused(error)) => {
             tracing::warn!(model = %name, worker = link.worker, %error, "a standby cannot load a model");
             None

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod fake;
+mod known;
 mod mishaps;
 mod readers;
 mod suspects;

@@ -1,0 +1,294 @@
+//! Asking workers for known answers: before they serve, and from time to time when they are idle.
+
+use std::{
+    sync::{Arc, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    limits,
+    v1::{CheckResponse, Loaded},
+};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::{Condemnation, Fleet, Link, is_broken};
+use crate::{
+    death::DeathKind,
+    discover::clip,
+    known::{Answer, Book, Subject, Verdict, Witness},
+};
+
+/// How long the end of a process may take to show after a conversation with it broke.
+const POST_MORTEM: Duration = Duration::from_millis(200);
+/// Between two looks whether a contested answer is decided.
+const ROUND: Duration = Duration::from_millis(10);
+/// Rounds of looking for a worker that is due, in one interval.
+const ROUNDS: u32 = 16;
+
+/// How much is asked for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Depth {
+    /// The first step, once there is a record: a stream may wait for this worker.
+    Spawn,
+    /// All steps and a part of the weights.
+    Patrol,
+}
+
+/// What came of asking.
+enum Said {
+    Answered(Answer, CheckResponse),
+    /// Not now: it is full, or does not have the model any more.
+    Excused,
+}
+
+fn witness(link: &Link) -> Witness {
+    Witness {
+        worker: link.worker.clone(),
+        epoch: link.epoch,
+    }
+}
+
+/// The subject of a check, if equal input has to give equal bits there.
+fn subject(model: &ModelName, loaded: &Loaded) -> Option<Subject> {
+    let class = loaded.numerics.as_ref().filter(|n| n.reproducible)?;
+    Some(Subject {
+        model: model.clone(),
+        class: class.id.clone(),
+    })
+}
+
+/// The sentence on a worker that differs from `record`; it was right `ago`.
+fn wrong(
+    model: &ModelName,
+    record: &Witness,
+    ago: Option<Duration>,
+    weights: bool,
+) -> Condemnation {
+    let what = match weights {
+        true => "the bytes of its weights are",
+        false => "its answer to the known input is",
+    };
+    let since = match ago {
+        Some(ago) => format!(
+            "it was right {:.1} s before, and what it computed since then is in doubt",
+            ago.as_secs_f64()
+        ),
+        None => "it never was right, and all it computed is in doubt".to_owned(),
+    };
+    let why = format!(
+        "{what} not what {} (epoch {}) has for model {model}; {since}",
+        record.worker, record.epoch
+    );
+    Condemnation::new(DeathKind::Corrupt, why)
+}
+
+impl Fleet {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Checks a worker that has just loaded a model and does not serve it yet.
+    ///
+    /// # Errors
+    /// Why it must not serve.
+    pub(super) async fn examine(
+        &self,
+        link: &Link,
+        model: &ModelName,
+        loaded: &Loaded,
+    ) -> Result<(), Condemnation> {
+        self.ask(link, model, loaded, Depth::Spawn).await
+    }
+
+    async fn ask(
+        &self,
+        link: &Link,
+        model: &ModelName,
+        loaded: &Loaded,
+        depth: Depth,
+    ) -> Result<(), Condemnation> {
+        let Some(subject) = subject(model, loaded) else {
+            return Ok(());
+        };
+        let (steps, part) = {
+            let book = self.book();
+            let part = || book.next_part(&link.worker, model);
+            match depth {
+                Depth::Spawn if book.has(&subject) => (1, None),
+                Depth::Spawn => (limits::MAX_CHECK_STEPS, None),
+                Depth::Patrol => (limits::MAX_CHECK_STEPS, Some(part())),
+            }
+        };
+        let began = Instant::now();
+        let patience = self.policy.start_timeout;
+        let said = match timeout(patience, link.check(model, steps, part)).await {
+            Ok(Ok(said)) => match Answer::believe(&said, steps) {
+                Ok(answer) => Ok(Said::Answered(answer, said)),
+                Err(lie) => Err((DeathKind::Protocol, format!("it said {lie}"))),
+            },
+            Ok(Err(status)) if is_broken(&status) => Err((
+                DeathKind::Protocol,
+                "its control connection broke".to_owned(),
+            )),
+            Ok(Err(status)) => match Error::from_status(&status).reason() {
+                Reason::Overloaded | Reason::ModelNotFound => Ok(Said::Excused),
+                _ => Err((DeathKind::Corrupt, clip(status.message()))),
+            },
+            Err(_) => Err((DeathKind::Deadline, format!("nothing for {patience:?}"))),
+        };
+        let (answer, words) = match said {
+            Ok(Said::Answered(answer, words)) => (answer, words),
+            Ok(Said::Excused) => {
+                // The next turn comes as if it had answered; one that was to serve at once is due right away.
+                if depth == Depth::Patrol {
+                    let (now, none) = (self.now(), Answer::default());
+                    self.book()
+                        .checked(&witness(link), model, &none, now, Duration::ZERO);
+                }
+                return Ok(());
+            }
+            Err((kind, why)) => {
+                let why = format!("asked for the known answer of model {model}: {why}");
+                return Err(Condemnation::new(kind, why));
+            }
+        };
+        let (now, by) = (self.now(), witness(link));
+        let took = began.elapsed();
+        self.book().checked(&by, model, &answer, now, took);
+        let judge = || self.book().judge(&subject, &by, &answer, now);
+        let mut verdict = judge();
+        if let Verdict::Contested(single) = &verdict
+            && depth == Depth::Spawn
+            && self.accuse(single, model, &by)
+        {
+            verdict = self.decided(&judge).await;
+        }
+        match verdict {
+            Verdict::Right => Ok(()),
+            Verdict::Overturned(accused) => {
+                for one in accused {
+                    self.accuse(&one, model, &by);
+                }
+                Ok(())
+            }
+            Verdict::Wrong { .. } | Verdict::Contested(_) if !words.changed_file.is_empty() => {
+                let why = format!("{} of model {model} changed", clip(&words.changed_file));
+                Err(Condemnation::new(DeathKind::ModelChanged, why))
+            }
+            Verdict::Contested(record) => Err(wrong(model, &record, None, false)),
+            Verdict::Wrong {
+                record,
+                right_at,
+                weights,
+            } => {
+                let ago = right_at.map(|at| now.saturating_sub(at));
+                Err(wrong(model, &record, ago, weights))
+            }
+        }
+    }
+
+    /// Judges again and again until the one that was accused has a successor that decides, or none comes.
+    async fn decided(&self, judge: &(impl Fn() -> Verdict + Sync)) -> Verdict {
+        let until = Instant::now() + self.policy.start_timeout / 2;
+        loop {
+            sleep(ROUND).await;
+            let verdict = judge();
+            if !matches!(verdict, Verdict::Contested(_)) || Instant::now() >= until {
+                return verdict;
+            }
+        }
+    }
+
+    /// Replaces a process whose answer others contradict; returns whether it was still there.
+    fn accuse(&self, accused: &Witness, model: &ModelName, by: &Witness) -> bool {
+        let link = {
+            let table = self.table();
+            let slot = table.workers.get(&accused.worker);
+            slot.and_then(|slot| slot.link.clone())
+        };
+        let Some(link) = link.filter(|link| link.epoch == accused.epoch) else {
+            return false;
+        };
+        let why = format!(
+            "its answer to the known input for model {model} is contradicted, the last time by {} (epoch {}); what it computed is in doubt",
+            by.worker, by.epoch
+        );
+        self.sentence(&link, Condemnation::new(DeathKind::Corrupt, why));
+        true
+    }
+
+    /// Takes a serving worker out at once and has it replaced.
+    fn sentence(&self, link: &Link, why: Condemnation) {
+        let current = |id: &str| {
+            let table = self.table();
+            let slot = table.workers.get(id);
+            slot.is_some_and(|slot| slot.is_alive(link.epoch))
+        };
+        if current(&link.worker) {
+            self.withdraw(&link.worker);
+        }
+        link.fate.condemn(why);
+    }
+
+    /// A process that was checked takes a worker's place: what it answered counts as that worker's.
+    pub(super) fn rename_witness(&self, link: &Link, worker: &str, epoch: u64) {
+        let to = Witness {
+            worker: worker.to_owned(),
+            epoch,
+        };
+        self.book().rename(&witness(link), &to, self.now());
+    }
+
+    /// Forgets what is known about a model.
+    pub(super) fn forget_answers(&self, model: &ModelName) {
+        self.book().forget(model);
+    }
+
+    /// Begins to check workers that are idle, each once in an interval, until the fleet stops.
+    pub fn check_every(self: &Arc<Self>, interval: Duration) {
+        self.keepers.spawn(Arc::clone(self).patrol(interval));
+    }
+
+    async fn patrol(self: Arc<Self>, interval: Duration) {
+        loop {
+            let Some((link, model, loaded)) = self.most_overdue(interval) else {
+                tokio::select! {
+                    () = self.stop.cancelled() => return,
+                    () = sleep(interval / ROUNDS) => continue,
+                }
+            };
+            let asking = self.ask(&link, &model, &loaded, Depth::Patrol);
+            tokio::select! {
+                () = self.stop.cancelled() => return,
+                () = link.fate.gone.cancelled() => {}
+                asked = asking => if let Err(why) = asked {
+                    let gone = timeout(POST_MORTEM, link.fate.gone.cancelled());
+                    // If the conversation broke because the process ended, its end says more.
+                    if why.kind != DeathKind::Protocol || gone.await.is_err() {
+                        self.sentence(&link, why);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The worker and model whose check should have been made first, if one is due.
+    fn most_overdue(&self, interval: Duration) -> Option<(Arc<Link>, ModelName, Loaded)> {
+        let now = self.now();
+        let table = self.table();
+        let book = self.book();
+        let serving = table.workers.values().filter_map(|slot| {
+            let busy = slot.load.running.load(std::sync::atomic::Ordering::Relaxed) > 0;
+            Some((slot.link.as_ref()?, busy, &slot.models))
+        });
+        serving
+            .flat_map(|(link, busy, models)| models.iter().map(move |m| (link, busy, m)))
+            .filter(|(_, _, (model, loaded))| subject(model, loaded).is_some())
+            .map(|(link, busy, m)| (book.due(&witness(link), m.0, busy, interval), link, m))
+            .filter(|(due, ..)| *due <= now)
+            .min_by_key(|(due, ..)| *due)
+            .map(|(_, link, (model, loaded))| (Arc::clone(link), model.clone(), loaded.clone()))
+    }
+}

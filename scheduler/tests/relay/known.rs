@@ -1,0 +1,144 @@
+//! Known answers: workers that compute wrongly are found, replaced and taken out, and nobody is served by them.
+
+use super::*;
+
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// Checks of a process so far: their numbers of steps.
+fn checks(house: &House, process: &str) -> Vec<u32> {
+    let checks = house.stage.checks.lock().unwrap();
+    let of_it = checks.iter().filter(|(by, _)| by == process);
+    of_it.map(|(_, request)| request.steps).collect()
+}
+
+fn go_wrong(house: &House, who: &str, value: u8) {
+    let mut wrong = house.stage.wrong.lock().unwrap();
+    wrong.insert(who.to_owned(), value);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_answers_before_it_serves_and_again_when_it_is_idle() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    assert_eq!(checks(&house, "w0.1"), [limits::MAX_CHECK_STEPS]);
+    house.fleet.check_every(INTERVAL);
+    until(|| checks(&house, "w0.1").len() > 3).await;
+    // A stream waits for the worker that comes back: it is asked briefly at first.
+    house.stage.act(Act::DieAt(3, Duration::from_millis(2)));
+    house.generate(request(8)).await.unwrap();
+    until(|| checks(&house, "w0.2").len() > 1).await;
+    assert_eq!(checks(&house, "w0.2")[..2], [1, limits::MAX_CHECK_STEPS]);
+    assert_eq!(house.fleet.workers()[0].deaths, 1);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_that_turns_wrong_is_replaced_and_its_death_says_since_when() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    let mut events = house
+        .control()
+        .watch_events(WatchEventsRequest {})
+        .await
+        .unwrap()
+        .into_inner();
+    house.fleet.check_every(INTERVAL);
+    until(|| checks(&house, "w0.1").len() > 2).await;
+    go_wrong(&house, "w0.1", 9);
+    let died = loop {
+        let event = events.message().await.unwrap().unwrap();
+        if event.kind() == EventKind::WorkerDied {
+            break event;
+        }
+    };
+    assert_eq!((died.exit_kind.as_str(), died.epoch), ("corrupt", 1));
+    assert!(
+        died.message
+            .contains("s before, and what it computed since then is in doubt"),
+        "{died:?}"
+    );
+    until(|| house.fleet.workers()[0].epoch == 2).await;
+    house.ready(1).await;
+    let said = house.generate(request(4)).await.unwrap();
+    said.check(&[1, 2, 3], 5, 4, 0);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_that_is_wrong_twice_is_taken_out_before_it_serves() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    house.fleet.check_every(INTERVAL);
+    go_wrong(&house, "w0", 9);
+    let quarantined = || house.fleet.workers()[0].state() == WorkerState::Quarantined;
+    until(quarantined).await;
+    let worker = &house.fleet.workers()[0];
+    assert_eq!((worker.epoch, worker.deaths), (2, 2));
+    assert_eq!(worker.last_exit_kind, "corrupt");
+    assert!(
+        worker.last_exit.contains("it never was right"),
+        "{worker:?}"
+    );
+    assert_eq!(reason(house.generate(request(4)).await), Reason::NoWorker);
+    assert!(house.stage.seen.lock().unwrap().is_empty());
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_goes_on_from_a_worker_that_turned_wrong_to_one_that_did_not() {
+    let house = House::new(2).await;
+    house.ready(2).await;
+    house.stage.act(Act::Stall);
+    let stream = house.tokens().generate(request(4)).await;
+    let mut stream = stream.unwrap().into_inner();
+    stream.message().await.unwrap();
+    let workers = house.fleet.workers();
+    let holder = workers.iter().find(|w| w.running_requests == 1).unwrap();
+    go_wrong(&house, &format!("{}.1", holder.id), 9);
+    // Never idle, so it takes a while longer.
+    house.fleet.check_every(INTERVAL);
+    let mut said = Said::default();
+    while let Some(event) = stream.message().await.unwrap() {
+        said.hear(event.event.unwrap());
+    }
+    assert_eq!(said.finished[0].deaths_survived, 1);
+    assert_eq!(said.ids.len(), 4);
+    house.end().await;
+}
+
+/// Which of them is right nobody can tell: the one that answered first stays.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_devices_that_insist_on_different_answers_only_one_serves() {
+    let house = House::with(2, |stage, _| {
+        stage.wrong.lock().unwrap().insert("w1".into(), 9);
+    })
+    .await;
+    let settled = || {
+        let workers = house.fleet.workers();
+        let any = |state| workers.iter().any(|w| w.state() == state);
+        any(WorkerState::Quarantined) && any(WorkerState::Ready)
+    };
+    until(settled).await;
+    house.generate(request(4)).await.unwrap();
+    house.end().await;
+}
+
+/// Also if it was the first to answer, so that the others were held to its word.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_that_was_wrong_from_its_start_is_found_out() {
+    let house = House::with(2, |stage, _| {
+        stage.wrong.lock().unwrap().insert("w0.1".into(), 9);
+    })
+    .await;
+    let settled = || {
+        let workers = house.fleet.workers();
+        let ready = workers.iter().all(|w| w.state() == WorkerState::Ready);
+        ready && workers[0].epoch == 2
+    };
+    until(settled).await;
+    let workers = house.fleet.workers();
+    assert_eq!(workers[0].last_exit_kind, "corrupt");
+    assert_eq!(workers[0].deaths, 1);
+    house.generate(request(4)).await.unwrap();
+    house.end().await;
+}
