@@ -15,6 +15,7 @@ pub mod hang;
 pub mod inherit;
 pub mod journal;
 pub mod known;
+pub mod manager;
 pub mod onward;
 pub mod placement;
 pub mod relay;

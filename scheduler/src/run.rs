@@ -19,6 +19,7 @@ use crate::{
     exit::{Exit, Failure},
     fleet::{Fleet, Parts, Processes},
     inherit::Inherited,
+    manager,
     service::{self, Doors, Ended, Shared},
     vault::{self, Source},
 };
@@ -114,6 +115,11 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         shared.clone(),
         health.clone(),
     )));
+    let manager = manager::find(config.private_fd.is_some());
+    let _informed = manager.clone().map(|manager| {
+        let informed = manager::keep_informed(manager, shared.clone());
+        AbortOnDropHandle::new(tokio::spawn(informed))
+    });
     tracing::info!("serving on {}", doors.describe());
     let _sockets = doors.guards();
     let stop = CancellationToken::new();
@@ -132,6 +138,10 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         }
     };
     let told = ended.is_none();
+    manager::stopping(
+        manager.as_ref(),
+        "ending: running streams go on to their end",
+    );
     let outcome = match ended {
         Some(Ok(Ok(Ended::ConnectionOver | Ended::Asked))) => Ok(()),
         Some(Ok(Ok(Ended::DoorFailed))) => {

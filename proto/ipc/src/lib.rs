@@ -13,6 +13,7 @@ pub mod inherit;
 pub mod listen;
 pub mod log;
 pub mod memory;
+pub mod notify;
 pub mod oom;
 pub mod socket;
 pub mod spawn;

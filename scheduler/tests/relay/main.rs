@@ -5,6 +5,7 @@
 
 mod fake;
 mod known;
+mod manager;
 mod mishaps;
 mod readers;
 mod suspects;
