@@ -25,7 +25,7 @@ pub type Hash = [u8; 32];
 const MAX_RECORDS: usize = 4 * limits::MAX_MODELS;
 /// Different answers that are told apart; further ones are wrong and have no vote.
 const MAX_ANSWERS: usize = 8;
-/// A pause is at least so many times as long as the check before it: checks take at most the inverse of the time.
+/// So much longer than a check the pause after it is at least: checks take 0.1 % of the time at most.
 pub const SHARE: u32 = 1000;
 /// Intervals after which a worker that is never idle is checked beside its requests.
 const PATIENCE: u32 = 10;
@@ -260,6 +260,15 @@ struct Turn {
     part: u32,
 }
 
+/// How often idle workers are checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pace {
+    /// Between two checks of one.
+    pub interval: Duration,
+    /// So many times as long as a check is the pause after it at least.
+    pub share: u32,
+}
+
 /// All records.
 #[derive(Debug, Default)]
 pub struct Book {
@@ -354,13 +363,13 @@ impl Book {
 
     /// When a process is to be checked again: an interval after the last time, later if that took long, and much later
     /// while it is busy. At once if it never was.
-    pub fn due(&self, by: &Witness, model: &ModelName, busy: bool, interval: Duration) -> Duration {
+    pub fn due(&self, by: &Witness, model: &ModelName, busy: bool, pace: Pace) -> Duration {
         let key = (by.worker.clone(), model.clone());
         let turn = self.turns.get(&key).filter(|turn| turn.epoch == by.epoch);
         let Some(turn) = turn else {
             return Duration::ZERO;
         };
-        let pause = interval.max(turn.took.saturating_mul(SHARE));
+        let pause = pace.interval.max(turn.took.saturating_mul(pace.share));
         let patience = if busy { PATIENCE } else { 1 };
         turn.at.saturating_add(pause.saturating_mul(patience))
     }
@@ -379,6 +388,10 @@ mod tests {
     use super::*;
 
     const WHOLE: u32 = limits::MAX_CHECK_STEPS;
+    const PACE: Pace = Pace {
+        interval: Duration::from_secs(60),
+        share: SHARE,
+    };
 
     fn subject() -> Subject {
         Subject {
@@ -515,7 +528,7 @@ mod tests {
     fn checks_are_rarer_when_they_are_long_or_the_worker_is_busy() {
         let mut book = Book::default();
         let (model, w0) = (subject().model, by("w0", 1));
-        let due = |book: &Book, busy| book.due(&w0, &model, busy, at(60));
+        let due = |book: &Book, busy| book.due(&w0, &model, busy, PACE);
         assert_eq!(due(&book, true), at(0));
         book.checked(&w0, &model, &says(&[1]), at(100), Duration::from_millis(5));
         assert_eq!(due(&book, false), at(160));
@@ -529,7 +542,7 @@ mod tests {
         );
         assert_eq!(due(&book, false), at(600));
         // Another process is due at once.
-        assert_eq!(book.due(&by("w0", 2), &model, false, at(60)), at(0));
+        assert_eq!(book.due(&by("w0", 2), &model, false, PACE), at(0));
     }
 
     #[test]
@@ -540,7 +553,7 @@ mod tests {
         book.judge(&subject(), &standby, &says(&[1]), at(10));
         book.checked(&standby, &model, &says(&[1]), at(10), at(0));
         book.rename(&standby, &w0, at(500));
-        assert_eq!(book.due(&w0, &model, false, at(60)), at(560));
+        assert_eq!(book.due(&w0, &model, false, PACE), at(560));
         let verdict = book.judge(&subject(), &w0, &says(&[2]), at(600));
         let wrong = Verdict::Wrong {
             record: w0,

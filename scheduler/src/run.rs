@@ -19,6 +19,7 @@ use crate::{
     exit::{Exit, Failure},
     fleet::{Fleet, Parts, Processes},
     inherit::Inherited,
+    known::{self, Pace},
     manager,
     service::{self, Doors, Ended, Shared},
     vault::{self, Source},
@@ -105,7 +106,8 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
     }
     fleet.start(devices);
     if let Some(interval) = config.check_interval {
-        fleet.check_every(interval);
+        let share = known::SHARE;
+        fleet.check_every(Pace { interval, share });
     }
 
     let shared = Shared::new(Arc::clone(&fleet));

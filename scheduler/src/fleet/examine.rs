@@ -17,7 +17,7 @@ use super::{Condemnation, Fleet, Link, is_broken};
 use crate::{
     death::DeathKind,
     discover::clip,
-    known::{Answer, Book, Subject, Verdict, Witness},
+    known::{Answer, Book, Pace, Subject, Verdict, Witness},
 };
 
 /// How long the end of a process may take to show after a conversation with it broke.
@@ -247,16 +247,16 @@ impl Fleet {
     }
 
     /// Begins to check workers that are idle, each once in an interval, until the fleet stops.
-    pub fn check_every(self: &Arc<Self>, interval: Duration) {
-        self.keepers.spawn(Arc::clone(self).patrol(interval));
+    pub fn check_every(self: &Arc<Self>, pace: Pace) {
+        self.keepers.spawn(Arc::clone(self).patrol(pace));
     }
 
-    async fn patrol(self: Arc<Self>, interval: Duration) {
+    async fn patrol(self: Arc<Self>, pace: Pace) {
         loop {
-            let Some((link, model, loaded)) = self.most_overdue(interval) else {
+            let Some((link, model, loaded)) = self.most_overdue(pace) else {
                 tokio::select! {
                     () = self.stop.cancelled() => return,
-                    () = sleep(interval / ROUNDS) => continue,
+                    () = sleep(pace.interval / ROUNDS) => continue,
                 }
             };
             let asking = self.ask(&link, &model, &loaded, Depth::Patrol);
@@ -275,7 +275,7 @@ impl Fleet {
     }
 
     /// The worker and model whose check should have been made first, if one is due.
-    fn most_overdue(&self, interval: Duration) -> Option<(Arc<Link>, ModelName, Loaded)> {
+    fn most_overdue(&self, pace: Pace) -> Option<(Arc<Link>, ModelName, Loaded)> {
         let now = self.now();
         let table = self.table();
         let book = self.book();
@@ -286,7 +286,7 @@ impl Fleet {
         serving
             .flat_map(|(link, busy, models)| models.iter().map(move |m| (link, busy, m)))
             .filter(|(_, _, (model, loaded))| subject(model, loaded).is_some())
-            .map(|(link, busy, m)| (book.due(&witness(link), m.0, busy, interval), link, m))
+            .map(|(link, busy, m)| (book.due(&witness(link), m.0, busy, pace), link, m))
             .filter(|(due, ..)| *due <= now)
             .min_by_key(|(due, ..)| *due)
             .map(|(_, link, (model, loaded))| (Arc::clone(link), model.clone(), loaded.clone()))

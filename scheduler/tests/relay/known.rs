@@ -1,8 +1,14 @@
 //! Known answers: workers that compute wrongly are found, replaced and taken out, and nobody is served by them.
 
+use hotcell_scheduler::known::Pace;
+
 use super::*;
 
-const INTERVAL: Duration = Duration::from_millis(20);
+/// However long a check takes where the machine is busy.
+const PACE: Pace = Pace {
+    interval: Duration::from_millis(20),
+    share: 0,
+};
 
 /// Checks of a process so far: their numbers of steps.
 fn checks(house: &House, process: &str) -> Vec<u32> {
@@ -21,7 +27,7 @@ async fn a_worker_answers_before_it_serves_and_again_when_it_is_idle() {
     let house = House::new(1).await;
     house.ready(1).await;
     assert_eq!(checks(&house, "w0.1"), [limits::MAX_CHECK_STEPS]);
-    house.fleet.check_every(INTERVAL);
+    house.fleet.check_every(PACE);
     until(|| checks(&house, "w0.1").len() > 3).await;
     // A stream waits for the worker that comes back: it is asked briefly at first.
     house.stage.act(Act::DieAt(3, Duration::from_millis(2)));
@@ -42,7 +48,7 @@ async fn one_that_turns_wrong_is_replaced_and_its_death_says_since_when() {
         .await
         .unwrap()
         .into_inner();
-    house.fleet.check_every(INTERVAL);
+    house.fleet.check_every(PACE);
     until(|| checks(&house, "w0.1").len() > 2).await;
     go_wrong(&house, "w0.1", 9);
     let died = loop {
@@ -68,7 +74,7 @@ async fn one_that_turns_wrong_is_replaced_and_its_death_says_since_when() {
 async fn one_that_is_wrong_twice_is_taken_out_before_it_serves() {
     let house = House::new(1).await;
     house.ready(1).await;
-    house.fleet.check_every(INTERVAL);
+    house.fleet.check_every(PACE);
     go_wrong(&house, "w0", 9);
     let quarantined = || house.fleet.workers()[0].state() == WorkerState::Quarantined;
     until(quarantined).await;
@@ -96,7 +102,7 @@ async fn a_stream_goes_on_from_a_worker_that_turned_wrong_to_one_that_did_not() 
     let holder = workers.iter().find(|w| w.running_requests == 1).unwrap();
     go_wrong(&house, &format!("{}.1", holder.id), 9);
     // Never idle, so it takes a while longer.
-    house.fleet.check_every(INTERVAL);
+    house.fleet.check_every(PACE);
     let mut said = Said::default();
     while let Some(event) = stream.message().await.unwrap() {
         said.hear(event.event.unwrap());
