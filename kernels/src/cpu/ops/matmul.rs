@@ -70,6 +70,11 @@ impl Kernel for Prepare {
     }
 }
 
+/// Multiplications between two looks at whether to stop: some tens of milliseconds.
+const PIECE: usize = 1 << 32;
+/// Columns of a piece are a multiple of this: whole groups of panels on every path.
+const PIECE_COLUMNS: usize = 256;
+
 struct Multiply {
     x: Reg,
     w: Reg,
@@ -104,7 +109,16 @@ impl Kernel for Multiply {
                 },
                 rows,
             };
-            kernel.run(run.path, n, run.pointer(self.out).cast(), self.n);
+            // Which columns go together changes no bit.
+            let columns = PIECE / rows.saturating_mul(self.k).max(1);
+            let columns = columns.next_multiple_of(PIECE_COLUMNS).max(PIECE_COLUMNS);
+            for start in n.clone().step_by(columns) {
+                if run.stopped() {
+                    return;
+                }
+                let piece = start..n.end.min(start.saturating_add(columns));
+                kernel.run(run.path, piece, run.pointer(self.out).cast(), self.n);
+            }
         }
     }
 }
