@@ -8,7 +8,7 @@
 mod double;
 mod single;
 
-pub use single::{exp, log};
+pub use single::{exp, log, log2_of_size, pow_of_log2};
 
 /// A float that elementwise ops compute with.
 pub trait Real: Copy + PartialOrd {

@@ -31,8 +31,39 @@ pub(super) trait Unary {
 pub(super) trait Binary {
     type In: Copy;
     type Out;
+    /// As for [`Unary`].
+    const RESCUE: bool = false;
     fn call(a: Self::In, b: Self::In) -> Self::Out;
+    #[inline(always)]
+    fn outside(_: Self::In, _: Self::In) -> bool {
+        false
+    }
+    fn rescue(a: Self::In, b: Self::In) -> Self::Out {
+        Self::call(a, b)
+    }
 }
+
+/// A function of three elements.
+pub(super) trait Ternary {
+    type In: Copy;
+    type Out;
+    fn call(a: Self::In, b: Self::In, c: Self::In) -> Self::Out;
+}
+
+/// A function of two elements that is too long for the processor to work on several at once, in two halves.
+pub(super) trait Halves {
+    type In: Copy;
+    type Between: Copy + Default;
+    type Out;
+    fn first(a: Self::In, b: Self::In) -> Self::Between;
+    fn second(a: Self::In, b: Self::In, between: Self::Between) -> Self::Out;
+}
+
+/// Elements that go through a half before the other.
+const HALVES_BLOCK: usize = 128;
+
+/// Elements after which what may need rescue is looked at again, while the cache has it.
+const RESCUE_BLOCK: usize = 512;
 
 #[inline(always)]
 unsafe fn unary_body<I: Unary>(out: *mut u8, args: [*const u8; 3], n: usize) {
@@ -43,12 +74,16 @@ unsafe fn unary_body<I: Unary>(out: *mut u8, args: [*const u8; 3], n: usize) {
             from_raw_parts(args[0].cast::<I::In>(), n),
         )
     };
-    for (o, x) in out.iter_mut().zip(x) {
-        *o = I::call(*x);
+    if !I::RESCUE {
+        for (o, x) in out.iter_mut().zip(x) {
+            *o = I::call(*x);
+        }
+        return;
     }
-    if I::RESCUE {
+    for (out, x) in out.chunks_mut(RESCUE_BLOCK).zip(x.chunks(RESCUE_BLOCK)) {
         let mut any = false;
-        for x in x {
+        for (o, x) in out.iter_mut().zip(x) {
+            *o = I::call(*x);
             any |= I::outside(*x);
         }
         if any {
@@ -77,13 +112,94 @@ unsafe fn binary_body<I: Binary>(out: *mut u8, args: [*const u8; 3], n: usize) {
             from_raw_parts(args[1].cast::<I::In>(), n),
         )
     };
+    if !I::RESCUE {
+        for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
+            *o = I::call(*a, *b);
+        }
+        return;
+    }
+    let (a, b) = (a.chunks(RESCUE_BLOCK), b.chunks(RESCUE_BLOCK));
+    for ((out, a), b) in out.chunks_mut(RESCUE_BLOCK).zip(a).zip(b) {
+        let mut any = false;
+        for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
+            *o = I::call(*a, *b);
+            any |= I::outside(*a, *b);
+        }
+        if any {
+            rescue_pair::<I>(out, a, b);
+        }
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn rescue_pair<I: Binary>(out: &mut [I::Out], a: &[I::In], b: &[I::In]) {
     for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
-        *o = I::call(*a, *b);
+        if I::outside(*a, *b) {
+            *o = I::rescue(*a, *b);
+        }
     }
 }
 
 #[inline(always)]
-unsafe fn select_body<T: Copy>(out: *mut u8, args: [*const u8; 3], n: usize) {
+unsafe fn halves_body<I: Halves>(out: *mut u8, args: [*const u8; 3], n: usize) {
+    // SAFETY: the caller's promise ([`Code`]).
+    let (out, a, b) = unsafe {
+        (
+            from_raw_parts_mut(out.cast::<I::Out>(), n),
+            from_raw_parts(args[0].cast::<I::In>(), n),
+            from_raw_parts(args[1].cast::<I::In>(), n),
+        )
+    };
+    let mut between = [I::Between::default(); HALVES_BLOCK];
+    let (a, b) = (a.chunks(HALVES_BLOCK), b.chunks(HALVES_BLOCK));
+    for ((out, a), b) in out.chunks_mut(HALVES_BLOCK).zip(a).zip(b) {
+        for ((t, a), b) in between.iter_mut().zip(a).zip(b) {
+            *t = I::first(*a, *b);
+        }
+        for (((o, a), b), t) in out.iter_mut().zip(a).zip(b).zip(&between) {
+            *o = I::second(*a, *b, *t);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn ternary_body<I: Ternary>(out: *mut u8, args: [*const u8; 3], n: usize) {
+    // SAFETY: the caller's promise ([`Code`]).
+    let (out, a, b, c) = unsafe {
+        (
+            from_raw_parts_mut(out.cast::<I::Out>(), n),
+            from_raw_parts(args[0].cast::<I::In>(), n),
+            from_raw_parts(args[1].cast::<I::In>(), n),
+            from_raw_parts(args[2].cast::<I::In>(), n),
+        )
+    };
+    for (((o, a), b), c) in out.iter_mut().zip(a).zip(b).zip(c) {
+        *o = I::call(*a, *b, *c);
+    }
+}
+
+/// Bits of an element that is chosen or not.
+pub(super) trait Bits: Copy {
+    /// By masks: the compiler makes a choice of addresses of a condition, and loads them one by one.
+    fn choose(condition: bool, a: Self, b: Self) -> Self;
+}
+
+macro_rules! bits {
+    ($($t:ident)*) => {$(
+        impl Bits for $t {
+            #[inline(always)]
+            fn choose(condition: bool, a: $t, b: $t) -> $t {
+                let mask = (condition as $t).wrapping_neg();
+                (a & mask) | (b & !mask)
+            }
+        }
+    )*};
+}
+bits!(u8 u16 u32 u64);
+
+#[inline(always)]
+unsafe fn select_body<T: Bits>(out: *mut u8, args: [*const u8; 3], n: usize) {
     // SAFETY: the caller's promise ([`Code`]).
     let (out, c, a, b) = unsafe {
         (
@@ -94,7 +210,7 @@ unsafe fn select_body<T: Copy>(out: *mut u8, args: [*const u8; 3], n: usize) {
         )
     };
     for (((o, c), a), b) in out.iter_mut().zip(c).zip(a).zip(b) {
-        *o = if *c != 0 { *a } else { *b };
+        *o = T::choose(*c != 0, *a, *b);
     }
 }
 
@@ -139,7 +255,9 @@ macro_rules! paths {
 }
 paths!(wide1, narrow1, unary_body, Unary);
 paths!(wide2, narrow2, binary_body, Binary);
-paths!(wide_select, narrow_select, select_body, Copy);
+paths!(wide_halves, narrow_halves, halves_body, Halves);
+paths!(wide3, narrow3, ternary_body, Ternary);
+paths!(wide_select, narrow_select, select_body, Bits);
 
 /// `where` for elements of so many bytes.
 pub(super) fn select(bytes: usize, path: CpuPath) -> Option<Code> {
@@ -184,4 +302,20 @@ macro_rules! binary {
     }};
 }
 
-pub(super) use {binary, unary};
+/// A [`Code`] of an expression over three elements.
+macro_rules! ternary {
+    ($pick:ident, $path:expr, $in:ty => $out:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {{
+        struct Op;
+        impl $crate::cpu::elementwise::code::Ternary for Op {
+            type In = $in;
+            type Out = $out;
+            #[inline(always)]
+            fn call($a: $in, $b: $in, $c: $in) -> $out {
+                $e
+            }
+        }
+        Some($crate::cpu::elementwise::code::$pick::<Op>($path))
+    }};
+}
+
+pub(super) use {binary, ternary, unary};

@@ -1,10 +1,52 @@
 //! Instructions on f32 (and, between conversions, f16 and bf16), f64 and c64.
 
-use super::code::{self, Code, Unary, binary, unary};
+use super::code::{self, Binary, Code, Halves, Unary, binary, ternary, unary};
+use std::f32::consts::FRAC_1_SQRT_2;
+
 use crate::cpu::{
     math::{self, Real},
     path::CpuPath,
 };
+
+/// √(2/π).
+const SQRT_2_PI: f32 = 0.797_884_6;
+
+/// `a` less `b ⌊a / b⌋`, exactly but for one rounding where the signs differ. Vectors for quotients that have room in the
+/// significand, one by one for the rest.
+macro_rules! remainder {
+    ($path:expr, $t:ident) => {{
+        /// A quotient below it is off by no more than a quarter.
+        const MOST: $t = (1u64 << ($t::MANTISSA_DIGITS - 2)) as $t;
+        #[inline(always)]
+        fn of_truncated(r: $t, b: $t) -> $t {
+            let r = if (r != 0.0) & ((r < 0.0) != (b < 0.0)) { r + b } else { r };
+            if r == 0.0 { r.copysign(b) } else { r }
+        }
+        struct Op;
+        impl Binary for Op {
+            type In = $t;
+            type Out = $t;
+            const RESCUE: bool = true;
+            #[inline(always)]
+            fn call(a: $t, b: $t) -> $t {
+                // The nearest quotient leaves at most 3/4 b: a multiple of both units that is no longer than b, hence exact.
+                let q = (a / b).round_ties_even();
+                let r = q.mul_add(-b, a);
+                // Also for an infinite b.
+                of_truncated(if q == 0.0 { a } else { r }, b)
+            }
+            #[inline(always)]
+            fn outside(a: $t, b: $t) -> bool {
+                // Where b is 0 or a infinite, there is no number to find.
+                ((a / b).abs() >= MOST) & (b != 0.0) & (a.abs() < $t::INFINITY)
+            }
+            fn rescue(a: $t, b: $t) -> $t {
+                of_truncated(a % b, b)
+            }
+        }
+        Some(code::wide2::<Op>($path))
+    }};
+}
 
 /// The part of the table that both widths share.
 macro_rules! float_table {
@@ -55,10 +97,10 @@ macro_rules! float_table {
             "maximum" => binary!(wide2, $path, $t => $t, |a, b| if a > b || a.is_nan() { a } else { b }),
             "minimum" => binary!(wide2, $path, $t => $t, |a, b| if a < b || a.is_nan() { a } else { b }),
             "floor_divide" => binary!(wide2, $path, $t => $t, |a, b| (a / b).floor()),
-            "remainder" => binary!(narrow2, $path, $t => $t, |a, b| {
-                let r = a % b;
-                let r = if r != 0.0 && (r < 0.0) != (b < 0.0) { r + b } else { r };
-                if r == 0.0 { r.copysign(b) } else { r }
+            "remainder" => remainder!($path, $t),
+            "clamp" => ternary!(wide3, $path, $t => $t, |x, low, high| {
+                let x = if x > low || x.is_nan() { x } else { low };
+                if x < high || x.is_nan() { x } else { high }
             }),
             "pow" => binary!(wide2, $path, $t => $t, |a, b| Real::pow(a, b)),
             "atan2" => binary!(wide2, $path, $t => $t, |a, b| Real::atan2(a, b)),
@@ -101,13 +143,54 @@ macro_rules! angle {
     }};
 }
 
+/// `pow` of f32: the logarithm, then the rest.
+struct Pow;
+
+impl Halves for Pow {
+    type In = f32;
+    type Between = f64;
+    type Out = f32;
+    #[inline(always)]
+    fn first(x: f32, _: f32) -> f64 {
+        math::log2_of_size(x)
+    }
+    #[inline(always)]
+    fn second(x: f32, y: f32, log2: f64) -> f32 {
+        math::pow_of_log2(x, y, log2)
+    }
+}
+
+#[inline(always)]
+pub(super) fn gelu_tanh(x: f32) -> f32 {
+    let inner = (x * (x * x * 0.044715 + 1.0)) * SQRT_2_PI;
+    x * ((Real::tanh(inner) + 1.0) * 0.5)
+}
+
 pub(super) fn f32(op: &str, path: CpuPath) -> Option<Code> {
     match op {
         "sin" => angle!(path, sin),
         "cos" => angle!(path, cos),
         "tan" => angle!(path, tan),
+        "pow" => Some(code::wide_halves::<Pow>(path)),
         // What `silu` and `mul` give, in one.
         "swiglu" => binary!(wide2, path, f32 => f32, |a, b| Real::silu(a) * b),
+        // As their parts in the catalogue, one operation after the other.
+        "gelu" => unary!(wide1, path, f32 => f32, |x| {
+            x * ((Real::erf(x * FRAC_1_SQRT_2) + 1.0) * 0.5)
+        }),
+        "gelu_tanh" => unary!(wide1, path, f32 => f32, |x| gelu_tanh(x)),
+        "geglu" => binary!(wide2, path, f32 => f32, |gate, up| gelu_tanh(gate) * up),
+        "gelu_quick" => unary!(wide1, path, f32 => f32, |x| x * Real::sigmoid(x * 1.702)),
+        "softplus" => unary!(wide1, path, f32 => f32, |x| Real::logaddexp(x, 0.0)),
+        "swiglu_limit" => ternary!(wide3, path, f32 => f32, |gate, up, alpha| {
+            (gate * Real::sigmoid(gate * alpha)) * (up + 1.0)
+        }),
+        "is_close" => ternary!(wide3, path, f32 => u8, |a, b, allowed| {
+            (((a - b).abs() <= allowed) & b.is_finite() | (a == b)) as u8
+        }),
+        "size_times_plus" => {
+            ternary!(wide3, path, f32 => f32, |x, factor, term| x.abs() * factor + term)
+        }
         _ => float_table!(op, path, f32),
     }
 }

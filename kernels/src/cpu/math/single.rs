@@ -39,18 +39,39 @@ fn scale(p: f32, n: i32) -> f32 {
 /// `e^x`, 1.02 ulp, with subnormal results; else the bits of [`lanes::exp`](crate::cpu::lanes::exp).
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    let (q, n) = exp_parts(x);
-    let y = scale(q + 1.0, n);
-    let y = if x < -104.0 { 0.0 } else { y };
-    if x > 88.8 { f32::INFINITY } else { y }
+    let x = if x > MOST_EXP { MOST_EXP } else { x };
+    // Of what lies below, it is 0, and so it is of this. A NaN stays.
+    let (q, n) = exp_parts(if x < -104.0 { -104.0 } else { x });
+    scale(q + 1.0, n)
+}
+
+/// Of what lies beyond, `e^x` is infinite, and so it is of this.
+const MOST_EXP: f32 = 89.0;
+
+/// [`exp`] of no positive number.
+#[inline(always)]
+fn exp_of_negative(x: f32) -> f32 {
+    let (q, n) = exp_parts(if x < -104.0 { -104.0 } else { x });
+    // Rounded once, by the second factor: the first is not below the normal numbers, nor is their product.
+    (q + 1.0) * power_of_two(n.wrapping_add(64)) * f32::from_bits((127 - 64) << 23)
+}
+
+/// `1 + e^x`, infinite where `e^x` is.
+#[inline(always)]
+fn one_and_exp(x: f32) -> f32 {
+    let x = if x > MOST_EXP { MOST_EXP } else { x };
+    // Below, it is 1.
+    let (q, n) = exp_parts(if x < -80.0 { -80.0 } else { x });
+    // 2^n may be infinite where e^x is not.
+    let half = (q + 1.0) * power_of_two(n.wrapping_sub(1));
+    half.mul_add(2.0, 1.0)
 }
 
 /// `e^x / 2` for `x ≥ 0`, which overflows later than `e^x`.
 #[inline(always)]
 fn half_exp(x: f32) -> f32 {
-    let (q, n) = exp_parts(x);
-    let y = scale(q + 1.0, n.wrapping_sub(1));
-    if x > 89.5 { f32::INFINITY } else { y }
+    let (q, n) = exp_parts(if x > 89.5 { 89.5 } else { x });
+    (q + 1.0) * power_of_two(n.wrapping_sub(2)) * 2.0
 }
 
 #[inline(always)]
@@ -59,7 +80,8 @@ pub(super) fn expm1(x: f32) -> f32 {
     let s = power_of_two(n);
     let y = s.mul_add(q, s - 1.0);
     let y = if n == 0 { q } else { y };
-    let y = if x > 60.0 { exp(x) } else { y };
+    let y = if x > 60.0 { scale(q + 1.0, n) } else { y };
+    let y = if x > 88.8 { f32::INFINITY } else { y };
     let y = if x < -18.0 { -1.0 } else { y };
     if x == 0.0 { x } else { y }
 }
@@ -120,15 +142,21 @@ pub(super) fn log2(x: f32) -> f32 {
     log_edges(x, e + (high + low))
 }
 
+/// [`log1p`] of finite numbers above −1, but that it loses the sign of 0.
 #[inline(always)]
-pub(super) fn log1p(x: f32) -> f32 {
+fn log1p_inside(x: f32) -> f32 {
     let u = x + 1.0;
     let e = (u.to_bits() as i32).wrapping_sub(0x3f2a_aaab) & 0xff80_0000_u32 as i32;
     // 4 · 2^−e, because 2^−e may be subnormal.
     let four = f32::from_bits(0x4080_0000_i32.wrapping_sub(e) as u32);
     let m = (x * four).mul_add(0.25, four.mul_add(0.25, -1.0));
     let r = log_tail(m).mul_add(m * m, m);
-    let y = ((e >> 23) as f32).mul_add(LN_2, r);
+    ((e >> 23) as f32).mul_add(LN_2, r)
+}
+
+#[inline(always)]
+pub(super) fn log1p(x: f32) -> f32 {
+    let y = log1p_inside(x);
     let y = if x > -1.0 { y } else { f32::NAN };
     let y = if x == -1.0 { f32::NEG_INFINITY } else { y };
     let y = if x == f32::INFINITY { x } else { y };
@@ -307,24 +335,31 @@ pub(super) fn tanh(x: f32) -> f32 {
     let p = p.mul_add(s, 1.331_524_7e-1);
     let p = p.mul_add(s, -3.333_276_8e-1);
     let near = (p * s).mul_add(t, t);
-    let far = 1.0 - 2.0 / (1.0 + exp(2.0 * t));
+    let far = 1.0 - 2.0 / one_and_exp(2.0 * t);
     (if t < 0.55 { near } else { far }).copysign(x)
 }
 
 #[inline(always)]
 pub(super) fn asinh(x: f32) -> f32 {
     let t = x.abs();
-    let near = log1p(t + t * t / (1.0 + t.mul_add(t, 1.0).sqrt()));
-    let far = log(t) + LN_2;
-    (if t < 1e9 { near } else { far }).copysign(x)
+    // Far out it is ln(2t), and 1 makes no difference to t.
+    let far = t >= 1e9;
+    let near = t + t * t / (1.0 + t.mul_add(t, 1.0).sqrt());
+    let y = log1p(if far { t } else { near });
+    (if far { y + LN_2 } else { y }).copysign(x)
 }
 
 #[inline(always)]
 pub(super) fn acosh(x: f32) -> f32 {
     let s = x - 1.0;
-    let near = log1p(s + s.mul_add(s, 2.0 * s).sqrt());
-    let far = log(x) + LN_2;
-    let y = if x > 1e9 { far } else { near };
+    // As in `asinh`.
+    let far = x > 1e9;
+    let y = log1p(if far {
+        x
+    } else {
+        s + s.mul_add(s, 2.0 * s).sqrt()
+    });
+    let y = if far { y + LN_2 } else { y };
     if x < 1.0 { f32::NAN } else { y }
 }
 
@@ -346,7 +381,7 @@ pub(super) fn erf(x: f32) -> f32 {
     let r = r.mul_add(t, -1.067_778_8e-1);
     let r = r.mul_add(t, -6.348_467e-1);
     let r = r.mul_add(t, -1.287_175_1e-1);
-    let far = (1.0 - exp(r.mul_add(t, -t))).copysign(x);
+    let far = (1.0 - exp_of_negative(r.mul_add(t, -t))).copysign(x);
     let p = -5.967_617e-4_f32;
     let p = p.mul_add(s, 4.991_194_2e-3);
     let p = p.mul_add(s, -2.676_813_5e-2);
@@ -389,45 +424,69 @@ pub(super) fn erfinv(x: f32) -> f32 {
 
 #[inline(always)]
 pub(super) fn sigmoid(x: f32) -> f32 {
-    let e = exp(-x.abs());
+    let e = exp_of_negative(-x.abs());
     (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
 }
+
+/// 1.5 · 2^52: as [`MAGIC`].
+const ROUND: f64 = 6_755_399_441_055_744.0;
 
 /// Through f64, whose extra bits make the result all but correctly rounded.
 #[inline(always)]
 pub(super) fn pow(x: f32, y: f32) -> f32 {
-    const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 · 2^52
+    pow_of_log2(x, y, log2_of_size(x))
+}
+
+/// `log2(|x|)` of a finite number that is not 0, to 45 bits.
+#[inline(always)]
+pub fn log2_of_size(x: f32) -> f64 {
     let a = x.abs();
     let bits = (a as f64).to_bits() as i64;
     // a = 2^e m with m in [√½, √2).
     let e = bits.wrapping_sub(0x3fe6_a09e_667f_3bcd) & !0x000f_ffff_ffff_ffff;
     let m = f64::from_bits(bits.wrapping_sub(e) as u64);
     let e = f64::from_bits((ROUND.to_bits() as i64).wrapping_add(e >> 52) as u64) - ROUND;
-    let s = (m - 1.0) / (m + 1.0);
+    // (m − 1) / (m + 1), to 46 bits: a reciprocal of f32 and a step of Newton's take less time than a division.
+    let d = m + 1.0;
+    let reciprocal = (1.0 / d as f32) as f64;
+    let reciprocal = reciprocal.mul_add(reciprocal.mul_add(-d, 1.0), reciprocal);
+    let s = (m - 1.0) * reciprocal;
     let z = s * s;
-    let mut p = 1.0 / 17.0;
-    for k in [15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
-        p = p * z + 1.0 / k;
-    }
-    let log2 = e + s * p * (2.0 * std::f64::consts::LOG2_E);
+    // log2(m) / s, to 2^−45 (interpolated at Chebyshev's points, as is 2^f below).
+    let p = 0.282_887_182_630_735_65_f64;
+    let p = p.mul_add(z, 0.319_906_660_889_147_4);
+    let p = p.mul_add(z, 0.412_209_227_330_524_45);
+    let p = p.mul_add(z, 0.577_077_942_630_261_8);
+    let p = p.mul_add(z, 0.961_796_694_112_359_5);
+    let p = p.mul_add(z, 2.885_390_081_777_850_4);
+    s.mul_add(p, e)
+}
+
+/// `x` to the power `y`, given [`log2_of_size`] of `x`.
+#[inline(always)]
+pub fn pow_of_log2(x: f32, y: f32, log2: f64) -> f32 {
+    let a = x.abs();
     let w = y as f64 * log2;
-    let w = if a == 1.0 { 0.0 } else { w };
     let w = if w > 200.0 { 200.0 } else { w };
     let w = if w < -200.0 { -200.0 } else { w };
     let shifted = w + ROUND;
-    let n = shifted - ROUND;
-    let f = (w - n) * std::f64::consts::LN_2;
-    let mut p = 1.0 / 3_628_800.0;
-    for k in [
-        362_880.0, 40_320.0, 5_040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0,
-    ] {
-        p = p * f + 1.0 / k;
-    }
+    let f = w - (shifted - ROUND);
+    // (2^f − 1) / f, to 2^−33.
+    let p = 1.529_734_162_283_227e-5_f64;
+    let p = p.mul_add(f, 1.546_146_790_528_598_6e-4);
+    let p = p.mul_add(f, 1.333_350_234_150_156e-3);
+    let p = p.mul_add(f, 9.618_056_620_501_08e-3);
+    let p = p.mul_add(f, 5.550_410_883_930_555e-2);
+    let p = p.mul_add(f, 2.402_265_092_256_076e-1);
+    let p = p.mul_add(f, std::f64::consts::LN_2);
+    let p = p.mul_add(f, 1.0);
     let exponent = (shifted.to_bits() as i64)
         .wrapping_sub(ROUND.to_bits() as i64)
         .wrapping_add(1023)
         << 52;
     let r = (p * f64::from_bits(exponent as u64)) as f32;
+    // 0 times an infinite exponent.
+    let r = if a == 1.0 { 1.0 } else { r };
     let down = y < 0.0;
     let r = if a == 0.0 {
         if down { f32::INFINITY } else { 0.0 }
@@ -459,7 +518,7 @@ pub(super) fn pow(x: f32, y: f32) -> f32 {
 #[inline(always)]
 pub(super) fn logaddexp(a: f32, b: f32) -> f32 {
     let high = if a > b || a.is_nan() { a } else { b };
-    let sum = high + log1p(exp(-(a - b).abs()));
+    let sum = high + log1p_inside(exp_of_negative(-(a - b).abs()));
     // Equal infinities have no difference.
     if a == b { a + LN_2 } else { sum }
 }
@@ -476,8 +535,8 @@ pub(super) fn cos(x: f32) -> f32 {
     sine_of(r, quadrant.wrapping_add(1))
 }
 
-/// By [`lanes::exp`](crate::cpu::lanes::exp): the bits that models' recorded answers have.
+/// With the bits that [`lanes::exp`](crate::cpu::lanes::exp) gives, which models' recorded answers have.
 #[inline(always)]
 pub(super) fn silu(x: f32) -> f32 {
-    x / (1.0 + crate::cpu::lanes::exp(-x))
+    x / one_and_exp(-x)
 }
