@@ -995,6 +995,301 @@ fn silu_and_swiglu_keep_their_bits() {
     );
 }
 
+/// Numbers of every size, and what is special.
+fn all_sizes(seed: u64, count: usize) -> Vec<f32> {
+    let mut next = numbers(seed);
+    let mut all = vec![
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        1e-45,
+        -1e-40,
+        88.4,
+        -88.4,
+        88.6,
+        -88.6,
+        88.75,
+        -88.75,
+        89.1,
+        -89.1,
+        104.1,
+        -104.1,
+        1000.0,
+        -1000.0,
+        f32::MAX,
+        f32::MIN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+    ];
+    while all.len() < count {
+        all.push(f32::from_bits(next() as u32));
+        all.push((next() >> 40) as f32 / (1 << 20) as f32 - 8.0);
+        all.push((next() >> 40) as f32 / (1 << 15) as f32 - 256.0);
+    }
+    all
+}
+
+#[test]
+fn silu_has_the_bits_of_the_shared_exponential_everywhere() {
+    let x = all_sizes(12, 300_000);
+    let graph = one_op("silu", &[DType::F32], x.len(), vec![]).unwrap();
+    for path in CpuPath::available() {
+        let device = CpuDevice::with_path(2, path).unwrap();
+        let y = f32s(&run_on(&device, &graph, &[bytes_of(&x)], true)[0]);
+        for (x, y) in x.iter().zip(y) {
+            let expected = x / (1.0 + lanes::exp(-x));
+            let same = y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan();
+            assert!(same, "silu({x:e}) = {y:e}, not {expected:e}, {path}");
+        }
+    }
+}
+
+#[test]
+fn remainders_are_exact_for_quotients_of_every_size() {
+    let mut next = numbers(21);
+    let (mut a, mut b) = (all_sizes(22, 3000), all_sizes(23, 3000));
+    let specials = all_sizes(0, 0);
+    for x in &specials {
+        a.extend(specials.iter().map(|_| *x));
+        b.extend(&specials);
+    }
+    for _ in 0..100_000 {
+        // Quotients around whole numbers up to 2^26, and around the halves where the nearest one changes.
+        let divisor = f32::from_bits((next() as u32 & 0x807f_ffff) | 0x3f80_0000);
+        let whole = (next() >> 40) as f32 * [1.0, 1.0 / 4096.0, 4.0][next() as usize % 3];
+        let near = divisor * (whole.trunc() + [0.0, 0.5][next() as usize % 2]);
+        let near = f32::from_bits(near.to_bits().wrapping_add((next() % 5) as u32));
+        a.push(if next().is_multiple_of(2) {
+            near
+        } else {
+            -near
+        });
+        b.push(divisor);
+    }
+    let floored = |a: f64, b: f64| {
+        let r = libm::fmod(a, b);
+        r + if r != 0.0 && (r < 0.0) != (b < 0.0) {
+            b
+        } else {
+            0.0
+        }
+    };
+    for path in CpuPath::available() {
+        let device = CpuDevice::with_path(2, path).unwrap();
+        let graph = one_op("remainder", &[DType::F32; 2], a.len(), vec![]).unwrap();
+        let y = f32s(&run_on(&device, &graph, &[bytes_of(&a), bytes_of(&b)], true)[0]);
+        for ((a, b), y) in a.iter().zip(&b).zip(y) {
+            // f64 has room for the sum of what two f32 leave, unless one is lost in the other.
+            let expected = floored(*a as f64, *b as f64) as f32;
+            assert!(
+                y == expected || y.is_nan() && expected.is_nan(),
+                "{a:e} mod {b:e} = {y:e}, not {expected:e}, {path}"
+            );
+            let signs = y != 0.0 || y.is_sign_negative() == b.is_sign_negative();
+            assert!(signs, "{a:e} mod {b:e} = {y:e}");
+        }
+        let wide = |v: &[f32], by: f64| -> Vec<u8> {
+            let number = |x: &f32| (*x as f64 * by).to_ne_bytes();
+            v.iter().flat_map(number).collect()
+        };
+        let columns = [wide(&a, 1.1e12), wide(&b, 0.9)];
+        let graph = one_op("remainder", &[DType::F64; 2], a.len(), vec![]).unwrap();
+        let y = f64s(&run_on(&device, &graph, &columns, true)[0]);
+        for ((a, b), y) in f64s(&columns[0]).iter().zip(f64s(&columns[1])).zip(y) {
+            let expected = floored(*a, b);
+            assert!(
+                y == expected || y.is_nan() && expected.is_nan(),
+                "{a:e} mod {b:e} = {y:e}, not {expected:e}, {path}"
+            );
+        }
+    }
+}
+
+#[test]
+fn composite_instructions_have_the_bits_of_their_parts() {
+    let n = 20_000;
+    let columns = [all_sizes(31, n), all_sizes(32, n), all_sizes(33, n)];
+    let cases: [(&str, usize, Vec<Attribute>); 9] = [
+        ("gelu", 1, vec![]),
+        ("gelu_tanh", 1, vec![]),
+        ("gelu_quick", 1, vec![]),
+        ("softplus", 1, vec![]),
+        ("swiglu", 2, vec![]),
+        ("geglu", 2, vec![]),
+        (
+            "swiglu_limit",
+            2,
+            vec![Attribute::Float(1.702), Attribute::Float(7.0)],
+        ),
+        ("clamp", 3, vec![]),
+        (
+            "is_close",
+            2,
+            vec![
+                Attribute::Float(1e-1),
+                Attribute::Float(1e-2),
+                Attribute::Bool(false),
+            ],
+        ),
+    ];
+    for (op, arity, attributes) in cases {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let encode = |v: &f32| match dtype {
+                DType::F16 => f16::from_f32(*v).to_ne_bytes().to_vec(),
+                DType::BF16 => bf16::from_f32(*v).to_ne_bytes().to_vec(),
+                _ => v.to_ne_bytes().to_vec(),
+            };
+            let column = |v: &Vec<f32>| v[..n].iter().flat_map(encode).collect::<Vec<u8>>();
+            let inputs: Vec<Vec<u8>> = columns[..arity].iter().map(column).collect();
+            let graph = |parts: bool| {
+                let mut g = GraphBuilder::new(0);
+                let x: Vec<Value> = (0..arity)
+                    .map(|i| g.tensor(format!("x{i}"), spec(dtype, &[n])).unwrap())
+                    .collect();
+                let row = find(op).unwrap();
+                let y = match parts {
+                    true => row.decompose.unwrap()(&mut g, &x, &attributes).unwrap(),
+                    false => g.apply(row, x, attributes.clone()).unwrap(),
+                };
+                g.finish(&y).unwrap()
+            };
+            for path in CpuPath::available() {
+                let device = CpuDevice::with_path(2, path).unwrap();
+                let whole = run_on(&device, &graph(false), &inputs, true);
+                let parts = run_on(&device, &graph(true), &inputs, true);
+                let width = whole[0].len() / n;
+                let pairs = whole[0].chunks(width).zip(parts[0].chunks(width));
+                for (i, (whole, parts)) in pairs.enumerate() {
+                    let nan = |bytes: &[u8]| match (dtype, width) {
+                        (DType::F32, 4) => f32s(bytes)[0].is_nan(),
+                        (DType::F16, 2) => f16::from_ne_bytes(bytes.try_into().unwrap()).is_nan(),
+                        (DType::BF16, 2) => bf16::from_ne_bytes(bytes.try_into().unwrap()).is_nan(),
+                        _ => false,
+                    };
+                    let at: Vec<f32> = columns[..arity].iter().map(|c| c[i]).collect();
+                    assert!(
+                        whole == parts || nan(whole) && nan(parts),
+                        "{op} of {dtype} at {at:?} on {path}: {whole:?}, not {parts:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn half_types_are_f32_rounded_once_at_every_place_of_a_vector() {
+    let unary = [
+        "neg",
+        "abs",
+        "square",
+        "sqrt",
+        "exp",
+        "tanh",
+        "sigmoid",
+        "silu",
+        "gelu_tanh",
+    ];
+    let binary = [
+        "add", "sub", "mul", "div", "maximum", "minimum", "swiglu", "geglu",
+    ];
+    let with_arity = |n: usize, ops: &[&'static str]| -> Vec<(&'static str, usize)> {
+        ops.iter().map(|op| (*op, n)).collect()
+    };
+    let mut next = numbers(41);
+    let left: Vec<u16> = (0..=u16::MAX).chain(0..7).collect();
+    let right: Vec<u16> = left.iter().map(|_| next() as u16).collect();
+    let column = |v: &[u16]| v.iter().flat_map(|b| b.to_ne_bytes()).collect::<Vec<u8>>();
+    for dtype in [DType::F16, DType::BF16] {
+        let widen = |b: u16| match dtype {
+            DType::F16 => f16::from_bits(b).to_f32(),
+            _ => bf16::from_bits(b).to_f32(),
+        };
+        let narrow = |x: f32| match dtype {
+            DType::F16 => f16::from_f32(x).to_bits(),
+            _ => bf16::from_f32(x).to_bits(),
+        };
+        for (op, arity) in [with_arity(1, &unary), with_arity(2, &binary)].concat() {
+            let columns = [&left, &right];
+            let wide: Vec<Vec<u8>> = columns[..arity]
+                .iter()
+                .map(|c| bytes_of(&c.iter().map(|b| widen(*b)).collect::<Vec<f32>>()))
+                .collect();
+            let graph = one_op(op, &vec![DType::F32; arity], left.len(), vec![]).unwrap();
+            let expected: Vec<u16> = f32s(&run(&graph, &wide)[0])
+                .into_iter()
+                .map(narrow)
+                .collect();
+            for path in CpuPath::available() {
+                // Parts of one thread, of two, and ends that fill no vector.
+                for (threads, from, n) in [(1, 0, left.len()), (2, 0, left.len()), (1, 1003, 37)] {
+                    let device = CpuDevice::with_path(threads, path).unwrap();
+                    let graph = one_op(op, &vec![dtype; arity], n, vec![]).unwrap();
+                    let inputs: Vec<Vec<u8>> = columns[..arity]
+                        .iter()
+                        .map(|c| column(&c[from..from + n]))
+                        .collect();
+                    let got = run_on(&device, &graph, &inputs, true);
+                    let pairs = got[0].as_chunks::<2>().0.iter().zip(&expected[from..]);
+                    for (i, (got, expected)) in pairs.enumerate() {
+                        let got = u16::from_ne_bytes(*got);
+                        let nan = widen(got).is_nan() && widen(*expected).is_nan();
+                        assert!(
+                            got == *expected || nan,
+                            "{op}({:e}, {:e}) of {dtype} on {path}: {got:#x}, not {expected:#x}",
+                            widen(left[from + i]),
+                            widen(right[from + i])
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pairs_of_instructions_round_twice_and_keep_what_is_wanted() {
+    let n = 5000;
+    let columns = [all_sizes(51, n), all_sizes(52, n), all_sizes(53, n)];
+    let inputs: Vec<Vec<u8>> = columns.iter().map(|c| bytes_of(&c[..n])).collect();
+    type Second = fn(&mut GraphBuilder, Value, Value) -> Value;
+    let seconds: [Second; 7] = [
+        |g, t, c| g.add(t, c).unwrap(),
+        |g, t, c| g.add(c, t).unwrap(),
+        |g, t, c| g.sub(t, c).unwrap(),
+        |g, t, c| g.sub(c, t).unwrap(),
+        |g, t, c| g.mul(t, c).unwrap(),
+        |g, t, _| g.abs(t).unwrap(),
+        |g, t, _| g.mul(t, t).unwrap(),
+    ];
+    for first in ["add", "sub", "mul"] {
+        for second in seconds {
+            // With the first's result wanted, too, and without.
+            for outputs in [1, 2] {
+                let mut g = GraphBuilder::new(0);
+                let x: Vec<Value> = (0..3)
+                    .map(|i| g.tensor(format!("x{i}"), spec(DType::F32, &[n])).unwrap())
+                    .collect();
+                let t = g
+                    .apply(find(first).unwrap(), x[..2].to_vec(), vec![])
+                    .unwrap();
+                let y = second(&mut g, t[0], x[2]);
+                let graph = g.finish(&[y, t[0]][..outputs]).unwrap();
+                for path in CpuPath::available() {
+                    let device = CpuDevice::with_path(2, path).unwrap();
+                    let expected = run_on(&device, &graph, &inputs, false);
+                    assert!(
+                        run_on(&device, &graph, &inputs, true) == expected,
+                        "{first} and another on {path}"
+                    );
+                }
+            }
+        }
+    }
+}
+
 // ---- broadcasting
 
 /// Element of an operand for element `at` of the result, by NumPy's rule.

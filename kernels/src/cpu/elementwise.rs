@@ -8,19 +8,23 @@
 mod cast;
 mod code;
 mod float;
+#[cfg(target_arch = "x86_64")]
+mod half;
 mod int;
 mod load;
+mod pair;
 mod program;
 
 use hotcell_graph::{
     DType, Shape,
     dtype::Kind,
-    op::{Call, ValueSpec},
+    op::{Attribute, Call, ValueSpec},
 };
 
 pub(crate) use self::load::Pattern;
 use self::{
     code::Code,
+    pair::Arith,
     program::{Place, Program},
 };
 use super::{
@@ -40,7 +44,6 @@ fn lookup(op: &str, dtype: DType, path: CpuPath) -> Option<Code> {
         DType::I16 => int::i16(op, path),
         DType::I32 => int::i32(op, path),
         DType::I64 => int::i64(op, path),
-        DType::F16 | DType::BF16 if op == "swiglu" => None,
         DType::F16 | DType::BF16 | DType::F32 => float::f32(op, path),
         DType::F64 => float::f64(op, path),
         DType::C64 => float::c64(op, path),
@@ -65,7 +68,16 @@ fn register_bytes(dtype: DType) -> usize {
 fn is_exact(op: &str) -> bool {
     matches!(
         op,
-        "neg" | "abs" | "sign" | "floor" | "ceil" | "round" | "trunc" | "maximum" | "minimum"
+        "neg"
+            | "abs"
+            | "sign"
+            | "floor"
+            | "ceil"
+            | "round"
+            | "trunc"
+            | "maximum"
+            | "minimum"
+            | "clamp"
     )
 }
 
@@ -87,6 +99,8 @@ pub(crate) fn supports(call: &Call<'_>) -> bool {
             (Some(Some(a)), Some(b)) => first == DType::Bool && b == Some(a),
             _ => false,
         },
+        // NaN that equals NaN is left to its parts.
+        "is_close" if call.attributes.last() == Some(&Attribute::Bool(true)) => false,
         op => dtypes.all(|d| d == Some(first)) && lookup(op, first, CpuPath::Portable).is_some(),
     }
 }
@@ -150,6 +164,10 @@ enum Role {
 
 struct Instruction {
     code: Code,
+    /// What it computes, if it may be one of a pair.
+    arith: Option<Arith>,
+    /// The op between memory of a half type.
+    whole: Option<Code>,
     args: [Option<Id>; 3],
     /// Bytes of an element of the result.
     bytes: usize,
@@ -202,6 +220,8 @@ impl Builder {
         let arg = |i: usize| args.get(i).copied();
         self.instructions.push(Instruction {
             code,
+            arith: None,
+            whole: None,
             args: [arg(0), arg(1), arg(2)],
             bytes,
             role,
@@ -254,8 +274,52 @@ impl Builder {
         Some(self.value(From::Immediate(self.immediates.len() - 1), dtype))
     }
 
+    /// A number for every element, in an f32 register.
+    fn number(&mut self, number: f64) -> Option<Id> {
+        self.immediate(DType::F32, &(number as f32).to_ne_bytes())
+    }
+
+    /// What the op's own instruction does not do: the operands that it has instead.
+    fn prepare(&mut self, op: &str, args: &[Id], attributes: &[Attribute]) -> Option<Vec<Id>> {
+        let dtype = self.values.get(args.first()?.0)?.1;
+        let made = |b: &mut Self, op: &str, args: &[Id]| {
+            let code = lookup(op, dtype, b.path)?;
+            let bytes = register_bytes(dtype);
+            Some(b.instruction(code, args, (dtype, bytes), Role::Computes))
+        };
+        match (op, args, attributes) {
+            ("swiglu_limit", &[gate, up], &[Attribute::Float(alpha), Attribute::Float(limit)]) => {
+                let (low, high) = (self.number(-limit)?, self.number(limit)?);
+                let gate = made(self, "minimum", &[gate, high])?;
+                let up = made(self, "clamp", &[up, low, high])?;
+                Some(vec![gate, up, self.number(alpha)?])
+            }
+            (
+                "is_close",
+                &[a, b],
+                &[
+                    Attribute::Float(rtol),
+                    Attribute::Float(atol),
+                    Attribute::Bool(false),
+                ],
+            ) => {
+                let (rtol, atol) = (self.number(rtol)?, self.number(atol)?);
+                let allowed = made(self, "size_times_plus", &[b, rtol, atol])?;
+                Some(vec![a, b, allowed])
+            }
+            ("swiglu_limit" | "is_close", ..) => None,
+            _ => Some(args.to_vec()),
+        }
+    }
+
     /// An op on values. `None` when there is no instruction for it.
-    pub fn apply(&mut self, op: &str, args: &[Id], to: DType) -> Option<Id> {
+    pub fn apply(
+        &mut self,
+        op: &str,
+        args: &[Id],
+        attributes: &[Attribute],
+        to: DType,
+    ) -> Option<Id> {
         let &first = args.first()?;
         let from = self.values.get(first.0)?.1;
         let mut id = first;
@@ -277,7 +341,14 @@ impl Builder {
             }
             _ => {
                 let code = lookup(op, from, self.path)?;
-                id = self.instruction(code, args, (to, register_bytes(to)), Role::Computes);
+                let args = self.prepare(op, args, attributes)?;
+                id = self.instruction(code, &args, (to, register_bytes(to)), Role::Computes);
+                if let Some(made) = self.instructions.last_mut() {
+                    made.arith = Arith::of(op, from);
+                    if from == to {
+                        made.whole = cast::whole(op, from, self.path);
+                    }
+                }
                 if is_exact(op) {
                     return Some(id);
                 }
@@ -301,6 +372,7 @@ impl Builder {
 
     /// Adds the kernel to a plan. `None` when there is no instruction that stores a value.
     pub fn finish(mut self, launcher: &mut Launcher) -> Option<()> {
+        self.pair();
         // Who is written where: the instruction itself writes the first place its result goes to.
         let mut direct: Vec<Option<usize>> = vec![None; self.instructions.len()];
         let mut used = self.uses();
@@ -309,11 +381,12 @@ impl Builder {
             let mut value = store.value;
             if let Some(narrow) = cast::narrow(store.dtype, self.path) {
                 let mut code = narrow;
+                let mut users = 0;
                 if let From::Instruction(i) = self.values.get(value.0)?.0
                     && let Some(before) = self.instructions[i].args[0]
                 {
                     match self.instructions[i].role {
-                        Role::Rounds if used[i] == 0 => value = before,
+                        Role::Rounds if used[i] == 0 => (value, users) = (before, 1),
                         Role::Widens => {
                             value = before;
                             code = cast::copy(bytes, self.path)?;
@@ -321,7 +394,11 @@ impl Builder {
                         Role::Rounds | Role::Computes => {}
                     }
                 }
-                self.instruction(code, &[value], (store.dtype, bytes), Role::Computes);
+                let mut args = vec![value];
+                if let Some((whole, from)) = self.whole(value, store.dtype, &used, users) {
+                    (code, args) = (whole, from);
+                }
+                self.instruction(code, &args, (store.dtype, bytes), Role::Computes);
             } else {
                 match self.values.get(value.0)?.0 {
                     From::Instruction(i) if direct[i].is_none() => {
@@ -344,6 +421,60 @@ impl Builder {
         launcher.workspace(program.workspace());
         launcher.step(program, &reads, &writes);
         Some(())
+    }
+
+    /// Makes one instruction of two where only the second uses the first's result.
+    fn pair(&mut self) {
+        let mut used = self.uses();
+        for store in &self.stores {
+            if let From::Instruction(i) = self.values[store.value.0].0 {
+                used[i] += 1;
+            }
+        }
+        for j in 0..self.instructions.len() {
+            let [a, b, _] = self.instructions[j].args;
+            for (place, (from, other)) in [(a, b), (b, a)].into_iter().enumerate() {
+                let Some(From::Instruction(i)) = from.map(|id| self.values[id.0].0) else {
+                    continue;
+                };
+                let both = (self.instructions[i].arith, self.instructions[j].arith);
+                let (Some(first), Some(second), 1) = (both.0, both.1, used[i]) else {
+                    continue;
+                };
+                let Some(code) = pair::code(first, second, place, self.path) else {
+                    continue;
+                };
+                let [a, b, _] = self.instructions[i].args;
+                let pair = &mut self.instructions[j];
+                (pair.code, pair.args, pair.arith) = (code, [a, b, other], None);
+                break;
+            }
+        }
+    }
+
+    /// The instruction that makes a value of a half type straight from memory, and what it reads there. `None` where
+    /// there is none, or more than so many users want the value.
+    fn whole(
+        &self,
+        value: Id,
+        dtype: DType,
+        used: &[usize],
+        users: usize,
+    ) -> Option<(Code, Vec<Id>)> {
+        let made = |id: Id| match self.values.get(id.0)?.0 {
+            From::Instruction(i) => Some((i, self.instructions.get(i)?)),
+            _ => None,
+        };
+        let (i, instruction) = made(value)?;
+        if used[i] > users {
+            return None;
+        }
+        let args = instruction.args.into_iter().flatten().map(|arg| {
+            let (_, by) = made(arg)?;
+            let memory = by.args[0].filter(|_| by.role == Role::Widens)?;
+            (self.values.get(memory.0)?.1 == dtype).then_some(memory)
+        });
+        Some((instruction.whole?, args.collect::<Option<_>>()?))
     }
 
     /// How many instructions use each instruction's result.

@@ -256,7 +256,7 @@ impl Maker<'_> {
                 };
                 args.push(id.ok_or_else(missing)?);
             }
-            let id = builder.apply(node.op.name, &args, result.dtype);
+            let id = builder.apply(node.op.name, &args, &node.attributes, result.dtype);
             let id = id.ok_or_else(missing)?;
             let (number, output) = (n as u32, 0);
             let value = Value::Node {

@@ -2,6 +2,8 @@
 
 use hotcell_graph::DType;
 
+#[cfg(target_arch = "x86_64")]
+use super::half;
 use super::{
     code::{Code, unary},
     float::Complex,
@@ -41,6 +43,10 @@ fn bf16(x: f32) -> f32 {
 
 /// Rounds an f32 register to what a half type holds; `None` for others.
 pub(super) fn round(to: DType, path: CpuPath) -> Option<Code> {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(code) = half::round(to, path) {
+        return Some(code);
+    }
     match to {
         DType::F16 => unary!(wide1, path, f32 => f32, |x| f16(x)),
         DType::BF16 => unary!(wide1, path, f32 => f32, |x| bf16(x)),
@@ -50,6 +56,10 @@ pub(super) fn round(to: DType, path: CpuPath) -> Option<Code> {
 
 /// Memory of a half type into an f32 register.
 pub(super) fn widen(from: DType, path: CpuPath) -> Option<Code> {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(code) = half::widen(from, path) {
+        return Some(code);
+    }
     match from {
         DType::F16 => unary!(wide1, path, u16 => f32, |x| lanes::f16_to_f32(x)),
         DType::BF16 => unary!(wide1, path, u16 => f32, |x| lanes::bf16_to_f32(x)),
@@ -59,10 +69,25 @@ pub(super) fn widen(from: DType, path: CpuPath) -> Option<Code> {
 
 /// An f32 register into memory of a half type.
 pub(super) fn narrow(to: DType, path: CpuPath) -> Option<Code> {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(code) = half::narrow(to, path) {
+        return Some(code);
+    }
     match to {
         DType::F16 => unary!(wide1, path, f32 => u16, |x| lanes::f32_to_f16(x)),
         DType::BF16 => unary!(wide1, path, f32 => u16, |x| lanes::f32_to_bf16(x)),
         _ => None,
+    }
+}
+
+/// An op between memory of a half type, where there is such an instruction.
+pub(super) fn whole(op: &str, dtype: DType, path: CpuPath) -> Option<Code> {
+    #[cfg(target_arch = "x86_64")]
+    return half::whole(op, dtype, path);
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (op, dtype, path);
+        None
     }
 }
 

@@ -16,8 +16,8 @@ const WORTH: usize = 4096;
 /// Parts of the work start at multiples of this.
 const GRAIN: usize = 64;
 
-/// Bytes that the tiles of a kernel share, small enough to stay in the cache.
-const TILE_BYTES: usize = 48 << 10;
+/// Bytes that a tile of all that a kernel touches takes, small enough to stay in the first cache.
+const TILE_BYTES: usize = 32 << 10;
 
 /// Elements of a tile, fewest and most.
 const TILES: (usize, usize) = (128, 2048);
@@ -110,8 +110,10 @@ impl Program {
         let per_element: usize = tiles.iter().sum::<usize>()
             + operands.iter().map(loaded).sum::<usize>()
             + immediates.iter().map(Vec::len).sum::<usize>();
+        let in_place = operands.iter().map(|o| o.bytes - loaded(o)).sum::<usize>()
+            + stores.iter().map(|s| s.dtype.block_bytes()).sum::<usize>();
         let tile = (per_element != 0).then(|| {
-            let most = (TILE_BYTES / per_element).max(1);
+            let most = (TILE_BYTES / (per_element + in_place)).max(1);
             (1usize << most.ilog2()).clamp(TILES.0, TILES.1)
         });
         let elements = tile.unwrap_or(0);

@@ -30,9 +30,11 @@ pub(super) static ENTRIES: &[Entry] = entries!(
     "add" "sub" "mul" "div" "maximum" "minimum" "floor_divide" "remainder" "pow" "atan2" "logaddexp"
     "equal" "not_equal" "less" "less_equal" "greater" "greater_equal"
     "logical_and" "logical_or" "logical_xor" "bitwise_and" "bitwise_or" "bitwise_xor"
-    "left_shift" "right_shift" "swiglu"
+    "left_shift" "right_shift"
     // of three
     "where"
+    // composite ops in one instruction
+    "gelu" "gelu_tanh" "gelu_quick" "softplus" "swiglu" "geglu" "swiglu_limit" "clamp" "is_close"
 );
 
 fn launch(
@@ -54,7 +56,7 @@ fn launch(
         args.push(id.ok_or_else(|| unsupported(call))?);
     }
     let id = builder
-        .apply(call.op.name, &args, result.dtype)
+        .apply(call.op.name, &args, call.attributes, result.dtype)
         .ok_or_else(|| unsupported(call))?;
     builder.store(id, out, result.dtype);
     builder.finish(launcher).ok_or_else(|| unsupported(call))
