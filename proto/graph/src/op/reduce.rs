@@ -47,7 +47,7 @@ ops! {
     mean(x; axes: Ints(-8, 7), keep_dims: Bool) -> one
     { shapes: "x without axes, or 1 there", dtypes: "floats, c64: x; integers, bool: f32", effect: Effect::None, infer: mean_spec, decompose: Some(mean_of_parts) }
 
-    /// `Σ(x − mean)² / (n − ddof)` over `axes` (none named: all), in two passes (NumPy's `var`).
+    /// `Σ(x − mean)² / (n − ddof)` over `axes` (none named: all) (NumPy's `var`).
     variance(x; axes: Ints(-8, 7), keep_dims: Bool, ddof: Int(0, 1 << 30)) -> one
     { shapes: "x without axes, or 1 there", dtypes: "floats: x; integers, bool: f32", effect: Effect::None, infer: float_spec, decompose: Some(variance_of_parts) }
 
