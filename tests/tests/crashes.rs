@@ -42,15 +42,14 @@ async fn amid(cluster: &Cluster, act: impl FnOnce(u32)) -> Vec<u32> {
     ids
 }
 
-/// The only report, once it tells what became of the request.
+/// The report of the death that struck the request, once it tells what became of that.
 async fn the_report(client: &Client) -> v1::CrashReport {
     let start = Instant::now();
     loop {
         let crashes = client.crashes().await.unwrap();
-        assert!(crashes.len() <= 1, "{crashes:#?}");
-        if let Some(crash) = crashes.first()
-            && crash.requests.iter().all(|r| !r.outcome.is_empty())
-        {
+        let told =
+            |r: &v1::AffectedRequest| r.request_id == "the-one-that-ran" && !r.outcome.is_empty();
+        if let Some(crash) = crashes.iter().find(|c| c.requests.iter().any(told)) {
             return client.crash(&crash.id).await.unwrap();
         }
         assert!(start.elapsed() < SOON, "{crashes:#?}");
@@ -111,6 +110,8 @@ async fn a_crash_leaves_a_report_with_request_node_and_backtrace() {
     let shown = cluster.hotcell(&["crashes", "show", "w0.1"]).unwrap();
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(shown.contains("backtrace   0 "), "{shown}");
+    // The thread that got the signal waited for calls: its frames lead to the program's own.
+    assert!(shown.contains("hotcell_worker::program"), "{shown}");
     let listed = cluster.hotcell(&["crashes", "list"]).unwrap();
     assert!(String::from_utf8(listed.stdout).unwrap().contains("w0.1"));
     let file = std::fs::read_dir(&files).unwrap().next().unwrap().unwrap();
@@ -124,14 +125,15 @@ async fn a_crash_leaves_a_report_with_request_node_and_backtrace() {
 
 #[tokio::test]
 async fn a_worker_that_stands_still_is_replaced_and_its_stream_goes_on() {
-    let cluster = cluster(&kjv(), &["--hang-timeout", "500ms"]).await;
+    let cluster = cluster(&kjv(), &["--hang-timeout", "2s"]).await;
     let expected = undisturbed(&cluster).await;
     let ids = amid(&cluster, |pid| signal_pid(pid, Signal::STOP).unwrap()).await;
     assert_eq!(ids, expected);
     let client = cluster.client().await.unwrap();
     let report = the_report(&client).await;
     assert_eq!(report.kind, "wedged", "{}", report.reason);
-    assert_eq!(report.requests[0].outcome, "continued on w0 (epoch 2)");
+    let outcome = &report.requests[0].outcome;
+    assert!(outcome.starts_with("continued on w0 (epoch "), "{outcome}");
 }
 
 #[tokio::test]

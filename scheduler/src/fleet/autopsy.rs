@@ -18,11 +18,15 @@ const POINT_OUT: Duration = Duration::from_millis(50);
 
 /// Condemns a process once it hangs. Cancelled with the process.
 pub(super) async fn watch(blackbox: Arc<Reader>, fate: Fate, patience: Patience) {
-    let began = Instant::now();
-    let mut hang = Hang::new(blackbox.pulse(), Duration::ZERO);
+    let mut seen = Duration::ZERO;
+    let mut hang = Hang::new(blackbox.pulse(), seen);
+    let interval = patience.interval();
     loop {
-        sleep(patience.interval()).await;
-        if let Some(why) = hang.look(blackbox.pulse(), began.elapsed(), &patience) {
+        let slept = Instant::now();
+        sleep(interval).await;
+        // Who overslept was stopped, or starved as much as the worker: that time says nothing about it.
+        seen += slept.elapsed().min(2 * interval);
+        if let Some(why) = hang.look(blackbox.pulse(), seen, &patience) {
             fate.condemn(Condemnation::new(DeathKind::Wedged, why));
             return;
         }
