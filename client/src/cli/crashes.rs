@@ -100,6 +100,9 @@ fn frames(crash: &CrashReport, program: Option<&Path>) -> Vec<String> {
     signal.frames.iter().map(name).collect()
 }
 
+/// Between a frame's functions, the innermost first.
+const INLINED: &str = ", inlined into ";
+
 fn function(loader: &Loader, address: u64) -> Option<String> {
     let mut all = Vec::new();
     let mut found = loader.find_frames(address).ok()?;
@@ -118,8 +121,34 @@ fn function(loader: &Loader, address: u64) -> Option<String> {
         true => loader
             .find_symbol(address)
             .map(|s| addr2line::demangle_auto(s.into(), None).into_owned()),
-        false => Some(all.join(", inlined into ")),
+        false => Some(all.join(INLINED)),
     }
+}
+
+/// Name and place of a frame, without what was inlined into what, generic arguments, and most of the path.
+fn brief(frame: &str) -> String {
+    let own = frame.split(INLINED).next().unwrap_or(frame);
+    let (name, place) = own.split_once(" at ").unwrap_or((own, ""));
+    let (mut short, mut depth, mut before) = (String::new(), 0usize, ' ');
+    for c in name.chars() {
+        // `<T as Trait>::method` begins with one; arguments follow a name.
+        let opens =
+            c == '<' && (depth > 0 || short.ends_with(|p: char| p.is_alphanumeric() || p == '}'));
+        match c {
+            '<' if opens => depth += 1,
+            // The one of `->` closes nothing.
+            '>' if depth > 0 && before != '-' => depth -= 1,
+            _ if depth > 0 => {}
+            _ => short.push(c),
+        }
+        before = c;
+    }
+    if place.is_empty() {
+        return short;
+    }
+    let parts: Vec<&str> = place.rsplitn(4, '/').take(3).collect();
+    let parts: Vec<&str> = parts.into_iter().rev().collect();
+    format!("{short} at {}", parts.join("/"))
 }
 
 /// A report in words.
@@ -166,7 +195,7 @@ fn told(crash: &CrashReport, names: &[String]) -> String {
         );
     }
     for (number, name) in names.iter().enumerate() {
-        line("backtrace", format!("{number:>2} {name}"));
+        line("backtrace", format!("{number:>2} {}", brief(name)));
     }
     for said in &crash.log {
         line("log", said.clone());
@@ -224,6 +253,26 @@ mod tests {
         let own = |l: &&str| l.ends_with(program.to_str().unwrap());
         let first = maps.lines().find(own).unwrap();
         u64::from_str_radix(first.split('-').next().unwrap(), 16).unwrap()
+    }
+
+    #[test]
+    fn a_frame_is_told_in_brief() {
+        for (full, short) in [
+            (
+                "poll<a::B<c::D>, E> at /home/x/.cargo/tokio-1/src/runtime/task.rs:9, inlined into f at /y/g.rs:1",
+                "poll at src/runtime/task.rs:9",
+            ),
+            ("<&a::B as c::D<e::F>>::write", "<&a::B as c::D>::write"),
+            (
+                "main at worker/src/main.rs:9",
+                "main at worker/src/main.rs:9",
+            ),
+            ("{closure#0}<a::B>", "{closure#0}"),
+            ("call_once<fn() -> a::B, ()>", "call_once"),
+            ("0x29fe", "0x29fe"),
+        ] {
+            assert_eq!(brief(full), short);
+        }
     }
 
     #[test]
