@@ -354,7 +354,7 @@ impl Fleet {
         };
         let known: Vec<_> = table.workers.iter().filter(fits).collect();
         let ready = known.iter().filter_map(|(_, slot)| {
-            let link = slot.link.as_ref()?;
+            let link = slot.serving()?;
             Some((slot.load.outstanding.load(Ordering::Relaxed), link))
         });
         if let Some((_, link)) = ready.min_by_key(|(load, link)| (*load, link.worker.clone())) {
@@ -461,7 +461,7 @@ impl Fleet {
             .workers
             .iter()
             .filter_map(|(id, slot)| {
-                let (link, loaded) = (slot.link.as_ref()?, slot.models.get(model)?);
+                let (link, loaded) = (slot.serving()?, slot.models.get(model)?);
                 let candidate = Candidate {
                     worker: id,
                     class: loaded.numerics.as_ref().map_or("", |n| n.id.as_str()),

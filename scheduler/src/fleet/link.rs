@@ -131,6 +131,11 @@ impl Fate {
         self.death.get()
     }
 
+    /// Whether it is gone, or has to go.
+    pub fn is_sealed(&self) -> bool {
+        self.gone.is_cancelled() || self.condemned.borrow().is_some()
+    }
+
     /// Asks the keeper to kill it. The first reason stays.
     pub fn condemn(&self, why: Condemnation) {
         self.condemned.send_if_modified(|held| {

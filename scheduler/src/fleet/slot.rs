@@ -110,9 +110,14 @@ impl Slot {
         self.epoch == epoch && self.pid != 0 && !self.leaving
     }
 
+    /// The worker to talk to, unless it is about to go.
+    pub(super) fn serving(&self) -> Option<&Arc<Link>> {
+        self.link.as_ref().filter(|link| !link.fate.is_sealed())
+    }
+
     /// Whether it may come to have a model that it lacks.
     pub(super) fn may_get(&self, model: &ModelName) -> bool {
-        let asked = self.link.is_none() || self.loading.as_ref() == Some(model);
+        let asked = self.serving().is_none() || self.loading.as_ref() == Some(model);
         self.hopeful && asked && !self.refused.contains(model)
     }
 
