@@ -111,7 +111,7 @@ async fn a_crash_leaves_a_report_with_request_node_and_backtrace() {
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(shown.contains("backtrace   0 "), "{shown}");
     // The thread that got the signal waited for calls: its frames lead to the program's own.
-    assert!(shown.contains("hotcell_worker::program"), "{shown}");
+    assert!(shown.contains("worker/src/program.rs"), "{shown}");
     let listed = cluster.hotcell(&["crashes", "list"]).unwrap();
     assert!(String::from_utf8(listed.stdout).unwrap().contains("w0.1"));
     let file = std::fs::read_dir(&files).unwrap().next().unwrap().unwrap();

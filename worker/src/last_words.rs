@@ -14,7 +14,7 @@ use std::{
     },
 };
 
-use hotcell_ipc::blackbox::{CrashWriter, Writer};
+use hotcell_ipc::blackbox::{CrashWriter, POINT_OUT, Writer};
 use hotcell_proto::limits;
 
 use crate::exit::Exit;
@@ -108,24 +108,29 @@ pub fn install(writer: Writer) -> io::Result<()> {
     }
     note_panics();
     for signal in SIGNALS {
-        // SAFETY: zeroes are a valid `sigaction`; the handler has the signature that SA_SIGINFO asks for, and only
-        // does what is async-signal-safe: plain loads and stores, `gettid`, `_exit`.
-        let done = unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
-                on_signal;
-            action.sa_sigaction = handler as usize;
-            // On the alternative stack (the usual one may have ended), and once: when the handler returns, the
-            // instruction faults again and the signal has its default effect; `abort` raises it again by itself.
-            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESETHAND;
-            libc::sigfillset(&mut action.sa_mask);
-            libc::sigaction(signal, &action, std::ptr::null_mut())
-        };
-        if done != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        // Once: when the handler returns, the instruction faults again and the signal has its default effect.
+        handle(signal, on_signal, libc::SA_RESETHAND)?;
     }
-    Ok(())
+    handle(POINT_OUT.as_raw(), on_point_out, libc::SA_RESTART)
+}
+
+type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
+
+fn handle(signal: libc::c_int, handler: Handler, flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: zeroes are a valid `sigaction`; the handler has the signature that SA_SIGINFO asks for, and only
+    // does what is async-signal-safe: plain loads and stores, `gettid`, `raise`, `_exit`.
+    let done = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler as usize;
+        // On the alternative stack: the usual one may have ended.
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | flags;
+        libc::sigfillset(&mut action.sa_mask);
+        libc::sigaction(signal, &action, std::ptr::null_mut())
+    };
+    match done {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Has a panic's message, which may come just before an abort, in the black box as the last error.
@@ -207,11 +212,21 @@ extern "C" fn on_signal(
         // SAFETY: async-signal-safe, and does not return.
         unsafe { libc::_exit(Exit::ModelChanged.code()) };
     }
-    // Sent by somebody instead of raised by an instruction: it would not come again by itself. `abort` raises again.
-    if code <= 0 && signal != libc::SIGABRT {
+    // Sent by somebody instead of raised by an instruction: it would not come again by itself.
+    if code <= 0 {
         // SAFETY: async-signal-safe; the signal is blocked until the handler returns, and has its default effect then.
         unsafe { libc::raise(signal) };
     }
+}
+
+/// Somebody wants to know where this thread is.
+extern "C" fn on_point_out(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    // SAFETY: the kernel's own.
+    unsafe { note(signal, info, context) };
 }
 
 /// Where the program was loaded: what is added to the addresses in its file.

@@ -15,6 +15,9 @@ pub use writer::{CrashWriter, Slot, Writer};
 
 use std::{io, os::fd::OwnedFd};
 
+/// Asks the thread that it is sent to to write into the black box where it is, and to go on.
+pub const POINT_OUT: crate::spawn::Signal = crate::spawn::Signal::USR1;
+
 /// Makes an empty black box, its length sealed, to be handed to one worker.
 ///
 /// # Errors

@@ -310,7 +310,7 @@ impl Process for Worker {
     }
 
     fn point_out(&self, thread: i32) {
-        if let Err(error) = self.child.signal_thread(thread, Signal::ABORT) {
+        if let Err(error) = self.child.signal_thread(thread, blackbox::POINT_OUT) {
             tracing::debug!(pid = self.child.pid(), thread, %error, "cannot signal a thread");
         }
     }
