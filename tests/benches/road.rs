@@ -11,6 +11,7 @@ use hotcell_kernels::{
     backend::Device,
     cpu::{CpuDevice, path::CpuPath},
     plan::{PlanHints, Slot},
+    registry::Registry,
 };
 use hotcell_tests::{
     bench::{Goal, figure, median},
@@ -161,6 +162,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         cache_dtype: DType::F16,
         tensor_memory: None,
         blackbox: None,
+        registry: Registry::default(),
     })?;
     let host = Host::new(engine, String::new());
     let files = hotcell_tests::model::files(&kjv())?;

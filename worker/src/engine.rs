@@ -19,7 +19,7 @@ use hotcell_ipc::blackbox::{Doing, Node, Writer};
 use hotcell_kernels::{
     backend::{BufferType, Device, DeviceError, DeviceInfo, Trail},
     plan::PlanHints,
-    registry,
+    registry::Registry,
 };
 use hotcell_proto::{
     error::{Error, Reason},
@@ -114,6 +114,8 @@ pub struct EngineConfig {
     pub tensor_memory: Option<u64>,
     /// Where it writes what it does; one that nobody reads unless told.
     pub blackbox: Option<Writer>,
+    /// Where it looks for the device.
+    pub registry: Registry,
 }
 
 /// Talks to the engine thread. Clones share it; when the last is dropped the engine ends.
@@ -148,7 +150,7 @@ impl Engine {
         let owned = Arc::new(Owned::default());
         let engine_owned = Arc::clone(&owned);
         let blackbox = config.blackbox.unwrap_or_else(|| Writer::private(names()));
-        let run = move || match registry::open(&config.device, &config.cores) {
+        let run = move || match config.registry.open(&config.device, &config.cores) {
             Ok(device) => {
                 blackbox.owns_device();
                 let (progress, node) = blackbox.trail();

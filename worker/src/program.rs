@@ -13,7 +13,7 @@ use hotcell_ipc::{
     socket,
     transport::{Windows, incoming_once},
 };
-use hotcell_kernels::registry;
+use hotcell_kernels::registry::Registry;
 use hotcell_proto::{
     error::Error,
     ids::Epoch,
@@ -40,12 +40,12 @@ const MAX_STREAMS: u32 = 2 * limits::MAX_WORKER_REQUESTS as u32;
 /// Time between two signs of the event loop's life.
 const BEAT: Duration = Duration::from_millis(500);
 
-/// Runs the program and says how it ended.
-pub fn run(cli: Cli) -> Exit {
+/// Runs the program with the devices of these backends, and says how it ended.
+pub fn run(cli: Cli, registry: Registry) -> Exit {
     match cli.mode {
-        Some(Mode::Probe) => probe(),
-        Some(Mode::Serve(serve)) => serve_scheduler(serve),
-        None => serve_alone(&cli.alone),
+        Some(Mode::Probe) => probe(registry),
+        Some(Mode::Serve(serve)) => serve_scheduler(serve, registry),
+        None => serve_alone(&cli.alone, registry),
     }
 }
 
@@ -55,8 +55,9 @@ fn fail(exit: Exit, what: impl std::fmt::Display) -> Exit {
     exit
 }
 
-fn probe() -> Exit {
-    let devices: Vec<serde_json::Value> = registry::devices()
+fn probe(registry: Registry) -> Exit {
+    let devices: Vec<serde_json::Value> = registry
+        .devices()
         .into_iter()
         .map(|d| {
             serde_json::json!({
@@ -122,7 +123,7 @@ struct Prepared {
     blackbox: Writer,
 }
 
-fn prepare(common: &Common, blackbox: Writer) -> Prepared {
+fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
     start_log(&common.log);
     let cores = usable_cores(common);
     bind_cores(&common.cores);
@@ -133,6 +134,7 @@ fn prepare(common: &Common, blackbox: Writer) -> Prepared {
             cache_dtype: common.kv_cache,
             tensor_memory: common.tensor_memory,
             blackbox: Some(blackbox),
+            registry,
         },
         blackbox,
     }
@@ -167,7 +169,7 @@ fn inherited(fd: RawFd) -> Result<OwnedFd, Exit> {
     hotcell_ipc::inherit::take(fd).map_err(|error| fail(Exit::Usage, error))
 }
 
-fn serve_scheduler(serve: Serve) -> Exit {
+fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
     let fds = [
         serve.control_fd,
         serve.tokens_fd,
@@ -188,7 +190,7 @@ fn serve_scheduler(serve: Serve) -> Exit {
             );
         }
     };
-    let prepared = prepare(&serve.common, blackbox);
+    let prepared = prepare(&serve.common, registry, blackbox);
     record(blackbox);
     let report = confine::confine(confine::Mode::Inherited);
     let host = match open_host(prepared, &report) {
@@ -297,13 +299,13 @@ fn listen(address: &str) -> Result<Listener, String> {
     Ok(Listener::Tcp(bound))
 }
 
-fn serve_alone(alone: &Alone) -> Exit {
+fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
     let Some(address) = &alone.listen else {
         let what =
             "give --listen to run alone; `hotcell serve` starts workers by itself (see --help)";
         return fail(Exit::Usage, what);
     };
-    let prepared = prepare(&alone.common, Writer::private(engine::names()));
+    let prepared = prepare(&alone.common, registry, Writer::private(engine::names()));
     record(prepared.blackbox);
     let model = match alone.model.as_deref().map(|path| (path, open_files(path))) {
         None => None,

@@ -6,6 +6,7 @@ use hotcell_ipc::{
     socket::stream_pair,
     transport::{Windows, channel_over, incoming_once},
 };
+use hotcell_kernels::registry::Registry;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::Epoch,
@@ -29,6 +30,7 @@ pub fn worker(tensor_memory: u64) -> Host {
         cache_dtype: DType::F16,
         tensor_memory: Some(tensor_memory),
         blackbox: None,
+        registry: Registry::default(),
     });
     let host = Host::new(engine.unwrap(), String::new());
     host.set_identity("w3", EPOCH);
