@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod cluster;
 pub mod conformance;
+pub mod fault;
 pub mod fuzz;
 pub mod model;
 pub mod onnx;

@@ -1,0 +1,210 @@
+//! The CPU's backend, wrapped: what is executed may go wrong, and what is planned.
+
+use std::{
+    cell::RefCell,
+    rc::Rc,
+    sync::{Arc, atomic::AtomicBool},
+};
+
+use hotcell_graph::{Graph, op::Call};
+use hotcell_kernels::{
+    backend::{
+        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, HostRegion, SharedRegion,
+        Stream, Trail,
+    },
+    cpu::CpuBackend,
+    host::Staging,
+    plan::{Plan, PlanHints, PlanMemory, Slot},
+};
+
+use super::{Fault, POISON, acts};
+
+/// Has the CPU's devices under their own names.
+pub(super) struct FaultBackend;
+
+impl Backend for FaultBackend {
+    fn name(&self) -> &'static str {
+        CpuBackend.name()
+    }
+
+    fn devices(&self) -> Vec<DeviceInfo> {
+        CpuBackend.devices()
+    }
+
+    fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
+        let inner = CpuBackend.open(id, cores)?;
+        // This is the engine's thread: what it starts is confined as it is.
+        acts::begin();
+        Ok(Rc::new(FaultDevice {
+            inner,
+            watched: Rc::default(),
+        }))
+    }
+}
+
+/// Buffers of the models that faults look at or spoil.
+#[derive(Default)]
+struct Watched {
+    tokens: RefCell<Vec<Buffer>>,
+    logits: RefCell<Vec<Buffer>>,
+}
+
+impl Watched {
+    fn is_poisoned(&self, rows: usize) -> bool {
+        self.tokens.borrow().iter().any(|buffer| {
+            let mut bytes = vec![0; buffer.bytes().min(rows.saturating_mul(4))];
+            if buffer.read(0, &mut bytes).is_err() {
+                return false;
+            }
+            let ids: Vec<u32> = bytes
+                .chunks_exact(4)
+                .filter_map(|b| b.try_into().ok().map(u32::from_ne_bytes))
+                .collect();
+            ids.windows(POISON.len()).any(|window| window == POISON)
+        })
+    }
+
+    fn spoil(&self) -> Result<(), DeviceError> {
+        for buffer in self.logits.borrow().iter() {
+            let mut values = vec![0.0; buffer.bytes() / 4];
+            buffer.read_f32(0, &mut values)?;
+            let bytes: Vec<u8> = values.iter().flat_map(|v| (-v).to_ne_bytes()).collect();
+            buffer.write(0, &bytes)?;
+        }
+        Ok(())
+    }
+}
+
+struct FaultDevice {
+    inner: Rc<dyn Device>,
+    watched: Rc<Watched>,
+}
+
+impl Device for FaultDevice {
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+
+    fn numerics(&self) -> String {
+        self.inner.numerics()
+    }
+
+    fn reproducible(&self) -> bool {
+        self.inner.reproducible()
+    }
+
+    fn buffer_types(&self) -> &'static [BufferType] {
+        self.inner.buffer_types()
+    }
+
+    fn allocate(&self, what: &str, bytes: usize) -> Result<Buffer, DeviceError> {
+        let buffer = self.inner.allocate(what, bytes)?;
+        match what {
+            "token ids" => self.watched.tokens.borrow_mut().push(buffer.clone()),
+            "logits" => self.watched.logits.borrow_mut().push(buffer.clone()),
+            _ => {}
+        }
+        Ok(buffer)
+    }
+
+    fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError> {
+        self.inner.import(region)
+    }
+
+    fn import_shared(&self, region: Rc<dyn SharedRegion>) -> Result<Buffer, DeviceError> {
+        self.inner.import_shared(region)
+    }
+
+    fn adopt(&self, what: &str, staging: Staging) -> Result<Buffer, DeviceError> {
+        self.inner.adopt(what, staging)
+    }
+
+    fn ops(&self) -> Vec<&'static str> {
+        self.inner.ops()
+    }
+
+    fn supports(&self, call: &Call<'_>) -> bool {
+        self.inner.supports(call)
+    }
+
+    fn plan(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Plan>, DeviceError> {
+        if Fault::HangInLoad.taken() {
+            acts::hang();
+        }
+        Ok(Box::new(FaultPlan {
+            inner: self.inner.plan(graph, hints)?,
+            watched: Rc::clone(&self.watched),
+        }))
+    }
+
+    fn stream(&self) -> Box<dyn Stream> {
+        self.inner.stream()
+    }
+
+    fn leave(&self, trail: Trail) {
+        self.inner.leave(trail);
+    }
+}
+
+struct FaultPlan {
+    inner: Box<dyn Plan>,
+    watched: Rc<Watched>,
+}
+
+impl FaultPlan {
+    fn before(&self, rows: usize) {
+        acts::execute();
+        if self.watched.is_poisoned(rows) {
+            acts::segfault();
+        }
+    }
+
+    fn after(&self) -> Result<(), DeviceError> {
+        match Fault::WrongNumbers.is_on() {
+            true => self.watched.spoil(),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Plan for FaultPlan {
+    fn bind_for(
+        &mut self,
+        rows: usize,
+        slot: Slot,
+        buffer: &Buffer,
+        offset: usize,
+    ) -> Result<(), DeviceError> {
+        self.inner.bind_for(rows, slot, buffer, offset)
+    }
+
+    fn stop_when(&mut self, flag: Arc<AtomicBool>) {
+        self.inner.stop_when(flag);
+    }
+
+    fn release(&mut self) {
+        self.inner.release();
+    }
+
+    fn memory(&self) -> PlanMemory {
+        self.inner.memory()
+    }
+
+    fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {
+        self.before(rows);
+        self.inner.execute(rows)?;
+        self.after()
+    }
+
+    fn execute_from(
+        &mut self,
+        rows: usize,
+        from: usize,
+        pause: &dyn Fn() -> bool,
+    ) -> Result<Option<usize>, DeviceError> {
+        self.before(rows);
+        let next = self.inner.execute_from(rows, from, pause)?;
+        self.after()?;
+        Ok(next)
+    }
+}
