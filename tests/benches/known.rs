@@ -30,6 +30,7 @@ async fn host(path: &Path) -> Result<Host> {
         cache_dtype: DType::F16,
         tensor_memory: None,
         blackbox: None,
+        registry: hotcell_kernels::registry::Registry::default(),
     })?;
     let host = Host::new(engine, String::new());
     host.load("m".to_owned(), files(path)?, mpsc::channel(1).0)
