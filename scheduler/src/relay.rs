@@ -336,15 +336,20 @@ impl Relayed<'_> {
         journal.begin(&placed.class);
         let request = bounded(journal.request(), self.deadline);
         let mut tokens = link.tokens();
-        let mut events = match tokens.generate(request).await {
-            Ok(answer) => answer.into_inner(),
-            Err(status) => return self.broken(journal, &placed, &status).await,
+        // A connection may lose its thread while both its ends live: then nothing ever comes, nor an end.
+        let patience = self.fleet.silence_patience();
+        let mut asked = std::pin::pin!(tokens.generate(request));
+        let mut events = loop {
+            match timeout(patience, &mut asked).await {
+                Ok(Ok(answer)) => break answer.into_inner(),
+                Ok(Err(status)) => return self.broken(journal, &placed, &status).await,
+                Err(_) if link.is_lost().await => return Ok(Part::Lost),
+                Err(_) => {}
+            }
         };
         loop {
-            let next = timeout(self.fleet.silence_patience(), events.message());
-            let event = match next.await {
+            let event = match timeout(patience, events.message()).await {
                 Ok(next) => next,
-                // A connection may lose its thread while both its ends live: then nothing ever comes, nor an end.
                 Err(_) if link.is_lost().await => return Ok(Part::Lost),
                 Err(_) => continue,
             };
