@@ -49,7 +49,7 @@ fn tell(outcome: Outcome) {
     figure("chaos_recovery_p99", p99(recovery), "ms", Goal::None);
     figure("slowest_answer", outcome.slowest_answer, "ms", Goal::None);
     let grown = outcome.memory_growth as f64 / f64::from(1 << 20);
-    figure("scheduler_memory_growth", grown, "MiB", Goal::AtMost(16.0));
+    figure("scheduler_memory_growth", grown, "MiB", Goal::AtMost(4.0));
     let grown = outcome.descriptor_growth as f64;
     figure("scheduler_descriptor_growth", grown, "", Goal::AtMost(0.0));
 }

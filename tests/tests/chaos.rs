@@ -19,7 +19,8 @@ async fn every_stream_ends_exact_or_with_a_status_that_a_fault_justifies() {
     assert!(outcome.wrongs.is_empty(), "{outcome:#?}");
     assert_eq!(outcome.exact + outcome.justified, outcome.streams);
     assert_eq!((outcome.lost, outcome.duplicated, outcome.hung), (0, 0, 0));
-    assert_eq!(outcome.descriptor_growth, 0, "{outcome:#?}");
+    // Some of the streams' connections are gone in the end.
+    assert!(outcome.descriptor_growth <= 0, "{outcome:#?}");
     assert!(
         outcome.continuations > 0,
         "nothing was broken: {outcome:#?}"
