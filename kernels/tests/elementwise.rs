@@ -1290,6 +1290,42 @@ fn pairs_of_instructions_round_twice_and_keep_what_is_wanted() {
     }
 }
 
+#[test]
+fn chains_round_at_every_link() {
+    let mut next = numbers(61);
+    for round in 0..120 {
+        let n = [1, 15, 64, 127, 128, 129, 1000, 5000][round % 8];
+        let inputs: Vec<Vec<u8>> = (0..4)
+            .map(|i| bytes_of(&all_sizes(71 + i, n)[..n]))
+            .collect();
+        let mut g = GraphBuilder::new(0);
+        let mut values: Vec<Value> = (0..4)
+            .map(|i| g.tensor(format!("x{i}"), spec(DType::F32, &[n])).unwrap())
+            .collect();
+        let mut last = values[0];
+        for _ in 0..2 + next() as usize % 12 {
+            let op = ["add", "sub", "mul", "div", "abs", "neg", "maximum"][next() as usize % 7];
+            // Mostly what was made last, so that chains get long; on either side.
+            let other = values[next() as usize % values.len()];
+            let operands = match (op, next() % 2) {
+                ("abs" | "neg", _) => vec![last],
+                (_, 0) => vec![last, other],
+                _ => vec![other, last],
+            };
+            last = g.apply(find(op).unwrap(), operands, vec![]).unwrap()[0];
+            values.push(last);
+        }
+        let some = values[4 + next() as usize % (values.len() - 4)];
+        let graph = g.finish(&[last, some]).unwrap();
+        for path in CpuPath::available() {
+            let device = CpuDevice::with_path(2, path).unwrap();
+            let expected = run_on(&device, &graph, &inputs, false);
+            let got = run_on(&device, &graph, &inputs, true);
+            assert!(got == expected, "round {round} on {path}: {graph:?}");
+        }
+    }
+}
+
 // ---- broadcasting
 
 /// Element of an operand for element `at` of the result, by NumPy's rule.

@@ -6,13 +6,13 @@
 //! do not depend on what was fused: each instruction rounds as the op alone would.
 
 mod cast;
+mod chain;
 mod code;
 mod float;
 #[cfg(target_arch = "x86_64")]
 mod half;
 mod int;
 mod load;
-mod pair;
 mod program;
 
 use hotcell_graph::{
@@ -23,9 +23,9 @@ use hotcell_graph::{
 
 pub(crate) use self::load::Pattern;
 use self::{
+    chain::{Arith, Link},
     code::Code,
-    pair::Arith,
-    program::{Place, Program},
+    program::{Place, Program, Work},
 };
 use super::{
     path::CpuPath,
@@ -164,11 +164,13 @@ enum Role {
 
 struct Instruction {
     code: Code,
-    /// What it computes, if it may be one of a pair.
+    /// What it computes, if it may be a link of a chain.
     arith: Option<Arith>,
+    /// What is done to the first operand instead, with the operands after it.
+    links: Vec<Link>,
     /// The op between memory of a half type.
     whole: Option<Code>,
-    args: [Option<Id>; 3],
+    args: Vec<Id>,
     /// Bytes of an element of the result.
     bytes: usize,
     role: Role,
@@ -217,12 +219,12 @@ impl Builder {
         (dtype, bytes): (DType, usize),
         role: Role,
     ) -> Id {
-        let arg = |i: usize| args.get(i).copied();
         self.instructions.push(Instruction {
             code,
             arith: None,
+            links: vec![],
             whole: None,
-            args: [arg(0), arg(1), arg(2)],
+            args: args.to_vec(),
             bytes,
             role,
         });
@@ -289,10 +291,9 @@ impl Builder {
         };
         match (op, args, attributes) {
             ("swiglu_limit", &[gate, up], &[Attribute::Float(alpha), Attribute::Float(limit)]) => {
-                let (low, high) = (self.number(-limit)?, self.number(limit)?);
-                let gate = made(self, "minimum", &[gate, high])?;
-                let up = made(self, "clamp", &[up, low, high])?;
-                Some(vec![gate, up, self.number(alpha)?])
+                let (alpha, limit) = (self.number(alpha)?, self.number(limit)?);
+                let gate = made(self, "silu_limit", &[gate, alpha, limit])?;
+                Some(vec![gate, up, limit])
             }
             (
                 "is_close",
@@ -372,7 +373,7 @@ impl Builder {
 
     /// Adds the kernel to a plan. `None` when there is no instruction that stores a value.
     pub fn finish(mut self, launcher: &mut Launcher) -> Option<()> {
-        self.pair();
+        self.chain();
         // Who is written where: the instruction itself writes the first place its result goes to.
         let mut direct: Vec<Option<usize>> = vec![None; self.instructions.len()];
         let mut used = self.uses();
@@ -383,7 +384,7 @@ impl Builder {
                 let mut code = narrow;
                 let mut users = 0;
                 if let From::Instruction(i) = self.values.get(value.0)?.0
-                    && let Some(before) = self.instructions[i].args[0]
+                    && let Some(&before) = self.instructions[i].args.first()
                 {
                     match self.instructions[i].role {
                         Role::Rounds if used[i] == 0 => (value, users) = (before, 1),
@@ -423,8 +424,8 @@ impl Builder {
         Some(())
     }
 
-    /// Makes one instruction of two where only the second uses the first's result.
-    fn pair(&mut self) {
+    /// Makes one instruction of several where each is the only one that uses the result of the one before.
+    fn chain(&mut self) {
         let mut used = self.uses();
         for store in &self.stores {
             if let From::Instruction(i) = self.values[store.value.0].0 {
@@ -432,23 +433,40 @@ impl Builder {
             }
         }
         for j in 0..self.instructions.len() {
-            let [a, b, _] = self.instructions[j].args;
-            for (place, (from, other)) in [(a, b), (b, a)].into_iter().enumerate() {
-                let Some(From::Instruction(i)) = from.map(|id| self.values[id.0].0) else {
-                    continue;
-                };
-                let both = (self.instructions[i].arith, self.instructions[j].arith);
-                let (Some(first), Some(second), 1) = (both.0, both.1, used[i]) else {
-                    continue;
-                };
-                let Some(code) = pair::code(first, second, place, self.path) else {
-                    continue;
-                };
-                let [a, b, _] = self.instructions[i].args;
-                let pair = &mut self.instructions[j];
-                (pair.code, pair.args, pair.arith) = (code, [a, b, other], None);
-                break;
+            let Some(arith) = self.instructions[j].arith else {
+                continue;
+            };
+            let args = &self.instructions[j].args;
+            let made = |id: &Id| match self.values[id.0].0 {
+                From::Instruction(i) if used[i] == 1 && self.instructions[i].arith.is_some() => {
+                    Some(i)
+                }
+                _ => None,
+            };
+            let places = if arith.commutes() { 1 } else { 2 };
+            let found = args.iter().take(places).enumerate();
+            let Some((place, i)) = found.filter_map(|(p, id)| Some((p, made(id)?))).next() else {
+                continue;
+            };
+            let other = args.get(1 - place).copied();
+            let before = &self.instructions[i];
+            let (mut links, mut args) = (before.links.clone(), before.args.clone());
+            if links.is_empty()
+                && let Some(arith) = before.arith
+            {
+                links.push(Link {
+                    arith,
+                    first: true,
+                    arg: 0,
+                });
             }
+            links.push(Link {
+                arith,
+                first: place == 0,
+                arg: 0,
+            });
+            args.extend(other);
+            (self.instructions[j].links, self.instructions[j].args) = (links, args);
         }
     }
 
@@ -469,9 +487,9 @@ impl Builder {
         if used[i] > users {
             return None;
         }
-        let args = instruction.args.into_iter().flatten().map(|arg| {
-            let (_, by) = made(arg)?;
-            let memory = by.args[0].filter(|_| by.role == Role::Widens)?;
+        let args = instruction.args.iter().map(|arg| {
+            let (_, by) = made(*arg)?;
+            let &memory = by.args.first().filter(|_| by.role == Role::Widens)?;
             (self.values.get(memory.0)?.1 == dtype).then_some(memory)
         });
         Some((instruction.whole?, args.collect::<Option<_>>()?))
@@ -480,7 +498,7 @@ impl Builder {
     /// How many instructions use each instruction's result.
     fn uses(&self) -> Vec<usize> {
         let mut uses = vec![0; self.instructions.len()];
-        for id in self.instructions.iter().flat_map(|i| i.args).flatten() {
+        for id in self.instructions.iter().flat_map(|i| &i.args) {
             if let From::Instruction(i) = self.values[id.0].0 {
                 uses[i] += 1;
             }
@@ -507,8 +525,8 @@ impl Builder {
         for i in (0..count).rev() {
             needed[i] = direct[i].is_some() || last[result[i]] != 0;
             if needed[i] {
-                for id in self.instructions[i].args.into_iter().flatten() {
-                    let v = canonical(id);
+                for id in &self.instructions[i].args {
+                    let v = canonical(*id);
                     last[v] = last[v].max(i + 1);
                 }
             }
@@ -517,7 +535,7 @@ impl Builder {
         let mut tiles: Vec<usize> = Vec::new(); // bytes of an element
         let mut free: Vec<usize> = Vec::new();
         let mut place: Vec<Place> = vec![Place::None; self.values.len()];
-        let mut steps: Vec<(Code, Place, [Place; 3])> = Vec::new();
+        let mut steps: Vec<(Work<Place>, Place)> = Vec::new();
         for (v, (from, _)) in self.values.iter().enumerate() {
             if last[v] != 0 {
                 match from {
@@ -543,19 +561,21 @@ impl Builder {
                     Place::Tile(tile)
                 }
             };
-            let mut args = [Place::None; 3];
-            for (arg, id) in args.iter_mut().zip(instruction.args) {
-                *arg = id.map_or(Place::None, |id| place[canonical(id)]);
-            }
-            steps.push((instruction.code, place[v], args));
+            let mut args = instruction.args.iter().map(|id| place[canonical(*id)]);
+            let mut next = || args.next().unwrap_or(Place::None);
+            let work = if instruction.links.is_empty() {
+                Work::One(instruction.code, [next(), next(), next()])
+            } else {
+                let start = next();
+                let links = instruction.links.iter().map(|link| {
+                    let alone = matches!(link.arith, Arith::Abs | Arith::Neg);
+                    (*link, if alone { Place::None } else { next() })
+                });
+                Work::Chain(chain::code(self.path), start, links.collect())
+            };
+            steps.push((work, place[v]));
             // After the result has its tile: an instruction never writes what it reads.
-            let mut ended: Vec<usize> = instruction
-                .args
-                .iter()
-                .flatten()
-                .map(|id| canonical(*id))
-                .collect();
-            ended.dedup();
+            let ended: Vec<usize> = instruction.args.iter().map(|id| canonical(*id)).collect();
             for v in ended {
                 if let (Place::Tile(tile), true) = (place[v], last[v] == i + 1)
                     && !free.contains(&tile)

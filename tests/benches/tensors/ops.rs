@@ -15,7 +15,7 @@ use crate::{Bound, memory::Triad, typical};
 
 /// Bytes of an operand.
 const BYTES: usize = 64 << 20;
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 9;
 /// Elements of the innermost axis.
 const INNER: usize = 4096;
 

@@ -48,6 +48,23 @@ macro_rules! remainder {
     }};
 }
 
+/// A NaN on the left is taken, one on the right is what is left over.
+#[inline(always)]
+fn minimum<T: Real>(a: T, b: T) -> T {
+    #[allow(clippy::eq_op)] // of a NaN
+    let nan = a != a;
+    if a < b || nan { a } else { b }
+}
+
+/// A NaN stays.
+#[inline(always)]
+fn clamp<T: Real>(x: T, low: T, high: T) -> T {
+    #[allow(clippy::eq_op)] // of a NaN
+    let nan = x != x;
+    let x = if x > low || nan { x } else { low };
+    minimum(x, high)
+}
+
 /// The part of the table that both widths share.
 macro_rules! float_table {
     ($op:expr, $path:expr, $t:ident) => {
@@ -95,13 +112,10 @@ macro_rules! float_table {
             "div" => binary!(wide2, $path, $t => $t, |a, b| a / b),
             // A NaN on the left is taken, one on the right is what is left over.
             "maximum" => binary!(wide2, $path, $t => $t, |a, b| if a > b || a.is_nan() { a } else { b }),
-            "minimum" => binary!(wide2, $path, $t => $t, |a, b| if a < b || a.is_nan() { a } else { b }),
+            "minimum" => binary!(wide2, $path, $t => $t, |a, b| minimum(a, b)),
             "floor_divide" => binary!(wide2, $path, $t => $t, |a, b| (a / b).floor()),
             "remainder" => remainder!($path, $t),
-            "clamp" => ternary!(wide3, $path, $t => $t, |x, low, high| {
-                let x = if x > low || x.is_nan() { x } else { low };
-                if x < high || x.is_nan() { x } else { high }
-            }),
+            "clamp" => ternary!(wide3, $path, $t => $t, |x, low, high| clamp(x, low, high)),
             "pow" => binary!(wide2, $path, $t => $t, |a, b| Real::pow(a, b)),
             "atan2" => binary!(wide2, $path, $t => $t, |a, b| Real::atan2(a, b)),
             "logaddexp" => binary!(wide2, $path, $t => $t, |a, b| Real::logaddexp(a, b)),
@@ -182,8 +196,12 @@ pub(super) fn f32(op: &str, path: CpuPath) -> Option<Code> {
         "geglu" => binary!(wide2, path, f32 => f32, |gate, up| gelu_tanh(gate) * up),
         "gelu_quick" => unary!(wide1, path, f32 => f32, |x| x * Real::sigmoid(x * 1.702)),
         "softplus" => unary!(wide1, path, f32 => f32, |x| Real::logaddexp(x, 0.0)),
-        "swiglu_limit" => ternary!(wide3, path, f32 => f32, |gate, up, alpha| {
-            (gate * Real::sigmoid(gate * alpha)) * (up + 1.0)
+        "silu_limit" => ternary!(wide3, path, f32 => f32, |gate, alpha, limit| {
+            let gate = minimum(gate, limit);
+            gate * Real::sigmoid(gate * alpha)
+        }),
+        "swiglu_limit" => ternary!(wide3, path, f32 => f32, |silu, up, limit| {
+            silu * (clamp(up, -limit, limit) + 1.0)
         }),
         "is_close" => ternary!(wide3, path, f32 => u8, |a, b, allowed| {
             (((a - b).abs() <= allowed) & b.is_finite() | (a == b)) as u8

@@ -136,6 +136,17 @@ impl Convert for Bf16Avx2 {
 
 struct Bf16Avx512;
 
+/// Where the high halves of sixteen lanes are, among all halves.
+const HIGH_HALVES: [u16; 32] = {
+    let mut at = [0; 32];
+    let mut lane = 0;
+    while lane < LANES {
+        at[lane] = 2 * lane as u16 + 1;
+        lane += 1;
+    }
+    at
+};
+
 impl Convert for Bf16Avx512 {
     #[inline(always)]
     unsafe fn widen(x: &[u16; LANES]) -> [f32; LANES] {
@@ -150,15 +161,16 @@ impl Convert for Bf16Avx512 {
         // SAFETY: as in `F16c`.
         unsafe {
             let x: __m512i = transmute(*x);
-            let kept = _mm512_srli_epi32::<16>(x);
-            let odd = _mm512_and_si512(kept, _mm512_set1_epi32(1));
-            let half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(x, half));
+            let odd = _mm512_test_epi32_mask(x, _mm512_set1_epi32(1 << 16));
+            let rounded = _mm512_add_epi32(x, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_mask_add_epi32(rounded, odd, rounded, _mm512_set1_epi32(1));
             let f = _mm512_castsi512_ps(x);
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(f, f);
-            let quiet = _mm512_set1_epi32(0x0040);
-            let all = _mm512_mask_or_epi32(rounded, nan, kept, quiet);
-            transmute(_mm512_cvtepi32_epi16(all))
+            let quiet = _mm512_set1_epi32(0x0040 << 16);
+            let all = _mm512_mask_or_epi32(rounded, nan, x, quiet);
+            // The high half of each lane.
+            let high = transmute::<[u16; 32], __m512i>(HIGH_HALVES);
+            transmute(_mm512_castsi512_si256(_mm512_permutexvar_epi16(high, all)))
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::{
     Builder, Extent, Operand,
+    chain::{Chain, Link},
     code::Code,
     load::{self, Pattern},
 };
@@ -40,10 +41,16 @@ struct Load {
     tile: usize,
 }
 
-struct Step {
-    code: Code,
-    out: usize,
-    args: [usize; 3],
+/// What is done to a tile.
+pub(super) enum Work<Arg> {
+    One(Code, [Arg; 3]),
+    /// Where it starts, and its links, each with its other operand.
+    Chain(Chain, Arg, Vec<(Link, Arg)>),
+}
+
+enum Step {
+    One(Code, [usize; 3]),
+    Chain(Chain, usize, Vec<Link>),
 }
 
 /// A kernel: loads, instructions, stores, over a table of addresses at the start of the workspace.
@@ -56,7 +63,8 @@ pub(super) struct Program {
     tiles: Vec<(usize, usize)>,
     immediates: Vec<(Vec<u8>, usize, usize)>,
     loads: Vec<Load>,
-    steps: Vec<Step>,
+    /// Each with the entry of its result.
+    steps: Vec<(Step, usize)>,
     /// Place and bytes of an element, from `first_store` in the table.
     stores: Vec<(Reg, usize)>,
     first_store: usize,
@@ -80,7 +88,7 @@ impl Program {
     }
 
     /// Of what a builder collected: bytes of an element of each tile, and the instructions.
-    pub fn new(builder: Builder, tiles: Vec<usize>, steps: Vec<(Code, Place, [Place; 3])>) -> Self {
+    pub fn new(builder: Builder, tiles: Vec<usize>, steps: Vec<(Work<Place>, Place)>) -> Self {
         let Builder {
             extent,
             operands,
@@ -160,10 +168,18 @@ impl Program {
             .collect();
         let steps = steps
             .into_iter()
-            .map(|(code, out, args)| Step {
-                code,
-                out: entry(out),
-                args: args.map(entry),
+            .map(|(work, out)| {
+                let step = match work {
+                    Work::One(code, args) => Step::One(code, args.map(entry)),
+                    Work::Chain(code, start, links) => {
+                        let link = |(link, arg)| Link {
+                            arg: entry(arg),
+                            ..link
+                        };
+                        Step::Chain(code, entry(start), links.into_iter().map(link).collect())
+                    }
+                };
+                (step, entry(out))
             })
             .collect();
         Self {
@@ -294,9 +310,16 @@ impl Kernel for Program {
                 for (i, (reg, bytes)) in self.stores.iter().enumerate() {
                     table[self.first_store + i] = run.pointer(*reg).add(at * bytes);
                 }
-                for step in &self.steps {
-                    let args = step.args.map(|a| table[a].cast_const());
-                    (step.code)(table[step.out], args, n);
+                for (step, out) in &self.steps {
+                    match step {
+                        Step::One(code, args) => {
+                            code(table[*out], args.map(|a| table[a].cast_const()), n);
+                        }
+                        Step::Chain(code, start, links) => {
+                            let (out, start) = (table[*out].cast(), table[*start].cast_const());
+                            code(out, start.cast(), links, table, n);
+                        }
+                    }
                 }
                 at += n;
             }

@@ -102,14 +102,20 @@ fn log_tail(m: f32) -> f32 {
     r.mul_add(m, -0.5)
 }
 
-/// `x = 2^e (1 + m)` with `m` in [−1/3, 1/3], for positive finite `x`.
+/// `x = 2^e (1 + m)` with `m` in [−1/3, 1/3], for positive normal `x`.
+#[inline(always)]
+fn normal_log_parts(x: f32) -> (f32, f32) {
+    let bits = x.to_bits() as i32;
+    let e = bits.wrapping_sub(0x3f2a_aaab) & 0xff80_0000_u32 as i32;
+    let m = f32::from_bits(bits.wrapping_sub(e) as u32) - 1.0;
+    (m, (e >> 23) as f32)
+}
+
+/// [`normal_log_parts`] for positive finite `x`.
 #[inline(always)]
 fn log_parts(x: f32) -> (f32, f32) {
     let small = x < f32::MIN_POSITIVE;
-    let bits = (if small { x * 8_388_608.0 } else { x }).to_bits() as i32;
-    let e = bits.wrapping_sub(0x3f2a_aaab) & 0xff80_0000_u32 as i32;
-    let m = f32::from_bits(bits.wrapping_sub(e) as u32) - 1.0;
-    let e = (e >> 23) as f32;
+    let (m, e) = normal_log_parts(if small { x * 8_388_608.0 } else { x });
     (m, if small { e - 23.0 } else { e })
 }
 
@@ -394,7 +400,8 @@ pub(super) fn erf(x: f32) -> f32 {
 
 #[inline(always)]
 pub(super) fn erfinv(x: f32) -> f32 {
-    let t = log(x.mul_add(-x, 1.0));
+    let (m, e) = normal_log_parts(x.mul_add(-x, 1.0));
+    let t = e.mul_add(LN_2, log_tail(m).mul_add(m * m, m));
     let p = 3.036_975_7e-10_f32;
     let p = p.mul_add(t, 2.932_431e-8);
     let p = p.mul_add(t, 1.221_503_4e-6);
@@ -415,11 +422,13 @@ pub(super) fn erfinv(x: f32) -> f32 {
     let p = p.mul_add(t, -2.320_154_8e-1);
     let near = p.mul_add(t, 8.862_269e-1);
     let y = x * if t < -6.125 { far } else { near };
-    if x.abs() == 1.0 {
+    // Beyond 1 there is none; the logarithm does not say.
+    let edge = if x.abs() == 1.0 {
         f32::INFINITY.copysign(x)
     } else {
-        y
-    }
+        f32::NAN
+    };
+    if x.abs() >= 1.0 { edge } else { y }
 }
 
 #[inline(always)]

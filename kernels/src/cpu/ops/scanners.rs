@@ -72,20 +72,22 @@ pub(super) trait Scan: Copy + Send + Sync + 'static {
     );
 }
 
-/// Every element folded with the one `D` before it. Buffers begin with the last of the block before.
+/// Every element folded with the one before it, and that with the same of two before. Buffers begin with the last of
+/// the block before.
 #[inline(always)]
-fn step<S: Scan, const D: usize>(s: S, from: &[S::Acc], to: &mut [S::Acc]) {
+fn four<S: Scan>(s: S, from: &[S::Acc], to: &mut [S::Acc]) {
     let n = to.len() - LANES;
-    let (early, late) = (&from[LANES - D..][..n], &from[LANES..][..n]);
-    for ((o, a), b) in to[LANES..].iter_mut().zip(early).zip(late) {
-        *o = s.fold(*a, *b);
+    let at = |d: usize| &from[LANES - d..][..n];
+    let (a, b, c, d) = (at(3), at(2), at(1), at(0));
+    for ((((o, a), b), c), d) in to[LANES..].iter_mut().zip(a).zip(b).zip(c).zip(d) {
+        *o = s.fold(s.fold(*a, *b), s.fold(*c, *d));
     }
 }
 
-/// What a block is folded in: four steps, each with the last of the block before in front, and the running
-/// values with the one before in front.
+/// What a block is folded in: its elements and what four of them fold to, each with the last of the block before in
+/// front, and the running values with the one before in front.
 struct Buffers<S: Scan> {
-    steps: [[S::Acc; LANES + BLOCK]; 4],
+    steps: [[S::Acc; LANES + BLOCK]; 2],
     done: [S::Of; 1 + BLOCK],
 }
 
@@ -93,7 +95,7 @@ impl<S: Scan> Buffers<S> {
     #[inline(always)]
     fn new(s: S) -> Self {
         Self {
-            steps: [[s.identity(); LANES + BLOCK]; 4],
+            steps: [[s.identity(); LANES + BLOCK]; 2],
             done: [s.store(s.identity()); 1 + BLOCK],
         }
     }
@@ -119,7 +121,7 @@ fn blocks<S: Scan>(
     for start in (0..n).step_by(BLOCK) {
         let len = BLOCK.min(n - start);
         let whole = len.next_multiple_of(LANES);
-        let [a, b, c, d] = &mut *steps;
+        let [a, b] = &mut *steps;
         let to = &mut a[LANES..];
         if mode.reverse {
             let x = &x[n - start - len..n - start];
@@ -132,15 +134,15 @@ fn blocks<S: Scan>(
             }
         }
         to[len..whole].fill(s.identity());
-        step::<S, 1>(s, a, &mut b[..LANES + whole]);
-        step::<S, 2>(s, b, &mut c[..LANES + whole]);
-        step::<S, 4>(s, c, &mut d[..LANES + whole]);
-        let (early, _) = d[LANES - 8..LANES - 8 + whole].as_chunks::<LANES>();
-        let (late, _) = d[LANES..LANES + whole].as_chunks::<LANES>();
+        four(s, a, &mut b[..LANES + whole]);
+        let at = |d: usize| b[LANES - d..LANES - d + whole].as_chunks::<LANES>().0;
+        let (early, late) = (at(12).iter().zip(at(8)), at(4).iter().zip(at(0)));
         let (out, _) = done[1..1 + whole].as_chunks_mut::<LANES>();
         for ((out, early), late) in out.iter_mut().zip(early).zip(late) {
             for l in 0..LANES {
-                acc[l] = s.fold(acc[l], s.fold(early[l], late[l]));
+                let early = s.fold(early.0[l], early.1[l]);
+                let sixteen = s.fold(early, s.fold(late.0[l], late.1[l]));
+                acc[l] = s.fold(acc[l], sixteen);
                 out[l] = s.store(s.fold(before, acc[l]));
             }
         }

@@ -4,9 +4,11 @@
 //! found first. So memory is read once, and nothing is lost that a second pass over it would keep: variance
 //! is merged as by Chan, Golub and LeVeque (1979), sums of powers are scaled as maxima rise.
 
+use std::f32::consts::LOG2_E;
+
 use super::reducers::{Reducer, TILE, phases};
 use crate::cpu::{
-    lanes::{bf16_to_f32, dispatch, exp, f16_to_f32, f32_to_bf16, f32_to_f16},
+    lanes::{bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
     path::CpuPath,
 };
 
@@ -134,6 +136,28 @@ fn shift(most: f32) -> f32 {
     }
 }
 
+/// `e^x` of no positive number. What is below `e^-86` stays there, which is nothing beside the maximum's 1. Of a positive
+/// one, where the maximum is infinite, it is some number: then so is the result, whatever the sum.
+#[inline(always)]
+fn power(x: f32) -> f32 {
+    const MAGIC: f32 = 12_582_912.0;
+    let x = if x < -86.0 { -86.0 } else { x };
+    let x = if x > 0.0 { 0.0 } else { x };
+    // The rounded product costs a far power some bits, which is less than it weighs beside the maximum's 1.
+    let shifted = x.mul_add(LOG2_E, MAGIC);
+    let f = x.mul_add(LOG2_E, MAGIC - shifted);
+    // 2^f by Remez's algorithm, 1.4 ulp; 1 where f is 0.
+    let p = 1.559_467_8e-4_f32;
+    let p = p.mul_add(f, 1.340_664_3e-3);
+    let p = p.mul_add(f, 9.617_693e-3);
+    let p = p.mul_add(f, 5.550_310_4e-2);
+    let p = p.mul_add(f, 2.402_265_2e-1);
+    let p = p.mul_add(f, 6.931_472_4e-1);
+    let p = p.mul_add(f, 1.0);
+    // The bits of MAGIC end in 22 zeros, of which 9 stay.
+    f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
+}
+
 #[inline(always)]
 fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
@@ -156,11 +180,11 @@ impl Statistic for Powers {
         );
         let next = larger(larger(low, high), most);
         let down = shift(next);
-        let before = sum * exp(most - down);
+        let before = sum * power(most - down);
         // No closure: what is not inlined would lack the path's instructions.
         let mut powers = [0.0; 8];
         for i in 0..8 {
-            powers[i] = exp(v[i] - down);
+            powers[i] = power(v[i] - down);
         }
         [next, before + sum8(powers)]
     }
@@ -169,7 +193,7 @@ impl Statistic for Powers {
     fn one(_: f32, [most, sum]: [f32; 2], v: f32) -> [f32; 2] {
         let next = larger(v, most);
         let down = shift(next);
-        [next, sum * exp(most - down) + exp(v - down)]
+        [next, sum * power(most - down) + power(v - down)]
     }
 
     #[inline(always)]
@@ -178,7 +202,7 @@ impl Statistic for Powers {
         let down = shift(next);
         let mut scaled = [0.0; WIDE];
         for ((o, m), s) in scaled.iter_mut().zip(most).zip(sums) {
-            *o = s * exp(m - down);
+            *o = s * power(m - down);
         }
         [next.into(), sum_of(scaled.iter().map(|s| f64::from(*s)))]
     }
@@ -353,8 +377,12 @@ impl Wanted {
 }
 
 fn log([most, sum]: [f64; 2]) -> f64 {
-    let most = if most.is_finite() { most } else { 0.0 };
-    quiet(most + libm::log(sum))
+    let sum = if most.is_finite() || sum.is_nan() {
+        most + libm::log(sum)
+    } else {
+        most
+    };
+    quiet(sum)
 }
 
 /// The same NaN whatever made it: its sign differs between instructions.
