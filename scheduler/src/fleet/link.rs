@@ -256,6 +256,13 @@ impl Link {
         let request = OpenTensorsRequest { tag };
         match timeout(PING, self.control().open_tensors(request)).await {
             Ok(Ok(_)) => Ok(ours),
+            Ok(Err(status)) if is_broken(&status) => Err(Error::new(
+                Reason::WorkerLost,
+                format!(
+                    "worker {} died as it was handed a connection; try again",
+                    self.worker
+                ),
+            )),
             Ok(Err(status)) => Err(words(&status)),
             Err(_) => Err(Error::new(
                 Reason::Overloaded,
