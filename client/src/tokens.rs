@@ -112,6 +112,7 @@ impl GenerateOptions {
             request_id: self.request_id,
             resume: self.resume,
             continue_across: self.continue_across,
+            grammar: None,
         }
     }
 }

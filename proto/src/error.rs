@@ -36,6 +36,8 @@ reasons! {
     InvalidArgument "INVALID_ARGUMENT" InvalidArgument;
     /// A sampling parameter is out of range.
     InvalidSampling "INVALID_SAMPLING" InvalidArgument;
+    /// The grammar, schema or regular expression that the text should follow cannot be read, or is too much to follow.
+    GrammarInvalid "GRAMMAR_INVALID" InvalidArgument;
     /// Something is larger or more than the limits allow.
     LimitExceeded "LIMIT_EXCEEDED" InvalidArgument;
     /// A graph, shape, dtype or attribute is not valid, or a value does not fit the plan.
@@ -50,6 +52,8 @@ reasons! {
     HandleStale "HANDLE_STALE" FailedPrecondition;
     /// The tensor has no value: its upload is unfinished, or the work that should have written it failed.
     TensorNotReady "TENSOR_NOT_READY" FailedPrecondition;
+    /// The worker that held the tensor died, and what made it cannot be done again.
+    TensorLost "TENSOR_LOST" DataLoss;
     /// No session of this name: it ended, or was never opened.
     SessionNotFound "SESSION_NOT_FOUND" NotFound;
     /// More bytes, tensors, plans or queued calls than the session may hold.

@@ -61,6 +61,10 @@ pub const MAX_WORD: usize = 512;
 pub const MAX_VOCABULARY: u32 = 1 << 24;
 /// Events that wait for one watcher before it is told that it missed some.
 pub const WATCH_BUFFER: usize = 256;
+/// Bytes of one grammar, schema or regular expression that a request's text has to follow.
+pub const MAX_GRAMMAR_BYTES: usize = 64 << 10;
+/// Milliseconds that a worker spends on reading one grammar.
+pub const MAX_GRAMMAR_MILLIS: u64 = 2000;
 /// Nodes of one graph.
 pub const MAX_GRAPH_NODES: usize = 1 << 16;
 /// Inputs of one graph.
@@ -91,6 +95,14 @@ pub const MAX_SESSION_NAME: usize = 64;
 pub const FIRST_SHARED_TAG: u64 = 1 << 63;
 /// Bytes of one piece of memory that a client shares with a worker.
 pub const MAX_SHARED_BYTES: u64 = 64 << 30;
+/// Times one call of a tensor session is done again because its worker died, unless its client says otherwise.
+pub const TENSOR_RECOVERIES: u32 = 3;
+/// Bytes that a client holds so that a session's tensors can be made again, unless it says otherwise.
+pub const RECIPE_BYTES: usize = 1 << 30;
+/// Calls of which each needs the result of the one before, in what a client does to make one tensor again.
+pub const MAX_RECIPE_DEPTH: u32 = 1 << 14;
+/// Calls that a client remembers so that a session's tensors can be made again.
+pub const MAX_RECIPE_CALLS: usize = 1 << 16;
 /// Inputs of one op.
 pub const MAX_OP_INPUTS: usize = 256;
 /// Integers of one attribute.

@@ -6,7 +6,7 @@
 use prost::Message;
 use sha2::{Digest, Sha256};
 
-use crate::v1::{FinishReason, GenerateRequest, NumericsClass, Receipt, Sampling};
+use crate::v1::{FinishReason, GenerateRequest, NumericsClass, Receipt, Sampling, grammar::Kind};
 
 /// A SHA-256.
 pub type Hash = [u8; 32];
@@ -96,6 +96,17 @@ pub fn request_hash(prompt_ids: &[u32], seed: u64, request: &GenerateRequest) ->
         to.number(u64::from(bias.token));
         to.float(Some(bias.bias));
     }
+    // Nothing without a grammar: such requests hash as they did before there were any.
+    let grammar = request.grammar.as_ref().and_then(|g| g.kind.as_ref());
+    if let Some((kind, text)) = grammar.map(|kind| match kind {
+        Kind::JsonSchema(text) => (1, text.as_str()),
+        Kind::Regex(text) => (2, text.as_str()),
+        Kind::Lark(text) => (3, text.as_str()),
+        Kind::JsonObject(yes) => (4, if *yes { "true" } else { "" }),
+    }) {
+        to.number(kind);
+        to.bytes(text.as_bytes());
+    }
     to.0.finalize().into()
 }
 
@@ -169,7 +180,11 @@ pub fn hex(hash: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::v1::LogitBias;
+    use crate::v1::{Grammar, LogitBias};
+
+    fn grammar(kind: Kind) -> Option<Grammar> {
+        Some(Grammar { kind: Some(kind) })
+    }
 
     fn request() -> GenerateRequest {
         GenerateRequest {
@@ -206,8 +221,20 @@ mod tests {
             &|r| r.sampling.as_mut().unwrap().top_p = Some(0.5),
             &|r| r.sampling.as_mut().unwrap().min_p = Some(0.5),
             &|r| r.sampling.as_mut().unwrap().logit_bias[0].bias = 2.0,
+            &|r| r.grammar = grammar(Kind::Regex("a".into())),
         ] {
             assert_ne!(of(change), plain);
+        }
+        let kinds = [
+            Kind::Regex("a".into()),
+            Kind::Lark("a".into()),
+            Kind::JsonSchema("a".into()),
+            Kind::JsonSchema("b".into()),
+            Kind::JsonObject(true),
+        ];
+        let hashes = kinds.map(|kind| of(&|r| r.grammar = grammar(kind.clone())));
+        for (i, hash) in hashes.iter().enumerate() {
+            assert!(!hashes[..i].contains(hash));
         }
         assert_ne!(request_hash(&[1], 7, &request()), plain);
         assert_ne!(request_hash(&[1, 2], 8, &request()), plain);

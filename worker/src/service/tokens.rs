@@ -146,6 +146,10 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         ));
     }
     in_vocabulary("prompt id", &prompt, model)?;
+    if wire.grammar.is_some() {
+        let what = "this worker follows no grammars; leave it out and check the text";
+        return Err(Error::new(Reason::GrammarInvalid, what));
+    }
     let resume = wire.resume.clone().unwrap_or_default();
     at_most(
         "resumed ids",
