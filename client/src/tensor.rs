@@ -15,11 +15,26 @@
 //! A [`Tensor`] is an expression until something needs its value: [`Tensor::eval`], [`Session::eval`] or reading it. What is
 //! wrong with an expression (shapes that do not fit, say) is known when it is built, kept in it, and returned by the call that
 //! would compute it; nothing panics. Once evaluated, a tensor is a handle on the worker's memory, freed with its last clone.
+//!
+//! A session ends with its worker: calls get [`Reason::WorkerLost`](crate::Reason::WorkerLost) then, and what it held is lost.
+//! One that is opened with [`SessionOptions::recovery`] goes on in the next worker of the same numerics class, and calls only take
+//! longer. There, tensors are made again when they are next needed, with equal bits: from bytes that this process keeps
+//! for it (host data, files, keys, constants), as weights by their name, and by doing again the calls that made them, as far back
+//! as need be. All ops are pure functions (random ones of their key), so that this is sound; the exceptions are refused with
+//! [`Reason::TensorLost`](crate::Reason::TensorLost), which names the tensor and says why:
+//!
+//! - what [`Tensor::write`] overwrote in place, memory from [`Session::shared`], and what was made of either afterwards;
+//! - what is made of more bytes than [`Recovery::max_bytes`], or by more calls than are remembered.
+//!
+//! [`Tensor::checkpoint`] fetches a tensor's value, from which it can be made again in any case, and shortens the way back for what is
+//! made of it later. A call is done again at most [`Recovery::tries`] times; no call takes part in the effects of another, so
+//! that one whose worker dies at each try ends with an error and the session goes on.
 
 mod array;
 mod backend;
 mod compare;
 mod compile;
+mod connection;
 mod create;
 mod download;
 mod dump;
@@ -32,6 +47,8 @@ mod operators;
 mod ops;
 mod pipeline;
 mod program;
+mod recipe;
+mod recover;
 mod session;
 mod shared;
 mod stream;
@@ -41,6 +58,7 @@ pub use array::Tensor;
 pub use backend::{Backend, BackendParams, DeviceMemory, FlashAttention, Placement};
 pub use compare::{Comparison, Comparisons, Thresholds};
 pub use compile::Compiled;
+pub use connection::Lease;
 pub use dump::DumpOptions;
 pub use host::{Element, HostTensor, Plain};
 pub use hotcell_graph::{DType, Dim, Shape, TensorSpec};
@@ -48,6 +66,7 @@ pub use io::TensorFile;
 pub use memory::Memory;
 pub use ops::{ConvOptions, Layout, PoolKind, Reduce};
 pub use pipeline::{Pending, Pipeline};
-pub use session::{Lease, Session, SessionOptions};
+pub use recover::Recovery;
+pub use session::{Session, SessionOptions};
 pub use shared::SharedTensor;
 pub use stream::{Event, Stream};

@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
 use hotcell_graph::{
@@ -11,11 +11,7 @@ use hotcell_graph::{
 };
 use hotcell_proto::error::{Error, Reason};
 
-use super::{
-    compile,
-    host::HostTensor,
-    session::{Remote, Session},
-};
+use super::{compile, connection::Remote, host::HostTensor, session::Session};
 
 /// An invalid-argument error.
 pub(super) fn invalid(what: impl Into<String>) -> Error {
@@ -36,6 +32,8 @@ pub(super) struct Inner {
     pub session: Option<Session>,
     /// Dtype and shape; absent when the expression is wrong.
     pub spec: Option<TensorSpec>,
+    /// What its owner calls it.
+    name: OnceLock<Arc<str>>,
     state: Mutex<State>,
 }
 
@@ -85,6 +83,7 @@ impl Tensor {
         Self(Arc::new(Inner {
             session,
             spec,
+            name: OnceLock::new(),
             state: Mutex::new(state),
         }))
     }
@@ -113,6 +112,35 @@ impl Tensor {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while it is held: states are cloned or replaced whole.
         self.0.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Gives it a name, by which errors speak of it (see [`super::Recovery`]). The first one stays.
+    #[must_use]
+    pub fn named(self, name: &str) -> Self {
+        let name = self.0.name.get_or_init(|| name.into());
+        if let State::Remote(remote) = &*self.lock()
+            && let Some(recipe) = remote.recipe()
+        {
+            recipe.set_name(Arc::clone(name));
+        }
+        self
+    }
+
+    /// What its owner calls it.
+    pub fn name(&self) -> Option<&str> {
+        self.0.name.get().map(AsRef::as_ref)
+    }
+
+    /// It was computed.
+    pub(super) fn computed(&self, remote: Arc<Remote>) {
+        if let (Some(recipe), Some(spec)) = (remote.recipe(), &self.0.spec) {
+            let made = match &*self.lock() {
+                State::Lazy { node, .. } => node.row.name,
+                _ => "uploaded",
+            };
+            recipe.describe(spec, made, self.0.name.get().cloned());
+        }
+        self.set(State::Remote(remote));
     }
 
     /// Dtype and shape.

@@ -11,6 +11,7 @@ use hotcell_proto::{
 use super::{
     array::{Tensor, invalid},
     compile::Compiled,
+    recover::Recovery,
     session::{Session, SessionOptions},
 };
 use crate::connect::{Address, Client};
@@ -54,6 +55,8 @@ pub struct BackendParams {
     pub placement: Placement,
     /// Whether attention may run fused.
     pub flash_attention: FlashAttention,
+    /// Go on after the worker died; see [`Recovery`].
+    pub recovery: Option<Recovery>,
 }
 
 impl BackendParams {
@@ -66,6 +69,7 @@ impl BackendParams {
             allocate: true,
             placement: Placement::default(),
             flash_attention: FlashAttention::default(),
+            recovery: None,
         }
     }
 }
@@ -113,6 +117,7 @@ impl Backend {
             max_bytes: params.memory_limit,
             threads: params.threads,
             dry_run: !params.allocate,
+            recovery: params.recovery,
             ..Default::default()
         };
         let mut model = None;

@@ -15,8 +15,10 @@ use hotcell_proto::error::{Error, Reason};
 
 use super::{
     array::{State, Tensor, apply, invalid, of_graph},
+    connection::{Connection, Remote, RemotePlan},
     program::{self, Arguments, Program},
-    session::{RemotePlan, Session},
+    recover::again,
+    session::Session,
     stream::Order,
 };
 
@@ -147,23 +149,20 @@ impl Compiled {
     /// As [`Compiled::call`] and [`Session::eval`].
     pub async fn call_eval(&self, arguments: &[Tensor]) -> Result<Vec<Tensor>, Error> {
         let prepared = self.prepare(arguments).await?;
-        let Some(plan) = prepared.plan else {
-            return self.call(arguments); // a dry run computes nothing
-        };
         let session = &self.0.session;
-        let count = prepared.specs.len();
         let order = Order::default();
-        let results = session
-            .call(&plan, prepared.rows, &prepared.inputs, count, &order)
-            .await?;
-        let tensor =
-            |(spec, remote)| Tensor::new(Some(session.clone()), Some(spec), State::Remote(remote));
-        Ok(prepared
-            .specs
-            .into_iter()
-            .zip(results)
-            .map(tensor)
-            .collect())
+        let results = again!(session, at => async {
+            let Some(plan) = prepared.trace.plan(session, &at).await? else {
+                return Ok(None);
+            };
+            let (rows, count) = (prepared.rows, prepared.specs.len());
+            let call = session.call(&at, &plan, rows, &prepared.inputs, count, &order);
+            call.await.map(Some)
+        });
+        match results? {
+            Some(results) => Ok(prepared.results(session, results)),
+            None => self.call(arguments), // a dry run computes nothing
+        }
     }
 
     /// Bytes the plan for these arguments takes on the worker: intermediate values, constants, inputs, outputs.
@@ -175,28 +174,20 @@ impl Compiled {
         arguments: &[Tensor],
     ) -> Result<hotcell_proto::v1::PlanMemory, Error> {
         let (trace, _) = self.trace(arguments)?;
-        let (graph, _) = trace.program.encode()?;
-        Ok(self.0.session.compile_graph(graph, true).await?.1)
+        let (graph, key) = trace.program.encode()?;
+        let made = again!(&self.0.session, at => at.compile(graph.clone(), key.clone(), true));
+        Ok(made?.1)
     }
 
     pub(super) fn session(&self) -> &Session {
         &self.0.session
     }
 
-    /// The plan for these arguments, which then have values, and all its inputs.
+    /// What to execute for these arguments, which then have values, and all its inputs.
     pub(super) async fn prepare(&self, arguments: &[Tensor]) -> Result<Prepared, Error> {
         let session = &self.0.session;
         session.eval(arguments).await?;
         let (trace, rows) = self.trace(arguments)?;
-        let kept = locked(&trace.plan).clone();
-        let plan = match kept {
-            Some(plan) => Some(plan),
-            None => {
-                let plan = session.plan(&trace.program).await?;
-                locked(&trace.plan).clone_from(&plan);
-                plan
-            }
-        };
         let specs = trace.results.iter().map(|r| {
             let spec = r.spec()?;
             TensorSpec::new(spec.dtype, at_rows(&spec.shape, rows)?).map_err(|e| of_graph(&e))
@@ -205,7 +196,7 @@ impl Compiled {
         let captured = trace.program.inputs.iter();
         let inputs = arguments.iter().chain(captured).cloned().collect();
         Ok(Prepared {
-            plan,
+            trace: Arc::clone(&trace),
             rows,
             inputs,
             specs,
@@ -310,14 +301,39 @@ impl Compiled {
 
 /// A call that is ready to be sent.
 pub(super) struct Prepared {
-    /// `None` in a dry run.
-    pub plan: Option<Arc<RemotePlan>>,
+    pub trace: Arc<Trace>,
     pub rows: usize,
     pub inputs: Vec<Tensor>,
     pub specs: Vec<TensorSpec>,
 }
 
+impl Prepared {
+    /// The results as tensors.
+    pub fn results(&self, session: &Session, results: Vec<Arc<Remote>>) -> Vec<Tensor> {
+        let specs = self.specs.iter().cloned();
+        let made = specs
+            .zip(results)
+            .map(|(spec, remote)| session.tensor_at(remote, spec, "made by a compiled function"));
+        made.collect()
+    }
+}
+
 impl Trace {
+    /// Its plan over this connection; `None` in a dry run.
+    pub(super) async fn plan(
+        &self,
+        session: &Session,
+        at: &Connection,
+    ) -> Result<Option<Arc<RemotePlan>>, Error> {
+        let kept = locked(&self.plan).clone();
+        if let Some(plan) = kept.filter(|plan| plan.generation == at.generation) {
+            return Ok(Some(plan));
+        }
+        let plan = session.plan(at, &self.program).await?;
+        locked(&self.plan).clone_from(&plan);
+        Ok(plan)
+    }
+
     /// The results with other tensors in place of the arguments.
     fn inline(
         &self,

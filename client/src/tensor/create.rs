@@ -1,11 +1,13 @@
 //! Tensors out of nothing.
 
-use hotcell_graph::{DType, Shape, TensorSpec, wire};
-use hotcell_proto::{error::Error, limits, v1};
+use hotcell_graph::{DType, Shape, TensorSpec};
+use hotcell_proto::{error::Error, limits};
 
 use super::{
     array::{Tensor, invalid, of_graph},
     host::{Element, HostTensor},
+    recipe::Recipe,
+    recover::again,
     session::Session,
 };
 
@@ -71,13 +73,8 @@ impl Session {
     pub async fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
         let shape = Shape::fixed(shape).map_err(|e| of_graph(&e))?;
         let spec = TensorSpec::new(dtype, shape).map_err(|e| of_graph(&e))?;
-        let request = self.request(v1::CreateRequest {
-            spec: Some(v1::create_request::Spec::Tensor(wire::encode_tensor_spec(
-                &spec,
-            ))),
-            id: vec![],
-        });
-        let info = self.answer(self.rpc().create(request).await)?;
-        self.adopt(info)
+        let (remote, spec) = again!(self, at => self.zeros_at(&at, &spec))?;
+        self.note(&remote, |_| Recipe::zeros(&spec));
+        Ok(self.tensor_at(remote, spec, "zeros"))
     }
 }

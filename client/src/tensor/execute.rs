@@ -10,9 +10,12 @@ use hotcell_proto::{
 
 use super::{
     array::{State, Tensor, invalid},
+    connection::{Connection, Remote, RemotePlan},
     host::{Element, HostTensor},
     program::{self, Program},
-    session::{Remote, RemotePlan, Session},
+    recipe::note_call,
+    recover::again,
+    session::Session,
     stream::Order,
 };
 
@@ -63,15 +66,15 @@ impl Session {
     /// Computes what one graph can.
     async fn compute_graph(&self, outputs: &[Tensor], order: &Order) -> Result<(), Error> {
         let program = program::build(outputs, None, 0)?;
-        let plan = self.plan(&program).await?;
-        let Some(plan) = plan else {
-            return Ok(()); // a dry run computes nothing
-        };
-        let results = self
-            .call(&plan, 0, &program.inputs, outputs.len(), order)
-            .await?;
+        let results = again!(self, at => async {
+            let Some(plan) = self.plan(&at, &program).await? else {
+                return Ok(vec![]); // a dry run computes nothing
+            };
+            let (inputs, count) = (&program.inputs, outputs.len());
+            self.call(&at, &plan, 0, inputs, count, order).await
+        })?;
         for (output, result) in outputs.iter().zip(results) {
-            output.set(State::Remote(result));
+            output.computed(result);
         }
         Ok(())
     }
@@ -85,32 +88,38 @@ impl Session {
             self.compute_graph(&piece, &Order::default()).await?;
         }
         let program = program::build(std::slice::from_ref(value), None, 0)?;
-        let Some(plan) = self.plan(&program).await? else {
-            return Ok(());
-        };
         let order = Order::default();
-        let Ready {
-            mut request, held, ..
-        } = self
-            .request_for(&plan, 0, &program.inputs, 0, &order)
-            .await?;
-        request.outputs = vec![v1::OutputWish {
-            kind: Some(v1::output_wish::Kind::Into(target.handle.clone())),
-        }];
-        let answer = self.answer(self.rpc().execute(self.request(request)).await);
-        drop(held);
-        answer.map(|_| ())
+        again!(self, at => async {
+            let Some(plan) = self.plan(&at, &program).await? else {
+                return Ok(());
+            };
+            self.restore(&at, std::slice::from_ref(&target)).await?;
+            let ready = self.request_for(&at, &plan, 0, &program.inputs, 0, &order);
+            let Ready {
+                mut request, held, ..
+            } = ready.await?;
+            request.outputs = vec![v1::OutputWish {
+                kind: Some(v1::output_wish::Kind::Into(target.handle_for(&at)?)),
+            }];
+            let answer = at.answer(at.rpc().execute(at.request(request)).await);
+            drop(held);
+            answer.map(|_| ())
+        })
     }
 
     /// The plan of a program; `None` in a dry run.
-    pub(super) async fn plan(&self, program: &Program) -> Result<Option<Arc<RemotePlan>>, Error> {
+    pub(super) async fn plan(
+        &self,
+        at: &Connection,
+        program: &Program,
+    ) -> Result<Option<Arc<RemotePlan>>, Error> {
         let (graph, key) = program.encode()?;
-        if let Some(plan) = self.kept_plan(&key) {
+        if let Some(plan) = at.kept_plan(&key) {
             return Ok(Some(plan));
         }
-        let (plan, _) = self.compile_graph(graph, false).await?;
+        let (plan, _) = at.compile(graph, key, self.is_dry_run()).await?;
         if let Some(plan) = &plan {
-            self.keep_plan(key, plan);
+            at.keep_plan(plan);
         } else if !self.is_dry_run() {
             return Err(Error::new(
                 Reason::ProtocolViolation,
@@ -123,29 +132,32 @@ impl Session {
     /// Executes a plan; its results stay on the worker.
     pub(super) async fn call(
         &self,
+        at: &Connection,
         plan: &RemotePlan,
         rows: usize,
         inputs: &[Tensor],
         outputs: usize,
         order: &Order,
     ) -> Result<Vec<Arc<Remote>>, Error> {
-        let ready = self.request_for(plan, rows, inputs, outputs, order).await?;
-        let answer = self.answer(self.rpc().execute(self.request(ready.request)).await)?;
+        let ready = self.request_for(at, plan, rows, inputs, outputs, order);
+        let ready = ready.await?;
+        let answer = at.answer(at.rpc().execute(at.request(ready.request)).await)?;
         drop(ready.held);
-        order.done(answer.fence);
+        order.done(at, answer.fence);
         Ok(ready.results)
     }
 
     /// The message of a call, and the handles its results will have.
     pub(super) async fn request_for(
         &self,
+        at: &Connection,
         plan: &RemotePlan,
         rows: usize,
         inputs: &[Tensor],
         outputs: usize,
         order: &Order,
     ) -> Result<Ready, Error> {
-        let (inputs, held) = self.operands(inputs).await?;
+        let (operands, held) = self.operands(at, inputs).await?;
         let ids = (0..outputs)
             .map(|_| HandleId::random())
             .collect::<Result<Vec<_>, _>>()?;
@@ -155,16 +167,20 @@ impl Session {
         let request = v1::ExecuteRequest {
             plan: Some(plan.handle.clone()),
             rows: rows as u64,
-            inputs,
+            inputs: operands,
             outputs: ids.iter().map(wish).collect(),
             stream: order.stream,
-            wait: order.wait(),
+            wait: order.wait(at),
             detached: order.detached,
             tag: 0,
         };
+        let results: Vec<_> = ids.into_iter().map(|id| at.named(id)).collect();
+        if let Some(recovering) = self.recovering() {
+            note_call(&recovering.ledger, plan, rows, inputs, &results);
+        }
         Ok(Ready {
             request,
-            results: ids.into_iter().map(|id| self.named(id)).collect(),
+            results,
             held,
         })
     }
@@ -172,6 +188,7 @@ impl Session {
     /// Inputs as a call names them: small ones inline, large ones uploaded first.
     async fn operands(
         &self,
+        at: &Connection,
         inputs: &[Tensor],
     ) -> Result<(Vec<v1::Operand>, Vec<Arc<Remote>>), Error> {
         let mut inline = 0usize;
@@ -188,10 +205,17 @@ impl Session {
         }
         // In turn: they share one connection, and each fills it.
         for tensor in large {
-            tensor.place(self).await?;
+            tensor.place(self, at).await?;
+        }
+        if self.recovering().is_some() {
+            let there = inputs.iter().filter_map(|tensor| match tensor.state() {
+                State::Remote(remote) => Some(remote),
+                _ => None,
+            });
+            self.restore(at, &there.collect::<Vec<_>>()).await?;
         }
         let mut held = Vec::new();
-        let operands = inputs.iter().map(|tensor| operand(tensor, &mut held));
+        let operands = inputs.iter().map(|tensor| operand(at, tensor, &mut held));
         Ok((operands.collect::<Result<_, _>>()?, held))
     }
 }
@@ -204,11 +228,15 @@ pub(super) struct Ready {
     pub held: Vec<Arc<Remote>>,
 }
 
-fn operand(tensor: &Tensor, held: &mut Vec<Arc<Remote>>) -> Result<v1::Operand, Error> {
+fn operand(
+    at: &Connection,
+    tensor: &Tensor,
+    held: &mut Vec<Arc<Remote>>,
+) -> Result<v1::Operand, Error> {
     use v1::operand::Kind;
     let kind = match tensor.state() {
         State::Remote(remote) => {
-            let handle = remote.handle.clone();
+            let handle = remote.handle_for(at)?;
             held.push(remote);
             Kind::Tensor(handle)
         }

@@ -2,7 +2,7 @@
 
 use hotcell_proto::{error::Error, v1};
 
-use super::session::Session;
+use super::{recover::again, session::Session};
 
 /// Memory of a session, bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,8 +25,13 @@ pub struct Memory {
 
 impl Session {
     async fn memory_call(&self, request: v1::MemoryRequest) -> Result<Memory, Error> {
-        self.flush().await?;
-        let m = self.answer(self.rpc().memory(self.request(request)).await)?;
+        let m = again!(self, at => async {
+            at.flush().await?;
+            at.answer(at.rpc().memory(at.request(request)).await)
+        })?;
+        if let Some(recovering) = self.recovering() {
+            recovering.limited(&request);
+        }
         Ok(Memory {
             active: m.active,
             peak: m.peak,

@@ -2,26 +2,34 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex},
+    time::Duration,
 };
 
 use hotcell_proto::{
     error::{Error, Reason},
     v1,
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::timeout,
+};
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::{
-    array::{State, Tensor},
-    compile::Compiled,
+    array::{State, Tensor, invalid},
+    compile::{Compiled, Prepared},
+    connection::{Connection, Remote, RemotePlan, locked},
     execute::Ready,
-    session::{Remote, RemotePlan, Session},
+    recover::{Tries, again},
+    session::Session,
     stream::Order,
 };
 
 /// Calls that are under way at most.
 const DEPTH: usize = 64;
+/// How long a stream that takes no more calls may take to say why.
+const END: Duration = Duration::from_secs(5);
 
 /// A call that has no answer yet.
 struct Under {
@@ -44,20 +52,31 @@ struct Shared {
 /// of the next call before it is computed.
 pub struct Pipeline {
     session: Session,
+    line: Line,
+    next: u64,
+}
+
+/// The stream over one connection.
+struct Line {
+    at: Arc<Connection>,
     calls: mpsc::Sender<v1::ExecuteRequest>,
     shared: Arc<Mutex<Shared>>,
-    next: u64,
+    /// Closed once `over` is said.
+    end: watch::Receiver<()>,
 }
 
 /// A call under way.
 pub struct Pending {
     /// Its results. Other calls of the pipeline can use them at once; reading one waits for it.
     pub results: Vec<Tensor>,
+    session: Session,
+    at: Arc<Connection>,
     done: oneshot::Receiver<Result<(), Error>>,
 }
 
 impl Pending {
-    /// Waits until it is computed.
+    /// Waits until it is computed. If its worker died and the session recovers, it is computed again, unless what it read
+    /// cannot be made again.
     ///
     /// # Errors
     /// What went wrong in this call.
@@ -68,14 +87,27 @@ impl Pending {
                 "the pipeline ended before the call was done",
             )
         };
-        self.done.await.map_err(|_| gone())??;
-        Ok(self.results)
+        let Err(error) = self.done.await.map_err(|_| gone())? else {
+            return Ok(self.results);
+        };
+        let mut tries = Tries::of(&self.session);
+        tries.again(&self.at, error).await?;
+        let remotes = self
+            .results
+            .iter()
+            .filter_map(|result| match result.state() {
+                State::Remote(remote) => Some(remote),
+                _ => None,
+            });
+        let remotes: Vec<_> = remotes.collect();
+        loop {
+            let at = self.session.connection();
+            match self.session.restore(&at, &remotes).await {
+                Ok(()) => return Ok(self.results),
+                Err(error) => tries.again(&at, error).await?,
+            }
+        }
     }
-}
-
-fn locked(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
-    // Nothing panics while it is held.
-    shared.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Session {
@@ -84,36 +116,9 @@ impl Session {
     /// # Errors
     /// When the session is gone.
     pub async fn pipeline(&self) -> Result<Pipeline, Error> {
-        let (calls, queue) = mpsc::channel(DEPTH);
-        let shared: Arc<Mutex<Shared>> = Arc::default();
-        let request = self.request(ReceiverStream::new(queue));
-        let mut answers = self.answer(self.rpc().execute_many(request).await)?;
-        let session = self.clone();
-        let reader = Arc::clone(&shared);
-        tokio::spawn(async move {
-            let end = loop {
-                match answers.message().await {
-                    Ok(Some(answer)) => {
-                        let waiting = locked(&reader).waiting.remove(&answer.tag);
-                        if let Some(waiting) = waiting {
-                            // Whoever dropped the call does not want its end.
-                            let _ = waiting.done.send(read(answer.error));
-                        }
-                    }
-                    Ok(None) => break Error::new(Reason::Cancelled, "the pipeline ended"),
-                    Err(status) => break session.status(&status),
-                }
-            };
-            let mut shared = locked(&reader);
-            for (_, waiting) in shared.waiting.drain() {
-                let _ = waiting.done.send(Err(end.clone()));
-            }
-            shared.over = Some(end);
-        });
         Ok(Pipeline {
             session: self.clone(),
-            calls,
-            shared,
+            line: again!(self, at => Line::open(at.clone()))?,
             next: 1,
         })
     }
@@ -129,6 +134,53 @@ fn read(error: Option<v1::CallError>) -> Result<(), Error> {
         .fold(typed, |e, (key, value)| e.with(key, value)))
 }
 
+impl Line {
+    async fn open(at: Arc<Connection>) -> Result<Self, Error> {
+        let (calls, queue) = mpsc::channel(DEPTH);
+        let shared: Arc<Mutex<Shared>> = Arc::default();
+        let request = at.request(ReceiverStream::new(queue));
+        let mut answers = at.answer(at.rpc().execute_many(request).await)?;
+        let connection = Arc::clone(&at);
+        let reader = Arc::clone(&shared);
+        let (ended, end) = watch::channel(());
+        tokio::spawn(async move {
+            let end = loop {
+                match answers.message().await {
+                    Ok(Some(answer)) => {
+                        let waiting = locked(&reader).waiting.remove(&answer.tag);
+                        if let Some(waiting) = waiting {
+                            // Whoever dropped the call does not want its end.
+                            let _ = waiting.done.send(read(answer.error));
+                        }
+                    }
+                    Ok(None) => break Error::new(Reason::Cancelled, "the pipeline ended"),
+                    Err(status) => break connection.status(&status),
+                }
+            };
+            let mut shared = locked(&reader);
+            for (_, waiting) in shared.waiting.drain() {
+                let _ = waiting.done.send(Err(end.clone()));
+            }
+            shared.over = Some(end);
+            drop(ended);
+        });
+        Ok(Self {
+            at,
+            calls,
+            shared,
+            end,
+        })
+    }
+
+    /// Why it ended, once it takes no further call.
+    async fn why(&mut self) -> Error {
+        // Nothing is ever sent: it ends when the sender is gone.
+        let _ = timeout(END, self.end.changed()).await;
+        let over = locked(&self.shared).over.clone();
+        over.unwrap_or_else(|| Error::new(Reason::Cancelled, "the pipeline ended"))
+    }
+}
+
 impl Pipeline {
     /// Sends a call; waits only while too many are under way.
     ///
@@ -140,19 +192,24 @@ impl Pipeline {
         arguments: &[Tensor],
     ) -> Result<Pending, Error> {
         if !function.session().is_same(&self.session) {
-            return Err(super::array::invalid(
-                "the function belongs to another session",
-            ));
+            return Err(invalid("the function belongs to another session"));
         }
         let prepared = function.prepare(arguments).await?;
-        let plan = prepared.plan.ok_or_else(|| {
-            super::array::invalid("a dry-run session computes nothing; open another one")
-        })?;
+        let session = self.session.clone();
+        again!(&session, at => self.send(&at, &prepared))
+    }
+
+    async fn send(&mut self, at: &Arc<Connection>, prepared: &Prepared) -> Result<Pending, Error> {
+        if self.line.at.generation != at.generation {
+            self.line = Line::open(Arc::clone(at)).await?;
+        }
+        let session = &self.session;
+        let plan = prepared.trace.plan(session, at).await?;
+        let plan =
+            plan.ok_or_else(|| invalid("a dry-run session computes nothing; open another one"))?;
         let order = Order::default();
         let count = prepared.specs.len();
-        let made = self
-            .session
-            .request_for(&plan, prepared.rows, &prepared.inputs, count, &order);
+        let made = session.request_for(at, &plan, prepared.rows, &prepared.inputs, count, &order);
         let Ready {
             mut request,
             results: remotes,
@@ -164,7 +221,7 @@ impl Pipeline {
         request.tag = tag;
         let (done, wait) = oneshot::channel();
         {
-            let mut shared = locked(&self.shared);
+            let mut shared = locked(&self.line.shared);
             if let Some(over) = &shared.over {
                 return Err(over.clone());
             }
@@ -175,21 +232,13 @@ impl Pipeline {
             };
             shared.waiting.insert(tag, under);
         }
-        if self.calls.send(request).await.is_err() {
-            let over = locked(&self.shared).over.clone();
-            let ended = || Error::new(Reason::Cancelled, "the pipeline ended");
-            return Err(over.unwrap_or_else(ended));
+        if self.line.calls.send(request).await.is_err() {
+            return Err(self.line.why().await);
         }
-        let session = &self.session;
-        let tensor =
-            |(spec, remote)| Tensor::new(Some(session.clone()), Some(spec), State::Remote(remote));
         Ok(Pending {
-            results: prepared
-                .specs
-                .into_iter()
-                .zip(remotes)
-                .map(tensor)
-                .collect(),
+            results: prepared.results(session, remotes),
+            session: session.clone(),
+            at: Arc::clone(at),
             done: wait,
         })
     }

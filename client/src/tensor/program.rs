@@ -5,11 +5,12 @@ use std::{
     sync::Arc,
 };
 
+use bytes::Bytes;
 use prost::Message;
 
 use hotcell_graph::{
     Graph, GraphBuilder, TensorSpec, Value,
-    op::{self, Attribute},
+    op::{self, Attribute, Effect},
     wire,
 };
 use hotcell_proto::{
@@ -24,7 +25,36 @@ const PIECE: usize = 8192;
 
 /// Identifies a graph: its encoding.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub(super) struct PlanKey(Vec<u8>);
+pub(super) struct PlanKey {
+    bytes: Bytes,
+    pure: bool,
+}
+
+impl PlanKey {
+    pub fn new(bytes: impl Into<Bytes>, pure: bool) -> Self {
+        let bytes = bytes.into();
+        Self { bytes, pure }
+    }
+
+    /// The encoding.
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// Whether it computes its results and does nothing besides, so that it may be computed again.
+    pub fn is_pure(&self) -> bool {
+        self.pure
+    }
+
+    /// The graph.
+    ///
+    /// # Errors
+    /// [`Reason::Internal`] if this is no key.
+    pub fn decode(&self) -> Result<v1::Graph, Error> {
+        let odd = |e| Error::new(Reason::Internal, format!("a graph cannot be read: {e}"));
+        v1::Graph::decode(self.bytes.clone()).map_err(odd)
+    }
+}
 
 /// A graph and the tensors that are its inputs.
 pub(super) struct Program {
@@ -48,7 +78,11 @@ impl Program {
             );
             return Err(Error::new(Reason::LimitExceeded, what));
         }
-        Ok((graph, PlanKey(bytes)))
+        let changes =
+            |node: &hotcell_graph::graph::Node| matches!(node.op.effect, Effect::Writes(_));
+        let pure = !self.graph.nodes().iter().any(changes);
+        let key = PlanKey::new(bytes, pure);
+        Ok((graph, key))
     }
 }
 

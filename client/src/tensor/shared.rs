@@ -1,5 +1,7 @@
 //! Memory that a client on the worker's host shares with it: what is written here, the worker reads in place.
 
+use std::sync::Arc;
+
 use hotcell_graph::{DType, Shape, TensorSpec, wire};
 use hotcell_ipc::{
     handoff::{self, Ask},
@@ -12,7 +14,10 @@ use hotcell_proto::{
 
 use super::{
     array::{Tensor, invalid, of_graph},
+    connection::{Connection, Remote},
     host::Element,
+    recipe::Recipe,
+    recover::again,
     session::Session,
 };
 
@@ -35,36 +40,51 @@ impl Session {
         let bytes = spec
             .bytes(0)
             .ok_or_else(|| invalid("the tensor is too large"))?;
-        let ask = Ask::Memory {
-            session: self.name().to_owned(),
-            bytes: bytes.max(1) as u64,
-        };
-        let given = self.hand_out(&ask).await?;
-        let memory = SharedMapping::of_memory(&given.fd).map_err(|e| {
-            Error::new(
-                Reason::Internal,
-                format!("shared memory cannot be mapped: {e}"),
-            )
-        })?;
-        let request = self.request(v1::ImportSharedRequest {
-            tag: given.tag,
-            spec: Some(wire::encode_tensor_spec(&spec)),
-            offset: 0,
+        let (remote, spec, memory) = again!(self, at => share(&at, &spec, bytes))?;
+        self.note(&remote, |_| {
+            Recipe::gone("it is memory that was shared with the worker; share another one")
         });
-        let info = self.answer(self.rpc().import_shared(request).await)?;
         Ok(SharedTensor {
-            tensor: self.adopt(info)?,
+            tensor: self.tensor_at(remote, spec, "shared memory"),
             memory,
         })
     }
+}
 
+async fn share(
+    at: &Connection,
+    spec: &TensorSpec,
+    bytes: usize,
+) -> Result<(Arc<Remote>, TensorSpec, SharedMapping), Error> {
+    let ask = Ask::Memory {
+        session: at.opened.session.clone(),
+        bytes: bytes.max(1) as u64,
+    };
+    let given = at.hand_out(&ask).await?;
+    let memory = SharedMapping::of_memory(&given.fd).map_err(|e| {
+        Error::new(
+            Reason::Internal,
+            format!("shared memory cannot be mapped: {e}"),
+        )
+    })?;
+    let request = at.request(v1::ImportSharedRequest {
+        tag: given.tag,
+        spec: Some(wire::encode_tensor_spec(spec)),
+        offset: 0,
+    });
+    let info = at.answer(at.rpc().import_shared(request).await)?;
+    let (remote, spec) = at.adopt(info)?;
+    Ok((remote, spec, memory))
+}
+
+impl Connection {
     /// Asks the scheduler for what only a descriptor can carry.
-    pub(super) async fn hand_out(&self, ask: &Ask) -> Result<handoff::Given, Error> {
+    async fn hand_out(&self, ask: &Ask) -> Result<handoff::Given, Error> {
         let far = || {
             let what = "only a session through a scheduler's Unix socket can share memory or have a connection of its own";
             invalid(what)
         };
-        let path = handoff::path_beside(self.socket().ok_or_else(far)?);
+        let path = handoff::path_beside(self.socket.as_deref().ok_or_else(far)?);
         let broken = |e: std::io::Error| {
             let what = format!("{} gave nothing: {e}", path.display());
             Error::new(Reason::NoWorker, what)

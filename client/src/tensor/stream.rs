@@ -1,13 +1,16 @@
 //! Streams and events: order between calls.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    cmp::Ordering,
+    sync::{Arc, Mutex},
+};
 
 use hotcell_proto::{
     error::{Error, Reason},
     limits, v1,
 };
 
-use super::{array::Tensor, session::Session};
+use super::{array::Tensor, connection::Connection, recover::again, session::Session};
 
 /// How a call is queued.
 #[derive(Clone, Default)]
@@ -18,10 +21,12 @@ pub(super) struct Order {
 }
 
 struct Progress {
+    /// The connection that the fence of the last call is of.
+    generation: u64,
     /// Fence of the last call.
     last: u64,
-    /// Events the next call waits for.
-    wait: Vec<v1::Fence>,
+    /// Events the next call waits for, and the connections they are of.
+    wait: Vec<(u64, v1::Fence)>,
     /// The stream's id, and where it goes when the last clone of the stream is dropped. Its fences go on rising, so an
     /// event that outlives the stream has passed when its calls have.
     id: u32,
@@ -52,19 +57,27 @@ impl Order {
         }
     }
 
-    /// Fences to wait for. They stay until a call was taken.
-    pub fn wait(&self) -> Vec<v1::Fence> {
-        match &self.progress {
-            Some(progress) => locked(progress).wait.clone(),
-            None => vec![],
-        }
+    /// Fences to wait for. They stay until a call was taken. Those of a lost connection have passed: what their calls made
+    /// is made again when it is needed.
+    pub fn wait(&self, at: &Connection) -> Vec<v1::Fence> {
+        let Some(progress) = &self.progress else {
+            return vec![];
+        };
+        let progress = locked(progress);
+        let own = progress.wait.iter().filter(|(g, _)| *g == at.generation);
+        own.map(|(_, fence)| *fence).collect()
     }
 
-    /// A call was taken and has this fence.
-    pub fn done(&self, fence: Option<v1::Fence>) {
+    /// A call was taken over this connection and has this fence.
+    pub fn done(&self, at: &Connection, fence: Option<v1::Fence>) {
         if let (Some(progress), Some(fence)) = (&self.progress, fence) {
             let mut progress = locked(progress);
-            progress.last = progress.last.max(fence.value);
+            progress.last = match at.generation.cmp(&progress.generation) {
+                Ordering::Less => return,
+                Ordering::Equal => progress.last.max(fence.value),
+                Ordering::Greater => fence.value,
+            };
+            progress.generation = at.generation;
             progress.wait.clear();
         }
     }
@@ -84,6 +97,7 @@ impl Session {
     pub fn stream(&self) -> Stream {
         let (id, idle) = self.next_stream();
         let progress = Progress {
+            generation: self.connection().generation,
             last: 0,
             wait: vec![],
             id,
@@ -101,9 +115,10 @@ impl Session {
     /// # Errors
     /// When the session is gone. What went wrong in a call is told to who reads its results.
     pub async fn synchronize(&self) -> Result<(), Error> {
-        let request = self.request(v1::SynchronizeRequest { fence: None });
-        self.answer(self.rpc().synchronize(request).await)
-            .map(|_| ())
+        again!(self, at => async {
+            let request = at.request(v1::SynchronizeRequest { fence: None });
+            at.answer(at.rpc().synchronize(request).await).map(|_| ())
+        })
     }
 }
 
@@ -134,11 +149,13 @@ impl Stream {
 
     /// An event that happens when all calls this stream has taken so far are done.
     pub fn record(&self) -> Event {
+        let progress = locked(&self.progress);
         Event {
             session: self.session.clone(),
+            generation: progress.generation,
             fence: v1::Fence {
                 stream: self.id,
-                value: locked(&self.progress).last,
+                value: progress.last,
             },
         }
     }
@@ -158,7 +175,7 @@ impl Stream {
             let what = format!("more than {} events for one call", limits::MAX_CALL_FENCES);
             return Err(Error::new(Reason::LimitExceeded, what));
         }
-        progress.wait.push(event.fence);
+        progress.wait.push((event.generation, event.fence));
         Ok(())
     }
 
@@ -175,12 +192,14 @@ impl Stream {
     /// # Errors
     /// When the session is gone.
     pub async fn cancel(&self) -> Result<u32, Error> {
-        let request = self.session.request(v1::CancelRequest {
+        let request = v1::CancelRequest {
             stream: self.id,
             all: false,
+        };
+        let answer = again!(&self.session, at => async {
+            at.answer(at.rpc().cancel(at.request(request)).await)
         });
-        let answer = self.session.rpc().cancel(request).await;
-        Ok(self.session.answer(answer)?.cancelled)
+        Ok(answer?.cancelled)
     }
 }
 
@@ -188,6 +207,8 @@ impl Stream {
 #[derive(Clone)]
 pub struct Event {
     session: Session,
+    /// The connection that the fence is of.
+    generation: u64,
     fence: v1::Fence,
 }
 
@@ -197,10 +218,14 @@ impl Event {
     /// # Errors
     /// When the session is gone.
     pub async fn synchronize(&self) -> Result<(), Error> {
-        let request = self.session.request(v1::SynchronizeRequest {
-            fence: Some(self.fence),
-        });
-        let answer = self.session.rpc().synchronize(request).await;
-        self.session.answer(answer).map(|_| ())
+        again!(&self.session, at => async {
+            if self.generation != at.generation {
+                return Ok(());
+            }
+            let request = at.request(v1::SynchronizeRequest {
+                fence: Some(self.fence),
+            });
+            at.answer(at.rpc().synchronize(request).await).map(|_| ())
+        })
     }
 }

@@ -7,16 +7,18 @@ use bytes::{Bytes, BytesMut};
 use hotcell_graph::{TensorSpec, wire};
 use hotcell_proto::{
     error::{Error, Reason},
-    limits,
     session::HandleId,
     v1::{self, upload_target},
 };
 
 use super::{
     array::{State, Tensor, invalid},
+    connection::{Connection, Remote},
     download::{self, Broken},
     host::HostTensor,
-    session::{Remote, Session},
+    recipe::Recipe,
+    recover::again,
+    session::Session,
 };
 
 /// Times a broken upload is taken up again.
@@ -28,18 +30,19 @@ impl Session {
     /// # Errors
     /// [`Reason::QuotaExceeded`], [`Reason::OutOfMemory`], or the connection broke for good.
     pub async fn upload(&self, data: &HostTensor) -> Result<Tensor, Error> {
-        let remote = self.upload_bytes(data).await?;
-        let state = State::Remote(remote);
-        Ok(Tensor::new(
-            Some(self.clone()),
-            Some(data.spec().clone()),
-            state,
-        ))
+        let remote = again!(self, at => self.upload_at(&at, data))?;
+        self.note(&remote, |ledger| Recipe::host(ledger, data));
+        Ok(self.tensor_at(remote, data.spec().clone(), "uploaded"))
     }
 
-    async fn upload_bytes(&self, data: &HostTensor) -> Result<Arc<Remote>, Error> {
+    /// Uploads a tensor over this connection.
+    pub(super) async fn upload_at(
+        &self,
+        at: &Connection,
+        data: &HostTensor,
+    ) -> Result<Arc<Remote>, Error> {
         let id = HandleId::random()?;
-        let remote = self.named(id);
+        let remote = at.named(id);
         let mut target = v1::UploadTarget {
             kind: Some(upload_target::Kind::Create(wire::encode_tensor_spec(
                 data.spec(),
@@ -49,17 +52,18 @@ impl Session {
             sha256: vec![],
         };
         for attempt in 0.. {
-            let sent = self
+            let sent = at
                 .send(target.clone(), data.bytes().slice(target.offset as usize..))
                 .await;
             match sent {
                 Ok(_) => return Ok(remote),
                 // A stream that broke although the session lives: what arrived is still there.
                 Err(error) if attempt < RESUMES && error.reason() == Reason::Cancelled => {
-                    let Ok(arrived) = self.uploaded(&remote.handle).await else {
+                    let handle = remote.handle_for(at)?;
+                    let Ok(arrived) = uploaded(at, &handle).await else {
                         return Err(error);
                     };
-                    target.kind = Some(upload_target::Kind::Tensor(remote.handle.clone()));
+                    target.kind = Some(upload_target::Kind::Tensor(handle));
                     target.offset = arrived.min(data.bytes().len() as u64);
                 }
                 Err(error) => return Err(error),
@@ -68,40 +72,8 @@ impl Session {
         Err(Error::new(Reason::Internal, "an upload without end"))
     }
 
-    /// Bytes of an unfinished upload that have arrived.
-    async fn uploaded(&self, handle: &v1::Handle) -> Result<u64, Error> {
-        let list = self.list().await?.tensors;
-        let found = list.into_iter().find(|t| t.handle.as_ref() == Some(handle));
-        let gone = || Error::new(Reason::HandleNotFound, "the unfinished upload is gone");
-        Ok(found.ok_or_else(gone)?.uploaded)
-    }
-
-    async fn send(&self, target: v1::UploadTarget, bytes: Bytes) -> Result<v1::TensorInfo, Error> {
-        let first = v1::UploadChunk {
-            target: Some(target),
-            data: Bytes::new(),
-        };
-        let chunks = (0..bytes.len())
-            .step_by(limits::TENSOR_CHUNK)
-            .map(move |start| {
-                let end = bytes.len().min(start + limits::TENSOR_CHUNK);
-                v1::UploadChunk {
-                    target: None,
-                    data: bytes.slice(start..end),
-                }
-            });
-        let stream = tokio_stream::iter(std::iter::once(first).chain(chunks));
-        let answer = self.answer(self.rpc().upload(self.request(stream)).await)?;
-        let missing = || {
-            Error::new(
-                Reason::ProtocolViolation,
-                "the upload's answer names no tensor",
-            )
-        };
-        answer.tensor.ok_or_else(missing)
-    }
-
-    /// A download as the messages come, for whoever wants to read at a pace of their own.
+    /// A download as the messages come, for whoever wants to read at a pace of their own. It does not go on after a loss, even
+    /// in a session that does.
     ///
     /// # Errors
     /// As [`Tensor::fetch`].
@@ -109,24 +81,26 @@ impl Session {
         &self,
         request: v1::DownloadRequest,
     ) -> Result<tonic::Streaming<v1::DownloadChunk>, Error> {
-        self.answer(self.rpc().download(self.request(request)).await)
+        let at = self.connection();
+        at.answer(at.rpc().download(at.request(request)).await)
     }
 
     /// Reads a status of a raw call.
     pub fn read_error(&self, status: &tonic::Status) -> Error {
-        self.status(status)
+        self.connection().status(status)
     }
 
     pub(super) async fn download(
         &self,
-        remote: &Remote,
+        remote: &Arc<Remote>,
         spec: &TensorSpec,
     ) -> Result<HostTensor, Error> {
         let size = spec
             .bytes(0)
             .ok_or_else(|| invalid("the tensor is too large"))?;
         let mut bytes = BytesMut::new();
-        let take = |piece: &[u8]| {
+        let take = |offset: usize, piece: &[u8]| {
+            bytes.truncate(offset);
             if piece.len() > size - bytes.len() {
                 return Err(too_many());
             }
@@ -135,28 +109,55 @@ impl Session {
             bytes.extend_from_slice(piece);
             Ok(())
         };
-        self.download_to(remote, take).await?;
+        self.download_to(remote, size, take).await?;
         HostTensor::new(spec.clone(), bytes.freeze())
     }
 
-    /// Downloads a tensor; `take` gets its bytes in order.
+    /// Downloads a tensor; `take` gets its bytes in order, and where they belong. Where equal calls have equal results, a
+    /// download that was interrupted goes on where it was.
     async fn download_to(
         &self,
-        remote: &Remote,
-        take: impl FnMut(&[u8]) -> Result<(), Error>,
+        remote: &Arc<Remote>,
+        size: usize,
+        mut take: impl FnMut(usize, &[u8]) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let request = self.request(v1::DownloadRequest {
-            tensor: Some(remote.handle.clone()),
-            offset: 0,
-            length: 0,
-            checksum: false,
-        });
-        let done = download::download(self.channel(), request, take).await;
-        done.map_err(|broken| match broken {
-            Broken::Status(status) => self.status(&status),
-            Broken::Wrong(error) => error,
+        let mut come = 0;
+        let resumes = self.recovering().is_some_and(|r| r.reproducible);
+        again!(self, at => async {
+            if come > 0 && come == size {
+                return Ok(());
+            }
+            self.restore(&at, std::slice::from_ref(remote)).await?;
+            if !resumes {
+                come = 0;
+            }
+            let request = at.request(v1::DownloadRequest {
+                tensor: Some(remote.handle_for(&at)?),
+                offset: come as u64,
+                length: 0,
+                checksum: false,
+            });
+            let take = |piece: &[u8]| {
+                take(come, piece)?;
+                come += piece.len();
+                Ok(())
+            };
+            let done = download::download(at.channel(), request, take).await;
+            done.map_err(|broken| match broken {
+                Broken::Status(status) => at.status(&status),
+                Broken::Wrong(error) => error,
+            })
         })
     }
+}
+
+/// Bytes of an unfinished upload that have arrived.
+async fn uploaded(at: &Connection, handle: &v1::Handle) -> Result<u64, Error> {
+    let list = at.answer(at.rpc().list(at.request(v1::ListRequest {})).await)?;
+    let mut tensors = list.tensors.into_iter();
+    let found = tensors.find(|t| t.handle.as_ref() == Some(handle));
+    let gone = || Error::new(Reason::HandleNotFound, "the unfinished upload is gone");
+    Ok(found.ok_or_else(gone)?.uploaded)
 }
 
 fn too_many() -> Error {
@@ -178,25 +179,23 @@ impl Tensor {
             )));
         }
         self.eval().await?;
-        let mut left = bytes;
-        let mut take = |piece: &[u8]| {
-            let rest = std::mem::take(&mut left);
-            let (now, later) = rest
-                .split_at_mut_checked(piece.len())
-                .ok_or_else(too_many)?;
-            now.copy_from_slice(piece);
-            left = later;
+        let mut come = 0;
+        let mut take = |offset: usize, piece: &[u8]| {
+            let end = offset.checked_add(piece.len());
+            let place = end.and_then(|end| bytes.get_mut(offset..end));
+            place.ok_or_else(too_many)?.copy_from_slice(piece);
+            come = offset + piece.len();
             Ok(())
         };
         match self.state() {
-            State::Host { data, .. } => take(data.bytes())?,
-            State::Remote(remote) => self.session()?.download_to(&remote, take).await?,
+            State::Host { data, .. } => take(0, data.bytes())?,
+            State::Remote(remote) => self.session()?.download_to(&remote, size, take).await?,
             _ => {
                 let what = "an evaluated tensor has no value";
                 return Err(Error::new(Reason::Internal, what));
             }
         }
-        match left.len() {
+        match size - come {
             0 => Ok(()),
             missing => {
                 let what = format!("{missing} bytes of the tensor did not come");
@@ -206,35 +205,61 @@ impl Tensor {
     }
 
     /// Moves a tensor of this process to the worker.
-    pub(super) async fn place(&self, session: &Session) -> Result<(), Error> {
+    pub(super) async fn place(&self, session: &Session, at: &Connection) -> Result<(), Error> {
         if let State::Host { data, .. } = self.state() {
-            let remote = session.upload_bytes(&data).await?;
+            let remote = session.upload_at(at, &data).await?;
+            session.note(&remote, |ledger| Recipe::host(ledger, &data));
             // Somebody else may have been as quick; one of the two copies is enough.
             if let State::Host { .. } = self.state() {
-                self.set(State::Remote(remote));
+                self.computed(remote);
             }
         }
         Ok(())
     }
 
-    /// Overwrites bytes of a computed tensor on the worker, from `offset` on. Everything that shares the tensor sees it.
+    /// Overwrites bytes of a computed tensor on the worker, from `offset` on. Everything that shares the tensor sees it. It cannot
+    /// be made again then (see [`super::Recovery`]), and a write during which the worker dies is not done again.
     ///
     /// # Errors
     /// [`Reason::InvalidArgument`] when they do not fit or the tensor is not computed.
     pub async fn write(&self, offset: usize, bytes: impl Into<Bytes>) -> Result<(), Error> {
         let session = self.session()?;
-        self.place(session).await?;
-        let State::Remote(remote) = self.state() else {
-            return Err(invalid(
-                "only a computed tensor can be written; evaluate it first",
-            ));
-        };
+        let (at, remote) = again!(session, at => async {
+            self.place(session, &at).await?;
+            let State::Remote(remote) = self.state() else {
+                return Err(invalid(
+                    "only a computed tensor can be written; evaluate it first",
+                ));
+            };
+            session.restore(&at, std::slice::from_ref(&remote)).await?;
+            Ok((at.clone(), remote))
+        })?;
         let target = v1::UploadTarget {
-            kind: Some(upload_target::Kind::Tensor(remote.handle.clone())),
+            kind: Some(upload_target::Kind::Tensor(remote.handle_for(&at)?)),
             offset: offset as u64,
             id: vec![],
             sha256: vec![],
         };
-        session.send(target, bytes.into()).await.map(|_| ())
+        let before = remote.recipe();
+        if let Some(before) = &before {
+            let gone = Recipe::gone(
+                "it was overwritten in place; Tensor::checkpoint after that avoids this",
+            );
+            gone.describe_as(before);
+            gone.bind(&remote);
+            // What was made of it before was made of what it was.
+            before.rebind(None);
+        }
+        match at.send(target, bytes.into()).await {
+            // Nothing was written.
+            Err(error) if error.reason() == Reason::InvalidArgument => {
+                if let Some(before) = before {
+                    before.rebind(Some(&remote));
+                    remote.set_recipe(Some(before));
+                }
+                Err(error)
+            }
+            done => done.map(|_| ()),
+        }
     }
 }
