@@ -55,6 +55,7 @@ exits! {
 pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::InvalidArgument, Exit::InvalidInput),
     (Reason::InvalidSampling, Exit::InvalidInput),
+    (Reason::GrammarInvalid, Exit::InvalidInput),
     (Reason::LimitExceeded, Exit::InvalidInput),
     (Reason::PromptTooLong, Exit::InvalidInput),
     (Reason::TemplateFailed, Exit::InvalidInput),
@@ -87,6 +88,7 @@ pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::HandleNotFound, Exit::NotFound),
     (Reason::HandleStale, Exit::Failed),
     (Reason::TensorNotReady, Exit::Failed),
+    (Reason::TensorLost, Exit::Failed),
     (Reason::SessionNotFound, Exit::NotFound),
     (Reason::QuotaExceeded, Exit::Unavailable),
     (Reason::ChecksumMismatch, Exit::Failed),
