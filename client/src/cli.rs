@@ -3,6 +3,7 @@
 //! [`main`] is the whole program but the bundled model's bytes; [`run`] is one command with its input and output
 //! given, for tests.
 
+mod bench;
 mod chat;
 mod crashes;
 mod exit;
@@ -23,6 +24,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::{connect::Address, local::Bundled};
 
+pub use bench::BenchFlags;
 pub use chat::ChatFlags;
 pub use crashes::{CrashesFlags, What};
 pub use exit::{Exit, Failure, REASONS};
@@ -153,6 +155,18 @@ Examples:
 
 While talking: /reset forgets, /help lists, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")]
     Chat(ChatFlags),
+    /// Measure how fast a model is: tokens per second, times to the first token and between tokens
+    ///
+    /// Every prompt length with every answer length at every concurrency is a row. Each stream begins a request when
+    /// its last one ended; prompts are random. GOOD/S counts requests that kept within --within and --apart. Uses the
+    /// scheduler that runs already, else a private one, as `hotcell run` does.
+    #[command(after_help = "\
+Examples:
+  hotcell bench
+  hotcell bench -c 1,8,32 -p 128,1024 -n 128 --model ./llama.gguf
+  hotcell bench -c 1,2,4,8 --within 200ms --apart 50ms --svg bench.svg
+  hotcell bench --json | jq .row.tokens_per_second")]
+    Bench(BenchFlags),
     /// Start a scheduler here that stays until it is stopped
     ///
     /// Becomes the program hotcell-scheduler, with the bundled model handed over and all flags passed on, and ends
@@ -306,6 +320,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Generate(flags) => generate::generate(ui, global, flags, stop).await,
         Command::Verify(flags) => receipt::verify(ui, global, flags, stop).await,
         Command::Chat(flags) => chat::chat(ui, global, flags, bundled, stop).await,
+        Command::Bench(flags) => bench::bench(ui, global, flags, bundled, stop).await,
         Command::Serve(flags) => Err(operate::serve(global, flags, bundled)),
         Command::Load(flags) => operate::load(ui, global, flags, stop).await,
         Command::Unload(flags) => operate::unload(ui, global, flags).await,

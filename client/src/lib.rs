@@ -25,6 +25,7 @@
 pub mod cli;
 pub mod connect;
 pub mod control;
+pub mod load;
 pub mod local;
 pub mod tensor;
 pub mod tokens;

@@ -266,6 +266,74 @@ async fn generate_prints_one_json_line_per_event() {
 }
 
 #[tokio::test]
+async fn bench_sends_what_it_says_and_prints_a_row_of_each() {
+    let running = fake::start().await;
+    let args = [
+        "bench", "-c", "1,2", "-p", "4", "-n", "8", "-r", "3", "--within", "30s",
+    ];
+    let done = hotcell(&running, &[&args[..], &["--json"]].concat()).await;
+    assert_eq!(done.exit, Exit::Success, "{}", done.err);
+    let rows = done.lines();
+    let of = |name: &str| -> Vec<u64> {
+        let values = rows.iter().map(|line| &line["row"][name]);
+        values.map(|v| v.as_u64().unwrap()).collect()
+    };
+    assert_eq!((of("streams"), of("complete")), (vec![1, 2], vec![3, 3]));
+    assert_eq!(
+        (of("failed"), of("prompt_tokens")),
+        (vec![0, 0], vec![4, 4])
+    );
+    for line in &rows {
+        let row = &line["row"];
+        assert!(row["tokens_per_second"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(row["goodput"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(row["first_token_ms"]["p99"].as_f64() >= row["first_token_ms"]["p50"].as_f64());
+    }
+    {
+        let seen = running.fake.seen.lock().unwrap();
+        // One to warm up per stream, and three that count.
+        assert_eq!(seen.requests.len(), 1 + 3 + 2 + 3);
+        let mut prompts = Vec::new();
+        for request in &seen.requests {
+            assert!(request.ignore_eos && request.max_tokens == 8, "{request:?}");
+            prompts.push(format!("{:?}", request.prompt));
+        }
+        assert_ne!(prompts[1], prompts[2], "a prompt that is known already");
+    }
+    let done = hotcell(&running, &args).await;
+    let lines: Vec<&str> = done.out.lines().collect();
+    assert!(lines[0].starts_with("PROMPT  ANSWER  STREAMS  TOKENS/S"));
+    assert_eq!(lines.len(), 3, "{}", done.out);
+
+    let done = hotcell(&running, &["bench", "-p", "4000000000", "-n", "8"]).await;
+    assert_eq!(done.exit, Exit::Usage);
+    assert!(done.err.contains("do not fit"), "{}", done.err);
+    assert!(parse(&["bench", "-c", "0"]).is_err());
+}
+
+#[tokio::test]
+async fn bench_draws_what_it_measured() {
+    let running = fake::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("bench.svg");
+    let path = file.to_str().unwrap();
+    let args = ["bench", "-c", "1,2", "-p", "4", "-n", "8", "-r", "2"];
+    let done = hotcell(&running, &[&args[..], &["--svg", path]].concat()).await;
+    assert_eq!(done.exit, Exit::Success, "{}", done.err);
+    let picture = std::fs::read_to_string(&file).unwrap();
+    assert!(
+        picture.starts_with("<svg") && picture.contains("4 + 8 tokens"),
+        "{picture}"
+    );
+
+    let nowhere = folder.path().join("missing/bench.svg");
+    let nowhere = nowhere.to_str().unwrap();
+    let done = hotcell(&running, &[&args[..], &["--svg", nowhere]].concat()).await;
+    assert_eq!(done.exit, Exit::Failed);
+    assert!(done.err.contains("missing/bench.svg"), "{}", done.err);
+}
+
+#[tokio::test]
 async fn every_flag_of_generate_reaches_the_server() {
     let running = fake::start().await;
     let args = [

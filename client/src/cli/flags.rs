@@ -231,7 +231,7 @@ fn logit_bias(text: &str) -> Result<(u32, f32), String> {
 }
 
 /// `500ms`, `30s`, `2m`, `1.5`.
-fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let (number, unit) = match text.find(|c: char| c.is_ascii_alphabetic()) {
         Some(at) => text.split_at(at),
         None => (text, "s"),
