@@ -13,7 +13,7 @@ use std::{
 use hotcell_proto::{
     error::{Error, Reason},
     ids::RequestId,
-    v1,
+    limits, v1,
 };
 use tokio::time::{Instant, Sleep};
 use tokio_stream::{Stream, StreamExt};
@@ -185,6 +185,7 @@ pub struct Generation {
     deadline: Option<Deadline>,
     stage: Stage,
     returns: u32,
+    survived: Vec<v1::Survived>,
     peer: String,
 }
 
@@ -259,6 +260,12 @@ impl Generation {
         self.returns
     }
 
+    /// The workers that died under this stream so far, of which its events tell nothing but a pause: as many as the
+    /// last event's `deaths_survived`, less those that came before a stream that was attached to began here.
+    pub fn survived(&self) -> &[v1::Survived] {
+        &self.survived
+    }
+
     /// Ends the request, also one with an id of its own, and waits a moment until the server knows.
     pub async fn cancel(mut self) {
         let over = matches!(self.source, Source::Over);
@@ -291,6 +298,13 @@ impl Generation {
         if let Some(held) = &mut self.held {
             held.note(&event);
         }
+        let survived = match &event {
+            Event::Accepted(_) => &[][..],
+            Event::Delta(delta) => &delta.survived,
+            Event::Finished(finished) => &finished.survived,
+        };
+        let room = (limits::MAX_CONTINUATIONS as usize).saturating_sub(self.survived.len());
+        self.survived.extend(survived.iter().take(room).cloned());
         Some(Ok(event))
     }
 
@@ -449,6 +463,7 @@ impl Client {
             deadline,
             stage: Stage::Opened,
             returns: 0,
+            survived: Vec::new(),
             peer: self.peer().to_owned(),
         })
     }
@@ -483,6 +498,7 @@ impl Client {
             deadline: None,
             stage: Stage::Opened,
             returns: 0,
+            survived: Vec::new(),
             peer: self.peer().to_owned(),
         })
     }

@@ -21,6 +21,7 @@ pub use values::{BundledFiles, DeviceChoice, Every, KvCache, NamedPaths, Span};
 use crate::{
     exit::{Exit, Failure},
     hang::Patience,
+    known::{self, Pace},
     supervisor::Policy,
     suspicion,
 };
@@ -117,6 +118,9 @@ settings! {
     /// How often an idle worker computes a known answer again, or 0: never, only before it serves [default: 60s]
     #[arg(value_name = "TIME")]
     check_interval: Every = "HOTCELL_CHECK_INTERVAL";
+    /// How many times as long as such a check the pause after it is at least: 1000 costs 0.1 % of the time [default: 1000]
+    #[arg(value_name = "N")]
+    check_share: u32 = "HOTCELL_CHECK_SHARE";
     /// What to log: off, error, warn, info, debug, trace or a tracing filter [default: info]
     #[arg(value_name = "FILTER")]
     log: String = "HOTCELL_LOG";
@@ -207,7 +211,7 @@ pub struct Config {
     /// Where deaths are described in files.
     pub crash_dir: Option<PathBuf>,
     /// How often an idle one is checked, if at all.
-    pub check_interval: Option<Duration>,
+    pub checks: Option<Pace>,
     /// The log's filter.
     pub log: String,
     /// Whether the log is JSON.
@@ -368,9 +372,13 @@ impl Config {
                 events: time(s.hang_timeout, Duration::from_secs(30)),
             },
             crash_dir: s.crash_dir,
-            check_interval: s
+            checks: s
                 .check_interval
-                .map_or(Some(Duration::from_secs(60)), |every| every.0),
+                .map_or(Some(Duration::from_secs(60)), |every| every.0)
+                .map(|interval| Pace {
+                    interval,
+                    share: s.check_share.unwrap_or(known::SHARE),
+                }),
             log,
             log_json: s.log_json.unwrap_or(false),
         })

@@ -16,6 +16,9 @@ const SIGABRT: i32 = Signal::ABORT.as_raw();
 /// How Rust's allocator says on standard error that it got no memory, before it aborts.
 const ALLOCATION_FAILED: &str = "memory allocation of ";
 
+/// Lines among which they are looked for.
+const LAST_WORDS: usize = 3;
+
 /// What a death was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DeathKind {
@@ -53,6 +56,11 @@ pub enum DeathKind {
 }
 
 impl DeathKind {
+    /// Whether it was killed because it did nothing any more: where it stands may be asked first.
+    pub fn stands_still(self) -> bool {
+        matches!(self, DeathKind::Wedged | DeathKind::Deadline)
+    }
+
     /// A stable name for programs: snake case, without the numbers.
     pub fn name(self) -> &'static str {
         match self {
@@ -200,7 +208,8 @@ pub fn classify(ended: &Ended) -> Death {
         }) => killed(&ended.shortage),
         Some(ExitStatus::Signal {
             signal: SIGABRT, ..
-        }) if last.starts_with(ALLOCATION_FAILED) => {
+        }) if let Some(line) = out_of_memory(&ended.last_lines) => {
+            let said = format!("it said last: {line}");
             Death::new(DeathKind::OutOfMemory { certain: false }, said)
         }
         Some(ExitStatus::Signal { signal, core }) => {
@@ -212,6 +221,13 @@ pub fn classify(ended: &Ended) -> Death {
             )
         }
     }
+}
+
+/// The allocator's last words, if it had some.
+fn out_of_memory(lines: &[String]) -> Option<&String> {
+    // How to get a backtrace may be said after them.
+    let mut last = lines.iter().rev().take(LAST_WORDS);
+    last.find(|line| line.starts_with(ALLOCATION_FAILED))
 }
 
 /// Tells the kernel's out-of-memory killer from anybody else who sends SIGKILL.
@@ -391,6 +407,16 @@ mod tests {
         let aborted = saying(signal(SIGABRT), "memory allocation of 64 bytes failed");
         let death = classify(&aborted);
         assert_eq!(death.kind, DeathKind::OutOfMemory { certain: false });
+        let mut aborted = aborted;
+        aborted
+            .last_lines
+            .push("note: run with `RUST_BACKTRACE=1`".to_owned());
+        let death = classify(&aborted);
+        assert_eq!(death.kind, DeathKind::OutOfMemory { certain: false });
+        assert_eq!(
+            death.detail,
+            "it said last: memory allocation of 64 bytes failed"
+        );
         let aborted = saying(signal(SIGABRT), "assertion failed");
         assert_eq!(
             classify(&aborted).kind,

@@ -11,8 +11,10 @@ mod examine;
 mod keeper;
 mod launch;
 mod link;
+mod loading;
 mod models;
 mod release;
+mod signs;
 mod slot;
 mod solo;
 mod standby;
@@ -41,9 +43,11 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use catalog::Model;
 pub use changes::Changes;
-pub use launch::{Boxed, Duplex, Launch, Launched, Order, Process, Processes, Wire};
-pub use link::{Condemnation, Fate, Link, LoadFailure, Sockets, TOKENS_WINDOWS, is_broken, words};
+pub use launch::{Boxed, Duplex, Launch, Launched, Order, Process, Processes, TensorDoor, Wire};
+pub use link::{Condemnation, Fate, Link, Sockets, TOKENS_WINDOWS, is_broken, words};
+pub use loading::LoadFailure;
 pub use models::ProgressSender;
+pub use solo::Lost;
 
 use crate::{
     config::Timeouts,
@@ -57,6 +61,7 @@ use crate::{
     placement::{self, Candidate, Estimate, NoPlace, Wish},
     supervisor::{Phase, Policy, State},
     suspicion::{self, Explained},
+    testimony::Testimony,
     vault::OpenModel,
 };
 use aside::Asides;
@@ -113,6 +118,8 @@ pub struct Fleet {
     suspicion: suspicion::Policy,
     /// Deaths that poisonous requests were found to have caused.
     explained: Mutex<Explained>,
+    /// What requests tell about devices.
+    testimony: Mutex<Testimony>,
     /// Workers beside the devices' own.
     asides: Asides,
     /// Where standbys are asked for; nowhere if there are to be none.
@@ -195,6 +202,7 @@ impl Fleet {
             policy: parts.policy,
             suspicion: parts.suspicion,
             explained: Mutex::default(),
+            testimony: Mutex::default(),
             asides: Asides::default(),
             standbys: parts.standby.then(Standbys::default),
             solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS)),

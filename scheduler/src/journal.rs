@@ -272,6 +272,8 @@ impl Journal {
         let first = std::mem::take(&mut self.crossing);
         Ok(Delta {
             numerics: self.across.clone().filter(|_| first),
+            // Not a worker's to tell.
+            survived: Vec::new(),
             ..delta
         })
     }
@@ -316,6 +318,7 @@ impl Journal {
             numerics: self.numerics.clone(),
             deaths_survived: self.deaths,
             receipt: Some(receipt),
+            survived: Vec::new(),
         })
     }
 }

@@ -26,5 +26,6 @@ pub mod streams;
 pub mod supervisor;
 pub mod suspicion;
 pub mod tensors;
+pub mod testimony;
 pub mod text;
 pub mod vault;

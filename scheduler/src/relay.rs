@@ -9,20 +9,21 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::{ModelName, RequestId},
     v1::{
-        AffectedRequest, EventKind, Finished, GenerateRequest, Timings, generate_event::Event,
-        prompt::Kind,
+        AffectedRequest, EventKind, Finished, GenerateRequest, Survived, Timings,
+        generate_event::Event, prompt::Kind,
     },
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Status};
+use tonic::{Code, Request, Status};
 
 use crate::{
     admission::{Permit, draining},
+    death::DeathKind,
     discover::clip,
     events::About,
-    fleet::{Fleet, Link, Placed, is_broken, words},
-    journal::{Journal, Violation},
+    fleet::{Fleet, Link, Lost, Placed, is_broken, words},
+    journal::Journal,
     onward::{self, Onward},
     placement::Wish,
     stream::Stream,
@@ -46,6 +47,27 @@ pub struct Call {
     pub permit: Permit,
 }
 
+/// A worker that was lost under a stream, of which the client has not been told yet.
+struct Loss {
+    link: Arc<Link>,
+    at: Instant,
+    generated: u64,
+}
+
+impl Loss {
+    fn tell(self, on: &Link) -> Survived {
+        let kind = self.link.fate.kind().map_or("", DeathKind::name);
+        Survived {
+            worker: self.link.worker.clone(),
+            epoch: self.link.epoch,
+            exit_kind: kind.to_owned(),
+            generated: self.generated,
+            pause_ms: self.at.elapsed().as_secs_f64() * 1e3,
+            continued_on: on.worker.clone(),
+        }
+    }
+}
+
 /// How one worker's part of a stream ended.
 enum Part {
     Finished(Box<Finished>),
@@ -58,6 +80,9 @@ enum Part {
 /// Pauses between two tries to get into workers that say they are full, each twice the one before.
 const FULL_PAUSE: Duration = Duration::from_millis(10);
 const FULL_PAUSE_MAX: Duration = Duration::from_millis(320);
+
+/// Tokens between two times that a stream testifies that its device serves.
+const TESTIFY_EVERY: usize = 32;
 
 /// Ends a stream whose relay is gone without a word; it must not look as if more came.
 struct Writer(Arc<Stream>);
@@ -150,6 +175,7 @@ async fn road(
         first_token: None,
         permit: Some(permit),
         record: Record::default(),
+        losses: Vec::new(),
     };
     // Not before a worker has the model: its bounds come from there.
     let mut placed = stream.first_place(&request, ids.len()).await?;
@@ -178,6 +204,11 @@ async fn road(
             Part::Finished(finished) => return Ok(*finished),
             Part::Lost => {
                 full = None;
+                stream.losses.push(Loss {
+                    link: Arc::clone(&had.link),
+                    at: Instant::now(),
+                    generated: journal.generated() as u64,
+                });
                 stream.affected(&journal, &had, String::new());
                 let next = stream.next_place(&mut journal, &had).await;
                 let outcome = match &next {
@@ -214,6 +245,8 @@ struct Relayed<'a> {
     permit: Option<Permit>,
     /// The deaths it ran in.
     record: Record,
+    /// Those that the client has not been told of.
+    losses: Vec<Loss>,
 }
 
 /// The place a stream had.
@@ -280,9 +313,14 @@ impl Relayed<'_> {
         journal.count_death();
         let Had { link, home, alone } = had;
         let (worker, epoch) = (link.worker.as_str(), link.epoch);
-        let next = self
-            .fleet
-            .witness(&mut self.record, link, *alone, !journal.is_greeting());
+        let lost = Lost {
+            request: journal.request_id(),
+            link,
+            home,
+            alone: *alone,
+            accepted: !journal.is_greeting(),
+        };
+        let next = self.fleet.witness(&mut self.record, &lost);
         let (wish, alone) =
             match onward::after_death(journal, worker, link.fate.death(), home, next) {
                 Onward::Elsewhere(wish) => (wish, false),
@@ -339,6 +377,8 @@ impl Relayed<'_> {
         // A connection may lose its thread while both its ends live: then nothing ever comes, nor an end.
         let patience = self.fleet.silence_patience();
         let mut asked = std::pin::pin!(tokens.generate(request));
+        let mut testify_at = journal.generated();
+        let mut said = false;
         let mut events = loop {
             match timeout(patience, &mut asked).await {
                 Ok(Ok(answer)) => break answer.into_inner(),
@@ -360,17 +400,35 @@ impl Relayed<'_> {
                 Err(status) => return self.broken(journal, &placed, &status).await,
             };
             let before = journal.generated();
-            let event = journal
-                .take(event)
-                .map_err(|violation| self.violated(&placed, &violation))?;
+            let event = match journal.take(event) {
+                Ok(event) => event,
+                Err(violation) => {
+                    let what = violation.to_string();
+                    condemn(&link, &what).await;
+                    // What it said before is in doubt as well, and was passed on.
+                    return match said {
+                        true => Err(violated(&link, &what)),
+                        false => Ok(Part::Lost),
+                    };
+                }
+            };
             let tokens = journal.generated() - before;
             if tokens > 0 {
+                if journal.generated() > testify_at {
+                    self.fleet.served(&placed, journal.request_id());
+                    testify_at = journal.generated() + TESTIFY_EVERY;
+                }
                 self.first_token.get_or_insert_with(Instant::now);
                 placed.prefilled();
                 placed.generated(tokens);
             }
-            let Some(event) = event else { continue };
+            let Some(mut event) = event else { continue };
+            if let Some(Event::Delta(delta)) = &mut event.event {
+                said = true;
+                delta.survived = self.tell_losses(&link);
+            }
             if let Some(Event::Finished(mut finished)) = event.event {
+                finished.survived = self.tell_losses(&link);
                 if finished.deaths_survived > 0 {
                     finished.timings = Some(self.timings(finished.timings));
                 }
@@ -397,16 +455,9 @@ impl Relayed<'_> {
         }
     }
 
-    fn violated(&self, placed: &Placed, violation: &Violation) -> Error {
-        let link = &placed.link;
-        tracing::error!(worker = link.worker, epoch = link.epoch, %violation, "a worker broke the protocol");
-        Error::new(
-            Reason::ProtocolViolation,
-            format!(
-                "worker {} broke the protocol: {violation}; this is a fault of Hotcell",
-                link.worker
-            ),
-        )
+    /// The deaths to tell the client of.
+    fn tell_losses(&mut self, on: &Link) -> Vec<Survived> {
+        self.losses.drain(..).map(|loss| loss.tell(on)).collect()
     }
 
     /// Tells the words of a living worker from a death.
@@ -426,6 +477,24 @@ impl Relayed<'_> {
     }
 }
 
+/// Has a worker that broke the protocol replaced: what it says to others cannot be trusted either. Returns once it is
+/// gone, or the kernel takes too long.
+async fn condemn(link: &Link, what: &str) {
+    tracing::error!(
+        worker = link.worker,
+        epoch = link.epoch,
+        what,
+        "a worker broke the protocol"
+    );
+    link.condemn(DeathKind::Protocol, what).await;
+}
+
+fn violated(link: &Link, what: &str) -> Error {
+    let worker = &link.worker;
+    let what = format!("worker {worker} broke the protocol: {what}; this is a fault of Hotcell");
+    Error::new(Reason::ProtocolViolation, what).with("worker", worker)
+}
+
 /// What a failed call to a worker means: its own words, or (none) that it is lost.
 pub(crate) async fn verdict(placed: &Placed, status: &Status) -> Option<Error> {
     let link = &placed.link;
@@ -441,24 +510,25 @@ pub(crate) async fn verdict(placed: &Placed, status: &Status) -> Option<Error> {
         );
         return None;
     }
+    let said = clip(status.message());
     let what = match (status.code(), is_broken(status)) {
-        (tonic::Code::Ok, _) => "it ended the call early".to_owned(),
+        (Code::Ok, _) => "it ended the call early".to_owned(),
         (_, true) => format!("it broke the call: {}", clip(&status.to_string())),
-        (code, false) => format!("it answered {code:?} ({})", clip(status.message())),
+        // What its transport answers by itself, to a call that is too large or comes too late, is no word of its own.
+        (
+            code @ (Code::Cancelled
+            | Code::DeadlineExceeded
+            | Code::OutOfRange
+            | Code::ResourceExhausted
+            | Code::Unimplemented),
+            false,
+        ) => {
+            return Some(violated(link, &format!("it answered {code:?} ({said})")));
+        }
+        (code, false) => format!("it answered {code:?} ({said})"),
     };
-    tracing::error!(
-        worker = link.worker,
-        epoch = link.epoch,
-        what,
-        "a worker broke the protocol"
-    );
-    Some(Error::new(
-        Reason::ProtocolViolation,
-        format!(
-            "worker {} broke the protocol: {what}; this is a fault of Hotcell",
-            link.worker
-        ),
-    ))
+    condemn(link, &what).await;
+    None
 }
 
 /// A request that carries what remains of the deadline.

@@ -19,7 +19,6 @@ use crate::{
     exit::{Exit, Failure},
     fleet::{Fleet, Parts, Processes},
     inherit::Inherited,
-    known::{self, Pace},
     manager,
     service::{self, Doors, Ended, Shared},
     vault::{self, Source},
@@ -105,9 +104,8 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         fleet.configure(name.clone(), Source::Path(path.clone()), files);
     }
     fleet.start(devices);
-    if let Some(interval) = config.check_interval {
-        let share = known::SHARE;
-        fleet.check_every(Pace { interval, share });
+    if let Some(pace) = config.checks {
+        fleet.check_every(pace);
     }
 
     let shared = Shared::new(Arc::clone(&fleet));

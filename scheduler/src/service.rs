@@ -20,6 +20,7 @@ use tonic::{Request, metadata::MetadataMap, service::Routes};
 use tonic_health::{ServingStatus, server::HealthReporter};
 
 pub use doors::{Doors, Ended, serve};
+pub use tensors::Passed;
 
 use crate::{
     admission::Admission, fleet::Fleet, stream::Room, streams::Streams, tensors::Sessions,

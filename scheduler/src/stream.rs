@@ -19,7 +19,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        Accepted, Candidate, Delta, Finished, GenerateEvent, TokenLogprob, generate_event::Event,
+        Accepted, Candidate, Delta, Finished, GenerateEvent, Survived, TokenLogprob,
+        generate_event::Event,
     },
 };
 use tokio::{
@@ -112,10 +113,14 @@ fn cost(delta: &Delta) -> usize {
     let allocations = 2 * size_of::<usize>();
     let top = |l: &TokenLogprob| allocations + l.top.len() * size_of::<Candidate>();
     let logprobs: usize = delta.logprobs.iter().map(top).sum();
+    let words = |s: &Survived| s.worker.len() + s.exit_kind.len() + s.continued_on.len();
+    let told = |s: &Survived| size_of::<Survived>() + 3 * allocations + words(s);
+    let survived: usize = delta.survived.iter().map(told).sum();
     size_of::<Delta>()
         + (allocations + delta.text.len())
         + (allocations + size_of_val(&delta.token_ids[..]))
         + logprobs
+        + survived
         + size_of_val(&delta.logprobs[..])
 }
 

@@ -1,10 +1,12 @@
 //! Which requests are suspected of killing workers: a function of the deaths they ran in, without effects.
 //!
 //! A death speaks against every request that ran on that process, innocent ones too. Whoever ran in several is run
-//! alone: a request that kills its worker even then is poison, and the deaths it shared with others are explained
-//! by it, so that they are held against nobody else.
+//! alone: a request that kills its worker even then, on a device that serves others, is poison, and the deaths it shared
+//! with others are explained by it, so that they are held against nobody else.
 
 use std::collections::{HashSet, VecDeque};
+
+use crate::testimony::Testimony;
 
 /// Explained deaths that are remembered. An older one is forgotten, and who ran in it stays suspected: run alone
 /// once more, nothing worse.
@@ -37,6 +39,8 @@ pub struct Witnessed {
     pub blames: bool,
     /// Whether no other request ran there.
     pub alone: bool,
+    /// Whether it is known that devices do not do that to others ([`Testimony::is_sound`](crate::testimony::Testimony::is_sound)).
+    pub sound: bool,
 }
 
 /// What is to become of a request whose worker died.
@@ -46,7 +50,7 @@ pub enum Next {
     GoOn,
     /// It goes on alone, on a worker that nobody else uses.
     Alone,
-    /// It ends: it killed its worker with nobody else there.
+    /// It ends: it killed its worker with nobody else there, and not because the device kills whatever runs on it.
     Poison,
     /// It ends: it was continued as often as it may be.
     GiveUp,
@@ -58,6 +62,10 @@ pub struct Record {
     deaths: u32,
     /// Those that speak against it; bounded by the continuations.
     blamed: Vec<Process>,
+    /// What had been told about devices before the first of them.
+    since: Option<u64>,
+    /// Devices on which it lost a worker of its own.
+    alone_on: Vec<String>,
 }
 
 impl Record {
@@ -73,12 +81,13 @@ impl Record {
             process,
             blames,
             alone,
+            sound,
         } = death;
         if blames {
             if !self.blamed.contains(&process) {
                 self.blamed.push(process);
             }
-            if alone {
+            if alone && sound {
                 return Next::Poison;
             }
         }
@@ -95,6 +104,30 @@ impl Record {
     pub fn is_suspect(&self, policy: &Policy, explained: &Explained) -> bool {
         let against = self.blamed.iter().filter(|p| !explained.contains(p));
         against.count() >= policy.suspect_after as usize
+    }
+
+    /// Has a death that may be its doing be told of, on this device, and says whether a device is sound on which it lost
+    /// a worker of its own: what others met with there may come to be known later.
+    pub fn testify(
+        &mut self,
+        testimony: &mut Testimony,
+        request: &str,
+        device: &str,
+        process: &Process,
+        alone: bool,
+    ) -> bool {
+        let since = *self.since.get_or_insert_with(|| testimony.now());
+        testimony.died(device, request, process);
+        if alone && !self.alone_on.iter().any(|on| on == device) {
+            self.alone_on.push(device.to_owned());
+        }
+        let mut alone_on = self.alone_on.iter();
+        alone_on.any(|on| testimony.is_sound(on, request, since, &self.blamed))
+    }
+
+    /// Whether it lost a worker of its own on this device: another one may tell more.
+    pub fn was_alone_on(&self, device: &str) -> bool {
+        self.alone_on.iter().any(|on| on == device)
     }
 
     /// The deaths that speak against it.
@@ -154,6 +187,7 @@ mod tests {
             process: process(epoch),
             blames: true,
             alone: false,
+            sound: true,
         }
     }
 
@@ -174,6 +208,10 @@ mod tests {
     #[test]
     fn what_becomes_of_a_request_follows_from_its_deaths() {
         use Next::{Alone, GiveUp, GoOn, Poison};
+        let unsound = |epoch| Witnessed {
+            sound: false,
+            ..alone(epoch)
+        };
         let alone_and_blameless = |epoch| Witnessed {
             blames: false,
             ..alone(epoch)
@@ -189,6 +227,15 @@ mod tests {
             (
                 vec![death(1), death(2), alone_and_blameless(3), alone(4)],
                 vec![GoOn, Alone, Alone, Poison],
+            ),
+            // It may be the device: once more alone, elsewhere if there is such a place.
+            (
+                vec![death(1), death(2), unsound(3), alone(4)],
+                vec![GoOn, Alone, Alone, Poison],
+            ),
+            (
+                [vec![death(1), death(2)], (3..=9).map(unsound).collect()].concat(),
+                [vec![GoOn], vec![Alone; 7], vec![GiveUp]].concat(),
             ),
             ((1..=3).map(blameless).collect(), vec![GoOn; 3]),
             (
@@ -247,25 +294,25 @@ mod tests {
         fn any_course_of_deaths_is_judged_soberly(
             suspect_after in 1u32..5,
             continuations in 0u32..10,
-            course in proptest::collection::vec((0u64..12, any::<bool>(), any::<bool>()), 0..30),
+            course in proptest::collection::vec((0u64..12, any::<bool>(), any::<bool>(), any::<bool>()), 0..30),
         ) {
             let policy = Policy { suspect_after, continuations };
             let (mut record, mut explained) = (Record::default(), Explained::default());
             let mut next = Next::GoOn;
             let mut against = HashSet::new();
-            for (at, (epoch, blames, explains)) in course.into_iter().enumerate() {
+            for (at, (epoch, blames, explains, sound)) in course.into_iter().enumerate() {
                 if explains {
                     explained.explain(&[process(epoch)]);
                     against.remove(&epoch);
                     continue;
                 }
                 let alone = next == Next::Alone;
-                let death = Witnessed { process: process(epoch), blames, alone };
+                let death = Witnessed { process: process(epoch), blames, alone, sound };
                 next = record.witness(&policy, death, &explained);
                 if blames && !explained.contains(&process(epoch)) {
                     against.insert(epoch);
                 }
-                prop_assert_eq!(next == Next::Poison, alone && blames);
+                prop_assert_eq!(next == Next::Poison, alone && blames && sound);
                 match next {
                     Next::Alone => prop_assert!(against.len() >= suspect_after as usize),
                     Next::GoOn => prop_assert!(against.len() < suspect_after as usize),

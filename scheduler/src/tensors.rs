@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use hotcell_ipc::transport::{Windows, channel_over};
+use hotcell_ipc::transport::Windows;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::Epoch,
@@ -132,8 +132,8 @@ impl Sessions {
             let what = format!("worker {} took no connection: {e}", link.worker);
             Error::new(Reason::WorkerLost, what)
         };
-        let end = link.open_tensors().await?;
-        let channel = channel_over(end, Windows::default()).await.map_err(lost)?;
+        let wire = link.connect_tensors().await?;
+        let channel = wire.channel(Windows::default()).await.map_err(lost)?;
         let session = Arc::new(Session {
             link,
             channel,
@@ -182,6 +182,11 @@ impl Sessions {
                 ),
             ),
         })
+    }
+
+    /// Sessions that are open.
+    pub fn count(&self) -> usize {
+        self.table().len()
     }
 
     /// Counts a call until the result is dropped.

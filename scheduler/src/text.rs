@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hotcell_proto::{
     error::{Error, Reason},
-    ids::ModelName,
+    ids::{ModelName, RequestId},
     limits,
     v1::{
         DetokenizeRequest, DetokenizeResponse, Prompt, TokenizeRequest, TokenizeResponse,
@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tonic::{Response, Status, transport::Channel};
 
 use crate::{
-    fleet::Fleet,
+    fleet::{Fleet, Lost},
     onward,
     placement::{Estimate, Wish},
     relay::{bounded, verdict},
@@ -32,6 +32,7 @@ where
     F: Future<Output = Result<Response<T>, Status>>,
 {
     let mut record = Record::default();
+    let id = RequestId::random()?;
     let mut home: Option<String> = None;
     let mut next = Next::GoOn;
     loop {
@@ -49,14 +50,24 @@ where
             _ => fleet.acquire(model, wish, cost).await?,
         };
         let status = match call(placed.link.tokens()).await {
-            Ok(answer) => return Ok(answer.into_inner()),
+            Ok(answer) => {
+                fleet.served(&placed, id.as_str());
+                return Ok(answer.into_inner());
+            }
             Err(status) => status,
         };
         if let Some(error) = verdict(&placed, &status).await {
             return Err(error);
         }
         let link = &placed.link;
-        next = fleet.witness(&mut record, link, placed.is_alone(), false);
+        let lost = Lost {
+            request: id.as_str(),
+            link,
+            home: &placed.home,
+            alone: placed.is_alone(),
+            accepted: false,
+        };
+        next = fleet.witness(&mut record, &lost);
         let (deaths, death) = (record.deaths(), link.fate.death());
         match next {
             Next::GoOn | Next::Alone => home = Some(placed.home.clone()),

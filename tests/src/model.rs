@@ -73,7 +73,7 @@ impl Solo {
             ..RunShape::for_model(&source.config, cache)
         };
         let device = CpuDevice::with_path(threads, path)?;
-        let mut runner = Runner::new(&device, source, shape, &PlanHints::default())?;
+        let mut runner = Runner::new(&device, source, shape, &PlanHints::default(), &|| {})?;
         // Blocks in an order of their own, so that a kernel that ignores the table is found out.
         let blocks = runner.shape().blocks_per_sequence();
         let table: Vec<i32> = (0..blocks as i32).rev().collect();

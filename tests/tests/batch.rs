@@ -49,7 +49,7 @@ impl Bench {
             ..RunShape::for_model(&source.config, DType::F16)
         };
         let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
-        let runner = Runner::new(&device, &source, shape, &PlanHints::default()).unwrap();
+        let runner = Runner::new(&device, &source, shape, &PlanHints::default(), &|| {}).unwrap();
         let text = ModelText::open(&source).unwrap();
         Self {
             batch: Batch::new(runner, Writer::private([].into_iter())),

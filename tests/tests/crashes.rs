@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::{path::Path, time::Instant};
+use std::{path::Path, sync::Arc, time::Instant};
 
 use hotcell_client::{Client, Event, GenerateOptions, v1};
 use hotcell_tests::cluster::{Cluster, SOON, all_have, kjv, signal_pid};
@@ -173,4 +173,36 @@ async fn a_model_file_that_shrinks_is_blamed_and_nobody_else() {
     let report = client.crash(&first.id).await.unwrap();
     assert!(report.reason.contains("changed"), "{}", report.reason);
     assert!(report.blackbox.unwrap().error.contains("shortened"));
+}
+
+#[tokio::test]
+async fn a_death_is_a_pause_and_is_told_to_who_asks() {
+    const GENERATE: [&str; 6] = [
+        "--verbose",
+        "generate",
+        "--max-tokens",
+        "400",
+        "--ignore-eos",
+        "In the beginning",
+    ];
+    let cluster = Arc::new(cluster(&kjv(), &[]).await);
+    let calm = cluster.hotcell(&GENERATE).unwrap();
+    let client = cluster.client().await.unwrap();
+    let other = Arc::clone(&cluster);
+    let asked = tokio::task::spawn_blocking(move || other.hotcell(&GENERATE).unwrap());
+    let running = |w: &[v1::WorkerInfo]| w[0].running_requests == 1;
+    let pid = cluster.workers(running).await.unwrap()[0].pid;
+    signal_pid(pid, Signal::SEGV).unwrap();
+    let told = asked.await.unwrap();
+    assert!(told.status.success(), "{told:?}");
+    assert_eq!(told.stdout, calm.stdout);
+    let said = String::from_utf8(told.stderr).unwrap();
+    let begins = "w0 (epoch 1) died (signal) after ";
+    let line = said.lines().find(|line| line.starts_with(begins));
+    let line = line.unwrap_or_else(|| panic!("{said}"));
+    assert!(
+        line.contains(" tokens; went on with w0 ") && line.ends_with(" ms later"),
+        "{line}"
+    );
+    assert_eq!(client.workers().await.unwrap()[0].epoch, 2);
 }

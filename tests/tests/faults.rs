@@ -13,7 +13,7 @@ use hotcell_client::{
     v1,
 };
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, kjv},
+    cluster::{Cluster, SOON, all_have, golden, kjv},
     fault::{Fault, POISON},
 };
 use tokio::time::{sleep, timeout};
@@ -260,6 +260,198 @@ async fn a_kernel_that_hangs_is_killed_and_shown_where() {
     assert!(
         signal(&report).1 > 0,
         "no backtrace of the thread that hung"
+    );
+}
+
+/// Out of memory, by the allocator's own last words.
+fn ran_out_of_memory(report: &v1::CrashReport) {
+    assert!(
+        report.reason.starts_with("probably out of memory")
+            && report.reason.contains("memory allocation of "),
+        "{}",
+        report.reason
+    );
+    names_the_request(report);
+    let (name, frames) = signal(report);
+    assert!(name == "SIGABRT" && frames > 0, "{name}, {frames} frames");
+}
+
+#[tokio::test]
+async fn a_worker_that_takes_all_memory_is_out_of_memory_and_nobody_else_is() {
+    let cluster = house(&[]).await;
+    let report = dies_of(&cluster, Fault::Exhaust, "out_of_memory").await;
+    ran_out_of_memory(&report);
+}
+
+#[tokio::test]
+async fn a_leak_ends_the_worker_that_leaks() {
+    let cluster = house(&[]).await;
+    let report = dies_of(&cluster, Fault::Leak, "out_of_memory").await;
+    ran_out_of_memory(&report);
+    let seen = report.blackbox.unwrap();
+    assert!(seen.steps > 3, "it died at once: {} steps", seen.steps);
+}
+
+#[tokio::test]
+async fn a_load_that_hangs_costs_the_worker_and_not_the_streams_nor_the_model() {
+    // Only a load's own bound ends it: an engine that loads may stand still for longer than one that steps.
+    let cluster = house(&["--start-timeout", "4s"]).await;
+    let client = cluster.client().await.unwrap();
+    let calm = undisturbed(&client).await;
+    let before = client.workers().await.unwrap();
+    let mut streams = Vec::new();
+    for (index, prompt) in PROMPTS.into_iter().enumerate() {
+        let id = format!("load-{index}");
+        streams.push(Begun::new(&client, prompt, options(index, &id)).await);
+    }
+    Fault::HangInLoad.order(worker(&before, "w0").pid).unwrap();
+    let model = golden("llama2");
+    let load = client.load("second", model.to_str().unwrap());
+    let ends = async {
+        let mut survived = 0;
+        for (stream, calm) in streams.into_iter().zip(&calm) {
+            let (ids, finished) = stream.finish().await;
+            assert_eq!(ids, calm.token_ids);
+            survived += finished.deaths_survived;
+        }
+        survived
+    };
+    let (loaded, survived) = tokio::join!(load, ends);
+    loaded.unwrap();
+    assert!(survived <= 1, "{survived} deaths");
+    let report = report(&client).await;
+    assert_eq!(report.kind, "deadline", "{}", report.reason);
+    assert!(
+        report
+            .reason
+            .contains("while loading second: no progress for 4s"),
+        "{}",
+        report.reason
+    );
+    let seen = report.blackbox.as_ref().unwrap();
+    assert_eq!(
+        (seen.doing.as_str(), seen.model.as_str()),
+        ("loading", "second")
+    );
+    assert!(signal(&report).1 > 0, "no backtrace of the load that hung");
+    for model in ["kjv", "second"] {
+        cluster.workers(all_have(model)).await.unwrap();
+    }
+    let after = client.workers().await.unwrap();
+    let (calm, now) = (worker(&before, "w1"), worker(&after, "w1"));
+    assert_eq!((now.pid, now.deaths), (calm.pid, 0));
+    assert_eq!(worker(&after, "w0").deaths, 1);
+}
+
+#[tokio::test]
+async fn garbage_on_the_control_connection_ends_the_worker_that_says_it() {
+    let cluster = house(&[]).await;
+    // The scheduler hangs up, and a worker without a scheduler ends.
+    let report = dies_of(&cluster, Fault::GarbageOnControl, "exit").await;
+    assert!(
+        report.reason.contains("nobody had asked it to"),
+        "{}",
+        report.reason
+    );
+}
+
+#[tokio::test]
+async fn wrong_numbers_are_found_out_cost_the_process_and_then_the_device() {
+    let cluster = house(&["--check-interval", "100ms", "--check-share", "1"]).await;
+    let client = cluster.client().await.unwrap();
+    let calm = undisturbed(&client).await;
+    let before = client.workers().await.unwrap();
+    Fault::WrongNumbers
+        .order(worker(&before, "w0").pid)
+        .unwrap();
+    let report = report(&client).await;
+    assert_eq!(report.kind, "corrupt", "{}", report.reason);
+    assert!(
+        report.reason.contains("model kjv")
+            && report
+                .reason
+                .contains("s before, and what it computed since then is in doubt"),
+        "{}",
+        report.reason
+    );
+    let back = |all: &[v1::WorkerInfo]| all_have("kjv")(all) && worker(all, "w0").epoch == 2;
+    let workers = cluster.workers(back).await.unwrap();
+    // Whoever serves from now on is right again.
+    exact_on_both(&client, &calm).await;
+
+    Fault::WrongNumbers
+        .order(worker(&workers, "w0").pid)
+        .unwrap();
+    let out = |all: &[v1::WorkerInfo]| worker(all, "w0").state() == v1::WorkerState::Quarantined;
+    let workers = cluster.workers(out).await.unwrap();
+    let w0 = worker(&workers, "w0");
+    assert_eq!((w0.deaths, w0.last_exit_kind.as_str()), (2, "corrupt"));
+    let again = undisturbed(&client).await;
+    assert!(
+        again
+            .iter()
+            .zip(&calm)
+            .all(|(a, b)| a.token_ids == b.token_ids)
+    );
+
+    let released = cluster.hotcell(&["release", "w0"]).unwrap();
+    assert!(released.status.success(), "{released:?}");
+    let back = |all: &[v1::WorkerInfo]| all_have("kjv")(all) && worker(all, "w0").epoch == 3;
+    let workers = cluster.workers(back).await.unwrap();
+    exact_on_both(&client, &calm).await;
+    let (calm, now) = (worker(&before, "w1"), worker(&workers, "w1"));
+    assert_eq!((now.pid, now.epoch, now.deaths), (calm.pid, calm.epoch, 0));
+}
+
+/// A stream on each worker, at once.
+async fn exact_on_both(client: &Client, calm: &[Completion]) {
+    let mut streams = Vec::new();
+    for (index, prompt) in PROMPTS.into_iter().enumerate() {
+        streams.push(Begun::new(client, prompt, options(index, "")).await);
+    }
+    for (stream, calm) in streams.into_iter().zip(calm) {
+        assert_eq!(stream.finish().await.0, calm.token_ids);
+    }
+}
+
+#[tokio::test]
+async fn a_standby_that_hung_up_takes_no_place() {
+    let arguments = [
+        "--worker-binary",
+        env!("CARGO_BIN_EXE_hotcell-worker-fault"),
+        "--standby",
+    ];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let complete = |all: &[v1::WorkerInfo]| {
+        let count = |state| all.iter().filter(|w| w.state() == state).count();
+        (
+            count(v1::WorkerState::Ready),
+            count(v1::WorkerState::Standby),
+        ) == (1, 1)
+    };
+    let before = cluster.workers(complete).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let calm = client.generate(PROMPTS[0], options(0, "")).await.unwrap();
+    let calm = calm.complete().await.unwrap();
+    Fault::CloseTokens
+        .order(worker(&before, "w0.standby").pid)
+        .unwrap();
+    let stream = Begun::new(&client, PROMPTS[0], options(0, "")).await;
+    Fault::Segfault.order(worker(&before, "w0").pid).unwrap();
+    let (ids, finished) = stream.finish().await;
+    assert_eq!((ids, finished.deaths_survived), (calm.token_ids, 1));
+    let after = cluster.workers(complete).await.unwrap();
+    let w0 = worker(&after, "w0");
+    assert_eq!((w0.epoch, w0.deaths), (2, 1));
+    assert_ne!(w0.pid, worker(&before, "w0.standby").pid);
+    let report = client.crash("w0.standby.1").await.unwrap();
+    assert_eq!(report.kind, "protocol", "{}", report.reason);
+    assert!(
+        report.reason.contains("token connection"),
+        "{}",
+        report.reason
     );
 }
 

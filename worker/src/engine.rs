@@ -464,8 +464,10 @@ impl Loop {
                 self.blackbox.doing(Doing::Loading);
                 self.blackbox.model(&name);
                 let shape = RunShape::for_model(&source.config, self.cache_dtype);
-                let runner =
-                    Runner::new(self.device.as_ref(), &source, shape, &PlanHints::default());
+                let progressed = || self.blackbox.progressed();
+                let hints = PlanHints::default();
+                let device = self.device.as_ref();
+                let runner = Runner::new(device, &source, shape, &hints, &progressed);
                 let answer = runner.map_err(|e| of_run(&e)).map(|runner| {
                     self.models.insert(name, Batch::new(runner, self.blackbox));
                     shape

@@ -57,6 +57,8 @@ pub(crate) enum EventView<'a> {
         logprobs: Vec<LogprobView>,
         #[serde(skip_serializing_if = "Option::is_none")]
         numerics: Option<NumericsView<'a>>,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        survived: Vec<SurvivedView<'a>>,
     },
     Finished {
         reason: String,
@@ -66,8 +68,21 @@ pub(crate) enum EventView<'a> {
         seed: u64,
         numerics: Option<NumericsView<'a>>,
         deaths_survived: u32,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        survived: Vec<SurvivedView<'a>>,
         receipt: Option<Box<Stamp>>,
     },
+}
+
+/// A worker's death that the stream went on after.
+#[derive(Serialize)]
+pub(crate) struct SurvivedView<'a> {
+    worker: &'a str,
+    epoch: u64,
+    exit_kind: &'a str,
+    generated: u64,
+    pause_ms: f64,
+    continued_on: &'a str,
 }
 
 #[derive(Serialize)]
@@ -139,6 +154,7 @@ pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
             token_ids: &delta.token_ids,
             logprobs: delta.logprobs.iter().map(logprob).collect(),
             numerics: numerics(delta.numerics.as_ref()),
+            survived: survived(&delta.survived),
         },
         Event::Finished(finished) => {
             let usage = finished.usage.unwrap_or_default();
@@ -161,10 +177,24 @@ pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
                 seed: finished.seed,
                 numerics: numerics(finished.numerics.as_ref()),
                 deaths_survived: finished.deaths_survived,
+                survived: survived(&finished.survived),
                 receipt: finished.receipt.as_ref().map(|r| Box::new(r.into())),
             }
         }
     }
+}
+
+fn survived(all: &[v1::Survived]) -> Vec<SurvivedView<'_>> {
+    all.iter()
+        .map(|s| SurvivedView {
+            worker: &s.worker,
+            epoch: s.epoch,
+            exit_kind: &s.exit_kind,
+            generated: s.generated,
+            pause_ms: s.pause_ms,
+            continued_on: &s.continued_on,
+        })
+        .collect()
 }
 
 fn logprob(entry: &v1::TokenLogprob) -> LogprobView {

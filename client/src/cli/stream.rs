@@ -11,7 +11,7 @@ use super::{
     interrupt::Interrupt,
     json::{self, Clock},
     session::Session,
-    ui::{DIM, Ui},
+    ui::{DIM, Ui, harmless},
 };
 
 /// How a stream went, as the client saw it.
@@ -23,6 +23,8 @@ pub(crate) struct Report {
     pub(crate) accepted: Option<v1::Accepted>,
     pub(crate) finished: Option<v1::Finished>,
     returns: u32,
+    /// Deaths that were shown.
+    told: usize,
     first_tokens: usize,
     first: Option<f64>,
     last: f64,
@@ -103,6 +105,25 @@ impl Report {
     }
 }
 
+/// A worker's death that a stream went on after, in words.
+fn told(survived: &v1::Survived) -> String {
+    let v1::Survived {
+        worker,
+        epoch,
+        exit_kind,
+        generated,
+        pause_ms,
+        continued_on,
+    } = survived;
+    let how = match exit_kind.as_str() {
+        "" => String::new(),
+        kind => format!(" ({})", kind.replace('_', " ")),
+    };
+    harmless(&format!(
+        "{worker} (epoch {epoch}) died{how} after {generated} tokens; went on with {continued_on} {pause_ms:.0} ms later"
+    ))
+}
+
 /// Generates and shows what comes. Ctrl-C cancels the stream; the report then says so.
 pub(crate) async fn show(
     ui: &mut Ui,
@@ -172,6 +193,18 @@ async fn follow(
             return Ok(());
         };
         let ms = start.elapsed().as_secs_f64() * 1000.0;
+        if let Some(stream) = stream
+            .as_ref()
+            .filter(|_| ui.manner.verbose && !ui.manner.json)
+        {
+            for survived in stream.survived().iter().skip(report.told) {
+                // On a terminal the text so far stands on the same line.
+                let apart = ui.out_terminal && ui.err_terminal && !report.text.is_empty();
+                let apart = if apart { "\n" } else { "" };
+                ui.note(DIM, &format!("{apart}{}", told(survived)));
+            }
+            report.told = stream.survived().len();
+        }
         report.returns = stream.as_ref().map_or(0, Generation::returns);
         report.note(&event, ms);
         if ui.manner.json {
@@ -216,5 +249,17 @@ mod tests {
             ..v1::Finished::default()
         });
         assert!(report.summary().ends_with("survived the death of a worker"));
+        let survived = v1::Survived {
+            worker: "w0".into(),
+            epoch: 3,
+            exit_kind: "out_of_memory".into(),
+            generated: 17,
+            pause_ms: 120.4,
+            continued_on: "w1".into(),
+        };
+        assert_eq!(
+            told(&survived),
+            "w0 (epoch 3) died (out of memory) after 17 tokens; went on with w1 120 ms later"
+        );
     }
 }

@@ -22,6 +22,8 @@ use crate::{
 
 /// How long the end of a process may take to show after a conversation with it broke.
 const POST_MORTEM: Duration = Duration::from_millis(200);
+/// So many times as long as it may stand still a worker may take for its answer in all.
+const LONGEST: u32 = 10;
 /// Between two looks whether a contested answer is decided.
 const ROUND: Duration = Duration::from_millis(10);
 /// Rounds of looking for a worker that is due, in one interval.
@@ -123,20 +125,23 @@ impl Fleet {
         };
         let began = Instant::now();
         let patience = self.policy.start_timeout;
-        let said = match timeout(patience, link.check(model, steps, part)).await {
-            Ok(Ok(said)) => match Answer::believe(&said, steps) {
+        // Large models take long steps; and one that is busy all the time must answer some time.
+        let mut signs = link.signs(patience);
+        let check = signs.wait(link.check(model, steps, part));
+        let said = match timeout(LONGEST * patience, check).await.ok().flatten() {
+            Some(Ok(said)) => match Answer::believe(&said, steps) {
                 Ok(answer) => Ok(Said::Answered(answer, said)),
                 Err(lie) => Err((DeathKind::Protocol, format!("it said {lie}"))),
             },
-            Ok(Err(status)) if is_broken(&status) => Err((
+            Some(Err(status)) if is_broken(&status) => Err((
                 DeathKind::Protocol,
                 "its control connection broke".to_owned(),
             )),
-            Ok(Err(status)) => match Error::from_status(&status).reason() {
+            Some(Err(status)) => match Error::from_status(&status).reason() {
                 Reason::Overloaded | Reason::ModelNotFound => Ok(Said::Excused),
                 _ => Err((DeathKind::Corrupt, clip(status.message()))),
             },
-            Err(_) => Err((DeathKind::Deadline, format!("nothing for {patience:?}"))),
+            None => Err((DeathKind::Deadline, format!("nothing for {patience:?}"))),
         };
         let (answer, words) = match said {
             Ok(Said::Answered(answer, words)) => (answer, words),

@@ -109,7 +109,10 @@ async fn perform(
         Action::Kill => {
             fleet.withdraw(id);
             if let Some(running) = running {
-                if matches!(state.phase, Phase::Wedged { .. }) {
+                if state
+                    .sentence()
+                    .is_some_and(|death| death.kind.stands_still())
+                {
                     autopsy::point_out(running.process.as_ref()).await;
                 }
                 running.process.kill();

@@ -63,7 +63,7 @@ pub enum Wire {
 
 impl Wire {
     /// A gRPC channel over it, which has this one connection and no other.
-    pub(super) async fn channel(self, windows: Windows) -> io::Result<Channel> {
+    pub(crate) async fn channel(self, windows: Windows) -> io::Result<Channel> {
         match self {
             Wire::Socket(fd) => channel_over(fd, windows).await,
             Wire::Memory(stream) => channel_on(stream, windows).await,
@@ -91,6 +91,9 @@ pub struct Launched {
     pub descriptors: OwnedFd,
 }
 
+/// Makes a connection for tensors within this process.
+pub type TensorDoor = Arc<dyn Fn() -> Wire + Send + Sync>;
+
 /// A worker's process; dropping it kills it.
 pub trait Process: Send + Sync {
     /// Its id, for messages and `/proc`.
@@ -109,6 +112,11 @@ pub trait Process: Send + Sync {
 
     /// What it writes about itself.
     fn blackbox(&self) -> Option<&Arc<Reader>> {
+        None
+    }
+
+    /// How to come to a connection for tensors if not by a descriptor: that of a worker that is simulated.
+    fn tensor_door(&self) -> Option<TensorDoor> {
         None
     }
 

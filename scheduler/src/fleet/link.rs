@@ -1,6 +1,7 @@
 //! The conversation with one process of a worker: its connections, and whether it is still there.
 
 use std::{
+    fmt,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
         Arc, OnceLock,
@@ -10,6 +11,7 @@ use std::{
 };
 
 use hotcell_ipc::{
+    blackbox::Reader,
     socket::{DescriptorSender, stream_pair},
     transport::Windows,
 };
@@ -20,22 +22,21 @@ use hotcell_proto::{
     limits,
     v1::{
         CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest, HandshakeResponse,
-        LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, OpenTensorsRequest,
-        UnloadRequest, tokens_client::TokensClient, worker_client::WorkerClient,
+        OpenTensorsRequest, UnloadRequest, tokens_client::TokensClient,
+        worker_client::WorkerClient,
     },
 };
-use tokio::{
-    sync::watch,
-    time::{sleep, timeout},
-};
+use tokio::{sync::watch, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Channel};
 
-use super::launch::{Launched, Wire};
+use super::{
+    launch::{Launched, TensorDoor, Wire},
+    signs::Signs,
+};
 use crate::{
     death::{Death, DeathKind},
     discover::clip,
-    vault::OpenModel,
 };
 
 /// Flow control of the token connection. Every stream is read as it comes, until what its client has not read takes
@@ -131,6 +132,12 @@ impl Fate {
         self.death.get()
     }
 
+    /// What its death is, as far as that is known: one that was condemned may still be dying.
+    pub fn kind(&self) -> Option<DeathKind> {
+        let sentence = || self.condemned.borrow().as_ref().map(|c| c.kind);
+        self.death().map(|death| death.kind).or_else(sentence)
+    }
+
     /// Whether it is gone, or has to go.
     pub fn is_sealed(&self) -> bool {
         self.gone.is_cancelled() || self.condemned.borrow().is_some()
@@ -154,17 +161,7 @@ impl Default for Fate {
     }
 }
 
-/// Why a worker did not load a model.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum LoadFailure {
-    /// It said so, or the model cannot be handed out: the model's fault.
-    Refused(Error),
-    /// The conversation broke: the worker's fault.
-    Broken(DeathKind, String),
-}
-
 /// A worker's process, to talk to.
-#[derive(Debug)]
 pub struct Link {
     /// The worker's name.
     pub worker: String,
@@ -175,8 +172,16 @@ pub struct Link {
     control: Channel,
     tokens: Channel,
     tensors: Channel,
-    descriptors: DescriptorSender,
-    tags: AtomicU64,
+    pub(super) descriptors: DescriptorSender,
+    pub(super) tags: AtomicU64,
+    blackbox: Option<Arc<Reader>>,
+    tensor_door: Option<TensorDoor>,
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (epoch {})", self.worker, self.epoch)
+    }
 }
 
 impl Link {
@@ -214,10 +219,12 @@ impl Link {
                 .map_err(broken)?,
             descriptors: DescriptorSender::new(sockets.descriptors).map_err(broken)?,
             tags: AtomicU64::new(1),
+            blackbox: sockets.blackbox,
+            tensor_door: sockets.tensor_door,
         })
     }
 
-    fn control(&self) -> WorkerClient<Channel> {
+    pub(super) fn control(&self) -> WorkerClient<Channel> {
         WorkerClient::new(self.control.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
@@ -233,6 +240,17 @@ impl Link {
     /// The connection for tensor calls outside of sessions. Each session has one of its own.
     pub fn tensors(&self) -> Channel {
         self.tensors.clone()
+    }
+
+    /// A connection of its own for one session of tensors.
+    ///
+    /// # Errors
+    /// As [`Link::open_tensors`].
+    pub async fn connect_tensors(&self) -> Result<Wire, Error> {
+        match &self.tensor_door {
+            Some(door) => Ok(door()),
+            None => self.open_tensors().await.map(Wire::from),
+        }
     }
 
     /// One end of a new connection, at whose other end the worker serves tensors.
@@ -338,53 +356,9 @@ impl Link {
         })
     }
 
-    /// Hands over a model's files and waits until it is loaded; `patience` bounds the time between two signs
-    /// of progress.
-    ///
-    /// # Errors
-    /// [`LoadFailure`].
-    pub async fn load(
-        &self,
-        model: &ModelName,
-        files: &OpenModel,
-        patience: Duration,
-        mut progress: impl FnMut(&LoadProgress),
-    ) -> Result<Loaded, LoadFailure> {
-        let silent = || {
-            let why = format!("no progress for {patience:?} while loading");
-            LoadFailure::Broken(DeathKind::Deadline, why)
-        };
-        let fds = files.hand_out().map_err(LoadFailure::Refused)?;
-        let tag = self.tags.fetch_add(1, Ordering::Relaxed);
-        self.descriptors
-            .send_async(tag, &fds)
-            .await
-            .map_err(|e| broke(format!("cannot hand over files: {e}")))?;
-        let request = LoadRequest {
-            model: model.as_str().to_owned(),
-            tag,
-            files: files.handles(),
-        };
-        let mut control = self.control();
-        let answer = timeout(patience, control.load(request))
-            .await
-            .map_err(|_| silent())?;
-        let mut stream = answer.map_err(failure)?.into_inner();
-        loop {
-            let next = timeout(patience, stream.message())
-                .await
-                .map_err(|_| silent())?;
-            match next.map_err(failure)? {
-                Some(LoadProgress {
-                    loaded: Some(loaded),
-                    ..
-                }) => return believe(loaded).map_err(LoadFailure::Refused),
-                Some(step) => progress(&step),
-                None => {
-                    return Err(broke("its load ended without a result"));
-                }
-            }
-        }
+    /// Those of its process, which may stand still for as long as `patience`.
+    pub(super) fn signs(&self, patience: Duration) -> Signs {
+        Signs::new(self.blackbox.as_ref(), patience)
     }
 
     /// Lets it forget a model. A worker that does not answer within `patience` is condemned.
@@ -432,27 +406,44 @@ impl Link {
         if timeout(GRACE, self.fate.gone.cancelled()).await.is_ok() {
             return true;
         }
-        let mut tokens = self.tokens();
-        let ping = tokens.detokenize(DetokenizeRequest::default());
         let answer = tokio::select! {
             biased;
             () = self.fate.gone.cancelled() => return true,
-            () = sleep(PING) => None,
-            answer = ping => Some(answer),
+            answer = self.ask_tokens(PING) => answer,
         };
-        let (kind, why) = match answer {
-            Some(Ok(_)) => return false,
-            Some(Err(status)) if !is_broken(&status) => return false,
-            Some(Err(_)) => (DeathKind::Protocol, "its token connection broke"),
-            None => (
+        match answer {
+            Ok(()) => false,
+            Err(why) => {
+                self.condemn(why.kind, &why.reason).await;
+                true
+            }
+        }
+    }
+
+    /// Whether it answers on its token connection within `patience`.
+    ///
+    /// # Errors
+    /// What it is to be condemned for if not.
+    pub(super) async fn ask_tokens(&self, patience: Duration) -> Result<(), Condemnation> {
+        let mut tokens = self.tokens();
+        match timeout(patience, tokens.detokenize(DetokenizeRequest::default())).await {
+            Ok(Err(status)) if is_broken(&status) => Err(Condemnation::new(
+                DeathKind::Protocol,
+                "its token connection broke",
+            )),
+            Ok(_) => Ok(()),
+            Err(_) => Err(Condemnation::new(
                 DeathKind::Deadline,
-                "it did not answer after a stream broke",
-            ),
-        };
+                "it did not answer on its token connection",
+            )),
+        }
+    }
+
+    /// Has it killed, and returns once it is gone. A killed process may take long to end (its memory is freed first);
+    /// nobody need wait for that.
+    pub async fn condemn(&self, kind: DeathKind, why: &str) {
         self.fate.condemn(Condemnation::new(kind, why));
-        // A killed process may take long to end (its memory is freed first); the stream need not wait for that.
         let _ = timeout(PING, self.fate.gone.cancelled()).await;
-        true
     }
 }
 
@@ -462,6 +453,8 @@ pub struct Sockets {
     tokens: Wire,
     tensors: Wire,
     descriptors: OwnedFd,
+    blackbox: Option<Arc<Reader>>,
+    tensor_door: Option<TensorDoor>,
 }
 
 impl Launched {
@@ -472,6 +465,8 @@ impl Launched {
             tokens: self.tokens,
             tensors: self.tensors,
             descriptors: self.descriptors,
+            blackbox: self.process.blackbox().cloned(),
+            tensor_door: self.process.tensor_door(),
         };
         (self.process, sockets)
     }
@@ -489,51 +484,4 @@ pub fn words(status: &Status) -> Error {
         Error::new(said.reason(), clip(said.message())),
         |error, (key, value)| error.with(clip(key), clip(value)),
     )
-}
-
-fn broke(why: impl Into<String>) -> LoadFailure {
-    LoadFailure::Broken(DeathKind::Protocol, why.into())
-}
-
-fn failure(status: Status) -> LoadFailure {
-    match Error::typed(&status) {
-        Some(_) => LoadFailure::Refused(words(&status)),
-        None => broke(format!("load failed: {}", clip(status.message()))),
-    }
-}
-
-/// Checks what a worker says about a model it loaded.
-fn believe(loaded: Loaded) -> Result<Loaded, Error> {
-    let doubt = |what: &str| {
-        Error::new(
-            Reason::ProtocolViolation,
-            format!("the worker describes the model wrongly: {what}"),
-        )
-    };
-    let summary = loaded.summary.ok_or_else(|| doubt("no summary"))?;
-    let numerics = loaded.numerics.ok_or_else(|| doubt("no numerics class"))?;
-    if !(1..=limits::MAX_VOCABULARY).contains(&summary.vocabulary) {
-        return Err(doubt("vocabulary out of range"));
-    }
-    if summary.context_length == 0 {
-        return Err(doubt("no context"));
-    }
-    if numerics.id.is_empty() || numerics.id.len() > limits::MAX_WORD {
-        return Err(doubt("numerics class without a proper id"));
-    }
-    Ok(Loaded {
-        summary: Some(ModelSummary {
-            architecture: clip(&summary.architecture),
-            weights_dtype: clip(&summary.weights_dtype),
-            // No request may be longer, whatever the model could do.
-            context_length: summary.context_length.min(limits::MAX_PROMPT_TOKENS as u32),
-            model_hash: clip(&summary.model_hash),
-            ..summary
-        }),
-        numerics: Some(NumericsClass {
-            model_hash: clip(&numerics.model_hash),
-            ..numerics
-        }),
-        cache_tokens: loaded.cache_tokens,
-    })
 }

@@ -1,6 +1,6 @@
 //! Throw-away workers: one suspected request each, alone, on a process that nobody else uses and that ends with it.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::{Arc, MutexGuard, PoisonError, atomic::Ordering};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -25,6 +25,7 @@ use crate::{
     death::{Death, DeathKind, Ended, classify},
     placement::{Estimate, Wish},
     suspicion::{Next, Process, Record, Witnessed},
+    testimony::Testimony,
     vault::OpenModel,
 };
 
@@ -50,6 +51,21 @@ impl From<Error> for NoSolo {
     }
 }
 
+/// A worker that was lost under a request.
+#[derive(Clone, Copy, Debug)]
+pub struct Lost<'a> {
+    /// The request's id.
+    pub request: &'a str,
+    /// The worker.
+    pub link: &'a Link,
+    /// The worker whose device it ran on.
+    pub home: &'a str,
+    /// Whether no other request ran there.
+    pub alone: bool,
+    /// Whether it had accepted the request.
+    pub accepted: bool,
+}
+
 /// Whether a request may have caused a death of this kind.
 fn blames(kind: DeathKind, accepted: bool) -> bool {
     match kind {
@@ -70,19 +86,30 @@ fn blames(kind: DeathKind, accepted: bool) -> bool {
 }
 
 impl Fleet {
-    /// Notes in a request's record that its worker was lost, whether or not that had accepted it, and decides what
-    /// becomes of the request. The deaths of one that is poison are held against nobody else from then on.
-    pub fn witness(&self, record: &mut Record, link: &Link, alone: bool, accepted: bool) -> Next {
-        let sentence = || link.fate.condemned.borrow().as_ref().map(|c| c.kind);
-        // One that was condemned may still be dying.
-        let kind = link.fate.death().map(|death| death.kind).or_else(sentence);
-        let death = Witnessed {
-            process: Process {
-                worker: link.worker.clone(),
-                epoch: link.epoch,
-            },
-            blames: blames(kind.unwrap_or(DeathKind::Unknown), accepted),
+    /// Notes in a request's record that its worker was lost, and decides what becomes of the request. The deaths of one
+    /// that is poison are held against nobody else from then on.
+    pub fn witness(&self, record: &mut Record, lost: &Lost<'_>) -> Next {
+        let Lost {
+            request,
+            link,
+            home,
             alone,
+            accepted,
+        } = *lost;
+        let process = Process {
+            worker: link.worker.clone(),
+            epoch: link.epoch,
+        };
+        let kind = link.fate.kind().unwrap_or(DeathKind::Unknown);
+        let blames = blames(kind, accepted);
+        let mut told = self.told();
+        let sound = blames && record.testify(&mut told, request, home, &process, alone);
+        drop(told);
+        let death = Witnessed {
+            process,
+            blames,
+            alone,
+            sound,
         };
         let mut explained = self.explained();
         let next = record.witness(&self.suspicion, death, &explained);
@@ -93,6 +120,17 @@ impl Fleet {
             self.tell();
         }
         next
+    }
+
+    /// Notes that a device served a request: whoever kills workers there does so by itself.
+    pub fn served(&self, placed: &Placed, request: &str) {
+        self.told().served(&placed.home, request);
+    }
+
+    fn told(&self) -> MutexGuard<'_, Testimony> {
+        self.testimony
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A place for a suspect: alone on a throw-away worker, on the device of `home` if that is in use; or among
@@ -126,7 +164,7 @@ impl Fleet {
         let mut permit = Some(self.solo_permit(record).await?);
         let mut attempt = 0;
         loop {
-            let (home, device) = self.solo_device(model, wish, home)?;
+            let (home, device) = self.solo_device(model, wish, home, record)?;
             let files = self.solo_files(model)?;
             let number = self.solos_made.fetch_add(1, Ordering::Relaxed) + 1;
             let id = format!("{home}.solo{number}");
@@ -221,26 +259,29 @@ impl Fleet {
     }
 
     /// The worker whose name and device a throw-away worker takes: the one that died if it may come back, else
-    /// another one of the class.
+    /// another one of the class; rather one on which the request did not lose a worker of its own yet.
     fn solo_device(
         &self,
         model: &ModelName,
         wish: Wish<'_>,
         home: &str,
+        record: &Record,
     ) -> Result<(String, Device), Error> {
         let table = self.table();
-        let hopeful = table.workers.iter().filter(|(_, slot)| slot.hopeful);
         let class = |slot: &super::Slot| {
             let loaded = slot.models.get(model)?;
             loaded.numerics.as_ref().map(|n| n.id.clone())
         };
-        let fits = |slot: &super::Slot| match wish.class {
+        let fits = |id: &str, slot: &super::Slot| match wish.class {
+            _ if !slot.hopeful => false,
+            _ if id == home => true,
             Some(wanted) => class(slot).is_some_and(|class| class == wanted),
             None => true,
         };
-        let own = table.workers.get_key_value(home).filter(|(_, s)| s.hopeful);
-        let found = own.or_else(|| hopeful.clone().find(|(_, slot)| fits(slot)));
-        let (home, slot) = found.ok_or_else(|| no_class(model, home))?;
+        let fitting = table.workers.iter().filter(|(id, slot)| fits(id, slot));
+        let (home, slot) = fitting
+            .min_by_key(|(id, _)| (record.was_alone_on(id), *id != home))
+            .ok_or_else(|| no_class(model, home))?;
         Ok((home.clone(), slot.device.clone()))
     }
 
@@ -327,7 +368,7 @@ async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
     };
     if sentence
         .as_ref()
-        .is_some_and(|s| s.kind == DeathKind::Wedged)
+        .is_some_and(|death| death.kind.stands_still())
     {
         autopsy::point_out(watched.process.as_ref()).await;
     }

@@ -15,7 +15,7 @@ use hotcell_proto::{
 };
 use tokio::{
     sync::{mpsc, oneshot},
-    time::sleep,
+    time::{sleep, timeout},
 };
 
 use super::{
@@ -31,6 +31,8 @@ use crate::{
 /// How long a worker has served before the standby behind it is made: the start of one takes cores from streams that
 /// are just going on.
 const SETTLE: Duration = Duration::from_millis(250);
+/// How long one that is to take a place may take to answer. A new process takes about as long to start.
+const ANSWER: Duration = Duration::from_millis(500);
 
 /// One that is ready, on its way to the keeper of the worker whose place it takes.
 pub(super) struct Standby {
@@ -71,7 +73,8 @@ impl Standbys {
 /// How a standby's wait ended.
 enum Wait {
     Promoted,
-    Died(Box<(Death, Ended)>),
+    /// Mourned already.
+    Died,
     Stopped,
 }
 
@@ -141,14 +144,15 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
         };
         let waited = match begun {
             Ok(aside) => wait(&fleet, aside, &mut asked).await,
-            Err(death) => Wait::Died(Box::new((death, Ended::default()))),
+            Err(death) => {
+                fleet.mourn_aside(&id, epoch, &death, &Ended::default(), None);
+                Wait::Died
+            }
         };
         match waited {
             Wait::Stopped => return,
             Wait::Promoted => failures = 0,
-            Wait::Died(death) => {
-                let (death, ended) = *death;
-                fleet.mourn_aside(&id, epoch, &death, &ended, None);
+            Wait::Died => {
                 let policy = &fleet.policy;
                 let pause = policy.backoff.saturating_mul(2u32.saturating_pow(failures));
                 failures = failures.saturating_add(1);
@@ -189,8 +193,7 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
                     return Wait::Stopped;
                 }
                 Some(Err(death)) => {
-                    aside.end(patience).await;
-                    return Wait::Died(Box::new((death, Ended::default())));
+                    return bury(fleet, aside, death, None).await;
                 }
                 Some(Ok(())) => {}
             }
@@ -208,8 +211,15 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
                 aside.end(fleet.policy.stop_timeout).await;
                 return Wait::Stopped;
             }
-            ended = aside.process.wait() => return Wait::Died(Box::new((classify(&ended), ended))),
+            ended = aside.process.wait() => return bury(fleet, aside, classify(&ended), Some(ended)).await,
             Some(ask) = asked.recv() => {
+                let Aside { process, link, .. } = &mut aside;
+                let answers = async { link.ask_tokens(ANSWER).await.map_err(|why| why.death()) };
+                if let Err(death) = while_alive(process, answers).await {
+                    // Without an answer the place goes to a new process, at once.
+                    drop(ask);
+                    return bury(fleet, aside, death, None).await;
+                }
                 let Aside { listed, process, link } = aside;
                 // Not twice in the list.
                 drop(listed);
@@ -225,6 +235,22 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
             () = changed.changed() => {}
         }
     }
+}
+
+/// Sees to the end of a standby that is of no use, and tells everyone.
+async fn bury(fleet: &Fleet, mut aside: Aside, death: Death, ended: Option<Ended>) -> Wait {
+    let ended = match ended {
+        Some(ended) => ended,
+        None => {
+            aside.process.kill();
+            let patience = fleet.policy.stop_timeout;
+            let reaped = timeout(patience, aside.process.wait()).await;
+            reaped.unwrap_or_default()
+        }
+    };
+    let (id, epoch) = (&aside.link.worker, aside.link.epoch);
+    fleet.mourn_aside(id, epoch, &death, &ended, Some(aside.process.as_ref()));
+    Wait::Died
 }
 
 /// Loads one model and forgets another.

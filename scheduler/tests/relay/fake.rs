@@ -55,8 +55,8 @@ pub enum Act {
     DieAtOnce,
     /// Answers with this reason.
     Refuse(Reason),
-    /// Says a token that does not exist.
-    Lie,
+    /// Says a token that does not exist, after so many that do.
+    LieAfter(usize),
     /// Ends the stream without Finished.
     Stop,
     /// Says nothing after Accepted.
@@ -84,6 +84,8 @@ pub struct Stage {
     pub terse: AtomicBool,
     /// Steps of progress that a load takes, 50 ms each.
     pub load_steps: AtomicUsize,
+    /// Whether all of them say the same.
+    pub load_stands: AtomicBool,
     /// Whether unloading never ends.
     pub holds_on: AtomicBool,
     /// Prompts that begin with this id kill their worker once so many tokens of the stream were said.
@@ -96,6 +98,12 @@ pub struct Stage {
     pub deadly: Mutex<Vec<String>>,
     /// What workers answer when they are checked, by worker or `WORKER.EPOCH`: wrong numbers. Others answer 0.
     pub wrong: Mutex<HashMap<String, u8>>,
+    /// Devices, by their workers' names, on which every stream kills its process at the first token.
+    pub killers: Mutex<Vec<String>>,
+    /// Streams that have to run before any of them gets its first token; 0 once they did.
+    pub company: AtomicUsize,
+    /// Processes, `WORKER.EPOCH`, that do not answer calls for text.
+    pub deaf: Mutex<Vec<String>>,
     /// Checks made.
     pub checks: Mutex<Vec<(String, CheckRequest)>>,
     pids: AtomicU64,
@@ -261,7 +269,7 @@ impl Worker for FakeWorker {
         let (sender, receiver) = mpsc::channel(4);
         let step = LoadProgress {
             bytes_done: 1,
-            bytes_total: 2,
+            bytes_total: 1 << 20,
             ..LoadProgress::default()
         };
         let done = LoadProgress {
@@ -278,11 +286,16 @@ impl Worker for FakeWorker {
             ..LoadProgress::default()
         };
         let steps = self.stage.load_steps.load(Ordering::Relaxed);
+        let stands = self.stage.load_stands.load(Ordering::Relaxed);
         tokio::spawn(async move {
+            let mut step = step;
             let _ = sender.send(Ok(step.clone())).await;
             for _ in 0..steps {
                 tokio::time::sleep(Duration::from_millis(50)).await;
-                let _ = sender.send(Ok(step.clone())).await;
+                step.bytes_done += u64::from(!stands);
+                if sender.send(Ok(step.clone())).await.is_err() {
+                    return;
+                }
             }
             let _ = sender.send(Ok(done)).await;
         });
@@ -403,6 +416,21 @@ impl Tokens for FakeWorker {
             if sender.send(event(Event::Accepted(accepted))).await.is_err() {
                 return;
             }
+            loop {
+                let company = stage.company.load(Ordering::SeqCst);
+                if stage.running.load(Ordering::SeqCst) >= company {
+                    stage.company.store(0, Ordering::SeqCst);
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            let home = worker.name.split('.').next().unwrap_or_default();
+            if stage.killers.lock().unwrap().iter().any(|k| k == home) {
+                // What was said gets out first.
+                tokio::time::sleep(Duration::from_millis(2)).await;
+                worker.die.cancel();
+                return std::future::pending().await;
+            }
             for index in resume.generated_ids.len()..request.max_tokens as usize {
                 match act {
                     Some(Act::DieAt(at, flush)) if index == at => {
@@ -410,7 +438,7 @@ impl Tokens for FakeWorker {
                         worker.die.cancel();
                         return std::future::pending().await;
                     }
-                    Some(Act::Lie) => {
+                    Some(Act::LieAfter(after)) if index == after => {
                         let lie = Delta {
                             token_ids: vec![VOCABULARY],
                             ..Delta::default()
@@ -477,6 +505,10 @@ impl Tokens for FakeWorker {
 
     async fn detokenize(&self, request: Request<DetokenizeRequest>) -> Answer<DetokenizeResponse> {
         let ids = request.into_inner().ids;
+        let process = format!("{}.{}", self.name, self.epoch);
+        if self.stage.deaf.lock().unwrap().contains(&process) {
+            std::future::pending::<()>().await;
+        }
         Ok(Response::new(DetokenizeResponse {
             model: String::new(),
             text: ids.into_iter().map(text).collect(),

@@ -23,10 +23,9 @@ use hotcell_proto::{
     ids::ModelName,
     limits,
     v1::{
-        self, Device, EventKind, GenerateRequest, ListModelsRequest, ListWorkersRequest,
-        LoadModelRequest, ModelState, Prompt, TokenIds, WatchEventsRequest, WorkerState,
-        control_client::ControlClient, generate_event::Event, prompt::Kind,
-        tokens_client::TokensClient,
+        self, Device, EventKind, GenerateRequest, ListModelsRequest, LoadModelRequest, ModelState,
+        Prompt, TokenIds, WatchEventsRequest, WorkerState, control_client::ControlClient,
+        generate_event::Event, prompt::Kind, tokens_client::TokensClient,
     },
 };
 use hotcell_scheduler::{
@@ -166,6 +165,7 @@ struct Said {
     accepted: usize,
     ids: Vec<u32>,
     text: String,
+    survived: Vec<v1::Survived>,
     finished: Vec<v1::Finished>,
 }
 
@@ -181,8 +181,12 @@ impl Said {
             Event::Delta(delta) => {
                 self.ids.extend(delta.token_ids);
                 self.text.push_str(&delta.text);
+                self.survived.extend(delta.survived);
             }
-            Event::Finished(f) => self.finished.push(f),
+            Event::Finished(f) => {
+                self.survived.extend(f.survived.clone());
+                self.finished.push(f);
+            }
         }
     }
 
@@ -194,6 +198,7 @@ impl Said {
         assert_eq!(self.accepted, 1);
         let end = &self.finished[0];
         assert_eq!(end.deaths_survived, deaths);
+        assert_eq!(self.survived.len(), deaths as usize);
         assert_eq!(end.usage.unwrap().generated_tokens as usize, tokens);
     }
 }
@@ -333,29 +338,57 @@ async fn a_stream_stays_in_its_numerics_class() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_living_worker_says_is_passed_on_and_lies_are_not() {
+async fn what_a_living_worker_says_is_passed_on() {
     let house = House::new(1).await;
     house.stage.act(Act::Refuse(Reason::PromptTooLong));
     assert_eq!(
         reason(house.generate(request(4)).await),
         Reason::PromptTooLong
     );
-    for act in [Act::Lie, Act::Stop] {
-        house.stage.act(act);
-        assert_eq!(
-            reason(house.generate(request(4)).await),
-            Reason::ProtocolViolation
-        );
-    }
-    let workers = house
-        .control()
-        .list_workers(ListWorkersRequest {})
-        .await
-        .unwrap();
-    let worker = &workers.get_ref().workers[0];
+    let worker = &house.fleet.workers()[0];
     assert_eq!((worker.epoch, worker.deaths), (1, 0));
     assert_eq!(worker.state(), WorkerState::Ready);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_breaks_the_protocol_in_one_stream_loses_all_and_each_goes_on_elsewhere() {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    for (deaths, act) in [Act::LieAfter(0), Act::Stop].into_iter().enumerate() {
+        house.stage.act(Act::Stall);
+        let mut good = house.tokens().generate(request(8)).await.unwrap();
+        good.get_mut().message().await.unwrap();
+        house.stage.act(act);
+        let said = house.generate(request(4)).await.unwrap();
+        said.check(&[1, 2, 3], 5, 4, 1);
+        let lost = &said.survived[0];
+        let epoch = deaths as u64 + 1;
+        assert_eq!((lost.worker.as_str(), lost.epoch), ("w0", epoch));
+        assert_eq!(lost.exit_kind, "protocol");
+        assert_eq!(lost.continued_on, "w0");
+        assert!(lost.pause_ms > 0.0);
+        let mut whole = Said {
+            // The greeting was read.
+            accepted: 1,
+            ..Said::default()
+        };
+        while let Some(event) = good.get_mut().message().await.unwrap() {
+            whole.hear(event.event.unwrap());
+        }
+        whole.check(&[1, 2, 3], 5, 8, 1);
+        let report = house.fleet.crashes.get(&format!("w0.{epoch}")).unwrap();
+        assert_eq!(report.kind, "protocol");
+        assert_eq!(report.requests.len(), 2, "{report:#?}");
+    }
     until(|| house.stage.running.load(Ordering::SeqCst) == 0).await;
+    // What was said before a lie may be one too, and cannot be taken back.
+    house.stage.act(Act::LieAfter(2));
+    assert_eq!(
+        reason(house.generate(request(4)).await),
+        Reason::ProtocolViolation
+    );
+    until(|| house.fleet.workers()[0].deaths == 3).await;
     house.end().await;
 }
 

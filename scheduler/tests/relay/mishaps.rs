@@ -108,13 +108,38 @@ async fn a_model_that_nobody_will_load_any_more_has_failed_and_says_why() {
 async fn a_stream_waits_for_a_worker_that_loads_slowly_but_surely() {
     let house = House::with(1, |_, config| {
         config.timeouts.resume = Duration::from_millis(200);
+        config.restart.start_timeout = Duration::from_secs(1);
     })
     .await;
     house.ready(1).await;
-    house.stage.load_steps.store(16, Ordering::Relaxed);
+    house.stage.load_steps.store(30, Ordering::Relaxed);
     house.stage.act(Act::DieAt(2, Duration::from_millis(2)));
     let said = house.generate(request(4)).await.unwrap();
     said.check(&[1, 2, 3], 5, 4, 1);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_says_the_same_for_ever_is_given_up() {
+    let house = House::with(1, |_, config| {
+        config.restart.start_timeout = Duration::from_secs(1);
+    })
+    .await;
+    house.ready(1).await;
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+    house.stage.load_stands.store(true, Ordering::Relaxed);
+    house.stage.load_steps.store(100_000, Ordering::Relaxed);
+    let mend = async {
+        until(|| house.fleet.workers()[0].deaths == 1).await;
+        house.stage.load_steps.store(0, Ordering::Relaxed);
+    };
+    let (loaded, ()) = tokio::join!(load(&house, "n", dir.path()), mend);
+    loaded.unwrap();
+    let report = house.fleet.crashes.get("w0.1").unwrap();
+    assert_eq!(report.kind, "deadline");
+    let why = "while loading n: no progress for 1s";
+    assert!(report.reason.contains(why), "{}", report.reason);
     house.end().await;
 }
 

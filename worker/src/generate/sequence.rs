@@ -337,6 +337,7 @@ impl Sequence {
             numerics,
             deaths_survived: 0,
             receipt: Some(receipt),
+            survived: Vec::new(),
         };
         let event = v1::GenerateEvent {
             event: Some(v1::generate_event::Event::Finished(finished)),

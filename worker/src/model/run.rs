@@ -159,7 +159,7 @@ fn f32_buffer(device: &dyn Device, what: &str, values: &[f32]) -> Result<Buffer,
 }
 
 impl Runner {
-    /// Plans a model for a device and binds its weights in place.
+    /// Plans a model for a device and binds its weights in place. `progressed` is called again and again meanwhile.
     ///
     /// # Errors
     /// When tensors are missing or misshapen, the device lacks something, or memory is short.
@@ -168,6 +168,7 @@ impl Runner {
         source: &ModelSource,
         shape: RunShape,
         hints: &PlanHints,
+        progressed: &dyn Fn(),
     ) -> Result<Self, RunError> {
         let ModelSource {
             config,
@@ -195,10 +196,12 @@ impl Runner {
         for _ in 0..config.layers {
             let bytes = shape.cache(config).bytes().unwrap_or(usize::MAX);
             caches.push(device.allocate("the KV cache", bytes)?);
+            progressed();
         }
         let bind = |sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
             for (i, from) in sourced.sources.iter().enumerate() {
+                progressed();
                 let buffer = match from {
                     Source::Weight(name) => {
                         let weight = weights.get(name).map_err(BuildError::Model)?.clone();
