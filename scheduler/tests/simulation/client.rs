@@ -24,6 +24,10 @@ enum Whim {
     Return(Duration),
     /// Sends the same request again on another connection, which gets the stream from its beginning.
     Again,
+    /// Asks to go on from where nothing is, or from a stream that nobody knows.
+    Astray,
+    /// Somebody else reads the stream from its beginning; then it takes it back, or leaves it to them.
+    Rival(bool),
     /// Reads nothing for so long.
     Pause(Duration),
 }
@@ -120,11 +124,13 @@ impl Client {
         let count = if c.percent(45) { c.within(1, 3) } else { 0 };
         (0..count)
             .map(|_| {
-                let whim = match c.below(10) {
+                let whim = match c.below(13) {
                     0 => Whim::Leave,
                     1 if own => Whim::Cancel,
                     2..=5 if own => Whim::Return(c.ms(0, 3_000)),
                     6 if own => Whim::Again,
+                    7..=8 if own => Whim::Astray,
+                    9..=10 if own => Whim::Rival(c.percent(60)),
                     _ => Whim::Pause(c.ms(1, 3_000)),
                 };
                 (whim, c.below(max + 1) as usize)
@@ -167,39 +173,119 @@ impl Client {
                     }
                 }
                 // One that was cancelled is not there any more.
-                Whim::Return(_) | Whim::Again if self.left => {}
+                _ if self.left => {}
                 Whim::Return(time) => {
                     drop(stream);
                     sleep(time).await;
-                    self.greeted = false;
-                    let request = AttachRequest {
-                        request_id: self.request.request_id.clone(),
-                        next_token: self.ids.len() as u64,
-                        text_bytes: Some(self.text.len() as u64),
-                    };
-                    stream = match self.shared.attach(request) {
+                    stream = match self.attach(self.ids.len(), self.text.len()) {
                         Ok(stream) => stream,
+                        // While nobody read it, others may have needed the room.
+                        Err(error) if self.may_be_forgotten(&error) => {
+                            return self.note(format!("is forgotten: {}", error.reason().name()));
+                        }
                         Err(error) => {
                             return self.wrong(format!("cannot come back: {error}"));
                         }
                     };
+                    self.greeted = false;
                 }
                 Whim::Again => {
                     let again = self.shared.generate(self.request.clone(), self.deadline);
                     let mut before = match again {
                         Ok(again) => std::mem::replace(&mut stream, again),
+                        Err(error) if self.may_be_forgotten(&error) => continue,
                         Err(error) => return self.wrong(format!("cannot ask again: {error}")),
                     };
-                    match before.next().await {
-                        Some(Err(status)) if is(&status, Reason::TakenOver) => {}
-                        other => self.wrong(format!("both read one stream: {other:?}")),
-                    }
+                    self.taken_over(&mut before).await;
                     self.ids.clear();
                     self.text.clear();
                     self.greeted = false;
                 }
+                Whim::Astray => self.go_astray(),
+                Whim::Rival(back) => self.compete(&mut stream, back).await,
             }
         }
+    }
+
+    fn attach(&self, tokens: usize, text: usize) -> Result<EventStream, Error> {
+        self.shared.attach(AttachRequest {
+            request_id: self.request.request_id.clone(),
+            next_token: tokens as u64,
+            text_bytes: Some(text as u64),
+        })
+    }
+
+    /// Whether a stream's beginning, or a finished stream, may be gone: only where there is little room.
+    fn may_be_forgotten(&self, error: &Error) -> bool {
+        let gone = [Reason::TokensForgotten, Reason::RequestNotFound];
+        self.world.is_tight() && gone.contains(&error.reason())
+    }
+
+    /// The stream of whoever read it before ends.
+    async fn taken_over(&self, before: &mut EventStream) {
+        match before.next().await {
+            Some(Err(status)) if is(&status, Reason::TakenOver) => {}
+            other => self.wrong(format!("both read one stream: {other:?}")),
+        }
+    }
+
+    /// What is refused disturbs nobody.
+    fn go_astray(&self) {
+        let (ids, text) = (self.ids.len(), self.text.len());
+        let beyond = self.request.max_tokens as usize + 1;
+        for (tokens, text) in [(beyond, text), (beyond, 0), (ids, text + 1_000_000)] {
+            match self.attach(tokens, text) {
+                Err(error) if error.reason() == Reason::InvalidArgument => {}
+                Err(error) if self.may_be_forgotten(&error) => {}
+                Err(error) => self.wrong(format!("goes astray and hears {error}")),
+                Ok(_) => self.wrong(format!("reads from {tokens} tokens, {text} bytes")),
+            }
+        }
+        let unknown = self.shared.attach(AttachRequest {
+            request_id: format!("{}-not", self.name),
+            ..AttachRequest::default()
+        });
+        if unknown.err().map(|e| e.reason()) != Some(Reason::RequestNotFound) {
+            self.wrong("reads a stream that nobody knows");
+        }
+    }
+
+    /// Somebody else, who has nothing of it yet, reads the stream at least as far as this client did.
+    async fn compete(&mut self, stream: &mut EventStream, back: bool) {
+        let mut rival = match self.attach(0, 0) {
+            Ok(rival) => rival,
+            Err(error) if self.may_be_forgotten(&error) => return,
+            Err(error) => return self.wrong(format!("has no rival: {error}")),
+        };
+        self.taken_over(stream).await;
+        let (mut ids, mut text, mut greeted) = (Vec::new(), String::new(), false);
+        while ids.len() < self.ids.len() || text.len() < self.text.len() || !greeted {
+            // All of that was said already.
+            match rival.next().await.map(|item| item.map(|e| e.event)) {
+                Some(Ok(Some(Event::Accepted(_)))) if !greeted => greeted = true,
+                Some(Ok(Some(Event::Delta(delta)))) if greeted => {
+                    ids.extend(delta.token_ids);
+                    text.push_str(&delta.text);
+                }
+                other => return self.wrong(format!("its rival reads {other:?}")),
+            }
+        }
+        if back {
+            match self.attach(self.ids.len(), self.text.len()) {
+                Ok(own) => {
+                    self.taken_over(&mut rival).await;
+                    self.greeted = false;
+                    *stream = own;
+                    return;
+                }
+                // Its rival read on.
+                Err(error) if self.may_be_forgotten(&error) => {}
+                Err(error) => return self.wrong(format!("cannot take it back: {error}")),
+            }
+        }
+        (self.ids, self.text) = (ids, text);
+        self.check_prefix();
+        *stream = rival;
     }
 
     /// Reads until the stream ends or a whim takes it.

@@ -10,6 +10,7 @@
 mod chance;
 mod client;
 mod cuts;
+mod tensors;
 mod wire;
 mod worker;
 mod world;
@@ -36,11 +37,15 @@ use hotcell_scheduler::{
     crash::Crashes,
     fleet::{Fleet, Parts},
     hang::Patience,
+    known::Pace,
     service::Shared,
+    stream::Room,
+    streams::Streams,
     supervisor::Policy,
     suspicion,
     vault::{self, Source},
 };
+use tensors::Holder;
 use tokio::{
     task::JoinSet,
     time::{sleep, timeout},
@@ -75,6 +80,10 @@ struct Ground {
     standby: bool,
     resume: Duration,
     models: Vec<&'static str>,
+    /// Whether streams have little room.
+    tight: bool,
+    /// How often idle workers are checked.
+    pace: Option<Pace>,
 }
 
 impl House {
@@ -98,6 +107,11 @@ impl House {
                 true => vec!["a", "b"],
                 false => vec!["a"],
             },
+            tight: chance.percent(25),
+            pace: chance.percent(40).then(|| Pace {
+                interval: chance.ms(2_000, 15_000),
+                share: 0,
+            }),
         };
         Self::build(world, ground)
     }
@@ -110,6 +124,8 @@ impl House {
             standby: false,
             resume: Duration::from_secs(30),
             models: vec!["a"],
+            tight: false,
+            pace: None,
         };
         Self::build(world, ground)
     }
@@ -163,7 +179,14 @@ impl House {
             ..Device::default()
         };
         fleet.start((0..workers).map(device).collect());
-        let shared = Shared::new(Arc::clone(&fleet));
+        if let Some(pace) = ground.pace {
+            fleet.check_every(pace);
+        }
+        let mut shared = Shared::new(Arc::clone(&fleet));
+        if ground.tight {
+            world.tighten();
+            shared.streams = Streams::new(Room::new(4_000, 1_500, 600), REATTACH);
+        }
         Self {
             world,
             fleet,
@@ -233,6 +256,14 @@ impl House {
                 }
             });
         }
+        for number in 0..chance.within(0, 3) {
+            let (start, name) = (chance.ms(0, 4_000), format!("t{number}"));
+            let holder = Holder::new(&self.world, &self.shared, &name, self.primaries);
+            clients.spawn(async move {
+                sleep(start).await;
+                holder.run().await;
+            });
+        }
         let all = async {
             while let Some(done) = clients.join_next().await {
                 if let Err(error) = done {
@@ -258,6 +289,10 @@ impl House {
         if streams != 0 || held != 0 {
             wrong(format!("{streams} streams and {held} bytes are left"));
         }
+        let (here, there) = (self.shared.tensors.count(), self.world.sessions());
+        if (here, there) != (0, 0) {
+            wrong(format!("{here} sessions are left here, {there} there"));
+        }
         if !self.shared.streams.readers().is_empty() {
             wrong("readers are left".to_owned());
         }
@@ -268,6 +303,8 @@ impl House {
         }
         // What was given up can be had again, once nothing breaks any more.
         self.world.no_more_faults();
+        // The kernel takes its time with those that are dying.
+        sleep(Duration::from_secs(10)).await;
         self.release();
         sleep(Duration::from_secs(30)).await;
         let count = self.fleet.ready();

@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use hotcell_proto::error::Reason;
 use tokio::{
     io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf},
     time::{Sleep, sleep},
@@ -164,6 +165,10 @@ impl End {
             }
             self.fault = None;
             self.life.note(format!("{fault:?}"));
+            if self.conversation == Conversation::Tensors {
+                self.life.world.excuse_all(Reason::SessionNotFound);
+                self.life.world.excuse_all(Reason::WorkerLost);
+            }
             match fault.what {
                 Break::Die(how) => self.life.die(how),
                 Break::Cut => self.inner = None,

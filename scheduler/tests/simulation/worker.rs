@@ -14,13 +14,14 @@ use hotcell_proto::{
         UnloadRequest, UnloadResponse, Usage,
         generate_event::Event,
         prompt::Kind,
+        tensors_server::TensorsServer,
         tokens_server::{Tokens, TokensServer},
         worker_server::{Worker, WorkerServer},
     },
 };
 use hotcell_scheduler::{
     death::Ended,
-    fleet::{Boxed, Launch, Launched, Order, Process, TOKENS_WINDOWS, Wire},
+    fleet::{Boxed, Launch, Launched, Order, Process, TOKENS_WINDOWS, TensorDoor, Wire},
 };
 use tokio::{io::duplex, sync::mpsc, time::sleep};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
@@ -56,6 +57,7 @@ pub struct Simulated {
 /// A process, and its end of the socket for files, which nobody reads.
 struct Handle {
     life: Arc<Life>,
+    worker: SimulatedWorker,
     _descriptors: OwnedFd,
 }
 
@@ -81,6 +83,13 @@ impl Process for Handle {
 
     fn blackbox(&self) -> Option<&Arc<Reader>> {
         self.life.blackbox()
+    }
+
+    fn tensor_door(&self) -> Option<TensorDoor> {
+        let worker = self.worker.clone();
+        Some(Arc::new(move || {
+            worker.connect(Conversation::Tensors, Windows::default())
+        }))
     }
 
     fn wait(&mut self) -> Boxed<'_, Ended> {
@@ -135,36 +144,14 @@ impl Simulated {
             life: Arc::clone(&life),
             class: class.unwrap_or_default(),
         };
-        let connect = |conversation: Conversation, windows: Windows| {
-            let (ours, its) = duplex(1 << 16);
-            let piece = life.draw(|c| match c.below(12) {
-                0 => c.within(1, 40) as usize,
-                _ => usize::MAX,
-            });
-            let end = End::new(its, Arc::clone(&life), conversation, piece);
-            let serving = windows
-                .server()
-                .add_service(WorkerServer::new(worker.clone()))
-                .add_service(TokensServer::new(worker.clone()));
-            let life = Arc::clone(&life);
-            tokio::spawn(async move {
-                let incoming = tokio_stream::once(Ok::<_, io::Error>(end))
-                    .chain(tokio_stream::pending::<io::Result<End>>());
-                tokio::select! {
-                    biased;
-                    () = life.token().cancelled() => {}
-                    _ = serving.serve_with_incoming(incoming) => {}
-                }
-            });
-            Wire::Memory(Box::new(ours))
-        };
-        let control = connect(Conversation::Control, Windows::default());
-        let tokens = connect(Conversation::Tokens, TOKENS_WINDOWS);
-        let tensors = connect(Conversation::Tensors, Windows::default());
+        let control = worker.connect(Conversation::Control, Windows::default());
+        let tokens = worker.connect(Conversation::Tokens, TOKENS_WINDOWS);
+        let tensors = worker.connect(Conversation::Tensors, Windows::default());
         let (descriptors, its_descriptors) = descriptor_pair()?;
         Ok(Launched {
             process: Box::new(Handle {
                 life,
+                worker,
                 _descriptors: its_descriptors,
             }),
             control,
@@ -175,9 +162,10 @@ impl Simulated {
     }
 }
 
+/// A simulated worker, as it is called.
 #[derive(Clone)]
-struct SimulatedWorker {
-    life: Arc<Life>,
+pub struct SimulatedWorker {
+    pub life: Arc<Life>,
     class: String,
 }
 
@@ -208,6 +196,32 @@ impl SimulatedWorker {
         }
     }
 
+    /// Serves a new connection; our end of it.
+    fn connect(&self, conversation: Conversation, windows: Windows) -> Wire {
+        let (ours, its) = duplex(1 << 16);
+        let piece = self.life.draw(|c| match c.below(12) {
+            0 => c.within(1, 40) as usize,
+            _ => usize::MAX,
+        });
+        let end = End::new(its, Arc::clone(&self.life), conversation, piece);
+        let serving = windows
+            .server()
+            .add_service(WorkerServer::new(self.clone()))
+            .add_service(TensorsServer::new(self.clone()))
+            .add_service(TokensServer::new(self.clone()));
+        let life = Arc::clone(&self.life);
+        tokio::spawn(async move {
+            let incoming = tokio_stream::once(Ok::<_, io::Error>(end))
+                .chain(tokio_stream::pending::<io::Result<End>>());
+            tokio::select! {
+                biased;
+                () = life.token().cancelled() => {}
+                _ = serving.serve_with_incoming(incoming) => {}
+            }
+        });
+        Wire::Memory(Box::new(ours))
+    }
+
     fn mishap(&self) -> Option<Mishap> {
         let mishap = self.life.draw(|c| {
             c.percent(50).then(|| match c.below(16) {
@@ -225,7 +239,7 @@ impl SimulatedWorker {
     }
 
     /// A dead process does nothing.
-    async fn living(&self) {
+    pub async fn living(&self) {
         if self.life.is_dead() {
             std::future::pending::<()>().await;
         }
@@ -323,7 +337,9 @@ impl Worker for SimulatedWorker {
     async fn check(&self, request: Request<CheckRequest>) -> Answer<CheckResponse> {
         sleep(self.life.draw(|c| c.ms(0, 10))).await;
         self.living().await;
-        let answers = (0..request.get_ref().steps).map(|_| vec![0; 32]).collect();
+        let request = request.into_inner();
+        let answer = self.life.answer(&request.model, &self.class);
+        let answers = (0..request.steps).map(|_| answer.to_vec()).collect();
         Ok(Response::new(CheckResponse {
             answers,
             ..CheckResponse::default()
@@ -345,6 +361,8 @@ struct Saying {
     seed: u64,
     out: Sender,
     mishap: Option<(Mishap, usize)>,
+    /// Tokens that there were before.
+    begun: usize,
 }
 
 impl Saying {
@@ -368,17 +386,16 @@ impl Saying {
                 std::future::pending().await
             }
             Mishap::Late(time) => sleep(time).await,
-            Mishap::Stop => {
-                life.world.excuse(self.seed, Reason::ProtocolViolation);
-                return None;
-            }
+            Mishap::Stop => return None,
             Mishap::Babble => {
-                life.world.excuse(self.seed, Reason::ProtocolViolation);
                 let _ = self.out.send(Err(Status::unknown("bla"))).await;
                 return None;
             }
             Mishap::Lie(which) => {
-                life.world.excuse(self.seed, Reason::ProtocolViolation);
+                // Unless it said nothing before, what it said is in doubt.
+                if index > self.begun {
+                    life.world.excuse(self.seed, Reason::ProtocolViolation);
+                }
                 let delta = |token_ids, text: &str| {
                     Event::Delta(Delta {
                         text: text.to_owned(),
@@ -489,6 +506,7 @@ impl Tokens for SimulatedWorker {
             "gets {seed}, which goes on from {}",
             request.resume.as_ref().map_or(0, |r| r.generated_ids.len())
         ));
+        self.life.serve(&request.model, &self.class);
         let mishap = self.mishap();
         let world = &self.life.world;
         match mishap {
@@ -520,6 +538,7 @@ impl Tokens for SimulatedWorker {
             prompt,
             out,
             mishap: mishap.map(|m| (m, at)),
+            begun: request.resume.as_ref().map_or(0, |r| r.generated_ids.len()),
             request,
         };
         tokio::spawn(saying.run());

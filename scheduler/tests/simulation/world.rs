@@ -5,7 +5,7 @@ use std::{
     fmt::Write as _,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -109,6 +109,10 @@ struct Record {
     excused: BTreeMap<u64, BTreeSet<&'static str>>,
     /// Ends that a fault excuses for everybody.
     excused_all: BTreeSet<&'static str>,
+    /// Models and classes whose right answer some worker gave and then served with.
+    proven: BTreeSet<(String, String)>,
+    /// Tensor sessions, by process.
+    sessions: BTreeSet<(u32, String)>,
 }
 
 /// A simulated host.
@@ -121,6 +125,8 @@ pub struct World {
     /// Faults that may still happen: a run that had them all ends well.
     faults: AtomicU32,
     pids: AtomicU64,
+    /// Whether streams have so little room that what was read is forgotten.
+    tight: AtomicBool,
     /// None: connections break by chance.
     script: Option<Option<Script>>,
     traffic: Mutex<Traffic>,
@@ -135,6 +141,7 @@ impl World {
             record: Mutex::default(),
             faults: AtomicU32::new(faults),
             pids: AtomicU64::new(1 << 30),
+            tight: AtomicBool::new(false),
             script: None,
             traffic: Mutex::default(),
         })
@@ -196,6 +203,25 @@ impl World {
             || record.excused.get(&seed).is_some_and(|r| r.contains(name))
     }
 
+    pub fn tighten(&self) {
+        self.tight.store(true, Ordering::Relaxed);
+    }
+
+    pub fn is_tight(&self) -> bool {
+        self.tight.load(Ordering::Relaxed)
+    }
+
+    /// Whether the right answer is on record, so that a wrong one must be found out.
+    pub fn is_proven(&self, model: &str, class: &str) -> bool {
+        let key = (model.to_owned(), class.to_owned());
+        self.record.lock().unwrap().proven.contains(&key)
+    }
+
+    /// Sessions that processes which live have.
+    pub fn sessions(&self) -> usize {
+        self.record.lock().unwrap().sessions.len()
+    }
+
     /// Whether another fault may happen, and counts it.
     pub fn fault(&self) -> bool {
         let one_less = |left: u32| left.checked_sub(1);
@@ -247,6 +273,7 @@ impl World {
             pid: self.pids.fetch_add(1, Ordering::Relaxed) as u32,
             dead: CancellationToken::new(),
             how: Mutex::new(None),
+            sums: Mutex::default(),
             chance: Mutex::new(self.chance(&format!("{worker}/{epoch}"))),
         })
     }
@@ -265,7 +292,17 @@ pub struct Life {
     pub pid: u32,
     dead: CancellationToken,
     how: Mutex<Option<How>>,
+    sums: Mutex<Sums>,
     chance: Mutex<Chance>,
+}
+
+/// How a process computes.
+#[derive(Default)]
+struct Sums {
+    /// Wrongly, from some time on.
+    wrong: bool,
+    /// Models for which it gave the right answer.
+    right: BTreeSet<String>,
 }
 
 impl Life {
@@ -300,6 +337,60 @@ impl Life {
         };
         writer.doing(Doing::Stepping);
         self.stuck.lock().unwrap().get_or_insert_with(Instant::now);
+    }
+
+    /// Its answer to the known input. It may be wrong from now on, once the right one is on record.
+    pub fn answer(&self, model: &str, class: &str) -> [u8; 32] {
+        let mut sums = self.sums.lock().unwrap();
+        if self.world.is_proven(model, class) {
+            let turns = self.draw(|c| c.percent(4)) && self.world.fault();
+            if turns {
+                self.note("computes wrongly");
+            }
+            sums.wrong |= turns;
+            if sums.wrong {
+                // No two wrong ones agree: that would be a vote.
+                let mut answer = [1; 32];
+                answer[..4].copy_from_slice(&self.pid.to_ne_bytes());
+                return answer;
+            }
+        }
+        sums.right.insert(model.to_owned());
+        [0; 32]
+    }
+
+    /// It is to serve a model: its answer must have been right.
+    pub fn serve(&self, model: &str, class: &str) {
+        let right = self.sums.lock().unwrap().right.contains(model);
+        if !right {
+            let (worker, epoch) = (&self.worker, self.epoch);
+            return self.world.wrong(format!(
+                "{worker}/{epoch} serves {model}, for which it never gave the right answer"
+            ));
+        }
+        let mut record = self.world.record.lock().unwrap();
+        // What is unloaded is forgotten, and the next answer on record may be anybody's.
+        if model == "a" {
+            let key = (model.to_owned(), class.to_owned());
+            record.proven.insert(key);
+        }
+    }
+
+    pub fn open_session(&self, id: &str) {
+        self.note("opens a session");
+        let mut record = self.world.record.lock().unwrap();
+        record.sessions.insert((self.pid, id.to_owned()));
+    }
+
+    pub fn close_session(&self, id: &str) {
+        self.note("closes a session");
+        let mut record = self.world.record.lock().unwrap();
+        record.sessions.remove(&(self.pid, id.to_owned()));
+    }
+
+    pub fn has_session(&self, id: &str) -> bool {
+        let record = self.world.record.lock().unwrap();
+        record.sessions.contains(&(self.pid, id.to_owned()))
     }
 
     /// Ends it. The first end counts.
@@ -379,6 +470,8 @@ impl Life {
             let writing = c.percent(60) || what == Break::Garbage;
             let at = match what {
                 Break::Garbage => 0,
+                // A session's name is random, and so is how many bytes HTTP/2 takes for it.
+                _ if conversation == Conversation::Tensors => 0,
                 _ => c.below(size),
             };
             Some(Fault { at, writing, what })
