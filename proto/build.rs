@@ -5,6 +5,7 @@ use std::{env, error::Error, path::PathBuf};
 const FILES: &[&str] = &[
     "hotcell/v1/control.proto",
     "hotcell/v1/graph.proto",
+    "hotcell/v1/takeover.proto",
     "hotcell/v1/tensors.proto",
     "hotcell/v1/tokens.proto",
     "hotcell/v1/worker.proto",

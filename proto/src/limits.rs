@@ -131,9 +131,17 @@ pub const KEPT_LOG_LINES: usize = 64;
 pub const KEPT_CRASHES: usize = 64;
 /// Crash reports that it keeps as files.
 pub const KEPT_CRASH_FILES: usize = 256;
+/// Bytes of the arguments and the environment of a program that takes a scheduler's place.
+pub const MAX_TAKEOVER_REQUEST: usize = 4 << 20;
+/// Bytes of the state that a scheduler leaves to the program that takes its place.
+pub const MAX_TAKEOVER_STATE: usize = 1 << 30;
+/// Connections of one worker for its control at once: the scheduler's, and those of who takes its place.
+pub const MAX_CONTROLS: usize = 4;
 
 // What all streams may hold together, running and finished ones.
 const _: () = assert!(MAX_JOURNALS_BYTES + MAX_STREAMS * JOURNAL_SHARE <= 1 << 30);
+// What is held takes less on its way than in memory.
+const _: () = assert!(MAX_JOURNALS_BYTES + MAX_STREAMS * JOURNAL_SHARE <= MAX_TAKEOVER_STATE);
 const _: () =
     assert!(JOURNAL_SHARE <= MAX_JOURNAL_BYTES && MAX_JOURNAL_BYTES <= MAX_JOURNALS_BYTES);
 // A prompt of the greatest size must fit into one message, as text and as ids (≤ 5 bytes each).

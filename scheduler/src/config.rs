@@ -143,6 +143,15 @@ pub struct Cli {
     /// Serve the one connection inherited at this descriptor instead of listening, and end with it
     #[arg(long, value_name = "FD")]
     pub private_fd: Option<RawFd>,
+    /// Take the place of the scheduler that runs on the same socket: it becomes this program, with these flags; its workers and streams go on
+    #[arg(long, conflicts_with = "private_fd")]
+    pub takeover: bool,
+    /// How long running streams may end first, before a takeover [default: not at all]
+    #[arg(long, value_name = "TIME", requires = "takeover")]
+    pub takeover_drain: Option<Span>,
+    /// Say which state of another scheduler this one can take over, and end
+    #[arg(long, hide = true)]
+    pub takeover_check: bool,
     /// A model inherited as descriptors, as the `hotcell` command passes its own
     #[arg(long, value_name = "NAME:FILE=FD,…")]
     pub bundled: Vec<BundledFiles>,

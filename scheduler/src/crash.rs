@@ -200,6 +200,18 @@ impl Crashes {
         self.known().reports.iter().map(short).collect()
     }
 
+    /// All that are kept, the newest first.
+    pub fn all(&self) -> Vec<CrashReport> {
+        self.known().reports.iter().cloned().collect()
+    }
+
+    /// Takes what another program kept.
+    pub fn inherit(&self, reports: Vec<CrashReport>) {
+        let mut known = self.known();
+        known.reports.extend(reports);
+        known.reports.truncate(limits::KEPT_CRASHES);
+    }
+
     /// One report.
     ///
     /// # Errors

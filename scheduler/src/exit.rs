@@ -27,6 +27,10 @@ exits! {
     NoDevice = 4, "no usable device";
     /// The worker's program is not where it should be.
     NoWorkerBinary = 5, "worker program missing";
+    /// The running scheduler did not become this program; it goes on as it was, or there is none.
+    TakeoverRefused = 6, "the running scheduler did not become this one (it goes on), or there is none";
+    /// The scheduler was to become this program, and does not serve.
+    TakeoverFailed = 7, "the running scheduler was to become this one, and does not serve";
     /// A fault of the scheduler or the system.
     Internal = 70, "internal fault";
     /// A second signal cut the drain short.

@@ -3,11 +3,13 @@
 //! [`supervisor`](crate::supervisor) and [`placement`](crate::placement) decide; here it is done. All of the
 //! table is behind one lock that is never held across an await.
 
+mod adopt;
 mod aside;
 mod autopsy;
 mod catalog;
 mod changes;
 mod examine;
+mod handover;
 mod keeper;
 mod launch;
 mod link;
@@ -41,9 +43,13 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
+pub use adopt::{Heir, Live};
 pub use catalog::Model;
 pub use changes::Changes;
-pub use launch::{Boxed, Duplex, Launch, Launched, Order, Process, Processes, TensorDoor, Wire};
+pub use handover::Joined;
+pub use launch::{
+    Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor, Wire,
+};
 pub use link::{Condemnation, Fate, Link, Sockets, TOKENS_WINDOWS, is_broken, words};
 pub use loading::LoadFailure;
 pub use models::ProgressSender;
@@ -246,22 +252,7 @@ impl Fleet {
 
     /// Starts a worker on each device that has no problem: w0, w1 and so on.
     pub fn start(self: &Arc<Self>, devices: Vec<Device>) {
-        let usable = devices.iter().filter(|d| d.problem.is_empty());
-        let workers: Vec<_> = usable
-            .enumerate()
-            .map(|(index, device)| (format!("w{index}"), device.clone()))
-            .collect();
-        let mut table = self.table();
-        table.devices = devices;
-        for (id, device) in &workers {
-            table.workers.insert(id.clone(), Slot::new(device.clone()));
-        }
-        drop(table);
-        for (id, device) in workers {
-            self.keep_standby(&id, &device);
-            self.keepers
-                .spawn(keeper::keep(Arc::clone(self), id, device));
-        }
+        self.start_with(devices, Vec::new());
     }
 
     /// Ends all workers, and returns once they are reaped or the kernel takes too long.
@@ -467,9 +458,11 @@ impl Fleet {
 
     // What keepers report.
 
-    fn launched(&self, id: &str, pid: u32, epoch: u64) {
+    fn launched(&self, id: &str, process: &dyn Process, epoch: u64) {
+        let pid = process.pid();
         if let Some(slot) = self.table().workers.get_mut(id) {
             slot.launched(pid, epoch);
+            slot.handover = process.handover();
         }
         let about = About {
             worker: id,
@@ -493,6 +486,7 @@ impl Fleet {
                 Phase::Backoff { .. } => WorkerState::Backoff,
                 Phase::Quarantined { .. } => WorkerState::Quarantined,
             };
+            slot.supervised = state.clone();
             slot.hopeful = state.is_hopeful();
             slot.deaths = state.deaths;
         }
@@ -516,6 +510,7 @@ impl Fleet {
             return;
         };
         slot.emptied();
+        slot.handover = None;
         slot.pid = 0;
         if let Some(model) = slot.loading.take() {
             table.strike(&model, death);

@@ -12,7 +12,10 @@ use hotcell_proto::{
     },
 };
 
-use crate::placement::{Estimate, estimate};
+use crate::{
+    placement::{Estimate, estimate},
+    suspicion::Process,
+};
 
 /// Bytes of text that a token may stand for; those of known vocabularies stay far below.
 const MAX_TOKEN_TEXT: u64 = 1024;
@@ -69,7 +72,59 @@ pub struct Journal {
     deaths: u32,
 }
 
+/// What the stream of a request said in another program.
+#[derive(Clone, Debug)]
+pub struct Past {
+    /// How it was accepted.
+    pub accepted: Accepted,
+    /// All its tokens.
+    pub generated: Vec<u32>,
+    /// Hashes of them and their text.
+    pub output: Output,
+    /// All its bytes of text.
+    pub text_bytes: u64,
+    /// The class it goes on in, if that is not the one it began in.
+    pub across: Option<NumericsClass>,
+    /// Workers that died under it.
+    pub deaths: u32,
+    /// Those of them that speak against it.
+    pub blamed: Vec<Process>,
+}
+
 impl Journal {
+    /// A stream that said something already, which was checked then.
+    pub fn restore(mut request: GenerateRequest, past: Past, bounds: Bounds) -> Self {
+        let resume = request.resume.take().unwrap_or_default();
+        request.prompt = None;
+        let Past {
+            accepted,
+            generated,
+            output,
+            text_bytes,
+            across,
+            deaths,
+            ..
+        } = past;
+        let seed = accepted.seed;
+        Self {
+            seed,
+            request_hash: request_hash(&accepted.prompt_ids, seed, &request),
+            output,
+            request,
+            bounds,
+            prompt_ids: accepted.prompt_ids,
+            generated,
+            text_bytes,
+            text_before: resume.text_bytes_emitted,
+            numerics: accepted.numerics,
+            across,
+            crossing: false,
+            declared: NumericsClass::default(),
+            stage: Stage::Greeting,
+            deaths,
+        }
+    }
+
     /// A stream that has said nothing, or what `request.resume` says it has. `request` has its id, model and
     /// seed filled in, and `prompt_ids` is its prompt.
     pub fn new(mut request: GenerateRequest, prompt_ids: Vec<u32>, bounds: Bounds) -> Self {

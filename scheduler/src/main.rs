@@ -3,16 +3,26 @@
 use std::{io::IsTerminal, process::ExitCode};
 
 use clap::Parser;
+use hotcell_ipc::spawn::Spawner;
 use hotcell_scheduler::{
     config::{Cli, Config, Surroundings},
     exit::{Exit, Failure},
     inherit::Inherited,
     run::run,
+    takeover::{self, Left},
 };
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    match start() {
+    let ended = match takeover::asked() {
+        Some(asked) => asked,
+        // On this thread processes are started, so that they live on when this becomes another program.
+        None => Spawner::host(start).unwrap_or_else(|e| {
+            let why = format!("cannot start the scheduler's thread: {e}");
+            Err(Failure::new(Exit::Internal, why))
+        }),
+    };
+    match ended {
         Ok(()) => Exit::Ok.into(),
         Err(failure) => {
             eprintln!("error: {failure}");
@@ -22,16 +32,25 @@ fn main() -> ExitCode {
 }
 
 fn start() -> Result<(), Failure> {
+    // Before anything else is opened.
+    let left = Left::take();
     let config = Config::load(Cli::parse(), &Surroundings::here())?;
     let inherited = Inherited::take(&config)?;
     log(&config)?;
+    let left = left.unwrap_or_else(|why| {
+        tracing::error!(
+            why,
+            "what the scheduler before this one left cannot be used; starting anew"
+        );
+        None
+    });
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(threads())
         .enable_all()
         .build()
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot start the runtime: {e}")))?;
-    let outcome = runtime.block_on(run(config, inherited));
+    let outcome = runtime.block_on(run(config, inherited, left));
     // Tasks that still run are of no use to anyone now.
     runtime.shutdown_background();
     outcome

@@ -6,7 +6,7 @@ use hotcell_ipc::notify::Manager;
 use hotcell_proto::v1::WorkerState;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
-use crate::{fleet::Fleet, service::Shared};
+use crate::{fleet::Fleet, service::Shared, store};
 
 /// Pings within the time after which the manager would give this process up.
 const PINGS: u32 = 4;
@@ -30,13 +30,18 @@ pub fn find(private: bool) -> Option<Arc<Manager>> {
 
 /// Tells it how things are, for as long as this is polled. Ready is once a worker serves, with all its models.
 pub async fn keep_informed(manager: Arc<Manager>, shared: Shared) {
-    tokio::join!(tell(&manager, &shared), ping(&manager, &shared.fleet));
+    tokio::join!(
+        tell(&manager, &shared),
+        ping(&manager, &shared.fleet),
+        store::keep(&manager, &shared)
+    );
 }
 
 /// This process is ending.
 pub fn stopping(manager: Option<&Arc<Manager>>, why: &str) {
     if let Some(manager) = manager {
         heard(manager.stopping(why));
+        heard(store::forget(manager));
     }
 }
 

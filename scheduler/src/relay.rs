@@ -23,7 +23,7 @@ use crate::{
     discover::clip,
     events::About,
     fleet::{Fleet, Link, Lost, Placed, is_broken, words},
-    journal::Journal,
+    journal::{Bounds, Journal, Past},
     onward::{self, Onward},
     placement::Wish,
     stream::Stream,
@@ -45,6 +45,8 @@ pub struct Call {
     pub deadline: Option<Instant>,
     /// Its place inside.
     pub permit: Permit,
+    /// What its stream said in the program before this one.
+    pub past: Option<Past>,
 }
 
 /// A worker that was lost under a stream, of which the client has not been told yet.
@@ -129,8 +131,9 @@ async fn serve(
     streams: &Streams,
     abort: CancellationToken,
 ) -> Result<Finished, Error> {
+    let deadline = call.deadline;
     let deadline_passed = async {
-        match call.deadline {
+        match deadline {
             Some(at) => sleep_until(at).await,
             None => std::future::pending().await,
         }
@@ -144,55 +147,31 @@ async fn serve(
             "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
         )),
         () = abort.cancelled() => Err(draining()),
-        end = road(fleet, call.request, &call.model, call.deadline, (stream, streams), call.permit) => end,
+        end = road(fleet, call, (stream, streams)) => end,
     }
 }
 
 async fn road(
     fleet: &Arc<Fleet>,
-    mut request: GenerateRequest,
-    model: &ModelName,
-    deadline: Option<Instant>,
+    call: Call,
     (out, streams): (&Stream, &Streams),
-    permit: Permit,
 ) -> Result<Finished, Error> {
-    let prompt = request.prompt.take();
-    let ids = match prompt.and_then(|p| p.kind) {
-        Some(Kind::Ids(ids)) => ids.ids,
-        kind => {
-            text::tokenize(fleet, model, kind, false, deadline)
-                .await?
-                .ids
-        }
-    };
     let mut stream = Relayed {
         fleet,
-        model,
-        deadline,
+        model: &call.model,
+        deadline: call.deadline,
         out,
         streams,
         began: Instant::now(),
         first_token: None,
-        permit: Some(permit),
+        permit: Some(call.permit),
         record: Record::default(),
         losses: Vec::new(),
     };
-    // Not before a worker has the model: its bounds come from there.
-    let mut placed = stream.first_place(&request, ids.len()).await?;
-    let bounds = fleet
-        .bounds(model)
-        .ok_or_else(|| Error::new(Reason::Internal, "a loaded model has no bounds"))?;
-    let given = request.resume.iter().flat_map(|r| &r.generated_ids);
-    if let Some(id) = ids.iter().chain(given).find(|&&id| id >= bounds.vocabulary) {
-        return Err(Error::new(
-            Reason::InvalidArgument,
-            format!(
-                "token {id} is not in the vocabulary of model {model}, which has {} tokens",
-                bounds.vocabulary
-            ),
-        ));
-    }
-    let mut journal = Journal::new(request, ids, bounds);
+    let (mut journal, mut placed) = match call.past {
+        None => stream.begin(call.request).await?,
+        Some(past) => stream.go_on(call.request, past).await?,
+    };
     let mut full: Option<(Instant, Duration)> = None;
     loop {
         let had = Had {
@@ -257,6 +236,63 @@ struct Had {
 }
 
 impl Relayed<'_> {
+    fn bounds(&self) -> Result<Bounds, Error> {
+        let bounds = self.fleet.bounds(self.model);
+        bounds.ok_or_else(|| Error::new(Reason::Internal, "a loaded model has no bounds"))
+    }
+
+    /// The journal of a new stream, and a place for it.
+    async fn begin(&mut self, mut request: GenerateRequest) -> Result<(Journal, Placed), Error> {
+        let (fleet, model) = (self.fleet, self.model);
+        let prompt = request.prompt.take();
+        let ids = match prompt.and_then(|p| p.kind) {
+            Some(Kind::Ids(ids)) => ids.ids,
+            kind => {
+                let tokenized = text::tokenize(fleet, model, kind, false, self.deadline);
+                tokenized.await?.ids
+            }
+        };
+        self.began = Instant::now();
+        // Not before a worker has the model: its bounds come from there.
+        let placed = self.first_place(&request, ids.len()).await?;
+        let bounds = self.bounds()?;
+        let given = request.resume.iter().flat_map(|r| &r.generated_ids);
+        if let Some(id) = ids.iter().chain(given).find(|&&id| id >= bounds.vocabulary) {
+            return Err(Error::new(
+                Reason::InvalidArgument,
+                format!(
+                    "token {id} is not in the vocabulary of model {model}, which has {} tokens",
+                    bounds.vocabulary
+                ),
+            ));
+        }
+        Ok((Journal::new(request, ids, bounds), placed))
+    }
+
+    /// The journal of a stream that another program began, and a place for the rest.
+    async fn go_on(
+        &mut self,
+        request: GenerateRequest,
+        past: Past,
+    ) -> Result<(Journal, Placed), Error> {
+        if self.fleet.bounds(self.model).is_none() {
+            drop(
+                self.first_place(&request, past.accepted.prompt_ids.len())
+                    .await?,
+            );
+        }
+        self.record = Record::restore(past.deaths, past.blamed.clone());
+        let journal = Journal::restore(request, past, self.bounds()?);
+        let last = self.record.blamed().last().map(|p| p.worker.clone());
+        let last = last.unwrap_or_default();
+        let home = last.split_once('.').map_or(&last[..], |(home, _)| home);
+        let alone = self.fleet.suspects(&self.record);
+        let placed = self
+            .place(&journal, onward::wish(&journal, home), alone)
+            .await?;
+        Ok((journal, placed))
+    }
+
     /// Has the report of the worker's death tell what becomes of this request.
     fn affected(&self, journal: &Journal, had: &Had, outcome: String) {
         let request = AffectedRequest {
@@ -321,6 +357,7 @@ impl Relayed<'_> {
             accepted: !journal.is_greeting(),
         };
         let next = self.fleet.witness(&mut self.record, &lost);
+        self.out.suffered(journal.deaths(), self.record.blamed());
         let (wish, alone) =
             match onward::after_death(journal, worker, link.fate.death(), home, next) {
                 Onward::Elsewhere(wish) => (wish, false),

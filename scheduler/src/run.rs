@@ -21,6 +21,7 @@ use crate::{
     inherit::Inherited,
     manager,
     service::{self, Doors, Ended, Shared},
+    takeover::{Left, Takeover},
     vault::{self, Source},
 };
 
@@ -57,9 +58,15 @@ impl Signals {
 ///
 /// # Errors
 /// A [`Failure`] with its exit code.
-pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
+pub async fn run(
+    config: Config,
+    inherited: Inherited,
+    mut left: Option<Left>,
+) -> Result<(), Failure> {
     let mut signals = Signals::listen()?;
-    let mut doors = Doors::open(&config, inherited.private)?;
+    // Those that came since the program began are heard now.
+    hotcell_ipc::signals::hear();
+    let mut doors = Doors::open_or_keep(&config, inherited.private, &mut left)?;
     if !config.worker.binary.is_file() {
         return Err(Failure::new(
             Exit::NoWorkerBinary,
@@ -71,11 +78,16 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
     }
     let spawner = Spawner::start()
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot start processes: {e}")))?;
-    let found = tokio::select! {
-        found = discover::probe(&spawner, &config.worker.binary, config.timeouts.probe) => found,
-        _ = signals.next() => return Ok(()),
+    let choice = format!("{:?}", config.devices);
+    let devices = match left.as_ref().and_then(|left| left.devices(&choice)) {
+        Some(devices) => devices,
+        None => tokio::select! {
+            found = discover::probe(&spawner, &config.worker.binary, config.timeouts.probe) => {
+                discover::choose(found, config.devices)
+            }
+            _ = signals.next() => return Ok(()),
+        },
     };
-    let devices = discover::choose(found, config.devices);
     if devices.iter().all(|d| !d.problem.is_empty()) {
         let problem = devices.first().map_or("none was found", |d| &d.problem);
         return Err(Failure::new(
@@ -84,8 +96,18 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         ));
     }
 
+    let takeover = match config.private_fd {
+        Some(_) => Takeover::default(),
+        None => {
+            let shared = doors.share(&config).map_err(|e| {
+                Failure::new(Exit::Internal, format!("cannot share the doors: {e}"))
+            })?;
+            Takeover::new(spawner.clone(), choice, shared)
+        }
+    };
+    let processes = Arc::new(Processes::new(spawner, config.worker.clone()));
     let fleet = Fleet::new(Parts {
-        launcher: Arc::new(Processes::new(spawner, config.worker.clone())),
+        launcher: Arc::clone(&processes) as _,
         policy: config.restart,
         suspicion: config.suspicion,
         standby: config.standby,
@@ -99,16 +121,32 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         let files = vault::adopt(&name, files);
         fleet.configure(name, Source::Bundled, files);
     }
+    if let Some(left) = &mut left {
+        left.give_models(&fleet, &config.models);
+    }
     for (name, path) in &config.models {
+        if fleet.knows(name) {
+            continue;
+        }
         let files = vault::open(path, &config.model_roots);
         fleet.configure(name.clone(), Source::Path(path.clone()), files);
     }
-    fleet.start(devices);
+    let heirs = left.as_mut().map(|left| left.workers(&processes));
+    let heirs = heirs.unwrap_or_default();
+    let live = heirs.iter().filter(|heir| heir.live.is_some());
+    let kept = live
+        .map(|heir| (heir.id.clone(), heir.past.epoch))
+        .collect();
+    fleet.start_with(devices, heirs);
     if let Some(pace) = config.checks {
         fleet.check_every(pace);
     }
 
-    let shared = Shared::new(Arc::clone(&fleet));
+    let shared = Shared {
+        takeover,
+        ..Shared::new(Arc::clone(&fleet))
+    };
+    let asker = left.map(|left| left.resume(&shared, kept));
     let (routes, health) = service::routes(&shared)
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot offer reflection: {e}")))?;
     let _health = AbortOnDropHandle::new(tokio::spawn(service::report_health(
@@ -129,6 +167,10 @@ pub async fn run(config: Config, inherited: Inherited) -> Result<(), Failure> {
         shared.clone(),
         stop.clone(),
     )));
+
+    if let Some(asker) = asker {
+        tokio::spawn(asker.tell(Arc::clone(&fleet)));
+    }
 
     let ended = tokio::select! {
         ended = &mut serving => Some(ended),
@@ -209,6 +251,7 @@ async fn drain(
         let left = readers.len();
         tracing::warn!(left, "clients did not read their streams' ends in time");
     }
+    shared.takeover.close();
     stop.cancel();
     service::end_health(health).await;
     // A last piece may be on its way below the streams.

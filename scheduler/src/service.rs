@@ -23,7 +23,8 @@ pub use doors::{Doors, Ended, serve};
 pub use tensors::Passed;
 
 use crate::{
-    admission::Admission, fleet::Fleet, stream::Room, streams::Streams, tensors::Sessions,
+    admission::Admission, fleet::Fleet, stream::Room, streams::Streams, takeover::Takeover,
+    tensors::Sessions,
 };
 
 /// Names under which health is reported, besides the empty one for the whole server.
@@ -55,6 +56,8 @@ pub struct Shared {
     pub streams: Streams,
     /// Tensor sessions.
     pub tensors: Sessions,
+    /// Becomes another program when asked.
+    pub takeover: Takeover,
 }
 
 impl Shared {
@@ -67,6 +70,7 @@ impl Shared {
             abort: CancellationToken::new(),
             streams,
             tensors: Sessions::default(),
+            takeover: Takeover::default(),
         }
     }
 }

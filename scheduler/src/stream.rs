@@ -4,6 +4,8 @@
 //! back. So a slow client holds up no worker and no other client. What is written and not yet read is bounded: past
 //! [`Room`]'s limits the relay reads no further, and the worker pauses that one sequence.
 
+mod held;
+
 use std::{
     collections::VecDeque,
     pin::Pin,
@@ -19,8 +21,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        Accepted, Candidate, Delta, Finished, GenerateEvent, Survived, TokenLogprob,
-        generate_event::Event,
+        Accepted, Candidate, Delta, Finished, GenerateEvent, GenerateRequest, NumericsClass,
+        Survived, TokenLogprob, generate_event::Event,
     },
 };
 use tokio::{
@@ -29,6 +31,10 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 use tonic::Status;
+
+pub use held::Restored;
+
+use crate::suspicion::Process;
 
 /// What a client's stream carries.
 pub type Item = Result<GenerateEvent, Status>;
@@ -124,8 +130,25 @@ fn cost(delta: &Delta) -> usize {
         + size_of_val(&delta.logprobs[..])
 }
 
+/// What a stream was asked for, as long as it runs: enough to ask again.
+#[derive(Debug)]
+struct Request {
+    /// Without its prompt once that was accepted.
+    message: GenerateRequest,
+    deadline: Option<Instant>,
+    /// Workers that died under it, and the deaths that speak against it.
+    deaths: u32,
+    blamed: Vec<Process>,
+    /// All tokens that were said.
+    generated: Vec<u32>,
+    /// The class in which it goes on, if that is not the one it began in.
+    across: Option<NumericsClass>,
+}
+
 #[derive(Debug, Default)]
 struct State {
+    /// Set while it runs, if somebody told.
+    request: Option<Request>,
     accepted: Option<Accepted>,
     deltas: VecDeque<Delta>,
     /// Before the first of `deltas`, and how many came before it.
@@ -197,6 +220,26 @@ impl Stream {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Notes what it was asked for.
+    pub fn asked(&self, message: GenerateRequest, deadline: Option<Instant>) {
+        self.state().request = Some(Request {
+            message,
+            deadline,
+            deaths: 0,
+            blamed: Vec::new(),
+            generated: Vec::new(),
+            across: None,
+        });
+    }
+
+    /// Notes the workers that died under it.
+    pub fn suffered(&self, deaths: u32, blamed: &[Process]) {
+        if let Some(request) = &mut self.state().request {
+            request.deaths = deaths;
+            request.blamed = blamed.to_vec();
+        }
+    }
+
     /// Whether what was read is kept for a client that comes back.
     pub fn keeps(&self) -> bool {
         self.keeps
@@ -224,12 +267,21 @@ impl Stream {
         match event.event {
             Some(Event::Accepted(accepted)) => {
                 let bytes = size_of_val(&accepted.prompt_ids[..]);
+                if let Some(request) = &mut state.request {
+                    request.message.prompt = None;
+                }
                 state.accepted = Some(accepted);
                 state.bytes += bytes;
                 self.room.take(bytes);
             }
             Some(Event::Delta(delta)) => {
                 let bytes = cost(&delta);
+                if let Some(request) = &mut state.request {
+                    request.generated.extend_from_slice(&delta.token_ids);
+                    if let Some(class) = &delta.numerics {
+                        request.across = Some(class.clone());
+                    }
+                }
                 state.last = state.last.after(&delta);
                 state.bytes += bytes;
                 state.unread += bytes;
@@ -290,6 +342,7 @@ impl Stream {
     pub fn finish(&self, end: Result<Finished, Status>) {
         let mut state = self.state();
         state.end.get_or_insert(end);
+        state.request = None;
         let reader = state.reader.take();
         drop(state);
         if let Some(reader) = reader {

@@ -15,10 +15,11 @@ use hotcell_proto::{
     ids::RequestId,
     limits,
     receipt::Hash,
+    v1::HeldStream,
 };
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-use crate::stream::{Mark, Room, Stream};
+use crate::stream::{Mark, Restored, Room, Stream};
 
 #[derive(Debug)]
 struct Entry {
@@ -141,6 +142,45 @@ impl Streams {
         };
         table.entries.insert(id.clone(), entry);
         Ok(Opened::New(stream, permit))
+    }
+
+    /// Writes all of them down, and does `work` before any of them can go on.
+    pub fn freeze<T>(&self, work: impl FnOnce(Vec<HeldStream>) -> T) -> T {
+        let table = self.table();
+        let frozen: Vec<_> = table
+            .entries
+            .iter()
+            .map(|(id, entry)| (id, entry, entry.stream.freeze()))
+            .collect();
+        let held = frozen.iter().filter_map(|(id, entry, stream)| {
+            Some(HeldStream {
+                ended: entry.kept.unwrap_or_default(),
+                ..stream.hold(id.as_str(), entry.fingerprint)?
+            })
+        });
+        let held = held.collect();
+        work(held)
+    }
+
+    /// Takes a stream of another program.
+    ///
+    /// # Errors
+    /// If it contradicts itself, its id is taken, or there are too many.
+    pub fn restore(&self, held: HeldStream) -> Result<(RequestId, Restored), Error> {
+        let restored = Stream::restore(Arc::clone(&self.0.room), held)?;
+        let id = RequestId::new(restored.id.as_str())?;
+        let mut table = self.table();
+        if table.entries.contains_key(&id) || table.entries.len() >= limits::MAX_STREAMS {
+            let what = format!("there is no place for a stream of request id {id}");
+            return Err(Error::new(Reason::RequestExists, what));
+        }
+        let entry = Entry {
+            stream: Arc::clone(&restored.stream),
+            fingerprint: restored.fingerprint,
+            kept: None,
+        };
+        table.entries.insert(id.clone(), entry);
+        Ok((id, restored))
     }
 
     /// The stream of a request's id.

@@ -149,6 +149,21 @@ pub enum Action {
     },
 }
 
+/// What the program before this one remembered about a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Past {
+    /// Of its last process.
+    pub epoch: u64,
+    /// Times it died.
+    pub deaths: u32,
+    /// How long ago the last ones were.
+    pub recent: Vec<Duration>,
+    /// Times that its answers were wrong.
+    pub corrupt: u32,
+    /// Why it is out of use, if it is.
+    pub quarantined: Option<String>,
+}
+
 impl Default for State {
     fn default() -> Self {
         Self {
@@ -162,6 +177,48 @@ impl Default for State {
 }
 
 impl State {
+    /// Of a worker that another program kept until now. Its process lives on if it gives a sign of life before `until`;
+    /// without one it is started on [`Event::Begin`], unless it is out of use.
+    pub fn inherit(past: Past, policy: &Policy, now: Duration, until: Option<Duration>) -> Self {
+        let phase = match (until, past.quarantined) {
+            (Some(until), _) => Phase::Starting { until },
+            (None, Some(reason)) => Phase::Quarantined { reason },
+            (None, None) => Phase::New,
+        };
+        // As many as are ever remembered.
+        let most = usize::try_from(policy.budget).unwrap_or(usize::MAX);
+        let recent = past.recent.iter().filter(|ago| **ago < policy.window);
+        Self {
+            phase,
+            epoch: past.epoch,
+            deaths: past.deaths,
+            // This clock may have begun after them.
+            recent: recent
+                .take(most)
+                .map(|ago| now.saturating_sub(*ago))
+                .collect(),
+            corrupt: past.corrupt,
+        }
+    }
+
+    /// What another program is to remember.
+    pub fn past(&self, now: Duration) -> Past {
+        Past {
+            epoch: self.epoch,
+            deaths: self.deaths,
+            recent: self
+                .recent
+                .iter()
+                .map(|at| now.saturating_sub(*at))
+                .collect(),
+            corrupt: self.corrupt,
+            quarantined: match &self.phase {
+                Phase::Quarantined { reason } => Some(reason.clone()),
+                _ => None,
+            },
+        }
+    }
+
     /// When [`Event::Tick`] is due.
     pub fn wake_at(&self) -> Option<Duration> {
         match self.phase {

@@ -6,6 +6,8 @@
 
 use std::collections::{HashSet, VecDeque};
 
+use hotcell_proto::v1;
+
 use crate::testimony::Testimony;
 
 /// Explained deaths that are remembered. An older one is forgotten, and who ran in it stays suspected: run alone
@@ -28,6 +30,24 @@ pub struct Process {
     pub worker: String,
     /// Which of its processes.
     pub epoch: u64,
+}
+
+impl From<&Process> for v1::HeldProcess {
+    fn from(process: &Process) -> Self {
+        Self {
+            worker: process.worker.clone(),
+            epoch: process.epoch,
+        }
+    }
+}
+
+impl From<v1::HeldProcess> for Process {
+    fn from(held: v1::HeldProcess) -> Self {
+        Self {
+            worker: held.worker,
+            epoch: held.epoch,
+        }
+    }
 }
 
 /// A death as one request saw it.
@@ -69,6 +89,16 @@ pub struct Record {
 }
 
 impl Record {
+    /// As another program knew it.
+    pub fn restore(deaths: u32, blamed: Vec<Process>) -> Self {
+        Self {
+            deaths,
+            since: (!blamed.is_empty()).then_some(0),
+            blamed,
+            alone_on: Vec::new(),
+        }
+    }
+
     /// Workers that died under it, for whatever reason.
     pub fn deaths(&self) -> u32 {
         self.deaths
@@ -156,6 +186,11 @@ impl Explained {
                 self.known.remove(&oldest);
             }
         }
+    }
+
+    /// All that are known, the oldest first.
+    pub fn all(&self) -> impl Iterator<Item = &Process> {
+        self.order.iter()
     }
 
     /// Whether this death is explained.

@@ -9,12 +9,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use hotcell_ipc::memory::{FileIdentity, is_immutable};
+use hotcell_ipc::{
+    memory::{FileIdentity, is_immutable},
+    takeover,
+};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::FileHandle,
+    v1::{self, FileHandle},
 };
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 
@@ -67,6 +70,34 @@ impl OpenModel {
             bytes: f.identity.len,
         };
         self.files.iter().map(handle).collect()
+    }
+
+    /// The same files once more.
+    ///
+    /// # Errors
+    /// For want of descriptors.
+    pub fn share(&self) -> io::Result<Vec<OwnedFd>> {
+        self.files.iter().map(|f| f.fd.try_clone()).collect()
+    }
+
+    /// The files, for a program that takes this one's place.
+    pub fn hold(&self) -> Vec<v1::HeldFile> {
+        let hold = |f: &HeldFile| {
+            let (modified_s, modified_ns) = split(f.identity.mtime_ns);
+            let (changed_s, changed_ns) = split(f.identity.ctime_ns);
+            v1::HeldFile {
+                name: f.name.clone(),
+                descriptor: takeover::number(&f.fd),
+                device: f.identity.dev,
+                inode: f.identity.ino,
+                bytes: f.identity.len,
+                modified_s,
+                modified_ns,
+                changed_s,
+                changed_ns,
+            }
+        };
+        self.files.iter().map(hold).collect()
     }
 
     /// Refuses if a file is not what it was when it was opened.
@@ -300,6 +331,44 @@ pub fn adopt(name: &ModelName, files: Vec<(String, OwnedFd)>) -> Result<OpenMode
     }
     held.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(OpenModel { files: held })
+}
+
+const NS: i128 = 1_000_000_000;
+
+fn split(ns: i128) -> (i64, u32) {
+    let seconds = i64::try_from(ns.div_euclid(NS)).unwrap_or(i64::MAX);
+    (seconds, u32::try_from(ns.rem_euclid(NS)).unwrap_or(0))
+}
+
+/// Takes a model from the program before this one. It is what it was when that one opened it.
+///
+/// # Errors
+/// [`Reason::NotAModel`] if a file's descriptor did not come.
+pub fn inherit(
+    files: Vec<v1::HeldFile>,
+    mut claim: impl FnMut(i32) -> Option<OwnedFd>,
+) -> Result<OpenModel, Error> {
+    let held = files.into_iter().map(|file| {
+        let fd = claim(file.descriptor).ok_or_else(|| {
+            let what = format!("its file {} was not handed over", file.name);
+            Error::new(Reason::NotAModel, what)
+        })?;
+        let join = |s: i64, ns: u32| i128::from(s) * NS + i128::from(ns);
+        Ok(HeldFile {
+            name: file.name,
+            sealed: is_immutable(&fd).unwrap_or(false),
+            fd,
+            identity: FileIdentity {
+                dev: file.device,
+                ino: file.inode,
+                len: file.bytes,
+                mtime_ns: join(file.modified_s, file.modified_ns),
+                ctime_ns: join(file.changed_s, file.changed_ns),
+            },
+        })
+    });
+    let files = held.collect::<Result<Vec<_>, Error>>()?;
+    Ok(OpenModel { files })
 }
 
 #[cfg(test)]

@@ -316,7 +316,7 @@ impl Host {
         Ok(())
     }
 
-    async fn descriptors(&self, tag: u64) -> Result<Vec<OwnedFd>, Error> {
+    pub(crate) async fn descriptors(&self, tag: u64) -> Result<Vec<OwnedFd>, Error> {
         let arrived = &self.0.arrived;
         let take = async {
             loop {

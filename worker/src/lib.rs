@@ -11,6 +11,7 @@ pub mod host;
 pub mod last_words;
 pub mod model;
 pub mod program;
+pub mod serve;
 pub mod service;
 pub mod session;
 pub mod text;

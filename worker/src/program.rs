@@ -8,17 +8,13 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use hotcell_ipc::{
-    blackbox::Writer,
-    socket,
-    transport::{Windows, incoming_once},
-};
+use hotcell_ipc::{blackbox::Writer, socket, transport::Windows};
 use hotcell_kernels::registry::Registry;
 use hotcell_proto::{
     error::Error,
     ids::Epoch,
     limits,
-    v1::{tensors_server::TensorsServer, tokens_server::TokensServer, worker_server::WorkerServer},
+    v1::{tensors_server::TensorsServer, tokens_server::TokensServer},
 };
 use tokio::sync::mpsc;
 use tracing_subscriber::EnvFilter;
@@ -28,14 +24,12 @@ use crate::{
     confine::{self, Report},
     engine::{self, Engine, EngineConfig},
     exit::Exit,
-    host::{Host, TENSOR_STREAMS, map_file},
+    host::{Host, map_file},
     last_words,
-    service::{TensorsService, TokensService, WorkerService, tensors_server},
+    serve::{self, Connections, Controls, MAX_STREAMS, tokens_server},
+    service::{TensorsService, TokensService, tensors_server},
     weights::ModelFile,
 };
-
-/// Calls on the tokens connection at once: every request the worker holds, and as many short calls.
-const MAX_STREAMS: u32 = 2 * limits::MAX_WORKER_REQUESTS as u32;
 
 /// Time between two signs of the event loop's life.
 const BEAT: Duration = Duration::from_millis(500);
@@ -208,38 +202,21 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
         Ok(runtime) => runtime,
         Err(error) => return fail(Exit::Internal, format_args!("no event loop: {error}")),
     };
+    let connections = Connections {
+        control,
+        tokens,
+        tensors,
+    };
     runtime.block_on(async move {
-        let (control, gone) = incoming_once(control);
-        let (tokens, _) = incoming_once(tokens);
-        let (tensors, _) = incoming_once(tensors);
-        let (reporter, health) = tonic_health::server::health_reporter();
-        reporter.set_serving::<WorkerServer<WorkerService>>().await;
-        let worker = WorkerServer::new(WorkerService(host.clone()))
-            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
-        let windows = Windows::default();
-        // One connection each: an unread stream on one does not stall the others.
-        let control = windows
-            .server()
-            .add_service(worker)
-            .add_service(health.clone())
-            .serve_with_incoming(control);
-        let tokens = windows
-            .server()
-            .max_concurrent_streams(MAX_STREAMS)
-            .add_service(tokens_server(host.clone()))
-            .serve_with_incoming(tokens);
-        let tensors = windows
-            .server()
-            .max_concurrent_streams(TENSOR_STREAMS)
-            .add_service(tensors_server(host))
-            .add_service(health)
-            .serve_with_incoming(tensors);
+        let controls = Controls::default();
+        let first = serve::serve(host, connections, controls.enter());
         tokio::select! {
-            // The scheduler is gone, or wants us to be.
-            () = gone.wait() => Exit::Ok,
-            ended = control => ended_early("control", ended),
-            ended = tokens => ended_early("tokens", ended),
-            ended = tensors => ended_early("tensors", ended),
+            // The scheduler is gone, or wants us to be; and nobody took its place.
+            () = controls.none() => Exit::Ok,
+            Err((what, error)) = first => fail(
+                Exit::Protocol,
+                format_args!("the {what} connection failed: {error}"),
+            ),
             () = beat(blackbox) => Exit::Internal,
         }
     })
@@ -253,10 +230,6 @@ fn ended_early(what: &str, ended: Result<(), tonic::transport::Error>) -> Exit {
             format_args!("the {what} connection failed: {error}"),
         ),
     }
-}
-
-fn tokens_server(host: Host) -> TokensServer<TokensService> {
-    TokensServer::new(TokensService(host)).max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
 }
 
 /// The regular files of a model, opened: the folder's with known extensions, or the one file.

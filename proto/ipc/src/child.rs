@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags};
 
 pub use rustix::process::Signal;
 
@@ -137,6 +138,36 @@ impl Child {
             peak_resident: 0,
             stderr,
             stdout,
+        }
+    }
+
+    /// Takes charge of a child that this process had before it became this program.
+    ///
+    /// # Errors
+    /// `NotFound` if no child of this process has that id; what `pidfd_open` reports.
+    pub fn adopt(pid: u32, stderr: Option<OwnedFd>) -> io::Result<Child> {
+        let none = || {
+            io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("process {pid} is no child of this one"),
+            )
+        };
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let raw = raw.ok_or_else(none)?;
+        let pidfd = match rustix::process::pidfd_open(raw, PidfdFlags::empty()) {
+            Err(Errno::SRCH) => return Err(none()),
+            opened => opened?,
+        };
+        // SAFETY: an all-zero value of this plain C struct is valid, and the kernel gets a pointer to it.
+        let done = unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let id = libc::id_t::try_from(pidfd.as_raw_fd()).unwrap_or_default();
+            let look = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+            libc::waitid(libc::P_PIDFD, id, &raw mut info, look)
+        };
+        match done {
+            0 => Ok(Child::new(pid, pidfd, stderr, None)),
+            _ => Err(none()),
         }
     }
 

@@ -7,6 +7,8 @@
 //! memory BYTES SESSION\n                → 0 | tag: u64 | a memfd of that length, sealed against resizing
 //!                                         1 | tag: 0   | what went wrong, UTF-8, to the end
 //! ```
+//!
+//! The operator's `takeover BYTES\n` has a conversation of its own ([`takeover`](crate::takeover)).
 
 use std::{
     ffi::OsString,
@@ -58,6 +60,11 @@ pub enum Ask {
         /// Its length.
         bytes: u64,
     },
+    /// That the scheduler becomes another program.
+    Takeover {
+        /// Bytes of the message that follows.
+        bytes: usize,
+    },
 }
 
 /// What was handed over.
@@ -88,6 +95,7 @@ pub async fn ask(path: &Path, ask: &Ask) -> io::Result<Result<Given, String>> {
     let line = match ask {
         Ask::Connection { session } => format!("connection {session}\n"),
         Ask::Memory { session, bytes } => format!("memory {bytes} {session}\n"),
+        Ask::Takeover { .. } => return Err(io::ErrorKind::InvalidInput.into()),
     };
     patient(async {
         let mut stream = UnixStream::connect(path).await?;
@@ -165,6 +173,9 @@ pub async fn read_ask(stream: &mut UnixStream) -> io::Result<Ask> {
             },
             (Some("memory"), Some(bytes), Some(session)) => Ask::Memory {
                 session: session.to_owned(),
+                bytes: bytes.parse().map_err(|_| broken("bytes is no number"))?,
+            },
+            (Some("takeover"), Some(bytes), None) => Ask::Takeover {
                 bytes: bytes.parse().map_err(|_| broken("bytes is no number"))?,
             },
             _ => return Err(broken("neither `connection` nor `memory`")),

@@ -42,6 +42,46 @@ pub fn take(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Takes over the descriptors that the service manager kept for this process, under names that begin with `prefix`
+/// (`sd_listen_fds_with_names(3)`). Others stay as they are.
+pub fn stored(prefix: &str) -> Vec<(String, OwnedFd)> {
+    let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
+    if number("LISTEN_PID") != Some(std::process::id()) {
+        return Vec::new();
+    }
+    let count = number("LISTEN_FDS").unwrap_or(0) as usize;
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let named = (3..).zip(names.split(':')).take(count);
+    named
+        .filter(|(_, name)| name.starts_with(prefix))
+        .filter_map(|(fd, name)| Some((name.to_owned(), take(fd).ok()?)))
+        .collect()
+}
+
+/// Closes what was inherited and is not wanted; what this process opened itself is close-on-exec (see [`take`]).
+///
+/// # Errors
+/// What reading `/proc/self/fd` reports.
+pub fn close_others(wanted: &[RawFd]) -> io::Result<()> {
+    let _one = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let open: Vec<RawFd> = std::fs::read_dir("/proc/self/fd")?
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect();
+    for fd in open
+        .into_iter()
+        .filter(|fd| *fd > 2 && !wanted.contains(fd))
+    {
+        // SAFETY: only asks about the number; an unused one is an error.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+        let kept = rustix::io::fcntl_getfd(borrowed).map_or(true, |f| f.contains(FdFlags::CLOEXEC));
+        if !kept {
+            // SAFETY: open, inherited and taken by nobody, so that nobody in this process owns it.
+            drop(unsafe { OwnedFd::from_raw_fd(fd) });
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

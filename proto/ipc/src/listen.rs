@@ -1,9 +1,9 @@
 //! Listening on a path: exactly one server wins, and what a crashed one left behind does not block the next.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
@@ -65,6 +65,60 @@ impl SocketGuard {
     /// The socket's path.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The lock.
+    pub fn lock(&self) -> BorrowedFd<'_> {
+        self._lock.as_fd()
+    }
+
+    /// Guards a path again whose socket was inherited, and perhaps its lock.
+    ///
+    /// # Errors
+    /// As [`ListenError`] if the lock is somebody else's; `InvalidInput` if `listener` does not listen there, or `lock` is not the lock of that path.
+    pub fn adopt(
+        path: PathBuf,
+        listener: BorrowedFd<'_>,
+        held: Option<OwnedFd>,
+    ) -> io::Result<SocketGuard> {
+        let refused = |why| io::Error::new(io::ErrorKind::InvalidInput, why);
+        crate::socket::expect_type(listener, SocketType::STREAM)?;
+        if !rustix::net::sockopt::socket_acceptconn(listener)? {
+            return Err(refused("the inherited socket does not listen"));
+        }
+        let bound: SocketAddrUnix = rustix::net::getsockname(listener)?
+            .try_into()
+            .map_err(|_| refused("the inherited socket is of another family"))?;
+        // Bound by a path that may have been relative to another folder.
+        let bound = bound.path().and_then(|bound| {
+            Some(
+                Path::new(OsStr::from_bytes(bound.to_bytes()))
+                    .file_name()?
+                    .to_owned(),
+            )
+        });
+        if bound.as_deref() != path.file_name() {
+            return Err(refused("the inherited socket listens elsewhere"));
+        }
+        let identity = identity(&path);
+        if identity.is_none() {
+            return Err(refused("the inherited socket's path is gone"));
+        }
+        let lock = match held {
+            Some(held) => held,
+            None => lock(&path).map_err(io::Error::other)?,
+        };
+        let (held, named) = (rustix::fs::fstat(&lock)?, fs::metadata(lock_path(&path))?);
+        if (held.st_dev, held.st_ino) != (named.dev(), named.ino()) {
+            return Err(refused("the inherited lock is that of another path"));
+        }
+        // Held already, if it was inherited from who listened there.
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+        Ok(SocketGuard {
+            identity,
+            path,
+            _lock: lock,
+        })
     }
 }
 
@@ -147,18 +201,23 @@ pub fn listen_unix(path: impl AsRef<Path>) -> Result<(UnixListener, SocketGuard)
     Ok((UnixListener::from(socket), guard))
 }
 
+fn lock_path(path: &Path) -> PathBuf {
+    let mut name: OsString = path.as_os_str().to_owned();
+    name.push(".lock");
+    name.into()
+}
+
 /// Two servers that start at once would both find a stale socket, and the second would remove the first's new
 /// one. The lock makes looking and replacing one act; it goes with the process, however that ends.
 fn lock(path: &Path) -> Result<OwnedFd, ListenError> {
-    let mut name: OsString = path.as_os_str().to_owned();
-    name.push(".lock");
+    let name = lock_path(path);
     let io = |what: &'static str, source: Errno| ListenError::Io {
-        path: PathBuf::from(&name),
+        path: name.clone(),
         what,
         source: source.into(),
     };
     let file = rustix::fs::open(
-        Path::new(&name),
+        &name,
         OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK,
         Mode::RUSR | Mode::WUSR,
     )

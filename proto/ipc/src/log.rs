@@ -108,6 +108,15 @@ impl BoundedLog {
         Ok(())
     }
 
+    /// Remembers these lines as if they had come.
+    pub fn remember(&self, lines: impl IntoIterator<Item = String>) {
+        let mut ring = self.ring();
+        ring.lines.extend(lines);
+        while ring.lines.len() > self.limits.lines {
+            ring.lines.pop_front();
+        }
+    }
+
     /// The lines remembered, oldest first.
     pub fn lines(&self) -> Vec<String> {
         self.ring().lines.iter().cloned().collect()

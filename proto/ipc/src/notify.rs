@@ -4,8 +4,10 @@
 
 use std::{
     ffi::OsStr,
-    io,
+    io::{self, IoSlice},
+    mem::MaybeUninit,
     os::{
+        fd::BorrowedFd,
         linux::net::SocketAddrExt,
         unix::{
             ffi::OsStrExt,
@@ -14,6 +16,11 @@ use std::{
     },
     time::Duration,
 };
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix};
+
+/// Descriptors in one message.
+const STORED_AT_ONCE: usize = 64;
 
 /// Most bytes of a status line; a longer one is cut.
 const MAX_STATUS: usize = 256;
@@ -124,6 +131,37 @@ impl Manager {
     /// As above.
     pub fn alive(&self) -> io::Result<()> {
         self.send("WATCHDOG=1\n")
+    }
+
+    /// Has it keep copies of these descriptors under a name, for the process that it starts after this one. Whoever
+    /// wants fewer there has to [`forget`](Manager::forget) the name.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn store(&self, name: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let address = match (self.address.as_pathname(), self.address.as_abstract_name()) {
+            (Some(path), _) => SocketAddrUnix::new(path)?,
+            (None, Some(name)) => SocketAddrUnix::new_abstract_name(name)?,
+            (None, None) => return Err(io::ErrorKind::InvalidInput.into()),
+        };
+        let message = format!("FDSTORE=1\nFDNAME={}\n", line(name));
+        for fds in fds.chunks(STORED_AT_ONCE) {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(STORED_AT_ONCE))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            control.push(SendAncillaryMessage::ScmRights(fds));
+            let text = [IoSlice::new(message.as_bytes())];
+            let flags = SendFlags::NOSIGNAL;
+            rustix::net::sendmsg_addr(&self.socket, &address, &text, &mut control, flags)?;
+        }
+        Ok(())
+    }
+
+    /// Has it close what it keeps under a name.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn forget(&self, name: &str) -> io::Result<()> {
+        self.send(&format!("FDSTOREREMOVE=1\nFDNAME={}\n", line(name)))
     }
 
     fn send(&self, message: &str) -> io::Result<()> {

@@ -18,6 +18,8 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, PidfdFlags};
 
 pub use crate::child::{Child, ExitStatus, Killer, Signal, signal_name};
+use crate::image::Image;
+use crate::signals;
 
 /// Where a child's output goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +45,8 @@ pub struct Command {
     /// Descriptors and the numbers, 3 or greater, at which the child finds them. It has no others. This
     /// process's are closed when the child runs, so that only the child holds its end of a pair.
     pub fds: Vec<(OwnedFd, RawFd)>,
+    /// Its working folder, if not this process's.
+    pub directory: Option<OwnedFd>,
     /// Standard output; [`Output::Null`] unless told.
     pub stdout: Output,
     /// Standard error; [`Output::Pipe`] unless told.
@@ -63,6 +67,7 @@ impl Command {
             args: Vec::new(),
             env: Vec::new(),
             fds: Vec::new(),
+            directory: None,
             stdout: Output::Null,
             stderr: Output::Pipe,
             new_session: true,
@@ -105,6 +110,8 @@ impl Command {
 enum Request {
     Spawn(Command, Box<dyn FnOnce(io::Result<Child>) + Send>),
     Reap(Arc<OwnedFd>),
+    Become(Image, mpsc::SyncSender<io::Error>),
+    End,
 }
 
 /// How often the spawner looks after killed children that were not gone at once.
@@ -135,6 +142,59 @@ impl Spawner {
             .name("spawner".to_owned())
             .spawn(move || run(&inbox))?;
         Ok(SPAWNER.get_or_init(|| Spawner { requests }).clone())
+    }
+
+    /// Makes the calling thread, which has to be the program's first, the process's spawner for as long as `app` runs on
+    /// another one. So all children are the first thread's, before and after [`become_program`](Self::become_program)
+    /// any number of times: with a spawner beside it, the second time would end the thread whose children the first
+    /// time left, and them with it.
+    ///
+    /// `app` begins without SIGTERM and SIGINT, which wait until it calls [`signals::hear`].
+    ///
+    /// # Errors
+    /// `AlreadyExists` if there is a spawner; what making a thread reports.
+    pub fn host<T: Send>(app: impl FnOnce() -> T + Send) -> io::Result<T> {
+        let (requests, inbox) = mpsc::channel();
+        {
+            let _one = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+            let spawner = Spawner {
+                requests: requests.clone(),
+            };
+            if SPAWNER.set(spawner).is_err() {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+        }
+        /// Ends the spawner however the app ends.
+        struct Over(mpsc::Sender<Request>);
+        impl Drop for Over {
+            fn drop(&mut self) {
+                let _ = self.0.send(Request::End);
+            }
+        }
+        std::thread::scope(|scope| {
+            let app = std::thread::Builder::new()
+                .name("app".to_owned())
+                .stack_size(APP_STACK)
+                .spawn_scoped(scope, move || {
+                    let _over = Over(requests);
+                    signals::mask(&[Signal::TERM, Signal::INT]);
+                    app()
+                })?;
+            run(&inbox);
+            Ok(app
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
+    }
+
+    /// Turns this process into another program: same id, same children, if this is a [hosted](Self::host) spawner.
+    /// Returns only if that failed; then everything is as it was.
+    pub fn become_program(&self, image: Image) -> io::Error {
+        let (answer, answered) = mpsc::sync_channel(1);
+        if self.requests.send(Request::Become(image, answer)).is_err() {
+            return gone();
+        }
+        answered.recv().unwrap_or_else(|_| gone())
     }
 
     /// Starts a program. If the future is dropped, the child is killed.
@@ -185,14 +245,12 @@ pub(crate) fn reap_later(pidfd: Arc<OwnedFd>) {
     }
 }
 
+/// The main thread's usual stack: an app expects it.
+const APP_STACK: usize = 8 << 20;
+
 fn run(inbox: &mpsc::Receiver<Request>) {
     // Signals are for other threads: no handler of this process may run in a child between fork and exec.
-    // SAFETY: an all-zero set is a valid argument of `sigfillset`, and both calls get valid pointers.
-    unsafe {
-        let mut all: libc::sigset_t = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, std::ptr::null_mut());
-    }
+    signals::mask_all();
     let mut dying: Vec<Arc<OwnedFd>> = Vec::new();
     loop {
         let request = if dying.is_empty() {
@@ -203,6 +261,8 @@ fn run(inbox: &mpsc::Receiver<Request>) {
         match request {
             Some(Request::Spawn(command, answer)) => answer(launch(command)),
             Some(Request::Reap(pidfd)) => dying.push(pidfd),
+            Some(Request::Become(image, answer)) => drop(answer.send(image.execute())),
+            Some(Request::End) => return,
             // The static sender lives for ever, so this is the timeout.
             None => {}
         }
@@ -215,7 +275,7 @@ fn invalid(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, why)
 }
 
-fn c_string(text: &OsStr) -> io::Result<CString> {
+pub(crate) fn c_string(text: &OsStr) -> io::Result<CString> {
     CString::new(text.as_bytes()).map_err(|_| invalid("a NUL in a path, argument or variable"))
 }
 
@@ -234,6 +294,7 @@ struct Plan {
     /// Above all targets.
     floor: RawFd,
     new_session: bool,
+    directory: Option<RawFd>,
     limits: Vec<(Resource, u64)>,
     parent: libc::pid_t,
     failure: RawFd,
@@ -299,6 +360,7 @@ impl Plan {
             moves,
             floor,
             new_session: command.new_session,
+            directory: command.directory.as_ref().map(AsRawFd::as_raw_fd),
             limits,
             // SAFETY: always succeeds.
             parent: unsafe { libc::getpid() },
@@ -326,6 +388,11 @@ impl Plan {
                 return Step::Session;
             }
             libc::umask(0o077);
+            if let Some(directory) = self.directory
+                && libc::fchdir(directory) != 0
+            {
+                return Step::Directory;
+            }
 
             // Every descriptor first moves above all targets, then down to its own: whatever the overlap, none
             // is overwritten before it was moved. The pipe for failures has to get out of the way as well.
@@ -387,6 +454,7 @@ impl Plan {
 enum Step {
     DeathSignal,
     Session,
+    Directory,
     Descriptors,
     CloseRange,
     Limits,
@@ -394,9 +462,10 @@ enum Step {
 }
 
 impl Step {
-    const NAMES: [&str; 6] = [
+    const NAMES: [&str; 7] = [
         "set the parent-death signal",
         "make a session",
+        "enter its working folder",
         "place its descriptors",
         "close other descriptors",
         "set its resource limits",

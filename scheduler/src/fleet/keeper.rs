@@ -10,17 +10,20 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
-    Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Sockets, autopsy,
-    standby::Standby,
+    Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, adopt::Adopted,
+    autopsy, standby::Standby,
 };
 use crate::{
     death::{Death, DeathKind, classify},
     events::About,
-    supervisor::{Action, Event, Phase, State, step},
+    supervisor::{Action, Event, Past, Phase, State, step},
 };
 
 /// How long the end of a process may take to show after its start failed, before it is killed.
 const POST_MORTEM: Duration = Duration::from_millis(200);
+
+/// How long a worker that was taken over may take to answer; it has nothing to load.
+const ADOPTION: Duration = Duration::from_secs(5);
 
 /// A process and the task that gets it ready.
 struct Running {
@@ -32,10 +35,18 @@ struct Running {
     starter: Option<AbortOnDropHandle<()>>,
 }
 
-/// Runs a worker's whole life, through all its processes, until the fleet stops.
-pub(super) async fn keep(fleet: Arc<Fleet>, id: String, device: Device) {
-    let mut state = State::default();
-    let mut running: Option<Running> = None;
+/// Runs a worker's whole life, through all its processes, until the fleet stops. `heir` is what another program knew
+/// about it, and its process.
+pub(super) async fn keep(
+    fleet: Arc<Fleet>,
+    id: String,
+    device: Device,
+    heir: Option<(Past, Option<Adopted>)>,
+) {
+    let (mut state, mut running) = match heir {
+        Some((past, adopted)) => adopt(&fleet, &id, past, adopted),
+        None => (State::default(), None),
+    };
     let mut event = Event::Begin;
     loop {
         let (next, actions) = step(&fleet.policy, state, event, fleet.now());
@@ -86,7 +97,7 @@ async fn perform(
                 device,
             };
             if let Some(standby) = fleet.take_standby(id).await {
-                fleet.launched(id, standby.process.pid(), epoch);
+                fleet.launched(id, standby.process.as_ref(), epoch);
                 *running = Some(promote(fleet, id, epoch, standby));
                 return Ok(());
             }
@@ -96,8 +107,8 @@ async fn perform(
                 death
             })?;
             let (process, sockets) = launched.split();
-            fleet.launched(id, process.pid(), epoch);
-            *running = Some(begin(fleet, id, epoch, process, sockets));
+            fleet.launched(id, process.as_ref(), epoch);
+            *running = Some(begin(fleet, id, epoch, Adopted::fresh(process, sockets)));
         }
         Action::Terminate => {
             fleet.withdraw(id);
@@ -141,20 +152,47 @@ async fn perform(
     Ok(())
 }
 
-fn begin(
+/// Goes on with a worker that another program kept.
+fn adopt(
     fleet: &Arc<Fleet>,
     id: &str,
-    epoch: u64,
-    process: Box<dyn Process>,
-    sockets: Sockets,
-) -> Running {
+    past: Past,
+    adopted: Option<Adopted>,
+) -> (State, Option<Running>) {
+    let (now, policy) = (fleet.now(), &fleet.policy);
+    let until = now + ADOPTION.min(policy.start_timeout);
+    let state = State::inherit(past, policy, now, adopted.is_some().then_some(until));
+    let epoch = state.epoch;
+    let running = adopted.map(|adopted| {
+        fleet.launched(id, adopted.process.as_ref(), epoch);
+        fleet.note_uptime(id, adopted.uptime);
+        tracing::info!(
+            worker = id,
+            epoch,
+            pid = adopted.process.pid(),
+            "a worker is taken over"
+        );
+        begin(fleet, id, epoch, adopted)
+    });
+    (state, running)
+}
+
+fn begin(fleet: &Arc<Fleet>, id: &str, epoch: u64, adopted: Adopted) -> Running {
+    let Adopted {
+        process,
+        sockets,
+        loaded,
+        next_tag,
+        ..
+    } = adopted;
     let fate = Fate::new();
     let (told, progress) = watch::channel(());
     let started = {
         let (fleet, id, fate) = (Arc::clone(fleet), id.to_owned(), fate.clone());
         async move {
             let link = Link::connect(&id, epoch, fate, sockets).await?;
-            greet_and_serve(&fleet, link, Asked::new(), &told).await
+            link.tags_from(next_tag);
+            greet_and_serve(&fleet, link, loaded, &told).await
         }
     };
     Running {

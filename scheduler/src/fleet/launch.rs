@@ -94,6 +94,23 @@ pub struct Launched {
 /// Makes a connection for tensors within this process.
 pub type TensorDoor = Arc<dyn Fn() -> Wire + Send + Sync>;
 
+/// What of a process is handed to a program that takes this one's place, besides its connections.
+#[derive(Debug)]
+pub struct Handover {
+    /// Its black box.
+    pub blackbox: OwnedFd,
+    /// Where its log comes from.
+    pub log: OwnedFd,
+    lines: BoundedLog,
+}
+
+impl Handover {
+    /// What it said last.
+    pub fn lines(&self) -> Vec<String> {
+        self.lines.lines()
+    }
+}
+
 /// A worker's process; dropping it kills it.
 pub trait Process: Send + Sync {
     /// Its id, for messages and `/proc`.
@@ -117,6 +134,11 @@ pub trait Process: Send + Sync {
 
     /// How to come to a connection for tensors if not by a descriptor: that of a worker that is simulated.
     fn tensor_door(&self) -> Option<TensorDoor> {
+        None
+    }
+
+    /// What of it is handed on, if it can be.
+    fn handover(&self) -> Option<Arc<Handover>> {
         None
     }
 
@@ -173,7 +195,7 @@ impl Processes {
         let (tensors, its_tensors) = stream_pair()?;
         let (descriptors, its_descriptors) = descriptor_pair()?;
         let memory = blackbox::make()?;
-        let reader = Reader::open(&memory)?;
+        let held = memory.try_clone()?;
         let cores: Vec<String> = order.device.cores.iter().map(u32::to_string).collect();
         let mut command = Command::new(&self.config.binary)
             .arg("serve")
@@ -200,37 +222,79 @@ impl Processes {
             .arg(self.config.log)
             .inherit_env(WORKER_ENVIRONMENT);
         command.nofile = Some(file_limit());
-        let before = OomCounts::read();
-        let blamed_before = self.blamed.load(Ordering::Relaxed);
-        let mut child = self.spawner.spawn(command).await?;
-        let name = Arc::new(Mutex::new((order.worker.to_owned(), order.epoch)));
-        let log = child.stderr.take().map(|stderr| {
-            let limits = LogLimits {
-                line_bytes: limits::MAX_LOG_LINE,
-                lines: limits::KEPT_LOG_LINES,
-                ..LogLimits::default()
-            };
-            let name = Arc::clone(&name);
-            BoundedLog::start(stderr, limits, move |line| {
-                let (worker, epoch) = &*named(&name);
-                tracing::info!(target: "worker", worker, epoch, "{line}");
-            })
-        });
+        let before = self.counters();
+        let child = self.spawner.spawn(command).await?;
+        let name = (order.worker.to_owned(), order.epoch);
         Ok(Launched {
-            process: Box::new(Worker {
-                child,
-                name,
-                log: log.transpose()?,
-                blackbox: Arc::new(reader),
-                before,
-                blamed_before,
-                blamed: Arc::clone(&self.blamed),
-                shortage: None,
-            }),
+            process: Box::new(self.worker(child, name, held, before, Vec::new())?),
             control: control.into(),
             tokens: tokens.into(),
             tensors: tensors.into(),
             descriptors,
+        })
+    }
+
+    /// Takes charge of a worker that another program started: its process with its log, its black box, and what it said
+    /// last.
+    ///
+    /// # Errors
+    /// If log or black box cannot be used.
+    pub fn adopt(
+        &self,
+        child: Child,
+        (worker, epoch): (&str, u64),
+        blackbox: OwnedFd,
+        lines: Vec<String>,
+    ) -> io::Result<Box<dyn Process>> {
+        let name = (worker.to_owned(), epoch);
+        let worker = self.worker(child, name, blackbox, self.counters(), lines)?;
+        Ok(Box::new(worker))
+    }
+
+    /// What memory was short of so far, and how much of that is explained.
+    fn counters(&self) -> (OomCounts, u64) {
+        (OomCounts::read(), self.blamed.load(Ordering::Relaxed))
+    }
+
+    fn worker(
+        &self,
+        mut child: Child,
+        name: (String, u64),
+        blackbox: OwnedFd,
+        (before, blamed_before): (OomCounts, u64),
+        lines: Vec<String>,
+    ) -> io::Result<Worker> {
+        let reader = Reader::open(&blackbox)?;
+        let name = Arc::new(Mutex::new(name));
+        let stderr = child.stderr.take();
+        let stderr = stderr.ok_or_else(|| io::Error::other("a worker without a log"))?;
+        let held = stderr.try_clone()?;
+        let limits = LogLimits {
+            line_bytes: limits::MAX_LOG_LINE,
+            lines: limits::KEPT_LOG_LINES,
+            ..LogLimits::default()
+        };
+        let under = Arc::clone(&name);
+        let (log, drained) = BoundedLog::start(stderr, limits, move |line| {
+            let (worker, epoch) = &*named(&under);
+            tracing::info!(target: "worker", worker, epoch, "{line}");
+        })?;
+        log.remember(lines);
+        Ok(Worker {
+            child,
+            name,
+            handover: Arc::new(Handover {
+                blackbox,
+                log: held,
+                lines: log.clone(),
+            }),
+            log,
+            drained,
+            blackbox: Arc::new(reader),
+            before,
+            blamed_before,
+            blamed: Arc::clone(&self.blamed),
+            shortage: None,
         })
     }
 }
@@ -258,8 +322,10 @@ fn named(name: &Name) -> MutexGuard<'_, (String, u64)> {
 struct Worker {
     child: Child,
     name: Name,
-    log: Option<(BoundedLog, JoinHandle<io::Result<()>>)>,
+    log: BoundedLog,
+    drained: JoinHandle<io::Result<()>>,
     blackbox: Arc<Reader>,
+    handover: Arc<Handover>,
     /// Counters when it was started.
     before: OomCounts,
     blamed_before: u64,
@@ -317,6 +383,10 @@ impl Process for Worker {
         Some(&self.blackbox)
     }
 
+    fn handover(&self) -> Option<Arc<Handover>> {
+        Some(Arc::clone(&self.handover))
+    }
+
     fn point_out(&self, thread: i32) {
         if let Err(error) = self.child.signal_thread(thread, blackbox::POINT_OUT) {
             tracing::debug!(pid = self.child.pid(), thread, %error, "cannot signal a thread");
@@ -338,23 +408,19 @@ impl Process for Worker {
                 }
                 _ => Shortage::default(),
             };
-            let mut last_lines = Vec::new();
-            if let Some((log, drained)) = &mut self.log {
-                // A program that gives up says why, last; by its words an abort for want of memory is told from others.
-                // One that was killed is not waited for: a stream may hang on the next one's start.
-                let gave_up = match status {
-                    Some(ExitStatus::Code(code)) => code != 0,
-                    Some(ExitStatus::Signal { signal, .. }) => signal == Signal::ABORT.as_raw(),
-                    None => false,
-                };
-                if gave_up {
-                    let _ = tokio::time::timeout(Duration::from_millis(50), drained).await;
-                }
-                last_lines = log.lines();
+            // A program that gives up says why, last; by its words an abort for want of memory is told from others.
+            // One that was killed is not waited for: a stream may hang on the next one's start.
+            let gave_up = match status {
+                Some(ExitStatus::Code(code)) => code != 0,
+                Some(ExitStatus::Signal { signal, .. }) => signal == Signal::ABORT.as_raw(),
+                None => false,
+            };
+            if gave_up && !self.drained.is_finished() {
+                let _ = tokio::time::timeout(Duration::from_millis(50), &mut self.drained).await;
             }
             Ended {
                 status,
-                last_lines,
+                last_lines: self.log.lines(),
                 shortage,
             }
         })

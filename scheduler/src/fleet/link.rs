@@ -22,7 +22,7 @@ use hotcell_proto::{
     limits,
     v1::{
         CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest, HandshakeResponse,
-        OpenTensorsRequest, UnloadRequest, tokens_client::TokensClient,
+        JoinRequest, OpenTensorsRequest, UnloadRequest, tokens_client::TokensClient,
         worker_client::WorkerClient,
     },
 };
@@ -290,6 +290,45 @@ impl Link {
                 ),
             )),
         }
+    }
+
+    /// Has the worker serve one more set of connections, and returns their ends: control, tokens, tensors. It lives until
+    /// the last control connection is closed.
+    ///
+    /// # Errors
+    /// The worker's words, or those about the broken connection or its silence.
+    pub async fn join(&self) -> Result<[OwnedFd; 3], Error> {
+        let lost = |why: String| {
+            let what = format!("worker {} opens no connections: {why}", self.worker);
+            Error::new(Reason::WorkerLost, what)
+        };
+        let pair = || stream_pair().map_err(|e| lost(e.to_string()));
+        let ((control, a), (tokens, b), (tensors, c)) = (pair()?, pair()?, pair()?);
+        let tag = self.tags.fetch_add(1, Ordering::Relaxed);
+        let its = [a.as_fd(), b.as_fd(), c.as_fd()];
+        let sent = self.descriptors.send_async(tag, &its).await;
+        sent.map_err(|e| lost(e.to_string()))?;
+        drop((a, b, c));
+        match timeout(PING, self.control().join(JoinRequest { tag })).await {
+            Ok(Ok(_)) => Ok([control, tokens, tensors]),
+            Ok(Err(status)) => Err(words(&status)),
+            Err(_) => Err(lost(format!("no answer within {PING:?}"))),
+        }
+    }
+
+    /// The socket that descriptors go out on.
+    pub(super) fn descriptors(&self) -> BorrowedFd<'_> {
+        self.descriptors.as_fd()
+    }
+
+    /// The first tag that was not used.
+    pub(super) fn next_tag(&self) -> u64 {
+        self.tags.load(Ordering::Relaxed)
+    }
+
+    /// Uses no tags below this one.
+    pub(super) fn tags_from(&self, next: u64) {
+        self.tags.fetch_max(next, Ordering::Relaxed);
     }
 
     /// Sends the worker memory that a client shares with it, under a tag that nobody can guess.

@@ -95,7 +95,7 @@ fn failure(status: Status) -> LoadFailure {
 }
 
 /// Checks what a worker says about a model it loaded.
-fn believe(loaded: Loaded) -> Result<Loaded, Error> {
+pub(super) fn believe(loaded: Loaded) -> Result<Loaded, Error> {
     let doubt = |what: &str| {
         Error::new(
             Reason::ProtocolViolation,

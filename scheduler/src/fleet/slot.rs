@@ -15,8 +15,8 @@ use hotcell_proto::{
 };
 use tokio::{sync::Notify, time::Instant};
 
-use super::Link;
-use crate::{crash::Dead, death::Death};
+use super::{Link, launch::Handover};
+use crate::{crash::Dead, death::Death, supervisor::State};
 
 /// The trust domain of a device's own worker and of its standby.
 pub(super) const TRUSTED: &str = "trusted";
@@ -38,6 +38,10 @@ pub(super) struct Slot {
     pub(super) epoch: u64,
     pub(super) pid: u32,
     pub(super) state: WorkerState,
+    /// As its keeper sees it.
+    pub(super) supervised: State,
+    /// What of its process is handed to who takes this program's place; none before it has one.
+    pub(super) handover: Option<Arc<Handover>>,
     /// Whether it may yet come to serve.
     pub(super) hopeful: bool,
     /// Set while it serves.
@@ -69,6 +73,8 @@ impl Slot {
             epoch: 0,
             pid: 0,
             state: WorkerState::Starting,
+            supervised: State::default(),
+            handover: None,
             hopeful: true,
             link: None,
             models: BTreeMap::new(),

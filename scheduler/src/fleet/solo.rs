@@ -133,6 +133,11 @@ impl Fleet {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether so many deaths speak against a request that it is run alone.
+    pub fn suspects(&self, record: &Record) -> bool {
+        record.is_suspect(&self.suspicion, &self.explained())
+    }
+
     /// A place for a suspect: alone on a throw-away worker, on the device of `home` if that is in use; or among
     /// others, once somebody else turned out to have killed the workers it is suspected for.
     ///

@@ -2,7 +2,10 @@
 
 use std::{
     net::{SocketAddr, TcpListener},
-    os::{fd::OwnedFd, unix::net::UnixListener},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{ffi::OsStringExt, net::UnixListener},
+    },
     path::Path,
     time::Duration,
 };
@@ -12,7 +15,7 @@ use hotcell_ipc::{
     socket::{ListenError, SocketGuard, listen_unix},
     transport::{Windows, incoming_once},
 };
-use hotcell_proto::limits;
+use hotcell_proto::{limits, v1::DoorKind};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::{service::Routes, transport::Server};
@@ -21,6 +24,7 @@ use super::{Shared, accept::accept, handout};
 use crate::{
     config::Config,
     exit::{Exit, Failure},
+    takeover::{Door, Left, OwnDoor},
 };
 
 /// Connections of one door at once.
@@ -51,13 +55,34 @@ impl Doors {
     /// # Errors
     /// [`Exit::CannotListen`], naming the path or address and the way out.
     pub fn open(config: &Config, private: Option<OwnedFd>) -> Result<Doors, Failure> {
+        Self::open_or_keep(config, private, &mut None)
+    }
+
+    /// [`open`](Self::open), except for those that the program before this one left open.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_or_keep(
+        config: &Config,
+        private: Option<OwnedFd>,
+        left: &mut Option<Left>,
+    ) -> Result<Doors, Failure> {
         if private.is_some() {
             return Ok(Doors {
                 private,
                 ..Doors::default()
             });
         }
-        let listen = |path: &Path| {
+        let mut keep = |kind: DoorKind, address: &[u8]| left.as_mut()?.door(kind, address);
+        let mut listen = |kind: DoorKind, path: &Path| {
+            if let Some(door) = keep(kind, &absolute(path)) {
+                match kept(path, door) {
+                    Ok(kept) => return Ok(kept),
+                    Err(error) => {
+                        tracing::warn!(path = %path.display(), %error, "a listening socket cannot be kept");
+                    }
+                }
+            }
             listen_unix(path).map_err(|e| {
                 cannot_listen(match e {
                     ListenError::InUse { .. } => format!(
@@ -67,18 +92,23 @@ impl Doors {
                 })
             })
         };
-        let tcp = config.listen.map(tcp_listener);
         let mut guards = Vec::new();
         let mut unix = None;
         let mut handout = None;
         if let Some(path) = &config.socket {
-            let (listener, guard) = listen(path)?;
+            let (listener, guard) = listen(DoorKind::Unix, path)?;
             unix = Some(listener);
             guards.push(guard);
-            let (listener, guard) = listen(&handoff::path_beside(path))?;
+            let (listener, guard) = listen(DoorKind::Handout, &handoff::path_beside(path))?;
             handout = Some(listener);
             guards.push(guard);
         }
+        let tcp = config.listen.map(|address| {
+            match keep(DoorKind::Tcp, address.to_string().as_bytes()) {
+                Some(door) => Ok(TcpListener::from(door.listener)),
+                None => tcp_listener(address),
+            }
+        });
         Ok(Doors {
             unix,
             handout,
@@ -86,6 +116,37 @@ impl Doors {
             tcp: tcp.transpose()?,
             private: None,
         })
+    }
+
+    /// The same doors once more, to be handed on. To be asked before the guards are taken.
+    ///
+    /// # Errors
+    /// For want of descriptors.
+    pub fn share(&self, config: &Config) -> std::io::Result<Vec<OwnDoor>> {
+        let mut shared = Vec::new();
+        let unix = [
+            (DoorKind::Unix, &self.unix),
+            (DoorKind::Handout, &self.handout),
+        ];
+        for ((kind, listener), guard) in unix.into_iter().zip(&self.guards) {
+            if let Some(listener) = listener {
+                shared.push(OwnDoor {
+                    kind,
+                    address: absolute(guard.path()),
+                    listener: listener.as_fd().try_clone_to_owned()?,
+                    lock: Some(guard.lock().try_clone_to_owned()?),
+                });
+            }
+        }
+        if let (Some(listener), Some(address)) = (&self.tcp, config.listen) {
+            shared.push(OwnDoor {
+                kind: DoorKind::Tcp,
+                address: address.to_string().into_bytes(),
+                listener: listener.as_fd().try_clone_to_owned()?,
+                lock: None,
+            });
+        }
+        Ok(shared)
     }
 
     /// What removes the sockets when it is dropped. The caller keeps it: a task that serves may still be there
@@ -112,6 +173,18 @@ impl Doors {
             .collect();
         all.join(" and ")
     }
+}
+
+/// A path that means the same in every working folder.
+fn absolute(path: &Path) -> Vec<u8> {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    path.into_os_string().into_vec()
+}
+
+/// Goes on listening where the program before this one did.
+fn kept(path: &Path, door: Door) -> std::io::Result<(UnixListener, SocketGuard)> {
+    let guard = SocketGuard::adopt(path.to_owned(), door.listener.as_fd(), door.lock)?;
+    Ok((UnixListener::from(door.listener), guard))
 }
 
 fn tcp_listener(address: SocketAddr) -> Result<TcpListener, Failure> {

@@ -56,6 +56,7 @@ pub async fn serve(listener: UnixListener, shared: Shared, stop: CancellationTok
 /// Answers one client.
 async fn give(mut stream: UnixStream, shared: &Shared) -> std::io::Result<()> {
     let made = match handoff::read_ask(&mut stream).await {
+        Ok(Ask::Takeover { bytes }) => return shared.takeover.serve(stream, bytes, shared).await,
         Ok(Ask::Connection { session }) => connection(&session, shared).await.map(|fd| (0, fd)),
         Ok(Ask::Memory { session, bytes }) => memory(&session, bytes, shared).await,
         Err(error) => Err(Error::new(Reason::InvalidArgument, error.to_string())),

@@ -65,12 +65,14 @@ impl Shared {
             Opened::Known(stream) => return stream.attach(None, streams.reader()),
         };
         let reader = stream.attach(None, streams.reader());
+        stream.asked(request.clone(), deadline);
         let call = Call {
             request,
             id,
             model,
             deadline,
             permit,
+            past: None,
         };
         let fleet = Arc::clone(&self.fleet);
         tokio::spawn(relay::run(fleet, call, stream, streams, self.abort.clone()));

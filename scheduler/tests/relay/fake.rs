@@ -24,9 +24,9 @@ use hotcell_proto::{
         Accepted, AttachRequest, CancelStreamRequest, CancelStreamResponse, CheckRequest,
         CheckResponse, Delta, DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse,
         FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
-        HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass,
-        OpenTensorsRequest, OpenTensorsResponse, Prompt, TokenizeRequest, TokenizeResponse,
-        UnloadRequest, UnloadResponse,
+        HandshakeResponse, JoinRequest, JoinResponse, LoadProgress, LoadRequest, Loaded,
+        ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse, Prompt,
+        TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
@@ -311,6 +311,10 @@ impl Worker for FakeWorker {
 
     async fn open_tensors(&self, _: Request<OpenTensorsRequest>) -> Answer<OpenTensorsResponse> {
         Err(Status::unimplemented("a fake has no tensors"))
+    }
+
+    async fn join(&self, _: Request<JoinRequest>) -> Answer<JoinResponse> {
+        Err(Status::unimplemented("a fake has one scheduler"))
     }
 
     async fn check(&self, request: Request<CheckRequest>) -> Answer<CheckResponse> {

@@ -7,12 +7,17 @@ use hotcell_scheduler::manager;
 
 use super::*;
 
-/// The next datagram that is no ping.
+/// The next datagram that is no ping and stores nothing.
 async fn hear(socket: &tokio::net::UnixDatagram) -> String {
-    let mut buffer = [0; 1024];
-    let next = tokio::time::timeout(Duration::from_secs(20), socket.recv(&mut buffer));
-    let bytes = next.await.expect("nothing within 20 s").unwrap();
-    String::from_utf8(buffer[..bytes].to_vec()).unwrap()
+    loop {
+        let mut buffer = [0; 1024];
+        let next = tokio::time::timeout(Duration::from_secs(20), socket.recv(&mut buffer));
+        let bytes = next.await.expect("nothing within 20 s").unwrap();
+        let heard = String::from_utf8(buffer[..bytes].to_vec()).unwrap();
+        if !heard.starts_with("FDSTORE") {
+            return heard;
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -9,9 +9,9 @@ use hotcell_proto::{
     v1::{
         Accepted, CheckRequest, CheckResponse, Delta, DetokenizeRequest, DetokenizeResponse,
         DrainRequest, DrainResponse, FinishReason, Finished, GenerateEvent, GenerateRequest,
-        HandshakeRequest, HandshakeResponse, LoadProgress, LoadRequest, Loaded, ModelSummary,
-        NumericsClass, OpenTensorsRequest, OpenTensorsResponse, TokenizeRequest, TokenizeResponse,
-        UnloadRequest, UnloadResponse, Usage,
+        HandshakeRequest, HandshakeResponse, JoinRequest, JoinResponse, LoadProgress, LoadRequest,
+        Loaded, ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse,
+        TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse, Usage,
         generate_event::Event,
         prompt::Kind,
         tensors_server::TensorsServer,
@@ -332,6 +332,10 @@ impl Worker for SimulatedWorker {
 
     async fn open_tensors(&self, _: Request<OpenTensorsRequest>) -> Answer<OpenTensorsResponse> {
         Err(Status::unimplemented("no tensors here"))
+    }
+
+    async fn join(&self, _: Request<JoinRequest>) -> Answer<JoinResponse> {
+        Err(Status::unimplemented("nobody takes over here"))
     }
 
     async fn check(&self, request: Request<CheckRequest>) -> Answer<CheckResponse> {

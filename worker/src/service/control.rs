@@ -13,10 +13,13 @@ use tokio::sync::mpsc;
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
 
-use crate::host::Host;
+use crate::{
+    host::Host,
+    serve::{self, Controls},
+};
 
 /// The service.
-pub struct WorkerService(pub Host);
+pub struct WorkerService(pub Host, pub Controls);
 
 type Progress = Pin<Box<dyn Stream<Item = Result<v1::LoadProgress, Status>> + Send>>;
 
@@ -112,6 +115,14 @@ impl Worker for WorkerService {
     ) -> Result<Response<v1::OpenTensorsResponse>, Status> {
         self.0.open_tensors(request.get_ref().tag).await?;
         Ok(Response::new(v1::OpenTensorsResponse {}))
+    }
+
+    async fn join(
+        &self,
+        request: Request<v1::JoinRequest>,
+    ) -> Result<Response<v1::JoinResponse>, Status> {
+        serve::join(&self.0, &self.1, request.get_ref().tag).await?;
+        Ok(Response::new(v1::JoinResponse {}))
     }
 
     async fn check(

@@ -13,7 +13,7 @@ use hotcell_proto::{
     limits,
     v1::{self, output_wish, tensors_client::TensorsClient, worker_server::Worker},
 };
-use hotcell_worker::{host::Host, service::WorkerService};
+use hotcell_worker::{host::Host, serve::Controls, service::WorkerService};
 use tonic::{Request, Status};
 
 use crate::support::*;
@@ -211,7 +211,7 @@ async fn a_connection_that_comes_as_a_descriptor_is_served() {
     let (ours, theirs) = stream_pair().unwrap();
     sender.send(9, &[theirs.as_fd()]).unwrap();
     drop(theirs);
-    let control = WorkerService(host.clone());
+    let control = WorkerService(host.clone(), Controls::default());
     let request = Request::new(v1::OpenTensorsRequest { tag: 9 });
     control.open_tensors(request).await.unwrap();
     let channel = channel_over(ours, Windows::default()).await.unwrap();

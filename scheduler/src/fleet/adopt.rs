@@ -1,0 +1,164 @@
+//! Going on with the models and workers of the program before this one.
+
+use std::{sync::Arc, time::Duration};
+
+use hotcell_proto::{
+    error::Error,
+    ids::ModelName,
+    v1::{Device, Loaded, ModelState, ModelSummary},
+};
+use tokio::time::Instant;
+
+use super::{
+    Asked, Fleet, Launched, Process, Slot, Sockets, catalog::Model, keeper, loading::believe,
+};
+use crate::{
+    supervisor::Past,
+    suspicion,
+    vault::{OpenModel, Source},
+};
+
+/// A worker as another program left it.
+pub struct Heir {
+    /// Its name.
+    pub id: String,
+    /// Its device.
+    pub device: Device,
+    /// What is remembered of it.
+    pub past: Past,
+    /// Its process.
+    pub live: Option<Live>,
+}
+
+/// A worker's process that lives on.
+pub struct Live {
+    /// It, and its sockets.
+    pub launched: Launched,
+    /// Tags of descriptors from here on are free.
+    pub next_tag: u64,
+    /// How long it has lived.
+    pub uptime: Duration,
+    /// The models that it has, in its words.
+    pub models: Vec<(ModelName, Loaded)>,
+}
+
+/// A process on its way to its keeper.
+pub(super) struct Adopted {
+    pub(super) process: Box<dyn Process>,
+    pub(super) sockets: Sockets,
+    /// What it has loaded.
+    pub(super) loaded: Asked,
+    pub(super) next_tag: u64,
+    pub(super) uptime: Duration,
+}
+
+impl Adopted {
+    /// One that was just started.
+    pub(super) fn fresh(process: Box<dyn Process>, sockets: Sockets) -> Self {
+        Self {
+            process,
+            sockets,
+            loaded: Asked::new(),
+            next_tag: 0,
+            uptime: Duration::ZERO,
+        }
+    }
+}
+
+impl Fleet {
+    /// Makes a model known that another program held open. To be called before workers start.
+    pub fn inherit_model(
+        &self,
+        name: ModelName,
+        source: Source,
+        configured: bool,
+        files: Result<OpenModel, Error>,
+        summary: Option<ModelSummary>,
+    ) {
+        let mut model = Model::new(source, configured);
+        match files {
+            Ok(files) => {
+                model.files = Some(Arc::new(files));
+                model.state = ModelState::Loading;
+                model.summary = summary;
+            }
+            Err(error) => {
+                tracing::error!(model = %name, %error, "a model was not handed over");
+                model.fail(error);
+            }
+        }
+        self.table().models.insert(name, model);
+    }
+
+    /// Whether there is a model of this name.
+    pub fn knows(&self, name: &ModelName) -> bool {
+        self.table().models.contains_key(name)
+    }
+
+    /// Remembers the deaths that were explained, and how many throw-away workers there were.
+    pub fn inherit_past(&self, explained: &[suspicion::Process], solos: u64) {
+        self.explained().explain(explained);
+        self.solos_made
+            .fetch_max(solos, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// [`start`](Self::start), with workers that live already: each goes on if its device is still the same. Those that
+    /// fit nowhere end here.
+    pub fn start_with(self: &Arc<Self>, devices: Vec<Device>, mut heirs: Vec<Heir>) {
+        let usable = devices.iter().filter(|d| d.problem.is_empty());
+        let mut workers = Vec::new();
+        let mut table = self.table();
+        for (index, device) in usable.enumerate() {
+            let id = format!("w{index}");
+            let same = |heir: &Heir| {
+                heir.id == id && heir.device.id == device.id && heir.device.cores == device.cores
+            };
+            let heir = heirs.iter().position(same).map(|at| heirs.swap_remove(at));
+            let heir = heir.map(|heir| {
+                let adopted = heir.live.map(|live| {
+                    let mut loaded = Asked::new();
+                    for (name, got) in live.models {
+                        let model = table.models.get_mut(&name).filter(|m| m.is_wanted());
+                        let (Some(model), Ok(got)) = (model, believe(got)) else {
+                            continue;
+                        };
+                        let Some(files) = model.files.clone() else {
+                            continue;
+                        };
+                        model.state = ModelState::Loaded;
+                        loaded.insert(name, (files, Some(got)));
+                    }
+                    let (process, sockets) = live.launched.split();
+                    Adopted {
+                        process,
+                        sockets,
+                        loaded,
+                        next_tag: live.next_tag,
+                        uptime: live.uptime,
+                    }
+                });
+                (heir.past, adopted)
+            });
+            table.workers.insert(id.clone(), Slot::new(device.clone()));
+            workers.push((id, device.clone(), heir));
+        }
+        table.devices = devices;
+        drop(table);
+        for heir in heirs {
+            tracing::info!(worker = heir.id, "its device is not used any more");
+        }
+        for (id, device, heir) in workers {
+            self.keep_standby(&id, &device);
+            self.keepers
+                .spawn(keeper::keep(Arc::clone(self), id, device, heir));
+        }
+    }
+
+    /// Notes how long a worker has lived already.
+    pub(super) fn note_uptime(&self, id: &str, uptime: Duration) {
+        if let Some(slot) = self.table().workers.get_mut(id) {
+            let now = Instant::now();
+            slot.since = now.checked_sub(uptime).unwrap_or(now);
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Leaving models and workers to the program that takes this one's place.
+
+use std::{
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    sync::Arc,
+};
+
+use hotcell_proto::v1::{self, WorkerState};
+use tokio::task::JoinSet;
+
+use super::{Fleet, Table, slot::Slot};
+use crate::vault::Source;
+
+/// The ends of connections that a worker serves besides ours.
+#[derive(Debug)]
+pub struct Joined {
+    id: String,
+    epoch: u64,
+    ends: [OwnedFd; 3],
+}
+
+fn millis(time: std::time::Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Fleet {
+    /// Keeps models from being loaded and unloaded while the result is held.
+    pub async fn hold_loads(&self) -> impl Send + '_ {
+        self.loading.lock().await
+    }
+
+    /// The models that are wanted, and their files once more.
+    ///
+    /// # Errors
+    /// For want of descriptors.
+    pub fn held_files(&self) -> std::io::Result<(Vec<v1::HeldModel>, Vec<OwnedFd>)> {
+        let table = self.table();
+        let wanted = table.models.values().filter(|m| m.is_wanted());
+        let files = wanted.filter_map(|m| m.files.as_ref()).map(|f| f.share());
+        let files = files.collect::<std::io::Result<Vec<_>>>()?;
+        Ok((models(&table), files.into_iter().flatten().collect()))
+    }
+
+    /// Has every worker that serves open connections for who comes next. One that does not is left out: it will be
+    /// started again.
+    pub async fn join_workers(&self) -> Vec<Joined> {
+        let links: Vec<_> = {
+            let table = self.table();
+            table
+                .workers
+                .values()
+                .filter_map(|slot| slot.serving().cloned())
+                .collect()
+        };
+        let mut joins = JoinSet::new();
+        for link in links {
+            joins.spawn(async move {
+                match link.join().await {
+                    Ok(ends) => Some(Joined {
+                        id: link.worker.clone(),
+                        epoch: link.epoch,
+                        ends,
+                    }),
+                    Err(error) => {
+                        tracing::warn!(worker = link.worker, %error, "a worker cannot be handed over");
+                        None
+                    }
+                }
+            });
+        }
+        let mut joined = Vec::new();
+        while let Some(done) = joins.join_next().await {
+            joined.extend(done.ok().flatten());
+        }
+        joined
+    }
+
+    /// Writes down what there is, and does `work` before anything can change.
+    pub fn freeze<T>(
+        self: &Arc<Self>,
+        joined: &[Joined],
+        state: &mut v1::TakeoverState,
+        work: impl FnOnce(&mut v1::TakeoverState) -> T,
+    ) -> T {
+        let table = self.table();
+        state.models = models(&table);
+        state.devices.clone_from(&table.devices);
+        let workers = table.workers.iter();
+        state.workers = workers
+            .map(|(id, slot)| {
+                let ends = joined.iter().find(|j| j.id == *id && j.epoch == slot.epoch);
+                let past = slot.supervised.past(self.now());
+                v1::HeldWorker {
+                    id: id.clone(),
+                    device: Some(slot.device.clone()),
+                    epoch: past.epoch,
+                    deaths: past.deaths,
+                    recent_ms: past.recent.into_iter().map(millis).collect(),
+                    corrupt: past.corrupt,
+                    quarantined: past.quarantined,
+                    link: ends.and_then(|joined| held(slot, joined)),
+                }
+            })
+            .collect();
+        state.crashes = self.crashes.all();
+        state.explained = self.explained().all().map(v1::HeldProcess::from).collect();
+        state.solos = self.solos_made.load(std::sync::atomic::Ordering::Relaxed);
+        work(state)
+    }
+}
+
+fn models(table: &Table) -> Vec<v1::HeldModel> {
+    let wanted = table.models.iter().filter(|(_, m)| m.is_wanted());
+    let held = wanted.filter_map(|(name, model)| {
+        Some(v1::HeldModel {
+            name: name.as_str().to_owned(),
+            path: match &model.source {
+                Source::Path(path) => Some(path.as_os_str().as_bytes().to_vec()),
+                Source::Bundled => None,
+            },
+            configured: model.configured,
+            state: model.state.into(),
+            summary: model.summary.clone(),
+            files: model.files.as_ref()?.hold(),
+        })
+    });
+    held.collect()
+}
+
+/// What of a worker's process is handed on, if it still serves.
+fn held(slot: &Slot, joined: &Joined) -> Option<v1::HeldLink> {
+    let link = slot
+        .serving()
+        .filter(|_| slot.state == WorkerState::Ready)?;
+    let handover = slot.handover.as_ref()?;
+    let [control, tokens, tensors] = joined.ends.each_ref().map(AsRawFd::as_raw_fd);
+    let models = slot.models.iter().map(|(model, loaded)| v1::HeldLoaded {
+        model: model.as_str().to_owned(),
+        loaded: Some(loaded.clone()),
+    });
+    Some(v1::HeldLink {
+        pid: slot.pid,
+        uptime_ms: millis(slot.since.elapsed()),
+        control,
+        tokens,
+        tensors,
+        descriptors: link.descriptors().as_raw_fd(),
+        blackbox: handover.blackbox.as_raw_fd(),
+        log: handover.log.as_raw_fd(),
+        next_tag: link.next_tag(),
+        log_lines: handover.lines(),
+        models: models.collect(),
+    })
+}

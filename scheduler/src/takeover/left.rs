@@ -1,0 +1,388 @@
+//! What the program before this one left: read as a stranger's words, and gone on with.
+
+use std::{
+    collections::BTreeMap,
+    os::{
+        fd::{OwnedFd, RawFd},
+        unix::ffi::OsStringExt,
+    },
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use hotcell_ipc::{inherit, memory::FileIdentity, spawn::Child, takeover as door};
+use hotcell_proto::{
+    PROTOCOL_VERSION,
+    ids::ModelName,
+    limits,
+    v1::{
+        Device, DoorKind, HeldLink, HeldModel, HeldStream, HeldWorker, TakeoverResponse,
+        TakeoverState, WorkerState,
+    },
+};
+use prost::Message;
+use tokio::time::{Instant, timeout_at};
+
+use super::{STATE_VERSION, give::descriptors};
+use crate::{
+    fleet::{Fleet, Heir, Launched, Live, Processes},
+    relay::{self, Call},
+    service::Shared,
+    store,
+    supervisor::Past,
+    suspicion::Process,
+    vault::{self, Source},
+};
+
+/// Listening sockets at most.
+const MAX_DOORS: usize = 8;
+/// How long workers may take to serve before the caller is told that they do not.
+const SETTLE: Duration = Duration::from_secs(30);
+
+/// A listening socket, and the lock of its path.
+#[derive(Debug)]
+pub struct Door {
+    /// The socket.
+    pub listener: OwnedFd,
+    /// The lock.
+    pub lock: Option<OwnedFd>,
+}
+
+/// What was left, each part until it is taken. What nobody takes is closed, and ends, when this is dropped.
+#[derive(Debug)]
+pub struct Left {
+    state: TakeoverState,
+    fds: BTreeMap<RawFd, OwnedFd>,
+    children: BTreeMap<u32, Child>,
+}
+
+/// Whom to tell, once this program serves.
+#[derive(Debug)]
+pub struct Asker {
+    stream: Option<OwnedFd>,
+    written_ms: u64,
+    kept: Vec<(String, u64)>,
+    streams: usize,
+}
+
+impl Left {
+    /// Takes what was left, if this program was executed to go on with something. Whatever it inherited besides is
+    /// closed, and children that nothing is known about end.
+    ///
+    /// # Errors
+    /// Why it is of no use.
+    pub fn take() -> Result<Option<Left>, String> {
+        let Some(number) = door::state_descriptor() else {
+            return Self::stored();
+        };
+        let left = Self::read(number);
+        // Only now: what is known was taken, and the rest is of no use to anybody.
+        let closed = inherit::close_others(&[]);
+        let children = left.iter().flat_map(|l| l.children.keys().copied());
+        let ended = door::end_strays(&children.collect::<Vec<_>>());
+        for done in [closed, ended] {
+            done.unwrap_or_else(|e| eprintln!("what was inherited cannot be looked through: {e}"));
+        }
+        left.map(Some)
+    }
+
+    /// What the service manager kept of a scheduler that was killed.
+    fn stored() -> Result<Option<Left>, String> {
+        let mut stored = inherit::stored(store::PREFIX);
+        let Some(at) = stored.iter().position(|(name, _)| name == store::STATE) else {
+            return Ok(None);
+        };
+        let mut state = Self::decode(stored.swap_remove(at).1)?;
+        (state.workers, state.streams, state.asker) = (Vec::new(), Vec::new(), -1);
+        // The numbers in the state were those of the other process.
+        let mut fds = BTreeMap::new();
+        let mut number = 0;
+        let mut claim = |fits: &dyn Fn(&str, &OwnedFd) -> bool| {
+            number += 1;
+            if let Some(at) = stored.iter().position(|(name, fd)| fits(name, fd)) {
+                fds.insert(number, stored.swap_remove(at).1);
+            }
+            number
+        };
+        for door in &mut state.doors {
+            let name = store::name_of(door.kind());
+            door.listener = claim(&|stored, _| stored == name);
+            door.lock = -1;
+        }
+        for file in state.models.iter_mut().flat_map(|m| &mut m.files) {
+            let (dev, ino) = (file.device, file.inode);
+            file.descriptor = claim(&|name, fd| {
+                let same = |found: FileIdentity| (found.dev, found.ino) == (dev, ino);
+                name == store::FILE && FileIdentity::of(fd).is_ok_and(same)
+            });
+        }
+        Ok(Some(Left {
+            state,
+            fds,
+            children: BTreeMap::new(),
+        }))
+    }
+
+    fn read(number: RawFd) -> Result<Left, String> {
+        let memory = inherit::take(number).map_err(|e| e.to_string())?;
+        let mut state = Self::decode(memory)?;
+        let mut fds = BTreeMap::new();
+        for number in descriptors(&state) {
+            // One that is not there, or was named before, is missing where it is looked for.
+            if let Ok(fd) = inherit::take(number) {
+                fds.insert(number, fd);
+            }
+        }
+        let mut children = BTreeMap::new();
+        for link in state.workers.iter_mut().filter_map(|w| w.link.as_mut()) {
+            let log = fds.remove(&link.log);
+            // One that died meanwhile is nobody's child any more.
+            if let Ok(child) = Child::adopt(link.pid, log) {
+                children.insert(link.pid, child);
+            }
+        }
+        Ok(Left {
+            state,
+            fds,
+            children,
+        })
+    }
+
+    fn decode(memory: OwnedFd) -> Result<TakeoverState, String> {
+        let bytes = door::read_state(memory).map_err(|e| e.to_string())?;
+        let state = TakeoverState::decode(&bytes[..]).map_err(|e| e.to_string())?;
+        if state.version != STATE_VERSION {
+            return Err(format!(
+                "it is of version {}, and this program reads {STATE_VERSION}",
+                state.version
+            ));
+        }
+        for (what, count, most) in [
+            ("doors", state.doors.len(), MAX_DOORS),
+            ("models", state.models.len(), limits::MAX_MODELS),
+            ("devices", state.devices.len(), limits::MAX_DEVICES),
+            ("workers", state.workers.len(), limits::MAX_DEVICES),
+            ("streams", state.streams.len(), limits::MAX_STREAMS),
+            ("crash reports", state.crashes.len(), limits::KEPT_CRASHES),
+        ] {
+            if count > most {
+                return Err(format!("{count} {what} are more than {most}"));
+            }
+        }
+        Ok(state)
+    }
+
+    /// The socket that listened for this.
+    pub fn door(&mut self, kind: DoorKind, address: &[u8]) -> Option<Door> {
+        let same = |d: &&hotcell_proto::v1::HeldDoor| d.kind() == kind && d.address == address;
+        let held = self.state.doors.iter().find(same)?;
+        Some(Door {
+            listener: self.fds.remove(&held.listener)?,
+            lock: self.fds.remove(&held.lock),
+        })
+    }
+
+    /// The devices, if they were chosen in the same way.
+    pub fn devices(&self, choice: &str) -> Option<Vec<Device>> {
+        let same = self.state.device_choice == choice && !self.state.devices.is_empty();
+        same.then(|| self.state.devices.clone())
+    }
+
+    /// Hands models and what is remembered of deaths to the fleet, but for models that are configured otherwise now.
+    pub fn give_models(&mut self, fleet: &Fleet, configured: &[(ModelName, PathBuf)]) {
+        for model in std::mem::take(&mut self.state.models) {
+            let HeldModel {
+                name,
+                path,
+                configured: was_configured,
+                summary,
+                files,
+                ..
+            } = model;
+            let Ok(name) = ModelName::new(name) else {
+                continue;
+            };
+            let path = path.map(|path| PathBuf::from(std::ffi::OsString::from_vec(path)));
+            let wanted = configured.iter().find(|(n, _)| *n == name);
+            if wanted.is_some_and(|(_, wanted)| Some(wanted) != path.as_ref())
+                || files.len() > limits::MAX_MODEL_FILES
+            {
+                continue;
+            }
+            let files = vault::inherit(files, |number| self.fds.remove(&number));
+            let source = path.map_or(Source::Bundled, Source::Path);
+            fleet.inherit_model(name, source, was_configured, files, summary);
+        }
+        let explained = std::mem::take(&mut self.state.explained);
+        let explained: Vec<_> = explained.into_iter().map(Process::from).collect();
+        fleet.inherit_past(&explained, self.state.solos);
+        fleet
+            .crashes
+            .inherit(std::mem::take(&mut self.state.crashes));
+    }
+
+    /// The workers, with the processes that live on.
+    pub fn workers(&mut self, processes: &Processes) -> Vec<Heir> {
+        let speaks = self.state.protocol_version == PROTOCOL_VERSION;
+        let workers = std::mem::take(&mut self.state.workers);
+        let heir = |worker: HeldWorker| {
+            let link = worker.link.filter(|_| speaks);
+            let live = link.and_then(|link| self.live(processes, &worker.id, worker.epoch, link));
+            Heir {
+                live,
+                past: Past {
+                    epoch: worker.epoch,
+                    deaths: worker.deaths,
+                    recent: worker
+                        .recent_ms
+                        .into_iter()
+                        .map(Duration::from_millis)
+                        .collect(),
+                    corrupt: worker.corrupt,
+                    quarantined: worker.quarantined,
+                },
+                device: worker.device.unwrap_or_default(),
+                id: worker.id,
+            }
+        };
+        workers.into_iter().map(heir).collect()
+    }
+
+    fn live(
+        &mut self,
+        processes: &Processes,
+        id: &str,
+        epoch: u64,
+        link: HeldLink,
+    ) -> Option<Live> {
+        let child = self.children.remove(&link.pid)?;
+        let mut claim = |number: RawFd| self.fds.remove(&number);
+        let (control, tokens) = (claim(link.control)?, claim(link.tokens)?);
+        let (tensors, descriptors) = (claim(link.tensors)?, claim(link.descriptors)?);
+        let blackbox = claim(link.blackbox)?;
+        let lines = link.log_lines.into_iter().take(limits::KEPT_LOG_LINES);
+        let process = processes.adopt(child, (id, epoch), blackbox, lines.collect());
+        let process = process
+            .inspect_err(|error| tracing::warn!(worker = id, %error, "a worker cannot be kept"))
+            .ok()?;
+        let models = link
+            .models
+            .into_iter()
+            .filter_map(|held| Some((ModelName::new(held.model).ok()?, held.loaded?)));
+        Some(Live {
+            launched: Launched {
+                process,
+                control: control.into(),
+                tokens: tokens.into(),
+                tensors: tensors.into(),
+                descriptors,
+            },
+            next_tag: link.next_tag,
+            uptime: Duration::from_millis(link.uptime_ms),
+            models: models.collect(),
+        })
+    }
+
+    /// Has the streams go on, and returns whom to tell. `kept` are the workers that live on.
+    pub fn resume(mut self, shared: &Shared, kept: Vec<(String, u64)>) -> Asker {
+        let mut streams = std::mem::take(&mut self.state.streams);
+        // The order in which the oldest are forgotten.
+        streams.sort_by_key(|held| held.ended);
+        let count = streams.len();
+        for held in streams {
+            if let Err(error) = resume(shared, held) {
+                tracing::warn!(%error, "a stream does not go on");
+            }
+        }
+        Asker {
+            stream: self.fds.remove(&self.state.asker),
+            written_ms: self.state.written_ms,
+            kept,
+            streams: count,
+        }
+    }
+}
+
+/// Has one stream go on, or wait for its client.
+fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error::Error> {
+    let (id, restored) = shared.streams.restore(held)?;
+    let (streams, stream) = (shared.streams.clone(), restored.stream);
+    let Some(running) = restored.running else {
+        tokio::spawn(async move { streams.keep(&id, &stream).await });
+        return Ok(());
+    };
+    let begun = shared
+        .admission
+        .admit()
+        .and_then(|permit| Ok((permit, ModelName::new(running.request.model.as_str())?)));
+    let (permit, model) = match begun {
+        Ok(begun) => begun,
+        Err(error) => {
+            stream.finish(Err(error.clone().into()));
+            tokio::spawn(async move { streams.keep(&id, &stream).await });
+            return Err(error);
+        }
+    };
+    let call = Call {
+        request: running.request,
+        id,
+        model,
+        deadline: running.deadline,
+        permit,
+        past: running.past,
+    };
+    let (fleet, abort) = (Arc::clone(&shared.fleet), shared.abort.clone());
+    tokio::spawn(relay::run(fleet, call, stream, streams, abort));
+    Ok(())
+}
+
+impl Asker {
+    /// Tells it once every worker serves, or does not.
+    pub async fn tell(self, fleet: Arc<Fleet>) {
+        let Some(stream) = self.stream else { return };
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = since.map_or(0, |s| u64::try_from(s.as_millis()).unwrap_or(0));
+        let until = Instant::now() + SETTLE;
+        let mut changed = fleet.changes();
+        let workers = loop {
+            changed.see();
+            let workers = fleet.workers();
+            let starting = |w: &hotcell_proto::v1::WorkerInfo| w.state() == WorkerState::Starting;
+            let own = |w: &&hotcell_proto::v1::WorkerInfo| !w.id.contains('.');
+            if !workers.iter().filter(own).any(starting)
+                || timeout_at(until, changed.changed()).await.is_err()
+            {
+                break workers;
+            }
+        };
+        let own: Vec<_> = workers.iter().filter(|w| !w.id.contains('.')).collect();
+        let lives = |w: &&&hotcell_proto::v1::WorkerInfo| {
+            let process = (w.id.clone(), w.epoch);
+            w.state() == WorkerState::Ready && self.kept.contains(&process)
+        };
+        let kept = own.iter().filter(lives).count();
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let answer = TakeoverResponse {
+            problem: String::new(),
+            release: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            workers_kept: count(kept),
+            workers_new: count(own.len() - kept),
+            streams: count(self.streams),
+            pause_ms: now.saturating_sub(self.written_ms),
+        };
+        tracing::info!(
+            kept,
+            new = own.len() - kept,
+            streams = self.streams,
+            pause_ms = answer.pause_ms,
+            "took over from the program before this one"
+        );
+        let answer = answer.encode_to_vec();
+        let told = tokio::task::spawn_blocking(move || door::answer(stream, &answer)).await;
+        if let Ok(Err(error)) = told {
+            tracing::debug!(%error, "who asked for the takeover did not hear of it");
+        }
+    }
+}
