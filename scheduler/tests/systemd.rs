@@ -175,7 +175,8 @@ fn the_unit_restarts_what_a_restart_can_mend_and_leaves_the_drain_alone() {
     for (exit, words) in Exit::ALL {
         let code = *exit as u8;
         let (vain, asked) = match exit {
-            Exit::Ok => continue,
+            // The last two are those of the reload's command.
+            Exit::Ok | Exit::TakeoverRefused | Exit::TakeoverFailed => continue,
             Exit::Usage | Exit::NoWorkerBinary => (true, false),
             Exit::Interrupted => (false, true),
             Exit::CannotListen | Exit::NoDevice | Exit::Internal => (false, false),
