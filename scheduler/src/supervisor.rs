@@ -508,6 +508,52 @@ mod tests {
     }
 
     #[test]
+    fn another_program_goes_on_with_what_is_remembered() {
+        let mut clock = Clock::started();
+        clock.tell(Event::Ready);
+        clock.dies();
+        clock.tell(Event::Ready);
+        clock.after(1000);
+        let past = clock.state.past(clock.now);
+        let ago = Duration::from_millis(1000);
+        assert_eq!(
+            (past.epoch, past.deaths, &past.recent[..]),
+            (2, 1, &[ago][..])
+        );
+        let next = |past: &Past, until| Clock {
+            state: State::inherit(past.clone(), &POLICY, Duration::ZERO, until),
+            now: Duration::ZERO,
+        };
+        // Its process lives on, and dies as the second one within the window.
+        let until = Duration::from_secs(5);
+        let mut alive = next(&past, Some(until));
+        assert_eq!(alive.tell(Event::Begin), []);
+        assert_eq!(alive.state.wake_at(), Some(until));
+        alive.tell(Event::Ready);
+        assert_eq!(alive.state.phase, Phase::Ready);
+        assert_eq!(alive.dies(), [died(Some(100))]);
+        // Without a process it is started, under the next number.
+        let mut gone = next(&past, None);
+        assert_eq!(gone.tell(Event::Begin), [Action::Spawn { epoch: 3 }]);
+        // Out of use stays out of use until it is released.
+        let quarantined = Past {
+            quarantined: Some("died too often".into()),
+            ..past
+        };
+        let mut out = next(&quarantined, None);
+        assert_eq!(out.tell(Event::Begin), []);
+        assert_eq!(out.state.past(out.now).quarantined, quarantined.quarantined);
+        assert_eq!(out.tell(Event::Release), [Action::Spawn { epoch: 3 }]);
+        // More than it would ever have remembered is not believed.
+        let many = Past {
+            recent: vec![Duration::ZERO; 1000],
+            ..quarantined
+        };
+        let most = POLICY.budget as usize;
+        assert_eq!(next(&many, None).state.recent.len(), most);
+    }
+
+    #[test]
     fn past_the_budget_it_is_quarantined_and_stays_so() {
         let mut clock = Clock::started();
         for _ in 0..POLICY.budget {

@@ -469,6 +469,36 @@ async fn a_program_that_cannot_take_over_changes_nothing() {
     assert_eq!(who(&cluster).await, before);
 }
 
+/// The TCP ports that it said it serves on, one for each program.
+fn ports(cluster: &Cluster) -> Vec<String> {
+    let log = cluster.scheduler.log();
+    let serving = log.lines().filter(|l| l.contains("serving on "));
+    let port = |l: &str| l.rsplit(':').next().map(str::to_owned);
+    serving.filter_map(port).collect()
+}
+
+#[tokio::test]
+async fn streams_may_end_first_and_a_port_stays_the_same() {
+    let arguments = ["--listen", "127.0.0.1:0"];
+    let cluster = cluster(&arguments).await;
+    let client = cluster.client().await.unwrap();
+    let mut stream = client.generate(PROMPT, greedy(60)).await.unwrap();
+    let mut events = Vec::new();
+    read(&mut stream, &mut events, 2).await;
+    let drain = ["--listen", "127.0.0.1:0", "--takeover-drain", "30s"];
+    let (said, ()) = tokio::join!(take_over(&cluster, &drain), async {
+        read(&mut stream, &mut events, usize::MAX).await;
+    });
+    assert!(said.contains("1 workers live on"), "{said}");
+    assert_eq!(stream_end(&events).reason(), v1::FinishReason::MaxTokens);
+    assert_eq!(stream.returns(), 0, "it was cut short");
+    let ports = ports(&cluster);
+    assert_eq!(ports.len(), 2, "{ports:?}");
+    assert_eq!(ports[0], ports[1]);
+    let address = format!("http://127.0.0.1:{}", ports[1]).parse().unwrap();
+    Client::connect(&address).await.unwrap();
+}
+
 #[tokio::test]
 async fn nobody_answers_where_no_scheduler_is() {
     let cluster = cluster(&[]).await;

@@ -273,3 +273,107 @@ fn past(
         blamed,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use hotcell_proto::v1::{GenerateEvent, generate_event::Event};
+    use tokio_stream::StreamExt;
+    use tokio_util::task::TaskTracker;
+
+    use super::*;
+
+    fn event(event: Event) -> GenerateEvent {
+        GenerateEvent { event: Some(event) }
+    }
+
+    /// A stream that resumed after a token, and said two more.
+    fn spoken() -> Arc<Stream> {
+        let begin = Mark { tokens: 1, text: 2 };
+        let stream = Stream::new(Arc::new(Room::default()), false, begin);
+        let request = GenerateRequest {
+            request_id: "r".into(),
+            resume: Some(v1::Resume {
+                generated_ids: vec![7],
+                text_bytes_emitted: 2,
+            }),
+            ..GenerateRequest::default()
+        };
+        stream.asked(request, None);
+        stream.write(event(Event::Accepted(Accepted {
+            prompt_ids: vec![1, 2],
+            ..Accepted::default()
+        })));
+        for id in [8, 9] {
+            stream.write(event(Event::Delta(Delta {
+                text: "x".into(),
+                token_ids: vec![id],
+                ..Delta::default()
+            })));
+        }
+        stream
+    }
+
+    #[tokio::test]
+    async fn it_goes_on_where_it_was_and_is_kept_for_its_client() {
+        let held = spoken().freeze().hold("r", Some([3; 32])).unwrap();
+        let room = Arc::new(Room::default());
+        let restored = Stream::restore(Arc::clone(&room), held).unwrap();
+        assert_eq!(
+            (&restored.id[..], restored.fingerprint),
+            ("r", Some([3; 32]))
+        );
+        let past = restored.running.unwrap().past.unwrap();
+        assert_eq!(past.generated, [7, 8, 9]);
+        assert_eq!((past.text_bytes, past.deaths), (4, 0));
+        assert_eq!(past.accepted.prompt_ids, [1, 2]);
+        let stream = restored.stream;
+        assert!(stream.keeps() && room.held() > 0);
+        // After the token before the last.
+        let reader = stream.attach(Some((2, Some(3))), TaskTracker::new().token());
+        let mut reader = reader.unwrap();
+        let mut next = async || reader.next().await.unwrap().unwrap().event.unwrap();
+        assert!(matches!(next().await, Event::Accepted(_)));
+        assert!(matches!(next().await, Event::Delta(d) if d.token_ids == [9]));
+        drop(reader);
+        drop(stream);
+        assert_eq!(room.held(), 0);
+    }
+
+    #[tokio::test]
+    async fn the_end_goes_over_too_and_what_nobody_wants_does_not() {
+        let stream = spoken();
+        let error = Error::new(Reason::WorkerLost, "gone").with("worker", "w0");
+        stream.finish(Err(error.clone().into()));
+        let held = stream.freeze().hold("r", None).unwrap();
+        let restored = Stream::restore(Arc::new(Room::default()), held).unwrap();
+        assert!(restored.running.is_none());
+        let reader = restored.stream.attach(None, TaskTracker::new().token());
+        let events: Vec<_> = reader.unwrap().collect().await;
+        let last = events.last().unwrap().clone();
+        assert_eq!(Error::from_status(&last.unwrap_err()), error);
+        let cancelled = spoken();
+        cancelled.cancel();
+        assert_eq!(cancelled.freeze().hold("r", None), None);
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_refused() {
+        let held = spoken().freeze().hold("r", None).unwrap();
+        for spoil in [
+            &(|h: &mut v1::HeldStream| h.request = None) as &dyn Fn(&mut v1::HeldStream),
+            &|h| h.first_tokens = u64::MAX,
+            &|h| h.begin_tokens = 5,
+            &|h| h.generated.truncate(1),
+            &|h| h.begin_text = 1,
+            &|h| h.blamed = vec![v1::HeldProcess::default(); 100],
+            &|h| h.deltas[0].text = "x".repeat(limits::MAX_DELTA_BYTES + 1),
+        ] {
+            let mut held = held.clone();
+            spoil(&mut held);
+            let room = Arc::new(Room::default());
+            let refused = Stream::restore(Arc::clone(&room), held).unwrap_err();
+            assert_eq!(refused.reason(), Reason::ProtocolViolation);
+            assert_eq!(room.held(), 0);
+        }
+    }
+}
