@@ -6,6 +6,7 @@
 mod bench;
 mod chat;
 mod crashes;
+mod embed;
 mod exit;
 mod flags;
 mod generate;
@@ -27,6 +28,7 @@ use crate::{connect::Address, local::Bundled};
 pub use bench::BenchFlags;
 pub use chat::ChatFlags;
 pub use crashes::{CrashesFlags, What};
+pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
 pub use flags::{ModelRef, PromptFlags, SamplingFlags};
 pub use generate::{GenerateFlags, RunFlags};
@@ -233,6 +235,12 @@ if the worker's program is the one that died.")]
         after_help = "Examples:\n  hotcell detokenize 312 17 9\n  hotcell detokenize 0,312,17 --special"
     )]
     Detokenize(DetokenizeFlags),
+    /// Turn texts into vectors: a model's last hidden states, pooled
+    #[command(after_help = "\
+Examples:
+  hotcell embed \"In the beginning\" \"And God said\"     a line of numbers for each
+  hotcell embed --mean --json < lines.txt | jq '.embeddings[].values'")]
+    Embed(EmbedFlags),
     /// Print a completion script for a shell
     #[command(after_help = "\
 Examples:
@@ -331,6 +339,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Watch => operate::watch(ui, global, stop).await,
         Command::Crashes(flags) => crashes::crashes(ui, global, flags).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
+        Command::Embed(flags) => embed::embed(ui, global, flags).await,
         Command::Detokenize(flags) => operate::detokenize(ui, global, flags).await,
         Command::Completions(flags) => operate::completions(ui, flags),
     };

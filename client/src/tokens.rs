@@ -91,6 +91,12 @@ pub struct GenerateOptions {
     pub resume: Option<v1::Resume>,
     /// Rather than fail, go on in another numerics class when none of the stream's own is left.
     pub continue_across: bool,
+    /// Whose request it is: tenants share workers fairly, and no cached prompts.
+    pub tenant: String,
+    /// How urgent among the tenant's own, 0 to 7.
+    pub priority: u32,
+    /// Draw one token at a time, also where guessing would be faster.
+    pub no_speculation: bool,
     /// The whole stream must be complete after this long. Sent along, and kept here as well.
     pub deadline: Option<Duration>,
 }
@@ -113,8 +119,26 @@ impl GenerateOptions {
             resume: self.resume,
             continue_across: self.continue_across,
             grammar: None,
+            tenant: self.tenant,
+            priority: self.priority,
+            no_speculation: self.no_speculation,
         }
     }
+}
+
+/// How prompts become vectors.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EmbedOptions {
+    /// Name of a model; empty: the scheduler's default.
+    pub model: String,
+    /// The mean of all tokens' states instead of the last token's.
+    pub mean: bool,
+    /// Leave the vectors as long as they are instead of making their length 1.
+    pub unnormalized: bool,
+    /// As in [`GenerateOptions`].
+    pub tenant: String,
+    /// As in [`GenerateOptions`].
+    pub priority: u32,
 }
 
 /// One event of a stream. The first is `Accepted`, the last `Finished`.
@@ -519,6 +543,31 @@ impl Client {
             without_special,
         };
         let response = self.tokens_client().tokenize(request).await;
+        self.answer(response)
+    }
+
+    /// Reads prompts without generating; a vector for each, in their order.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn embed(
+        &self,
+        prompts: impl IntoIterator<Item = Prompt>,
+        options: EmbedOptions,
+    ) -> Result<v1::EmbedResponse, Error> {
+        let pooling = match options.mean {
+            true => v1::Pooling::Mean,
+            false => v1::Pooling::Last,
+        };
+        let request = v1::EmbedRequest {
+            model: options.model,
+            prompts: prompts.into_iter().map(v1::Prompt::from).collect(),
+            pooling: pooling.into(),
+            unnormalized: options.unnormalized,
+            tenant: options.tenant,
+            priority: options.priority,
+        };
+        let response = self.tokens_client().embed(request).await;
         self.answer(response)
     }
 

@@ -517,6 +517,7 @@ async fn lists_are_one_json_document() {
     let running = fake::start().await;
     let done = hotcell(&running, &["ps", "--json"]).await;
     let worker = &done.lines()[0]["workers"][0];
+    assert_eq!(worker["caches"][0]["used_blocks"], 3);
     assert_eq!(
         (&worker["id"], &worker["pid"], &worker["state"]),
         (&"w0".into(), &4242.into(), &"ready".into())
@@ -623,4 +624,10 @@ async fn lists_are_tables_without_control_characters() {
     assert_eq!(done.out, "0 104 105\n");
     let done = hotcell(&running, &["detokenize", "104,105"]).await;
     assert_eq!(done.out, "hi\n");
+    let done = hotcell(&running, &["embed", "hi", "you", "--mean"]).await;
+    assert_eq!(done.out, "0.6 -0.8\n0.6 -0.8\n");
+    let done = hotcell(&running, &["embed", "hi", "you", "--json"]).await;
+    let embeddings = &done.lines()[0]["embeddings"];
+    assert_eq!(embeddings[1]["prompt_tokens"], 3);
+    assert_eq!(embeddings[0]["values"].as_array().unwrap().len(), 2);
 }

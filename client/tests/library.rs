@@ -186,6 +186,9 @@ async fn all_options_reach_the_server() {
         }),
         reattach: None,
         continue_across: true,
+        tenant: "us".to_owned(),
+        priority: 3,
+        no_speculation: true,
         deadline: None,
     };
     let stream = client(&running)
@@ -213,7 +216,8 @@ async fn all_options_reach_the_server() {
         (&*request.request_id, &request.resume),
         ("mine", &options.resume)
     );
-    assert!(request.continue_across);
+    assert!(request.continue_across && request.no_speculation);
+    assert_eq!((&*request.tenant, request.priority), ("us", 3));
     assert_eq!(seen.timeouts, [None]);
 }
 

@@ -25,6 +25,12 @@ pub const MAX_TOP_LOGPROBS: u32 = 20;
 pub const MAX_MODEL_NAME: usize = 128;
 /// Characters of a request id.
 pub const MAX_REQUEST_ID: usize = 64;
+/// Characters of a tenant's name.
+pub const MAX_TENANT: usize = 64;
+/// Priorities of requests are 0 to this.
+pub const MAX_PRIORITY: u32 = 7;
+/// Prompts of one call for embeddings.
+pub const MAX_EMBED_PROMPTS: usize = 64;
 /// Files of one model.
 pub const MAX_MODEL_FILES: usize = 1024;
 /// Extensions of the files that make a model's folder; no other file of it is opened.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::{GenerateRequest, Prompt, prompt::Kind},
+    v1::{EmbedRequest, GenerateRequest, Prompt, prompt::Kind},
 };
 
 fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
@@ -51,12 +51,33 @@ pub fn check_prompt(prompt: Option<&Prompt>) -> Result<(), Error> {
     }
 }
 
+/// Checks the size of a tenant's name.
+fn check_tenant(tenant: &str) -> Result<(), Error> {
+    at_most(
+        "characters of the tenant",
+        tenant.chars().count(),
+        limits::MAX_TENANT,
+    )
+}
+
+/// Checks the sizes of a request for embeddings.
+///
+/// # Errors
+/// As [`check_request`].
+pub fn check_embed(request: &EmbedRequest) -> Result<(), Error> {
+    at_most("prompts", request.prompts.len(), limits::MAX_EMBED_PROMPTS)?;
+    check_tenant(&request.tenant)?;
+    let prompts = request.prompts.iter();
+    prompts.map(Some).try_for_each(check_prompt)
+}
+
 /// Checks the sizes of a request. Values (such as a temperature) are the worker's to check.
 ///
 /// # Errors
 /// [`Reason::LimitExceeded`] or [`Reason::InvalidArgument`], naming the field.
 pub fn check_request(request: &GenerateRequest) -> Result<(), Error> {
     check_prompt(request.prompt.as_ref())?;
+    check_tenant(&request.tenant)?;
     at_most("stop strings", request.stop.len(), limits::MAX_STOP_STRINGS)?;
     for stop in &request.stop {
         at_most("bytes of a stop string", stop.len(), limits::MAX_STOP_BYTES)?;
@@ -225,6 +246,10 @@ mod tests {
                 ..ok.clone()
             },
             GenerateRequest {
+                tenant: "x".repeat(limits::MAX_TENANT + 1),
+                ..ok.clone()
+            },
+            GenerateRequest {
                 sampling: Some(Sampling {
                     logit_bias: vec![Default::default(); limits::MAX_LOGIT_BIASES + 1],
                     ..Sampling::default()
@@ -240,6 +265,35 @@ mod tests {
             check_request(&none).unwrap_err().reason(),
             Reason::InvalidArgument
         );
+    }
+
+    #[test]
+    fn embeddings_have_the_same_bounds() {
+        let prompt = |text: String| Prompt {
+            kind: Some(Kind::Text(text)),
+        };
+        let of = |prompts| EmbedRequest {
+            prompts,
+            ..EmbedRequest::default()
+        };
+        assert_eq!(check_embed(&of(vec![])), Ok(()));
+        assert_eq!(
+            check_embed(&of(vec![prompt("x".into()); limits::MAX_EMBED_PROMPTS])),
+            Ok(())
+        );
+        for (prompts, reason) in [
+            (
+                vec![prompt("x".into()); limits::MAX_EMBED_PROMPTS + 1],
+                Reason::LimitExceeded,
+            ),
+            (
+                vec![prompt("x".repeat(limits::MAX_PROMPT_BYTES + 1))],
+                Reason::LimitExceeded,
+            ),
+            (vec![Prompt::default()], Reason::InvalidArgument),
+        ] {
+            assert_eq!(check_embed(&of(prompts)).unwrap_err().reason(), reason);
+        }
     }
 
     #[test]

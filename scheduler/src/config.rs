@@ -73,6 +73,9 @@ settings! {
     /// Dtype of the workers' KV caches [default: f16]
     #[arg(value_enum, value_name = "DTYPE")]
     kv_cache: KvCache = "HOTCELL_KV_CACHE";
+    /// Bytes that each model may take in a worker besides its weights [default: 1 GiB of cache, more if one context needs it]
+    #[arg(value_name = "BYTES")]
+    model_memory: u64 = "HOTCELL_MODEL_MEMORY";
     /// How long the probe of devices may take [default: 10s]
     #[arg(value_name = "TIME")]
     probe_timeout: Span = "HOTCELL_PROBE_TIMEOUT";
@@ -182,6 +185,8 @@ pub struct WorkerConfig {
     pub binary: PathBuf,
     /// Dtype of the KV cache.
     pub kv_cache: KvCache,
+    /// Bytes that each model may take besides its weights; none: the worker's own default.
+    pub model_memory: Option<u64>,
     /// What it logs: off, error, warn, info, debug or trace.
     pub log: &'static str,
 }
@@ -363,6 +368,7 @@ impl Config {
             worker: WorkerConfig {
                 binary,
                 kv_cache: s.kv_cache.unwrap_or_default(),
+                model_memory: s.model_memory,
                 log: values::plain_level(&log),
             },
             timeouts: Timeouts {

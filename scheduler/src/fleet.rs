@@ -6,6 +6,7 @@
 mod adopt;
 mod aside;
 mod autopsy;
+mod caches;
 mod catalog;
 mod changes;
 mod examine;

@@ -363,6 +363,10 @@ impl Journal {
             usage: Some(Usage {
                 prompt_tokens: u32::try_from(self.prompt_ids.len()).unwrap_or(u32::MAX),
                 generated_tokens: u32::try_from(self.generated.len()).unwrap_or(u32::MAX),
+                cached_tokens: finished
+                    .usage
+                    .map_or(0, |usage| usage.cached_tokens)
+                    .min(u32::try_from(self.prompt_ids.len()).unwrap_or(u32::MAX)),
             }),
             timings: Some(Timings {
                 queue_ms: sane(timings.queue_ms),
@@ -480,6 +484,7 @@ mod tests {
         let counted = Usage {
             prompt_tokens: 99,
             generated_tokens: 4,
+            cached_tokens: 50,
         };
         let Ok(Some(Event::Finished(end))) = take(&mut journal, finished_with(Some(counted)))
         else {
@@ -488,6 +493,8 @@ mod tests {
         assert_eq!(end.deaths_survived, 1);
         let usage = end.usage.unwrap();
         assert_eq!((usage.prompt_tokens, usage.generated_tokens), (2, 4));
+        // No more than there are.
+        assert_eq!(usage.cached_tokens, 2);
         let timings = end.timings.unwrap();
         assert_eq!((timings.queue_ms, timings.prefill_ms), (0.0, 0.0));
         assert!(journal.is_finished());
@@ -589,6 +596,7 @@ mod tests {
         let one = Usage {
             prompt_tokens: 2,
             generated_tokens: 1,
+            cached_tokens: 0,
         };
         for (events, words) in [
             (vec![delta("a", &[1])], "not Accepted"),

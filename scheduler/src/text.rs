@@ -1,4 +1,4 @@
-//! Text to tokens and back, by any worker that has the model: the scheduler knows no tokenizer.
+//! Text to tokens and back, and to vectors, by any worker that has the model: the scheduler knows no tokenizer.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use hotcell_proto::{
     ids::{ModelName, RequestId},
     limits,
     v1::{
-        DetokenizeRequest, DetokenizeResponse, Prompt, TokenizeRequest, TokenizeResponse,
-        prompt::Kind, tokens_client::TokensClient,
+        DetokenizeRequest, DetokenizeResponse, EmbedRequest, EmbedResponse, Prompt,
+        TokenizeRequest, TokenizeResponse, prompt::Kind, tokens_client::TokensClient,
     },
 };
 use tokio::time::Instant;
@@ -150,5 +150,38 @@ pub async fn detokenize(
     Ok(DetokenizeResponse {
         model: model.as_str().to_owned(),
         text: answer.text,
+    })
+}
+
+/// Pools the hidden states of prompts.
+///
+/// # Errors
+/// The worker's words, or why there is no worker.
+pub async fn embed(
+    fleet: &Arc<Fleet>,
+    model: &ModelName,
+    request: EmbedRequest,
+    deadline: Option<Instant>,
+) -> Result<EmbedResponse, Error> {
+    let request = EmbedRequest {
+        model: model.as_str().to_owned(),
+        ..request
+    };
+    let count = request.prompts.len();
+    let answer = ask(fleet, model, |mut tokens| {
+        let request = bounded(request.clone(), deadline);
+        async move { tokens.embed(request).await }
+    })
+    .await?;
+    let width = answer.embeddings.first().map_or(0, |e| e.values.len());
+    if answer.embeddings.len() != count || answer.embeddings.iter().any(|e| e.values.len() != width)
+    {
+        return Err(doubt(
+            "with another number of embeddings, or of their values",
+        ));
+    }
+    Ok(EmbedResponse {
+        model: model.as_str().to_owned(),
+        ..answer
     })
 }

@@ -28,6 +28,7 @@ async fn host(path: &Path) -> Result<Host> {
         device: "cpu:0".to_owned(),
         cores: (0..threads).collect(),
         cache_dtype: DType::F16,
+        model_memory: None,
         tensor_memory: None,
         blackbox: None,
         registry: hotcell_kernels::registry::Registry::default(),

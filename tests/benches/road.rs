@@ -160,6 +160,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         device: "cpu:0".to_owned(),
         cores: (0..threads()).collect(),
         cache_dtype: DType::F16,
+        model_memory: None,
         tensor_memory: None,
         blackbox: None,
         registry: Registry::default(),

@@ -76,7 +76,7 @@ impl Solo {
         let mut runner = Runner::new(&device, source, shape, &PlanHints::default(), &|| {})?;
         // Blocks in an order of their own, so that a kernel that ignores the table is found out.
         let blocks = runner.shape().blocks_per_sequence();
-        let table: Vec<i32> = (0..blocks as i32).rev().collect();
+        let table: Vec<u32> = (0..blocks as u32).rev().collect();
         runner.set_table(0, 0, &table)?;
         Ok(Self {
             runner,

@@ -44,6 +44,9 @@ pub struct Common {
     /// How the KV cache stores numbers: f32, f16 or bf16.
     #[arg(long, default_value = "f16", value_parser = cache_dtype)]
     pub kv_cache: DType,
+    /// Bytes that each model may take besides its weights; by default 1 GiB of cache, more if one context needs it.
+    #[arg(long)]
+    pub model_memory: Option<u64>,
     /// Bytes that clients' tensors and plans may take; half of the device's memory by default.
     #[arg(long)]
     pub tensor_memory: Option<u64>,

@@ -24,6 +24,7 @@ use hotcell_kernels::{
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
+    v1::CacheStatus,
 };
 use tokio::sync::{Semaphore, oneshot};
 
@@ -31,11 +32,12 @@ mod owned;
 
 use self::owned::Owned;
 use crate::{
+    entropy,
     error::{of_device, of_run},
     generate::{
         batch::Batch,
         check::{self, Hash},
-        sequence::Sequence,
+        task::Task,
     },
     model::run::{RunShape, Runner},
     session::plane::TensorPlane,
@@ -64,9 +66,12 @@ enum Command {
         name: String,
         reply: oneshot::Sender<bool>,
     },
-    Generate {
+    Compute {
         model: String,
-        sequence: Box<Sequence>,
+        task: Task,
+    },
+    Status {
+        reply: oneshot::Sender<Vec<CacheStatus>>,
     },
     Check {
         model: String,
@@ -110,6 +115,8 @@ pub struct EngineConfig {
     pub cores: Vec<u32>,
     /// How the cache stores numbers.
     pub cache_dtype: DType,
+    /// Bytes that each model may take besides its weights; 1 GiB of cache, or one context's, unless told.
+    pub model_memory: Option<u64>,
     /// Bytes that tensors may take; half of the device's memory unless told.
     pub tensor_memory: Option<u64>,
     /// Where it writes what it does; one that nobody reads unless told.
@@ -172,6 +179,7 @@ impl Engine {
                     queued: engine_queued,
                     device,
                     cache_dtype,
+                    model_memory: config.model_memory,
                     models: HashMap::new(),
                     tensor_work: VecDeque::new(),
                     drain: Vec::new(),
@@ -271,15 +279,22 @@ impl Engine {
         answer.await.map_err(Self::gone)
     }
 
-    /// Runs a sequence.
+    /// Computes a stream of tokens or an embedding.
     ///
     /// # Errors
     /// When the queue is full.
-    pub fn generate(&self, model: String, sequence: Sequence) -> Result<(), Error> {
-        self.send(Command::Generate {
-            model,
-            sequence: Box::new(sequence),
-        })
+    pub fn compute(&self, model: String, task: Task) -> Result<(), Error> {
+        self.send(Command::Compute { model, task })
+    }
+
+    /// What is in the caches of its models, by name.
+    ///
+    /// # Errors
+    /// When the engine has ended or its queue is full.
+    pub async fn status(&self) -> Result<Vec<CacheStatus>, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Status { reply })?;
+        answer.await.map_err(Self::gone)
     }
 
     /// Computes the first `steps` steps of a model's known answer, a step at a time between those of its requests, and
@@ -370,6 +385,7 @@ impl Engine {
 struct Loop {
     device: Rc<dyn Device>,
     cache_dtype: DType,
+    model_memory: Option<u64>,
     models: HashMap<String, Batch>,
     tensors: TensorPlane,
     /// Commands about tensors that have come; as many as there are permits at most.
@@ -445,6 +461,30 @@ impl Loop {
         }
     }
 
+    fn load(&mut self, name: String, source: &ModelSource) -> Result<RunShape, Error> {
+        let device = self.device.as_ref();
+        let shape = match self.model_memory {
+            None => RunShape::for_model(&source.config, self.cache_dtype),
+            Some(bytes) => {
+                RunShape::within(device, source, self.cache_dtype, bytes).map_err(|e| of_run(&e))?
+            }
+        };
+        let progressed = || self.blackbox.progressed();
+        let hints = PlanHints::default();
+        let runner = Runner::new(device, source, shape, &hints, &progressed);
+        let runner = runner.map_err(|e| of_run(&e))?;
+        tracing::info!(
+            model = name,
+            cache_bytes = runner.cache_bytes(),
+            cache_tokens = shape.blocks * shape.block_len,
+            context = shape.context,
+            "memory of a model"
+        );
+        let batch = Batch::new(runner, entropy::bytes()?, self.blackbox);
+        self.models.insert(name, batch);
+        Ok(shape)
+    }
+
     fn perform(&mut self, command: Command) {
         // Tensor work that waits in line still counts: what computes makes way for it.
         if !matches!(command, Command::Tensors(_)) {
@@ -463,16 +503,7 @@ impl Loop {
                 }
                 self.blackbox.doing(Doing::Loading);
                 self.blackbox.model(&name);
-                let shape = RunShape::for_model(&source.config, self.cache_dtype);
-                let progressed = || self.blackbox.progressed();
-                let hints = PlanHints::default();
-                let device = self.device.as_ref();
-                let runner = Runner::new(device, &source, shape, &hints, &progressed);
-                let answer = runner.map_err(|e| of_run(&e)).map(|runner| {
-                    self.models.insert(name, Batch::new(runner, self.blackbox));
-                    shape
-                });
-                let _ = reply.send(answer);
+                let _ = reply.send(self.load(name, &source));
             }
             Command::Unload { name, reply } => {
                 let found = self.models.remove(&name);
@@ -483,10 +514,16 @@ impl Loop {
                 }
                 let _ = reply.send(had);
             }
-            Command::Generate { model, sequence } => match self.models.get_mut(&model) {
-                Some(batch) => batch.push(*sequence),
-                None => sequence.fail(not_loaded(&model)),
+            Command::Compute { model, task } => match self.models.get_mut(&model) {
+                Some(batch) => batch.push(task),
+                None => task.fail(not_loaded(&model)),
             },
+            Command::Status { reply } => {
+                let status = |(name, batch): (&String, &Batch)| batch.status(name);
+                let mut all: Vec<CacheStatus> = self.models.iter().map(status).collect();
+                all.sort_unstable_by(|a, b| a.model.cmp(&b.model));
+                let _ = reply.send(all);
+            }
             Command::Check {
                 model,
                 steps,

@@ -2,8 +2,15 @@
 
 pub mod batch;
 pub mod blocks;
+pub mod cache;
 pub mod check;
+pub mod embed;
+pub mod fair;
 pub mod logprobs;
+pub mod lookup;
+pub mod pace;
 pub mod random;
 pub mod sampler;
+pub mod schedule;
 pub mod sequence;
+pub mod task;

@@ -3,6 +3,7 @@
 pub mod config;
 pub mod confine;
 pub mod engine;
+pub mod entropy;
 pub mod error;
 pub mod exit;
 pub mod format;

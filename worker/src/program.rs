@@ -126,6 +126,7 @@ fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
             device: common.device.clone(),
             cores,
             cache_dtype: common.kv_cache,
+            model_memory: common.model_memory,
             tensor_memory: common.tensor_memory,
             blackbox: Some(blackbox),
             registry,

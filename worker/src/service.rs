@@ -1,6 +1,7 @@
 //! gRPC to commands, thin: `Tokens` and `Tensors` for everybody, `Worker` for the scheduler only.
 
 mod control;
+mod embed;
 mod tensors;
 mod tokens;
 

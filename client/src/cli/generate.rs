@@ -59,6 +59,20 @@ pub struct GenerateFlags {
     /// Which of several continuations of one prompt and seed to make
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub branch: u32,
+    /// Whose request this is: tenants share workers fairly, and no cached prompts
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub tenant: String,
+    /// How urgent among the tenant's requests, 0 to 7; each step up doubles its share
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub priority: u32,
+    /// Draw one token at a time, also where guessing would be faster; the tokens are the same
+    #[arg(long)]
+    pub no_speculation: bool,
     /// An id of your own for this request: asked for again under it within a minute, its answer is not computed again.
     /// Who knows the id can read the answer
     #[arg(long, value_name = "ID", default_value = "", hide_default_value = true)]
@@ -131,6 +145,9 @@ pub(crate) async fn generate(
     options.logprobs = flags.logprobs || flags.top_logprobs > 0;
     options.top_logprobs = flags.top_logprobs;
     options.branch = flags.branch;
+    options.tenant.clone_from(&flags.tenant);
+    options.priority = flags.priority;
+    options.no_speculation = flags.no_speculation;
     options.request_id.clone_from(&flags.request_id);
     let receipt = flags
         .receipt

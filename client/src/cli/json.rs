@@ -109,6 +109,7 @@ pub(crate) struct CandidateView {
 pub(crate) struct UsageView {
     prompt_tokens: u32,
     generated_tokens: u32,
+    cached_tokens: u32,
 }
 
 /// The worker's times, and the client's: from the request to the first token, and to the end. The rate is that
@@ -165,6 +166,7 @@ pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
                 usage: UsageView {
                     prompt_tokens: usage.prompt_tokens,
                     generated_tokens: usage.generated_tokens,
+                    cached_tokens: usage.cached_tokens,
                 },
                 timings: TimingsView {
                     queue_ms: timings.queue_ms,
@@ -255,6 +257,44 @@ pub(crate) struct WorkerView<'a> {
     uptime_ms: u64,
     resident_bytes: u64,
     confinement: &'a str,
+    caches: Vec<CacheView<'a>>,
+}
+
+#[derive(Serialize)]
+struct CacheView<'a> {
+    model: &'a str,
+    bytes: u64,
+    block_tokens: u64,
+    blocks: u64,
+    used_blocks: u64,
+    kept_blocks: u64,
+    running: u64,
+    waiting: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    preemptions: u64,
+    guessed_tokens: u64,
+    guessed_right: u64,
+}
+
+impl<'a> From<&'a v1::CacheStatus> for CacheView<'a> {
+    fn from(c: &'a v1::CacheStatus) -> Self {
+        Self {
+            model: &c.model,
+            bytes: c.bytes,
+            block_tokens: c.block_tokens,
+            blocks: c.blocks,
+            used_blocks: c.used_blocks,
+            kept_blocks: c.kept_blocks,
+            running: c.running,
+            waiting: c.waiting,
+            prompt_tokens: c.prompt_tokens,
+            cached_tokens: c.cached_tokens,
+            preemptions: c.preemptions,
+            guessed_tokens: c.guessed_tokens,
+            guessed_right: c.guessed_right,
+        }
+    }
 }
 
 impl<'a> From<&'a v1::WorkerInfo> for WorkerView<'a> {
@@ -278,6 +318,7 @@ impl<'a> From<&'a v1::WorkerInfo> for WorkerView<'a> {
             uptime_ms: w.uptime_ms,
             resident_bytes: w.resident_bytes,
             confinement: &w.confinement,
+            caches: w.caches.iter().map(CacheView::from).collect(),
         }
     }
 }

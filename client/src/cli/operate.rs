@@ -282,9 +282,26 @@ pub(crate) async fn workers(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
     if ui.manner.verbose {
         for w in &workers {
             ui.note(DIM, &one_line(&format!("{}: {}", w.id, w.confinement)));
+            for cache in &w.caches {
+                ui.note(DIM, &one_line(&format!("{}: {}", w.id, cache_line(cache))));
+            }
         }
     }
     Ok(())
+}
+
+/// What is in one model's cache.
+fn cache_line(cache: &v1::CacheStatus) -> String {
+    format!(
+        "{} has {} of {} cache blocks ({}), {} more are kept; {} of {} prompt tokens were there already",
+        cache.model,
+        cache.used_blocks,
+        cache.blocks,
+        bytes(cache.bytes),
+        cache.kept_blocks,
+        cache.cached_tokens,
+        cache.prompt_tokens,
+    )
 }
 
 pub(crate) async fn devices(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Failure> {

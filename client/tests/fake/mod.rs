@@ -156,6 +156,7 @@ fn finished(n: u32) -> v1::GenerateEvent {
         usage: Some(v1::Usage {
             prompt_tokens: 2,
             generated_tokens: n,
+            cached_tokens: 1,
         }),
         timings: Some(v1::Timings {
             queue_ms: 1.0,
@@ -289,6 +290,22 @@ impl Tokens for Fake {
         }))
     }
 
+    async fn embed(&self, request: Request<v1::EmbedRequest>) -> Answer<v1::EmbedResponse> {
+        let request = request.into_inner();
+        let embedding = |prompt: &v1::Prompt| v1::Embedding {
+            values: vec![0.6, -0.8],
+            prompt_tokens: match &prompt.kind {
+                Some(v1::prompt::Kind::Text(text)) => text.len() as u32,
+                _ => 0,
+            },
+        };
+        Ok(Response::new(v1::EmbedResponse {
+            model: "kjv".to_owned(),
+            embeddings: request.prompts.iter().map(embedding).collect(),
+            numerics: None,
+        }))
+    }
+
     async fn detokenize(
         &self,
         request: Request<v1::DetokenizeRequest>,
@@ -410,6 +427,13 @@ impl Control for Fake {
             resident_bytes: 64 << 20,
             confinement: "no-new-privs, landlock, seccomp".to_owned(),
             last_exit_kind: "signal".to_owned(),
+            caches: vec![v1::CacheStatus {
+                model: "kjv".to_owned(),
+                bytes: 1 << 20,
+                blocks: 64,
+                used_blocks: 3,
+                ..v1::CacheStatus::default()
+            }],
         };
         Ok(Response::new(v1::ListWorkersResponse {
             workers: vec![

@@ -221,6 +221,9 @@ impl Processes {
             .arg("--log")
             .arg(self.config.log)
             .inherit_env(WORKER_ENVIRONMENT);
+        if let Some(bytes) = self.config.model_memory {
+            command = command.arg("--model-memory").arg(bytes.to_string());
+        }
         command.nofile = Some(file_limit());
         let before = self.counters();
         let child = self.spawner.spawn(command).await?;

@@ -21,9 +21,9 @@ use hotcell_proto::{
     ids::ModelName,
     limits,
     v1::{
-        CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest, HandshakeResponse,
-        JoinRequest, OpenTensorsRequest, UnloadRequest, tokens_client::TokensClient,
-        worker_client::WorkerClient,
+        CacheStatus, CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest,
+        HandshakeResponse, JoinRequest, OpenTensorsRequest, StatusRequest, UnloadRequest,
+        tokens_client::TokensClient, worker_client::WorkerClient,
     },
 };
 use tokio::{sync::watch, time::timeout};
@@ -437,6 +437,15 @@ impl Link {
         };
         let answer = self.control().check(request).await;
         answer.map(tonic::Response::into_inner)
+    }
+
+    /// Asks what is in its caches.
+    ///
+    /// # Errors
+    /// Its words, or those about the broken connection.
+    pub async fn status(&self) -> Result<Vec<CacheStatus>, Status> {
+        let answer = self.control().status(StatusRequest {}).await?;
+        Ok(answer.into_inner().caches)
     }
 
     /// After a stream broke without a typed status: whether the process is lost. Waits for its end to show;

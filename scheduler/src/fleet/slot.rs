@@ -174,6 +174,8 @@ impl Slot {
             uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
             resident_bytes: if alive { resident(self.pid) } else { 0 },
             confinement: self.confinement.clone(),
+            // Known to the worker only.
+            caches: Vec::new(),
         }
     }
 }

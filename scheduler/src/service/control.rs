@@ -76,7 +76,7 @@ impl Control for Service {
         &self,
         _: Request<ListWorkersRequest>,
     ) -> Result<Response<ListWorkersResponse>, Status> {
-        let workers = self.0.fleet.workers();
+        let workers = self.0.fleet.workers_and_caches().await;
         Ok(Response::new(ListWorkersResponse { workers }))
     }
 

@@ -9,8 +9,8 @@ use hotcell_proto::{
     receipt::fingerprint,
     v1::{
         AttachRequest, CancelStreamRequest, CancelStreamResponse, DetokenizeRequest,
-        DetokenizeResponse, GenerateRequest, TokenizeRequest, TokenizeResponse,
-        tokens_server::Tokens,
+        DetokenizeResponse, EmbedRequest, EmbedResponse, GenerateRequest, TokenizeRequest,
+        TokenizeResponse, tokens_server::Tokens,
     },
 };
 use tokio::time::Instant;
@@ -18,7 +18,7 @@ use tonic::{Request, Response, Status};
 
 use super::{Shared, deadline, within};
 use crate::{
-    admission::{check_prompt, check_request},
+    admission::{check_embed, check_prompt, check_request},
     relay::{self, Call},
     stream::{EventStream, Mark},
     streams::Opened,
@@ -153,6 +153,20 @@ impl Tokens for Service {
         let model = fleet.resolve(&request.model)?;
         let _permit = self.0.admission.admit()?;
         let call = text::detokenize(fleet, &model, request.ids, request.with_special, deadline);
+        Ok(Response::new(within(deadline, call).await?))
+    }
+
+    async fn embed(
+        &self,
+        request: Request<EmbedRequest>,
+    ) -> Result<Response<EmbedResponse>, Status> {
+        let (metadata, _, request) = request.into_parts();
+        let deadline = deadline(&metadata)?;
+        check_embed(&request)?;
+        let fleet = &self.0.fleet;
+        let model = fleet.resolve(&request.model)?;
+        let _permit = self.0.admission.admit()?;
+        let call = text::embed(fleet, &model, request, deadline);
         Ok(Response::new(within(deadline, call).await?))
     }
 }

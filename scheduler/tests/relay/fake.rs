@@ -333,6 +333,13 @@ impl Worker for FakeWorker {
         }))
     }
 
+    async fn status(
+        &self,
+        _: Request<hotcell_proto::v1::StatusRequest>,
+    ) -> Answer<hotcell_proto::v1::StatusResponse> {
+        Ok(Response::new(hotcell_proto::v1::StatusResponse::default()))
+    }
+
     async fn drain(&self, _: Request<DrainRequest>) -> Answer<DrainResponse> {
         Ok(Response::new(DrainResponse {}))
     }
@@ -505,6 +512,13 @@ impl Tokens for FakeWorker {
             ids: text.bytes().map(u32::from).collect(),
             text,
         }))
+    }
+
+    async fn embed(
+        &self,
+        _: Request<hotcell_proto::v1::EmbedRequest>,
+    ) -> Answer<hotcell_proto::v1::EmbedResponse> {
+        Err(Status::unimplemented("no embeddings here"))
     }
 
     async fn detokenize(&self, request: Request<DetokenizeRequest>) -> Answer<DetokenizeResponse> {

@@ -350,6 +350,13 @@ impl Worker for SimulatedWorker {
         }))
     }
 
+    async fn status(
+        &self,
+        _: Request<hotcell_proto::v1::StatusRequest>,
+    ) -> Answer<hotcell_proto::v1::StatusResponse> {
+        Ok(Response::new(hotcell_proto::v1::StatusResponse::default()))
+    }
+
     async fn drain(&self, _: Request<DrainRequest>) -> Answer<DrainResponse> {
         Ok(Response::new(DrainResponse {}))
     }
@@ -491,6 +498,7 @@ impl Saying {
             usage: Some(Usage {
                 prompt_tokens: self.prompt.len() as u32,
                 generated_tokens: end as u32,
+                cached_tokens: 0,
             }),
             ..Finished::default()
         }))
@@ -563,6 +571,13 @@ impl Tokens for SimulatedWorker {
             ids: text.bytes().map(u32::from).collect(),
             text,
         }))
+    }
+
+    async fn embed(
+        &self,
+        _: Request<hotcell_proto::v1::EmbedRequest>,
+    ) -> Answer<hotcell_proto::v1::EmbedResponse> {
+        Err(Status::unimplemented("no embeddings here"))
     }
 
     async fn detokenize(&self, request: Request<DetokenizeRequest>) -> Answer<DetokenizeResponse> {

@@ -1,76 +1,143 @@
 //! The batch of one model: which sequences compute which rows in the next step.
 //!
 //! A sequence is its tokens and how many of them are in the cache. The rows of a step are tokens that
-//! are not: one for a sequence that decodes, a chunk for one that reads its prompt. Nothing that a row
+//! are not: one for a sequence that decodes, and its guesses; a chunk for one that reads its prompt. Nothing that a row
 //! computes depends on the others, so requests may join and leave at every step.
 
-use std::{collections::VecDeque, time::Instant};
+use std::time::Instant;
 
 use hotcell_ipc::blackbox::{Slot, Writer};
 use hotcell_kernels::backend::DeviceError;
-use hotcell_proto::error::{Error, Reason};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1,
+};
+
+mod admit;
+mod compute;
 
 use super::{
-    blocks::BlockPool,
+    blocks::Key,
+    cache::{Cache, Chain},
     check::{self, Check},
-    sampler,
-    sequence::Sequence,
+    lookup::Pays,
+    pace::Pace,
+    schedule::Schedule,
+    task::{Member, Task},
 };
 use crate::{
-    error::{of_device, of_sampling},
+    error::of_device,
     model::run::{Row, Runner},
 };
 
-/// A sequence with a table and blocks.
+/// The root of what belongs to no tenant.
+const NOBODY: Key = [0; 32];
+
+/// A member with a table and blocks.
 struct Running {
-    sequence: Sequence,
+    member: Member,
+    /// How many of its tokens are in the cache.
+    computed: usize,
     table: usize,
-    blocks: Vec<i32>,
+    chain: Chain,
     /// Its place in the black box, if there was one.
     slot: Option<Slot>,
+    /// Tokens that may come next, computed in this step.
+    guesses: Vec<u32>,
+}
+
+impl Running {
+    fn pending(&self) -> usize {
+        self.member.task.tokens().len() - self.computed
+    }
+}
+
+/// What has happened so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    prompt: u64,
+    cached: u64,
+    preemptions: u64,
+    guessed: u64,
+    right: u64,
+}
+
+/// Rows of one sequence in the step that is made, and what they are for.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    /// Which of the running ones.
+    at: usize,
+    /// Its first row in the step.
+    first: usize,
+    /// Rows of tokens that it has; rows of guesses come after them.
+    rows: usize,
+    /// The first of its rows of logits, one for the last token and one for each guess; none while it reads.
+    pick: Option<usize>,
 }
 
 /// Sequences of one model.
 pub struct Batch {
     runner: Runner,
-    pool: BlockPool,
+    cache: Cache,
     tables: Vec<usize>,
-    waiting: VecDeque<Sequence>,
+    waiting: Vec<Member>,
     running: Vec<Running>,
     check: Option<Check>,
+    schedule: Schedule,
+    pace: Pace,
+    /// What the row of a guess costs of a token in the step that is made.
+    guess_cost: f32,
+    tally: Tally,
+    arrivals: u64,
     rows: Vec<Row>,
-    /// Per pick: which running sequence draws from it, and its row.
-    picks: Vec<(usize, usize)>,
+    parts: Vec<Part>,
     pick_rows: Vec<usize>,
     logits: Vec<f32>,
+    state: Vec<f32>,
     blackbox: Writer,
 }
 
 impl Batch {
-    /// No sequences yet.
-    pub fn new(runner: Runner, blackbox: Writer) -> Self {
+    /// No sequences yet. `secret` must be random: it keeps tenants from each other's cached prompts.
+    pub fn new(runner: Runner, secret: Key, blackbox: Writer) -> Self {
         let shape = *runner.shape();
         Self {
-            pool: BlockPool::new(shape.blocks),
+            cache: Cache::new(shape.blocks, shape.block_len, secret),
             tables: (0..shape.max_sequences).rev().collect(),
-            waiting: VecDeque::new(),
+            waiting: Vec::new(),
             running: Vec::with_capacity(shape.max_sequences),
             check: None,
+            schedule: Schedule::default(),
+            pace: Pace::default(),
+            guess_cost: 1.0,
+            tally: Tally::default(),
+            arrivals: 0,
             rows: Vec::with_capacity(shape.max_rows),
-            picks: Vec::with_capacity(shape.max_sequences),
+            parts: Vec::with_capacity(shape.max_sequences),
             pick_rows: Vec::with_capacity(shape.max_sequences),
             logits: vec![0.0; runner.vocab()],
+            state: vec![0.0; runner.hidden()],
             blackbox,
             runner,
         }
     }
 
-    /// Adds a sequence at the end of the queue.
-    pub fn push(&mut self, sequence: Sequence) {
-        self.waiting.push_back(sequence);
+    /// Adds a task.
+    pub fn push(&mut self, task: Task) {
+        self.schedule.arrived(task.class());
+        let root = self.cache.root(&task.class().tenant);
+        self.waiting.push(Member {
+            id: self.arrivals,
+            task,
+            root,
+            preempted: 0,
+            pays: Pays::default(),
+            behind: None,
+        });
+        self.arrivals += 1;
     }
 
-    /// Sequences inside.
+    /// Tasks inside.
     pub fn len(&self) -> usize {
         self.waiting.len() + self.running.len()
     }
@@ -78,6 +145,26 @@ impl Batch {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// What is in its cache now, under this model's name.
+    pub fn status(&self, model: &str) -> v1::CacheStatus {
+        let counts = self.cache.counts();
+        v1::CacheStatus {
+            model: model.to_owned(),
+            bytes: self.runner.cache_bytes() as u64,
+            block_tokens: self.runner.shape().block_len as u64,
+            blocks: counts.blocks as u64,
+            used_blocks: counts.used as u64,
+            kept_blocks: counts.kept as u64,
+            running: self.running.len() as u64,
+            waiting: self.waiting.len() as u64,
+            prompt_tokens: self.tally.prompt,
+            cached_tokens: self.tally.cached,
+            preemptions: self.tally.preemptions,
+            guessed_tokens: self.tally.guessed,
+            guessed_right: self.tally.right,
+        }
     }
 
     /// Begins to compute the known answer, in room that nobody has. One is computed at a time.
@@ -90,20 +177,27 @@ impl Batch {
             return refuse("a check of this model runs already", reply);
         }
         let shape = *self.runner.shape();
-        let needed = Check::blocks(&shape, steps);
+        let tokens = Check::tokens(&shape, steps);
+        let mut chain = Chain::new(NOBODY);
+        let missing = self.cache.missing(&chain, 0, tokens);
         // As for a newcomer: a block for every running sequence stays free.
-        if self.tables.is_empty() || self.pool.free() < needed + self.running.len() {
+        if self.cache.available() < missing + self.running.len() {
             return refuse("there is no room for a check now", reply);
         }
-        let (Some(table), Some(blocks)) = (self.tables.pop(), self.pool.take(needed)) else {
+        let Some(table) = self.tables.pop() else {
             return refuse("there is no room for a check now", reply);
         };
-        if let Err(error) = self.runner.set_table(table, 0, &blocks) {
-            self.release(table, blocks, None);
-            let _ = reply.send(Err(of_device(&error)));
-            return;
+        match self.make_ready(&mut chain, table, 0, tokens) {
+            Ok(true) => self.check = Some(Check::new(&shape, steps, table, chain, reply)),
+            Ok(false) => {
+                self.release(table, chain, None);
+                refuse("there is no room for a check now", reply);
+            }
+            Err(error) => {
+                self.release(table, chain, None);
+                let _ = reply.send(Err(of_device(&error)));
+            }
         }
-        self.check = Some(Check::new(&shape, steps, table, blocks, reply));
     }
 
     /// Whether a known answer is being computed.
@@ -128,248 +222,140 @@ impl Batch {
             Ok(true) => None,
             Err(error) => Some(of_device(&error)),
         };
-        let (table, blocks) = check.end(failure);
-        self.release(table, blocks, None);
+        let (table, chain) = check.end(failure);
+        self.release(table, chain, None);
         true
     }
 
     /// The nearest deadline.
     pub fn next_deadline(&self) -> Option<Instant> {
-        let running = self.running.iter().map(|r| &r.sequence);
-        running
-            .chain(&self.waiting)
-            .filter_map(Sequence::deadline)
-            .min()
+        let running = self.running.iter().map(|r| &r.member);
+        let all = running.chain(&self.waiting);
+        all.filter_map(|member| member.task.deadline()).min()
     }
 
-    /// Ends every sequence with an error.
+    /// Ends every task with an error.
     pub fn fail_all(&mut self, error: &Error) {
-        for running in std::mem::take(&mut self.running) {
-            self.release(running.table, running.blocks, running.slot);
-            running.sequence.fail(error.clone());
+        for at in (0..self.running.len()).rev() {
+            let member = self.remove(at);
+            self.end(member).fail(error.clone());
         }
-        for sequence in std::mem::take(&mut self.waiting) {
-            sequence.fail(error.clone());
+        for member in std::mem::take(&mut self.waiting) {
+            self.end(member).fail(error.clone());
         }
         if let Some(check) = self.check.take() {
-            let (table, blocks) = check.end(Some(error.clone()));
-            self.release(table, blocks, None);
+            let (table, chain) = check.end(Some(error.clone()));
+            self.release(table, chain, None);
         }
+        // What failed may have left anything in the cache.
+        self.cache.forget();
     }
 
-    fn release(&mut self, table: usize, blocks: Vec<i32>, slot: Option<Slot>) {
+    fn release(&mut self, table: usize, chain: Chain, slot: Option<Slot>) {
         if let Some(slot) = slot {
             self.blackbox.end(slot);
         }
         self.tables.push(table);
-        self.pool.give(blocks);
+        self.cache.close(chain);
     }
 
-    fn remove(&mut self, index: usize) -> Sequence {
+    /// Takes a member out of the running ones.
+    fn remove(&mut self, at: usize) -> Member {
         let Running {
-            sequence,
+            member,
             table,
-            blocks,
+            chain,
             slot,
-        } = self.running.remove(index);
-        self.release(table, blocks, slot);
-        sequence
+            ..
+        } = self.running.remove(at);
+        self.release(table, chain, slot);
+        member
+    }
+
+    /// Takes leave of a member.
+    fn end(&mut self, member: Member) -> Task {
+        self.schedule.left(member.task.class());
+        member.task
     }
 
     /// Takes out what nobody waits for any more: abandoned streams and passed deadlines.
     fn sweep(&mut self, now: Instant) {
-        let over = |s: &Sequence| s.is_abandoned() || s.deadline().is_some_and(|d| d <= now);
-        let late = |s: Sequence| {
+        let over = |t: &Task| t.is_abandoned() || t.deadline().is_some_and(|d| d <= now);
+        let late = |task: Task| {
             // To an abandoned stream this goes nowhere.
-            s.fail(Error::new(
+            task.fail(Error::new(
                 Reason::DeadlineExceeded,
                 "the request's deadline passed",
             ));
         };
-        for i in (0..self.running.len()).rev() {
-            if over(&self.running[i].sequence) {
-                late(self.remove(i));
+        for at in (0..self.running.len()).rev() {
+            if over(&self.running[at].member.task) {
+                let member = self.remove(at);
+                late(self.end(member));
             }
         }
-        for i in (0..self.waiting.len()).rev() {
-            if over(&self.waiting[i])
-                && let Some(sequence) = self.waiting.remove(i)
-            {
-                late(sequence);
+        for at in (0..self.waiting.len()).rev() {
+            if over(&self.waiting[at].task) {
+                let member = self.waiting.remove(at);
+                late(self.end(member));
             }
         }
     }
 
-    /// Starts waiting sequences in the order of arrival, while there are tables and blocks for all tokens
-    /// they have so far. One block per running sequence stays free, so that a newcomer is not thrown out
-    /// again at once. Those whose readers have no room wait on, and are passed.
-    fn admit(&mut self, now: Instant) -> Result<(), DeviceError> {
-        let mut at = 0;
-        while let (Some(next), false) = (self.waiting.get(at), self.tables.is_empty()) {
-            if !next.has_room() {
-                at += 1;
-                continue;
-            }
-            let needed = next.tokens().len().div_ceil(self.runner.shape().block_len);
-            if self.pool.free() < needed + self.running.len() {
-                break;
-            }
-            let (Some(table), Some(blocks)) = (self.tables.pop(), self.pool.take(needed)) else {
-                break;
-            };
-            if let Err(error) = self.runner.set_table(table, 0, &blocks) {
-                self.release(table, blocks, None);
-                return Err(error);
-            }
-            if let Some(mut sequence) = self.waiting.remove(at) {
-                sequence.start(now);
-                self.running.push(Running {
-                    slot: self.blackbox.begin(sequence.id()),
-                    sequence,
-                    table,
-                    blocks,
-                });
-            }
+    /// Up to which of so many tokens a sequence has blocks, when the first `computed` are computed: for all of them, so
+    /// that it can go on; but with a window for those of the next step, because the ones before are given back.
+    fn reach(&self, computed: usize, tokens: usize) -> usize {
+        match self.runner.window() {
+            Some(_) => tokens.min(computed + self.runner.shape().max_rows),
+            None => tokens,
         }
-        Ok(())
     }
 
-    /// Gives every running sequence blocks for the tokens it has, oldest first. When none is left, a
-    /// sequence whose reader has no room goes back to the queue, else the youngest; it computes its
-    /// tokens again later, which changes no bit of what follows.
-    fn grow(&mut self) -> Result<(), DeviceError> {
-        let block_len = self.runner.shape().block_len;
-        let mut i = 0;
-        while i < self.running.len() {
-            let running = &self.running[i];
-            let (table, have) = (running.table, running.blocks.len());
-            let missing = running
-                .sequence
-                .tokens()
-                .len()
-                .div_ceil(block_len)
-                .saturating_sub(have);
-            match self.pool.take(missing) {
-                Some(more) => {
-                    if missing > 0 {
-                        self.runner.set_table(table, have, &more)?;
-                        self.running[i].blocks.extend(more);
-                    }
-                    i += 1;
-                }
-                None => {
-                    let stalled = |r: &Running| !r.sequence.has_room();
-                    let victim = (0..self.running.len())
-                        .rev()
-                        .find(|&v| v != i && stalled(&self.running[v]));
-                    let victim = victim.unwrap_or(self.running.len() - 1);
-                    let mut sequence = self.remove(victim);
-                    sequence.computed = 0;
-                    self.waiting.push_front(sequence);
-                    // Indices after the victim moved down by one.
-                    i -= usize::from(victim < i);
-                }
-            }
+    /// Makes room for tokens `from..to` of a chain behind a table. False if there are too few blocks.
+    fn make_ready(
+        &mut self,
+        chain: &mut Chain,
+        table: usize,
+        from: usize,
+        to: usize,
+    ) -> Result<bool, DeviceError> {
+        let Some(work) = self.cache.ready(chain, from, to) else {
+            return Ok(false);
+        };
+        for block in work.wipe {
+            self.runner.wipe_block(block)?;
         }
-        Ok(())
-    }
-
-    /// Fills `rows` and `picks`: sequences with one token to compute first, prompts in what is left.
-    fn gather(&mut self) {
-        self.rows.clear();
-        self.picks.clear();
-        let shape = *self.runner.shape();
-        let pending = |r: &Running| r.sequence.tokens().len() - r.sequence.computed;
-        for decoding in [true, false] {
-            for (i, running) in self.running.iter().enumerate() {
-                let count = pending(running).min(shape.max_rows - self.rows.len());
-                if (pending(running) == 1) != decoding || count == 0 || !running.sequence.has_room()
-                {
-                    continue;
-                }
-                let first = running.sequence.computed;
-                for position in first..first + count {
-                    let block = running.blocks[position / shape.block_len] as usize;
-                    self.rows.push(Row {
-                        token: running.sequence.tokens()[position],
-                        position,
-                        sequence: running.table,
-                        slot: block * shape.block_len + position % shape.block_len,
-                    });
-                }
-                if count == pending(running) {
-                    self.picks.push((i, self.rows.len() - 1));
-                }
-            }
+        for (from, to) in work.copy {
+            self.runner.copy_block(from, to)?;
         }
+        let blocks = &chain.blocks()[work.changed..];
+        if !blocks.is_empty() {
+            self.runner.set_table(table, work.changed, blocks)?;
+        }
+        Ok(true)
     }
 
     /// Computes one step. Returns whether there was something to compute.
     pub fn step(&mut self) -> bool {
         let now = Instant::now();
         self.sweep(now);
-        if let Err(error) = self.admit(now).and_then(|()| self.grow()) {
-            self.fail_all(&of_device(&error));
-            return true;
-        }
-        self.gather();
-        if self.rows.is_empty() {
-            return false;
-        }
-        self.pick_rows.clear();
-        self.pick_rows
-            .extend(self.picks.iter().map(|&(_, row)| row));
-        if let Err(error) = self.runner.step(&self.rows, &self.pick_rows) {
-            tracing::error!(%error, "a step failed; its requests end");
-            self.fail_all(&of_device(&error));
-            return true;
-        }
-        for row in &self.rows {
-            let running = self.running.iter_mut().find(|r| r.table == row.sequence);
-            if let Some(running) = running {
-                running.sequence.computed = row.position + 1;
-            }
-        }
-        self.blackbox.stepped();
-        for running in &self.running {
-            if let Some(slot) = &running.slot {
-                self.blackbox.computed(slot, running.sequence.computed);
-            }
-        }
-        self.draw();
-        true
-    }
-
-    /// Draws a token for every pick, and ends the sequences that are at their end.
-    fn draw(&mut self) {
-        let mut ended = Vec::new();
-        for (pick, &(i, _)) in self.picks.iter().enumerate() {
-            let sequence = &mut self.running[i].sequence;
-            let position = u32::try_from(sequence.tokens().len()).unwrap_or(u32::MAX);
-            let drawn = match self.runner.logits(pick, &mut self.logits) {
-                Ok(()) => {
-                    let (params, state) = sequence.sampler();
-                    sampler::sample(params, state, &mut self.logits, position)
-                        .map_err(|e| of_sampling(&e))
-                }
-                Err(error) => Err(of_device(&error)),
-            };
-            match drawn {
-                Ok(sampled) => {
-                    if let Some(end) = sequence.accept(&sampled, Instant::now()) {
-                        ended.push((i, Ok(end)));
-                    }
-                }
-                Err(error) => ended.push((i, Err(error))),
-            }
-        }
-        // From the end, so that indices stay right.
-        ended.sort_by_key(|(i, _)| std::cmp::Reverse(*i));
-        for (i, end) in ended {
-            let sequence = self.remove(i);
-            match end {
-                Ok(end) => sequence.finish(end, Instant::now()),
-                Err(error) => sequence.fail(error),
+        let inside = self.len();
+        let mut rows = 0;
+        let computed = self
+            .admit(now)
+            .and_then(|()| self.grow())
+            .and_then(|()| self.gather())
+            .and_then(|()| {
+                rows = self.rows.len();
+                self.compute()
+            });
+        match computed {
+            // One that failed has made room for others.
+            Ok(()) => rows > 0 || self.len() < inside,
+            Err(error) => {
+                tracing::error!(%error, "a step failed; its requests end");
+                self.fail_all(&of_device(&error));
+                true
             }
         }
     }

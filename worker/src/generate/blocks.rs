@@ -1,44 +1,163 @@
-//! Which cache blocks are free.
+//! Who has which block of a cache: references, the blocks kept for prompts that begin alike, and the free ones.
+//!
+//! A block is *free* (nothing in it is of use), *held* (so many chains have it), or *kept* (no chain has it, but its
+//! tokens are known by a key, under which it is found again until the room is needed). What has a key is never
+//! written again.
 
-/// The free blocks of one model's cache.
+use std::collections::{BTreeMap, HashMap};
+
+/// Stands for all that a block's keys and values depend on: see [`super::cache`].
+pub type Key = [u8; 32];
+
+/// A block that was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Taken {
+    /// The block.
+    pub block: u32,
+    /// Another tenant wrote into it before: it has to be zeroed.
+    pub wipe: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Block {
+    references: u32,
+    key: Option<Key>,
+    /// Whose tokens are in it, also when it is free.
+    owner: Option<Key>,
+    /// When it was kept last; orders the kept ones.
+    kept_at: u64,
+}
+
+/// The blocks of one model's cache.
 #[derive(Debug)]
 pub struct BlockPool {
-    free: Vec<i32>,
-    total: usize,
+    blocks: Vec<Block>,
+    /// The next one to take is the last.
+    free: Vec<u32>,
+    /// Kept blocks by age, the oldest first.
+    kept: BTreeMap<u64, u32>,
+    by_key: HashMap<Key, u32>,
+    clock: u64,
 }
 
 impl BlockPool {
     /// All of `total` blocks are free.
     pub fn new(total: usize) -> Self {
-        // Handed out from the end: lowest first.
-        let free = (0..i32::try_from(total).unwrap_or(i32::MAX))
-            .rev()
-            .collect();
-        Self { free, total }
+        let total = u32::try_from(total).unwrap_or(u32::MAX);
+        Self {
+            blocks: vec![Block::default(); total as usize],
+            free: (0..total).rev().collect(),
+            kept: BTreeMap::new(),
+            by_key: HashMap::new(),
+            clock: 0,
+        }
     }
 
-    /// Takes `count` blocks, or none.
-    pub fn take(&mut self, count: usize) -> Option<Vec<i32>> {
-        let left = self.free.len().checked_sub(count)?;
-        let mut taken = self.free.split_off(left);
-        taken.reverse();
-        Some(taken)
+    fn at(&self, block: u32) -> &Block {
+        &self.blocks[block as usize]
     }
 
-    /// Gives blocks back.
-    pub fn give(&mut self, blocks: Vec<i32>) {
-        self.free.extend(blocks.into_iter().rev());
-        debug_assert!(self.free.len() <= self.total);
-    }
-
-    /// Blocks that nobody has.
-    pub fn free(&self) -> usize {
-        self.free.len()
+    fn at_mut(&mut self, block: u32) -> &mut Block {
+        &mut self.blocks[block as usize]
     }
 
     /// All blocks.
     pub fn total(&self) -> usize {
-        self.total
+        self.blocks.len()
+    }
+
+    /// Blocks that can be taken: free ones and kept ones.
+    pub fn available(&self) -> usize {
+        self.free.len() + self.kept.len()
+    }
+
+    /// Blocks that nobody has, kept for who asks for them by their keys.
+    pub fn kept(&self) -> usize {
+        self.kept.len()
+    }
+
+    /// A block for tokens of `owner`: a free one, or else the one that was kept longest.
+    pub fn take(&mut self, owner: Key) -> Option<Taken> {
+        let block = match self.free.pop() {
+            Some(block) => block,
+            None => {
+                let (_, block) = self.kept.pop_first()?;
+                if let Some(key) = self.at_mut(block).key.take() {
+                    self.by_key.remove(&key);
+                }
+                block
+            }
+        };
+        let at = self.at_mut(block);
+        at.references = 1;
+        let wipe = at
+            .owner
+            .replace(owner)
+            .is_some_and(|before| before != owner);
+        Some(Taken { block, wipe })
+    }
+
+    /// One more chain has a held block.
+    pub fn share(&mut self, block: u32) {
+        let at = self.at_mut(block);
+        debug_assert!(at.references > 0);
+        at.references += 1;
+    }
+
+    /// The block with this key, which one more chain has from now on.
+    pub fn find(&mut self, key: &Key) -> Option<u32> {
+        let block = *self.by_key.get(key)?;
+        let at = &mut self.blocks[block as usize];
+        if at.references == 0 {
+            self.kept.remove(&at.kept_at);
+        }
+        at.references += 1;
+        Some(block)
+    }
+
+    /// Whether its only chain may write into it.
+    pub fn is_own(&self, block: u32) -> bool {
+        let at = self.at(block);
+        at.references == 1 && at.key.is_none()
+    }
+
+    /// A full block is found under this key from now on, and never written again. If another one is found under it
+    /// already, that stays the one.
+    pub fn publish(&mut self, block: u32, key: Key) {
+        debug_assert!(self.at(block).references > 0);
+        debug_assert!(self.at(block).key.is_none_or(|own| own == key));
+        if self.at(block).key.is_none() && !self.by_key.contains_key(&key) {
+            self.by_key.insert(key, block);
+            self.at_mut(block).key = Some(key);
+        }
+    }
+
+    /// A chain has a block no more.
+    pub fn release(&mut self, block: u32) {
+        let clock = self.clock;
+        let at = &mut self.blocks[block as usize];
+        debug_assert!(at.references > 0);
+        at.references -= 1;
+        if at.references > 0 {
+            return;
+        }
+        if at.key.is_some() {
+            at.kept_at = clock;
+            self.kept.insert(clock, block);
+            self.clock += 1;
+        } else {
+            self.free.push(block);
+        }
+    }
+
+    /// Keeps nothing any more.
+    pub fn forget(&mut self) {
+        for block in std::mem::take(&mut self.kept).into_values() {
+            if let Some(key) = self.at_mut(block).key.take() {
+                self.by_key.remove(&key);
+            }
+            self.free.push(block);
+        }
     }
 }
 
@@ -46,14 +165,83 @@ impl BlockPool {
 mod tests {
     use super::*;
 
+    const A: Key = [1; 32];
+    const B: Key = [2; 32];
+
+    fn take(pool: &mut BlockPool, owner: Key) -> (u32, bool) {
+        let taken = pool.take(owner).expect("a block");
+        (taken.block, taken.wipe)
+    }
+
     #[test]
-    fn blocks_are_taken_whole_or_not_at_all_and_come_back() {
-        let mut pool = BlockPool::new(4);
-        let a = pool.take(3).unwrap();
-        assert_eq!(a, [0, 1, 2]);
-        assert_eq!(pool.take(2), None);
-        assert_eq!(pool.take(1).unwrap(), [3]);
-        pool.give(a);
-        assert_eq!(pool.free(), 3);
+    fn blocks_go_round_and_are_wiped_between_owners() {
+        let mut pool = BlockPool::new(2);
+        assert_eq!(take(&mut pool, A), (0, false));
+        assert_eq!(take(&mut pool, B), (1, false));
+        assert_eq!(pool.take(A), None);
+        pool.release(0);
+        assert_eq!(take(&mut pool, A), (0, false));
+        pool.release(1);
+        assert_eq!(take(&mut pool, A), (1, true));
+        assert_eq!(pool.available(), 0);
+    }
+
+    #[test]
+    fn a_shared_block_stays_until_the_last_has_left() {
+        let mut pool = BlockPool::new(1);
+        let (block, _) = take(&mut pool, A);
+        assert!(pool.is_own(block));
+        pool.share(block);
+        assert!(!pool.is_own(block));
+        pool.release(block);
+        assert_eq!(pool.available(), 0);
+        pool.release(block);
+        assert_eq!((pool.available(), pool.kept()), (1, 0));
+    }
+
+    #[test]
+    fn what_has_a_key_is_kept_and_the_oldest_goes_first() {
+        let mut pool = BlockPool::new(3);
+        let keys: Vec<Key> = (10..13).map(|i| [i; 32]).collect();
+        for key in &keys {
+            let (block, _) = take(&mut pool, A);
+            pool.publish(block, *key);
+            assert!(!pool.is_own(block));
+        }
+        // Found while held, and again when kept.
+        assert_eq!(pool.find(&keys[1]), Some(1));
+        pool.release(1);
+        for block in [1, 0, 2] {
+            pool.release(block);
+        }
+        assert_eq!((pool.available(), pool.kept()), (3, 3));
+        // Used again: now 0 is the oldest.
+        assert_eq!(pool.find(&keys[1]), Some(1));
+        pool.release(1);
+        assert_eq!(take(&mut pool, A), (0, false));
+        assert_eq!(pool.find(&keys[0]), None);
+        assert_eq!(take(&mut pool, B), (2, true));
+        assert_eq!(pool.find(&keys[1]), Some(1));
+        assert_eq!(pool.take(A), None);
+    }
+
+    #[test]
+    fn the_first_block_under_a_key_stays_the_one() {
+        let mut pool = BlockPool::new(2);
+        let key = [9; 32];
+        for _ in 0..2 {
+            let (block, _) = take(&mut pool, A);
+            pool.publish(block, key);
+        }
+        assert_eq!(pool.find(&key), Some(0));
+        assert!(pool.is_own(1));
+        pool.release(1);
+        assert_eq!((pool.available(), pool.kept()), (1, 0));
+        pool.release(0);
+        pool.release(0);
+        assert_eq!((pool.available(), pool.kept()), (2, 1));
+        pool.forget();
+        assert_eq!((pool.available(), pool.kept()), (2, 0));
+        assert_eq!(pool.find(&key), None);
     }
 }

@@ -10,6 +10,7 @@ use hotcell_proto::{error::Error, limits};
 use sha2::{Digest, Sha256};
 use tokio::sync::oneshot;
 
+use super::cache::Chain;
 use crate::model::run::{Row, RunShape, Runner};
 
 /// Tokens of the chunk that is computed first; a context that is shorter cuts it.
@@ -38,26 +39,19 @@ pub struct Check {
     steps: Vec<usize>,
     computed: usize,
     table: usize,
-    blocks: Vec<i32>,
+    chain: Chain,
     answers: Vec<Hash>,
     reply: Reply,
 }
 
 impl Check {
-    /// Blocks that a check of so many steps needs.
-    pub fn blocks(shape: &RunShape, wanted: u32) -> usize {
-        let rows: usize = steps(shape.context, wanted).iter().sum();
-        rows.div_ceil(shape.block_len)
+    /// Tokens that a check of so many steps computes.
+    pub fn tokens(shape: &RunShape, wanted: u32) -> usize {
+        steps(shape.context, wanted).iter().sum()
     }
 
-    /// One of so many steps, in these blocks behind this table, which are set already.
-    pub fn new(
-        shape: &RunShape,
-        wanted: u32,
-        table: usize,
-        blocks: Vec<i32>,
-        reply: Reply,
-    ) -> Self {
+    /// One of so many steps, in this chain's blocks behind this table, which are set already.
+    pub fn new(shape: &RunShape, wanted: u32, table: usize, chain: Chain, reply: Reply) -> Self {
         let mut steps = steps(shape.context, wanted);
         steps.reverse();
         Self {
@@ -65,7 +59,7 @@ impl Check {
             steps,
             computed: 0,
             table,
-            blocks,
+            chain,
             reply,
         }
     }
@@ -87,7 +81,7 @@ impl Check {
         let vocabulary = runner.vocab().max(1) as u64;
         let rows: Vec<Row> = (self.computed..self.computed + count)
             .filter_map(|position| {
-                let block = usize::try_from(*self.blocks.get(position / block_len)?).ok()?;
+                let block = *self.chain.blocks().get(position / block_len)? as usize;
                 Some(Row {
                     token: token(position as u64, vocabulary),
                     position,
@@ -108,14 +102,14 @@ impl Check {
     }
 
     /// Says what came out, or why nothing did, and gives back the table and the blocks.
-    pub fn end(self, failure: Option<Error>) -> (usize, Vec<i32>) {
+    pub fn end(self, failure: Option<Error>) -> (usize, Chain) {
         let answer = match failure {
             Some(error) => Err(error),
             None => Ok(self.answers),
         };
         // Who left meanwhile misses it.
         let _ = self.reply.send(answer);
-        (self.table, self.blocks)
+        (self.table, self.chain)
     }
 }
 

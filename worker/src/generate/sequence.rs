@@ -18,7 +18,10 @@ use hotcell_proto::{
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use super::sampler::{PenaltyState, Sampled, SamplingParams};
+use super::{
+    fair::Class,
+    sampler::{PenaltyState, Sampled, SamplingParams},
+};
 use crate::{
     error::of_text,
     text::{Detokenizer, StopStrings, Tokenizer},
@@ -50,6 +53,10 @@ pub struct Request {
     pub end_tokens: HashSet<u32>,
     /// When it must be over.
     pub deadline: Option<Instant>,
+    /// Whose it is, and how urgent.
+    pub class: Class,
+    /// Whether tokens may be guessed.
+    pub speculate: bool,
 }
 
 /// Counts the requests inside a worker; one is a place in the queue, given back when dropped.
@@ -85,8 +92,8 @@ pub struct Sequence {
     request: Request,
     /// Prompt and what was drawn.
     tokens: Vec<u32>,
-    /// How many of `tokens` are in the cache.
-    pub computed: usize,
+    /// How many of the prompt's were in the cache when it began.
+    cached: Option<usize>,
     penalties: PenaltyState,
     detokenizer: Detokenizer,
     stops: StopStrings,
@@ -147,7 +154,7 @@ impl Sequence {
         stops.skip(request.text_bytes_emitted);
         let mut sequence = Self {
             tokens: request.prompt.clone(),
-            computed: 0,
+            cached: None,
             penalties: PenaltyState::new(&request.prompt, &[]),
             detokenizer,
             stops,
@@ -218,9 +225,36 @@ impl Sequence {
         late
     }
 
-    /// It takes part in a step from now on.
-    pub fn start(&mut self, now: Instant) {
+    /// It takes part in steps from now on; so many of its tokens are in the cache.
+    pub fn start(&mut self, cached: usize, now: Instant) {
         self.started.get_or_insert(now);
+        let cached = cached.min(self.request.prompt.len());
+        self.cached.get_or_insert(cached);
+    }
+
+    /// Whose it is.
+    pub fn class(&self) -> &Class {
+        &self.request.class
+    }
+
+    /// Whether tokens may be guessed.
+    pub fn speculates(&self) -> bool {
+        self.request.speculate
+    }
+
+    /// Tokens of the prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.request.prompt.len()
+    }
+
+    /// How many tokens it may draw in one step besides the first: its limits and its reader have room for them.
+    pub fn more(&self) -> usize {
+        let generated = self.tokens.len() - self.request.prompt.len();
+        let asked = self.request.max_tokens.unwrap_or(usize::MAX);
+        let asked = asked.saturating_sub(generated);
+        let context = self.context.saturating_sub(self.tokens.len());
+        let reader = self.events.capacity().saturating_sub(ROOM);
+        asked.min(context).saturating_sub(1).min(reader)
     }
 
     /// What it draws with.
@@ -327,6 +361,7 @@ impl Sequence {
             usage: Some(v1::Usage {
                 prompt_tokens: self.request.prompt.len() as u32,
                 generated_tokens: (self.tokens.len() - self.request.prompt.len()) as u32,
+                cached_tokens: self.cached.unwrap_or(0) as u32,
             }),
             timings: Some(v1::Timings {
                 queue_ms: ms(self.arrived, started),

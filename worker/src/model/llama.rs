@@ -285,6 +285,38 @@ fn feed_forward(
     Ok(w.builder.add(x, down)?)
 }
 
+/// Final states of the picked rows.
+fn picked_states(
+    w: &mut Weaver<'_>,
+    config: &ModelConfig,
+    names: NameScheme,
+    shape: &RunShape,
+) -> Result<Value, BuildError> {
+    let hidden = Shape::fixed(&[shape.max_rows, config.hidden])?;
+    let hidden = w.input(Source::Hidden, "hidden", DType::F32, hidden)?;
+    let picks = w.per_row(Source::Picks, "picks")?;
+    let x = w.builder.get_rows(hidden, picks)?;
+    w.norm(x, names.final_norm(), config.hidden, config.rms_eps)
+}
+
+/// The ending: hidden states of the picked rows to final states `[rows, hidden]`, which the head makes logits of.
+///
+/// # Errors
+/// When a tensor is missing or has another shape than the configuration says.
+pub fn ending(
+    config: &ModelConfig,
+    names: NameScheme,
+    weights: &Weights,
+    shape: &RunShape,
+) -> Result<Sourced, BuildError> {
+    let mut w = Weaver::new(shape.max_rows, weights);
+    let states = picked_states(&mut w, config, names, shape)?;
+    Ok(Sourced {
+        graph: w.builder.finish(&[states])?,
+        sources: w.sources,
+    })
+}
+
 /// The head: hidden states of the picked rows to logits `[rows, vocab]`.
 ///
 /// # Errors
@@ -296,11 +328,7 @@ pub fn head(
     shape: &RunShape,
 ) -> Result<Sourced, BuildError> {
     let mut w = Weaver::new(shape.max_sequences, weights);
-    let hidden = Shape::fixed(&[shape.max_rows, config.hidden])?;
-    let hidden = w.input(Source::Hidden, "hidden", DType::F32, hidden)?;
-    let picks = w.per_row(Source::Picks, "picks")?;
-    let x = w.builder.get_rows(hidden, picks)?;
-    let x = w.norm(x, names.final_norm(), config.hidden, config.rms_eps)?;
+    let x = picked_states(&mut w, config, names, shape)?;
     let weight = if config.tied_embeddings {
         names.token_embedding()
     } else {

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use hotcell_graph::DType;
+use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
     cpu::dequant::{dequantize_row, is_weight_dtype},
@@ -45,16 +45,20 @@ pub struct RunShape {
     pub cache_dtype: DType,
 }
 
+/// Bytes of cache for a token.
+fn bytes_per_token(config: &ModelConfig, cache_dtype: DType) -> usize {
+    2usize
+        .saturating_mul(cache_dtype.block_bytes())
+        .saturating_mul(config.layers)
+        .saturating_mul(config.kv_heads)
+        .saturating_mul(config.head_dim)
+        .max(1)
+}
+
 impl RunShape {
     /// Sizes for a model with this cache dtype.
     pub fn for_model(config: &ModelConfig, cache_dtype: DType) -> Self {
-        let element = cache_dtype.block_bytes();
-        let per_token = 2usize
-            .saturating_mul(element)
-            .saturating_mul(config.layers)
-            .saturating_mul(config.kv_heads)
-            .saturating_mul(config.head_dim)
-            .max(1);
+        let per_token = bytes_per_token(config, cache_dtype);
         let affordable = (CACHE_BUDGET / per_token).max(BLOCK_LEN);
         let context = config
             .context
@@ -72,10 +76,74 @@ impl RunShape {
         }
     }
 
+    /// The same within so many bytes: what plans and rows take, as a dry run finds it, and the rest for the cache. A
+    /// context for which there is too little is cut.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] when nothing is left for the cache, and what [`Runner::new`] says.
+    pub fn within(
+        device: &dyn Device,
+        source: &ModelSource,
+        cache_dtype: DType,
+        bytes: u64,
+    ) -> Result<Self, RunError> {
+        let whole = Self::for_model(&source.config, cache_dtype);
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let besides = bytes_besides_cache(device, source, &whole)?;
+        let per_block = bytes_per_token(&source.config, cache_dtype).saturating_mul(BLOCK_LEN);
+        let blocks = bytes.saturating_sub(besides) / per_block;
+        if blocks == 0 {
+            return Err(DeviceError::OutOfMemory {
+                what: "a model within its budget, with one block of cache,".to_owned(),
+                bytes: besides.saturating_add(per_block),
+            }
+            .into());
+        }
+        let most = whole
+            .context
+            .saturating_mul(MAX_CONTEXTS)
+            .div_ceil(BLOCK_LEN);
+        Ok(Self {
+            context: whole.context.min(blocks.saturating_mul(BLOCK_LEN)),
+            blocks: blocks.min(most),
+            ..whole
+        })
+    }
+
     /// Blocks of one sequence at most.
     pub fn blocks_per_sequence(&self) -> usize {
         self.context.div_ceil(self.block_len)
     }
+}
+
+/// What a model of this shape takes besides its weights and its cache, by a dry run.
+fn bytes_besides_cache(
+    device: &dyn Device,
+    source: &ModelSource,
+    shape: &RunShape,
+) -> Result<usize, RunError> {
+    let ModelSource {
+        config,
+        names,
+        weights,
+        ..
+    } = source;
+    let dry = PlanHints {
+        allocate: false,
+        ..PlanHints::default()
+    };
+    let rows = shape.max_rows.max(shape.max_sequences) * 5
+        + shape.max_sequences * shape.blocks_per_sequence();
+    let values = 2 * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
+    let mut bytes = (rows + values) * 4;
+    for graph in [
+        llama::body(config, *names, weights, shape)?,
+        llama::head(config, *names, weights, shape)?,
+        llama::ending(config, *names, weights, shape)?,
+    ] {
+        bytes += device.plan(&graph.graph, &dry)?.memory().arena;
+    }
+    Ok(bytes)
 }
 
 /// Why a model cannot be run on a device.
@@ -123,15 +191,62 @@ struct RowBuffers {
     tables: Buffer,
 }
 
+/// The KV cache of all layers.
+struct Caches {
+    layers: Vec<Buffer>,
+    /// Bytes of the keys of a layer; its values come after them.
+    half: usize,
+    /// Bytes of one block's keys, and of its values.
+    block: usize,
+    scratch: Vec<u8>,
+}
+
+impl Caches {
+    fn new(
+        device: &dyn Device,
+        layers: usize,
+        spec: &CacheSpec,
+        progressed: &dyn Fn(),
+    ) -> Result<Self, DeviceError> {
+        let bytes = spec.bytes().unwrap_or(usize::MAX);
+        let half = spec.half_bytes().unwrap_or(usize::MAX);
+        let allocate = |_| {
+            progressed();
+            device.allocate("the KV cache", bytes)
+        };
+        Ok(Self {
+            layers: (0..layers).map(allocate).collect::<Result<_, _>>()?,
+            half,
+            block: half / spec.blocks.max(1),
+            scratch: Vec::new(),
+        })
+    }
+
+    /// Where a block's keys and values are.
+    fn places(&self, block: u32) -> [usize; 2] {
+        let at = (block as usize).saturating_mul(self.block);
+        [at, at.saturating_add(self.half)]
+    }
+
+    fn bytes(&self) -> usize {
+        self.layers.iter().map(Buffer::bytes).sum()
+    }
+}
+
 /// A model on a device.
 pub struct Runner {
     shape: RunShape,
     vocab: usize,
+    hidden: usize,
+    window: Option<usize>,
     stream: Box<dyn Stream>,
     body: Box<dyn Plan>,
     head: Box<dyn Plan>,
+    ending: Box<dyn Plan>,
     rows: RowBuffers,
+    caches: Caches,
     logits: Buffer,
+    states: Buffer,
     scratch: Vec<i32>,
 }
 
@@ -178,13 +293,14 @@ impl Runner {
         } = source;
         let body = llama::body(config, *names, weights, &shape)?;
         let head = llama::head(config, *names, weights, &shape)?;
+        let ending = llama::ending(config, *names, weights, &shape)?;
         let i32s = |what: &str, n: usize| device.allocate(what, n * 4);
         let rows = RowBuffers {
             tokens: i32s("token ids", shape.max_rows)?,
             positions: i32s("positions", shape.max_rows)?,
             sequences: i32s("sequences", shape.max_rows)?,
             slots: i32s("slots", shape.max_rows)?,
-            picks: i32s("picks", shape.max_sequences)?,
+            picks: i32s("picks", shape.max_rows.max(shape.max_sequences))?,
             tables: i32s(
                 "block tables",
                 shape.max_sequences * shape.blocks_per_sequence(),
@@ -192,12 +308,8 @@ impl Runner {
         };
         let hidden = device.allocate("hidden states", shape.max_rows * config.hidden * 4)?;
         let logits = device.allocate("logits", shape.max_sequences * config.vocab * 4)?;
-        let mut caches = Vec::with_capacity(config.layers);
-        for _ in 0..config.layers {
-            let bytes = shape.cache(config).bytes().unwrap_or(usize::MAX);
-            caches.push(device.allocate("the KV cache", bytes)?);
-            progressed();
-        }
+        let states = device.allocate("final states", shape.max_rows * config.hidden * 4)?;
+        let caches = Caches::new(device, config.layers, &shape.cache(config), progressed)?;
         let bind = |sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
             for (i, from) in sourced.sources.iter().enumerate() {
@@ -212,7 +324,7 @@ impl Runner {
                         let values = config.rope.inverse_frequencies(config.head_dim);
                         f32_buffer(device, "frequencies", &values)?
                     }
-                    Source::Cache(layer) => caches[*layer].clone(),
+                    Source::Cache(layer) => caches.layers[*layer].clone(),
                     Source::Tokens => rows.tokens.clone(),
                     Source::Positions => rows.positions.clone(),
                     Source::Sequences => rows.sequences.clone(),
@@ -225,19 +337,28 @@ impl Runner {
             }
             Ok(plan)
         };
-        let (mut body, mut head) = (bind(&body)?, bind(&head)?);
+        let (mut body, mut head, mut ending) = (bind(&body)?, bind(&head)?, bind(&ending)?);
         body.bind(Slot::Output(0), &hidden, 0)?;
         head.bind(Slot::Output(0), &logits, 0)?;
+        ending.bind(Slot::Output(0), &states, 0)?;
         let stream = device.stream();
         let scratch = Vec::with_capacity(shape.max_rows);
         Ok(Self {
             shape,
             vocab: config.vocab,
+            hidden: config.hidden,
+            // Of several, the widest: a position that one layer still sees must stay.
+            window: (0..config.layers)
+                .map(|layer| config.window(layer))
+                .try_fold(0, |widest, window| Some(widest.max(window?))),
             stream,
             body,
             head,
+            ending,
             rows,
+            caches,
             logits,
+            states,
             scratch,
         })
     }
@@ -252,7 +373,22 @@ impl Runner {
         self.vocab
     }
 
-    /// Says which blocks a sequence's tokens lie in, from block `first` on.
+    /// Width of a hidden state.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// How many positions back the layers look, if all of them have a window.
+    pub fn window(&self) -> Option<usize> {
+        self.window
+    }
+
+    /// Bytes of the cache.
+    pub fn cache_bytes(&self) -> usize {
+        self.caches.bytes()
+    }
+
+    /// Says which blocks a sequence's tokens lie in, from its block `first` on.
     ///
     /// # Errors
     /// When it is outside of the table.
@@ -260,7 +396,7 @@ impl Runner {
         &mut self,
         sequence: usize,
         first: usize,
-        blocks: &[i32],
+        blocks: &[u32],
     ) -> Result<(), DeviceError> {
         let width = self.shape.blocks_per_sequence();
         if sequence >= self.shape.max_sequences || first + blocks.len() > width {
@@ -268,7 +404,56 @@ impl Runner {
                 "no table {sequence} with {first}+ blocks"
             )));
         }
-        self.rows.tables.write_i32(sequence * width + first, blocks)
+        self.scratch.clear();
+        // A block that there is not is refused by every kernel.
+        let blocks = blocks.iter().map(|&b| i32::try_from(b).unwrap_or(-1));
+        self.scratch.extend(blocks);
+        let at = sequence * width + first;
+        self.rows.tables.write_i32(at, &self.scratch)
+    }
+
+    /// Copies all that is in a block.
+    ///
+    /// # Errors
+    /// When there are no such blocks.
+    pub fn copy_block(&mut self, from: u32, to: u32) -> Result<(), DeviceError> {
+        let (sources, targets) = (self.caches.places(from), self.caches.places(to));
+        let Caches {
+            layers,
+            block,
+            scratch,
+            ..
+        } = &mut self.caches;
+        scratch.resize(*block, 0);
+        for layer in layers {
+            for (source, target) in sources.into_iter().zip(targets) {
+                layer.read(source, scratch)?;
+                layer.write(target, scratch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeroes a block.
+    ///
+    /// # Errors
+    /// When there is no such block.
+    pub fn wipe_block(&mut self, block: u32) -> Result<(), DeviceError> {
+        let places = self.caches.places(block);
+        let Caches {
+            layers,
+            block,
+            scratch,
+            ..
+        } = &mut self.caches;
+        scratch.clear();
+        scratch.resize(*block, 0);
+        for layer in layers {
+            for place in places {
+                layer.write(place, scratch)?;
+            }
+        }
+        Ok(())
     }
 
     fn fill(
@@ -314,5 +499,26 @@ impl Runner {
     /// When there was no such pick.
     pub fn logits(&self, i: usize, into: &mut [f32]) -> Result<(), DeviceError> {
         self.logits.read_f32(i * self.vocab, into)
+    }
+
+    /// Computes the final states of these rows of the last step: what the head would make logits of.
+    ///
+    /// # Errors
+    /// When there are no such rows.
+    pub fn finish_states(&mut self, rows: &[usize]) -> Result<(), DeviceError> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        Self::fill(&mut self.scratch, &self.rows.picks, rows.iter().copied())?;
+        self.stream.execute(self.ending.as_mut(), rows.len())?;
+        self.stream.synchronize()
+    }
+
+    /// The `i`-th of the states that [`Runner::finish_states`] computed.
+    ///
+    /// # Errors
+    /// When there was no such row.
+    pub fn state(&self, i: usize, into: &mut [f32]) -> Result<(), DeviceError> {
+        self.states.read_f32(i * self.hidden, into)
     }
 }

@@ -139,6 +139,14 @@ impl Worker for WorkerService {
         ))
     }
 
+    async fn status(
+        &self,
+        _: Request<v1::StatusRequest>,
+    ) -> Result<Response<v1::StatusResponse>, Status> {
+        let caches = self.0.engine().status().await?;
+        Ok(Response::new(v1::StatusResponse { caches }))
+    }
+
     async fn drain(
         &self,
         _: Request<v1::DrainRequest>,

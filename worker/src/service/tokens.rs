@@ -23,13 +23,18 @@ use tonic::{Request, Response, Status};
 
 use crate::{
     engine::Engine,
+    entropy,
     error::of_sampling,
     generate::{
+        fair::Class,
         sampler::SamplingParams,
         sequence::{self, Event, Outlet, Place, Sequence},
+        task::Task,
     },
     host::{Host, Loaded},
 };
+
+use super::embed;
 
 /// The service.
 pub struct TokensService(pub Host);
@@ -72,7 +77,7 @@ fn keeps_nothing() -> Error {
     )
 }
 
-fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
+pub(super) fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
     if count > limit {
         return Err(Error::new(
             Reason::LimitExceeded,
@@ -101,20 +106,8 @@ fn sampling(request: &v1::GenerateRequest, seed: u64) -> SamplingParams {
     }
 }
 
-fn random_seed() -> Result<u64, Error> {
-    let mut bytes = [0u8; 8];
-    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    match filled {
-        Ok(8) => Ok(u64::from_ne_bytes(bytes)),
-        _ => Err(Error::new(
-            Reason::Internal,
-            "the system gives no random numbers",
-        )),
-    }
-}
-
 /// Every id must have an embedding.
-fn in_vocabulary(what: &str, ids: &[u32], model: &Loaded) -> Result<(), Error> {
+pub(super) fn in_vocabulary(what: &str, ids: &[u32], model: &Loaded) -> Result<(), Error> {
     match ids.iter().find(|id| **id >= model.vocab) {
         Some(id) => Err(Error::new(
             Reason::InvalidArgument,
@@ -163,7 +156,7 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
     };
     let seed = match wire.seed {
         Some(seed) => seed,
-        None => random_seed()?,
+        None => u64::from_ne_bytes(entropy::bytes()?),
     };
     let sampling = sampling(wire, seed);
     sampling
@@ -185,6 +178,41 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         stop: wire.stop.clone(),
         end_tokens: own.iter().chain(&wire.stop_tokens).copied().collect(),
         deadline: None,
+        class: class(&wire.tenant, wire.priority)?,
+        speculate: !wire.no_speculation,
+    })
+}
+
+/// Checks whose a request is, and how urgent.
+pub(super) fn class(tenant: &str, priority: u32) -> Result<Class, Error> {
+    at_most(
+        "characters in the tenant",
+        tenant.chars().count(),
+        limits::MAX_TENANT,
+    )?;
+    if priority > limits::MAX_PRIORITY {
+        return Err(Error::new(
+            Reason::InvalidArgument,
+            format!(
+                "priority is {priority}; it must be in [0, {}]",
+                limits::MAX_PRIORITY
+            ),
+        ));
+    }
+    Ok(Class {
+        tenant: tenant.into(),
+        priority,
+    })
+}
+
+/// A place for one more request.
+pub(super) fn place(host: &Host) -> Result<Place, Error> {
+    Place::take(host.places(), PLACES).ok_or_else(|| {
+        let what = format!(
+            "{} requests are in this worker already; try again later",
+            limits::MAX_WORKER_REQUESTS
+        );
+        Error::new(Reason::Overloaded, what)
     })
 }
 
@@ -213,13 +241,7 @@ impl Tokens for TokensService {
             host.text_work(move || check(&wire, &model)).await?
         };
         checked.deadline = deadline;
-        let place = Place::take(host.places(), PLACES).ok_or_else(|| {
-            let what = format!(
-                "{} requests are in this worker already; try again later",
-                limits::MAX_WORKER_REQUESTS
-            );
-            Error::new(Reason::Overloaded, what)
-        })?;
+        let place = place(host)?;
         let (events, reader) = mpsc::channel(limits::STREAM_BUFFER);
         let paused = Arc::new(AtomicBool::new(false));
         let accepted = v1::Accepted {
@@ -248,7 +270,10 @@ impl Tokens for TokensService {
         let _ = events.try_send(Ok(accepted));
         match end {
             Some(end) => sequence.finish(end, std::time::Instant::now()),
-            None => host.engine().generate(model.name.clone(), sequence)?,
+            None => {
+                let task = Task::Generate(Box::new(sequence));
+                host.engine().compute(model.name.clone(), task)?;
+            }
         }
         Ok(Response::new(Events {
             events: reader,
@@ -300,5 +325,14 @@ impl Tokens for TokensService {
         let detokenize = move || model.text.detokenize(&request.ids, request.with_special);
         let text = self.0.text_work(detokenize).await?;
         Ok(Response::new(v1::DetokenizeResponse { model: name, text }))
+    }
+
+    async fn embed(
+        &self,
+        request: Request<v1::EmbedRequest>,
+    ) -> Result<Response<v1::EmbedResponse>, Status> {
+        let deadline = deadline::of(request.metadata())?;
+        let response = embed::embed(&self.0, request.into_inner(), deadline).await?;
+        Ok(Response::new(response))
     }
 }

@@ -28,6 +28,7 @@ pub fn worker(tensor_memory: u64) -> Host {
         device: "cpu:0".to_owned(),
         cores: vec![0],
         cache_dtype: DType::F16,
+        model_memory: None,
         tensor_memory: Some(tensor_memory),
         blackbox: None,
         registry: Registry::default(),

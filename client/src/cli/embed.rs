@@ -1,0 +1,63 @@
+//! `embed`: texts in, vectors out.
+
+use clap::Args;
+use serde_json::json;
+
+use super::{GlobalFlags, exit::Failure, session::Session, ui::Ui};
+use crate::tokens::{EmbedOptions, Prompt};
+
+/// `hotcell embed`.
+#[derive(Args, Clone, Debug)]
+pub struct EmbedFlags {
+    /// The texts; each line of standard input is one if there are none
+    pub texts: Vec<String>,
+    /// Name of a loaded model [default: the scheduler's default]
+    #[arg(
+        short,
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub model: String,
+    /// The mean of all tokens' states instead of the last token's, which has seen all of the text
+    #[arg(long)]
+    pub mean: bool,
+    /// Leave the vectors as long as they are instead of making their length 1
+    #[arg(long)]
+    pub unnormalized: bool,
+}
+
+pub(crate) async fn embed(
+    ui: &mut Ui,
+    global: &GlobalFlags,
+    flags: &EmbedFlags,
+) -> Result<(), Failure> {
+    let texts = match flags.texts.as_slice() {
+        [] if ui.in_terminal => {
+            let what = "there is no text; give one in quotes, or pipe lines in";
+            return Err(Failure::Usage(what.to_owned()));
+        }
+        [] => ui.read_all()?.lines().map(str::to_owned).collect(),
+        texts => texts.to_vec(),
+    };
+    let options = EmbedOptions {
+        model: flags.model.clone(),
+        mean: flags.mean,
+        unnormalized: flags.unnormalized,
+        ..EmbedOptions::default()
+    };
+    let session = Session::running(global).await?;
+    let prompts = texts.into_iter().map(Prompt::Text);
+    let answer = session.client.embed(prompts, options).await?;
+    if ui.manner.json {
+        let of = |e: &hotcell_proto::v1::Embedding| json!({ "values": e.values, "prompt_tokens": e.prompt_tokens });
+        let embeddings: Vec<_> = answer.embeddings.iter().map(of).collect();
+        return ui.print_json(&json!({ "model": answer.model, "embeddings": embeddings }));
+    }
+    for embedding in &answer.embeddings {
+        let values: Vec<String> = embedding.values.iter().map(f32::to_string).collect();
+        ui.print(&format!("{}\n", values.join(" ")))?;
+    }
+    Ok(())
+}

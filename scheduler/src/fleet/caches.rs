@@ -1,0 +1,54 @@
+//! What workers have in their caches, as they say when they are asked.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use hotcell_proto::{
+    limits,
+    v1::{CacheStatus, WorkerInfo},
+};
+use tokio::{task::JoinSet, time::timeout};
+
+use super::Fleet;
+use crate::discover::clip;
+
+/// How long a worker may take. One that computes a long step does not answer meanwhile, and is shown without.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// A stranger's words, within bounds.
+fn believe(caches: Vec<CacheStatus>) -> Vec<CacheStatus> {
+    let bounded = caches.into_iter().take(limits::MAX_MODELS);
+    bounded
+        .map(|cache| CacheStatus {
+            model: clip(&cache.model),
+            ..cache
+        })
+        .collect()
+}
+
+impl Fleet {
+    /// All workers, those that have models with what is in their caches.
+    pub async fn workers_and_caches(&self) -> Vec<WorkerInfo> {
+        let links: Vec<_> = {
+            let table = self.table();
+            let serving = table.workers.iter();
+            serving
+                .filter(|(_, slot)| !slot.models.is_empty())
+                .filter_map(|(id, slot)| Some((id.clone(), Arc::clone(slot.serving()?))))
+                .collect()
+        };
+        let mut asked = JoinSet::new();
+        for (id, link) in links {
+            asked.spawn(async move {
+                let answer = timeout(PATIENCE, link.status()).await;
+                let caches = answer.ok().and_then(Result::ok).unwrap_or_default();
+                (id, believe(caches))
+            });
+        }
+        let mut caches: HashMap<_, _> = asked.join_all().await.into_iter().collect();
+        let mut workers = self.workers();
+        for worker in &mut workers {
+            worker.caches = caches.remove(worker.id.as_str()).unwrap_or_default();
+        }
+        workers
+    }
+}

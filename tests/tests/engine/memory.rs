@@ -1,0 +1,252 @@
+//! When memory is short, sequences are put back and computed again.
+
+use hotcell_graph::DType;
+use hotcell_kernels::{
+    cpu::{CpuDevice, path::CpuPath},
+    plan::PlanHints,
+};
+use hotcell_tests::{cluster::golden, model::open};
+use hotcell_worker::model::run::{Row, RunShape, Runner};
+
+use crate::bench::{Ask, Bench, SIZE, Size, all_kinds, alone, ask, prompt, together};
+
+#[test]
+fn too_few_blocks_for_all_change_nothing_but_the_order() {
+    let asks = all_kinds();
+    let expected = alone(SIZE, &asks);
+    // One sequence needs up to 6 blocks of 16; all of them would need 30.
+    for blocks in [8, 9, 11, 17] {
+        let mut bench = Bench::with_blocks(blocks);
+        together(&mut bench, &asks, &expected, &format!("{blocks} blocks"));
+        let preempted = bench.status().preemptions;
+        assert!(preempted > 0 || blocks > 11, "{blocks} blocks are enough");
+    }
+}
+
+#[test]
+fn neither_rows_nor_places_nor_threads_nor_the_cache_change_a_token() {
+    let asks = all_kinds();
+    for cache in [DType::F32, DType::F16, DType::BF16] {
+        let size = Size { cache, ..SIZE };
+        let expected = alone(size, &asks);
+        for (rows, sequences, threads) in [(1, 3, 1), (3, 2, 2), (7, 64, 1), (128, 6, 3)] {
+            let size = Size {
+                rows,
+                sequences,
+                threads,
+                ..size
+            };
+            let what = format!("{size:?}");
+            together(&mut Bench::new(size), &asks, &expected, &what);
+        }
+    }
+}
+
+#[test]
+fn readers_that_do_not_read_do_not_keep_the_cache_from_others() {
+    let calm = |seed| Ask {
+        speculate: false,
+        ..ask(seed)
+    };
+    let expected = alone(SIZE, &[calm(0), calm(1), calm(5)]);
+    let mut bench = Bench::with_blocks(8);
+    // Both stop after a few tokens and hold blocks.
+    let stalled = |seed| Ask {
+        room: 8,
+        ..calm(seed)
+    };
+    let mut stalled: Vec<_> = (0..2).map(|seed| bench.push(&stalled(seed))).collect();
+    bench.run();
+    let said = bench.say(&calm(5));
+    assert_eq!(said.same(), expected[2].same());
+    // The stalled ones go on where they were when somebody reads.
+    for _ in 0..200 {
+        stalled.iter_mut().for_each(|reader| reader.read());
+        bench.run();
+    }
+    for (reader, expected) in stalled.iter().zip(&expected) {
+        assert_eq!(reader.said.same(), expected.same());
+    }
+}
+
+#[test]
+fn a_request_that_can_never_fit_fails_and_others_do_not() {
+    let mut bench = Bench::with_blocks(3);
+    let long = Ask {
+        prompt: prompt(0, 60),
+        ..ask(0)
+    };
+    let grows = Ask {
+        prompt: prompt(0, 20),
+        ..ask(0)
+    };
+    let fits = Ask {
+        max_tokens: 20,
+        ..ask(1)
+    };
+    let expected = alone(SIZE, std::slice::from_ref(&fits));
+    let doomed = [bench.push(&long), bench.push(&grows)];
+    let mut reader = bench.push(&fits);
+    bench.run();
+    assert!(bench.batch.is_empty());
+    reader.read();
+    assert_eq!(reader.said.same(), expected[0].same());
+    for mut reader in doomed {
+        reader.read();
+        let error = reader.said.error.unwrap();
+        assert!(error.contains("no room"), "{error}");
+    }
+}
+
+#[test]
+fn what_lies_behind_the_window_is_given_back() {
+    // All layers look 24 tokens back. Of a long stream only the last few blocks are held.
+    let size = Size {
+        model: "mistral",
+        context: 512,
+        ..SIZE
+    };
+    let long = Ask {
+        max_tokens: 300,
+        room: 400,
+        ..ask(1)
+    };
+    let expected = alone(size, std::slice::from_ref(&long));
+    let small = Size {
+        blocks: 6,
+        rows: 16,
+        ..size
+    };
+    let mut bench = Bench::new(small);
+    let mut reader = bench.push(&long);
+    let mut most = 0;
+    while bench.batch.step() {
+        most = most.max(bench.status().used_blocks);
+    }
+    reader.read();
+    assert_eq!(reader.said.same(), expected[0].same());
+    assert!(most <= 4, "{most} blocks of 16 for a window of 24");
+    // Beside others, put back and computed again, a piece at a time: there is not room for all of one either.
+    let asks: Vec<Ask> = (0..3)
+        .map(|seed| Ask {
+            max_tokens: 90,
+            ..ask(seed)
+        })
+        .collect();
+    let expected = alone(size, &asks);
+    let mut bench = Bench::new(small);
+    together(&mut bench, &asks, &expected, "window");
+    assert!(bench.status().preemptions > 0);
+}
+
+#[test]
+fn a_short_prompt_has_its_first_token_while_a_long_one_is_read() {
+    let mut bench = Bench::new(Size {
+        context: 512,
+        rows: 32,
+        ..SIZE
+    });
+    let long = Ask {
+        prompt: prompt(1, 480),
+        max_tokens: 3,
+        ..ask(1)
+    };
+    let mut long = bench.push(&long);
+    for _ in 0..3 {
+        assert!(bench.batch.step());
+    }
+    let mut short = bench.push(&Ask {
+        prompt: prompt(2, 30),
+        ..ask(2)
+    });
+    let mut steps = 0;
+    while short.said.tokens.is_empty() {
+        assert!(bench.batch.step());
+        short.read();
+        steps += 1;
+    }
+    assert!(steps <= 2, "{steps}");
+    long.read();
+    assert!(long.said.tokens.is_empty());
+    bench.run();
+    long.read();
+    assert_eq!(long.said.tokens.len(), 3);
+}
+
+#[test]
+fn a_wiped_block_is_as_if_it_had_never_been_written() {
+    let source = open(&golden("llama2")).unwrap();
+    let shape = RunShape {
+        context: 64,
+        blocks: 4,
+        ..RunShape::for_model(&source.config, DType::F16)
+    };
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    // Logits of a row that looks at block 2.
+    let after = |change: &dyn Fn(&mut Runner)| {
+        let mut runner =
+            Runner::new(&device, &source, shape, &PlanHints::default(), &|| {}).unwrap();
+        runner.set_table(0, 0, &[2, 1]).unwrap();
+        change(&mut runner);
+        let row = Row {
+            token: 5,
+            position: 16,
+            sequence: 0,
+            slot: 16,
+        };
+        runner.step(&[row], &[0]).unwrap();
+        let mut logits = vec![0.0; runner.vocab()];
+        runner.logits(0, &mut logits).unwrap();
+        logits.iter().map(|l| l.to_bits()).collect::<Vec<u32>>()
+    };
+    let write = |runner: &mut Runner, block: usize| {
+        let rows: Vec<Row> = (0..16)
+            .map(|position| Row {
+                token: 7 + position as u32,
+                position,
+                sequence: 0,
+                slot: block * 16 + position,
+            })
+            .collect();
+        runner.step(&rows, &[]).unwrap();
+    };
+    let fresh = after(&|_| {});
+    let written = after(&|runner| write(runner, 2));
+    assert_ne!(fresh, written);
+    let wiped = after(&|runner| {
+        write(runner, 2);
+        runner.wipe_block(2).unwrap();
+    });
+    assert_eq!(fresh, wiped);
+    let copied = after(&|runner| {
+        write(runner, 2);
+        runner.copy_block(2, 3).unwrap();
+        runner.wipe_block(2).unwrap();
+        runner.copy_block(3, 2).unwrap();
+    });
+    assert_eq!(written, copied);
+}
+
+#[test]
+fn a_budget_is_kept_and_what_does_not_fit_is_cut_or_refused() {
+    let source = open(&golden("llama2")).unwrap();
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let within = |bytes| RunShape::within(&device, &source, DType::F16, bytes);
+    let whole = RunShape::for_model(&source.config, DType::F16);
+    assert_eq!(within(u64::MAX).unwrap(), whole);
+    let mut last = 0;
+    let mut refused = 0;
+    for bytes in (1..=20).map(|i| i * 100_000) {
+        let Ok(shape) = within(bytes) else {
+            refused += 1;
+            assert_eq!(last, 0, "{bytes}");
+            continue;
+        };
+        assert!(shape.blocks >= last.max(1));
+        assert_eq!(shape.context, whole.context.min(shape.blocks * 16));
+        last = shape.blocks;
+        let runner = Runner::new(&device, &source, shape, &PlanHints::default(), &|| {}).unwrap();
+        assert!((runner.cache_bytes() as u64) < bytes);
+    }
+    assert!(refused > 0 && last > 8, "{refused} refused, {last} blocks");
+}

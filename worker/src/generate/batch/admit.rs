@@ -1,0 +1,228 @@
+//! Who comes in, and who goes out again when memory is short.
+
+use std::time::Instant;
+
+use hotcell_kernels::backend::DeviceError;
+use hotcell_proto::error::{Error, Reason};
+
+use super::{Batch, Running};
+use crate::generate::{
+    cache::Chain,
+    schedule::{Holder, Schedule, Waiting},
+    task::Task,
+};
+
+/// What became of one that wanted to come in.
+enum Admitted {
+    Yes,
+    /// Not now; others may.
+    Later,
+    /// There is no room for it, and it is its turn.
+    NoRoom,
+}
+
+fn alike(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+impl Batch {
+    /// Lets waiting ones in, in the order that [`Schedule`] says, while there are tables, and blocks for all tokens
+    /// they have so far. One block per running sequence stays free, so that a newcomer is not thrown out again at
+    /// once. Those whose readers have no room wait on, and are passed.
+    pub(super) fn admit(&mut self, now: Instant) -> Result<(), DeviceError> {
+        if self.waiting.is_empty() || self.tables.is_empty() {
+            return Ok(());
+        }
+        let has_room = |&at: &usize| self.waiting[at].task.has_room();
+        let mut open: Vec<usize> = (0..self.waiting.len()).filter(has_room).collect();
+        while !self.tables.is_empty() {
+            let waiting: Vec<Waiting<'_>> = (open.iter())
+                .map(|&at| Waiting {
+                    class: self.waiting[at].task.class(),
+                    arrival: self.waiting[at].id,
+                })
+                .collect();
+            let Some(chosen) = self.schedule.next(&waiting) else {
+                break;
+            };
+            let at = open.swap_remove(chosen);
+            match self.try_admit(at, now)? {
+                Admitted::Yes => {
+                    // Places after it moved down by one.
+                    for other in open.iter_mut().filter(|other| **other > at) {
+                        *other -= 1;
+                    }
+                }
+                Admitted::Later => {}
+                Admitted::NoRoom => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether this one is about to compute tokens that others wait for.
+    fn is_reading(running: &Running) -> bool {
+        running.pending() > 1 && running.member.task.has_room()
+    }
+
+    /// A chain with what is there already for one that waits, and how many of its tokens that are. None: another one
+    /// is about to compute more of them, which it does better to wait for.
+    fn begin(&mut self, at: usize) -> Option<(Chain, usize)> {
+        let member = &mut self.waiting[at];
+        if !member.task.may_skip() {
+            return Some((Chain::new(member.root), 0));
+        }
+        if let Some((id, until)) = member.behind.take() {
+            let before = self.running.iter().find(|r| r.member.id == id);
+            if before.is_some_and(|r| r.computed < until && Self::is_reading(r)) {
+                member.behind = Some((id, until));
+                return None;
+            }
+        }
+        let tokens = member.task.tokens();
+        let priority = member.task.class().priority;
+        let (mut chain, mut cached) = self.cache.open(member.root, tokens);
+        let block_len = self.runner.shape().block_len;
+        let skippable = &tokens[..tokens.len() - 1];
+        let mut best = None;
+        for other in &self.running {
+            if other.chain.root() != member.root {
+                continue;
+            }
+            let common = alike(skippable, other.member.task.tokens());
+            if common >= cached.max(other.computed) + block_len
+                && Self::is_reading(other)
+                && other.member.task.class().priority >= priority
+            {
+                member.behind = Some((other.member.id, common));
+                self.cache.close(chain);
+                return None;
+            }
+            // It may have more than whole blocks.
+            let there = common.min(other.computed);
+            if there > cached && other.chain.gone() == 0 {
+                (cached, best) = (there, Some(other));
+            }
+        }
+        if let Some(other) = best
+            && let Some(fork) = self.cache.fork(&other.chain, cached)
+        {
+            self.cache.close(std::mem::replace(&mut chain, fork));
+        }
+        Some((chain, cached))
+    }
+
+    fn try_admit(&mut self, at: usize, now: Instant) -> Result<Admitted, DeviceError> {
+        let Some((mut chain, mut from)) = self.begin(at) else {
+            return Ok(Admitted::Later);
+        };
+        let len = self.waiting[at].task.tokens().len();
+        let mut to = self.reach(from, len);
+        let alone = self.running.is_empty() && self.check.is_none();
+        let fits = |batch: &Self, chain: &Chain, from, to| {
+            batch.cache.available() >= batch.cache.missing(chain, from, to) + batch.running.len()
+        };
+        if !fits(self, &chain, from, to) && alone && from > 0 {
+            // A copy of what is shared may be what there is no room for.
+            let root = chain.root();
+            self.cache
+                .close(std::mem::replace(&mut chain, Chain::new(root)));
+            from = 0;
+            to = self.reach(from, len);
+        }
+        if !fits(self, &chain, from, to) {
+            self.cache.close(chain);
+            if alone {
+                let member = self.waiting.remove(at);
+                self.end(member).fail(too_large(len));
+            }
+            return Ok(Admitted::NoRoom);
+        }
+        let Some(table) = self.tables.pop() else {
+            self.cache.close(chain);
+            return Ok(Admitted::NoRoom);
+        };
+        let ready = self.set_whole_table(table, &chain);
+        let ready = ready.and_then(|()| self.make_ready(&mut chain, table, from, to));
+        if !matches!(ready, Ok(true)) {
+            self.release(table, chain, None);
+            return ready.map(|_| Admitted::NoRoom);
+        }
+        let mut member = self.waiting.remove(at);
+        self.schedule.worked(member.task.class(), len - from);
+        if member.preempted == 0
+            && let Task::Generate(sequence) = &member.task
+        {
+            self.tally.prompt += sequence.prompt_len() as u64;
+            self.tally.cached += from.min(sequence.prompt_len()) as u64;
+        }
+        member.task.start(from, now);
+        self.running.push(Running {
+            slot: self.blackbox.begin(member.task.id()),
+            member,
+            computed: from,
+            table,
+            chain,
+            guesses: Vec::new(),
+        });
+        Ok(Admitted::Yes)
+    }
+
+    fn set_whole_table(&mut self, table: usize, chain: &Chain) -> Result<(), DeviceError> {
+        match chain.blocks() {
+            [] => Ok(()),
+            blocks => self.runner.set_table(table, 0, blocks),
+        }
+    }
+
+    /// Gives every running sequence blocks for the tokens it has. When none is left, [`Schedule::victim`] says who goes
+    /// back to the queue; it computes its tokens again later, which changes no bit of what follows.
+    pub(super) fn grow(&mut self) -> Result<(), DeviceError> {
+        let mut at = 0;
+        while at < self.running.len() {
+            let running = &self.running[at];
+            let (from, len) = (running.computed, running.member.task.tokens().len());
+            let to = self.reach(from, len);
+            let running = &mut self.running[at];
+            let (table, mut chain) = (running.table, std::mem::take(&mut running.chain));
+            let ready = self.make_ready(&mut chain, table, from, to);
+            self.running[at].chain = chain;
+            if ready? {
+                at += 1;
+                continue;
+            }
+            let holders: Vec<Holder> = self.running.iter().map(holder).collect();
+            let Some(victim) = Schedule::victim(&holders, at) else {
+                return Ok(());
+            };
+            let alone = self.running.len() == 1 && self.check.is_none();
+            let mut member = self.remove(victim);
+            if alone {
+                self.end(member).fail(too_large(len));
+                return Ok(());
+            }
+            member.preempted += 1;
+            self.tally.preemptions += 1;
+            self.waiting.push(member);
+            // Places after the victim moved down by one.
+            at -= usize::from(victim < at);
+        }
+        Ok(())
+    }
+}
+
+fn holder(running: &Running) -> Holder {
+    Holder {
+        priority: running.member.task.class().priority,
+        arrival: running.member.id,
+        preempted: running.member.preempted,
+        stalled: !running.member.task.has_room(),
+    }
+}
+
+fn too_large(tokens: usize) -> Error {
+    Error::new(
+        Reason::OutOfMemory,
+        format!("the worker's cache has no room for a request of {tokens} tokens, even alone"),
+    )
+}

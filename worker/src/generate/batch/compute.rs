@@ -1,0 +1,286 @@
+//! A step: its rows, what the model makes of them, and what is drawn.
+
+use std::time::{Duration, Instant};
+
+use hotcell_kernels::backend::DeviceError;
+use hotcell_proto::error::Error;
+
+use super::{Batch, Part, Running};
+use crate::{
+    error::{of_device, of_sampling},
+    generate::{
+        lookup, sampler,
+        schedule::{Budget, Want},
+        sequence::End,
+        task::Task,
+    },
+    model::run::Row,
+};
+
+/// How long a step may take in which some draw and others read prompts: the pause between two tokens of a stream.
+const PATIENCE: Duration = Duration::from_millis(60);
+
+/// Rows of prompts that there is always time for.
+const LEAST: usize = 16;
+
+/// How a task ended.
+enum Outcome {
+    Drawn(End),
+    Read,
+    Failed(Error),
+}
+
+impl Batch {
+    /// Fills `rows`, `parts` and `pick_rows`.
+    pub(super) fn gather(&mut self) -> Result<(), DeviceError> {
+        self.rows.clear();
+        self.parts.clear();
+        self.pick_rows.clear();
+        let shape = *self.runner.shape();
+        let able = |at: &usize| {
+            let running = &self.running[*at];
+            running.pending() > 0 && running.member.task.has_room()
+        };
+        let able: Vec<usize> = (0..self.running.len()).filter(able).collect();
+        let wants: Vec<Want<'_>> = (able.iter())
+            .map(|&at| Want {
+                id: self.running[at].member.id,
+                class: self.running[at].member.task.class(),
+                arrival: self.running[at].member.id,
+                pending: self.running[at].pending(),
+            })
+            .collect();
+        let draws = wants.iter().filter(|w| w.pending == 1).count();
+        let beside = self.pace.rows_beside(draws, PATIENCE);
+        let budget = Budget {
+            rows: shape.max_rows,
+            beside: beside.unwrap_or(shape.max_rows).max(LEAST),
+        };
+        let grants = self.schedule.grant(&wants, budget);
+        let mut free = shape.max_rows - grants.iter().map(|g| g.1).sum::<usize>();
+        let ends = |&&(i, rows): &&(usize, usize)| rows == self.running[able[i]].pending();
+        let drawing = grants.iter().filter(ends).count();
+        let mut picks = shape.max_sequences.saturating_sub(drawing);
+        // Rows of prompts are worth more than guesses.
+        let guesses = grants.iter().all(|g| g.1 == 1);
+        self.guess_cost = self.pace.guess_cost(grants.len());
+        for (i, rows) in grants {
+            let at = able[i];
+            self.running[at].guesses.clear();
+            if guesses && self.running[at].pending() == 1 {
+                let most = free.min(picks);
+                self.guess(at, most)?;
+                free -= self.running[at].guesses.len();
+                picks -= self.running[at].guesses.len();
+            }
+            self.place(at, rows);
+        }
+        Ok(())
+    }
+
+    /// Guesses tokens for a sequence that draws, where there is room for them without anyone making any.
+    fn guess(&mut self, at: usize, most: usize) -> Result<(), DeviceError> {
+        let Running {
+            member,
+            computed,
+            chain,
+            ..
+        } = &self.running[at];
+        let Task::Generate(sequence) = &member.task else {
+            return Ok(());
+        };
+        if !sequence.speculates() {
+            return Ok(());
+        }
+        let most = most
+            .min(member.pays.most(self.guess_cost))
+            .min(sequence.more());
+        if most == 0 {
+            return Ok(());
+        }
+        let guesses = lookup::guess(sequence.tokens(), most);
+        let (from, to) = (*computed, sequence.tokens().len() + guesses.len());
+        let missing = self.cache.missing(chain, from, to);
+        if guesses.is_empty() || self.cache.available() < missing + self.running.len() {
+            return Ok(());
+        }
+        let running = &mut self.running[at];
+        let (table, mut chain) = (running.table, std::mem::take(&mut running.chain));
+        let ready = self.make_ready(&mut chain, table, from, to);
+        self.running[at].chain = chain;
+        if ready? {
+            self.running[at].guesses = guesses;
+        }
+        Ok(())
+    }
+
+    /// Adds a sequence's next rows, and those of its guesses, to the step.
+    fn place(&mut self, at: usize, rows: usize) {
+        let block_len = self.runner.shape().block_len;
+        let Running {
+            member,
+            computed,
+            table,
+            chain,
+            guesses,
+            ..
+        } = &self.running[at];
+        let first = self.rows.len();
+        let tokens = &member.task.tokens()[*computed..*computed + rows];
+        for (i, &token) in tokens.iter().chain(guesses).enumerate() {
+            let position = computed + i;
+            let block = chain.blocks()[position / block_len] as usize;
+            self.rows.push(Row {
+                token,
+                position,
+                sequence: *table,
+                slot: block * block_len + position % block_len,
+            });
+        }
+        let ends = computed + rows == member.task.tokens().len();
+        let draws = ends && matches!(member.task, Task::Generate(_));
+        let pick = draws.then_some(self.pick_rows.len());
+        if draws {
+            self.pick_rows.extend(first + rows - 1..self.rows.len());
+        }
+        self.parts.push(Part {
+            at,
+            first,
+            rows,
+            pick,
+        });
+    }
+
+    /// Computes the rows, and takes what comes out.
+    pub(super) fn compute(&mut self) -> Result<(), DeviceError> {
+        if self.rows.is_empty() {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        self.runner.step(&self.rows, &self.pick_rows)?;
+        self.pace.note(self.rows.len(), begun.elapsed());
+        self.blackbox.stepped();
+        let mut ended = Vec::new();
+        self.read(&mut ended)?;
+        for part in std::mem::take(&mut self.parts) {
+            let running = &mut self.running[part.at];
+            running.computed += part.rows;
+            if let Some(pick) = part.pick
+                && let Some(outcome) = self.draw(part.at, pick)
+            {
+                ended.push((part.at, outcome));
+            }
+            self.settle(part.at);
+        }
+        // From the end, so that places stay right.
+        ended.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
+        for (at, outcome) in ended {
+            let member = self.remove(at);
+            match (self.end(member), outcome) {
+                (Task::Generate(sequence), Outcome::Drawn(end)) => {
+                    sequence.finish(end, Instant::now());
+                }
+                (Task::Embed(reading), _) => reading.finish(),
+                (task, Outcome::Failed(error)) => task.fail(error),
+                (Task::Generate(_), Outcome::Read) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Draws a token, and one more for each guess that was right. Says how the sequence ended, if it did.
+    fn draw(&mut self, at: usize, pick: usize) -> Option<Outcome> {
+        let Running {
+            member,
+            computed,
+            guesses,
+            ..
+        } = &mut self.running[at];
+        let Task::Generate(sequence) = &mut member.task else {
+            return None;
+        };
+        let mut right = 0;
+        let outcome = loop {
+            let logits = &mut self.logits;
+            let drawn = self.runner.logits(pick + right, logits);
+            let drawn = drawn.map_err(|e| of_device(&e)).and_then(|()| {
+                let position = u32::try_from(sequence.tokens().len()).unwrap_or(u32::MAX);
+                let (params, state) = sequence.sampler();
+                sampler::sample(params, state, logits, position).map_err(|e| of_sampling(&e))
+            });
+            let sampled = match drawn {
+                Ok(sampled) => sampled,
+                Err(error) => break Some(Outcome::Failed(error)),
+            };
+            if let Some(end) = sequence.accept(&sampled, Instant::now()) {
+                break Some(Outcome::Drawn(end));
+            }
+            if guesses.get(right) != Some(&sampled.token) {
+                break None;
+            }
+            // Its row was computed with the right token: it is in the cache.
+            right += 1;
+            *computed += 1;
+        };
+        let (guessed, drawn) = (guesses.len(), right + 1);
+        if outcome.is_none() {
+            member.pays.note(guessed, right, drawn, self.guess_cost);
+        }
+        self.tally.guessed += guessed as u64;
+        self.tally.right += right as u64;
+        guesses.clear();
+        self.schedule.worked(member.task.class(), drawn);
+        outcome
+    }
+
+    /// Takes the states that embeddings need.
+    fn read(&mut self, ended: &mut Vec<(usize, Outcome)>) -> Result<(), DeviceError> {
+        let mut rows = Vec::new();
+        for part in &self.parts {
+            let running = &self.running[part.at];
+            if let Task::Embed(reading) = &running.member.task {
+                let from = running.computed;
+                let needs = reading.needs(from, from + part.rows);
+                rows.extend(needs.map(|position| part.first + position - from));
+            }
+        }
+        self.runner.finish_states(&rows)?;
+        let mut next = 0;
+        for part in &self.parts {
+            let running = &mut self.running[part.at];
+            let from = running.computed;
+            let all = from + part.rows == running.member.task.tokens().len();
+            if let Task::Embed(reading) = &mut running.member.task {
+                for _ in reading.needs(from, from + part.rows) {
+                    self.runner.state(next, &mut self.state)?;
+                    reading.push(&self.state);
+                    next += 1;
+                }
+                if all {
+                    ended.push((part.at, Outcome::Read));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets others find what is in the cache now, and gives back what nobody looks at any more.
+    fn settle(&mut self, at: usize) {
+        let Running {
+            member,
+            computed,
+            chain,
+            slot,
+            ..
+        } = &mut self.running[at];
+        self.cache.publish(chain, member.task.tokens(), *computed);
+        if let Some(window) = self.runner.window() {
+            // The next row looks back to here.
+            let first = (*computed + 1).saturating_sub(window);
+            self.cache.trim(chain, first);
+        }
+        if let Some(slot) = slot {
+            self.blackbox.computed(slot, *computed);
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Who comes in, who computes how many rows of the next step, and who makes room: decisions without effects.
+//!
+//! What is decided here changes when a token comes, never which: nothing that a row computes depends on the others.
+//!
+//! Sequences that draw compute a row in each step. What is left of the step is for prompts, in pieces of
+//! [`PIECE`] rows, each for the tenant and priority that got the least so far ([`Shares`]); among requests of one
+//! class in turns the oldest one and the one that has the least left, so that a short prompt need not wait for a long
+//! one, nor a long one for ever.
+
+use std::collections::BTreeMap;
+
+use super::fair::{Class, Shares};
+
+/// Rows that a prompt gets at once.
+const PIECE: usize = 16;
+/// Part of a step that is for prompts if there are any.
+const PROMPTS: usize = 4;
+
+/// A sequence in the batch that can compute.
+#[derive(Clone, Debug)]
+pub struct Want<'a> {
+    /// Names it.
+    pub id: u64,
+    /// Whose it is.
+    pub class: &'a Class,
+    /// Orders requests by arrival.
+    pub arrival: u64,
+    /// Tokens that are not computed: one, if it draws.
+    pub pending: usize,
+}
+
+/// How large the next step may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// Rows in all.
+    pub rows: usize,
+    /// Rows of prompts in a step in which others draw.
+    pub beside: usize,
+}
+
+/// A sequence that waits to come in.
+#[derive(Clone, Debug)]
+pub struct Waiting<'a> {
+    /// Whose it is.
+    pub class: &'a Class,
+    /// Orders requests by arrival.
+    pub arrival: u64,
+}
+
+/// A sequence that holds blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct Holder {
+    /// Its priority.
+    pub priority: u32,
+    /// Orders requests by arrival.
+    pub arrival: u64,
+    /// How often it made room already.
+    pub preempted: u32,
+    /// Whether it cannot go on now, because its reader does not read.
+    pub stalled: bool,
+}
+
+/// Remembers who got what.
+#[derive(Debug, Default)]
+pub struct Schedule {
+    /// Work of those inside, by which others are let in.
+    work: Shares,
+    /// Rows of prompts.
+    prompts: Shares,
+    /// Sequences that read their prompts, as of the last step.
+    reading: BTreeMap<u64, Class>,
+    /// When each sequence that draws had its last turn.
+    served: BTreeMap<u64, u64>,
+    turns: u64,
+    steps: u64,
+    pieces: u64,
+}
+
+impl Schedule {
+    /// A request has come.
+    pub fn arrived(&mut self, class: &Class) {
+        self.work.enter(class);
+    }
+
+    /// It is gone.
+    pub fn left(&mut self, class: &Class) {
+        self.work.leave(class);
+    }
+
+    /// So many tokens are computed for it: its prompt's when it comes in, and those that it draws.
+    pub fn worked(&mut self, class: &Class, tokens: usize) {
+        self.work.charge(class, tokens);
+    }
+
+    /// Which of those who wait is next: the oldest one of the class that got the least.
+    pub fn next(&self, waiting: &[Waiting<'_>]) -> Option<usize> {
+        let class = self.work.next(waiting.iter().map(|w| w.class))?;
+        (0..waiting.len())
+            .filter(|&i| waiting[i].class == class)
+            .min_by_key(|&i| waiting[i].arrival)
+    }
+
+    /// Which of those who hold blocks makes room for one of them: one that is stalled, else the one of the lowest
+    /// priority, of these the latest. Whoever made room counts one priority higher each time, so that it is the others'
+    /// turn at last. It may be `needy` itself.
+    pub fn victim(holders: &[Holder], needy: usize) -> Option<usize> {
+        let stalled = |i: usize| i != needy && holders[i].stalled;
+        (0..holders.len()).min_by_key(|&i| {
+            let Holder {
+                priority,
+                arrival,
+                preempted,
+                ..
+            } = holders[i];
+            let rank = u64::from(priority) + u64::from(preempted);
+            (!stalled(i), rank, std::cmp::Reverse(arrival))
+        })
+    }
+
+    /// How many rows each computes in the next step, by place in `wants`: first those that draw, then prompts.
+    pub fn grant(&mut self, wants: &[Want<'_>], budget: Budget) -> Vec<(usize, usize)> {
+        self.steps += 1;
+        self.note(wants);
+        let (mut draw, read): (Vec<usize>, Vec<usize>) =
+            (0..wants.len()).partition(|&i| wants[i].pending <= 1);
+        draw.retain(|&i| wants[i].pending == 1);
+        // Who computed longest ago goes first, where there is not room for all.
+        let served = &self.served;
+        let last = |i: usize| served.get(&wants[i].id).copied().unwrap_or(0);
+        draw.sort_by_key(|&i| (last(i), wants[i].arrival));
+        let for_prompts = match (read.is_empty(), budget.rows) {
+            (true, _) => 0,
+            (false, 1) => usize::from(self.steps.is_multiple_of(2)),
+            (false, rows) => rows.div_ceil(PROMPTS),
+        };
+        draw.truncate(budget.rows - for_prompts.min(budget.rows));
+        let left = budget.rows - draw.len();
+        let left = match draw.is_empty() {
+            true => left,
+            false => left.min(budget.beside.max(1)),
+        };
+        for &i in &draw {
+            self.turns += 1;
+            self.served.insert(wants[i].id, self.turns);
+        }
+        let mut grants: Vec<(usize, usize)> = draw.into_iter().map(|i| (i, 1)).collect();
+        grants.extend(self.pieces(wants, &read, left));
+        grants
+    }
+
+    /// Knows who reads a prompt now, and forgets who is gone.
+    fn note(&mut self, wants: &[Want<'_>]) {
+        let mut reading = BTreeMap::new();
+        for want in wants.iter().filter(|w| w.pending > 1) {
+            let class = match self.reading.remove(&want.id) {
+                Some(class) => class,
+                None => {
+                    self.prompts.enter(want.class);
+                    want.class.clone()
+                }
+            };
+            reading.insert(want.id, class);
+        }
+        let gone = std::mem::replace(&mut self.reading, reading);
+        for class in gone.into_values() {
+            self.prompts.leave(&class);
+        }
+        self.served
+            .retain(|id, _| wants.iter().any(|want| want.id == *id));
+    }
+
+    /// Gives `left` rows to those who read prompts.
+    fn pieces(
+        &mut self,
+        wants: &[Want<'_>],
+        read: &[usize],
+        mut left: usize,
+    ) -> Vec<(usize, usize)> {
+        let mut given: BTreeMap<usize, usize> = BTreeMap::new();
+        while left > 0 {
+            let rest = |i: usize| wants[i].pending - given.get(&i).copied().unwrap_or(0);
+            let open: Vec<usize> = read.iter().copied().filter(|&i| rest(i) > 0).collect();
+            let Some(class) = self.prompts.next(open.iter().map(|&i| wants[i].class)) else {
+                break;
+            };
+            let alike = open.iter().copied().filter(|&i| wants[i].class == class);
+            self.pieces += 1;
+            let chosen = match self.pieces.is_multiple_of(2) {
+                true => alike.min_by_key(|&i| (rest(i), wants[i].arrival)),
+                false => alike.min_by_key(|&i| wants[i].arrival),
+            };
+            let Some(chosen) = chosen else { break };
+            let rows = PIECE.min(rest(chosen)).min(left);
+            let class = class.clone();
+            *given.entry(chosen).or_default() += rows;
+            self.prompts.charge(&class, rows);
+            left -= rows;
+        }
+        given.into_iter().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;
