@@ -61,13 +61,12 @@ fn options(index: usize, id: &str) -> GenerateOptions {
     }
 }
 
+/// Both streams at once, one on each worker.
 async fn undisturbed(client: &Client) -> Vec<Completion> {
-    let mut all = Vec::new();
-    for (index, prompt) in PROMPTS.into_iter().enumerate() {
-        let stream = client.generate(prompt, options(index, "")).await.unwrap();
-        all.push(stream.complete().await.unwrap());
-    }
-    all
+    let one = client.generate(PROMPTS[0], options(0, "")).await.unwrap();
+    let two = client.generate(PROMPTS[1], options(1, "")).await.unwrap();
+    let (one, two) = tokio::join!(one.complete(), two.complete());
+    vec![one.unwrap(), two.unwrap()]
 }
 
 /// A stream whose first tokens have come.
@@ -433,12 +432,16 @@ async fn a_standby_that_hung_up_takes_no_place() {
     };
     let before = cluster.workers(complete).await.unwrap();
     let client = cluster.client().await.unwrap();
-    let calm = client.generate(PROMPTS[0], options(0, "")).await.unwrap();
+    let short = || GenerateOptions {
+        max_tokens: 150,
+        ..options(0, "")
+    };
+    let calm = client.generate(PROMPTS[0], short()).await.unwrap();
     let calm = calm.complete().await.unwrap();
     Fault::CloseTokens
         .order(worker(&before, "w0.standby").pid)
         .unwrap();
-    let stream = Begun::new(&client, PROMPTS[0], options(0, "")).await;
+    let stream = Begun::new(&client, PROMPTS[0], short()).await;
     Fault::Segfault.order(worker(&before, "w0").pid).unwrap();
     let (ids, finished) = stream.finish().await;
     assert_eq!((ids, finished.deaths_survived), (calm.token_ids, 1));
@@ -509,7 +512,7 @@ async fn a_full_log_holds_up_nobody_and_is_kept_short() {
     let workers = client.workers().await.unwrap();
     Fault::Segfault.order(worker(&workers, "w0").pid).unwrap();
     // What has a stream on each worker finds the one that was told.
-    undisturbed_in_pairs(&client).await;
+    undisturbed(&client).await;
     let report = report(&client).await;
     assert!(report.log.len() <= hotcell_proto::limits::KEPT_LOG_LINES);
     assert!(report.log.iter().any(|line| line.starts_with("line ")));
@@ -523,15 +526,6 @@ async fn a_full_log_holds_up_nobody_and_is_kept_short() {
         passed < 20_000,
         "{passed} lines of a worker in the scheduler's log"
     );
-}
-
-/// Both streams at once.
-async fn undisturbed_in_pairs(client: &Client) {
-    let one = client.generate(PROMPTS[0], options(0, "")).await.unwrap();
-    let two = client.generate(PROMPTS[1], options(1, "")).await.unwrap();
-    let (one, two) = tokio::join!(one.complete(), two.complete());
-    one.unwrap();
-    two.unwrap();
 }
 
 #[tokio::test]

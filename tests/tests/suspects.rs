@@ -4,7 +4,7 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::time::Duration;
+use std::{cell::RefCell, time::Duration};
 
 use hotcell_client::{Client, Completion, Event, GenerateOptions, Reason, v1};
 use hotcell_tests::cluster::{Cluster, SOON, all_have, kjv, signal_pid};
@@ -46,21 +46,27 @@ async fn kill(client: &Client, worker: &str) {
     let _ = signal_pid(found.pid, Signal::KILL);
 }
 
-/// Kills the worker w0 now, and then every worker that `request` goes on with, `kills` in all. Returns those killed.
-async fn hunt(cluster: &Cluster, request: &str, kills: usize) -> Vec<String> {
+/// Kills the worker w0 now, and then every worker that `request` goes on with, `kills` in all. Notes those killed.
+async fn hunt_down(cluster: &Cluster, request: &str, kills: usize, killed: &RefCell<Vec<String>>) {
     let client = cluster.client().await.unwrap();
     let mut events = client.watch().await.unwrap();
     kill(&client, "w0").await;
-    let mut killed = vec!["w0".to_owned()];
-    while killed.len() < kills {
+    killed.borrow_mut().push("w0".to_owned());
+    while killed.borrow().len() < kills {
         let event = events.next().await.unwrap().unwrap();
         let about = format!("request {request} ");
         if event.kind() == v1::EventKind::StreamContinued && event.message.contains(&about) {
             kill(&client, &event.worker).await;
-            killed.push(event.worker);
+            killed.borrow_mut().push(event.worker);
         }
     }
-    killed
+}
+
+/// The same; returns those killed.
+async fn hunt(cluster: &Cluster, request: &str, kills: usize) -> Vec<String> {
+    let killed = RefCell::default();
+    hunt_down(cluster, request, kills, &killed).await;
+    killed.into_inner()
 }
 
 #[tokio::test]
@@ -96,17 +102,26 @@ async fn a_poisonous_request_ends_and_those_who_shared_its_workers_go_on() {
             said += delta.token_ids.len();
         }
     }
-    let hunting = hunt(&cluster, "evil", 3);
-    let killed = tokio::time::timeout(SOON, hunting).await.unwrap();
-    assert_eq!(killed[..2], ["w0", "w0"]);
-    assert!(killed[2].starts_with("w0.solo"), "{killed:?}");
-    let error = loop {
-        match evil.next().await.expect("ended without a status") {
-            Ok(Event::Finished(_)) => panic!("it lived"),
-            Ok(_) => {}
-            Err(error) => break error,
+    let killed = RefCell::default();
+    let ended = async {
+        loop {
+            match evil.next().await.expect("ended without a status") {
+                Ok(Event::Finished(_)) => panic!("it lived"),
+                Ok(_) => {}
+                Err(error) => break error,
+            }
         }
     };
+    let error = tokio::select! {
+        error = ended => error,
+        () = hunt_down(&cluster, "evil", usize::MAX, &killed) => panic!("nothing is left to hunt"),
+        () = tokio::time::sleep(SOON) => panic!("it goes on after {killed:?}"),
+    };
+    let killed = killed.into_inner();
+    assert_eq!(killed[..2], ["w0", "w0"]);
+    // Once more alone, should nobody else have been served meanwhile.
+    assert!((3..=8).contains(&killed.len()), "{killed:?}");
+    assert!(killed[2..].iter().all(|w| w.starts_with("w0.solo")));
     assert_eq!(error.reason(), Reason::RequestPoisoned, "{error}");
     assert_eq!(error.get("request_id"), Some("evil"));
     assert!(error.message().contains("evil"), "{error}");
