@@ -77,6 +77,14 @@ pub fn binaries() -> Result<PathBuf> {
     built.clone().map_err(anyhow::Error::msg)
 }
 
+/// Tokens of the prompt and of the answer. What a worker knew of the prompt from before is its own, and another one may
+/// know more or less.
+pub fn counted(finished: &v1::Finished) -> Option<(u32, u32)> {
+    finished
+        .usage
+        .map(|u| (u.prompt_tokens, u.generated_tokens))
+}
+
 /// A child that is killed when the test ends, however it ends.
 pub struct Process {
     child: Child,

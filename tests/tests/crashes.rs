@@ -188,6 +188,9 @@ async fn a_death_is_a_pause_and_is_told_to_who_asks() {
     let cluster = Arc::new(cluster(&kjv(), &[]).await);
     let calm = cluster.hotcell(&GENERATE).unwrap();
     let client = cluster.client().await.unwrap();
+    // It is another request that is to be struck.
+    let idle = |w: &[v1::WorkerInfo]| w[0].running_requests == 0;
+    cluster.workers(idle).await.unwrap();
     let other = Arc::clone(&cluster);
     let asked = tokio::task::spawn_blocking(move || other.hotcell(&GENERATE).unwrap());
     let running = |w: &[v1::WorkerInfo]| w[0].running_requests == 1;

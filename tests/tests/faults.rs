@@ -13,7 +13,7 @@ use hotcell_client::{
     v1,
 };
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, golden, kjv},
+    cluster::{Cluster, SOON, all_have, counted, golden, kjv},
     fault::{Fault, POISON},
 };
 use tokio::time::{sleep, timeout};
@@ -130,7 +130,7 @@ async fn break_amid(cluster: &Cluster, fault: Fault) -> u32 {
         for (stream, calm) in streams.into_iter().zip(&calm) {
             let (ids, finished) = stream.finish().await;
             assert_eq!(ids, calm.token_ids);
-            assert_eq!(finished.usage, calm.finished.usage);
+            assert_eq!(counted(&finished), counted(&calm.finished));
             survived += finished.deaths_survived;
         }
     };

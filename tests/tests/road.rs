@@ -5,7 +5,9 @@
 use std::{collections::HashSet, time::Duration};
 
 use hotcell_client::{Client, Event, GenerateOptions, Prompt, Reason, v1};
-use hotcell_tests::cluster::{Cluster, Process, SOON, all_have, binaries, golden, kjv, signal_pid};
+use hotcell_tests::cluster::{
+    Cluster, Process, SOON, all_have, binaries, counted, golden, kjv, signal_pid,
+};
 use rustix::process::Signal;
 
 const PROMPT: &str = "In the beginning";
@@ -384,7 +386,11 @@ async fn killed_at_every_index(options: GenerateOptions) {
         let finished = finished.unwrap();
         assert_eq!(got, calm.token_ids, "killed at {kill_at}");
         assert_eq!(text, calm.text, "killed at {kill_at}");
-        assert_eq!(finished.usage, calm.finished.usage, "killed at {kill_at}");
+        assert_eq!(
+            counted(&finished),
+            counted(&calm.finished),
+            "killed at {kill_at}"
+        );
         assert_eq!(finished.reason, calm.finished.reason, "killed at {kill_at}");
         deaths += finished.deaths_survived;
         // The next index needs a living worker that is not the one just killed.

@@ -21,7 +21,7 @@ use hotcell_ipc::{
     takeover,
 };
 use hotcell_scheduler::{exit::Exit, takeover::STATE_VERSION};
-use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, counted, kjv, signal_pid};
 use prost::Message;
 use rustix::process::Signal;
 
@@ -222,8 +222,8 @@ fn assert_same(got: &[Event], calm: &Completion, what: &str) {
     let end = end.unwrap_or_else(|| panic!("{what}: no end"));
     let calm = &calm.finished;
     assert_eq!(
-        (end.reason, &end.usage),
-        (calm.reason, &calm.usage),
+        (end.reason, counted(end)),
+        (calm.reason, counted(calm)),
         "{what}"
     );
     assert_eq!(end.matched_stop, calm.matched_stop, "{what}");
