@@ -248,7 +248,8 @@ async fn a_reader_that_does_not_read_stops_only_its_own_stream() {
     assert_eq!(done.await.unwrap().token_ids.len(), 64);
     // The unread ones are complete when somebody reads them after all.
     let first = idle.remove(0);
-    let rest = tokio::time::timeout(SOON, async move {
+    // All eight of them take their turns.
+    let rest = tokio::time::timeout(8 * SOON, async move {
         let (mut stream, mut tokens) = (first, 0);
         while let Some(event) = stream.next().await {
             if let Event::Delta(d) = event.unwrap() {
