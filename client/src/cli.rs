@@ -139,7 +139,7 @@ Examples:
   hotcell generate --ids 0,312,17 --json --top-logprobs 5
   hotcell generate --chat-file talk.json --model my-model --deadline 30s
   hotcell generate \"And God said\" --temperature 0.8 --receipt answer.json")]
-    Generate(GenerateFlags),
+    Generate(Box<GenerateFlags>),
     /// Run a request again and compare: every token must be the same
     ///
     /// Reads what `hotcell generate --receipt FILE` wrote. Says which token is the first that differs, or that the

@@ -35,4 +35,4 @@ pub use hotcell_proto::{
     error::{Error, Reason},
     v1,
 };
-pub use tokens::{Completion, EmbedOptions, Event, GenerateOptions, Generation, Prompt};
+pub use tokens::{Completion, EmbedOptions, Event, GenerateOptions, Generation, Grammar, Prompt};

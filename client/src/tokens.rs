@@ -57,6 +57,10 @@ impl From<Prompt> for v1::Prompt {
     }
 }
 
+/// What a text has to be: valid against a JSON schema, matched by a regular expression, of a Lark grammar, or a JSON object.
+/// One that cannot be read is [`Reason::GrammarInvalid`](crate::Reason::GrammarInvalid).
+pub use v1::grammar::Kind as Grammar;
+
 /// How to continue a prompt. The default is the neutral value of everything: the default model, greedy,
 /// until the model stops or its context is full.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -97,6 +101,8 @@ pub struct GenerateOptions {
     pub priority: u32,
     /// Draw one token at a time, also where guessing would be faster.
     pub no_speculation: bool,
+    /// What the text has to be. It ends where that ends, so not together with `ignore_eos`.
+    pub grammar: Option<Grammar>,
     /// The whole stream must be complete after this long. Sent along, and kept here as well.
     pub deadline: Option<Duration>,
 }
@@ -118,10 +124,10 @@ impl GenerateOptions {
             request_id: self.request_id,
             resume: self.resume,
             continue_across: self.continue_across,
-            grammar: None,
             tenant: self.tenant,
             priority: self.priority,
             no_speculation: self.no_speculation,
+            grammar: self.grammar.map(|kind| v1::Grammar { kind: Some(kind) }),
         }
     }
 }

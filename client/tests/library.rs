@@ -7,7 +7,7 @@ mod fake;
 use std::time::{Duration, Instant};
 
 use hotcell_client::{
-    Address, Client, Event, GenerateOptions, Reason, connect::is_unreachable, v1,
+    Address, Client, Event, GenerateOptions, Grammar, Reason, connect::is_unreachable, v1,
 };
 
 async fn client(running: &fake::Running) -> Client {
@@ -189,6 +189,7 @@ async fn all_options_reach_the_server() {
         tenant: "us".to_owned(),
         priority: 3,
         no_speculation: true,
+        grammar: Some(Grammar::Regex("a+".to_owned())),
         deadline: None,
     };
     let stream = client(&running)
@@ -218,6 +219,8 @@ async fn all_options_reach_the_server() {
     );
     assert!(request.continue_across && request.no_speculation);
     assert_eq!((&*request.tenant, request.priority), ("us", 3));
+    let grammar = request.grammar.clone().and_then(|g| g.kind);
+    assert_eq!(grammar, options.grammar);
     assert_eq!(seen.timeouts, [None]);
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::{EmbedRequest, GenerateRequest, Prompt, prompt::Kind},
+    v1::{EmbedRequest, GenerateRequest, Prompt, grammar::Kind as Follow, prompt::Kind},
 };
 
 fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
@@ -79,6 +79,13 @@ pub fn check_request(request: &GenerateRequest) -> Result<(), Error> {
     check_prompt(request.prompt.as_ref())?;
     check_tenant(&request.tenant)?;
     at_most("stop strings", request.stop.len(), limits::MAX_STOP_STRINGS)?;
+    if let Some(grammar) = &request.grammar {
+        let text = match &grammar.kind {
+            Some(Follow::JsonSchema(text) | Follow::Regex(text) | Follow::Lark(text)) => text.len(),
+            Some(Follow::JsonObject(_)) | None => 0,
+        };
+        at_most("bytes of grammar", text, limits::MAX_GRAMMAR_BYTES)?;
+    }
     for stop in &request.stop {
         at_most("bytes of a stop string", stop.len(), limits::MAX_STOP_BYTES)?;
     }

@@ -6,6 +6,7 @@ pub mod cache;
 pub mod check;
 pub mod embed;
 pub mod fair;
+pub mod grammar;
 pub mod logprobs;
 pub mod lookup;
 pub mod pace;

@@ -26,6 +26,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use crate::{
     engine::Engine,
     error::of_model,
+    generate::grammar::Grammars,
     last_words::MappedFiles,
     model::{run::RunShape, text::ModelText},
     service::tensors_server,
@@ -69,6 +70,8 @@ pub struct Loaded {
     pub vocab: u32,
     /// Its end tokens.
     pub end_tokens: Vec<u32>,
+    /// What its requests need to follow grammars.
+    pub grammars: Grammars,
     /// Where equal requests give equal bits.
     pub numerics: v1::NumericsClass,
     /// For people and for the scheduler.
@@ -461,6 +464,7 @@ impl Host {
             context: shape.context,
             vocab,
             end_tokens,
+            grammars: Grammars::default(),
             numerics: v1::NumericsClass {
                 id: format!(
                     "{}/w:{fingerprint}/kv:{}",

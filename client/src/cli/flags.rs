@@ -1,14 +1,14 @@
 //! Flags that several commands share, each defined once.
 
-use std::{path::Path, time::Duration};
+use std::{io::Read, path::Path, time::Duration};
 
 use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
-    v1,
+    limits, v1,
 };
 
-use crate::tokens::{GenerateOptions, Prompt};
+use crate::tokens::{GenerateOptions, Grammar, Prompt};
 
 use super::{exit::Failure, ui::Ui};
 
@@ -124,6 +124,54 @@ impl PromptFlags {
         }
         text_or_input(self.prompt.as_deref(), ui).map(Prompt::Text)
     }
+}
+
+/// What a text has to be, in one of its forms.
+#[derive(Args, Clone, Debug)]
+#[group(multiple = false)]
+#[command(next_help_heading = "Structure")]
+pub struct GrammarFlags {
+    /// Write a JSON value that is valid against the schema in this file
+    #[arg(long, value_name = "FILE", conflicts_with = "ignore_eos")]
+    pub json_schema: Option<String>,
+    /// Write a JSON object
+    #[arg(long, conflicts_with = "ignore_eos")]
+    pub json_object: bool,
+    /// Write a text that this regular expression matches as a whole
+    #[arg(long, value_name = "R", conflicts_with = "ignore_eos")]
+    pub regex: Option<String>,
+    /// Write a text of the Lark grammar in this file
+    #[arg(long, value_name = "FILE", conflicts_with = "ignore_eos")]
+    pub grammar: Option<String>,
+}
+
+impl GrammarFlags {
+    pub(crate) fn read(&self) -> Result<Option<Grammar>, Failure> {
+        let Self {
+            json_schema,
+            json_object,
+            regex,
+            grammar,
+        } = self;
+        Ok(match (json_schema, regex, grammar) {
+            (Some(file), ..) => Some(Grammar::JsonSchema(grammar_file(file)?)),
+            (_, Some(regex), _) => Some(Grammar::Regex(regex.clone())),
+            (.., Some(file)) => Some(Grammar::Lark(grammar_file(file)?)),
+            _ => json_object.then_some(Grammar::JsonObject(true)),
+        })
+    }
+}
+
+fn grammar_file(file: &str) -> Result<String, Failure> {
+    let fail = |reason, what: String| Failure::Call(Error::new(reason, what));
+    let open = || -> std::io::Result<String> {
+        // One more than may be, so that the server says what is too long.
+        let mut most = std::fs::File::open(file)?.take(limits::MAX_GRAMMAR_BYTES as u64 + 1);
+        let mut text = String::new();
+        most.read_to_string(&mut text)?;
+        Ok(text)
+    };
+    open().map_err(|e| fail(Reason::FileNotFound, format!("cannot read {file}: {e}")))
 }
 
 /// The text given, or standard input if that is no terminal.

@@ -7,7 +7,9 @@ use crate::{local::Bundled, tokens::Prompt};
 use super::{
     GlobalFlags,
     exit::Failure,
-    flags::{DEFAULT_MAX_TOKENS, ModelRef, PromptFlags, SamplingFlags, text_or_input},
+    flags::{
+        DEFAULT_MAX_TOKENS, GrammarFlags, ModelRef, PromptFlags, SamplingFlags, text_or_input,
+    },
     interrupt::Interrupt,
     receipt::Destination,
     session::{Session, with_hint},
@@ -47,6 +49,9 @@ pub struct GenerateFlags {
         hide_default_value = true
     )]
     pub model: String,
+    /// What the text has to be.
+    #[command(flatten)]
+    pub grammar: GrammarFlags,
     /// How to choose tokens.
     #[command(flatten)]
     pub sampling: SamplingFlags,
@@ -149,6 +154,7 @@ pub(crate) async fn generate(
     options.priority = flags.priority;
     options.no_speculation = flags.no_speculation;
     options.request_id.clone_from(&flags.request_id);
+    options.grammar = flags.grammar.read()?;
     let receipt = flags
         .receipt
         .as_deref()

@@ -10,7 +10,7 @@ use hotcell_proto::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::tokens::{Event, GenerateOptions, Prompt};
+use crate::tokens::{Event, GenerateOptions, Grammar, Prompt};
 
 use super::{GlobalFlags, exit::Failure, interrupt::Interrupt, json, session::Session, ui::Ui};
 
@@ -50,6 +50,41 @@ struct Asked {
     ignore_eos: bool,
     seed: u64,
     branch: u32,
+    /// Not in the file without one, as before there were any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    grammar: Option<Shape>,
+}
+
+/// What the text had to be.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Shape {
+    JsonSchema(String),
+    Regex(String),
+    Lark(String),
+    JsonObject(bool),
+}
+
+impl From<&Grammar> for Shape {
+    fn from(grammar: &Grammar) -> Self {
+        match grammar {
+            Grammar::JsonSchema(text) => Self::JsonSchema(text.clone()),
+            Grammar::Regex(text) => Self::Regex(text.clone()),
+            Grammar::Lark(text) => Self::Lark(text.clone()),
+            Grammar::JsonObject(any) => Self::JsonObject(*any),
+        }
+    }
+}
+
+impl From<&Shape> for Grammar {
+    fn from(shape: &Shape) -> Self {
+        match shape {
+            Shape::JsonSchema(text) => Self::JsonSchema(text.clone()),
+            Shape::Regex(text) => Self::Regex(text.clone()),
+            Shape::Lark(text) => Self::Lark(text.clone()),
+            Shape::JsonObject(any) => Self::JsonObject(*any),
+        }
+    }
 }
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -131,6 +166,7 @@ impl Asked {
             ignore_eos: options.ignore_eos,
             seed: accepted.seed,
             branch: options.branch,
+            grammar: options.grammar.as_ref().map(Shape::from),
         }
     }
 
@@ -155,6 +191,7 @@ impl Asked {
             ignore_eos: self.ignore_eos,
             seed: Some(self.seed),
             branch: self.branch,
+            grammar: self.grammar.as_ref().map(Grammar::from),
             ..GenerateOptions::default()
         }
     }
@@ -168,6 +205,7 @@ impl Asked {
             stop_tokens: options.stop_tokens,
             ignore_eos: options.ignore_eos,
             branch: options.branch,
+            grammar: options.grammar.map(|kind| v1::Grammar { kind: Some(kind) }),
             ..v1::GenerateRequest::default()
         };
         hex(&receipt::request_hash(
@@ -424,6 +462,7 @@ mod tests {
             ignore_eos: true,
             seed: u64::MAX,
             branch: 1,
+            grammar: Some(Shape::Regex("[ab]+".into())),
         };
         let mut output = Output::new(&[], 0);
         output.push(&[7, 8], "ab");

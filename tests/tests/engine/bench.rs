@@ -193,6 +193,7 @@ impl Bench {
             deadline: None,
             class: class(ask.tenant, ask.priority),
             speculate: ask.speculate,
+            grammar: None,
         };
         let outlet = Outlet {
             events,

@@ -5,6 +5,7 @@
 //! 1. logit bias is added;
 //! 2. penalties: repetition (over prompt and output: positive logits divided, negative multiplied), then frequency
 //!    (times the count in the output) and presence (once if in the output), as vLLM and OpenAI define them;
+//!    Then what a grammar forbids becomes impossible;
 //! 3. temperature 0: the largest logit, lowest id among equals. Otherwise logits are divided by the temperature;
 //! 4. top-k keeps the k largest; 5. top-p keeps the smallest set of the most probable whose share of what
 //!    top-k left reaches p (the token that crosses the line is kept); 6. min-p drops what is less probable than
@@ -269,13 +270,36 @@ pub fn sample(
     logits: &mut [f32],
     position: u32,
 ) -> Result<Sampled, SamplingError> {
+    sample_among(params, state, None, logits, position)
+}
+
+/// Tokens that may be drawn: bit `t % 32` of word `t / 32` for token `t`, none past the end.
+#[derive(Clone, Copy, Debug)]
+pub struct Allowed<'a>(pub &'a [u32]);
+
+/// As [`sample`], from the allowed tokens only. Log probabilities are the model's own, as if all were allowed.
+///
+/// # Errors
+/// As [`sample`].
+pub fn sample_among(
+    params: &SamplingParams,
+    state: &mut PenaltyState,
+    allowed: Option<Allowed<'_>>,
+    logits: &mut [f32],
+    position: u32,
+) -> Result<Sampled, SamplingError> {
     let normalizer = match params.logprobs || params.top_logprobs > 0 {
         true => Some(Normalizer::of(logits)?),
         false => None,
     };
     adjust(params, state, logits)?;
+    if let Some(allowed) = allowed {
+        // What is not allowed may not hide that the model is broken.
+        checked_max(logits)?;
+        forbid(allowed, &mut state.originals, logits);
+    }
     let token = choose(params, &mut state.candidates, logits, position)?;
-    // In reverse, because a token can have been both biased and penalised.
+    // In reverse, because a token can have been biased, penalised and forbidden.
     for (token, logit) in state.originals.drain(..).rev() {
         logits[token as usize] = logit;
     }
@@ -337,6 +361,22 @@ fn adjust(
         }
     }
     Ok(())
+}
+
+/// Makes all but the allowed tokens impossible, remembering what was there.
+fn forbid(allowed: Allowed<'_>, originals: &mut Vec<(u32, f32)>, logits: &mut [f32]) {
+    let words = allowed.0.iter().copied().chain(std::iter::repeat(0));
+    for ((row, word), first) in logits.chunks_mut(32).zip(words).zip((0u32..).step_by(32)) {
+        if word == u32::MAX {
+            continue;
+        }
+        for (bit, logit) in (0u32..).zip(row) {
+            if word >> bit & 1 == 0 {
+                originals.push((first + bit, *logit));
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
 }
 
 /// Truncates and draws; `candidates` is scratch.
@@ -890,5 +930,51 @@ mod tests {
             }
             prop_assert!(allowed.contains(&token), "{token} not in {allowed:?}");
         }
+    }
+
+    #[test]
+    fn what_is_forbidden_is_never_drawn_and_the_row_comes_back() {
+        let logits: Vec<f32> = (0..70).map(|id| id as f32 / 7.0).collect();
+        // Tokens 3, 31, 32 and 64; the words end before the row does.
+        let words = [1 << 3 | 1 << 31, 1, 1];
+        let params = SamplingParams {
+            temperature: 1.0,
+            repetition_penalty: 1.3,
+            logprobs: true,
+            top_logprobs: 1,
+            ..SamplingParams::default()
+        };
+        let mut seen = std::collections::HashSet::new();
+        for position in 0..200 {
+            let mut row = logits.clone();
+            let mut state = PenaltyState::new(&[3, 64, 69], &[64]);
+            let allowed = Some(Allowed(&words));
+            let drawn = sample_among(&params, &mut state, allowed, &mut row, position);
+            let drawn = drawn.expect("a token");
+            assert_eq!(row, logits);
+            // The most likely token of all, though it could not be drawn.
+            assert_eq!(drawn.top[0].0, 69);
+            seen.insert(drawn.token);
+        }
+        assert!(seen.contains(&64) && seen.contains(&32));
+        assert!(seen.is_subset(&[3, 31, 32, 64].into()));
+        let nothing = sample_among(
+            &SamplingParams::default(),
+            &mut PenaltyState::default(),
+            Some(Allowed(&[])),
+            &mut logits.clone(),
+            0,
+        );
+        assert_eq!(nothing, Err(SamplingError::NothingPossible));
+        let mut broken = logits;
+        broken[5] = f32::NAN;
+        let drawn = sample_among(
+            &params,
+            &mut PenaltyState::default(),
+            Some(Allowed(&words)),
+            &mut broken,
+            0,
+        );
+        assert_eq!(drawn, Err(SamplingError::NotANumber { token: 5 }));
     }
 }

@@ -20,10 +20,11 @@ use tonic::Status;
 
 use super::{
     fair::Class,
-    sampler::{PenaltyState, Sampled, SamplingParams},
+    grammar::Follower,
+    sampler::{self, PenaltyState, Sampled, SamplingParams},
 };
 use crate::{
-    error::of_text,
+    error::{of_sampling, of_text},
     text::{Detokenizer, StopStrings, Tokenizer},
 };
 
@@ -49,6 +50,8 @@ pub struct Request {
     pub max_tokens: Option<usize>,
     /// Stop strings.
     pub stop: Vec<String>,
+    /// What its text follows, at the text's beginning.
+    pub grammar: Option<Follower>,
     /// Tokens that end it: the model's own unless ignored, and the request's.
     pub end_tokens: HashSet<u32>,
     /// When it must be over.
@@ -180,6 +183,9 @@ impl Sequence {
             }
             end = sequence.note(token);
         }
+        if let Some(grammar) = &sequence.request.grammar {
+            grammar.check()?;
+        }
         if sequence.text.len() > limits::MAX_DELTA_BYTES {
             let what = format!(
                 "text_bytes_emitted is {} bytes behind the resumed ids; resume with what was received",
@@ -257,12 +263,21 @@ impl Sequence {
         asked.min(context).saturating_sub(1).min(reader)
     }
 
-    /// What it draws with.
-    pub fn sampler(&mut self) -> (&SamplingParams, &mut PenaltyState) {
-        (&self.request.sampling, &mut self.penalties)
+    /// Draws its next token, for this position, from the model's logits, which are scratch meanwhile.
+    ///
+    /// # Errors
+    /// When no token can be drawn, or its text cannot follow its grammar.
+    pub fn draw(&mut self, logits: &mut [f32], position: u32) -> Result<Sampled, Error> {
+        let allowed = match &mut self.request.grammar {
+            Some(grammar) => Some(grammar.allowed()?),
+            None => None,
+        };
+        let (params, state) = (&self.request.sampling, &mut self.penalties);
+        let drawn = sampler::sample_among(params, state, allowed, logits, position);
+        drawn.map_err(|e| of_sampling(&e))
     }
 
-    /// Takes a token into tokens, penalties and text; says whether it ends the sequence.
+    /// Takes a token into tokens, penalties, grammar and text; says whether it ends the sequence.
     fn note(&mut self, token: u32) -> Option<End> {
         self.tokens.push(token);
         self.penalties.push(token);
@@ -271,6 +286,9 @@ impl Sequence {
         let mut ended = if self.request.end_tokens.contains(&token) {
             end(FinishReason::EndToken, token.to_string())
         } else {
+            if let Some(grammar) = &mut self.request.grammar {
+                grammar.advance(token);
+            }
             let mut piece = String::new();
             self.detokenizer.push_into(token, &mut piece);
             let outcome = self.stops.push(&piece);

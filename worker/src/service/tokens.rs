@@ -139,10 +139,19 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         ));
     }
     in_vocabulary("prompt id", &prompt, model)?;
-    if wire.grammar.is_some() {
-        let what = "this worker follows no grammars; leave it out and check the text";
-        return Err(Error::new(Reason::GrammarInvalid, what));
-    }
+    let grammar = match &wire.grammar {
+        Some(_) if wire.ignore_eos => {
+            return Err(Error::new(
+                Reason::InvalidArgument,
+                "a text that follows a grammar ends where the grammar does; leave ignore_eos out",
+            ));
+        }
+        Some(grammar) => {
+            let (tokenizer, ends) = (&model.text.tokenizer, &model.end_tokens);
+            Some(model.grammars.follow(grammar, tokenizer, ends)?)
+        }
+        None => None,
+    };
     let resume = wire.resume.clone().unwrap_or_default();
     at_most(
         "resumed ids",
@@ -176,6 +185,7 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         sampling,
         max_tokens: (wire.max_tokens > 0).then_some(wire.max_tokens as usize),
         stop: wire.stop.clone(),
+        grammar,
         end_tokens: own.iter().chain(&wire.stop_tokens).copied().collect(),
         deadline: None,
         class: class(&wire.tenant, wire.priority)?,
@@ -234,7 +244,7 @@ impl Tokens for TokensService {
             wire.prompt.as_ref().and_then(|p| p.kind.as_ref()),
             Some(v1::prompt::Kind::Ids(_))
         );
-        let mut checked = if ids_only {
+        let mut checked = if ids_only && wire.grammar.is_none() {
             check(&wire, &model)?
         } else {
             let model = Arc::clone(&model);

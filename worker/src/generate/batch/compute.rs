@@ -7,9 +7,9 @@ use hotcell_proto::error::Error;
 
 use super::{Batch, Part, Running};
 use crate::{
-    error::{of_device, of_sampling},
+    error::of_device,
     generate::{
-        lookup, sampler,
+        lookup,
         schedule::{Budget, Want},
         sequence::End,
         task::Task,
@@ -205,8 +205,7 @@ impl Batch {
             let drawn = self.runner.logits(pick + right, logits);
             let drawn = drawn.map_err(|e| of_device(&e)).and_then(|()| {
                 let position = u32::try_from(sequence.tokens().len()).unwrap_or(u32::MAX);
-                let (params, state) = sequence.sampler();
-                sampler::sample(params, state, logits, position).map_err(|e| of_sampling(&e))
+                sequence.draw(logits, position)
             });
             let sampled = match drawn {
                 Ok(sampled) => sampled,
