@@ -256,6 +256,9 @@ async fn read(
     None
 }
 
+/// Tokens of a text at each of which a worker dies.
+const MOST_KILLS: u32 = 32;
+
 #[tokio::test]
 async fn a_worker_that_dies_at_any_token_changes_nothing() {
     let cluster = cluster().await;
@@ -269,12 +272,15 @@ async fn a_worker_that_dies_at_any_token_changes_nothing() {
     });
     for (seed, (grammar, check)) in (1..).zip([short, regex, lark]) {
         let mut options = sampled(seed, Some(grammar));
+        // Brackets may go on for long, and each token costs a worker.
+        options.max_tokens = MOST_KILLS;
         // Two names are said; the second one ends the text.
         if seed == 2 {
             options.stop = vec![" and Noah".to_owned(), " and Eve and Eve".to_owned()];
         }
         let calm = complete(&client, options.clone()).await;
-        assert!(seed == 2 || check(&calm.text), "{}", calm.text);
+        let cut = calm.token_ids.len() == MOST_KILLS as usize;
+        assert!(seed == 2 || cut || check(&calm.text), "{}", calm.text);
         let mut deaths = 0;
         for kill_at in 0..calm.token_ids.len() {
             let before = cluster.workers(all_have("kjv")).await.unwrap()[0].clone();
