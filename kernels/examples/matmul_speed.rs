@@ -80,6 +80,7 @@ fn main() {
                     let product = MulMat {
                         dtype,
                         w: &bytes,
+                        packed: false,
                         k,
                         x: &x,
                         x_stride: k,

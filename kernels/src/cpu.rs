@@ -14,6 +14,8 @@ mod plan;
 pub mod pool;
 pub mod quantize;
 
+pub use matmul::pack;
+
 use std::{
     cell::{Cell, RefCell},
     rc::Rc,

@@ -76,6 +76,22 @@ pub trait Plan {
         offset: usize,
     ) -> Result<(), DeviceError>;
 
+    /// Binds another form of an input, from which the plan computes the very same bits in less time: weights as
+    /// [`pack`](crate::cpu::pack) makes them. The input itself must be bound as well. Binding nothing goes
+    /// back to it. Says whether the plan has use for such a form.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] when the buffer is too small or elsewhere.
+    fn bind_packed(
+        &mut self,
+        slot: Slot,
+        buffer: Option<&Buffer>,
+        offset: usize,
+    ) -> Result<bool, DeviceError> {
+        let _ = (slot, buffer, offset);
+        Ok(false)
+    }
+
     /// From now until [`Plan::release`], executions end with [`DeviceError::Stopped`] soon after `flag` is set, also
     /// in the middle of a long step. Outputs are then unspecified; effects on caches may be partial.
     fn stop_when(&mut self, flag: Arc<AtomicBool>);

@@ -6,7 +6,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use hotcell_graph::DType;
 use hotcell_kernels::cpu::dequant::{dequantize_row, is_weight_dtype};
-use hotcell_kernels::cpu::matmul::{MulMat, mul_mat};
+use hotcell_kernels::cpu::matmul::{MulMat, mul_mat, pack};
 use hotcell_kernels::cpu::path::CpuPath;
 use hotcell_kernels::cpu::quantize::{prepare_row, scratch_bytes};
 
@@ -305,6 +305,22 @@ fn split_product(
     k: usize,
     ranges: &[Range<usize>],
 ) -> Vec<f32> {
+    product_of(path, dtype, w, false, n, x, rows, k, ranges)
+}
+
+/// The same of weights that are packed or not.
+#[allow(clippy::too_many_arguments)]
+fn product_of(
+    path: CpuPath,
+    dtype: DType,
+    w: &[u8],
+    packed: bool,
+    n: usize,
+    x: &[f32],
+    rows: usize,
+    k: usize,
+    ranges: &[Range<usize>],
+) -> Vec<f32> {
     let size = scratch_bytes(dtype, k);
     let mut prepared = vec![0; rows * size];
     for r in 0..rows {
@@ -324,6 +340,7 @@ fn split_product(
     let product = MulMat {
         dtype,
         w,
+        packed,
         k,
         x: &spread,
         x_stride,
@@ -362,6 +379,110 @@ fn ranges_may_start_anywhere() {
             }
         }
     }
+}
+
+/// The layout in its own words: panels of sixteen rows; per block (two, where a block has a number beside its words)
+/// the numbers, then the words of all rows side by side, in the order that Q6_K's kernel reads them.
+fn packed_by_the_letter(dtype: DType, w: &[u8], k: usize) -> Vec<u8> {
+    let (bytes, stride) = (
+        dtype.block_bytes(),
+        dtype.row_bytes(k).expect("whole blocks"),
+    );
+    // What is moved as one: 64 bytes of a row of plain numbers, or a block.
+    let bytes = if dtype.is_block() { bytes } else { 64 };
+    let number = match dtype {
+        DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => Some(0),
+        DType::Q6K => Some(208),
+        _ => None,
+    };
+    let words: Vec<usize> = match dtype {
+        DType::Q6K => {
+            let mut order: Vec<usize> = (192..208).step_by(4).collect();
+            for (half, sixteen) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                let low = 64 * half + 16 * sixteen;
+                order.extend((low..low + 16).step_by(4));
+                order.extend((low + 32..low + 48).step_by(4));
+                let high = 128 + 32 * half + 16 * sixteen;
+                order.extend((high..high + 16).step_by(4));
+            }
+            order
+        }
+        _ => (number.map_or(0, |_| 2)..bytes).step_by(4).collect(),
+    };
+    let mut out = Vec::new();
+    let mut panels = w.chunks_exact(16 * stride);
+    for panel in &mut panels {
+        let row = |r: usize| &panel[r * stride..][..stride];
+        let blocks: Vec<usize> = (0..stride / bytes).collect();
+        for together in blocks.chunks(if number.is_some() { 2 } else { 1 }) {
+            for (b, at) in together.iter().filter_map(|b| Some((b, number?))) {
+                (0..16).for_each(|r| out.extend(&row(r)[b * bytes + at..][..2]));
+            }
+            for b in together {
+                for at in &words {
+                    (0..16).for_each(|r| out.extend(&row(r)[b * bytes + at..][..4]));
+                }
+            }
+        }
+    }
+    out.extend(panels.remainder());
+    out
+}
+
+#[test]
+fn packed_weights_are_a_permutation_and_give_the_same_bits() {
+    let mut random = Random(9);
+    for dtype in weight_dtypes() {
+        // An odd number of blocks and an even one; whole panels only, and rows left over.
+        for (n, blocks) in [(32, 3), (171, 2), (16, 1), (203, 5)] {
+            let k = blocks
+                * if dtype.is_block() {
+                    dtype.block_len()
+                } else {
+                    32
+                };
+            let w = random.weights(dtype, n, k);
+            assert!(pack::packs(dtype, n, k));
+            let mut packed = vec![0; w.len()];
+            pack::pack(dtype, k, &w, &mut packed);
+            assert!(
+                packed == packed_by_the_letter(dtype, &w, k),
+                "{dtype} [{n}, {k}]"
+            );
+            // In pieces, as a whole.
+            let (mut pieces, cut) = (
+                vec![0; w.len()],
+                16 * dtype.row_bytes(k).expect("whole blocks"),
+            );
+            pack::pack(dtype, k, &w[..cut], &mut pieces[..cut]);
+            pack::pack(dtype, k, &w[cut..], &mut pieces[cut..]);
+            assert!(pieces == packed);
+            for rows in [1, 2, 3, 4, 5, 8, 9, 23] {
+                let x = random.activations(rows * k);
+                for path in CpuPath::available() {
+                    let whole = bits(&mul_mat(path, dtype, &w, n, &x, rows, k));
+                    let cut = n / 2 / 16 * 16;
+                    for cut in [0, cut, 16] {
+                        let ranges = [cut..n, 0..cut];
+                        let out = product_of(path, dtype, &packed, true, n, &x, rows, k, &ranges);
+                        assert!(
+                            bits(&out) == whole,
+                            "{dtype} [{n}, {k}] on {path}, {rows} rows in {ranges:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_packed_says_so() {
+    assert!(!pack::packs(DType::Q4_0, 15, 64), "less than a panel");
+    assert!(!pack::packs(DType::BF16, 64, 48), "no whole blocks");
+    assert!(!pack::packs(DType::Q4K, 64, 128), "no whole blocks");
+    assert!(!pack::packs(DType::Q8_0, 64, 0), "nothing");
+    assert!(!pack::packs(DType::I32, 64, 64), "no weights");
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::{
 use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec, Value};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
-    cpu::{CpuDevice, dequant::is_weight_dtype, matmul, path::CpuPath},
+    cpu::{CpuDevice, dequant::is_weight_dtype, matmul, pack, path::CpuPath},
     lower::lower,
     plan::{PlanHints, Slot},
 };
@@ -105,6 +105,62 @@ fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn packed_weights_may_come_and_go_and_change_no_bit() {
+    for dtype in [DType::Q4_0, DType::Q6K, DType::BF16] {
+        let (n, k) = (83, 2 * dtype.block_len().max(32));
+        let w = weights(dtype, n, k);
+        let x = numbers(8 * k, 1);
+        let reference = matmul::mul_mat(CpuPath::Portable, dtype, &w, n, &x, 8, k);
+        let mut g = GraphBuilder::new(8);
+        let xv = g.tensor("x", rows(&[k])).unwrap();
+        let wv = g.constant("w", spec(dtype, &[n, k])).unwrap();
+        let y = g.mul_mat(xv, wv).unwrap();
+        let graph = g.finish(&[y]).unwrap();
+        let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+        let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+        let out = device.allocate("out", 8 * n * 4).unwrap();
+        let mut packed = vec![0; w.len()];
+        pack::pack(dtype, k, &w, &mut packed);
+        // One byte in: a packed form is read at any address too.
+        packed.insert(0, 0);
+        let packed = buffer(&device, &packed);
+        plan.bind(Slot::Input(0), &buffer(&device, &f32_bytes(&x)), 0)
+            .unwrap();
+        plan.bind(Slot::Output(0), &out, 0).unwrap();
+        let mut bind = |form: Option<&Buffer>, at| plan.bind_packed(Slot::Input(1), form, at);
+        assert!(bind(Some(&packed), 1).unwrap());
+        let short = bind(Some(&packed), 2).unwrap_err().to_string();
+        assert!(short.contains("packed: needs"), "{short}");
+        let error = device.stream().execute(plan.as_mut(), 1).unwrap_err();
+        assert!(error.to_string().contains("not bound"), "{error}");
+        plan.bind(Slot::Input(1), &buffer(&device, &w), 0).unwrap();
+        let forms = [Some(&packed), None, Some(&packed)];
+        for form in forms {
+            assert!(plan.bind_packed(Slot::Input(1), form, 1).unwrap());
+            for m in [1, 3, 8] {
+                out.write(0, &vec![0; 8 * n * 4]).unwrap();
+                device.stream().execute(plan.as_mut(), m).unwrap();
+                let mut y = vec![0.0; m * n];
+                out.read_f32(0, &mut y).unwrap();
+                let mut pairs = y.iter().zip(&reference);
+                let equal = pairs.all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(equal, "{dtype}: {m} rows, packed: {}", form.is_some());
+            }
+        }
+        // It is the packed form that is read.
+        plan.bind(Slot::Input(1), &buffer(&device, &vec![0; w.len()]), 0)
+            .unwrap();
+        device.stream().execute(plan.as_mut(), 1).unwrap();
+        let mut y = vec![0.0; n];
+        out.read_f32(0, &mut y).unwrap();
+        assert_eq!(y, reference[..n]);
+        assert!(!plan.bind_packed(Slot::Input(0), Some(&packed), 0).unwrap());
+        assert!(!plan.bind_packed(Slot::Output(0), Some(&packed), 0).unwrap());
+        plan.release();
     }
 }
 

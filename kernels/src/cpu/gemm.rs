@@ -412,6 +412,7 @@ impl Gemm {
                 let product = MulMat {
                     dtype: self.dtype,
                     w: std::slice::from_raw_parts(weights, height * k * size_of::<T>()),
+                    packed: false,
                     k,
                     x: std::slice::from_raw_parts(x.cast::<f32>(), n * k),
                     x_stride: k,

@@ -31,6 +31,7 @@ use std::ops::Range;
 
 use hotcell_graph::DType;
 
+use super::lanes::LANES;
 use super::path::CpuPath;
 use super::quantize::{Activation, prepare_row, scratch_bytes};
 
@@ -42,10 +43,13 @@ mod block256;
 mod block32;
 mod drive;
 mod format;
+pub mod pack;
+mod place;
 mod simd;
 
 use drive::Job;
 use format::{Format, Plain};
+use place::{Packed, Place, Stored};
 
 /// The revision of the order of summation above. Part of the numerics class: whoever changes a bit of any
 /// output raises it.
@@ -58,6 +62,8 @@ pub struct MulMat<'a> {
     pub dtype: DType,
     /// The whole weight matrix, rows of `k` one after the other, at any alignment.
     pub w: &'a [u8],
+    /// Whether `w` is as [`pack::pack`] makes it.
+    pub packed: bool,
     /// The length of a row of weights and of a row of activations; whole blocks for block dtypes.
     pub k: usize,
     /// The activations, row after row. Read for plain dtypes only; otherwise may be empty.
@@ -87,13 +93,13 @@ impl MulMat<'_> {
         let MulMat {
             dtype,
             w,
+            packed,
             k,
             x,
             x_stride,
             prepared,
             rows,
         } = *self;
-        let kernel = kernel(path, dtype);
         if n.is_empty() || rows == 0 {
             return;
         }
@@ -126,7 +132,7 @@ impl MulMat<'_> {
             }
         };
         let stride = stride.unwrap_or_default();
-        let job = Job {
+        let job = |n| Job {
             w: w.as_ptr(),
             stride,
             k,
@@ -137,9 +143,25 @@ impl MulMat<'_> {
             out,
             out_stride,
         };
-        // SAFETY: the path is available (`kernel` looked); the slices cover what the sizes name, which
-        // was just asserted; the outputs are the caller's promise.
-        unsafe { kernel(&job) }
+        // The rows after the last whole panel are as in the file.
+        let panels = match packed {
+            true => w.len().checked_div(stride).unwrap_or(0) / LANES * LANES,
+            false => 0,
+        };
+        let (whole, rest) = (n.start..n.end.min(panels), n.start.max(panels)..n.end);
+        // SAFETY: the path is available (`kernels` looked); the slices cover what the sizes name, which
+        // was just asserted, and packed panels are whole; the outputs are the caller's promise.
+        unsafe {
+            let kernels = kernels(path, dtype);
+            if !whole.is_empty() {
+                let aligned = whole.start.is_multiple_of(LANES) && whole.end.is_multiple_of(LANES);
+                assert!(aligned && pack::packs(dtype, panels, k), "packed {whole:?}");
+                (kernels.packed)(&job(whole));
+            }
+            if !rest.is_empty() {
+                (kernels.stored)(&job(rest));
+            }
+        }
     }
 }
 
@@ -170,6 +192,7 @@ pub fn mul_mat(
     let product = MulMat {
         dtype,
         w,
+        packed: false,
         k,
         x,
         x_stride: k,
@@ -184,10 +207,16 @@ pub fn mul_mat(
 /// Does a job; see [`drive::run`] for what must hold.
 type Kernel = unsafe fn(&Job);
 
+/// The kernels of a dtype on a path, for weights as stored and for packed ones.
+struct Kernels {
+    stored: Kernel,
+    packed: Kernel,
+}
+
 macro_rules! formats {
     ($($dtype:ident => $format:ty;)*) => {
-        /// The kernel of a dtype on a path that the processor has.
-        fn kernel(path: CpuPath, dtype: DType) -> Kernel {
+        /// The kernels of a dtype on a path that the processor has.
+        fn kernels(path: CpuPath, dtype: DType) -> Kernels {
             match dtype {
                 $(DType::$dtype => on_path::<$format>(path),)*
                 _ => panic!("{dtype} is no weight dtype"),
@@ -196,6 +225,13 @@ macro_rules! formats {
         $(const _: () = assert!(
             <$format>::BYTES * DType::$dtype.block_len() == <$format>::LEN * DType::$dtype.block_bytes()
         );)*
+        /// How the rows of a dtype are cut to be packed.
+        fn cut_of(dtype: DType) -> Option<pack::Cut> {
+            match dtype {
+                $(DType::$dtype => Some(pack::Cut::of::<$format>()),)*
+                _ => None,
+            }
+        }
     };
 }
 
@@ -213,13 +249,22 @@ formats! {
     Q6K  => block256::Six;
 }
 
-fn on_path<F: Format>(path: CpuPath) -> Kernel {
+fn on_path<F: Format>(path: CpuPath) -> Kernels {
     match path.or_portable() {
         #[cfg(target_arch = "x86_64")]
-        CpuPath::Avx512Vnni => on_avx512::<F>,
+        CpuPath::Avx512Vnni => Kernels {
+            stored: on_avx512::<F, Stored>,
+            packed: on_avx512::<F, Packed>,
+        },
         #[cfg(target_arch = "x86_64")]
-        CpuPath::Avx2 => on_avx2::<F>,
-        _ => on_portable::<F>,
+        CpuPath::Avx2 => Kernels {
+            stored: on_avx2::<F, Stored>,
+            packed: on_avx2::<F, Packed>,
+        },
+        _ => Kernels {
+            stored: on_portable::<F, Stored>,
+            packed: on_portable::<F, Packed>,
+        },
     }
 }
 
@@ -228,9 +273,9 @@ fn on_path<F: Format>(path: CpuPath) -> Kernel {
 /// As for [`drive::run`], which includes that the processor has these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn on_avx512<F: Format>(job: &Job) {
+unsafe fn on_avx512<F: Format, W: Place>(job: &Job) {
     // SAFETY: the caller's promise.
-    unsafe { drive::run::<avx512::Avx512, F>(job) }
+    unsafe { drive::run::<avx512::Avx512, F, W>(job) }
 }
 
 /// # Safety
@@ -238,15 +283,15 @@ unsafe fn on_avx512<F: Format>(job: &Job) {
 /// As for [`drive::run`], which includes that the processor has these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn on_avx2<F: Format>(job: &Job) {
+unsafe fn on_avx2<F: Format, W: Place>(job: &Job) {
     // SAFETY: the caller's promise.
-    unsafe { drive::run::<avx2::Avx2, F>(job) }
+    unsafe { drive::run::<avx2::Avx2, F, W>(job) }
 }
 
 /// # Safety
 ///
 /// As for [`drive::run`].
-unsafe fn on_portable<F: Format>(job: &Job) {
+unsafe fn on_portable<F: Format, W: Place>(job: &Job) {
     // SAFETY: the caller's promise.
-    unsafe { drive::run::<simd::Portable, F>(job) }
+    unsafe { drive::run::<simd::Portable, F, W>(job) }
 }

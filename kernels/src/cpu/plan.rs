@@ -397,7 +397,7 @@ impl CpuPlan {
             bound: places.iter().map(|_| None).collect(),
             rebound: true,
             most_rows: 0,
-            unbound: places.iter().filter(|p| p.home != Home::Arena).count(),
+            unbound: places.iter().filter(|p| p.home.must_be_bound()).count(),
             small: steps::is_small(&places, &steps),
             steps,
             places,
@@ -474,6 +474,47 @@ impl Plan for CpuPlan {
         Ok(())
     }
 
+    fn bind_packed(
+        &mut self,
+        slot: Slot,
+        buffer: Option<&Buffer>,
+        offset: usize,
+    ) -> Result<bool, DeviceError> {
+        let fail = |what: String| Err(DeviceError::Binding(format!("{slot:?}, packed: {what}")));
+        let Slot::Input(i) = slot else {
+            return Ok(false);
+        };
+        let place = |place: &Place| place.home == Home::Packed(i);
+        let Some(index) = self.places.iter().position(place) else {
+            return Ok(false);
+        };
+        let Some(buffer) = buffer else {
+            self.bound[index] = None;
+            self.pointers[index] = std::ptr::null_mut();
+            return Ok(true);
+        };
+        let Some(host) = buffer.host() else {
+            return fail("the CPU cannot address this buffer".to_owned());
+        };
+        let bytes = self.places[index].bytes;
+        let end = offset.checked_add(bytes).filter(|end| *end <= host.len);
+        let Some(end) = end else {
+            return fail(format!("needs {bytes} bytes at {offset}, has {}", host.len));
+        };
+        let start = host.start.addr();
+        // SAFETY: offset ≤ len of the buffer's memory, which `bound` keeps alive.
+        self.pointers[index] = unsafe { host.start.add(offset) };
+        self.bound[index] = Some(Bound {
+            _buffer: buffer.clone(),
+            range: start + offset..start + end,
+            rows: self.max_rows,
+            written: false,
+            slot,
+        });
+        self.rebound = true;
+        Ok(true)
+    }
+
     fn stop_when(&mut self, flag: Arc<AtomicBool>) {
         self.stop = flag;
     }
@@ -481,6 +522,11 @@ impl Plan for CpuPlan {
     fn release(&mut self) {
         self.stop = Arc::default();
         self.bound.iter_mut().for_each(|bound| *bound = None);
+        for (place, pointer) in self.places.iter().zip(&mut self.pointers) {
+            if matches!(place.home, Home::Packed(_)) {
+                *pointer = std::ptr::null_mut();
+            }
+        }
         self.rebound = true;
         self.unbound = self.inputs.len() + self.outputs.len();
     }

@@ -178,6 +178,15 @@ impl Plan for FaultPlan {
         self.inner.bind_for(rows, slot, buffer, offset)
     }
 
+    fn bind_packed(
+        &mut self,
+        slot: Slot,
+        buffer: Option<&Buffer>,
+        offset: usize,
+    ) -> Result<bool, DeviceError> {
+        self.inner.bind_packed(slot, buffer, offset)
+    }
+
     fn stop_when(&mut self, flag: Arc<AtomicBool>) {
         self.inner.stop_when(flag);
     }

@@ -247,6 +247,26 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_i(from: *const u8) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm256_loadu_si256(from.cast()),
+                _mm256_loadu_si256(from.add(32).cast()),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_halves(from: *const u8) -> Self::F {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+                _mm256_cvtph_ps(_mm_loadu_si128(from.add(16).cast())),
+            ]
+        }
+    }
+    #[inline(always)]
     unsafe fn gather(from: *const u8, stride: usize) -> Self::I {
         // SAFETY: see the impl.
         unsafe {

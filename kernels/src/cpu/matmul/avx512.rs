@@ -10,7 +10,7 @@ use super::simd::Simd;
 pub(super) struct Avx512;
 
 // SAFETY for the whole impl: the caller vouches for the instructions (the trait's contract); only
-// `load_f`, `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
+// the loads, `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
 // unaligned accesses.
 impl Simd for Avx512 {
     type F = __m512;
@@ -150,6 +150,16 @@ impl Simd for Avx512 {
         unsafe { _mm512_dpwssd_epi32(acc, a, b) }
     }
 
+    #[inline(always)]
+    unsafe fn load_i(from: *const u8) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_halves(from: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
     #[inline(always)]
     unsafe fn gather(from: *const u8, stride: usize) -> __m512i {
         // SAFETY: see the impl. Masked broadcasts: one load and one blend a row.

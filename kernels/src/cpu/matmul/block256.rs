@@ -8,7 +8,8 @@
 
 use std::ptr;
 
-use super::format::{Ahead, Format};
+use super::format::Format;
+use super::place::{Half, Place};
 use super::simd::Simd;
 use crate::cpu::quantize::Q8K_RECORD;
 
@@ -79,12 +80,12 @@ impl<const FIVE: bool> Mixed<FIVE> {
     ///
     /// As for [`Format::unpack`].
     #[inline(always)]
-    unsafe fn head<S: Simd>(from: *const u8, stride: usize) -> MixedHead<S> {
+    unsafe fn head<S: Simd, W: Place>(from: W) -> MixedHead<S> {
         // SAFETY: the caller's promise; all reads are within the super-block.
         unsafe {
             // d, dmin and the 12 bytes of scales. Sub-blocks 0..4 have their 6 bits in the low bits of the
             // first two words; 4..8 have 4 bits in the third and 2 in the upper bits of the others.
-            let [ends, a, b, c] = S::gather4(from, stride);
+            let [ends, a, b, c] = from.words4::<S, Self>(0);
             let [d, dmin] = S::halves(ends);
             let six = S::splat_i(0x3f3f_3f3f);
             let four = S::splat_i(0x0f0f_0f0f);
@@ -123,13 +124,13 @@ impl<const FIVE: bool> Mixed<FIVE> {
     ///
     /// As for [`Format::unpack`].
     #[inline(always)]
-    unsafe fn fifth<S: Simd>(from: *const u8, stride: usize) -> [S::I; 8] {
+    unsafe fn fifth<S: Simd, W: Place>(from: W) -> [S::I; 8] {
         // SAFETY: the caller's promise; all reads are within the super-block.
         unsafe {
             let mut fifth = [S::splat_i(0); 8];
             if FIVE {
-                fifth[..4].copy_from_slice(&S::gather4(from.add(16), stride));
-                fifth[4..].copy_from_slice(&S::gather4(from.add(32), stride));
+                fifth[..4].copy_from_slice(&from.words4::<S, Self>(16));
+                fifth[4..].copy_from_slice(&from.words4::<S, Self>(32));
             }
             fifth
         }
@@ -141,12 +142,7 @@ impl<const FIVE: bool> Mixed<FIVE> {
     ///
     /// As for [`Format::unpack`]; `pair` is below 4.
     #[inline(always)]
-    unsafe fn pair<S: Simd>(
-        from: *const u8,
-        stride: usize,
-        fifth: &[S::I; 8],
-        pair: usize,
-    ) -> [[S::I; 8]; 2] {
+    unsafe fn pair<S: Simd, W: Place>(from: W, fifth: &[S::I; 8], pair: usize) -> [[S::I; 8]; 2] {
         // SAFETY: the caller's promise; all reads are within the super-block.
         unsafe {
             let four = S::splat_i(0x0f0f_0f0f);
@@ -154,7 +150,7 @@ impl<const FIVE: bool> Mixed<FIVE> {
             let mut q = [[four; 8]; 2];
             for half in 0..2 {
                 let at = Self::BYTES - 128 + 32 * pair + 16 * half;
-                let words = S::gather4(from.add(at), stride);
+                let words = from.words4::<S, Self>(at);
                 for i in 0..4 {
                     let g = 4 * half + i;
                     q[0][g] = S::and(words[i], four);
@@ -194,23 +190,19 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
     const BYTES: usize = 144 + 32 * FIVE as usize;
     const RECORD: usize = Q8K_RECORD;
     const PLAIN: bool = false;
+    const HALF: Half = Half::None;
 
     type Block<S: Simd> = MixedBlock<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
-        into: *mut MixedBlock<S>,
-    ) {
+    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut MixedBlock<S>) {
         // SAFETY: the caller's promise. Field by field, in place: as one value it would be copied.
         unsafe {
-            (*into).head = Self::head::<S>(from, stride);
-            let fifth = Self::fifth::<S>(from, stride);
+            (*into).head = Self::head::<S, W>(from);
+            let fifth = Self::fifth::<S, W>(from);
             for pair in 0..4 {
-                ahead.ask::<S, Self>(pair, 4);
-                let [low, high] = Self::pair::<S>(from, stride, &fifth, pair);
+                from.ask::<S, Self>(pair, 4);
+                let [low, high] = Self::pair::<S, W>(from, &fifth, pair);
                 (*into).q[2 * pair] = low;
                 (*into).q[2 * pair + 1] = high;
             }
@@ -252,21 +244,19 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
     }
 
     #[inline(always)]
-    unsafe fn stream<S: Simd, const R: usize>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
+    unsafe fn stream<S: Simd, W: Place, const R: usize>(
+        from: W,
         x: [*const u8; R],
         acc: &mut [[S::F; 1]; R],
     ) {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 31.
         unsafe {
-            let head = Self::head::<S>(from, stride);
-            let fifth = Self::fifth::<S>(from, stride);
+            let head = Self::head::<S, W>(from);
+            let fifth = Self::fifth::<S, W>(from);
             let mut inner = [S::splat_f(0.0); R];
             for pair in 0..4 {
-                ahead.ask::<S, Self>(pair, 4);
-                let q = Self::pair::<S>(from, stride, &fifth, pair);
+                from.ask::<S, Self>(pair, 4);
+                let q = Self::pair::<S, W>(from, &fifth, pair);
                 for half in 0..2 {
                     let j = 2 * pair + half;
                     for r in 0..R {
@@ -304,12 +294,11 @@ impl Six {
     ///
     /// As for [`Format::unpack`].
     #[inline(always)]
-    unsafe fn head<S: Simd>(from: *const u8, stride: usize) -> SixHead<S> {
+    unsafe fn head<S: Simd, W: Place>(from: W) -> SixHead<S> {
         // SAFETY: the caller's promise; all reads are within the super-block.
         unsafe {
-            let words = S::gather4(from.add(192), stride);
-            // The last two bytes, read as the upper half of a word that ends with the block.
-            let [_, d] = S::halves(S::gather(from.add(206), stride));
+            let words = from.words4::<S, Self>(192);
+            let d = from.half::<S, Self>();
             let mut scales = [d; 16];
             for i in 0..4 {
                 scales[4 * i] = S::to_f(S::sar::<24>(S::shl::<24>(words[i])));
@@ -328,14 +317,14 @@ impl Six {
     ///
     /// As for [`Format::unpack`]; `h` and `l` are below 2.
     #[inline(always)]
-    unsafe fn runs<S: Simd>(from: *const u8, stride: usize, h: usize, l: usize) -> [[S::I; 4]; 4] {
+    unsafe fn runs<S: Simd, W: Place>(from: W, h: usize, l: usize) -> [[S::I; 4]; 4] {
         // SAFETY: the caller's promise; all reads are within the super-block.
         unsafe {
             let four = S::splat_i(0x0f0f_0f0f);
             let upper = S::splat_i(0x3030_3030);
-            let even = S::gather4(from.add(64 * h + 16 * l), stride);
-            let odd = S::gather4(from.add(64 * h + 32 + 16 * l), stride);
-            let bits = S::gather4(from.add(128 + 32 * h + 16 * l), stride);
+            let even = from.words4::<S, Self>(64 * h + 16 * l);
+            let odd = from.words4::<S, Self>(64 * h + 32 + 16 * l);
+            let bits = from.words4::<S, Self>(128 + 32 * h + 16 * l);
             let mut runs = [[four; 4]; 4];
             for g in 0..4 {
                 let b = bits[g];
@@ -368,23 +357,31 @@ impl Format for Six {
     const BYTES: usize = 210;
     const RECORD: usize = Q8K_RECORD;
     const PLAIN: bool = false;
+    const HALF: Half = Half::Last;
+
+    /// The scales, then for each sixteen of a half their lower four bits and their upper two.
+    #[inline(always)]
+    fn packed(at: usize) -> usize {
+        let (h, l, run) = match at {
+            // Sixteen low nibbles of runs 0 and 2, or 1 and 3.
+            0..128 => (at / 64, at / 16 % 2, at / 32 % 2),
+            128..192 => ((at - 128) / 32, at / 16 % 2, 2),
+            _ => return at - 192,
+        };
+        16 + 48 * (2 * h + l) + 16 * run + at % 16
+    }
 
     type Block<S: Simd> = SixBlock<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
-        into: *mut SixBlock<S>,
-    ) {
+    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut SixBlock<S>) {
         // SAFETY: the caller's promise. Field by field, in place: as one value it would be copied.
         unsafe {
-            (*into).head = Self::head::<S>(from, stride);
+            (*into).head = Self::head::<S, W>(from);
             for h in 0..2 {
                 for l in 0..2 {
-                    ahead.ask::<S, Self>(2 * h + l, 4);
-                    let runs = Self::runs::<S>(from, stride, h, l);
+                    from.ask::<S, Self>(2 * h + l, 4);
+                    let runs = Self::runs::<S, W>(from, h, l);
                     for run in 0..4 {
                         (*into).q[8 * h + 2 * run + l] = runs[run];
                     }
@@ -432,23 +429,21 @@ impl Format for Six {
     }
 
     #[inline(always)]
-    unsafe fn stream<S: Simd, const R: usize>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
+    unsafe fn stream<S: Simd, W: Place, const R: usize>(
+        from: W,
         x: [*const u8; R],
         acc: &mut [[S::F; 1]; R],
     ) {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
         unsafe {
-            let head = Self::head::<S>(from, stride);
+            let head = Self::head::<S, W>(from);
             let mut inner = [S::splat_f(0.0); R];
             for h in 0..2 {
                 // The bytes hold the sub-blocks out of order: the exact sums come first.
                 let mut dots = [[S::splat_i(0); R]; 8];
                 for l in 0..2 {
-                    ahead.ask::<S, Self>(2 * h + l, 4);
-                    let runs = Self::runs::<S>(from, stride, h, l);
+                    from.ask::<S, Self>(2 * h + l, 4);
+                    let runs = Self::runs::<S, W>(from, h, l);
                     for run in 0..4 {
                         let j = 8 * h + 2 * run + l;
                         for r in 0..R {

@@ -2,7 +2,8 @@
 
 use std::ptr;
 
-use super::format::{Ahead, Format};
+use super::format::Format;
+use super::place::{Half, Place};
 use super::simd::Simd;
 use crate::cpu::quantize::Q8_RECORD;
 
@@ -96,16 +97,21 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
     const BYTES: usize = 18 + 4 * FIVE as usize + 2 * MINIMUM as usize;
     const RECORD: usize = Q8_RECORD;
     const PLAIN: bool = false;
+    const HALF: Half = if MINIMUM { Half::None } else { Half::First };
 
     type Block<S: Simd> = Block<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, ahead: Ahead, into: *mut Block<S>) {
+    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut Block<S>) {
         // SAFETY: the caller's promise; all reads are within the block.
         unsafe {
-            ahead.ask::<S, Self>(0, 1);
-            let [d, m] = S::halves(S::gather(from, stride));
-            let nibbles = S::gather4(from.add(Self::BYTES - 16), stride);
+            from.ask::<S, Self>(0, 1);
+            let [d, m] = if MINIMUM {
+                S::halves(from.word::<S, Self>(0))
+            } else {
+                [from.half::<S, Self>(); 2]
+            };
+            let nibbles = from.words4::<S, Self>(Self::BYTES - 16);
             let mask = S::splat_i(0x0f0f_0f0f);
             let mut q = [mask; 8];
             for g in 0..4 {
@@ -113,7 +119,7 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
                 q[4 + g] = S::and(S::shr::<4>(nibbles[g]), mask);
             }
             if FIVE {
-                let bits = S::gather(from.add(Self::BYTES - 20), stride);
+                let bits = from.word::<S, Self>(Self::BYTES - 20);
                 for (g, q) in q.iter_mut().enumerate() {
                     let four = S::shr_by(bits, 4 * g as u32);
                     // Bit i of the four to bit 4 of byte i.
@@ -168,26 +174,24 @@ impl Format for Bytes {
     const BYTES: usize = 34;
     const RECORD: usize = Q8_RECORD;
     const PLAIN: bool = false;
+    const HALF: Half = Half::First;
 
     type Block<S: Simd> = Block<S>;
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(from: *const u8, stride: usize, ahead: Ahead, into: *mut Block<S>) {
+    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut Block<S>) {
         // SAFETY: the caller's promise; all reads are within the block.
         unsafe {
-            ahead.ask::<S, Self>(0, 1);
-            let [d, m] = S::halves(S::gather(from, stride));
-            let (low, high) = (
-                S::gather4(from.add(2), stride),
-                S::gather4(from.add(18), stride),
-            );
+            from.ask::<S, Self>(0, 1);
+            let d = from.half::<S, Self>();
+            let (low, high) = (from.words4::<S, Self>(2), from.words4::<S, Self>(18));
             let bias = S::splat_i(0x8080_8080_u32 as i32);
             let mut q = [bias; 8];
             for g in 0..8 {
                 let word = if g < 4 { low[g] } else { high[g - 4] };
                 q[g] = if S::BIASED { S::xor(word, bias) } else { word };
             }
-            into.write(Block { q, d, m });
+            into.write(Block { q, d, m: d });
         }
     }
 

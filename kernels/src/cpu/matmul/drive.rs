@@ -1,10 +1,16 @@
 //! The loops around a [`Format`]: panels of sixteen outputs, tiles of rows, chunks of `k`. None of
 //! them can change a bit: an accumulator only ever sees its own blocks in ascending order.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "an index runs over several arrays at once, and its order is the point"
+)]
+
 use std::mem::{MaybeUninit, size_of};
 use std::ops::Range;
 
-use super::format::{Ahead, Format};
+use super::format::Format;
+use super::place::{Panel, Place, Stage};
 use super::simd::Simd;
 use crate::cpu::lanes::LANES;
 
@@ -25,11 +31,6 @@ pub(super) struct Job {
     pub out_stride: usize,
 }
 
-/// How many bytes ahead of the block at hand a row's weights are asked for: measured, with a wide optimum.
-const fn ahead<F: Format>() -> usize {
-    if F::PLAIN { 768 } else { 2048 }
-}
-
 /// Room for unpacked blocks, meant to stay in the first-level cache beside the activations.
 const SCRATCH: usize = 24 * 1024;
 
@@ -41,151 +42,75 @@ struct Scratch(MaybeUninit<[u8; SCRATCH]>);
 /// # Safety
 ///
 /// The processor has the instructions of `S`. The job's pointers are valid for the weight rows
-/// `n`, for `rows` rows of activations and, for writing and from this thread only, for the outputs `n` of
-/// each row.
+/// `n`, which lie as `W` says (packed: from a multiple of sixteen to one), for `rows` rows of activations and, for writing and
+/// from this thread only, for the outputs `n` of each row.
 #[inline(always)]
-pub(super) unsafe fn run<S: Simd, F: Format>(job: &Job) {
+pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
     // SAFETY: the caller's promise.
     unsafe {
         match job.rows {
             // Rows for which there are registers share a block as it is unpacked; for more of them
             // it is unpacked to memory.
             0 => {}
-            1 => few_rows::<S, F, 1>(job),
-            2..5 => few_rows::<S, F, 4>(job),
-            5..9 if S::WIDE && F::LEN < 256 => few_rows::<S, F, 8>(job),
-            _ if F::PLAIN && S::WIDE => many_rows::<S, F, 8, 2>(job),
-            _ if S::WIDE => many_rows::<S, F, 4, 2>(job),
-            _ => many_rows::<S, F, 4, 1>(job),
+            // Side by side as many as memory delivers fastest: measured.
+            1 if !W::PACKED || F::LEN == 256 => few_rows::<S, F, W, 1, 1>(job),
+            1 if F::PLAIN => few_rows::<S, F, W, 1, 4>(job),
+            1 => few_rows::<S, F, W, 1, 8>(job),
+            2..5 if W::PACKED && S::WIDE => few_rows::<S, F, W, 4, 2>(job),
+            2..5 => few_rows::<S, F, W, 4, 1>(job),
+            5..9 if S::WIDE && F::LEN < 256 => few_rows::<S, F, W, 8, 1>(job),
+            _ if F::PLAIN && S::WIDE => many_rows::<S, F, W, 8, 2>(job),
+            _ if S::WIDE => many_rows::<S, F, W, 4, 2>(job),
+            _ => many_rows::<S, F, W, 4, 1>(job),
         }
     }
 }
 
-/// Sixteen weight rows, fewer at the end of the range.
-#[derive(Clone, Copy)]
-struct Panel {
-    w: *const u8,
-    stride: usize,
-    /// The output of the panel's first row, in activation row 0.
-    out: *mut f32,
-    rows: usize,
+/// The panel of output `first`.
+///
+/// # Safety
+///
+/// As for [`run`].
+#[inline(always)]
+unsafe fn panel_of(job: &Job, first: usize) -> Panel {
+    // SAFETY: the caller's promise.
+    unsafe { Panel::of(job.w, job.stride, &job.n, first) }
 }
 
-/// A block's bytes of sixteen rows: where rows or elements are missing, what there is gets copied
-/// here, so that the kernel never reads past the end.
-type Stage = [u8; LANES * 256];
-
-impl Panel {
-    /// # Safety
-    ///
-    /// As for [`run`]. A panel past the end has no rows.
-    #[inline(always)]
-    unsafe fn of(job: &Job, first: usize) -> Panel {
-        let first_there = first.min(job.n.end);
-        // SAFETY: within the matrix and the row of outputs, or one past them.
-        let (w, out) = unsafe {
-            (
-                job.w.add(first_there * job.stride),
-                job.out.add(first_there),
-            )
-        };
-        Panel {
-            w,
-            stride: job.stride,
-            out,
-            rows: (job.n.end - first_there).min(LANES),
+/// The panel's outputs in row `row`.
+///
+/// # Safety
+///
+/// As for [`run`]; the outputs of the row have been written.
+#[inline(always)]
+unsafe fn load<S: Simd>(job: &Job, panel: &Panel, first: usize, row: usize) -> S::F {
+    // SAFETY: the panel's outputs in that row belong to this job; fewer than sixteen are copied.
+    unsafe {
+        let out = job.out.wrapping_add(row * job.out_stride + first);
+        if panel.rows == LANES {
+            return S::load_f(out);
         }
+        let mut lanes = [0.0f32; LANES];
+        out.copy_to_nonoverlapping(lanes.as_mut_ptr(), panel.rows);
+        S::load_f(lanes.as_ptr())
     }
+}
 
-    /// Where to read block `b`, of which `count` elements exist, and the distance of its rows there: in
-    /// place if it is a whole block of sixteen rows, else in the stage.
-    ///
-    /// # Safety
-    ///
-    /// As for [`run`], `b` is a block of the row.
-    #[inline(always)]
-    unsafe fn block<F: Format>(
-        &self,
-        b: usize,
-        count: usize,
-        stage: &mut Stage,
-    ) -> (*const u8, usize) {
-        // SAFETY: within the row.
-        unsafe {
-            let at = self.w.add(b * F::BYTES);
-            if self.rows == LANES && count == F::LEN {
-                return (at, self.stride);
-            }
-            self.copy(at, F::BYTES, count * F::BYTES / F::LEN, stage);
-            (stage.as_ptr(), F::BYTES)
+/// # Safety
+///
+/// As for [`run`].
+#[inline(always)]
+unsafe fn store<S: Simd>(job: &Job, panel: &Panel, first: usize, row: usize, value: S::F) {
+    // SAFETY: as in `load`.
+    unsafe {
+        let out = job.out.wrapping_add(row * job.out_stride + first);
+        let value = S::one_nan(value);
+        if panel.rows == LANES {
+            return S::store_f(out, value);
         }
-    }
-
-    /// # Safety
-    ///
-    /// `bytes` bytes are readable at `at` and the panel's other rows below it.
-    #[cold]
-    #[inline(never)]
-    unsafe fn copy(&self, at: *const u8, block: usize, bytes: usize, stage: &mut Stage) {
-        stage[..LANES * block].fill(0);
-        for (r, to) in stage.chunks_exact_mut(block).take(self.rows).enumerate() {
-            // SAFETY: the caller's promise.
-            let from = unsafe { std::slice::from_raw_parts(at.add(r * self.stride), bytes) };
-            to[..bytes].copy_from_slice(from);
-        }
-    }
-
-    /// What to ask for while block `b` is worked on.
-    #[inline(always)]
-    fn ahead<F: Format>(&self, b: usize) -> Ahead {
-        let position = b * F::BYTES + ahead::<F>();
-        // Past the end of these rows come the rows of the next panel.
-        let past = if position < self.stride {
-            0
-        } else {
-            self.stride * (LANES - 1)
-        };
-        let first = b * (LANES * F::BYTES).div_ceil(64);
-        Ahead {
-            at: self.w.wrapping_add(position + past),
-            stride: self.stride,
-            first,
-        }
-    }
-
-    /// # Safety
-    ///
-    /// As for [`run`]; the outputs of the row have been written.
-    #[inline(always)]
-    unsafe fn load<S: Simd>(&self, row_offset: usize) -> S::F {
-        // SAFETY: the panel's outputs in that row belong to this job; fewer than sixteen are copied.
-        unsafe {
-            let out = self.out.add(row_offset);
-            if self.rows == LANES {
-                return S::load_f(out);
-            }
-            let mut lanes = [0.0f32; LANES];
-            out.copy_to_nonoverlapping(lanes.as_mut_ptr(), self.rows);
-            S::load_f(lanes.as_ptr())
-        }
-    }
-
-    /// # Safety
-    ///
-    /// As for [`run`].
-    #[inline(always)]
-    unsafe fn store<S: Simd>(&self, row_offset: usize, value: S::F) {
-        // SAFETY: as in `load`.
-        unsafe {
-            let out = self.out.add(row_offset);
-            let value = S::one_nan(value);
-            if self.rows == LANES {
-                return S::store_f(out, value);
-            }
-            let mut lanes = [0.0f32; LANES];
-            S::store_f(lanes.as_mut_ptr(), value);
-            out.copy_from_nonoverlapping(lanes.as_ptr(), self.rows);
-        }
+        let mut lanes = [0.0f32; LANES];
+        S::store_f(lanes.as_mut_ptr(), value);
+        out.copy_from_nonoverlapping(lanes.as_ptr(), panel.rows);
     }
 }
 
@@ -228,41 +153,67 @@ unsafe fn at_block<F: Format, const R: usize>(mut x: [*const u8; R], b: usize) -
     x
 }
 
-/// One to `R` rows: weights go from memory through registers once.
+/// One to `R` rows: weights go from memory through registers once, from `P` panels side by side, which memory
+/// delivers faster than one.
 ///
 /// # Safety
 ///
 /// As for [`run`], with at least one and at most `R` rows.
 #[inline(always)]
-unsafe fn few_rows<S: Simd, F: Format, const R: usize>(job: &Job) {
+unsafe fn few_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize>(job: &Job) {
     // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's.
     unsafe {
-        let mut stage: Stage = [0; _];
+        let mut first = job.n.start;
+        if P > 1 {
+            while job.n.end - first >= LANES * P {
+                some_panels::<S, F, W, R, P>(job, first);
+                first += LANES * P;
+            }
+        }
+        while first < job.n.end {
+            some_panels::<S, F, W, R, 1>(job, first);
+            first += LANES;
+        }
+    }
+}
+
+/// # Safety
+///
+/// As for [`few_rows`]; all panels but the last are whole.
+#[inline(always)]
+unsafe fn some_panels<S: Simd, F: Format, W: Place, const R: usize, const P: usize>(
+    job: &Job,
+    first: usize,
+) {
+    // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's.
+    unsafe {
+        let mut stage = MaybeUninit::<Stage>::uninit();
         let rows = rows_of::<R>(job, 0);
-        let whole = job.k / F::LEN;
-        for first in job.n.clone().step_by(LANES) {
-            let panel = Panel::of(job, first);
-            let mut acc = [[S::splat_f(0.0); 1]; R];
-            for b in 0..whole {
-                let (from, stride) = panel.block::<F>(b, F::LEN, &mut stage);
-                F::stream::<S, R>(
-                    from,
-                    stride,
-                    panel.ahead::<F>(b),
-                    at_block::<F, R>(rows, b),
-                    &mut acc,
-                );
+        let (whole, rest) = (job.k / F::LEN, job.k % F::LEN);
+        let mut panels = [panel_of(job, first); P];
+        for p in 1..P {
+            panels[p] = panel_of(job, first + LANES * p);
+        }
+        let mut acc = [[[S::splat_f(0.0); 1]; R]; P];
+        for b in 0..whole {
+            let x = at_block::<F, R>(rows, b);
+            for p in 0..P {
+                let from = W::block::<F>(&panels[p], b, F::LEN, &mut stage);
+                F::stream::<S, W, R>(from, x, &mut acc[p]);
             }
-            let rest = job.k % F::LEN;
-            if rest > 0 {
+        }
+        if rest > 0 {
+            let x = at_block::<F, R>(rows, whole);
+            for p in 0..P {
                 let mut w = MaybeUninit::<[F::Block<S>; 1]>::uninit();
-                let (from, stride) = panel.block::<F>(whole, rest, &mut stage);
-                F::unpack::<S>(from, stride, panel.ahead::<F>(whole), w.as_mut_ptr().cast());
-                let x = at_block::<F, R>(rows, whole);
-                F::step::<S, R, 1>(w.assume_init_ref(), x, rest, &mut acc);
+                let from = W::block::<F>(&panels[p], whole, rest, &mut stage);
+                F::unpack::<S, W>(from, w.as_mut_ptr().cast());
+                F::step::<S, R, 1>(w.assume_init_ref(), x, rest, &mut acc[p]);
             }
-            for (r, acc) in acc.iter().enumerate().take(job.rows) {
-                panel.store::<S>(r * job.out_stride, acc[0]);
+        }
+        for p in 0..P {
+            for r in 0..R.min(job.rows) {
+                store::<S>(job, &panels[p], first + LANES * p, r, acc[p][r][0]);
             }
         }
     }
@@ -275,19 +226,23 @@ unsafe fn few_rows<S: Simd, F: Format, const R: usize>(job: &Job) {
 ///
 /// As for [`run`], with at least one row.
 #[inline(always)]
-unsafe fn many_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Job) {
+unsafe fn many_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize>(job: &Job) {
     // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's. The scratch has room
     // for `room` groups of blocks, those below `end - start` are written before they are read.
     unsafe {
-        let mut stage: Stage = [0; _];
+        let mut stage = MaybeUninit::<Stage>::uninit();
         let mut scratch = Scratch(MaybeUninit::uninit());
         let scratch = scratch.0.as_mut_ptr().cast::<[F::Block<S>; P]>();
         let room = const { SCRATCH / size_of::<[F::Block<S>; P]>() };
         let blocks = job.k.div_ceil(F::LEN);
         for first in job.n.clone().step_by(LANES * P) {
-            let mut panels = [Panel::of(job, first); P];
-            for (p, panel) in panels.iter_mut().enumerate().skip(1) {
-                *panel = Panel::of(job, first + LANES * p);
+            let mut panels = [panel_of(job, first); P];
+            for p in 1..P {
+                panels[p] = panel_of(job, first + LANES * p);
+                if panels[p].rows == 0 {
+                    // Where there is none: computed along, and stored nowhere.
+                    panels[p].w = panels[0].w;
+                }
             }
             let mut start = 0;
             loop {
@@ -295,9 +250,9 @@ unsafe fn many_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Jo
                 for b in start..end {
                     let count = count_of::<F>(job.k, b);
                     let group = scratch.add(b - start).cast::<F::Block<S>>();
-                    for (p, panel) in panels.iter().enumerate() {
-                        let (from, stride) = panel.block::<F>(b, count, &mut stage);
-                        F::unpack::<S>(from, stride, panel.ahead::<F>(b), group.add(p));
+                    for p in 0..P {
+                        let from = W::block::<F>(&panels[p], b, count, &mut stage);
+                        F::unpack::<S, W>(from, group.add(p));
                     }
                 }
                 for row in (0..job.rows).step_by(R) {
@@ -305,9 +260,9 @@ unsafe fn many_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Jo
                     let there = R.min(job.rows - row);
                     let mut acc = [[S::splat_f(0.0); P]; R];
                     if start > 0 {
-                        for (r, acc) in acc.iter_mut().enumerate().take(there) {
-                            for (panel, acc) in panels.iter().zip(acc) {
-                                *acc = panel.load::<S>((row + r) * job.out_stride);
+                        for r in 0..there {
+                            for p in 0..P {
+                                acc[r][p] = load::<S>(job, &panels[p], first + LANES * p, row + r);
                             }
                         }
                     }
@@ -320,9 +275,9 @@ unsafe fn many_rows<S: Simd, F: Format, const R: usize, const P: usize>(job: &Jo
                             &mut acc,
                         );
                     }
-                    for (r, acc) in acc.iter().enumerate().take(there) {
-                        for (panel, &acc) in panels.iter().zip(acc) {
-                            panel.store::<S>((row + r) * job.out_stride, acc);
+                    for r in 0..there {
+                        for p in 0..P {
+                            store::<S>(job, &panels[p], first + LANES * p, row + r, acc[r][p]);
                         }
                     }
                 }

@@ -9,44 +9,8 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr;
 
+use super::place::{Half, Place};
 use super::simd::Simd;
-
-/// The lines of memory to ask for while a block is worked on: those some way ahead in the same rows.
-#[derive(Clone, Copy)]
-pub(super) struct Ahead {
-    /// The place in the first of sixteen rows; need not exist.
-    pub at: *const u8,
-    pub stride: usize,
-    /// Blocks of less than a line ask for some of the rows only, beginning with this one, so that over a
-    /// few blocks every line is asked for about once.
-    pub first: usize,
-}
-
-impl Ahead {
-    /// Asks for one of `parts` shares; all lines of a large block at once would fill the buffers of misses.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Simd`].
-    #[inline(always)]
-    pub(super) unsafe fn ask<S: Simd, F: Format>(self, part: usize, parts: usize) {
-        let lines = if F::BYTES < 64 {
-            (16 * F::BYTES).div_ceil(64)
-        } else {
-            16 * F::BYTES.div_ceil(64)
-        };
-        for i in lines * part / parts..lines * (part + 1) / parts {
-            let row = if F::BYTES < 64 {
-                (self.first + i) % 16
-            } else {
-                i % 16
-            };
-            let line = if F::BYTES < 64 { 0 } else { i / 16 };
-            // SAFETY: prefetching is allowed anywhere.
-            unsafe { S::prefetch(self.at.wrapping_add(row * self.stride + 64 * line)) };
-        }
-    }
-}
 
 /// A weight dtype: how a block of sixteen rows is unpacked, and how it is multiplied and summed. The
 /// loops around it are in `drive`; what is here and in the other implementations is the order of
@@ -64,18 +28,19 @@ pub(super) trait Format: Sized {
     const RECORD: usize;
     /// Whether the dtype is plain: any `k` is allowed, and few registers are needed.
     const PLAIN: bool;
+    /// Where a block has a number that is not part of whole words.
+    const HALF: Half;
+
+    /// Where the word at byte `at` goes when the block is packed: memory delivers best what is read in order.
+    fn packed(at: usize) -> usize {
+        at
+    }
 
     /// A block of sixteen rows, unpacked: lane `r` belongs to row `r`.
     type Block<S: Simd>: Copy;
 
-    /// Unpacks the block at `from`; reads [`Format::BYTES`] in each of sixteen rows, `stride` bytes apart, and
-    /// writes all of `into`.
-    unsafe fn unpack<S: Simd>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
-        into: *mut Self::Block<S>,
-    );
+    /// Unpacks the block at `from`; reads [`Format::BYTES`] of each of sixteen rows, and writes all of `into`.
+    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut Self::Block<S>);
 
     /// Adds the products of the first `count` elements of `P` blocks (48 rows for `P` = 3) with `R` rows of
     /// activations. Reads [`Format::RECORD`] bytes at each `x`, of which plain dtypes read `4 · count`. Block
@@ -89,17 +54,15 @@ pub(super) trait Format: Sized {
 
     /// [`Format::unpack`] and [`Format::step`] of one whole block for few rows.
     #[inline(always)]
-    unsafe fn stream<S: Simd, const R: usize>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
+    unsafe fn stream<S: Simd, W: Place, const R: usize>(
+        from: W,
         x: [*const u8; R],
         acc: &mut [[S::F; 1]; R],
     ) {
         let mut block = MaybeUninit::<[Self::Block<S>; 1]>::uninit();
         // SAFETY: the caller's promise; `unpack` writes the whole block.
         unsafe {
-            Self::unpack::<S>(from, stride, ahead, block.as_mut_ptr().cast());
+            Self::unpack::<S, W>(from, block.as_mut_ptr().cast());
             Self::step::<S, R, 1>(block.assume_init_ref(), x, Self::LEN, acc);
         }
     }
@@ -160,20 +123,16 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
     const BYTES: usize = 64;
     const RECORD: usize = 4 * Self::LEN;
     const PLAIN: bool = true;
+    const HALF: Half = Half::None;
 
     type Block<S: Simd> = [[S::F; PER]; 16];
 
     #[inline(always)]
-    unsafe fn unpack<S: Simd>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
-        into: *mut Self::Block<S>,
-    ) {
+    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut Self::Block<S>) {
         // SAFETY: the caller's promise.
         unsafe {
-            ahead.ask::<S, Self>(0, 1);
-            let words = S::gather16(from, stride);
+            from.ask::<S, Self>(0, 1);
+            let words = from.words16::<S, Self>(0);
             for i in 0..16 {
                 (*into)[i] = E::convert::<S>(words[i]);
             }
@@ -212,17 +171,15 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
     }
 
     #[inline(always)]
-    unsafe fn stream<S: Simd, const R: usize>(
-        from: *const u8,
-        stride: usize,
-        ahead: Ahead,
+    unsafe fn stream<S: Simd, W: Place, const R: usize>(
+        from: W,
         x: [*const u8; R],
         acc: &mut [[S::F; 1]; R],
     ) {
         // SAFETY: the caller's promise.
         unsafe {
-            ahead.ask::<S, Self>(0, 1);
-            let words = S::gather16(from, stride);
+            from.ask::<S, Self>(0, 1);
+            let words = from.words16::<S, Self>(0);
             for i in 0..16 {
                 let columns = E::convert::<S>(words[i]);
                 for half in 0..PER {

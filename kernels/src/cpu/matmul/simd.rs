@@ -66,6 +66,10 @@ pub(super) trait Simd: Copy {
     /// `acc + Σ a_i · b_i` over the two signed 16-bit halves of each word.
     unsafe fn dot_i16(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
 
+    /// Reads 64 bytes.
+    unsafe fn load_i(from: *const u8) -> Self::I;
+    /// Sixteen half-precision numbers as `f32`: reads 32 bytes.
+    unsafe fn load_halves(from: *const u8) -> Self::F;
     /// Lane `r` is the word at `from + r · stride`: reads 4 bytes in each of sixteen rows.
     unsafe fn gather(from: *const u8, stride: usize) -> Self::I;
     /// Four consecutive words of sixteen rows, transposed: reads 16 bytes in each.
@@ -105,7 +109,7 @@ macro_rules! lanes {
     }};
 }
 
-// SAFETY for the whole impl: only `load_f`, `store_f` and the gathers touch memory, and exactly the
+// SAFETY for the whole impl: only the loads, `store_f` and the gathers touch memory, and exactly the
 // bytes that the trait names, which the caller vouches for.
 impl Simd for Portable {
     type F = [f32; LANES];
@@ -221,6 +225,18 @@ impl Simd for Portable {
         })
     }
 
+    #[inline(always)]
+    unsafe fn load_i(from: *const u8) -> Self::I {
+        // SAFETY: the caller vouches for 64 readable bytes.
+        unsafe { Self::gather(from, 4) }
+    }
+    #[inline(always)]
+    unsafe fn load_halves(from: *const u8) -> Self::F {
+        lanes!(0.0, r => {
+            // SAFETY: the caller vouches for 32 readable bytes.
+            f16_to_f32(u16::from_le(unsafe { ptr::read_unaligned(from.add(2 * r).cast()) }))
+        })
+    }
     #[inline(always)]
     unsafe fn gather(from: *const u8, stride: usize) -> Self::I {
         lanes!(0, r => {

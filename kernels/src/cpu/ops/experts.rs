@@ -184,6 +184,7 @@ impl Kernel for Experts {
                         weights.add(skipped),
                         self.weight_bytes - skipped,
                     ),
+                    packed: false,
                     k,
                     x,
                     x_stride: k,

@@ -78,6 +78,8 @@ const PIECE_COLUMNS: usize = 256;
 struct Multiply {
     x: Reg,
     w: Reg,
+    /// The weights' packed form, which may be bound.
+    packed: Option<Reg>,
     prepared: Option<Reg>,
     out: Reg,
     dtype: DType,
@@ -97,9 +99,11 @@ impl Kernel for Multiply {
         }
         // SAFETY: sizes as the specs say; each part writes columns of its own in every row.
         unsafe {
+            let packed = self.packed.filter(|&reg| run.has(reg));
             let kernel = MulMat {
                 dtype: self.dtype,
-                w: run.slice(self.w, self.weight_bytes),
+                w: run.slice(packed.unwrap_or(self.w), self.weight_bytes),
+                packed: packed.is_some(),
                 k: self.k,
                 x: run.slice(self.x, rows * self.k),
                 x_stride: self.k,
@@ -173,9 +177,11 @@ fn mul_mat(
     let prepared_bytes = scratch_bytes(dtype, k);
     let weight_bytes = weight_bytes(call, dtype, n, k)?;
     let prepared = prepared(launcher, dtype, x, (m, 1), k);
+    let packed = launcher.packed(w, dtype, n, k);
     let kernel = Multiply {
         x,
         w,
+        packed,
         prepared,
         out,
         dtype,

@@ -9,11 +9,11 @@ use std::{
     },
 };
 
-use hotcell_graph::TensorSpec;
+use hotcell_graph::{DType, TensorSpec};
 
 use crate::{
     backend::{DeviceError, Trail},
-    cpu::path::CpuPath,
+    cpu::{matmul::pack, path::CpuPath},
     memory,
 };
 
@@ -108,6 +108,11 @@ impl<'a> Run<'a> {
     /// Address of a place.
     pub fn pointer(&self, reg: Reg) -> *mut u8 {
         self.pointers[reg.0 as usize]
+    }
+
+    /// Whether a place that need not be bound is.
+    pub fn has(&self, reg: Reg) -> bool {
+        !self.pointer(reg).is_null()
     }
 
     /// A place as a slice.
@@ -214,6 +219,15 @@ pub(super) enum Home {
     Arena,
     Input(usize),
     Output(usize),
+    /// The packed form of an input, which need not be bound: its pointer is null then.
+    Packed(usize),
+}
+
+impl Home {
+    /// Whether the plan cannot run before the place is bound.
+    pub fn must_be_bound(self) -> bool {
+        matches!(self, Home::Input(_) | Home::Output(_))
+    }
 }
 
 pub(super) struct Place {
@@ -346,6 +360,23 @@ impl Launcher {
             writes: writes.to_vec(),
             origin: self.origin,
         });
+    }
+
+    /// The place of the packed form of weights `[n, k]`, if they are an input and have one.
+    pub fn packed(&mut self, weights: Reg, dtype: DType, n: usize, k: usize) -> Option<Reg> {
+        let Home::Input(i) = self.places.get(weights.index())?.home else {
+            return None;
+        };
+        if !pack::packs(dtype, n, k) {
+            return None;
+        }
+        let home = Home::Packed(i);
+        let there = self.places.iter().position(|place| place.home == home);
+        if let Some(there) = there {
+            return Some(Reg(there as u32));
+        }
+        let bytes = self.places[weights.index()].bytes;
+        Some(self.place(bytes, home, 1))
     }
 
     /// Something computed from `from` that several ops may want (activations in blocks, a table of

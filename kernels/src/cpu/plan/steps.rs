@@ -25,7 +25,7 @@ impl CpuPlan {
     fn check(&mut self, rows: usize, from: usize) -> Result<(), DeviceError> {
         let fail = |what: String| Err(DeviceError::Binding(what));
         if self.unbound != 0 {
-            let open = |(p, b): &(&Place, &Option<Bound>)| p.home != Home::Arena && b.is_none();
+            let open = |(p, b): &(&Place, &Option<Bound>)| p.home.must_be_bound() && b.is_none();
             let mut places = self.places.iter().zip(&self.bound);
             let home = places.find(open).map(|(p, _)| p.home);
             return fail(format!("{:?} is not bound", home.unwrap_or(Home::Arena)));

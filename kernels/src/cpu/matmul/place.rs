@@ -1,0 +1,322 @@
+//! Where sixteen rows of weights lie in memory: as the file has them, or packed side by side.
+//!
+//! # The packed layout
+//!
+//! A *panel* is sixteen weight rows, in as many bytes as they take in the file. Within it the blocks
+//! ascend along `k`; of a block, word `i` (four bytes) of all sixteen rows lies side by side: 64 bytes, lane
+//! `r` that of row `r`. A dtype whose block has one half-precision number beside its whole words (Q4_0, Q5_0, Q8_0:
+//! the first two bytes; Q6_K: the last two) keeps two blocks together: sixteen numbers of the one and sixteen of the
+//! other, then the words of both, so that registers are loaded from whole cache lines; an odd block at the end has
+//! its own numbers before it. The words are in the order in which they are read ([`Format::packed`]). The
+//! rows after the last whole panel stay as they are.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use super::format::Format;
+use super::simd::Simd;
+use crate::cpu::lanes::LANES;
+
+/// Where a block has a half-precision number that is not part of a word.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Half {
+    /// It has none: the block is whole words.
+    None,
+    /// Its first two bytes.
+    First,
+    /// Its last two bytes.
+    Last,
+}
+
+/// Sixteen weight rows, fewer at the end of the range.
+#[derive(Clone, Copy)]
+pub(super) struct Panel {
+    pub w: *const u8,
+    /// Bytes of a row.
+    pub stride: usize,
+    /// Rows there are; the others are read as zeros.
+    pub rows: usize,
+}
+
+/// A block's bytes of sixteen rows: where rows or elements are missing, what there is gets copied
+/// here, so that the kernel never reads past the end.
+pub(super) type Stage = [u8; LANES * 256];
+
+/// One block of sixteen rows. Lane `r` of what is read belongs to row `r`.
+///
+/// # Safety
+///
+/// As for [`Simd`]; places in the block are within [`Format::BYTES`].
+pub(super) trait Place: Copy {
+    /// Whether the rows are packed.
+    const PACKED: bool;
+
+    /// Block `b` of a panel, of which `count` elements exist.
+    ///
+    /// # Safety
+    ///
+    /// The panel's rows are readable and have that block.
+    unsafe fn block<F: Format>(
+        panel: &Panel,
+        b: usize,
+        count: usize,
+        stage: &mut MaybeUninit<Stage>,
+    ) -> Self;
+    /// The word at byte `at`.
+    unsafe fn word<S: Simd, F: Format>(self, at: usize) -> S::I;
+    /// The four words from byte `at` on.
+    unsafe fn words4<S: Simd, F: Format>(self, at: usize) -> [S::I; 4];
+    /// The sixteen words from byte `at` on.
+    unsafe fn words16<S: Simd, F: Format>(self, at: usize) -> [S::I; 16];
+    /// The number that [`Format::HALF`] says where to find.
+    unsafe fn half<S: Simd, F: Format>(self) -> S::F;
+    /// Asks for one of `parts` shares of the memory that lies some way ahead: all lines of a large block at once would
+    /// fill the buffers of misses.
+    unsafe fn ask<S: Simd, F: Format>(self, part: usize, parts: usize);
+}
+
+/// How many bytes ahead of the block at hand weights are asked for, in each row as the file has them:
+/// measured, with a wide optimum.
+const fn ahead<F: Format>() -> usize {
+    if F::PLAIN { 768 } else { 2048 }
+}
+
+/// The same in a packed panel.
+const PACKED_AHEAD: usize = 2048;
+
+/// Rows as the file has them, `stride` bytes apart.
+#[derive(Clone, Copy)]
+pub(super) struct Stored {
+    from: *const u8,
+    stride: usize,
+    /// What to ask for, in the first row; need not exist.
+    ahead: *const u8,
+    ahead_stride: usize,
+    /// Blocks of less than a line ask for some of the rows only, beginning with this one, so that over a
+    /// few blocks every line is asked for about once.
+    first: usize,
+}
+
+// SAFETY for the whole impl: the caller's promise for the block; asking is allowed anywhere.
+impl Place for Stored {
+    const PACKED: bool = false;
+
+    #[inline(always)]
+    unsafe fn block<F: Format>(
+        panel: &Panel,
+        b: usize,
+        count: usize,
+        stage: &mut MaybeUninit<Stage>,
+    ) -> Self {
+        let position = b * F::BYTES + ahead::<F>();
+        // Past the end of these rows come the rows of the next panel.
+        let past = if position < panel.stride {
+            0
+        } else {
+            panel.stride * (LANES - 1)
+        };
+        let ahead = panel.w.wrapping_add(position + past);
+        // SAFETY: within the row.
+        let at = unsafe { panel.w.add(b * F::BYTES) };
+        let (from, stride) = if panel.rows == LANES && count == F::LEN {
+            (at, panel.stride)
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { panel.copy(at, F::BYTES, count * F::BYTES / F::LEN, stage) };
+            (stage.as_ptr().cast(), F::BYTES)
+        };
+        Stored {
+            from,
+            stride,
+            ahead,
+            ahead_stride: panel.stride,
+            first: b * (LANES * F::BYTES).div_ceil(64),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn word<S: Simd, F: Format>(self, at: usize) -> S::I {
+        // SAFETY: see the impl.
+        unsafe { S::gather(self.from.add(at), self.stride) }
+    }
+
+    #[inline(always)]
+    unsafe fn words4<S: Simd, F: Format>(self, at: usize) -> [S::I; 4] {
+        // SAFETY: see the impl.
+        unsafe { S::gather4(self.from.add(at), self.stride) }
+    }
+
+    #[inline(always)]
+    unsafe fn words16<S: Simd, F: Format>(self, at: usize) -> [S::I; 16] {
+        // SAFETY: see the impl.
+        unsafe { S::gather16(self.from.add(at), self.stride) }
+    }
+
+    #[inline(always)]
+    unsafe fn half<S: Simd, F: Format>(self) -> S::F {
+        // SAFETY: see the impl. At the end it is the upper half of a word that ends with the block.
+        unsafe {
+            match F::HALF {
+                Half::Last => S::halves(self.word::<S, F>(F::BYTES - 4))[1],
+                _ => S::halves(self.word::<S, F>(0))[0],
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn ask<S: Simd, F: Format>(self, part: usize, parts: usize) {
+        let lines = if F::BYTES < 64 {
+            (16 * F::BYTES).div_ceil(64)
+        } else {
+            16 * F::BYTES.div_ceil(64)
+        };
+        for i in lines * part / parts..lines * (part + 1) / parts {
+            let row = if F::BYTES < 64 {
+                (self.first + i) % 16
+            } else {
+                i % 16
+            };
+            let line = if F::BYTES < 64 { 0 } else { i / 16 };
+            // SAFETY: see the impl.
+            unsafe { S::prefetch(self.ahead.wrapping_add(row * self.ahead_stride + 64 * line)) };
+        }
+    }
+}
+
+/// A packed panel's block.
+#[derive(Clone, Copy)]
+pub(super) struct Packed {
+    /// Where the words of byte 0 would be.
+    words: *const u8,
+    /// Its sixteen half-precision numbers, where it has them.
+    half: *const u8,
+    /// What to ask for; need not exist.
+    ahead: *const u8,
+}
+
+/// Where in a panel of `stride` bytes a row block `b` has its words, and its half-precision numbers.
+#[inline(always)]
+pub(super) const fn packed_block(
+    half: Half,
+    bytes: usize,
+    stride: usize,
+    b: usize,
+) -> (usize, usize) {
+    match half {
+        Half::None => (b * LANES * bytes, 0),
+        _ => {
+            let start = (b - b % 2) * LANES * bytes;
+            // The last of an odd number has no neighbour.
+            let alone = b.is_multiple_of(2) && (b + 1) * bytes >= stride;
+            let halves = if alone { 2 * LANES } else { 4 * LANES };
+            let words = start + halves + b % 2 * LANES * (bytes - 2);
+            (words, start + b % 2 * 2 * LANES)
+        }
+    }
+}
+
+// SAFETY for the whole impl: a panel's bytes are `LANES` times its stride, and hold the words and numbers at the places of
+// `packed_block`; asking is allowed anywhere.
+impl Place for Packed {
+    const PACKED: bool = true;
+
+    #[inline(always)]
+    unsafe fn block<F: Format>(
+        panel: &Panel,
+        b: usize,
+        _: usize,
+        _: &mut MaybeUninit<Stage>,
+    ) -> Self {
+        let (words, half) = packed_block(F::HALF, F::BYTES, panel.stride, b);
+        let lead = if matches!(F::HALF, Half::First) { 2 } else { 0 };
+        Packed {
+            words: panel.w.wrapping_add(words).wrapping_sub(lead * LANES),
+            half: panel.w.wrapping_add(half),
+            ahead: panel.w.wrapping_add(b * LANES * F::BYTES + PACKED_AHEAD),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn word<S: Simd, F: Format>(self, at: usize) -> S::I {
+        // SAFETY: see the impl.
+        unsafe { S::load_i(self.words.wrapping_add(F::packed(at) * LANES)) }
+    }
+
+    #[inline(always)]
+    unsafe fn words4<S: Simd, F: Format>(self, at: usize) -> [S::I; 4] {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                self.word::<S, F>(at),
+                self.word::<S, F>(at + 4),
+                self.word::<S, F>(at + 8),
+                self.word::<S, F>(at + 12),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn words16<S: Simd, F: Format>(self, at: usize) -> [S::I; 16] {
+        // SAFETY: see the impl.
+        unsafe {
+            let mut words = [self.word::<S, F>(at); 16];
+            for (i, word) in words.iter_mut().enumerate().skip(1) {
+                *word = self.word::<S, F>(at + 4 * i);
+            }
+            words
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn half<S: Simd, F: Format>(self) -> S::F {
+        // SAFETY: see the impl.
+        unsafe { S::load_halves(self.half) }
+    }
+
+    #[inline(always)]
+    unsafe fn ask<S: Simd, F: Format>(self, part: usize, parts: usize) {
+        let lines = (LANES * F::BYTES).div_ceil(64);
+        for i in lines * part / parts..lines * (part + 1) / parts {
+            // SAFETY: see the impl.
+            unsafe { S::prefetch(self.ahead.wrapping_add(64 * i)) };
+        }
+    }
+}
+
+impl Panel {
+    /// The panel of output `first`; past the end of the range it has no rows.
+    ///
+    /// # Safety
+    ///
+    /// `w` is valid for rows of `stride` bytes up to the end of `n`.
+    #[inline(always)]
+    pub unsafe fn of(w: *const u8, stride: usize, n: &Range<usize>, first: usize) -> Panel {
+        let there = first.min(n.end);
+        Panel {
+            // SAFETY: within the matrix, or one past it.
+            w: unsafe { w.add(there * stride) },
+            stride,
+            rows: (n.end - there).min(LANES),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// `bytes` bytes are readable at `at` and the panel's other rows below it.
+    #[cold]
+    #[inline(never)]
+    unsafe fn copy(
+        &self,
+        at: *const u8,
+        block: usize,
+        bytes: usize,
+        stage: &mut MaybeUninit<Stage>,
+    ) {
+        let stage = stage.write([0; _]);
+        for (r, to) in stage.chunks_exact_mut(block).take(self.rows).enumerate() {
+            // SAFETY: the caller's promise.
+            let from = unsafe { std::slice::from_raw_parts(at.add(r * self.stride), bytes) };
+            to[..bytes].copy_from_slice(from);
+        }
+    }
+}
