@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use hotcell_graph::DType;
 use hotcell_kernels::cpu::dequant::is_weight_dtype;
-use hotcell_kernels::cpu::matmul::MulMat;
+use hotcell_kernels::cpu::matmul::{MulMat, pack};
 use hotcell_kernels::cpu::path::CpuPath;
 use hotcell_kernels::cpu::quantize::{prepare_row, scratch_bytes};
 
@@ -66,7 +66,9 @@ fn main() {
             };
             let scratch = scratch_bytes(dtype, k);
             let mut prepared = vec![0; 64 * scratch];
-            let mut time = |rows: usize, n: usize| {
+            let mut packed = vec![0; size / row * row];
+            pack::pack(dtype, k, &bytes[..packed.len()], &mut packed);
+            let mut time = |w: &[u8], is_packed: bool, rows: usize, n: usize| {
                 let mut out = vec![0.0f32; rows * n];
                 best(|| {
                     for r in 0..rows {
@@ -79,8 +81,8 @@ fn main() {
                     }
                     let product = MulMat {
                         dtype,
-                        w: &bytes,
-                        packed: false,
+                        w: &w[..n * row],
+                        packed: is_packed,
                         k,
                         x: &x,
                         x_stride: k,
@@ -93,19 +95,22 @@ fn main() {
                 })
             };
             let n = size / row;
-            let one = time(1, n);
-            let few = [4, 8].map(|rows| time(rows, n) / one);
             let many_n = 2048.min(n);
-            let many = time(64, many_n);
-            let flops = |rows: usize, n: usize, time: f64| 2.0 * (rows * n * k) as f64 / time / 1e9;
-            println!(
-                "{label:<16} 1 row {:6.1} GB/s {:7.1} GFLOP/s; 4 rows {:.2} x, 8 rows {:.2} x the time; 64 rows {:7.1} GFLOP/s",
-                (n * row) as f64 / one / 1e9,
-                flops(1, n, one),
-                few[0],
-                few[1],
-                flops(64, many_n, many),
-            );
+            for (form, w, is_packed) in [("stored", &bytes, false), ("packed", &packed, true)] {
+                let one = time(w, is_packed, 1, n);
+                let few = [4, 8].map(|rows| time(w, is_packed, rows, n) / one);
+                let many = time(w, is_packed, 64, many_n);
+                let flops =
+                    |rows: usize, n: usize, time: f64| 2.0 * (rows * n * k) as f64 / time / 1e9;
+                println!(
+                    "{label:<16} {form} 1 row {:6.1} GB/s {:7.1} GFLOP/s; 4 rows {:.2} x, 8 rows {:.2} x the time; 64 rows {:7.1} GFLOP/s",
+                    (n * row) as f64 / one / 1e9,
+                    flops(1, n, one),
+                    few[0],
+                    few[1],
+                    flops(64, many_n, many),
+                );
+            }
         }
     }
 }

@@ -52,13 +52,14 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             // Rows for which there are registers share a block as it is unpacked; for more of them
             // it is unpacked to memory.
             0 => {}
-            // Side by side as many as memory delivers fastest: measured.
+            // Panels side by side: as many as memory delivers fastest, measured.
             1 if !W::PACKED || F::LEN == 256 => few_rows::<S, F, W, 1, 1>(job),
             1 if F::PLAIN => few_rows::<S, F, W, 1, 4>(job),
             1 => few_rows::<S, F, W, 1, 8>(job),
-            2..5 if W::PACKED && S::WIDE => few_rows::<S, F, W, 4, 2>(job),
+            2..5 if W::PACKED && S::WIDE && F::LEN < 256 => few_rows::<S, F, W, 4, 4>(job),
             2..5 => few_rows::<S, F, W, 4, 1>(job),
-            5..9 if S::WIDE && F::LEN < 256 => few_rows::<S, F, W, 8, 1>(job),
+            5..9 if W::PACKED && S::WIDE && F::PLAIN => few_rows::<S, F, W, 8, 2>(job),
+            5..9 if S::WIDE && (W::PACKED || F::LEN < 256) => few_rows::<S, F, W, 8, 1>(job),
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, W, 8, 2>(job),
             _ if S::WIDE => many_rows::<S, F, W, 4, 2>(job),
             _ => many_rows::<S, F, W, 4, 1>(job),
