@@ -333,7 +333,9 @@ fn cache_slots_tables_and_positions_are_checked() {
         .collect();
     let tables = g.tensor("tables", spec(DType::I32, &[2, 3])).unwrap();
     g.cache_write(c, x, x, v[0]).unwrap();
-    let y = g.paged_attention(x, c, tables, v[1], v[2], 0.5, 0).unwrap();
+    let y = g
+        .paged_attention(x, c, tables, v[1], v[2], 0.5, 0, 0.0)
+        .unwrap();
     let mut plan = device
         .plan(&g.finish(&[y]).unwrap(), &PlanHints::default())
         .unwrap();
@@ -636,7 +638,7 @@ fn a_row_cannot_see_more_keys_than_the_cache_has() {
         let sequences = g.tensor("sequences", per_row()).unwrap();
         let positions = g.tensor("positions", per_row()).unwrap();
         let y = g
-            .paged_attention(x, c, tables, sequences, positions, 0.5, window)
+            .paged_attention(x, c, tables, sequences, positions, 0.5, window, 0.0)
             .unwrap();
         let graph = g.finish(&[y]).unwrap();
         let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();

@@ -217,10 +217,10 @@ impl fmt::Display for TensorSpec {
 /// A paged KV cache of one layer, a resource with ordered effects.
 ///
 /// Keys and values are `[blocks, kv_heads, block_len, head_dim]` each, keys first. A *slot* is
-/// `block · block_len + place`.
+/// `block · block_len + place`. Of a block dtype, each head of a token is whole blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CacheSpec {
-    /// How entries are rounded: f32, f16 or bf16.
+    /// How entries are rounded: one of [`CacheSpec::DTYPES`].
     pub dtype: DType,
     /// Blocks in all.
     pub blocks: usize,
@@ -233,16 +233,21 @@ pub struct CacheSpec {
 }
 
 impl CacheSpec {
-    /// Bytes of keys and values together, `None` on overflow or for a dtype a cache cannot have.
+    /// What a cache can store.
+    pub const DTYPES: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::Q8_0];
+
+    /// Bytes of keys and values together, `None` on overflow, for a dtype a cache cannot have, or for heads that are no
+    /// whole blocks of it.
     pub fn bytes(&self) -> Option<usize> {
         self.half_bytes()?.checked_mul(2)
     }
 
     /// Bytes of the keys alone; the values start there.
     pub fn half_bytes(&self) -> Option<usize> {
-        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
+        if !Self::DTYPES.contains(&self.dtype) {
             return None;
         }
+        self.dtype.row_bytes(self.head_dim)?;
         let n = self
             .blocks
             .checked_mul(self.block_len)?
@@ -303,5 +308,19 @@ mod tests {
             head_dim: 1,
         };
         assert_eq!(spec.bytes(), None);
+        let bytes = |dtype, head_dim| {
+            let spec = CacheSpec {
+                dtype,
+                blocks: 3,
+                block_len: 2,
+                kv_heads: 5,
+                head_dim,
+            };
+            spec.bytes()
+        };
+        assert_eq!(bytes(DType::BF16, 48), Some(2 * 3 * 2 * 5 * 48 * 2));
+        assert_eq!(bytes(DType::Q8_0, 64), Some(2 * 3 * 2 * 5 * 2 * 34));
+        assert_eq!(bytes(DType::Q8_0, 48), None);
+        assert_eq!(bytes(DType::Q4_0, 64), None);
     }
 }

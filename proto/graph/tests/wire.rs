@@ -307,8 +307,10 @@ impl Sketch<'_> {
     }
 
     fn cache(&mut self, kv_heads: usize, head_dim: usize) -> Value {
+        let fits = |dtype: &DType| dtype.row_bytes(head_dim).is_some();
+        let dtypes: Vec<DType> = CacheSpec::DTYPES.into_iter().filter(fits).collect();
         let spec = CacheSpec {
-            dtype: self.choices.pick(&FLOATS),
+            dtype: self.choices.pick(&dtypes),
             blocks: self.choices.pick(&[4, 1]),
             block_len: self.choices.pick(&[16, 1]),
             kv_heads,
@@ -430,9 +432,14 @@ impl Sketch<'_> {
                 ];
                 let scale = self.choices.pick(&[0.125, 0.0, 1e3]);
                 let window = self.choices.pick(&[0, 1, i64::from(i32::MAX)]);
+                let cap = self.choices.pick(&[0.0, 30.0, 1e6]);
                 (
                     inputs,
-                    vec![Attribute::Float(scale), Attribute::Int(window)],
+                    vec![
+                        Attribute::Float(scale),
+                        Attribute::Int(window),
+                        Attribute::Float(cap),
+                    ],
                 )
             }
             _ => {
@@ -800,7 +807,7 @@ const BREAKS: &[(&str, Break)] = &[
         match wire.inputs[at].spec.as_mut()? {
             graph_input::Spec::Tensor(t) => t.dtype = wrong,
             graph_input::Spec::Cache(c) => {
-                c.dtype = choices.pick(&[&wrong, "i32", "q8_0"]).to_owned()
+                c.dtype = choices.pick(&[&wrong, "i32", "q4_0"]).to_owned()
             }
         }
         Some(())
@@ -1228,7 +1235,7 @@ fn layer() -> v1::Graph {
     let y = g.rope(y, positions, turns, false).unwrap();
     g.cache_write(cache, y, y, positions).unwrap();
     let y = g
-        .paged_attention(y, cache, tables, positions, positions, 0.125, 0)
+        .paged_attention(y, cache, tables, positions, positions, 0.125, 0, 0.0)
         .unwrap();
     let y = g.reshape(y, Shape::rows(&[64]).unwrap()).unwrap();
     let gate = g.silu(y).unwrap();
@@ -1370,7 +1377,7 @@ fn an_unknown_dtype_is_refused() {
         let said = refused(|w| cache_of(w).dtype = wrong.to_owned());
         assert!(said.contains("unknown dtype"), "{said}");
     }
-    for known in DType::ALL.iter().filter(|d| !d.is_float()) {
+    for known in DType::ALL.iter().filter(|d| !CacheSpec::DTYPES.contains(d)) {
         let said = refused(|w| cache_of(w).dtype = known.name().to_owned());
         assert!(said.contains("cache"), "{said}");
     }
@@ -1653,7 +1660,11 @@ fn one_operand_that_does_not_fit_is_refused() {
     ];
     let eps = attribute("eps", Float(1e-5));
     let turned = attribute("interleaved", Bool(true));
-    let read = [attribute("scale", Float(1.0)), attribute("window", Int(0))];
+    let read = [
+        attribute("scale", Float(1.0)),
+        attribute("window", Int(0)),
+        attribute("soft_cap", Float(0.0)),
+    ];
     for (op, attributes, good, wrong) in [
         (
             "rms_norm",
@@ -1767,6 +1778,9 @@ fn an_attribute_cannot_drive_a_size() {
         f64::MAX,
     ] {
         refused(|w| of(w, "paged_attention").attributes[0].value = Some(Float(wrong)));
+        if !(0.0..=1e6).contains(&wrong) {
+            refused(|w| of(w, "paged_attention").attributes[2].value = Some(Float(wrong)));
+        }
         refused(|w| of(w, "rms_norm").attributes[0].value = Some(Float(wrong)));
     }
     for dims in [

@@ -218,7 +218,14 @@ def attention(book):
 
 def paged(book):
     for dtype in ("f32", "f16", "bf16"):
-        for m, heads, kv, d, length, window in ((6, 4, 2, 8, 4, 0), (6, 2, 2, 16, 16, 3), (1, 1, 1, 4, 4, 0), (17, 6, 3, 8, 4, 5)):
+        for m, heads, kv, d, length, window, cap in (
+            (6, 4, 2, 8, 4, 0, 0),
+            (6, 2, 2, 16, 16, 3, 0),
+            (1, 1, 1, 4, 4, 0, 0),
+            (17, 6, 3, 8, 4, 5, 0),
+            (5, 4, 1, 8, 16, 0, 2.5),
+            (7, 2, 1, 6, 4, 5, 50.0),
+        ):
             r = rng("paged", dtype, m, d, window)
             blocks, tables = 12, T("i32", r.permutation(12)[:10].reshape(2, 5))
             before = sample(r, dtype, [2, blocks, kv, length, d])
@@ -243,14 +250,18 @@ def paged(book):
                 for h in range(heads):
                     ks = np.array([after.up[0, b, h * kv // heads, o] for b, o in at])
                     vs = np.array([after.up[1, b, h * kv // heads, o] for b, o in at])
-                    out[i, h] = special.softmax(0.4 * ks @ q.up[i, h]) @ vs
+                    scores = 0.4 * ks @ q.up[i, h]
+                    scores = cap * np.tanh(scores / cap) if cap else scores
+                    out[i, h] = special.softmax(scores) @ vs
+            attributes = {"scale": 0.4, "window": window, "soft_cap": float(cap)}
             for rows in (None, [1, 2, 3, 4, 6, 7]):
                 inputs = [book.cache(spec, before, after), keys, values, slots, q, tables, sequences, positions]
-                nodes = [("cache_write", [0, 1, 2, 3], {}), ("paged_attention", [4, 0, 5, 6, 7], {"scale": 0.4, "window": window})]
-                note = f"{dtype} {[m, heads, kv, d, length, window]} {'rows' if rows else ''}"
+                nodes = [("cache_write", [0, 1, 2, 3], {}), ("paged_attention", [4, 0, 5, 6, 7], attributes)]
+                capped = f"cap {cap} " if cap else ""
+                note = f"{dtype} {[m, heads, kv, d, length, window]} {capped}{'rows' if rows else ''}"
                 book.graph("cache_write", note, inputs, nodes, [[1, 0]], [T("f32", out)], rows=rows)
                 inputs = [q, book.cache(spec, after, after), tables, sequences, positions]
-                nodes = [("paged_attention", [0, 1, 2, 3, 4], {"scale": 0.4, "window": window})]
+                nodes = [("paged_attention", [0, 1, 2, 3, 4], attributes)]
                 book.graph("paged_attention", note, inputs, nodes, [[0, 0]], [T("f32", out)], rows=[0, 3, 4] if rows else None)
 
 

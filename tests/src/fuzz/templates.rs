@@ -289,9 +289,10 @@ impl Maker<'_> {
         let tables = fixed(DType::I32, &[self.size(), self.size()]);
         let queries = heads(kv * self.choices.pick(&[1, 2]));
         let window = int(self.choices.pick(&[0, 1, i32::MAX as usize]));
+        let cap = self.choices.pick(&[0.0, 30.0]);
         Template {
             inputs: vec![queries, cache, tables, per_row.clone(), per_row],
-            attributes: vec![float(0.125), window],
+            attributes: vec![float(0.125), window, float(cap)],
         }
     }
 

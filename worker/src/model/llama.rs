@@ -253,6 +253,7 @@ fn attention(
         rows.positions,
         scale,
         window,
+        0.0,
     )?;
     let attended = w.builder.reshape(attended, Shape::rows(&[heads * d])?)?;
     let o = w.linear(

@@ -15,6 +15,7 @@ use crate::{
     backend::DeviceError,
     cpu::{
         lanes::{LANES, bf16_to_f32, dispatch, exp, f16_to_f32, f32_to_bf16, f32_to_f16, sum16},
+        math::Real,
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
@@ -227,6 +228,8 @@ struct Attention<T> {
     max_blocks: usize,
     scale: f32,
     window: usize,
+    /// 0: none.
+    soft_cap: f32,
     element: std::marker::PhantomData<T>,
 }
 
@@ -244,6 +247,7 @@ struct Head<'a, T> {
     kv_heads: usize,
     kv_head: usize,
     scale: f32,
+    soft_cap: f32,
 }
 
 #[inline(always)]
@@ -282,6 +286,10 @@ fn attend_body<T: Element>(head: &Head<'_, T>, out: &mut [f32]) -> Result<(), i3
         let mut tile_highest = highest;
         for i in from..to {
             let s = score(head.query, &keys[i * d..(i + 1) * d]) * head.scale;
+            let s = match head.soft_cap > 0.0 {
+                true => Real::tanh(s / head.soft_cap) * head.soft_cap,
+                false => s,
+            };
             scores[i] = s;
             // A NaN score stays NaN in its weight below, so that the row is NaN, not plausible.
             tile_highest = if s > tile_highest { s } else { tile_highest };
@@ -410,6 +418,7 @@ impl<T: Attend> Kernel for Attention<T> {
                 kv_heads: self.spec.kv_heads,
                 kv_head: h / (self.heads / self.spec.kv_heads),
                 scale: self.scale,
+                soft_cap: self.soft_cap,
             };
             if let Err(block) = T::attend(run.path, &head, out) {
                 run.index_out_of_range("paged_attention", block.into(), self.spec.blocks);
@@ -441,6 +450,11 @@ fn paged_attention(
     let spec = *call.cache(1)?;
     let scale = call.float(0)? as f32;
     let window = usize::try_from(call.int(1)?).unwrap_or(0);
+    let soft_cap = match call.float(2)? {
+        // The limit where f32 has none so small: every score is next to nothing.
+        cap if cap > 0.0 => (cap as f32).max(f32::MIN_POSITIVE),
+        _ => 0.0,
+    };
     macro_rules! kernel {
         ($t:ty) => {
             launcher.step(
@@ -458,6 +472,7 @@ fn paged_attention(
                     max_blocks,
                     scale,
                     window,
+                    soft_cap,
                     element: std::marker::PhantomData,
                 },
                 &[queries, cache, tables, sequences, positions],
