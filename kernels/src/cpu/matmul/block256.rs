@@ -357,6 +357,7 @@ impl Format for Six {
     const BYTES: usize = 210;
     const RECORD: usize = Q8K_RECORD;
     const PLAIN: bool = false;
+    const FEW: usize = 4;
     const HALF: Half = Half::Last;
 
     /// The scales, then for each sixteen of a half their lower four bits and their upper two.

@@ -59,7 +59,10 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             2..5 if W::PACKED && S::WIDE && F::LEN < 256 => few_rows::<S, F, W, 4, 4>(job),
             2..5 => few_rows::<S, F, W, 4, 1>(job),
             5..9 if W::PACKED && S::WIDE && F::PLAIN => few_rows::<S, F, W, 8, 2>(job),
-            5..9 if S::WIDE && (W::PACKED || F::LEN < 256) => few_rows::<S, F, W, 8, 1>(job),
+            5..9 if S::WIDE && F::FEW > 4 && (W::PACKED || F::LEN < 256) => {
+                few_rows::<S, F, W, 8, 1>(job)
+            }
+            5..9 if S::WIDE && W::PACKED => many_rows::<S, F, W, 8, 1>(job),
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, W, 8, 2>(job),
             _ if S::WIDE => many_rows::<S, F, W, 4, 2>(job),
             _ => many_rows::<S, F, W, 4, 1>(job),
@@ -199,7 +202,7 @@ unsafe fn some_panels<S: Simd, F: Format, W: Place, const R: usize, const P: usi
         for b in 0..whole {
             let x = at_block::<F, R>(rows, b);
             for p in 0..P {
-                let from = W::block::<F>(&panels[p], b, F::LEN, &mut stage);
+                let from = W::block::<F, R>(&panels[p], b, F::LEN, &mut stage);
                 F::stream::<S, W, R>(from, x, &mut acc[p]);
             }
         }
@@ -207,7 +210,7 @@ unsafe fn some_panels<S: Simd, F: Format, W: Place, const R: usize, const P: usi
             let x = at_block::<F, R>(rows, whole);
             for p in 0..P {
                 let mut w = MaybeUninit::<[F::Block<S>; 1]>::uninit();
-                let from = W::block::<F>(&panels[p], whole, rest, &mut stage);
+                let from = W::block::<F, R>(&panels[p], whole, rest, &mut stage);
                 F::unpack::<S, W>(from, w.as_mut_ptr().cast());
                 F::step::<S, R, 1>(w.assume_init_ref(), x, rest, &mut acc[p]);
             }
@@ -217,6 +220,68 @@ unsafe fn some_panels<S: Simd, F: Format, W: Place, const R: usize, const P: usi
                 store::<S>(job, &panels[p], first + LANES * p, r, acc[p][r][0]);
             }
         }
+    }
+}
+
+/// The packed bytes that [`many_rows`] unpacks next.
+struct NextChunk<const P: usize> {
+    at: [*const u8; P],
+    /// Lines of each panel that are left, and how many to ask for in a step.
+    left: usize,
+    share: usize,
+}
+
+impl<const P: usize> NextChunk<P> {
+    /// What comes after block `end` of these panels, in `steps` shares.
+    ///
+    /// # Safety
+    ///
+    /// As for [`run`].
+    #[inline(always)]
+    unsafe fn of<W: Place, F: Format>(
+        job: &Job,
+        panels: &[Panel; P],
+        first: usize,
+        end: usize,
+        room: usize,
+        steps: usize,
+    ) -> Self {
+        let block = LANES * F::BYTES;
+        let blocks = job.k.div_ceil(F::LEN);
+        let mut at = [job.w; P];
+        for p in 0..P {
+            at[p] = if end < blocks {
+                panels[p].w.wrapping_add(end * block)
+            } else {
+                // SAFETY: the caller's promise.
+                unsafe { panel_of(job, first + LANES * (P + p)).w }
+            };
+        }
+        let there = if end < blocks { blocks - end } else { blocks };
+        let lines = (there.min(room) * block).div_ceil(64);
+        NextChunk {
+            at,
+            left: if W::PACKED { lines } else { 0 },
+            share: lines.div_ceil(steps.max(1)),
+        }
+    }
+
+    /// Asks for a share.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Simd`].
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&mut self) {
+        let share = self.share.min(self.left);
+        for p in 0..P {
+            for line in 0..share {
+                // SAFETY: prefetching is allowed anywhere.
+                unsafe { S::prefetch(self.at[p].wrapping_add(64 * line)) };
+            }
+            self.at[p] = self.at[p].wrapping_add(64 * share);
+        }
+        self.left -= share;
     }
 }
 
@@ -252,10 +317,14 @@ unsafe fn many_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize
                     let count = count_of::<F>(job.k, b);
                     let group = scratch.add(b - start).cast::<F::Block<S>>();
                     for p in 0..P {
-                        let from = W::block::<F>(&panels[p], b, count, &mut stage);
+                        let from = W::block::<F, R>(&panels[p], b, count, &mut stage);
                         F::unpack::<S, W>(from, group.add(p));
                     }
                 }
+                // The next chunk is asked for little by little while this one is worked on: at once it would
+                // wait for memory, and the multiplication with it.
+                let steps = job.rows.div_ceil(R) * (end - start);
+                let mut next = NextChunk::<P>::of::<W, F>(job, &panels, first, end, room, steps);
                 for row in (0..job.rows).step_by(R) {
                     let x = rows_of::<R>(job, row);
                     let there = R.min(job.rows - row);
@@ -268,6 +337,7 @@ unsafe fn many_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize
                         }
                     }
                     for b in start..end {
+                        next.ask::<S>();
                         let x = at_block::<F, R>(x, b);
                         F::step::<S, R, P>(
                             &*scratch.add(b - start),

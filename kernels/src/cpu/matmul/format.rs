@@ -28,6 +28,8 @@ pub(super) trait Format: Sized {
     const RECORD: usize;
     /// Whether the dtype is plain: any `k` is allowed, and few registers are needed.
     const PLAIN: bool;
+    /// Rows of activations that a block in registers leaves registers for.
+    const FEW: usize = 8;
     /// Where a block has a number that is not part of whole words.
     const HALF: Half;
 

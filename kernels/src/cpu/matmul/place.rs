@@ -51,12 +51,12 @@ pub(super) trait Place: Copy {
     /// Whether the rows are packed.
     const PACKED: bool;
 
-    /// Block `b` of a panel, of which `count` elements exist.
+    /// Block `b` of a panel, of which `count` elements exist, for `R` rows of activations at once.
     ///
     /// # Safety
     ///
     /// The panel's rows are readable and have that block.
-    unsafe fn block<F: Format>(
+    unsafe fn block<F: Format, const R: usize>(
         panel: &Panel,
         b: usize,
         count: usize,
@@ -81,8 +81,10 @@ const fn ahead<F: Format>() -> usize {
     if F::PLAIN { 768 } else { 2048 }
 }
 
-/// The same in a packed panel.
-const PACKED_AHEAD: usize = 2048;
+/// The same in a packed panel, for `R` rows at once. One row is multiplied by many panels side by side.
+const fn packed_ahead<const R: usize>() -> usize {
+    if R == 1 { 1024 } else { 4096 }
+}
 
 /// Rows as the file has them, `stride` bytes apart.
 #[derive(Clone, Copy)]
@@ -102,7 +104,7 @@ impl Place for Stored {
     const PACKED: bool = false;
 
     #[inline(always)]
-    unsafe fn block<F: Format>(
+    unsafe fn block<F: Format, const R: usize>(
         panel: &Panel,
         b: usize,
         count: usize,
@@ -221,7 +223,7 @@ impl Place for Packed {
     const PACKED: bool = true;
 
     #[inline(always)]
-    unsafe fn block<F: Format>(
+    unsafe fn block<F: Format, const R: usize>(
         panel: &Panel,
         b: usize,
         _: usize,
@@ -232,7 +234,9 @@ impl Place for Packed {
         Packed {
             words: panel.w.wrapping_add(words).wrapping_sub(lead * LANES),
             half: panel.w.wrapping_add(half),
-            ahead: panel.w.wrapping_add(b * LANES * F::BYTES + PACKED_AHEAD),
+            ahead: panel
+                .w
+                .wrapping_add(b * LANES * F::BYTES + packed_ahead::<R>()),
         }
     }
 
