@@ -15,6 +15,7 @@ mod json;
 mod operate;
 mod receipt;
 mod session;
+mod several;
 mod stream;
 mod table;
 mod ui;

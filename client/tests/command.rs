@@ -631,3 +631,69 @@ async fn lists_are_tables_without_control_characters() {
     assert_eq!(embeddings[1]["prompt_tokens"], 3);
     assert_eq!(embeddings[0]["values"].as_array().unwrap().len(), 2);
 }
+
+#[tokio::test]
+async fn several_continuations_share_a_seed_and_the_likeliest_can_be_chosen() {
+    let fake = fake::start().await;
+    let args = ["generate", "branches", "--n", "3", "--branch", "4"];
+    let outcome = hotcell(&fake, &args).await;
+    assert_eq!(outcome.exit, Exit::Success, "{}", outcome.err);
+    let expected = [4, 5, 6].map(|b| format!("--- branch {b} ---\n {b}.0 {b}.1\n"));
+    assert_eq!(outcome.out, expected.concat());
+    {
+        let seen = fake.fake.seen.lock().unwrap();
+        let asked = seen.requests.iter().map(|r| (r.branch, r.seed));
+        let mut asked: Vec<_> = asked.collect();
+        asked.sort_unstable();
+        // The first is drawn a seed; the others get it.
+        let seed = Some(u64::MAX);
+        assert_eq!(asked, [(4, None), (5, seed), (6, seed)]);
+    }
+    let best = ["generate", "branches", "--best-of", "3", "--verbose"];
+    let best = hotcell(&fake, &best).await;
+    assert_eq!(best.out, " 1.0 1.1\n");
+    let told = "the likeliest of 3 (branch 1, 0.000 per token)";
+    assert!(best.err.contains(told), "{}", best.err);
+    let two = [
+        "generate",
+        "branches",
+        "--best-of",
+        "3",
+        "--n",
+        "2",
+        "--json",
+    ];
+    let lines = hotcell(&fake, &two).await.lines();
+    let last = lines.last().unwrap();
+    assert_eq!(last["event"], "chosen");
+    let chosen = serde_json::json!([1, 0]);
+    assert_eq!(last["branches"], chosen, "equally likely ones in order");
+    let of_two = |line: &&Value| line["branch"] == 2 && line["event"] == "delta";
+    assert_eq!(lines.iter().filter(of_two).count(), 2, "all are told");
+    let none = hotcell(&fake, &["generate", "refuse", "--n", "2"]).await;
+    assert_eq!(none.exit, Exit::InvalidInput, "{}", none.err);
+    let fewer = hotcell(&fake, &["generate", "x", "--best-of", "2", "--n", "3"]).await;
+    let why = "--best-of 2 cannot show --n 3";
+    assert!(fewer.err.contains(why), "{}", fewer.err);
+    for clash in [["--receipt", "r.json"], ["--request-id", "me"]] {
+        let args = [&["generate", "x", "--n", "2"][..], &clash].concat();
+        assert!(parse(&args).is_err(), "{clash:?}");
+    }
+    assert!(parse(&["generate", "x", "--n", "65"]).is_err());
+}
+
+#[tokio::test]
+async fn ctrl_c_cancels_all_continuations() {
+    let fake = fake::start().await;
+    let (trigger, interrupt) = Interrupt::manual();
+    let args = ["generate", "stall", "--n", "3"];
+    let press = async {
+        while fake.fake.seen.lock().unwrap().requests.len() < 3 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        trigger.press();
+    };
+    let (outcome, ()) = tokio::join!(start(&fake, "", &args, interrupt), press);
+    assert_eq!(outcome.exit, Exit::Interrupted);
+    assert!(fake.cancelled(3).await);
+}

@@ -13,6 +13,7 @@ use super::{
     interrupt::Interrupt,
     receipt::Destination,
     session::{Session, with_hint},
+    several::{Choice, several},
     stream::{Report, show},
     ui::{BOLD, Ui, harmless},
 };
@@ -64,6 +65,13 @@ pub struct GenerateFlags {
     /// Which of several continuations of one prompt and seed to make
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub branch: u32,
+    /// Make this many continuations of the prompt at once, with one seed: branches that share its memory in a worker
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MOST))]
+    pub n: u32,
+    /// Make this many continuations and show the likeliest (or the --n likeliest), by the mean log probability of their
+    /// tokens
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MOST))]
+    pub best_of: Option<u32>,
     /// Whose request this is: tenants share workers fairly, and no cached prompts
     #[arg(
         long,
@@ -80,12 +88,16 @@ pub struct GenerateFlags {
     pub no_speculation: bool,
     /// An id of your own for this request: asked for again under it within a minute, its answer is not computed again.
     /// Who knows the id can read the answer
-    #[arg(long, value_name = "ID", default_value = "", hide_default_value = true)]
+    #[arg(long, value_name = "ID", default_value = "", hide_default_value = true,
+        conflicts_with_all = ["n", "best_of"])]
     pub request_id: String,
     /// Write request, answer and receipt to this file, for `hotcell verify`
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["n", "best_of"])]
     pub receipt: Option<String>,
 }
+
+/// Continuations of one request at most: as many as a worker computes at once.
+const MOST: i64 = 64;
 
 fn done(report: &Report) -> Result<(), Failure> {
     if report.interrupted {
@@ -155,6 +167,21 @@ pub(crate) async fn generate(
     options.no_speculation = flags.no_speculation;
     options.request_id.clone_from(&flags.request_id);
     options.grammar = flags.grammar.read()?;
+    let choice = Choice {
+        shown: flags.n,
+        made: flags.best_of.unwrap_or(flags.n),
+    };
+    if choice.made < choice.shown {
+        let what = format!("--best-of {} cannot show --n {}", choice.made, choice.shown);
+        return Err(Failure::Usage(what));
+    }
+    if choice.made > 1 {
+        let several = several(ui, &mut session, interrupt, prompt, options, choice).await;
+        return match several.map_err(|failure| hinted(failure, &flags.model))? {
+            true => Err(Failure::Interrupted),
+            false => Ok(()),
+        };
+    }
     let receipt = flags
         .receipt
         .as_deref()

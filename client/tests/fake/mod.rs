@@ -150,6 +150,20 @@ fn delta(text: &str, id: u32, top: u32) -> v1::GenerateEvent {
     }))
 }
 
+fn likely(text: &str, logprob: f32, told: bool) -> v1::GenerateEvent {
+    let entry = v1::TokenLogprob {
+        token: 7,
+        logprob,
+        top: Vec::new(),
+    };
+    event(v1::generate_event::Event::Delta(v1::Delta {
+        text: text.to_owned(),
+        token_ids: vec![7],
+        logprobs: if told { vec![entry] } else { Vec::new() },
+        ..v1::Delta::default()
+    }))
+}
+
 fn finished(n: u32) -> v1::GenerateEvent {
     event(v1::generate_event::Event::Finished(v1::Finished {
         reason: v1::FinishReason::MaxTokens.into(),
@@ -227,7 +241,7 @@ impl Tokens for Fake {
             let reason = Reason::from_name(reason.trim()).unwrap_or(Reason::InvalidSampling);
             return Err(Error::new(reason, "temperature must be at most 100").into());
         }
-        let top = request.top_logprobs;
+        let (top, branch, logprobs) = (request.top_logprobs, request.branch, request.logprobs);
         let (sender, receiver) = mpsc::channel(1);
         let seen = self.seen.clone();
         tokio::spawn(async move {
@@ -238,6 +252,15 @@ impl Tokens for Fake {
                 }
                 "torn" => {
                     send(Ok(accepted())).await;
+                }
+                "branches" => {
+                    // The second one is the likeliest.
+                    let logprob = -0.5 * (branch as f32 - 1.0).abs();
+                    send(Ok(accepted())).await;
+                    for i in 0..2 {
+                        send(Ok(likely(&format!(" {branch}.{i}"), logprob, logprobs))).await;
+                    }
+                    send(Ok(finished(2))).await;
                 }
                 "flood" => {
                     send(Ok(accepted())).await;
