@@ -65,13 +65,45 @@ fn chosen_path() -> CpuPath {
         .unwrap_or_else(CpuPath::detect)
 }
 
+/// What a file of `/proc` says under a key.
+fn field(file: &str, key: &str) -> Option<String> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let line = text.lines().find(|l| l.starts_with(key))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+/// The cores that this thread may run on, by number, as far as Linux tells.
+fn allowed_cores() -> Vec<u32> {
+    let list = field("/proc/thread-self/status", "Cpus_allowed_list");
+    list.map_or_else(Vec::new, |list| core_list(&list))
+}
+
+/// Reads `0-3,8`; the parts that are no numbers are passed over.
+fn core_list(text: &str) -> Vec<u32> {
+    let mut cores = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        if let (Ok(first), Ok(last)) = (first.trim().parse::<u16>(), last.trim().parse::<u16>()) {
+            cores.extend((first..=last).map(u32::from));
+        }
+    }
+    cores
+}
+
+/// The cores to compute on: those that this process may run on, and no more of them than its control group gives
+/// it time for.
+fn usable_cores() -> Vec<u32> {
+    let count = thread::available_parallelism().map_or(1, |n| n.get());
+    let mut cores = allowed_cores();
+    if cores.is_empty() {
+        cores = (0..u32::try_from(count).unwrap_or(1)).collect();
+    }
+    cores.truncate(count);
+    cores
+}
+
 /// Total memory and the processor's model name, as Linux tells them; zero and a plain word elsewhere.
 fn host_facts() -> (u64, String) {
-    let field = |file: &str, key: &str| {
-        let text = std::fs::read_to_string(file).ok()?;
-        let line = text.lines().find(|l| l.starts_with(key))?;
-        Some(line.split_once(':')?.1.trim().to_owned())
-    };
     let memory = field("/proc/meminfo", "MemTotal")
         .and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok())
         .map_or(0, |kib| kib.saturating_mul(1024));
@@ -88,13 +120,13 @@ impl Backend for CpuBackend {
 
     fn devices(&self) -> Vec<DeviceInfo> {
         let (memory_bytes, model) = host_facts();
-        let cores = thread::available_parallelism().map_or(1, |n| n.get()) as u32;
+        let cores = usable_cores();
         vec![DeviceInfo {
             id: format!("{NAME}:0"),
             backend: NAME,
-            description: format!("{model}, {cores} cores"),
+            description: format!("{model}, {} cores", cores.len()),
             memory_bytes,
-            cores: (0..cores).collect(),
+            cores,
             path: chosen_path().name().to_owned(),
         }]
     }
@@ -256,5 +288,25 @@ impl Stream for CpuStream {
 
     fn synchronize(&mut self) -> Result<(), DeviceError> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cores_are_read() {
+        assert_eq!(core_list("0-3,8"), [0, 1, 2, 3, 8]);
+        assert_eq!(core_list("5"), [5]);
+        assert_eq!(core_list("2-1,x,7-y,99999999999"), Vec::<u32>::new());
+        assert_eq!(core_list(""), Vec::<u32>::new());
+    }
+
+    #[test]
+    fn there_is_a_core_to_compute_on() {
+        let (usable, allowed) = (usable_cores(), allowed_cores());
+        assert!(!usable.is_empty());
+        assert!(allowed.is_empty() || usable.iter().all(|core| allowed.contains(core)));
     }
 }

@@ -82,9 +82,13 @@ fn start_log(level: &str) {
         .try_init();
 }
 
-/// Binds this thread, and so all later ones, to its cores. Best effort: a core may be gone.
+/// Binds this thread, and so all later ones, to its cores. Best effort: a core may be gone. Where a control group gives
+/// less time than there are cores, which of them have it is the system's to say: all groups of a host would
+/// bind to its first cores.
 fn bind_cores(cores: &[u32]) {
-    if cores.is_empty() {
+    let allowed = rustix::thread::sched_getaffinity(None).map_or(0, |set| set.count());
+    let time = std::thread::available_parallelism().map_or(1, |n| n.get());
+    if cores.is_empty() || time < allowed as usize {
         return;
     }
     let mut set = rustix::thread::CpuSet::new();
