@@ -9,6 +9,7 @@ pub mod fair;
 pub mod grammar;
 pub mod logprobs;
 pub mod lookup;
+pub mod masks;
 pub mod pace;
 pub mod random;
 pub mod sampler;

@@ -21,6 +21,7 @@ use super::{
     cache::{Cache, Chain},
     check::{self, Check},
     lookup::Pays,
+    masks::Masks,
     pace::Pace,
     schedule::Schedule,
     task::{Member, Task},
@@ -85,6 +86,7 @@ pub struct Batch {
     check: Option<Check>,
     schedule: Schedule,
     pace: Pace,
+    masks: Masks,
     /// What the row of a guess costs of a token in the step that is made.
     guess_cost: f32,
     tally: Tally,
@@ -109,6 +111,7 @@ impl Batch {
             check: None,
             schedule: Schedule::default(),
             pace: Pace::default(),
+            masks: Masks::default(),
             guess_cost: 1.0,
             tally: Tally::default(),
             arrivals: 0,

@@ -10,6 +10,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, OnceLock},
     thread,
+    time::{Duration, Instant},
 };
 
 use hotcell_proto::{
@@ -198,6 +199,10 @@ fn slices() -> Vec<String> {
 pub struct Follower {
     matcher: Matcher,
     mask: SimpleVob,
+    /// The mask is that of the text as it is now.
+    ready: bool,
+    /// What the last mask took.
+    cost: Duration,
     wrong: Option<Error>,
 }
 
@@ -212,12 +217,15 @@ impl Follower {
         Self {
             matcher,
             mask: SimpleVob::new(),
+            ready: false,
+            cost: Duration::ZERO,
             wrong: None,
         }
     }
 
     /// Takes a token that is not an end token.
     pub fn advance(&mut self, token: u32) {
+        self.ready = false;
         if self.wrong.is_none()
             && let Err(error) = self.matcher.consume_token(token)
         {
@@ -233,14 +241,37 @@ impl Follower {
         self.wrong.clone().map_or(Ok(()), Err)
     }
 
+    /// What its last mask took.
+    pub fn cost(&self) -> Duration {
+        self.cost
+    }
+
+    /// Computes the next mask, if it is not there.
+    pub fn prepare(&mut self) {
+        if self.ready || self.wrong.is_some() {
+            return;
+        }
+        let begun = Instant::now();
+        match self.matcher.compute_mask_or_eos() {
+            Ok(mask) => self.mask = mask,
+            Err(error) => self.wrong = Some(refused(&error.to_string())),
+        }
+        self.ready = true;
+        self.cost = begun.elapsed();
+    }
+
+    /// Nothing more can be said about its text.
+    pub fn give_up(&mut self) {
+        self.wrong = Some(invalid("the grammar cannot be followed any further"));
+    }
+
     /// The tokens that may come next; only ends when the text is complete.
     ///
     /// # Errors
     /// As [`Follower::check`].
     pub fn allowed(&mut self) -> Result<Allowed<'_>, Error> {
+        self.prepare();
         self.check()?;
-        let mask = self.matcher.compute_mask_or_eos();
-        self.mask = mask.map_err(|e| refused(&e.to_string()))?;
         match self.mask.is_zero() {
             true => Err(invalid(
                 "no token of the model goes on with the text as the grammar wants it",

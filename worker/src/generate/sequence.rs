@@ -21,6 +21,7 @@ use tonic::Status;
 use super::{
     fair::Class,
     grammar::Follower,
+    masks::Masks,
     sampler::{self, PenaltyState, Sampled, SamplingParams},
 };
 use crate::{
@@ -261,6 +262,16 @@ impl Sequence {
         let context = self.context.saturating_sub(self.tokens.len());
         let reader = self.events.capacity().saturating_sub(ROOM);
         asked.min(context).saturating_sub(1).min(reader)
+    }
+
+    /// Its grammar, to be brought back before the next draw; none if it has none, or the next mask is soon computed.
+    pub fn lend_grammar(&mut self) -> Option<Follower> {
+        self.request.grammar.take_if(|grammar| Masks::pays(grammar))
+    }
+
+    /// Brings it back.
+    pub fn return_grammar(&mut self, grammar: Follower) {
+        self.request.grammar = Some(grammar);
     }
 
     /// Draws its next token, for this position, from the model's logits, which are scratch meanwhile.

@@ -157,7 +157,10 @@ impl Batch {
             return Ok(());
         }
         let begun = Instant::now();
-        self.runner.step(&self.rows, &self.pick_rows)?;
+        self.lend_grammars();
+        let stepped = self.runner.step(&self.rows, &self.pick_rows);
+        self.return_grammars();
+        stepped?;
         self.pace.note(self.rows.len(), begun.elapsed());
         self.blackbox.stepped();
         let mut ended = Vec::new();
@@ -186,6 +189,27 @@ impl Batch {
             }
         }
         Ok(())
+    }
+
+    /// Lets masks that take their time be computed beside the model.
+    fn lend_grammars(&mut self) {
+        let most = self.runner.shape().max_sequences;
+        for part in self.parts.iter().filter(|part| part.pick.is_some()) {
+            if let Task::Generate(sequence) = &mut self.running[part.at].member.task
+                && let Some(grammar) = sequence.lend_grammar()
+                && let Some(grammar) = self.masks.lend(part.at, grammar, most)
+            {
+                sequence.return_grammar(grammar);
+            }
+        }
+    }
+
+    fn return_grammars(&mut self) {
+        while let Some((at, grammar)) = self.masks.back() {
+            if let Task::Generate(sequence) = &mut self.running[at].member.task {
+                sequence.return_grammar(grammar);
+            }
+        }
     }
 
     /// Draws a token, and one more for each guess that was right. Says how the sequence ended, if it did.
