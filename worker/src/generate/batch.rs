@@ -4,7 +4,7 @@
 //! are not: one for a sequence that decodes, and its guesses; a chunk for one that reads its prompt. Nothing that a row
 //! computes depends on the others, so requests may join and leave at every step.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotcell_ipc::blackbox::{Slot, Writer};
 use hotcell_kernels::backend::DeviceError;
@@ -33,6 +33,9 @@ use crate::{
 
 /// The root of what belongs to no tenant.
 const NOBODY: Key = [0; 32];
+
+/// How long it is remembered that requests come while prompts are read.
+const MEMORY: Duration = Duration::from_secs(5);
 
 /// A member with a table and blocks.
 struct Running {
@@ -87,6 +90,8 @@ pub struct Batch {
     schedule: Schedule,
     pace: Pace,
     masks: Masks,
+    /// When a request last came while another one's prompt was read.
+    company: Option<Instant>,
     /// What the row of a guess costs of a token in the step that is made.
     guess_cost: f32,
     tally: Tally,
@@ -112,6 +117,7 @@ impl Batch {
             schedule: Schedule::default(),
             pace: Pace::default(),
             masks: Masks::default(),
+            company: None,
             guess_cost: 1.0,
             tally: Tally::default(),
             arrivals: 0,
@@ -127,6 +133,9 @@ impl Batch {
 
     /// Adds a task.
     pub fn push(&mut self, task: Task) {
+        if self.running.iter().any(|running| running.pending() > 1) {
+            self.company = Some(Instant::now());
+        }
         self.schedule.arrived(task.class());
         let root = self.cache.root(&task.class().tenant);
         self.waiting.push(Member {
@@ -138,6 +147,12 @@ impl Batch {
             behind: None,
         });
         self.arrivals += 1;
+    }
+
+    /// Whether somebody who comes while a prompt is read would not be the first lately.
+    fn expects_company(&self, now: Instant) -> bool {
+        self.company
+            .is_some_and(|last| now.saturating_duration_since(last) < MEMORY)
     }
 
     /// Tasks inside.

@@ -4,15 +4,17 @@
 //!
 //! Sequences that draw compute a row in each step. What is left of the step is for prompts, in pieces of
 //! [`PIECE`] rows, each for the tenant and priority that got the least so far ([`Shares`]); among requests of one
-//! class in turns the oldest one and the one that has the least left, so that a short prompt need not wait for a long
-//! one, nor a long one for ever.
+//! class for the one that has the least left, and one in [`TURNS`] for the oldest one, so that a short prompt need not
+//! wait for a long one, nor a long one for ever.
 
 use std::collections::BTreeMap;
 
 use super::fair::{Class, Shares};
 
 /// Rows that a prompt gets at once.
-const PIECE: usize = 16;
+const PIECE: usize = 8;
+/// One in so many pieces is the oldest request's, the others are that one's that has the least left.
+const TURNS: u64 = 4;
 /// Part of a step that is for prompts if there are any.
 const PROMPTS: usize = 4;
 
@@ -185,9 +187,9 @@ impl Schedule {
             };
             let alike = open.iter().copied().filter(|&i| wants[i].class == class);
             self.pieces += 1;
-            let chosen = match self.pieces.is_multiple_of(2) {
-                true => alike.min_by_key(|&i| (rest(i), wants[i].arrival)),
-                false => alike.min_by_key(|&i| wants[i].arrival),
+            let chosen = match self.pieces.is_multiple_of(TURNS) {
+                false => alike.min_by_key(|&i| (rest(i), wants[i].arrival)),
+                true => alike.min_by_key(|&i| wants[i].arrival),
             };
             let Some(chosen) = chosen else { break };
             let rows = PIECE.min(rest(chosen)).min(left);

@@ -20,6 +20,10 @@ use crate::{
 /// How long a step may take in which some draw and others read prompts: the pause between two tokens of a stream.
 const PATIENCE: Duration = Duration::from_millis(60);
 
+/// The same while prompts are read and nobody draws, but others have come lately: what the next one waits at most
+/// before it has a part in a step.
+const WELCOME: Duration = Duration::from_millis(100);
+
 /// Rows of prompts that there is always time for.
 const LEAST: usize = 16;
 
@@ -52,8 +56,14 @@ impl Batch {
             .collect();
         let draws = wants.iter().filter(|w| w.pending == 1).count();
         let beside = self.pace.rows_beside(draws, PATIENCE);
+        // Large steps read a prompt fastest, and are for those who are alone.
+        let rows = match self.expects_company(Instant::now()) {
+            true => self.pace.rows_beside(0, WELCOME),
+            false => None,
+        };
+        let rows = rows.unwrap_or(shape.max_rows).max(LEAST);
         let budget = Budget {
-            rows: shape.max_rows,
+            rows: rows.max(draws).min(shape.max_rows),
             beside: beside.unwrap_or(shape.max_rows).max(LEAST),
         };
         let grants = self.schedule.grant(&wants, budget);
