@@ -12,15 +12,17 @@
 //!    p times the most probable. Equal logits are ordered by id, so each set is unique;
 //! 7. one uniform number, keyed by (seed, branch, absolute position), picks by inverse CDF in id order.
 //!
-//! Exponentials and logarithms come from the `libm` crate and sums run in a fixed order, so that a system's math
-//! library has no say. llama.cpp and vLLM order the truncations alike up to min-p, which vLLM applies first.
+//! Exponentials are the kernels' own, equal on every instruction path, those of log probabilities and logarithms the
+//! `libm` crate's, and sums run in a fixed order, so that a system's math library has no say. llama.cpp and vLLM order the truncations alike up to min-p, which vLLM applies first.
 
 use std::collections::HashMap;
 
 use hotcell_proto::limits::{MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS};
 
-use super::logprobs::{self, Normalizer, best_first, checked_max};
-use super::random::uniform;
+mod choose;
+
+use super::logprobs::{self, Normalizer};
+use choose::{Scratch, choose};
 
 /// How a request wants its tokens chosen. The default is greedy.
 #[derive(Clone, Debug, PartialEq)]
@@ -215,7 +217,7 @@ pub struct PenaltyState {
     counts: HashMap<u32, u32>,
     /// Logits before bias and penalties, to put them back.
     originals: Vec<(u32, f32)>,
-    candidates: Vec<(f32, u32)>,
+    scratch: Scratch,
 }
 
 impl PenaltyState {
@@ -293,13 +295,8 @@ pub fn sample_among(
         false => None,
     };
     adjust(params, state, logits)?;
-    if let Some(allowed) = allowed {
-        // What is not allowed may not hide that the model is broken.
-        checked_max(logits)?;
-        forbid(allowed, &mut state.originals, logits);
-    }
-    let token = choose(params, &mut state.candidates, logits, position)?;
-    // In reverse, because a token can have been biased, penalised and forbidden.
+    let token = choose(params, &mut state.scratch, logits, allowed, position)?;
+    // In reverse, because a token can have been biased and penalised.
     for (token, logit) in state.originals.drain(..).rev() {
         logits[token as usize] = logit;
     }
@@ -314,7 +311,7 @@ pub fn sample_among(
         logits,
         &normalizer,
         params.top_logprobs as usize,
-        &mut state.candidates,
+        state.scratch.candidates(),
     );
     Ok(Sampled {
         token,
@@ -363,107 +360,11 @@ fn adjust(
     Ok(())
 }
 
-/// Makes all but the allowed tokens impossible, remembering what was there.
-fn forbid(allowed: Allowed<'_>, originals: &mut Vec<(u32, f32)>, logits: &mut [f32]) {
-    let words = allowed.0.iter().copied().chain(std::iter::repeat(0));
-    for ((row, word), first) in logits.chunks_mut(32).zip(words).zip((0u32..).step_by(32)) {
-        if word == u32::MAX {
-            continue;
-        }
-        for (bit, logit) in (0u32..).zip(row) {
-            if word >> bit & 1 == 0 {
-                originals.push((first + bit, *logit));
-                *logit = f32::NEG_INFINITY;
-            }
-        }
-    }
-}
-
-/// Truncates and draws; `candidates` is scratch.
-fn choose(
-    params: &SamplingParams,
-    candidates: &mut Vec<(f32, u32)>,
-    logits: &[f32],
-    position: u32,
-) -> Result<u32, SamplingError> {
-    let max = checked_max(logits)?;
-    if params.temperature == 0.0 || params.top_k == 1 {
-        // The first of equals: `position` finds the lowest id.
-        let first = logits.iter().position(|&logit| logit == max);
-        return first
-            .map(|id| id as u32)
-            .ok_or(SamplingError::NothingPossible);
-    }
-    // From here on a candidate is (weight, id), weight = exp((logit - max) / temperature), 1 for the best.
-    candidates.clear();
-    let possible = logits
-        .iter()
-        .enumerate()
-        .filter(|(_, logit)| **logit > f32::NEG_INFINITY);
-    candidates.extend(possible.map(|(id, &logit)| (logit, id as u32)));
-    let top_k = params.top_k as usize;
-    if top_k > 0 && top_k < candidates.len() {
-        // On logits, not weights: exponentials can make different logits equal.
-        candidates.select_nth_unstable_by(top_k - 1, best_first);
-        candidates.truncate(top_k);
-        candidates.sort_unstable_by_key(|candidate| candidate.1);
-    }
-    for candidate in candidates.iter_mut() {
-        candidate.0 = libm::expf((candidate.0 - max) / params.temperature);
-    }
-    if params.top_p < 1.0 {
-        top_p(candidates, f64::from(params.top_p), logits);
-    }
-    if params.min_p > 0.0 {
-        candidates.retain(|candidate| candidate.0 >= params.min_p);
-    }
-    // The best candidate has weight 1, so the total is at least 1 and the loop below ends inside.
-    let total: f64 = candidates
-        .iter()
-        .map(|candidate| f64::from(candidate.0))
-        .sum();
-    let target = uniform(params.seed, params.branch, position) * total;
-    let mut sum = 0.0;
-    let mut last = None;
-    for &(weight, id) in candidates.iter().filter(|candidate| candidate.0 > 0.0) {
-        sum += f64::from(weight);
-        last = Some(id);
-        if target < sum {
-            break;
-        }
-    }
-    last.ok_or(SamplingError::NothingPossible)
-}
-
-/// Keeps the smallest set of the heaviest candidates whose weight reaches `share` of all; leaves them in id order.
-fn top_p(candidates: &mut Vec<(f32, u32)>, share: f64, logits: &[f32]) {
-    let total: f64 = candidates
-        .iter()
-        .map(|candidate| f64::from(candidate.0))
-        .sum();
-    // All candidates lighter than this together weigh less than (1 - share) * total, so none of them is needed to
-    // reach the share: they go before sorting, and sorting is over a few hundred instead of the vocabulary.
-    let negligible = (1.0 - share) * total / (candidates.len() as f64 * 1.001);
-    candidates.retain(|candidate| f64::from(candidate.0) >= negligible);
-    let logit = |candidate: &(f32, u32)| {
-        logits
-            .get(candidate.1 as usize)
-            .copied()
-            .unwrap_or(f32::NEG_INFINITY)
-    };
-    candidates.sort_unstable_by(|a, b| best_first(&(logit(a), a.1), &(logit(b), b.1)));
-    let mut sum = 0.0;
-    let reached = candidates.iter().position(|candidate| {
-        sum += f64::from(candidate.0);
-        sum >= share * total
-    });
-    candidates.truncate(reached.map_or(candidates.len(), |index| index + 1));
-    candidates.sort_unstable_by_key(|candidate| candidate.1);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::generate::random::uniform;
+    use hotcell_kernels::cpu::lanes::exp;
     use proptest::prelude::*;
 
     fn draw(params: &SamplingParams, logits: &[f32], position: u32) -> u32 {
@@ -917,7 +818,7 @@ mod tests {
                 order.truncate(top_k as usize);
             }
             let max = logits[order[0]];
-            let weight = |&id: &usize| f64::from(libm::expf((logits[id] - max) / temperature));
+            let weight = |&id: &usize| f64::from(exp((logits[id] - max) / temperature));
             let total: f64 = order.iter().map(weight).sum();
             let mut before = 0.0;
             let mut allowed = Vec::new();
