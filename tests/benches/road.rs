@@ -29,16 +29,6 @@ use tokio::sync::mpsc;
 const PROMPT: &str = "In the beginning";
 const TOKENS: u32 = 256;
 
-/// The measures of `stories15M`.
-const STORIES_15M: Measures = Measures {
-    hidden: 288,
-    layers: 6,
-    heads: 6,
-    inner: 768,
-    vocab: 32_000,
-    context: 256,
-};
-
 fn threads() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
 }
@@ -72,7 +62,11 @@ fn engine_speed() -> Result<()> {
 /// plan, barriers and wake-ups cost.
 fn empty_step() -> Result<()> {
     let folder = tempfile::TempDir::new()?;
-    write(folder.path(), &STORIES_15M)?;
+    let measures = Measures {
+        context: 256,
+        ..Measures::LLAMA_15M
+    };
+    write(folder.path(), &measures)?;
     let source = open(folder.path())?;
     let config = &source.config;
     let shape = RunShape {

@@ -23,7 +23,10 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use crate::cluster::{Cluster, all_have, kjv};
+use crate::{
+    chance,
+    cluster::{Cluster, all_have, kjv},
+};
 use requests::{Request, catalogue};
 
 /// A stream's deadline.
@@ -91,22 +94,19 @@ pub struct Outcome {
     pub descriptor_growth: i64,
 }
 
-/// Numbers that a seed determines (SplitMix64).
+/// What one part of a run decides by.
 #[derive(Clone, Debug)]
-pub(crate) struct Chance(u64);
+pub(crate) struct Chance(chance::Chance);
 
 impl Chance {
     fn of(seed: u64, part: u64) -> Self {
-        let mut chance = Self(seed ^ part.wrapping_mul(0xd134_2543_de82_ef95));
-        chance.next();
-        chance
+        let mut chance = chance::Chance::new(seed ^ part.wrapping_mul(0xd134_2543_de82_ef95));
+        chance.number();
+        Self(chance)
     }
 
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
+        self.0.number()
     }
 
     /// One of them.

@@ -1,6 +1,7 @@
 //! The whole system from outside: helpers that tests and benchmarks share.
 
 pub mod bench;
+pub mod chance;
 pub mod chaos;
 pub mod cluster;
 pub mod conformance;

@@ -120,9 +120,11 @@ async fn a_loading_worker_ends_with_a_killed_scheduler() {
         hidden: 512,
         layers: 4,
         heads: 8,
+        kv_heads: 8,
         inner: 1408,
         vocab: 4096,
         context: 256,
+        tied: true,
     };
     write(folder.path(), &measures).unwrap();
     let mut cluster = Cluster::start(&[]).await.unwrap();

@@ -1,0 +1,139 @@
+//! Synthetic models are models: every type of weights loads, computes and speaks.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use hotcell_graph::DType;
+use hotcell_kernels::cpu::path::CpuPath;
+use hotcell_tests::{
+    model::{Solo, open},
+    synthetic::{
+        Measures,
+        gguf::{Weights, size, write},
+    },
+};
+use hotcell_worker::model::text::ModelText;
+use tempfile::TempDir;
+
+const TINY: Measures = Measures {
+    hidden: 256,
+    layers: 8,
+    heads: 4,
+    kv_heads: 2,
+    inner: 512,
+    vocab: 700,
+    context: 64,
+    tied: false,
+};
+
+#[test]
+fn every_type_loads_and_its_logits_are_sane() {
+    let folder = TempDir::new().unwrap();
+    for (name, measures) in Weights::names()
+        .into_iter()
+        .flat_map(|name| [(name, TINY), (name, Measures { tied: true, ..TINY })])
+    {
+        let path = folder.path().join("model.gguf");
+        let weights = Weights::from_name(name).unwrap();
+        let size = write(&path, name, &measures, weights).unwrap();
+        let source = open(&path).unwrap();
+        assert_eq!(size.bytes as usize, source.weights.size(), "{name}");
+        let elements = source.weights.iter().map(|(_, weight)| weight.elements());
+        assert_eq!(size.parameters as usize, elements.sum::<usize>(), "{name}");
+        let prompt = [300, 301, 450, 2, 699];
+        let mut solo = Solo::new(&source, 1, CpuPath::detect(), DType::F16).unwrap();
+        for logits in solo.feed(&prompt, prompt.len()).unwrap() {
+            let square = logits.iter().map(|x| x * x).sum::<f32>() / logits.len() as f32;
+            let deviation = square.sqrt();
+            assert!((1.0..16.0).contains(&deviation), "{name}: {deviation}");
+        }
+    }
+}
+
+#[test]
+fn any_text_is_encoded_and_comes_back() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.gguf");
+    write(&path, "m", &TINY, Weights::Pure(DType::Q4_0)).unwrap();
+    let text = ModelText::open(&open(&path).unwrap()).unwrap();
+    for said in [
+        "in the beginning",
+        "{\"a\": [1, 23, null]}\n\n\t",
+        "Ä日本語 🦀\u{0}\u{7f}",
+    ] {
+        let ids = text.tokenizer.encode(said, false).unwrap();
+        assert!(ids.iter().all(|id| (*id as usize) < TINY.vocab));
+        assert_eq!(text.detokenize(&ids, false).unwrap(), said);
+    }
+}
+
+#[test]
+fn q4_k_m_is_llama_cpps_mix() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.gguf");
+    let weights = Weights::from_name("q4_k_m").unwrap();
+    write(&path, "m", &TINY, weights).unwrap();
+    let source = open(&path).unwrap();
+    let better = |part: &str| -> Vec<usize> {
+        let is_better = |layer: &usize| {
+            let name = format!("blk.{layer}.{part}.weight");
+            let dtype = source.weights.get(&name).unwrap().dtype;
+            assert!(matches!(dtype, DType::Q4K | DType::Q6K), "{name}");
+            dtype == DType::Q6K
+        };
+        (0..TINY.layers).filter(is_better).collect()
+    };
+    // As llama-quantize makes it of a model with 8 layers.
+    for part in ["attn_v", "ffn_down"] {
+        assert_eq!(better(part), [0, 3, 6, 7], "{part}");
+    }
+    for part in ["attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"] {
+        assert!(better(part).is_empty(), "{part}");
+    }
+    let dtype = |name: &str| source.weights.get(name).unwrap().dtype;
+    assert_eq!(dtype("output.weight"), DType::Q6K);
+    assert_eq!(dtype("token_embd.weight"), DType::Q4K);
+    assert_eq!(dtype("output_norm.weight"), DType::F32);
+}
+
+#[test]
+fn rows_that_are_no_whole_blocks_take_llama_cpps_other_types() {
+    // 288 is no multiple of 256.
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.gguf");
+    let measures = Measures {
+        layers: 1,
+        vocab: 300,
+        ..Measures::LLAMA_15M
+    };
+    write(&path, "m", &measures, Weights::Q4KM).unwrap();
+    let source = open(&path).unwrap();
+    let dtype = |name: &str| source.weights.get(name).unwrap().dtype;
+    assert_eq!(dtype("blk.0.attn_q.weight"), DType::Q5_0);
+    assert_eq!(dtype("token_embd.weight"), DType::Q8_0);
+    // 768 is one.
+    assert_eq!(dtype("blk.0.ffn_down.weight"), DType::Q6K);
+}
+
+#[test]
+fn the_same_measures_give_the_same_bytes() {
+    let folder = TempDir::new().unwrap();
+    let paths = ["a.gguf", "b.gguf"].map(|name| folder.path().join(name));
+    for path in &paths {
+        write(path, "m", &TINY, Weights::Pure(DType::Q5K)).unwrap();
+    }
+    let [a, b] = paths.map(|path| std::fs::read(path).unwrap());
+    assert!(a == b);
+}
+
+#[test]
+fn a_token_of_the_large_model_reads_what_its_weights_take() {
+    let size = size(&Measures::LLAMA_1B, Weights::Pure(DType::Q8_0)).unwrap();
+    // TinyLlama 1.1B, as its card says.
+    assert_eq!(size.parameters, 1_100_048_384);
+    assert_eq!(size.head, 32_000 * 2048);
+    // All matrices but the embedding, in blocks of 34 bytes for 32, and 45 norms of f32.
+    let matrices = size.body + size.head;
+    let norms = 45 * 2048 * 4;
+    let row = 2048 / 32 * 34;
+    assert_eq!(size.bytes_per_token, matrices / 32 * 34 + norms + row);
+}
