@@ -66,6 +66,7 @@ use crate::{
     journal::Bounds,
     known::Book,
     placement::{self, Candidate, Estimate, NoPlace, Wish},
+    prefixes::{Prefixes, Prints},
     supervisor::{Phase, Policy, State},
     suspicion::{self, Explained},
     testimony::Testimony,
@@ -127,6 +128,8 @@ pub struct Fleet {
     explained: Mutex<Explained>,
     /// What requests tell about devices.
     testimony: Mutex<Testimony>,
+    /// Who read which beginnings of prompts.
+    prefixes: Mutex<Prefixes>,
     /// Workers beside the devices' own.
     asides: Asides,
     /// Where standbys are asked for; nowhere if there are to be none.
@@ -210,6 +213,7 @@ impl Fleet {
             suspicion: parts.suspicion,
             explained: Mutex::default(),
             testimony: Mutex::default(),
+            prefixes: Mutex::default(),
             asides: Asides::default(),
             standbys: parts.standby.then(Standbys::default),
             solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS)),
@@ -399,6 +403,15 @@ impl Fleet {
         }
     }
 
+    fn prefixes(&self) -> MutexGuard<'_, Prefixes> {
+        self.prefixes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A prompt's beginnings, by which workers that read them lately are found.
+    pub fn prints(&self, tenant: &str, model: &ModelName, ids: &[u32]) -> Prints {
+        self.prefixes().prints(tenant, model, ids)
+    }
+
     fn try_place(
         &self,
         model: &ModelName,
@@ -417,6 +430,9 @@ impl Fleet {
                     class: loaded.numerics.as_ref().map_or("", |n| n.id.as_str()),
                     outstanding: slot.load.outstanding.load(Ordering::Relaxed),
                     running: slot.load.running.load(Ordering::Relaxed),
+                    known: wish
+                        .prints
+                        .map_or(0, |p| self.prefixes().known(p, id, link.epoch)),
                 };
                 Some((candidate, slot, link))
             })
@@ -447,6 +463,9 @@ impl Fleet {
         let Some((_, slot, link)) = found else {
             return Ok(Err(Wait::Absent));
         };
+        if let Some(prints) = wish.prints {
+            self.prefixes().note(prints, chosen.worker, link.epoch);
+        }
         let loaded = slot.models.get(model);
         Ok(Ok(Placed {
             link: Arc::clone(link),

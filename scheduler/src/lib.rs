@@ -18,6 +18,7 @@ pub mod known;
 pub mod manager;
 pub mod onward;
 pub mod placement;
+pub mod prefixes;
 pub mod relay;
 pub mod run;
 pub mod service;

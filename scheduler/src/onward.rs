@@ -25,6 +25,7 @@ pub fn wish<'a>(journal: &'a Journal, had: &'a str) -> Wish<'a> {
     Wish {
         class: journal.class().map(|class| class.id.as_str()),
         avoid: Some(had),
+        prints: None,
     }
 }
 
@@ -98,6 +99,7 @@ mod tests {
         let wish = Wish {
             class: None,
             avoid: Some("w0"),
+            prints: None,
         };
         assert_eq!(after(Next::GoOn), Onward::Elsewhere(wish));
         assert_eq!(after(Next::Alone), Onward::Alone(wish));

@@ -2,6 +2,8 @@
 
 use hotcell_proto::limits;
 
+use crate::prefixes::Prints;
+
 /// A ready worker that has the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate<'a> {
@@ -13,6 +15,8 @@ pub struct Candidate<'a> {
     pub outstanding: u64,
     /// Requests it holds.
     pub running: u32,
+    /// Tokens of the request's prompt that it probably need not compute, because it read them lately.
+    pub known: u64,
 }
 
 /// What a request asks of its place.
@@ -22,6 +26,8 @@ pub struct Wish<'a> {
     pub class: Option<&'a str>,
     /// Rather not this worker, under which the stream just broke.
     pub avoid: Option<&'a str>,
+    /// The beginnings of its prompt, if it is worth looking for who knows them.
+    pub prints: Option<&'a Prints>,
 }
 
 /// Why no candidate fits.
@@ -33,7 +39,8 @@ pub enum NoPlace {
     AllFull,
 }
 
-/// The candidate with the least outstanding tokens; among equals the first by name.
+/// The candidate with the least tokens to compute with this request, of which it may know the beginning; among equals the
+/// first by name.
 ///
 /// # Errors
 /// [`NoPlace`] when none fits.
@@ -47,7 +54,11 @@ pub fn choose<'c, 'a>(
         .iter()
         .filter(fits)
         .filter(|c| !full(c))
-        .min_by_key(|c| (wish.avoid == Some(c.worker), c.outstanding, c.worker))
+        .min_by_key(|c| {
+            // What the request adds is the same everywhere, but for what is known.
+            let work = i128::from(c.outstanding) - i128::from(c.known);
+            (wish.avoid == Some(c.worker), work, c.worker)
+        })
         .ok_or(if candidates.iter().any(|c| fits(&c)) {
             NoPlace::AllFull
         } else {
@@ -95,6 +106,7 @@ mod tests {
             class,
             outstanding,
             running: 0,
+            known: 0,
         }
     }
 
@@ -108,11 +120,16 @@ mod tests {
         let chosen = |wish| choose(&all, wish).map(|c| c.worker);
         assert_eq!(chosen(Wish::default()), Ok("w1"));
         let class = Some("b");
-        assert_eq!(chosen(Wish { class, avoid: None }), Ok("w0"));
+        let wish = Wish {
+            class,
+            ..Wish::default()
+        };
+        assert_eq!(chosen(wish), Ok("w0"));
         assert_eq!(
             chosen(Wish {
                 class: None,
-                avoid: Some("w1")
+                avoid: Some("w1"),
+                ..Wish::default()
             }),
             Ok("w2")
         );
@@ -120,17 +137,31 @@ mod tests {
         assert_eq!(
             chosen(Wish {
                 class,
-                avoid: Some("w0")
+                avoid: Some("w0"),
+                ..Wish::default()
             }),
             Ok("w0")
         );
         assert_eq!(
             chosen(Wish {
                 class: Some("c"),
-                avoid: None
+                avoid: None,
+                ..Wish::default()
             }),
             Err(NoPlace::NoneReady)
         );
+    }
+
+    #[test]
+    fn a_known_beginning_is_worth_as_many_tokens_as_it_has() {
+        let mut all = [candidate("w0", "a", 100), candidate("w1", "a", 500)];
+        all[1].known = 399;
+        assert_eq!(choose(&all, Wish::default()).map(|c| c.worker), Ok("w0"));
+        all[1].known = 401;
+        assert_eq!(choose(&all, Wish::default()).map(|c| c.worker), Ok("w1"));
+        all[1].known = u64::MAX;
+        all[1].outstanding = u64::MAX;
+        assert_eq!(choose(&all, Wish::default()).map(|c| c.worker), Ok("w1"));
     }
 
     #[test]

@@ -254,7 +254,7 @@ impl Relayed<'_> {
         };
         self.began = Instant::now();
         // Not before a worker has the model: its bounds come from there.
-        let placed = self.first_place(&request, ids.len()).await?;
+        let placed = self.first_place(&request, &ids).await?;
         let bounds = self.bounds()?;
         let given = request.resume.iter().flat_map(|r| &r.generated_ids);
         if let Some(id) = ids.iter().chain(given).find(|&&id| id >= bounds.vocabulary) {
@@ -277,7 +277,7 @@ impl Relayed<'_> {
     ) -> Result<(Journal, Placed), Error> {
         if self.fleet.bounds(self.model).is_none() {
             drop(
-                self.first_place(&request, past.accepted.prompt_ids.len())
+                self.first_place(&request, &past.accepted.prompt_ids)
                     .await?,
             );
         }
@@ -305,14 +305,23 @@ impl Relayed<'_> {
         crashes.affected(&had.link.worker, had.link.epoch, request);
     }
 
-    async fn first_place(&self, request: &GenerateRequest, prompt: usize) -> Result<Placed, Error> {
+    async fn first_place(
+        &self,
+        request: &GenerateRequest,
+        prompt: &[u32],
+    ) -> Result<Placed, Error> {
         let resumed = request.resume.as_ref().map_or(0, |r| r.generated_ids.len());
         let cost = || {
             let bounds = self.fleet.bounds(self.model);
             let context = bounds.map_or(0, |b| b.context);
-            crate::placement::estimate(prompt, resumed, request.max_tokens, context)
+            crate::placement::estimate(prompt.len(), resumed, request.max_tokens, context)
         };
-        self.fleet.acquire(self.model, Wish::default(), cost).await
+        let prints = self.fleet.prints(&request.tenant, self.model, prompt);
+        let wish = Wish {
+            prints: Some(&prints),
+            ..Wish::default()
+        };
+        self.fleet.acquire(self.model, wish, cost).await
     }
 
     /// A place for the rest of a stream: of its class, or of another one if none comes up and the request says so.

@@ -39,6 +39,7 @@ where
         let wish = Wish {
             class: None,
             avoid: home.as_deref(),
+            prints: None,
         };
         let cost = Estimate::default;
         let placed = match (next, &home) {

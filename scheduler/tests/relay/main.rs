@@ -7,6 +7,7 @@ mod fake;
 mod known;
 mod manager;
 mod mishaps;
+mod placing;
 mod readers;
 mod suspects;
 

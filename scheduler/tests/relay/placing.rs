@@ -1,0 +1,90 @@
+//! A request goes where the beginning of its prompt was read, unless that worker is the busier by more than that saves.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use hotcell_proto::v1::GenerateRequest;
+
+use crate::{Act, House, prompt, request, until};
+
+/// A prompt of `shared` tokens that all have, and ten of its own.
+fn beginning(shared: u32, own: u32) -> GenerateRequest {
+    let own = (0..10).map(|i| 500 + own + i);
+    let ids: Vec<u32> = (0..shared).map(|i| i % 500).chain(own).collect();
+    GenerateRequest {
+        prompt: prompt(&ids),
+        ..request(4)
+    }
+}
+
+async fn served(house: &House, request: GenerateRequest) -> String {
+    let said = house.generate(request).await.unwrap();
+    said.finished[0].numerics.clone().unwrap().id
+}
+
+/// Streams of which nothing comes, `tokens` to compute in each.
+async fn stalled(house: &House, tokens: u32) -> tonic::Streaming<hotcell_proto::v1::GenerateEvent> {
+    let before = house.stage.running.load(Ordering::SeqCst);
+    house.stage.act(Act::Stall);
+    let stalls = GenerateRequest {
+        prompt: prompt(&[7, 7, 7]),
+        ..request(tokens)
+    };
+    let stream = house.tokens().generate(stalls).await.unwrap().into_inner();
+    until(|| house.stage.running.load(Ordering::SeqCst) > before).await;
+    stream
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompt_goes_to_the_worker_that_knows_its_beginning() {
+    let house = House::with(2, |stage, config| {
+        let mut classes = stage.classes.lock().unwrap();
+        classes.insert("w0".into(), "fake/a".into());
+        classes.insert("w1".into(), "fake/b".into());
+        config.timeouts.reattach = Duration::ZERO;
+    })
+    .await;
+    house.ready(2).await;
+    // The first is busy, so the second reads it.
+    let busy = stalled(&house, 100).await;
+    assert_eq!(served(&house, beginning(640, 0)).await, "fake/b");
+    drop(busy);
+    until(|| house.stage.running.load(Ordering::SeqCst) == 0).await;
+    // Both are idle: the first would have it, but for the beginning.
+    assert_eq!(served(&house, beginning(640, 100)).await, "fake/b");
+    assert_eq!(served(&house, beginning(64, 200)).await, "fake/b");
+    assert_eq!(
+        served(&house, beginning(63, 300)).await,
+        "fake/a",
+        "no block"
+    );
+    let foreign = GenerateRequest {
+        tenant: "another".into(),
+        ..beginning(640, 400)
+    };
+    assert_eq!(served(&house, foreign).await, "fake/a", "not its tenant's");
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_busy_worker_is_not_worth_waiting_for() {
+    let house = House::with(2, |stage, config| {
+        let mut classes = stage.classes.lock().unwrap();
+        classes.insert("w0".into(), "fake/a".into());
+        classes.insert("w1".into(), "fake/b".into());
+        config.timeouts.reattach = Duration::ZERO;
+    })
+    .await;
+    house.ready(2).await;
+    assert_eq!(served(&house, beginning(320, 0)).await, "fake/a");
+    let less = stalled(&house, 200).await;
+    assert_eq!(served(&house, beginning(320, 100)).await, "fake/a");
+    let more = stalled(&house, 400).await;
+    // That one went to the other worker, which has 400 to compute now, this one 200.
+    assert_eq!(served(&house, beginning(320, 200)).await, "fake/a");
+    drop(more);
+    until(|| house.stage.running.load(Ordering::SeqCst) == 1).await;
+    // 200 against nothing, and a block of 64 that is known.
+    assert_eq!(served(&house, beginning(64, 300)).await, "fake/b");
+    drop(less);
+    house.end().await;
+}
