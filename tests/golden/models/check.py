@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from gguf import quants
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file as load_arrays
 
 HERE = Path(__file__).parent
 
@@ -21,7 +21,44 @@ GGUF_NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }  # fmt: skip
+# Gemma's norm before the feed-forward part is not the one after attention.
+GEMMA_NAMES = GGUF_NAMES | {
+    "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
+def load_file(path):
+    """NumPy has no bfloat16: its 16 bits are the upper half of a float32."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    if all(t["dtype"] != "BF16" for name, t in header.items() if name != "__metadata__"):
+        return load_arrays(path)
+    arrays = {}
+    for name, t in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + size + offset for offset in t["data_offsets"])
+            halves = np.frombuffer(data[begin:end], dtype="<u2").astype(np.uint32) << 16
+            arrays[name] = halves.view(np.float32).reshape(t["shape"])
+    return arrays
+
+
+def stack_experts(tensors):
+    """Experts that are stored one by one, as GGUF has them."""
+    for name in [name for name in tensors if ".experts.0." in name]:
+        stem, rest = name.split(".experts.0.")
+        count = sum(other.startswith(f"{stem}.experts.") and other.endswith(rest) for other in tensors)
+        tensors[f"{stem}.experts.{rest}"] = np.stack([tensors[f"{stem}.experts.{i}.{rest}"] for i in range(count)])
+    return tensors
+
+
+def round_to_bf16(x):
+    bits = np.float32(x).view(np.uint32)
+    return float(np.uint32((int(bits) + 0x7FFF + ((int(bits) >> 16) & 1)) & 0xFFFF0000).view(np.float32))
 
 
 def read_gguf(path):
@@ -43,18 +80,46 @@ def read_gguf(path):
         prefix, (stem, kind) = "", t.name.rsplit(".", 2)[-2:]
         if t.name.startswith("blk."):
             prefix = f"model.layers.{t.name.split('.')[1]}."
-        tensors[f"{prefix}{GGUF_NAMES[stem]}.{kind}"] = values
+        tensors[f"{prefix}{(GEMMA_NAMES if arch == 'gemma3' else GGUF_NAMES)[stem]}.{kind}"] = values
     base = get("rope.freq_base")
-    return dict(
+    other = {}
+    if arch == "gemma3":
+        # As llama.cpp: the pattern is 6 and local layers have a base of 10000 unless the file says otherwise.
+        layers, pattern = get("block_count"), get("attention.sliding_window_pattern", 6)
+        other = gemma(
+            width=get("embedding_length"), slides=[(i + 1) % pattern != 0 for i in range(layers)], dim=dim,
+            window=get("attention.sliding_window"), local=get("rope.freq_base_swa", 10000.0), scale=dim**-0.5,
+        )  # fmt: skip
+    if get("rope.scaling.type") == "linear":
+        factors = factors * get("rope.scaling.factor")
+    if arch == "qwen3moe":
+        other = dict(used=get("expert_used_count"), normalised=True)
+    return base_model(
         layers=get("block_count"), heads=heads, kv_heads=get("attention.head_count_kv"), dim=dim,
-        eps=get("attention.layer_norm_rms_epsilon"), window=None, tensors=tensors,
-        frequencies=base ** (-np.arange(0, dim, 2) / dim) / factors, pairs=arch == "llama",
+        eps=get("attention.layer_norm_rms_epsilon"), window=other.pop("window", None), tensors=tensors,
+        frequencies=base ** (-np.arange(0, dim, 2) / dim) / factors, pairs=arch == "llama", **other,
     )  # fmt: skip
+
+
+def base_model(dim, layers, window, **model):
+    """What most models have, unless they say otherwise."""
+    usual = dict(
+        scale=dim**-0.5, slides=[True] * layers, local=model["frequencies"], caps=(None, None), one=0.0, embedding=1.0,
+        gelu=False, used=None, normalised=False,
+    )  # fmt: skip
+    return usual | dict(dim=dim, layers=layers, window=window) | model
+
+
+def gemma(width, slides, dim, window, local, scale, **more):
+    local = local ** (-np.arange(0, dim, 2) / dim)
+    return dict(slides=slides, window=window, local=local, scale=scale, embedding=width**0.5, gelu=True) | more
 
 
 def read_folder(folder, config="config.json"):
     c = json.loads((folder / config).read_text())
     rope = c.get("rope_parameters") or {"rope_theta": c["rope_theta"]} | (c["rope_scaling"] or {})
+    local = rope.get("sliding_attention", {"rope_theta": c.get("rope_local_base_freq")})["rope_theta"]
+    rope = rope.get("full_attention", rope)
     dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     frequencies = rope["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
     if rope.get("rope_type") == "llama3":
@@ -63,13 +128,31 @@ def read_folder(folder, config="config.json"):
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         plain = np.clip((turns - low) / (high - low), 0, 1)
         frequencies = frequencies * (plain + (1 - plain) / rope["factor"])
+    if rope.get("rope_type") == "linear":
+        frequencies = frequencies / rope["factor"]
     tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors |= {k: v.astype(np.float64) for k, v in load_file(path).items()}
+    tensors = stack_experts(tensors)
     window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
-    return dict(
+    other = {}
+    if c["model_type"] == "gemma3_text":
+        types = c.get("layer_types") or [
+            "sliding_attention" if (i + 1) % c["sliding_window_pattern"] else "full_attention"
+            for i in range(c["num_hidden_layers"])
+        ]
+        other = gemma(
+            width=c["hidden_size"], slides=[t == "sliding_attention" for t in types], dim=dim, window=window, local=local,
+            scale=c["query_pre_attn_scalar"] ** -0.5, caps=(c["attn_logit_softcapping"], c["final_logit_softcapping"]), one=1.0,
+        )  # fmt: skip
+        if "bfloat16" in (c.get("dtype"), c.get("torch_dtype")):
+            other["embedding"] = round_to_bf16(other["embedding"])
+    if c["model_type"] == "qwen3_moe":
+        other = dict(used=c["num_experts_per_tok"], normalised=c["norm_topk_prob"])
+    return base_model(
         layers=c["num_hidden_layers"], heads=c["num_attention_heads"], kv_heads=c["num_key_value_heads"], dim=dim,
-        eps=c["rms_norm_eps"], window=window, tensors=tensors, frequencies=frequencies, pairs=False,
+        eps=c["rms_norm_eps"], window=other.pop("window", window), tensors=tensors, frequencies=frequencies,
+        pairs=False, **other,
     )  # fmt: skip
 
 
@@ -84,35 +167,74 @@ def rotate(x, frequencies, pairs):
     return np.concatenate([a, b], axis=-1)  # order within a head does not matter once q and k share it
 
 
+def cap(x, limit):
+    return x if limit is None else limit * np.tanh(x / limit)
+
+
+def gate(x, gelu):
+    if gelu:
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
+
+
+def mixture(m, p, x):
+    """Each token by itself, its experts in ascending order."""
+    w = m["tensors"]
+    scores = x @ w[f"{p}mlp.gate.weight"].T
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    out = np.zeros_like(x)
+    for token, share in enumerate(shares):
+        chosen = sorted(np.argsort(-share)[: m["used"]])
+        total = share[chosen].sum() if m["normalised"] else 1.0
+        for expert in chosen:
+            g, u, d = (w[f"{p}mlp.experts.{part}_proj.weight"][expert] for part in ("gate", "up", "down"))
+            out[token] += share[expert] / total * (d @ (gate(g @ x[token], m["gelu"]) * (u @ x[token])))
+    return out
+
+
 def logits(m, ids):
-    w, n = m["tensors"], len(ids)
+    w, n, one = m["tensors"], len(ids), m["one"]
 
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
+    def normed(x, name):
+        """Without such a norm, nothing."""
+        return norm(x, one + w[f"{name}.weight"], m["eps"]) if f"{name}.weight" in w else x
+
     distance = np.arange(n)[:, None] - np.arange(n)[None]
-    hidden = distance < 0 if m["window"] is None else (distance < 0) | (distance >= m["window"])
-    x = w["model.embed_tokens.weight"][ids]
+    x = w["model.embed_tokens.weight"][ids] * m["embedding"]
+    post = "pre_feedforward_layernorm" in " ".join(w)
     for i in range(m["layers"]):
         p = f"model.layers.{i}."
-        h = norm(x, w[f"{p}input_layernorm.weight"], m["eps"])
+        sliding = m["window"] is not None and m["slides"][i]
+        hidden = (distance < 0) | (distance >= m["window"]) if sliding else distance < 0
+        h = normed(x, f"{p}input_layernorm")
         q = linear(h, f"{p}self_attn.q_proj").reshape(n, m["heads"], m["dim"])
         k = linear(h, f"{p}self_attn.k_proj").reshape(n, m["kv_heads"], m["dim"])
         v = linear(h, f"{p}self_attn.v_proj").reshape(n, m["kv_heads"], m["dim"])
-        if f"{p}self_attn.q_norm.weight" in w:
-            q = norm(q, w[f"{p}self_attn.q_norm.weight"], m["eps"])
-            k = norm(k, w[f"{p}self_attn.k_norm.weight"], m["eps"])
-        q, k = (rotate(t, m["frequencies"], m["pairs"]) for t in (q, k))
+        q, k = normed(q, f"{p}self_attn.q_norm"), normed(k, f"{p}self_attn.k_norm")
+        frequencies = m["local"] if m["slides"][i] else m["frequencies"]
+        q, k = (rotate(t, frequencies, m["pairs"]) for t in (q, k))
         k, v = (t.repeat(m["heads"] // m["kv_heads"], axis=1) for t in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(m["dim"])
+        scores = cap(np.einsum("qhd,khd->hqk", q, k) * m["scale"], m["caps"][0])
         scores = np.exp(np.where(hidden, -np.inf, scores - scores.max(-1, keepdims=True)))
         scores /= scores.sum(-1, keepdims=True)
-        x = x + linear(np.einsum("hqk,khd->qhd", scores, v).reshape(n, -1), f"{p}self_attn.o_proj")
-        h = norm(x, w[f"{p}post_attention_layernorm.weight"], m["eps"])
-        gate = linear(h, f"{p}mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{p}mlp.up_proj"), f"{p}mlp.down_proj")
-    x = norm(x, w["model.norm.weight"], m["eps"])
-    return linear(x, "lm_head" if "lm_head.weight" in w else "model.embed_tokens")
+        attended = linear(np.einsum("hqk,khd->qhd", scores, v).reshape(n, -1), f"{p}self_attn.o_proj")
+        if post:
+            x = x + normed(attended, f"{p}post_attention_layernorm")
+            h = normed(x, f"{p}pre_feedforward_layernorm")
+        else:
+            x = x + attended
+            h = normed(x, f"{p}post_attention_layernorm")
+        if f"{p}mlp.gate.weight" in w:
+            fed = mixture(m, p, h)
+        else:
+            fed = linear(gate(linear(h, f"{p}mlp.gate_proj"), m["gelu"]) * linear(h, f"{p}mlp.up_proj"), f"{p}mlp.down_proj")
+        x = x + (normed(fed, f"{p}post_feedforward_layernorm") if post else fed)
+    x = normed(x, "model.norm")
+    return cap(linear(x, "lm_head" if "lm_head.weight" in w else "model.embed_tokens"), m["caps"][1])
 
 
 def main():

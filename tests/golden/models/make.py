@@ -1,6 +1,6 @@
 """Tiny random models in both file formats, and what `transformers` computes with them in float32.
 
-Nothing here is trained and nothing is downloaded. Each model is seeded; a seed is taken only if the greedy
+Nothing here is trained and nothing is downloaded; names on the command line choose some of the models. Each model is seeded; a seed is taken only if the greedy
 path is well separated (top-1 minus top-2 above GAP) in every file made from it, so that the expected tokens do
 not depend on rounding. The README beside this folder says what the files are.
 """
@@ -8,6 +8,7 @@ not depend on rounding. The README beside this folder says what the files are.
 import json
 import re
 import shutil
+import sys
 import tempfile
 from itertools import count
 from pathlib import Path
@@ -20,11 +21,13 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 HERE = Path(__file__).parent
@@ -138,13 +141,26 @@ LLAMA3_ROPE = {
 
 
 def config(cls, **changes):
-    options = COMMON | changes
+    options = COMMON | {"dtype": "float32"} | changes
     if cls in (Qwen2Config,):  # derives it
         options.pop("head_dim")
-    return cls(**options, dtype="float32")
+    return cls(**options)
 
 
-# name: (config, ways of reading it wrongly that must show)
+def gemma_ropes(full, local):
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+
+
+def stretched_rope(theta, factor):
+    return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+
+
+def whole_norms(weights):
+    """As if the weights of norms were not stored less one."""
+    return {name: value - 1 if "norm" in name else value for name, value in weights.items()}
+
+
+# name: (config, ways of reading it wrongly that must show: other options, weights to neutralise, or other weights)
 MODELS = {
     "llama2": (
         lambda **c: config(
@@ -188,29 +204,159 @@ MODELS = {
         ),
         {"rope theta": dict(rope_parameters=plain_rope(500000.0))},
     ),
+    "gemma3": (  # as published: five layers with a window, one without
+        lambda **c: config(
+            Gemma3TextConfig,
+            **(
+                dict(
+                    hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
+                    rms_norm_eps=1e-6, sliding_window=8, query_pre_attn_scalar=16, tie_word_embeddings=True,
+                    rope_parameters=gemma_ropes(stretched_rope(1000.0, 8.0), 10000.0),
+                )
+                | c
+            ),
+        ),
+        {
+            "no window": dict(sliding_window=512),
+            "window one too long": dict(sliding_window=9),
+            "window one too short": dict(sliding_window=7),
+            "window in every layer": dict(layer_types=["sliding_attention"] * 6),
+            "window in another layer": dict(layer_types=["full_attention"] + ["sliding_attention"] * 5),
+            "global theta": dict(rope_parameters=gemma_ropes(stretched_rope(10000.0, 8.0), 10000.0)),
+            "no stretching": dict(rope_parameters=gemma_ropes(plain_rope(1000.0), 10000.0)),
+            "local theta": dict(rope_parameters=gemma_ropes(stretched_rope(1000.0, 8.0), 1000.0)),
+            "attention scale": dict(query_pre_attn_scalar=8),
+            "norms not less one": whole_norms,
+            "no q norm weight": "q_norm",
+            "no k norm weight": "k_norm",
+            "no norm after attention": "post_attention_layernorm",
+            "no norm after feed forward": "post_feedforward_layernorm",
+        },
+    ),
+    "gemma3-cap": (  # what no published Gemma 3 has: both caps, layers out of pattern, a head of its own
+        lambda **c: config(
+            Gemma3TextConfig,
+            **(
+                dict(
+                    hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                    sliding_window=12, query_pre_attn_scalar=6, tie_word_embeddings=False, dtype="bfloat16",
+                    attn_logit_softcapping=3.0, final_logit_softcapping=25.0, attention_bias=True,
+                    layer_types=["full_attention", "sliding_attention", "full_attention"],
+                    rope_parameters=gemma_ropes(plain_rope(5000.0), 200.0),
+                )
+                | c
+            ),
+        ),
+        {
+            "no attention cap": dict(attn_logit_softcapping=None),
+            "no logit cap": dict(final_logit_softcapping=None),
+            "attention scale": dict(query_pre_attn_scalar=16),
+            "window in pattern": dict(layer_types=["sliding_attention"] * 3),
+            "no bias": "bias",
+            "embedding scale not rounded": (dict(dtype="float32"), 0.01),
+        },
+    ),
+    "qwen3_moe": (
+        lambda **c: config(
+            Qwen3MoeConfig,
+            **(
+                dict(
+                    hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+                    moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[1],
+                    rms_norm_eps=1e-6, tie_word_embeddings=False, rope_parameters=plain_rope(1000000.0),
+                )
+                | c
+            ),
+        ),
+        {
+            "weights not normalised": dict(norm_topk_prob=False),
+            "one expert too few": dict(num_experts_per_tok=2),
+            "one expert too many": dict(num_experts_per_tok=4),
+            "experts in another order": lambda weights: reversed_experts(weights),
+            "gate and up exchanged": lambda weights: exchanged_gates(weights),
+            "rope theta": dict(rope_parameters=plain_rope(10000.0)),
+        },
+    ),
+    "qwen3_moe-step": (  # experts in every second layer, weights as they are, a window, biases
+        lambda **c: config(
+            Qwen3MoeConfig,
+            **(
+                dict(
+                    hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
+                    moe_intermediate_size=16, num_experts=5, num_experts_per_tok=2, norm_topk_prob=False, decoder_sparse_step=2,
+                    use_sliding_window=True, sliding_window=12, attention_bias=True, dtype="bfloat16",
+                    rms_norm_eps=1e-6, tie_word_embeddings=False, rope_parameters=plain_rope(10000.0),
+                )
+                | c
+            ),
+        ),
+        {
+            "weights normalised": dict(norm_topk_prob=True),
+            "no window": dict(use_sliding_window=False),
+            "window one too long": dict(sliding_window=13),
+            "no bias": "bias",
+        },
+    ),
 }
 
 
+def reversed_experts(weights):
+    return {name: value[::-1] if ".experts." in name else value for name, value in weights.items()}
+
+
+def exchanged_gates(weights):
+    swap = lambda value: np.concatenate(np.split(value, 2, axis=1)[::-1], axis=1)
+    return {name: swap(value) if name.endswith("gate_up_proj") else value for name, value in weights.items()}
+
+
+def as_stored(cfg):
+    """The dtype that weights are stored in. All is computed in float32."""
+    return torch.bfloat16 if str(cfg.dtype).endswith("bfloat16") else torch.float32
+
+
+def in_float32(model, stored):
+    """Computes in float32 what a model of the dtype `stored` is: Gemma rounds the scale of its embedding to that."""
+    model = model.float().eval()
+    embedding = model.get_input_embeddings()
+    if hasattr(embedding, "embed_scale"):
+        embedding.embed_scale.copy_(torch.tensor(embedding.scalar_embed_scale).to(stored))
+    return model
+
+
 def build(cfg):
-    return AutoModelForCausalLM.from_config(cfg, attn_implementation="eager").float().eval()
+    return in_float32(AutoModelForCausalLM.from_config(cfg, attn_implementation="eager"), as_stored(cfg))
+
+
+def options(cfg):
+    """transformers computes Gemma's cap of attention, but leaves it to the caller to say so."""
+    cap = getattr(cfg, "attn_logit_softcapping", None)
+    return {} if cap is None else {"softcap": cap}
 
 
 def random_weights(model, rng):
     """By numpy, not torch, so that they do not depend on torch's version."""
-    weights = {}
+    weights, cfg = {}, model.config
+    gemma = cfg.model_type == "gemma3_text"
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         value = rng.standard_normal(shape)
         if "norm" in name:
-            value = 1 + 0.3 * value
+            value = (0 if gemma else 1) + 0.3 * value
+            if gemma and cfg.tie_word_embeddings and name == "model.norm.weight":
+                value += 8  # the head is as narrow as the embedding
         elif name.endswith("bias"):
             value *= 0.5
         elif "embed_tokens" in name or "lm_head" in name:
             value *= 0.7
+            if gemma and (cfg.tie_word_embeddings or "embed_tokens" in name):
+                value /= cfg.hidden_size**0.5  # it is multiplied by that, and else drowns what layers add
             value[BOS:] *= 0.05  # special tokens and padding are never the likeliest: greedy text does not end
+        elif name.endswith("mlp.gate.weight"):
+            value *= 0.5  # a router that has a mind
         else:
             value *= 0.2
-        weights[name] = value.astype(np.float32)
+        value = torch.from_numpy(value.astype(np.float32))
+        weights[name] = value.to(as_stored(cfg)).float().numpy()
     return weights
 
 
@@ -232,16 +378,17 @@ def prompts(rng):
 
 def greedy(model, prompt):
     """Prefill, then one token at a time over the cache; and the same in one forward pass without a cache."""
-    out = model(torch.from_numpy(prompt)[None], use_cache=True)
+    kwargs = options(model.config)
+    out = model(torch.from_numpy(prompt)[None], use_cache=True, **kwargs)
     prefill = out.logits[0].numpy()
     path = [int(prefill[-1].argmax())]
     decode = []
     for _ in range(STEPS):
-        out = model(torch.tensor([path[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+        out = model(torch.tensor([path[-1:]]), past_key_values=out.past_key_values, use_cache=True, **kwargs)
         decode.append(out.logits[0, -1].numpy())
         path.append(int(decode[-1].argmax()))
     decode = np.array(decode)
-    whole = model(torch.tensor([[*prompt, *path[:-1]]]), use_cache=False).logits[0].numpy()
+    whole = model(torch.tensor([[*prompt, *path[:-1]]]), use_cache=False, **kwargs).logits[0].numpy()
     difference = float(np.abs(whole - np.concatenate([prefill, decode])).max())
     top = np.sort(np.concatenate([prefill[-1:], decode]), axis=1)
     gap = float((top[:, -1] - top[:, -2]).min())
@@ -261,18 +408,23 @@ def check_teeth(name, weights, asked, results):
     """Every named way of misreading the model changes the logits of the very positions that are stored."""
     make, ablations = MODELS[name]
     for what, change in ablations.items():
-        wrong = dict(weights)
+        wrong, least = dict(weights), TEETH
+        if isinstance(change, tuple):
+            change, least = change
+        cfg = make(**change) if isinstance(change, dict) else make()
         if isinstance(change, str):
+            neutral = 0.0 if change == "bias" or cfg.model_type == "gemma3_text" else 1.0
             for key in wrong:
                 if change in key:
-                    wrong[key] = np.full_like(wrong[key], 0.0 if change == "bias" else 1.0)
-        cfg = make(**change) if isinstance(change, dict) else make()
+                    wrong[key] = np.full_like(wrong[key], neutral)
+        elif callable(change):
+            wrong = change(wrong)
         prompt, right = asked["long"], results["long"]
         ids = torch.tensor([[*prompt, *right["path"][:-1]]])
-        logits = with_weights(cfg, wrong)(ids, use_cache=False).logits[0].numpy()
+        logits = with_weights(cfg, wrong)(ids, use_cache=False, **options(cfg)).logits[0].numpy()
         off = float(np.abs(logits[-STEPS:] - right["decode"]).max())
         print(f"  {what}: off by {off:.2f}")
-        assert off > TEETH, (name, what, off)
+        assert off > least, (name, what, off)
 
 
 def save_expected(name, cfg, seed, asked, results):
@@ -308,10 +460,11 @@ def write_json(path, value):
 def save_folder(name, cfg, weights, tokenizer):
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
-    with_weights(cfg, weights).save_pretrained(folder, max_shard_size="160KB" if name == "llama3" else "50GB")
+    model = with_weights(cfg, weights).to(as_stored(cfg))
+    model.save_pretrained(folder, max_shard_size="160KB" if name == "llama3" else "50GB")
     (folder / "generation_config.json").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
-    if name == "llama2":
+    if name in ("llama2", "gemma3"):
         old_style(folder)
     for path in folder.glob("*.json"):
         path.write_text(path.read_text().rstrip("\n") + "\n")
@@ -319,8 +472,12 @@ def save_folder(name, cfg, weights, tokenizer):
 
 def old_config(new):
     """config.json as transformers 4 wrote it."""
-    old = {k: v for k, v in new.items() if k not in ("dtype", "rope_parameters")}
+    old = {k: v for k, v in new.items() if k not in ("dtype", "rope_parameters", "layer_types")}
     rope = dict(new["rope_parameters"])
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        old["sliding_window_pattern"] = old.pop("_sliding_window_pattern", 6)
+        rope = dict(rope["full_attention"])
     old["rope_theta"] = rope.pop("rope_theta")
     old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     old["torch_dtype"] = new["dtype"]
@@ -344,7 +501,10 @@ def old_style(folder):
 
 def check_folder(folder, asked, results):
     """transformers reads back what was written, in both styles of config."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    stored = json.loads((Path(folder) / "config.json").read_text())
+    stored = torch.bfloat16 if "bfloat16" in (stored.get("dtype"), stored.get("torch_dtype")) else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = in_float32(model, stored)
     for which, prompt in asked.items():
         again = greedy(model, prompt)
         off = float(np.abs(again["decode"] - results[which]["decode"]).max())
@@ -361,7 +521,10 @@ def check_folder_with(folder, config_file, asked, results):
 
 # --- GGUF ---
 
-ARCH = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+ARCH = {
+    "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+}  # fmt: skip
 
 
 def permute(weight, heads):
@@ -395,13 +558,45 @@ def is_matrix(name):
     return name.endswith(".weight") and "norm" not in name
 
 
+def split_experts(weights):
+    """Gates and up projections apart, as GGUF has them."""
+    out = {}
+    for name, value in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            out[f"{stem}gate_proj.weight"], out[f"{stem}up_proj.weight"] = np.split(value, 2, axis=1)
+        else:
+            out[f"{name}.weight" if name.endswith("experts.down_proj") else name] = value
+    return out
+
+
+def joined_experts(weights):
+    out = {}
+    for name, value in weights.items():
+        if name.endswith("experts.gate_proj.weight"):
+            stem = name.removesuffix("gate_proj.weight")
+            out[f"{stem}gate_up_proj"] = np.concatenate([value, weights[f"{stem}up_proj.weight"]], axis=1)
+        elif name.endswith("experts.down_proj.weight"):
+            out[name.removesuffix(".weight")] = value
+        elif not name.endswith("experts.up_proj.weight"):
+            out[name] = value
+    return out
+
+
 def gguf_tensors(cfg, weights, types):
     """GGUF name -> (bytes as stored, type), and the Hugging Face weights that a reader gets from them."""
     # A weight that is already {"type", "data"} is stored as it is: `gguf` cannot make K-quants.
     names = gguf.get_tensor_name_map(ARCH[cfg.model_type], cfg.num_hidden_layers)
+    # Of a mixture's dense layers, which its own map leaves out.
+    dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, cfg.num_hidden_layers)
     stored, read_back = {}, {}
-    for hf_name, value in weights.items():
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    for hf_name, value in split_experts(weights).items():
+        suffixes = (".weight", ".bias")
+        name = names.get_name(hf_name, suffixes) or dense.get_name(hf_name, suffixes)
+        if cfg.model_type == "gemma3_text" and "norm" in hf_name:
+            # Less one there, whole here, as convert_hf_to_gguf has it.
+            stored[name], read_back[hf_name] = (value + np.float32(1), Q.F32), value
+            continue
         heads = None
         if cfg.model_type == "llama" and is_matrix(hf_name):
             if ".q_proj." in hf_name:
@@ -418,7 +613,7 @@ def gguf_tensors(cfg, weights, types):
         read_back[hf_name] = unpermute(value, heads) if heads else value
     if "rope_type" in cfg.rope_parameters and cfg.rope_parameters["rope_type"] == "llama3":
         stored["rope_freqs.weight"] = (rope_factors(cfg), Q.F32)
-    return stored, read_back
+    return stored, joined_experts(read_back)
 
 
 def write_gguf(name, cfg, stored, file_type):
@@ -436,11 +631,22 @@ def write_gguf(name, cfg, stored, file_type):
     w.add_head_count(cfg.num_attention_heads)
     w.add_head_count_kv(cfg.num_key_value_heads)
     w.add_layer_norm_rms_eps(cfg.rms_norm_eps)
-    w.add_rope_freq_base(cfg.rope_parameters["rope_theta"])
+    rope = cfg.rope_parameters
+    if cfg.model_type == "gemma3_text":
+        rope = rope["full_attention"]
+        assert cfg.query_pre_attn_scalar == cfg.head_dim and cfg.rope_parameters["sliding_attention"]["rope_theta"] == 10000.0
+        w.add_sliding_window(cfg.sliding_window)
+        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        w.add_rope_scaling_factor(rope["factor"])
+    w.add_rope_freq_base(rope["rope_theta"])
+    if cfg.model_type == "qwen3_moe":
+        w.add_expert_count(cfg.num_experts)
+        w.add_expert_used_count(cfg.num_experts_per_tok)
+        w.add_expert_feed_forward_length(cfg.moe_intermediate_size)
     if cfg.model_type == "llama":
         w.add_vocab_size(cfg.vocab_size)
         w.add_rope_dimension_count(cfg.head_dim)
-    if cfg.model_type == "qwen3":
+    if cfg.model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
         w.add_key_length(cfg.head_dim)
         w.add_value_length(cfg.head_dim)
 
@@ -480,6 +686,11 @@ def q4_0(name):
     return Q.Q8_0 if name == "token_embd.weight" else Q.Q4_0
 
 
+def q8_0_experts(name):
+    """What is rounded elsewhere may make the router choose otherwise, which would hide how experts are read."""
+    return Q.Q8_0 if "_exps." in name else Q.F32
+
+
 # model: file -> (types, general.file_type). F32 files compute what the folder does.
 GGUF = {
     "llama3": {
@@ -489,6 +700,11 @@ GGUF = {
     },
     "qwen2": {"qwen2-f32": (f32, gguf.LlamaFileType.ALL_F32)},
     "qwen3": {"qwen3-f32": (f32, gguf.LlamaFileType.ALL_F32)},
+    "gemma3": {"gemma3-f32": (f32, gguf.LlamaFileType.ALL_F32)},
+    "qwen3_moe": {
+        "qwen3_moe-f32": (f32, gguf.LlamaFileType.ALL_F32),
+        "qwen3_moe-q8_0": (q8_0_experts, gguf.LlamaFileType.MOSTLY_Q8_0),
+    },
 }
 
 # A mixture, as Q4_K_M files have it, that meets every K-quant in every role with several row counts.
@@ -581,8 +797,10 @@ def main():
     tokenizer = make_tokenizer()
     (HERE / "expected").mkdir(exist_ok=True)
     write_json(HERE / "expected" / "tokenizer.json", tokenizer_cases(tokenizer))
+    chosen = sys.argv[1:] or MODELS
     for index, name in enumerate(MODELS):
-        make_model(index, name, tokenizer)
+        if name in chosen:
+            make_model(index, name, tokenizer)
 
 
 if __name__ == "__main__":
