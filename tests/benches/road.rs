@@ -21,7 +21,7 @@ use hotcell_tests::{
 };
 use hotcell_worker::{
     engine::{Engine, EngineConfig},
-    model::{llama, run::RunShape},
+    model::{graph, run::RunShape, weave::Pattern},
 };
 use rustix::process::Signal;
 use tokio::sync::mpsc;
@@ -75,8 +75,13 @@ fn empty_step() -> Result<()> {
         ..RunShape::for_model(config, DType::F16)
     };
     let device = CpuDevice::with_path(threads(), CpuPath::detect())?;
-    let body = llama::body(config, source.names, &source.weights, &shape)?;
-    let head = llama::head(config, source.names, &source.weights, &shape)?;
+    let pattern = Pattern {
+        config,
+        names: source.names,
+        weights: &source.weights,
+        shape: &shape,
+    };
+    let (body, head) = (graph::body(pattern)?, graph::head(pattern)?);
     let mut plans = Vec::new();
     let mut keep = Vec::new();
     for sourced in [&body, &head] {

@@ -7,7 +7,7 @@ use hotcell_proto::error::{Error, Reason};
 use crate::{
     format::ModelError,
     generate::sampler::SamplingError,
-    model::{llama::BuildError, run::RunError},
+    model::{run::RunError, weave::BuildError},
     text::TextError,
 };
 

@@ -1,8 +1,15 @@
 //! Models: what they are made of, and how they are run.
 //!
-//! An architecture is written once against the graph builder; [`run`] makes plans of it for a device.
+//! An architecture is written once against the graph builder; [`graph`] puts its layers together, and [`run`] makes
+//! plans of them for a device.
 
 pub mod config;
-pub mod llama;
+mod constants;
+mod gemma3;
+pub mod graph;
+mod llama;
+mod parts;
+mod qwen3_moe;
 pub mod run;
 pub mod text;
+pub mod weave;

@@ -316,6 +316,19 @@ macro_rules! layer_names {
     };
 }
 
+macro_rules! expert_names {
+    ($($(#[$doc:meta])* $function:ident $hf:literal $gguf:literal;)*) => {
+        $($(#[$doc])* pub fn $function(self, layer: usize, expert: usize) -> String {
+            match self {
+                NameScheme::HuggingFace => {
+                    format!(concat!("model.layers.{}.mlp.experts.{}.", $hf, ".weight"), layer, expert)
+                }
+                NameScheme::Gguf => format!(concat!("blk.{}.", $gguf, ".{}.weight"), layer, expert),
+            }
+        })*
+    };
+}
+
 impl NameScheme {
     /// The token embedding, `[vocab, hidden]`.
     pub fn token_embedding(self) -> &'static str {
@@ -372,6 +385,31 @@ impl NameScheme {
         up "mlp.up_proj.weight" "ffn_up.weight";
         /// The feed-forward down projection, `[hidden, intermediate]`.
         down "mlp.down_proj.weight" "ffn_down.weight";
+        /// Gemma's norm of what attention gives, `[hidden]`.
+        attn_post_norm "post_attention_layernorm.weight" "post_attention_norm.weight";
+        /// Gemma's norm before the feed-forward layer, `[hidden]`.
+        ffn_pre_norm "pre_feedforward_layernorm.weight" "ffn_norm.weight";
+        /// Gemma's norm of what the feed-forward layer gives, `[hidden]`.
+        ffn_post_norm "post_feedforward_layernorm.weight" "post_ffw_norm.weight";
+        /// What scores the experts, `[experts, hidden]`.
+        router "mlp.gate.weight" "ffn_gate_inp.weight";
+        /// The gates of all experts, `[experts, intermediate, hidden]`.
+        gate_experts "mlp.experts.gate_proj" "ffn_gate_exps.weight";
+        /// The up projections of all experts, `[experts, intermediate, hidden]`.
+        up_experts "mlp.experts.up_proj" "ffn_up_exps.weight";
+        /// Both, the gate of an expert above its up projection, `[experts, 2 × intermediate, hidden]`.
+        gate_up_experts "mlp.experts.gate_up_proj" "ffn_gate_up_exps.weight";
+        /// The down projections of all experts, `[experts, hidden, intermediate]`.
+        down_experts "mlp.experts.down_proj" "ffn_down_exps.weight";
+    }
+
+    expert_names! {
+        /// An expert's gate, `[intermediate, hidden]`, where experts are not stacked.
+        expert_gate "gate_proj" "ffn_gate";
+        /// An expert's up projection, `[intermediate, hidden]`.
+        expert_up "up_proj" "ffn_up";
+        /// An expert's down projection, `[hidden, intermediate]`.
+        expert_down "down_proj" "ffn_down";
     }
 }
 
@@ -398,6 +436,11 @@ mod tests {
             "model.layers.0.post_attention_layernorm.weight"
         );
         assert_eq!(gguf.o(10), "blk.10.attn_output.weight");
+        assert_eq!(
+            hf.expert_up(3, 17),
+            "model.layers.3.mlp.experts.17.up_proj.weight"
+        );
+        assert_eq!(gguf.expert_down(3, 17), "blk.3.ffn_down.17.weight");
         assert_eq!(
             (hf.output_head(), gguf.output_head()),
             ("lm_head.weight", "output.weight")

@@ -35,7 +35,7 @@ fn head(model: &str) -> Vec<Vec<f32>> {
 
 #[test]
 fn states_make_the_logits_that_transformers_computed() {
-    for model in ["llama2", "mistral", "qwen2", "qwen3"] {
+    for model in ["llama2", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe"] {
         let path = golden("expected").join(format!("{model}.safetensors"));
         let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();

@@ -24,6 +24,8 @@ fn a_prompt_that_was_read_before_gives_the_same_bits() {
         ("qwen3", DType::BF16),
         ("mistral", DType::F16),
         ("gguf/llama3-q8_0.gguf", DType::F16),
+        ("gemma3", DType::F16),
+        ("qwen3_moe", DType::F16),
     ] {
         let size = Size {
             model,

@@ -46,6 +46,8 @@ pub const INTERMEDIATE: usize = 1 << 20;
 pub const HEADS: usize = 1_024;
 /// Width of one attention head.
 pub const HEAD_DIM: usize = 1_024;
+/// Experts of a layer.
+pub const EXPERTS: usize = 1_024;
 /// Tokens in a vocabulary.
 pub const VOCAB: usize = 4 << 20;
 /// Positions of a context, and of a sliding window.

@@ -3,21 +3,28 @@
 //! Every number is checked against [`limits`] and the others here, so that later code may multiply them
 //! without fear; whether the weights agree is checked tensor by tensor ([`Weights::expect`]).
 
+mod experts;
+#[cfg(test)]
+mod family_tests;
 mod fields;
+mod gemma3;
 mod rope;
 #[cfg(test)]
 mod tests;
+mod window;
 
 use serde_json::{Map, Value};
 
 use crate::format::gguf::{GgufError, Metadata};
 use crate::format::{ModelError, limits, shown};
 use crate::weights::{NameScheme, Weights};
+pub use experts::Experts;
 use fields::{
-    CONTEXT, Checked, Fields, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, Key, LAYERS,
-    RMS_EPS, THETA, VOCAB, WINDOW, brief, token_id, token_ids,
+    CONTEXT, Checked, EXPERTS, Fields, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, Key,
+    LAYERS, RMS_EPS, THETA, VOCAB, WINDOW, brief, token_id, token_ids,
 };
 pub use rope::{Rope, RopeScaling};
+use window::Window;
 
 /// A family of models that share one forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,18 +37,10 @@ pub enum Architecture {
     Qwen2,
     /// Qwen 3, dense.
     Qwen3,
-}
-
-/// Whether `config.json` of an architecture may ask for a sliding window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Window {
-    /// `sliding_window` is ignored.
-    Never,
-    /// `sliding_window` holds for all layers.
-    Always,
-    /// `sliding_window` holds if `use_sliding_window`, for the layers from `max_window_layers` on or those
-    /// that `layer_types` names.
-    IfAsked,
+    /// Qwen 3, a mixture of experts.
+    Qwen3Moe,
+    /// Gemma 3, text.
+    Gemma3,
 }
 
 /// What is known about an architecture.
@@ -65,7 +64,12 @@ struct Row {
     /// `head_dim` where `config.json` gives none, if it is not `hidden / heads`.
     head_dim: Option<usize>,
     window: Window,
+    /// The field of `config.json` that names the activation, and its names there.
+    activation: (&'static str, &'static [&'static str]),
 }
+
+/// SiLU, as all but Gemma have it.
+const SILU: (&str, &[&str]) = ("hidden_act", &["silu", "swish"]);
 
 /// All architectures. Sources: transformers `configuration_*.py`, llama.cpp `llama-arch.cpp` and `llama_model_rope_type`.
 const ARCHITECTURES: &[Row] = &[
@@ -80,6 +84,7 @@ const ARCHITECTURES: &[Row] = &[
         attention_bias: true,
         head_dim: None,
         window: Window::Never,
+        activation: SILU,
     },
     Row {
         architecture: Architecture::Mistral,
@@ -92,6 +97,7 @@ const ARCHITECTURES: &[Row] = &[
         attention_bias: false,
         head_dim: None,
         window: Window::Always,
+        activation: SILU,
     },
     Row {
         architecture: Architecture::Qwen2,
@@ -104,6 +110,7 @@ const ARCHITECTURES: &[Row] = &[
         attention_bias: false,
         head_dim: None,
         window: Window::IfAsked,
+        activation: SILU,
     },
     Row {
         architecture: Architecture::Qwen3,
@@ -116,6 +123,33 @@ const ARCHITECTURES: &[Row] = &[
         attention_bias: true,
         head_dim: Some(128),
         window: Window::IfAsked,
+        activation: SILU,
+    },
+    Row {
+        architecture: Architecture::Qwen3Moe,
+        class: "Qwen3MoeForCausalLM",
+        model_type: "qwen3_moe",
+        gguf: Some("qwen3moe"),
+        qkv_bias: false,
+        qk_norm: true,
+        gguf_interleaved: false,
+        attention_bias: true,
+        head_dim: None,
+        window: Window::AllIfAsked,
+        activation: SILU,
+    },
+    Row {
+        architecture: Architecture::Gemma3,
+        class: "Gemma3ForCausalLM",
+        model_type: "gemma3_text",
+        gguf: Some("gemma3"),
+        qkv_bias: false,
+        qk_norm: true,
+        gguf_interleaved: false,
+        attention_bias: true,
+        head_dim: Some(256),
+        window: Window::InPattern,
+        activation: ("hidden_activation", &["gelu_pytorch_tanh"]),
     },
 ];
 
@@ -142,12 +176,24 @@ pub struct ModelConfig {
     pub rms_eps: f32,
     /// Position embedding.
     pub rope: Rope,
+    /// That of the layers that `windowed` marks, where they have another one.
+    pub local_rope: Option<Rope>,
+    /// What scores are multiplied by in attention.
+    pub attention_scale: f64,
+    /// What they are then bent to stay within, if at all: `cap · tanh(score / cap)`.
+    pub attention_cap: Option<f64>,
+    /// The same for logits.
+    pub logit_cap: Option<f64>,
+    /// Whether the weights of norms are stored less one.
+    pub norms_less_one: bool,
+    /// The mixture of experts, if it is one.
+    pub experts: Option<Experts>,
     /// Positions the model was made for.
     pub context: usize,
     /// How many positions, its own included, a token attends to in the layers that `windowed` marks; smaller
     /// than `context`.
     pub sliding_window: Option<usize>,
-    /// For each layer, whether the window holds. All `false` without one.
+    /// For each layer, whether the window holds, if there is one.
     pub windowed: Vec<bool>,
     /// Whether the output head is the token embedding.
     pub tied_embeddings: bool,
@@ -185,15 +231,21 @@ impl ModelConfig {
             map: config,
         };
         let row = hugging_face_row(fields)?;
-        refuse_hugging_face(fields)?;
+        refuse_hugging_face(fields, row)?;
         let mut model = sizes(fields, row)?;
-        model.rope.scaling = rope::from_hugging_face(fields, &mut model.rope.theta)?;
+        if row.architecture == Architecture::Gemma3 {
+            gemma3::from_hugging_face(fields, &mut model)?;
+        } else {
+            model.rope.scaling = rope::from_hugging_face(fields, &mut model.rope.theta)?;
+            model.tied_embeddings = fields.flag("tie_word_embeddings")?;
+        }
         let attention_bias = row.attention_bias && fields.flag("attention_bias")?;
         model.qkv_bias |= attention_bias;
         model.o_bias = attention_bias;
-        model.tied_embeddings = fields.flag("tie_word_embeddings")?;
-
-        hugging_face_window(fields, row, &mut model)?;
+        window::from_hugging_face(fields, row.window, &mut model)?;
+        if row.architecture == Architecture::Qwen3Moe {
+            model.experts = Some(Experts::from_hugging_face(fields, model.layers)?);
+        }
         let generation = generation.map(|map| Fields::HuggingFace {
             file: "generation_config.json",
             map,
@@ -229,17 +281,23 @@ impl ModelConfig {
             .iter()
             .find(|row| row.gguf == Some(architecture));
         let row = row.ok_or_else(|| no_architecture(fields, architecture))?;
-        refuse_gguf(fields, metadata)?;
+        refuse_gguf(fields, row, metadata)?;
 
         let mut model = sizes(fields, row)?;
         model.rope.interleaved = row.gguf_interleaved;
         model.rope.scaling = rope::from_gguf(fields, metadata, weights, model.head_dim)?;
-        model.set_window(
-            fields.uint(&WINDOW)?.filter(|&window| window > 0),
-            fields,
-            |_| true,
-        )?;
         let names = NameScheme::Gguf;
+        match row.architecture {
+            Architecture::Gemma3 => gemma3::from_gguf(fields, &mut model)?,
+            _ => model.set_window(
+                fields.uint(&WINDOW)?.filter(|&window| window > 0),
+                fields,
+                |_| true,
+            )?,
+        }
+        if row.architecture == Architecture::Qwen3Moe {
+            model.experts = Some(Experts::from_gguf(fields, model.layers, weights)?);
+        }
         model.tied_embeddings = !weights.contains(names.output_head());
         model.qkv_bias |= weights.contains(&names.q_bias(0));
         model.o_bias = weights.contains(&names.o_bias(0));
@@ -261,8 +319,12 @@ impl ModelConfig {
 
     /// The window of a layer, if it has one: how many positions, its own included, a token attends to.
     pub fn window(&self, layer: usize) -> Option<usize> {
-        self.sliding_window
-            .filter(|_| self.windowed.get(layer) == Some(&true))
+        self.sliding_window.filter(|_| self.is_local(layer))
+    }
+
+    /// Whether a layer is of those that look through the window, even if there is none.
+    pub fn is_local(&self, layer: usize) -> bool {
+        self.windowed.get(layer) == Some(&true)
     }
 
     /// A window as long as the context is none.
@@ -357,6 +419,12 @@ fn sizes(fields: Fields<'_>, row: &Row) -> Checked<ModelConfig> {
             scaling: RopeScaling::None,
             interleaved: false,
         },
+        local_rope: None,
+        attention_scale: 1.0 / (head_dim as f64).sqrt(),
+        attention_cap: None,
+        logit_cap: None,
+        norms_less_one: false,
+        experts: None,
         context: fields.required(&CONTEXT, limits::CONTEXT)?,
         sliding_window: None,
         windowed: vec![false; layers],
@@ -383,14 +451,14 @@ fn hugging_face_row(fields: Fields<'_>) -> Checked<&'static Row> {
 }
 
 /// Refuses what would change the computation and is not computed.
-fn refuse_hugging_face(fields: Fields<'_>) -> Checked<()> {
-    if let Some(act) = fields
-        .json("hidden_act")
-        .filter(|act| !matches!(act.as_str(), Some("silu" | "swish")))
-    {
+fn refuse_hugging_face(fields: Fields<'_>, row: &Row) -> Checked<()> {
+    let (field, names) = row.activation;
+    let known = |act: &&Value| act.as_str().is_some_and(|act| names.contains(&act));
+    if let Some(act) = fields.json(field).filter(|act| !known(act)) {
         return Err(fields.unsupported(format!(
-            "hidden_act {} is not supported, only 'silu' is",
-            brief(act)
+            "{field} {} is not supported, only '{}' is",
+            brief(act),
+            names.first().unwrap_or(&"none")
         )));
     }
     if fields.flag("mlp_bias")? {
@@ -411,45 +479,8 @@ fn refuse_hugging_face(fields: Fields<'_>) -> Checked<()> {
     Ok(())
 }
 
-/// Which layers look through a window. Source: `layer_types` in transformers' Qwen2Config.
-fn hugging_face_window(fields: Fields<'_>, row: &Row, model: &mut ModelConfig) -> Checked<()> {
-    let asked = match row.window {
-        Window::Never => false,
-        Window::Always => true,
-        Window::IfAsked => fields.flag("use_sliding_window")?,
-    };
-    if !asked {
-        return Ok(());
-    }
-    let window = fields.uint(&WINDOW)?;
-    if row.window == Window::Always {
-        return model.set_window(window, fields, |_| true);
-    }
-    let Some(types) = fields.json("layer_types") else {
-        let first = fields.uint(&Key("max_window_layers", ""))?.unwrap_or(0);
-        return model.set_window(window, fields, |layer| layer as u64 >= first);
-    };
-    let types = types.as_array().map(Vec::as_slice).unwrap_or_default();
-    if types.len() != model.layers {
-        let what = format!(
-            "layer_types lists {} layers where num_hidden_layers is {}",
-            types.len(),
-            model.layers
-        );
-        return Err(fields.corrupt(what));
-    }
-    let known =
-        |kind: &&Value| matches!(kind.as_str(), Some("full_attention" | "sliding_attention"));
-    if let Some(other) = types.iter().find(|kind| !known(kind)) {
-        return Err(fields.unsupported(format!("layer type {} is not supported", brief(other))));
-    }
-    let sliding =
-        |layer: usize| types.get(layer).and_then(Value::as_str) == Some("sliding_attention");
-    model.set_window(window, fields, sliding)
-}
-
 /// Refuses what would change the computation and is not computed.
-fn refuse_gguf(fields: Fields<'_>, metadata: Metadata<'_>) -> Checked<()> {
+fn refuse_gguf(fields: Fields<'_>, row: &Row, metadata: Metadata<'_>) -> Checked<()> {
     let fail = |error: GgufError| error.in_file(&fields.file());
     if let Some(kind) = metadata
         .get_str("general.type")
@@ -469,16 +500,17 @@ fn refuse_gguf(fields: Fields<'_>, metadata: Metadata<'_>) -> Checked<()> {
         let what = "it is one part of a split model, which is not supported; join the parts with llama-gguf-split --merge";
         return Err(fields.unsupported(what.to_owned()));
     }
-    let causal = fields.name(&Key("", "attention.causal"));
-    if metadata.get_bool(&causal).map_err(fail)? == Some(false) {
+    if fields.gguf_flag("attention.causal")? == Some(false) {
+        let causal = fields.name(&Key("", "attention.causal"));
         let what = format!("{causal} is false: models that embed text are not supported");
         return Err(fields.unsupported(what));
     }
-    let experts = Key("", "expert_count");
-    if fields.uint(&experts)?.is_some_and(|count| count > 0) {
+    if row.architecture != Architecture::Qwen3Moe
+        && fields.uint(&EXPERTS)?.is_some_and(|count| count > 0)
+    {
         let what = format!(
-            "{} is not 0: mixtures of experts are not supported",
-            fields.name(&experts)
+            "{} is not 0: mixtures of experts are supported in qwen3moe only",
+            fields.name(&EXPERTS)
         );
         return Err(fields.unsupported(what));
     }

@@ -5,15 +5,16 @@ use std::rc::Rc;
 use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
-    cpu::dequant::{dequantize_row, is_weight_dtype},
     plan::{Plan, PlanHints, Slot},
 };
 
 use super::{
-    config::ModelConfig,
-    llama::{self, BuildError, Source, Sourced},
+    config::{ModelConfig, Rope},
+    constants::{f32_buffer, stack, stack_bytes, vector},
+    graph::{body, ending, head},
+    weave::{BuildError, Pattern, Source, Sourced},
 };
-use crate::weights::{ModelSource, Weight, Weights};
+use crate::weights::{ModelSource, Weight};
 
 /// Tokens of one cache block.
 const BLOCK_LEN: usize = 16;
@@ -123,10 +124,7 @@ fn bytes_besides_cache(
     shape: &RunShape,
 ) -> Result<usize, RunError> {
     let ModelSource {
-        config,
-        names,
-        weights,
-        ..
+        config, weights, ..
     } = source;
     let dry = PlanHints {
         allocate: false,
@@ -136,14 +134,26 @@ fn bytes_besides_cache(
         + shape.max_sequences * shape.blocks_per_sequence();
     let values = 2 * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
     let mut bytes = (rows + values) * 4;
-    for graph in [
-        llama::body(config, *names, weights, shape)?,
-        llama::head(config, *names, weights, shape)?,
-        llama::ending(config, *names, weights, shape)?,
-    ] {
+    let pattern = pattern(source, shape);
+    for graph in [body(pattern)?, head(pattern)?, ending(pattern)?] {
         bytes += device.plan(&graph.graph, &dry)?.memory().arena;
+        for from in &graph.sources {
+            if let Source::Stack(names) = from {
+                bytes = bytes.saturating_add(stack_bytes(weights, names)?);
+            }
+        }
     }
     Ok(bytes)
+}
+
+/// What a model's graphs are made of.
+fn pattern<'a>(source: &'a ModelSource, shape: &'a RunShape) -> Pattern<'a> {
+    Pattern {
+        config: &source.config,
+        names: source.names,
+        weights: &source.weights,
+        shape,
+    }
 }
 
 /// Why a model cannot be run on a device.
@@ -250,29 +260,6 @@ pub struct Runner {
     scratch: Vec<i32>,
 }
 
-fn vector(weights: &Weights, name: &str) -> Result<Vec<f32>, RunError> {
-    let weight = weights.get(name).map_err(BuildError::Model)?;
-    if !is_weight_dtype(weight.dtype) {
-        let why = format!("{name} is {}", weight.dtype);
-        return Err(DeviceError::Unsupported {
-            backend: "cpu",
-            op: "dequantize",
-            why,
-        }
-        .into());
-    }
-    let mut values = vec![0.0; weight.elements()];
-    dequantize_row(weight.dtype, weight.bytes(), &mut values);
-    Ok(values)
-}
-
-fn f32_buffer(device: &dyn Device, what: &str, values: &[f32]) -> Result<Buffer, DeviceError> {
-    let buffer = device.allocate(what, size_of_val(values))?;
-    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_ne_bytes()).collect();
-    buffer.write(0, &bytes)?;
-    Ok(buffer)
-}
-
 impl Runner {
     /// Plans a model for a device and binds its weights in place. `progressed` is called again and again meanwhile.
     ///
@@ -286,14 +273,10 @@ impl Runner {
         progressed: &dyn Fn(),
     ) -> Result<Self, RunError> {
         let ModelSource {
-            config,
-            names,
-            weights,
-            ..
+            config, weights, ..
         } = source;
-        let body = llama::body(config, *names, weights, &shape)?;
-        let head = llama::head(config, *names, weights, &shape)?;
-        let ending = llama::ending(config, *names, weights, &shape)?;
+        let pattern = pattern(source, &shape);
+        let (body, head, ending) = (body(pattern)?, head(pattern)?, ending(pattern)?);
         let i32s = |what: &str, n: usize| device.allocate(what, n * 4);
         let rows = RowBuffers {
             tokens: i32s("token ids", shape.max_rows)?,
@@ -310,6 +293,10 @@ impl Runner {
         let logits = device.allocate("logits", shape.max_sequences * config.vocab * 4)?;
         let states = device.allocate("final states", shape.max_rows * config.hidden * 4)?;
         let caches = Caches::new(device, config.layers, &shape.cache(config), progressed)?;
+        let frequencies = |rope: &Rope| {
+            let values = rope.inverse_frequencies(config.head_dim);
+            f32_buffer(device, "frequencies", &values)
+        };
         let bind = |sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
             for (i, from) in sourced.sources.iter().enumerate() {
@@ -319,10 +306,16 @@ impl Runner {
                         let weight = weights.get(name).map_err(BuildError::Model)?.clone();
                         device.import(Rc::new(WeightRegion(weight)))?
                     }
+                    Source::Stack(names) => stack(device, weights, names, progressed)?,
                     Source::Vector(name) => f32_buffer(device, name, &vector(weights, name)?)?,
-                    Source::Frequencies => {
-                        let values = config.rope.inverse_frequencies(config.head_dim);
-                        f32_buffer(device, "frequencies", &values)?
+                    Source::OneAnd(name) => {
+                        let mut values = vector(weights, name)?;
+                        values.iter_mut().for_each(|value| *value += 1.0);
+                        f32_buffer(device, name, &values)?
+                    }
+                    Source::Frequencies => frequencies(&config.rope)?,
+                    Source::LocalFrequencies => {
+                        frequencies(config.local_rope.as_ref().unwrap_or(&config.rope))?
                     }
                     Source::Cache(layer) => caches.layers[*layer].clone(),
                     Source::Tokens => rows.tokens.clone(),

@@ -19,6 +19,7 @@ pub(super) const CONTEXT: Key = Key("max_position_embeddings", "context_length")
 pub(super) const RMS_EPS: Key = Key("rms_norm_eps", "attention.layer_norm_rms_epsilon");
 pub(super) const THETA: Key = Key("rope_theta", "rope.freq_base");
 pub(super) const WINDOW: Key = Key("sliding_window", "attention.sliding_window");
+pub(super) const EXPERTS: Key = Key("num_experts", "expert_count");
 pub(super) const FACTOR: Key = Key("factor", "rope.scaling.factor");
 
 /// Fields of either format, read with checks.
@@ -156,6 +157,16 @@ impl<'a> Fields<'a> {
                 "{name} is {} but must be true or false",
                 brief(value)
             ))),
+        }
+    }
+
+    /// A truth value of GGUF metadata.
+    pub(super) fn gguf_flag(self, name: &'static str) -> Checked<Option<bool>> {
+        match self {
+            Fields::HuggingFace { .. } => Ok(None),
+            Fields::Gguf { file, metadata, .. } => metadata
+                .get_bool(&self.name(&Key("", name)))
+                .map_err(|error| error.in_file(file)),
         }
     }
 

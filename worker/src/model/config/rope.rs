@@ -88,61 +88,76 @@ impl Rope {
 
 /// The value of a rope field: newer files keep them in `rope_parameters`, older ones in `rope_scaling`.
 pub(super) fn from_hugging_face(fields: Fields<'_>, theta: &mut f64) -> Checked<RopeScaling> {
-    let whole = |name: &'static str| Key(name, name);
-    let mut partial = fields.float(&whole("partial_rotary_factor"))?;
     let mut scaling = RopeScaling::None;
+    refuse_partial(fields)?;
     for name in ["rope_scaling", "rope_parameters"] {
-        let Some(value) = fields.json(name) else {
-            continue;
-        };
-        let map = value.as_object().ok_or_else(|| {
-            fields.corrupt(format!("{name} is {} but must be an object", brief(value)))
-        })?;
-        let rope = Fields::HuggingFace {
-            file: "config.json",
-            map,
-        };
-        *theta = rope.float_in(&THETA, 1.0, 1e12)?.unwrap_or(*theta);
-        partial = rope.float(&whole("partial_rotary_factor"))?.or(partial);
-        let required = |key: Key, low: f64| {
-            rope.float_in(&key, low, 1e6)?
-                .ok_or_else(|| fields.corrupt(format!("{name} has no {}", key.0)))
-        };
-        let kind = rope.json("rope_type").or_else(|| rope.json("type"));
-        scaling = match kind.map_or(Some("default"), Value::as_str) {
-            Some("default") => RopeScaling::None,
-            Some("linear") => RopeScaling::Linear {
-                factor: required(FACTOR, 1.0)?,
-            },
-            Some("llama3") => {
-                let original = whole("original_max_position_embeddings");
-                let (low, high) = (
-                    required(whole("low_freq_factor"), 1e-6)?,
-                    required(whole("high_freq_factor"), 1e-6)?,
-                );
-                if low >= high {
-                    let what = format!(
-                        "{name}: low_freq_factor ({low:?}) must be below high_freq_factor ({high:?})"
-                    );
-                    return Err(fields.corrupt(what));
-                }
-                RopeScaling::Llama3 {
-                    factor: required(FACTOR, 1.0)?,
-                    low_freq_factor: low,
-                    high_freq_factor: high,
-                    original_context: rope.required(&original, limits::CONTEXT)?,
-                }
-            }
-            Some(other) => return Err(bad_scaling(fields, other)),
-            None => return Err(fields.corrupt(format!("rope_type in {name} is not a text"))),
-        };
+        if let Some(value) = fields.json(name) {
+            scaling = from_object(fields, name, value, theta)?;
+        }
     }
+    Ok(scaling)
+}
+
+/// Heads that turn in part only.
+pub(super) fn refuse_partial(fields: Fields<'_>) -> Checked<()> {
+    let partial = fields.float(&Key("partial_rotary_factor", ""))?;
     if let Some(partial) = partial.filter(|&partial| partial != 1.0) {
         return Err(fields.unsupported(format!(
             "partial_rotary_factor {partial:?} is not supported, only 1.0 is"
         )));
     }
-    Ok(scaling)
+    Ok(())
+}
+
+/// What one object, the value of the field `name`, says.
+pub(super) fn from_object(
+    fields: Fields<'_>,
+    name: &str,
+    value: &Value,
+    theta: &mut f64,
+) -> Checked<RopeScaling> {
+    let whole = |name: &'static str| Key(name, name);
+    let map = value.as_object().ok_or_else(|| {
+        fields.corrupt(format!("{name} is {} but must be an object", brief(value)))
+    })?;
+    let rope = Fields::HuggingFace {
+        file: "config.json",
+        map,
+    };
+    *theta = rope.float_in(&THETA, 1.0, 1e12)?.unwrap_or(*theta);
+    refuse_partial(rope)?;
+    let required = |key: Key, low: f64| {
+        rope.float_in(&key, low, 1e6)?
+            .ok_or_else(|| fields.corrupt(format!("{name} has no {}", key.0)))
+    };
+    let kind = rope.json("rope_type").or_else(|| rope.json("type"));
+    match kind.map_or(Some("default"), Value::as_str) {
+        Some("default") => Ok(RopeScaling::None),
+        Some("linear") => Ok(RopeScaling::Linear {
+            factor: required(FACTOR, 1.0)?,
+        }),
+        Some("llama3") => {
+            let original = whole("original_max_position_embeddings");
+            let (low, high) = (
+                required(whole("low_freq_factor"), 1e-6)?,
+                required(whole("high_freq_factor"), 1e-6)?,
+            );
+            if low >= high {
+                let what = format!(
+                    "{name}: low_freq_factor ({low:?}) must be below high_freq_factor ({high:?})"
+                );
+                return Err(fields.corrupt(what));
+            }
+            Ok(RopeScaling::Llama3 {
+                factor: required(FACTOR, 1.0)?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_context: rope.required(&original, limits::CONTEXT)?,
+            })
+        }
+        Some(other) => Err(bad_scaling(fields, other)),
+        None => Err(fields.corrupt(format!("rope_type in {name} is not a text"))),
+    }
 }
 
 fn bad_scaling(fields: Fields<'_>, kind: &str) -> ModelError {

@@ -24,7 +24,7 @@ fn with(changes: Value) -> Value {
     config
 }
 
-fn read(config: &Value) -> Checked<ModelConfig> {
+pub(super) fn read(config: &Value) -> Checked<ModelConfig> {
     ModelConfig::from_hugging_face(config.as_object().expect("an object"), None)
 }
 
@@ -38,7 +38,7 @@ fn without(field: &str) -> Value {
     config
 }
 
-fn gguf(writer: Writer) -> Checked<ModelConfig> {
+pub(super) fn gguf(writer: Writer) -> Checked<ModelConfig> {
     let bytes = writer.write();
     let index = Gguf::parse(&bytes).expect("well formed");
     let mapping =
@@ -77,6 +77,12 @@ fn a_llama_config_reads_as_it_is() {
             scaling: RopeScaling::None,
             interleaved: false,
         },
+        local_rope: None,
+        attention_scale: 1.0 / 8.0f64.sqrt(),
+        attention_cap: None,
+        logit_cap: None,
+        norms_less_one: false,
+        experts: None,
         context: 512,
         sliding_window: None,
         windowed: vec![false; 3],

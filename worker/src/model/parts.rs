@@ -1,0 +1,146 @@
+//! Parts that several architectures share: attention over the paged cache, and gated feed-forward layers.
+//!
+//! Biases, norms of heads, windows, frequencies, scales and caps are those that the configuration names.
+
+use hotcell_graph::{DType, GraphBuilder, GraphError, Shape, Value};
+
+use super::{
+    config::ModelConfig,
+    weave::{BuildError, Source, Weaver},
+};
+
+/// What every layer reads besides its weights.
+pub(super) struct Rows {
+    positions: Value,
+    sequences: Value,
+    slots: Value,
+    tables: Value,
+    frequencies: Value,
+    /// Of the layers with a window, where they are others.
+    local_frequencies: Option<Value>,
+}
+
+impl Rows {
+    pub fn new(w: &mut Weaver<'_>) -> Result<Self, BuildError> {
+        let positions = w.per_row(Source::Positions, "positions")?;
+        let sequences = w.per_row(Source::Sequences, "sequences")?;
+        let slots = w.per_row(Source::Slots, "slots")?;
+        let tables = Shape::fixed(&[w.shape.max_sequences, w.shape.blocks_per_sequence()])?;
+        let tables = w.input(Source::Tables, "tables", DType::I32, tables)?;
+        let half = Shape::fixed(&[w.config.head_dim / 2])?;
+        let frequencies = w.input(Source::Frequencies, "frequencies", DType::F32, half.clone())?;
+        let mut local_frequencies = None;
+        if w.config.local_rope.is_some() {
+            let (source, name) = (Source::LocalFrequencies, "local frequencies");
+            local_frequencies = Some(w.input(source, name, DType::F32, half)?);
+        }
+        Ok(Self {
+            positions,
+            sequences,
+            slots,
+            tables,
+            frequencies,
+            local_frequencies,
+        })
+    }
+}
+
+/// A layer's attention: what comes after its norm to what is added to the residual stream, both `[rows, hidden]`.
+pub(super) fn attention(
+    w: &mut Weaver<'_>,
+    rows: &Rows,
+    layer: usize,
+    normed: Value,
+) -> Result<Value, BuildError> {
+    let (config, names) = (w.config, w.names);
+    let ModelConfig {
+        hidden,
+        heads,
+        kv_heads,
+        head_dim: d,
+        ..
+    } = *config;
+    let bias = |name: String, has: bool| has.then_some(name);
+    let q_bias = bias(names.q_bias(layer), config.qkv_bias);
+    let k_bias = bias(names.k_bias(layer), config.qkv_bias);
+    let v_bias = bias(names.v_bias(layer), config.qkv_bias);
+    let o_bias = bias(names.o_bias(layer), config.o_bias);
+    let q = w.linear(
+        normed,
+        &names.q(layer),
+        q_bias.as_deref(),
+        heads * d,
+        hidden,
+    )?;
+    let k = w.linear(
+        normed,
+        &names.k(layer),
+        k_bias.as_deref(),
+        kv_heads * d,
+        hidden,
+    )?;
+    let v = w.linear(
+        normed,
+        &names.v(layer),
+        v_bias.as_deref(),
+        kv_heads * d,
+        hidden,
+    )?;
+    let mut q = w.builder.reshape(q, Shape::rows(&[heads, d])?)?;
+    let mut k = w.builder.reshape(k, Shape::rows(&[kv_heads, d])?)?;
+    let v = w.builder.reshape(v, Shape::rows(&[kv_heads, d])?)?;
+    if config.qk_norm {
+        q = w.norm(q, &names.q_norm(layer), d)?;
+        k = w.norm(k, &names.k_norm(layer), d)?;
+    }
+    let frequencies = match rows.local_frequencies {
+        Some(local) if config.is_local(layer) => local,
+        _ => rows.frequencies,
+    };
+    let interleaved = config.rope.interleaved;
+    let q = w
+        .builder
+        .rope(q, rows.positions, frequencies, interleaved)?;
+    let k = w
+        .builder
+        .rope(k, rows.positions, frequencies, interleaved)?;
+    let cache = w.cache(layer)?;
+    w.builder.cache_write(cache, k, v, rows.slots)?;
+    let window = config.window(layer).unwrap_or(0) as i64;
+    let attended = w.builder.paged_attention(
+        q,
+        cache,
+        rows.tables,
+        rows.sequences,
+        rows.positions,
+        config.attention_scale,
+        window,
+        config.attention_cap.unwrap_or(0.0),
+    )?;
+    let attended = w.builder.reshape(attended, Shape::rows(&[heads * d])?)?;
+    w.linear(
+        attended,
+        &names.o(layer),
+        o_bias.as_deref(),
+        hidden,
+        heads * d,
+    )
+}
+
+/// How a gate and what it lets through become one.
+pub(super) type Gate = fn(&mut GraphBuilder, Value, Value) -> Result<Value, GraphError>;
+
+/// A layer's dense feed-forward part, from after its norm to what is added to the residual stream.
+pub(super) fn feed_forward(
+    w: &mut Weaver<'_>,
+    layer: usize,
+    normed: Value,
+    through: Gate,
+) -> Result<Value, BuildError> {
+    let (names, hidden) = (w.names, w.config.hidden);
+    let intermediate = w.config.intermediate;
+    let gate = w.linear(normed, &names.gate(layer), None, intermediate, hidden)?;
+    let up = w.linear(normed, &names.up(layer), None, intermediate, hidden)?;
+    let inner = through(&mut w.builder, gate, up)?;
+    w.linear(inner, &names.down(layer), None, hidden, intermediate)
+}
