@@ -348,6 +348,61 @@ fn functions_of_two_are_accurate() {
 }
 
 #[test]
+fn powers_are_accurate_at_all_sizes_and_equal_beside_any_neighbour() {
+    // Results of all sizes, some beyond either end of the range; bases near 1 with large exponents among them.
+    let mut next = numbers(23);
+    let (mut a, mut b) = (vec![], vec![]);
+    for i in 0..100_000 {
+        let x = match i % 4 {
+            0 => 1.0 + ((next() >> 40) as f32 / (1 << 24) as f32 - 0.5) / 64.0,
+            1 => (next() >> 40) as f32 / (1 << 20) as f32 + 1e-4,
+            _ => f32::from_bits((next() >> 33) as u32 % f32::INFINITY.to_bits()).max(1e-45),
+        };
+        let size = (next() >> 40) as f64 / (1 << 24) as f64 * 310.0 - 155.0;
+        let y = size / libm::log2(x as f64);
+        a.push(x);
+        b.push(if y.is_finite() { y as f32 } else { 3.0 });
+    }
+    let graph = one_op("pow", &[DType::F32; 2], a.len(), vec![]).unwrap();
+    let mut first: Option<Vec<f32>> = None;
+    for path in CpuPath::available() {
+        let device = CpuDevice::with_path(2, path).unwrap();
+        let run = |a: &[f32], b: &[f32]| {
+            f32s(&run_on(&device, &graph, &[bytes_of(a), bytes_of(b)], true)[0])
+        };
+        let y = run(&a, &b);
+        for ((a, b), y) in a.iter().zip(&b).zip(&y) {
+            let exact = libm::pow(*a as f64, *b as f64);
+            let off = ulps(*y, exact);
+            assert!(
+                off <= 0.51,
+                "pow({a:e}, {b:e}) = {y:e}, not {exact:e}: {off} ulp, {path}"
+            );
+        }
+        let first = first.get_or_insert_with(|| y.clone());
+        assert!(
+            y.iter()
+                .zip(first.iter())
+                .all(|(y, z)| y.to_bits() == z.to_bits()),
+            "{path}"
+        );
+        // What is special takes another road, and its neighbours with it.
+        let (mut c, mut d) = (a.clone(), b.clone());
+        for i in (0..c.len()).step_by(48) {
+            (c[i], d[i]) = match i / 48 % 4 {
+                0 => (-2.0, 3.0),
+                1 => (0.0, 2.0),
+                2 => (f32::NAN, 1.0),
+                _ => (3.0, f32::INFINITY),
+            };
+        }
+        for (i, (y, z)) in y.iter().zip(run(&c, &d)).enumerate() {
+            assert!(i % 48 == 0 || y.to_bits() == z.to_bits(), "{path}, {i}");
+        }
+    }
+}
+
+#[test]
 fn f64_and_half_types_follow_libm() {
     let mut next = numbers(11);
     let mut xs: Vec<f64> = (0..4_000)

@@ -10,9 +10,10 @@ mod chain;
 mod code;
 mod float;
 #[cfg(target_arch = "x86_64")]
-mod half;
+pub(crate) mod half;
 mod int;
 mod load;
+mod power;
 mod program;
 
 use hotcell_graph::{

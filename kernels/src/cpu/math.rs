@@ -3,12 +3,13 @@
 //! The f32 functions ([`single`]) have no branches and use `mul_add` where they want a fused operation, so every
 //! instruction path gives the same bits; the accuracy that `tests` holds them to stands at each.
 //! Polynomials without another source are those that N. Juffa published for CUDA's and MLX's kinds of
-//! vector unit. The f64 functions ([`double`]) are those of the `libm` crate, plain Rust on every processor.
+//! vector unit. Powers ([`power`]) go through f64. The f64 functions ([`double`]) are those of the `libm` crate, plain Rust on every processor.
 
 mod double;
+pub mod power;
 mod single;
 
-pub use single::{exp, log, log2_of_size, pow_of_log2};
+pub use single::{exp, log};
 
 /// A float that elementwise ops compute with.
 pub trait Real: Copy + PartialOrd {

@@ -50,17 +50,12 @@ pub(super) trait Ternary {
     fn call(a: Self::In, b: Self::In, c: Self::In) -> Self::Out;
 }
 
-/// A function of two elements that is too long for the processor to work on several at once, in two halves.
-pub(super) trait Halves {
-    type In: Copy;
-    type Between: Copy + Default;
-    type Out;
-    fn first(a: Self::In, b: Self::In) -> Self::Between;
-    fn second(a: Self::In, b: Self::In, between: Self::Between) -> Self::Out;
+/// A loop of its own over the elements.
+pub(super) trait Loop {
+    /// # Safety
+    /// As for [`Code`].
+    unsafe fn run(out: *mut u8, args: [*const u8; 3], n: usize);
 }
-
-/// Elements that go through a half before the other.
-const HALVES_BLOCK: usize = 128;
 
 /// Elements after which what may need rescue is looked at again, while the cache has it.
 const RESCUE_BLOCK: usize = 512;
@@ -142,25 +137,9 @@ fn rescue_pair<I: Binary>(out: &mut [I::Out], a: &[I::In], b: &[I::In]) {
 }
 
 #[inline(always)]
-unsafe fn halves_body<I: Halves>(out: *mut u8, args: [*const u8; 3], n: usize) {
-    // SAFETY: the caller's promise ([`Code`]).
-    let (out, a, b) = unsafe {
-        (
-            from_raw_parts_mut(out.cast::<I::Out>(), n),
-            from_raw_parts(args[0].cast::<I::In>(), n),
-            from_raw_parts(args[1].cast::<I::In>(), n),
-        )
-    };
-    let mut between = [I::Between::default(); HALVES_BLOCK];
-    let (a, b) = (a.chunks(HALVES_BLOCK), b.chunks(HALVES_BLOCK));
-    for ((out, a), b) in out.chunks_mut(HALVES_BLOCK).zip(a).zip(b) {
-        for ((t, a), b) in between.iter_mut().zip(a).zip(b) {
-            *t = I::first(*a, *b);
-        }
-        for (((o, a), b), t) in out.iter_mut().zip(a).zip(b).zip(&between) {
-            *o = I::second(*a, *b, *t);
-        }
-    }
+unsafe fn loop_body<I: Loop>(out: *mut u8, args: [*const u8; 3], n: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { I::run(out, args, n) }
 }
 
 #[inline(always)]
@@ -255,7 +234,7 @@ macro_rules! paths {
 }
 paths!(wide1, narrow1, unary_body, Unary);
 paths!(wide2, narrow2, binary_body, Binary);
-paths!(wide_halves, narrow_halves, halves_body, Halves);
+paths!(wide_loop, narrow_loop, loop_body, Loop);
 paths!(wide3, narrow3, ternary_body, Ternary);
 paths!(wide_select, narrow_select, select_body, Bits);
 

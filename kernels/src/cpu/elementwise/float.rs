@@ -1,6 +1,9 @@
 //! Instructions on f32 (and, between conversions, f16 and bf16), f64 and c64.
 
-use super::code::{self, Binary, Code, Halves, Unary, binary, ternary, unary};
+use super::{
+    code::{self, Binary, Code, Unary, binary, ternary, unary},
+    power,
+};
 use std::f32::consts::FRAC_1_SQRT_2;
 
 use crate::cpu::{
@@ -157,23 +160,6 @@ macro_rules! angle {
     }};
 }
 
-/// `pow` of f32: the logarithm, then the rest.
-struct Pow;
-
-impl Halves for Pow {
-    type In = f32;
-    type Between = f64;
-    type Out = f32;
-    #[inline(always)]
-    fn first(x: f32, _: f32) -> f64 {
-        math::log2_of_size(x)
-    }
-    #[inline(always)]
-    fn second(x: f32, y: f32, log2: f64) -> f32 {
-        math::pow_of_log2(x, y, log2)
-    }
-}
-
 #[inline(always)]
 pub(super) fn gelu_tanh(x: f32) -> f32 {
     let inner = (x * (x * x * 0.044715 + 1.0)) * SQRT_2_PI;
@@ -185,7 +171,7 @@ pub(super) fn f32(op: &str, path: CpuPath) -> Option<Code> {
         "sin" => angle!(path, sin),
         "cos" => angle!(path, cos),
         "tan" => angle!(path, tan),
-        "pow" => Some(code::wide_halves::<Pow>(path)),
+        "pow" => Some(power::code(path)),
         // What `silu` and `mul` give, in one.
         "swiglu" => binary!(wide2, path, f32 => f32, |a, b| Real::silu(a) * b),
         // As their parts in the catalogue, one operation after the other.

@@ -3,6 +3,8 @@
 
 use std::f32::consts::{LN_2, LOG2_E, PI};
 
+pub(super) use super::power::power as pow;
+
 /// 1.5 · 2^23: adding it rounds to an integer and leaves that in the low bits.
 const MAGIC: f32 = 12_582_912.0;
 
@@ -435,93 +437,6 @@ pub(super) fn erfinv(x: f32) -> f32 {
 pub(super) fn sigmoid(x: f32) -> f32 {
     let e = exp_of_negative(-x.abs());
     (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
-}
-
-/// 1.5 · 2^52: as [`MAGIC`].
-const ROUND: f64 = 6_755_399_441_055_744.0;
-
-/// Through f64, whose extra bits make the result all but correctly rounded.
-#[inline(always)]
-pub(super) fn pow(x: f32, y: f32) -> f32 {
-    pow_of_log2(x, y, log2_of_size(x))
-}
-
-/// `log2(|x|)` of a finite number that is not 0, to 45 bits.
-#[inline(always)]
-pub fn log2_of_size(x: f32) -> f64 {
-    let a = x.abs();
-    let bits = (a as f64).to_bits() as i64;
-    // a = 2^e m with m in [√½, √2).
-    let e = bits.wrapping_sub(0x3fe6_a09e_667f_3bcd) & !0x000f_ffff_ffff_ffff;
-    let m = f64::from_bits(bits.wrapping_sub(e) as u64);
-    let e = f64::from_bits((ROUND.to_bits() as i64).wrapping_add(e >> 52) as u64) - ROUND;
-    // (m − 1) / (m + 1), to 46 bits: a reciprocal of f32 and a step of Newton's take less time than a division.
-    let d = m + 1.0;
-    let reciprocal = (1.0 / d as f32) as f64;
-    let reciprocal = reciprocal.mul_add(reciprocal.mul_add(-d, 1.0), reciprocal);
-    let s = (m - 1.0) * reciprocal;
-    let z = s * s;
-    // log2(m) / s, to 2^−45 (interpolated at Chebyshev's points, as is 2^f below).
-    let p = 0.282_887_182_630_735_65_f64;
-    let p = p.mul_add(z, 0.319_906_660_889_147_4);
-    let p = p.mul_add(z, 0.412_209_227_330_524_45);
-    let p = p.mul_add(z, 0.577_077_942_630_261_8);
-    let p = p.mul_add(z, 0.961_796_694_112_359_5);
-    let p = p.mul_add(z, 2.885_390_081_777_850_4);
-    s.mul_add(p, e)
-}
-
-/// `x` to the power `y`, given [`log2_of_size`] of `x`.
-#[inline(always)]
-pub fn pow_of_log2(x: f32, y: f32, log2: f64) -> f32 {
-    let a = x.abs();
-    let w = y as f64 * log2;
-    let w = if w > 200.0 { 200.0 } else { w };
-    let w = if w < -200.0 { -200.0 } else { w };
-    let shifted = w + ROUND;
-    let f = w - (shifted - ROUND);
-    // (2^f − 1) / f, to 2^−33.
-    let p = 1.529_734_162_283_227e-5_f64;
-    let p = p.mul_add(f, 1.546_146_790_528_598_6e-4);
-    let p = p.mul_add(f, 1.333_350_234_150_156e-3);
-    let p = p.mul_add(f, 9.618_056_620_501_08e-3);
-    let p = p.mul_add(f, 5.550_410_883_930_555e-2);
-    let p = p.mul_add(f, 2.402_265_092_256_076e-1);
-    let p = p.mul_add(f, std::f64::consts::LN_2);
-    let p = p.mul_add(f, 1.0);
-    let exponent = (shifted.to_bits() as i64)
-        .wrapping_sub(ROUND.to_bits() as i64)
-        .wrapping_add(1023)
-        << 52;
-    let r = (p * f64::from_bits(exponent as u64)) as f32;
-    // 0 times an infinite exponent.
-    let r = if a == 1.0 { 1.0 } else { r };
-    let down = y < 0.0;
-    let r = if a == 0.0 {
-        if down { f32::INFINITY } else { 0.0 }
-    } else {
-        r
-    };
-    let r = if a == f32::INFINITY {
-        if down { 0.0 } else { f32::INFINITY }
-    } else {
-        r
-    };
-    let half = y * 0.5;
-    let whole = y.trunc() == y;
-    let odd = whole && half.trunc() != half;
-    let r = if odd { r.copysign(x) } else { r };
-    let r = if x < 0.0 && a < f32::INFINITY && !whole {
-        f32::NAN
-    } else {
-        r
-    };
-    let r = if x.is_nan() || y.is_nan() {
-        f32::NAN
-    } else {
-        r
-    };
-    if y == 0.0 || x == 1.0 { 1.0 } else { r }
 }
 
 #[inline(always)]
