@@ -10,6 +10,8 @@ mod elementwise;
 mod experts;
 mod gemm;
 mod get_rows;
+#[cfg(target_arch = "x86_64")]
+mod groups;
 mod index;
 mod join;
 mod keys;

@@ -19,7 +19,7 @@ use crate::cpu::{math::Real, path::CpuPath};
 const LANES: usize = 16;
 
 /// How a half type becomes f32 and back, rounded to nearest even. All conversions of a type give the same bits.
-trait Convert {
+pub(crate) trait Convert {
     /// # Safety
     /// The processor has the instructions that the type is named for.
     unsafe fn widen(x: &[u16; LANES]) -> [f32; LANES];
@@ -74,7 +74,7 @@ impl Convert for F16c {
     }
 }
 
-struct F16Avx512;
+pub(crate) struct F16Avx512;
 
 impl Convert for F16Avx512 {
     #[inline(always)]
@@ -134,7 +134,7 @@ impl Convert for Bf16Avx2 {
     }
 }
 
-struct Bf16Avx512;
+pub(crate) struct Bf16Avx512;
 
 /// Where the high halves of sixteen lanes are, among all halves.
 const HIGH_HALVES: [u16; 32] = {

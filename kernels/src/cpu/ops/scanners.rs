@@ -3,8 +3,10 @@
 //! A row is scanned without waiting for one element after the other: four steps make of every element the
 //! result of the sixteen that end with it, and sixteen chains, one per lane, run over those. So an element's
 //! order depends on its place in the row (inside a chunk of fixed length) and on nothing else. Columns go
-//! from element to element, side by side.
+//! from element to element, side by side. [`groups`](super::groups) does the same to rows in AVX-512's registers.
 
+#[cfg(target_arch = "x86_64")]
+use super::groups;
 use crate::cpu::{
     lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
     path::CpuPath,
@@ -278,7 +280,7 @@ unsafe fn columns_body<S: Scan>(
 }
 
 macro_rules! scans {
-    ($($name:ident $of:ty => $acc:ty, $parts:literal, $identity:expr, $load:expr, $fold:expr, $store:expr;)*) => {$(
+    ($($name:ident $of:ty => $acc:ty, $parts:literal, $identity:expr, $load:expr, $fold:expr, $store:expr $(, $wide:ty)?;)*) => {$(
         #[derive(Clone, Copy)]
         pub(super) struct $name;
 
@@ -301,6 +303,18 @@ macro_rules! scans {
                     fn run(s: $name, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc
                         = rows_body::<$name>;
                 }
+                $(#[cfg(target_arch = "x86_64")]
+                {
+                    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+                    fn wide(s: $name, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc {
+                        // SAFETY: the processor has the path.
+                        unsafe { groups::rows::<$name, $wide>(s, x, n, mode, before, out) }
+                    }
+                    if path.or_portable() == CpuPath::Avx512Vnni {
+                        // SAFETY: as above.
+                        return unsafe { wide(self, x, n, mode, before, out) };
+                    }
+                })?
                 run(path, self, x, n, mode, before, out)
             }
 
@@ -308,6 +322,18 @@ macro_rules! scans {
                 dispatch! {
                     fn run(s: $name, x: &[$of], mode: Mode) -> $acc = total_body::<$name>;
                 }
+                $(#[cfg(target_arch = "x86_64")]
+                {
+                    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+                    fn wide(s: $name, x: &[$of], mode: Mode) -> $acc {
+                        // SAFETY: the processor has the path.
+                        unsafe { groups::chunk::<$name, $wide>(s, x, mode, s.identity(), None) }
+                    }
+                    if path.or_portable() == CpuPath::Avx512Vnni {
+                        // SAFETY: as above.
+                        return unsafe { wide(self, x, mode) };
+                    }
+                })?
                 run(path, self, x, mode)
             }
 
@@ -342,16 +368,16 @@ scans! {
     Sum16 u16 => u16, true, 0, same, u16::wrapping_add, same;
     Sum32 u32 => u32, true, 0, same, u32::wrapping_add, same;
     Sum64 u64 => u64, true, 0, same, u64::wrapping_add, same;
-    SumF16 u16 => f32, true, 0.0, f16_to_f32, |a, b| a + b, f32_to_f16;
-    SumBf16 u16 => f32, true, 0.0, bf16_to_f32, |a, b| a + b, f32_to_bf16;
-    SumF32 f32 => f32, true, 0.0, same, |a, b| a + b, same;
+    SumF16 u16 => f32, true, 0.0, f16_to_f32, |a, b| a + b, f32_to_f16, groups::Sums<groups::F16>;
+    SumBf16 u16 => f32, true, 0.0, bf16_to_f32, |a, b| a + b, f32_to_bf16, groups::Sums<groups::Bf16>;
+    SumF32 f32 => f32, true, 0.0, same, |a, b| a + b, same, groups::Sums<groups::Same>;
     SumF64 f64 => f64, true, 0.0, same, |a, b| a + b, same;
     Prod8 u8 => u8, true, 1, same, u8::wrapping_mul, same;
     Prod16 u16 => u16, true, 1, same, u16::wrapping_mul, same;
     Prod32 u32 => u32, true, 1, same, u32::wrapping_mul, same;
     Prod64 u64 => u64, true, 1, same, u64::wrapping_mul, same;
-    ProdF16 u16 => f64, true, 1.0, |v| f64::from(f16_to_f32(v)), |a, b| a * b, to_half;
-    ProdBf16 u16 => f64, true, 1.0, |v| f64::from(bf16_to_f32(v)), |a, b| a * b, to_brain;
-    ProdF32 f32 => f64, true, 1.0, f64::from, |a, b| a * b, |p| p as f32;
+    ProdF16 u16 => f64, true, 1.0, |v| f64::from(f16_to_f32(v)), |a, b| a * b, to_half, groups::Products<groups::F16>;
+    ProdBf16 u16 => f64, true, 1.0, |v| f64::from(bf16_to_f32(v)), |a, b| a * b, to_brain, groups::Products<groups::Bf16>;
+    ProdF32 f32 => f64, true, 1.0, f64::from, |a, b| a * b, |p| p as f32, groups::Products<groups::Same>;
     ProdF64 f64 => f64, false, 1.0, same, |a, b| a * b, same;
 }
