@@ -227,6 +227,40 @@ fn a_running_value_does_not_depend_on_what_follows() {
 }
 
 #[test]
+fn running_values_of_every_float_have_the_same_bits_on_every_path() {
+    for dtype in FLOATS {
+        for dims in [[5, 67], [2, 16], [1, 20_000]] {
+            let x = around(dtype, &dims, 1.0, 0.02);
+            for (reverse, exclusive) in [(false, false), (true, false), (false, true), (true, true)]
+            {
+                let sums = run(&x, |g, x| g.cumsum(x, 1, exclusive, reverse));
+                let products = run(&x, |g, x| g.cumprod(x, 1, exclusive, reverse));
+                let (x, sums, products) = (x.values(), sums.values(), products.values());
+                for row in 0..dims[0] {
+                    let (mut sum, mut product) = (0.0, 1.0);
+                    for i in 0..dims[1] {
+                        let i = row * dims[1] + if reverse { dims[1] - 1 - i } else { i };
+                        let next = (sum + x[i], product * x[i]);
+                        let expected = if exclusive { (sum, product) } else { next };
+                        // Sums beyond what f16 can hold are infinite.
+                        if dtype != DType::F16 || expected.0 < 65_000.0 {
+                            near(sums[i], expected.0, rounding(dtype).max(1e-4), "sum");
+                        }
+                        near(
+                            products[i],
+                            expected.1,
+                            rounding(dtype).max(1e-4),
+                            "product",
+                        );
+                        (sum, product) = next;
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn running_products_leave_their_range_only_where_they_do() {
     // Down to 1e-30, up by 1e42 in all, down again: no product from the start is out of range, many in between are.
     let steps = [(30, 0.1), (42, 10.0), (20, 0.1), (40, 1.0)];
