@@ -36,7 +36,7 @@ pub static LOGARITHMS: [f64; 8] = [
 
 /// `log2(1 + r) / r` for `|r|` up to 0.0567, to 2^−37: interpolated at Chebyshev's points, as is [`EXP`].
 pub const LOG: [f64; 7] = [
-    1.442_695_040_888_963_4,
+    std::f64::consts::LOG2_E,
     -0.721_347_521_096_147_7,
     0.480_898_347_542_305_7,
     -0.360_672_133_605_830_84,
