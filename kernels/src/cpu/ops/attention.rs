@@ -1,31 +1,60 @@
 //! The paged cache and attention over it.
 //!
-//! Order of summation: a score is sixteen lanes of fma over the head, ascending, then the fixed tree.
-//! Keys come in tiles of one cache block, aligned to the sequence's start; within a tile the running
-//! maximum is raised once, then weights and values are added key by key. So a row's result depends on
-//! its position and its sequence's entries, never on the chunk, the batch or the threads.
+//! # The order of summation
+//!
+//! Keys are counted by their places in the sequence. A query's attention depends on its position, its sequence's entries
+//! and nothing else: not on the chunk, the batch, the threads, the other heads, nor on how the cache is cut into blocks. Every
+//! operation is rounded once, to nearest even; `exp` and `tanh` are those of [`lanes`](crate::cpu::lanes) and [`math`](crate::cpu::math).
+//!
+//! - A stored number is widened to `f32` exactly.
+//! - A score is one chain from `+0.0`: `acc = fma(q_i, k_i, acc)` for `i` ascending; then `acc · scale`; with a soft cap `c`,
+//!   `tanh(score / c) · c`.
+//! - Keys come in tiles of 64, tile `t` being the keys from `64 t` on. A tile raises the running maximum once: sums so far are
+//!   multiplied by `exp(old − new)`, a key's weight is `exp(score − new)`.
+//! - Weights are added in sixteen lanes, lane `j` having the keys of remainder `j`, ascending, then by the fixed tree of
+//!   [`sum16`](crate::cpu::lanes::sum16). Each number of the result is one chain `acc = fma(weight, value, acc)`, keys ascending.
+//! - Eight tiles make a span, summed by itself. The sums of spans are added in ascending order, `a` being what there is
+//!   and `b` the next: `fma(b, exp(highest_b − highest), a · exp(highest_a − highest))`.
+//! - The result is the sum times `1 / Σ weights`. A NaN has the bits `0x7fc00000`.
+//!
+//! # Threads
+//!
+//! Where there are rows and key heads enough, a thread computes all spans of some rows. Where there are few, as
+//! in decoding, the threads share the spans and write down the sums of each, and a second step adds them in their order.
 
 use hotcell_graph::{
     CacheSpec, DType, Dim,
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, split, unsupported};
+use super::{Entry, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
-        lanes::{LANES, bf16_to_f32, dispatch, exp, f16_to_f32, f32_to_bf16, f32_to_f16, sum16},
-        math::Real,
+        lanes::dispatch,
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
+
+mod element;
+mod product;
+mod span;
+mod tile;
+mod vector;
+mod write;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use element::{Bf16, Element, F16, F32};
+use span::{Job, Out, Room, SPAN, Sums, attend};
+use tile::{Cache, MAX_HEAD_DIM, MAX_QUERIES};
 
 /// What this file has kernels for.
 pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "cache_write",
         supports: cache_fits,
-        launch: cache_write,
+        launch: write::cache_write,
     },
     Entry {
         op: "paged_attention",
@@ -34,13 +63,12 @@ pub(super) static ENTRIES: &[Entry] = &[
     },
 ];
 
-/// Bounds of the arrays on the stack.
-const MAX_HEAD_DIM: usize = 512;
-const MAX_BLOCK_LEN: usize = 64;
+/// Bytes at most for sums of spans that threads share.
+const SHARED_BYTES: usize = 4 << 20;
 
 fn spec_fits(cache: &CacheSpec) -> bool {
     (1..=MAX_HEAD_DIM).contains(&cache.head_dim)
-        && (1..=MAX_BLOCK_LEN).contains(&cache.block_len)
+        && cache.block_len > 0
         && i32::try_from(cache.slots()).is_ok()
         && matches!(cache.dtype, DType::F32 | DType::F16 | DType::BF16)
 }
@@ -60,164 +88,31 @@ fn once(index: &i32) -> i32 {
     unsafe { std::ptr::from_ref(index).read_volatile() }
 }
 
-/// How a cache stores a number.
-trait Element: Copy + Send + Sync + 'static {
-    fn store(value: f32) -> Self;
-    fn load(self) -> f32;
-}
-
-impl Element for f32 {
-    #[inline(always)]
-    fn store(value: f32) -> Self {
-        value
-    }
-    #[inline(always)]
-    fn load(self) -> f32 {
-        self
-    }
-}
-
-#[derive(Clone, Copy)]
-#[repr(transparent)]
-struct F16(u16);
-
-impl Element for F16 {
-    #[inline(always)]
-    fn store(value: f32) -> Self {
-        F16(f32_to_f16(value))
-    }
-    #[inline(always)]
-    fn load(self) -> f32 {
-        f16_to_f32(self.0)
-    }
-}
-
-#[derive(Clone, Copy)]
-#[repr(transparent)]
-struct Bf16(u16);
-
-impl Element for Bf16 {
-    #[inline(always)]
-    fn store(value: f32) -> Self {
-        Bf16(f32_to_bf16(value))
-    }
-    #[inline(always)]
-    fn load(self) -> f32 {
-        bf16_to_f32(self.0)
-    }
-}
-
-struct CacheWrite<T> {
-    cache: Reg,
-    keys: Reg,
-    values: Reg,
-    slots: Reg,
-    spec: CacheSpec,
-    count: Dim,
-    element: std::marker::PhantomData<T>,
-}
-
-impl<T: Element> Kernel for CacheWrite<T> {
-    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
-        let CacheSpec {
-            block_len,
-            kv_heads,
-            head_dim: d,
-            ..
-        } = self.spec;
-        let (count, width) = (self.count.at(run.rows), kv_heads * d);
-        // Rows in order and their columns shared: where two rows name one slot, the last wins whatever the parts.
-        let columns = match (count.saturating_mul(width) < 4096, part) {
-            (true, 0) => 0..width,
-            (true, _) => return,
-            (false, _) => split(width, LANES, part, parts),
-        };
-        let heads = columns.start / d..columns.end.div_ceil(d);
-        let half = self.spec.slots() * width;
-        // SAFETY: sizes as the specs say.
-        let (keys, values, slots) = unsafe {
-            (
-                run.slice::<f32>(self.keys, count * width),
-                run.slice::<f32>(self.values, count * width),
-                run.slice::<i32>(self.slots, count),
-            )
-        };
-        for (row, slot) in slots.iter().enumerate() {
-            let slot = once(slot);
-            if slot == -1 {
-                continue;
+/// Runs `$kernel` with `$element` being how a cache of this dtype stores numbers.
+macro_rules! with_element {
+    ($call:expr, $dtype:expr, $element:ident => $kernel:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $element = F32;
+                $kernel
             }
-            let Some(slot) = usize::try_from(slot)
-                .ok()
-                .filter(|s| *s < self.spec.slots())
-            else {
-                if part == 0 {
-                    run.index_out_of_range("cache_write", slot.into(), self.spec.slots());
-                }
-                continue;
-            };
-            let (block, place) = (slot / block_len, slot % block_len);
-            for head in heads.clone() {
-                // The part's columns of this head.
-                let from = columns.start.max(head * d);
-                let n = columns.end.min((head + 1) * d).saturating_sub(from);
-                let at = ((block * kv_heads + head) * block_len + place) * d + (from - head * d);
-                for (source, base) in [(keys, 0), (values, half)] {
-                    // SAFETY: slot < slots and from + n is inside the head, so `at + n ≤ half` and
-                    // `half + at + n` is the cache's size at most; no other part has these columns.
-                    let target =
-                        unsafe { run.slice_mut::<T>(self.cache, base + at..base + at + n) };
-                    let source = &source[row * width + from..][..n];
-                    for (t, s) in target.iter_mut().zip(source) {
-                        *t = T::store(*s);
-                    }
-                }
+            DType::F16 => {
+                type $element = F16;
+                $kernel
             }
+            DType::BF16 => {
+                type $element = Bf16;
+                $kernel
+            }
+            _ => return Err(unsupported($call)),
         }
-    }
-}
-
-fn cache_write(
-    launcher: &mut Launcher,
-    call: &Call<'_>,
-    ins: &[Reg],
-    _: &[Reg],
-) -> Result<(), DeviceError> {
-    let (Some(ValueSpec::Tensor(t)), &[cache, keys, values, slots]) = (call.inputs.get(1), ins)
-    else {
-        return Err(unsupported(call));
     };
-    let (spec, count) = (*call.cache(0)?, t.shape.dims()[0]);
-    macro_rules! kernel {
-        ($t:ty) => {
-            launcher.step(
-                CacheWrite::<$t> {
-                    cache,
-                    keys,
-                    values,
-                    slots,
-                    spec,
-                    count,
-                    element: std::marker::PhantomData,
-                },
-                &[keys, values, slots],
-                &[cache],
-            )
-        };
-    }
-    match spec.dtype {
-        DType::F32 => kernel!(f32),
-        DType::F16 => kernel!(F16),
-        DType::BF16 => kernel!(Bf16),
-        _ => return Err(unsupported(call)),
-    }
-    Ok(())
 }
+use with_element;
 
-struct Attention<T> {
-    queries: Reg,
-    cache: Reg,
-    tables: Reg,
+/// What both steps of an attention know.
+#[derive(Clone, Copy)]
+struct Frame {
     sequences: Reg,
     positions: Reg,
     out: Reg,
@@ -226,131 +121,59 @@ struct Attention<T> {
     heads: usize,
     max_sequences: usize,
     max_blocks: usize,
-    scale: f32,
     window: usize,
-    /// 0: none.
-    soft_cap: f32,
-    element: std::marker::PhantomData<T>,
+    /// Where the threads write sums of spans down, and for how many rows there is room.
+    shared: Option<(Reg, usize)>,
 }
 
-/// One query head over the keys `first ..= last` of its sequence.
-struct Head<'a, T> {
-    query: &'a [f32],
-    keys: &'a [T],
-    values: &'a [T],
-    /// Physical block of each logical block, as the caller gave it.
-    table: &'a [i32],
-    blocks: usize,
-    first: usize,
-    last: usize,
-    block_len: usize,
-    kv_heads: usize,
-    kv_head: usize,
-    scale: f32,
-    soft_cap: f32,
+/// How the work is cut: into tiles of rows, key heads, and, where these have very many query heads, chunks of them.
+struct Cut {
+    /// Rows of a tile.
+    rows: usize,
+    tiles: usize,
+    /// Query heads of a chunk.
+    chunk: usize,
+    chunks: usize,
+    /// Whether threads share spans.
+    spans: bool,
 }
 
-#[inline(always)]
-fn score<T: Element>(query: &[f32], key: &[T]) -> f32 {
-    let mut sums = [0.0f32; LANES];
-    let ((q, q_tail), (k, k_tail)) = (query.as_chunks::<LANES>(), key.as_chunks::<LANES>());
-    for (q, k) in q.iter().zip(k) {
-        for i in 0..LANES {
-            sums[i] = q[i].mul_add(k[i].load(), sums[i]);
+impl Frame {
+    /// Query heads of a key head.
+    fn group(&self) -> usize {
+        self.heads / self.spec.kv_heads
+    }
+
+    /// Spans of a sequence at most.
+    fn spans(&self) -> usize {
+        (self.max_blocks.saturating_mul(self.spec.block_len)).div_ceil(SPAN)
+    }
+
+    /// Numbers of the sums of a span.
+    fn record(&self) -> usize {
+        2 + self.spec.head_dim
+    }
+
+    /// By the number of rows and threads alone, never by data: others might change it between two looks.
+    fn cut(&self, count: usize, parts: usize) -> Cut {
+        let group = self.group();
+        let chunk = group.min(MAX_QUERIES);
+        let chunks = group.div_ceil(chunk);
+        // Rows share a tile of keys where enough work for all threads is left.
+        let per_row = self.spec.kv_heads * chunks;
+        let rows = (count * per_row).div_ceil(2 * parts);
+        let rows = rows.clamp(1, MAX_QUERIES / chunk);
+        let tiles = count.div_ceil(rows);
+        let few = parts > 1 && tiles * per_row < 2 * parts;
+        Cut {
+            rows,
+            tiles,
+            chunk,
+            chunks,
+            spans: few && self.shared.is_some_and(|(_, most)| count <= most),
         }
     }
-    for (s, (q, k)) in sums.iter_mut().zip(q_tail.iter().zip(k_tail)) {
-        *s = q.mul_add(k.load(), *s);
-    }
-    sum16(sums)
-}
 
-#[inline(always)]
-fn attend_body<T: Element>(head: &Head<'_, T>, out: &mut [f32]) -> Result<(), i32> {
-    let (d, block_len) = (head.query.len(), head.block_len);
-    let mut highest = f32::NEG_INFINITY;
-    let mut total = 0.0f32;
-    out.fill(0.0);
-    for tile in head.first / block_len..=head.last / block_len {
-        let start = tile * block_len;
-        let from = head.first.max(start) - start;
-        let to = (head.last + 1).min(start + block_len) - start;
-        let block = head.table.get(tile).map_or(-1, once);
-        let Some(physical) = usize::try_from(block).ok().filter(|b| *b < head.blocks) else {
-            return Err(block);
-        };
-        let base = (physical * head.kv_heads + head.kv_head) * block_len * d;
-        let keys = &head.keys[base..base + block_len * d];
-        let values = &head.values[base..base + block_len * d];
-        let mut scores = [f32::NEG_INFINITY; MAX_BLOCK_LEN];
-        let mut tile_highest = highest;
-        for i in from..to {
-            let s = score(head.query, &keys[i * d..(i + 1) * d]) * head.scale;
-            let s = match head.soft_cap > 0.0 {
-                true => Real::tanh(s / head.soft_cap) * head.soft_cap,
-                false => s,
-            };
-            scores[i] = s;
-            // A NaN score stays NaN in its weight below, so that the row is NaN, not plausible.
-            tile_highest = if s > tile_highest { s } else { tile_highest };
-        }
-        if tile_highest > highest {
-            let shrink = exp(highest - tile_highest);
-            total *= shrink;
-            for o in out.iter_mut() {
-                *o *= shrink;
-            }
-            highest = tile_highest;
-        }
-        for i in from..to {
-            let weight = exp(scores[i] - highest);
-            total += weight;
-            for (o, v) in out.iter_mut().zip(&values[i * d..(i + 1) * d]) {
-                *o = weight.mul_add(v.load(), *o);
-            }
-        }
-    }
-    let inverse = 1.0 / total;
-    for o in out {
-        *o *= inverse;
-    }
-    Ok(())
-}
-
-dispatch! {
-    fn attend_f32(head: &Head<'_, f32>, out: &mut [f32]) -> Result<(), i32> = attend_body;
-}
-dispatch! {
-    fn attend_f16(head: &Head<'_, F16>, out: &mut [f32]) -> Result<(), i32> = attend_body;
-}
-dispatch! {
-    fn attend_bf16(head: &Head<'_, Bf16>, out: &mut [f32]) -> Result<(), i32> = attend_body;
-}
-
-/// Chooses the compiled copy for an element type.
-trait Attend: Element {
-    /// Fails with the block that the cache does not have.
-    fn attend(
-        path: crate::cpu::path::CpuPath,
-        head: &Head<'_, Self>,
-        out: &mut [f32],
-    ) -> Result<(), i32>;
-}
-
-macro_rules! attend {
-    ($($t:ty => $f:ident),*) => { $(impl Attend for $t {
-        fn attend(
-            path: crate::cpu::path::CpuPath,
-            head: &Head<'_, Self>,
-            out: &mut [f32],
-        ) -> Result<(), i32> {
-            $f(path, head, out)
-        }
-    })* };
-}
-attend!(f32 => attend_f32, F16 => attend_f16, Bf16 => attend_bf16);
-
-impl<T: Attend> Attention<T> {
     /// A row's sequence and its first and last key, or which index is wrong.
     fn range(&self, sequence: i32, position: i32) -> Result<(usize, usize, usize), (i64, usize)> {
         let seq = usize::try_from(sequence)
@@ -373,56 +196,239 @@ impl<T: Attend> Attention<T> {
     }
 }
 
-impl<T: Attend> Kernel for Attention<T> {
-    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
-        let d = self.spec.head_dim;
-        let count = self.count.at(run.rows);
-        let half = self.spec.slots() * self.spec.kv_heads * d;
+struct Attention<E> {
+    frame: Frame,
+    queries: Reg,
+    cache: Reg,
+    tables: Reg,
+    scale: f32,
+    /// 0: none.
+    soft_cap: f32,
+    element: std::marker::PhantomData<E>,
+}
+
+/// Rows of a tile, and query heads of one key head.
+struct Item {
+    number: usize,
+    rows: std::ops::Range<usize>,
+    kv_head: usize,
+    /// The first query head, and how many.
+    head: usize,
+    heads: usize,
+}
+
+impl<E: Element> Attention<E> {
+    /// # Safety
+    ///
+    /// As for [`Kernel::run`]; the item's results are this part's, or, where spans are shared, those of its spans.
+    unsafe fn item(
+        &self,
+        run: &Run<'_>,
+        item: &Item,
+        shared: Option<(usize, usize)>,
+        room: &mut Room<'_>,
+    ) {
+        let Frame {
+            spec, heads, count, ..
+        } = self.frame;
+        let (d, count) = (spec.head_dim, count.at(run.rows));
+        let half = E::bytes(spec.slots() * spec.kv_heads * d);
         // SAFETY: sizes as the specs say; the cache is not written in this step.
         let (queries, cache, tables, sequences, positions) = unsafe {
             (
-                run.slice::<f32>(self.queries, count * self.heads * d),
-                run.slice::<T>(self.cache, 2 * half),
-                run.slice::<i32>(self.tables, self.max_sequences * self.max_blocks),
-                run.slice::<i32>(self.sequences, count),
-                run.slice::<i32>(self.positions, count),
+                run.slice::<f32>(self.queries, count * heads * d),
+                run.slice::<u8>(self.cache, 2 * half),
+                run.slice::<i32>(
+                    self.tables,
+                    self.frame.max_sequences * self.frame.max_blocks,
+                ),
+                run.slice::<i32>(self.frame.sequences, count),
+                run.slice::<i32>(self.frame.positions, count),
             )
         };
-        let (keys, values) = cache.split_at(half);
-        // Neighbouring heads and rows go to different parts: later rows of a prompt have more keys.
-        for item in (part..count * self.heads).step_by(parts) {
-            if run.stopped() {
-                return;
-            }
-            let (row, h) = (item / self.heads, item % self.heads);
-            // SAFETY: each item is one part's, and items are disjoint.
-            let out = unsafe { run.slice_mut::<f32>(self.out, item * d..(item + 1) * d) };
-            let (seq, first, last) = match self.range(once(&sequences[row]), once(&positions[row]))
-            {
-                Ok(range) => range,
-                Err((index, bound)) => {
-                    run.index_out_of_range("paged_attention", index, bound);
-                    out.fill(0.0);
-                    continue;
+        let mut seen = [(0, 0); MAX_QUERIES];
+        let mut row = item.rows.start;
+        while row < item.rows.end {
+            // Neighbours of one sequence share its keys.
+            let (first, mut n, mut sequence) = (row, 0, 0);
+            while row < item.rows.end {
+                match self
+                    .frame
+                    .range(once(&sequences[row]), once(&positions[row]))
+                {
+                    Ok((seq, from, to)) if n == 0 || seq == sequence => {
+                        (sequence, seen[n]) = (seq, (from, to));
+                        n += 1;
+                        row += 1;
+                    }
+                    Err((index, bound)) if n == 0 => {
+                        run.index_out_of_range("paged_attention", index, bound);
+                        row += 1;
+                        break;
+                    }
+                    _ => break,
                 }
-            };
-            let head = Head {
-                query: &queries[item * d..(item + 1) * d],
-                keys,
-                values,
-                table: &tables[seq * self.max_blocks..][..self.max_blocks],
-                blocks: self.spec.blocks,
-                first,
-                last,
-                block_len: self.spec.block_len,
-                kv_heads: self.spec.kv_heads,
-                kv_head: h / (self.heads / self.spec.kv_heads),
+            }
+            let at = (first * heads + item.head) * d;
+            if n == 0 {
+                if shared.is_none() {
+                    // SAFETY: this part's heads of the row.
+                    unsafe { run.slice_mut::<f32>(self.frame.out, at..at + item.heads * d) }
+                        .fill(0.0);
+                }
+                continue;
+            }
+            let rows = &seen[..n];
+            let job = Job {
+                cache: Cache {
+                    keys: &cache[..half],
+                    values: &cache[half..],
+                    table: &tables[sequence * self.frame.max_blocks..][..self.frame.max_blocks],
+                    blocks: spec.blocks,
+                    block_len: spec.block_len,
+                    kv_heads: spec.kv_heads,
+                    kv_head: item.kv_head,
+                    d,
+                },
+                rows,
+                queries: &queries[at..],
+                stride: heads * d,
+                heads: item.heads,
                 scale: self.scale,
                 soft_cap: self.soft_cap,
             };
-            if let Err(block) = T::attend(run.path, &head, out) {
-                run.index_out_of_range("paged_attention", block.into(), self.spec.blocks);
-                out.fill(0.0);
+            let start = rows.iter().map(|r| r.0).min().unwrap_or(0) / SPAN;
+            let end = rows.iter().map(|r| r.1).max().unwrap_or(0) / SPAN + 1;
+            let Some((part, parts)) = shared else {
+                // SAFETY: inside of the result, and of the item's heads only.
+                unsafe {
+                    let out = run.pointer(self.frame.out).cast::<f32>().add(at);
+                    attend::<E>(run.path, run, &job, start..end, room, Out::Attention(out));
+                }
+                continue;
+            };
+            let Some((sums, _)) = self.frame.shared else {
+                return;
+            };
+            let record = self.frame.record();
+            let head = self.frame.spans() * record;
+            for span in (start..end).filter(|span| (span + item.number) % parts == part) {
+                // SAFETY: `shared` has room for this many rows, and the sums of a span are one part's.
+                unsafe {
+                    let start = run.pointer(sums).cast::<f32>();
+                    let out = Out::Spans {
+                        start: start.add((first * heads + item.head) * head),
+                        record,
+                        head,
+                        row: heads * head,
+                    };
+                    attend::<E>(run.path, run, &job, span..span + 1, room, out);
+                }
+            }
+        }
+    }
+}
+
+impl<E: Element> Kernel for Attention<E> {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let count = self.frame.count.at(run.rows);
+        let Cut {
+            rows,
+            tiles,
+            chunk,
+            chunks,
+            spans,
+        } = self.frame.cut(count, parts);
+        let d = self.frame.spec.head_dim;
+        // SAFETY: the launch asked for as many bytes, which are this part's and hold numbers of any bits.
+        let memory = unsafe {
+            let memory = run.workspace(part).cast::<f32>();
+            std::slice::from_raw_parts_mut(memory, Room::bytes(d) / size_of::<f32>())
+        };
+        let mut room = Room::new(memory, d);
+        let (group, mut number) = (self.frame.group(), 0);
+        for tile in 0..tiles {
+            for kv_head in 0..self.frame.spec.kv_heads {
+                for first in (0..chunks).map(|c| c * chunk) {
+                    number += 1;
+                    // Neighbours go to different parts: later rows of a prompt have more keys.
+                    if !spans && number % parts != part {
+                        continue;
+                    }
+                    if run.stopped() {
+                        return;
+                    }
+                    let item = Item {
+                        number,
+                        rows: tile * rows..count.min((tile + 1) * rows),
+                        kv_head,
+                        head: kv_head * group + first,
+                        heads: chunk.min(group - first),
+                    };
+                    let shared = spans.then_some((part, parts));
+                    // SAFETY: each item, or each span of one, is one part's.
+                    unsafe { self.item(run, &item, shared, &mut room) };
+                }
+            }
+        }
+    }
+}
+
+/// Adds the sums of spans, where threads shared them.
+struct AddSpans(Frame);
+
+#[inline(always)]
+fn add_body(records: &[f32], record: usize, out: &mut [f32]) {
+    let mut records = records.chunks_exact(record);
+    let Some(&[highest, total, ref values @ ..]) = records.next() else {
+        return;
+    };
+    out.copy_from_slice(values);
+    let mut sums = Sums {
+        highest,
+        total,
+        values: out,
+    };
+    for next in records {
+        if let &[highest, total, ref values @ ..] = next {
+            sums.add(highest, total, values);
+        }
+    }
+    sums.finish();
+}
+
+dispatch! {
+    fn add_spans(records: &[f32], record: usize, out: &mut [f32]) = add_body;
+}
+
+impl Kernel for AddSpans {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let frame = &self.0;
+        let (count, heads, d) = (frame.count.at(run.rows), frame.heads, frame.spec.head_dim);
+        let Some((sums, _)) = frame.shared.filter(|_| frame.cut(count, parts).spans) else {
+            return;
+        };
+        let (spans, record) = (frame.spans(), frame.record());
+        // SAFETY: sizes as the specs say; there is room for as many rows, or `cut` would have said otherwise.
+        let (sums, sequences, positions) = unsafe {
+            (
+                run.slice::<f32>(sums, count * heads * spans * record),
+                run.slice::<i32>(frame.sequences, count),
+                run.slice::<i32>(frame.positions, count),
+            )
+        };
+        for item in (part..count * heads).step_by(parts) {
+            let row = item / heads;
+            // SAFETY: each head of a row is one part's.
+            let out = unsafe { run.slice_mut::<f32>(frame.out, item * d..(item + 1) * d) };
+            // What is wrong with an index was said by the step before.
+            match frame.range(once(&sequences[row]), once(&positions[row])) {
+                Ok((_, first, last)) => {
+                    let of = item * spans + first / SPAN..item * spans + last / SPAN + 1;
+                    let records = &sums[of.start * record..of.end * record];
+                    add_spans(run.path, records, record, out);
+                }
+                Err(_) => out.fill(0.0),
             }
         }
     }
@@ -448,43 +454,55 @@ fn paged_attention(
         return Err(unsupported(call));
     };
     let spec = *call.cache(1)?;
+    let mut frame = Frame {
+        sequences,
+        positions,
+        out,
+        spec,
+        count,
+        heads,
+        max_sequences,
+        max_blocks,
+        window: usize::try_from(call.int(1)?).unwrap_or(0),
+        shared: None,
+    };
+    if launcher.parts > 1 && frame.spans() > 1 {
+        let row = heads
+            .checked_mul(frame.spans())
+            .and_then(|n| n.checked_mul(frame.record() * size_of::<f32>()))
+            .unwrap_or(usize::MAX);
+        let most = (4 * launcher.parts).div_ceil(spec.kv_heads);
+        let rows = most
+            .min(count.at(launcher.max_rows))
+            .min(SHARED_BYTES / row);
+        if rows > 0 {
+            frame.shared = Some((launcher.scratch(rows * row), rows));
+        }
+    }
     let scale = call.float(0)? as f32;
-    let window = usize::try_from(call.int(1)?).unwrap_or(0);
     let soft_cap = match call.float(2)? {
         // The limit where f32 has none so small: every score is next to nothing.
         cap if cap > 0.0 => (cap as f32).max(f32::MIN_POSITIVE),
         _ => 0.0,
     };
-    macro_rules! kernel {
-        ($t:ty) => {
-            launcher.step(
-                Attention::<$t> {
-                    queries,
-                    cache,
-                    tables,
-                    sequences,
-                    positions,
-                    out,
-                    spec,
-                    count,
-                    heads,
-                    max_sequences,
-                    max_blocks,
-                    scale,
-                    window,
-                    soft_cap,
-                    element: std::marker::PhantomData,
-                },
-                &[queries, cache, tables, sequences, positions],
-                &[out],
-            )
-        };
-    }
-    match spec.dtype {
-        DType::F32 => kernel!(f32),
-        DType::F16 => kernel!(F16),
-        DType::BF16 => kernel!(Bf16),
-        _ => return Err(unsupported(call)),
+    launcher.workspace(Room::bytes(spec.head_dim));
+    let mut writes = vec![out];
+    writes.extend(frame.shared.map(|(reg, _)| reg));
+    with_element!(call, spec.dtype, E => launcher.step(
+        Attention::<E> {
+            frame,
+            queries,
+            cache,
+            tables,
+            scale,
+            soft_cap,
+            element: std::marker::PhantomData,
+        },
+        &[queries, cache, tables, sequences, positions],
+        &writes,
+    ));
+    if let Some((sums, _)) = frame.shared {
+        launcher.step(AddSpans(frame), &[sums, sequences, positions], &[out]);
     }
     Ok(())
 }
