@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use hotcell_graph::DType;
+use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
@@ -231,7 +231,8 @@ fn chunks_threads_and_paths_change_no_bit() {
     ] {
         let source = open(&golden().join(model)).unwrap();
         let prompt: Vec<u32> = (0..61u32).map(|i| (i * 37 + 11) % 250).collect();
-        for cache in [DType::F32, DType::F16, DType::BF16] {
+        let fits = |cache: &DType| cache.row_bytes(source.config.head_dim).is_some();
+        for cache in CacheSpec::DTYPES.into_iter().filter(fits) {
             let whole = Solo::new(&source, 1, CpuPath::Portable, cache)
                 .unwrap()
                 .feed(&prompt, 64)
@@ -471,5 +472,31 @@ fn experts_that_are_missing_or_unlike_are_refused_by_name() {
     assert!(
         error.contains("tensor 'model.layers.0.mlp.gate.weight' is missing"),
         "{error}"
+    );
+}
+
+#[test]
+fn a_cache_of_bytes_is_close_and_only_for_heads_of_whole_blocks() {
+    let feed = |model: &str, cache| -> anyhow::Result<Vec<Vec<f32>>> {
+        let source = open(&golden().join(model)).unwrap();
+        let prompt: Vec<u32> = (0..40).collect();
+        Solo::new(&source, 1, CpuPath::detect(), cache)?.feed(&prompt, 64)
+    };
+    let (full, bytes) = (
+        feed("qwen3", DType::F32).unwrap(),
+        feed("qwen3", DType::Q8_0).unwrap(),
+    );
+    assert_ne!(bits(&full), bits(&bytes));
+    let worst = full
+        .iter()
+        .zip(&bytes)
+        .map(|(a, b)| nmse(b, a))
+        .fold(0.0, f64::max);
+    assert!(worst < 1e-3, "{worst:e}");
+    // Heads of 16.
+    let refused = feed("llama2", DType::Q8_0).unwrap_err().to_string();
+    assert!(
+        refused.contains("heads of 16") && refused.contains("q8_0"),
+        "{refused}"
     );
 }

@@ -3,7 +3,7 @@
 use std::{os::fd::RawFd, path::PathBuf};
 
 use clap::{Args, Parser, Subcommand};
-use hotcell_graph::DType;
+use hotcell_graph::{CacheSpec, DType};
 
 use crate::exit;
 
@@ -41,7 +41,7 @@ pub struct Common {
     /// Cores to compute on, for example 0,1; all that there are by default.
     #[arg(long, value_delimiter = ',')]
     pub cores: Vec<u32>,
-    /// How the KV cache stores numbers: f32, f16 or bf16.
+    /// How the KV cache stores numbers: f32, f16, bf16 or q8_0.
     #[arg(long, default_value = "f16", value_parser = cache_dtype)]
     pub kv_cache: DType,
     /// Bytes that each model may take besides its weights; by default 1 GiB of cache, more if one context needs it.
@@ -99,9 +99,8 @@ pub struct Serve {
 }
 
 fn cache_dtype(name: &str) -> Result<DType, String> {
-    let dtype =
-        DType::from_name(name).filter(|d| matches!(d, DType::F32 | DType::F16 | DType::BF16));
-    dtype.ok_or_else(|| "must be f32, f16 or bf16".to_owned())
+    let dtype = DType::from_name(name).filter(|d| CacheSpec::DTYPES.contains(d));
+    dtype.ok_or_else(|| "must be f32, f16, bf16 or q8_0".to_owned())
 }
 
 #[cfg(test)]
@@ -114,6 +113,7 @@ mod tests {
         Cli::command().debug_assert();
         let cli = Cli::parse_from(["hotcell-worker", "--listen", "127.0.0.1:1", "--model", "m"]);
         assert!(cli.mode.is_none());
+        assert!(Cli::try_parse_from(["hotcell-worker", "--kv-cache", "q8_0"]).is_ok());
         assert!(Cli::try_parse_from(["hotcell-worker", "--kv-cache", "q4_0"]).is_err());
     }
 }

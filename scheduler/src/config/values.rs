@@ -118,6 +118,10 @@ pub enum KvCache {
     F32,
     /// Brain float.
     Bf16,
+    /// Bytes in blocks of 32 with a scale.
+    #[value(name = "q8_0")]
+    #[serde(rename = "q8_0")]
+    Q8,
 }
 
 impl fmt::Display for KvCache {
@@ -126,6 +130,7 @@ impl fmt::Display for KvCache {
             KvCache::F16 => "f16",
             KvCache::F32 => "f32",
             KvCache::Bf16 => "bf16",
+            KvCache::Q8 => "q8_0",
         })
     }
 }

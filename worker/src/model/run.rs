@@ -48,12 +48,27 @@ pub struct RunShape {
 
 /// Bytes of cache for a token.
 fn bytes_per_token(config: &ModelConfig, cache_dtype: DType) -> usize {
-    2usize
-        .saturating_mul(cache_dtype.block_bytes())
+    // Where a head is no whole blocks, there is no cache ([`check_cache`]).
+    let head = cache_dtype.row_bytes(config.head_dim).unwrap_or(0);
+    head.saturating_mul(2)
         .saturating_mul(config.layers)
         .saturating_mul(config.kv_heads)
-        .saturating_mul(config.head_dim)
         .max(1)
+}
+
+/// Whether a cache can store the model's heads in this dtype.
+fn check_cache(config: &ModelConfig, cache_dtype: DType) -> Result<(), DeviceError> {
+    let d = config.head_dim;
+    match cache_dtype.row_bytes(d) {
+        Some(_) => Ok(()),
+        None => Err(DeviceError::Unsupported {
+            backend: "cpu",
+            op: "cache_write",
+            why: format!(
+                "heads of {d} are no whole blocks of {cache_dtype}; choose another dtype of the KV cache"
+            ),
+        }),
+    }
 }
 
 impl RunShape {
@@ -88,6 +103,7 @@ impl RunShape {
         cache_dtype: DType,
         bytes: u64,
     ) -> Result<Self, RunError> {
+        check_cache(&source.config, cache_dtype)?;
         let whole = Self::for_model(&source.config, cache_dtype);
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let besides = bytes_besides_cache(device, source, &whole)?;
@@ -275,6 +291,7 @@ impl Runner {
         let ModelSource {
             config, weights, ..
         } = source;
+        check_cache(config, shape.cache_dtype)?;
         let pattern = pattern(source, &shape);
         let (body, head, ending) = (body(pattern)?, head(pattern)?, ending(pattern)?);
         let i32s = |what: &str, n: usize| device.allocate(what, n * 4);

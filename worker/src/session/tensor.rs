@@ -115,9 +115,9 @@ pub fn read_cache_spec(spec: &v1::CacheSpec) -> Result<(CacheSpec, usize), Error
         kv_heads: size(spec.kv_heads)?,
         head_dim: size(spec.head_dim)?,
     };
-    let bytes = spec
-        .bytes()
-        .ok_or_else(|| wrong("is too large, or not of f32, f16 or bf16"))?;
+    let bytes = spec.bytes().ok_or_else(|| {
+        wrong("is too large, or not of f32, f16, bf16, or q8_0 with heads of whole blocks")
+    })?;
     Ok((spec, bytes))
 }
 

@@ -6,7 +6,7 @@
 //! and nothing else: not on the chunk, the batch, the threads, the other heads, nor on how the cache is cut into blocks. Every
 //! operation is rounded once, to nearest even; `exp` and `tanh` are those of [`lanes`](crate::cpu::lanes) and [`math`](crate::cpu::math).
 //!
-//! - A stored number is widened to `f32` exactly.
+//! - A stored number is widened to `f32` exactly; one of `q8_0` is its scale times its byte, which is exact too.
 //! - A score is one chain from `+0.0`: `acc = fma(q_i, k_i, acc)` for `i` ascending; then `acc · scale`; with a soft cap `c`,
 //!   `tanh(score / c) · c`.
 //! - Keys come in tiles of 64, tile `t` being the keys from `64 t` on. A tile raises the running maximum once: sums so far are
@@ -45,7 +45,7 @@ mod write;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use element::{Bf16, Element, F16, F32};
+use element::{Bf16, Element, F16, F32, Q8};
 use span::{Job, Out, Room, SPAN, Sums, attend};
 use tile::{Cache, MAX_HEAD_DIM, MAX_QUERIES};
 
@@ -70,7 +70,7 @@ fn spec_fits(cache: &CacheSpec) -> bool {
     (1..=MAX_HEAD_DIM).contains(&cache.head_dim)
         && cache.block_len > 0
         && i32::try_from(cache.slots()).is_ok()
-        && matches!(cache.dtype, DType::F32 | DType::F16 | DType::BF16)
+        && cache.bytes().is_some()
 }
 
 fn cache_fits(call: &Call<'_>) -> bool {
@@ -102,6 +102,10 @@ macro_rules! with_element {
             }
             DType::BF16 => {
                 type $element = Bf16;
+                $kernel
+            }
+            DType::Q8_0 => {
+                type $element = Q8;
                 $kernel
             }
             _ => return Err(unsupported($call)),

@@ -27,6 +27,10 @@ pub(super) trait Vector: Copy {
     unsafe fn load_f16(from: *const u8) -> Self::F;
     /// Reads sixteen bfloat16 numbers, 32 bytes.
     unsafe fn load_bf16(from: *const u8) -> Self::F;
+    /// Reads sixteen signed bytes.
+    unsafe fn load_i8(from: *const u8) -> Self::F;
+    /// A half-precision number in every lane.
+    unsafe fn splat_f16(bits: u16) -> Self::F;
     /// Writes 64 bytes.
     unsafe fn store(to: *mut f32, value: Self::F);
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
@@ -137,6 +141,16 @@ impl Vector for Portable {
         // SAFETY: see the impl.
         let bits = unsafe { from.cast::<[u16; LANES]>().read_unaligned() };
         lanes!(0.0, i => bf16_to_f32(bits[i]))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(from: *const u8) -> Self::F {
+        // SAFETY: see the impl.
+        let bytes = unsafe { from.cast::<[i8; LANES]>().read_unaligned() };
+        lanes!(0.0, i => f32::from(bytes[i]))
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(bits: u16) -> Self::F {
+        [f16_to_f32(bits); LANES]
     }
     #[inline(always)]
     unsafe fn store(to: *mut f32, value: Self::F) {

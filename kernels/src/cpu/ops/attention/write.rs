@@ -7,7 +7,7 @@ use hotcell_graph::{
 
 use super::{
     super::{split, unsupported},
-    element::{Bf16, Element, F16, F32},
+    element::{Bf16, Element, F16, F32, Q8},
     once, with_element,
 };
 use crate::{
@@ -79,7 +79,7 @@ impl<E: Element> Kernel for CacheWrite<E> {
                     // `half + at + bytes` is the cache's size at most; no other part has these columns.
                     let target =
                         unsafe { run.slice_mut::<u8>(self.cache, base + at..base + at + bytes) };
-                    E::store(&source[row * width + from..][..n], target);
+                    E::store(run.path, &source[row * width + from..][..n], target);
                 }
             }
         }

@@ -41,6 +41,16 @@ impl Vector for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(from: *const u8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(bits: u16) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(bits as i16)) }
+    }
+    #[inline(always)]
     unsafe fn store(to: *mut f32, value: __m512) {
         // SAFETY: see the impl.
         unsafe { _mm512_storeu_ps(to, value) }
@@ -208,6 +218,23 @@ impl Vector for Avx2 {
                 _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
             ]
         }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(from: *const u8) -> Self::F {
+        // SAFETY: see the impl.
+        unsafe {
+            let low = _mm_loadl_epi64(from.cast());
+            let high = _mm_loadl_epi64(from.add(8).cast());
+            [
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(bits: u16) -> Self::F {
+        // SAFETY: see the impl.
+        unsafe { [_mm256_cvtph_ps(_mm_set1_epi16(bits as i16)); 2] }
     }
     #[inline(always)]
     unsafe fn store(to: *mut f32, value: Self::F) {
