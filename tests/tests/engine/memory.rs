@@ -1,6 +1,6 @@
 //! When memory is short, sequences are put back and computed again.
 
-use hotcell_graph::DType;
+use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
@@ -26,8 +26,18 @@ fn too_few_blocks_for_all_change_nothing_but_the_order() {
 #[test]
 fn neither_rows_nor_places_nor_threads_nor_the_cache_change_a_token() {
     let asks = all_kinds();
-    for cache in [DType::F32, DType::F16, DType::BF16] {
-        let size = Size { cache, ..SIZE };
+    for cache in CacheSpec::DTYPES {
+        // Of these two, only this one's heads are whole blocks.
+        let model = if cache.is_block() {
+            "qwen3"
+        } else {
+            SIZE.model
+        };
+        let size = Size {
+            cache,
+            model,
+            ..SIZE
+        };
         let expected = alone(size, &asks);
         for (rows, sequences, threads) in [(1, 3, 1), (3, 2, 2), (7, 64, 1), (128, 6, 3)] {
             let size = Size {

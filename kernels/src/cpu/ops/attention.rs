@@ -138,6 +138,8 @@ struct Cut {
     /// Query heads of a chunk.
     chunk: usize,
     chunks: usize,
+    /// Whether that is less than all threads want.
+    few: bool,
     /// Whether threads share spans.
     spans: bool,
 }
@@ -160,20 +162,20 @@ impl Frame {
 
     /// By the number of rows and threads alone, never by data: others might change it between two looks.
     fn cut(&self, count: usize, parts: usize) -> Cut {
-        let group = self.group();
-        let chunk = group.min(MAX_QUERIES);
-        let chunks = group.div_ceil(chunk);
+        let chunk = self.group().min(MAX_QUERIES);
+        let chunks = self.group().div_ceil(chunk);
         // Rows share a tile of keys where enough work for all threads is left.
         let per_row = self.spec.kv_heads * chunks;
         let rows = (count * per_row).div_ceil(2 * parts);
         let rows = rows.clamp(1, MAX_QUERIES / chunk);
         let tiles = count.div_ceil(rows);
-        let few = parts > 1 && tiles * per_row < 2 * parts;
+        let few = tiles * per_row < 2 * parts;
         Cut {
             rows,
             tiles,
             chunk,
             chunks,
+            few,
             spans: few && self.shared.is_some_and(|(_, most)| count <= most),
         }
     }
@@ -342,6 +344,7 @@ impl<E: Element> Kernel for Attention<E> {
             chunk,
             chunks,
             spans,
+            ..
         } = self.frame.cut(count, parts);
         let d = self.frame.spec.head_dim;
         // SAFETY: the launch asked for as many bytes, which are this part's and hold numbers of any bits.
@@ -470,7 +473,7 @@ fn paged_attention(
         window: usize::try_from(call.int(1)?).unwrap_or(0),
         shared: None,
     };
-    if launcher.parts > 1 && frame.spans() > 1 {
+    if launcher.parts > 1 && frame.spans() > 1 && frame.cut(1, launcher.parts).few {
         let row = heads
             .checked_mul(frame.spans())
             .and_then(|n| n.checked_mul(frame.record() * size_of::<f32>()))

@@ -311,14 +311,14 @@ unsafe fn one_span<V: Vector, E: Element>(
     room.sums[..count * wide].fill(0.0);
     let tile_at = |tile: usize| span * SPAN + tile * TILE;
     let union = |start: usize| {
-        let mut union = usize::MAX..0;
+        let (mut from, mut to) = (usize::MAX, 0);
         for &row in job.rows {
             let keys = seen(row, &(start..start + TILE));
             if !keys.is_empty() {
-                union = union.start.min(keys.start)..union.end.max(keys.end);
+                (from, to) = (from.min(keys.start), to.max(keys.end));
             }
         }
-        union
+        from..to
     };
     let mut next = union(tile_at(0));
     let mut next_places = job.cache.places::<E>(run, tile_at(0), next.clone());
