@@ -11,6 +11,10 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ModelName(String);
 
+/// A layout in which a device likes weights: 1 to 32 letters, digits, `-` or `.`; it begins with none of the two.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Layout(String);
+
 /// A request's id: 1 to 64 letters, digits, `-` or `_`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(String);
@@ -64,6 +68,31 @@ impl ModelName {
     }
 }
 
+impl Layout {
+    /// Checks a layout's name.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] for an empty, long or oddly spelt name.
+    pub fn new(name: impl Into<String>) -> Result<Self, Error> {
+        let name = name.into();
+        let plain = name.trim_start_matches(['-', '.']);
+        check(
+            "the layout",
+            // It is part of a file's name.
+            if plain.len() == name.len() { &name } else { "" },
+            limits::MAX_LAYOUT,
+            &['-', '.'],
+            Reason::InvalidArgument,
+        )?;
+        Ok(Self(name))
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
 impl RequestId {
     /// Checks an id.
     ///
@@ -104,6 +133,12 @@ impl fmt::Display for ModelName {
     }
 }
 
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 impl fmt::Display for RequestId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
@@ -127,6 +162,10 @@ mod tests {
             assert!(ModelName::new(bad).is_err(), "{bad:?}");
         }
         assert!(RequestId::new("../etc").is_err());
+        assert!(Layout::new("panel16-1").is_ok());
+        for bad in ["", "..", "-a", "a/b", "a_b", &"x".repeat(33)] {
+            assert!(Layout::new(bad).is_err(), "{bad:?}");
+        }
         let (a, b) = (RequestId::random().unwrap(), RequestId::random().unwrap());
         assert_ne!(a, b);
         assert!(RequestId::new(a.as_str()).is_ok());

@@ -123,6 +123,12 @@ pub const MAX_ELEMENTS: u64 = 1 << 40;
 pub const MAX_CONTINUATIONS: u32 = 8;
 /// Throw-away workers at once, each of which runs one suspected request alone.
 pub const MAX_SOLO_WORKERS: usize = 4;
+/// Characters of the name of a layout in which weights are packed.
+pub const MAX_LAYOUT: usize = 32;
+/// Bytes of one piece of packed weights, on its way from the worker that packs to the scheduler.
+pub const PACK_PIECE: usize = 8 << 20;
+/// Times that packing a model may fail before it is left as it is.
+pub const PACK_ATTEMPTS: u32 = 3;
 /// Steps of the fixed computation whose result a worker is held to.
 pub const MAX_CHECK_STEPS: u32 = 5;
 /// Bytes of one part of a model's weights as they are hashed, one part at a time.

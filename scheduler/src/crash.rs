@@ -99,6 +99,7 @@ fn read(seen: Snapshot) -> BlackBox {
             .collect(),
         error: clip(&seen.error),
         signal: seen.crash.map(site),
+        packed_bytes: seen.packed,
     }
 }
 

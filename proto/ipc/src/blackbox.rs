@@ -11,7 +11,7 @@ mod writer;
 
 pub use page::{BYTES, Doing, MAX_FRAMES, MAX_NAMES, MAX_RUNNING, Node};
 pub use reader::{Crash, Pulse, Reader, Running, Snapshot};
-pub use writer::{CrashWriter, Slot, Writer};
+pub use writer::{CrashWriter, Packing, Slot, Writer};
 
 use std::{io, os::fd::OwnedFd};
 
@@ -56,6 +56,8 @@ mod tests {
         writer.computed(&two, 5);
         writer.end(one);
         writer.error("it went \u{1b}[31mwrong\nhere");
+        let packing = writer.packs();
+        packing.done(4096);
 
         let seen = reader.snapshot().unwrap();
         assert_eq!(seen.pid, std::process::id());
@@ -75,6 +77,11 @@ mod tests {
         );
         assert_eq!(seen.error, "it went ?[31mwrong?here");
         assert_eq!(seen.crash, None);
+        let own = rustix::thread::gettid().as_raw_nonzero().get();
+        assert_eq!((seen.packer, seen.packed), (Some(own as u32), 4096));
+        drop(packing);
+        let seen = reader.snapshot().unwrap();
+        assert_eq!((seen.packer, seen.packed), (None, 0));
     }
 
     #[test]

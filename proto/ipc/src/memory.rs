@@ -2,8 +2,8 @@
 
 use std::fs::File;
 use std::io::{self, Seek, Write};
-use std::ops::Deref;
-use std::os::fd::{AsFd, OwnedFd};
+use std::ops::{Deref, Range};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
@@ -50,6 +50,29 @@ pub fn shared_memory(name: &str, len: u64) -> io::Result<OwnedFd> {
     rustix::fs::ftruncate(&fd, len)?;
     rustix::fs::fcntl_add_seals(&fd, FIXED_SIZE)?;
     Ok(fd)
+}
+
+/// Makes `len` zero bytes of anonymous memory for this process to fill and then to [`seal`]. Until then it is to be
+/// handed to nobody. Its pages take room once they are written.
+///
+/// # Errors
+/// What `memfd_create` or `ftruncate` report; a bad name is `InvalidInput`.
+pub fn unsealed_memory(name: &str, len: u64) -> io::Result<File> {
+    let fd = sealable(name)?;
+    rustix::fs::ftruncate(&fd, len)?;
+    Ok(fd.into())
+}
+
+/// Seals memory of [`unsealed_memory`] for good, and gives a descriptor by which it can be read only.
+///
+/// # Errors
+/// What `fcntl(F_ADD_SEALS)` reports: `ResourceBusy` while somebody has it mapped to write. Otherwise that `/proc` is
+/// missing.
+pub fn seal(memory: &File) -> io::Result<OwnedFd> {
+    rustix::fs::fcntl_add_seals(memory, IMMUTABLE)?;
+    // The other one may still change the file's times.
+    let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
+    Ok(File::open(path)?.into())
 }
 
 /// Whether `fd` is memory whose bytes and length can no longer change, as [`sealed_memory`] makes it.
@@ -202,6 +225,38 @@ impl Mapping {
     /// The file's identity when it was mapped.
     pub fn identity(&self) -> FileIdentity {
         self.0.identity
+    }
+
+    /// Lets go of the resident pages that lie in `range` as a whole. They come back from the file when they are read.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the range is outside of the mapping; otherwise what `madvise` reports.
+    pub fn forget(&self, range: Range<usize>) -> io::Result<()> {
+        if range.start > range.end || range.end > self.len() {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the range is outside of the mapping",
+            ));
+        }
+        let page = rustix::param::page_size();
+        let start = range.start.next_multiple_of(page);
+        // The last page of all is a whole one as well: nothing comes after the file's end.
+        let end = match range.end == self.len() {
+            true => range.end,
+            false => range.end - range.end % page,
+        };
+        if start >= end {
+            return Ok(());
+        }
+        // SAFETY: nobody writes to this private mapping, so that it has no pages but the file's: those that are dropped
+        // are read from it again, with the same bytes as far as the file has them (the type's trap).
+        unsafe {
+            self.0.map.unchecked_advise_range(
+                memmap2::UncheckedAdvice::DontNeed,
+                start,
+                end - start,
+            )
+        }
     }
 
     /// Whether the file still has the identity it was mapped with (see [`FileIdentity`] for what that misses).

@@ -54,6 +54,33 @@ impl OomCounts {
     }
 }
 
+/// Bytes of memory that this process may take before somebody is killed for it, as far as that can be told: what the
+/// kernel says is available, and what the control group's limit leaves. Nothing if it cannot be told at all.
+pub fn room() -> Option<u64> {
+    let read = |path: PathBuf| fs::read_to_string(path).ok();
+    let host = read("/proc/meminfo".into()).and_then(|text| {
+        let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        kib.checked_mul(1024)
+    });
+    let number = |path: PathBuf| read(path)?.trim().parse::<u64>().ok();
+    let groups = read("/proc/self/cgroup".into()).unwrap_or_default();
+    let group = folders(&groups).into_iter().find_map(|folder| {
+        let left = |limit: &str, used: &str, cached: &str| {
+            let left = number(folder.join(limit))?.saturating_sub(number(folder.join(used))?);
+            // The page cache makes room by itself.
+            let cached = read(folder.join("memory.stat")).and_then(|text| value(&text, cached));
+            Some(left.saturating_add(cached.unwrap_or(0)))
+        };
+        // Version 2, where "max" is no number and no limit; then version 1.
+        left("memory.max", "memory.current", "inactive_file").or_else(|| {
+            let (limit, used) = ("memory.limit_in_bytes", "memory.usage_in_bytes");
+            left(limit, used, "total_inactive_file")
+        })
+    });
+    host.map(|host| group.map_or(host, |group| host.min(group)))
+}
+
 /// The value of a line `name value`.
 fn value(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines();

@@ -108,3 +108,39 @@ fn an_empty_file_maps_to_nothing_and_a_directory_not_at_all() {
     let error = Mapping::of_file(&directory).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
 }
+
+#[test]
+fn memory_is_filled_then_sealed_and_only_read_from_then_on() {
+    use std::os::unix::fs::FileExt;
+
+    let file = hotcell_ipc::memory::unsealed_memory("packed", 10_000).unwrap();
+    file.write_all_at(b"end", 9_997).unwrap();
+    {
+        // SAFETY: never touched.
+        let _map = unsafe { memmap2::MmapMut::map_mut(&file) }.unwrap();
+        assert!(hotcell_ipc::memory::seal(&file).is_err());
+    }
+    let sealed = hotcell_ipc::memory::seal(&file).unwrap();
+    assert!(is_immutable(&sealed).unwrap());
+    assert!(file.write_at(b"x", 0).is_err());
+    assert!(File::from(sealed.try_clone().unwrap()).set_len(1).is_err());
+    let mapping = Mapping::of_file(&sealed).unwrap();
+    assert_eq!(&mapping[9_996..], b"\0end");
+}
+
+#[test]
+fn forgotten_pages_come_back_as_they_were() {
+    let mut file = tempfile::tempfile().unwrap();
+    let bytes: Vec<u8> = (0..40_000u32).map(|i| i as u8).collect();
+    file.write_all(&bytes).unwrap();
+    let mapping = Mapping::of_file(&file).unwrap();
+    assert_eq!(&mapping[..], bytes);
+    for range in [0..40_000, 5_000..15_000, 5..6, 39_999..40_000, 7..7] {
+        mapping.forget(range).unwrap();
+        assert_eq!(&mapping[..], bytes);
+    }
+    let backwards = std::ops::Range { start: 9, end: 3 };
+    for range in [0..40_001, backwards] {
+        assert!(mapping.forget(range).is_err());
+    }
+}

@@ -42,6 +42,10 @@ pub(super) struct Page {
     pub crash: Site,
     pub running: [Request; MAX_RUNNING],
     pub names: [Text<4>; MAX_NAMES],
+    /// The thread that packs weights; 0 while none does.
+    pub packer: AtomicU64,
+    /// Bytes that it has packed.
+    pub packed: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Page>() <= BYTES);

@@ -80,6 +80,10 @@ pub struct Snapshot {
     pub peak: u64,
     /// Requests that ran.
     pub running: Vec<Running>,
+    /// The thread that packed weights, if one did.
+    pub packer: Option<u32>,
+    /// Bytes that it had packed.
+    pub packed: u64,
     /// The last error.
     pub error: String,
     /// Where a signal struck, if one did.
@@ -171,6 +175,11 @@ impl Reader {
                     tokens: r.tokens.load(Relaxed),
                 })
                 .collect(),
+            packer: match page.packer.load(Relaxed) {
+                0 => None,
+                thread => Some(thread as u32),
+            },
+            packed: page.packed.load(Relaxed),
             error: page.error.read(),
             crash: self.crash(),
         })

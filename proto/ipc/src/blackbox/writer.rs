@@ -17,7 +17,7 @@ use crate::memory::SharedMapping;
 
 /// Writes what this process does. It stays mapped for the rest of the process's life, so that a signal handler may use
 /// it at any time; copies write to the same one. The counters have one writer each: the engine's thread, except for
-/// [`Writer::beat`], which is the event loop's.
+/// [`Writer::beat`], which is the event loop's, and [`Packing::done`].
 #[derive(Clone, Copy)]
 pub struct Writer(&'static Page);
 
@@ -104,6 +104,14 @@ impl Writer {
         (&self.0.progress, &self.0.node)
     }
 
+    /// This thread packs weights from now on; until it is dropped.
+    pub fn packs(&self) -> Packing {
+        let thread = rustix::thread::gettid().as_raw_nonzero().get();
+        self.0.packed.store(0, Relaxed);
+        self.0.packer.store(thread as u64, Relaxed);
+        Packing(self.0)
+    }
+
     /// Bytes in use on the device, and the most there were.
     pub fn memory(&self, allocated: u64, peak: u64) {
         self.0.allocated.store(allocated, Relaxed);
@@ -143,6 +151,23 @@ impl Writer {
     /// Where a signal handler writes.
     pub fn crash(&self) -> CrashWriter {
         CrashWriter(&self.0.crash)
+    }
+}
+
+/// Says that a thread packs weights, and how far it is. One at a time.
+pub struct Packing(&'static Page);
+
+impl Packing {
+    /// So many bytes are packed.
+    pub fn done(&self, bytes: u64) {
+        self.0.packed.store(bytes, Relaxed);
+    }
+}
+
+impl Drop for Packing {
+    fn drop(&mut self) {
+        self.0.packer.store(0, Relaxed);
+        self.0.packed.store(0, Relaxed);
     }
 }
 
