@@ -76,6 +76,15 @@ settings! {
     /// Bytes that each model may take in a worker besides its weights [default: 1 GiB of cache, more if one context needs it]
     #[arg(value_name = "BYTES")]
     model_memory: u64 = "HOTCELL_MODEL_MEMORY";
+    /// Folder for packed copies of models larger than 64 MiB, which only this user may read [default: packed in $CACHE_DIRECTORY, else hotcell/packed in $XDG_CACHE_HOME or ~/.cache]
+    #[arg(value_name = "PATH")]
+    pack_dir: PathBuf = "HOTCELL_PACK_DIR";
+    /// Bytes that the copies in that folder may take, those of earlier schedulers included; the least recently used goes first [default: as much as leaves 5 % of the disk free]
+    #[arg(value_name = "BYTES")]
+    pack_limit: u64 = "HOTCELL_PACK_LIMIT";
+    /// Compute from models' files as they are, without packed copies
+    #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    no_pack: bool = "HOTCELL_NO_PACK";
     /// How long the probe of devices may take [default: 10s]
     #[arg(value_name = "TIME")]
     probe_timeout: Span = "HOTCELL_PROBE_TIMEOUT";
@@ -178,6 +187,15 @@ pub struct Timeouts {
     pub drain: Duration,
 }
 
+/// Where packed copies of models go.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PackConfig {
+    /// The folder for the larger ones, if there is one.
+    pub folder: Option<PathBuf>,
+    /// Bytes that those may take.
+    pub limit: Option<u64>,
+}
+
 /// What workers are started with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerConfig {
@@ -212,6 +230,8 @@ pub struct Config {
     pub default_model: Option<ModelName>,
     /// What workers are started with.
     pub worker: WorkerConfig,
+    /// Where packed copies of models go; none if there are to be none.
+    pub packs: Option<PackConfig>,
     /// Bounds on waiting.
     pub timeouts: Timeouts,
     /// When a worker is restarted.
@@ -239,6 +259,8 @@ pub struct Surroundings {
     pub runtime_dir: Option<PathBuf>,
     /// `$XDG_CONFIG_HOME`, or `$HOME/.config`.
     pub config_home: Option<PathBuf>,
+    /// Hotcell's own part of `$XDG_CACHE_HOME` or `$HOME/.cache`, or what the service manager made for it.
+    pub cache: Option<PathBuf>,
     /// Effective user id.
     pub uid: u32,
     /// This program's own path.
@@ -254,6 +276,13 @@ impl Surroundings {
             config_home: path("XDG_CONFIG_HOME")
                 .filter(|p| p.is_absolute())
                 .or_else(|| path("HOME").map(|home| home.join(".config"))),
+            cache: path("CACHE_DIRECTORY")
+                .filter(|p| p.is_absolute())
+                .or_else(|| {
+                    let home = path("XDG_CACHE_HOME").filter(|p| p.is_absolute());
+                    let home = home.or_else(|| path("HOME").map(|home| home.join(".cache")));
+                    home.map(|home| home.join("hotcell"))
+                }),
             uid: rustix::process::geteuid().as_raw(),
             executable: std::env::current_exe().ok(),
         }
@@ -371,6 +400,12 @@ impl Config {
                 model_memory: s.model_memory,
                 log: values::plain_level(&log),
             },
+            packs: (!s.no_pack.unwrap_or(false)).then(|| PackConfig {
+                folder: s
+                    .pack_dir
+                    .or_else(|| around.cache.as_ref().map(|cache| cache.join("packed"))),
+                limit: s.pack_limit,
+            }),
             timeouts: Timeouts {
                 probe: time(s.probe_timeout, Duration::from_secs(10)),
                 resume: time(s.continue_timeout, Duration::from_secs(30)),

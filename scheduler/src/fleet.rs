@@ -16,6 +16,8 @@ mod launch;
 mod link;
 mod loading;
 mod models;
+mod packing;
+mod pieces;
 mod release;
 mod signs;
 mod slot;
@@ -65,6 +67,7 @@ use crate::{
     hang::Patience,
     journal::Bounds,
     known::Book,
+    packed::Packs,
     placement::{self, Candidate, Estimate, NoPlace, Wish},
     prefixes::{Prefixes, Prints},
     supervisor::{Phase, Policy, State},
@@ -102,6 +105,8 @@ pub struct Parts {
     pub crashes: Crashes,
     /// Bounds on waiting.
     pub timeouts: Timeouts,
+    /// Where packed copies of models are made and found.
+    pub packs: Packs,
     /// Folders that links may lead into.
     pub model_roots: Vec<std::path::PathBuf>,
     /// For requests without a model's name.
@@ -141,6 +146,7 @@ pub struct Fleet {
     /// What is known about workers that died.
     pub crashes: Crashes,
     timeouts: Timeouts,
+    packs: Arc<Packs>,
     model_roots: Vec<std::path::PathBuf>,
     began: Instant,
 }
@@ -221,6 +227,7 @@ impl Fleet {
             patience: parts.patience,
             crashes: parts.crashes,
             timeouts: parts.timeouts,
+            packs: Arc::new(parts.packs),
             model_roots: parts.model_roots,
             began: Instant::now(),
         })

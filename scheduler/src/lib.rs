@@ -17,6 +17,7 @@ pub mod journal;
 pub mod known;
 pub mod manager;
 pub mod onward;
+pub mod packed;
 pub mod placement;
 pub mod prefixes;
 pub mod relay;

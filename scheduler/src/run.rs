@@ -20,6 +20,7 @@ use crate::{
     fleet::{Fleet, Parts, Processes},
     inherit::Inherited,
     manager,
+    packed::Packs,
     service::{self, Doors, Ended, Shared},
     takeover::{Left, Takeover},
     vault::{self, Source},
@@ -114,6 +115,10 @@ pub async fn run(
         patience: config.patience,
         crashes: Crashes::new(config.crash_dir.clone()),
         timeouts: config.timeouts,
+        packs: match &config.packs {
+            Some(packs) => Packs::new(packs.folder.clone(), packs.limit),
+            None => Packs::off(),
+        },
         model_roots: config.model_roots.clone(),
         default_model: config.default_model.clone(),
     });
@@ -138,6 +143,7 @@ pub async fn run(
         .map(|heir| (heir.id.clone(), heir.past.epoch))
         .collect();
     fleet.start_with(devices, heirs);
+    fleet.keep_packed();
     if let Some(pace) = config.checks {
         fleet.check_every(pace);
     }

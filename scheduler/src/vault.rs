@@ -4,9 +4,11 @@
 //! were inherited; what they mean is for a worker to find out.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use hotcell_ipc::{
@@ -15,11 +17,13 @@ use hotcell_ipc::{
 };
 use hotcell_proto::{
     error::{Error, Reason},
-    ids::ModelName,
+    ids::{Layout, ModelName},
     limits,
     v1::{self, FileHandle},
 };
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+
+use crate::packed::{Copies, Copy, Key};
 
 /// Where a model's bytes come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +57,9 @@ struct HeldFile {
 #[derive(Debug)]
 pub struct OpenModel {
     files: Vec<HeldFile>,
+    /// Whether the files came as descriptors: nobody finds them again by a path.
+    inherited: bool,
+    copies: Copies,
 }
 
 impl OpenModel {
@@ -72,32 +79,50 @@ impl OpenModel {
         self.files.iter().map(handle).collect()
     }
 
-    /// The same files once more.
+    /// The same files once more, and their packed copies.
     ///
     /// # Errors
     /// For want of descriptors.
     pub fn share(&self) -> io::Result<Vec<OwnedFd>> {
-        self.files.iter().map(|f| f.fd.try_clone()).collect()
+        let files = self.files.iter().map(|f| f.fd.try_clone());
+        let copies = self.copies.held();
+        let copies = copies.iter().map(|(_, _, copy, _)| copy.share());
+        files.chain(copies).collect()
+    }
+
+    /// Its packed copies.
+    pub fn copies(&self) -> &Copies {
+        &self.copies
+    }
+
+    /// What a file's packed copy goes by.
+    pub fn key(&self, index: u32, layout: &Layout) -> Option<Key> {
+        let file = self.files.get(index as usize)?;
+        Some(Key {
+            file: file.identity,
+            layout: layout.clone(),
+        })
+    }
+
+    /// Whether the files came as descriptors.
+    pub fn is_inherited(&self) -> bool {
+        self.inherited
     }
 
     /// The files, for a program that takes this one's place.
     pub fn hold(&self) -> Vec<v1::HeldFile> {
-        let hold = |f: &HeldFile| {
-            let (modified_s, modified_ns) = split(f.identity.mtime_ns);
-            let (changed_s, changed_ns) = split(f.identity.ctime_ns);
-            v1::HeldFile {
-                name: f.name.clone(),
-                descriptor: takeover::number(&f.fd),
-                device: f.identity.dev,
-                inode: f.identity.ino,
-                bytes: f.identity.len,
-                modified_s,
-                modified_ns,
-                changed_s,
-                changed_ns,
+        let hold = |f: &HeldFile| held(&f.name, &f.fd, f.identity);
+        let mut files: Vec<_> = self.files.iter().map(hold).collect();
+        for (layout, index, copy, packings) in self.copies.held() {
+            if let Some(file) = files.get_mut(index as usize) {
+                file.packed.push(v1::HeldPacked {
+                    layout: layout.as_str().to_owned(),
+                    file: Some(held("", copy.as_fd(), copy.identity())),
+                    packings,
+                });
             }
-        };
-        self.files.iter().map(hold).collect()
+        }
+        files
     }
 
     /// Refuses if a file is not what it was when it was opened.
@@ -225,7 +250,11 @@ pub fn open(path: &Path, roots: &[PathBuf]) -> Result<OpenModel, Error> {
             file.name = name.to_owned();
         }
     }
-    Ok(OpenModel { files })
+    Ok(OpenModel {
+        files,
+        inherited: false,
+        copies: Copies::default(),
+    })
 }
 
 /// The entries of a folder that may belong to a model, in the order of their names.
@@ -330,7 +359,11 @@ pub fn adopt(name: &ModelName, files: Vec<(String, OwnedFd)>) -> Result<OpenMode
         });
     }
     held.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(OpenModel { files: held })
+    Ok(OpenModel {
+        files: held,
+        inherited: true,
+        copies: Copies::default(),
+    })
 }
 
 const NS: i128 = 1_000_000_000;
@@ -340,35 +373,84 @@ fn split(ns: i128) -> (i64, u32) {
     (seconds, u32::try_from(ns.rem_euclid(NS)).unwrap_or(0))
 }
 
-/// Takes a model from the program before this one. It is what it was when that one opened it.
+fn held(name: &str, fd: impl AsFd, identity: FileIdentity) -> v1::HeldFile {
+    let (modified_s, modified_ns) = split(identity.mtime_ns);
+    let (changed_s, changed_ns) = split(identity.ctime_ns);
+    v1::HeldFile {
+        name: name.to_owned(),
+        descriptor: takeover::number(fd),
+        device: identity.dev,
+        inode: identity.ino,
+        bytes: identity.len,
+        modified_s,
+        modified_ns,
+        changed_s,
+        changed_ns,
+        packed: Vec::new(),
+    }
+}
+
+fn identity(file: &v1::HeldFile) -> FileIdentity {
+    let join = |s: i64, ns: u32| i128::from(s) * NS + i128::from(ns);
+    FileIdentity {
+        dev: file.device,
+        ino: file.inode,
+        len: file.bytes,
+        mtime_ns: join(file.modified_s, file.modified_ns),
+        ctime_ns: join(file.changed_s, file.changed_ns),
+    }
+}
+
+/// Takes a model from the program before this one; `inherited` says whether that one got it as descriptors. It is what it
+/// was when that one opened it.
 ///
 /// # Errors
 /// [`Reason::NotAModel`] if a file's descriptor did not come.
 pub fn inherit(
     files: Vec<v1::HeldFile>,
+    inherited: bool,
     mut claim: impl FnMut(i32) -> Option<OwnedFd>,
 ) -> Result<OpenModel, Error> {
-    let held = files.into_iter().map(|file| {
+    let mut sets = BTreeMap::<Layout, (Vec<_>, u32)>::new();
+    let held = files.into_iter().zip(0..).map(|(file, index)| {
+        for packed in &file.packed {
+            let Ok(layout) = Layout::new(packed.layout.as_str()) else {
+                continue;
+            };
+            let copy = packed.file.as_ref().and_then(|held| {
+                let identity = identity(held);
+                let copy = Copy::inherit(claim(held.descriptor)?, identity)?;
+                // A copy is as long as what it is a copy of.
+                (identity.len == file.bytes).then(|| (index, Arc::new(copy)))
+            });
+            let (set, packings) = sets.entry(layout).or_default();
+            *packings = packed.packings;
+            set.push(copy);
+        }
         let fd = claim(file.descriptor).ok_or_else(|| {
             let what = format!("its file {} was not handed over", file.name);
             Error::new(Reason::NotAModel, what)
         })?;
-        let join = |s: i64, ns: u32| i128::from(s) * NS + i128::from(ns);
         Ok(HeldFile {
+            identity: identity(&file),
             name: file.name,
             sealed: is_immutable(&fd).unwrap_or(false),
             fd,
-            identity: FileIdentity {
-                dev: file.device,
-                ino: file.inode,
-                len: file.bytes,
-                mtime_ns: join(file.modified_s, file.modified_ns),
-                ctime_ns: join(file.changed_s, file.changed_ns),
-            },
         })
     });
     let files = held.collect::<Result<Vec<_>, Error>>()?;
-    Ok(OpenModel { files })
+    let copies = Copies::default();
+    for (layout, (set, packings)) in sets {
+        // All of them, or it is looked for anew.
+        if let Some(set) = set.into_iter().collect::<Option<Vec<_>>>() {
+            copies.inherit(&layout, Arc::new(set), packings);
+        }
+    }
+    Ok(OpenModel {
+        files,
+        inherited,
+        copies,
+    })
 }
 
 #[cfg(test)]

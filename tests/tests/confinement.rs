@@ -359,6 +359,11 @@ fn arguments_decide_where_they_can() {
     for option in ["1", "4"] {
         assert_refused(&call(&["prctl", option]), EPERM);
     }
+    // Another process's urgency, and a group's; 0 is the thread itself.
+    assert_refused(&call(&["setpriority", "0", "1", "19"]), EPERM);
+    assert_refused(&call(&["setpriority", "1", "0", "19"]), EPERM);
+    assert_done(&call(&["setpriority", "0", "0", "19"]));
+    assert_refused(&call(&["setpriority", "0", "0", "-1"]), EACCES);
     // A thread in a user namespace of its own.
     assert_trapped(&call(&["clone", "268501248"]), "clone");
     // All processes, and the own group.

@@ -2,7 +2,7 @@
 //! waits for commands, a caller may use the device for something short on its own thread.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     panic::AssertUnwindSafe,
     rc::Rc,
     sync::{
@@ -14,12 +14,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_graph::{DType, op::catalogue};
+use hotcell_graph::DType;
 use hotcell_ipc::blackbox::{Doing, Node, Writer};
 use hotcell_kernels::{
-    backend::{BufferType, Device, DeviceError, DeviceInfo, Trail},
+    backend::{Device, DeviceError, Trail},
+    cpu::pack::LAYOUT,
     plan::PlanHints,
-    registry::Registry,
 };
 use hotcell_proto::{
     error::{Error, Reason},
@@ -28,8 +28,10 @@ use hotcell_proto::{
 };
 use tokio::sync::{Semaphore, oneshot};
 
+mod about;
 mod owned;
 
+pub use self::about::{EngineConfig, Opened, Ready, names};
 use self::owned::Owned;
 use crate::{
     entropy,
@@ -41,7 +43,7 @@ use crate::{
     },
     model::run::{RunShape, Runner},
     session::plane::TensorPlane,
-    weights::ModelSource,
+    weights::{ModelSource, Weight},
 };
 
 /// Commands that wait at most. Each request is one, plus wakes and loads.
@@ -60,7 +62,12 @@ enum Command {
     Load {
         name: String,
         source: Box<ModelSource>,
-        reply: oneshot::Sender<Result<RunShape, Error>>,
+        reply: oneshot::Sender<Result<Ready, Error>>,
+    },
+    UsePacked {
+        name: String,
+        weights: BTreeMap<String, Weight>,
+        reply: oneshot::Sender<Result<(), Error>>,
     },
     Unload {
         name: String,
@@ -86,45 +93,6 @@ enum Command {
     Wake,
 }
 
-/// What the engine says about its device when it starts.
-#[derive(Clone, Debug)]
-pub struct Opened {
-    /// The device.
-    pub info: DeviceInfo,
-    /// Its part of the numerics class.
-    pub numerics: String,
-    /// Whether equal inputs give equal bits.
-    pub reproducible: bool,
-    /// Ops it has kernels for.
-    pub ops: Vec<&'static str>,
-    /// What it allocates from.
-    pub buffer_types: &'static [BufferType],
-}
-
-/// The ops as a black box numbers them.
-pub fn names() -> impl Iterator<Item = &'static str> {
-    catalogue().map(|row| row.name)
-}
-
-/// How the engine runs.
-#[derive(Clone)]
-pub struct EngineConfig {
-    /// Device id.
-    pub device: String,
-    /// Cores to use; empty: as probed.
-    pub cores: Vec<u32>,
-    /// How the cache stores numbers.
-    pub cache_dtype: DType,
-    /// Bytes that each model may take besides its weights; 1 GiB of cache, or one context's, unless told.
-    pub model_memory: Option<u64>,
-    /// Bytes that tensors may take; half of the device's memory unless told.
-    pub tensor_memory: Option<u64>,
-    /// Where it writes what it does; one that nobody reads unless told.
-    pub blackbox: Option<Writer>,
-    /// Where it looks for the device.
-    pub registry: Registry,
-}
-
 /// Talks to the engine thread. Clones share it; when the last is dropped the engine ends.
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -137,6 +105,7 @@ pub struct Engine {
     queued: Arc<AtomicUsize>,
     /// Bounds the commands about tensors.
     tensor_commands: Arc<Semaphore>,
+    blackbox: Writer,
     /// What the engine owns; `None` where only its thread may touch it.
     owned: Option<Arc<Owned>>,
 }
@@ -172,6 +141,7 @@ impl Engine {
                     reproducible: device.reproducible(),
                     ops: device.ops(),
                     buffer_types: device.buffer_types(),
+                    layout: (device.info().backend == "cpu").then_some(LAYOUT),
                 };
                 let is_bound = device.is_bound_to_thread();
                 let state = Loop {
@@ -210,6 +180,7 @@ impl Engine {
         let (opened, is_bound) = opened.map_err(|e: DeviceError| of_device(&e))?;
         Ok(Self {
             owned: (!is_bound).then_some(owned),
+            blackbox,
             commands,
             opened: Arc::new(opened),
             cache_dtype,
@@ -259,7 +230,7 @@ impl Engine {
     ///
     /// # Errors
     /// When the device lacks something that it needs, or memory is short.
-    pub async fn load(&self, name: String, source: ModelSource) -> Result<RunShape, Error> {
+    pub async fn load(&self, name: String, source: ModelSource) -> Result<Ready, Error> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Load {
             name,
@@ -267,6 +238,29 @@ impl Engine {
             reply,
         })?;
         answer.await.map_err(Self::gone)?
+    }
+
+    /// Computes a model from these packed weights from its next step on.
+    ///
+    /// # Errors
+    /// When the device does not take them, the engine has ended or its queue is full.
+    pub async fn use_packed(
+        &self,
+        name: String,
+        weights: BTreeMap<String, Weight>,
+    ) -> Result<(), Error> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::UsePacked {
+            name,
+            weights,
+            reply,
+        })?;
+        answer.await.map_err(Self::gone)?
+    }
+
+    /// Where this worker writes what it does.
+    pub fn blackbox(&self) -> Writer {
+        self.blackbox
     }
 
     /// Forgets a model; its requests end with an error. Returns whether there was one.
@@ -461,7 +455,7 @@ impl Loop {
         }
     }
 
-    fn load(&mut self, name: String, source: &ModelSource) -> Result<RunShape, Error> {
+    fn load(&mut self, name: String, source: &ModelSource) -> Result<Ready, Error> {
         let device = self.device.as_ref();
         let shape = match self.model_memory {
             None => RunShape::for_model(&source.config, self.cache_dtype),
@@ -480,9 +474,10 @@ impl Loop {
             context = shape.context,
             "memory of a model"
         );
+        let packable = runner.packable();
         let batch = Batch::new(runner, entropy::bytes()?, self.blackbox);
         self.models.insert(name, batch);
-        Ok(shape)
+        Ok(Ready { shape, packable })
     }
 
     fn perform(&mut self, command: Command) {
@@ -504,6 +499,18 @@ impl Loop {
                 self.blackbox.doing(Doing::Loading);
                 self.blackbox.model(&name);
                 let _ = reply.send(self.load(name, &source));
+            }
+            Command::UsePacked {
+                name,
+                weights,
+                reply,
+            } => {
+                let device = self.device.as_ref();
+                let used = match self.models.get_mut(&name) {
+                    Some(batch) => batch.runner().use_packed(device, &weights),
+                    None => return drop(reply.send(Err(not_loaded(&name)))),
+                };
+                let _ = reply.send(used.map_err(|e| of_device(&e)));
             }
             Command::Unload { name, reply } => {
                 let found = self.models.remove(&name);

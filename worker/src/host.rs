@@ -13,7 +13,7 @@ use std::{
 
 use hotcell_ipc::{
     descriptors::{BatchError, Collector, DescriptorReceiver, is_end},
-    memory::{Mapping, SharedMapping},
+    memory::SharedMapping,
     transport::{Windows, incoming_once},
 };
 use hotcell_proto::{
@@ -21,24 +21,27 @@ use hotcell_proto::{
     ids::Epoch,
     limits, v1,
 };
-use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::sync::{Notify, Semaphore};
 
 use crate::{
     engine::Engine,
-    error::of_model,
     generate::grammar::Grammars,
     last_words::MappedFiles,
-    model::{run::RunShape, text::ModelText},
+    model::text::ModelText,
+    packing::{Copies, Packer, Wanted},
     service::tensors_server,
-    weights::{ModelFile, ModelSource, Weights},
+    weights::Weights,
 };
+
+mod loading;
+
+pub use loading::map_file;
 
 /// How long the descriptors of a load may take after its call.
 const DESCRIPTOR_WAIT: Duration = Duration::from_secs(5);
-/// Bytes between two progress reports of a load.
-const PROGRESS_BYTES: usize = 32 << 20;
-/// Page size assumed when touching pages; touching more often than needed is harmless.
-const PAGE: usize = 4096;
+
+/// How long a packing may wait for the end of the one before it.
+const PACKER_WAIT: Duration = Duration::from_secs(60);
 
 /// Rendering and tokenising calls at once.
 const TEXT_THREADS: usize = 2;
@@ -51,6 +54,8 @@ const GRAPH_THREADS: usize = 2;
 pub const TENSOR_STREAMS: u32 = 64;
 /// Sets of descriptors for shared memory that no call has asked for yet, at most.
 const SHARED_SETS: usize = 64;
+/// Descriptors of one load: a model's files, and a packed copy of each.
+const LOAD_SET: usize = 2 * limits::MAX_MODEL_FILES;
 /// Sets of the scheduler's own that no call has asked for yet, at most.
 const OWN_SETS: usize = limits::MAX_MODELS + TENSOR_CONNECTIONS;
 
@@ -80,8 +85,39 @@ pub struct Loaded {
     pub cache_tokens: u64,
     /// Its tensors, in place in its files.
     pub weights: Weights,
+    /// What of it the device likes packed.
+    pub packing: Wanted,
+    /// What it is computed from, if that is packed.
+    packed: Mutex<Option<(Copies, MappedFiles)>>,
+    /// Set once it is unloaded.
+    gone: AtomicBool,
     /// Tells a fault in its files from any other.
     _mapped: MappedFiles,
+}
+
+impl Loaded {
+    /// Whether it is computed from packed copies.
+    pub fn is_packed(&self) -> bool {
+        locked(&self.packed).is_some()
+    }
+
+    /// Whether it was unloaded.
+    pub fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// The first file that was changed since it was handed out, if any.
+    fn changed_file(&self) -> String {
+        if let Some(file) = self.weights.changed_file() {
+            return file.to_owned();
+        }
+        let packed = locked(&self.packed);
+        let mut changed = packed.iter().flat_map(|(copies, _)| copies.all());
+        match changed.any(|copy| !copy.unchanged()) {
+            true => "a packed copy".to_owned(),
+            false => String::new(),
+        }
+    }
 }
 
 /// Descriptors that arrived, by tag.
@@ -144,6 +180,8 @@ struct Inner {
     hashing: Arc<Semaphore>,
     /// Bounds the graphs that are verified, whichever connection they came on.
     graphs: Arc<Semaphore>,
+    /// One thread packs weights.
+    packing: Arc<Semaphore>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -166,6 +204,7 @@ impl Host {
             text: Arc::new(Semaphore::new(TEXT_THREADS)),
             hashing: Arc::new(Semaphore::new(HASH_THREADS)),
             graphs: Arc::new(Semaphore::new(GRAPH_THREADS)),
+            packing: Arc::new(Semaphore::new(1)),
         }))
     }
 
@@ -287,7 +326,7 @@ impl Host {
         let receiver = DescriptorReceiver::new(socket)?;
         let arrived = Arc::clone(&self.0.arrived);
         let receive = move || {
-            let mut collector = Collector::new(limits::MAX_MODELS, limits::MAX_MODEL_FILES);
+            let mut collector = Collector::new(limits::MAX_MODELS, LOAD_SET);
             loop {
                 let batch = match receiver.recv() {
                     Ok(batch) => batch,
@@ -398,95 +437,6 @@ impl Host {
         Ok(())
     }
 
-    /// Loads a model whose descriptors come under `tag`, in the order of `files`.
-    ///
-    /// # Errors
-    /// When they do not come, or are no model that this worker can run.
-    pub async fn load_by_descriptor(
-        &self,
-        name: String,
-        tag: u64,
-        files: Vec<v1::FileHandle>,
-        progress: mpsc::Sender<v1::LoadProgress>,
-    ) -> Result<Arc<Loaded>, Error> {
-        let descriptors = self.descriptors(tag).await?;
-        if descriptors.len() != files.len() {
-            let what = format!(
-                "{} descriptors came for {} files",
-                descriptors.len(),
-                files.len()
-            );
-            return Err(Error::new(Reason::ProtocolViolation, what));
-        }
-        let files = files
-            .into_iter()
-            .zip(descriptors)
-            .map(|(file, fd)| map_file(file.name, fd))
-            .collect::<Result<Vec<_>, _>>()?;
-        self.load(name, files, progress).await
-    }
-
-    /// Loads a model from mapped files.
-    ///
-    /// # Errors
-    /// When they are no model that this worker can run.
-    pub async fn load(
-        &self,
-        name: String,
-        files: Vec<ModelFile>,
-        progress: mpsc::Sender<v1::LoadProgress>,
-    ) -> Result<Arc<Loaded>, Error> {
-        let internal = |e: tokio::task::JoinError| {
-            Error::new(Reason::Internal, format!("the load failed: {e}"))
-        };
-        if locked(&self.0.models).contains_key(&name) {
-            let what = format!("model {name} is loaded already; unload it first");
-            return Err(Error::new(Reason::ModelExists, what).with("model", name));
-        }
-        let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
-        let read = move || -> Result<(ModelSource, ModelText, String), Error> {
-            let source = ModelSource::open(files).map_err(|e| of_model(&e))?;
-            let text = ModelText::open(&source)?;
-            touch(&source, &progress);
-            let fingerprint = format!("{:032x}", source.fingerprint());
-            Ok((source, text, fingerprint))
-        };
-        let (source, text, fingerprint) = tokio::task::spawn_blocking(read)
-            .await
-            .map_err(internal)??;
-        let summary = summary(&source, &text, &fingerprint);
-        let weights = source.weights.clone();
-        let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
-        let shape: RunShape = self.0.engine.load(name.clone(), source).await?;
-        let opened = self.0.engine.opened();
-        let loaded = Arc::new(Loaded {
-            text,
-            context: shape.context,
-            vocab,
-            end_tokens,
-            grammars: Grammars::default(),
-            numerics: v1::NumericsClass {
-                id: format!(
-                    "{}/w:{fingerprint}/kv:{}",
-                    opened.numerics,
-                    self.0.engine.cache_dtype()
-                ),
-                reproducible: opened.reproducible,
-                model_hash: fingerprint,
-            },
-            summary: v1::ModelSummary {
-                context_length: shape.context as u32,
-                ..summary
-            },
-            cache_tokens: (shape.blocks * shape.block_len) as u64,
-            weights,
-            name: name.clone(),
-            _mapped: mapped,
-        });
-        locked(&self.0.models).insert(name, Arc::clone(&loaded));
-        Ok(loaded)
-    }
-
     /// Computes a model's known answer, and hashes a part of its weights if one is asked for.
     ///
     /// # Errors
@@ -510,8 +460,11 @@ impl Host {
                     hash: weights.part(index)?.to_vec(),
                 })
             });
-            let changed = weights.changed_file().unwrap_or_default().to_owned();
-            (part, changed)
+            // It is not computed from: its pages go as they came.
+            if let (Some(part), true) = (&part, model.is_packed()) {
+                weights.forget_part(part.index);
+            }
+            (part, model.changed_file())
         };
         // Beside the event loop: what the kernel dropped comes from the disk again.
         let hashed = tokio::task::spawn_blocking(hash).await;
@@ -524,76 +477,46 @@ impl Host {
         })
     }
 
+    /// Begins to pack weights of a model into the memory whose descriptor comes under the request's tag.
+    ///
+    /// # Errors
+    /// [`Reason::Overloaded`] while others are packed; when there is no such model, or no such memory.
+    pub async fn packer(&self, request: v1::PackRequest) -> Result<Packer, Error> {
+        let memory = self.descriptor(request.tag).await?;
+        let refused = |e: std::io::Error| Error::new(Reason::InvalidArgument, e.to_string());
+        let memory = SharedMapping::of_memory(memory).map_err(refused)?;
+        // One that was given up ends with its piece.
+        let one = Arc::clone(&self.0.packing).acquire_owned();
+        let one = tokio::time::timeout(PACKER_WAIT, one).await;
+        let one = one
+            .ok()
+            .and_then(Result::ok)
+            .ok_or_else(|| Error::new(Reason::Overloaded, "other weights are packed just now"))?;
+        Packer::new(self.model(&request.model)?, &request.files, memory, one)
+    }
+
+    /// Computes a model from packed copies, whose descriptors come under the request's tag, from its next step on.
+    ///
+    /// # Errors
+    /// When they do not come, or [`Reason::ModelChanged`] when they are no such copies.
+    pub async fn use_packed(&self, request: v1::UsePackedRequest) -> Result<(), Error> {
+        let fds = self.descriptors(request.tag).await?;
+        let model = self.model(&request.model)?;
+        let copies = Copies::map(request.packed.unwrap_or_default(), fds)?;
+        self.take_copies(&model, copies).await
+    }
+
     /// Forgets a model; its requests end.
     ///
     /// # Errors
     /// [`Reason::ModelNotFound`] when there is none of this name.
     pub async fn unload(&self, name: &str) -> Result<(), Error> {
-        let name = self.model(name)?.name.clone();
+        let model = self.model(name)?;
+        model.gone.store(true, Ordering::Release);
+        let name = model.name.clone();
+        drop(model);
         self.0.engine.unload(name.clone()).await?;
         locked(&self.0.models).remove(&name);
         Ok(())
-    }
-}
-
-/// Maps a model's file.
-///
-/// # Errors
-/// [`Reason::NotAModel`] when it cannot be mapped.
-pub fn map_file(name: String, fd: OwnedFd) -> Result<ModelFile, Error> {
-    match Mapping::of_file(fd) {
-        Ok(mapping) => Ok(ModelFile { name, mapping }),
-        Err(error) => Err(Error::new(
-            Reason::NotAModel,
-            format!("{name} cannot be mapped: {error}"),
-        )),
-    }
-}
-
-/// Touches every page of the weights, so that the first request does not wait for the disk, and reports.
-fn touch(source: &ModelSource, progress: &mpsc::Sender<v1::LoadProgress>) {
-    let total: usize = source.weights.files().iter().map(|f| f.mapping.len()).sum();
-    let report = |done: usize| {
-        let event = v1::LoadProgress {
-            bytes_done: done as u64,
-            bytes_total: total as u64,
-            stage: "mapping".to_owned(),
-            loaded: None,
-        };
-        // A reader that is behind misses a report, nothing else.
-        let _ = progress.try_send(event);
-    };
-    let mut done = 0usize;
-    report(done);
-    for file in source.weights.files() {
-        for chunk in file.mapping.bytes().chunks(PROGRESS_BYTES) {
-            let sum = chunk.iter().step_by(PAGE).fold(0u8, |a, b| a ^ b);
-            std::hint::black_box(sum);
-            done += chunk.len();
-            report(done);
-        }
-    }
-}
-
-fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::ModelSummary {
-    let mut bytes_by_dtype: HashMap<&str, usize> = HashMap::new();
-    for (_, weight) in source.weights.iter() {
-        *bytes_by_dtype.entry(weight.dtype.name()).or_default() += weight.range.len();
-    }
-    let most = bytes_by_dtype
-        .into_iter()
-        .max_by_key(|&(name, bytes)| (bytes, name));
-    v1::ModelSummary {
-        architecture: format!("{:?}", source.config.architecture).to_lowercase(),
-        parameters: source
-            .weights
-            .iter()
-            .map(|(_, w)| w.elements() as u64)
-            .sum(),
-        context_length: source.config.context as u32,
-        vocabulary: source.config.vocab as u32,
-        weights_dtype: most.map_or_else(String::new, |(name, _)| name.to_owned()),
-        model_hash: fingerprint.to_owned(),
-        has_chat_template: text.has_chat_template(),
     }
 }

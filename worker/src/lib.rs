@@ -11,6 +11,7 @@ pub mod generate;
 pub mod host;
 pub mod last_words;
 pub mod model;
+pub mod packing;
 pub mod program;
 pub mod serve;
 pub mod service;

@@ -207,15 +207,37 @@ impl Weights {
         u32::try_from(parts).unwrap_or(u32::MAX)
     }
 
+    /// Where a part is.
+    fn place(&self, index: u32) -> Option<(&Mapping, Range<usize>)> {
+        let mut index = index as usize;
+        for file in &self.files {
+            let bytes = file.mapping.len();
+            let parts = bytes.div_ceil(limits::WEIGHTS_PART);
+            if index < parts {
+                let start = index * limits::WEIGHTS_PART;
+                return Some((
+                    &file.mapping,
+                    start..bytes.min(start + limits::WEIGHTS_PART),
+                ));
+            }
+            index -= parts;
+        }
+        None
+    }
+
     /// SHA-256 of a part of the files that hold tensors, [`limits::WEIGHTS_PART`] bytes of one of them, or what is left
     /// of it; none if there are fewer parts.
     pub fn part(&self, index: u32) -> Option<[u8; 32]> {
-        let mut parts = self
-            .files
-            .iter()
-            .flat_map(|file| file.mapping.bytes().chunks(limits::WEIGHTS_PART));
-        let part = parts.nth(index as usize)?;
-        Some(Sha256::digest(part).into())
+        let (mapping, range) = self.place(index)?;
+        Some(Sha256::digest(mapping.bytes().get(range)?).into())
+    }
+
+    /// Lets go of the pages in which a part lies.
+    pub fn forget_part(&self, index: u32) {
+        if let Some((mapping, range)) = self.place(index) {
+            // What stays takes room, nothing else.
+            let _ = mapping.forget(range);
+        }
     }
 
     /// Adds a file's tensors.

@@ -217,6 +217,10 @@ fn blackbox(seen: &BlackBox, line: &mut impl FnMut(&str, String)) {
         };
         line("node", format!("{} {}{group}", seen.node, seen.op));
     }
+    if seen.packed_bytes > 0 {
+        let packed = bytes(seen.packed_bytes);
+        line("packing", format!("{packed} of weights were packed"));
+    }
     if seen.peak_bytes > 0 {
         let (now, peak) = (bytes(seen.allocated_bytes), bytes(seen.peak_bytes));
         line("memory", format!("{now}, at most {peak}"));

@@ -35,6 +35,8 @@ words! {
     worker_state: WorkerState "WORKER_STATE_";
     /// A model state's word.
     model_state: ModelState "MODEL_STATE_";
+    /// A packed copy's state in a word.
+    packed_state: PackedState "PACKED_STATE_";
     /// An event kind's word.
     event_kind: EventKind "EVENT_KIND_";
 }
@@ -334,6 +336,33 @@ pub(crate) struct ModelView<'a> {
     file_bytes: u64,
     workers: &'a [String],
     problem: &'a str,
+    packed: Vec<PackedView<'a>>,
+}
+
+/// A packed copy of the model.
+#[derive(Serialize)]
+struct PackedView<'a> {
+    layout: &'a str,
+    state: String,
+    bytes_done: u64,
+    bytes_total: u64,
+    packings: u32,
+    workers: &'a [String],
+    problem: &'a str,
+}
+
+impl<'a> From<&'a v1::PackedInfo> for PackedView<'a> {
+    fn from(p: &'a v1::PackedInfo) -> Self {
+        Self {
+            layout: &p.layout,
+            state: packed_state(p.state),
+            bytes_done: p.bytes_done,
+            bytes_total: p.bytes_total,
+            packings: p.packings,
+            workers: &p.workers,
+            problem: &p.problem,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -366,6 +395,7 @@ impl<'a> From<&'a v1::ModelInfo> for ModelView<'a> {
             file_bytes: m.file_bytes,
             workers: &m.workers,
             problem: &m.problem,
+            packed: m.packed.iter().map(PackedView::from).collect(),
         }
     }
 }

@@ -364,10 +364,19 @@ pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fail
             bytes(m.file_bytes),
             m.workers.join(","),
             m.source.clone(),
-            m.problem.clone(),
+            problem(m),
         ]);
     }
     table.print(ui, "there are no models; load one with `hotcell load PATH`")
+}
+
+/// Why it could not be loaded, or why it is computed from as it is.
+fn problem(model: &v1::ModelInfo) -> String {
+    let failed = |p: &&v1::PackedInfo| p.state() == v1::PackedState::Failed;
+    match model.packed.iter().find(failed) {
+        Some(packed) if model.problem.is_empty() => format!("unpacked: {}", packed.problem),
+        _ => model.problem.clone(),
+    }
 }
 
 fn count_or_nothing(n: u32) -> String {

@@ -367,6 +367,15 @@ pub fn model() -> v1::ModelInfo {
         workers: vec!["cpu:0".to_owned()],
         problem: String::new(),
         is_default: true,
+        packed: vec![v1::PackedInfo {
+            layout: "panel16-1".to_owned(),
+            state: v1::PackedState::Ready.into(),
+            bytes_done: 9_480_648,
+            bytes_total: 9_480_648,
+            packings: 1,
+            workers: vec!["w0".to_owned()],
+            problem: String::new(),
+        }],
     }
 }
 

@@ -115,6 +115,10 @@ fn sealable(name: &str) -> io::Result<OwnedFd> {
     }
 }
 
+/// No page of the systems that this runs on is larger, and all are parts of it. To ask the system takes a file that a
+/// confined process cannot open.
+const PAGE_AT_MOST: usize = 64 << 10;
+
 /// What tells one state of a file from another without reading it.
 ///
 /// The kernel stamps times with a clock tick's grain on older kernels, and writes through somebody's shared
@@ -222,6 +226,11 @@ impl Mapping {
         self.0.map.is_empty()
     }
 
+    /// Whether this is the same mapping, not just one of the same bytes.
+    pub fn is(&self, other: &Mapping) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The file's identity when it was mapped.
     pub fn identity(&self) -> FileIdentity {
         self.0.identity
@@ -238,7 +247,7 @@ impl Mapping {
                 "the range is outside of the mapping",
             ));
         }
-        let page = rustix::param::page_size();
+        let page = PAGE_AT_MOST;
         let start = range.start.next_multiple_of(page);
         // The last page of all is a whole one as well: nothing comes after the file's end.
         let end = match range.end == self.len() {

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    v1::{ModelInfo, ModelState, ModelSummary},
+    v1::{ModelInfo, ModelState, ModelSummary, PackedInfo},
 };
 
-use super::{Asked, Table};
+use super::{Asked, Table, slot::Slot};
 use crate::{
     death::Death,
     vault::{OpenModel, Source},
@@ -197,6 +197,23 @@ impl Table {
                 .map(|p| p.message().to_owned())
                 .unwrap_or_default(),
             is_default: self.default_name() == Some(name),
+            packed: self.packed(name, model),
         }
+    }
+
+    fn packed(&self, name: &ModelName, model: &Model) -> Vec<PackedInfo> {
+        let mut packed = match &model.files {
+            Some(files) if model.is_wanted() => files.copies().infos(),
+            _ => return Vec::new(),
+        };
+        for info in &mut packed {
+            let uses = |slot: &Slot| {
+                let loaded = slot.models.get(name).filter(|_| slot.link.is_some());
+                loaded.is_some_and(|loaded| loaded.packed && loaded.packing == info.layout)
+            };
+            let workers = self.workers.iter().filter(|(_, slot)| uses(slot));
+            info.workers = workers.map(|(id, _)| id.clone()).collect();
+        }
+        packed
     }
 }

@@ -111,6 +111,24 @@ impl Fleet {
         loaded: &Loaded,
         depth: Depth,
     ) -> Result<(), Condemnation> {
+        let asked = self.question(link, model, loaded, depth).await;
+        // Its copy of the weights may be what is wrong: nobody is to follow it with that.
+        if loaded.packed
+            && let Err(why) = &asked
+            && why.kind == DeathKind::Corrupt
+        {
+            self.distrust_copies(model, &why.reason);
+        }
+        asked
+    }
+
+    async fn question(
+        &self,
+        link: &Link,
+        model: &ModelName,
+        loaded: &Loaded,
+        depth: Depth,
+    ) -> Result<(), Condemnation> {
         let Some(subject) = subject(model, loaded) else {
             return Ok(());
         };
@@ -225,7 +243,7 @@ impl Fleet {
     }
 
     /// Takes a serving worker out at once and has it replaced.
-    fn sentence(&self, link: &Link, why: Condemnation) {
+    pub(super) fn sentence(&self, link: &Link, why: Condemnation) {
         let current = |id: &str| {
             let table = self.table();
             let slot = table.workers.get(id);

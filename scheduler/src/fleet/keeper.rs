@@ -292,7 +292,7 @@ async fn greet_and_serve(
             let sign = |_: &_| {
                 let _ = progress.send(());
             };
-            let got = link.load(&name, &files, patience, sign).await;
+            let got = fleet.hand_over(&link, &name, &files, patience, sign).await;
             let _ = progress.send(());
             match got {
                 Ok(got) => {

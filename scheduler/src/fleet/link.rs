@@ -5,7 +5,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -18,7 +18,7 @@ use hotcell_ipc::{
 use hotcell_proto::{
     PROTOCOL_VERSION,
     error::{Error, Reason},
-    ids::ModelName,
+    ids::{Layout, ModelName},
     limits,
     v1::{
         CacheStatus, CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest,
@@ -176,6 +176,10 @@ pub struct Link {
     pub(super) tags: AtomicU64,
     blackbox: Option<Arc<Reader>>,
     tensor_door: Option<TensorDoor>,
+    /// The layout in which its device likes weights, once it has said so.
+    layout: OnceLock<Layout>,
+    /// Whether it was asked to do something about packed weights and has not answered.
+    pub(super) packs: AtomicBool,
 }
 
 impl fmt::Debug for Link {
@@ -221,6 +225,8 @@ impl Link {
             tags: AtomicU64::new(1),
             blackbox: sockets.blackbox,
             tensor_door: sockets.tensor_door,
+            layout: OnceLock::new(),
+            packs: AtomicBool::new(false),
         })
     }
 
@@ -388,11 +394,30 @@ impl Link {
                 hello.protocol_version
             )));
         }
+        // One that is oddly spelt is none.
+        if let Ok(layout) = Layout::new(hello.packing.as_str()) {
+            let _ = self.layout.set(layout);
+        }
         Ok(HandshakeResponse {
             version: clip(&hello.version),
             confinement: clip(&hello.confinement),
             ..hello
         })
+    }
+
+    /// The layout in which its device likes weights.
+    pub(super) fn layout(&self) -> Option<&Layout> {
+        self.layout.get()
+    }
+
+    /// Whether it died over packed weights, and not of what it computed, as far as can be told.
+    pub(super) fn died_packing(&self) -> bool {
+        if !self.packs.load(Ordering::Acquire) {
+            return false;
+        }
+        let seen = self.blackbox.as_ref().and_then(|b| b.snapshot().ok());
+        let struck = seen.and_then(|seen| Some((seen.crash?.thread, seen.packer)));
+        struck.is_none_or(|(thread, packer)| packer == Some(thread))
     }
 
     /// Those of its process, which may stand still for as long as `patience`.

@@ -1,17 +1,17 @@
 //! Handing a model over to a worker, for as long as it takes and makes progress.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::{os::fd::AsFd, sync::atomic::Ordering, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
-    ids::ModelName,
+    ids::{Layout, ModelName},
     limits,
-    v1::{LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass},
+    v1::{LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, PackedFiles},
 };
 use tonic::Status;
 
 use super::link::{Link, words};
-use crate::{death::DeathKind, discover::clip, vault::OpenModel};
+use crate::{death::DeathKind, discover::clip, packed::Set, vault::OpenModel};
 
 /// Why a worker did not load a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub enum LoadFailure {
 }
 
 impl Link {
-    /// Hands over a model's files and waits until it is loaded; `patience` bounds the time between two signs
+    /// Hands over a model's files, with packed copies of some, and waits until it is loaded; `patience` bounds the time between two signs
     /// of progress: bytes that were read, or movement of the engine in its black box once all are.
     ///
     /// # Errors
@@ -32,6 +32,7 @@ impl Link {
         &self,
         model: &ModelName,
         files: &OpenModel,
+        packed: Option<(&Layout, &Set)>,
         patience: Duration,
         mut progress: impl FnMut(&LoadProgress),
     ) -> Result<Loaded, LoadFailure> {
@@ -39,7 +40,14 @@ impl Link {
             let why = format!("no progress for {patience:?} while loading");
             LoadFailure::Broken(DeathKind::Deadline, why)
         };
-        let fds = files.hand_out().map_err(LoadFailure::Refused)?;
+        let mut fds = files.hand_out().map_err(LoadFailure::Refused)?;
+        let packed = packed.map(|(layout, set)| {
+            fds.extend(set.iter().map(|(_, copy)| copy.as_fd()));
+            PackedFiles {
+                layout: layout.as_str().to_owned(),
+                files: set.iter().map(|(index, _)| *index).collect(),
+            }
+        });
         let tag = self.tags.fetch_add(1, Ordering::Relaxed);
         self.descriptors
             .send_async(tag, &fds)
@@ -49,6 +57,7 @@ impl Link {
             model: model.as_str().to_owned(),
             tag,
             files: files.handles(),
+            packed,
         };
         let mut control = self.control();
         let mut signs = self.signs(patience);
@@ -113,7 +122,19 @@ pub(super) fn believe(loaded: Loaded) -> Result<Loaded, Error> {
     if numerics.id.is_empty() || numerics.id.len() > limits::MAX_WORD {
         return Err(doubt("numerics class without a proper id"));
     }
+    if !loaded.packing.is_empty() {
+        Layout::new(loaded.packing.as_str()).map_err(|_| doubt("an odd layout of weights"))?;
+    }
+    let mut files = loaded.packing_files;
+    files.sort_unstable();
+    files.dedup();
+    if files.len() > limits::MAX_MODEL_FILES {
+        return Err(doubt("more files to pack than there can be"));
+    }
     Ok(Loaded {
+        packing: loaded.packing,
+        packing_files: files,
+        packed: loaded.packed,
         summary: Some(ModelSummary {
             architecture: clip(&summary.architecture),
             weights_dtype: clip(&summary.weights_dtype),

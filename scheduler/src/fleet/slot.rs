@@ -50,6 +50,8 @@ pub(super) struct Slot {
     pub(super) models: BTreeMap<ModelName, Loaded>,
     /// The model it is loading, which is to blame if it dies.
     pub(super) loading: Option<ModelName>,
+    /// Which packed copy of each model it was asked to compute with.
+    pub(super) offered: BTreeMap<ModelName, u64>,
     /// Models that this process will not load.
     pub(super) refused: BTreeSet<ModelName>,
     /// Whether this process has given a sign of life. If it gives no more its start is cut off.
@@ -79,6 +81,7 @@ impl Slot {
             link: None,
             models: BTreeMap::new(),
             loading: None,
+            offered: BTreeMap::new(),
             refused: BTreeSet::new(),
             progresses: false,
             leaving: false,
@@ -106,6 +109,7 @@ impl Slot {
     pub(super) fn emptied(&mut self) {
         self.link = None;
         self.models.clear();
+        self.offered.clear();
         self.refused.clear();
         self.progresses = false;
         self.leaving = true;

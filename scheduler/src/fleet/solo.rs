@@ -101,7 +101,7 @@ impl Fleet {
             epoch: link.epoch,
         };
         let kind = link.fate.kind().unwrap_or(DeathKind::Unknown);
-        let blames = blames(kind, accepted);
+        let blames = blames(kind, accepted) && !link.died_packing();
         let mut told = self.told();
         let sound = blames && record.testify(&mut told, request, home, &process, alone);
         drop(told);
@@ -305,12 +305,15 @@ impl Fleet {
         &self,
         order: Order<'_>,
         model: &ModelName,
-        files: &OpenModel,
+        files: &Arc<OpenModel>,
     ) -> Result<(Aside, Result<Loaded, Error>), Death> {
         let mut aside = self.begin_aside(order, SUSPECT).await?;
         let load = async {
             let patience = self.policy.start_timeout;
-            match aside.link.load(model, files, patience, |_| {}).await {
+            match self
+                .hand_over(&aside.link, model, files, patience, |_| {})
+                .await
+            {
                 Ok(got) => {
                     let examined = self.examine(&aside.link, model, &got).await;
                     examined.map_err(|why| why.death())?;

@@ -301,6 +301,8 @@ pub fn held(door: &OwnDoor) -> HeldDoor {
 pub(super) fn descriptors(state: &TakeoverState) -> Vec<RawFd> {
     let doors = state.doors.iter().flat_map(|d| [d.listener, d.lock]);
     let files = state.models.iter().flat_map(|m| &m.files);
+    let packed = files.clone().flat_map(|f| &f.packed);
+    let files = files.chain(packed.filter_map(|p| p.file.as_ref()));
     let links = state.workers.iter().filter_map(|w| w.link.as_ref());
     let links = links.flat_map(|l| {
         [

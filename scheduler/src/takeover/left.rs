@@ -17,7 +17,7 @@ use hotcell_proto::{
     ids::ModelName,
     limits,
     v1::{
-        Device, DoorKind, HeldLink, HeldModel, HeldStream, HeldWorker, TakeoverResponse,
+        Device, DoorKind, HeldFile, HeldLink, HeldModel, HeldStream, HeldWorker, TakeoverResponse,
         TakeoverState, WorkerState,
     },
 };
@@ -110,12 +110,17 @@ impl Left {
             door.listener = claim(&|stored, _| stored == name);
             door.lock = -1;
         }
-        for file in state.models.iter_mut().flat_map(|m| &mut m.files) {
+        let mut find = |file: &mut HeldFile| {
             let (dev, ino) = (file.device, file.inode);
             file.descriptor = claim(&|name, fd| {
                 let same = |found: FileIdentity| (found.dev, found.ino) == (dev, ino);
                 name == store::FILE && FileIdentity::of(fd).is_ok_and(same)
             });
+        };
+        for file in state.models.iter_mut().flat_map(|m| &mut m.files) {
+            find(file);
+            let packed = file.packed.iter_mut();
+            packed.filter_map(|p| p.file.as_mut()).for_each(&mut find);
         }
         Ok(Some(Left {
             state,
@@ -210,7 +215,7 @@ impl Left {
             {
                 continue;
             }
-            let files = vault::inherit(files, |number| self.fds.remove(&number));
+            let files = vault::inherit(files, path.is_none(), |number| self.fds.remove(&number));
             let source = path.map_or(Source::Bundled, Source::Path);
             fleet.inherit_model(name, source, was_configured, files, summary);
         }

@@ -25,8 +25,9 @@ use hotcell_proto::{
         CheckResponse, Delta, DetokenizeRequest, DetokenizeResponse, DrainRequest, DrainResponse,
         FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
         HandshakeResponse, JoinRequest, JoinResponse, LoadProgress, LoadRequest, Loaded,
-        ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse, Prompt,
-        TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
+        ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse, PackPiece,
+        PackRequest, Prompt, TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
+        UsePackedRequest, UsePackedResponse,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
@@ -41,7 +42,7 @@ use hotcell_scheduler::{
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 pub const VOCABULARY: u32 = 1000;
 pub const CONTEXT: u32 = 4096;
@@ -106,6 +107,12 @@ pub struct Stage {
     pub deaf: Mutex<Vec<String>>,
     /// Checks made.
     pub checks: Mutex<Vec<(String, CheckRequest)>>,
+    /// What workers that are to pack a model send, after which each says that this was all; none: they like models as they are.
+    pub pieces: Mutex<Vec<PackPiece>>,
+    /// Why they do not take packed copies.
+    pub declines: Mutex<Option<Reason>>,
+    /// Copies that they were asked to take.
+    pub offered: AtomicUsize,
     pids: AtomicU64,
 }
 
@@ -231,6 +238,13 @@ struct FakeWorker {
 }
 
 impl FakeWorker {
+    fn layout(&self) -> String {
+        match self.stage.pieces.lock().unwrap().is_empty() {
+            true => String::new(),
+            false => "fake-1".to_owned(),
+        }
+    }
+
     fn numerics(&self) -> NumericsClass {
         NumericsClass {
             id: self.class.clone(),
@@ -251,6 +265,7 @@ impl Worker for FakeWorker {
         Ok(Response::new(HandshakeResponse {
             protocol_version: PROTOCOL_VERSION,
             confinement: "none".into(),
+            packing: self.layout(),
             ..HandshakeResponse::default()
         }))
     }
@@ -282,6 +297,9 @@ impl Worker for FakeWorker {
                 }),
                 numerics: Some(self.numerics()),
                 cache_tokens: 1,
+                packing: self.layout(),
+                packing_files: vec![0; usize::from(!self.layout().is_empty())],
+                packed: false,
             }),
             ..LoadProgress::default()
         };
@@ -300,6 +318,26 @@ impl Worker for FakeWorker {
             let _ = sender.send(Ok(done)).await;
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    type PackStream = ReceiverStream<Result<PackPiece, Status>>;
+
+    async fn pack(&self, _: Request<Streaming<PackRequest>>) -> Answer<Self::PackStream> {
+        let mut pieces = self.stage.pieces.lock().unwrap().clone();
+        pieces.push(PackPiece::default());
+        let (sender, receiver) = mpsc::channel(pieces.len());
+        for piece in pieces {
+            let _ = sender.try_send(Ok(piece));
+        }
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn use_packed(&self, _: Request<UsePackedRequest>) -> Answer<UsePackedResponse> {
+        self.stage.offered.fetch_add(1, Ordering::SeqCst);
+        match *self.stage.declines.lock().unwrap() {
+            Some(reason) => Err(Error::new(reason, "it does not like it").into()),
+            None => Ok(Response::new(UsePackedResponse {})),
+        }
     }
 
     async fn unload(&self, _: Request<UnloadRequest>) -> Answer<UnloadResponse> {

@@ -7,6 +7,7 @@ mod fake;
 mod known;
 mod manager;
 mod mishaps;
+mod packing;
 mod placing;
 mod readers;
 mod suspects;
@@ -33,6 +34,7 @@ use hotcell_scheduler::{
     config::{Cli, Config, Settings, Surroundings},
     crash::Crashes,
     fleet::{Fleet, Parts, TOKENS_WINDOWS},
+    packed::Packs,
     service::{self, Doors, Shared},
     streams::Streams,
     vault::{self, Source},
@@ -93,6 +95,10 @@ impl House {
             patience: config.patience,
             crashes: Crashes::default(),
             timeouts: config.timeouts,
+            packs: match stage.pieces.lock().unwrap().is_empty() {
+                true => Packs::off(),
+                false => Packs::new(None, None),
+            },
             model_roots: vec![],
             default_model: None,
         });
@@ -106,6 +112,7 @@ impl House {
             ..Device::default()
         };
         fleet.start((0..workers).map(device).collect());
+        fleet.keep_packed();
         let mut shared = Shared::new(Arc::clone(&fleet));
         if let Some(room) = stage.room.lock().unwrap().take() {
             shared.streams = Streams::new(room, config.timeouts.reattach);

@@ -38,6 +38,7 @@ use hotcell_scheduler::{
     fleet::{Fleet, Parts},
     hang::Patience,
     known::Pace,
+    packed::Packs,
     service::Shared,
     stream::Room,
     streams::Streams,
@@ -164,6 +165,7 @@ impl House {
                 reattach: REATTACH,
                 drain: Duration::from_secs(30),
             },
+            packs: Packs::off(),
             model_roots: vec![],
             default_model: None,
         });

@@ -10,8 +10,9 @@ use hotcell_proto::{
         Accepted, CheckRequest, CheckResponse, Delta, DetokenizeRequest, DetokenizeResponse,
         DrainRequest, DrainResponse, FinishReason, Finished, GenerateEvent, GenerateRequest,
         HandshakeRequest, HandshakeResponse, JoinRequest, JoinResponse, LoadProgress, LoadRequest,
-        Loaded, ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse,
-        TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse, Usage,
+        Loaded, ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse, PackPiece,
+        PackRequest, TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse, Usage,
+        UsePackedRequest, UsePackedResponse,
         generate_event::Event,
         prompt::Kind,
         tensors_server::TensorsServer,
@@ -25,7 +26,7 @@ use hotcell_scheduler::{
 };
 use tokio::{io::duplex, sync::mpsc, time::sleep};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 use crate::{
     chance::mix,
@@ -308,6 +309,7 @@ impl Worker for SimulatedWorker {
                 }),
                 numerics: Some(self.numerics()),
                 cache_tokens: 1,
+                ..Loaded::default()
             }),
             ..LoadProgress::default()
         };
@@ -322,6 +324,20 @@ impl Worker for SimulatedWorker {
             let _ = sender.send(Ok(done)).await;
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    type PackStream = ReceiverStream<Result<PackPiece, Status>>;
+
+    async fn pack(&self, _: Request<Streaming<PackRequest>>) -> Answer<Self::PackStream> {
+        Err(Status::unimplemented(
+            "a simulated worker likes weights as they are",
+        ))
+    }
+
+    async fn use_packed(&self, _: Request<UsePackedRequest>) -> Answer<UsePackedResponse> {
+        Err(Status::unimplemented(
+            "a simulated worker likes weights as they are",
+        ))
     }
 
     async fn unload(&self, _: Request<UnloadRequest>) -> Answer<UnloadResponse> {

@@ -149,6 +149,13 @@ pub(super) static RULES: &[Rule] = &[
         When::NotSelf(0, Zero::Own),
         calls![SYS_sched_setaffinity],
     ),
+    // Less urgent than others only: there is no capability for the opposite.
+    rule(
+        PERM,
+        When::Not(0, &[libc::PRIO_PROCESS]),
+        calls![SYS_setpriority],
+    ),
+    rule(PERM, When::NotSelf(1, Zero::Own), calls![SYS_setpriority]),
     // Repeating NO_NEW_PRIVS is part of adding a filter. The parent-death signal is set before, and stays.
     rule(
         PERM,

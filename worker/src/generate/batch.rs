@@ -131,6 +131,11 @@ impl Batch {
         }
     }
 
+    /// The model on its device.
+    pub fn runner(&mut self) -> &mut Runner {
+        &mut self.runner
+    }
+
     /// Adds a task.
     pub fn push(&mut self, task: Task) {
         if self.running.iter().any(|running| running.pending() > 1) {

@@ -1,6 +1,9 @@
 //! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
 
-use std::rc::Rc;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    rc::Rc,
+};
 
 use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
@@ -259,6 +262,21 @@ impl Caches {
     }
 }
 
+/// An input that has another form from which the same bits come faster.
+struct Packable {
+    graph: Part,
+    slot: Slot,
+    weight: String,
+}
+
+/// The graphs of a model.
+#[derive(Clone, Copy)]
+enum Part {
+    Body,
+    Head,
+    Ending,
+}
+
 /// A model on a device.
 pub struct Runner {
     shape: RunShape,
@@ -269,6 +287,7 @@ pub struct Runner {
     body: Box<dyn Plan>,
     head: Box<dyn Plan>,
     ending: Box<dyn Plan>,
+    packable: Vec<Packable>,
     rows: RowBuffers,
     caches: Caches,
     logits: Buffer,
@@ -314,7 +333,8 @@ impl Runner {
             let values = rope.inverse_frequencies(config.head_dim);
             f32_buffer(device, "frequencies", &values)
         };
-        let bind = |sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
+        let mut packable = Vec::new();
+        let mut bind = |graph: Part, sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
             for (i, from) in sourced.sources.iter().enumerate() {
                 progressed();
@@ -343,11 +363,22 @@ impl Runner {
                     Source::Hidden => hidden.clone(),
                     Source::Picks => rows.picks.clone(),
                 };
-                plan.bind(Slot::Input(i), &buffer, 0)?;
+                let slot = Slot::Input(i);
+                plan.bind(slot, &buffer, 0)?;
+                if let Source::Weight(name) = from
+                    && plan.bind_packed(slot, None, 0)?
+                {
+                    packable.push(Packable {
+                        graph,
+                        slot,
+                        weight: name.clone(),
+                    });
+                }
             }
             Ok(plan)
         };
-        let (mut body, mut head, mut ending) = (bind(&body)?, bind(&head)?, bind(&ending)?);
+        let (mut body, mut head) = (bind(Part::Body, &body)?, bind(Part::Head, &head)?);
+        let mut ending = bind(Part::Ending, &ending)?;
         body.bind(Slot::Output(0), &hidden, 0)?;
         head.bind(Slot::Output(0), &logits, 0)?;
         ending.bind(Slot::Output(0), &states, 0)?;
@@ -365,12 +396,53 @@ impl Runner {
             body,
             head,
             ending,
+            packable,
             rows,
             caches,
             logits,
             states,
             scratch,
         })
+    }
+
+    /// The weights that the plans would rather have packed.
+    pub fn packable(&self) -> BTreeSet<String> {
+        self.packable.iter().map(|p| p.weight.clone()).collect()
+    }
+
+    /// Computes from these packed weights from now on, with the same bits; from the others as they are in the model.
+    ///
+    /// # Errors
+    /// When one does not fit. All are computed from as they are in the model then.
+    pub fn use_packed(
+        &mut self,
+        device: &dyn Device,
+        weights: &BTreeMap<String, Weight>,
+    ) -> Result<(), DeviceError> {
+        let bound = self.bind_packed(|name| {
+            let weight = weights.get(name).cloned();
+            let import = |weight| device.import(Rc::new(WeightRegion(weight)));
+            weight.map(import).transpose()
+        });
+        if bound.is_err() {
+            self.bind_packed(|_| Ok(None))?;
+        }
+        bound
+    }
+
+    fn bind_packed(
+        &mut self,
+        buffer: impl Fn(&str) -> Result<Option<Buffer>, DeviceError>,
+    ) -> Result<(), DeviceError> {
+        for input in &self.packable {
+            let plan = match input.graph {
+                Part::Body => &mut self.body,
+                Part::Head => &mut self.head,
+                Part::Ending => &mut self.ending,
+            };
+            plan.bind_packed(input.slot, buffer(&input.weight)?.as_ref(), 0)?;
+        }
+        Ok(())
     }
 
     /// Sizes it runs with.

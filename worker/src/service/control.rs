@@ -10,8 +10,8 @@ use hotcell_proto::{
     v1::{self, worker_server::Worker},
 };
 use tokio::sync::mpsc;
-use tokio_stream::{Stream, wrappers::ReceiverStream};
-use tonic::{Request, Response, Status};
+use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
+use tonic::{Request, Response, Status, Streaming};
 
 use crate::{
     host::Host,
@@ -21,7 +21,9 @@ use crate::{
 /// The service.
 pub struct WorkerService(pub Host, pub Controls);
 
-type Progress = Pin<Box<dyn Stream<Item = Result<v1::LoadProgress, Status>> + Send>>;
+type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type Progress = Answers<v1::LoadProgress>;
+type Pieces = Answers<v1::PackPiece>;
 
 #[tonic::async_trait]
 impl Worker for WorkerService {
@@ -53,13 +55,19 @@ impl Worker for WorkerService {
                 problem: String::new(),
             }),
             confinement: self.0.confinement().to_owned(),
+            packing: self.0.engine().opened().layout.unwrap_or("").to_owned(),
         }))
     }
 
     type LoadStream = Progress;
 
     async fn load(&self, request: Request<v1::LoadRequest>) -> Result<Response<Progress>, Status> {
-        let v1::LoadRequest { model, tag, files } = request.into_inner();
+        let v1::LoadRequest {
+            model,
+            tag,
+            files,
+            packed,
+        } = request.into_inner();
         let name = ModelName::new(model)?;
         if files.is_empty() || files.len() > limits::MAX_MODEL_FILES {
             let what = format!(
@@ -73,7 +81,8 @@ impl Worker for WorkerService {
         let host = self.0.clone();
         tokio::spawn(async move {
             let (progress, mut reports) = mpsc::channel(limits::STREAM_BUFFER);
-            let load = host.load_by_descriptor(name.as_str().to_owned(), tag, files, progress);
+            let (name, packed) = (name.as_str().to_owned(), packed.unwrap_or_default());
+            let load = host.load_by_descriptor(name, tag, files, packed, progress);
             tokio::pin!(load);
             // A sign of life at least this often, also while the load waits for the engine's current step.
             let mut beat = tokio::time::interval(Duration::from_secs(1));
@@ -93,12 +102,50 @@ impl Worker for WorkerService {
                     summary: Some(model.summary.clone()),
                     numerics: Some(model.numerics.clone()),
                     cache_tokens: model.cache_tokens,
+                    packing: model.packing.layout().to_owned(),
+                    packing_files: model.packing.files(),
+                    packed: model.is_packed(),
                 }),
                 ..v1::LoadProgress::default()
             });
             let _ = events.send(last).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+
+    type PackStream = Pieces;
+
+    async fn pack(
+        &self,
+        request: Request<Streaming<v1::PackRequest>>,
+    ) -> Result<Response<Pieces>, Status> {
+        let mut requests = request.into_inner();
+        let first = requests.message().await?.unwrap_or_default();
+        let packer = self.0.packer(first).await?;
+        let (ask, asked) = mpsc::channel(1);
+        let (pieces, stream) = mpsc::channel(1);
+        let blackbox = self.0.engine().blackbox();
+        packer
+            .start(blackbox, asked, pieces)
+            .map_err(|e| Error::new(Reason::Internal, format!("no thread to pack: {e}")))?;
+        tokio::spawn(async move {
+            // The first one asks, too. Whoever hangs up ends it.
+            while ask.send(()).await.is_ok() {
+                if !matches!(requests.message().await, Ok(Some(_))) {
+                    return;
+                }
+            }
+        });
+        let stream = ReceiverStream::new(stream).map(|piece| piece.map_err(Status::from));
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn use_packed(
+        &self,
+        request: Request<v1::UsePackedRequest>,
+    ) -> Result<Response<v1::UsePackedResponse>, Status> {
+        self.0.use_packed(request.into_inner()).await?;
+        Ok(Response::new(v1::UsePackedResponse {}))
     }
 
     async fn unload(

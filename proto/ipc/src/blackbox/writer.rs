@@ -1,7 +1,7 @@
 //! The worker's side of a black box.
 
 use std::{
-    io,
+    fmt, io,
     os::fd::AsFd,
     sync::atomic::{
         AtomicU64,
@@ -20,6 +20,12 @@ use crate::memory::SharedMapping;
 /// [`Writer::beat`], which is the event loop's, and [`Packing::done`].
 #[derive(Clone, Copy)]
 pub struct Writer(&'static Page);
+
+impl fmt::Debug for Writer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Writer")
+    }
+}
 
 /// A running request's place.
 #[derive(Debug, PartialEq, Eq)]

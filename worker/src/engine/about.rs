@@ -1,0 +1,62 @@
+//! What the engine is told when it starts, and what it says about its device and its models.
+
+use std::collections::BTreeSet;
+
+use hotcell_graph::{DType, op::catalogue};
+use hotcell_ipc::blackbox::Writer;
+use hotcell_kernels::{
+    backend::{BufferType, DeviceInfo},
+    registry::Registry,
+};
+
+use crate::model::run::RunShape;
+
+/// What the engine says about a model that it made ready.
+#[derive(Clone, Debug)]
+pub struct Ready {
+    /// Sizes it runs with.
+    pub shape: RunShape,
+    /// The weights that it would rather have packed.
+    pub packable: BTreeSet<String>,
+}
+
+/// What the engine says about its device when it starts.
+#[derive(Clone, Debug)]
+pub struct Opened {
+    /// The device.
+    pub info: DeviceInfo,
+    /// Its part of the numerics class.
+    pub numerics: String,
+    /// Whether equal inputs give equal bits.
+    pub reproducible: bool,
+    /// Ops it has kernels for.
+    pub ops: Vec<&'static str>,
+    /// What it allocates from.
+    pub buffer_types: &'static [BufferType],
+    /// The layout in which it likes weights, if it has a say in that.
+    pub layout: Option<&'static str>,
+}
+
+/// The ops as a black box numbers them.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    catalogue().map(|row| row.name)
+}
+
+/// How the engine runs.
+#[derive(Clone)]
+pub struct EngineConfig {
+    /// Device id.
+    pub device: String,
+    /// Cores to use; empty: as probed.
+    pub cores: Vec<u32>,
+    /// How the cache stores numbers.
+    pub cache_dtype: DType,
+    /// Bytes that each model may take besides its weights; 1 GiB of cache, or one context's, unless told.
+    pub model_memory: Option<u64>,
+    /// Bytes that tensors may take; half of the device's memory unless told.
+    pub tensor_memory: Option<u64>,
+    /// Where it writes what it does; one that nobody reads unless told.
+    pub blackbox: Option<Writer>,
+    /// Where it looks for the device.
+    pub registry: Registry,
+}

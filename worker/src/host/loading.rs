@@ -1,0 +1,274 @@
+//! Loading a model from its files' descriptors, and from packed copies of them if there are any.
+
+use std::{
+    collections::HashMap,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, atomic::AtomicBool},
+};
+
+use hotcell_ipc::memory::Mapping;
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1,
+};
+use tokio::sync::mpsc;
+
+use super::{Host, Loaded, locked};
+use crate::{
+    engine::Ready,
+    error::of_model,
+    generate::grammar::Grammars,
+    last_words::MappedFiles,
+    model::text::ModelText,
+    packing::{Copies, Wanted, is_packable},
+    weights::{ModelFile, ModelSource},
+};
+
+/// Bytes between two progress reports of a load.
+const PROGRESS_BYTES: usize = 32 << 20;
+/// Page size assumed when touching pages; touching more often than needed is harmless.
+const PAGE: usize = 4096;
+
+fn internal(e: tokio::task::JoinError) -> Error {
+    Error::new(Reason::Internal, format!("the load failed: {e}"))
+}
+
+impl Host {
+    /// Loads a model whose descriptors come under `tag`, in the order of `files`, and after them those of `packed`.
+    ///
+    /// # Errors
+    /// When they do not come, or are no model that this worker can run.
+    pub async fn load_by_descriptor(
+        &self,
+        name: String,
+        tag: u64,
+        files: Vec<v1::FileHandle>,
+        packed: v1::PackedFiles,
+        progress: mpsc::Sender<v1::LoadProgress>,
+    ) -> Result<Arc<Loaded>, Error> {
+        let mut descriptors = self.descriptors(tag).await?;
+        if descriptors.len() < files.len() {
+            let what = format!(
+                "{} descriptors came for {} files",
+                descriptors.len(),
+                files.len()
+            );
+            return Err(Error::new(Reason::ProtocolViolation, what));
+        }
+        let copies = Copies::map(packed, descriptors.split_off(files.len()))?;
+        let files = files
+            .into_iter()
+            .zip(descriptors)
+            .map(|(file, fd)| map_file(file.name, fd))
+            .collect::<Result<Vec<_>, _>>()?;
+        self.load_packed(name, files, copies, progress).await
+    }
+
+    /// Loads a model from mapped files.
+    ///
+    /// # Errors
+    /// When they are no model that this worker can run.
+    pub async fn load(
+        &self,
+        name: String,
+        files: Vec<ModelFile>,
+        progress: mpsc::Sender<v1::LoadProgress>,
+    ) -> Result<Arc<Loaded>, Error> {
+        let copies = Copies::default();
+        self.load_packed(name, files, copies, progress).await
+    }
+
+    /// The same, from packed copies of the files as far as they are of use.
+    async fn load_packed(
+        &self,
+        name: String,
+        files: Vec<ModelFile>,
+        copies: Copies,
+        progress: mpsc::Sender<v1::LoadProgress>,
+    ) -> Result<Arc<Loaded>, Error> {
+        if locked(&self.0.models).contains_key(&name) {
+            let what = format!("model {name} is loaded already; unload it first");
+            return Err(Error::new(Reason::ModelExists, what).with("model", name));
+        }
+        let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
+        let (handed, offered) = (files.clone(), copies.clone());
+        let read = move || -> Result<(ModelSource, ModelText, String), Error> {
+            let source = ModelSource::open(handed.clone()).map_err(|e| of_model(&e))?;
+            let text = ModelText::open(&source)?;
+            touch(&source, &handed, &offered, &progress);
+            let fingerprint = format!("{:032x}", source.fingerprint());
+            Ok((source, text, fingerprint))
+        };
+        let (source, text, fingerprint) = tokio::task::spawn_blocking(read)
+            .await
+            .map_err(internal)??;
+        let summary = summary(&source, &text, &fingerprint);
+        let weights = source.weights.clone();
+        let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
+        let Ready { shape, packable } = self.0.engine.load(name.clone(), source).await?;
+        let opened = self.0.engine.opened();
+        let loaded = Arc::new(Loaded {
+            text,
+            context: shape.context,
+            vocab,
+            end_tokens,
+            grammars: Grammars::default(),
+            numerics: v1::NumericsClass {
+                id: format!(
+                    "{}/w:{fingerprint}/kv:{}",
+                    opened.numerics,
+                    self.0.engine.cache_dtype()
+                ),
+                reproducible: opened.reproducible,
+                model_hash: fingerprint,
+            },
+            summary: v1::ModelSummary {
+                context_length: shape.context as u32,
+                ..summary
+            },
+            cache_tokens: (shape.blocks * shape.block_len) as u64,
+            packing: Wanted::new(&files, &weights, &packable),
+            packed: Mutex::default(),
+            gone: AtomicBool::new(false),
+            weights,
+            name: name.clone(),
+            _mapped: mapped,
+        });
+        if !copies.is_empty()
+            && let Err(error) = self.take_copies(&loaded, copies).await
+        {
+            tracing::warn!(model = name, %error, "packed weights are not used");
+        }
+        locked(&self.0.models).insert(name, Arc::clone(&loaded));
+        Ok(loaded)
+    }
+
+    /// Computes a model from packed copies from its next step on.
+    ///
+    /// # Errors
+    /// [`Reason::ModelChanged`] when they are no such copies; what the engine says.
+    pub(super) async fn take_copies(
+        &self,
+        model: &Arc<Loaded>,
+        copies: Copies,
+    ) -> Result<(), Error> {
+        let (held, blackbox) = (Arc::clone(model), self.0.engine.blackbox());
+        // Nobody packs meanwhile, or that one is named.
+        let one = Arc::clone(&self.0.packing).try_acquire_owned().ok();
+        let look = move || {
+            let _says = one.as_ref().map(|_| blackbox.packs());
+            let ranges = copies.all().map(|copy| copy.bytes().as_ptr_range());
+            let mapped = MappedFiles::note(ranges);
+            let weights = held.packing.packed(&copies)?;
+            // So that the next step does not wait for the disk.
+            weights
+                .values()
+                .for_each(|weight| touch_pages(weight.bytes()));
+            Ok((weights, copies, mapped))
+        };
+        let looked = tokio::task::spawn_blocking(look).await.map_err(internal)?;
+        let (weights, copies, mapped) = looked?;
+        self.0
+            .engine
+            .use_packed(model.name.clone(), weights)
+            .await?;
+        *locked(&model.packed) = Some((copies, mapped));
+        let held = Arc::clone(model);
+        tokio::task::spawn_blocking(move || held.packing.forget())
+            .await
+            .map_err(internal)
+    }
+}
+
+/// Maps a model's file.
+///
+/// # Errors
+/// [`Reason::NotAModel`] when it cannot be mapped.
+pub fn map_file(name: String, fd: OwnedFd) -> Result<ModelFile, Error> {
+    match Mapping::of_file(fd) {
+        Ok(mapping) => Ok(ModelFile { name, mapping }),
+        Err(error) => Err(Error::new(
+            Reason::NotAModel,
+            format!("{name} cannot be mapped: {error}"),
+        )),
+    }
+}
+
+fn touch_pages(bytes: &[u8]) {
+    let sum = bytes.iter().step_by(PAGE).fold(0u8, |a, b| a ^ b);
+    std::hint::black_box(sum);
+}
+
+/// Touches every page of the weights, or of their packed copies, so that the first request does not wait for the disk,
+/// and reports.
+fn touch(
+    source: &ModelSource,
+    files: &[ModelFile],
+    copies: &Copies,
+    progress: &mpsc::Sender<v1::LoadProgress>,
+) {
+    let copy_of = |mapping: &Mapping| {
+        let index = files.iter().position(|file| file.mapping.is(mapping))?;
+        let copy = copies.of(u32::try_from(index).ok()?)?;
+        (copy.len() == mapping.len()).then_some(copy)
+    };
+    let mut all: Vec<&[u8]> = Vec::new();
+    for file in source.weights.files() {
+        if copy_of(&file.mapping).is_none() {
+            all.push(file.mapping.bytes());
+        }
+    }
+    for (_, weight) in source.weights.iter() {
+        let Some(copy) = copy_of(&weight.mapping) else {
+            continue;
+        };
+        let bytes = match is_packable(weight) {
+            true => copy.bytes().get(weight.range.clone()),
+            false => Some(weight.bytes()),
+        };
+        all.extend(bytes);
+    }
+    let total: usize = all.iter().map(|bytes| bytes.len()).sum();
+    let report = |done: usize| {
+        let event = v1::LoadProgress {
+            bytes_done: done as u64,
+            bytes_total: total as u64,
+            stage: "mapping".to_owned(),
+            loaded: None,
+        };
+        // A reader that is behind misses a report, nothing else.
+        let _ = progress.try_send(event);
+    };
+    let mut done = 0usize;
+    report(done);
+    for bytes in all {
+        for chunk in bytes.chunks(PROGRESS_BYTES) {
+            touch_pages(chunk);
+            done += chunk.len();
+            report(done);
+        }
+    }
+}
+
+fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::ModelSummary {
+    let mut bytes_by_dtype: HashMap<&str, usize> = HashMap::new();
+    for (_, weight) in source.weights.iter() {
+        *bytes_by_dtype.entry(weight.dtype.name()).or_default() += weight.range.len();
+    }
+    let most = bytes_by_dtype
+        .into_iter()
+        .max_by_key(|&(name, bytes)| (bytes, name));
+    v1::ModelSummary {
+        architecture: format!("{:?}", source.config.architecture).to_lowercase(),
+        parameters: source
+            .weights
+            .iter()
+            .map(|(_, w)| w.elements() as u64)
+            .sum(),
+        context_length: source.config.context as u32,
+        vocabulary: source.config.vocab as u32,
+        weights_dtype: most.map_or_else(String::new, |(name, _)| name.to_owned()),
+        model_hash: fingerprint.to_owned(),
+        has_chat_template: text.has_chat_template(),
+    }
+}
