@@ -58,7 +58,6 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             1 => few_rows::<S, F, W, 1, 8>(job),
             2..5 if W::PACKED && S::WIDE && F::LEN < 256 => few_rows::<S, F, W, 4, 4>(job),
             2..5 => few_rows::<S, F, W, 4, 1>(job),
-            5..9 if W::PACKED && S::WIDE && F::PLAIN => few_rows::<S, F, W, 8, 2>(job),
             5..9 if S::WIDE && F::FEW > 4 && (W::PACKED || F::LEN < 256) => {
                 few_rows::<S, F, W, 8, 1>(job)
             }
