@@ -197,6 +197,7 @@ impl Cluster {
         command
             .env_clear()
             .env("XDG_CONFIG_HOME", folder.path())
+            .env("XDG_CACHE_HOME", folder.path())
             .current_dir(folder.path());
         if let Ok(path) = std::env::var("HOTCELL_CPU_PATH") {
             command.env("HOTCELL_CPU_PATH", path);

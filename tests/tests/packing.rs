@@ -27,9 +27,11 @@ const SMALL: Measures = Measures {
     hidden: 512,
     layers: 4,
     heads: 8,
+    kv_heads: 8,
     inner: 1408,
     vocab: 4096,
     context: 512,
+    tied: true,
 };
 
 /// 110 MB: copied into a file.

@@ -1,0 +1,98 @@
+//! How long a first token takes.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use hotcell_tests::bench::{Goal, median};
+
+use crate::{
+    Bench,
+    models::Model,
+    served::{NAME, SHORT, Served, options, stream},
+};
+
+/// Tokens that prompts share.
+const SHARED: usize = 2000;
+/// Tokens of a prompt that takes long.
+const LONG: usize = 4000;
+
+/// A prompt whose first 2,000 tokens the worker has read before, beside the first one that had them.
+pub async fn prefix(bench: &Bench, served: &Served) -> Result<()> {
+    let mut ratios = Vec::new();
+    for _ in 0..bench.rounds() {
+        let shared = served.prompt(SHARED);
+        let cold = [&shared[..], &served.prompt(SHORT)].concat();
+        let cold = served.until_first(cold).await?;
+        let hit = [&shared[..], &served.prompt(SHORT)].concat();
+        ratios.push(served.until_first(hit).await? / cold);
+    }
+    let unit = "of the cold time to first token";
+    bench.figure("prefix", ratios, unit, Goal::AtMost(0.05));
+    Ok(())
+}
+
+/// Short prompts, one after another while a long one is read, beside short ones alone.
+pub async fn stall(bench: &Bench, served: &Served) -> Result<()> {
+    let mut ratios = Vec::new();
+    for _ in 0..bench.rounds() {
+        let mut alone = Vec::new();
+        for _ in 0..5 {
+            alone.push(served.until_first(served.prompt(SHORT)).await?);
+        }
+        let (client, prompt) = (served.client.clone(), served.prompt(LONG));
+        let long = tokio::spawn(async move { stream(&client, prompt, options(1)).await });
+        // The long one is to come first.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let mut beside = Vec::new();
+        while !long.is_finished() {
+            let seconds = served.until_first(served.prompt(SHORT)).await?;
+            beside.push((Instant::now(), seconds));
+        }
+        // Only those that had their token before the long one had its.
+        let end = long.await??.first()?;
+        let within = beside.into_iter().filter(|(at, _)| *at < end);
+        let within: Vec<f64> = within.map(|(_, seconds)| seconds).collect();
+        ensure!(
+            !within.is_empty(),
+            "no short prompt was read beside a long one"
+        );
+        ratios.push(median(within) / median(alone));
+    }
+    let unit = "of the time to first token alone";
+    bench.figure("stall", ratios, unit, Goal::AtMost(3.0));
+    Ok(())
+}
+
+/// From the request to load a model, which is in the page cache, to the first token of a short prompt.
+pub async fn load(bench: &Bench, model: &Model) -> Result<()> {
+    let (mut times, mut beside) = (Vec::new(), Vec::new());
+    for _ in 0..bench.rounds() {
+        model.warm()?;
+        let served = Served::without_model(model, &[]).await?;
+        // Not while the worker still starts.
+        served
+            .cluster
+            .workers(|all| {
+                let ready = hotcell_client::v1::WorkerState::Ready;
+                !all.is_empty() && all.iter().all(|worker| worker.state() == ready)
+            })
+            .await?;
+        let start = Instant::now();
+        served.load(model).await?;
+        served.until_first(served.prompt(SHORT)).await?;
+        let seconds = start.elapsed().as_secs_f64();
+        times.push(seconds * 1e3);
+        served.client.unload(NAME).await?;
+        drop(served);
+        if let Some(llama) = &bench.llama {
+            model.warm()?;
+            beside.push(seconds / llama.load(model.path())?);
+        }
+    }
+    bench.figure("load", times, "ms", Goal::None);
+    if bench.llama.is_some() {
+        let unit = "of llama.cpp's";
+        bench.figure("load_llama", beside, unit, Goal::AtMost(0.5));
+    }
+    Ok(())
+}

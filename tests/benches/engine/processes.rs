@@ -1,0 +1,138 @@
+//! What processes cost: memory, and what stands between a client and the engine.
+
+use std::{
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use anyhow::{Context, Result, ensure};
+use hotcell_client::load::{self, Bounds, Load};
+use hotcell_tests::bench::Goal;
+use tokio::task::JoinSet;
+
+use crate::{
+    Bench,
+    direct::Direct,
+    models::Model,
+    served::{SHORT, Served, options, prompt},
+};
+
+/// Requests at once.
+const CONCURRENCY: usize = 64;
+/// Tokens of an answer.
+const TOKENS: usize = 16;
+
+/// Seconds of a processor that a process has used so far.
+pub fn cpu_seconds(pid: u32) -> Result<f64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // After the name, which may hold anything: state is the third field, time in user and kernel mode the 14th and 15th.
+    let (_, fields) = stat.rsplit_once(')').context("no name")?;
+    let ticks = fields.split_whitespace().skip(11).take(2);
+    let ticks: f64 = ticks.map(str::parse::<f64>).sum::<Result<f64, _>>()?;
+    Ok(ticks / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// Bytes of memory that are a process's: of what several have mapped, its share (PSS).
+fn memory_share(pid: u32) -> Result<f64> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let line = maps.lines().find_map(|line| line.strip_prefix("Pss:"));
+    let kib = line.and_then(|line| line.split_whitespace().next());
+    Ok(kib.context("no Pss")?.parse::<f64>()? * 1024.0)
+}
+
+/// Resident memory of all workers (the sum of their PSS, so that what they share counts once), after each of them has
+/// drawn tokens: two workers, which share the machine's cores, beside one.
+pub async fn memory(bench: &Bench, model: &Model) -> Result<()> {
+    let mut bytes = Vec::new();
+    for count in [1usize, 2] {
+        let devices = format!("cpu:{count}");
+        let served = Served::start(model, &["--devices", &devices]).await?;
+        // Both are busy then: requests go to where less is waited for.
+        served.together(2 * count, options(TOKENS)).await?;
+        served.idle().await?;
+        let workers = served.workers().await?;
+        ensure!(workers.len() == count, "{} workers", workers.len());
+        bytes.push(workers.into_iter().map(memory_share).sum::<Result<f64>>()?);
+    }
+    let [one, two] = bytes[..] else {
+        anyhow::bail!("two measurements");
+    };
+    let mib = |bytes: f64| vec![bytes / f64::from(1 << 20)];
+    bench.figure("memory_one", mib(one), "MiB", Goal::None);
+    bench.figure("memory_two", mib(two), "MiB", Goal::None);
+    let unit = "of one worker's memory";
+    bench.figure("memory", vec![two / one], unit, Goal::AtMost(1.15));
+    Ok(())
+}
+
+/// Many short requests through the scheduler, beside the same by the engine in this process.
+pub async fn requests(bench: &Bench, model: &Model) -> Result<()> {
+    let requests = if bench.quick { 200 } else { 1000 };
+    let served = Served::start(model, &[]).await?;
+    let mut load = Load {
+        options: options(TOKENS),
+        prompt_tokens: SHORT as u32,
+        vocabulary: model.vocabulary,
+        streams: CONCURRENCY,
+        requests: CONCURRENCY,
+        seed: 1 << 32,
+        bounds: Bounds::default(),
+    };
+    load::run(&served.client, &load, || {}).await?;
+    (load.requests, load.seed) = (requests, 2 << 32);
+    let scheduler = served.cluster.scheduler.pid();
+    let before = cpu_seconds(scheduler)?;
+    let outcome = load::run(&served.client, &load, || {}).await?;
+    let used = cpu_seconds(scheduler)? - before;
+    ensure!(outcome.failed == 0, "{:?}", outcome.problem);
+    drop(served);
+
+    let direct = Arc::new(Direct::load(model).await?);
+    all(&direct, model, CONCURRENCY).await?;
+    let seconds = all(&direct, model, requests).await?;
+    let rate = (requests * TOKENS) as f64 / seconds;
+
+    let unit = "of the engine's tokens/s without";
+    let share = outcome.tokens_per_second / rate;
+    bench.figure("requests", vec![share], unit, Goal::AtLeast(0.95));
+    let rate = vec![outcome.tokens_per_second];
+    bench.figure("requests_rate", rate, "tokens/s", Goal::None);
+    let percent = vec![used / outcome.seconds * 100.0];
+    bench.figure(
+        "requests_scheduler",
+        percent,
+        "% of a core",
+        Goal::AtMost(10.0),
+    );
+    Ok(())
+}
+
+/// Runs so many requests by the engine; seconds.
+async fn all(direct: &Arc<Direct>, model: &Model, requests: usize) -> Result<f64> {
+    let next = Arc::new(AtomicU64::new(0));
+    let mut streams = JoinSet::new();
+    let start = Instant::now();
+    for _ in 0..CONCURRENCY.min(requests) {
+        let (direct, next) = (Arc::clone(direct), Arc::clone(&next));
+        // None of them like those that came before.
+        let (vocabulary, first) = (model.vocabulary, requests as u64);
+        streams.spawn(async move {
+            loop {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                if number >= requests as u64 {
+                    return anyhow::Ok(());
+                }
+                let prompt = prompt(first + number, SHORT, vocabulary);
+                direct.stream(prompt, TOKENS).await?;
+            }
+        });
+    }
+    for done in streams.join_all().await {
+        done?;
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
