@@ -41,6 +41,8 @@ pub struct Cache {
     folder: OwnedFd,
     path: PathBuf,
     limit: Option<u64>,
+    /// Which part of the disk stays free: one in so many blocks.
+    reserve: u64,
 }
 
 /// A copy that is being made; its file goes when this is dropped.
@@ -121,6 +123,7 @@ impl Cache {
             folder,
             path: path.to_owned(),
             limit,
+            reserve: RESERVE,
         };
         for name in cache.names(DRAFT)? {
             cache.remove_unused(&name);
@@ -273,7 +276,7 @@ impl Cache {
     /// Bytes that may be written.
     fn free(&self) -> io::Result<u64> {
         let disk = rustix::fs::fstatvfs(&self.folder)?;
-        let reserve = disk.f_blocks / RESERVE;
+        let reserve = disk.f_blocks / self.reserve;
         let blocks = disk.f_bavail.saturating_sub(reserve);
         Ok(blocks.saturating_mul(disk.f_frsize))
     }
@@ -381,6 +384,13 @@ mod tests {
         (home, path)
     }
 
+    /// A cache on a disk that may be nearly full.
+    fn open(path: &Path, limit: Option<u64>) -> io::Result<Cache> {
+        let cache = Cache::open(path, limit)?;
+        let reserve = u64::MAX;
+        Ok(Cache { reserve, ..cache })
+    }
+
     fn make(cache: &Cache, key: &Key) -> Result<OwnedFd, String> {
         let draft = cache.begin(key)?;
         let bytes = vec![7; key.file.len as usize];
@@ -411,10 +421,10 @@ mod tests {
     #[test]
     fn what_was_made_is_found_by_others_and_drafts_are_not() {
         let (_home, path) = folder();
-        let cache = Cache::open(&path, None).unwrap();
+        let cache = open(&path, None).unwrap();
         assert!(cache.find(&key(1, 100)).is_none());
         let made = make(&cache, &key(1, 100)).unwrap();
-        let other = Cache::open(&path, None).unwrap();
+        let other = open(&path, None).unwrap();
         let found = other.find(&key(1, 100)).unwrap();
         let same = |fd: &OwnedFd| FileIdentity::of(fd).unwrap();
         assert_eq!(same(&made), same(&found));
@@ -480,7 +490,7 @@ mod tests {
         ];
         for (what, spoil) in spoils {
             let (_home, path) = folder();
-            let cache = Cache::open(&path, None).unwrap();
+            let cache = open(&path, None).unwrap();
             drop(make(&cache, &key(1, 100)).unwrap());
             let copy = the_copy(&path);
             writable(&copy);
@@ -498,7 +508,7 @@ mod tests {
     #[test]
     fn the_least_recently_used_makes_room_and_what_is_in_use_does_not() {
         let (_home, path) = folder();
-        let cache = Cache::open(&path, Some(250)).unwrap();
+        let cache = open(&path, Some(250)).unwrap();
         let one = make(&cache, &key(1, 100)).unwrap();
         drop(make(&cache, &key(2, 100)).unwrap());
         let why = cache.begin(&key(3, 251)).unwrap_err();
