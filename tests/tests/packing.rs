@@ -47,6 +47,13 @@ fn model(measures: &Measures) -> TempDir {
     folder
 }
 
+/// A folder that nobody else may look into.
+fn private() -> TempDir {
+    let folder = TempDir::new().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
+    folder
+}
+
 fn greedy(tokens: u32) -> GenerateOptions {
     GenerateOptions {
         max_tokens: tokens,
@@ -221,13 +228,17 @@ async fn a_stream_does_not_notice_that_its_worker_changes_to_packed_weights() {
         during += u32::from(began == Some(true) && ended);
         // Packed again the next time: memory goes with the model.
         used(&cluster, &client, &["w0"]).await;
-        assert_eq!(said(&client, options[at].clone()).await, right[at]);
+        assert_eq!(said_again(&client, &options[at]).await, right[at]);
         client.unload("m").await.unwrap();
         let path = model.path().to_str().unwrap();
         client.load("m", path).await.unwrap();
     }
     assert!(during > 0, "no stream ran while the worker changed");
     assert_eq!(cluster.workers(all_have("m")).await.unwrap()[0].deaths, 0);
+}
+
+async fn said_again(client: &Client, options: &GenerateOptions) -> Said {
+    said(client, options.clone()).await
 }
 
 #[tokio::test]
@@ -295,7 +306,7 @@ async fn the_json_of_models_tells_of_copies() {
 
 #[tokio::test]
 async fn a_worker_that_is_killed_while_it_packs_costs_its_streams_nothing() {
-    let (model, cache) = (model(&LARGE), TempDir::new().unwrap());
+    let (model, cache) = (model(&LARGE), private());
     let right = unpacked(model.path(), &[greedy(60)]).await;
     let folder = cache.path().to_str().unwrap();
     // One death under a request would be enough for it to be run alone.
@@ -342,7 +353,7 @@ async fn a_worker_that_is_killed_while_it_packs_costs_its_streams_nothing() {
 
 #[tokio::test]
 async fn packing_is_given_up_when_it_kills_again_and_again() {
-    let (model, cache) = (model(&LARGE), TempDir::new().unwrap());
+    let (model, cache) = (model(&LARGE), private());
     let folder = cache.path().to_str().unwrap();
     let cluster = Cluster::start(&["--pack-dir", folder]).await.unwrap();
     let client = cluster.client().await.unwrap();
@@ -378,7 +389,7 @@ async fn packing_is_given_up_when_it_kills_again_and_again() {
 
 #[tokio::test]
 async fn the_next_scheduler_finds_the_copy_and_nobody_keeps_the_original_in_memory() {
-    let (model, cache) = (model(&LARGE), TempDir::new().unwrap());
+    let (model, cache) = (model(&LARGE), private());
     let right = unpacked(model.path(), &[greedy(40)]).await;
     let folder = cache.path().join("made/by it");
     let folder = folder.to_str().unwrap();
@@ -415,7 +426,7 @@ async fn the_next_scheduler_finds_the_copy_and_nobody_keeps_the_original_in_memo
 
 #[tokio::test]
 async fn a_copy_that_is_none_is_not_used() {
-    let (model, cache) = (model(&LARGE), TempDir::new().unwrap());
+    let (model, cache) = (model(&LARGE), private());
     let right = unpacked(model.path(), &[greedy(20)]).await;
     let folder = cache.path().to_str().unwrap();
     let arguments = ["--pack-dir", folder];
@@ -456,7 +467,7 @@ async fn a_model_that_finds_no_room_goes_on_unpacked() {
     let model = model(&LARGE);
     let open = TempDir::new().unwrap();
     fs::set_permissions(open.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let full = TempDir::new().unwrap();
+    let full = private();
     let right = unpacked(model.path(), &[greedy(12)]).await;
     for (arguments, why) in [
         (
@@ -499,7 +510,7 @@ async fn a_model_that_finds_no_room_goes_on_unpacked() {
 
 #[tokio::test]
 async fn unloading_cuts_packing_short_and_leaves_nothing() {
-    let (model, cache) = (model(&LARGE), TempDir::new().unwrap());
+    let (model, cache) = (model(&LARGE), private());
     let folder = cache.path().to_str().unwrap();
     let cluster = Cluster::start(&["--pack-dir", folder]).await.unwrap();
     let client = cluster.client().await.unwrap();
