@@ -10,7 +10,7 @@ use std::{
     ops::Range,
     sync::{
         OnceLock,
-        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
 };
 
@@ -34,6 +34,12 @@ const BUS_ADRERR: libc::c_int = 2;
 const STACK_GUARD: u64 = 64 << 10;
 /// Farthest that a frame may be from the stack pointer.
 const STACK: u64 = 64 << 20;
+
+/// Turns that a thread waits for another one to end the process: some seconds at most, on the slowest machine.
+const PATIENCE: u32 = 1 << 26;
+
+/// Whether a signal struck.
+static STRUCK: AtomicBool = AtomicBool::new(false);
 
 struct Known {
     writer: Writer,
@@ -108,8 +114,7 @@ pub fn install(writer: Writer) -> io::Result<()> {
     }
     note_panics();
     for signal in SIGNALS {
-        // Once: when the handler returns, the instruction faults again and the signal has its default effect.
-        handle(signal, on_signal, libc::SA_RESETHAND)?;
+        handle(signal, on_signal, 0)?;
     }
     handle(POINT_OUT.as_raw(), on_point_out, libc::SA_RESTART)
 }
@@ -118,7 +123,7 @@ type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_voi
 
 fn handle(signal: libc::c_int, handler: Handler, flags: libc::c_int) -> io::Result<()> {
     // SAFETY: zeroes are a valid `sigaction`; the handler has the signature that SA_SIGINFO asks for, and only
-    // does what is async-signal-safe: plain loads and stores, `gettid`, `raise`, `_exit`.
+    // does what is async-signal-safe: plain loads and stores, `gettid`, `signal`, `raise`, `_exit`.
     let done = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = handler as usize;
@@ -203,6 +208,13 @@ extern "C" fn on_signal(
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
+    if STRUCK.swap(true, Relaxed) {
+        // Another thread was struck first, perhaps by the same file, and is about to end the process in its way; the
+        // default effect here would be sooner. It needs far less than this, unless it cannot go on either.
+        for _ in 0..PATIENCE {
+            std::hint::spin_loop();
+        }
+    }
     // SAFETY: the kernel's own.
     let address = unsafe { note(signal, info, context) };
     // SAFETY: the kernel's own.
@@ -212,6 +224,9 @@ extern "C" fn on_signal(
         // SAFETY: async-signal-safe, and does not return.
         unsafe { libc::_exit(Exit::ModelChanged.code()) };
     }
+    // When this returns, the instruction faults again and the signal has its default effect.
+    // SAFETY: async-signal-safe.
+    unsafe { libc::signal(signal, libc::SIG_DFL) };
     // Sent by somebody instead of raised by an instruction: it would not come again by itself.
     if code <= 0 {
         // SAFETY: async-signal-safe; the signal is blocked until the handler returns, and has its default effect then.

@@ -1,15 +1,19 @@
 //! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
 
+mod caches;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     rc::Rc,
 };
 
-use hotcell_graph::{CacheSpec, DType};
+use hotcell_graph::DType;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
     plan::{Plan, PlanHints, Slot},
 };
+
+use caches::Caches;
 
 use super::{
     config::{ModelConfig, Rope},
@@ -218,48 +222,6 @@ struct RowBuffers {
     slots: Buffer,
     picks: Buffer,
     tables: Buffer,
-}
-
-/// The KV cache of all layers.
-struct Caches {
-    layers: Vec<Buffer>,
-    /// Bytes of the keys of a layer; its values come after them.
-    half: usize,
-    /// Bytes of one block's keys, and of its values.
-    block: usize,
-    scratch: Vec<u8>,
-}
-
-impl Caches {
-    fn new(
-        device: &dyn Device,
-        layers: usize,
-        spec: &CacheSpec,
-        progressed: &dyn Fn(),
-    ) -> Result<Self, DeviceError> {
-        let bytes = spec.bytes().unwrap_or(usize::MAX);
-        let half = spec.half_bytes().unwrap_or(usize::MAX);
-        let allocate = |_| {
-            progressed();
-            device.allocate("the KV cache", bytes)
-        };
-        Ok(Self {
-            layers: (0..layers).map(allocate).collect::<Result<_, _>>()?,
-            half,
-            block: half / spec.blocks.max(1),
-            scratch: Vec::new(),
-        })
-    }
-
-    /// Where a block's keys and values are.
-    fn places(&self, block: u32) -> [usize; 2] {
-        let at = (block as usize).saturating_mul(self.block);
-        [at, at.saturating_add(self.half)]
-    }
-
-    fn bytes(&self) -> usize {
-        self.layers.iter().map(Buffer::bytes).sum()
-    }
 }
 
 /// An input that has another form from which the same bits come faster.
