@@ -193,8 +193,9 @@ async fn a_death_is_a_pause_and_is_told_to_who_asks() {
     cluster.workers(idle).await.unwrap();
     let other = Arc::clone(&cluster);
     let asked = tokio::task::spawn_blocking(move || other.hotcell(&GENERATE).unwrap());
-    let running = |w: &[v1::WorkerInfo]| w[0].running_requests == 1;
-    let pid = cluster.workers(running).await.unwrap()[0].pid;
+    // Once it has some of its tokens: a death before it was accepted is told to nobody.
+    let amid = |w: &[v1::WorkerInfo]| (1..380).contains(&w[0].outstanding_tokens);
+    let pid = cluster.workers(amid).await.unwrap()[0].pid;
     signal_pid(pid, Signal::SEGV).unwrap();
     let told = asked.await.unwrap();
     assert!(told.status.success(), "{told:?}");
