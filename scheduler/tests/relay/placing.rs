@@ -16,6 +16,19 @@ fn beginning(shared: u32, own: u32) -> GenerateRequest {
     }
 }
 
+/// Two workers, told apart by their classes.
+async fn house() -> House {
+    let house = House::with(2, |stage, config| {
+        let mut classes = stage.classes.lock().unwrap();
+        classes.insert("w0".into(), "fake/a".into());
+        classes.insert("w1".into(), "fake/b".into());
+        config.timeouts.reattach = Duration::ZERO;
+    })
+    .await;
+    house.ready(2).await;
+    house
+}
+
 async fn served(house: &House, request: GenerateRequest) -> String {
     let said = house.generate(request).await.unwrap();
     said.finished[0].numerics.clone().unwrap().id
@@ -36,14 +49,7 @@ async fn stalled(house: &House, tokens: u32) -> tonic::Streaming<hotcell_proto::
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prompt_goes_to_the_worker_that_knows_its_beginning() {
-    let house = House::with(2, |stage, config| {
-        let mut classes = stage.classes.lock().unwrap();
-        classes.insert("w0".into(), "fake/a".into());
-        classes.insert("w1".into(), "fake/b".into());
-        config.timeouts.reattach = Duration::ZERO;
-    })
-    .await;
-    house.ready(2).await;
+    let house = house().await;
     // The first is busy, so the second reads it.
     let busy = stalled(&house, 100).await;
     assert_eq!(served(&house, beginning(640, 0)).await, "fake/b");
@@ -67,14 +73,7 @@ async fn a_prompt_goes_to_the_worker_that_knows_its_beginning() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_busy_worker_is_not_worth_waiting_for() {
-    let house = House::with(2, |stage, config| {
-        let mut classes = stage.classes.lock().unwrap();
-        classes.insert("w0".into(), "fake/a".into());
-        classes.insert("w1".into(), "fake/b".into());
-        config.timeouts.reattach = Duration::ZERO;
-    })
-    .await;
-    house.ready(2).await;
+    let house = house().await;
     assert_eq!(served(&house, beginning(320, 0)).await, "fake/a");
     let less = stalled(&house, 200).await;
     assert_eq!(served(&house, beginning(320, 100)).await, "fake/a");
