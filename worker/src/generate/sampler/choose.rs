@@ -152,12 +152,8 @@ fn choose_of(
 }
 
 dispatch! {
-    fn weigh_with(weights: &mut [f32], max: f32, temperature: f32) -> () = weigh_body;
-}
-
-/// Makes weights of logits.
-fn weigh(path: CpuPath, weights: &mut [f32], max: f32, temperature: f32) {
-    weigh_with(path, weights, max, temperature);
+    /// Makes weights of logits.
+    fn weigh(weights: &mut [f32], max: f32, temperature: f32) -> () = weigh_body;
 }
 
 #[inline(always)]
