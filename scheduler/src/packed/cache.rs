@@ -27,8 +27,10 @@ use super::Key;
 const MAX_COPIES: usize = 1024;
 /// Bytes of a note at most.
 const MAX_NOTE: u64 = 1024;
-/// This part of the disk stays free, in 1/n.
-const RESERVE: u64 = 20;
+/// This part of the disk stays free, in 1/n, but not more than so many bytes: a large disk that is nearly full still
+/// has room for small copies.
+const RESERVED_PART: u64 = 20;
+const MAX_RESERVED: u64 = 4 << 30;
 
 /// How files end: copies, their notes, and copies that are being made.
 const COPY: &str = ".packed";
@@ -41,8 +43,8 @@ pub struct Cache {
     folder: OwnedFd,
     path: PathBuf,
     limit: Option<u64>,
-    /// Which part of the disk stays free: one in so many blocks.
-    reserve: u64,
+    /// Bytes of the disk that stay free at most.
+    max_reserved: u64,
 }
 
 /// A copy that is being made; its file goes when this is dropped.
@@ -123,7 +125,7 @@ impl Cache {
             folder,
             path: path.to_owned(),
             limit,
-            reserve: RESERVE,
+            max_reserved: MAX_RESERVED,
         };
         for name in cache.names(DRAFT)? {
             cache.remove_unused(&name);
@@ -257,7 +259,9 @@ impl Cache {
             }
             let Some(oldest) = entries.pop() else {
                 return Err(match fits {
-                    true => format!("{shown} has room for {free} bytes, and {bytes} are needed"),
+                    true => format!(
+                        "{shown} has room for {free} bytes beside what stays free on its disk, and {bytes} are needed"
+                    ),
                     false => format!(
                         "copies that are in use leave no room for {bytes} bytes within --pack-limit"
                     ),
@@ -276,9 +280,9 @@ impl Cache {
     /// Bytes that may be written.
     fn free(&self) -> io::Result<u64> {
         let disk = rustix::fs::fstatvfs(&self.folder)?;
-        let reserve = disk.f_blocks / self.reserve;
-        let blocks = disk.f_bavail.saturating_sub(reserve);
-        Ok(blocks.saturating_mul(disk.f_frsize))
+        let bytes = |blocks: u64| blocks.saturating_mul(disk.f_frsize);
+        let reserved = (bytes(disk.f_blocks) / RESERVED_PART).min(self.max_reserved);
+        Ok(bytes(disk.f_bavail).saturating_sub(reserved))
     }
 
     fn entries(&self) -> io::Result<Vec<Entry>> {
@@ -387,8 +391,10 @@ mod tests {
     /// A cache on a disk that may be nearly full.
     fn open(path: &Path, limit: Option<u64>) -> io::Result<Cache> {
         let cache = Cache::open(path, limit)?;
-        let reserve = u64::MAX;
-        Ok(Cache { reserve, ..cache })
+        Ok(Cache {
+            max_reserved: 0,
+            ..cache
+        })
     }
 
     fn make(cache: &Cache, key: &Key) -> Result<OwnedFd, String> {
