@@ -18,8 +18,10 @@ use hotcell_tests::{
     },
 };
 
-/// Fewer would mean that something has gone missing.
-const FEWEST: usize = 500;
+/// Cases that pass, of 1,325. Whoever makes one more pass raises it and lowers the other.
+const PASSING: usize = 1029;
+/// Cases that are listed: never more than before.
+const SKIPPED: usize = 296;
 
 /// Names of the cases that need not pass, with why, one to a line: `test_name: reason`.
 fn skipped() -> BTreeMap<String, String> {
@@ -56,6 +58,7 @@ fn single_op_cases_pass_over_grpc_unless_listed() {
 
 fn pass_unless_listed(executor: &mut dyn Executor) {
     let mut skipped = skipped();
+    let listed = skipped.len();
     let (mut passed, mut wrong) = (0, Vec::new());
     for archived in archive().unwrap() {
         let name = archived.name.clone();
@@ -79,5 +82,5 @@ fn pass_unless_listed(executor: &mut dyn Executor) {
         wrong.len(),
         wrong.join("\n")
     );
-    assert!(passed >= FEWEST, "only {passed} cases pass");
+    assert_eq!((passed, listed), (PASSING, SKIPPED), "passed and listed");
 }
