@@ -223,7 +223,9 @@ impl Backend {
     /// Plans a worst case without running it, and remembers what it takes.
     ///
     /// # Errors
-    /// [`Reason::OutOfMemory`] or [`Reason::QuotaExceeded`]; the metadata say how much was attempted.
+    /// [`Reason::OutOfMemory`] or [`Reason::QuotaExceeded`] when intermediate values, inputs (but not a model's weights) and
+    /// results are more than the worker or the session may hold; the metadata say how much was attempted: `arena`,
+    /// `constants`, `inputs`, `outputs`, `bytes` in all, and the `limit`.
     pub async fn reserve(
         &mut self,
         function: &Compiled,

@@ -13,9 +13,15 @@ use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
     host::{SharedBytes, Staging},
 };
-use hotcell_proto::error::{Error, Reason};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1,
+};
 
-use super::account::{Account, Charge};
+use super::{
+    account::{Account, Charge, Usage},
+    plan,
+};
 use crate::{error::of_plan, session::shared::Region, weights::Weight};
 
 /// The device, the worker's account, and every session's freed memory.
@@ -136,6 +142,32 @@ impl Pool {
             true => self.hub.account.charge(what, bytes as u64),
             false => self.charge(what, bytes),
         }
+    }
+
+    /// Whether a plan, what it reads and what it gives could be held if nothing else were. Constants are somebody else's.
+    /// `parts`: bytes that the plan takes besides its arena.
+    ///
+    /// # Errors
+    /// [`Reason::OutOfMemory`] when the worker's limit is less, [`Reason::QuotaExceeded`] when the session's is; with the
+    /// sizes.
+    pub fn could_hold(&self, memory: &v1::PlanMemory, parts: usize) -> Result<(), Error> {
+        let bytes = [memory.inputs, memory.outputs, parts as u64]
+            .into_iter()
+            .fold(memory.arena, u64::saturating_add);
+        let limits = [
+            (Reason::OutOfMemory, "worker", self.hub.account.usage()),
+            (Reason::QuotaExceeded, "session", self.account.usage()),
+        ];
+        for (reason, whose, Usage { limit, .. }) in limits {
+            if bytes > limit {
+                let what = format!(
+                    "the plan with its inputs and outputs needs {bytes} bytes and the {whose} may hold {limit}"
+                );
+                let error = Error::new(reason, what).with("bytes", bytes);
+                return Err(plan::with_sizes(error.with("limit", limit), memory));
+            }
+        }
+        Ok(())
     }
 
     fn reuse(&self, bytes: usize) -> Option<(Buffer, Charge)> {

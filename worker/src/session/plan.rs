@@ -46,6 +46,15 @@ pub fn outputs(graph: &Graph) -> Result<Vec<TensorSpec>, Error> {
     Ok(outputs)
 }
 
+/// An error that says what a plan would take.
+pub fn with_sizes(error: Error, memory: &v1::PlanMemory) -> Error {
+    error
+        .with("arena", memory.arena)
+        .with("constants", memory.constants)
+        .with("inputs", memory.inputs)
+        .with("outputs", memory.outputs)
+}
+
 /// What a plan takes, with the sizes of what the graph reads and gives at the greatest number of rows.
 pub fn memory(graph: &Graph, outputs: &[TensorSpec], plan: &dyn Plan) -> v1::PlanMemory {
     let rows = graph.max_rows();

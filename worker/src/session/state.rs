@@ -330,7 +330,7 @@ impl Session {
         }
     }
 
-    /// Makes a plan of a verified graph.
+    /// Makes a plan of a verified graph; `dry_run`: only says what it would take, with nothing else in the session.
     ///
     /// # Errors
     /// When the device cannot do it, or quotas or memory are short.
@@ -354,11 +354,17 @@ impl Session {
             ..hints
         };
         let specs = || outputs.iter().map(hotcell_graph::wire::encode_tensor_spec);
+        let parts = |steps: usize| {
+            let parts = steps + graph.inputs().len() + outputs.len();
+            parts.saturating_mul(STEP_BYTES)
+        };
         if dry_run {
             let plan = device.plan(graph, &dry).map_err(|e| of_plan(&e))?;
+            let memory = plan::memory(graph, &outputs, plan.as_ref());
+            self.pool.could_hold(&memory, parts(plan.memory().steps))?;
             return Ok(v1::CompileResponse {
                 plan: None,
-                memory: Some(plan::memory(graph, &outputs, plan.as_ref())),
+                memory: Some(memory),
                 outputs: specs().collect(),
             });
         }
@@ -389,12 +395,7 @@ impl Session {
                     .with("available", self.pool.account().available());
                 Err(match device.plan(graph, &dry) {
                     Ok(plan) => {
-                        let memory = plan::memory(graph, &outputs, plan.as_ref());
-                        error
-                            .with("arena", memory.arena)
-                            .with("constants", memory.constants)
-                            .with("inputs", memory.inputs)
-                            .with("outputs", memory.outputs)
+                        plan::with_sizes(error, &plan::memory(graph, &outputs, plan.as_ref()))
                     }
                     Err(_) => error,
                 })
@@ -404,11 +405,9 @@ impl Session {
         let plan = made?;
         let memory = plan::memory(graph, &outputs, plan.as_ref());
         let about = plan.memory();
-        let parts = about.steps + graph.inputs().len() + outputs.len();
         let charges = [
             self.pool.charge("the plan", about.arena)?,
-            self.pool
-                .charge_held("the plan", parts.saturating_mul(STEP_BYTES))?,
+            self.pool.charge_held("the plan", parts(about.steps))?,
         ];
         let id = self.fresh(None)?;
         let response = v1::CompileResponse {

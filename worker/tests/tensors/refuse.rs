@@ -1,6 +1,6 @@
 //! What strangers send is refused with a reason, and the worker goes on.
 
-use hotcell_graph::{GraphBuilder, wire};
+use hotcell_graph::{DType, Graph, GraphBuilder, wire};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::Epoch,
@@ -385,19 +385,18 @@ async fn graphs_that_are_none_are_refused() {
     assert_eq!(reason(none), Reason::InvalidArgument);
     // More memory than there is: said before anything is allocated, with the sizes.
     let mut g = GraphBuilder::new(0);
-    let x = g
-        .tensor("x", spec(hotcell_graph::DType::F32, &[1 << 25]))
-        .unwrap();
-    let y = g.softmax(x, -1).unwrap_or(x);
-    let y = g.softmax(y, -1).unwrap_or(y);
-    let y = g.softmax(y, -1).unwrap_or(y);
+    let x = g.tensor("x", spec(DType::F32, &[1 << 25])).unwrap();
+    let y = g.softmax(x, -1).unwrap();
+    let y = g.softmax(y, -1).unwrap();
+    let y = g.softmax(y, -1).unwrap();
     let large = g.finish(&[y]).unwrap();
-    if let Err(status) = client.try_compile(wire::encode(&large)).await {
-        let error = Error::typed(&status).unwrap();
-        assert_eq!(error.reason(), Reason::OutOfMemory);
-        assert_eq!(error.get("inputs"), Some("134217728"));
-        assert!(error.get("arena").is_some() && error.get("available").is_some());
-    }
+    let status = client.try_compile(wire::encode(&large)).await.unwrap_err();
+    let error = Error::typed(&status).unwrap();
+    assert_eq!(error.reason(), Reason::OutOfMemory);
+    assert_eq!(error.get("inputs"), Some("134217728"));
+    let number = |key: &str| error.get(key).unwrap().parse::<u64>().unwrap();
+    assert!(number("arena") >= 1 << 27, "{error:?}");
+    assert!(number("available") <= 64 * MIB, "{error:?}");
     // The worker goes on.
     let plan = client.compile(&add_graph(&[4])).await;
     let one = f32s(&[1.0; 4]);
@@ -458,6 +457,61 @@ async fn sessions_are_named_well_and_found_by_name_only() {
         assert!(more.len() <= limits::MAX_SESSIONS);
     };
     assert_eq!(Error::typed(&refused).unwrap().reason(), Reason::Overloaded);
+}
+
+#[tokio::test]
+async fn a_dry_run_refuses_what_could_never_be_held_and_says_the_sizes() {
+    let host = worker(8 * MIB);
+    let small = v1::OpenSessionRequest {
+        max_bytes: 4 * MIB,
+        ..v1::OpenSessionRequest::default()
+    };
+    let client = Client::open_with(&host, small).await;
+    let plan = |graph: &Graph| {
+        let request = client.of(v1::CompileRequest {
+            graph: Some(wire::encode(graph)),
+            dry_run: true,
+            no_fusion: false,
+        });
+        let mut raw = client.raw.clone();
+        async move { raw.compile(request).await.map(|r| r.into_inner()) }
+    };
+    // `a + b`: three tensors of so many MiB.
+    let sum = |mib: usize| add_graph(&[mib << 18]);
+    let made = plan(&sum(1)).await.unwrap();
+    let memory = made.memory.unwrap();
+    assert_eq!((memory.inputs, memory.outputs), (2 * MIB, MIB));
+    assert!(made.plan.is_none());
+    for (mib, why, limit) in [
+        (2, Reason::QuotaExceeded, "4194304"),
+        (3, Reason::OutOfMemory, "8388608"),
+        (1 << 20, Reason::OutOfMemory, "8388608"),
+    ] {
+        let status = plan(&sum(mib)).await.unwrap_err();
+        let error = Error::typed(&status).unwrap();
+        assert_eq!((error.reason(), error.get("limit")), (why, Some(limit)));
+        let number = |key: &str| error.get(key).unwrap().parse::<u64>().unwrap();
+        let each = mib as u64 * MIB;
+        assert_eq!((number("inputs"), number("outputs")), (2 * each, each));
+        assert!(number("bytes") >= 3 * each + number("arena"));
+    }
+    // What the session may hold is what counts, not what it was opened with.
+    client
+        .set_memory(v1::MemoryRequest {
+            memory_limit: Some(2 * MIB),
+            ..v1::MemoryRequest::default()
+        })
+        .await;
+    assert_eq!(reason(plan(&sum(1)).await), Reason::QuotaExceeded);
+    // Constants are a model's: they cost the session nothing.
+    let mut g = GraphBuilder::new(0);
+    let w = g.constant("w", spec(DType::F32, &[1 << 22])).unwrap();
+    let s = g.reduce_sum(w, &[0], false).unwrap();
+    let memory = plan(&g.finish(&[s]).unwrap()).await.unwrap().memory;
+    assert_eq!(memory.unwrap().constants, 16 * MIB);
+    // Nothing was made.
+    assert_eq!(client.memory().await.active, 0);
+    assert!(client.list().await.plans.is_empty());
 }
 
 #[tokio::test]
