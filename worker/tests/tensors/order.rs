@@ -12,7 +12,7 @@ use hotcell_proto::{
 use crate::support::*;
 
 const MIB: u64 = 1 << 20;
-const BIG: usize = 1 << 20;
+pub const BIG: usize = 1 << 20;
 
 /// A call that takes a good while, in many nodes.
 pub async fn long(client: &Client) -> v1::ExecuteRequest {
@@ -178,11 +178,59 @@ async fn a_failure_goes_to_all_that_depend_on_it() {
 async fn memory_of_one_session_is_never_seen_by_another() {
     let host = worker(256 * MIB);
     let secret: Vec<f32> = vec![12345.0; 1 << 16];
+    const BYTES: u64 = 4 << 16;
+    let cached = async |client: &Client| client.memory().await.cache;
     for _ in 0..5 {
         let one = Client::open(&host).await;
         let a = one.upload(&[1 << 16], &secret).await;
         one.free(&[a]).await.unwrap();
         let two = Client::open(&host).await;
+        // Memory for results and uploads is not cleared before it is written. So it is never another session's: what one
+        // has freed stays with it, whatever the other takes.
+        assert_eq!((cached(&one).await, cached(&two).await), (BYTES, 0));
+        let plan = two.compile(&add_graph(&[1 << 16])).await;
+        let before = two.memory().await.active;
+        let b = two.upload(&[1 << 16], &[1.0; 1 << 16]).await;
+        let sum = call(&plan, vec![tensor(&b), tensor(&b)], vec![]);
+        let sum = kept(&two.execute(sum).await.unwrap(), 0).handle.unwrap();
+        assert_eq!(two.download(&sum).await, [2.0; 1 << 16]);
+        let begun = upload_chunk(Kind::Create(wire_spec(&[1 << 16])), 0, vec![7; 4]);
+        let (chunks, stream) = tokio::sync::mpsc::channel(1);
+        chunks.send(begun).await.unwrap();
+        let request = two.of(tokio_stream::wrappers::ReceiverStream::new(stream));
+        let mut raw = two.raw.clone();
+        let upload = tokio::spawn(async move { raw.upload(request).await });
+        let unfinished = loop {
+            let tensors = two.list().await.tensors;
+            let there = tensors.iter().find(|t| t.state() == TensorState::Uploading);
+            if let Some(there) = there {
+                break there.handle.clone().unwrap();
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        };
+        assert_eq!(cached(&one).await, BYTES);
+        assert_eq!(two.memory().await.active - before, 3 * BYTES);
+        // What was not written yet cannot be read.
+        assert_eq!(
+            reason(two.try_download(&unfinished, 0, 0).await),
+            Reason::TensorNotReady
+        );
+        upload.abort();
+        // Nor can what a failed call did not write.
+        let pick = two.compile(&pick()).await;
+        let table = f32s(&[1.0; 32]);
+        for goal in [inline(), keep(HandleId::random().unwrap())] {
+            let bad = vec![data(table.clone()), data(i32s(&[0, 8]))];
+            let failed = two.execute(call(&pick, bad, vec![goal])).await;
+            assert_eq!(reason(failed), Reason::IndexOutOfRange);
+        }
+        let states = two.list().await.tensors;
+        let failed = states.iter().find(|t| t.state() == TensorState::Failed);
+        let failed = failed.unwrap().handle.clone().unwrap();
+        assert_eq!(
+            reason(two.try_download(&failed, 0, 0).await),
+            Reason::TensorNotReady
+        );
         let request = two.of(v1::CreateRequest {
             spec: Some(v1::create_request::Spec::Tensor(wire_spec(&[1 << 16]))),
             id: vec![],
