@@ -47,6 +47,7 @@ mod operators;
 mod ops;
 mod pipeline;
 mod program;
+mod recent;
 mod recipe;
 mod recover;
 mod session;

@@ -17,6 +17,7 @@ use super::{
     array::{State, Tensor, apply, invalid, of_graph},
     connection::{Connection, Remote, RemotePlan},
     program::{self, Arguments, Program},
+    recent::Recent,
     recover::again,
     session::Session,
     stream::Order,
@@ -24,6 +25,8 @@ use super::{
 
 /// Rows that the first plan of a shapeless function has room for at least.
 const MIN_ROWS: usize = 64;
+/// Traces that a function keeps, each with its plan on the worker.
+const KEPT_TRACES: usize = 64;
 
 static TRACES: AtomicU64 = AtomicU64::new(1);
 
@@ -52,8 +55,8 @@ pub(super) fn concrete_rows() -> usize {
 
 type Function = dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync;
 
-/// A function of tensors. It is traced when it is called with specs that it has not seen; what it captures is then constant,
-/// and a random key has to be one of its arguments to differ between calls.
+/// A function of tensors. It is traced when it is called with specs that it has not seen, or not among the last 64 different ones;
+/// what it captures is then constant, and a random key has to be one of its arguments to differ between calls.
 #[derive(Clone)]
 pub struct Compiled(Arc<Inner>);
 
@@ -61,7 +64,7 @@ struct Inner {
     session: Session,
     function: Box<Function>,
     shapeless: bool,
-    traces: Mutex<HashMap<Vec<TensorSpec>, Kept>>,
+    traces: Mutex<Recent<Vec<TensorSpec>, Kept>>,
 }
 
 #[derive(Clone)]
@@ -106,7 +109,7 @@ impl Session {
             session: self.clone(),
             function,
             shapeless,
-            traces: Mutex::default(),
+            traces: Mutex::new(Recent::new(KEPT_TRACES)),
         }))
     }
 }
@@ -215,7 +218,7 @@ impl Compiled {
             && !specs.iter().any(|s| s.shape.is_symbolic())
         {
             let pattern: Vec<TensorSpec> = specs.iter().map(|s| symbolic(s, rows)).collect();
-            let kept = locked(&self.0.traces).get(&pattern).cloned();
+            let kept = locked(&self.0.traces).get(&pattern);
             match kept {
                 Some(Kept::Trace(trace)) if trace.max_rows >= rows => return Ok((trace, rows)),
                 Some(Kept::NeedsShapes) => {}
@@ -228,14 +231,14 @@ impl Compiled {
                         // What fails for a symbolic axis may do for a size; what is wrong anyway fails again below.
                         Err(_) => (Kept::NeedsShapes, None),
                     };
-                    locked(&self.0.traces).insert(pattern, kept);
+                    self.keep(pattern, kept);
                     if let Some(trace) = found {
                         return Ok((trace, rows));
                     }
                 }
             }
         }
-        let kept = locked(&self.0.traces).get(&specs).cloned();
+        let kept = locked(&self.0.traces).get(&specs);
         if let Some(Kept::Trace(trace)) = kept {
             return Ok((trace, 0));
         }
@@ -249,8 +252,14 @@ impl Compiled {
                 "a function called inside a shapeless one asked for the size of the symbolic axis",
             )
         })?;
-        locked(&self.0.traces).insert(specs, Kept::Trace(Arc::clone(&trace)));
+        self.keep(specs, Kept::Trace(Arc::clone(&trace)));
         Ok((trace, 0))
+    }
+
+    fn keep(&self, specs: Vec<TensorSpec>, kept: Kept) {
+        let forgotten = locked(&self.0.traces).insert(specs, kept);
+        // Outside of the lock: it may hold much.
+        drop(forgotten);
     }
 
     /// Traces the function; `None` when it asked for the size of the symbolic axis.

@@ -1,7 +1,6 @@
 //! A session's connection to one process of a worker: how it is opened, what is held there, what waits to be freed.
 
 use std::{
-    collections::HashMap,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, Weak},
 };
@@ -26,6 +25,7 @@ use tonic::{
 use super::{
     array::{Tensor, invalid, of_graph},
     program::PlanKey,
+    recent::Recent,
     recipe::Recipe,
     session::{Session, SessionOptions},
 };
@@ -48,7 +48,7 @@ pub(super) struct Connection {
     pub relayed_because: Option<Error>,
     name: AsciiMetadataValue,
     pub opened: v1::SessionOpened,
-    plans: Mutex<Plans>,
+    plans: Mutex<Recent<PlanKey, Arc<RemotePlan>>>,
     freed: Arc<Freed>,
     closed: Mutex<Option<String>>,
 }
@@ -58,12 +58,6 @@ pub(super) struct Connection {
 struct Freed {
     handles: Mutex<Vec<v1::Handle>>,
     some: Notify,
-}
-
-#[derive(Default)]
-struct Plans {
-    by_key: HashMap<PlanKey, (Arc<RemotePlan>, u64)>,
-    clock: u64,
 }
 
 /// A plan on the worker.
@@ -81,6 +75,8 @@ pub(super) struct Remote {
     place: Mutex<Place>,
     /// How it can be made again, in a session that recovers.
     recipe: Mutex<Option<Arc<Recipe>>>,
+    /// It is a model's weight: it never changes, and costs its session nothing.
+    pub is_weight: bool,
 }
 
 /// Where a tensor is.
@@ -273,7 +269,7 @@ impl Opening {
             relayed_because: self.relayed_because,
             name: self.name,
             opened: self.opened,
-            plans: Mutex::default(),
+            plans: Mutex::new(Recent::new(KEPT_PLANS)),
             freed: Arc::default(),
             closed: Mutex::default(),
         });
@@ -330,7 +326,7 @@ impl Connection {
     }
 
     /// Takes care of a handle that the worker made.
-    fn own(&self, handle: v1::Handle) -> Arc<Remote> {
+    fn own(&self, handle: v1::Handle, is_weight: bool) -> Arc<Remote> {
         Arc::new(Remote {
             place: Mutex::new(Place {
                 handle,
@@ -338,12 +334,13 @@ impl Connection {
                 freed: Arc::downgrade(&self.freed),
             }),
             recipe: Mutex::default(),
+            is_weight,
         })
     }
 
     /// The handle of an id that this client chose.
     pub fn named(&self, id: HandleId) -> Arc<Remote> {
-        self.own(id.handle(Epoch(self.opened.epoch)))
+        self.own(id.handle(Epoch(self.opened.epoch)), false)
     }
 
     /// What the worker says it holds, and its dtype and shape.
@@ -357,31 +354,17 @@ impl Connection {
             return Err(odd());
         };
         let spec = wire::decode_tensor_spec(&spec).map_err(|e| of_graph(&e))?;
-        Ok((self.own(handle), spec))
+        Ok((self.own(handle, !info.model.is_empty()), spec))
     }
 
     /// The plan of this key, if it is kept.
     pub fn kept_plan(&self, key: &PlanKey) -> Option<Arc<RemotePlan>> {
-        let mut plans = locked(&self.plans);
-        plans.clock += 1;
-        let now = plans.clock;
-        let (plan, used) = plans.by_key.get_mut(key)?;
-        *used = now;
-        Some(Arc::clone(plan))
+        locked(&self.plans).get(key)
     }
 
     pub fn keep_plan(&self, plan: &Arc<RemotePlan>) {
-        let mut plans = locked(&self.plans);
-        plans.clock += 1;
-        let now = plans.clock;
-        if plans.by_key.len() >= KEPT_PLANS {
-            let oldest = plans.by_key.iter().min_by_key(|(_, (_, used))| *used);
-            if let Some(key) = oldest.map(|(key, _)| key.clone()) {
-                plans.by_key.remove(&key);
-            }
-        }
-        let key = plan.graph.clone();
-        plans.by_key.insert(key, (Arc::clone(plan), now));
+        let forgotten = locked(&self.plans).insert(plan.graph.clone(), Arc::clone(plan));
+        drop(forgotten);
     }
 
     /// Compiles a graph; without a handle (a dry run) the plan is empty.

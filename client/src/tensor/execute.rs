@@ -49,18 +49,29 @@ impl Session {
                 return Err(invalid("the tensor belongs to another session"));
             }
         }
-        let lazy: Vec<Tensor> = tensors
-            .iter()
-            .filter(|t| !t.is_evaluated())
-            .cloned()
-            .collect();
-        while let Some(piece) = program::first_piece(&program::order(&lazy)) {
-            self.compute_graph(&piece, order).await?;
+        match self.shorten(tensors, order).await? {
+            Some(lazy) if !lazy.is_empty() => self.compute_graph(&lazy, order).await,
+            _ => Ok(()),
         }
-        if !lazy.is_empty() {
-            self.compute_graph(&lazy, order).await?;
+    }
+
+    /// Computes pieces of expressions until one graph can compute the rest: those of them that have no value yet.
+    /// `None`: they are longer than a graph, and this is a dry run, which keeps no value that the next piece could
+    /// begin with. Their shapes and dtypes were checked when they were written.
+    async fn shorten(
+        &self,
+        tensors: &[Tensor],
+        order: &Order,
+    ) -> Result<Option<Vec<Tensor>>, Error> {
+        loop {
+            let lazy = tensors.iter().filter(|t| !t.is_evaluated());
+            let lazy: Vec<Tensor> = lazy.cloned().collect();
+            match program::first_piece(&program::order(&lazy), &lazy) {
+                None => return Ok(Some(lazy)),
+                Some(_) if self.is_dry_run() => return Ok(None),
+                Some(piece) => self.compute_graph(&piece, order).await?,
+            }
         }
-        Ok(())
     }
 
     /// Computes what one graph can.
@@ -84,11 +95,12 @@ impl Session {
         let State::Remote(target) = target.state() else {
             return Err(invalid("only a computed tensor has memory to store into"));
         };
-        while let Some(piece) = program::first_piece(&program::order(std::slice::from_ref(value))) {
-            self.compute_graph(&piece, &Order::default()).await?;
-        }
-        let program = program::build(std::slice::from_ref(value), None, 0)?;
         let order = Order::default();
+        let value = std::slice::from_ref(value);
+        if self.shorten(value, &order).await?.is_none() {
+            return Ok(());
+        }
+        let program = program::build(value, None, 0)?;
         again!(self, at => async {
             let Some(plan) = self.plan(&at, &program).await? else {
                 return Ok(());

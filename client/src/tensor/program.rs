@@ -121,8 +121,10 @@ pub(super) fn order(outputs: &[Tensor]) -> Vec<Arc<OpNode>> {
     ordered
 }
 
-/// If the expression is longer than one graph may be: tensors to compute first.
-pub(super) fn first_piece(ordered: &[Arc<OpNode>]) -> Option<Vec<Tensor>> {
+/// If the expressions are longer than one graph may be: tensors to compute first. `ordered` is what `wanted` need.
+///
+/// There is always one: the last node before the cut is read behind it or is itself wanted.
+pub(super) fn first_piece(ordered: &[Arc<OpNode>], wanted: &[Tensor]) -> Option<Vec<Tensor>> {
     let (head, tail) = ordered.split_at_checked(PIECE)?;
     if tail.is_empty() {
         return None;
@@ -130,12 +132,13 @@ pub(super) fn first_piece(ordered: &[Arc<OpNode>]) -> Option<Vec<Tensor>> {
     let head: HashSet<usize> = head.iter().map(node_address).collect();
     let mut seen = HashSet::new();
     let mut cut = Vec::new();
-    for input in tail.iter().flat_map(|n| n.inputs.iter().flatten()) {
-        if let State::Lazy { node, .. } = input.state()
+    let read = tail.iter().flat_map(|n| n.inputs.iter().flatten());
+    for tensor in read.chain(wanted) {
+        if let State::Lazy { node, .. } = tensor.state()
             && head.contains(&node_address(&node))
-            && seen.insert(address(input))
+            && seen.insert(address(tensor))
         {
-            cut.push(input.clone());
+            cut.push(tensor.clone());
         }
     }
     Some(cut)
@@ -184,7 +187,7 @@ pub(super) fn build(
             return Ok(*value);
         }
         let value = match state {
-            State::Wrong(error) => return Err(error),
+            State::Wrong(ref error) => return Err(error.clone()),
             State::Argument { trace, index } => match arguments {
                 Some(own) if own.trace == trace => placeholders.get(index).copied(),
                 _ => None,
@@ -193,14 +196,19 @@ pub(super) fn build(
                 invalid("an argument of a function being traced has no value; do not evaluate inside the function")
             })?,
             State::Host {
-                data,
+                ref data,
                 literal: true,
-            } => literal(builder, &data)?,
+            } => literal(builder, data)?,
             State::Host { .. } | State::Remote(_) | State::Lazy { .. } => {
                 let name = format!("input {}", inputs.len());
                 let spec = tensor.spec()?.clone();
                 inputs.push(tensor.clone());
-                builder.tensor(name, spec).map_err(|e| of_graph(&e))?
+                let made = match &state {
+                    // What a plan takes is said apart from the weights that it reads.
+                    State::Remote(remote) if remote.is_weight => builder.constant(name, spec),
+                    _ => builder.tensor(name, spec),
+                };
+                made.map_err(|e| of_graph(&e))?
             }
         };
         values.insert(address(tensor), value);
@@ -239,4 +247,63 @@ fn literal(builder: &mut GraphBuilder, data: &super::host::HostTensor) -> Result
     made.first()
         .copied()
         .ok_or_else(|| invalid("a literal without result"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::HostTensor;
+
+    fn number() -> Tensor {
+        Tensor::host(None, HostTensor::from_slice(&[1.0f32], &[]).unwrap(), false)
+    }
+
+    /// Tensors of each piece, and how often the last graph's nodes are computed at all.
+    fn pieces(wanted: &[Tensor]) -> (Vec<usize>, usize) {
+        let mut sizes = Vec::new();
+        loop {
+            let lazy: Vec<Tensor> = wanted
+                .iter()
+                .filter(|t| !t.is_evaluated())
+                .cloned()
+                .collect();
+            let ordered = order(&lazy);
+            let Some(piece) = first_piece(&ordered, &lazy) else {
+                return (sizes, ordered.len());
+            };
+            assert!(!piece.is_empty(), "nothing to compute first: for ever");
+            assert!(order(&piece).len() <= PIECE);
+            sizes.push(piece.len());
+            for tensor in piece {
+                // As a computed one: what made it is forgotten.
+                let State::Host { data, literal } = number().state() else {
+                    panic!("a number has no value")
+                };
+                tensor.set(State::Host { data, literal });
+            }
+        }
+    }
+
+    #[test]
+    fn long_expressions_are_cut_wherever_they_are_long() {
+        let x = number();
+        let wide: Vec<Tensor> = (0..2 * PIECE + 1).map(|_| x.neg()).collect();
+        // Nobody reads what lies before the cut; it is wanted itself.
+        assert_eq!(pieces(&wide), (vec![PIECE, PIECE], 1));
+        let exact: Vec<Tensor> = (0..PIECE).map(|_| x.neg()).collect();
+        assert_eq!(pieces(&exact), (vec![], PIECE));
+        let deep = (0..2 * PIECE + 1).fold(x.clone(), |t, _| t.neg());
+        assert_eq!(pieces(&[deep]), (vec![1, 1], 1));
+        // Both at once: a tensor that is wanted, and read behind the cut as well.
+        let first = x.neg();
+        let mut both = vec![first.clone()];
+        both.extend((0..PIECE).map(|_| &first + &x));
+        assert_eq!(pieces(&both), (vec![PIECE], 1));
+        // The second result alone is read behind the cut.
+        let many = HostTensor::from_slice(&[3.0f32, 1.0, 2.0], &[3]).unwrap();
+        let (values, at) = Tensor::host(None, many, false).topk(2, 0, true);
+        let mut top = vec![values];
+        top.extend((0..PIECE).map(|_| &at + &at));
+        assert_eq!(pieces(&top).1, 1);
+    }
 }
