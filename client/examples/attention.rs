@@ -6,7 +6,7 @@ use std::{process::ExitCode, time::Instant};
 
 use hotcell_client::{
     Address, Error,
-    tensor::{Session, SessionOptions, Tensor},
+    tensor::{AttentionOptions, Session, SessionOptions, Tensor},
 };
 
 const TOKENS: usize = 16;
@@ -35,7 +35,12 @@ fn block(x: &Tensor, [query, key, value, output]: &[Tensor; 4]) -> Tensor {
         projected.transpose(&[0, 2, 1, 3])
     };
     let scale = 1.0 / (each as f64).sqrt();
-    let seen = split(query).attention(&split(key), &split(value), None, scale, true);
+    let options = AttentionOptions {
+        scale,
+        causal: true,
+        ..AttentionOptions::default()
+    };
+    let seen = split(query).attention(&split(key), &split(value), &options);
     let joined = seen
         .transpose(&[0, 2, 1, 3])
         .reshape(&[tokens, WIDTH as i64]);

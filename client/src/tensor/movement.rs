@@ -168,6 +168,17 @@ impl Tensor {
         )
     }
 
+    /// Rows of `[n, k]`, which may be quantised, at i32 `[m]`, as f32 `[m, k]`.
+    pub fn get_rows(&self, indices: &Tensor) -> Tensor {
+        one("get_rows", &[Some(self), Some(indices)], vec![])
+    }
+
+    /// Slices at index tuples, the innermost axis of `indices`, within `batch_dims` outer axes that both share (ONNX GatherND).
+    pub fn gather_nd(&self, indices: &Tensor, batch_dims: i64) -> Tensor {
+        let attributes = vec![Attribute::Int(batch_dims)];
+        one("gather_nd", &[Some(self), Some(indices)], attributes)
+    }
+
     /// One element per index along an axis.
     pub fn take_along_axis(&self, indices: &Tensor, axis: i64) -> Tensor {
         one(

@@ -1,12 +1,12 @@
 //! The ops as methods and operators. Shapes, dtypes and semantics are the catalogue's (see the page of ops).
 
 use hotcell_graph::{
-    DType, Shape,
+    DType,
     op::{self, Attribute},
 };
 
 use super::{
-    array::{Tensor, apply, invalid, of_graph},
+    array::{Tensor, apply, invalid},
     session::Session,
 };
 
@@ -81,6 +81,57 @@ impl Reduce {
             Reduce::Max => "max",
             Reduce::Min => "min",
         }
+    }
+}
+
+/// What a running sum or product takes in. The default: all up to each element, and itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Scan {
+    /// Without the element itself.
+    pub exclusive: bool,
+    /// From the end: all after each element.
+    pub reverse: bool,
+}
+
+impl Scan {
+    fn attributes(self, axis: i64) -> Vec<Attribute> {
+        vec![
+            Attribute::Int(axis),
+            Attribute::Bool(self.exclusive),
+            Attribute::Bool(self.reverse),
+        ]
+    }
+}
+
+/// How near numbers are that count as close.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Near {
+    /// Of the second number's size.
+    pub relative: f64,
+    /// Besides that.
+    pub absolute: f64,
+    /// Whether NaN is close to NaN.
+    pub equal_nan: bool,
+}
+
+impl Default for Near {
+    /// NumPy's.
+    fn default() -> Self {
+        Self {
+            relative: 1e-5,
+            absolute: 1e-8,
+            equal_nan: false,
+        }
+    }
+}
+
+impl Near {
+    fn attributes(self) -> Vec<Attribute> {
+        vec![
+            Attribute::Float(self.relative),
+            Attribute::Float(self.absolute),
+            Attribute::Bool(self.equal_nan),
+        ]
     }
 }
 
@@ -397,14 +448,36 @@ impl Tensor {
         one("variance", &[Some(self)], attributes)
     }
 
-    /// The running sum along an axis.
-    pub fn cumsum(&self, axis: i64) -> Tensor {
-        let attributes = vec![
-            Attribute::Int(axis),
-            Attribute::Bool(false),
-            Attribute::Bool(false),
-        ];
-        one("cumsum", &[Some(self)], attributes)
+    /// The square root of [`Tensor::variance`].
+    pub fn standard_deviation(&self, axes: &[i64], keep_dims: bool, ddof: i64) -> Tensor {
+        let attributes = vec![ints(axes), Attribute::Bool(keep_dims), Attribute::Int(ddof)];
+        one("standard_deviation", &[Some(self)], attributes)
+    }
+
+    /// The running sum along an axis; integers wrap.
+    pub fn cumsum(&self, axis: i64, scan: Scan) -> Tensor {
+        one("cumsum", &[Some(self)], scan.attributes(axis))
+    }
+
+    /// The running product along an axis; integers wrap.
+    pub fn cumprod(&self, axis: i64, scan: Scan) -> Tensor {
+        one("cumprod", &[Some(self)], scan.attributes(axis))
+    }
+
+    /// Where `|self − other| ≤ absolute + relative · |other|`, or both are the same infinity (bool; NumPy's `isclose`).
+    pub fn is_close(&self, other: &Tensor, near: Near) -> Tensor {
+        one("is_close", &[Some(self), Some(other)], near.attributes())
+    }
+
+    /// Whether [`Tensor::is_close`] everywhere (bool scalar).
+    pub fn all_close(&self, other: &Tensor, near: Near) -> Tensor {
+        one("all_close", &[Some(self), Some(other)], near.attributes())
+    }
+
+    /// Whether shapes and elements are equal (bool scalar), NaN to NaN if `equal_nan`.
+    pub fn array_equal(&self, other: &Tensor, equal_nan: bool) -> Tensor {
+        let attributes = vec![Attribute::Bool(equal_nan)];
+        one("array_equal", &[Some(self), Some(other)], attributes)
     }
 
     /// `beta·self + alpha·(a @ b)`.
@@ -421,43 +494,6 @@ impl Tensor {
     /// `ln softmax` along an axis.
     pub fn log_softmax(&self, axis: i64) -> Tensor {
         one("log_softmax", &[Some(self)], vec![Attribute::Int(axis)])
-    }
-
-    /// `x·w / √(mean(x²) + eps)` over the innermost axis.
-    pub fn rms_norm(&self, weight: Option<&Tensor>, eps: f64) -> Tensor {
-        one(
-            "rms_norm",
-            &[Some(self), weight],
-            vec![Attribute::Float(eps)],
-        )
-    }
-
-    /// `(x − mean)/√(variance + eps)·w + b` over the innermost axis.
-    pub fn layer_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Tensor {
-        one(
-            "layer_norm",
-            &[Some(self), weight, bias],
-            vec![Attribute::Float(eps)],
-        )
-    }
-
-    /// Attention of queries `[B, Hq, T, D]` over keys and values `[B, Hkv, S, D]`.
-    pub fn attention(
-        &self,
-        keys: &Tensor,
-        values: &Tensor,
-        mask: Option<&Tensor>,
-        scale: f64,
-        causal: bool,
-    ) -> Tensor {
-        let attributes = vec![
-            Attribute::Float(scale),
-            Attribute::Bool(causal),
-            Attribute::Int(0),
-            Attribute::Float(0.0),
-        ];
-        let inputs = [Some(self), Some(keys), Some(values), mask, None];
-        one("scaled_dot_product_attention", &inputs, attributes)
     }
 
     /// Cross-correlation with `weight` over 1 to 3 spatial axes.
@@ -480,46 +516,6 @@ impl Tensor {
         attributes.extend(window(options, size.len()));
         attributes.push(name(options.layout.name()));
         one("pool", &[Some(self)], attributes)
-    }
-
-    /// Random bits (u32) of a shape; `self` is the key.
-    pub fn random_bits(&self, shape: &[usize]) -> Tensor {
-        self.random("random_bits", shape, vec![])
-    }
-
-    /// Uniform numbers in `[low, high)`; `self` is the key.
-    pub fn random_uniform(&self, shape: &[usize], low: f64, high: f64) -> Tensor {
-        self.random(
-            "random_uniform",
-            shape,
-            vec![Attribute::Float(low), Attribute::Float(high)],
-        )
-    }
-
-    /// Normal numbers; `self` is the key.
-    pub fn random_normal(&self, shape: &[usize], mean: f64, deviation: f64) -> Tensor {
-        self.random(
-            "random_normal",
-            shape,
-            vec![Attribute::Float(mean), Attribute::Float(deviation)],
-        )
-    }
-
-    /// `count` keys of a key, `[count, 2]`.
-    pub fn random_split(&self, count: i64) -> Tensor {
-        one("random_split", &[Some(self)], vec![Attribute::Int(count)])
-    }
-
-    fn random(&self, op: &str, shape: &[usize], more: Vec<Attribute>) -> Tensor {
-        match Shape::fixed(shape) {
-            Ok(shape) => {
-                let attributes = std::iter::once(Attribute::Shape(shape))
-                    .chain(more)
-                    .collect();
-                one(op, &[Some(self)], attributes)
-            }
-            Err(error) => Tensor::wrong(self.0.session.clone(), of_graph(&error)),
-        }
     }
 }
 
