@@ -433,8 +433,9 @@ fn packed_by_the_letter(dtype: DType, w: &[u8], k: usize) -> Vec<u8> {
 fn packed_weights_are_a_permutation_and_give_the_same_bits() {
     let mut random = Random(9);
     for dtype in weight_dtypes() {
-        // An odd number of blocks and an even one; whole panels only, and rows left over.
-        for (n, blocks) in [(32, 3), (171, 2), (16, 1), (203, 5)] {
+        // An odd number of blocks and an even one; whole panels only, and rows left over; more blocks than are unpacked at a
+        // time, so that the next ones begin amid a pair.
+        for (n, blocks) in [(32, 3), (171, 2), (16, 1), (203, 5), (32, 45)] {
             let k = blocks
                 * if dtype.is_block() {
                     dtype.block_len()

@@ -55,6 +55,32 @@ unsafe fn dot<S: Simd, const W: usize>(start: S::I, q: [S::I; W], x: *const u8, 
     }
 }
 
+/// `Σ q · x` over 32 weights and the activations of `R` rows.
+///
+/// # Safety
+///
+/// As for [`dot`].
+#[inline(always)]
+unsafe fn dots<S: Simd, const R: usize>(q: &[S::I; 8], x: [*const u8; R], at: usize) -> [S::I; R] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut dots = [S::splat_i(0); R];
+        if R < 8 {
+            for r in 0..R {
+                dots[r] = dot::<S, 8>(dots[r], *q, x[r], at);
+            }
+            return dots;
+        }
+        // So many chains side by side that one of each row will do.
+        for g in 0..8 {
+            for r in 0..R {
+                dots[r] = S::dot_u7(dots[r], q[g], word::<S>(x[r], at + 4 * g));
+            }
+        }
+        dots
+    }
+}
+
 /// Q4_K and Q5_K.
 pub(super) struct Mixed<const FIVE: bool>;
 
@@ -259,9 +285,9 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
                 let q = Self::pair::<S, W>(from, &fifth, pair);
                 for half in 0..2 {
                     let j = 2 * pair + half;
+                    let dots = dots::<S, R>(&q[half], x, 32 * j);
                     for r in 0..R {
-                        let dot = dot::<S, 8>(S::splat_i(0), q[half], x[r], 32 * j);
-                        inner[r] = S::fma(S::to_f(dot), head.scales[j], inner[r]);
+                        inner[r] = S::fma(S::to_f(dots[r]), head.scales[j], inner[r]);
                     }
                 }
             }
@@ -337,6 +363,73 @@ impl Six {
                 );
             }
             runs
+        }
+    }
+
+    /// The weights of sub-blocks `2 run` and `2 run + 1` of half `h`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::unpack`]; `h` is below 2 and `run` below 4.
+    #[inline(always)]
+    unsafe fn run<S: Simd, W: Place>(from: W, h: usize, run: usize) -> [[S::I; 4]; 2] {
+        // SAFETY: the caller's promise; all reads are within the super-block.
+        unsafe {
+            let four = S::splat_i(0x0f0f_0f0f);
+            let upper = S::splat_i(0x3030_3030);
+            let mut q = [[four; 4]; 2];
+            for l in 0..2 {
+                let low = from.words4::<S, Self>(64 * h + 32 * (run % 2) + 16 * l);
+                let bits = from.words4::<S, Self>(128 + 32 * h + 16 * l);
+                for g in 0..4 {
+                    let (low, bits) = match run {
+                        0 => (low[g], S::shl::<4>(bits[g])),
+                        1 => (low[g], S::shl::<2>(bits[g])),
+                        2 => (S::shr::<4>(low[g]), bits[g]),
+                        _ => (S::shr::<4>(low[g]), S::shr::<2>(bits[g])),
+                    };
+                    q[l][g] = S::or(S::and(low, four), S::and(bits, upper));
+                }
+            }
+            q
+        }
+    }
+
+    /// As [`Format::stream`], with each word loaded twice, and sub-blocks in order: a few rows wait for registers, not for
+    /// loads.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::stream`].
+    #[inline(always)]
+    unsafe fn in_order<S: Simd, W: Place, const R: usize>(
+        from: W,
+        x: [*const u8; R],
+        acc: &mut [[S::F; 1]; R],
+    ) {
+        // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
+        unsafe {
+            let head = Self::head::<S, W>(from);
+            let mut inner = [S::splat_f(0.0); R];
+            for h in 0..2 {
+                for run in 0..4 {
+                    from.ask::<S, Self>(4 * h + run, 8);
+                    let q = Self::run::<S, W>(from, h, run);
+                    for l in 0..2 {
+                        let j = 8 * h + 2 * run + l;
+                        for r in 0..R {
+                            let mut dot = word::<S>(x[r], 276 + 4 * j);
+                            for g in 0..4 {
+                                dot = S::dot_u7(dot, q[l][g], word::<S>(x[r], 16 * j + 4 * g));
+                            }
+                            inner[r] = S::fma(S::to_f(dot), head.scales[j], inner[r]);
+                        }
+                    }
+                }
+            }
+            for r in 0..R {
+                acc[r][0] = Self::finish::<S>(&head, inner[r], x[r], acc[r][0]);
+            }
         }
     }
 
@@ -437,6 +530,9 @@ impl Format for Six {
     ) {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
         unsafe {
+            if R > 1 && W::PACKED {
+                return Self::in_order::<S, W, R>(from, x, acc);
+            }
             let head = Self::head::<S, W>(from);
             let mut inner = [S::splat_f(0.0); R];
             for h in 0..2 {

@@ -61,7 +61,7 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             5..9 if S::WIDE && F::FEW > 4 && (W::PACKED || F::LEN < 256) => {
                 few_rows::<S, F, W, 8, 1>(job)
             }
-            5..9 if S::WIDE && W::PACKED => many_rows::<S, F, W, 8, 1>(job),
+            5..9 if S::WIDE && W::PACKED => one_tile::<S, F, W, 8>(job),
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, W, 8, 2>(job),
             _ if S::WIDE => many_rows::<S, F, W, 4, 2>(job),
             _ => many_rows::<S, F, W, 4, 1>(job),
@@ -217,6 +217,36 @@ unsafe fn some_panels<S: Simd, F: Format, W: Place, const R: usize, const P: usi
         for p in 0..P {
             for r in 0..R.min(job.rows) {
                 store::<S>(job, &panels[p], first + LANES * p, r, acc[p][r][0]);
+            }
+        }
+    }
+}
+
+/// One to `R` rows where a block has more weights than there are registers: it is unpacked into the first-level cache,
+/// while those that come later are asked for, and used once.
+///
+/// # Safety
+///
+/// As for [`run`], with at least one and at most `R` rows.
+#[inline(always)]
+unsafe fn one_tile<S: Simd, F: Format, W: Place, const R: usize>(job: &Job) {
+    // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's. A block is written before it is read.
+    unsafe {
+        let mut stage = MaybeUninit::<Stage>::uninit();
+        let mut block = MaybeUninit::<[F::Block<S>; 1]>::uninit();
+        let rows = rows_of::<R>(job, 0);
+        for first in job.n.clone().step_by(LANES) {
+            let panel = panel_of(job, first);
+            let mut acc = [[S::splat_f(0.0); 1]; R];
+            for b in 0..job.k.div_ceil(F::LEN) {
+                let count = count_of::<F>(job.k, b);
+                let from = W::block::<F, R>(&panel, b, count, &mut stage);
+                F::unpack::<S, W>(from, block.as_mut_ptr().cast());
+                let x = at_block::<F, R>(rows, b);
+                F::step::<S, R, 1>(block.assume_init_ref(), x, count, &mut acc);
+            }
+            for r in 0..R.min(job.rows) {
+                store::<S>(job, &panel, first, r, acc[r][0]);
             }
         }
     }
