@@ -17,12 +17,9 @@ use crate::{
     model::run::Row,
 };
 
-/// How long a step may take in which some draw and others read prompts: the pause between two tokens of a stream.
+/// How long a step may take in which some read prompts while others draw, or come one after another: the pause between
+/// two tokens of a stream, and what one that comes waits at most before it has a part in a step.
 const PATIENCE: Duration = Duration::from_millis(60);
-
-/// The same while prompts are read and nobody draws, but others have come lately: what the next one waits at most
-/// before it has a part in a step.
-const WELCOME: Duration = Duration::from_millis(100);
 
 /// Rows of prompts that there is always time for.
 const LEAST: usize = 16;
@@ -58,7 +55,7 @@ impl Batch {
         let beside = self.pace.rows_beside(draws, PATIENCE);
         // Large steps read a prompt fastest, and are for those who are alone.
         let rows = match self.expects_company(Instant::now()) {
-            true => self.pace.rows_beside(0, WELCOME),
+            true => self.pace.rows_beside(0, PATIENCE),
             false => None,
         };
         let rows = rows.unwrap_or(shape.max_rows).max(LEAST);
