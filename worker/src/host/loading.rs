@@ -3,7 +3,11 @@
 use std::{
     collections::HashMap,
     os::fd::OwnedFd,
-    sync::{Arc, Mutex, atomic::AtomicBool},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
 };
 
 use hotcell_ipc::memory::Mapping;
@@ -94,8 +98,19 @@ impl Host {
         let (handed, offered) = (files.clone(), copies.clone());
         let read = move || -> Result<(ModelSource, ModelText, String), Error> {
             let source = ModelSource::open(handed.clone()).map_err(|e| of_model(&e))?;
-            let text = ModelText::open(&source)?;
-            touch(&source, &handed, &offered, &progress);
+            let enough = AtomicBool::new(false);
+            let touching = || touch(&source, &handed, &offered, &progress, &enough);
+            let text = thread::scope(|scope| {
+                let helper = thread::Builder::new().name("touch".to_owned());
+                let beside = helper.spawn_scoped(scope, touching).is_ok();
+                let text = ModelText::open(&source);
+                // A model that cannot be used is not waited for.
+                enough.store(text.is_err(), Ordering::Relaxed);
+                if !beside {
+                    touching();
+                }
+                text
+            })?;
             let fingerprint = format!("{:032x}", source.fingerprint());
             Ok((source, text, fingerprint))
         };
@@ -200,12 +215,13 @@ fn touch_pages(bytes: &[u8]) {
 }
 
 /// Touches every page of the weights, or of their packed copies, so that the first request does not wait for the disk,
-/// and reports.
+/// and reports; until it is `enough`.
 fn touch(
     source: &ModelSource,
     files: &[ModelFile],
     copies: &Copies,
     progress: &mpsc::Sender<v1::LoadProgress>,
+    enough: &AtomicBool,
 ) {
     let copy_of = |mapping: &Mapping| {
         let index = files.iter().position(|file| file.mapping.is(mapping))?;
@@ -243,6 +259,9 @@ fn touch(
     report(done);
     for bytes in all {
         for chunk in bytes.chunks(PROGRESS_BYTES) {
+            if enough.load(Ordering::Relaxed) {
+                return;
+            }
             touch_pages(chunk);
             done += chunk.len();
             report(done);
