@@ -277,11 +277,6 @@ pub struct Book {
 }
 
 impl Book {
-    /// Whether there is an answer to compare with.
-    pub fn has(&self, subject: &Subject) -> bool {
-        self.records.contains_key(subject)
-    }
-
     /// Judges what a process said at `now`.
     pub fn judge(
         &mut self,
@@ -568,7 +563,6 @@ mod tests {
         let mut book = Book::default();
         book.judge(&subject(), &by("w0", 1), &says(&[1]), at(1));
         book.forget(&subject().model);
-        assert!(!book.has(&subject()));
         let verdict = book.judge(&subject(), &by("w0", 1), &says(&[2]), at(1));
         assert_eq!(verdict, Verdict::Right);
     }

@@ -32,7 +32,8 @@ const ROUNDS: u32 = 16;
 /// How much is asked for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Depth {
-    /// The first step, once there is a record: a stream may wait for this worker.
+    /// The first step: a stream may wait for this worker. If nobody was asked before, there is nothing to hold it to, and
+    /// the others follow when it is idle.
     Spawn,
     /// All steps and a part of the weights.
     Patrol,
@@ -133,11 +134,9 @@ impl Fleet {
             return Ok(());
         };
         let (steps, part) = {
-            let book = self.book();
-            let part = || book.next_part(&link.worker, model);
+            let part = || self.book().next_part(&link.worker, model);
             match depth {
-                Depth::Spawn if book.has(&subject) => (1, None),
-                Depth::Spawn => (limits::MAX_CHECK_STEPS, None),
+                Depth::Spawn => (1, None),
                 Depth::Patrol => (limits::MAX_CHECK_STEPS, Some(part())),
             }
         };

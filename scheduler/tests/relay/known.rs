@@ -26,7 +26,7 @@ fn go_wrong(house: &House, who: &str, value: u8) {
 async fn a_worker_answers_before_it_serves_and_again_when_it_is_idle() {
     let house = House::new(1).await;
     house.ready(1).await;
-    assert_eq!(checks(&house, "w0.1"), [limits::MAX_CHECK_STEPS]);
+    assert_eq!(checks(&house, "w0.1"), [1]);
     house.fleet.check_every(PACE);
     until(|| checks(&house, "w0.1").len() > 3).await;
     // A stream waits for the worker that comes back: it is asked briefly at first.
