@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 use hotcell_client::{Client, Completion, EmbedOptions, GenerateOptions, Prompt, Reason};
+use hotcell_proto::limits;
 use hotcell_tests::cluster::{Cluster, all_have, kjv};
 
 const PROMPT: &str = "And it came to pass in those days, that there went out a decree from Caesar \
@@ -106,4 +107,38 @@ async fn embeddings_come_in_order_and_depend_on_their_own_text_only() {
     let none = vec![Prompt::Ids(vec![])];
     let refused = client.embed(none, EmbedOptions::default()).await;
     assert_eq!(refused.unwrap_err().reason(), Reason::InvalidArgument);
+}
+
+#[tokio::test]
+async fn many_requests_of_many_prompts_are_read_one_after_another() {
+    let cluster = cluster().await;
+    let client = cluster.client().await.unwrap();
+    let texts: Vec<String> = (0..limits::MAX_EMBED_PROMPTS)
+        .map(|i| format!("{i} and God said"))
+        .collect();
+    let prompts = || texts.iter().map(|text| Prompt::from(text.as_str()));
+    let options = EmbedOptions::default;
+    let right = client.embed(prompts(), options()).await.unwrap().embeddings;
+    // Together more prompts than a worker has places for.
+    let calls = 2 * limits::MAX_WORKER_REQUESTS / texts.len();
+    let mut all = tokio::task::JoinSet::new();
+    for _ in 0..calls {
+        let (client, prompts) = (client.clone(), prompts().collect::<Vec<_>>());
+        all.spawn(async move { client.embed(prompts, EmbedOptions::default()).await });
+    }
+    for answer in all.join_all().await {
+        assert!(answer.unwrap().embeddings == right);
+    }
+    // The command takes more lines than a request has.
+    let lines: Vec<&str> = texts
+        .iter()
+        .chain(&texts[..3])
+        .map(String::as_str)
+        .collect();
+    let said = cluster.hotcell(&[&["embed"], &lines[..]].concat()).unwrap();
+    assert!(said.status.success(), "{said:?}");
+    let said = String::from_utf8(said.stdout).unwrap();
+    let said: Vec<&str> = said.lines().collect();
+    assert_eq!(said.len(), lines.len());
+    assert_eq!(said[..3], said[texts.len()..]);
 }

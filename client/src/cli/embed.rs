@@ -1,6 +1,7 @@
 //! `embed`: texts in, vectors out.
 
 use clap::Args;
+use hotcell_proto::{limits, v1};
 use serde_json::json;
 
 use super::{GlobalFlags, exit::Failure, session::Session, ui::Ui};
@@ -47,11 +48,22 @@ pub(crate) async fn embed(
         unnormalized: flags.unnormalized,
         ..EmbedOptions::default()
     };
+    if texts.is_empty() {
+        let what = "there is no text on standard input";
+        return Err(Failure::Usage(what.to_owned()));
+    }
     let session = Session::running(global).await?;
-    let prompts = texts.into_iter().map(Prompt::Text);
-    let answer = session.client.embed(prompts, options).await?;
+    let mut answer = v1::EmbedResponse::default();
+    // As many at a time as one request may have.
+    for texts in texts.chunks(limits::MAX_EMBED_PROMPTS) {
+        let prompts = texts.iter().cloned().map(Prompt::Text);
+        let part = session.client.embed(prompts, options.clone()).await?;
+        answer.model = part.model;
+        answer.embeddings.extend(part.embeddings);
+    }
     if ui.manner.json {
-        let of = |e: &hotcell_proto::v1::Embedding| json!({ "values": e.values, "prompt_tokens": e.prompt_tokens });
+        let of =
+            |e: &v1::Embedding| json!({ "values": e.values, "prompt_tokens": e.prompt_tokens });
         let embeddings: Vec<_> = answer.embeddings.iter().map(of).collect();
         return ui.print_json(&json!({ "model": answer.model, "embeddings": embeddings }));
     }

@@ -1,6 +1,6 @@
 //! Embeddings: a prompt is read, nothing is drawn, and its final states become one vector.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use hotcell_proto::error::Error;
 use tokio::sync::oneshot;
@@ -28,17 +28,18 @@ pub struct Reading {
     deadline: Option<Instant>,
     sums: Vec<f64>,
     reply: Reply,
-    _place: Place,
+    _place: Arc<Place>,
 }
 
 impl Reading {
-    /// Reads `tokens`, at least one, all in the vocabulary and no more than the context holds.
+    /// Reads `tokens`, at least one, all in the vocabulary and no more than the context holds. All prompts of a request
+    /// have one place in the queue.
     pub fn new(
         tokens: Vec<u32>,
         (pooling, normalize): (Pooling, bool),
         class: Class,
         deadline: Option<Instant>,
-        (reply, place): (Reply, Place),
+        (reply, place): (Reply, Arc<Place>),
     ) -> Self {
         Self {
             tokens,
@@ -123,8 +124,6 @@ impl Reading {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
     fn pooled(pooling: Pooling, normalize: bool, states: &[[f32; 2]]) -> Vec<f32> {
@@ -133,7 +132,7 @@ mod tests {
             tenant: "".into(),
             priority: 0,
         };
-        let place = Place::take(&Arc::default(), 1).unwrap();
+        let place = Arc::new(Place::take(&Arc::default(), 1).unwrap());
         let tokens = vec![0; states.len()];
         let mut reading = Reading::new(tokens, (pooling, normalize), class, None, (reply, place));
         reading.start();

@@ -1,6 +1,6 @@
 //! Embeddings: several prompts at once, each a task of its own.
 
-use std::{sync::Arc, time::Instant};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -16,6 +16,9 @@ use crate::{
     },
     host::{Host, Loaded},
 };
+
+/// Prompts of one request that are in the engine at a time: some fill a step, and leave room in its queue for others'.
+const AT_ONCE: usize = 8;
 
 /// Token ids of a prompt that can be read.
 fn read(prompt: &v1::Prompt, model: &Loaded) -> Result<Vec<u32>, Error> {
@@ -70,20 +73,27 @@ pub(super) async fn embed(
         };
         host.text_work(read).await?
     };
-    let mut answers = Vec::with_capacity(prompts.len());
-    for tokens in prompts {
-        let (reply, answer) = oneshot::channel();
-        let count = tokens.len() as u32;
-        let reading = Reading::new(tokens, how, class.clone(), deadline, (reply, place(host)?));
-        let task = Task::Embed(Box::new(reading));
-        host.engine().compute(model.name.clone(), task)?;
-        answers.push((answer, count));
-    }
-    let mut embeddings = Vec::with_capacity(answers.len());
-    for (answer, prompt_tokens) in answers {
+    let place = Arc::new(place(host)?);
+    let mut embeddings = Vec::with_capacity(prompts.len());
+    let mut inside = VecDeque::with_capacity(AT_ONCE);
+    let mut prompts = prompts.into_iter();
+    loop {
+        for tokens in prompts.by_ref().take(AT_ONCE.saturating_sub(inside.len())) {
+            let (reply, answer) = oneshot::channel();
+            let count = tokens.len() as u32;
+            let outlet = (reply, Arc::clone(&place));
+            let reading = Reading::new(tokens, how, class.clone(), deadline, outlet);
+            let task = Task::Embed(Box::new(reading));
+            host.engine().compute(model.name.clone(), task)?;
+            inside.push_back((answer, count));
+        }
+        let Some((answer, prompt_tokens)) = inside.pop_front() else {
+            break;
+        };
         let gone = |_| Error::new(Reason::Internal, "the engine has ended");
+        let values = answer.await.map_err(gone)??;
         embeddings.push(v1::Embedding {
-            values: answer.await.map_err(gone)??,
+            values,
             prompt_tokens,
         });
     }
