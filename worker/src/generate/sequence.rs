@@ -94,6 +94,8 @@ pub struct End {
 /// A request in the engine.
 pub struct Sequence {
     request: Request,
+    /// It has a grammar, which another thread computes a mask of.
+    grammar_is_away: bool,
     /// Prompt and what was drawn.
     tokens: Vec<u32>,
     /// How many of the prompt's were in the cache when it began.
@@ -173,6 +175,7 @@ impl Sequence {
             first_token: None,
             _place: outlet.place,
             request,
+            grammar_is_away: false,
         };
         // What was drawn elsewhere goes the same way as what will be drawn here, so that no state can differ.
         let generated = std::mem::take(&mut sequence.request.generated);
@@ -266,12 +269,15 @@ impl Sequence {
 
     /// Its grammar, to be brought back before the next draw; none if it has none, or the next mask is soon computed.
     pub fn lend_grammar(&mut self) -> Option<Follower> {
-        self.request.grammar.take_if(|grammar| Masks::pays(grammar))
+        let lent = self.request.grammar.take_if(|grammar| Masks::pays(grammar));
+        self.grammar_is_away = lent.is_some();
+        lent
     }
 
     /// Brings it back.
     pub fn return_grammar(&mut self, grammar: Follower) {
         self.request.grammar = Some(grammar);
+        self.grammar_is_away = false;
     }
 
     /// Draws its next token, for this position, from the model's logits, which are scratch meanwhile.
@@ -281,6 +287,13 @@ impl Sequence {
     pub fn draw(&mut self, logits: &mut [f32], position: u32) -> Result<Sampled, Error> {
         let allowed = match &mut self.request.grammar {
             Some(grammar) => Some(grammar.allowed()?),
+            // The thread that had it is gone. Nothing is said that its grammar might not allow.
+            None if self.grammar_is_away => {
+                return Err(Error::new(
+                    Reason::Internal,
+                    "the request's grammar was lost",
+                ));
+            }
             None => None,
         };
         let (params, state) = (&self.request.sampling, &mut self.penalties);
