@@ -88,13 +88,17 @@ impl BenchFlags {
                     vocabulary,
                     streams: streams as usize,
                     requests: self.requests.unwrap_or((4 * streams).max(16)) as usize,
-                    seed: self.seed,
+                    seed: 0,
                     bounds: Bounds {
                         first: self.within,
                         between: self.apart,
                     },
                 }));
             }
+        }
+        // Rows have no prompt in common: the second one would find the first one's in the cache.
+        for (row, load) in loads.iter_mut().enumerate() {
+            load.seed = self.seed.wrapping_add((row as u64) << 32);
         }
         loads
     }
