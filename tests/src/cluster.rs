@@ -59,7 +59,11 @@ pub fn binaries() -> Result<PathBuf> {
         }
         cargo.arg("--bins");
         match folder.file_name().and_then(|n| n.to_str()) {
-            Some("debug") => {}
+            // A test along with them, so that everything has the features that it had when this test was built, tokio's
+            // paused clock for one: else all of it would be compiled once more. Benches measure it as it is shipped.
+            Some("debug") => {
+                cargo.args(["-p", "hotcell-tests", "--test", "tidy"]);
+            }
             Some(profile) => {
                 cargo.args(["--profile", profile]);
             }
