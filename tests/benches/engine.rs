@@ -39,7 +39,7 @@ struct Stored {
     quantised: bool,
 }
 
-const STORED: [Stored; 4] = [
+const STORED: [Stored; 5] = [
     Stored {
         name: "q4_0",
         quantised: true,
@@ -54,6 +54,10 @@ const STORED: [Stored; 4] = [
     },
     Stored {
         name: "bf16",
+        quantised: false,
+    },
+    Stored {
+        name: "f16",
         quantised: false,
     },
 ];
@@ -133,6 +137,9 @@ impl Bench {
         }
         if self.wanted("memory") {
             processes::memory(self, &self.model("q8_0")?).await?;
+        }
+        if self.wanted("idle") {
+            processes::idle(self, &self.model("q4_0")?).await?;
         }
         if self.wanted("requests") {
             processes::requests(self, &self.model("q4_0")?).await?;

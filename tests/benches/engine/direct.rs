@@ -1,15 +1,20 @@
 //! The worker's engine in this process: no scheduler, no other process, no gRPC.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result};
 use hotcell_graph::DType;
-use hotcell_kernels::registry::Registry;
+use hotcell_ipc::memory::{Mapping, sealed_memory};
+use hotcell_kernels::{cpu::pack::pack, registry::Registry};
 use hotcell_proto::v1::{
     GenerateRequest, Prompt, TokenIds, generate_event, prompt, tokens_server::Tokens,
 };
 use hotcell_worker::{
     engine::{Engine, EngineConfig},
     host::Host,
+    packing::is_packable,
     service::TokensService,
+    weights::{Weight, Weights},
 };
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
@@ -23,7 +28,7 @@ use crate::{
 pub struct Direct(TokensService);
 
 impl Direct {
-    /// Loads a model.
+    /// Loads a model, and computes from packed weights as a worker of a scheduler does.
     pub async fn load(model: &Model) -> Result<Self> {
         let engine = Engine::start(EngineConfig {
             device: "cpu:0".to_owned(),
@@ -34,11 +39,14 @@ impl Direct {
             blackbox: None,
             registry: Registry::default(),
         })?;
-        let host = Host::new(engine, String::new());
+        let host = Host::new(engine.clone(), String::new());
         let files = hotcell_tests::model::files(model.path())?;
-        host.load(NAME.to_owned(), files, mpsc::channel(1).0)
+        let loaded = host
+            .load(NAME.to_owned(), files, mpsc::channel(1).0)
             .await
             .context("loading in this process")?;
+        let packed = packed(&loaded.weights)?;
+        engine.use_packed(NAME.to_owned(), packed).await?;
         Ok(Self(TokensService(host)))
     }
 
@@ -63,4 +71,21 @@ impl Direct {
         }
         Ok(times)
     }
+}
+
+/// All weights that have a packed form, in memory of their own.
+fn packed(weights: &Weights) -> Result<BTreeMap<String, Weight>> {
+    let mut all = BTreeMap::new();
+    for (name, weight) in weights.iter().filter(|(_, weight)| is_packable(weight)) {
+        let columns = *weight.shape.last().context("no matrix")?;
+        let mut bytes = vec![0; weight.range.len()];
+        pack(weight.dtype, columns, weight.bytes(), &mut bytes);
+        let packed = Weight {
+            mapping: Mapping::of_file(sealed_memory("packed", &bytes)?)?,
+            range: 0..bytes.len(),
+            ..weight.clone()
+        };
+        all.insert(name.to_owned(), packed);
+    }
+    Ok(all)
 }

@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -69,7 +69,22 @@ pub async fn memory(bench: &Bench, model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Many short requests through the scheduler, beside the same by the engine in this process.
+/// What scheduler and worker take of a processor while nobody asks anything of them, with a model loaded and packed.
+pub async fn idle(bench: &Bench, model: &Model) -> Result<()> {
+    let served = Served::start(model, &[]).await?;
+    let mut all = served.workers().await?;
+    all.push(served.cluster.scheduler.pid());
+    let used = || all.iter().copied().map(cpu_seconds).sum::<Result<f64>>();
+    let (start, before) = (Instant::now(), used()?);
+    let seconds = if bench.quick { 2 } else { 30 };
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+    let percent = (used()? - before) / start.elapsed().as_secs_f64() * 100.0;
+    let unit = "% of a core";
+    bench.figure("idle", vec![percent], unit, Goal::AtMost(1.0));
+    Ok(())
+}
+
+/// Many short requests through the scheduler, beside the same by the engine in this process; both from packed weights.
 pub async fn requests(bench: &Bench, model: &Model) -> Result<()> {
     let requests = if bench.quick { 200 } else { 1000 };
     let served = Served::start(model, &[]).await?;
