@@ -18,6 +18,7 @@ use hotcell_worker::{
         batch::Batch,
         embed::{Pooling, Reading},
         fair::Class,
+        grammar::Grammars,
         sampler::SamplingParams,
         sequence::{Event, Outlet, Place, Request, Sequence},
         task::Task,
@@ -54,6 +55,8 @@ pub const SIZE: Size = Size {
 pub struct Bench {
     pub batch: Batch,
     text: ModelText,
+    grammars: Grammars,
+    ends: Vec<u32>,
     context: usize,
 }
 
@@ -67,6 +70,8 @@ pub struct Ask {
     pub tenant: &'static str,
     pub priority: u32,
     pub speculate: bool,
+    /// A regular expression that its text follows.
+    pub regex: Option<&'static str>,
     /// Events that its reader has room for.
     pub room: usize,
 }
@@ -90,11 +95,12 @@ pub fn ask(seed: u32) -> Ask {
         tenant: "",
         priority: 0,
         speculate: true,
+        regex: None,
         room: 200,
     }
 }
 
-/// Greedy, sampled, penalised, with log probabilities, with stop strings, urgent, without guesses.
+/// Greedy, sampled, penalised, with log probabilities, with stop strings, urgent, without guesses, with grammars.
 pub fn all_kinds() -> Vec<Ask> {
     let warm = |seed: u32| ask(seed).sampling;
     vec![
@@ -150,6 +156,16 @@ pub fn all_kinds() -> Vec<Ask> {
             max_tokens: 50,
             ..ask(5)
         },
+        Ask {
+            regex: Some("([a-z]{2,5} ){200,}"),
+            ..ask(6)
+        },
+        // Most of it may be guessed: nothing else is allowed.
+        Ask {
+            regex: Some("(round and )+"),
+            tenant: "other",
+            ..ask(7)
+        },
     ]
 }
 
@@ -169,6 +185,8 @@ impl Bench {
         Self {
             batch: Batch::new(runner, [3; 32], Writer::private([].into_iter())),
             text,
+            grammars: Grammars::default(),
+            ends: source.config.eos.clone(),
             context: shape.context,
         }
     }
@@ -180,6 +198,11 @@ impl Bench {
 
     pub fn push(&mut self, ask: &Ask) -> Reader {
         let (events, events_of) = mpsc::channel(ask.room);
+        let follow = |regex: &str| {
+            let kind = Some(v1::grammar::Kind::Regex(regex.to_owned()));
+            let (grammar, tokenizer) = (v1::Grammar { kind }, &self.text.tokenizer);
+            self.grammars.follow(&grammar, tokenizer, &self.ends)
+        };
         let request = Request {
             hash: [0; 32],
             id: "r".to_owned(),
@@ -193,7 +216,7 @@ impl Bench {
             deadline: None,
             class: class(ask.tenant, ask.priority),
             speculate: ask.speculate,
-            grammar: None,
+            grammar: ask.regex.map(|regex| follow(regex).unwrap()),
         };
         let outlet = Outlet {
             events,
@@ -223,7 +246,7 @@ impl Bench {
         pooling: Pooling,
     ) -> oneshot::Receiver<Result<Vec<f32>, hotcell_proto::error::Error>> {
         let (reply, answer) = oneshot::channel();
-        let place = Place::take(&Arc::default(), 99).unwrap();
+        let place = Arc::new(Place::take(&Arc::default(), 99).unwrap());
         let how = (pooling, false);
         let reading = Reading::new(tokens.to_vec(), how, class("", 0), None, (reply, place));
         self.batch.push(Task::Embed(Box::new(reading)));
