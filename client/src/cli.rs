@@ -6,6 +6,7 @@
 mod bench;
 mod chat;
 mod crashes;
+mod doctor;
 mod embed;
 mod exit;
 mod flags;
@@ -199,13 +200,21 @@ Examples:
   hotcell ps --json | jq '.workers[].pid'
 
 OUTSTANDING: tokens still to compute. DEATHS: of this worker so far, LAST EXIT: why the last one died.
---verbose adds what confines each worker.")]
+--verbose adds what confines each worker, as `hotcell doctor` shows it layer by layer.")]
     Ps,
     /// List the devices
     #[command(
         after_help = "Examples:\n  hotcell devices\n  hotcell devices --json | jq '.devices[].id'"
     )]
     Devices,
+    /// Show what confines the workers, layer by layer, and what the kernel lacks for it
+    ///
+    /// `host` is what the kernel enforced on the process that looked for devices; each worker says what is in force of it
+    /// once it has confined itself. Asks the scheduler that runs already, else a private one.
+    #[command(
+        after_help = "Examples:\n  hotcell doctor\n  hotcell doctor --json | jq '.workers[].layers[] | select(.state==\"missing\")'"
+    )]
+    Doctor,
     /// List the models
     #[command(
         after_help = "Examples:\n  hotcell models\n  hotcell models --json | jq '.models[].name'"
@@ -336,6 +345,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Release(flags) => operate::release(ui, global, flags).await,
         Command::Ps => operate::workers(ui, global).await,
         Command::Devices => operate::devices(ui, global).await,
+        Command::Doctor => doctor::doctor(ui, global, bundled, stop).await,
         Command::Models => operate::models(ui, global).await,
         Command::Watch => operate::watch(ui, global, stop).await,
         Command::Crashes(flags) => crashes::crashes(ui, global, flags).await,

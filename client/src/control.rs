@@ -79,6 +79,17 @@ impl Client {
         Ok(self.scheduler_answer(response, lacks)?.devices)
     }
 
+    /// What a process could be confined by on the scheduler's host when it looked for devices; empty if it does not know.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn host_confinement(&self) -> Result<Vec<v1::ConfinementLayer>, Error> {
+        let mut client = self.control_client();
+        let response = client.list_devices(v1::ListDevicesRequest {}).await;
+        let lacks = "has no list of devices";
+        Ok(self.scheduler_answer(response, lacks)?.confinement)
+    }
+
     /// The worker processes, dead ones that will come back included.
     ///
     /// # Errors

@@ -552,6 +552,31 @@ async fn lists_are_one_json_document() {
 }
 
 #[tokio::test]
+async fn the_doctor_tells_what_confines_whom() {
+    let running = fake::start().await;
+    let done = hotcell(&running, &["doctor"]).await;
+    assert_eq!(done.exit, Exit::Success, "{}", done.err);
+    let rows: Vec<String> = done
+        .out
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect();
+    assert_eq!(rows[0], "WHERE LAYER STATE DETAIL");
+    assert_eq!(rows[1], "host landlock in force ABI 7");
+    assert_eq!(rows[2], "w0 user not needed root did not start it");
+    assert!(
+        rows[3].starts_with("w0 landlock missing the kernel"),
+        "{rows:?}"
+    );
+    assert!(!done.out.contains('\x1b'), "{}", done.out);
+    let done = hotcell(&running, &["doctor", "--json"]).await;
+    let view = &done.lines()[0];
+    assert_eq!(view["host"][0]["state"], "in_force");
+    assert_eq!(view["workers"][1]["layers"][1]["layer"], "landlock");
+    assert_eq!(view["workers"][1]["layers"][1]["state"], "missing");
+}
+
+#[tokio::test]
 async fn crashes_are_listed_and_shown() {
     let running = fake::start().await;
     let done = hotcell(&running, &["crashes", "list"]).await;

@@ -63,6 +63,10 @@ pub const MAX_DELTA_BYTES: usize = 64 << 10;
 pub const MAX_DELTA_TOKENS: usize = 1024;
 /// Characters of one string in a worker's words about itself, a device or a model.
 pub const MAX_WORD: usize = 512;
+/// Layers that a worker tells of its confinement.
+pub const MAX_LAYERS: usize = 32;
+/// Threads of one worker, besides as many as it has cores, where its user's threads can be counted apart.
+pub const MAX_WORKER_THREADS: u64 = 1024;
 /// Vocabulary of one model.
 pub const MAX_VOCABULARY: u32 = 1 << 24;
 /// Events that wait for one watcher before it is told that it missed some.

@@ -70,6 +70,15 @@ settings! {
     /// The worker's program [default: hotcell-worker beside this one]
     #[arg(value_name = "PATH")]
     worker_binary: PathBuf = "HOTCELL_WORKER_BINARY";
+    /// Refuse to start, and workers to serve, where the kernel cannot enforce a layer of the workers' confinement; `hotcell doctor` shows them
+    #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    require_confinement: bool = "HOTCELL_REQUIRE_CONFINEMENT";
+    /// Bytes that one worker may take of memory, where control groups can be made [default: its device's memory]
+    #[arg(value_name = "BYTES")]
+    worker_memory: u64 = "HOTCELL_WORKER_MEMORY";
+    /// Folder of a control group of memory in which each worker gets one of its own [default: this process's own, if systemd delegates it]
+    #[arg(value_name = "PATH")]
+    control_group: PathBuf = "HOTCELL_CONTROL_GROUP";
     /// Dtype of the workers' KV caches [default: f16]
     #[arg(value_enum, value_name = "DTYPE")]
     kv_cache: KvCache = "HOTCELL_KV_CACHE";
@@ -207,6 +216,10 @@ pub struct WorkerConfig {
     pub model_memory: Option<u64>,
     /// What it logs: off, error, warn, info, debug or trace.
     pub log: &'static str,
+    /// Whether it ends where a layer of its confinement is missing.
+    pub require_confinement: bool,
+    /// Bytes of memory that its control group may take; none: as much as its device has.
+    pub memory: Option<u64>,
 }
 
 /// Everything, resolved and checked once, and then passed around.
@@ -230,6 +243,8 @@ pub struct Config {
     pub default_model: Option<ModelName>,
     /// What workers are started with.
     pub worker: WorkerConfig,
+    /// Where workers' control groups are made, if somebody says so.
+    pub control_group: Option<PathBuf>,
     /// Where packed copies of models go; none if there are to be none.
     pub packs: Option<PackConfig>,
     /// Bounds on waiting.
@@ -399,7 +414,10 @@ impl Config {
                 kv_cache: s.kv_cache.unwrap_or_default(),
                 model_memory: s.model_memory,
                 log: values::plain_level(&log),
+                require_confinement: s.require_confinement.unwrap_or(false),
+                memory: s.worker_memory,
             },
+            control_group: s.control_group,
             packs: (!s.no_pack.unwrap_or(false)).then(|| PackConfig {
                 folder: s
                     .pack_dir

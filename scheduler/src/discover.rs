@@ -9,7 +9,10 @@ use hotcell_ipc::{
     log::{BoundedLog, LogLimits},
     spawn::{Child, Command, Output, Spawner},
 };
-use hotcell_proto::{limits, v1::Device};
+use hotcell_proto::{
+    limits,
+    v1::{ConfinementLayer, Device, LayerState},
+};
 use serde::Deserialize;
 use tokio::io::AsyncReadExt;
 
@@ -21,6 +24,42 @@ pub const WORKER_ENVIRONMENT: [&str; 2] = ["RUST_BACKTRACE", "HOTCELL_CPU_PATH"]
 #[derive(Deserialize)]
 struct Report {
     devices: Vec<Found>,
+    #[serde(default)]
+    confinement: Vec<Layer>,
+}
+
+#[derive(Deserialize)]
+struct Layer {
+    layer: String,
+    state: String,
+    #[serde(default)]
+    detail: String,
+}
+
+/// What a probe found.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Host {
+    /// Its devices.
+    pub devices: Vec<Device>,
+    /// What of the confinement the kernel enforced on the probe itself; empty if it did not say.
+    pub confinement: Vec<ConfinementLayer>,
+}
+
+impl Host {
+    /// What stands against saying that workers can be confined here: the layers that are missing, and why; nothing if
+    /// they can.
+    pub fn unconfined(&self) -> Option<String> {
+        if self.confinement.is_empty() {
+            return Some("the probe does not say what confines it".to_owned());
+        }
+        let mut missing = self.confinement.iter().filter(|l| match l.state() {
+            LayerState::InForce | LayerState::NotNeeded => false,
+            LayerState::Missing | LayerState::Unspecified => true,
+        });
+        let said = |l: &ConfinementLayer| format!("without {} ({})", l.layer, l.detail);
+        let first = said(missing.next()?);
+        Some(missing.fold(first, |all, l| format!("{all}, {}", said(l))))
+    }
 }
 
 #[derive(Deserialize)]
@@ -49,11 +88,21 @@ pub fn clip(word: &str) -> String {
     out
 }
 
+/// A process's words about its confinement, as far as they may be kept.
+pub fn layers(said: impl IntoIterator<Item = ConfinementLayer>) -> Vec<ConfinementLayer> {
+    let clipped = said.into_iter().map(|l| ConfinementLayer {
+        layer: clip(&l.layer),
+        detail: clip(&l.detail),
+        state: l.state,
+    });
+    clipped.take(limits::MAX_LAYERS).collect()
+}
+
 /// Reads what a probe printed.
 ///
 /// # Errors
 /// A sentence about what is wrong with it.
-pub fn parse(printed: &[u8]) -> Result<Vec<Device>, String> {
+pub fn parse(printed: &[u8]) -> Result<Host, String> {
     let report: Report = serde_json::from_slice(printed)
         .map_err(|e| format!("its output is not the expected JSON: {e}"))?;
     if report.devices.len() > limits::MAX_DEVICES {
@@ -88,7 +137,17 @@ pub fn parse(printed: &[u8]) -> Result<Vec<Device>, String> {
             problem: String::new(),
         });
     }
-    Ok(devices)
+    let said = report.confinement.into_iter().map(|l| ConfinementLayer {
+        layer: l.layer,
+        state: LayerState::from_str_name(&l.state)
+            .unwrap_or_default()
+            .into(),
+        detail: l.detail,
+    });
+    Ok(Host {
+        devices,
+        confinement: layers(said),
+    })
 }
 
 /// The devices that get workers, by the configured choice.
@@ -126,13 +185,19 @@ fn share(whole: &Device, index: usize, count: usize) -> Device {
 }
 
 /// Runs `binary probe` and returns what it found; one device with a problem if it failed.
-pub async fn probe(spawner: &Spawner, binary: &Path, deadline: Duration) -> Vec<Device> {
+pub async fn probe(spawner: &Spawner, binary: &Path, deadline: Duration) -> Host {
     match run(spawner, binary, deadline).await {
-        Ok(devices) if !devices.is_empty() => devices,
-        Ok(_) => vec![broken("the probe found no device".to_owned())],
+        Ok(host) if !host.devices.is_empty() => host,
+        Ok(host) => Host {
+            devices: vec![broken("the probe found no device".to_owned())],
+            ..host
+        },
         Err(problem) => {
             tracing::warn!(binary = %binary.display(), %problem, "the probe failed");
-            vec![broken(problem)]
+            Host {
+                devices: vec![broken(problem)],
+                ..Host::default()
+            }
         }
     }
 }
@@ -146,7 +211,7 @@ fn broken(problem: String) -> Device {
     }
 }
 
-async fn run(spawner: &Spawner, binary: &Path, deadline: Duration) -> Result<Vec<Device>, String> {
+async fn run(spawner: &Spawner, binary: &Path, deadline: Duration) -> Result<Host, String> {
     let mut command = Command::new(binary)
         .arg("probe")
         .inherit_env(WORKER_ENVIRONMENT);
@@ -205,22 +270,45 @@ mod tests {
 
     #[test]
     fn a_report_becomes_devices() {
-        let devices = parse(GOOD.as_bytes()).unwrap();
+        let devices = parse(GOOD.as_bytes()).unwrap().devices;
         assert_eq!(devices[0].id, "cpu:0");
         assert_eq!(devices[0].description, "a b");
     }
 
     #[test]
+    fn a_host_confines_only_if_the_probe_says_that_nothing_is_missing() {
+        let host = |layers: &str| {
+            let words = GOOD.strip_suffix('}').unwrap();
+            parse(format!("{words},\"confinement\":{layers}}}").as_bytes()).unwrap()
+        };
+        let layer =
+            |name, state| format!(r#"{{"layer":"{name}","state":"{state}","detail":"why"}}"#);
+        let sound = layer("seccomp", "LAYER_STATE_IN_FORCE");
+        let spare = layer("user", "LAYER_STATE_NOT_NEEDED");
+        assert_eq!(host(&format!("[{sound},{spare}]")).unconfined(), None);
+        for state in ["LAYER_STATE_MISSING", "LAYER_STATE_OF_TOMORROW"] {
+            let lacks = host(&format!("[{sound},{}]", layer("landlock", state)));
+            assert_eq!(lacks.unconfined().unwrap(), "without landlock (why)");
+        }
+        assert!(host("[]").unconfined().is_some());
+        let many = vec![sound; 2 * limits::MAX_LAYERS].join(",");
+        assert_eq!(
+            host(&format!("[{many}]")).confinement.len(),
+            limits::MAX_LAYERS
+        );
+    }
+
+    #[test]
     fn devices_share_the_cores() {
         let cores = |n| -> Vec<Vec<u32>> {
-            let found = parse(GOOD.as_bytes()).unwrap();
+            let found = parse(GOOD.as_bytes()).unwrap().devices;
             let chosen = choose(found, DeviceChoice::Cpu(n));
             chosen.into_iter().map(|d| d.cores).collect()
         };
         assert_eq!(cores(1), [vec![0, 1, 2]]);
         assert_eq!(cores(2), [vec![0], vec![1, 2]]);
         assert_eq!(cores(4), [vec![0], vec![1], vec![2], vec![0]]);
-        let found = parse(GOOD.as_bytes()).unwrap();
+        let found = parse(GOOD.as_bytes()).unwrap().devices;
         assert_eq!(choose(found.clone(), DeviceChoice::Auto), found);
     }
 
@@ -242,7 +330,7 @@ mod tests {
         let spawner = Spawner::start().unwrap();
         let problem = async |program: &str, ms| {
             let found = probe(&spawner, Path::new(program), Duration::from_millis(ms)).await;
-            found[0].problem.clone()
+            found.devices[0].problem.clone()
         };
         assert!(
             problem("/no/such/program", 1000)

@@ -31,6 +31,8 @@ exits! {
     TakeoverRefused = 6, "the running scheduler did not become this one (it goes on), or there is none";
     /// The scheduler was to become this program, and does not serve.
     TakeoverFailed = 7, "the running scheduler was to become this one, and does not serve";
+    /// Confinement is required, and a layer of it cannot be had.
+    Unconfined = 8, "confinement is required, and a layer of it cannot be had";
     /// A fault of the scheduler or the system.
     Internal = 70, "internal fault";
     /// A second signal cut the drain short.

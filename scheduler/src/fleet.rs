@@ -578,7 +578,7 @@ impl Fleet {
                 .filter_map(|(name, (_, got))| Some((name.clone(), got.clone()?)))
                 .collect();
             slot.loading = None;
-            slot.confinement = hello.confinement.clone();
+            slot.heard(hello);
             slot.state = WorkerState::Ready;
             slot.link = Some(Arc::clone(link));
         }

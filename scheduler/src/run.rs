@@ -1,8 +1,8 @@
 //! A scheduler's whole life: open the doors, find devices, start workers, serve, drain.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
-use hotcell_ipc::spawn::Spawner;
+use hotcell_ipc::{group::Groups, spawn::Spawner};
 use hotcell_proto::v1::EventKind;
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
@@ -80,11 +80,20 @@ pub async fn run(
     let spawner = Spawner::start()
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot start processes: {e}")))?;
     let choice = format!("{:?}", config.devices);
+    let mut confinement = Vec::new();
     let devices = match left.as_ref().and_then(|left| left.devices(&choice)) {
+        // Its workers say themselves what confines them.
         Some(devices) => devices,
         None => tokio::select! {
             found = discover::probe(&spawner, &config.worker.binary, config.timeouts.probe) => {
-                discover::choose(found, config.devices)
+                if config.worker.require_confinement && let Some(lacks) = found.unconfined() {
+                    return Err(Failure::new(
+                        Exit::Unconfined,
+                        format!("confinement is required and cannot be had: {lacks}; `hotcell doctor` shows every layer"),
+                    ));
+                }
+                confinement = found.confinement;
+                discover::choose(found.devices, config.devices)
             }
             _ = signals.next() => return Ok(()),
         },
@@ -106,7 +115,9 @@ pub async fn run(
             Takeover::new(spawner.clone(), choice, shared)
         }
     };
-    let processes = Arc::new(Processes::new(spawner, config.worker.clone()));
+    let groups = control_groups(config.control_group.as_deref())?;
+    let processes = Processes::new(spawner, config.worker.clone()).grouped(groups);
+    let processes = Arc::new(processes);
     let fleet = Fleet::new(Parts {
         launcher: Arc::clone(&processes) as _,
         policy: config.restart,
@@ -150,6 +161,7 @@ pub async fn run(
 
     let shared = Shared {
         takeover,
+        confinement: confinement.into(),
         ..Shared::new(Arc::clone(&fleet))
     };
     let asker = left.map(|left| left.resume(&shared, kept));
@@ -220,6 +232,21 @@ pub async fn run(
             format!("{name} while workers were ending: ended at once"),
         )),
     }
+}
+
+/// Where workers' control groups are made, if anywhere.
+fn control_groups(named: Option<&Path>) -> Result<Option<Groups>, Failure> {
+    if let Some(folder) = named {
+        let failed = |e| {
+            let what = format!("control group {} cannot be used: {e}", folder.display());
+            Failure::new(Exit::Usage, what)
+        };
+        return Groups::within(folder).map(Some).map_err(failed);
+    }
+    Ok(Groups::delegated().unwrap_or_else(|error| {
+        tracing::warn!(%error, "workers get no control groups of their own");
+        None
+    }))
 }
 
 /// Lets nobody in, waits for those inside at most that long, ends their streams, and closes the doors.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::{self, control_server::ControlServer, tokens_server::TokensServer},
+    v1::{self, ConfinementLayer, control_server::ControlServer, tokens_server::TokensServer},
 };
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -58,6 +58,8 @@ pub struct Shared {
     pub tensors: Sessions,
     /// Becomes another program when asked.
     pub takeover: Takeover,
+    /// What a process could be confined by on this host when its devices were looked for.
+    pub confinement: Arc<[ConfinementLayer]>,
 }
 
 impl Shared {
@@ -71,6 +73,7 @@ impl Shared {
             streams,
             tensors: Sessions::default(),
             takeover: Takeover::default(),
+            confinement: Arc::default(),
         }
     }
 }

@@ -22,9 +22,13 @@ const PROBED: &str = r#"{"devices":[{"id":"cpu:0","backend":"cpu","cores":[0,1]}
 
 /// A folder with a program that passes for a worker: it can be probed, and then does as `serve` says.
 fn house(serve: &str) -> TempDir {
+    house_probed(PROBED, serve)
+}
+
+fn house_probed(probed: &str, serve: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let worker = dir.path().join("worker");
-    let script = format!("#!/bin/sh\nif [ $1 = probe ]; then echo '{PROBED}'; exit; fi\n{serve}\n");
+    let script = format!("#!/bin/sh\nif [ $1 = probe ]; then echo '{probed}'; exit; fi\n{serve}\n");
     fs::write(&worker, script).unwrap();
     fs::set_permissions(&worker, fs::Permissions::from_mode(0o755)).unwrap();
     dir
@@ -170,4 +174,26 @@ fn a_worker_that_gives_up_is_quoted_and_quarantined() {
         said.contains("exit code 7; it said last: no such luck"),
         "{said}"
     );
+}
+
+#[test]
+fn a_confinement_that_is_required_and_cannot_be_had_is_a_reason_not_to_start() {
+    let (code, said) = run(&house("exit 0"), &["--require-confinement"]);
+    assert_eq!(code, 8, "{said}");
+    assert!(said.contains("does not say"), "{said}");
+    let device = PROBED.strip_suffix('}').unwrap();
+    let missing = r#"{"layer":"landlock","state":"LAYER_STATE_MISSING","detail":"too old"}"#;
+    let probed = format!("{device},\"confinement\":[{missing}]}}");
+    let (code, said) = run(&house_probed(&probed, "exit 0"), &["--require-confinement"]);
+    assert_eq!(code, 8, "{said}");
+    assert!(said.contains("without landlock (too old)"), "{said}");
+}
+
+#[test]
+fn a_control_group_that_is_none_is_told() {
+    let dir = house("exit 0");
+    let folder = dir.path().to_str().unwrap().to_owned();
+    let (code, said) = run(&dir, &["--control-group", &folder]);
+    assert_eq!(code, 2, "{said}");
+    assert!(said.contains("control group"), "{said}");
 }

@@ -33,7 +33,7 @@ async fn host(path: &Path) -> Result<Host> {
         blackbox: None,
         registry: hotcell_kernels::registry::Registry::default(),
     })?;
-    let host = Host::new(engine, String::new());
+    let host = Host::new(engine, hotcell_worker::confine::Report::default());
     host.load("m".to_owned(), files(path)?, mpsc::channel(1).0)
         .await?;
     Ok(host)

@@ -164,7 +164,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         blackbox: None,
         registry: Registry::default(),
     })?;
-    let host = Host::new(engine, String::new());
+    let host = Host::new(engine, hotcell_worker::confine::Report::default());
     let files = hotcell_tests::model::files(&kjv())?;
     host.load("kjv".to_owned(), files, mpsc::channel(1).0)
         .await?;

@@ -6,6 +6,7 @@
 mod acts;
 mod backend;
 mod proxy;
+mod trespass;
 
 use std::{
     io,
@@ -19,6 +20,8 @@ use hotcell_worker::{
     exit::Exit,
     program,
 };
+
+pub use trespass::{NEW_FILE, Trespass};
 
 /// Tokens of a prompt, one after the other, at which a fault worker crashes.
 pub const POISON: [u32; 3] = [666, 667, 666];
@@ -73,6 +76,8 @@ faults! {
     Spin,
     /// Tries to make another process.
     Fork,
+    /// Tries what [`Trespass::order`] says.
+    Trespass,
 }
 
 /// Orders that were given and not yet carried out.
@@ -115,7 +120,16 @@ impl Fault {
     }
 }
 
-extern "C" fn on_order(signal: libc::c_int) {
+extern "C" fn on_order(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    _context: *mut libc::c_void,
+) {
+    // SAFETY: the kernel's own.
+    if let Some(info) = unsafe { info.as_ref() }.filter(|_| signal == Fault::Trespass.signal()) {
+        // SAFETY: a number that whoever queued the signal gave, or zero.
+        trespass::note_order(unsafe { info.si_value() }.sival_ptr.addr());
+    }
     let at = usize::try_from(signal - libc::SIGRTMIN());
     if let Some(place) = at.ok().and_then(|at| ORDERS.get(at)) {
         place.store(true, Ordering::Relaxed);
@@ -127,9 +141,10 @@ fn take_orders() -> io::Result<()> {
         // SAFETY: zeroes are a valid `sigaction`; the handler has the signature that it asks for, and only stores.
         let done = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
-            let handler: extern "C" fn(libc::c_int) = on_order;
+            let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
+                on_order;
             action.sa_sigaction = handler as usize;
-            action.sa_flags = libc::SA_RESTART | libc::SA_ONSTACK;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_ONSTACK;
             libc::sigaction(fault.signal(), &action, std::ptr::null_mut())
         };
         if done != 0 {

@@ -50,6 +50,9 @@ pub struct Common {
     /// Bytes that clients' tensors and plans may take; half of the device's memory by default.
     #[arg(long)]
     pub tensor_memory: Option<u64>,
+    /// End at once where a layer of the confinement cannot be had.
+    #[arg(long)]
+    pub require_confinement: bool,
     /// What to log on standard error: error, warn, info, debug or trace.
     #[arg(long, default_value = "info")]
     pub log: String,

@@ -24,6 +24,7 @@ use hotcell_proto::{
 use tokio::sync::{Notify, Semaphore};
 
 use crate::{
+    confine::Report,
     engine::Engine,
     generate::grammar::Grammars,
     last_words::MappedFiles,
@@ -166,7 +167,7 @@ pub struct Host(Arc<Inner>);
 
 struct Inner {
     engine: Engine,
-    confinement: String,
+    confinement: Report,
     models: Mutex<HashMap<String, Arc<Loaded>>>,
     places: Arc<AtomicUsize>,
     draining: AtomicBool,
@@ -191,7 +192,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Host {
     /// A worker without models.
-    pub fn new(engine: Engine, confinement: String) -> Self {
+    pub fn new(engine: Engine, confinement: Report) -> Self {
         Self(Arc::new(Inner {
             engine,
             confinement,
@@ -232,7 +233,7 @@ impl Host {
     }
 
     /// What of its confinement is in force.
-    pub fn confinement(&self) -> &str {
+    pub fn confinement(&self) -> &Report {
         &self.0.confinement
     }
 

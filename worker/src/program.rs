@@ -64,7 +64,20 @@ fn probe(registry: Registry) -> Exit {
             })
         })
         .collect();
-    let line = serde_json::json!({ "devices": devices }).to_string();
+    // As a worker would be: what is said of this host was tried on it.
+    let report = confine::confine(confine::Mode::Inherited);
+    let confinement: Vec<serde_json::Value> = report
+        .wire()
+        .into_iter()
+        .map(|l| {
+            serde_json::json!({
+                "layer": l.layer,
+                "state": l.state().as_str_name(),
+                "detail": l.detail,
+            })
+        })
+        .collect();
+    let line = serde_json::json!({ "devices": devices, "confinement": confinement }).to_string();
     match writeln!(std::io::stdout(), "{line}") {
         Ok(()) => Exit::Ok,
         Err(error) => fail(Exit::Internal, format_args!("cannot print: {error}")),
@@ -119,6 +132,7 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
 struct Prepared {
     engine: EngineConfig,
     blackbox: Writer,
+    require_confinement: bool,
 }
 
 fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
@@ -136,6 +150,7 @@ fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
             registry,
         },
         blackbox,
+        require_confinement: common.require_confinement,
     }
 }
 
@@ -155,12 +170,16 @@ async fn beat(blackbox: Writer) {
     }
 }
 
-fn open_host(prepared: Prepared, report: &Report) -> Result<Host, Exit> {
+fn open_host(prepared: Prepared, report: Report) -> Result<Host, Exit> {
+    if !report.is_complete() && prepared.require_confinement {
+        let what = format_args!("confinement is required and incomplete: {report}");
+        return Err(fail(Exit::Unconfined, what));
+    }
     if !report.is_complete() {
         tracing::warn!("confinement is incomplete: {report}");
     }
     let engine = Engine::start(prepared.engine).map_err(|e| fail(Exit::NoDevice, e))?;
-    Ok(Host::new(engine, report.to_string()))
+    Ok(Host::new(engine, report))
 }
 
 /// Takes over an inherited descriptor.
@@ -192,11 +211,11 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
     let prepared = prepare(&serve.common, registry, blackbox);
     record(blackbox);
     let report = confine::confine(confine::Mode::Inherited);
-    let host = match open_host(prepared, &report) {
+    tracing::debug!(worker = serve.worker_id, "confined: {report}");
+    let host = match open_host(prepared, report) {
         Ok(host) => host,
         Err(exit) => return exit,
     };
-    tracing::debug!(worker = serve.worker_id, "confined: {report}");
     if let Err(error) = host.receive_descriptors(descriptors) {
         return fail(
             Exit::Protocol,
@@ -306,7 +325,7 @@ fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
         Err(what) => return fail(Exit::CannotListen, what),
     };
     let report = confine::confine(confine::Mode::Listening);
-    let host = match open_host(prepared, &report) {
+    let host = match open_host(prepared, report) {
         Ok(host) => host,
         Err(exit) => return exit,
     };

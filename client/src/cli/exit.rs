@@ -134,6 +134,7 @@ Exit codes of `hotcell serve`, which are hotcell-scheduler's once it has started
     3  cannot listen: port or socket in use, or path no good
     4  no usable device
     5  worker program missing
+    8  confinement is required, and a layer of it cannot be had
    70  internal fault
   130  a second signal cut the drain short
 ";

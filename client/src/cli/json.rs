@@ -37,6 +37,8 @@ words! {
     model_state: ModelState "MODEL_STATE_";
     /// A packed copy's state in a word.
     packed_state: PackedState "PACKED_STATE_";
+    /// How a layer of the confinement stands, in a word.
+    layer_state: LayerState "LAYER_STATE_";
     /// An event kind's word.
     event_kind: EventKind "EVENT_KIND_";
 }

@@ -187,6 +187,14 @@ fn event(event: v1::generate_event::Event) -> v1::GenerateEvent {
     v1::GenerateEvent { event: Some(event) }
 }
 
+fn layer(name: &str, state: v1::LayerState, detail: &str) -> v1::ConfinementLayer {
+    v1::ConfinementLayer {
+        layer: name.to_owned(),
+        state: state.into(),
+        detail: detail.to_owned(),
+    }
+}
+
 fn not_found(name: &str) -> Status {
     Error::new(Reason::ModelNotFound, format!("no model {name} is loaded"))
         .with("model", name)
@@ -432,6 +440,7 @@ impl Control for Fake {
         };
         Ok(Response::new(v1::ListDevicesResponse {
             devices: vec![device],
+            confinement: vec![layer("landlock", v1::LayerState::InForce, "ABI 7")],
         }))
     }
 
@@ -459,6 +468,14 @@ impl Control for Fake {
             resident_bytes: 64 << 20,
             confinement: "no-new-privs, landlock, seccomp".to_owned(),
             last_exit_kind: "signal".to_owned(),
+            layers: vec![
+                layer("user", v1::LayerState::NotNeeded, "root did not start it"),
+                layer(
+                    "landlock",
+                    v1::LayerState::Missing,
+                    "the kernel\x1b[2J lacks it",
+                ),
+            ],
             caches: vec![v1::CacheStatus {
                 model: "kjv".to_owned(),
                 bytes: 1 << 20,

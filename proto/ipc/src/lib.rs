@@ -8,6 +8,7 @@
 pub mod blackbox;
 pub mod child;
 pub mod descriptors;
+pub mod group;
 pub mod handoff;
 pub mod image;
 pub mod inherit;

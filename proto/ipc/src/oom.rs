@@ -25,18 +25,29 @@ impl OomCounts {
             ..Self::default()
         };
         for folder in folders(&groups) {
-            // Version 2, then version 1.
-            if let Some(events) = read(folder.join("memory.events")) {
-                counts.group = value(&events, "oom_kill");
-                counts.limit_hits = value(&events, "max").unwrap_or(0);
-            } else if let Some(control) = read(folder.join("memory.oom_control")) {
-                counts.group = value(&control, "oom_kill");
-                let hits = read(folder.join("memory.failcnt"));
-                counts.limit_hits = hits.and_then(|h| h.trim().parse().ok()).unwrap_or(0);
-            }
-            if counts.group.is_some() {
+            let Self {
+                group, limit_hits, ..
+            } = Self::of(&folder);
+            if group.is_some() {
+                (counts.group, counts.limit_hits) = (group, limit_hits);
                 break;
             }
+        }
+        counts
+    }
+
+    /// Those of the control group of this folder, without the host's.
+    pub fn of(folder: &Path) -> Self {
+        let read = |file: &str| fs::read_to_string(folder.join(file)).ok();
+        let mut counts = Self::default();
+        // Version 2, then version 1.
+        if let Some(events) = read("memory.events") {
+            counts.group = value(&events, "oom_kill");
+            counts.limit_hits = value(&events, "max").unwrap_or(0);
+        } else if let Some(control) = read("memory.oom_control") {
+            counts.group = value(&control, "oom_kill");
+            let hits = read("memory.failcnt");
+            counts.limit_hits = hits.and_then(|h| h.trim().parse().ok()).unwrap_or(0);
         }
         counts
     }
@@ -95,7 +106,7 @@ fn value(text: &str, name: &str) -> Option<u64> {
 
 /// Where the counters of the groups in `/proc/self/cgroup` may be. A container often sees its own group mounted
 /// as the root while the file still names the host's path: hence the roots as well.
-fn folders(groups: &str) -> Vec<PathBuf> {
+pub(crate) fn folders(groups: &str) -> Vec<PathBuf> {
     let (mut own, mut roots) = (Vec::new(), Vec::new());
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':');

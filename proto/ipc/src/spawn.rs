@@ -57,6 +57,8 @@ pub struct Command {
     pub nofile: Option<u64>,
     /// Most bytes of private writable memory (`RLIMIT_DATA`), if not this process's.
     pub data: Option<u64>,
+    /// The [door](crate::group::Group::door) of a control group that it joins before its program begins.
+    pub group: Option<OwnedFd>,
 }
 
 impl Command {
@@ -73,6 +75,7 @@ impl Command {
             new_session: true,
             nofile: None,
             data: None,
+            group: None,
         }
     }
 
@@ -296,6 +299,7 @@ struct Plan {
     new_session: bool,
     directory: Option<RawFd>,
     limits: Vec<(Resource, u64)>,
+    group: Option<RawFd>,
     parent: libc::pid_t,
     failure: RawFd,
 }
@@ -348,7 +352,9 @@ impl Plan {
         // Moving a `CString` moves no bytes, so the pointers stay good.
         args.append(&mut env);
 
-        let mut limits = vec![(libc::RLIMIT_CORE, 0)];
+        // At 0 a program that collects core dumps is asked all the same; at 1 it is not.
+        let core = rustix::process::getrlimit(rustix::process::Resource::Core).maximum;
+        let mut limits = vec![(libc::RLIMIT_CORE, core.unwrap_or(1).min(1))];
         limits.extend(command.nofile.map(|files| (libc::RLIMIT_NOFILE, files)));
         limits.extend(command.data.map(|bytes| (libc::RLIMIT_DATA, bytes)));
         Ok(Plan {
@@ -362,6 +368,7 @@ impl Plan {
             new_session: command.new_session,
             directory: command.directory.as_ref().map(AsRawFd::as_raw_fd),
             limits,
+            group: command.group.as_ref().map(AsRawFd::as_raw_fd),
             // SAFETY: always succeeds.
             parent: unsafe { libc::getpid() },
             failure,
@@ -386,6 +393,11 @@ impl Plan {
             }
             if self.new_session && libc::setsid() < 0 {
                 return Step::Session;
+            }
+            if let Some(door) = self.group
+                && libc::write(door, c"0".as_ptr().cast(), 1) != 1
+            {
+                return Step::Group;
             }
             libc::umask(0o077);
             if let Some(directory) = self.directory
@@ -454,6 +466,7 @@ impl Plan {
 enum Step {
     DeathSignal,
     Session,
+    Group,
     Directory,
     Descriptors,
     CloseRange,
@@ -462,9 +475,10 @@ enum Step {
 }
 
 impl Step {
-    const NAMES: [&str; 7] = [
+    const NAMES: [&str; 8] = [
         "set the parent-death signal",
         "make a session",
+        "join its control group",
         "enter its working folder",
         "place its descriptors",
         "close other descriptors",
@@ -514,6 +528,7 @@ fn launch(mut command: Command) -> io::Result<Child> {
     // Before the answer is read: this process's writing ends would keep the pipes open.
     drop((failure_write, stdout_write, stderr_write, null));
     command.fds.clear();
+    command.group = None;
 
     // Not a stranger's: the child is not reaped yet, so its number cannot have been reused.
     let pidfd = Pid::from_raw(pid)

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hotcell_ipc::group::Groups;
 use hotcell_ipc::log::{BoundedLog, LogLimits};
 use hotcell_ipc::memory::sealed_memory;
 use hotcell_ipc::spawn::{
@@ -187,6 +188,40 @@ fn limits_mask_session_and_input_are_set() {
     let pid = child.pid();
     assert_eq!(text, format!("0\n123\n{}\n0077\n{pid} {pid}\n", 1 << 20));
     assert!(child.wait_blocking(SOON).unwrap().unwrap().success());
+}
+
+#[test]
+fn a_child_joins_its_control_group_before_its_program_begins() {
+    // A folder that looks like one of version 1, since tests may make none.
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("memory.limit_in_bytes"), "").unwrap();
+    let groups = Groups::within(folder.path()).unwrap();
+    let made = folder
+        .path()
+        .join(format!("hotcell-worker-{}-0", std::process::id()));
+    std::fs::create_dir(&made).unwrap();
+    std::fs::write(made.join("cgroup.procs"), "").unwrap();
+    let group = groups.make(1 << 30).unwrap();
+    let limit = std::fs::read_to_string(made.join("memory.limit_in_bytes")).unwrap();
+    assert_eq!(limit, (1u64 << 30).to_string());
+    std::fs::write(made.join("memory.oom_control"), "oom_kill 3\n").unwrap();
+    assert_eq!(group.counts().group, Some(3));
+    let mut command = shell("exit 0");
+    command.group = Some(group.door().unwrap());
+    assert!(output(command).1.success());
+    assert_eq!(
+        std::fs::read_to_string(made.join("cgroup.procs")).unwrap(),
+        "0"
+    );
+
+    let mut command = shell("exit 0");
+    let null = File::open("/dev/null").unwrap();
+    command.group = Some(null.into());
+    let error = start(command).unwrap_err();
+    assert!(error.to_string().contains("control group"), "{error}");
+    assert!(Groups::within(made.as_path()).is_ok());
+    let nowhere = Groups::within(Path::new("/nowhere")).unwrap_err();
+    assert_eq!(nowhere.kind(), io::ErrorKind::NotFound);
 }
 
 #[test]

@@ -143,7 +143,7 @@ impl Fleet {
             })
         };
         let (link, hello) = while_alive(&mut process, in_time).await?;
-        listed.edit(|slot| slot.confinement.clone_from(&hello.confinement));
+        listed.edit(|slot| slot.heard(&hello));
         Ok(Aside {
             listed,
             process,

@@ -14,6 +14,7 @@ use std::{
 
 use hotcell_ipc::{
     blackbox::{self, Reader},
+    group::{Group, Groups},
     log::{BoundedLog, LogLimits},
     oom::OomCounts,
     socket::{descriptor_pair, stream_pair},
@@ -168,6 +169,7 @@ pub trait Launch: Send + Sync + 'static {
 pub struct Processes {
     spawner: Spawner,
     config: WorkerConfig,
+    groups: Option<Groups>,
     /// Kills for memory that a death was blamed on: one kill explains one death.
     blamed: Arc<AtomicU64>,
 }
@@ -185,8 +187,16 @@ impl Processes {
         Self {
             spawner,
             config,
+            groups: None,
             blamed: Arc::default(),
         }
+    }
+
+    /// Gives each worker a control group of its own, if there is a place for them.
+    #[must_use]
+    pub fn grouped(mut self, groups: Option<Groups>) -> Self {
+        self.groups = groups;
+        self
     }
 
     async fn start(&self, order: Order<'_>) -> io::Result<Launched> {
@@ -224,12 +234,26 @@ impl Processes {
         if let Some(bytes) = self.config.model_memory {
             command = command.arg("--model-memory").arg(bytes.to_string());
         }
+        if self.config.require_confinement {
+            command = command.arg("--require-confinement");
+        }
         command.nofile = Some(file_limit());
+        let memory = self.config.memory.unwrap_or(order.device.memory_bytes);
+        let group = match &self.groups {
+            Some(groups) if memory > 0 => {
+                let group = groups.make(memory)?;
+                command.group = Some(group.door()?);
+                Some(group)
+            }
+            _ => None,
+        };
         let before = self.counters();
         let child = self.spawner.spawn(command).await?;
         let name = (order.worker.to_owned(), order.epoch);
+        let mut worker = self.worker(child, name, held, before, Vec::new())?;
+        worker.group = group;
         Ok(Launched {
-            process: Box::new(self.worker(child, name, held, before, Vec::new())?),
+            process: Box::new(worker),
             control: control.into(),
             tokens: tokens.into(),
             tensors: tensors.into(),
@@ -297,6 +321,7 @@ impl Processes {
             before,
             blamed_before,
             blamed: Arc::clone(&self.blamed),
+            group: None,
             shortage: None,
         })
     }
@@ -333,6 +358,8 @@ struct Worker {
     before: OomCounts,
     blamed_before: u64,
     blamed: Arc<AtomicU64>,
+    /// Its own; removed after its process, which is dropped before.
+    group: Option<Group>,
     /// Once it was killed.
     shortage: Option<Shortage>,
 }
@@ -347,9 +374,20 @@ impl Worker {
     /// Whether memory was short when it was killed.
     fn shortage(&mut self) -> Shortage {
         let child = &self.child;
+        let own = self.group.as_ref().map(Group::counts);
         let (before, blamed_before, blamed) = (&self.before, self.blamed_before, &self.blamed);
         *self.shortage.get_or_insert_with(|| {
             let mut counted = OomCounts::read().since(before);
+            if let Some(own) = own.filter(|own| own.group.is_some()) {
+                // Nobody else is in it.
+                return Shortage {
+                    counted: OomCounts {
+                        host: counted.host,
+                        ..own
+                    },
+                    peak_resident: child.peak_resident(),
+                };
+            }
             if let Some(kills) = &mut counted.group {
                 let others = blamed.load(Ordering::Relaxed).saturating_sub(blamed_before);
                 *kills = kills.saturating_sub(others);

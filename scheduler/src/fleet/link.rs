@@ -36,7 +36,7 @@ use super::{
 };
 use crate::{
     death::{Death, DeathKind},
-    discover::clip,
+    discover::{clip, layers},
 };
 
 /// Flow control of the token connection. Every stream is read as it comes, until what its client has not read takes
@@ -401,6 +401,7 @@ impl Link {
         Ok(HandshakeResponse {
             version: clip(&hello.version),
             confinement: clip(&hello.confinement),
+            layers: layers(hello.layers),
             ..hello
         })
     }

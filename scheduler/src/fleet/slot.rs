@@ -11,7 +11,7 @@ use std::{
 
 use hotcell_proto::{
     ids::ModelName,
-    v1::{Device, Lease, Loaded, WorkerInfo, WorkerState},
+    v1::{ConfinementLayer, Device, HandshakeResponse, Lease, Loaded, WorkerInfo, WorkerState},
 };
 use tokio::{sync::Notify, time::Instant};
 
@@ -65,6 +65,7 @@ pub(super) struct Slot {
     pub(super) release: Arc<Notify>,
     pub(super) since: Instant,
     pub(super) confinement: String,
+    pub(super) layers: Vec<ConfinementLayer>,
 }
 
 impl Slot {
@@ -91,6 +92,7 @@ impl Slot {
             release: Arc::default(),
             since: Instant::now(),
             confinement: String::new(),
+            layers: Vec::new(),
         }
     }
 
@@ -101,8 +103,16 @@ impl Slot {
         self.epoch = epoch;
         self.since = Instant::now();
         self.leaving = false;
+        self.confinement.clear();
+        self.layers.clear();
         // The old one's tickets count down on the old one's count.
         self.load = Arc::default();
+    }
+
+    /// What it said of itself.
+    pub(super) fn heard(&mut self, hello: &HandshakeResponse) {
+        self.confinement.clone_from(&hello.confinement);
+        self.layers.clone_from(&hello.layers);
     }
 
     /// Its process serves no more.
@@ -178,6 +188,7 @@ impl Slot {
             uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
             resident_bytes: if alive { resident(self.pid) } else { 0 },
             confinement: self.confinement.clone(),
+            layers: self.layers.clone(),
             // Known to the worker only.
             caches: Vec::new(),
         }

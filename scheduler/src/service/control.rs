@@ -69,7 +69,11 @@ impl Control for Service {
         _: Request<ListDevicesRequest>,
     ) -> Result<Response<ListDevicesResponse>, Status> {
         let devices = self.0.fleet.devices();
-        Ok(Response::new(ListDevicesResponse { devices }))
+        let confinement = self.0.confinement.to_vec();
+        Ok(Response::new(ListDevicesResponse {
+            devices,
+            confinement,
+        }))
     }
 
     async fn list_workers(

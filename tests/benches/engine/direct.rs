@@ -39,7 +39,7 @@ impl Direct {
             blackbox: None,
             registry: Registry::default(),
         })?;
-        let host = Host::new(engine.clone(), String::new());
+        let host = Host::new(engine.clone(), hotcell_worker::confine::Report::default());
         let files = hotcell_tests::model::files(model.path())?;
         let loaded = host
             .load(NAME.to_owned(), files, mpsc::channel(1).0)

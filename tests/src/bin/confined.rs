@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     let report = confine::confine(mode);
     println!("{report}");
     // Only then is it safe to try what must not be done.
-    if report.seccomp.is_err() {
+    if !report.has("seccomp") {
         return Exit::Unconfined.into();
     }
     match perform(action, args.get(2..).unwrap_or_default(), before) {

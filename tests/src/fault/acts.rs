@@ -19,7 +19,7 @@ use rustix::{
     process::{Resource, Rlimit, getrlimit, setrlimit},
 };
 
-use super::{Fault, proxy};
+use super::{Fault, proxy, trespass};
 
 /// What a leak or a glutton may take, bytes: enough to run out of, little enough for any machine.
 const MEMORY: u64 = 384 << 20;
@@ -55,6 +55,7 @@ pub(super) fn prepare(serve: &mut Serve) -> io::Result<()> {
         blackbox: SharedMapping::of_memory(copy(serve.blackbox_fd)?)?,
     };
     let _ = INHERITED.set(inherited);
+    trespass::note_shared(copy(serve.blackbox_fd)?);
     proxy::prepare(serve)
 }
 
@@ -105,6 +106,9 @@ fn sabotage() {
     }
     if Fault::Fork.taken() {
         fork();
+    }
+    if Fault::Trespass.taken() {
+        trespass::commit();
     }
 }
 

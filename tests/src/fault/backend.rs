@@ -17,7 +17,7 @@ use hotcell_kernels::{
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
 
-use super::{Fault, POISON, acts};
+use super::{Fault, POISON, acts, trespass};
 
 /// Has the CPU's devices under their own names.
 pub(super) struct FaultBackend;
@@ -108,6 +108,7 @@ impl Device for FaultDevice {
     }
 
     fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError> {
+        trespass::note_weights(region.bytes());
         self.inner.import(region)
     }
 

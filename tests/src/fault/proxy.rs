@@ -19,7 +19,7 @@ use hotcell_proto::limits;
 use hotcell_worker::config::Serve;
 use rustix::{io::FdFlags, net::SocketType};
 
-use super::Fault;
+use super::{Fault, trespass};
 
 /// HTTP/2's frame header.
 const HEADER: usize = 9;
@@ -75,6 +75,7 @@ fn pass_descriptors(real: OwnedFd, ours: OwnedFd) -> io::Result<()> {
 fn replace(fd: OwnedFd) -> io::Result<OwnedFd> {
     let kind = rustix::net::sockopt::socket_type(&fd);
     if !matches!(kind, Ok(SocketType::STREAM)) {
+        trespass::note_shared(fd.try_clone()?);
         return Ok(fd);
     }
     let (ours, its) = stream_pair()?;

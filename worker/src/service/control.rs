@@ -54,7 +54,8 @@ impl Worker for WorkerService {
                 path: info.path.clone(),
                 problem: String::new(),
             }),
-            confinement: self.0.confinement().to_owned(),
+            confinement: self.0.confinement().to_string(),
+            layers: self.0.confinement().wire(),
             packing: self.0.engine().opened().layout.unwrap_or("").to_owned(),
         }))
     }

@@ -33,7 +33,7 @@ pub fn worker(tensor_memory: u64) -> Host {
         blackbox: None,
         registry: Registry::default(),
     });
-    let host = Host::new(engine.unwrap(), String::new());
+    let host = Host::new(engine.unwrap(), hotcell_worker::confine::Report::default());
     host.set_identity("w3", EPOCH);
     host
 }
