@@ -177,7 +177,7 @@ fn the_unit_restarts_what_a_restart_can_mend_and_leaves_the_drain_alone() {
         let (vain, asked) = match exit {
             // The last two are those of the reload's command.
             Exit::Ok | Exit::TakeoverRefused | Exit::TakeoverFailed => continue,
-            Exit::Usage | Exit::NoWorkerBinary => (true, false),
+            Exit::Usage | Exit::NoWorkerBinary | Exit::Unconfined => (true, false),
             Exit::Interrupted => (false, true),
             Exit::CannotListen | Exit::NoDevice | Exit::Internal => (false, false),
         };

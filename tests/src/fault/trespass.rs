@@ -23,6 +23,8 @@ use crate::cluster::kjv;
 pub const NEW_FILE: &str = "/tmp/hotcell-trespass";
 
 const PAGE: usize = 4096;
+/// In place of a descriptor or a process: none.
+const NONE: i32 = -1;
 
 macro_rules! trespasses {
     ($($(#[doc = $doc:literal])* $name:ident,)*) => {
@@ -382,7 +384,7 @@ impl Trespass {
             Trespass::IoUring => call!(SYS_io_uring_setup, 1, zeroes),
             Trespass::Bpf => call!(SYS_bpf, 0, zeroes, 64),
             Trespass::Keys => call!(SYS_keyctl, 0, 0, 0),
-            Trespass::PerfEvents => call!(SYS_perf_event_open, zeroes, 0, -1, -1, 0),
+            Trespass::PerfEvents => call!(SYS_perf_event_open, zeroes, 0, NONE, NONE, 0),
             Trespass::UserFaults => call!(SYS_userfaultfd, 0),
             Trespass::ExecutableMemory => {
                 let name = path("code")?;
@@ -390,7 +392,7 @@ impl Trespass {
             }
             Trespass::MapCode => {
                 let (prot, flags) = (libc::PROT_EXEC, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-                call!(SYS_mmap, 0, PAGE, prot, flags, -1, 0)
+                call!(SYS_mmap, 0, PAGE, prot, flags, NONE, 0)
             }
             Trespass::ExecuteWeights => {
                 call!(
