@@ -21,7 +21,7 @@ use hotcell_worker::{
     program,
 };
 
-pub use trespass::{NEW_FILE, Trespass};
+pub use trespass::{ENDED, NEW_FILE, Trespass};
 
 /// Tokens of a prompt, one after the other, at which a fault worker crashes.
 pub const POISON: [u32; 3] = [666, 667, 666];

@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, path::Path, time::Instant};
 use hotcell_client::{Client, GenerateOptions, v1};
 use hotcell_tests::{
     cluster::{Cluster, SOON, all_have, kjv},
-    fault::{NEW_FILE, Trespass},
+    fault::{ENDED, NEW_FILE, Trespass},
 };
 use tokio::time::sleep;
 
@@ -21,11 +21,13 @@ enum Fate {
     Struck(&'static str),
     /// It is refused with this error, and the process goes on.
     Refused(i32),
+    /// It succeeds, and only the process itself, which ends, is the worse for it.
+    Own,
     /// As refused with "try again" where the threads of each worker are counted apart, else done.
     Bounded,
 }
 
-use Fate::{Bounded, Refused, Struck, Trapped};
+use Fate::{Bounded, Own, Refused, Struck, Trapped};
 
 const ATTEMPTS: &[(Trespass, Fate)] = &[
     (Trespass::OpenPasswords, Refused(libc::EACCES)),
@@ -67,8 +69,9 @@ const ATTEMPTS: &[(Trespass, Fate)] = &[
     (Trespass::ExecutableMemory, Trapped("memfd_create")),
     (Trespass::MapCode, Trapped("mmap")),
     (Trespass::ExecuteWeights, Trapped("mprotect")),
+    // What it writes is its own copy of the page.
+    (Trespass::ProtectWeights, Own),
     // The kernel's own answers: the files were opened to be read only.
-    (Trespass::ProtectWeights, Refused(libc::EACCES)),
     (Trespass::MapWeights, Refused(libc::EACCES)),
     (Trespass::WriteWeights, Refused(libc::EBADF)),
     (Trespass::RemovePages, Refused(libc::EACCES)),
@@ -102,12 +105,15 @@ async fn report(client: &Client, id: &str) -> v1::CrashReport {
     }
 }
 
-async fn line(cluster: &Cluster, start: &str) -> String {
+/// What the worker told of an attempt, once it has.
+async fn told(cluster: &Cluster, start: &str) -> String {
     let began = Instant::now();
     loop {
         let log = cluster.scheduler.log();
         if let Some(at) = log.find(start) {
-            return log[at..].lines().next().unwrap().to_owned();
+            let line = log[at + start.len()..].lines().next().unwrap();
+            // The scheduler adds whose line it is.
+            return line.split(" worker=").next().unwrap().to_owned();
         }
         assert!(began.elapsed() < SOON, "nobody said {start:?}:\n{log}");
         sleep(std::time::Duration::from_millis(10)).await;
@@ -195,17 +201,26 @@ async fn every_way_out_is_closed_and_costs_nobody_else_anything() {
                     report.reason
                 );
             }
+            Own => {
+                let report = report(&client, &crash).await;
+                let words = format!("exit code {ENDED}");
+                assert!(
+                    report.reason.contains(&words),
+                    "{trespass:?}: {}",
+                    report.reason
+                );
+            }
             Refused(errno) => {
-                let told = line(&cluster, &said).await;
-                assert_eq!(told, format!("{said}refused with {errno}"));
+                let told = told(&cluster, &said).await;
+                assert_eq!(told, format!("refused with {errno}"), "{trespass:?}");
             }
             Bounded => {
-                let threads = w0.layers.iter().find(|l| l.layer == "limits").unwrap();
-                let told = line(&cluster, &said).await;
-                match threads.detail.contains("threads") {
-                    true => assert_eq!(told, format!("{said}refused with {}", libc::EAGAIN)),
-                    false => assert_eq!(told, format!("{said}done")),
-                }
+                let limits = w0.layers.iter().find(|l| l.layer == "limits").unwrap();
+                let expected = match limits.detail.contains("threads") {
+                    true => format!("refused with {}", libc::EAGAIN),
+                    false => "done".to_owned(),
+                };
+                assert_eq!(told(&cluster, &said).await, expected, "{trespass:?}");
             }
         }
         let after = ready(&cluster).await;

@@ -19,6 +19,9 @@ use libc::{c_long, c_void};
 use super::Fault;
 use crate::cluster::kjv;
 
+/// How it ends where it was not stopped before it could do harm.
+pub const ENDED: i32 = 77;
+
 /// Where it tries to make a file.
 pub const NEW_FILE: &str = "/tmp/hotcell-trespass";
 
@@ -112,7 +115,7 @@ trespasses! {
     MapCode,
     /// Makes weights executable.
     ExecuteWeights,
-    /// Makes weights writable.
+    /// Makes weights writable, writes them, and ends with [`ENDED`].
     ProtectWeights,
     /// Maps a model's file to write.
     MapWeights,
@@ -403,12 +406,14 @@ impl Trespass {
                 )
             }
             Trespass::ProtectWeights => {
-                call!(
-                    SYS_mprotect,
-                    weights()?,
-                    PAGE,
-                    libc::PROT_READ | libc::PROT_WRITE
-                )
+                let (page, prot) = (weights()?, libc::PROT_READ | libc::PROT_WRITE);
+                call!(SYS_mprotect, page, PAGE, prot)?;
+                let byte = ptr::with_exposed_provenance_mut::<u8>(page);
+                // SAFETY: mapped, and writable now. Nobody sees it change, for the process ends at once.
+                unsafe {
+                    byte.write_volatile(!byte.read_volatile());
+                    libc::_exit(ENDED)
+                }
             }
             Trespass::MapWeights => each(shared(true)?, |fd| {
                 let prot = libc::PROT_READ | libc::PROT_WRITE;
