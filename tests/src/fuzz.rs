@@ -34,26 +34,53 @@ pub fn grown(seed: u64) -> Graph {
     grow::graph(&mut Choices::new(seed))
 }
 
+/// A grown graph and bytes for its inputs, at its greatest number of rows.
+pub fn program(seed: u64) -> (Graph, Vec<Vec<u8>>) {
+    let mut choices = Choices::new(seed);
+    let graph = grow::graph(&mut choices);
+    let inputs = run::operands(&graph, &mut choices);
+    (graph, inputs)
+}
+
+/// Runs the graph that the case of a seed begins with, as it is.
+///
+/// # Panics
+/// As [`case`].
+pub fn run_grown(runner: &Runner, seed: u64) -> Outcome {
+    let mut choices = Choices::new(seed);
+    let graph = grow::graph(&mut choices);
+    runner.run(&graph, &mut choices)
+}
+
 /// Runs the case of a seed.
 ///
 /// # Panics
-/// When the case finds something: a graph that decoding accepts but cannot encode, or results that depend on the number
-/// of threads. What else goes wrong panics where it does.
+/// When the case finds something: a grown graph that is refused as it is, one that decoding accepts but cannot encode, or
+/// results that depend on the number of threads or on fusion. What else goes wrong panics where it does.
 pub fn case(runner: &Runner, seed: u64) -> Outcome {
     let mut choices = Choices::new(seed);
     let grown = wire::encode(&grow::graph(&mut choices));
     let mut bytes = grown.encode_to_vec();
-    match choices.below(4) {
-        // As it is: it must be read again.
-        0 | 1 => {}
-        2 => bytes = spoil::message(grown, &mut choices).encode_to_vec(),
-        _ => spoil::bytes(&mut bytes, &mut choices),
-    }
-    let Ok(message) = v1::Graph::decode(&*bytes) else {
-        return Outcome::Unreadable;
+    let spoilt = match choices.below(4) {
+        0 | 1 => false,
+        2 => {
+            bytes = spoil::message(grown, &mut choices).encode_to_vec();
+            true
+        }
+        _ => {
+            spoil::bytes(&mut bytes, &mut choices);
+            true
+        }
     };
-    let Ok(graph) = wire::decode(&message) else {
-        return Outcome::Unverified;
+    let message = match v1::Graph::decode(&*bytes) {
+        Ok(message) => message,
+        Err(_) if spoilt => return Outcome::Unreadable,
+        Err(error) => panic!("what was encoded cannot be decoded: {error}"),
+    };
+    let graph = match wire::decode(&message) {
+        Ok(graph) => graph,
+        Err(_) if spoilt => return Outcome::Unverified,
+        Err(error) => panic!("a valid graph is refused as it is: {error}"),
     };
     // Unknown fields are dropped and orders are put right once; from then on nothing changes.
     let again = wire::encode(&graph);

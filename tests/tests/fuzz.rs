@@ -2,10 +2,13 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::{collections::BTreeSet, process::Command};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    process::Command,
+};
 
 use hotcell_graph::op;
-use hotcell_tests::fuzz::{case_seed, grown};
+use hotcell_tests::fuzz::{Outcome, Runner, case_seed, grown, run_grown};
 
 #[test]
 fn every_row_is_grown() {
@@ -19,6 +22,35 @@ fn every_row_is_grown() {
         }
     }
     panic!("no graph has {missing:?}; write a template");
+}
+
+/// Graphs in which each row has to run through.
+const RUNS: usize = 3;
+
+#[test]
+fn every_row_gives_the_same_bits_fused_and_apart() {
+    let runner = Runner::new().unwrap();
+    let mut missing: BTreeMap<&str, usize> = op::catalogue().map(|row| (row.name, RUNS)).collect();
+    for index in 0..20_000 {
+        let seed = case_seed(2, index);
+        let graph = grown(seed);
+        let rows: BTreeSet<&str> = graph.nodes().iter().map(|node| node.op.name).collect();
+        // It panics where they differ.
+        if rows.iter().any(|row| missing.contains_key(row))
+            && run_grown(&runner, seed) == Outcome::Ran
+        {
+            for row in rows {
+                if let Some(left) = missing.get_mut(row) {
+                    *left -= 1;
+                }
+            }
+            missing.retain(|_, left| *left > 0);
+        }
+        if missing.is_empty() {
+            return;
+        }
+    }
+    panic!("these run too rarely: {missing:?}");
 }
 
 #[test]
