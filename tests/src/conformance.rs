@@ -4,8 +4,10 @@
 //! device in this process and a worker behind its door to the same values.
 
 mod compare;
+mod elementwise;
 mod local;
 mod remote;
+mod repeated;
 
 use std::{fmt, ops::Range, path::Path, rc::Rc};
 
@@ -19,6 +21,7 @@ use serde_json::Value as Json;
 
 use crate::cluster::repository;
 pub use compare::{difference, tolerance};
+pub use elementwise::{Form, elementwise};
 pub use local::Local;
 pub use remote::Remote;
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use hotcell_graph::{
-    Graph, Value,
+    Graph, Shape, Value,
     graph::Node,
     op::{ValueSpec, catalogue, find},
 };
@@ -18,7 +18,9 @@ use hotcell_kernels::{
     backend::Device,
     cpu::{CpuDevice, path::CpuPath},
 };
-use hotcell_tests::conformance::{Case, Executor, Local, Remote, cases};
+use hotcell_tests::conformance::{
+    Case, Check, Executor, Form, Local, Remote, cases, difference, elementwise,
+};
 
 fn chosen() -> Vec<Case> {
     let text = std::env::var("HOTCELL_CASES").unwrap_or_default();
@@ -113,6 +115,161 @@ fn every_case_gives_the_same_on_a_worker_over_grpc() {
     remote.check_empty().unwrap();
 }
 
+#[test]
+fn elementwise_rows_give_an_element_the_same_in_every_shape_and_dtype() {
+    let on = |threads: u32, path: CpuPath| {
+        let open = move || Ok(Rc::new(CpuDevice::with_path(threads, path)?) as Rc<dyn Device>);
+        Local::new(format!("cpu/{path} with {threads} threads"), open).unwrap()
+    };
+    let best = CpuPath::detect();
+    let mut executors = [on(1, best), on(3, best), on(2, CpuPath::Portable)];
+    // Every row with every combination of dtypes that there is a golden case of.
+    let mut seen: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for case in &chosen() {
+        let Some(flat) = case.flat() else { continue };
+        let row = find(&case.op).unwrap().name;
+        // One with NaN and infinities as good as one without; the first of each combination and note.
+        let combination = format!("{:?} {:?} {}", flat.dtypes(), flat.result, case.note);
+        if !seen.entry(row).or_default().insert(combination) {
+            continue;
+        }
+        // What is wrong with the values themselves is the other tests'.
+        let Ok(Some(small)) = case.check(&mut executors[0]) else {
+            continue;
+        };
+        let width = flat.result.block_bytes();
+        for form in Form::ALL {
+            let formed = match flat.form(form) {
+                Ok(formed) => formed,
+                Err(error) => {
+                    wrong.push(format!("{case} {form:?}: {error:#}"));
+                    continue;
+                }
+            };
+            let expected = formed.elements.iter();
+            let expected: Vec<&[u8]> = expected
+                .map(|at| &small.outputs[0][at * width..][..width])
+                .collect();
+            let expected = expected.concat();
+            let inputs: Vec<&[u8]> = formed.inputs.iter().map(Vec::as_slice).collect();
+            for executor in &mut executors {
+                let result = executor.run(&formed.graph, 0, &inputs);
+                let same = result.map_err(|e| e.to_string()).and_then(|outcome| {
+                    difference(
+                        flat.result,
+                        Check::Exact,
+                        0.0,
+                        &outcome.outputs[0],
+                        &expected,
+                    )
+                });
+                if let Err(what) = same {
+                    wrong.push(format!("{case} {form:?} on {}: {what}", executor.name()));
+                }
+            }
+        }
+    }
+    let summary: Vec<&String> = wrong.iter().take(50).collect();
+    assert!(wrong.is_empty(), "{} differ: {summary:#?}", wrong.len());
+    if std::env::var_os("HOTCELL_CASES").is_none() {
+        let without = elementwise().filter(|row| !seen.contains_key(row.name));
+        let without: Vec<&str> = without.map(|row| row.name).collect();
+        assert!(without.is_empty(), "no flat case of {without:?}");
+    }
+}
+
+/// Elements from which on a kernel's work is divided in many ways.
+const MANY: usize = 20_000;
+
+/// Rows of which no golden case can be repeated, and why.
+const NOT_REPEATED: &[(&[&str], &str)] = &[
+    (
+        &["literal", "arange", "random_bits", "random_split"],
+        "made of nothing, or of a key",
+    ),
+    (
+        &[
+            "random_uniform",
+            "random_normal",
+            "random_bernoulli",
+            "random_categorical",
+        ],
+        "each number is another one",
+    ),
+    (
+        &["all_close", "array_equal"],
+        "an elementwise op and a reduction, which are here",
+    ),
+    (
+        &[
+            "reshape",
+            "transpose",
+            "broadcast_to",
+            "slice",
+            "pad",
+            "expand_dims",
+            "squeeze",
+            "flatten",
+            "tile",
+            "stack",
+            "scatter_nd",
+        ],
+        "places elements by the whole shape",
+    ),
+    (&["gather_mm"], "takes and matrix products, which are here"),
+    (
+        &["cache_write", "paged_attention"],
+        "of a cache; tests/tests/engine has long ones",
+    ),
+];
+
+#[test]
+fn what_is_repeated_many_times_gives_the_same_many_times() {
+    let on = |threads: u32, path: CpuPath| {
+        let open = move || Ok(Rc::new(CpuDevice::with_path(threads, path)?) as Rc<dyn Device>);
+        Local::new(format!("cpu/{path} with {threads} threads"), open).unwrap()
+    };
+    let mut executors = [on(1, CpuPath::detect()), on(3, CpuPath::detect())];
+    let mut seen: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for case in &chosen() {
+        let row = find(&case.op).unwrap().name;
+        if seen.get(row).is_some_and(|s| s.contains(&case.dtypes())) {
+            continue;
+        }
+        let Some(many) = case.repeated(MANY) else {
+            continue;
+        };
+        let Ok(Some(small)) = case.check(&mut executors[0]) else {
+            continue;
+        };
+        seen.entry(row).or_default().insert(case.dtypes());
+        let inputs: Vec<&[u8]> = many.inputs.iter().map(Vec::as_slice).collect();
+        for executor in &mut executors {
+            let result = executor.run(&many.graph, 0, &inputs);
+            let same = result
+                .map_err(|e| e.to_string())
+                .and_then(|outcome| case.is_repeated(&small, &outcome, many.times));
+            if let Err(what) = same {
+                let (times, on) = (many.times, executor.name());
+                wrong.push(format!("{case}, {times} times on {on}: {what}"));
+            }
+        }
+    }
+    let some: Vec<&String> = wrong.iter().take(50).collect();
+    assert!(wrong.is_empty(), "{} differ: {some:#?}", wrong.len());
+    if std::env::var_os("HOTCELL_CASES").is_none() {
+        let elementwise: BTreeSet<&str> = elementwise().map(|row| row.name).collect();
+        let mut without: BTreeSet<&str> = catalogue().map(|row| row.name).collect();
+        without.retain(|row| !seen.contains_key(row) && !elementwise.contains(row));
+        for row in NOT_REPEATED.iter().flat_map(|(rows, _)| *rows) {
+            assert!(without.remove(row), "{row} is repeated");
+        }
+        assert!(without.is_empty(), "no case can be repeated of {without:?}");
+    }
+}
+
 /// A kind of case, what makes it one, and the rows that need none.
 struct Class {
     name: &'static str,
@@ -120,15 +277,30 @@ struct Class {
     without: &'static [&'static str],
 }
 
+/// The different shapes among a node's inputs.
+fn input_shapes(graph: &Graph, node: &Node) -> Vec<Shape> {
+    let mut shapes: Vec<Shape> = Vec::new();
+    for spec in graph.input_specs(node).unwrap() {
+        if let ValueSpec::Tensor(t) = spec
+            && !shapes.contains(&t.shape)
+        {
+            shapes.push(t.shape);
+        }
+    }
+    shapes
+}
+
+/// The shapes that a node takes and gives.
+fn shapes(graph: &Graph, node: &Node) -> Vec<Shape> {
+    let mut shapes = input_shapes(graph, node);
+    shapes.extend(node.outputs.iter().map(|t| t.shape.clone()));
+    shapes
+}
+
 /// Elements of each tensor that a node takes or gives, at the most rows.
 fn sizes(graph: &Graph, node: &Node) -> Vec<usize> {
-    let inputs = graph.input_specs(node).unwrap().into_iter();
-    let inputs = inputs.filter_map(|spec| match spec {
-        ValueSpec::Tensor(t) => Some(t.shape),
-        _ => None,
-    });
-    inputs
-        .chain(node.outputs.iter().map(|t| t.shape.clone()))
+    let shapes = shapes(graph, node).into_iter();
+    shapes
         .map(|shape| shape.elements(graph.max_rows()).unwrap())
         .collect()
 }
@@ -155,6 +327,51 @@ static CLASSES: &[Class] = &[
         holds: |g, n| sizes(g, n).iter().any(|s| s % 2 == 1 && *s > 1),
         // A key is two numbers.
         without: &["random_split"],
+    },
+    Class {
+        name: "scalar",
+        holds: |g, n| shapes(g, n).iter().any(|s| s.rank() == 0),
+        // What is along an axis needs one.
+        without: &[
+            "add_id",
+            "arange",
+            "argsort",
+            "cache_write",
+            "concat",
+            "conv",
+            "cumprod",
+            "cumsum",
+            "gather_mm",
+            "get_rows",
+            "group_norm",
+            "l2_norm",
+            "layer_norm",
+            "log_softmax",
+            "mul_mat",
+            "mul_mat_id",
+            "paged_attention",
+            "pool",
+            "random_categorical",
+            "random_split",
+            "repeat",
+            "rms_norm",
+            "rope",
+            "rotary_embedding",
+            "scaled_dot_product_attention",
+            "scatter_along_axis",
+            "scatter_nd",
+            "softmax",
+            "sort",
+            "split",
+            "take_along_axis",
+            "topk",
+        ],
+    },
+    Class {
+        name: "broadcast",
+        // Both ways, or one operand to the other; a row that does not say so needs none.
+        holds: |g, n| !n.op.shapes.contains("broadcast(") || input_shapes(g, n).len() > 1,
+        without: &[],
     },
     Class {
         name: "non-contiguous",
