@@ -39,46 +39,56 @@ pub fn repository() -> PathBuf {
 /// When cargo fails.
 pub fn binaries() -> Result<PathBuf> {
     static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let build = || -> Result<PathBuf> {
-        let this = std::env::current_exe()?;
-        // target/PROFILE/deps/this-test
-        let folder = this
-            .ancestors()
-            .nth(2)
-            .context("no target folder")?
-            .to_owned();
-        let target = folder.parent().context("no target folder")?;
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo
-            .args(["build", "--quiet"])
-            .current_dir(repository())
-            .arg("--target-dir")
-            .arg(target);
-        for package in ["hotcell-worker", "hotcell-scheduler", "hotcell-client"] {
-            cargo.args(["-p", package]);
-        }
-        cargo.arg("--bins");
-        match folder.file_name().and_then(|n| n.to_str()) {
-            // A test along with them, so that everything has the features that it had when this test was built, tokio's
-            // paused clock for one: else all of it would be compiled once more. Benches measure it as it is shipped.
-            Some("debug") => {
-                cargo.args(["-p", "hotcell-tests", "--test", "tidy"]);
-            }
-            Some(profile) => {
-                cargo.args(["--profile", profile]);
-            }
-            None => bail!("no profile in {}", folder.display()),
-        }
-        let output = cargo.output()?;
-        ensure!(
-            output.status.success(),
-            "{}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        Ok(folder)
-    };
-    let built = BUILT.get_or_init(|| build().map_err(|e| format!("{e:#}")));
+    let packages = ["hotcell-worker", "hotcell-scheduler", "hotcell-client"];
+    let built = BUILT.get_or_init(|| build(&packages, "--bins").map_err(|e| format!("{e:#}")));
     built.clone().map_err(anyhow::Error::msg)
+}
+
+/// Builds the client's examples. Where they are.
+///
+/// # Errors
+/// When cargo fails.
+pub fn examples() -> Result<PathBuf> {
+    Ok(build(&["hotcell-client"], "--examples")?.join("examples"))
+}
+
+fn build(packages: &[&str], what: &str) -> Result<PathBuf> {
+    let this = std::env::current_exe()?;
+    // target/PROFILE/deps/this-test
+    let folder = this
+        .ancestors()
+        .nth(2)
+        .context("no target folder")?
+        .to_owned();
+    let target = folder.parent().context("no target folder")?;
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo
+        .args(["build", "--quiet"])
+        .current_dir(repository())
+        .arg("--target-dir")
+        .arg(target);
+    for package in packages {
+        cargo.args(["-p", package]);
+    }
+    cargo.arg(what);
+    match folder.file_name().and_then(|n| n.to_str()) {
+        // A test along with them, so that everything has the features that it had when this test was built, tokio's
+        // paused clock for one: else all of it would be compiled once more. Benches measure it as it is shipped.
+        Some("debug") => {
+            cargo.args(["-p", "hotcell-tests", "--test", "tidy"]);
+        }
+        Some(profile) => {
+            cargo.args(["--profile", profile]);
+        }
+        None => bail!("no profile in {}", folder.display()),
+    }
+    let output = cargo.output()?;
+    ensure!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(folder)
 }
 
 /// Tokens of the prompt and of the answer. What a worker knew of the prompt from before is its own, and another one may
