@@ -4,6 +4,7 @@ use std::{
     convert::Infallible,
     path::{Path, PathBuf},
     process::Command,
+    sync::{Arc, Mutex, MutexGuard},
     task::{Context, Poll},
 };
 
@@ -84,6 +85,7 @@ pub fn serve(socket: &Path) -> Result<()> {
         let incoming = UnixListenerStream::new(UnixListener::bind(socket)?);
         let service = Tensors {
             bytes: Bytes::from(vec![7u8; crate::transfers::SIZE]),
+            kept: Arc::default(),
         };
         let server = Windows::default().server().add_service(service);
         Ok(server.serve_with_incoming(incoming).await?)
@@ -94,6 +96,8 @@ pub fn serve(socket: &Path) -> Result<()> {
 struct Tensors {
     /// What downloads send.
     bytes: Bytes,
+    /// Where uploads go, in turn: memory that is there already, as a worker's is that has freed a tensor of the size.
+    kept: Arc<Mutex<Vec<u8>>>,
 }
 
 impl NamedService for Tensors {
@@ -111,13 +115,13 @@ impl Service<http::Request<Body>> for Tensors {
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         const MOST: usize = limits::MAX_MESSAGE_BYTES;
-        let bytes = self.bytes.clone();
+        let Self { bytes, kept } = self.clone();
         Box::pin(async move {
             Ok(match request.uri().path() {
                 "/hotcell.v1.Tensors/Upload" => {
                     let grpc = Grpc::new(ProstCodec::default());
                     let mut grpc = grpc.max_decoding_message_size(MOST);
-                    grpc.client_streaming(Upload, request).await
+                    grpc.client_streaming(Upload(kept), request).await
                 }
                 "/hotcell.v1.Tensors/Download" => {
                     let grpc = Grpc::new(ProstCodec::default());
@@ -134,7 +138,7 @@ impl Service<http::Request<Body>> for Tensors {
     }
 }
 
-struct Upload;
+struct Upload(Arc<Mutex<Vec<u8>>>);
 
 impl ClientStreamingService<v1::UploadChunk> for Upload {
     type Response = v1::UploadResponse;
@@ -142,9 +146,11 @@ impl ClientStreamingService<v1::UploadChunk> for Upload {
 
     /// The target's offset says how many bytes to keep; with 0 they are dropped as they come.
     fn call(&mut self, request: Request<Streaming<v1::UploadChunk>>) -> Self::Future {
+        let place = Arc::clone(&self.0);
         Box::pin(async move {
             let mut chunks = request.into_inner();
-            let mut kept = Vec::new();
+            let mut kept = std::mem::take(&mut *locked(&place));
+            kept.clear();
             let mut keep = 0;
             while let Some(chunk) = chunks.message().await? {
                 if let Some(target) = chunk.target {
@@ -155,14 +161,21 @@ impl ClientStreamingService<v1::UploadChunk> for Upload {
                     kept.extend_from_slice(&chunk.data);
                 }
             }
+            let bytes = kept.len() as u64;
+            *locked(&place) = kept;
             Ok(Response::new(v1::UploadResponse {
                 tensor: Some(v1::TensorInfo {
-                    bytes: kept.len() as u64,
+                    bytes,
                     ..v1::TensorInfo::default()
                 }),
             }))
         })
     }
+}
+
+fn locked(place: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+    // Nothing panics while it is held.
+    place.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 struct Download(Bytes);

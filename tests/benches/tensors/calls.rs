@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use hotcell_client::tensor::{Compiled, Session, Tensor};
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::cpu::{CpuDevice, path::CpuPath};
 use hotcell_proto::v1::{self, tensors_client::TensorsClient};
 use hotcell_tests::bench::{Goal, figure};
-use tonic::transport::Channel;
+use tonic::{Streaming, transport::Channel};
 
 use crate::{Bound, bare::Bare, typical};
 
@@ -26,7 +26,14 @@ pub async fn measure() -> Result<()> {
     plan.run()?;
     let mut alone = Vec::new();
     let (mut of_bare, mut of_relay, mut of_direct, mut freeing) = (vec![], vec![], vec![], vec![]);
+    let slow = crate::session(&cluster, true).await?;
+    let big = slow.empty(DType::U8, &[64 << 20]).await?;
+    let (mut of_idle, mut of_beside) = (vec![], vec![]);
     for _ in 0..ROUNDS {
+        of_idle.extend(relayed.calls(true).await?);
+        let held = unread(&slow).await?;
+        of_beside.extend(relayed.calls(true).await?);
+        drop(held);
         of_bare.extend(bare_calls(&mut client).await?);
         of_relay.extend(relayed.calls(true).await?);
         of_direct.extend(direct.calls(true).await?);
@@ -44,7 +51,31 @@ pub async fn measure() -> Result<()> {
     figure("call_relay", relay / bare, unit, Goal::AtMost(2.5));
     figure("call_direct", direct / bare, unit, Goal::AtMost(1.3));
     figure("call_direct_freeing", freeing / bare, unit, Goal::None);
+    drop(big);
+    let (idle, beside) = (typical(of_idle), typical(of_beside));
+    println!(
+        "a call through the relay: {idle:.1} us, beside another session's unread download {beside:.1}"
+    );
+    figure(
+        "call_beside_unread",
+        beside / idle,
+        "of the time without it",
+        Goal::AtMost(1.2),
+    );
     Ok(())
+}
+
+/// A download of the session's only tensor, begun and not read.
+async fn unread(session: &Session) -> Result<Streaming<v1::DownloadChunk>> {
+    let list = session.list().await?;
+    let only = list.tensors.first().context("no tensor")?;
+    let request = v1::DownloadRequest {
+        tensor: only.handle.clone(),
+        ..v1::DownloadRequest::default()
+    };
+    let mut chunks = session.raw_download(request).await?;
+    chunks.message().await?.context("an empty download")?;
+    Ok(chunks)
 }
 
 /// The same plan on a device of this process.

@@ -4,7 +4,7 @@ use std::{hint::black_box, time::Instant};
 
 use anyhow::{Context, Result, ensure};
 use bytes::{Bytes, BytesMut};
-use hotcell_client::tensor::{HostTensor, Session, SharedTensor, Tensor};
+use hotcell_client::tensor::{Compiled, HostTensor, Session, SharedTensor, Tensor};
 use hotcell_graph::{DType, Shape, TensorSpec};
 use hotcell_proto::{
     limits,
@@ -62,9 +62,11 @@ pub async fn measure() -> Result<()> {
         "the worker sees other bytes"
     );
     let mut own = vec![0u8; SIZE];
+    let in_place = InPlace::new(&direct, &shared, &there[1]).await?;
 
     let (mut by_relay, mut by_own, mut by_descriptor) = Default::default();
     let (mut kept, mut drained, mut copied) = Default::default();
+    let mut in_worker = InWorker::default();
     for _ in 0..ROUNDS {
         for (keep, times) in [(true, &mut kept), (false, &mut drained)] {
             let times: &mut Times = times;
@@ -87,6 +89,7 @@ pub async fn measure() -> Result<()> {
             &mut by_descriptor,
             &mut copied,
         )?;
+        in_place.measure(&mut in_worker).await?;
     }
     let (kept, drained) = (kept.speeds(), drained.speeds());
     println!(
@@ -130,7 +133,26 @@ pub async fn measure() -> Result<()> {
         );
     }
     let ((up, down), (to, from)) = (by_descriptor.speeds(), copied.speeds());
-    println!("descriptor: {up:.2} GB/s up, {down:.2} down; memcpy {to:.2}, {from:.2}");
+    println!(
+        "descriptor, this process's part: {up:.2} GB/s up, {down:.2} down; memcpy {to:.2}, {from:.2}"
+    );
+    let InWorker {
+        reads,
+        reads_own,
+        assigns,
+    } = in_worker;
+    let [reads, reads_own, assigns] = [reads, reads_own, assigns].map(speed);
+    println!(
+        "descriptor, the worker's part: a call that reads it {reads:.2} GB/s, its own memory {reads_own:.2}; an assignment {assigns:.2}"
+    );
+    figure(
+        "execute_descriptor",
+        reads / reads_own,
+        "of a call that reads the worker's own memory",
+        Goal::AtLeast(0.8),
+    );
+    // Computed privately and copied: two passes over memory.
+    figure("assign_descriptor", assigns / from, "of memcpy", Goal::None);
     figure(
         "upload_descriptor",
         up / to,
@@ -144,6 +166,52 @@ pub async fn measure() -> Result<()> {
         Goal::AtLeast(0.8),
     );
     Ok(())
+}
+
+/// Calls that read shared memory, the worker's own, and write into the shared one.
+struct InPlace<'a> {
+    greatest: Compiled,
+    shared: &'a SharedTensor,
+    own: &'a Tensor,
+}
+
+/// Seconds of such calls.
+#[derive(Default)]
+struct InWorker {
+    reads: Vec<f64>,
+    reads_own: Vec<f64>,
+    assigns: Vec<f64>,
+}
+
+impl<'a> InPlace<'a> {
+    async fn new(session: &Session, shared: &'a SharedTensor, own: &'a Tensor) -> Result<Self> {
+        let greatest = session.compile(|x| x.iter().map(|x| x.max(&[], false)).collect());
+        let made = Self {
+            greatest,
+            shared,
+            own,
+        };
+        let values = [made.read(shared.tensor()).await?, made.read(own).await?];
+        ensure!(values[0].1 == values[1].1, "the worker reads other bytes");
+        Ok(made)
+    }
+
+    /// Seconds, and what came out.
+    async fn read(&self, x: &Tensor) -> Result<(f64, u8)> {
+        let start = Instant::now();
+        let result = self.greatest.call_eval(std::slice::from_ref(x)).await?;
+        let time = start.elapsed().as_secs_f64();
+        Ok((time, result[0].item::<u8>().await?))
+    }
+
+    async fn measure(&self, times: &mut InWorker) -> Result<()> {
+        times.reads.push(self.read(self.shared.tensor()).await?.0);
+        times.reads_own.push(self.read(self.own).await?.0);
+        let start = Instant::now();
+        self.shared.assign(self.own).await?;
+        times.assigns.push(start.elapsed().as_secs_f64());
+        Ok(())
+    }
 }
 
 async fn upload(session: &Session, data: &HostTensor) -> Result<f64> {
