@@ -2,16 +2,23 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use hotcell_client::{
-    Address, Reason,
+    Address, Event, GenerateOptions, Reason,
     tensor::{
         Backend, BackendParams, DType, DumpOptions, HostTensor, Session, SessionOptions, Tensor,
         TensorFile, Thresholds,
     },
     v1,
 };
+use hotcell_proto::limits;
 use hotcell_tests::cluster::{Cluster, all_have, kjv, signal_pid};
 
 fn address(cluster: &Cluster) -> Address {
@@ -293,6 +300,82 @@ async fn an_expression_may_be_deeper_than_a_graph() {
     drop(deep);
 }
 
+/// More independent nodes than a graph has, and a chain of more.
+fn wide_and_deep(x: &Tensor) -> Vec<Tensor> {
+    let mut all: Vec<Tensor> = (0..8193).map(|_| -x).collect();
+    all.push((0..8193).fold(x.clone(), |deep, _| -&deep));
+    all
+}
+
+#[tokio::test]
+async fn an_expression_may_be_wider_than_a_graph() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let x = session.tensor(&[3.0f32], &[1]).unwrap();
+    let all = wide_and_deep(&x);
+    // Without a piece that gets it further it would go on for ever.
+    let computed = tokio::time::timeout(Duration::from_secs(120), session.eval(&all));
+    computed.await.expect("it hangs").unwrap();
+    for negative in [0, 1, 8191, 8192, 8193] {
+        let value = all[negative].item::<f32>().await.unwrap();
+        assert_eq!(value, -3.0, "{negative}");
+    }
+    // Each is computed once: the first piece's results are not copied by the next.
+    assert_eq!(session.memory().await.unwrap().tensors, 8194);
+    // Into memory that is there, too.
+    let shared = session.shared(DType::F32, &[1]).await.unwrap();
+    let deep = wide_and_deep(&x).pop().unwrap();
+    shared.assign(&deep).await.unwrap();
+    assert_eq!(shared.to_vec::<f32>().unwrap(), [-3.0]);
+
+    let options = SessionOptions {
+        dry_run: true,
+        ..Default::default()
+    };
+    let dry = Session::open(&address(&cluster), options).await.unwrap();
+    let x = dry.full(3.0f32, &[1]);
+    let all = wide_and_deep(&x);
+    for some in [&all[..8193], &all[8193..], &all[..]] {
+        let planned = tokio::time::timeout(Duration::from_secs(120), dry.eval(some));
+        planned.await.expect("it hangs").unwrap();
+    }
+    assert!(all.iter().all(|t| !t.is_evaluated()));
+    let memory = dry.memory().await.unwrap();
+    assert_eq!((memory.active, memory.tensors), (0, 0));
+}
+
+#[tokio::test]
+async fn a_function_of_many_shapes_keeps_few_of_its_traces() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let traced = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&traced);
+    let add = session.compile(move |a| {
+        count.fetch_add(1, Ordering::Relaxed);
+        vec![&a[0] + 1.0]
+    });
+    let call = async |n: usize| {
+        let x = session.tensor(&vec![n as f32; n], &[n]).unwrap();
+        let result = add.call_eval(&[x]).await.unwrap();
+        let values = result[0].to_vec::<f32>().await.unwrap();
+        assert_eq!(values, vec![n as f32 + 1.0; n]);
+    };
+    // More shapes than a session has plans.
+    let shapes = limits::MAX_SESSION_PLANS + 50;
+    for n in 1..=shapes {
+        call(n).await;
+    }
+    let plans = session.memory().await.unwrap().plans;
+    assert!((1..=128).contains(&plans), "{plans} plans");
+    // What is used goes on being there, and what was forgotten is made again.
+    assert_eq!(traced.load(Ordering::Relaxed), shapes);
+    call(shapes).await;
+    assert_eq!(traced.load(Ordering::Relaxed), shapes);
+    call(1).await;
+    assert_eq!(traced.load(Ordering::Relaxed), shapes + 1);
+    drop(add);
+}
+
 #[tokio::test]
 async fn a_death_ends_sessions_with_a_typed_error_and_new_ones_work() {
     let cluster = cluster().await;
@@ -407,8 +490,84 @@ async fn streams_events_and_pipelines_keep_their_order() {
     assert_eq!(value.item::<f32>().await.unwrap(), ((1 << 20) - 1) as f32);
 }
 
+/// Products that take a good while, node after node.
+fn long(session: &Session) -> Tensor {
+    let x = session.full(1.0f32 / 512.0, &[512, 512]);
+    (0..200).fold(x.clone(), |product, _| product.matmul(&x))
+}
+
 #[tokio::test]
-async fn shared_memory_is_read_and_written_in_place() {
+async fn a_stream_that_waits_for_an_event_overtakes_nothing_and_others_do() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let (one, two, three) = (session.stream(), session.stream(), session.stream());
+    let state = async || {
+        let list = session.list().await.unwrap();
+        let long = list.tensors.iter().find(|t| t.bytes == 512 * 512 * 4);
+        long.unwrap().state()
+    };
+    let product = long(&session);
+    one.async_eval(std::slice::from_ref(&product))
+        .await
+        .unwrap();
+    // Nothing in common with the product: what is read makes neither of them wait.
+    let free = session.full(2.0f32, &[]) + 1.0;
+    three.eval(std::slice::from_ref(&free)).await.unwrap();
+    assert_eq!(state().await, v1::TensorState::Pending);
+    let waits = session.full(3.0f32, &[]) + 1.0;
+    two.wait(&one.record()).unwrap();
+    two.eval(std::slice::from_ref(&waits)).await.unwrap();
+    assert_eq!(state().await, v1::TensorState::Ready);
+    assert_eq!(waits.item::<f32>().await.unwrap(), 4.0);
+}
+
+#[tokio::test]
+async fn tokens_go_before_tensors_and_both_go_on() {
+    const CALLS: usize = 900;
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let session = session(&cluster).await;
+    let x = session.full(1.0f32 / 512.0, &[512, 512]);
+    x.eval().await.unwrap();
+    let product = || x.matmul(&x).sum(&[], false);
+    let sum = product().item::<f32>().await.unwrap();
+    assert!((sum - 512.0).abs() < 0.01, "{sum}");
+    let queued: Vec<Tensor> = (0..CALLS).map(|_| product()).collect();
+    for tensor in &queued {
+        session
+            .async_eval(std::slice::from_ref(tensor))
+            .await
+            .unwrap();
+    }
+    let done = async || {
+        let list = session.list().await.unwrap();
+        let pending = list.tensors.iter();
+        let pending = pending.filter(|t| t.state() == v1::TensorState::Pending);
+        CALLS - pending.count()
+    };
+    let before = done().await;
+    let options = GenerateOptions {
+        max_tokens: 100,
+        ignore_eos: true,
+        ..GenerateOptions::default()
+    };
+    let mut stream = client.generate("In the beginning", options).await.unwrap();
+    let mut tokens = 0;
+    while let Some(event) = stream.next().await {
+        if let Event::Delta(delta) = event.unwrap() {
+            tokens += delta.token_ids.len();
+        }
+    }
+    assert_eq!(tokens, 100);
+    // Between two steps one product is computed. More of them fit only before the request came and after its end.
+    let during = done().await - before;
+    assert!((20..=400).contains(&during), "{during} of {CALLS}");
+    session.cancel().await.unwrap();
+}
+
+#[tokio::test]
+async fn results_go_into_shared_memory_and_inputs_are_read_where_they_are() {
     let cluster = cluster().await;
     let session = session(&cluster).await;
     let input = session.shared(DType::F32, &[1000]).await.unwrap();
@@ -512,6 +671,25 @@ async fn a_model_s_weights_are_tensors_of_any_graph() {
         "{taken:?}"
     );
     assert_eq!(session.memory().await.unwrap().active, 0);
+
+    // What could never be held is refused, with the sizes that were tried.
+    session.set_memory_limit(2 << 20).await.unwrap();
+    let x = session.zeros(DType::F32, &[512, 512]);
+    let error = dry.reserve(&square, &[x]).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::QuotaExceeded, "{error:?}");
+    for (key, least) in [("arena", 1u64), ("inputs", 1 << 20), ("outputs", 1 << 20)] {
+        let tried: u64 = error.get(key).unwrap().parse().unwrap();
+        assert!(tried >= least, "{key}: {error:?}");
+    }
+    assert_eq!(error.get("limit"), Some("2097152"));
+    // A weight is there already, whatever a session may hold.
+    let session = backend.session();
+    let size = reference.bytes().len() as u64;
+    session.set_memory_limit(size - 1).await.unwrap();
+    let weight = backend.get(name).await.unwrap();
+    let greatest = session.compile(move |_| vec![weight.max(&[], false)]);
+    let taken = greatest.reserve(&[]).await.unwrap();
+    assert_eq!((taken.constants, taken.inputs), (size, 0), "{taken:?}");
 }
 
 /// Nanoseconds that a process's compute threads have run, all together.
@@ -624,7 +802,13 @@ async fn two_sessions_never_see_each_other_s_bytes() {
         let kept = secret.full(0x5ec2e7u32, &[100_000]);
         kept.eval().await.unwrap();
         drop(kept);
-        secret.flush().await.unwrap();
+        // What it freed is not cleared, and stays its own: no result of the other gets it, however much it computes.
+        let freed = secret.memory().await.unwrap().cache;
+        assert!(freed >= 400_000, "round {round}: {freed}");
+        let ones = curious.full(1u32, &[100_000]);
+        let sum = (&ones + &ones).to_vec::<u32>().await.unwrap();
+        assert_eq!(sum, [2; 100_000]);
+        assert_eq!(secret.memory().await.unwrap().cache, freed);
         let seen = curious.empty(DType::U32, &[100_000]).await.unwrap();
         assert!(
             seen.to_vec::<u32>().await.unwrap().iter().all(|v| *v == 0),
