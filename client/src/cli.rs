@@ -19,13 +19,19 @@ mod session;
 mod several;
 mod stream;
 mod table;
+mod token;
 mod ui;
 
-use std::{ffi::OsString, process::ExitCode};
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
-use crate::{connect::Address, local::Bundled};
+use hotcell_proto::error::Error;
+
+use crate::{
+    connect::{Address, Identity, read_token},
+    local::Bundled,
+};
 
 pub use bench::BenchFlags;
 pub use chat::ChatFlags;
@@ -40,6 +46,7 @@ pub use operate::{
     UnloadFlags,
 };
 pub use receipt::VerifyFlags;
+pub use token::{NewTokenFlags, TokenCommand, TokenFlags, TokenRole};
 pub use ui::{Captured, Color, Manner, Ui};
 
 /// Runs language models in disposable worker processes.
@@ -89,11 +96,23 @@ fn long_help() -> String {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Global options")]
 pub struct GlobalFlags {
-    /// Where the scheduler listens: unix:/path, /path, host:port or http://host:port
+    /// Where the scheduler listens: unix:/path, /path, host:port, or https://host:port for TLS
     ///
     /// [env: HOTCELL_ADDRESS, else HOTCELL_SOCKET, a path] [default: $XDG_RUNTIME_DIR/hotcell/hotcell.sock, else /tmp/hotcell-UID/hotcell.sock]
     #[arg(long, global = true, value_name = "ADDRESS")]
     pub address: Option<Address>,
+    /// File with the bearer token for a scheduler over TCP [env: HOTCELL_TOKEN, the token itself, else HOTCELL_TOKEN_FILE]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Authority of the scheduler's certificate, in PEM [env: HOTCELL_CA] [default: those that this host believes]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+    /// Certificate to show to a scheduler that asks for one, in PEM [env: HOTCELL_CLIENT_CERT]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// Its key, in PEM [env: HOTCELL_CLIENT_KEY]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
     /// Print JSON instead of words
     #[arg(long, global = true)]
     pub json: bool,
@@ -106,6 +125,30 @@ pub struct GlobalFlags {
 }
 
 impl GlobalFlags {
+    /// What to show the scheduler at `address`.
+    ///
+    /// # Errors
+    /// For a token's file that cannot be read.
+    pub(crate) fn identity(&self, address: &Address) -> Result<Identity, Error> {
+        if address.is_local() {
+            return Ok(Identity::default());
+        }
+        let said = match &self.token_file {
+            // The environment's token may be of a file that is not there.
+            Some(file) => Identity {
+                token: Some(read_token(file)?),
+                ..Identity::paths_of_environment()
+            },
+            None => Identity::from_environment()?,
+        };
+        Ok(Identity {
+            ca: self.tls_ca.clone().or(said.ca),
+            cert: self.tls_cert.clone().or(said.cert),
+            key: self.tls_key.clone().or(said.key),
+            token: said.token,
+        })
+    }
+
     /// How to speak.
     pub fn manner(&self) -> Manner {
         Manner {
@@ -251,6 +294,14 @@ Examples:
   hotcell embed \"In the beginning\" \"And God said\"     a line of numbers for each
   hotcell embed --mean --json < lines.txt | jq '.embeddings[].values'")]
     Embed(EmbedFlags),
+    /// Make bearer tokens for schedulers that listen on TCP
+    #[command(after_help = "\
+Examples:
+  hotcell token new alice --role use --tenant acme --days 90
+  hotcell --address https://gpu-box:4100 --tls-ca ca.pem --token-file alice.token ps
+
+The scheduler keeps a salted hash only: the token is shown once.")]
+    Token(TokenFlags),
     /// Print a completion script for a shell
     #[command(after_help = "\
 Examples:
@@ -352,6 +403,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
         Command::Embed(flags) => embed::embed(ui, global, flags).await,
         Command::Detokenize(flags) => operate::detokenize(ui, global, flags).await,
+        Command::Token(flags) => token::token(ui, flags),
         Command::Completions(flags) => operate::completions(ui, flags),
     };
     match result {

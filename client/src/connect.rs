@@ -1,5 +1,9 @@
 //! Where a scheduler listens, and connections to it.
 
+mod identity;
+mod tls;
+mod wire;
+
 use std::{
     error::Error as StdError,
     ffi::OsString,
@@ -22,10 +26,15 @@ use hotcell_proto::{
 };
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
-use tonic::{
-    Code, Status,
-    transport::{Channel, Endpoint},
+use tonic::{Code, Status, transport::Endpoint};
+
+pub use identity::{
+    CA_VARIABLE, CERT_VARIABLE, Identity, KEY_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE,
+    read_token,
 };
+pub(crate) use wire::Wire;
+
+use tls::Tls;
 
 /// Environment variable that names the scheduler when no address is given.
 pub const ADDRESS_VARIABLE: &str = "HOTCELL_ADDRESS";
@@ -66,6 +75,8 @@ pub enum Address {
     Unix(PathBuf),
     /// `host:port`, spoken to in clear text.
     Tcp(String),
+    /// `host:port`, spoken to over TLS.
+    Tls(String),
 }
 
 impl Address {
@@ -119,7 +130,7 @@ impl FromStr for Address {
             Error::new(
                 Reason::InvalidArgument,
                 format!(
-                    "the address {text:?} {why}; write unix:/path, /path, host:port or http://host:port"
+                    "the address {text:?} {why}; write unix:/path, /path, host:port, http://host:port or https://host:port"
                 ),
             )
         };
@@ -135,10 +146,10 @@ impl FromStr for Address {
         if text.starts_with('/') {
             return Ok(Self::Unix(PathBuf::from(text)));
         }
-        if text.starts_with("https://") {
-            return Err(wrong("asks for TLS, which a scheduler does not speak yet"));
-        }
-        let authority = text.strip_prefix("http://").unwrap_or(text);
+        let (authority, kind): (&str, fn(String) -> Self) = match text.strip_prefix("https://") {
+            Some(authority) => (authority, Self::Tls),
+            None => (text.strip_prefix("http://").unwrap_or(text), Self::Tcp),
+        };
         let authority = authority.strip_suffix('/').unwrap_or(authority);
         let (host, port) = authority
             .rsplit_once(':')
@@ -154,7 +165,7 @@ impl FromStr for Address {
             return Err(wrong("has no host that can be used"));
         }
         match port.parse::<u16>() {
-            Ok(port) if port != 0 => Ok(Self::Tcp(authority.to_owned())),
+            Ok(port) if port != 0 => Ok(kind(authority.to_owned())),
             _ => Err(wrong("has no valid port")),
         }
     }
@@ -165,6 +176,7 @@ impl fmt::Display for Address {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
             Self::Tcp(authority) => f.write_str(authority),
+            Self::Tls(authority) => write!(f, "https://{authority}"),
         }
     }
 }
@@ -172,7 +184,7 @@ impl fmt::Display for Address {
 /// A connection to a scheduler. Cloning shares it.
 #[derive(Clone, Debug)]
 pub struct Client {
-    channel: Channel,
+    channel: Wire,
     /// What error messages call the other side.
     peer: String,
     /// Whether a connection that broke is made again.
@@ -180,21 +192,61 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the scheduler at `address`.
+    /// Connects to the scheduler at `address`, as [`Identity::from_environment`].
     ///
     /// # Errors
     /// One for which [`is_unreachable`] holds when nobody listens there.
     pub async fn connect(address: &Address) -> Result<Self, Error> {
-        Self::connect_with(address, WINDOWS).await
+        let identity = of_environment(address)?;
+        Self::connect_with(address, &identity, WINDOWS).await
+    }
+
+    /// Connects as somebody.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect); [`Reason::InvalidArgument`] or [`Reason::FileNotFound`] for what cannot be shown, or
+    /// not there.
+    pub async fn connect_as(address: &Address, identity: &Identity) -> Result<Self, Error> {
+        Self::connect_with(address, identity, WINDOWS).await
     }
 
     /// Connects with windows for bulk data.
-    pub(crate) async fn connect_for_tensors(address: &Address) -> Result<Self, Error> {
-        Self::connect_with(address, Windows::default()).await
+    pub(crate) async fn connect_for_tensors(
+        address: &Address,
+        identity: Option<&Identity>,
+    ) -> Result<Self, Error> {
+        let identity = match identity {
+            Some(identity) => identity.clone(),
+            None => of_environment(address)?,
+        };
+        Self::connect_with(address, &identity, Windows::default()).await
     }
 
-    async fn connect_with(address: &Address, windows: Windows) -> Result<Self, Error> {
+    async fn connect_with(
+        address: &Address,
+        identity: &Identity,
+        windows: Windows,
+    ) -> Result<Self, Error> {
         let peer = address.to_string();
+        let shown = match address {
+            // The kernel says who this is.
+            Address::Unix(_) => None,
+            Address::Tls(_) => identity.header()?,
+            Address::Tcp(authority) => {
+                let shown = identity.header()?;
+                if shown.is_some() && !stays_here(authority) {
+                    let what = format!(
+                        "the token would go to {authority} in clear text; write https://{authority}, or leave it out"
+                    );
+                    return Err(Error::new(Reason::InvalidArgument, what));
+                }
+                shown
+            }
+        };
+        let tls = match address {
+            Address::Tls(authority) => Some(Tls::new(authority, identity)?),
+            _ => None,
+        };
         let connecting = async {
             match address {
                 Address::Unix(path) => {
@@ -210,7 +262,7 @@ impl Client {
                     let endpoint = windows.endpoint(endpoint);
                     endpoint.connect_with_connector(connector).await
                 }
-                Address::Tcp(authority) => {
+                Address::Tcp(authority) | Address::Tls(authority) => {
                     let endpoint = Endpoint::from_shared(format!("http://{authority}"))?;
                     // A host that vanished without a word is noticed, so that a stream can come back by another way.
                     let endpoint = windows
@@ -218,7 +270,14 @@ impl Client {
                         .tcp_nodelay(true)
                         .http2_keep_alive_interval(KEEP_ALIVE)
                         .keep_alive_timeout(KEEP_ALIVE);
-                    endpoint.connect().await
+                    let Some(tls) = tls else {
+                        return endpoint.connect().await;
+                    };
+                    let connector = tower::service_fn(move |_: http::Uri| {
+                        let tls = tls.clone();
+                        async move { tls.open().await.map(TokioIo::new) }
+                    });
+                    endpoint.connect_with_connector(connector).await
                 }
             }
         };
@@ -228,7 +287,7 @@ impl Client {
             .map_err(|_| unreachable(&peer, &late()))?
             .map_err(|e| unreachable(&peer, &e))?;
         Ok(Self {
-            channel,
+            channel: Wire::new(channel, shown),
             peer,
             reconnects: true,
         })
@@ -253,35 +312,35 @@ impl Client {
             .await
             .map_err(|e| unreachable(&peer, &e))?;
         Ok(Self {
-            channel,
+            channel: Wire::new(channel, None),
             peer,
             reconnects: false,
         })
     }
 
     /// The raw token calls.
-    pub(crate) fn tokens_client(&self) -> TokensClient<Channel> {
+    pub(crate) fn tokens_client(&self) -> TokensClient<Wire> {
         TokensClient::new(self.channel.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
     }
 
     /// The raw tensor calls.
-    pub(crate) fn tensors_client(&self) -> TensorsClient<Channel> {
+    pub(crate) fn tensors_client(&self) -> TensorsClient<Wire> {
         TensorsClient::new(self.channel.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
     }
 
     /// The raw control calls.
-    pub(crate) fn control_client(&self) -> ControlClient<Channel> {
+    pub(crate) fn control_client(&self) -> ControlClient<Wire> {
         ControlClient::new(self.channel.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
     }
 
     /// The connection itself.
-    pub(crate) fn channel(&self) -> Channel {
+    pub(crate) fn channel(&self) -> Wire {
         self.channel.clone()
     }
 
@@ -294,6 +353,22 @@ impl Client {
     pub(crate) fn peer(&self) -> &str {
         &self.peer
     }
+}
+
+/// What the environment says, where it is used at all.
+fn of_environment(address: &Address) -> Result<Identity, Error> {
+    match address.is_local() {
+        true => Ok(Identity::default()),
+        false => Identity::from_environment(),
+    }
+}
+
+/// Whether what is sent to `host:port` does not leave this host.
+fn stays_here(authority: &str) -> bool {
+    let (host, _) = authority.rsplit_once(':').unwrap_or((authority, ""));
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let address = host.parse::<std::net::IpAddr>();
+    host.eq_ignore_ascii_case("localhost") || address.is_ok_and(|a| a.is_loopback())
 }
 
 /// Opens a socket; one that must be ours has to be served by this user or root.
@@ -368,11 +443,16 @@ pub(crate) fn read_status(peer: &str, status: &Status) -> Error {
 /// The sentence for a connection that could not be made, or broke.
 fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
     let mut kind = None;
+    let mut tls = None;
     let mut root = cause;
     let mut next = Some(cause);
     while let Some(error) = next {
         if let Some(error) = error.downcast_ref::<io::Error>() {
             kind = Some(error.kind());
+            let inner = error
+                .get_ref()
+                .and_then(|e| e.downcast_ref::<rustls::Error>());
+            tls = inner.map(ToString::to_string).or(tls);
         }
         root = error;
         next = error.source();
@@ -380,6 +460,9 @@ fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
     let socket = peer.strip_prefix("unix:").map(Path::new);
     let serve = serve_hint(peer);
     let message = match (kind, socket) {
+        _ if let Some(why) = tls => format!(
+            "TLS with {peer} failed ({why}); check --tls-ca, and --tls-cert and --tls-key if it asks for them"
+        ),
         (Some(io::ErrorKind::NotFound), Some(_)) => {
             format!("no scheduler listens on {peer}; start one with {serve}")
         }
@@ -397,6 +480,10 @@ fn unreachable(peer: &str, cause: &(dyn StdError + 'static)) -> Error {
         (Some(io::ErrorKind::TimedOut), _) => {
             format!("nobody answers at {peer}; check the address and that a scheduler runs there")
         }
+        (_, None) if !peer.starts_with("https://") && peer.contains(':') => format!(
+            "the connection to the scheduler at {peer} failed ({root}); \
+             check that it still runs, and write https://{peer} if it speaks TLS"
+        ),
         _ => format!(
             "the connection to the scheduler at {peer} failed ({root}); check that it still runs"
         ),
@@ -413,7 +500,7 @@ fn serve_hint(peer: &str) -> String {
             format!("`hotcell serve --socket {path}`")
         };
     }
-    let listen = Address::listen_flag(peer);
+    let listen = Address::listen_flag(peer.strip_prefix("https://").unwrap_or(peer));
     if listen.parse::<SocketAddr>().is_ok() {
         return format!("`hotcell serve --listen {listen}`");
     }
@@ -440,6 +527,21 @@ mod tests {
         assert_eq!(read(None, ""), Address::default_socket());
         let nothing = Address::from_variables(None, None).unwrap();
         assert_eq!(nothing, Address::default_socket());
+    }
+
+    #[test]
+    fn a_token_goes_to_no_other_host_in_clear_text() {
+        for here in ["localhost:1", "127.0.0.1:1", "[::1]:1"] {
+            assert!(stays_here(here), "{here}");
+        }
+        for elsewhere in [
+            "gpu-box:1",
+            "10.0.0.1:1",
+            "[fe80::1]:1",
+            "localhost.example:1",
+        ] {
+            assert!(!stays_here(elsewhere), "{elsewhere}");
+        }
     }
 
     #[test]
@@ -476,6 +578,10 @@ mod tests {
             ("localhost:7070", tcp("localhost:7070")),
             ("http://10.0.0.1:80/", tcp("10.0.0.1:80")),
             ("[::1]:7070", tcp("[::1]:7070")),
+            (
+                "https://gpu-box:443/",
+                Address::Tls("gpu-box:443".to_owned()),
+            ),
         ] {
             assert_eq!(text.parse::<Address>().unwrap(), address, "{text}");
             assert_eq!(address.to_string().parse::<Address>().unwrap(), address);
@@ -495,7 +601,7 @@ mod tests {
             ":7070",
             "::1:7070",
             "a b:1",
-            "https://localhost:1",
+            "https://localhost",
             "http://user@host:1",
             "http://host:1/path",
         ] {

@@ -30,7 +30,7 @@ pub mod local;
 pub mod tensor;
 pub mod tokens;
 
-pub use connect::{Address, Client};
+pub use connect::{Address, Client, Identity};
 pub use hotcell_proto::{
     error::{Error, Reason},
     v1,

@@ -56,7 +56,7 @@ reasons! {
     TensorLost "TENSOR_LOST" DataLoss;
     /// No session of this name: it ended, or was never opened.
     SessionNotFound "SESSION_NOT_FOUND" NotFound;
-    /// More bytes, tensors, plans or queued calls than the session may hold.
+    /// More bytes, tensors, plans or queued calls than the session may hold, or more at once than the tenant may have.
     QuotaExceeded "QUOTA_EXCEEDED" ResourceExhausted;
     /// The bytes that arrived are not the bytes that were promised.
     ChecksumMismatch "CHECKSUM_MISMATCH" DataLoss;
@@ -109,6 +109,10 @@ reasons! {
     DeadlineExceeded "DEADLINE_EXCEEDED" DeadlineExceeded;
     /// The caller went away.
     Cancelled "CANCELLED" Cancelled;
+    /// The caller did not show who it is: no token, or one that is wrong, has expired or was taken back.
+    Unauthenticated "UNAUTHENTICATED" Unauthenticated;
+    /// The caller is known and may not do this.
+    PermissionDenied "PERMISSION_DENIED" PermissionDenied;
     /// The model computed no finite probability: its weights or the device are broken.
     NumericsFailed "NUMERICS_FAILED" DataLoss;
     /// A fault of Hotcell itself.
@@ -191,6 +195,8 @@ impl Error {
             Code::DeadlineExceeded => Reason::DeadlineExceeded,
             Code::Cancelled => Reason::Cancelled,
             Code::ResourceExhausted => Reason::Overloaded,
+            Code::Unauthenticated => Reason::Unauthenticated,
+            Code::PermissionDenied => Reason::PermissionDenied,
             _ => Reason::Internal,
         });
         let mut metadata: Vec<_> = info

@@ -10,6 +10,7 @@ pub mod ids;
 pub mod limits;
 pub mod receipt;
 pub mod session;
+pub mod token;
 
 /// The gRPC package `hotcell.v1`, generated from `proto/hotcell/v1/*.proto`.
 #[allow(missing_docs, clippy::all, clippy::unwrap_used)]

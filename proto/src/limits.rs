@@ -27,6 +27,14 @@ pub const MAX_MODEL_NAME: usize = 128;
 pub const MAX_REQUEST_ID: usize = 64;
 /// Characters of a tenant's name.
 pub const MAX_TENANT: usize = 64;
+/// Bytes of a bearer token.
+pub const MAX_BEARER: usize = 192;
+/// Characters of a bearer token's name.
+pub const MAX_TOKEN_NAME: usize = 64;
+/// Bytes of a file of tokens, certificates or a key.
+pub const MAX_ACCESS_FILE: u64 = 4 << 20;
+/// Tokens, and tenants with limits of their own, of one scheduler.
+pub const MAX_TOKENS: usize = 4096;
 /// Priorities of requests are 0 to this.
 pub const MAX_PRIORITY: u32 = 7;
 /// Prompts of one call for embeddings.
@@ -154,6 +162,8 @@ pub const MAX_TAKEOVER_STATE: usize = 1 << 30;
 /// Connections of one worker for its control at once: the scheduler's, and those of who takes its place.
 pub const MAX_CONTROLS: usize = 4;
 
+// A name, a point, and 64 digits.
+const _: () = assert!(MAX_TOKEN_NAME + 65 <= MAX_BEARER);
 // What all streams may hold together, running and finished ones.
 const _: () = assert!(MAX_JOURNALS_BYTES + MAX_STREAMS * JOURNAL_SHARE <= 1 << 30);
 // What is held takes less on its way than in memory.

@@ -118,8 +118,8 @@ fn check_worker(worker: &str) -> Result<(), Error> {
     }
 }
 
-fn random_bytes() -> Result<[u8; 16], Error> {
-    let mut bytes = [0u8; 16];
+pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N], Error> {
+    let mut bytes = [0u8; N];
     match getrandom::fill(&mut bytes) {
         Ok(()) => Ok(bytes),
         Err(error) => {

@@ -8,6 +8,8 @@ use hotcell_proto::{
     v1::{EmbedRequest, GenerateRequest, Prompt, grammar::Kind as Follow, prompt::Kind},
 };
 
+use crate::access::{Held, Want};
+
 fn at_most(what: &str, count: usize, limit: usize) -> Result<(), Error> {
     if count <= limit {
         return Ok(());
@@ -164,7 +166,10 @@ impl Admission {
             ));
         }
         inside.count += 1;
-        Ok(Permit(self.clone()))
+        Ok(Permit {
+            door: self.clone(),
+            _tenants: None,
+        })
     }
 
     /// Lets nobody in from now on.
@@ -200,16 +205,73 @@ pub fn draining() -> Error {
     )
 }
 
-/// A place inside, freed on drop.
+/// A place inside, freed on drop, and what its tenant has by it.
 #[derive(Debug)]
-pub struct Permit(Admission);
+pub struct Permit {
+    door: Admission,
+    _tenants: Option<Held>,
+}
+
+impl Permit {
+    /// With what it takes of what its tenant may have.
+    #[must_use]
+    pub fn with(self, held: Held) -> Self {
+        // Not by an update of the struct, which would give up the place.
+        let mut permit = self;
+        permit._tenants = Some(held);
+        permit
+    }
+}
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let mut inside = self.0.inside();
+        let mut inside = self.door.inside();
         inside.count = inside.count.saturating_sub(1);
         drop(inside);
-        self.0.changed.send_replace(());
+        self.door.changed.send_replace(());
+    }
+}
+
+/// Bytes of text that are counted as one token before a worker has seen them.
+const BYTES_PER_TOKEN: u64 = 4;
+
+/// Tokens that a prompt is counted for: its ids, or by the length of its text.
+fn prompt_tokens(prompt: Option<&Prompt>) -> u64 {
+    let of_text = |bytes: usize| (bytes as u64).div_ceil(BYTES_PER_TOKEN);
+    match prompt.and_then(|p| p.kind.as_ref()) {
+        None => 0,
+        Some(Kind::Text(text)) => of_text(text.len()),
+        Some(Kind::Ids(ids)) => ids.ids.len() as u64,
+        Some(Kind::Chat(chat)) => {
+            let messages = chat.messages.iter();
+            of_text(messages.map(|m| m.role.len() + m.content.len()).sum())
+        }
+    }
+}
+
+/// What a request takes of what its tenant may have at once: a place, its prompt's tokens and those that it may
+/// generate. `context` is its model's.
+pub fn wanted(request: &GenerateRequest, context: Option<u32>) -> Want {
+    let prompt = prompt_tokens(request.prompt.as_ref());
+    let context = context.map_or(u64::MAX, u64::from);
+    let more = match request.max_tokens {
+        0 => context.saturating_sub(prompt),
+        most => u64::from(most),
+    };
+    Want {
+        requests: 1,
+        tokens: prompt.saturating_add(more).min(context.max(prompt)),
+        ..Want::default()
+    }
+}
+
+/// The same of prompts that nothing is generated for.
+pub fn wanted_for<'a>(prompts: impl IntoIterator<Item = Option<&'a Prompt>>) -> Want {
+    let prompts = prompts.into_iter().map(prompt_tokens);
+    Want {
+        requests: 1,
+        tokens: prompts.fold(0, u64::saturating_add),
+        ..Want::default()
     }
 }
 
@@ -301,6 +363,24 @@ mod tests {
         ] {
             assert_eq!(check_embed(&of(prompts)).unwrap_err().reason(), reason);
         }
+    }
+
+    #[test]
+    fn a_request_counts_for_its_prompt_and_what_it_may_generate() {
+        let ids = |n: usize| Kind::Ids(TokenIds { ids: vec![1; n] });
+        let of = |kind, max_tokens, context| {
+            let request = GenerateRequest {
+                max_tokens,
+                ..request(kind)
+            };
+            wanted(&request, context).tokens
+        };
+        assert_eq!(of(ids(10), 5, Some(100)), 15);
+        assert_eq!(of(ids(10), 0, Some(100)), 100);
+        assert_eq!(of(ids(10), u32::MAX, Some(100)), 100);
+        assert_eq!(of(ids(200), 5, Some(100)), 200);
+        assert_eq!(of(Kind::Text("x".repeat(9)), 5, Some(100)), 8);
+        assert_eq!(of(ids(1), 0, None), u64::MAX);
     }
 
     #[test]

@@ -16,9 +16,10 @@ use std::{
 use clap::Parser;
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
-pub use values::{BundledFiles, DeviceChoice, Every, KvCache, NamedPaths, Span};
+pub use values::{AllowedUsers, BundledFiles, DeviceChoice, Every, KvCache, NamedPaths, Span};
 
 use crate::{
+    access::{self, AccessConfig, TlsFiles},
     exit::{Exit, Failure},
     hang::Patience,
     known::{self, Pace},
@@ -52,9 +53,24 @@ settings! {
     /// Unix socket to listen on [default: $XDG_RUNTIME_DIR/hotcell/hotcell.sock, else /tmp/hotcell-UID/hotcell.sock]
     #[arg(value_name = "PATH")]
     socket: PathBuf = "HOTCELL_SOCKET";
-    /// TCP address to listen on as well, for example 127.0.0.1:4100; there is no authentication
+    /// TCP address to listen on as well, for example 127.0.0.1:4100; beyond this host only with TLS, and tokens or clients' certificates
     #[arg(value_name = "ADDRESS")]
     listen: SocketAddr = "HOTCELL_LISTEN";
+    /// File of the bearer tokens that clients over TCP have to show, and of tenants' limits; see `hotcell token new` [default: none are asked for]
+    #[arg(value_name = "PATH")]
+    tokens: PathBuf = "HOTCELL_TOKENS";
+    /// Certificate for TLS on the TCP address, in PEM, with those between it and its authority; read again when it changes
+    #[arg(value_name = "PATH")]
+    tls_cert: PathBuf = "HOTCELL_TLS_CERT";
+    /// Its key, in PEM
+    #[arg(value_name = "PATH")]
+    tls_key: PathBuf = "HOTCELL_TLS_KEY";
+    /// Authority whose certificates clients over TCP have to show, in PEM [default: none are asked for]
+    #[arg(value_name = "PATH")]
+    tls_client_ca: PathBuf = "HOTCELL_TLS_CLIENT_CA";
+    /// Users who may use the Unix socket besides this one and root, UID[:ROLE+ROLE…][,…], with the role use unless another is given; its directory may then be one that others can enter
+    #[arg(value_name = "UID")]
+    allow_uid: AllowedUsers = "HOTCELL_ALLOW_UID";
     /// Devices to use: auto (what the probe finds) or cpu:N (N CPU devices that share the cores) [default: auto]
     #[arg(value_name = "CHOICE")]
     devices: DeviceChoice = "HOTCELL_DEVICES";
@@ -156,7 +172,7 @@ settings! {
 /// same names with underscores, for example `restart_budget = 20` and `models = { llama = "/models/llama" }`;
 /// an unknown key is an error.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "hotcell-scheduler", version, after_help = crate::exit::help())]
+#[command(name = "hotcell-scheduler", version, after_help = after_help())]
 pub struct Cli {
     /// TOML file to read [default: $XDG_CONFIG_HOME/hotcell/scheduler.toml if there is one]
     #[arg(long, value_name = "PATH", env = "HOTCELL_CONFIG")]
@@ -179,6 +195,10 @@ pub struct Cli {
     /// The settings.
     #[command(flatten)]
     pub settings: Settings,
+}
+
+fn after_help() -> String {
+    format!("{}\n{}", access::help(), crate::exit::help())
 }
 
 /// How long things may take.
@@ -229,6 +249,8 @@ pub struct Config {
     pub socket: Option<PathBuf>,
     /// TCP address to listen on.
     pub listen: Option<SocketAddr>,
+    /// Who may come in.
+    pub access: AccessConfig,
     /// The one inherited connection to serve instead.
     pub private_fd: Option<RawFd>,
     /// Which devices.
@@ -338,6 +360,44 @@ fn read_file(cli: &Cli, around: &Surroundings) -> Result<Settings, Failure> {
     }
 }
 
+/// The files of TLS: certificate and key, or neither.
+fn tls_files(
+    cert: Option<PathBuf>,
+    key: Option<PathBuf>,
+    client_ca: Option<PathBuf>,
+) -> Result<Option<TlsFiles>, Failure> {
+    match (cert, key) {
+        (Some(cert), Some(key)) => Ok(Some(TlsFiles {
+            cert,
+            key,
+            client_ca,
+        })),
+        (None, None) if client_ca.is_none() => Ok(None),
+        _ => Err(usage(
+            "TLS needs a certificate and its key: give both --tls-cert FILE and --tls-key FILE",
+        )),
+    }
+}
+
+/// Beyond this host nobody is let in who did not show who they are, and nothing goes in clear text.
+fn check_reach(listen: Option<SocketAddr>, access: &AccessConfig) -> Result<(), Failure> {
+    let Some(address) = listen.filter(|address| !address.ip().is_loopback()) else {
+        return Ok(());
+    };
+    let Some(tls) = &access.tls else {
+        return Err(usage(format!(
+            "--listen {address} would let other hosts in without TLS; give --tls-cert FILE --tls-key FILE, or listen on 127.0.0.1:{}",
+            address.port()
+        )));
+    };
+    if access.tokens.is_none() && tls.client_ca.is_none() {
+        return Err(usage(format!(
+            "--listen {address} would let everybody in; give --tokens FILE (see `hotcell token new`) or --tls-client-ca FILE"
+        )));
+    }
+    Ok(())
+}
+
 impl Config {
     /// Reads the file that `cli` names, or the default one, and resolves all settings.
     ///
@@ -396,13 +456,24 @@ impl Config {
                 ));
             }
         };
+        let listen = s.listen.filter(|_| !private);
+        let access = match private {
+            true => AccessConfig::default(),
+            false => AccessConfig {
+                tls: tls_files(s.tls_cert, s.tls_key, s.tls_client_ca)?,
+                tokens: s.tokens,
+                users: s.allow_uid.unwrap_or_default().0,
+            },
+        };
+        check_reach(listen, &access)?;
         let log = s.log.unwrap_or_else(|| "info".to_owned());
         Ok(Config {
             socket: (!private).then(|| {
                 s.socket
                     .unwrap_or_else(|| default_socket(around.runtime_dir.as_deref(), around.uid))
             }),
-            listen: s.listen.filter(|_| !private),
+            listen,
+            access,
             private_fd: cli.private_fd,
             devices: s.devices.unwrap_or_default(),
             models,
@@ -520,6 +591,53 @@ mod tests {
             let failure = resolve(&[], file).unwrap_err();
             assert_eq!(failure.exit, Exit::Usage);
             assert!(failure.message.contains(word), "{}", failure.message);
+        }
+    }
+
+    #[test]
+    fn other_hosts_come_in_by_tls_and_only_if_they_show_who_they_are() {
+        let tls = ["--tls-cert", "c", "--tls-key", "k"];
+        let with = |address: &'static str, more: &[&'static str]| {
+            resolve(&[&["--listen", address], more].concat(), "")
+        };
+        for address in ["0.0.0.0:1", "[::]:1", "10.0.0.1:1"] {
+            for (more, word) in [
+                (&[][..], "--tls-cert"),
+                (&["--tokens", "t"], "--tls-cert"),
+                (&tls, "--tokens"),
+                (&["--tls-cert", "c"], "--tls-key"),
+            ] {
+                let failure = with(address, more).unwrap_err();
+                assert_eq!(failure.exit, Exit::Usage);
+                assert!(failure.message.contains(word), "{}", failure.message);
+            }
+            for more in [["--tokens", "t"], ["--tls-client-ca", "a"]] {
+                with(address, &[&tls[..], &more].concat()).unwrap();
+            }
+        }
+        for address in ["127.0.0.1:1", "[::1]:1"] {
+            with(address, &[]).unwrap();
+            with(address, &tls).unwrap();
+        }
+        let alone = with("127.0.0.1:1", &["--tls-client-ca", "a"]).unwrap_err();
+        assert!(alone.message.contains("--tls-cert"), "{}", alone.message);
+    }
+
+    #[test]
+    fn other_users_have_the_roles_they_are_given() {
+        let config = resolve(&["--allow-uid", "1000,1001:use+load"], "").unwrap();
+        let roles: Vec<_> = config
+            .access
+            .users
+            .iter()
+            .map(|(u, r)| (*u, r.to_string()))
+            .collect();
+        assert_eq!(
+            roles,
+            [(1000, "use".to_owned()), (1001, "use+load".to_owned())]
+        );
+        for wrong in ["me", "1:root", "1:"] {
+            assert!(resolve(&["--allow-uid", wrong], "").is_err(), "{wrong}");
         }
     }
 

@@ -3,6 +3,7 @@
 //! Never here: a native backend, or a parser of model bytes, tokenizers, chat templates or graphs. Files are
 //! handed over by descriptor, and all a worker says is treated as input from a stranger.
 
+pub mod access;
 pub mod admission;
 pub mod config;
 pub mod crash;

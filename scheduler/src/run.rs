@@ -12,6 +12,7 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use tonic_health::server::HealthReporter;
 
 use crate::{
+    access::Access,
     config::Config,
     crash::Crashes,
     discover,
@@ -67,6 +68,7 @@ pub async fn run(
     let mut signals = Signals::listen()?;
     // Those that came since the program began are heard now.
     hotcell_ipc::signals::hear();
+    let access = Arc::new(Access::load(&config.access)?);
     let mut doors = Doors::open_or_keep(&config, inherited.private, &mut left)?;
     if !config.worker.binary.is_file() {
         return Err(Failure::new(
@@ -159,9 +161,11 @@ pub async fn run(
         fleet.check_every(pace);
     }
 
+    let _following = access.follow(&config.access);
     let shared = Shared {
         takeover,
         confinement: confinement.into(),
+        access,
         ..Shared::new(Arc::clone(&fleet))
     };
     let asker = left.map(|left| left.resume(&shared, kept));

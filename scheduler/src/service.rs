@@ -4,6 +4,7 @@ mod accept;
 mod control;
 mod doors;
 mod handout;
+mod opening;
 mod tensors;
 mod tokens;
 
@@ -23,7 +24,12 @@ pub use doors::{Doors, Ended, serve};
 pub use tensors::Passed;
 
 use crate::{
-    admission::Admission, fleet::Fleet, stream::Room, streams::Streams, takeover::Takeover,
+    access::{Access, Caller},
+    admission::Admission,
+    fleet::Fleet,
+    stream::Room,
+    streams::Streams,
+    takeover::Takeover,
     tensors::Sessions,
 };
 
@@ -60,6 +66,8 @@ pub struct Shared {
     pub takeover: Takeover,
     /// What a process could be confined by on this host when its devices were looked for.
     pub confinement: Arc<[ConfinementLayer]>,
+    /// Who may come in, and what tenants have.
+    pub access: Arc<Access>,
 }
 
 impl Shared {
@@ -74,6 +82,7 @@ impl Shared {
             tensors: Sessions::default(),
             takeover: Takeover::default(),
             confinement: Arc::default(),
+            access: Arc::default(),
         }
     }
 }
@@ -151,7 +160,7 @@ fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
 
 /// Whether a request came over TCP, perhaps from another host.
 fn is_remote<T>(request: &Request<T>) -> bool {
-    request.remote_addr().is_some()
+    Caller::of(request.extensions()).remote || request.remote_addr().is_some()
 }
 
 /// Runs a call within its deadline.

@@ -19,13 +19,18 @@ use hotcell_proto::{
 };
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
-use crate::stream::{Mark, Restored, Room, Stream};
+use crate::{
+    access::Caller,
+    stream::{Mark, Restored, Room, Stream},
+};
 
 #[derive(Debug)]
 struct Entry {
     stream: Arc<Stream>,
     /// Of the request, if its client chose the id.
     fingerprint: Option<Hash>,
+    /// Of the request.
+    tenant: String,
     /// Its number among the finished ones that are kept.
     kept: Option<u64>,
 }
@@ -103,13 +108,13 @@ impl Streams {
     }
 
     /// The stream of a request: a known one, or a new one if `admit` lets it in. `fingerprint` is that of the
-    /// request, if its client chose the id.
+    /// request, if its client chose the id. It is for `tenant`, whose alone the stream is.
     ///
     /// # Errors
     /// [`Reason::RequestExists`] if the id is that of another request; [`Reason::Overloaded`]; what `admit` says.
     pub fn open<P>(
         &self,
-        id: &RequestId,
+        (id, tenant): (&RequestId, &str),
         fingerprint: Option<Hash>,
         begin: Mark,
         admit: impl FnOnce() -> Result<P, Error>,
@@ -117,7 +122,7 @@ impl Streams {
         let mut table = self.table();
         if let Some(entry) = table.entries.get(id) {
             return match entry.fingerprint {
-                Some(known) if fingerprint == Some(known) => {
+                Some(known) if fingerprint == Some(known) && entry.tenant == tenant => {
                     Ok(Opened::Known(Arc::clone(&entry.stream)))
                 }
                 _ => Err(Error::new(
@@ -138,6 +143,7 @@ impl Streams {
         let entry = Entry {
             stream: Arc::clone(&stream),
             fingerprint,
+            tenant: tenant.to_owned(),
             kept: None,
         };
         table.entries.insert(id.clone(), entry);
@@ -167,6 +173,7 @@ impl Streams {
     /// # Errors
     /// If it contradicts itself, its id is taken, or there are too many.
     pub fn restore(&self, held: HeldStream) -> Result<(RequestId, Restored), Error> {
+        let tenant = held.request.as_ref().map(|r| r.tenant.clone());
         let restored = Stream::restore(Arc::clone(&self.0.room), held)?;
         let id = RequestId::new(restored.id.as_str())?;
         let mut table = self.table();
@@ -177,19 +184,21 @@ impl Streams {
         let entry = Entry {
             stream: Arc::clone(&restored.stream),
             fingerprint: restored.fingerprint,
+            tenant: tenant.unwrap_or_default(),
             kept: None,
         };
         table.entries.insert(id.clone(), entry);
         Ok((id, restored))
     }
 
-    /// The stream of a request's id.
+    /// The stream of a request's id, if it is the caller's to see.
     ///
     /// # Errors
     /// [`Reason::RequestNotFound`].
-    pub fn find(&self, id: &RequestId) -> Result<Arc<Stream>, Error> {
+    pub fn find(&self, id: &RequestId, caller: &Caller) -> Result<Arc<Stream>, Error> {
         let table = self.table();
-        let entry = table.entries.get(id).ok_or_else(|| {
+        let entry = table.entries.get(id).filter(|e| caller.owns(&e.tenant));
+        let entry = entry.ok_or_else(|| {
             Error::new(
                 Reason::RequestNotFound,
                 format!(
@@ -262,13 +271,14 @@ impl Streams {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::access::Role;
 
     fn id(text: &str) -> RequestId {
         RequestId::new(text).unwrap()
     }
 
     fn open(streams: &Streams, name: &str, fingerprint: Option<Hash>) -> Result<bool, Reason> {
-        let opened = streams.open(&id(name), fingerprint, Mark::default(), || Ok(()));
+        let opened = streams.open((&id(name), "acme"), fingerprint, Mark::default(), || Ok(()));
         let opened = opened.map_err(|e| e.reason())?;
         Ok(matches!(opened, Opened::New(..)))
     }
@@ -289,8 +299,25 @@ mod tests {
             Err(Reason::RequestExists)
         );
         assert_eq!(open(&streams, "b", None), Err(Reason::RequestExists));
-        let unknown = streams.find(&id("c")).unwrap_err();
+        let unknown = streams.find(&id("c"), &Caller::own()).unwrap_err();
         assert_eq!(unknown.reason(), Reason::RequestNotFound);
+    }
+
+    #[test]
+    fn a_stream_is_its_tenants() {
+        let streams = Streams::new(Room::default(), Duration::ZERO);
+        open(&streams, "a", Some([1; 32])).unwrap();
+        let of = |tenant: &str| {
+            let roles = [Role::Use].into_iter().collect();
+            Caller::of_tenant("a test", roles, true, tenant.into())
+        };
+        assert!(streams.find(&id("a"), &of("acme")).is_ok());
+        let other = streams.find(&id("a"), &of("other")).unwrap_err();
+        assert_eq!(other.reason(), Reason::RequestNotFound);
+        let id = id("a");
+        let begin = Mark::default();
+        let again = streams.open((&id, "other"), Some([1; 32]), begin, || Ok(()));
+        assert_eq!(again.unwrap_err().reason(), Reason::RequestExists);
     }
 
     #[test]
@@ -307,7 +334,7 @@ mod tests {
         let patience = Duration::from_secs(60);
         let streams = Streams::new(Room::default(), patience);
         open(&streams, "a", Some([1; 32])).unwrap();
-        let stream = streams.find(&id("a")).unwrap();
+        let stream = streams.find(&id("a"), &Caller::own()).unwrap();
         let began = tokio::time::Instant::now();
         let reader = stream.attach(None, streams.reader()).unwrap();
         let keeping = tokio::spawn({

@@ -19,7 +19,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
-use crate::fleet::{Fleet, Link};
+use crate::{
+    access::{Caller, Held},
+    fleet::{Fleet, Link},
+};
 
 /// Sessions of one scheduler.
 const MAX_SESSIONS: usize = limits::MAX_SESSIONS * limits::MAX_DEVICES;
@@ -41,6 +44,8 @@ struct Inner {
 pub struct Session {
     /// Its worker.
     pub link: Arc<Link>,
+    /// Whose it is.
+    tenant: String,
     channel: Channel,
     /// Cancelled when its lease ends: so do its calls.
     pub over: CancellationToken,
@@ -74,6 +79,7 @@ pub struct Lease {
     sessions: Sessions,
     id: SessionId,
     _place: OwnedSemaphorePermit,
+    _held: Held,
 }
 
 impl Lease {
@@ -115,11 +121,16 @@ impl Sessions {
         self.0.by_id.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a session on a worker.
+    /// Opens a session on a worker for a tenant, which has it by what it `held`.
     ///
     /// # Errors
     /// [`Reason::Overloaded`] when there are too many, [`Reason::WorkerLost`] when the worker takes no connection.
-    pub async fn open(&self, link: Arc<Link>) -> Result<(Lease, Arc<Session>), Error> {
+    pub async fn open(
+        &self,
+        link: Arc<Link>,
+        tenant: &str,
+        held: Held,
+    ) -> Result<(Lease, Arc<Session>), Error> {
         let full = |_| {
             let what = format!("{MAX_SESSIONS} tensor sessions are open; close one");
             Error::new(Reason::Overloaded, what)
@@ -136,6 +147,7 @@ impl Sessions {
         let channel = wire.channel(Windows::default()).await.map_err(lost)?;
         let session = Arc::new(Session {
             link,
+            tenant: tenant.to_owned(),
             channel,
             over: CancellationToken::new(),
             connections: AtomicUsize::new(MAX_CONNECTIONS),
@@ -145,19 +157,27 @@ impl Sessions {
             sessions: self.clone(),
             id,
             _place: place,
+            _held: held,
         };
         Ok((lease, session))
     }
 
-    /// The session of this name.
+    /// The session of this name, if it is the caller's.
     ///
     /// # Errors
     /// [`Reason::HandleStale`] when its worker's process is another one now, [`Reason::WorkerLost`] when there is none, else
     /// [`Reason::SessionNotFound`].
-    pub fn find(&self, id: &SessionId, fleet: &Fleet) -> Result<Arc<Session>, Error> {
-        if let Some(session) = self.table().get(id) {
+    pub fn find(
+        &self,
+        id: &SessionId,
+        fleet: &Fleet,
+        caller: &Caller,
+    ) -> Result<Arc<Session>, Error> {
+        let table = self.table();
+        if let Some(session) = table.get(id).filter(|s| caller.owns(&s.tenant)) {
             return Ok(Arc::clone(session));
         }
+        drop(table);
         Err(match fleet.for_tensors(Some(id.worker()), None) {
             Ok(link) if link.epoch != id.epoch().0 => Error::new(
                 Reason::HandleStale,

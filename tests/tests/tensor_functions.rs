@@ -341,9 +341,9 @@ async fn nothing_is_left_of_a_read_a_trace_or_a_dropped_function() {
             assert!(n % 2 == 0, "an odd one");
             vec![&a[0] * f64::from(n) + 1.0]
         });
-        let result = function.call_eval(&[half.clone()]).await;
+        let result = function.call_eval(std::slice::from_ref(&half)).await;
         assert_eq!(result.is_ok(), n % 2 == 0);
-        let lazy = function.call(&[half.clone()]);
+        let lazy = function.call(std::slice::from_ref(&half));
         assert_eq!(lazy.is_ok(), n % 2 == 0);
     }
     let left = session.memory().await.unwrap();

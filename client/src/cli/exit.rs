@@ -45,6 +45,8 @@ exits! {
     Deadline = 8 "the deadline passed";
     /// `verify`: not equal.
     Differs = 9 "verify: the answer differs, or cannot be compared here";
+    /// Not for this caller.
+    Refused = 10 "refused: no token, a wrong one, or one without the role that it takes";
     /// Ctrl-C.
     Interrupted = 130 "interrupted by Ctrl-C";
     /// Whoever read the output has gone, as in `hotcell … | head`.
@@ -92,6 +94,8 @@ pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::SessionNotFound, Exit::NotFound),
     (Reason::QuotaExceeded, Exit::Unavailable),
     (Reason::ChecksumMismatch, Exit::Failed),
+    (Reason::Unauthenticated, Exit::Refused),
+    (Reason::PermissionDenied, Exit::Refused),
     (Reason::Internal, Exit::Failed),
 ];
 

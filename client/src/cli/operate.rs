@@ -127,7 +127,7 @@ fn doors(address: Option<&Address>, flags: &[OsString]) -> Vec<OsString> {
         Some(Address::Unix(path)) if !says(flags, "--socket") => {
             vec!["--socket".into(), path.into()]
         }
-        Some(Address::Tcp(authority)) if !says(flags, "--listen") => {
+        Some(Address::Tcp(authority) | Address::Tls(authority)) if !says(flags, "--listen") => {
             vec!["--listen".into(), Address::listen_flag(authority).into()]
         }
         _ => Vec::new(),

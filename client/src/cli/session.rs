@@ -49,7 +49,7 @@ impl Session {
     pub(crate) async fn running(flags: &GlobalFlags) -> Result<Self, Failure> {
         let (address, _) = address(flags)?;
         Ok(Self {
-            client: Client::connect(&address).await?,
+            client: Client::connect_as(&address, &flags.identity(&address)?).await?,
             local: address.is_local(),
             private: None,
         })

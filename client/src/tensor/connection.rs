@@ -19,7 +19,6 @@ use tokio::sync::Notify;
 use tonic::{
     Request, Response, Status, Streaming,
     metadata::{AsciiMetadataValue, MetadataMap},
-    transport::Channel,
 };
 
 use super::{
@@ -29,7 +28,7 @@ use super::{
     recipe::Recipe,
     session::{Session, SessionOptions},
 };
-use crate::connect::{Address, Client, is_unreachable, read_status};
+use crate::connect::{Address, Client, Wire, is_unreachable, read_status};
 
 /// Plans that a session keeps for expressions it has seen.
 const KEPT_PLANS: usize = 64;
@@ -38,8 +37,8 @@ const KEPT_PLANS: usize = 64;
 pub(super) struct Connection {
     /// How many the session had before this one.
     pub generation: u64,
-    client: TensorsClient<Channel>,
-    channel: Channel,
+    client: TensorsClient<Wire>,
+    channel: Wire,
     peer: String,
     /// The scheduler's socket, where descriptors can be had.
     pub socket: Option<PathBuf>,
@@ -163,7 +162,7 @@ impl Way {
             Self::Over(client) => return Opening::begin(client, options).await,
             Self::Address(address) => address,
         };
-        let client = Client::connect_for_tensors(address).await?;
+        let client = Client::connect_for_tensors(address, options.identity.as_ref()).await?;
         let mut opening = Opening::begin(&client, options).await?;
         if let (Address::Unix(path), false) = (address, options.relayed) {
             // Without it, the calls go through the scheduler.
@@ -177,8 +176,8 @@ impl Way {
 
 /// A session that is being opened.
 pub(super) struct Opening {
-    rpc: TensorsClient<Channel>,
-    channel: Channel,
+    rpc: TensorsClient<Wire>,
+    channel: Wire,
     peer: String,
     socket: Option<PathBuf>,
     direct: bool,
@@ -286,12 +285,12 @@ impl Connection {
     }
 
     /// The calls of the worker.
-    pub fn rpc(&self) -> TensorsClient<Channel> {
+    pub fn rpc(&self) -> TensorsClient<Wire> {
         self.client.clone()
     }
 
     /// The connection to the worker.
-    pub fn channel(&self) -> Channel {
+    pub fn channel(&self) -> Wire {
         self.channel.clone()
     }
 
@@ -448,7 +447,7 @@ impl Freed {
 /// A connection's background work: it must not keep the session alive.
 struct Attendant {
     freed: Arc<Freed>,
-    client: TensorsClient<Channel>,
+    client: TensorsClient<Wire>,
     name: AsciiMetadataValue,
     connection: Weak<Connection>,
 }

@@ -6,13 +6,15 @@
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use prost::Message;
-use tonic::{Code, Status, body::Body, transport::Channel};
+use tonic::{Code, Status, body::Body};
 use tower::{Service, ServiceExt};
 
 use hotcell_proto::{
     error::{Error, Reason},
     limits, v1,
 };
+
+use crate::connect::Wire;
 
 const PATH: &str = "/hotcell.v1.Tensors/Download";
 /// Number of the field `data` of `hotcell.v1.DownloadChunk`.
@@ -42,7 +44,7 @@ fn violation(what: impl Into<String>) -> Error {
 
 /// Downloads; `take` gets the bytes, piece by piece and in order.
 pub(super) async fn download(
-    mut channel: Channel,
+    mut channel: Wire,
     request: tonic::Request<v1::DownloadRequest>,
     mut take: impl FnMut(&[u8]) -> Result<(), Error>,
 ) -> Result<(), Broken> {

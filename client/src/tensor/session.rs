@@ -14,7 +14,7 @@ use super::{
     recipe::Recipe,
     recover::{Recovering, Recovery, again},
 };
-use crate::connect::{Address, Client};
+use crate::connect::{Address, Client, Identity};
 
 /// What a session is opened with.
 #[derive(Clone, Debug, Default)]
@@ -35,6 +35,8 @@ pub struct SessionOptions {
     pub relayed: bool,
     /// Go on after the worker died; see [`Recovery`]. None: what it held is lost, and every call says so.
     pub recovery: Option<Recovery>,
+    /// What is shown to a scheduler over TCP; none: what the environment says.
+    pub identity: Option<Identity>,
 }
 
 /// A session. Clones share it; when the last clone and the last tensor are dropped, the worker frees all it held.

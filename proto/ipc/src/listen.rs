@@ -38,6 +38,14 @@ pub enum ListenError {
         /// The socket's path.
         path: PathBuf,
     },
+    /// Others may enter its folder, or own it.
+    #[error("{}: {why}", path.display())]
+    OpenFolder {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong with it, and the way out.
+        why: String,
+    },
     /// A system call failed.
     #[error("{}: cannot {what}: {source}", path.display())]
     Io {
@@ -137,6 +145,86 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     Some((data.dev(), data.ino()))
 }
 
+/// Whom a socket is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// This user and root: the folder is theirs alone, and so is the socket.
+    Own,
+    /// Whoever may enter the folder, which this user or root owns and nobody else can change. Who is at the other end is
+    /// to be looked at when it connects.
+    Others,
+}
+
+/// [`listen_unix`] for `socket`, in a folder that is fit for `folder`.
+///
+/// # Errors
+/// [`ListenError::OpenFolder`] for one that is not; see [`ListenError`] for the others.
+pub fn listen_in_own_folder(
+    path: impl AsRef<Path>,
+    folder: Reach,
+    socket: Reach,
+) -> Result<(UnixListener, SocketGuard), ListenError> {
+    let path = path.as_ref();
+    make_folder(path)?;
+    check_folder(path, folder)?;
+    listen_for(path, socket)
+}
+
+/// Whether the folder of a path, links followed, is one in which nobody else can put a socket in the place of ours, or reach it.
+///
+/// # Errors
+/// [`ListenError::OpenFolder`], with the way out.
+pub fn check_folder(path: &Path, reach: Reach) -> Result<(), ListenError> {
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let refused = |why: String| {
+        Err(ListenError::OpenFolder {
+            path: folder.to_owned(),
+            why,
+        })
+    };
+    let data = fs::metadata(folder).map_err(|source| ListenError::Io {
+        path: folder.to_owned(),
+        what: "look at the socket's directory",
+        source,
+    })?;
+    let own = rustix::process::geteuid().as_raw();
+    if data.uid() != own && !(reach == Reach::Others && data.uid() == 0) {
+        return refused(format!(
+            "the socket's directory belongs to user {}, not to {own}; choose another path",
+            data.uid()
+        ));
+    }
+    let shown = folder.display();
+    match (reach, data.mode() & 0o7777) {
+        (Reach::Own, mode) if mode & 0o077 != 0 => refused(format!(
+            "others may enter the socket's directory (mode {mode:04o}); `chmod 700 {shown}`, or choose a path in a directory of its own"
+        )),
+        (Reach::Others, mode) if mode & 0o022 != 0 => refused(format!(
+            "others may write into the socket's directory (mode {mode:04o}); `chmod 711 {shown}`, or choose a path in a directory of its own"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Makes a missing folder, for this user alone.
+fn make_folder(path: &Path) -> Result<(), ListenError> {
+    let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) else {
+        return Ok(());
+    };
+    let made = fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(parent);
+    made.map_err(|source| ListenError::Io {
+        path: path.to_owned(),
+        what: "make its directory",
+        source,
+    })
+}
+
 /// Listens on a Unix path that only this user can connect to (mode 0600); makes a missing parent directory
 /// (mode 0700); replaces a socket that nobody answers on.
 ///
@@ -145,7 +233,10 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 /// # Errors
 /// See [`ListenError`].
 pub fn listen_unix(path: impl AsRef<Path>) -> Result<(UnixListener, SocketGuard), ListenError> {
-    let path = path.as_ref();
+    listen_for(path.as_ref(), Reach::Own)
+}
+
+fn listen_for(path: &Path, reach: Reach) -> Result<(UnixListener, SocketGuard), ListenError> {
     let io = |what: &'static str| {
         move |source: io::Error| ListenError::Io {
             path: path.to_owned(),
@@ -161,17 +252,7 @@ pub fn listen_unix(path: impl AsRef<Path>) -> Result<(UnixListener, SocketGuard)
     }
     let address = SocketAddrUnix::new(path).map_err(|error| io("use the path")(error.into()))?;
 
-    if let Some(parent) = path
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty())
-    {
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(parent)
-            .map_err(io("make its directory"))?;
-    }
-
+    make_folder(path)?;
     let lock = lock(path)?;
     remove_stale(path, &address)?;
 
@@ -197,6 +278,11 @@ pub fn listen_unix(path: impl AsRef<Path>) -> Result<(UnixListener, SocketGuard)
         identity: identity(path),
         _lock: lock,
     };
+    if reach == Reach::Others {
+        // By name, since the mode at `bind` was subject to the umask; nobody else can put anything there.
+        rustix::fs::chmod(path, Mode::from_raw_mode(0o666))
+            .map_err(|error| io("let others connect")(error.into()))?;
+    }
     rustix::net::listen(&socket, 1024).map_err(|error| io("listen")(error.into()))?;
     Ok((UnixListener::from(socket), guard))
 }

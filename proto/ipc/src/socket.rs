@@ -15,7 +15,9 @@ pub use crate::descriptors::{
     Batch, BatchError, CollectError, Collector, DescriptorReceiver, DescriptorSender, MAX_BATCH,
     descriptor_pair, is_end,
 };
-pub use crate::listen::{ListenError, SocketGuard, listen_unix};
+pub use crate::listen::{
+    ListenError, Reach, SocketGuard, check_folder, listen_in_own_folder, listen_unix,
+};
 
 /// Two connected, close-on-exec, blocking ends of an `AF_UNIX` byte stream.
 ///

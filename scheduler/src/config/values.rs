@@ -5,6 +5,8 @@ use std::{collections::BTreeMap, fmt, os::fd::RawFd, path::PathBuf, str::FromStr
 use hotcell_proto::{ids::ModelName, limits};
 use serde::{Deserialize, Deserializer, de::Error as _};
 
+use crate::access::Roles;
+
 /// A length of time: `250ms`, `10s`, `2m` or a number of seconds; more than zero, a day at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span(pub Duration);
@@ -132,6 +134,34 @@ impl fmt::Display for KvCache {
             KvCache::Bf16 => "bf16",
             KvCache::Q8 => "q8_0",
         })
+    }
+}
+
+/// Users by number, each with its roles: `1000,1001:use+load`, in the file too.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AllowedUsers(pub Vec<(u32, Roles)>);
+
+impl FromStr for AllowedUsers {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let user = |part: &str| {
+            let (uid, roles) = part.split_once(':').unwrap_or((part, "use"));
+            let uid = uid.parse().map_err(|_| {
+                format!("{uid:?} is not a user's number; write UID or UID:ROLE+ROLE, for example 1000:use+load")
+            })?;
+            Ok::<_, String>((uid, roles.parse()?))
+        };
+        text.split(',')
+            .map(user)
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+}
+
+impl<'de> Deserialize<'de> for AllowedUsers {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
     }
 }
 

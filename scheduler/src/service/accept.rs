@@ -1,6 +1,7 @@
 //! Connections of a listening socket: so many at once, and none given up because one could not be accepted.
 
 use std::{
+    future::ready,
     io,
     pin::Pin,
     sync::Arc,
@@ -12,31 +13,55 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    time::timeout,
 };
+use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::server::Connected;
+use tonic::transport::server::{Connected, TcpConnectInfo};
+
+use crate::access::Tls;
 
 /// Pause after a connection could not be accepted, mostly for want of descriptors. tonic would end the server.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// How long a client may take to agree on keys.
+const GREETING: Duration = Duration::from_secs(10);
+
 /// A socket that listens.
 pub(super) trait Listen: Send + Sync + 'static {
-    /// Its connections.
+    /// Its connections as they come.
+    type Raw: Send + 'static;
+    /// Its connections as they are served.
     type Stream: AsyncRead + AsyncWrite + Connected + Send + Unpin + 'static;
 
     /// The next one.
-    fn next(&self) -> impl Future<Output = io::Result<Self::Stream>> + Send;
+    fn next(&self) -> impl Future<Output = io::Result<Self::Raw>> + Send;
+
+    /// Makes it one that can be served, while others come in.
+    fn greet(
+        &self,
+        raw: Self::Raw,
+    ) -> impl Future<Output = io::Result<Self::Stream>> + Send + 'static;
 }
 
 impl Listen for UnixListener {
+    type Raw = UnixStream;
     type Stream = UnixStream;
 
     async fn next(&self) -> io::Result<UnixStream> {
         Ok(self.accept().await?.0)
     }
+
+    fn greet(
+        &self,
+        raw: UnixStream,
+    ) -> impl Future<Output = io::Result<UnixStream>> + Send + 'static {
+        ready(Ok(raw))
+    }
 }
 
 impl Listen for TcpListener {
+    type Raw = TcpStream;
     type Stream = TcpStream;
 
     async fn next(&self) -> io::Result<TcpStream> {
@@ -44,6 +69,87 @@ impl Listen for TcpListener {
         // Events are small, and each is waited for. Fails for one that is gone already, which will show.
         let _ = stream.set_nodelay(true);
         Ok(stream)
+    }
+
+    fn greet(
+        &self,
+        raw: TcpStream,
+    ) -> impl Future<Output = io::Result<TcpStream>> + Send + 'static {
+        ready(Ok(raw))
+    }
+}
+
+/// A TCP socket on which TLS is spoken.
+pub(super) struct TlsListener(pub TcpListener, pub Arc<Tls>);
+
+impl Listen for TlsListener {
+    type Raw = TcpStream;
+    type Stream = TlsClient;
+
+    async fn next(&self) -> io::Result<TcpStream> {
+        self.0.next().await
+    }
+
+    fn greet(
+        &self,
+        raw: TcpStream,
+    ) -> impl Future<Output = io::Result<TlsClient>> + Send + 'static {
+        // That of now: the files may have changed since the last one came.
+        let greeting = self.1.acceptor().accept(raw);
+        async move { Ok(TlsClient(Box::new(greeting.await?))) }
+    }
+}
+
+/// A client that speaks TLS.
+#[derive(Debug)]
+pub(super) struct TlsClient(Box<TlsStream<TcpStream>>);
+
+impl Connected for TlsClient {
+    // That of the connection below, so that nobody takes a remote client for a local one.
+    type ConnectInfo = TcpConnectInfo;
+
+    fn connect_info(&self) -> TcpConnectInfo {
+        self.0.get_ref().0.connect_info()
+    }
+}
+
+impl AsyncRead for TlsClient {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for TlsClient {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.0.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(cx)
     }
 }
 
@@ -62,14 +168,27 @@ pub(super) fn accept<L: Listen>(
                     return;
                 };
                 match listener.next().await {
-                    Ok(stream) => {
-                        let counted = Counted {
-                            stream,
-                            _place: place,
-                        };
-                        if sender.send(Ok(counted)).await.is_err() {
-                            return;
-                        }
+                    Ok(raw) => {
+                        let greeting = timeout(GREETING, listener.greet(raw));
+                        let sender = sender.clone();
+                        // It holds its place meanwhile, so there are never more of them.
+                        tokio::spawn(async move {
+                            let greeted = tokio::select! {
+                                greeted = greeting => greeted.unwrap_or_else(|late| Err(late.into())),
+                                () = sender.closed() => return,
+                            };
+                            match greeted {
+                                Ok(stream) => {
+                                    let counted = Counted {
+                                        stream,
+                                        _place: place,
+                                    };
+                                    // An error means that the door is closed.
+                                    let _ = sender.send(Ok(counted)).await;
+                                }
+                                Err(error) => tracing::debug!(%error, "a client did not come in"),
+                            }
+                        });
                     }
                     // Left before it came in.
                     Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
@@ -157,6 +276,7 @@ mod tests {
     struct Flaky(UnixListener, AtomicU32);
 
     impl Listen for Flaky {
+        type Raw = UnixStream;
         type Stream = UnixStream;
 
         async fn next(&self) -> io::Result<UnixStream> {
@@ -164,6 +284,13 @@ mod tests {
                 return Err(io::Error::other("too many open files"));
             }
             self.0.next().await
+        }
+
+        fn greet(
+            &self,
+            raw: UnixStream,
+        ) -> impl Future<Output = io::Result<UnixStream>> + Send + 'static {
+            self.0.greet(raw)
         }
     }
 

@@ -7,12 +7,13 @@ use std::{
         unix::{ffi::OsStringExt, net::UnixListener},
     },
     path::Path,
+    sync::Arc,
     time::Duration,
 };
 
 use hotcell_ipc::{
     handoff,
-    socket::{ListenError, SocketGuard, listen_unix},
+    socket::{ListenError, Reach, SocketGuard, check_folder, listen_in_own_folder},
     transport::{Windows, incoming_once},
 };
 use hotcell_proto::{limits, v1::DoorKind};
@@ -20,8 +21,13 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::{service::Routes, transport::Server};
 
-use super::{Shared, accept::accept, handout};
+use super::{
+    Shared,
+    accept::{Listen, TlsListener, accept},
+    handout,
+};
 use crate::{
+    access::{Entrance, Guard},
     config::Config,
     exit::{Exit, Failure},
     takeover::{Door, Left, OwnDoor},
@@ -74,20 +80,33 @@ impl Doors {
             });
         }
         let mut keep = |kind: DoorKind, address: &[u8]| left.as_mut()?.door(kind, address);
-        let mut listen = |kind: DoorKind, path: &Path| {
+        let reach = match config.access.users.is_empty() {
+            true => Reach::Own,
+            false => Reach::Others,
+        };
+        let mut listen = |kind: DoorKind, path: &Path, socket: Reach| {
             if let Some(door) = keep(kind, &absolute(path)) {
                 match kept(path, door) {
-                    Ok(kept) => return Ok(kept),
+                    Ok(kept) => {
+                        // Whose streams go on is not shut out over it.
+                        if let Err(error) = check_folder(path, reach) {
+                            tracing::warn!(%error, "the socket is not as it should be");
+                        }
+                        return Ok(kept);
+                    }
                     Err(error) => {
                         tracing::warn!(path = %path.display(), %error, "a listening socket cannot be kept");
                     }
                 }
             }
-            listen_unix(path).map_err(|e| {
+            listen_in_own_folder(path, reach, socket).map_err(|e| {
                 cannot_listen(match e {
                     ListenError::InUse { .. } => format!(
                         "{e}; use that one (`hotcell ps`), stop it, or give this one another --socket PATH"
                     ),
+                    ListenError::OpenFolder { .. } => {
+                        format!("{e}; name it with --socket PATH")
+                    }
                     other => other.to_string(),
                 })
             })
@@ -96,10 +115,12 @@ impl Doors {
         let mut unix = None;
         let mut handout = None;
         if let Some(path) = &config.socket {
-            let (listener, guard) = listen(DoorKind::Unix, path)?;
+            let (listener, guard) = listen(DoorKind::Unix, path, reach)?;
             unix = Some(listener);
             guards.push(guard);
-            let (listener, guard) = listen(DoorKind::Handout, &handoff::path_beside(path))?;
+            // Who has a connection to a worker itself is past all that is counted here.
+            let beside = handoff::path_beside(path);
+            let (listener, guard) = listen(DoorKind::Handout, &beside, Reach::Own)?;
             handout = Some(listener);
             guards.push(guard);
         }
@@ -196,9 +217,6 @@ fn tcp_listener(address: SocketAddr) -> Result<TcpListener, Failure> {
             _ => format!("cannot listen on {address}: {e}"),
         })
     })?;
-    if !address.ip().is_loopback() {
-        tracing::warn!(%address, "listening beyond this host, without authentication or encryption");
-    }
     Ok(listener)
 }
 
@@ -222,6 +240,19 @@ fn server() -> Server {
         .http2_keepalive_timeout(Some(Duration::from_secs(20)))
 }
 
+/// Serves those who come in at one door, until `stop`.
+async fn serve_door<L: Listen>(
+    listener: L,
+    guard: Guard,
+    routes: Routes,
+    stop: CancellationToken,
+) -> (Result<(), tonic::transport::Error>, Ended) {
+    let incoming = accept(listener, MAX_CONNECTIONS);
+    let router = server().layer(guard).add_routes(routes);
+    let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
+    (served.await, Ended::DoorFailed)
+}
+
 /// Serves until `stop`, or until the private connection ends. Returns once all calls have ended.
 ///
 /// # Errors
@@ -234,36 +265,30 @@ pub async fn serve(
 ) -> Result<Ended, Failure> {
     let internal = |e: std::io::Error| Failure::new(Exit::Internal, format!("cannot serve: {e}"));
     let mut serving = JoinSet::new();
+    let guard = |entrance| Guard::new(Arc::clone(&shared.access), entrance);
     if let Some(listener) = doors.unix {
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;
-        let (routes, stop) = (routes.clone(), stop.clone());
-        serving.spawn(async move {
-            let incoming = accept(listener, MAX_CONNECTIONS);
-            let router = server().add_routes(routes);
-            let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
-            (served.await, Ended::DoorFailed)
-        });
-    }
-    if let Some(listener) = doors.handout {
-        listener.set_nonblocking(true).map_err(internal)?;
-        let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;
-        tokio::spawn(handout::serve(listener, shared, stop.clone()));
+        let door = serve_door(
+            listener,
+            guard(Entrance::Unix),
+            routes.clone(),
+            stop.clone(),
+        );
+        serving.spawn(door);
     }
     if let Some(listener) = doors.tcp {
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
-        let (routes, stop) = (routes.clone(), stop.clone());
-        serving.spawn(async move {
-            let incoming = accept(listener, MAX_CONNECTIONS);
-            let router = server().add_routes(routes);
-            let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
-            (served.await, Ended::DoorFailed)
-        });
+        let (guard, routes, stop) = (guard(Entrance::Tcp), routes.clone(), stop.clone());
+        match shared.access.tls() {
+            None => serving.spawn(serve_door(listener, guard, routes, stop)),
+            Some(tls) => serving.spawn(serve_door(TlsListener(listener, tls), guard, routes, stop)),
+        };
     }
     if let Some(fd) = doors.private {
         let (incoming, end) = incoming_once(fd);
-        let stop = stop.clone();
+        let (guard, stop) = (guard(Entrance::Private), stop.clone());
         serving.spawn(async move {
             let over = async move {
                 tokio::select! {
@@ -271,10 +296,15 @@ pub async fn serve(
                     () = stop.cancelled() => {}
                 }
             };
-            let router = server().add_routes(routes);
+            let router = server().layer(guard).add_routes(routes);
             let served = router.serve_with_incoming_shutdown(incoming, over);
             (served.await, Ended::ConnectionOver)
         });
+    }
+    if let Some(listener) = doors.handout {
+        listener.set_nonblocking(true).map_err(internal)?;
+        let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;
+        tokio::spawn(handout::serve(listener, shared, stop.clone()));
     }
     let mut ended = Ended::Asked;
     while let Some(done) = serving.join_next().await {

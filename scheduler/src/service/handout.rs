@@ -1,4 +1,6 @@
 //! What clients on this host are given by descriptor: connections to workers, and memory shared with them.
+//!
+//! Only this user and root can connect here, whoever else may use the socket beside it.
 
 use std::{os::fd::AsFd, sync::Arc, time::Duration};
 
@@ -18,6 +20,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
+use crate::access::Caller;
 
 /// Clients that ask at once; further ones wait in the socket.
 const MAX_ASKING: usize = 64;
@@ -68,9 +71,10 @@ async fn give(mut stream: UnixStream, shared: &Shared) -> std::io::Result<()> {
 }
 
 async fn connection(session: &str, shared: &Shared) -> Result<std::os::fd::OwnedFd, Error> {
-    let session = shared
-        .tensors
-        .find(&SessionId::parse(session)?, &shared.fleet)?;
+    let session =
+        shared
+            .tensors
+            .find(&SessionId::parse(session)?, &shared.fleet, &Caller::own())?;
     session.take_connection()?;
     session.link.open_tensors().await
 }
@@ -80,9 +84,10 @@ async fn memory(
     bytes: u64,
     shared: &Shared,
 ) -> Result<(u64, std::os::fd::OwnedFd), Error> {
-    let session = shared
-        .tensors
-        .find(&SessionId::parse(session)?, &shared.fleet)?;
+    let session =
+        shared
+            .tensors
+            .find(&SessionId::parse(session)?, &shared.fleet, &Caller::own())?;
     if !(1..=limits::MAX_SHARED_BYTES).contains(&bytes) {
         let what = format!(
             "shared memory has 1 to {} bytes, not {bytes}",

@@ -22,8 +22,9 @@ use tokio_util::{
 use tonic::{Status, body::Body, metadata::MetadataMap, server::NamedService};
 use tower::{Service, ServiceExt};
 
-use super::Shared;
+use super::{Shared, opening};
 use crate::{
+    access::Caller,
     fleet::Link,
     tensors::{Call, Lease},
 };
@@ -69,17 +70,28 @@ fn word<'a>(headers: &'a HeaderMap, key: &str) -> Result<Option<&'a str>, Error>
 }
 
 async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Body>, Error> {
+    let caller = Caller::of(request.extensions());
+    let opens = request.uri().path().ends_with("/OpenSession");
+    let held = match opens {
+        true => {
+            let (allowed, held) = opening::allow(shared, caller.tenant(""), request).await?;
+            request = allowed;
+            Some(held)
+        }
+        false => None,
+    };
     let method = request.uri().path().rsplit('/').next().unwrap_or_default();
     let headers = request.headers();
-    let (link, channel, lease, over) = match method {
-        "OpenSession" => {
+    let (link, channel, lease, over) = match (method, held) {
+        (_, Some(held)) => {
             if shared.admission.is_closed() {
                 let what = "the scheduler is shutting down";
                 return Err(Error::new(Reason::Draining, what));
             }
             let (worker, device) = (word(headers, WORKER_KEY)?, word(headers, DEVICE_KEY)?);
             let link = shared.fleet.for_tensors(worker, device)?;
-            let (lease, session) = shared.tensors.open(link).await?;
+            let tenant = caller.tenant("");
+            let (lease, session) = shared.tensors.open(link, tenant, held).await?;
             (
                 Arc::clone(&session.link),
                 session.channel(),
@@ -87,7 +99,7 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
                 session.over.clone(),
             )
         }
-        "Describe" if !headers.contains_key(SESSION_KEY) => {
+        ("Describe", _) if !headers.contains_key(SESSION_KEY) => {
             let (worker, device) = (word(headers, WORKER_KEY)?, word(headers, DEVICE_KEY)?);
             let link = shared.fleet.for_tensors(worker, device)?;
             let channel = link.tensors();
@@ -96,7 +108,7 @@ async fn pass(shared: &Shared, mut request: Request<Body>) -> Result<Response<Bo
         _ => {
             let metadata = MetadataMap::from_headers(headers.clone());
             let id = SessionId::of(&metadata)?;
-            let session = shared.tensors.find(&id, &shared.fleet)?;
+            let session = shared.tensors.find(&id, &shared.fleet, &caller)?;
             (
                 Arc::clone(&session.link),
                 session.channel(),

@@ -18,7 +18,8 @@ use tonic::{Request, Response, Status};
 
 use super::{Shared, deadline, within};
 use crate::{
-    admission::{check_embed, check_prompt, check_request},
+    access::{Caller, Want},
+    admission::{Permit, check_embed, check_prompt, check_request, wanted, wanted_for},
     relay::{self, Call},
     stream::{EventStream, Mark},
     streams::Opened,
@@ -38,7 +39,9 @@ impl Shared {
         &self,
         mut request: GenerateRequest,
         deadline: Option<Instant>,
+        caller: &Caller,
     ) -> Result<EventStream, Error> {
+        request.tenant = caller.tenant(&request.tenant).to_owned();
         check_request(&request)?;
         let model = self.fleet.resolve(&request.model)?;
         request.model = model.as_str().to_owned();
@@ -59,8 +62,12 @@ impl Shared {
         }
         request.request_id = id.as_str().to_owned();
         let streams = self.streams.clone();
-        let admit = || self.admission.admit();
-        let (stream, permit) = match streams.open(&id, fingerprint, begin, admit)? {
+        let admit = || {
+            let context = self.fleet.bounds(&model).map(|b| b.context);
+            self.enter(&request.tenant, wanted(&request, context))
+        };
+        let opened = streams.open((&id, &request.tenant), fingerprint, begin, admit)?;
+        let (stream, permit) = match opened {
             Opened::New(stream, permit) => (stream, permit),
             Opened::Known(stream) => return stream.attach(None, streams.reader()),
         };
@@ -79,12 +86,19 @@ impl Shared {
         reader
     }
 
+    /// Lets a request of a tenant in.
+    fn enter(&self, tenant: &str, want: Want) -> Result<Permit, Error> {
+        let permit = self.admission.admit()?;
+        Ok(permit.with(self.access.take(tenant, want)?))
+    }
+
     /// Goes on with a stream whose reader was lost.
     ///
     /// # Errors
     /// Why it cannot be read from there.
-    pub fn attach(&self, request: AttachRequest) -> Result<EventStream, Error> {
-        let stream = self.streams.find(&RequestId::new(request.request_id)?)?;
+    pub fn attach(&self, request: AttachRequest, caller: &Caller) -> Result<EventStream, Error> {
+        let id = RequestId::new(request.request_id)?;
+        let stream = self.streams.find(&id, caller)?;
         let from = Some((request.next_token, request.text_bytes));
         stream.attach(from, self.streams.reader())
     }
@@ -99,24 +113,27 @@ impl Tokens for Service {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<EventStream>, Status> {
-        let (metadata, _, request) = request.into_parts();
+        let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
-        Ok(Response::new(self.0.generate(request, deadline)?))
+        let caller = Caller::of(&extensions);
+        Ok(Response::new(self.0.generate(request, deadline, &caller)?))
     }
 
     async fn attach(
         &self,
         request: Request<AttachRequest>,
     ) -> Result<Response<EventStream>, Status> {
-        Ok(Response::new(self.0.attach(request.into_inner())?))
+        let caller = Caller::of(request.extensions());
+        Ok(Response::new(self.0.attach(request.into_inner(), &caller)?))
     }
 
     async fn cancel(
         &self,
         request: Request<CancelStreamRequest>,
     ) -> Result<Response<CancelStreamResponse>, Status> {
+        let caller = Caller::of(request.extensions());
         let id = RequestId::new(request.into_inner().request_id)?;
-        self.0.streams.find(&id)?.cancel();
+        self.0.streams.find(&id, &caller)?.cancel();
         Ok(Response::new(CancelStreamResponse {}))
     }
 
@@ -124,12 +141,14 @@ impl Tokens for Service {
         &self,
         request: Request<TokenizeRequest>,
     ) -> Result<Response<TokenizeResponse>, Status> {
-        let (metadata, _, request) = request.into_parts();
+        let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         check_prompt(request.prompt.as_ref())?;
         let fleet = &self.0.fleet;
         let model = fleet.resolve(&request.model)?;
-        let _permit = self.0.admission.admit()?;
+        let caller = Caller::of(&extensions);
+        let want = wanted_for([request.prompt.as_ref()]);
+        let _permit = self.0.enter(caller.tenant(""), want)?;
         let prompt = request.prompt.and_then(|p| p.kind);
         let call = text::tokenize(fleet, &model, prompt, request.without_special, deadline);
         Ok(Response::new(within(deadline, call).await?))
@@ -139,7 +158,7 @@ impl Tokens for Service {
         &self,
         request: Request<DetokenizeRequest>,
     ) -> Result<Response<DetokenizeResponse>, Status> {
-        let (metadata, _, request) = request.into_parts();
+        let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         if request.ids.len() > limits::MAX_PROMPT_TOKENS {
             let error = format!(
@@ -151,7 +170,13 @@ impl Tokens for Service {
         }
         let fleet = &self.0.fleet;
         let model = fleet.resolve(&request.model)?;
-        let _permit = self.0.admission.admit()?;
+        let want = Want {
+            requests: 1,
+            tokens: request.ids.len() as u64,
+            ..Want::default()
+        };
+        let caller = Caller::of(&extensions);
+        let _permit = self.0.enter(caller.tenant(""), want)?;
         let call = text::detokenize(fleet, &model, request.ids, request.with_special, deadline);
         Ok(Response::new(within(deadline, call).await?))
     }
@@ -160,12 +185,14 @@ impl Tokens for Service {
         &self,
         request: Request<EmbedRequest>,
     ) -> Result<Response<EmbedResponse>, Status> {
-        let (metadata, _, request) = request.into_parts();
+        let (metadata, extensions, mut request) = request.into_parts();
         let deadline = deadline(&metadata)?;
+        request.tenant = Caller::of(&extensions).tenant(&request.tenant).to_owned();
         check_embed(&request)?;
         let fleet = &self.0.fleet;
         let model = fleet.resolve(&request.model)?;
-        let _permit = self.0.admission.admit()?;
+        let want = wanted_for(request.prompts.iter().map(Some));
+        let _permit = self.0.enter(&request.tenant, want)?;
         let call = text::embed(fleet, &model, request, deadline);
         Ok(Response::new(within(deadline, call).await?))
     }

@@ -12,6 +12,7 @@ use prost::Message;
 
 use super::{STATE_VERSION, creed, is_heir};
 use crate::{
+    access::Access,
     config::{Cli, Config, Surroundings},
     exit::{Exit, Failure},
 };
@@ -40,7 +41,9 @@ pub fn asked() -> Option<Result<(), Failure>> {
 
 /// Says what this program understands, if its settings are right.
 fn check(cli: Cli) -> Result<(), Failure> {
-    Config::load(cli, &Surroundings::here())?;
+    let config = Config::load(cli, &Surroundings::here())?;
+    // What it could not open its doors without.
+    Access::load(&config.access)?;
     println!("{}", creed());
     Ok(())
 }

@@ -26,6 +26,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{STATE_VERSION, give::descriptors};
 use crate::{
+    admission::wanted,
     fleet::{Fleet, Heir, Launched, Live, Processes},
     relay::{self, Call},
     service::Shared,
@@ -321,6 +322,13 @@ fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error:
         .admission
         .admit()
         .and_then(|permit| Ok((permit, ModelName::new(running.request.model.as_str())?)));
+    let begun = begun.map(|(permit, model)| {
+        let context = shared.fleet.bounds(&model).map(|b| b.context);
+        // What its tenant has, though it may be more than it might have now.
+        let want = wanted(&running.request, context);
+        let held = shared.access.tenants.note(&running.request.tenant, want);
+        (permit.with(held), model)
+    });
     let (permit, model) = match begun {
         Ok(begun) => begun,
         Err(error) => {

@@ -6,7 +6,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     v1::{AttachRequest, GenerateRequest, Prompt, TokenIds, generate_event::Event, prompt::Kind},
 };
-use hotcell_scheduler::{service::Shared, stream::EventStream};
+use hotcell_scheduler::{access::Caller, service::Shared, stream::EventStream};
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::StreamExt;
 use tonic::Status;
@@ -152,7 +152,7 @@ impl Client {
         );
         self.note(format!("({}) {what}", self.seed));
         let mut whims = self.whims();
-        let mut stream = match self.shared.generate(self.request.clone(), self.deadline) {
+        let mut stream = match self.generate() {
             Ok(stream) => stream,
             Err(error) => return self.ended_badly(&error.into()),
         };
@@ -167,7 +167,7 @@ impl Client {
                 Whim::Cancel => {
                     self.left = true;
                     let id = hotcell_proto::ids::RequestId::new(self.name.as_str()).unwrap();
-                    match self.shared.streams.find(&id) {
+                    match self.shared.streams.find(&id, &Caller::own()) {
                         Ok(found) => found.cancel(),
                         Err(error) => self.wrong(format!("cannot cancel: {error}")),
                     }
@@ -190,7 +190,7 @@ impl Client {
                     self.greeted = false;
                 }
                 Whim::Again => {
-                    let again = self.shared.generate(self.request.clone(), self.deadline);
+                    let again = self.generate();
                     let mut before = match again {
                         Ok(again) => std::mem::replace(&mut stream, again),
                         Err(error) if self.may_be_forgotten(&error) => continue,
@@ -207,12 +207,18 @@ impl Client {
         }
     }
 
+    fn generate(&self) -> Result<EventStream, Error> {
+        let request = self.request.clone();
+        self.shared.generate(request, self.deadline, &Caller::own())
+    }
+
     fn attach(&self, tokens: usize, text: usize) -> Result<EventStream, Error> {
-        self.shared.attach(AttachRequest {
+        let request = AttachRequest {
             request_id: self.request.request_id.clone(),
             next_token: tokens as u64,
             text_bytes: Some(text as u64),
-        })
+        };
+        self.shared.attach(request, &Caller::own())
     }
 
     /// Whether a stream's beginning, or a finished stream, may be gone: only where there is little room.
@@ -241,10 +247,11 @@ impl Client {
                 Ok(_) => self.wrong(format!("reads from {tokens} tokens, {text} bytes")),
             }
         }
-        let unknown = self.shared.attach(AttachRequest {
+        let unknown = AttachRequest {
             request_id: format!("{}-not", self.name),
             ..AttachRequest::default()
-        });
+        };
+        let unknown = self.shared.attach(unknown, &Caller::own());
         if unknown.err().map(|e| e.reason()) != Some(Reason::RequestNotFound) {
             self.wrong("reads a stream that nobody knows");
         }

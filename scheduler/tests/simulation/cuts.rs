@@ -95,7 +95,7 @@ fn converse(script: Option<Script>) -> (Result<End, String>, Traffic) {
         let whole = async {
             let stream = house
                 .shared
-                .generate(request, None)
+                .generate(request, None, &hotcell_scheduler::access::Caller::own())
                 .map_err(|e| format!("refused: {e}"))?;
             read(stream, repeated).await
         };

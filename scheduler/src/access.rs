@@ -1,0 +1,150 @@
+//! Who may speak to the scheduler, and what they may ask for.
+//!
+//! Whoever connects to the Unix socket is known by the kernel's word about the process at the other end; whoever
+//! connects over TCP by the bearer token that each call carries, and by a certificate if those are asked for. From that
+//! comes a [`Caller`] with its roles and its tenant, which goes with each call as an extension of its request.
+
+mod caller;
+mod follow;
+mod guard;
+mod quota;
+mod roles;
+mod tls;
+mod tokens;
+
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::{Arc, PoisonError, RwLock},
+};
+
+use hotcell_proto::error::Error;
+use tokio_util::task::AbortOnDropHandle;
+
+pub use caller::Caller;
+pub use guard::{Guard, Guarded};
+pub use quota::{Held, Limits, Tenants, Want};
+pub use roles::{Need, Role, Roles, TABLE, help, need};
+pub use tls::{Tls, TlsFiles};
+pub use tokens::Tokens;
+
+use crate::exit::{Exit, Failure};
+
+/// What the settings say about access.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AccessConfig {
+    /// The file of tokens and tenants.
+    pub tokens: Option<PathBuf>,
+    /// Certificate, key and authority of the TCP door.
+    pub tls: Option<TlsFiles>,
+    /// Users that may use the Unix socket besides this one and root.
+    pub users: Vec<(u32, Roles)>,
+}
+
+/// A door, as far as it tells who comes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entrance {
+    /// The Unix socket.
+    Unix,
+    /// TCP, with TLS or without.
+    Tcp,
+    /// The connection that whoever started this process gave it.
+    Private,
+}
+
+/// Decides who comes in, and counts what tenants have.
+#[derive(Debug, Default)]
+pub struct Access {
+    tokens: RwLock<Option<Arc<Tokens>>>,
+    tls: Option<Arc<Tls>>,
+    users: HashMap<u32, Roles>,
+    /// What each tenant has at the moment.
+    pub tenants: Tenants,
+}
+
+/// Keeps what was read from files as those are, while it lives.
+#[derive(Debug)]
+pub struct Following {
+    _tasks: Vec<AbortOnDropHandle<()>>,
+}
+
+fn unusable(why: String) -> Failure {
+    Failure::new(Exit::Usage, why)
+}
+
+impl Access {
+    /// Reads the files that the settings name.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`], naming the file.
+    pub fn load(config: &AccessConfig) -> Result<Self, Failure> {
+        let tokens = config.tokens.as_deref().map(Tokens::read);
+        let tls = config.tls.clone().map(Tls::read);
+        Ok(Self {
+            tokens: RwLock::new(tokens.transpose().map_err(unusable)?.map(Arc::new)),
+            tls: tls.transpose().map_err(unusable)?.map(Arc::new),
+            users: config.users.iter().copied().collect(),
+            tenants: Tenants::default(),
+        })
+    }
+
+    /// Looks after the files from now on: one that changes is read again; one that makes no sense changes nothing.
+    pub fn follow(self: &Arc<Self>, config: &AccessConfig) -> Following {
+        let mut tasks = Vec::new();
+        if let Some(path) = config.tokens.clone() {
+            let access = Arc::clone(self);
+            let again = {
+                let path = path.clone();
+                move || {
+                    let tokens = Tokens::read(&path)?;
+                    *access
+                        .tokens
+                        .write()
+                        .unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(tokens));
+                    Ok(())
+                }
+            };
+            tasks.push(follow::follow("tokens", vec![path], again));
+        }
+        if let Some(tls) = self.tls.clone() {
+            let paths = tls.files.paths();
+            tasks.push(follow::follow("certificates", paths, move || tls.reread()));
+        }
+        Following {
+            _tasks: tasks.into_iter().map(AbortOnDropHandle::new).collect(),
+        }
+    }
+
+    /// The TCP door's TLS, if it has any.
+    pub fn tls(&self) -> Option<Arc<Tls>> {
+        self.tls.clone()
+    }
+
+    fn tokens(&self) -> Option<Arc<Tokens>> {
+        let tokens = self.tokens.read();
+        tokens.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Roles of a user that connects to the Unix socket; none if it has none here.
+    pub fn user(&self, uid: u32) -> Option<Roles> {
+        let own = rustix::process::geteuid().as_raw();
+        match uid == own || uid == 0 {
+            true => Some(Roles::ALL),
+            false => self.users.get(&uid).copied(),
+        }
+    }
+
+    /// Limits of a tenant.
+    pub fn limits(&self, tenant: &str) -> Limits {
+        self.tokens()
+            .map_or_else(Limits::default, |t| t.limits(tenant))
+    }
+
+    /// Takes from what a tenant may have at once.
+    ///
+    /// # Errors
+    /// [`Reason::QuotaExceeded`](hotcell_proto::error::Reason::QuotaExceeded).
+    pub fn take(&self, tenant: &str, want: Want) -> Result<Held, Error> {
+        self.tenants.take(tenant, &self.limits(tenant), want)
+    }
+}

@@ -1,0 +1,66 @@
+//! Who makes a call.
+
+use std::sync::Arc;
+
+use super::roles::Roles;
+
+/// Who makes a call: goes with its request as an extension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Caller {
+    /// For words and logs: `uid 1000`, `token alice`.
+    pub name: Arc<str>,
+    /// What it may do.
+    pub roles: Roles,
+    /// Whether it comes over TCP, perhaps from another host.
+    pub remote: bool,
+    /// The tenant that all it does is for; none if it may say for whom.
+    tenant: Option<Arc<str>>,
+}
+
+impl Caller {
+    /// Somebody who may say for which tenant a request is.
+    pub fn trusted(name: impl Into<Arc<str>>, roles: Roles, remote: bool) -> Self {
+        Self {
+            name: name.into(),
+            roles,
+            remote,
+            tenant: None,
+        }
+    }
+
+    /// Somebody who belongs to one tenant.
+    pub fn of_tenant(
+        name: impl Into<Arc<str>>,
+        roles: Roles,
+        remote: bool,
+        tenant: Arc<str>,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            roles,
+            remote,
+            tenant: Some(tenant),
+        }
+    }
+
+    /// This process itself, or whoever is as trusted.
+    pub fn own() -> Self {
+        Self::trusted("this process", Roles::ALL, false)
+    }
+
+    /// Who makes this call. The doors name everybody; without a name it is this process itself.
+    pub fn of(extensions: &http::Extensions) -> Self {
+        let caller = extensions.get::<Caller>();
+        caller.cloned().unwrap_or_else(Self::own)
+    }
+
+    /// The tenant that a request is for: the caller's own, or the one it says.
+    pub fn tenant<'a>(&'a self, said: &'a str) -> &'a str {
+        self.tenant.as_deref().unwrap_or(said)
+    }
+
+    /// Whether what belongs to this tenant is the caller's to see.
+    pub fn owns(&self, tenant: &str) -> bool {
+        self.tenant.as_deref().is_none_or(|own| own == tenant)
+    }
+}

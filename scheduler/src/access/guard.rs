@@ -1,0 +1,151 @@
+//! The guard before all services: finds out who calls, and whether that one may.
+
+use std::{
+    future::{Ready, ready},
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use hotcell_proto::error::{Error, Reason};
+use http::{Request, Response, header::AUTHORIZATION};
+use tokio_util::either::Either;
+use tonic::{Status, body::Body, transport::server::UdsConnectInfo};
+use tower::{Layer, Service};
+
+use super::{Access, Caller, Entrance, Need, Role, Roles, roles::need};
+
+/// Puts a guard before what is served at one door.
+#[derive(Clone, Debug)]
+pub struct Guard {
+    access: Arc<Access>,
+    entrance: Entrance,
+}
+
+impl Guard {
+    /// Of this door.
+    pub fn new(access: Arc<Access>, entrance: Entrance) -> Self {
+        Self { access, entrance }
+    }
+
+    /// Who makes this call.
+    fn caller<B>(&self, request: &Request<B>) -> Result<Caller, Error> {
+        match self.entrance {
+            Entrance::Private => Ok(Caller::own()),
+            Entrance::Unix => {
+                let info = request.extensions().get::<UdsConnectInfo>();
+                let uid = info.and_then(|info| info.peer_cred).map(|peer| peer.uid());
+                let known = uid.and_then(|uid| Some((uid, self.access.user(uid)?)));
+                let (uid, roles) = known.ok_or_else(|| {
+                    Error::new(
+                        Reason::PermissionDenied,
+                        "this scheduler serves its own user; others need --allow-uid",
+                    )
+                })?;
+                let name = format!("uid {uid}");
+                Ok(match roles.has(Role::Admin) {
+                    true => Caller::trusted(name, roles, false),
+                    false => {
+                        let tenant = format!("uid-{uid}").into();
+                        Caller::of_tenant(name, roles, false, tenant)
+                    }
+                })
+            }
+            Entrance::Tcp => match self.access.tokens() {
+                Some(tokens) => tokens.find(bearer(request)?, std::time::SystemTime::now()),
+                // Either only this host can be the caller's, or its certificate is one that was asked for.
+                None => Ok(Caller::trusted("a client over TCP", Roles::TOKENLESS, true)),
+            },
+        }
+    }
+
+    fn check<B>(&self, request: &mut Request<B>) -> Result<(), Error> {
+        let path = request.uri().path();
+        let need = need(path);
+        // Asked by those who look whether it lives, without a token, and it says nothing about anybody.
+        if need == Need::Nobody && self.entrance == Entrance::Tcp {
+            return Ok(());
+        }
+        let caller = self.caller(request)?;
+        if let Need::Role(role) = need
+            && !caller.roles.has(role)
+        {
+            let what = format!(
+                "{} has the role {}, and {} needs the role {}",
+                caller.name,
+                caller.roles,
+                path.rsplit('/').next().unwrap_or(path),
+                role.name()
+            );
+            return Err(Error::new(Reason::PermissionDenied, what).with("role", role.name()));
+        }
+        request.extensions_mut().insert(caller);
+        // Nobody behind this needs the secret.
+        request.headers_mut().remove(AUTHORIZATION);
+        Ok(())
+    }
+}
+
+/// The bearer token of a call, if it has one.
+fn bearer<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
+    let mut values = request.headers().get_all(AUTHORIZATION).iter();
+    let Some(value) = values.next() else {
+        return Ok(None);
+    };
+    let odd = || {
+        let what = "the call's authorization is not one `Bearer` and a token";
+        Error::new(Reason::Unauthenticated, what)
+    };
+    if values.next().is_some() {
+        return Err(odd());
+    }
+    let (scheme, token) = value
+        .to_str()
+        .ok()
+        .and_then(|text| text.split_once(' '))
+        .ok_or_else(odd)?;
+    match scheme.eq_ignore_ascii_case("bearer") {
+        true => Ok(Some(token.trim())),
+        false => Err(odd()),
+    }
+}
+
+impl<S> Layer<S> for Guard {
+    type Service = Guarded<S>;
+
+    fn layer(&self, inner: S) -> Guarded<S> {
+        Guarded {
+            guard: self.clone(),
+            inner,
+        }
+    }
+}
+
+/// What is served, behind a guard.
+#[derive(Clone, Debug)]
+pub struct Guarded<S> {
+    guard: Guard,
+    inner: S,
+}
+
+impl<S, B> Service<Request<B>> for Guarded<S>
+where
+    S: Service<Request<B>, Response = Response<Body>>,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = Either<Ready<Result<Response<Body>, S::Error>>, S::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: Request<B>) -> Self::Future {
+        match self.guard.check(&mut request) {
+            Ok(()) => Either::Right(self.inner.call(request)),
+            Err(error) => {
+                tracing::debug!(path = request.uri().path(), %error, "refused");
+                Either::Left(ready(Ok(Status::from(error).into_http())))
+            }
+        }
+    }
+}

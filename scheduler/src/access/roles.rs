@@ -1,0 +1,212 @@
+//! Roles, and the one table of which calls need which.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Deserializer, de::Error as _};
+
+/// What somebody may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[repr(u8)]
+pub enum Role {
+    /// Generate tokens, compute with tensors, see what there is.
+    Use = 1,
+    /// Load and unload models.
+    Load = 2,
+    /// All, also what only operators do.
+    Admin = 4,
+    /// See what others do, and what became of it: crash reports and events.
+    Debug = 8,
+}
+
+impl Role {
+    /// Every role, with what it allows.
+    pub const ALL: &'static [(Role, &'static str, &'static str)] = &[
+        (Role::Use, "use", "generate, compute, list"),
+        (Role::Load, "load", "load and unload models"),
+        (Role::Debug, "debug", "crash reports, events"),
+        (Role::Admin, "admin", "all of it, and what operators do"),
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        let row = Role::ALL.iter().find(|(role, ..)| *role == self);
+        row.map_or("", |(_, name, _)| name)
+    }
+}
+
+/// Several roles.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Roles(u8);
+
+impl Roles {
+    /// All of them.
+    pub const ALL: Roles = Roles(0xf);
+    /// Of clients over TCP where no tokens are asked for: on this host, or with a certificate.
+    pub const TOKENLESS: Roles = Roles(Role::Use as u8 | Role::Load as u8 | Role::Debug as u8);
+
+    /// Whether this one is among them; an admin has every one.
+    pub fn has(self, role: Role) -> bool {
+        self.0 & (role as u8 | Role::Admin as u8) != 0
+    }
+}
+
+impl FromIterator<Role> for Roles {
+    fn from_iter<I: IntoIterator<Item = Role>>(roles: I) -> Self {
+        Roles(roles.into_iter().fold(0, |all, role| all | role as u8))
+    }
+}
+
+impl FromStr for Roles {
+    type Err = String;
+
+    /// `use` or `use+load`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let role = |name: &str| {
+            let row = Role::ALL.iter().find(|(_, known, _)| *known == name);
+            let row = row.ok_or_else(|| format!("{name:?} is no role: use, load, debug, admin"));
+            row.map(|(role, ..)| *role)
+        };
+        text.split('+').map(role).collect()
+    }
+}
+
+impl<'de> Deserialize<'de> for Roles {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let roles = Vec::<Role>::deserialize(from)?;
+        match roles.is_empty() {
+            true => Err(D::Error::custom("no role: use, load, debug, admin")),
+            false => Ok(roles.into_iter().collect()),
+        }
+    }
+}
+
+impl fmt::Display for Roles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = Role::ALL
+            .iter()
+            .filter(|(role, ..)| self.0 & *role as u8 != 0);
+        let names: Vec<_> = names.map(|(_, name, _)| *name).collect();
+        f.write_str(&names.join("+"))
+    }
+}
+
+/// What a call needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Need {
+    /// Nothing: whoever is let in at all.
+    Nobody,
+    /// A role.
+    Role(Role),
+}
+
+const USE: Need = Need::Role(Role::Use);
+const LOAD: Need = Need::Role(Role::Load);
+const ADMIN: Need = Need::Role(Role::Admin);
+const DEBUG: Need = Need::Role(Role::Debug);
+
+/// Every call that a scheduler serves, as its path on the wire, and what it needs.
+pub const TABLE: &[(&str, Need)] = &[
+    ("/hotcell.v1.Tokens/Generate", USE),
+    ("/hotcell.v1.Tokens/Attach", USE),
+    ("/hotcell.v1.Tokens/Cancel", USE),
+    ("/hotcell.v1.Tokens/Tokenize", USE),
+    ("/hotcell.v1.Tokens/Detokenize", USE),
+    ("/hotcell.v1.Tokens/Embed", USE),
+    ("/hotcell.v1.Tensors/Execute", USE),
+    ("/hotcell.v1.Tensors/ExecuteMany", USE),
+    ("/hotcell.v1.Tensors/Upload", USE),
+    ("/hotcell.v1.Tensors/Download", USE),
+    ("/hotcell.v1.Tensors/Create", USE),
+    ("/hotcell.v1.Tensors/Free", USE),
+    ("/hotcell.v1.Tensors/Compile", USE),
+    ("/hotcell.v1.Tensors/Synchronize", USE),
+    ("/hotcell.v1.Tensors/Cancel", USE),
+    ("/hotcell.v1.Tensors/List", USE),
+    ("/hotcell.v1.Tensors/Memory", USE),
+    ("/hotcell.v1.Tensors/ListWeights", USE),
+    ("/hotcell.v1.Tensors/GetWeight", USE),
+    ("/hotcell.v1.Tensors/ImportShared", USE),
+    ("/hotcell.v1.Tensors/Describe", USE),
+    ("/hotcell.v1.Tensors/OpenSession", USE),
+    ("/hotcell.v1.Control/ListDevices", USE),
+    ("/hotcell.v1.Control/ListWorkers", USE),
+    ("/hotcell.v1.Control/ListModels", USE),
+    ("/hotcell.v1.Control/LoadModel", LOAD),
+    ("/hotcell.v1.Control/UnloadModel", LOAD),
+    ("/hotcell.v1.Control/ListCrashes", DEBUG),
+    ("/hotcell.v1.Control/GetCrash", DEBUG),
+    ("/hotcell.v1.Control/WatchEvents", DEBUG),
+    ("/hotcell.v1.Control/ReleaseWorker", ADMIN),
+    // Probes of whoever runs the host have no token.
+    ("/grpc.health.v1.Health/Check", Need::Nobody),
+    ("/grpc.health.v1.Health/Watch", Need::Nobody),
+    ("/grpc.health.v1.Health/List", Need::Nobody),
+    (
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        USE,
+    ),
+    (
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        USE,
+    ),
+];
+
+/// What the call of this path needs. One that is in no row is nobody's but an admin's.
+pub fn need(path: &str) -> Need {
+    let row = TABLE.iter().find(|(known, _)| *known == path);
+    row.map_or(ADMIN, |(_, need)| *need)
+}
+
+/// Roles and their calls, for `--help`.
+pub fn help() -> String {
+    let mut text = String::from("Roles of callers, and the calls that need them:\n");
+    let mut line = |name: &str, what: &str, need: Need| {
+        let rows = TABLE.iter().filter(|(_, of)| *of == need);
+        let mut services: Vec<(&str, Vec<&str>)> = Vec::new();
+        for (path, _) in rows {
+            let (service, method) = path[1..].split_once('/').unwrap_or((path, ""));
+            let service = service.strip_prefix("hotcell.v1.").unwrap_or(service);
+            match services.iter_mut().find(|(known, _)| *known == service) {
+                Some((_, methods)) => methods.push(method),
+                None => services.push((service, vec![method])),
+            }
+        }
+        let services: Vec<_> = services
+            .iter()
+            .map(|(service, methods)| format!("{service} {}", methods.join(", ")))
+            .collect();
+        text.push_str(&format!("  {name:<6} {what}: {}\n", services.join("; ")));
+    };
+    for (role, name, what) in Role::ALL {
+        line(name, what, Need::Role(*role));
+    }
+    line("none", "whoever is let in", Need::Nobody);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_admin_has_every_role_and_nobody_else_has_a_role_that_was_not_given() {
+        let some: Roles = "use+debug".parse().unwrap();
+        assert!(some.has(Role::Use) && some.has(Role::Debug));
+        assert!(!some.has(Role::Load) && !some.has(Role::Admin));
+        let admin: Roles = "admin".parse().unwrap();
+        assert!(Role::ALL.iter().all(|(role, ..)| admin.has(*role)));
+        assert!(!Roles::TOKENLESS.has(Role::Admin));
+        assert!("".parse::<Roles>().is_err() && "use+root".parse::<Roles>().is_err());
+        assert_eq!("load+use".parse::<Roles>().unwrap().to_string(), "use+load");
+    }
+
+    #[test]
+    fn a_call_in_no_row_is_an_admins() {
+        assert_eq!(need("/hotcell.v1.Control/Explode"), ADMIN);
+        assert_eq!(need("/hotcell.v1.Tokens/Generate"), USE);
+        assert_eq!(need(""), ADMIN);
+        let help = help();
+        assert!(help.contains("Control ReleaseWorker"), "{help}");
+    }
+}

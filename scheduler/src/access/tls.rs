@@ -1,0 +1,114 @@
+//! TLS of the TCP door: version 1.3, by rustls.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, PoisonError, RwLock},
+};
+
+use rustls::{
+    RootCertStore, ServerConfig,
+    crypto::{CryptoProvider, ring},
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    server::WebPkiClientVerifier,
+};
+use tokio_rustls::TlsAcceptor;
+
+use super::tokens::read_file;
+
+/// HTTP/2, which is all that is spoken here.
+const PROTOCOL: &[u8] = b"h2";
+
+/// Where certificates and key are, in PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The scheduler's certificate, and those between it and its authority.
+    pub cert: PathBuf,
+    /// Its key.
+    pub key: PathBuf,
+    /// The authority whose certificates clients have to show; none: they need none.
+    pub client_ca: Option<PathBuf>,
+}
+
+impl TlsFiles {
+    /// All of them.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let own = [self.cert.clone(), self.key.clone()];
+        own.into_iter().chain(self.client_ca.clone()).collect()
+    }
+}
+
+/// The TLS of a door, which may change while it is open.
+#[derive(Debug)]
+pub struct Tls {
+    /// Where it comes from.
+    pub files: TlsFiles,
+    config: RwLock<Arc<ServerConfig>>,
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+    let bytes = read_file(path)?;
+    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
+    let read = read.map_err(|e| format!("{}: {e}", path.display()))?;
+    match read.is_empty() {
+        true => Err(format!("{} holds no certificate in PEM", path.display())),
+        false => Ok(read),
+    }
+}
+
+fn config(files: &TlsFiles) -> Result<ServerConfig, String> {
+    let provider: Arc<CryptoProvider> = ring::default_provider().into();
+    let chain = certificates(&files.cert)?;
+    let key = PrivateKeyDer::from_pem_slice(&read_file(&files.key)?)
+        .map_err(|e| format!("{} holds no key in PEM: {e}", files.key.display()))?;
+    let begin = ServerConfig::builder_with_provider(Arc::clone(&provider))
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(|e| e.to_string())?;
+    let begin = match &files.client_ca {
+        None => begin.with_no_client_auth(),
+        Some(path) => {
+            let wrong = |e: String| format!("{}: {e}", path.display());
+            let mut roots = RootCertStore::empty();
+            for root in certificates(path)? {
+                roots.add(root).map_err(|e| wrong(e.to_string()))?;
+            }
+            let verifier = WebPkiClientVerifier::builder_with_provider(roots.into(), provider)
+                .build()
+                .map_err(|e| wrong(e.to_string()))?;
+            begin.with_client_cert_verifier(verifier)
+        }
+    };
+    let wrong = |e| {
+        let (cert, key) = (files.cert.display(), files.key.display());
+        format!("the certificate {cert} and the key {key} cannot be used: {e}")
+    };
+    let mut config = begin.with_single_cert(chain, key).map_err(wrong)?;
+    config.alpn_protocols = vec![PROTOCOL.to_vec()];
+    Ok(config)
+}
+
+impl Tls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// Words that name the one that is wrong.
+    pub fn read(files: TlsFiles) -> Result<Self, String> {
+        let config = RwLock::new(config(&files)?.into());
+        Ok(Self { files, config })
+    }
+
+    /// Reads them again, for connections that come from now on.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); nothing has changed then.
+    pub fn reread(&self) -> Result<(), String> {
+        let new = config(&self.files)?.into();
+        *self.config.write().unwrap_or_else(PoisonError::into_inner) = new;
+        Ok(())
+    }
+
+    /// What greets the next connection.
+    pub fn acceptor(&self) -> TlsAcceptor {
+        let config = self.config.read().unwrap_or_else(PoisonError::into_inner);
+        TlsAcceptor::from(Arc::clone(&config))
+    }
+}
