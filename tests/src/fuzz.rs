@@ -34,12 +34,16 @@ pub fn grown(seed: u64) -> Graph {
     grow::graph(&mut Choices::new(seed))
 }
 
-/// A grown graph and bytes for its inputs, at its greatest number of rows.
-pub fn program(seed: u64) -> (Graph, Vec<Vec<u8>>) {
+/// A grown graph and bytes for its inputs, at its greatest number of rows; none if its tensors have more than `most`
+/// elements together.
+pub fn program(seed: u64, most: u128) -> Option<(Graph, Vec<Vec<u8>>)> {
     let mut choices = Choices::new(seed);
     let graph = grow::graph(&mut choices);
+    if run::elements(&graph) > most {
+        return None;
+    }
     let inputs = run::operands(&graph, &mut choices);
-    (graph, inputs)
+    Some((graph, inputs))
 }
 
 /// Runs the graph that the case of a seed begins with, as it is.

@@ -181,7 +181,8 @@ fn bind(
     Ok(outputs)
 }
 
-fn elements(graph: &Graph) -> u128 {
+/// Elements of all inputs and results together, and rows.
+pub(super) fn elements(graph: &Graph) -> u128 {
     let of = |t: &TensorSpec| {
         let dims = t
             .shape
