@@ -26,7 +26,10 @@ fn house(serve: &str) -> TempDir {
 }
 
 fn house_probed(probed: &str, serve: &str) -> TempDir {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = tempfile::Builder::new()
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+        .tempdir()
+        .unwrap();
     let worker = dir.path().join("worker");
     let script = format!("#!/bin/sh\nif [ $1 = probe ]; then echo '{probed}'; exit; fi\n{serve}\n");
     fs::write(&worker, script).unwrap();

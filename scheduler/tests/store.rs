@@ -119,7 +119,10 @@ async fn models(connection: UnixStream) -> Vec<ModelInfo> {
 
 #[tokio::test]
 async fn sockets_and_models_are_there_again_after_a_kill() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::Builder::new()
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+        .tempdir()
+        .unwrap();
     let (at, socket) = (folder.path(), folder.path().join("s.sock"));
     let mut manager = Manager::bind(&at.join("notify"));
     let model = at.join("m");
@@ -162,7 +165,10 @@ async fn sockets_and_models_are_there_again_after_a_kill() {
 
 #[tokio::test]
 async fn what_is_no_state_is_not_believed() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::Builder::new()
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+        .tempdir()
+        .unwrap();
     let at = folder.path();
     let manager = Manager::bind(&at.join("notify"));
     let (noise, listener) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());

@@ -29,7 +29,10 @@ struct Service {
 
 impl Service {
     fn start(address: Option<&str>) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = tempfile::Builder::new()
+            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+            .tempdir()
+            .unwrap();
         let worker = folder.path().join("worker");
         let script = format!(
             "#!/bin/sh\nif [ $1 = probe ]; then echo '{PROBED}'; exit; fi\nexec sleep 100\n"

@@ -70,7 +70,7 @@ async fn measure(name: &str, path: &Path, times: u32, goal: Goal) -> Result<()> 
 
 async fn run() -> Result<()> {
     measure("kjv", &kjv(), 50, Goal::AtMost(5.0)).await?;
-    let folder = tempfile::TempDir::new()?;
+    let folder = hotcell_tests::cluster::private_folder()?;
     write(folder.path(), &Measures::GIB)?;
     measure("1gib", folder.path(), 5, Goal::None).await
 }

@@ -125,7 +125,7 @@ async fn all() -> Result<()> {
     let standby = small("recovery_standby", true, Goal::AtMost(50.0));
     measure("kjv", &kjv(), standby).await?;
 
-    let folder = tempfile::TempDir::new()?;
+    let folder = hotcell_tests::cluster::private_folder()?;
     let bytes = write(folder.path(), &Measures::GIB)?;
     println!("synthetic model: {bytes} bytes of weights");
     for (name, standby) in [("recovery_1gib", false), ("recovery_1gib_standby", true)] {

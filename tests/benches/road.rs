@@ -61,7 +61,7 @@ fn engine_speed() -> Result<()> {
 /// A step of a 15M-parameter model (6 layers, width 288: `stories15M`) whose kernels do nothing: what
 /// plan, barriers and wake-ups cost.
 fn empty_step() -> Result<()> {
-    let folder = tempfile::TempDir::new()?;
+    let folder = hotcell_tests::cluster::private_folder()?;
     let measures = Measures {
         context: 256,
         ..Measures::LLAMA_15M

@@ -1,7 +1,9 @@
 //! The one fixture: real processes of the real binaries, in a folder of their own.
 
 use std::{
+    fs::Permissions,
     io::{BufRead, BufReader},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
     sync::{Arc, Mutex, OnceLock},
@@ -24,6 +26,15 @@ pub fn kjv() -> PathBuf {
 /// A golden model's path.
 pub fn golden(name: &str) -> PathBuf {
     repository().join("tests/golden/models").join(name)
+}
+
+/// A new folder that is this user's alone, as a scheduler wants the one of its socket to be.
+///
+/// # Errors
+/// When none can be made.
+pub fn private_folder() -> std::io::Result<TempDir> {
+    let own = Permissions::from_mode(0o700);
+    tempfile::Builder::new().permissions(own).tempdir()
 }
 
 /// The root of the repository.
@@ -203,7 +214,7 @@ impl Cluster {
     /// # Errors
     /// When it does not.
     pub async fn start(arguments: &[&str]) -> Result<Self> {
-        let folder = TempDir::new()?;
+        let folder = private_folder()?;
         let socket = folder.path().join("hotcell.sock");
         let mut command = Command::new(binaries()?.join("hotcell-scheduler"));
         command.arg("--socket").arg(&socket).args(arguments);

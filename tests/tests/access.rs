@@ -407,7 +407,7 @@ async fn what_one_tenant_has_too_much_of_is_no_matter_to_another() {
     assert_eq!(error.get("quota"), Some("tensor sessions"), "{error}");
     let others = open(&bob_token, 0).await.unwrap();
     assert_eq!(sum(&others).await, [2.0, 4.0]);
-    drop(half);
+    drop((half, large));
     let start = Instant::now();
     let whole = loop {
         match open(&alice_token, 3 << 18).await {
@@ -702,7 +702,10 @@ async fn another_user_has_the_roles_it_was_given() {
     }
     // Where that user can run it.
     let program = folder.path().join("hotcell");
-    fs::copy(binaries().unwrap().join("hotcell"), &program).unwrap();
+    // By another process: one that is forked off here while the copy is written would keep it from being run.
+    let mut copy = Command::new("cp");
+    copy.arg(binaries().unwrap().join("hotcell")).arg(&program);
+    assert!(copy.status().unwrap().success());
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let run = |uid: u32, arguments: &[&str]| {
         let mut command = Command::new(&program);

@@ -302,7 +302,7 @@ async fn a_second_scheduler_on_one_socket_or_port_is_refused_and_a_stale_socket_
 
 #[tokio::test]
 async fn the_command_says_why_and_ends_with_the_documented_code() {
-    let folder = tempfile::TempDir::new().unwrap();
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
     let run = |arguments: &[&str]| {
         let output = hotcell(folder.path())
             .unwrap()

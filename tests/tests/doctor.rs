@@ -136,7 +136,7 @@ async fn workers_say_of_their_confinement_what_the_kernel_says_of_them() {
 
 #[test]
 fn the_doctor_needs_no_scheduler_that_runs() {
-    let folder = tempfile::TempDir::new().unwrap();
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
     let output = hotcell(folder.path())
         .unwrap()
         .arg("doctor")
@@ -203,7 +203,7 @@ fn words(output: &Output) -> String {
 
 #[test]
 fn a_layer_that_is_missing_is_told_and_a_reason_not_to_start_if_it_is_required() {
-    let folder = tempfile::TempDir::new().unwrap();
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
     let mut doctor = hotcell(folder.path()).unwrap();
     let output = without_landlock(doctor.args(["doctor", "--json"]))
         .output()
@@ -256,7 +256,7 @@ fn a_layer_that_is_missing_is_told_and_a_reason_not_to_start_if_it_is_required()
 
 #[tokio::test]
 async fn where_nothing_is_missing_a_required_confinement_serves() {
-    let folder = tempfile::TempDir::new().unwrap();
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
     let output = hotcell(folder.path())
         .unwrap()
         .args(["doctor", "--json"])

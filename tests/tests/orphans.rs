@@ -15,7 +15,6 @@ use hotcell_tests::{
     synthetic::{Measures, write},
 };
 use rustix::process::Signal;
-use tempfile::TempDir;
 
 /// Within this, no worker is left of a scheduler that was killed.
 const MERCY: Duration = Duration::from_secs(1);
@@ -115,7 +114,7 @@ async fn a_stopped_worker_ends_with_a_killed_scheduler() {
 
 #[tokio::test]
 async fn a_loading_worker_ends_with_a_killed_scheduler() {
-    let folder = TempDir::new().unwrap();
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
     let measures = Measures {
         hidden: 512,
         layers: 4,

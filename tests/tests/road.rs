@@ -514,7 +514,7 @@ async fn killing_the_scheduler_takes_its_workers_along_and_a_new_one_starts_over
 
 #[tokio::test]
 async fn a_worker_alone_serves_the_same_client() {
-    let folder = tempfile::TempDir::new().unwrap();
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
     let socket = folder.path().join("worker.sock");
     let mut command = std::process::Command::new(binaries().unwrap().join("hotcell-worker"));
     command

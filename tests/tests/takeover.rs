@@ -590,7 +590,7 @@ async fn what_is_no_state_is_not_believed() {
     let spawner = Spawner::start().unwrap();
     let program = binaries().unwrap().join("hotcell-scheduler");
     for (what, memory) in garbage() {
-        let folder = tempfile::TempDir::new().unwrap();
+        let folder = hotcell_tests::cluster::private_folder().unwrap();
         let socket = folder.path().join("s.sock");
         let mut command = spawn::Command::new(&program)
             .arg("--socket")
