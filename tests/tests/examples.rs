@@ -30,7 +30,7 @@ async fn the_examples_run_to_their_ends() {
     };
     // [[0, 1, 2], [3, 4, 5]] @ [[1, 0], [0, 1], [1, 1]] by hand.
     let said = run("remote_matmul");
-    let product = "[[2.0000, 3.0000],\n [8.0000, 9.0000]]";
+    let product = "[[ 2.0000,  3.0000],\n [ 8.0000,  9.0000]]";
     assert!(
         said.contains(product) && said.contains("sum of all: 22"),
         "{said}"

@@ -528,11 +528,11 @@ async fn tokens_go_before_tensors_and_both_go_on() {
     cluster.workers(all_have("kjv")).await.unwrap();
     let client = cluster.client().await.unwrap();
     let session = session(&cluster).await;
-    let x = session.full(1.0f32 / 512.0, &[512, 512]);
+    let x = session.full(1.0f32 / 1024.0, &[1024, 1024]);
     x.eval().await.unwrap();
     let product = || x.matmul(&x).sum(&[], false);
     let sum = product().item::<f32>().await.unwrap();
-    assert!((sum - 512.0).abs() < 0.01, "{sum}");
+    assert!((sum - 1024.0).abs() < 0.01, "{sum}");
     let queued: Vec<Tensor> = (0..CALLS).map(|_| product()).collect();
     for tensor in &queued {
         session
@@ -548,7 +548,7 @@ async fn tokens_go_before_tensors_and_both_go_on() {
     };
     let before = done().await;
     let options = GenerateOptions {
-        max_tokens: 100,
+        max_tokens: 60,
         ignore_eos: true,
         ..GenerateOptions::default()
     };
@@ -559,10 +559,11 @@ async fn tokens_go_before_tensors_and_both_go_on() {
             tokens += delta.token_ids.len();
         }
     }
-    assert_eq!(tokens, 100);
-    // Between two steps one product is computed. More of them fit only before the request came and after its end.
+    assert_eq!(tokens, 60);
+    // Between two steps one product is computed. More of them fit only before the request came and after its end, and all
+    // of them would take many times as long.
     let during = done().await - before;
-    assert!((20..=400).contains(&during), "{during} of {CALLS}");
+    assert!((20..=CALLS / 2).contains(&during), "{during} of {CALLS}");
     session.cancel().await.unwrap();
 }
 
