@@ -646,15 +646,13 @@ fn doors_that_would_stand_open_are_not_opened() {
     assert!(said.contains("/nowhere"), "{said}");
 }
 
-#[tokio::test]
-async fn a_missing_folder_is_made_for_this_user_alone() {
-    let folder = TempDir::new().unwrap();
-    let made = folder.path().join("a/b");
-    let socket = made.join("s");
+/// A scheduler that serves at this socket.
+async fn serving(folder: &TempDir, socket: &Path, arguments: &[&str]) -> Process {
     let mut command = Command::new(binaries().unwrap().join("hotcell-scheduler"));
     command
         .arg("--socket")
-        .arg(&socket)
+        .arg(socket)
+        .args(arguments)
         .env_clear()
         .env("XDG_CONFIG_HOME", folder.path());
     let scheduler = Process::start(&mut command).unwrap();
@@ -664,6 +662,15 @@ async fn a_missing_folder_is_made_for_this_user_alone() {
         assert!(start.elapsed() < SOON, "{}", scheduler.log());
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
+    scheduler
+}
+
+#[tokio::test]
+async fn a_missing_folder_is_made_for_this_user_alone() {
+    let folder = TempDir::new().unwrap();
+    let made = folder.path().join("a/b");
+    let socket = made.join("s");
+    let _scheduler = serving(&folder, &socket, &[]).await;
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&made), 0o700);
     assert_eq!(mode(&socket), 0o600);
@@ -680,20 +687,7 @@ async fn another_user_has_the_roles_it_was_given() {
     }
     let socket = open.join("s");
     let arguments = ["--allow-uid", "65533,65532:use+debug", "--devices", "cpu:1"];
-    let mut command = Command::new(binaries().unwrap().join("hotcell-scheduler"));
-    command
-        .arg("--socket")
-        .arg(&socket)
-        .args(arguments)
-        .env_clear()
-        .env("XDG_CONFIG_HOME", folder.path());
-    let scheduler = Process::start(&mut command).unwrap();
-    let address: Address = format!("unix:{}", socket.display()).parse().unwrap();
-    let start = Instant::now();
-    while Client::connect(&address).await.is_err() {
-        assert!(start.elapsed() < SOON, "{}", scheduler.log());
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+    let _scheduler = serving(&folder, &socket, &arguments).await;
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&socket), 0o666);
     assert_eq!(mode(&open.join("s.fd")), 0o600);
