@@ -21,7 +21,7 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{Fleet, Link, LoadFailure};
+use super::{Fleet, Link, LoadFailure, catalog::Model};
 use crate::{
     packed::{Draft, Set},
     vault::OpenModel,
@@ -62,6 +62,17 @@ enum Unmade {
 
 fn failed(why: impl ToString) -> Unmade {
     Unmade::Failed(why.to_string())
+}
+
+/// The open files of a model that is wanted, and how the worker that loaded it would have them packed.
+fn packable<'a>(
+    models: &'a BTreeMap<ModelName, Model>,
+    name: &ModelName,
+    loaded: &Loaded,
+) -> Option<(&'a Arc<OpenModel>, Layout)> {
+    let model = models.get(name).filter(|model| model.is_wanted())?;
+    let layout = Layout::new(loaded.packing.as_str()).ok()?;
+    Some((model.files.as_ref()?, layout))
 }
 
 impl Fleet {
@@ -107,11 +118,7 @@ impl Fleet {
                 continue;
             };
             for (name, loaded) in &slot.models {
-                let model = table.models.get(name).filter(|m| m.is_wanted());
-                let (Some(files), Ok(layout)) = (
-                    model.and_then(|m| m.files.as_ref()),
-                    Layout::new(loaded.packing.as_str()),
-                ) else {
+                let Some((files, layout)) = packable(&table.models, name, loaded) else {
                     continue;
                 };
                 if loaded.packed {
@@ -143,11 +150,7 @@ impl Fleet {
         for slot in slots {
             let Some(link) = slot.serving() else { continue };
             for (name, loaded) in &slot.models {
-                let model = table.models.get(name).filter(|m| m.is_wanted());
-                let (Some(files), Ok(layout)) = (
-                    model.and_then(|m| m.files.as_ref()),
-                    Layout::new(loaded.packing.as_str()),
-                ) else {
+                let Some((files, layout)) = packable(&table.models, name, loaded) else {
                     continue;
                 };
                 if !loaded.packing_files.is_empty() && files.copies().is_wanted(&layout) {
