@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
 use hotcell_ipc::transport::{Windows, channel_over};
 use hotcell_proto::v1::TokenizeRequest;
@@ -199,6 +200,8 @@ fn tokio_accepts_only_in_listening_mode() {
 }
 
 fn echo(stream: &mut UnixStream) -> std::io::Result<()> {
+    // Nobody answers where the process failed, and its listener is still ours.
+    stream.set_read_timeout(Some(Duration::from_secs(30)))?;
     let mut back = vec![0; ECHO.len()];
     for _ in 0..3 {
         stream.write_all(ECHO)?;
