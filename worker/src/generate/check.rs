@@ -3,7 +3,8 @@
 //!
 //! The input depends on the model's sizes only, and nothing that a row computes depends on other rows, so that the
 //! answer is the same whenever it is asked for. It lies in cache blocks of its own and goes through the same plans as
-//! requests do: a chunk of a prompt first, then single rows.
+//! requests do: two chunks of a prompt, then single rows. The first chunk is as small as reads every weight in little more
+//! time than one row would: it is all that a worker computes before it serves.
 
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::{error::Error, limits};
@@ -13,8 +14,8 @@ use tokio::sync::oneshot;
 use super::cache::Chain;
 use crate::model::run::{Row, RunShape, Runner};
 
-/// Tokens of the chunk that is computed first; a context that is shorter cuts it.
-const PROMPT: usize = 24;
+/// Tokens of the chunks that are computed first; a context that is shorter cuts them.
+const PROMPT: [usize; 2] = [4, 20];
 
 /// What came out of one step.
 pub type Hash = [u8; 32];
@@ -24,13 +25,16 @@ pub type Reply = oneshot::Sender<Result<Vec<Hash>, Error>>;
 
 /// How many rows each step computes, for a context of so many positions: the prompt first, and then one at a time.
 fn steps(context: usize, wanted: u32) -> Vec<usize> {
-    let singles = (limits::MAX_CHECK_STEPS as usize).min(context).max(1) - 1;
-    let prompt = PROMPT.min(context - singles.min(context)).max(1);
-    let wanted = (wanted as usize).max(1);
-    std::iter::once(prompt)
-        .chain(std::iter::repeat_n(1, singles))
-        .take(wanted)
-        .collect()
+    let all = (limits::MAX_CHECK_STEPS as usize).min(context).max(1);
+    let mut steps = vec![1; all];
+    let mut room = context.saturating_sub(all);
+    for (step, rows) in steps.iter_mut().zip(PROMPT) {
+        let more = (rows - 1).min(room);
+        *step += more;
+        room -= more;
+    }
+    steps.truncate((wanted as usize).max(1));
+    steps
 }
 
 /// A check that is being computed.
@@ -131,7 +135,7 @@ mod tests {
             assert_eq!(steps(context, 1), whole[..1]);
             assert_eq!(steps(context, u32::MAX), whole);
         }
-        assert_eq!(steps(1000, limits::MAX_CHECK_STEPS), [24, 1, 1, 1, 1]);
+        assert_eq!(steps(1000, limits::MAX_CHECK_STEPS), [4, 20, 1, 1, 1]);
     }
 
     #[test]
