@@ -27,13 +27,21 @@ fn main() -> Result<(), Box<dyn Error>> {
         ".hotcell.v1.Operand.data",
         ".hotcell.v1.Output.data",
     ];
-    // A crash report is a JSON file, too.
+    // A crash report is a JSON file, too, and an inspection is printed as one.
     let told = [
         "CrashReport",
         "BlackBox",
         "RunningRequest",
         "SignalSite",
         "AffectedRequest",
+        "Inspection",
+        "InspectedFile",
+        "Finding",
+        "Inspected",
+        "MetadataEntry",
+        "TensorType",
+        "ChatTemplateReport",
+        "ModelSummary",
     ];
     let build = bulk
         .into_iter()

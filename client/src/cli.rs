@@ -11,6 +11,7 @@ mod embed;
 mod exit;
 mod flags;
 mod generate;
+mod inspect;
 mod interrupt;
 mod json;
 mod operate;
@@ -40,6 +41,7 @@ pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
 pub use flags::{ModelRef, PromptFlags, SamplingFlags};
 pub use generate::{GenerateFlags, RunFlags};
+pub use inspect::InspectFlags;
 pub use interrupt::{Interrupt, Trigger};
 pub use operate::{
     CompletionsFlags, DetokenizeFlags, LoadFlags, ReleaseFlags, ServeFlags, TokenizeFlags,
@@ -230,6 +232,17 @@ Examples:
 
 A bare word is a name; a path begins with / or ./, ends in .gguf, or holds a / and exists.")]
     Load(LoadFlags),
+    /// Look into a model that nobody knows, and say whether it can be trusted to load
+    ///
+    /// A confined worker of its own reads it, loads it and computes a token, and is thrown away; nothing of it runs
+    /// elsewhere. Uses the scheduler that runs already, else a private one, as `hotcell run` does. Exit codes: 0 fine,
+    /// 11 suspicious, 6 refused or the worker died of it.
+    #[command(after_help = "\
+Examples:
+  hotcell inspect ./download.gguf
+  hotcell inspect ./some-model --json | jq '.verdict, .findings'
+  hotcell inspect kjv                   a configured model, by name")]
+    Inspect(InspectFlags),
     /// Take a model from the workers
     #[command(after_help = "Example:\n  hotcell unload small")]
     Unload(UnloadFlags),
@@ -392,6 +405,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Bench(flags) => bench::bench(ui, global, flags, bundled, stop).await,
         Command::Serve(flags) => Err(operate::serve(global, flags, bundled)),
         Command::Load(flags) => operate::load(ui, global, flags, stop).await,
+        Command::Inspect(flags) => inspect::inspect(ui, global, flags, bundled, stop).await,
         Command::Unload(flags) => operate::unload(ui, global, flags).await,
         Command::Release(flags) => operate::release(ui, global, flags).await,
         Command::Ps => operate::workers(ui, global).await,

@@ -145,6 +145,20 @@ impl Client {
         Err(unfinished_load(self.peer()))
     }
 
+    /// Has the scheduler look into a model in a throw-away worker: a folder or `.gguf` file as the scheduler sees it, or,
+    /// with an empty `path`, the configured model of this name. That it is no model, or kills its worker, is a verdict.
+    ///
+    /// # Errors
+    /// The server's, [`Reason::FileNotFound`] and [`Reason::ModelNotFound`] among them.
+    pub async fn inspect(&self, name: &str, path: &str) -> Result<v1::Inspection, Error> {
+        let request = v1::InspectModelRequest {
+            path: path.to_owned(),
+            name: name.to_owned(),
+        };
+        let response = self.control_client().inspect_model(request).await;
+        self.scheduler_answer(response, "looks into no models")
+    }
+
     /// Takes a model from the workers. Its name stays usable if it is configured.
     ///
     /// # Errors

@@ -724,3 +724,40 @@ async fn ctrl_c_cancels_all_continuations() {
     assert_eq!(outcome.exit, Exit::Interrupted);
     assert!(fake.cancelled(3).await);
 }
+
+#[tokio::test]
+async fn inspect_tells_all_and_ends_with_its_verdict() {
+    let running = fake::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    for (name, exit, words) in [
+        ("fine.gguf", Exit::Success, "verdict    fine"),
+        (
+            "odd.gguf",
+            Exit::Suspicious,
+            "finding    trailing_bytes: 9000 bytes",
+        ),
+        (
+            "broken.gguf",
+            Exit::ModelUnusable,
+            "refused    MODEL_CORRUPT",
+        ),
+        (
+            "deadly.gguf",
+            Exit::ModelUnusable,
+            "died       killed by SIGSEGV",
+        ),
+    ] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, "").unwrap();
+        let path = path.to_str().unwrap();
+        let said = hotcell(&running, &["inspect", path]).await;
+        assert_eq!(said.exit, exit, "{}{}", said.out, said.err);
+        assert!(said.out.contains(words), "{words} is not in {}", said.out);
+        assert!(said.out.contains("sha256 00ff") && !said.out.contains('\x1b'));
+        let said = hotcell(&running, &["inspect", path, "--json"]).await;
+        let lines = said.lines();
+        assert_eq!(lines[0]["files"][0]["bytes"], 1 << 20);
+        assert_eq!(said.exit, exit);
+        assert_eq!(lines.len(), 1 + usize::from(exit != Exit::Success));
+    }
+}

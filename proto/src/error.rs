@@ -78,6 +78,8 @@ reasons! {
     ModelUnsupported "MODEL_UNSUPPORTED" FailedPrecondition;
     /// The model's bytes contradict themselves.
     ModelCorrupt "MODEL_CORRUPT" FailedPrecondition;
+    /// The scheduler's policy for models does not allow it.
+    ModelNotAllowed "MODEL_NOT_ALLOWED" PermissionDenied;
     /// The model's file changed after it was handed out.
     ModelChanged "MODEL_CHANGED" FailedPrecondition;
     /// The model does not fit into memory.

@@ -135,6 +135,28 @@ pub const MAX_ELEMENTS: u64 = 1 << 40;
 pub const MAX_CONTINUATIONS: u32 = 8;
 /// Throw-away workers at once, each of which runs one suspected request alone.
 pub const MAX_SOLO_WORKERS: usize = 4;
+/// Workers at once that look into models.
+pub const MAX_INSPECTIONS: usize = 2;
+/// Metadata entries of a model that an inspection tells.
+pub const MAX_INSPECTED_ENTRIES: usize = 256;
+/// Bytes of the beginning of each one's value.
+pub const MAX_INSPECTED_VALUE: usize = 200;
+/// Odd things that an inspection tells.
+pub const MAX_FINDINGS: usize = 64;
+/// Untrusted models that are loaded at once, each on a worker of its own.
+pub const MAX_GUESTS: usize = 8;
+/// Bytes of the file that says which models may be loaded.
+pub const MAX_POLICY_BYTES: usize = 16 << 20;
+/// Verdicts on models that a scheduler remembers.
+pub const KEPT_VERDICTS: usize = 1024;
+/// Bytes of one line of the audit log.
+pub const MAX_AUDIT_LINE: usize = 4096;
+/// Bytes of the audit log after which another file is begun.
+pub const MAX_AUDIT_BYTES: u64 = 16 << 20;
+/// Earlier files of the audit log that are kept.
+pub const KEPT_AUDIT_FILES: u32 = 4;
+/// Lines that wait to be written into the audit log; what comes meanwhile is counted instead.
+pub const AUDIT_BUFFER: usize = 1024;
 /// Characters of the name of a layout in which weights are packed.
 pub const MAX_LAYOUT: usize = 32;
 /// Bytes of one piece of packed weights, on its way from the worker that packs to the scheduler.

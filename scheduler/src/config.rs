@@ -10,6 +10,7 @@ use std::{
     net::SocketAddr,
     os::fd::RawFd,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
@@ -23,6 +24,7 @@ use crate::{
     exit::{Exit, Failure},
     hang::Patience,
     known::{self, Pace},
+    policy::ModelPolicy,
     supervisor::Policy,
     suspicion,
 };
@@ -80,6 +82,12 @@ settings! {
     /// Folders that links inside a model's folder may lead into, such as a Hugging Face cache
     #[arg(value_name = "PATH", value_delimiter = ',')]
     model_roots: Vec<PathBuf> = "HOTCELL_MODEL_ROOTS";
+    /// TOML file that says which models may be loaded, and which of them are trusted to share a worker [default: every local file is]
+    #[arg(value_name = "PATH")]
+    models_config: PathBuf = "HOTCELL_MODELS_CONFIG";
+    /// File for a JSON line about each load, verdict and death, and who asked [default: none]
+    #[arg(value_name = "PATH")]
+    audit_log: PathBuf = "HOTCELL_AUDIT_LOG";
     /// Model that requests without a name go to [default: the only one]
     #[arg(value_name = "NAME")]
     default_model: String = "HOTCELL_DEFAULT_MODEL";
@@ -261,6 +269,12 @@ pub struct Config {
     pub bundled: Vec<BundledFiles>,
     /// Folders that links may lead into.
     pub model_roots: Vec<PathBuf>,
+    /// Where it is said which models may be loaded.
+    pub models_config: Option<PathBuf>,
+    /// The same, read.
+    pub model_policy: Arc<ModelPolicy>,
+    /// Where loads, verdicts and deaths are noted.
+    pub audit_log: Option<PathBuf>,
     /// For requests without a model's name.
     pub default_model: Option<ModelName>,
     /// What workers are started with.
@@ -405,7 +419,18 @@ impl Config {
     /// [`Exit::Usage`] for a file that cannot be read or a value that makes no sense.
     pub fn load(cli: Cli, around: &Surroundings) -> Result<Config, Failure> {
         let file = read_file(&cli, around)?;
-        Config::resolve(cli, file, around)
+        let mut config = Config::resolve(cli, file, around)?;
+        if let Some(path) = &config.models_config {
+            let policy = ModelPolicy::load(path).map_err(usage)?;
+            for (name, path) in &policy.models {
+                if config.models.iter().any(|(known, _)| known == name) {
+                    return Err(usage(format!("models: {name} is in both config files")));
+                }
+                config.models.push((name.clone(), path.clone()));
+            }
+            config.model_policy = Arc::new(policy);
+        }
+        Ok(config)
     }
 
     /// Puts `cli` over `file` over the defaults.
@@ -479,6 +504,9 @@ impl Config {
             models,
             bundled: cli.bundled,
             model_roots: s.model_roots.unwrap_or_default(),
+            models_config: s.models_config.filter(|_| !private),
+            model_policy: Arc::default(),
+            audit_log: s.audit_log.filter(|_| !private),
             default_model,
             worker: WorkerConfig {
                 binary,

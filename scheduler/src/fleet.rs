@@ -10,7 +10,10 @@ mod caches;
 mod catalog;
 mod changes;
 mod examine;
+mod gate;
+mod guests;
 mod handover;
+mod inspect;
 mod keeper;
 mod launch;
 mod link;
@@ -23,6 +26,7 @@ mod signs;
 mod slot;
 mod solo;
 mod standby;
+mod tensors;
 mod ticket;
 
 use std::{
@@ -51,7 +55,8 @@ pub use catalog::Model;
 pub use changes::Changes;
 pub use handover::Joined;
 pub use launch::{
-    Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor, Wire,
+    Allowance, Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor,
+    Wire,
 };
 pub use link::{Condemnation, Fate, Link, Sockets, TOKENS_WINDOWS, is_broken, words};
 pub use loading::LoadFailure;
@@ -59,16 +64,17 @@ pub use models::ProgressSender;
 pub use solo::Lost;
 
 use crate::{
+    audit::Audit,
     config::Timeouts,
     crash::Crashes,
     death::Death,
-    discover::clip,
     events::{About, Events},
     hang::Patience,
     journal::Bounds,
     known::Book,
     packed::Packs,
     placement::{self, Candidate, Estimate, NoPlace, Wish},
+    policy::ModelPolicy,
     prefixes::{Prefixes, Prints},
     supervisor::{Phase, Policy, State},
     suspicion::{self, Explained},
@@ -77,6 +83,7 @@ use crate::{
 };
 use aside::Asides;
 use changes::Teller;
+use gate::Gate;
 use slot::{Load, Slot};
 use solo::Leash;
 use standby::Standbys;
@@ -109,6 +116,10 @@ pub struct Parts {
     pub packs: Packs,
     /// Folders that links may lead into.
     pub model_roots: Vec<std::path::PathBuf>,
+    /// Which models may be loaded, and how.
+    pub model_policy: Arc<ModelPolicy>,
+    /// Where loads, verdicts and deaths are noted.
+    pub audit: Audit,
     /// For requests without a model's name.
     pub default_model: Option<ModelName>,
 }
@@ -142,6 +153,10 @@ pub struct Fleet {
     /// Places for throw-away workers, and how many there have been.
     solos: Arc<Semaphore>,
     solos_made: AtomicU64,
+    /// Workers of untrusted models that there have been.
+    guests_made: AtomicU64,
+    /// What models pass before they are loaded.
+    gate: Gate,
     patience: Patience,
     /// What is known about workers that died.
     pub crashes: Crashes,
@@ -224,6 +239,8 @@ impl Fleet {
             standbys: parts.standby.then(Standbys::default),
             solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS)),
             solos_made: AtomicU64::new(0),
+            guests_made: AtomicU64::new(0),
+            gate: Gate::new(parts.model_policy, parts.audit),
             patience: parts.patience,
             crashes: parts.crashes,
             timeouts: parts.timeouts,
@@ -298,39 +315,6 @@ impl Fleet {
         let mut all: Vec<_> = own.chain(self.asides.infos()).collect();
         all.sort_by(|a, b| a.id.cmp(&b.id));
         all
-    }
-
-    /// A ready worker for a tensor session: the named one, one on the named device, else the one with the least to do.
-    ///
-    /// # Errors
-    /// [`Reason::NoWorker`] naming what is missing.
-    pub fn for_tensors(
-        &self,
-        worker: Option<&str>,
-        device: Option<&str>,
-    ) -> Result<Arc<Link>, Error> {
-        let table = self.table();
-        let fits = |(id, slot): &(&String, &Slot)| {
-            worker.is_none_or(|w| w == id.as_str()) && device.is_none_or(|d| d == slot.device.id)
-        };
-        let known: Vec<_> = table.workers.iter().filter(fits).collect();
-        let ready = known.iter().filter_map(|(_, slot)| {
-            let link = slot.serving()?;
-            Some((slot.load.outstanding.load(Ordering::Relaxed), link))
-        });
-        if let Some((_, link)) = ready.min_by_key(|(load, link)| (*load, link.worker.clone())) {
-            return Ok(Arc::clone(link));
-        }
-        let which = match (worker, device) {
-            (Some(w), _) => format!("worker {}", clip(w)),
-            (None, Some(d)) => format!("a worker on device {}", clip(d)),
-            (None, None) => "a worker".to_owned(),
-        };
-        let what = match known.is_empty() {
-            true => format!("there is no such thing as {which}; `hotcell ps` lists the workers"),
-            false => format!("{which} is not ready; `hotcell ps` shows why"),
-        };
-        Err(Error::new(Reason::NoWorker, what))
     }
 
     /// The bounds of a model's requests, once a worker has it.
@@ -449,10 +433,10 @@ impl Fleet {
             Ok(chosen) => chosen,
             Err(NoPlace::AllFull) => return Ok(Err(Wait::Full)),
             Err(NoPlace::NoneReady) => {
-                let coming = |s: &Slot| s.may_get(model);
+                let coming = |s: &Slot| table.may_get(s, model);
                 let any = table.workers.values().any(coming);
                 // One that stops giving signs of life is killed, and is absent then.
-                let near = |s: &Slot| s.may_get(model) && s.progresses;
+                let near = |s: &Slot| table.may_get(s, model) && s.progresses;
                 return match (loading || table.workers.values().any(near), any) {
                     (true, _) if table.workers.values().any(|s| s.hopeful) => Ok(Err(Wait::Coming)),
                     (false, true) => Ok(Err(Wait::Absent)),
@@ -568,7 +552,11 @@ impl Fleet {
         if !table.workers.get(&link.worker).is_some_and(alive) {
             return Offer::TooLate;
         }
-        let (missing, unwanted) = table.difference(loaded);
+        let guest = table
+            .workers
+            .get(&link.worker)
+            .and_then(|s| s.guest.clone());
+        let (missing, unwanted) = table.difference(guest.as_ref(), loaded);
         if !missing.is_empty() || !unwanted.is_empty() {
             return Offer::Change { missing, unwanted };
         }

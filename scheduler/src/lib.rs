@@ -5,9 +5,11 @@
 
 pub mod access;
 pub mod admission;
+pub mod audit;
 pub mod config;
 pub mod crash;
 pub mod death;
+pub mod digest;
 pub mod discover;
 pub mod events;
 pub mod exit;
@@ -20,6 +22,7 @@ pub mod manager;
 pub mod onward;
 pub mod packed;
 pub mod placement;
+pub mod policy;
 pub mod prefixes;
 pub mod relay;
 pub mod run;

@@ -41,6 +41,8 @@ pub struct Key {
     pub file: FileIdentity,
     /// How its weights are arranged.
     pub layout: Layout,
+    /// Unless its model is trusted, the model's number: nobody else's copy, and a copy for nobody else.
+    pub alone: u64,
 }
 
 /// A complete copy, which nobody can write.
@@ -209,8 +211,8 @@ impl Packs {
     }
 
     /// Whether a copy of such a file lies in memory.
-    fn in_memory(file: &FileIdentity, is_inherited: bool) -> bool {
-        is_inherited || file.len <= SMALL
+    fn in_memory(key: &Key, is_inherited: bool) -> bool {
+        is_inherited || key.alone != 0 || key.file.len <= SMALL
     }
 
     /// A copy that there is already. Asks the disk.
@@ -222,7 +224,7 @@ impl Packs {
         if let Some(copy) = held.filter(|copy| copy.is_unchanged()) {
             return Some(copy);
         }
-        if Self::in_memory(&key.file, is_inherited) {
+        if Self::in_memory(key, is_inherited) {
             return None;
         }
         let cache = self.cache().ok()?;
@@ -242,7 +244,7 @@ impl Packs {
     /// In words, why there is none.
     pub fn begin(&self, key: &Key, is_inherited: bool) -> Result<Draft, String> {
         let bytes = key.file.len;
-        let place = if Self::in_memory(&key.file, is_inherited) {
+        let place = if Self::in_memory(key, is_inherited) {
             if oom::room().is_some_and(|room| room / 2 < bytes) {
                 return Err(format!(
                     "{bytes} bytes are more than half of the free memory"
@@ -301,6 +303,7 @@ mod tests {
                 ctime_ns: 4,
             },
             layout: Layout::new("panel16-1").unwrap(),
+            alone: 0,
         }
     }
 

@@ -13,6 +13,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::{
     access::Access,
+    audit::Audit,
     config::Config,
     crash::Crashes,
     discover,
@@ -117,6 +118,13 @@ pub async fn run(
             Takeover::new(spawner.clone(), choice, shared)
         }
     };
+    let audit = match &config.audit_log {
+        Some(path) => Audit::open(path).map_err(|e| {
+            let what = format!("the audit log {} cannot be opened: {e}", path.display());
+            Failure::new(Exit::Usage, what)
+        })?,
+        None => Audit::default(),
+    };
     let groups = control_groups(config.control_group.as_deref())?;
     let processes = Processes::new(spawner, config.worker.clone()).grouped(groups);
     let processes = Arc::new(processes);
@@ -133,6 +141,8 @@ pub async fn run(
             None => Packs::off(),
         },
         model_roots: config.model_roots.clone(),
+        model_policy: Arc::clone(&config.model_policy),
+        audit,
         default_model: config.default_model.clone(),
     });
     for (name, files) in inherited.bundled {
@@ -142,11 +152,18 @@ pub async fn run(
     if let Some(left) = &mut left {
         left.give_models(&fleet, &config.models);
     }
+    let policy = &config.model_policy;
+    let mut expected = Vec::new();
     for (name, path) in &config.models {
         if fleet.knows(name) {
             continue;
         }
-        let files = vault::open(path, &config.model_roots);
+        if policy.is_given() {
+            fleet.announce(name.clone(), path.clone());
+            expected.push(name.clone());
+            continue;
+        }
+        let files = vault::open(path, &config.model_roots, policy);
         fleet.configure(name.clone(), Source::Path(path.clone()), files);
     }
     let heirs = left.as_mut().map(|left| left.workers(&processes));
@@ -156,6 +173,7 @@ pub async fn run(
         .map(|heir| (heir.id.clone(), heir.past.epoch))
         .collect();
     fleet.start_with(devices, heirs);
+    fleet.load_expected(expected);
     fleet.keep_packed();
     if let Some(pace) = config.checks {
         fleet.check_every(pace);

@@ -17,7 +17,7 @@ use hotcell_proto::{
 };
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, metadata::MetadataMap, service::Routes};
+use tonic::{Request, metadata::MetadataMap, service::Routes, transport::server::UdsConnectInfo};
 use tonic_health::{ServingStatus, server::HealthReporter};
 
 pub use doors::{Doors, Ended, serve};
@@ -26,6 +26,7 @@ pub use tensors::Passed;
 use crate::{
     access::{Access, Caller},
     admission::Admission,
+    audit::Who,
     fleet::Fleet,
     stream::Room,
     streams::Streams,
@@ -161,6 +162,19 @@ fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
 /// Whether a request came over TCP, perhaps from another host.
 fn is_remote<T>(request: &Request<T>) -> bool {
     Caller::of(request.extensions()).remote || request.remote_addr().is_some()
+}
+
+/// Who a request came from, as far as its connection tells.
+fn who<T>(request: &Request<T>) -> Who {
+    let local = request.extensions().get::<UdsConnectInfo>();
+    let peer = local.and_then(|local| local.peer_cred);
+    Who {
+        name: Caller::of(request.extensions()).name.to_string(),
+        uid: peer.map(|peer| peer.uid()),
+        pid: peer.and_then(|peer| peer.pid()),
+        address: request.remote_addr().map(|address| address.to_string()),
+        ..Who::default()
+    }
 }
 
 /// Runs a call within its deadline.

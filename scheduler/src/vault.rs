@@ -8,12 +8,15 @@ use std::{
     fs, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use hotcell_ipc::{
     memory::{FileIdentity, is_immutable},
-    takeover,
+    oom, takeover,
 };
 use hotcell_proto::{
     error::{Error, Reason},
@@ -23,7 +26,11 @@ use hotcell_proto::{
 };
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 
-use crate::packed::{Copies, Copy, Key};
+use crate::{
+    digest,
+    packed::{Copies, Copy, Key},
+    policy::ModelPolicy,
+};
 
 /// Where a model's bytes come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,7 +66,16 @@ pub struct OpenModel {
     files: Vec<HeldFile>,
     /// Whether the files came as descriptors: nobody finds them again by a path.
     inherited: bool,
+    /// Unless it is trusted, a number that no other model has.
+    alone: u64,
     copies: Copies,
+}
+
+/// Numbers untrusted models, from 1.
+static ALONE: AtomicU64 = AtomicU64::new(1);
+
+fn alone() -> u64 {
+    ALONE.fetch_add(1, Ordering::Relaxed)
 }
 
 impl OpenModel {
@@ -79,6 +95,12 @@ impl OpenModel {
         self.files.iter().map(handle).collect()
     }
 
+    /// The files' names, sizes and descriptors, in their order.
+    pub fn each(&self) -> impl Iterator<Item = (&str, u64, BorrowedFd<'_>)> {
+        let files = self.files.iter();
+        files.map(|f| (f.name.as_str(), f.identity.len, f.fd.as_fd()))
+    }
+
     /// The same files once more, and their packed copies.
     ///
     /// # Errors
@@ -88,6 +110,11 @@ impl OpenModel {
         let copies = self.copies.held();
         let copies = copies.iter().map(|(_, _, copy, _)| copy.share());
         files.chain(copies).collect()
+    }
+
+    /// The number of an untrusted model, which may share nothing with any other; none if it is trusted.
+    pub fn alone(&self) -> Option<u64> {
+        (self.alone != 0).then_some(self.alone)
     }
 
     /// Its packed copies.
@@ -101,6 +128,7 @@ impl OpenModel {
         Some(Key {
             file: file.identity,
             layout: layout.clone(),
+            alone: self.alone,
         })
     }
 
@@ -132,14 +160,7 @@ impl OpenModel {
     pub fn check(&self) -> Result<(), Error> {
         for file in self.files.iter().filter(|f| !f.sealed) {
             if !FileIdentity::of(&file.fd).is_ok_and(|now| now == file.identity) {
-                return Err(Error::new(
-                    Reason::ModelChanged,
-                    format!(
-                        "the model's file {} changed after it was opened; unload the model and load it again",
-                        file.name
-                    ),
-                )
-                .with("file", &file.name));
+                return Err(changed(&file.name));
             }
         }
         Ok(())
@@ -153,6 +174,13 @@ impl OpenModel {
         self.check()?;
         Ok(self.files.iter().map(|f| f.fd.as_fd()).collect())
     }
+}
+
+fn changed(file: &str) -> Error {
+    let what = format!(
+        "the model's file {file} changed after it was opened; unload the model and load it again"
+    );
+    Error::new(Reason::ModelChanged, what).with("file", file)
 }
 
 fn not_found(path: &Path, error: &io::Error) -> Error {
@@ -212,12 +240,13 @@ fn extension(path: &Path) -> Option<&str> {
     path.extension().and_then(|e| e.to_str())
 }
 
-/// Opens the model at `path`. Links are followed if they end inside the model's own folder or one of `roots`.
+/// Opens the model at `path`. Links are followed if they end inside the model's own folder, one of `roots`, or one of the
+/// policy's. If the policy does not trust it, it is copied into sealed memory as far as the policy says.
 ///
 /// # Errors
-/// [`Reason::FileNotFound`], [`Reason::NotAModel`], [`Reason::LimitExceeded`] or
+/// [`Reason::FileNotFound`], [`Reason::NotAModel`], [`Reason::LimitExceeded`], [`Reason::ModelNotAllowed`] or
 /// [`Reason::InvalidArgument`] (a link that leads outside), each naming the path and the way out.
-pub fn open(path: &Path, roots: &[PathBuf]) -> Result<OpenModel, Error> {
+pub fn open(path: &Path, roots: &[PathBuf], policy: &ModelPolicy) -> Result<OpenModel, Error> {
     let real = fs::canonicalize(path).map_err(|e| not_found(path, &e))?;
     let data = fs::metadata(&real).map_err(|e| not_found(path, &e))?;
     let (home, entries) = if data.is_dir() {
@@ -234,8 +263,10 @@ pub fn open(path: &Path, roots: &[PathBuf]) -> Result<OpenModel, Error> {
     allowed.extend(roots.iter().filter_map(|r| fs::canonicalize(r).ok()));
 
     let mut files = Vec::new();
+    let mut trusted = true;
     for entry in entries {
-        if let Some(file) = open_entry(&entry, &allowed)? {
+        if let Some((file, beneath)) = open_entry(&entry, &allowed, policy)? {
+            trusted &= beneath || !policy.is_given();
             files.push(file);
         }
     }
@@ -250,11 +281,49 @@ pub fn open(path: &Path, roots: &[PathBuf]) -> Result<OpenModel, Error> {
             file.name = name.to_owned();
         }
     }
-    Ok(OpenModel {
+    let sizes = files.iter().map(|f| (f.name.as_str(), f.identity.len));
+    policy.check(sizes, trusted)?;
+    let mut model = OpenModel {
         files,
         inherited: false,
+        alone: if trusted { 0 } else { alone() },
         copies: Copies::default(),
-    })
+    };
+    if !trusted {
+        model.seal(policy.sealed_bytes)?;
+    }
+    Ok(model)
+}
+
+impl OpenModel {
+    /// Copies all files into memory that nobody can change, if they have no more than so many bytes and half of the free
+    /// memory holds them.
+    fn seal(&mut self, most: u64) -> Result<(), Error> {
+        let bytes = self.bytes();
+        if bytes > most || oom::room().is_some_and(|room| room / 2 < bytes) {
+            tracing::warn!(
+                bytes,
+                "an untrusted model is mapped as it is: no sealed copy of it fits"
+            );
+            return Ok(());
+        }
+        for file in &mut self.files {
+            let copy = digest::sealed_copy(file.fd.as_fd(), file.identity.len);
+            let copy = copy.and_then(|fd| Ok((FileIdentity::of(&fd)?, fd)));
+            let before = file.identity;
+            let unchanged = FileIdentity::of(&file.fd).is_ok_and(|now| now == before);
+            let (identity, fd) = match (copy, unchanged) {
+                (Ok(copy), true) => copy,
+                (Err(error), true) => {
+                    let what = format!("no copy can be made of its file {}: {error}", file.name);
+                    return Err(Error::new(Reason::OutOfMemory, what));
+                }
+                (_, false) => return Err(changed(&file.name)),
+            };
+            (file.fd, file.identity, file.sealed) = (fd, identity, true);
+        }
+        Ok(())
+    }
 }
 
 /// The entries of a folder that may belong to a model, in the order of their names.
@@ -280,12 +349,18 @@ fn folder(path: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(entries)
 }
 
-fn open_entry(entry: &Path, allowed: &[PathBuf]) -> Result<Option<HeldFile>, Error> {
+/// Opens a file, if it is one, and says whether it lies beneath one of the policy's roots.
+fn open_entry(
+    entry: &Path,
+    allowed: &[PathBuf],
+    policy: &ModelPolicy,
+) -> Result<Option<(HeldFile, bool)>, Error> {
     let Some(name) = entry.file_name().and_then(|n| n.to_str()) else {
         return Ok(None);
     };
     let real = fs::canonicalize(entry).map_err(|e| not_found(entry, &e))?;
-    if !allowed.iter().any(|root| real.starts_with(root)) {
+    let inside = |root: &PathBuf| real.starts_with(root);
+    if !allowed.iter().any(inside) && !policy.covers(&real) {
         return Err(Error::new(
             Reason::InvalidArgument,
             format!(
@@ -296,8 +371,10 @@ fn open_entry(entry: &Path, allowed: &[PathBuf]) -> Result<Option<HeldFile>, Err
         )
         .with("path", entry.display()));
     }
-    let fd = open_resolved(&real).map_err(|e| not_found(entry, &e))?;
-    let file = fs::File::from(fd);
+    let beneath = policy.open(&real, OPEN);
+    let trusted = beneath.is_some();
+    let fd = beneath.unwrap_or_else(|| open_resolved(&real));
+    let file = fs::File::from(fd.map_err(|e| not_found(entry, &e))?);
     if !file
         .metadata()
         .map_err(|e| unreadable(entry, &e))?
@@ -307,24 +384,29 @@ fn open_entry(entry: &Path, allowed: &[PathBuf]) -> Result<Option<HeldFile>, Err
     }
     let fd = OwnedFd::from(file);
     let identity = FileIdentity::of(&fd).map_err(|e| unreadable(entry, &e))?;
-    Ok(Some(HeldFile {
+    let file = HeldFile {
         name: name.to_owned(),
         fd,
         identity,
         sealed: false,
-    }))
+    };
+    Ok(Some((file, trusted)))
 }
 
-/// Opens a path that has no links in it, and fails if one was put there since it was resolved. Non-blocking,
-/// since a pipe of that name would otherwise wait for a writer.
+/// How files are opened. Non-blocking, since a pipe would otherwise wait for a writer.
+const OPEN: OFlags = OFlags::RDONLY
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NONBLOCK)
+    .union(OFlags::NOCTTY);
+
+/// Opens a path that has no links in it, and fails if one was put there since it was resolved.
 fn open_resolved(real: &Path) -> io::Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let strict = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    match rustix::fs::openat2(CWD, real, flags, Mode::empty(), strict) {
+    match rustix::fs::openat2(CWD, real, OPEN, Mode::empty(), strict) {
         // Kernels before 5.6, and sandboxes that do not know the call: at least the last part is no link.
         Err(rustix::io::Errno::NOSYS | rustix::io::Errno::PERM) => Ok(rustix::fs::open(
             real,
-            flags | OFlags::NOFOLLOW,
+            OPEN | OFlags::NOFOLLOW,
             Mode::empty(),
         )?),
         opened => Ok(opened?),
@@ -362,6 +444,7 @@ pub fn adopt(name: &ModelName, files: Vec<(String, OwnedFd)>) -> Result<OpenMode
     Ok(OpenModel {
         files: held,
         inherited: true,
+        alone: 0,
         copies: Copies::default(),
     })
 }
@@ -401,14 +484,15 @@ fn identity(file: &v1::HeldFile) -> FileIdentity {
     }
 }
 
-/// Takes a model from the program before this one; `inherited` says whether that one got it as descriptors. It is what it
-/// was when that one opened it.
+/// Takes a model from the program before this one; `inherited` says whether that one got it as descriptors, and
+/// `untrusted` that it did not trust it. It is what it was when that one opened it.
 ///
 /// # Errors
 /// [`Reason::NotAModel`] if a file's descriptor did not come.
 pub fn inherit(
     files: Vec<v1::HeldFile>,
     inherited: bool,
+    untrusted: bool,
     mut claim: impl FnMut(i32) -> Option<OwnedFd>,
 ) -> Result<OpenModel, Error> {
     let mut sets = BTreeMap::<Layout, (Vec<_>, u32)>::new();
@@ -449,6 +533,7 @@ pub fn inherit(
     Ok(OpenModel {
         files,
         inherited,
+        alone: if untrusted { alone() } else { 0 },
         copies,
     })
 }
@@ -461,6 +546,11 @@ mod tests {
 
     fn write(dir: &Path, name: &str, bytes: &[u8]) {
         fs::write(dir.join(name), bytes).unwrap();
+    }
+
+    /// No policy.
+    fn any() -> ModelPolicy {
+        ModelPolicy::default()
     }
 
     fn names(model: &OpenModel) -> Vec<String> {
@@ -481,7 +571,7 @@ mod tests {
         write(path, ".git", b"");
         fs::create_dir(path.join("sub.json")).unwrap();
         write(&path.join("sub.json"), "deep.json", b"{}");
-        let model = open(path, &[]).unwrap();
+        let model = open(path, &[], &any()).unwrap();
         assert_eq!(names(&model), ["config.json", "model.safetensors"]);
         assert_eq!(model.bytes(), 6);
         assert_eq!(model.hand_out().unwrap().len(), 2);
@@ -491,11 +581,14 @@ mod tests {
     fn what_is_missing_or_no_model_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path();
-        assert_eq!(reason(open(&path.join("no"), &[])), Reason::FileNotFound);
-        assert_eq!(reason(open(path, &[])), Reason::NotAModel);
+        assert_eq!(
+            reason(open(&path.join("no"), &[], &any())),
+            Reason::FileNotFound
+        );
+        assert_eq!(reason(open(path, &[], &any())), Reason::NotAModel);
         write(path, "model.bin", b"x");
         let file = path.join("model.bin");
-        let error = open(&file, &[]).unwrap_err();
+        let error = open(&file, &[], &any()).unwrap_err();
         assert_eq!(error.reason(), Reason::NotAModel);
         assert!(error.message().contains("model.bin"));
     }
@@ -507,10 +600,10 @@ mod tests {
         write(dir.path(), "config.json", b"{}");
         symlink("config.json", dir.path().join("copy.json")).unwrap();
         symlink(other.path().join("blob"), dir.path().join("m.safetensors")).unwrap();
-        let error = open(dir.path(), &[]).unwrap_err();
+        let error = open(dir.path(), &[], &any()).unwrap_err();
         assert_eq!(error.reason(), Reason::InvalidArgument);
         assert!(error.message().contains("model_roots"));
-        let model = open(dir.path(), &[other.path().to_owned()]).unwrap();
+        let model = open(dir.path(), &[other.path().to_owned()], &any()).unwrap();
         assert_eq!(names(&model), ["config.json", "copy.json", "m.safetensors"]);
     }
 
@@ -529,7 +622,7 @@ mod tests {
         write(blobs.path(), "0123", b"GGUF");
         let link = dir.path().join("m.gguf");
         symlink(blobs.path().join("0123"), &link).unwrap();
-        let model = open(&link, &[]).unwrap();
+        let model = open(&link, &[], &any()).unwrap();
         assert_eq!(names(&model), ["m.gguf"]);
         assert_eq!(name_of(&link).unwrap().as_str(), "m");
         assert_eq!(
@@ -543,7 +636,7 @@ mod tests {
     fn a_file_that_changed_is_not_handed_out() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "config.json", b"{}");
-        let model = open(dir.path(), &[]).unwrap();
+        let model = open(dir.path(), &[], &any()).unwrap();
         write(dir.path(), "config.json", b"{\"a\":1}");
         let error = model.hand_out().unwrap_err();
         assert_eq!(error.reason(), Reason::ModelChanged);
@@ -561,5 +654,49 @@ mod tests {
             reason(adopt(&name, vec![("config.json".into(), socket)])),
             Reason::NotAModel
         );
+    }
+
+    #[test]
+    fn what_lies_outside_of_the_roots_is_sealed_and_alone() {
+        let (root, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let real = root.path().canonicalize().unwrap();
+        let text = format!(
+            "roots = [\"{}\"]\n[untrusted]\nsealed_bytes = 8",
+            real.display()
+        );
+        let policy = ModelPolicy::parse(&text).unwrap();
+        write(root.path(), "m.gguf", b"GGUF");
+        let model = open(&root.path().join("m.gguf"), &[], &policy).unwrap();
+        assert_eq!((model.alone(), model.files[0].sealed), (None, false));
+
+        write(other.path(), "m.gguf", b"GGUF");
+        let path = other.path().join("m.gguf");
+        let model = open(&path, &[], &policy).unwrap();
+        assert!(model.alone().is_some() && model.files[0].sealed);
+        write(other.path(), "m.gguf", b"GGUFGGUF");
+        assert_eq!((model.check(), model.bytes()), (Ok(()), 4));
+        // Each is another one, and so are their copies.
+        let again = open(&path, &[], &policy).unwrap();
+        assert_ne!(again.alone(), model.alone());
+        let layout = Layout::new("panel16-1").unwrap();
+        assert_ne!(again.key(0, &layout), model.key(0, &layout));
+        write(other.path(), "m.gguf", b"GGUFGGUF.");
+        let model = open(&path, &[], &policy).unwrap();
+        assert!(
+            model.alone().is_some() && !model.files[0].sealed,
+            "too large"
+        );
+        // By a link under the root it is what it is where it lies.
+        symlink(&path, root.path().join("link.gguf")).unwrap();
+        let model = open(&root.path().join("link.gguf"), &[], &policy).unwrap();
+        assert!(model.alone().is_some());
+        // A folder beneath the root, of which one file is not.
+        let folder = root.path().join("folder");
+        fs::create_dir(&folder).unwrap();
+        write(&folder, "config.json", b"{}");
+        symlink(&path, folder.join("m.gguf")).unwrap();
+        assert_eq!(reason(open(&folder, &[], &policy)), Reason::InvalidArgument);
+        let model = open(&folder, &[other.path().to_owned()], &policy).unwrap();
+        assert!(model.alone().is_some());
     }
 }

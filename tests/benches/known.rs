@@ -29,6 +29,7 @@ async fn host(path: &Path) -> Result<Host> {
         cores: (0..threads).collect(),
         cache_dtype: DType::F16,
         model_memory: None,
+        max_context: None,
         tensor_memory: None,
         blackbox: None,
         registry: hotcell_kernels::registry::Registry::default(),

@@ -160,6 +160,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         cores: (0..threads()).collect(),
         cache_dtype: DType::F16,
         model_memory: None,
+        max_context: None,
         tensor_memory: None,
         blackbox: None,
         registry: Registry::default(),

@@ -8,7 +8,7 @@ use hotcell_client::{
     v1::{self, FinishReason},
 };
 use hotcell_proto::limits;
-use hotcell_tests::cluster::{Cluster, all_have, kjv, signal_pid};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, kjv, signal_pid};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -394,6 +394,83 @@ async fn a_grammar_that_cannot_be_read_is_that_requests_error() {
     assert_eq!(beside.logprobs, calm.logprobs);
     let now = cluster.workers(all_have("kjv")).await.unwrap()[0].epoch;
     assert_eq!(now, before, "no worker died of it");
+}
+
+/// Grammars that are short and mean very much: exponential automata, huge counts, doubling references.
+fn bombs() -> Vec<Grammar> {
+    let json = |text: String| Grammar::JsonSchema(text);
+    let lark = |text: String| Grammar::Lark(text);
+    let doubling = |line: &dyn Fn(usize) -> String| (0..40).map(line).collect::<Vec<_>>();
+    let definitions = doubling(&|i| {
+        let next = format!("{{\"$ref\": \"#/$defs/a{}\"}}", i + 1);
+        format!("\"a{i}\": {{\"allOf\": [{next}, {next}]}}")
+    });
+    let any = doubling(&|i| {
+        let next = format!("{{\"$ref\": \"#/$defs/a{}\"}}", i + 1);
+        format!("\"a{i}\": {{\"type\": \"array\", \"items\": {next}, \"minItems\": 2}}")
+    });
+    let schema = |definitions: Vec<String>| {
+        let all = definitions.join(", ");
+        format!(
+            "{{\"$ref\": \"#/$defs/a0\", \"$defs\": {{{all}, \"a40\": {{\"type\": \"string\"}}}}}}"
+        )
+    };
+    let rules = doubling(&|i| format!("a{i}: a{} a{}", i + 1, i + 1)).join("\n");
+    let terminals = doubling(&|i| format!("A{i}: A{} A{}", i + 1, i + 1)).join("\n");
+    vec![
+        Grammar::Regex("(a|b)*a(a|b){2000}".to_owned()),
+        Grammar::Regex("(((a{100}){100}){100}){100}".to_owned()),
+        Grammar::Regex("(x+x+)+y".to_owned()),
+        Grammar::Regex("(.*a){80}b(.*c){80}".to_owned()),
+        Grammar::Regex(format!("({})+", ["(a|aa)+"; 400].join(""))),
+        json(r#"{"type": "array", "minItems": 1000000000}"#.to_owned()),
+        json(r#"{"type": "string", "minLength": 1000000000}"#.to_owned()),
+        json(r#"{"type": "integer", "multipleOf": 999999999999989}"#.to_owned()),
+        json(schema(definitions)),
+        json(schema(any)),
+        lark(format!("start: a0\n{rules}\na40: \"x\"")),
+        lark(format!("start: A0\n{terminals}\nA40: \"x\"")),
+        lark("start: start start | \"a\" | \"\"".to_owned()),
+    ]
+}
+
+#[tokio::test]
+async fn a_grammar_that_explodes_costs_its_request_and_nobody_else() {
+    let cluster = cluster().await;
+    let client = cluster.client().await.unwrap();
+    let before = cluster.workers(all_have("kjv")).await.unwrap()[0].clone();
+    for grammar in bombs() {
+        let shown = format!("{grammar:?}").chars().take(60).collect::<String>();
+        let bomb = async {
+            let options = GenerateOptions {
+                max_tokens: 8,
+                ..sampled(1, Some(grammar))
+            };
+            match client.generate(PROMPT, options).await {
+                Ok(stream) => stream.complete().await,
+                Err(error) => Err(error),
+            }
+        };
+        let (bomb, beside) =
+            tokio::join!(tokio::time::timeout(SOON, bomb), complete(&client, free(3)));
+        // Followed for as long as it can be, or refused.
+        match bomb {
+            Ok(Ok(done)) => assert!(done.token_ids.len() <= 8, "{shown}"),
+            Ok(Err(error)) => {
+                assert_eq!(error.reason(), Reason::GrammarInvalid, "{shown}: {error}")
+            }
+            Err(_) => panic!("{shown} never ended"),
+        }
+        assert!(!beside.token_ids.is_empty());
+    }
+    let now = cluster.workers(all_have("kjv")).await.unwrap()[0].clone();
+    assert_eq!(
+        (now.epoch, now.pid),
+        (before.epoch, before.pid),
+        "no worker died of it"
+    );
+    let grown = now.resident_bytes.saturating_sub(before.resident_bytes);
+    assert!(grown < 1 << 30, "{grown} bytes more than before");
 }
 
 #[tokio::test]

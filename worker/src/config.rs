@@ -47,6 +47,9 @@ pub struct Common {
     /// Bytes that each model may take besides its weights; by default 1 GiB of cache, more if one context needs it.
     #[arg(long)]
     pub model_memory: Option<u64>,
+    /// Tokens of one sequence at most, prompt and answer together, however many the model allows.
+    #[arg(long)]
+    pub max_context: Option<u32>,
     /// Bytes that clients' tensors and plans may take; half of the device's memory by default.
     #[arg(long)]
     pub tensor_memory: Option<u64>,

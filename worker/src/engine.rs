@@ -41,7 +41,7 @@ use crate::{
         check::{self, Hash},
         task::Task,
     },
-    model::run::{RunShape, Runner},
+    model::run::{RunError, RunShape, Runner, Sizes},
     session::plane::TensorPlane,
     weights::{ModelSource, Weight},
 };
@@ -63,6 +63,10 @@ enum Command {
         name: String,
         source: Box<ModelSource>,
         reply: oneshot::Sender<Result<Ready, Error>>,
+    },
+    Measure {
+        source: Box<ModelSource>,
+        reply: oneshot::Sender<Result<Sizes, Error>>,
     },
     UsePacked {
         name: String,
@@ -150,6 +154,7 @@ impl Engine {
                     device,
                     cache_dtype,
                     model_memory: config.model_memory,
+                    max_context: config.max_context,
                     models: HashMap::new(),
                     tensor_work: VecDeque::new(),
                     drain: Vec::new(),
@@ -237,6 +242,17 @@ impl Engine {
             source: Box::new(source),
             reply,
         })?;
+        answer.await.map_err(Self::gone)?
+    }
+
+    /// What memory a model would take, by a dry run.
+    ///
+    /// # Errors
+    /// When the device lacks something that it needs.
+    pub async fn measure(&self, source: ModelSource) -> Result<Sizes, Error> {
+        let (reply, answer) = oneshot::channel();
+        let source = Box::new(source);
+        self.send(Command::Measure { source, reply })?;
         answer.await.map_err(Self::gone)?
     }
 
@@ -380,6 +396,7 @@ struct Loop {
     device: Rc<dyn Device>,
     cache_dtype: DType,
     model_memory: Option<u64>,
+    max_context: Option<u32>,
     models: HashMap<String, Batch>,
     tensors: TensorPlane,
     /// Commands about tensors that have come; as many as there are permits at most.
@@ -455,14 +472,22 @@ impl Loop {
         }
     }
 
+    /// Sizes that a model is run with here.
+    fn shape(&self, source: &ModelSource) -> Result<RunShape, RunError> {
+        let dtype = self.cache_dtype;
+        let mut shape = match self.model_memory {
+            None => RunShape::for_model(&source.config, dtype),
+            Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes)?,
+        };
+        if let Some(most) = self.max_context {
+            shape.context = shape.context.min(most.max(1) as usize);
+        }
+        Ok(shape)
+    }
+
     fn load(&mut self, name: String, source: &ModelSource) -> Result<Ready, Error> {
         let device = self.device.as_ref();
-        let shape = match self.model_memory {
-            None => RunShape::for_model(&source.config, self.cache_dtype),
-            Some(bytes) => {
-                RunShape::within(device, source, self.cache_dtype, bytes).map_err(|e| of_run(&e))?
-            }
-        };
+        let shape = self.shape(source).map_err(|e| of_run(&e))?;
         let progressed = || self.blackbox.progressed();
         let hints = PlanHints::default();
         let runner = Runner::new(device, source, shape, &hints, &progressed);
@@ -499,6 +524,11 @@ impl Loop {
                 self.blackbox.doing(Doing::Loading);
                 self.blackbox.model(&name);
                 let _ = reply.send(self.load(name, &source));
+            }
+            Command::Measure { source, reply } => {
+                let shape = self.shape(&source);
+                let sizes = shape.and_then(|s| s.sizes(self.device.as_ref(), &source));
+                let _ = reply.send(sizes.map_err(|e| of_run(&e)));
             }
             Command::UsePacked {
                 name,

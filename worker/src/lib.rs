@@ -9,6 +9,7 @@ pub mod exit;
 pub mod format;
 pub mod generate;
 pub mod host;
+pub mod inspect;
 pub mod last_words;
 pub mod model;
 pub mod packing;

@@ -145,6 +145,7 @@ fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
             cores,
             cache_dtype: common.kv_cache,
             model_memory: common.model_memory,
+            max_context: common.max_context,
             tensor_memory: common.tensor_memory,
             blackbox: Some(blackbox),
             registry,

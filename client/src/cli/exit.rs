@@ -47,6 +47,8 @@ exits! {
     Differs = 9 "verify: the answer differs, or cannot be compared here";
     /// Not for this caller.
     Refused = 10 "refused: no token, a wrong one, or one without the role that it takes";
+    /// `inspect`: something about it is odd.
+    Suspicious = 11 "inspect: the model can be used, and something about it is suspicious";
     /// Ctrl-C.
     Interrupted = 130 "interrupted by Ctrl-C";
     /// Whoever read the output has gone, as in `hotcell … | head`.
@@ -68,6 +70,7 @@ pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::NotAModel, Exit::ModelUnusable),
     (Reason::ModelUnsupported, Exit::ModelUnusable),
     (Reason::ModelCorrupt, Exit::ModelUnusable),
+    (Reason::ModelNotAllowed, Exit::ModelUnusable),
     (Reason::ModelChanged, Exit::ModelUnusable),
     (Reason::OutOfMemory, Exit::ModelUnusable),
     (Reason::RequestExists, Exit::InvalidInput),
@@ -152,6 +155,10 @@ pub enum Failure {
     Usage(String),
     /// An answer did not come again; what differs, and where.
     Differs(Error),
+    /// A model that was looked into can be used, and something about it is odd.
+    Suspicious(Error),
+    /// One that was refused, or killed the worker that looked into it.
+    Unusable(Error),
     /// Ctrl-C.
     Interrupted,
     /// Output could not be written.
@@ -179,6 +186,8 @@ impl Failure {
             Self::Call(error) => Exit::of(error),
             Self::Usage(_) => Exit::Usage,
             Self::Differs(_) => Exit::Differs,
+            Self::Suspicious(_) => Exit::Suspicious,
+            Self::Unusable(_) => Exit::ModelUnusable,
             Self::Interrupted => Exit::Interrupted,
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::BrokenPipe,
             Self::Output(_) => Exit::Failed,
@@ -192,7 +201,10 @@ impl Failure {
                 "the request failed ({}) and the other side did not say why; look into its log",
                 error.reason().name()
             ),
-            Self::Call(error) | Self::Differs(error) => error.message().to_owned(),
+            Self::Call(error)
+            | Self::Differs(error)
+            | Self::Suspicious(error)
+            | Self::Unusable(error) => error.message().to_owned(),
             Self::Usage(message) => message.clone(),
             Self::Interrupted => "interrupted".to_owned(),
             Self::Output(error) => format!("cannot write the output: {error}"),
@@ -205,6 +217,8 @@ impl Failure {
             Self::Call(error) => (error.reason().name(), Some(error)),
             Self::Usage(_) => ("USAGE", None),
             Self::Differs(error) => ("DIFFERS", Some(error)),
+            Self::Suspicious(error) => ("SUSPICIOUS", Some(error)),
+            Self::Unusable(error) => (error.reason().name(), Some(error)),
             Self::Interrupted => ("INTERRUPTED", None),
             Self::Output(_) => ("OUTPUT", None),
         };

@@ -39,6 +39,8 @@ words! {
     packed_state: PackedState "PACKED_STATE_";
     /// How a layer of the confinement stands, in a word.
     layer_state: LayerState "LAYER_STATE_";
+    /// A verdict on a model in a word.
+    verdict: Verdict "VERDICT_";
     /// An event kind's word.
     event_kind: EventKind "EVENT_KIND_";
 }
@@ -339,6 +341,7 @@ pub(crate) struct ModelView<'a> {
     workers: &'a [String],
     problem: &'a str,
     packed: Vec<PackedView<'a>>,
+    trust_domain: &'a str,
 }
 
 /// A packed copy of the model.
@@ -398,6 +401,7 @@ impl<'a> From<&'a v1::ModelInfo> for ModelView<'a> {
             workers: &m.workers,
             problem: &m.problem,
             packed: m.packed.iter().map(PackedView::from).collect(),
+            trust_domain: &m.trust_domain,
         }
     }
 }

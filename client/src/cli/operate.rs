@@ -348,6 +348,7 @@ pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fail
         "DTYPE",
         "SIZE",
         "WORKERS",
+        "DOMAIN",
         "SOURCE",
         "PROBLEM",
     ]);
@@ -363,6 +364,7 @@ pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fail
             summary.weights_dtype,
             bytes(m.file_bytes),
             m.workers.join(","),
+            m.trust_domain.clone(),
             m.source.clone(),
             problem(m),
         ]);

@@ -116,6 +116,18 @@ impl Session {
         (!names.iter().any(|name| name == bundled)).then_some(names)
     }
 
+    /// A path as this scheduler is to read it.
+    ///
+    /// # Errors
+    /// As [`ModelRef::absolute`].
+    pub(crate) fn path(&self, path: &str) -> Result<String, Failure> {
+        match self.local {
+            true => Ok(ModelRef::absolute(path)?),
+            // Somewhere else, only that scheduler can tell what is there.
+            false => Ok(path.to_owned()),
+        }
+    }
+
     /// What became of a private scheduler, if `error` is that it cannot be reached.
     pub(crate) async fn explain(&mut self, error: Error) -> Error {
         match &mut self.private {
@@ -189,9 +201,7 @@ impl Session {
     ) -> Result<ModelInfo, Failure> {
         let (label, name, path) = match model {
             ModelRef::Name(known) => (known, known.as_str(), String::new()),
-            // Somewhere else, only that scheduler can tell what is there.
-            ModelRef::Path(path) if !self.local => (path, name, path.clone()),
-            ModelRef::Path(path) => (path, name, ModelRef::absolute(path)?),
+            ModelRef::Path(path) => (path, name, self.path(path)?),
         };
         let bar = ui.progress(&format!("loading {label}"));
         bar.set_prefix("waiting for a worker");

@@ -359,6 +359,7 @@ impl Drop for Guard {
 
 pub fn model() -> v1::ModelInfo {
     v1::ModelInfo {
+        trust_domain: "trusted".to_owned(),
         name: "kjv".to_owned(),
         state: v1::ModelState::Loaded.into(),
         source: "bundled".to_owned(),
@@ -563,6 +564,40 @@ impl Control for Fake {
         };
         let steps = tokio_stream::iter([Ok(step), Ok(last)]);
         Ok(Response::new(Box::pin(steps)))
+    }
+
+    async fn inspect_model(
+        &self,
+        request: Request<v1::InspectModelRequest>,
+    ) -> Answer<v1::Inspection> {
+        let path = request.into_inner().path;
+        let mut found = v1::Inspection {
+            verdict: v1::Verdict::Fine.into(),
+            source: path.clone(),
+            files: vec![v1::InspectedFile {
+                name: "m\x1b[2J.gguf".to_owned(),
+                bytes: 1 << 20,
+                sha256: "00ff".to_owned(),
+            }],
+            ..v1::Inspection::default()
+        };
+        if path.ends_with("odd.gguf") {
+            found.verdict = v1::Verdict::Suspicious.into();
+            found.findings.push(v1::Finding {
+                kind: "trailing_bytes".to_owned(),
+                what: "9000 bytes come after the last tensor".to_owned(),
+            });
+        }
+        if path.ends_with("broken.gguf") {
+            found.verdict = v1::Verdict::Refused.into();
+            found.reason = Reason::ModelCorrupt.name().to_owned();
+            found.problem = "broken.gguf is cut off; fetch it again".to_owned();
+        }
+        if path.ends_with("deadly.gguf") {
+            found.verdict = v1::Verdict::Died.into();
+            found.death = Some(crash());
+        }
+        Ok(Response::new(found))
     }
 
     async fn unload_model(

@@ -134,6 +134,7 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/hotcell.v1.Control/ListModels", USE),
     ("/hotcell.v1.Control/LoadModel", LOAD),
     ("/hotcell.v1.Control/UnloadModel", LOAD),
+    ("/hotcell.v1.Control/InspectModel", LOAD),
     ("/hotcell.v1.Control/ListCrashes", DEBUG),
     ("/hotcell.v1.Control/GetCrash", DEBUG),
     ("/hotcell.v1.Control/WatchEvents", DEBUG),

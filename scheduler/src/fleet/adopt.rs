@@ -10,7 +10,7 @@ use hotcell_proto::{
 use tokio::time::Instant;
 
 use super::{
-    Asked, Fleet, Launched, Process, Slot, Sockets, catalog::Model, keeper, loading::believe,
+    Asked, Fleet, Launched, Process, Slot, Sockets, Table, catalog::Model, keeper, loading::believe,
 };
 use crate::{
     supervisor::Past,
@@ -28,6 +28,8 @@ pub struct Heir {
     pub past: Past,
     /// Its process.
     pub live: Option<Live>,
+    /// The one untrusted model it is for.
+    pub guest: Option<ModelName>,
 }
 
 /// A worker's process that lives on.
@@ -61,6 +63,32 @@ impl Adopted {
             loaded: Asked::new(),
             next_tag: 0,
             uptime: Duration::ZERO,
+        }
+    }
+}
+
+impl Table {
+    /// What of a process another program left is gone on with: the models that are still wanted.
+    fn adopt(&mut self, live: Live) -> Adopted {
+        let mut loaded = Asked::new();
+        for (name, got) in live.models {
+            let model = self.models.get_mut(&name).filter(|m| m.is_wanted());
+            let (Some(model), Ok(got)) = (model, believe(got)) else {
+                continue;
+            };
+            let Some(files) = model.files.clone() else {
+                continue;
+            };
+            model.state = ModelState::Loaded;
+            loaded.insert(name, (files, Some(got)));
+        }
+        let (process, sockets) = live.launched.split();
+        Adopted {
+            process,
+            sockets,
+            loaded,
+            next_tag: live.next_tag,
+            uptime: live.uptime,
         }
     }
 }
@@ -111,47 +139,39 @@ impl Fleet {
         for (index, device) in usable.enumerate() {
             let id = format!("w{index}");
             let same = |heir: &Heir| {
-                heir.id == id && heir.device.id == device.id && heir.device.cores == device.cores
+                heir.id == id
+                    && heir.guest.is_none()
+                    && heir.device.id == device.id
+                    && heir.device.cores == device.cores
             };
             let heir = heirs.iter().position(same).map(|at| heirs.swap_remove(at));
-            let heir = heir.map(|heir| {
-                let adopted = heir.live.map(|live| {
-                    let mut loaded = Asked::new();
-                    for (name, got) in live.models {
-                        let model = table.models.get_mut(&name).filter(|m| m.is_wanted());
-                        let (Some(model), Ok(got)) = (model, believe(got)) else {
-                            continue;
-                        };
-                        let Some(files) = model.files.clone() else {
-                            continue;
-                        };
-                        model.state = ModelState::Loaded;
-                        loaded.insert(name, (files, Some(got)));
-                    }
-                    let (process, sockets) = live.launched.split();
-                    Adopted {
-                        process,
-                        sockets,
-                        loaded,
-                        next_tag: live.next_tag,
-                        uptime: live.uptime,
-                    }
-                });
-                (heir.past, adopted)
-            });
+            let heir = heir.map(|heir| (heir.past, heir.live.map(|live| table.adopt(live))));
             table.workers.insert(id.clone(), Slot::new(device.clone()));
             workers.push((id, device.clone(), heir));
         }
         table.devices = devices;
         drop(table);
+        let mut guests = Vec::new();
         for heir in heirs {
-            tracing::info!(worker = heir.id, "its device is not used any more");
+            let still = |d: &Device| d.id == heir.device.id && d.cores == heir.device.cores;
+            match &heir.guest {
+                Some(guest) if workers.iter().any(|(_, device, _)| still(device)) => {
+                    let guest = guest.clone();
+                    let live = heir.live.map(|live| self.table().adopt(live));
+                    guests.push((heir.id, heir.device, guest, (heir.past, live)));
+                }
+                _ => tracing::info!(worker = heir.id, "its device is not used any more"),
+            }
         }
         for (id, device, heir) in workers {
             self.keep_standby(&id, &device);
             self.keepers
                 .spawn(keeper::keep(Arc::clone(self), id, device, heir));
         }
+        for (id, device, guest, heir) in guests {
+            self.inherit_guest(id, device, &guest, heir);
+        }
+        self.host_guests();
     }
 
     /// Notes how long a worker has lived already.

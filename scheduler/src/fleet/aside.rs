@@ -114,6 +114,7 @@ impl Fleet {
             worker,
             epoch,
             device,
+            ..
         } = order;
         let launched = self.launcher.launch(order).await;
         let launched = launched.map_err(|e| Death::new(DeathKind::CannotStart, e.to_string()))?;
@@ -173,6 +174,7 @@ impl Fleet {
             epoch,
             ..About::default()
         };
+        self.audit_death(worker, epoch, death);
         self.events.tell_death(about, death);
     }
 }

@@ -8,7 +8,11 @@ use hotcell_proto::{
     v1::{ModelInfo, ModelState, ModelSummary, PackedInfo},
 };
 
-use super::{Asked, Table, slot::Slot};
+use super::{
+    Asked, Table,
+    guests::Guest,
+    slot::{Slot, TRUSTED, UNTRUSTED},
+};
 use crate::{
     death::Death,
     vault::{OpenModel, Source},
@@ -53,6 +57,15 @@ impl Model {
         matches!(self.state, ModelState::Loading | ModelState::Loaded)
     }
 
+    /// Its trust domain, once it is open.
+    pub(super) fn domain(&self) -> &'static str {
+        match &self.files {
+            None => "",
+            Some(files) if files.alone().is_some() => UNTRUSTED,
+            Some(_) => TRUSTED,
+        }
+    }
+
     pub(super) fn fail(&mut self, problem: Error) {
         self.state = ModelState::Failed;
         self.problem = Some(problem);
@@ -60,20 +73,22 @@ impl Model {
 }
 
 impl Table {
-    /// Every model that each worker should have.
-    pub(super) fn wanted(&self) -> Vec<(ModelName, Arc<OpenModel>)> {
+    /// Every model that workers should have.
+    pub(super) fn wanted(&self) -> impl Iterator<Item = (ModelName, Arc<OpenModel>)> {
         let wanted = self.models.iter().filter(|(_, m)| m.is_wanted());
-        wanted
-            .filter_map(|(name, m)| Some((name.clone(), Arc::clone(m.files.as_ref()?))))
-            .collect()
+        wanted.filter_map(|(name, m)| Some((name.clone(), Arc::clone(m.files.as_ref()?))))
     }
 
-    /// What a worker that was asked to load `loaded` has to load still, and to forget.
+    /// What a worker that was asked to load `loaded` has to load still, and to forget. A device's own has all that are
+    /// trusted, another one its guest.
     pub(super) fn difference(
         &self,
+        guest: Option<&Guest>,
         loaded: &Asked,
     ) -> (Vec<(ModelName, Arc<OpenModel>)>, Vec<ModelName>) {
-        let wanted = self.wanted();
+        let its =
+            |(name, files): &(ModelName, Arc<OpenModel>)| Guest::of(name, files).as_ref() == guest;
+        let wanted: Vec<_> = self.wanted().filter(its).collect();
         let missing = wanted.iter().filter(|(name, files)| {
             let asked = loaded.get(name);
             !asked.is_some_and(|(asked, _)| Arc::ptr_eq(asked, files))
@@ -149,7 +164,7 @@ impl Table {
     /// Fails the models that a worker refused and that none has or may yet come to have.
     pub(super) fn settle(&mut self) {
         let lost = |name: &ModelName| {
-            !self.has(name) && !self.workers.values().any(|slot| slot.may_get(name))
+            !self.has(name) && !self.workers.values().any(|slot| self.may_get(slot, name))
         };
         let refused = self.models.iter().filter(|(_, m)| m.is_wanted());
         let refused: Vec<_> = refused
@@ -198,6 +213,7 @@ impl Table {
                 .unwrap_or_default(),
             is_default: self.default_name() == Some(name),
             packed: self.packed(name, model),
+            trust_domain: model.domain().to_owned(),
         }
     }
 

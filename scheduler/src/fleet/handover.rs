@@ -102,6 +102,10 @@ impl Fleet {
                     corrupt: past.corrupt,
                     quarantined: past.quarantined,
                     link: ends.and_then(|joined| held(slot, joined)),
+                    guest: match &slot.guest {
+                        Some(guest) => guest.model.as_str().to_owned(),
+                        None => String::new(),
+                    },
                 }
             })
             .collect();
@@ -125,6 +129,7 @@ fn models(table: &Table) -> Vec<v1::HeldModel> {
             state: model.state.into(),
             summary: model.summary.clone(),
             files: model.files.as_ref()?.hold(),
+            untrusted: model.files.as_ref()?.alone().is_some(),
         })
     });
     held.collect()

@@ -10,8 +10,8 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
-    Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, adopt::Adopted,
-    autopsy, standby::Standby,
+    Allowance, Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process,
+    adopt::Adopted, autopsy, standby::Standby,
 };
 use crate::{
     death::{Death, DeathKind, classify},
@@ -95,6 +95,7 @@ async fn perform(
                 worker: id,
                 epoch,
                 device,
+                allowance: fleet.allowance(id),
             };
             if let Some(standby) = fleet.take_standby(id).await {
                 fleet.launched(id, standby.process.as_ref(), epoch);
@@ -135,6 +136,7 @@ async fn perform(
             let epoch = state.epoch - u64::from(spawned && state.epoch > 0);
             tracing::warn!(worker = id, epoch, %death, ?pause, "worker died");
             fleet.note_exit(id, &death);
+            fleet.audit_death(id, epoch, &death);
             fleet.events.tell_death(About { epoch, ..about }, &death);
         }
         Action::ReportQuarantine { reason } => {
@@ -292,7 +294,15 @@ async fn greet_and_serve(
             let sign = |_: &_| {
                 let _ = progress.send(());
             };
-            let got = fleet.hand_over(&link, &name, &files, patience, sign).await;
+            let load = fleet.hand_over(&link, &name, &files, patience, sign);
+            let got = match fleet.allowance(id) {
+                Some(Allowance { load_time, .. }) => {
+                    let late = || format!("it was not loaded after {load_time:?}");
+                    let loaded = timeout(load_time, load).await;
+                    loaded.unwrap_or_else(|_| Err(LoadFailure::Broken(DeathKind::Deadline, late())))
+                }
+                None => load.await,
+            };
             let _ = progress.send(());
             match got {
                 Ok(got) => {
@@ -335,7 +345,10 @@ async fn next_event(
         if stopping {
             pending::<()>().await;
         }
-        fleet.stop.cancelled().await;
+        tokio::select! {
+            () = fleet.stop.cancelled() => {}
+            () = fleet.unwanted(id) => {}
+        }
     };
     let Some(held) = running else {
         let released = async {

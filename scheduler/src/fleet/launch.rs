@@ -47,6 +47,45 @@ pub struct Order<'a> {
     pub epoch: u64,
     /// Its device.
     pub device: &'a Device,
+    /// What it may take; none: as the host's own.
+    pub allowance: Option<Allowance>,
+}
+
+/// What a worker for one model may take at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allowance {
+    /// Bytes of memory of its own.
+    pub memory: u64,
+    /// Threads that compute.
+    pub threads: usize,
+    /// Tokens of one sequence, prompt and answer together.
+    pub tokens: u32,
+    /// How long loading may take, progress or not.
+    pub load_time: Duration,
+}
+
+impl Default for Allowance {
+    fn default() -> Self {
+        Self {
+            memory: 8 << 30,
+            threads: 4,
+            tokens: 32 << 10,
+            load_time: Duration::from_secs(120),
+        }
+    }
+}
+
+impl Allowance {
+    /// The last ones of a device's cores: its own worker begins with the first.
+    fn cores(&self, cores: &[u32]) -> Vec<u32> {
+        let spare = cores.len().saturating_sub(self.threads.max(1));
+        cores.iter().skip(spare).copied().collect()
+    }
+
+    /// Bytes for a model's cache and work, so that the rest of the process fits beside it.
+    fn model_memory(&self, configured: Option<u64>) -> u64 {
+        configured.unwrap_or(u64::MAX).min(self.memory / 2)
+    }
 }
 
 /// Carries bytes both ways.
@@ -206,7 +245,11 @@ impl Processes {
         let (descriptors, its_descriptors) = descriptor_pair()?;
         let memory = blackbox::make()?;
         let held = memory.try_clone()?;
-        let cores: Vec<String> = order.device.cores.iter().map(u32::to_string).collect();
+        let cores = match &order.allowance {
+            Some(allowance) => allowance.cores(&order.device.cores),
+            None => order.device.cores.clone(),
+        };
+        let cores: Vec<String> = cores.iter().map(u32::to_string).collect();
         let mut command = Command::new(&self.config.binary)
             .arg("serve")
             .arg("--device")
@@ -231,14 +274,25 @@ impl Processes {
             .arg("--log")
             .arg(self.config.log)
             .inherit_env(WORKER_ENVIRONMENT);
-        if let Some(bytes) = self.config.model_memory {
+        let configured = self.config.model_memory;
+        let model_memory = match &order.allowance {
+            Some(allowance) => Some(allowance.model_memory(configured)),
+            None => configured,
+        };
+        if let Some(bytes) = model_memory {
             command = command.arg("--model-memory").arg(bytes.to_string());
         }
         if self.config.require_confinement {
             command = command.arg("--require-confinement");
         }
+        if let Some(allowance) = order.allowance {
+            let tokens = allowance.tokens.to_string();
+            command = command.arg("--max-context").arg(tokens);
+            command.data = Some(allowance.memory);
+        }
         command.nofile = Some(file_limit());
         let memory = self.config.memory.unwrap_or(order.device.memory_bytes);
+        let memory = order.allowance.map_or(memory, |a| memory.min(a.memory));
         let group = match &self.groups {
             Some(groups) if memory > 0 => {
                 let group = groups.make(memory)?;

@@ -1,6 +1,10 @@
 //! Handing a model over to a worker, for as long as it takes and makes progress.
 
-use std::{os::fd::AsFd, sync::atomic::Ordering, time::Duration};
+use std::{
+    os::fd::{AsFd, BorrowedFd},
+    sync::atomic::Ordering,
+    time::Duration,
+};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -23,6 +27,25 @@ pub enum LoadFailure {
 }
 
 impl Link {
+    /// Sends a model's files, and more after them, and returns their tag.
+    ///
+    /// # Errors
+    /// [`LoadFailure`].
+    pub(super) async fn send_files<'a>(
+        &self,
+        files: &'a OpenModel,
+        more: impl Iterator<Item = BorrowedFd<'a>>,
+    ) -> Result<u64, LoadFailure> {
+        let mut fds = files.hand_out().map_err(LoadFailure::Refused)?;
+        fds.extend(more);
+        let tag = self.tags.fetch_add(1, Ordering::Relaxed);
+        self.descriptors
+            .send_async(tag, &fds)
+            .await
+            .map_err(|e| broke(format!("cannot hand over files: {e}")))?;
+        Ok(tag)
+    }
+
     /// Hands over a model's files, with packed copies of some, and waits until it is loaded; `patience` bounds the time between two signs
     /// of progress: bytes that were read, or movement of the engine in its black box once all are.
     ///
@@ -40,19 +63,14 @@ impl Link {
             let why = format!("no progress for {patience:?} while loading");
             LoadFailure::Broken(DeathKind::Deadline, why)
         };
-        let mut fds = files.hand_out().map_err(LoadFailure::Refused)?;
-        let packed = packed.map(|(layout, set)| {
-            fds.extend(set.iter().map(|(_, copy)| copy.as_fd()));
-            PackedFiles {
-                layout: layout.as_str().to_owned(),
-                files: set.iter().map(|(index, _)| *index).collect(),
-            }
+        let copies = packed.iter().flat_map(|(_, set)| set.iter());
+        let tag = self
+            .send_files(files, copies.map(|(_, copy)| copy.as_fd()))
+            .await?;
+        let packed = packed.map(|(layout, set)| PackedFiles {
+            layout: layout.as_str().to_owned(),
+            files: set.iter().map(|(index, _)| *index).collect(),
         });
-        let tag = self.tags.fetch_add(1, Ordering::Relaxed);
-        self.descriptors
-            .send_async(tag, &fds)
-            .await
-            .map_err(|e| broke(format!("cannot hand over files: {e}")))?;
         let request = LoadRequest {
             model: model.as_str().to_owned(),
             tag,
@@ -96,7 +114,7 @@ fn broke(why: impl Into<String>) -> LoadFailure {
     LoadFailure::Broken(DeathKind::Protocol, why.into())
 }
 
-fn failure(status: Status) -> LoadFailure {
+pub(super) fn failure(status: Status) -> LoadFailure {
     match Error::typed(&status) {
         Some(_) => LoadFailure::Refused(words(&status)),
         None => broke(format!("load failed: {}", clip(status.message()))),

@@ -12,6 +12,7 @@ use tokio::{sync::mpsc, task::JoinSet};
 
 use super::{Condemnation, Fleet, Link, LoadFailure, catalog::Model, slot::Slot};
 use crate::{
+    audit::Who,
     events::About,
     vault::{self, OpenModel, Source},
 };
@@ -150,14 +151,41 @@ impl Fleet {
         path: Option<PathBuf>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
+        self.load_for(Who::default(), name, path, progress).await
+    }
+
+    /// [`load`](Self::load), for somebody whom the audit log names.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub async fn load_for(
+        self: &Arc<Self>,
+        who: Who,
+        name: Option<ModelName>,
+        path: Option<PathBuf>,
+        progress: ProgressSender,
+    ) -> Result<ModelInfo, Error> {
         let fleet = Arc::clone(self);
-        tokio::spawn(async move { fleet.load_now(name, path, progress).await })
+        let load = async move {
+            let asked = name.as_ref().map_or_else(String::new, ModelName::to_string);
+            let from = path
+                .as_ref()
+                .map_or_else(String::new, |p| p.display().to_string());
+            let loaded = fleet.load_now(&who, name, path, progress).await;
+            match &loaded {
+                Ok(m) => fleet.audit_load(&who, &m.name, &m.source, Ok(&m.trust_domain)),
+                Err(error) => fleet.audit_load(&who, &asked, &from, Err(error)),
+            }
+            loaded
+        };
+        tokio::spawn(load)
             .await
             .unwrap_or_else(|e| Err(Error::new(Reason::Internal, format!("loading failed: {e}"))))
     }
 
     async fn load_now(
         self: &Arc<Self>,
+        who: &Who,
         name: Option<ModelName>,
         path: Option<PathBuf>,
         progress: ProgressSender,
@@ -173,17 +201,15 @@ impl Fleet {
                     format!("model {name} has no bytes any more; restart the scheduler"),
                 ));
             };
-            let roots = self.model_roots.clone();
-            let opened = tokio::task::spawn_blocking(move || vault::open(&path, &roots)).await;
-            let files = opened
-                .map_err(|e| Error::new(Reason::Internal, format!("cannot open {name}: {e}")))??;
+            let files = Arc::new(self.open(path).await?);
+            self.admit(&source, &files, who).await?;
             let mut table = self.table();
             let model = table
                 .models
                 .entry(name.clone())
                 .or_insert_with(|| Model::new(source.clone(), false));
             model.source = source;
-            model.files = Some(Arc::new(files));
+            model.files = Some(files);
             model.summary = None;
         }
         self.spread(&name, &progress).await?;
@@ -274,6 +300,7 @@ impl Fleet {
         let mut changed = self.changes();
         let lacking = {
             let mut table = self.table();
+            let guest = table.guest(name);
             let Some(model) = table.models.get_mut(name) else {
                 return Err(table.unknown(name));
             };
@@ -296,6 +323,7 @@ impl Fleet {
                 slot.refused.remove(name);
                 if let Some(link) = slot.link.clone()
                     && !slot.models.contains_key(name)
+                    && slot.guest == guest
                 {
                     slot.loading = Some(name.clone());
                     lacking.push((link, Arc::clone(&files)));
@@ -304,6 +332,10 @@ impl Fleet {
             lacking
         };
         self.tell();
+        if let Err(error) = self.host_guest(name) {
+            self.give_up(name, error.clone());
+            return Err(error);
+        }
         let mut loads = JoinSet::new();
         for (link, files) in lacking {
             let (fleet, name, progress) = (Arc::clone(self), name.clone(), progress.clone());
@@ -320,7 +352,7 @@ impl Fleet {
             changed.see();
             {
                 let mut table = self.table();
-                let hope = table.workers.values().any(|s| s.may_get(name));
+                let hope = table.workers.values().any(|s| table.may_get(s, name));
                 let serves = |s: &Slot| s.link.is_some() && s.models.contains_key(name);
                 let has = table.workers.values().any(serves);
                 let Some(model) = table.models.get_mut(name) else {

@@ -43,7 +43,10 @@ impl<'a> Blamed<'a> {
 
 impl Drop for Blamed<'_> {
     fn drop(&mut self) {
-        if let Some(link) = self.0 {
+        // One that is gone died while it was held: whoever asks later must hear so.
+        if let Some(link) = self.0
+            && !link.fate.gone.is_cancelled()
+        {
             link.packs.store(false, Ordering::Release);
         }
     }
@@ -148,7 +151,12 @@ impl Pieces<'_> {
     pub(super) async fn next(&mut self, link: &Link) -> Result<PackPiece, Error> {
         let status = match timeout(PATIENCE, self.pieces.message()).await {
             Ok(Ok(Some(piece))) => return Ok(piece),
-            Ok(Ok(None)) => return Err(lost(link, "stopped packing weights")),
+            Ok(Ok(None)) => {
+                if let Some(blamed) = self.blamed.take() {
+                    blamed.broken().await;
+                }
+                return Err(lost(link, "stopped packing weights"));
+            }
             Ok(Err(status)) => status,
             Err(_) => return Err(lost(link, "does not get on with packing weights")),
         };

@@ -15,13 +15,17 @@ use hotcell_proto::{
 };
 use tokio::{sync::Notify, time::Instant};
 
-use super::{Link, launch::Handover};
+use super::{Link, guests::Guest, launch::Handover};
 use crate::{crash::Dead, death::Death, supervisor::State};
 
 /// The trust domain of a device's own worker and of its standby.
 pub(super) const TRUSTED: &str = "trusted";
+/// That of a worker which one untrusted model has for itself.
+pub(super) const UNTRUSTED: &str = "untrusted";
 /// That of a worker which runs one suspected request.
 pub(super) const SUSPECT: &str = "suspect";
+/// That of a worker which looks into a model.
+pub(super) const INSPECTION: &str = "inspection";
 
 /// What a worker has to do, as the scheduler counts it.
 #[derive(Debug, Default)]
@@ -35,6 +39,8 @@ pub(super) struct Slot {
     pub(super) device: Device,
     /// Whom it runs work for.
     pub(super) domain: &'static str,
+    /// The one model it is for, unless it is a device's own.
+    pub(super) guest: Option<Guest>,
     pub(super) epoch: u64,
     pub(super) pid: u32,
     pub(super) state: WorkerState,
@@ -73,6 +79,7 @@ impl Slot {
         Self {
             device,
             domain: TRUSTED,
+            guest: None,
             epoch: 0,
             pid: 0,
             state: WorkerState::Starting,
@@ -135,7 +142,7 @@ impl Slot {
         self.link.as_ref().filter(|link| !link.fate.is_sealed())
     }
 
-    /// Whether it may come to have a model that it lacks.
+    /// Whether it may come to have a model that it lacks, if that is one for it.
     pub(super) fn may_get(&self, model: &ModelName) -> bool {
         let asked = self.serving().is_none() || self.loading.as_ref() == Some(model);
         self.hopeful && asked && !self.refused.contains(model)

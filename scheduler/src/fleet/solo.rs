@@ -177,6 +177,7 @@ impl Fleet {
                 worker: &id,
                 epoch: 1,
                 device: &device,
+                allowance: self.allowance_for(model),
             };
             let death = match self.begin_solo(order, model, &files).await {
                 Ok((aside, got)) => {

@@ -135,6 +135,7 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
             worker: &id,
             epoch,
             device: &device,
+            allowance: None,
         };
         let begun = tokio::select! {
             biased;
@@ -173,7 +174,7 @@ async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) 
     let mut changed = fleet.changes();
     loop {
         changed.see();
-        let (missing, unwanted) = fleet.table().difference(&loaded);
+        let (missing, unwanted) = fleet.table().difference(None, &loaded);
         let change = missing.into_iter().next();
         let gone = unwanted.into_iter().next();
         if change.is_some() || gone.is_some() {

@@ -379,6 +379,7 @@ mod tests {
                 ctime_ns: 1 << 70,
             },
             layout: Layout::new("panel16-1").unwrap(),
+            alone: 0,
         }
     }
 

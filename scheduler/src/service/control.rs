@@ -6,19 +6,19 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     v1::{
-        CrashReport, Event, GetCrashRequest, ListCrashesRequest, ListCrashesResponse,
-        ListDevicesRequest, ListDevicesResponse, ListModelsRequest, ListModelsResponse,
-        ListWorkersRequest, ListWorkersResponse, LoadModelProgress, LoadModelRequest,
-        ReleaseWorkerRequest, ReleaseWorkerResponse, UnloadModelRequest, UnloadModelResponse,
-        WatchEventsRequest, control_server::Control,
+        CrashReport, Event, GetCrashRequest, InspectModelRequest, Inspection, ListCrashesRequest,
+        ListCrashesResponse, ListDevicesRequest, ListDevicesResponse, ListModelsRequest,
+        ListModelsResponse, ListWorkersRequest, ListWorkersResponse, LoadModelProgress,
+        LoadModelRequest, ReleaseWorkerRequest, ReleaseWorkerResponse, UnloadModelRequest,
+        UnloadModelResponse, WatchEventsRequest, control_server::Control,
     },
 };
 use tokio::sync::{broadcast::error::RecvError, mpsc};
 use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
 
-use super::{Shared, is_remote};
-use crate::{admission::draining, events::missed};
+use super::{Shared, deadline, is_remote, who, within};
+use crate::{admission::draining, audit::Who, events::missed};
 
 /// Events of a load that wait for its client; progress beyond is left out.
 const LOAD_BUFFER: usize = 16;
@@ -31,11 +31,13 @@ pub(super) struct Service(pub Shared);
 
 type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
+/// Name and path of the model that is meant.
 fn wanted(
-    request: &Request<LoadModelRequest>,
+    name: &str,
+    path: &str,
+    is_remote: bool,
 ) -> Result<(Option<ModelName>, Option<PathBuf>), Error> {
-    let LoadModelRequest { name, path } = request.get_ref();
-    let some = |text: &String| (!text.is_empty()).then(|| text.clone());
+    let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
     let name = some(name).map(ModelName::new).transpose()?;
     if path.len() > MAX_PATH {
         return Err(Error::new(
@@ -44,10 +46,10 @@ fn wanted(
         ));
     }
     let path = some(path).map(PathBuf::from);
-    if path.is_some() && is_remote(request) {
+    if path.is_some() && is_remote {
         return Err(Error::new(
             Reason::InvalidArgument,
-            "a client over TCP can load configured models only, by name; add the path to `models` in the scheduler's config",
+            "a client over TCP can name configured models only; add the path to `models` in the scheduler's config",
         ));
     }
     if path.as_ref().is_some_and(|p| p.is_relative()) {
@@ -57,6 +59,16 @@ fn wanted(
         ));
     }
     Ok((name, path))
+}
+
+impl Service {
+    /// Who asks something about a model, if they may.
+    fn asks<T>(&self, request: &Request<T>, name: Option<&ModelName>) -> Result<Who, Error> {
+        if let Some(name) = name.filter(|_| is_remote(request)) {
+            self.0.fleet.check_remote(name)?;
+        }
+        Ok(who(request))
+    }
 }
 
 #[tonic::async_trait]
@@ -96,7 +108,9 @@ impl Control for Service {
         &self,
         request: Request<LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
-        let (name, path) = wanted(&request)?;
+        let LoadModelRequest { name, path } = request.get_ref();
+        let (name, path) = wanted(name, path, is_remote(&request))?;
+        let who = self.asks(&request, name.as_ref())?;
         if self.0.admission.is_closed() {
             return Err(draining().into());
         }
@@ -104,7 +118,7 @@ impl Control for Service {
         let (fleet, abort) = (Arc::clone(&self.0.fleet), self.0.abort.clone());
         tokio::spawn(async move {
             let (progress, mut steps) = mpsc::channel(LOAD_BUFFER);
-            let loading = fleet.load(name, path, progress);
+            let loading = fleet.load_for(who, name, path, progress);
             let forward = async {
                 while let Some(step) = steps.recv().await {
                     let _ = sender.try_send(Ok(step));
@@ -134,9 +148,28 @@ impl Control for Service {
         &self,
         request: Request<UnloadModelRequest>,
     ) -> Result<Response<UnloadModelResponse>, Status> {
-        let name = ModelName::new(request.into_inner().name)?;
-        self.0.fleet.unload(&name).await?;
+        let name = ModelName::new(request.get_ref().name.as_str())?;
+        let who = self.asks(&request, Some(&name))?;
+        self.0.fleet.unload_for(&who, &name).await?;
         Ok(Response::new(UnloadModelResponse {}))
+    }
+
+    async fn inspect_model(
+        &self,
+        request: Request<InspectModelRequest>,
+    ) -> Result<Response<Inspection>, Status> {
+        let InspectModelRequest { name, path } = request.get_ref();
+        let (name, path) = wanted(name, path, is_remote(&request))?;
+        let who = self.asks(&request, name.as_ref())?;
+        if self.0.admission.is_closed() {
+            return Err(draining().into());
+        }
+        let deadline = deadline(request.metadata())?;
+        let look = within(deadline, self.0.fleet.inspect_named(name, path, &who));
+        tokio::select! {
+            found = look => Ok(Response::new(found?)),
+            () = self.0.abort.cancelled() => Err(draining().into()),
+        }
     }
 
     async fn list_crashes(

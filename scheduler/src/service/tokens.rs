@@ -16,7 +16,7 @@ use hotcell_proto::{
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
-use super::{Shared, deadline, within};
+use super::{Shared, deadline, is_remote, within};
 use crate::{
     access::{Caller, Want},
     admission::{Permit, check_embed, check_prompt, check_request, wanted, wanted_for},
@@ -104,6 +104,17 @@ impl Shared {
     }
 }
 
+impl Service {
+    /// Refuses a remote client a model that it may not name.
+    fn may_name<T>(&self, request: &Request<T>, model: &str) -> Result<(), Error> {
+        if !is_remote(request) {
+            return Ok(());
+        }
+        let fleet = &self.0.fleet;
+        fleet.check_remote(&fleet.resolve(model)?)
+    }
+}
+
 #[tonic::async_trait]
 impl Tokens for Service {
     type GenerateStream = EventStream;
@@ -113,6 +124,7 @@ impl Tokens for Service {
         &self,
         request: Request<GenerateRequest>,
     ) -> Result<Response<EventStream>, Status> {
+        self.may_name(&request, &request.get_ref().model)?;
         let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         let caller = Caller::of(&extensions);
@@ -141,6 +153,7 @@ impl Tokens for Service {
         &self,
         request: Request<TokenizeRequest>,
     ) -> Result<Response<TokenizeResponse>, Status> {
+        self.may_name(&request, &request.get_ref().model)?;
         let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         check_prompt(request.prompt.as_ref())?;
@@ -158,6 +171,7 @@ impl Tokens for Service {
         &self,
         request: Request<DetokenizeRequest>,
     ) -> Result<Response<DetokenizeResponse>, Status> {
+        self.may_name(&request, &request.get_ref().model)?;
         let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         if request.ids.len() > limits::MAX_PROMPT_TOKENS {
@@ -185,6 +199,7 @@ impl Tokens for Service {
         &self,
         request: Request<EmbedRequest>,
     ) -> Result<Response<EmbedResponse>, Status> {
+        self.may_name(&request, &request.get_ref().model)?;
         let (metadata, extensions, mut request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         request.tenant = Caller::of(&extensions).tenant(&request.tenant).to_owned();

@@ -168,7 +168,11 @@ impl Left {
             ("doors", state.doors.len(), MAX_DOORS),
             ("models", state.models.len(), limits::MAX_MODELS),
             ("devices", state.devices.len(), limits::MAX_DEVICES),
-            ("workers", state.workers.len(), limits::MAX_DEVICES),
+            (
+                "workers",
+                state.workers.len(),
+                limits::MAX_DEVICES + limits::MAX_GUESTS,
+            ),
             ("streams", state.streams.len(), limits::MAX_STREAMS),
             ("crash reports", state.crashes.len(), limits::KEPT_CRASHES),
         ] {
@@ -204,6 +208,7 @@ impl Left {
                 configured: was_configured,
                 summary,
                 files,
+                untrusted,
                 ..
             } = model;
             let Ok(name) = ModelName::new(name) else {
@@ -216,7 +221,8 @@ impl Left {
             {
                 continue;
             }
-            let files = vault::inherit(files, path.is_none(), |number| self.fds.remove(&number));
+            let claim = |number| self.fds.remove(&number);
+            let files = vault::inherit(files, path.is_none(), untrusted, claim);
             let source = path.map_or(Source::Bundled, Source::Path);
             fleet.inherit_model(name, source, was_configured, files, summary);
         }
@@ -237,6 +243,7 @@ impl Left {
             let live = link.and_then(|link| self.live(processes, &worker.id, worker.epoch, link));
             Heir {
                 live,
+                guest: ModelName::new(worker.guest).ok(),
                 past: Past {
                     epoch: worker.epoch,
                     deaths: worker.deaths,

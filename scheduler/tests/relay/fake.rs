@@ -320,6 +320,13 @@ impl Worker for FakeWorker {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
+    async fn inspect(
+        &self,
+        _: Request<hotcell_proto::v1::InspectRequest>,
+    ) -> Answer<hotcell_proto::v1::Inspected> {
+        Err(Status::unimplemented("nothing is in no files"))
+    }
+
     type PackStream = ReceiverStream<Result<PackPiece, Status>>;
 
     async fn pack(&self, _: Request<Streaming<PackRequest>>) -> Answer<Self::PackStream> {

@@ -100,6 +100,8 @@ impl House {
                 false => Packs::new(None, None),
             },
             model_roots: vec![],
+            model_policy: Arc::default(),
+            audit: Default::default(),
             default_model: None,
         });
         let name = ModelName::new("m").unwrap();

@@ -167,6 +167,8 @@ impl House {
             },
             packs: Packs::off(),
             model_roots: vec![],
+            model_policy: Arc::default(),
+            audit: Default::default(),
             default_model: None,
         });
         for model in &ground.models {

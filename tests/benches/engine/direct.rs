@@ -35,6 +35,7 @@ impl Direct {
             cores: vec![],
             cache_dtype: DType::F16,
             model_memory: None,
+            max_context: None,
             tensor_memory: None,
             blackbox: None,
             registry: Registry::default(),

@@ -53,6 +53,8 @@ pub struct EngineConfig {
     pub cache_dtype: DType,
     /// Bytes that each model may take besides its weights; 1 GiB of cache, or one context's, unless told.
     pub model_memory: Option<u64>,
+    /// Positions of one sequence at most, whatever the model allows.
+    pub max_context: Option<u32>,
     /// Bytes that tensors may take; half of the device's memory unless told.
     pub tensor_memory: Option<u64>,
     /// Where it writes what it does; one that nobody reads unless told.

@@ -22,6 +22,7 @@ use crate::{
     engine::Ready,
     error::of_model,
     generate::grammar::Grammars,
+    inspect,
     last_words::MappedFiles,
     model::text::ModelText,
     packing::{Copies, Wanted, is_packable},
@@ -66,6 +67,49 @@ impl Host {
             .map(|(file, fd)| map_file(file.name, fd))
             .collect::<Result<Vec<_>, _>>()?;
         self.load_packed(name, files, copies, progress).await
+    }
+
+    /// Says what is in the files whose descriptors come under `tag`, in the order of `files`. Loads nothing.
+    ///
+    /// # Errors
+    /// When they do not come. That they are no model is part of the answer.
+    pub async fn inspect(
+        &self,
+        tag: u64,
+        files: Vec<v1::FileHandle>,
+    ) -> Result<v1::Inspected, Error> {
+        let descriptors = self.descriptors(tag).await?;
+        if descriptors.len() != files.len() {
+            let (came, due) = (descriptors.len(), files.len());
+            let what = format!("{came} descriptors came for {due} files");
+            return Err(Error::new(Reason::ProtocolViolation, what));
+        }
+        let look = move || {
+            let files = files.into_iter().zip(descriptors);
+            let files = files
+                .map(|(file, fd)| map_file(file.name, fd))
+                .collect::<Result<Vec<_>, _>>();
+            match files {
+                Ok(files) => {
+                    let ranges = files.iter().map(|f| f.mapping.bytes().as_ptr_range());
+                    let mapped = MappedFiles::note(ranges);
+                    let (report, source) = inspect::read(&files);
+                    (report, source.map(|source| (source, mapped)))
+                }
+                Err(error) => (refused(v1::Inspected::default(), &error), None),
+            }
+        };
+        let (mut report, model) = tokio::task::spawn_blocking(look).await.map_err(internal)?;
+        let Some((source, _mapped)) = model else {
+            return Ok(report);
+        };
+        match self.0.engine.measure(source).await {
+            Ok(sizes) => {
+                (report.cache_bytes, report.work_bytes) = (sizes.cache, sizes.work);
+                Ok(report)
+            }
+            Err(error) => Ok(refused(report, &error)),
+        }
     }
 
     /// Loads a model from mapped files.
@@ -206,6 +250,15 @@ pub fn map_file(name: String, fd: OwnedFd) -> Result<ModelFile, Error> {
             Reason::NotAModel,
             format!("{name} cannot be mapped: {error}"),
         )),
+    }
+}
+
+/// A report on files that are no model that this worker can run.
+fn refused(report: v1::Inspected, error: &Error) -> v1::Inspected {
+    v1::Inspected {
+        reason: error.reason().name().to_owned(),
+        problem: error.message().to_owned(),
+        ..report
     }
 }
 

@@ -53,6 +53,15 @@ pub struct RunShape {
     pub cache_dtype: DType,
 }
 
+/// Bytes that a model takes besides its weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Its cache, once all of it is written.
+    pub cache: u64,
+    /// Everything else.
+    pub work: u64,
+}
+
 /// Bytes of cache for a token.
 fn bytes_per_token(config: &ModelConfig, cache_dtype: DType) -> usize {
     // Where a head is no whole blocks, there is no cache ([`check_cache`]).
@@ -131,6 +140,19 @@ impl RunShape {
             context: whole.context.min(blocks.saturating_mul(BLOCK_LEN)),
             blocks: blocks.min(most),
             ..whole
+        })
+    }
+
+    /// Memory that a model of this shape takes, by a dry run.
+    ///
+    /// # Errors
+    /// What [`Runner::new`] says of its graphs.
+    pub fn sizes(&self, device: &dyn Device, source: &ModelSource) -> Result<Sizes, RunError> {
+        let tokens = self.blocks.saturating_mul(self.block_len);
+        let per_token = bytes_per_token(&source.config, self.cache_dtype);
+        Ok(Sizes {
+            cache: tokens.saturating_mul(per_token) as u64,
+            work: bytes_besides_cache(device, source, self)? as u64,
         })
     }
 

@@ -89,6 +89,14 @@ impl ModelText {
         })
     }
 
+    /// The chat template.
+    ///
+    /// # Errors
+    /// That there is none, or why it cannot be used.
+    pub fn chat_template(&self) -> Result<&ChatTemplate, &TextError> {
+        self.template.as_ref()
+    }
+
     /// Whether chats can be rendered.
     pub fn has_chat_template(&self) -> bool {
         self.template.is_ok()

@@ -21,6 +21,16 @@ use crate::{
 /// The service.
 pub struct WorkerService(pub Host, pub Controls);
 
+/// Refuses more files than a model has, or none.
+fn check_count(files: usize) -> Result<(), Error> {
+    if (1..=limits::MAX_MODEL_FILES).contains(&files) {
+        return Ok(());
+    }
+    let most = limits::MAX_MODEL_FILES;
+    let what = format!("a model has 1 to {most} files, not {files}");
+    Err(Error::new(Reason::LimitExceeded, what))
+}
+
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 type Progress = Answers<v1::LoadProgress>;
 type Pieces = Answers<v1::PackPiece>;
@@ -70,14 +80,7 @@ impl Worker for WorkerService {
             packed,
         } = request.into_inner();
         let name = ModelName::new(model)?;
-        if files.is_empty() || files.len() > limits::MAX_MODEL_FILES {
-            let what = format!(
-                "a model has 1 to {} files, not {}",
-                limits::MAX_MODEL_FILES,
-                files.len()
-            );
-            return Err(Error::new(Reason::LimitExceeded, what).into());
-        }
+        check_count(files.len())?;
         let (events, stream) = mpsc::channel(limits::STREAM_BUFFER);
         let host = self.0.clone();
         tokio::spawn(async move {
@@ -112,6 +115,15 @@ impl Worker for WorkerService {
             let _ = events.send(last).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+
+    async fn inspect(
+        &self,
+        request: Request<v1::InspectRequest>,
+    ) -> Result<Response<v1::Inspected>, Status> {
+        let v1::InspectRequest { tag, files } = request.into_inner();
+        check_count(files.len())?;
+        Ok(Response::new(self.0.inspect(tag, files).await?))
     }
 
     type PackStream = Pieces;

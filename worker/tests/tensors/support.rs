@@ -29,6 +29,7 @@ pub fn worker(tensor_memory: u64) -> Host {
         cores: vec![0],
         cache_dtype: DType::F16,
         model_memory: None,
+        max_context: None,
         tensor_memory: Some(tensor_memory),
         blackbox: None,
         registry: Registry::default(),

@@ -1,0 +1,46 @@
+//! Which worker gets a tensor session.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use hotcell_proto::error::{Error, Reason};
+
+use super::{Fleet, Link, slot::Slot};
+use crate::discover::clip;
+
+impl Fleet {
+    /// A ready worker for a tensor session: the named one, one on the named device, else the one with the least to do.
+    ///
+    /// # Errors
+    /// [`Reason::NoWorker`] naming what is missing.
+    pub fn for_tensors(
+        &self,
+        worker: Option<&str>,
+        device: Option<&str>,
+    ) -> Result<Arc<Link>, Error> {
+        let table = self.table();
+        let fits = |(id, slot): &(&String, &Slot)| {
+            // An untrusted model has its worker for itself.
+            slot.guest.is_none()
+                && worker.is_none_or(|w| w == id.as_str())
+                && device.is_none_or(|d| d == slot.device.id)
+        };
+        let known: Vec<_> = table.workers.iter().filter(fits).collect();
+        let ready = known.iter().filter_map(|(_, slot)| {
+            let link = slot.serving()?;
+            Some((slot.load.outstanding.load(Ordering::Relaxed), link))
+        });
+        if let Some((_, link)) = ready.min_by_key(|(load, link)| (*load, link.worker.clone())) {
+            return Ok(Arc::clone(link));
+        }
+        let which = match (worker, device) {
+            (Some(w), _) => format!("worker {}", clip(w)),
+            (None, Some(d)) => format!("a worker on device {}", clip(d)),
+            (None, None) => "a worker".to_owned(),
+        };
+        let what = match known.is_empty() {
+            true => format!("there is no such thing as {which}; `hotcell ps` lists the workers"),
+            false => format!("{which} is not ready; `hotcell ps` shows why"),
+        };
+        Err(Error::new(Reason::NoWorker, what))
+    }
+}
