@@ -9,6 +9,7 @@ mod follow;
 mod guard;
 mod quota;
 mod roles;
+mod seat;
 mod tls;
 mod tokens;
 
@@ -25,6 +26,7 @@ pub use caller::Caller;
 pub use guard::{Guard, Guarded};
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need};
+pub use seat::{Begun, Came, From, Mark, Room, Seat, Seats};
 pub use tls::{Tls, TlsFiles};
 pub use tokens::Tokens;
 

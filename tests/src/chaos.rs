@@ -25,7 +25,7 @@ use tokio::{
 
 use crate::{
     chance,
-    cluster::{Cluster, all_have, kjv},
+    cluster::{Cluster, all_have, holds, kjv},
 };
 use requests::{Request, catalogue};
 
@@ -141,19 +141,6 @@ impl Run {
             outcome.wrongs.push(what);
         }
     }
-}
-
-/// The scheduler's resident bytes and open descriptors.
-fn holds(pid: u32) -> Result<(i64, i64)> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
-    let kib: i64 = line
-        .and_then(|l| l.trim().strip_suffix(" kB"))
-        .context("no VmRSS")?
-        .trim()
-        .parse()?;
-    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd"))?.count();
-    Ok((kib * 1024, descriptors as i64))
 }
 
 /// Does it.

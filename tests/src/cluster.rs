@@ -198,6 +198,22 @@ pub fn signal_pid(pid: u32, signal: rustix::process::Signal) -> Result<()> {
     Ok(rustix::process::kill_process(pid, signal)?)
 }
 
+/// A process's resident bytes and open descriptors.
+///
+/// # Errors
+/// When it is gone.
+pub fn holds(pid: u32) -> Result<(i64, i64)> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
+    let kib: i64 = line
+        .and_then(|l| l.trim().strip_suffix(" kB"))
+        .context("no VmRSS")?
+        .trim()
+        .parse()?;
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd"))?.count();
+    Ok((kib * 1024, descriptors as i64))
+}
+
 /// A scheduler with its workers on a Unix socket.
 pub struct Cluster {
     /// The scheduler.

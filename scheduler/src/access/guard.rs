@@ -2,6 +2,7 @@
 
 use std::{
     future::{Ready, ready},
+    pin::Pin,
     sync::Arc,
     task::{Context, Poll},
 };
@@ -12,7 +13,11 @@ use tokio_util::either::Either;
 use tonic::{Status, body::Body, transport::server::UdsConnectInfo};
 use tower::{Layer, Service};
 
-use super::{Access, Caller, Entrance, Need, Role, Roles, roles::need};
+use super::{
+    Access, Caller, Entrance, Need, Role, Roles,
+    roles::need,
+    seat::{self, Begun, Mark},
+};
 
 /// Puts a guard before what is served at one door.
 #[derive(Clone, Debug)]
@@ -25,6 +30,11 @@ impl Guard {
     /// Of this door.
     pub fn new(access: Arc<Access>, entrance: Entrance) -> Self {
         Self { access, entrance }
+    }
+
+    /// The door.
+    pub fn entrance(&self) -> Entrance {
+        self.entrance
     }
 
     /// Who makes this call.
@@ -58,12 +68,15 @@ impl Guard {
         }
     }
 
-    fn check<B>(&self, request: &mut Request<B>) -> Result<(), Error> {
+    /// Whether it is let in, and the place that it then has until it is answered.
+    fn check<B>(&self, request: &mut Request<B>) -> Result<Option<Begun>, Error> {
+        let mark = seat::unwrap(request.extensions_mut());
+        let begun = mark.as_ref().map(Mark::begin).transpose()?;
         let path = request.uri().path();
         let need = need(path);
         // Asked by those who look whether it lives, without a token, and it says nothing about anybody.
         if need == Need::Nobody && self.entrance == Entrance::Tcp {
-            return Ok(());
+            return Ok(begun);
         }
         let caller = self.caller(request)?;
         if let Need::Role(role) = need
@@ -78,10 +91,13 @@ impl Guard {
             );
             return Err(Error::new(Reason::PermissionDenied, what).with("role", role.name()));
         }
+        if let Some(mark) = mark {
+            mark.keeps();
+        }
         request.extensions_mut().insert(caller);
         // Nobody behind this needs the secret.
         request.headers_mut().remove(AUTHORIZATION);
-        Ok(())
+        Ok(begun)
     }
 }
 
@@ -120,6 +136,9 @@ impl<S> Layer<S> for Guard {
     }
 }
 
+/// An answer that is not there yet.
+type Answer<E> = Pin<Box<dyn Future<Output = Result<Response<Body>, E>> + Send>>;
+
 /// What is served, behind a guard.
 #[derive(Clone, Debug)]
 pub struct Guarded<S> {
@@ -130,10 +149,11 @@ pub struct Guarded<S> {
 impl<S, B> Service<Request<B>> for Guarded<S>
 where
     S: Service<Request<B>, Response = Response<Body>>,
+    S::Future: Send + 'static,
 {
     type Response = Response<Body>;
     type Error = S::Error;
-    type Future = Either<Ready<Result<Response<Body>, S::Error>>, S::Future>;
+    type Future = Either<Ready<Result<Response<Body>, S::Error>>, Answer<S::Error>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
@@ -141,7 +161,13 @@ where
 
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
         match self.guard.check(&mut request) {
-            Ok(()) => Either::Right(self.inner.call(request)),
+            Ok(begun) => {
+                let answer = self.inner.call(request);
+                Either::Right(Box::pin(async move {
+                    let _begun = begun;
+                    answer.await
+                }))
+            }
             Err(error) => {
                 tracing::debug!(path = request.uri().path(), %error, "refused");
                 Either::Left(ready(Ok(Status::from(error).into_http())))

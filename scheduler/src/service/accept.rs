@@ -12,14 +12,14 @@ use std::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    sync::mpsc,
     time::timeout,
 };
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use crate::access::Tls;
+use crate::access::{Came, From, Room, Seat, Seats, Tls};
 
 /// Pause after a connection could not be accepted, mostly for want of descriptors. tonic would end the server.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -34,6 +34,9 @@ pub(super) trait Listen: Send + Sync + 'static {
     /// Its connections as they are served.
     type Stream: AsyncRead + AsyncWrite + Connected + Send + Unpin + 'static;
 
+    /// Where it comes from.
+    fn from(raw: &Self::Raw) -> From;
+
     /// The next one.
     fn next(&self) -> impl Future<Output = io::Result<Self::Raw>> + Send;
 
@@ -47,6 +50,10 @@ pub(super) trait Listen: Send + Sync + 'static {
 impl Listen for UnixListener {
     type Raw = UnixStream;
     type Stream = UnixStream;
+
+    fn from(_: &UnixStream) -> From {
+        From::default()
+    }
 
     async fn next(&self) -> io::Result<UnixStream> {
         Ok(self.accept().await?.0)
@@ -63,6 +70,12 @@ impl Listen for UnixListener {
 impl Listen for TcpListener {
     type Raw = TcpStream;
     type Stream = TcpStream;
+
+    fn from(raw: &TcpStream) -> From {
+        // One that is gone already comes from nowhere.
+        raw.peer_addr()
+            .map_or_else(|_| From::default(), |peer| From::address(peer.ip()))
+    }
 
     async fn next(&self) -> io::Result<TcpStream> {
         let stream = self.accept().await?.0;
@@ -85,6 +98,10 @@ pub(super) struct TlsListener(pub TcpListener, pub Arc<Tls>);
 impl Listen for TlsListener {
     type Raw = TcpStream;
     type Stream = TlsClient;
+
+    fn from(raw: &TcpStream) -> From {
+        <TcpListener as Listen>::from(raw)
+    }
 
     async fn next(&self) -> io::Result<TcpStream> {
         self.0.next().await
@@ -153,36 +170,34 @@ impl AsyncWrite for TlsClient {
     }
 }
 
-/// Accepts connections for as long as the stream is there, `limit` at once; further ones wait in the socket.
+/// Accepts connections for as long as the stream is there, as many at once as there is `room` for. Over further ones those leave that have not
+/// made a call yet; if all have, further ones wait.
 pub(super) fn accept<L: Listen>(
     listener: L,
-    limit: usize,
+    room: Room,
 ) -> ReceiverStream<io::Result<Counted<L::Stream>>> {
     let (sender, receiver) = mpsc::channel(1);
-    let places = Arc::new(Semaphore::new(limit));
+    let seats = Seats::new(room);
     tokio::spawn(async move {
         let serve = async {
             loop {
-                // Never an error: nobody closes it.
-                let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-                    return;
-                };
                 match listener.next().await {
                     Ok(raw) => {
+                        let Some(mut seat) = seats.take(L::from(&raw)).await else {
+                            return;
+                        };
                         let greeting = timeout(GREETING, listener.greet(raw));
                         let sender = sender.clone();
                         // It holds its place meanwhile, so there are never more of them.
                         tokio::spawn(async move {
                             let greeted = tokio::select! {
                                 greeted = greeting => greeted.unwrap_or_else(|late| Err(late.into())),
+                                () = seat.left() => return,
                                 () = sender.closed() => return,
                             };
                             match greeted {
                                 Ok(stream) => {
-                                    let counted = Counted {
-                                        stream,
-                                        _place: place,
-                                    };
+                                    let counted = Counted { stream, seat };
                                     // An error means that the door is closed.
                                     let _ = sender.send(Ok(counted)).await;
                                 }
@@ -211,14 +226,23 @@ pub(super) fn accept<L: Listen>(
 #[derive(Debug)]
 pub(super) struct Counted<S> {
     stream: S,
-    _place: OwnedSemaphorePermit,
+    seat: Seat,
+}
+
+/// Why a connection ends that made room for another one.
+fn left() -> io::Error {
+    let why = "it made no call, and another connection wants its place";
+    io::Error::new(io::ErrorKind::ConnectionAborted, why)
 }
 
 impl<S: Connected> Connected for Counted<S> {
-    type ConnectInfo = S::ConnectInfo;
+    type ConnectInfo = Came<S::ConnectInfo>;
 
-    fn connect_info(&self) -> S::ConnectInfo {
-        self.stream.connect_info()
+    fn connect_info(&self) -> Came<S::ConnectInfo> {
+        Came {
+            info: self.stream.connect_info(),
+            mark: self.seat.mark(),
+        }
     }
 }
 
@@ -228,6 +252,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Counted<S> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.seat.must_leave(cx) {
+            return Poll::Ready(Err(left()));
+        }
         Pin::new(&mut self.stream).poll_read(cx, buf)
     }
 }
@@ -267,10 +294,16 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Counted<S> {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use tokio::time::timeout;
+    use tokio::{io::AsyncReadExt, time::timeout};
     use tokio_stream::StreamExt;
 
     use super::*;
+
+    const ROOM: Room = Room {
+        connections: 2,
+        calls: 2,
+        calls_from_one: 2,
+    };
 
     /// Fails every other time.
     struct Flaky(UnixListener, AtomicU32);
@@ -278,6 +311,10 @@ mod tests {
     impl Listen for Flaky {
         type Raw = UnixStream;
         type Stream = UnixStream;
+
+        fn from(_: &UnixStream) -> From {
+            From::default()
+        }
 
         async fn next(&self) -> io::Result<UnixStream> {
             if self.1.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
@@ -299,15 +336,22 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
         let listener = Flaky(UnixListener::bind(&path).unwrap(), AtomicU32::new(0));
-        let mut incoming = accept(listener, 2);
+        let mut incoming = accept(listener, ROOM);
         let mut clients = Vec::new();
-        for _ in 0..3 {
+        for _ in 0..4 {
             clients.push(UnixStream::connect(&path).await.unwrap());
         }
         let first = incoming.next().await.unwrap().unwrap();
-        let _second = incoming.next().await.unwrap().unwrap();
-        let third = timeout(5 * PAUSE, incoming.next()).await;
-        assert!(third.is_err());
+        let mut second = incoming.next().await.unwrap().unwrap();
+        first.connect_info().mark.keeps();
+        // The third comes in once the second, which made no call, has gone.
+        let left = second.read_u8().await.unwrap_err();
+        assert_eq!(left.kind(), io::ErrorKind::ConnectionAborted);
+        drop(second);
+        let third = incoming.next().await.unwrap().unwrap();
+        third.connect_info().mark.keeps();
+        let fourth = timeout(5 * PAUSE, incoming.next()).await;
+        assert!(fourth.is_err());
         drop(first);
         incoming.next().await.unwrap().unwrap();
     }

@@ -27,7 +27,7 @@ use super::{
     handout,
 };
 use crate::{
-    access::{Entrance, Guard},
+    access::{Entrance, Guard, Room},
     config::Config,
     exit::{Exit, Failure},
     takeover::{Door, Left, OwnDoor},
@@ -37,6 +37,10 @@ use crate::{
 const MAX_CONNECTIONS: usize = 1024;
 /// Calls of one connection at once.
 const MAX_CALLS: u32 = 1024;
+/// The same of a remote one: whoever it is may have all connections, and each call that begins takes memory.
+const MAX_REMOTE_CALLS: u32 = 256;
+/// Calls of one remote address that are not answered yet.
+const MAX_CALLS_FROM_ADDRESS: usize = 1024;
 const _: () = assert!(MAX_CALLS as usize <= limits::MAX_SCHEDULER_REQUESTS);
 
 /// Open doors, not served yet. They are opened first of all, so that a port in use is told before anything was
@@ -231,13 +235,26 @@ pub enum Ended {
     Asked,
 }
 
-fn server() -> Server {
+fn server(entrance: Entrance) -> Server {
+    let calls = match entrance {
+        Entrance::Tcp => MAX_REMOTE_CALLS,
+        Entrance::Unix | Entrance::Private => MAX_CALLS,
+    };
     Windows::default()
         .server()
-        .max_concurrent_streams(MAX_CALLS)
+        .max_concurrent_streams(calls)
         // A client that vanished without a word holds its streams no longer than this.
         .http2_keepalive_interval(Some(Duration::from_secs(30)))
         .http2_keepalive_timeout(Some(Duration::from_secs(20)))
+}
+
+/// What a door has room for.
+fn room(calls_from_one: usize) -> Room {
+    Room {
+        connections: MAX_CONNECTIONS,
+        calls: limits::MAX_SCHEDULER_REQUESTS,
+        calls_from_one,
+    }
 }
 
 /// Serves those who come in at one door, until `stop`.
@@ -245,10 +262,11 @@ async fn serve_door<L: Listen>(
     listener: L,
     guard: Guard,
     routes: Routes,
+    room: Room,
     stop: CancellationToken,
 ) -> (Result<(), tonic::transport::Error>, Ended) {
-    let incoming = accept(listener, MAX_CONNECTIONS);
-    let router = server().layer(guard).add_routes(routes);
+    let incoming = accept(listener, room);
+    let router = server(guard.entrance()).layer(guard).add_routes(routes);
     let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
     (served.await, Ended::DoorFailed)
 }
@@ -273,6 +291,7 @@ pub async fn serve(
             listener,
             guard(Entrance::Unix),
             routes.clone(),
+            room(limits::MAX_SCHEDULER_REQUESTS),
             stop.clone(),
         );
         serving.spawn(door);
@@ -281,9 +300,13 @@ pub async fn serve(
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
         let (guard, routes, stop) = (guard(Entrance::Tcp), routes.clone(), stop.clone());
+        let room = room(MAX_CALLS_FROM_ADDRESS);
         match shared.access.tls() {
-            None => serving.spawn(serve_door(listener, guard, routes, stop)),
-            Some(tls) => serving.spawn(serve_door(TlsListener(listener, tls), guard, routes, stop)),
+            None => serving.spawn(serve_door(listener, guard, routes, room, stop)),
+            Some(tls) => {
+                let listener = TlsListener(listener, tls);
+                serving.spawn(serve_door(listener, guard, routes, room, stop))
+            }
         };
     }
     if let Some(fd) = doors.private {
@@ -296,7 +319,7 @@ pub async fn serve(
                     () = stop.cancelled() => {}
                 }
             };
-            let router = server().layer(guard).add_routes(routes);
+            let router = server(guard.entrance()).layer(guard).add_routes(routes);
             let served = router.serve_with_incoming_shutdown(incoming, over);
             (served.await, Ended::ConnectionOver)
         });
