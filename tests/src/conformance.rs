@@ -4,6 +4,7 @@
 //! device in this process and a worker behind its door to the same values.
 
 mod compare;
+mod derived;
 mod elementwise;
 mod local;
 mod remote;
@@ -21,6 +22,7 @@ use serde_json::Value as Json;
 
 use crate::cluster::repository;
 pub use compare::{difference, tolerance};
+pub use derived::{Derived, moves};
 pub use elementwise::{Form, elementwise};
 pub use local::Local;
 pub use remote::Remote;
@@ -328,13 +330,23 @@ impl Case {
                 CaseInput::Cache { spec, .. } => builder.cache(format!("input {i}"), *spec)?,
             });
         }
+        self.build_of(builder, &inputs, None)
+    }
+
+    /// Its nodes over these inputs. `dtype`: what its results are instead of what they were.
+    fn build_of(
+        &self,
+        mut builder: GraphBuilder,
+        inputs: &[Value],
+        dtype: Option<DType>,
+    ) -> Result<Graph, Refused> {
         let mut values: Vec<Vec<Value>> = Vec::new();
         for (n, node) in self.nodes.iter().enumerate() {
             let row = find(&node.op).ok_or_else(|| anyhow!("there is no op {}", node.op))?;
             let arguments = node
                 .inputs
                 .iter()
-                .map(|&r| value(r, &inputs, &values))
+                .map(|&r| value(r, inputs, &values))
                 .collect::<Result<_>>()?;
             let attributes = attributes(row, &node.attributes, &self.data)?;
             match builder.apply(row, arguments, attributes) {
@@ -349,7 +361,7 @@ impl Case {
             None => self
                 .results
                 .iter()
-                .map(|&r| value(r, &inputs, &values))
+                .map(|&r| value(r, inputs, &values))
                 .collect::<Result<_>>()?,
         };
         if self.fails.is_none() {
@@ -367,7 +379,7 @@ impl Case {
             let size = |t: &TensorSpec| -> Vec<usize> {
                 t.shape.dims().iter().map(|d| d.at(rows)).collect()
             };
-            if found.dtype != spec.dtype || size(&found) != size(spec) {
+            if found.dtype != dtype.unwrap_or(spec.dtype) || size(&found) != size(spec) {
                 return Err(anyhow!("infers {found} instead of {spec}").into());
             }
         }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use hotcell_graph::{
-    Graph, Shape, Value,
+    DType, Graph, Shape, Value,
     graph::Node,
     op::{ValueSpec, catalogue, find},
 };
@@ -19,7 +19,7 @@ use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
 };
 use hotcell_tests::conformance::{
-    Case, Check, Executor, Form, Local, Remote, cases, difference, elementwise,
+    Case, Check, Executor, Form, Local, Remote, cases, difference, elementwise, moves,
 };
 
 fn chosen() -> Vec<Case> {
@@ -268,6 +268,148 @@ fn what_is_repeated_many_times_gives_the_same_many_times() {
         }
         assert!(without.is_empty(), "no case can be repeated of {without:?}");
     }
+}
+
+#[test]
+fn rows_that_move_elements_move_those_of_every_dtype_alike() {
+    let open = || Ok(Rc::new(CpuDevice::with_path(2, CpuPath::detect())?) as Rc<dyn Device>);
+    let mut executor = Local::new("cpu".to_owned(), open).unwrap();
+    let (mut seen, mut wrong) = (BTreeSet::new(), Vec::new());
+    for case in &chosen() {
+        let Some(counted) = case.numbered(DType::U64).unwrap() else {
+            continue;
+        };
+        // Where elements go is what the golden case says, and nothing else for another dtype.
+        let places = executor.run(&counted.graph, 0, &counted.inputs());
+        let places = places.unwrap_or_else(|e| panic!("{case}: {e}")).outputs;
+        if let Err(error) = case.moves_so(&places) {
+            wrong.push(format!("{case}: {error:#}"));
+            continue;
+        }
+        seen.insert(find(&case.op).unwrap().name);
+        for &dtype in DType::ALL.iter().filter(|d| !d.is_block()) {
+            let other = case.numbered(dtype).unwrap().unwrap();
+            let expected = case.placed(&places, dtype).unwrap();
+            match executor.run(&other.graph, 0, &other.inputs()) {
+                Ok(outcome) if outcome.outputs == expected => {}
+                Ok(_) => wrong.push(format!("{case} of {dtype}: elsewhere than of u64")),
+                Err(error) => wrong.push(format!("{case} of {dtype}: {error}")),
+            }
+        }
+    }
+    let some: Vec<&String> = wrong.iter().take(50).collect();
+    assert!(wrong.is_empty(), "{} differ: {some:#?}", wrong.len());
+    if std::env::var_os("HOTCELL_CASES").is_none() {
+        let moving = catalogue().filter(|row| moves(row)).map(|row| row.name);
+        assert_eq!(seen, moving.collect());
+    }
+}
+
+/// Rows and classes of which not every dtype has a case, and why. Those that move elements have them all by another test.
+const NOT_OF_EVERY_DTYPE: &[(&[&str], &[&str], &str)] = &[
+    (
+        &["addmm", "all_close", "array_equal", "gather_mm"],
+        &["empty", "large", "odd", "non-contiguous"],
+        "made of sums, comparisons, takes and products, which are here",
+    ),
+    (&["literal"], &["empty", "large"], "bytes of the graph"),
+    (
+        &["random_categorical"],
+        &["large"],
+        "each draw is another one",
+    ),
+    (
+        &["get_rows"],
+        &["non-contiguous"],
+        "weights of blocks lie as they are stored",
+    ),
+    (
+        &["scatter_nd"],
+        &["empty", "large"],
+        "places elements by the whole shape; f32 has such cases",
+    ),
+];
+
+#[test]
+fn every_dtype_of_a_row_has_cases_of_every_class() {
+    let open = || Ok(Rc::new(CpuDevice::with_path(2, CpuPath::detect())?) as Rc<dyn Device>);
+    let mut executor = Local::new("cpu".to_owned(), open).unwrap();
+    let elementwise: BTreeSet<&str> = elementwise().map(|row| row.name).collect();
+    let mut seen: BTreeMap<(&str, &str), BTreeSet<&str>> = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for case in &chosen() {
+        let row = find(&case.op).unwrap();
+        let (Some(first), None) = (case.first_dtype(), case.fails) else {
+            continue;
+        };
+        if moves(row) || elementwise.contains(row.name) {
+            continue;
+        }
+        let graph = case.graph().unwrap();
+        let node = graph.nodes().iter().rfind(|n| n.op.name == row.name);
+        let classes = seen.entry((row.name, first.name())).or_default();
+        let holding = CLASSES.iter().filter(|c| (c.holds)(&graph, node.unwrap()));
+        classes.extend(holding.map(|c| c.name));
+        let odd = |shape: &Shape| shape.dims().iter().any(|d| d.at(0) % 2 == 1 && d.at(0) > 1);
+        if shapes(&graph, node.unwrap()).iter().any(odd) {
+            classes.insert("odd");
+        }
+        // What is wrong with the values themselves is another test's.
+        let Ok(Some(small)) = case.check(&mut executor) else {
+            continue;
+        };
+        if let Some(turned) = case.turned().unwrap() {
+            classes.insert("non-contiguous");
+            match executor.run(&turned.graph, 0, &turned.inputs()) {
+                Ok(outcome) if case.same(&small, &outcome) => {}
+                Ok(_) => wrong.push(format!("{case}: other bits of views")),
+                Err(error) => wrong.push(format!("{case} of views: {error}")),
+            }
+        }
+        if let Some(nothing) = case.repeat(0) {
+            classes.insert("empty");
+            let inputs: Vec<&[u8]> = nothing.inputs.iter().map(Vec::as_slice).collect();
+            match executor.run(&nothing.graph, 0, &inputs) {
+                Ok(outcome) if outcome.outputs.iter().all(Vec::is_empty) => {}
+                Ok(_) => wrong.push(format!("{case} of nothing gives something")),
+                Err(error) => wrong.push(format!("{case} of nothing: {error}")),
+            }
+        }
+        if case.repeated(MANY).is_some() {
+            classes.insert("large");
+        }
+    }
+    let some: Vec<&String> = wrong.iter().take(50).collect();
+    assert!(wrong.is_empty(), "{} differ: {some:#?}", wrong.len());
+    if std::env::var_os("HOTCELL_CASES").is_some() {
+        return;
+    }
+    let mut lacking = Vec::new();
+    let mut excused = BTreeSet::new();
+    for ((row, dtype), classes) in &seen {
+        // Odd is an axis here: a row works along one, whatever the others.
+        for name in ["empty", "large", "odd", "non-contiguous"] {
+            let class = CLASSES.iter().find(|c| c.name.starts_with(name)).unwrap();
+            if classes.contains(name) || class.without.contains(row) {
+                continue;
+            }
+            let excuse = NOT_OF_EVERY_DTYPE
+                .iter()
+                .position(|(rows, classes, _)| rows.contains(row) && classes.contains(&name));
+            match excuse {
+                Some(excuse) => drop(excused.insert((excuse, *row))),
+                None => lacking.push(format!("{row} {dtype} {name}")),
+            }
+        }
+    }
+    assert!(
+        lacking.is_empty(),
+        "{}:\n{}",
+        lacking.len(),
+        lacking.join("\n")
+    );
+    let rows: usize = NOT_OF_EVERY_DTYPE.iter().map(|(rows, ..)| rows.len()).sum();
+    assert_eq!(excused.len(), rows, "an excuse that nobody needs");
 }
 
 /// A kind of case, what makes it one, and the rows that need none.

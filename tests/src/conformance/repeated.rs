@@ -93,6 +93,17 @@ pub struct Repeated {
 impl Case {
     /// The case with so many elements at least in one of its tensors, if it is one of a row that can be repeated.
     pub fn repeated(&self, least: usize) -> Option<Repeated> {
+        let sizes = self.inputs.iter().filter_map(|input| match input {
+            CaseInput::Tensor(spec, _) => spec.shape.elements(0),
+            CaseInput::Cache { .. } => None,
+        });
+        let outputs = self.outputs.iter().filter_map(|o| o.0.shape.elements(0));
+        let greatest = sizes.chain(outputs).max().unwrap_or(0);
+        self.repeat(least.div_ceil(greatest.max(1)).max(2))
+    }
+
+    /// The case so many times, if it is one of a row that can be repeated; 0: of nothing, which gives nothing.
+    pub fn repeat(&self, times: usize) -> Option<Repeated> {
         let row = find(&self.op)?;
         let of_row = REPEATED.iter().find(|(rows, ..)| rows.contains(&row.name));
         let (_, which, unless) = of_row?;
@@ -133,11 +144,6 @@ impl Case {
             return None;
         }
 
-        let tensors = node.inputs.iter().filter_map(tensor).map(|(spec, _)| spec);
-        let outputs = self.outputs.iter().map(|(spec, _)| spec);
-        let sizes = tensors.chain(outputs).map(|s| dims(s).iter().product());
-        let greatest: usize = sizes.max().unwrap_or(0);
-        let times = least.div_ceil(greatest.max(1)).max(2);
         let mut builder = GraphBuilder::new(0);
         let (mut values, mut inputs) = (Vec::new(), Vec::new());
         for (i, reference) in node.inputs.iter().enumerate() {
