@@ -19,9 +19,9 @@ use hotcell_tests::{
 };
 
 /// Cases that pass, of 1,325. Whoever makes one more pass raises it and lowers the other.
-const PASSING: usize = 1029;
+const PASSING: usize = 1051;
 /// Cases that are listed: never more than before.
-const SKIPPED: usize = 296;
+const SKIPPED: usize = 274;
 
 /// Names of the cases that need not pass, with why, one to a line: `test_name: reason`.
 fn skipped() -> BTreeMap<String, String> {

@@ -11,6 +11,7 @@ mod loss;
 mod norm;
 mod pool;
 mod quant;
+mod recurrent;
 mod reduce;
 mod resize;
 mod shape;
@@ -49,6 +50,7 @@ const MAPPINGS: &[Mapping] = &[
     loss::map,
     resize::map,
     signal::map,
+    recurrent::map,
 ];
 
 /// Builds the graph of a case.

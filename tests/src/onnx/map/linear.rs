@@ -16,10 +16,57 @@ pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
             m.cast(m.binary("matmul", a, b)?, DType::I32)?
         }
         "Einsum" => einsum(m)?,
-        "Det" => bail!("there is no op for determinants"),
+        "Det" => determinant(m)?,
+        "AffineGrid" => affine_grid(m)?,
         _ => return Ok(None),
     };
     Ok(Some(vec![value]))
+}
+
+/// Where an affine map has the elements of an image, in coordinates from −1 to 1, the innermost axis' first.
+fn affine_grid(m: &Mapper<'_>) -> Result<Value> {
+    let theta = m.x(0)?;
+    let size = m.given_ints(1)?.context("no size")?;
+    let corners = m.int("align_corners", 0) != 0;
+    let image: Vec<usize> = size.iter().skip(2).map(|&n| n as usize).collect();
+    let count: usize = image.iter().product();
+    let place = |i: usize, n: usize| match corners {
+        true => 2.0 * i as f64 / (n as f64 - 1.0) - 1.0,
+        false => (2.0 * i as f64 + 1.0) / n as f64 - 1.0,
+    };
+    let mut places = Vec::new();
+    for element in 0..count {
+        let mut rest = element;
+        for &n in image.iter().rev() {
+            places.push(place(rest % n, n) as f32);
+            rest /= n;
+        }
+        places.push(1.0);
+    }
+    let places = m.f32s(&[count, image.len() + 1], &places)?;
+    let places = m.cast(places, m.dtype(theta)?)?;
+    let grid = m.binary("matmul", places, m.transpose(theta, &[0, 2, 1])?)?;
+    let mut dims = vec![m.dims(theta)?[0]];
+    dims.extend(&image);
+    dims.push(image.len());
+    m.reshape(grid, &dims)
+}
+
+/// Of matrices of 2 by 2.
+fn determinant(m: &Mapper<'_>) -> Result<Value> {
+    let x = m.x(0)?;
+    let dims = m.dims(x)?;
+    let (outer, square) = dims.split_at(dims.len().saturating_sub(2));
+    if square != [2, 2] {
+        bail!("there is no op for determinants");
+    }
+    let element = |row: i64, column: i64| {
+        let row = m.slice(x, outer.len(), row, row + 1, 1)?;
+        let element = m.slice(row, outer.len() + 1, column, column + 1, 1)?;
+        m.reshape(element, outer)
+    };
+    let down = m.mul(element(0, 0)?, element(1, 1)?)?;
+    m.sub(down, m.mul(element(0, 1)?, element(1, 0)?)?)
 }
 
 /// A quantised tensor less its zero point, as f64.

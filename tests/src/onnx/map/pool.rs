@@ -67,7 +67,7 @@ pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
             };
             m.reduce(name, x, &axes, true)?
         }
-        "MaxUnpool" => bail!("there is no op for MaxUnpool"),
+        "MaxUnpool" => max_unpool(m)?,
         _ => return Ok(None),
     };
     Ok(Some(vec![value]))
@@ -302,4 +302,34 @@ fn causal(m: &Mapper<'_>) -> Result<Vec<Value>> {
 pub fn plain_conv(m: &Mapper<'_>, x: Value, w: Value) -> Result<Value> {
     let window = Window::read(m, x, Some(w))?;
     conv(m, [x, w, Value::Absent], &window, m.int("group", 1))
+}
+
+/// Elements back at the places of the pooled image that they came from, zeros elsewhere.
+fn max_unpool(m: &Mapper<'_>) -> Result<Value> {
+    let x = m.x(0)?;
+    let dims = m.dims(x)?;
+    let kernel = m.list("kernel_shape").context("no kernel")?;
+    let rank = kernel.len();
+    let strides = m.list("strides").unwrap_or_else(|| vec![1; rank]);
+    let pads = m.list("pads").unwrap_or_else(|| vec![0; 2 * rank]);
+    let mut pooled = dims[..2].to_vec();
+    for i in 0..rank {
+        let size = (dims[i + 2] as i64 - 1) * strides[i] + kernel[i] - pads[i] - pads[rank + i];
+        pooled.push(usize::try_from(size)?);
+    }
+    let (all, given): (usize, usize) = (pooled.iter().product(), dims.iter().product());
+    let empty = m.broadcast(m.like(0.0, x)?, &[all])?;
+    let (places, x) = (m.reshape(m.x(1)?, &[given])?, m.reshape(x, &[given])?);
+    let attributes = vec![Attribute::Int(0), word("set")];
+    let flat = m.one("scatter_along_axis", &[empty, places, x], attributes)?;
+    let image = m.reshape(flat, &pooled)?;
+    let Some(shape) = m.given_ints(2)? else {
+        return Ok(image);
+    };
+    let more: Vec<i64> = shape
+        .iter()
+        .zip(&pooled)
+        .map(|(&to, &from)| to - from as i64)
+        .collect();
+    m.pad(image, &vec![0; more.len()], &more)
 }

@@ -11,6 +11,7 @@ pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
     let value = match op {
         "DFT" => dft(m)?,
         "Col2Im" => col2im(m)?,
+        "STFT" => stft(m)?,
         _ => return Ok(None),
     };
     Ok(Some(vec![value]))
@@ -86,6 +87,40 @@ fn dft(m: &Mapper<'_>) -> Result<Value> {
         true => back(re),
         false => m.concat(&[back(re)?, back(im)?], -1),
     }
+}
+
+/// Fourier transforms of frames of a real signal `[batch, length, 1]`: `[batch, frames, results, 2]`.
+fn stft(m: &Mapper<'_>) -> Result<Value> {
+    let x = m.cast(m.x(0)?, DType::F64)?;
+    let &[batch, length, 1] = m.dims(x)?.as_slice() else {
+        bail!("a signal that is not real");
+    };
+    let step = m.given_number(1)?.context("no step")? as usize;
+    let window = m.optional(2)?;
+    let n = match (m.given_number(3)?, window) {
+        (Some(n), _) => n as usize,
+        (None, Some(window)) => m.dims(window)?[0],
+        (None, None) => bail!("frames of no length"),
+    };
+    let frames = (length - n) / step + 1;
+    let places: Vec<i64> = (0..frames)
+        .flat_map(|f| (0..n).map(move |i| (f * step + i) as i64))
+        .collect();
+    let places = m.i64s(&[frames, n], &places)?;
+    let mut cut = m.take(m.reshape(x, &[batch, length])?, places, 1)?;
+    if let Some(window) = window {
+        cut = m.mul(cut, m.cast(window, DType::F64)?)?;
+    }
+    let results = match m.int("onesided", 1) {
+        0 => n,
+        _ => n / 2 + 1,
+    };
+    let [cos, sin] = waves(m, n, results, n)?;
+    let part = |wave: Value| {
+        let part = m.cast(m.binary("matmul", cut, wave)?, m.wanted(0)?)?;
+        m.reshape(part, &[batch, frames, results, 1])
+    };
+    m.concat(&[part(cos)?, part(m.unary("neg", sin)?)?], -1)
 }
 
 /// Adds each block's elements to the places of the image they came from.
