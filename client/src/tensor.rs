@@ -16,6 +16,8 @@
 //! wrong with an expression (shapes that do not fit, say) is known when it is built, kept in it, and returned by the call that
 //! would compute it; nothing panics. Once evaluated, a tensor is a handle on the worker's memory, freed with its last clone.
 //!
+//! What changes is a [`Cache`]: keys and values of attention, which a [`Step`] writes and reads in the order in which it is told to.
+//!
 //! A session ends with its worker: calls get [`Reason::WorkerLost`](crate::Reason::WorkerLost) then, and what it held is lost.
 //! One that is opened with [`SessionOptions::recovery`] goes on in the next worker of the same numerics class, and calls only take
 //! longer. There, tensors are made again when they are next needed, with equal bits: from bytes that this process keeps
@@ -23,7 +25,7 @@
 //! as need be. All ops are pure functions (random ones of their key), so that this is sound; the exceptions are refused with
 //! [`Reason::TensorLost`](crate::Reason::TensorLost), which names the tensor and says why:
 //!
-//! - what [`Tensor::write`] overwrote in place, memory from [`Session::shared`], and what was made of either afterwards;
+//! - what [`Tensor::write`] overwrote in place, memory from [`Session::shared`], caches, and what was made of these afterwards;
 //! - what is made of more bytes than [`Recovery::max_bytes`], or by more calls than are remembered.
 //!
 //! [`Tensor::checkpoint`] fetches a tensor's value, from which it can be made again in any case, and shortens the way back for what is
@@ -32,6 +34,7 @@
 
 mod array;
 mod backend;
+mod cache;
 mod compare;
 mod compile;
 mod connection;
@@ -56,17 +59,19 @@ mod recover;
 mod rows;
 mod session;
 mod shared;
+mod step;
 mod stream;
 mod transfer;
 
 pub use array::Tensor;
 pub use backend::{Backend, BackendParams, DeviceMemory, FlashAttention, Placement};
+pub use cache::Cache;
 pub use compare::{Comparison, Comparisons, Thresholds};
 pub use compile::Compiled;
 pub use connection::Lease;
 pub use dump::DumpOptions;
 pub use host::{Element, HostTensor, Plain};
-pub use hotcell_graph::{DType, Dim, Shape, TensorSpec};
+pub use hotcell_graph::{CacheSpec, DType, Dim, Shape, TensorSpec};
 pub use io::TensorFile;
 pub use layers::{AttentionOptions, RotaryForm, RotaryOptions};
 pub use memory::Memory;
@@ -75,4 +80,5 @@ pub use pipeline::{Pending, Pipeline};
 pub use recover::Recovery;
 pub use session::{Session, SessionOptions};
 pub use shared::SharedTensor;
+pub use step::{PagedOptions, Pages, Step};
 pub use stream::{Event, Stream};

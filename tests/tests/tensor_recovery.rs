@@ -13,8 +13,8 @@ use std::{
 use hotcell_client::{
     Address, Reason,
     tensor::{
-        Backend, BackendParams, DType, HostTensor, Recovery, Session, SessionOptions, Tensor,
-        TensorFile,
+        Backend, BackendParams, Cache, CacheSpec, DType, HostTensor, PagedOptions, Pages, Recovery,
+        Session, SessionOptions, Tensor, TensorFile,
     },
     v1,
 };
@@ -206,6 +206,7 @@ async fn life(session: &Session, killer: &mut Killer<'_>) -> (Vec<Vec<u8>>, u64)
     let later = &noise * 3.0;
     one.async_eval(std::slice::from_ref(&later)).await.unwrap();
     killer.pass(session).await;
+    // That a wait is one at all: `a_stream_waits_for_an_event_of_the_session_it_is_in_now`.
     two.wait(&one.record()).unwrap();
     let last = later.sum(&[0], false);
     two.eval(std::slice::from_ref(&last)).await.unwrap();
@@ -385,6 +386,98 @@ async fn large_transfers_and_queued_work_go_on_whenever_the_worker_is_killed() {
             assert_eq!(session.recoveries(), deaths);
         }
     }
+}
+
+#[tokio::test]
+async fn a_stream_waits_for_an_event_of_the_session_it_is_in_now() {
+    let cluster = cluster().await;
+    for relayed in [false, true] {
+        let session = session(&cluster, relayed).await;
+        let (one, two) = (session.stream(), session.stream());
+        let state = async || {
+            let list = session.list().await.unwrap();
+            let long = list.tensors.iter().find(|t| t.bytes == 512 * 512 * 4);
+            long.unwrap().state()
+        };
+        // Products that take a good while, node after node, and that nothing else reads.
+        let long = || {
+            let x = session.full(1.0f32 / 512.0, &[512, 512]);
+            (0..200).fold(x.clone(), |product, _| product.matmul(&x))
+        };
+        let waits = |x: f32| session.full(x, &[]) + 1.0;
+        let lost = long();
+        one.async_eval(std::slice::from_ref(&lost)).await.unwrap();
+        let event = one.record();
+        kill(&cluster, &session).await;
+        // What the lost session queued is never done there: an event of it has passed.
+        two.wait(&event).unwrap();
+        let first = waits(1.0);
+        timeout(SOON, two.eval(std::slice::from_ref(&first)))
+            .await
+            .unwrap()
+            .unwrap();
+        assert_eq!(first.item::<f32>().await.unwrap(), 2.0);
+        assert_eq!(session.recoveries(), 1);
+        drop(lost);
+        let product = long();
+        one.async_eval(std::slice::from_ref(&product))
+            .await
+            .unwrap();
+        assert_eq!(state().await, v1::TensorState::Pending);
+        two.wait(&one.record()).unwrap();
+        let second = waits(2.0);
+        two.eval(std::slice::from_ref(&second)).await.unwrap();
+        assert_eq!(state().await, v1::TensorState::Ready);
+        assert_eq!(second.item::<f32>().await.unwrap(), 3.0);
+        assert_eq!(session.recoveries(), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_cache_dies_with_its_worker_and_steps_are_not_run_twice() {
+    let cluster = cluster().await;
+    let session = session(&cluster, false).await;
+    let spec = CacheSpec {
+        dtype: DType::F32,
+        blocks: 1,
+        block_len: 1,
+        kv_heads: 1,
+        head_dim: 1,
+    };
+    let one = |x: f32| session.full(x, &[1, 1, 1]);
+    let zeros = |shape: &[usize]| session.zeros(DType::I32, shape);
+    let pages = || Pages {
+        tables: zeros(&[1, 1]),
+        sequences: zeros(&[1]),
+        positions: zeros(&[1]),
+    };
+    let write = async |cache: &Cache, x: f32| {
+        let mut step = session.step();
+        step.write(cache, &one(1.0), &one(x), &zeros(&[1]));
+        let seen = step.attend(&one(1.0), cache, &pages(), PagedOptions::default());
+        step.run(std::slice::from_ref(&seen)).await.map(|()| seen)
+    };
+    let cache = session.cache(spec).await.unwrap();
+    let seen = write(&cache, 3.0).await.unwrap();
+    assert_eq!(seen.to_vec::<f32>().await.unwrap(), [3.0]);
+    let made = &seen + 1.0;
+    made.eval().await.unwrap();
+    let kept = &seen + 2.0;
+    kept.checkpoint().await.unwrap();
+    kill(&cluster, &session).await;
+    for error in [
+        write(&cache, 4.0).await.err().unwrap(),
+        cache.fetch().await.unwrap_err(),
+        seen.fetch().await.unwrap_err(),
+        made.fetch().await.unwrap_err(),
+    ] {
+        assert_eq!(error.reason(), Reason::TensorLost, "{error}");
+    }
+    assert_eq!(kept.to_vec::<f32>().await.unwrap(), [5.0]);
+    let again = session.cache(spec).await.unwrap();
+    let seen = write(&again, 5.0).await.unwrap();
+    assert_eq!(seen.to_vec::<f32>().await.unwrap(), [5.0]);
+    assert_eq!(session.recoveries(), 1);
 }
 
 #[tokio::test]

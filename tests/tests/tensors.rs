@@ -13,8 +13,8 @@ use std::{
 use hotcell_client::{
     Address, Event, GenerateOptions, Reason,
     tensor::{
-        Backend, BackendParams, DType, DumpOptions, HostTensor, Session, SessionOptions, Tensor,
-        TensorFile, Thresholds,
+        AttentionOptions, Backend, BackendParams, CacheSpec, DType, DumpOptions, HostTensor,
+        PagedOptions, Pages, Session, SessionOptions, Step, Tensor, TensorFile, Thresholds,
     },
     v1,
 };
@@ -831,4 +831,276 @@ async fn two_sessions_never_see_each_other_s_bytes() {
         Ok(mut stream) => curious.read_error(&stream.message().await.unwrap_err()),
     };
     assert_eq!(error.reason(), Reason::HandleNotFound, "{error:?}");
+}
+
+/// Blocks of three tokens, in no order, of which one sequence has these.
+const TABLE: [i32; 3] = [4, 0, 2];
+const TOKENS: usize = 7;
+
+fn paged(dtype: DType) -> CacheSpec {
+    CacheSpec {
+        dtype,
+        blocks: 5,
+        block_len: 3,
+        kv_heads: 2,
+        head_dim: 32,
+    }
+}
+
+/// Slots of tokens, and where to look for them.
+fn pages(session: &Session, tokens: std::ops::Range<usize>) -> (Tensor, Pages) {
+    let slot = |t: usize| TABLE[t / 3] * 3 + (t % 3) as i32;
+    let slots: Vec<i32> = tokens.clone().map(slot).collect();
+    let positions: Vec<i32> = tokens.clone().map(|t| t as i32).collect();
+    let n = [tokens.len()];
+    let pages = Pages {
+        tables: session.tensor(&TABLE, &[1, 3]).unwrap(),
+        sequences: session.zeros(DType::I32, &n),
+        positions: session.tensor(&positions, &n).unwrap(),
+    };
+    (session.tensor(&slots, &n).unwrap(), pages)
+}
+
+const SCALED: PagedOptions = PagedOptions {
+    scale: 0.25,
+    window: 0,
+    soft_cap: 0.0,
+};
+
+#[tokio::test]
+async fn attention_over_a_cache_is_attention_over_what_was_written() {
+    let cluster = cluster().await;
+    for session in [session(&cluster).await, relayed(&cluster).await] {
+        let keys = session.random_key(3).random_split(3);
+        let [queries, keys, values] = [(0, 4), (1, 2), (2, 2)].map(|(i, heads)| {
+            let key = keys.narrow(0, i, i + 1).reshape(&[2]);
+            key.random_normal(&[TOKENS, heads, 32], 0.0, 1.0)
+        });
+        session
+            .eval(&[queries.clone(), keys.clone(), values.clone()])
+            .await
+            .unwrap();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let cache = session.cache(paged(dtype)).await.unwrap();
+            let mut step = session.step();
+            let (slots, places) = pages(&session, 0..TOKENS);
+            step.write(&cache, &keys, &values, &slots);
+            let attended = step.attend(&queries, &cache, &places, SCALED);
+            // Expressions of the step go on with it.
+            let twice = &attended * 2.0;
+            step.run(&[attended.clone(), twice.clone()]).await.unwrap();
+            // The same without a cache, of the keys and values as it rounds them.
+            let plain = |t: &Tensor| {
+                let rounded = t.cast(dtype).cast(DType::F32);
+                rounded.transpose(&[1, 0, 2]).expand_dims(&[0])
+            };
+            let options = AttentionOptions {
+                scale: 0.25,
+                causal: true,
+                ..AttentionOptions::default()
+            };
+            let wide = queries.transpose(&[1, 0, 2]).expand_dims(&[0]);
+            let expected = wide.attention(&plain(&keys), &plain(&values), &options);
+            let expected = expected.squeeze(&[0]).transpose(&[1, 0, 2]);
+            let apart = (&attended - &expected).abs().max(&[], false);
+            let apart = apart.item::<f32>().await.unwrap();
+            assert!(apart < 1e-5, "{dtype}: {apart}");
+            let sums = [twice, &attended + &attended];
+            let [a, b] = [
+                sums[0].fetch().await.unwrap(),
+                sums[1].fetch().await.unwrap(),
+            ];
+            assert_eq!(a, b);
+            // Token by token: the same bits, in the cache too, and one plan for all of them.
+            let slow = session.cache(paged(dtype)).await.unwrap();
+            let mut rows = Vec::new();
+            for t in 0..TOKENS {
+                let (slots, places) = pages(&session, t..t + 1);
+                let at = t as i64;
+                let [q, k, v] = [&queries, &keys, &values].map(|x| x.narrow(0, at, at + 1));
+                let sequences = places.sequences.clone();
+                session
+                    .eval(&[q.clone(), k.clone(), v.clone(), sequences])
+                    .await
+                    .unwrap();
+                let before = session.memory().await.unwrap().plans;
+                let mut step = session.step();
+                step.write(&slow, &k, &v, &slots);
+                let row = step.attend(&q, &slow, &places, SCALED);
+                step.run(std::slice::from_ref(&row)).await.unwrap();
+                rows.push(row);
+                let plans = session.memory().await.unwrap().plans;
+                assert_eq!(plans - before, u32::from(t == 0), "token {t}");
+            }
+            let rows = Tensor::concat(&rows, 0).fetch().await.unwrap();
+            assert_eq!(rows, attended.fetch().await.unwrap(), "{dtype}");
+            let (one, other) = (cache.fetch().await.unwrap(), slow.fetch().await.unwrap());
+            assert_eq!(one, other);
+            // What nobody wrote is zeros: blocks 1 and 3.
+            let all = session.host(one);
+            for block in [1, 3] {
+                let block = all.narrow(1, block, block + 1).cast(DType::F32);
+                let most = block.abs().max(&[], false);
+                assert_eq!(most.item::<f32>().await.unwrap(), 0.0);
+            }
+            let most = all.cast(DType::F32).abs().max(&[], false);
+            assert!(most.item::<f32>().await.unwrap() > 1.0);
+        }
+    }
+}
+
+#[tokio::test]
+async fn effects_are_done_once_in_the_order_of_their_step() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let cache = session.cache(paged(DType::Q8_0)).await.unwrap();
+    let token = |x: f32| session.full(x, &[1, 2, 32]);
+    let (slots, places) = pages(&session, 0..1);
+    let query = session.full(1.0f32, &[1, 4, 32]);
+    let value = async |tensor: &Tensor| {
+        let most = tensor.max(&[], false);
+        most.item::<f32>().await.unwrap()
+    };
+    // A q8_0 block of equal numbers is rounded by its scale alone, to f16.
+    let near = |got: f32, expected: f32| (got - expected).abs() < 2e-3 * expected;
+    let mut step = session.step();
+    step.write(&cache, &token(1.0), &token(1.0), &slots);
+    let first = step.attend(&query, &cache, &places, SCALED);
+    step.write(&cache, &token(1.0), &token(2.0), &slots);
+    // The third write is made of what the second read was; the read of the first is not wanted.
+    let second = step.attend(&query, &cache, &places, SCALED);
+    let more = second.narrow(1, 0, 2) + 1.0;
+    step.write(&cache, &token(1.0), &more, &slots);
+    let third = step.attend(&query, &cache, &places, SCALED);
+    // Out of order, and not all.
+    step.run(&[third.clone(), second.clone()]).await.unwrap();
+    assert!(near(value(&second).await, 2.0));
+    assert!(near(value(&third).await, 3.0));
+    let refused = async |tensor: &Tensor, reason: Reason, words: &str| {
+        let error = tensor.eval().await.err().unwrap();
+        assert_eq!(error.reason(), reason, "{error}");
+        assert!(error.message().contains(words), "{error}");
+    };
+    refused(&first, Reason::InvalidArgument, "effect of a step").await;
+    refused(&(&first + 1.0), Reason::InvalidArgument, "effect of a step").await;
+    // Nor is one done before its step is run, or by another step, or traced.
+    let mut step = session.step();
+    step.write(&cache, &token(1.0), &token(9.0), &slots);
+    let never = step.attend(&query, &cache, &places, SCALED);
+    refused(&never, Reason::InvalidArgument, "effect of a step").await;
+    let other = session.step();
+    let error = other.run(std::slice::from_ref(&never)).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::InvalidArgument, "{error}");
+    let traced = never.clone();
+    let function = session.compile(move |_| vec![&traced + 1.0]);
+    let error = function.call_eval(&[]).await.err().unwrap();
+    assert_eq!(error.reason(), Reason::InvalidArgument, "{error}");
+    drop(step);
+    let mut step = session.step();
+    let now = step.attend(&query, &cache, &places, SCALED);
+    step.run(std::slice::from_ref(&now)).await.unwrap();
+    assert!(near(value(&now).await, 3.0));
+    // A write without a result.
+    let mut step = session.step();
+    step.write(&cache, &token(1.0), &token(5.0), &slots);
+    step.run(&[]).await.unwrap();
+    let mut step = session.step();
+    let now = step.attend(&query, &cache, &places, SCALED);
+    step.run(std::slice::from_ref(&now)).await.unwrap();
+    assert!(near(value(&now).await, 5.0));
+}
+
+#[tokio::test]
+async fn a_step_that_cannot_be_run_says_why_and_caches_end_with_their_owners() {
+    let cluster = cluster().await;
+    let (session, other) = (session(&cluster).await, relayed(&cluster).await);
+    for (spec, why) in [
+        (
+            CacheSpec {
+                head_dim: 33,
+                ..paged(DType::Q8_0)
+            },
+            Reason::GraphInvalid,
+        ),
+        (paged(DType::I32), Reason::GraphInvalid),
+        (
+            CacheSpec {
+                blocks: 1 << 40,
+                ..paged(DType::F32)
+            },
+            Reason::GraphInvalid,
+        ),
+        (
+            CacheSpec {
+                blocks: 1 << 24,
+                ..paged(DType::F32)
+            },
+            Reason::QuotaExceeded,
+        ),
+    ] {
+        let error = session.cache(spec).await.unwrap_err();
+        assert_eq!(error.reason(), why, "{spec}: {error}");
+    }
+    let before = session.memory().await.unwrap().active;
+    let cache = session.cache(paged(DType::F32)).await.unwrap();
+    let bytes = paged(DType::F32).bytes().unwrap() as u64;
+    assert_eq!(session.memory().await.unwrap().active, before + bytes);
+    let (slots, places) = pages(&session, 0..1);
+    let token = session.full(1.0f32, &[1, 2, 32]);
+    let query = session.full(1.0f32, &[1, 4, 32]);
+    let run = async |step: Step| step.run(&[]).await.unwrap_err();
+    // Of another shape, or another session: known before anything is sent.
+    let mut step = session.step();
+    step.write(&cache, &query, &token, &slots);
+    step.write(&cache, &token, &token, &slots);
+    assert_eq!(run(step).await.reason(), Reason::GraphInvalid);
+    let foreign = other.cache(paged(DType::F32)).await.unwrap();
+    let mut step = session.step();
+    step.write(&foreign, &token, &token, &slots);
+    assert_eq!(run(step).await.reason(), Reason::InvalidArgument);
+    let mut step = session.step();
+    let stolen = step.attend(&query, &foreign, &places, SCALED);
+    let error = step.run(&[stolen]).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::InvalidArgument);
+    // Slots and blocks are known on the worker only.
+    for slot in [15, -2, i32::MAX, i32::MIN] {
+        let mut step = session.step();
+        let slot = session.tensor(&[slot], &[1]).unwrap();
+        step.write(&cache, &token, &token, &slot);
+        assert_eq!(run(step).await.reason(), Reason::IndexOutOfRange);
+    }
+    for block in [5, -1, i32::MAX] {
+        let mut step = session.step();
+        let tables = session.tensor(&[block], &[1, 1]).unwrap();
+        let strange = Pages {
+            tables,
+            ..places.clone()
+        };
+        let read = step.attend(&query, &cache, &strange, SCALED);
+        let error = step.run(&[read]).await.unwrap_err();
+        assert_eq!(error.reason(), Reason::IndexOutOfRange);
+    }
+    // Nothing of all this wrote anything.
+    let zeros = session.host(cache.fetch().await.unwrap());
+    assert!(!zeros.any(&[], false).item::<bool>().await.unwrap());
+    let mut step = session.step();
+    for _ in 0..10_000 {
+        step.write(&cache, &token, &token, &slots);
+    }
+    assert_eq!(run(step).await.reason(), Reason::LimitExceeded);
+    // Freed with its last clone.
+    let clone = cache.clone();
+    drop(cache);
+    session.flush().await.unwrap();
+    assert!(session.memory().await.unwrap().active >= before + bytes);
+    drop(clone);
+    let start = Instant::now();
+    let held = async || {
+        let list = session.list().await.unwrap();
+        list.tensors.iter().any(|t| t.bytes == bytes)
+    };
+    while held().await {
+        session.flush().await.unwrap();
+        assert!(start.elapsed() < Duration::from_secs(60));
+    }
 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use hotcell_graph::{
-    DType, Dim, GraphError, TensorSpec,
+    CacheSpec, DType, Dim, GraphError, TensorSpec,
     op::{self, Attribute, OpRow, ValueSpec},
 };
 use hotcell_proto::error::{Error, Reason};
@@ -30,8 +30,10 @@ pub struct Tensor(pub(super) Arc<Inner>);
 pub(super) struct Inner {
     /// The session it belongs to; scalars belong to any.
     pub session: Option<Session>,
-    /// Dtype and shape; absent when the expression is wrong.
+    /// Dtype and shape; absent when the expression is wrong, and of a cache.
     pub spec: Option<TensorSpec>,
+    /// It is what a [`super::Cache`] hides: nobody is given it as a tensor.
+    pub cache: Option<CacheSpec>,
     /// What its owner calls it.
     name: OnceLock<Arc<str>>,
     state: Mutex<State>,
@@ -58,21 +60,39 @@ pub(super) struct OpNode {
     /// `None`: an optional input that is not given.
     pub inputs: Vec<Option<Tensor>>,
     pub attributes: Vec<Attribute>,
+    /// Of an op with an effect: its place among the others.
+    pub turn: Option<Turn>,
+}
+
+/// When an effect takes place: in this step, after its earlier effects.
+pub(super) struct Turn {
+    pub step: u64,
+    pub after: Option<Arc<OpNode>>,
 }
 
 impl Drop for OpNode {
     /// Without recursion: an expression may be a million nodes deep.
     fn drop(&mut self) {
-        let mut rest: Vec<Option<Tensor>> = std::mem::take(&mut self.inputs);
-        while let Some(tensor) = rest.pop() {
+        let mut tensors: Vec<Option<Tensor>> = std::mem::take(&mut self.inputs);
+        let mut nodes: Vec<Arc<OpNode>> = Vec::new();
+        nodes.extend(self.turn.take().and_then(|turn| turn.after));
+        loop {
+            if let Some(node) = nodes.pop() {
+                if let Some(mut node) = Arc::into_inner(node) {
+                    tensors.append(&mut node.inputs);
+                    nodes.extend(node.turn.take().and_then(|turn| turn.after));
+                }
+                continue;
+            }
+            let Some(tensor) = tensors.pop() else {
+                return;
+            };
             let Some(inner) = tensor.and_then(|t| Arc::into_inner(t.0)) else {
                 continue;
             };
             let state = inner.state.into_inner().unwrap_or_else(|e| e.into_inner());
-            if let State::Lazy { node, .. } = state
-                && let Some(mut node) = Arc::into_inner(node)
-            {
-                rest.append(&mut node.inputs);
+            if let State::Lazy { node, .. } = state {
+                nodes.push(node);
             }
         }
     }
@@ -83,9 +103,29 @@ impl Tensor {
         Self(Arc::new(Inner {
             session,
             spec,
+            cache: None,
             name: OnceLock::new(),
             state: Mutex::new(state),
         }))
+    }
+
+    /// What stands for a cache among an op's inputs.
+    pub(super) fn cache(session: &Session, spec: CacheSpec, remote: Arc<Remote>) -> Self {
+        Self(Arc::new(Inner {
+            session: Some(session.clone()),
+            spec: None,
+            cache: Some(spec),
+            name: OnceLock::new(),
+            state: Mutex::new(State::Remote(remote)),
+        }))
+    }
+
+    /// What an op's rule is told of it.
+    fn value_spec(&self) -> Result<ValueSpec, Error> {
+        match self.0.cache {
+            Some(cache) => Ok(ValueSpec::Cache(cache)),
+            None => Ok(ValueSpec::Tensor(self.spec()?.clone())),
+        }
     }
 
     /// The expression that cannot be.
@@ -242,6 +282,50 @@ impl Tensor {
     }
 }
 
+/// An op's inputs checked: whose session computes it, and the specs of its results.
+///
+/// # Errors
+/// What is wrong with an input, and what the op's row says of them.
+pub(super) fn checked(
+    row: &'static OpRow,
+    inputs: &[Option<&Tensor>],
+    attributes: &[Attribute],
+    session: &mut Option<Session>,
+) -> Result<Vec<TensorSpec>, Error> {
+    let mut specs = Vec::with_capacity(inputs.len());
+    for tensor in inputs {
+        let Some(tensor) = tensor else {
+            specs.push(ValueSpec::Absent);
+            continue;
+        };
+        specs.push(tensor.value_spec()?);
+        match (&*session, &tensor.0.session) {
+            (Some(a), Some(b)) if !a.is_same(b) => {
+                return Err(invalid(format!(
+                    "{}: its inputs belong to two sessions; copy one of them over",
+                    row.name
+                )));
+            }
+            (None, Some(b)) => *session = Some(b.clone()),
+            _ => {}
+        }
+    }
+    row.check(&specs, attributes).map_err(|e| of_graph(&e))
+}
+
+/// The results of a node, by their specs.
+pub(super) fn results(
+    node: &Arc<OpNode>,
+    specs: Vec<TensorSpec>,
+    owner: Option<&Session>,
+) -> Vec<Tensor> {
+    let lazy = |(output, spec)| {
+        let node = Arc::clone(node);
+        Tensor::new(owner.cloned(), Some(spec), State::Lazy { node, output })
+    };
+    specs.into_iter().enumerate().map(lazy).collect()
+}
+
 /// Applies an op; what is wrong with it is in its results, of which there is always at least one.
 pub(super) fn apply(
     row: &'static OpRow,
@@ -250,44 +334,21 @@ pub(super) fn apply(
     session: Option<&Session>,
 ) -> Vec<Tensor> {
     let mut owner = session.cloned();
-    let outputs = (|| {
-        let mut specs = Vec::with_capacity(inputs.len());
-        for tensor in inputs {
-            let Some(tensor) = tensor else {
-                specs.push(ValueSpec::Absent);
-                continue;
-            };
-            specs.push(ValueSpec::Tensor(tensor.spec()?.clone()));
-            match (&owner, &tensor.0.session) {
-                (Some(a), Some(b)) if !a.is_same(b) => {
-                    return Err(invalid(format!(
-                        "{}: its inputs belong to two sessions; copy one of them over",
-                        row.name
-                    )));
-                }
-                (None, Some(b)) => owner = Some(b.clone()),
-                _ => {}
-            }
-        }
-        let outputs = row.check(&specs, &attributes).map_err(|e| of_graph(&e))?;
-        match outputs.is_empty() {
-            true => Err(invalid(format!("{} has no result", row.name))),
-            false => Ok(outputs),
-        }
-    })();
-    match outputs {
+    let specs = checked(row, inputs, &attributes, &mut owner);
+    let specs = specs.and_then(|specs| match specs.is_empty() {
+        true => Err(invalid(format!("{} has no result", row.name))),
+        false => Ok(specs),
+    });
+    match specs {
         Err(error) => vec![Tensor::wrong(owner, error)],
-        Ok(outputs) => {
+        Ok(specs) => {
             let node = Arc::new(OpNode {
                 row,
                 inputs: inputs.iter().map(|t| t.cloned()).collect(),
                 attributes,
+                turn: None,
             });
-            let lazy = |(output, spec)| {
-                let node = Arc::clone(&node);
-                Tensor::new(owner.clone(), Some(spec), State::Lazy { node, output })
-            };
-            outputs.into_iter().enumerate().map(lazy).collect()
+            results(&node, specs, owner.as_ref())
         }
     }
 }

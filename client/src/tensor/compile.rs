@@ -16,7 +16,7 @@ use hotcell_proto::error::{Error, Reason};
 use super::{
     array::{State, Tensor, apply, invalid, of_graph},
     connection::{Connection, Remote, RemotePlan},
-    program::{self, Arguments, Program},
+    program::{self, Arguments, Program, Scope},
     recent::Recent,
     recover::again,
     session::Session,
@@ -297,7 +297,7 @@ impl Compiled {
             return Ok(None);
         }
         let arguments = Arguments { trace: id, specs };
-        let program = program::build(&results, Some(&arguments), max_rows)?;
+        let program = program::build(&results, &Scope::Traced(&arguments), max_rows)?;
         Ok(Some(Arc::new(Trace {
             program,
             plan: Mutex::new(None),

@@ -12,7 +12,7 @@ use super::{
     array::{State, Tensor, invalid},
     connection::{Connection, Remote, RemotePlan},
     host::{Element, HostTensor},
-    program::{self, Program},
+    program::{self, Program, Scope},
     recipe::note_call,
     recover::again,
     session::Session,
@@ -42,13 +42,19 @@ impl Session {
         self.compute(tensors, &Order::detached()).await
     }
 
-    pub(super) async fn compute(&self, tensors: &[Tensor], order: &Order) -> Result<(), Error> {
+    /// Checks that tensors can be computed here, so far as can be known.
+    pub(super) fn owns(&self, tensors: &[Tensor]) -> Result<(), Error> {
         for tensor in tensors {
             tensor.check()?;
             if matches!(&tensor.0.session, Some(other) if !other.is_same(self)) {
                 return Err(invalid("the tensor belongs to another session"));
             }
         }
+        Ok(())
+    }
+
+    pub(super) async fn compute(&self, tensors: &[Tensor], order: &Order) -> Result<(), Error> {
+        self.owns(tensors)?;
         match self.shorten(tensors, order).await? {
             Some(lazy) if !lazy.is_empty() => self.compute_graph(&lazy, order).await,
             _ => Ok(()),
@@ -76,9 +82,19 @@ impl Session {
 
     /// Computes what one graph can.
     async fn compute_graph(&self, outputs: &[Tensor], order: &Order) -> Result<(), Error> {
-        let program = program::build(outputs, None, 0)?;
+        let program = program::build(outputs, &Scope::Plain, 0)?;
+        self.compute_program(&program, outputs, order).await
+    }
+
+    /// Executes a program, whose results are these tensors' values.
+    pub(super) async fn compute_program(
+        &self,
+        program: &Program,
+        outputs: &[Tensor],
+        order: &Order,
+    ) -> Result<(), Error> {
         let results = again!(self, at => async {
-            let Some(plan) = self.plan(&at, &program).await? else {
+            let Some(plan) = self.plan(&at, program).await? else {
                 return Ok(vec![]); // a dry run computes nothing
             };
             let (inputs, count) = (&program.inputs, outputs.len());
@@ -100,7 +116,7 @@ impl Session {
         if self.shorten(value, &order).await?.is_none() {
             return Ok(());
         }
-        let program = program::build(value, None, 0)?;
+        let program = program::build(value, &Scope::Plain, 0)?;
         again!(self, at => async {
             let Some(plan) = self.plan(&at, &program).await? else {
                 return Ok(());

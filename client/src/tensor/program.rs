@@ -21,7 +21,7 @@ use hotcell_proto::{
 use super::array::{OpNode, State, Tensor, invalid, of_graph};
 
 /// Nodes of one graph. Longer expressions are computed in pieces, which also bounds what a worker takes in one call.
-const PIECE: usize = 8192;
+pub(super) const PIECE: usize = 8192;
 
 /// Identifies a graph: its encoding.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -78,9 +78,9 @@ impl Program {
             );
             return Err(Error::new(Reason::LimitExceeded, what));
         }
-        let changes =
-            |node: &hotcell_graph::graph::Node| matches!(node.op.effect, Effect::Writes(_));
-        let pure = !self.graph.nodes().iter().any(changes);
+        // What reads a cache depends on when it does.
+        let pure = |node: &hotcell_graph::graph::Node| node.op.effect == Effect::None;
+        let pure = self.graph.nodes().iter().all(pure);
         let key = PlanKey::new(bytes, pure);
         Ok((graph, key))
     }
@@ -96,6 +96,11 @@ fn node_address(node: &Arc<OpNode>) -> usize {
 
 /// The nodes that `outputs` need, each after those it reads.
 pub(super) fn order(outputs: &[Tensor]) -> Vec<Arc<OpNode>> {
+    order_with(outputs, None)
+}
+
+/// The same with a step's effects up to the `last`, in their order.
+pub(super) fn order_with(outputs: &[Tensor], last: Option<&Arc<OpNode>>) -> Vec<Arc<OpNode>> {
     let mut seen = HashSet::new();
     let mut ordered = Vec::new();
     // A node is pushed once to be entered and once to be left.
@@ -108,6 +113,7 @@ pub(super) fn order(outputs: &[Tensor]) -> Vec<Arc<OpNode>> {
     for output in outputs.iter().rev() {
         enter(output, &mut stack);
     }
+    stack.extend(last.map(|node| (Arc::clone(node), false)));
     while let Some((node, done)) = stack.pop() {
         if done {
             ordered.push(node);
@@ -115,6 +121,9 @@ pub(super) fn order(outputs: &[Tensor]) -> Vec<Arc<OpNode>> {
             stack.push((Arc::clone(&node), true));
             for input in node.inputs.iter().rev().flatten() {
                 enter(input, &mut stack);
+            }
+            if let Some(before) = node.turn.as_ref().and_then(|turn| turn.after.as_ref()) {
+                stack.push((Arc::clone(before), false));
             }
         }
     }
@@ -150,15 +159,33 @@ pub(super) struct Arguments<'a> {
     pub specs: &'a [TensorSpec],
 }
 
-/// Builds the graph of `outputs`. Its inputs are the arguments, if any, then the tensors that have a value.
+/// Of what a graph is built.
+pub(super) enum Scope<'a> {
+    /// Expressions.
+    Plain,
+    /// The results of a traced function.
+    Traced(&'a Arguments<'a>),
+    /// A step: its effects in their order, up to the last one.
+    Step {
+        id: u64,
+        last: Option<&'a Arc<OpNode>>,
+    },
+}
+
+/// Builds the graph of `outputs`. Its inputs are the arguments, if any, then the tensors and caches that have a value.
 ///
 /// # Errors
-/// What is wrong with an expression, or an argument outside of its trace.
+/// What is wrong with an expression, an argument outside of its trace, or an effect outside of its step.
 pub(super) fn build(
     outputs: &[Tensor],
-    arguments: Option<&Arguments<'_>>,
+    scope: &Scope<'_>,
     max_rows: usize,
 ) -> Result<Program, Error> {
+    let (arguments, step, last) = match *scope {
+        Scope::Plain => (None, None, None),
+        Scope::Traced(arguments) => (Some(arguments), None, None),
+        Scope::Step { id, last } => (None, Some(id), last),
+    };
     let mut builder = GraphBuilder::new(max_rows);
     let mut values: HashMap<usize, Value> = HashMap::new();
     let mut placeholders = Vec::new();
@@ -201,13 +228,15 @@ pub(super) fn build(
             } => literal(builder, data)?,
             State::Host { .. } | State::Remote(_) | State::Lazy { .. } => {
                 let name = format!("input {}", inputs.len());
-                let spec = tensor.spec()?.clone();
-                inputs.push(tensor.clone());
-                let made = match &state {
+                let made = match (&state, tensor.0.cache) {
+                    (_, Some(cache)) => builder.cache(name, cache),
                     // What a plan takes is said apart from the weights that it reads.
-                    State::Remote(remote) if remote.is_weight => builder.constant(name, spec),
-                    _ => builder.tensor(name, spec),
+                    (State::Remote(remote), _) if remote.is_weight => {
+                        builder.constant(name, tensor.spec()?.clone())
+                    }
+                    _ => builder.tensor(name, tensor.spec()?.clone()),
                 };
+                inputs.push(tensor.clone());
                 made.map_err(|e| of_graph(&e))?
             }
         };
@@ -215,7 +244,13 @@ pub(super) fn build(
         Ok(value)
     };
 
-    for node in order(outputs) {
+    for node in order_with(outputs, last) {
+        if let Some(turn) = &node.turn
+            && step != Some(turn.step)
+        {
+            let what = "is an effect of a step, and only that step's run computes it";
+            return Err(invalid(format!("{}: it {what}", node.row.name)));
+        }
         let mut operands = Vec::with_capacity(node.inputs.len());
         for input in &node.inputs {
             operands.push(match input {

@@ -16,11 +16,8 @@ const WITHOUT: &[(&str, &str)] = &[
         "numbers in an expression become one; `Session::scalar`",
     ),
     ("arange", "it reads no tensor: `Session::arange`"),
-    ("cache_write", "it changes a cache, which only models have"),
-    (
-        "paged_attention",
-        "it reads a cache, which only models have",
-    ),
+    ("cache_write", "it changes a cache: `Step::write`"),
+    ("paged_attention", "it reads a cache: `Step::attend`"),
 ];
 
 fn host<T: Element + Default>(shape: &[usize]) -> Tensor {

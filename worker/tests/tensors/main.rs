@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 mod at_once;
+mod caches;
 mod calls;
 mod lifetimes;
 mod order;
