@@ -35,6 +35,7 @@
 mod array;
 mod backend;
 mod cache;
+mod checked;
 mod compare;
 mod compile;
 mod connection;

@@ -29,6 +29,10 @@ struct State {
     cuts: watch::Sender<()>,
     /// Bytes that each connection may bring from behind before it breaks.
     allowance: AtomicU64,
+    /// The same of bytes that it brings there.
+    forth: AtomicU64,
+    /// Which byte of the next connection is changed, in either direction; taken by it.
+    spoiled: AtomicU64,
     connections: AtomicUsize,
 }
 
@@ -44,6 +48,8 @@ impl Proxy {
             to: to.to_owned(),
             cuts: watch::Sender::new(()),
             allowance: AtomicU64::new(u64::MAX),
+            forth: AtomicU64::new(u64::MAX),
+            spoiled: AtomicU64::new(u64::MAX),
             connections: AtomicUsize::new(0),
         });
         let serving = Arc::clone(&state);
@@ -70,6 +76,21 @@ impl Proxy {
         self.state.allowance.store(bytes, Ordering::SeqCst);
     }
 
+    /// The same for bytes on their way there.
+    pub fn allow_forth(&self, bytes: u64) {
+        self.state.forth.store(bytes, Ordering::SeqCst);
+    }
+
+    /// Changes one bit of the byte at this place of what the next connection brings, in either direction.
+    pub fn spoil_next(&self, at: u64) {
+        self.state.spoiled.store(at, Ordering::SeqCst);
+    }
+
+    /// Whether the byte that was to be changed has been given to a connection.
+    pub fn has_spoiled(&self) -> bool {
+        self.state.spoiled.load(Ordering::SeqCst) == u64::MAX
+    }
+
     /// Connections so far.
     pub fn connections(&self) -> usize {
         self.state.connections.load(Ordering::SeqCst)
@@ -90,18 +111,33 @@ async fn carry(client: UnixStream, state: Arc<State>) {
     };
     let (from_client, mut to_client) = client.into_split();
     let (from_server, mut to_server) = server.into_split();
-    let allowance = state.allowance.load(Ordering::SeqCst);
+    let back = state.allowance.load(Ordering::SeqCst);
+    let forth = state.forth.load(Ordering::SeqCst);
+    let spoiled = state.spoiled.swap(u64::MAX, Ordering::SeqCst);
     // Both sides are dropped with the first that ends.
     tokio::select! {
         _ = cuts.changed() => {}
-        () = copy(from_client, &mut to_server, u64::MAX) => {}
-        () = copy(from_server, &mut to_client, allowance) => {}
+        () = copy(from_client, &mut to_server, forth, spoiled) => {}
+        () = copy(from_server, &mut to_client, back, spoiled) => {}
     }
 }
 
-async fn copy(mut from: OwnedReadHalf, to: &mut (impl AsyncWriteExt + Unpin), mut allowance: u64) {
+async fn copy(
+    mut from: OwnedReadHalf,
+    to: &mut (impl AsyncWriteExt + Unpin),
+    mut allowance: u64,
+    spoiled: u64,
+) {
+    let mut at = 0;
     let mut buffer = vec![0; 16 << 10];
     while let Ok(read @ 1..) = from.read(&mut buffer).await {
+        let place = spoiled
+            .checked_sub(at)
+            .and_then(|p| usize::try_from(p).ok());
+        if let Some(byte) = place.and_then(|p| buffer[..read].get_mut(p)) {
+            *byte ^= 0x10;
+        }
+        at += read as u64;
         let part = read.min(usize::try_from(allowance).unwrap_or(usize::MAX));
         if to.write_all(&buffer[..part]).await.is_err() || part < read {
             return;

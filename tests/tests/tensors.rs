@@ -19,7 +19,10 @@ use hotcell_client::{
     v1,
 };
 use hotcell_proto::limits;
-use hotcell_tests::cluster::{Cluster, all_have, kjv, signal_pid};
+use hotcell_tests::{
+    cluster::{Cluster, all_have, kjv, signal_pid},
+    proxy::Proxy,
+};
 
 fn address(cluster: &Cluster) -> Address {
     format!("unix:{}", cluster.socket.display())
@@ -1103,4 +1106,60 @@ async fn a_step_that_cannot_be_run_says_why_and_caches_end_with_their_owners() {
         session.flush().await.unwrap();
         assert!(start.elapsed() < Duration::from_secs(60));
     }
+}
+
+#[tokio::test]
+async fn checked_transfers_go_on_where_their_connection_broke() {
+    const MIB: u64 = 1 << 20;
+    let cluster = cluster().await;
+    let folder = tempfile::tempdir().unwrap();
+    let proxy = Proxy::start(folder.path(), &cluster.socket).unwrap();
+    let address = format!("unix:{}", proxy.socket.display()).parse().unwrap();
+    let options = SessionOptions {
+        relayed: true,
+        ..SessionOptions::default()
+    };
+    let session = Session::open(&address, options).await.unwrap();
+    let size = 24 * MIB as usize;
+    let bytes: Vec<u8> = (0..size as u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
+        .collect();
+    let data = HostTensor::from_slice(&bytes, &[size]).unwrap();
+    // No connection brings more than 7 MiB: who began anew each time would never end.
+    proxy.allow_forth(7 * MIB);
+    let before = proxy.connections();
+    let there = session.upload_checked(&data).await.unwrap();
+    let took = proxy.connections() - before;
+    assert!(took >= 4, "{took} connections");
+    proxy.allow_forth(u64::MAX);
+    proxy.allow(7 * MIB);
+    let before = proxy.connections();
+    assert_eq!(there.fetch_checked().await.unwrap(), data);
+    let took = proxy.connections() - before;
+    assert!(took >= 4, "{took} connections");
+    proxy.allow(u64::MAX);
+    let part = 5_000_001..20_000_003;
+    let some = there.fetch_range(part.clone()).await.unwrap();
+    assert!(some == bytes[part]);
+    assert!(there.fetch_range(7..7).await.unwrap().is_empty());
+    for range in [0..size + 1, size + 1..size + 2] {
+        let error = there.fetch_range(range).await.unwrap_err();
+        assert_eq!(error.reason(), Reason::InvalidArgument);
+    }
+    // A bit that changed on the way is found, and what it was part of comes again.
+    proxy.spoil_next(3 * MIB + 12_345);
+    let again = session.upload_checked(&data).await.unwrap();
+    assert!(proxy.has_spoiled());
+    proxy.spoil_next(10 * MIB + 12_345);
+    assert_eq!(again.fetch_checked().await.unwrap(), data);
+    assert!(proxy.has_spoiled());
+    // The session's own connection was none of these.
+    let same = there.equal(&again).all(&[], false);
+    assert!(same.item::<bool>().await.unwrap());
+    assert!(session.closed().is_none());
+    // One that brings nothing at all is given up.
+    proxy.allow_forth(100);
+    let error = session.upload_checked(&data).await.unwrap_err();
+    assert!(hotcell_client::connect::is_unreachable(&error), "{error}");
+    assert_eq!(again.size().unwrap(), size);
 }

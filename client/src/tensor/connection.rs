@@ -28,7 +28,7 @@ use super::{
     recipe::Recipe,
     session::{Session, SessionOptions},
 };
-use crate::connect::{Address, Client, Wire, is_unreachable, read_status};
+use crate::connect::{Address, Client, Identity, Wire, is_unreachable, read_status};
 
 /// Plans that a session keeps for expressions it has seen.
 const KEPT_PLANS: usize = 64;
@@ -157,6 +157,17 @@ pub(super) enum Way {
 }
 
 impl Way {
+    /// Another connection to the same scheduler, or worker run alone.
+    pub async fn another(&self, identity: Option<&Identity>) -> Result<Option<Client>, Error> {
+        match self {
+            Self::Over(_) => Ok(None),
+            Self::Address(address) => {
+                let client = Client::connect_for_tensors(address, identity).await?;
+                Ok(Some(client))
+            }
+        }
+    }
+
     pub async fn open(&self, options: &SessionOptions) -> Result<Opening, Error> {
         let address = match self {
             Self::Over(client) => return Opening::begin(client, options).await,
@@ -410,21 +421,7 @@ impl Connection {
         target: v1::UploadTarget,
         bytes: Bytes,
     ) -> Result<v1::TensorInfo, Error> {
-        let first = v1::UploadChunk {
-            target: Some(target),
-            data: Bytes::new(),
-        };
-        let chunks = (0..bytes.len())
-            .step_by(limits::TENSOR_CHUNK)
-            .map(move |start| {
-                let end = bytes.len().min(start + limits::TENSOR_CHUNK);
-                v1::UploadChunk {
-                    target: None,
-                    data: bytes.slice(start..end),
-                }
-            });
-        let stream = tokio_stream::iter(std::iter::once(first).chain(chunks));
-        let answer = self.answer(self.rpc().upload(self.request(stream)).await)?;
+        let answer = self.answer(self.rpc().upload(self.request(chunks(target, bytes))).await)?;
         let missing = || {
             Error::new(
                 Reason::ProtocolViolation,
@@ -433,6 +430,27 @@ impl Connection {
         };
         answer.tensor.ok_or_else(missing)
     }
+}
+
+/// An upload's messages: bytes from the target's offset on.
+pub(super) fn chunks(
+    target: v1::UploadTarget,
+    bytes: Bytes,
+) -> impl tokio_stream::Stream<Item = v1::UploadChunk> + Send + 'static {
+    let first = v1::UploadChunk {
+        target: Some(target),
+        data: Bytes::new(),
+    };
+    let chunks = (0..bytes.len())
+        .step_by(limits::TENSOR_CHUNK)
+        .map(move |start| {
+            let end = bytes.len().min(start + limits::TENSOR_CHUNK);
+            v1::UploadChunk {
+                target: None,
+                data: bytes.slice(start..end),
+            }
+        });
+    tokio_stream::iter(std::iter::once(first).chain(chunks))
 }
 
 impl Freed {

@@ -10,6 +10,7 @@ use hotcell_proto::{error::Error, v1};
 
 use super::{
     array::{Tensor, of_graph},
+    checked::Road,
     connection::{Connection, Lease, Way, locked},
     recipe::Recipe,
     recover::{Recovering, Recovery, again},
@@ -47,6 +48,9 @@ struct Inner {
     /// Another one after each loss, in a session that recovers.
     at: Mutex<Arc<Connection>>,
     dry_run: bool,
+    /// How further connections are made, and as whom.
+    way: Way,
+    identity: Option<Identity>,
     streams: AtomicU32,
     /// Ids of streams that are gone, for new ones.
     idle_streams: Arc<Mutex<Vec<u32>>>,
@@ -74,13 +78,16 @@ impl Session {
     async fn begin(way: Way, options: SessionOptions) -> Result<Self, Error> {
         let at = way.open(&options).await?.finish(0);
         let dry_run = options.dry_run;
+        let identity = options.identity.clone();
         let recovery = match options.recovery.clone() {
-            Some(recovery) => Some(Recovering::begin(recovery, way, options, &at).await?),
+            Some(recovery) => Some(Recovering::begin(recovery, way.clone(), options, &at).await?),
             None => None,
         };
         Ok(Self(Arc::new(Inner {
             at: Mutex::new(at),
             dry_run,
+            way,
+            identity,
             streams: AtomicU32::new(1),
             idle_streams: Arc::default(),
             recovery,
@@ -96,6 +103,19 @@ impl Session {
     pub(super) fn go_on(&self, connection: Arc<Connection>) {
         let before = std::mem::replace(&mut *locked(&self.0.at), connection);
         drop(before);
+    }
+
+    /// A way for a transfer that may break without the session: another connection to the scheduler. One to the worker itself
+    /// has nobody in between, and breaks with it.
+    pub(super) async fn road(&self, at: &Connection) -> Result<Road, Error> {
+        let another = match at.direct {
+            true => None,
+            false => self.0.way.another(self.0.identity.as_ref()).await?,
+        };
+        Ok(match another {
+            Some(client) => Road::Another(client.tensors_client(), client.peer().to_owned()),
+            None => Road::Own(at.rpc()),
+        })
     }
 
     /// What it needs for going on after a loss.

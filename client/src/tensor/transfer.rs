@@ -21,14 +21,15 @@ use super::{
     session::Session,
 };
 
-/// Times a broken upload is taken up again.
-const RESUMES: usize = 3;
+/// Times a broken transfer is taken up again.
+pub(super) const RESUMES: u32 = 3;
 
 impl Session {
     /// Uploads a tensor now.
     ///
     /// # Errors
-    /// [`Reason::QuotaExceeded`], [`Reason::OutOfMemory`], or the connection broke for good.
+    /// [`Reason::QuotaExceeded`], [`Reason::OutOfMemory`], or the connection broke, and with it the session ended; see
+    /// [`Session::upload_checked`].
     pub async fn upload(&self, data: &HostTensor) -> Result<Tensor, Error> {
         let remote = again!(self, at => self.upload_at(&at, data))?;
         self.note(&remote, |ledger| Recipe::host(ledger, data));
@@ -60,11 +61,11 @@ impl Session {
                 // A stream that broke although the session lives: what arrived is still there.
                 Err(error) if attempt < RESUMES && error.reason() == Reason::Cancelled => {
                     let handle = remote.handle_for(at)?;
-                    let Ok(arrived) = uploaded(at, &handle).await else {
+                    let Ok(info) = arrived(at, &handle).await else {
                         return Err(error);
                     };
                     target.kind = Some(upload_target::Kind::Tensor(handle));
-                    target.offset = arrived.min(data.bytes().len() as u64);
+                    target.offset = info.uploaded.min(data.bytes().len() as u64);
                 }
                 Err(error) => return Err(error),
             }
@@ -151,13 +152,13 @@ impl Session {
     }
 }
 
-/// Bytes of an unfinished upload that have arrived.
-async fn uploaded(at: &Connection, handle: &v1::Handle) -> Result<u64, Error> {
+/// How a tensor is that was being uploaded: how many of its bytes have arrived, if not all.
+pub(super) async fn arrived(at: &Connection, handle: &v1::Handle) -> Result<v1::TensorInfo, Error> {
     let list = at.answer(at.rpc().list(at.request(v1::ListRequest {})).await)?;
     let mut tensors = list.tensors.into_iter();
     let found = tensors.find(|t| t.handle.as_ref() == Some(handle));
     let gone = || Error::new(Reason::HandleNotFound, "the unfinished upload is gone");
-    Ok(found.ok_or_else(gone)?.uploaded)
+    found.ok_or_else(gone)
 }
 
 fn too_many() -> Error {
