@@ -8,6 +8,7 @@ pub mod cluster;
 pub mod conformance;
 pub mod fault;
 pub mod fuzz;
+pub mod hostile;
 pub mod model;
 pub mod onnx;
 pub mod proxy;

@@ -19,7 +19,7 @@ use crate::chance::nth;
 
 // The writer that the reader's own tests use; it depends on nothing.
 #[path = "../../../worker/src/format/gguf_testing.rs"]
-mod testing;
+pub(crate) mod testing;
 
 /// Elements that are made at a time: whole blocks of every dtype.
 const PIECE: usize = 1 << 20;
@@ -188,8 +188,8 @@ pub fn size(measures: &Measures, weights: Weights) -> Result<Size> {
     Ok(size)
 }
 
-/// Metadata and descriptions of tensors, padded.
-fn header(name: &str, measures: &Measures, weights: Weights, placed: &[Placed]) -> Vec<u8> {
+/// Metadata and descriptions of tensors, whose data is elsewhere.
+fn header(name: &str, measures: &Measures, weights: Weights, placed: &[Placed]) -> Writer {
     let vocabulary = Vocabulary::new(measures.vocab);
     let number = |n: usize| Value::U32(n as u32);
     let text = |text: &str| Value::Str(text.to_owned());
@@ -235,7 +235,55 @@ fn header(name: &str, measures: &Measures, weights: Weights, placed: &[Placed]) 
             offset: Some(*offset as u64),
         });
     }
-    writer.write()
+    writer
+}
+
+/// A model that is small enough to be held in memory, ready to be written, or to be changed first.
+///
+/// # Errors
+/// As [`write`].
+pub fn small(name: &str, measures: &Measures, weights: Weights) -> Result<Writer> {
+    ensure_vocabulary(measures)?;
+    let placed = place(measures, weights, Writer::default().alignment)?;
+    let mut writer = header(name, measures, weights, &placed);
+    for (key, (placed, tensor)) in placed.iter().zip(&mut writer.tensors).enumerate() {
+        tensor.offset = None;
+        tensor.data = piece(
+            key,
+            measures,
+            placed,
+            0,
+            placed.tensor.shape.iter().product(),
+        )?;
+    }
+    Ok(writer)
+}
+
+/// Some elements of a tensor, by its place among them.
+fn piece(
+    key: usize,
+    measures: &Measures,
+    placed: &Placed,
+    first: usize,
+    count: usize,
+) -> Result<Vec<u8>> {
+    let mut out = vec![0; placed.dtype.row_bytes(count).context("whole blocks")?];
+    if placed.tensor.part == Part::Norm {
+        out.copy_from_slice(&1f32.to_le_bytes().repeat(count));
+    } else {
+        let deviation = deviation(measures, &placed.tensor);
+        let key = nth(SEED, key as u64);
+        blocks::fill(placed.dtype, key, first as u64, deviation, &mut out);
+    }
+    Ok(out)
+}
+
+fn ensure_vocabulary(measures: &Measures) -> Result<()> {
+    ensure!(
+        measures.vocab >= 258,
+        "a vocabulary has 258 tokens at least"
+    );
+    Ok(())
 }
 
 /// The weights' standard deviation. Of a row's products with a normed state that makes about 1, so that states stay
@@ -253,12 +301,9 @@ fn deviation(measures: &Measures, tensor: &Tensor) -> f32 {
 /// # Errors
 /// When it cannot be written, or its vocabulary is too small for the bytes.
 pub fn write(path: &Path, name: &str, measures: &Measures, weights: Weights) -> Result<Size> {
-    ensure!(
-        measures.vocab >= 258,
-        "a vocabulary has 258 tokens at least"
-    );
+    ensure_vocabulary(measures)?;
     let placed = place(measures, weights, Writer::default().alignment)?;
-    let header = header(name, measures, weights, &placed);
+    let header = header(name, measures, weights, &placed).write();
     let data = header.len();
     let end = placed.last().map_or(0, |last| last.offset + last.bytes);
     let file = File::create(path).with_context(|| path.display().to_string())?;
@@ -273,21 +318,12 @@ pub fn write(path: &Path, name: &str, measures: &Measures, weights: Weights) -> 
     }
     let next = AtomicUsize::new(0);
     let work = || -> Result<()> {
-        let mut out = Vec::new();
         while let Some((key, placed, first, count)) =
             pieces.get(next.fetch_add(1, Ordering::Relaxed))
         {
-            let bytes = |elements| placed.dtype.row_bytes(elements).context("whole blocks");
-            out.clear();
-            out.resize(bytes(*count)?, 0);
-            if placed.tensor.part == Part::Norm {
-                out.copy_from_slice(&1f32.to_le_bytes().repeat(*count));
-            } else {
-                let deviation = deviation(measures, &placed.tensor);
-                let key = nth(SEED, *key as u64);
-                blocks::fill(placed.dtype, key, *first as u64, deviation, &mut out);
-            }
-            file.write_all_at(&out, (data + placed.offset + bytes(*first)?) as u64)?;
+            let out = piece(*key, measures, placed, *first, *count)?;
+            let before = placed.dtype.row_bytes(*first).context("whole blocks")?;
+            file.write_all_at(&out, (data + placed.offset + before) as u64)?;
         }
         Ok(())
     };
