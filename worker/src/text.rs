@@ -12,6 +12,7 @@
 //! | ids → text, as they come | [`Detokenizer`] |
 //! | text → what the client gets | [`StopStrings`] |
 
+mod bounded;
 mod chat;
 mod chat_guard;
 mod chat_values;
@@ -31,6 +32,8 @@ pub use tokenizer::Tokenizer;
 pub const MAX_TOKENIZER_BYTES: usize = 128 << 20;
 /// The most tokens in a vocabulary; Gemma, the largest in use, has 262 144.
 pub const MAX_VOCAB: usize = 1 << 20;
+/// The most merges of a vocabulary.
+pub const MAX_MERGES: usize = 4 * MAX_VOCAB;
 /// The longest token, in bytes.
 pub const MAX_TOKEN_BYTES: usize = 8 << 10;
 /// The most tokens that are matched in the text before it is split.

@@ -14,7 +14,10 @@ use hotcell_proto::{
 use crate::{
     error::{of_model, of_text},
     format::gguf::{GgufError, Metadata},
-    text::{ChatInput, ChatTemplate, GgufVocab, Message, TextError, Tokenizer, TokenizerConfig},
+    text::{
+        ChatInput, ChatTemplate, GgufVocab, MAX_MERGES, MAX_VOCAB, Message, TextError, Tokenizer,
+        TokenizerConfig,
+    },
     weights::{ModelSource, TextSource},
 };
 
@@ -235,8 +238,15 @@ impl ModelText {
 
 /// The tokenizer's part of a GGUF file's metadata.
 fn vocabulary(meta: Metadata<'_>) -> Result<GgufVocab, GgufError> {
-    let strings = |key: &str| -> Result<Vec<String>, GgufError> {
+    // Each takes ten times its place in the file: how many they are is asked first.
+    let strings = |key: &str, limit: usize| -> Result<Vec<String>, GgufError> {
         match meta.get_strings(key)? {
+            Some(all) if all.len() > limit => Err(GgufError::TooLong {
+                what: key.to_owned(),
+                len: all.len() as u64,
+                unit: "texts",
+                limit: limit as u64,
+            }),
             Some(all) => all.map(|s| s.map(str::to_owned)).collect(),
             None => Ok(Vec::new()),
         }
@@ -245,8 +255,8 @@ fn vocabulary(meta: Metadata<'_>) -> Result<GgufVocab, GgufError> {
     Ok(GgufVocab {
         model: meta.get_str(&key("model"))?.unwrap_or_default().to_owned(),
         pre: meta.get_str(&key("pre"))?.map(str::to_owned),
-        tokens: strings(&key("tokens"))?,
-        merges: strings(&key("merges"))?,
+        tokens: strings(&key("tokens"), MAX_VOCAB)?,
+        merges: strings(&key("merges"), MAX_MERGES)?,
         scores: meta
             .get_floats(&key("scores"))?
             .map(Iterator::collect)

@@ -10,7 +10,7 @@ use tokenizers::{AddedToken, NormalizerWrapper, PreTokenizerWrapper};
 
 use super::detokenizer::{DecoderKind, Lead, fallback_byte};
 use super::tokenizer::{ModelOptions, Parts, Tokenizer, clip};
-use super::{MAX_TOKENIZER_BYTES, MAX_VOCAB, TextError, bounded, caught};
+use super::{MAX_MERGES, MAX_TOKENIZER_BYTES, MAX_VOCAB, TextError, bounded, caught};
 
 /// The values of GGUF's `tokenizer.ggml.*` keys that make a tokenizer. Ids are indices into `tokens`.
 #[derive(Clone, Debug, Default, serde::Deserialize)]
@@ -181,7 +181,7 @@ impl Tokenizer {
             vocab.tokens.iter().map(String::len).sum(),
             MAX_TOKENIZER_BYTES,
         )?;
-        bounded("list of merges", vocab.merges.len(), 4 * MAX_VOCAB)?;
+        bounded("list of merges", vocab.merges.len(), MAX_MERGES)?;
         let count = vocab.tokens.len();
         if !vocab.token_types.is_empty() && vocab.token_types.len() != count {
             let what = format!(
@@ -411,7 +411,7 @@ fn merges_from_scores(vocab: &GgufVocab) -> Result<Vec<(String, String)>, TextEr
             ));
         }
     }
-    bounded("list of merges", merges.len(), 4 * MAX_VOCAB)?;
+    bounded("list of merges", merges.len(), MAX_MERGES)?;
     // Stable; best score first, of equals the one with the longer left part.
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)));
     Ok(merges

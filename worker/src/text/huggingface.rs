@@ -10,23 +10,24 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::AddedToken;
 
+use super::bounded::{List, Small, Table};
 use super::detokenizer::DecoderKind;
 use super::gguf::part;
 use super::tokenizer::{ModelOptions, Parts, Tokenizer, clip};
-use super::{MAX_ADDED_TOKENS, MAX_TOKENIZER_BYTES, MAX_VOCAB, TextError, bounded};
+use super::{MAX_ADDED_TOKENS, MAX_MERGES, MAX_TOKENIZER_BYTES, MAX_VOCAB, TextError, bounded};
 
 #[derive(Deserialize)]
 struct File {
     #[serde(default)]
-    added_tokens: Vec<Added>,
+    added_tokens: List<Added, MAX_ADDED_TOKENS>,
     #[serde(default)]
-    normalizer: Value,
+    normalizer: Small,
     #[serde(default)]
-    pre_tokenizer: Value,
+    pre_tokenizer: Small,
     #[serde(default)]
-    post_processor: Value,
+    post_processor: Small,
     #[serde(default)]
-    decoder: Value,
+    decoder: Small,
     model: Model,
 }
 
@@ -39,8 +40,8 @@ struct Added {
 
 #[derive(Deserialize)]
 struct Model {
-    vocab: HashMap<String, u32>,
-    merges: Vec<Merge>,
+    vocab: Table<MAX_VOCAB>,
+    merges: List<Merge, MAX_MERGES>,
     unk_token: Option<String>,
     continuing_subword_prefix: Option<String>,
     end_of_word_suffix: Option<String>,
@@ -123,11 +124,11 @@ impl Tokenizer {
 
 fn parts(file: File) -> Result<Parts, TextError> {
     let File {
-        added_tokens,
-        normalizer,
-        pre_tokenizer,
-        post_processor,
-        decoder,
+        added_tokens: List(added_tokens),
+        normalizer: Small(normalizer),
+        pre_tokenizer: Small(pre_tokenizer),
+        post_processor: Small(post_processor),
+        decoder: Small(decoder),
         model,
     } = file;
     for (what, value) in [
@@ -144,7 +145,7 @@ fn parts(file: File) -> Result<Parts, TextError> {
     if model.dropout.is_some_and(|dropout| dropout != 0.0) {
         return Err(TextError::Unsupported("BPE dropout (it is random)".into()));
     }
-    let tokens = tokens_by_id(model.vocab, &added_tokens)?;
+    let tokens = tokens_by_id(model.vocab.0, &added_tokens)?;
     if let Some(unk) = &model.unk_token
         && !tokens.iter().flatten().any(|token| token == unk)
     {
@@ -153,7 +154,7 @@ fn parts(file: File) -> Result<Parts, TextError> {
             clip(unk)
         )));
     }
-    let merges = model.merges.into_iter().map(|merge| match merge {
+    let merges = model.merges.0.into_iter().map(|merge| match merge {
         Merge::Pair(left, right) => Ok((left, right)),
         Merge::Joined(joined) => match joined.split_once(' ') {
             Some((left, right)) if !right.contains(' ') => Ok((left.to_owned(), right.to_owned())),

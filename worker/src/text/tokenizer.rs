@@ -7,7 +7,7 @@ use tokenizers::{AddedToken, NormalizerWrapper, PreTokenizerWrapper};
 
 use super::detokenizer::{DecoderKind, Pieces};
 use super::{
-    MAX_ADDED_TOKENS, MAX_TEXT_BYTES, MAX_TOKEN_BYTES, MAX_TOKENIZER_BYTES, MAX_VOCAB,
+    MAX_ADDED_TOKENS, MAX_MERGES, MAX_TEXT_BYTES, MAX_TOKEN_BYTES, MAX_TOKENIZER_BYTES, MAX_VOCAB,
     MAX_WHITE_SPACE, TextError, bounded, caught,
 };
 
@@ -61,7 +61,7 @@ impl Tokenizer {
             ..
         } = parts;
         bounded("vocabulary, in tokens,", tokens.len(), MAX_VOCAB)?;
-        bounded("list of merges", merges.len(), 4 * MAX_VOCAB)?;
+        bounded("list of merges", merges.len(), MAX_MERGES)?;
         bounded("list of added tokens", parts.added.len(), MAX_ADDED_TOKENS)?;
         if tokens.is_empty() {
             return Err(TextError::BadTokenizer("it has no tokens".into()));
