@@ -1,7 +1,9 @@
 //! Looking into models: a throw-away worker reads, loads and computes one, within bounds, and serves nobody.
 
 use std::{
+    io,
     path::PathBuf,
+    pin::pin,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -36,6 +38,9 @@ use crate::{
 
 /// How long the end of a process may take to show after the conversation with it broke.
 const POST_MORTEM: Duration = Duration::from_millis(500);
+
+/// How long the files of a model that cannot be used are hashed after that is known.
+const HASHING: Duration = Duration::from_secs(1);
 
 /// The name that the model has in its throw-away worker.
 const NAME: &str = "inspected";
@@ -197,9 +202,31 @@ impl Fleet {
             trust_domain: domain(files).to_owned(),
             ..Inspection::default()
         };
-        let look = self.look(&mut found, files, number);
-        let (looked, hashes) = tokio::join!(look, digest::of_model(files));
+        let mut hashing = pin!(digest::of_model(files));
+        let mut hashes = None;
+        let looked = {
+            let mut look = pin!(self.look(&mut found, files, number));
+            tokio::select! {
+                looked = &mut look => looked,
+                done = &mut hashing => {
+                    hashes = Some(done);
+                    look.await
+                }
+            }
+        };
         looked?;
+        let hashes = match hashes {
+            Some(done) => done,
+            // A file may claim any size; a model that cannot be used is not worth reading to its end.
+            None => {
+                let usable = found.verdict() == Verdict::Fine;
+                let left = self.gate.policy.allowance.load_time;
+                let left = left.saturating_sub(began.elapsed());
+                let patience = if usable { left } else { left.min(HASHING) };
+                let late = |_| Err(io::ErrorKind::TimedOut.into());
+                timeout(patience, hashing).await.unwrap_or_else(late)
+            }
+        };
         let hashes = hashes.unwrap_or_default();
         let named = files.handles().into_iter().enumerate();
         found.files = named
