@@ -1,16 +1,21 @@
-//! Graphs from strangers: messages that are grown, broken, decoded, planned and run. One number decides all of a case, so
-//! that it can be run again.
+//! What comes from strangers: graphs that are grown, broken, decoded, planned and run, and bytes for every other way in. One
+//! number decides all of a case, so that it can be run again.
 
+mod calls;
+mod change;
 mod choices;
 mod grow;
 mod run;
+mod seeds;
 mod spoil;
+pub mod targets;
 mod templates;
 
 use hotcell_graph::{Graph, wire};
 use hotcell_proto::v1;
 use prost::Message;
 
+pub use change::changed;
 pub use choices::{Choices, case_seed};
 pub use run::Runner;
 

@@ -1,14 +1,18 @@
-//! Graphs that strangers may send: a short run of `fuzz_graphs`.
+//! What strangers may send or have written: short runs of `fuzz`.
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
     process::Command,
 };
 
 use hotcell_graph::op;
-use hotcell_tests::fuzz::{Outcome, Runner, case_seed, grown, run_grown};
+use hotcell_tests::{
+    cluster::repository,
+    fuzz::{Outcome, Runner, case_seed, grown, run_grown, targets::TARGETS},
+};
 
 #[test]
 fn every_row_is_grown() {
@@ -55,8 +59,8 @@ fn every_row_gives_the_same_bits_fused_and_apart() {
 
 #[test]
 fn no_graph_panics_hangs_or_takes_memory_without_bound() {
-    let mut fuzz = Command::new(env!("CARGO_BIN_EXE_fuzz_graphs"));
-    let output = fuzz.args(["10", "2026"]).output().unwrap();
+    let mut fuzz = Command::new(env!("CARGO_BIN_EXE_fuzz"));
+    let output = fuzz.args(["graphs", "10", "2026"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{said}");
     // It must reach the kernels, and the refusals on the way.
@@ -71,5 +75,38 @@ fn no_graph_panics_hangs_or_takes_memory_without_bound() {
             .find_map(|part| part.trim().strip_prefix(what));
         let count: u64 = at.unwrap().trim().parse().unwrap();
         assert!(count >= least, "{what}: {said}");
+    }
+}
+
+#[test]
+fn no_bytes_panic_hang_or_take_memory_without_bound() {
+    for target in TARGETS {
+        let mut fuzz = Command::new(env!("CARGO_BIN_EXE_fuzz"));
+        let output = fuzz.args([target.name, "2", "2026"]).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{}: {said}", target.name);
+    }
+}
+
+#[test]
+fn seeds_are_accepted_and_committed_ones_are_these() {
+    let folder = repository().join("tests/fuzz/corpus");
+    for target in TARGETS {
+        let seeds = (target.seeds)();
+        let accepted = seeds.iter().filter(|seed| (target.run)(seed)).count();
+        assert!(accepted > 0, "{} refuses all its seeds", target.name);
+        for (n, seed) in seeds.iter().enumerate() {
+            let path = folder.join(target.name).join(format!("seed-{n:02}"));
+            let committed = fs::read(&path).unwrap();
+            assert!(
+                committed == *seed,
+                "{} is another; run `fuzz --corpus`",
+                path.display()
+            );
+        }
+        // Findings lie beside the seeds.
+        for file in fs::read_dir(folder.join(target.name)).unwrap() {
+            (target.run)(&fs::read(file.unwrap().path()).unwrap());
+        }
     }
 }
