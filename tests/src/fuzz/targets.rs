@@ -195,7 +195,7 @@ fn gguf(bytes: &[u8]) -> bool {
         return false;
     };
     let (report, source) = inspect::read(&[file]);
-    assert!(source.is_some() != report.problem.is_empty() || source.is_none());
+    assert_eq!(source.is_some(), report.problem.is_empty());
     assert_ne!(report.reason, "INTERNAL", "{}", report.problem);
     source.is_some()
 }

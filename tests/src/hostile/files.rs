@@ -186,11 +186,11 @@ fn kinds() -> Vec<Case> {
             Ok(File::create(p)?.set_len(8 << 40)?)
         }),
         path(
-            "a valid file with a hole of 4 TiB behind it",
+            "a valid file with a hole of 512 MiB behind it",
             Either("the hole is told"),
             |p| {
                 fs::write(p, valid().write())?;
-                Ok(OpenOptions::new().write(true).open(p)?.set_len(4 << 30)?)
+                Ok(OpenOptions::new().write(true).open(p)?.set_len(512 << 20)?)
             },
         ),
         folder("a hole of 8 GiB for a tokenizer", Refused, |p| {
