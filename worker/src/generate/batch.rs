@@ -136,6 +136,11 @@ impl Batch {
         &mut self.runner
     }
 
+    /// Decides by this pace from now on.
+    pub fn set_pace(&mut self, pace: Pace) {
+        self.pace = pace;
+    }
+
     /// Adds a task.
     pub fn push(&mut self, task: Task) {
         if self.running.iter().any(|running| running.pending() > 1) {

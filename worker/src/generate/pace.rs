@@ -16,9 +16,19 @@ pub struct Pace {
     seconds: f64,
     rows_rows: f64,
     rows_seconds: f64,
+    /// Told once and for all, not measured: seconds of a step without rows, and of a row.
+    fixed: Option<(f64, f64)>,
 }
 
 impl Pace {
+    /// One that is not measured: a step takes so long, and so much longer for each row.
+    pub fn fixed(step: Duration, row: Duration) -> Self {
+        Self {
+            fixed: Some((step.as_secs_f64(), row.as_secs_f64())),
+            ..Self::default()
+        }
+    }
+
     /// A step of so many rows took so long.
     pub fn note(&mut self, rows: usize, took: Duration) {
         let (x, y) = (rows as f64, took.as_secs_f64());
@@ -35,6 +45,9 @@ impl Pace {
 
     /// Seconds of a step without rows, and of a row. None until steps of different sizes were seen.
     fn line(&self) -> Option<(f64, f64)> {
+        if self.fixed.is_some() {
+            return self.fixed;
+        }
         if self.weight <= 0.0 {
             return None;
         }
