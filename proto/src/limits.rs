@@ -83,6 +83,14 @@ pub const WATCH_BUFFER: usize = 256;
 pub const MAX_GRAMMAR_BYTES: usize = 64 << 10;
 /// Milliseconds that a worker spends on reading one grammar.
 pub const MAX_GRAMMAR_MILLIS: u64 = 2000;
+/// Steps of the lexer that a worker spends on what may come next in a text that follows a grammar; some 15 ms.
+pub const MAX_MASK_STEPS: u64 = 200_000;
+/// Items of the parser that it spends on the same; some 3 ms.
+pub const MAX_MASK_ITEMS: usize = 50_000;
+/// Ways to go on at one place of such a text, as items of the parser.
+pub const MAX_GRAMMAR_WAYS: usize = 2_000;
+/// Symbols of one grammar once it is read; what its bytes can say may be many times as long.
+pub const MAX_GRAMMAR_SYMBOLS: usize = 200_000;
 /// Nodes of one graph.
 pub const MAX_GRAPH_NODES: usize = 1 << 16;
 /// Inputs of one graph.

@@ -474,6 +474,47 @@ async fn a_grammar_that_explodes_costs_its_request_and_nobody_else() {
 }
 
 #[tokio::test]
+async fn a_grammar_that_goes_on_in_too_many_ways_ends_its_own_request_only() {
+    let cluster = cluster().await;
+    let client = cluster.client().await.unwrap();
+    let calm = complete(&client, free(3)).await;
+    let before = cluster.workers(all_have("kjv")).await.unwrap()[0].epoch;
+    // What can be read, and followed up to here, may be any sentence after that, put together in any order.
+    let begins = "And it came to pass ";
+    let bomb = format!("start: \"{begins}\" s\ns: C | s s | s s s | s s s s\nC: /[a-z ]/");
+    let beside: Vec<_> = (0..2)
+        .map(|_| {
+            let client = client.clone();
+            tokio::spawn(async move { complete(&client, free(3)).await })
+        })
+        .collect();
+    for seed in 0..3 {
+        let options = sampled(seed, Some(Grammar::Lark(bomb.clone())));
+        let mut stream = client.generate(PROMPT, options).await.unwrap();
+        let mut text = String::new();
+        let error = loop {
+            match stream.next().await.expect("it does not end by itself") {
+                Ok(Event::Delta(delta)) => text.push_str(&delta.text),
+                Ok(Event::Finished(finished)) => panic!("{text:?} {finished:?}"),
+                Ok(Event::Accepted(_)) => {}
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.reason(), Reason::GrammarInvalid, "{error}");
+        assert!(
+            !text.is_empty() && begins.starts_with(text.trim_end()) || text.starts_with(begins)
+        );
+    }
+    for beside in beside {
+        let beside = beside.await.unwrap();
+        assert_eq!(beside.token_ids, calm.token_ids);
+        assert_eq!(beside.logprobs, calm.logprobs);
+    }
+    let now = cluster.workers(all_have("kjv")).await.unwrap()[0].epoch;
+    assert_eq!(now, before, "no worker died of it");
+}
+
+#[tokio::test]
 async fn the_command_takes_grammars_and_verifies_what_followed_them() {
     let cluster = cluster().await;
     let path = |name: &str| {

@@ -177,9 +177,13 @@ fn factory(tokenizer: &Tokenizer, end_tokens: &[u32]) -> Result<ParserFactory, E
         factory.quiet();
         *factory.limits_mut() = ParserLimits {
             initial_lexer_fuel: limits::MAX_GRAMMAR_MILLIS * STEPS,
+            step_lexer_fuel: limits::MAX_MASK_STEPS,
+            step_max_items: limits::MAX_MASK_ITEMS,
+            max_items_in_row: limits::MAX_GRAMMAR_WAYS,
+            max_grammar_size: limits::MAX_GRAMMAR_SYMBOLS,
             max_lexer_states: MAX_STATES,
+            precompute_large_lexemes: true,
             verbose_errors: false,
-            ..ParserLimits::default()
         };
         Some(factory)
     };
