@@ -21,6 +21,7 @@ mod loading;
 mod models;
 mod packing;
 mod pieces;
+mod places;
 mod release;
 mod signs;
 mod slot;
@@ -28,26 +29,20 @@ mod solo;
 mod standby;
 mod tensors;
 mod ticket;
+mod turns;
 
 use std::{
     collections::BTreeMap,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     time::Duration,
 };
 
 use hotcell_proto::{
-    error::{Error, Reason},
     ids::ModelName,
     limits,
     v1::{Device, EventKind, HandshakeResponse, Loaded, NumericsClass, WorkerInfo, WorkerState},
 };
-use tokio::{
-    sync::Semaphore,
-    time::{Instant, timeout_at},
-};
+use tokio::{sync::Semaphore, time::Instant};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use adopt::{Heir, Live};
@@ -73,7 +68,6 @@ use crate::{
     journal::Bounds,
     known::Book,
     packed::Packs,
-    placement::{self, Candidate, Estimate, NoPlace, Wish},
     policy::ModelPolicy,
     prefixes::{Prefixes, Prints},
     supervisor::{Phase, Policy, State},
@@ -87,6 +81,7 @@ use gate::Gate;
 use slot::{Load, Slot};
 use solo::Leash;
 use standby::Standbys;
+use turns::{Held, Turns};
 
 #[derive(Default)]
 struct Table {
@@ -144,6 +139,8 @@ pub struct Fleet {
     explained: Mutex<Explained>,
     /// What requests tell about devices.
     testimony: Mutex<Testimony>,
+    /// Who waits for a place, and has one.
+    turns: Turns,
     /// Who read which beginnings of prompts.
     prefixes: Mutex<Prefixes>,
     /// Workers beside the devices' own.
@@ -185,16 +182,8 @@ struct Ticket {
     changed: Teller,
     prefill: u64,
     decode: u64,
-}
-
-/// Why a request has no place now.
-enum Wait {
-    /// The model or a worker is coming up.
-    Coming,
-    /// A worker died and is coming back.
-    Absent,
-    /// All are full.
-    Full,
+    /// Counts as its tenant's.
+    held: Option<Held>,
 }
 
 /// What a starting worker was asked to load, from which files, and what came of it: nothing if it refused, and is
@@ -234,6 +223,7 @@ impl Fleet {
             suspicion: parts.suspicion,
             explained: Mutex::default(),
             testimony: Mutex::default(),
+            turns: Turns::default(),
             prefixes: Mutex::default(),
             asides: Asides::default(),
             standbys: parts.standby.then(Standbys::default),
@@ -343,57 +333,6 @@ impl Fleet {
         self.timeouts.reattach
     }
 
-    /// A ready worker that has the model, waited for within the configured bounds.
-    ///
-    /// # Errors
-    /// [`Reason::NoWorker`], [`Reason::Overloaded`], or why the model cannot be used.
-    pub async fn acquire(
-        &self,
-        model: &ModelName,
-        wish: Wish<'_>,
-        cost: impl Fn() -> Estimate,
-    ) -> Result<Placed, Error> {
-        let began = Instant::now();
-        let mut changed = self.changes();
-        loop {
-            changed.see();
-            let why = match self.try_place(model, wish, cost())? {
-                Ok(placed) => return Ok(placed),
-                Err(why) => why,
-            };
-            let (until, error) = match why {
-                // Bounded by the start's own patience and the restart budget.
-                Wait::Coming => {
-                    changed.changed().await;
-                    continue;
-                }
-                Wait::Absent => (
-                    began + self.timeouts.resume,
-                    Error::new(
-                        Reason::NoWorker,
-                        format!(
-                            "no worker that can serve model {model} came up within {:?}; `hotcell ps` shows why",
-                            self.timeouts.resume
-                        ),
-                    ),
-                ),
-                Wait::Full => (
-                    began + self.timeouts.queue,
-                    Error::new(
-                        Reason::Overloaded,
-                        format!(
-                            "all workers were full for {:?}; try again later",
-                            self.timeouts.queue
-                        ),
-                    ),
-                ),
-            };
-            if timeout_at(until, changed.changed()).await.is_err() {
-                return Err(error.with("model", model));
-            }
-        }
-    }
-
     fn prefixes(&self) -> MutexGuard<'_, Prefixes> {
         self.prefixes.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -401,70 +340,6 @@ impl Fleet {
     /// A prompt's beginnings, by which workers that read them lately are found.
     pub fn prints(&self, tenant: &str, model: &ModelName, ids: &[u32]) -> Prints {
         self.prefixes().prints(tenant, model, ids)
-    }
-
-    fn try_place(
-        &self,
-        model: &ModelName,
-        wish: Wish<'_>,
-        cost: Estimate,
-    ) -> Result<Result<Placed, Wait>, Error> {
-        let table = self.table();
-        let loading = table.usable(model)?;
-        let ready: Vec<(Candidate<'_>, &Slot, &Arc<Link>)> = table
-            .workers
-            .iter()
-            .filter_map(|(id, slot)| {
-                let (link, loaded) = (slot.serving()?, slot.models.get(model)?);
-                let candidate = Candidate {
-                    worker: id,
-                    class: loaded.numerics.as_ref().map_or("", |n| n.id.as_str()),
-                    outstanding: slot.load.outstanding.load(Ordering::Relaxed),
-                    running: slot.load.running.load(Ordering::Relaxed),
-                    known: wish
-                        .prints
-                        .map_or(0, |p| self.prefixes().known(p, id, link.epoch)),
-                };
-                Some((candidate, slot, link))
-            })
-            .collect();
-        let candidates: Vec<_> = ready.iter().map(|(c, ..)| c.clone()).collect();
-        let chosen = match placement::choose(&candidates, wish) {
-            Ok(chosen) => chosen,
-            Err(NoPlace::AllFull) => return Ok(Err(Wait::Full)),
-            Err(NoPlace::NoneReady) => {
-                let coming = |s: &Slot| table.may_get(s, model);
-                let any = table.workers.values().any(coming);
-                // One that stops giving signs of life is killed, and is absent then.
-                let near = |s: &Slot| table.may_get(s, model) && s.progresses;
-                return match (loading || table.workers.values().any(near), any) {
-                    (true, _) if table.workers.values().any(|s| s.hopeful) => Ok(Err(Wait::Coming)),
-                    (false, true) => Ok(Err(Wait::Absent)),
-                    _ => Err(Error::new(
-                        Reason::NoWorker,
-                        format!(
-                            "no worker can serve model {model}: none is left that would; `hotcell ps` shows why"
-                        ),
-                    )
-                    .with("model", model)),
-                };
-            }
-        };
-        let found = ready.iter().find(|(c, ..)| c.worker == chosen.worker);
-        let Some((_, slot, link)) = found else {
-            return Ok(Err(Wait::Absent));
-        };
-        if let Some(prints) = wish.prints {
-            self.prefixes().note(prints, chosen.worker, link.epoch);
-        }
-        let loaded = slot.models.get(model);
-        Ok(Ok(Placed {
-            link: Arc::clone(link),
-            class: loaded.and_then(|l| l.numerics.clone()).unwrap_or_default(),
-            home: link.worker.clone(),
-            ticket: Ticket::new(&slot.load, &self.changed, cost),
-            leash: None,
-        }))
     }
 
     // What keepers report.

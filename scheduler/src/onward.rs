@@ -25,7 +25,7 @@ pub fn wish<'a>(journal: &'a Journal, had: &'a str) -> Wish<'a> {
     Wish {
         class: journal.class().map(|class| class.id.as_str()),
         avoid: Some(had),
-        prints: None,
+        ..Wish::default()
     }
 }
 
@@ -97,9 +97,8 @@ mod tests {
         let death = Death::new(DeathKind::Signal { number: 11 }, "");
         let after = |next| after_death(&journal, "w0.solo1", Some(&death), "w0", next);
         let wish = Wish {
-            class: None,
             avoid: Some("w0"),
-            prints: None,
+            ..Wish::default()
         };
         assert_eq!(after(Next::GoOn), Onward::Elsewhere(wish));
         assert_eq!(after(Next::Alone), Onward::Alone(wish));

@@ -26,6 +26,8 @@ pub struct Wish<'a> {
     pub class: Option<&'a str>,
     /// Rather not this worker, under which the stream just broke.
     pub avoid: Option<&'a str>,
+    /// Whose it is; nobody's counts as nobody's, and waits for no turn.
+    pub tenant: Option<&'a str>,
     /// The beginnings of its prompt, if it is worth looking for who knows them.
     pub prints: Option<&'a Prints>,
 }
@@ -39,6 +41,11 @@ pub enum NoPlace {
     AllFull,
 }
 
+/// Whether a worker that holds so many requests takes no more.
+pub fn is_full(running: u32) -> bool {
+    running as usize >= limits::MAX_WORKER_REQUESTS
+}
+
 /// The candidate with the least tokens to compute with this request, of which it may know the beginning; among equals the
 /// first by name.
 ///
@@ -49,7 +56,7 @@ pub fn choose<'c, 'a>(
     wish: Wish<'_>,
 ) -> Result<&'c Candidate<'a>, NoPlace> {
     let fits = |c: &&Candidate<'_>| wish.class.is_none_or(|class| class == c.class);
-    let full = |c: &Candidate<'_>| c.running as usize >= limits::MAX_WORKER_REQUESTS;
+    let full = |c: &Candidate<'_>| is_full(c.running);
     candidates
         .iter()
         .filter(fits)
@@ -127,7 +134,6 @@ mod tests {
         assert_eq!(chosen(wish), Ok("w0"));
         assert_eq!(
             chosen(Wish {
-                class: None,
                 avoid: Some("w1"),
                 ..Wish::default()
             }),
@@ -145,7 +151,6 @@ mod tests {
         assert_eq!(
             chosen(Wish {
                 class: Some("c"),
-                avoid: None,
                 ..Wish::default()
             }),
             Err(NoPlace::NoneReady)

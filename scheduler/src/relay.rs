@@ -156,9 +156,11 @@ async fn road(
     call: Call,
     (out, streams): (&Stream, &Streams),
 ) -> Result<Finished, Error> {
+    let tenant = call.request.tenant.clone();
     let mut stream = Relayed {
         fleet,
         model: &call.model,
+        tenant: &tenant,
         deadline: call.deadline,
         out,
         streams,
@@ -216,6 +218,7 @@ async fn road(
 struct Relayed<'a> {
     fleet: &'a Arc<Fleet>,
     model: &'a ModelName,
+    tenant: &'a str,
     deadline: Option<Instant>,
     out: &'a Stream,
     streams: &'a Streams,
@@ -248,7 +251,8 @@ impl Relayed<'_> {
         let ids = match prompt.and_then(|p| p.kind) {
             Some(Kind::Ids(ids)) => ids.ids,
             kind => {
-                let tokenized = text::tokenize(fleet, model, kind, false, self.deadline);
+                let tokenized =
+                    text::tokenize(fleet, (model, self.tenant), kind, false, self.deadline);
                 tokenized.await?.ids
             }
         };
@@ -318,6 +322,7 @@ impl Relayed<'_> {
         };
         let prints = self.fleet.prints(&request.tenant, self.model, prompt);
         let wish = Wish {
+            tenant: Some(self.tenant),
             prints: Some(&prints),
             ..Wish::default()
         };
@@ -327,6 +332,8 @@ impl Relayed<'_> {
     /// A place for the rest of a stream: of its class, or of another one if none comes up and the request says so.
     async fn place(&self, journal: &Journal, wish: Wish<'_>, alone: bool) -> Result<Placed, Error> {
         let home = wish.avoid.unwrap_or_default();
+        let tenant = Some(self.tenant);
+        let wish = Wish { tenant, ..wish };
         let find = async |wish: Wish<'_>| match alone {
             true => {
                 let cost = || journal.estimate();

@@ -25,7 +25,7 @@ use crate::{
 /// Calls a worker, and another one if it dies; a throw-away one if several died.
 async fn ask<T, F>(
     fleet: &Arc<Fleet>,
-    model: &ModelName,
+    (model, tenant): (&ModelName, &str),
     call: impl Fn(TokensClient<Channel>) -> F,
 ) -> Result<T, Error>
 where
@@ -37,9 +37,9 @@ where
     let mut next = Next::GoOn;
     loop {
         let wish = Wish {
-            class: None,
             avoid: home.as_deref(),
-            prints: None,
+            tenant: Some(tenant),
+            ..Wish::default()
         };
         let cost = Estimate::default;
         let placed = match (next, &home) {
@@ -92,7 +92,7 @@ fn doubt(what: &str) -> Error {
 /// The worker's words, or why there is no worker.
 pub async fn tokenize(
     fleet: &Arc<Fleet>,
-    model: &ModelName,
+    (model, tenant): (&ModelName, &str),
     prompt: Option<Kind>,
     without_special: bool,
     deadline: Option<Instant>,
@@ -102,7 +102,7 @@ pub async fn tokenize(
         prompt: Some(Prompt { kind: prompt }),
         without_special,
     };
-    let answer = ask(fleet, model, |mut tokens| {
+    let answer = ask(fleet, (model, tenant), |mut tokens| {
         let request = bounded(request.clone(), deadline);
         async move { tokens.tokenize(request).await }
     })
@@ -133,7 +133,7 @@ pub async fn tokenize(
 /// The worker's words, or why there is no worker.
 pub async fn detokenize(
     fleet: &Arc<Fleet>,
-    model: &ModelName,
+    (model, tenant): (&ModelName, &str),
     ids: Vec<u32>,
     with_special: bool,
     deadline: Option<Instant>,
@@ -143,7 +143,7 @@ pub async fn detokenize(
         ids,
         with_special,
     };
-    let answer = ask(fleet, model, |mut tokens| {
+    let answer = ask(fleet, (model, tenant), |mut tokens| {
         let request = bounded(request.clone(), deadline);
         async move { tokens.detokenize(request).await }
     })
@@ -169,7 +169,7 @@ pub async fn embed(
         ..request
     };
     let count = request.prompts.len();
-    let answer = ask(fleet, model, |mut tokens| {
+    let answer = ask(fleet, (model, &request.tenant), |mut tokens| {
         let request = bounded(request.clone(), deadline);
         async move { tokens.embed(request).await }
     })

@@ -16,7 +16,7 @@ use hotcell_proto::{
 use tokio::{sync::Notify, time::Instant};
 
 use super::{Link, guests::Guest, launch::Handover};
-use crate::{crash::Dead, death::Death, supervisor::State};
+use crate::{crash::Dead, death::Death, placement, supervisor::State};
 
 /// The trust domain of a device's own worker and of its standby.
 pub(super) const TRUSTED: &str = "trusted";
@@ -75,6 +75,13 @@ pub(super) struct Slot {
 }
 
 impl Slot {
+    /// Whether it serves the model and takes another request.
+    pub(super) fn has_place(&self, model: &ModelName) -> bool {
+        self.serving().is_some()
+            && self.models.contains_key(model)
+            && !placement::is_full(self.load.running.load(Ordering::Relaxed))
+    }
+
     pub(super) fn new(device: Device) -> Self {
         Self {
             device,

@@ -211,7 +211,7 @@ impl Fleet {
                         link,
                         class,
                         home,
-                        ticket: Ticket::new(&load, &self.changed, cost()),
+                        ticket: Ticket::new(&load, &self.changed, cost(), None),
                         leash: Some(Leash {
                             _end: end.drop_guard(),
                         }),

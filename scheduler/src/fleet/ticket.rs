@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use super::{Placed, Ticket, changes::Teller, slot::Load};
+use super::{Placed, Ticket, changes::Teller, slot::Load, turns::Held};
 use crate::placement::Estimate;
 
 impl Placed {
@@ -32,7 +32,12 @@ impl Placed {
 }
 
 impl Ticket {
-    pub(super) fn new(load: &Arc<Load>, changed: &Teller, cost: Estimate) -> Self {
+    pub(super) fn new(
+        load: &Arc<Load>,
+        changed: &Teller,
+        cost: Estimate,
+        held: Option<Held>,
+    ) -> Self {
         load.outstanding
             .fetch_add(cost.prefill + cost.decode, Ordering::Relaxed);
         load.running.fetch_add(1, Ordering::Relaxed);
@@ -41,6 +46,7 @@ impl Ticket {
             changed: changed.clone(),
             prefill: cost.prefill,
             decode: cost.decode,
+            held,
         }
     }
 }
@@ -51,6 +57,7 @@ impl Drop for Ticket {
             .outstanding
             .fetch_sub(self.prefill + self.decode, Ordering::Relaxed);
         self.load.running.fetch_sub(1, Ordering::Relaxed);
+        self.held = None;
         // Somebody may wait for a place.
         self.changed.tell();
     }

@@ -161,9 +161,16 @@ impl Tokens for Service {
         let model = fleet.resolve(&request.model)?;
         let caller = Caller::of(&extensions);
         let want = wanted_for([request.prompt.as_ref()]);
-        let _permit = self.0.enter(caller.tenant(""), want)?;
+        let tenant = caller.tenant("");
+        let _permit = self.0.enter(tenant, want)?;
         let prompt = request.prompt.and_then(|p| p.kind);
-        let call = text::tokenize(fleet, &model, prompt, request.without_special, deadline);
+        let call = text::tokenize(
+            fleet,
+            (&model, tenant),
+            prompt,
+            request.without_special,
+            deadline,
+        );
         Ok(Response::new(within(deadline, call).await?))
     }
 
@@ -190,8 +197,15 @@ impl Tokens for Service {
             ..Want::default()
         };
         let caller = Caller::of(&extensions);
-        let _permit = self.0.enter(caller.tenant(""), want)?;
-        let call = text::detokenize(fleet, &model, request.ids, request.with_special, deadline);
+        let tenant = caller.tenant("");
+        let _permit = self.0.enter(tenant, want)?;
+        let call = text::detokenize(
+            fleet,
+            (&model, tenant),
+            request.ids,
+            request.with_special,
+            deadline,
+        );
         Ok(Response::new(within(deadline, call).await?))
     }
 

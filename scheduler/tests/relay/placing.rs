@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use hotcell_proto::v1::GenerateRequest;
+use hotcell_proto::{limits, v1::GenerateRequest};
 
 use crate::{Act, House, prompt, request, until};
 
@@ -85,5 +85,50 @@ async fn a_busy_worker_is_not_worth_waiting_for() {
     // 200 against nothing, and a block of 64 that is known.
     assert_eq!(served(&house, beginning(64, 300)).await, "fake/b");
     drop(less);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_that_fills_a_worker_does_not_shut_others_out() {
+    let house = House::with(1, |_, config| config.timeouts.reattach = Duration::ZERO).await;
+    house.ready(1).await;
+    let of = |tenant: &str, id: u32| GenerateRequest {
+        tenant: tenant.into(),
+        prompt: prompt(&[id]),
+        ..request(4)
+    };
+    let mut held = Vec::new();
+    for id in 0..limits::MAX_WORKER_REQUESTS as u32 {
+        house.stage.act(Act::Stall);
+        let generate = house.tokens().generate(of("many", id)).await;
+        held.push(generate.unwrap().into_inner());
+        // Each has its place before the next one comes.
+        let running = held.len();
+        until(|| house.stage.running.load(Ordering::SeqCst) == running).await;
+    }
+    // All wait, the tenant's own before the others'; the last one of them has the tenant that has nothing.
+    let mut waiting = Vec::new();
+    for (tenant, id) in [("many", 300), ("many", 301), ("few", 302), ("few", 303)] {
+        let (mut tokens, request) = (house.tokens(), of(tenant, id));
+        let said = async move {
+            let mut stream = tokens.generate(request).await.unwrap().into_inner();
+            while stream.message().await.unwrap().is_some() {}
+        };
+        waiting.push(tokio::spawn(said));
+        let count = waiting.len();
+        until(|| house.fleet.waiting() == count).await;
+    }
+    // One goes, and one after another has its place.
+    held.pop();
+    for said in waiting {
+        tokio::time::timeout(Duration::from_secs(20), said)
+            .await
+            .expect("it has a place at last")
+            .unwrap();
+    }
+    let seen = house.stage.seen.lock().unwrap().clone();
+    let last = &seen[limits::MAX_WORKER_REQUESTS..];
+    let order: Vec<&str> = last.iter().map(|r| r.tenant.as_str()).collect();
+    assert_eq!(order, ["few", "few", "many", "many"]);
     house.end().await;
 }

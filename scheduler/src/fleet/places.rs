@@ -1,0 +1,167 @@
+//! A place on a worker for a request, waited for if there is none.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+};
+use tokio::time::{Instant, timeout_at};
+
+use super::{Fleet, Link, Placed, Ticket, slot::Slot, turns::Waiting};
+use crate::placement::{self, Candidate, Estimate, NoPlace, Wish};
+
+/// Why a request has no place now.
+enum Wait {
+    /// The model or a worker is coming up.
+    Coming,
+    /// A worker died and is coming back.
+    Absent,
+    /// All are full.
+    Full,
+}
+
+impl Fleet {
+    /// How many requests wait for a place on a full worker.
+    pub fn waiting(&self) -> usize {
+        self.turns.waiting()
+    }
+
+    /// A ready worker that has the model, waited for within the configured bounds. Where workers are full, tenants take
+    /// turns.
+    ///
+    /// # Errors
+    /// [`Reason::NoWorker`], [`Reason::Overloaded`], or why the model cannot be used.
+    pub async fn acquire(
+        &self,
+        model: &ModelName,
+        wish: Wish<'_>,
+        cost: impl Fn() -> Estimate,
+    ) -> Result<Placed, Error> {
+        let began = Instant::now();
+        let mut changed = self.changes();
+        // What goes on elsewhere has had its turn.
+        let new = wish.class.is_none() && wish.avoid.is_none();
+        let in_turn = wish.tenant.filter(|_| new);
+        let mut waiting = None;
+        loop {
+            changed.see();
+            let turn = in_turn.map(|_| waiting.as_ref());
+            let why = match self.try_place(model, wish, cost(), turn)? {
+                Ok(placed) => return Ok(placed),
+                Err(why) => why,
+            };
+            if let (Wait::Full, None, Some(tenant)) = (&why, &waiting, in_turn) {
+                waiting = Some(self.turns.wait(tenant, model, &self.changed));
+                continue;
+            }
+            let (until, error) = match why {
+                // Bounded by the start's own patience and the restart budget.
+                Wait::Coming => {
+                    changed.changed().await;
+                    continue;
+                }
+                Wait::Absent => (
+                    began + self.timeouts.resume,
+                    Error::new(
+                        Reason::NoWorker,
+                        format!(
+                            "no worker that can serve model {model} came up within {:?}; `hotcell ps` shows why",
+                            self.timeouts.resume
+                        ),
+                    ),
+                ),
+                Wait::Full => (
+                    began + self.timeouts.queue,
+                    Error::new(
+                        Reason::Overloaded,
+                        format!(
+                            "all workers were full for {:?}; try again later",
+                            self.timeouts.queue
+                        ),
+                    ),
+                ),
+            };
+            if timeout_at(until, changed.changed()).await.is_err() {
+                return Err(error.with("model", model));
+            }
+        }
+    }
+
+    fn try_place(
+        &self,
+        model: &ModelName,
+        wish: Wish<'_>,
+        cost: Estimate,
+        turn: Option<Option<&Waiting>>,
+    ) -> Result<Result<Placed, Wait>, Error> {
+        let table = self.table();
+        let loading = table.usable(model)?;
+        let open = |model: &ModelName| table.workers.values().any(|slot| slot.has_place(model));
+        if let Some(waiting) = turn
+            && open(model)
+            && !self.turns.comes_first(waiting, open)
+        {
+            return Ok(Err(Wait::Full));
+        }
+        let ready: Vec<(Candidate<'_>, &Slot, &Arc<Link>)> = table
+            .workers
+            .iter()
+            .filter_map(|(id, slot)| {
+                let (link, loaded) = (slot.serving()?, slot.models.get(model)?);
+                let candidate = Candidate {
+                    worker: id,
+                    class: loaded.numerics.as_ref().map_or("", |n| n.id.as_str()),
+                    outstanding: slot.load.outstanding.load(Ordering::Relaxed),
+                    running: slot.load.running.load(Ordering::Relaxed),
+                    known: wish
+                        .prints
+                        .map_or(0, |p| self.prefixes().known(p, id, link.epoch)),
+                };
+                Some((candidate, slot, link))
+            })
+            .collect();
+        let candidates: Vec<_> = ready.iter().map(|(c, ..)| c.clone()).collect();
+        let chosen = match placement::choose(&candidates, wish) {
+            Ok(chosen) => chosen,
+            Err(NoPlace::AllFull) => return Ok(Err(Wait::Full)),
+            Err(NoPlace::NoneReady) => {
+                let coming = |s: &Slot| table.may_get(s, model);
+                let any = table.workers.values().any(coming);
+                // One that stops giving signs of life is killed, and is absent then.
+                let near = |s: &Slot| table.may_get(s, model) && s.progresses;
+                return match (loading || table.workers.values().any(near), any) {
+                    (true, _) if table.workers.values().any(|s| s.hopeful) => Ok(Err(Wait::Coming)),
+                    (false, true) => Ok(Err(Wait::Absent)),
+                    _ => Err(Error::new(
+                        Reason::NoWorker,
+                        format!(
+                            "no worker can serve model {model}: none is left that would; `hotcell ps` shows why"
+                        ),
+                    )
+                    .with("model", model)),
+                };
+            }
+        };
+        let found = ready.iter().find(|(c, ..)| c.worker == chosen.worker);
+        let Some((_, slot, link)) = found else {
+            return Ok(Err(Wait::Absent));
+        };
+        if let Some(prints) = wish.prints {
+            self.prefixes().note(prints, chosen.worker, link.epoch);
+        }
+        let loaded = slot.models.get(model);
+        Ok(Ok(Placed {
+            link: Arc::clone(link),
+            class: loaded.and_then(|l| l.numerics.clone()).unwrap_or_default(),
+            home: link.worker.clone(),
+            ticket: Ticket::new(
+                &slot.load,
+                &self.changed,
+                cost,
+                wish.tenant.map(|tenant| self.turns.hold(tenant)),
+            ),
+            leash: None,
+        }))
+    }
+}
