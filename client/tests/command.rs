@@ -520,6 +520,7 @@ async fn lists_are_one_json_document() {
     let done = hotcell(&running, &["ps", "--json"]).await;
     let worker = &done.lines()[0]["workers"][0];
     assert_eq!(worker["caches"][0]["used_blocks"], 3);
+    assert_eq!(worker["caches"][0]["requests"][0]["bytes"], 48 << 10);
     assert_eq!(
         (&worker["id"], &worker["pid"], &worker["state"]),
         (&"w0".into(), &4242.into(), &"ready".into())

@@ -11,7 +11,7 @@ use hotcell_kernels::{
 };
 use hotcell_proto::limits;
 use hotcell_worker::{
-    model::run::{Row, RunShape, Runner},
+    model::run::{KINDS, Row, RunShape, Runner},
     weights::{ModelFile, ModelSource},
 };
 
@@ -72,12 +72,18 @@ impl Solo {
             max_rows: 64,
             ..RunShape::for_model(&source.config, cache)
         };
+        let shape = RunShape {
+            window_blocks: shape.blocks,
+            ..shape
+        };
         let device = CpuDevice::with_path(threads, path)?;
         let mut runner = Runner::new(&device, source, shape, &PlanHints::default(), &|| {})?;
         // Blocks in an order of their own, so that a kernel that ignores the table is found out.
         let blocks = runner.shape().blocks_per_sequence();
         let table: Vec<u32> = (0..blocks as u32).rev().collect();
-        runner.set_table(0, 0, &table)?;
+        for kind in 0..source.config.kinds() {
+            runner.set_table(kind, 0, 0, &table)?;
+        }
         Ok(Self {
             runner,
             computed: 0,
@@ -110,7 +116,7 @@ impl Solo {
                         token,
                         position,
                         sequence: 0,
-                        slot: block * block_len + position % block_len,
+                        slots: [block * block_len + position % block_len; KINDS],
                     }
                 })
                 .collect();

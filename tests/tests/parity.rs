@@ -16,7 +16,7 @@ use hotcell_kernels::{
 };
 use hotcell_tests::model::{Solo, argmax, open};
 use hotcell_worker::{
-    model::run::{Row, RunShape, Runner},
+    model::run::{KINDS, Row, RunShape, Runner},
     weights::ModelSource,
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
@@ -280,6 +280,10 @@ fn together(source: &ModelSource, threads: u32, prompts: &[Vec<u32>]) -> Vec<Vec
         max_sequences: 64,
         ..RunShape::for_model(&source.config, DType::F32)
     };
+    let shape = RunShape {
+        window_blocks: shape.blocks,
+        ..shape
+    };
     let device = CpuDevice::with_path(threads, CpuPath::detect()).unwrap();
     let mut runner = Runner::new(&device, source, shape, &PlanHints::default(), &|| {}).unwrap();
     let each = shape.blocks_per_sequence();
@@ -287,7 +291,9 @@ fn together(source: &ModelSource, threads: u32, prompts: &[Vec<u32>]) -> Vec<Vec
     for sequence in 0..prompts.len() {
         let table: Vec<u32> = (0..each).map(|i| block(sequence, i) as u32).collect();
         let table = &table[..each.min(shape.blocks / prompts.len())];
-        runner.set_table(sequence, 0, table).unwrap();
+        for kind in 0..source.config.kinds() {
+            runner.set_table(kind, sequence, 0, table).unwrap();
+        }
     }
     let mut logits = vec![vec![]; prompts.len()];
     for step in 0.. {
@@ -302,8 +308,8 @@ fn together(source: &ModelSource, threads: u32, prompts: &[Vec<u32>]) -> Vec<Vec
                 token,
                 position,
                 sequence,
-                slot: block(sequence, position / shape.block_len) * shape.block_len
-                    + position % shape.block_len,
+                slots: [block(sequence, position / shape.block_len) * shape.block_len
+                    + position % shape.block_len; KINDS],
             }));
         }
         if rows.is_empty() {

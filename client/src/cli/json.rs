@@ -281,6 +281,26 @@ struct CacheView<'a> {
     preemptions: u64,
     guessed_tokens: u64,
     guessed_right: u64,
+    layers: Vec<LayersView>,
+    requests: Vec<RequestView<'a>>,
+}
+
+#[derive(Serialize)]
+struct LayersView {
+    layers: u32,
+    window: u64,
+    block_bytes: u64,
+    blocks: u64,
+    used_blocks: u64,
+    kept_blocks: u64,
+}
+
+#[derive(Serialize)]
+struct RequestView<'a> {
+    request_id: &'a str,
+    tokens: u64,
+    blocks: u64,
+    bytes: u64,
 }
 
 impl<'a> From<&'a v1::CacheStatus> for CacheView<'a> {
@@ -299,6 +319,24 @@ impl<'a> From<&'a v1::CacheStatus> for CacheView<'a> {
             preemptions: c.preemptions,
             guessed_tokens: c.guessed_tokens,
             guessed_right: c.guessed_right,
+            layers: (c.layers.iter())
+                .map(|l| LayersView {
+                    layers: l.layers,
+                    window: l.window,
+                    block_bytes: l.block_bytes,
+                    blocks: l.blocks,
+                    used_blocks: l.used_blocks,
+                    kept_blocks: l.kept_blocks,
+                })
+                .collect(),
+            requests: (c.requests.iter())
+                .map(|r| RequestView {
+                    request_id: &r.request_id,
+                    tokens: r.tokens,
+                    blocks: r.blocks,
+                    bytes: r.bytes,
+                })
+                .collect(),
         }
     }
 }

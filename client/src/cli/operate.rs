@@ -284,6 +284,12 @@ pub(crate) async fn workers(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
             ui.note(DIM, &one_line(&format!("{}: {}", w.id, w.confinement)));
             for cache in &w.caches {
                 ui.note(DIM, &one_line(&format!("{}: {}", w.id, cache_line(cache))));
+                for request in &cache.requests {
+                    ui.note(
+                        DIM,
+                        &one_line(&format!("{}: {}", w.id, memory_line(request))),
+                    );
+                }
             }
         }
     }
@@ -301,6 +307,20 @@ fn cache_line(cache: &v1::CacheStatus) -> String {
         cache.kept_blocks,
         cache.cached_tokens,
         cache.prompt_tokens,
+    )
+}
+
+/// What one request has of a cache.
+fn memory_line(request: &v1::RequestMemory) -> String {
+    let name = match request.request_id.as_str() {
+        "" => "an embedding",
+        id => id,
+    };
+    format!(
+        "{name} has {} blocks ({}) for {} tokens",
+        request.blocks,
+        bytes(request.bytes),
+        request.tokens,
     )
 }
 

@@ -482,6 +482,12 @@ impl Control for Fake {
                 bytes: 1 << 20,
                 blocks: 64,
                 used_blocks: 3,
+                requests: vec![v1::RequestMemory {
+                    request_id: "mine\x1b[2J".to_owned(),
+                    tokens: 33,
+                    blocks: 3,
+                    bytes: 48 << 10,
+                }],
                 ..v1::CacheStatus::default()
             }],
         };

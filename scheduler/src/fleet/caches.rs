@@ -4,7 +4,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     limits,
-    v1::{CacheStatus, WorkerInfo},
+    v1::{CacheStatus, RequestMemory, WorkerInfo},
 };
 use tokio::{task::JoinSet, time::timeout};
 
@@ -14,12 +14,23 @@ use crate::discover::clip;
 /// How long a worker may take. One that computes a long step does not answer meanwhile, and is shown without.
 const PATIENCE: Duration = Duration::from_millis(200);
 
+/// Kinds of layers of one model, at most; there are two.
+const MOST_KINDS: usize = 8;
+
 /// A stranger's words, within bounds.
 fn believe(caches: Vec<CacheStatus>) -> Vec<CacheStatus> {
     let bounded = caches.into_iter().take(limits::MAX_MODELS);
     bounded
         .map(|cache| CacheStatus {
             model: clip(&cache.model),
+            layers: cache.layers.into_iter().take(MOST_KINDS).collect(),
+            requests: (cache.requests.into_iter())
+                .take(limits::MAX_WORKER_REQUESTS)
+                .map(|request| RequestMemory {
+                    request_id: clip(&request.request_id),
+                    ..request
+                })
+                .collect(),
             ..cache
         })
         .collect()

@@ -18,7 +18,12 @@ use tokio_stream::{Stream, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status};
 
 use super::{Shared, deadline, is_remote, who, within};
-use crate::{admission::draining, audit::Who, events::missed};
+use crate::{
+    access::{Caller, Role},
+    admission::draining,
+    audit::Who,
+    events::missed,
+};
 
 /// Events of a load that wait for its client; progress beyond is left out.
 const LOAD_BUFFER: usize = 16;
@@ -90,9 +95,13 @@ impl Control for Service {
 
     async fn list_workers(
         &self,
-        _: Request<ListWorkersRequest>,
+        request: Request<ListWorkersRequest>,
     ) -> Result<Response<ListWorkersResponse>, Status> {
-        let workers = self.0.fleet.workers_and_caches().await;
+        let mut workers = self.0.fleet.workers_and_caches().await;
+        if !Caller::of(request.extensions()).roles.has(Role::Debug) {
+            let caches = workers.iter_mut().flat_map(|worker| &mut worker.caches);
+            caches.for_each(|cache| cache.requests.clear());
+        }
         Ok(Response::new(ListWorkersResponse { workers }))
     }
 

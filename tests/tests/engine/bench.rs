@@ -35,6 +35,8 @@ use tokio::sync::{mpsc, oneshot};
 pub struct Size {
     pub model: &'static str,
     pub blocks: usize,
+    /// Of layers with a window, in a model that has others too.
+    pub window_blocks: usize,
     pub rows: usize,
     pub sequences: usize,
     pub context: usize,
@@ -45,6 +47,7 @@ pub struct Size {
 pub const SIZE: Size = Size {
     model: "llama2",
     blocks: 64,
+    window_blocks: 64,
     rows: 128,
     sequences: 64,
     context: 128,
@@ -182,6 +185,7 @@ impl Bench {
         let shape = RunShape {
             context: size.context,
             blocks: size.blocks,
+            window_blocks: size.window_blocks,
             max_rows: size.rows,
             max_sequences: size.sequences,
             ..RunShape::for_model(&source.config, size.cache)
@@ -359,6 +363,7 @@ impl Reader {
 pub fn alone(size: Size, asks: &[Ask]) -> Vec<Said> {
     let roomy = Size {
         blocks: 256,
+        window_blocks: 256,
         rows: 128,
         sequences: 64,
         ..size

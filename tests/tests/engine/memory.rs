@@ -6,7 +6,7 @@ use hotcell_kernels::{
     plan::PlanHints,
 };
 use hotcell_tests::{cluster::golden, model::open};
-use hotcell_worker::model::run::{Row, RunShape, Runner};
+use hotcell_worker::model::run::{KINDS, Row, RunShape, Runner};
 
 use crate::bench::{Ask, Bench, SIZE, Size, all_kinds, alone, ask, prompt, together};
 
@@ -150,6 +150,109 @@ fn what_lies_behind_the_window_is_given_back() {
 }
 
 #[test]
+fn beside_layers_that_look_back_to_the_beginning_those_with_a_window_hold_no_more_than_it() {
+    // Five of six layers look 8 tokens back.
+    let size = Size {
+        model: "gemma3",
+        context: 512,
+        ..SIZE
+    };
+    let long = Ask {
+        max_tokens: 300,
+        room: 400,
+        ..ask(1)
+    };
+    let expected = alone(size, std::slice::from_ref(&long));
+    let small = Size {
+        blocks: 22,
+        window_blocks: 3,
+        rows: 16,
+        ..size
+    };
+    let mut bench = Bench::new(small);
+    let mut reader = bench.push(&long);
+    let (mut whole, mut windowed) = (0, 0);
+    while bench.batch.step() {
+        let status = bench.status();
+        let [all, few] = &status.layers[..] else {
+            panic!("{:?}", status.layers);
+        };
+        assert_eq!(
+            (all.layers, all.window, few.layers, few.window),
+            (1, 0, 5, 8)
+        );
+        assert_eq!(status.used_blocks, all.used_blocks + few.used_blocks);
+        whole = whole.max(all.used_blocks);
+        windowed = windowed.max(few.used_blocks);
+        // It is alone: all that is used is its own.
+        for request in &status.requests {
+            let bytes = all.used_blocks * all.block_bytes + few.used_blocks * few.block_bytes;
+            assert_eq!((request.blocks, request.bytes), (status.used_blocks, bytes));
+            assert_eq!((&*request.request_id, request.tokens > 0), ("r", true));
+        }
+    }
+    reader.read();
+    assert_eq!(reader.said.same(), expected[0].same());
+    assert!(whole >= 20, "{whole} blocks of 16 for 320 tokens");
+    assert!(windowed <= 2, "{windowed} blocks of 16 for a window of 8");
+    // Beside others, put back for want of blocks of either kind, and computed again.
+    let asks: Vec<Ask> = (0..3)
+        .map(|seed| Ask {
+            max_tokens: 90,
+            ..ask(seed)
+        })
+        .collect();
+    let expected = alone(size, &asks);
+    for (blocks, window_blocks) in [(64, 3), (9, 64), (9, 3)] {
+        let small = Size {
+            blocks,
+            window_blocks,
+            ..small
+        };
+        let mut bench = Bench::new(small);
+        together(&mut bench, &asks, &expected, &format!("{small:?}"));
+        assert!(bench.status().preemptions > 0, "{small:?}");
+    }
+}
+
+#[test]
+fn a_block_of_one_tenant_is_wiped_before_another_one_has_it() {
+    for model in ["llama2", "gemma3"] {
+        let only = Size {
+            model,
+            blocks: 1,
+            window_blocks: 1,
+            ..SIZE
+        };
+        // Fills 13 places of the only block, and then two.
+        let many = |tenant| Ask {
+            tenant,
+            prompt: prompt(1, 12),
+            max_tokens: 2,
+            ..ask(1)
+        };
+        let few = Ask {
+            tenant: "b",
+            prompt: prompt(2, 2),
+            max_tokens: 1,
+            ..ask(2)
+        };
+        let left_after = |asks: &[&Ask]| {
+            let mut bench = Bench::new(only);
+            asks.iter().for_each(|ask| drop(bench.say(ask)));
+            let runner = bench.batch.runner();
+            let kinds = runner.windows().len();
+            let read = |kind| runner.read_block(kind, 0).unwrap();
+            (0..kinds).map(read).collect::<Vec<Vec<u8>>>()
+        };
+        let alone = left_after(&[&few]);
+        assert_eq!(left_after(&[&many("a"), &few]), alone, "{model}");
+        // Its own is left there: what another one left would have been seen.
+        assert_ne!(left_after(&[&many("b"), &few]), alone, "{model}");
+    }
+}
+
+#[test]
 fn a_short_prompt_has_its_first_token_while_a_long_one_is_read() {
     let mut bench = Bench::new(Size {
         context: 512,
@@ -196,13 +299,13 @@ fn a_wiped_block_is_as_if_it_had_never_been_written() {
     let after = |change: &dyn Fn(&mut Runner)| {
         let mut runner =
             Runner::new(&device, &source, shape, &PlanHints::default(), &|| {}).unwrap();
-        runner.set_table(0, 0, &[2, 1]).unwrap();
+        runner.set_table(0, 0, 0, &[2, 1]).unwrap();
         change(&mut runner);
         let row = Row {
             token: 5,
             position: 16,
             sequence: 0,
-            slot: 16,
+            slots: [16; KINDS],
         };
         runner.step(&[row], &[0]).unwrap();
         let mut logits = vec![0.0; runner.vocab()];
@@ -215,7 +318,7 @@ fn a_wiped_block_is_as_if_it_had_never_been_written() {
                 token: 7 + position as u32,
                 position,
                 sequence: 0,
-                slot: block * 16 + position,
+                slots: [block * 16 + position; KINDS],
             })
             .collect();
         runner.step(&rows, &[]).unwrap();
@@ -225,38 +328,50 @@ fn a_wiped_block_is_as_if_it_had_never_been_written() {
     assert_ne!(fresh, written);
     let wiped = after(&|runner| {
         write(runner, 2);
-        runner.wipe_block(2).unwrap();
+        runner.wipe_block(0, 2).unwrap();
     });
     assert_eq!(fresh, wiped);
     let copied = after(&|runner| {
         write(runner, 2);
-        runner.copy_block(2, 3).unwrap();
-        runner.wipe_block(2).unwrap();
-        runner.copy_block(3, 2).unwrap();
+        runner.copy_block(0, 2, 3).unwrap();
+        runner.wipe_block(0, 2).unwrap();
+        runner.copy_block(0, 3, 2).unwrap();
     });
     assert_eq!(written, copied);
 }
 
 #[test]
 fn a_budget_is_kept_and_what_does_not_fit_is_cut_or_refused() {
-    let source = open(&golden("llama2")).unwrap();
-    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
-    let within = |bytes| RunShape::within(&device, &source, DType::F16, bytes);
-    let whole = RunShape::for_model(&source.config, DType::F16);
-    assert_eq!(within(u64::MAX).unwrap(), whole);
-    let mut last = 0;
-    let mut refused = 0;
-    for bytes in (1..=20).map(|i| i * 100_000) {
-        let Ok(shape) = within(bytes) else {
-            refused += 1;
-            assert_eq!(last, 0, "{bytes}");
-            continue;
-        };
-        assert!(shape.blocks >= last.max(1));
-        assert_eq!(shape.context, whole.context.min(shape.blocks * 16));
-        last = shape.blocks;
-        let runner = Runner::new(&device, &source, shape, &PlanHints::default(), &|| {}).unwrap();
-        assert!((runner.cache_bytes() as u64) < bytes);
+    for model in ["llama2", "gemma3"] {
+        let source = open(&golden(model)).unwrap();
+        let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+        let within = |bytes| RunShape::within(&device, &source, DType::F16, bytes);
+        let whole = RunShape::for_model(&source.config, DType::F16);
+        assert_eq!(within(u64::MAX).unwrap(), whole);
+        let mut last = 0;
+        let mut refused = 0;
+        // Whether one whole context had room with fewer blocks for layers with a window than for the others.
+        let mut gained = false;
+        for bytes in (1..=40).map(|i| i * 50_000) {
+            let Ok(shape) = within(bytes) else {
+                refused += 1;
+                assert_eq!(last, 0, "{bytes}");
+                continue;
+            };
+            assert!(shape.blocks >= last.max(1), "{shape:?}");
+            let windowed = source.config.kinds() > 1;
+            assert_eq!(shape.window_blocks > 0, windowed);
+            let most = whole.context.min(shape.blocks * 16);
+            assert!(0 < shape.context && shape.context <= most);
+            assert!(windowed || shape.context == most);
+            let fewer = windowed && shape.window_blocks * 16 < shape.context;
+            gained |= fewer && shape.context == whole.context;
+            last = shape.blocks;
+            let runner =
+                Runner::new(&device, &source, shape, &PlanHints::default(), &|| {}).unwrap();
+            assert!((runner.cache_bytes() as u64) < bytes);
+        }
+        assert!(refused > 0 && last > 8, "{refused} refused, {last} blocks");
+        assert_eq!(gained, model == "gemma3");
     }
-    assert!(refused > 0 && last > 8, "{refused} refused, {last} blocks");
 }

@@ -131,6 +131,47 @@ fn what_was_not_used_longest_goes_first() {
 }
 
 #[test]
+fn a_beginning_of_which_the_window_is_lost_is_read_again() {
+    let of = |seed| {
+        shown(Ask {
+            prompt: prompt(seed, 60),
+            max_tokens: 20,
+            ..ask(seed)
+        })
+    };
+    let whole = Size {
+        model: "gemma3",
+        ..SIZE
+    };
+    let expected = alone(whole, &[of(1), of(2)]);
+    // Where there are few blocks for layers with a window, another request takes those that were kept.
+    for (window_blocks, cached) in [(64, 48), (4, 0)] {
+        let mut bench = Bench::new(Size {
+            window_blocks,
+            rows: 16,
+            ..whole
+        });
+        for (seed, expected) in [(1, &expected[0]), (2, &expected[1])] {
+            let said = bench.say(&of(seed));
+            assert_eq!((said.same(), said.cached()), (expected.same(), 0));
+        }
+        let said = bench.say(&of(1));
+        assert_eq!(said.same(), expected[0].same(), "{window_blocks} blocks");
+        assert_eq!(said.cached(), cached, "{window_blocks} blocks");
+        // What was said before, and more.
+        let next = Ask {
+            prompt: [&of(1).prompt[..], &said.tokens, &[7, 8, 9]].concat(),
+            ..of(1)
+        };
+        let expected = alone(whole, std::slice::from_ref(&next));
+        let said = bench.say(&next);
+        assert_eq!(said.same(), expected[0].same());
+        // Its end is there in any case.
+        assert!(said.cached() >= 64, "{}", said.cached());
+    }
+}
+
+#[test]
 fn branches_of_one_prompt_are_read_once_and_say_what_each_says_alone() {
     let branch = |branch| {
         let mut ask = shown(ask(1));
@@ -139,11 +180,20 @@ fn branches_of_one_prompt_are_read_once_and_say_what_each_says_alone() {
         ask
     };
     let asks: Vec<Ask> = (0..8).map(branch).collect();
-    let expected = alone(SIZE, &asks);
-    let different: std::collections::HashSet<_> = expected.iter().map(|s| &s.tokens).collect();
-    assert_eq!(different.len(), 8);
-    for (rows, sequences, blocks) in [(128, 64, 64), (7, 64, 64), (7, 3, 64), (128, 64, 20)] {
+    for (model, rows, sequences, blocks) in [
+        (SIZE.model, 128, 64, 64),
+        (SIZE.model, 7, 64, 64),
+        (SIZE.model, 7, 3, 64),
+        (SIZE.model, 128, 64, 20),
+        ("gemma3", 128, 64, 64),
+        ("gemma3", 7, 64, 64),
+        ("gemma3", 7, 3, 64),
+    ] {
+        let expected = alone(Size { model, ..SIZE }, &asks);
+        let different: std::collections::HashSet<_> = expected.iter().map(|s| &s.tokens).collect();
+        assert_eq!(different.len(), 8);
         let size = Size {
+            model,
             rows,
             sequences,
             blocks,

@@ -18,7 +18,7 @@ mod compute;
 
 use super::{
     blocks::Key,
-    cache::{Cache, Chain},
+    cache::{Cache, Chain, Kind, Room},
     check::{self, Check},
     lookup::Pays,
     masks::Masks,
@@ -108,8 +108,13 @@ impl Batch {
     /// No sequences yet. `secret` must be random: it keeps tenants from each other's cached prompts.
     pub fn new(runner: Runner, secret: Key, blackbox: Writer) -> Self {
         let shape = *runner.shape();
+        let kind = |(kind, &window)| Kind {
+            window,
+            blocks: shape.blocks_of(kind),
+        };
+        let kinds: Vec<Kind> = runner.windows().iter().enumerate().map(kind).collect();
         Self {
-            cache: Cache::new(shape.blocks, shape.block_len, secret),
+            cache: Cache::new(&kinds, shape.block_len, secret),
             tables: (0..shape.max_sequences).rev().collect(),
             waiting: Vec::new(),
             running: Vec::with_capacity(shape.max_sequences),
@@ -177,14 +182,27 @@ impl Batch {
 
     /// What is in its cache now, under this model's name.
     pub fn status(&self, model: &str) -> v1::CacheStatus {
-        let counts = self.cache.counts();
+        let (windows, counts) = (self.runner.windows(), self.cache.counts());
+        let layers = windows.iter().zip(counts).enumerate();
+        let layers = layers.map(|(kind, (window, counts))| {
+            let (layers, block_bytes) = self.runner.kind_size(kind);
+            v1::CacheLayers {
+                layers: u32::try_from(layers).unwrap_or(u32::MAX),
+                window: window.unwrap_or(0) as u64,
+                block_bytes: block_bytes as u64,
+                blocks: counts.blocks as u64,
+                used_blocks: counts.used as u64,
+                kept_blocks: counts.kept as u64,
+            }
+        });
+        let layers: Vec<v1::CacheLayers> = layers.collect();
         v1::CacheStatus {
             model: model.to_owned(),
             bytes: self.runner.cache_bytes() as u64,
             block_tokens: self.runner.shape().block_len as u64,
-            blocks: counts.blocks as u64,
-            used_blocks: counts.used as u64,
-            kept_blocks: counts.kept as u64,
+            blocks: layers.iter().map(|l| l.blocks).sum(),
+            used_blocks: layers.iter().map(|l| l.used_blocks).sum(),
+            kept_blocks: layers.iter().map(|l| l.kept_blocks).sum(),
             running: self.running.len() as u64,
             waiting: self.waiting.len() as u64,
             prompt_tokens: self.tally.prompt,
@@ -192,6 +210,8 @@ impl Batch {
             preemptions: self.tally.preemptions,
             guessed_tokens: self.tally.guessed,
             guessed_right: self.tally.right,
+            requests: self.running.iter().map(|r| memory(r, &layers)).collect(),
+            layers,
         }
     }
 
@@ -207,15 +227,15 @@ impl Batch {
         let shape = *self.runner.shape();
         let tokens = Check::tokens(&shape, steps);
         let mut chain = Chain::new(NOBODY);
-        let missing = self.cache.missing(&chain, 0, tokens);
+        let room = Room::all(0, tokens);
         // As for a newcomer: a block for every running sequence stays free.
-        if self.cache.available() < missing + self.running.len() {
+        if !self.cache.fits(&chain, room, self.running.len()) {
             return refuse("there is no room for a check now", reply);
         }
         let Some(table) = self.tables.pop() else {
             return refuse("there is no room for a check now", reply);
         };
-        match self.make_ready(&mut chain, table, 0, tokens) {
+        match self.make_ready(&mut chain, table, room) {
             Ok(true) => self.check = Some(Check::new(&shape, steps, table, chain, reply)),
             Ok(false) => {
                 self.release(table, chain, None);
@@ -330,35 +350,37 @@ impl Batch {
         }
     }
 
-    /// Up to which of so many tokens a sequence has blocks, when the first `computed` are computed: for all of them, so
-    /// that it can go on; but with a window for those of the next step, because the ones before are given back.
-    fn reach(&self, computed: usize, tokens: usize) -> usize {
-        match self.runner.window() {
-            Some(_) => tokens.min(computed + self.runner.shape().max_rows),
-            None => tokens,
+    /// For which of so many tokens a sequence has blocks, when the first `computed` are computed: for all of them, so
+    /// that it can go on; but where layers have a window for those of the next step.
+    fn room(&self, computed: usize, tokens: usize) -> Room {
+        Room {
+            from: computed,
+            to: tokens,
+            soon: computed + self.runner.shape().max_rows,
         }
     }
 
-    /// Makes room for tokens `from..to` of a chain behind a table. False if there are too few blocks.
+    /// Makes room for a chain behind a table. False if there are too few blocks.
     fn make_ready(
         &mut self,
         chain: &mut Chain,
         table: usize,
-        from: usize,
-        to: usize,
+        room: Room,
     ) -> Result<bool, DeviceError> {
-        let Some(work) = self.cache.ready(chain, from, to) else {
+        let Some(works) = self.cache.ready(chain, room) else {
             return Ok(false);
         };
-        for block in work.wipe {
-            self.runner.wipe_block(block)?;
-        }
-        for (from, to) in work.copy {
-            self.runner.copy_block(from, to)?;
-        }
-        let blocks = &chain.blocks()[work.changed..];
-        if !blocks.is_empty() {
-            self.runner.set_table(table, work.changed, blocks)?;
+        for (kind, work) in works.into_iter().enumerate() {
+            for block in work.wipe {
+                self.runner.wipe_block(kind, block)?;
+            }
+            for (from, to) in work.copy {
+                self.runner.copy_block(kind, from, to)?;
+            }
+            let blocks = &chain.blocks(kind)[work.changed..];
+            if !blocks.is_empty() {
+                self.runner.set_table(kind, table, work.changed, blocks)?;
+            }
         }
         Ok(true)
     }
@@ -386,5 +408,17 @@ impl Batch {
                 true
             }
         }
+    }
+}
+
+/// What a running one holds, of blocks of these kinds.
+fn memory(running: &Running, layers: &[v1::CacheLayers]) -> v1::RequestMemory {
+    let held = |kind| running.chain.held(kind) as u64;
+    let bytes = |(kind, of): (usize, &v1::CacheLayers)| held(kind).saturating_mul(of.block_bytes);
+    v1::RequestMemory {
+        request_id: running.member.task.id().to_owned(),
+        tokens: running.computed as u64,
+        blocks: (0..layers.len()).map(held).sum(),
+        bytes: layers.iter().enumerate().map(bytes).sum(),
     }
 }

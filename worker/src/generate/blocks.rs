@@ -104,6 +104,11 @@ impl BlockPool {
         at.references += 1;
     }
 
+    /// Whether there is a block with this key.
+    pub fn has(&self, key: &Key) -> bool {
+        self.by_key.contains_key(key)
+    }
+
     /// The block with this key, which one more chain has from now on.
     pub fn find(&mut self, key: &Key) -> Option<u32> {
         let block = *self.by_key.get(key)?;

@@ -4,6 +4,9 @@
 //! chains of the same tenant that begin with the same tokens, now or later; and by [`Cache::fork`], where a block
 //! need not be full. Who writes into a block that it shares gets a copy first.
 //!
+//! Layers that look equally far back are of one [`Kind`], which has a pool of blocks of its own, because those that look through
+//! a window need only the last few. A beginning is of use if each kind has what the next row looks at of it.
+//!
 //! The key of a block is the SHA-256 of the key of the block before it and its tokens. The first one has the tenant's
 //! root before it, which is drawn anew whenever a model is loaded, so that a key stands for model, cache dtype and
 //! tenant too, and nobody can make one. So tenants never share a block, and a block that was another tenant's is
@@ -12,18 +15,34 @@
 use sha2::{Digest, Sha256};
 
 use super::blocks::{BlockPool, Key};
+use crate::model::run::KINDS;
+
+/// Stands for a block that was given back, or never had, in a chain: there is none with this number, and kernels refuse it.
+const GONE: u32 = u32::MAX;
 
 /// One sequence's blocks.
 #[derive(Debug, Default)]
 pub struct Chain {
     root: Key,
-    /// The blocks, the first token's first. Those before `gone` were given back.
-    blocks: Vec<u32>,
-    gone: usize,
+    of: [Links; KINDS],
     /// How many blocks from the start on have keys.
     keyed: usize,
     /// The key of the last of them; the root if there is none.
     tip: Key,
+}
+
+/// A chain's blocks for one kind of layers.
+#[derive(Clone, Debug, Default)]
+struct Links {
+    /// The blocks, the first token's first. Those before `gone` are not the chain's.
+    blocks: Vec<u32>,
+    gone: usize,
+}
+
+impl Links {
+    fn held(&self) -> &[u32] {
+        self.blocks.get(self.gone..).unwrap_or_default()
+    }
 }
 
 impl Chain {
@@ -36,14 +55,19 @@ impl Chain {
         }
     }
 
-    /// Its blocks; those before [`Chain::gone`] are not its own any more.
-    pub fn blocks(&self) -> &[u32] {
-        &self.blocks
+    /// Its blocks for a kind of layers; those before [`Chain::gone`] are not its own any more.
+    pub fn blocks(&self, kind: usize) -> &[u32] {
+        self.of.get(kind).map_or(&[], |links| &links.blocks)
     }
 
-    /// How many of its blocks were given back, from the first on.
-    pub fn gone(&self) -> usize {
-        self.gone
+    /// How many of its blocks for a kind of layers were given back, from the first on.
+    pub fn gone(&self, kind: usize) -> usize {
+        self.of.get(kind).map_or(0, |links| links.gone)
+    }
+
+    /// How many blocks it has of a kind.
+    pub fn held(&self, kind: usize) -> usize {
+        self.of.get(kind).map_or(0, |links| links.held().len())
     }
 
     /// The root of its tenant.
@@ -52,7 +76,26 @@ impl Chain {
     }
 }
 
-/// What has to be done before a chain is written, and before anything else is asked of the cache.
+/// Tokens of a chain for which there is to be room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// The first that is written.
+    pub from: usize,
+    /// The end of those that are known.
+    pub to: usize,
+    /// The end of those that are written next, for layers with a window: before what comes after them is written,
+    /// other blocks are given back.
+    pub soon: usize,
+}
+
+impl Room {
+    /// For all of them at once.
+    pub fn all(from: usize, to: usize) -> Self {
+        Self { from, to, soon: to }
+    }
+}
+
+/// What has to be done before a chain is written, and before anything else is asked of the cache, for one kind of layers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Work {
     /// Blocks to zero, before anything is copied.
@@ -63,7 +106,7 @@ pub struct Work {
     pub changed: usize,
 }
 
-/// How many blocks a cache has.
+/// How many blocks a cache has for one kind of layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// All.
@@ -74,10 +117,86 @@ pub struct Counts {
     pub kept: usize,
 }
 
+/// Layers that look equally far back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kind {
+    /// How many positions they look at, the row's own included; none: all.
+    pub window: Option<usize>,
+    /// Blocks that there are for them.
+    pub blocks: usize,
+}
+
+/// The blocks of one kind of layers.
+#[derive(Debug)]
+struct Pool {
+    pool: BlockPool,
+    window: Option<usize>,
+    block_len: usize,
+}
+
+impl Pool {
+    /// The first block that a row at this position looks at.
+    fn first_seen(&self, position: usize) -> usize {
+        let first = |window| (position + 1).saturating_sub(window) / self.block_len;
+        self.window.map_or(0, first)
+    }
+
+    /// How many blocks there have to be.
+    fn wanted(&self, room: Room) -> usize {
+        let to = match self.window {
+            Some(_) => room.to.min(room.soon),
+            None => room.to,
+        };
+        to.div_ceil(self.block_len)
+    }
+
+    /// Which of the blocks are written and not the chain's own.
+    fn shared(&self, links: &Links, room: Room) -> impl Iterator<Item = usize> {
+        let start = room.from / self.block_len;
+        let end = self.wanted(room).min(links.blocks.len()).max(start);
+        (start..end).filter(|&i| !self.pool.is_own(links.blocks[i]))
+    }
+
+    /// Blocks that [`Pool::ready`] would take.
+    fn missing(&self, links: &Links, room: Room) -> usize {
+        let more = self.wanted(room).saturating_sub(links.blocks.len());
+        more + self.shared(links, room).count()
+    }
+
+    fn ready(&mut self, root: Key, links: &mut Links, room: Room) -> Option<Work> {
+        let shared: Vec<usize> = self.shared(links, room).collect();
+        let mut work = Work {
+            changed: shared.first().copied().unwrap_or(links.blocks.len()),
+            ..Work::default()
+        };
+        for i in shared {
+            let block = self.take(root, &mut work)?;
+            let before = std::mem::replace(&mut links.blocks[i], block);
+            work.copy.push((before, block));
+            // If it is kept now, it is the newest of those: there are enough others for the rest of this work.
+            self.pool.release(before);
+        }
+        while links.blocks.len() < self.wanted(room) {
+            let block = self.take(root, &mut work)?;
+            links.blocks.push(block);
+        }
+        Some(work)
+    }
+
+    fn take(&mut self, root: Key, work: &mut Work) -> Option<u32> {
+        let taken = self.pool.take(root)?;
+        if taken.wipe {
+            work.wipe.push(taken.block);
+        }
+        Some(taken.block)
+    }
+}
+
 /// The blocks of one model's cache and what is in them.
 #[derive(Debug)]
 pub struct Cache {
-    pool: BlockPool,
+    /// One for each kind of layers, at most [`KINDS`].
+    pools: Vec<Pool>,
     block_len: usize,
     secret: Key,
 }
@@ -91,11 +210,17 @@ fn next_key(parent: &Key, tokens: &[u32]) -> Key {
 }
 
 impl Cache {
-    /// An empty one. `secret` must be random: who knows it can tell what others asked.
-    pub fn new(blocks: usize, block_len: usize, secret: Key) -> Self {
+    /// An empty one for these kinds of layers. `secret` must be random: who knows it can tell what others asked.
+    pub fn new(kinds: &[Kind], block_len: usize, secret: Key) -> Self {
+        let block_len = block_len.max(1);
+        let pool = |kind: &Kind| Pool {
+            pool: BlockPool::new(kind.blocks),
+            window: kind.window,
+            block_len,
+        };
         Self {
-            pool: BlockPool::new(blocks),
-            block_len: block_len.max(1),
+            pools: kinds.iter().take(KINDS).map(pool).collect(),
+            block_len,
             secret,
         }
     }
@@ -106,145 +231,157 @@ impl Cache {
         hash.finalize().into()
     }
 
-    /// Blocks for so many tokens.
-    pub fn blocks_for(&self, tokens: usize) -> usize {
-        tokens.div_ceil(self.block_len)
-    }
-
-    /// Blocks that can be had.
-    pub fn available(&self) -> usize {
-        self.pool.available()
-    }
-
-    /// What it has.
-    pub fn counts(&self) -> Counts {
-        Counts {
-            blocks: self.pool.total(),
-            used: self.pool.total() - self.pool.available(),
-            kept: self.pool.kept(),
-        }
+    /// What it has for each kind of layers.
+    pub fn counts(&self) -> impl Iterator<Item = Counts> {
+        self.pools.iter().map(|Pool { pool, .. }| Counts {
+            blocks: pool.total(),
+            used: pool.total() - pool.available(),
+            kept: pool.kept(),
+        })
     }
 
     /// A chain with all blocks that are there already for the first of `tokens`, and how many tokens that are. The
     /// last token is left to be computed, if need be in a block that is shared.
     pub fn open(&mut self, root: Key, tokens: &[u32]) -> (Chain, usize) {
-        let mut chain = Chain::new(root);
+        let held = |blocks: usize| (blocks * self.block_len).min(tokens.len().saturating_sub(1));
+        let (mut keys, mut tip) = (Vec::new(), root);
+        // How many of the last blocks are there, one after another; and how many from the start are of use.
+        let (mut runs, mut useful) = ([0; KINDS], 0);
         for tokens in tokens.chunks_exact(self.block_len) {
-            let key = next_key(&chain.tip, tokens);
-            let Some(block) = self.pool.find(&key) else {
+            tip = next_key(&tip, tokens);
+            keys.push(tip);
+            let mut whole = true;
+            let mut enough = true;
+            for (run, pool) in runs.iter_mut().zip(&self.pools) {
+                *run = if pool.pool.has(&tip) { *run + 1 } else { 0 };
+                whole &= pool.window.is_some() || *run == keys.len();
+                enough &= *run + pool.first_seen(held(keys.len())) >= keys.len();
+            }
+            if !whole {
                 break;
-            };
-            chain.blocks.push(block);
-            chain.keyed += 1;
-            chain.tip = key;
+            }
+            if enough {
+                useful = keys.len();
+            }
         }
-        let held = chain.blocks.len() * self.block_len;
-        (chain, held.min(tokens.len().saturating_sub(1)))
+        keys.truncate(useful);
+        let held = held(useful);
+        let mut chain = Chain::new(root);
+        for (links, pool) in chain.of.iter_mut().zip(&mut self.pools) {
+            links.gone = pool.first_seen(held).min(useful);
+            links.blocks = vec![GONE; links.gone];
+            let there = keys[links.gone..]
+                .iter()
+                .map_while(|key| pool.pool.find(key));
+            links.blocks.extend(there);
+            debug_assert_eq!(links.blocks.len(), useful);
+        }
+        chain.keyed = useful;
+        chain.tip = keys.last().copied().unwrap_or(root);
+        (chain, held)
+    }
+
+    /// Whether a chain has what the row after its first `tokens` tokens looks at, if they have been computed.
+    pub fn can_fork(&self, of: &Chain, tokens: usize) -> bool {
+        let count = tokens.div_ceil(self.block_len);
+        let has = |(links, pool): (&Links, &Pool)| {
+            links.gone <= pool.first_seen(tokens) && count <= links.blocks.len()
+        };
+        of.of.iter().zip(&self.pools).all(has)
     }
 
     /// A chain with the blocks that hold the first `tokens` tokens of another one. They must have been computed.
-    /// None if some of them were given back.
+    /// None if something that the next row looks at was given back.
     pub fn fork(&mut self, of: &Chain, tokens: usize) -> Option<Chain> {
-        let count = self.blocks_for(tokens);
-        if of.gone > 0 || count > of.blocks.len() {
+        if !self.can_fork(of, tokens) {
             return None;
         }
-        let blocks = of.blocks[..count].to_vec();
-        for &block in &blocks {
-            self.pool.share(block);
+        let count = tokens.div_ceil(self.block_len);
+        let mut chain = Chain::new(of.root);
+        for ((links, of), pool) in chain.of.iter_mut().zip(&of.of).zip(&mut self.pools) {
+            links.gone = pool.first_seen(tokens).min(count);
+            links.blocks = vec![GONE; links.gone];
+            links.blocks.extend(&of.blocks[links.gone..count]);
+            links
+                .held()
+                .iter()
+                .for_each(|&block| pool.pool.share(block));
         }
-        let whole = tokens / self.block_len;
         // Keys are known up to the other one's tip only; before that they are found again when it publishes.
-        let alike = of.keyed <= whole;
-        Some(Chain {
-            root: of.root,
-            keyed: if alike { of.keyed } else { 0 },
-            tip: if alike { of.tip } else { of.root },
-            blocks,
-            gone: 0,
-        })
+        if of.keyed <= tokens / self.block_len {
+            (chain.keyed, chain.tip) = (of.keyed, of.tip);
+        }
+        Some(chain)
     }
 
-    /// Blocks that [`Cache::ready`] would take.
-    pub fn missing(&self, chain: &Chain, from: usize, to: usize) -> usize {
-        let more = self.blocks_for(to).saturating_sub(chain.blocks.len());
-        more + self.shared(chain, from, to).count()
+    /// Whether there are the blocks that [`Cache::ready`] would take, and so many more.
+    pub fn fits(&self, chain: &Chain, room: Room, more: usize) -> bool {
+        let fits =
+            |(links, pool): (_, &Pool)| pool.pool.available() >= pool.missing(links, room) + more;
+        chain.of.iter().zip(&self.pools).all(fits)
     }
 
-    /// Which of the chain's blocks are written for tokens `from..to` and not its own.
-    fn shared(&self, chain: &Chain, from: usize, to: usize) -> impl Iterator<Item = usize> {
-        let end = self.blocks_for(to).min(chain.blocks.len());
-        let of_blocks = from / self.block_len..end.max(from / self.block_len);
-        of_blocks.filter(|&i| !self.pool.is_own(chain.blocks[i]))
-    }
-
-    /// Makes room for tokens `from..to` in blocks of the chain's own. None, and nothing done, if there are too few.
-    pub fn ready(&mut self, chain: &mut Chain, from: usize, to: usize) -> Option<Work> {
-        if self.missing(chain, from, to) > self.pool.available() {
+    /// Makes room in blocks of the chain's own. None, and nothing done, if there are too few. Otherwise what has to be done
+    /// for each kind of layers.
+    pub fn ready(&mut self, chain: &mut Chain, room: Room) -> Option<[Work; KINDS]> {
+        if !self.fits(chain, room, 0) {
             return None;
         }
-        let shared: Vec<usize> = self.shared(chain, from, to).collect();
-        let mut work = Work {
-            changed: shared.first().copied().unwrap_or(chain.blocks.len()),
-            ..Work::default()
-        };
-        for i in shared {
-            let block = self.take(chain.root, &mut work)?;
-            let before = std::mem::replace(&mut chain.blocks[i], block);
-            work.copy.push((before, block));
-            // If it is kept now, it is the newest of those: there are enough others for the rest of this work.
-            self.pool.release(before);
+        let mut works: [Work; KINDS] = Default::default();
+        let all = chain.of.iter_mut().zip(&mut self.pools);
+        for ((links, pool), work) in all.zip(&mut works) {
+            *work = pool.ready(chain.root, links, room)?;
         }
-        while chain.blocks.len() < self.blocks_for(to) {
-            let block = self.take(chain.root, &mut work)?;
-            chain.blocks.push(block);
-        }
-        Some(work)
-    }
-
-    fn take(&mut self, root: Key, work: &mut Work) -> Option<u32> {
-        let taken = self.pool.take(root)?;
-        if taken.wipe {
-            work.wipe.push(taken.block);
-        }
-        Some(taken.block)
+        Some(works)
     }
 
     /// The first `computed` of `tokens` are in the chain's blocks: those that are full can be shared from now on.
     pub fn publish(&mut self, chain: &mut Chain, tokens: &[u32], computed: usize) {
         let computed = computed.min(tokens.len());
-        while (chain.keyed + 1) * self.block_len <= computed && chain.keyed < chain.blocks.len() {
+        while (chain.keyed + 1) * self.block_len <= computed {
             let at = chain.keyed * self.block_len;
             let key = next_key(&chain.tip, &tokens[at..at + self.block_len]);
-            if chain.keyed >= chain.gone {
-                self.pool.publish(chain.blocks[chain.keyed], key);
+            for (links, pool) in chain.of.iter().zip(&mut self.pools) {
+                if chain.keyed >= links.gone
+                    && let Some(&block) = links.blocks.get(chain.keyed)
+                {
+                    pool.pool.publish(block, key);
+                }
             }
             chain.keyed += 1;
             chain.tip = key;
         }
     }
 
-    /// Gives back the blocks all of whose tokens are before `position`: nobody looks that far back.
-    pub fn trim(&mut self, chain: &mut Chain, position: usize) {
-        // Those without keys yet stay until they have them.
-        let end = (position / self.block_len).min(chain.keyed);
-        while chain.gone < end {
-            self.pool.release(chain.blocks[chain.gone]);
-            chain.gone += 1;
+    /// The first `computed` tokens are in the chain's blocks: gives back those that no row after them looks at.
+    pub fn trim(&mut self, chain: &mut Chain, computed: usize) {
+        for (links, pool) in chain.of.iter_mut().zip(&mut self.pools) {
+            // Those without keys yet stay until they have them.
+            let end = pool.first_seen(computed).min(chain.keyed);
+            let end = end.min(links.blocks.len());
+            while links.gone < end {
+                let block = std::mem::replace(&mut links.blocks[links.gone], GONE);
+                pool.pool.release(block);
+                links.gone += 1;
+            }
         }
     }
 
     /// Gives back all blocks.
     pub fn close(&mut self, chain: Chain) {
-        // The last one first: of what is kept, ends of prompts go before their beginnings.
-        for &block in chain.blocks[chain.gone..].iter().rev() {
-            self.pool.release(block);
+        for (links, pool) in chain.of.iter().zip(&mut self.pools) {
+            // The last one first: of what is kept, ends of prompts go before their beginnings.
+            for &block in links.held().iter().rev() {
+                pool.pool.release(block);
+            }
         }
     }
 
     /// Keeps nothing any more.
     pub fn forget(&mut self) {
-        self.pool.forget();
+        for pool in &mut self.pools {
+            pool.pool.forget();
+        }
     }
 }
 

@@ -84,14 +84,17 @@ impl Check {
         let block_len = runner.shape().block_len;
         let vocabulary = runner.vocab().max(1) as u64;
         let rows: Vec<Row> = (self.computed..self.computed + count)
-            .filter_map(|position| {
-                let block = *self.chain.blocks().get(position / block_len)? as usize;
-                Some(Row {
+            .map(|position| {
+                let slot = |kind| {
+                    let block = self.chain.blocks(kind).get(position / block_len);
+                    block.map_or(0, |&b| b as usize * block_len + position % block_len)
+                };
+                Row {
                     token: token(position as u64, vocabulary),
                     position,
                     sequence: self.table,
-                    slot: block * block_len + position % block_len,
-                })
+                    slots: std::array::from_fn(slot),
+                }
             })
             .collect();
         runner.step(&rows, &[rows.len().saturating_sub(1)])?;

@@ -322,6 +322,24 @@ impl ModelConfig {
         self.sliding_window.filter(|_| self.is_local(layer))
     }
 
+    /// How far back each kind of layers looks that the model has: without a window first, if some have none.
+    pub fn windows(&self) -> Vec<Option<usize>> {
+        let mut all: Vec<_> = (0..self.layers).map(|layer| self.window(layer)).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// How many kinds of layers there are: at least one.
+    pub fn kinds(&self) -> usize {
+        self.windows().len().max(1)
+    }
+
+    /// Which of [`ModelConfig::windows`] is a layer's.
+    pub fn kind(&self, layer: usize) -> usize {
+        usize::from(self.window(layer).is_some() && self.kinds() > 1)
+    }
+
     /// Whether a layer is of those that look through the window, even if there is none.
     pub fn is_local(&self, layer: usize) -> bool {
         self.windowed.get(layer) == Some(&true)

@@ -86,11 +86,11 @@ pub fn head(pattern: Pattern<'_>) -> Result<Sourced, BuildError> {
 }
 
 impl RunShape {
-    /// One layer's cache.
-    pub fn cache(&self, config: &ModelConfig) -> CacheSpec {
+    /// The cache of a layer of a kind.
+    pub fn cache(&self, config: &ModelConfig, kind: usize) -> CacheSpec {
         CacheSpec {
             dtype: self.cache_dtype,
-            blocks: self.blocks,
+            blocks: self.blocks_of(kind),
             block_len: self.block_len,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,

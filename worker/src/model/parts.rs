@@ -13,8 +13,8 @@ use super::{
 pub(super) struct Rows {
     positions: Value,
     sequences: Value,
-    slots: Value,
-    tables: Value,
+    /// Slots and tables, by kind of layers.
+    kinds: Vec<(Value, Value)>,
     frequencies: Value,
     /// Of the layers with a window, where they are others.
     local_frequencies: Option<Value>,
@@ -24,9 +24,19 @@ impl Rows {
     pub fn new(w: &mut Weaver<'_>) -> Result<Self, BuildError> {
         let positions = w.per_row(Source::Positions, "positions")?;
         let sequences = w.per_row(Source::Sequences, "sequences")?;
-        let slots = w.per_row(Source::Slots, "slots")?;
-        let tables = Shape::fixed(&[w.shape.max_sequences, w.shape.blocks_per_sequence()])?;
-        let tables = w.input(Source::Tables, "tables", DType::I32, tables)?;
+        let mut kinds = Vec::new();
+        for kind in 0..w.config.kinds() {
+            let (slots, tables) = match kind {
+                0 => ("slots", "tables"),
+                _ => ("window slots", "window tables"),
+            };
+            let slots = w.per_row(Source::Slots(kind), slots)?;
+            let shape = Shape::fixed(&[w.shape.max_sequences, w.shape.blocks_per_sequence()])?;
+            kinds.push((
+                slots,
+                w.input(Source::Tables(kind), tables, DType::I32, shape)?,
+            ));
+        }
         let half = Shape::fixed(&[w.config.head_dim / 2])?;
         let frequencies = w.input(Source::Frequencies, "frequencies", DType::F32, half.clone())?;
         let mut local_frequencies = None;
@@ -37,8 +47,7 @@ impl Rows {
         Ok(Self {
             positions,
             sequences,
-            slots,
-            tables,
+            kinds,
             frequencies,
             local_frequencies,
         })
@@ -105,12 +114,13 @@ pub(super) fn attention(
         .builder
         .rope(k, rows.positions, frequencies, interleaved)?;
     let cache = w.cache(layer)?;
-    w.builder.cache_write(cache, k, v, rows.slots)?;
+    let (slots, tables) = rows.kinds[config.kind(layer)];
+    w.builder.cache_write(cache, k, v, slots)?;
     let window = config.window(layer).unwrap_or(0) as i64;
     let attended = w.builder.paged_attention(
         q,
         cache,
-        rows.tables,
+        tables,
         rows.sequences,
         rows.positions,
         config.attention_scale,

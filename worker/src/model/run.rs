@@ -1,166 +1,29 @@
 //! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
 
 mod caches;
+mod shape;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     rc::Rc,
 };
 
-use hotcell_graph::DType;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
     plan::{Plan, PlanHints, Slot},
 };
 
 use caches::Caches;
+use shape::check_cache;
+pub use shape::{KINDS, RunShape, Sizes};
 
 use super::{
-    config::{ModelConfig, Rope},
+    config::Rope,
     constants::{f32_buffer, stack, stack_bytes, vector},
     graph::{body, ending, head},
     weave::{BuildError, Pattern, Source, Sourced},
 };
 use crate::weights::{ModelSource, Weight};
-
-/// Tokens of one cache block.
-const BLOCK_LEN: usize = 16;
-/// Rows one step computes at most: decoding sequences first, prompt chunks in the rest.
-const MAX_ROWS: usize = 128;
-/// Sequences that run at once.
-const MAX_SEQUENCES: usize = 64;
-/// Bytes that the cache takes unless one whole context needs more. Pages cost nothing until written.
-const CACHE_BUDGET: usize = 1 << 30;
-/// Bytes that the cache takes at most; a context that needs more is cut to what fits.
-const CACHE_CEILING: usize = 32 << 30;
-/// Whole contexts that the cache holds at most.
-const MAX_CONTEXTS: usize = 16;
-
-/// Sizes that a model is run with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RunShape {
-    /// Rows of one step at most.
-    pub max_rows: usize,
-    /// Sequences at once at most; also rows of logits of one step.
-    pub max_sequences: usize,
-    /// Positions of one sequence at most.
-    pub context: usize,
-    /// Tokens per cache block.
-    pub block_len: usize,
-    /// Cache blocks in all.
-    pub blocks: usize,
-    /// How the cache stores numbers.
-    pub cache_dtype: DType,
-}
-
-/// Bytes that a model takes besides its weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sizes {
-    /// Its cache, once all of it is written.
-    pub cache: u64,
-    /// Everything else.
-    pub work: u64,
-}
-
-/// Bytes of cache for a token.
-fn bytes_per_token(config: &ModelConfig, cache_dtype: DType) -> usize {
-    // Where a head is no whole blocks, there is no cache ([`check_cache`]).
-    let head = cache_dtype.row_bytes(config.head_dim).unwrap_or(0);
-    head.saturating_mul(2)
-        .saturating_mul(config.layers)
-        .saturating_mul(config.kv_heads)
-        .max(1)
-}
-
-/// Whether a cache can store the model's heads in this dtype.
-fn check_cache(config: &ModelConfig, cache_dtype: DType) -> Result<(), DeviceError> {
-    let d = config.head_dim;
-    match cache_dtype.row_bytes(d) {
-        Some(_) => Ok(()),
-        None => Err(DeviceError::Unsupported {
-            backend: "cpu",
-            op: "cache_write",
-            why: format!(
-                "heads of {d} are no whole blocks of {cache_dtype}; choose another dtype of the KV cache"
-            ),
-        }),
-    }
-}
-
-impl RunShape {
-    /// Sizes for a model with this cache dtype.
-    pub fn for_model(config: &ModelConfig, cache_dtype: DType) -> Self {
-        let per_token = bytes_per_token(config, cache_dtype);
-        let affordable = (CACHE_BUDGET / per_token).max(BLOCK_LEN);
-        let context = config
-            .context
-            .min((CACHE_CEILING / per_token).max(BLOCK_LEN));
-        let wanted = config.context.saturating_mul(MAX_CONTEXTS);
-        let tokens = affordable.max(context).min(wanted).max(BLOCK_LEN);
-        let blocks = tokens.div_ceil(BLOCK_LEN);
-        Self {
-            max_rows: MAX_ROWS,
-            max_sequences: MAX_SEQUENCES,
-            context,
-            block_len: BLOCK_LEN,
-            blocks,
-            cache_dtype,
-        }
-    }
-
-    /// The same within so many bytes: what plans and rows take, as a dry run finds it, and the rest for the cache. A
-    /// context for which there is too little is cut.
-    ///
-    /// # Errors
-    /// [`DeviceError::OutOfMemory`] when nothing is left for the cache, and what [`Runner::new`] says.
-    pub fn within(
-        device: &dyn Device,
-        source: &ModelSource,
-        cache_dtype: DType,
-        bytes: u64,
-    ) -> Result<Self, RunError> {
-        check_cache(&source.config, cache_dtype)?;
-        let whole = Self::for_model(&source.config, cache_dtype);
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let besides = bytes_besides_cache(device, source, &whole)?;
-        let per_block = bytes_per_token(&source.config, cache_dtype).saturating_mul(BLOCK_LEN);
-        let blocks = bytes.saturating_sub(besides) / per_block;
-        if blocks == 0 {
-            return Err(DeviceError::OutOfMemory {
-                what: "a model within its budget, with one block of cache,".to_owned(),
-                bytes: besides.saturating_add(per_block),
-            }
-            .into());
-        }
-        let most = whole
-            .context
-            .saturating_mul(MAX_CONTEXTS)
-            .div_ceil(BLOCK_LEN);
-        Ok(Self {
-            context: whole.context.min(blocks.saturating_mul(BLOCK_LEN)),
-            blocks: blocks.min(most),
-            ..whole
-        })
-    }
-
-    /// Memory that a model of this shape takes, by a dry run.
-    ///
-    /// # Errors
-    /// What [`Runner::new`] says of its graphs.
-    pub fn sizes(&self, device: &dyn Device, source: &ModelSource) -> Result<Sizes, RunError> {
-        let tokens = self.blocks.saturating_mul(self.block_len);
-        let per_token = bytes_per_token(&source.config, self.cache_dtype);
-        Ok(Sizes {
-            cache: tokens.saturating_mul(per_token) as u64,
-            work: bytes_besides_cache(device, source, self)? as u64,
-        })
-    }
-
-    /// Blocks of one sequence at most.
-    pub fn blocks_per_sequence(&self) -> usize {
-        self.context.div_ceil(self.block_len)
-    }
-}
 
 /// What a model of this shape takes besides its weights and its cache, by a dry run.
 fn bytes_besides_cache(
@@ -175,8 +38,9 @@ fn bytes_besides_cache(
         allocate: false,
         ..PlanHints::default()
     };
-    let rows = shape.max_rows.max(shape.max_sequences) * 5
-        + shape.max_sequences * shape.blocks_per_sequence();
+    let kinds = config.kinds();
+    let rows = shape.max_rows.max(shape.max_sequences) * (4 + kinds)
+        + kinds * shape.max_sequences * shape.blocks_per_sequence();
     let values = 2 * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
     let mut bytes = (rows + values) * 4;
     let pattern = pattern(source, shape);
@@ -221,8 +85,8 @@ pub struct Row {
     pub position: usize,
     /// The sequence's table.
     pub sequence: usize,
-    /// Where its keys and values go.
-    pub slot: usize,
+    /// Where its keys and values go, by kind of layers.
+    pub slots: [usize; KINDS],
 }
 
 /// A weight's bytes, in place in its file.
@@ -241,8 +105,13 @@ struct RowBuffers {
     tokens: Buffer,
     positions: Buffer,
     sequences: Buffer,
-    slots: Buffer,
     picks: Buffer,
+    /// Slots and block tables, for each kind of layers.
+    kinds: Vec<KindBuffers>,
+}
+
+struct KindBuffers {
+    slots: Buffer,
     tables: Buffer,
 }
 
@@ -266,7 +135,8 @@ pub struct Runner {
     shape: RunShape,
     vocab: usize,
     hidden: usize,
-    window: Option<usize>,
+    /// How far back each kind of layers looks.
+    windows: Vec<Option<usize>>,
     stream: Box<dyn Stream>,
     body: Box<dyn Plan>,
     head: Box<dyn Plan>,
@@ -302,17 +172,21 @@ impl Runner {
             tokens: i32s("token ids", shape.max_rows)?,
             positions: i32s("positions", shape.max_rows)?,
             sequences: i32s("sequences", shape.max_rows)?,
-            slots: i32s("slots", shape.max_rows)?,
             picks: i32s("picks", shape.max_rows.max(shape.max_sequences))?,
-            tables: i32s(
-                "block tables",
-                shape.max_sequences * shape.blocks_per_sequence(),
-            )?,
+            kinds: (0..config.kinds())
+                .map(|_| {
+                    let tables = shape.max_sequences * shape.blocks_per_sequence();
+                    Ok(KindBuffers {
+                        slots: i32s("slots", shape.max_rows)?,
+                        tables: i32s("block tables", tables)?,
+                    })
+                })
+                .collect::<Result<_, DeviceError>>()?,
         };
         let hidden = device.allocate("hidden states", shape.max_rows * config.hidden * 4)?;
         let logits = device.allocate("logits", shape.max_sequences * config.vocab * 4)?;
         let states = device.allocate("final states", shape.max_rows * config.hidden * 4)?;
-        let caches = Caches::new(device, config.layers, &shape.cache(config), progressed)?;
+        let caches = Caches::new(device, config, &shape, progressed)?;
         let frequencies = |rope: &Rope| {
             let values = rope.inverse_frequencies(config.head_dim);
             f32_buffer(device, "frequencies", &values)
@@ -338,12 +212,12 @@ impl Runner {
                     Source::LocalFrequencies => {
                         frequencies(config.local_rope.as_ref().unwrap_or(&config.rope))?
                     }
-                    Source::Cache(layer) => caches.layers[*layer].clone(),
+                    Source::Cache(layer) => caches.layers[*layer].buffer.clone(),
                     Source::Tokens => rows.tokens.clone(),
                     Source::Positions => rows.positions.clone(),
                     Source::Sequences => rows.sequences.clone(),
-                    Source::Slots => rows.slots.clone(),
-                    Source::Tables => rows.tables.clone(),
+                    Source::Slots(kind) => rows.kinds[*kind].slots.clone(),
+                    Source::Tables(kind) => rows.kinds[*kind].tables.clone(),
                     Source::Hidden => hidden.clone(),
                     Source::Picks => rows.picks.clone(),
                 };
@@ -372,10 +246,7 @@ impl Runner {
             shape,
             vocab: config.vocab,
             hidden: config.hidden,
-            // Of several, the widest: a position that one layer still sees must stay.
-            window: (0..config.layers)
-                .map(|layer| config.window(layer))
-                .try_fold(0, |widest, window| Some(widest.max(window?))),
+            windows: config.windows(),
             stream,
             body,
             head,
@@ -444,9 +315,9 @@ impl Runner {
         self.hidden
     }
 
-    /// How many positions back the layers look, if all of them have a window.
-    pub fn window(&self) -> Option<usize> {
-        self.window
+    /// How many positions back each kind of layers looks; none: to the beginning.
+    pub fn windows(&self) -> &[Option<usize>] {
+        &self.windows
     }
 
     /// Bytes of the cache.
@@ -454,72 +325,60 @@ impl Runner {
         self.caches.bytes()
     }
 
-    /// Says which blocks a sequence's tokens lie in, from its block `first` on.
+    /// How many layers are of a kind, and the bytes of one block in all of them.
+    pub fn kind_size(&self, kind: usize) -> (usize, usize) {
+        let layers = self.caches.of_kind(kind).count();
+        (layers, layers * self.caches.block_bytes(kind))
+    }
+
+    /// Says which blocks a sequence's tokens lie in for a kind of layers, from its block `first` on.
     ///
     /// # Errors
     /// When it is outside of the table.
     pub fn set_table(
         &mut self,
+        kind: usize,
         sequence: usize,
         first: usize,
         blocks: &[u32],
     ) -> Result<(), DeviceError> {
         let width = self.shape.blocks_per_sequence();
-        if sequence >= self.shape.max_sequences || first + blocks.len() > width {
+        let fits = sequence < self.shape.max_sequences && first + blocks.len() <= width;
+        let Some(of) = self.rows.kinds.get(kind).filter(|_| fits) else {
             return Err(DeviceError::Binding(format!(
-                "no table {sequence} with {first}+ blocks"
+                "no table {sequence} of kind {kind} with {first}+ blocks"
             )));
-        }
+        };
         self.scratch.clear();
         // A block that there is not is refused by every kernel.
         let blocks = blocks.iter().map(|&b| i32::try_from(b).unwrap_or(-1));
         self.scratch.extend(blocks);
         let at = sequence * width + first;
-        self.rows.tables.write_i32(at, &self.scratch)
+        of.tables.write_i32(at, &self.scratch)
     }
 
-    /// Copies all that is in a block.
+    /// Copies all that is in a block of a kind of layers.
     ///
     /// # Errors
     /// When there are no such blocks.
-    pub fn copy_block(&mut self, from: u32, to: u32) -> Result<(), DeviceError> {
-        let (sources, targets) = (self.caches.places(from), self.caches.places(to));
-        let Caches {
-            layers,
-            block,
-            scratch,
-            ..
-        } = &mut self.caches;
-        scratch.resize(*block, 0);
-        for layer in layers {
-            for (source, target) in sources.into_iter().zip(targets) {
-                layer.read(source, scratch)?;
-                layer.write(target, scratch)?;
-            }
-        }
-        Ok(())
+    pub fn copy_block(&mut self, kind: usize, from: u32, to: u32) -> Result<(), DeviceError> {
+        self.caches.copy(kind, from, to)
     }
 
-    /// Zeroes a block.
+    /// Zeroes a block of a kind of layers.
     ///
     /// # Errors
     /// When there is no such block.
-    pub fn wipe_block(&mut self, block: u32) -> Result<(), DeviceError> {
-        let places = self.caches.places(block);
-        let Caches {
-            layers,
-            block,
-            scratch,
-            ..
-        } = &mut self.caches;
-        scratch.clear();
-        scratch.resize(*block, 0);
-        for layer in layers {
-            for place in places {
-                layer.write(place, scratch)?;
-            }
-        }
-        Ok(())
+    pub fn wipe_block(&mut self, kind: usize, block: u32) -> Result<(), DeviceError> {
+        self.caches.wipe(kind, block)
+    }
+
+    /// All that is in a block of a kind of layers: layer by layer, its keys, then its values.
+    ///
+    /// # Errors
+    /// When there is no such block.
+    pub fn read_block(&self, kind: usize, block: u32) -> Result<Vec<u8>, DeviceError> {
+        self.caches.read(kind, block)
     }
 
     fn fill(
@@ -542,15 +401,16 @@ impl Runner {
             tokens,
             positions,
             sequences,
-            slots,
             picks: pick_rows,
-            ..
+            kinds,
         } = &self.rows;
         let scratch = &mut self.scratch;
         Self::fill(scratch, tokens, rows.iter().map(|r| r.token as usize))?;
         Self::fill(scratch, positions, rows.iter().map(|r| r.position))?;
         Self::fill(scratch, sequences, rows.iter().map(|r| r.sequence))?;
-        Self::fill(scratch, slots, rows.iter().map(|r| r.slot))?;
+        for (kind, of) in kinds.iter().enumerate() {
+            Self::fill(scratch, &of.slots, rows.iter().map(|r| r.slots[kind]))?;
+        }
         self.stream.execute(self.body.as_mut(), rows.len())?;
         if !picks.is_empty() {
             Self::fill(scratch, pick_rows, picks.iter().copied())?;

@@ -31,10 +31,10 @@ pub enum Source {
     Positions,
     /// Which block table a row reads, one per row.
     Sequences,
-    /// Where a row's keys and values go, one per row.
-    Slots,
-    /// Block tables of all sequences.
-    Tables,
+    /// Where a row's keys and values go in layers of a kind, one per row.
+    Slots(usize),
+    /// Block tables of all sequences, for layers of a kind.
+    Tables(usize),
     /// Hidden states that the body computed.
     Hidden,
     /// Which of them the head reads, one per row.
@@ -173,7 +173,7 @@ impl<'a> Weaver<'a> {
     /// The cache of a layer.
     pub fn cache(&mut self, layer: usize) -> Result<Value, BuildError> {
         self.sources.push(Source::Cache(layer));
-        let spec = self.shape.cache(self.config);
+        let spec = self.shape.cache(self.config, self.config.kind(layer));
         Ok(self.builder.cache(format!("cache.{layer}"), spec)?)
     }
 

@@ -100,7 +100,7 @@ impl Batch {
             }
             // It may have more than whole blocks.
             let there = common.min(other.computed);
-            if there > cached && other.chain.gone() == 0 {
+            if there > cached && self.cache.can_fork(&other.chain, there) {
                 (cached, best) = (there, Some(other));
             }
         }
@@ -117,20 +117,19 @@ impl Batch {
             return Ok(Admitted::Later);
         };
         let len = self.waiting[at].task.tokens().len();
-        let mut to = self.reach(from, len);
+        let mut room = self.room(from, len);
         let alone = self.running.is_empty() && self.check.is_none();
-        let fits = |batch: &Self, chain: &Chain, from, to| {
-            batch.cache.available() >= batch.cache.missing(chain, from, to) + batch.running.len()
-        };
-        if !fits(self, &chain, from, to) && alone && from > 0 {
+        let fits =
+            |batch: &Self, chain: &Chain, room| batch.cache.fits(chain, room, batch.running.len());
+        if !fits(self, &chain, room) && alone && from > 0 {
             // A copy of what is shared may be what there is no room for.
             let root = chain.root();
             self.cache
                 .close(std::mem::replace(&mut chain, Chain::new(root)));
             from = 0;
-            to = self.reach(from, len);
+            room = self.room(from, len);
         }
-        if !fits(self, &chain, from, to) {
+        if !fits(self, &chain, room) {
             self.cache.close(chain);
             if alone {
                 let member = self.waiting.remove(at);
@@ -143,7 +142,7 @@ impl Batch {
             return Ok(Admitted::NoRoom);
         };
         let ready = self.set_whole_table(table, &chain);
-        let ready = ready.and_then(|()| self.make_ready(&mut chain, table, from, to));
+        let ready = ready.and_then(|()| self.make_ready(&mut chain, table, room));
         if !matches!(ready, Ok(true)) {
             self.release(table, chain, None);
             return ready.map(|_| Admitted::NoRoom);
@@ -169,10 +168,13 @@ impl Batch {
     }
 
     fn set_whole_table(&mut self, table: usize, chain: &Chain) -> Result<(), DeviceError> {
-        match chain.blocks() {
-            [] => Ok(()),
-            blocks => self.runner.set_table(table, 0, blocks),
+        for kind in 0..self.runner.windows().len() {
+            match chain.blocks(kind) {
+                [] => {}
+                blocks => self.runner.set_table(kind, table, 0, blocks)?,
+            }
         }
+        Ok(())
     }
 
     /// Gives every running sequence blocks for the tokens it has. When none is left, [`Schedule::victim`] says who goes
@@ -182,10 +184,10 @@ impl Batch {
         while at < self.running.len() {
             let running = &self.running[at];
             let (from, len) = (running.computed, running.member.task.tokens().len());
-            let to = self.reach(from, len);
+            let room = self.room(from, len);
             let running = &mut self.running[at];
             let (table, mut chain) = (running.table, std::mem::take(&mut running.chain));
-            let ready = self.make_ready(&mut chain, table, from, to);
+            let ready = self.make_ready(&mut chain, table, room);
             self.running[at].chain = chain;
             if ready? {
                 at += 1;

@@ -9,6 +9,7 @@ use super::{Batch, Part, Running};
 use crate::{
     error::of_device,
     generate::{
+        cache::Room,
         lookup,
         schedule::{Budget, Want},
         sequence::End,
@@ -106,14 +107,13 @@ impl Batch {
             return Ok(());
         }
         let guesses = lookup::guess(sequence.tokens(), most);
-        let (from, to) = (*computed, sequence.tokens().len() + guesses.len());
-        let missing = self.cache.missing(chain, from, to);
-        if guesses.is_empty() || self.cache.available() < missing + self.running.len() {
+        let room = Room::all(*computed, sequence.tokens().len() + guesses.len());
+        if guesses.is_empty() || !self.cache.fits(chain, room, self.running.len()) {
             return Ok(());
         }
         let running = &mut self.running[at];
         let (table, mut chain) = (running.table, std::mem::take(&mut running.chain));
-        let ready = self.make_ready(&mut chain, table, from, to);
+        let ready = self.make_ready(&mut chain, table, room);
         self.running[at].chain = chain;
         if ready? {
             self.running[at].guesses = guesses;
@@ -136,12 +136,16 @@ impl Batch {
         let tokens = &member.task.tokens()[*computed..*computed + rows];
         for (i, &token) in tokens.iter().chain(guesses).enumerate() {
             let position = computed + i;
-            let block = chain.blocks()[position / block_len] as usize;
+            let slot = |kind| {
+                // A kind that the model has not has no blocks, and nobody looks there.
+                let block = chain.blocks(kind).get(position / block_len);
+                block.map_or(0, |&b| b as usize * block_len + position % block_len)
+            };
             self.rows.push(Row {
                 token,
                 position,
                 sequence: *table,
-                slot: block * block_len + position % block_len,
+                slots: std::array::from_fn(slot),
             });
         }
         let ends = computed + rows == member.task.tokens().len();
@@ -304,11 +308,7 @@ impl Batch {
             ..
         } = &mut self.running[at];
         self.cache.publish(chain, member.task.tokens(), *computed);
-        if let Some(window) = self.runner.window() {
-            // The next row looks back to here.
-            let first = (*computed + 1).saturating_sub(window);
-            self.cache.trim(chain, first);
-        }
+        self.cache.trim(chain, *computed);
         if let Some(slot) = slot {
             self.blackbox.computed(slot, *computed);
         }

@@ -25,17 +25,32 @@ struct Live {
 
 struct Machine {
     cache: Cache,
-    memory: Vec<Vec<Option<Entry>>>,
+    kinds: Vec<Kind>,
+    /// By kind of layers and block.
+    memory: Vec<Vec<Vec<Option<Entry>>>>,
     live: Vec<Live>,
 }
 
 impl Machine {
+    /// One kind of layers, without a window.
     fn new(blocks: usize) -> Self {
+        let window = None;
+        Self::of(&[Kind { window, blocks }])
+    }
+
+    fn of(kinds: &[Kind]) -> Self {
+        let memory = |kind: &Kind| vec![vec![None; LEN]; kind.blocks];
         Self {
-            cache: Cache::new(blocks, LEN, [7; 32]),
-            memory: vec![vec![None; LEN]; blocks],
+            cache: Cache::new(kinds, LEN, [7; 32]),
+            kinds: kinds.to_vec(),
+            memory: kinds.iter().map(memory).collect(),
             live: Vec::new(),
         }
+    }
+
+    /// Of the first kind.
+    fn counts(&self) -> Counts {
+        self.cache.counts().next().unwrap()
     }
 
     fn open(&mut self, tenant: u8, tokens: Vec<u32>) {
@@ -57,28 +72,39 @@ impl Machine {
             (live.computed + count).min(live.tokens.len()),
         );
         let end = to + guesses;
-        let Some(work) = self.cache.ready(&mut live.chain, from, end) else {
+        // More is known than is computed now.
+        let room = Room {
+            from,
+            to: live.tokens.len().max(end),
+            soon: end,
+        };
+        let Some(works) = self.cache.ready(&mut live.chain, room) else {
             return;
         };
-        for block in work.wipe {
-            self.memory[block as usize].fill(None);
-        }
-        for (source, target) in work.copy {
-            self.memory[target as usize] = self.memory[source as usize].clone();
+        for (memory, work) in self.memory.iter_mut().zip(works) {
+            for block in work.wipe {
+                memory[block as usize].fill(None);
+            }
+            for (source, target) in work.copy {
+                memory[target as usize] = memory[source as usize].clone();
+            }
         }
         for position in from..end {
-            let block = live.chain.blocks()[position / LEN];
             let mut history = live.tokens[..position.min(to)].to_vec();
             // A wrong guess differs from whatever comes.
             let token = live.tokens.get(position).filter(|_| position < to);
             history.push(token.copied().unwrap_or(u32::MAX));
-            self.memory[block as usize][position % LEN] = Some(Entry {
-                tenant: live.tenant,
-                history,
-            });
+            for (kind, memory) in self.memory.iter_mut().enumerate() {
+                let block = live.chain.blocks(kind)[position / LEN];
+                memory[block as usize][position % LEN] = Some(Entry {
+                    tenant: live.tenant,
+                    history: history.clone(),
+                });
+            }
         }
         live.computed = to;
         self.cache.publish(&mut live.chain, &live.tokens, to);
+        self.cache.trim(&mut live.chain, to);
     }
 
     fn fork(&mut self, at: usize, tokens: usize, more: Vec<u32>) {
@@ -103,26 +129,35 @@ impl Machine {
     }
 
     fn check(&self) {
-        let mut held: HashSet<u32> = HashSet::new();
-        for live in &self.live {
-            let blocks = &live.chain.blocks()[live.chain.gone()..];
-            held.extend(blocks);
-            for block in blocks {
-                for entry in self.memory[*block as usize].iter().flatten() {
-                    assert_eq!(entry.tenant, live.tenant, "another tenant's entry");
-                }
+        for (kind, counts) in self.cache.counts().enumerate() {
+            let mut held: HashSet<u32> = HashSet::new();
+            for live in &self.live {
+                self.check_chain(kind, live);
+                held.extend(&live.chain.blocks(kind)[live.chain.gone(kind)..]);
             }
-            for position in live.chain.gone() * LEN..live.computed {
-                let block = live.chain.blocks()[position / LEN];
-                let entry = self.memory[block as usize][position % LEN].as_ref();
-                let entry = entry.expect("a position that was computed is written");
-                assert_eq!(entry.tenant, live.tenant);
-                assert_eq!(entry.history, live.tokens[..=position]);
+            assert_eq!(counts.used, held.len(), "blocks that nobody has are held");
+            assert!(counts.kept + counts.used <= counts.blocks);
+        }
+    }
+
+    fn check_chain(&self, kind: usize, live: &Live) {
+        let memory = &self.memory[kind];
+        let (blocks, gone) = (live.chain.blocks(kind), live.chain.gone(kind));
+        for block in &blocks[gone..] {
+            for entry in memory[*block as usize].iter().flatten() {
+                assert_eq!(entry.tenant, live.tenant, "another tenant's entry");
             }
         }
-        let counts = self.cache.counts();
-        assert_eq!(counts.used, held.len(), "blocks that nobody has are held");
-        assert!(counts.kept + counts.used <= counts.blocks);
+        assert!(blocks[..gone].iter().all(|&block| block == GONE));
+        // What the next row looks at is there.
+        let window = self.kinds[kind].window.unwrap_or(usize::MAX);
+        assert!(gone * LEN <= (live.computed + 1).saturating_sub(window));
+        for position in gone * LEN..live.computed {
+            let entry = memory[blocks[position / LEN] as usize][position % LEN].as_ref();
+            let entry = entry.expect("a position that was computed is written");
+            assert_eq!(entry.tenant, live.tenant);
+            assert_eq!(entry.history, live.tokens[..=position]);
+        }
     }
 }
 
@@ -132,9 +167,19 @@ enum Op {
     Compute(usize, usize, usize),
     Push(usize, u32),
     Fork(usize, usize, Vec<u32>),
-    Trim(usize, usize),
     Close(usize),
     Forget,
+}
+
+/// Layers without a window, with one, or of both kinds.
+fn kinds() -> impl Strategy<Value = Vec<Kind>> {
+    let kind = |window: Option<usize>| (1usize..12).prop_map(move |blocks| Kind { window, blocks });
+    let windowed = (1usize..14).prop_flat_map(move |window| kind(Some(window)));
+    prop_oneof![
+        kind(None).prop_map(|kind| vec![kind]),
+        windowed.clone().prop_map(|kind| vec![kind]),
+        (kind(None), windowed).prop_map(|(whole, windowed)| vec![whole, windowed]),
+    ]
 }
 
 fn tokens(most: usize) -> impl Strategy<Value = Vec<u32>> {
@@ -149,7 +194,6 @@ fn op() -> impl Strategy<Value = Op> {
         8 => (at.clone(), 1usize..12, 0usize..6).prop_map(|(a, n, g)| Op::Compute(a, n, g)),
         4 => (at.clone(), 0u32..2).prop_map(|(a, t)| Op::Push(a, t)),
         2 => (at.clone(), 0usize..24, tokens(6)).prop_map(|(a, n, t)| Op::Fork(a, n, t)),
-        1 => (at.clone(), 0usize..20).prop_map(|(a, n)| Op::Trim(a, n)),
         4 => at.prop_map(Op::Close),
         1 => Just(Op::Forget),
     ]
@@ -162,9 +206,9 @@ proptest! {
     /// wrote, nothing of another tenant, and in the end every block is there again.
     #[test]
     fn nobody_reads_what_is_not_theirs_and_nothing_leaks(
-        blocks in 1usize..12, program in proptest::collection::vec(op(), 1..120),
+        kinds in kinds(), program in proptest::collection::vec(op(), 1..120),
     ) {
-        let mut machine = Machine::new(blocks);
+        let mut machine = Machine::of(&kinds);
         for op in program {
             let count = machine.live.len();
             match op {
@@ -174,11 +218,6 @@ proptest! {
                 Op::Compute(at, n, guesses) => machine.compute(at % count, n, guesses),
                 Op::Push(at, token) => machine.live[at % count].tokens.push(token),
                 Op::Fork(at, tokens, more) => machine.fork(at % count, tokens, more),
-                Op::Trim(at, position) => {
-                    let live = &mut machine.live[at % count];
-                    let position = position.min(live.computed);
-                    machine.cache.trim(&mut live.chain, position);
-                }
                 Op::Close(at) => machine.close(at % count),
             }
             machine.check();
@@ -186,11 +225,11 @@ proptest! {
         while !machine.live.is_empty() {
             machine.close(0);
         }
-        prop_assert_eq!(machine.cache.available(), blocks);
-        prop_assert_eq!(machine.cache.counts().used, 0);
+        prop_assert!(machine.cache.counts().all(|counts| counts.used == 0));
         machine.cache.forget();
-        prop_assert_eq!(machine.cache.counts().kept, 0);
-        prop_assert_eq!(machine.cache.available(), blocks);
+        for (kind, counts) in kinds.iter().zip(machine.cache.counts()) {
+            prop_assert_eq!((counts.kept, counts.blocks), (0, kind.blocks));
+        }
     }
 }
 
@@ -229,13 +268,14 @@ fn the_last_token_of_a_known_prompt_is_computed_in_a_copy() {
     machine.open(0, (0..8).collect());
     let second = &machine.live[1];
     assert_eq!(
-        (second.computed, second.chain.blocks()),
+        (second.computed, second.chain.blocks(0)),
         (7, &[0u32, 1][..])
     );
-    assert_eq!(machine.cache.missing(&second.chain, 7, 8), 1);
+    assert!(machine.cache.fits(&second.chain, Room::all(7, 8), 0));
+    assert!(!machine.cache.fits(&second.chain, Room::all(7, 8), 1));
     machine.compute(1, 1, 0);
-    assert_eq!(machine.live[1].chain.blocks(), [0, 2]);
-    assert_eq!(machine.live[0].chain.blocks(), [0, 1]);
+    assert_eq!(machine.live[1].chain.blocks(0), [0, 2]);
+    assert_eq!(machine.live[0].chain.blocks(0), [0, 1]);
     machine.check();
 }
 
@@ -246,19 +286,19 @@ fn a_fork_shares_until_either_writes() {
     machine.compute(0, 6, 0);
     machine.fork(0, 6, vec![]);
     machine.fork(0, 6, vec![]);
-    assert_eq!(machine.cache.counts().used, 2);
+    assert_eq!(machine.counts().used, 2);
     for (at, token) in [(0, 10), (1, 11)] {
         machine.live[at].tokens.push(token);
         machine.compute(at, 1, 0);
         machine.check();
     }
     // The third is alone with the block that all had.
-    assert_eq!(machine.cache.counts().used, 4);
-    let tails: Vec<u32> = machine.live.iter().map(|l| l.chain.blocks()[1]).collect();
+    assert_eq!(machine.counts().used, 4);
+    let tails: Vec<u32> = machine.live.iter().map(|l| l.chain.blocks(0)[1]).collect();
     assert_eq!(tails, [2, 3, 1]);
     machine.live[2].tokens.push(12);
     machine.compute(2, 1, 0);
-    assert_eq!(machine.live[2].chain.blocks(), [0, 1]);
+    assert_eq!(machine.live[2].chain.blocks(0), [0, 1]);
     machine.check();
 }
 
@@ -268,35 +308,61 @@ fn too_few_blocks_change_nothing() {
     machine.open(0, (0..8).collect());
     machine.compute(0, 8, 0);
     machine.fork(0, 6, vec![1; 7]);
-    let before = machine.live[1].chain.blocks().to_vec();
+    let before = machine.live[1].chain.blocks(0).to_vec();
     let live = &mut machine.live[1];
     // A copy of the second block and two more, where one is left.
-    assert_eq!(machine.cache.missing(&live.chain, 6, 13), 3);
-    assert_eq!(machine.cache.ready(&mut live.chain, 6, 13), None);
-    assert_eq!(machine.live[1].chain.blocks(), before);
+    assert!(!machine.cache.fits(&live.chain, Room::all(6, 13), 0));
+    assert_eq!(machine.cache.ready(&mut live.chain, Room::all(6, 13)), None);
+    assert_eq!(machine.live[1].chain.blocks(0), before);
     machine.check();
 }
 
 #[test]
 fn what_lies_behind_the_window_is_given_back_and_can_be_found_again() {
-    let mut machine = Machine::new(8);
+    let kind = |window| Kind { window, blocks: 8 };
+    let mut machine = Machine::of(&[kind(None), kind(Some(8))]);
     machine.open(0, (0..18).collect());
     machine.compute(0, 18, 0);
-    let live = &mut machine.live[0];
-    machine.cache.trim(&mut live.chain, 11);
-    assert_eq!(live.chain.gone(), 2);
-    let counts = machine.cache.counts();
-    assert_eq!((counts.used, counts.kept), (3, 2));
+    // The next row, number 18, looks at 11 and what comes after it.
+    assert_eq!([0, 1].map(|kind| machine.live[0].chain.gone(kind)), [0, 2]);
+    let counts: Vec<Counts> = machine.cache.counts().collect();
+    assert_eq!((counts[0].used, counts[0].kept), (5, 0));
+    assert_eq!((counts[1].used, counts[1].kept), (3, 2));
     machine.check();
+    // The same beginning, of which only the end is needed in layers with a window.
     machine.open(0, (0..18).collect());
     assert_eq!(machine.live[1].computed, 16);
+    assert_eq!(machine.live[1].chain.gone(1), 2);
+    machine.check();
+    // A shorter one, of which the end is still kept.
+    machine.open(0, (0..11).collect());
+    assert_eq!(machine.live[2].computed, 8);
     machine.check();
 }
 
 #[test]
+fn a_beginning_is_of_use_up_to_where_each_kind_has_what_the_next_row_looks_at() {
+    let kind = |window, blocks| Kind { window, blocks };
+    let mut machine = Machine::of(&[kind(None, 16), kind(Some(6), 4)]);
+    machine.open(0, (0..24).collect());
+    for _ in 0..6 {
+        machine.compute(0, 4, 0);
+    }
+    assert_eq!(machine.live[0].chain.gone(1), 4);
+    machine.close(0);
+    // Of six blocks, the last four are kept for the layers with the window: 2, 3, 4 and 5.
+    for (len, computed) in [(25, 24), (24, 23), (17, 16), (13, 0), (9, 0)] {
+        machine.open(0, (0..len).collect());
+        assert_eq!(machine.live[0].computed, computed, "{len} tokens");
+        machine.check();
+        machine.close(0);
+    }
+}
+
+#[test]
 fn keys_depend_on_tenant_secret_tokens_and_where_they_stand() {
-    let a = Cache::new(1, LEN, [1; 32]);
-    let b = Cache::new(1, LEN, [2; 32]);
+    let a = Cache::new(&[], LEN, [1; 32]);
+    let b = Cache::new(&[], LEN, [2; 32]);
     let mut seen = HashMap::new();
     for (i, key) in [
         a.root("x"),

@@ -1,0 +1,217 @@
+//! The sizes that a model is run with, and how much of its memory each kind of cache blocks has.
+
+use hotcell_graph::DType;
+use hotcell_kernels::backend::{Device, DeviceError};
+
+use super::{RunError, bytes_besides_cache};
+use crate::{model::config::ModelConfig, weights::ModelSource};
+
+/// Tokens of one cache block.
+const BLOCK_LEN: usize = 16;
+/// Rows one step computes at most: decoding sequences first, prompt chunks in the rest.
+const MAX_ROWS: usize = 128;
+/// Sequences that run at once.
+const MAX_SEQUENCES: usize = 64;
+/// Bytes that the cache takes unless one whole context needs more. Pages cost nothing until written.
+const CACHE_BUDGET: usize = 1 << 30;
+/// Bytes that the cache takes at most; a context that needs more is cut to what fits.
+const CACHE_CEILING: usize = 32 << 30;
+/// Whole contexts that the cache holds at most.
+const MAX_CONTEXTS: usize = 16;
+
+/// Kinds of layers of one model, by how far back they look, at most: without a window, and with one.
+pub const KINDS: usize = 2;
+
+/// Sizes that a model is run with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunShape {
+    /// Rows of one step at most.
+    pub max_rows: usize,
+    /// Sequences at once at most; also rows of logits of one step.
+    pub max_sequences: usize,
+    /// Positions of one sequence at most.
+    pub context: usize,
+    /// Tokens per cache block.
+    pub block_len: usize,
+    /// Cache blocks in all, of the first kind of layers.
+    pub blocks: usize,
+    /// Cache blocks in all for layers with a window, in a model that has others too.
+    pub window_blocks: usize,
+    /// How the cache stores numbers.
+    pub cache_dtype: DType,
+}
+
+/// Bytes that a model takes besides its weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Its cache, once all of it is written.
+    pub cache: u64,
+    /// Everything else.
+    pub work: u64,
+}
+
+/// Whether a cache can store the model's heads in this dtype.
+pub(super) fn check_cache(config: &ModelConfig, cache_dtype: DType) -> Result<(), DeviceError> {
+    let d = config.head_dim;
+    match cache_dtype.row_bytes(d) {
+        Some(_) => Ok(()),
+        None => Err(DeviceError::Unsupported {
+            backend: "cpu",
+            op: "cache_write",
+            why: format!(
+                "heads of {d} are no whole blocks of {cache_dtype}; choose another dtype of the KV cache"
+            ),
+        }),
+    }
+}
+
+/// What blocks take, and how many of them are of use.
+struct BlockSizes {
+    /// Bytes of a block, by kind of layers; 0 for a kind that the model has not.
+    bytes: [usize; KINDS],
+    /// Blocks of one whole context.
+    context: usize,
+    /// Blocks of the second kind that one sequence has at most.
+    window: usize,
+}
+
+impl BlockSizes {
+    fn new(config: &ModelConfig, cache_dtype: DType) -> Self {
+        // Where a head is no whole blocks, there is no cache ([`check_cache`]).
+        let head = cache_dtype.row_bytes(config.head_dim).unwrap_or(0);
+        let token = head.saturating_mul(2).saturating_mul(config.kv_heads);
+        let mut bytes = [0usize; KINDS];
+        for layer in 0..config.layers {
+            let bytes = &mut bytes[config.kind(layer)];
+            *bytes = bytes.saturating_add(token.saturating_mul(BLOCK_LEN).max(1));
+        }
+        let context = config.context.div_ceil(BLOCK_LEN).max(1);
+        // Those of the window, of a step's rows, of a beginning and an end, and a copy of one that was shared.
+        let window = config.sliding_window.unwrap_or(0).saturating_add(MAX_ROWS);
+        let window = (window.div_ceil(BLOCK_LEN).saturating_add(2)).min(context);
+        Self {
+            bytes,
+            context,
+            window,
+        }
+    }
+
+    /// Bytes of one whole context.
+    fn whole(&self) -> usize {
+        let window = self.window.saturating_mul(self.bytes[1]);
+        self.context
+            .saturating_mul(self.bytes[0])
+            .saturating_add(window)
+    }
+
+    /// How many blocks of each kind fit into so many bytes. Of an even split, blocks for windows give up to a half, so that
+    /// longer contexts fit; but one sequence comes first.
+    fn within(&self, bytes: usize) -> [usize; KINDS] {
+        let [whole, window] = self.bytes;
+        let most = self.context.saturating_mul(MAX_CONTEXTS);
+        let mut windows = 0;
+        if window > 0 {
+            let even = bytes / whole.saturating_add(window).max(1);
+            let spare = bytes.saturating_sub(self.context.saturating_mul(whole)) / window;
+            let all = self.window.saturating_mul(MAX_SEQUENCES);
+            windows = even.min(self.window.max((even / 2).min(spare).min(all)));
+        }
+        let left = bytes.saturating_sub(windows.saturating_mul(window));
+        [(left / whole.max(1)).min(most), windows.min(most)]
+    }
+
+    /// Positions of one sequence for which there is room.
+    fn context(&self, config: &ModelConfig, [whole, windows]: [usize; KINDS]) -> usize {
+        let blocks = match self.bytes[1] > 0 && windows < self.window {
+            true => whole.min(windows),
+            false => whole,
+        };
+        config.context.min(blocks.saturating_mul(BLOCK_LEN))
+    }
+}
+
+impl RunShape {
+    /// Sizes for a model with this cache dtype.
+    pub fn for_model(config: &ModelConfig, cache_dtype: DType) -> Self {
+        let sizes = BlockSizes::new(config, cache_dtype);
+        let least = sizes.bytes[0].saturating_add(sizes.bytes[1]);
+        let bytes = CACHE_BUDGET
+            .max(sizes.whole())
+            .min(CACHE_CEILING)
+            .max(least);
+        Self::with_blocks(config, cache_dtype, &sizes, sizes.within(bytes))
+    }
+
+    fn with_blocks(
+        config: &ModelConfig,
+        cache_dtype: DType,
+        sizes: &BlockSizes,
+        blocks: [usize; KINDS],
+    ) -> Self {
+        Self {
+            max_rows: MAX_ROWS,
+            max_sequences: MAX_SEQUENCES,
+            context: sizes.context(config, blocks),
+            block_len: BLOCK_LEN,
+            blocks: blocks[0],
+            window_blocks: blocks[1],
+            cache_dtype,
+        }
+    }
+
+    /// The same within so many bytes: what plans and rows take, as a dry run finds it, and the rest for the cache. A
+    /// context for which there is too little is cut.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] when nothing is left for the cache, and what [`Runner::new`](super::Runner::new) says.
+    pub fn within(
+        device: &dyn Device,
+        source: &ModelSource,
+        cache_dtype: DType,
+        bytes: u64,
+    ) -> Result<Self, RunError> {
+        let config = &source.config;
+        check_cache(config, cache_dtype)?;
+        let whole = Self::for_model(config, cache_dtype);
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let besides = bytes_besides_cache(device, source, &whole)?;
+        let sizes = BlockSizes::new(config, cache_dtype);
+        let blocks = sizes.within(bytes.saturating_sub(besides));
+        let shape = Self::with_blocks(config, cache_dtype, &sizes, blocks);
+        if shape.context == 0 {
+            let [one, other] = sizes.bytes;
+            return Err(DeviceError::OutOfMemory {
+                what: "a model within its budget, with one block of cache,".to_owned(),
+                bytes: besides.saturating_add(one).saturating_add(other),
+            }
+            .into());
+        }
+        Ok(shape)
+    }
+
+    /// Memory that a model of this shape takes, by a dry run.
+    ///
+    /// # Errors
+    /// What [`Runner::new`](super::Runner::new) says of its graphs.
+    pub fn sizes(&self, device: &dyn Device, source: &ModelSource) -> Result<Sizes, RunError> {
+        let of = BlockSizes::new(&source.config, self.cache_dtype).bytes;
+        let bytes = |kind| self.blocks_of(kind).saturating_mul(of[kind]);
+        Ok(Sizes {
+            cache: bytes(0).saturating_add(bytes(1)) as u64,
+            work: bytes_besides_cache(device, source, self)? as u64,
+        })
+    }
+
+    /// Cache blocks in all of a kind of layers.
+    pub fn blocks_of(&self, kind: usize) -> usize {
+        match kind {
+            0 => self.blocks,
+            _ => self.window_blocks,
+        }
+    }
+
+    /// Blocks of one sequence at most.
+    pub fn blocks_per_sequence(&self) -> usize {
+        self.context.div_ceil(self.block_len)
+    }
+}
