@@ -100,7 +100,7 @@ fn seeds_are_accepted_and_committed_ones_are_these() {
             let committed = fs::read(&path).unwrap();
             assert!(
                 committed == *seed,
-                "{} is another; run `fuzz --corpus`",
+                "{} is another; run `fuzz --corpus tests/fuzz/corpus`",
                 path.display()
             );
         }
