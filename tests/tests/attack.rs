@@ -54,7 +54,7 @@ async fn others_are_served_and_nothing_grows() {
         let name = attack.name();
         let attacker = Attacker::start(attack, address, seed).unwrap();
         // Idle ones are nothing before they have all places.
-        let enough = if attack == Attack::Idle { 3000 } else { 100 };
+        let enough = if attack == Attack::Idle { 1500 } else { 100 };
         let start = Instant::now();
         let mut rounds = 0;
         while rounds < 3 || attacker.blows() < enough {
@@ -63,7 +63,7 @@ async fn others_are_served_and_nothing_grows() {
             let new = timeout(SOON, Client::connect(&remote)).await.unwrap();
             assert_eq!(tokens(&new.unwrap()).await, right, "{name}");
             assert!(
-                start.elapsed() < 2 * SOON,
+                start.elapsed() < 10 * SOON,
                 "{name}: {} blows",
                 attacker.blows()
             );
