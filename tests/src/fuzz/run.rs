@@ -141,9 +141,15 @@ fn same(graph: &Graph, exact: bool, a: &Ended, b: &Ended) -> bool {
                 })
         }
         (Ended::Failed(_), Ended::Failed(_)) => true,
-        (Ended::Refused(a), Ended::Refused(b)) => a == b,
+        // Each thread has room of its own in the arena, so the sizes that are told differ.
+        (Ended::Refused(a), Ended::Refused(b)) => words(a).eq(words(b)),
         _ => false,
     }
+}
+
+/// What is said, without its numbers.
+fn words(text: &str) -> impl Iterator<Item = char> {
+    text.chars().filter(|c| !c.is_ascii_digit())
 }
 
 fn brief(ended: &Ended) -> String {
