@@ -26,7 +26,7 @@ pub use caller::Caller;
 pub use guard::{Guard, Guarded};
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need};
-pub use seat::{Begun, Came, From, Mark, Room, Seat, Seats};
+pub use seat::{Begun, Came, Mark, Origin, Room, Seat, Seats};
 pub use tls::{Tls, TlsFiles};
 pub use tokens::Tokens;
 

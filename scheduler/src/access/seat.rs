@@ -21,9 +21,9 @@ use tonic::transport::server::{TcpConnectInfo, UdsConnectInfo};
 
 /// Where a connection comes from, as far as it tells: nobody has as many addresses as connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct From(Option<IpAddr>);
+pub struct Origin(Option<IpAddr>);
 
-impl From {
+impl Origin {
     /// This address. One subscriber has a whole IPv6 network of 64 bits.
     pub fn address(address: IpAddr) -> Self {
         Self(Some(match address {
@@ -40,13 +40,13 @@ impl From {
 #[derive(Debug, Default)]
 struct Silent {
     /// The oldest first.
-    all: BTreeMap<u64, (From, CancellationToken)>,
+    all: BTreeMap<u64, (Origin, CancellationToken)>,
     /// How many come from where.
-    count: HashMap<From, usize>,
+    count: HashMap<Origin, usize>,
 }
 
 impl Silent {
-    fn add(&mut self, number: u64, from: From, leave: CancellationToken) {
+    fn add(&mut self, number: u64, from: Origin, leave: CancellationToken) {
         self.all.insert(number, (from, leave));
         *self.count.entry(from).or_default() += 1;
     }
@@ -73,7 +73,7 @@ impl Silent {
 #[derive(Debug, Default)]
 struct Calls {
     all: usize,
-    count: HashMap<From, usize>,
+    count: HashMap<Origin, usize>,
 }
 
 /// What a door has room for.
@@ -119,7 +119,7 @@ impl Seats {
 
     /// A place for a newcomer. If all are taken, one leaves that made no call yet: of those where most of them come from
     /// the oldest. If there is none, a place is free once somebody goes. `None` never happens: nobody closes the semaphore.
-    pub async fn take(self: &Arc<Self>, from: From) -> Option<Seat> {
+    pub async fn take(self: &Arc<Self>, from: Origin) -> Option<Seat> {
         let place = match Arc::clone(&self.places).try_acquire_owned() {
             Ok(place) => place,
             Err(_) => {
@@ -186,7 +186,7 @@ impl Drop for Seat {
 #[derive(Clone, Debug)]
 pub struct Mark {
     number: u64,
-    from: From,
+    from: Origin,
     seats: Arc<Seats>,
 }
 
@@ -289,8 +289,8 @@ mod tests {
         assert!(calls.all == 0 && calls.count.is_empty());
     }
 
-    fn from(last: u8) -> From {
-        From::address([127, 0, 0, last].into())
+    fn from(last: u8) -> Origin {
+        Origin::address([127, 0, 0, last].into())
     }
 
     #[tokio::test]
@@ -331,7 +331,7 @@ mod tests {
         many.left().await;
         let mut context = Context::from_waker(std::task::Waker::noop());
         assert!(!old.must_leave(&mut context));
-        let v6 = |text: &str| From::address(text.parse().unwrap());
+        let v6 = |text: &str| Origin::address(text.parse().unwrap());
         assert_eq!(v6("2001:db8::1"), v6("2001:db8::ffff:1"));
         assert_ne!(v6("2001:db8::1"), v6("2001:db8:0:1::1"));
     }

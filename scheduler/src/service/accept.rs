@@ -19,7 +19,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use crate::access::{Came, From, Room, Seat, Seats, Tls};
+use crate::access::{Came, Origin, Room, Seat, Seats, Tls};
 
 /// Pause after a connection could not be accepted, mostly for want of descriptors. tonic would end the server.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -35,7 +35,7 @@ pub(super) trait Listen: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Connected + Send + Unpin + 'static;
 
     /// Where it comes from.
-    fn from(raw: &Self::Raw) -> From;
+    fn from(raw: &Self::Raw) -> Origin;
 
     /// The next one.
     fn next(&self) -> impl Future<Output = io::Result<Self::Raw>> + Send;
@@ -51,8 +51,8 @@ impl Listen for UnixListener {
     type Raw = UnixStream;
     type Stream = UnixStream;
 
-    fn from(_: &UnixStream) -> From {
-        From::default()
+    fn from(_: &UnixStream) -> Origin {
+        Origin::default()
     }
 
     async fn next(&self) -> io::Result<UnixStream> {
@@ -71,10 +71,10 @@ impl Listen for TcpListener {
     type Raw = TcpStream;
     type Stream = TcpStream;
 
-    fn from(raw: &TcpStream) -> From {
+    fn from(raw: &TcpStream) -> Origin {
         // One that is gone already comes from nowhere.
         raw.peer_addr()
-            .map_or_else(|_| From::default(), |peer| From::address(peer.ip()))
+            .map_or_else(|_| Origin::default(), |peer| Origin::address(peer.ip()))
     }
 
     async fn next(&self) -> io::Result<TcpStream> {
@@ -99,7 +99,7 @@ impl Listen for TlsListener {
     type Raw = TcpStream;
     type Stream = TlsClient;
 
-    fn from(raw: &TcpStream) -> From {
+    fn from(raw: &TcpStream) -> Origin {
         <TcpListener as Listen>::from(raw)
     }
 
@@ -312,8 +312,8 @@ mod tests {
         type Raw = UnixStream;
         type Stream = UnixStream;
 
-        fn from(_: &UnixStream) -> From {
-            From::default()
+        fn from(_: &UnixStream) -> Origin {
+            Origin::default()
         }
 
         async fn next(&self) -> io::Result<UnixStream> {
