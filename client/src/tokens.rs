@@ -51,7 +51,10 @@ impl From<Prompt> for v1::Prompt {
         let kind = match prompt {
             Prompt::Text(text) => Kind::Text(text),
             Prompt::Ids(ids) => Kind::Ids(v1::TokenIds { ids }),
-            Prompt::Chat(messages) => Kind::Chat(v1::Chat { messages }),
+            Prompt::Chat(messages) => Kind::Chat(v1::Chat {
+                messages,
+                ..v1::Chat::default()
+            }),
         };
         Self { kind: Some(kind) }
     }

@@ -11,6 +11,12 @@ pub const MAX_PROMPT_BYTES: usize = 4 << 20;
 pub const MAX_PROMPT_TOKENS: usize = 1 << 20;
 /// Messages of one chat.
 pub const MAX_CHAT_MESSAGES: usize = 4096;
+/// Tools of one chat or grammar.
+pub const MAX_TOOLS: usize = 128;
+/// Characters of a tool's name.
+pub const MAX_TOOL_NAME: usize = 64;
+/// Calls of tools in one message of a chat.
+pub const MAX_TOOL_CALLS: usize = 128;
 /// Stop strings of one request.
 pub const MAX_STOP_STRINGS: usize = 16;
 /// Bytes of one stop string.

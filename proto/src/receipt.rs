@@ -98,14 +98,21 @@ pub fn request_hash(prompt_ids: &[u32], seed: u64, request: &GenerateRequest) ->
     }
     // Nothing without a grammar: such requests hash as they did before there were any.
     let grammar = request.grammar.as_ref().and_then(|g| g.kind.as_ref());
-    if let Some((kind, text)) = grammar.map(|kind| match kind {
-        Kind::JsonSchema(text) => (1, text.as_str()),
-        Kind::Regex(text) => (2, text.as_str()),
-        Kind::Lark(text) => (3, text.as_str()),
-        Kind::JsonObject(yes) => (4, if *yes { "true" } else { "" }),
+    if let Some((kind, texts)) = grammar.map(|kind| match kind {
+        Kind::JsonSchema(text) => (1, vec![text.as_str()]),
+        Kind::Regex(text) => (2, vec![text.as_str()]),
+        Kind::Lark(text) => (3, vec![text.as_str()]),
+        Kind::JsonObject(yes) => (4, vec![if *yes { "true" } else { "" }]),
+        Kind::ToolCalls(calls) => {
+            let tools = calls.tools.iter();
+            let texts = tools.flat_map(|tool| [tool.name.as_str(), tool.parameters.as_str()]);
+            (5, texts.collect())
+        }
     }) {
         to.number(kind);
-        to.bytes(text.as_bytes());
+        for text in texts {
+            to.bytes(text.as_bytes());
+        }
     }
     to.0.finalize().into()
 }
@@ -180,10 +187,19 @@ pub fn hex(hash: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::v1::{Grammar, LogitBias};
+    use crate::v1::{Grammar, LogitBias, Tool, ToolCalls};
 
     fn grammar(kind: Kind) -> Option<Grammar> {
         Some(Grammar { kind: Some(kind) })
+    }
+
+    fn calls(name: &str, parameters: &str) -> Kind {
+        let tool = Tool {
+            name: name.into(),
+            parameters: parameters.into(),
+            ..Tool::default()
+        };
+        Kind::ToolCalls(ToolCalls { tools: vec![tool] })
     }
 
     fn request() -> GenerateRequest {
@@ -231,6 +247,9 @@ mod tests {
             Kind::JsonSchema("a".into()),
             Kind::JsonSchema("b".into()),
             Kind::JsonObject(true),
+            calls("a", "{}"),
+            calls("b", "{}"),
+            calls("a", "{ }"),
         ];
         let hashes = kinds.map(|kind| of(&|r| r.grammar = grammar(kind.clone())));
         for (i, hash) in hashes.iter().enumerate() {

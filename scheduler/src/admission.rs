@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::{EmbedRequest, GenerateRequest, Prompt, grammar::Kind as Follow, prompt::Kind},
+    v1::{
+        Chat, EmbedRequest, GenerateRequest, Prompt, Tool, ToolCall, grammar::Kind as Follow,
+        prompt::Kind,
+    },
 };
 
 use crate::access::{Held, Want};
@@ -43,14 +46,53 @@ pub fn check_prompt(prompt: Option<&Prompt>) -> Result<(), Error> {
                 chat.messages.len(),
                 limits::MAX_CHAT_MESSAGES,
             )?;
-            let bytes = chat
-                .messages
-                .iter()
-                .map(|m| m.role.len() + m.content.len())
-                .sum();
-            at_most("bytes of chat", bytes, limits::MAX_PROMPT_BYTES)
+            for message in &chat.messages {
+                let calls = message.tool_calls.len();
+                at_most(
+                    "tool calls in a chat message",
+                    calls,
+                    limits::MAX_TOOL_CALLS,
+                )?;
+            }
+            check_tools(&chat.tools)?;
+            at_most("bytes of chat", chat_bytes(chat), limits::MAX_PROMPT_BYTES)
         }
     }
+}
+
+/// Bytes of all that a chat says.
+fn chat_bytes(chat: &Chat) -> usize {
+    let calls = |call: &ToolCall| call.id.len() + call.name.len() + call.arguments.len();
+    let messages = chat.messages.iter().map(|m| {
+        let own = m.role.len() + m.content.len() + m.reasoning.len();
+        let about = m.tool_call_id.len() + m.name.len();
+        own + about + m.tool_calls.iter().map(calls).sum::<usize>()
+    });
+    let tools = chat.tools.iter().map(tool_bytes);
+    messages.sum::<usize>() + tools.sum::<usize>() + chat.template_arguments.len()
+}
+
+fn tool_bytes(tool: &Tool) -> usize {
+    tool.name.len() + tool.description.len() + tool.parameters.len()
+}
+
+/// Checks tools' number and their names, by which a model's calls are told apart.
+fn check_tools(tools: &[Tool]) -> Result<(), Error> {
+    at_most("tools", tools.len(), limits::MAX_TOOLS)?;
+    for tool in tools {
+        let name = tool.name.as_str();
+        at_most(
+            "characters of a tool's name",
+            name.len(),
+            limits::MAX_TOOL_NAME,
+        )?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if name.is_empty() || !name.chars().all(plain) {
+            let what = format!("the tool's name {name:?} is not of letters, digits, '-' and '_'");
+            return Err(Error::new(Reason::InvalidArgument, what));
+        }
+    }
+    Ok(())
 }
 
 /// Checks the size of a tenant's name.
@@ -84,6 +126,10 @@ pub fn check_request(request: &GenerateRequest) -> Result<(), Error> {
     if let Some(grammar) = &request.grammar {
         let text = match &grammar.kind {
             Some(Follow::JsonSchema(text) | Follow::Regex(text) | Follow::Lark(text)) => text.len(),
+            Some(Follow::ToolCalls(calls)) => {
+                check_tools(&calls.tools)?;
+                calls.tools.iter().map(tool_bytes).sum()
+            }
             Some(Follow::JsonObject(_)) | None => 0,
         };
         at_most("bytes of grammar", text, limits::MAX_GRAMMAR_BYTES)?;
@@ -242,10 +288,7 @@ fn prompt_tokens(prompt: Option<&Prompt>) -> u64 {
         None => 0,
         Some(Kind::Text(text)) => of_text(text.len()),
         Some(Kind::Ids(ids)) => ids.ids.len() as u64,
-        Some(Kind::Chat(chat)) => {
-            let messages = chat.messages.iter();
-            of_text(messages.map(|m| m.role.len() + m.content.len()).sum())
-        }
+        Some(Kind::Chat(chat)) => of_text(chat_bytes(chat)),
     }
 }
 
@@ -277,7 +320,7 @@ pub fn wanted_for<'a>(prompts: impl IntoIterator<Item = Option<&'a Prompt>>) -> 
 
 #[cfg(test)]
 mod tests {
-    use hotcell_proto::v1::{Chat, ChatMessage, Sampling, TokenIds};
+    use hotcell_proto::v1::{ChatMessage, Sampling, TokenIds};
 
     use super::*;
 
@@ -296,15 +339,20 @@ mod tests {
         let long = ChatMessage {
             role: "user".into(),
             content: "x".repeat(limits::MAX_PROMPT_BYTES),
+            ..ChatMessage::default()
         };
         for bad in [
             request(Kind::Text("x".repeat(limits::MAX_PROMPT_BYTES + 1))),
             request(Kind::Ids(TokenIds {
                 ids: vec![0; limits::MAX_PROMPT_TOKENS + 1],
             })),
-            request(Kind::Chat(Chat { messages: many })),
+            request(Kind::Chat(Chat {
+                messages: many,
+                ..Chat::default()
+            })),
             request(Kind::Chat(Chat {
                 messages: vec![long],
+                ..Chat::default()
             })),
             GenerateRequest {
                 stop: vec!["x".repeat(limits::MAX_STOP_BYTES + 1)],

@@ -58,6 +58,7 @@ fn is_test(path: &str) -> bool {
 fn packages_import_only_whom_they_may() {
     let allowed: BTreeMap<&str, &[&str]> = BTreeMap::from([
         ("hotcell-proto", &[][..]),
+        ("hotcell-gateways", &[]),
         ("hotcell-graph", &["hotcell-proto"]),
         ("hotcell-ipc", &["hotcell-proto"]),
         ("hotcell-kernels", &["hotcell-graph"]),
@@ -70,7 +71,10 @@ fn packages_import_only_whom_they_may() {
                 "hotcell-proto",
             ],
         ),
-        ("hotcell-scheduler", &["hotcell-ipc", "hotcell-proto"]),
+        (
+            "hotcell-scheduler",
+            &["hotcell-gateways", "hotcell-ipc", "hotcell-proto"],
+        ),
         (
             "hotcell-client",
             &["hotcell-graph", "hotcell-ipc", "hotcell-proto"],

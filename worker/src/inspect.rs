@@ -347,9 +347,11 @@ fn template(found: &mut Found, source: &ModelSource, text: &ModelText) {
             let message = v1::ChatMessage {
                 role: "user".to_owned(),
                 content: "Hello".to_owned(),
+                ..v1::ChatMessage::default()
             };
             let chat = v1::Chat {
                 messages: vec![message],
+                ..v1::Chat::default()
             };
             let prompt = v1::Prompt {
                 kind: Some(v1::prompt::Kind::Chat(chat)),

@@ -221,6 +221,7 @@ fn chat_file(file: &str, ui: &mut Ui) -> Result<Vec<v1::ChatMessage>, Failure> {
     let messages = messages.into_iter().map(|m| v1::ChatMessage {
         role: m.role,
         content: m.content,
+        ..v1::ChatMessage::default()
     });
     Ok(messages.collect())
 }

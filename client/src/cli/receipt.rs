@@ -63,6 +63,15 @@ enum Shape {
     Regex(String),
     Lark(String),
     JsonObject(bool),
+    ToolCalls(Vec<ToolView>),
+}
+
+/// A tool that could be called.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct ToolView {
+    name: String,
+    description: String,
+    parameters: String,
 }
 
 impl From<&Grammar> for Shape {
@@ -72,6 +81,14 @@ impl From<&Grammar> for Shape {
             Grammar::Regex(text) => Self::Regex(text.clone()),
             Grammar::Lark(text) => Self::Lark(text.clone()),
             Grammar::JsonObject(any) => Self::JsonObject(*any),
+            Grammar::ToolCalls(calls) => {
+                let view = |tool: &v1::Tool| ToolView {
+                    name: tool.name.clone(),
+                    description: tool.description.clone(),
+                    parameters: tool.parameters.clone(),
+                };
+                Self::ToolCalls(calls.tools.iter().map(view).collect())
+            }
         }
     }
 }
@@ -83,6 +100,15 @@ impl From<&Shape> for Grammar {
             Shape::Regex(text) => Self::Regex(text.clone()),
             Shape::Lark(text) => Self::Lark(text.clone()),
             Shape::JsonObject(any) => Self::JsonObject(*any),
+            Shape::ToolCalls(tools) => {
+                let tool = |view: &ToolView| v1::Tool {
+                    name: view.name.clone(),
+                    description: view.description.clone(),
+                    parameters: view.parameters.clone(),
+                };
+                let tools = tools.iter().map(tool).collect();
+                Self::ToolCalls(v1::ToolCalls { tools })
+            }
         }
     }
 }

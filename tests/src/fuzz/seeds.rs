@@ -197,9 +197,11 @@ fn chat() -> v1::Prompt {
     let message = v1::ChatMessage {
         role: "user".to_owned(),
         content: "Hello".to_owned(),
+        ..v1::ChatMessage::default()
     };
     let chat = v1::Chat {
         messages: vec![message],
+        ..v1::Chat::default()
     };
     v1::Prompt {
         kind: Some(v1::prompt::Kind::Chat(chat)),

@@ -133,6 +133,7 @@ fn read(wire: &v1::Grammar) -> Result<TopLevelGrammar, Error> {
         Some(Kind::Lark(text)) => {
             bounded(text).map(|()| TopLevelGrammar::from_lark(text.to_owned()))
         }
+        Some(Kind::ToolCalls(_)) => Err(invalid("calls of tools are not yet read as a grammar")),
         Some(Kind::JsonObject(false)) | None => Err(invalid("the grammar is empty; leave it out")),
     }
 }
