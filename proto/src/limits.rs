@@ -5,6 +5,18 @@
 
 /// One gRPC message, bytes. Bulk data goes in chunks below this.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+/// Body of one HTTP request, bytes.
+pub const MAX_HTTP_BODY_BYTES: usize = 16 << 20;
+/// Line and headers of one HTTP request, bytes.
+pub const MAX_HTTP_HEAD_BYTES: usize = 64 << 10;
+/// Header lines of one HTTP request.
+pub const MAX_HTTP_HEADERS: usize = 100;
+/// Seconds that a client may take to send the head of an HTTP request.
+pub const MAX_HTTP_HEAD_SECONDS: u64 = 10;
+/// Seconds that a client may take to send the next piece of an HTTP request's body.
+pub const MAX_HTTP_BODY_SECONDS: u64 = 30;
+/// Continuations of one prompt that one HTTP request may ask for.
+pub const MAX_CHOICES: u32 = 64;
 /// One prompt: text, or a rendered chat, bytes.
 pub const MAX_PROMPT_BYTES: usize = 4 << 20;
 /// Token ids in one prompt or one detokenise call.

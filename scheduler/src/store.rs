@@ -28,6 +28,7 @@ pub fn name_of(kind: DoorKind) -> &'static str {
         DoorKind::Unix => "hotcell-unix",
         DoorKind::Handout => "hotcell-handout",
         DoorKind::Tcp => "hotcell-tcp",
+        DoorKind::Http => "hotcell-http",
         DoorKind::Unspecified => "hotcell-door",
     }
 }
