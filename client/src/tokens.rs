@@ -106,6 +106,8 @@ pub struct GenerateOptions {
     pub no_speculation: bool,
     /// What the text has to be. It ends where that ends, so not together with `ignore_eos`.
     pub grammar: Option<Grammar>,
+    /// Tell in the deltas' parts what the text is: answer, thoughts, calls of tools.
+    pub parse_output: bool,
     /// The whole stream must be complete after this long. Sent along, and kept here as well.
     pub deadline: Option<Duration>,
 }
@@ -131,6 +133,7 @@ impl GenerateOptions {
             priority: self.priority,
             no_speculation: self.no_speculation,
             grammar: self.grammar.map(|kind| v1::Grammar { kind: Some(kind) }),
+            parse_output: self.parse_output,
         }
     }
 }

@@ -23,10 +23,10 @@ use hotcell_proto::error::Error;
 use tokio_util::task::AbortOnDropHandle;
 
 pub use caller::Caller;
-pub use guard::{Guard, Guarded};
+pub use guard::{Guard, Guarded, bearer};
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need};
-pub use seat::{Begun, Came, Mark, Origin, Room, Seat, Seats};
+pub use seat::{Begun, Came, Mark, Origin, Room, Seat, Seats, came_by};
 pub use tls::{Tls, TlsFiles};
 pub use tokens::Tokens;
 
@@ -125,6 +125,26 @@ impl Access {
     fn tokens(&self) -> Option<Arc<Tokens>> {
         let tokens = self.tokens.read();
         tokens.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Who makes a call over TCP. The token is asked for only if somebody may have one.
+    ///
+    /// # Errors
+    /// [`Reason::Unauthenticated`](hotcell_proto::error::Reason::Unauthenticated).
+    pub fn over_tcp<'a>(
+        &self,
+        token: impl FnOnce() -> Result<Option<&'a str>, Error>,
+    ) -> Result<Caller, Error> {
+        match self.tokens() {
+            Some(tokens) => tokens.find(token()?, std::time::SystemTime::now()),
+            // Either only this host can be the caller's, or its certificate is one that was asked for.
+            None => Ok(Caller::trusted("a client over TCP", Roles::TOKENLESS, true)),
+        }
+    }
+
+    /// Whether callers over TCP show tokens.
+    pub fn asks_for_tokens(&self) -> bool {
+        self.tokens().is_some()
     }
 
     /// Roles of a user that connects to the Unix socket; none if it has none here.

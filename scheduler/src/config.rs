@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
 pub use values::{AllowedUsers, BundledFiles, DeviceChoice, Every, KvCache, NamedPaths, Span};
@@ -22,6 +22,7 @@ pub use values::{AllowedUsers, BundledFiles, DeviceChoice, Every, KvCache, Named
 use crate::{
     access::{self, AccessConfig, TlsFiles},
     exit::{Exit, Failure},
+    gateway::Protocol,
     hang::Patience,
     known::{self, Pace},
     policy::ModelPolicy,
@@ -58,6 +59,12 @@ settings! {
     /// TCP address to listen on as well, for example 127.0.0.1:4100; beyond this host only with TLS, and tokens or clients' certificates
     #[arg(value_name = "ADDRESS")]
     listen: SocketAddr = "HOTCELL_LISTEN";
+    /// TCP address to listen on for HTTP: the protocols of OpenAI, Ollama, Anthropic and others, health and metrics; without an address 127.0.0.1:8080 [default: none]
+    #[arg(value_name = "ADDRESS", num_args = 0..=1, default_missing_value = "127.0.0.1:8080")]
+    http: SocketAddr = "HOTCELL_HTTP";
+    /// Protocols of others to speak, over HTTP and beside Hotcell's own over gRPC [default: all]
+    #[arg(value_enum, value_name = "PROTOCOL", value_delimiter = ',')]
+    protocols: Vec<Protocol> = "HOTCELL_PROTOCOLS";
     /// File of the bearer tokens that clients over TCP have to show, and of tenants' limits; see `hotcell token new` [default: none are asked for]
     #[arg(value_name = "PATH")]
     tokens: PathBuf = "HOTCELL_TOKENS";
@@ -257,6 +264,10 @@ pub struct Config {
     pub socket: Option<PathBuf>,
     /// TCP address to listen on.
     pub listen: Option<SocketAddr>,
+    /// TCP address to listen on for HTTP.
+    pub http: Option<SocketAddr>,
+    /// Protocols of others that are spoken.
+    pub protocols: Vec<Protocol>,
     /// Who may come in.
     pub access: AccessConfig,
     /// The one inherited connection to serve instead.
@@ -394,19 +405,23 @@ fn tls_files(
 }
 
 /// Beyond this host nobody is let in who did not show who they are, and nothing goes in clear text.
-fn check_reach(listen: Option<SocketAddr>, access: &AccessConfig) -> Result<(), Failure> {
+fn check_reach(
+    flag: &str,
+    listen: Option<SocketAddr>,
+    access: &AccessConfig,
+) -> Result<(), Failure> {
     let Some(address) = listen.filter(|address| !address.ip().is_loopback()) else {
         return Ok(());
     };
     let Some(tls) = &access.tls else {
         return Err(usage(format!(
-            "--listen {address} would let other hosts in without TLS; give --tls-cert FILE --tls-key FILE, or listen on 127.0.0.1:{}",
+            "{flag} {address} would let other hosts in without TLS; give --tls-cert FILE --tls-key FILE, or listen on 127.0.0.1:{}",
             address.port()
         )));
     };
     if access.tokens.is_none() && tls.client_ca.is_none() {
         return Err(usage(format!(
-            "--listen {address} would let everybody in; give --tokens FILE (see `hotcell token new`) or --tls-client-ca FILE"
+            "{flag} {address} would let everybody in; give --tokens FILE (see `hotcell token new`) or --tls-client-ca FILE"
         )));
     }
     Ok(())
@@ -490,7 +505,9 @@ impl Config {
                 users: s.allow_uid.unwrap_or_default().0,
             },
         };
-        check_reach(listen, &access)?;
+        let http = s.http.filter(|_| !private);
+        check_reach("--listen", listen, &access)?;
+        check_reach("--http", http, &access)?;
         let log = s.log.unwrap_or_else(|| "info".to_owned());
         Ok(Config {
             socket: (!private).then(|| {
@@ -498,6 +515,10 @@ impl Config {
                     .unwrap_or_else(|| default_socket(around.runtime_dir.as_deref(), around.uid))
             }),
             listen,
+            http,
+            protocols: s
+                .protocols
+                .unwrap_or_else(|| Protocol::value_variants().to_vec()),
             access,
             private_fd: cli.private_fd,
             devices: s.devices.unwrap_or_default(),

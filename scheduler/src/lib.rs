@@ -14,6 +14,7 @@ pub mod discover;
 pub mod events;
 pub mod exit;
 pub mod fleet;
+pub mod gateway;
 pub mod hang;
 pub mod inherit;
 pub mod journal;

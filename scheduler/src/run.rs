@@ -201,12 +201,11 @@ pub async fn run(
     tracing::info!("serving on {}", doors.describe());
     let _sockets = doors.guards();
     let stop = CancellationToken::new();
-    let mut serving = AbortOnDropHandle::new(tokio::spawn(service::serve(
-        doors,
-        routes,
-        shared.clone(),
-        stop.clone(),
-    )));
+    let mut serving = AbortOnDropHandle::new(tokio::spawn({
+        let (shared, stop) = (shared.clone(), stop.clone());
+        let protocols = config.protocols.clone();
+        async move { service::serve(doors, (routes, &protocols), shared, stop).await }
+    }));
 
     if let Some(asker) = asker {
         tokio::spawn(asker.tell(Arc::clone(&fleet)));

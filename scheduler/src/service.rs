@@ -4,6 +4,7 @@ mod accept;
 mod control;
 mod doors;
 mod handout;
+mod http;
 mod opening;
 mod tensors;
 mod tokens;

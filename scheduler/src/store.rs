@@ -33,7 +33,12 @@ pub fn name_of(kind: DoorKind) -> &'static str {
     }
 }
 
-const DOORS: [DoorKind; 3] = [DoorKind::Unix, DoorKind::Handout, DoorKind::Tcp];
+const DOORS: [DoorKind; 4] = [
+    DoorKind::Unix,
+    DoorKind::Handout,
+    DoorKind::Tcp,
+    DoorKind::Http,
+];
 
 /// Keeps the store as things are, for as long as this is polled.
 pub async fn keep(manager: &Manager, shared: &Shared) {

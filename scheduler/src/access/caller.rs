@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::roles::Roles;
+use hotcell_proto::error::{Error, Reason};
+
+use super::roles::{Need, Roles};
 
 /// Who makes a call: goes with its request as an extension.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +59,25 @@ impl Caller {
     /// The tenant that a request is for: the caller's own, or the one it says.
     pub fn tenant<'a>(&'a self, said: &'a str) -> &'a str {
         self.tenant.as_deref().unwrap_or(said)
+    }
+
+    /// Refuses a call that needs a role which the caller lacks.
+    ///
+    /// # Errors
+    /// [`Reason::PermissionDenied`], naming the role.
+    pub fn check(&self, need: Need, call: &str) -> Result<(), Error> {
+        match need {
+            Need::Role(role) if !self.roles.has(role) => {
+                let what = format!(
+                    "{} has the role {}, and {call} needs the role {}",
+                    self.name,
+                    self.roles,
+                    role.name()
+                );
+                Err(Error::new(Reason::PermissionDenied, what).with("role", role.name()))
+            }
+            Need::Role(_) | Need::Nobody => Ok(()),
+        }
     }
 
     /// Whether what belongs to this tenant is the caller's to see.

@@ -8,13 +8,13 @@ use std::{
 };
 
 use hotcell_proto::error::{Error, Reason};
-use http::{Request, Response, header::AUTHORIZATION};
+use http::{HeaderMap, Request, Response, header::AUTHORIZATION};
 use tokio_util::either::Either;
 use tonic::{Status, body::Body, transport::server::UdsConnectInfo};
 use tower::{Layer, Service};
 
 use super::{
-    Access, Caller, Entrance, Need, Role, Roles,
+    Access, Caller, Entrance, Need, Role,
     roles::need,
     seat::{self, Begun, Mark},
 };
@@ -60,17 +60,13 @@ impl Guard {
                     }
                 })
             }
-            Entrance::Tcp => match self.access.tokens() {
-                Some(tokens) => tokens.find(bearer(request)?, std::time::SystemTime::now()),
-                // Either only this host can be the caller's, or its certificate is one that was asked for.
-                None => Ok(Caller::trusted("a client over TCP", Roles::TOKENLESS, true)),
-            },
+            Entrance::Tcp => self.access.over_tcp(|| bearer(request.headers())),
         }
     }
 
     /// Whether it is let in, and the place that it then has until it is answered.
     fn check<B>(&self, request: &mut Request<B>) -> Result<Option<Begun>, Error> {
-        let mark = seat::unwrap(request.extensions_mut());
+        let mark = seat::came_by(request.extensions_mut());
         let begun = mark.as_ref().map(Mark::begin).transpose()?;
         let path = request.uri().path();
         let need = need(path);
@@ -79,18 +75,7 @@ impl Guard {
             return Ok(begun);
         }
         let caller = self.caller(request)?;
-        if let Need::Role(role) = need
-            && !caller.roles.has(role)
-        {
-            let what = format!(
-                "{} has the role {}, and {} needs the role {}",
-                caller.name,
-                caller.roles,
-                path.rsplit('/').next().unwrap_or(path),
-                role.name()
-            );
-            return Err(Error::new(Reason::PermissionDenied, what).with("role", role.name()));
-        }
+        caller.check(need, path.rsplit('/').next().unwrap_or(path))?;
         if let Some(mark) = mark {
             mark.keeps();
         }
@@ -102,8 +87,11 @@ impl Guard {
 }
 
 /// The bearer token of a call, if it has one.
-fn bearer<B>(request: &Request<B>) -> Result<Option<&str>, Error> {
-    let mut values = request.headers().get_all(AUTHORIZATION).iter();
+///
+/// # Errors
+/// [`Reason::Unauthenticated`] for another kind of authorization.
+pub fn bearer(headers: &HeaderMap) -> Result<Option<&str>, Error> {
+    let mut values = headers.get_all(AUTHORIZATION).iter();
     let Some(value) = values.next() else {
         return Ok(None);
     };

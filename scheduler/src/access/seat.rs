@@ -249,7 +249,7 @@ pub struct Came<I> {
 }
 
 /// The mark of the connection that a call came by. What is known about the connection is then found under its own type.
-pub(super) fn unwrap(extensions: &mut Extensions) -> Option<Mark> {
+pub fn came_by(extensions: &mut Extensions) -> Option<Mark> {
     fn of<I: Clone + Send + Sync + 'static>(extensions: &mut Extensions) -> Option<Mark> {
         let Came { info, mark } = extensions.remove::<Came<I>>()?;
         extensions.insert(info);

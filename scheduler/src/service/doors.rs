@@ -18,18 +18,19 @@ use hotcell_ipc::{
 };
 use hotcell_proto::{limits, v1::DoorKind};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
+use tokio_util::{either::Either, sync::CancellationToken};
 use tonic::{service::Routes, transport::Server};
 
 use super::{
     Shared,
     accept::{Listen, TlsListener, accept},
-    handout,
+    handout, http,
 };
 use crate::{
     access::{Entrance, Guard, Room},
     config::Config,
     exit::{Exit, Failure},
+    gateway::{self, Protocol},
     takeover::{Door, Left, OwnDoor},
 };
 
@@ -52,6 +53,7 @@ pub struct Doors {
     handout: Option<UnixListener>,
     guards: Vec<SocketGuard>,
     tcp: Option<TcpListener>,
+    http: Option<TcpListener>,
     private: Option<OwnedFd>,
 }
 
@@ -128,17 +130,22 @@ impl Doors {
             handout = Some(listener);
             guards.push(guard);
         }
-        let tcp = config.listen.map(|address| {
-            match keep(DoorKind::Tcp, address.to_string().as_bytes()) {
-                Some(door) => Ok(TcpListener::from(door.listener)),
-                None => tcp_listener(address),
-            }
-        });
+        let mut tcp = |kind: DoorKind, flag: &str, address: Option<SocketAddr>| {
+            let listener =
+                address.map(|address| match keep(kind, address.to_string().as_bytes()) {
+                    Some(door) => Ok(TcpListener::from(door.listener)),
+                    None => tcp_listener(flag, address),
+                });
+            listener.transpose()
+        };
+        let http = tcp(DoorKind::Http, "--http", config.http)?;
+        let tcp = tcp(DoorKind::Tcp, "--listen", config.listen)?;
         Ok(Doors {
             unix,
             handout,
             guards,
-            tcp: tcp.transpose()?,
+            tcp,
+            http,
             private: None,
         })
     }
@@ -163,13 +170,19 @@ impl Doors {
                 });
             }
         }
-        if let (Some(listener), Some(address)) = (&self.tcp, config.listen) {
-            shared.push(OwnDoor {
-                kind: DoorKind::Tcp,
-                address: address.to_string().into_bytes(),
-                listener: listener.as_fd().try_clone_to_owned()?,
-                lock: None,
-            });
+        let tcp = [
+            (DoorKind::Tcp, &self.tcp, config.listen),
+            (DoorKind::Http, &self.http, config.http),
+        ];
+        for (kind, listener, address) in tcp {
+            if let (Some(listener), Some(address)) = (listener, address) {
+                shared.push(OwnDoor {
+                    kind,
+                    address: address.to_string().into_bytes(),
+                    listener: listener.as_fd().try_clone_to_owned()?,
+                    lock: None,
+                });
+            }
         }
         Ok(shared)
     }
@@ -188,12 +201,14 @@ impl Doors {
             .take(1)
             .map(|g| g.path().display().to_string());
         let tcp = self.tcp.iter().filter_map(|t| t.local_addr().ok());
+        let http = self.http.iter().filter_map(|t| t.local_addr().ok());
         let private = self
             .private
             .iter()
             .map(|_| "one private connection".to_owned());
         let all: Vec<_> = unix
             .chain(tcp.map(|t| t.to_string()))
+            .chain(http.map(|t| format!("http://{t}")))
             .chain(private)
             .collect();
         all.join(" and ")
@@ -212,11 +227,11 @@ fn kept(path: &Path, door: Door) -> std::io::Result<(UnixListener, SocketGuard)>
     Ok((UnixListener::from(door.listener), guard))
 }
 
-fn tcp_listener(address: SocketAddr) -> Result<TcpListener, Failure> {
+fn tcp_listener(flag: &str, address: SocketAddr) -> Result<TcpListener, Failure> {
     let listener = TcpListener::bind(address).map_err(|e| {
         cannot_listen(match e.kind() {
             std::io::ErrorKind::AddrInUse => format!(
-                "cannot listen on {address}: the port is in use; choose another with --listen"
+                "cannot listen on {address}: the port is in use; choose another with {flag}"
             ),
             _ => format!("cannot listen on {address}: {e}"),
         })
@@ -277,7 +292,7 @@ async fn serve_door<L: Listen>(
 /// [`Exit::Internal`] if a door cannot be registered with the runtime.
 pub async fn serve(
     doors: Doors,
-    routes: Routes,
+    (routes, protocols): (Routes, &[Protocol]),
     shared: Shared,
     stop: CancellationToken,
 ) -> Result<Ended, Failure> {
@@ -308,6 +323,24 @@ pub async fn serve(
                 serving.spawn(serve_door(listener, guard, routes, room, stop))
             }
         };
+    }
+    if let Some(listener) = doors.http {
+        listener.set_nonblocking(true).map_err(internal)?;
+        let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
+        let router = gateway::router(&shared, protocols);
+        let room = room(MAX_CALLS_FROM_ADDRESS);
+        let stop = stop.clone();
+        let served = match shared.access.tls() {
+            None => Either::Left(http::serve(accept(listener, room), router, stop)),
+            Some(tls) => {
+                let listener = TlsListener(listener, tls);
+                Either::Right(http::serve(accept(listener, room), router, stop))
+            }
+        };
+        serving.spawn(async move {
+            served.await;
+            (Ok(()), Ended::DoorFailed)
+        });
     }
     if let Some(fd) = doors.private {
         let (incoming, end) = incoming_once(fd);

@@ -1,0 +1,51 @@
+//! The protocols of others, each a thin door before the same requests that Hotcell's own clients make.
+//!
+//! A door translates: what comes in becomes a [`GenerateRequest`](hotcell_proto::v1::GenerateRequest) or a call of the
+//! fleet, what goes out takes the protocol's form. No tokenizer, chat template or model byte is parsed here.
+
+mod body;
+mod failure;
+mod guard;
+mod health;
+
+use axum::{Router, middleware};
+
+use crate::service::Shared;
+
+/// A protocol that others made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Protocol {
+    /// OpenAI's HTTP API, under /v1
+    Openai,
+    /// Ollama's HTTP API, under /api
+    Ollama,
+    /// Anthropic's HTTP API, under /v1/messages
+    Anthropic,
+    /// The Open Inference Protocol, version 2, over gRPC and under /v2
+    Oip,
+    /// What the router SMG says to engines of vLLM, over gRPC
+    Vllm,
+    /// Prometheus' format, under /metrics
+    Metrics,
+}
+
+/// What is served over HTTP.
+pub fn router(shared: &Shared, protocols: &[Protocol]) -> Router {
+    let mut router = Router::new().merge(health::routes());
+    for protocol in protocols {
+        router = match protocol {
+            Protocol::Openai
+            | Protocol::Ollama
+            | Protocol::Anthropic
+            | Protocol::Oip
+            | Protocol::Vllm
+            | Protocol::Metrics => router,
+        };
+    }
+    router
+        .fallback(failure::no_such_path)
+        .method_not_allowed_fallback(failure::no_such_method)
+        .layer(middleware::from_fn_with_state(shared.clone(), guard::guard))
+        .with_state(shared.clone())
+}

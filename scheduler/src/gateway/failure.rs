@@ -1,0 +1,143 @@
+//! Errors in the form that each protocol's clients read.
+
+use axum::{
+    Json,
+    extract::Request,
+    http::{HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use hotcell_proto::error::{Error, Reason};
+use serde_json::{Value, json};
+use tonic::Code;
+
+/// Seconds after which a client that was turned away may come again.
+const RETRY_AFTER: u32 = 1;
+
+/// Whose form an error takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flavor {
+    Openai,
+    Ollama,
+    Anthropic,
+    Oip,
+}
+
+impl Flavor {
+    /// By a request's path.
+    pub fn of(path: &str) -> Self {
+        match path {
+            _ if path.starts_with("/api/") => Self::Ollama,
+            _ if path.starts_with("/v1/messages") => Self::Anthropic,
+            _ if path.starts_with("/v2") => Self::Oip,
+            _ => Self::Openai,
+        }
+    }
+
+    /// An error's body.
+    pub fn body(self, error: &Error) -> Value {
+        let status = status(error.reason());
+        let message = error.message();
+        match self {
+            Self::Openai => {
+                let param = error.get("field");
+                json!({"error": {
+                    "message": message,
+                    "type": kind(status),
+                    "param": param,
+                    "code": error.reason().name().to_ascii_lowercase(),
+                }})
+            }
+            Self::Ollama | Self::Oip => json!({ "error": message }),
+            Self::Anthropic => json!({
+                "type": "error",
+                "error": {"type": anthropic_kind(status), "message": message},
+            }),
+        }
+    }
+}
+
+/// The status that says the same as a reason.
+pub(super) fn status(reason: Reason) -> StatusCode {
+    match reason.code() {
+        Code::Ok => StatusCode::OK,
+        Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange => {
+            StatusCode::BAD_REQUEST
+        }
+        Code::Unauthenticated => StatusCode::UNAUTHORIZED,
+        Code::PermissionDenied => StatusCode::FORBIDDEN,
+        Code::NotFound => StatusCode::NOT_FOUND,
+        // Clients send a 409 again by themselves, which would not help here.
+        Code::AlreadyExists | Code::Aborted => StatusCode::UNPROCESSABLE_ENTITY,
+        Code::ResourceExhausted => StatusCode::TOO_MANY_REQUESTS,
+        Code::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+        Code::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
+        Code::Unimplemented => StatusCode::NOT_IMPLEMENTED,
+        Code::Cancelled | Code::Unknown | Code::Internal | Code::DataLoss => {
+            StatusCode::INTERNAL_SERVER_ERROR
+        }
+    }
+}
+
+/// OpenAI's word for a status.
+fn kind(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::UNAUTHORIZED => "authentication_error",
+        StatusCode::FORBIDDEN => "permission_error",
+        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+        _ if status.is_client_error() => "invalid_request_error",
+        _ => "server_error",
+    }
+}
+
+/// Anthropic's word for a status.
+fn anthropic_kind(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::UNAUTHORIZED => "authentication_error",
+        StatusCode::FORBIDDEN => "permission_error",
+        StatusCode::NOT_FOUND => "not_found_error",
+        StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+        StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+        _ if status.is_client_error() => "invalid_request_error",
+        _ => "api_error",
+    }
+}
+
+/// An error on its way to a client.
+#[derive(Debug)]
+pub(super) struct Failed(pub Flavor, pub Error);
+
+impl IntoResponse for Failed {
+    fn into_response(self) -> Response {
+        let Failed(flavor, error) = self;
+        let status = status(error.reason());
+        let mut response = (status, Json(flavor.body(&error))).into_response();
+        if matches!(
+            status,
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+        ) {
+            let value = HeaderValue::from(RETRY_AFTER);
+            response.headers_mut().insert(header::RETRY_AFTER, value);
+        }
+        response
+    }
+}
+
+/// For paths that nothing is served under.
+pub(super) async fn no_such_path(request: Request) -> Response {
+    let path: String = request.uri().path().chars().take(200).collect();
+    let error = Error::new(
+        Reason::InvalidArgument,
+        format!("nothing is served under {path}; see the protocols in README"),
+    );
+    let body = Flavor::of(&path).body(&error);
+    (StatusCode::NOT_FOUND, Json(body)).into_response()
+}
+
+/// For paths that are served, but not so.
+pub(super) async fn no_such_method(request: Request) -> Response {
+    let what = format!("{} is not served here", request.method());
+    let error = Error::new(Reason::InvalidArgument, what);
+    let body = Flavor::of(request.uri().path()).body(&error);
+    (StatusCode::METHOD_NOT_ALLOWED, Json(body)).into_response()
+}

@@ -1,0 +1,148 @@
+//! The guard before all HTTP doors: who calls, whether that one may, and whether a web page made the call.
+
+use axum::{
+    extract::{Request, State},
+    http::{HeaderMap, Uri, header},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use hotcell_proto::error::{Error, Reason};
+
+use super::failure::{Failed, Flavor};
+use crate::{
+    access::{self, Need, bearer},
+    service::Shared,
+};
+
+/// Headers in which clients put their key, besides `Authorization`.
+const KEYS: [&str; 2] = ["x-api-key", "api-key"];
+
+/// Lets a call through that may be made.
+pub(super) async fn guard(
+    State(shared): State<Shared>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let flavor = Flavor::of(request.uri().path());
+    match check(&shared, &mut request) {
+        Ok(_begun) => next.run(request).await,
+        Err(error) => {
+            tracing::debug!(path = request.uri().path(), %error, "refused");
+            Failed(flavor, error).into_response()
+        }
+    }
+}
+
+fn check(shared: &Shared, request: &mut Request) -> Result<Option<access::Begun>, Error> {
+    let mark = access::came_by(request.extensions_mut());
+    let begun = mark.as_ref().map(access::Mark::begin).transpose()?;
+    let path = request.uri().path();
+    let need = access::need(path);
+    if need == Need::Nobody {
+        return Ok(begun);
+    }
+    if !shared.access.asks_for_tokens() {
+        not_from_a_page(request.uri(), request.headers())?;
+    }
+    let caller = shared.access.over_tcp(|| key(request.headers()))?;
+    caller.check(need, path)?;
+    if let Some(mark) = mark {
+        mark.keeps();
+    }
+    request.extensions_mut().insert(caller);
+    // Nobody behind this needs the secret.
+    let headers = request.headers_mut();
+    headers.remove(header::AUTHORIZATION);
+    for name in KEYS {
+        headers.remove(name);
+    }
+    Ok(begun)
+}
+
+/// The key of a call, wherever its client put it.
+fn key(headers: &HeaderMap) -> Result<Option<&str>, Error> {
+    if let Some(token) = bearer(headers)? {
+        return Ok(Some(token));
+    }
+    let mut keys = KEYS.iter().filter_map(|name| headers.get(*name));
+    Ok(keys.next().and_then(|value| value.to_str().ok()))
+}
+
+/// Whether a host, with or without a port, is this machine's by its name alone.
+fn is_here(host: &str) -> bool {
+    let name = match host.strip_prefix('[') {
+        Some(v6) => v6.split(']').next().unwrap_or_default(),
+        None => host.rsplit_once(':').map_or(host, |(name, _)| name),
+    };
+    name.eq_ignore_ascii_case("localhost")
+        || name
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|ip| ip.is_loopback())
+}
+
+/// Where nobody shows a token, whoever sits at this machine is let in, and so would be every web page that its browser
+/// shows: by a request that needs no consent (`Origin` tells), or by a name that was made to lead here (`Host` tells).
+fn not_from_a_page(uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
+    let refused = |what: &str, value: &str| {
+        let value: String = value.chars().take(200).collect();
+        let why = format!(
+            "{what} {value:?} is not this machine; give the scheduler --tokens to serve web pages and others"
+        );
+        Err(Error::new(Reason::PermissionDenied, why))
+    };
+    if let Some(origin) = headers.get(header::ORIGIN) {
+        let origin = origin.to_str().unwrap_or("?");
+        let host = origin.split_once("://").map_or("", |(_, host)| host);
+        if !is_here(host) {
+            return refused("the call's origin", origin);
+        }
+    }
+    let host = headers.get(header::HOST).map(|h| h.to_str().unwrap_or("?"));
+    let host = uri.authority().map(|a| a.as_str()).or(host);
+    match host {
+        Some(host) if !is_here(host) && host.parse::<std::net::SocketAddr>().is_err() => {
+            refused("the host", host)
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(host: &str, origin: Option<&str>) -> Result<(), Error> {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::HOST, host.parse().unwrap());
+        if let Some(origin) = origin {
+            headers.insert(header::ORIGIN, origin.parse().unwrap());
+        }
+        not_from_a_page(&Uri::from_static("/v1/models"), &headers)
+    }
+
+    #[test]
+    fn pages_from_elsewhere_do_not_get_in() {
+        assert!(call("localhost:8080", None).is_ok());
+        assert!(call("127.0.0.1:8080", Some("http://localhost:3000")).is_ok());
+        assert!(call("[::1]:8080", None).is_ok());
+        assert!(call("localhost", Some("https://evil.example")).is_err());
+        assert!(call("localhost", Some("null")).is_err());
+        // A name that was made to lead to 127.0.0.1.
+        assert!(call("evil.example:8080", None).is_err());
+        assert!(call("localhost.evil.example", None).is_err());
+    }
+
+    #[test]
+    fn a_key_is_found_wherever_clients_put_it() {
+        let with = |name: &'static str, value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(name, value.parse().unwrap());
+            key(&headers).map(|key| key.map(str::to_owned))
+        };
+        assert_eq!(with("authorization", "Bearer a").unwrap(), Some("a".into()));
+        assert_eq!(with("x-api-key", "b").unwrap(), Some("b".into()));
+        assert_eq!(with("api-key", "c").unwrap(), Some("c".into()));
+        assert_eq!(with("accept", "d").unwrap(), None);
+        assert!(with("authorization", "Basic a").is_err());
+    }
+}
