@@ -60,7 +60,12 @@ async fn connect(
 ) -> Channel {
     let (ours, theirs) = stream_pair().unwrap();
     let doors = Doors::open(config, Some(theirs)).unwrap();
-    let serve = service::serve(doors, routes.clone(), shared.clone(), stop.child_token());
+    let serve = service::serve(
+        doors,
+        (routes.clone(), &[][..]),
+        shared.clone(),
+        stop.child_token(),
+    );
     tokio::spawn(serve);
     // A client that leaves little unread, so that backpressure begins early.
     channel_over(ours, TOKENS_WINDOWS).await.unwrap()
