@@ -190,6 +190,7 @@ async fn all_options_reach_the_server() {
         priority: 3,
         no_speculation: true,
         grammar: Some(Grammar::Regex("a+".to_owned())),
+        parse_output: true,
         deadline: None,
     };
     let stream = client(&running)
@@ -217,7 +218,7 @@ async fn all_options_reach_the_server() {
         (&*request.request_id, &request.resume),
         ("mine", &options.resume)
     );
-    assert!(request.continue_across && request.no_speculation);
+    assert!(request.continue_across && request.no_speculation && request.parse_output);
     assert_eq!((&*request.tenant, request.priority), ("us", 3));
     let grammar = request.grammar.clone().and_then(|g| g.kind);
     assert_eq!(grammar, options.grammar);
