@@ -37,6 +37,8 @@ pub const MAX_STOP_BYTES: usize = 256;
 pub const MAX_STOP_TOKENS: usize = 256;
 /// Logit biases of one request.
 pub const MAX_LOGIT_BIASES: usize = 1024;
+/// Bytes of text that one token can stand for.
+pub const MAX_TOKEN_TEXT: usize = 1024;
 /// Alternatives reported for one token.
 pub const MAX_TOP_LOGPROBS: u32 = 20;
 /// Characters of a model's name.

@@ -3,10 +3,13 @@
 //! A door translates: what comes in becomes a [`GenerateRequest`](hotcell_proto::v1::GenerateRequest) or a call of the
 //! fleet, what goes out takes the protocol's form. No tokenizer, chat template or model byte is parsed here.
 
+mod ask;
 mod body;
 mod failure;
 mod guard;
 mod health;
+mod openai;
+mod sse;
 
 use axum::{Router, middleware};
 
@@ -35,8 +38,8 @@ pub fn router(shared: &Shared, protocols: &[Protocol]) -> Router {
     let mut router = Router::new().merge(health::routes());
     for protocol in protocols {
         router = match protocol {
-            Protocol::Openai
-            | Protocol::Ollama
+            Protocol::Openai => router.merge(openai::routes()),
+            Protocol::Ollama
             | Protocol::Anthropic
             | Protocol::Oip
             | Protocol::Vllm

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Bytes of text that a token may stand for; those of known vocabularies stay far below.
-const MAX_TOKEN_TEXT: u64 = 1024;
+const MAX_TOKEN_TEXT: u64 = limits::MAX_TOKEN_TEXT as u64;
 
 /// How a worker broke the protocol.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -310,6 +310,8 @@ impl Journal {
         }
         for (of, &id) in delta.logprobs.iter().zip(&delta.token_ids) {
             let bounded = of.top.len() <= limits::MAX_TOP_LOGPROBS as usize;
+            let mut texts = of.top.iter().map(|c| &c.text).chain([&of.text]);
+            let bounded = bounded && texts.all(|text| text.len() <= limits::MAX_TOKEN_TEXT);
             if of.token != id || !bounded || of.top.iter().any(|c| !self.known(c.token)) {
                 return violation("logprobs that do not belong to its tokens");
             }

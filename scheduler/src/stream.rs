@@ -117,7 +117,9 @@ impl Mark {
 /// Bytes that a delta takes, with about what the allocator adds.
 fn cost(delta: &Delta) -> usize {
     let allocations = 2 * size_of::<usize>();
-    let top = |l: &TokenLogprob| allocations + l.top.len() * size_of::<Candidate>();
+    let text = |c: &Candidate| size_of::<Candidate>() + allocations + c.text.len();
+    let top =
+        |l: &TokenLogprob| 2 * allocations + l.text.len() + l.top.iter().map(text).sum::<usize>();
     let logprobs: usize = delta.logprobs.iter().map(top).sum();
     let words = |s: &Survived| s.worker.len() + s.exit_kind.len() + s.continued_on.len();
     let told = |s: &Survived| size_of::<Survived>() + 3 * allocations + words(s);

@@ -140,7 +140,9 @@ fn delta(text: &str, id: u32, top: u32) -> v1::GenerateEvent {
         top: vec![v1::Candidate {
             token: id,
             logprob: -0.1,
+            ..v1::Candidate::default()
         }],
+        ..v1::TokenLogprob::default()
     };
     event(v1::generate_event::Event::Delta(v1::Delta {
         text: text.to_owned(),
@@ -154,7 +156,7 @@ fn likely(text: &str, logprob: f32, told: bool) -> v1::GenerateEvent {
     let entry = v1::TokenLogprob {
         token: 7,
         logprob,
-        top: Vec::new(),
+        ..v1::TokenLogprob::default()
     };
     event(v1::generate_event::Event::Delta(v1::Delta {
         text: text.to_owned(),
@@ -371,6 +373,7 @@ pub fn model() -> v1::ModelInfo {
             weights_dtype: "bf16".to_owned(),
             model_hash: "00ff".to_owned(),
             has_chat_template: true,
+            ..v1::ModelSummary::default()
         }),
         file_bytes: 9_480_648,
         workers: vec!["cpu:0".to_owned()],

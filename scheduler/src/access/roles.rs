@@ -140,6 +140,7 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/hotcell.v1.Control/WatchEvents", DEBUG),
     ("/hotcell.v1.Control/ReleaseWorker", ADMIN),
     ("/v1/models", USE),
+    ("/v1/models/*", USE),
     ("/v1/completions", USE),
     ("/v1/chat/completions", USE),
     ("/v1/embeddings", USE),
@@ -160,9 +161,15 @@ pub const TABLE: &[(&str, Need)] = &[
     ),
 ];
 
-/// What the call of this path needs. One that is in no row is nobody's but an admin's.
+/// What the call of this path needs. One that is in no row is nobody's but an admin's; a row that ends in `/*` is for all
+/// that begins like it and has no row of its own.
 pub fn need(path: &str) -> Need {
-    let row = TABLE.iter().find(|(known, _)| *known == path);
+    let within = |known: &str| {
+        let folder = known.strip_suffix('*');
+        folder.is_some_and(|folder| path.starts_with(folder))
+    };
+    let own = TABLE.iter().find(|(known, _)| *known == path);
+    let row = own.or_else(|| TABLE.iter().find(|(known, _)| within(known)));
     row.map_or(ADMIN, |(_, need)| *need)
 }
 

@@ -159,6 +159,11 @@ pub(super) fn believe(loaded: Loaded) -> Result<Loaded, Error> {
             // No request may be longer, whatever the model could do.
             context_length: summary.context_length.min(limits::MAX_PROMPT_TOKENS as u32),
             model_hash: clip(&summary.model_hash),
+            end_tokens: summary
+                .end_tokens
+                .into_iter()
+                .take(limits::MAX_STOP_TOKENS)
+                .collect(),
             ..summary
         }),
         numerics: Some(NumericsClass {

@@ -92,6 +92,36 @@ impl Shared {
         Ok(permit.with(self.access.take(tenant, want)?))
     }
 
+    /// Refuses a remote caller a model that it may not name.
+    ///
+    /// # Errors
+    /// [`Reason::PermissionDenied`], or [`Reason::ModelNotFound`].
+    pub fn may_name(&self, model: &str, caller: &Caller) -> Result<(), Error> {
+        match caller.remote {
+            true => self.fleet.check_remote(&self.fleet.resolve(model)?),
+            false => Ok(()),
+        }
+    }
+
+    /// Vectors for prompts.
+    ///
+    /// # Errors
+    /// Why there are none.
+    pub async fn embed(
+        &self,
+        mut request: EmbedRequest,
+        deadline: Option<Instant>,
+        caller: &Caller,
+    ) -> Result<EmbedResponse, Error> {
+        request.tenant = caller.tenant(&request.tenant).to_owned();
+        check_embed(&request)?;
+        let model = self.fleet.resolve(&request.model)?;
+        let want = wanted_for(request.prompts.iter().map(Some));
+        let _permit = self.enter(&request.tenant, want)?;
+        let call = text::embed(&self.fleet, &model, request, deadline);
+        within(deadline, call).await
+    }
+
     /// Goes on with a stream whose reader was lost.
     ///
     /// # Errors
@@ -214,15 +244,11 @@ impl Tokens for Service {
         request: Request<EmbedRequest>,
     ) -> Result<Response<EmbedResponse>, Status> {
         self.may_name(&request, &request.get_ref().model)?;
-        let (metadata, extensions, mut request) = request.into_parts();
+        let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
-        request.tenant = Caller::of(&extensions).tenant(&request.tenant).to_owned();
-        check_embed(&request)?;
-        let fleet = &self.0.fleet;
-        let model = fleet.resolve(&request.model)?;
-        let want = wanted_for(request.prompts.iter().map(Some));
-        let _permit = self.0.enter(&request.tenant, want)?;
-        let call = text::embed(fleet, &model, request, deadline);
-        Ok(Response::new(within(deadline, call).await?))
+        let caller = Caller::of(&extensions);
+        Ok(Response::new(
+            self.0.embed(request, deadline, &caller).await?,
+        ))
     }
 }

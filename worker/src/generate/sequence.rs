@@ -352,14 +352,20 @@ impl Sequence {
     pub fn accept(&mut self, sampled: &Sampled, now: Instant) -> Option<End> {
         self.first_token.get_or_insert(now);
         let end = self.note(sampled.token);
+        let text = |token| {
+            let piece = self.detokenizer.piece(token, limits::MAX_TOKEN_TEXT);
+            piece.to_vec()
+        };
+        let top = sampled.top.iter().map(|&(token, logprob)| v1::Candidate {
+            token,
+            logprob,
+            text: text(token),
+        });
         let logprobs = sampled.logprob.map(|logprob| v1::TokenLogprob {
             token: sampled.token,
             logprob,
-            top: sampled
-                .top
-                .iter()
-                .map(|&(token, logprob)| v1::Candidate { token, logprob })
-                .collect(),
+            top: top.collect(),
+            text: text(sampled.token),
         });
         let text = std::mem::take(&mut self.text);
         self.send(v1::Delta {

@@ -342,5 +342,7 @@ fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::Mod
         weights_dtype: most.map_or_else(String::new, |(name, _)| name.to_owned()),
         model_hash: fingerprint.to_owned(),
         has_chat_template: text.has_chat_template(),
+        end_tokens: source.config.eos.clone(),
+        embedding_length: source.config.hidden as u32,
     }
 }

@@ -169,6 +169,13 @@ impl Detokenizer {
         }
     }
 
+    /// What a token stands for by itself, cut to so many bytes: not always whole characters. Nothing for one outside the
+    /// vocabulary.
+    pub fn piece(&self, id: u32, most: usize) -> &[u8] {
+        let piece = self.pieces.get(id).unwrap_or_default();
+        piece.get(..most).unwrap_or(piece)
+    }
+
     /// Reads the prompt without giving its text. The whole of it or a tail will do; the tail should contain a few tokens
     /// of text.
     pub fn prime(&mut self, prompt: &[u32]) {

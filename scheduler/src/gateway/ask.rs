@@ -1,0 +1,261 @@
+//! Token requests as all doors make them: one prompt, perhaps several continuations, and what comes of each.
+
+use std::time::Duration;
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    v1::{
+        Accepted, Delta, FinishReason, Finished, GenerateRequest, OutputPart, TokenLogprob, Usage,
+        generate_event::Event, output_part::Kind,
+    },
+};
+use tokio::time::Instant;
+use tokio_stream::{StreamExt, StreamMap};
+
+use crate::{access::Caller, service::Shared, stream::EventStream};
+
+/// How long a client waits for a word before it gets one that says nothing, so that no proxy between takes the silence for
+/// an end.
+pub(super) const PING: Duration = Duration::from_secs(15);
+
+/// The continuations of one prompt, as they come.
+pub(super) struct Branches {
+    streams: StreamMap<u32, EventStream>,
+}
+
+impl Branches {
+    /// Asks for `n` continuations of a prompt; their seed is one and their branches are 0 to `n`.
+    ///
+    /// # Errors
+    /// Why the request may not come in.
+    pub fn begin(
+        shared: &Shared,
+        request: GenerateRequest,
+        n: u32,
+        deadline: Option<Instant>,
+        caller: &Caller,
+    ) -> Result<Self, Error> {
+        Self::begin_all(shared, vec![request], n, deadline, caller)
+    }
+
+    /// The same of several prompts: branch `i * n + j` is continuation `j` of prompt `i`.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin).
+    pub fn begin_all(
+        shared: &Shared,
+        requests: Vec<GenerateRequest>,
+        n: u32,
+        deadline: Option<Instant>,
+        caller: &Caller,
+    ) -> Result<Self, Error> {
+        let all = u32::try_from(requests.len()).unwrap_or(u32::MAX);
+        let all = all.saturating_mul(n);
+        if n == 0 || all > limits::MAX_CHOICES {
+            let what = format!(
+                "{all} continuations were asked for; between 1 and {} can be had",
+                limits::MAX_CHOICES
+            );
+            return Err(Error::new(Reason::LimitExceeded, what).with("field", "n"));
+        }
+        let mut streams = StreamMap::new();
+        let mut index = 0;
+        for mut request in requests {
+            shared.may_name(&request.model, caller)?;
+            if request.seed.is_none() && n > 1 {
+                request.seed = Some(random()?);
+            }
+            for branch in 0..n {
+                let request = GenerateRequest {
+                    branch,
+                    ..request.clone()
+                };
+                streams.insert(index, shared.generate(request, deadline, caller)?);
+                index += 1;
+            }
+        }
+        Ok(Self { streams })
+    }
+
+    /// What came next, and of which continuation. None once all are finished; nothing comes after an error.
+    ///
+    /// # Errors
+    /// Why a continuation cannot go on, which ends all of them.
+    pub async fn next(&mut self) -> Option<Result<(u32, Event), Error>> {
+        loop {
+            let (index, item) = self.streams.next().await?;
+            match item {
+                Ok(event) => {
+                    if let Some(event) = event.event {
+                        return Some(Ok((index, event)));
+                    }
+                }
+                Err(status) => {
+                    self.streams.clear();
+                    return Some(Err(Error::from_status(&status)));
+                }
+            }
+        }
+    }
+
+    /// Waits for the first word: what is refused is refused before anything is said.
+    ///
+    /// # Errors
+    /// Why.
+    pub async fn first(&mut self) -> Result<(u32, Event), Error> {
+        self.next().await.unwrap_or_else(|| Err(nothing()))
+    }
+}
+
+fn nothing() -> Error {
+    Error::new(Reason::Internal, "a stream ended without a word")
+}
+
+fn random() -> Result<u64, Error> {
+    getrandom::u64()
+        .map_err(|e| Error::new(Reason::Internal, format!("no random bytes for a seed: {e}")))
+}
+
+/// A call of a tool that a model made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Call {
+    pub id: String,
+    pub name: String,
+    /// A JSON object, as the model wrote it.
+    pub arguments: String,
+}
+
+/// The id of a request's call.
+pub(super) fn call_id(request: &str, index: u32) -> String {
+    format!("call_{request}_{index}")
+}
+
+/// One continuation, put together.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Answer {
+    pub accepted: Accepted,
+    pub content: String,
+    pub reasoning: String,
+    pub calls: Vec<Call>,
+    pub token_ids: Vec<u32>,
+    pub logprobs: Vec<TokenLogprob>,
+    pub finished: Finished,
+}
+
+impl Answer {
+    /// Adds what came.
+    pub fn push(&mut self, event: Event, parsed: bool) {
+        match event {
+            Event::Accepted(accepted) => self.accepted = accepted,
+            Event::Delta(delta) => {
+                for part in pieces(&delta, parsed) {
+                    match part {
+                        Piece::Content(text) => self.content.push_str(text),
+                        Piece::Reasoning(text) => self.reasoning.push_str(text),
+                        Piece::Call {
+                            index,
+                            name,
+                            arguments,
+                        } => self.call(index, name, arguments),
+                    }
+                }
+                self.token_ids.extend(delta.token_ids);
+                self.logprobs.extend(delta.logprobs);
+            }
+            Event::Finished(finished) => self.finished = finished,
+        }
+    }
+
+    fn call(&mut self, index: u32, name: &str, arguments: &str) {
+        let place = index as usize;
+        // A worker numbers them one after the other; one that does not is believed no more than that.
+        if place > self.calls.len() {
+            return;
+        }
+        if place == self.calls.len() {
+            self.calls.push(Call {
+                id: call_id(&self.accepted.request_id, index),
+                ..Call::default()
+            });
+        }
+        if let Some(call) = self.calls.get_mut(place) {
+            call.name.push_str(name);
+            call.arguments.push_str(arguments);
+        }
+    }
+
+    /// What it took.
+    pub fn usage(&self) -> Usage {
+        self.finished.usage.unwrap_or_default()
+    }
+
+    /// Whether it came to an end of its own, and was not cut off.
+    pub fn is_whole(&self) -> bool {
+        is_whole(&self.finished)
+    }
+}
+
+/// Whether a text came to an end of its own.
+pub(super) fn is_whole(finished: &Finished) -> bool {
+    matches!(
+        finished.reason(),
+        FinishReason::EndToken | FinishReason::StopString
+    )
+}
+
+/// A piece of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Piece<'a> {
+    Content(&'a str),
+    Reasoning(&'a str),
+    Call {
+        index: u32,
+        name: &'a str,
+        arguments: &'a str,
+    },
+}
+
+/// What a delta means: its parts if those were asked for, its text otherwise.
+pub(super) fn pieces(delta: &Delta, parsed: bool) -> impl Iterator<Item = Piece<'_>> {
+    let text = (!parsed && !delta.text.is_empty()).then_some(Piece::Content(&delta.text));
+    let parts = delta.parts.iter().filter(move |_| parsed);
+    text.into_iter().chain(parts.filter_map(piece))
+}
+
+fn piece(part: &OutputPart) -> Option<Piece<'_>> {
+    Some(match part.kind.as_ref()? {
+        Kind::Content(text) => Piece::Content(text),
+        Kind::Reasoning(text) => Piece::Reasoning(text),
+        Kind::ToolCall(call) => Piece::Call {
+            index: call.index,
+            name: &call.name,
+            arguments: &call.arguments,
+        },
+    })
+}
+
+/// All continuations, put together.
+///
+/// # Errors
+/// Why one cannot go on.
+pub(super) async fn complete(
+    mut branches: Branches,
+    count: usize,
+    parsed: bool,
+) -> Result<Vec<Answer>, Error> {
+    let mut answers = vec![Answer::default(); count];
+    while let Some(next) = branches.next().await {
+        let (index, event) = next?;
+        if let Some(answer) = answers.get_mut(index as usize) {
+            answer.push(event, parsed);
+        }
+    }
+    Ok(answers)
+}
+
+/// Seconds since 1970.
+pub(super) fn now() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
+}

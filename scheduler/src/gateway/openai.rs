@@ -1,0 +1,80 @@
+//! OpenAI's HTTP API: models, chats, completions, embeddings, and the stateless part of responses.
+
+mod chat;
+mod completions;
+mod embeddings;
+mod logprobs;
+mod models;
+mod options;
+mod tools;
+
+use axum::{
+    Json, Router,
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use hotcell_proto::{
+    error::Error,
+    v1::{FinishReason, Finished, Usage},
+};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::failure::{Failed, Flavor};
+use crate::service::Shared;
+
+pub(super) use options::text_of;
+
+/// Its paths.
+pub(super) fn routes() -> Router<Shared> {
+    Router::new()
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*model}", get(models::get))
+        .route("/v1/chat/completions", post(chat::chat))
+        .route("/v1/completions", post(completions::complete))
+        .route("/v1/embeddings", post(embeddings::embed))
+}
+
+/// An answer, or an error in OpenAI's form.
+fn answered(result: Result<Response, Error>) -> Response {
+    result.unwrap_or_else(|error| Failed(Flavor::Openai, error).into_response())
+}
+
+/// An error within a stream.
+fn failed(error: &Error) -> Value {
+    Flavor::Openai.body(error)
+}
+
+fn json_response(value: impl Serialize) -> Response {
+    Json(value).into_response()
+}
+
+/// OpenAI's word for an end.
+fn finish_reason(finished: &Finished, calls: bool) -> &'static str {
+    match finished.reason() {
+        FinishReason::MaxTokens | FinishReason::ContextFull => "length",
+        _ if calls => "tool_calls",
+        FinishReason::EndToken | FinishReason::StopString | FinishReason::Unspecified => "stop",
+    }
+}
+
+/// What several continuations of one prompt took together.
+fn usage(all: impl Iterator<Item = Usage>) -> Value {
+    let (mut prompt, mut cached, mut generated) = (0, 0, 0u64);
+    for usage in all {
+        // The prompt is read once, however many continuations it has.
+        prompt = usage.prompt_tokens;
+        cached = cached.max(usage.cached_tokens);
+        generated += u64::from(usage.generated_tokens);
+    }
+    usage_of(u64::from(prompt), u64::from(cached), generated)
+}
+
+fn usage_of(prompt: u64, cached: u64, generated: u64) -> Value {
+    json!({
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    })
+}

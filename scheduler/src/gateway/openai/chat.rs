@@ -1,0 +1,411 @@
+//! Chats.
+
+use axum::{body::Body, extract::State, http::Extensions, response::Response};
+use hotcell_proto::{
+    error::Error,
+    v1::{
+        Accepted, Chat, ChatMessage, Delta, Finished, GenerateRequest, Prompt, Usage,
+        generate_event::Event, prompt::Kind,
+    },
+};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use tokio::time::timeout;
+
+use super::{
+    answered, failed, finish_reason, json_response, logprobs,
+    options::{Content, OneOrMany, Options, refused, text_of},
+    tools::{self, CallSpec, CallView, ToolChoice, ToolSpec},
+    usage,
+};
+use crate::{
+    access::Caller,
+    gateway::{
+        ask::{Answer, Branches, PING, Piece, call_id, complete, now, pieces},
+        body,
+        sse::{Framing, Gone, Out, respond},
+    },
+    service::Shared,
+};
+
+/// A request for chats.
+#[derive(Debug, Deserialize)]
+struct Request {
+    #[serde(default)]
+    model: String,
+    messages: Vec<Message>,
+    max_tokens: Option<u32>,
+    max_completion_tokens: Option<u32>,
+    logprobs: Option<bool>,
+    top_logprobs: Option<u32>,
+    tools: Option<Vec<ToolSpec>>,
+    tool_choice: Option<ToolChoice>,
+    /// Further variables of the model's template.
+    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(flatten)]
+    options: Options,
+}
+
+#[derive(Debug, Deserialize)]
+struct Message {
+    role: String,
+    content: Option<Content>,
+    name: Option<String>,
+    tool_calls: Option<Vec<CallSpec>>,
+    tool_call_id: Option<String>,
+    #[serde(alias = "reasoning")]
+    reasoning_content: Option<String>,
+}
+
+fn message(message: Message) -> Result<ChatMessage, Error> {
+    // A name of OpenAI's for what templates know as the system.
+    let role = match message.role.as_str() {
+        "developer" => "system".to_owned(),
+        _ => message.role,
+    };
+    let calls = message.tool_calls.unwrap_or_default();
+    Ok(ChatMessage {
+        role,
+        content: text_of(message.content)?,
+        tool_calls: calls.into_iter().map(Into::into).collect(),
+        tool_call_id: message.tool_call_id.unwrap_or_default(),
+        name: message.name.unwrap_or_default(),
+        reasoning: message.reasoning_content.unwrap_or_default(),
+    })
+}
+
+/// What a request asks for, and how it wants to be told.
+struct Asked {
+    request: GenerateRequest,
+    n: u32,
+    stream: bool,
+    include_usage: bool,
+}
+
+fn read(request: Request) -> Result<Asked, Error> {
+    let options = request.options;
+    let told = tools::tools(request.tools.unwrap_or_default())?;
+    let (told, must) = tools::choose(request.tool_choice.as_ref(), told)?;
+    let grammar = match (options.grammar()?, must) {
+        (Some(_), Some(_)) => {
+            let why = "the text cannot be both a call of a tool and follow response_format";
+            return Err(refused("response_format", why));
+        }
+        (grammar, must) => must.or(grammar),
+    };
+    let messages = request.messages.into_iter().map(message);
+    let arguments = request
+        .chat_template_kwargs
+        .map(|all| Value::from(all).to_string());
+    let chat = Chat {
+        messages: messages.collect::<Result<_, _>>()?,
+        tools: told,
+        template_arguments: arguments.unwrap_or_default(),
+    };
+    let parsed = !chat.tools.is_empty();
+    let wants = request.logprobs.unwrap_or(false);
+    let n = options.n.unwrap_or(1);
+    Ok(Asked {
+        n,
+        stream: options.streams(),
+        include_usage: options.includes_usage(),
+        request: GenerateRequest {
+            model: request.model,
+            prompt: Some(Prompt {
+                kind: Some(Kind::Chat(chat)),
+            }),
+            sampling: Some(options.sampling()?),
+            max_tokens: request
+                .max_completion_tokens
+                .or(request.max_tokens)
+                .unwrap_or(0),
+            seed: options.seed(),
+            priority: options.priority()?,
+            ignore_eos: options.ignore_eos.unwrap_or(false),
+            logprobs: wants,
+            top_logprobs: if wants {
+                request.top_logprobs.unwrap_or(0)
+            } else {
+                0
+            },
+            grammar,
+            stop_tokens: options.stop_token_ids.unwrap_or_default(),
+            stop: options.stop.map(OneOrMany::into_vec).unwrap_or_default(),
+            parse_output: parsed,
+            ..GenerateRequest::default()
+        },
+    })
+}
+
+/// `POST /v1/chat/completions`.
+pub(super) async fn chat(
+    State(shared): State<Shared>,
+    extensions: Extensions,
+    body: Body,
+) -> Response {
+    answered(run(&shared, &Caller::of(&extensions), body).await)
+}
+
+async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, Error> {
+    let asked = read(body::json(body).await?)?;
+    let parsed = asked.request.parse_output;
+    let mut branches = Branches::begin(shared, asked.request, asked.n, None, caller)?;
+    if !asked.stream {
+        let answers = complete(branches, asked.n as usize, parsed).await?;
+        return Ok(json_response(whole(&answers)));
+    }
+    let first = branches.first().await?;
+    let mut telling = Telling::new(asked.n, asked.include_usage, parsed);
+    Ok(respond(Framing::Events, move |out| async move {
+        telling.tell(&out, first).await?;
+        loop {
+            let next = match timeout(PING, branches.next()).await {
+                Ok(next) => next,
+                Err(_) => {
+                    out.ping().await?;
+                    continue;
+                }
+            };
+            match next {
+                Some(Ok(event)) => telling.tell(&out, event).await?,
+                Some(Err(error)) => return out.data(&failed(&error)).await,
+                None => break,
+            }
+        }
+        telling.end(&out).await
+    }))
+}
+
+/// What every answer to a request begins with.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+}
+
+impl Head {
+    fn of(accepted: &Accepted) -> Self {
+        // Same fingerprint, request and seed: same tokens. That is what OpenAI's word for it promises, too.
+        let numerics = accepted.numerics.as_ref();
+        Self {
+            id: format!("chatcmpl-{}", accepted.request_id),
+            created: now(),
+            model: accepted.model.clone(),
+            fingerprint: numerics.map(|n| n.id.clone()).unwrap_or_default(),
+        }
+    }
+
+    fn json(&self, object: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        })
+    }
+}
+
+fn whole(answers: &[Answer]) -> Value {
+    let accepted = answers.first().map(|a| a.accepted.clone());
+    let head = Head::of(&accepted.unwrap_or_default());
+    let choices = answers.iter().enumerate().map(|(index, answer)| {
+        let calls = !answer.calls.is_empty();
+        let content = match calls && answer.content.is_empty() {
+            true => Value::Null,
+            false => Value::from(answer.content.as_str()),
+        };
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !answer.reasoning.is_empty() {
+            message["reasoning_content"] = Value::from(answer.reasoning.as_str());
+        }
+        if calls {
+            let calls: Vec<_> = answer.calls.iter().map(CallView::from).collect();
+            message["tool_calls"] = json!(calls);
+        }
+        let told = !answer.logprobs.is_empty();
+        json!({
+            "index": index,
+            "message": message,
+            "logprobs": told.then(|| logprobs::chat(&answer.logprobs)),
+            "finish_reason": finish_reason(&answer.finished, calls),
+        })
+    });
+    let mut value = head.json("chat.completion", choices.collect());
+    value["usage"] = usage(answers.iter().map(Answer::usage));
+    value
+}
+
+/// What was told of one continuation.
+#[derive(Clone, Default)]
+struct Told {
+    request: String,
+    calls: bool,
+    usage: Usage,
+}
+
+/// Tells a stream's events as chunks.
+struct Telling {
+    head: Option<Head>,
+    told: Vec<Told>,
+    include_usage: bool,
+    parsed: bool,
+}
+
+impl Telling {
+    fn new(n: u32, include_usage: bool, parsed: bool) -> Self {
+        Self {
+            head: None,
+            told: vec![Told::default(); n as usize],
+            include_usage,
+            parsed,
+        }
+    }
+
+    fn chunk(&self, choices: Value) -> Value {
+        let Some(head) = &self.head else {
+            return Value::Null;
+        };
+        let mut value = head.json("chat.completion.chunk", choices);
+        if self.include_usage {
+            value["usage"] = Value::Null;
+        }
+        value
+    }
+
+    async fn choice(
+        &self,
+        out: &Out,
+        index: u32,
+        delta: Value,
+        logprobs: Option<Value>,
+        reason: Option<&str>,
+    ) -> Result<(), Gone> {
+        let choice = json!({
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        });
+        out.data(&self.chunk(json!([choice]))).await
+    }
+
+    async fn tell(&mut self, out: &Out, (index, event): (u32, Event)) -> Result<(), Gone> {
+        match event {
+            Event::Accepted(accepted) => {
+                self.head.get_or_insert_with(|| Head::of(&accepted));
+                if let Some(told) = self.told.get_mut(index as usize) {
+                    told.request = accepted.request_id;
+                }
+                let delta = json!({"role": "assistant", "content": ""});
+                self.choice(out, index, delta, None, None).await
+            }
+            Event::Delta(delta) => self.delta(out, index, &delta).await,
+            Event::Finished(finished) => self.finished(out, index, &finished).await,
+        }
+    }
+
+    async fn delta(&mut self, out: &Out, index: u32, delta: &Delta) -> Result<(), Gone> {
+        let mut odds = (!delta.logprobs.is_empty()).then(|| logprobs::chat(&delta.logprobs));
+        for piece in pieces(delta, self.parsed) {
+            let value = match piece {
+                Piece::Content(text) => json!({ "content": text }),
+                Piece::Reasoning(text) => json!({ "reasoning_content": text }),
+                Piece::Call {
+                    index: call,
+                    name,
+                    arguments,
+                } => {
+                    let Some(told) = self.told.get_mut(index as usize) else {
+                        continue;
+                    };
+                    told.calls = true;
+                    let mut function = json!({ "arguments": arguments });
+                    let mut value = json!({ "index": call });
+                    if !name.is_empty() {
+                        function["name"] = Value::from(name);
+                        value["id"] = Value::from(call_id(&told.request, call));
+                        value["type"] = Value::from("function");
+                    }
+                    value["function"] = function;
+                    json!({ "tool_calls": [value] })
+                }
+            };
+            self.choice(out, index, value, odds.take(), None).await?;
+        }
+        // Of tokens whose text is not told yet.
+        match odds {
+            Some(odds) => self.choice(out, index, json!({}), Some(odds), None).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn finished(&mut self, out: &Out, index: u32, finished: &Finished) -> Result<(), Gone> {
+        let Some(told) = self.told.get_mut(index as usize) else {
+            return Ok(());
+        };
+        told.usage = finished.usage.unwrap_or_default();
+        let reason = finish_reason(finished, told.calls);
+        self.choice(out, index, json!({}), None, Some(reason)).await
+    }
+
+    async fn end(&self, out: &Out) -> Result<(), Gone> {
+        if self.include_usage {
+            let mut value = self.chunk(json!([]));
+            value["usage"] = usage(self.told.iter().map(|told| told.usage));
+            out.data(&value).await?;
+        }
+        out.raw("data: [DONE]\n\n").await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(value: Value) -> Result<Asked, Error> {
+        read(serde_json::from_value(value).unwrap())
+    }
+
+    #[test]
+    fn a_request_is_read_as_its_client_means_it() {
+        let asked = asked(json!({
+            "model": "m",
+            "messages": [
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {"role": "assistant", "content": null, "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+                {"role": "tool", "tool_call_id": "c", "content": "4"},
+            ],
+            "max_tokens": 5, "max_completion_tokens": 6, "stop": "x", "n": 2,
+            "logprobs": true, "top_logprobs": 3, "stream": true,
+            "stream_options": {"include_usage": true}, "unknown": {"of": "others"},
+        }))
+        .unwrap();
+        assert!(asked.stream && asked.include_usage && asked.n == 2);
+        let request = asked.request;
+        assert_eq!((request.max_tokens, request.top_logprobs), (6, 3));
+        assert_eq!(request.stop, ["x"]);
+        let Some(Kind::Chat(chat)) = request.prompt.unwrap().kind else {
+            panic!("no chat");
+        };
+        assert_eq!(chat.messages[0].role, "system");
+        assert_eq!(chat.messages[1].content, "hi");
+        assert_eq!(chat.messages[2].tool_calls[0].name, "f");
+        assert_eq!(chat.messages[3].tool_call_id, "c");
+    }
+
+    #[test]
+    fn a_text_is_a_call_or_follows_a_format() {
+        let both = asked(json!({
+            "messages": [],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        }));
+        assert!(both.is_err());
+    }
+}

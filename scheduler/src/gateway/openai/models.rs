@@ -1,0 +1,46 @@
+//! The models there are.
+
+use axum::{
+    extract::{Path, State},
+    response::{IntoResponse, Response},
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{ModelInfo, ModelState},
+};
+use serde_json::{Value, json};
+
+use super::{Failed, Flavor, json_response};
+use crate::service::Shared;
+
+/// One model. When it was made nobody knows; OpenAI's clients want a number.
+fn view(info: &ModelInfo) -> Value {
+    let context = info.summary.as_ref().map(|s| s.context_length);
+    json!({
+        "id": info.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "hotcell",
+        "max_model_len": context,
+    })
+}
+
+/// `GET /v1/models`: those that can be asked now.
+pub(super) async fn list(State(shared): State<Shared>) -> Response {
+    let models = shared.fleet.models();
+    let loaded = models.iter().filter(|m| m.state() == ModelState::Loaded);
+    json_response(json!({"object": "list", "data": loaded.map(view).collect::<Vec<_>>()}))
+}
+
+/// `GET /v1/models/NAME`.
+pub(super) async fn get(State(shared): State<Shared>, Path(name): Path<String>) -> Response {
+    let models = shared.fleet.models();
+    match models.iter().find(|m| m.name == name) {
+        Some(info) => json_response(view(info)),
+        None => {
+            let name: String = name.chars().take(128).collect();
+            let what = format!("there is no model named {name:?}; GET /v1/models lists them");
+            Failed(Flavor::Openai, Error::new(Reason::ModelNotFound, what)).into_response()
+        }
+    }
+}
