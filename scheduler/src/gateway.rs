@@ -3,11 +3,13 @@
 //! A door translates: what comes in becomes a [`GenerateRequest`](hotcell_proto::v1::GenerateRequest) or a call of the
 //! fleet, what goes out takes the protocol's form. No tokenizer, chat template or model byte is parsed here.
 
+mod anthropic;
 mod ask;
 mod body;
 mod failure;
 mod guard;
 mod health;
+mod ollama;
 mod openai;
 mod sse;
 
@@ -39,11 +41,9 @@ pub fn router(shared: &Shared, protocols: &[Protocol]) -> Router {
     for protocol in protocols {
         router = match protocol {
             Protocol::Openai => router.merge(openai::routes()),
-            Protocol::Ollama
-            | Protocol::Anthropic
-            | Protocol::Oip
-            | Protocol::Vllm
-            | Protocol::Metrics => router,
+            Protocol::Ollama => router.merge(ollama::routes()),
+            Protocol::Anthropic => router.merge(anthropic::routes()),
+            Protocol::Oip | Protocol::Vllm | Protocol::Metrics => router,
         };
     }
     router

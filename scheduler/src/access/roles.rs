@@ -145,6 +145,10 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/v1/chat/completions", USE),
     ("/v1/embeddings", USE),
     ("/v1/responses", USE),
+    ("/v1/messages", USE),
+    ("/v1/messages/count_tokens", USE),
+    ("/api/*", USE),
+    ("/", Need::Nobody),
     // Probes of whoever runs the host have no token.
     ("/healthz", Need::Nobody),
     ("/readyz", Need::Nobody),

@@ -6,18 +6,25 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        Accepted, Delta, FinishReason, Finished, GenerateRequest, OutputPart, TokenLogprob, Usage,
-        generate_event::Event, output_part::Kind,
+        Accepted, Chat, Delta, FinishReason, Finished, GenerateRequest, OutputPart, Prompt,
+        TokenLogprob, Usage, generate_event::Event, output_part::Kind, prompt,
     },
 };
-use tokio::time::Instant;
+use serde_json::Value;
+use tokio::time::{Instant, timeout};
 use tokio_stream::{StreamExt, StreamMap};
 
+use super::sse::{Gone, Out};
 use crate::{access::Caller, service::Shared, stream::EventStream};
 
-/// How long a client waits for a word before it gets one that says nothing, so that no proxy between takes the silence for
-/// an end.
-pub(super) const PING: Duration = Duration::from_secs(15);
+/// How long a client waits for a word before it gets one that says nothing.
+const PING: Duration = Duration::from_secs(15);
+
+/// Whether workers tell what a text means.
+pub(super) const PARSED: bool = false;
+
+/// What comes next of which continuation.
+pub(super) type Next = Result<(u32, Event), Error>;
 
 /// The continuations of one prompt, as they come.
 pub(super) struct Branches {
@@ -82,7 +89,7 @@ impl Branches {
     ///
     /// # Errors
     /// Why a continuation cannot go on, which ends all of them.
-    pub async fn next(&mut self) -> Option<Result<(u32, Event), Error>> {
+    pub async fn next(&mut self) -> Option<Next> {
         loop {
             let (index, item) = self.streams.next().await?;
             match item {
@@ -95,6 +102,20 @@ impl Branches {
                     self.streams.clear();
                     return Some(Err(Error::from_status(&status)));
                 }
+            }
+        }
+    }
+
+    /// As [`next`](Self::next), with a word that says nothing to the client whenever it takes long, so that no proxy
+    /// between takes the silence for an end.
+    ///
+    /// # Errors
+    /// If the client went away.
+    pub async fn next_or_ping(&mut self, out: &Out) -> Result<Option<Next>, Gone> {
+        loop {
+            match timeout(PING, self.next()).await {
+                Ok(next) => return Ok(next),
+                Err(_) => out.ping().await?,
             }
         }
     }
@@ -189,19 +210,25 @@ impl Answer {
     pub fn usage(&self) -> Usage {
         self.finished.usage.unwrap_or_default()
     }
-
-    /// Whether it came to an end of its own, and was not cut off.
-    pub fn is_whole(&self) -> bool {
-        is_whole(&self.finished)
-    }
 }
 
-/// Whether a text came to an end of its own.
-pub(super) fn is_whole(finished: &Finished) -> bool {
+/// Whether a text was cut off before it came to an end of its own.
+pub(super) fn is_cut(finished: &Finished) -> bool {
     matches!(
         finished.reason(),
-        FinishReason::EndToken | FinishReason::StopString
+        FinishReason::MaxTokens | FinishReason::ContextFull
     )
+}
+
+/// What a model called a tool with, as a value: what is no JSON is told as the text that it is.
+pub(super) fn arguments(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|_| Value::from(text))
+}
+
+/// A prompt of messages.
+pub(super) fn chat(chat: Chat) -> Option<Prompt> {
+    let kind = prompt::Kind::Chat(chat);
+    Some(Prompt { kind: Some(kind) })
 }
 
 /// A piece of an answer.

@@ -15,15 +15,16 @@ use axum::{
 };
 use hotcell_proto::{
     error::Error,
-    v1::{FinishReason, Finished, Usage},
+    v1::{Finished, Usage},
 };
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::failure::{Failed, Flavor};
+use super::{
+    ask::is_cut,
+    failure::{Failed, Flavor},
+};
 use crate::service::Shared;
-
-pub(super) use options::text_of;
 
 /// Its paths.
 pub(super) fn routes() -> Router<Shared> {
@@ -51,10 +52,10 @@ fn json_response(value: impl Serialize) -> Response {
 
 /// OpenAI's word for an end.
 fn finish_reason(finished: &Finished, calls: bool) -> &'static str {
-    match finished.reason() {
-        FinishReason::MaxTokens | FinishReason::ContextFull => "length",
-        _ if calls => "tool_calls",
-        FinishReason::EndToken | FinishReason::StopString | FinishReason::Unspecified => "stop",
+    match (is_cut(finished), calls) {
+        (true, _) => "length",
+        (false, true) => "tool_calls",
+        (false, false) => "stop",
     }
 }
 

@@ -103,6 +103,33 @@ impl Shared {
         }
     }
 
+    /// The tokens of a prompt.
+    ///
+    /// # Errors
+    /// Why there are none.
+    pub async fn tokenize(
+        &self,
+        request: TokenizeRequest,
+        deadline: Option<Instant>,
+        caller: &Caller,
+    ) -> Result<TokenizeResponse, Error> {
+        check_prompt(request.prompt.as_ref())?;
+        self.may_name(&request.model, caller)?;
+        let model = self.fleet.resolve(&request.model)?;
+        let want = wanted_for([request.prompt.as_ref()]);
+        let tenant = caller.tenant("");
+        let _permit = self.enter(tenant, want)?;
+        let prompt = request.prompt.and_then(|p| p.kind);
+        let call = text::tokenize(
+            &self.fleet,
+            (&model, tenant),
+            prompt,
+            request.without_special,
+            deadline,
+        );
+        within(deadline, call).await
+    }
+
     /// Vectors for prompts.
     ///
     /// # Errors
@@ -186,22 +213,10 @@ impl Tokens for Service {
         self.may_name(&request, &request.get_ref().model)?;
         let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
-        check_prompt(request.prompt.as_ref())?;
-        let fleet = &self.0.fleet;
-        let model = fleet.resolve(&request.model)?;
         let caller = Caller::of(&extensions);
-        let want = wanted_for([request.prompt.as_ref()]);
-        let tenant = caller.tenant("");
-        let _permit = self.0.enter(tenant, want)?;
-        let prompt = request.prompt.and_then(|p| p.kind);
-        let call = text::tokenize(
-            fleet,
-            (&model, tenant),
-            prompt,
-            request.without_special,
-            deadline,
-        );
-        Ok(Response::new(within(deadline, call).await?))
+        Ok(Response::new(
+            self.0.tokenize(request, deadline, &caller).await?,
+        ))
     }
 
     async fn detokenize(

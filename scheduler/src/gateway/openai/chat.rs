@@ -10,7 +10,6 @@ use hotcell_proto::{
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use tokio::time::timeout;
 
 use super::{
     answered, failed, finish_reason, json_response, logprobs,
@@ -21,7 +20,7 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, PING, Piece, call_id, complete, now, pieces},
+        ask::{Answer, Branches, PARSED, Piece, call_id, complete, now, pieces},
         body,
         sse::{Framing, Gone, Out, respond},
     },
@@ -102,7 +101,6 @@ fn read(request: Request) -> Result<Asked, Error> {
         tools: told,
         template_arguments: arguments.unwrap_or_default(),
     };
-    let parsed = !chat.tools.is_empty();
     let wants = request.logprobs.unwrap_or(false);
     let n = options.n.unwrap_or(1);
     Ok(Asked {
@@ -131,7 +129,7 @@ fn read(request: Request) -> Result<Asked, Error> {
             grammar,
             stop_tokens: options.stop_token_ids.unwrap_or_default(),
             stop: options.stop.map(OneOrMany::into_vec).unwrap_or_default(),
-            parse_output: parsed,
+            parse_output: PARSED,
             ..GenerateRequest::default()
         },
     })
@@ -158,18 +156,10 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     let mut telling = Telling::new(asked.n, asked.include_usage, parsed);
     Ok(respond(Framing::Events, move |out| async move {
         telling.tell(&out, first).await?;
-        loop {
-            let next = match timeout(PING, branches.next()).await {
-                Ok(next) => next,
-                Err(_) => {
-                    out.ping().await?;
-                    continue;
-                }
-            };
+        while let Some(next) = branches.next_or_ping(&out).await? {
             match next {
-                Some(Ok(event)) => telling.tell(&out, event).await?,
-                Some(Err(error)) => return out.data(&failed(&error)).await,
-                None => break,
+                Ok(event) => telling.tell(&out, event).await?,
+                Err(error) => return out.data(&failed(&error)).await,
             }
         }
         telling.end(&out).await

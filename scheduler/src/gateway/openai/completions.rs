@@ -9,7 +9,6 @@ use hotcell_proto::{
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::time::timeout;
 
 use super::{
     answered,
@@ -21,7 +20,7 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, PING, complete as put_together, now},
+        ask::{Answer, Branches, complete as put_together, now},
         body,
         sse::{Framing, Gone, Out, respond},
     },
@@ -153,18 +152,10 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     };
     Ok(respond(Framing::Events, move |out| async move {
         telling.tell(&out, first).await?;
-        loop {
-            let next = match timeout(PING, branches.next()).await {
-                Ok(next) => next,
-                Err(_) => {
-                    out.ping().await?;
-                    continue;
-                }
-            };
+        while let Some(next) = branches.next_or_ping(&out).await? {
             match next {
-                Some(Ok(event)) => telling.tell(&out, event).await?,
-                Some(Err(error)) => return out.data(&failed(&error)).await,
-                None => break,
+                Ok(event) => telling.tell(&out, event).await?,
+                Err(error) => return out.data(&failed(&error)).await,
             }
         }
         telling.end(&out).await

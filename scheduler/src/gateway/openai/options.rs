@@ -207,13 +207,13 @@ fn one_of(choices: &[String]) -> Kind {
 /// A message's content: a text, or parts of which those that are text can be read.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-pub(in crate::gateway) enum Content {
+pub(super) enum Content {
     Text(String),
     Parts(Vec<ContentPart>),
 }
 
 #[derive(Debug, Deserialize)]
-pub(in crate::gateway) struct ContentPart {
+pub(super) struct ContentPart {
     #[serde(rename = "type")]
     kind: String,
     text: Option<String>,
@@ -224,7 +224,7 @@ pub(in crate::gateway) struct ContentPart {
 ///
 /// # Errors
 /// For what is no text, such as an image.
-pub(in crate::gateway) fn text_of(content: Option<Content>) -> Result<String, Error> {
+pub(super) fn text_of(content: Option<Content>) -> Result<String, Error> {
     let parts = match content {
         None => return Ok(String::new()),
         Some(Content::Text(text)) => return Ok(text),

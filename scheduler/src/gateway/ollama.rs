@@ -1,0 +1,190 @@
+//! Ollama's HTTP API, so that tools made for it can be pointed here.
+//!
+//! Options that change what comes out are read; those that say how a model is run (`num_ctx`, `num_gpu`, `keep_alive`) are
+//! not the client's to choose here and are left out.
+
+mod chat;
+mod embed;
+mod models;
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::{
+    Router,
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{Finished, Grammar, Sampling, grammar::Kind},
+};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{
+    ask::is_cut,
+    failure::{Failed, Flavor},
+};
+use crate::service::Shared;
+
+/// Its paths.
+pub(super) fn routes() -> Router<Shared> {
+    Router::new()
+        .route("/", get(async || "Hotcell is running\n"))
+        .route("/api/version", get(models::version))
+        .route("/api/tags", get(models::tags))
+        .route("/api/ps", get(models::ps))
+        .route("/api/show", post(models::show))
+        .route("/api/chat", post(chat::chat))
+        .route("/api/generate", post(chat::generate))
+        .route("/api/embed", post(embed::embed))
+        .route("/api/embeddings", post(embed::embed_one))
+}
+
+fn answered(result: Result<Response, Error>) -> Response {
+    result.unwrap_or_else(|error| Failed(Flavor::Ollama, error).into_response())
+}
+
+fn failed(error: &Error) -> Value {
+    Flavor::Ollama.body(error)
+}
+
+/// A model's name as Ollama's clients say it, whose tag is `latest` unless they say another one.
+fn untagged(name: &str) -> &str {
+    name.strip_suffix(":latest").unwrap_or(name)
+}
+
+/// How tokens are chosen.
+#[derive(Debug, Default, Deserialize)]
+struct Options {
+    temperature: Option<f32>,
+    top_k: Option<i64>,
+    top_p: Option<f32>,
+    min_p: Option<f32>,
+    seed: Option<i64>,
+    num_predict: Option<i64>,
+    stop: Option<Stop>,
+    repeat_penalty: Option<f32>,
+    presence_penalty: Option<f32>,
+    frequency_penalty: Option<f32>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Stop {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl Options {
+    /// With Ollama's defaults, but for its penalty on repetition, which counts a window that there is none of here.
+    fn sampling(&self) -> Sampling {
+        Sampling {
+            temperature: Some(self.temperature.unwrap_or(0.8)),
+            // 0 and less: all of them.
+            top_k: Some(u32::try_from(self.top_k.unwrap_or(40)).unwrap_or(0)),
+            top_p: Some(self.top_p.unwrap_or(0.9)),
+            min_p: self.min_p,
+            repetition_penalty: self.repeat_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: Vec::new(),
+        }
+    }
+
+    /// Tokens at most; 0 for as many as fit, which Ollama says as -1 or -2.
+    fn max_tokens(&self) -> u32 {
+        let given = self.num_predict.unwrap_or(-1);
+        u32::try_from(given).unwrap_or(0)
+    }
+
+    fn stop(&self) -> Vec<String> {
+        match &self.stop {
+            None => Vec::new(),
+            Some(Stop::One(one)) => vec![one.clone()],
+            Some(Stop::Many(many)) => many.clone(),
+        }
+    }
+
+    /// Ollama draws a seed for 0 and for a missing one.
+    fn seed(&self) -> Option<u64> {
+        self.seed.filter(|&seed| seed != 0).map(i64::cast_unsigned)
+    }
+}
+
+/// What the text has to be: `"json"`, or a schema.
+fn grammar(format: Option<&Value>) -> Result<Option<Grammar>, Error> {
+    let kind = match format {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::String(word)) if word.is_empty() => return Ok(None),
+        Some(Value::String(word)) if word == "json" => Kind::JsonObject(true),
+        Some(schema @ Value::Object(_)) => Kind::JsonSchema(schema.to_string()),
+        Some(_) => {
+            let why = "format is \"json\" or a JSON schema";
+            return Err(Error::new(Reason::InvalidArgument, why).with("field", "format"));
+        }
+    };
+    Ok(Some(Grammar { kind: Some(kind) }))
+}
+
+/// What an answer took, as its last line says it. Times are in nanoseconds.
+fn ended(finished: &Finished, took: Duration) -> Value {
+    let usage = finished.usage.unwrap_or_default();
+    let timings = finished.timings.unwrap_or_default();
+    // Negative and NaN become 0.
+    let nanos = |ms: f64| (ms * 1e6) as u64;
+    json!({
+        "done": true,
+        "done_reason": if is_cut(finished) { "length" } else { "stop" },
+        "total_duration": u64::try_from(took.as_nanos()).unwrap_or(u64::MAX),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": nanos(timings.prefill_ms),
+        "eval_count": usage.generated_tokens,
+        "eval_duration": nanos(timings.decode_ms),
+    })
+}
+
+/// Adds an object's members to another one's.
+fn merge(into: &mut Value, more: Value) {
+    if let (Value::Object(into), Value::Object(more)) = (into, more) {
+        into.extend(more);
+    }
+}
+
+/// The time in RFC 3339, as of now.
+fn now() -> String {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    hotcell_proto::token::write_time(since.map_or(0, |since| since.as_secs()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_have_ollamas_defaults_and_words() {
+        let of = |value| serde_json::from_value::<Options>(value).unwrap();
+        let plain = of(json!({"num_ctx": 4096})).sampling();
+        assert_eq!(
+            (plain.temperature, plain.top_k, plain.top_p),
+            (Some(0.8), Some(40), Some(0.9))
+        );
+        let own = of(json!({"top_k": -1, "num_predict": -2, "seed": 0, "stop": "x"}));
+        assert_eq!(
+            (own.sampling().top_k, own.max_tokens(), own.seed()),
+            (Some(0), 0, None)
+        );
+        assert_eq!(own.stop(), ["x"]);
+        assert_eq!(untagged("kjv:latest"), "kjv");
+        assert_eq!(untagged("kjv:q4"), "kjv:q4");
+    }
+
+    #[test]
+    fn a_format_is_json_or_a_schema() {
+        assert_eq!(grammar(Some(&json!(""))).unwrap(), None);
+        assert!(grammar(Some(&json!("json"))).unwrap().is_some());
+        assert!(grammar(Some(&json!({"type": "object"}))).unwrap().is_some());
+        assert!(grammar(Some(&json!("xml"))).is_err());
+    }
+}

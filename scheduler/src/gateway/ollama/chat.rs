@@ -1,0 +1,394 @@
+//! Chats, and texts that are gone on with.
+
+use std::time::Instant;
+
+use axum::{
+    Json,
+    body::Body,
+    extract::State,
+    http::Extensions,
+    response::{IntoResponse, Response},
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{
+        Chat, ChatMessage, Finished, GenerateRequest, Prompt, Tool, ToolCall,
+        generate_event::Event, prompt::Kind,
+    },
+};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{Options, answered, ended, failed, grammar, merge, models::find, now};
+use crate::{
+    access::Caller,
+    gateway::{
+        ask::{self, Branches, Call, Piece, pieces},
+        body,
+        sse::{Framing, Gone, Out, respond},
+    },
+    service::Shared,
+};
+
+/// What chats and texts have in common.
+#[derive(Debug, Deserialize)]
+struct Common {
+    model: String,
+    stream: Option<bool>,
+    format: Option<Value>,
+    options: Option<Options>,
+    /// `true`, `false`, or how much, for models that think before they answer.
+    think: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChatRequest {
+    #[serde(default)]
+    messages: Vec<Message>,
+    tools: Option<Vec<ToolSpec>>,
+    #[serde(flatten)]
+    common: Common,
+}
+
+#[derive(Debug, Deserialize)]
+struct Message {
+    role: String,
+    #[serde(default)]
+    content: String,
+    thinking: Option<String>,
+    images: Option<Vec<Value>>,
+    tool_calls: Option<Vec<CallSpec>>,
+    tool_name: Option<String>,
+    tool_call_id: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct CallSpec {
+    id: Option<String>,
+    function: CalledFunction,
+}
+
+#[derive(Debug, Deserialize)]
+struct CalledFunction {
+    name: String,
+    #[serde(default)]
+    arguments: Value,
+}
+
+#[derive(Debug, Deserialize)]
+struct ToolSpec {
+    function: FunctionSpec,
+}
+
+#[derive(Debug, Deserialize)]
+struct FunctionSpec {
+    name: String,
+    description: Option<String>,
+    parameters: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct TextRequest {
+    #[serde(default)]
+    prompt: String,
+    suffix: Option<String>,
+    system: Option<String>,
+    raw: Option<bool>,
+    template: Option<String>,
+    images: Option<Vec<Value>>,
+    #[serde(flatten)]
+    common: Common,
+}
+
+fn refused(field: &str, why: &str) -> Error {
+    Error::new(Reason::InvalidArgument, why).with("field", field)
+}
+
+fn no_images(images: Option<&Vec<Value>>) -> Result<(), Error> {
+    match images.is_none_or(Vec::is_empty) {
+        true => Ok(()),
+        false => Err(refused("images", "the models here read text only")),
+    }
+}
+
+fn message(message: Message) -> Result<ChatMessage, Error> {
+    no_images(message.images.as_ref())?;
+    let calls = message.tool_calls.unwrap_or_default();
+    let calls = calls.into_iter().map(|call| ToolCall {
+        id: call.id.unwrap_or_default(),
+        name: call.function.name,
+        arguments: call.function.arguments.to_string(),
+    });
+    Ok(ChatMessage {
+        role: message.role,
+        content: message.content,
+        tool_calls: calls.collect(),
+        tool_call_id: message.tool_call_id.unwrap_or_default(),
+        name: message.tool_name.unwrap_or_default(),
+        reasoning: message.thinking.unwrap_or_default(),
+    })
+}
+
+fn tool(spec: ToolSpec) -> Tool {
+    let parameters = spec.function.parameters;
+    Tool {
+        name: spec.function.name,
+        description: spec.function.description.unwrap_or_default(),
+        parameters: parameters.map(|p| p.to_string()).unwrap_or_default(),
+    }
+}
+
+/// The form that an answer takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Chat,
+    Text,
+}
+
+impl Form {
+    /// A line with more of an answer.
+    fn line(self, model: &str, content: &str, thinking: &str, calls: &[Call]) -> Value {
+        let mut value = json!({"model": model, "created_at": now(), "done": false});
+        let mut message = match self {
+            Self::Chat => json!({"role": "assistant", "content": content}),
+            Self::Text => json!({ "response": content }),
+        };
+        if !thinking.is_empty() {
+            message["thinking"] = Value::from(thinking);
+        }
+        if !calls.is_empty() {
+            let calls = calls.iter().map(|call| {
+                let arguments = ask::arguments(&call.arguments);
+                json!({"id": call.id, "function": {"name": call.name, "arguments": arguments}})
+            });
+            message["tool_calls"] = calls.collect();
+        }
+        match self {
+            Self::Chat => value["message"] = message,
+            Self::Text => merge(&mut value, message),
+        }
+        value
+    }
+}
+
+/// A request as it is asked.
+struct Asked {
+    form: Form,
+    /// The model's name as the client said it, which it is told again.
+    model: String,
+    stream: bool,
+    request: GenerateRequest,
+}
+
+fn asked(
+    form: Form,
+    (common, model): (Common, String),
+    prompt: Option<Prompt>,
+    parsed: bool,
+) -> Result<Asked, Error> {
+    let options = common.options.unwrap_or_default();
+    Ok(Asked {
+        form,
+        stream: common.stream.unwrap_or(true),
+        request: GenerateRequest {
+            model,
+            prompt,
+            sampling: Some(options.sampling()),
+            max_tokens: options.max_tokens(),
+            stop: options.stop(),
+            seed: options.seed(),
+            grammar: grammar(common.format.as_ref())?,
+            parse_output: parsed,
+            ..GenerateRequest::default()
+        },
+        model: common.model,
+    })
+}
+
+/// What a template is told of whether its model should think.
+fn thinking(think: Option<&Value>) -> String {
+    match think {
+        Some(Value::Bool(yes)) => json!({ "enable_thinking": yes }).to_string(),
+        Some(Value::String(effort)) => {
+            json!({"enable_thinking": true, "reasoning_effort": effort}).to_string()
+        }
+        _ => String::new(),
+    }
+}
+
+/// `POST /api/chat`.
+pub(super) async fn chat(
+    State(shared): State<Shared>,
+    extensions: Extensions,
+    body: Body,
+) -> Response {
+    let run = async {
+        let asked_for: ChatRequest = body::json(body).await?;
+        let model = find(&shared, &asked_for.common.model)?;
+        let common = asked_for.common;
+        if asked_for.messages.is_empty() {
+            return Ok(loaded(Form::Chat, &common.model));
+        }
+        let messages = asked_for.messages.into_iter().map(message);
+        let tools = asked_for.tools.unwrap_or_default();
+        let chat = Chat {
+            messages: messages.collect::<Result<_, _>>()?,
+            tools: tools.into_iter().map(tool).collect(),
+            template_arguments: thinking(common.think.as_ref()),
+        };
+        let asked = asked(
+            Form::Chat,
+            (common, model.name),
+            ask::chat(chat),
+            ask::PARSED,
+        )?;
+        tell(&shared, &Caller::of(&extensions), asked).await
+    };
+    answered(run.await)
+}
+
+/// `POST /api/generate`: a prompt as a chat's only message, or, raw, as it is.
+pub(super) async fn generate(
+    State(shared): State<Shared>,
+    extensions: Extensions,
+    body: Body,
+) -> Response {
+    let run = async {
+        let asked_for: TextRequest = body::json(body).await?;
+        let model = find(&shared, &asked_for.common.model)?;
+        no_images(asked_for.images.as_ref())?;
+        if asked_for.suffix.is_some_and(|suffix| !suffix.is_empty()) {
+            return Err(refused("suffix", "suffix is not supported; leave it out"));
+        }
+        if asked_for
+            .template
+            .is_some_and(|template| !template.is_empty())
+        {
+            let why = "a template of the request's own is not supported; send raw text";
+            return Err(refused("template", why));
+        }
+        let common = asked_for.common;
+        if asked_for.prompt.is_empty() {
+            return Ok(loaded(Form::Text, &common.model));
+        }
+        let templated = model.summary.as_ref().is_some_and(|s| s.has_chat_template);
+        let raw = asked_for.raw.unwrap_or(false) || !templated;
+        let say = |role: &str, content: String| ChatMessage {
+            role: role.to_owned(),
+            content,
+            ..ChatMessage::default()
+        };
+        let prompt = match raw {
+            true => Some(Prompt {
+                kind: Some(Kind::Text(asked_for.prompt)),
+            }),
+            false => {
+                let system = asked_for.system.filter(|s| !s.is_empty());
+                let system = system.map(|s| say("system", s));
+                let user = say("user", asked_for.prompt);
+                ask::chat(Chat {
+                    messages: system.into_iter().chain([user]).collect(),
+                    template_arguments: thinking(common.think.as_ref()),
+                    ..Chat::default()
+                })
+            }
+        };
+        let asked = asked(
+            Form::Text,
+            (common, model.name),
+            prompt,
+            ask::PARSED && !raw,
+        )?;
+        tell(&shared, &Caller::of(&extensions), asked).await
+    };
+    answered(run.await)
+}
+
+/// A request for nothing, which clients send to have a model loaded: it is.
+fn loaded(form: Form, model: &str) -> Response {
+    let mut value = form.line(model, "", "", &[]);
+    merge(&mut value, json!({"done": true, "done_reason": "load"}));
+    Json(value).into_response()
+}
+
+async fn tell(shared: &Shared, caller: &Caller, asked: Asked) -> Result<Response, Error> {
+    let began = Instant::now();
+    let (form, model, parsed) = (asked.form, asked.model, asked.request.parse_output);
+    let mut branches = Branches::begin(shared, asked.request, 1, None, caller)?;
+    if !asked.stream {
+        let answers = ask::complete(branches, 1, parsed).await?;
+        let answer = answers.into_iter().next().unwrap_or_default();
+        let mut value = form.line(&model, &answer.content, &answer.reasoning, &answer.calls);
+        merge(&mut value, ended(&answer.finished, began.elapsed()));
+        return Ok(Json(value).into_response());
+    }
+    let first = branches.first().await?;
+    Ok(respond(Framing::Lines, move |out| async move {
+        let mut telling = Telling {
+            form,
+            model,
+            parsed,
+            began,
+            answer: ask::Answer::default(),
+            told: 0,
+        };
+        telling.tell(&out, first.1).await?;
+        while let Some(next) = branches.next().await {
+            match next {
+                Ok((_, event)) => telling.tell(&out, event).await?,
+                Err(error) => return out.line(&failed(&error)).await,
+            }
+        }
+        Ok(())
+    }))
+}
+
+/// Tells a stream's events as lines.
+struct Telling {
+    form: Form,
+    model: String,
+    parsed: bool,
+    began: Instant,
+    /// What came so far: calls are told whole.
+    answer: ask::Answer,
+    /// Calls that were told.
+    told: usize,
+}
+
+impl Telling {
+    async fn tell(&mut self, out: &Out, event: Event) -> Result<(), Gone> {
+        let (mut content, mut reasoning) = (String::new(), String::new());
+        if let Event::Delta(delta) = &event {
+            for piece in pieces(delta, self.parsed) {
+                match piece {
+                    Piece::Content(text) => content.push_str(text),
+                    Piece::Reasoning(text) => reasoning.push_str(text),
+                    Piece::Call { .. } => {}
+                }
+            }
+        }
+        let end = matches!(event, Event::Finished(_));
+        self.answer.push(event, self.parsed);
+        // One is whole once the next one begins.
+        let whole = match end {
+            true => self.answer.calls.len(),
+            false => self.answer.calls.len().saturating_sub(1).max(self.told),
+        };
+        let calls = self.answer.calls.get(self.told..whole).unwrap_or_default();
+        if !content.is_empty() || !reasoning.is_empty() || !calls.is_empty() {
+            let line = self.form.line(&self.model, &content, &reasoning, calls);
+            out.line(&line).await?;
+        }
+        self.told = whole;
+        match end {
+            true => self.end(out, &self.answer.finished).await,
+            false => Ok(()),
+        }
+    }
+
+    async fn end(&self, out: &Out, finished: &Finished) -> Result<(), Gone> {
+        let mut value = self.form.line(&self.model, "", "", &[]);
+        merge(&mut value, ended(finished, self.began.elapsed()));
+        out.line(&value).await
+    }
+}

@@ -1,0 +1,135 @@
+//! The models there are, as Ollama lists them.
+
+use axum::{Json, body::Body, extract::State, response::IntoResponse, response::Response};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{ModelInfo, ModelState},
+};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{answered, now, untagged};
+use crate::{gateway::body, service::Shared};
+
+/// `GET /api/version`.
+pub(super) async fn version() -> Response {
+    Json(json!({"version": env!("CARGO_PKG_VERSION")})).into_response()
+}
+
+/// A count of parameters in words: `4.7M`.
+fn rounded(parameters: u64) -> String {
+    let all = parameters as f64;
+    match parameters {
+        1_000_000_000.. => format!("{:.1}B", all / 1e9),
+        1_000_000.. => format!("{:.1}M", all / 1e6),
+        _ => format!("{:.1}K", all / 1e3),
+    }
+}
+
+fn details(info: &ModelInfo) -> Value {
+    let summary = info.summary.clone().unwrap_or_default();
+    let format = if info.source.ends_with(".gguf") {
+        "gguf"
+    } else {
+        "safetensors"
+    };
+    json!({
+        "parent_model": "",
+        "format": format,
+        "family": summary.architecture,
+        "families": [summary.architecture],
+        "parameter_size": rounded(summary.parameters),
+        "quantization_level": summary.weights_dtype.to_uppercase(),
+    })
+}
+
+fn row(info: &ModelInfo) -> Value {
+    let summary = info.summary.clone().unwrap_or_default();
+    json!({
+        "name": info.name,
+        "model": info.name,
+        "modified_at": now(),
+        "size": info.file_bytes,
+        "digest": summary.model_hash,
+        "details": details(info),
+    })
+}
+
+fn loaded(shared: &Shared) -> Vec<ModelInfo> {
+    let mut models = shared.fleet.models();
+    models.retain(|m| m.state() == ModelState::Loaded);
+    models
+}
+
+/// `GET /api/tags`: those that can be asked.
+pub(super) async fn tags(State(shared): State<Shared>) -> Response {
+    let rows: Vec<_> = loaded(&shared).iter().map(row).collect();
+    Json(json!({ "models": rows })).into_response()
+}
+
+/// `GET /api/ps`: those that workers have in memory, which nobody takes out of it by waiting.
+pub(super) async fn ps(State(shared): State<Shared>) -> Response {
+    let rows = loaded(&shared)
+        .into_iter()
+        .filter(|m| !m.workers.is_empty());
+    let rows = rows.map(|info| {
+        let mut row = row(&info);
+        row["expires_at"] = Value::from("9999-12-31T23:59:59Z");
+        row["size_vram"] = Value::from(info.file_bytes);
+        row
+    });
+    Json(json!({"models": rows.collect::<Vec<_>>()})).into_response()
+}
+
+#[derive(Debug, Deserialize)]
+struct Show {
+    #[serde(alias = "name")]
+    model: String,
+}
+
+/// `POST /api/show`.
+pub(super) async fn show(State(shared): State<Shared>, body: Body) -> Response {
+    answered(shown(&shared, body).await)
+}
+
+/// A model by its name, with or without its tag.
+///
+/// # Errors
+/// [`Reason::ModelNotFound`].
+pub(super) fn find(shared: &Shared, name: &str) -> Result<ModelInfo, Error> {
+    let wanted = untagged(name);
+    let all = shared.fleet.models();
+    all.into_iter().find(|m| m.name == wanted).ok_or_else(|| {
+        let name: String = name.chars().take(128).collect();
+        let what = format!("model {name:?} not found; load it with `hotcell load`");
+        Error::new(Reason::ModelNotFound, what)
+    })
+}
+
+async fn shown(shared: &Shared, body: Body) -> Result<Response, Error> {
+    let asked: Show = body::json(body).await?;
+    let info = find(shared, &asked.model)?;
+    let summary = info.summary.clone().unwrap_or_default();
+    let architecture = &summary.architecture;
+    let mut capabilities = vec!["completion", "embedding"];
+    if summary.has_chat_template {
+        capabilities.push("tools");
+    }
+    let value = json!({
+        "modelfile": "",
+        "parameters": "",
+        // It stays in the worker that reads it.
+        "template": "",
+        "details": details(&info),
+        "model_info": {
+            "general.architecture": architecture,
+            "general.parameter_count": summary.parameters,
+            format!("{architecture}.context_length"): summary.context_length,
+            format!("{architecture}.embedding_length"): summary.embedding_length,
+            format!("{architecture}.vocab_size"): summary.vocabulary,
+        },
+        "capabilities": capabilities,
+        "modified_at": now(),
+    });
+    Ok(Json(value).into_response())
+}
