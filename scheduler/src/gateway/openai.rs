@@ -6,6 +6,7 @@ mod embeddings;
 mod logprobs;
 mod models;
 mod options;
+mod responses;
 mod tools;
 
 use axum::{
@@ -34,6 +35,7 @@ pub(super) fn routes() -> Router<Shared> {
         .route("/v1/chat/completions", post(chat::chat))
         .route("/v1/completions", post(completions::complete))
         .route("/v1/embeddings", post(embeddings::embed))
+        .route("/v1/responses", post(responses::create))
 }
 
 /// An answer, or an error in OpenAI's form.

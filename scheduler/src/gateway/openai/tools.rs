@@ -61,7 +61,7 @@ pub(super) enum ToolChoice {
 
 #[derive(Debug, Deserialize)]
 pub(super) struct NamedFunction {
-    name: String,
+    pub name: String,
 }
 
 /// What a choice makes of the tools: those that the model is told of, and what it has to write.
