@@ -67,6 +67,7 @@ use crate::{
     hang::Patience,
     journal::Bounds,
     known::Book,
+    meters::Meters,
     packed::Packs,
     policy::ModelPolicy,
     prefixes::{Prefixes, Prints},
@@ -157,6 +158,8 @@ pub struct Fleet {
     patience: Patience,
     /// What is known about workers that died.
     pub crashes: Crashes,
+    /// What is counted while requests are served.
+    pub meters: Meters,
     timeouts: Timeouts,
     packs: Arc<Packs>,
     model_roots: Vec<std::path::PathBuf>,
@@ -233,6 +236,7 @@ impl Fleet {
             gate: Gate::new(parts.model_policy, parts.audit),
             patience: parts.patience,
             crashes: parts.crashes,
+            meters: Meters::default(),
             timeouts: parts.timeouts,
             packs: Arc::new(parts.packs),
             model_roots: parts.model_roots,
@@ -315,6 +319,11 @@ impl Fleet {
             vocabulary: summary.vocabulary,
             context: summary.context_length,
         })
+    }
+
+    /// How long it has been there.
+    pub fn uptime(&self) -> Duration {
+        self.began.elapsed()
     }
 
     /// How long a request waits for a place while every worker is full.

@@ -9,6 +9,7 @@ mod body;
 mod failure;
 mod guard;
 mod health;
+pub mod metrics;
 mod ollama;
 mod openai;
 mod sse;
@@ -43,7 +44,8 @@ pub fn router(shared: &Shared, protocols: &[Protocol]) -> Router {
             Protocol::Openai => router.merge(openai::routes()),
             Protocol::Ollama => router.merge(ollama::routes()),
             Protocol::Anthropic => router.merge(anthropic::routes()),
-            Protocol::Oip | Protocol::Vllm | Protocol::Metrics => router,
+            Protocol::Metrics => router.merge(metrics::routes()),
+            Protocol::Oip | Protocol::Vllm => router,
         };
     }
     router

@@ -20,6 +20,7 @@ pub mod inherit;
 pub mod journal;
 pub mod known;
 pub mod manager;
+pub mod meters;
 pub mod onward;
 pub mod packed;
 pub mod placement;

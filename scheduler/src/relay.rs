@@ -24,6 +24,7 @@ use crate::{
     events::About,
     fleet::{Fleet, Link, Lost, Placed, is_broken, words},
     journal::{Bounds, Journal, Past},
+    meters::Meter,
     onward::{self, Onward},
     placement::Wish,
     stream::Stream,
@@ -107,7 +108,12 @@ pub async fn run(
     let id = call.id.clone();
     let model = call.model.clone();
     let writer = Writer(stream);
+    let (meter, arrived) = (fleet.meters.of(&model), Instant::now());
     let end = serve(&fleet, call, &writer.0, &streams, abort).await;
+    match &end {
+        Ok(finished) => meter.finished(finished, arrived.elapsed()),
+        Err(error) => meter.failed(error.reason().name()),
+    }
     match &end {
         Ok(_) => {}
         Err(error) if error.reason() == Reason::Cancelled => {
@@ -164,8 +170,11 @@ async fn road(
         deadline: call.deadline,
         out,
         streams,
+        meter: fleet.meters.of(&call.model),
+        arrived: Instant::now(),
         began: Instant::now(),
         first_token: None,
+        last_token: None,
         permit: Some(call.permit),
         record: Record::default(),
         losses: Vec::new(),
@@ -222,8 +231,11 @@ struct Relayed<'a> {
     deadline: Option<Instant>,
     out: &'a Stream,
     streams: &'a Streams,
+    meter: Arc<Meter>,
+    arrived: Instant,
     began: Instant,
     first_token: Option<Instant>,
+    last_token: Option<Instant>,
     permit: Option<Permit>,
     /// The deaths it ran in.
     record: Record,
@@ -471,7 +483,7 @@ impl Relayed<'_> {
                     self.fleet.served(&placed, journal.request_id());
                     testify_at = journal.generated() + TESTIFY_EVERY;
                 }
-                self.first_token.get_or_insert_with(Instant::now);
+                self.count(tokens);
                 placed.prefilled();
                 placed.generated(tokens);
             }
@@ -508,8 +520,22 @@ impl Relayed<'_> {
         }
     }
 
+    /// Tokens came.
+    fn count(&mut self, tokens: usize) {
+        let now = Instant::now();
+        if self.first_token.is_none() {
+            self.first_token = Some(now);
+            self.meter.first_token.observe(now - self.arrived, 1);
+        }
+        let after = self.last_token.replace(now).map(|last| now - last);
+        self.meter.generated(tokens, after);
+    }
+
     /// The deaths to tell the client of.
     fn tell_losses(&mut self, on: &Link) -> Vec<Survived> {
+        for loss in &self.losses {
+            self.meter.continued(loss.at.elapsed());
+        }
         self.losses.drain(..).map(|loss| loss.tell(on)).collect()
     }
 

@@ -151,6 +151,7 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/", Need::Nobody),
     // Probes of whoever runs the host have no token.
     ("/healthz", Need::Nobody),
+    ("/metrics", USE),
     ("/readyz", Need::Nobody),
     ("/grpc.health.v1.Health/Check", Need::Nobody),
     ("/grpc.health.v1.Health/Watch", Need::Nobody),
