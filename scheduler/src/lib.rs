@@ -39,3 +39,4 @@ pub mod tensors;
 pub mod testimony;
 pub mod text;
 pub mod vault;
+mod verdict;

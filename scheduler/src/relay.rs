@@ -15,14 +15,13 @@ use hotcell_proto::{
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::{Code, Request, Status};
+use tonic::Status;
 
 use crate::{
     admission::{Permit, draining},
     death::DeathKind,
-    discover::clip,
     events::About,
-    fleet::{Fleet, Link, Lost, Placed, is_broken, words},
+    fleet::{Fleet, Link, Lost, Placed},
     journal::{Bounds, Journal, Past},
     meters::Meter,
     onward::{self, Onward},
@@ -31,6 +30,7 @@ use crate::{
     streams::Streams,
     suspicion::Record,
     text,
+    verdict::{bounded, condemn, verdict, violated},
 };
 
 /// One request on its way.
@@ -554,71 +554,4 @@ impl Relayed<'_> {
             Some(error) => Err(error),
         }
     }
-}
-
-/// Has a worker that broke the protocol replaced: what it says to others cannot be trusted either. Returns once it is
-/// gone, or the kernel takes too long.
-async fn condemn(link: &Link, what: &str) {
-    tracing::error!(
-        worker = link.worker,
-        epoch = link.epoch,
-        what,
-        "a worker broke the protocol"
-    );
-    link.condemn(DeathKind::Protocol, what).await;
-}
-
-fn violated(link: &Link, what: &str) -> Error {
-    let worker = &link.worker;
-    let what = format!("worker {worker} broke the protocol: {what}; this is a fault of Hotcell");
-    Error::new(Reason::ProtocolViolation, what).with("worker", worker)
-}
-
-/// What a failed call to a worker means: its own words, or (none) that it is lost.
-pub(crate) async fn verdict(placed: &Placed, status: &Status) -> Option<Error> {
-    let link = &placed.link;
-    if Error::typed(status).is_some() {
-        return Some(words(status));
-    }
-    if link.is_lost().await {
-        tracing::debug!(
-            worker = link.worker,
-            epoch = link.epoch,
-            ?status,
-            "a call broke with its worker"
-        );
-        return None;
-    }
-    let said = clip(status.message());
-    let what = match (status.code(), is_broken(status)) {
-        (Code::Ok, _) => "it ended the call early".to_owned(),
-        (_, true) => format!("it broke the call: {}", clip(&status.to_string())),
-        // What its transport answers by itself, to a call that is too large or comes too late, is no word of its own.
-        (
-            code @ (Code::Cancelled
-            | Code::DeadlineExceeded
-            | Code::OutOfRange
-            | Code::ResourceExhausted
-            | Code::Unimplemented),
-            false,
-        ) => {
-            return Some(violated(link, &format!("it answered {code:?} ({said})")));
-        }
-        (code, false) => format!("it answered {code:?} ({said})"),
-    };
-    condemn(link, &what).await;
-    None
-}
-
-/// A request that carries what remains of the deadline.
-pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>) -> Request<T> {
-    let mut request = Request::new(message);
-    if let Some(at) = deadline {
-        // gRPC knows no zero; our own timer is about to say so.
-        let left = at
-            .saturating_duration_since(Instant::now())
-            .max(Duration::from_millis(1));
-        request.set_timeout(left);
-    }
-    request
 }

@@ -18,8 +18,8 @@ use crate::{
     fleet::{Fleet, Lost},
     onward,
     placement::{Estimate, Wish},
-    relay::{bounded, verdict},
     suspicion::{Next, Record},
+    verdict::{bounded, verdict},
 };
 
 /// Calls a worker, and another one if it dies; a throw-away one if several died.

@@ -203,6 +203,17 @@ def check_keys_are_left_unread_where_none_are_asked_for(cell):
         assert error.code == 403
 
 
+def check_metrics(cell):
+    text = urllib.request.urlopen(cell.url + "/metrics").read().decode()
+    told = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(told['hotcell_generated_tokens_total{model="kjv"}']) > 64 * 64
+    assert told['vllm:generation_tokens_total{model_name="kjv",engine="0"}'] == told['hotcell_generated_tokens_total{model="kjv"}']
+    assert float(told['hotcell_worker_deaths_total{worker="w0",device="cpu:0"}']) == cell.deaths() > 0
+    assert float(told['hotcell_continuations_total{model="kjv"}']) > 0
+    assert float(told['hotcell_first_token_seconds_count{model="kjv"}']) > 64
+    return f"{len(told)} values"
+
+
 def check_health(cell):
     for path in ("/healthz", "/readyz"):
         assert urllib.request.urlopen(cell.url + path).status == 200
