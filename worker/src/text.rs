@@ -11,6 +11,7 @@
 //! | prompt → ids | [`Tokenizer::encode`] |
 //! | ids → text, as they come | [`Detokenizer`] |
 //! | text → what the client gets | [`StopStrings`] |
+//! | text → what it means | [`Parser`] |
 
 mod bounded;
 mod chat;
@@ -19,12 +20,14 @@ mod chat_values;
 mod detokenizer;
 mod gguf;
 mod huggingface;
+mod parts;
 mod stop;
 mod tokenizer;
 
 pub use chat::{ChatInput, ChatTemplate, Message, TokenizerConfig};
 pub use detokenizer::Detokenizer;
 pub use gguf::GgufVocab;
+pub use parts::{Calls, Family, Mark, Parser};
 pub use stop::{StopOutcome, StopStrings};
 pub use tokenizer::Tokenizer;
 
