@@ -8,7 +8,8 @@ use hotcell_proto::{
     receipt::{Hash, Output, receipt, request_hash},
     v1::{
         Accepted, Delta, FinishReason, Finished, GenerateEvent, GenerateRequest, NumericsClass,
-        Prompt, Receipt, Resume, Timings, TokenIds, Usage, generate_event::Event, prompt::Kind,
+        OutputPart, Prompt, Receipt, Resume, Timings, TokenIds, Usage, generate_event::Event,
+        output_part::Kind as Part, prompt::Kind,
     },
 };
 
@@ -47,6 +48,25 @@ enum Stage {
     Finished,
 }
 
+/// Bytes of text in a delta's parts; none if one says nothing, or there are more than text of one delta has.
+pub(crate) fn parts_bytes(parts: &[OutputPart]) -> Option<usize> {
+    if parts.len() > limits::MAX_DELTA_TOKENS {
+        return None;
+    }
+    let bytes = |part: &OutputPart| {
+        let bytes = match part.kind.as_ref()? {
+            Part::Content(text) | Part::Reasoning(text) => text.len(),
+            Part::ToolCall(call) => {
+                let fits = (call.index as usize) < limits::MAX_TOOL_CALLS
+                    && call.name.len() <= limits::MAX_TOOL_NAME;
+                fits.then(|| call.name.len() + call.arguments.len())?
+            }
+        };
+        (bytes > 0).then_some(bytes)
+    };
+    parts.iter().map(bytes).sum()
+}
+
 /// One request and what its stream said.
 #[derive(Clone, Debug)]
 pub struct Journal {
@@ -58,7 +78,9 @@ pub struct Journal {
     request_hash: Hash,
     output: Output,
     text_bytes: u64,
-    /// Of these, bytes that came before this scheduler's part.
+    /// Bytes of all parts since this scheduler's part began.
+    parts_bytes: u64,
+    /// Of the text's, bytes that came before this scheduler's part.
     text_before: u64,
     /// Class in which the stream began, once a worker accepted it.
     numerics: Option<NumericsClass>,
@@ -115,6 +137,7 @@ impl Journal {
             prompt_ids: accepted.prompt_ids,
             generated,
             text_bytes,
+            parts_bytes: 0,
             text_before: resume.text_bytes_emitted,
             numerics: accepted.numerics,
             across,
@@ -140,6 +163,7 @@ impl Journal {
             prompt_ids,
             generated: resume.generated_ids,
             text_bytes: resume.text_bytes_emitted,
+            parts_bytes: 0,
             text_before: resume.text_bytes_emitted,
             numerics: None,
             across: None,
@@ -323,6 +347,17 @@ impl Journal {
         if text.saturating_sub(self.text_before) > count as u64 * MAX_TOKEN_TEXT {
             return violation("more text than its tokens can have");
         }
+        if !delta.parts.is_empty() && !self.request.parse_output {
+            return violation("parts that were not asked for");
+        }
+        let parts = parts_bytes(&delta.parts)
+            .ok_or_else(|| Violation("parts that say nothing, or too many".into()))?;
+        // They are pieces of the text; what came before this scheduler's part may have been held back.
+        let parts = self.parts_bytes.saturating_add(parts as u64);
+        if parts > text {
+            return violation("parts that say more than its text");
+        }
+        self.parts_bytes = parts;
         self.generated.extend_from_slice(&delta.token_ids);
         self.output.push(&delta.token_ids, &delta.text);
         self.text_bytes = text;
@@ -386,6 +421,7 @@ impl Journal {
 
 #[cfg(test)]
 mod tests {
+    use hotcell_proto::v1::ToolCallPart;
     use proptest::prelude::*;
 
     use super::*;
@@ -630,6 +666,55 @@ mod tests {
             assert!(found.contains(words), "{found} / {words}");
         }
         assert!(journal().take(GenerateEvent { event: None }).is_err());
+    }
+
+    #[test]
+    fn parts_are_of_the_text_and_asked_for() {
+        let part = |kind| OutputPart { kind };
+        let content = |text: &str| part(Some(Part::Content(text.into())));
+        let call = |index, name: &str| {
+            part(Some(Part::ToolCall(ToolCallPart {
+                index,
+                name: name.into(),
+                arguments: String::new(),
+            })))
+        };
+        let with = |text: &str, parts| {
+            Event::Delta(Delta {
+                text: text.into(),
+                token_ids: vec![1],
+                parts,
+                ..Delta::default()
+            })
+        };
+        let begun = |parse_output| {
+            let mut journal = journal();
+            journal.request.parse_output = parse_output;
+            take(&mut journal, Event::Accepted(accepted())).unwrap();
+            journal
+        };
+        let mut asked = begun(true);
+        // What one delta held back, another one says.
+        take(&mut asked, with("abc", vec![content("a")])).unwrap();
+        let Ok(Some(Event::Delta(said))) = take(&mut asked, with("d", vec![call(0, "bcd")])) else {
+            panic!("refused");
+        };
+        assert_eq!(said.parts, [call(0, "bcd")]);
+        assert!(take(&mut asked, with("e", vec![content("ef")])).is_err());
+        for bad in [
+            part(None),
+            content(""),
+            call(0, ""),
+            call(limits::MAX_TOOL_CALLS as u32, "f"),
+            call(0, &"f".repeat(limits::MAX_TOOL_NAME + 1)),
+        ] {
+            let text = "x".repeat(100);
+            assert!(take(&mut begun(true), with(&text, vec![bad])).is_err());
+        }
+        let many = vec![content("x"); limits::MAX_DELTA_TOKENS + 1];
+        let text = "x".repeat(1024);
+        assert!(take(&mut begun(true), with(&text, many)).is_err());
+        assert!(take(&mut begun(false), with("a", vec![content("a")])).is_err());
     }
 
     #[test]

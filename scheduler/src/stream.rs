@@ -22,7 +22,7 @@ use hotcell_proto::{
     limits,
     v1::{
         Accepted, Candidate, Delta, Finished, GenerateEvent, GenerateRequest, NumericsClass,
-        Survived, TokenLogprob, generate_event::Event,
+        OutputPart, Survived, TokenLogprob, generate_event::Event, output_part::Kind as Part,
     },
 };
 use tokio::{
@@ -124,11 +124,21 @@ fn cost(delta: &Delta) -> usize {
     let words = |s: &Survived| s.worker.len() + s.exit_kind.len() + s.continued_on.len();
     let told = |s: &Survived| size_of::<Survived>() + 3 * allocations + words(s);
     let survived: usize = delta.survived.iter().map(told).sum();
+    let part = |p: &OutputPart| {
+        let strings = match &p.kind {
+            Some(Part::Content(text) | Part::Reasoning(text)) => allocations + text.len(),
+            Some(Part::ToolCall(c)) => 2 * allocations + c.name.len() + c.arguments.len(),
+            None => 0,
+        };
+        size_of::<OutputPart>() + strings
+    };
+    let parts: usize = delta.parts.iter().map(part).sum();
     size_of::<Delta>()
         + (allocations + delta.text.len())
         + (allocations + size_of_val(&delta.token_ids[..]))
         + logprobs
         + survived
+        + parts
         + size_of_val(&delta.logprobs[..])
 }
 

@@ -10,6 +10,7 @@ pub mod grammar;
 pub mod logprobs;
 pub mod lookup;
 pub mod masks;
+pub mod meaning;
 pub mod pace;
 pub mod random;
 pub mod sampler;

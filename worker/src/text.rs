@@ -24,7 +24,9 @@ mod parts;
 mod stop;
 mod tokenizer;
 
-pub use chat::{ChatInput, ChatTemplate, Message, TokenizerConfig};
+pub use chat::{
+    Call, CalledFunction, ChatInput, ChatTemplate, Message, TokenizerConfig, tool_value,
+};
 pub use detokenizer::Detokenizer;
 pub use gguf::GgufVocab;
 pub use parts::{Calls, Family, Mark, Parser};

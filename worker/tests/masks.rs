@@ -10,7 +10,7 @@ use hotcell_worker::{
         grammar::{Follower, Grammars},
         masks::Masks,
     },
-    text::Tokenizer,
+    text::{Calls, Family, Tokenizer},
 };
 
 fn tokenizer() -> Tokenizer {
@@ -25,7 +25,9 @@ fn follower(tokenizer: &Tokenizer, regex: &str) -> Follower {
     };
     let end = tokenizer.vocab_size() - 1;
     let grammars = Grammars::default();
-    grammars.follow(&grammar, tokenizer, &[end]).unwrap()
+    let family = Family::plain(Calls::Bare, false);
+    let read = grammars.follow(&grammar, tokenizer, &[end], &family);
+    read.unwrap()
 }
 
 fn mask(follower: &mut Follower) -> Option<Vec<u32>> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use hotcell_worker::text::{
     ChatInput, ChatTemplate, Detokenizer, GgufVocab, MAX_WHITE_SPACE, Message, StopStrings,
-    TextError, Tokenizer, TokenizerConfig,
+    TextError, Tokenizer, TokenizerConfig, tool_value,
 };
 use proptest::prelude::*;
 use serde::Deserialize;
@@ -534,6 +534,8 @@ fn render(
 ) -> Result<String, TextError> {
     ChatTemplate::new(source)?.render(&ChatInput {
         messages,
+        tools: &[],
+        json_bytes: 0,
         add_generation_prompt: generate,
         bos_token: "<s>",
         eos_token: "</s>",
@@ -546,6 +548,7 @@ fn hello() -> Vec<Message> {
     vec![Message {
         role: "user".into(),
         content: "Hello".into(),
+        ..Message::default()
     }]
 }
 
@@ -570,12 +573,45 @@ fn chat_templates_render_as_in_transformers() {
 }
 
 #[test]
+fn chats_with_tools_render_as_in_transformers() {
+    let path = "../templates/tools.json";
+    let file = golden_json(path);
+    for case in file["cases"].as_array().expect("cases") {
+        let name = case["template"].as_str().expect("a name");
+        let source = file["templates"][name].as_str().expect("a template");
+        let messages: Vec<Message> =
+            serde_json::from_value(case["messages"].clone()).expect("messages");
+        let tool = |tool: &Value| {
+            let text = |key: &str| tool[key].as_str().expect("text");
+            tool_value(text("name"), text("description"), tool["parameters"].clone())
+        };
+        let tools: Vec<Value> = case["tools"].as_array().expect("tools").iter().map(tool).collect();
+        let extra = serde_json::from_value(case["extra"].clone()).expect("variables");
+        let input = ChatInput {
+            messages: &messages,
+            tools: &tools,
+            json_bytes: case.to_string().len(),
+            add_generation_prompt: true,
+            bos_token: "<s>",
+            eos_token: "</s>",
+            extra: &extra,
+            now: 0,
+        };
+        let rendered = ChatTemplate::new(source).expect("valid").render(&input);
+        let expected = case["expected"].as_str().expect("text");
+        assert_eq!(rendered.expect("text"), expected, "{name}");
+    }
+}
+
+#[test]
 fn extra_variables_reach_the_template() {
     let template = ChatTemplate::new("{{ enable_thinking }} {{ bos_token }}{{ tools is none }}")
         .expect("valid");
     let extra = BTreeMap::from([("enable_thinking".to_owned(), json!(false))]);
     let input = ChatInput {
         messages: &[],
+        tools: &[],
+        json_bytes: 0,
         add_generation_prompt: true,
         bos_token: "B",
         eos_token: "",
@@ -727,6 +763,7 @@ fn long_conversations_stay_inside_the_limits() {
             .map(|i| Message {
                 role: role(i).into(),
                 content: "word ".repeat(size),
+                ..Message::default()
             })
             .collect()
     };

@@ -65,6 +65,8 @@ pub(crate) enum EventView<'a> {
         numerics: Option<NumericsView<'a>>,
         #[serde(skip_serializing_if = "Vec::is_empty")]
         survived: Vec<SurvivedView<'a>>,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        parts: Vec<PartView<'a>>,
     },
     Finished {
         reason: String,
@@ -78,6 +80,33 @@ pub(crate) enum EventView<'a> {
         survived: Vec<SurvivedView<'a>>,
         receipt: Option<Box<Stamp>>,
     },
+}
+
+/// A piece of what the text means.
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum PartView<'a> {
+    Content(&'a str),
+    Reasoning(&'a str),
+    ToolCall {
+        index: u32,
+        #[serde(skip_serializing_if = "str::is_empty")]
+        name: &'a str,
+        arguments: &'a str,
+    },
+}
+
+fn part(part: &v1::OutputPart) -> Option<PartView<'_>> {
+    use v1::output_part::Kind;
+    Some(match part.kind.as_ref()? {
+        Kind::Content(text) => PartView::Content(text),
+        Kind::Reasoning(text) => PartView::Reasoning(text),
+        Kind::ToolCall(call) => PartView::ToolCall {
+            index: call.index,
+            name: &call.name,
+            arguments: &call.arguments,
+        },
+    })
 }
 
 /// A worker's death that the stream went on after.
@@ -162,6 +191,7 @@ pub(crate) fn event<'a>(event: &'a Event, clock: &Clock) -> EventView<'a> {
             logprobs: delta.logprobs.iter().map(logprob).collect(),
             numerics: numerics(delta.numerics.as_ref()),
             survived: survived(&delta.survived),
+            parts: delta.parts.iter().filter_map(part).collect(),
         },
         Event::Finished(finished) => {
             let usage = finished.usage.unwrap_or_default();

@@ -19,7 +19,10 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{Mark, Request, Room, State, Stream, cost};
-use crate::{journal::Past, suspicion::Process};
+use crate::{
+    journal::{Past, parts_bytes},
+    suspicion::Process,
+};
 
 impl State {
     /// All of it, for another program.
@@ -167,7 +170,9 @@ impl Stream {
         };
         let last = after(first, &held.deltas)?;
         let large = |d: &Delta| {
-            d.text.len() > limits::MAX_DELTA_BYTES || d.token_ids.len() > limits::MAX_DELTA_TOKENS
+            d.text.len() > limits::MAX_DELTA_BYTES
+                || d.token_ids.len() > limits::MAX_DELTA_TOKENS
+                || parts_bytes(&d.parts).is_none()
         };
         if held.deltas.iter().any(large) || first.tokens < begin.tokens || first.text < begin.text {
             return Err(doubt("its events"));
@@ -307,6 +312,9 @@ mod tests {
             stream.write(event(Event::Delta(Delta {
                 text: "x".into(),
                 token_ids: vec![id],
+                parts: vec![v1::OutputPart {
+                    kind: Some(v1::output_part::Kind::Content("x".into())),
+                }],
                 ..Delta::default()
             })));
         }
@@ -333,7 +341,7 @@ mod tests {
         let mut reader = reader.unwrap();
         let mut next = async || reader.next().await.unwrap().unwrap().event.unwrap();
         assert!(matches!(next().await, Event::Accepted(_)));
-        assert!(matches!(next().await, Event::Delta(d) if d.token_ids == [9]));
+        assert!(matches!(next().await, Event::Delta(d) if d.token_ids == [9] && d.parts.len() == 1));
         drop(reader);
         drop(stream);
         assert_eq!(room.held(), 0);
@@ -366,6 +374,7 @@ mod tests {
             &|h| h.generated.truncate(1),
             &|h| h.begin_text = 1,
             &|h| h.blamed = vec![v1::HeldProcess::default(); 100],
+            &|h| h.deltas[0].parts = vec![v1::OutputPart::default()],
             &|h| h.deltas[0].text = "x".repeat(limits::MAX_DELTA_BYTES + 1),
         ] {
             let mut held = held.clone();

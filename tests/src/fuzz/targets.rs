@@ -14,7 +14,10 @@ use hotcell_worker::{
     format::safetensors,
     inspect,
     model::config::ModelConfig,
-    text::{ChatInput, ChatTemplate, GgufVocab, Message as Said, Tokenizer, TokenizerConfig},
+    text::{
+        Call, CalledFunction, Calls, ChatInput, ChatTemplate, Family, GgufVocab, Message as Said, Parser, Tokenizer,
+        TokenizerConfig, tool_value,
+    },
     weights::ModelFile,
 };
 use prost::Message;
@@ -61,6 +64,7 @@ pub const TARGETS: &[Target] = &[
         seeds::tokenizer_config,
     ),
     target("template", Form::Text(JINJA), template, seeds::template),
+    target("parts", Form::Text(MARKS), parts, seeds::parts),
     target("graph", Form::Bytes, graph, seeds::graph),
     target("requests", Form::Bytes, requests, seeds::requests),
     target("calls", Form::Bytes, calls::run, seeds::calls),
@@ -179,6 +183,38 @@ const JINJA: &[&str] = &[
     "|__stored",
 ];
 
+/// What texts with thoughts and calls of tools are made of.
+const MARKS: &[&str] = &[
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    "{\"name\": \"f\", \"arguments\": {",
+    "{\"name\": \"f\", \"parameters\": {",
+    "\"name\": \"f\"",
+    "\"arguments\": ",
+    "{",
+    "}",
+    "[",
+    "]",
+    "\"",
+    "\\",
+    "\\u0001open",
+    ":",
+    ",",
+    ";",
+    " ",
+    "\n",
+    "null",
+    "-1e308",
+    "é",
+    "\0",
+];
+
 const TEXT: &str =
     "Hello <s> wörld, 1234567 aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!\n\n\t  e\u{301}<|end|>";
 
@@ -274,10 +310,22 @@ fn render(template: &ChatTemplate) -> bool {
     let said = |role: &str, content: &str| Said {
         role: role.to_owned(),
         content: content.to_owned(),
+        ..Said::default()
     };
-    let messages = [said("user", TEXT), said("assistant", "Yes.")];
+    let mut called = said("assistant", "");
+    called.tool_calls = vec![Call {
+        id: "123456789".to_owned(),
+        function: CalledFunction {
+            name: "f".to_owned(),
+            arguments: serde_json::json!({"x": [1, TEXT]}),
+        },
+    }];
+    let messages = [said("user", TEXT), said("assistant", "Yes."), called];
+    let tools = [tool_value("f", TEXT, serde_json::json!({"type": "object"}))];
     let input = ChatInput {
         messages: &messages,
+        tools: &tools,
+        json_bytes: 512,
         add_generation_prompt: true,
         bos_token: "<s>",
         eos_token: "</s>",
@@ -297,6 +345,67 @@ fn tokenizer_config(bytes: &[u8]) -> bool {
 fn template(bytes: &[u8]) -> bool {
     let text = String::from_utf8_lossy(bytes);
     ChatTemplate::new(&text).is_ok_and(|template| render(&template))
+}
+
+/// What a text means does not depend on how it came, and is never more than the text; whether there is a call in it.
+/// The first byte says how it is read.
+fn parts(bytes: &[u8]) -> bool {
+    const FAMILIES: [Calls; 5] = [
+        Calls::Tagged,
+        Calls::Python,
+        Calls::List,
+        Calls::Named,
+        Calls::Bare,
+    ];
+    let Some((&how, text)) = bytes.split_first() else {
+        return false;
+    };
+    let text = String::from_utf8_lossy(text);
+    let how = usize::from(how);
+    let family = Family::plain(FAMILIES[how % 5], how & 64 != 0);
+    let names = BTreeSet::from(["f".to_owned()]);
+    let parser = Parser::new(&family, names.into_iter().collect(), how & 128 != 0);
+    let whole = meaning(parser.clone(), [&*text].into_iter());
+    let mut ends: Vec<usize> = text.char_indices().map(|(at, _)| at).collect();
+    ends.push(text.len());
+    let pieces = ends.windows(2).map(|w| &text[w[0]..w[1]]);
+    assert!(whole == meaning(parser, pieces), "the cut matters");
+    let size = |(name, arguments): &(String, String)| name.len() + arguments.len();
+    let calls: usize = whole.2.iter().map(size).sum();
+    assert!(whole.0.len() + whole.1.len() + calls <= text.len());
+    !whole.2.is_empty()
+}
+
+/// Answer, thoughts and calls, each put together.
+fn meaning<'a>(
+    mut parser: Parser,
+    pieces: impl Iterator<Item = &'a str>,
+) -> (String, String, Vec<(String, String)>) {
+    let mut parts = Vec::new();
+    for piece in pieces {
+        parser.text(piece);
+        parts.extend(parser.parts());
+    }
+    parser.finish();
+    parts.extend(parser.parts());
+    let mut whole = (String::new(), String::new(), Vec::new());
+    for part in parts {
+        match part.kind {
+            Some(v1::output_part::Kind::Content(text)) => whole.0.push_str(&text),
+            Some(v1::output_part::Kind::Reasoning(text)) => whole.1.push_str(&text),
+            Some(v1::output_part::Kind::ToolCall(call)) => {
+                if !call.name.is_empty() {
+                    whole.2.push((call.name, String::new()));
+                }
+                assert_eq!(call.index as usize + 1, whole.2.len());
+                if let Some((_, arguments)) = whole.2.last_mut() {
+                    arguments.push_str(&call.arguments);
+                }
+            }
+            None => panic!("an empty part"),
+        }
+    }
+    whole
 }
 
 fn graph(bytes: &[u8]) -> bool {

@@ -212,7 +212,9 @@ impl Bench {
         let follow = |regex: &str| {
             let kind = Some(v1::grammar::Kind::Regex(regex.to_owned()));
             let (grammar, tokenizer) = (v1::Grammar { kind }, &self.text.tokenizer);
-            self.grammars.follow(&grammar, tokenizer, &self.ends)
+            let family = &self.text.family;
+            self.grammars
+                .follow(&grammar, tokenizer, &self.ends, family)
         };
         let request = Request {
             hash: [0; 32],
@@ -228,6 +230,7 @@ impl Bench {
             class: class(ask.tenant, ask.priority),
             speculate: ask.speculate,
             grammar: ask.regex.map(|regex| follow(regex).unwrap()),
+            parser: None,
         };
         let outlet = Outlet {
             events,

@@ -29,7 +29,9 @@ use llguidance::{
 use serde_json::{Value, json};
 
 use super::sampler::Allowed;
-use crate::text::Tokenizer;
+use crate::text::{Family, Tokenizer};
+
+mod tools;
 
 /// Stack of the thread that reads a grammar. The parsers go no deeper than their own limits (30 levels of Lark, 128 of
 /// JSON, 250 of a regular expression), but with large steps.
@@ -61,7 +63,7 @@ impl fmt::Debug for Grammars {
 }
 
 impl Grammars {
-    /// Reads a grammar for a model with these tokens and ends.
+    /// Reads a grammar for a model with these tokens and ends, which writes calls of tools as its family does.
     ///
     /// # Errors
     /// [`Reason::GrammarInvalid`], saying what is wrong with it; [`Reason::ModelUnsupported`] for a model that cannot end a text.
@@ -70,11 +72,12 @@ impl Grammars {
         wire: &v1::Grammar,
         tokenizer: &Tokenizer,
         end_tokens: &[u32],
+        family: &Family,
     ) -> Result<Follower, Error> {
         let make = || factory(tokenizer, end_tokens);
         let factory = self.0.get_or_init(make).as_ref().map_err(Clone::clone)?;
         let work = || -> Result<Matcher, Error> {
-            let grammar = read(wire)?;
+            let grammar = read(wire, family)?;
             let mut matcher = Matcher::new(factory.create_parser(grammar));
             match matcher.get_error() {
                 Some(error) => Err(refused(&error)),
@@ -110,8 +113,8 @@ fn refused(why: &str) -> Error {
     invalid(format!("the grammar is refused: {line}"))
 }
 
-fn read(wire: &v1::Grammar) -> Result<TopLevelGrammar, Error> {
-    let bounded = |text: &'_ str| match text.len() {
+fn read(wire: &v1::Grammar, family: &Family) -> Result<TopLevelGrammar, Error> {
+    let bounded = |size: usize| match size {
         size if size > limits::MAX_GRAMMAR_BYTES => {
             let most = limits::MAX_GRAMMAR_BYTES;
             let what = format!("the grammar has {size} bytes, at most {most}");
@@ -121,7 +124,7 @@ fn read(wire: &v1::Grammar) -> Result<TopLevelGrammar, Error> {
     };
     match &wire.kind {
         Some(Kind::JsonSchema(text)) => {
-            bounded(text)?;
+            bounded(text.len())?;
             let schema = serde_json::from_str(text).map_err(|e| refused(&e.to_string()))?;
             Ok(TopLevelGrammar::from_json_schema(spaced(schema)))
         }
@@ -129,11 +132,15 @@ fn read(wire: &v1::Grammar) -> Result<TopLevelGrammar, Error> {
             let schema = json!({"type": "object"});
             Ok(TopLevelGrammar::from_json_schema(spaced(schema)))
         }
-        Some(Kind::Regex(regex)) => bounded(regex).map(|()| TopLevelGrammar::from_regex(regex)),
+        Some(Kind::Regex(regex)) => bounded(regex.len()).map(|()| TopLevelGrammar::from_regex(regex)),
         Some(Kind::Lark(text)) => {
-            bounded(text).map(|()| TopLevelGrammar::from_lark(text.to_owned()))
+            bounded(text.len()).map(|()| TopLevelGrammar::from_lark(text.to_owned()))
         }
-        Some(Kind::ToolCalls(_)) => Err(invalid("calls of tools are not yet read as a grammar")),
+        Some(Kind::ToolCalls(calls)) => {
+            let sizes = calls.tools.iter().map(|tool| tool.parameters.len());
+            bounded(sizes.fold(0, usize::saturating_add))?;
+            tools::lark(&calls.tools, family).map(TopLevelGrammar::from_lark)
+        }
         Some(Kind::JsonObject(false)) | None => Err(invalid("the grammar is empty; leave it out")),
     }
 }

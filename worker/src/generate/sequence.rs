@@ -22,11 +22,12 @@ use super::{
     fair::Class,
     grammar::Follower,
     masks::Masks,
+    meaning::Meaning,
     sampler::{self, PenaltyState, Sampled, SamplingParams},
 };
 use crate::{
     error::{of_sampling, of_text},
-    text::{Detokenizer, StopStrings, Tokenizer},
+    text::{Detokenizer, Family, Parser, StopStrings, Tokenizer},
 };
 
 /// What a stream's reader gets.
@@ -53,6 +54,8 @@ pub struct Request {
     pub stop: Vec<String>,
     /// What its text follows, at the text's beginning.
     pub grammar: Option<Follower>,
+    /// Says what its text means, if that was asked for.
+    pub parser: Option<(Family, Parser)>,
     /// Tokens that end it: the model's own unless ignored, and the request's.
     pub end_tokens: HashSet<u32>,
     /// When it must be over.
@@ -103,6 +106,7 @@ pub struct Sequence {
     penalties: PenaltyState,
     detokenizer: Detokenizer,
     stops: StopStrings,
+    meaning: Option<Meaning>,
     /// Text that became final and was not sent yet.
     text: String,
     /// Hashes what was said.
@@ -138,7 +142,7 @@ impl Sequence {
     /// # Errors
     /// When the stop strings are refused or the prompt leaves no room in the context.
     pub fn new(
-        request: Request,
+        mut request: Request,
         tokenizer: &Tokenizer,
         context: usize,
         numerics: v1::NumericsClass,
@@ -157,13 +161,17 @@ impl Sequence {
         let mut detokenizer = tokenizer.detokenizer(true).map_err(|e| of_text(&e))?;
         detokenizer.prime(&request.prompt);
         let mut stops = StopStrings::new(request.stop.clone()).map_err(|e| of_text(&e))?;
-        stops.skip(request.text_bytes_emitted);
+        let skip = request.text_bytes_emitted;
+        let parser = request.parser.take();
+        let meaning = parser.map(|(family, p)| Meaning::new(family, p, stops.clone(), skip));
+        stops.skip(skip);
         let mut sequence = Self {
             tokens: request.prompt.clone(),
             cached: None,
             penalties: PenaltyState::new(&request.prompt, &[]),
             detokenizer,
             stops,
+            meaning,
             text: String::new(),
             output: Output::new(&request.generated, request.text_bytes_emitted),
             context,
@@ -186,6 +194,9 @@ impl Sequence {
                 return Err(Error::new(Reason::InvalidArgument, what));
             }
             end = sequence.note(token);
+        }
+        if let Some(meaning) = &mut sequence.meaning {
+            meaning.resumed();
         }
         if let Some(grammar) = &sequence.request.grammar {
             grammar.check()?;
@@ -317,6 +328,9 @@ impl Sequence {
             self.detokenizer.push_into(token, &mut piece);
             let outcome = self.stops.push(&piece);
             self.text.push_str(&outcome.text);
+            if let Some(meaning) = &mut self.meaning {
+                meaning.push(token, &piece);
+            }
             if let Some(stop) = outcome.stopped {
                 // Nothing after the stop string is text: what is held back stays back.
                 return end(FinishReason::StopString, self.stop_string(stop));
@@ -336,6 +350,9 @@ impl Sequence {
             let rest = self.detokenizer.finish();
             let outcome = self.stops.push(&rest);
             self.text.push_str(&outcome.text);
+            if let Some(meaning) = &mut self.meaning {
+                meaning.finish(&rest);
+            }
             match outcome.stopped {
                 Some(stop) => return end(FinishReason::StopString, self.stop_string(stop)),
                 None => self.text.push_str(&self.stops.finish()),
@@ -368,13 +385,21 @@ impl Sequence {
             text: text(sampled.token),
         });
         let text = std::mem::take(&mut self.text);
+        let parts = self.parts();
         self.send(v1::Delta {
             text,
             token_ids: vec![sampled.token],
             logprobs: logprobs.into_iter().collect(),
+            parts,
             ..v1::Delta::default()
         });
         end
+    }
+
+    /// What its text turned out to mean since it was last asked.
+    fn parts(&mut self) -> Vec<v1::OutputPart> {
+        let meaning = self.meaning.as_mut();
+        meaning.map(Meaning::take).unwrap_or_default()
     }
 
     fn send(&mut self, delta: v1::Delta) {
@@ -390,8 +415,10 @@ impl Sequence {
     pub fn finish(mut self, end: End, now: Instant) {
         if !self.text.is_empty() {
             let text = std::mem::take(&mut self.text);
+            let parts = self.parts();
             self.send(v1::Delta {
                 text,
+                parts,
                 ..v1::Delta::default()
             });
         }

@@ -1,10 +1,6 @@
 //! A loaded model's text side: rendering, tokenising and detokenising, calls of their own.
 
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::sync::Arc;
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -15,11 +11,13 @@ use crate::{
     error::{of_model, of_text},
     format::gguf::{GgufError, Metadata},
     text::{
-        ChatInput, ChatTemplate, GgufVocab, MAX_MERGES, MAX_VOCAB, Message, TextError, Tokenizer,
+        ChatTemplate, Family, GgufVocab, MAX_MERGES, MAX_VOCAB, TextError, Tokenizer,
         TokenizerConfig,
     },
     weights::{ModelSource, TextSource},
 };
+
+pub(crate) mod chat;
 
 /// Tokenizer and chat template of a model.
 #[derive(Debug)]
@@ -28,6 +26,8 @@ pub struct ModelText {
     pub tokenizer: Arc<Tokenizer>,
     /// A broken or missing template is an error of the requests that need one, not of the model.
     template: Result<ChatTemplate, TextError>,
+    /// How the model writes calls of tools and thoughts.
+    pub family: Family,
 }
 
 /// A prompt in its two forms.
@@ -82,6 +82,7 @@ impl ModelText {
                 ),
             ));
         }
+        let family = Family::of(template.as_deref(), &tokenizer);
         let template = match template {
             Some(text) => ChatTemplate::new(&text),
             None => Err(TextError::NoChatTemplate),
@@ -89,6 +90,7 @@ impl ModelText {
         Ok(Self {
             tokenizer: Arc::new(tokenizer),
             template,
+            family,
         })
     }
 
@@ -169,36 +171,8 @@ impl ModelText {
     }
 
     fn render(&self, chat: &v1::Chat) -> Result<String, Error> {
-        if chat.messages.len() > limits::MAX_CHAT_MESSAGES {
-            return Err(Error::new(
-                Reason::LimitExceeded,
-                format!(
-                    "the chat has more than {} messages",
-                    limits::MAX_CHAT_MESSAGES
-                ),
-            ));
-        }
         let template = self.template.as_ref().map_err(of_text)?;
-        let messages: Vec<Message> = chat
-            .messages
-            .iter()
-            .map(|m| Message {
-                role: m.role.clone(),
-                content: m.content.clone(),
-            })
-            .collect();
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |d| d.as_secs() as i64);
-        let input = ChatInput {
-            messages: &messages,
-            add_generation_prompt: true,
-            bos_token: &self.tokenizer.bos_text(),
-            eos_token: &self.tokenizer.eos_text(),
-            extra: &BTreeMap::new(),
-            now,
-        };
-        template.render(&input).map_err(|e| of_text(&e))
+        chat::render(template, chat, &self.tokenizer)
     }
 
     /// Text of token ids.

@@ -148,10 +148,16 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         }
         Some(grammar) => {
             let (tokenizer, ends) = (&model.text.tokenizer, &model.end_tokens);
-            Some(model.grammars.follow(grammar, tokenizer, ends)?)
+            let family = &model.text.family;
+            Some(model.grammars.follow(grammar, tokenizer, ends, family)?)
         }
         None => None,
     };
+    let parser = wire.parse_output.then(|| {
+        let (family, tokenizer) = (&model.text.family, &model.text.tokenizer);
+        let grammar = wire.grammar.as_ref().and_then(|g| g.kind.as_ref());
+        (family.clone(), family.parser(tokenizer, &prompt, grammar))
+    });
     let resume = wire.resume.clone().unwrap_or_default();
     at_most(
         "resumed ids",
@@ -186,6 +192,7 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         max_tokens: (wire.max_tokens > 0).then_some(wire.max_tokens as usize),
         stop: wire.stop.clone(),
         grammar,
+        parser,
         end_tokens: own.iter().chain(&wire.stop_tokens).copied().collect(),
         deadline: None,
         class: class(&wire.tenant, wire.priority)?,
@@ -244,7 +251,7 @@ impl Tokens for TokensService {
             wire.prompt.as_ref().and_then(|p| p.kind.as_ref()),
             Some(v1::prompt::Kind::Ids(_))
         );
-        let mut checked = if ids_only && wire.grammar.is_none() {
+        let mut checked = if ids_only && wire.grammar.is_none() && !wire.parse_output {
             check(&wire, &model)?
         } else {
             let model = Arc::clone(&model);

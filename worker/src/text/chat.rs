@@ -4,17 +4,19 @@ use std::collections::BTreeMap;
 use std::io;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Serde, Value};
+use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind};
 
 use super::chat_guard::{Meter, Rewritten, rewrite};
-use super::chat_values::{MessageValue, install};
+use super::chat_values::{MessageValue, install, json_value};
 use super::{MAX_TEMPLATE_BYTES, TextError, bounded, caught};
 
 /// Steps of minijinja's machine that every rendering has.
 const BASE_FUEL: u64 = 50_000;
-/// Steps that every message adds; real templates take 50 to 500.
+/// Steps that every message, tool and call adds; real templates take 50 to 500.
 const FUEL_PER_MESSAGE: u64 = 2_000;
+/// Steps that a byte of tools' and calls' JSON adds: some templates go through a schema's properties.
+const FUEL_PER_JSON_BYTE: u64 = 8;
 /// Bytes of values that a rendering may make besides [`MEMORY_PER_BYTE`] times its input.
 const BASE_MEMORY: u64 = 16 << 20;
 const MEMORY_PER_BYTE: u64 = 32;
@@ -25,13 +27,71 @@ const BASE_OUTPUT: usize = 1 << 20;
 /// minijinja counts a macro call as 4.
 const MAX_RECURSION: usize = 200;
 
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
+/// One message of a conversation. What is empty is not there for the template, role and content apart.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Deserialize)]
+#[serde(default)]
 pub struct Message {
     /// Who speaks: `system`, `user`, `assistant`, or what the template knows.
     pub role: String,
     /// The text.
     pub content: String,
+    /// What was thought before it.
+    #[serde(rename = "reasoning_content")]
+    pub reasoning: String,
+    /// The call that it answers.
+    pub tool_call_id: String,
+    /// The tool that answers, or who speaks.
+    pub name: String,
+    /// Calls that it makes.
+    pub tool_calls: Vec<Call>,
+}
+
+/// A call of a tool.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
+pub struct Call {
+    /// Its id, if it has one.
+    #[serde(default)]
+    pub id: String,
+    /// What is called, and with what.
+    pub function: CalledFunction,
+}
+
+/// What a call calls.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
+pub struct CalledFunction {
+    /// Its name.
+    pub name: String,
+    /// What it is called with, an object.
+    pub arguments: serde_json::Value,
+}
+
+impl Call {
+    /// As transformers passes it.
+    pub(super) fn value(&self) -> Value {
+        let mut call = serde_json::Map::new();
+        if !self.id.is_empty() {
+            call.insert("id".to_owned(), self.id.as_str().into());
+        }
+        call.insert("type".to_owned(), "function".into());
+        let function = serde_json::json!({
+            "name": self.function.name, "arguments": self.function.arguments,
+        });
+        call.insert("function".to_owned(), function);
+        json_value(&serde_json::Value::Object(call))
+    }
+}
+
+/// A tool as transformers passes it to a template.
+#[must_use]
+pub fn tool_value(
+    name: &str,
+    description: &str,
+    parameters: serde_json::Value,
+) -> serde_json::Value {
+    serde_json::json!({
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    })
 }
 
 /// What a rendering depends on; nothing else does it, not even the clock.
@@ -39,13 +99,17 @@ pub struct Message {
 pub struct ChatInput<'a> {
     /// The conversation.
     pub messages: &'a [Message],
+    /// What may be called, as [`tool_value`] makes it.
+    pub tools: &'a [serde_json::Value],
+    /// Bytes of the JSON that tools and calls were read from.
+    pub json_bytes: usize,
     /// Whether to open the assistant's turn at the end.
     pub add_generation_prompt: bool,
     /// The text of the model's begin token, empty if there is none.
     pub bos_token: &'a str,
     /// The text of the model's end token, empty if there is none.
     pub eos_token: &'a str,
-    /// Further variables (`enable_thinking`, `date_string`); they overrule the ones above.
+    /// Further variables (`enable_thinking`, `date_string`); they overrule the ones above, messages and tools apart.
     pub extra: &'a BTreeMap<String, serde_json::Value>,
     /// For `strftime_now`: seconds since 1970, UTC. The same on every worker that renders this request.
     pub now: i64,
@@ -89,10 +153,18 @@ impl ChatTemplate {
         let size: usize = input
             .messages
             .iter()
-            .map(|message| message.role.len() + message.content.len() + 64)
+            .map(|m| {
+                let about = m.role.len() + m.name.len() + m.tool_call_id.len();
+                about + m.content.len() + m.reasoning.len() + 64
+            })
             .sum();
+        let size = size.saturating_add(input.json_bytes);
         let meter = Meter::new(BASE_MEMORY + MEMORY_PER_BYTE * size as u64);
-        let fuel = BASE_FUEL + FUEL_PER_MESSAGE * input.messages.len() as u64;
+        let calls: usize = input.messages.iter().map(|m| m.tool_calls.len()).sum();
+        let spoken = input.messages.len() + input.tools.len() + calls;
+        let fuel = BASE_FUEL
+            + FUEL_PER_MESSAGE * spoken as u64
+            + FUEL_PER_JSON_BYTE * input.json_bytes as u64;
         let fuel = fuel.min(MAX_REPEATED_TEXT / (self.rewritten.repeated_text as u64).max(1));
         caught("rendering the chat template", || {
             let mut environment = environment();
@@ -153,12 +225,19 @@ fn variables(input: &ChatInput<'_>) -> Value {
         ("bos_token", Value::from(input.bos_token)),
         ("eos_token", Value::from(input.eos_token)),
         // transformers passes both as None when there are none.
-        ("tools", Value::from(())),
         ("documents", Value::from(())),
     ]);
     for (name, value) in input.extra {
-        variables.insert(name, Value::from(Serde(value)));
+        if name != "messages" && name != "tools" {
+            variables.insert(name, json_value(value));
+        }
     }
+    let tools: Vec<Value> = input.tools.iter().map(json_value).collect();
+    let tools = match tools.is_empty() {
+        true => Value::from(()),
+        false => Value::from(tools),
+    };
+    variables.insert("tools", tools);
     Value::from(variables)
 }
 

@@ -376,7 +376,7 @@ impl Parser {
             return Taken;
         }
         let name = std::mem::take(&mut self.name);
-        if c != '{' || !self.begin(name) {
+        if c != '{' || !self.begin(&name) {
             return self.no_call();
         }
         self.frame = Frame::Named;
@@ -408,7 +408,7 @@ impl Parser {
                 self.opened = true;
                 let head = self.pending.get(self.object..).unwrap_or_default();
                 match json::before_arguments(head) {
-                    Some(Some(name)) if self.may_call(&name) && self.begin(name) => {
+                    Some(Some(name)) if self.may_call(&name) && self.begin(&name) => {
                         self.arguments(c);
                         self.state = State::Arguments { until: 1 };
                     }
@@ -435,7 +435,7 @@ impl Parser {
         let call = json::whole(object, inner, !bare);
         if let Some((name, arguments)) = call
             && self.may_call(&name)
-            && self.begin(name)
+            && self.begin(&name)
         {
             arguments.chars().for_each(|c| self.arguments(c));
             self.close();
@@ -478,7 +478,7 @@ impl Parser {
     }
 
     /// Begins a call, unless there are too many or nothing could be called by such a name. What was held back is part of it.
-    fn begin(&mut self, name: String) -> bool {
+    fn begin(&mut self, name: &str) -> bool {
         let named = !name.is_empty() && name.len() <= limits::MAX_TOOL_NAME;
         if !named || name.contains(char::is_control) || self.count as usize >= limits::MAX_TOOL_CALLS {
             return false;
@@ -486,7 +486,7 @@ impl Parser {
         self.pending.clear();
         let call = ToolCallPart {
             index: self.count,
-            name,
+            name: name.to_owned(),
             arguments: String::new(),
         };
         self.count += 1;
