@@ -21,7 +21,11 @@ const PROMPT: &str = "In the beginning";
 
 /// Templates that say to which family a model belongs, and what a first call begins with in the text.
 const FAMILIES: [(&str, &str, &str); 5] = [
-    ("tagged", "{{ '<tool_call>' }}", "<tool_call>\n{\"name\": \""),
+    (
+        "tagged",
+        "{{ '<tool_call>' }}",
+        "<tool_call>\n{\"name\": \"",
+    ),
     ("python", "{{ '<|python_tag|>' }}", "{\"name\": \""),
     ("list", "{{ '[TOOL_CALLS]' }}", "[TOOL_CALLS][{\"name\": \""),
     ("named", "{{ '[TOOL_CALLS][ARGS]' }}", "[TOOL_CALLS]"),
@@ -70,7 +74,10 @@ fn special() -> TempDir {
                 "id": id, "content": mark, "special": true, "single_word": false,
                 "lstrip": false, "rstrip": false, "normalized": false,
             });
-            tokenizer["added_tokens"].as_array_mut().unwrap().push(token);
+            tokenizer["added_tokens"]
+                .as_array_mut()
+                .unwrap()
+                .push(token);
         }
     });
     with_template(folder.path(), "{{ '[TOOL_CALLS][ARGS]' }}");
@@ -90,7 +97,8 @@ fn tools() -> Vec<v1::Tool> {
         "additionalProperties": false,
         "x-guidance": {"whitespace_flexible": false},
     });
-    let nothing = json!({"additionalProperties": false, "x-guidance": {"whitespace_flexible": false}});
+    let nothing =
+        json!({"additionalProperties": false, "x-guidance": {"whitespace_flexible": false}});
     let tool = |name: &str, parameters: Value| v1::Tool {
         name: name.to_owned(),
         description: String::new(),
@@ -210,9 +218,15 @@ async fn cluster(model: &Path) -> Cluster {
 fn check(said: &Said, seed: u64) {
     let complete = said.finished.as_ref().unwrap().reason() == FinishReason::EndToken;
     let sure = said.calls.len() - usize::from(!complete);
-    assert!(sure > 0 && said.calls[..sure].iter().all(is_valid), "seed {seed}: {said:?}");
+    assert!(
+        sure > 0 && said.calls[..sure].iter().all(is_valid),
+        "seed {seed}: {said:?}"
+    );
     // A text cut off in the beginning of a call is no call yet.
-    assert!(said.reasoning.is_empty() && (!complete || said.content.is_empty()), "{said:?}");
+    assert!(
+        said.reasoning.is_empty() && (!complete || said.content.is_empty()),
+        "{said:?}"
+    );
 }
 
 #[tokio::test]
@@ -240,7 +254,11 @@ async fn marks_that_are_special_tokens_are_in_no_text_and_make_calls_all_the_sam
     for seed in 0..4 {
         let said = whole(&client, forced(seed)).await;
         assert_eq!(said.ids[0], 4096);
-        assert!(said.text.starts_with("now{") || said.text.starts_with("get_weather{"), "{}", said.text);
+        assert!(
+            said.text.starts_with("now{") || said.text.starts_with("get_weather{"),
+            "{}",
+            said.text
+        );
         check(&said, seed);
     }
 }

@@ -583,9 +583,18 @@ fn chats_with_tools_render_as_in_transformers() {
             serde_json::from_value(case["messages"].clone()).expect("messages");
         let tool = |tool: &Value| {
             let text = |key: &str| tool[key].as_str().expect("text");
-            tool_value(text("name"), text("description"), tool["parameters"].clone())
+            tool_value(
+                text("name"),
+                text("description"),
+                tool["parameters"].clone(),
+            )
         };
-        let tools: Vec<Value> = case["tools"].as_array().expect("tools").iter().map(tool).collect();
+        let tools: Vec<Value> = case["tools"]
+            .as_array()
+            .expect("tools")
+            .iter()
+            .map(tool)
+            .collect();
         let extra = serde_json::from_value(case["extra"].clone()).expect("variables");
         let input = ChatInput {
             messages: &messages,

@@ -341,7 +341,9 @@ mod tests {
         let mut reader = reader.unwrap();
         let mut next = async || reader.next().await.unwrap().unwrap().event.unwrap();
         assert!(matches!(next().await, Event::Accepted(_)));
-        assert!(matches!(next().await, Event::Delta(d) if d.token_ids == [9] && d.parts.len() == 1));
+        assert!(
+            matches!(next().await, Event::Delta(d) if d.token_ids == [9] && d.parts.len() == 1)
+        );
         drop(reader);
         drop(stream);
         assert_eq!(room.held(), 0);

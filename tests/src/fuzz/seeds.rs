@@ -183,10 +183,22 @@ pub fn graph() -> Vec<Vec<u8>> {
 pub fn parts() -> Vec<Vec<u8>> {
     let of = |how: u8, text: &str| [&[how], text.as_bytes()].concat();
     vec![
-        of(65, "<think>\nHm.\n</think>\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"}\"}}\n</tool_call>\n<tool_call>{\"arguments\": {}, \"name\": \"g\"}</tool_call>"),
-        of(1, "{\"name\": \"f\", \"parameters\": {\"a\": [1, 2]}}; {\"name\": \"g\", \"parameters\": {}}"),
-        of(2, "Yes. [TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"a\": \"\\\"\"}, \"id\": \"1\"}, {\"name\": \"g\", \"arguments\": {}}]"),
-        of(3, "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{\"a\": {}}[TOOL_CALLS]g[ARGS]{}"),
+        of(
+            65,
+            "<think>\nHm.\n</think>\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"}\"}}\n</tool_call>\n<tool_call>{\"arguments\": {}, \"name\": \"g\"}</tool_call>",
+        ),
+        of(
+            1,
+            "{\"name\": \"f\", \"parameters\": {\"a\": [1, 2]}}; {\"name\": \"g\", \"parameters\": {}}",
+        ),
+        of(
+            2,
+            "Yes. [TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"a\": \"\\\"\"}, \"id\": \"1\"}, {\"name\": \"g\", \"arguments\": {}}]",
+        ),
+        of(
+            3,
+            "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{\"a\": {}}[TOOL_CALLS]g[ARGS]{}",
+        ),
         of(4, "\n{\"name\": \"f\", \"arguments\": {}}"),
         of(0, "An answer, {in} words. <tool_call> is none."),
     ]

@@ -15,8 +15,8 @@ use hotcell_worker::{
     inspect,
     model::config::ModelConfig,
     text::{
-        Call, CalledFunction, Calls, ChatInput, ChatTemplate, Family, GgufVocab, Message as Said, Parser, Tokenizer,
-        TokenizerConfig, tool_value,
+        Call, CalledFunction, Calls, ChatInput, ChatTemplate, Family, GgufVocab, Message as Said,
+        Parser, Tokenizer, TokenizerConfig, tool_value,
     },
     weights::ModelFile,
 };

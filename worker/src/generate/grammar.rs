@@ -132,7 +132,9 @@ fn read(wire: &v1::Grammar, family: &Family) -> Result<TopLevelGrammar, Error> {
             let schema = json!({"type": "object"});
             Ok(TopLevelGrammar::from_json_schema(spaced(schema)))
         }
-        Some(Kind::Regex(regex)) => bounded(regex.len()).map(|()| TopLevelGrammar::from_regex(regex)),
+        Some(Kind::Regex(regex)) => {
+            bounded(regex.len()).map(|()| TopLevelGrammar::from_regex(regex))
+        }
         Some(Kind::Lark(text)) => {
             bounded(text.len()).map(|()| TopLevelGrammar::from_lark(text.to_owned()))
         }

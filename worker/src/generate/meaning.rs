@@ -102,7 +102,10 @@ impl Meaning {
         let mut rest = text;
         while !rest.is_empty() {
             self.marks_up_to(self.given);
-            let mark = self.marks.front().map_or(u64::MAX, |(at, _)| at - self.given);
+            let mark = self
+                .marks
+                .front()
+                .map_or(u64::MAX, |(at, _)| at - self.given);
             let skip = match self.skip.saturating_sub(self.given) {
                 0 => u64::MAX,
                 left => left,
@@ -173,8 +176,15 @@ mod tests {
     }
 
     const PIECES: [&str; 9] = [
-        "<think>", "a \n", "</think>", "é", "<tool_call>", "{\"name\": \"f\", \"arguments\": {\"a\": 1",
-        "}}", "</tool_call>", "END",
+        "<think>",
+        "a \n",
+        "</think>",
+        "é",
+        "<tool_call>",
+        "{\"name\": \"f\", \"arguments\": {\"a\": 1",
+        "}}",
+        "</tool_call>",
+        "END",
     ];
 
     proptest! {

@@ -69,7 +69,9 @@ impl Object for JsonObject {
 pub(super) fn json_value(json: &serde_json::Value) -> Value {
     match json {
         serde_json::Value::Object(map) => {
-            let entries = map.iter().map(|(key, value)| (key.clone(), json_value(value)));
+            let entries = map
+                .iter()
+                .map(|(key, value)| (key.clone(), json_value(value)));
             Value::from_object(JsonObject(entries.collect()))
         }
         serde_json::Value::Array(items) => Value::from_iter(items.iter().map(json_value)),

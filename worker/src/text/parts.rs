@@ -256,7 +256,11 @@ impl Parser {
                 self.pending.push(c);
                 if !space || self.pending.len() > MAX_SPACE {
                     let pending = std::mem::take(&mut self.pending);
-                    self.content(if thought { pending.trim_ascii_start() } else { &pending });
+                    self.content(if thought {
+                        pending.trim_ascii_start()
+                    } else {
+                        &pending
+                    });
                     self.state = State::Content;
                 }
             }
@@ -430,7 +434,9 @@ impl Parser {
     /// The object is there, and was not known to be a call before.
     fn whole(&mut self) {
         let object = self.pending.get(self.object..).unwrap_or_default();
-        let inner = self.inner.and_then(|(begin, end)| self.pending.get(begin..end?));
+        let inner = self
+            .inner
+            .and_then(|(begin, end)| self.pending.get(begin..end?));
         let bare = matches!(self.frame, Frame::Bare { .. });
         let call = json::whole(object, inner, !bare);
         if let Some((name, arguments)) = call
@@ -480,7 +486,10 @@ impl Parser {
     /// Begins a call, unless there are too many or nothing could be called by such a name. What was held back is part of it.
     fn begin(&mut self, name: &str) -> bool {
         let named = !name.is_empty() && name.len() <= limits::MAX_TOOL_NAME;
-        if !named || name.contains(char::is_control) || self.count as usize >= limits::MAX_TOOL_CALLS {
+        if !named
+            || name.contains(char::is_control)
+            || self.count as usize >= limits::MAX_TOOL_CALLS
+        {
             return false;
         }
         self.pending.clear();

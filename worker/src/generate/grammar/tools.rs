@@ -13,7 +13,10 @@ use crate::{
 pub(super) fn lark(tools: &[Tool], family: &Family) -> Result<String, Error> {
     if tools.is_empty() || tools.len() > limits::MAX_TOOLS {
         let most = limits::MAX_TOOLS;
-        return Err(invalid(format!("{} tools to call; from 1 to {most} can be", tools.len())));
+        return Err(invalid(format!(
+            "{} tools to call; from 1 to {most} can be",
+            tools.len()
+        )));
     }
     let mark = |mark: Mark| match family.call_mark(mark) {
         // In no text: the token itself.
@@ -25,7 +28,9 @@ pub(super) fn lark(tools: &[Tool], family: &Family) -> Result<String, Error> {
     let more = limits::MAX_TOOL_CALLS - 1;
     let start = match family.calls {
         Calls::Tagged => {
-            format!("{call} \"\\n\" call \"\\n\" {end} (\"\\n\" {call} \"\\n\" call \"\\n\" {end}){{0,{more}}}")
+            format!(
+                "{call} \"\\n\" call \"\\n\" {end} (\"\\n\" {call} \"\\n\" call \"\\n\" {end}){{0,{more}}}"
+            )
         }
         Calls::Python => format!("call (\"; \" call){{0,{more}}}"),
         Calls::Bare => format!("call (\"\\n\" call){{0,{more}}}"),
@@ -37,7 +42,10 @@ pub(super) fn lark(tools: &[Tool], family: &Family) -> Result<String, Error> {
     for (n, tool) in tools.iter().enumerate() {
         let schema = arguments(tool)?;
         let (before, after) = match family.calls {
-            Calls::Named => (format!("{} {}", quoted(&tool.name), mark(Mark::Arguments)), ""),
+            Calls::Named => (
+                format!("{} {}", quoted(&tool.name), mark(Mark::Arguments)),
+                "",
+            ),
             calls => {
                 let key = match calls {
                     Calls::Python => "parameters",
@@ -70,7 +78,10 @@ fn arguments(tool: &Tool) -> Result<Value, Error> {
         members.entry("type").or_insert_with(|| "object".into());
     }
     if schema.get("type").is_some_and(|kind| kind != "object") {
-        return Err(invalid(format!("the parameters of the tool {:?} are no object", tool.name)));
+        return Err(invalid(format!(
+            "the parameters of the tool {:?} are no object",
+            tool.name
+        )));
     }
     Ok(spaced(schema))
 }

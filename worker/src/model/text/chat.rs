@@ -61,7 +61,11 @@ fn call(call: &v1::ToolCall) -> Result<Call, Error> {
 }
 
 fn message(message: &v1::ChatMessage) -> Result<Message, Error> {
-    at_most("calls of tools in a message", message.tool_calls.len(), limits::MAX_TOOL_CALLS)?;
+    at_most(
+        "calls of tools in a message",
+        message.tool_calls.len(),
+        limits::MAX_TOOL_CALLS,
+    )?;
     let calls = message.tool_calls.iter().map(call);
     Ok(Message {
         role: message.role.clone(),
@@ -96,15 +100,23 @@ pub(super) fn render(
     let calls = calls.map(|c| c.id.len() + c.name.len() + c.arguments.len() + 64);
     let tools = chat.tools.iter();
     let tools = tools.map(|t| t.name.len() + t.description.len() + t.parameters.len() + 64);
-    let json_bytes = calls.chain(tools).fold(chat.template_arguments.len(), usize::saturating_add);
+    let json_bytes = calls
+        .chain(tools)
+        .fold(chat.template_arguments.len(), usize::saturating_add);
     at_most("bytes of JSON", json_bytes, limits::MAX_PROMPT_BYTES)?;
-    let messages: Vec<Message> = chat.messages.iter().map(message).collect::<Result<_, _>>()?;
+    let messages: Vec<Message> = chat
+        .messages
+        .iter()
+        .map(message)
+        .collect::<Result<_, _>>()?;
     let tool = |tool: &v1::Tool| {
         let parameters = parameters(tool)?;
         Ok(tool_value(&tool.name, &tool.description, parameters))
     };
     let tools: Vec<Value> = chat.tools.iter().map(tool).collect::<Result<_, Error>>()?;
-    let extra = object(&chat.template_arguments, || "the template's arguments".to_owned())?;
+    let extra = object(&chat.template_arguments, || {
+        "the template's arguments".to_owned()
+    })?;
     if let Some(name) = OURS.iter().find(|name| extra.contains_key(**name)) {
         let what = format!("the template's arguments cannot set {name}; the chat has them");
         return Err(invalid(what));
@@ -138,7 +150,10 @@ mod tests {
             ..v1::Tool::default()
         };
         let empty = parameters(&tool(" ")).unwrap();
-        assert_eq!(empty, serde_json::json!({"type": "object", "properties": {}}));
+        assert_eq!(
+            empty,
+            serde_json::json!({"type": "object", "properties": {}})
+        );
         for bad in ["{", "[]", "1", "nothing"] {
             let error = parameters(&tool(bad)).unwrap_err();
             assert_eq!(error.reason(), Reason::InvalidArgument);

@@ -128,7 +128,11 @@ fn what_is_no_call_is_the_answer() {
             "{\"a\": {}}",
             "</tool_call> </think> [ARGS]",
         ] {
-            assert_eq!(read(parser(calls, true), &[text]), whole(text, "", &[]), "{calls:?}");
+            assert_eq!(
+                read(parser(calls, true), &[text]),
+                whole(text, "", &[]),
+                "{calls:?}"
+            );
         }
     }
     let json = "{\"name\": \"f\", \"parameters\": {}}";
@@ -139,12 +143,19 @@ fn what_is_no_call_is_the_answer() {
 fn thoughts_come_before_the_answer_and_may_be_begun_by_the_prompt() {
     let text = "\n<think>\nWell, <tool_call> is \"one\".\n\n</think>\n\nYes.\n";
     let thought = "Well, <tool_call> is \"one\".";
-    assert_eq!(read(parser(Calls::Tagged, true), &[text]), whole("Yes.\n", thought, &[]));
+    assert_eq!(
+        read(parser(Calls::Tagged, true), &[text]),
+        whole("Yes.\n", thought, &[])
+    );
     assert_eq!(read(parser(Calls::Tagged, false), &[text]).reasoning, "");
     let opened = Parser::new(&Family::plain(Calls::Bare, true), HashSet::new(), true);
-    assert_eq!(read(opened.clone(), &["\nA\n</think>B"]), whole("B", "A", &[]));
+    assert_eq!(
+        read(opened.clone(), &["\nA\n</think>B"]),
+        whole("B", "A", &[])
+    );
     assert_eq!(read(opened, &["A </thin"]), whole("", "A </thin", &[]));
-    let called = "<think>t</think>\n<tool_call>{\"name\": \"g\", \"arguments\": {\"x\": 1}}</tool_call>";
+    let called =
+        "<think>t</think>\n<tool_call>{\"name\": \"g\", \"arguments\": {\"x\": 1}}</tool_call>";
     assert_eq!(
         read(parser(Calls::Tagged, true), &[called]),
         whole("", "t", &[("g", "{\"x\": 1}")])
@@ -202,7 +213,10 @@ fn what_is_held_back_is_bounded() {
         parser.text(begin);
         for _ in 0..1000 {
             parser.text(&" ".repeat(100));
-            assert!(parser.pending.len() <= MAX_HELD + MAX_SPACE, "{calls:?} {begin}");
+            assert!(
+                parser.pending.len() <= MAX_HELD + MAX_SPACE,
+                "{calls:?} {begin}"
+            );
         }
         let text = begin.to_owned() + &" ".repeat(100_000);
         let found = read(self::parser(calls, true), &[&text]);
@@ -213,19 +227,50 @@ fn what_is_held_back_is_bounded() {
     }
     // No more calls than there may be.
     let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
-    let found = read(parser(Calls::Tagged, false), &[&call.repeat(limits::MAX_TOOL_CALLS + 1)]);
+    let found = read(
+        parser(Calls::Tagged, false),
+        &[&call.repeat(limits::MAX_TOOL_CALLS + 1)],
+    );
     assert_eq!(found.calls.len(), limits::MAX_TOOL_CALLS);
     assert_eq!(found.content, call);
 }
 
 /// Pieces that texts are made of.
 const WORDS: &[&str] = &[
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "<|python_tag|>", "<", "[", "]", "{", "}", "\"", "\\", ",", ";", ": ", "\n", " ", "é", "f",
-    "get_weather", "{\"name\": \"f\", ", "\"arguments\": {", "\"parameters\": {\"x\": \"y\"}}",
-    "\"name\": \"f\"}", "{\"name\": \"f\", \"arguments\": {\"a\": {\"b\": []}}}", "null", "words",
-    "<tool_call>\n{\"name\": \"f\", \"arguments\": ", "[TOOL_CALLS][{\"name\": \"f\", ",
-    "[TOOL_CALLS]f[ARGS]{", "\"arguments\": \"{}\"}",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    "<",
+    "[",
+    "]",
+    "{",
+    "}",
+    "\"",
+    "\\",
+    ",",
+    ";",
+    ": ",
+    "\n",
+    " ",
+    "é",
+    "f",
+    "get_weather",
+    "{\"name\": \"f\", ",
+    "\"arguments\": {",
+    "\"parameters\": {\"x\": \"y\"}}",
+    "\"name\": \"f\"}",
+    "{\"name\": \"f\", \"arguments\": {\"a\": {\"b\": []}}}",
+    "null",
+    "words",
+    "<tool_call>\n{\"name\": \"f\", \"arguments\": ",
+    "[TOOL_CALLS][{\"name\": \"f\", ",
+    "[TOOL_CALLS]f[ARGS]{",
+    "\"arguments\": \"{}\"}",
 ];
 
 proptest! {
