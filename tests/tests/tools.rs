@@ -7,15 +7,16 @@ use std::{fs, path::Path};
 
 use hotcell_client::{
     Client, Event, GenerateOptions, Generation, Grammar,
-    v1::{self, FinishReason, output_part::Kind},
+    v1::{self, FinishReason, output_part::Kind, tokens_client::TokensClient},
 };
 use hotcell_tests::{
-    cluster::{Cluster, all_have, kjv, signal_pid},
+    cluster::{Cluster, all_have, kjv, repository, signal_pid},
     synthetic::{self, Measures},
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use tonic::{Code, transport::Channel};
 
 const PROMPT: &str = "In the beginning";
 
@@ -261,6 +262,95 @@ async fn marks_that_are_special_tokens_are_in_no_text_and_make_calls_all_the_sam
         );
         check(&said, seed);
     }
+}
+
+#[tokio::test]
+async fn a_chats_tools_are_told_to_its_template_and_unreadable_ones_are_named() {
+    let templates = fs::read(repository().join("tests/golden/templates/tools.json")).unwrap();
+    let templates: Value = serde_json::from_slice(&templates).unwrap();
+    let folder = model(templates["templates"]["hermes"].as_str().unwrap());
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = free.local_addr().unwrap().to_string();
+    drop(free);
+    let cluster = Cluster::with_model("m", folder.path(), &["--listen", &address]);
+    let cluster = cluster.await.unwrap();
+    cluster.workers(all_have("m")).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    let mut client = TokensClient::new(channel.connect().await.unwrap());
+
+    let message = |role: &str, content: &str| v1::ChatMessage {
+        role: role.to_owned(),
+        content: content.to_owned(),
+        ..v1::ChatMessage::default()
+    };
+    let called = v1::ChatMessage {
+        tool_calls: vec![v1::ToolCall {
+            id: "1".to_owned(),
+            name: "get_weather".to_owned(),
+            arguments: "{\"days\": 2, \"city\": \"Ur\"}".to_owned(),
+        }],
+        ..message("assistant", "")
+    };
+    let chat = v1::Chat {
+        messages: vec![
+            message("user", "How is it?"),
+            called,
+            message("tool", "dry"),
+        ],
+        tools: tools(),
+        template_arguments: "{\"enable_thinking\": false}".to_owned(),
+    };
+    let ask = |chat: &v1::Chat| v1::TokenizeRequest {
+        prompt: Some(v1::Prompt {
+            kind: Some(v1::prompt::Kind::Chat(chat.clone())),
+        }),
+        ..v1::TokenizeRequest::default()
+    };
+    let told = client.tokenize(ask(&chat)).await.unwrap().into_inner().text;
+    for part in [
+        "{\"type\": \"function\", \"function\": {\"name\": \"get_weather\", \"description\": \"\", \"parameters\": {\"",
+        "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"days\": 2, \"city\": \"Ur\"}}\n</tool_call>",
+        "<tool_response>\ndry\n</tool_response>",
+        "assistant\n<think>\n\n</think>\n\n",
+    ] {
+        assert!(told.contains(part), "{part} is not in {told}");
+    }
+
+    let mut bad = vec![
+        (chat.clone(), "get_weather"),
+        (chat.clone(), "now"),
+        (chat.clone(), "messages"),
+    ];
+    bad[0].0.messages[1].tool_calls[0].arguments = "[1".to_owned();
+    bad[1].0.tools[1].parameters = "no JSON".to_owned();
+    bad[2].0.template_arguments = "{\"messages\": []}".to_owned();
+    for (chat, word) in bad {
+        let refused = client.tokenize(ask(&chat)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains(word), "{refused}");
+    }
+
+    let forced = v1::ToolCalls { tools: tools() };
+    let request = v1::GenerateRequest {
+        prompt: ask(&chat).prompt,
+        max_tokens: 200,
+        seed: Some(2),
+        grammar: Some(v1::Grammar {
+            kind: Some(Grammar::ToolCalls(forced)),
+        }),
+        parse_output: true,
+        ..v1::GenerateRequest::default()
+    };
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    let mut said = Said::default();
+    while let Some(event) = stream.message().await.unwrap() {
+        match event.event.unwrap() {
+            v1::generate_event::Event::Delta(delta) => said.add(delta),
+            v1::generate_event::Event::Finished(finished) => said.finished = Some(finished),
+            v1::generate_event::Event::Accepted(_) => {}
+        }
+    }
+    check(&said, 2);
 }
 
 /// Tokens of a text at each of which a worker dies.
