@@ -172,7 +172,7 @@ impl ModelText {
 
     fn render(&self, chat: &v1::Chat) -> Result<String, Error> {
         let template = self.template.as_ref().map_err(of_text)?;
-        chat::render(template, chat, &self.tokenizer)
+        chat::render(template, chat, &self.tokenizer, &self.family)
     }
 
     /// Text of token ids.

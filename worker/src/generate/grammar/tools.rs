@@ -76,6 +76,10 @@ fn arguments(tool: &Tool) -> Result<Value, Error> {
     let mut schema = parameters(tool)?;
     if let Some(members) = schema.as_object_mut() {
         members.entry("type").or_insert_with(|| "object".into());
+        if tool.parameters.trim_ascii().is_empty() {
+            // A tool that takes nothing is given nothing.
+            members.insert("additionalProperties".to_owned(), false.into());
+        }
     }
     if schema.get("type").is_some_and(|kind| kind != "object") {
         return Err(invalid(format!(

@@ -10,10 +10,14 @@ use hotcell_proto::{
     limits, v1,
 };
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 
 use crate::{
     error::of_text,
-    text::{Call, CalledFunction, ChatInput, ChatTemplate, Message, Tokenizer, tool_value},
+    text::{
+        Call, CalledFunction, Calls, ChatInput, ChatTemplate, Family, Message, Tokenizer,
+        tool_value,
+    },
 };
 
 /// Variables that are not a request's to set.
@@ -49,10 +53,22 @@ pub(crate) fn parameters(tool: &v1::Tool) -> Result<Value, Error> {
     Ok(Value::Object(schema))
 }
 
-fn call(call: &v1::ToolCall) -> Result<Call, Error> {
+/// A call's id as a model of this family takes it: Mistral's templates refuse all but nine letters and digits, and
+/// clients have ids of their own.
+fn id(id: &str, family: &Family) -> String {
+    let fits = id.len() == 9 && id.bytes().all(|b| b.is_ascii_alphanumeric());
+    if id.is_empty() || fits || !matches!(family.calls, Calls::List | Calls::Named) {
+        return id.to_owned();
+    }
+    let hash = Sha256::digest(id);
+    let digit = |byte: &u8| char::from_digit(u32::from(byte % 36), 36);
+    hash.iter().filter_map(digit).take(9).collect()
+}
+
+fn call(call: &v1::ToolCall, family: &Family) -> Result<Call, Error> {
     let what = || format!("the arguments of a call of {:?}", call.name);
     Ok(Call {
-        id: call.id.clone(),
+        id: id(&call.id, family),
         function: CalledFunction {
             name: call.name.clone(),
             arguments: Value::Object(object(&call.arguments, what)?),
@@ -60,18 +76,18 @@ fn call(call: &v1::ToolCall) -> Result<Call, Error> {
     })
 }
 
-fn message(message: &v1::ChatMessage) -> Result<Message, Error> {
+fn message(message: &v1::ChatMessage, family: &Family) -> Result<Message, Error> {
     at_most(
         "calls of tools in a message",
         message.tool_calls.len(),
         limits::MAX_TOOL_CALLS,
     )?;
-    let calls = message.tool_calls.iter().map(call);
+    let calls = message.tool_calls.iter().map(|c| call(c, family));
     Ok(Message {
         role: message.role.clone(),
         content: message.content.clone(),
         reasoning: message.reasoning.clone(),
-        tool_call_id: message.tool_call_id.clone(),
+        tool_call_id: id(&message.tool_call_id, family),
         name: message.name.clone(),
         tool_calls: calls.collect::<Result<_, _>>()?,
     })
@@ -93,6 +109,7 @@ pub(super) fn render(
     template: &ChatTemplate,
     chat: &v1::Chat,
     tokenizer: &Tokenizer,
+    family: &Family,
 ) -> Result<String, Error> {
     at_most("messages", chat.messages.len(), limits::MAX_CHAT_MESSAGES)?;
     at_most("tools", chat.tools.len(), limits::MAX_TOOLS)?;
@@ -107,7 +124,7 @@ pub(super) fn render(
     let messages: Vec<Message> = chat
         .messages
         .iter()
-        .map(message)
+        .map(|m| message(m, family))
         .collect::<Result<_, _>>()?;
     let tool = |tool: &v1::Tool| {
         let parameters = parameters(tool)?;
@@ -143,6 +160,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn ids_are_of_the_form_that_the_family_takes() {
+        let of = |calls, text: &str| id(text, &Family::plain(calls, false));
+        let long = "call_0123456789abcdef_0";
+        let short = of(Calls::List, long);
+        assert!(short.len() == 9 && short.bytes().all(|b| b.is_ascii_alphanumeric()));
+        assert_eq!(short, of(Calls::Named, long));
+        assert_ne!(short, of(Calls::List, "call_0123456789abcdef_1"));
+        assert_eq!(of(Calls::List, "abcDEF123"), "abcDEF123");
+        assert_eq!(of(Calls::List, ""), "");
+        assert_eq!(of(Calls::Tagged, long), long);
+    }
+
+    #[test]
     fn json_that_cannot_be_read_is_named() {
         let tool = |parameters: &str| v1::Tool {
             name: "get_weather".into(),
@@ -164,6 +194,12 @@ mod tests {
             arguments: "[1]".into(),
             ..v1::ToolCall::default()
         };
-        assert!(call(&called).unwrap_err().message().contains("\"f\""));
+        let family = Family::plain(Calls::Tagged, false);
+        assert!(
+            call(&called, &family)
+                .unwrap_err()
+                .message()
+                .contains("\"f\"")
+        );
     }
 }
