@@ -7,10 +7,28 @@ pub mod inference {
     tonic::include_proto!("inference");
 }
 
-/// What the router SMG says to an engine of vLLM.
-pub mod vllm {
-    tonic::include_proto!("vllm.grpc.engine");
+/// As deep as the packages' names are, by which generated code finds what it needs of another package.
+mod packages {
+    pub mod smg {
+        pub mod grpc {
+            pub mod common {
+                tonic::include_proto!("smg.grpc.common");
+            }
+        }
+    }
+    pub mod vllm {
+        pub mod grpc {
+            pub mod engine {
+                tonic::include_proto!("vllm.grpc.engine");
+            }
+        }
+    }
 }
+
+/// What the router SMG says alike to engines of every kind.
+pub use packages::smg::grpc::common as smg;
+/// What the router SMG says to an engine of vLLM.
+pub use packages::vllm::grpc::engine as vllm;
 
 /// Descriptors of all of them, for reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/gateways.bin"));
