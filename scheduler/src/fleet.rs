@@ -23,6 +23,7 @@ mod packing;
 mod pieces;
 mod places;
 mod release;
+mod seen;
 mod signs;
 mod slot;
 mod solo;

@@ -13,8 +13,10 @@ pub mod metrics;
 mod ollama;
 mod openai;
 mod sse;
+mod vllm;
 
 use axum::{Router, middleware};
+use tonic::service::Routes;
 
 use crate::service::Shared;
 
@@ -34,6 +36,34 @@ pub enum Protocol {
     Vllm,
     /// Prometheus' format, under /metrics
     Metrics,
+}
+
+impl Protocol {
+    /// The gRPC service that it is, if it is one.
+    pub fn service(self) -> Option<&'static str> {
+        match self {
+            Protocol::Vllm => Some(vllm::SERVICE_NAME),
+            Protocol::Openai
+            | Protocol::Ollama
+            | Protocol::Anthropic
+            | Protocol::Oip
+            | Protocol::Metrics => None,
+        }
+    }
+}
+
+/// Adds those of these protocols that are gRPC services.
+pub fn services(shared: &Shared, protocols: &[Protocol], routes: Routes) -> Routes {
+    protocols
+        .iter()
+        .fold(routes, |routes, protocol| match protocol {
+            Protocol::Vllm => routes.add_service(vllm::server(shared)),
+            Protocol::Openai
+            | Protocol::Ollama
+            | Protocol::Anthropic
+            | Protocol::Oip
+            | Protocol::Metrics => routes,
+        })
 }
 
 /// What is served over HTTP.

@@ -29,6 +29,7 @@ use crate::{
     admission::Admission,
     audit::Who,
     fleet::Fleet,
+    gateway::{self, Protocol},
     stream::Room,
     streams::Streams,
     takeover::Takeover,
@@ -36,11 +37,12 @@ use crate::{
 };
 
 /// Names under which health is reported, besides the empty one for the whole server.
-const HEALTH_NAMES: [&str; 4] = [
+const HEALTH_NAMES: [&str; 5] = [
     "",
     "hotcell.v1.Tokens",
     "hotcell.v1.Tensors",
     "hotcell.v1.Control",
+    "vllm.grpc.engine.VllmEngine",
 ];
 
 /// Services that reflection tells of.
@@ -89,21 +91,25 @@ impl Shared {
     }
 }
 
-/// All services of a scheduler.
+/// All services of a scheduler, with those of others' protocols that are gRPC.
 ///
 /// # Errors
 /// If the descriptors of our own packages do not decode.
 pub fn routes(
     shared: &Shared,
+    protocols: &[Protocol],
 ) -> Result<(Routes, HealthReporter), tonic_reflection::server::Error> {
     let (health, health_service) = tonic_health::server::health_reporter();
     let reflection = || {
         // By name, since the descriptors hold what only workers serve, too.
         let builder = tonic_reflection::server::Builder::configure();
+        let others = protocols.iter().filter_map(|protocol| protocol.service());
         SERVICES
             .into_iter()
+            .chain(others)
             .fold(builder, |builder, name| builder.with_service_name(name))
             .register_encoded_file_descriptor_set(v1::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(hotcell_gateways::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     let routes = Routes::new(
@@ -120,7 +126,7 @@ pub fn routes(
     .add_service(health_service)
     .add_service(reflection().build_v1()?)
     .add_service(reflection().build_v1alpha()?);
-    Ok((routes, health))
+    Ok((gateway::services(shared, protocols, routes), health))
 }
 
 /// Reports health for as long as it is polled: serving while a worker is ready and nothing drains.
@@ -156,7 +162,7 @@ pub async fn end_health(mut health: HealthReporter) {
 ///
 /// # Errors
 /// [`Reason::InvalidArgument`] for a header that cannot be read.
-fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
+pub(crate) fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
     Ok(hotcell_proto::deadline::of(metadata)?.map(Instant::from_std))
 }
 

@@ -15,7 +15,7 @@ use tower::{Layer, Service};
 
 use super::{
     Access, Caller, Entrance, Need, Role,
-    roles::need,
+    roles::{need, row},
     seat::{self, Begun, Mark},
 };
 
@@ -65,7 +65,7 @@ impl Guard {
     }
 
     /// Whether it is let in, and the place that it then has until it is answered.
-    fn check<B>(&self, request: &mut Request<B>) -> Result<Option<Begun>, Error> {
+    fn check<B>(&self, request: &mut Request<B>) -> Result<Option<Begun>, Status> {
         let mark = seat::came_by(request.extensions_mut());
         let begun = mark.as_ref().map(Mark::begin).transpose()?;
         let path = request.uri().path();
@@ -75,6 +75,10 @@ impl Guard {
             return Ok(begun);
         }
         let caller = self.caller(request)?;
+        // Gateways ask for services of many kinds to find out what this is.
+        if row(path).is_none() && !caller.roles.has(Role::Admin) {
+            return Err(Status::unimplemented("nothing is served under this name"));
+        }
         caller.check(need, path.rsplit('/').next().unwrap_or(path))?;
         if let Some(mark) = mark {
             mark.keeps();
@@ -158,7 +162,7 @@ where
             }
             Err(error) => {
                 tracing::debug!(path = request.uri().path(), %error, "refused");
-                Either::Left(ready(Ok(Status::from(error).into_http())))
+                Either::Left(ready(Ok(error.into_http())))
             }
         }
     }

@@ -139,6 +139,17 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/hotcell.v1.Control/GetCrash", DEBUG),
     ("/hotcell.v1.Control/WatchEvents", DEBUG),
     ("/hotcell.v1.Control/ReleaseWorker", ADMIN),
+    ("/vllm.grpc.engine.VllmEngine/Generate", USE),
+    ("/vllm.grpc.engine.VllmEngine/Embed", USE),
+    ("/vllm.grpc.engine.VllmEngine/Abort", USE),
+    ("/vllm.grpc.engine.VllmEngine/GetModelInfo", USE),
+    ("/vllm.grpc.engine.VllmEngine/GetServerInfo", USE),
+    ("/vllm.grpc.engine.VllmEngine/GetLoads", USE),
+    ("/vllm.grpc.engine.VllmEngine/GetTokenizer", USE),
+    ("/vllm.grpc.engine.VllmEngine/SubscribeKvEvents", USE),
+    ("/vllm.grpc.engine.VllmEngine/FlushCache", USE),
+    ("/vllm.grpc.engine.VllmEngine/StartProfile", USE),
+    ("/vllm.grpc.engine.VllmEngine/StopProfile", USE),
     ("/v1/models", USE),
     ("/v1/models/*", USE),
     ("/v1/completions", USE),
@@ -153,6 +164,7 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/healthz", Need::Nobody),
     ("/metrics", USE),
     ("/readyz", Need::Nobody),
+    ("/vllm.grpc.engine.VllmEngine/HealthCheck", Need::Nobody),
     ("/grpc.health.v1.Health/Check", Need::Nobody),
     ("/grpc.health.v1.Health/Watch", Need::Nobody),
     ("/grpc.health.v1.Health/List", Need::Nobody),
@@ -169,13 +181,18 @@ pub const TABLE: &[(&str, Need)] = &[
 /// What the call of this path needs. One that is in no row is nobody's but an admin's; a row that ends in `/*` is for all
 /// that begins like it and has no row of its own.
 pub fn need(path: &str) -> Need {
+    row(path).unwrap_or(ADMIN)
+}
+
+/// What the row for this path says, if there is one.
+pub fn row(path: &str) -> Option<Need> {
     let within = |known: &str| {
         let folder = known.strip_suffix('*');
         folder.is_some_and(|folder| path.starts_with(folder))
     };
     let own = TABLE.iter().find(|(known, _)| *known == path);
     let row = own.or_else(|| TABLE.iter().find(|(known, _)| within(known)));
-    row.map_or(ADMIN, |(_, need)| *need)
+    row.map(|(_, need)| *need)
 }
 
 /// Roles and their calls, for `--help`.

@@ -11,7 +11,7 @@ use std::{
 };
 
 use hotcell_ipc::{
-    blackbox::Reader,
+    blackbox::{Pulse, Reader},
     socket::{DescriptorSender, stream_pair},
     transport::Windows,
 };
@@ -234,6 +234,11 @@ impl Link {
         WorkerClient::new(self.control.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// Where its process is now, if it has a black box.
+    pub(super) fn pulse(&self) -> Option<Pulse> {
+        self.blackbox.as_ref().map(|blackbox| blackbox.pulse())
     }
 
     /// Its token service.

@@ -21,6 +21,7 @@ use hotcell_proto::{
 use serde::Serialize;
 use serde_json::{Value, json};
 
+pub(super) use self::options::one_of;
 use super::{
     ask::is_cut,
     failure::{Failed, Flavor},

@@ -124,7 +124,7 @@ impl House {
         if let Some(room) = stage.room.lock().unwrap().take() {
             shared.streams = Streams::new(room, config.timeouts.reattach);
         }
-        let (routes, health) = service::routes(&shared).unwrap();
+        let (routes, health) = service::routes(&shared, &[]).unwrap();
         tokio::spawn(service::report_health(shared.clone(), health));
         let stop = CancellationToken::new();
         let channel = connect(&config, &routes, &shared, &stop).await;

@@ -190,7 +190,7 @@ impl Options {
 }
 
 /// One of these texts.
-fn one_of(choices: &[String]) -> Kind {
+pub(in crate::gateway) fn one_of(choices: &[String]) -> Kind {
     let escaped = choices.iter().map(|choice| {
         let mut text = String::with_capacity(choice.len() + 8);
         for c in choice.chars() {
