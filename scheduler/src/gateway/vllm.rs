@@ -99,17 +99,15 @@ impl Engine {
         })
     }
 
-    /// Whether a request would get anywhere, and if not why.
-    fn trouble(&self) -> Option<String> {
+    /// Whether a request would get anywhere, and if not why. Anybody may ask, so it names nothing.
+    fn trouble(&self) -> Option<&'static str> {
         if self.shared.admission.is_closed() {
-            return Some("draining".into());
+            return Some("draining");
         }
         match self.model(&Caller::own()) {
-            Ok(model) if model.workers.is_empty() => {
-                Some(format!("no worker is ready that has model {}", model.name))
-            }
+            Ok(model) if model.workers.is_empty() => Some("no worker is ready"),
             Ok(_) => None,
-            Err(error) => Some(error.message().to_owned()),
+            Err(_) => Some("no model is ready"),
         }
     }
 }
@@ -242,7 +240,7 @@ impl VllmEngine for Engine {
         let trouble = self.trouble();
         Ok(Response::new(HealthCheckResponse {
             healthy: trouble.is_none(),
-            message: trouble.unwrap_or_else(|| "ready".into()),
+            message: trouble.unwrap_or("ready").into(),
         }))
     }
 
@@ -345,22 +343,23 @@ impl VllmEngine for Engine {
         // One: the newest is what counts.
         let (to, from) = mpsc::channel(1);
         tokio::spawn(async move {
-            loop {
-                tokio::select! {
-                    () = abort.cancelled() => return,
-                    () = to.closed() => return,
-                    changed = loads.changed() => if changed.is_err() { return },
+            let telling = async {
+                while loads.changed().await.is_ok()
+                    && let Ok(place) = to.reserve().await
+                {
+                    let (sample, load) = loads.borrow_and_update().clone();
+                    // Which blocks a worker has is known to the worker only, so only the load is told; it takes no number.
+                    place.send(Ok(KvEventBatch {
+                        timestamp: now(),
+                        load: Some(load.told(sample)),
+                        ..KvEventBatch::default()
+                    }));
                 }
-                let Ok(place) = to.reserve().await else {
-                    return;
-                };
-                let (sample, load) = loads.borrow_and_update().clone();
-                // Which blocks a worker has is known to the worker only, so only the load is told; it takes no number.
-                place.send(Ok(KvEventBatch {
-                    timestamp: now(),
-                    load: Some(load.told(sample)),
-                    ..KvEventBatch::default()
-                }));
+            };
+            tokio::select! {
+                () = telling => {}
+                () = to.closed() => {}
+                () = abort.cancelled() => {}
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(from))))

@@ -9,6 +9,8 @@ use hotcell_proto::error::{Error, Reason};
 
 /// Parentheses inside of each other; a worker reads no more.
 const MAX_DEPTH: usize = 28;
+/// Rules of one grammar: they are looked through for each other.
+const MAX_RULES: usize = 1000;
 
 fn invalid(what: impl Into<String>) -> Error {
     let what = format!("grammar: {}", what.into());
@@ -130,6 +132,9 @@ fn rules(tokens: &[Token]) -> Result<Vec<(String, Vec<Token>)>, Error> {
                 if rules.iter().any(|(known, _)| known == name) {
                     return Err(invalid(format!("there are two rules named {name}")));
                 }
+                if rules.len() >= MAX_RULES {
+                    return Err(invalid(format!("there are more than {MAX_RULES} rules")));
+                }
                 rules.push((name.clone(), Vec::new()));
             }
             (Token::Is, _) => return Err(invalid("a ::= has no name before it")),
@@ -178,7 +183,7 @@ type Characters<'a> = std::iter::Peekable<std::str::Chars<'a>>;
 fn tokens(text: &str) -> Result<Vec<Token>, Error> {
     let mut tokens = Vec::new();
     let mut rest = text.chars().peekable();
-    let in_name = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    let in_name = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
     while let Some(first) = rest.next() {
         tokens.push(match first {
             c if c.is_whitespace() => continue,
@@ -378,5 +383,8 @@ mod tests {
         }
         let deep = format!("root ::= {}\"a\"{}", "(".repeat(99), ")".repeat(99));
         assert!(refused(&deep).contains("parentheses"));
+        let rule = |number| format!("r{number} ::= \"a\"\n");
+        let many: String = (0..=MAX_RULES).map(rule).collect();
+        assert!(refused(&many).contains("more than"));
     }
 }

@@ -25,7 +25,7 @@ use crate::service::Shared;
 /// How often it is told at least; engines of vLLM tell as often.
 const EVERY: Duration = Duration::from_secs(1);
 /// How often at most.
-const GAP: Duration = Duration::from_millis(100);
+const GAP: Duration = Duration::from_millis(250);
 
 /// How busy it is.
 #[derive(Clone, Debug, Default, PartialEq)]
