@@ -482,7 +482,7 @@ async fn errors_have_the_codes_that_gateways_act_on() {
     let health = engine.clone().health_check(HealthCheckRequest {}).await;
     let health = health.unwrap().into_inner();
     assert!(
-        !health.healthy && health.message.contains("no model"),
+        !health.healthy && health.message == "no model is ready",
         "{health:?}"
     );
 }
