@@ -13,6 +13,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         .include_imports(true)
         .open_files(FILES)?;
     std::fs::write(descriptors, compiler.encode_file_descriptor_set())?;
-    tonic_prost_build::configure().compile_fds(compiler.file_descriptor_set())?;
+    tonic_prost_build::configure()
+        // Tensors are passed on, not copied.
+        .bytes(".inference")
+        .compile_fds(compiler.file_descriptor_set())?;
     Ok(())
 }

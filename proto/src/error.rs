@@ -56,6 +56,10 @@ reasons! {
     TensorLost "TENSOR_LOST" DataLoss;
     /// No session of this name: it ended, or was never opened.
     SessionNotFound "SESSION_NOT_FOUND" NotFound;
+    /// No memory is registered under this name.
+    RegionNotFound "REGION_NOT_FOUND" NotFound;
+    /// Memory that a client shares is no longer what it registered: it was replaced, or is shorter.
+    RegionChanged "REGION_CHANGED" FailedPrecondition;
     /// More bytes, tensors, plans or queued calls than the session may hold, or more at once than the tenant may have.
     QuotaExceeded "QUOTA_EXCEEDED" ResourceExhausted;
     /// The bytes that arrived are not the bytes that were promised.
@@ -117,6 +121,8 @@ reasons! {
     PermissionDenied "PERMISSION_DENIED" PermissionDenied;
     /// The model computed no finite probability: its weights or the device are broken.
     NumericsFailed "NUMERICS_FAILED" DataLoss;
+    /// Part of a protocol of others that is not served here.
+    Unimplemented "UNIMPLEMENTED" Unimplemented;
     /// A fault of Hotcell itself.
     Internal "INTERNAL" Internal;
 }

@@ -17,6 +17,16 @@ pub const MAX_HTTP_HEAD_SECONDS: u64 = 10;
 pub const MAX_HTTP_BODY_SECONDS: u64 = 30;
 /// Continuations of one prompt that one HTTP request may ask for.
 pub const MAX_CHOICES: u32 = 64;
+/// Tensors that go into one inference, and that are asked for.
+pub const MAX_INFER_TENSORS: usize = 64;
+/// Parameters of one inference or one of its tensors.
+pub const MAX_INFER_PARAMETERS: usize = 64;
+/// Inferences of one stream of them that are not answered to their end.
+pub const MAX_INFERS_IN_FLIGHT: usize = 64;
+/// Pieces of shared memory that clients of a scheduler have registered.
+pub const MAX_REGIONS: usize = 256;
+/// Bytes of such a piece's name, and of the key under which the host knows it.
+pub const MAX_REGION_NAME: usize = 128;
 /// One prompt: text, or a rendered chat, bytes.
 pub const MAX_PROMPT_BYTES: usize = 4 << 20;
 /// Token ids in one prompt or one detokenise call.
