@@ -10,6 +10,7 @@ mod failure;
 mod guard;
 mod health;
 pub mod metrics;
+pub(crate) mod oip;
 mod ollama;
 mod openai;
 mod sse;
@@ -43,10 +44,10 @@ impl Protocol {
     pub fn service(self) -> Option<&'static str> {
         match self {
             Protocol::Vllm => Some(vllm::SERVICE_NAME),
+            Protocol::Oip => Some(oip::SERVICE_NAME),
             Protocol::Openai
             | Protocol::Ollama
             | Protocol::Anthropic
-            | Protocol::Oip
             | Protocol::Metrics => None,
         }
     }
@@ -58,10 +59,10 @@ pub fn services(shared: &Shared, protocols: &[Protocol], routes: Routes) -> Rout
         .iter()
         .fold(routes, |routes, protocol| match protocol {
             Protocol::Vllm => routes.add_service(vllm::server(shared)),
+            Protocol::Oip => routes.add_service(oip::server(shared)),
             Protocol::Openai
             | Protocol::Ollama
             | Protocol::Anthropic
-            | Protocol::Oip
             | Protocol::Metrics => routes,
         })
 }

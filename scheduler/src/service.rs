@@ -29,7 +29,7 @@ use crate::{
     admission::Admission,
     audit::Who,
     fleet::Fleet,
-    gateway::{self, Protocol},
+    gateway::{self, Protocol, oip::Oip},
     stream::Room,
     streams::Streams,
     takeover::Takeover,
@@ -72,6 +72,8 @@ pub struct Shared {
     pub confinement: Arc<[ConfinementLayer]>,
     /// Who may come in, and what tenants have.
     pub access: Arc<Access>,
+    /// What the Open Inference Protocol's clients have.
+    pub(crate) oip: Oip,
 }
 
 impl Shared {
@@ -87,6 +89,7 @@ impl Shared {
             takeover: Takeover::default(),
             confinement: Arc::default(),
             access: Arc::default(),
+            oip: Oip::default(),
         }
     }
 }
@@ -172,7 +175,7 @@ fn is_remote<T>(request: &Request<T>) -> bool {
 }
 
 /// Who a request came from, as far as its connection tells.
-fn who<T>(request: &Request<T>) -> Who {
+pub(crate) fn who<T>(request: &Request<T>) -> Who {
     let local = request.extensions().get::<UdsConnectInfo>();
     let peer = local.and_then(|local| local.peer_cred);
     Who {

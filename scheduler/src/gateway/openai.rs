@@ -28,6 +28,8 @@ use super::{
 };
 use crate::service::Shared;
 
+pub(super) use options::Options;
+
 /// Its paths.
 pub(super) fn routes() -> Router<Shared> {
     Router::new()

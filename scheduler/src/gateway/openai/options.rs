@@ -17,7 +17,7 @@ pub(super) fn refused(field: &str, why: impl Into<String>) -> Error {
 /// One or several.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-pub(super) enum OneOrMany<T> {
+pub(in crate::gateway) enum OneOrMany<T> {
     One(T),
     Many(Vec<T>),
 }
@@ -34,7 +34,7 @@ impl<T> OneOrMany<T> {
 /// How tokens are chosen and when a text ends: what chats and completions have in common. Fields that are not here are
 /// left unread, as OpenAI's clients send whatever they know; those that would change what comes out are read or refused.
 #[derive(Debug, Default, Deserialize)]
-pub(super) struct Options {
+pub(in crate::gateway) struct Options {
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub n: Option<u32>,
@@ -63,19 +63,19 @@ pub(super) struct Options {
 }
 
 #[derive(Debug, Default, Deserialize)]
-pub(super) struct StreamOptions {
+pub(in crate::gateway) struct StreamOptions {
     pub include_usage: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
-pub(super) struct ResponseFormat {
+pub(in crate::gateway) struct ResponseFormat {
     #[serde(rename = "type")]
     pub kind: String,
     pub json_schema: Option<NamedSchema>,
 }
 
 #[derive(Debug, Deserialize)]
-pub(super) struct NamedSchema {
+pub(in crate::gateway) struct NamedSchema {
     pub schema: Option<Value>,
 }
 

@@ -1,0 +1,229 @@
+//! Models as this protocol tells of them: a text goes in and a text comes out, as with vLLM's models in Triton.
+
+use hotcell_gateways::inference::{
+    DataType, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput, ModelStatisticsResponse,
+    ModelTransactionPolicy, RepositoryIndexResponse, model_metadata_response::TensorMetadata,
+    repository_index_response::ModelIndex,
+};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{ModelInfo, ModelState},
+};
+
+use super::tensor::{Datatype, short};
+use crate::{access::Caller, service::Shared};
+
+/// Every model has this one version.
+pub(super) const VERSION: &str = "1";
+/// What models run on.
+const PLATFORM: &str = "hotcell";
+
+pub(super) const TEXT_INPUT: &str = "text_input";
+pub(super) const STREAM: &str = "stream";
+pub(super) const SAMPLING: &str = "sampling_parameters";
+pub(super) const EXCLUDE_INPUT: &str = "exclude_input_in_output";
+
+/// Inputs, and whether each has to be there.
+pub(super) const INPUTS: &[(&str, Datatype, bool)] = &[
+    (TEXT_INPUT, Datatype::Bytes, true),
+    (STREAM, Datatype::Bool, false),
+    (SAMPLING, Datatype::Bytes, false),
+    (EXCLUDE_INPUT, Datatype::Bool, false),
+    ("return_finish_reason", Datatype::Bool, false),
+    ("return_num_input_tokens", Datatype::Bool, false),
+    ("return_num_output_tokens", Datatype::Bool, false),
+];
+
+/// What comes out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Output {
+    Text,
+    FinishReason,
+    InputTokens,
+    OutputTokens,
+}
+
+impl Output {
+    pub const ALL: &'static [(Self, &'static str, Datatype)] = &[
+        (Self::Text, "text_output", Datatype::Bytes),
+        (Self::FinishReason, "finish_reason", Datatype::Bytes),
+        (Self::InputTokens, "num_input_tokens", Datatype::Uint32),
+        (Self::OutputTokens, "num_output_tokens", Datatype::Uint32),
+    ];
+
+    /// The output of this name.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`].
+    pub fn of(name: &str) -> Result<Self, Error> {
+        let row = Self::ALL.iter().find(|(_, known, _)| *known == name);
+        row.map(|(output, ..)| *output).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|(_, name, _)| *name).collect();
+            let what = format!(
+                "{:?} does not come out; there is {}",
+                short(name),
+                names.join(", ")
+            );
+            Error::new(Reason::InvalidArgument, what)
+        })
+    }
+
+    /// Its name and type.
+    pub fn told(self) -> (&'static str, Datatype) {
+        let row = Self::ALL.iter().find(|(output, ..)| *output == self);
+        row.map_or(("", Datatype::Bytes), |(_, name, datatype)| {
+            (*name, *datatype)
+        })
+    }
+}
+
+/// The model of this name and version.
+///
+/// # Errors
+/// [`Reason::ModelNotFound`], [`Reason::ModelNotAllowed`].
+pub(super) fn find(
+    shared: &Shared,
+    (name, version): (&str, &str),
+    caller: &Caller,
+) -> Result<ModelInfo, Error> {
+    shared.may_name(name, caller)?;
+    let name = shared.fleet.resolve(name)?;
+    if !version.is_empty() && version != VERSION {
+        let what = format!(
+            "model {name} has no version {:?}; it has {VERSION}",
+            short(version)
+        );
+        return Err(Error::new(Reason::ModelNotFound, what).with("model", name));
+    }
+    let mut models = shared.fleet.models().into_iter();
+    let found = models.find(|model| model.name == name.as_str());
+    found.ok_or_else(|| {
+        let what = format!("model {name} was unloaded just now");
+        Error::new(Reason::ModelNotFound, what).with("model", name)
+    })
+}
+
+/// Whether a request for a model can be served now.
+pub(super) fn is_ready(shared: &Shared, model: &ModelInfo) -> bool {
+    let open = !shared.admission.is_closed();
+    open && model.state() == ModelState::Loaded && !model.workers.is_empty()
+}
+
+/// Whether any request can be served now.
+pub(super) fn is_serving(shared: &Shared) -> bool {
+    shared.fleet.ready() > 0 && !shared.admission.is_closed()
+}
+
+/// Its inputs and outputs.
+pub(super) fn metadata(model: &ModelInfo) -> ModelMetadataResponse {
+    let tensor = |name: &str, datatype: Datatype| TensorMetadata {
+        name: name.to_owned(),
+        datatype: datatype.name().to_owned(),
+        shape: vec![1],
+    };
+    let inputs = INPUTS
+        .iter()
+        .map(|(name, datatype, _)| tensor(name, *datatype));
+    let outputs = Output::ALL
+        .iter()
+        .map(|(_, name, datatype)| tensor(name, *datatype));
+    ModelMetadataResponse {
+        name: model.name.clone(),
+        versions: vec![VERSION.to_owned()],
+        platform: PLATFORM.to_owned(),
+        inputs: inputs.collect(),
+        outputs: outputs.collect(),
+    }
+}
+
+/// The number that a configuration has for a type.
+fn data_type(datatype: Datatype) -> DataType {
+    match datatype {
+        Datatype::Bool => DataType::TypeBool,
+        Datatype::Uint8 => DataType::TypeUint8,
+        Datatype::Uint16 => DataType::TypeUint16,
+        Datatype::Uint32 => DataType::TypeUint32,
+        Datatype::Uint64 => DataType::TypeUint64,
+        Datatype::Int8 => DataType::TypeInt8,
+        Datatype::Int16 => DataType::TypeInt16,
+        Datatype::Int32 => DataType::TypeInt32,
+        Datatype::Int64 => DataType::TypeInt64,
+        Datatype::Fp16 => DataType::TypeFp16,
+        Datatype::Bf16 => DataType::TypeBf16,
+        Datatype::Fp32 => DataType::TypeFp32,
+        Datatype::Fp64 => DataType::TypeFp64,
+        Datatype::Bytes => DataType::TypeString,
+    }
+}
+
+/// Its configuration.
+pub(super) fn config(model: &ModelInfo) -> ModelConfig {
+    let inputs = INPUTS.iter().map(|(name, datatype, needed)| ModelInput {
+        name: (*name).to_owned(),
+        data_type: data_type(*datatype).into(),
+        dims: vec![1],
+        optional: !needed,
+    });
+    let outputs = Output::ALL.iter().map(|(_, name, datatype)| ModelOutput {
+        name: (*name).to_owned(),
+        data_type: data_type(*datatype).into(),
+        dims: vec![1],
+    });
+    ModelConfig {
+        name: model.name.clone(),
+        platform: PLATFORM.to_owned(),
+        backend: PLATFORM.to_owned(),
+        // One request is one text; requests are batched whatever they say.
+        max_batch_size: 0,
+        input: inputs.collect(),
+        output: outputs.collect(),
+        model_transaction_policy: Some(ModelTransactionPolicy { decoupled: true }),
+    }
+}
+
+/// All models, or those that are ready.
+pub(super) fn index(shared: &Shared, ready: bool) -> RepositoryIndexResponse {
+    let models = shared.fleet.models().into_iter();
+    let models = models.filter(|model| !ready || is_ready(shared, model));
+    let models = models.map(|model| {
+        let (state, reason) = match model.state() {
+            _ if is_ready(shared, &model) => ("READY", String::new()),
+            ModelState::Loading => ("LOADING", String::new()),
+            ModelState::Failed => ("UNAVAILABLE", model.problem.clone()),
+            ModelState::Loaded => ("UNAVAILABLE", "no worker has it now".to_owned()),
+            ModelState::Available | ModelState::Unspecified => {
+                ("UNAVAILABLE", "it is not loaded".to_owned())
+            }
+        };
+        ModelIndex {
+            name: model.name,
+            version: VERSION.to_owned(),
+            state: state.to_owned(),
+            reason,
+        }
+    });
+    RepositoryIndexResponse {
+        models: models.collect(),
+    }
+}
+
+/// What was served of a model, or of all of them without a name.
+///
+/// # Errors
+/// As [`find`].
+pub(super) fn statistics(
+    shared: &Shared,
+    (name, version): (&str, &str),
+    caller: &Caller,
+) -> Result<ModelStatisticsResponse, Error> {
+    let models = match name {
+        "" => shared.fleet.models(),
+        name => vec![find(shared, (name, version), caller)?],
+    };
+    let stats = models
+        .iter()
+        .map(|model| shared.oip.statistics.of(&model.name));
+    Ok(ModelStatisticsResponse {
+        model_stats: stats.collect(),
+    })
+}
