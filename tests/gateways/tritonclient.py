@@ -1,0 +1,268 @@
+# packages: tritonclient[grpc]==2.73.0 numpy
+# quick
+"""Triton's own client, unmodified, over gRPC: text models as vLLM's models in Triton look to it."""
+import json
+import pathlib
+import sys
+
+# This file has the client's name; the client is found beside its interpreter, not here.
+sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
+import numpy as np
+import tritonclient.grpc as triton
+import tritonclient.utils.shared_memory as shm
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent))
+import hotcell
+import queue
+import threading
+
+PROMPT = "In the beginning"
+GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+
+
+def text_input(name, text):
+    tensor = triton.InferInput(name, [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([text.encode()], dtype=np.object_))
+    return tensor
+
+
+def truth(name, value):
+    tensor = triton.InferInput(name, [1], "BOOL")
+    tensor.set_data_from_numpy(np.array([value], dtype=bool))
+    return tensor
+
+
+def inputs(stream=False, **sampling):
+    return [
+        text_input("text_input", PROMPT),
+        text_input("sampling_parameters", json.dumps({**GREEDY, **sampling})),
+        truth("stream", stream),
+        truth("exclude_input_in_output", True),
+    ]
+
+
+def text_of(result):
+    return result.as_numpy("text_output")[0].decode()
+
+
+def client(cell):
+    return triton.InferenceServerClient(cell.grpc)
+
+
+def refused(call, code):
+    try:
+        call()
+    except InferenceServerException as error:
+        assert code in str(error.status()), error
+        return error.message()
+    raise AssertionError("it was not refused")
+
+
+class Streaming:
+    """One stream of requests, and what came of each."""
+
+    def __init__(self, cell):
+        self.client, self.came = client(cell), queue.Queue()
+        self.client.start_stream(callback=lambda result, error: self.came.put((result, error)))
+
+    def ask(self, id, empty=False, model="kjv", asked=None, **sampling):
+        asked = asked or inputs(stream=True, **sampling)
+        self.client.async_stream_infer(model, asked, request_id=id, enable_empty_final_response=empty)
+
+    def next(self):
+        return self.came.get(timeout=60)
+
+    def collect(self, ids):
+        """The texts by id, until each request had its last response; and how many responses had tensors."""
+        texts, count, open_ = {id: "" for id in ids}, 0, set(ids)
+        while open_:
+            result, error = self.next()
+            assert error is None, error
+            response = result.get_response()
+            if response.outputs:
+                count += 1
+                texts[response.id] += text_of(result)
+            if response.parameters["triton_final_response"].bool_param:
+                open_.remove(response.id)
+        return texts, count
+
+    def close(self, **options):
+        self.client.stop_stream(**options)
+
+
+def check_tells_what_there_is(cell):
+    c = client(cell)
+    assert c.is_server_live() and c.is_server_ready() and c.is_model_ready("kjv")
+    assert not c.is_model_ready("nobody") and not c.is_model_ready("kjv", "2")
+    server = c.get_server_metadata()
+    assert server.name == "hotcell" and "system_shared_memory" in server.extensions, server
+    model = c.get_model_metadata("kjv")
+    assert [t.name for t in model.inputs][0] == "text_input" and model.outputs[0].datatype == "BYTES", model
+    assert c.get_model_config("kjv").config.model_transaction_policy.decoupled
+    index = c.get_model_repository_index().models
+    assert [(m.name, m.state) for m in index] == [("kjv", "READY")], index
+    assert c.get_trace_settings().settings["trace_level"].value == ["OFF"]
+    assert c.get_log_settings().settings["log_info"].bool_param
+
+
+def check_infers(cell):
+    c = client(cell)
+    result = c.infer("kjv", inputs(), request_id="my id", priority=1, timeout=30_000_000)
+    response = result.get_response()
+    assert (response.id, response.model_name, response.model_version) == ("my id", "kjv", "1"), response
+    whole = text_of(result)
+    assert whole
+    # Without being told otherwise, the text begins with what went in.
+    both = c.infer("kjv", [text_input("text_input", PROMPT), text_input("sampling_parameters", json.dumps(GREEDY))])
+    assert text_of(both) == PROMPT + whole, text_of(both)
+    # The same by parameters of the request, and with all that can come out.
+    names = ["text_output", "finish_reason", "num_input_tokens", "num_output_tokens"]
+    asked = [text_input("text_input", PROMPT), truth("exclude_input_in_output", True)]
+    outputs = [triton.InferRequestedOutput(name) for name in names]
+    result = c.infer("kjv", asked, outputs=outputs, parameters={"temperature": 0, "max_tokens": 24, "ignore_eos": True})
+    assert text_of(result) == whole
+    assert result.as_numpy("finish_reason")[0] == b"length" and result.as_numpy("num_output_tokens")[0] == 24
+    return repr(whole[:40])
+
+
+def check_streams_several_at_once(cell):
+    whole = text_of(client(cell).infer("kjv", inputs()))
+    stream = Streaming(cell)
+    ids = [f"r{i}" for i in range(4)]
+    for id in ids:
+        stream.ask(id)
+    texts, count = stream.collect(ids)
+    assert all(text == whole for text in texts.values()), (whole, texts)
+    stream.ask("empty", empty=True)
+    texts, _ = stream.collect(["empty"])
+    assert texts["empty"] == whole
+    stream.close()
+    return f"{count} responses to {len(ids)} requests"
+
+
+def check_errors_leave_the_stream_open(cell):
+    c = client(cell)
+    assert "nobody" in refused(lambda: c.infer("nobody", inputs()), "NOT_FOUND")
+    assert "text_input" in refused(lambda: c.infer("kjv", []), "INVALID_ARGUMENT")
+    refused(lambda: c.infer("kjv", inputs(stream=True)), "INVALID_ARGUMENT")
+    assert "n cannot be 2" in refused(lambda: c.infer("kjv", inputs(n=2)), "INVALID_ARGUMENT")
+    assert "image" in refused(lambda: c.infer("kjv", [*inputs(), text_input("image", "x")]), "INVALID_ARGUMENT")
+    refused(lambda: c.infer("kjv", inputs(max_tokens=1000), client_timeout=0.05), "DEADLINE_EXCEEDED")
+    refused(lambda: c.infer("kjv", inputs(max_tokens=1000), timeout=50_000), "DEADLINE_EXCEEDED")
+    refused(lambda: c.update_log_settings({"log_info": False}), "UNIMPLEMENTED")
+    stream = Streaming(cell)
+    stream.ask("bad", n=2)
+    _, error = stream.next()
+    assert "n cannot be 2" in error.message(), error
+    stream.ask("good")
+    texts, _ = stream.collect(["good"])
+    assert texts["good"]
+    stream.close()
+
+
+def check_a_client_that_leaves_ends_its_request(cell):
+    before = failures(cell)
+    stream = Streaming(cell)
+    stream.ask("long", max_tokens=1000)
+    stream.next()
+    stream.close(cancel_requests=True)
+    cell.wait(lambda: failures(cell) == before + 1, 10, "ended")
+
+
+def statistics(cell):
+    return client(cell).get_inference_statistics("kjv").model_stats[0]
+
+
+def failures(cell):
+    return statistics(cell).inference_stats.fail.count
+
+
+def check_statistics_count(cell):
+    before = statistics(cell)
+    client(cell).infer("kjv", inputs())
+    after = statistics(cell)
+    assert after.inference_count == before.inference_count + 1
+    stats, old = after.inference_stats, before.inference_stats
+    assert stats.success.ns - old.success.ns > stats.compute_infer.ns - old.compute_infer.ns > 0, stats
+
+
+def check_shared_memory(cell):
+    c = client(cell)
+    c.unregister_system_shared_memory()
+    whole = text_of(c.infer("kjv", inputs()))
+    serialized = serialize_byte_tensor(np.array([PROMPT.encode()], dtype=np.object_))
+    size = len(serialized.item())
+    handle = shm.create_shared_memory_region("both", f"/hotcell-{cell.folder.name}", 4096)
+    try:
+        shm.set_shared_memory_region(handle, [serialized])
+        c.register_system_shared_memory("both", f"/hotcell-{cell.folder.name}", 4096)
+        status = c.get_system_shared_memory_status().regions["both"]
+        assert (status.byte_size, status.offset) == (4096, 0), status
+        asked = inputs()
+        asked[0] = triton.InferInput("text_input", [1], "BYTES")
+        asked[0].set_shared_memory("both", size)
+        output = triton.InferRequestedOutput("text_output")
+        output.set_shared_memory("both", 2048, offset=2048)
+        result = c.infer("kjv", asked, outputs=[output])
+        where = result.get_output("text_output").parameters
+        assert where["shared_memory_region"].string_param == "both", where
+        there = shm.get_contents_as_numpy(handle, np.object_, [1], offset=2048)
+        assert there[0].decode() == whole, there
+        output.set_shared_memory("both", 2049, offset=2048)
+        refused(lambda: c.infer("kjv", asked, outputs=[output]), "INVALID_ARGUMENT")
+        output.set_shared_memory("both", 4, offset=2048)
+        refused(lambda: c.infer("kjv", asked, outputs=[output]), "INVALID_ARGUMENT")
+        refused(lambda: c.register_system_shared_memory("x", "/no-such-key", 1), "NOT_FOUND")
+        file = pathlib.Path(f"/dev/shm/hotcell-{cell.folder.name}")
+        with open(file, "r+b") as f:
+            f.truncate(16)
+        assert "shorter" in refused(lambda: c.infer("kjv", asked), "FAILED_PRECONDITION")
+        with open(file, "r+b") as f:
+            f.truncate(4096)
+        c.unregister_system_shared_memory("both")
+        assert "both" not in c.get_system_shared_memory_status().regions
+        refused(lambda: c.infer("kjv", asked), "NOT_FOUND")
+    finally:
+        shm.destroy_shared_memory_region(handle)
+    refused(lambda: c.register_cuda_shared_memory("gpu", b"AAAA", 0, 64), "UNIMPLEMENTED")
+
+
+def check_a_worker_killed_under_a_stream_is_not_noticed(cell):
+    whole = text_of(client(cell).infer("kjv", inputs(max_tokens=200)))
+    stream = Streaming(cell)
+    deaths = cell.deaths()
+    stream.ask("calm", empty=True, max_tokens=200)
+    first, error = stream.next()
+    assert error is None, error
+    cell.kill_worker()
+    texts, _ = stream.collect(["calm"])
+    stream.close()
+    assert text_of(first) + texts["calm"] == whole, texts
+    cell.wait(lambda: cell.is_ready() and cell.deaths() == deaths + 1, 30, "back")
+
+
+def check_loads_and_unloads(cell):
+    c = client(cell)
+    c.unload_model("kjv")
+    assert not c.is_model_ready("kjv")
+    assert c.get_model_repository_index().models[0].state == "UNAVAILABLE"
+    refused(lambda: c.infer("kjv", inputs()), "NOT_FOUND")
+    c.load_model("kjv")
+    assert c.is_model_ready("kjv") and text_of(c.infer("kjv", inputs()))
+    refused(lambda: c.load_model("kjv", config="{}"), "UNIMPLEMENTED")
+
+
+def check_many_at_once(cell):
+    """More than a worker computes at once: all are answered, or told why not."""
+    whole = text_of(client(cell).infer("kjv", inputs()))
+    stream, texts = Streaming(cell), {}
+    ids = [f"r{i}" for i in range(300)]
+    threading.Thread(target=lambda: [stream.ask(id) for id in ids], daemon=True).start()
+    texts, count = stream.collect(ids)
+    assert all(text == whole for text in texts.values())
+    stream.close()
+    return f"{count} responses to {len(ids)} requests"
+
+
+hotcell.main(globals())
