@@ -76,7 +76,8 @@ pub fn router(shared: &Shared, protocols: &[Protocol]) -> Router {
             Protocol::Ollama => router.merge(ollama::routes()),
             Protocol::Anthropic => router.merge(anthropic::routes()),
             Protocol::Metrics => router.merge(metrics::routes()),
-            Protocol::Oip | Protocol::Vllm => router,
+            Protocol::Oip => router.merge(oip::routes()),
+            Protocol::Vllm => router,
         };
     }
     router

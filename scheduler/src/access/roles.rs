@@ -207,8 +207,6 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/v2/repository/models/*", LOAD),
     ("/v2/systemsharedmemory/*", USE),
     ("/v2/cudasharedmemory/*", USE),
-    ("/v2/trace/setting", USE),
-    ("/v2/logging", USE),
     ("/v2/health/live", Need::Nobody),
     ("/v2/health/ready", Need::Nobody),
     // Probes of whoever runs the host have no token.

@@ -10,6 +10,7 @@ mod model;
 mod peer;
 mod regions;
 mod repository;
+mod rest;
 mod sampling;
 mod settings;
 mod statistics;
@@ -21,6 +22,8 @@ use hotcell_gateways::inference::grpc_inference_service_server::{
 use hotcell_proto::limits;
 
 use crate::service::Shared;
+
+pub(super) use rest::routes;
 
 /// The service's name on the wire.
 pub(crate) use hotcell_gateways::inference::grpc_inference_service_server::SERVICE_NAME;

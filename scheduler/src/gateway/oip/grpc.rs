@@ -202,7 +202,7 @@ impl Oip {
 }
 
 /// Why nothing is done with memory of a device.
-fn no_devices_memory() -> Error {
+pub(super) fn no_devices_memory() -> Error {
     Error::new(
         Reason::Unimplemented,
         "memory of a device is its worker's alone; share the host's memory, or send the tensors",

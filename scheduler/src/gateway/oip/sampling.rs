@@ -50,6 +50,11 @@ const NEUTRAL: &[(&str, &[&str])] = &[
     ("logprobs", &["0"]),
 ];
 
+/// Whether this says how text is made.
+pub(super) fn is_known(name: &str) -> bool {
+    READ.contains(&name) || NEUTRAL.iter().any(|(known, _)| *known == name)
+}
+
 /// A value as it is meant: numbers and truths may be written as texts.
 fn meant(name: &str, value: Value) -> Value {
     match value {
