@@ -221,11 +221,13 @@ pub(super) fn of_strings<S: AsRef<[u8]>>(all: &[S]) -> Result<Bytes, Error> {
 macro_rules! numbers {
     ($all:expr, $to:ty) => {{
         let all = $all;
-        let mut data = BytesMut::with_capacity(all.len() * size_of::<$to>());
+        let mut data = ::bytes::BytesMut::with_capacity(all.len() * size_of::<$to>());
         for value in all {
-            let value = <$to>::try_from(value)
-                .map_err(|_| invalid(format!("{value} is no {}", stringify!($to))))?;
-            data.put_slice(&value.to_le_bytes());
+            let value = <$to>::try_from(value).map_err(|_| {
+                let what = format!("{value} is no {}", stringify!($to));
+                $crate::gateway::oip::tensor::invalid(what)
+            })?;
+            ::bytes::BufMut::put_slice(&mut data, &value.to_le_bytes());
         }
         data.freeze()
     }};

@@ -614,23 +614,23 @@ mod tests {
         let many = format!(r#", "data": [{}0]"#, "0,".repeat(MAX_ELEMENTS));
         let deep = format!(r#", "data": {}{}"#, "[".repeat(10_000), "]".repeat(10_000));
         for (json, behind) in [
-            (input(""), &b""[..]),
-            (input(r#", "data": ["a"]"#), b"left over"),
-            (input(r#", "data": [1]"#), b""),
-            (input(r#", "data": [{}]"#), b""),
+            (input(""), ""),
+            (input(r#", "data": ["a"]"#), "left over"),
+            (input(r#", "data": [1]"#), ""),
+            (input(r#", "data": [{}]"#), ""),
             (
                 input(r#", "data": ["a"], "parameters": {"binary_data_size": 1}"#),
-                b"a",
+                "a",
             ),
-            (input(r#", "parameters": {"binary_data_size": 2}"#), b"a"),
-            (input(r#", "parameters": {"binary_data_size": -1}"#), b"a"),
-            (input(r#", "parameters": {"a": {"b": 1}}"#), b""),
-            (input(&many), b""),
-            (input(&deep), b""),
-            ("{}".to_owned(), b""),
-            ("\u{fffd}".to_owned(), b""),
+            (input(r#", "parameters": {"binary_data_size": 2}"#), "a"),
+            (input(r#", "parameters": {"binary_data_size": -1}"#), "a"),
+            (input(r#", "parameters": {"a": {"b": 1}}"#), ""),
+            (input(&many), ""),
+            (input(&deep), ""),
+            ("{}".to_owned(), ""),
+            ("\u{fffd}".to_owned(), ""),
         ] {
-            assert!(parse(&json, behind).is_err(), "{}", short(&json));
+            assert!(parse(&json, behind.as_bytes()).is_err(), "{}", short(&json));
         }
     }
 
