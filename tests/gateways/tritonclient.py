@@ -1,21 +1,24 @@
-# packages: tritonclient[grpc]==2.73.0 numpy
+# packages: tritonclient[grpc,http]==2.73.0 numpy
 # quick
-"""Triton's own client, unmodified, over gRPC: text models as vLLM's models in Triton look to it."""
+"""Triton's own client, unmodified, over gRPC and HTTP: text models as vLLM's models in Triton look to it."""
 import json
 import pathlib
+import queue
 import sys
+import threading
+import urllib.error
+import urllib.request
 
 # This file has the client's name; the client is found beside its interpreter, not here.
 sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
 import numpy as np
 import tritonclient.grpc as triton
+import tritonclient.http as over_http
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
 import hotcell
-import queue
-import threading
 
 PROMPT = "In the beginning"
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -251,6 +254,90 @@ def check_loads_and_unloads(cell):
     c.load_model("kjv")
     assert c.is_model_ready("kjv") and text_of(c.infer("kjv", inputs()))
     refused(lambda: c.load_model("kjv", config="{}"), "UNIMPLEMENTED")
+
+
+def http_inputs(binary, **sampling):
+    tensors = []
+    for name, text in [("text_input", PROMPT), ("sampling_parameters", json.dumps({**GREEDY, **sampling}))]:
+        tensors.append(over_http.InferInput(name, [1], "BYTES"))
+        tensors[-1].set_data_from_numpy(np.array([text.encode()], dtype=np.object_), binary_data=binary)
+    tensors.append(over_http.InferInput("exclude_input_in_output", [1], "BOOL"))
+    tensors[-1].set_data_from_numpy(np.array([True], dtype=bool), binary_data=binary)
+    return tensors
+
+
+def check_http(cell):
+    """The same as JSON, with tensors in it or behind it."""
+    whole = text_of(client(cell).infer("kjv", inputs()))
+    c = over_http.InferenceServerClient(cell.http)
+    assert c.is_server_live() and c.is_server_ready() and c.is_model_ready("kjv") and c.is_model_ready("kjv", "1")
+    assert not c.is_model_ready("nobody")
+    assert c.get_server_metadata()["name"] == "hotcell"
+    assert c.get_model_metadata("kjv")["inputs"][0]["name"] == "text_input"
+    assert c.get_model_config("kjv")["model_transaction_policy"]["decoupled"] is True
+    assert c.get_model_repository_index()[0]["state"] == "READY"
+    for binary in (True, False):
+        output = over_http.InferRequestedOutput("text_output", binary_data=binary)
+        result = c.infer("kjv", http_inputs(binary), request_id="i", outputs=[output], timeout=30_000_000)
+        said = result.as_numpy("text_output")[0]
+        assert (said if isinstance(said, str) else said.decode()) == whole, said
+        assert result.get_response()["id"] == "i"
+    assert c.get_inference_statistics("kjv")["model_stats"][0]["inference_stats"]["success"]["count"] > 0
+    for call, status in [
+        (lambda: c.infer("nobody", http_inputs(True)), "404"),
+        (lambda: c.infer("kjv", http_inputs(True, n=2)), "400"),
+        (lambda: c.infer("kjv", http_inputs(True, max_tokens=1000), timeout=50_000), "504"),
+        (lambda: c.register_cuda_shared_memory("gpu", b"AAAA", 0, 64), "501"),
+    ]:
+        refused(call, status)
+    key = f"/hotcell-http-{cell.folder.name}"
+    handle = shm.create_shared_memory_region("h", key, 1024)
+    try:
+        serialized = serialize_byte_tensor(np.array([PROMPT.encode()], dtype=np.object_))
+        shm.set_shared_memory_region(handle, [serialized])
+        c.register_system_shared_memory("h", key, 1024)
+        assert c.get_system_shared_memory_status()[0]["byte_size"] == 1024
+        asked = http_inputs(True)
+        asked[0] = over_http.InferInput("text_input", [1], "BYTES")
+        asked[0].set_shared_memory("h", len(serialized.item()))
+        assert c.infer("kjv", asked).as_numpy("text_output")[0].decode() == whole
+        c.unregister_system_shared_memory("h")
+    finally:
+        shm.destroy_shared_memory_region(handle)
+    c.unload_model("kjv")
+    assert not c.is_model_ready("kjv")
+    c.load_model("kjv")
+    assert c.is_model_ready("kjv")
+
+
+def post(cell, path, value):
+    body = json.dumps(value).encode()
+    return urllib.request.urlopen(urllib.request.Request(f"{cell.url}{path}", data=body), timeout=60)
+
+
+def check_generate(cell):
+    """Triton's generate, whole and in pieces, under which a worker is killed."""
+    whole = text_of(client(cell).infer("kjv", inputs(max_tokens=200)))
+    asked = {"text_input": PROMPT, "exclude_input_in_output": True, "parameters": {**GREEDY, "max_tokens": 200}}
+    said = json.load(post(cell, "/v2/models/kjv/generate", asked))
+    assert said["text_output"] == whole, said
+    deaths = cell.deaths()
+    pieces = []
+    with post(cell, "/v2/models/kjv/generate_stream", {**asked, "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer:
+            if line.startswith(b"data: "):
+                pieces.append(json.loads(line[6:])["text_output"])
+                if len(pieces) == 1:
+                    cell.kill_worker()
+    assert "".join(pieces) == whole, pieces
+    cell.wait(lambda: cell.is_ready() and cell.deaths() == deaths + 1, 30, "back")
+    try:
+        post(cell, "/v2/models/kjv/generate", {**asked, "stream": True})
+        raise AssertionError("it was not refused")
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and "stream" in json.load(error)["error"]
+    return f"{len(pieces)} pieces"
 
 
 def check_many_at_once(cell):
