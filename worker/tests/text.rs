@@ -715,6 +715,13 @@ fn hostile_templates_end_with_an_error() {
         "{{ '%1000000000d'|format(1) }}".into(),
         "{{ '{:>1000000000}'.format(1) }}".into(),
         "{{ '%*d'|format(1000000000, 1) }}".into(),
+        "{{ ('{0}' * 30000).format('x' * 30000) }}".into(),
+        "{{ ('{a}' * 30000).format(a='x' * 30000) }}".into(),
+        "{{ ('%(a)999d' * 400000)|format({'a': 1}) }}".into(),
+        "{{ (['abcdefgh'] * 600000)|list|sum(start='') }}".into(),
+        "{{ ([[1]] * 100000)|list|sum(start=[])|length }}".into(),
+        "{{ ('a' * 14000000).split('a')|length }}".into(),
+        "{{ ('a' * 14000000)|list|length }}".into(),
         "{{ [1, 2]|tojson(indent=1000000000) }}".into(),
         "{% set x %}{% for i in range(99999) %}".to_owned()
             + &"y".repeat(100_000)

@@ -125,6 +125,19 @@ impl Meter {
         Ok(())
     }
 
+    /// What [`charge_value`](Self::charge_value) would charge.
+    ///
+    /// # Errors
+    /// When it is more than the whole budget, and where `charge_value` has one.
+    pub fn measure(&self, value: &Value) -> Result<u64, Error> {
+        let scratch = Self::new(self.0.limit);
+        let measured = scratch.charge_value(value);
+        if scratch.exceeded() {
+            self.0.exceeded.store(true, Ordering::Relaxed);
+        }
+        measured.map(|()| scratch.0.used.load(Ordering::Relaxed))
+    }
+
     /// The `__charge` filter: the value itself, except that lazy sequences become lists, so that nothing later can
     /// be bigger than what was charged.
     pub fn charged(&self, value: Value) -> Result<Value, Error> {

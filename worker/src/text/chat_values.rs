@@ -193,8 +193,45 @@ fn growing_filters(environment: &mut Environment<'_>, meter: &Meter) {
             minijinja::filters::slice(state, value, count, fill)
         },
     );
-    environment.add_filter("format", |text: String, args: Rest<Value>| {
-        check_format(&text)?;
+    let m = meter.clone();
+    environment.add_filter(
+        "split",
+        move |value: &Value, separator: Option<Arc<str>>, most: Option<i64>| {
+            charge_pieces(&m, value, separator.as_deref())?;
+            minijinja::filters::split(value, separator, most)
+        },
+    );
+    let m = meter.clone();
+    environment.add_filter("lines", move |value: &Value| {
+        charge_pieces(&m, value, Some("\n"))?;
+        minijinja::filters::lines(value)
+    });
+    let m = meter.clone();
+    environment.add_filter("list", move |state: &State, value: Value| {
+        charge_pieces(&m, &value, Some(""))?;
+        minijinja::filters::list(state, value)
+    });
+    environment.add_filter(
+        "sum",
+        |state: &State,
+         values: Value,
+         attribute: Option<&str>,
+         start: Option<Value>,
+         named: Kwargs| {
+            // From anything else each sum so far would be copied for the next one.
+            let first = start.clone().or(named.get::<Option<Value>>("start")?);
+            if first.is_some_and(|first| !first.is_number()) {
+                return Err(Error::new(
+                    ErrorKind::InvalidOperation,
+                    "sum's start must be a number",
+                ));
+            }
+            minijinja::filters::sum(state, values, attribute, start, named)
+        },
+    );
+    let m = meter.clone();
+    environment.add_filter("format", move |text: String, args: Rest<Value>| {
+        charge_format(&m, &text, '%', &args)?;
         minijinja::formatting::format(minijinja::formatting::FormatStyle::Printf, &text, &args)
     });
 }
@@ -216,6 +253,18 @@ fn charge_replace(meter: &Meter, text: &str, from: &str, to: &str) -> Result<(),
             .saturating_mul(to.len() as u64)
             .saturating_add(text.len() as u64),
     )
+}
+
+/// Charges what a list of a text's pieces takes besides them: a piece may be a single byte, or none. `None` for white space.
+fn charge_pieces(meter: &Meter, value: &Value, separator: Option<&str>) -> Result<(), Error> {
+    let Some(text) = value.as_str() else {
+        return Ok(());
+    };
+    let pieces = match separator {
+        Some(separator) => text.matches(separator).count() + 1,
+        None => text.split_whitespace().count(),
+    };
+    meter.charge((pieces as u64).saturating_mul(size_of::<Value>() as u64))
 }
 
 fn join(meter: &Meter, joiner: &str, value: &Value) -> Result<String, Error> {
@@ -247,12 +296,30 @@ fn indent(text: &str, width: usize, first: bool, blank: bool) -> String {
     out
 }
 
-/// A width of more than three digits would be a string out of nothing.
-fn check_format(format: &str) -> Result<(), Error> {
-    let mut digits = 0;
+/// Bytes that a number takes at most when it is written with the usual precision, digits in groups.
+const NUMBER_BYTES: u64 = 512;
+
+/// Charges the most that a format can write: any number of fields may name the same argument, the largest.
+fn charge_format(meter: &Meter, format: &str, field: char, args: &[Value]) -> Result<(), Error> {
+    let widest = check_format(format)?;
+    let mut largest = 0;
+    for arg in args {
+        largest = meter.measure(arg)?.max(largest);
+    }
+    let one = largest + NUMBER_BYTES + widest * char::MAX.len_utf8() as u64;
+    meter.charge((format.matches(field).count() as u64).saturating_mul(one))
+}
+
+/// The greatest number in a format, such as a width. One of more than three digits would be a string out of nothing.
+fn check_format(format: &str) -> Result<u64, Error> {
+    let (mut number, mut greatest) = (0, 0);
     for byte in format.bytes() {
-        digits = if byte.is_ascii_digit() { digits + 1 } else { 0 };
-        if digits > 3 {
+        number = match byte {
+            b'0'..=b'9' => number * 10 + u64::from(byte - b'0'),
+            _ => 0,
+        };
+        greatest = number.max(greatest);
+        if greatest > 999 {
             return Err(Error::new(
                 ErrorKind::InvalidOperation,
                 "a format with a number over 999",
@@ -265,7 +332,7 @@ fn check_format(format: &str) -> Result<(), Error> {
             "a format with a width given as '*'",
         ));
     }
-    Ok(())
+    Ok(greatest)
 }
 
 fn before_method(meter: &Meter, value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
@@ -289,7 +356,9 @@ fn before_method(meter: &Meter, value: &Value, method: &str, args: &[Value]) -> 
             meter.charge(count.saturating_mul(text.len() as u64))?;
             meter.charge_value(items)
         }
-        "format" => check_format(text),
+        "format" => charge_format(meter, text, '{', args),
+        "split" => charge_pieces(meter, value, args.first().and_then(|arg| arg.as_str())),
+        "splitlines" => charge_pieces(meter, value, Some("\n")),
         _ => Ok(()),
     }
 }
