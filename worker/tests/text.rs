@@ -722,6 +722,8 @@ fn hostile_templates_end_with_an_error() {
         "{{ ([[1]] * 100000)|list|sum(start=[])|length }}".into(),
         "{{ ('a' * 14000000).split('a')|length }}".into(),
         "{{ ('a' * 14000000)|list|length }}".into(),
+        // No step makes anything, and each looks at megabytes.
+        "{% set t = 'ab' * 7000000 %}{% for i in range(9000) %}{% if t.find('zz') > 0 %}{% endif %}{% endfor %}".into(),
         "{{ [1, 2]|tojson(indent=1000000000) }}".into(),
         "{% set x %}{% for i in range(99999) %}".to_owned()
             + &"y".repeat(100_000)

@@ -249,6 +249,9 @@ fn describe(error: &minijinja::Error, meter: &Meter) -> TextError {
             what: "steps",
         };
     }
+    if meter.late() {
+        return TextError::TemplateLimit { line, what: "time" };
+    }
     if meter.exceeded() {
         return TextError::TemplateLimit {
             line,

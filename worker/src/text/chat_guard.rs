@@ -4,10 +4,13 @@
 //! tree, so steps bound neither memory nor time. Hence every value that a template makes is measured and charged to a
 //! budget: [`rewrite`] puts `( … )|__charge` around each expression that can make one (operators, filters, calls,
 //! literals of lists and dicts), and what is written out is charged by the formatter. The few filters that
-//! multiply sizes in one go are replaced by ones that charge first ([`super::chat_values`]).
+//! multiply sizes in one go are replaced by ones that charge first ([`super::chat_values`]). A step that only looks at a
+//! big value makes none, but takes its time: so the clock is looked at wherever there is a charge, and by a `__tick` at
+//! the beginning of every body that can run repeatedly.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
@@ -27,7 +30,17 @@ const MAX_ELIF: usize = 200;
 /// How deep lists and dicts may be inside each other.
 const MAX_DEPTH: usize = 48;
 
-/// The memory budget of one rendering.
+/// The longest that a rendering takes. Thousands of messages take milliseconds: this changes no prompt.
+const LONGEST: Duration = Duration::from_secs(5);
+
+/// What repeated bodies begin with. Filters, unlike functions, cannot be given another meaning by a template.
+const TICKS: [&str; 3] = [
+    "{% if 0|__tick %}{% endif %}",
+    "{% if 0|__tick %}{% endif -%}",
+    "{% if 0|__tick %}{% endif +%}",
+];
+
+/// The memory and time budget of one rendering.
 #[derive(Clone, Debug)]
 pub(super) struct Meter(Arc<Counters>);
 
@@ -37,20 +50,19 @@ struct Counters {
     limit: u64,
     exceeded: AtomicBool,
     raised: AtomicBool,
+    until: Instant,
+    late: AtomicBool,
 }
 
 impl Meter {
     pub fn new(limit: u64) -> Self {
-        let (used, exceeded, raised) = (
-            AtomicU64::new(0),
-            AtomicBool::new(false),
-            AtomicBool::new(false),
-        );
         Self(Arc::new(Counters {
-            used,
+            used: AtomicU64::new(0),
             limit,
-            exceeded,
-            raised,
+            exceeded: AtomicBool::new(false),
+            raised: AtomicBool::new(false),
+            until: Instant::now() + LONGEST,
+            late: AtomicBool::new(false),
         }))
     }
 
@@ -72,6 +84,23 @@ impl Meter {
         self.0.exceeded.load(Ordering::Relaxed)
     }
 
+    /// Refuses to go on when there is no time left.
+    pub fn tick(&self) -> Result<(), Error> {
+        if Instant::now() < self.0.until {
+            return Ok(());
+        }
+        self.0.late.store(true, Ordering::Relaxed);
+        Err(Error::new(
+            ErrorKind::InvalidOperation,
+            "the template takes too long",
+        ))
+    }
+
+    /// Whether the time was up.
+    pub fn late(&self) -> bool {
+        self.0.late.load(Ordering::Relaxed)
+    }
+
     /// Notes that the template itself called `raise_exception`.
     pub fn raise(&self) {
         self.0.raised.store(true, Ordering::Relaxed);
@@ -84,6 +113,7 @@ impl Meter {
 
     /// Charges a value by what printing it would cost: shared parts count as often as they occur.
     pub fn charge_value(&self, value: &Value) -> Result<(), Error> {
+        self.tick()?;
         self.walk(value, 0)
     }
 
@@ -270,6 +300,15 @@ pub(super) fn rewrite(source: &str) -> Result<Rewritten, TextError> {
                 });
             }
             _ => {}
+        }
+        if matches!(keyword, Some("for" | "macro" | "call")) && source[..end].ends_with("%}") {
+            // The tag before white space says what becomes of it.
+            let tick = match source.as_bytes()[end - 3] {
+                b'-' => TICKS[1],
+                b'+' => TICKS[2],
+                _ => TICKS[0],
+            };
+            inserts.push((end, tick));
         }
         let tokens = if keyword.is_some() {
             &tokens[1..]

@@ -86,6 +86,8 @@ pub(super) fn install(environment: &mut Environment<'_>, meter: &Meter, now: i64
     let m = meter.clone();
     environment.add_filter("__stored", move |value: Value| m.stored(value));
     let m = meter.clone();
+    environment.add_filter("__tick", move |value: Value| m.tick().map(|()| value));
+    let m = meter.clone();
     environment.set_formatter(move |out, state, value| {
         m.charge_value(value)?;
         minijinja::escape_formatter(out, state, value)
