@@ -45,10 +45,7 @@ impl Protocol {
         match self {
             Protocol::Vllm => Some(vllm::SERVICE_NAME),
             Protocol::Oip => Some(oip::SERVICE_NAME),
-            Protocol::Openai
-            | Protocol::Ollama
-            | Protocol::Anthropic
-            | Protocol::Metrics => None,
+            Protocol::Openai | Protocol::Ollama | Protocol::Anthropic | Protocol::Metrics => None,
         }
     }
 }
@@ -60,10 +57,7 @@ pub fn services(shared: &Shared, protocols: &[Protocol], routes: Routes) -> Rout
         .fold(routes, |routes, protocol| match protocol {
             Protocol::Vllm => routes.add_service(vllm::server(shared)),
             Protocol::Oip => routes.add_service(oip::server(shared)),
-            Protocol::Openai
-            | Protocol::Ollama
-            | Protocol::Anthropic
-            | Protocol::Metrics => routes,
+            Protocol::Openai | Protocol::Ollama | Protocol::Anthropic | Protocol::Metrics => routes,
         })
 }
 

@@ -18,10 +18,7 @@ use super::sse::{Gone, Out};
 use crate::{access::Caller, service::Shared, stream::EventStream};
 
 /// How long a client waits for a word before it gets one that says nothing.
-const PING: Duration = Duration::from_secs(15);
-
-/// Whether workers tell what a text means.
-pub(super) const PARSED: bool = false;
+pub(super) const PING: Duration = Duration::from_secs(15);
 
 /// What comes next of which continuation.
 pub(super) type Next = Result<(u32, Event), Error>;

@@ -241,7 +241,7 @@ pub(super) fn asked(request: Request) -> Result<Asked, Error> {
             },
             stop: request.stop_sequences.unwrap_or_default(),
             grammar,
-            parse_output: ask::PARSED,
+            parse_output: true,
             ..GenerateRequest::default()
         },
     })

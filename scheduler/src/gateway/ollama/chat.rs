@@ -236,12 +236,7 @@ pub(super) async fn chat(
             tools: tools.into_iter().map(tool).collect(),
             template_arguments: thinking(common.think.as_ref()),
         };
-        let asked = asked(
-            Form::Chat,
-            (common, model.name),
-            ask::chat(chat),
-            ask::PARSED,
-        )?;
+        let asked = asked(Form::Chat, (common, model.name), ask::chat(chat), true)?;
         tell(&shared, &Caller::of(&extensions), asked).await
     };
     answered(run.await)
@@ -293,12 +288,7 @@ pub(super) async fn generate(
                 })
             }
         };
-        let asked = asked(
-            Form::Text,
-            (common, model.name),
-            prompt,
-            ask::PARSED && !raw,
-        )?;
+        let asked = asked(Form::Text, (common, model.name), prompt, !raw)?;
         tell(&shared, &Caller::of(&extensions), asked).await
     };
     answered(run.await)

@@ -20,7 +20,7 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, PARSED, Piece, call_id, complete, now, pieces},
+        ask::{Answer, Branches, Piece, call_id, complete, now, pieces},
         body,
         sse::{Framing, Gone, Out, respond},
     },
@@ -129,7 +129,7 @@ fn read(request: Request) -> Result<Asked, Error> {
             grammar,
             stop_tokens: options.stop_token_ids.unwrap_or_default(),
             stop: options.stop.map(OneOrMany::into_vec).unwrap_or_default(),
-            parse_output: PARSED,
+            parse_output: true,
             ..GenerateRequest::default()
         },
     })

@@ -19,9 +19,7 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{
-            self, Answer, Branches, Call, PARSED, Piece, call_id, complete, is_cut, now, pieces,
-        },
+        ask::{self, Answer, Branches, Call, Piece, call_id, complete, is_cut, now, pieces},
         body,
         failure::Flavor,
         sse::{Framing, Gone, Out, respond},
@@ -250,7 +248,7 @@ fn read(request: Request) -> Result<Asked, Error> {
             }),
             max_tokens: request.max_output_tokens.unwrap_or(0),
             grammar: must.map_or_else(|| follow(request.text), |must| Ok(Some(must)))?,
-            parse_output: PARSED,
+            parse_output: true,
             ..GenerateRequest::default()
         },
     })
@@ -270,7 +268,7 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     let echo = asked.echo;
     let mut branches = Branches::begin(shared, asked.request, 1, None, caller)?;
     if !asked.stream {
-        let answers = complete(branches, 1, PARSED).await?;
+        let answers = complete(branches, 1, true).await?;
         let answer = answers.into_iter().next().unwrap_or_default();
         let items = Items::of(&answer);
         return Ok(super::json_response(items.response(&echo, &answer)));
@@ -525,7 +523,7 @@ impl Telling {
     }
 
     async fn tell(&mut self, out: &Out, event: Event) -> Result<(), Gone> {
-        self.answer.push(event.clone(), PARSED);
+        self.answer.push(event.clone(), true);
         match event {
             Event::Accepted(accepted) => {
                 let value = head(&accepted, &self.echo, "in_progress");
@@ -534,7 +532,7 @@ impl Telling {
                 self.say(out, "response.in_progress", begun).await
             }
             Event::Delta(delta) => {
-                for piece in pieces(&delta, PARSED) {
+                for piece in pieces(&delta, true) {
                     self.piece(out, piece).await?;
                 }
                 Ok(())
