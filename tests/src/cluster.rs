@@ -102,6 +102,15 @@ fn build(packages: &[&str], what: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// An address of this host that nobody listens on.
+///
+/// # Errors
+/// When there is none.
+pub fn free_address() -> Result<std::net::SocketAddr> {
+    let free = std::net::TcpListener::bind("127.0.0.1:0")?;
+    Ok(free.local_addr()?)
+}
+
 /// Tokens of the prompt and of the answer. What a worker knew of the prompt from before is its own, and another one may
 /// know more or less.
 pub fn counted(finished: &v1::Finished) -> Option<(u32, u32)> {

@@ -8,6 +8,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
 };
+use http_body::Body as _;
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 use tokio::time::timeout;
@@ -20,8 +21,15 @@ pub(super) async fn read(mut body: Body) -> Result<Bytes, Error> {
     let most = limits::MAX_HTTP_BODY_BYTES;
     let too_large = || {
         let what = format!("the request's body has more than the limit of {most} bytes");
-        Error::new(Reason::LimitExceeded, what).with("limit", most)
+        let error = Error::new(Reason::LimitExceeded, what);
+        error
+            .with("limit", most)
+            .with("field", super::failure::BODY)
     };
+    // Nothing of what says itself that it is too much.
+    if body.size_hint().lower() > most as u64 {
+        return Err(too_large());
+    }
     let patience = Duration::from_secs(limits::MAX_HTTP_BODY_SECONDS);
     let mut whole = Vec::new();
     let mut first = None;

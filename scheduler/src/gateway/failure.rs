@@ -35,7 +35,7 @@ impl Flavor {
 
     /// An error's body.
     pub fn body(self, error: &Error) -> Value {
-        let status = status(error.reason());
+        let status = status(error);
         let message = error.message();
         match self {
             Self::Openai => {
@@ -56,9 +56,13 @@ impl Flavor {
     }
 }
 
-/// The status that says the same as a reason.
-pub(super) fn status(reason: Reason) -> StatusCode {
-    match reason.code() {
+/// The field that an error names which is about a body as a whole: it is too large.
+pub(super) const BODY: &str = "body";
+
+/// The status that says the same as an error.
+pub(super) fn status(error: &Error) -> StatusCode {
+    match error.reason().code() {
+        _ if error.get("field") == Some(BODY) => StatusCode::PAYLOAD_TOO_LARGE,
         Code::Ok => StatusCode::OK,
         Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange => {
             StatusCode::BAD_REQUEST
@@ -110,7 +114,7 @@ pub(super) struct Failed(pub Flavor, pub Error);
 impl IntoResponse for Failed {
     fn into_response(self) -> Response {
         let Failed(flavor, error) = self;
-        let status = status(error.reason());
+        let status = status(&error);
         let mut response = (status, Json(flavor.body(&error))).into_response();
         if matches!(
             status,

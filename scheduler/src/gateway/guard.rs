@@ -33,7 +33,21 @@ pub(super) async fn guard(
     }
 }
 
+/// Refuses a request that says in two ways how long it is: whoever passed it on may have believed the other one.
+fn one_length(headers: &HeaderMap) -> Result<(), Error> {
+    let both = headers.contains_key(header::CONTENT_LENGTH)
+        && headers.contains_key(header::TRANSFER_ENCODING);
+    match both {
+        true => Err(Error::new(
+            Reason::InvalidArgument,
+            "the request has both content-length and transfer-encoding",
+        )),
+        false => Ok(()),
+    }
+}
+
 fn check(shared: &Shared, request: &mut Request) -> Result<Option<access::Begun>, Error> {
+    one_length(request.headers())?;
     let mark = access::came_by(request.extensions_mut());
     let begun = mark.as_ref().map(access::Mark::begin).transpose()?;
     let path = request.uri().path();

@@ -1,0 +1,221 @@
+//! The door for HTTP, as those see it who mean no good: whatever they send, they are told so or cut off, and others are served.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::{
+    io::{Read, Write},
+    net::{SocketAddr, TcpStream},
+    time::{Duration, Instant},
+};
+
+use hotcell_proto::limits;
+use hotcell_tests::cluster::{Cluster, all_have, free_address, kjv};
+
+/// Longer than the scheduler waits for anything that is sent here.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+async fn cluster() -> (Cluster, SocketAddr) {
+    let address = free_address().unwrap();
+    let http = address.to_string();
+    let arguments = ["--devices", "cpu:1", "--http", &http];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    (cluster, address)
+}
+
+fn connect(to: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(to).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+/// What comes until the connection is closed.
+fn rest(mut stream: TcpStream) -> String {
+    let mut all = Vec::new();
+    // It may be reset: what it did not read is thrown away.
+    let _ = stream.read_to_end(&mut all);
+    String::from_utf8_lossy(&all).into_owned()
+}
+
+/// Sends a request and gives all of the answer.
+fn send(to: SocketAddr, bytes: &[u8]) -> String {
+    let mut stream = connect(to);
+    // The server may have had enough before all of it is sent.
+    let _ = stream.write_all(bytes);
+    rest(stream)
+}
+
+fn post(path: &str, body: &[u8]) -> Vec<u8> {
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    [head.as_bytes(), body].concat()
+}
+
+fn status(answer: &str) -> &str {
+    answer.split(' ').nth(1).unwrap_or_default()
+}
+
+/// A request that makes sense gets its answer.
+fn serves(to: SocketAddr) {
+    let body = br#"{"prompt": "In the beginning", "max_tokens": 4, "temperature": 0}"#;
+    let answer = send(to, &post("/v1/completions", body));
+    assert_eq!(status(&answer), "200", "{answer}");
+    assert!(answer.contains(" God created"), "{answer}");
+}
+
+fn resident(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status
+        .lines()
+        .find_map(|l| l.strip_prefix("VmRSS:"))
+        .unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_that_make_no_sense_are_refused_in_words() {
+    let (_cluster, to) = cluster().await;
+    let deep = [vec![b'['; 200_000], vec![b']'; 200_000]].concat();
+    let nested = format!(
+        r#"{{"messages": [], "tools": {}}}"#,
+        String::from_utf8(deep).unwrap()
+    );
+    for path in [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/show",
+    ] {
+        for body in [
+            &b""[..],
+            b"{",
+            b"[]",
+            b"{\"model\": 7}",
+            b"{\"messages\": {}, \"prompt\": {}, \"input\": {}}",
+            b"{\"model\": \"\xff\xfe\"}",
+            b"\x00\x01\x02",
+            nested.as_bytes(),
+        ] {
+            let answer = send(to, &post(path, body));
+            let shown = String::from_utf8_lossy(&body[..body.len().min(40)]);
+            assert_eq!(status(&answer), "400", "{path} {shown}: {answer}");
+            assert!(answer.contains("error"), "{path} {shown}: {answer}");
+        }
+    }
+    serves(to);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_too_large_is_not_read() {
+    let (cluster, to) = cluster().await;
+    let pid = cluster.scheduler.pid();
+    serves(to);
+    let before = resident(pid);
+    // As it says itself, and as it comes.
+    let said =
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 104857600\r\n\r\n";
+    let answer = send(to, said.as_bytes());
+    assert_eq!(status(&answer), "413", "{answer}");
+    let mut stream = connect(to);
+    let head =
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n";
+    stream.write_all(head.as_bytes()).unwrap();
+    let piece = [&b"100000\r\n"[..], &vec![b' '; 1 << 20], b"\r\n"].concat();
+    let pieces = 2 * limits::MAX_HTTP_BODY_BYTES >> 20;
+    let sent = (0..pieces)
+        .take_while(|_| stream.write_all(&piece).is_ok())
+        .count();
+    let answer = rest(stream);
+    assert!(answer.is_empty() || status(&answer) == "413", "{answer}");
+    assert!(!answer.is_empty() || sent < pieces, "all of it was read");
+    // Heads.
+    let many = "x: y\r\n".repeat(10_000);
+    let long = format!("x: {}\r\n", "y".repeat(1 << 20));
+    for headers in [many, long] {
+        let request = format!("GET /healthz HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n");
+        let answer = send(to, request.as_bytes());
+        assert!(answer.is_empty() || status(&answer) == "431", "{answer}");
+    }
+    let path = format!(
+        "GET /{} HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "a".repeat(1 << 20)
+    );
+    let answer = send(to, path.as_bytes());
+    assert!(matches!(status(&answer), "" | "414" | "431"), "{answer}");
+    let grown = resident(pid).saturating_sub(before);
+    assert!(
+        grown < 64 << 20,
+        "the scheduler grew by {} MiB",
+        grown >> 20
+    );
+    serves(to);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_sends_slowly_is_cut_off() {
+    let (_cluster, to) = cluster().await;
+    let began = Instant::now();
+    let slow: Vec<_> = (0..64)
+        .map(|_| {
+            let mut stream = connect(to);
+            stream.write_all(b"GET /healthz HTTP/1.1\r\nhost:").unwrap();
+            stream
+        })
+        .collect();
+    serves(to);
+    for stream in slow {
+        let answer = rest(stream);
+        assert!(matches!(status(&answer), "" | "408"), "{answer}");
+    }
+    let bound = Duration::from_secs(limits::MAX_HTTP_HEAD_SECONDS);
+    assert!(
+        began.elapsed() >= bound / 2,
+        "they were cut off for another reason"
+    );
+    let mut stream = connect(to);
+    let half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{\"prompt\":";
+    stream.write_all(half).unwrap();
+    let answer = rest(stream);
+    assert_eq!(status(&answer), "504", "{answer}");
+    serves(to);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_request_hides_in_another() {
+    let (_cluster, to) = cluster().await;
+    let hidden = "GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n";
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n";
+    for smuggled in [
+        // Both ways to say how long it is, of which a proxy in front may have believed the other one.
+        format!("{head}content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n{hidden}"),
+        format!("{head}transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n0\r\n\r\n{hidden}"),
+        // Two lengths, a length that is none, and an encoding that nobody knows.
+        format!("{head}content-length: 0\r\ncontent-length: 60\r\n\r\n{hidden}"),
+        format!("{head}content-length: +0\r\n\r\n{hidden}"),
+        format!("{head}content-length: 0x0\r\n\r\n{hidden}"),
+        format!("{head}transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n{hidden}"),
+        format!("{head}transfer-encoding: xchunked\r\n\r\n0\r\n\r\n{hidden}"),
+        format!("{head}transfer-encoding : chunked\r\n\r\n0\r\n\r\n{hidden}"),
+        format!("{head}transfer-encoding: chunked\r\n\r\n0 \u{b}\r\n\r\n{hidden}"),
+        // A line that goes on in the next one.
+        format!("{head}x: y\r\n content-length: 60\r\n\r\n{hidden}"),
+    ] {
+        let answer = send(to, smuggled.as_bytes());
+        assert!(!answer.contains("max_model_len"), "{smuggled}\n{answer}");
+        assert!(
+            matches!(status(&answer), "" | "400"),
+            "{smuggled}\n{answer}"
+        );
+    }
+    serves(to);
+}
