@@ -16,6 +16,7 @@
 mod bounded;
 mod chat;
 mod chat_guard;
+mod chat_message;
 mod chat_values;
 mod detokenizer;
 mod gguf;

@@ -8,7 +8,8 @@ use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind};
 
 use super::chat_guard::{Meter, Rewritten, rewrite};
-use super::chat_values::{MessageValue, install, json_value};
+use super::chat_message::{MessageValue, json_value};
+use super::chat_values::install;
 use super::{MAX_TEMPLATE_BYTES, TextError, bounded, caught};
 
 /// Steps of minijinja's machine that every rendering has.
