@@ -272,7 +272,8 @@ async fn a_chats_tools_are_told_to_its_template_and_unreadable_ones_are_named() 
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = free.local_addr().unwrap().to_string();
     drop(free);
-    let cluster = Cluster::with_model("m", folder.path(), &["--listen", &address]);
+    let arguments = ["--listen", address.as_str()];
+    let cluster = Cluster::with_model("m", folder.path(), &arguments);
     let cluster = cluster.await.unwrap();
     cluster.workers(all_have("m")).await.unwrap();
     let channel = Channel::from_shared(format!("http://{address}")).unwrap();
