@@ -1,3 +1,5 @@
+//! Texts of each family, whole, cut anywhere, broken off, and made of anything.
+
 use proptest::prelude::*;
 
 use super::*;
