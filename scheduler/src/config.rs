@@ -516,9 +516,12 @@ impl Config {
             }),
             listen,
             http,
-            protocols: s
-                .protocols
-                .unwrap_or_else(|| Protocol::value_variants().to_vec()),
+            // One that is named twice is served once.
+            protocols: Protocol::value_variants()
+                .iter()
+                .copied()
+                .filter(|known| s.protocols.as_ref().is_none_or(|n| n.contains(known)))
+                .collect(),
             access,
             private_fd: cli.private_fd,
             devices: s.devices.unwrap_or_default(),
