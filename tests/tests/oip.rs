@@ -342,6 +342,7 @@ async fn shared_memory_is_used_within_its_bounds_while_it_is_what_was_registered
         .await
         .unwrap_err();
     assert_eq!(reason(&status), Reason::RegionChanged, "{status}");
+    file.set_len(4096).unwrap();
     fs::remove_file(memory.path()).unwrap();
     fill();
     let status = infer(&mut oip, ask((100, size), (2048, 1024)))
