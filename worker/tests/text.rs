@@ -663,6 +663,17 @@ fn template_errors_name_line_and_message() {
     assert!(none.to_string().contains("send a prompt instead"));
 }
 
+/// What is put into a template to bound it must not show.
+#[test]
+fn white_space_around_statements_stays() {
+    let source = "A\n{%- for x in [1, 2] -%}\n  B\n{%- endfor +%}\nC\n{% for x in [1] +%}\n d\n{% endfor %}\n\
+        {% macro m(a) -%}\n  [{{ a }}]\n{%- endmacro %}{{ m(1) }}\n  {%- set q = 2 -%}\n  k{% set w %}\n   \
+        {% if q %} z {% endif %}\n{% endset %}{{ w }}\n{% if q %} t {% endif -%}\n\n u {% if not q %} {% endif +%}\n  v";
+    // As minijinja renders it by itself.
+    let expected = "ABB\nC\n\n d\n[1]k z \n t u \n  v";
+    assert_eq!(render(source, &hello(), true, 0).expect("a text"), expected);
+}
+
 #[test]
 fn hostile_templates_end_with_an_error() {
     let twice = |what: &str| {
@@ -724,6 +735,7 @@ fn hostile_templates_end_with_an_error() {
         "{{ ('a' * 14000000)|list|length }}".into(),
         // No step makes anything, and each looks at megabytes.
         "{% set t = 'ab' * 7000000 %}{% for i in range(9000) %}{% if t.find('zz') > 0 %}{% endif %}{% endfor %}".into(),
+        "{% set t = 'ab' * 7000000 %}".to_owned() + &"{% if 'zz' in t %}{% endif %}".repeat(8500),
         "{{ [1, 2]|tojson(indent=1000000000) }}".into(),
         "{% set x %}{% for i in range(99999) %}".to_owned()
             + &"y".repeat(100_000)

@@ -6,7 +6,7 @@
 //! literals of lists and dicts), and what is written out is charged by the formatter. The few filters that
 //! multiply sizes in one go are replaced by ones that charge first ([`super::chat_values`]). A step that only looks at a
 //! big value makes none, but takes its time: so the clock is looked at wherever there is a charge, and by a `__tick` at
-//! the beginning of every body that can run repeatedly.
+//! the beginning of every body that can run repeatedly, and after what would not be charged otherwise.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,7 +33,7 @@ const MAX_DEPTH: usize = 48;
 /// The longest that a rendering takes. Thousands of messages take milliseconds: this changes no prompt.
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// What repeated bodies begin with. Filters, unlike functions, cannot be given another meaning by a template.
+/// What looks at the clock. Filters, unlike functions, cannot be given another meaning by a template.
 const TICKS: [&str; 3] = [
     "{% if 0|__tick %}{% endif %}",
     "{% if 0|__tick %}{% endif -%}",
@@ -301,7 +301,8 @@ pub(super) fn rewrite(source: &str) -> Result<Rewritten, TextError> {
             }
             _ => {}
         }
-        if matches!(keyword, Some("for" | "macro" | "call")) && source[..end].ends_with("%}") {
+        let ticks = matches!(keyword, Some("for" | "macro" | "call" | "endif" | "set"));
+        if ticks && source[..end].ends_with("%}") {
             // The tag before white space says what becomes of it.
             let tick = match source.as_bytes()[end - 3] {
                 b'-' => TICKS[1],
