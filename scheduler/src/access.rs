@@ -10,6 +10,7 @@ mod guard;
 mod quota;
 mod roles;
 mod seat;
+mod standing;
 mod tls;
 mod tokens;
 
@@ -26,7 +27,7 @@ pub use caller::Caller;
 pub use guard::{Guard, Guarded, bearer};
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need};
-pub use seat::{Begun, Came, Mark, Origin, Room, Seat, Seats, came_by};
+pub use seat::{Begun, Came, Mark, Origin, Outcome, Room, Seat, Seats, came_by};
 pub use tls::{Tls, TlsFiles};
 pub use tokens::Tokens;
 

@@ -71,13 +71,20 @@ async fn run() -> Result<()> {
         let times = measure(&client, &address).await?;
         let rate = (attacker.blows() - begun) as f64 / start.elapsed().as_secs_f64();
         let (now, _) = holds(cluster.scheduler.pid())?;
-        most = most.max(now - before);
+        let growth = now - before;
+        most = most.max(growth);
         drop(attacker);
         let (during, connecting) = (p99(times.old) / old, p99(times.new) / new);
         worst = worst.max(during);
         worst_new = worst_new.max(connecting);
         let name = attack.name();
         figure(&format!("{name}_rate"), rate, "blows/s", Goal::None);
+        figure(
+            &format!("{name}_memory"),
+            growth as f64 / f64::from(1 << 20),
+            "MiB",
+            Goal::None,
+        );
         figure(
             &format!("{name}_p99"),
             during,

@@ -27,8 +27,6 @@ const TICK: Duration = Duration::from_millis(20);
 /// How long an attacker waits for an answer that it does not care about.
 const LINGER: Duration = Duration::from_millis(100);
 
-/// Its own address.
-const OWN: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
@@ -83,6 +81,11 @@ pub const ATTACKS: [Attack; 10] = [
 ];
 
 impl Attack {
+    /// The address it comes from: one of its own, so that what is held against one attack does not spare the next.
+    pub fn address(self) -> Ipv4Addr {
+        Ipv4Addr::new(127, 0, 1, 1 + self as u8)
+    }
+
     /// Its name, as figures have it.
     pub fn name(self) -> &'static str {
         match self {
@@ -238,9 +241,9 @@ impl Stage {
         self.blows.fetch_add(blows as u64, Ordering::Relaxed);
     }
 
-    async fn connect(&self, first: &[u8]) -> Result<TcpStream> {
+    async fn connect(&self, attack: Attack, first: &[u8]) -> Result<TcpStream> {
         let socket = TcpSocket::new_v4()?;
-        socket.bind((OWN, 0).into())?;
+        socket.bind((attack.address(), 0).into())?;
         let mut stream = timeout(LINGER, socket.connect(self.address)).await??;
         write(&mut stream, first).await?;
         Ok(stream)
@@ -258,20 +261,20 @@ impl Stage {
                     } else {
                         &hello(&[])
                     };
-                    held.push(self.connect(first).await?);
+                    held.push(self.connect(attack, first).await?);
                     self.count(1);
                 }
             }
             Attack::Malformed => {
                 for number in 0..8 {
                     let bytes = self.malformed(number);
-                    let mut stream = self.connect(&bytes).await?;
+                    let mut stream = self.connect(attack, &bytes).await?;
                     drain(&mut stream, LINGER / 20).await;
                     self.count(1);
                 }
             }
             Attack::Oversized => {
-                let mut stream = self.connect(&hello(&[])).await?;
+                let mut stream = self.connect(attack, &hello(&[])).await?;
                 let begin = call("/hotcell.v1.Tokens/Tokenize", &[]);
                 write(&mut stream, &frame(HEADERS, END_HEADERS, 1, &begin)).await?;
                 let mut rest = message(u32::MAX, &[7; 16_000]);
@@ -290,7 +293,7 @@ impl Stage {
                         frame(HEADERS, END_HEADERS, 1, &begin),
                         frame(DATA, 0, 1, &message(1 << 20, &[])),
                     ];
-                    held.push(self.connect(&bytes.concat()).await?);
+                    held.push(self.connect(attack, &bytes.concat()).await?);
                 }
                 for stream in held.iter_mut() {
                     write(stream, &frame(DATA, 0, 1, &[0])).await?;
@@ -309,7 +312,7 @@ impl Stage {
                         bytes.extend(frame(HEADERS, END_HEADERS, stream, &call(path, &[])));
                         bytes.extend(frame(DATA, 1, stream, &message(0, &[])));
                     }
-                    held.push(self.connect(&bytes).await?);
+                    held.push(self.connect(attack, &bytes).await?);
                     self.count(100);
                 }
             }
@@ -319,7 +322,7 @@ impl Stage {
                 for stream in (1..4001).step_by(2) {
                     bytes.extend(frame(HEADERS, END_HEADERS, stream, &begin));
                 }
-                let mut stream = self.connect(&bytes).await?;
+                let mut stream = self.connect(attack, &bytes).await?;
                 self.count(2000);
                 drain(&mut stream, LINGER / 20).await;
                 held.push(stream);
@@ -334,7 +337,7 @@ impl Stage {
                     bytes.extend(frame(HEADERS, END_HEADERS, stream, &begin));
                     bytes.extend(frame(RESET, 0, stream, &8u32.to_be_bytes()));
                 }
-                let mut stream = self.connect(&bytes).await?;
+                let mut stream = self.connect(attack, &bytes).await?;
                 self.count(200);
                 drain(&mut stream, LINGER / 20).await;
             }
@@ -344,7 +347,7 @@ impl Stage {
                     hello(&[]),
                     frame(HEADERS, 0, 1, &call("/hotcell.v1.Control/ListModels", &[])),
                 ];
-                let mut stream = self.connect(&endless.concat()).await?;
+                let mut stream = self.connect(attack, &endless.concat()).await?;
                 for _ in 0..64 {
                     let more = frame(CONTINUATION, 0, 1, &header("x", &large));
                     if write(&mut stream, &more).await.is_err() {
@@ -358,7 +361,7 @@ impl Stage {
                 block.extend([string(b"bomb"), string(&large[..3900])].concat());
                 block.extend(vec![0xbe; 4000]);
                 let bomb = [hello(&[]), frame(HEADERS, END_HEADERS, 1, &block)].concat();
-                let mut stream = self.connect(&bomb).await?;
+                let mut stream = self.connect(attack, &bomb).await?;
                 drain(&mut stream, LINGER / 20).await;
                 self.count(1);
             }
@@ -368,7 +371,7 @@ impl Stage {
                     bytes.extend(frame(PING, 0, 0, &[0; 8]));
                     bytes.extend(settings(&[]));
                 }
-                held.push(self.connect(&bytes).await?);
+                held.push(self.connect(attack, &bytes).await?);
                 self.count(1000);
                 if held.len() > 50 {
                     held.remove(0);
@@ -394,7 +397,7 @@ impl Stage {
                     bytes.extend(frame(HEADERS, END_HEADERS, stream, &call(path, &more)));
                     bytes.extend(frame(DATA, 1, stream, &message(length as u32, &noise)));
                 }
-                let mut stream = self.connect(&bytes).await?;
+                let mut stream = self.connect(attack, &bytes).await?;
                 self.count(50);
                 drain(&mut stream, LINGER / 5).await;
             }

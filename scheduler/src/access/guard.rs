@@ -10,13 +10,13 @@ use std::{
 use hotcell_proto::error::{Error, Reason};
 use http::{HeaderMap, Request, Response, header::AUTHORIZATION};
 use tokio_util::either::Either;
-use tonic::{Status, body::Body, transport::server::UdsConnectInfo};
+use tonic::{Code, Status, body::Body, transport::server::UdsConnectInfo};
 use tower::{Layer, Service};
 
 use super::{
     Access, Caller, Entrance, Need, Role,
     roles::{need, row},
-    seat::{self, Begun, Mark},
+    seat::{self, Begun, Mark, Outcome},
 };
 
 /// Puts a guard before what is served at one door.
@@ -65,9 +65,12 @@ impl Guard {
     }
 
     /// Whether it is let in, and the place that it then has until it is answered.
-    fn check<B>(&self, request: &mut Request<B>) -> Result<Option<Begun>, Status> {
-        let mark = seat::came_by(request.extensions_mut());
-        let begun = mark.as_ref().map(Mark::begin).transpose()?;
+    fn check<B>(
+        &self,
+        request: &mut Request<B>,
+        mark: Option<&Mark>,
+    ) -> Result<Option<Begun>, Status> {
+        let begun = mark.map(Mark::begin).transpose()?;
         let path = request.uri().path();
         let need = need(path);
         // Asked by those who look whether it lives, without a token, and it says nothing about anybody.
@@ -82,6 +85,10 @@ impl Guard {
         caller.check(need, path.rsplit('/').next().unwrap_or(path))?;
         if let Some(mark) = mark {
             mark.keeps();
+            // Whoever has shown a token is known by it, and has its tenant's limits.
+            if self.entrance == Entrance::Tcp && self.access.asks_for_tokens() {
+                mark.came_to(Outcome::Answered);
+            }
         }
         request.extensions_mut().insert(caller);
         // Nobody behind this needs the secret.
@@ -114,6 +121,30 @@ pub fn bearer(headers: &HeaderMap) -> Result<Option<&str>, Error> {
     match scheme.eq_ignore_ascii_case("bearer") {
         true => Ok(Some(token.trim())),
         false => Err(odd()),
+    }
+}
+
+/// How a call ended, if it did so before its answer began.
+fn code(headers: &HeaderMap) -> Code {
+    headers
+        .get(Status::GRPC_STATUS)
+        .map_or(Code::Ok, |code| Code::from_bytes(code.as_bytes()))
+}
+
+/// Whose fault that is.
+fn outcome(code: Code) -> Outcome {
+    match code {
+        Code::ResourceExhausted => Outcome::NotNow,
+        // tonic says `Internal` to messages that cannot be decoded.
+        Code::InvalidArgument
+        | Code::OutOfRange
+        | Code::NotFound
+        | Code::FailedPrecondition
+        | Code::Unimplemented
+        | Code::Unauthenticated
+        | Code::PermissionDenied
+        | Code::Internal => Outcome::Refused,
+        _ => Outcome::Answered,
     }
 }
 
@@ -152,16 +183,23 @@ where
     }
 
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
-        match self.guard.check(&mut request) {
+        let mark = seat::came_by(request.extensions_mut());
+        match self.guard.check(&mut request, mark.as_ref()) {
             Ok(begun) => {
                 let answer = self.inner.call(request);
                 Either::Right(Box::pin(async move {
-                    let _begun = begun;
-                    answer.await
+                    let answer = answer.await;
+                    if let (Some(begun), Ok(response)) = (begun, &answer) {
+                        begun.came_to(outcome(code(response.headers())));
+                    }
+                    answer
                 }))
             }
             Err(error) => {
                 tracing::debug!(path = request.uri().path(), %error, "refused");
+                if let Some(mark) = mark {
+                    mark.came_to(outcome(error.code()));
+                }
                 Either::Left(ready(Ok(error.into_http())))
             }
         }

@@ -1,16 +1,18 @@
 //! Places at a door. Connections take them before anybody knows whose they are; who has shown nothing yet makes room for
 //! newcomers, so that nobody holds a door shut by being there. Calls take memory before anybody has read them: they are
-//! counted until they are answered, together and from each address.
+//! counted until they are answered, together and from each address. How addresses behave decides who gets a place at all.
 
 use std::{
     collections::{BTreeMap, HashMap},
+    fmt,
     net::{IpAddr, Ipv6Addr},
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     task::{Context, Poll},
+    time::Instant,
 };
 
 use hotcell_proto::error::{Error, Reason};
@@ -18,6 +20,8 @@ use http::Extensions;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::{TcpConnectInfo, UdsConnectInfo};
+
+use super::standing::Standing;
 
 /// Where a connection comes from, as far as it tells: nobody has as many addresses as connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -33,6 +37,16 @@ impl Origin {
                 IpAddr::V6(Ipv6Addr::from_bits(network))
             }
         }))
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(IpAddr::V6(network)) => write!(f, "{network}/64"),
+            Some(address) => write!(f, "{address}"),
+            None => f.write_str("this host"),
+        }
     }
 }
 
@@ -94,6 +108,7 @@ pub struct Seats {
     places: Arc<Semaphore>,
     silent: Mutex<Silent>,
     calls: Mutex<Calls>,
+    standing: Standing,
     given: AtomicU64,
 }
 
@@ -105,6 +120,7 @@ impl Seats {
             places: Arc::new(Semaphore::new(room.connections)),
             silent: Mutex::default(),
             calls: Mutex::default(),
+            standing: Standing::new(Instant::now()),
             given: AtomicU64::new(0),
         })
     }
@@ -115,6 +131,11 @@ impl Seats {
 
     fn calls(&self) -> MutexGuard<'_, Calls> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a newcomer from there may have a place. To be asked once for each.
+    pub fn lets_in(&self, from: Origin) -> bool {
+        self.standing.lets_in(from, Instant::now())
     }
 
     /// A place for a newcomer. If all are taken, one leaves that made no call yet: of those where most of them come from
@@ -137,6 +158,11 @@ impl Seats {
                 number,
                 from,
                 seats: Arc::clone(self),
+                conduct: Arc::new(Conduct {
+                    answered: AtomicBool::new(false),
+                    refused: AtomicU32::new(0),
+                    leave: leave.clone(),
+                }),
             },
             must_leave: Box::pin(leave.cancelled_owned()),
             left: false,
@@ -178,8 +204,38 @@ impl Seat {
 
 impl Drop for Seat {
     fn drop(&mut self) {
+        let Mark {
+            from,
+            seats,
+            conduct,
+            ..
+        } = &self.mark;
         self.mark.keeps();
+        if !conduct.answered.load(Ordering::Relaxed) {
+            seats.standing.fruitless(*from, Instant::now());
+        }
     }
+}
+
+/// What came of a connection's calls.
+#[derive(Debug)]
+struct Conduct {
+    /// One was answered.
+    answered: AtomicBool,
+    /// Refused ones since then.
+    refused: AtomicU32,
+    leave: CancellationToken,
+}
+
+/// What came of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was answered, or failed through no fault of the caller's.
+    Answered,
+    /// It could not be taken at the moment, which is held against nobody who was answered before.
+    NotNow,
+    /// It should not have been made.
+    Refused,
 }
 
 /// Says which connection a call came by.
@@ -188,12 +244,37 @@ pub struct Mark {
     number: u64,
     from: Origin,
     seats: Arc<Seats>,
+    conduct: Arc<Conduct>,
 }
 
 impl Mark {
     /// A call was let in: the connection keeps its place.
     pub fn keeps(&self) {
         self.seats.silent().remove(self.number);
+    }
+
+    /// Notes what came of a call. A connection of which nothing good comes has to leave.
+    pub fn came_to(&self, outcome: Outcome) {
+        let Conduct {
+            answered,
+            refused,
+            leave,
+        } = &*self.conduct;
+        let was_answered = answered.load(Ordering::Relaxed);
+        match outcome {
+            Outcome::Answered => {
+                answered.store(true, Ordering::Relaxed);
+                refused.store(0, Ordering::Relaxed);
+            }
+            Outcome::NotNow if was_answered => {}
+            Outcome::NotNow | Outcome::Refused => {
+                let so_far = refused.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+                let standing = &self.seats.standing;
+                if !standing.bears(self.from, so_far, was_answered, Instant::now()) {
+                    leave.cancel();
+                }
+            }
+        }
     }
 
     /// A call begins, and has a place until what is returned is dropped.
@@ -226,6 +307,13 @@ impl Mark {
 #[derive(Debug)]
 pub struct Begun {
     mark: Mark,
+}
+
+impl Begun {
+    /// Notes what came of it.
+    pub fn came_to(&self, outcome: Outcome) {
+        self.mark.came_to(outcome);
+    }
 }
 
 impl Drop for Begun {
@@ -334,6 +422,37 @@ mod tests {
         let v6 = |text: &str| Origin::address(text.parse().unwrap());
         assert_eq!(v6("2001:db8::1"), v6("2001:db8::ffff:1"));
         assert_ne!(v6("2001:db8::1"), v6("2001:db8:0:1::1"));
+    }
+
+    #[tokio::test]
+    async fn a_connection_whose_calls_are_all_refused_has_to_leave_and_one_that_is_of_use_stays() {
+        let seats = Seats::new(room(9));
+        let mut stranger = seats.take(from(1)).await.unwrap();
+        let mut known = seats.take(from(2)).await.unwrap();
+        let mut local = seats.take(Origin::default()).await.unwrap();
+        for _ in 0..200 {
+            stranger.mark().came_to(Outcome::Refused);
+            known.mark().came_to(Outcome::Refused);
+            known.mark().came_to(Outcome::Answered);
+            local.mark().came_to(Outcome::Refused);
+        }
+        let mut context = Context::from_waker(std::task::Waker::noop());
+        assert!(stranger.must_leave(&mut context));
+        // Who was answered is not blamed for coming when there is no room.
+        (0..10_000).for_each(|_| known.mark().came_to(Outcome::NotNow));
+        assert!(!known.must_leave(&mut context) && !local.must_leave(&mut context));
+    }
+
+    #[tokio::test]
+    async fn connections_that_end_without_an_answer_are_counted() {
+        let seats = Seats::new(room(9));
+        for _ in 0..200 {
+            let used = seats.take(from(1)).await.unwrap();
+            used.mark().came_to(Outcome::Answered);
+            drop(used);
+            drop(seats.take(from(2)).await.unwrap());
+        }
+        assert!(seats.lets_in(from(1)) && !seats.lets_in(from(2)));
     }
 
     fn now<T>(future: Pin<&mut impl Future<Output = T>>) -> Option<T> {

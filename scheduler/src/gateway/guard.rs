@@ -2,7 +2,7 @@
 
 use axum::{
     extract::{Request, State},
-    http::{HeaderMap, Uri, header},
+    http::{HeaderMap, StatusCode, Uri, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -10,7 +10,7 @@ use hotcell_proto::error::{Error, Reason};
 
 use super::failure::{Failed, Flavor};
 use crate::{
-    access::{self, Need, bearer},
+    access::{self, Need, Outcome, bearer},
     service::Shared,
 };
 
@@ -24,13 +24,22 @@ pub(super) async fn guard(
     next: Next,
 ) -> Response {
     let flavor = Flavor::of(request.uri().path());
-    match check(&shared, &mut request) {
-        Ok(_begun) => next.run(request).await,
+    let mark = access::came_by(request.extensions_mut());
+    let (response, _begun) = match check(&shared, &mut request, mark.as_ref()) {
+        Ok(begun) => (next.run(request).await, begun),
         Err(error) => {
             tracing::debug!(path = request.uri().path(), %error, "refused");
-            Failed(flavor, error).into_response()
+            (Failed(flavor, error).into_response(), None)
         }
+    };
+    if let Some(mark) = mark {
+        mark.came_to(match response.status() {
+            StatusCode::TOO_MANY_REQUESTS => Outcome::NotNow,
+            status if status.is_client_error() => Outcome::Refused,
+            _ => Outcome::Answered,
+        });
     }
+    response
 }
 
 /// Refuses a request that says in two ways how long it is: whoever passed it on may have believed the other one.
@@ -46,10 +55,13 @@ fn one_length(headers: &HeaderMap) -> Result<(), Error> {
     }
 }
 
-fn check(shared: &Shared, request: &mut Request) -> Result<Option<access::Begun>, Error> {
+fn check(
+    shared: &Shared,
+    request: &mut Request,
+    mark: Option<&access::Mark>,
+) -> Result<Option<access::Begun>, Error> {
     one_length(request.headers())?;
-    let mark = access::came_by(request.extensions_mut());
-    let begun = mark.as_ref().map(access::Mark::begin).transpose()?;
+    let begun = mark.map(access::Mark::begin).transpose()?;
     let path = request.uri().path();
     let need = access::need(path);
     if need == Need::Nobody {
@@ -62,6 +74,9 @@ fn check(shared: &Shared, request: &mut Request) -> Result<Option<access::Begun>
     caller.check(need, path)?;
     if let Some(mark) = mark {
         mark.keeps();
+        if shared.access.asks_for_tokens() {
+            mark.came_to(Outcome::Answered);
+        }
     }
     request.extensions_mut().insert(caller);
     // Nobody behind this needs the secret.

@@ -1,4 +1,5 @@
-//! Connections of a listening socket: so many at once, and none given up because one could not be accepted.
+//! Connections of a listening socket: so many at once, so many in a second from each address, and none given up because one
+//! could not be accepted.
 
 use std::{
     future::ready,
@@ -183,7 +184,12 @@ pub(super) fn accept<L: Listen>(
             loop {
                 match listener.next().await {
                     Ok(raw) => {
-                        let Some(mut seat) = seats.take(L::from(&raw)).await else {
+                        let from = L::from(&raw);
+                        // Before anything is done for it.
+                        if !seats.lets_in(from) {
+                            continue;
+                        }
+                        let Some(mut seat) = seats.take(from).await else {
                             return;
                         };
                         let greeting = timeout(GREETING, listener.greet(raw));
@@ -229,9 +235,9 @@ pub(super) struct Counted<S> {
     seat: Seat,
 }
 
-/// Why a connection ends that made room for another one.
+/// Why a connection ends that has to leave.
 fn left() -> io::Error {
-    let why = "it made no call, and another connection wants its place";
+    let why = "it made no call, and another connection wants its place; or its calls were refused again and again";
     io::Error::new(io::ErrorKind::ConnectionAborted, why)
 }
 

@@ -42,6 +42,10 @@ const MAX_CALLS: u32 = 1024;
 const MAX_REMOTE_CALLS: u32 = 256;
 /// Calls of one remote address that are not answered yet.
 const MAX_CALLS_FROM_ADDRESS: usize = 1024;
+/// Calls of one remote connection that were cancelled before they were looked at: as many as it may have at once.
+const MAX_REMOTE_RESETS: usize = MAX_REMOTE_CALLS as usize;
+/// Mistakes of one remote connection in its streams, each answered with a reset, before it has to leave.
+const MAX_REMOTE_MISTAKES: usize = 64;
 const _: () = assert!(MAX_CALLS as usize <= limits::MAX_SCHEDULER_REQUESTS);
 
 /// Open doors, not served yet. They are opened first of all, so that a port in use is told before anything was
@@ -251,12 +255,17 @@ pub enum Ended {
 }
 
 fn server(entrance: Entrance) -> Server {
-    let calls = match entrance {
-        Entrance::Tcp => MAX_REMOTE_CALLS,
-        Entrance::Unix | Entrance::Private => MAX_CALLS,
+    let server = Windows::default().server();
+    let (server, calls) = match entrance {
+        Entrance::Tcp => (
+            server
+                .http2_max_pending_accept_reset_streams(Some(MAX_REMOTE_RESETS))
+                .http2_max_local_error_reset_streams(Some(MAX_REMOTE_MISTAKES)),
+            MAX_REMOTE_CALLS,
+        ),
+        Entrance::Unix | Entrance::Private => (server, MAX_CALLS),
     };
-    Windows::default()
-        .server()
+    server
         .max_concurrent_streams(calls)
         // A client that vanished without a word holds its streams no longer than this.
         .http2_keepalive_interval(Some(Duration::from_secs(30)))
