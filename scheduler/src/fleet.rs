@@ -18,6 +18,7 @@ mod keeper;
 mod launch;
 mod link;
 mod loading;
+mod loads;
 mod models;
 mod packing;
 mod pieces;
@@ -56,6 +57,7 @@ pub use launch::{
 };
 pub use link::{Condemnation, Fate, Link, Sockets, TOKENS_WINDOWS, is_broken, words};
 pub use loading::LoadFailure;
+use loads::Loads;
 pub use models::ProgressSender;
 pub use solo::Lost;
 
@@ -130,8 +132,8 @@ pub struct Fleet {
     pub events: Events,
     /// What workers have to answer when they are checked.
     book: Mutex<Book>,
-    /// Loads and unloads happen one at a time.
-    loading: tokio::sync::Mutex<()>,
+    /// Loads and unloads that are under way.
+    loads: Loads,
     stop: CancellationToken,
     keepers: TaskTracker,
     launcher: Arc<dyn Launch>,
@@ -219,7 +221,7 @@ impl Fleet {
             changed: Teller::default(),
             events: Events::default(),
             book: Mutex::default(),
-            loading: tokio::sync::Mutex::new(()),
+            loads: Loads::default(),
             stop: CancellationToken::new(),
             keepers: TaskTracker::new(),
             launcher: parts.launcher,

@@ -27,7 +27,6 @@ const TICK: Duration = Duration::from_millis(20);
 /// How long an attacker waits for an answer that it does not care about.
 const LINGER: Duration = Duration::from_millis(100);
 
-
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 // RFC 9113, section 6.

@@ -207,6 +207,25 @@ pub fn signal_pid(pid: u32, signal: rustix::process::Signal) -> Result<()> {
     Ok(rustix::process::kill_process(pid, signal)?)
 }
 
+/// Children of a process, those that are dead and not reaped included.
+///
+/// # Errors
+/// When it is gone.
+pub fn children(pid: u32) -> Result<Vec<u32>> {
+    let mut all = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        // A thread may end meanwhile.
+        let listed = std::fs::read_to_string(task?.path().join("children")).unwrap_or_default();
+        all.extend(
+            listed
+                .split_whitespace()
+                .filter_map(|id| id.parse::<u32>().ok()),
+        );
+    }
+    all.sort_unstable();
+    Ok(all)
+}
+
 /// A process's resident bytes and open descriptors.
 ///
 /// # Errors

@@ -15,7 +15,9 @@ use hotcell_client::{
     tensor::{Session, SessionOptions},
     v1,
 };
-use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, golden, hotcell, kjv, signal_pid};
+use hotcell_tests::cluster::{
+    Cluster, SOON, all_have, binaries, children, golden, hotcell, kjv, signal_pid,
+};
 use rustix::process::Signal;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -391,6 +393,45 @@ async fn gates_refuse_and_the_audit_log_says_who_asked() {
         (&death["worker"], &death["outcome"]),
         (&"w0".into(), &"signal".into())
     );
+}
+
+#[tokio::test]
+async fn while_one_model_is_looked_into_others_are_loaded_and_unloaded() {
+    let house = House::new();
+    let cluster = house
+        .open("roots = [\"ROOT\"]\nrequire_inspection = true\n", &[])
+        .await;
+    let client = cluster.client().await.unwrap();
+    cluster
+        .workers(|all| all.iter().all(ready) && !all.is_empty())
+        .await
+        .unwrap();
+    let children = || children(cluster.scheduler.pid()).unwrap();
+    let before = children();
+    let slow = tokio::spawn({
+        let (client, path) = (client.clone(), house.trusted.join("kjv"));
+        async move { load(&client, "slow", &path).await }
+    });
+    let start = Instant::now();
+    let looks = loop {
+        if let Some(pid) = children().into_iter().find(|p| !before.contains(p)) {
+            break pid;
+        }
+        assert!(start.elapsed() < SOON && !slow.is_finished());
+        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+    };
+    signal_pid(looks, Signal::STOP).unwrap();
+    // It is looked into as well, and the second time not.
+    for _ in 0..2 {
+        let loaded = load(&client, "other", &house.trusted.join("tiny.gguf")).await;
+        assert_eq!(loaded.unwrap().name, "other");
+        client.unload("other").await.unwrap();
+    }
+    assert!(!slow.is_finished());
+    assert!(children().contains(&looks));
+    signal_pid(looks, Signal::CONT).unwrap();
+    let loaded = slow.await.unwrap().unwrap();
+    assert_eq!(loaded.workers, ["w0"]);
 }
 
 #[tokio::test]

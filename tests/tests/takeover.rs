@@ -21,7 +21,9 @@ use hotcell_ipc::{
     takeover,
 };
 use hotcell_scheduler::{exit::Exit, takeover::STATE_VERSION};
-use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, counted, kjv, signal_pid};
+use hotcell_tests::cluster::{
+    Cluster, SOON, all_have, binaries, children, counted, kjv, signal_pid,
+};
 use prost::Message;
 use rustix::process::Signal;
 
@@ -86,23 +88,6 @@ async fn who(cluster: &Cluster) -> Vec<Who> {
         .into_iter()
         .map(|w| (w.id, w.epoch, w.pid))
         .collect()
-}
-
-/// Children of a process, those that are dead and not reaped included.
-fn children(pid: u32) -> Vec<u32> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-    let mut all = Vec::new();
-    for task in tasks {
-        let listed = fs::read_to_string(task.unwrap().path().join("children"));
-        let listed = listed.unwrap_or_default();
-        all.extend(
-            listed
-                .split_whitespace()
-                .map(|id| id.parse::<u32>().unwrap()),
-        );
-    }
-    all.sort_unstable();
-    all
 }
 
 fn descriptors(pid: u32) -> usize {

@@ -51,8 +51,7 @@ impl Account {
     fn refill(&mut self, now: Instant) {
         let passed = now.saturating_duration_since(self.at).as_secs_f64();
         self.at = self.at.max(now);
-        self.connections =
-            MOST_CONNECTIONS.min(self.connections + passed * CONNECTIONS_PER_SECOND);
+        self.connections = MOST_CONNECTIONS.min(self.connections + passed * CONNECTIONS_PER_SECOND);
         self.credit = MOST_CREDIT.min(self.credit + passed * CREDIT_PER_SECOND);
     }
 
@@ -177,7 +176,11 @@ mod tests {
     fn an_address_has_so_many_connections_in_a_second_and_others_have_theirs() {
         let start = Instant::now();
         let standing = Standing::new(start);
-        let come = |last, now| (0..1000).filter(|_| standing.lets_in(from(last), now)).count();
+        let come = |last, now| {
+            (0..1000)
+                .filter(|_| standing.lets_in(from(last), now))
+                .count()
+        };
         assert_eq!(come(1, start), MOST_CONNECTIONS as usize);
         assert_eq!(come(2, start), MOST_CONNECTIONS as usize);
         let later = start + Duration::from_secs(1);

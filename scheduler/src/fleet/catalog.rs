@@ -5,6 +5,7 @@ use std::sync::Arc;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
+    limits,
     v1::{ModelInfo, ModelState, ModelSummary, PackedInfo},
 };
 
@@ -118,6 +119,19 @@ impl Table {
             )
             .with("model", name)),
         }
+    }
+
+    /// Whether a model of that name may be known.
+    ///
+    /// # Errors
+    /// [`Reason::LimitExceeded`] if there are too many others.
+    pub(super) fn has_room_for(&self, name: &ModelName) -> Result<(), Error> {
+        if self.models.contains_key(name) || self.models.len() < limits::MAX_MODELS {
+            return Ok(());
+        }
+        let known = limits::MAX_MODELS;
+        let what = format!("{known} models are known already; unload one");
+        Err(Error::new(Reason::LimitExceeded, what))
     }
 
     pub(super) fn unknown(&self, name: &ModelName) -> Error {

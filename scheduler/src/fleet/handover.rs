@@ -29,7 +29,7 @@ fn millis(time: std::time::Duration) -> u64 {
 impl Fleet {
     /// Keeps models from being loaded and unloaded while the result is held.
     pub async fn hold_loads(&self) -> impl Send + '_ {
-        self.loading.lock().await
+        self.loads.none().await
     }
 
     /// The models that are wanted, and their files once more.

@@ -5,7 +5,6 @@ use std::{path::PathBuf, sync::Arc};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    limits,
     v1::{EventKind, LoadModelProgress, Loaded, ModelInfo, ModelState},
 };
 use tokio::{sync::mpsc, task::JoinSet};
@@ -190,10 +189,19 @@ impl Fleet {
         path: Option<PathBuf>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
-        let _one_at_a_time = self.loading.lock().await;
-        let (name, source, same) = self.identify(name, path).await?;
-        if let Some(files) = self.known_files(&name, same)? {
+        let name = match (name, &path) {
+            (Some(name), _) => name,
+            (None, Some(path)) => vault::name_of(path)?,
+            (None, None) => {
+                let what = "name a configured model, or give a path";
+                return Err(Error::new(Reason::InvalidArgument, what));
+            }
+        };
+        let _one_at_a_time = self.loads.one(&name).await;
+        let (source, same) = self.identify(&name, path).await?;
+        let _spreads = if let Some(files) = self.known_files(&name, same)? {
             files.check()?;
+            self.loads.spread().await
         } else {
             let Source::Path(path) = source.clone() else {
                 return Err(Error::new(
@@ -201,9 +209,14 @@ impl Fleet {
                     format!("model {name} has no bytes any more; restart the scheduler"),
                 ));
             };
+            let preparing = self.loads.prepare().await;
             let files = Arc::new(self.open(path).await?);
             self.admit(&source, &files, who).await?;
+            drop(preparing);
+            let spreads = self.loads.spread().await;
             let mut table = self.table();
+            // Others may have come meanwhile.
+            table.has_room_for(&name)?;
             let model = table
                 .models
                 .entry(name.clone())
@@ -211,7 +224,8 @@ impl Fleet {
             model.source = source;
             model.files = Some(files);
             model.summary = None;
-        }
+            spreads
+        };
         self.spread(&name, &progress).await?;
         let table = self.table();
         match table.models.get(&name) {
@@ -220,39 +234,21 @@ impl Fleet {
         }
     }
 
-    /// Name and source of the model that is meant, and whether that is the source it has already.
+    /// Source of the model that is meant, and whether that is the one it has already.
     async fn identify(
         &self,
-        name: Option<ModelName>,
+        name: &ModelName,
         path: Option<PathBuf>,
-    ) -> Result<(ModelName, Source, bool), Error> {
+    ) -> Result<(Source, bool), Error> {
         let Some(path) = path else {
-            let name = name.ok_or_else(|| {
-                Error::new(
-                    Reason::InvalidArgument,
-                    "name a configured model, or give a path",
-                )
-            })?;
             let table = self.table();
-            let model = table
-                .models
-                .get(&name)
-                .ok_or_else(|| table.unknown(&name))?;
-            return Ok((name, model.source.clone(), true));
+            let model = table.models.get(name).ok_or_else(|| table.unknown(name))?;
+            return Ok((model.source.clone(), true));
         };
-        let name = name.map_or_else(|| vault::name_of(&path), Ok)?;
         let held = {
             let table = self.table();
-            if !table.models.contains_key(&name) && table.models.len() >= limits::MAX_MODELS {
-                return Err(Error::new(
-                    Reason::LimitExceeded,
-                    format!(
-                        "{} models are known already; unload one",
-                        limits::MAX_MODELS
-                    ),
-                ));
-            }
-            table.models.get(&name).map(|m| m.source.clone())
+            table.has_room_for(name)?;
+            table.models.get(name).map(|m| m.source.clone())
         };
         // Two ways to write a path are one source. What cannot be resolved will be refused when it is opened.
         // Not on this thread, nor under the lock: a dead network share may take minutes.
@@ -268,7 +264,7 @@ impl Fleet {
         let (path, same) = resolved
             .await
             .map_err(|e| Error::new(Reason::Internal, format!("cannot resolve a path: {e}")))?;
-        Ok((name, Source::Path(path), same))
+        Ok((Source::Path(path), same))
     }
 
     /// The open files of a model that is loaded already, or was and kept them.
@@ -456,7 +452,8 @@ impl Fleet {
     }
 
     async fn unload_now(&self, name: &ModelName) -> Result<(), Error> {
-        let _one_at_a_time = self.loading.lock().await;
+        let _one_at_a_time = self.loads.one(name).await;
+        let _spreads = self.loads.spread().await;
         let links: Vec<_> = {
             let mut table = self.table();
             let Some(model) = table.models.get_mut(name) else {
