@@ -5,6 +5,7 @@
 //! comes a [`Caller`] with its roles and its tenant, which goes with each call as an extension of its request.
 
 mod caller;
+mod certificate;
 mod follow;
 mod guard;
 mod quota;
@@ -20,10 +21,11 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
-use hotcell_proto::error::Error;
+use hotcell_proto::error::{Error, Reason};
 use tokio_util::task::AbortOnDropHandle;
 
 pub use caller::Caller;
+pub use certificate::name_of;
 pub use guard::{Guard, Guarded, bearer};
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need};
@@ -128,24 +130,50 @@ impl Access {
         tokens.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Who makes a call over TCP. The token is asked for only if somebody may have one.
+    /// Who makes a call over TCP: whoever its token names, else whoever the connection's certificate does. The token is asked
+    /// for only if somebody may have one.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`](hotcell_proto::error::Reason::Unauthenticated).
+    /// [`Reason::Unauthenticated`].
     pub fn over_tcp<'a>(
         &self,
+        mark: Option<&Mark>,
         token: impl FnOnce() -> Result<Option<&'a str>, Error>,
     ) -> Result<Caller, Error> {
-        match self.tokens() {
-            Some(tokens) => tokens.find(token()?, std::time::SystemTime::now()),
-            // Either only this host can be the caller's, or its certificate is one that was asked for.
-            None => Ok(Caller::trusted("a client over TCP", Roles::TOKENLESS, true)),
+        let certificate = mark.and_then(Mark::certificate);
+        let Some(tokens) = self.tokens() else {
+            return match certificate {
+                // Only this host can be the caller's.
+                None => Ok(Caller::trusted("a client over TCP", Roles::TOKENLESS, true)),
+                Some(None) => Err(Error::new(
+                    Reason::Unauthenticated,
+                    "the certificate has no name that a tenant could have: a common name, a URI or a host name of 1 to 64 characters",
+                )),
+                Some(Some(name)) => {
+                    let known_as = tokens::known_by(name);
+                    let tenant = Arc::clone(name);
+                    Ok(Caller::of_tenant(known_as, Roles::USE, true, tenant))
+                }
+            };
+        };
+        let token = token()?;
+        if token.is_none()
+            && let Some(Some(name)) = certificate
+            && let Some(caller) = tokens.certified(name)
+        {
+            return Ok(caller);
         }
+        tokens.find(token, std::time::SystemTime::now())
     }
 
     /// Whether callers over TCP show tokens.
     pub fn asks_for_tokens(&self) -> bool {
         self.tokens().is_some()
+    }
+
+    /// Whether a caller over TCP that was let in is known by a name, and so has its tenant's limits.
+    pub fn knows_by_name(&self, mark: &Mark) -> bool {
+        self.asks_for_tokens() || mark.certificate().is_some()
     }
 
     /// Roles of a user that connects to the Unix socket; none if it has none here.

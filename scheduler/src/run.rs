@@ -180,6 +180,8 @@ pub async fn run(
     }
 
     let _following = access.follow(&config.access);
+    let weights = Arc::clone(&access);
+    fleet.weigh_tenants(move |tenant| weights.limits(tenant).weight());
     let shared = Shared {
         takeover,
         confinement: confinement.into(),

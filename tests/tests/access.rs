@@ -23,7 +23,9 @@ use hotcell_tests::cluster::{
 };
 use http_body_util::Full;
 use prost::Message;
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, Issuer, KeyPair, SanType,
+};
 use rustix::process::Signal;
 use tempfile::TempDir;
 use tonic::{body::Body, transport::Channel};
@@ -441,8 +443,24 @@ impl Authority {
 
     /// A certificate of this name and its key.
     fn issue(&self, name: &str) -> (String, String) {
+        self.sign(&CertificateParams::new(vec![name.to_owned()]).unwrap())
+    }
+
+    /// One whose subject has this common name, and which has this URI.
+    fn issue_to(&self, common: Option<&str>, uri: Option<&str>) -> (String, String) {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.distinguished_name = DistinguishedName::new();
+        if let Some(name) = common {
+            params.distinguished_name.push(DnType::CountryName, "CH");
+            params.distinguished_name.push(DnType::CommonName, name);
+        }
+        let uri = uri.map(|uri| SanType::URI(uri.try_into().unwrap()));
+        params.subject_alt_names.extend(uri);
+        self.sign(&params)
+    }
+
+    fn sign(&self, params: &CertificateParams) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let cert = params.signed_by(&key, &self.issuer).unwrap();
         (cert.pem(), key.serialize_pem())
     }
@@ -599,6 +617,83 @@ async fn mutual_tls_lets_in_who_has_a_certificate_and_a_token() {
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
+}
+
+/// Somebody with a certificate and no token.
+fn certified(house: &House, issued: (String, String), name: &str) -> Identity {
+    let folder = house.files.path();
+    Identity {
+        ca: Some(folder.join("ca.pem")),
+        cert: Some(put(folder, &format!("{name}.pem"), &issued.0)),
+        key: Some(put(folder, &format!("{name}-key.pem"), &issued.1)),
+        token: None,
+    }
+}
+
+#[tokio::test]
+async fn a_certificate_names_a_tenant_and_the_file_says_more_about_it() {
+    let (authority, clients) = (Authority::new(), Authority::new());
+    let files = TempDir::new().unwrap();
+    let lines = "[[certificate]]\nname = \"spiffe://acme/batch\"\nroles = [\"use\", \"load\"]\ntenant = \"acme\"\n\
+                 [[certificate]]\nname = \"carol\"\n\
+                 [tenants.acme]\nrequests = 0\n";
+    let tokens = put(files.path(), "tokens.toml", lines);
+    let log = files.path().join("audit.log");
+    let more = ["--tokens", text(&tokens), "--audit-log", text(&log)];
+    let house = tls_house(&authority, Some(&clients), &more).await;
+    let address: Address = format!("https://127.0.0.1:{}", house.port).parse().unwrap();
+    let batch = clients.issue_to(None, Some("spiffe://acme/batch"));
+    let batch = certified(&house, batch, "batch");
+    let batch = Client::connect_as(&address, &batch).await.unwrap();
+    let error = batch.generate(PROMPT, some_tokens(3)).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::QuotaExceeded);
+    assert!(error.message().contains("\"acme\""), "{error}");
+    batch.load("new", "/nowhere").await.unwrap_err();
+    let noted = fs::read_to_string(&log).unwrap();
+    assert!(
+        noted.contains(r#"certificate \"spiffe://acme/batch\""#),
+        "{noted}"
+    );
+    let carol = clients.issue_to(Some("carol"), Some("spiffe://acme/batch"));
+    let carol = certified(&house, carol, "carol");
+    let carol = Client::connect_as(&address, &carol).await.unwrap();
+    let answer = carol.generate(PROMPT, some_tokens(3)).await.unwrap();
+    assert_eq!(answer.complete().await.unwrap().token_ids.len(), 3);
+    assert_eq!(
+        reason(carol.load("new", "/nowhere").await),
+        Reason::PermissionDenied
+    );
+    // Whom the file does not name shows a token.
+    let dave = certified(&house, clients.issue_to(Some("dave"), None), "dave");
+    assert_eq!(
+        reason(over_tls(&house, &dave).await),
+        Reason::Unauthenticated
+    );
+}
+
+#[tokio::test]
+async fn without_a_file_a_certificate_is_a_tenant_that_may_use_models() {
+    let (authority, clients) = (Authority::new(), Authority::new());
+    let house = tls_house(&authority, Some(&clients), &[]).await;
+    let dave = certified(&house, clients.issue_to(Some("dave"), None), "dave");
+    over_tls(&house, &dave).await.unwrap();
+    let address: Address = format!("https://127.0.0.1:{}", house.port).parse().unwrap();
+    let dave = Client::connect_as(&address, &dave).await.unwrap();
+    assert_eq!(
+        reason(dave.load("new", "/nowhere").await),
+        Reason::PermissionDenied
+    );
+    for (number, name) in [None, Some(""), Some(&*"x".repeat(65))]
+        .into_iter()
+        .enumerate()
+    {
+        let nobody = clients.issue_to(name, None);
+        let nobody = certified(&house, nobody, &number.to_string());
+        assert_eq!(
+            reason(over_tls(&house, &nobody).await),
+            Reason::Unauthenticated
+        );
+    }
 }
 
 /// A scheduler that is not expected to serve.

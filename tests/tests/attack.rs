@@ -3,16 +3,19 @@
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 use std::{
-    net::{SocketAddr, TcpListener},
+    net::{Ipv4Addr, SocketAddr, TcpListener},
     time::{Duration, Instant},
 };
 
-use hotcell_client::{Client, GenerateOptions};
+use hotcell_client::{Client, GenerateOptions, v1};
 use hotcell_tests::{
     attack::{ATTACKS, Attack, Attacker},
     cluster::{Cluster, SOON, all_have, holds, kjv},
 };
-use tokio::time::{sleep, timeout};
+use tokio::{
+    net::TcpSocket,
+    time::{sleep, timeout},
+};
 
 /// Bytes that the scheduler may have more after all attacks than before: what each connection may begin before it is
 /// counted, in a build without optimization. Without those bounds a flood of streams takes a gigabyte in seconds.
@@ -89,4 +92,94 @@ async fn others_are_served_and_nothing_grows() {
     }
     let after = cluster.workers(all_have("kjv")).await.unwrap();
     assert_eq!((after[0].pid, after[0].deaths), (before[0].pid, 0));
+}
+
+/// Whether somebody at this address gets an answer to a first call.
+async fn is_let_in(from: Ipv4Addr, address: SocketAddr) -> bool {
+    let connect = async || {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind((from, 0).into())?;
+        socket.connect(address).await
+    };
+    let connector = tower::service_fn(move |_: http::Uri| {
+        let stream = connect();
+        async move { stream.await.map(hyper_util::rt::TokioIo::new) }
+    });
+    let channel = tonic::transport::Endpoint::from_static("http://localhost")
+        .connect_with_connector(connector)
+        .await;
+    let Ok(channel) = channel else { return false };
+    let mut control = v1::control_client::ControlClient::new(channel);
+    let answer = timeout(SOON, control.list_models(v1::ListModelsRequest::default()));
+    answer.await.unwrap().is_ok()
+}
+
+#[tokio::test]
+async fn an_address_whose_calls_come_to_nothing_is_shut_out_for_a_while_and_others_are_not() {
+    let address = free();
+    let listen = address.to_string();
+    let cluster = Cluster::with_model("kjv", &kjv(), &["--listen", &listen])
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    for attack in [Attack::Forged, Attack::Idle] {
+        let theirs = attack.address();
+        let others = Ipv4Addr::new(127, 0, 2, 1);
+        assert!(is_let_in(theirs, address).await);
+        let attacker = Attacker::start(attack, address, 7).unwrap();
+        let start = Instant::now();
+        while is_let_in(theirs, address).await {
+            assert!(
+                start.elapsed() < SOON,
+                "{attack:?}: {} blows",
+                attacker.blows()
+            );
+            assert!(is_let_in(others, address).await);
+        }
+        assert!(is_let_in(others, address).await);
+        drop(attacker);
+        let start = Instant::now();
+        while !is_let_in(theirs, address).await {
+            assert!(start.elapsed() < SOON, "{attack:?}: still out");
+            sleep(Duration::from_millis(100)).await;
+        }
+        assert!(cluster.scheduler.log().contains(&theirs.to_string()));
+    }
+}
+
+#[tokio::test]
+async fn hundreds_of_clients_at_once_and_a_thousand_calls_are_no_attack() {
+    let address = free();
+    let listen = address.to_string();
+    let cluster = Cluster::with_model("kjv", &kjv(), &["--listen", &listen])
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let from = Ipv4Addr::new(127, 0, 2, 2);
+    let mut clients = tokio::task::JoinSet::new();
+    for _ in 0..300 {
+        clients.spawn(is_let_in(from, address));
+    }
+    while let Some(let_in) = clients.join_next().await {
+        assert!(let_in.unwrap());
+    }
+    let mut calls = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let client = Client::connect(&listen.parse().unwrap()).await.unwrap();
+        // Failures of a client that is also answered are borne.
+        for number in 0..256 {
+            let client = client.clone();
+            calls.spawn(async move {
+                match number % 2 {
+                    0 => client.models().await.is_ok(),
+                    _ => client.unload("nobody's").await.is_err(),
+                }
+            });
+        }
+    }
+    while let Some(as_expected) = calls.join_next().await {
+        assert!(as_expected.unwrap());
+    }
+    let client = Client::connect(&listen.parse().unwrap()).await.unwrap();
+    assert_eq!(tokens(&client).await.len(), 8);
 }

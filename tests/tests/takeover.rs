@@ -284,7 +284,7 @@ async fn streams_and_workers_live_through_takeovers() {
     assert_eq!(counted().await, first);
     let mut pids: Vec<u32> = before.iter().map(|(.., pid)| *pid).collect();
     pids.sort_unstable();
-    assert_eq!(children(pid), pids);
+    assert_eq!(children(pid).unwrap(), pids);
     let log = cluster.scheduler.log();
     assert!(!log.contains("worker died"), "{log}");
 

@@ -38,7 +38,7 @@ impl Guard {
     }
 
     /// Who makes this call.
-    fn caller<B>(&self, request: &Request<B>) -> Result<Caller, Error> {
+    fn caller<B>(&self, request: &Request<B>, mark: Option<&Mark>) -> Result<Caller, Error> {
         match self.entrance {
             Entrance::Private => Ok(Caller::own()),
             Entrance::Unix => {
@@ -60,7 +60,7 @@ impl Guard {
                     }
                 })
             }
-            Entrance::Tcp => self.access.over_tcp(|| bearer(request.headers())),
+            Entrance::Tcp => self.access.over_tcp(mark, || bearer(request.headers())),
         }
     }
 
@@ -77,7 +77,7 @@ impl Guard {
         if need == Need::Nobody && self.entrance == Entrance::Tcp {
             return Ok(begun);
         }
-        let caller = self.caller(request)?;
+        let caller = self.caller(request, mark)?;
         // Gateways ask for services of many kinds to find out what this is.
         if row(path).is_none() && !caller.roles.has(Role::Admin) {
             return Err(Status::unimplemented("nothing is served under this name"));
@@ -85,8 +85,7 @@ impl Guard {
         caller.check(need, path.rsplit('/').next().unwrap_or(path))?;
         if let Some(mark) = mark {
             mark.keeps();
-            // Whoever has shown a token is known by it, and has its tenant's limits.
-            if self.entrance == Entrance::Tcp && self.access.asks_for_tokens() {
+            if self.entrance == Entrance::Tcp && self.access.knows_by_name(mark) {
                 mark.came_to(Outcome::Answered);
             }
         }

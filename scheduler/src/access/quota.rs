@@ -20,7 +20,13 @@ pub struct Limits {
     pub tensor_bytes: Option<u64>,
     /// Tensor sessions.
     pub sessions: Option<u64>,
+    /// Its share of places on full workers, from 1 to [`MAX_WEIGHT`]: of two tenants that wait, one with twice the weight
+    /// has twice the places. 1 if it is left out.
+    pub weight: Option<u64>,
 }
+
+/// The largest share of a tenant.
+pub const MAX_WEIGHT: u64 = 100;
 
 /// What is taken at once; of the same kinds as [`Limits`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,6 +57,24 @@ const WORDS: [&str; KINDS] = [
 const BYTES: usize = 2;
 
 impl Limits {
+    /// The share of places on full workers.
+    pub fn weight(&self) -> u64 {
+        self.weight.unwrap_or(1).clamp(1, MAX_WEIGHT)
+    }
+
+    /// Whether they make sense.
+    ///
+    /// # Errors
+    /// Words that say what does not.
+    pub(super) fn check(&self) -> Result<(), String> {
+        match self.weight {
+            Some(weight) if !(1..=MAX_WEIGHT).contains(&weight) => {
+                Err(format!("a weight is from 1 to {MAX_WEIGHT}, not {weight}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn parts(self) -> [Option<u64>; KINDS] {
         [self.requests, self.tokens, self.tensor_bytes, self.sessions]
     }

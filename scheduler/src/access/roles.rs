@@ -42,7 +42,9 @@ pub struct Roles(u8);
 impl Roles {
     /// All of them.
     pub const ALL: Roles = Roles(0xf);
-    /// Of clients over TCP where no tokens are asked for: on this host, or with a certificate.
+    /// Of clients who show a certificate, where nothing else is said.
+    pub const USE: Roles = Roles(Role::Use as u8);
+    /// Of clients over TCP on this host where no tokens are asked for.
     pub const TOKENLESS: Roles = Roles(Role::Use as u8 | Role::Load as u8 | Role::Debug as u8);
 
     /// Whether this one is among them; an admin has every one.

@@ -158,6 +158,7 @@ impl Seats {
                 number,
                 from,
                 seats: Arc::clone(self),
+                certificate: None,
                 conduct: Arc::new(Conduct {
                     answered: AtomicBool::new(false),
                     refused: AtomicU32::new(0),
@@ -184,6 +185,11 @@ impl Seat {
     /// What the connection's calls carry.
     pub fn mark(&self) -> Mark {
         self.mark.clone()
+    }
+
+    /// The client has shown a certificate with this name, or with none of use.
+    pub fn certified(&mut self, name: Option<Arc<str>>) {
+        self.mark.certificate = Some(name);
     }
 
     /// Whether the connection has to go; if not, `cx` is woken when it has to.
@@ -244,6 +250,8 @@ pub struct Mark {
     number: u64,
     from: Origin,
     seats: Arc<Seats>,
+    /// The name in the client's certificate, if it has shown one.
+    certificate: Option<Option<Arc<str>>>,
     conduct: Arc<Conduct>,
 }
 
@@ -251,6 +259,11 @@ impl Mark {
     /// A call was let in: the connection keeps its place.
     pub fn keeps(&self) {
         self.seats.silent().remove(self.number);
+    }
+
+    /// The name in the certificate that the client has shown, if it has shown one; none if that has no name of use.
+    pub fn certificate(&self) -> Option<Option<&Arc<str>>> {
+        self.certificate.as_ref().map(Option::as_ref)
     }
 
     /// Notes what came of a call. A connection of which nothing good comes has to leave.

@@ -7,7 +7,13 @@
 //! tenant = "acme"                    # the token's name, if it is left out
 //! expires = "2027-01-01T00:00:00Z"   # never, if it is left out
 //!
+//! [[certificate]]                    # whom an authority of --tls-client-ca vouches for, without a token
+//! name = "spiffe://acme/batch"       # what the certificate calls its owner
+//! roles = ["use", "load"]            # use, if it is left out
+//! tenant = "acme"                    # the name, if it is left out
+//!
 //! [tenants.acme]
+//! weight = 3                         # its share of places on full workers, beside others' 1; 1 to 100
 //! requests = 16
 //! tokens = 200000
 //! tensor_bytes = 4294967296
@@ -43,9 +49,19 @@ struct File {
     #[serde(default)]
     tokens: BTreeMap<String, Row>,
     #[serde(default)]
+    certificate: Vec<Certificate>,
+    #[serde(default)]
     tenants: BTreeMap<String, Limits>,
     #[serde(default)]
     default: Limits,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Certificate {
+    name: String,
+    roles: Option<Roles>,
+    tenant: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -69,10 +85,25 @@ struct Token {
 #[derive(Debug)]
 pub struct Tokens {
     by_name: BTreeMap<String, Token>,
+    /// By the name that the certificate has.
+    certificates: BTreeMap<String, Caller>,
     tenants: BTreeMap<String, Limits>,
     default: Limits,
     /// Compared with what nobody has the name of, so that a guess takes the same time.
     nobody: Kept,
+}
+
+/// Somebody from another host.
+fn caller(name: String, roles: Roles, tenant: String) -> Caller {
+    match roles.has(Role::Admin) {
+        true => Caller::trusted(name, roles, true),
+        false => Caller::of_tenant(name, roles, true, tenant.into()),
+    }
+}
+
+/// What somebody is called who shows a certificate of this name.
+pub(super) fn known_by(certificate: &str) -> String {
+    format!("certificate {certificate:?}")
 }
 
 /// Reads a file of at most [`limits::MAX_ACCESS_FILE`] bytes.
@@ -109,12 +140,25 @@ impl Tokens {
 
     fn parse(text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
-        if file.tokens.len() > limits::MAX_TOKENS || file.tenants.len() > limits::MAX_TOKENS {
+        let counts = [
+            file.tokens.len(),
+            file.certificate.len(),
+            file.tenants.len(),
+        ];
+        if counts.iter().any(|&count| count > limits::MAX_TOKENS) {
             return Err(format!(
-                "more than {} tokens or tenants",
+                "more than {} tokens, certificates or tenants",
                 limits::MAX_TOKENS
             ));
         }
+        for (tenant, limits) in file.tenants.iter().map(|(n, l)| (n.as_str(), l)) {
+            limits
+                .check()
+                .map_err(|why| format!("tenant {tenant}: {why}"))?;
+        }
+        file.default
+            .check()
+            .map_err(|why| format!("default: {why}"))?;
         let tenant_fits = |tenant: &str| {
             let fits = (1..=limits::MAX_TENANT).contains(&tenant.chars().count());
             fits.then_some(()).ok_or_else(|| {
@@ -140,11 +184,7 @@ impl Tokens {
             let expires = row.expires.as_ref().map(time).transpose()?;
             let tenant = row.tenant.unwrap_or_else(|| name.clone());
             tenant_fits(&tenant).map_err(|why| wrong(&why))?;
-            let known_as = format!("token {name}");
-            let caller = match row.roles.has(Role::Admin) {
-                true => Caller::trusted(known_as, row.roles, true),
-                false => Caller::of_tenant(known_as, row.roles, true, tenant.into()),
-            };
+            let caller = caller(format!("token {name}"), row.roles, tenant);
             by_name.insert(
                 name,
                 Token {
@@ -154,9 +194,26 @@ impl Tokens {
                 },
             );
         }
+        let mut certificates = BTreeMap::new();
+        for Certificate {
+            name,
+            roles,
+            tenant,
+        } in file.certificate
+        {
+            let wrong = |why: &str| format!("certificate {name:?}: {why}");
+            let tenant = tenant.unwrap_or_else(|| name.clone());
+            tenant_fits(&tenant).map_err(|why| wrong(&why))?;
+            let roles = roles.unwrap_or(Roles::USE);
+            let caller = caller(known_by(&name), roles, tenant);
+            if certificates.insert(name.clone(), caller).is_some() {
+                return Err(wrong("it has two tables"));
+            }
+        }
         let (_, nobody) = token::make("nobody").map_err(|e| e.to_string())?;
         Ok(Self {
             by_name,
+            certificates,
             tenants: file.tenants,
             default: file.default,
             nobody,
@@ -188,6 +245,11 @@ impl Tokens {
             return refused("the token has expired; ask the scheduler's operator for another one");
         }
         Ok(token.caller.clone())
+    }
+
+    /// Who shows a certificate of this name, if the file says so.
+    pub fn certified(&self, name: &str) -> Option<Caller> {
+        self.certificates.get(name).cloned()
     }
 
     /// Limits of a tenant.
@@ -249,6 +311,23 @@ mod tests {
     }
 
     #[test]
+    fn a_certificate_says_who_somebody_is_if_the_file_does() {
+        let text = "[[certificate]]\nname = \"plain\"\n\
+             [[certificate]]\nname = \"spiffe://acme/batch\"\nroles = [\"use\", \"load\"]\ntenant = \"acme\"\n\
+             [tenants.acme]\nweight = 100\n";
+        let tokens = Tokens::parse(text).unwrap();
+        let plain = tokens.certified("plain").unwrap();
+        assert_eq!((plain.roles, plain.tenant("x")), (Roles::USE, "plain"));
+        let batch = tokens.certified("spiffe://acme/batch").unwrap();
+        assert_eq!(&*batch.name, "certificate \"spiffe://acme/batch\"");
+        assert!(batch.roles.has(Role::Load) && batch.remote);
+        assert_eq!(batch.tenant("x"), "acme");
+        assert!(tokens.certified("acme").is_none());
+        assert_eq!(tokens.limits("acme").weight(), 100);
+        assert_eq!(tokens.limits("plain").weight(), 1);
+    }
+
+    #[test]
     fn a_file_that_makes_no_sense_is_refused_with_its_fault() {
         let hash = format!("hash = \"sha256:{}:{}\"\n", "0".repeat(32), "0".repeat(64));
         for (text, word) in [
@@ -273,6 +352,15 @@ mod tests {
             ),
             ("[tenants.a]\nrequest = 1\n".to_owned(), "request"),
             ("[token.a]\n".to_owned(), "token"),
+            ("[[certificate]]\nroles = [\"use\"]\n".to_owned(), "name"),
+            ("[[certificate]]\nname = \"\"\n".to_owned(), "tenant"),
+            (
+                "[[certificate]]\nname = \"a\"\n[[certificate]]\nname = \"a\"\n".to_owned(),
+                "two",
+            ),
+            ("[tenants.a]\nweight = 0\n".to_owned(), "weight"),
+            ("[tenants.a]\nweight = 101\n".to_owned(), "weight"),
+            ("[default]\nweight = -1\n".to_owned(), "weight"),
         ] {
             let why = Tokens::parse(&text).unwrap_err();
             assert!(why.contains(word), "{text}: {why}");

@@ -27,6 +27,12 @@ impl Fleet {
         self.turns.waiting()
     }
 
+    /// Has tenants take turns by these shares, each at least 1, as they are at the time; to be told once. Without them all
+    /// have the same.
+    pub fn weigh_tenants(&self, weigh: impl Fn(&str) -> u64 + Send + Sync + 'static) {
+        self.turns.weigh_by(Box::new(weigh));
+    }
+
     /// A ready worker that has the model, waited for within the configured bounds. Where workers are full, tenants take
     /// turns.
     ///

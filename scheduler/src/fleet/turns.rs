@@ -1,9 +1,11 @@
-//! Whose turn it is to have the next place, where workers are full: that of the tenant that has the fewest, in it that of
-//! who has waited longest. So nobody who has many requests shuts others out.
+//! Whose turn it is to have the next place, where workers are full: that of the tenant that has the fewest for its weight, in
+//! it that of who has waited longest. So nobody who has many requests shuts others out.
 
 use std::{
+    cmp::Ordering,
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use hotcell_proto::ids::ModelName;
@@ -45,9 +47,42 @@ impl Inner {
     }
 }
 
+/// The share of a tenant, at least 1.
+type Weigh = dyn Fn(&str) -> u64 + Send + Sync;
+
+#[derive(Default)]
+struct Shared {
+    inner: Mutex<Inner>,
+    weigh: OnceLock<Box<Weigh>>,
+}
+
 /// Who has places and who waits for one. Clones share it.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Turns(Arc<Mutex<Inner>>);
+#[derive(Clone, Default)]
+pub(super) struct Turns(Arc<Shared>);
+
+impl fmt::Debug for Turns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Turns").field(&self.0.inner).finish()
+    }
+}
+
+/// How much a tenant has for its weight, and since when it waits.
+#[derive(Clone, Copy, Debug)]
+struct Claim {
+    held: u64,
+    weight: u64,
+    arrival: u64,
+}
+
+impl Claim {
+    /// The least has the next place.
+    fn order(&self, other: &Self) -> Ordering {
+        // held / weight, without a fraction.
+        let own = u128::from(self.held) * u128::from(other.weight);
+        let others = u128::from(other.held) * u128::from(self.weight);
+        own.cmp(&others).then(self.arrival.cmp(&other.arrival))
+    }
+}
 
 /// Somebody waits, until it is dropped.
 #[derive(Debug)]
@@ -67,7 +102,17 @@ pub(super) struct Held {
 
 impl Turns {
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks this for the share of each tenant from now on; to be told once. All have the same until then.
+    pub(super) fn weigh_by(&self, weigh: Box<Weigh>) {
+        // The first one stays.
+        let _ = self.0.weigh.set(weigh);
+    }
+
+    fn weight(&self, tenant: &str) -> u64 {
+        self.0.weigh.get().map_or(1, |weigh| weigh(tenant).max(1))
     }
 
     /// Waits behind those of the same tenant who wait already. `changed` is told when that ends.
@@ -114,19 +159,25 @@ impl Turns {
     ) -> bool {
         let inner = self.inner();
         let mut known: BTreeMap<&ModelName, bool> = BTreeMap::new();
-        let mut next: Option<(usize, u64)> = None;
-        for of in inner.tenants.values() {
+        let mut next: Option<Claim> = None;
+        for (tenant, of) in &inner.tenants {
             let may = of.waiting.iter().find(|(_, model)| {
                 let known = known.entry(*model);
                 *known.or_insert_with_key(|model| has_place(model))
             });
             if let Some((arrival, _)) = may {
-                let own = (of.held, *arrival);
-                next = Some(next.map_or(own, |next| next.min(own)));
+                let own = Claim {
+                    held: of.held as u64,
+                    weight: self.weight(tenant),
+                    arrival: *arrival,
+                };
+                if next.is_none_or(|next| own.order(&next) == Ordering::Less) {
+                    next = Some(own);
+                }
             }
         }
         match (next, waiting) {
-            (Some((_, arrival)), Some(waiting)) => arrival == waiting.arrival,
+            (Some(next), Some(waiting)) => next.arrival == waiting.arrival,
             (Some(_), None) => false,
             (None, _) => true,
         }
@@ -186,5 +237,28 @@ mod tests {
         assert!(first(&b));
         drop((held, a2, b));
         assert!(turns.inner().tenants.is_empty());
+    }
+
+    #[test]
+    fn a_tenant_has_places_by_its_weight() {
+        let (turns, changed) = (Turns::default(), Teller::default());
+        turns.weigh_by(Box::new(|tenant| if tenant == "heavy" { 3 } else { 1 }));
+        let model = ModelName::new("m").unwrap();
+        let mut waiting: Vec<_> = ["light", "heavy"]
+            .iter()
+            .flat_map(|tenant| (0..30).map(move |_| *tenant))
+            .map(|tenant| (tenant, turns.wait(tenant, &model, &changed)))
+            .collect();
+        let mut held = Vec::new();
+        for _ in 0..20 {
+            let next = waiting
+                .iter()
+                .position(|(_, w)| turns.comes_first(Some(w), |_| true))
+                .unwrap();
+            let (tenant, _) = waiting.remove(next);
+            held.push((tenant, turns.hold(tenant)));
+        }
+        let heavy = held.iter().filter(|(tenant, _)| *tenant == "heavy");
+        assert_eq!(heavy.count(), 15);
     }
 }

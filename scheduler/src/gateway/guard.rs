@@ -70,11 +70,11 @@ fn check(
     if !shared.access.asks_for_tokens() {
         not_from_a_page(request.uri(), request.headers())?;
     }
-    let caller = shared.access.over_tcp(|| key(request.headers()))?;
+    let caller = shared.access.over_tcp(mark, || key(request.headers()))?;
     caller.check(need, path)?;
     if let Some(mark) = mark {
         mark.keeps();
-        if shared.access.asks_for_tokens() {
+        if shared.access.knows_by_name(mark) {
             mark.came_to(Outcome::Answered);
         }
     }

@@ -20,7 +20,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use crate::access::{Came, Origin, Room, Seat, Seats, Tls};
+use crate::access::{Came, Origin, Room, Seat, Seats, Tls, name_of};
 
 /// Pause after a connection could not be accepted, mostly for want of descriptors. tonic would end the server.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -40,6 +40,11 @@ pub(super) trait Listen: Send + Sync + 'static {
 
     /// The next one.
     fn next(&self) -> impl Future<Output = io::Result<Self::Raw>> + Send;
+
+    /// The name in the client's certificate, if it has shown one; none if that has no name of use.
+    fn certificate(_: &Self::Stream) -> Option<Option<Arc<str>>> {
+        None
+    }
 
     /// Makes it one that can be served, while others come in.
     fn greet(
@@ -106,6 +111,11 @@ impl Listen for TlsListener {
 
     async fn next(&self) -> io::Result<TcpStream> {
         self.0.next().await
+    }
+
+    fn certificate(stream: &TlsClient) -> Option<Option<Arc<str>>> {
+        let chain = stream.0.get_ref().1.peer_certificates()?;
+        chain.first().map(|own| name_of(own))
     }
 
     fn greet(
@@ -203,6 +213,9 @@ pub(super) fn accept<L: Listen>(
                             };
                             match greeted {
                                 Ok(stream) => {
+                                    if let Some(name) = L::certificate(&stream) {
+                                        seat.certified(name);
+                                    }
                                     let counted = Counted { stream, seat };
                                     // An error means that the door is closed.
                                     let _ = sender.send(Ok(counted)).await;
