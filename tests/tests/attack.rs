@@ -96,14 +96,11 @@ async fn others_are_served_and_nothing_grows() {
 
 /// Whether somebody at this address gets an answer to a first call.
 async fn is_let_in(from: Ipv4Addr, address: SocketAddr) -> bool {
-    let connect = async || {
+    let connector = tower::service_fn(move |_: http::Uri| async move {
         let socket = TcpSocket::new_v4()?;
         socket.bind((from, 0).into())?;
-        socket.connect(address).await
-    };
-    let connector = tower::service_fn(move |_: http::Uri| {
-        let stream = connect();
-        async move { stream.await.map(hyper_util::rt::TokioIo::new) }
+        let stream = socket.connect(address).await?;
+        Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(stream))
     });
     let channel = tonic::transport::Endpoint::from_static("http://localhost")
         .connect_with_connector(connector)

@@ -20,13 +20,13 @@ pub struct Limits {
     pub tensor_bytes: Option<u64>,
     /// Tensor sessions.
     pub sessions: Option<u64>,
-    /// Its share of places on full workers, from 1 to [`MAX_WEIGHT`]: of two tenants that wait, one with twice the weight
+    /// Its share of places on full workers, from 1 to 100: of two tenants that wait, one with twice the weight
     /// has twice the places. 1 if it is left out.
     pub weight: Option<u64>,
 }
 
 /// The largest share of a tenant.
-pub const MAX_WEIGHT: u64 = 100;
+const MAX_WEIGHT: u64 = 100;
 
 /// What is taken at once; of the same kinds as [`Limits`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
