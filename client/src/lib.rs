@@ -28,6 +28,7 @@ pub mod control;
 pub mod load;
 pub mod local;
 pub mod tensor;
+pub mod text;
 pub mod tokens;
 
 pub use connect::{Address, Client, Identity};
@@ -35,4 +36,5 @@ pub use hotcell_proto::{
     error::{Error, Reason},
     v1,
 };
-pub use tokens::{Completion, EmbedOptions, Event, GenerateOptions, Generation, Grammar, Prompt};
+pub use text::EmbedOptions;
+pub use tokens::{Completion, Event, GenerateOptions, Generation, Grammar, Prompt};

@@ -5,7 +5,7 @@ use hotcell_proto::{limits, v1};
 use serde_json::json;
 
 use super::{GlobalFlags, exit::Failure, session::Session, ui::Ui};
-use crate::tokens::{EmbedOptions, Prompt};
+use crate::{text::EmbedOptions, tokens::Prompt};
 
 /// `hotcell embed`.
 #[derive(Args, Clone, Debug)]
