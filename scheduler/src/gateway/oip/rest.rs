@@ -43,7 +43,7 @@ pub(super) const JSON_LENGTH: &str = "inference-header-content-length";
 pub(in crate::gateway) fn routes() -> Router<Shared> {
     Router::new()
         .route("/v2", get(server))
-        .route("/v2/health/live", get(async || StatusCode::OK))
+        .route("/v2/health/live", get(async || told(json!({"live": true}))))
         .route("/v2/health/ready", get(ready))
         .route("/v2/models/{*rest}", any(of_model))
         .route("/v2/repository/index", post(index))
@@ -60,11 +60,13 @@ fn told(value: Value) -> Response {
     Json(value).into_response()
 }
 
-fn is_ready(ready: bool) -> StatusCode {
-    match ready {
+/// Whether something is ready: by the status, and in words for clients that read them.
+fn is_ready(ready: bool) -> Response {
+    let status = match ready {
         true => StatusCode::OK,
         false => StatusCode::SERVICE_UNAVAILABLE,
-    }
+    };
+    (status, Json(json!({ "ready": ready }))).into_response()
 }
 
 async fn server() -> Response {
@@ -75,7 +77,7 @@ async fn server() -> Response {
     }))
 }
 
-async fn ready(State(shared): State<Shared>) -> StatusCode {
+async fn ready(State(shared): State<Shared>) -> Response {
     is_ready(model::is_serving(&shared))
 }
 
@@ -156,9 +158,7 @@ async fn of_model(State(shared): State<Shared>, request: axum::extract::Request)
     let answer = match (&parts.method, asked.action) {
         (&Method::GET, "") => found().map(|m| told(json::metadata(model::metadata(&m)))),
         (&Method::GET, "config") => found().map(|m| told(json::config(model::config(&m)))),
-        (&Method::GET, "ready") => {
-            found().map(|m| is_ready(model::is_ready(&shared, &m)).into_response())
-        }
+        (&Method::GET, "ready") => found().map(|m| is_ready(model::is_ready(&shared, &m))),
         (&Method::GET, "stats") => {
             model::statistics(&shared, named, &caller).map(|all| told(json::statistics(all)))
         }
