@@ -278,6 +278,8 @@ impl Mark {
             Outcome::Answered => {
                 answered.store(true, Ordering::Relaxed);
                 refused.store(0, Ordering::Relaxed);
+                let standing = &self.seats.standing;
+                standing.fruitful(self.from, !was_answered, Instant::now());
             }
             Outcome::NotNow if was_answered => {}
             Outcome::NotNow | Outcome::Refused => {

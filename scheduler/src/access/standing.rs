@@ -156,6 +156,20 @@ impl Standing {
         }
     }
 
+    /// A call was answered, perhaps the first one of its connection. That gives back what a refusal, and the connection, cost:
+    /// whoever passes on the calls of many clients is not shut out for those of a few, nor for how it connects.
+    pub(super) fn fruitful(&self, from: Origin, first: bool, now: Instant) {
+        if from == Origin::default() {
+            return;
+        }
+        let mut table = self.table();
+        let account = table.account(from, now);
+        account.credit = MOST_CREDIT.min(account.credit + REFUSED);
+        if first {
+            account.connections = MOST_CONNECTIONS.min(account.connections + 1.0);
+        }
+    }
+
     fn charge(&self, from: Origin, cost: f64, now: Instant) -> f64 {
         let mut table = self.table();
         let account = table.account(from, now);
@@ -222,6 +236,17 @@ mod tests {
         let known = (1..).find(|&n| !standing.bears(from(2), n, true, now));
         assert_eq!(known, Some(MOST_REFUSED));
         assert!(standing.bears(Origin::default(), u32::MAX, false, now));
+    }
+
+    #[test]
+    fn who_passes_on_the_calls_of_many_is_not_shut_out_for_those_of_a_few() {
+        let now = Instant::now();
+        let standing = Standing::new(now);
+        for n in 1..100_000 {
+            assert!(standing.lets_in(from(1), now), "after {n}");
+            standing.fruitful(from(1), true, now);
+            standing.bears(from(1), 1, true, now);
+        }
     }
 
     #[test]
