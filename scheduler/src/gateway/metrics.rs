@@ -200,7 +200,7 @@ fn braced(labels: &[(&str, &str)]) -> String {
 }
 
 /// A model's labels under a name of ours or of vLLM's.
-fn model_labels<'a>(theirs: bool, model: &'a str) -> Vec<(&'static str, &'a str)> {
+fn model_labels(theirs: bool, model: &str) -> Vec<(&'static str, &str)> {
     match theirs {
         // One host is one engine.
         true => vec![("model_name", model), ("engine", "0")],

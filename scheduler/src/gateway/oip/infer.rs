@@ -453,7 +453,7 @@ impl Responses {
                 // As vLLM's models say it of a text that goes on.
                 Output::FinishReason => of_strings(&[finished.map_or("None", finish_reason)])?,
                 Output::InputTokens => Bytes::copy_from_slice(&self.prompt.to_le_bytes()),
-                Output::OutputTokens => Bytes::copy_from_slice(&tokens.to_le_bytes()),
+                Output::Generated => Bytes::copy_from_slice(&tokens.to_le_bytes()),
             };
             let (name, datatype) = output.told();
             let mut tensor = InferOutputTensor {

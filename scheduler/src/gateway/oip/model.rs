@@ -40,7 +40,7 @@ pub(super) enum Output {
     Text,
     FinishReason,
     InputTokens,
-    OutputTokens,
+    Generated,
 }
 
 impl Output {
@@ -48,7 +48,7 @@ impl Output {
         (Self::Text, "text_output", Datatype::Bytes),
         (Self::FinishReason, "finish_reason", Datatype::Bytes),
         (Self::InputTokens, "num_input_tokens", Datatype::Uint32),
-        (Self::OutputTokens, "num_output_tokens", Datatype::Uint32),
+        (Self::Generated, "num_output_tokens", Datatype::Uint32),
     ];
 
     /// The output of this name.
