@@ -495,6 +495,13 @@ fn damaged_tokenizer_files_are_typed_errors() {
         "gpt2",
         "growth",
     );
+    // Each doubles what the one before made.
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    fails(
+        &|f| f["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": vec![&bytes; 40]}),
+        "gpt2",
+        "growth",
+    );
 
     // A decoder that is not known still allows tokenising.
     let mut file = golden_json("gpt2.tokenizer.json");

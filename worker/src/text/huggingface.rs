@@ -366,11 +366,13 @@ fn check(
         .map_or(0, str::len)
         .max(part["prepend"].as_str().map_or(0, str::len));
     bounded("a replacement, in bytes,", longest, 256)?;
-    if name == "Replace" {
+    let factor = match name {
         // A regex may match nothing between any two bytes.
-        let factor = string.map_or(longest + 1, |pattern| longest.div_ceil(pattern.len()));
-        seen.growth = seen.growth.saturating_mul(factor.max(1));
-        bounded("the growth of a text by replacements", seen.growth, 1024)?;
-    }
-    Ok(())
+        "Replace" => string.map_or(longest + 1, |pattern| longest.div_ceil(pattern.len())),
+        // Each byte may become two, and each piece, which may be one byte, may get a character before it.
+        "ByteLevel" | "Metaspace" => 4,
+        _ => 1,
+    };
+    seen.growth = seen.growth.saturating_mul(factor.max(1));
+    bounded("the growth of a text by its parts", seen.growth, 1024)
 }
