@@ -619,17 +619,19 @@ async fn the_load_is_told_unasked_and_when_asked() {
         .unwrap();
     assert!(second.load.unwrap().sample > load.sample);
 
-    let mut client = engine.clone();
-    let mut stream = client
-        .generate(request("l", &ids, true, params(900)))
-        .await
-        .unwrap()
-        .into_inner();
-    stream.message().await.unwrap().unwrap();
+    // As many as last longer than two looks, however fast the machine is.
+    let mut streams = Vec::new();
+    for n in 0..32 {
+        let mut client = engine.clone();
+        let request = request(&format!("l{n}"), &ids, true, params(900));
+        let mut stream = client.generate(request).await.unwrap().into_inner();
+        stream.message().await.unwrap().unwrap();
+        streams.push(stream);
+    }
     let busy = async {
         loop {
             let load = loads.message().await.unwrap().unwrap().load.unwrap();
-            if load.running_requests == 1 && load.gen_throughput > 0.0 {
+            if load.running_requests > 0 && load.gen_throughput > 0.0 {
                 return load;
             }
         }
@@ -642,8 +644,8 @@ async fn the_load_is_told_unasked_and_when_asked() {
         .unwrap()
         .into_inner();
     assert_eq!((asked.dp_rank_count, asked.loads.len()), (1, 1));
-    assert_eq!(asked.loads[0].num_running_reqs, 1);
-    drop(stream);
+    assert!(asked.loads[0].num_running_reqs > 0);
+    drop(streams);
 }
 
 #[test]

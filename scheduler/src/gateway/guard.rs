@@ -35,7 +35,8 @@ pub(super) async fn guard(
     if let Some(mark) = mark {
         mark.came_to(match response.status() {
             StatusCode::TOO_MANY_REQUESTS => Outcome::NotNow,
-            status if status.is_client_error() => Outcome::Refused,
+            // Whoever it is was not let in. Mistakes in requests are told, and are a client's whose address others share.
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Outcome::Refused,
             _ => Outcome::Answered,
         });
     }

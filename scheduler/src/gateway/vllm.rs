@@ -10,7 +10,7 @@ mod ebnf;
 mod load;
 mod tokenizer;
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, pin::Pin, sync::Arc, time::Duration};
 
 use hotcell_gateways::{
     smg::{
@@ -127,9 +127,11 @@ async fn tell(
     mut branches: Branches,
     mut answers: Answers,
     first: Option<(u32, Event)>,
-    (call, gauge): (Call, Gauge),
+    (call, gauge, stream): (Call, Gauge, bool),
     to: mpsc::Sender<Result<GenerateResponse, Status>>,
 ) {
+    // Not streamed, each is said whole once all are, in their order: gateways number them as they come.
+    let mut whole = BTreeMap::new();
     let forward = async {
         let mut next = match first {
             Some(first) => Some(Ok(first)),
@@ -145,8 +147,10 @@ async fn tell(
                     if let Event::Delta(delta) = &event {
                         gauge.went(delta.token_ids.len());
                     }
-                    if let Some(answer) = answers.take(index, event) {
-                        place.send(Ok(answer));
+                    match answers.take(index, event) {
+                        Some(answer) if stream => place.send(Ok(answer)),
+                        Some(answer) => drop(whole.insert(index, answer)),
+                        None => {}
                     }
                 }
                 Err(error) => {
@@ -165,11 +169,13 @@ async fn tell(
     };
     // That ends what runs.
     drop(branches);
-    if aborted {
-        for answer in answers.aborted() {
-            if to.send(Ok(answer)).await.is_err() {
-                return;
-            }
+    let rest: Vec<_> = match aborted {
+        true => answers.aborted().collect(),
+        false => Vec::new(),
+    };
+    for answer in whole.into_values().chain(rest) {
+        if to.send(Ok(answer)).await.is_err() {
+            return;
         }
     }
 }
@@ -205,7 +211,7 @@ impl VllmEngine for Engine {
             first = branches.first() => Some(first?),
         };
         let (to, from) = mpsc::channel(AHEAD);
-        let with = (call, self.gauge.clone());
+        let with = (call, self.gauge.clone(), stream);
         tokio::spawn(tell(branches, answers, first, with, to));
         Ok(Response::new(ReceiverStream::new(from)))
     }
