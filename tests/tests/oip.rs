@@ -13,7 +13,7 @@ use hotcell_gateways::inference::{
     infer_parameter::ParameterChoice,
     model_infer_request::{InferInputTensor, InferRequestedOutputTensor},
 };
-use hotcell_tests::cluster::{Cluster, all_have, kjv, signal_pid};
+use hotcell_tests::cluster::{Cluster, all_have, free_address, kjv, signal_pid};
 use rustix::process::Signal;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -24,8 +24,7 @@ type Oip = GrpcInferenceServiceClient<Channel>;
 const PROMPT: &str = "In the beginning";
 
 async fn cluster() -> (Cluster, Oip) {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let free = free.local_addr().unwrap();
+    let free = free_address().unwrap();
     let arguments = ["--listen", &free.to_string(), "--restart-backoff", "1ms"];
     let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
         .await

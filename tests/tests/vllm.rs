@@ -16,7 +16,7 @@ use hotcell_gateways::{
     },
 };
 use hotcell_scheduler::access::TABLE;
-use hotcell_tests::cluster::{Cluster, SOON, all_have, kjv, signal_pid};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, free_address, kjv, signal_pid};
 use prost::Message;
 use rustix::process::Signal;
 use sha2::{Digest, Sha256};
@@ -29,9 +29,7 @@ type Engine = VllmEngineClient<Channel>;
 
 /// A host with the bundled model, and its door.
 async fn host(devices: &str) -> (Cluster, Engine) {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = free.local_addr().unwrap().to_string();
-    drop(free);
+    let address = free_address().unwrap().to_string();
     let arguments = ["--listen", &address, "--devices", devices];
     let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
         .await
