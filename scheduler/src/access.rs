@@ -28,7 +28,7 @@ pub use caller::Caller;
 pub use certificate::name_of;
 pub use guard::{Guard, Guarded, bearer};
 pub use quota::{Held, Limits, Tenants, Want};
-pub use roles::{Need, Role, Roles, TABLE, help, need};
+pub use roles::{Need, Role, Roles, TABLE, help, need, row};
 pub use seat::{Begun, Came, Mark, Origin, Outcome, Room, Seat, Seats, came_by};
 pub use tls::{Tls, TlsFiles};
 pub use tokens::Tokens;

@@ -112,6 +112,15 @@ async fn bodies_that_make_no_sense_are_refused_in_words() {
             assert!(answer.contains("error"), "{path} {shown}: {answer}");
         }
     }
+    for path in [
+        "/nothing",
+        "/v1",
+        "/v1/completions/x",
+        "/hotcell.v1.Control/Explode",
+    ] {
+        let answer = send(to, &post(path, b"{}"));
+        assert_eq!(status(&answer), "404", "{path}: {answer}");
+    }
     serves(to);
 }
 

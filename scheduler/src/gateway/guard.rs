@@ -8,7 +8,7 @@ use axum::{
 };
 use hotcell_proto::error::{Error, Reason};
 
-use super::failure::{Failed, Flavor};
+use super::failure::{Failed, Flavor, no_such_path};
 use crate::{
     access::{self, Need, Outcome, bearer},
     service::Shared,
@@ -24,6 +24,10 @@ pub(super) async fn guard(
     next: Next,
 ) -> Response {
     let flavor = Flavor::of(request.uri().path());
+    // Not even asked for by whom: what is in no row of the table is not served, whatever else is there.
+    if access::row(request.uri().path()).is_none() {
+        return no_such_path(request).await;
+    }
     let mark = access::came_by(request.extensions_mut());
     let (response, _begun) = match check(&shared, &mut request, mark.as_ref()) {
         Ok(begun) => (next.run(request).await, begun),
