@@ -636,7 +636,8 @@ async fn the_load_is_told_unasked_and_when_asked() {
     };
     let busy = timeout(SOON, busy).await.unwrap();
     assert!(busy.token_usage > 0.0 && busy.engine_silence_ms.is_some());
-    let asked = client
+    let asked = engine
+        .clone()
         .get_loads(GetLoadsRequest::default())
         .await
         .unwrap()
