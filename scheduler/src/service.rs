@@ -92,6 +92,11 @@ impl Shared {
             oip: Oip::default(),
         }
     }
+
+    /// Whether a request gets anywhere: a worker has given its known answer and is there, and nothing drains.
+    pub fn is_serving(&self) -> bool {
+        self.fleet.ready() > 0 && !self.admission.is_closed()
+    }
 }
 
 /// All services of a scheduler, with those of others' protocols that are gRPC.
@@ -138,7 +143,7 @@ pub async fn report_health(shared: Shared, health: HealthReporter) {
     let mut told = None;
     loop {
         changed.see();
-        let serving = shared.fleet.ready() > 0 && !shared.admission.is_closed();
+        let serving = shared.is_serving();
         if told != Some(serving) {
             let status = if serving {
                 ServingStatus::Serving

@@ -128,6 +128,9 @@ def main(names, *flags, **options):
     """Runs every check of a script against one Hotcell, all of them even if one fails."""
     checks = [(n.removeprefix("check_"), f) for n, f in names.items() if n.startswith("check_")]
     only = sys.argv[1:]
+    unknown = [name for name in only if name not in dict(checks)]
+    if unknown or not checks:
+        sys.exit(f"no check named {', '.join(unknown)}; there are {', '.join(name for name, _ in checks)}")
     failed = 0
     with Hotcell(*flags, **options) as cell:
         for name, check in checks:

@@ -19,7 +19,7 @@ use hotcell_client::{
 };
 use hotcell_scheduler::access::{Need, Role, TABLE};
 use hotcell_tests::cluster::{
-    Cluster, Process, SOON, all_have, binaries, hotcell, kjv, signal_pid,
+    Cluster, Process, SOON, all_have, binaries, free_address, hotcell, kjv, signal_pid,
 };
 use http_body_util::Full;
 use prost::Message;
@@ -32,12 +32,6 @@ use tonic::{body::Body, transport::Channel};
 use tower::{Service, ServiceExt};
 
 const PROMPT: &str = "In the beginning God created";
-
-/// What an empty machine would look for: nothing listens there yet.
-fn free_port() -> u16 {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    free.local_addr().unwrap().port()
-}
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -63,7 +57,7 @@ struct House {
 
 impl House {
     async fn with(files: TempDir, more: &[&str]) -> Self {
-        let port = free_port();
+        let port = free_address().unwrap().port();
         let listen = format!("127.0.0.1:{port}");
         let arguments = [&["--listen", &listen, "--devices", "cpu:1"], more].concat();
         let cluster = Cluster::with_model("kjv", &kjv(), &arguments)

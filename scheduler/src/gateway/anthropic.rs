@@ -18,7 +18,6 @@ use super::{
     ask::{self, Branches},
     body,
     failure::{Failed, Flavor},
-    sse::{Framing, respond},
 };
 use crate::{access::Caller, service::Shared};
 
@@ -38,27 +37,13 @@ async fn messages(State(shared): State<Shared>, extensions: Extensions, body: Bo
     let run = async {
         let asked = read::asked(body::json(body).await?)?;
         let caller = Caller::of(&extensions);
-        let parsed = asked.request.parse_output;
-        let mut branches = Branches::begin(&shared, asked.request, 1, None, &caller)?;
+        let branches = Branches::begin(&shared, asked.request, 1, None, &caller)?;
         if !asked.stream {
-            let answers = ask::complete(branches, 1, parsed).await?;
+            let answers = ask::complete(branches, 1, true).await?;
             let answer = answers.into_iter().next().unwrap_or_default();
             return Ok(Json(tell::whole(&answer)).into_response());
         }
-        let (_, first) = branches.first().await?;
-        Ok(respond(Framing::Events, move |out| async move {
-            let mut telling = tell::Telling::new(parsed);
-            telling.tell(&out, first).await?;
-            while let Some(next) = branches.next_or_ping(&out).await? {
-                match next {
-                    Ok((_, event)) => telling.tell(&out, event).await?,
-                    Err(error) => {
-                        return out.event("error", &Flavor::Anthropic.body(&error)).await;
-                    }
-                }
-            }
-            Ok(())
-        }))
+        ask::stream(branches, tell::Telling::default()).await
     };
     answered(run.await)
 }

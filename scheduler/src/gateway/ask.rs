@@ -1,6 +1,8 @@
 //! Token requests as all doors make them: one prompt, perhaps several continuations, and what comes of each.
 
-use std::time::Duration;
+use std::{future::ready, time::Duration};
+
+use axum::response::Response;
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -14,7 +16,7 @@ use serde_json::Value;
 use tokio::time::{Instant, timeout};
 use tokio_stream::{StreamExt, StreamMap};
 
-use super::sse::{Gone, Out};
+use super::sse::{Framing, Gone, Out, respond};
 use crate::{access::Caller, service::Shared, stream::EventStream};
 
 /// How long a client waits for a word before it gets one that says nothing.
@@ -104,11 +106,14 @@ impl Branches {
     }
 
     /// As [`next`](Self::next), with a word that says nothing to the client whenever it takes long, so that no proxy
-    /// between takes the silence for an end.
+    /// between takes the silence for an end. Lines have no such word.
     ///
     /// # Errors
     /// If the client went away.
-    pub async fn next_or_ping(&mut self, out: &Out) -> Result<Option<Next>, Gone> {
+    async fn next_or_ping(&mut self, out: &Out, framing: Framing) -> Result<Option<Next>, Gone> {
+        if framing == Framing::Lines {
+            return Ok(self.next().await);
+        }
         loop {
             match timeout(PING, self.next()).await {
                 Ok(next) => return Ok(next),
@@ -135,6 +140,48 @@ fn random() -> Result<u64, Error> {
         .map_err(|e| Error::new(Reason::Internal, format!("no random bytes for a seed: {e}")))
 }
 
+/// Tells a request's events in a protocol's form.
+pub(super) trait Tell: Send + 'static {
+    /// How its stream is framed.
+    const FRAMING: Framing;
+
+    /// Tells one of a continuation.
+    fn tell(
+        &mut self,
+        out: &Out,
+        next: (u32, Event),
+    ) -> impl Future<Output = Result<(), Gone>> + Send;
+
+    /// Tells why the stream cannot go on; nothing is told after that.
+    fn fail(&mut self, out: &Out, error: &Error) -> impl Future<Output = Result<(), Gone>> + Send;
+
+    /// Tells that all was told.
+    fn end(&mut self, _: &Out) -> impl Future<Output = Result<(), Gone>> + Send {
+        ready(Ok(()))
+    }
+}
+
+/// A response that is told as it comes.
+///
+/// # Errors
+/// What comes before the first word: that is no stream yet.
+pub(super) async fn stream<T: Tell>(
+    mut branches: Branches,
+    mut telling: T,
+) -> Result<Response, Error> {
+    let first = branches.first().await?;
+    Ok(respond(T::FRAMING, move |out| async move {
+        telling.tell(&out, first).await?;
+        while let Some(next) = branches.next_or_ping(&out, T::FRAMING).await? {
+            match next {
+                Ok(next) => telling.tell(&out, next).await?,
+                Err(error) => return telling.fail(&out, &error).await,
+            }
+        }
+        telling.end(&out).await
+    }))
+}
+
 /// A call of a tool that a model made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Call {
@@ -156,14 +203,13 @@ pub(super) struct Answer {
     pub content: String,
     pub reasoning: String,
     pub calls: Vec<Call>,
-    pub token_ids: Vec<u32>,
     pub logprobs: Vec<TokenLogprob>,
     pub finished: Finished,
 }
 
 impl Answer {
     /// Adds what came.
-    pub fn push(&mut self, event: Event, parsed: bool) {
+    fn push(&mut self, event: Event, parsed: bool) {
         match event {
             Event::Accepted(accepted) => self.accepted = accepted,
             Event::Delta(delta) => {
@@ -178,14 +224,14 @@ impl Answer {
                         } => self.call(index, name, arguments),
                     }
                 }
-                self.token_ids.extend(delta.token_ids);
                 self.logprobs.extend(delta.logprobs);
             }
             Event::Finished(finished) => self.finished = finished,
         }
     }
 
-    fn call(&mut self, index: u32, name: &str, arguments: &str) {
+    /// Adds more of a call.
+    pub fn call(&mut self, index: u32, name: &str, arguments: &str) {
         let place = index as usize;
         // A worker numbers them one after the other; one that does not is believed no more than that.
         if place > self.calls.len() {

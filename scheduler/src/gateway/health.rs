@@ -11,13 +11,12 @@ pub(super) fn routes() -> Router<Shared> {
         .route("/readyz", get(ready))
 }
 
-/// Ready while a worker is, which has given its known answer and makes progress, and nothing drains.
 async fn ready(State(shared): State<Shared>) -> (StatusCode, &'static str) {
-    if shared.admission.is_closed() {
-        return (StatusCode::SERVICE_UNAVAILABLE, "draining\n");
-    }
-    match shared.fleet.ready() {
-        0 => (StatusCode::SERVICE_UNAVAILABLE, "no worker is ready\n"),
-        _ => (StatusCode::OK, "ready\n"),
+    match shared.is_serving() {
+        true => (StatusCode::OK, "ready\n"),
+        false => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "draining, or no worker is ready\n",
+        ),
     }
 }

@@ -7,7 +7,7 @@ mod logprobs;
 mod models;
 mod options;
 mod responses;
-mod tools;
+pub(super) mod tools;
 
 use axum::{
     Json, Router,

@@ -1,11 +1,15 @@
 //! Answers in Anthropic's form.
 
-use hotcell_proto::v1::{Accepted, FinishReason, Finished, Usage, generate_event::Event};
+use hotcell_proto::{
+    error::Error,
+    v1::{Accepted, FinishReason, Finished, Usage, generate_event::Event},
+};
 use serde_json::{Value, json};
 
 use crate::gateway::{
-    ask::{Answer, Call, Piece, arguments, call_id, is_cut, pieces},
-    sse::{Gone, Out},
+    ask::{Answer, Call, Piece, Tell, arguments, call_id, is_cut, pieces},
+    failure::Flavor,
+    sse::{Framing, Gone, Out},
 };
 
 fn usage(usage: Usage) -> Value {
@@ -77,8 +81,8 @@ enum Block {
 }
 
 /// Tells a stream's events as theirs: blocks that begin, grow and end.
+#[derive(Default)]
 pub(super) struct Telling {
-    parsed: bool,
     request: String,
     /// The block that is open, and how many were before it.
     open: Option<Block>,
@@ -87,16 +91,6 @@ pub(super) struct Telling {
 }
 
 impl Telling {
-    pub fn new(parsed: bool) -> Self {
-        Self {
-            parsed,
-            request: String::new(),
-            open: None,
-            index: 0,
-            calls: false,
-        }
-    }
-
     async fn close(&mut self, out: &Out) -> Result<(), Gone> {
         if self.open.take().is_some() {
             let value = json!({"type": "content_block_stop", "index": self.index});
@@ -156,9 +150,12 @@ impl Telling {
             }
         }
     }
+}
 
-    /// Tells one.
-    pub async fn tell(&mut self, out: &Out, event: Event) -> Result<(), Gone> {
+impl Tell for Telling {
+    const FRAMING: Framing = Framing::Events;
+
+    async fn tell(&mut self, out: &Out, (_, event): (u32, Event)) -> Result<(), Gone> {
         match event {
             Event::Accepted(accepted) => {
                 let read = Usage {
@@ -171,7 +168,7 @@ impl Telling {
                 out.event("message_start", &value).await
             }
             Event::Delta(delta) => {
-                for one in pieces(&delta, self.parsed) {
+                for one in pieces(&delta, true) {
                     self.piece(out, one).await?;
                 }
                 Ok(())
@@ -194,5 +191,9 @@ impl Telling {
                     .await
             }
         }
+    }
+
+    async fn fail(&mut self, out: &Out, error: &Error) -> Result<(), Gone> {
+        out.event("error", &Flavor::Anthropic.body(error)).await
     }
 }

@@ -218,7 +218,7 @@ impl GrpcInferenceService for Service {
     }
 
     async fn server_ready(&self, _: Request<ServerReadyRequest>) -> Answer<ServerReadyResponse> {
-        let ready = model::is_serving(&self.0);
+        let ready = self.0.is_serving();
         answer(ServerReadyResponse { ready })
     }
 

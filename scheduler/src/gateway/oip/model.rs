@@ -109,11 +109,6 @@ pub(super) fn is_ready(shared: &Shared, model: &ModelInfo) -> bool {
     open && model.state() == ModelState::Loaded && !model.workers.is_empty()
 }
 
-/// Whether any request can be served now.
-pub(super) fn is_serving(shared: &Shared) -> bool {
-    shared.fleet.ready() > 0 && !shared.admission.is_closed()
-}
-
 /// Its inputs and outputs.
 pub(super) fn metadata(model: &ModelInfo) -> ModelMetadataResponse {
     let tensor = |name: &str, datatype: Datatype| TensorMetadata {

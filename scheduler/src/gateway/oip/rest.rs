@@ -78,7 +78,7 @@ async fn server() -> Response {
 }
 
 async fn ready(State(shared): State<Shared>) -> Response {
-    is_ready(model::is_serving(&shared))
+    is_ready(shared.is_serving())
 }
 
 /// Who calls, for the audit log.

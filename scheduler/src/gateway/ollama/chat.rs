@@ -11,10 +11,7 @@ use axum::{
 };
 use hotcell_proto::{
     error::{Error, Reason},
-    v1::{
-        Chat, ChatMessage, Finished, GenerateRequest, Prompt, Tool, ToolCall,
-        generate_event::Event, prompt::Kind,
-    },
+    v1::{Chat, ChatMessage, GenerateRequest, Prompt, generate_event::Event, prompt::Kind},
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -23,9 +20,10 @@ use super::{Options, answered, ended, failed, grammar, merge, models::find, now}
 use crate::{
     access::Caller,
     gateway::{
-        ask::{self, Branches, Call, Piece, pieces},
+        ask::{self, Branches, Call, Piece, Tell, pieces},
         body,
-        sse::{Framing, Gone, Out, respond},
+        openai::tools::{self, CallSpec, ToolSpec},
+        sse::{Framing, Gone, Out},
     },
     service::Shared,
 };
@@ -63,31 +61,6 @@ struct Message {
 }
 
 #[derive(Debug, Deserialize)]
-struct CallSpec {
-    id: Option<String>,
-    function: CalledFunction,
-}
-
-#[derive(Debug, Deserialize)]
-struct CalledFunction {
-    name: String,
-    #[serde(default)]
-    arguments: Value,
-}
-
-#[derive(Debug, Deserialize)]
-struct ToolSpec {
-    function: FunctionSpec,
-}
-
-#[derive(Debug, Deserialize)]
-struct FunctionSpec {
-    name: String,
-    description: Option<String>,
-    parameters: Option<Value>,
-}
-
-#[derive(Debug, Deserialize)]
 struct TextRequest {
     #[serde(default)]
     prompt: String,
@@ -114,11 +87,7 @@ fn no_images(images: Option<&Vec<Value>>) -> Result<(), Error> {
 fn message(message: Message) -> Result<ChatMessage, Error> {
     no_images(message.images.as_ref())?;
     let calls = message.tool_calls.unwrap_or_default();
-    let calls = calls.into_iter().map(|call| ToolCall {
-        id: call.id.unwrap_or_default(),
-        name: call.function.name,
-        arguments: call.function.arguments.to_string(),
-    });
+    let calls = calls.into_iter().map(Into::into);
     Ok(ChatMessage {
         role: message.role,
         content: message.content,
@@ -127,15 +96,6 @@ fn message(message: Message) -> Result<ChatMessage, Error> {
         name: message.tool_name.unwrap_or_default(),
         reasoning: message.thinking.unwrap_or_default(),
     })
-}
-
-fn tool(spec: ToolSpec) -> Tool {
-    let parameters = spec.function.parameters;
-    Tool {
-        name: spec.function.name,
-        description: spec.function.description.unwrap_or_default(),
-        parameters: parameters.map(|p| p.to_string()).unwrap_or_default(),
-    }
 }
 
 /// The form that an answer takes.
@@ -233,7 +193,7 @@ pub(super) async fn chat(
         let tools = asked_for.tools.unwrap_or_default();
         let chat = Chat {
             messages: messages.collect::<Result<_, _>>()?,
-            tools: tools.into_iter().map(tool).collect(),
+            tools: tools::tools(tools)?,
             template_arguments: thinking(common.think.as_ref()),
         };
         let asked = asked(Form::Chat, (common, model.name), ask::chat(chat), true)?;
@@ -304,7 +264,7 @@ fn loaded(form: Form, model: &str) -> Response {
 async fn tell(shared: &Shared, caller: &Caller, asked: Asked) -> Result<Response, Error> {
     let began = Instant::now();
     let (form, model, parsed) = (asked.form, asked.model, asked.request.parse_output);
-    let mut branches = Branches::begin(shared, asked.request, 1, None, caller)?;
+    let branches = Branches::begin(shared, asked.request, 1, None, caller)?;
     if !asked.stream {
         let answers = ask::complete(branches, 1, parsed).await?;
         let answer = answers.into_iter().next().unwrap_or_default();
@@ -312,25 +272,15 @@ async fn tell(shared: &Shared, caller: &Caller, asked: Asked) -> Result<Response
         merge(&mut value, ended(&answer.finished, began.elapsed()));
         return Ok(Json(value).into_response());
     }
-    let first = branches.first().await?;
-    Ok(respond(Framing::Lines, move |out| async move {
-        let mut telling = Telling {
-            form,
-            model,
-            parsed,
-            began,
-            answer: ask::Answer::default(),
-            told: 0,
-        };
-        telling.tell(&out, first.1).await?;
-        while let Some(next) = branches.next().await {
-            match next {
-                Ok((_, event)) => telling.tell(&out, event).await?,
-                Err(error) => return out.line(&failed(&error)).await,
-            }
-        }
-        Ok(())
-    }))
+    let telling = Telling {
+        form,
+        model,
+        parsed,
+        began,
+        answer: ask::Answer::default(),
+        told: 0,
+    };
+    ask::stream(branches, telling).await
 }
 
 /// Tells a stream's events as lines.
@@ -345,24 +295,33 @@ struct Telling {
     told: usize,
 }
 
-impl Telling {
-    async fn tell(&mut self, out: &Out, event: Event) -> Result<(), Gone> {
+impl Tell for Telling {
+    const FRAMING: Framing = Framing::Lines;
+
+    async fn tell(&mut self, out: &Out, (_, event): (u32, Event)) -> Result<(), Gone> {
         let (mut content, mut reasoning) = (String::new(), String::new());
-        if let Event::Delta(delta) = &event {
-            for piece in pieces(delta, self.parsed) {
-                match piece {
-                    Piece::Content(text) => content.push_str(text),
-                    Piece::Reasoning(text) => reasoning.push_str(text),
-                    Piece::Call { .. } => {}
+        let mut finished = None;
+        match event {
+            Event::Accepted(accepted) => self.answer.accepted = accepted,
+            Event::Delta(delta) => {
+                for piece in pieces(&delta, self.parsed) {
+                    match piece {
+                        Piece::Content(text) => content.push_str(text),
+                        Piece::Reasoning(text) => reasoning.push_str(text),
+                        Piece::Call {
+                            index,
+                            name,
+                            arguments,
+                        } => self.answer.call(index, name, arguments),
+                    }
                 }
             }
+            Event::Finished(end) => finished = Some(end),
         }
-        let end = matches!(event, Event::Finished(_));
-        self.answer.push(event, self.parsed);
         // One is whole once the next one begins.
-        let whole = match end {
-            true => self.answer.calls.len(),
-            false => self.answer.calls.len().saturating_sub(1).max(self.told),
+        let whole = match finished {
+            Some(_) => self.answer.calls.len(),
+            None => self.answer.calls.len().saturating_sub(1).max(self.told),
         };
         let calls = self.answer.calls.get(self.told..whole).unwrap_or_default();
         if !content.is_empty() || !reasoning.is_empty() || !calls.is_empty() {
@@ -370,15 +329,15 @@ impl Telling {
             out.line(&line).await?;
         }
         self.told = whole;
-        match end {
-            true => self.end(out, &self.answer.finished).await,
-            false => Ok(()),
-        }
+        let Some(finished) = finished else {
+            return Ok(());
+        };
+        let mut value = self.form.line(&self.model, "", "", &[]);
+        merge(&mut value, ended(&finished, self.began.elapsed()));
+        out.line(&value).await
     }
 
-    async fn end(&self, out: &Out, finished: &Finished) -> Result<(), Gone> {
-        let mut value = self.form.line(&self.model, "", "", &[]);
-        merge(&mut value, ended(finished, self.began.elapsed()));
-        out.line(&value).await
+    async fn fail(&mut self, out: &Out, error: &Error) -> Result<(), Gone> {
+        out.line(&failed(error)).await
     }
 }

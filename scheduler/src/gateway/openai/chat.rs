@@ -20,9 +20,9 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, Piece, call_id, complete, now, pieces},
+        ask::{Answer, Branches, Piece, Tell, call_id, complete, now, pieces, stream},
         body,
-        sse::{Framing, Gone, Out, respond},
+        sse::{Framing, Gone, Out},
     },
     service::Shared,
 };
@@ -146,24 +146,13 @@ pub(super) async fn chat(
 
 async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, Error> {
     let asked = read(body::json(body).await?)?;
-    let parsed = asked.request.parse_output;
-    let mut branches = Branches::begin(shared, asked.request, asked.n, None, caller)?;
+    let branches = Branches::begin(shared, asked.request, asked.n, None, caller)?;
     if !asked.stream {
-        let answers = complete(branches, asked.n as usize, parsed).await?;
+        let answers = complete(branches, asked.n as usize, true).await?;
         return Ok(json_response(whole(&answers)));
     }
-    let first = branches.first().await?;
-    let mut telling = Telling::new(asked.n, asked.include_usage, parsed);
-    Ok(respond(Framing::Events, move |out| async move {
-        telling.tell(&out, first).await?;
-        while let Some(next) = branches.next_or_ping(&out).await? {
-            match next {
-                Ok(event) => telling.tell(&out, event).await?,
-                Err(error) => return out.data(&failed(&error)).await,
-            }
-        }
-        telling.end(&out).await
-    }))
+    let telling = Telling::new(asked.n, asked.include_usage);
+    stream(branches, telling).await
 }
 
 /// What every answer to a request begins with.
@@ -241,16 +230,14 @@ struct Telling {
     head: Option<Head>,
     told: Vec<Told>,
     include_usage: bool,
-    parsed: bool,
 }
 
 impl Telling {
-    fn new(n: u32, include_usage: bool, parsed: bool) -> Self {
+    fn new(n: u32, include_usage: bool) -> Self {
         Self {
             head: None,
             told: vec![Told::default(); n as usize],
             include_usage,
-            parsed,
         }
     }
 
@@ -282,24 +269,9 @@ impl Telling {
         out.data(&self.chunk(json!([choice]))).await
     }
 
-    async fn tell(&mut self, out: &Out, (index, event): (u32, Event)) -> Result<(), Gone> {
-        match event {
-            Event::Accepted(accepted) => {
-                self.head.get_or_insert_with(|| Head::of(&accepted));
-                if let Some(told) = self.told.get_mut(index as usize) {
-                    told.request = accepted.request_id;
-                }
-                let delta = json!({"role": "assistant", "content": ""});
-                self.choice(out, index, delta, None, None).await
-            }
-            Event::Delta(delta) => self.delta(out, index, &delta).await,
-            Event::Finished(finished) => self.finished(out, index, &finished).await,
-        }
-    }
-
     async fn delta(&mut self, out: &Out, index: u32, delta: &Delta) -> Result<(), Gone> {
         let mut odds = (!delta.logprobs.is_empty()).then(|| logprobs::chat(&delta.logprobs));
-        for piece in pieces(delta, self.parsed) {
+        for piece in pieces(delta, true) {
             let value = match piece {
                 Piece::Content(text) => json!({ "content": text }),
                 Piece::Reasoning(text) => json!({ "reasoning_content": text }),
@@ -340,8 +312,31 @@ impl Telling {
         let reason = finish_reason(finished, told.calls);
         self.choice(out, index, json!({}), None, Some(reason)).await
     }
+}
 
-    async fn end(&self, out: &Out) -> Result<(), Gone> {
+impl Tell for Telling {
+    const FRAMING: Framing = Framing::Events;
+
+    async fn tell(&mut self, out: &Out, (index, event): (u32, Event)) -> Result<(), Gone> {
+        match event {
+            Event::Accepted(accepted) => {
+                self.head.get_or_insert_with(|| Head::of(&accepted));
+                if let Some(told) = self.told.get_mut(index as usize) {
+                    told.request = accepted.request_id;
+                }
+                let delta = json!({"role": "assistant", "content": ""});
+                self.choice(out, index, delta, None, None).await
+            }
+            Event::Delta(delta) => self.delta(out, index, &delta).await,
+            Event::Finished(finished) => self.finished(out, index, &finished).await,
+        }
+    }
+
+    async fn fail(&mut self, out: &Out, error: &Error) -> Result<(), Gone> {
+        out.data(&failed(error)).await
+    }
+
+    async fn end(&mut self, out: &Out) -> Result<(), Gone> {
         if self.include_usage {
             let mut value = self.chunk(json!([]));
             value["usage"] = usage(self.told.iter().map(|told| told.usage));

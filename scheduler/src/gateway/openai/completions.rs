@@ -20,9 +20,9 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, complete as put_together, now},
+        ask::{Answer, Branches, Tell, complete as put_together, now, stream},
         body,
-        sse::{Framing, Gone, Out, respond},
+        sse::{Framing, Gone, Out},
     },
     service::Shared,
 };
@@ -133,7 +133,7 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     let asked = read(body::json(body).await?)?;
     let count = asked.requests.len() * asked.n as usize;
     let before: Vec<_> = (0..count).map(|index| echoed(&asked, index)).collect();
-    let mut branches = Branches::begin_all(shared, asked.requests, asked.n, None, caller)?;
+    let branches = Branches::begin_all(shared, asked.requests, asked.n, None, caller)?;
     if !asked.stream {
         let answers = put_together(branches, count, false).await?;
         return Ok(json_response(whole(
@@ -143,23 +143,13 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
             asked.logprobs,
         )));
     }
-    let first = branches.first().await?;
-    let mut telling = Telling {
+    let telling = Telling {
         head: None,
         told: before.into_iter().map(Told::new).collect(),
         n: asked.n,
         include_usage: asked.include_usage,
     };
-    Ok(respond(Framing::Events, move |out| async move {
-        telling.tell(&out, first).await?;
-        while let Some(next) = branches.next_or_ping(&out).await? {
-            match next {
-                Ok(event) => telling.tell(&out, event).await?,
-                Err(error) => return out.data(&failed(&error)).await,
-            }
-        }
-        telling.end(&out).await
-    }))
+    stream(branches, telling).await
 }
 
 fn head(accepted: &Accepted, choices: Value) -> Value {
@@ -260,6 +250,10 @@ impl Telling {
             json!({"index": index, "text": text, "logprobs": odds, "finish_reason": reason});
         out.data(&self.chunk(json!([choice]))).await
     }
+}
+
+impl Tell for Telling {
+    const FRAMING: Framing = Framing::Events;
 
     async fn tell(&mut self, out: &Out, (index, event): (u32, Event)) -> Result<(), Gone> {
         let Some(told) = self.told.get_mut(index as usize) else {
@@ -297,7 +291,11 @@ impl Telling {
         }
     }
 
-    async fn end(&self, out: &Out) -> Result<(), Gone> {
+    async fn fail(&mut self, out: &Out, error: &Error) -> Result<(), Gone> {
+        out.data(&failed(error)).await
+    }
+
+    async fn end(&mut self, out: &Out) -> Result<(), Gone> {
         if self.include_usage {
             let mut value = self.chunk(json!([]));
             let usages: Vec<_> = self.told.iter().map(|told| told.usage).collect();

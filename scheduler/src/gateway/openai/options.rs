@@ -45,9 +45,6 @@ pub(in crate::gateway) struct Options {
     pub presence_penalty: Option<f32>,
     pub frequency_penalty: Option<f32>,
     pub logit_bias: Option<BTreeMap<String, f32>>,
-    /// Who the client's user is. Keys name tenants here; this is left out.
-    #[serde(rename = "user")]
-    _user: Option<Value>,
     // What other servers read besides OpenAI's own.
     pub top_k: Option<i64>,
     pub min_p: Option<f32>,

@@ -19,10 +19,13 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{self, Answer, Branches, Call, Piece, call_id, complete, is_cut, now, pieces},
+        ask::{
+            self, Answer, Branches, Call, Piece, Tell, call_id, complete, is_cut, now, pieces,
+            stream,
+        },
         body,
         failure::Flavor,
-        sse::{Framing, Gone, Out, respond},
+        sse::{Framing, Gone, Out},
     },
     service::Shared,
 };
@@ -266,25 +269,14 @@ pub(super) async fn create(
 async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, Error> {
     let asked = read(body::json(body).await?)?;
     let echo = asked.echo;
-    let mut branches = Branches::begin(shared, asked.request, 1, None, caller)?;
+    let branches = Branches::begin(shared, asked.request, 1, None, caller)?;
     if !asked.stream {
         let answers = complete(branches, 1, true).await?;
         let answer = answers.into_iter().next().unwrap_or_default();
         let items = Items::of(&answer);
         return Ok(super::json_response(items.response(&echo, &answer)));
     }
-    let (_, first) = branches.first().await?;
-    Ok(respond(Framing::Events, move |out| async move {
-        let mut telling = Telling::new(echo);
-        telling.tell(&out, first).await?;
-        while let Some(next) = branches.next_or_ping(&out).await? {
-            match next {
-                Ok((_, event)) => telling.tell(&out, event).await?,
-                Err(error) => return telling.failed(&out, &error).await,
-            }
-        }
-        Ok(())
-    }))
+    stream(branches, Telling::new(echo)).await
 }
 
 fn message_item(request: &str, status: &str, text: Option<&str>) -> Value {
@@ -507,6 +499,7 @@ impl Telling {
                 name,
                 arguments,
             } => {
+                self.answer.call(index, name, arguments);
                 self.open(out, Open::Call(index), name).await?;
                 if arguments.is_empty() {
                     return Ok(());
@@ -521,12 +514,16 @@ impl Telling {
             }
         }
     }
+}
 
-    async fn tell(&mut self, out: &Out, event: Event) -> Result<(), Gone> {
-        self.answer.push(event.clone(), true);
+impl Tell for Telling {
+    const FRAMING: Framing = Framing::Events;
+
+    async fn tell(&mut self, out: &Out, (_, event): (u32, Event)) -> Result<(), Gone> {
         match event {
             Event::Accepted(accepted) => {
                 let value = head(&accepted, &self.echo, "in_progress");
+                self.answer.accepted = accepted;
                 let begun = json!({ "response": value });
                 self.say(out, "response.created", begun.clone()).await?;
                 self.say(out, "response.in_progress", begun).await
@@ -546,13 +543,14 @@ impl Telling {
                     true => "response.incomplete",
                     false => "response.completed",
                 };
+                self.answer.finished = finished;
                 let value = self.items.response(&self.echo, &self.answer);
                 self.say(out, kind, json!({ "response": value })).await
             }
         }
     }
 
-    async fn failed(&mut self, out: &Out, error: &Error) -> Result<(), Gone> {
+    async fn fail(&mut self, out: &Out, error: &Error) -> Result<(), Gone> {
         let mut value = head(&self.answer.accepted, &self.echo, "failed");
         let told = Flavor::Openai.body(error);
         value["error"] = json!({"code": "server_error", "message": told["error"]["message"]});

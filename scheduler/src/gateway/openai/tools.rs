@@ -12,7 +12,7 @@ use crate::gateway::ask::Call;
 
 /// A tool as a request describes it.
 #[derive(Debug, Deserialize)]
-pub(super) struct ToolSpec {
+pub(in crate::gateway) struct ToolSpec {
     #[serde(rename = "type")]
     kind: Option<String>,
     function: FunctionSpec,
@@ -29,7 +29,7 @@ struct FunctionSpec {
 ///
 /// # Errors
 /// For one that is no function.
-pub(super) fn tools(specs: Vec<ToolSpec>) -> Result<Vec<Tool>, Error> {
+pub(in crate::gateway) fn tools(specs: Vec<ToolSpec>) -> Result<Vec<Tool>, Error> {
     let tool = |spec: ToolSpec| match spec.kind.as_deref() {
         None | Some("function") => Ok(Tool {
             name: spec.function.name,
@@ -112,7 +112,7 @@ pub(super) fn choose(
 
 /// A call in a message of the conversation.
 #[derive(Debug, Deserialize)]
-pub(super) struct CallSpec {
+pub(in crate::gateway) struct CallSpec {
     id: Option<String>,
     function: CalledFunction,
 }
