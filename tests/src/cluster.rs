@@ -6,7 +6,7 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, Mutex, Once, OnceLock},
     thread,
     time::{Duration, Instant},
 };
@@ -131,6 +131,7 @@ impl Process {
     /// # Errors
     /// When it cannot be started.
     pub fn start(command: &mut Command) -> Result<Self> {
+        end_in_time();
         let mut child = command
             .stdin(Stdio::null())
             .stderr(Stdio::piped())
@@ -205,6 +206,36 @@ impl Drop for Process {
 pub fn signal_pid(pid: u32, signal: rustix::process::Signal) -> Result<()> {
     let pid = rustix::process::Pid::from_raw(pid as i32).context("no pid")?;
     Ok(rustix::process::kill_process(pid, signal)?)
+}
+
+/// How long the tests of one program may take together, on a busy machine as well.
+const PATIENCE: Duration = Duration::from_secs(15 * 60);
+
+/// Ends this program when its tests do not: one that waits for ever would cost whoever runs them all their time, and say
+/// nothing.
+fn end_in_time() {
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
+        thread::spawn(|| {
+            thread::sleep(PATIENCE);
+            eprintln!("the tests of this program did not end within {PATIENCE:?}; its children:");
+            for pid in children(std::process::id()).unwrap_or_default() {
+                let about = |name| std::fs::read_to_string(format!("/proc/{pid}/{name}"));
+                let command = about("cmdline").unwrap_or_default().replace('\0', " ");
+                let wchan = about("wchan").unwrap_or_default();
+                eprintln!("  {pid} [{wchan}] {command}");
+            }
+            std::process::exit(124);
+        });
+    });
+}
+
+/// The program that a process runs.
+///
+/// # Errors
+/// When it is gone.
+pub fn program(pid: u32) -> Result<PathBuf> {
+    Ok(std::fs::read_link(format!("/proc/{pid}/exe"))?)
 }
 
 /// Children of a process, those that are dead and not reaped included.

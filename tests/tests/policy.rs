@@ -16,7 +16,7 @@ use hotcell_client::{
     v1,
 };
 use hotcell_tests::cluster::{
-    Cluster, SOON, all_have, binaries, children, golden, hotcell, kjv, signal_pid,
+    Cluster, SOON, all_have, binaries, children, golden, hotcell, kjv, program, signal_pid,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -413,8 +413,13 @@ async fn while_one_model_is_looked_into_others_are_loaded_and_unloaded() {
         async move { load(&client, "slow", &path).await }
     });
     let start = Instant::now();
+    // Not before it runs the worker's program: until then the scheduler waits for it to start at all.
     let looks = loop {
-        if let Some(pid) = children().into_iter().find(|p| !before.contains(p)) {
+        let started = |pid: &u32| {
+            !before.contains(pid)
+                && program(*pid).is_ok_and(|runs| runs.ends_with("hotcell-worker"))
+        };
+        if let Some(pid) = children().into_iter().find(started) {
             break pid;
         }
         assert!(start.elapsed() < SOON && !slow.is_finished());
