@@ -122,10 +122,23 @@ impl Client {
         name: &str,
         path: &str,
     ) -> Result<Messages<v1::LoadModelProgress>, Error> {
-        let request = v1::LoadModelRequest {
+        self.load_request(v1::LoadModelRequest {
             name: name.to_owned(),
             path: path.to_owned(),
-        };
+            ..v1::LoadModelRequest::default()
+        })
+        .await
+    }
+
+    /// The same with all that can be said: how the model is served, whether it takes another one's place, and whether it is
+    /// loaded with its first request only.
+    ///
+    /// # Errors
+    /// As [`Client::load_progress`].
+    pub async fn load_request(
+        &self,
+        request: v1::LoadModelRequest,
+    ) -> Result<Messages<v1::LoadModelProgress>, Error> {
         let response = self.control_client().load_model(request).await;
         self.messages(response, "keeps the model it was started with")
     }

@@ -75,6 +75,8 @@ pub const MAX_MODEL_FILES: usize = 1024;
 pub const MODEL_EXTENSIONS: &[&str] = &["json", "safetensors", "gguf", "model", "jinja", "txt"];
 /// Models a scheduler knows.
 pub const MAX_MODELS: usize = 256;
+/// Further names of one model.
+pub const MAX_ALIASES: usize = 16;
 /// Devices, hence trusted workers, of one scheduler.
 pub const MAX_DEVICES: usize = 64;
 /// Bytes a probe may print.

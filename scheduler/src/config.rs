@@ -17,7 +17,9 @@ use std::{
 use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
-pub use values::{AllowedUsers, BundledFiles, DeviceChoice, Every, KvCache, NamedPaths, Span};
+pub use values::{
+    AllowedUsers, BundledFiles, ConfiguredModel, DeviceChoice, Every, KvCache, NamedModels, Span,
+};
 
 use crate::{
     access::{self, AccessConfig, TlsFiles},
@@ -83,9 +85,9 @@ settings! {
     /// Devices to use: auto (what the probe finds) or cpu:N (N CPU devices that share the cores) [default: auto]
     #[arg(value_name = "CHOICE")]
     devices: DeviceChoice = "HOTCELL_DEVICES";
-    /// Models to load at start, NAME=PATH[,NAME=PATH…]; in the file a table
+    /// Models to load at start, NAME=PATH[,NAME=PATH…]; in the file a table, whose values are paths or say how a model is served: { path, replicas, keep_alive, pinned, aliases, max_running, max_context, on_request }
     #[arg(value_name = "NAME=PATH")]
-    models: NamedPaths = "HOTCELL_MODELS";
+    models: NamedModels = "HOTCELL_MODELS";
     /// Folders that links inside a model's folder may lead into, such as a Hugging Face cache
     #[arg(value_name = "PATH", value_delimiter = ',')]
     model_roots: Vec<PathBuf> = "HOTCELL_MODEL_ROOTS";
@@ -116,6 +118,9 @@ settings! {
     /// Bytes that each model may take in a worker besides its weights [default: 1 GiB of cache, more if one context needs it]
     #[arg(value_name = "BYTES")]
     model_memory: u64 = "HOTCELL_MODEL_MEMORY";
+    /// Bytes that models may take on one device (CPU devices: on this host); the one that was asked least recently makes room for another [default: the device's memory]
+    #[arg(value_name = "BYTES")]
+    device_memory: u64 = "HOTCELL_DEVICE_MEMORY";
     /// Folder for packed copies of models larger than 64 MiB, which only this user may read [default: packed in $CACHE_DIRECTORY, else hotcell/packed in $XDG_CACHE_HOME or ~/.cache]
     #[arg(value_name = "PATH")]
     pack_dir: PathBuf = "HOTCELL_PACK_DIR";
@@ -275,7 +280,9 @@ pub struct Config {
     /// Which devices.
     pub devices: DeviceChoice,
     /// Models from paths.
-    pub models: Vec<(ModelName, PathBuf)>,
+    pub models: Vec<ConfiguredModel>,
+    /// Bytes that models may take in each memory; none: as many as there are.
+    pub device_memory: Option<u64>,
     /// Models from inherited descriptors.
     pub bundled: Vec<BundledFiles>,
     /// Folders that links may lead into.
@@ -438,10 +445,12 @@ impl Config {
         if let Some(path) = &config.models_config {
             let policy = ModelPolicy::load(path).map_err(usage)?;
             for (name, path) in &policy.models {
-                if config.models.iter().any(|(known, _)| known == name) {
+                if config.models.iter().any(|known| known.name == *name) {
                     return Err(usage(format!("models: {name} is in both config files")));
                 }
-                config.models.push((name.clone(), path.clone()));
+                config
+                    .models
+                    .push(ConfiguredModel::plain(name.clone(), path.clone()));
             }
             config.model_policy = Arc::new(policy);
         }
@@ -526,6 +535,7 @@ impl Config {
             private_fd: cli.private_fd,
             devices: s.devices.unwrap_or_default(),
             models,
+            device_memory: s.device_memory,
             bundled: cli.bundled,
             model_roots: s.model_roots.unwrap_or_default(),
             models_config: s.models_config.filter(|_| !private),
@@ -626,7 +636,7 @@ mod tests {
         assert_eq!(config.worker.binary, Path::new("/opt/hotcell-worker"));
         assert_eq!(config.models.len(), 1);
         let config = resolve(&["--models", "b=/m/b,c=/m/c"], file).unwrap();
-        let names: Vec<_> = config.models.iter().map(|(n, _)| n.as_str()).collect();
+        let names: Vec<_> = config.models.iter().map(|m| m.name.as_str()).collect();
         assert_eq!(names, ["b", "c"]);
     }
 

@@ -24,8 +24,13 @@ mod packing;
 mod pieces;
 mod places;
 mod release;
+mod replace;
+mod replicas;
+mod room;
 mod seen;
+mod serving;
 mod signs;
+mod sleep;
 mod slot;
 mod solo;
 mod standby;
@@ -47,7 +52,7 @@ use hotcell_proto::{
 use tokio::{sync::Semaphore, time::Instant};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-pub use adopt::{Heir, Live};
+pub use adopt::{Heir, Inherited, Live};
 pub use catalog::Model;
 pub use changes::Changes;
 pub use handover::Joined;
@@ -59,6 +64,8 @@ pub use link::{Condemnation, Fate, Link, Sockets, TOKENS_WINDOWS, is_broken, wor
 pub use loading::LoadFailure;
 use loads::Loads;
 pub use models::ProgressSender;
+pub use serving::Using;
+pub(crate) use serving::checked as checked_serving;
 pub use solo::Lost;
 
 use crate::{
@@ -82,6 +89,7 @@ use crate::{
 use aside::Asides;
 use changes::Teller;
 use gate::Gate;
+use serving::{Aliases, Uses};
 use slot::{Load, Slot};
 use solo::Leash;
 use standby::Standbys;
@@ -92,6 +100,7 @@ struct Table {
     devices: Vec<Device>,
     workers: BTreeMap<String, Slot>,
     models: BTreeMap<ModelName, Model>,
+    aliases: Aliases,
     default_model: Option<ModelName>,
 }
 
@@ -121,6 +130,8 @@ pub struct Parts {
     pub audit: Audit,
     /// For requests without a model's name.
     pub default_model: Option<ModelName>,
+    /// Bytes that models may take in each memory; none: as many as its devices have.
+    pub device_memory: Option<u64>,
 }
 
 /// All workers of this scheduler.
@@ -166,6 +177,7 @@ pub struct Fleet {
     timeouts: Timeouts,
     packs: Arc<Packs>,
     model_roots: Vec<std::path::PathBuf>,
+    device_memory: Option<u64>,
     began: Instant,
 }
 
@@ -188,6 +200,8 @@ struct Ticket {
     changed: Teller,
     prefill: u64,
     decode: u64,
+    /// Those of its model.
+    uses: Arc<Uses>,
     /// Counts as its tenant's.
     held: Option<Held>,
 }
@@ -243,6 +257,7 @@ impl Fleet {
             timeouts: parts.timeouts,
             packs: Arc::new(parts.packs),
             model_roots: parts.model_roots,
+            device_memory: parts.device_memory,
             began: Instant::now(),
         })
     }
@@ -317,10 +332,14 @@ impl Fleet {
     /// The bounds of a model's requests, once a worker has it.
     pub fn bounds(&self, model: &ModelName) -> Option<Bounds> {
         let table = self.table();
-        let summary = table.models.get(model)?.summary.as_ref()?;
+        let model = table.models.get(model)?;
+        let summary = model.summary.as_ref()?;
         Some(Bounds {
             vocabulary: summary.vocabulary,
-            context: summary.context_length,
+            context: match model.serving.max_context {
+                0 => summary.context_length,
+                most => summary.context_length.min(most),
+            },
         })
     }
 
@@ -371,7 +390,7 @@ impl Fleet {
             .tell(EventKind::WorkerStarted, about, format!("process {pid}"));
     }
 
-    fn publish(&self, id: &str, state: &State) {
+    fn publish(self: &Arc<Self>, id: &str, state: &State) {
         let mut table = self.table();
         if let Some(slot) = table.workers.get_mut(id) {
             slot.state = match state.phase {
@@ -391,6 +410,7 @@ impl Fleet {
         table.settle();
         drop(table);
         self.tell();
+        self.move_models();
     }
 
     /// Takes a worker out of service.
@@ -439,11 +459,10 @@ impl Fleet {
         if !table.workers.get(&link.worker).is_some_and(alive) {
             return Offer::TooLate;
         }
-        let guest = table
-            .workers
-            .get(&link.worker)
-            .and_then(|s| s.guest.clone());
-        let (missing, unwanted) = table.difference(guest.as_ref(), loaded);
+        let Some(slot) = table.workers.get(&link.worker) else {
+            return Offer::TooLate;
+        };
+        let (missing, unwanted) = table.difference(slot.guest.as_ref(), &slot.device.id, loaded);
         if !missing.is_empty() || !unwanted.is_empty() {
             return Offer::Change { missing, unwanted };
         }

@@ -27,6 +27,7 @@ pub mod placement;
 pub mod policy;
 pub mod prefixes;
 pub mod relay;
+pub mod room;
 pub mod run;
 pub mod service;
 pub mod store;

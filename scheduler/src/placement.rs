@@ -73,6 +73,26 @@ pub fn choose<'c, 'a>(
         })
 }
 
+/// A device that may have a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Home<'a> {
+    /// The device.
+    pub device: &'a str,
+    /// Whether it may serve, now or soon.
+    pub hopeful: bool,
+    /// Whether it has the model already.
+    pub has: bool,
+    /// Bytes that other models take there.
+    pub taken: u64,
+}
+
+/// The devices that are to have a model, so many if there are: those that have it, then those with the least taken.
+pub fn homes<'a>(all: &[Home<'a>], replicas: usize) -> Vec<&'a str> {
+    let mut all: Vec<_> = all.iter().filter(|home| home.hopeful).collect();
+    all.sort_by_key(|home| (!home.has, home.taken, home.device));
+    all.iter().take(replicas).map(|home| home.device).collect()
+}
+
 /// Tokens a request may still cost: its prompt, what it generated (which a new worker reads like a prompt),
 /// and what it may still generate within the model's context.
 pub fn estimate(prompt: usize, generated: usize, max_tokens: u32, context: u32) -> Estimate {
@@ -176,6 +196,27 @@ mod tests {
         assert_eq!(choose(&all, Wish::default()).map(|c| c.worker), Ok("w1"));
         all[1].running = u32::MAX;
         assert_eq!(choose(&all, Wish::default()), Err(NoPlace::AllFull));
+    }
+
+    #[test]
+    fn a_model_stays_where_it_is_and_moves_only_from_what_is_lost() {
+        let home = |device, has, taken| Home {
+            device,
+            hopeful: true,
+            has,
+            taken,
+        };
+        let mut all = [
+            home("a", false, 5),
+            home("b", true, 9),
+            home("c", false, 1),
+            home("d", false, 5),
+        ];
+        assert_eq!(homes(&all, 1), ["b"]);
+        assert_eq!(homes(&all, 3), ["b", "c", "a"]);
+        all[1].hopeful = false;
+        assert_eq!(homes(&all, 2), ["c", "a"]);
+        assert_eq!(homes(&all, 9), ["c", "a", "d"]);
     }
 
     proptest! {

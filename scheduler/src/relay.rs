@@ -21,7 +21,7 @@ use crate::{
     admission::{Permit, draining},
     death::DeathKind,
     events::About,
-    fleet::{Fleet, Link, Lost, Placed},
+    fleet::{Fleet, Link, Lost, Placed, Using},
     journal::{Bounds, Journal, Past},
     meters::Meter,
     onward::{self, Onward},
@@ -48,6 +48,8 @@ pub struct Call {
     pub permit: Permit,
     /// What its stream said in the program before this one.
     pub past: Option<Past>,
+    /// Keeps its model where it is.
+    pub using: Using,
 }
 
 /// A worker that was lost under a stream, of which the client has not been told yet.

@@ -14,7 +14,7 @@ use tonic_health::server::HealthReporter;
 use crate::{
     access::Access,
     audit::Audit,
-    config::Config,
+    config::{Config, ConfiguredModel},
     crash::Crashes,
     discover,
     events::About,
@@ -144,6 +144,7 @@ pub async fn run(
         model_policy: Arc::clone(&config.model_policy),
         audit,
         default_model: config.default_model.clone(),
+        device_memory: config.device_memory,
     });
     for (name, files) in inherited.bundled {
         let files = vault::adopt(&name, files);
@@ -154,12 +155,19 @@ pub async fn run(
     }
     let policy = &config.model_policy;
     let mut expected = Vec::new();
-    for (name, path) in &config.models {
+    for model in &config.models {
+        let ConfiguredModel { name, path, .. } = model;
         if fleet.knows(name) {
             continue;
         }
-        if policy.is_given() {
-            fleet.announce(name.clone(), path.clone());
+        if model.on_request {
+            let known = fleet.expect(name.clone(), path.clone(), true, &model.serving);
+            known.map_err(|e| Failure::new(Exit::Usage, format!("model {name}: {e}")))?;
+            continue;
+        }
+        if policy.is_given() || config.device_memory.is_some() || !model.is_plain() {
+            let announced = fleet.announce(name.clone(), path.clone(), &model.serving);
+            announced.map_err(|e| Failure::new(Exit::Usage, format!("model {name}: {e}")))?;
             expected.push(name.clone());
             continue;
         }

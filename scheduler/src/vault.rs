@@ -41,6 +41,13 @@ pub enum Source {
     Bundled,
 }
 
+impl Source {
+    /// Whether its files can be opened again once they are closed.
+    pub fn can_be_read_again(&self) -> bool {
+        matches!(self, Source::Path(_))
+    }
+}
+
 impl std::fmt::Display for Source {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {

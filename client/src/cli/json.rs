@@ -410,6 +410,22 @@ pub(crate) struct ModelView<'a> {
     problem: &'a str,
     packed: Vec<PackedView<'a>>,
     trust_domain: &'a str,
+    serving: Option<ServingView<'a>>,
+    running_requests: u32,
+    idle_ms: u64,
+    memory_bytes: u64,
+}
+
+/// How the model is served.
+#[derive(Serialize)]
+struct ServingView<'a> {
+    /// 0: on all devices.
+    replicas: u32,
+    keep_alive_ms: Option<u64>,
+    pinned: bool,
+    aliases: &'a [String],
+    max_running: u32,
+    max_context: u32,
 }
 
 /// A packed copy of the model.
@@ -470,6 +486,17 @@ impl<'a> From<&'a v1::ModelInfo> for ModelView<'a> {
             problem: &m.problem,
             packed: m.packed.iter().map(PackedView::from).collect(),
             trust_domain: &m.trust_domain,
+            serving: m.serving.as_ref().map(|s| ServingView {
+                replicas: s.replicas,
+                keep_alive_ms: s.keep_alive_ms,
+                pinned: s.pinned,
+                aliases: &s.aliases,
+                max_running: s.max_running,
+                max_context: s.max_context,
+            }),
+            running_requests: m.running_requests,
+            idle_ms: m.idle_ms,
+            memory_bytes: m.memory_bytes,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Commands that operate a scheduler or ask it something once.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, time::Duration};
 
 use clap::{Args, CommandFactory};
 use clap_complete::Shell;
@@ -15,7 +15,7 @@ use crate::{
 use super::{
     Cli, GlobalFlags,
     exit::Failure,
-    flags::{ModelRef, PromptFlags},
+    flags::{ModelRef, PromptFlags, duration},
     interrupt::Interrupt,
     json::{self, DeviceView, ModelView, WatchView, WorkerView},
     session::Session,
@@ -49,6 +49,56 @@ pub struct LoadFlags {
         hide_default_value = true
     )]
     pub name: String,
+    /// Put it in the place of the model that has this name: requests go to it once it is ready, the other one ends with its last
+    #[arg(long, requires = "name")]
+    pub replace: bool,
+    /// Only make it known: its first request loads it
+    #[arg(long, conflicts_with = "replace")]
+    pub on_request: bool,
+    /// Devices that have it, a number or all [default: all]
+    #[arg(long, value_name = "N", value_parser = replicas)]
+    pub replicas: Option<u32>,
+    /// How long it stays in memory after its last request, for example 10m [default: until others need the room]
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub keep_alive: Option<Duration>,
+    /// Never take it out of memory to make room for others
+    #[arg(long, conflicts_with_all = ["keep_alive", "on_request"])]
+    pub pin: bool,
+    /// A further name that requests may use; may be given several times
+    #[arg(long, value_name = "NAME")]
+    pub alias: Vec<String>,
+    /// Requests for it that run at once, over all workers [default: as many as they take]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_running: Option<u32>,
+    /// Tokens of one sequence, prompt and answer together [default: as many as the model can]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_context: Option<u32>,
+}
+
+impl LoadFlags {
+    /// How it is to be served, if anything is said of that.
+    fn serving(&self) -> Option<v1::Serving> {
+        let keep = self.keep_alive.map(|keep| keep.as_millis());
+        let serving = v1::Serving {
+            replicas: self.replicas.unwrap_or(0),
+            keep_alive_ms: keep.map(|ms| u64::try_from(ms).unwrap_or(u64::MAX)),
+            pinned: self.pin,
+            aliases: self.alias.clone(),
+            max_running: self.max_running.unwrap_or(0),
+            max_context: self.max_context.unwrap_or(0),
+        };
+        let said = self.replicas.is_some() || serving != v1::Serving::default();
+        said.then_some(serving)
+    }
+}
+
+/// A number of devices; 0 for all.
+fn replicas(text: &str) -> Result<u32, String> {
+    let number = text.parse::<u32>().ok().filter(|n| *n > 0);
+    match text {
+        "all" => Ok(0),
+        _ => number.ok_or_else(|| "neither all nor a number of devices".to_owned()),
+    }
 }
 
 /// `hotcell release`.
@@ -181,11 +231,22 @@ pub(crate) async fn load(
         }
         model => model,
     };
-    let info = session
-        .load(ui, interrupt, &model, &flags.name, true)
-        .await?;
+    let request = v1::LoadModelRequest {
+        name: flags.name.clone(),
+        serving: flags.serving(),
+        replace: flags.replace,
+        on_request: flags.on_request,
+        ..v1::LoadModelRequest::default()
+    };
+    let info = session.load(ui, interrupt, &model, request, true).await?;
     if ui.manner.json {
         return Ok(());
+    }
+    if info.state() == v1::ModelState::Asleep {
+        return ui.print(&format!(
+            "{}: its first request loads it\n",
+            one_line(&info.name)
+        ));
     }
     let summary = info.summary.unwrap_or_default();
     let line = format!(
@@ -362,6 +423,7 @@ pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fail
     let mut table = Table::new(&[
         "MODEL",
         "STATE",
+        "SERVED",
         "ARCHITECTURE",
         "PARAMETERS",
         "CONTEXT",
@@ -378,6 +440,7 @@ pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fail
         table.row([
             format!("{}{mark}", m.name),
             json::model_state(m.state),
+            served(m),
             summary.architecture,
             count(summary.parameters),
             count_or_nothing(summary.context_length),
@@ -390,6 +453,32 @@ pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fail
         ]);
     }
     table.print(ui, "there are no models; load one with `hotcell load PATH`")
+}
+
+/// How it is served, where that is not as usual.
+fn served(model: &v1::ModelInfo) -> String {
+    let Some(serving) = &model.serving else {
+        return String::new();
+    };
+    let mut words = Vec::new();
+    let mut say = |said: bool, word: String| words.extend(said.then_some(word));
+    say(serving.replicas > 0, format!("on {}", serving.replicas));
+    say(serving.pinned, "pinned".to_owned());
+    let keep = Duration::from_millis(serving.keep_alive_ms.unwrap_or(0));
+    say(serving.keep_alive_ms.is_some(), format!("for {keep:?}"));
+    say(
+        serving.max_running > 0,
+        format!("{} at once", serving.max_running),
+    );
+    say(
+        serving.max_context > 0,
+        format!("{} tokens", serving.max_context),
+    );
+    say(
+        !serving.aliases.is_empty(),
+        format!("as {}", serving.aliases.join(",")),
+    );
+    words.join("; ")
 }
 
 /// Why it could not be loaded, or why it is computed from as it is.

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use hotcell_proto::{
     error::{Error, Reason},
-    v1::{ModelInfo, ModelState},
+    v1::{LoadModelRequest, ModelInfo, ModelState},
 };
 
 use crate::{
@@ -155,7 +155,8 @@ impl Session {
     ) -> Result<String, Failure> {
         let name = match model {
             ModelRef::Path(_) => {
-                return Ok(self.load(ui, interrupt, model, "", false).await?.name);
+                let request = LoadModelRequest::default();
+                return Ok(self.load(ui, interrupt, model, request, false).await?.name);
             }
             ModelRef::Name(name) => name,
         };
@@ -167,9 +168,12 @@ impl Session {
             Err(error) => return Err(self.explain(error).await.into()),
         };
         let found = models.iter().find(|m| m.name == *name);
-        let loaded = found.is_none_or(|m| m.state() == ModelState::Loaded);
+        // One that sleeps the request itself wakes.
+        let loaded =
+            found.is_none_or(|m| matches!(m.state(), ModelState::Loaded | ModelState::Asleep));
         if !name.is_empty() && !loaded {
-            self.load(ui, interrupt, model, "", false).await?;
+            self.load(ui, interrupt, model, LoadModelRequest::default(), false)
+                .await?;
         }
         // A name nobody knows is the server's to refuse, with its list of what there is.
         Ok(name.clone())
@@ -181,10 +185,10 @@ impl Session {
         ui: &mut Ui,
         interrupt: &mut Interrupt,
         model: &ModelRef,
-        name: &str,
+        request: LoadModelRequest,
         lines: bool,
     ) -> Result<ModelInfo, Failure> {
-        let result = self.follow_load(ui, interrupt, model, name, lines).await;
+        let result = self.follow_load(ui, interrupt, model, request, lines).await;
         match result {
             Err(Failure::Call(error)) => Err(self.explain(error).await.into()),
             result => result,
@@ -196,17 +200,23 @@ impl Session {
         ui: &mut Ui,
         interrupt: &mut Interrupt,
         model: &ModelRef,
-        name: &str,
+        mut request: LoadModelRequest,
         lines: bool,
     ) -> Result<ModelInfo, Failure> {
-        let (label, name, path) = match model {
-            ModelRef::Name(known) => (known, known.as_str(), String::new()),
-            ModelRef::Path(path) => (path, name, self.path(path)?),
+        let label = match model {
+            ModelRef::Name(known) => {
+                request.name.clone_from(known);
+                known
+            }
+            ModelRef::Path(path) => {
+                request.path = self.path(path)?;
+                path
+            }
         };
         let bar = ui.progress(&format!("loading {label}"));
         bar.set_prefix("waiting for a worker");
         let steps = async {
-            let mut progress = self.client.load_progress(name, &path).await?;
+            let mut progress = self.client.load_request(request).await?;
             while let Some(step) = progress.next().await {
                 let step = step?;
                 if lines && ui.manner.json {

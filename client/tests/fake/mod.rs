@@ -388,6 +388,7 @@ pub fn model() -> v1::ModelInfo {
             workers: vec!["w0".to_owned()],
             problem: String::new(),
         }],
+        ..v1::ModelInfo::default()
     }
 }
 

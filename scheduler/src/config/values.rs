@@ -1,11 +1,18 @@
 //! Types of single settings: each is parsed by one rule, whether it comes from a flag, a variable or the file.
 
-use std::{collections::BTreeMap, fmt, os::fd::RawFd, path::PathBuf, str::FromStr, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    os::fd::RawFd,
+    path::PathBuf,
+    str::FromStr,
+    time::Duration,
+};
 
-use hotcell_proto::{ids::ModelName, limits};
+use hotcell_proto::{ids::ModelName, limits, v1::Serving};
 use serde::{Deserialize, Deserializer, de::Error as _};
 
-use crate::access::Roles;
+use crate::{access::Roles, fleet::checked_serving};
 
 /// A length of time: `250ms`, `10s`, `2m` or a number of seconds; more than zero, a day at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,45 +173,161 @@ impl<'de> Deserialize<'de> for AllowedUsers {
 }
 
 /// Models by name: `NAME=PATH,NAME=PATH` or a table.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NamedPaths(pub Vec<(ModelName, PathBuf)>);
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct NamedModels(pub Vec<ConfiguredModel>);
 
-impl NamedPaths {
-    fn checked(pairs: impl Iterator<Item = (String, String)>) -> Result<Self, String> {
-        let mut all = BTreeMap::new();
-        for (name, path) in pairs {
-            let name = ModelName::new(name).map_err(|e| e.to_string())?;
-            if path.is_empty() {
-                return Err(format!("model {name} has an empty path"));
-            }
-            if all.insert(name.clone(), PathBuf::from(path)).is_some() {
-                return Err(format!("model {name} is named twice"));
-            }
+/// A model that is known from the start.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ConfiguredModel {
+    /// The name that requests use.
+    pub name: ModelName,
+    /// A folder or a `.gguf` file.
+    pub path: PathBuf,
+    /// How it is served.
+    pub serving: Serving,
+    /// Whether it is loaded with its first request.
+    pub on_request: bool,
+}
+
+impl ConfiguredModel {
+    /// One that is served as any other.
+    pub fn plain(name: ModelName, path: PathBuf) -> Self {
+        Self {
+            name,
+            path,
+            serving: Serving::default(),
+            on_request: false,
         }
-        if all.len() > limits::MAX_MODELS {
-            return Err(format!("more than {} models", limits::MAX_MODELS));
-        }
-        Ok(Self(all.into_iter().collect()))
+    }
+
+    /// Whether nothing is said of it but where it is.
+    pub fn is_plain(&self) -> bool {
+        self.serving == Serving::default() && !self.on_request
     }
 }
 
-impl FromStr for NamedPaths {
+/// What the file may say of a model besides its path.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct ServedKeys {
+    path: String,
+    replicas: Replicas,
+    keep_alive: Option<Span>,
+    pinned: bool,
+    aliases: Vec<String>,
+    max_running: u32,
+    max_context: u32,
+    on_request: bool,
+}
+
+/// On how many devices a model is: a number, or all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Replicas(pub u32);
+
+impl FromStr for Replicas {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = text.parse::<u32>().ok().filter(|n| *n > 0);
+        match (text, number) {
+            ("all", _) => Ok(Self(0)),
+            (_, Some(n)) => Ok(Self(n)),
+            _ => Err(format!("{text:?} is neither all nor a number of devices")),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Replicas {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Said {
+            Number(u32),
+            Word(String),
+        }
+        let word = match Said::deserialize(from)? {
+            Said::Number(n) => n.to_string(),
+            Said::Word(word) => word,
+        };
+        word.parse().map_err(D::Error::custom)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Named {
+    Path(String),
+    Served(ServedKeys),
+}
+
+impl NamedModels {
+    fn checked(all: impl Iterator<Item = (String, Named)>) -> Result<Self, String> {
+        let mut models: BTreeMap<ModelName, ConfiguredModel> = BTreeMap::new();
+        let mut names = BTreeSet::new();
+        for (name, said) in all {
+            let keys = match said {
+                Named::Path(path) => ServedKeys {
+                    path,
+                    ..ServedKeys::default()
+                },
+                Named::Served(keys) => keys,
+            };
+            let name = ModelName::new(name).map_err(|e| e.to_string())?;
+            if keys.path.is_empty() {
+                return Err(format!("model {name} has no path"));
+            }
+            let keep_alive = keys.keep_alive.map(|s| s.0.as_millis());
+            let serving = Serving {
+                replicas: keys.replicas.0,
+                keep_alive_ms: keep_alive.map(|ms| u64::try_from(ms).unwrap_or(u64::MAX)),
+                pinned: keys.pinned,
+                aliases: keys.aliases,
+                max_running: keys.max_running,
+                max_context: keys.max_context,
+            };
+            if serving.pinned && keys.on_request {
+                return Err(format!(
+                    "model {name} is pinned, so it is in memory from the start, and not loaded on_request"
+                ));
+            }
+            let aliases = checked_serving(&serving).map_err(|e| format!("model {name}: {e}"))?;
+            for name in aliases.into_iter().chain([name.clone()]) {
+                if !names.insert(name.clone()) {
+                    return Err(format!("the name {name} is given twice"));
+                }
+            }
+            let model = ConfiguredModel {
+                name: name.clone(),
+                path: PathBuf::from(keys.path),
+                serving,
+                on_request: keys.on_request,
+            };
+            models.insert(name, model);
+        }
+        if models.len() > limits::MAX_MODELS {
+            return Err(format!("more than {} models", limits::MAX_MODELS));
+        }
+        Ok(Self(models.into_values().collect()))
+    }
+}
+
+impl FromStr for NamedModels {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let pairs: Option<Vec<_>> = text
             .split(',')
             .map(|pair| pair.split_once('='))
-            .map(|pair| pair.map(|(n, p)| (n.trim().to_owned(), p.to_owned())))
+            .map(|pair| pair.map(|(n, p)| (n.trim().to_owned(), Named::Path(p.to_owned()))))
             .collect();
         let pairs = pairs.ok_or_else(|| format!("{text:?} is not NAME=PATH[,NAME=PATH…]"))?;
         Self::checked(pairs.into_iter())
     }
 }
 
-impl<'de> Deserialize<'de> for NamedPaths {
+impl<'de> Deserialize<'de> for NamedModels {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let table = BTreeMap::<String, String>::deserialize(from)?;
+        let table = BTreeMap::<String, Named>::deserialize(from)?;
         Self::checked(table.into_iter()).map_err(D::Error::custom)
     }
 }

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use hotcell_proto::{
     error::Error,
     ids::ModelName,
-    v1::{Device, Loaded, ModelState, ModelSummary},
+    v1::{Device, Loaded, ModelState, ModelSummary, Serving},
 };
 use tokio::time::Instant;
 
@@ -13,6 +13,7 @@ use super::{
     Asked, Fleet, Launched, Process, Slot, Sockets, Table, catalog::Model, keeper, loading::believe,
 };
 use crate::{
+    room::Footprint,
     supervisor::Past,
     suspicion,
     vault::{OpenModel, Source},
@@ -67,6 +68,21 @@ impl Adopted {
     }
 }
 
+/// What is known of a model that another program held.
+#[derive(Debug)]
+pub struct Inherited {
+    /// Whether it stays known when it is unloaded.
+    pub configured: bool,
+    /// What was happening to it.
+    pub state: ModelState,
+    /// A worker's words about it.
+    pub summary: Option<ModelSummary>,
+    /// How it was served.
+    pub serving: Serving,
+    /// What it takes; nothing if nobody measured it.
+    pub footprint: Footprint,
+}
+
 impl Table {
     /// What of a process another program left is gone on with: the models that are still wanted.
     fn adopt(&mut self, live: Live) -> Adopted {
@@ -79,7 +95,7 @@ impl Table {
             let Some(files) = model.files.clone() else {
                 continue;
             };
-            model.state = ModelState::Loaded;
+            model.has_worker();
             loaded.insert(name, (files, Some(got)));
         }
         let (process, sockets) = live.launched.split();
@@ -99,15 +115,29 @@ impl Fleet {
         &self,
         name: ModelName,
         source: Source,
-        configured: bool,
-        files: Result<OpenModel, Error>,
-        summary: Option<ModelSummary>,
+        held: Inherited,
+        files: Option<Result<OpenModel, Error>>,
     ) {
+        let Inherited {
+            configured,
+            state,
+            summary,
+            serving,
+            footprint,
+        } = held;
         let mut model = Model::new(source, configured);
-        match files {
-            Ok(files) => {
+        model.footprint = (footprint != Footprint::default()).then_some(footprint);
+        match files.transpose() {
+            Ok(None) => {
+                model.state = ModelState::Asleep;
+                model.summary = summary;
+            }
+            Ok(Some(files)) => {
                 model.files = Some(Arc::new(files));
-                model.state = ModelState::Loading;
+                model.state = match state {
+                    ModelState::Retiring => ModelState::Retiring,
+                    _ => ModelState::Loading,
+                };
                 model.summary = summary;
             }
             Err(error) => {
@@ -115,7 +145,10 @@ impl Fleet {
                 model.fail(error);
             }
         }
-        self.table().models.insert(name, model);
+        self.table().models.insert(name.clone(), model);
+        if let Err(error) = self.serve_as(&name, &serving) {
+            tracing::error!(model = %name, %error, "a model's names were not handed over");
+        }
     }
 
     /// Whether there is a model of this name.
@@ -172,6 +205,8 @@ impl Fleet {
             self.inherit_guest(id, device, &guest, heir);
         }
         self.host_guests();
+        self.retire_all();
+        self.keep_alive();
     }
 
     /// Notes how long a worker has lived already.

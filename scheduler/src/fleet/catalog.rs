@@ -1,21 +1,26 @@
 //! The models of the table: what is known of each, without effects.
 
-use std::sync::Arc;
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, atomic::Ordering},
+};
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::{ModelInfo, ModelState, ModelSummary, PackedInfo},
+    v1::{ModelInfo, ModelState, ModelSummary, PackedInfo, Serving},
 };
 
 use super::{
-    Asked, Table,
+    Asked, Link, Table,
     guests::Guest,
+    serving::Uses,
     slot::{Slot, TRUSTED, UNTRUSTED},
 };
 use crate::{
     death::Death,
+    room::Footprint,
     vault::{OpenModel, Source},
 };
 
@@ -38,6 +43,13 @@ pub struct Model {
     pub summary: Option<ModelSummary>,
     /// Why it could not be loaded, or why a worker would not while others may.
     pub problem: Option<Error>,
+    /// How it is served.
+    pub serving: Serving,
+    /// What it takes, once that was measured.
+    pub(super) footprint: Option<Footprint>,
+    /// The devices that are to have it; none: all.
+    pub(super) homes: Option<BTreeSet<String>>,
+    pub(super) uses: Arc<Uses>,
     pub(super) strikes: u32,
 }
 
@@ -50,12 +62,36 @@ impl Model {
             files: None,
             summary: None,
             problem: None,
+            serving: Serving::default(),
+            footprint: None,
+            homes: None,
+            uses: Arc::default(),
             strikes: 0,
         }
     }
 
+    /// Whether workers are to have it.
     pub(super) fn is_wanted(&self) -> bool {
-        matches!(self.state, ModelState::Loading | ModelState::Loaded)
+        use ModelState::{Loaded, Loading, Retiring};
+        matches!(self.state, Loading | Loaded | Retiring)
+    }
+
+    /// Whether requests that name no model may mean it.
+    fn is_open(&self) -> bool {
+        use ModelState::{Asleep, Loaded, Loading};
+        matches!(self.state, Loading | Loaded | Asleep)
+    }
+
+    /// Whether a request for it would be served.
+    pub(super) fn can_be_asked(&self) -> bool {
+        matches!(self.state, ModelState::Loaded | ModelState::Asleep)
+    }
+
+    /// A worker has it.
+    pub(super) fn has_worker(&mut self) {
+        if self.state != ModelState::Retiring {
+            self.state = ModelState::Loaded;
+        }
     }
 
     /// Its trust domain, once it is open.
@@ -85,10 +121,14 @@ impl Table {
     pub(super) fn difference(
         &self,
         guest: Option<&Guest>,
+        device: &str,
         loaded: &Asked,
     ) -> (Vec<(ModelName, Arc<OpenModel>)>, Vec<ModelName>) {
-        let its =
-            |(name, files): &(ModelName, Arc<OpenModel>)| Guest::of(name, files).as_ref() == guest;
+        let homes = |name: &ModelName| self.models.get(name).and_then(|m| m.homes.as_ref());
+        let its = |(name, files): &(ModelName, Arc<OpenModel>)| {
+            Guest::of(name, files).as_ref() == guest
+                && (guest.is_some() || homes(name).is_none_or(|homes| homes.contains(device)))
+        };
         let wanted: Vec<_> = self.wanted().filter(its).collect();
         let missing = wanted.iter().filter(|(name, files)| {
             let asked = loaded.get(name);
@@ -106,8 +146,8 @@ impl Table {
     pub(super) fn usable(&self, name: &ModelName) -> Result<bool, Error> {
         let model = self.models.get(name).ok_or_else(|| self.unknown(name))?;
         match (model.state, &model.problem) {
-            (ModelState::Loaded, _) => Ok(false),
-            (ModelState::Loading, _) => Ok(true),
+            (ModelState::Loaded | ModelState::Retiring, _) => Ok(false),
+            (ModelState::Loading | ModelState::Asleep, _) => Ok(true),
             (_, Some(problem)) => Err(Error::new(
                 problem.reason(),
                 format!("model {name} could not be loaded: {problem}"),
@@ -198,7 +238,7 @@ impl Table {
         fn only<'a>(mut names: impl Iterator<Item = &'a ModelName>) -> Option<&'a ModelName> {
             names.next().filter(|_| names.next().is_none())
         }
-        let wanted = || self.models.iter().filter(|(_, m)| m.is_wanted());
+        let wanted = || self.models.iter().filter(|(_, m)| m.is_open());
         self.default_model
             .as_ref()
             .or_else(|| match wanted().next() {
@@ -228,7 +268,58 @@ impl Table {
             is_default: self.default_name() == Some(name),
             packed: self.packed(name, model),
             trust_domain: model.domain().to_owned(),
+            serving: Some(Serving {
+                aliases: self.names_of(name),
+                ..model.serving.clone()
+            }),
+            running_requests: model.uses.running(),
+            idle_ms: model.uses.idle().map_or(0, |idle| {
+                u64::try_from(idle.as_millis()).unwrap_or(u64::MAX)
+            }),
+            memory_bytes: model.footprint.map_or(0, Footprint::alone),
         }
+    }
+
+    /// Whether a model has as many requests as it may have at once.
+    pub(super) fn is_at_limit(&self, name: &ModelName) -> bool {
+        self.models.get(name).is_some_and(|m| {
+            let most = m.serving.max_running;
+            most > 0 && m.uses.placed.load(Ordering::Relaxed) >= most
+        })
+    }
+
+    /// Takes a model from all workers in the table; the links of those that had it.
+    pub(super) fn take_away(&mut self, name: &ModelName) -> Vec<Arc<Link>> {
+        let holders = self.workers.values_mut();
+        holders
+            .filter_map(|slot| slot.models.remove(name).and(slot.link.clone()))
+            .collect()
+    }
+
+    /// The model that a request means.
+    ///
+    /// # Errors
+    /// [`Reason::ModelNotFound`] or [`Reason::InvalidArgument`], with the names there are.
+    pub(super) fn resolve(&self, name: &str) -> Result<ModelName, Error> {
+        if !name.is_empty() {
+            let name = ModelName::new(name)?;
+            let key = self.key(&name).cloned();
+            return key.ok_or_else(|| self.unknown(&name));
+        }
+        if let Some(name) = self.default_name() {
+            return Ok(self.key(name).unwrap_or(name).clone());
+        }
+        let what = match self.models.is_empty() {
+            true => "no model is loaded; load one with `hotcell load PATH`".to_owned(),
+            false => {
+                let names: Vec<_> = self.models.keys().take(8).map(ModelName::as_str).collect();
+                format!(
+                    "the request names no model and there are several: name one of {}, or set default_model",
+                    names.join(", ")
+                )
+            }
+        };
+        Err(Error::new(Reason::ModelNotFound, what))
     }
 
     fn packed(&self, name: &ModelName, model: &Model) -> Vec<PackedInfo> {

@@ -14,7 +14,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::ModelState,
+    v1::{ModelState, Serving},
 };
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
@@ -140,12 +140,17 @@ impl Fleet {
     }
 
     /// Makes a model known that is loaded once it has passed the gate.
-    pub fn announce(&self, name: ModelName, path: PathBuf) {
+    ///
+    /// # Errors
+    /// [`Reason::ModelExists`] when another one has one of its names.
+    pub fn announce(&self, name: ModelName, path: PathBuf, serving: &Serving) -> Result<(), Error> {
         let mut model = Model::new(Source::Path(path), true);
         // Requests for it wait.
         model.state = ModelState::Loading;
-        self.table().models.insert(name, model);
+        self.table().models.insert(name.clone(), model);
+        self.serve_as(&name, serving)?;
         self.tell();
+        Ok(())
     }
 
     /// Loads the models that were made known so, one after the other, beside everything else.

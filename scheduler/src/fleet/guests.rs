@@ -44,7 +44,7 @@ impl Table {
 
     /// Whether a worker may have a model at all.
     pub(super) fn belongs(&self, slot: &Slot, name: &ModelName) -> bool {
-        self.guest(name) == slot.guest
+        self.guest(name) == slot.guest && (slot.guest.is_some() || self.is_home(&slot.device, name))
     }
 
     /// Whether a worker may come to have a model that it lacks.

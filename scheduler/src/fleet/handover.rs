@@ -117,8 +117,10 @@ impl Fleet {
 }
 
 fn models(table: &Table) -> Vec<v1::HeldModel> {
-    let wanted = table.models.iter().filter(|(_, m)| m.is_wanted());
-    let held = wanted.filter_map(|(name, model)| {
+    let held = table.models.iter();
+    let held = held.filter(|(_, m)| m.is_wanted() || m.state == v1::ModelState::Asleep);
+    let held = held.filter_map(|(name, model)| {
+        let footprint = model.footprint.unwrap_or_default();
         Some(v1::HeldModel {
             name: name.as_str().to_owned(),
             path: match &model.source {
@@ -128,8 +130,18 @@ fn models(table: &Table) -> Vec<v1::HeldModel> {
             configured: model.configured,
             state: model.state.into(),
             summary: model.summary.clone(),
-            files: model.files.as_ref()?.hold(),
-            untrusted: model.files.as_ref()?.alone().is_some(),
+            files: match (&model.files, model.state) {
+                (Some(files), _) => files.hold(),
+                (None, v1::ModelState::Asleep) => Vec::new(),
+                (None, _) => return None,
+            },
+            untrusted: model.files.as_ref().is_some_and(|f| f.alone().is_some()),
+            serving: Some(v1::Serving {
+                aliases: table.names_of(name),
+                ..model.serving.clone()
+            }),
+            weights_bytes: footprint.weights,
+            each_bytes: footprint.each,
         })
     });
     held.collect()

@@ -1,12 +1,6 @@
 //! Looking into models: a throw-away worker reads, loads and computes one, within bounds, and serves nobody.
 
-use std::{
-    io,
-    path::PathBuf,
-    pin::pin,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{io, path::PathBuf, pin::pin, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -114,7 +108,7 @@ impl Link {
     ///
     /// # Errors
     /// [`LoadFailure`].
-    async fn inspect(
+    pub(super) async fn inspect(
         &self,
         files: &OpenModel,
         patience: Duration,
@@ -280,8 +274,7 @@ impl Fleet {
     fn inspection_device(&self) -> Result<(String, Device), Error> {
         let table = self.table();
         let usable = table.workers.iter().filter(|(_, slot)| slot.hopeful);
-        let idle = usable
-            .min_by_key(|(id, slot)| (slot.load.outstanding.load(Ordering::Relaxed), id.as_str()));
+        let idle = usable.min_by_key(|(id, slot)| (slot.outstanding(), id.as_str()));
         let found = idle.map(|(id, slot)| (id.clone(), slot.device.clone()));
         found.ok_or_else(|| {
             let why = "there is no device to look into a model on; `hotcell ps` shows why";

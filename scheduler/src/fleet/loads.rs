@@ -23,6 +23,7 @@ pub(super) struct Loads {
     names: Short<HashMap<ModelName, Arc<Mutex<()>>>>,
     preparing: Semaphore,
     spreading: Mutex<()>,
+    replacing: Mutex<()>,
 }
 
 impl Default for Loads {
@@ -32,6 +33,7 @@ impl Default for Loads {
             names: Short::default(),
             preparing: Semaphore::new(MAX_PREPARED),
             spreading: Mutex::default(),
+            replacing: Mutex::default(),
         }
     }
 }
@@ -67,6 +69,11 @@ impl Loads {
     /// Waits for those that give other models to workers, or take them away.
     pub(super) async fn spread(&self) -> MutexGuard<'_, ()> {
         self.spreading.lock().await
+    }
+
+    /// Waits for those that put a model into the place of another one.
+    pub(super) async fn replace(&self) -> MutexGuard<'_, ()> {
+        self.replacing.lock().await
     }
 
     /// Waits until no model is loaded or unloaded, and lets none begin while the result is held.

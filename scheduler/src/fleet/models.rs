@@ -5,7 +5,7 @@ use std::{path::PathBuf, sync::Arc};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    v1::{EventKind, LoadModelProgress, Loaded, ModelInfo, ModelState},
+    v1::{EventKind, LoadModelProgress, Loaded, ModelInfo, ModelState, Serving},
 };
 use tokio::{sync::mpsc, task::JoinSet};
 
@@ -50,31 +50,7 @@ impl Fleet {
     /// # Errors
     /// [`Reason::ModelNotFound`] or [`Reason::InvalidArgument`], with the names there are.
     pub fn resolve(&self, name: &str) -> Result<ModelName, Error> {
-        let table = self.table();
-        if !name.is_empty() {
-            let name = ModelName::new(name)?;
-            return match table.models.contains_key(&name) {
-                true => Ok(name),
-                false => Err(table.unknown(&name)),
-            };
-        }
-        match table.default_name() {
-            Some(name) => Ok(name.clone()),
-            None if table.models.is_empty() => Err(Error::new(
-                Reason::ModelNotFound,
-                "no model is loaded; load one with `hotcell load PATH`",
-            )),
-            None => {
-                let names: Vec<_> = table.models.keys().take(8).map(ModelName::as_str).collect();
-                Err(Error::new(
-                    Reason::ModelNotFound,
-                    format!(
-                        "the request names no model and there are several: name one of {}, or set default_model",
-                        names.join(", ")
-                    ),
-                ))
-            }
-        }
+        self.table().resolve(name)
     }
 
     pub(super) fn note_loading(&self, worker: &str, model: Option<&ModelName>) {
@@ -98,8 +74,11 @@ impl Fleet {
         else {
             return;
         };
-        let first = model.state != ModelState::Loaded;
-        model.state = ModelState::Loaded;
+        let first = model.state == ModelState::Loading;
+        if first {
+            model.uses.touch();
+        }
+        model.has_worker();
         model.problem = None;
         model.strikes = 0;
         if model.summary.is_none() {
@@ -153,7 +132,7 @@ impl Fleet {
         self.load_for(Who::default(), name, path, progress).await
     }
 
-    /// [`load`](Self::load), for somebody whom the audit log names.
+    /// [`load_as`](Self::load_as), as it is served already, or as it is configured.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -164,13 +143,28 @@ impl Fleet {
         path: Option<PathBuf>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
+        self.load_as(who, name, path, None, progress).await
+    }
+
+    /// [`load`](Self::load), for somebody whom the audit log names, and served as they say.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub async fn load_as(
+        self: &Arc<Self>,
+        who: Who,
+        name: Option<ModelName>,
+        path: Option<PathBuf>,
+        serving: Option<Serving>,
+        progress: ProgressSender,
+    ) -> Result<ModelInfo, Error> {
         let fleet = Arc::clone(self);
         let load = async move {
             let asked = name.as_ref().map_or_else(String::new, ModelName::to_string);
             let from = path
                 .as_ref()
                 .map_or_else(String::new, |p| p.display().to_string());
-            let loaded = fleet.load_now(&who, name, path, progress).await;
+            let loaded = fleet.load_now(&who, (name, path), serving, progress).await;
             match &loaded {
                 Ok(m) => fleet.audit_load(&who, &m.name, &m.source, Ok(&m.trust_domain)),
                 Err(error) => fleet.audit_load(&who, &asked, &from, Err(error)),
@@ -185,8 +179,8 @@ impl Fleet {
     async fn load_now(
         self: &Arc<Self>,
         who: &Who,
-        name: Option<ModelName>,
-        path: Option<PathBuf>,
+        (name, path): (Option<ModelName>, Option<PathBuf>),
+        serving: Option<Serving>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
         let name = match (name, &path) {
@@ -197,23 +191,33 @@ impl Fleet {
                 return Err(Error::new(Reason::InvalidArgument, what));
             }
         };
+        let name = self.table().key(&name).cloned().unwrap_or(name);
         let _one_at_a_time = self.loads.one(&name).await;
         let (source, same) = self.identify(&name, path).await?;
-        let _spreads = if let Some(files) = self.known_files(&name, same)? {
-            files.check()?;
-            self.loads.spread().await
-        } else {
-            let Source::Path(path) = source.clone() else {
-                return Err(Error::new(
-                    Reason::ModelNotFound,
-                    format!("model {name} has no bytes any more; restart the scheduler"),
-                ));
-            };
-            let preparing = self.loads.prepare().await;
-            let files = Arc::new(self.open(path).await?);
-            self.admit(&source, &files, who).await?;
-            drop(preparing);
-            let spreads = self.loads.spread().await;
+        let (files, preparing) = match self.known_files(&name, same)? {
+            Some(files) => {
+                files.check()?;
+                (files, None)
+            }
+            None => {
+                let Source::Path(path) = source.clone() else {
+                    return Err(Error::new(
+                        Reason::ModelNotFound,
+                        format!("model {name} has no bytes any more; restart the scheduler"),
+                    ));
+                };
+                let preparing = self.loads.prepare().await;
+                let files = Arc::new(self.open(path).await?);
+                self.admit(&source, &files, who).await?;
+                (files, preparing)
+            }
+        };
+        let footprint = match self.is_tight(&name, &files) {
+            true => Some(self.measure(&files).await?),
+            false => None,
+        };
+        drop(preparing);
+        let _spreads = self.enter_memory(&name, || {
             let mut table = self.table();
             // Others may have come meanwhile.
             table.has_room_for(&name)?;
@@ -221,12 +225,23 @@ impl Fleet {
                 .models
                 .entry(name.clone())
                 .or_insert_with(|| Model::new(source.clone(), false));
-            model.source = source;
-            model.files = Some(files);
-            model.summary = None;
-            spreads
-        };
+            if !model.files.as_ref().is_some_and(|f| Arc::ptr_eq(f, &files)) {
+                model.source = source.clone();
+                model.files = Some(Arc::clone(&files));
+                model.summary = None;
+                model.footprint = None;
+            }
+            model.footprint = footprint.or(model.footprint);
+            drop(table);
+            if let Some(serving) = &serving {
+                self.serve_as(&name, serving)?;
+            }
+            self.table().choose_homes(&name);
+            Ok(())
+        });
+        let _spreads = _spreads.await?;
         self.spread(&name, &progress).await?;
+        self.withdraw_strays(&name).await;
         let table = self.table();
         match table.models.get(&name) {
             Some(model) => Ok(table.info(&name, model)),
@@ -283,12 +298,12 @@ impl Fleet {
             )
             .with("model", name));
         }
-        let keep = same && (model.is_wanted() || model.source == Source::Bundled);
+        let keep = same && (model.is_wanted() || !model.source.can_be_read_again());
         Ok(model.files.clone().filter(|_| keep))
     }
 
     /// Has every ready worker without the model load it, and waits until one has it or none will.
-    async fn spread(
+    pub(super) async fn spread(
         self: &Arc<Self>,
         name: &ModelName,
         progress: &ProgressSender,
@@ -306,20 +321,25 @@ impl Fleet {
             model.problem = None;
             model.strikes = 0;
             let held = table.has(name);
-            if let Some(model) = table.models.get_mut(name)
-                && model.state != ModelState::Loaded
-            {
-                model.state = match held {
-                    true => ModelState::Loaded,
-                    false => ModelState::Loading,
+            if let Some(model) = table.models.get_mut(name) {
+                model.state = match (model.state, held) {
+                    (ModelState::Retiring, _) => ModelState::Retiring,
+                    (ModelState::Loaded, _) | (_, true) => ModelState::Loaded,
+                    _ => ModelState::Loading,
                 };
             }
+            let homes = table.models.get(name).and_then(|m| m.homes.clone());
+            let is_home = |slot: &Slot| {
+                let homes = homes.as_ref().filter(|_| slot.guest.is_none());
+                homes.is_none_or(|homes| homes.contains(&slot.device.id))
+            };
             let mut lacking = Vec::new();
             for slot in table.workers.values_mut() {
                 slot.refused.remove(name);
                 if let Some(link) = slot.link.clone()
                     && !slot.models.contains_key(name)
                     && slot.guest == guest
+                    && is_home(slot)
                 {
                     slot.loading = Some(name.clone());
                     lacking.push((link, Arc::clone(&files)));
@@ -355,8 +375,8 @@ impl Fleet {
                     return Err(table.unknown(name));
                 };
                 match (model.state, &model.problem) {
-                    (ModelState::Loaded, _) if has || !hope => return Ok(()),
-                    (ModelState::Loaded, _) => {}
+                    (ModelState::Loaded | ModelState::Retiring, _) if has || !hope => return Ok(()),
+                    (ModelState::Loaded | ModelState::Retiring, _) => {}
                     (ModelState::Failed, Some(problem)) => return Err(problem.clone()),
                     _ if refusal.is_none() && hope => {}
                     _ => {
@@ -440,7 +460,16 @@ impl Fleet {
     /// # Errors
     /// [`Reason::ModelNotFound`] for an unknown one.
     pub async fn unload(self: &Arc<Self>, name: &ModelName) -> Result<(), Error> {
-        let (fleet, name) = (Arc::clone(self), name.clone());
+        let name = self.table().key(name).unwrap_or(name).clone();
+        self.unload_key(name).await
+    }
+
+    /// The same for a model by its own name.
+    ///
+    /// # Errors
+    /// As [`unload`](Self::unload).
+    pub(super) async fn unload_key(self: &Arc<Self>, name: ModelName) -> Result<(), Error> {
+        let fleet = Arc::clone(self);
         tokio::spawn(async move { fleet.unload_now(&name).await })
             .await
             .unwrap_or_else(|e| {
@@ -454,7 +483,7 @@ impl Fleet {
     async fn unload_now(&self, name: &ModelName) -> Result<(), Error> {
         let _one_at_a_time = self.loads.one(name).await;
         let _spreads = self.loads.spread().await;
-        let links: Vec<_> = {
+        let links = {
             let mut table = self.table();
             let Some(model) = table.models.get_mut(name) else {
                 return Err(table.unknown(name));
@@ -464,28 +493,16 @@ impl Fleet {
             model.summary = None;
             if !model.configured {
                 table.models.remove(name);
-            } else if model.source != Source::Bundled {
+                table.drop_names();
+            } else if model.source.can_be_read_again() {
                 // Opened again when it is loaded again.
                 model.files = None;
             }
-            let holders = table.workers.values_mut();
-            holders
-                .filter_map(|slot| slot.models.remove(name).and(slot.link.clone()))
-                .collect()
+            table.take_away(name)
         };
         self.forget_answers(name);
         self.tell();
-        let patience = self.policy.start_timeout;
-        let mut unloads = JoinSet::new();
-        for link in links {
-            let name = name.clone();
-            unloads.spawn(async move {
-                if let Err(error) = link.unload(&name, patience).await {
-                    tracing::warn!(model = %name, worker = link.worker, %error, "a worker cannot unload a model");
-                }
-            });
-        }
-        while unloads.join_next().await.is_some() {}
+        self.unload_from(links, name).await;
         let about = About {
             model: name.as_str(),
             ..About::default()

@@ -5,7 +5,7 @@ use std::{
     collections::BTreeMap,
     fs::File,
     os::{fd::AsFd, unix::fs::FileExt},
-    sync::{Arc, atomic::Ordering},
+    sync::Arc,
     time::Duration,
 };
 
@@ -146,7 +146,7 @@ impl Fleet {
     fn next_job(&self) -> Option<Job> {
         let table = self.table();
         let mut slots: Vec<_> = table.workers.values().collect();
-        slots.sort_by_key(|slot| slot.load.outstanding.load(Ordering::Relaxed));
+        slots.sort_by_key(|slot| slot.outstanding());
         for slot in slots {
             let Some(link) = slot.serving() else { continue };
             for (name, loaded) in &slot.models {

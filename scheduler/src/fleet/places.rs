@@ -39,7 +39,7 @@ impl Fleet {
     /// # Errors
     /// [`Reason::NoWorker`], [`Reason::Overloaded`], or why the model cannot be used.
     pub async fn acquire(
-        &self,
+        self: &Arc<Self>,
         model: &ModelName,
         wish: Wish<'_>,
         cost: impl Fn() -> Estimate,
@@ -50,8 +50,11 @@ impl Fleet {
         let new = wish.class.is_none() && wish.avoid.is_none();
         let in_turn = wish.tenant.filter(|_| new);
         let mut waiting = None;
+        self.wake(model, true);
         loop {
             changed.see();
+            // It may have gone to sleep since.
+            self.wake(model, false);
             let turn = in_turn.map(|_| waiting.as_ref());
             let why = match self.try_place(model, wish, cost(), turn)? {
                 Ok(placed) => return Ok(placed),
@@ -82,7 +85,7 @@ impl Fleet {
                     Error::new(
                         Reason::Overloaded,
                         format!(
-                            "all workers were full for {:?}; try again later",
+                            "there was no place for another request for {:?}; try again later",
                             self.timeouts.queue
                         ),
                     ),
@@ -103,7 +106,12 @@ impl Fleet {
     ) -> Result<Result<Placed, Wait>, Error> {
         let table = self.table();
         let loading = table.usable(model)?;
-        let open = |model: &ModelName| table.workers.values().any(|slot| slot.has_place(model));
+        let open = |model: &ModelName| {
+            !table.is_at_limit(model) && table.workers.values().any(|slot| slot.has_place(model))
+        };
+        if table.is_at_limit(model) {
+            return Ok(Err(Wait::Full));
+        }
         if let Some(waiting) = turn
             && open(model)
             && !self.turns.comes_first(waiting, open)
@@ -118,7 +126,7 @@ impl Fleet {
                 let candidate = Candidate {
                     worker: id,
                     class: loaded.numerics.as_ref().map_or("", |n| n.id.as_str()),
-                    outstanding: slot.load.outstanding.load(Ordering::Relaxed),
+                    outstanding: slot.outstanding(),
                     running: slot.load.running.load(Ordering::Relaxed),
                     known: wish
                         .prints
@@ -157,6 +165,7 @@ impl Fleet {
             self.prefixes().note(prints, chosen.worker, link.epoch);
         }
         let loaded = slot.models.get(model);
+        let uses = table.models.get(model).map(|m| Arc::clone(&m.uses));
         Ok(Ok(Placed {
             link: Arc::clone(link),
             class: loaded.and_then(|l| l.numerics.clone()).unwrap_or_default(),
@@ -165,6 +174,7 @@ impl Fleet {
                 &slot.load,
                 &self.changed,
                 cost,
+                &uses.unwrap_or_default(),
                 wish.tenant.map(|tenant| self.turns.hold(tenant)),
             ),
             leash: None,

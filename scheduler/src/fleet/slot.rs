@@ -82,6 +82,11 @@ impl Slot {
             && !placement::is_full(self.load.running.load(Ordering::Relaxed))
     }
 
+    /// Tokens it still has to compute.
+    pub(super) fn outstanding(&self) -> u64 {
+        self.load.outstanding.load(Ordering::Relaxed)
+    }
+
     pub(super) fn new(device: Device) -> Self {
         Self {
             device,
@@ -186,7 +191,7 @@ impl Slot {
                 cores: self.device.cores.clone(),
             }),
             models: self.models.keys().map(|m| m.as_str().to_owned()).collect(),
-            outstanding_tokens: self.load.outstanding.load(Ordering::Relaxed),
+            outstanding_tokens: self.outstanding(),
             running_requests: self.load.running.load(Ordering::Relaxed),
             deaths: self.deaths,
             last_exit: self

@@ -211,7 +211,7 @@ impl Fleet {
                         link,
                         class,
                         home,
-                        ticket: Ticket::new(&load, &self.changed, cost(), None),
+                        ticket: Ticket::new(&load, &self.changed, cost(), &self.uses(model), None),
                         leash: Some(Leash {
                             _end: end.drop_guard(),
                         }),

@@ -144,7 +144,7 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
             begun = fleet.begin_aside(order, TRUSTED) => begun,
         };
         let waited = match begun {
-            Ok(aside) => wait(&fleet, aside, &mut asked).await,
+            Ok(aside) => wait(&fleet, &device.id, aside, &mut asked).await,
             Err(death) => {
                 fleet.mourn_aside(&id, epoch, &death, &Ended::default(), None);
                 Wait::Died
@@ -169,12 +169,17 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
 }
 
 /// Has a standby load what workers are to have, and waits until it is asked for.
-async fn wait(fleet: &Fleet, mut aside: Aside, asked: &mut mpsc::Receiver<Ask>) -> Wait {
+async fn wait(
+    fleet: &Fleet,
+    device: &str,
+    mut aside: Aside,
+    asked: &mut mpsc::Receiver<Ask>,
+) -> Wait {
     let mut loaded = Asked::new();
     let mut changed = fleet.changes();
     loop {
         changed.see();
-        let (missing, unwanted) = fleet.table().difference(None, &loaded);
+        let (missing, unwanted) = fleet.table().difference(None, device, &loaded);
         let change = missing.into_iter().next();
         let gone = unwanted.into_iter().next();
         if change.is_some() || gone.is_some() {

@@ -1,6 +1,6 @@
 //! Which worker gets a tensor session.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::Arc;
 
 use hotcell_proto::error::{Error, Reason};
 
@@ -27,7 +27,7 @@ impl Fleet {
         let known: Vec<_> = table.workers.iter().filter(fits).collect();
         let ready = known.iter().filter_map(|(_, slot)| {
             let link = slot.serving()?;
-            Some((slot.load.outstanding.load(Ordering::Relaxed), link))
+            Some((slot.outstanding(), link))
         });
         if let Some((_, link)) = ready.min_by_key(|(load, link)| (*load, link.worker.clone())) {
             return Ok(Arc::clone(link));

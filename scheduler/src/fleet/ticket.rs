@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use super::{Placed, Ticket, changes::Teller, slot::Load, turns::Held};
+use super::{Placed, Ticket, changes::Teller, serving::Uses, slot::Load, turns::Held};
 use crate::placement::Estimate;
 
 impl Placed {
@@ -36,8 +36,10 @@ impl Ticket {
         load: &Arc<Load>,
         changed: &Teller,
         cost: Estimate,
+        uses: &Arc<Uses>,
         held: Option<Held>,
     ) -> Self {
+        uses.placed.fetch_add(1, Ordering::Relaxed);
         load.outstanding
             .fetch_add(cost.prefill + cost.decode, Ordering::Relaxed);
         load.running.fetch_add(1, Ordering::Relaxed);
@@ -46,6 +48,7 @@ impl Ticket {
             changed: changed.clone(),
             prefill: cost.prefill,
             decode: cost.decode,
+            uses: Arc::clone(uses),
             held,
         }
     }
@@ -57,6 +60,7 @@ impl Drop for Ticket {
             .outstanding
             .fetch_sub(self.prefill + self.decode, Ordering::Relaxed);
         self.load.running.fetch_sub(1, Ordering::Relaxed);
+        self.uses.placed.fetch_sub(1, Ordering::Relaxed);
         self.held = None;
         // Somebody may wait for a place.
         self.changed.tell();

@@ -12,7 +12,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use hotcell_proto::v1::{CacheStatus, WorkerInfo, WorkerState};
+use hotcell_proto::v1::{CacheStatus, ModelInfo, ModelState, WorkerInfo, WorkerState};
 
 use crate::{
     meters::{Histogram, Meter},
@@ -56,6 +56,8 @@ enum Read {
     Times(fn(&Meter) -> &Histogram),
     /// One for each model and end.
     Ends,
+    /// One for each model and state.
+    States,
     /// One for each worker.
     Worker(fn(&WorkerInfo) -> f64),
 }
@@ -80,10 +82,21 @@ impl Row {
             Read::Host(_) => &[],
             Read::Model(_) | Read::Times(_) => &["model"],
             Read::Ends => &["model", "end"],
+            Read::States => &["model", "state"],
             Read::Worker(_) => &["worker", "device"],
         }
     }
 }
+
+/// The states of models, in words.
+const STATES: &[(ModelState, &str)] = &[
+    (ModelState::Available, "available"),
+    (ModelState::Loading, "loading"),
+    (ModelState::Loaded, "loaded"),
+    (ModelState::Asleep, "asleep"),
+    (ModelState::Retiring, "retiring"),
+    (ModelState::Failed, "failed"),
+];
 
 /// What there is to be told of at one moment.
 struct Seen {
@@ -96,6 +109,7 @@ struct Seen {
 
 /// A model, with its caches in all workers.
 struct Model<'a> {
+    info: &'a ModelInfo,
     meter: &'a Meter,
     caches: Vec<&'a CacheStatus>,
 }
@@ -154,6 +168,14 @@ rows! {
         Times(|m| &m.between);
     "hotcell_request_seconds" Some("vllm:e2e_request_latency_seconds"), Histogram "From a request's arrival to its end, if it finished.",
         Times(|m| &m.whole);
+    "hotcell_model_state" None, Gauge "1 for the state that the model is in, 0 for the others.",
+        States;
+    "hotcell_model_workers" None, Gauge "Workers that have the model and serve.",
+        Model(|m| m.info.workers.len() as f64);
+    "hotcell_model_requests" None, Gauge "Requests for the model that are under way, those that wait included.",
+        Model(|m| f64::from(m.info.running_requests));
+    "hotcell_model_memory_bytes" None, Gauge "What the model takes on one device, by a dry run; 0 before that is known.",
+        Model(|m| m.info.memory_bytes as f64);
     "hotcell_continuations_total" None, Counter "Times that a stream went on after its worker's death.",
         Model(|m| m.meter.continuations.load(Ordering::Relaxed) as f64);
     "hotcell_continuation_pause_seconds" None, Histogram "From a worker's death to the next event of a stream that ran on it.",
@@ -254,6 +276,16 @@ fn write_row(to: &mut String, row: &Row, name: &str, seen: &Seen, models: &[(Str
                 }
             }
         }
+        Read::States => {
+            for (model, values) in models {
+                for (state, word) in STATES {
+                    let mut labels = model_labels(theirs, model);
+                    labels.push(("state", word));
+                    let now = u8::from(values.info.state() == *state);
+                    let _ = writeln!(to, "{name}{} {now}", braced(&labels));
+                }
+            }
+        }
         Read::Worker(value) => {
             for worker in &seen.workers {
                 let device = worker.lease.as_ref().map_or("", |l| l.device.as_str());
@@ -284,6 +316,7 @@ async fn metrics(State(shared): State<Shared>) -> Response {
         models.push((
             info.name.clone(),
             Model {
+                info,
                 meter: meter.map_or(&idle, |(_, meter)| meter),
                 caches: caches.filter(|c| c.model == info.name).collect(),
             },

@@ -154,8 +154,14 @@ fn merge(into: &mut Value, more: Value) {
 
 /// The time in RFC 3339, as of now.
 fn now() -> String {
+    at(Duration::ZERO)
+}
+
+/// The time in RFC 3339, so much later than now.
+fn at(later: Duration) -> String {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    hotcell_proto::token::write_time(since.map_or(0, |since| since.as_secs()))
+    let at = since.unwrap_or_default().saturating_add(later);
+    hotcell_proto::token::write_time(at.as_secs())
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use hotcell_proto::{
         CrashReport, Event, GetCrashRequest, InspectModelRequest, Inspection, ListCrashesRequest,
         ListCrashesResponse, ListDevicesRequest, ListDevicesResponse, ListModelsRequest,
         ListModelsResponse, ListWorkersRequest, ListWorkersResponse, LoadModelProgress,
-        LoadModelRequest, ReleaseWorkerRequest, ReleaseWorkerResponse, UnloadModelRequest,
-        UnloadModelResponse, WatchEventsRequest, control_server::Control,
+        LoadModelRequest, ModelInfo, ReleaseWorkerRequest, ReleaseWorkerResponse, Serving,
+        UnloadModelRequest, UnloadModelResponse, WatchEventsRequest, control_server::Control,
     },
 };
 use tokio::sync::{broadcast::error::RecvError, mpsc};
@@ -23,6 +23,8 @@ use crate::{
     admission::draining,
     audit::Who,
     events::missed,
+    fleet::checked_serving,
+    vault::name_of,
 };
 
 /// Events of a load that wait for its client; progress beyond is left out.
@@ -66,7 +68,38 @@ fn wanted(
     Ok((name, path))
 }
 
+/// The end of a load.
+fn done(model: ModelInfo, stage: &str) -> LoadModelProgress {
+    LoadModelProgress {
+        name: model.name.clone(),
+        bytes_done: model.file_bytes,
+        bytes_total: model.file_bytes,
+        stage: stage.to_owned(),
+        done: true,
+        model: Some(model),
+        ..LoadModelProgress::default()
+    }
+}
+
 impl Service {
+    /// Makes a model known that its first request loads.
+    fn expect(
+        &self,
+        name: Option<ModelName>,
+        path: Option<PathBuf>,
+        serving: Option<Serving>,
+    ) -> Result<Response<Boxed<LoadModelProgress>>, Status> {
+        let Some(path) = path else {
+            let what = "to load a model with its first request, give its path";
+            return Err(Error::new(Reason::InvalidArgument, what).into());
+        };
+        let name = name.map_or_else(|| name_of(&path), Ok)?;
+        let fleet = &self.0.fleet;
+        fleet.expect(name.clone(), path, false, &serving.unwrap_or_default())?;
+        let told = done(fleet.model(name.as_str())?, "known");
+        Ok(Response::new(Box::pin(tokio_stream::once(Ok(told)))))
+    }
+
     /// Who asks something about a model, if they may.
     fn asks<T>(&self, request: &Request<T>, name: Option<&ModelName>) -> Result<Who, Error> {
         if let Some(name) = name.filter(|_| is_remote(request)) {
@@ -117,17 +150,43 @@ impl Control for Service {
         &self,
         request: Request<LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
-        let LoadModelRequest { name, path } = request.get_ref();
+        let LoadModelRequest {
+            name,
+            path,
+            serving,
+            replace,
+            on_request,
+        } = request.get_ref();
         let (name, path) = wanted(name, path, is_remote(&request))?;
         let who = self.asks(&request, name.as_ref())?;
         if self.0.admission.is_closed() {
             return Err(draining().into());
         }
+        if let Some(serving) = serving {
+            checked_serving(serving)?;
+        }
+        let serving = serving.clone();
+        if *on_request {
+            return self.expect(name, path, serving);
+        }
+        let replaced = match (*replace, &name, &path) {
+            (false, ..) => None,
+            (true, Some(name), Some(path)) => Some((name.clone(), path.clone())),
+            (true, ..) => {
+                let what = "to replace a model, give its name and the path of the new one";
+                return Err(Error::new(Reason::InvalidArgument, what).into());
+            }
+        };
         let (sender, receiver) = mpsc::channel(LOAD_BUFFER);
         let (fleet, abort) = (Arc::clone(&self.0.fleet), self.0.abort.clone());
         tokio::spawn(async move {
             let (progress, mut steps) = mpsc::channel(LOAD_BUFFER);
-            let loading = fleet.load_for(who, name, path, progress);
+            let loading = async {
+                match replaced {
+                    Some((name, path)) => fleet.replace(who, name, path, serving, progress).await,
+                    None => fleet.load_as(who, name, path, serving, progress).await,
+                }
+            };
             let forward = async {
                 while let Some(step) = steps.recv().await {
                     let _ = sender.try_send(Ok(step));
@@ -138,15 +197,7 @@ impl Control for Service {
                 result = both => result,
                 () = abort.cancelled() => Err(draining()),
             };
-            let last = result.map(|model| LoadModelProgress {
-                name: model.name.clone(),
-                bytes_done: model.file_bytes,
-                bytes_total: model.file_bytes,
-                stage: "loaded".to_owned(),
-                done: true,
-                model: Some(model),
-                ..LoadModelProgress::default()
-            });
+            let last = result.map(|model| done(model, "loaded"));
             // An error means that the client left; the load went on without it.
             let _ = sender.send(last.map_err(Status::from)).await;
         });

@@ -43,7 +43,7 @@ impl Shared {
     ) -> Result<EventStream, Error> {
         request.tenant = caller.tenant(&request.tenant).to_owned();
         check_request(&request)?;
-        let model = self.fleet.resolve(&request.model)?;
+        let (model, using) = self.fleet.engage(&request.model)?;
         request.model = model.as_str().to_owned();
         let (id, fingerprint) = match request.request_id.as_str() {
             "" => (RequestId::random()?, None),
@@ -80,6 +80,7 @@ impl Shared {
             deadline,
             permit,
             past: None,
+            using,
         };
         let fleet = Arc::clone(&self.fleet);
         tokio::spawn(relay::run(fleet, call, stream, streams, self.abort.clone()));
@@ -115,7 +116,7 @@ impl Shared {
     ) -> Result<TokenizeResponse, Error> {
         check_prompt(request.prompt.as_ref())?;
         self.may_name(&request.model, caller)?;
-        let model = self.fleet.resolve(&request.model)?;
+        let (model, _using) = self.fleet.engage(&request.model)?;
         let want = wanted_for([request.prompt.as_ref()]);
         let tenant = caller.tenant("");
         let _permit = self.enter(tenant, want)?;
@@ -142,7 +143,7 @@ impl Shared {
     ) -> Result<EmbedResponse, Error> {
         request.tenant = caller.tenant(&request.tenant).to_owned();
         check_embed(&request)?;
-        let model = self.fleet.resolve(&request.model)?;
+        let (model, _using) = self.fleet.engage(&request.model)?;
         let want = wanted_for(request.prompts.iter().map(Some));
         let _permit = self.enter(&request.tenant, want)?;
         let call = text::embed(&self.fleet, &model, request, deadline);
@@ -235,7 +236,7 @@ impl Tokens for Service {
             return Err(Error::new(Reason::LimitExceeded, error).into());
         }
         let fleet = &self.0.fleet;
-        let model = fleet.resolve(&request.model)?;
+        let (model, _using) = fleet.engage(&request.model)?;
         let want = Want {
             requests: 1,
             tokens: request.ids.len() as u64,

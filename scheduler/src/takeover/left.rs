@@ -17,8 +17,8 @@ use hotcell_proto::{
     ids::ModelName,
     limits,
     v1::{
-        Device, DoorKind, HeldFile, HeldLink, HeldModel, HeldStream, HeldWorker, TakeoverResponse,
-        TakeoverState, WorkerState,
+        Device, DoorKind, HeldFile, HeldLink, HeldModel, HeldStream, HeldWorker, ModelState,
+        TakeoverResponse, TakeoverState, WorkerState,
     },
 };
 use prost::Message;
@@ -27,8 +27,10 @@ use tokio::time::{Instant, timeout_at};
 use super::{STATE_VERSION, give::descriptors};
 use crate::{
     admission::wanted,
-    fleet::{Fleet, Heir, Launched, Live, Processes},
+    config::ConfiguredModel,
+    fleet::{Fleet, Heir, Inherited, Launched, Live, Processes},
     relay::{self, Call},
+    room::Footprint,
     service::Shared,
     store,
     supervisor::Past,
@@ -200,31 +202,47 @@ impl Left {
     }
 
     /// Hands models and what is remembered of deaths to the fleet, but for models that are configured otherwise now.
-    pub fn give_models(&mut self, fleet: &Fleet, configured: &[(ModelName, PathBuf)]) {
+    pub fn give_models(&mut self, fleet: &Fleet, wanted: &[ConfiguredModel]) {
         for model in std::mem::take(&mut self.state.models) {
             let HeldModel {
                 name,
                 path,
-                configured: was_configured,
+                configured,
+                state,
                 summary,
                 files,
                 untrusted,
+                serving,
+                weights_bytes,
+                each_bytes,
                 ..
             } = model;
+            let state = ModelState::try_from(state).unwrap_or_default();
             let Ok(name) = ModelName::new(name) else {
                 continue;
             };
             let path = path.map(|path| PathBuf::from(std::ffi::OsString::from_vec(path)));
-            let wanted = configured.iter().find(|(n, _)| *n == name);
-            if wanted.is_some_and(|(_, wanted)| Some(wanted) != path.as_ref())
+            let known = wanted.iter().find(|model| model.name == name);
+            if known.is_some_and(|model| Some(&model.path) != path.as_ref())
                 || files.len() > limits::MAX_MODEL_FILES
             {
                 continue;
             }
             let claim = |number| self.fds.remove(&number);
-            let files = vault::inherit(files, path.is_none(), untrusted, claim);
+            let files = (state != ModelState::Asleep)
+                .then(|| vault::inherit(files, path.is_none(), untrusted, claim));
             let source = path.map_or(Source::Bundled, Source::Path);
-            fleet.inherit_model(name, source, was_configured, files, summary);
+            let held = Inherited {
+                configured,
+                state,
+                summary,
+                serving: serving.unwrap_or_default(),
+                footprint: Footprint {
+                    weights: weights_bytes,
+                    each: each_bytes,
+                },
+            };
+            fleet.inherit_model(name, source, held, files);
         }
         let explained = std::mem::take(&mut self.state.explained);
         let explained: Vec<_> = explained.into_iter().map(Process::from).collect();
@@ -345,6 +363,7 @@ fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error:
         }
     };
     let call = Call {
+        using: shared.fleet.using(&model),
         request: running.request,
         id,
         model,

@@ -108,6 +108,7 @@ impl House {
             model_policy: Arc::default(),
             audit: Default::default(),
             default_model: None,
+            device_memory: None,
         });
         let name = ModelName::new("m").unwrap();
         let file = sealed_memory("config.json", b"{}").unwrap();
@@ -541,6 +542,7 @@ async fn load(house: &House, name: &str, path: &Path) -> Result<v1::ModelInfo, S
     let request = LoadModelRequest {
         name: name.into(),
         path: path.to_str().unwrap().into(),
+        ..LoadModelRequest::default()
     };
     let mut steps = house.control().load_model(request).await?.into_inner();
     let mut last = None;

@@ -170,6 +170,7 @@ impl House {
             model_policy: Arc::default(),
             audit: Default::default(),
             default_model: None,
+            device_memory: None,
         });
         for model in &ground.models {
             let name = ModelName::new(*model).unwrap();

@@ -345,6 +345,7 @@ pub fn requests() -> Vec<Vec<u8>> {
     let load = v1::LoadModelRequest {
         name: "a-model".to_owned(),
         path: "/models/a".to_owned(),
+        ..v1::LoadModelRequest::default()
     };
     all.push(tagged(3, load.encode_to_vec()));
     all.push(tagged(24, execute().encode_to_vec()));

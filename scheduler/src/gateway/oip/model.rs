@@ -95,18 +95,18 @@ pub(super) fn find(
         );
         return Err(Error::new(Reason::ModelNotFound, what).with("model", name));
     }
-    let mut models = shared.fleet.models().into_iter();
-    let found = models.find(|model| model.name == name.as_str());
-    found.ok_or_else(|| {
-        let what = format!("model {name} was unloaded just now");
-        Error::new(Reason::ModelNotFound, what).with("model", name)
-    })
+    shared.fleet.model(name.as_str())
 }
 
 /// Whether a request for a model can be served now.
 pub(super) fn is_ready(shared: &Shared, model: &ModelInfo) -> bool {
     let open = !shared.admission.is_closed();
-    open && model.state() == ModelState::Loaded && !model.workers.is_empty()
+    open && match model.state() {
+        ModelState::Loaded => !model.workers.is_empty(),
+        // The request has it loaded.
+        ModelState::Asleep => true,
+        _ => false,
+    }
 }
 
 /// Its inputs and outputs.
@@ -186,7 +186,8 @@ pub(super) fn index(shared: &Shared, ready: bool) -> RepositoryIndexResponse {
             ModelState::Loading => ("LOADING", String::new()),
             ModelState::Failed => ("UNAVAILABLE", model.problem.clone()),
             ModelState::Loaded => ("UNAVAILABLE", "no worker has it now".to_owned()),
-            ModelState::Available | ModelState::Unspecified => {
+            ModelState::Retiring => ("UNLOADING", "another one takes its place".to_owned()),
+            ModelState::Asleep | ModelState::Available | ModelState::Unspecified => {
                 ("UNAVAILABLE", "it is not loaded".to_owned())
             }
         };

@@ -1,5 +1,7 @@
 //! The models there are, as Ollama lists them.
 
+use std::time::Duration;
+
 use axum::{Json, body::Body, extract::State, response::IntoResponse, response::Response};
 use hotcell_proto::{
     error::{Error, Reason},
@@ -8,7 +10,7 @@ use hotcell_proto::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{answered, now, untagged};
+use super::{answered, at, now, untagged};
 use crate::{gateway::body, service::Shared};
 
 /// `GET /api/version`.
@@ -43,11 +45,11 @@ fn details(info: &ModelInfo) -> Value {
     })
 }
 
-fn row(info: &ModelInfo) -> Value {
+fn row(name: &str, info: &ModelInfo) -> Value {
     let summary = info.summary.clone().unwrap_or_default();
     json!({
-        "name": info.name,
-        "model": info.name,
+        "name": name,
+        "model": name,
         "modified_at": now(),
         "size": info.file_bytes,
         "digest": summary.model_hash,
@@ -55,26 +57,29 @@ fn row(info: &ModelInfo) -> Value {
     })
 }
 
-fn loaded(shared: &Shared) -> Vec<ModelInfo> {
-    let mut models = shared.fleet.models();
-    models.retain(|m| m.state() == ModelState::Loaded);
-    models
-}
-
 /// `GET /api/tags`: those that can be asked.
 pub(super) async fn tags(State(shared): State<Shared>) -> Response {
-    let rows: Vec<_> = loaded(&shared).iter().map(row).collect();
+    let offered = shared.fleet.offered();
+    let rows: Vec<_> = offered.iter().map(|(name, info)| row(name, info)).collect();
     Json(json!({ "models": rows })).into_response()
 }
 
-/// `GET /api/ps`: those that workers have in memory, which nobody takes out of it by waiting.
+/// When a model goes out of memory if nobody asks for it.
+fn expires(info: &ModelInfo) -> String {
+    let keep = info.serving.as_ref().and_then(|s| s.keep_alive_ms);
+    match keep {
+        Some(keep) => at(Duration::from_millis(keep.saturating_sub(info.idle_ms))),
+        None => "9999-12-31T23:59:59Z".to_owned(),
+    }
+}
+
+/// `GET /api/ps`: those that workers have in memory.
 pub(super) async fn ps(State(shared): State<Shared>) -> Response {
-    let rows = loaded(&shared)
-        .into_iter()
-        .filter(|m| !m.workers.is_empty());
-    let rows = rows.map(|info| {
-        let mut row = row(&info);
-        row["expires_at"] = Value::from("9999-12-31T23:59:59Z");
+    let models = shared.fleet.models().into_iter();
+    let held = models.filter(|m| m.state() == ModelState::Loaded && !m.workers.is_empty());
+    let rows = held.map(|info| {
+        let mut row = row(&info.name, &info);
+        row["expires_at"] = Value::from(expires(&info));
         row["size_vram"] = Value::from(info.file_bytes);
         row
     });
@@ -97,9 +102,8 @@ pub(super) async fn show(State(shared): State<Shared>, body: Body) -> Response {
 /// # Errors
 /// [`Reason::ModelNotFound`].
 pub(super) fn find(shared: &Shared, name: &str) -> Result<ModelInfo, Error> {
-    let wanted = untagged(name);
-    let all = shared.fleet.models();
-    all.into_iter().find(|m| m.name == wanted).ok_or_else(|| {
+    let known = shared.fleet.model(untagged(name)).ok();
+    known.filter(|_| !name.is_empty()).ok_or_else(|| {
         let name: String = name.chars().take(128).collect();
         let what = format!("model {name:?} not found; load it with `hotcell load`");
         Error::new(Reason::ModelNotFound, what)

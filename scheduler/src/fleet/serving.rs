@@ -1,0 +1,216 @@
+//! How models are served: their further names, who uses them, and their own limits.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    limits,
+    v1::{ModelInfo, ModelState, Serving},
+};
+use tokio::time::Instant;
+
+use super::{Fleet, Table, changes::Teller};
+
+/// The requests for a model.
+#[derive(Debug)]
+pub(super) struct Uses {
+    running: AtomicU32,
+    /// Those that have a place on a worker.
+    pub(super) placed: AtomicU32,
+    /// When it was loaded, or when the last of them ended.
+    last: Mutex<Instant>,
+}
+
+impl Default for Uses {
+    fn default() -> Self {
+        Self {
+            running: AtomicU32::new(0),
+            placed: AtomicU32::new(0),
+            last: Mutex::new(Instant::now()),
+        }
+    }
+}
+
+impl Uses {
+    /// Requests that are under way, those that wait included.
+    pub(super) fn running(&self) -> u32 {
+        self.running.load(Ordering::Relaxed)
+    }
+
+    /// From now on it counts as unused.
+    pub(super) fn touch(&self) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    /// How long nobody has used it; none while somebody does.
+    pub(super) fn idle(&self) -> Option<Duration> {
+        let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        (self.running() == 0).then(|| last.elapsed())
+    }
+}
+
+/// A request uses a model, until this is dropped: it is neither put to sleep nor retired.
+#[derive(Debug)]
+pub struct Using {
+    uses: Arc<Uses>,
+    changed: Teller,
+}
+
+impl Drop for Using {
+    fn drop(&mut self) {
+        self.uses.touch();
+        if self.uses.running.fetch_sub(1, Ordering::Relaxed) == 1 {
+            // Somebody may wait for that.
+            self.changed.tell();
+        }
+    }
+}
+
+/// Checks how a model is to be served.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] for a name that is none, [`Reason::LimitExceeded`] for too many.
+pub(crate) fn checked(serving: &Serving) -> Result<Vec<ModelName>, Error> {
+    if serving.aliases.len() > limits::MAX_ALIASES {
+        let what = format!("a model has at most {} further names", limits::MAX_ALIASES);
+        return Err(Error::new(Reason::LimitExceeded, what));
+    }
+    serving.aliases.iter().map(ModelName::new).collect()
+}
+
+impl Table {
+    /// The model that a name means: that of a further name, else its own.
+    pub(super) fn key<'t>(&'t self, name: &'t ModelName) -> Option<&'t ModelName> {
+        let own = self.models.get_key_value(name).map(|(key, _)| key);
+        self.aliases.get(name).or(own)
+    }
+
+    /// Gives a model its further names.
+    ///
+    /// # Errors
+    /// [`Reason::ModelExists`] when another one has one of them.
+    pub(super) fn give_names(
+        &mut self,
+        model: &ModelName,
+        aliases: &[ModelName],
+    ) -> Result<(), Error> {
+        for alias in aliases {
+            // One that gives way has given up its names.
+            let retires = |holder: &ModelName| {
+                let holder = self.models.get(holder);
+                holder.is_some_and(|m| m.state == ModelState::Retiring)
+            };
+            let taken = self.key(alias);
+            let taken = taken.filter(|holder| *holder != model && !retires(holder));
+            if let Some(holder) = taken {
+                let what = format!(
+                    "model {holder} has the name {alias}; unload it, or choose another name"
+                );
+                return Err(Error::new(Reason::ModelExists, what).with("model", alias));
+            }
+        }
+        self.aliases.retain(|_, key| key != model);
+        let own = aliases.iter().filter(|alias| *alias != model);
+        self.aliases
+            .extend(own.map(|alias| (alias.clone(), model.clone())));
+        Ok(())
+    }
+
+    /// A model's further names.
+    pub(super) fn names_of(&self, model: &ModelName) -> Vec<String> {
+        let own = self.aliases.iter().filter(|(_, key)| *key == model);
+        own.map(|(alias, _)| alias.to_string()).collect()
+    }
+
+    /// Forgets the further names of models that are gone.
+    pub(super) fn drop_names(&mut self) {
+        let models = &self.models;
+        self.aliases.retain(|_, key| models.contains_key(key));
+    }
+}
+
+impl Fleet {
+    /// The model that a request means, in use until the result is dropped; an empty name means the default one, or the only
+    /// one.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub fn engage(&self, name: &str) -> Result<(ModelName, Using), Error> {
+        let table = self.table();
+        let key = table.resolve(name)?;
+        let using = self.using_of(&table, &key);
+        Ok((key, using))
+    }
+
+    /// Uses a model that a request was resolved to before.
+    pub fn using(&self, model: &ModelName) -> Using {
+        self.using_of(&self.table(), model)
+    }
+
+    /// The count of a model's requests.
+    pub(super) fn uses(&self, model: &ModelName) -> Arc<Uses> {
+        let table = self.table();
+        let uses = table.models.get(model).map(|m| Arc::clone(&m.uses));
+        uses.unwrap_or_default()
+    }
+
+    fn using_of(&self, table: &Table, model: &ModelName) -> Using {
+        let uses = table.models.get(model).map(|m| Arc::clone(&m.uses));
+        let uses = uses.unwrap_or_default();
+        uses.running.fetch_add(1, Ordering::Relaxed);
+        Using {
+            uses,
+            changed: self.changed.clone(),
+        }
+    }
+
+    /// What there is to say of the model that a name means.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub fn model(&self, name: &str) -> Result<ModelInfo, Error> {
+        let table = self.table();
+        let key = table.resolve(name)?;
+        let model = table.models.get(&key).ok_or_else(|| table.unknown(&key))?;
+        Ok(table.info(&key, model))
+    }
+
+    /// The models that requests may name, by each of their names.
+    pub fn offered(&self) -> Vec<(String, ModelInfo)> {
+        let table = self.table();
+        let mut all = Vec::new();
+        for (key, model) in table.models.iter().filter(|(_, m)| m.can_be_asked()) {
+            let info = table.info(key, model);
+            let names = table.names_of(key);
+            all.extend(names.into_iter().map(|name| (name, info.clone())));
+            all.push((key.to_string(), info));
+        }
+        all.sort_by(|(a, _), (b, _)| a.cmp(b));
+        all
+    }
+
+    /// Sets how a model is served.
+    ///
+    /// # Errors
+    /// [`Reason::ModelExists`] when another one has one of its names.
+    pub(super) fn serve_as(&self, name: &ModelName, serving: &Serving) -> Result<(), Error> {
+        let aliases = checked(serving)?;
+        let mut table = self.table();
+        table.give_names(name, &aliases)?;
+        if let Some(model) = table.models.get_mut(name) {
+            model.serving = serving.clone();
+        }
+        Ok(())
+    }
+}
+
+/// Further names of models, and the models they mean.
+pub(super) type Aliases = BTreeMap<ModelName, ModelName>;

@@ -1,0 +1,134 @@
+//! Models that are in no worker's memory until somebody asks for them, and go out of it when nobody does.
+
+use std::{future::pending, path::PathBuf, sync::Arc, time::Duration};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    v1::{ModelState, Serving},
+};
+use tokio::{sync::mpsc, time::sleep};
+
+use super::{Fleet, catalog::Model};
+use crate::{audit::Who, vault::Source};
+
+impl Fleet {
+    /// Makes a model known that its first request loads.
+    ///
+    /// # Errors
+    /// As [`serve_as`](Self::serve_as).
+    pub fn expect(
+        &self,
+        name: ModelName,
+        path: PathBuf,
+        configured: bool,
+        serving: &Serving,
+    ) -> Result<(), Error> {
+        {
+            let mut table = self.table();
+            table.has_room_for(&name)?;
+            if let Some(holder) = table.aliases.get(&name) {
+                let what = format!("model {holder} has the name {name} already");
+                return Err(Error::new(Reason::ModelExists, what).with("model", &name));
+            }
+            let known = table.models.get(&name);
+            if known.is_some_and(|m| m.is_wanted()) {
+                let what = format!("a model called {name} is loaded; unload it first");
+                return Err(Error::new(Reason::ModelExists, what).with("model", &name));
+            }
+            let configured = configured || known.is_some_and(|m| m.configured);
+            let mut model = Model::new(Source::Path(path), configured);
+            model.state = ModelState::Asleep;
+            table.models.insert(name.clone(), model);
+        }
+        self.serve_as(&name, serving)?;
+        self.tell();
+        Ok(())
+    }
+
+    /// Has a model loaded that sleeps, for somebody who asks for it: one that found no room as well, if `new` says that
+    /// this one has not waited for it yet.
+    pub(super) fn wake(self: &Arc<Self>, name: &ModelName, new: bool) {
+        {
+            let mut table = self.table();
+            let Some(model) = table.models.get_mut(name) else {
+                return;
+            };
+            let found_no_room = || {
+                let problem = model.problem.as_ref();
+                problem.is_some_and(|p| p.reason() == Reason::Overloaded)
+            };
+            match model.state {
+                ModelState::Asleep => {}
+                ModelState::Failed if new && found_no_room() => {}
+                _ => return,
+            }
+            // Requests for it wait from now on.
+            model.state = ModelState::Loading;
+            model.problem = None;
+        }
+        tracing::info!(model = %name, "a request wakes a model");
+        let (fleet, name) = (Arc::clone(self), name.clone());
+        self.keepers.spawn(async move {
+            let (progress, _) = mpsc::channel(1);
+            let load = fleet.load_for(Who::configuration(), Some(name.clone()), None, progress);
+            let loaded = tokio::select! {
+                () = fleet.stop.cancelled() => return,
+                loaded = load => loaded,
+            };
+            if let Err(error) = loaded {
+                fleet.give_up(&name, error);
+            }
+        });
+    }
+
+    /// The model that has been unused too long, or how long the next one has until then; nothing if none is to go.
+    fn due(&self) -> Option<Result<ModelName, Duration>> {
+        let table = self.table();
+        let left = |name: &ModelName, model: &Model| {
+            let keep = Duration::from_millis(model.serving.keep_alive_ms?);
+            let may_go = !model.serving.pinned
+                && model.state == ModelState::Loaded
+                && model.source.can_be_read_again()
+                && table.guest(name).is_none();
+            let idle = model.uses.idle().filter(|_| may_go)?;
+            Some(keep.saturating_sub(idle))
+        };
+        let all = table.models.iter();
+        let all = all.filter_map(|(name, model)| Some((left(name, model)?, name)));
+        let (left, name) = all.min()?;
+        Some(match left.is_zero() {
+            true => Ok(name.clone()),
+            false => Err(left),
+        })
+    }
+
+    /// Puts models to sleep that nobody has used for as long as they are to be kept.
+    pub(super) fn keep_alive(self: &Arc<Self>) {
+        let fleet = Arc::clone(self);
+        self.keepers.spawn(async move {
+            let mut changed = fleet.changes();
+            loop {
+                changed.see();
+                let next = fleet.due();
+                let wait = async {
+                    match next {
+                        Some(Err(left)) => sleep(left).await,
+                        _ => pending().await,
+                    }
+                };
+                if let Some(Ok(name)) = &fleet.due() {
+                    let _one_at_a_time = fleet.loads.one(name).await;
+                    let _spreads = fleet.loads.spread().await;
+                    fleet.put_to_sleep(name, "nobody asked for it").await;
+                    continue;
+                }
+                tokio::select! {
+                    () = fleet.stop.cancelled() => return,
+                    () = changed.changed() => {}
+                    () = wait => {}
+                }
+            }
+        });
+    }
+}
