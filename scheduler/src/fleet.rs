@@ -336,10 +336,7 @@ impl Fleet {
         let summary = model.summary.as_ref()?;
         Some(Bounds {
             vocabulary: summary.vocabulary,
-            context: match model.serving.max_context {
-                0 => summary.context_length,
-                most => summary.context_length.min(most),
-            },
+            context: summary.context_length,
         })
     }
 

@@ -270,6 +270,7 @@ impl Relayed<'_> {
                 tokenized.await?.ids
             }
         };
+        request.max_tokens = fleet.most_tokens(model, ids.len(), request.max_tokens)?;
         self.began = Instant::now();
         // Not before a worker has the model: its bounds come from there.
         let placed = self.first_place(&request, &ids).await?;

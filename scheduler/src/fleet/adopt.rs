@@ -134,6 +134,7 @@ impl Fleet {
             }
             Ok(Some(files)) => {
                 model.files = Some(Arc::new(files));
+                model.has_room = true;
                 model.state = match state {
                     ModelState::Retiring => ModelState::Retiring,
                     _ => ModelState::Loading,

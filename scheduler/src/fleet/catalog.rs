@@ -50,6 +50,8 @@ pub struct Model {
     /// The devices that are to have it; none: all.
     pub(super) homes: Option<BTreeSet<String>>,
     pub(super) uses: Arc<Uses>,
+    /// Whether memory is set apart for it: it is there or on its way.
+    pub(super) has_room: bool,
     pub(super) strikes: u32,
 }
 
@@ -66,6 +68,7 @@ impl Model {
             footprint: None,
             homes: None,
             uses: Arc::default(),
+            has_room: false,
             strikes: 0,
         }
     }
@@ -105,6 +108,7 @@ impl Model {
 
     pub(super) fn fail(&mut self, problem: Error) {
         self.state = ModelState::Failed;
+        self.has_room = false;
         self.problem = Some(problem);
     }
 }

@@ -171,13 +171,13 @@ impl Fleet {
         });
     }
 
-    /// A configured model is not to be had.
+    /// A model is not to be had.
     pub(super) fn give_up(&self, name: &ModelName, error: Error) {
-        tracing::error!(model = %name, %error, "a configured model is not loaded");
         let mut table = self.table();
         if let Some(model) = table.models.get_mut(name)
-            && model.state != ModelState::Loaded
+            && !matches!(model.state, ModelState::Loaded | ModelState::Failed)
         {
+            tracing::error!(model = %name, %error, "a model is not loaded");
             model.fail(error);
         }
         drop(table);

@@ -9,7 +9,7 @@ use hotcell_proto::{
 };
 use tokio::{sync::mpsc, task::JoinSet};
 
-use super::{Condemnation, Fleet, Link, LoadFailure, catalog::Model, slot::Slot};
+use super::{Condemnation, Fleet, Link, LoadFailure, catalog::Model, checked_serving, slot::Slot};
 use crate::{
     audit::Who,
     events::About,
@@ -27,6 +27,7 @@ impl Fleet {
         match files {
             Ok(files) => {
                 model.files = Some(Arc::new(files));
+                model.has_room = true;
                 model.state = ModelState::Loading;
             }
             Err(error) => {
@@ -217,10 +218,13 @@ impl Fleet {
             false => None,
         };
         drop(preparing);
-        let _spreads = self.enter_memory(&name, || {
+        let entered = self.enter_memory(&name, || {
             let mut table = self.table();
             // Others may have come meanwhile.
             table.has_room_for(&name)?;
+            if let Some(serving) = &serving {
+                table.give_names(&name, &checked_serving(serving)?)?;
+            }
             let model = table
                 .models
                 .entry(name.clone())
@@ -239,7 +243,13 @@ impl Fleet {
             self.table().choose_homes(&name);
             Ok(())
         });
-        let _spreads = _spreads.await?;
+        let _spreads = match entered.await {
+            Ok(spreads) => spreads,
+            Err(error) => {
+                self.give_up(&name, error.clone());
+                return Err(error);
+            }
+        };
         self.spread(&name, &progress).await?;
         self.withdraw_strays(&name).await;
         let table = self.table();
@@ -489,6 +499,7 @@ impl Fleet {
                 return Err(table.unknown(name));
             };
             model.state = ModelState::Available;
+            model.has_room = false;
             model.problem = None;
             model.summary = None;
             if !model.configured {

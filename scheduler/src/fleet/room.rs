@@ -87,7 +87,7 @@ impl Table {
             return Ok(Vec::new());
         }
         let others = self.models.iter();
-        let others = others.filter(|(other, m)| *other != name && m.is_wanted());
+        let others = others.filter(|(other, m)| *other != name && m.is_wanted() && m.has_room);
         let others: Vec<_> = others
             .filter_map(|(other, _)| self.resident(other))
             .collect();
@@ -194,6 +194,12 @@ impl Fleet {
         files.alone().is_none() && memories.values().any(|has| all > has / 2)
     }
 
+    fn set_apart(&self, name: &ModelName) {
+        if let Some(model) = self.table().models.get_mut(name) {
+            model.has_room = true;
+        }
+    }
+
     /// Makes a model known, and room for it. Nobody else spreads models while the result is held. Waits for those that are in
     /// its way, as long as requests wait for a place.
     ///
@@ -216,13 +222,14 @@ impl Fleet {
                 .get(name)
                 .is_some_and(|m| m.footprint.is_some());
             if !measured {
+                self.set_apart(name);
                 return Ok(spreads);
             }
             self.measure_residents().await;
             let (found, all_pinned) = {
                 let table = self.table();
                 let others = table.models.iter().filter(|(other, _)| *other != name);
-                let mut others = others.filter(|(_, m)| m.is_wanted());
+                let mut others = others.filter(|(_, m)| m.is_wanted() && m.has_room);
                 let stuck = others.all(|(_, m)| m.serving.pinned);
                 (table.room_for(name, self.device_memory), stuck)
             };
@@ -234,7 +241,10 @@ impl Fleet {
                         all_went &= self.put_to_sleep(&other, &why).await;
                     }
                     match all_went {
-                        true => return Ok(spreads),
+                        true => {
+                            self.set_apart(name);
+                            return Ok(spreads);
+                        }
                         // Somebody asked for one of them just now.
                         false => continue,
                     }
@@ -258,9 +268,7 @@ impl Fleet {
                         Error::new(Reason::Overloaded, what)
                     }
                 };
-                let error = error.with("model", name);
-                self.give_up(name, error.clone());
-                return Err(error);
+                return Err(error.with("model", name));
             }
         }
     }
@@ -277,6 +285,7 @@ impl Fleet {
                 return false;
             }
             model.state = ModelState::Asleep;
+            model.has_room = false;
             model.files = None;
             table.take_away(name)
         };

@@ -155,6 +155,30 @@ impl Fleet {
         self.using_of(&self.table(), model)
     }
 
+    /// How many tokens a request's answer may have, by the model's own limit of tokens; 0 if it has none. Tokens that were
+    /// asked for are told the same way.
+    ///
+    /// # Errors
+    /// [`Reason::LimitExceeded`] for a prompt that leaves no room for an answer.
+    pub fn most_tokens(&self, model: &ModelName, prompt: usize, asked: u32) -> Result<u32, Error> {
+        let table = self.table();
+        let most = table.models.get(model).map_or(0, |m| m.serving.max_context);
+        if most == 0 {
+            return Ok(asked);
+        }
+        let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
+        match (most.saturating_sub(prompt), asked) {
+            (0, _) => {
+                let what = format!(
+                    "the prompt has {prompt} tokens; model {model} is served with at most {most}, prompt and answer together"
+                );
+                Err(Error::new(Reason::LimitExceeded, what).with("limit", most))
+            }
+            (room, 0) => Ok(room),
+            (room, asked) => Ok(room.min(asked)),
+        }
+    }
+
     /// The count of a model's requests.
     pub(super) fn uses(&self, model: &ModelName) -> Arc<Uses> {
         let table = self.table();
