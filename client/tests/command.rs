@@ -626,7 +626,8 @@ async fn lists_are_tables_without_control_characters() {
     assert!(!done.out.contains('\x1b'), "{}", done.out);
     let done = hotcell(&running, &["models"]).await;
     assert!(
-        done.out.contains("kjv (default)  loaded     llama"),
+        done.out
+            .contains("kjv (default)  loaded     as book  llama"),
         "{}",
         done.out
     );

@@ -197,6 +197,7 @@ pub async fn run(
         ..Shared::new(Arc::clone(&fleet))
     };
     let asker = left.map(|left| left.resume(&shared, kept));
+    fleet.retire_all();
     let (routes, health) = service::routes(&shared, &config.protocols)
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot offer reflection: {e}")))?;
     let _health = AbortOnDropHandle::new(tokio::spawn(service::report_health(

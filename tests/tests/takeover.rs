@@ -296,6 +296,83 @@ async fn streams_and_workers_live_through_takeovers() {
     .await;
 }
 
+#[tokio::test]
+async fn sleep_names_and_a_replacement_under_way_live_through_a_takeover() {
+    let cluster = cluster(&[]).await;
+    let client = cluster.client().await.unwrap();
+    let done = async |request: v1::LoadModelRequest| {
+        let mut steps = client.load_request(request).await.unwrap();
+        while let Some(step) = steps.next().await {
+            step.unwrap();
+        }
+    };
+    let other = hotcell_tests::cluster::golden("gguf/llama3-q8_0.gguf");
+    let load = |name: &str| v1::LoadModelRequest {
+        name: name.into(),
+        path: other.to_str().unwrap().into(),
+        ..v1::LoadModelRequest::default()
+    };
+    let serving = |keep_alive_ms, aliases: &[&str]| v1::Serving {
+        keep_alive_ms,
+        max_running: 3,
+        aliases: aliases.iter().map(|a| (*a).to_owned()).collect(),
+        ..v1::Serving::default()
+    };
+    done(v1::LoadModelRequest {
+        on_request: true,
+        serving: Some(serving(Some(600_000), &["nap"])),
+        ..load("later")
+    })
+    .await;
+    let of = |model: &str, tokens| GenerateOptions {
+        model: model.into(),
+        ..greedy(tokens)
+    };
+    let calm = complete(&client, &of("kjv", 700)).await;
+    let mut stream = client.generate(PROMPT, of("kjv", 700)).await.unwrap();
+    let mut events = Vec::new();
+    read(&mut stream, &mut events, 5).await;
+    done(v1::LoadModelRequest {
+        replace: true,
+        serving: Some(serving(None, &[])),
+        ..load("kjv")
+    })
+    .await;
+    let states = async || {
+        let models = client.models().await.unwrap();
+        let states = models.iter().map(|m| (m.name.clone(), m.state()));
+        states.collect::<Vec<_>>()
+    };
+    let all = |old: &[(&str, v1::ModelState)]| {
+        let own = [
+            ("kjv.v2", v1::ModelState::Loaded),
+            ("later", v1::ModelState::Asleep),
+        ];
+        let all = old.iter().chain(&own);
+        all.map(|(name, state)| ((*name).to_owned(), *state))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        states().await,
+        all(&[("kjv", v1::ModelState::Retiring)]),
+        "the stream has ended already"
+    );
+    take_over(&cluster, &[]).await;
+    read(&mut stream, &mut events, usize::MAX).await;
+    assert_same(&events, &calm, "a stream of a model that retires");
+    let start = std::time::Instant::now();
+    while states().await != all(&[]) {
+        assert!(start.elapsed() < SOON, "{:?}", states().await);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let models = client.models().await.unwrap();
+    assert_eq!(models[0].serving, Some(serving(None, &["kjv"])));
+    assert_eq!(models[1].serving, Some(serving(Some(600_000), &["nap"])));
+    let new = complete(&client, &of("kjv", 9)).await.token_ids;
+    assert_ne!(new, calm.token_ids[..9]);
+    assert_eq!(complete(&client, &of("nap", 9)).await.token_ids, new);
+}
+
 fn lives(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(')').next().unwrap_or_default().trim_start();

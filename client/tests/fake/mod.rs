@@ -361,6 +361,10 @@ impl Drop for Guard {
 
 pub fn model() -> v1::ModelInfo {
     v1::ModelInfo {
+        serving: Some(v1::Serving {
+            aliases: vec!["book".to_owned()],
+            ..v1::Serving::default()
+        }),
         trust_domain: "trusted".to_owned(),
         name: "kjv".to_owned(),
         state: v1::ModelState::Loaded.into(),

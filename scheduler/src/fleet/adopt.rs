@@ -206,7 +206,6 @@ impl Fleet {
             self.inherit_guest(id, device, &guest, heir);
         }
         self.host_guests();
-        self.retire_all();
         self.keep_alive();
     }
 

@@ -136,8 +136,8 @@ impl Fleet {
         });
     }
 
-    /// Has all replaced models end so.
-    pub(super) fn retire_all(self: &Arc<Self>) {
+    /// Has all replaced models end so that another program handed over; to be told once their requests go on here.
+    pub fn retire_all(self: &Arc<Self>) {
         let retiring: Vec<_> = {
             let table = self.table();
             let all = table.models.iter();
