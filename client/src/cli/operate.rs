@@ -464,8 +464,8 @@ fn served(model: &v1::ModelInfo) -> String {
     let mut say = |said: bool, word: String| words.extend(said.then_some(word));
     say(serving.replicas > 0, format!("on {}", serving.replicas));
     say(serving.pinned, "pinned".to_owned());
-    let keep = Duration::from_millis(serving.keep_alive_ms.unwrap_or(0));
-    say(serving.keep_alive_ms.is_some(), format!("for {keep:?}"));
+    let keep = span(serving.keep_alive_ms.unwrap_or(0));
+    say(serving.keep_alive_ms.is_some(), format!("for {keep}"));
     say(
         serving.max_running > 0,
         format!("{} at once", serving.max_running),
