@@ -24,7 +24,7 @@ pub use values::{
 use crate::{
     access::{self, AccessConfig, TlsFiles},
     exit::{Exit, Failure},
-    gateway::Protocol,
+    gateway::{Protocol, WebOrigin},
     hang::Patience,
     known::{self, Pace},
     policy::ModelPolicy,
@@ -67,6 +67,9 @@ settings! {
     /// Protocols of others to speak, over HTTP and beside Hotcell's own over gRPC [default: all]
     #[arg(value_enum, value_name = "PROTOCOL", value_delimiter = ',')]
     protocols: Vec<Protocol> = "HOTCELL_PROTOCOLS";
+    /// Origins of web pages that may call over HTTP, for example https://app.example.com; those of this machine may where no tokens are asked for [default: none]
+    #[arg(value_name = "ORIGIN", value_delimiter = ',')]
+    web_origins: Vec<WebOrigin> = "HOTCELL_WEB_ORIGINS";
     /// File of the bearer tokens that clients over TCP have to show, and of tenants' limits; see `hotcell token new` [default: none are asked for]
     #[arg(value_name = "PATH")]
     tokens: PathBuf = "HOTCELL_TOKENS";
@@ -273,6 +276,8 @@ pub struct Config {
     pub http: Option<SocketAddr>,
     /// Protocols of others that are spoken.
     pub protocols: Vec<Protocol>,
+    /// The web pages that may call over HTTP.
+    pub web_origins: Vec<WebOrigin>,
     /// Who may come in.
     pub access: AccessConfig,
     /// The one inherited connection to serve instead.
@@ -531,6 +536,7 @@ impl Config {
                 .copied()
                 .filter(|known| s.protocols.as_ref().is_none_or(|n| n.contains(known)))
                 .collect(),
+            web_origins: s.web_origins.unwrap_or_default(),
             access,
             private_fd: cli.private_fd,
             devices: s.devices.unwrap_or_default(),

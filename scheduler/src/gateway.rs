@@ -15,11 +15,13 @@ mod ollama;
 mod openai;
 mod sse;
 mod vllm;
+mod web;
 
 use axum::{Router, middleware};
 use tonic::service::Routes;
 
 use crate::service::Shared;
+pub use web::WebOrigin;
 
 /// A protocol that others made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
@@ -61,8 +63,13 @@ pub fn services(shared: &Shared, protocols: &[Protocol], routes: Routes) -> Rout
         })
 }
 
-/// What is served over HTTP.
-pub fn router(shared: &Shared, protocols: &[Protocol]) -> Router {
+/// What is served over HTTP, with our own services in gRPC-Web's form.
+pub fn router(
+    shared: &Shared,
+    protocols: &[Protocol],
+    routes: Routes,
+    origins: &[WebOrigin],
+) -> Router {
     let mut router = Router::new().merge(health::routes());
     for protocol in protocols {
         router = match protocol {
@@ -77,6 +84,8 @@ pub fn router(shared: &Shared, protocols: &[Protocol]) -> Router {
     router
         .fallback(failure::no_such_path)
         .method_not_allowed_fallback(failure::no_such_method)
+        .layer(middleware::from_fn_with_state(routes, web::translated))
         .layer(middleware::from_fn_with_state(shared.clone(), guard::guard))
+        .layer(web::consent(origins))
         .with_state(shared.clone())
 }

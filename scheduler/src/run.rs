@@ -193,6 +193,7 @@ pub async fn run(
     let shared = Shared {
         takeover,
         confinement: confinement.into(),
+        web_origins: config.web_origins.clone().into(),
         access,
         ..Shared::new(Arc::clone(&fleet))
     };

@@ -29,7 +29,7 @@ use crate::{
     admission::Admission,
     audit::Who,
     fleet::Fleet,
-    gateway::{self, Protocol, oip::Oip},
+    gateway::{self, Protocol, WebOrigin, oip::Oip},
     stream::Room,
     streams::Streams,
     takeover::Takeover,
@@ -72,6 +72,8 @@ pub struct Shared {
     pub confinement: Arc<[ConfinementLayer]>,
     /// Who may come in, and what tenants have.
     pub access: Arc<Access>,
+    /// The web pages that may call over HTTP.
+    pub web_origins: Arc<[WebOrigin]>,
     /// What the Open Inference Protocol's clients have.
     pub(crate) oip: Oip,
 }
@@ -89,6 +91,7 @@ impl Shared {
             takeover: Takeover::default(),
             confinement: Arc::default(),
             access: Arc::default(),
+            web_origins: Arc::default(),
             oip: Oip::default(),
         }
     }

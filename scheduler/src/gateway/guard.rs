@@ -8,7 +8,10 @@ use axum::{
 };
 use hotcell_proto::error::{Error, Reason};
 
-use super::failure::{Failed, Flavor, no_such_path};
+use super::{
+    failure::{Failed, Flavor, no_such_path},
+    web::WebOrigin,
+};
 use crate::{
     access::{self, Need, Outcome, bearer},
     service::Shared,
@@ -73,7 +76,7 @@ fn check(
         return Ok(begun);
     }
     if !shared.access.asks_for_tokens() {
-        not_from_a_page(request.uri(), request.headers())?;
+        not_from_a_page(request.uri(), request.headers(), &shared.web_origins)?;
     }
     let caller = shared.access.over_tcp(mark, || key(request.headers()))?;
     caller.check(need, path)?;
@@ -116,15 +119,16 @@ fn is_here(host: &str) -> bool {
 
 /// Where nobody shows a token, whoever sits at this machine is let in, and so would be every web page that its browser
 /// shows: by a request that needs no consent (`Origin` tells), or by a name that was made to lead here (`Host` tells).
-fn not_from_a_page(uri: &Uri, headers: &HeaderMap) -> Result<(), Error> {
+fn not_from_a_page(uri: &Uri, headers: &HeaderMap, known: &[WebOrigin]) -> Result<(), Error> {
     let refused = |what: &str, value: &str| {
         let value: String = value.chars().take(200).collect();
         let why = format!(
-            "{what} {value:?} is not this machine; give the scheduler --tokens to serve web pages and others"
+            "{what} {value:?} is not this machine; name the pages that may call with --web-origins, or give the scheduler --tokens"
         );
         Err(Error::new(Reason::PermissionDenied, why))
     };
-    if let Some(origin) = headers.get(header::ORIGIN) {
+    let origin = headers.get(header::ORIGIN);
+    if let Some(origin) = origin.filter(|origin| !known.iter().any(|known| known.is(origin))) {
         let origin = origin.to_str().unwrap_or("?");
         let host = origin.split_once("://").map_or("", |(_, host)| host);
         if !is_here(host) {
@@ -151,7 +155,8 @@ mod tests {
         if let Some(origin) = origin {
             headers.insert(header::ORIGIN, origin.parse().unwrap());
         }
-        not_from_a_page(&Uri::from_static("/v1/models"), &headers)
+        let known = ["https://app.example".parse().unwrap()];
+        not_from_a_page(&Uri::from_static("/v1/models"), &headers, &known)
     }
 
     #[test]
@@ -161,6 +166,8 @@ mod tests {
         assert!(call("[::1]:8080", None).is_ok());
         assert!(call("localhost", Some("https://evil.example")).is_err());
         assert!(call("localhost", Some("null")).is_err());
+        assert!(call("localhost", Some("https://app.example")).is_ok());
+        assert!(call("evil.example", Some("https://app.example")).is_err());
         // A name that was made to lead to 127.0.0.1.
         assert!(call("evil.example:8080", None).is_err());
         assert!(call("localhost.evil.example", None).is_err());

@@ -336,7 +336,7 @@ pub async fn serve(
     if let Some(listener) = doors.http {
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
-        let router = gateway::router(&shared, protocols);
+        let router = gateway::router(&shared, protocols, routes.clone(), &shared.web_origins);
         let room = room(MAX_CALLS_FROM_ADDRESS);
         let stop = stop.clone();
         let served = match shared.access.tls() {
