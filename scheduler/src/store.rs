@@ -4,7 +4,10 @@
 //! Beside the descriptors goes a state as a [takeover](crate::takeover) has it, without workers and streams: those end
 //! with the process.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::{
+    net::TcpListener,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
 
 use hotcell_ipc::{memory::sealed_memory, notify::Manager};
 use hotcell_proto::v1::{DoorKind, HeldModel, TakeoverState};
@@ -39,6 +42,22 @@ const DOORS: [DoorKind; 4] = [
     DoorKind::Tcp,
     DoorKind::Http,
 ];
+
+/// What a socket is for that the service manager opened (`FileDescriptorName=` of its unit is the name), and where it
+/// listens.
+pub(crate) fn activated(name: &str, socket: &OwnedFd) -> Option<(DoorKind, Vec<u8>)> {
+    let kind = DOORS.into_iter().find(|kind| name_of(*kind) == name)?;
+    let socket = socket.try_clone().ok()?;
+    let address = match kind {
+        DoorKind::Tcp | DoorKind::Http => {
+            let address = TcpListener::from(socket).local_addr().ok()?;
+            address.to_string().into_bytes()
+        }
+        // Its path is this program's, and goes when it ends.
+        DoorKind::Unix | DoorKind::Handout | DoorKind::Unspecified => return None,
+    };
+    Some((kind, address))
+}
 
 /// Keeps the store as things are, for as long as this is polled.
 pub async fn keep(manager: &Manager, shared: &Shared) {

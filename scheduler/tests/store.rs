@@ -190,3 +190,31 @@ async fn what_is_no_state_is_not_believed() {
     assert!(scheduler.wait().await.unwrap().success());
     drop(manager);
 }
+
+#[tokio::test]
+async fn a_port_that_was_open_before_it_is_served() {
+    let folder = tempfile::Builder::new()
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+        .tempdir()
+        .unwrap();
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = tcp.local_addr().unwrap();
+    // Who comes before it is served as well.
+    let early = std::net::TcpStream::connect(address).unwrap();
+    let another = UnixStream::pair().unwrap().0;
+    let sockets = vec![
+        ("hotcell-tcp".to_owned(), tcp.into()),
+        ("another's".to_owned(), another.into()),
+    ];
+    let listen = ["--listen", &address.to_string()];
+    let mut scheduler = start(folder.path(), sockets, &listen);
+    early.set_nonblocking(true).unwrap();
+    let early = tokio::net::TcpStream::from_std(early).unwrap();
+    let channel = hotcell_ipc::transport::channel_on(early, Windows::default());
+    let mut control = ControlClient::new(channel.await.unwrap());
+    let listed = control.list_models(ListModelsRequest {}).await.unwrap();
+    assert_eq!(listed.into_inner().models, []);
+    drop(control);
+    scheduler.kill(Signal::TERM).unwrap();
+    assert!(scheduler.wait().await.unwrap().success());
+}

@@ -17,8 +17,8 @@ use hotcell_proto::{
     ids::ModelName,
     limits,
     v1::{
-        Device, DoorKind, HeldFile, HeldLink, HeldModel, HeldStream, HeldWorker, ModelState,
-        TakeoverResponse, TakeoverState, WorkerState,
+        Device, DoorKind, HeldDoor, HeldFile, HeldLink, HeldModel, HeldStream, HeldWorker,
+        ModelState, TakeoverResponse, TakeoverState, WorkerState,
     },
 };
 use prost::Message;
@@ -94,7 +94,7 @@ impl Left {
     fn stored() -> Result<Option<Left>, String> {
         let mut stored = inherit::stored(store::PREFIX);
         let Some(at) = stored.iter().position(|(name, _)| name == store::STATE) else {
-            return Ok(None);
+            return Ok(Self::activated(stored));
         };
         let mut state = Self::decode(stored.swap_remove(at).1)?;
         (state.workers, state.streams, state.asker) = (Vec::new(), Vec::new(), -1);
@@ -130,6 +130,28 @@ impl Left {
             fds,
             children: BTreeMap::new(),
         }))
+    }
+
+    /// The sockets that the service manager listens on for a scheduler that it starts for the first time.
+    fn activated(sockets: Vec<(String, OwnedFd)>) -> Option<Left> {
+        let mut left = Left {
+            state: TakeoverState::default(),
+            fds: BTreeMap::new(),
+            children: BTreeMap::new(),
+        };
+        for (number, (name, socket)) in (1..).zip(sockets) {
+            let Some((kind, address)) = store::activated(&name, &socket) else {
+                continue;
+            };
+            left.state.doors.push(HeldDoor {
+                kind: kind.into(),
+                address,
+                listener: number,
+                lock: -1,
+            });
+            left.fds.insert(number, socket);
+        }
+        (!left.fds.is_empty()).then_some(left)
     }
 
     fn read(number: RawFd) -> Result<Left, String> {
