@@ -1,5 +1,6 @@
 //! What clients notice of attacks on the scheduler's TCP door: times of short calls while each goes on, against those of
-//! a quiet scheduler, and the scheduler's memory.
+//! a quiet scheduler, and the scheduler's memory. Attackers have one core, and the rest is shared by scheduler, worker and
+//! the client that measures, in quiet as well.
 //!
 //! `cargo bench -p hotcell-tests --bench attack`
 
@@ -11,10 +12,11 @@ use std::{
 use anyhow::{Result, ensure};
 use hotcell_client::{Address, Client, GenerateOptions};
 use hotcell_tests::{
-    attack::{ATTACKS, Attacker},
+    attack::{ATTACKS, Attacker, part_cores},
     bench::{Goal, figure, median, p99},
     cluster::{Cluster, all_have, holds, kjv},
 };
+use rustix::thread::CpuSet;
 
 /// Calls of each kind while one attack goes on.
 const CALLS: usize = 400;
@@ -50,7 +52,7 @@ async fn measure(old: &Client, address: &Address) -> Result<Times> {
     Ok(times)
 }
 
-async fn run() -> Result<()> {
+async fn run(theirs: Option<CpuSet>) -> Result<()> {
     let listen = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let cluster = Cluster::with_model("kjv", &kjv(), &["--listen", &listen.to_string()]).await?;
     cluster.workers(all_have("kjv")).await?;
@@ -65,7 +67,7 @@ async fn run() -> Result<()> {
     let (before, _) = holds(cluster.scheduler.pid())?;
     let (mut most, mut worst, mut worst_new) = (0, 0.0_f64, 0.0_f64);
     for (seed, attack) in (1..).zip(ATTACKS) {
-        let attacker = Attacker::start(attack, listen, seed)?;
+        let attacker = Attacker::start_on(attack, listen, seed, theirs)?;
         tokio::time::sleep(AHEAD).await;
         let (begun, start) = (attacker.blows(), Instant::now());
         let times = measure(&client, &address).await?;
@@ -111,8 +113,14 @@ fn main() -> Result<()> {
     if std::env::args().any(|argument| argument == "--test") {
         return Ok(());
     }
+    // Before any thread or process: all of them stay where this one is.
+    let theirs = part_cores()?;
+    match &theirs {
+        Some(_) => println!("attackers have a core of their own, and all others share the rest"),
+        None => println!("attackers share the only core"),
+    }
     tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?
-        .block_on(run())
+        .block_on(run(theirs))
 }

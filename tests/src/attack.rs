@@ -1,5 +1,6 @@
 //! Attacks on a scheduler's TCP door by somebody who speaks HTTP/2 and knows the names of its calls, each at a steady
-//! pace, from an address of its own, and on a thread of the lowest priority: an attacker has a computer of its own.
+//! pace, from an address of its own, and on a thread of the lowest priority, or on a core that nobody else uses: an attacker
+//! has a computer of its own.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -17,6 +18,8 @@ use tokio::{
     net::{TcpSocket, TcpStream},
     time::{Instant, interval, timeout},
 };
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::chance::Chance;
 
@@ -102,6 +105,24 @@ impl Attack {
     }
 }
 
+/// Keeps this thread, and what it starts from now on, off one core, and gives that one to attackers: they have a computer of
+/// their own. None where there is one core only.
+///
+/// # Errors
+/// What the kernel reports.
+pub fn part_cores() -> Result<Option<CpuSet>> {
+    let mut ours = sched_getaffinity(None)?;
+    let last = (0..CpuSet::MAX_CPU).rev().find(|&core| ours.is_set(core));
+    let Some(last) = last.filter(|_| ours.count() > 1) else {
+        return Ok(None);
+    };
+    let mut theirs = CpuSet::new();
+    theirs.set(last);
+    ours.unset(last);
+    sched_setaffinity(None, &ours)?;
+    Ok(Some(theirs))
+}
+
 /// An attack that goes on until it is dropped.
 #[derive(Debug)]
 pub struct Attacker {
@@ -116,6 +137,19 @@ impl Attacker {
     /// # Errors
     /// For want of a thread.
     pub fn start(attack: Attack, address: SocketAddr, seed: u64) -> Result<Self> {
+        Self::start_on(attack, address, seed, None)
+    }
+
+    /// Begins on cores of its own, if it has some.
+    ///
+    /// # Errors
+    /// For want of a thread.
+    pub fn start_on(
+        attack: Attack,
+        address: SocketAddr,
+        seed: u64,
+        cores: Option<CpuSet>,
+    ) -> Result<Self> {
         let (over, blows) = (Arc::new(AtomicBool::new(false)), Arc::default());
         let stage = Stage {
             address,
@@ -126,6 +160,12 @@ impl Attacker {
         let act = move || {
             // SAFETY: numbers in, a number out; on Linux it is this thread's own priority.
             unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+            if let Some(cores) = cores
+                && sched_setaffinity(None, &cores).is_err()
+            {
+                // It would stand where it is measured; no blows, and the bench says so.
+                return;
+            }
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build();
