@@ -5,11 +5,11 @@ use std::{future::pending, path::PathBuf, sync::Arc, time::Duration};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    v1::{ModelState, Serving},
+    v1::{ModelInfo, ModelState, Serving},
 };
 use tokio::{sync::mpsc, time::sleep};
 
-use super::{Fleet, catalog::Model};
+use super::{Fleet, Using, catalog::Model};
 use crate::{audit::Who, vault::Source};
 
 impl Fleet {
@@ -80,6 +80,38 @@ impl Fleet {
                 fleet.give_up(&name, error);
             }
         });
+    }
+
+    /// The model that a name means, in memory, for as long as the second result is there; one that sleeps is woken.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve), and why it cannot be loaded.
+    pub async fn awake(self: &Arc<Self>, name: &str) -> Result<(ModelInfo, Using), Error> {
+        let (key, using) = self.engage(name)?;
+        let mut changed = self.changes();
+        let mut new = true;
+        loop {
+            changed.see();
+            self.wake(&key, std::mem::take(&mut new));
+            {
+                let table = self.table();
+                if !table.usable(&key)? {
+                    let model = table.models.get(&key).ok_or_else(|| table.unknown(&key))?;
+                    return Ok((table.info(&key, model), using));
+                }
+            }
+            // Bounded by what a load may take.
+            changed.changed().await;
+        }
+    }
+
+    /// Keeps a model in memory for so long after its last request, from now on; without a time, until others need the room.
+    pub fn keep_for(&self, name: &ModelName, keep: Option<Duration>) {
+        if let Some(model) = self.table().models.get_mut(name) {
+            let keep = keep.map(|keep| u64::try_from(keep.as_millis()).unwrap_or(u64::MAX));
+            model.serving.keep_alive_ms = keep;
+        }
+        self.tell();
     }
 
     /// The model that has been unused too long, or how long the next one has until then; nothing if none is to go.

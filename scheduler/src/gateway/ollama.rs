@@ -1,7 +1,7 @@
 //! Ollama's HTTP API, so that tools made for it can be pointed here.
 //!
-//! Options that change what comes out are read; those that say how a model is run (`num_ctx`, `num_gpu`, `keep_alive`) are
-//! not the client's to choose here and are left out.
+//! Options that change what comes out are read; those that say how a model is run (`num_ctx`, `num_gpu`) are not the client's
+//! to choose here and are left out. `keep_alive` is heeded of who may load models.
 
 mod chat;
 mod embed;
@@ -67,6 +67,60 @@ struct Options {
     repeat_penalty: Option<f32>,
     presence_penalty: Option<f32>,
     frequency_penalty: Option<f32>,
+}
+
+/// How long a model stays in memory after a request: a number of seconds, or a time such as `5m` or `1h30m`; for ever if it is
+/// negative.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct KeepAlive(Option<Duration>);
+
+impl<'de> Deserialize<'de> for KeepAlive {
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Said {
+            Seconds(f64),
+            Time(String),
+        }
+        let seconds = match Said::deserialize(from)? {
+            Said::Seconds(seconds) => Some(seconds),
+            Said::Time(text) => seconds(&text),
+        };
+        let wrong = || serde::de::Error::custom("keep_alive is no time such as 300, \"5m\" or -1");
+        let seconds = seconds.filter(|s| s.is_finite()).ok_or_else(wrong)?;
+        let keep = Duration::try_from_secs_f64(seconds.abs()).map_err(|_| wrong())?;
+        Ok(Self((seconds >= 0.0).then_some(keep)))
+    }
+}
+
+/// The seconds of a time as Go writes it, such as `1h30m` or `-1m`, or of a number.
+fn seconds(text: &str) -> Option<f64> {
+    if let Ok(number) = text.parse::<f64>() {
+        return Some(number);
+    }
+    let (sign, mut rest) = match text.strip_prefix('-') {
+        Some(rest) => (-1.0, rest),
+        None => (1.0, text),
+    };
+    let mut sum = 0.0;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+        let (number, more) = rest.split_at(digits);
+        let end = more.find(|c: char| c.is_ascii_digit() || c == '.');
+        let (unit, next) = more.split_at(end.unwrap_or(more.len()));
+        let unit = match unit {
+            "ns" => 1e-9,
+            "us" | "µs" => 1e-6,
+            "ms" => 1e-3,
+            "s" => 1.0,
+            "m" => 60.0,
+            "h" => 3600.0,
+            _ => return None,
+        };
+        sum += number.parse::<f64>().ok()? * unit;
+        rest = next;
+    }
+    Some(sign * sum)
 }
 
 #[derive(Debug, Deserialize)]
@@ -167,6 +221,30 @@ fn at(later: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_are_gos_and_negative_ones_have_no_end() {
+        let of = |value| serde_json::from_value::<KeepAlive>(value).ok().map(|k| k.0);
+        let seconds = |s| Some(Some(Duration::from_secs(s)));
+        assert_eq!(of(json!(300)), seconds(300));
+        assert_eq!(of(json!("5m")), seconds(300));
+        assert_eq!(of(json!("1h30m")), seconds(5400));
+        assert_eq!(of(json!("0")), seconds(0));
+        assert_eq!(of(json!("1.5s")), Some(Some(Duration::from_millis(1500))));
+        assert_eq!(of(json!(-1)), Some(None));
+        assert_eq!(of(json!("-1m")), Some(None));
+        for wrong in [
+            json!("5 minutes"),
+            json!("m"),
+            json!("5"),
+            json!(true),
+            json!("nan"),
+            json!(1e300),
+        ] {
+            let expected = (wrong == json!("5")).then_some(Some(Duration::from_secs(5)));
+            assert_eq!(of(wrong.clone()), expected, "{wrong}");
+        }
+    }
 
     #[test]
     fn options_have_ollamas_defaults_and_words() {

@@ -27,9 +27,9 @@ use hotcell_gateways::{
     },
 };
 use hotcell_proto::{
-    error::{Error, Reason},
+    error::Error,
     limits,
-    v1::{self, ModelInfo, Prompt, TokenIds, generate_event::Event, prompt::Kind},
+    v1::{self, ModelInfo, ModelState, Prompt, TokenIds, generate_event::Event, prompt::Kind},
 };
 use tokio::{
     sync::{Semaphore, mpsc},
@@ -89,14 +89,8 @@ type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl Engine {
     /// The model that all requests are for, if this caller may name it.
     fn model(&self, caller: &Caller) -> Result<ModelInfo, Error> {
-        let name = self.shared.fleet.resolve("")?;
-        self.shared.may_name(name.as_str(), caller)?;
-        let models = self.shared.fleet.models();
-        let model = models.into_iter().find(|m| m.name == name.as_str());
-        model.ok_or_else(|| {
-            let what = format!("model {name} was unloaded just now");
-            Error::new(Reason::ModelNotFound, what)
-        })
+        self.shared.may_name("", caller)?;
+        self.shared.fleet.model("")
     }
 
     /// Whether a request would get anywhere, and if not why. Anybody may ask, so it names nothing.
@@ -105,6 +99,8 @@ impl Engine {
             return Some("draining");
         }
         match self.model(&Caller::own()) {
+            // The first request has it loaded.
+            Ok(model) if model.state() == ModelState::Asleep => None,
             Ok(model) if model.workers.is_empty() => Some("no worker is ready"),
             Ok(_) => None,
             Err(_) => Some("no model is ready"),
@@ -265,7 +261,10 @@ impl VllmEngine for Engine {
         &self,
         request: Request<GetModelInfoRequest>,
     ) -> Result<Response<GetModelInfoResponse>, Status> {
-        let model = self.model(&Caller::of(request.extensions()))?;
+        self.shared
+            .may_name("", &Caller::of(request.extensions()))?;
+        // What there is to say of it a worker has to read first.
+        let (model, _using) = self.shared.fleet.awake("").await?;
         let about = model.summary.unwrap_or_default();
         let context = i32::try_from(about.context_length).unwrap_or(i32::MAX);
         let ends = about.end_tokens.iter();

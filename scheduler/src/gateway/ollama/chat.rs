@@ -1,6 +1,6 @@
 //! Chats, and texts that are gone on with.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::{
     Json,
@@ -11,14 +11,18 @@ use axum::{
 };
 use hotcell_proto::{
     error::{Error, Reason},
-    v1::{Chat, ChatMessage, GenerateRequest, Prompt, generate_event::Event, prompt::Kind},
+    ids::ModelName,
+    v1::{
+        Chat, ChatMessage, GenerateRequest, ModelInfo, Prompt, generate_event::Event, prompt::Kind,
+    },
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Options, answered, ended, failed, grammar, merge, models::find, now};
+use super::{KeepAlive, Options, answered, ended, failed, grammar, merge, models::find, now};
 use crate::{
-    access::Caller,
+    access::{Caller, Role},
+    fleet::Using,
     gateway::{
         ask::{self, Branches, Call, Piece, Tell, pieces},
         body,
@@ -37,6 +41,7 @@ struct Common {
     options: Option<Options>,
     /// `true`, `false`, or how much, for models that think before they answer.
     think: Option<Value>,
+    keep_alive: Option<KeepAlive>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -176,6 +181,29 @@ fn thinking(think: Option<&Value>) -> String {
     }
 }
 
+/// The model of a request, in memory while the second result is there: how to ask it stands in its files. One that is asked
+/// for nothing but to be unloaded is not loaded for it.
+async fn awake(
+    shared: &Shared,
+    common: &Common,
+    nothing: bool,
+    caller: &Caller,
+) -> Result<(ModelInfo, Using), Error> {
+    let known = find(shared, &common.model)?;
+    shared.may_name(&known.name, caller)?;
+    if let Some(KeepAlive(keep)) = common.keep_alive
+        && caller.roles.has(Role::Load)
+    {
+        let name = ModelName::new(known.name.as_str())?;
+        shared.fleet.keep_for(&name, keep);
+        if nothing && keep == Some(Duration::ZERO) {
+            let using = shared.fleet.using(&name);
+            return Ok((known, using));
+        }
+    }
+    shared.fleet.awake(&known.name).await
+}
+
 /// `POST /api/chat`.
 pub(super) async fn chat(
     State(shared): State<Shared>,
@@ -184,10 +212,17 @@ pub(super) async fn chat(
 ) -> Response {
     let run = async {
         let asked_for: ChatRequest = body::json(body).await?;
-        let model = find(&shared, &asked_for.common.model)?;
+        let caller = Caller::of(&extensions);
+        let (model, _using) = awake(
+            &shared,
+            &asked_for.common,
+            asked_for.messages.is_empty(),
+            &caller,
+        )
+        .await?;
         let common = asked_for.common;
         if asked_for.messages.is_empty() {
-            return Ok(loaded(Form::Chat, &common.model));
+            return Ok(loaded(Form::Chat, &common));
         }
         let messages = asked_for.messages.into_iter().map(message);
         let tools = asked_for.tools.unwrap_or_default();
@@ -197,7 +232,7 @@ pub(super) async fn chat(
             template_arguments: thinking(common.think.as_ref()),
         };
         let asked = asked(Form::Chat, (common, model.name), ask::chat(chat), true)?;
-        tell(&shared, &Caller::of(&extensions), asked).await
+        tell(&shared, &caller, asked).await
     };
     answered(run.await)
 }
@@ -210,7 +245,7 @@ pub(super) async fn generate(
 ) -> Response {
     let run = async {
         let asked_for: TextRequest = body::json(body).await?;
-        let model = find(&shared, &asked_for.common.model)?;
+        let caller = Caller::of(&extensions);
         no_images(asked_for.images.as_ref())?;
         if asked_for.suffix.is_some_and(|suffix| !suffix.is_empty()) {
             return Err(refused("suffix", "suffix is not supported; leave it out"));
@@ -223,8 +258,9 @@ pub(super) async fn generate(
             return Err(refused("template", why));
         }
         let common = asked_for.common;
+        let (model, _using) = awake(&shared, &common, asked_for.prompt.is_empty(), &caller).await?;
         if asked_for.prompt.is_empty() {
-            return Ok(loaded(Form::Text, &common.model));
+            return Ok(loaded(Form::Text, &common));
         }
         let templated = model.summary.as_ref().is_some_and(|s| s.has_chat_template);
         let raw = asked_for.raw.unwrap_or(false) || !templated;
@@ -249,15 +285,17 @@ pub(super) async fn generate(
             }
         };
         let asked = asked(Form::Text, (common, model.name), prompt, !raw)?;
-        tell(&shared, &Caller::of(&extensions), asked).await
+        tell(&shared, &caller, asked).await
     };
     answered(run.await)
 }
 
 /// A request for nothing, which clients send to have a model loaded: it is.
-fn loaded(form: Form, model: &str) -> Response {
-    let mut value = form.line(model, "", "", &[]);
-    merge(&mut value, json!({"done": true, "done_reason": "load"}));
+fn loaded(form: Form, common: &Common) -> Response {
+    let mut value = form.line(&common.model, "", "", &[]);
+    let goes = common.keep_alive == Some(KeepAlive(Some(Duration::ZERO)));
+    let reason = if goes { "unload" } else { "load" };
+    merge(&mut value, json!({"done": true, "done_reason": reason}));
     Json(value).into_response()
 }
 
