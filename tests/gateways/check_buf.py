@@ -1,0 +1,1 @@
+# node: @bufbuild/buf==1.75.0
