@@ -17,8 +17,8 @@ def command(proxy):
     return ["nginx", "-e", f"{proxy.folder}/errors.log", "-c", str(proxy.config), "-g", f"{user}daemon off; pid {proxy.folder}/pid;"]
 
 
-# Requests that may be lost, and how a stream ends whose host dies.
-ROWS = {"full": 10, "unavailable": 10, "killed": 0, "stopped": 5, "drained": 10, "dies": ["INTERNAL", "UNAVAILABLE"]}
+# Requests that may be lost (of a host without a worker: at once, and after two seconds), and how a stream ends whose host dies.
+ROWS = {"full": 10, "unavailable": [10, 10], "killed": 0, "stopped": 5, "dies": ["INTERNAL", "UNAVAILABLE"]}
 CHECKS = proxied.checks(command, "nginx.conf", lambda proxy: [*command(proxy), "-t"], ROWS)
 
 hotcell.main(CHECKS, *proxied.flags())
