@@ -13,7 +13,7 @@ import hotcell
 import rpc
 
 PROMPT = "In the beginning"
-LONG = {"model": "kjv", "prompt": PROMPT, "max_tokens": 400, "temperature": 0.8, "stream": True, "extra_body": {"ignore_eos": True}}
+LONG = {"model": "kjv", "prompt": PROMPT, "max_tokens": 100, "temperature": 0.8, "stream": True, "extra_body": {"ignore_eos": True}}
 SHORT = {"model": "kjv", "prompt": PROMPT, "max_tokens": 2}
 made = {}
 
