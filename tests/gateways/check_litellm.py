@@ -125,11 +125,10 @@ def check_json_schema(cell):
 def check_tools(cell):
     named = {"type": "function", "function": {"name": "call"}}
     for model, choice in (("openai-kjv", named), ("openai-kjv", "required"), ("anthropic-kjv", named)):
-        # A model that knows one book would call for ever.
-        options = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
-        answer = chat(proxy(cell), model, max_tokens=400, **options).choices[0]
+        # A model that knows one book goes on calling until it may not: the last call may be cut off.
+        answer = chat(proxy(cell), model, tools=[TOOL], tool_choice=choice, max_tokens=400).choices[0]
         calls = answer.message.tool_calls
-        assert calls and calls[0].function.name == "call" and answer.finish_reason == "tool_calls", (model, choice, answer)
+        assert calls and calls[0].function.name == "call" and answer.finish_reason in ("tool_calls", "length"), (model, choice, answer)
         assert json.loads(calls[0].function.arguments)["who"] in ("Adam", "Eve"), (model, calls)
 
 
