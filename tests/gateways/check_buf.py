@@ -2,6 +2,7 @@
 # quick
 """buf's curl, which knows nothing of Hotcell but what reflection tells."""
 import json
+import shlex
 import subprocess
 
 import hotcell
@@ -85,6 +86,11 @@ def check_worker_killed(cell):
     cell.kill_worker()
     text, told = join()
     assert text == calm and "survived" in told, "the stream was over before its worker was killed"
+
+
+def check_readme(cell):
+    done = subprocess.run(shlex.split(hotcell.readme(cell, "buf")), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and values(done.stdout)[0]["models"][0]["name"] == "kjv", done
 
 
 hotcell.main(globals())

@@ -31,7 +31,7 @@ def proxy(cell):
         return made["proxy"]
     folder = pathlib.Path(tempfile.mkdtemp(prefix="litellm-"))
     models = {
-        "openai-kjv": {"model": "openai/kjv", "api_base": f"{cell.url}/v1", "api_key": "none"},
+        "openai-kjv": json.loads(hotcell.readme(cell, "LiteLLM's proxy")),
         "ollama-kjv": {"model": "ollama_chat/kjv", "api_base": cell.url},
         "anthropic-kjv": {"model": "anthropic/kjv", "api_base": cell.url, "api_key": "none"},
         "openai-nobody": {"model": "openai/nobody", "api_base": f"{cell.url}/v1", "api_key": "none"},
