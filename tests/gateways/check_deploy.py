@@ -121,6 +121,26 @@ def check_manifests_are_kubernetes_own(_):
     return f"{count} resources valid"
 
 
+def check_kustomize_makes_the_same(_):
+    """What is checked here is what kubectl would apply."""
+    if shutil.which("kubectl") is None:
+        return "not done: kubectl is not on this machine"
+    for name in SETS:
+        done = subprocess.run(["kubectl", "kustomize", str(DEPLOY / name)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        made = {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(done.stdout)}
+        mine = resources(DEPLOY / name)
+        assert len(made) == len(mine), (set(made), set(mine))
+        for key, document in made.items():
+            if key[0] not in FOREIGN | {"ConfigMap"}:
+                kubernetes_validate.validate(document, "1.37", strict=True)
+            if key[0] == "DaemonSet":
+                theirs, ours = document["spec"]["template"]["spec"], mine[key]["spec"]["template"]["spec"]
+                for their, our in zip(sorted(theirs["containers"], key=lambda c: c["name"]), sorted(ours["containers"], key=lambda c: c["name"]), strict=True):
+                    assert {**their, "image": None} == {**our, "image": None}, (name, their, our)
+                assert {v["name"] for v in theirs["volumes"]} == {v["name"] for v in ours["volumes"]}, name
+
+
 def check_pods_have_what_they_name(_):
     for name in SETS:
         found = resources(DEPLOY / name)
