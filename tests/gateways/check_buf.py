@@ -73,7 +73,7 @@ def check_errors(cell):
 
 def check_worker_killed(cell):
     """By the time that the stream is over, its worker is another one."""
-    asked = {"model": "kjv", "prompt": {"text": PROMPT}, "sampling": {"temperature": 0.9}, "seed": 4, "max_tokens": 300, "ignore_eos": True}
+    asked = {"model": "kjv", "prompt": {"text": PROMPT}, "sampling": {"temperature": 0.9}, "seed": 4, "max_tokens": 800, "ignore_eos": True}
 
     def generate():
         code, told, error = buf(cell, "/hotcell.v1.Tokens/Generate", asked)

@@ -59,8 +59,7 @@ def check_beside_one_host(_):
                 return False
 
         cell.wait(serves, 15, "served through Envoy")
-        asked = {"model": "kjv", "prompt": proxied.PROMPT, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-        status, told = ask("POST", "/v1/completions", asked)
+        status, told = ask("POST", "/v1/completions", proxied.LONG)
         assert status == 200 and json.loads(told)["choices"][0]["text"] == proxied.calm(cell), (status, told)
         status, told = ask("GET", "/metrics")
         assert status == 200 and b"vllm:num_requests_waiting{" in told and b"vllm:kv_cache_usage_perc{" in told, status
