@@ -68,4 +68,8 @@ def check_worker_killed(cell):
     cell.wait(lambda: cell.deaths() == before + 1, 10, "told of a death")
 
 
+def check_readme(cell):
+    assert eval(hotcell.readme(cell, "Anthropic's"), vars(anthropic)).messages.create(**ASKED).content
+
+
 hotcell.main(globals())

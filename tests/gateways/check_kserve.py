@@ -5,6 +5,7 @@ import json
 
 import grpc
 import httpx
+import kserve
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
@@ -75,6 +76,14 @@ def check_loads_by_its_own_fields(cell):
         assert done.model_name == "kjv" and done.isUnloaded, done
         done = stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="kjv"))
         assert done.model_name == "kjv" and done.isLoaded, done
+
+
+def check_readme(cell):
+    async def run():
+        async with eval(hotcell.readme(cell, "KServe's"), {"kserve": kserve}) as c:
+            assert await c.is_model_ready("kjv")
+
+    asyncio.run(run())
 
 
 hotcell.main(globals())

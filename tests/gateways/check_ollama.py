@@ -2,6 +2,9 @@
 # quick
 """Ollama's own client, unmodified."""
 import json
+import os
+import subprocess
+import sys
 
 import ollama
 
@@ -86,6 +89,13 @@ def check_worker_killed(cell):
             killed = True
     assert killed and text == whole
     cell.wait(lambda: cell.deaths() == before + 1, 10, "told of a death")
+
+
+def check_readme(cell):
+    name, value = hotcell.readme(cell, "Ollama's").split("=")
+    told = subprocess.run([sys.executable, "-c", "import ollama; print(ollama.list().models[0].model)"],
+                          env={**os.environ, name: value}, check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == "kjv", told
 
 
 hotcell.main(globals())

@@ -34,7 +34,10 @@ class Smg:
         self.log_path = folder / "log"
         command = [str(pathlib.Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--prometheus-port", str(hotcell.free_port()), "--policy", "round_robin", "--log-level", "info"]
-        command += ["--worker-urls", *(f"grpc://{cell.grpc}" for cell in cells)]
+        # As README's table says, once for each host.
+        line = [hotcell.readme(cell, "SMG").split() for cell in cells]
+        assert all(words[:3] == ["smg", "launch", "--worker-urls"] for words in line), line
+        command += ["--worker-urls", *(words[3] for words in line)]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         # It drains when it is asked to end.

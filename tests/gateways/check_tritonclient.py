@@ -12,6 +12,7 @@ import urllib.request
 # This file has the client's name; the client is found beside its interpreter, not here.
 sys.path = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).resolve().parent]
 import numpy as np
+import tritonclient
 import tritonclient.grpc as triton
 import tritonclient.http as over_http
 import tritonclient.utils.shared_memory as shm
@@ -350,6 +351,11 @@ def check_many_at_once(cell):
     assert all(text == whole for text in texts.values())
     stream.close()
     return f"{count} responses to {len(ids)} requests"
+
+
+def check_readme(cell):
+    for door in ("gRPC", "HTTP"):
+        assert eval(hotcell.readme(cell, f"Triton's over {door}"), {"tritonclient": tritonclient}).is_model_ready("kjv"), door
 
 
 hotcell.main(globals())

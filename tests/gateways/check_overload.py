@@ -1,0 +1,128 @@
+# packages: openai==2.54.0 grpcio==1.76.0 grpcio-reflection==1.76.0
+"""Hosts that are full, and tenants that have all they may have: who comes then is told so at once, and nobody else notices."""
+import atexit
+import os
+import pathlib
+import subprocess
+import tempfile
+
+import grpc
+import openai
+
+import hotcell
+import rpc
+
+PROMPT = "In the beginning"
+LONG = {"model": "kjv", "prompt": PROMPT, "max_tokens": 200, "temperature": 0.8, "stream": True, "extra_body": {"ignore_eos": True}}
+SHORT = {"model": "kjv", "prompt": PROMPT, "max_tokens": 2}
+made = {}
+
+
+def client(cell, key="none", retries=0):
+    return openai.OpenAI(base_url=f"{cell.url}/v1", api_key=key, max_retries=retries, timeout=120)
+
+
+def running(cell):
+    return sum(w["running_requests"] for w in cell.workers())
+
+
+def texts(stream):
+    """The text of each continuation."""
+    told = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            told[choice.index] = told.get(choice.index, "") + choice.text
+    return told
+
+
+def refused(call):
+    """That a call is turned away for now, in OpenAI's form; and how."""
+    try:
+        call()
+        raise AssertionError("it went through")
+    except openai.RateLimitError as error:
+        assert error.status_code == 429 and int(error.response.headers["retry-after"]) > 0, error.response.headers
+        assert error.body["type"] == "rate_limit_error" and error.body["message"], error.body
+        return error.body["code"]
+
+
+def refused_over_grpc(cell, metadata=()):
+    channel = grpc.insecure_channel(cell.grpc)
+    asked = {"model": "kjv", "prompt": {"text": PROMPT}, "max_tokens": 2}
+    try:
+        list(rpc.Methods(cell).call(channel, "hotcell.v1.Tokens/Generate", asked, metadata=list(metadata), timeout=60))
+        raise AssertionError("it went through")
+    except grpc.RpcError as error:
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and error.details(), error
+    finally:
+        channel.close()
+
+
+def fill(cell, count):
+    """Requests for 64 continuations each, of which a worker takes four, that go on for as long as anybody needs them."""
+    return [client(cell).completions.create(**{**LONG, "max_tokens": 900}, n=64) for _ in range(count)]
+
+
+def check_a_full_host(cell):
+    c = client(cell)
+    calm = texts(c.completions.create(**LONG, n=64, seed=3))
+    fillers = fill(cell, 3)
+    join = hotcell.in_background(lambda: texts(c.completions.create(**LONG, n=64, seed=3)))
+    cell.wait(lambda: running(cell) >= 256, 60, "full")
+    word = refused(lambda: c.completions.create(**SHORT))
+    assert refused(lambda: c.completions.create(**SHORT, stream=True)) == word
+    chat = [{"role": "user", "content": PROMPT}]
+    assert refused(lambda: c.chat.completions.create(model="kjv", messages=chat, max_tokens=2)) == word
+    refused_over_grpc(cell)
+    for filler in fillers:
+        filler.close()
+    assert join() == calm and len(calm) == 64
+    assert client(cell).completions.create(**SHORT).choices[0].text
+    return f"{word}; 64 continuations equal"
+
+
+def check_a_client_that_comes_again_gets_in(cell):
+    """OpenAI's own client waits as long as it is told to."""
+    fillers = fill(cell, 4)
+    cell.wait(lambda: running(cell) >= 256, 60, "full")
+    join = hotcell.in_background(lambda: client(cell, retries=5).completions.create(**SHORT))
+    refused(lambda: client(cell).completions.create(**SHORT))
+    for filler in fillers:
+        filler.close()
+    assert join().choices[0].text
+
+
+def tenants():
+    """A host whose tenant `small` may have 64 requests at once."""
+    if "tenants" not in made:
+        made["folder"] = folder = pathlib.Path(tempfile.mkdtemp(prefix="hotcell-tokens-"))
+        lines, made["keys"] = ["[tenants.small]\nrequests = 64\n"], {}
+        for name in ("small", "large"):
+            command = [str(pathlib.Path(os.environ["HOTCELL_BIN_DIR"]) / "hotcell"), "token", "new", name]
+            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            made["keys"][name], rest = told.split("\n", 1)
+            lines.append(rest)
+        (folder / "tokens.toml").write_text("\n".join(lines))
+        (folder / "tokens.toml").chmod(0o600)
+        made["tenants"] = hotcell.Hotcell("--tokens", str(folder / "tokens.toml")).__enter__()
+        atexit.register(made["tenants"].__exit__)
+    return made["tenants"], made["keys"]
+
+
+def check_a_tenants_limit(_):
+    host, keys = tenants()
+    small, large = client(host, keys["small"]), client(host, keys["large"])
+    calm = texts(large.completions.create(**LONG, seed=3))
+    all_it_may = small.completions.create(**{**LONG, "max_tokens": 900}, n=64)
+    host.wait(lambda: running(host) >= 64, 60, "busy with all that the tenant may have")
+    other = hotcell.in_background(lambda: texts(large.completions.create(**LONG, seed=3)))
+    word = refused(lambda: small.completions.create(**SHORT))
+    refused_over_grpc(host, [("authorization", f"Bearer {keys['small']}")])
+    assert other() == calm
+    all_it_may.close()
+    host.wait(lambda: running(host) == 0, 10, "free")
+    assert small.completions.create(**SHORT).choices[0].text
+    return word
+
+
+hotcell.main(globals(), "--queue-timeout", "300ms")
