@@ -29,6 +29,7 @@ use tokio::{
     sync::{Notify, watch},
     time::{Instant, sleep_until},
 };
+use tokio_stream::StreamExt as _;
 use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 use tonic::Status;
 
@@ -436,6 +437,7 @@ impl Stream {
         Ok(EventStream {
             stream: Arc::clone(self),
             turn,
+            first: None,
             over: false,
             _open: open,
         })
@@ -543,16 +545,32 @@ impl Drop for Stream {
 pub struct EventStream {
     stream: Arc<Stream>,
     turn: u64,
+    /// What came first, once that was waited for.
+    first: Option<GenerateEvent>,
     /// Whether Finished or a status has come.
     over: bool,
     /// The drain waits for it: what was written may still wait here for a slow client.
     _open: TaskTrackerToken,
 }
 
+impl EventStream {
+    /// The same once its first event is there.
+    ///
+    /// # Errors
+    /// The status, if that comes first: whoever passes calls on may send it elsewhere while nothing was answered.
+    pub async fn begun(mut self) -> Result<Self, Status> {
+        self.first = self.next().await.transpose()?;
+        Ok(self)
+    }
+}
+
 impl tokio_stream::Stream for EventStream {
     type Item = Item;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Item>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(Ok(first)));
+        }
         if self.over {
             return Poll::Ready(None);
         }

@@ -15,8 +15,10 @@ use tokio_rustls::TlsAcceptor;
 
 use super::tokens::read_file;
 
-/// HTTP/2, which is all that is spoken here.
-const PROTOCOL: &[u8] = b"h2";
+/// HTTP/2, which is all that is spoken at the door for gRPC.
+const HTTP2: &[u8] = b"h2";
+/// What is spoken at the door for HTTP besides.
+const HTTP1: &[u8] = b"http/1.1";
 
 /// Where certificates and key are, in PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,7 +44,14 @@ impl TlsFiles {
 pub struct Tls {
     /// Where it comes from.
     pub files: TlsFiles,
-    config: RwLock<Arc<ServerConfig>>,
+    config: RwLock<Both>,
+}
+
+/// The same for doors of both kinds.
+#[derive(Debug)]
+struct Both {
+    grpc: Arc<ServerConfig>,
+    http: Arc<ServerConfig>,
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
@@ -55,7 +64,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     }
 }
 
-fn config(files: &TlsFiles) -> Result<ServerConfig, String> {
+fn config(files: &TlsFiles) -> Result<Both, String> {
     let provider: Arc<CryptoProvider> = ring::default_provider().into();
     let chain = certificates(&files.cert)?;
     let key = PrivateKeyDer::from_pem_slice(&read_file(&files.key)?)
@@ -82,8 +91,13 @@ fn config(files: &TlsFiles) -> Result<ServerConfig, String> {
         format!("the certificate {cert} and the key {key} cannot be used: {e}")
     };
     let mut config = begin.with_single_cert(chain, key).map_err(wrong)?;
-    config.alpn_protocols = vec![PROTOCOL.to_vec()];
-    Ok(config)
+    config.alpn_protocols = vec![HTTP2.to_vec()];
+    let mut http = config.clone();
+    http.alpn_protocols.push(HTTP1.to_vec());
+    Ok(Both {
+        grpc: Arc::new(config),
+        http: Arc::new(http),
+    })
 }
 
 impl Tls {
@@ -92,7 +106,7 @@ impl Tls {
     /// # Errors
     /// Words that name the one that is wrong.
     pub fn read(files: TlsFiles) -> Result<Self, String> {
-        let config = RwLock::new(config(&files)?.into());
+        let config = RwLock::new(config(&files)?);
         Ok(Self { files, config })
     }
 
@@ -101,14 +115,14 @@ impl Tls {
     /// # Errors
     /// As [`read`](Self::read); nothing has changed then.
     pub fn reread(&self) -> Result<(), String> {
-        let new = config(&self.files)?.into();
+        let new = config(&self.files)?;
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = new;
         Ok(())
     }
 
-    /// What greets the next connection.
-    pub fn acceptor(&self) -> TlsAcceptor {
+    /// What greets the next connection, at the door for HTTP or at that for gRPC.
+    pub fn acceptor(&self, http: bool) -> TlsAcceptor {
         let config = self.config.read().unwrap_or_else(PoisonError::into_inner);
-        TlsAcceptor::from(Arc::clone(&config))
+        TlsAcceptor::from(Arc::clone(if http { &config.http } else { &config.grpc }))
     }
 }

@@ -99,7 +99,12 @@ impl Listen for TcpListener {
 }
 
 /// A TCP socket on which TLS is spoken.
-pub(super) struct TlsListener(pub TcpListener, pub Arc<Tls>);
+pub(super) struct TlsListener {
+    pub socket: TcpListener,
+    pub tls: Arc<Tls>,
+    /// Whether it is the door for HTTP.
+    pub http: bool,
+}
 
 impl Listen for TlsListener {
     type Raw = TcpStream;
@@ -110,7 +115,7 @@ impl Listen for TlsListener {
     }
 
     async fn next(&self) -> io::Result<TcpStream> {
-        self.0.next().await
+        self.socket.next().await
     }
 
     fn certificate(stream: &TlsClient) -> Option<Option<Arc<str>>> {
@@ -123,7 +128,7 @@ impl Listen for TlsListener {
         raw: TcpStream,
     ) -> impl Future<Output = io::Result<TlsClient>> + Send + 'static {
         // That of now: the files may have changed since the last one came.
-        let greeting = self.1.acceptor().accept(raw);
+        let greeting = self.tls.acceptor(self.http).accept(raw);
         async move { Ok(TlsClient(Box::new(greeting.await?))) }
     }
 }

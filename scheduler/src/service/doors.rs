@@ -328,7 +328,11 @@ pub async fn serve(
         match shared.access.tls() {
             None => serving.spawn(serve_door(listener, guard, routes, room, stop)),
             Some(tls) => {
-                let listener = TlsListener(listener, tls);
+                let listener = TlsListener {
+                    socket: listener,
+                    tls,
+                    http: false,
+                };
                 serving.spawn(serve_door(listener, guard, routes, room, stop))
             }
         };
@@ -342,7 +346,11 @@ pub async fn serve(
         let served = match shared.access.tls() {
             None => Either::Left(http::serve(accept(listener, room), router, stop)),
             Some(tls) => {
-                let listener = TlsListener(listener, tls);
+                let listener = TlsListener {
+                    socket: listener,
+                    tls,
+                    http: true,
+                };
                 Either::Right(http::serve(accept(listener, room), router, stop))
             }
         };

@@ -186,7 +186,13 @@ impl Tokens for Service {
         let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
         let caller = Caller::of(&extensions);
-        Ok(Response::new(self.0.generate(request, deadline, &caller)?))
+        // Who gave an id has a way back, also while this waits; who gave none has it from the start or not at all.
+        let returns = !request.request_id.is_empty();
+        let stream = self.0.generate(request, deadline, &caller)?;
+        Ok(Response::new(match returns {
+            true => stream,
+            false => stream.begun().await?,
+        }))
     }
 
     async fn attach(
