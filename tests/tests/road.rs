@@ -571,7 +571,8 @@ fn resident(pid: u32, file: &str) -> (u64, u64) {
 
 #[tokio::test]
 async fn two_workers_share_the_pages_of_one_model() {
-    let cluster = kjv_cluster(&["--devices", "cpu:2"]).await;
+    // Those of packed copies they share as well, and then let go of these: `--test packing`.
+    let cluster = kjv_cluster(&["--devices", "cpu:2", "--no-pack"]).await;
     let workers = cluster.workers(all_have("kjv")).await.unwrap();
     let size = std::fs::metadata(kjv().join("model.safetensors"))
         .unwrap()
