@@ -51,6 +51,23 @@ def check_unary(cell):
     assert code == 0 and values(told) == [{"status": "SERVING"}], (told, error)
 
 
+def check_grpc_web(cell):
+    """At the door for HTTP, over HTTP/1.1, as a browser would."""
+
+    def web(method, body):
+        command = ["buf", "curl", "--protocol", "grpcweb", f"http://{cell.http}{method}", "-d", json.dumps(body)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.returncode, values(done.stdout), done.stderr
+
+    code, told, error = web("/hotcell.v1.Control/ListModels", {})
+    assert code == 0 and [m["name"] for m in told[0]["models"]] == ["kjv"], (told, error)
+    asked = {"model": "kjv", "prompt": {"text": PROMPT}, "sampling": {"temperature": 0}, "max_tokens": 9}
+    code, told, error = web("/hotcell.v1.Tokens/Generate", asked)
+    assert code == 0 and "accepted" in told[0] and "finished" in told[-1], (told, error)
+    code, told, error = web("/hotcell.v1.Tokens/Generate", {**asked, "model": "nobody"})
+    assert code != 0 and "no model is called nobody" in error, (told, error)
+
+
 def check_stream(cell):
     asked = {"model": "kjv", "prompt": {"text": PROMPT}, "sampling": {"temperature": 0}, "max_tokens": 40}
     code, told, error = buf(cell, "/hotcell.v1.Tokens/Generate", asked)
