@@ -159,6 +159,21 @@ async fn a_request_wakes_a_model_and_nobody_asking_puts_it_to_sleep() {
 }
 
 #[tokio::test]
+async fn a_model_that_was_not_there_is_looked_for_again() {
+    let shelf = Shelf::new(&["here"]);
+    let config = "[models]\na = { path = \"SHELF/a\", on_request = true }\n";
+    let cluster = shelf.open(config, &[]).await;
+    let client = cluster.client().await.unwrap();
+    for _ in 0..2 {
+        let error = complete(&client, "a", 3).await.unwrap_err();
+        assert_eq!(error, Reason::FileNotFound);
+        assert_eq!(state(&client, "a").await, Failed);
+    }
+    fs::rename(shelf.path("here"), shelf.path("a")).unwrap();
+    assert_eq!(text(&client, "a", 3).await.len(), 3);
+}
+
+#[tokio::test]
 async fn the_model_that_was_asked_least_recently_makes_room() {
     let shelf = Shelf::new(&["a", "b", "c", "d"]);
     let config = "[models]\na = { path = \"SHELF/a\", on_request = true }\nb = { path = \"SHELF/b\", on_request = true }\nc = { path = \"SHELF/c\", on_request = true }\nd = { path = \"SHELF/d\", pinned = true }\n";

@@ -46,21 +46,23 @@ impl Fleet {
         Ok(())
     }
 
-    /// Has a model loaded that sleeps, for somebody who asks for it: one that found no room as well, if `new` says that
-    /// this one has not waited for it yet.
+    /// Has a model loaded that sleeps, for somebody who asks for it: as well one that found no room, file or worker, if `new`
+    /// says that this one has not waited for it yet.
     pub(super) fn wake(self: &Arc<Self>, name: &ModelName, new: bool) {
         {
             let mut table = self.table();
             let Some(model) = table.models.get_mut(name) else {
                 return;
             };
-            let found_no_room = || {
-                let problem = model.problem.as_ref();
-                problem.is_some_and(|p| p.reason() == Reason::Overloaded)
+            // What may be otherwise by now, and costs nobody anything to try.
+            let may_pass = || {
+                use Reason::{FileNotFound, NoWorker, Overloaded};
+                let problem = model.problem.as_ref().map(Error::reason);
+                matches!(problem, Some(Overloaded | FileNotFound | NoWorker))
             };
             match model.state {
                 ModelState::Asleep => {}
-                ModelState::Failed if new && found_no_room() => {}
+                ModelState::Failed if new && may_pass() => {}
                 _ => return,
             }
             // Requests for it wait from now on.
