@@ -450,7 +450,10 @@ impl Config {
         if let Some(path) = &config.models_config {
             let policy = ModelPolicy::load(path).map_err(usage)?;
             for (name, path) in &policy.models {
-                if config.models.iter().any(|known| known.name == *name) {
+                let has = |known: &ConfiguredModel| {
+                    known.name == *name || known.serving.aliases.contains(&name.to_string())
+                };
+                if config.models.iter().any(has) {
                     return Err(usage(format!("models: {name} is in both config files")));
                 }
                 config

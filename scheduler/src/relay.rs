@@ -554,6 +554,13 @@ impl Relayed<'_> {
             Some(error) if error.reason() == Reason::Overloaded && journal.is_greeting() => {
                 Ok(Part::Full(error))
             }
+            // It was taken from this device, and is on another one.
+            Some(error)
+                if error.reason() == Reason::ModelNotFound
+                    && self.fleet.has_moved(self.model, &placed.link.worker) =>
+            {
+                Ok(Part::Full(error))
+            }
             Some(error) => Err(error),
         }
     }

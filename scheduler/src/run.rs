@@ -161,14 +161,19 @@ pub async fn run(
             continue;
         }
         if model.on_request {
-            let known = fleet.expect(name.clone(), path.clone(), true, &model.serving);
-            known.map_err(|e| Failure::new(Exit::Usage, format!("model {name}: {e}")))?;
+            if let Err(error) = fleet.expect(name.clone(), path.clone(), true, &model.serving) {
+                tracing::error!(model = %name, %error, "a configured model is left out");
+            }
             continue;
         }
         if policy.is_given() || config.device_memory.is_some() || !model.is_plain() {
-            let announced = fleet.announce(name.clone(), path.clone(), &model.serving);
-            announced.map_err(|e| Failure::new(Exit::Usage, format!("model {name}: {e}")))?;
-            expected.push(name.clone());
+            // Names that one of before has, which lived on under another configuration.
+            match fleet.announce(name.clone(), path.clone(), &model.serving) {
+                Ok(()) => expected.push(name.clone()),
+                Err(error) => {
+                    tracing::error!(model = %name, %error, "a configured model is left out");
+                }
+            }
             continue;
         }
         let files = vault::open(path, &config.model_roots, policy);

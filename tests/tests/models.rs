@@ -338,11 +338,92 @@ async fn a_model_takes_the_place_of_another_under_its_streams() {
     }
     assert_eq!(text(&client, "a", 12).await, new);
     assert_eq!(text(&client, "", 12).await, new);
-    // And back again.
+    // And back again, by its other name; what is said of it later takes no name from it that it was asked by.
     let mut back = load("best", &shelf.path("a"));
     back.replace = true;
-    assert_eq!(run(&client, back).await.unwrap().name, "best.v2");
+    assert_eq!(run(&client, back).await.unwrap().name, "a.v3");
+    for name in ["a", "best", "a.v3", ""] {
+        assert_eq!(text(&client, name, 12).await, expected[..12], "{name}");
+    }
+    let mut again = load("a", &shelf.path("a"));
+    again.serving = Some(v1::Serving {
+        max_running: 8,
+        ..v1::Serving::default()
+    });
+    assert_eq!(run(&client, again).await.unwrap().name, "a.v3");
     assert_eq!(text(&client, "a", 12).await, expected[..12]);
+    let error = complete(&client, "best", 12).await.unwrap_err();
+    assert_eq!(error, Reason::ModelNotFound);
+}
+
+#[tokio::test]
+async fn a_model_that_sleeps_is_replaced_while_it_is_asked() {
+    let shelf = Shelf::new(&["a", "b"]);
+    let config = "[models]\na = { path = \"SHELF/a\", on_request = true, keep_alive = \"20ms\" }\n";
+    let cluster = shelf.open(config, &[]).await;
+    let client = cluster.client().await.unwrap();
+    let expected = text(&client, "a", 5).await;
+    // Again and again, so that it is caught asleep, on its way, and awake; without a name as well.
+    let asking = tokio::spawn({
+        let client = client.clone();
+        async move {
+            for n in 0..150 {
+                let name = ["a", ""][n % 2];
+                assert_eq!(text(&client, name, 5).await, expected);
+                tokio::time::sleep(Duration::from_millis((n % 7 * 10) as u64)).await;
+            }
+        }
+    });
+    let mut rounds = 0;
+    while !asking.is_finished() {
+        let mut next = load("a", &shelf.path(["b", "a"][rounds % 2]));
+        next.replace = true;
+        run(&client, next).await.unwrap();
+        rounds += 1;
+        tokio::time::sleep(Duration::from_millis(rounds as u64 % 5 * 13)).await;
+    }
+    asking.await.unwrap();
+    assert!(rounds > 2);
+    let start = Instant::now();
+    while client.models().await.unwrap().len() > 1 {
+        assert!(start.elapsed() < SOON, "{:#?}", client.models().await);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn streams_move_with_their_model_and_are_not_held_up_by_its_limit() {
+    let shelf = Shelf::new(&["a", "b"]);
+    let config = "devices = \"cpu:2\"\n[models]\na = { path = \"SHELF/a\", max_running = 2 }\nb = { path = \"SHELF/b\", replicas = 1 }\n";
+    let cluster = shelf.open(config, &["--queue-timeout", "60s"]).await;
+    let client = cluster.client().await.unwrap();
+    becomes(&client, "a", |m| m.workers.len() == 2).await;
+    let expected = text(&client, "a", 300).await;
+    let streams: Vec<_> = (0..6)
+        .map(|_| {
+            let client = client.clone();
+            tokio::spawn(async move { text(&client, "a", 300).await })
+        })
+        .collect();
+    let both = |all: &[v1::WorkerInfo]| all.iter().all(|w| w.running_requests > 0);
+    let workers = cluster.workers(both).await.unwrap();
+    // A stream that lost its worker goes on before those that wait.
+    signal_pid(workers[0].pid, Signal::KILL).unwrap();
+    cluster.workers(both).await.unwrap();
+    // From one of its devices it is taken while a stream runs there.
+    let mut fewer = load("a", &shelf.path("a"));
+    fewer.serving = Some(v1::Serving {
+        replicas: 1,
+        max_running: 2,
+        ..v1::Serving::default()
+    });
+    assert_eq!(run(&client, fewer).await.unwrap().workers.len(), 1);
+    for stream in streams {
+        assert_eq!(stream.await.unwrap(), expected);
+    }
+    // Each of two that are on one device has one for itself.
+    let (a, b) = (model(&client, "a").await, model(&client, "b").await);
+    assert_eq!((a.workers.len(), b.workers.len()), (1, 1));
 }
 
 #[tokio::test]

@@ -464,8 +464,27 @@ async fn a_remote_client_names_configured_models_only() {
         complete(&local, "mine", 3).await.unwrap().token_ids.len(),
         3
     );
+    let again = v1::LoadModelRequest {
+        name: "mine".to_owned(),
+        serving: Some(v1::Serving {
+            aliases: vec!["ours".to_owned()],
+            ..v1::Serving::default()
+        }),
+        ..v1::LoadModelRequest::default()
+    };
+    let mut steps = local.load_request(again).await.unwrap();
+    while let Some(step) = steps.next().await {
+        step.unwrap();
+    }
+    assert_eq!(
+        complete(&local, "ours", 3).await.unwrap().token_ids.len(),
+        3
+    );
     for error in [
         complete(&remote, "mine", 3).await.unwrap_err(),
+        complete(&remote, "ours", 3).await.unwrap_err(),
+        remote.load("ours", "").await.unwrap_err(),
+        remote.unload("ours").await.unwrap_err(),
         remote.load("mine", "").await.unwrap_err(),
         remote.unload("mine").await.unwrap_err(),
         remote.inspect("mine", "").await.unwrap_err(),

@@ -368,6 +368,10 @@ async fn sleep_names_and_a_replacement_under_way_live_through_a_takeover() {
     let models = client.models().await.unwrap();
     assert_eq!(models[0].serving, Some(serving(None, &["kjv"])));
     assert_eq!(models[1].serving, Some(serving(Some(600_000), &["nap"])));
+    // And once more, now that the old one is gone.
+    let said = take_over(&cluster, &["--models", &format!("kjv={}", kjv().display())]).await;
+    assert!(said.contains("1 workers live on"), "{said}");
+    assert_eq!(states().await, all(&[]));
     let new = complete(&client, &of("kjv", 9)).await.token_ids;
     assert_ne!(new, calm.token_ids[..9]);
     assert_eq!(complete(&client, &of("nap", 9)).await.token_ids, new);

@@ -167,7 +167,11 @@ impl Session {
             }
             Err(error) => return Err(self.explain(error).await.into()),
         };
-        let found = models.iter().find(|m| m.name == *name);
+        let is_it = |m: &&ModelInfo| {
+            let served = m.serving.as_ref();
+            m.name == *name || served.is_some_and(|s| s.aliases.contains(name))
+        };
+        let found = models.iter().find(is_it);
         // One that sleeps the request itself wakes.
         let loaded =
             found.is_none_or(|m| matches!(m.state(), ModelState::Loaded | ModelState::Asleep));

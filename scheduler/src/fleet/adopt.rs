@@ -10,7 +10,10 @@ use hotcell_proto::{
 use tokio::time::Instant;
 
 use super::{
-    Asked, Fleet, Launched, Process, Slot, Sockets, Table, catalog::Model, keeper, loading::believe,
+    Asked, Fleet, Launched, Process, Slot, Sockets, Table,
+    catalog::{Model, Standing},
+    keeper,
+    loading::believe,
 };
 use crate::{
     room::Footprint,
@@ -85,7 +88,7 @@ pub struct Inherited {
 
 impl Table {
     /// What of a process another program left is gone on with: the models that are still wanted.
-    fn adopt(&mut self, live: Live) -> Adopted {
+    fn adopt(&mut self, device: &str, live: Live) -> Adopted {
         let mut loaded = Asked::new();
         for (name, got) in live.models {
             let model = self.models.get_mut(&name).filter(|m| m.is_wanted());
@@ -95,7 +98,12 @@ impl Table {
             let Some(files) = model.files.clone() else {
                 continue;
             };
-            model.has_worker();
+            model.state = ModelState::Loaded;
+            // It stays where it is.
+            if model.serving.replicas > 0 {
+                let homes = model.homes.get_or_insert_default();
+                homes.insert(device.to_owned());
+            }
             loaded.insert(name, (files, Some(got)));
         }
         let (process, sockets) = live.launched.split();
@@ -126,6 +134,9 @@ impl Fleet {
             footprint,
         } = held;
         let mut model = Model::new(source, configured);
+        if state == ModelState::Retiring {
+            model.standing = Standing::Replaced;
+        }
         model.footprint = (footprint != Footprint::default()).then_some(footprint);
         match files.transpose() {
             Ok(None) => {
@@ -135,10 +146,7 @@ impl Fleet {
             Ok(Some(files)) => {
                 model.files = Some(Arc::new(files));
                 model.has_room = true;
-                model.state = match state {
-                    ModelState::Retiring => ModelState::Retiring,
-                    _ => ModelState::Loading,
-                };
+                model.state = ModelState::Loading;
                 model.summary = summary;
             }
             Err(error) => {
@@ -146,15 +154,19 @@ impl Fleet {
                 model.fail(error);
             }
         }
-        self.table().models.insert(name.clone(), model);
-        if let Err(error) = self.serve_as(&name, &serving) {
+        let aliases: Result<Vec<_>, _> = serving.aliases.iter().map(ModelName::new).collect();
+        model.serving = serving;
+        let mut table = self.table();
+        table.models.insert(name.clone(), model);
+        let named = aliases.and_then(|aliases| table.give_names(&name, &aliases));
+        if let Err(error) = named {
             tracing::error!(model = %name, %error, "a model's names were not handed over");
         }
     }
 
-    /// Whether there is a model of this name.
+    /// Whether a model has this name.
     pub fn knows(&self, name: &ModelName) -> bool {
-        self.table().models.contains_key(name)
+        self.table().key(name).is_some()
     }
 
     /// Remembers the deaths that were explained, and how many throw-away workers there were.
@@ -179,7 +191,12 @@ impl Fleet {
                     && heir.device.cores == device.cores
             };
             let heir = heirs.iter().position(same).map(|at| heirs.swap_remove(at));
-            let heir = heir.map(|heir| (heir.past, heir.live.map(|live| table.adopt(live))));
+            let heir = heir.map(|heir| {
+                (
+                    heir.past,
+                    heir.live.map(|live| table.adopt(&device.id, live)),
+                )
+            });
             table.workers.insert(id.clone(), Slot::new(device.clone()));
             workers.push((id, device.clone(), heir));
         }
@@ -191,7 +208,9 @@ impl Fleet {
             match &heir.guest {
                 Some(guest) if workers.iter().any(|(_, device, _)| still(device)) => {
                     let guest = guest.clone();
-                    let live = heir.live.map(|live| self.table().adopt(live));
+                    let live = heir
+                        .live
+                        .map(|live| self.table().adopt(&heir.device.id, live));
                     guests.push((heir.id, heir.device, guest, (heir.past, live)));
                 }
                 _ => tracing::info!(worker = heir.id, "its device is not used any more"),

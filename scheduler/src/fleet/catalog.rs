@@ -28,6 +28,18 @@ use crate::{
 /// reason just then.
 const STRIKES: u32 = 3;
 
+/// Whether requests come to a model by its names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// They do.
+    #[default]
+    Open,
+    /// Not yet: it is to take another one's place.
+    Coming,
+    /// No more: another one has its place, and it ends with those that came before.
+    Replaced,
+}
+
 /// A model the scheduler knows.
 #[derive(Clone, Debug)]
 pub struct Model {
@@ -50,6 +62,7 @@ pub struct Model {
     /// The devices that are to have it; none: all.
     pub(super) homes: Option<BTreeSet<String>>,
     pub(super) uses: Arc<Uses>,
+    pub(super) standing: Standing,
     /// Whether memory is set apart for it: it is there or on its way.
     pub(super) has_room: bool,
     pub(super) strikes: u32,
@@ -68,6 +81,7 @@ impl Model {
             footprint: None,
             homes: None,
             uses: Arc::default(),
+            standing: Standing::Open,
             has_room: false,
             strikes: 0,
         }
@@ -75,25 +89,26 @@ impl Model {
 
     /// Whether workers are to have it.
     pub(super) fn is_wanted(&self) -> bool {
-        use ModelState::{Loaded, Loading, Retiring};
-        matches!(self.state, Loading | Loaded | Retiring)
+        matches!(self.state, ModelState::Loading | ModelState::Loaded)
     }
 
     /// Whether requests that name no model may mean it.
     fn is_open(&self) -> bool {
         use ModelState::{Asleep, Loaded, Loading};
-        matches!(self.state, Loading | Loaded | Asleep)
+        self.standing == Standing::Open && matches!(self.state, Loading | Loaded | Asleep)
     }
 
     /// Whether a request for it would be served.
     pub(super) fn can_be_asked(&self) -> bool {
-        matches!(self.state, ModelState::Loaded | ModelState::Asleep)
+        use ModelState::{Asleep, Loaded};
+        self.standing == Standing::Open && matches!(self.state, Loaded | Asleep)
     }
 
-    /// A worker has it.
-    pub(super) fn has_worker(&mut self) {
-        if self.state != ModelState::Retiring {
-            self.state = ModelState::Loaded;
+    /// What there is to say of its state.
+    pub(super) fn told_state(&self) -> ModelState {
+        match (self.standing, self.state) {
+            (Standing::Replaced, state) if state != ModelState::Failed => ModelState::Retiring,
+            (_, state) => state,
         }
     }
 
@@ -150,7 +165,7 @@ impl Table {
     pub(super) fn usable(&self, name: &ModelName) -> Result<bool, Error> {
         let model = self.models.get(name).ok_or_else(|| self.unknown(name))?;
         match (model.state, &model.problem) {
-            (ModelState::Loaded | ModelState::Retiring, _) => Ok(false),
+            (ModelState::Loaded, _) => Ok(false),
             (ModelState::Loading | ModelState::Asleep, _) => Ok(true),
             (_, Some(problem)) => Err(Error::new(
                 problem.reason(),
@@ -255,7 +270,7 @@ impl Table {
         let workers = self.workers.iter();
         ModelInfo {
             name: name.as_str().to_owned(),
-            state: model.state.into(),
+            state: model.told_state().into(),
             source: model.source.to_string(),
             summary: model.summary.clone(),
             file_bytes: model.files.as_ref().map_or(0, |f| f.bytes()),
@@ -269,7 +284,7 @@ impl Table {
                 .filter(|_| model.state == ModelState::Failed)
                 .map(|p| p.message().to_owned())
                 .unwrap_or_default(),
-            is_default: self.default_name() == Some(name),
+            is_default: self.default_name().and_then(|n| self.key(n)) == Some(name),
             packed: self.packed(name, model),
             trust_domain: model.domain().to_owned(),
             serving: Some(Serving {

@@ -21,7 +21,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{Fleet, catalog::Model};
+use super::{Fleet, catalog::Model, checked_serving};
 use crate::{
     audit::{Audit, Entry, Who},
     config::Timeouts,
@@ -147,8 +147,14 @@ impl Fleet {
         let mut model = Model::new(Source::Path(path), true);
         // Requests for it wait.
         model.state = ModelState::Loading;
-        self.table().models.insert(name.clone(), model);
-        self.serve_as(&name, serving)?;
+        let aliases = checked_serving(serving)?;
+        {
+            let mut table = self.table();
+            table.is_nobodys(&name)?;
+            table.give_names(&name, &aliases)?;
+            model.serving = serving.clone();
+            table.models.insert(name.clone(), model);
+        }
         self.tell();
         Ok(())
     }
@@ -159,7 +165,7 @@ impl Fleet {
         self.keepers.spawn(async move {
             for name in names {
                 let (progress, _) = mpsc::channel(1);
-                let load = fleet.load_for(Who::configuration(), Some(name.clone()), None, progress);
+                let load = fleet.load_key(Who::configuration(), name.clone(), None, None, progress);
                 let loaded = tokio::select! {
                     () = fleet.stop.cancelled() => return,
                     loaded = load => loaded,
@@ -254,7 +260,7 @@ impl Fleet {
     /// [`Reason::ModelNotAllowed`].
     pub fn check_remote(&self, name: &ModelName) -> Result<(), Error> {
         let table = self.table();
-        let model = table.models.get(name);
+        let model = table.key(name).and_then(|key| table.models.get(key));
         if !self.gate.policy.is_given() || model.is_none_or(|model| model.configured) {
             return Ok(());
         }

@@ -8,10 +8,17 @@ use std::{
     sync::Arc,
 };
 
-use hotcell_proto::v1::{self, WorkerState};
+use hotcell_proto::{
+    error::Reason,
+    v1::{self, WorkerState},
+};
 use tokio::task::JoinSet;
 
-use super::{Fleet, Table, slot::Slot};
+use super::{
+    Fleet, Table,
+    catalog::{Model, Standing},
+    slot::Slot,
+};
 use crate::vault::Source;
 
 /// The ends of connections that a worker serves besides ours.
@@ -116,9 +123,23 @@ impl Fleet {
     }
 }
 
+/// Whether a model is there, or the next request for it has it loaded.
+fn outlives(model: &Model) -> bool {
+    use v1::ModelState::{Asleep, Failed};
+    let for_want_of_room = || {
+        let problem = model.problem.as_ref();
+        problem.is_some_and(|p| p.reason() == Reason::Overloaded)
+    };
+    match model.state {
+        Asleep => true,
+        Failed => for_want_of_room(),
+        _ => model.is_wanted(),
+    }
+}
+
 fn models(table: &Table) -> Vec<v1::HeldModel> {
     let held = table.models.iter();
-    let held = held.filter(|(_, m)| m.is_wanted() || m.state == v1::ModelState::Asleep);
+    let held = held.filter(|(_, m)| m.standing != Standing::Coming && outlives(m));
     let held = held.filter_map(|(name, model)| {
         let footprint = model.footprint.unwrap_or_default();
         Some(v1::HeldModel {
@@ -128,12 +149,17 @@ fn models(table: &Table) -> Vec<v1::HeldModel> {
                 Source::Bundled => None,
             },
             configured: model.configured,
-            state: model.state.into(),
+            state: match (model.standing, &model.files) {
+                (Standing::Replaced, _) => v1::ModelState::Retiring.into(),
+                // Its next request wakes it.
+                (_, None) => v1::ModelState::Asleep.into(),
+                (_, Some(_)) => model.state.into(),
+            },
             summary: model.summary.clone(),
-            files: match (&model.files, model.state) {
-                (Some(files), _) => files.hold(),
-                (None, v1::ModelState::Asleep) => Vec::new(),
-                (None, _) => return None,
+            files: match &model.files {
+                Some(files) if model.is_wanted() => files.hold(),
+                _ if model.source.can_be_read_again() => Vec::new(),
+                _ => return None,
             },
             untrusted: model.files.as_ref().is_some_and(|f| f.alone().is_some()),
             serving: Some(v1::Serving {

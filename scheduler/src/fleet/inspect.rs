@@ -145,7 +145,7 @@ impl Fleet {
             (Some(path), _) => (Source::Path(path), None),
             (None, Some(name)) => {
                 let table = self.table();
-                let model = table.models.get(&name);
+                let model = table.key(&name).and_then(|key| table.models.get(key));
                 let model = model.ok_or_else(|| table.unknown(&name))?;
                 (model.source.clone(), model.files.clone())
             }

@@ -70,6 +70,12 @@ impl Fleet {
         got: &Loaded,
     ) {
         let mut table = self.table();
+        // Whatever has become of the model meanwhile, the worker is done with it.
+        if let Some(slot) = table.workers.get_mut(worker).filter(|s| s.is_alive(epoch))
+            && slot.loading.as_ref() == Some(name)
+        {
+            slot.loading = None;
+        }
         let model = table.models.get_mut(name).filter(|m| m.is_wanted());
         let Some(model) = model.filter(|m| m.files.as_ref().is_some_and(|f| Arc::ptr_eq(f, files)))
         else {
@@ -79,7 +85,7 @@ impl Fleet {
         if first {
             model.uses.touch();
         }
-        model.has_worker();
+        model.state = ModelState::Loaded;
         model.problem = None;
         model.strikes = 0;
         if model.summary.is_none() {
@@ -87,7 +93,6 @@ impl Fleet {
         }
         let slot = table.workers.get_mut(worker);
         if let Some(slot) = slot.filter(|s| s.is_alive(epoch)) {
-            slot.loading = None;
             slot.models.insert(name.clone(), got.clone());
         }
         drop(table);
@@ -159,9 +164,33 @@ impl Fleet {
         serving: Option<Serving>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
+        let name = match (name, &path) {
+            (Some(name), _) => name,
+            (None, Some(path)) => vault::name_of(path)?,
+            (None, None) => {
+                let what = "name a configured model, or give a path";
+                return Err(Error::new(Reason::InvalidArgument, what));
+            }
+        };
+        let key = self.table().key(&name).cloned().unwrap_or(name);
+        self.load_key(who, key, path, serving, progress).await
+    }
+
+    /// The same for a model by its own name.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub(super) async fn load_key(
+        self: &Arc<Self>,
+        who: Who,
+        name: ModelName,
+        path: Option<PathBuf>,
+        serving: Option<Serving>,
+        progress: ProgressSender,
+    ) -> Result<ModelInfo, Error> {
         let fleet = Arc::clone(self);
         let load = async move {
-            let asked = name.as_ref().map_or_else(String::new, ModelName::to_string);
+            let asked = name.to_string();
             let from = path
                 .as_ref()
                 .map_or_else(String::new, |p| p.display().to_string());
@@ -180,19 +209,10 @@ impl Fleet {
     async fn load_now(
         self: &Arc<Self>,
         who: &Who,
-        (name, path): (Option<ModelName>, Option<PathBuf>),
+        (name, path): (ModelName, Option<PathBuf>),
         serving: Option<Serving>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
-        let name = match (name, &path) {
-            (Some(name), _) => name,
-            (None, Some(path)) => vault::name_of(path)?,
-            (None, None) => {
-                let what = "name a configured model, or give a path";
-                return Err(Error::new(Reason::InvalidArgument, what));
-            }
-        };
-        let name = self.table().key(&name).cloned().unwrap_or(name);
         let _one_at_a_time = self.loads.one(&name).await;
         let (source, same) = self.identify(&name, path).await?;
         let (files, preparing) = match self.known_files(&name, same)? {
@@ -222,6 +242,7 @@ impl Fleet {
             let mut table = self.table();
             // Others may have come meanwhile.
             table.has_room_for(&name)?;
+            table.is_nobodys(&name)?;
             if let Some(serving) = &serving {
                 table.give_names(&name, &checked_serving(serving)?)?;
             }
@@ -246,7 +267,10 @@ impl Fleet {
         let _spreads = match entered.await {
             Ok(spreads) => spreads,
             Err(error) => {
-                self.give_up(&name, error.clone());
+                // Nothing has become of it if it was there already, or may come to be.
+                if !matches!(error.reason(), Reason::ModelExists | Reason::LimitExceeded) {
+                    self.give_up(&name, error.clone());
+                }
                 return Err(error);
             }
         };
@@ -333,7 +357,6 @@ impl Fleet {
             let held = table.has(name);
             if let Some(model) = table.models.get_mut(name) {
                 model.state = match (model.state, held) {
-                    (ModelState::Retiring, _) => ModelState::Retiring,
                     (ModelState::Loaded, _) | (_, true) => ModelState::Loaded,
                     _ => ModelState::Loading,
                 };
@@ -385,8 +408,8 @@ impl Fleet {
                     return Err(table.unknown(name));
                 };
                 match (model.state, &model.problem) {
-                    (ModelState::Loaded | ModelState::Retiring, _) if has || !hope => return Ok(()),
-                    (ModelState::Loaded | ModelState::Retiring, _) => {}
+                    (ModelState::Loaded, _) if has || !hope => return Ok(()),
+                    (ModelState::Loaded, _) => {}
                     (ModelState::Failed, Some(problem)) => return Err(problem.clone()),
                     _ if refusal.is_none() && hope => {}
                     _ => {

@@ -109,7 +109,8 @@ impl Fleet {
         let open = |model: &ModelName| {
             !table.is_at_limit(model) && table.workers.values().any(|slot| slot.has_place(model))
         };
-        if table.is_at_limit(model) {
+        // What goes on elsewhere has been let in.
+        if turn.is_some() && table.is_at_limit(model) {
             return Ok(Err(Wait::Full));
         }
         if let Some(waiting) = turn

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, sync::Arc};
 use hotcell_proto::{ids::ModelName, v1::Device};
 use tokio::sync::mpsc;
 
-use super::{Fleet, Link, Table};
+use super::{Fleet, Link, Table, slot::Slot};
 use crate::placement::{self, Home};
 
 impl Table {
@@ -28,7 +28,10 @@ impl Table {
                     let others = self.models.iter();
                     let others = others.filter(|(other, m)| *other != name && m.is_wanted());
                     let others = others.filter(|(other, _)| self.is_home(&slot.device, other));
-                    let bytes = others.map(|(_, m)| m.footprint.map_or(0, |f| f.alone()));
+                    let bytes = others.map(|(_, m)| match (m.footprint, &m.files) {
+                        (Some(found), _) => found.alone(),
+                        (None, files) => files.as_ref().map_or(0, |files| files.bytes()),
+                    });
                     Home {
                         device: &slot.device.id,
                         hopeful: slot.hopeful,
@@ -72,6 +75,15 @@ impl Table {
 }
 
 impl Fleet {
+    /// Whether a worker lacks a model that others have or are to have.
+    pub fn has_moved(&self, name: &ModelName, from: &str) -> bool {
+        let table = self.table();
+        let wanted = table.models.get(name).is_some_and(|m| m.is_wanted());
+        let lacks =
+            |slot: &Slot| !slot.models.contains_key(name) && !table.is_home(&slot.device, name);
+        wanted && table.workers.get(from).is_some_and(lacks)
+    }
+
     /// Takes a model from devices that are not to have it any more.
     pub(super) async fn withdraw_strays(&self, name: &ModelName) {
         let links = self.table().strays(name);

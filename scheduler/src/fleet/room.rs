@@ -210,7 +210,8 @@ impl Fleet {
         name: &ModelName,
         know: impl Fn() -> Result<(), Error>,
     ) -> Result<MutexGuard<'_, ()>, Error> {
-        let until = Instant::now() + self.timeouts.queue;
+        // From the first time that there is none: another load may take longer than that.
+        let mut until = None;
         let mut changed = self.changes();
         loop {
             changed.see();
@@ -252,6 +253,7 @@ impl Fleet {
                 Err(shortage) => shortage,
             };
             drop(spreads);
+            let until = *until.get_or_insert_with(|| Instant::now() + self.timeouts.queue);
             let late = shortage.is_hopeless()
                 || all_pinned
                 || timeout_at(until, changed.changed()).await.is_err();

@@ -13,11 +13,11 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::{ModelInfo, ModelState, Serving},
+    v1::{ModelInfo, Serving},
 };
 use tokio::time::Instant;
 
-use super::{Fleet, Table, changes::Teller};
+use super::{Fleet, Table, catalog::Standing, changes::Teller};
 
 /// The requests for a model.
 #[derive(Debug)]
@@ -86,6 +86,15 @@ pub(crate) fn checked(serving: &Serving) -> Result<Vec<ModelName>, Error> {
     serving.aliases.iter().map(ModelName::new).collect()
 }
 
+/// The name of a model's first version.
+pub(super) fn first_name(key: &ModelName) -> &str {
+    let name = key.as_str();
+    match name.rsplit_once(".v") {
+        Some((first, number)) if number.parse::<u32>().is_ok() => first,
+        _ => name,
+    }
+}
+
 impl Table {
     /// The model that a name means: that of a further name, else its own.
     pub(super) fn key<'t>(&'t self, name: &'t ModelName) -> Option<&'t ModelName> {
@@ -103,10 +112,10 @@ impl Table {
         aliases: &[ModelName],
     ) -> Result<(), Error> {
         for alias in aliases {
-            // One that gives way has given up its names.
+            // One that gave way has given up its names.
             let retires = |holder: &ModelName| {
                 let holder = self.models.get(holder);
-                holder.is_some_and(|m| m.state == ModelState::Retiring)
+                holder.is_some_and(|m| m.standing == Standing::Replaced)
             };
             let taken = self.key(alias);
             let taken = taken.filter(|holder| *holder != model && !retires(holder));
@@ -117,11 +126,39 @@ impl Table {
                 return Err(Error::new(Reason::ModelExists, what).with("model", alias));
             }
         }
-        self.aliases.retain(|_, key| key != model);
+        // The name under which its first version was known stays.
+        let first = first_name(model);
+        self.aliases
+            .retain(|alias, key| key != model || alias.as_str() == first);
         let own = aliases.iter().filter(|alias| *alias != model);
         self.aliases
             .extend(own.map(|alias| (alias.clone(), model.clone())));
         Ok(())
+    }
+
+    /// Whether no other model has this name.
+    ///
+    /// # Errors
+    /// [`Reason::ModelExists`].
+    pub(super) fn is_nobodys(&self, name: &ModelName) -> Result<(), Error> {
+        match self.aliases.get(name).filter(|key| *key != name) {
+            // The one that gave its name up is loaded by it still.
+            Some(_)
+                if self
+                    .models
+                    .get(name)
+                    .is_some_and(|m| m.standing == Standing::Replaced) =>
+            {
+                Ok(())
+            }
+            Some(holder) => {
+                let what = format!(
+                    "model {holder} has the name {name}; unload it, or choose another name"
+                );
+                Err(Error::new(Reason::ModelExists, what).with("model", name))
+            }
+            None => Ok(()),
+        }
     }
 
     /// A model's further names.

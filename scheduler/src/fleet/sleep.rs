@@ -9,7 +9,7 @@ use hotcell_proto::{
 };
 use tokio::{sync::mpsc, time::sleep};
 
-use super::{Fleet, Using, catalog::Model};
+use super::{Fleet, Using, catalog::Model, checked_serving};
 use crate::{audit::Who, vault::Source};
 
 impl Fleet {
@@ -25,23 +25,22 @@ impl Fleet {
         serving: &Serving,
     ) -> Result<(), Error> {
         {
+            let aliases = checked_serving(serving)?;
             let mut table = self.table();
             table.has_room_for(&name)?;
-            if let Some(holder) = table.aliases.get(&name) {
-                let what = format!("model {holder} has the name {name} already");
-                return Err(Error::new(Reason::ModelExists, what).with("model", &name));
-            }
+            table.is_nobodys(&name)?;
             let known = table.models.get(&name);
             if known.is_some_and(|m| m.is_wanted()) {
                 let what = format!("a model called {name} is loaded; unload it first");
                 return Err(Error::new(Reason::ModelExists, what).with("model", &name));
             }
             let configured = configured || known.is_some_and(|m| m.configured);
+            table.give_names(&name, &aliases)?;
             let mut model = Model::new(Source::Path(path), configured);
             model.state = ModelState::Asleep;
-            table.models.insert(name.clone(), model);
+            model.serving = serving.clone();
+            table.models.insert(name, model);
         }
-        self.serve_as(&name, serving)?;
         self.tell();
         Ok(())
     }
@@ -65,7 +64,10 @@ impl Fleet {
                 ModelState::Failed if new && may_pass() => {}
                 _ => return,
             }
-            // Requests for it wait from now on.
+            // Requests for it wait from now on, and its files are opened anew.
+            if model.source.can_be_read_again() {
+                model.files = None;
+            }
             model.state = ModelState::Loading;
             model.problem = None;
         }
@@ -73,7 +75,7 @@ impl Fleet {
         let (fleet, name) = (Arc::clone(self), name.clone());
         self.keepers.spawn(async move {
             let (progress, _) = mpsc::channel(1);
-            let load = fleet.load_for(Who::configuration(), Some(name.clone()), None, progress);
+            let load = fleet.load_key(Who::configuration(), name.clone(), None, None, progress);
             let loaded = tokio::select! {
                 () = fleet.stop.cancelled() => return,
                 loaded = load => loaded,
@@ -154,7 +156,10 @@ impl Fleet {
                 if let Some(Ok(name)) = &fleet.due() {
                     let _one_at_a_time = fleet.loads.one(name).await;
                     let _spreads = fleet.loads.spread().await;
-                    fleet.put_to_sleep(name, "nobody asked for it").await;
+                    // Somebody may have come, or pinned it, meanwhile.
+                    if fleet.due().is_some_and(|due| due.as_ref() == Ok(name)) {
+                        fleet.put_to_sleep(name, "nobody asked for it").await;
+                    }
                     continue;
                 }
                 tokio::select! {

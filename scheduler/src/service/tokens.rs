@@ -44,11 +44,12 @@ impl Shared {
         request.tenant = caller.tenant(&request.tenant).to_owned();
         check_request(&request)?;
         let (model, using) = self.fleet.engage(&request.model)?;
-        request.model = model.as_str().to_owned();
+        // Under the name that it was asked by, which may mean another model when it is asked again.
         let (id, fingerprint) = match request.request_id.as_str() {
             "" => (RequestId::random()?, None),
             given => (RequestId::new(given)?, Some(fingerprint(&request))),
         };
+        request.model = model.as_str().to_owned();
         let resumed = request.resume.clone().unwrap_or_default();
         let begin = Mark {
             tokens: resumed.generated_ids.len() as u64,

@@ -251,7 +251,8 @@ impl Left {
                 continue;
             }
             let claim = |number| self.fds.remove(&number);
-            let files = (state != ModelState::Asleep)
+            // What comes without files sleeps.
+            let files = (!files.is_empty() || path.is_none())
                 .then(|| vault::inherit(files, path.is_none(), untrusted, claim));
             let source = path.map_or(Source::Bundled, Source::Path);
             let held = Inherited {
