@@ -273,6 +273,19 @@ pub fn holds(pid: u32) -> Result<(i64, i64)> {
     Ok((kib * 1024, descriptors as i64))
 }
 
+/// Seconds of a processor that a process has used so far, in user and kernel mode, by all its threads.
+///
+/// # Errors
+/// When it is gone.
+pub fn cpu_seconds(pid: u32) -> Result<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // After the name, which may hold anything: state is the third field, time in user and kernel mode the 14th and 15th.
+    let (_, fields) = stat.rsplit_once(')').context("no name")?;
+    let ticks = fields.split_whitespace().skip(11).take(2);
+    let ticks: f64 = ticks.map(str::parse::<f64>).sum::<Result<f64, _>>()?;
+    Ok(ticks / rustix::param::clock_ticks_per_second() as f64)
+}
+
 /// A scheduler with its workers on a Unix socket.
 pub struct Cluster {
     /// The scheduler.

@@ -2,6 +2,7 @@
 
 pub mod attack;
 pub mod bench;
+pub mod bundled;
 pub mod chance;
 pub mod chaos;
 pub mod cluster;

@@ -14,9 +14,16 @@ use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
 };
-use hotcell_tests::model::{Solo, argmax, open};
+use hotcell_tests::{
+    bundled::write_gguf,
+    cluster::kjv,
+    model::{Solo, argmax, open},
+};
 use hotcell_worker::{
-    model::run::{KINDS, Row, RunShape, Runner},
+    model::{
+        run::{KINDS, Row, RunShape, Runner},
+        text::ModelText,
+    },
     weights::ModelSource,
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
@@ -505,4 +512,28 @@ fn a_cache_of_bytes_is_close_and_only_for_heads_of_whole_blocks() {
         refused.contains("heads of 16") && refused.contains("q8_0"),
         "{refused}"
     );
+}
+
+#[test]
+fn the_bundled_model_is_itself_as_a_gguf_file() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("kjv.gguf");
+    write_gguf(&path).unwrap();
+    let sources = [kjv(), path].map(|path| open(&path).unwrap());
+    let ids = sources.each_ref().map(|source| {
+        let text = ModelText::open(source).unwrap();
+        let said =
+            "And God said, Let there be light: and there was light. 1 Kings 7:23\n\n Ä日本語";
+        text.tokenizer.encode(said, true).unwrap()
+    });
+    assert_eq!(ids[0], ids[1]);
+    assert!(ids[0].len() > 20);
+    let [own, gguf] = sources.each_ref().map(|source| {
+        let mut solo = Solo::new(source, 2, CpuPath::detect(), DType::F32).unwrap();
+        solo.feed(&ids[0], 64).unwrap()
+    });
+    for (own, gguf) in own.iter().zip(&gguf) {
+        // Summed in another order.
+        assert!(relative(gguf, own) < 1e-4, "{}", relative(gguf, own));
+    }
 }

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use hotcell_client::load::{self, Bounds, Load};
-use hotcell_tests::bench::Goal;
+use hotcell_tests::{bench::Goal, cluster::cpu_seconds};
 use tokio::task::JoinSet;
 
 use crate::{
@@ -25,16 +25,6 @@ use crate::{
 const CONCURRENCY: usize = 64;
 /// Tokens of an answer.
 const TOKENS: usize = 16;
-
-/// Seconds of a processor that a process has used so far.
-pub fn cpu_seconds(pid: u32) -> Result<f64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // After the name, which may hold anything: state is the third field, time in user and kernel mode the 14th and 15th.
-    let (_, fields) = stat.rsplit_once(')').context("no name")?;
-    let ticks = fields.split_whitespace().skip(11).take(2);
-    let ticks: f64 = ticks.map(str::parse::<f64>).sum::<Result<f64, _>>()?;
-    Ok(ticks / rustix::param::clock_ticks_per_second() as f64)
-}
 
 /// Bytes of memory that are a process's: of what several have mapped, its share (PSS).
 fn memory_share(pid: u32) -> Result<f64> {

@@ -9,11 +9,11 @@ use anyhow::{Context, Result, ensure};
 use hotcell_client::{Client, Event, GenerateOptions, Prompt};
 use hotcell_tests::{
     chance::{Chance, nth},
-    cluster::{Cluster, all_have},
+    cluster::{Cluster, all_have, cpu_seconds},
 };
 use tokio::task::JoinSet;
 
-use crate::{models::Model, processes::cpu_seconds};
+use crate::models::Model;
 
 /// The name that models are served under.
 pub const NAME: &str = "m";
