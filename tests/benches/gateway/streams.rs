@@ -102,8 +102,9 @@ async fn warm_up(to: SocketAddr) -> Result<()> {
 }
 
 /// Tokens that came so far, as the scheduler counts them.
-async fn tokens(page: &mut Connection) -> Result<f64> {
-    let page = page.get("/metrics").await?;
+async fn tokens(to: SocketAddr) -> Result<f64> {
+    // A connection that is not used for a while is closed.
+    let page = Connection::new(to).await?.get("/metrics").await?;
     let lines = page
         .lines()
         .filter(|l| l.starts_with("hotcell_generated_tokens_total"));
@@ -144,8 +145,7 @@ pub async fn run(bench: &Bench) -> Result<()> {
     let (cluster, workers) = start(folder.path(), http, streams.div_ceil(PER_WORKER)).await?;
     let scheduler = cluster.scheduler.pid();
     warm_up(http).await?;
-    let mut page = Connection::new(http).await?;
-    tokens(&mut page).await?;
+    tokens(http).await?;
     sleep(Duration::from_secs(1)).await;
     let (before, _) = holds(scheduler)?;
 
@@ -178,12 +178,12 @@ pub async fn run(bench: &Bench) -> Result<()> {
     );
 
     let pieces_before = seen(&pieces);
-    let tokens_before = tokens(&mut page).await?;
+    let tokens_before = tokens(http).await?;
     let (from, used_before) = (Instant::now(), cpu_seconds(scheduler)?);
     sleep(window).await;
     let used = cpu_seconds(scheduler)? - used_before;
     let took = from.elapsed().as_secs_f64();
-    let drawn = tokens(&mut page).await? - tokens_before;
+    let drawn = tokens(http).await? - tokens_before;
     let pieces_after = seen(&pieces);
     let (after, _) = holds(scheduler)?;
     alive(&mut readers)?;
