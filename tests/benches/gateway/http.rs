@@ -14,6 +14,8 @@ pub struct Connection {
     stream: BufReader<TcpStream>,
     host: SocketAddr,
     line: String,
+    /// The server said that it closes it.
+    closing: bool,
 }
 
 /// How the end of a body is known.
@@ -33,6 +35,7 @@ impl Connection {
             stream: BufReader::new(stream),
             host,
             line: String::new(),
+            closing: false,
         })
     }
 
@@ -44,6 +47,9 @@ impl Connection {
     }
 
     async fn send(&mut self, head: &str, body: &[u8]) -> Result<Body> {
+        if self.closing {
+            *self = Self::new(self.host).await?;
+        }
         let host = self.host;
         let length = body.len();
         let head = format!(
@@ -62,6 +68,7 @@ impl Connection {
             let (name, value) = line.split_once(':').context("a header without a colon")?;
             match (name, value.trim()) {
                 ("transfer-encoding", "chunked") => kind = Body::Pieces,
+                ("connection", "close") => self.closing = true,
                 ("content-length", length) => kind = Body::Sized(length.parse()?),
                 _ => {}
             }

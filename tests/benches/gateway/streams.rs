@@ -4,9 +4,11 @@
 //! as many workers as it takes for all streams to run (a worker draws for 64 at once); the workers are those that break on
 //! command, told to be late at every step, so that all tokens together come at about the rate that the goal is for and not
 //! as fast as the machine can. What the scheduler took of a processor (its own time in user and kernel mode, of all its
-//! threads) is then scaled to that rate exactly.
+//! threads) is then scaled to that rate exactly. Memory is what the scheduler's resident bytes grew by from before the first
+//! stream until all of them have gone on for a while.
 
 use std::{
+    convert::Infallible,
     net::SocketAddr,
     path::Path,
     sync::{
@@ -57,6 +59,16 @@ fn raise_file_limit() {
     let current = maximum;
     // What is missing then will be said by who misses it.
     let _ = setrlimit(Resource::Nofile, Rlimit { current, maximum });
+}
+
+/// Tells the workers to be late, again and again.
+async fn keep_late(workers: Vec<u32>) -> Result<Infallible> {
+    loop {
+        for worker in &workers {
+            Fault::Late.order(*worker)?;
+        }
+        sleep(AGAIN).await;
+    }
 }
 
 /// Pieces that came over each stream.
@@ -149,17 +161,7 @@ pub async fn run(bench: &Bench) -> Result<()> {
     sleep(Duration::from_secs(1)).await;
     let (before, _) = holds(scheduler)?;
 
-    let late = tokio::spawn(async move {
-        loop {
-            for worker in &workers {
-                Fault::Late.order(*worker)?;
-            }
-            sleep(AGAIN).await;
-        }
-        // Says what kind of task this is.
-        #[allow(unreachable_code)]
-        anyhow::Ok(())
-    });
+    let late = tokio::spawn(keep_late(workers));
     let pieces: Pieces = Arc::new((0..streams).map(|_| AtomicU64::new(0)).collect());
     let mut readers = JoinSet::new();
     for number in 0..streams {
@@ -196,6 +198,7 @@ pub async fn run(bench: &Bench) -> Result<()> {
         moved == streams,
         "only {moved} of {streams} streams went on"
     );
+    ensure!(!late.is_finished(), "a worker died");
     late.abort();
     readers.shutdown().await;
 
