@@ -1,5 +1,6 @@
 //! Short answers a second, asked for by several clients at once: over OpenAI's protocol, over Hotcell's own, and of
-//! llama.cpp's server with the same model.
+//! llama.cpp's server with the same model. Over HTTP an answer comes whole; Hotcell's own protocol has streams only, so there
+//! it comes token by token.
 
 use std::{
     net::SocketAddr,
