@@ -328,8 +328,8 @@ async fn sleep_names_and_a_replacement_under_way_live_through_a_takeover() {
         model: model.into(),
         ..greedy(tokens)
     };
-    let calm = complete(&client, &of("kjv", 700)).await;
-    let mut stream = client.generate(PROMPT, of("kjv", 700)).await.unwrap();
+    let calm = complete(&client, &of("kjv", 1000)).await;
+    let mut stream = client.generate(PROMPT, of("kjv", 1000)).await.unwrap();
     let mut events = Vec::new();
     read(&mut stream, &mut events, 5).await;
     done(v1::LoadModelRequest {
