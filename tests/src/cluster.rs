@@ -23,6 +23,23 @@ pub fn kjv() -> PathBuf {
     repository().join("deploy/models/kjv")
 }
 
+/// Makes a folder with a copy of what a worker reads of the bundled model.
+///
+/// # Errors
+/// When it cannot be made.
+pub fn copy_kjv(to: &Path) -> std::io::Result<()> {
+    std::fs::create_dir(to)?;
+    for file in [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        std::fs::copy(kjv().join(file), to.join(file))?;
+    }
+    Ok(())
+}
+
 /// A golden model's path.
 pub fn golden(name: &str) -> PathBuf {
     repository().join("tests/golden/models").join(name)

@@ -10,7 +10,7 @@ use std::{
 };
 
 use hotcell_client::{Client, Completion, GenerateOptions, Reason, v1};
-use hotcell_tests::cluster::{Cluster, SOON, all_have, golden, kjv, signal_pid};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, copy_kjv, golden, signal_pid};
 use rustix::process::Signal;
 use tempfile::TempDir;
 use v1::ModelState::{self, Asleep, Failed, Loaded};
@@ -28,16 +28,7 @@ impl Shelf {
     fn new(names: &[&str]) -> Self {
         let folder = TempDir::new().unwrap();
         for name in names {
-            let book = folder.path().join(name);
-            fs::create_dir(&book).unwrap();
-            for file in [
-                "config.json",
-                "model.safetensors",
-                "tokenizer.json",
-                "tokenizer_config.json",
-            ] {
-                fs::copy(kjv().join(file), book.join(file)).unwrap();
-            }
+            copy_kjv(&folder.path().join(name)).unwrap();
         }
         Self { folder }
     }

@@ -16,7 +16,8 @@ use hotcell_client::{
     v1,
 };
 use hotcell_tests::cluster::{
-    Cluster, SOON, all_have, binaries, children, golden, hotcell, kjv, program, signal_pid,
+    Cluster, SOON, all_have, binaries, children, copy_kjv, golden, hotcell, kjv, program,
+    signal_pid,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -39,16 +40,7 @@ impl House {
         for place in [&trusted, &other] {
             fs::create_dir(place).unwrap();
             fs::copy(golden("gguf/llama3-q8_0.gguf"), place.join("tiny.gguf")).unwrap();
-            let book = place.join("kjv");
-            fs::create_dir(&book).unwrap();
-            for file in [
-                "config.json",
-                "model.safetensors",
-                "tokenizer.json",
-                "tokenizer_config.json",
-            ] {
-                fs::copy(kjv().join(file), book.join(file)).unwrap();
-            }
+            copy_kjv(&place.join("kjv")).unwrap();
         }
         Self {
             folder,

@@ -257,11 +257,10 @@ impl Fleet {
                 model.footprint = None;
             }
             model.footprint = footprint.or(model.footprint);
-            drop(table);
             if let Some(serving) = &serving {
-                self.serve_as(&name, serving)?;
+                model.serving.clone_from(serving);
             }
-            self.table().choose_homes(&name);
+            table.choose_homes(&name);
             Ok(())
         });
         let _spreads = match entered.await {

@@ -257,20 +257,6 @@ impl Fleet {
         all.sort_by(|(a, _), (b, _)| a.cmp(b));
         all
     }
-
-    /// Sets how a model is served.
-    ///
-    /// # Errors
-    /// [`Reason::ModelExists`] when another one has one of its names.
-    pub(super) fn serve_as(&self, name: &ModelName, serving: &Serving) -> Result<(), Error> {
-        let aliases = checked(serving)?;
-        let mut table = self.table();
-        table.give_names(name, &aliases)?;
-        if let Some(model) = table.models.get_mut(name) {
-            model.serving = serving.clone();
-        }
-        Ok(())
-    }
 }
 
 /// Further names of models, and the models they mean.

@@ -7,16 +7,16 @@ use hotcell_proto::{
     ids::ModelName,
     v1::{ModelInfo, ModelState, Serving},
 };
-use tokio::{sync::mpsc, time::sleep};
+use tokio::time::sleep;
 
 use super::{Fleet, Using, catalog::Model, checked_serving};
-use crate::{audit::Who, vault::Source};
+use crate::vault::Source;
 
 impl Fleet {
     /// Makes a model known that its first request loads.
     ///
     /// # Errors
-    /// As [`serve_as`](Self::serve_as).
+    /// [`Reason::ModelExists`] when another one has one of its names, [`Reason::LimitExceeded`] for too many models.
     pub fn expect(
         &self,
         name: ModelName,
@@ -72,18 +72,7 @@ impl Fleet {
             model.problem = None;
         }
         tracing::info!(model = %name, "a request wakes a model");
-        let (fleet, name) = (Arc::clone(self), name.clone());
-        self.keepers.spawn(async move {
-            let (progress, _) = mpsc::channel(1);
-            let load = fleet.load_key(Who::configuration(), name.clone(), None, None, progress);
-            let loaded = tokio::select! {
-                () = fleet.stop.cancelled() => return,
-                loaded = load => loaded,
-            };
-            if let Err(error) = loaded {
-                fleet.give_up(&name, error);
-            }
-        });
+        self.load_expected(vec![name.clone()]);
     }
 
     /// The model that a name means, in memory, for as long as the second result is there; one that sleeps is woken.
