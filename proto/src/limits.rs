@@ -133,6 +133,20 @@ pub const MAX_GRAPH_BYTES: usize = 2 << 20;
 pub const TENSOR_CHUNK: usize = 1 << 20;
 /// Bytes of inputs or results inside one execute call; larger tensors are uploaded and downloaded.
 pub const MAX_INLINE_BYTES: usize = 8 << 20;
+/// Graphs that a scheduler keeps.
+pub const MAX_SAVED_GRAPHS: usize = 64;
+/// Bytes of one saved graph with its constants.
+pub const MAX_SAVED_GRAPH_BYTES: usize = 256 << 20;
+/// Bytes of all saved graphs.
+pub const MAX_SAVED_GRAPHS_BYTES: usize = 1 << 30;
+/// Changes of a cache's blocks that wait for who watches them; of more, it is told to begin anew.
+pub const MAX_BLOCK_CHANGES: usize = 1 << 14;
+/// Blocks in one message about them.
+pub const MAX_BLOCKS_TOLD: usize = 256;
+/// Bytes of all files of one tokenizer.
+pub const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+/// Spans of traces that wait to be sent; more are dropped and counted.
+pub const MAX_SPANS: usize = 8192;
 /// Sessions of one worker.
 pub const MAX_SESSIONS: usize = 64;
 /// Tensors and caches of one session.

@@ -106,7 +106,7 @@ pub fn request_hash(prompt_ids: &[u32], seed: u64, request: &GenerateRequest) ->
         Kind::ToolCalls(calls) => {
             let tools = calls.tools.iter();
             let texts = tools.flat_map(|tool| [tool.name.as_str(), tool.parameters.as_str()]);
-            (5, texts.collect())
+            (if calls.single { 6 } else { 5 }, texts.collect())
         }
     }) {
         to.number(kind);
@@ -199,7 +199,10 @@ mod tests {
             parameters: parameters.into(),
             ..Tool::default()
         };
-        Kind::ToolCalls(ToolCalls { tools: vec![tool] })
+        Kind::ToolCalls(ToolCalls {
+            tools: vec![tool],
+            single: false,
+        })
     }
 
     fn request() -> GenerateRequest {

@@ -319,6 +319,7 @@ impl Relayed<'_> {
             model: self.model.as_str().to_owned(),
             generated: journal.generated() as u64,
             outcome,
+            trace_id: String::new(),
         };
         let crashes = &self.fleet.crashes;
         crashes.affected(&had.link.worker, had.link.epoch, request);

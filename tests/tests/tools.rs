@@ -190,7 +190,10 @@ fn options(seed: u64, grammar: Option<Grammar>, max_tokens: u32) -> GenerateOpti
 }
 
 fn forced(seed: u64) -> GenerateOptions {
-    let calls = v1::ToolCalls { tools: tools() };
+    let calls = v1::ToolCalls {
+        tools: tools(),
+        single: false,
+    };
     options(seed, Some(Grammar::ToolCalls(calls)), 200)
 }
 
@@ -331,7 +334,10 @@ async fn a_chats_tools_are_told_to_its_template_and_unreadable_ones_are_named() 
         assert!(refused.message().contains(word), "{refused}");
     }
 
-    let forced = v1::ToolCalls { tools: tools() };
+    let forced = v1::ToolCalls {
+        tools: tools(),
+        single: false,
+    };
     let request = v1::GenerateRequest {
         prompt: ask(&chat).prompt,
         max_tokens: 200,

@@ -308,6 +308,7 @@ mod tests {
                 model: "tiny".into(),
                 generated: 3,
                 outcome: "continued on w1 (epoch 1)".into(),
+                trace_id: String::new(),
             }],
             log: vec!["last \u{1b}[0mwords".into()],
             ..CrashReport::default()

@@ -64,6 +64,7 @@ enum Shape {
     Lark(String),
     JsonObject(bool),
     ToolCalls(Vec<ToolView>),
+    ToolCall(Vec<ToolView>),
 }
 
 /// A tool that could be called.
@@ -87,7 +88,11 @@ impl From<&Grammar> for Shape {
                     description: tool.description.clone(),
                     parameters: tool.parameters.clone(),
                 };
-                Self::ToolCalls(calls.tools.iter().map(view).collect())
+                let tools = calls.tools.iter().map(view).collect();
+                match calls.single {
+                    true => Self::ToolCall(tools),
+                    false => Self::ToolCalls(tools),
+                }
             }
         }
     }
@@ -100,14 +105,15 @@ impl From<&Shape> for Grammar {
             Shape::Regex(text) => Self::Regex(text.clone()),
             Shape::Lark(text) => Self::Lark(text.clone()),
             Shape::JsonObject(any) => Self::JsonObject(*any),
-            Shape::ToolCalls(tools) => {
+            Shape::ToolCalls(tools) | Shape::ToolCall(tools) => {
                 let tool = |view: &ToolView| v1::Tool {
                     name: view.name.clone(),
                     description: view.description.clone(),
                     parameters: view.parameters.clone(),
                 };
                 let tools = tools.iter().map(tool).collect();
-                Self::ToolCalls(v1::ToolCalls { tools })
+                let single = matches!(shape, Shape::ToolCall(_));
+                Self::ToolCalls(v1::ToolCalls { tools, single })
             }
         }
     }

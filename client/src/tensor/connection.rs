@@ -388,6 +388,7 @@ impl Connection {
             graph: Some(graph),
             dry_run,
             no_fusion: false,
+            encoded: Vec::new(),
         });
         let answer = self.answer(self.rpc().compile(request).await)?;
         let memory = answer.memory.unwrap_or_default();

@@ -423,6 +423,7 @@ fn crash() -> v1::CrashReport {
             model: "kjv".to_owned(),
             generated: 3,
             outcome: "continued on w0 (epoch 2)".to_owned(),
+            trace_id: String::new(),
         }],
         log: vec!["last\x1b[2J words".to_owned()],
         ..v1::CrashReport::default()

@@ -222,13 +222,18 @@ pub fn decode_tensor_spec(spec: &v1::TensorSpec) -> Result<TensorSpec, GraphErro
     TensorSpec::new(decode_dtype(&spec.dtype)?, decode_shape(&spec.dims)?)
 }
 
-/// Encodes a graph.
-pub fn encode(graph: &Graph) -> v1::Graph {
+/// A graph's inputs as they cross a process boundary.
+pub fn wire_inputs(graph: &Graph) -> Vec<v1::GraphInput> {
     let inputs = graph.inputs().iter().map(|input| v1::GraphInput {
         name: input.name.clone(),
         constant: input.constant,
         spec: encode_spec(&input.spec),
     });
+    inputs.collect()
+}
+
+/// Encodes a graph.
+pub fn encode(graph: &Graph) -> v1::Graph {
     let nodes = graph.nodes().iter().map(|node| v1::Node {
         op: node.op.name.to_owned(),
         inputs: node.inputs.iter().map(|&v| encode_value(v)).collect(),
@@ -245,7 +250,7 @@ pub fn encode(graph: &Graph) -> v1::Graph {
     });
     v1::Graph {
         max_rows: graph.max_rows() as u64,
-        inputs: inputs.collect(),
+        inputs: wire_inputs(graph),
         nodes: nodes.collect(),
         outputs: graph.outputs().iter().map(|&v| encode_value(v)).collect(),
     }

@@ -38,6 +38,7 @@ async fn messages(State(shared): State<Shared>, extensions: Extensions, body: Bo
         let asked = read::asked(body::json(body).await?)?;
         let caller = Caller::of(&extensions);
         let branches = Branches::begin(&shared, asked.request, 1, None, &caller)?;
+        let branches = branches.one_call(asked.one_call);
         if !asked.stream {
             let answers = ask::complete(branches, 1, true).await?;
             let answer = answers.into_iter().next().unwrap_or_default();

@@ -28,6 +28,8 @@ pub(super) type Next = Result<(u32, Event), Error>;
 /// The continuations of one prompt, as they come.
 pub(super) struct Branches {
     streams: StreamMap<u32, EventStream>,
+    /// Whether only the first call of a tool is told.
+    one_call: bool,
 }
 
 impl Branches {
@@ -81,7 +83,15 @@ impl Branches {
                 index += 1;
             }
         }
-        Ok(Self { streams })
+        Ok(Self {
+            streams,
+            one_call: false,
+        })
+    }
+
+    /// The same; of several calls of tools that a model makes, the first one only if there is to be one.
+    pub fn one_call(self, one_call: bool) -> Self {
+        Self { one_call, ..self }
     }
 
     /// What came next, and of which continuation. None once all are finished; nothing comes after an error.
@@ -93,7 +103,12 @@ impl Branches {
             let (index, item) = self.streams.next().await?;
             match item {
                 Ok(event) => {
-                    if let Some(event) = event.event {
+                    if let Some(mut event) = event.event {
+                        if let Event::Delta(delta) = &mut event
+                            && self.one_call
+                        {
+                            delta.parts.retain(|part| !is_further_call(part));
+                        }
                         return Some(Ok((index, event)));
                     }
                 }
@@ -129,6 +144,11 @@ impl Branches {
     pub async fn first(&mut self) -> Result<(u32, Event), Error> {
         self.next().await.unwrap_or_else(|| Err(nothing()))
     }
+}
+
+/// Whether a piece is one of a call after the first.
+fn is_further_call(part: &OutputPart) -> bool {
+    matches!(&part.kind, Some(Kind::ToolCall(call)) if call.index > 0)
 }
 
 fn nothing() -> Error {

@@ -71,6 +71,7 @@ impl State {
                 r.blamed.iter().map(v1::HeldProcess::from).collect()
             }),
             ended: 0,
+            traceparent: String::new(),
         }
     }
 }

@@ -385,6 +385,25 @@ impl Worker for FakeWorker {
         Ok(Response::new(hotcell_proto::v1::StatusResponse::default()))
     }
 
+    type WatchBlocksStream = tokio_stream::Empty<Result<hotcell_proto::v1::BlocksChanged, Status>>;
+
+    async fn watch_blocks(
+        &self,
+        _: Request<hotcell_proto::v1::WatchBlocksRequest>,
+    ) -> Answer<Self::WatchBlocksStream> {
+        Ok(Response::new(tokio_stream::empty()))
+    }
+
+    type ReadTokenizerStream =
+        tokio_stream::Empty<Result<hotcell_proto::v1::TokenizerPiece, Status>>;
+
+    async fn read_tokenizer(
+        &self,
+        _: Request<hotcell_proto::v1::ReadTokenizerRequest>,
+    ) -> Answer<Self::ReadTokenizerStream> {
+        Ok(Response::new(tokio_stream::empty()))
+    }
+
     async fn drain(&self, _: Request<DrainRequest>) -> Answer<DrainResponse> {
         Ok(Response::new(DrainResponse {}))
     }

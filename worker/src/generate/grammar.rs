@@ -141,7 +141,7 @@ fn read(wire: &v1::Grammar, family: &Family) -> Result<TopLevelGrammar, Error> {
         Some(Kind::ToolCalls(calls)) => {
             let sizes = calls.tools.iter().map(|tool| tool.parameters.len());
             bounded(sizes.fold(0, usize::saturating_add))?;
-            tools::lark(&calls.tools, family).map(TopLevelGrammar::from_lark)
+            tools::lark(calls, family).map(TopLevelGrammar::from_lark)
         }
         Some(Kind::JsonObject(false)) | None => Err(invalid("the grammar is empty; leave it out")),
     }

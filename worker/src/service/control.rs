@@ -207,6 +207,24 @@ impl Worker for WorkerService {
         Ok(Response::new(v1::StatusResponse { caches }))
     }
 
+    type WatchBlocksStream = Answers<v1::BlocksChanged>;
+
+    async fn watch_blocks(
+        &self,
+        _: Request<v1::WatchBlocksRequest>,
+    ) -> Result<Response<Self::WatchBlocksStream>, Status> {
+        Err(Status::unimplemented("not yet"))
+    }
+
+    type ReadTokenizerStream = Answers<v1::TokenizerPiece>;
+
+    async fn read_tokenizer(
+        &self,
+        _: Request<v1::ReadTokenizerRequest>,
+    ) -> Result<Response<Self::ReadTokenizerStream>, Status> {
+        Err(Status::unimplemented("not yet"))
+    }
+
     async fn drain(
         &self,
         _: Request<v1::DrainRequest>,

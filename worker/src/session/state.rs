@@ -366,6 +366,7 @@ impl Session {
                 plan: None,
                 memory: Some(memory),
                 outputs: specs().collect(),
+                ..v1::CompileResponse::default()
             });
         }
         // How many steps the device makes of the nodes is known only afterwards; then all are charged.
@@ -414,6 +415,7 @@ impl Session {
             plan: Some(id.handle(self.epoch)),
             memory: Some(memory),
             outputs: specs().collect(),
+            ..v1::CompileResponse::default()
         };
         let entry = PlanEntry {
             plan: plan.into(),

@@ -232,6 +232,7 @@ async fn a_plan_says_what_it_takes_before_it_is_made() {
         graph: Some(wire::encode(&chain(&[1 << 20], 3))),
         dry_run: true,
         no_fusion: true,
+        encoded: Vec::new(),
     });
     let made = client
         .raw

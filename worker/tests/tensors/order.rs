@@ -20,6 +20,7 @@ pub async fn long(client: &Client) -> v1::ExecuteRequest {
         graph: Some(wire::encode(&chain(&[BIG], 2000))),
         dry_run: false,
         no_fusion: true,
+        encoded: Vec::new(),
     });
     let made = client.raw.clone().compile(request).await.unwrap();
     let plan = made.into_inner().plan.unwrap();

@@ -472,6 +472,7 @@ async fn a_dry_run_refuses_what_could_never_be_held_and_says_the_sizes() {
             graph: Some(wire::encode(graph)),
             dry_run: true,
             no_fusion: false,
+            encoded: Vec::new(),
         });
         let mut raw = client.raw.clone();
         async move { raw.compile(request).await.map(|r| r.into_inner()) }

@@ -121,6 +121,7 @@ async fn streams_of_one_session_share_the_engine_node_by_node() {
         graph: Some(wire::encode(&chain(&[BIG], 50))),
         dry_run: false,
         no_fusion: true,
+        encoded: Vec::new(),
     });
     let short = client.raw.clone().compile(short).await.unwrap();
     let short = short.into_inner().plan.unwrap();

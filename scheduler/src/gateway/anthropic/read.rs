@@ -81,12 +81,16 @@ struct ToolChoice {
     #[serde(rename = "type")]
     kind: String,
     name: Option<String>,
+    #[serde(default)]
+    disable_parallel_tool_use: bool,
 }
 
 /// A request in Hotcell's form.
 pub(super) struct Asked {
     pub request: GenerateRequest,
     pub stream: bool,
+    /// Whether one tool is called at most.
+    pub one_call: bool,
 }
 
 fn refused(field: &str, why: impl Into<String>) -> Error {
@@ -192,7 +196,7 @@ fn choose(choice: Option<ToolChoice>, chat: &mut Chat) -> Result<Option<Grammar>
     let Some(choice) = choice else {
         return Ok(None);
     };
-    let tools = match (choice.kind.as_str(), choice.name) {
+    let tools = match (choice.kind.as_str(), &choice.name) {
         ("auto", _) => return Ok(None),
         ("none", _) => {
             chat.tools.clear();
@@ -200,7 +204,7 @@ fn choose(choice: Option<ToolChoice>, chat: &mut Chat) -> Result<Option<Grammar>
         }
         ("any", _) => chat.tools.clone(),
         ("tool", Some(name)) => {
-            let named = chat.tools.iter().filter(|tool| tool.name == name);
+            let named = chat.tools.iter().filter(|tool| tool.name == *name);
             named.cloned().collect()
         }
         _ => {
@@ -214,7 +218,10 @@ fn choose(choice: Option<ToolChoice>, chat: &mut Chat) -> Result<Option<Grammar>
             "tool_choice asks for a tool that is not among the tools",
         ));
     }
-    let kind = Kind::ToolCalls(ToolCalls { tools });
+    let kind = Kind::ToolCalls(ToolCalls {
+        tools,
+        single: choice.disable_parallel_tool_use,
+    });
     Ok(Some(Grammar { kind: Some(kind) }))
 }
 
@@ -222,8 +229,11 @@ fn choose(choice: Option<ToolChoice>, chat: &mut Chat) -> Result<Option<Grammar>
 pub(super) fn asked(request: Request) -> Result<Asked, Error> {
     let model = request.conversation.model.clone();
     let mut chat = chat(request.conversation)?;
+    let choice = request.tool_choice.as_ref();
+    let one_call = choice.is_some_and(|choice| choice.disable_parallel_tool_use);
     let grammar = choose(request.tool_choice, &mut chat)?;
     Ok(Asked {
+        one_call,
         stream: request.stream.unwrap_or(false),
         request: GenerateRequest {
             model,

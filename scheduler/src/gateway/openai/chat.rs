@@ -39,6 +39,7 @@ struct Request {
     top_logprobs: Option<u32>,
     tools: Option<Vec<ToolSpec>>,
     tool_choice: Option<ToolChoice>,
+    parallel_tool_calls: Option<bool>,
     /// Further variables of the model's template.
     chat_template_kwargs: Option<Map<String, Value>>,
     #[serde(flatten)]
@@ -78,13 +79,15 @@ struct Asked {
     request: GenerateRequest,
     n: u32,
     stream: bool,
+    one_call: bool,
     include_usage: bool,
 }
 
 fn read(request: Request) -> Result<Asked, Error> {
     let options = request.options;
     let told = tools::tools(request.tools.unwrap_or_default())?;
-    let (told, must) = tools::choose(request.tool_choice.as_ref(), told)?;
+    let one_call = request.parallel_tool_calls == Some(false);
+    let (told, must) = tools::choose(request.tool_choice.as_ref(), told, one_call)?;
     let grammar = match (options.grammar()?, must) {
         (Some(_), Some(_)) => {
             let why = "the text cannot be both a call of a tool and follow response_format";
@@ -105,6 +108,7 @@ fn read(request: Request) -> Result<Asked, Error> {
     let n = options.n.unwrap_or(1);
     Ok(Asked {
         n,
+        one_call,
         stream: options.streams(),
         include_usage: options.includes_usage(),
         request: GenerateRequest {
@@ -147,6 +151,7 @@ pub(super) async fn chat(
 async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, Error> {
     let asked = read(body::json(body).await?)?;
     let branches = Branches::begin(shared, asked.request, asked.n, None, caller)?;
+    let branches = branches.one_call(asked.one_call);
     if !asked.stream {
         let answers = complete(branches, asked.n as usize, true).await?;
         return Ok(json_response(whole(&answers)));

@@ -44,6 +44,7 @@ struct Request {
     background: Option<bool>,
     tools: Option<Vec<ToolSpec>>,
     tool_choice: Option<Choice>,
+    parallel_tool_calls: Option<bool>,
     text: Option<TextOptions>,
     metadata: Option<Value>,
 }
@@ -202,6 +203,7 @@ fn follow(text: Option<TextOptions>) -> Result<Option<Grammar>, Error> {
 struct Asked {
     request: GenerateRequest,
     stream: bool,
+    one_call: bool,
     echo: Value,
 }
 
@@ -221,7 +223,9 @@ fn read(request: Request) -> Result<Asked, Error> {
             function: NamedFunction { name },
         },
     });
-    let (told, must) = tools::choose(choice.as_ref(), told.collect::<Result<_, _>>()?)?;
+    let one_call = request.parallel_tool_calls == Some(false);
+    let told = told.collect::<Result<_, _>>()?;
+    let (told, must) = tools::choose(choice.as_ref(), told, one_call)?;
     let chat = Chat {
         messages: messages(request.instructions.clone(), request.input)?,
         tools: told,
@@ -229,13 +233,14 @@ fn read(request: Request) -> Result<Asked, Error> {
     };
     Ok(Asked {
         stream: request.stream.unwrap_or(false),
+        one_call,
         echo: json!({
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata.unwrap_or_else(|| json!({})),
             "temperature": request.temperature.unwrap_or(1.0),
             "top_p": request.top_p.unwrap_or(1.0),
-            "parallel_tool_calls": true,
+            "parallel_tool_calls": !one_call,
             "tool_choice": "auto",
             "tools": [],
             "error": null,
@@ -270,6 +275,7 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     let asked = read(body::json(body).await?)?;
     let echo = asked.echo;
     let branches = Branches::begin(shared, asked.request, 1, None, caller)?;
+    let branches = branches.one_call(asked.one_call);
     if !asked.stream {
         let answers = complete(branches, 1, true).await?;
         let answer = answers.into_iter().next().unwrap_or_default();

@@ -64,16 +64,18 @@ pub(super) struct NamedFunction {
     pub name: String,
 }
 
-/// What a choice makes of the tools: those that the model is told of, and what it has to write.
+/// What a choice makes of the tools: those that the model is told of, and what it has to write; a `single` call, if it may
+/// be but one.
 ///
 /// # Errors
 /// For a choice that is none, or names none of the tools.
 pub(super) fn choose(
     choice: Option<&ToolChoice>,
     tools: Vec<Tool>,
+    single: bool,
 ) -> Result<(Vec<Tool>, Option<Grammar>), Error> {
     let must = |tools: Vec<Tool>| {
-        let kind = Kind::ToolCalls(ToolCalls { tools });
+        let kind = Kind::ToolCalls(ToolCalls { tools, single });
         Some(Grammar { kind: Some(kind) })
     };
     match choice {
@@ -183,7 +185,7 @@ mod tests {
 
     fn choice(value: Value) -> Result<(usize, Option<usize>), Error> {
         let choice: ToolChoice = serde_json::from_value(value).unwrap();
-        let (told, grammar) = choose(Some(&choice), two())?;
+        let (told, grammar) = choose(Some(&choice), two(), false)?;
         let must = grammar.map(|g| match g.kind {
             Some(Kind::ToolCalls(calls)) => calls.tools.len(),
             other => panic!("{other:?}"),

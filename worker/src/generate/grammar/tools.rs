@@ -1,6 +1,10 @@
 //! Calls of tools as a grammar: what [`crate::text::Parser`] reads as calls of the same family.
 
-use hotcell_proto::{error::Error, limits, v1::Tool};
+use hotcell_proto::{
+    error::Error,
+    limits,
+    v1::{Tool, ToolCalls},
+};
 use serde_json::Value;
 
 use super::{invalid, spaced};
@@ -9,8 +13,9 @@ use crate::{
     text::{Calls, Family, Mark},
 };
 
-/// A Lark grammar of one or more calls of these tools, and nothing else.
-pub(super) fn lark(tools: &[Tool], family: &Family) -> Result<String, Error> {
+/// A Lark grammar of one or more calls of these tools (of one, if it is to be a `single` one), and nothing else.
+pub(super) fn lark(calls: &ToolCalls, family: &Family) -> Result<String, Error> {
+    let tools = &calls.tools;
     if tools.is_empty() || tools.len() > limits::MAX_TOOLS {
         let most = limits::MAX_TOOLS;
         return Err(invalid(format!(
@@ -25,7 +30,11 @@ pub(super) fn lark(tools: &[Tool], family: &Family) -> Result<String, Error> {
         None => String::new(),
     };
     let (call, end) = (mark(Mark::Call), mark(Mark::CallEnd));
-    let more = limits::MAX_TOOL_CALLS - 1;
+    let most = match calls.single {
+        true => 1,
+        false => limits::MAX_TOOL_CALLS,
+    };
+    let more = most - 1;
     let start = match family.calls {
         Calls::Tagged => {
             format!(
@@ -35,7 +44,7 @@ pub(super) fn lark(tools: &[Tool], family: &Family) -> Result<String, Error> {
         Calls::Python => format!("call (\"; \" call){{0,{more}}}"),
         Calls::Bare => format!("call (\"\\n\" call){{0,{more}}}"),
         Calls::List => format!("{call} \"[\" call (\", \" call){{0,{more}}} \"]\""),
-        Calls::Named => format!("({call} call){{1,{}}}", limits::MAX_TOOL_CALLS),
+        Calls::Named => format!("({call} call){{1,{}}}", most),
     };
     let names: Vec<String> = (0..tools.len()).map(|n| format!("call_{n}")).collect();
     let mut grammar = format!("start: {start}\ncall: {}\n", names.join(" | "));

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use hotcell_graph::wire::decode;
+use hotcell_graph::wire::{decode, wire_inputs};
 use hotcell_kernels::plan::PlanHints;
 use hotcell_proto::{
     error::{Error, Reason},
@@ -39,15 +39,28 @@ impl TensorsService {
         session: SessionId,
         request: v1::CompileRequest,
     ) -> Result<v1::CompileResponse, Error> {
-        let graph = request
-            .graph
-            .ok_or_else(|| invalid("the call has no graph"))?;
-        let bytes = graph.encoded_len();
-        if bytes > limits::MAX_GRAPH_BYTES {
-            let limit = limits::MAX_GRAPH_BYTES;
-            let what = format!("a graph of {bytes} bytes; {limit} are allowed");
-            return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
-        }
+        let bounded = |bytes: usize| {
+            if bytes > limits::MAX_GRAPH_BYTES {
+                let limit = limits::MAX_GRAPH_BYTES;
+                let what = format!("a graph of {bytes} bytes; {limit} are allowed");
+                return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
+            }
+            Ok(())
+        };
+        let is_encoded = !request.encoded.is_empty();
+        let graph = match request.graph {
+            Some(_) if is_encoded => {
+                return Err(invalid("the call has two graphs, one of them encoded"));
+            }
+            Some(graph) => graph,
+            None if is_encoded => {
+                bounded(request.encoded.len())?;
+                let read = v1::Graph::decode(request.encoded.as_slice());
+                read.map_err(|e| invalid(format!("the encoded graph cannot be read: {e}")))?
+            }
+            None => return Err(invalid("the call has no graph")),
+        };
+        bounded(graph.encoded_len())?;
         self.with(session.clone(), |_| Ok(())).await?;
         let failed = |e: &dyn std::fmt::Display| {
             Error::new(Reason::Internal, format!("verification failed: {e}"))
@@ -66,8 +79,16 @@ impl TensorsService {
             fuse: !request.no_fusion,
             ..PlanHints::default()
         };
-        self.with(session, move |s| s.compile(&graph, request.dry_run, hints))
-            .await
+        let (inputs, max_rows) = match is_encoded {
+            true => (wire_inputs(&graph), graph.max_rows() as u64),
+            false => (Vec::new(), 0),
+        };
+        let compiled = self.with(session, move |s| s.compile(&graph, request.dry_run, hints));
+        Ok(v1::CompileResponse {
+            inputs,
+            max_rows,
+            ..compiled.await?
+        })
     }
 }
 
