@@ -100,6 +100,9 @@ settings! {
     /// File for a JSON line about each load, verdict and death, and who asked [default: none]
     #[arg(value_name = "PATH")]
     audit_log: PathBuf = "HOTCELL_AUDIT_LOG";
+    /// Folder in which graphs that clients save are kept for the next start [default: none]
+    #[arg(value_name = "PATH")]
+    graphs: PathBuf = "HOTCELL_GRAPHS";
     /// Model that requests without a name go to [default: the only one]
     #[arg(value_name = "NAME")]
     default_model: String = "HOTCELL_DEFAULT_MODEL";
@@ -298,6 +301,8 @@ pub struct Config {
     pub model_policy: Arc<ModelPolicy>,
     /// Where loads, verdicts and deaths are noted.
     pub audit_log: Option<PathBuf>,
+    /// Where saved graphs are kept.
+    pub graphs: Option<PathBuf>,
     /// For requests without a model's name.
     pub default_model: Option<ModelName>,
     /// What workers are started with.
@@ -550,6 +555,7 @@ impl Config {
             models_config: s.models_config.filter(|_| !private),
             model_policy: Arc::default(),
             audit_log: s.audit_log.filter(|_| !private),
+            graphs: s.graphs.filter(|_| !private),
             default_model,
             worker: WorkerConfig {
                 binary,

@@ -15,6 +15,7 @@ pub mod events;
 pub mod exit;
 pub mod fleet;
 pub mod gateway;
+pub mod graphs;
 pub mod hang;
 pub mod inherit;
 pub mod journal;

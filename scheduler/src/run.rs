@@ -203,6 +203,12 @@ pub async fn run(
         ..Shared::new(Arc::clone(&fleet))
     };
     let asker = left.map(|left| left.resume(&shared, kept));
+    if let Some(folder) = &config.graphs {
+        shared.graphs.keep_in(&shared, folder).map_err(|e| {
+            let what = format!("the folder {} for graphs: {e}", folder.display());
+            Failure::new(Exit::Usage, what)
+        })?;
+    }
     fleet.retire_all();
     let (routes, health) = service::routes(&shared, &config.protocols)
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot offer reflection: {e}")))?;

@@ -3,6 +3,7 @@
 mod accept;
 mod control;
 mod doors;
+mod graphs;
 mod handout;
 mod http;
 mod opening;
@@ -14,7 +15,10 @@ use std::sync::Arc;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::{self, ConfinementLayer, control_server::ControlServer, tokens_server::TokensServer},
+    v1::{
+        self, ConfinementLayer, control_server::ControlServer, graphs_server::GraphsServer,
+        tokens_server::TokensServer,
+    },
 };
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -30,6 +34,7 @@ use crate::{
     audit::Who,
     fleet::Fleet,
     gateway::{self, Protocol, WebOrigin, oip::Oip},
+    graphs::Graphs,
     stream::Room,
     streams::Streams,
     takeover::Takeover,
@@ -37,18 +42,21 @@ use crate::{
 };
 
 /// Names under which health is reported, besides the empty one for the whole server.
-const HEALTH_NAMES: [&str; 5] = [
+const HEALTH_NAMES: [&str; 7] = [
     "",
     "hotcell.v1.Tokens",
     "hotcell.v1.Tensors",
     "hotcell.v1.Control",
+    "hotcell.v1.Graphs",
     "vllm.grpc.engine.VllmEngine",
+    "inference.GRPCInferenceService",
 ];
 
 /// Services that reflection tells of.
-const SERVICES: [&str; 4] = [
+const SERVICES: [&str; 5] = [
     v1::tokens_server::SERVICE_NAME,
     v1::tensors_server::SERVICE_NAME,
+    v1::graphs_server::SERVICE_NAME,
     v1::control_server::SERVICE_NAME,
     "grpc.health.v1.Health",
 ];
@@ -66,6 +74,8 @@ pub struct Shared {
     pub streams: Streams,
     /// Tensor sessions.
     pub tensors: Sessions,
+    /// Graphs that clients saved.
+    pub graphs: Graphs,
     /// Becomes another program when asked.
     pub takeover: Takeover,
     /// What a process could be confined by on this host when its devices were looked for.
@@ -88,6 +98,7 @@ impl Shared {
             abort: CancellationToken::new(),
             streams,
             tensors: Sessions::default(),
+            graphs: Graphs::default(),
             takeover: Takeover::default(),
             confinement: Arc::default(),
             access: Arc::default(),
@@ -134,6 +145,10 @@ pub fn routes(
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES),
     )
     .add_service(tensors::Passed(shared.clone()))
+    .add_service(
+        GraphsServer::new(graphs::Service(shared.clone()))
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES),
+    )
     .add_service(health_service)
     .add_service(reflection().build_v1()?)
     .add_service(reflection().build_v1alpha()?);

@@ -367,11 +367,91 @@ impl SharedMapping {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
+
+    /// Reads `count` bytes of a file from `at` on to `offset`, without a copy in between.
+    ///
+    /// # Errors
+    /// `InvalidInput` when they do not fit, `UnexpectedEof` when the file has fewer, otherwise what `pread` reports.
+    pub fn fill(&self, offset: usize, count: usize, file: &File, at: u64) -> io::Result<()> {
+        let to = self.within(offset, count)?;
+        whole(count, at, |done, place| {
+            // SAFETY: `within` checked the range, and `done` is less than `count`; nobody makes references into the mapping.
+            unsafe { libc::pread(file.as_raw_fd(), to.add(done).cast(), count - done, place) }
+        })
+    }
+
+    /// Writes `count` bytes from `offset` on to a file from `at` on, without a copy in between.
+    ///
+    /// # Errors
+    /// `InvalidInput` when there are not as many, `UnexpectedEof` when the file takes no more, otherwise what `pwrite` reports.
+    pub fn empty_to(&self, offset: usize, count: usize, file: &File, at: u64) -> io::Result<()> {
+        let from = self.within(offset, count)?;
+        whole(count, at, |done, place| {
+            // SAFETY: as in `fill`.
+            unsafe { libc::pwrite(file.as_raw_fd(), from.add(done).cast(), count - done, place) }
+        })
+    }
+}
+
+/// Repeats a transfer that may end early until `count` bytes are done.
+fn whole(
+    count: usize,
+    at: u64,
+    mut transfer: impl FnMut(usize, libc::off_t) -> libc::ssize_t,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < count {
+        let place = at.checked_add(done as u64);
+        let place = place.and_then(|place| libc::off_t::try_from(place).ok());
+        let place = place.ok_or(io::ErrorKind::InvalidInput)?;
+        match usize::try_from(transfer(done, place)) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(more) => done += more,
+            Err(_) => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_files_bytes_come_and_go_and_what_is_not_there_is_an_error() {
+        let fd = shared_memory("a test", 4096).unwrap();
+        let mapping = SharedMapping::of_memory(&fd).unwrap();
+        let file = unsealed_memory("a file", 100).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"abcdef", 10).unwrap();
+        mapping.fill(4090, 6, &file, 10).unwrap();
+        let mut got = [0; 6];
+        mapping.read(4090, &mut got).unwrap();
+        assert_eq!(&got, b"abcdef");
+        mapping.empty_to(4092, 4, &file, 0).unwrap();
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut got[..4], 0).unwrap();
+        assert_eq!(&got[..4], b"cdef");
+        let kind = |r: io::Result<()>| r.unwrap_err().kind();
+        assert_eq!(
+            kind(mapping.fill(0, 10, &file, 95)),
+            io::ErrorKind::UnexpectedEof
+        );
+        assert_eq!(
+            kind(mapping.fill(4091, 6, &file, 0)),
+            io::ErrorKind::InvalidInput
+        );
+        assert_eq!(
+            kind(mapping.empty_to(usize::MAX, 2, &file, 0)),
+            io::ErrorKind::InvalidInput
+        );
+        assert_eq!(
+            kind(mapping.fill(0, 1, &file, u64::MAX)),
+            io::ErrorKind::InvalidInput
+        );
+        mapping.fill(4096, 0, &file, 0).unwrap();
+    }
 
     #[test]
     fn only_memory_of_sealed_length_is_mapped_and_writes_are_seen() {

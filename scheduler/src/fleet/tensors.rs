@@ -17,6 +17,27 @@ impl Fleet {
         worker: Option<&str>,
         device: Option<&str>,
     ) -> Result<Arc<Link>, Error> {
+        self.least_busy(worker, device, Slot::outstanding)
+    }
+
+    /// A ready worker for a call of a saved graph: the one with the least to do, what `busy` says of it included.
+    ///
+    /// # Errors
+    /// [`Reason::NoWorker`].
+    pub fn for_graphs(&self, busy: impl Fn(&Link) -> u64) -> Result<Arc<Link>, Error> {
+        let load = |slot: &Slot| {
+            let calls = slot.serving().map_or(0, |link| busy(link));
+            slot.outstanding().saturating_add(calls)
+        };
+        self.least_busy(None, None, load)
+    }
+
+    fn least_busy(
+        &self,
+        worker: Option<&str>,
+        device: Option<&str>,
+        load: impl Fn(&Slot) -> u64,
+    ) -> Result<Arc<Link>, Error> {
         let table = self.table();
         let fits = |(id, slot): &(&String, &Slot)| {
             // An untrusted model has its worker for itself.
@@ -27,7 +48,7 @@ impl Fleet {
         let known: Vec<_> = table.workers.iter().filter(fits).collect();
         let ready = known.iter().filter_map(|(_, slot)| {
             let link = slot.serving()?;
-            Some((slot.outstanding(), link))
+            Some((load(slot), link))
         });
         if let Some((_, link)) = ready.min_by_key(|(load, link)| (*load, link.worker.clone())) {
             return Ok(Arc::clone(link));

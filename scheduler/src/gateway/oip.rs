@@ -4,6 +4,7 @@
 //! clients made for those work: `text_input`, `stream`, `sampling_parameters` and `exclude_input_in_output` make
 //! `text_output`. Tensors come as bytes, in fields of their types, or in memory that a client on this host shares.
 
+mod graph;
 mod grpc;
 mod infer;
 mod model;
@@ -15,6 +16,7 @@ mod sampling;
 mod settings;
 mod statistics;
 mod tensor;
+mod work;
 
 use hotcell_gateways::inference::grpc_inference_service_server::{
     GrpcInferenceService, GrpcInferenceServiceServer,

@@ -158,6 +158,12 @@ impl Control for Service {
             on_request,
         } = request.get_ref();
         let (name, path) = wanted(name, path, is_remote(&request))?;
+        if let Some(name) = name.as_ref().filter(|name| self.0.graphs.has(name)) {
+            let what = format!("{name} is the name of a saved graph; choose another one");
+            return Err(Error::new(Reason::ModelExists, what)
+                .with("model", name)
+                .into());
+        }
         let who = self.asks(&request, name.as_ref())?;
         if self.0.admission.is_closed() {
             return Err(draining().into());

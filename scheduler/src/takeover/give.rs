@@ -264,6 +264,7 @@ impl Inner {
             written_ms: since.map_or(0, |s| u64::try_from(s.as_millis()).unwrap_or(0)),
             doors: doors.iter().map(held).collect(),
             device_choice: self.device_choice.clone(),
+            graphs: shared.graphs.hold(),
             ..TakeoverState::default()
         };
         shared.fleet.freeze(joined, &mut state, |state| {
@@ -314,7 +315,9 @@ pub(super) fn descriptors(state: &TakeoverState) -> Vec<RawFd> {
             l.log,
         ]
     });
+    let graphs = state.graphs.iter().map(|graph| graph.memory);
     let all = doors.chain(files.map(|f| f.descriptor)).chain(links);
+    let all = all.chain(graphs);
     all.chain([state.asker]).filter(|fd| *fd > 2).collect()
 }
 

@@ -198,6 +198,7 @@ impl Left {
                 limits::MAX_DEVICES + limits::MAX_GUESTS,
             ),
             ("streams", state.streams.len(), limits::MAX_STREAMS),
+            ("graphs", state.graphs.len(), limits::MAX_SAVED_GRAPHS),
             ("crash reports", state.crashes.len(), limits::KEPT_CRASHES),
         ] {
             if count > most {
@@ -344,6 +345,13 @@ impl Left {
         // The order in which the oldest are forgotten.
         streams.sort_by_key(|held| held.ended);
         let count = streams.len();
+        for held in std::mem::take(&mut self.state.graphs) {
+            let memory = self.fds.remove(&held.memory);
+            let restored = memory.map(|memory| shared.graphs.restore(shared, memory));
+            if let Some(Err(error)) = restored {
+                tracing::warn!(%error, "a saved graph is lost");
+            }
+        }
         for held in streams {
             if let Err(error) = resume(shared, held) {
                 tracing::warn!(%error, "a stream does not go on");

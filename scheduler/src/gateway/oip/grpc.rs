@@ -29,8 +29,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::{
     EXTENSIONS, Oip,
-    infer::{Ask, By, FINAL, Responses, parameter},
+    infer::{By, FINAL, Responses, parameter},
     model, peer, repository, settings,
+    work::Work,
 };
 use crate::{
     access::Caller,
@@ -148,8 +149,25 @@ async fn one(
         deadline,
     };
     let oip = &shared.oip;
-    let begun = Ask::read(oip, &shared, &by, asked)
-        .and_then(|ask| Responses::begin(oip, &shared, &caller, ask, true));
+    let begun = match Work::read(oip, &shared, &by, asked) {
+        Ok(Work::Text(ask)) => Responses::begin(oip, &shared, &caller, ask, true),
+        Ok(Work::Graph(ask)) => {
+            let done = tokio::select! {
+                () = sender.closed() => return,
+                done = ask.run(oip, &shared, true) => done,
+            };
+            let told = done.map_or_else(
+                |error| failed(id, model, &error),
+                |response| ModelStreamInferResponse {
+                    error_message: String::new(),
+                    infer_response: Some(response),
+                },
+            );
+            let _ = sender.send(Ok(told)).await;
+            return;
+        }
+        Err(error) => Err(error),
+    };
     let mut responses = match begun {
         Ok(responses) => responses,
         Err(error) => {
@@ -185,7 +203,10 @@ impl Oip {
         by: &By<'_>,
         asked: ModelInferRequest,
     ) -> Result<ModelInferResponse, Error> {
-        let ask = Ask::read(self, shared, by, asked)?;
+        let ask = match Work::read(self, shared, by, asked)? {
+            Work::Text(ask) => ask,
+            Work::Graph(ask) => return ask.run(self, shared, false).await,
+        };
         if ask.stream {
             let what =
                 "a text that comes in pieces needs a stream: ModelStreamInfer, or generate_stream";
@@ -304,7 +325,8 @@ impl GrpcInferenceService for Service {
         &self,
         request: Request<RepositoryIndexRequest>,
     ) -> Answer<RepositoryIndexResponse> {
-        answer(model::index(&self.0, request.get_ref().ready))
+        let caller = Caller::of(request.extensions());
+        answer(model::index(&self.0, request.get_ref().ready, &caller))
     }
 
     async fn repository_model_load(

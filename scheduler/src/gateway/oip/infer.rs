@@ -21,7 +21,7 @@ use tokio::time::Instant;
 
 use super::{
     Oip,
-    model::{self, EXCLUDE_INPUT, INPUTS, Output, SAMPLING, STREAM, TEXT_INPUT, VERSION},
+    model::{EXCLUDE_INPUT, INPUTS, Output, SAMPLING, STREAM, TEXT_INPUT, VERSION},
     regions::Place,
     sampling,
     statistics::Took,
@@ -73,7 +73,7 @@ fn truth(parameters: &Parameters, name: &str) -> Result<bool, Error> {
     }
 }
 
-fn few(what: &str, count: usize, limit: usize) -> Result<(), Error> {
+pub(super) fn few(what: &str, count: usize, limit: usize) -> Result<(), Error> {
     match count <= limit {
         true => Ok(()),
         false => {
@@ -83,8 +83,19 @@ fn few(what: &str, count: usize, limit: usize) -> Result<(), Error> {
     }
 }
 
+/// When the answer is wanted no more: by the call's deadline, and by its parameter.
+pub(super) fn until(
+    parameters: &Parameters,
+    deadline: Option<Instant>,
+) -> Result<Option<Instant>, Error> {
+    let patience = whole(parameters, "timeout")?.filter(|timeout| *timeout > 0);
+    let until =
+        patience.and_then(|timeout| Instant::now().checked_add(Duration::from_micros(timeout)));
+    Ok([deadline, until].into_iter().flatten().min())
+}
+
 /// Where a tensor is, if it is in shared memory.
-fn place(parameters: &Parameters) -> Result<Option<Place>, Error> {
+pub(super) fn place(parameters: &Parameters) -> Result<Option<Place>, Error> {
     few("parameters", parameters.len(), limits::MAX_INFER_PARAMETERS)?;
     let region = match parameters
         .get(REGION)
@@ -174,37 +185,24 @@ pub(super) struct By<'a> {
 }
 
 impl Ask {
-    /// Reads a request.
+    /// Reads a request for text of a model.
     ///
     /// # Errors
-    /// Why it makes no sense, or may not be made.
+    /// Why it makes no sense.
     pub fn read(
         oip: &Oip,
-        shared: &Shared,
         by: &By<'_>,
+        model: String,
         asked: ModelInferRequest,
     ) -> Result<Self, Error> {
         let began = Clock::now();
-        few(
-            "parameters",
-            asked.parameters.len(),
-            limits::MAX_INFER_PARAMETERS,
-        )?;
-        if asked.id.len() > limits::MAX_WORD {
-            return Err(invalid(format!(
-                "a request's id has at most {} bytes",
-                limits::MAX_WORD
-            )));
-        }
-        let model = model::find(shared, (&asked.model_name, &asked.model_version), by.caller)?;
         let tenant = by.caller.tenant("");
         let inputs = tensors(oip, tenant, asked.inputs, asked.raw_input_contents)?;
         for input in &inputs {
             if !INPUTS.iter().any(|(name, ..)| *name == input.name) {
                 let names: Vec<_> = INPUTS.iter().map(|(name, ..)| *name).collect();
                 let what = format!(
-                    "model {} has no input {:?}; it has {}",
-                    model.name,
+                    "model {model} has no input {:?}; it has {}",
                     short(&input.name),
                     names.join(", ")
                 );
@@ -243,22 +241,19 @@ impl Ask {
             Some(given) => sampling::of_text(given.text()?)?,
             None => sampling::of_parameters(&asked.parameters),
         };
-        let patience = whole(&asked.parameters, "timeout")?.filter(|timeout| *timeout > 0);
-        let until =
-            patience.and_then(|timeout| Instant::now().checked_add(Duration::from_micros(timeout)));
-        let deadline = [by.deadline, until].into_iter().flatten().min();
+        let deadline = until(&asked.parameters, by.deadline)?;
         let prompt = Prompt {
             kind: Some(Kind::Text(text.clone())),
         };
         let request = GenerateRequest {
-            model: model.name.clone(),
+            model: model.clone(),
             prompt: Some(prompt),
             priority: priority(whole(&asked.parameters, "priority")?.unwrap_or(0)),
             ..sampling::request(parameters)?
         };
         Ok(Self {
             id: asked.id,
-            model: model.name,
+            model,
             request,
             deadline,
             stream,
@@ -497,7 +492,7 @@ fn tell(parameters: &mut Parameters, finished: &Finished) {
 }
 
 /// Says where an output was put, and how many bytes of it there are.
-fn told(place: &Place, size: u64) -> Parameters {
+pub(super) fn told(place: &Place, size: u64) -> Parameters {
     let number = |value: u64| ParameterChoice::Int64Param(i64::try_from(value).unwrap_or(i64::MAX));
     let all = [
         (REGION, ParameterChoice::StringParam(place.region.clone())),

@@ -1,4 +1,7 @@
-//! Models as this protocol tells of them: a text goes in and a text comes out, as with vLLM's models in Triton.
+//! Models as this protocol tells of them: a text goes in and a text comes out, as with vLLM's models in Triton; or, of a
+//! saved graph, tensors.
+
+use std::sync::Arc;
 
 use hotcell_gateways::inference::{
     DataType, ModelConfig, ModelInput, ModelMetadataResponse, ModelOutput, ModelStatisticsResponse,
@@ -10,8 +13,15 @@ use hotcell_proto::{
     v1::{ModelInfo, ModelState},
 };
 
-use super::tensor::{Datatype, short};
-use crate::{access::Caller, service::Shared};
+use super::{
+    graph,
+    tensor::{Datatype, short},
+};
+use crate::{
+    access::Caller,
+    graphs::{Port, Saved},
+    service::Shared,
+};
 
 /// Every model has this one version.
 pub(super) const VERSION: &str = "1";
@@ -77,6 +87,24 @@ impl Output {
     }
 }
 
+/// What a name stands for.
+pub(super) enum Model {
+    /// A model that writes text.
+    Text(Box<ModelInfo>),
+    /// A saved graph.
+    Graph(Arc<Saved>),
+}
+
+impl Model {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Text(model) => &model.name,
+            Self::Graph(saved) => saved.name.as_str(),
+        }
+    }
+}
+
 /// The model of this name and version.
 ///
 /// # Errors
@@ -85,9 +113,16 @@ pub(super) fn find(
     shared: &Shared,
     (name, version): (&str, &str),
     caller: &Caller,
-) -> Result<ModelInfo, Error> {
-    shared.may_name(name, caller)?;
-    let name = shared.fleet.resolve(name)?;
+) -> Result<Model, Error> {
+    // A graph's name is no model's.
+    let graph = shared.graphs.find(name, caller);
+    let name = match &graph {
+        Some(saved) => saved.name.clone(),
+        None => {
+            shared.may_name(name, caller)?;
+            shared.fleet.resolve(name)?
+        }
+    };
     if !version.is_empty() && version != VERSION {
         let what = format!(
             "model {name} has no version {:?}; it has {VERSION}",
@@ -95,11 +130,21 @@ pub(super) fn find(
         );
         return Err(Error::new(Reason::ModelNotFound, what).with("model", name));
     }
-    shared.fleet.model(name.as_str())
+    Ok(match graph {
+        Some(saved) => Model::Graph(saved),
+        None => Model::Text(Box::new(shared.fleet.model(name.as_str())?)),
+    })
 }
 
 /// Whether a request for a model can be served now.
-pub(super) fn is_ready(shared: &Shared, model: &ModelInfo) -> bool {
+pub(super) fn is_ready(shared: &Shared, model: &Model) -> bool {
+    match model {
+        Model::Text(model) => text_is_ready(shared, model),
+        Model::Graph(_) => shared.is_serving(),
+    }
+}
+
+fn text_is_ready(shared: &Shared, model: &ModelInfo) -> bool {
     let open = !shared.admission.is_closed();
     open && match model.state() {
         ModelState::Loaded => !model.workers.is_empty(),
@@ -110,7 +155,35 @@ pub(super) fn is_ready(shared: &Shared, model: &ModelInfo) -> bool {
 }
 
 /// Its inputs and outputs.
-pub(super) fn metadata(model: &ModelInfo) -> ModelMetadataResponse {
+pub(super) fn metadata(model: &Model) -> ModelMetadataResponse {
+    let (inputs, outputs) = match model {
+        Model::Text(_) => text_tensors(),
+        Model::Graph(saved) => {
+            let described = |ports: &[Port]| {
+                let each = ports.iter().map(|port| {
+                    let (datatype, shape) = graph::described(port);
+                    TensorMetadata {
+                        name: port.name.clone(),
+                        datatype: datatype.name().to_owned(),
+                        shape,
+                    }
+                });
+                each.collect()
+            };
+            (described(&saved.inputs), described(&saved.outputs))
+        }
+    };
+    ModelMetadataResponse {
+        name: model.name().to_owned(),
+        versions: vec![VERSION.to_owned()],
+        platform: PLATFORM.to_owned(),
+        inputs,
+        outputs,
+    }
+}
+
+/// Inputs and outputs of a model that writes text.
+fn text_tensors() -> (Vec<TensorMetadata>, Vec<TensorMetadata>) {
     let tensor = |name: &str, datatype: Datatype| TensorMetadata {
         name: name.to_owned(),
         datatype: datatype.name().to_owned(),
@@ -122,13 +195,7 @@ pub(super) fn metadata(model: &ModelInfo) -> ModelMetadataResponse {
     let outputs = Output::ALL
         .iter()
         .map(|(_, name, datatype)| tensor(name, *datatype));
-    ModelMetadataResponse {
-        name: model.name.clone(),
-        versions: vec![VERSION.to_owned()],
-        platform: PLATFORM.to_owned(),
-        inputs: inputs.collect(),
-        outputs: outputs.collect(),
-    }
+    (inputs.collect(), outputs.collect())
 }
 
 /// The number that a configuration has for a type.
@@ -152,7 +219,47 @@ fn data_type(datatype: Datatype) -> DataType {
 }
 
 /// Its configuration.
-pub(super) fn config(model: &ModelInfo) -> ModelConfig {
+pub(super) fn config(model: &Model) -> ModelConfig {
+    let (input, output, decoupled) = match model {
+        Model::Text(_) => {
+            let (input, output) = text_config();
+            (input, output, true)
+        }
+        Model::Graph(saved) => {
+            let input = |port: &Port| {
+                let (datatype, dims) = graph::described(port);
+                ModelInput {
+                    name: port.name.clone(),
+                    data_type: data_type(datatype).into(),
+                    dims,
+                    optional: false,
+                }
+            };
+            let output = |port: &Port| {
+                let (datatype, dims) = graph::described(port);
+                ModelOutput {
+                    name: port.name.clone(),
+                    data_type: data_type(datatype).into(),
+                    dims,
+                }
+            };
+            let inputs = saved.inputs.iter().map(input).collect();
+            (inputs, saved.outputs.iter().map(output).collect(), false)
+        }
+    };
+    ModelConfig {
+        name: model.name().to_owned(),
+        platform: PLATFORM.to_owned(),
+        backend: PLATFORM.to_owned(),
+        // One request is one text; requests are batched whatever they say. Of a graph, rows are among its axes.
+        max_batch_size: 0,
+        input,
+        output,
+        model_transaction_policy: Some(ModelTransactionPolicy { decoupled }),
+    }
+}
+
+fn text_config() -> (Vec<ModelInput>, Vec<ModelOutput>) {
     let inputs = INPUTS.iter().map(|(name, datatype, needed)| ModelInput {
         name: (*name).to_owned(),
         data_type: data_type(*datatype).into(),
@@ -164,25 +271,16 @@ pub(super) fn config(model: &ModelInfo) -> ModelConfig {
         data_type: data_type(*datatype).into(),
         dims: vec![1],
     });
-    ModelConfig {
-        name: model.name.clone(),
-        platform: PLATFORM.to_owned(),
-        backend: PLATFORM.to_owned(),
-        // One request is one text; requests are batched whatever they say.
-        max_batch_size: 0,
-        input: inputs.collect(),
-        output: outputs.collect(),
-        model_transaction_policy: Some(ModelTransactionPolicy { decoupled: true }),
-    }
+    (inputs.collect(), outputs.collect())
 }
 
 /// All models, or those that are ready.
-pub(super) fn index(shared: &Shared, ready: bool) -> RepositoryIndexResponse {
+pub(super) fn index(shared: &Shared, ready: bool, caller: &Caller) -> RepositoryIndexResponse {
     let models = shared.fleet.models().into_iter();
-    let models = models.filter(|model| !ready || is_ready(shared, model));
+    let models = models.filter(|model| !ready || text_is_ready(shared, model));
     let models = models.map(|model| {
         let (state, reason) = match model.state() {
-            _ if is_ready(shared, &model) => ("READY", String::new()),
+            _ if text_is_ready(shared, &model) => ("READY", String::new()),
             ModelState::Loading => ("LOADING", String::new()),
             ModelState::Failed => ("UNAVAILABLE", model.problem.clone()),
             ModelState::Loaded => ("UNAVAILABLE", "no worker has it now".to_owned()),
@@ -198,8 +296,22 @@ pub(super) fn index(shared: &Shared, ready: bool) -> RepositoryIndexResponse {
             reason,
         }
     });
+    let serving = shared.is_serving();
+    let graphs = shared.graphs.list(caller).into_iter();
+    let graphs = graphs.filter(|_| !ready || serving).map(|saved| {
+        let (state, reason) = match serving {
+            true => ("READY", ""),
+            false => ("UNAVAILABLE", "no worker is ready"),
+        };
+        ModelIndex {
+            name: saved.name.to_string(),
+            version: VERSION.to_owned(),
+            state: state.to_owned(),
+            reason: reason.to_owned(),
+        }
+    });
     RepositoryIndexResponse {
-        models: models.collect(),
+        models: models.chain(graphs).collect(),
     }
 }
 
@@ -212,13 +324,16 @@ pub(super) fn statistics(
     (name, version): (&str, &str),
     caller: &Caller,
 ) -> Result<ModelStatisticsResponse, Error> {
-    let models = match name {
-        "" => shared.fleet.models(),
-        name => vec![find(shared, (name, version), caller)?],
+    let names = match name {
+        "" => {
+            let models = shared.fleet.models().into_iter().map(|model| model.name);
+            let graphs = shared.graphs.list(caller);
+            let graphs = graphs.iter().map(|saved| saved.name.to_string());
+            models.chain(graphs).collect()
+        }
+        name => vec![find(shared, (name, version), caller)?.name().to_owned()],
     };
-    let stats = models
-        .iter()
-        .map(|model| shared.oip.statistics.of(&model.name));
+    let stats = names.iter().map(|name| shared.oip.statistics.of(name));
     Ok(ModelStatisticsResponse {
         model_stats: stats.collect(),
     })

@@ -15,6 +15,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use hotcell_ipc::memory::SharedMapping;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
@@ -22,6 +23,7 @@ use hotcell_proto::{
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, openat, statat};
 
 use super::tensor::{invalid, short};
+use crate::graphs::Fill;
 
 /// Where the host keeps shared memory.
 const FOLDER: &str = "/dev/shm";
@@ -258,6 +260,43 @@ impl Regions {
         let read = region.file.read_exact_at(&mut data, from);
         read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))?;
         Ok(data.into())
+    }
+
+    /// Reads a place into memory, each time it is called.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn fill(&self, tenant: &str, place: &Place) -> Result<Fill, Error> {
+        let region = self.find(tenant, &place.region)?;
+        region.locate(place)?;
+        let place = place.clone();
+        Ok(Arc::new(move |memory: &SharedMapping| {
+            let from = region.locate(&place)?;
+            let read = memory.fill(0, memory.len(), &region.file, from);
+            read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))
+        }))
+    }
+
+    /// Writes so many bytes of memory to a place, each time it is called.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn empty(&self, tenant: &str, place: &Place, bytes: u64) -> Result<Fill, Error> {
+        let region = self.find(tenant, &place.region)?;
+        region.locate(place)?;
+        if bytes > place.size {
+            return Err(invalid(format!(
+                "{bytes} bytes do not fit into the {} of shared memory {:?} that were named",
+                place.size,
+                short(&place.region)
+            )));
+        }
+        let place = place.clone();
+        Ok(Arc::new(move |memory: &SharedMapping| {
+            let to = region.locate(&place)?;
+            let written = memory.empty_to(0, memory.len(), &region.file, to);
+            written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))
+        }))
     }
 
     /// Writes to a place; how many bytes it then has.

@@ -43,6 +43,10 @@ pub(super) async fn load(
     who: Who,
     name: &str,
 ) -> Result<(), Error> {
+    if shared.graphs.find(name, caller).is_some() {
+        // It is there for as long as it is saved.
+        return Ok(());
+    }
     let name = named(shared, caller, name)?;
     if shared.admission.is_closed() {
         return Err(draining());
@@ -65,6 +69,12 @@ pub(super) async fn unload(
     who: &Who,
     name: &str,
 ) -> Result<(), Error> {
+    if shared.graphs.find(name, caller).is_some() {
+        let what = format!(
+            "{name} is a saved graph, which would be lost; `hotcell graphs forget` forgets it"
+        );
+        return Err(Error::new(Reason::Unimplemented, what));
+    }
     let name = named(shared, caller, name)?;
     shared.fleet.unload_for(who, &name).await
 }

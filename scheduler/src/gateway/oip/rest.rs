@@ -20,9 +20,10 @@ use tonic::transport::server::TcpConnectInfo;
 use super::{
     EXTENSIONS,
     grpc::no_devices_memory,
-    infer::{Ask, By, Responses},
+    infer::{By, Responses},
     model, peer, repository,
     tensor::invalid,
+    work::Work,
 };
 use crate::{
     access::Caller,
@@ -102,10 +103,11 @@ async fn object(body: Body) -> Result<Value, Error> {
     json::read(&bytes)
 }
 
-async fn index(State(shared): State<Shared>, body: Body) -> Response {
+async fn index(State(shared): State<Shared>, extensions: Extensions, body: Body) -> Response {
+    let caller = Caller::of(&extensions);
     answered(object(body).await.map(|asked| {
         let ready = asked.get("ready").and_then(Value::as_bool).unwrap_or(false);
-        let models = model::index(&shared, ready).models.into_iter().map(
+        let models = model::index(&shared, ready, &caller).models.into_iter().map(
             |m| json!({"name": m.name, "version": m.version, "state": m.state, "reason": m.reason}),
         );
         told(models.collect())
@@ -245,7 +247,7 @@ async fn generate_stream(
     body: Body,
 ) -> Result<Response, Error> {
     let asked = json::generate(&body::read(body).await?, named)?;
-    let ask = Ask::read(&shared.oip, shared, by, asked)?;
+    let ask = Work::read(&shared.oip, shared, by, asked)?.text()?;
     let mut responses = Responses::begin(&shared.oip, shared, by.caller, ask, false)?;
     // What is refused is refused before anything is said.
     let first = responses.next().await.transpose()?;

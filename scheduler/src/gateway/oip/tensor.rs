@@ -28,21 +28,22 @@ pub(super) enum Datatype {
 }
 
 impl Datatype {
-    const ALL: &'static [(Self, &'static str, usize)] = &[
-        (Self::Bool, "BOOL", 1),
-        (Self::Uint8, "UINT8", 1),
-        (Self::Uint16, "UINT16", 2),
-        (Self::Uint32, "UINT32", 4),
-        (Self::Uint64, "UINT64", 8),
-        (Self::Int8, "INT8", 1),
-        (Self::Int16, "INT16", 2),
-        (Self::Int32, "INT32", 4),
-        (Self::Int64, "INT64", 8),
-        (Self::Fp16, "FP16", 2),
-        (Self::Bf16, "BF16", 2),
-        (Self::Fp32, "FP32", 4),
-        (Self::Fp64, "FP64", 8),
-        (Self::Bytes, "BYTES", 0),
+    /// Each with its name, the bytes of an element (none for strings), and the name of the dtype that it is.
+    const ALL: &'static [(Self, &'static str, usize, &'static str)] = &[
+        (Self::Bool, "BOOL", 1, "bool"),
+        (Self::Uint8, "UINT8", 1, "u8"),
+        (Self::Uint16, "UINT16", 2, "u16"),
+        (Self::Uint32, "UINT32", 4, "u32"),
+        (Self::Uint64, "UINT64", 8, "u64"),
+        (Self::Int8, "INT8", 1, "i8"),
+        (Self::Int16, "INT16", 2, "i16"),
+        (Self::Int32, "INT32", 4, "i32"),
+        (Self::Int64, "INT64", 8, "i64"),
+        (Self::Fp16, "FP16", 2, "f16"),
+        (Self::Bf16, "BF16", 2, "bf16"),
+        (Self::Fp32, "FP32", 4, "f32"),
+        (Self::Fp64, "FP64", 8, "f64"),
+        (Self::Bytes, "BYTES", 0, ""),
     ];
 
     /// The type of this name.
@@ -50,7 +51,7 @@ impl Datatype {
     /// # Errors
     /// [`Reason::InvalidArgument`].
     pub fn of(name: &str) -> Result<Self, Error> {
-        let row = Self::ALL.iter().find(|(_, known, _)| *known == name);
+        let row = Self::ALL.iter().find(|(_, known, ..)| *known == name);
         row.map(|(datatype, ..)| *datatype)
             .ok_or_else(|| invalid(format!("{:?} is no type of the protocol's", short(name))))
     }
@@ -58,13 +59,25 @@ impl Datatype {
     /// Its name.
     pub fn name(self) -> &'static str {
         let row = Self::ALL.iter().find(|(known, ..)| *known == self);
-        row.map_or("", |(_, name, _)| name)
+        row.map_or("", |(_, name, ..)| name)
+    }
+
+    /// The type of a graph's dtype of this name; none for those that the protocol does not have.
+    pub fn of_dtype(dtype: &str) -> Option<Self> {
+        let row = Self::ALL.iter().find(|(.., known)| *known == dtype);
+        row.map(|(datatype, ..)| *datatype)
+            .filter(|_| !dtype.is_empty())
+    }
+
+    /// Bytes of so many elements; none for those that have a length each, and if there are too many.
+    pub fn bytes(self, elements: usize) -> Option<u64> {
+        u64::try_from(elements.checked_mul(self.size()?)?).ok()
     }
 
     /// Bytes of one element; none for those that have a length each.
     fn size(self) -> Option<usize> {
         let row = Self::ALL.iter().find(|(known, ..)| *known == self);
-        row.map(|(.., size)| *size).filter(|size| *size > 0)
+        row.map(|(_, _, size, _)| *size).filter(|size| *size > 0)
     }
 }
 
@@ -343,7 +356,7 @@ mod tests {
             shape in prop::collection::vec(any::<i64>(), 0..10),
             kind in 0..Datatype::ALL.len(),
         ) {
-            let (_, name, size) = Datatype::ALL[kind];
+            let (_, name, size, _) = Datatype::ALL[kind];
             if let Ok(tensor) = Tensor::new("x", name, &shape, data.clone().into()) {
                 match size {
                     0 => prop_assert_eq!(each_string(&tensor.data).count(), tensor.elements),

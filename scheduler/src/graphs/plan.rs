@@ -1,0 +1,285 @@
+//! A saved graph on one worker: planned, with its constants there.
+
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{
+        self, CompileRequest, CreateRequest, ExecuteRequest, Handle, Operand, OutputWish,
+        SaveGraphHead, TensorSpec, UploadChunk, UploadTarget, create_request, graph_input, operand,
+        output_wish, upload_target,
+    },
+};
+use tokio::time::{Instant, sleep_until};
+use tokio_stream::iter;
+
+use super::{
+    Call, Done,
+    lane::{Lanes, Sink, Source},
+    saved::{Found, Input, Saved},
+    session::Session,
+};
+use crate::{fleet::Link, service::Shared};
+
+/// A saved graph on one worker.
+pub(super) struct Plan {
+    session: Arc<Session>,
+    saved: Arc<Saved>,
+    plan: Handle,
+    /// For each of the graph's inputs that is a constant.
+    constants: Vec<Option<Handle>>,
+    lanes: Lanes,
+    /// Calls under way.
+    running: AtomicU64,
+    /// When the last one ended.
+    last: Mutex<Instant>,
+}
+
+fn odd(what: &str) -> Error {
+    let what = format!("a worker's answer has {what}");
+    Error::new(Reason::ProtocolViolation, what)
+}
+
+/// A spec with one row in place of its symbol.
+fn one_row(spec: &TensorSpec) -> TensorSpec {
+    let fixed = |dim: &v1::Dim| match dim.kind {
+        Some(v1::dim::Kind::Fixed(_)) => *dim,
+        _ => v1::Dim {
+            kind: Some(v1::dim::Kind::Fixed(1)),
+        },
+    };
+    TensorSpec {
+        dtype: spec.dtype.clone(),
+        dims: spec.dims.iter().map(fixed).collect(),
+    }
+}
+
+/// Has a worker look at a graph: whether it makes sense, and what goes in and comes out.
+///
+/// # Errors
+/// The worker's words.
+pub(super) async fn examine(
+    shared: &Shared,
+    link: Arc<Link>,
+    head: &SaveGraphHead,
+) -> Result<Found, Error> {
+    let session = Session::open(shared, link, "", true).await?;
+    let (mut client, request) = session.call(CompileRequest {
+        encoded: head.graph.clone(),
+        dry_run: true,
+        ..CompileRequest::default()
+    });
+    let compiled = session.said(client.compile(request).await)?;
+    let size = async |spec: &TensorSpec| {
+        let (mut client, request) = session.call(CreateRequest {
+            spec: Some(create_request::Spec::Tensor(one_row(spec))),
+            id: Vec::new(),
+        });
+        let made = session.said(client.create(request).await)?;
+        // Sizes are asked for one after the other, and a session has room for so many.
+        if let Some(handle) = made.handle {
+            let handles = vec![handle];
+            let (mut client, request) = session.call(v1::FreeRequest { handles });
+            session.said(client.free(request).await)?;
+        }
+        Ok::<u64, Error>(made.bytes)
+    };
+    let mut found = Found::default();
+    let all = compiled.inputs.len().saturating_add(compiled.outputs.len());
+    if all > super::saved::MAX_VALUES {
+        let limit = super::saved::MAX_VALUES;
+        let what = format!("{all} inputs and outputs are more than the limit of {limit}");
+        return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
+    }
+    for input in &compiled.inputs {
+        // Others are refused with their names.
+        found.inputs.push(match &input.spec {
+            Some(graph_input::Spec::Tensor(spec)) => size(spec).await?,
+            _ => 0,
+        });
+    }
+    for spec in &compiled.outputs {
+        found.outputs.push(size(spec).await?);
+    }
+    found.compiled = v1::CompileResponse {
+        plan: None,
+        memory: None,
+        ..compiled
+    };
+    Ok(found)
+}
+
+async fn upload(
+    session: &Session,
+    saved: &Arc<Saved>,
+    (spec, at, bytes): (&TensorSpec, u64, u64),
+) -> Result<Handle, Error> {
+    let target = UploadTarget {
+        kind: Some(upload_target::Kind::Create(spec.clone())),
+        ..UploadTarget::default()
+    };
+    let first = UploadChunk {
+        target: Some(target),
+        ..UploadChunk::default()
+    };
+    let (whose, failed) = (Arc::clone(saved), Arc::new(Mutex::new(None)));
+    let (pieces, note) = (saved.offsets(at, bytes), Arc::clone(&failed));
+    let rest = pieces.map_while(move |(at, bytes)| match whose.read(at, bytes) {
+        Ok(data) => Some(UploadChunk {
+            data: data.into(),
+            target: None,
+        }),
+        Err(error) => {
+            *note.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            None
+        }
+    });
+    let (mut client, request) = session.call(iter(std::iter::once(first).chain(rest)));
+    let said = session.said(client.upload(request).await);
+    if let Some(error) = failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        return Err(error);
+    }
+    let handle = said?.tensor.and_then(|tensor| tensor.handle);
+    handle.ok_or_else(|| odd("no name for what was uploaded"))
+}
+
+impl Plan {
+    /// Plans a graph on a worker and sends its constants there.
+    ///
+    /// # Errors
+    /// The worker's words.
+    pub(super) async fn make(
+        shared: &Shared,
+        saved: &Arc<Saved>,
+        link: Arc<Link>,
+    ) -> Result<Self, Error> {
+        let session = Session::open(shared, link, &saved.tenant, false).await?;
+        let (mut client, request) = session.call(CompileRequest {
+            encoded: saved.graph()?,
+            ..CompileRequest::default()
+        });
+        let compiled = session.said(client.compile(request).await)?;
+        let plan = compiled.plan.ok_or_else(|| odd("no plan"))?;
+        let mut constants = Vec::with_capacity(saved.all.len());
+        for input in &saved.all {
+            constants.push(match input {
+                Input::Call(_) => None,
+                Input::Constant { spec, at, bytes } => {
+                    Some(upload(&session, saved, (spec, *at, *bytes)).await?)
+                }
+            });
+        }
+        let session = Arc::new(session);
+        Ok(Self {
+            lanes: Lanes::new(&session, saved),
+            session,
+            saved: Arc::clone(saved),
+            plan,
+            constants,
+            running: AtomicU64::new(0),
+            last: Mutex::new(Instant::now()),
+        })
+    }
+
+    /// Calls under way.
+    pub(super) fn running(&self) -> u64 {
+        self.running.load(Ordering::Relaxed)
+    }
+
+    /// Returns once nothing ran for so long.
+    pub(super) async fn idle(&self, patience: Duration) {
+        loop {
+            let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
+            let at = match self.running() {
+                0 => last + patience,
+                _ => Instant::now() + patience,
+            };
+            if at <= Instant::now() {
+                return;
+            }
+            sleep_until(at).await;
+        }
+    }
+
+    /// Computes it.
+    ///
+    /// # Errors
+    /// The worker's words, and why inputs cannot be read or outputs be written.
+    pub(super) async fn run(&self, call: &Call) -> Result<Done, Error> {
+        self.running.fetch_add(1, Ordering::Relaxed);
+        let _running = Running(self);
+        let mut lane = self.lanes.take(call).await?;
+        lane.fill(&call.inputs).await?;
+        let operand = |kind| Operand { kind: Some(kind) };
+        let mut inputs = Vec::with_capacity(self.constants.len());
+        for (input, constant) in self.saved.all.iter().zip(&self.constants) {
+            inputs.push(operand(match (input, constant) {
+                (Input::Constant { .. }, Some(handle)) => operand::Kind::Tensor(handle.clone()),
+                (Input::Call(index), _) => match (lane.input(*index), call.inputs.get(*index)) {
+                    (Some(handle), _) => operand::Kind::Tensor(handle),
+                    (None, Some(Source::Bytes(bytes))) => operand::Kind::Data(bytes.clone()),
+                    (None, _) => return Err(odd("no place for an input")),
+                },
+                (Input::Constant { .. }, None) => return Err(odd("no name for a constant")),
+            }));
+        }
+        let wish = |index: usize| OutputWish {
+            kind: Some(match lane.output(index) {
+                Some(handle) => output_wish::Kind::Into(handle),
+                None => output_wish::Kind::Inline(true),
+            }),
+        };
+        let outputs = (0..self.saved.outputs.len()).map(wish).collect();
+        let (mut client, request) = self.session.call(ExecuteRequest {
+            plan: Some(self.plan.clone()),
+            rows: call.rows,
+            inputs,
+            outputs,
+            // Calls in lanes of their own do not wait for each other.
+            stream: lane.stream(),
+            ..ExecuteRequest::default()
+        });
+        let done = self.session.said(client.execute(request).await)?;
+        if done.outputs.len() != self.saved.outputs.len() {
+            return Err(odd("other outputs than the graph"));
+        }
+        let mut outputs = Vec::with_capacity(done.outputs.len());
+        for (index, (said, sink)) in done.outputs.into_iter().zip(&call.outputs).enumerate() {
+            let bytes = self.saved.outputs[index].bytes(call.rows);
+            outputs.push(match (said.kind, lane.output(index)) {
+                (_, Some(_)) => lane.empty(index, sink).await?,
+                (Some(v1::output::Kind::Data(data)), None) => {
+                    if Some(data.len() as u64) != bytes {
+                        return Err(odd("an output of another size"));
+                    }
+                    match sink {
+                        Sink::Bytes => data,
+                        Sink::Elsewhere(..) => return Err(odd("an output without its place")),
+                    }
+                }
+                _ => return Err(odd("no bytes of an output")),
+            });
+        }
+        lane.give_back();
+        Ok(Done {
+            outputs,
+            compute: Duration::from_nanos(done.compute_ns),
+        })
+    }
+}
+
+/// A call under way.
+struct Running<'a>(&'a Plan);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        *self.0.last.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        self.0.running.fetch_sub(1, Ordering::Relaxed);
+    }
+}
