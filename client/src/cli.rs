@@ -11,6 +11,7 @@ mod embed;
 mod exit;
 mod flags;
 mod generate;
+mod graphs;
 mod inspect;
 mod interrupt;
 mod json;
@@ -41,6 +42,7 @@ pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
 pub use flags::{ModelRef, PromptFlags, SamplingFlags};
 pub use generate::{GenerateFlags, RunFlags};
+pub use graphs::{GraphsCommand, GraphsFlags};
 pub use inspect::InspectFlags;
 pub use interrupt::{Interrupt, Trigger};
 pub use operate::{
@@ -246,6 +248,12 @@ Examples:
     /// Take a model from the workers
     #[command(after_help = "Example:\n  hotcell unload small")]
     Unload(UnloadFlags),
+    /// List the saved graphs, which are served as models of tensors
+    #[command(after_help = "\
+Examples:
+  hotcell graphs
+  hotcell graphs forget scale")]
+    Graphs(GraphsFlags),
     /// Let a worker out of quarantine
     #[command(after_help = "Example:\n  hotcell release w0")]
     Release(ReleaseFlags),
@@ -407,6 +415,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Load(flags) => operate::load(ui, global, flags, stop).await,
         Command::Inspect(flags) => inspect::inspect(ui, global, flags, bundled, stop).await,
         Command::Unload(flags) => operate::unload(ui, global, flags).await,
+        Command::Graphs(flags) => graphs::graphs(ui, global, flags).await,
         Command::Release(flags) => operate::release(ui, global, flags).await,
         Command::Ps => operate::workers(ui, global).await,
         Command::Devices => operate::devices(ui, global).await,

@@ -21,7 +21,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        control_client::ControlClient, tensors_client::TensorsClient, tokens_client::TokensClient,
+        control_client::ControlClient, graphs_client::GraphsClient, tensors_client::TensorsClient,
+        tokens_client::TokensClient,
     },
 };
 use hyper_util::rt::TokioIo;
@@ -328,6 +329,13 @@ impl Client {
     /// The raw tensor calls.
     pub(crate) fn tensors_client(&self) -> TensorsClient<Wire> {
         TensorsClient::new(self.channel.clone())
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// The raw calls about saved graphs.
+    pub(crate) fn graphs_client(&self) -> GraphsClient<Wire> {
+        GraphsClient::new(self.channel.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
     }

@@ -48,7 +48,7 @@ impl Client {
     }
 
     /// As [`Client::answer`], for a call that only schedulers know; `lacks` is what a worker alone is told to.
-    fn scheduler_answer<T>(
+    pub(crate) fn scheduler_answer<T>(
         &self,
         result: Result<Response<T>, Status>,
         lacks: &str,

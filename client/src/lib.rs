@@ -25,6 +25,7 @@
 pub mod cli;
 pub mod connect;
 pub mod control;
+pub mod graphs;
 pub mod load;
 pub mod local;
 pub mod tensor;
@@ -32,6 +33,7 @@ pub mod text;
 pub mod tokens;
 
 pub use connect::{Address, Client, Identity};
+pub use graphs::SaveGraph;
 pub use hotcell_proto::{
     error::{Error, Reason},
     v1,

@@ -48,8 +48,10 @@ use plan::Plan;
 
 /// How long a call without a deadline waits for a worker.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Workers that may die under one call.
-const MAX_DEATHS: u32 = 2;
+/// Workers that may die under one call while they compute it; as many as under a tensor session's call.
+const MAX_DEATHS: u32 = limits::TENSOR_RECOVERIES;
+/// Workers that may die under one call, whatever they did.
+const MAX_TRIES: u32 = limits::MAX_CONTINUATIONS;
 /// How long a worker keeps a graph that nobody asks for.
 const IDLE: Duration = Duration::from_secs(60);
 
@@ -211,12 +213,12 @@ impl Graphs {
         };
         let held = shared.access.tenants.take(&tenant, &limits, want)?;
         let until = Instant::now() + PATIENCE;
-        let mut deaths = 0;
+        let mut deaths = Deaths::default();
         let found = loop {
             let link = self.worker(shared, until).await?;
             match plan::examine(shared, Arc::clone(&link), &head).await {
                 Ok(found) => break found,
-                Err(error) => lost(&link, error, &mut deaths).await?,
+                Err(error) => deaths.count(&link, error, false).await?,
             }
         };
         let saved = Saved::new(name.clone(), tenant, head, constants, found, held)?;
@@ -344,14 +346,19 @@ impl Graphs {
             Error::new(Reason::DeadlineExceeded, what)
         };
         let attempts = async {
-            let mut deaths = 0;
+            let mut deaths = Deaths::default();
             loop {
                 let until = call.deadline.unwrap_or_else(|| Instant::now() + PATIENCE);
                 let link = self.worker(shared, until).await?;
-                let tried = async { self.plan(shared, saved, &link).await?.run(call).await };
-                match tried.await {
+                let planned = self.plan(shared, saved, &link).await;
+                let computes = planned.is_ok();
+                let done = match planned {
+                    Ok(plan) => plan.run(call).await,
+                    Err(error) => Err(error),
+                };
+                match done {
                     Ok(done) => return Ok(done),
-                    Err(error) => lost(&link, error, &mut deaths).await?,
+                    Err(error) => deaths.count(&link, error, computes).await?,
                 }
                 let place = (saved.id, link.worker.clone(), link.epoch);
                 self.plans().remove(&place);
@@ -378,7 +385,11 @@ impl Graphs {
     pub fn keep_in(&self, shared: &Shared, folder: &Path) -> io::Result<()> {
         let folder = Folder::open(folder)?;
         for file in folder.files()? {
-            let restored = folder.read(&file).and_then(|m| self.restore(shared, m));
+            let restored = folder.read(&file).and_then(|memory| {
+                let saved = held(shared, memory)?;
+                saved.verify()?;
+                self.keep(saved)
+            });
             if let Err(error) = restored {
                 tracing::warn!(file, %error, "a saved graph is left out");
             }
@@ -404,13 +415,10 @@ impl Graphs {
     /// # Errors
     /// If it contradicts itself.
     pub fn restore(&self, shared: &Shared, memory: OwnedFd) -> Result<(), Error> {
-        let saved = Saved::restore(memory, |tenant, bytes| {
-            let want = Want {
-                tensor_bytes: bytes,
-                ..Want::default()
-            };
-            shared.access.tenants.note(tenant, want)
-        })?;
+        self.keep(held(shared, memory)?)
+    }
+
+    fn keep(&self, saved: Saved) -> Result<(), Error> {
         let saved = saved.numbered(self.0.next.fetch_add(1, Ordering::Relaxed));
         let mut table = self.table();
         if table.by_name.contains_key(&saved.name) {
@@ -426,22 +434,49 @@ impl Graphs {
         Ok(())
     }
 }
+/// A graph in this memory, its bytes counted.
+fn held(shared: &Shared, memory: OwnedFd) -> Result<Saved, Error> {
+    Saved::restore(memory, |tenant, bytes| {
+        let want = Want {
+            tensor_bytes: bytes,
+            ..Want::default()
+        };
+        shared.access.tenants.note(tenant, want)
+    })
+}
 
-/// What becomes of a call that failed with this error: nothing if its worker died, which is counted; otherwise the error.
-async fn lost(link: &Link, error: Error, deaths: &mut u32) -> Result<(), Error> {
-    let ended = matches!(
-        error.reason(),
-        Reason::WorkerLost | Reason::SessionNotFound | Reason::HandleStale
-    );
-    if !ended || !link.is_lost().await {
-        return Err(error);
+/// Workers that died under one call.
+#[derive(Default)]
+struct Deaths {
+    all: u32,
+    /// While they computed it.
+    computing: u32,
+}
+
+impl Deaths {
+    /// Counts the worker if it died of this or meanwhile, so that the call is made again.
+    ///
+    /// # Errors
+    /// The error if the worker lives; [`Reason::RequestPoisoned`] after too many deaths.
+    async fn count(&mut self, link: &Link, error: Error, computes: bool) -> Result<(), Error> {
+        let ended = matches!(
+            error.reason(),
+            Reason::WorkerLost | Reason::SessionNotFound | Reason::HandleStale
+        );
+        if !ended || !link.is_lost().await {
+            return Err(error);
+        }
+        self.all += 1;
+        self.computing += u32::from(computes);
+        if self.computing > MAX_DEATHS || self.all > MAX_TRIES {
+            let what = format!(
+                "{} workers died under this call; it is not made again",
+                self.all
+            );
+            return Err(Error::new(Reason::RequestPoisoned, what));
+        }
+        Ok(())
     }
-    *deaths += 1;
-    if *deaths > MAX_DEATHS {
-        let what = format!("{deaths} workers died under this call; it is not made again");
-        return Err(Error::new(Reason::RequestPoisoned, what));
-    }
-    Ok(())
 }
 
 /// Forgets a plan once nobody asked for it for a while, or its worker is gone.

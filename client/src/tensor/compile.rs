@@ -1,5 +1,7 @@
 //! Functions of tensors, traced once and called many times.
 
+mod save;
+
 use std::{
     cell::RefCell,
     collections::HashMap,

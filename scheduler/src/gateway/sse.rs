@@ -1,6 +1,11 @@
 //! Streams of events to HTTP clients: server-sent events, and lines of JSON.
 
-use std::{convert::Infallible, fmt::Write as _};
+use std::{
+    convert::Infallible,
+    fmt::Write as _,
+    pin::Pin,
+    task::{Context, Poll},
+};
 
 use axum::{
     body::Body,
@@ -10,9 +15,9 @@ use axum::{
 use bytes::Bytes;
 use serde::Serialize;
 use tokio::sync::mpsc;
-use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use tokio_stream::Stream;
 
-/// Pieces between the task that makes them and the connection that sends them. What comes while the client reads nothing
+/// Pieces between who makes them and the connection that sends them. What comes while the client reads nothing
 /// waits in its request's journal, which has the bound.
 const AHEAD: usize = 4;
 
@@ -54,11 +59,6 @@ impl Out {
     pub async fn ping(&self) -> Result<(), Gone> {
         self.raw(Bytes::from_static(b": ping\n\n")).await
     }
-
-    /// Returns when the client went away.
-    pub async fn gone(&self) {
-        self.to.closed().await;
-    }
 }
 
 fn framed(before: &str, value: &impl Serialize, after: &str) -> Bytes {
@@ -81,23 +81,43 @@ pub(super) enum Framing {
     Lines,
 }
 
-/// A response that `write` writes on a task of its own, which ends when the client goes away.
+/// What is written, as the connection asks for it: whoever writes has no task of its own, which saves one change of tasks for
+/// every token. Dropping it, when the client goes away, ends the writing.
+struct Written<F> {
+    writing: Option<Pin<Box<F>>>,
+    from: mpsc::Receiver<Bytes>,
+}
+
+impl<F: Future<Output = Result<(), Gone>>> Stream for Written<F> {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        loop {
+            // Without anybody who could send, this is ready.
+            if let Poll::Ready(piece) = this.from.poll_recv(cx) {
+                return Poll::Ready(piece.map(Ok));
+            }
+            let Some(writing) = &mut this.writing else {
+                return Poll::Pending;
+            };
+            match writing.as_mut().poll(cx) {
+                // With it goes what it sent to.
+                Poll::Ready(_) => this.writing = None,
+                Poll::Pending => return this.from.poll_recv(cx).map(|piece| piece.map(Ok)),
+            }
+        }
+    }
+}
+
+/// A response that `write` writes while it is sent.
 pub(super) fn respond<F>(framing: Framing, write: impl FnOnce(Out) -> F) -> Response
 where
     F: Future<Output = Result<(), Gone>> + Send + 'static,
 {
     let (to, from) = mpsc::channel(AHEAD);
-    let out = Out { to };
-    let writing = write(out.clone());
-    tokio::spawn(async move {
-        tokio::select! {
-            // Dropping what it reads from ends the request.
-            () = out.gone() => {}
-            _ = writing => {}
-        }
-    });
-    let body = ReceiverStream::new(from).map(Ok::<_, Infallible>);
-    let mut response = Response::new(Body::from_stream(body));
+    let writing = Some(Box::pin(write(Out { to })));
+    let mut response = Response::new(Body::from_stream(Written { writing, from }));
     let kind = match framing {
         Framing::Events => "text/event-stream; charset=utf-8",
         Framing::Lines => "application/x-ndjson",

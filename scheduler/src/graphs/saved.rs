@@ -386,6 +386,11 @@ fn parts(tail: &Tail, constants: u64) -> Result<Parts, Error> {
     Ok(parts)
 }
 
+/// Names of outputs as they are hashed.
+fn names<'a>(all: impl Iterator<Item = &'a str>) -> Vec<u8> {
+    all.flat_map(|name| name.bytes().chain([0])).collect()
+}
+
 impl Saved {
     /// A graph as a client sent it and a worker found it.
     ///
@@ -406,18 +411,16 @@ impl Saved {
         } = constants;
         let graph = std::mem::take(&mut head.graph);
         sha.update(&graph);
-        for name in &head.outputs {
-            sha.update(name);
-            sha.update([0]);
-        }
-        let tail = Tail {
+        let mut tail = Tail {
             head,
             compiled: found.compiled,
             sizes: [found.inputs, found.outputs].concat(),
-            sha256: sha.finalize().into(),
+            sha256: [0; 32],
             tenant,
         };
         let parts = parts(&tail, constants)?;
+        sha.update(names(parts.outputs.iter().map(|port| port.name.as_str())));
+        tail.sha256 = sha.finalize().into();
         let bytes = graph.len() as u64;
         let written = file.write_all_at(&graph, constants).and_then(|()| {
             let end = constants + bytes;
@@ -454,6 +457,25 @@ impl Saved {
             graph: constants,
             bytes: constants.saturating_add(graph),
             _held: held,
+        }
+    }
+
+    /// Looks whether its bytes are those that were saved.
+    ///
+    /// # Errors
+    /// [`Reason::Internal`] if they are not.
+    pub(super) fn verify(&self) -> Result<(), Error> {
+        let mut sha = Sha256::new();
+        for (at, bytes) in self.offsets(0, self.bytes) {
+            sha.update(self.read(at, bytes)?);
+        }
+        sha.update(names(self.outputs.iter().map(|port| port.name.as_str())));
+        match <[u8; 32]>::from(sha.finalize()) == self.sha256 {
+            true => Ok(()),
+            false => Err(Error::new(
+                Reason::Internal,
+                "its bytes are not those that were saved",
+            )),
         }
     }
 
