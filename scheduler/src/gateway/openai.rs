@@ -46,6 +46,20 @@ fn answered(result: Result<Response, Error>) -> Response {
     result.unwrap_or_else(|error| Failed(Flavor::Openai, error).into_response())
 }
 
+/// A piece of a stream with one choice. There is one for every token, so that no tree of values is made for it.
+#[derive(Serialize)]
+struct Chunk<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: [C; 1],
+    /// Null, where a last piece tells it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<()>,
+}
+
 /// An error within a stream.
 fn failed(error: &Error) -> Value {
     Flavor::Openai.body(error)

@@ -51,7 +51,7 @@ pub enum Source {
 
 impl Source {
     /// How many bytes.
-    pub fn len(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
             Self::Elsewhere(bytes, _) => *bytes,
@@ -180,7 +180,7 @@ impl Lanes {
             return Err(Error::new(Reason::InvalidArgument, what));
         }
         for (port, source) in self.saved.inputs.iter().zip(&call.inputs) {
-            let bytes = size(port, Some(source.len()))?;
+            let bytes = size(port, Some(source.bytes()))?;
             let goes_along = matches!(source, Source::Bytes(_)) && bytes <= SMALL;
             // Memory has at least one byte.
             sizes.push((!goes_along && bytes > 0).then_some(bytes));

@@ -135,10 +135,10 @@ fn inputs(
         let count = elements(&input.shape)?;
         let bytes = datatype.bytes(count);
         let source = source(oip, tenant, input, datatype, &mut raw, in_bytes)?;
-        if bytes != Some(source.len()) {
+        if bytes != Some(source.bytes()) {
             return Err(invalid(format!(
                 "input {name:?}: {} bytes are not those of {count} elements of {}",
-                source.len(),
+                source.bytes(),
                 datatype.name()
             )));
         }

@@ -150,7 +150,7 @@ async fn one(
     };
     let oip = &shared.oip;
     let begun = match Work::read(oip, &shared, &by, asked) {
-        Ok(Work::Text(ask)) => Responses::begin(oip, &shared, &caller, ask, true),
+        Ok(Work::Text(ask)) => Responses::begin(oip, &shared, &caller, *ask, true),
         Ok(Work::Graph(ask)) => {
             let done = tokio::select! {
                 () = sender.closed() => return,
@@ -204,7 +204,7 @@ impl Oip {
         asked: ModelInferRequest,
     ) -> Result<ModelInferResponse, Error> {
         let ask = match Work::read(self, shared, by, asked)? {
-            Work::Text(ask) => ask,
+            Work::Text(ask) => *ask,
             Work::Graph(ask) => return ask.run(self, shared, false).await,
         };
         if ask.stream {

@@ -17,7 +17,7 @@ use crate::service::Shared;
 /// What a request asks for.
 pub(super) enum Work {
     /// Text of a model.
-    Text(Ask),
+    Text(Box<Ask>),
     /// Tensors of a saved graph.
     Graph(graph::Ask),
 }
@@ -41,7 +41,7 @@ impl Work {
         }
         let named = (asked.model_name.as_str(), asked.model_version.as_str());
         Ok(match model::find(shared, named, by.caller)? {
-            Model::Text(model) => Self::Text(Ask::read(oip, by, model.name, asked)?),
+            Model::Text(model) => Self::Text(Box::new(Ask::read(oip, by, model.name, asked)?)),
             Model::Graph(saved) => Self::Graph(graph::Ask::read(oip, by, saved, asked)?),
         })
     }
@@ -52,7 +52,7 @@ impl Work {
     /// As [`read`](Self::read), and [`Reason::InvalidArgument`] if it is for tensors.
     pub(super) fn text(self) -> Result<Ask, Error> {
         match self {
-            Self::Text(ask) => Ok(ask),
+            Self::Text(ask) => Ok(*ask),
             Self::Graph(ask) => {
                 let what = format!(
                     "{} is a graph of tensors, and writes no text",

@@ -8,11 +8,11 @@ use hotcell_proto::{
         generate_event::Event, prompt::Kind,
     },
 };
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{
-    answered, failed, finish_reason, json_response, logprobs,
+    Chunk, answered, failed, finish_reason, json_response, logprobs,
     options::{Content, OneOrMany, Options, refused, text_of},
     tools::{self, CallSpec, CallView, ToolChoice, ToolSpec},
     usage,
@@ -222,6 +222,26 @@ fn whole(answers: &[Answer]) -> Value {
     value
 }
 
+/// What a piece of a stream is called.
+const CHUNK: &str = "chat.completion.chunk";
+
+#[derive(Serialize)]
+struct ChoiceView<'a> {
+    index: u32,
+    delta: DeltaView<'a>,
+    logprobs: Option<Value>,
+    finish_reason: Option<&'a str>,
+}
+
+/// What is new of a message.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum DeltaView<'a> {
+    Content { content: &'a str },
+    Reasoning { reasoning_content: &'a str },
+    Other(Value),
+}
+
 /// What was told of one continuation.
 #[derive(Clone, Default)]
 struct Told {
@@ -250,7 +270,7 @@ impl Telling {
         let Some(head) = &self.head else {
             return Value::Null;
         };
-        let mut value = head.json("chat.completion.chunk", choices);
+        let mut value = head.json(CHUNK, choices);
         if self.include_usage {
             value["usage"] = Value::Null;
         }
@@ -261,25 +281,37 @@ impl Telling {
         &self,
         out: &Out,
         index: u32,
-        delta: Value,
+        delta: DeltaView<'_>,
         logprobs: Option<Value>,
-        reason: Option<&str>,
+        finish_reason: Option<&str>,
     ) -> Result<(), Gone> {
-        let choice = json!({
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        });
-        out.data(&self.chunk(json!([choice]))).await
+        let Some(head) = &self.head else {
+            return Ok(());
+        };
+        let choice = ChoiceView {
+            index,
+            delta,
+            logprobs,
+            finish_reason,
+        };
+        out.data(&Chunk {
+            id: &head.id,
+            object: CHUNK,
+            created: head.created,
+            model: &head.model,
+            system_fingerprint: &head.fingerprint,
+            choices: [choice],
+            usage: self.include_usage.then_some(()),
+        })
+        .await
     }
 
     async fn delta(&mut self, out: &Out, index: u32, delta: &Delta) -> Result<(), Gone> {
         let mut odds = (!delta.logprobs.is_empty()).then(|| logprobs::chat(&delta.logprobs));
         for piece in pieces(delta, true) {
             let value = match piece {
-                Piece::Content(text) => json!({ "content": text }),
-                Piece::Reasoning(text) => json!({ "reasoning_content": text }),
+                Piece::Content(content) => DeltaView::Content { content },
+                Piece::Reasoning(reasoning_content) => DeltaView::Reasoning { reasoning_content },
                 Piece::Call {
                     index: call,
                     name,
@@ -297,14 +329,17 @@ impl Telling {
                         value["type"] = Value::from("function");
                     }
                     value["function"] = function;
-                    json!({ "tool_calls": [value] })
+                    DeltaView::Other(json!({ "tool_calls": [value] }))
                 }
             };
             self.choice(out, index, value, odds.take(), None).await?;
         }
         // Of tokens whose text is not told yet.
         match odds {
-            Some(odds) => self.choice(out, index, json!({}), Some(odds), None).await,
+            Some(odds) => {
+                let nothing = DeltaView::Other(json!({}));
+                self.choice(out, index, nothing, Some(odds), None).await
+            }
             None => Ok(()),
         }
     }
@@ -315,7 +350,8 @@ impl Telling {
         };
         told.usage = finished.usage.unwrap_or_default();
         let reason = finish_reason(finished, told.calls);
-        self.choice(out, index, json!({}), None, Some(reason)).await
+        let nothing = DeltaView::Other(json!({}));
+        self.choice(out, index, nothing, None, Some(reason)).await
     }
 }
 
@@ -329,7 +365,7 @@ impl Tell for Telling {
                 if let Some(told) = self.told.get_mut(index as usize) {
                     told.request = accepted.request_id;
                 }
-                let delta = json!({"role": "assistant", "content": ""});
+                let delta = DeltaView::Other(json!({"role": "assistant", "content": ""}));
                 self.choice(out, index, delta, None, None).await
             }
             Event::Delta(delta) => self.delta(out, index, &delta).await,

@@ -7,11 +7,11 @@ use hotcell_proto::{
         Accepted, Delta, GenerateRequest, TokenLogprob, Usage, generate_event::Event, prompt::Kind,
     },
 };
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{
-    answered,
+    Chunk, answered,
     embeddings::Input,
     failed, finish_reason, json_response, logprobs,
     options::{OneOrMany, Options, refused},
@@ -152,16 +152,46 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     stream(branches, telling).await
 }
 
-fn head(accepted: &Accepted, choices: Value) -> Value {
-    let numerics = accepted.numerics.as_ref();
-    json!({
-        "id": format!("cmpl-{}", accepted.request_id),
-        "object": "text_completion",
-        "created": now(),
-        "model": accepted.model,
-        "system_fingerprint": numerics.map(|n| n.id.as_str()),
-        "choices": choices,
-    })
+/// What answers, and pieces of them, are called.
+const OBJECT: &str = "text_completion";
+
+/// What every answer to a request begins with.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+}
+
+impl Head {
+    fn of(accepted: &Accepted) -> Self {
+        let numerics = accepted.numerics.as_ref();
+        Self {
+            id: format!("cmpl-{}", accepted.request_id),
+            created: now(),
+            model: accepted.model.clone(),
+            fingerprint: numerics.map(|n| n.id.clone()).unwrap_or_default(),
+        }
+    }
+
+    fn json(&self, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": OBJECT,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        })
+    }
+}
+
+#[derive(Serialize)]
+struct ChoiceView<'a> {
+    index: u32,
+    text: &'a str,
+    logprobs: Option<Value>,
+    finish_reason: Option<&'a str>,
 }
 
 /// What several prompts, each with `n` continuations, took together.
@@ -195,7 +225,7 @@ fn whole(answers: &[Answer], before: &[String], n: u32, told: bool) -> Value {
         .first()
         .map(|a| a.accepted.clone())
         .unwrap_or_default();
-    let mut value = head(&accepted, choices.collect());
+    let mut value = Head::of(&accepted).json(choices.collect());
     let usages: Vec<_> = answers.iter().map(Answer::usage).collect();
     value["usage"] = used(&usages, n);
     value
@@ -220,7 +250,7 @@ impl Told {
 }
 
 struct Telling {
-    head: Option<Accepted>,
+    head: Option<Head>,
     told: Vec<Told>,
     n: u32,
     include_usage: bool,
@@ -231,7 +261,7 @@ impl Telling {
         let mut value = self
             .head
             .as_ref()
-            .map_or(Value::Null, |accepted| head(accepted, choices));
+            .map_or(Value::Null, |head| head.json(choices));
         if self.include_usage {
             value["usage"] = Value::Null;
         }
@@ -243,12 +273,28 @@ impl Telling {
         out: &Out,
         index: u32,
         text: &str,
-        odds: Option<Value>,
-        reason: Option<&str>,
+        logprobs: Option<Value>,
+        finish_reason: Option<&str>,
     ) -> Result<(), Gone> {
-        let choice =
-            json!({"index": index, "text": text, "logprobs": odds, "finish_reason": reason});
-        out.data(&self.chunk(json!([choice]))).await
+        let Some(head) = &self.head else {
+            return Ok(());
+        };
+        let choice = ChoiceView {
+            index,
+            text,
+            logprobs,
+            finish_reason,
+        };
+        out.data(&Chunk {
+            id: &head.id,
+            object: OBJECT,
+            created: head.created,
+            model: &head.model,
+            system_fingerprint: &head.fingerprint,
+            choices: [choice],
+            usage: self.include_usage.then_some(()),
+        })
+        .await
     }
 }
 
@@ -261,7 +307,7 @@ impl Tell for Telling {
         };
         match event {
             Event::Accepted(accepted) => {
-                self.head.get_or_insert(accepted);
+                self.head.get_or_insert_with(|| Head::of(&accepted));
                 let before = std::mem::take(&mut told.before);
                 match before.is_empty() {
                     true => Ok(()),
