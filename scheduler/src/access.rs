@@ -8,6 +8,7 @@ mod caller;
 mod certificate;
 mod follow;
 mod guard;
+mod network;
 mod quota;
 mod roles;
 mod seat;
@@ -27,10 +28,11 @@ use tokio_util::task::AbortOnDropHandle;
 pub use caller::Caller;
 pub use certificate::name_of;
 pub use guard::{Guard, Guarded, bearer};
+pub use network::Network;
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need, row};
 pub use seat::{Begun, Came, Mark, Origin, Outcome, Room, Seat, Seats, came_by};
-pub use tls::{Tls, TlsFiles};
+pub use tls::{Tls, TlsDoor, TlsFiles};
 pub use tokens::Tokens;
 
 use crate::exit::{Exit, Failure};
@@ -44,6 +46,15 @@ pub struct AccessConfig {
     pub tls: Option<TlsFiles>,
     /// Users that may use the Unix socket besides this one and root.
     pub users: Vec<(u32, Roles)>,
+    /// Addresses of proxies that keep their own clients apart.
+    pub proxies: Vec<Network>,
+}
+
+impl AccessConfig {
+    /// The files of this door's TLS, if it has any.
+    pub fn tls_of(&self, door: TlsDoor) -> Option<&TlsFiles> {
+        self.tls.as_ref().filter(|tls| tls.doors.contains(&door))
+    }
 }
 
 /// A door, as far as it tells who comes in.
@@ -62,6 +73,8 @@ pub enum Entrance {
 pub struct Access {
     tokens: RwLock<Option<Arc<Tokens>>>,
     tls: Option<Arc<Tls>>,
+    tls_doors: Vec<TlsDoor>,
+    proxies: Arc<[Network]>,
     users: HashMap<u32, Roles>,
     /// What each tenant has at the moment.
     pub tenants: Tenants,
@@ -88,6 +101,11 @@ impl Access {
         Ok(Self {
             tokens: RwLock::new(tokens.transpose().map_err(unusable)?.map(Arc::new)),
             tls: tls.transpose().map_err(unusable)?.map(Arc::new),
+            tls_doors: config
+                .tls
+                .as_ref()
+                .map_or_else(Vec::new, |tls| tls.doors.clone()),
+            proxies: config.proxies.clone().into(),
             users: config.users.iter().copied().collect(),
             tenants: Tenants::default(),
         })
@@ -120,9 +138,14 @@ impl Access {
         }
     }
 
-    /// The TCP door's TLS, if it has any.
-    pub fn tls(&self) -> Option<Arc<Tls>> {
-        self.tls.clone()
+    /// This door's TLS, if it has any.
+    pub fn tls(&self, door: TlsDoor) -> Option<Arc<Tls>> {
+        self.tls.clone().filter(|_| self.tls_doors.contains(&door))
+    }
+
+    /// Where proxies are that are trusted to keep their clients apart.
+    pub fn proxies(&self) -> Arc<[Network]> {
+        Arc::clone(&self.proxies)
     }
 
     fn tokens(&self) -> Option<Arc<Tokens>> {

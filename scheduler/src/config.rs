@@ -22,7 +22,7 @@ pub use values::{
 };
 
 use crate::{
-    access::{self, AccessConfig, TlsFiles},
+    access::{self, AccessConfig, Network, TlsDoor, TlsFiles},
     exit::{Exit, Failure},
     gateway::{Protocol, WebOrigin},
     hang::Patience,
@@ -82,6 +82,12 @@ settings! {
     /// Authority whose certificates clients over TCP have to show, in PEM [default: none are asked for]
     #[arg(value_name = "PATH")]
     tls_client_ca: PathBuf = "HOTCELL_TLS_CLIENT_CA";
+    /// Doors that speak TLS where there is a certificate [default: both]
+    #[arg(value_enum, value_name = "DOOR", value_delimiter = ',')]
+    tls_doors: Vec<TlsDoor> = "HOTCELL_TLS_DOORS";
+    /// Addresses of proxies, for example 10.0.0.7 or 10.1.0.0/16, that keep their own clients apart: one client's refused calls are then not held against all that come by the same way [default: none]
+    #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+    trusted_proxies: Vec<Network> = "HOTCELL_TRUSTED_PROXIES";
     /// Users who may use the Unix socket besides this one and root, UID[:ROLE+ROLE…][,…], with the role use unless another is given; its directory may then be one that others can enter
     #[arg(value_name = "UID")]
     allow_uid: AllowedUsers = "HOTCELL_ALLOW_UID";
@@ -404,17 +410,17 @@ fn read_file(cli: &Cli, around: &Surroundings) -> Result<Settings, Failure> {
 
 /// The files of TLS: certificate and key, or neither.
 fn tls_files(
-    cert: Option<PathBuf>,
-    key: Option<PathBuf>,
-    client_ca: Option<PathBuf>,
+    (cert, key, client_ca): (Option<PathBuf>, Option<PathBuf>, Option<PathBuf>),
+    doors: Option<Vec<TlsDoor>>,
 ) -> Result<Option<TlsFiles>, Failure> {
     match (cert, key) {
         (Some(cert), Some(key)) => Ok(Some(TlsFiles {
             cert,
             key,
             client_ca,
+            doors: doors.unwrap_or_else(|| TlsDoor::ALL.to_vec()),
         })),
-        (None, None) if client_ca.is_none() => Ok(None),
+        (None, None) if client_ca.is_none() && doors.is_none() => Ok(None),
         _ => Err(usage(
             "TLS needs a certificate and its key: give both --tls-cert FILE and --tls-key FILE",
         )),
@@ -424,13 +430,13 @@ fn tls_files(
 /// Beyond this host nobody is let in who did not show who they are, and nothing goes in clear text.
 fn check_reach(
     flag: &str,
-    listen: Option<SocketAddr>,
+    (listen, door): (Option<SocketAddr>, TlsDoor),
     access: &AccessConfig,
 ) -> Result<(), Failure> {
     let Some(address) = listen.filter(|address| !address.ip().is_loopback()) else {
         return Ok(());
     };
-    let Some(tls) = &access.tls else {
+    let Some(tls) = access.tls_of(door) else {
         return Err(usage(format!(
             "{flag} {address} would let other hosts in without TLS; give --tls-cert FILE --tls-key FILE, or listen on 127.0.0.1:{}",
             address.port()
@@ -522,14 +528,15 @@ impl Config {
         let access = match private {
             true => AccessConfig::default(),
             false => AccessConfig {
-                tls: tls_files(s.tls_cert, s.tls_key, s.tls_client_ca)?,
+                tls: tls_files((s.tls_cert, s.tls_key, s.tls_client_ca), s.tls_doors)?,
                 tokens: s.tokens,
                 users: s.allow_uid.unwrap_or_default().0,
+                proxies: s.trusted_proxies.unwrap_or_default(),
             },
         };
         let http = s.http.filter(|_| !private);
-        check_reach("--listen", listen, &access)?;
-        check_reach("--http", http, &access)?;
+        check_reach("--listen", (listen, TlsDoor::Grpc), &access)?;
+        check_reach("--http", (http, TlsDoor::Http), &access)?;
         let log = s.log.unwrap_or_else(|| "info".to_owned());
         Ok(Config {
             socket: (!private).then(|| {

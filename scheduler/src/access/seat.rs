@@ -25,27 +25,41 @@ use super::standing::Standing;
 
 /// Where a connection comes from, as far as it tells: nobody has as many addresses as connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Origin(Option<IpAddr>);
+pub enum Origin {
+    /// A process of this host.
+    #[default]
+    Local,
+    /// This address.
+    Address(IpAddr),
+    /// A proxy that is trusted to keep its own clients apart.
+    Proxy,
+}
 
 impl Origin {
     /// This address. One subscriber has a whole IPv6 network of 64 bits.
     pub fn address(address: IpAddr) -> Self {
-        Self(Some(match address {
+        Self::Address(match address {
             IpAddr::V4(_) => address,
             IpAddr::V6(all) => {
                 let network = all.to_bits() & !u128::from(u64::MAX);
                 IpAddr::V6(Ipv6Addr::from_bits(network))
             }
-        }))
+        })
+    }
+
+    /// Whether it is held against the address what comes from there.
+    pub(super) fn has_standing(self) -> bool {
+        matches!(self, Self::Address(_))
     }
 }
 
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(IpAddr::V6(network)) => write!(f, "{network}/64"),
-            Some(address) => write!(f, "{address}"),
-            None => f.write_str("this host"),
+        match self {
+            Self::Address(IpAddr::V6(network)) => write!(f, "{network}/64"),
+            Self::Address(address) => write!(f, "{address}"),
+            Self::Proxy => f.write_str("a proxy"),
+            Self::Local => f.write_str("this host"),
         }
     }
 }
@@ -304,7 +318,9 @@ impl Mark {
         } = self.seats.room;
         let mut table = self.seats.calls();
         let own = table.count.get(&self.from).copied().unwrap_or(0);
-        if table.all >= calls || own >= calls_from_one {
+        // A proxy's calls are those of many.
+        let crowded = own >= calls_from_one && self.from != Origin::Proxy;
+        if table.all >= calls || crowded {
             let what = format!(
                 "too many calls wait for their answers ({} of at most {calls}, {own} of at most {calls_from_one} from here); try again later",
                 table.all
@@ -390,6 +406,28 @@ mod tests {
         drop((second, third, fourth));
         let calls = seats.calls();
         assert!(calls.all == 0 && calls.count.is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_comes_through_a_proxy_is_not_held_against_all_that_does() {
+        let seats = Seats::new(room(9));
+        let proxy = seats.take(Origin::Proxy).await.unwrap();
+        let calls: Vec<_> = (0..3).map(|_| proxy.mark().begin()).collect();
+        // As many as there are from anywhere.
+        assert!(calls.iter().all(Result::is_ok));
+        assert!(proxy.mark().begin().is_err());
+        drop(calls);
+        for _ in 0..10_000 {
+            proxy.mark().came_to(Outcome::Refused);
+        }
+        assert!(seats.lets_in(Origin::Proxy));
+        let mut context = Context::from_waker(std::task::Waker::noop());
+        let mut proxy = proxy;
+        assert!(!proxy.must_leave(&mut context));
+        // An address that does the same has to go.
+        let mut other = seats.take(from(1)).await.unwrap();
+        (0..10_000).for_each(|_| other.mark().came_to(Outcome::Refused));
+        assert!(other.must_leave(&mut context) && !seats.lets_in(from(1)));
     }
 
     fn from(last: u8) -> Origin {

@@ -119,7 +119,7 @@ impl Standing {
 
     /// Whether a connection may come in. Those without an address always may.
     pub(super) fn lets_in(&self, from: Origin, now: Instant) -> bool {
-        if from == Origin::default() {
+        if !from.has_standing() {
             return true;
         }
         let mut table = self.table();
@@ -139,7 +139,7 @@ impl Standing {
     /// A call was refused, which was the `refused`th in a row on its connection. Whether that connection may stay; one
     /// over which no call was answered ever may have the fewer refusals the less credit there is.
     pub(super) fn bears(&self, from: Origin, refused: u32, answered: bool, now: Instant) -> bool {
-        if from == Origin::default() {
+        if !from.has_standing() {
             return true;
         }
         let credit = self.charge(from, REFUSED, now);
@@ -151,7 +151,7 @@ impl Standing {
 
     /// A connection ended over which no call was ever answered.
     pub(super) fn fruitless(&self, from: Origin, now: Instant) {
-        if from != Origin::default() {
+        if from.has_standing() {
             self.charge(from, FRUITLESS, now);
         }
     }
@@ -159,7 +159,7 @@ impl Standing {
     /// A call was answered, perhaps the first one of its connection. That gives back what a refusal, and the connection, cost:
     /// whoever passes on the calls of many clients is not shut out for those of a few, nor for how it connects.
     pub(super) fn fruitful(&self, from: Origin, first: bool, now: Instant) {
-        if from == Origin::default() {
+        if !from.has_standing() {
             return;
         }
         let mut table = self.table();

@@ -29,6 +29,23 @@ pub struct TlsFiles {
     pub key: PathBuf,
     /// The authority whose certificates clients have to show; none: they need none.
     pub client_ca: Option<PathBuf>,
+    /// The doors that speak TLS.
+    pub doors: Vec<TlsDoor>,
+}
+
+/// A door that can speak TLS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TlsDoor {
+    /// That of `--listen`.
+    Grpc,
+    /// That of `--http`.
+    Http,
+}
+
+impl TlsDoor {
+    /// All of them.
+    pub const ALL: &'static [TlsDoor] = &[TlsDoor::Grpc, TlsDoor::Http];
 }
 
 impl TlsFiles {

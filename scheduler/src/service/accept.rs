@@ -20,7 +20,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use crate::access::{Came, Origin, Room, Seat, Seats, Tls, name_of};
+use crate::access::{Came, Network, Origin, Room, Seat, Seats, Tls, name_of};
 
 /// Pause after a connection could not be accepted, mostly for want of descriptors. tonic would end the server.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -36,7 +36,7 @@ pub(super) trait Listen: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Connected + Send + Unpin + 'static;
 
     /// Where it comes from.
-    fn from(raw: &Self::Raw) -> Origin;
+    fn from(raw: &Self::Raw, proxies: &[Network]) -> Origin;
 
     /// The next one.
     fn next(&self) -> impl Future<Output = io::Result<Self::Raw>> + Send;
@@ -57,7 +57,7 @@ impl Listen for UnixListener {
     type Raw = UnixStream;
     type Stream = UnixStream;
 
-    fn from(_: &UnixStream) -> Origin {
+    fn from(_: &UnixStream, _: &[Network]) -> Origin {
         Origin::default()
     }
 
@@ -77,10 +77,14 @@ impl Listen for TcpListener {
     type Raw = TcpStream;
     type Stream = TcpStream;
 
-    fn from(raw: &TcpStream) -> Origin {
+    fn from(raw: &TcpStream, proxies: &[Network]) -> Origin {
         // One that is gone already comes from nowhere.
-        raw.peer_addr()
-            .map_or_else(|_| Origin::default(), |peer| Origin::address(peer.ip()))
+        let peer = raw.peer_addr().map(|peer| peer.ip().to_canonical());
+        match peer {
+            Ok(peer) if proxies.iter().any(|proxy| proxy.has(peer)) => Origin::Proxy,
+            Ok(peer) => Origin::address(peer),
+            Err(_) => Origin::Local,
+        }
     }
 
     async fn next(&self) -> io::Result<TcpStream> {
@@ -110,8 +114,8 @@ impl Listen for TlsListener {
     type Raw = TcpStream;
     type Stream = TlsClient;
 
-    fn from(raw: &TcpStream) -> Origin {
-        <TcpListener as Listen>::from(raw)
+    fn from(raw: &TcpStream, proxies: &[Network]) -> Origin {
+        <TcpListener as Listen>::from(raw, proxies)
     }
 
     async fn next(&self) -> io::Result<TcpStream> {
@@ -191,6 +195,7 @@ impl AsyncWrite for TlsClient {
 pub(super) fn accept<L: Listen>(
     listener: L,
     room: Room,
+    proxies: Arc<[Network]>,
 ) -> ReceiverStream<io::Result<Counted<L::Stream>>> {
     let (sender, receiver) = mpsc::channel(1);
     let seats = Seats::new(room);
@@ -199,7 +204,7 @@ pub(super) fn accept<L: Listen>(
             loop {
                 match listener.next().await {
                     Ok(raw) => {
-                        let from = L::from(&raw);
+                        let from = L::from(&raw, &proxies);
                         // Before anything is done for it.
                         if !seats.lets_in(from) {
                             continue;
@@ -336,7 +341,7 @@ mod tests {
         type Raw = UnixStream;
         type Stream = UnixStream;
 
-        fn from(_: &UnixStream) -> Origin {
+        fn from(_: &UnixStream, _: &[Network]) -> Origin {
             Origin::default()
         }
 
@@ -360,7 +365,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
         let listener = Flaky(UnixListener::bind(&path).unwrap(), AtomicU32::new(0));
-        let mut incoming = accept(listener, ROOM);
+        let mut incoming = accept(listener, ROOM, Arc::default());
         let mut clients = Vec::new();
         for _ in 0..4 {
             clients.push(UnixStream::connect(&path).await.unwrap());

@@ -27,7 +27,7 @@ use super::{
     handout, http,
 };
 use crate::{
-    access::{Entrance, Guard, Room},
+    access::{Entrance, Guard, Network, Room, TlsDoor},
     config::Config,
     exit::{Exit, Failure},
     gateway::{self, Protocol},
@@ -286,10 +286,10 @@ async fn serve_door<L: Listen>(
     listener: L,
     guard: Guard,
     routes: Routes,
-    room: Room,
+    (room, proxies): (Room, Arc<[Network]>),
     stop: CancellationToken,
 ) -> (Result<(), tonic::transport::Error>, Ended) {
-    let incoming = accept(listener, room);
+    let incoming = accept(listener, room, proxies);
     let router = server(guard.entrance()).layer(guard).add_routes(routes);
     let served = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned());
     (served.await, Ended::DoorFailed)
@@ -315,7 +315,7 @@ pub async fn serve(
             listener,
             guard(Entrance::Unix),
             routes.clone(),
-            room(limits::MAX_SCHEDULER_REQUESTS),
+            (room(limits::MAX_SCHEDULER_REQUESTS), Arc::default()),
             stop.clone(),
         );
         serving.spawn(door);
@@ -324,8 +324,8 @@ pub async fn serve(
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
         let (guard, routes, stop) = (guard(Entrance::Tcp), routes.clone(), stop.clone());
-        let room = room(MAX_CALLS_FROM_ADDRESS);
-        match shared.access.tls() {
+        let room = (room(MAX_CALLS_FROM_ADDRESS), shared.access.proxies());
+        match shared.access.tls(TlsDoor::Grpc) {
             None => serving.spawn(serve_door(listener, guard, routes, room, stop)),
             Some(tls) => {
                 let listener = TlsListener {
@@ -341,17 +341,17 @@ pub async fn serve(
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
         let router = gateway::router(&shared, protocols, routes.clone(), &shared.web_origins);
-        let room = room(MAX_CALLS_FROM_ADDRESS);
+        let (room, proxies) = (room(MAX_CALLS_FROM_ADDRESS), shared.access.proxies());
         let stop = stop.clone();
-        let served = match shared.access.tls() {
-            None => Either::Left(http::serve(accept(listener, room), router, stop)),
+        let served = match shared.access.tls(TlsDoor::Http) {
+            None => Either::Left(http::serve(accept(listener, room, proxies), router, stop)),
             Some(tls) => {
                 let listener = TlsListener {
                     socket: listener,
                     tls,
                     http: true,
                 };
-                Either::Right(http::serve(accept(listener, room), router, stop))
+                Either::Right(http::serve(accept(listener, room, proxies), router, stop))
             }
         };
         serving.spawn(async move {
