@@ -1,7 +1,7 @@
 //! What the doors for others' protocols cost over Hotcell's own, and how many streams the scheduler bears.
 //!
-//! `cargo bench -p hotcell-tests --bench gateway -- [sections…] [--quick]`; the sections are `latency`, `streams` and
-//! `rps`, all when none is named. `--quick` runs each of them few times: it shows that they work, and no figure of it means
+//! `cargo bench -p hotcell-tests --bench gateway -- [sections…] [--quick]`; the sections are `latency`, `streams`, `oip`
+//! and `rps`, all when none is named. `--quick` runs each of them few times: it shows that they work, and no figure of it means
 //! anything. With `HOTCELL_LLAMA_SERVER=path/to/llama-server` llama.cpp's server answers the same short requests with the
 //! bundled model as `rps` asks of Hotcell.
 //!
@@ -15,6 +15,8 @@ mod http;
 mod latency;
 #[path = "gateway/llama.rs"]
 mod llama;
+#[path = "gateway/oip.rs"]
+mod oip;
 #[path = "gateway/rps.rs"]
 mod rps;
 #[path = "gateway/streams.rs"]
@@ -28,7 +30,7 @@ use hotcell_tests::{
     cluster::{Cluster, all_have, free_address, kjv},
 };
 
-const SECTIONS: [&str; 3] = ["latency", "streams", "rps"];
+const SECTIONS: [&str; 4] = ["latency", "streams", "oip", "rps"];
 
 /// What all sections share.
 struct Bench {
@@ -75,6 +77,9 @@ async fn run(bench: &Bench, sections: &[String]) -> Result<()> {
     }
     if wanted("streams") {
         streams::run(bench).await?;
+    }
+    if wanted("oip") {
+        oip::run(bench).await?;
     }
     if wanted("rps") {
         rps::run(bench).await?;
