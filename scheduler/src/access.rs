@@ -30,8 +30,8 @@ pub use guard::{Guard, Guarded, bearer};
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need, row};
 pub use seat::{Begun, Came, Mark, Origin, Outcome, Room, Seat, Seats, came_by};
-pub use tls::{Tls, TlsFiles};
-pub use tokens::Tokens;
+pub use tls::{Tls, TlsFiles, believing};
+pub use tokens::{Tokens, read_file};
 
 use crate::exit::{Exit, Failure};
 

@@ -3,6 +3,8 @@
 //! A client never learns from a broken stream that a worker died. A worker's stream is read at the worker's pace,
 //! whether or not the client reads: what is in the journal is what the client gets, sooner or later.
 
+mod away;
+
 use std::{sync::Arc, time::Duration};
 
 use hotcell_proto::{
@@ -16,6 +18,8 @@ use hotcell_proto::{
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
+
+use away::{Away, Begun, Leaving};
 
 use crate::{
     admission::{Permit, draining},
@@ -60,7 +64,8 @@ struct Loss {
 }
 
 impl Loss {
-    fn tell(self, on: &Link) -> Survived {
+    /// It goes on at `on`.
+    fn tell(self, on: &str) -> Survived {
         let kind = self.link.fate.kind().map_or("", DeathKind::name);
         Survived {
             worker: self.link.worker.clone(),
@@ -68,7 +73,7 @@ impl Loss {
             exit_kind: kind.to_owned(),
             generated: self.generated,
             pause_ms: self.at.elapsed().as_secs_f64() * 1e3,
-            continued_on: on.worker.clone(),
+            continued_on: on.to_owned(),
         }
     }
 }
@@ -80,6 +85,8 @@ enum Part {
     Lost,
     /// The worker had no place for it, in its words.
     Full(Error),
+    /// It goes on at another host.
+    There(Box<Away>),
 }
 
 /// Pauses between two tries to get into workers that say they are full, each twice the one before.
@@ -170,6 +177,7 @@ async fn road(
         model: &call.model,
         tenant: &tenant,
         deadline: call.deadline,
+        leaving: Leaving::new((fleet, &call.model), (out, streams), call.deadline),
         out,
         streams,
         meter: fleet.meters.of(&call.model),
@@ -182,7 +190,17 @@ async fn road(
         losses: Vec::new(),
     };
     let (mut journal, mut placed) = match call.past {
-        None => stream.begin(call.request).await?,
+        None => match stream.begin_somewhere(call.request).await? {
+            Begun::Here(journal, placed) => (journal, placed),
+            Begun::There(mut journal, away) => match stream.forward(&mut journal, away).await? {
+                Some(finished) => return Ok(finished),
+                None => {
+                    let placed = stream.place(&journal, onward::wish(&journal, ""), false);
+                    let placed = placed.await?;
+                    (journal, placed)
+                }
+            },
+        },
         Some(past) => stream.go_on(call.request, past).await?,
     };
     let mut full: Option<(Instant, Duration)> = None;
@@ -194,6 +212,14 @@ async fn road(
         };
         placed = match stream.relay(&mut journal, placed).await? {
             Part::Finished(finished) => return Ok(*finished),
+            Part::There(away) => match stream.forward(&mut journal, away).await? {
+                Some(finished) => return Ok(finished),
+                None => {
+                    full = None;
+                    let wish = onward::wish(&journal, "");
+                    stream.place(&journal, wish, had.alone).await?
+                }
+            },
             Part::Lost => {
                 full = None;
                 stream.losses.push(Loss {
@@ -231,6 +257,7 @@ struct Relayed<'a> {
     model: &'a ModelName,
     tenant: &'a str,
     deadline: Option<Instant>,
+    leaving: Leaving<'a>,
     out: &'a Stream,
     streams: &'a Streams,
     meter: Arc<Meter>,
@@ -457,7 +484,15 @@ impl Relayed<'_> {
             }
         };
         loop {
-            let event = match timeout(patience, events.message()).await {
+            let next = tokio::select! {
+                biased;
+                turn = self.leaving.turn() => match self.leaving.hand_over(journal, turn).await? {
+                    Some(away) => return Ok(Part::There(away)),
+                    None => continue,
+                },
+                next = timeout(patience, events.message()) => next,
+            };
+            let event = match next {
                 Ok(next) => next,
                 Err(_) if link.is_lost().await => return Ok(Part::Lost),
                 Err(_) => continue,
@@ -494,10 +529,10 @@ impl Relayed<'_> {
             let Some(mut event) = event else { continue };
             if let Some(Event::Delta(delta)) = &mut event.event {
                 said = true;
-                delta.survived = self.tell_losses(&link);
+                delta.survived = self.tell_losses(&link.worker);
             }
             if let Some(Event::Finished(mut finished)) = event.event {
-                finished.survived = self.tell_losses(&link);
+                finished.survived = self.tell_losses(&link.worker);
                 if finished.deaths_survived > 0 {
                     finished.timings = Some(self.timings(finished.timings));
                 }
@@ -536,7 +571,7 @@ impl Relayed<'_> {
     }
 
     /// The deaths to tell the client of.
-    fn tell_losses(&mut self, on: &Link) -> Vec<Survived> {
+    fn tell_losses(&mut self, on: &str) -> Vec<Survived> {
         for loss in &self.losses {
             self.meter.continued(loss.at.elapsed());
         }
