@@ -23,6 +23,7 @@ pub use values::{
 
 use crate::{
     access::{self, AccessConfig, TlsFiles},
+    elsewhere::{Address, DrainTo},
     exit::{Exit, Failure},
     gateway::{Protocol, WebOrigin},
     hang::Patience,
@@ -160,6 +161,15 @@ settings! {
     /// How long running streams may go on after SIGTERM [default: 30s]
     #[arg(value_name = "TIME")]
     drain_timeout: Span = "HOTCELL_DRAIN_TIMEOUT";
+    /// Another Hotcell that running streams go on at after SIGTERM: unix:/path, http://host:port or https://host:port; their clients notice nothing [default: none, they go on here]
+    #[arg(value_name = "ADDRESS")]
+    drain_to: Address = "HOTCELL_DRAIN_TO";
+    /// File of the bearer token that it asks for
+    #[arg(value_name = "PATH")]
+    drain_to_token_file: PathBuf = "HOTCELL_DRAIN_TO_TOKEN_FILE";
+    /// Authority of its certificate, in PEM [default: those that this host believes]
+    #[arg(value_name = "PATH")]
+    drain_to_ca: PathBuf = "HOTCELL_DRAIN_TO_CA";
     /// Deaths of one worker within the window after which its device is quarantined [default: 20]
     #[arg(value_name = "N")]
     restart_budget: u32 = "HOTCELL_RESTART_BUDGET";
@@ -313,6 +323,8 @@ pub struct Config {
     pub packs: Option<PackConfig>,
     /// Bounds on waiting.
     pub timeouts: Timeouts,
+    /// Where streams go on after SIGTERM.
+    pub drain_to: Option<DrainTo>,
     /// When a worker is restarted.
     pub restart: Policy,
     /// When a request is suspected of killing workers.
@@ -442,6 +454,33 @@ fn check_reach(
         )));
     }
     Ok(())
+}
+
+/// Where streams go after SIGTERM; its token goes nowhere in clear text.
+fn drain_to(
+    address: Option<Address>,
+    token: Option<PathBuf>,
+    ca: Option<PathBuf>,
+) -> Result<Option<DrainTo>, Failure> {
+    let Some(address) = address else {
+        return match token.or(ca) {
+            None => Ok(None),
+            Some(_) => Err(usage(
+                "drain_to_token_file and drain_to_ca are about another Hotcell; say where it is with --drain-to ADDRESS",
+            )),
+        };
+    };
+    if token.is_some() && address.is_exposed() {
+        return Err(usage(format!(
+            "drain_to: the token would go to {address} in clear text; write https, or leave it out"
+        )));
+    }
+    if ca.is_some() && !matches!(address, Address::Tls(_)) {
+        return Err(usage(format!(
+            "drain_to_ca: there is no TLS with {address}; write https, or leave it out"
+        )));
+    }
+    Ok(Some(DrainTo { address, token, ca }))
 }
 
 impl Config {
@@ -579,6 +618,10 @@ impl Config {
                 reattach: time(s.reattach_timeout, Duration::from_secs(60)),
                 drain: time(s.drain_timeout, Duration::from_secs(30)),
             },
+            drain_to: match private {
+                true => None,
+                false => drain_to(s.drain_to, s.drain_to_token_file, s.drain_to_ca)?,
+            },
             restart,
             suspicion,
             standby: s.standby.unwrap_or(false),
@@ -664,6 +707,16 @@ mod tests {
             ("devices = \"gpu:two\"", "gpu:two"),
             ("kv_cache = \"f8\"", "f8"),
             ("[models]\n\"a b\" = \"/x\"", "a b"),
+            ("drain_to = \"gpu-box\"", "gpu-box"),
+            ("drain_to_token_file = \"/t\"", "--drain-to"),
+            (
+                "drain_to = \"http://box:1\"\ndrain_to_token_file = \"/t\"",
+                "clear text",
+            ),
+            (
+                "drain_to = \"http://box:1\"\ndrain_to_ca = \"/c\"",
+                "no TLS",
+            ),
         ] {
             let failure = resolve(&[], file).unwrap_err();
             assert_eq!(failure.exit, Exit::Usage);

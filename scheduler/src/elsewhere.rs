@@ -41,8 +41,10 @@ const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const CANCEL: Duration = Duration::from_secs(1);
 /// Streams that are offered at once; the others go on meanwhile.
 const OFFERS: usize = 64;
-/// Streams of one connection, some below the calls that a scheduler allows one of another host.
+/// Streams of one connection: some below the calls that a scheduler allows one from another host, and no more than
+/// [`TOKENS_WINDOWS`] are made for.
 const STREAMS_OF_LINE: usize = 200;
+const _: () = assert!(STREAMS_OF_LINE <= limits::MAX_WORKER_REQUESTS);
 /// Connections at most: as many as all streams of a scheduler need.
 const LINES: usize = limits::MAX_SCHEDULER_REQUESTS.div_ceil(STREAMS_OF_LINE);
 

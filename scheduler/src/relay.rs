@@ -5,7 +5,7 @@
 
 mod away;
 
-use std::{sync::Arc, time::Duration};
+use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-use away::{Away, Begun, Leaving};
+use away::{Away, Leaving, Next};
 
 use crate::{
     admission::{Permit, draining},
@@ -190,17 +190,13 @@ async fn road(
         losses: Vec::new(),
     };
     let (mut journal, mut placed) = match call.past {
-        None => match stream.begin_somewhere(call.request).await? {
-            Begun::Here(journal, placed) => (journal, placed),
-            Begun::There(mut journal, away) => match stream.forward(&mut journal, away).await? {
-                Some(finished) => return Ok(finished),
-                None => {
-                    let placed = stream.place(&journal, onward::wish(&journal, ""), false);
-                    let placed = placed.await?;
-                    (journal, placed)
-                }
-            },
-        },
+        None => {
+            let (mut journal, next) = stream.begin_somewhere(call.request).await?;
+            match stream.settle(&mut journal, next, false).await? {
+                ControlFlow::Continue(placed) => (journal, placed),
+                ControlFlow::Break(finished) => return Ok(finished),
+            }
+        }
         Some(past) => stream.go_on(call.request, past).await?,
     };
     let mut full: Option<(Instant, Duration)> = None;
@@ -212,14 +208,14 @@ async fn road(
         };
         placed = match stream.relay(&mut journal, placed).await? {
             Part::Finished(finished) => return Ok(*finished),
-            Part::There(away) => match stream.forward(&mut journal, away).await? {
-                Some(finished) => return Ok(finished),
-                None => {
-                    full = None;
-                    let wish = onward::wish(&journal, "");
-                    stream.place(&journal, wish, had.alone).await?
+            Part::There(away) => {
+                full = None;
+                let next = Next::There(away);
+                match stream.settle(&mut journal, next, had.alone).await? {
+                    ControlFlow::Continue(placed) => placed,
+                    ControlFlow::Break(finished) => return Ok(finished),
                 }
-            },
+            }
             Part::Lost => {
                 full = None;
                 stream.losses.push(Loss {
@@ -228,13 +224,19 @@ async fn road(
                     generated: journal.generated() as u64,
                 });
                 stream.affected(&journal, &had, String::new());
-                let next = stream.next_place(&mut journal, &had).await;
+                let next = stream.next_somewhere(&mut journal, &had).await;
                 let outcome = match &next {
-                    Ok(on) => format!("continued on {} (epoch {})", on.link.worker, on.link.epoch),
+                    Ok(Next::Here(on)) => {
+                        format!("continued on {} (epoch {})", on.link.worker, on.link.epoch)
+                    }
+                    Ok(Next::There(away)) => format!("continued at {}", away.to()),
                     Err(error) => format!("ended: {}", error.reason().name()),
                 };
                 stream.affected(&journal, &had, outcome);
-                next?
+                match stream.settle(&mut journal, next?, false).await? {
+                    ControlFlow::Continue(placed) => placed,
+                    ControlFlow::Break(finished) => return Ok(finished),
+                }
             }
             Part::Full(error) => {
                 // It counts otherwise than we do; no change of ours tells when it has room again.
@@ -486,7 +488,8 @@ impl Relayed<'_> {
         loop {
             let next = tokio::select! {
                 biased;
-                turn = self.leaving.turn() => match self.leaving.hand_over(journal, turn).await? {
+                // One that is suspected of killing workers is for this host to find out about.
+                turn = self.leaving.turn(), if !placed.is_alone() => match self.leaving.hand_over(journal, turn).await? {
                     Some(away) => return Ok(Part::There(away)),
                     None => continue,
                 },

@@ -3,7 +3,7 @@
 //! Nobody is worse off for it: a stream's worker here waits, for a bounded time, until the other host has accepted the
 //! rest as the same stream, and goes on with it otherwise. What comes from there is judged as a worker's words are.
 
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{ops::ControlFlow, pin::pin, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -21,12 +21,13 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 
-use super::Relayed;
+use super::{Had, Relayed};
 use crate::{
     elsewhere::Elsewhere,
     events::About,
     fleet::{Fleet, Placed},
     journal::{Bounds, Journal},
+    onward,
     stream::Stream,
     streams::Streams,
     verdict::bounded,
@@ -104,10 +105,17 @@ impl Hold {
     }
 }
 
-/// Where a stream begins.
-pub(super) enum Begun {
-    Here(Journal, Placed),
-    There(Journal, Box<Away>),
+/// Where a stream goes on.
+pub(super) enum Next {
+    Here(Placed),
+    There(Box<Away>),
+}
+
+impl Away {
+    /// Where that is.
+    pub fn to(&self) -> &Elsewhere {
+        &self.to
+    }
 }
 
 /// What a stream's reader, or who comes back to it here, is told once it is the other host's alone.
@@ -124,10 +132,7 @@ fn strange(what: impl Into<String>) -> Error {
 fn is_final(error: &Error) -> bool {
     matches!(
         error.reason(),
-        Reason::RequestPoisoned
-            | Reason::DeadlineExceeded
-            | Reason::Cancelled
-            | Reason::TakenOver
+        Reason::RequestPoisoned | Reason::DeadlineExceeded | Reason::Cancelled | Reason::TakenOver
     )
 }
 
@@ -406,7 +411,7 @@ impl Relayed<'_> {
     pub(super) async fn begin_somewhere(
         &mut self,
         request: GenerateRequest,
-    ) -> Result<Begun, Error> {
+    ) -> Result<(Journal, Next), Error> {
         let mut leaving = self.leaving.clone();
         let begun = {
             let mut here = pin!(self.begin(request));
@@ -416,11 +421,11 @@ impl Relayed<'_> {
                     turn = leaving.turn() => turn,
                     begun = &mut here => {
                         let (journal, placed) = begun?;
-                        break Begun::Here(journal, placed);
+                        break (journal, Next::Here(placed));
                     }
                 };
                 if let Some((journal, away)) = leaving.hand_whole(turn).await? {
-                    break Begun::There(journal, away);
+                    break (journal, Next::There(away));
                 }
             }
         };
@@ -428,8 +433,51 @@ impl Relayed<'_> {
         Ok(begun)
     }
 
+    /// A place for the rest of a stream whose worker was lost, here or at the other host.
+    pub(super) async fn next_somewhere(
+        &mut self,
+        journal: &mut Journal,
+        had: &Had,
+    ) -> Result<Next, Error> {
+        let mut leaving = self.leaving.clone();
+        let turn = {
+            let mut here = pin!(self.next_place(journal, had));
+            tokio::select! {
+                // First what the death means.
+                biased;
+                placed = &mut here => return placed.map(Next::Here),
+                turn = leaving.turn() => turn,
+            }
+        };
+        let suspect = self.fleet.suspects(&self.record);
+        if !suspect && let Some(away) = leaving.hand_over(journal, turn).await? {
+            return Ok(Next::There(away));
+        }
+        self.leaving = leaving;
+        let wish = onward::wish(journal, &had.home);
+        self.place(journal, wish, suspect).await.map(Next::Here)
+    }
+
+    /// Goes on at the other host to the end, or else has a place here; `alone` as it had before.
+    pub(super) async fn settle(
+        &mut self,
+        journal: &mut Journal,
+        next: Next,
+        alone: bool,
+    ) -> Result<ControlFlow<Finished, Placed>, Error> {
+        let away = match next {
+            Next::Here(placed) => return Ok(ControlFlow::Continue(placed)),
+            Next::There(away) => away,
+        };
+        if let Some(finished) = self.forward(journal, away).await? {
+            return Ok(ControlFlow::Break(finished));
+        }
+        let placed = self.place(journal, onward::wish(journal, ""), alone);
+        placed.await.map(ControlFlow::Continue)
+    }
+
     /// Relays what the other host says; none if it cannot go on, and the stream is to go on here.
-    pub(super) async fn forward(
+    async fn forward(
         &mut self,
         journal: &mut Journal,
         mut away: Box<Away>,
