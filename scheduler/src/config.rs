@@ -4,6 +4,8 @@
 //! that they cannot drift apart: key `restart_budget`, flag `--restart-budget`, variable
 //! `HOTCELL_RESTART_BUDGET`. A key given higher up replaces the whole value from below, tables and lists too.
 
+mod parts;
+mod reach;
 mod values;
 
 use std::{
@@ -17,12 +19,15 @@ use std::{
 use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
+pub use parts::{PackConfig, Timeouts, WorkerConfig};
 pub use values::{
     AllowedUsers, BundledFiles, ConfiguredModel, DeviceChoice, Every, KvCache, NamedModels, Span,
 };
 
+use reach::{check_reach, drain_to, tls_files};
+
 use crate::{
-    access::{self, AccessConfig, TlsFiles},
+    access::{self, AccessConfig},
     elsewhere::{Address, DrainTo},
     exit::{Exit, Failure},
     gateway::{Protocol, WebOrigin},
@@ -237,47 +242,6 @@ fn after_help() -> String {
     format!("{}\n{}", access::help(), crate::exit::help())
 }
 
-/// How long things may take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Timeouts {
-    /// The probe of devices.
-    pub probe: Duration,
-    /// A request's wait for a worker that comes back.
-    pub resume: Duration,
-    /// A request's wait while every worker is full.
-    pub queue: Duration,
-    /// A stream's wait for its client to come back.
-    pub reattach: Duration,
-    /// Streams after SIGTERM.
-    pub drain: Duration,
-}
-
-/// Where packed copies of models go.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PackConfig {
-    /// The folder for the larger ones, if there is one.
-    pub folder: Option<PathBuf>,
-    /// Bytes that those may take.
-    pub limit: Option<u64>,
-}
-
-/// What workers are started with.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WorkerConfig {
-    /// The program.
-    pub binary: PathBuf,
-    /// Dtype of the KV cache.
-    pub kv_cache: KvCache,
-    /// Bytes that each model may take besides its weights; none: the worker's own default.
-    pub model_memory: Option<u64>,
-    /// What it logs: off, error, warn, info, debug or trace.
-    pub log: &'static str,
-    /// Whether it ends where a layer of its confinement is missing.
-    pub require_confinement: bool,
-    /// Bytes of memory that its control group may take; none: as much as its device has.
-    pub memory: Option<u64>,
-}
-
 /// Everything, resolved and checked once, and then passed around.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -412,75 +376,6 @@ fn read_file(cli: &Cli, around: &Surroundings) -> Result<Settings, Failure> {
             path.display()
         ))),
     }
-}
-
-/// The files of TLS: certificate and key, or neither.
-fn tls_files(
-    cert: Option<PathBuf>,
-    key: Option<PathBuf>,
-    client_ca: Option<PathBuf>,
-) -> Result<Option<TlsFiles>, Failure> {
-    match (cert, key) {
-        (Some(cert), Some(key)) => Ok(Some(TlsFiles {
-            cert,
-            key,
-            client_ca,
-        })),
-        (None, None) if client_ca.is_none() => Ok(None),
-        _ => Err(usage(
-            "TLS needs a certificate and its key: give both --tls-cert FILE and --tls-key FILE",
-        )),
-    }
-}
-
-/// Beyond this host nobody is let in who did not show who they are, and nothing goes in clear text.
-fn check_reach(
-    flag: &str,
-    listen: Option<SocketAddr>,
-    access: &AccessConfig,
-) -> Result<(), Failure> {
-    let Some(address) = listen.filter(|address| !address.ip().is_loopback()) else {
-        return Ok(());
-    };
-    let Some(tls) = &access.tls else {
-        return Err(usage(format!(
-            "{flag} {address} would let other hosts in without TLS; give --tls-cert FILE --tls-key FILE, or listen on 127.0.0.1:{}",
-            address.port()
-        )));
-    };
-    if access.tokens.is_none() && tls.client_ca.is_none() {
-        return Err(usage(format!(
-            "{flag} {address} would let everybody in; give --tokens FILE (see `hotcell token new`) or --tls-client-ca FILE"
-        )));
-    }
-    Ok(())
-}
-
-/// Where streams go after SIGTERM; its token goes nowhere in clear text.
-fn drain_to(
-    address: Option<Address>,
-    token: Option<PathBuf>,
-    ca: Option<PathBuf>,
-) -> Result<Option<DrainTo>, Failure> {
-    let Some(address) = address else {
-        return match token.or(ca) {
-            None => Ok(None),
-            Some(_) => Err(usage(
-                "drain_to_token_file and drain_to_ca are about another Hotcell; say where it is with --drain-to ADDRESS",
-            )),
-        };
-    };
-    if token.is_some() && address.is_exposed() {
-        return Err(usage(format!(
-            "drain_to: the token would go to {address} in clear text; write https, or leave it out"
-        )));
-    }
-    if ca.is_some() && !matches!(address, Address::Tls(_)) {
-        return Err(usage(format!(
-            "drain_to_ca: there is no TLS with {address}; write https, or leave it out"
-        )));
-    }
-    Ok(Some(DrainTo { address, token, ca }))
 }
 
 impl Config {

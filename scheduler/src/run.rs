@@ -341,7 +341,7 @@ async fn drain(
         let ((taken, refused), to) = (shared.streams.handed(), &to.address);
         let left = shared.admission.count();
         let message = format!(
-            "{taken} of {inside} requests went on at {to}, which did not take one {refused} times; {left} are left"
+            "{taken} of {inside} requests went on at {to}; {refused} times it refused or lost one; {left} are left"
         );
         tracing::info!("{message}");
         let events = &shared.fleet.events;

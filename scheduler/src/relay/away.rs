@@ -57,6 +57,8 @@ pub(super) struct Leaving<'a> {
     tries: u32,
     next: Option<Instant>,
     pause: Duration,
+    /// Whether it went already.
+    gone: bool,
 }
 
 /// Its turn to be offered.
@@ -92,9 +94,11 @@ impl Drop for Hold {
 
 impl Hold {
     fn cancel_soon(&mut self) {
-        if let Some(id) = self.id.take() {
+        // Without a runtime nobody could tell it anything; it ends for want of a reader.
+        let runtime = tokio::runtime::Handle::try_current();
+        if let (Some(id), Ok(runtime)) = (self.id.take(), runtime) {
             let to = Arc::clone(&self.to);
-            tokio::spawn(async move { to.cancel(id).await });
+            runtime.spawn(async move { to.cancel(id).await });
         }
     }
 
@@ -116,12 +120,14 @@ impl Away {
     pub fn to(&self) -> &Elsewhere {
         &self.to
     }
-}
 
-/// What a stream's reader, or who comes back to it here, is told once it is the other host's alone.
-fn continues_at(to: &Elsewhere) -> Error {
-    let what = format!("the scheduler is shutting down; this request goes on at {to}");
-    Error::new(Reason::Draining, what).with(CONTINUES_AT, to)
+    /// Leaves it to the other host: what its reader, or who comes back to it here, is told.
+    fn leave(&mut self) -> Error {
+        self.hold.id = None;
+        let to = &self.to;
+        let what = format!("the scheduler is shutting down; this request goes on at {to}");
+        Error::new(Reason::Draining, what).with(CONTINUES_AT, to)
+    }
 }
 
 fn strange(what: impl Into<String>) -> Error {
@@ -170,6 +176,7 @@ impl<'a> Leaving<'a> {
             tries: TRIES,
             next: None,
             pause: PAUSE,
+            gone: false,
         }
     }
 
@@ -209,13 +216,18 @@ impl<'a> Leaving<'a> {
         }
         self.next = Some(Instant::now() + self.pause);
         self.pause = (2 * self.pause).min(PAUSE_MAX);
-        let (reason, last) = (error.reason().name(), self.tries == 0);
-        tracing::info!(request = id, %to, reason, %error, last, "a stream stays here for now");
+        let reason = error.reason().name();
+        match self.tries {
+            0 => tracing::info!(request = id, %to, reason, %error, "a stream stays here"),
+            _ => tracing::debug!(request = id, %to, reason, %error, "a stream stays here for now"),
+        }
     }
 
     /// It goes on there.
-    fn goes(&self, to: &Elsewhere, journal: &Journal) {
-        to.count_taken();
+    fn goes(&mut self, to: &Elsewhere, journal: &Journal) {
+        if !std::mem::replace(&mut self.gone, true) {
+            to.count_taken();
+        }
         let (id, tokens) = (journal.request_id(), journal.generated());
         let message =
             format!("request {id} goes on at {to} after {tokens} tokens; this host is draining");
@@ -318,8 +330,7 @@ impl<'a> Leaving<'a> {
         };
         self.goes(to, journal);
         if turn.away {
-            away.hold.id = None;
-            return Err(continues_at(to));
+            return Err(away.leave());
         }
         journal.begin(&class);
         let event = GenerateEvent {
@@ -364,8 +375,7 @@ impl<'a> Leaving<'a> {
         };
         self.goes(to, &journal);
         if turn.away {
-            away.hold.id = None;
-            return Err(continues_at(to));
+            return Err(away.leave());
         }
         self.out.write(event);
         Ok(Some((journal, Box::new(away))))
@@ -450,10 +460,14 @@ impl Relayed<'_> {
             }
         };
         let suspect = self.fleet.suspects(&self.record);
-        if !suspect && let Some(away) = leaving.hand_over(journal, turn).await? {
+        let away = match suspect {
+            true => None,
+            false => leaving.hand_over(journal, turn).await?,
+        };
+        self.leaving = leaving;
+        if let Some(away) = away {
             return Ok(Next::There(away));
         }
-        self.leaving = leaving;
         let wish = onward::wish(journal, &had.home);
         self.place(journal, wish, suspect).await.map(Next::Here)
     }
@@ -487,10 +501,7 @@ impl Relayed<'_> {
             let event = tokio::select! {
                 biased;
                 event = away.events.message() => event,
-                () = self.out.forsaken(AWAY), if self.out.keeps() => {
-                    away.hold.id = None;
-                    return Err(continues_at(&away.to));
-                }
+                () = self.left() => return Err(away.leave()),
             };
             let event = match event {
                 Ok(Some(event)) => event,
@@ -520,7 +531,7 @@ impl Relayed<'_> {
                 self.count(tokens);
             }
             let Some(mut event) = event else { continue };
-            let mut deaths = self.tell_losses(&away.to.to_string());
+            let mut deaths = self.tell_losses_at(&away.to.to_string());
             deaths.extend(survived);
             match &mut event.event {
                 Some(Event::Delta(delta)) => {
@@ -539,8 +550,20 @@ impl Relayed<'_> {
             }
             if !self.out.write(event) {
                 self.streams.make_room();
-                self.out.writable().await;
+                tokio::select! {
+                    biased;
+                    () = self.out.writable() => {}
+                    () = self.left() => return Err(away.leave()),
+                }
             }
+        }
+    }
+
+    /// Returns once nobody reads a stream here that its client may come back to there.
+    async fn left(&self) {
+        match self.out.keeps() {
+            true => self.out.forsaken(AWAY).await,
+            false => std::future::pending().await,
         }
     }
 

@@ -2,8 +2,11 @@
 
 use std::path::PathBuf;
 
-use hotcell_proto::v1::{CancelStreamRequest, GenerateEvent};
-use hotcell_scheduler::elsewhere::DrainTo;
+use hotcell_proto::{
+    ids::RequestId,
+    v1::{CancelStreamRequest, GenerateEvent},
+};
+use hotcell_scheduler::{access::Caller, elsewhere::DrainTo};
 use tempfile::TempDir;
 use tonic::Streaming;
 
@@ -129,7 +132,7 @@ async fn running_streams_go_on_elsewhere_and_their_clients_do_not_notice() {
         said.check(&[1, 2, 3], 5, 64, 0);
         assert_eq!(receipt(&said), receipt(&undisturbed));
     }
-    assert_eq!((taken(&house), refused(&house)), (100, 0));
+    assert_eq!(taken(&house), 100);
     until(|| house.shared.admission.count() == 0).await;
     until(|| house.stage.running.load(Ordering::SeqCst) == 0).await;
     let told = events.try_recv().unwrap();
@@ -200,10 +203,7 @@ async fn what_nobody_takes_goes_on_here() {
 async fn a_host_without_the_model_takes_nothing_and_is_asked_twice() {
     let other = Other::new(1).await;
     let mut control = other.house.control();
-    let unload = v1::UnloadModelRequest {
-        name: "m".into(),
-        ..v1::UnloadModelRequest::default()
-    };
+    let unload = v1::UnloadModelRequest { name: "m".into() };
     control.unload_model(unload).await.unwrap();
     let house = held_at(10).await;
     let running = begun(&house, named("mine", 32), 10).await;
@@ -276,7 +276,7 @@ async fn a_stream_comes_back_when_the_other_host_cannot_go_on() {
     house.stage.hold_at.store(0, Ordering::SeqCst);
     other.house.shared.abort.cancel();
     running.end().await.check(&[1, 2, 3], 5, 32, 0);
-    assert_eq!((taken(&house), refused(&house)), (1, 1));
+    assert!(taken(&house) == 1 && refused(&house) > 0);
     house.end().await;
     other.house.end().await;
 }
@@ -304,6 +304,9 @@ async fn a_client_that_is_away_finds_all_of_its_stream_at_the_other_host() {
     let house = held_at(10).await;
     let running = begun(&house, named("mine", 32), 4).await;
     drop(running.stream);
+    let id = RequestId::new("mine").unwrap();
+    let stream = house.shared.streams.find(&id, &Caller::own()).unwrap();
+    until(|| !stream.is_attached()).await;
     drain(&house, other.socket());
     until(|| taken(&house) == 1).await;
     // Nothing is left here that anybody would wait for.
@@ -356,6 +359,8 @@ async fn it_does_not_matter_when_the_drain_comes_or_what_dies_meanwhile() {
     for round in 0..12u64 {
         let house = House::new(2).await;
         house.ready(2).await;
+        // None of them ends before all have begun.
+        house.stage.hold_at.store(1, Ordering::SeqCst);
         if round % 3 == 2 {
             let act = Act::DieAt(40 + round as usize, Duration::from_millis(1));
             house.stage.act(act.clone());
@@ -380,8 +385,9 @@ async fn it_does_not_matter_when_the_drain_comes_or_what_dies_meanwhile() {
                 (i, said)
             })
             .collect();
-        let said = || house.stage.said.load(Ordering::SeqCst);
-        until(|| house.shared.admission.count() == 24 && said() >= round * 300).await;
+        until(|| house.shared.admission.count() == 24).await;
+        house.stage.hold_at.store(0, Ordering::SeqCst);
+        until(|| house.stage.said.load(Ordering::SeqCst) >= round * 300).await;
         drain(&house, other.socket());
         for (i, said) in running {
             let said = said.await.unwrap();
