@@ -32,8 +32,8 @@ pub use network::Network;
 pub use quota::{Held, Limits, Tenants, Want};
 pub use roles::{Need, Role, Roles, TABLE, help, need, row};
 pub use seat::{Begun, Came, Mark, Origin, Outcome, Room, Seat, Seats, came_by};
-pub use tls::{Tls, TlsDoor, TlsFiles};
-pub use tokens::Tokens;
+pub use tls::{Tls, TlsDoor, TlsFiles, believing};
+pub use tokens::{Tokens, read_file};
 
 use crate::exit::{Exit, Failure};
 

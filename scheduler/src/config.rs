@@ -4,6 +4,8 @@
 //! that they cannot drift apart: key `restart_budget`, flag `--restart-budget`, variable
 //! `HOTCELL_RESTART_BUDGET`. A key given higher up replaces the whole value from below, tables and lists too.
 
+mod parts;
+mod reach;
 mod values;
 
 use std::{
@@ -17,12 +19,16 @@ use std::{
 use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
+pub use parts::{PackConfig, Timeouts, WorkerConfig};
 pub use values::{
     AllowedUsers, BundledFiles, ConfiguredModel, DeviceChoice, Every, KvCache, NamedModels, Span,
 };
 
+use reach::{check_reach, drain_to, tls_files};
+
 use crate::{
-    access::{self, AccessConfig, Network, TlsDoor, TlsFiles},
+    access::{self, AccessConfig, Network, TlsDoor},
+    elsewhere::{Address, DrainTo},
     exit::{Exit, Failure},
     gateway::{Protocol, WebOrigin},
     hang::Patience,
@@ -166,6 +172,15 @@ settings! {
     /// How long running streams may go on after SIGTERM [default: 30s]
     #[arg(value_name = "TIME")]
     drain_timeout: Span = "HOTCELL_DRAIN_TIMEOUT";
+    /// Another Hotcell that running streams go on at after SIGTERM: unix:/path, http://host:port or https://host:port; their clients notice nothing [default: none, they go on here]
+    #[arg(value_name = "ADDRESS")]
+    drain_to: Address = "HOTCELL_DRAIN_TO";
+    /// File of the bearer token that it asks for
+    #[arg(value_name = "PATH")]
+    drain_to_token_file: PathBuf = "HOTCELL_DRAIN_TO_TOKEN_FILE";
+    /// Authority of its certificate, in PEM [default: those that this host believes]
+    #[arg(value_name = "PATH")]
+    drain_to_ca: PathBuf = "HOTCELL_DRAIN_TO_CA";
     /// Deaths of one worker within the window after which its device is quarantined [default: 20]
     #[arg(value_name = "N")]
     restart_budget: u32 = "HOTCELL_RESTART_BUDGET";
@@ -233,47 +248,6 @@ fn after_help() -> String {
     format!("{}\n{}", access::help(), crate::exit::help())
 }
 
-/// How long things may take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Timeouts {
-    /// The probe of devices.
-    pub probe: Duration,
-    /// A request's wait for a worker that comes back.
-    pub resume: Duration,
-    /// A request's wait while every worker is full.
-    pub queue: Duration,
-    /// A stream's wait for its client to come back.
-    pub reattach: Duration,
-    /// Streams after SIGTERM.
-    pub drain: Duration,
-}
-
-/// Where packed copies of models go.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PackConfig {
-    /// The folder for the larger ones, if there is one.
-    pub folder: Option<PathBuf>,
-    /// Bytes that those may take.
-    pub limit: Option<u64>,
-}
-
-/// What workers are started with.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WorkerConfig {
-    /// The program.
-    pub binary: PathBuf,
-    /// Dtype of the KV cache.
-    pub kv_cache: KvCache,
-    /// Bytes that each model may take besides its weights; none: the worker's own default.
-    pub model_memory: Option<u64>,
-    /// What it logs: off, error, warn, info, debug or trace.
-    pub log: &'static str,
-    /// Whether it ends where a layer of its confinement is missing.
-    pub require_confinement: bool,
-    /// Bytes of memory that its control group may take; none: as much as its device has.
-    pub memory: Option<u64>,
-}
-
 /// Everything, resolved and checked once, and then passed around.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -319,6 +293,8 @@ pub struct Config {
     pub packs: Option<PackConfig>,
     /// Bounds on waiting.
     pub timeouts: Timeouts,
+    /// Where streams go on after SIGTERM.
+    pub drain_to: Option<DrainTo>,
     /// When a worker is restarted.
     pub restart: Policy,
     /// When a request is suspected of killing workers.
@@ -406,48 +382,6 @@ fn read_file(cli: &Cli, around: &Surroundings) -> Result<Settings, Failure> {
             path.display()
         ))),
     }
-}
-
-/// The files of TLS: certificate and key, or neither.
-fn tls_files(
-    (cert, key, client_ca): (Option<PathBuf>, Option<PathBuf>, Option<PathBuf>),
-    doors: Option<Vec<TlsDoor>>,
-) -> Result<Option<TlsFiles>, Failure> {
-    match (cert, key) {
-        (Some(cert), Some(key)) => Ok(Some(TlsFiles {
-            cert,
-            key,
-            client_ca,
-            doors: doors.unwrap_or_else(|| TlsDoor::ALL.to_vec()),
-        })),
-        (None, None) if client_ca.is_none() && doors.is_none() => Ok(None),
-        _ => Err(usage(
-            "TLS needs a certificate and its key: give both --tls-cert FILE and --tls-key FILE",
-        )),
-    }
-}
-
-/// Beyond this host nobody is let in who did not show who they are, and nothing goes in clear text.
-fn check_reach(
-    flag: &str,
-    (listen, door): (Option<SocketAddr>, TlsDoor),
-    access: &AccessConfig,
-) -> Result<(), Failure> {
-    let Some(address) = listen.filter(|address| !address.ip().is_loopback()) else {
-        return Ok(());
-    };
-    let Some(tls) = access.tls_of(door) else {
-        return Err(usage(format!(
-            "{flag} {address} would let other hosts in without TLS; give --tls-cert FILE --tls-key FILE, or listen on 127.0.0.1:{}",
-            address.port()
-        )));
-    };
-    if access.tokens.is_none() && tls.client_ca.is_none() {
-        return Err(usage(format!(
-            "{flag} {address} would let everybody in; give --tokens FILE (see `hotcell token new`) or --tls-client-ca FILE"
-        )));
-    }
-    Ok(())
 }
 
 impl Config {
@@ -586,6 +520,10 @@ impl Config {
                 reattach: time(s.reattach_timeout, Duration::from_secs(60)),
                 drain: time(s.drain_timeout, Duration::from_secs(30)),
             },
+            drain_to: match private {
+                true => None,
+                false => drain_to(s.drain_to, s.drain_to_token_file, s.drain_to_ca)?,
+            },
             restart,
             suspicion,
             standby: s.standby.unwrap_or(false),
@@ -671,6 +609,16 @@ mod tests {
             ("devices = \"gpu:two\"", "gpu:two"),
             ("kv_cache = \"f8\"", "f8"),
             ("[models]\n\"a b\" = \"/x\"", "a b"),
+            ("drain_to = \"gpu-box\"", "gpu-box"),
+            ("drain_to_token_file = \"/t\"", "--drain-to"),
+            (
+                "drain_to = \"http://box:1\"\ndrain_to_token_file = \"/t\"",
+                "clear text",
+            ),
+            (
+                "drain_to = \"http://box:1\"\ndrain_to_ca = \"/c\"",
+                "no TLS",
+            ),
         ] {
             let failure = resolve(&[], file).unwrap_err();
             assert_eq!(failure.exit, Exit::Usage);

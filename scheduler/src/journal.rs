@@ -198,6 +198,25 @@ impl Journal {
         }
     }
 
+    /// The same from an earlier place on, which is as many tokens and bytes of text along.
+    pub fn request_from(&self, tokens: u64, text: u64) -> GenerateRequest {
+        let tokens = usize::try_from(tokens).unwrap_or(usize::MAX);
+        let said = self.generated.get(..tokens).unwrap_or(&self.generated);
+        GenerateRequest {
+            resume: (tokens > 0 || text > 0).then(|| Resume {
+                generated_ids: said.to_vec(),
+                text_bytes_emitted: text,
+            }),
+            ..self.request()
+        }
+    }
+
+    /// Whether what was said would be said again, bit by bit.
+    pub fn is_repeatable(&self) -> bool {
+        let exact = self.numerics.as_ref().is_some_and(|n| n.reproducible);
+        exact && self.across.is_none()
+    }
+
     /// What the rest may cost.
     pub fn estimate(&self) -> Estimate {
         estimate(
@@ -273,6 +292,48 @@ impl Journal {
             }
         };
         Ok(out.map(|event| GenerateEvent { event: Some(event) }))
+    }
+
+    /// Whether another host that accepted the rest of the stream may go on with it, and in which class.
+    ///
+    /// # Errors
+    /// [`Violation`] if that would be another stream, or another class without the request's leave.
+    pub fn fits(&self, accepted: &Accepted) -> Result<NumericsClass, Violation> {
+        if accepted.prompt_ids != self.prompt_ids || accepted.seed != self.seed {
+            return violation("Accepted with another prompt or seed");
+        }
+        let Some(class) = &accepted.numerics else {
+            return violation("Accepted without a numerics class");
+        };
+        self.may_be_of(class)?;
+        Ok(class.clone())
+    }
+
+    fn may_be_of(&self, class: &NumericsClass) -> Result<(), Violation> {
+        if class.id.len() > limits::MAX_WORD || class.model_hash.len() > limits::MAX_WORD {
+            return violation("a numerics class of too long a name");
+        }
+        match self.class() {
+            Some(own) if own.id != class.id && !self.may_cross() => violation(format!(
+                "it would go on in numerics class {}, and began in {}",
+                class.id, own.id
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Another host goes on in another class from the next delta on.
+    ///
+    /// # Errors
+    /// [`Violation`] if the request does not let it.
+    pub fn cross(&mut self, class: &NumericsClass) -> Result<(), Violation> {
+        self.may_be_of(class)?;
+        if self.class().is_some_and(|own| own.id != class.id) {
+            self.declared = class.clone();
+            self.across = Some(class.clone());
+            self.crossing = true;
+        }
+        Ok(())
     }
 
     fn greet(&mut self, accepted: Accepted) -> Result<Accepted, Violation> {

@@ -11,6 +11,7 @@ pub mod crash;
 pub mod death;
 pub mod digest;
 pub mod discover;
+pub mod elsewhere;
 pub mod events;
 pub mod exit;
 pub mod fleet;

@@ -3,28 +3,31 @@
 //! A client never learns from a broken stream that a worker died. A worker's stream is read at the worker's pace,
 //! whether or not the client reads: what is in the journal is what the client gets, sooner or later.
 
-use std::{sync::Arc, time::Duration};
+mod away;
+mod loss;
+
+use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::{ModelName, RequestId},
     v1::{
-        AffectedRequest, EventKind, Finished, GenerateRequest, Survived, Timings,
-        generate_event::Event, prompt::Kind,
+        AffectedRequest, Finished, GenerateRequest, Timings, generate_event::Event, prompt::Kind,
     },
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
+use away::{Away, Leaving, Next};
+use loss::Loss;
+
 use crate::{
     admission::{Permit, draining},
-    death::DeathKind,
-    events::About,
-    fleet::{Fleet, Link, Lost, Placed, Using},
+    fleet::{Fleet, Link, Placed, Using},
     journal::{Bounds, Journal, Past},
     meters::Meter,
-    onward::{self, Onward},
+    onward,
     placement::Wish,
     stream::Stream,
     streams::Streams,
@@ -52,27 +55,6 @@ pub struct Call {
     pub using: Using,
 }
 
-/// A worker that was lost under a stream, of which the client has not been told yet.
-struct Loss {
-    link: Arc<Link>,
-    at: Instant,
-    generated: u64,
-}
-
-impl Loss {
-    fn tell(self, on: &Link) -> Survived {
-        let kind = self.link.fate.kind().map_or("", DeathKind::name);
-        Survived {
-            worker: self.link.worker.clone(),
-            epoch: self.link.epoch,
-            exit_kind: kind.to_owned(),
-            generated: self.generated,
-            pause_ms: self.at.elapsed().as_secs_f64() * 1e3,
-            continued_on: on.worker.clone(),
-        }
-    }
-}
-
 /// How one worker's part of a stream ended.
 enum Part {
     Finished(Box<Finished>),
@@ -80,6 +62,8 @@ enum Part {
     Lost,
     /// The worker had no place for it, in its words.
     Full(Error),
+    /// It goes on at another host.
+    There(Box<Away>),
 }
 
 /// Pauses between two tries to get into workers that say they are full, each twice the one before.
@@ -170,6 +154,7 @@ async fn road(
         model: &call.model,
         tenant: &tenant,
         deadline: call.deadline,
+        leaving: Leaving::new((fleet, &call.model), (out, streams), call.deadline),
         out,
         streams,
         meter: fleet.meters.of(&call.model),
@@ -182,7 +167,13 @@ async fn road(
         losses: Vec::new(),
     };
     let (mut journal, mut placed) = match call.past {
-        None => stream.begin(call.request).await?,
+        None => {
+            let (mut journal, next) = stream.begin_somewhere(call.request).await?;
+            match stream.settle(&mut journal, next, false).await? {
+                ControlFlow::Continue(placed) => (journal, placed),
+                ControlFlow::Break(finished) => return Ok(finished),
+            }
+        }
         Some(past) => stream.go_on(call.request, past).await?,
     };
     let mut full: Option<(Instant, Duration)> = None;
@@ -194,6 +185,14 @@ async fn road(
         };
         placed = match stream.relay(&mut journal, placed).await? {
             Part::Finished(finished) => return Ok(*finished),
+            Part::There(away) => {
+                full = None;
+                let next = Next::There(away);
+                match stream.settle(&mut journal, next, had.alone).await? {
+                    ControlFlow::Continue(placed) => placed,
+                    ControlFlow::Break(finished) => return Ok(finished),
+                }
+            }
             Part::Lost => {
                 full = None;
                 stream.losses.push(Loss {
@@ -202,13 +201,19 @@ async fn road(
                     generated: journal.generated() as u64,
                 });
                 stream.affected(&journal, &had, String::new());
-                let next = stream.next_place(&mut journal, &had).await;
+                let next = stream.next_somewhere(&mut journal, &had).await;
                 let outcome = match &next {
-                    Ok(on) => format!("continued on {} (epoch {})", on.link.worker, on.link.epoch),
+                    Ok(Next::Here(on)) => {
+                        format!("continued on {} (epoch {})", on.link.worker, on.link.epoch)
+                    }
+                    Ok(Next::There(away)) => format!("continued at {}", away.to()),
                     Err(error) => format!("ended: {}", error.reason().name()),
                 };
                 stream.affected(&journal, &had, outcome);
-                next?
+                match stream.settle(&mut journal, next?, false).await? {
+                    ControlFlow::Continue(placed) => placed,
+                    ControlFlow::Break(finished) => return Ok(finished),
+                }
             }
             Part::Full(error) => {
                 // It counts otherwise than we do; no change of ours tells when it has room again.
@@ -231,6 +236,7 @@ struct Relayed<'a> {
     model: &'a ModelName,
     tenant: &'a str,
     deadline: Option<Instant>,
+    leaving: Leaving<'a>,
     out: &'a Stream,
     streams: &'a Streams,
     meter: Arc<Meter>,
@@ -376,67 +382,6 @@ impl Relayed<'_> {
         }
     }
 
-    /// A place for the rest of a stream whose worker was lost.
-    async fn next_place(&mut self, journal: &mut Journal, had: &Had) -> Result<Placed, Error> {
-        journal.count_death();
-        let Had { link, home, alone } = had;
-        let (worker, epoch) = (link.worker.as_str(), link.epoch);
-        let lost = Lost {
-            request: journal.request_id(),
-            link,
-            home,
-            alone: *alone,
-            accepted: !journal.is_greeting(),
-        };
-        let next = self.fleet.witness(&mut self.record, &lost);
-        self.out.suffered(journal.deaths(), self.record.blamed());
-        let (wish, alone) =
-            match onward::after_death(journal, worker, link.fate.death(), home, next) {
-                Onward::Elsewhere(wish) => (wish, false),
-                Onward::Alone(wish) => (wish, true),
-                Onward::Nowhere(error) => {
-                    let node = self.fleet.crashes.last_node(worker, epoch);
-                    return Err(match node {
-                        Some(node) => error.with("node", node),
-                        None => error,
-                    });
-                }
-            };
-        let placed = self.place(journal, wish, alone);
-        let placed = placed.await.map_err(|error| match error.reason() {
-            Reason::NoWorker => onward::lost(worker, format!(
-                "worker {worker} died after {} tokens, and no worker of its numerics class came up to go on",
-                journal.generated()
-            )),
-            _ => error,
-        })?;
-        if let Some(class) = journal.class() {
-            let caution = if class.id != placed.class.id {
-                "; in another numerics class, so that the rest may differ"
-            } else if !class.reproducible {
-                "; its numerics class is not reproducible, so that the rest may differ"
-            } else {
-                ""
-            };
-            let how = if placed.is_alone() { " alone" } else { "" };
-            let message = format!(
-                "request {} goes on{how} after {} tokens; {worker} (epoch {epoch}) died{caution}",
-                journal.request_id(),
-                journal.generated(),
-            );
-            tracing::info!(worker = placed.link.worker, "{message}");
-            let about = About {
-                worker: &placed.link.worker,
-                epoch: placed.link.epoch,
-                model: self.model.as_str(),
-            };
-            self.fleet
-                .events
-                .tell(EventKind::StreamContinued, about, message);
-        }
-        Ok(placed)
-    }
-
     /// Relays one worker's part.
     async fn relay(&mut self, journal: &mut Journal, mut placed: Placed) -> Result<Part, Error> {
         let link = Arc::clone(&placed.link);
@@ -457,7 +402,16 @@ impl Relayed<'_> {
             }
         };
         loop {
-            let event = match timeout(patience, events.message()).await {
+            let next = tokio::select! {
+                biased;
+                // One that is suspected of killing workers is for this host to find out about.
+                turn = self.leaving.turn(), if !placed.is_alone() => match self.leaving.hand_over(journal, turn).await? {
+                    Some(away) => return Ok(Part::There(away)),
+                    None => continue,
+                },
+                next = timeout(patience, events.message()) => next,
+            };
+            let event = match next {
                 Ok(next) => next,
                 Err(_) if link.is_lost().await => return Ok(Part::Lost),
                 Err(_) => continue,
@@ -533,14 +487,6 @@ impl Relayed<'_> {
         }
         let after = self.last_token.replace(now).map(|last| now - last);
         self.meter.generated(tokens, after);
-    }
-
-    /// The deaths to tell the client of.
-    fn tell_losses(&mut self, on: &Link) -> Vec<Survived> {
-        for loss in &self.losses {
-            self.meter.continued(loss.at.elapsed());
-        }
-        self.losses.drain(..).map(|loss| loss.tell(on)).collect()
     }
 
     /// Tells the words of a living worker from a death.

@@ -17,6 +17,7 @@ use crate::{
     config::{Config, ConfiguredModel},
     crash::Crashes,
     discover,
+    elsewhere::DrainTo,
     events::About,
     exit::{Exit, Failure},
     fleet::{Fleet, Parts, Processes},
@@ -70,6 +71,10 @@ pub async fn run(
     // Those that came since the program began are heard now.
     hotcell_ipc::signals::hear();
     let access = Arc::new(Access::load(&config.access)?);
+    if let Some(to) = &config.drain_to {
+        let wrong = |why| Failure::new(Exit::Usage, format!("drain_to: {why}"));
+        to.open().map_err(wrong)?;
+    }
     let mut doors = Doors::open_or_keep(&config, inherited.private, &mut left)?;
     if !config.worker.binary.is_file() {
         return Err(Failure::new(
@@ -257,7 +262,7 @@ pub async fn run(
             format!("serving failed: {error}"),
         )),
         None => tokio::select! {
-            () = drain(&shared, health, &stop, config.timeouts.drain, &mut serving) => Ok(()),
+            () = drain(&shared, health, &stop, (config.timeouts.drain, config.drain_to.as_ref()), &mut serving) => Ok(()),
             name = signals.next() => {
                 return Err(Failure::new(
                     Exit::Interrupted,
@@ -293,12 +298,25 @@ fn control_groups(named: Option<&Path>) -> Result<Option<Groups>, Failure> {
     }))
 }
 
+/// Has the streams that run go on at the other Hotcell, as far as it takes them.
+fn leave(shared: &Shared, to: Option<&DrainTo>) {
+    let Some(to) = to else { return };
+    // Anew: a token may have been exchanged since the start.
+    match to.open() {
+        Ok(elsewhere) => {
+            tracing::info!(to = %elsewhere, "streams go on there");
+            shared.streams.leave_to(Arc::new(elsewhere));
+        }
+        Err(error) => tracing::error!(error, to = %to.address, "streams cannot go there"),
+    }
+}
+
 /// Lets nobody in, waits for those inside at most that long, ends their streams, and closes the doors.
 async fn drain(
     shared: &Shared,
     health: HealthReporter,
     stop: &CancellationToken,
-    patience: Duration,
+    (patience, to): (Duration, Option<&DrainTo>),
     serving: &mut AbortOnDropHandle<Result<Ended, Failure>>,
 ) {
     let until = Instant::now() + patience;
@@ -310,6 +328,7 @@ async fn drain(
         About::default(),
         format!("{inside} requests are running"),
     );
+    leave(shared, to);
     let done = async {
         shared.admission.empty().await;
         shared.tensors.idle().await;
@@ -317,6 +336,16 @@ async fn drain(
     if timeout_at(until, done).await.is_err() {
         let left = shared.admission.count();
         tracing::warn!(left, "streams did not end within {patience:?}");
+    }
+    if let Some(to) = to {
+        let ((taken, refused), to) = (shared.streams.handed(), &to.address);
+        let left = shared.admission.count();
+        let message = format!(
+            "{taken} of {inside} requests went on at {to}; {refused} times it refused or lost one; {left} are left"
+        );
+        tracing::info!("{message}");
+        let events = &shared.fleet.events;
+        events.tell(EventKind::Draining, About::default(), message);
     }
     // Streams end with a status, watchers with the end of their stream.
     shared.abort.cancel();

@@ -363,6 +363,17 @@ impl Stream {
         }
     }
 
+    /// What it was asked for, if it runs; without its prompt once that was accepted.
+    pub fn asked_for(&self) -> Option<GenerateRequest> {
+        let state = self.state();
+        state.request.as_ref().map(|r| r.message.clone())
+    }
+
+    /// Where it began.
+    pub fn begin(&self) -> Mark {
+        self.begin
+    }
+
     /// Whether it has ended.
     pub fn is_finished(&self) -> bool {
         self.state().end.is_some()
@@ -461,6 +472,27 @@ impl Stream {
                 },
             }
         }
+    }
+
+    /// Returns once somebody reads it, or nobody has for `patience`.
+    pub async fn settled(&self, patience: Duration) {
+        let mut absent = self.absent.subscribe();
+        loop {
+            let Some(since) = *absent.borrow_and_update() else {
+                return;
+            };
+            tokio::select! {
+                biased;
+                // Never an error: `self` holds the sender.
+                _ = absent.changed() => {}
+                () = sleep_until(since + patience) => return,
+            }
+        }
+    }
+
+    /// Is cancelled when its client wants no more.
+    pub fn cancellation(&self) -> CancellationToken {
+        self.cancelled.clone()
     }
 
     /// Ends it for good: its client wants no more.

@@ -17,10 +17,12 @@ use hotcell_proto::{
     receipt::Hash,
     v1::HeldStream,
 };
+use tokio::sync::watch;
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
 
 use crate::{
     access::Caller,
+    elsewhere::Elsewhere,
     stream::{Mark, Restored, Room, Stream},
 };
 
@@ -56,6 +58,8 @@ struct Inner {
     room: Arc<Room>,
     patience: Duration,
     readers: TaskTracker,
+    /// Where they go while this host drains.
+    elsewhere: watch::Sender<Option<Arc<Elsewhere>>>,
     table: Mutex<Table>,
 }
 
@@ -79,6 +83,7 @@ impl Streams {
             room: Arc::new(room),
             patience,
             readers: TaskTracker::new(),
+            elsewhere: watch::Sender::default(),
             table: Mutex::default(),
         }))
     }
@@ -95,6 +100,23 @@ impl Streams {
     /// Streams known, finished ones included.
     pub fn count(&self) -> usize {
         self.table().entries.len()
+    }
+
+    /// Has those that run go on at another host, one after the other, as far as it takes them.
+    pub fn leave_to(&self, elsewhere: Arc<Elsewhere>) {
+        self.0.elsewhere.send_replace(Some(elsewhere));
+    }
+
+    /// Where they go, once they do.
+    pub fn leaving(&self) -> watch::Receiver<Option<Arc<Elsewhere>>> {
+        self.0.elsewhere.subscribe()
+    }
+
+    /// Streams that another host took over, and the times that it did not take one or could not go on with it.
+    pub fn handed(&self) -> (u64, u64) {
+        let elsewhere = self.0.elsewhere.borrow();
+        let elsewhere = elsewhere.as_ref();
+        elsewhere.map_or((0, 0), |to| (to.taken(), to.refused()))
     }
 
     /// Clients that read, until the last event was taken.

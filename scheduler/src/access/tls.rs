@@ -6,7 +6,7 @@ use std::{
 };
 
 use rustls::{
-    RootCertStore, ServerConfig,
+    ClientConfig, RootCertStore, ServerConfig,
     crypto::{CryptoProvider, ring},
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
     server::WebPkiClientVerifier,
@@ -115,6 +115,42 @@ fn config(files: &TlsFiles) -> Result<Both, String> {
         grpc: Arc::new(config),
         http: Arc::new(http),
     })
+}
+
+/// Where hosts keep the authorities that they believe.
+const BELIEVED: [&str; 3] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/cert.pem",
+];
+
+/// TLS to another scheduler, whose certificate is of this authority; none: one that this host believes.
+///
+/// # Errors
+/// Words that name the file that is wrong.
+pub fn believing(ca: Option<&Path>) -> Result<ClientConfig, String> {
+    let mut roots = RootCertStore::empty();
+    match ca {
+        Some(path) => {
+            for root in certificates(path)? {
+                let wrong = |e| format!("{}: {e}", path.display());
+                roots.add(root).map_err(wrong)?;
+            }
+        }
+        None => {
+            let path = BELIEVED.iter().map(Path::new).find(|path| path.is_file());
+            let path = path.ok_or("this host has no list of authorities; name one")?;
+            // Some of the many may be of a kind that is not known here.
+            roots.add_parsable_certificates(certificates(path)?);
+        }
+    }
+    let mut config = ClientConfig::builder_with_provider(ring::default_provider().into())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(|e| e.to_string())?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![HTTP2.to_vec()];
+    Ok(config)
 }
 
 impl Tls {

@@ -107,7 +107,10 @@ pub(super) fn known_by(certificate: &str) -> String {
 }
 
 /// Reads a file of at most [`limits::MAX_ACCESS_FILE`] bytes.
-pub(super) fn read_file(path: &Path) -> Result<Vec<u8>, String> {
+///
+/// # Errors
+/// Words that name it.
+pub fn read_file(path: &Path) -> Result<Vec<u8>, String> {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let file = std::fs::File::open(path)?;

@@ -187,6 +187,14 @@ impl Fleet {
         Ok((key, using))
     }
 
+    /// The name by which others are likely to know a model too: its first version's, if it has that.
+    pub fn name_of(&self, model: &ModelName) -> String {
+        let table = self.table();
+        let first = ModelName::new(first_name(model)).ok();
+        let first = first.filter(|first| table.key(first) == Some(model));
+        first.as_ref().unwrap_or(model).to_string()
+    }
+
     /// Uses a model that a request was resolved to before.
     pub fn using(&self, model: &ModelName) -> Using {
         self.using_of(&self.table(), model)

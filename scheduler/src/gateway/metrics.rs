@@ -104,6 +104,7 @@ struct Seen {
     inside: usize,
     waiting: usize,
     sessions: usize,
+    handed: (u64, u64),
     uptime: f64,
 }
 
@@ -188,6 +189,10 @@ rows! {
         Host(|s| s.waiting as f64);
     "hotcell_tensor_sessions" None, Gauge "Tensor sessions that are open.",
         Host(|s| s.sessions as f64);
+    "hotcell_handed_over_total" None, Counter "Streams that another host took over while this one drained.",
+        Host(|s| s.handed.0 as f64);
+    "hotcell_handover_refusals_total" None, Counter "Times that the other host did not take a stream over, or could not go on with it.",
+        Host(|s| s.handed.1 as f64);
     "hotcell_uptime_seconds" None, Gauge "Since the scheduler began.",
         Host(|s| s.uptime);
     "hotcell_worker_up" None, Gauge "1 if the worker serves, 0 if not.",
@@ -303,6 +308,7 @@ async fn metrics(State(shared): State<Shared>) -> Response {
         inside: shared.admission.count(),
         waiting: shared.fleet.waiting(),
         sessions: shared.tensors.count(),
+        handed: shared.streams.handed(),
         uptime: shared.fleet.uptime().as_secs_f64(),
     };
     let meters = shared.fleet.meters.all();

@@ -103,6 +103,8 @@ pub struct Stage {
     pub killers: Mutex<Vec<String>>,
     /// Streams that have to run before any of them gets its first token; 0 once they did.
     pub company: AtomicUsize,
+    /// The token before which every stream waits, as long as this is not 0.
+    pub hold_at: AtomicUsize,
     /// Processes, `WORKER.EPOCH`, that do not answer calls for text.
     pub deaf: Mutex<Vec<String>>,
     /// Checks made.
@@ -507,6 +509,10 @@ impl Tokens for FakeWorker {
                 return std::future::pending().await;
             }
             for index in resume.generated_ids.len()..request.max_tokens as usize {
+                let held = |at: usize| at > 0 && at <= index;
+                while held(stage.hold_at.load(Ordering::SeqCst)) && !sender.is_closed() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
                 match act {
                     Some(Act::DieAt(at, flush)) if index == at => {
                         tokio::time::sleep(flush).await;

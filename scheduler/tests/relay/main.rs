@@ -3,6 +3,7 @@
 // A helper that panics fails its test, which is what it is for.
 #![allow(clippy::unwrap_used)]
 
+mod away;
 mod fake;
 mod known;
 mod manager;

@@ -6,20 +6,20 @@ use tonic::Streaming;
 
 use super::*;
 
-fn named(id: &str, tokens: u32) -> GenerateRequest {
+pub(super) fn named(id: &str, tokens: u32) -> GenerateRequest {
     GenerateRequest {
         request_id: id.into(),
         ..request(tokens)
     }
 }
 
-async fn start(house: &House, request: GenerateRequest) -> Streaming<GenerateEvent> {
+pub(super) async fn start(house: &House, request: GenerateRequest) -> Streaming<GenerateEvent> {
     let stream = house.tokens().generate(request).await;
     stream.unwrap().into_inner()
 }
 
 /// Reads until so many tokens have come, or to the end.
-async fn hear(stream: &mut Streaming<GenerateEvent>, said: &mut Said, tokens: usize) {
+pub(super) async fn hear(stream: &mut Streaming<GenerateEvent>, said: &mut Said, tokens: usize) {
     while said.ids.len() < tokens {
         let Some(event) = stream.message().await.unwrap() else {
             return;
@@ -28,7 +28,11 @@ async fn hear(stream: &mut Streaming<GenerateEvent>, said: &mut Said, tokens: us
     }
 }
 
-async fn attach(house: &House, id: &str, said: &Said) -> Result<Streaming<GenerateEvent>, Status> {
+pub(super) async fn attach(
+    house: &House,
+    id: &str,
+    said: &Said,
+) -> Result<Streaming<GenerateEvent>, Status> {
     let request = AttachRequest {
         request_id: id.into(),
         next_token: said.ids.len() as u64,
@@ -39,7 +43,10 @@ async fn attach(house: &House, id: &str, said: &Said) -> Result<Streaming<Genera
 }
 
 /// What comes after an attachment: Accepted again, then the rest.
-async fn rest(mut stream: Streaming<GenerateEvent>, said: &mut Said) -> Result<(), Status> {
+pub(super) async fn rest(
+    mut stream: Streaming<GenerateEvent>,
+    said: &mut Said,
+) -> Result<(), Status> {
     let first = stream.message().await?.unwrap().event;
     assert!(matches!(first, Some(Event::Accepted(_))), "{first:?}");
     while let Some(event) = stream.message().await? {

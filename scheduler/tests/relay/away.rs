@@ -1,0 +1,401 @@
+//! Two schedulers: one drains, and its streams go on at the other one.
+
+use std::path::PathBuf;
+
+use hotcell_proto::{
+    ids::RequestId,
+    v1::{CancelStreamRequest, GenerateEvent},
+};
+use hotcell_scheduler::{access::Caller, elsewhere::DrainTo};
+use tempfile::TempDir;
+use tonic::Streaming;
+
+use super::{
+    readers::{attach, hear, named, rest, start},
+    *,
+};
+
+/// The other host, which listens in a folder of its own.
+struct Other {
+    house: House,
+    dir: TempDir,
+}
+
+impl Other {
+    async fn new(workers: usize) -> Other {
+        Other::with(workers, |_, _| {}).await
+    }
+
+    async fn with(workers: usize, change: impl FnOnce(&Stage, &mut Config)) -> Other {
+        let dir = tempfile::Builder::new()
+            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+            .tempdir()
+            .unwrap();
+        let path = dir.path().join("s.sock");
+        let house = House::with(workers, |stage, config| {
+            config.socket = Some(path);
+            change(stage, config);
+        })
+        .await;
+        let mut doors = Doors::open(&house.config, None).unwrap();
+        let (routes, shared) = (house.routes.clone(), house.shared.clone());
+        let stop = house.stop.clone();
+        tokio::spawn(async move {
+            let _sockets = doors.guards();
+            service::serve(doors, (routes, &[][..]), shared, stop).await
+        });
+        house.ready(workers).await;
+        Other { house, dir }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("s.sock")
+    }
+
+    fn running(&self) -> usize {
+        self.house.stage.running.load(Ordering::SeqCst)
+    }
+}
+
+/// What SIGTERM does first.
+fn drain(house: &House, to: PathBuf) {
+    let to = DrainTo {
+        address: format!("unix:{}", to.display()).parse().unwrap(),
+        token: None,
+        ca: None,
+    };
+    house.shared.admission.close();
+    house.shared.streams.leave_to(Arc::new(to.open().unwrap()));
+}
+
+fn taken(house: &House) -> u64 {
+    house.shared.streams.handed().0
+}
+
+fn refused(house: &House) -> u64 {
+    house.shared.streams.handed().1
+}
+
+/// A host with a worker, whose streams wait before this token.
+async fn held_at(token: usize) -> House {
+    let house = House::new(1).await;
+    house.ready(1).await;
+    house.stage.hold_at.store(token, Ordering::SeqCst);
+    house
+}
+
+/// A stream that has said as much as it may say so far.
+async fn begun(house: &House, request: GenerateRequest, tokens: usize) -> Reading {
+    let mut stream = start(house, request).await;
+    let mut said = Said::default();
+    hear(&mut stream, &mut said, tokens).await;
+    Reading { stream, said }
+}
+
+struct Reading {
+    stream: Streaming<GenerateEvent>,
+    said: Said,
+}
+
+impl Reading {
+    async fn end(mut self) -> Said {
+        hear(&mut self.stream, &mut self.said, usize::MAX).await;
+        self.said
+    }
+}
+
+/// All of a receipt but the deaths.
+fn receipt(said: &Said) -> v1::Receipt {
+    said.finished[0].receipt.clone().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn running_streams_go_on_elsewhere_and_their_clients_do_not_notice() {
+    let other = Other::new(1).await;
+    let house = House::new(1).await;
+    let undisturbed = house.generate(request(64)).await.unwrap();
+    house.stage.hold_at.store(10, Ordering::SeqCst);
+    let mut events = house.fleet.events.watch();
+    let mut running = Vec::new();
+    for i in 0..100 {
+        let request = match i % 2 {
+            0 => request(64),
+            _ => named(&format!("own-{i}"), 64),
+        };
+        running.push(begun(&house, request, 10).await);
+    }
+    other.house.stage.seen.lock().unwrap().clear();
+    drain(&house, other.socket());
+    // None of them can end here: whatever comes, comes from there.
+    for reading in running {
+        let said = reading.end().await;
+        said.check(&[1, 2, 3], 5, 64, 0);
+        assert_eq!(receipt(&said), receipt(&undisturbed));
+    }
+    assert_eq!(taken(&house), 100);
+    until(|| house.shared.admission.count() == 0).await;
+    until(|| house.stage.running.load(Ordering::SeqCst) == 0).await;
+    let told = events.try_recv().unwrap();
+    assert_eq!(told.kind(), EventKind::StreamContinued);
+    assert!(told.message.contains("goes on at unix:"), "{told:?}");
+    {
+        let seen = other.house.stage.seen.lock().unwrap();
+        assert_eq!(seen.len(), 100);
+        let resumed = |r: &GenerateRequest| r.resume.as_ref().map(|r| r.generated_ids.len());
+        assert!(seen.iter().all(|r| resumed(r) == Some(10)));
+        assert!(seen.iter().any(|r| r.request_id == "own-1"));
+    }
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_waits_to_be_accepted_is_sent_as_it_came() {
+    let other = Other::new(1).await;
+    // Its worker is not ready before the test is over.
+    let house = House::with(1, |stage, _| {
+        stage.load_steps.store(100_000, Ordering::Relaxed);
+    })
+    .await;
+    let text = Some(Prompt {
+        kind: Some(Kind::Text("abc".into())),
+    });
+    let asked = [
+        request(8),
+        GenerateRequest {
+            prompt: text,
+            ..named("mine", 8)
+        },
+    ];
+    let asked = asked.map(|request| {
+        let mut tokens = house.tokens();
+        tokio::spawn(async move {
+            let mut stream = tokens.generate(request).await.unwrap().into_inner();
+            let mut said = Said::default();
+            hear(&mut stream, &mut said, usize::MAX).await;
+            said
+        })
+    });
+    until(|| house.shared.admission.count() == 2).await;
+    drain(&house, other.socket());
+    let [ids, text] = asked;
+    ids.await.unwrap().check(&[1, 2, 3], 5, 8, 0);
+    text.await.unwrap().check(&[97, 98, 99], 5, 8, 0);
+    assert_eq!(taken(&house), 2);
+    house.stage.load_steps.store(0, Ordering::Relaxed);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_nobody_takes_goes_on_here() {
+    let house = held_at(10).await;
+    let running = begun(&house, named("mine", 32), 10).await;
+    drain(&house, "/nowhere/s.sock".into());
+    until(|| refused(&house) > 0).await;
+    house.stage.hold_at.store(0, Ordering::SeqCst);
+    running.end().await.check(&[1, 2, 3], 5, 32, 0);
+    assert_eq!(taken(&house), 0);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_without_the_model_takes_nothing_and_is_asked_twice() {
+    let other = Other::new(1).await;
+    let mut control = other.house.control();
+    let unload = v1::UnloadModelRequest { name: "m".into() };
+    control.unload_model(unload).await.unwrap();
+    let house = held_at(10).await;
+    let running = begun(&house, named("mine", 32), 10).await;
+    drain(&house, other.socket());
+    until(|| refused(&house) == 2).await;
+    house.stage.hold_at.store(0, Ordering::SeqCst);
+    running.end().await.check(&[1, 2, 3], 5, 32, 0);
+    assert_eq!((taken(&house), refused(&house)), (0, 2));
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_class_goes_on_only_if_the_request_lets_it_and_says_so() {
+    let other = Other::with(1, |stage, _| {
+        let mut classes = stage.classes.lock().unwrap();
+        classes.insert("w0".into(), "fake/other".into());
+    })
+    .await;
+    let house = held_at(10).await;
+    let stays = begun(&house, named("stays", 32), 10).await;
+    let crossing = GenerateRequest {
+        continue_across: true,
+        ..named("crosses", 32)
+    };
+    let mut crosses = begun(&house, crossing, 10).await;
+    drain(&house, other.socket());
+    let next = crosses.stream.message().await.unwrap().unwrap();
+    let Some(Event::Delta(delta)) = next.event.clone() else {
+        panic!("{next:?}");
+    };
+    assert_eq!(delta.numerics.unwrap().id, "fake/other");
+    crosses.said.hear(next.event.unwrap());
+    let crossed = crosses.end().await;
+    crossed.check(&[1, 2, 3], 5, 32, 0);
+    assert!(receipt(&crossed).continued_across);
+    until(|| refused(&house) > 0).await;
+    house.stage.hold_at.store(0, Ordering::SeqCst);
+    let stayed = stays.end().await;
+    stayed.check(&[1, 2, 3], 5, 32, 0);
+    assert!(!receipt(&stayed).continued_across);
+    assert_eq!(taken(&house), 1);
+    // What was not wanted there does not go on there.
+    until(|| other.running() == 0).await;
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_death_at_the_other_host_is_survived_and_told() {
+    let other = Other::new(2).await;
+    let house = held_at(10).await;
+    let running = begun(&house, request(32), 10).await;
+    let act = Act::DieAt(20, Duration::from_millis(5));
+    other.house.stage.act(act);
+    drain(&house, other.socket());
+    running.end().await.check(&[1, 2, 3], 5, 32, 1);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_comes_back_when_the_other_host_cannot_go_on() {
+    let other = Other::new(1).await;
+    other.house.stage.hold_at.store(20, Ordering::SeqCst);
+    let house = held_at(10).await;
+    let mut running = begun(&house, named("mine", 32), 10).await;
+    drain(&house, other.socket());
+    hear(&mut running.stream, &mut running.said, 20).await;
+    house.stage.hold_at.store(0, Ordering::SeqCst);
+    other.house.shared.abort.cancel();
+    running.end().await.check(&[1, 2, 3], 5, 32, 0);
+    assert!(taken(&house) == 1 && refused(&house) > 0);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_host_is_asked_until_it_has_room() {
+    let other = Other::new(1).await;
+    let full: Vec<_> = (0..limits::MAX_SCHEDULER_REQUESTS)
+        .map(|_| other.house.shared.admission.admit().unwrap())
+        .collect();
+    let house = held_at(10).await;
+    let running = begun(&house, named("mine", 32), 10).await;
+    drain(&house, other.socket());
+    until(|| refused(&house) == 3).await;
+    drop(full);
+    running.end().await.check(&[1, 2, 3], 5, 32, 0);
+    assert_eq!(taken(&house), 1);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_is_away_finds_all_of_its_stream_at_the_other_host() {
+    let other = Other::new(1).await;
+    let house = held_at(10).await;
+    let running = begun(&house, named("mine", 32), 4).await;
+    drop(running.stream);
+    let id = RequestId::new("mine").unwrap();
+    let stream = house.shared.streams.find(&id, &Caller::own()).unwrap();
+    until(|| !stream.is_attached()).await;
+    drain(&house, other.socket());
+    until(|| taken(&house) == 1).await;
+    // Nothing is left here that anybody would wait for.
+    until(|| house.shared.admission.count() == 0).await;
+    let status = attach(&house, "mine", &running.said).await;
+    let status = match status {
+        Ok(stream) => rest(stream, &mut Said::default()).await.unwrap_err(),
+        Err(status) => status,
+    };
+    let error = Error::typed(&status).unwrap();
+    assert_eq!(error.reason(), Reason::Draining);
+    let to = format!("unix:{}", other.socket().display());
+    assert_eq!(error.get("continues_at"), Some(&to[..]));
+    // It has less than was said here, and gets the rest there.
+    let mut said = running.said;
+    let stream = attach(&other.house, "mine", &said).await.unwrap();
+    rest(stream, &mut said).await.unwrap();
+    said.check(&[1, 2, 3], 5, 32, 0);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_wants_no_more_ends_its_stream_there_too() {
+    let other = Other::new(1).await;
+    other.house.stage.hold_at.store(20, Ordering::SeqCst);
+    let house = held_at(10).await;
+    let mut leaves = begun(&house, request(32), 10).await;
+    let mut cancels = begun(&house, named("mine", 32), 10).await;
+    drain(&house, other.socket());
+    hear(&mut leaves.stream, &mut leaves.said, 20).await;
+    hear(&mut cancels.stream, &mut cancels.said, 20).await;
+    assert_eq!(other.running(), 2);
+    drop(leaves);
+    until(|| other.running() == 1).await;
+    let request_id = "mine".to_owned();
+    let cancel = CancelStreamRequest { request_id };
+    house.tokens().cancel(cancel).await.unwrap();
+    until(|| other.running() == 0).await;
+    let end = cancels.stream.message().await;
+    assert_eq!(reason(end), Reason::Cancelled);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_does_not_matter_when_the_drain_comes_or_what_dies_meanwhile() {
+    let other = Other::new(2).await;
+    let mut went = 0;
+    for round in 0..12u64 {
+        let house = House::new(2).await;
+        house.ready(2).await;
+        // None of them ends before all have begun.
+        house.stage.hold_at.store(1, Ordering::SeqCst);
+        if round % 3 == 2 {
+            let act = Act::DieAt(40 + round as usize, Duration::from_millis(1));
+            house.stage.act(act.clone());
+            other.house.stage.act(act);
+        }
+        let running: Vec<_> = (0..24u32)
+            .map(|i| {
+                let mut tokens = house.tokens();
+                let request = GenerateRequest {
+                    prompt: prompt(&[i]),
+                    ..match i % 2 {
+                        0 => request(300),
+                        _ => named(&format!("own-{round}-{i}"), 300),
+                    }
+                };
+                let said = tokio::spawn(async move {
+                    let mut stream = tokens.generate(request).await.unwrap().into_inner();
+                    let mut said = Said::default();
+                    hear(&mut stream, &mut said, usize::MAX).await;
+                    said
+                });
+                (i, said)
+            })
+            .collect();
+        until(|| house.shared.admission.count() == 24).await;
+        house.stage.hold_at.store(0, Ordering::SeqCst);
+        until(|| house.stage.said.load(Ordering::SeqCst) >= round * 300).await;
+        drain(&house, other.socket());
+        for (i, said) in running {
+            let said = said.await.unwrap();
+            said.check(&[i], 5, 300, said.survived.len() as u32);
+        }
+        went += taken(&house);
+        house.end().await;
+    }
+    assert!(went > 12, "{went}");
+    other.house.end().await;
+}
