@@ -18,7 +18,8 @@ use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
 pub use values::{
-    AllowedUsers, BundledFiles, ConfiguredModel, DeviceChoice, Every, KvCache, NamedModels, Span,
+    AllowedUsers, BundledFiles, CollectorAddress, ConfiguredModel, DeviceChoice, Every, KvCache,
+    NamedModels, Share, Span,
 };
 
 use crate::{
@@ -30,6 +31,7 @@ use crate::{
     policy::ModelPolicy,
     supervisor::Policy,
     suspicion,
+    traces::Collector,
 };
 
 macro_rules! settings {
@@ -181,6 +183,12 @@ settings! {
     /// How many times as long as such a check the pause after it is at least: 1000 costs 0.1 % of the time [default: 1000]
     #[arg(value_name = "N")]
     check_share: u32 = "HOTCELL_CHECK_SHARE";
+    /// Collector that gets a trace of each request over OTLP (gRPC), for example http://127.0.0.1:4317 [default: $OTEL_EXPORTER_OTLP_ENDPOINT, else none]
+    #[arg(value_name = "URL")]
+    otlp_endpoint: CollectorAddress = "HOTCELL_OTLP_ENDPOINT";
+    /// Share of the requests that are traced, 0 to 1; those whose client has decided by its traceparent aside [default: 1]
+    #[arg(value_name = "SHARE")]
+    otlp_sample: Share = "HOTCELL_OTLP_SAMPLE";
     /// What to log: off, error, warn, info, debug, trace or a tracing filter [default: info]
     #[arg(value_name = "FILTER")]
     log: String = "HOTCELL_LOG";
@@ -320,6 +328,8 @@ pub struct Config {
     pub crash_dir: Option<PathBuf>,
     /// How often an idle one is checked, if at all.
     pub checks: Option<Pace>,
+    /// Who gets traces, if anybody.
+    pub traces: Option<Collector>,
     /// The log's filter.
     pub log: String,
     /// Whether the log is JSON.
@@ -339,6 +349,8 @@ pub struct Surroundings {
     pub uid: u32,
     /// This program's own path.
     pub executable: Option<PathBuf>,
+    /// `$OTEL_EXPORTER_OTLP_ENDPOINT`, unless `$OTEL_EXPORTER_OTLP_PROTOCOL` is another one than gRPC.
+    pub collector: Option<String>,
 }
 
 impl Surroundings {
@@ -359,6 +371,12 @@ impl Surroundings {
                 }),
             uid: rustix::process::geteuid().as_raw(),
             executable: std::env::current_exe().ok(),
+            collector: {
+                let text = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
+                let protocol = text("OTEL_EXPORTER_OTLP_PROTOCOL");
+                text("OTEL_EXPORTER_OTLP_ENDPOINT")
+                    .filter(|_| protocol.is_none_or(|protocol| protocol == "grpc"))
+            },
         }
     }
 }
@@ -525,6 +543,20 @@ impl Config {
         let http = s.http.filter(|_| !private);
         check_reach("--listen", listen, &access)?;
         check_reach("--http", http, &access)?;
+        let named = match (s.otlp_endpoint, &around.collector) {
+            _ if private => None,
+            (Some(named), _) => Some(named),
+            (None, Some(others)) => Some(others.parse().map_err(|error| {
+                usage(format!(
+                    "OTEL_EXPORTER_OTLP_ENDPOINT: {error}; --otlp-endpoint names another one"
+                ))
+            })?),
+            (None, None) => None,
+        };
+        let traces = named.map(|CollectorAddress(endpoint)| Collector {
+            endpoint,
+            sample: s.otlp_sample.map_or(1.0, |share| share.0),
+        });
         let log = s.log.unwrap_or_else(|| "info".to_owned());
         Ok(Config {
             socket: (!private).then(|| {
@@ -589,6 +621,7 @@ impl Config {
                     interval,
                     share: s.check_share.unwrap_or(known::SHARE),
                 }),
+            traces,
             log,
             log_json: s.log_json.unwrap_or(false),
         })
@@ -709,6 +742,37 @@ mod tests {
         );
         for wrong in ["me", "1:root", "1:"] {
             assert!(resolve(&["--allow-uid", wrong], "").is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn traces_go_to_whom_a_setting_names_and_else_to_whom_all_programs_tell() {
+        let with = |flags: &[&str], collector: Option<&str>| {
+            let cli = Cli::try_parse_from([&["hotcell-scheduler"], flags].concat()).unwrap();
+            let around = Surroundings {
+                collector: collector.map(str::to_owned),
+                ..around()
+            };
+            let config = Config::resolve(cli, Settings::default(), &around)?;
+            let told = |c: Collector| (c.endpoint.to_string(), c.sample);
+            Ok::<_, Failure>(config.traces.map(told))
+        };
+        let others = Some("http://collector:4317");
+        assert_eq!(with(&[], None).unwrap(), None);
+        let (endpoint, sample) = with(&[], others).unwrap().unwrap();
+        assert_eq!((&endpoint[..], sample), ("http://collector:4317/", 1.0));
+        let flags = ["--otlp-endpoint=http://[::1]:9", "--otlp-sample=0.25"];
+        let (endpoint, sample) = with(&flags, others).unwrap().unwrap();
+        assert_eq!((&endpoint[..], sample), ("http://[::1]:9/", 0.25));
+        let failure = with(&[], Some("https://collector")).unwrap_err();
+        let word = "OTEL_EXPORTER_OTLP_ENDPOINT";
+        assert!(failure.message.contains(word), "{}", failure.message);
+        // What is about the host is not about a private one.
+        assert_eq!(with(&["--private-fd=3"], others).unwrap(), None);
+        let file = "otlp_endpoint = \"http://a:1\"\notlp_sample = 1\n";
+        assert!(resolve(&[], file).unwrap().traces.is_some());
+        for wrong in ["otlp_sample = 1.5", "otlp_endpoint = \"a:1\""] {
+            assert!(resolve(&[], wrong).is_err(), "{wrong}");
         }
     }
 

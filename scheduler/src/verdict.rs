@@ -10,6 +10,7 @@ use crate::{
     death::DeathKind,
     discover::clip,
     fleet::{Link, Placed, is_broken, words},
+    traces::Span,
 };
 
 /// Has a worker that broke the protocol replaced: what it says to others cannot be trusted either. Returns once it is
@@ -67,8 +68,8 @@ pub(crate) async fn verdict(placed: &Placed, status: &Status) -> Option<Error> {
     None
 }
 
-/// A request that carries what remains of the deadline.
-pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>) -> Request<T> {
+/// A request that carries what remains of the deadline, and where it is in its trace.
+pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>, trace: &Span) -> Request<T> {
     let mut request = Request::new(message);
     if let Some(at) = deadline {
         // gRPC knows no zero; our own timer is about to say so.
@@ -77,5 +78,6 @@ pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>) -> Request<T> {
             .max(Duration::from_millis(1));
         request.set_timeout(left);
     }
+    trace.carry(&mut request);
     request
 }
