@@ -11,6 +11,7 @@ mod packing;
 mod placing;
 mod readers;
 mod suspects;
+mod traces;
 
 use std::{
     path::Path,
@@ -37,6 +38,7 @@ use hotcell_scheduler::{
     packed::Packs,
     service::{self, Doors, Shared},
     streams::Streams,
+    traces::Traces,
     vault::{self, Source},
 };
 use tokio_util::sync::CancellationToken;
@@ -124,6 +126,9 @@ impl House {
         let mut shared = Shared::new(Arc::clone(&fleet));
         if let Some(room) = stage.room.lock().unwrap().take() {
             shared.streams = Streams::new(room, config.timeouts.reattach);
+        }
+        if let Some(collector) = &config.traces {
+            shared.traces = Traces::to(collector).unwrap();
         }
         let (routes, health) = service::routes(&shared, &[]).unwrap();
         tokio::spawn(service::report_health(shared.clone(), health));
