@@ -3,28 +3,29 @@
 //! A client never learns from a broken stream that a worker died. A worker's stream is read at the worker's pace,
 //! whether or not the client reads: what is in the journal is what the client gets, sooner or later.
 
+mod loss;
+
 use std::{sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::{ModelName, RequestId},
     v1::{
-        AffectedRequest, EventKind, Finished, GenerateRequest, Survived, Timings,
-        generate_event::Event, prompt::Kind,
+        AffectedRequest, Finished, GenerateRequest, Timings, generate_event::Event, prompt::Kind,
     },
 };
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
+use loss::Loss;
+
 use crate::{
     admission::{Permit, draining},
-    death::DeathKind,
-    events::About,
-    fleet::{Fleet, Link, Lost, Placed, Using},
+    fleet::{Fleet, Link, Placed, Using},
     journal::{Bounds, Journal, Past},
     meters::Meter,
-    onward::{self, Onward},
+    onward,
     placement::Wish,
     stream::Stream,
     streams::Streams,
@@ -53,27 +54,6 @@ pub struct Call {
     pub using: Using,
     /// Its span.
     pub trace: Span,
-}
-
-/// A worker that was lost under a stream, of which the client has not been told yet.
-struct Loss {
-    link: Arc<Link>,
-    at: Instant,
-    generated: u64,
-}
-
-impl Loss {
-    fn tell(self, on: &Link) -> Survived {
-        let kind = self.link.fate.kind().map_or("", DeathKind::name);
-        Survived {
-            worker: self.link.worker.clone(),
-            epoch: self.link.epoch,
-            exit_kind: kind.to_owned(),
-            generated: self.generated,
-            pause_ms: self.at.elapsed().as_secs_f64() * 1e3,
-            continued_on: on.worker.clone(),
-        }
-    }
 }
 
 /// How one worker's part of a stream ended.
@@ -404,67 +384,6 @@ impl Relayed<'_> {
         found.inspect_err(|error| waited.fail(error.reason().name()))
     }
 
-    /// A place for the rest of a stream whose worker was lost.
-    async fn next_place(&mut self, journal: &mut Journal, had: &Had) -> Result<Placed, Error> {
-        journal.count_death();
-        let Had { link, home, alone } = had;
-        let (worker, epoch) = (link.worker.as_str(), link.epoch);
-        let lost = Lost {
-            request: journal.request_id(),
-            link,
-            home,
-            alone: *alone,
-            accepted: !journal.is_greeting(),
-        };
-        let next = self.fleet.witness(&mut self.record, &lost);
-        self.out.suffered(journal.deaths(), self.record.blamed());
-        let (wish, alone) =
-            match onward::after_death(journal, worker, link.fate.death(), home, next) {
-                Onward::Elsewhere(wish) => (wish, false),
-                Onward::Alone(wish) => (wish, true),
-                Onward::Nowhere(error) => {
-                    let node = self.fleet.crashes.last_node(worker, epoch);
-                    return Err(match node {
-                        Some(node) => error.with("node", node),
-                        None => error,
-                    });
-                }
-            };
-        let placed = self.place(journal, wish, alone);
-        let placed = placed.await.map_err(|error| match error.reason() {
-            Reason::NoWorker => onward::lost(worker, format!(
-                "worker {worker} died after {} tokens, and no worker of its numerics class came up to go on",
-                journal.generated()
-            )),
-            _ => error,
-        })?;
-        if let Some(class) = journal.class() {
-            let caution = if class.id != placed.class.id {
-                "; in another numerics class, so that the rest may differ"
-            } else if !class.reproducible {
-                "; its numerics class is not reproducible, so that the rest may differ"
-            } else {
-                ""
-            };
-            let how = if placed.is_alone() { " alone" } else { "" };
-            let message = format!(
-                "request {} goes on{how} after {} tokens; {worker} (epoch {epoch}) died{caution}",
-                journal.request_id(),
-                journal.generated(),
-            );
-            tracing::info!(worker = placed.link.worker, "{message}");
-            let about = About {
-                worker: &placed.link.worker,
-                epoch: placed.link.epoch,
-                model: self.model.as_str(),
-            };
-            self.fleet
-                .events
-                .tell(EventKind::StreamContinued, about, message);
-        }
-        Ok(placed)
-    }
-
     /// Relays one worker's part, and has it in the trace.
     async fn relay(&mut self, journal: &mut Journal, placed: Placed) -> Result<Part, Error> {
         let link = Arc::clone(&placed.link);
@@ -589,14 +508,6 @@ impl Relayed<'_> {
         }
         let after = self.last_token.replace(now).map(|last| now - last);
         self.meter.generated(tokens, after);
-    }
-
-    /// The deaths to tell the client of.
-    fn tell_losses(&mut self, on: &Link) -> Vec<Survived> {
-        for loss in &self.losses {
-            self.meter.continued(loss.at.elapsed());
-        }
-        self.losses.drain(..).map(|loss| loss.tell(on)).collect()
     }
 
     /// Tells the words of a living worker from a death.
