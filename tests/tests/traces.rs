@@ -244,3 +244,27 @@ async fn a_stream_that_another_program_goes_on_with_stays_in_its_trace() {
     }
     panic!("every stream was over before the other program began, {TRIES} times");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_spans_are_sent_before_a_scheduler_ends() {
+    let heard = Heard::default();
+    let collector = format!("http://{}", heard.listen().await);
+    let arguments = ["--devices", "cpu:1", "--otlp-endpoint", &collector];
+    let mut cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let options = GenerateOptions {
+        max_tokens: 4,
+        ..GenerateOptions::default()
+    };
+    let stream = client.generate("In the beginning", options).await.unwrap();
+    stream.complete().await.unwrap();
+    cluster.scheduler.signal(Signal::TERM).unwrap();
+    let ended = tokio::task::spawn_blocking(move || cluster.scheduler.wait());
+    assert!(ended.await.unwrap().unwrap().success());
+    let all = heard.0.lock().unwrap().clone();
+    let own = all.iter().find(|span| span.kind() == SpanKind::Server);
+    assert_eq!(own.unwrap().name, "text_completion kjv");
+}

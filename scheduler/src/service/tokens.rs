@@ -63,7 +63,7 @@ impl Shared {
         caller: &Caller,
         trace: &mut Span,
     ) -> Result<EventStream, Error> {
-        let admission = trace.first_child(&ADMISSION);
+        let mut admission = trace.first_child(&ADMISSION);
         request.tenant = caller.tenant(&request.tenant).to_owned();
         check_request(&request)?;
         let (model, using) = self.fleet.engage(&request.model)?;
@@ -95,8 +95,8 @@ impl Shared {
         let (stream, permit) = match opened {
             Opened::New(stream, permit) => (stream, permit),
             Opened::Known(stream) => {
-                // It has a span already.
-                trace.forget();
+                admission.forget();
+                caller.trace.take_back(trace);
                 return stream.attach(None, streams.reader());
             }
         };

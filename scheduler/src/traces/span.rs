@@ -367,6 +367,15 @@ impl Arrival {
         }
     }
 
+    /// There was no such request after all, but one that has a span already: nobody hears of it.
+    pub fn take_back(&self, span: &mut Span) {
+        span.live = None;
+        let own = self.own.as_ref();
+        if let Some(own) = own.filter(|own| span.context == Some(own.context)) {
+            own.taken.store(false, Ordering::Relaxed);
+        }
+    }
+
     /// The parent that a program after this one has to name so that the trace goes on there: the client's span, or the
     /// request's own where the trace began.
     pub fn parent(&self) -> Option<TraceContext> {

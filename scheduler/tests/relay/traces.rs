@@ -275,6 +275,70 @@ async fn a_client_that_does_not_record_its_trace_is_not_told_of() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_comes_again_is_the_one_it_was() {
+    let (house, heard) = traced(1).await;
+    let asked = GenerateRequest {
+        request_id: "mine".into(),
+        ..request(4)
+    };
+    assert!(run(&house, Request::new(asked.clone())).await.is_some());
+    assert_eq!(run(&house, Request::new(asked)).await, None);
+    let spans = told(&house, &heard).await;
+    let server = the(&spans, "text_completion m");
+    let admissions = spans.iter().filter(|span| span.name == "admission");
+    let parents: Vec<_> = admissions.map(|span| &span.parent_span_id).collect();
+    assert_eq!(parents, [&server.span_id]);
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_for_text_and_vectors_are_spans_as_well() {
+    let (house, heard) = traced(2).await;
+    let prompt = |text: &str| Prompt {
+        kind: Some(Kind::Text(text.into())),
+    };
+    let ask = v1::TokenizeRequest {
+        prompt: Some(prompt("die")),
+        ..v1::TokenizeRequest::default()
+    };
+    // The first worker that reads it dies.
+    house.stage.act(Act::DieAtOnce);
+    let ask = with_parent(ask, &parent("01"));
+    let answer = house.tokens().tokenize(ask).await.unwrap();
+    let place = answer.metadata().get("traceparent").unwrap();
+    let place = place.to_str().unwrap().to_owned();
+    let ask = v1::DetokenizeRequest {
+        ids: vec![7],
+        ..v1::DetokenizeRequest::default()
+    };
+    house.tokens().detokenize(ask).await.unwrap();
+    // Which no fake can.
+    let ask = v1::EmbedRequest {
+        prompts: vec![prompt("a")],
+        ..v1::EmbedRequest::default()
+    };
+    house.tokens().embed(ask).await.unwrap_err();
+    let spans = told(&house, &heard).await;
+    let server = the(&spans, "tokenize m");
+    assert_eq!(place, format!("00-{TRACE}-{}-01", hex(&server.span_id)));
+    let parts = within(&spans, server);
+    let order = ["placement", "worker", "placement", "worker"];
+    assert_eq!(names(&parts), order);
+    assert_eq!(text(&parts[1].attributes, "error.type"), "signal");
+    assert_eq!(server.events[0].name, "worker_died");
+    assert!(server.status.is_none());
+    let parts = within(&spans, the(&spans, "detokenize m"));
+    assert_eq!(names(&parts), ["placement", "worker"]);
+    let failed = the(&spans, "embeddings m");
+    assert_eq!(failed.kind(), SpanKind::Server);
+    assert_eq!(
+        text(&failed.attributes, "error.type"),
+        Reason::ProtocolViolation.name()
+    );
+    house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_refused_says_why() {
     let (house, heard) = traced(1).await;
     let unknown = GenerateRequest {
