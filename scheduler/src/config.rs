@@ -4,6 +4,7 @@
 //! that they cannot drift apart: key `restart_budget`, flag `--restart-budget`, variable
 //! `HOTCELL_RESTART_BUDGET`. A key given higher up replaces the whole value from below, tables and lists too.
 
+mod surroundings;
 mod values;
 
 use std::{
@@ -17,6 +18,7 @@ use std::{
 use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
+pub use surroundings::Surroundings;
 pub use values::{
     AllowedUsers, BundledFiles, CollectorAddress, ConfiguredModel, DeviceChoice, Every, KvCache,
     NamedModels, Share, Span,
@@ -336,51 +338,6 @@ pub struct Config {
     pub log_json: bool,
 }
 
-/// What of the surroundings the defaults depend on.
-#[derive(Clone, Debug, Default)]
-pub struct Surroundings {
-    /// `$XDG_RUNTIME_DIR`.
-    pub runtime_dir: Option<PathBuf>,
-    /// `$XDG_CONFIG_HOME`, or `$HOME/.config`.
-    pub config_home: Option<PathBuf>,
-    /// Hotcell's own part of `$XDG_CACHE_HOME` or `$HOME/.cache`, or what the service manager made for it.
-    pub cache: Option<PathBuf>,
-    /// Effective user id.
-    pub uid: u32,
-    /// This program's own path.
-    pub executable: Option<PathBuf>,
-    /// `$OTEL_EXPORTER_OTLP_ENDPOINT`, unless `$OTEL_EXPORTER_OTLP_PROTOCOL` is another one than gRPC.
-    pub collector: Option<String>,
-}
-
-impl Surroundings {
-    /// Those of this process.
-    pub fn here() -> Self {
-        let path = |name: &str| std::env::var_os(name).map(PathBuf::from);
-        Self {
-            runtime_dir: path("XDG_RUNTIME_DIR"),
-            config_home: path("XDG_CONFIG_HOME")
-                .filter(|p| p.is_absolute())
-                .or_else(|| path("HOME").map(|home| home.join(".config"))),
-            cache: path("CACHE_DIRECTORY")
-                .filter(|p| p.is_absolute())
-                .or_else(|| {
-                    let home = path("XDG_CACHE_HOME").filter(|p| p.is_absolute());
-                    let home = home.or_else(|| path("HOME").map(|home| home.join(".cache")));
-                    home.map(|home| home.join("hotcell"))
-                }),
-            uid: rustix::process::geteuid().as_raw(),
-            executable: std::env::current_exe().ok(),
-            collector: {
-                let text = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
-                let protocol = text("OTEL_EXPORTER_OTLP_PROTOCOL");
-                text("OTEL_EXPORTER_OTLP_ENDPOINT")
-                    .filter(|_| protocol.is_none_or(|protocol| protocol == "grpc"))
-            },
-        }
-    }
-}
-
 fn usage(message: impl Into<String>) -> Failure {
     Failure::new(Exit::Usage, message)
 }
@@ -543,20 +500,6 @@ impl Config {
         let http = s.http.filter(|_| !private);
         check_reach("--listen", listen, &access)?;
         check_reach("--http", http, &access)?;
-        let named = match (s.otlp_endpoint, &around.collector) {
-            _ if private => None,
-            (Some(named), _) => Some(named),
-            (None, Some(others)) => Some(others.parse().map_err(|error| {
-                usage(format!(
-                    "OTEL_EXPORTER_OTLP_ENDPOINT: {error}; --otlp-endpoint names another one"
-                ))
-            })?),
-            (None, None) => None,
-        };
-        let traces = named.map(|CollectorAddress(endpoint)| Collector {
-            endpoint,
-            sample: s.otlp_sample.map_or(1.0, |share| share.0),
-        });
         let log = s.log.unwrap_or_else(|| "info".to_owned());
         Ok(Config {
             socket: (!private).then(|| {
@@ -621,7 +564,10 @@ impl Config {
                     interval,
                     share: s.check_share.unwrap_or(known::SHARE),
                 }),
-            traces,
+            traces: match private {
+                true => None,
+                false => around.traces(s.otlp_endpoint, s.otlp_sample)?,
+            },
             log,
             log_json: s.log_json.unwrap_or(false),
         })
