@@ -17,7 +17,10 @@ use hotcell_proto::{
 };
 use tokio::time::{Instant, Sleep};
 use tokio_stream::{Stream, StreamExt};
-use tonic::Streaming;
+use tonic::{
+    Streaming,
+    metadata::{Ascii, MetadataValue},
+};
 
 use crate::connect::{Client, read_status};
 use back::{Back, Held};
@@ -110,6 +113,8 @@ pub struct GenerateOptions {
     pub parse_output: bool,
     /// The whole stream must be complete after this long. Sent along, and kept here as well.
     pub deadline: Option<Duration>,
+    /// The span that the request is made in, as W3C's `traceparent`: its trace goes on in the scheduler. Empty: none.
+    pub traceparent: String,
 }
 
 impl GenerateOptions {
@@ -208,6 +213,7 @@ pub struct Generation {
     returns: u32,
     survived: Vec<v1::Survived>,
     peer: String,
+    traceparent: Option<String>,
 }
 
 #[derive(Debug)]
@@ -279,6 +285,11 @@ impl Generation {
     /// How often the connection broke and was made again.
     pub fn returns(&self) -> u32 {
         self.returns
+    }
+
+    /// Where the request is in its trace, as W3C's `traceparent`, if the scheduler makes traces.
+    pub fn traceparent(&self) -> Option<&str> {
+        self.traceparent.as_deref()
     }
 
     /// The workers that died under this stream so far, of which its events tell nothing but a pause: as many as the
@@ -409,12 +420,38 @@ impl Stream for Generation {
     }
 }
 
+/// W3C's header.
+const TRACEPARENT: &str = "traceparent";
+
+/// The header that names the span which a request is made in.
+type TraceHeader = MetadataValue<Ascii>;
+
+fn trace_header(parent: &str) -> Result<Option<TraceHeader>, Error> {
+    if parent.is_empty() {
+        return Ok(None);
+    }
+    let header = parent.parse().map_err(|_| {
+        let what = format!("{parent:?} is no traceparent");
+        Error::new(Reason::InvalidArgument, what).with("field", TRACEPARENT)
+    });
+    header.map(Some)
+}
+
+/// A request that carries it.
+fn traced<T>(message: T, parent: Option<TraceHeader>) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    if let Some(parent) = parent {
+        request.metadata_mut().insert(TRACEPARENT, parent);
+    }
+    request
+}
+
 impl Client {
     /// Continues `prompt`. The request runs until the stream is over or dropped.
     ///
     /// # Errors
-    /// The server's, where it refuses the request before the first event; [`Reason::DeadlineExceeded`]; one for
-    /// which [`crate::connect::is_unreachable`] holds.
+    /// The server's, where it refuses the request before the first event; [`Reason::DeadlineExceeded`];
+    /// [`Reason::InvalidArgument`] for a `traceparent` that is no text of a header; one for which [`crate::connect::is_unreachable`] holds.
     pub async fn generate(
         &self,
         prompt: impl Into<Prompt>,
@@ -428,6 +465,7 @@ impl Client {
             false => Duration::ZERO,
         };
         let own = !options.request_id.is_empty();
+        let parent = trace_header(&options.traceparent)?;
         let mut message = options.into_request(prompt.into());
         if !own && !patience.is_zero() {
             RequestId::random()?
@@ -436,8 +474,9 @@ impl Client {
         }
         let named = !message.request_id.is_empty();
         // Made before the call, which may be dropped when the request is on its way.
-        let mut held = named.then(|| Held::of_request(self, &message, patience, !own));
-        let mut request = tonic::Request::new(message);
+        let mut held =
+            named.then(|| Held::of_request(self, &message, parent.clone(), patience, !own));
+        let mut request = traced(message, parent);
         if let Some(after) = after {
             // gRPC writes at most eight digits; more than about three years is no deadline.
             request.set_timeout(after.min(Duration::from_secs(99_999_999)));
@@ -466,7 +505,11 @@ impl Client {
                 _ => error,
             }
         };
-        let source = match response.map_err(read) {
+        let response = response.map_err(read);
+        let place = response.as_ref().ok();
+        let place = place.and_then(|response| response.metadata().get(TRACEPARENT));
+        let traceparent = place.and_then(|place| Some(place.to_str().ok()?.to_owned()));
+        let source = match response {
             Ok(response) => Source::Open(Box::new(response.into_inner())),
             // The connection may have broken long ago, unnoticed.
             Err(error) => match held.as_mut().and_then(|held| held.way_back(&error)) {
@@ -486,6 +529,7 @@ impl Client {
             returns: 0,
             survived: Vec::new(),
             peer: self.peer().to_owned(),
+            traceparent,
         })
     }
 
@@ -521,6 +565,7 @@ impl Client {
             returns: 0,
             survived: Vec::new(),
             peer: self.peer().to_owned(),
+            traceparent: None,
         })
     }
 }

@@ -51,6 +51,24 @@ async fn a_stream_is_accepted_then_deltas_then_finished() {
 }
 
 #[tokio::test]
+async fn a_trace_goes_along_and_comes_back() {
+    let running = fake::start().await;
+    let client = client(&running).await;
+    let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    let ask = async |traceparent: &str| {
+        let options = GenerateOptions {
+            traceparent: traceparent.into(),
+            ..GenerateOptions::default()
+        };
+        client.generate("a", options).await
+    };
+    assert_eq!(ask(parent).await.unwrap().traceparent(), Some(parent));
+    assert_eq!(ask("").await.unwrap().traceparent(), None);
+    let odd = ask("00-\n").await.unwrap_err();
+    assert_eq!(odd.reason(), Reason::InvalidArgument);
+}
+
+#[tokio::test]
 async fn a_whole_answer_is_put_together() {
     let running = fake::start().await;
     let stream = client(&running)
@@ -192,6 +210,8 @@ async fn all_options_reach_the_server() {
         grammar: Some(Grammar::Regex("a+".to_owned())),
         parse_output: true,
         deadline: None,
+        // Told by another test: it is no part of the message.
+        traceparent: String::new(),
     };
     let stream = client(&running)
         .await

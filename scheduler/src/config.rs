@@ -6,6 +6,7 @@
 
 mod parts;
 mod reach;
+mod surroundings;
 mod values;
 
 use std::{
@@ -20,8 +21,10 @@ use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
 pub use parts::{PackConfig, Timeouts, WorkerConfig};
+pub use surroundings::Surroundings;
 pub use values::{
-    AllowedUsers, BundledFiles, ConfiguredModel, DeviceChoice, Every, KvCache, NamedModels, Span,
+    AllowedUsers, BundledFiles, CollectorAddress, ConfiguredModel, DeviceChoice, Every, KvCache,
+    NamedModels, Share, Span,
 };
 
 use reach::{check_reach, drain_to, tls_files};
@@ -36,6 +39,7 @@ use crate::{
     policy::ModelPolicy,
     supervisor::Policy,
     suspicion,
+    traces::Collector,
 };
 
 macro_rules! settings {
@@ -205,6 +209,12 @@ settings! {
     /// How many times as long as such a check the pause after it is at least: 1000 costs 0.1 % of the time [default: 1000]
     #[arg(value_name = "N")]
     check_share: u32 = "HOTCELL_CHECK_SHARE";
+    /// Collector that gets a trace of each request over OTLP (gRPC), for example http://127.0.0.1:4317 [default: $OTEL_EXPORTER_OTLP_ENDPOINT, else none]
+    #[arg(value_name = "URL")]
+    otlp_endpoint: CollectorAddress = "HOTCELL_OTLP_ENDPOINT";
+    /// Share of the requests that are traced, 0 to 1; those whose client has decided by its traceparent aside [default: 1]
+    #[arg(value_name = "SHARE")]
+    otlp_sample: Share = "HOTCELL_OTLP_SAMPLE";
     /// What to log: off, error, warn, info, debug, trace or a tracing filter [default: info]
     #[arg(value_name = "FILTER")]
     log: String = "HOTCELL_LOG";
@@ -307,47 +317,12 @@ pub struct Config {
     pub crash_dir: Option<PathBuf>,
     /// How often an idle one is checked, if at all.
     pub checks: Option<Pace>,
+    /// Who gets traces, if anybody.
+    pub traces: Option<Collector>,
     /// The log's filter.
     pub log: String,
     /// Whether the log is JSON.
     pub log_json: bool,
-}
-
-/// What of the surroundings the defaults depend on.
-#[derive(Clone, Debug, Default)]
-pub struct Surroundings {
-    /// `$XDG_RUNTIME_DIR`.
-    pub runtime_dir: Option<PathBuf>,
-    /// `$XDG_CONFIG_HOME`, or `$HOME/.config`.
-    pub config_home: Option<PathBuf>,
-    /// Hotcell's own part of `$XDG_CACHE_HOME` or `$HOME/.cache`, or what the service manager made for it.
-    pub cache: Option<PathBuf>,
-    /// Effective user id.
-    pub uid: u32,
-    /// This program's own path.
-    pub executable: Option<PathBuf>,
-}
-
-impl Surroundings {
-    /// Those of this process.
-    pub fn here() -> Self {
-        let path = |name: &str| std::env::var_os(name).map(PathBuf::from);
-        Self {
-            runtime_dir: path("XDG_RUNTIME_DIR"),
-            config_home: path("XDG_CONFIG_HOME")
-                .filter(|p| p.is_absolute())
-                .or_else(|| path("HOME").map(|home| home.join(".config"))),
-            cache: path("CACHE_DIRECTORY")
-                .filter(|p| p.is_absolute())
-                .or_else(|| {
-                    let home = path("XDG_CACHE_HOME").filter(|p| p.is_absolute());
-                    let home = home.or_else(|| path("HOME").map(|home| home.join(".cache")));
-                    home.map(|home| home.join("hotcell"))
-                }),
-            uid: rustix::process::geteuid().as_raw(),
-            executable: std::env::current_exe().ok(),
-        }
-    }
 }
 
 fn usage(message: impl Into<String>) -> Failure {
@@ -540,6 +515,10 @@ impl Config {
                     interval,
                     share: s.check_share.unwrap_or(known::SHARE),
                 }),
+            traces: match private {
+                true => None,
+                false => around.traces(s.otlp_endpoint, s.otlp_sample)?,
+            },
             log,
             log_json: s.log_json.unwrap_or(false),
         })
@@ -670,6 +649,37 @@ mod tests {
         );
         for wrong in ["me", "1:root", "1:"] {
             assert!(resolve(&["--allow-uid", wrong], "").is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn traces_go_to_whom_a_setting_names_and_else_to_whom_all_programs_tell() {
+        let with = |flags: &[&str], collector: Option<&str>| {
+            let cli = Cli::try_parse_from([&["hotcell-scheduler"], flags].concat()).unwrap();
+            let around = Surroundings {
+                collector: collector.map(str::to_owned),
+                ..around()
+            };
+            let config = Config::resolve(cli, Settings::default(), &around)?;
+            let told = |c: Collector| (c.endpoint.to_string(), c.sample);
+            Ok::<_, Failure>(config.traces.map(told))
+        };
+        let others = Some("http://collector:4317");
+        assert_eq!(with(&[], None).unwrap(), None);
+        let (endpoint, sample) = with(&[], others).unwrap().unwrap();
+        assert_eq!((&endpoint[..], sample), ("http://collector:4317/", 1.0));
+        let flags = ["--otlp-endpoint=http://[::1]:9", "--otlp-sample=0.25"];
+        let (endpoint, sample) = with(&flags, others).unwrap().unwrap();
+        assert_eq!((&endpoint[..], sample), ("http://[::1]:9/", 0.25));
+        let failure = with(&[], Some("https://collector")).unwrap_err();
+        let word = "OTEL_EXPORTER_OTLP_ENDPOINT";
+        assert!(failure.message.contains(word), "{}", failure.message);
+        // What is about the host is not about a private one.
+        assert_eq!(with(&["--private-fd=3"], others).unwrap(), None);
+        let file = "otlp_endpoint = \"http://a:1\"\notlp_sample = 1\n";
+        assert!(resolve(&[], file).unwrap().traces.is_some());
+        for wrong in ["otlp_sample = 1.5", "otlp_endpoint = \"a:1\""] {
+            assert!(resolve(&[], wrong).is_err(), "{wrong}");
         }
     }
 

@@ -41,5 +41,6 @@ pub mod takeover;
 pub mod tensors;
 pub mod testimony;
 pub mod text;
+pub mod traces;
 pub mod vault;
 mod verdict;

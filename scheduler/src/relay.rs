@@ -33,6 +33,7 @@ use crate::{
     streams::Streams,
     suspicion::Record,
     text,
+    traces::{self, FIRST_TOKEN, PLACEMENT, Span, TOKENIZE, TOKENS, Value},
     verdict::{bounded, condemn, verdict, violated},
 };
 
@@ -53,6 +54,8 @@ pub struct Call {
     pub past: Option<Past>,
     /// Keeps its model where it is.
     pub using: Using,
+    /// Its span.
+    pub trace: Span,
 }
 
 /// How one worker's part of a stream ended.
@@ -86,7 +89,7 @@ impl Drop for Writer {
 /// Serves a request to its end, by Finished or a status, and keeps its stream for as long as its client may want it.
 pub async fn run(
     fleet: Arc<Fleet>,
-    call: Call,
+    mut call: Call,
     stream: Arc<Stream>,
     streams: Streams,
     abort: CancellationToken,
@@ -95,11 +98,19 @@ pub async fn run(
     let model = call.model.clone();
     let writer = Writer(stream);
     let (meter, arrived) = (fleet.meters.of(&model), Instant::now());
-    let end = serve(&fleet, call, &writer.0, &streams, abort).await;
+    let mut trace = std::mem::take(&mut call.trace);
+    let end = serve(&fleet, (call, &mut trace), &writer.0, &streams, abort).await;
     match &end {
-        Ok(finished) => meter.finished(finished, arrived.elapsed()),
-        Err(error) => meter.failed(error.reason().name()),
+        Ok(finished) => {
+            meter.finished(finished, arrived.elapsed());
+            traces::finished(&mut trace, finished);
+        }
+        Err(error) => {
+            meter.failed(error.reason().name());
+            trace.fail(error.reason().name());
+        }
     }
+    drop(trace);
     match &end {
         Ok(_) => {}
         Err(error) if error.reason() == Reason::Cancelled => {
@@ -118,7 +129,7 @@ pub async fn run(
 
 async fn serve(
     fleet: &Arc<Fleet>,
-    call: Call,
+    (call, trace): (Call, &mut Span),
     stream: &Stream,
     streams: &Streams,
     abort: CancellationToken,
@@ -139,13 +150,13 @@ async fn serve(
             "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
         )),
         () = abort.cancelled() => Err(draining()),
-        end = road(fleet, call, (stream, streams)) => end,
+        end = road(fleet, (call, trace), (stream, streams)) => end,
     }
 }
 
 async fn road(
     fleet: &Arc<Fleet>,
-    call: Call,
+    (call, trace): (Call, &mut Span),
     (out, streams): (&Stream, &Streams),
 ) -> Result<Finished, Error> {
     let tenant = call.request.tenant.clone();
@@ -154,7 +165,12 @@ async fn road(
         model: &call.model,
         tenant: &tenant,
         deadline: call.deadline,
-        leaving: Leaving::new((fleet, &call.model), (out, streams), call.deadline),
+        leaving: Leaving::new(
+            (fleet, &call.model),
+            (out, streams),
+            call.deadline,
+            trace.context(),
+        ),
         out,
         streams,
         meter: fleet.meters.of(&call.model),
@@ -165,6 +181,8 @@ async fn road(
         permit: Some(call.permit),
         record: Record::default(),
         losses: Vec::new(),
+        trace,
+        crowded: false,
     };
     let (mut journal, mut placed) = match call.past {
         None => {
@@ -249,6 +267,9 @@ struct Relayed<'a> {
     record: Record,
     /// Those that the client has not been told of.
     losses: Vec<Loss>,
+    trace: &'a mut Span,
+    /// Whether the last worker had no place for it.
+    crowded: bool,
 }
 
 /// The place a stream had.
@@ -271,9 +292,13 @@ impl Relayed<'_> {
         let ids = match prompt.and_then(|p| p.kind) {
             Some(Kind::Ids(ids)) => ids.ids,
             kind => {
-                let tokenized =
-                    text::tokenize(fleet, (model, self.tenant), kind, false, self.deadline);
-                tokenized.await?.ids
+                let mut part = self.trace.child(&TOKENIZE);
+                let with = (self.deadline, &mut part);
+                let tokenized = text::tokenize(fleet, (model, self.tenant), kind, false, with);
+                let tokenized = tokenized.await;
+                tokenized
+                    .inspect_err(|error| part.fail(error.reason().name()))?
+                    .ids
             }
         };
         request.max_tokens = fleet.most_tokens(model, ids.len(), request.max_tokens)?;
@@ -325,7 +350,7 @@ impl Relayed<'_> {
             model: self.model.as_str().to_owned(),
             generated: journal.generated() as u64,
             outcome,
-            trace_id: String::new(),
+            trace_id: self.trace.trace_id(),
         };
         let crashes = &self.fleet.crashes;
         crashes.affected(&had.link.worker, had.link.epoch, request);
@@ -348,7 +373,9 @@ impl Relayed<'_> {
             prints: Some(&prints),
             ..Wish::default()
         };
-        self.fleet.acquire(self.model, wish, cost).await
+        let mut waited = self.trace.child(&PLACEMENT);
+        let placed = self.fleet.acquire(self.model, wish, cost).await;
+        placed.inspect_err(|error| waited.fail(error.reason().name()))
     }
 
     /// A place for the rest of a stream: of its class, or of another one if none comes up and the request says so.
@@ -370,7 +397,12 @@ impl Relayed<'_> {
                     .await
             }
         };
-        match find(wish).await {
+        let mut waited = self.trace.child(&PLACEMENT);
+        if self.crowded {
+            // It is asked again and again.
+            waited.forget();
+        }
+        let found = match find(wish).await {
             Err(error) if error.reason() == Reason::NoWorker && journal.may_cross() => {
                 find(Wish {
                     class: None,
@@ -379,14 +411,39 @@ impl Relayed<'_> {
                 .await
             }
             found => found,
-        }
+        };
+        found.inspect_err(|error| waited.fail(error.reason().name()))
     }
 
-    /// Relays one worker's part.
-    async fn relay(&mut self, journal: &mut Journal, mut placed: Placed) -> Result<Part, Error> {
+    /// Relays one worker's part, and has it in the trace.
+    async fn relay(&mut self, journal: &mut Journal, placed: Placed) -> Result<Part, Error> {
+        let link = Arc::clone(&placed.link);
+        let mut part = traces::part_of(self.trace, &link);
+        let before = journal.generated();
+        let end = self.hear(journal, placed, &part).await;
+        let crowded = matches!(end, Ok(Part::Full(_)));
+        let tokens = journal.generated() - before;
+        part.set(&TOKENS, Value::Whole(tokens as u64));
+        match &end {
+            Ok(Part::Finished(_) | Part::There(_)) => {}
+            Ok(Part::Lost) => traces::died(self.trace, part, &link),
+            Ok(Part::Full(_)) if self.crowded => part.forget(),
+            Ok(Part::Full(error)) | Err(error) => part.fail(error.reason().name()),
+        }
+        self.crowded = crowded;
+        end
+    }
+
+    /// Hears one worker out.
+    async fn hear(
+        &mut self,
+        journal: &mut Journal,
+        mut placed: Placed,
+        part: &Span,
+    ) -> Result<Part, Error> {
         let link = Arc::clone(&placed.link);
         journal.begin(&placed.class);
-        let request = bounded(journal.request(), self.deadline);
+        let request = bounded(journal.request(), self.deadline, part);
         let mut tokens = link.tokens();
         // A connection may lose its thread while both its ends live: then nothing ever comes, nor an end.
         let patience = self.fleet.silence_patience();
@@ -452,6 +509,9 @@ impl Relayed<'_> {
             }
             if let Some(Event::Finished(mut finished)) = event.event {
                 finished.survived = self.tell_losses(&link);
+                if let Some(timings) = &finished.timings {
+                    traces::timed(part, timings);
+                }
                 if finished.deaths_survived > 0 {
                     finished.timings = Some(self.timings(finished.timings));
                 }
@@ -483,6 +543,7 @@ impl Relayed<'_> {
         let now = Instant::now();
         if self.first_token.is_none() {
             self.first_token = Some(now);
+            self.trace.event(&FIRST_TOKEN, []);
             self.meter.first_token.observe(now - self.arrived, 1);
         }
         let after = self.last_token.replace(now).map(|last| now - last);

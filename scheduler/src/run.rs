@@ -26,11 +26,14 @@ use crate::{
     packed::Packs,
     service::{self, Doors, Ended, Shared},
     takeover::{Left, Takeover},
+    traces::Traces,
     vault::{self, Source},
 };
 
 /// How long clients may take at least to read the last words of their streams.
 const GOODBYE: Duration = Duration::from_secs(1);
+/// How long the last spans may take to be sent.
+const LAST_SPANS: Duration = Duration::from_secs(1);
 
 /// SIGTERM and SIGINT.
 struct Signals {
@@ -200,8 +203,16 @@ pub async fn run(
     let _following = access.follow(&config.access);
     let weights = Arc::clone(&access);
     fleet.weigh_tenants(move |tenant| weights.limits(tenant).weight());
+    let traces = match &config.traces {
+        Some(collector) => Traces::to(collector).map_err(|e| {
+            let what = format!("traces cannot be sent to {}: {e}", collector.endpoint);
+            Failure::new(Exit::Usage, what)
+        })?,
+        None => Traces::default(),
+    };
     let shared = Shared {
         takeover,
+        traces,
         confinement: confinement.into(),
         web_origins: config.web_origins.clone().into(),
         access,
@@ -272,8 +283,12 @@ pub async fn run(
         },
     };
     shared.abort.cancel();
+    let stopped = async {
+        fleet.stop().await;
+        shared.traces.flush(LAST_SPANS).await;
+    };
     tokio::select! {
-        () = fleet.stop() => outcome,
+        () = stopped => outcome,
         // If serving ended by itself (whoever owned the private connection may signal as well as hang up), this
         // is the first one and asks for what is happening already.
         name = signals.next(), if told => Err(Failure::new(

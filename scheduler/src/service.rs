@@ -39,6 +39,7 @@ use crate::{
     streams::Streams,
     takeover::Takeover,
     tensors::Sessions,
+    traces::Traces,
 };
 
 /// Names under which health is reported, besides the empty one for the whole server.
@@ -84,6 +85,8 @@ pub struct Shared {
     pub access: Arc<Access>,
     /// The web pages that may call over HTTP.
     pub web_origins: Arc<[WebOrigin]>,
+    /// Whether and where traces are made.
+    pub traces: Traces,
     /// What the Open Inference Protocol's clients have.
     pub(crate) oip: Oip,
 }
@@ -103,6 +106,7 @@ impl Shared {
             confinement: Arc::default(),
             access: Arc::default(),
             web_origins: Arc::default(),
+            traces: Traces::default(),
             oip: Oip::default(),
         }
     }

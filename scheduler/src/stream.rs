@@ -35,7 +35,7 @@ use tonic::Status;
 
 pub use held::Restored;
 
-use crate::suspicion::Process;
+use crate::{suspicion::Process, traces::TraceContext};
 
 /// What a client's stream carries.
 pub type Item = Result<GenerateEvent, Status>;
@@ -149,6 +149,8 @@ struct Request {
     /// Without its prompt once that was accepted.
     message: GenerateRequest,
     deadline: Option<Instant>,
+    /// What the spans of a program after this one are children of.
+    trace: Option<TraceContext>,
     /// Workers that died under it, and the deaths that speak against it.
     deaths: u32,
     blamed: Vec<Process>,
@@ -233,11 +235,17 @@ impl Stream {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what it was asked for.
-    pub fn asked(&self, message: GenerateRequest, deadline: Option<Instant>) {
+    /// Notes what it was asked for, and in which trace.
+    pub fn asked(
+        &self,
+        message: GenerateRequest,
+        deadline: Option<Instant>,
+        trace: Option<TraceContext>,
+    ) {
         self.state().request = Some(Request {
             message,
             deadline,
+            trace,
             deaths: 0,
             blamed: Vec::new(),
             generated: Vec::new(),

@@ -19,6 +19,7 @@ use crate::{
     onward,
     placement::{Estimate, Wish},
     suspicion::{Next, Record},
+    traces::{PLACEMENT, Span, died, part_of},
     verdict::{bounded, verdict},
 };
 
@@ -26,7 +27,8 @@ use crate::{
 async fn ask<T, F>(
     fleet: &Arc<Fleet>,
     (model, tenant): (&ModelName, &str),
-    call: impl Fn(TokensClient<Channel>) -> F,
+    trace: &mut Span,
+    call: impl Fn(TokensClient<Channel>, &Span) -> F,
 ) -> Result<T, Error>
 where
     F: Future<Output = Result<Response<T>, Status>>,
@@ -42,15 +44,17 @@ where
             ..Wish::default()
         };
         let cost = Estimate::default;
+        let mut waited = trace.child(&PLACEMENT);
         let placed = match (next, &home) {
             (Next::Alone, Some(home)) => {
-                fleet
-                    .acquire_alone(model, wish, home, &record, cost)
-                    .await?
+                fleet.acquire_alone(model, wish, home, &record, cost).await
             }
-            _ => fleet.acquire(model, wish, cost).await?,
+            _ => fleet.acquire(model, wish, cost).await,
         };
-        let status = match call(placed.link.tokens()).await {
+        let placed = placed.inspect_err(|error| waited.fail(error.reason().name()))?;
+        drop(waited);
+        let mut part = part_of(trace, &placed.link);
+        let status = match call(placed.link.tokens(), &part).await {
             Ok(answer) => {
                 fleet.served(&placed, id.as_str());
                 return Ok(answer.into_inner());
@@ -58,9 +62,11 @@ where
             Err(status) => status,
         };
         if let Some(error) = verdict(&placed, &status).await {
+            part.fail(error.reason().name());
             return Err(error);
         }
         let link = &placed.link;
+        died(trace, part, link);
         let lost = Lost {
             request: id.as_str(),
             link,
@@ -95,15 +101,15 @@ pub async fn tokenize(
     (model, tenant): (&ModelName, &str),
     prompt: Option<Kind>,
     without_special: bool,
-    deadline: Option<Instant>,
+    (deadline, trace): (Option<Instant>, &mut Span),
 ) -> Result<TokenizeResponse, Error> {
     let request = TokenizeRequest {
         model: model.as_str().to_owned(),
         prompt: Some(Prompt { kind: prompt }),
         without_special,
     };
-    let answer = ask(fleet, (model, tenant), |mut tokens| {
-        let request = bounded(request.clone(), deadline);
+    let answer = ask(fleet, (model, tenant), trace, |mut tokens, part| {
+        let request = bounded(request.clone(), deadline, part);
         async move { tokens.tokenize(request).await }
     })
     .await?;
@@ -136,15 +142,15 @@ pub async fn detokenize(
     (model, tenant): (&ModelName, &str),
     ids: Vec<u32>,
     with_special: bool,
-    deadline: Option<Instant>,
+    (deadline, trace): (Option<Instant>, &mut Span),
 ) -> Result<DetokenizeResponse, Error> {
     let request = DetokenizeRequest {
         model: model.as_str().to_owned(),
         ids,
         with_special,
     };
-    let answer = ask(fleet, (model, tenant), |mut tokens| {
-        let request = bounded(request.clone(), deadline);
+    let answer = ask(fleet, (model, tenant), trace, |mut tokens, part| {
+        let request = bounded(request.clone(), deadline, part);
         async move { tokens.detokenize(request).await }
     })
     .await?;
@@ -162,17 +168,22 @@ pub async fn embed(
     fleet: &Arc<Fleet>,
     model: &ModelName,
     request: EmbedRequest,
-    deadline: Option<Instant>,
+    (deadline, trace): (Option<Instant>, &mut Span),
 ) -> Result<EmbedResponse, Error> {
     let request = EmbedRequest {
         model: model.as_str().to_owned(),
         ..request
     };
     let count = request.prompts.len();
-    let answer = ask(fleet, (model, &request.tenant), |mut tokens| {
-        let request = bounded(request.clone(), deadline);
-        async move { tokens.embed(request).await }
-    })
+    let answer = ask(
+        fleet,
+        (model, &request.tenant),
+        trace,
+        |mut tokens, part| {
+            let request = bounded(request.clone(), deadline, part);
+            async move { tokens.embed(request).await }
+        },
+    )
     .await?;
     let width = answer.embeddings.first().map_or(0, |e| e.values.len());
     if answer.embeddings.len() != count || answer.embeddings.iter().any(|e| e.values.len() != width)

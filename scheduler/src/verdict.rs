@@ -10,6 +10,7 @@ use crate::{
     death::DeathKind,
     discover::clip,
     fleet::{Link, Placed, is_broken, words},
+    traces::Span,
 };
 
 /// Has a worker that broke the protocol replaced: what it says to others cannot be trusted either. Returns once it is
@@ -67,8 +68,15 @@ pub(crate) async fn verdict(placed: &Placed, status: &Status) -> Option<Error> {
     None
 }
 
+/// A request that carries what remains of the deadline, and where it is in its trace.
+pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>, trace: &Span) -> Request<T> {
+    let mut request = timed(message, deadline);
+    trace.carry(&mut request);
+    request
+}
+
 /// A request that carries what remains of the deadline.
-pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>) -> Request<T> {
+pub(crate) fn timed<T>(message: T, deadline: Option<Instant>) -> Request<T> {
     let mut request = Request::new(message);
     if let Some(at) = deadline {
         // gRPC knows no zero; our own timer is about to say so.

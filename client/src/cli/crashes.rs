@@ -193,6 +193,7 @@ fn told(crash: &CrashReport, names: &[String]) -> String {
                 request.request_id, request.model, request.generated
             ),
         );
+        line("trace", request.trace_id.clone());
     }
     for (number, name) in names.iter().enumerate() {
         line("backtrace", format!("{number:>2} {}", brief(name)));
@@ -308,7 +309,7 @@ mod tests {
                 model: "tiny".into(),
                 generated: 3,
                 outcome: "continued on w1 (epoch 1)".into(),
-                trace_id: String::new(),
+                trace_id: "4bf92f3577b34da6a3ce929d0e0e4736".into(),
             }],
             log: vec!["last \u{1b}[0mwords".into()],
             ..CrashReport::default()
@@ -323,6 +324,7 @@ mod tests {
             "node       4 matmul",
             "in batch   r1, 9 tokens",
             "r1 of tiny, after 3 tokens: continued on w1 (epoch 1)",
+            "trace      4bf92f3577b34da6a3ce929d0e0e4736",
             "a_function_to_be_found",
         ] {
             assert!(text.contains(part), "{part} in {text}");

@@ -9,7 +9,7 @@ use hotcell_proto::{
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::Streaming;
 
-use super::Event;
+use super::{Event, TraceHeader, traced};
 use crate::connect::{Client, is_unknown_call, is_unreachable, read_status};
 
 /// How long a broken connection is tried again, unless told otherwise.
@@ -29,6 +29,8 @@ pub(super) struct Held {
     id: String,
     /// What to ask a server that does not know the stream; none if somebody else began it.
     request: Option<v1::GenerateRequest>,
+    /// The span that it is made in.
+    parent: Option<TraceHeader>,
     accepted: Option<v1::Accepted>,
     /// All tokens that the client has, and their text's bytes; if somebody else began it, those since then.
     generated: Vec<u32>,
@@ -53,6 +55,7 @@ struct Way {
     client: Client,
     attach: v1::AttachRequest,
     again: Option<v1::GenerateRequest>,
+    parent: Option<TraceHeader>,
     patience: Duration,
 }
 
@@ -61,6 +64,7 @@ impl Held {
     pub(super) fn of_request(
         client: &Client,
         request: &v1::GenerateRequest,
+        parent: Option<TraceHeader>,
         patience: Duration,
         cancels: bool,
     ) -> Self {
@@ -69,6 +73,7 @@ impl Held {
             client: client.clone(),
             id: request.request_id.clone(),
             request: Some(request.clone()),
+            parent,
             accepted: None,
             generated: resume.generated_ids,
             before: 0,
@@ -85,6 +90,7 @@ impl Held {
             client: client.clone(),
             id: from.request_id.clone(),
             request: None,
+            parent: None,
             accepted: None,
             generated: Vec::new(),
             before: from.next_token,
@@ -143,6 +149,7 @@ impl Held {
                 text_bytes: self.text_bytes,
             },
             again: self.again(),
+            parent: self.parent.clone(),
             patience: self.patience,
         };
         Some(way.take(error.clone()))
@@ -271,6 +278,7 @@ impl Way {
             Some(again) if unknown_here => again.clone(),
             _ => return Err(unknown),
         };
+        let again = traced(again, self.parent.clone());
         let answer = client.generate(again).await.map_err(read)?;
         Ok(Back {
             stream: answer.into_inner(),

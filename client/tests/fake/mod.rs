@@ -225,6 +225,7 @@ impl Tokens for Fake {
     ) -> Answer<Self::GenerateStream> {
         let timeout = request.metadata().get("grpc-timeout");
         let timeout = timeout.map(|t| t.to_str().unwrap().to_owned());
+        let parent = request.metadata().get("traceparent").cloned();
         let request = request.into_inner();
         {
             let mut seen = self.seen.lock().unwrap();
@@ -303,7 +304,13 @@ impl Tokens for Fake {
                 }
             }
         });
-        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+        let mut answer: Response<Self::GenerateStream> =
+            Response::new(Box::pin(ReceiverStream::new(receiver)));
+        if let Some(parent) = parent {
+            // As one that makes traces tells its own place; here the same.
+            answer.metadata_mut().insert("traceparent", parent);
+        }
+        Ok(answer)
     }
 
     async fn tokenize(

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use hotcell_proto::error::{Error, Reason};
 
 use super::roles::{Need, Roles};
+use crate::traces::Arrival;
 
 /// Who makes a call: goes with its request as an extension.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,6 +18,8 @@ pub struct Caller {
     pub remote: bool,
     /// The tenant that all it does is for; none if it may say for whom.
     tenant: Option<Arc<str>>,
+    /// The trace that the call is part of.
+    pub trace: Arrival,
 }
 
 impl Caller {
@@ -27,6 +30,7 @@ impl Caller {
             roles,
             remote,
             tenant: None,
+            trace: Arrival::default(),
         }
     }
 
@@ -42,6 +46,7 @@ impl Caller {
             roles,
             remote,
             tenant: Some(tenant),
+            trace: Arrival::default(),
         }
     }
 

@@ -18,18 +18,24 @@ use super::{
     roles::{need, row},
     seat::{self, Begun, Mark, Outcome},
 };
+use crate::traces::{Arrival, Traces};
 
 /// Puts a guard before what is served at one door.
 #[derive(Clone, Debug)]
 pub struct Guard {
     access: Arc<Access>,
     entrance: Entrance,
+    traces: Traces,
 }
 
 impl Guard {
     /// Of this door.
-    pub fn new(access: Arc<Access>, entrance: Entrance) -> Self {
-        Self { access, entrance }
+    pub fn new(access: Arc<Access>, entrance: Entrance, traces: Traces) -> Self {
+        Self {
+            access,
+            entrance,
+            traces,
+        }
     }
 
     /// The door.
@@ -64,20 +70,20 @@ impl Guard {
         }
     }
 
-    /// Whether it is let in, and the place that it then has until it is answered.
+    /// Whether it is let in, and the place that it then has until it is answered; and in its trace.
     fn check<B>(
         &self,
         request: &mut Request<B>,
         mark: Option<&Mark>,
-    ) -> Result<Option<Begun>, Status> {
+    ) -> Result<(Option<Begun>, Arrival), Status> {
         let begun = mark.map(Mark::begin).transpose()?;
         let path = request.uri().path();
         let need = need(path);
         // Asked by those who look whether it lives, without a token, and it says nothing about anybody.
         if need == Need::Nobody && self.entrance == Entrance::Tcp {
-            return Ok(begun);
+            return Ok((begun, Arrival::default()));
         }
-        let caller = self.caller(request, mark)?;
+        let mut caller = self.caller(request, mark)?;
         // Gateways ask for services of many kinds to find out what this is.
         if row(path).is_none() && !caller.roles.has(Role::Admin) {
             return Err(Status::unimplemented("nothing is served under this name"));
@@ -89,10 +95,12 @@ impl Guard {
                 mark.came_to(Outcome::Answered);
             }
         }
+        let arrival = self.traces.arrive(request.headers());
+        caller.trace = arrival.clone();
         request.extensions_mut().insert(caller);
         // Nobody behind this needs the secret.
         request.headers_mut().remove(AUTHORIZATION);
-        Ok(begun)
+        Ok((begun, arrival))
     }
 }
 
@@ -184,12 +192,15 @@ where
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
         let mark = seat::came_by(request.extensions_mut());
         match self.guard.check(&mut request, mark.as_ref()) {
-            Ok(begun) => {
+            Ok((begun, arrival)) => {
                 let answer = self.inner.call(request);
                 Either::Right(Box::pin(async move {
-                    let answer = answer.await;
-                    if let (Some(begun), Ok(response)) = (begun, &answer) {
-                        begun.came_to(outcome(code(response.headers())));
+                    let mut answer = answer.await;
+                    if let Ok(response) = &mut answer {
+                        arrival.answer(response.headers_mut());
+                        if let Some(begun) = begun {
+                            begun.came_to(outcome(code(response.headers())));
+                        }
                     }
                     answer
                 }))

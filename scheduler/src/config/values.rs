@@ -42,20 +42,20 @@ impl FromStr for Span {
 
 impl<'de> Deserialize<'de> for Span {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        seconds_or_text(from)?.parse().map_err(D::Error::custom)
+        number_or_text(from)?.parse().map_err(D::Error::custom)
     }
 }
 
-/// A time in the config file: a number, or text as in a flag.
-fn seconds_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+/// A time or share in the config file: a number, or text as in a flag.
+fn number_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
     enum Form {
-        Seconds(f64),
+        Number(f64),
         Text(String),
     }
     Ok(match Form::deserialize(from)? {
-        Form::Seconds(seconds) => seconds.to_string(),
+        Form::Number(number) => number.to_string(),
         Form::Text(text) => text,
     })
 }
@@ -77,7 +77,54 @@ impl FromStr for Every {
 
 impl<'de> Deserialize<'de> for Every {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        seconds_or_text(from)?.parse().map_err(D::Error::custom)
+        number_or_text(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// A part of a whole, 0 to 1.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Share(pub f64);
+
+impl FromStr for Share {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse::<f64>() {
+            Ok(share) if (0.0..=1.0).contains(&share) => Ok(Share(share)),
+            _ => Err(format!("{text:?} is not a share from 0 to 1")),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Share {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        number_or_text(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// Where a collector of traces listens: `http://HOST:PORT`. One on another host that wants TLS is reached by a collector on
+/// this one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CollectorAddress(pub http::Uri);
+
+impl FromStr for CollectorAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let uri = text.parse::<http::Uri>().ok();
+        let plain = |uri: &http::Uri| {
+            let host = uri.host().is_some_and(|host| !host.is_empty());
+            uri.scheme_str() == Some("http") && host && uri.path() == "/" && uri.query().is_none()
+        };
+        uri.filter(plain).map(Self).ok_or_else(|| {
+            format!("{text:?} is not the address of a collector that speaks OTLP over gRPC without TLS, such as http://127.0.0.1:4317")
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for CollectorAddress {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
     }
 }
 

@@ -15,6 +15,7 @@ use super::{
 use crate::{
     access::{self, Need, Outcome, bearer},
     service::Shared,
+    traces::Arrival,
 };
 
 /// Headers in which clients put their key, besides `Authorization`.
@@ -33,7 +34,11 @@ pub(super) async fn guard(
     }
     let mark = access::came_by(request.extensions_mut());
     let (response, _begun) = match check(&shared, &mut request, mark.as_ref()) {
-        Ok(begun) => (next.run(request).await, begun),
+        Ok((begun, arrival)) => {
+            let mut response = next.run(request).await;
+            arrival.answer(response.headers_mut());
+            (response, begun)
+        }
         Err(error) => {
             tracing::debug!(path = request.uri().path(), %error, "refused");
             (Failed(flavor, error).into_response(), None)
@@ -67,18 +72,18 @@ fn check(
     shared: &Shared,
     request: &mut Request,
     mark: Option<&access::Mark>,
-) -> Result<Option<access::Begun>, Error> {
+) -> Result<(Option<access::Begun>, Arrival), Error> {
     one_length(request.headers())?;
     let begun = mark.map(access::Mark::begin).transpose()?;
     let path = request.uri().path();
     let need = access::need(path);
     if need == Need::Nobody {
-        return Ok(begun);
+        return Ok((begun, Arrival::default()));
     }
     if !shared.access.asks_for_tokens() {
         not_from_a_page(request.uri(), request.headers(), &shared.web_origins)?;
     }
-    let caller = shared.access.over_tcp(mark, || key(request.headers()))?;
+    let mut caller = shared.access.over_tcp(mark, || key(request.headers()))?;
     caller.check(need, path)?;
     if let Some(mark) = mark {
         mark.keeps();
@@ -86,6 +91,8 @@ fn check(
             mark.came_to(Outcome::Answered);
         }
     }
+    let arrival = shared.traces.arrive(request.headers());
+    caller.trace = arrival.clone();
     request.extensions_mut().insert(caller);
     // Nobody behind this needs the secret.
     let headers = request.headers_mut();
@@ -93,7 +100,7 @@ fn check(
     for name in KEYS {
         headers.remove(name);
     }
-    Ok(begun)
+    Ok((begun, arrival))
 }
 
 /// The key of a call, wherever its client put it.

@@ -106,6 +106,8 @@ struct Seen {
     sessions: usize,
     handed: (u64, u64),
     uptime: f64,
+    spans_sent: u64,
+    spans_dropped: u64,
 }
 
 /// A model, with its caches in all workers.
@@ -195,6 +197,10 @@ rows! {
         Host(|s| s.handed.1 as f64);
     "hotcell_uptime_seconds" None, Gauge "Since the scheduler began.",
         Host(|s| s.uptime);
+    "hotcell_spans_sent_total" None, Counter "Spans of traces that the collector took.",
+        Host(|s| s.spans_sent as f64);
+    "hotcell_spans_dropped_total" None, Counter "Spans that were dropped, because the collector did not take them or too many waited.",
+        Host(|s| s.spans_dropped as f64);
     "hotcell_worker_up" None, Gauge "1 if the worker serves, 0 if not.",
         Worker(|w| f64::from(u8::from(w.state() == WorkerState::Ready)));
     "hotcell_worker_deaths_total" None, Counter "Times that a worker of this place died.",
@@ -310,6 +316,8 @@ async fn metrics(State(shared): State<Shared>) -> Response {
         sessions: shared.tensors.count(),
         handed: shared.streams.handed(),
         uptime: shared.fleet.uptime().as_secs_f64(),
+        spans_sent: shared.traces.sent(),
+        spans_dropped: shared.traces.dropped(),
     };
     let meters = shared.fleet.meters.all();
     let loaded = shared.fleet.models();

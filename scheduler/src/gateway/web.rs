@@ -15,15 +15,18 @@ use tonic_web::GrpcWebLayer;
 use tower::{Layer, ServiceExt};
 use tower_http::cors::{AllowHeaders, CorsLayer};
 
+use crate::traces::TRACEPARENT;
+
 /// How long a browser may remember what it may send.
 const REMEMBERED: Duration = Duration::from_secs(600);
 
 /// Headers of answers that pages read.
-const EXPOSED: [HeaderName; 4] = [
+const EXPOSED: [HeaderName; 5] = [
     HeaderName::from_static("grpc-status"),
     HeaderName::from_static("grpc-message"),
     HeaderName::from_static("grpc-status-details-bin"),
     header::RETRY_AFTER,
+    TRACEPARENT,
 ];
 
 /// Where web pages come from that may call: scheme, host and port if it is not the usual one.

@@ -30,7 +30,8 @@ use crate::{
     onward,
     stream::Stream,
     streams::Streams,
-    verdict::bounded,
+    traces::TraceContext,
+    verdict::timed,
 };
 
 /// How long the other host may take to accept a stream that waits for it.
@@ -53,6 +54,8 @@ pub(super) struct Leaving<'a> {
     model: &'a ModelName,
     out: &'a Stream,
     deadline: Option<Instant>,
+    /// Where it is in its client's trace, in which it goes on there.
+    trace: Option<TraceContext>,
     to: watch::Receiver<Option<Arc<Elsewhere>>>,
     tries: u32,
     next: Option<Instant>,
@@ -166,12 +169,14 @@ impl<'a> Leaving<'a> {
         (fleet, model): (&'a Arc<Fleet>, &'a ModelName),
         (out, streams): (&'a Stream, &Streams),
         deadline: Option<Instant>,
+        trace: Option<TraceContext>,
     ) -> Self {
         Self {
             fleet,
             model,
             out,
             deadline,
+            trace,
             to: streams.leaving(),
             tries: TRIES,
             next: None,
@@ -252,7 +257,11 @@ impl<'a> Leaving<'a> {
         let id = self.out.keeps().then(|| request.request_id.clone());
         request.request_id = id.clone().unwrap_or_default();
         let (mut client, seat) = to.line();
-        let request = to.sign(bounded(request, self.deadline));
+        let mut request = timed(request, self.deadline);
+        if let Some(trace) = self.trace {
+            trace.carry(&mut request);
+        }
+        let request = to.sign(request);
         let mut hold = Hold {
             to: Arc::clone(to),
             id,

@@ -307,7 +307,10 @@ pub async fn serve(
 ) -> Result<Ended, Failure> {
     let internal = |e: std::io::Error| Failure::new(Exit::Internal, format!("cannot serve: {e}"));
     let mut serving = JoinSet::new();
-    let guard = |entrance| Guard::new(Arc::clone(&shared.access), entrance);
+    let guard = |entrance| {
+        let access = Arc::clone(&shared.access);
+        Guard::new(access, entrance, shared.traces.clone())
+    };
     if let Some(listener) = doors.unix {
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::UnixListener::from_std(listener).map_err(internal)?;

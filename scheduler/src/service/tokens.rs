@@ -24,7 +24,13 @@ use crate::{
     stream::{EventStream, Mark},
     streams::Opened,
     text,
+    traces::{self, ADMISSION, INPUT_TOKENS, NUMERICS, Span, Value},
 };
+
+/// What calls are named in their spans, besides those for tokens.
+const TOKENIZE: &str = "tokenize";
+const DETOKENIZE: &str = "detokenize";
+const EMBEDDINGS: &str = "embeddings";
 
 /// The service.
 pub(super) struct Service(pub Shared);
@@ -37,10 +43,27 @@ impl Shared {
     /// Why it may not come in.
     pub fn generate(
         &self,
-        mut request: GenerateRequest,
+        request: GenerateRequest,
         deadline: Option<Instant>,
         caller: &Caller,
     ) -> Result<EventStream, Error> {
+        let mut trace = traces::of_generate(&caller.trace, &request);
+        let begun = self.begin(request, deadline, caller, &mut trace);
+        if let Err(error) = &begun {
+            trace.fail(error.reason().name());
+        }
+        begun
+    }
+
+    /// [`generate`](Self::generate), with the request's span, which goes with a new stream.
+    fn begin(
+        &self,
+        mut request: GenerateRequest,
+        deadline: Option<Instant>,
+        caller: &Caller,
+        trace: &mut Span,
+    ) -> Result<EventStream, Error> {
+        let mut admission = trace.first_child(&ADMISSION);
         request.tenant = caller.tenant(&request.tenant).to_owned();
         check_request(&request)?;
         let (model, using) = self.fleet.engage(&request.model)?;
@@ -62,6 +85,7 @@ impl Shared {
             request.seed = Some(seed);
         }
         request.request_id = id.as_str().to_owned();
+        traces::filled_in(trace, &request, &model);
         let streams = self.streams.clone();
         let admit = || {
             let context = self.fleet.bounds(&model).map(|b| b.context);
@@ -70,10 +94,15 @@ impl Shared {
         let opened = streams.open((&id, &request.tenant), fingerprint, begin, admit)?;
         let (stream, permit) = match opened {
             Opened::New(stream, permit) => (stream, permit),
-            Opened::Known(stream) => return stream.attach(None, streams.reader()),
+            Opened::Known(stream) => {
+                admission.forget();
+                caller.trace.take_back(trace);
+                return stream.attach(None, streams.reader());
+            }
         };
+        drop(admission);
         let reader = stream.attach(None, streams.reader());
-        stream.asked(request.clone(), deadline);
+        stream.asked(request.clone(), deadline, caller.trace.parent());
         let call = Call {
             request,
             id,
@@ -82,6 +111,7 @@ impl Shared {
             permit,
             past: None,
             using,
+            trace: std::mem::take(trace),
         };
         let fleet = Arc::clone(&self.fleet);
         tokio::spawn(relay::run(fleet, call, stream, streams, self.abort.clone()));
@@ -115,9 +145,22 @@ impl Shared {
         deadline: Option<Instant>,
         caller: &Caller,
     ) -> Result<TokenizeResponse, Error> {
+        let mut trace = traces::of_text(&caller.trace, TOKENIZE, &request.model);
+        let done = self.tokenized(request, deadline, caller, &mut trace).await;
+        done.inspect_err(|error| trace.fail(error.reason().name()))
+    }
+
+    async fn tokenized(
+        &self,
+        request: TokenizeRequest,
+        deadline: Option<Instant>,
+        caller: &Caller,
+        trace: &mut Span,
+    ) -> Result<TokenizeResponse, Error> {
         check_prompt(request.prompt.as_ref())?;
         self.may_name(&request.model, caller)?;
         let (model, _using) = self.fleet.engage(&request.model)?;
+        traces::of_model(trace, TOKENIZE, &model);
         let want = wanted_for([request.prompt.as_ref()]);
         let tenant = caller.tenant("");
         let _permit = self.enter(tenant, want)?;
@@ -127,7 +170,57 @@ impl Shared {
             (&model, tenant),
             prompt,
             request.without_special,
-            deadline,
+            (deadline, trace),
+        );
+        within(deadline, call).await
+    }
+
+    /// The text of tokens.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub async fn detokenize(
+        &self,
+        request: DetokenizeRequest,
+        deadline: Option<Instant>,
+        caller: &Caller,
+    ) -> Result<DetokenizeResponse, Error> {
+        let mut trace = traces::of_text(&caller.trace, DETOKENIZE, &request.model);
+        let done = self.detokenized(request, deadline, caller, &mut trace);
+        let done = done.await;
+        done.inspect_err(|error| trace.fail(error.reason().name()))
+    }
+
+    async fn detokenized(
+        &self,
+        request: DetokenizeRequest,
+        deadline: Option<Instant>,
+        caller: &Caller,
+        trace: &mut Span,
+    ) -> Result<DetokenizeResponse, Error> {
+        if request.ids.len() > limits::MAX_PROMPT_TOKENS {
+            let error = format!(
+                "{} token ids are more than the limit of {}",
+                request.ids.len(),
+                limits::MAX_PROMPT_TOKENS
+            );
+            return Err(Error::new(Reason::LimitExceeded, error));
+        }
+        let (model, _using) = self.fleet.engage(&request.model)?;
+        traces::of_model(trace, DETOKENIZE, &model);
+        let want = Want {
+            requests: 1,
+            tokens: request.ids.len() as u64,
+            ..Want::default()
+        };
+        let tenant = caller.tenant("");
+        let _permit = self.enter(tenant, want)?;
+        let call = text::detokenize(
+            &self.fleet,
+            (&model, tenant),
+            request.ids,
+            request.with_special,
+            (deadline, trace),
         );
         within(deadline, call).await
     }
@@ -138,16 +231,35 @@ impl Shared {
     /// Why there are none.
     pub async fn embed(
         &self,
+        request: EmbedRequest,
+        deadline: Option<Instant>,
+        caller: &Caller,
+    ) -> Result<EmbedResponse, Error> {
+        let mut trace = traces::of_text(&caller.trace, EMBEDDINGS, &request.model);
+        let done = self.embedded(request, deadline, caller, &mut trace).await;
+        if let Ok(answer) = &done {
+            let tokens = answer.embeddings.iter().map(|e| u64::from(e.prompt_tokens));
+            trace.set(&INPUT_TOKENS, Value::Whole(tokens.sum()));
+            let class = answer.numerics.as_ref();
+            trace.set_some(&NUMERICS, class.map(|class| Value::Text(&class.id)));
+        }
+        done.inspect_err(|error| trace.fail(error.reason().name()))
+    }
+
+    async fn embedded(
+        &self,
         mut request: EmbedRequest,
         deadline: Option<Instant>,
         caller: &Caller,
+        trace: &mut Span,
     ) -> Result<EmbedResponse, Error> {
         request.tenant = caller.tenant(&request.tenant).to_owned();
         check_embed(&request)?;
         let (model, _using) = self.fleet.engage(&request.model)?;
+        traces::of_model(trace, EMBEDDINGS, &model);
         let want = wanted_for(request.prompts.iter().map(Some));
         let _permit = self.enter(&request.tenant, want)?;
-        let call = text::embed(&self.fleet, &model, request, deadline);
+        let call = text::embed(&self.fleet, &model, request, (deadline, trace));
         within(deadline, call).await
     }
 
@@ -234,32 +346,10 @@ impl Tokens for Service {
         self.may_name(&request, &request.get_ref().model)?;
         let (metadata, extensions, request) = request.into_parts();
         let deadline = deadline(&metadata)?;
-        if request.ids.len() > limits::MAX_PROMPT_TOKENS {
-            let error = format!(
-                "{} token ids are more than the limit of {}",
-                request.ids.len(),
-                limits::MAX_PROMPT_TOKENS
-            );
-            return Err(Error::new(Reason::LimitExceeded, error).into());
-        }
-        let fleet = &self.0.fleet;
-        let (model, _using) = fleet.engage(&request.model)?;
-        let want = Want {
-            requests: 1,
-            tokens: request.ids.len() as u64,
-            ..Want::default()
-        };
         let caller = Caller::of(&extensions);
-        let tenant = caller.tenant("");
-        let _permit = self.0.enter(tenant, want)?;
-        let call = text::detokenize(
-            fleet,
-            (&model, tenant),
-            request.ids,
-            request.with_special,
-            deadline,
-        );
-        Ok(Response::new(within(deadline, call).await?))
+        Ok(Response::new(
+            self.0.detokenize(request, deadline, &caller).await?,
+        ))
     }
 
     async fn embed(

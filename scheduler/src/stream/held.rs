@@ -22,6 +22,7 @@ use super::{Mark, Request, Room, State, Stream, cost};
 use crate::{
     journal::{Past, parts_bytes},
     suspicion::Process,
+    traces::TraceContext,
 };
 
 impl State {
@@ -71,7 +72,9 @@ impl State {
                 r.blamed.iter().map(v1::HeldProcess::from).collect()
             }),
             ended: 0,
-            traceparent: String::new(),
+            traceparent: request
+                .and_then(|r| r.trace)
+                .map_or_else(String::new, |trace| trace.to_string()),
         }
     }
 }
@@ -113,6 +116,8 @@ pub struct Running {
     pub request: GenerateRequest,
     /// When its client stops waiting.
     pub deadline: Option<Instant>,
+    /// What its spans are children of.
+    pub trace: Option<TraceContext>,
     /// What its stream said; none if it was not accepted yet.
     pub past: Option<Past>,
 }
@@ -194,6 +199,7 @@ impl Stream {
         }
         let allowed = held.deadline_ms.map(Duration::from_millis);
         let deadline = allowed.and_then(|left| Instant::now().checked_add(left));
+        let trace = TraceContext::parse(&held.traceparent);
         let id = message.request_id.clone();
         let running = end.is_none().then(|| Running {
             past: held.accepted.clone().map(|accepted| {
@@ -208,10 +214,12 @@ impl Stream {
             }),
             request: message.clone(),
             deadline,
+            trace,
         });
         let request = end.is_none().then_some(Request {
             message,
             deadline,
+            trace,
             deaths: held.deaths,
             blamed,
             generated: held.generated,
@@ -292,6 +300,8 @@ mod tests {
         GenerateEvent { event: Some(event) }
     }
 
+    const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
     /// A stream that resumed after a token, and said two more.
     fn spoken() -> Arc<Stream> {
         let begin = Mark { tokens: 1, text: 2 };
@@ -304,7 +314,7 @@ mod tests {
             }),
             ..GenerateRequest::default()
         };
-        stream.asked(request, None);
+        stream.asked(request, None, TraceContext::parse(PARENT));
         stream.write(event(Event::Accepted(Accepted {
             prompt_ids: vec![1, 2],
             ..Accepted::default()
@@ -331,7 +341,9 @@ mod tests {
             (&restored.id[..], restored.fingerprint),
             ("r", Some([3; 32]))
         );
-        let past = restored.running.unwrap().past.unwrap();
+        let running = restored.running.unwrap();
+        assert_eq!(running.trace.unwrap().to_string(), PARENT);
+        let past = running.past.unwrap();
         assert_eq!(past.generated, [7, 8, 9]);
         assert_eq!((past.text_bytes, past.deaths), (4, 0));
         assert_eq!(past.accepted.prompt_ids, [1, 2]);

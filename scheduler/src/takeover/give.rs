@@ -31,6 +31,8 @@ use crate::{discover::clip, fleet::Joined, service::Shared};
 const CHECK: Duration = Duration::from_secs(10);
 /// How long a model may go on being loaded before the takeover is refused.
 const LOADS: Duration = Duration::from_secs(10);
+/// How long the spans of requests that have ended may take to be sent.
+const TRACES: Duration = Duration::from_millis(500);
 /// Longest drain.
 const MAX_DRAIN: Duration = Duration::from_secs(86_400);
 
@@ -186,6 +188,8 @@ impl Inner {
             directory,
             keep: Vec::new(),
         };
+        // Those of streams that end before the new program begins; the others end there.
+        shared.traces.flush(TRACES).await;
         let joined = shared.fleet.join_workers().await;
         let (inner, shared) = (Arc::clone(self), shared.clone());
         // Not on a thread that others wait for: locks are held until this program has ended.

@@ -35,6 +35,7 @@ use crate::{
     store,
     supervisor::Past,
     suspicion::Process,
+    traces::{self, TAKEN_OVER, Value},
     vault::{self, Source},
 };
 
@@ -393,7 +394,12 @@ fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error:
             return Err(error);
         }
     };
+    let arrival = shared.traces.resume(running.trace);
+    let mut trace = traces::of_generate(&arrival, &running.request);
+    traces::filled_in(&mut trace, &running.request, &model);
+    trace.set(&TAKEN_OVER, Value::Flag(true));
     let call = Call {
+        trace,
         using: shared.fleet.using(&model),
         request: running.request,
         id,

@@ -26,8 +26,8 @@ use hotcell_proto::{
         FinishReason, Finished, GenerateEvent, GenerateRequest, HandshakeRequest,
         HandshakeResponse, JoinRequest, JoinResponse, LoadProgress, LoadRequest, Loaded,
         ModelSummary, NumericsClass, OpenTensorsRequest, OpenTensorsResponse, PackPiece,
-        PackRequest, Prompt, TokenizeRequest, TokenizeResponse, UnloadRequest, UnloadResponse,
-        UsePackedRequest, UsePackedResponse,
+        PackRequest, Prompt, Timings, TokenizeRequest, TokenizeResponse, UnloadRequest,
+        UnloadResponse, UsePackedRequest, UsePackedResponse,
         generate_event::Event,
         prompt::Kind,
         tokens_server::{Tokens, TokensServer},
@@ -91,6 +91,8 @@ pub struct Stage {
     pub holds_on: AtomicBool,
     /// Prompts that begin with this id kill their worker once so many tokens of the stream were said.
     pub poison: Mutex<Option<(u32, usize)>>,
+    /// The `traceparent` of each request, as it came.
+    pub parents: Mutex<Vec<String>>,
     /// Which worker was asked to run which request.
     pub ran: Mutex<Vec<(String, String)>>,
     /// With which exit code workers die, if not by SIGKILL.
@@ -455,6 +457,10 @@ impl Tokens for FakeWorker {
     }
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Answer<Self::GenerateStream> {
+        if let Some(parent) = request.metadata().get("traceparent") {
+            let parent = parent.to_str().unwrap().to_owned();
+            self.stage.parents.lock().unwrap().push(parent);
+        }
         let request = request.into_inner();
         self.stage.seen.lock().unwrap().push(request.clone());
         let ran = (self.name.clone(), request.request_id.clone());
@@ -561,6 +567,12 @@ impl Tokens for FakeWorker {
                 reason: FinishReason::MaxTokens.into(),
                 seed,
                 numerics: Some(worker.numerics()),
+                // The last one is longer than it can have been.
+                timings: Some(Timings {
+                    queue_ms: 0.01,
+                    prefill_ms: 0.02,
+                    decode_ms: 1e9,
+                }),
                 ..Finished::default()
             };
             let _ = sender.send(event(Event::Finished(finished))).await;

@@ -12,6 +12,7 @@ mod packing;
 mod placing;
 mod readers;
 mod suspects;
+mod traces;
 
 use std::{
     path::Path,
@@ -38,6 +39,7 @@ use hotcell_scheduler::{
     packed::Packs,
     service::{self, Doors, Shared},
     streams::Streams,
+    traces::Traces,
     vault::{self, Source},
 };
 use tokio_util::sync::CancellationToken;
@@ -125,6 +127,9 @@ impl House {
         let mut shared = Shared::new(Arc::clone(&fleet));
         if let Some(room) = stage.room.lock().unwrap().take() {
             shared.streams = Streams::new(room, config.timeouts.reattach);
+        }
+        if let Some(collector) = &config.traces {
+            shared.traces = Traces::to(collector).unwrap();
         }
         let (routes, health) = service::routes(&shared, &[]).unwrap();
         tokio::spawn(service::report_health(shared.clone(), health));
