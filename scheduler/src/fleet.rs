@@ -37,6 +37,7 @@ mod standby;
 mod tensors;
 mod ticket;
 mod turns;
+mod watch;
 
 use std::{
     collections::BTreeMap,

@@ -39,6 +39,7 @@ use crate::{
     generate::{
         batch::Batch,
         check::{self, Hash},
+        ledger::{self, Changes},
         task::Task,
     },
     model::run::{RunError, RunShape, Runner, Sizes},
@@ -83,6 +84,12 @@ enum Command {
     },
     Status {
         reply: oneshot::Sender<Vec<CacheStatus>>,
+    },
+    Blocks {
+        model: String,
+        watcher: Arc<()>,
+        begins: bool,
+        reply: ledger::Reply,
     },
     Check {
         model: String,
@@ -307,6 +314,27 @@ impl Engine {
         answer.await.map_err(Self::gone)
     }
 
+    /// Which blocks of a model's cache changed since the same watcher last asked, once any have; all that there are when
+    /// it begins. None: the model is gone, or another one watches it now.
+    ///
+    /// # Errors
+    /// When the engine has ended or its queue is full.
+    pub async fn blocks(
+        &self,
+        model: String,
+        watcher: &Arc<()>,
+        begins: bool,
+    ) -> Result<Option<Changes>, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Blocks {
+            model,
+            watcher: Arc::clone(watcher),
+            begins,
+            reply,
+        })?;
+        Ok(answer.await.ok())
+    }
+
     /// Computes the first `steps` steps of a model's known answer, a step at a time between those of its requests, and
     /// returns the hash of each one's logits.
     ///
@@ -432,6 +460,7 @@ impl Loop {
             self.blackbox.model(name);
             worked |= batch.check_step();
         }
+        self.models.values_mut().for_each(Batch::tell_blocks);
         self.blackbox.doing(Doing::Tensors);
         // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
         let generating = self.is_generating();
@@ -560,6 +589,17 @@ impl Loop {
                 let mut all: Vec<CacheStatus> = self.models.iter().map(status).collect();
                 all.sort_unstable_by(|a, b| a.model.cmp(&b.model));
                 let _ = reply.send(all);
+            }
+            Command::Blocks {
+                model,
+                watcher,
+                begins,
+                reply,
+            } => {
+                // Without the model nobody answers.
+                if let Some(batch) = self.models.get_mut(&model) {
+                    batch.ask_blocks(&watcher, begins, reply);
+                }
             }
             Command::Check {
                 model,

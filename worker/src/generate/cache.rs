@@ -12,9 +12,14 @@
 //! tenant too, and nobody can make one. So tenants never share a block, and a block that was another tenant's is
 //! zeroed before it is read or written.
 
+use std::sync::Arc;
+
 use sha2::{Digest, Sha256};
 
-use super::blocks::{BlockPool, Key};
+use super::{
+    blocks::{BlockPool, Key},
+    ledger::{self, Beginning},
+};
 use crate::model::run::KINDS;
 
 /// Stands for a block that was given back, or never had, in a chain: there is none with this number, and kernels refuse it.
@@ -213,13 +218,18 @@ impl Cache {
     /// An empty one for these kinds of layers. `secret` must be random: who knows it can tell what others asked.
     pub fn new(kinds: &[Kind], block_len: usize, secret: Key) -> Self {
         let block_len = block_len.max(1);
-        let pool = |kind: &Kind| Pool {
-            pool: BlockPool::new(kind.blocks),
+        // Those who watch are told of layers that look at everything: without what those have nothing is of use.
+        let whole = kinds.iter().position(|kind| kind.window.is_none());
+        let pool = |(at, kind): (usize, &Kind)| Pool {
+            pool: match at == whole.unwrap_or(0) {
+                true => BlockPool::new(kind.blocks).noted(),
+                false => BlockPool::new(kind.blocks),
+            },
             window: kind.window,
             block_len,
         };
         Self {
-            pools: kinds.iter().take(KINDS).map(pool).collect(),
+            pools: kinds.iter().take(KINDS).enumerate().map(pool).collect(),
             block_len,
             secret,
         }
@@ -335,17 +345,26 @@ impl Cache {
         Some(works)
     }
 
-    /// The first `computed` of `tokens` are in the chain's blocks: those that are full can be shared from now on.
-    pub fn publish(&mut self, chain: &mut Chain, tokens: &[u32], computed: usize) {
+    /// The first `computed` of `tokens` are in the chain's blocks: those that are full can be shared from now on, with
+    /// others of the same tenant.
+    pub fn publish(&mut self, chain: &mut Chain, tokens: &[u32], computed: usize, tenant: &str) {
         let computed = computed.min(tokens.len());
         while (chain.keyed + 1) * self.block_len <= computed {
             let at = chain.keyed * self.block_len;
-            let key = next_key(&chain.tip, &tokens[at..at + self.block_len]);
+            let tokens = &tokens[at..at + self.block_len];
+            let key = next_key(&chain.tip, tokens);
+            let parent = (chain.keyed > 0).then_some(&chain.tip);
+            let of = Beginning {
+                parent,
+                depth: chain.keyed,
+                tokens,
+                tenant,
+            };
             for (links, pool) in chain.of.iter().zip(&mut self.pools) {
                 if chain.keyed >= links.gone
                     && let Some(&block) = links.blocks.get(chain.keyed)
                 {
-                    pool.pool.publish(block, key);
+                    pool.pool.publish(block, key, &of);
                 }
             }
             chain.keyed += 1;
@@ -373,6 +392,23 @@ impl Cache {
             // The last one first: of what is kept, ends of prompts go before their beginnings.
             for &block in links.held().iter().rev() {
                 pool.pool.release(block);
+            }
+        }
+    }
+
+    /// Somebody wants to know which blocks are found by their keys: see [`ledger::Ledger::ask`].
+    pub fn ask(&mut self, watcher: &Arc<()>, begins: bool, reply: ledger::Reply) {
+        let mut ledgers = self.pools.iter_mut().filter_map(|pool| pool.pool.ledger());
+        if let Some(ledger) = ledgers.next() {
+            ledger.ask(watcher, begins, reply);
+        }
+    }
+
+    /// Tells who asked what has changed, if anything has.
+    pub fn tell(&mut self) {
+        for pool in &mut self.pools {
+            if let Some(ledger) = pool.pool.ledger() {
+                ledger.tell();
             }
         }
     }

@@ -13,6 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status, Streaming};
 
+use super::blocks;
 use crate::{
     host::Host,
     serve::{self, Controls},
@@ -211,9 +212,14 @@ impl Worker for WorkerService {
 
     async fn watch_blocks(
         &self,
-        _: Request<v1::WatchBlocksRequest>,
+        request: Request<v1::WatchBlocksRequest>,
     ) -> Result<Response<Self::WatchBlocksStream>, Status> {
-        Err(Status::unimplemented("not yet"))
+        let model = self.0.model(&request.get_ref().model)?;
+        let (to, stream) = mpsc::channel(1);
+        let engine = self.0.engine().clone();
+        let watching = blocks::watch(engine, model.name.clone(), model.block_tokens, to);
+        tokio::spawn(watching);
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 
     type ReadTokenizerStream = Answers<v1::TokenizerPiece>;
