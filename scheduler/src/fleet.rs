@@ -36,6 +36,7 @@ mod solo;
 mod standby;
 mod tensors;
 mod ticket;
+mod tokenizer;
 mod turns;
 mod watch;
 

@@ -6,7 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hotcell_client::{Completion, GenerateOptions, Prompt, v1};
 use hotcell_gateways::{
-    smg::{FlushCacheRequest, GetTokenizerRequest, SubscribeKvEventsRequest},
+    smg::{
+        FlushCacheRequest, GetTokenizerRequest, KvEventBatch, SubscribeKvEventsRequest,
+        kv_cache_event::Data,
+    },
     vllm::{
         AbortRequest, ChoiceConstraint, EmbedRequest, GenerateComplete, GenerateRequest,
         GenerateStreamChunk, GetLoadsRequest, GetModelInfoRequest, GetServerInfoRequest,
@@ -16,7 +19,7 @@ use hotcell_gateways::{
     },
 };
 use hotcell_scheduler::access::TABLE;
-use hotcell_tests::cluster::{Cluster, SOON, all_have, free_address, kjv, signal_pid};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, free_address, hotcell, kjv, signal_pid};
 use prost::Message;
 use rustix::process::Signal;
 use sha2::{Digest, Sha256};
@@ -628,7 +631,10 @@ async fn the_load_is_told_unasked_and_when_asked() {
     }
     let busy = async {
         loop {
-            let load = loads.message().await.unwrap().unwrap().load.unwrap();
+            // Others say which blocks there are.
+            let Some(load) = loads.message().await.unwrap().unwrap().load else {
+                continue;
+            };
             if load.running_requests > 0 && load.gen_throughput > 0.0 {
                 return load;
             }
@@ -645,6 +651,248 @@ async fn the_load_is_told_unasked_and_when_asked() {
     assert_eq!((asked.dp_rank_count, asked.loads.len()), (1, 1));
     assert!(asked.loads[0].num_running_reqs > 0);
     drop(streams);
+}
+
+/// What a gateway knows of the blocks that a host keeps.
+#[derive(Default)]
+struct Heard {
+    /// By hash: that of the block before it, and its tokens.
+    blocks: BTreeMap<i64, (Option<i64>, Vec<u32>)>,
+    /// The number of the last batch.
+    last: u64,
+    removed: usize,
+}
+
+impl Heard {
+    fn take(&mut self, batch: KvEventBatch) {
+        if let Some(load) = &batch.load {
+            assert!(load.load_only && batch.events.is_empty());
+            assert_eq!(batch.sequence_number, self.last);
+            return;
+        }
+        let begins = matches!(batch.events[0].data, Some(Data::Cleared(_)));
+        assert!(begins || self.last == 0 || batch.sequence_number == self.last + 1);
+        self.last = batch.sequence_number;
+        for event in batch.events {
+            match event.data.unwrap() {
+                Data::Cleared(_) => self.blocks.clear(),
+                Data::Removed(removed) => {
+                    for hash in removed.block_hashes {
+                        self.removed += 1;
+                        assert!(self.blocks.remove(&hash).is_some(), "removed twice");
+                    }
+                }
+                Data::Stored(stored) => {
+                    let mut parent = stored.parent_block_hash;
+                    for block in stored.blocks {
+                        assert_eq!(block.block_size as usize, block.token_ids.len());
+                        let of = (parent, block.token_ids);
+                        let before = self.blocks.insert(block.block_hash, of);
+                        assert_eq!(before, None, "stored twice");
+                        parent = Some(block.block_hash);
+                    }
+                }
+            }
+        }
+    }
+
+    /// How many of these tokens are in blocks, from the first on.
+    fn known(&self, ids: &[u32]) -> usize {
+        let (mut at, mut parent) = (0, None);
+        while let Some((hash, (_, tokens))) = self
+            .blocks
+            .iter()
+            .find(|(_, (p, tokens))| *p == parent && ids[at..].starts_with(tokens))
+        {
+            (at, parent) = (at + tokens.len(), Some(*hash));
+        }
+        at
+    }
+
+    async fn until(
+        &mut self,
+        events: &mut Streaming<KvEventBatch>,
+        enough: impl Fn(&Self) -> bool,
+    ) {
+        let hearing = async {
+            while !enough(self) {
+                self.take(events.message().await.unwrap().unwrap());
+            }
+        };
+        timeout(SOON, hearing).await.unwrap();
+    }
+}
+
+async fn subscribe(engine: &Engine, from: u64) -> Streaming<KvEventBatch> {
+    let request = SubscribeKvEventsRequest {
+        start_sequence_number: from,
+        ..SubscribeKvEventsRequest::default()
+    };
+    let events = engine.clone().subscribe_kv_events(request).await;
+    events.unwrap().into_inner()
+}
+
+/// Tokens of a prompt that begins like no other one with another number.
+fn ids(number: u32, count: u32) -> Vec<u32> {
+    (0..count)
+        .map(|i| 10 + (number * 997 + i * 7) % 4000)
+        .collect()
+}
+
+#[tokio::test]
+async fn a_gateway_hears_which_blocks_are_kept_and_when_they_are_gone() {
+    let (cluster, engine) = host("cpu:1").await;
+    let mut events = subscribe(&engine, 0).await;
+    let mut heard = Heard::default();
+    let prompt = ids(1, 100);
+    let told = ask(&engine, request("k", &prompt, true, params(4))).await;
+    let all = [prompt.clone(), told.unwrap().ids(0)].concat();
+    heard
+        .until(&mut events, |h| {
+            h.known(&all) > 0 && h.known(&all) + 16 >= 100
+        })
+        .await;
+    let size = heard.blocks.values().next().unwrap().1.len();
+    assert_eq!(heard.known(&all), 103 / size * size, "whole blocks");
+
+    // Who comes later is told all that is there, who comes back what came since.
+    let mut later = subscribe(&engine, 0).await;
+    let mut copy = Heard::default();
+    copy.until(&mut later, |copy| copy.last == heard.last).await;
+    assert_eq!(copy.blocks, heard.blocks);
+    let other = ids(2, 40);
+    ask(&engine, request("l", &other, true, params(1)))
+        .await
+        .unwrap();
+    let before = heard.last;
+    heard.until(&mut events, |h| h.known(&other) > 0).await;
+    let mut back = subscribe(&engine, before + 1).await;
+    let first = loop {
+        let batch = back.message().await.unwrap().unwrap();
+        if batch.load.is_none() {
+            break batch;
+        }
+    };
+    assert_eq!(first.sequence_number, before + 1);
+    copy.take(first);
+    copy.until(&mut back, |copy| copy.last == heard.last).await;
+    assert_eq!(copy.blocks, heard.blocks);
+
+    // A worker that dies takes what it had with it; the one after it has what it reads.
+    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    signal_pid(workers[0].pid, Signal::KILL).unwrap();
+    heard.until(&mut events, |h| h.blocks.is_empty()).await;
+    ask(&engine, request("m", &prompt, true, params(1)))
+        .await
+        .unwrap();
+    heard
+        .until(&mut events, |h| h.known(&prompt) >= 100 - size)
+        .await;
+    cluster.client().await.unwrap().unload("kjv").await.unwrap();
+    heard.until(&mut events, |h| h.blocks.is_empty()).await;
+}
+
+#[tokio::test]
+async fn blocks_that_make_room_are_heard_of() {
+    let address = free_address().unwrap().to_string();
+    let small = [
+        "--listen",
+        &address,
+        "--devices",
+        "cpu:1",
+        "--model-memory",
+        "4000000",
+    ];
+    let cluster = Cluster::with_model("kjv", &kjv(), &small).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    let engine = VllmEngineClient::new(channel.connect().await.unwrap());
+    let mut events = subscribe(&engine, 0).await;
+    let mut heard = Heard::default();
+    let first = ids(0, 200);
+    for number in 0..40 {
+        let prompt = ids(number, 200);
+        ask(&engine, request("r", &prompt, false, params(1)))
+            .await
+            .unwrap();
+        heard
+            .until(&mut events, |h| h.known(&prompt) >= 200 - 64)
+            .await;
+        if heard.removed > 0 {
+            break;
+        }
+    }
+    assert!(heard.removed > 0 && heard.known(&first) < 200 - 64);
+}
+
+#[tokio::test]
+async fn nobody_hears_of_another_tenants_prompts() {
+    let files = tempfile::TempDir::new().unwrap();
+    let (mut tokens, mut lines) = (Vec::new(), String::new());
+    for name in ["alice", "bob"] {
+        let mut command = hotcell(files.path()).unwrap();
+        let output = command.args(["--json", "token", "new", name]).output();
+        let output = output.unwrap().stdout;
+        let made: serde_json::Value = serde_json::from_slice(&output).unwrap();
+        let part = |part: &str| made[part].as_str().unwrap().to_owned();
+        tokens.push(format!("Bearer {}", part("token")));
+        lines += &part("lines");
+    }
+    let path = files.path().join("tokens.toml");
+    std::fs::write(&path, lines).unwrap();
+    let address = free_address().unwrap().to_string();
+    let path = path.to_str().unwrap();
+    let arguments = ["--listen", &address, "--devices", "cpu:1", "--tokens", path];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    let engine: Engine = VllmEngineClient::new(channel.connect().await.unwrap());
+    fn by<T>(token: &str, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        let metadata = request.metadata_mut();
+        metadata.insert("authorization", token.parse().unwrap());
+        request
+    }
+    // The same prompt of both, so that what they share would show.
+    let prompt = ids(3, 64);
+    let mut all = Vec::new();
+    for token in &tokens {
+        let request = by(token, SubscribeKvEventsRequest::default());
+        let events = engine.clone().subscribe_kv_events(request).await;
+        all.push((events.unwrap().into_inner(), Heard::default()));
+    }
+    for (at, token) in tokens.iter().enumerate() {
+        let request = by(token, request("a", &prompt, true, params(1)));
+        let stream = engine.clone().generate(request).await;
+        read(&mut stream.unwrap().into_inner()).await.unwrap();
+        let (events, heard) = &mut all[at];
+        heard.until(events, |h| h.known(&prompt) >= 48).await;
+    }
+    let hashes = |heard: &Heard| heard.blocks.keys().copied().collect::<BTreeSet<i64>>();
+    let [(_, alice), (bobs, bob)] = &mut all[..] else {
+        panic!()
+    };
+    assert!(hashes(alice).is_disjoint(&hashes(bob)));
+    let own = |heard: &Heard| {
+        heard
+            .blocks
+            .values()
+            .all(|(_, t)| t.iter().all(|t| prompt.contains(t)))
+    };
+    assert!(own(alice) && own(bob));
+    // Of one more of alice's, bob hears nothing before his own next one.
+    let more = ids(9, 64);
+    let before = bob.blocks.len();
+    for (token, prompt) in [(&tokens[0], &more), (&tokens[1], &ids(5, 32))] {
+        let request = by(token, request("b", prompt, true, params(1)));
+        let stream = engine.clone().generate(request).await;
+        read(&mut stream.unwrap().into_inner()).await.unwrap();
+    }
+    bob.until(bobs, |h| h.known(&ids(5, 32)) > 0).await;
+    assert_eq!(bob.known(&more), 0);
+    assert!(bob.blocks.len() <= before + 2);
 }
 
 #[test]

@@ -364,7 +364,8 @@ impl VllmEngine for Engine {
         self.shared.may_name(name.as_str(), &caller)?;
         // Never closed.
         let place = Arc::clone(&self.tokenizers).acquire_owned().await;
-        let archive = Archive::of(&name, fleet.files(&name)?).await?;
+        let files = tokenizer::files(fleet, &name).await?;
+        let archive = Archive::of(&name, files).await?;
         let (to, from) = mpsc::channel(AHEAD);
         let abort = self.shared.abort.clone();
         tokio::spawn(async move {

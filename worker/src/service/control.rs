@@ -19,6 +19,9 @@ use crate::{
     serve::{self, Controls},
 };
 
+/// Bytes of one piece of a tokenizer's file.
+const PIECE: usize = 256 << 10;
+
 /// The service.
 pub struct WorkerService(pub Host, pub Controls);
 
@@ -226,9 +229,27 @@ impl Worker for WorkerService {
 
     async fn read_tokenizer(
         &self,
-        _: Request<v1::ReadTokenizerRequest>,
+        request: Request<v1::ReadTokenizerRequest>,
     ) -> Result<Response<Self::ReadTokenizerStream>, Status> {
-        Err(Status::unimplemented("not yet"))
+        let model = self.0.model(&request.get_ref().model)?;
+        let write = move || model.text.files(&model.summary);
+        let files = self.0.text_work(write).await?;
+        let (to, stream) = mpsc::channel(1);
+        tokio::spawn(async move {
+            for (name, file) in files {
+                // The empty one is its end.
+                for data in file.chunks(PIECE).chain([&[][..]]) {
+                    let piece = v1::TokenizerPiece {
+                        name: name.to_owned(),
+                        data: data.to_vec(),
+                    };
+                    if to.send(Ok(piece)).await.is_err() {
+                        return;
+                    }
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 
     async fn drain(
