@@ -19,7 +19,10 @@ use hotcell_gateways::{
     },
 };
 use hotcell_scheduler::access::TABLE;
-use hotcell_tests::cluster::{Cluster, SOON, all_have, free_address, hotcell, kjv, signal_pid};
+use hotcell_tests::cluster::{
+    Cluster, SOON, all_have, free_address, golden, hotcell, kjv, signal_pid,
+};
+use hotcell_worker::text::{Tokenizer, TokenizerConfig};
 use prost::Message;
 use rustix::process::Signal;
 use sha2::{Digest, Sha256};
@@ -512,6 +515,68 @@ fn unzip(archive: &[u8]) -> BTreeMap<String, Vec<u8>> {
     files
 }
 
+/// The files of the tokenizer that a gateway is sent.
+async fn tokenizer(engine: &Engine) -> BTreeMap<String, Vec<u8>> {
+    let chunks = engine.clone().get_tokenizer(GetTokenizerRequest {}).await;
+    let mut chunks = chunks.unwrap().into_inner();
+    let (mut archive, mut sha) = (Vec::new(), String::new());
+    while let Some(chunk) = chunks.message().await.unwrap() {
+        assert!(sha.is_empty() && chunk.data.len() <= 64 << 10);
+        archive.extend(chunk.data);
+        sha = chunk.sha256;
+    }
+    let digest: String = Sha256::digest(&archive)
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect();
+    assert_eq!(sha, digest);
+    unzip(&archive)
+}
+
+#[tokio::test]
+async fn a_model_whose_tokenizer_is_in_a_file_of_its_own_kind_has_one_for_gateways() {
+    for name in ["llama3-q8_0", "gemma3-f32"] {
+        let address = free_address().unwrap().to_string();
+        let arguments = ["--listen", &address, "--devices", "cpu:1"];
+        let path = golden(&format!("gguf/{name}.gguf"));
+        let cluster = Cluster::with_model("tiny", &path, &arguments)
+            .await
+            .unwrap();
+        cluster.workers(all_have("tiny")).await.unwrap();
+        let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+        let engine = VllmEngineClient::new(channel.connect().await.unwrap());
+        let files = tokenizer(&engine).await;
+        let names: Vec<&str> = files.keys().map(String::as_str).collect();
+        assert_eq!(
+            names,
+            ["config.json", "tokenizer.json", "tokenizer_config.json"]
+        );
+        let json = |name: &str| serde_json::from_slice::<serde_json::Value>(&files[name]).unwrap();
+        let settings = json("tokenizer_config.json");
+        assert!(settings["chat_template"].as_str().unwrap().contains("{%"));
+        let mut written = Tokenizer::from_json(&files["tokenizer.json"]).unwrap();
+        let named = TokenizerConfig::from_json(&files["tokenizer_config.json"]);
+        written.set_named(&named.unwrap()).unwrap();
+        assert!(written.bos().is_some(), "{settings}");
+        let client = cluster.client().await.unwrap();
+        for text in [
+            PROMPT,
+            "",
+            "  two  spaces\n\tand\r\n 12345 lines",
+            "naïve café, 東京, Ελλάδα, 🙂🏳️‍🌈",
+            &format!("{} it said{}", written.bos_text(), written.eos_text()),
+        ] {
+            let prompt = Prompt::Text(text.to_owned());
+            let prepared = client.tokenize("tiny", prompt, false).await.unwrap();
+            assert_eq!(
+                written.encode(text, true).unwrap(),
+                prepared.ids,
+                "{name} {text:?}"
+            );
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_gateway_learns_what_there_is_and_gets_the_tokenizer() {
     let (cluster, mut engine) = host("cpu:1").await;
@@ -546,23 +611,7 @@ async fn a_gateway_learns_what_there_is_and_gets_the_tokenizer() {
     assert_eq!((server.active_requests, server.is_paused), (0, false));
     assert_eq!(server.data_parallel_size, 1);
 
-    let mut chunks = engine
-        .get_tokenizer(GetTokenizerRequest {})
-        .await
-        .unwrap()
-        .into_inner();
-    let (mut archive, mut sha) = (Vec::new(), String::new());
-    while let Some(chunk) = chunks.message().await.unwrap() {
-        assert!(sha.is_empty() && chunk.data.len() <= 64 << 10);
-        archive.extend(chunk.data);
-        sha = chunk.sha256;
-    }
-    let digest: String = Sha256::digest(&archive)
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect();
-    assert_eq!(sha, digest);
-    let files = unzip(&archive);
+    let files = tokenizer(&engine).await;
     for name in ["tokenizer.json", "tokenizer_config.json", "config.json"] {
         assert_eq!(
             files[name],
