@@ -42,6 +42,8 @@ pub struct BlockPool {
     clock: u64,
     /// Notes which blocks are found, if that is told to anybody.
     ledger: Option<Ledger>,
+    /// Counts what came to be found and what is no more.
+    changes: u64,
 }
 
 impl BlockPool {
@@ -55,6 +57,7 @@ impl BlockPool {
             by_key: HashMap::new(),
             clock: 0,
             ledger: None,
+            changes: 0,
         }
     }
 
@@ -65,14 +68,20 @@ impl BlockPool {
     }
 
     /// What can be found in it, if that is noted.
-    pub fn ledger(&mut self) -> Option<&mut Ledger> {
-        self.ledger.as_mut()
+    pub fn ledger(&mut self) -> &mut Option<Ledger> {
+        &mut self.ledger
+    }
+
+    /// How often what can be found in it changed.
+    pub fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// What was in a block is found no more.
     fn lose(&mut self, block: u32) {
         if let Some(key) = self.at_mut(block).key.take() {
             self.by_key.remove(&key);
+            self.changes += 1;
             if let Some(ledger) = &mut self.ledger {
                 ledger.removed(&key);
             }
@@ -158,6 +167,7 @@ impl BlockPool {
         if self.at(block).key.is_none() && !self.by_key.contains_key(&key) {
             self.by_key.insert(key, block);
             self.at_mut(block).key = Some(key);
+            self.changes += 1;
             if let Some(ledger) = &mut self.ledger {
                 ledger.stored(key, of);
             }

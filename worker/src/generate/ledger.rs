@@ -4,7 +4,7 @@
 //! wait until they are asked for, up to a bound: past it they are forgotten, and all that is there is told anew.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Arc, Weak},
 };
 
@@ -57,7 +57,12 @@ pub struct Changes {
     pub reset: bool,
     /// What changed.
     pub list: Vec<Change>,
+    /// It was looked for, which takes a while, and nothing may have changed.
+    pub looked: bool,
 }
+
+/// Blocks by their keys.
+pub type Entries = HashMap<Key, Arc<Kept>>;
 
 /// Where changes are told.
 pub type Reply = oneshot::Sender<Changes>;
@@ -70,12 +75,28 @@ struct Queue {
     reset: bool,
     list: Vec<Change>,
     asked: Option<Reply>,
+    /// What was told by [`Ledger::look`], and how often what it depends on had changed by then.
+    told: HashSet<u64>,
+    seen: Option<u64>,
+}
+
+impl Queue {
+    fn new(watcher: &Arc<()>) -> Self {
+        Self {
+            watcher: Arc::downgrade(watcher),
+            reset: true,
+            list: Vec::new(),
+            asked: None,
+            told: HashSet::new(),
+            seen: None,
+        }
+    }
 }
 
 /// The blocks of one cache.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    kept: HashMap<Key, Arc<Kept>>,
+    kept: Entries,
     queue: Option<Queue>,
 }
 
@@ -119,21 +140,56 @@ impl Ledger {
     /// Somebody wants to know what changed since the last time: at once, or when something has. Who begins is told all
     /// that is there, and takes the place of who watched before, whose further questions are not answered.
     pub fn ask(&mut self, watcher: &Arc<()>, begins: bool, reply: Reply) {
-        let goes_on = self.queue.as_mut();
-        let goes_on = goes_on.filter(|queue| queue.watcher.as_ptr() == Arc::as_ptr(watcher));
-        match goes_on {
-            Some(queue) => queue.asked = Some(reply),
-            None if begins => {
-                self.queue = Some(Queue {
-                    watcher: Arc::downgrade(watcher),
-                    reset: true,
-                    list: Vec::new(),
-                    asked: Some(reply),
-                });
-            }
-            None => return,
+        if let Some(queue) = self.queue_of(watcher, begins) {
+            queue.asked = Some(reply);
+            self.tell();
         }
-        self.tell();
+    }
+
+    /// The same where what can be found is not all that counts: `of_use` says what is of use, blocks after those that are
+    /// before them. Answers at once, if need be that nothing changed; `changes` counts the changes of all that it depends on.
+    pub fn look(
+        &mut self,
+        watcher: &Arc<()>,
+        begins: bool,
+        changes: u64,
+        of_use: impl FnOnce(&Entries) -> Vec<Arc<Kept>>,
+        reply: Reply,
+    ) {
+        let Some(queue) = self.queue_of(watcher, begins) else {
+            return;
+        };
+        let mut said = Changes {
+            reset: queue.seen.is_none(),
+            looked: true,
+            ..Changes::default()
+        };
+        if queue.seen.replace(changes) != Some(changes) {
+            let before = std::mem::take(&mut queue.told);
+            let useful = of_use(&self.kept);
+            let now: HashSet<u64> = useful.iter().map(|kept| kept.hash).collect();
+            let gone = before.iter().filter(|hash| !now.contains(hash));
+            said.list.extend(gone.map(|hash| Change::Removed(*hash)));
+            let new = useful.into_iter().filter(|k| !before.contains(&k.hash));
+            said.list.extend(new.map(Change::Stored));
+            if let Some(queue) = &mut self.queue {
+                queue.told = now;
+            }
+        }
+        if reply.send(said).is_err() {
+            // Nobody heard it.
+            self.queue = None;
+        }
+    }
+
+    /// The queue of a watcher that goes on or begins.
+    fn queue_of(&mut self, watcher: &Arc<()>, begins: bool) -> Option<&mut Queue> {
+        let goes_on = self.queue.as_ref();
+        let goes_on = goes_on.is_some_and(|q| q.watcher.as_ptr() == Arc::as_ptr(watcher));
+        if !goes_on && begins {
+            self.queue = Some(Queue::new(watcher));
+        }
+        self.queue.as_mut().filter(|_| goes_on || begins)
     }
 
     /// Tells who asked, if there is something to be told.
@@ -145,10 +201,8 @@ impl Ledger {
             self.queue = None;
             return;
         }
-        if !queue.reset && queue.list.is_empty() {
-            return;
-        }
-        let Some(reply) = queue.asked.take() else {
+        let is_news = queue.reset || !queue.list.is_empty();
+        let Some(reply) = queue.asked.take_if(|_| is_news) else {
             return;
         };
         let reset = std::mem::take(&mut queue.reset);
@@ -158,7 +212,12 @@ impl Ledger {
             kept.sort_unstable_by_key(|kept| kept.depth);
             list = kept.into_iter().cloned().map(Change::Stored).collect();
         }
-        if reply.send(Changes { reset, list }).is_err() {
+        let said = Changes {
+            reset,
+            list,
+            looked: false,
+        };
+        if reply.send(said).is_err() {
             // Nobody heard it.
             self.queue = None;
         }

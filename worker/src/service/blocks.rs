@@ -11,8 +11,9 @@ use crate::{
     generate::ledger::{Change, Changes, Kept},
 };
 
-/// How long changes are gathered before they are told.
+/// How long changes are gathered before they are told, and how long where they have to be looked for.
 const GATHER: Duration = Duration::from_millis(10);
+const LOOK: Duration = Duration::from_millis(250);
 
 fn told(kept: &Kept) -> v1::CachedBlock {
     v1::CachedBlock {
@@ -84,12 +85,13 @@ pub(super) async fn watch(
         let mut begins = true;
         while let Some(changes) = engine.blocks(model.clone(), &watcher, begins).await? {
             begins = false;
+            let pause = if changes.looked { LOOK } else { GATHER };
             for message in Messages::new(changes, block_tokens) {
                 if to.send(Ok(message)).await.is_err() {
                     return Ok(());
                 }
             }
-            sleep(GATHER).await;
+            sleep(pause).await;
         }
         Ok::<(), Error>(())
     };
@@ -118,7 +120,13 @@ mod tests {
     }
 
     fn messages(reset: bool, list: Vec<Change>) -> Vec<(bool, Vec<u64>, Vec<u64>)> {
-        let said = Messages::new(Changes { reset, list }, 16);
+        let looked = false;
+        let changes = Changes {
+            reset,
+            list,
+            looked,
+        };
+        let said = Messages::new(changes, 16);
         let hashes = |m: &v1::BlocksChanged| m.stored.iter().map(|b| b.hash).collect();
         said.map(|m| (m.reset, m.removed.clone(), hashes(&m)))
             .collect()

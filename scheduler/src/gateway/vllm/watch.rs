@@ -175,6 +175,7 @@ impl Drop for Subscription {
         }
         if state.readers == 0 {
             // Nothing is known of what changes from now on.
+            state.turn += 1;
             state.logs.clear();
             state.blocks.begin(None);
             let watching = state.watching.take();

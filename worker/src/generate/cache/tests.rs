@@ -151,8 +151,8 @@ impl Machine {
         self.cache.close(live.chain);
     }
 
-    /// The watcher asks what changed; what it was told in all must be what is found now. It is told of the layers without a
-    /// window, if there are any.
+    /// The watcher asks what changed; what it was told in all must be what is found now; where layers have windows, what is
+    /// of use.
     fn replay(&mut self, begins: bool) {
         if begins {
             self.watcher = Arc::default();
@@ -173,9 +173,14 @@ impl Machine {
                 }
             }
         }
-        let whole = self.kinds.iter().position(|kind| kind.window.is_none());
-        let pool = &self.cache.pools[whole.unwrap_or(0)].pool;
-        let there: Vec<_> = self.keys.iter().filter(|(key, _)| pool.has(key)).collect();
+        let noted = self.cache.noted;
+        let there = self.keys.iter().map(|(key, entry)| (*key, entry.clone()));
+        let mut there: Vec<_> = there.collect();
+        there.retain(|(key, _)| self.cache.pools[noted].pool.has(key));
+        if self.kinds.iter().any(|kind| kind.window.is_some()) {
+            let useful = self.of_use(&there);
+            there.retain(|(key, _)| useful.contains(key));
+        }
         assert_eq!(self.told.len(), there.len());
         for (key, entry) in there {
             let hash = u64::from_le_bytes(key[..8].try_into().unwrap());
@@ -190,6 +195,27 @@ impl Machine {
             let parent = u64::from_le_bytes(parent[..8].try_into().unwrap());
             assert_eq!(kept.parent, (from > 0).then_some(parent));
         }
+    }
+
+    /// Blocks of beginnings that a prompt which goes on after one of these finds.
+    fn of_use(&mut self, there: &[(Key, Entry)]) -> HashSet<Key> {
+        let mut useful = HashSet::new();
+        for (_, entry) in there {
+            let root = self.cache.root(&entry.tenant.to_string());
+            let longer = [&entry.history[..], &[0]].concat();
+            let (chain, held) = self.cache.open(root, &longer);
+            self.cache.close(chain);
+            let mut key = root;
+            for block in longer[..held].chunks_exact(LEN) {
+                key = next_key(&key, block);
+                // Without layers that look at everything, what is behind the window may be gone.
+                if !self.cache.pools[self.cache.noted].pool.has(&key) {
+                    break;
+                }
+                useful.insert(key);
+            }
+        }
+        useful
     }
 
     fn check(&self) {
