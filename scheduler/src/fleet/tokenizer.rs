@@ -139,8 +139,10 @@ mod tests {
 
     #[test]
     fn no_more_is_taken_than_a_tokenizer_may_have() {
-        let mut reading = Reading::default();
-        reading.bytes = limits::MAX_TOKENIZER_BYTES;
+        let mut reading = Reading {
+            bytes: limits::MAX_TOKENIZER_BYTES,
+            ..Reading::default()
+        };
         let error = reading.take(TokenizerPiece {
             name: "tokenizer.json".into(),
             data: vec![0],
