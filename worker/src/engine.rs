@@ -29,6 +29,7 @@ use hotcell_proto::{
 use tokio::sync::{Semaphore, oneshot};
 
 mod about;
+mod caches;
 mod owned;
 
 pub use self::about::{EngineConfig, Opened, Ready, names};
@@ -39,7 +40,7 @@ use crate::{
     generate::{
         batch::Batch,
         check::{self, Hash},
-        ledger::{self, Changes},
+        ledger,
         task::Task,
     },
     model::run::{RunError, RunShape, Runner, Sizes},
@@ -302,37 +303,6 @@ impl Engine {
     /// When the queue is full.
     pub fn compute(&self, model: String, task: Task) -> Result<(), Error> {
         self.send(Command::Compute { model, task })
-    }
-
-    /// What is in the caches of its models, by name.
-    ///
-    /// # Errors
-    /// When the engine has ended or its queue is full.
-    pub async fn status(&self) -> Result<Vec<CacheStatus>, Error> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Command::Status { reply })?;
-        answer.await.map_err(Self::gone)
-    }
-
-    /// Which blocks of a model's cache changed since the same watcher last asked, once any have; all that there are when
-    /// it begins. None: the model is gone, or another one watches it now.
-    ///
-    /// # Errors
-    /// When the engine has ended or its queue is full.
-    pub async fn blocks(
-        &self,
-        model: String,
-        watcher: &Arc<()>,
-        begins: bool,
-    ) -> Result<Option<Changes>, Error> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Command::Blocks {
-            model,
-            watcher: Arc::clone(watcher),
-            begins,
-            reply,
-        })?;
-        Ok(answer.await.ok())
     }
 
     /// Computes the first `steps` steps of a model's known answer, a step at a time between those of its requests, and
