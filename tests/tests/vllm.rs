@@ -876,6 +876,31 @@ async fn blocks_that_make_room_are_heard_of() {
 }
 
 #[tokio::test]
+async fn blocks_of_a_model_with_windows_are_heard_of_where_they_are_of_use() {
+    let address = free_address().unwrap().to_string();
+    let arguments = ["--listen", &address, "--devices", "cpu:1"];
+    let path = golden("gguf/gemma3-f32.gguf");
+    let cluster = Cluster::with_model("tiny", &path, &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("tiny")).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    let engine = VllmEngineClient::new(channel.connect().await.unwrap());
+    let mut events = subscribe(&engine, 0).await;
+    let prompt = Prompt::Text(PROMPT.repeat(8));
+    let client = cluster.client().await.unwrap();
+    let ids = client.tokenize("tiny", prompt, false).await.unwrap().ids;
+    let first = request("w", &ids, false, params(1));
+    ask(&engine, first.clone()).await.unwrap();
+    let mut heard = Heard::default();
+    heard.until(&mut events, |h| h.known(&ids) > 0).await;
+    // Asked again, at least what was told is not computed again, but for the last token.
+    let again = ask(&engine, first).await.unwrap();
+    let cached = again.complete[&0].cached_tokens as usize;
+    assert!(cached + 1 >= heard.known(&ids), "{cached}");
+}
+
+#[tokio::test]
 async fn nobody_hears_of_another_tenants_prompts() {
     let files = tempfile::TempDir::new().unwrap();
     let (mut tokens, mut lines) = (Vec::new(), String::new());
