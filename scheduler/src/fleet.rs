@@ -36,7 +36,9 @@ mod solo;
 mod standby;
 mod tensors;
 mod ticket;
+mod tokenizer;
 mod turns;
+mod watch;
 
 use std::{
     collections::BTreeMap,

@@ -26,14 +26,14 @@ FLAGS = ["--restart-backoff", "1ms", "--restart-budget", "1000", "--hang-timeout
 class Smg:
     """SMG in front of some hosts. Its retries and its breaker are as it comes."""
 
-    def __init__(self, *cells):
+    def __init__(self, *cells, policy="round_robin"):
         self.cells = cells
         self.port = hotcell.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         folder = pathlib.Path(tempfile.mkdtemp(prefix="smg-"))
         self.log_path = folder / "log"
         command = [str(pathlib.Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--prometheus-port", str(hotcell.free_port()), "--policy", "round_robin", "--log-level", "info"]
+        command += ["--prometheus-port", str(hotcell.free_port()), "--policy", policy, "--log-level", "info"]
         # As README's table says, once for each host.
         line = [hotcell.readme(cell, "SMG").split() for cell in cells]
         assert all(words[:3] == ["smg", "launch", "--worker-urls"] for words in line), line
@@ -360,6 +360,49 @@ def check_errors_are_what_engines_give(cell):
             filler.close()
     cell.wait(lambda: running(cell) == 0, 30, "free")
     assert smg.chat(max_tokens=4).choices[0].message.content
+
+
+def read_tokens(cell):
+    """Tokens of prompts that a host's workers were given so far."""
+    return sum(int(c["prompt_tokens"]) for w in cell.workers() for c in w["caches"])
+
+
+def check_who_has_the_beginning_of_a_prompt_is_asked(cell):
+    other = second()
+    smg = Smg(cell, other, policy="cache_aware")
+    led = 0
+    for number, holder in enumerate([other, cell, other]):
+        rest = other if holder is cell else cell
+        prompt = f"{number}. " + PROMPT * 20
+        # Not through SMG, which then can have heard of it from the host only.
+        own = openai.OpenAI(base_url=f"{holder.url}/v1", api_key="none")
+        messages = [{"role": "user", "content": prompt}]
+        own.chat.completions.create(model="kjv", messages=messages, max_tokens=1, temperature=0)
+        time.sleep(2)
+        before = read_tokens(holder), read_tokens(rest)
+        for _ in range(4):
+            smg.chat(prompt, max_tokens=1)
+        assert read_tokens(rest) == before[1] and read_tokens(holder) > before[0], (number, before, smg.log()[-2000:])
+        led += 4
+    return f"{led} of {led} requests went to the host that has their beginning"
+
+
+def check_a_gguf_file_has_a_tokenizer(cell):
+    other = hotcell.Hotcell(*FLAGS, devices="cpu:1").__enter__()
+    try:
+        other.command("unload", "kjv")
+        models = pathlib.Path(__file__).resolve().parent.parent / "golden" / "models" / "gguf"
+        other.command("load", str(models / "llama3-q8_0.gguf"), "--name", "kjv")
+        smg = Smg(other)
+        direct = openai.OpenAI(base_url=f"{other.url}/v1", api_key="none")
+        for text in (PROMPT, "  naïve café, 東京 🙂\n\n12345"):
+            messages = [{"role": "user", "content": text}]
+            same = direct.chat.completions.create(model="kjv", messages=messages, max_tokens=24, temperature=0)
+            answer = smg.chat(text)
+            assert answer.usage.prompt_tokens == same.usage.prompt_tokens, (answer, same)
+            assert answer.choices[0].message.content == same.choices[0].message.content, (answer, same)
+    finally:
+        other.__exit__()
 
 
 def check_a_host_that_is_gone(cell):

@@ -6,7 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use hotcell_client::{Completion, GenerateOptions, Prompt, v1};
 use hotcell_gateways::{
-    smg::{FlushCacheRequest, GetTokenizerRequest, SubscribeKvEventsRequest},
+    smg::{
+        FlushCacheRequest, GetTokenizerRequest, KvEventBatch, SubscribeKvEventsRequest,
+        kv_cache_event::Data,
+    },
     vllm::{
         AbortRequest, ChoiceConstraint, EmbedRequest, GenerateComplete, GenerateRequest,
         GenerateStreamChunk, GetLoadsRequest, GetModelInfoRequest, GetServerInfoRequest,
@@ -16,7 +19,10 @@ use hotcell_gateways::{
     },
 };
 use hotcell_scheduler::access::TABLE;
-use hotcell_tests::cluster::{Cluster, SOON, all_have, free_address, kjv, signal_pid};
+use hotcell_tests::cluster::{
+    Cluster, SOON, all_have, free_address, golden, hotcell, kjv, signal_pid,
+};
+use hotcell_worker::text::{Tokenizer, TokenizerConfig};
 use prost::Message;
 use rustix::process::Signal;
 use sha2::{Digest, Sha256};
@@ -509,6 +515,68 @@ fn unzip(archive: &[u8]) -> BTreeMap<String, Vec<u8>> {
     files
 }
 
+/// The files of the tokenizer that a gateway is sent.
+async fn tokenizer(engine: &Engine) -> BTreeMap<String, Vec<u8>> {
+    let chunks = engine.clone().get_tokenizer(GetTokenizerRequest {}).await;
+    let mut chunks = chunks.unwrap().into_inner();
+    let (mut archive, mut sha) = (Vec::new(), String::new());
+    while let Some(chunk) = chunks.message().await.unwrap() {
+        assert!(sha.is_empty() && chunk.data.len() <= 64 << 10);
+        archive.extend(chunk.data);
+        sha = chunk.sha256;
+    }
+    let digest: String = Sha256::digest(&archive)
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect();
+    assert_eq!(sha, digest);
+    unzip(&archive)
+}
+
+#[tokio::test]
+async fn a_model_whose_tokenizer_is_in_a_file_of_its_own_kind_has_one_for_gateways() {
+    for name in ["llama3-q8_0", "gemma3-f32"] {
+        let address = free_address().unwrap().to_string();
+        let arguments = ["--listen", &address, "--devices", "cpu:1"];
+        let path = golden(&format!("gguf/{name}.gguf"));
+        let cluster = Cluster::with_model("tiny", &path, &arguments)
+            .await
+            .unwrap();
+        cluster.workers(all_have("tiny")).await.unwrap();
+        let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+        let engine = VllmEngineClient::new(channel.connect().await.unwrap());
+        let files = tokenizer(&engine).await;
+        let names: Vec<&str> = files.keys().map(String::as_str).collect();
+        assert_eq!(
+            names,
+            ["config.json", "tokenizer.json", "tokenizer_config.json"]
+        );
+        let json = |name: &str| serde_json::from_slice::<serde_json::Value>(&files[name]).unwrap();
+        let settings = json("tokenizer_config.json");
+        assert!(settings["chat_template"].as_str().unwrap().contains("{%"));
+        let mut written = Tokenizer::from_json(&files["tokenizer.json"]).unwrap();
+        let named = TokenizerConfig::from_json(&files["tokenizer_config.json"]);
+        written.set_named(&named.unwrap()).unwrap();
+        assert!(written.bos().is_some(), "{settings}");
+        let client = cluster.client().await.unwrap();
+        for text in [
+            PROMPT,
+            "",
+            "  two  spaces\n\tand\r\n 12345 lines",
+            "naïve café, 東京, Ελλάδα, 🙂🏳️‍🌈",
+            &format!("{} it said{}", written.bos_text(), written.eos_text()),
+        ] {
+            let prompt = Prompt::Text(text.to_owned());
+            let prepared = client.tokenize("tiny", prompt, false).await.unwrap();
+            assert_eq!(
+                written.encode(text, true).unwrap(),
+                prepared.ids,
+                "{name} {text:?}"
+            );
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_gateway_learns_what_there_is_and_gets_the_tokenizer() {
     let (cluster, mut engine) = host("cpu:1").await;
@@ -543,23 +611,7 @@ async fn a_gateway_learns_what_there_is_and_gets_the_tokenizer() {
     assert_eq!((server.active_requests, server.is_paused), (0, false));
     assert_eq!(server.data_parallel_size, 1);
 
-    let mut chunks = engine
-        .get_tokenizer(GetTokenizerRequest {})
-        .await
-        .unwrap()
-        .into_inner();
-    let (mut archive, mut sha) = (Vec::new(), String::new());
-    while let Some(chunk) = chunks.message().await.unwrap() {
-        assert!(sha.is_empty() && chunk.data.len() <= 64 << 10);
-        archive.extend(chunk.data);
-        sha = chunk.sha256;
-    }
-    let digest: String = Sha256::digest(&archive)
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect();
-    assert_eq!(sha, digest);
-    let files = unzip(&archive);
+    let files = tokenizer(&engine).await;
     for name in ["tokenizer.json", "tokenizer_config.json", "config.json"] {
         assert_eq!(
             files[name],
@@ -628,7 +680,10 @@ async fn the_load_is_told_unasked_and_when_asked() {
     }
     let busy = async {
         loop {
-            let load = loads.message().await.unwrap().unwrap().load.unwrap();
+            // Others say which blocks there are.
+            let Some(load) = loads.message().await.unwrap().unwrap().load else {
+                continue;
+            };
             if load.running_requests > 0 && load.gen_throughput > 0.0 {
                 return load;
             }
@@ -645,6 +700,274 @@ async fn the_load_is_told_unasked_and_when_asked() {
     assert_eq!((asked.dp_rank_count, asked.loads.len()), (1, 1));
     assert!(asked.loads[0].num_running_reqs > 0);
     drop(streams);
+}
+
+/// What a gateway knows of the blocks that a host keeps.
+#[derive(Default)]
+struct Heard {
+    /// By hash: that of the block before it, and its tokens.
+    blocks: BTreeMap<i64, (Option<i64>, Vec<u32>)>,
+    /// The number of the last batch.
+    last: u64,
+    removed: usize,
+}
+
+impl Heard {
+    fn take(&mut self, batch: KvEventBatch) {
+        if let Some(load) = &batch.load {
+            assert!(load.load_only && batch.events.is_empty());
+            assert_eq!(batch.sequence_number, self.last);
+            return;
+        }
+        let begins = matches!(batch.events[0].data, Some(Data::Cleared(_)));
+        assert!(begins || self.last == 0 || batch.sequence_number == self.last + 1);
+        self.last = batch.sequence_number;
+        for event in batch.events {
+            match event.data.unwrap() {
+                Data::Cleared(_) => self.blocks.clear(),
+                Data::Removed(removed) => {
+                    for hash in removed.block_hashes {
+                        self.removed += 1;
+                        assert!(self.blocks.remove(&hash).is_some(), "removed twice");
+                    }
+                }
+                Data::Stored(stored) => {
+                    let mut parent = stored.parent_block_hash;
+                    for block in stored.blocks {
+                        assert_eq!(block.block_size as usize, block.token_ids.len());
+                        let of = (parent, block.token_ids);
+                        let before = self.blocks.insert(block.block_hash, of);
+                        assert_eq!(before, None, "stored twice");
+                        parent = Some(block.block_hash);
+                    }
+                }
+            }
+        }
+    }
+
+    /// How many of these tokens are in blocks, from the first on.
+    fn known(&self, ids: &[u32]) -> usize {
+        let (mut at, mut parent) = (0, None);
+        while let Some((hash, (_, tokens))) = self
+            .blocks
+            .iter()
+            .find(|(_, (p, tokens))| *p == parent && ids[at..].starts_with(tokens))
+        {
+            (at, parent) = (at + tokens.len(), Some(*hash));
+        }
+        at
+    }
+
+    async fn until(
+        &mut self,
+        events: &mut Streaming<KvEventBatch>,
+        enough: impl Fn(&Self) -> bool,
+    ) {
+        let hearing = async {
+            while !enough(self) {
+                self.take(events.message().await.unwrap().unwrap());
+            }
+        };
+        timeout(SOON, hearing).await.unwrap();
+    }
+}
+
+async fn subscribe(engine: &Engine, from: u64) -> Streaming<KvEventBatch> {
+    let request = SubscribeKvEventsRequest {
+        start_sequence_number: from,
+        ..SubscribeKvEventsRequest::default()
+    };
+    let events = engine.clone().subscribe_kv_events(request).await;
+    events.unwrap().into_inner()
+}
+
+/// Tokens of a prompt that begins like no other one with another number.
+fn ids(number: u32, count: u32) -> Vec<u32> {
+    (0..count)
+        .map(|i| 10 + (number * 997 + i * 7) % 4000)
+        .collect()
+}
+
+#[tokio::test]
+async fn a_gateway_hears_which_blocks_are_kept_and_when_they_are_gone() {
+    let (cluster, engine) = host("cpu:1").await;
+    let mut events = subscribe(&engine, 0).await;
+    let mut heard = Heard::default();
+    let prompt = ids(1, 100);
+    let told = ask(&engine, request("k", &prompt, true, params(4))).await;
+    let all = [prompt.clone(), told.unwrap().ids(0)].concat();
+    heard
+        .until(&mut events, |h| {
+            h.known(&all) > 0 && h.known(&all) + 16 >= 100
+        })
+        .await;
+    let size = heard.blocks.values().next().unwrap().1.len();
+    assert_eq!(heard.known(&all), 103 / size * size, "whole blocks");
+
+    // Who comes later is told all that is there, who comes back what came since.
+    let mut later = subscribe(&engine, 0).await;
+    let mut copy = Heard::default();
+    copy.until(&mut later, |copy| copy.last == heard.last).await;
+    assert_eq!(copy.blocks, heard.blocks);
+    let other = ids(2, 40);
+    ask(&engine, request("l", &other, true, params(1)))
+        .await
+        .unwrap();
+    let before = heard.last;
+    heard.until(&mut events, |h| h.known(&other) > 0).await;
+    let mut back = subscribe(&engine, before + 1).await;
+    let first = loop {
+        let batch = back.message().await.unwrap().unwrap();
+        if batch.load.is_none() {
+            break batch;
+        }
+    };
+    assert_eq!(first.sequence_number, before + 1);
+    copy.take(first);
+    copy.until(&mut back, |copy| copy.last == heard.last).await;
+    assert_eq!(copy.blocks, heard.blocks);
+
+    // A worker that dies takes what it had with it; the one after it has what it reads.
+    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    signal_pid(workers[0].pid, Signal::KILL).unwrap();
+    heard.until(&mut events, |h| h.blocks.is_empty()).await;
+    ask(&engine, request("m", &prompt, true, params(1)))
+        .await
+        .unwrap();
+    heard
+        .until(&mut events, |h| h.known(&prompt) >= 100 - size)
+        .await;
+    cluster.client().await.unwrap().unload("kjv").await.unwrap();
+    heard.until(&mut events, |h| h.blocks.is_empty()).await;
+}
+
+#[tokio::test]
+async fn blocks_that_make_room_are_heard_of() {
+    let address = free_address().unwrap().to_string();
+    let small = [
+        "--listen",
+        &address,
+        "--devices",
+        "cpu:1",
+        "--model-memory",
+        "4000000",
+    ];
+    let cluster = Cluster::with_model("kjv", &kjv(), &small).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    let engine = VllmEngineClient::new(channel.connect().await.unwrap());
+    let mut events = subscribe(&engine, 0).await;
+    let mut heard = Heard::default();
+    let first = ids(0, 200);
+    for number in 0..40 {
+        let prompt = ids(number, 200);
+        ask(&engine, request("r", &prompt, false, params(1)))
+            .await
+            .unwrap();
+        heard
+            .until(&mut events, |h| h.known(&prompt) >= 200 - 64)
+            .await;
+        // Ends of prompts go before their beginnings.
+        if heard.removed > 0 && heard.known(&first) == 0 {
+            break;
+        }
+    }
+    assert!(heard.removed > 0 && heard.known(&first) == 0);
+}
+
+#[tokio::test]
+async fn blocks_of_a_model_with_windows_are_heard_of_where_they_are_of_use() {
+    let address = free_address().unwrap().to_string();
+    let arguments = ["--listen", &address, "--devices", "cpu:1"];
+    let path = golden("gguf/gemma3-f32.gguf");
+    let cluster = Cluster::with_model("tiny", &path, &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("tiny")).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    let engine = VllmEngineClient::new(channel.connect().await.unwrap());
+    let mut events = subscribe(&engine, 0).await;
+    let prompt = Prompt::Text(PROMPT.repeat(8));
+    let client = cluster.client().await.unwrap();
+    let ids = client.tokenize("tiny", prompt, false).await.unwrap().ids;
+    let first = request("w", &ids, false, params(1));
+    ask(&engine, first.clone()).await.unwrap();
+    let mut heard = Heard::default();
+    heard.until(&mut events, |h| h.known(&ids) > 0).await;
+    // Asked again, at least what was told is not computed again, but for the last token.
+    let again = ask(&engine, first).await.unwrap();
+    let cached = again.complete[&0].cached_tokens as usize;
+    assert!(cached + 1 >= heard.known(&ids), "{cached}");
+}
+
+#[tokio::test]
+async fn nobody_hears_of_another_tenants_prompts() {
+    let files = tempfile::TempDir::new().unwrap();
+    let (mut tokens, mut lines) = (Vec::new(), String::new());
+    for name in ["alice", "bob"] {
+        let mut command = hotcell(files.path()).unwrap();
+        let output = command.args(["--json", "token", "new", name]).output();
+        let output = output.unwrap().stdout;
+        let made: serde_json::Value = serde_json::from_slice(&output).unwrap();
+        let part = |part: &str| made[part].as_str().unwrap().to_owned();
+        tokens.push(format!("Bearer {}", part("token")));
+        lines += &part("lines");
+    }
+    let path = files.path().join("tokens.toml");
+    std::fs::write(&path, lines).unwrap();
+    let address = free_address().unwrap().to_string();
+    let path = path.to_str().unwrap();
+    let arguments = ["--listen", &address, "--devices", "cpu:1", "--tokens", path];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    let engine: Engine = VllmEngineClient::new(channel.connect().await.unwrap());
+    fn by<T>(token: &str, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        let metadata = request.metadata_mut();
+        metadata.insert("authorization", token.parse().unwrap());
+        request
+    }
+    // The same prompt of both, so that what they share would show.
+    let prompt = ids(3, 64);
+    let mut all = Vec::new();
+    for token in &tokens {
+        let request = by(token, SubscribeKvEventsRequest::default());
+        let events = engine.clone().subscribe_kv_events(request).await;
+        all.push((events.unwrap().into_inner(), Heard::default()));
+    }
+    for (at, token) in tokens.iter().enumerate() {
+        let request = by(token, request("a", &prompt, true, params(1)));
+        let stream = engine.clone().generate(request).await;
+        read(&mut stream.unwrap().into_inner()).await.unwrap();
+        let (events, heard) = &mut all[at];
+        heard.until(events, |h| h.known(&prompt) >= 48).await;
+    }
+    let hashes = |heard: &Heard| heard.blocks.keys().copied().collect::<BTreeSet<i64>>();
+    let [(_, alice), (bobs, bob)] = &mut all[..] else {
+        panic!()
+    };
+    assert!(hashes(alice).is_disjoint(&hashes(bob)));
+    let own = |heard: &Heard| {
+        heard
+            .blocks
+            .values()
+            .all(|(_, t)| t.iter().all(|t| prompt.contains(t)))
+    };
+    assert!(own(alice) && own(bob));
+    // Of one more of alice's, bob hears nothing before his own next one.
+    let more = ids(9, 64);
+    let before = bob.blocks.len();
+    for (token, prompt) in [(&tokens[0], &more), (&tokens[1], &ids(5, 32))] {
+        let request = by(token, request("b", prompt, true, params(1)));
+        let stream = engine.clone().generate(request).await;
+        read(&mut stream.unwrap().into_inner()).await.unwrap();
+    }
+    bob.until(bobs, |h| h.known(&ids(5, 32)) > 0).await;
+    assert_eq!(bob.known(&more), 0);
+    assert!(bob.blocks.len() <= before + 2);
 }
 
 #[test]

@@ -29,6 +29,7 @@ use hotcell_proto::{
 use tokio::sync::{Semaphore, oneshot};
 
 mod about;
+mod caches;
 mod owned;
 
 pub use self::about::{EngineConfig, Opened, Ready, names};
@@ -39,6 +40,7 @@ use crate::{
     generate::{
         batch::Batch,
         check::{self, Hash},
+        ledger,
         task::Task,
     },
     model::run::{RunError, RunShape, Runner, Sizes},
@@ -83,6 +85,12 @@ enum Command {
     },
     Status {
         reply: oneshot::Sender<Vec<CacheStatus>>,
+    },
+    Blocks {
+        model: String,
+        watcher: Arc<()>,
+        begins: bool,
+        reply: ledger::Reply,
     },
     Check {
         model: String,
@@ -297,16 +305,6 @@ impl Engine {
         self.send(Command::Compute { model, task })
     }
 
-    /// What is in the caches of its models, by name.
-    ///
-    /// # Errors
-    /// When the engine has ended or its queue is full.
-    pub async fn status(&self) -> Result<Vec<CacheStatus>, Error> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Command::Status { reply })?;
-        answer.await.map_err(Self::gone)
-    }
-
     /// Computes the first `steps` steps of a model's known answer, a step at a time between those of its requests, and
     /// returns the hash of each one's logits.
     ///
@@ -432,6 +430,7 @@ impl Loop {
             self.blackbox.model(name);
             worked |= batch.check_step();
         }
+        self.models.values_mut().for_each(Batch::tell_blocks);
         self.blackbox.doing(Doing::Tensors);
         // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
         let generating = self.is_generating();
@@ -560,6 +559,17 @@ impl Loop {
                 let mut all: Vec<CacheStatus> = self.models.iter().map(status).collect();
                 all.sort_unstable_by(|a, b| a.model.cmp(&b.model));
                 let _ = reply.send(all);
+            }
+            Command::Blocks {
+                model,
+                watcher,
+                begins,
+                reply,
+            } => {
+                // Without the model nobody answers.
+                if let Some(batch) = self.models.get_mut(&model) {
+                    batch.ask_blocks(&watcher, begins, reply);
+                }
             }
             Command::Check {
                 model,

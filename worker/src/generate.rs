@@ -7,6 +7,7 @@ pub mod check;
 pub mod embed;
 pub mod fair;
 pub mod grammar;
+pub mod ledger;
 pub mod logprobs;
 pub mod lookup;
 pub mod masks;

@@ -84,6 +84,8 @@ pub struct Loaded {
     pub summary: v1::ModelSummary,
     /// Tokens its cache holds.
     pub cache_tokens: u64,
+    /// Tokens of one of its blocks.
+    pub block_tokens: u32,
     /// Its tensors, in place in its files.
     pub weights: Weights,
     /// What of it the device likes packed.

@@ -1,5 +1,6 @@
 //! gRPC to commands, thin: `Tokens` and `Tensors` for everybody, `Worker` for the scheduler only.
 
+mod blocks;
 mod control;
 mod embed;
 mod tensors;

@@ -19,6 +19,7 @@ mod chat_guard;
 mod chat_message;
 mod chat_values;
 mod detokenizer;
+mod export;
 mod gguf;
 mod huggingface;
 mod parts;

@@ -85,6 +85,31 @@ fn ids_and_texts_are_those_of_the_reference_from_either_file() {
 }
 
 #[test]
+fn a_tokenizer_that_is_written_encodes_and_decodes_the_same_in_others_hands() {
+    for name in NAMES {
+        for (file, tokenizer) in both(name) {
+            let json = tokenizer.to_json().expect("a file");
+            let theirs: tokenizers::Tokenizer = json.parse().expect("their own format");
+            let again = Tokenizer::from_json(json.as_bytes()).expect("ours");
+            for case in cases(name) {
+                let what = format!("{name} {file} {:?}", case.text);
+                for special in [false, true] {
+                    let ids = tokenizer.encode(&case.text, special).expect("ids");
+                    let encoded = theirs.encode(case.text.as_str(), special).expect("ids");
+                    assert_eq!(encoded.get_ids(), ids, "{what}");
+                    assert_eq!(again.encode(&case.text, special).expect("ids"), ids);
+                    assert_eq!(
+                        theirs.decode(&case.ids, special).expect("text"),
+                        tokenizer.decode(&case.ids, special).expect("text"),
+                        "{what}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn merges_from_scores_are_sentencepieces_on_random_text() {
     let cases = golden_json("cases.json")["fuzz"].clone();
     let tokenizer = Tokenizer::from_gguf(vocab("llama")).expect("GGUF");

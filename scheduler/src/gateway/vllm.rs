@@ -5,10 +5,13 @@
 
 mod answer;
 mod ask;
+mod blocks;
 mod calls;
 mod ebnf;
 mod load;
+mod log;
 mod tokenizer;
+mod watch;
 
 use std::{collections::BTreeMap, pin::Pin, sync::Arc, time::Duration};
 
@@ -32,7 +35,7 @@ use hotcell_proto::{
     v1::{self, ModelInfo, ModelState, Prompt, TokenIds, generate_event::Event, prompt::Kind},
 };
 use tokio::{
-    sync::{Semaphore, mpsc},
+    sync::{Semaphore, mpsc, watch as watch_channel},
     time::{Instant, timeout},
 };
 use tokio_stream::{Stream, wrappers::ReceiverStream};
@@ -41,8 +44,9 @@ use tonic::{Request, Response, Status};
 use self::{
     answer::Answers,
     calls::{Call, Calls},
-    load::Gauge,
+    load::{Gauge, Load},
     tokenizer::Archive,
+    watch::{Subscription, Watch},
 };
 use super::ask::Branches;
 use crate::{
@@ -67,6 +71,7 @@ pub(crate) fn server(shared: &Shared) -> VllmEngineServer<impl VllmEngine> {
         shared: shared.clone(),
         calls: Calls::default(),
         gauge: Gauge::new(),
+        watch: Watch::new(),
         tokenizers: Arc::new(Semaphore::new(TOKENIZERS)),
         began: Instant::now(),
     };
@@ -80,6 +85,7 @@ struct Engine {
     shared: Shared,
     calls: Calls,
     gauge: Gauge,
+    watch: Watch,
     tokenizers: Arc<Semaphore>,
     began: Instant,
 }
@@ -173,6 +179,39 @@ async fn tell(
         if to.send(Ok(answer)).await.is_err() {
             return;
         }
+    }
+}
+
+/// Says which blocks there are and how busy the host is, as either changes, until nobody hears it.
+async fn tell_events(
+    mut subscribed: Subscription,
+    mut loads: watch_channel::Receiver<(u64, Load)>,
+    to: &mpsc::Sender<Result<KvEventBatch, Status>>,
+) {
+    let mut last = 0;
+    while let Ok(place) = to.reserve().await {
+        let batch = tokio::select! {
+            // Seldom, so that the other is not kept waiting.
+            biased;
+            changed = loads.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                let (sample, load) = loads.borrow_and_update().clone();
+                // It takes no number.
+                KvEventBatch {
+                    sequence_number: last,
+                    timestamp: now(),
+                    load: Some(load.told(sample)),
+                    ..KvEventBatch::default()
+                }
+            }
+            batch = subscribed.next() => {
+                last = batch.sequence_number;
+                batch
+            }
+        };
+        place.send(Ok(batch));
     }
 }
 
@@ -325,7 +364,8 @@ impl VllmEngine for Engine {
         self.shared.may_name(name.as_str(), &caller)?;
         // Never closed.
         let place = Arc::clone(&self.tokenizers).acquire_owned().await;
-        let archive = Archive::of(&name, fleet.files(&name)?).await?;
+        let files = tokenizer::files(fleet, &name).await?;
+        let archive = Archive::of(&name, files).await?;
         let (to, from) = mpsc::channel(AHEAD);
         let abort = self.shared.abort.clone();
         tokio::spawn(async move {
@@ -341,28 +381,19 @@ impl VllmEngine for Engine {
 
     async fn subscribe_kv_events(
         &self,
-        _: Request<SubscribeKvEventsRequest>,
+        request: Request<SubscribeKvEventsRequest>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
-        let mut loads = self.gauge.listen(&self.shared);
+        let caller = Caller::of(request.extensions());
+        let from = request.get_ref().start_sequence_number;
+        // Blocks say what was asked, so that each tenant hears of its own only.
+        let subscribed = self.watch.subscribe(&self.shared, caller.tenant(""), from);
+        let loads = self.gauge.listen(&self.shared);
         let abort = self.shared.abort.clone();
-        // One: the newest is what counts.
+        // One: of loads the newest is what counts, and blocks wait in their log.
         let (to, from) = mpsc::channel(1);
         tokio::spawn(async move {
-            let telling = async {
-                while loads.changed().await.is_ok()
-                    && let Ok(place) = to.reserve().await
-                {
-                    let (sample, load) = loads.borrow_and_update().clone();
-                    // Which blocks a worker has is known to the worker only, so only the load is told; it takes no number.
-                    place.send(Ok(KvEventBatch {
-                        timestamp: now(),
-                        load: Some(load.told(sample)),
-                        ..KvEventBatch::default()
-                    }));
-                }
-            };
             tokio::select! {
-                () = telling => {}
+                () = tell_events(subscribed, loads, &to) => {}
                 () = to.closed() => {}
                 () = abort.cancelled() => {}
             }

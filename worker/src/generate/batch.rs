@@ -4,7 +4,10 @@
 //! are not: one for a sequence that decodes, and its guesses; a chunk for one that reads its prompt. Nothing that a row
 //! computes depends on the others, so requests may join and leave at every step.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use hotcell_ipc::blackbox::{Slot, Writer};
 use hotcell_kernels::backend::DeviceError;
@@ -20,6 +23,7 @@ use super::{
     blocks::Key,
     cache::{Cache, Chain, Kind, Room},
     check::{self, Check},
+    ledger,
     lookup::Pays,
     masks::Masks,
     pace::Pace,
@@ -213,6 +217,16 @@ impl Batch {
             requests: self.running.iter().map(|r| memory(r, &layers)).collect(),
             layers,
         }
+    }
+
+    /// Somebody wants to know which blocks its cache keeps, and what changes: see [`ledger::Ledger::ask`].
+    pub fn ask_blocks(&mut self, watcher: &Arc<()>, begins: bool, reply: ledger::Reply) {
+        self.cache.ask(watcher, begins, reply);
+    }
+
+    /// Tells who asked which blocks have changed.
+    pub fn tell_blocks(&mut self) {
+        self.cache.tell();
     }
 
     /// Begins to compute the known answer, in room that nobody has. One is computed at a time.

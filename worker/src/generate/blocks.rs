@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use super::ledger::{Beginning, Ledger};
+
 /// Stands for all that a block's keys and values depend on: see [`super::cache`].
 pub type Key = [u8; 32];
 
@@ -38,6 +40,10 @@ pub struct BlockPool {
     kept: BTreeMap<u64, u32>,
     by_key: HashMap<Key, u32>,
     clock: u64,
+    /// Notes which blocks are found, if that is told to anybody.
+    ledger: Option<Ledger>,
+    /// Counts what came to be found and what is no more.
+    changes: u64,
 }
 
 impl BlockPool {
@@ -50,6 +56,35 @@ impl BlockPool {
             kept: BTreeMap::new(),
             by_key: HashMap::new(),
             clock: 0,
+            ledger: None,
+            changes: 0,
+        }
+    }
+
+    /// The same, which notes what can be found in it.
+    pub fn noted(self) -> Self {
+        let ledger = Some(Ledger::default());
+        Self { ledger, ..self }
+    }
+
+    /// What can be found in it, if that is noted.
+    pub fn ledger(&mut self) -> &mut Option<Ledger> {
+        &mut self.ledger
+    }
+
+    /// How often what can be found in it changed.
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// What was in a block is found no more.
+    fn lose(&mut self, block: u32) {
+        if let Some(key) = self.at_mut(block).key.take() {
+            self.by_key.remove(&key);
+            self.changes += 1;
+            if let Some(ledger) = &mut self.ledger {
+                ledger.removed(&key);
+            }
         }
     }
 
@@ -82,9 +117,7 @@ impl BlockPool {
             Some(block) => block,
             None => {
                 let (_, block) = self.kept.pop_first()?;
-                if let Some(key) = self.at_mut(block).key.take() {
-                    self.by_key.remove(&key);
-                }
+                self.lose(block);
                 block
             }
         };
@@ -127,13 +160,17 @@ impl BlockPool {
     }
 
     /// A full block is found under this key from now on, and never written again. If another one is found under it
-    /// already, that stays the one.
-    pub fn publish(&mut self, block: u32, key: Key) {
+    /// already, that stays the one. `of` is what stands there.
+    pub fn publish(&mut self, block: u32, key: Key, of: &Beginning<'_>) {
         debug_assert!(self.at(block).references > 0);
         debug_assert!(self.at(block).key.is_none_or(|own| own == key));
         if self.at(block).key.is_none() && !self.by_key.contains_key(&key) {
             self.by_key.insert(key, block);
             self.at_mut(block).key = Some(key);
+            self.changes += 1;
+            if let Some(ledger) = &mut self.ledger {
+                ledger.stored(key, of);
+            }
         }
     }
 
@@ -158,9 +195,7 @@ impl BlockPool {
     /// Keeps nothing any more.
     pub fn forget(&mut self) {
         for block in std::mem::take(&mut self.kept).into_values() {
-            if let Some(key) = self.at_mut(block).key.take() {
-                self.by_key.remove(&key);
-            }
+            self.lose(block);
             self.free.push(block);
         }
     }
@@ -172,6 +207,13 @@ mod tests {
 
     const A: Key = [1; 32];
     const B: Key = [2; 32];
+
+    const SOME: Beginning<'_> = Beginning {
+        parent: None,
+        depth: 0,
+        tokens: &[],
+        tenant: "",
+    };
 
     fn take(pool: &mut BlockPool, owner: Key) -> (u32, bool) {
         let taken = pool.take(owner).expect("a block");
@@ -210,7 +252,7 @@ mod tests {
         let keys: Vec<Key> = (10..13).map(|i| [i; 32]).collect();
         for key in &keys {
             let (block, _) = take(&mut pool, A);
-            pool.publish(block, *key);
+            pool.publish(block, *key, &SOME);
             assert!(!pool.is_own(block));
         }
         // Found while held, and again when kept.
@@ -236,7 +278,7 @@ mod tests {
         let key = [9; 32];
         for _ in 0..2 {
             let (block, _) = take(&mut pool, A);
-            pool.publish(block, key);
+            pool.publish(block, key, &SOME);
         }
         assert_eq!(pool.find(&key), Some(0));
         assert!(pool.is_own(1));

@@ -12,9 +12,14 @@
 //! tenant too, and nobody can make one. So tenants never share a block, and a block that was another tenant's is
 //! zeroed before it is read or written.
 
+use std::{collections::HashMap, sync::Arc};
+
 use sha2::{Digest, Sha256};
 
-use super::blocks::{BlockPool, Key};
+use super::{
+    blocks::{BlockPool, Key},
+    ledger::{self, Beginning, Entries, Kept},
+};
 use crate::model::run::KINDS;
 
 /// Stands for a block that was given back, or never had, in a chain: there is none with this number, and kernels refuse it.
@@ -197,6 +202,8 @@ impl Pool {
 pub struct Cache {
     /// One for each kind of layers, at most [`KINDS`].
     pools: Vec<Pool>,
+    /// Which of them notes what can be found.
+    noted: usize,
     block_len: usize,
     secret: Key,
 }
@@ -213,13 +220,20 @@ impl Cache {
     /// An empty one for these kinds of layers. `secret` must be random: who knows it can tell what others asked.
     pub fn new(kinds: &[Kind], block_len: usize, secret: Key) -> Self {
         let block_len = block_len.max(1);
-        let pool = |kind: &Kind| Pool {
-            pool: BlockPool::new(kind.blocks),
+        // Those who watch are told of layers that look at everything: without what those have nothing is of use.
+        let whole = kinds.iter().position(|kind| kind.window.is_none());
+        let noted = whole.unwrap_or(0);
+        let pool = |(at, kind): (usize, &Kind)| Pool {
+            pool: match at == noted {
+                true => BlockPool::new(kind.blocks).noted(),
+                false => BlockPool::new(kind.blocks),
+            },
             window: kind.window,
             block_len,
         };
         Self {
-            pools: kinds.iter().take(KINDS).map(pool).collect(),
+            pools: kinds.iter().take(KINDS).enumerate().map(pool).collect(),
+            noted,
             block_len,
             secret,
         }
@@ -335,17 +349,26 @@ impl Cache {
         Some(works)
     }
 
-    /// The first `computed` of `tokens` are in the chain's blocks: those that are full can be shared from now on.
-    pub fn publish(&mut self, chain: &mut Chain, tokens: &[u32], computed: usize) {
+    /// The first `computed` of `tokens` are in the chain's blocks: those that are full can be shared from now on, with
+    /// others of the same tenant.
+    pub fn publish(&mut self, chain: &mut Chain, tokens: &[u32], computed: usize, tenant: &str) {
         let computed = computed.min(tokens.len());
         while (chain.keyed + 1) * self.block_len <= computed {
             let at = chain.keyed * self.block_len;
-            let key = next_key(&chain.tip, &tokens[at..at + self.block_len]);
+            let tokens = &tokens[at..at + self.block_len];
+            let key = next_key(&chain.tip, tokens);
+            let parent = (chain.keyed > 0).then_some(&chain.tip);
+            let of = Beginning {
+                parent,
+                depth: chain.keyed,
+                tokens,
+                tenant,
+            };
             for (links, pool) in chain.of.iter().zip(&mut self.pools) {
                 if chain.keyed >= links.gone
                     && let Some(&block) = links.blocks.get(chain.keyed)
                 {
-                    pool.pool.publish(block, key);
+                    pool.pool.publish(block, key, &of);
                 }
             }
             chain.keyed += 1;
@@ -374,6 +397,70 @@ impl Cache {
             for &block in links.held().iter().rev() {
                 pool.pool.release(block);
             }
+        }
+    }
+
+    /// Somebody wants to know which blocks are found by their keys: see [`ledger::Ledger::ask`]. Where layers have windows
+    /// it is told which of them are of use, as far as that was looked for: see [`ledger::Ledger::look`].
+    pub fn ask(&mut self, watcher: &Arc<()>, begins: bool, reply: ledger::Reply) {
+        let changes = self.pools.iter().map(|pool| pool.pool.changes()).sum();
+        let windows = self.pools.iter().any(|pool| pool.window.is_some());
+        let Some(noted) = self.pools.get_mut(self.noted) else {
+            return;
+        };
+        let Some(mut ledger) = noted.pool.ledger().take() else {
+            return;
+        };
+        match windows {
+            false => ledger.ask(watcher, begins, reply),
+            true => ledger.look(watcher, begins, changes, |kept| self.of_use(kept), reply),
+        }
+        if let Some(noted) = self.pools.get_mut(self.noted) {
+            *noted.pool.ledger() = Some(ledger);
+        }
+    }
+
+    /// Those of these blocks that are in a beginning that is of use, each after the one before it.
+    fn of_use(&self, kept: &Entries) -> Vec<Arc<Kept>> {
+        let mut all: Vec<_> = kept.iter().collect();
+        all.sort_unstable_by_key(|(_, kept)| kept.depth);
+        let mut at: HashMap<u64, usize> = HashMap::new();
+        // For each: which one is before it, and for each kind of layers how many of the last are there.
+        let mut rows: Vec<(Option<usize>, [usize; KINDS])> = Vec::with_capacity(all.len());
+        let mut useful = vec![false; all.len()];
+        for (i, (key, kept)) in all.iter().enumerate() {
+            let parent = kept.parent.and_then(|parent| at.get(&parent).copied());
+            let mut runs = [0; KINDS];
+            // Nobody gets to what comes after one that is gone.
+            if kept.parent.is_none() || parent.is_some() {
+                at.insert(kept.hash, i);
+                let before = parent.and_then(|parent| rows.get(parent));
+                let count = kept.depth + 1;
+                let mut enough = true;
+                for (kind, (run, pool)) in runs.iter_mut().zip(&self.pools).enumerate() {
+                    let before = before.map_or(0, |(_, runs)| runs[kind]);
+                    *run = if pool.pool.has(key) { before + 1 } else { 0 };
+                    enough &= *run + pool.first_seen(count * self.block_len) >= count;
+                }
+                useful[i] = enough;
+            }
+            rows.push((parent, runs));
+        }
+        // What is before something of use is so, too.
+        for i in (0..all.len()).rev() {
+            if let (true, Some(parent)) = (useful[i], rows[i].0) {
+                useful[parent] = true;
+            }
+        }
+        let rows = all.into_iter().zip(useful).filter(|(_, useful)| *useful);
+        rows.map(|((_, kept), _)| Arc::clone(kept)).collect()
+    }
+
+    /// Tells who asked what has changed, if anything has.
+    pub fn tell(&mut self) {
+        let noted = self.pools.get_mut(self.noted);
+        if let Some(ledger) = noted.and_then(|pool| pool.pool.ledger().as_mut()) {
+            ledger.tell();
         }
     }
 

@@ -186,6 +186,7 @@ impl Host {
                 ..summary
             },
             cache_tokens: (shape.blocks * shape.block_len) as u64,
+            block_tokens: shape.block_len as u32,
             packing: Wanted::new(&files, &weights, &packable),
             packed: Mutex::default(),
             gone: AtomicBool::new(false),

@@ -18,6 +18,7 @@ use crate::{
 };
 
 pub(crate) mod chat;
+mod files;
 
 /// Tokenizer and chat template of a model.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub struct ModelText {
     pub tokenizer: Arc<Tokenizer>,
     /// A broken or missing template is an error of the requests that need one, not of the model.
     template: Result<ChatTemplate, TextError>,
+    /// Its text, for who renders chats elsewhere; none if it cannot be used here.
+    template_text: Option<String>,
     /// How the model writes calls of tools and thoughts.
     pub family: Family,
 }
@@ -83,13 +86,15 @@ impl ModelText {
             ));
         }
         let family = Family::of(template.as_deref(), &tokenizer);
-        let template = match template {
-            Some(text) => ChatTemplate::new(&text),
-            None => Err(TextError::NoChatTemplate),
+        let (template, text) = match template {
+            Some(text) => (ChatTemplate::new(&text), Some(text)),
+            None => (Err(TextError::NoChatTemplate), None),
         };
+        let template_text = text.filter(|_| template.is_ok());
         Ok(Self {
             tokenizer: Arc::new(tokenizer),
             template,
+            template_text,
             family,
         })
     }

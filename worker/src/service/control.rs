@@ -13,10 +13,14 @@ use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status, Streaming};
 
+use super::blocks;
 use crate::{
     host::Host,
     serve::{self, Controls},
 };
+
+/// Bytes of one piece of a tokenizer's file.
+const PIECE: usize = 256 << 10;
 
 /// The service.
 pub struct WorkerService(pub Host, pub Controls);
@@ -211,18 +215,41 @@ impl Worker for WorkerService {
 
     async fn watch_blocks(
         &self,
-        _: Request<v1::WatchBlocksRequest>,
+        request: Request<v1::WatchBlocksRequest>,
     ) -> Result<Response<Self::WatchBlocksStream>, Status> {
-        Err(Status::unimplemented("not yet"))
+        let model = self.0.model(&request.get_ref().model)?;
+        let (to, stream) = mpsc::channel(1);
+        let engine = self.0.engine().clone();
+        let watching = blocks::watch(engine, model.name.clone(), model.block_tokens, to);
+        tokio::spawn(watching);
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 
     type ReadTokenizerStream = Answers<v1::TokenizerPiece>;
 
     async fn read_tokenizer(
         &self,
-        _: Request<v1::ReadTokenizerRequest>,
+        request: Request<v1::ReadTokenizerRequest>,
     ) -> Result<Response<Self::ReadTokenizerStream>, Status> {
-        Err(Status::unimplemented("not yet"))
+        let model = self.0.model(&request.get_ref().model)?;
+        let write = move || model.text.files(&model.summary);
+        let files = self.0.text_work(write).await?;
+        let (to, stream) = mpsc::channel(1);
+        tokio::spawn(async move {
+            for (name, file) in files {
+                // The empty one is its end.
+                for data in file.chunks(PIECE).chain([&[][..]]) {
+                    let piece = v1::TokenizerPiece {
+                        name: name.to_owned(),
+                        data: data.to_vec(),
+                    };
+                    if to.send(Ok(piece)).await.is_err() {
+                        return;
+                    }
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 
     async fn drain(

@@ -18,6 +18,8 @@ pub struct Tokenizer {
     /// The same, but blind to special tokens in the text. Made when first needed, because it doubles the memory.
     literal: OnceLock<Box<tokenizers::Tokenizer>>,
     pieces: Arc<Pieces>,
+    /// How those were made of the vocabulary's strings.
+    decoder: DecoderKind,
     /// Why ids cannot become text, for a decoder that is not supported.
     no_decoder: Option<TextError>,
     prefix: Vec<u32>,
@@ -103,7 +105,7 @@ impl Tokenizer {
             Ok(kind) => (kind, None),
             Err(error) => (DecoderKind::default(), Some(error)),
         };
-        let pieces = Pieces::new(&tokens, &special, kind);
+        let pieces = Pieces::new(&tokens, &special, kind.clone());
         // Of two tokens with the same text the first is the one that encoding gives, as in llama.cpp.
         let mut vocab = Vocab::default();
         for (id, token) in tokens.into_iter().enumerate() {
@@ -140,6 +142,7 @@ impl Tokenizer {
             inner,
             literal: OnceLock::new(),
             pieces: Arc::new(pieces),
+            decoder: kind,
             no_decoder,
             prefix: parts.prefix,
             suffix: parts.suffix,
@@ -226,6 +229,27 @@ impl Tokenizer {
                 skip_special,
             )),
         }
+    }
+
+    /// What does the work.
+    pub(super) fn inner(&self) -> &tokenizers::Tokenizer {
+        &self.inner
+    }
+
+    /// How the vocabulary's strings stand for bytes.
+    ///
+    /// # Errors
+    /// A decoder that is not supported.
+    pub(super) fn decoder_kind(&self) -> Result<&DecoderKind, TextError> {
+        match &self.no_decoder {
+            Some(error) => Err(error.clone()),
+            None => Ok(&self.decoder),
+        }
+    }
+
+    /// The ids that [`encode`](Self::encode) puts before and after a text.
+    pub(crate) fn around(&self) -> (&[u32], &[u32]) {
+        (&self.prefix, &self.suffix)
     }
 
     /// The number of ids: one more than the largest. A model's logits may be wider (padding), never narrower.

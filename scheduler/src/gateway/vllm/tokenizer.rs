@@ -1,4 +1,5 @@
-//! A model's tokenizer for gateways that tokenise themselves: a zip archive of its files' bytes, as they are.
+//! A model's tokenizer for gateways that tokenise themselves: a zip archive of its files' bytes, as they are, or as a worker
+//! writes them for a model that keeps its tokenizer in a file of its own kind.
 //!
 //! Nothing of them is read but their bytes. The archive is stored, not compressed, and has no times in it, so that it is
 //! the same for the same files; each file is read once for its checksum and once to be sent, so that little is held.
@@ -11,20 +12,24 @@ use std::{
 };
 
 use hotcell_gateways::smg::GetTokenizerChunk;
+use hotcell_ipc::memory::sealed_memory;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
+    limits,
 };
 use sha2::{Digest, Sha256};
 use tokio::{sync::mpsc::Sender, task::spawn_blocking};
 use tonic::Status;
 
-use crate::{digest, vault::OpenModel};
+use crate::{
+    digest,
+    fleet::Fleet,
+    vault::{self, OpenModel},
+};
 
 /// Bytes of one piece: gateways take messages of 4 MiB, and others' engines send as many.
 const PIECE: usize = 64 << 10;
-/// Bytes of all files together.
-const MAX_BYTES: u64 = 256 << 20;
 /// Files that say how to tokenise and how chats are written.
 const FILES: &[&str] = &[
     "added_tokens.json",
@@ -62,6 +67,38 @@ pub(super) struct Archive {
 
 fn belongs(name: &str) -> bool {
     FILES.contains(&name) || name.ends_with(".jinja")
+}
+
+fn is_tokenizer(name: &str) -> bool {
+    name.starts_with("tokenizer.")
+}
+
+/// The files of a model's tokenizer: its own, or those that a worker that has it writes.
+///
+/// # Errors
+/// Of a model that is not there, and as [`Fleet::read_tokenizer`].
+pub(super) async fn files(fleet: &Arc<Fleet>, model: &ModelName) -> Result<Arc<OpenModel>, Error> {
+    let own = fleet.files(model)?;
+    if own.each().any(|(name, ..)| is_tokenizer(name)) {
+        return Ok(own);
+    }
+    let (_, _using) = fleet.awake(model.as_str()).await?;
+    let written = fleet.read_tokenizer(model).await?;
+    // Copying may take a while.
+    let made = spawn_blocking(move || {
+        let file =
+            |(name, bytes): (&str, Vec<u8>)| Ok((name.to_owned(), sealed_memory(name, &bytes)?));
+        written
+            .into_iter()
+            .map(file)
+            .collect::<io::Result<Vec<_>>>()
+    });
+    let made = made.await.unwrap_or_else(|e| Err(io::Error::other(e)));
+    let made = made.map_err(|e| {
+        let what = format!("no memory for the tokenizer of model {model}: {e}");
+        Error::new(Reason::Internal, what)
+    })?;
+    vault::adopt(model, made).map(Arc::new)
 }
 
 /// A file's bytes from `at` on, at most `most`.
@@ -109,15 +146,15 @@ impl Archive {
             io::ErrorKind::FileTooLarge => {
                 let what = format!(
                     "the tokenizer of model {model} has more than {} MiB",
-                    MAX_BYTES >> 20
+                    limits::MAX_TOKENIZER_BYTES >> 20
                 );
                 Error::new(Reason::LimitExceeded, what).with("model", model)
             }
             _ => unreadable(model, &error),
         })?;
-        if !entries.iter().any(|e| e.name.starts_with("tokenizer.")) {
+        if !entries.iter().any(|e| is_tokenizer(&e.name)) {
             let what = format!(
-                "model {model} has no tokenizer.json (a .gguf file keeps its tokenizer within); give the gateway one by its --tokenizer-path"
+                "model {model} has no tokenizer.json; give the gateway one by its --tokenizer-path"
             );
             return Err(Error::new(Reason::ModelUnsupported, what).with("model", model));
         }
@@ -219,7 +256,9 @@ fn entries(files: &OpenModel) -> io::Result<Vec<Entry>> {
             continue;
         }
         all = all.saturating_add(bytes);
-        let bytes = u32::try_from(bytes).ok().filter(|_| all <= MAX_BYTES);
+        let bytes = u32::try_from(bytes)
+            .ok()
+            .filter(|_| all <= limits::MAX_TOKENIZER_BYTES);
         let bytes = bytes.ok_or(io::ErrorKind::FileTooLarge)?;
         let entry = Entry {
             name: name.to_owned(),
@@ -302,11 +341,9 @@ fn directory(entries: &[Entry]) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use hotcell_ipc::memory::sealed_memory;
     use tokio::sync::mpsc;
 
     use super::*;
-    use crate::vault;
 
     fn model(files: &[(&str, &[u8])]) -> (ModelName, Arc<OpenModel>) {
         let name = ModelName::new("m").unwrap();

@@ -307,7 +307,8 @@ impl Batch {
             slot,
             ..
         } = &mut self.running[at];
-        self.cache.publish(chain, member.task.tokens(), *computed);
+        let (tokens, tenant) = (member.task.tokens(), &member.task.class().tenant);
+        self.cache.publish(chain, tokens, *computed, tenant);
         self.cache.trim(chain, *computed);
         if let Some(slot) = slot {
             self.blackbox.computed(slot, *computed);

@@ -3,8 +3,12 @@
 use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
+use tokio::sync::oneshot;
 
-use super::*;
+use super::{
+    ledger::{Change, Kept},
+    *,
+};
 
 const LEN: usize = 4;
 
@@ -29,6 +33,11 @@ struct Machine {
     /// By kind of layers and block.
     memory: Vec<Vec<Vec<Option<Entry>>>>,
     live: Vec<Live>,
+    /// All keys that blocks were ever found by, and whose first tokens each stands for.
+    keys: HashMap<Key, Entry>,
+    watcher: Arc<()>,
+    /// What the watcher was told that there is, by hash.
+    told: HashMap<u64, Arc<Kept>>,
 }
 
 impl Machine {
@@ -45,6 +54,9 @@ impl Machine {
             kinds: kinds.to_vec(),
             memory: kinds.iter().map(memory).collect(),
             live: Vec::new(),
+            keys: HashMap::new(),
+            watcher: Arc::default(),
+            told: HashMap::new(),
         }
     }
 
@@ -103,7 +115,18 @@ impl Machine {
             }
         }
         live.computed = to;
-        self.cache.publish(&mut live.chain, &live.tokens, to);
+        let tenant = live.tenant.to_string();
+        self.cache
+            .publish(&mut live.chain, &live.tokens, to, &tenant);
+        let mut key = live.chain.root;
+        for (at, block) in live.tokens[..to].chunks_exact(LEN).enumerate() {
+            key = next_key(&key, block);
+            let entry = Entry {
+                tenant: live.tenant,
+                history: live.tokens[..(at + 1) * LEN].to_vec(),
+            };
+            self.keys.insert(key, entry);
+        }
         self.cache.trim(&mut live.chain, to);
     }
 
@@ -126,6 +149,73 @@ impl Machine {
     fn close(&mut self, at: usize) {
         let live = self.live.swap_remove(at);
         self.cache.close(live.chain);
+    }
+
+    /// The watcher asks what changed; what it was told in all must be what is found now; where layers have windows, what is
+    /// of use.
+    fn replay(&mut self, begins: bool) {
+        if begins {
+            self.watcher = Arc::default();
+        }
+        let (reply, mut answer) = oneshot::channel();
+        self.cache.ask(&self.watcher, begins, reply);
+        self.cache.tell();
+        if let Ok(changes) = answer.try_recv() {
+            if changes.reset {
+                self.told.clear();
+            }
+            for change in changes.list {
+                match change {
+                    Change::Stored(kept) => {
+                        assert!(self.told.insert(kept.hash, kept).is_none(), "stored twice");
+                    }
+                    Change::Removed(hash) => assert!(self.told.remove(&hash).is_some()),
+                }
+            }
+        }
+        let noted = self.cache.noted;
+        let there = self.keys.iter().map(|(key, entry)| (*key, entry.clone()));
+        let mut there: Vec<_> = there.collect();
+        there.retain(|(key, _)| self.cache.pools[noted].pool.has(key));
+        if self.kinds.iter().any(|kind| kind.window.is_some()) {
+            let useful = self.of_use(&there);
+            there.retain(|(key, _)| useful.contains(key));
+        }
+        assert_eq!(self.told.len(), there.len());
+        for (key, entry) in there {
+            let hash = u64::from_le_bytes(key[..8].try_into().unwrap());
+            let kept = &self.told[&hash];
+            let from = entry.history.len() - LEN;
+            assert_eq!(*kept.tokens, entry.history[from..]);
+            assert_eq!(*kept.tenant, entry.tenant.to_string());
+            assert_eq!(kept.depth, from / LEN);
+            let root = self.cache.root(&kept.tenant);
+            let parent = entry.history[..from].chunks(LEN);
+            let parent = parent.fold(root, |key, block| next_key(&key, block));
+            let parent = u64::from_le_bytes(parent[..8].try_into().unwrap());
+            assert_eq!(kept.parent, (from > 0).then_some(parent));
+        }
+    }
+
+    /// Blocks of beginnings that a prompt which goes on after one of these finds.
+    fn of_use(&mut self, there: &[(Key, Entry)]) -> HashSet<Key> {
+        let mut useful = HashSet::new();
+        for (_, entry) in there {
+            let root = self.cache.root(&entry.tenant.to_string());
+            let longer = [&entry.history[..], &[0]].concat();
+            let (chain, held) = self.cache.open(root, &longer);
+            self.cache.close(chain);
+            let mut key = root;
+            for block in longer[..held].chunks_exact(LEN) {
+                key = next_key(&key, block);
+                // Without layers that look at everything, what is behind the window may be gone.
+                if !self.cache.pools[self.cache.noted].pool.has(&key) {
+                    break;
+                }
+                useful.insert(key);
+            }
+        }
+        useful
     }
 
     fn check(&self) {
@@ -203,13 +293,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     /// Whatever is opened, forked, written, guessed and closed in whatever order: a chain reads what its own tokens
-    /// wrote, nothing of another tenant, and in the end every block is there again.
+    /// wrote, nothing of another tenant; who watches is told what can be found; and in the end every block is there again.
     #[test]
     fn nobody_reads_what_is_not_theirs_and_nothing_leaks(
         kinds in kinds(), program in proptest::collection::vec(op(), 1..120),
     ) {
         let mut machine = Machine::of(&kinds);
-        for op in program {
+        for (number, op) in program.into_iter().enumerate() {
             let count = machine.live.len();
             match op {
                 Op::Open(tenant, tokens) => machine.open(tenant, tokens),
@@ -221,12 +311,19 @@ proptest! {
                 Op::Close(at) => machine.close(at % count),
             }
             machine.check();
+            // Some changes come together, and now and then the watcher begins anew.
+            if number % 3 == 0 {
+                machine.replay(number % 21 == 0);
+            }
         }
         while !machine.live.is_empty() {
             machine.close(0);
         }
+        machine.replay(false);
         prop_assert!(machine.cache.counts().all(|counts| counts.used == 0));
         machine.cache.forget();
+        machine.replay(false);
+        prop_assert!(machine.told.is_empty());
         for (kind, counts) in kinds.iter().zip(machine.cache.counts()) {
             prop_assert_eq!((counts.kept, counts.blocks), (0, kind.blocks));
         }
