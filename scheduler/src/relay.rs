@@ -168,8 +168,7 @@ async fn road(
         leaving: Leaving::new(
             (fleet, &call.model),
             (out, streams),
-            call.deadline,
-            trace.context(),
+            (call.deadline, trace.context()),
         ),
         out,
         streams,

@@ -70,13 +70,6 @@ pub(crate) async fn verdict(placed: &Placed, status: &Status) -> Option<Error> {
 
 /// A request that carries what remains of the deadline, and where it is in its trace.
 pub(crate) fn bounded<T>(message: T, deadline: Option<Instant>, trace: &Span) -> Request<T> {
-    let mut request = timed(message, deadline);
-    trace.carry(&mut request);
-    request
-}
-
-/// A request that carries what remains of the deadline.
-pub(crate) fn timed<T>(message: T, deadline: Option<Instant>) -> Request<T> {
     let mut request = Request::new(message);
     if let Some(at) = deadline {
         // gRPC knows no zero; our own timer is about to say so.
@@ -85,5 +78,6 @@ pub(crate) fn timed<T>(message: T, deadline: Option<Instant>) -> Request<T> {
             .max(Duration::from_millis(1));
         request.set_timeout(left);
     }
+    trace.carry(&mut request);
     request
 }

@@ -30,8 +30,8 @@ use crate::{
     onward,
     stream::Stream,
     streams::Streams,
-    traces::TraceContext,
-    verdict::timed,
+    traces::{Span, TraceContext},
+    verdict::bounded,
 };
 
 /// How long the other host may take to accept a stream that waits for it.
@@ -168,8 +168,7 @@ impl<'a> Leaving<'a> {
     pub fn new(
         (fleet, model): (&'a Arc<Fleet>, &'a ModelName),
         (out, streams): (&'a Stream, &Streams),
-        deadline: Option<Instant>,
-        trace: Option<TraceContext>,
+        (deadline, trace): (Option<Instant>, Option<TraceContext>),
     ) -> Self {
         Self {
             fleet,
@@ -257,11 +256,7 @@ impl<'a> Leaving<'a> {
         let id = self.out.keeps().then(|| request.request_id.clone());
         request.request_id = id.clone().unwrap_or_default();
         let (mut client, seat) = to.line();
-        let mut request = timed(request, self.deadline);
-        if let Some(trace) = self.trace {
-            trace.carry(&mut request);
-        }
-        let request = to.sign(request);
+        let request = to.sign(bounded(request, self.deadline, &Span::passing(self.trace)));
         let mut hold = Hold {
             to: Arc::clone(to),
             id,

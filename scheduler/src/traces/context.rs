@@ -112,15 +112,6 @@ impl TraceContext {
         Some(Self { span, ..self })
     }
 
-    /// Has a call carry it.
-    pub fn carry<T>(self, request: &mut tonic::Request<T>) {
-        let mut headers = std::mem::take(request.metadata_mut()).into_headers();
-        if let Some(value) = self.header() {
-            headers.insert(TRACEPARENT, value);
-        }
-        *request.metadata_mut() = tonic::metadata::MetadataMap::from_headers(headers);
-    }
-
     /// Whether it is recorded.
     pub fn is_sampled(self) -> bool {
         self.flags & SAMPLED != 0

@@ -125,6 +125,12 @@ pub struct Span {
 }
 
 impl Span {
+    /// One that is recorded elsewhere, to be carried on.
+    pub fn passing(context: Option<TraceContext>) -> Span {
+        let live = None;
+        Span { context, live }
+    }
+
     /// One within this one, from now on.
     pub fn child(&self, row: &'static SpanRow) -> Span {
         self.child_from(row, None)
@@ -242,8 +248,10 @@ impl Span {
     /// Has a call carry it.
     pub fn carry<T>(&self, request: &mut Request<T>) {
         let Some(context) = self.context else { return };
-        context.carry(request);
         let mut headers = std::mem::take(request.metadata_mut()).into_headers();
+        if let Some(value) = context.header() {
+            headers.insert(TRACEPARENT, value);
+        }
         let state = self.live.as_ref().map(|live| &live.span.trace_state);
         if let Some(state) = state.filter(|state| !state.is_empty())
             && let Ok(value) = HeaderValue::from_str(state)
