@@ -5,21 +5,18 @@
 //! [`Room`]'s limits the relay reads no further, and the worker pauses that one sequence.
 
 mod held;
+mod room;
 
 use std::{
     collections::VecDeque,
     pin::Pin,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
 use hotcell_proto::{
     error::{Error, Reason},
-    limits,
     v1::{
         Accepted, Candidate, Delta, Finished, GenerateEvent, GenerateRequest, NumericsClass,
         OutputPart, Survived, TokenLogprob, generate_event::Event, output_part::Kind as Part,
@@ -34,68 +31,12 @@ use tokio_util::{sync::CancellationToken, task::task_tracker::TaskTrackerToken};
 use tonic::Status;
 
 pub use held::Restored;
+pub use room::Room;
 
 use crate::suspicion::Process;
 
 /// What a client's stream carries.
 pub type Item = Result<GenerateEvent, Status>;
-
-/// The bytes that all streams of a scheduler hold, and how many they may.
-#[derive(Debug)]
-pub struct Room {
-    held: AtomicUsize,
-    freed: Notify,
-    /// All streams together.
-    pub total: usize,
-    /// One stream.
-    pub each: usize,
-    /// One stream, however full the others are.
-    pub share: usize,
-}
-
-impl Default for Room {
-    fn default() -> Self {
-        Self::new(
-            limits::MAX_JOURNALS_BYTES,
-            limits::MAX_JOURNAL_BYTES,
-            limits::JOURNAL_SHARE,
-        )
-    }
-}
-
-impl Room {
-    /// Room for so many bytes: of all streams, of each, and of each when the others are full.
-    pub fn new(total: usize, each: usize, share: usize) -> Self {
-        Self {
-            held: AtomicUsize::new(0),
-            freed: Notify::new(),
-            total,
-            each,
-            share,
-        }
-    }
-
-    /// Bytes held now.
-    pub fn held(&self) -> usize {
-        self.held.load(Ordering::Relaxed)
-    }
-
-    /// Whether all streams together hold as much as they may.
-    pub fn is_full(&self) -> bool {
-        self.held() >= self.total
-    }
-
-    fn take(&self, bytes: usize) {
-        self.held.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    fn give(&self, bytes: usize) {
-        let before = self.held.fetch_sub(bytes, Ordering::Relaxed);
-        if before >= self.total && before - bytes < self.total {
-            self.freed.notify_waiters();
-        }
-    }
-}
 
 /// A place between two events: what came before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
