@@ -176,6 +176,9 @@ settings! {
     /// How long running streams may go on after SIGTERM [default: 30s]
     #[arg(value_name = "TIME")]
     drain_timeout: Span = "HOTCELL_DRAIN_TIMEOUT";
+    /// How long to say that this host is not ready after SIGTERM, and still to take what comes, so that gateways look elsewhere before anything is refused [default: none]
+    #[arg(value_name = "TIME")]
+    drain_delay: Span = "HOTCELL_DRAIN_DELAY";
     /// Another Hotcell that running streams go on at after SIGTERM: unix:/path, http://host:port or https://host:port; their clients notice nothing [default: none, they go on here]
     #[arg(value_name = "ADDRESS")]
     drain_to: Address = "HOTCELL_DRAIN_TO";
@@ -494,6 +497,7 @@ impl Config {
                 queue: time(s.queue_timeout, Duration::from_secs(60)),
                 reattach: time(s.reattach_timeout, Duration::from_secs(60)),
                 drain: time(s.drain_timeout, Duration::from_secs(30)),
+                drain_delay: time(s.drain_delay, Duration::ZERO),
             },
             drain_to: match private {
                 true => None,

@@ -322,6 +322,13 @@ impl Fleet {
         table.workers.values().filter(|s| s.link.is_some()).count()
     }
 
+    /// Whether a step can progress: there is a worker that gets on, or has nothing to do.
+    pub fn can_step(&self) -> bool {
+        let table = self.table();
+        let mut serving = table.workers.values().filter_map(Slot::serving);
+        serving.any(|link| !link.fate.is_stalled())
+    }
+
     /// All workers, also those beside the devices' own.
     pub fn workers(&self) -> Vec<WorkerInfo> {
         let own = self.table();

@@ -24,12 +24,16 @@ impl Patience {
     }
 }
 
+/// The part of its patience after which a process that stands still is not asked for more.
+const STALLED: u32 = 4;
+
 /// What was seen of one process so far.
 #[derive(Clone, Debug)]
 pub struct Hang {
     last: Pulse,
     engine_since: Duration,
     events_since: Duration,
+    stalled: bool,
 }
 
 impl Hang {
@@ -39,6 +43,7 @@ impl Hang {
             last: pulse,
             engine_since: now,
             events_since: now,
+            stalled: false,
         }
     }
 
@@ -57,6 +62,8 @@ impl Hang {
         }
         self.last = pulse;
         let stood = now.saturating_sub(self.engine_since);
+        let silent = now.saturating_sub(self.events_since);
+        self.stalled = stood >= patience.engine / STALLED || silent >= patience.events / STALLED;
         if stood >= patience.engine {
             let doing = pulse
                 .doing
@@ -65,11 +72,15 @@ impl Hang {
                 "its engine made no progress for {stood:.1?} ({doing})"
             ));
         }
-        let stood = now.saturating_sub(self.events_since);
-        if stood >= patience.events {
-            return Some(format!("its event loop stood still for {stood:.1?}"));
+        if silent >= patience.events {
+            return Some(format!("its event loop stood still for {silent:.1?}"));
         }
         None
+    }
+
+    /// Whether nothing moved for a good part of the time that it may take: it may hang.
+    pub fn is_stalled(&self) -> bool {
+        self.stalled
     }
 }
 
@@ -123,6 +134,26 @@ mod tests {
         assert_eq!(watched.look(99 * 15 + 19), None);
         let why = watched.look(99 * 15 + 20).unwrap();
         assert!(why.contains("event loop"), "{why}");
+    }
+
+    #[test]
+    fn one_that_stands_still_is_stalled_long_before_it_hangs() {
+        let mut watched = Watched::new();
+        watched.writer.doing(Doing::Stepping);
+        for second in 1..8 {
+            watched.writer.beat();
+            assert_eq!(watched.look(second), None);
+            assert_eq!(watched.hang.is_stalled(), second >= 3, "{second}");
+        }
+        watched.writer.stepped();
+        assert_eq!(watched.look(8), None);
+        assert!(!watched.hang.is_stalled());
+        // So is one that answers nobody, whatever its engine does.
+        for second in 9..15 {
+            watched.writer.stepped();
+            assert_eq!(watched.look(second), None);
+        }
+        assert!(watched.hang.is_stalled());
     }
 
     #[test]

@@ -273,7 +273,13 @@ pub async fn run(
             format!("serving failed: {error}"),
         )),
         None => tokio::select! {
-            () = drain(&shared, health, &stop, (config.timeouts.drain, config.drain_to.as_ref()), &mut serving) => Ok(()),
+            () = async {
+                shared.leaving.cancel();
+                shared.fleet.nudge();
+                tokio::time::sleep(config.timeouts.drain_delay).await;
+                let how = (config.timeouts.drain, config.drain_to.as_ref());
+                drain(&shared, health, &stop, how, &mut serving).await;
+            } => Ok(()),
             name = signals.next() => {
                 return Err(Failure::new(
                     Exit::Interrupted,

@@ -71,6 +71,8 @@ pub struct Shared {
     pub admission: Admission,
     /// Cancelled when streams that still run have to end.
     pub abort: CancellationToken,
+    /// Cancelled when this host is about to drain: it says that it is not ready, and still serves.
+    pub leaving: CancellationToken,
     /// The streams of token requests.
     pub streams: Streams,
     /// Tensor sessions.
@@ -99,6 +101,7 @@ impl Shared {
             fleet,
             admission: Admission::new(limits::MAX_SCHEDULER_REQUESTS),
             abort: CancellationToken::new(),
+            leaving: CancellationToken::new(),
             streams,
             tensors: Sessions::default(),
             graphs: Graphs::default(),
@@ -111,9 +114,10 @@ impl Shared {
         }
     }
 
-    /// Whether a request gets anywhere: a worker has given its known answer and is there, and nothing drains.
+    /// Whether a request gets anywhere: a worker has given its known answer, is there and does not stand still, and nothing
+    /// drains or is about to.
     pub fn is_serving(&self) -> bool {
-        self.fleet.ready() > 0 && !self.admission.is_closed()
+        self.fleet.can_step() && !self.admission.is_closed() && !self.leaving.is_cancelled()
     }
 }
 

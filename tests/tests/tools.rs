@@ -190,9 +190,13 @@ fn options(seed: u64, grammar: Option<Grammar>, max_tokens: u32) -> GenerateOpti
 }
 
 fn forced(seed: u64) -> GenerateOptions {
+    called(seed, false)
+}
+
+fn called(seed: u64, single: bool) -> GenerateOptions {
     let calls = v1::ToolCalls {
         tools: tools(),
-        single: false,
+        single,
     };
     options(seed, Some(Grammar::ToolCalls(calls)), 200)
 }
@@ -231,6 +235,28 @@ fn check(said: &Said, seed: u64) {
         said.reasoning.is_empty() && (!complete || said.content.is_empty()),
         "{said:?}"
     );
+}
+
+#[tokio::test]
+async fn a_single_call_is_one_in_every_family() {
+    for (name, template, _) in FAMILIES {
+        let folder = model(template);
+        let cluster = cluster(folder.path()).await;
+        let client = cluster.client().await.unwrap();
+        let (mut complete, mut several) = (0, 0);
+        for seed in 0..8 {
+            let said = whole(&client, called(seed, true)).await;
+            let ended = said.finished.as_ref().unwrap().reason() == FinishReason::EndToken;
+            complete += usize::from(ended);
+            assert!(
+                said.calls.len() == 1 && (!ended || is_valid(&said.calls[0])),
+                "{name}, seed {seed}: {said:?}"
+            );
+            several += usize::from(whole(&client, called(seed, false)).await.calls.len() > 1);
+        }
+        // Or else nothing was asked of it.
+        assert!(complete > 0 && several > 0, "{name}: {complete}, {several}");
+    }
 }
 
 #[tokio::test]

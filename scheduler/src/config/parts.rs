@@ -17,6 +17,8 @@ pub struct Timeouts {
     pub reattach: Duration,
     /// Streams after SIGTERM.
     pub drain: Duration,
+    /// How long it says that it is not ready before it drains.
+    pub drain_delay: Duration,
 }
 
 /// Where packed copies of models go.

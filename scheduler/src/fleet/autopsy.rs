@@ -6,7 +6,7 @@ use hotcell_ipc::blackbox::Reader;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{Condemnation, Fate, Fleet, Process};
+use super::{Condemnation, Fate, Fleet, Process, changes::Teller};
 use crate::{
     crash::{self, Dead},
     death::{Death, DeathKind, Ended},
@@ -16,8 +16,13 @@ use crate::{
 /// How long a thread that hangs may take to write down where.
 const POINT_OUT: Duration = Duration::from_millis(50);
 
-/// Condemns a process once it hangs. Cancelled with the process.
-pub(super) async fn watch(blackbox: Arc<Reader>, fate: Fate, patience: Patience) {
+/// Condemns a process once it hangs, and tells of it when it may. Cancelled with the process.
+pub(super) async fn watch(
+    blackbox: Arc<Reader>,
+    fate: Fate,
+    patience: Patience,
+    changed: Option<Teller>,
+) {
     let mut seen = Duration::ZERO;
     let mut hang = Hang::new(blackbox.pulse(), seen);
     let interval = patience.interval();
@@ -29,6 +34,11 @@ pub(super) async fn watch(blackbox: Arc<Reader>, fate: Fate, patience: Patience)
         if let Some(why) = hang.look(blackbox.pulse(), seen, &patience) {
             fate.condemn(Condemnation::new(DeathKind::Wedged, why));
             return;
+        }
+        if fate.stalls(hang.is_stalled())
+            && let Some(changed) = &changed
+        {
+            changed.tell();
         }
     }
 }
@@ -50,7 +60,12 @@ impl Fleet {
         fate: &Fate,
     ) -> Option<AbortOnDropHandle<()>> {
         let blackbox = Arc::clone(process.blackbox()?);
-        let watching = watch(blackbox, fate.clone(), self.patience);
+        let watching = watch(
+            blackbox,
+            fate.clone(),
+            self.patience,
+            Some(self.changed.clone()),
+        );
         Some(AbortOnDropHandle::new(tokio::spawn(watching)))
     }
 

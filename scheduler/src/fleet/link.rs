@@ -109,6 +109,7 @@ pub struct Fate {
     /// Set once it has to go.
     pub condemned: watch::Sender<Option<Condemnation>>,
     death: Arc<OnceLock<Death>>,
+    stalled: Arc<AtomicBool>,
 }
 
 impl Fate {
@@ -118,6 +119,7 @@ impl Fate {
             gone: CancellationToken::new(),
             condemned: watch::Sender::new(None),
             death: Arc::default(),
+            stalled: Arc::default(),
         }
     }
 
@@ -141,6 +143,16 @@ impl Fate {
     /// Whether it is gone, or has to go.
     pub fn is_sealed(&self) -> bool {
         self.gone.is_cancelled() || self.condemned.borrow().is_some()
+    }
+
+    /// Notes whether it makes no progress, though it should; whether that is news.
+    pub fn stalls(&self, stalled: bool) -> bool {
+        self.stalled.swap(stalled, Ordering::Relaxed) != stalled
+    }
+
+    /// Whether it makes no progress, though it should.
+    pub fn is_stalled(&self) -> bool {
+        self.stalled.load(Ordering::Relaxed)
     }
 
     /// Asks the keeper to kill it. The first reason stays.

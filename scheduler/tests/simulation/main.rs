@@ -164,6 +164,7 @@ impl House {
                 queue: Duration::from_secs(10),
                 reattach: REATTACH,
                 drain: Duration::from_secs(30),
+                drain_delay: Duration::ZERO,
             },
             packs: Packs::off(),
             model_roots: vec![],
