@@ -50,6 +50,15 @@ async fn the_examples_run_to_their_ends() {
     let last = said.lines().last().unwrap().rsplit(' ').next().unwrap();
     assert!(last.parse::<f64>().unwrap() > 0.0, "{said}");
 
+    // Twice: the second one takes the first one's place.
+    for _ in 0..2 {
+        let said = run("saved_function");
+        assert!(
+            said.starts_with("layer: ") && said.ends_with(" bytes, 64 rows at most\n"),
+            "{said}"
+        );
+    }
+
     let said = run("compare_workers");
     assert!(said.ends_with("w0 and w1 agree\n"), "{said}");
     assert!(

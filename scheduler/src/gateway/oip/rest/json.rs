@@ -24,7 +24,7 @@ use crate::gateway::oip::{
 };
 
 /// Elements of a tensor that may be written as JSON; more come as bytes.
-const MAX_ELEMENTS: usize = 4096;
+const MAX_ELEMENTS: usize = 1 << 16;
 
 /// Reads JSON.
 ///
