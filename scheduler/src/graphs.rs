@@ -17,7 +17,7 @@ use std::{
     os::fd::OwnedFd,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -28,11 +28,12 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::{HeldGraph, SaveGraphHead},
+    v1::SaveGraphHead,
 };
 use tokio::{
-    sync::OnceCell,
-    time::{Instant, timeout_at},
+    sync::watch,
+    task::spawn_blocking,
+    time::{Instant, sleep_until, timeout_at},
 };
 
 pub use lane::{Fill, Sink, Source};
@@ -48,10 +49,12 @@ use plan::Plan;
 
 /// How long a call without a deadline waits for a worker.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Workers that may die under one call while they compute it; as many as under a tensor session's call.
+/// Workers that may die under one call; as many as under a tensor session's call.
 const MAX_DEATHS: u32 = limits::TENSOR_RECOVERIES;
-/// Workers that may die under one call, whatever they did.
-const MAX_TRIES: u32 = limits::MAX_CONTINUATIONS;
+/// Graphs that one worker has planned at once: its other sessions are its clients'.
+const MAX_PLANS: usize = limits::MAX_SESSIONS / 4;
+/// Graphs of one tenant.
+const MAX_OF_TENANT: usize = limits::MAX_SAVED_GRAPHS / 4;
 /// How long a worker keeps a graph that nobody asks for.
 const IDLE: Duration = Duration::from_secs(60);
 
@@ -65,6 +68,8 @@ pub struct Call {
     pub outputs: Vec<Sink>,
     /// When its client waits no longer.
     pub deadline: Option<Instant>,
+    /// Whose it is.
+    pub tenant: String,
 }
 
 /// What a call gave.
@@ -85,13 +90,18 @@ struct Table {
     bytes: u64,
 }
 
+/// A plan that is being made, or was.
+type Made = watch::Receiver<Option<Result<Arc<Plan>, Error>>>;
+
 #[derive(Default)]
 struct Inner {
     table: Mutex<Table>,
-    plans: Mutex<HashMap<Place, Arc<OnceCell<Arc<Plan>>>>>,
+    /// Held by who changes what is saved, while a file is written.
+    changing: tokio::sync::Mutex<()>,
+    plans: Mutex<HashMap<Place, Made>>,
     next: AtomicU64,
     /// Where they are kept for the next start.
-    folder: OnceLock<Folder>,
+    folder: OnceLock<Arc<Folder>>,
 }
 
 /// The saved graphs. Clones share them.
@@ -115,7 +125,7 @@ impl Graphs {
         self.0.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn plans(&self) -> MutexGuard<'_, HashMap<Place, Arc<OnceCell<Arc<Plan>>>>> {
+    fn plans(&self) -> MutexGuard<'_, HashMap<Place, Made>> {
         self.0.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -166,11 +176,25 @@ impl Graphs {
         let count = table.by_name.len() + usize::from(before.is_none());
         let own = before.map_or(0, |before| before.bytes());
         let all = (table.bytes - own).saturating_add(bytes);
+        let tenant = caller.tenant("");
+        let others = table
+            .by_name
+            .values()
+            .filter(|saved| saved.tenant == tenant);
+        let own_count = match tenant {
+            "" => 0,
+            _ => others.count() + usize::from(before.is_none()),
+        };
         for (what, have, limit) in [
             (
                 "saved graphs",
                 count as u64,
                 limits::MAX_SAVED_GRAPHS as u64,
+            ),
+            (
+                "saved graphs of one tenant",
+                own_count as u64,
+                MAX_OF_TENANT as u64,
             ),
             (
                 "bytes of saved graphs",
@@ -186,6 +210,21 @@ impl Graphs {
             }
         }
         Ok(())
+    }
+
+    /// Whether a graph may be saved under its name, before its constants come.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save).
+    pub fn may_save(
+        &self,
+        shared: &Shared,
+        head: &SaveGraphHead,
+        caller: &Caller,
+    ) -> Result<(), Error> {
+        let name = ModelName::new(head.name.as_str())?;
+        let bytes = head.graph.len() as u64;
+        self.admit(shared, &self.table(), (&name, head.replace), bytes, caller)
     }
 
     /// Keeps a graph, once a worker has looked at it.
@@ -205,7 +244,13 @@ impl Graphs {
         let bytes = constants.bytes().saturating_add(head.graph.len() as u64);
         // Before a worker has any work with it, and again once it has.
         self.admit(shared, &self.table(), (&name, replace), bytes, caller)?;
-        let tenant = caller.tenant("").to_owned();
+        // What is replaced stays whose it is, whoever replaces it.
+        let before = self
+            .table()
+            .by_name
+            .get(&name)
+            .map(|saved| saved.tenant.clone());
+        let tenant = before.unwrap_or_else(|| caller.tenant("").to_owned());
         let limits = shared.access.limits(&tenant);
         let want = Want {
             tensor_bytes: bytes,
@@ -218,21 +263,26 @@ impl Graphs {
             let link = self.worker(shared, until).await?;
             match plan::examine(shared, Arc::clone(&link), &head).await {
                 Ok(found) => break found,
-                Err(error) => deaths.count(&link, error, false).await?,
+                Err(error) => deaths.count(&link, error).await?,
             }
         };
         let saved = Saved::new(name.clone(), tenant, head, constants, found, held)?;
         let saved = Arc::new(saved.numbered(self.0.next.fetch_add(1, Ordering::Relaxed)));
-        let mut table = self.table();
-        self.admit(shared, &table, (&name, replace), bytes, caller)?;
-        if let Some(folder) = self.0.folder.get() {
-            // Under the lock: of two who save under one name, the later one's is kept in both places.
-            folder.write(&saved)?;
+        // Of two who save under one name, the later one's is kept in both places.
+        let _changing = self.0.changing.lock().await;
+        self.admit(shared, &self.table(), (&name, replace), bytes, caller)?;
+        if let Some(folder) = self.0.folder.get().cloned() {
+            let saved = Arc::clone(&saved);
+            beside(move || folder.write(&saved)).await?;
         }
+        let mut table = self.table();
         table.bytes += saved.bytes();
-        if let Some(before) = table.by_name.insert(name, Arc::clone(&saved)) {
+        let before = table.by_name.insert(name, Arc::clone(&saved));
+        if let Some(before) = &before {
             table.bytes -= before.bytes();
-            drop(table);
+        }
+        drop(table);
+        if let Some(before) = before {
             self.drop_plans(before.id);
         }
         Ok(saved)
@@ -242,19 +292,15 @@ impl Graphs {
     ///
     /// # Errors
     /// [`Reason::ModelNotFound`].
-    pub fn forget(&self, name: &str, caller: &Caller) -> Result<(), Error> {
+    pub async fn forget(&self, name: &str, caller: &Caller) -> Result<(), Error> {
+        let _changing = self.0.changing.lock().await;
         let saved = self.find(name, caller).ok_or_else(|| unknown(name))?;
+        if let Some(folder) = self.0.folder.get().cloned() {
+            let name = saved.name.clone();
+            beside(move || folder.remove(&name)).await?;
+        }
         let mut table = self.table();
-        // Unless another one took its place meanwhile.
-        if table
-            .by_name
-            .get(&saved.name)
-            .is_some_and(|s| s.id == saved.id)
-        {
-            if let Some(folder) = self.0.folder.get() {
-                folder.remove(&saved.name)?;
-            }
-            table.by_name.remove(&saved.name);
+        if table.by_name.remove(&saved.name).is_some() {
             table.bytes -= saved.bytes();
         }
         drop(table);
@@ -294,11 +340,11 @@ impl Graphs {
         let here = plans
             .iter()
             .filter(|((_, w, e), _)| w == worker && *e == epoch);
-        here.filter_map(|(_, plan)| Some(plan.get()?.running()))
+        here.filter_map(|(_, made)| Some(made.borrow().as_ref()?.as_ref().ok()?.running()))
             .sum()
     }
 
-    /// The graph on this worker, planned now if it is not yet.
+    /// The graph on this worker, planned now if it is not yet. That goes on if who asked for it first leaves.
     async fn plan(
         &self,
         shared: &Shared,
@@ -306,41 +352,81 @@ impl Graphs {
         link: &Arc<Link>,
     ) -> Result<Arc<Plan>, Error> {
         let place = (saved.id, link.worker.clone(), link.epoch);
-        let cell = {
+        let mut made = {
             let mut plans = self.plans();
-            Arc::clone(plans.entry(place.clone()).or_default())
-        };
-        let make = async || {
-            let plan = Plan::make(shared, saved, Arc::clone(link)).await?;
-            let plan = Arc::new(plan);
-            tokio::spawn(keep(
-                Arc::downgrade(&self.0),
-                place.clone(),
-                Arc::clone(&plan),
-            ));
-            Ok(plan)
-        };
-        let made = cell.get_or_try_init(make).await.cloned();
-        if made.is_err() {
-            let mut plans = self.plans();
-            if plans.get(&place).is_some_and(|c| Arc::ptr_eq(c, &cell)) && cell.get().is_none() {
-                plans.remove(&place);
+            match plans.get(&place) {
+                Some(made) => made.clone(),
+                None => {
+                    make_room(&mut plans, &place)?;
+                    let (to, made) = watch::channel(None);
+                    plans.insert(place.clone(), made.clone());
+                    let making = Making {
+                        graphs: self.clone(),
+                        shared: shared.clone(),
+                        saved: Arc::clone(saved),
+                        link: Arc::clone(link),
+                        place,
+                    };
+                    tokio::spawn(making.run(to));
+                    made
+                }
             }
+        };
+        let made = made.wait_for(Option::is_some).await;
+        let lost = |_| Error::new(Reason::Internal, "a plan was not made");
+        made.map_err(lost)?
+            .clone()
+            .unwrap_or_else(|| Err(Error::new(Reason::Internal, "a plan is none")))
+    }
+
+    /// Forgets the plan, unless another one took its place.
+    fn forget_plan(&self, place: &Place, plan: &Arc<Plan>) {
+        let mut plans = self.plans();
+        let same =
+            |made: &Made| matches!(&*made.borrow(), Some(Ok(known)) if Arc::ptr_eq(known, plan));
+        if plans.get(place).is_some_and(same) {
+            plans.remove(place);
         }
-        made
+    }
+
+    async fn try_once(
+        &self,
+        shared: &Shared,
+        saved: &Arc<Saved>,
+        link: &Arc<Link>,
+        call: &Call,
+    ) -> Result<Done, Error> {
+        let plan = self.plan(shared, saved, link).await?;
+        let done = plan.run(call).await;
+        if done.as_ref().is_err_and(is_over) {
+            let place = (saved.id, link.worker.clone(), link.epoch);
+            self.forget_plan(&place, &plan);
+        }
+        done
     }
 
     /// Computes a graph.
     ///
     /// # Errors
-    /// What the worker says, [`Reason::DeadlineExceeded`], [`Reason::NoWorker`], [`Reason::Draining`];
-    /// [`Reason::RequestPoisoned`] if workers die of it.
+    /// What the worker says, [`Reason::DeadlineExceeded`], [`Reason::NoWorker`], [`Reason::Draining`],
+    /// [`Reason::QuotaExceeded`]; [`Reason::RequestPoisoned`] if workers die of it.
     pub async fn run(
         &self,
         shared: &Shared,
         saved: &Arc<Saved>,
         call: &Call,
     ) -> Result<Done, Error> {
+        if shared.admission.is_closed() {
+            return Err(crate::admission::draining());
+        }
+        // A drain waits for it.
+        let _call = shared.tensors.enter();
+        let limits = shared.access.limits(&call.tenant);
+        let want = Want {
+            requests: 1,
+            ..Want::default()
+        };
+        let _held = shared.access.tenants.take(&call.tenant, &limits, want)?;
         let late = || {
             let what = format!("graph {} took longer than its client waits", saved.name);
             Error::new(Reason::DeadlineExceeded, what)
@@ -350,18 +436,10 @@ impl Graphs {
             loop {
                 let until = call.deadline.unwrap_or_else(|| Instant::now() + PATIENCE);
                 let link = self.worker(shared, until).await?;
-                let planned = self.plan(shared, saved, &link).await;
-                let computes = planned.is_ok();
-                let done = match planned {
-                    Ok(plan) => plan.run(call).await,
-                    Err(error) => Err(error),
-                };
-                match done {
+                match self.try_once(shared, saved, &link, call).await {
                     Ok(done) => return Ok(done),
-                    Err(error) => deaths.count(&link, error, computes).await?,
+                    Err(error) => deaths.count(&link, error).await?,
                 }
-                let place = (saved.id, link.worker.clone(), link.epoch);
-                self.plans().remove(&place);
             }
         };
         let all = async {
@@ -397,17 +475,13 @@ impl Graphs {
         for saved in self.table().by_name.values() {
             folder.write(saved).map_err(io::Error::other)?;
         }
-        let _ = self.0.folder.set(folder);
+        let _ = self.0.folder.set(Arc::new(folder));
         Ok(())
     }
 
-    /// All of them, for another program.
-    pub fn hold(&self) -> Vec<HeldGraph> {
-        self.table()
-            .by_name
-            .values()
-            .map(|saved| saved.hold())
-            .collect()
+    /// All of them, by name.
+    pub fn all(&self) -> Vec<Arc<Saved>> {
+        self.table().by_name.values().cloned().collect()
     }
 
     /// Takes what another program held.
@@ -425,7 +499,10 @@ impl Graphs {
             // It was handed over by the program before this one, and lies in the folder too.
             return Ok(());
         }
-        if table.by_name.len() >= limits::MAX_SAVED_GRAPHS {
+        let bytes = table.bytes.saturating_add(saved.bytes());
+        if table.by_name.len() >= limits::MAX_SAVED_GRAPHS
+            || bytes > limits::MAX_SAVED_GRAPHS_BYTES as u64
+        {
             let what = format!("there is no place for the graph {}", saved.name);
             return Err(Error::new(Reason::LimitExceeded, what));
         }
@@ -445,33 +522,109 @@ fn held(shared: &Shared, memory: OwnedFd) -> Result<Saved, Error> {
     })
 }
 
-/// Workers that died under one call.
+/// Does something with files beside the event loop.
+async fn beside(work: impl FnOnce() -> Result<(), Error> + Send + 'static) -> Result<(), Error> {
+    let failed = |e| Error::new(Reason::Internal, format!("a file was not changed: {e}"));
+    spawn_blocking(work).await.map_err(failed)?
+}
+
+/// Room for one more plan on a worker, perhaps that of the one which nobody asked for for longest.
+fn make_room(plans: &mut HashMap<Place, Made>, place: &Place) -> Result<(), Error> {
+    let (_, worker, epoch) = place;
+    let here = plans
+        .iter()
+        .filter(|((_, w, e), _)| (w, e) == (worker, epoch));
+    if here.clone().count() < MAX_PLANS {
+        return Ok(());
+    }
+    let idle = here.filter_map(|(place, made)| {
+        let made = made.borrow();
+        let plan = made
+            .as_ref()?
+            .as_ref()
+            .ok()
+            .filter(|plan| plan.running() == 0)?;
+        Some((plan.idle_at(Duration::ZERO), place.clone()))
+    });
+    let oldest = idle.min_by_key(|(since, _)| *since);
+    let (_, oldest) = oldest.ok_or_else(|| {
+        let what =
+            format!("worker {worker} computes {MAX_PLANS} saved graphs already; try again later");
+        Error::new(Reason::Overloaded, what)
+    })?;
+    plans.remove(&oldest);
+    Ok(())
+}
+
+/// Makes a plan, whoever waits for it.
+struct Making {
+    graphs: Graphs,
+    shared: Shared,
+    saved: Arc<Saved>,
+    link: Arc<Link>,
+    place: Place,
+}
+
+impl Making {
+    async fn run(self, to: watch::Sender<Option<Result<Arc<Plan>, Error>>>) {
+        let made = tokio::select! {
+            () = self.shared.abort.cancelled() => Err(crate::admission::draining()),
+            made = Plan::make(&self.shared, &self.saved, self.link) => made.map(Arc::new),
+        };
+        match &made {
+            Ok(plan) => {
+                let inner = Arc::downgrade(&self.graphs.0);
+                tokio::spawn(keep(inner, self.place, Arc::downgrade(plan)));
+            }
+            Err(_) => {
+                let mut plans = self.graphs.plans();
+                let same = |made: &Made| made.same_channel(&to.subscribe());
+                if plans.get(&self.place).is_some_and(same) {
+                    plans.remove(&self.place);
+                }
+            }
+        }
+        to.send_replace(Some(made));
+    }
+}
+
+/// Whether an error tells that a worker, or the session on it, is there no more.
+fn is_over(error: &Error) -> bool {
+    matches!(
+        error.reason(),
+        Reason::WorkerLost | Reason::SessionNotFound | Reason::HandleStale
+    )
+}
+
+/// What was lost under one call.
 #[derive(Default)]
 struct Deaths {
-    all: u32,
-    /// While they computed it.
-    computing: u32,
+    workers: u32,
+    /// Sessions whose workers live.
+    sessions: u32,
 }
 
 impl Deaths {
-    /// Counts the worker if it died of this or meanwhile, so that the call is made again.
+    /// Counts what was lost, so that the call is made again.
     ///
     /// # Errors
-    /// The error if the worker lives; [`Reason::RequestPoisoned`] after too many deaths.
-    async fn count(&mut self, link: &Link, error: Error, computes: bool) -> Result<(), Error> {
-        let ended = matches!(
-            error.reason(),
-            Reason::WorkerLost | Reason::SessionNotFound | Reason::HandleStale
-        );
-        if !ended || !link.is_lost().await {
+    /// The error if nothing was; [`Reason::RequestPoisoned`] after too many deaths.
+    async fn count(&mut self, link: &Link, error: Error) -> Result<(), Error> {
+        if !is_over(&error) {
             return Err(error);
         }
-        self.all += 1;
-        self.computing += u32::from(computes);
-        if self.computing > MAX_DEATHS || self.all > MAX_TRIES {
+        if !link.is_lost().await {
+            self.sessions += 1;
+            return match self.sessions {
+                1 => Ok(()),
+                _ => Err(error),
+            };
+        }
+        self.workers += 1;
+        if self.workers > MAX_DEATHS {
             let what = format!(
                 "{} workers died under this call; it is not made again",
-                self.all
+                self.workers
             );
             return Err(Error::new(Reason::RequestPoisoned, what));
         }
@@ -479,23 +632,20 @@ impl Deaths {
     }
 }
 
-/// Forgets a plan once nobody asked for it for a while, or its worker is gone.
-async fn keep(inner: std::sync::Weak<Inner>, place: Place, plan: Arc<Plan>) {
+/// Forgets a plan once nobody asked for it for a while.
+async fn keep(inner: Weak<Inner>, place: Place, plan: Weak<Plan>) {
     loop {
-        plan.idle(IDLE).await;
-        let Some(inner) = inner.upgrade() else { return };
-        let graphs = Graphs(inner);
-        let mut plans = graphs.plans();
-        match plans.get(&place) {
-            // Another one by now, or none.
-            Some(cell) if !cell.get().is_some_and(|p| Arc::ptr_eq(p, &plan)) => return,
+        let at = match plan.upgrade() {
+            Some(plan) => plan.idle_at(IDLE),
             None => return,
-            // Nobody has it but the table and this: whoever takes it does so under the lock.
-            Some(_) if Arc::strong_count(&plan) <= 2 => {
-                plans.remove(&place);
-                return;
-            }
-            Some(_) => {}
+        };
+        if at > Instant::now() {
+            sleep_until(at).await;
+            continue;
         }
+        if let (Some(inner), Some(plan)) = (inner.upgrade(), plan.upgrade()) {
+            Graphs(inner).forget_plan(&place, &plan);
+        }
+        return;
     }
 }

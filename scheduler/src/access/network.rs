@@ -97,6 +97,7 @@ mod tests {
             "10.0.0.0/",
             "10.0.0.0/-1",
             "a/8",
+            "::ffff:10.0.0.1",
         ] {
             assert!(odd.parse::<Network>().is_err(), "{odd}");
         }

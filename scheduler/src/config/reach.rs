@@ -34,6 +34,16 @@ pub(super) fn check_reach(
     (listen, door): (Option<SocketAddr>, TlsDoor),
     access: &AccessConfig,
 ) -> Result<(), Failure> {
+    let shows = access
+        .tls
+        .as_ref()
+        .is_some_and(|tls| tls.client_ca.is_some());
+    if let (Some(address), None, true, None) = (listen, access.tls_of(door), shows, &access.tokens)
+    {
+        return Err(usage(format!(
+            "{flag} {address} is a door without TLS, where nobody can show the certificate that --tls-client-ca asks for; give --tokens FILE, or leave out --tls-doors"
+        )));
+    }
     let Some(address) = listen.filter(|address| !address.ip().is_loopback()) else {
         return Ok(());
     };

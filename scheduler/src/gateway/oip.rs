@@ -44,6 +44,13 @@ pub(crate) struct Oip {
     statistics: statistics::Statistics,
 }
 
+impl Oip {
+    /// A saved graph is gone, or another one.
+    pub(crate) fn forget(&self, name: &str) {
+        self.statistics.forget(name);
+    }
+}
+
 /// Extensions of the protocol that are served.
 const EXTENSIONS: &[&str] = &[
     "model_repository",

@@ -6,7 +6,10 @@
 
 use std::{
     os::fd::AsFd,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use bytes::Bytes;
@@ -37,8 +40,8 @@ const MAX_BYTES: u64 = 256 << 20;
 /// What is copied without leaving the thread.
 const SHORT: usize = 1 << 20;
 
-/// Reads a tensor's bytes into the beginning of a piece.
-pub type Fill = Arc<dyn Fn(&SharedMapping) -> Result<(), Error> + Send + Sync>;
+/// Copies a tensor's bytes to or from a piece, and ends early once nobody waits for it any more.
+pub type Fill = Arc<dyn Fn(&SharedMapping, &AtomicBool) -> Result<(), Error> + Send + Sync>;
 
 /// Where an input comes from.
 #[derive(Clone)]
@@ -66,6 +69,8 @@ pub enum Sink {
     Bytes,
     /// To somewhere else.
     Elsewhere(Fill),
+    /// Nowhere: nobody asked for it.
+    Nothing,
 }
 
 /// A tensor's piece of memory.
@@ -88,7 +93,8 @@ struct Shelf {
     session: Arc<Session>,
 }
 
-/// The lanes of one graph on one worker.
+/// The lanes of one graph on one worker. Clones share them.
+#[derive(Clone)]
 pub(super) struct Lanes {
     shelf: Arc<Shelf>,
     saved: Arc<Saved>,
@@ -100,7 +106,7 @@ pub(super) struct Lane {
     shelf: Arc<Shelf>,
     inputs: usize,
     pieces: Option<Pieces>,
-    _place: OwnedSemaphorePermit,
+    place: Option<OwnedSemaphorePermit>,
 }
 
 impl Lanes {
@@ -136,21 +142,31 @@ impl Lanes {
                 None => Err(None),
             }
         };
-        let pieces = match ready {
-            Ok(pieces) => pieces,
-            Err(old) => {
-                if let Some(old) = old {
-                    free(&self.shelf.session, old).await?;
-                }
-                self.make(sizes, call.rows).await?
-            }
-        };
-        Ok(Lane {
+        let lane = |pieces| Lane {
             shelf: Arc::clone(&self.shelf),
             inputs: self.saved.inputs.len(),
             pieces: Some(pieces),
-            _place: place,
-        })
+            place: Some(place),
+        };
+        let old = match ready {
+            Ok(pieces) => return Ok(lane(pieces)),
+            Err(old) => old,
+        };
+        let mut lane = lane(Pieces {
+            pieces: Vec::with_capacity(sizes.len()),
+            sizes,
+            stream: u32::try_from(self.places.available_permits()).unwrap_or(0),
+        });
+        // On a task of its own: what was shared is named by an answer, which has to be heard even if the call is given up.
+        let (lanes, rows) = (self.clone(), call.rows);
+        let making = tokio::spawn(async move {
+            if let Some(old) = old {
+                free(&lanes.shelf.session, old).await?;
+            }
+            lanes.make(&mut lane, rows).await.map(|()| lane)
+        });
+        let failed = |e| Error::new(Reason::Internal, format!("no lane: {e}"));
+        making.await.map_err(failed)?
     }
 
     fn sizes(&self, call: &Call) -> Result<Sizes, Error> {
@@ -187,35 +203,32 @@ impl Lanes {
         }
         for (port, sink) in self.saved.outputs.iter().zip(&call.outputs) {
             let bytes = size(port, None)?;
-            let goes_along = matches!(sink, Sink::Bytes) && bytes <= SMALL;
+            let goes_along = match sink {
+                Sink::Bytes => bytes <= SMALL,
+                Sink::Elsewhere(_) => false,
+                Sink::Nothing => true,
+            };
             sizes.push((!goes_along && bytes > 0).then_some(bytes));
         }
         Ok(sizes)
     }
 
-    async fn make(&self, sizes: Sizes, rows: u64) -> Result<Pieces, Error> {
-        let ports = self.saved.inputs.iter().chain(&self.saved.outputs);
-        let stream = u32::try_from(self.places.available_permits()).unwrap_or(0);
-        let mut made = Pieces {
-            pieces: Vec::with_capacity(sizes.len()),
-            sizes,
-            stream,
+    /// Makes a lane's pieces. What there is of them goes with the lane if one cannot be made.
+    async fn make(&self, lane: &mut Lane, rows: u64) -> Result<(), Error> {
+        let Some(sizes) = lane.pieces.as_ref().map(|pieces| pieces.sizes.clone()) else {
+            return Ok(());
         };
-        for (port, size) in ports.zip(made.sizes.clone()) {
+        let ports = self.saved.inputs.iter().chain(&self.saved.outputs);
+        for (port, size) in ports.zip(sizes) {
             let piece = match size {
                 None => None,
-                Some(bytes) => match self.share(port.at(rows), bytes).await {
-                    Ok(piece) => Some(piece),
-                    Err(error) => {
-                        // What was made of it would be in nobody's way, but in the session's count.
-                        let _ = free(&self.shelf.session, made).await;
-                        return Err(error);
-                    }
-                },
+                Some(bytes) => Some(self.share(port.at(rows), bytes).await?),
             };
-            made.pieces.push(piece);
+            if let Some(pieces) = &mut lane.pieces {
+                pieces.pieces.push(piece);
+            }
         }
-        Ok(made)
+        Ok(())
     }
 
     async fn share(&self, spec: TensorSpec, bytes: u64) -> Result<Piece, Error> {
@@ -257,16 +270,29 @@ impl Shelf {
     }
 }
 
-/// Does something with memory, beside the event loop if it takes long.
+/// Says that nobody waits any more, when it is dropped.
+struct Given(Arc<AtomicBool>);
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Does something with memory, beside the event loop if it takes long; ends soon once nobody waits for it.
 async fn with<T: Send + 'static>(
     bytes: usize,
-    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+    work: impl FnOnce(&AtomicBool) -> Result<T, Error> + Send + 'static,
 ) -> Result<T, Error> {
+    let over = Arc::new(AtomicBool::new(false));
     if bytes <= SHORT {
-        return work();
+        return work(&over);
     }
+    let given = Given(Arc::clone(&over));
     let failed = |e| Error::new(Reason::Internal, format!("a copy failed: {e}"));
-    spawn_blocking(work).await.map_err(failed)?
+    let done = spawn_blocking(move || work(&over)).await.map_err(failed)?;
+    drop(given);
+    done
 }
 
 fn broken(error: &std::io::Error) -> Error {
@@ -304,9 +330,9 @@ impl Lane {
                 continue;
             };
             let (mapping, source) = (Arc::clone(&piece.mapping), source.clone());
-            let fill = move || match source {
+            let fill = move |over: &AtomicBool| match source {
                 Source::Bytes(bytes) => mapping.write(0, &bytes).map_err(|e| broken(&e)),
-                Source::Elsewhere(_, fill) => fill(&mapping),
+                Source::Elsewhere(_, fill) => fill(&mapping, over),
             };
             with(piece.mapping.len(), fill).await?;
         }
@@ -322,13 +348,14 @@ impl Lane {
             return Ok(Bytes::new());
         };
         let (mapping, sink) = (Arc::clone(&piece.mapping), sink.clone());
-        let empty = move || match sink {
+        let empty = move |over: &AtomicBool| match sink {
             Sink::Bytes => {
                 let mut bytes = vec![0; mapping.len()];
                 mapping.read(0, &mut bytes).map_err(|e| broken(&e))?;
                 Ok(bytes.into())
             }
-            Sink::Elsewhere(empty) => empty(&mapping).map(|()| Bytes::new()),
+            Sink::Elsewhere(empty) => empty(&mapping, over).map(|()| Bytes::new()),
+            Sink::Nothing => Ok(Bytes::new()),
         };
         with(piece.mapping.len(), empty).await
     }
@@ -347,8 +374,12 @@ impl Drop for Lane {
         if let Some(pieces) = self.pieces.take()
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
-            let session = Arc::clone(&self.shelf.session);
-            runtime.spawn(async move { free(&session, pieces).await });
+            let (session, place) = (Arc::clone(&self.shelf.session), self.place.take());
+            runtime.spawn(async move {
+                let _ = free(&session, pieces).await;
+                // Not before: another one would find the session full.
+                drop(place);
+            });
         }
     }
 }

@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use hotcell_proto::{
     error::{Error, Reason},
     v1::{
@@ -16,7 +17,7 @@ use hotcell_proto::{
         output_wish, upload_target,
     },
 };
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 use tokio_stream::iter;
 
 use super::{
@@ -192,18 +193,11 @@ impl Plan {
         self.running.load(Ordering::Relaxed)
     }
 
-    /// Returns once nothing ran for so long.
-    pub(super) async fn idle(&self, patience: Duration) {
-        loop {
-            let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
-            let at = match self.running() {
-                0 => last + patience,
-                _ => Instant::now() + patience,
-            };
-            if at <= Instant::now() {
-                return;
-            }
-            sleep_until(at).await;
+    /// When nothing will have run for so long, if nothing begins until then.
+    pub(super) fn idle_at(&self, patience: Duration) -> Instant {
+        match self.running() {
+            0 => *self.last.lock().unwrap_or_else(PoisonError::into_inner) + patience,
+            _ => Instant::now() + patience,
         }
     }
 
@@ -224,18 +218,21 @@ impl Plan {
                 (Input::Call(index), _) => match (lane.input(*index), call.inputs.get(*index)) {
                     (Some(handle), _) => operand::Kind::Tensor(handle),
                     (None, Some(Source::Bytes(bytes))) => operand::Kind::Data(bytes.clone()),
+                    // Of nothing at all there is no place.
+                    (None, Some(Source::Elsewhere(0, _))) => operand::Kind::Data(Bytes::new()),
                     (None, _) => return Err(odd("no place for an input")),
                 },
                 (Input::Constant { .. }, None) => return Err(odd("no name for a constant")),
             }));
         }
-        let wish = |index: usize| OutputWish {
-            kind: Some(match lane.output(index) {
-                Some(handle) => output_wish::Kind::Into(handle),
-                None => output_wish::Kind::Inline(true),
+        let wish = |(index, sink): (usize, &Sink)| OutputWish {
+            kind: Some(match (lane.output(index), sink) {
+                (_, Sink::Nothing) => output_wish::Kind::Drop(true),
+                (Some(handle), _) => output_wish::Kind::Into(handle),
+                (None, _) => output_wish::Kind::Inline(true),
             }),
         };
-        let outputs = (0..self.saved.outputs.len()).map(wish).collect();
+        let outputs = call.outputs.iter().enumerate().map(wish).collect();
         let (mut client, request) = self.session.call(ExecuteRequest {
             plan: Some(self.plan.clone()),
             rows: call.rows,
@@ -252,18 +249,15 @@ impl Plan {
         let mut outputs = Vec::with_capacity(done.outputs.len());
         for (index, (said, sink)) in done.outputs.into_iter().zip(&call.outputs).enumerate() {
             let bytes = self.saved.outputs[index].bytes(call.rows);
-            outputs.push(match (said.kind, lane.output(index)) {
-                (_, Some(_)) => lane.empty(index, sink).await?,
-                (Some(v1::output::Kind::Data(data)), None) => {
-                    if Some(data.len() as u64) != bytes {
-                        return Err(odd("an output of another size"));
-                    }
-                    match sink {
-                        Sink::Bytes => data,
-                        Sink::Elsewhere(..) => return Err(odd("an output without its place")),
-                    }
+            outputs.push(match (said.kind, lane.output(index), sink) {
+                (_, _, Sink::Nothing) => Bytes::new(),
+                (_, Some(_), _) => lane.empty(index, sink).await?,
+                (Some(v1::output::Kind::Data(data)), None, _)
+                    if Some(data.len() as u64) == bytes =>
+                {
+                    data
                 }
-                _ => return Err(odd("no bytes of an output")),
+                _ => return Err(odd("an output of another size, or none")),
             });
         }
         lane.give_back();

@@ -277,8 +277,12 @@ fn row_axes(spec: &TensorSpec) -> u32 {
 }
 
 fn port(name: String, spec: &TensorSpec, unit: u64) -> Result<Port, Error> {
-    if spec.dims.len() > limits::MAX_RANK || spec.dtype.len() > limits::MAX_LAYOUT {
-        return Err(invalid(format!("{name:?} has no shape or no dtype")));
+    if spec.dims.len() > limits::MAX_RANK
+        || spec.dtype.len() > limits::MAX_LAYOUT
+        || name.len() > limits::MAX_WORD
+    {
+        let what = format!("{:?} has no name, shape or dtype of use", clip(&name));
+        return Err(invalid(what));
     }
     Ok(Port {
         name,
@@ -326,7 +330,7 @@ fn parts(tail: &Tail, constants: u64) -> Result<Parts, Error> {
                 return Err(invalid(what));
             }
             parts.all.push(Input::Constant {
-                spec: spec.clone(),
+                spec: port(input.name.clone(), spec, bytes)?.spec,
                 at,
                 bytes,
             });
@@ -563,7 +567,7 @@ impl Saved {
     }
 
     /// For another program, while this is held.
-    pub(super) fn hold(&self) -> HeldGraph {
+    pub fn hold(&self) -> HeldGraph {
         HeldGraph {
             memory: self.memory.as_raw_fd(),
         }

@@ -158,10 +158,11 @@ impl Control for Service {
             on_request,
         } = request.get_ref();
         let (name, path) = wanted(name, path, is_remote(&request))?;
-        if let Some(name) = name.as_ref().filter(|name| self.0.graphs.has(name)) {
+        let named = name.clone().or_else(|| name_of(path.as_deref()?).ok());
+        if let Some(name) = named.filter(|name| self.0.graphs.has(name)) {
             let what = format!("{name} is the name of a saved graph; choose another one");
             return Err(Error::new(Reason::ModelExists, what)
-                .with("model", name)
+                .with("model", &name)
                 .into());
         }
         let who = self.asks(&request, name.as_ref())?;

@@ -21,6 +21,9 @@ static COMING: Semaphore = Semaphore::const_new(2);
 /// How long the next chunk may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How long all of one may take.
+const WHOLE: Duration = Duration::from_secs(120);
+
 /// The service.
 pub(super) struct Service(pub Shared);
 
@@ -54,16 +57,18 @@ impl Service {
             let what = format!("a graph of {graph} bytes; {limit} are allowed");
             return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
         }
+        self.0.graphs.may_save(&self.0, &head, caller)?;
         let mut constants = Constants::new()?;
         constants.push(&first.data)?;
         while let Some(chunk) = next(&mut chunks).await? {
-            if chunk.head.is_some() {
-                let what = "a chunk after the first one has a head";
+            if chunk.head.is_some() || chunk.data.is_empty() {
+                let what = "a chunk after the first one has a head, or nothing";
                 return Err(Error::new(Reason::InvalidArgument, what));
             }
             constants.push(&chunk.data)?;
         }
         let saved = self.0.graphs.save(&self.0, caller, head, constants).await?;
+        self.0.oip.forget(saved.name.as_str());
         tracing::info!(
             graph = %saved.name,
             bytes = saved.bytes(),
@@ -82,7 +87,17 @@ impl Graphs for Service {
     ) -> Result<Response<SavedGraph>, Status> {
         let (metadata, extensions, chunks) = request.into_parts();
         let caller = Caller::of(&extensions);
-        let saved = within(deadline(&metadata)?, self.keep(&caller, chunks)).await?;
+        let keep = async {
+            let late = |_| {
+                let what = format!("the graph did not come within {WHOLE:?}");
+                Error::new(Reason::DeadlineExceeded, what)
+            };
+            tokio::select! {
+                () = self.0.abort.cancelled() => Err(draining()),
+                kept = timeout(WHOLE, self.keep(&caller, chunks)) => kept.map_err(late)?,
+            }
+        };
+        let saved = within(deadline(&metadata)?, keep).await?;
         Ok(Response::new(saved))
     }
 
@@ -102,7 +117,8 @@ impl Graphs for Service {
     ) -> Result<Response<ForgetGraphResponse>, Status> {
         let caller = Caller::of(request.extensions());
         let name = &request.get_ref().name;
-        self.0.graphs.forget(name, &caller)?;
+        self.0.graphs.forget(name, &caller).await?;
+        self.0.oip.forget(name);
         tracing::info!(graph = name, by = %caller.name, "a graph was forgotten");
         Ok(Response::new(ForgetGraphResponse {}))
     }

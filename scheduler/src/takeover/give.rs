@@ -259,6 +259,8 @@ impl Inner {
         if doors.is_empty() {
             return Err("the scheduler is ending".to_owned());
         }
+        // Held until the end, so that none of their descriptors becomes another file's.
+        let graphs = shared.graphs.all();
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let mut state = TakeoverState {
             version: STATE_VERSION,
@@ -268,7 +270,7 @@ impl Inner {
             written_ms: since.map_or(0, |s| u64::try_from(s.as_millis()).unwrap_or(0)),
             doors: doors.iter().map(held).collect(),
             device_choice: self.device_choice.clone(),
-            graphs: shared.graphs.hold(),
+            graphs: graphs.iter().map(|saved| saved.hold()).collect(),
             ..TakeoverState::default()
         };
         shared.fleet.freeze(joined, &mut state, |state| {

@@ -210,7 +210,7 @@ impl Ask {
         let deadline = until(&asked.parameters, by.deadline)?;
         let outputs = outputs(&saved, asked.outputs)?;
         let (inputs, rows) = inputs(oip, tenant, &saved, asked.inputs, asked.raw_input_contents)?;
-        let mut sinks = vec![Sink::Bytes; saved.outputs.len()];
+        let mut sinks = vec![Sink::Nothing; saved.outputs.len()];
         let mut inline = 0u64;
         for (index, place) in &outputs {
             let Some((port, sink)) = saved.outputs.get(*index).zip(sinks.get_mut(*index)) else {
@@ -218,7 +218,10 @@ impl Ask {
             };
             let bytes = port.bytes(rows).unwrap_or(u64::MAX);
             match place {
-                None => inline = inline.saturating_add(bytes),
+                None => {
+                    inline = inline.saturating_add(bytes);
+                    *sink = Sink::Bytes;
+                }
                 Some(place) => *sink = Sink::Elsewhere(oip.regions.empty(tenant, place, bytes)?),
             }
         }
@@ -238,6 +241,7 @@ impl Ask {
                 inputs,
                 outputs: sinks,
                 deadline,
+                tenant: tenant.to_owned(),
             },
             outputs,
             began,

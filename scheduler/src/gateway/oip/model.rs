@@ -114,8 +114,11 @@ pub(super) fn find(
     (name, version): (&str, &str),
     caller: &Caller,
 ) -> Result<Model, Error> {
-    // A graph's name is no model's.
-    let graph = shared.graphs.find(name, caller);
+    // A model's name comes first, if it came to be one after the graph's.
+    let graph = match shared.fleet.resolve(name) {
+        Ok(_) => None,
+        Err(_) => shared.graphs.find(name, caller),
+    };
     let name = match &graph {
         Some(saved) => saved.name.clone(),
         None => {

@@ -11,7 +11,10 @@ use std::{
     fs::File,
     io,
     os::{fd::OwnedFd, unix::fs::FileExt},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use bytes::Bytes;
@@ -162,6 +165,24 @@ impl Region {
     }
 }
 
+/// Bytes that are copied at once. At most so many are still written after their client was told that its call failed.
+const PIECE: usize = 1 << 20;
+
+/// Copies so many bytes in pieces, each named by where it begins and how long it is, until nobody waits any more.
+fn by_pieces(
+    bytes: usize,
+    over: &AtomicBool,
+    mut copy: impl FnMut(usize, usize) -> io::Result<()>,
+) -> io::Result<()> {
+    for at in (0..bytes).step_by(PIECE) {
+        if over.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        copy(at, PIECE.min(bytes - at))?;
+    }
+    Ok(())
+}
+
 impl Regions {
     fn all(&self) -> MutexGuard<'_, BTreeMap<Name, Arc<Region>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -270,11 +291,15 @@ impl Regions {
         let region = self.find(tenant, &place.region)?;
         region.locate(place)?;
         let place = place.clone();
-        Ok(Arc::new(move |memory: &SharedMapping| {
-            let from = region.locate(&place)?;
-            let read = memory.fill(0, memory.len(), &region.file, from);
-            read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))
-        }))
+        Ok(Arc::new(
+            move |memory: &SharedMapping, over: &AtomicBool| {
+                let from = region.locate(&place)?;
+                let read = by_pieces(memory.len(), over, |at, bytes| {
+                    memory.fill(at, bytes, &region.file, from.saturating_add(at as u64))
+                });
+                read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))
+            },
+        ))
     }
 
     /// Writes so many bytes of memory to a place, each time it is called.
@@ -292,11 +317,15 @@ impl Regions {
             )));
         }
         let place = place.clone();
-        Ok(Arc::new(move |memory: &SharedMapping| {
-            let to = region.locate(&place)?;
-            let written = memory.empty_to(0, memory.len(), &region.file, to);
-            written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))
-        }))
+        Ok(Arc::new(
+            move |memory: &SharedMapping, over: &AtomicBool| {
+                let to = region.locate(&place)?;
+                let written = by_pieces(memory.len(), over, |at, bytes| {
+                    memory.empty_to(at, bytes, &region.file, to.saturating_add(at as u64))
+                });
+                written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))
+            },
+        ))
     }
 
     /// Writes to a place; how many bytes it then has.

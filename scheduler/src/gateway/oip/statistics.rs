@@ -103,6 +103,11 @@ impl Statistics {
         self.edit(model, |counts| counts.fail.add(after));
     }
 
+    /// Forgets a model, whose name may come to be another one's.
+    pub fn forget(&self, model: &str) {
+        self.all().remove(model);
+    }
+
     /// What is told of a model. Each request is one inference; the steps that it shared with others are not counted here.
     pub fn of(&self, model: &str) -> ModelStatistics {
         let counts = self.all().get(model).copied().unwrap_or_default();
