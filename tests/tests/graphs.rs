@@ -510,6 +510,38 @@ async fn large_tensors_go_through_shared_memory_and_not_beyond_it() {
 }
 
 #[tokio::test]
+async fn calls_that_are_given_up_leave_nothing_behind() {
+    const COUNT: usize = 1 << 18;
+    let host = host(&[]).await;
+    let example = host.session.tensor(&vec![0f32; COUNT], &[COUNT]).unwrap();
+    let negative = host.session.compile(|x: &[Tensor]| vec![-&x[0]]);
+    let arguments = [("x", &example)];
+    let saving = SaveGraph::named("negative");
+    let saved = negative.save(&host.client, &saving, &arguments, None);
+    saved.await.unwrap();
+    let x: Vec<f32> = (0..COUNT).map(|i| i as f32).collect();
+    let shape = [i64::try_from(COUNT).unwrap()];
+    let request = asked("negative", &[("x", "FP32", &shape, le(&x))]);
+    // At every point of a call: more of them than a session may share pieces of memory.
+    let mut given_up = 0;
+    for turn in 0..150u64 {
+        let mut timed = tonic::Request::new(request.clone());
+        timed.set_timeout(Duration::from_micros(500 + 100 * turn));
+        given_up += usize::from(host.oip.clone().model_infer(timed).await.is_err());
+    }
+    assert!(given_up > 0);
+    let at_once = (0..8).map(|_| {
+        let (oip, request) = (host.oip.clone(), request.clone());
+        tokio::spawn(async move { infer(&oip, request).await })
+    });
+    for call in at_once.collect::<Vec<_>>() {
+        let response = call.await.unwrap().unwrap();
+        let got = floats(&response.raw_output_contents[0]);
+        assert!(got.iter().zip(&x).all(|(got, x)| *got == -x));
+    }
+}
+
+#[tokio::test]
 async fn a_worker_that_dies_under_calls_is_not_noticed() {
     let host = host(&["--devices", "cpu:2"]).await;
     save_layer(&host, &SaveGraph::named("layer")).await.unwrap();
