@@ -155,7 +155,7 @@ impl Address {
 pub struct DrainTo {
     /// Where it listens.
     pub address: Address,
-    /// File of the bearer token that it asks for.
+    /// File of the bearer token that it asks for, of the role admin there.
     pub token: Option<PathBuf>,
     /// Authority of its certificate, in PEM; none: those that this host believes.
     pub ca: Option<PathBuf>,

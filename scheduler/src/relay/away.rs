@@ -270,7 +270,7 @@ impl<'a> Leaving<'a> {
             },
             Err(_) => {
                 let what = format!("it did not accept the stream within {ACCEPT:?}");
-                Error::new(Reason::Overloaded, what)
+                Error::new(Reason::DeadlineExceeded, what)
             }
         };
         // So that its id is free for the next try.
@@ -289,7 +289,8 @@ impl<'a> Leaving<'a> {
     ) -> Result<Option<Box<Away>>, Error> {
         let to = &turn.to;
         // Who is away may have less than was said: the other host says all of it again, where that is the same.
-        let request = match turn.away && journal.is_repeatable() {
+        let repeats = turn.away && journal.is_repeatable();
+        let request = match repeats {
             true => {
                 let begin = self.out.begin();
                 journal.request_from(begin.tokens, begin.text)
@@ -298,6 +299,12 @@ impl<'a> Leaving<'a> {
         };
         let offered = match self.offer(request, to).await {
             Ok((mut away, accepted)) => match journal.fits(&accepted) {
+                // Another class would say other things than the client has heard.
+                Ok(class) if repeats && !journal.is_repeated_by(&class) => {
+                    away.hold.cancel().await;
+                    let what = "it would not say again what was said, in numerics class";
+                    Err(strange(format!("{what} {}", class.id)))
+                }
                 Ok(class) => Ok((away, class, accepted)),
                 Err(violation) => {
                     away.hold.cancel().await;
@@ -446,7 +453,11 @@ impl Relayed<'_> {
         };
         let suspect = self.fleet.suspects(&self.record);
         let away = match suspect {
-            true => None,
+            true => {
+                // Others may be offered while this one waits for a place.
+                drop(turn);
+                None
+            }
             false => leaving.hand_over(journal, turn).await?,
         };
         self.leaving = leaving;
