@@ -153,11 +153,19 @@ impl<'a> Leaving<'a> {
             deadline,
             trace,
             to: streams.leaving(),
-            tries: TRIES,
+            tries: match streams.may_leave() {
+                true => TRIES,
+                false => 0,
+            },
             next: None,
             pause: PAUSE,
             gone: false,
         }
+    }
+
+    /// Whether [`turn`](Self::turn) may return at all.
+    pub fn may_go(&self) -> bool {
+        self.tries > 0
     }
 
     /// Returns once it is to be offered; never while this host does not drain, or has nowhere to send it.
