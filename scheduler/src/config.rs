@@ -182,7 +182,7 @@ settings! {
     /// Another Hotcell that running streams go on at after SIGTERM: unix:/path, http://host:port or https://host:port; their clients notice nothing [default: none, they go on here]
     #[arg(value_name = "ADDRESS")]
     drain_to: Address = "HOTCELL_DRAIN_TO";
-    /// File of the bearer token that it asks for
+    /// File of the bearer token that it asks for, of the role admin there
     #[arg(value_name = "PATH")]
     drain_to_token_file: PathBuf = "HOTCELL_DRAIN_TO_TOKEN_FILE";
     /// Authority of its certificate, in PEM [default: those that this host believes]

@@ -6,13 +6,14 @@ use std::{
     str::FromStr,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
 
 use hotcell_proto::{
     limits,
+    receipt::hex,
     v1::{CancelStreamRequest, tokens_client::TokensClient},
 };
 use http::uri::Authority;
@@ -27,7 +28,7 @@ use tokio::{
 use tokio_rustls::TlsConnector;
 use tonic::{
     Request,
-    metadata::{Ascii, MetadataValue},
+    metadata::{Ascii, MetadataMap, MetadataValue},
     transport::{Channel, Endpoint},
 };
 
@@ -47,6 +48,24 @@ const STREAMS_OF_LINE: usize = 200;
 const _: () = assert!(STREAMS_OF_LINE <= limits::MAX_WORKER_REQUESTS);
 /// Connections at most: as many as all streams of a scheduler need.
 const LINES: usize = limits::MAX_SCHEDULER_REQUESTS.div_ceil(STREAMS_OF_LINE);
+
+/// Metadata of a call that offers a stream of a host that drains.
+const OFFER: &str = "hotcell-handover";
+/// Metadata of its answer: the tenant that the stream runs for there, whose name may have any letters, in hexadecimal.
+const TENANT: &str = "hotcell-tenant";
+
+/// Whether a call offers a stream of a host that drains, which is to be told for whom it runs here.
+pub(crate) fn is_offer(asked: &MetadataMap) -> bool {
+    asked.contains_key(OFFER)
+}
+
+/// Tells that host for whom it runs here.
+pub(crate) fn tell_tenant(answer: &mut MetadataMap, tenant: &str) {
+    // Hexadecimal digits always fit.
+    if let Ok(tenant) = hex(tenant.as_bytes()).parse() {
+        answer.insert(TENANT, tenant);
+    }
+}
 
 /// Where a Hotcell listens: `unix:/path`, `http://host:port` or `https://host:port`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -136,7 +155,7 @@ impl Address {
 pub struct DrainTo {
     /// Where it listens.
     pub address: Address,
-    /// File of the bearer token that it asks for.
+    /// File of the bearer token that it asks for, of the role admin there.
     pub token: Option<PathBuf>,
     /// Authority of its certificate, in PEM; none: those that this host believes.
     pub ca: Option<PathBuf>,
@@ -176,6 +195,7 @@ impl DrainTo {
             offers: Arc::new(Semaphore::new(OFFERS)),
             taken: AtomicU64::new(0),
             refused: AtomicU64::new(0),
+            warned: AtomicBool::new(false),
         })
     }
 }
@@ -193,6 +213,8 @@ pub struct Elsewhere {
     pub(crate) offers: Arc<Semaphore>,
     taken: AtomicU64,
     refused: AtomicU64,
+    /// Whether it was said that it takes streams for another tenant's.
+    warned: AtomicBool,
 }
 
 impl fmt::Debug for Elsewhere {
@@ -276,6 +298,28 @@ impl Elsewhere {
             metadata.insert("authorization", shown.clone());
         }
         request
+    }
+
+    /// The same for a stream that it is to take over.
+    pub(crate) fn offering<T>(&self, request: Request<T>) -> Request<T> {
+        let mut request = self.sign(request);
+        let metadata = request.metadata_mut();
+        metadata.insert(OFFER, MetadataValue::from_static("1"));
+        request
+    }
+
+    /// Whether it answered an offer by running the stream for its own tenant.
+    pub(crate) fn took_for(&self, answer: &MetadataMap, tenant: &str) -> bool {
+        let told = answer.get(TENANT).map(MetadataValue::as_bytes);
+        let same = told == Some(hex(tenant.as_bytes()).as_bytes());
+        if !same && !self.warned.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                to = %self,
+                "streams stay here that would run for another tenant there: the token at the other host has to be one \
+                 that may speak for all tenants, of the role admin"
+            );
+        }
+        same
     }
 
     /// Tells it that a stream is not wanted there. One that does not hear it ends for want of a reader.
@@ -379,6 +423,21 @@ mod tests {
             assert!(why.contains("holds no token"), "{why}");
         }
         assert!(to("unix:/x", Some(dir.path().join("none"))).is_err());
+    }
+
+    #[test]
+    fn an_answer_says_for_whom_the_stream_runs() {
+        let there = to("unix:/x", None).unwrap();
+        let offered = there.offering(Request::new(()));
+        assert!(is_offer(offered.metadata()));
+        assert!(!is_offer(there.sign(Request::new(())).metadata()));
+        for tenant in ["", "alice", "Zoë 50%\n"] {
+            let mut answer = MetadataMap::new();
+            assert!(!there.took_for(&answer, tenant));
+            tell_tenant(&mut answer, tenant);
+            assert!(there.took_for(&answer, tenant), "{tenant}");
+            assert!(!there.took_for(&answer, "bob"));
+        }
     }
 
     #[tokio::test]

@@ -217,6 +217,12 @@ impl Journal {
         exact && self.across.is_none()
     }
 
+    /// Whether a worker of this class would say it again so.
+    pub fn is_repeated_by(&self, class: &NumericsClass) -> bool {
+        let same = self.numerics.as_ref().is_some_and(|n| n.id == class.id);
+        same && self.is_repeatable() && class.reproducible
+    }
+
     /// What the rest may cost.
     pub fn estimate(&self) -> Estimate {
         estimate(

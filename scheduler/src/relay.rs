@@ -461,7 +461,7 @@ impl Relayed<'_> {
             let next = tokio::select! {
                 biased;
                 // One that is suspected of killing workers is for this host to find out about.
-                turn = self.leaving.turn(), if !placed.is_alone() => match self.leaving.hand_over(journal, turn).await? {
+                turn = self.leaving.turn(), if self.leaving.may_go() && !placed.is_alone() => match self.leaving.hand_over(journal, turn).await? {
                     Some(away) => return Ok(Part::There(away)),
                     None => continue,
                 },

@@ -218,6 +218,9 @@ pub async fn run(
         access,
         ..Shared::new(Arc::clone(&fleet))
     };
+    if config.drain_to.is_none() {
+        shared.streams.stay();
+    }
     let asker = left.map(|left| left.resume(&shared, kept));
     if let Some(folder) = &config.graphs {
         shared.graphs.keep_in(&shared, folder).map_err(|e| {

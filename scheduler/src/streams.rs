@@ -6,7 +6,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -60,6 +63,8 @@ struct Inner {
     readers: TaskTracker,
     /// Where they go while this host drains.
     elsewhere: watch::Sender<Option<Arc<Elsewhere>>>,
+    /// Whether they never go anywhere.
+    stay: AtomicBool,
     table: Mutex<Table>,
 }
 
@@ -84,6 +89,7 @@ impl Streams {
             patience,
             readers: TaskTracker::new(),
             elsewhere: watch::Sender::default(),
+            stay: AtomicBool::new(false),
             table: Mutex::default(),
         }))
     }
@@ -105,6 +111,16 @@ impl Streams {
     /// Has those that run go on at another host, one after the other, as far as it takes them.
     pub fn leave_to(&self, elsewhere: Arc<Elsewhere>) {
         self.0.elsewhere.send_replace(Some(elsewhere));
+    }
+
+    /// Has streams that begin from now on expect no other host, so that they need not look for one at each event.
+    pub fn stay(&self) {
+        self.0.stay.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether they may go to another host one day.
+    pub fn may_leave(&self) -> bool {
+        !self.0.stay.load(Ordering::Relaxed)
     }
 
     /// Where they go, once they do.

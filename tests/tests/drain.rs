@@ -335,14 +335,19 @@ async fn another_host_behind_tls_and_tokens_is_shown_who_asks() {
         fs::write(&path, content).unwrap();
         path.to_str().unwrap().to_owned()
     };
-    let made = hotcell(files.path())
-        .unwrap()
-        .args(["--json", "token", "new", "drains", "--role", "use"])
-        .output()
-        .unwrap();
-    let made: Value = serde_json::from_slice(&made.stdout).unwrap();
-    let tokens = put("tokens.toml", made["lines"].as_str().unwrap());
-    let token = put("token", made["token"].as_str().unwrap());
+    let make = |name: &str, role: &str| -> Value {
+        let made = hotcell(files.path())
+            .unwrap()
+            .args(["--json", "token", "new", name, "--role", role])
+            .output()
+            .unwrap();
+        serde_json::from_slice(&made.stdout).unwrap()
+    };
+    let (all_tenants, one) = (make("drains", "admin"), make("someone", "use"));
+    let lines = [&all_tenants, &one].map(|made| made["lines"].as_str().unwrap());
+    let tokens = put("tokens.toml", &lines.join("\n"));
+    let token = put("token", all_tenants["token"].as_str().unwrap());
+    let of_one = put("of-one", one["token"].as_str().unwrap());
     let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     let cert = put("cert.pem", &own.cert.pem());
     let key = put("key.pem", &own.signing_key.serialize_pem());
@@ -351,7 +356,7 @@ async fn another_host_behind_tls_and_tokens_is_shown_who_asks() {
     let tls = ["--tls-cert", &cert, "--tls-key", &key];
     let _other = Host::start(&[door, tls].concat()).await;
     let to = format!("https://{listen}");
-    for (shown, taken) in [(Some(&token), 1), (None, 0)] {
+    for (shown, taken) in [(Some(&token), 1), (Some(&of_one), 0), (None, 0)] {
         let mut more = vec!["--drain-to-ca", &cert];
         more.extend(
             shown
@@ -374,6 +379,8 @@ async fn another_host_behind_tls_and_tokens_is_shown_who_asks() {
         let told = format!("{taken} of 1 requests went on at {to}");
         assert!(log.contains(&told), "{log}");
         assert!(taken > 0 || !log.contains("; 0 times it refused"), "{log}");
+        let warned = log.contains("may speak for all tenants");
+        assert_eq!(warned, shown == Some(&of_one), "{log}");
     }
 }
 

@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use hotcell_client::{Completion, GenerateOptions, Prompt, v1};
 use hotcell_gateways::{
@@ -462,7 +465,7 @@ async fn errors_have_the_codes_that_gateways_act_on() {
     };
     assert_eq!(code(&engine, none).await, Code::InvalidArgument);
     let mut late = tonic::Request::new(with(params(900)));
-    late.set_timeout(std::time::Duration::from_millis(80));
+    late.set_timeout(Duration::from_millis(80));
     let ended = async {
         let mut stream = engine.clone().generate(late).await?.into_inner();
         read(&mut stream).await
@@ -786,6 +789,28 @@ fn ids(number: u32, count: u32) -> Vec<u32> {
     (0..count)
         .map(|i| 10 + (number * 997 + i * 7) % 4000)
         .collect()
+}
+
+#[tokio::test]
+async fn a_tenant_has_so_many_subscriptions_until_it_gives_one_back() {
+    let (_cluster, engine) = host("cpu:1").await;
+    let mut events = Vec::new();
+    for _ in 0..4 {
+        events.push(subscribe(&engine, 0).await);
+    }
+    let one_more = || async {
+        let request = SubscribeKvEventsRequest::default();
+        engine.clone().subscribe_kv_events(request).await
+    };
+    let refused = one_more().await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted);
+    events.pop();
+    let begun = async {
+        while one_more().await.is_err() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(SOON, begun).await.unwrap();
 }
 
 #[tokio::test]

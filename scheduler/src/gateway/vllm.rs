@@ -386,7 +386,9 @@ impl VllmEngine for Engine {
         let caller = Caller::of(request.extensions());
         let from = request.get_ref().start_sequence_number;
         // Blocks say what was asked, so that each tenant hears of its own only.
-        let subscribed = self.watch.subscribe(&self.shared, caller.tenant(""), from);
+        let subscribed = self
+            .watch
+            .subscribe(&self.shared, caller.tenant(""), from)?;
         let loads = self.gauge.listen(&self.shared);
         let abort = self.shared.abort.clone();
         // One: of loads the newest is what counts, and blocks wait in their log.

@@ -3,6 +3,8 @@
 //! Nobody is worse off for it: a stream's worker here waits, for a bounded time, until the other host has accepted the
 //! rest as the same stream, and goes on with it otherwise. What comes from there is judged as a worker's words are.
 
+mod hold;
+
 use std::{ops::ControlFlow, pin::pin, sync::Arc, time::Duration};
 
 use hotcell_proto::{
@@ -18,9 +20,9 @@ use tokio::{
     sync::{OwnedSemaphorePermit, watch},
     time::{Instant, sleep_until, timeout},
 };
-use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 
+use self::hold::Hold;
 use super::{Had, Relayed};
 use crate::{
     elsewhere::Elsewhere,
@@ -36,7 +38,7 @@ use crate::{
 
 /// How long the other host may take to accept a stream that waits for it.
 const ACCEPT: Duration = Duration::from_secs(5);
-/// Times that a stream is offered, those not counted in which the other host was full.
+/// Times that a stream is offered, those not counted in which the other host was full; fewer where it may not go.
 const TRIES: u32 = 2;
 /// Pauses between two of them, each twice the one before.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -80,38 +82,6 @@ pub(super) struct Away {
     hold: Hold,
 }
 
-struct Hold {
-    to: Arc<Elsewhere>,
-    /// The id that it goes on by there when the call is dropped, if it has one.
-    id: Option<String>,
-    cancelled: CancellationToken,
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        if self.cancelled.is_cancelled() {
-            self.cancel_soon();
-        }
-    }
-}
-
-impl Hold {
-    fn cancel_soon(&mut self) {
-        // Without a runtime nobody could tell it anything; it ends for want of a reader.
-        let runtime = tokio::runtime::Handle::try_current();
-        if let (Some(id), Ok(runtime)) = (self.id.take(), runtime) {
-            let to = Arc::clone(&self.to);
-            runtime.spawn(async move { to.cancel(id).await });
-        }
-    }
-
-    async fn cancel(&mut self) {
-        if let Some(id) = self.id.take() {
-            self.to.cancel(id).await;
-        }
-    }
-}
-
 /// Where a stream goes on.
 pub(super) enum Next {
     Here(Placed),
@@ -126,7 +96,7 @@ impl Away {
 
     /// Leaves it to the other host: what its reader, or who comes back to it here, is told.
     fn leave(&mut self) -> Error {
-        self.hold.id = None;
+        self.hold.let_go();
         let to = &self.to;
         let what = format!("the scheduler is shutting down; this request goes on at {to}");
         Error::new(Reason::Draining, what).with(CONTINUES_AT, to)
@@ -135,6 +105,12 @@ impl Away {
 
 fn strange(what: impl Into<String>) -> Error {
     Error::new(Reason::ProtocolViolation, what)
+}
+
+/// It would run, and be counted, as somebody else's there.
+fn another_tenant() -> Error {
+    let what = "it takes the stream for another tenant's";
+    Error::new(Reason::PermissionDenied, what)
 }
 
 /// Whether nothing would be gained by going on here.
@@ -177,11 +153,19 @@ impl<'a> Leaving<'a> {
             deadline,
             trace,
             to: streams.leaving(),
-            tries: TRIES,
+            tries: match streams.may_leave() {
+                true => TRIES,
+                false => 0,
+            },
             next: None,
             pause: PAUSE,
             gone: false,
         }
+    }
+
+    /// Whether [`turn`](Self::turn) may return at all.
+    pub fn may_go(&self) -> bool {
+        self.tries > 0
     }
 
     /// Returns once it is to be offered; never while this host does not drain, or has nowhere to send it.
@@ -214,10 +198,12 @@ impl<'a> Leaving<'a> {
     /// It goes on here.
     fn stays(&mut self, to: &Elsewhere, id: &str, error: &Error) {
         to.count_refused();
-        let full = error.reason() == Reason::Overloaded;
-        if !full {
-            self.tries = self.tries.saturating_sub(1);
-        }
+        self.tries = match error.reason() {
+            Reason::Overloaded => self.tries,
+            // It says the same to the next try.
+            Reason::PermissionDenied => 0,
+            _ => self.tries.saturating_sub(1),
+        };
         self.next = Some(Instant::now() + self.pause);
         self.pause = (2 * self.pause).min(PAUSE_MAX);
         let reason = error.reason().name();
@@ -256,19 +242,21 @@ impl<'a> Leaving<'a> {
         let id = self.out.keeps().then(|| request.request_id.clone());
         request.request_id = id.clone().unwrap_or_default();
         let (mut client, seat) = to.line();
-        let request = to.sign(bounded(request, self.deadline, &Span::passing(self.trace)));
-        let mut hold = Hold {
-            to: Arc::clone(to),
-            id,
-            cancelled: self.out.cancellation(),
-        };
+        let tenant = request.tenant.clone();
+        let request = to.offering(bounded(request, self.deadline, &Span::passing(self.trace)));
+        let mut hold = Hold::new(to, self.out.cancellation());
         let asked = async {
-            let mut events = client.generate(request).await?.into_inner();
+            let answer = client.generate(request).await?;
+            hold.begun(id);
+            if !to.took_for(answer.metadata(), &tenant) {
+                return Ok(Err(another_tenant()));
+            }
+            let mut events = answer.into_inner();
             let first = events.message().await?;
-            Ok::<_, Status>((events, first.and_then(|first| first.event)))
+            Ok::<_, Status>(Ok((events, first.and_then(|first| first.event))))
         };
         let error = match timeout(ACCEPT, asked).await {
-            Ok(Ok((events, Some(Event::Accepted(accepted))))) => {
+            Ok(Ok(Ok((events, Some(Event::Accepted(accepted)))))) => {
                 let to = Arc::clone(to);
                 let away = Away {
                     to,
@@ -278,18 +266,19 @@ impl<'a> Leaving<'a> {
                 };
                 return Ok((away, accepted));
             }
-            Ok(Ok(_)) => strange("its first event is not Accepted"),
+            Ok(Ok(Ok(_))) => strange("its first event is not Accepted"),
+            Ok(Ok(Err(error))) => error,
             Ok(Err(status)) => match Error::typed(&status) {
                 Some(error) if error.reason() != Reason::RequestExists => error,
                 // That of somebody else is not ours to cancel, and nobody hears where there is no connection.
                 _ => {
-                    hold.id = None;
+                    hold.let_go();
                     Error::from_status(&status)
                 }
             },
             Err(_) => {
                 let what = format!("it did not accept the stream within {ACCEPT:?}");
-                Error::new(Reason::Overloaded, what)
+                Error::new(Reason::DeadlineExceeded, what)
             }
         };
         // So that its id is free for the next try.
@@ -308,7 +297,8 @@ impl<'a> Leaving<'a> {
     ) -> Result<Option<Box<Away>>, Error> {
         let to = &turn.to;
         // Who is away may have less than was said: the other host says all of it again, where that is the same.
-        let request = match turn.away && journal.is_repeatable() {
+        let repeats = turn.away && journal.is_repeatable();
+        let request = match repeats {
             true => {
                 let begin = self.out.begin();
                 journal.request_from(begin.tokens, begin.text)
@@ -317,6 +307,12 @@ impl<'a> Leaving<'a> {
         };
         let offered = match self.offer(request, to).await {
             Ok((mut away, accepted)) => match journal.fits(&accepted) {
+                // Another class would say other things than the client has heard.
+                Ok(class) if repeats && !journal.is_repeated_by(&class) => {
+                    away.hold.cancel().await;
+                    let what = "it would not say again what was said, in numerics class";
+                    Err(strange(format!("{what} {}", class.id)))
+                }
                 Ok(class) => Ok((away, class, accepted)),
                 Err(violation) => {
                     away.hold.cancel().await;
@@ -465,7 +461,11 @@ impl Relayed<'_> {
         };
         let suspect = self.fleet.suspects(&self.record);
         let away = match suspect {
-            true => None,
+            true => {
+                // Others may be offered while this one waits for a place.
+                drop(turn);
+                None
+            }
             false => leaving.hand_over(journal, turn).await?,
         };
         self.leaving = leaving;

@@ -20,6 +20,7 @@ use super::{Shared, deadline, is_remote, within};
 use crate::{
     access::{Caller, Want},
     admission::{Permit, check_embed, check_prompt, check_request, wanted, wanted_for},
+    elsewhere,
     relay::{self, Call},
     stream::{EventStream, Mark},
     streams::Opened,
@@ -301,11 +302,17 @@ impl Tokens for Service {
         let caller = Caller::of(&extensions);
         // Who gave an id has a way back, also while this waits; who gave none has it from the start or not at all.
         let returns = !request.request_id.is_empty();
+        let offered = elsewhere::is_offer(&metadata);
+        let tenant = offered.then(|| caller.tenant(&request.tenant).to_owned());
         let stream = self.0.generate(request, deadline, &caller)?;
-        Ok(Response::new(match returns {
+        let mut answer = Response::new(match returns {
             true => stream,
             false => stream.begun().await?,
-        }))
+        });
+        if let Some(tenant) = tenant {
+            elsewhere::tell_tenant(answer.metadata_mut(), &tenant);
+        }
+        Ok(answer)
     }
 
     async fn attach(

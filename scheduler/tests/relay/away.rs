@@ -58,7 +58,7 @@ impl Other {
 }
 
 /// What SIGTERM does first.
-fn drain(house: &House, to: PathBuf) {
+pub(super) fn drain(house: &House, to: PathBuf) {
     let to = DrainTo {
         address: format!("unix:{}", to.display()).parse().unwrap(),
         token: None,
@@ -68,16 +68,16 @@ fn drain(house: &House, to: PathBuf) {
     house.shared.streams.leave_to(Arc::new(to.open().unwrap()));
 }
 
-fn taken(house: &House) -> u64 {
+pub(super) fn taken(house: &House) -> u64 {
     house.shared.streams.handed().0
 }
 
-fn refused(house: &House) -> u64 {
+pub(super) fn refused(house: &House) -> u64 {
     house.shared.streams.handed().1
 }
 
 /// A host with a worker, whose streams wait before this token.
-async fn held_at(token: usize) -> House {
+pub(super) async fn held_at(token: usize) -> House {
     let house = House::new(1).await;
     house.ready(1).await;
     house.stage.hold_at.store(token, Ordering::SeqCst);
@@ -85,20 +85,20 @@ async fn held_at(token: usize) -> House {
 }
 
 /// A stream that has said as much as it may say so far.
-async fn begun(house: &House, request: GenerateRequest, tokens: usize) -> Reading {
+pub(super) async fn begun(house: &House, request: GenerateRequest, tokens: usize) -> Reading {
     let mut stream = start(house, request).await;
     let mut said = Said::default();
     hear(&mut stream, &mut said, tokens).await;
     Reading { stream, said }
 }
 
-struct Reading {
+pub(super) struct Reading {
     stream: Streaming<GenerateEvent>,
     said: Said,
 }
 
 impl Reading {
-    async fn end(mut self) -> Said {
+    pub(super) async fn end(mut self) -> Said {
         hear(&mut self.stream, &mut self.said, usize::MAX).await;
         self.said
     }
@@ -325,6 +325,38 @@ async fn a_client_that_is_away_finds_all_of_its_stream_at_the_other_host() {
     let stream = attach(&other.house, "mine", &said).await.unwrap();
     rest(stream, &mut said).await.unwrap();
     said.check(&[1, 2, 3], 5, 32, 0);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_client_that_is_away_heard_is_not_said_again_in_another_class() {
+    let other = Other::with(1, |stage, _| {
+        let mut classes = stage.classes.lock().unwrap();
+        classes.insert("w0".into(), "fake/other".into());
+    })
+    .await;
+    let house = held_at(10).await;
+    let crossing = GenerateRequest {
+        continue_across: true,
+        ..named("mine", 32)
+    };
+    let running = begun(&house, crossing, 4).await;
+    drop(running.stream);
+    let id = RequestId::new("mine").unwrap();
+    let stream = house.shared.streams.find(&id, &Caller::own()).unwrap();
+    until(|| !stream.is_attached()).await;
+    drain(&house, other.socket());
+    until(|| refused(&house) == 2).await;
+    assert_eq!(taken(&house), 0);
+    // What was not wanted there does not go on there.
+    until(|| other.running() == 0).await;
+    house.stage.hold_at.store(0, Ordering::SeqCst);
+    let mut said = running.said;
+    let stream = attach(&house, "mine", &said).await.unwrap();
+    rest(stream, &mut said).await.unwrap();
+    said.check(&[1, 2, 3], 5, 32, 0);
+    assert!(!receipt(&said).continued_across);
     house.end().await;
     other.house.end().await;
 }

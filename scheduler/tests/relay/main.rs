@@ -8,6 +8,7 @@ mod fake;
 mod known;
 mod manager;
 mod mishaps;
+mod offers;
 mod packing;
 mod placing;
 mod readers;

@@ -15,6 +15,8 @@ use hotcell_proto::{ids::ModelName, limits, v1::BlocksChanged};
 const MOST_BLOCKS: usize = 1 << 17;
 /// Tokens of one block at most.
 const MOST_TOKENS: u32 = 1 << 10;
+/// Tokens that one worker's cache has room for at most, whatever it says.
+const MOST_ROOM: u64 = 1 << 22;
 
 /// A block of a prompt.
 #[derive(Debug, PartialEq, Eq)]
@@ -56,6 +58,8 @@ struct Told {
     most: usize,
     /// Room of its cache, in tokens.
     room: u64,
+    /// Tokens of each of its blocks, while it has any.
+    block_tokens: u32,
 }
 
 #[derive(Debug)]
@@ -108,7 +112,8 @@ impl Blocks {
         let told = Told {
             blocks: HashMap::new(),
             most: 0,
-            room,
+            room: room.min(MOST_ROOM),
+            block_tokens: 0,
         };
         self.sources.insert(self.count, told);
         Some(self.count)
@@ -125,6 +130,12 @@ impl Blocks {
             return changes;
         };
         if !(1..=MOST_TOKENS).contains(&said.block_tokens) {
+            return changes;
+        }
+        // All of one size, so that so many blocks are so many tokens.
+        if told.blocks.is_empty() {
+            told.block_tokens = said.block_tokens;
+        } else if told.block_tokens != said.block_tokens {
             return changes;
         }
         let room = told.room / u64::from(said.block_tokens);
@@ -341,5 +352,32 @@ mod tests {
         let changes = all.take(one, said(&[], many.collect()));
         assert_eq!(tokens(&changes).0, [0, 0, 2, 2, 4, 4]);
         assert_eq!(all.take(one, said(&[7], vec![])), []);
+    }
+
+    #[test]
+    fn a_worker_that_boasts_of_its_cache_is_believed_so_many_tokens() {
+        let mut all = blocks();
+        let one = enter(&mut all, u64::MAX);
+        let say = |all: &mut Blocks, from: u64, tokens: u32| {
+            let block = |hash| CachedBlock {
+                tokens: vec![u32::try_from(hash).unwrap(); tokens as usize],
+                ..block(hash, None, [0, 0], "t")
+            };
+            let told = (from..from + limits::MAX_BLOCKS_TOLD as u64).map(block);
+            let said = BlocksChanged {
+                block_tokens: tokens,
+                ..said(&[], told.collect())
+            };
+            all.take(one, said).len()
+        };
+        let times = MOST_ROOM / u64::from(MOST_TOKENS) / limits::MAX_BLOCKS_TOLD as u64;
+        for at in 0..times {
+            let from = at * limits::MAX_BLOCKS_TOLD as u64;
+            assert_eq!(say(&mut all, from, MOST_TOKENS), limits::MAX_BLOCKS_TOLD);
+        }
+        // Nor more by blocks of another size.
+        for tokens in [MOST_TOKENS, 32] {
+            assert_eq!(say(&mut all, 1 << 20, tokens), 0);
+        }
     }
 }

@@ -7,7 +7,11 @@ use std::{
 };
 
 use hotcell_gateways::smg::KvEventBatch;
-use hotcell_proto::{ids::ModelName, v1::BlocksChanged};
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::ModelName,
+    v1::BlocksChanged,
+};
 use tokio::{sync::watch, time::timeout};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -22,6 +26,26 @@ use crate::{fleet::Link, service::Shared};
 const AGAIN: Duration = Duration::from_secs(1);
 /// Logs that are kept; of more, those that nobody reads are forgotten.
 const LOGS: usize = 64;
+/// Who may subscribe at once: each is told all that there is at first.
+const READERS: usize = 16;
+/// Those of one tenant.
+const READERS_OF_TENANT: usize = 4;
+
+/// Refuses one more subscription where so many are, of all tenants and of its own.
+fn check_room(readers: usize, of_tenant: usize) -> Result<(), Error> {
+    let (reason, what) = match () {
+        () if of_tenant >= READERS_OF_TENANT => (
+            Reason::QuotaExceeded,
+            format!("a tenant may have {READERS_OF_TENANT} subscriptions to events of caches"),
+        ),
+        () if readers >= READERS => (
+            Reason::Overloaded,
+            format!("{READERS} gateways hear of this host's caches already, which is the limit"),
+        ),
+        () => return Ok(()),
+    };
+    Err(Error::new(reason, what))
+}
 
 struct State {
     blocks: Blocks,
@@ -107,10 +131,20 @@ impl Watch {
 
     /// Hears of a tenant's blocks: those that there are, and what changes; or what has changed since the batch before
     /// number `from`, if that is still known.
-    pub(super) fn subscribe(&self, shared: &Shared, tenant: &str, from: u64) -> Subscription {
+    ///
+    /// # Errors
+    /// [`Reason::QuotaExceeded`] or [`Reason::Overloaded`] where there are as many subscriptions as may be.
+    pub(super) fn subscribe(
+        &self,
+        shared: &Shared,
+        tenant: &str,
+        from: u64,
+    ) -> Result<Subscription, Error> {
         let inner = &self.0;
         let mut guard = inner.state();
         let state = &mut *guard;
+        let own = state.logs.get(tenant).map_or(0, |log| log.readers);
+        check_room(state.readers, own)?;
         state.readers += 1;
         if state.watching.is_none() {
             state.turn += 1;
@@ -125,12 +159,12 @@ impl Watch {
         let log = log.or_insert_with(Log::new);
         log.readers += 1;
         let place = log.place(from, now(), || state.blocks.of(tenant));
-        Subscription {
+        Ok(Subscription {
             grew: inner.grew.subscribe(),
             inner: Arc::clone(inner),
             tenant: tenant.to_owned(),
             place,
-        }
+        })
     }
 }
 
@@ -253,5 +287,22 @@ async fn follow_all(shared: Shared, inner: Arc<Inner>, turn: u64) {
         }
         // One that ended is looked at again then.
         let _ = timeout(AGAIN, changed.changed()).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tenant_cannot_have_all_subscriptions_nor_all_tenants_more_than_there_are() {
+        let refused = |readers, own| check_room(readers, own).map_err(|e| e.reason());
+        assert_eq!(refused(0, 0), Ok(()));
+        assert_eq!(refused(READERS - 1, READERS_OF_TENANT - 1), Ok(()));
+        assert_eq!(
+            refused(READERS_OF_TENANT, READERS_OF_TENANT),
+            Err(Reason::QuotaExceeded)
+        );
+        assert_eq!(refused(READERS, 0), Err(Reason::Overloaded));
     }
 }
