@@ -44,7 +44,9 @@ impl FromStr for Network {
             None => all,
             Some(bits) => bits.parse().map_err(|_| wrong())?,
         };
-        match bits <= all {
+        // Those who come are known by the short form.
+        let mapped = matches!(address, IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some());
+        match bits <= all && !mapped {
             true => Ok(Self { address, bits }),
             false => Err(wrong()),
         }
