@@ -611,7 +611,7 @@ async fn saved_graphs_outlive_schedulers() {
             .unwrap();
         assert!(output.status.success(), "{output:?}");
         let client = host.cluster.client().await.unwrap();
-        assert_eq!(client.graphs().await.unwrap(), [saved.clone()]);
+        assert_eq!(client.graphs().await.unwrap(), std::slice::from_ref(&saved));
         saved
     };
     let files = || {
