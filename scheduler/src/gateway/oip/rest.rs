@@ -2,6 +2,7 @@
 
 mod json;
 mod paths;
+mod told;
 
 use axum::{
     Json, Router,
