@@ -16,14 +16,14 @@ use axum::{
 };
 use hotcell_proto::{
     error::Error,
-    v1::{Finished, Usage},
+    v1::{Accepted, Finished, Usage},
 };
 use serde::Serialize;
 use serde_json::{Value, json};
 
 pub(super) use self::options::one_of;
 use super::{
-    ask::is_cut,
+    ask::{is_cut, now},
     failure::{Failed, Flavor},
 };
 use crate::service::Shared;
@@ -44,6 +44,39 @@ pub(super) fn routes() -> Router<Shared> {
 /// An answer, or an error in OpenAI's form.
 fn answered(result: Result<Response, Error>) -> Response {
     result.unwrap_or_else(|error| Failed(Flavor::Openai, error).into_response())
+}
+
+/// What every answer to a request begins with.
+struct Head {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+}
+
+impl Head {
+    /// Of what was accepted; ids begin with the `kind` of answer.
+    fn of(kind: &str, accepted: &Accepted) -> Self {
+        // Same fingerprint, request and seed: same tokens. That is what OpenAI's word for it promises, too.
+        let numerics = accepted.numerics.as_ref();
+        Self {
+            id: format!("{kind}-{}", accepted.request_id),
+            created: now(),
+            model: accepted.model.clone(),
+            fingerprint: numerics.map(|n| n.id.clone()).unwrap_or_default(),
+        }
+    }
+
+    fn json(&self, object: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        })
+    }
 }
 
 /// A piece of a stream with one choice. There is one for every token, so that no tree of values is made for it.

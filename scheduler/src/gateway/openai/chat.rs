@@ -4,15 +4,15 @@ use axum::{body::Body, extract::State, http::Extensions, response::Response};
 use hotcell_proto::{
     error::Error,
     v1::{
-        Accepted, Chat, ChatMessage, Delta, Finished, GenerateRequest, Prompt, Usage,
-        generate_event::Event, prompt::Kind,
+        Chat, ChatMessage, Delta, Finished, GenerateRequest, Prompt, Usage, generate_event::Event,
+        prompt::Kind,
     },
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Chunk, answered, failed, finish_reason, json_response, logprobs,
+    Chunk, Head, answered, failed, finish_reason, json_response, logprobs,
     options::{Content, OneOrMany, Options, refused, text_of},
     tools::{self, CallSpec, CallView, ToolChoice, ToolSpec},
     usage,
@@ -20,7 +20,7 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, Piece, Tell, call_id, complete, now, pieces, stream},
+        ask::{Answer, Branches, Piece, Tell, call_id, complete, pieces, stream},
         body,
         sse::{Framing, Gone, Out},
     },
@@ -160,41 +160,9 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     stream(branches, telling).await
 }
 
-/// What every answer to a request begins with.
-struct Head {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
-}
-
-impl Head {
-    fn of(accepted: &Accepted) -> Self {
-        // Same fingerprint, request and seed: same tokens. That is what OpenAI's word for it promises, too.
-        let numerics = accepted.numerics.as_ref();
-        Self {
-            id: format!("chatcmpl-{}", accepted.request_id),
-            created: now(),
-            model: accepted.model.clone(),
-            fingerprint: numerics.map(|n| n.id.clone()).unwrap_or_default(),
-        }
-    }
-
-    fn json(&self, object: &str, choices: Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        })
-    }
-}
-
 fn whole(answers: &[Answer]) -> Value {
     let accepted = answers.first().map(|a| a.accepted.clone());
-    let head = Head::of(&accepted.unwrap_or_default());
+    let head = Head::of(KIND, &accepted.unwrap_or_default());
     let choices = answers.iter().enumerate().map(|(index, answer)| {
         let calls = !answer.calls.is_empty();
         let content = match calls && answer.content.is_empty() {
@@ -222,6 +190,8 @@ fn whole(answers: &[Answer]) -> Value {
     value
 }
 
+/// What ids begin with.
+const KIND: &str = "chatcmpl";
 /// What a piece of a stream is called.
 const CHUNK: &str = "chat.completion.chunk";
 
@@ -361,7 +331,7 @@ impl Tell for Telling {
     async fn tell(&mut self, out: &Out, (index, event): (u32, Event)) -> Result<(), Gone> {
         match event {
             Event::Accepted(accepted) => {
-                self.head.get_or_insert_with(|| Head::of(&accepted));
+                self.head.get_or_insert_with(|| Head::of(KIND, &accepted));
                 if let Some(told) = self.told.get_mut(index as usize) {
                     told.request = accepted.request_id;
                 }

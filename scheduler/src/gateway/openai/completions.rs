@@ -3,15 +3,13 @@
 use axum::{body::Body, extract::State, http::Extensions, response::Response};
 use hotcell_proto::{
     error::Error,
-    v1::{
-        Accepted, Delta, GenerateRequest, TokenLogprob, Usage, generate_event::Event, prompt::Kind,
-    },
+    v1::{Delta, GenerateRequest, TokenLogprob, Usage, generate_event::Event, prompt::Kind},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{
-    Chunk, answered,
+    Chunk, Head, answered,
     embeddings::Input,
     failed, finish_reason, json_response, logprobs,
     options::{OneOrMany, Options, refused},
@@ -20,7 +18,7 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, Tell, complete as put_together, now, stream},
+        ask::{Answer, Branches, Tell, complete as put_together, stream},
         body,
         sse::{Framing, Gone, Out},
     },
@@ -152,39 +150,10 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     stream(branches, telling).await
 }
 
+/// What ids begin with.
+const KIND: &str = "cmpl";
 /// What answers, and pieces of them, are called.
 const OBJECT: &str = "text_completion";
-
-/// What every answer to a request begins with.
-struct Head {
-    id: String,
-    created: u64,
-    model: String,
-    fingerprint: String,
-}
-
-impl Head {
-    fn of(accepted: &Accepted) -> Self {
-        let numerics = accepted.numerics.as_ref();
-        Self {
-            id: format!("cmpl-{}", accepted.request_id),
-            created: now(),
-            model: accepted.model.clone(),
-            fingerprint: numerics.map(|n| n.id.clone()).unwrap_or_default(),
-        }
-    }
-
-    fn json(&self, choices: Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": OBJECT,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        })
-    }
-}
 
 #[derive(Serialize)]
 struct ChoiceView<'a> {
@@ -225,7 +194,7 @@ fn whole(answers: &[Answer], before: &[String], n: u32, told: bool) -> Value {
         .first()
         .map(|a| a.accepted.clone())
         .unwrap_or_default();
-    let mut value = Head::of(&accepted).json(choices.collect());
+    let mut value = Head::of(KIND, &accepted).json(OBJECT, choices.collect());
     let usages: Vec<_> = answers.iter().map(Answer::usage).collect();
     value["usage"] = used(&usages, n);
     value
@@ -261,7 +230,7 @@ impl Telling {
         let mut value = self
             .head
             .as_ref()
-            .map_or(Value::Null, |head| head.json(choices));
+            .map_or(Value::Null, |head| head.json(OBJECT, choices));
         if self.include_usage {
             value["usage"] = Value::Null;
         }
@@ -307,7 +276,7 @@ impl Tell for Telling {
         };
         match event {
             Event::Accepted(accepted) => {
-                self.head.get_or_insert_with(|| Head::of(&accepted));
+                self.head.get_or_insert_with(|| Head::of(KIND, &accepted));
                 let before = std::mem::take(&mut told.before);
                 match before.is_empty() {
                     true => Ok(()),
