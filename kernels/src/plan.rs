@@ -102,6 +102,13 @@ pub trait Plan {
     /// What it takes.
     fn memory(&self) -> PlanMemory;
 
+    /// Whether executions write output `i` and never read it, not even what they wrote: then its memory may be such as
+    /// others change at any time.
+    fn only_writes(&self, i: usize) -> bool {
+        let _ = i;
+        false
+    }
+
     /// Whether an execution, with any number of rows, takes less time than handing it to another thread does.
     fn is_small(&self) -> bool {
         false

@@ -28,6 +28,7 @@ pub mod packed;
 pub mod placement;
 pub mod policy;
 pub mod prefixes;
+mod rarely;
 pub mod relay;
 pub mod room;
 pub mod run;

@@ -6,7 +6,7 @@
 mod away;
 mod loss;
 
-use std::{ops::ControlFlow, sync::Arc, time::Duration};
+use std::{ops::ControlFlow, pin::pin, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -15,7 +15,7 @@ use hotcell_proto::{
         AffectedRequest, Finished, GenerateRequest, Timings, generate_event::Event, prompt::Kind,
     },
 };
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
@@ -29,6 +29,7 @@ use crate::{
     meters::Meter,
     onward,
     placement::Wish,
+    rarely::{Patience, Rarely},
     stream::Stream,
     streams::Streams,
     suspicion::Record,
@@ -89,7 +90,7 @@ impl Drop for Writer {
 /// Serves a request to its end, by Finished or a status, and keeps its stream for as long as its client may want it.
 pub async fn run(
     fleet: Arc<Fleet>,
-    mut call: Call,
+    mut call: Box<Call>,
     stream: Arc<Stream>,
     streams: Streams,
     abort: CancellationToken,
@@ -129,7 +130,7 @@ pub async fn run(
 
 async fn serve(
     fleet: &Arc<Fleet>,
-    (call, trace): (Call, &mut Span),
+    (call, trace): (Box<Call>, &mut Span),
     stream: &Stream,
     streams: &Streams,
     abort: CancellationToken,
@@ -141,22 +142,28 @@ async fn serve(
             None => std::future::pending().await,
         }
     };
+    let given_up = async {
+        tokio::select! {
+            biased;
+            why = streams.unwanted(stream) => Error::new(Reason::Cancelled, why),
+            () = deadline_passed => Error::new(
+                Reason::DeadlineExceeded,
+                "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
+            ),
+            () = abort.cancelled() => draining(),
+        }
+    };
     // Whatever ends this drops the road, and with it the worker's stream: the worker stops at its next step.
     tokio::select! {
         biased;
-        why = streams.unwanted(stream) => Err(Error::new(Reason::Cancelled, why)),
-        () = deadline_passed => Err(Error::new(
-            Reason::DeadlineExceeded,
-            "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
-        )),
-        () = abort.cancelled() => Err(draining()),
+        error = Rarely::new(pin!(given_up)) => Err(error),
         end = road(fleet, (call, trace), (stream, streams)) => end,
     }
 }
 
 async fn road(
     fleet: &Arc<Fleet>,
-    (call, trace): (Call, &mut Span),
+    (call, trace): (Box<Call>, &mut Span),
     (out, streams): (&Stream, &Streams),
 ) -> Result<Finished, Error> {
     let tenant = call.request.tenant.clone();
@@ -185,15 +192,16 @@ async fn road(
     };
     let (mut journal, mut placed) = match call.past {
         None => {
-            let (mut journal, next) = stream.begin_somewhere(call.request).await?;
-            match stream.settle(&mut journal, next, false).await? {
+            let (mut journal, next) = Box::pin(stream.begin_somewhere(call.request)).await?;
+            match Box::pin(stream.settle(&mut journal, next, false)).await? {
                 ControlFlow::Continue(placed) => (journal, placed),
                 ControlFlow::Break(finished) => return Ok(finished),
             }
         }
-        Some(past) => stream.go_on(call.request, past).await?,
+        Some(past) => Box::pin(stream.go_on(call.request, past)).await?,
     };
     let mut full: Option<(Instant, Duration)> = None;
+    // What is rare has memory of its own while it lasts: a task is as large as all that it may ever wait for.
     loop {
         let had = Had {
             link: Arc::clone(&placed.link),
@@ -205,7 +213,7 @@ async fn road(
             Part::There(away) => {
                 full = None;
                 let next = Next::There(away);
-                match stream.settle(&mut journal, next, had.alone).await? {
+                match Box::pin(stream.settle(&mut journal, next, had.alone)).await? {
                     ControlFlow::Continue(placed) => placed,
                     ControlFlow::Break(finished) => return Ok(finished),
                 }
@@ -218,7 +226,7 @@ async fn road(
                     generated: journal.generated() as u64,
                 });
                 stream.affected(&journal, &had, String::new());
-                let next = stream.next_somewhere(&mut journal, &had).await;
+                let next = Box::pin(stream.next_somewhere(&mut journal, &had)).await;
                 let outcome = match &next {
                     Ok(Next::Here(on)) => {
                         format!("continued on {} (epoch {})", on.link.worker, on.link.epoch)
@@ -227,7 +235,7 @@ async fn road(
                     Err(error) => format!("ended: {}", error.reason().name()),
                 };
                 stream.affected(&journal, &had, outcome);
-                match stream.settle(&mut journal, next?, false).await? {
+                match Box::pin(stream.settle(&mut journal, next?, false)).await? {
                     ControlFlow::Continue(placed) => placed,
                     ControlFlow::Break(finished) => return Ok(finished),
                 }
@@ -242,7 +250,7 @@ async fn road(
                 sleep(pause).await;
                 full = Some((until, (2 * pause).min(FULL_PAUSE_MAX)));
                 let wish = onward::wish(&journal, &had.home);
-                stream.place(&journal, wish, had.alone).await?
+                Box::pin(stream.place(&journal, wish, had.alone)).await?
             }
         };
     }
@@ -445,31 +453,41 @@ impl Relayed<'_> {
         let request = bounded(journal.request(), self.deadline, part);
         let mut tokens = link.tokens();
         // A connection may lose its thread while both its ends live: then nothing ever comes, nor an end.
-        let patience = self.fleet.silence_patience();
-        let mut asked = std::pin::pin!(tokens.generate(request));
+        let mut patience = Patience::new(self.fleet.silence_patience());
+        let mut asked = Box::pin(tokens.generate(request));
         let mut testify_at = journal.generated();
         let mut said = false;
         let mut events = loop {
-            match timeout(patience, &mut asked).await {
+            match patience.of(&mut asked).await {
                 Ok(Ok(answer)) => break answer.into_inner(),
                 Ok(Err(status)) => return self.broken(journal, &placed, &status).await,
-                Err(_) if link.is_lost().await => return Ok(Part::Lost),
+                Err(_) if Box::pin(link.is_lost()).await => return Ok(Part::Lost),
                 Err(_) => {}
             }
         };
+        drop(asked);
+        // One that is suspected of killing workers is for this host to find out about.
+        let may_go = self.leaving.may_go() && !placed.is_alone();
+        let mut drains = Rarely::new(pin!(self.leaving.drains()));
+        let mut draining = false;
         loop {
             let next = tokio::select! {
                 biased;
-                // One that is suspected of killing workers is for this host to find out about.
-                turn = self.leaving.turn(), if self.leaving.may_go() && !placed.is_alone() => match self.leaving.hand_over(journal, turn).await? {
-                    Some(away) => return Ok(Part::There(away)),
-                    None => continue,
-                },
-                next = timeout(patience, events.message()) => next,
+                () = &mut drains, if may_go && !draining => {
+                    draining = true;
+                    continue;
+                }
+                turn = self.leaving.turn(), if draining && self.leaving.may_go() => {
+                    match Box::pin(self.leaving.hand_over(journal, turn)).await? {
+                        Some(away) => return Ok(Part::There(away)),
+                        None => continue,
+                    }
+                }
+                next = patience.of(events.message()) => next,
             };
             let event = match next {
                 Ok(next) => next,
-                Err(_) if link.is_lost().await => return Ok(Part::Lost),
+                Err(_) if Box::pin(link.is_lost()).await => return Ok(Part::Lost),
                 Err(_) => continue,
             };
             let event = match event {
@@ -556,7 +574,7 @@ impl Relayed<'_> {
         placed: &Placed,
         status: &Status,
     ) -> Result<Part, Error> {
-        match verdict(placed, status).await {
+        match Box::pin(verdict(placed, status)).await {
             None => Ok(Part::Lost),
             Some(error) if error.reason() == Reason::Overloaded && journal.is_greeting() => {
                 Ok(Part::Full(error))

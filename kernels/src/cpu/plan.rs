@@ -63,6 +63,10 @@ impl Kernel for Copy {
                 .copy_from_slice(&from[range]);
         }
     }
+
+    fn only_writes(&self) -> bool {
+        true
+    }
 }
 
 struct Step {
@@ -77,6 +81,8 @@ pub(crate) struct CpuPlan {
     places: Vec<Place>,
     inputs: Vec<Reg>,
     outputs: Vec<Reg>,
+    /// Of each output: whether no step reads it.
+    only_written: Vec<bool>,
     pointers: Vec<*mut u8>,
     bound: Vec<Option<Bound>>,
     /// Whether bindings came since they were last compared.
@@ -377,6 +383,13 @@ impl CpuPlan {
             steps: steps.len(),
             barriers: meets.iter().filter(|m| **m == Meet::Always).count(),
         };
+        let only_written = outputs.iter().map(|reg| {
+            let reads = |step: &launch::Pending| step.reads.contains(reg);
+            let writes = |step: &launch::Pending| step.writes.contains(reg);
+            let soils = |step| reads(step) || writes(step) && !step.kernel.only_writes();
+            !steps.iter().any(soils)
+        });
+        let only_written = only_written.collect();
         let mark = |step: usize, Origin { op, group }| {
             trail.map_or(0, |trail| (trail.pack)(step as u32, op, group))
         };
@@ -403,6 +416,7 @@ impl CpuPlan {
             places,
             inputs,
             outputs,
+            only_written,
             pointers,
             arena: host,
             workspaces,

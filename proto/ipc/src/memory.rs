@@ -294,7 +294,11 @@ impl AsRef<[u8]> for Mapping {
 /// The other process may read and write it at any time: it is reached through a raw pointer only, and what was read
 /// once may be something else the next time.
 #[derive(Debug)]
-pub struct SharedMapping(memmap2::MmapRaw);
+pub struct SharedMapping {
+    map: memmap2::MmapRaw,
+    /// Device and inode.
+    memory: (u64, u64),
+}
 
 impl SharedMapping {
     /// Maps the whole memory behind `fd`, which need not stay open.
@@ -310,23 +314,32 @@ impl SharedMapping {
             ));
         }
         let file = File::from(fd.as_fd().try_clone_to_owned()?);
-        let len = usize::try_from(file.metadata()?.size());
+        let found = file.metadata()?;
+        let len = usize::try_from(found.size());
         let len = len.map_err(|_| refused("the shared memory is too large to map"))?;
         if len == 0 {
             return Err(refused("the shared memory is empty"));
         }
         let map = memmap2::MmapOptions::new().len(len).map_raw(&file)?;
-        Ok(SharedMapping(map))
+        Ok(SharedMapping {
+            map,
+            memory: (found.dev(), found.ino()),
+        })
     }
 
     /// First byte; the mapping stays there until it is dropped.
     pub fn start(&self) -> *mut u8 {
-        self.0.as_mut_ptr()
+        self.map.as_mut_ptr()
     }
 
     /// Bytes.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.map.len()
+    }
+
+    /// Whether both are mappings of the same memory, whose bytes then are at the same offsets in both.
+    pub fn is_of_same_memory(&self, other: &SharedMapping) -> bool {
+        self.memory == other.memory
     }
 
     /// Whether there are none, which is never.
@@ -461,6 +474,9 @@ mod tests {
             SharedMapping::of_memory(&fd).unwrap(),
         );
         assert_eq!(one.len(), 4096);
+        assert!(one.is_of_same_memory(&two));
+        let other = SharedMapping::of_memory(shared_memory("a test", 4096).unwrap()).unwrap();
+        assert!(!one.is_of_same_memory(&other));
         one.write(4090, b"shared").unwrap();
         let mut read = [0; 6];
         two.read(4090, &mut read).unwrap();

@@ -22,6 +22,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::{TcpConnectInfo, UdsConnectInfo};
 
 use super::standing::Standing;
+use crate::rarely::Rarely;
 
 /// Where a connection comes from, as far as it tells: nobody has as many addresses as connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -179,7 +180,7 @@ impl Seats {
                     leave: leave.clone(),
                 }),
             },
-            must_leave: Box::pin(leave.cancelled_owned()),
+            must_leave: Rarely::new(Box::pin(leave.cancelled_owned())),
             left: false,
             _place: place,
         })
@@ -190,7 +191,7 @@ impl Seats {
 #[derive(Debug)]
 pub struct Seat {
     mark: Mark,
-    must_leave: Pin<Box<WaitForCancellationFutureOwned>>,
+    must_leave: Rarely<Pin<Box<WaitForCancellationFutureOwned>>>,
     left: bool,
     _place: OwnedSemaphorePermit,
 }
@@ -208,7 +209,7 @@ impl Seat {
 
     /// Whether the connection has to go; if not, `cx` is woken when it has to.
     pub fn must_leave(&mut self, cx: &mut Context<'_>) -> bool {
-        self.left = self.left || self.must_leave.as_mut().poll(cx) == Poll::Ready(());
+        self.left = self.left || Pin::new(&mut self.must_leave).poll(cx) == Poll::Ready(());
         self.left
     }
 

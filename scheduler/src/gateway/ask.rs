@@ -13,11 +13,11 @@ use hotcell_proto::{
     },
 };
 use serde_json::Value;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 use tokio_stream::{StreamExt, StreamMap};
 
 use super::sse::{Framing, Gone, Out, respond};
-use crate::{access::Caller, service::Shared, stream::EventStream};
+use crate::{access::Caller, rarely::Patience, service::Shared, stream::EventStream};
 
 /// How long a client waits for a word before it gets one that says nothing.
 pub(super) const PING: Duration = Duration::from_secs(15);
@@ -125,12 +125,16 @@ impl Branches {
     ///
     /// # Errors
     /// If the client went away.
-    async fn next_or_ping(&mut self, out: &Out, framing: Framing) -> Result<Option<Next>, Gone> {
+    async fn next_or_ping(
+        &mut self,
+        (out, framing): (&Out, Framing),
+        patience: &mut Patience,
+    ) -> Result<Option<Next>, Gone> {
         if framing == Framing::Lines {
             return Ok(self.next().await);
         }
         loop {
-            match timeout(PING, self.next()).await {
+            match patience.of(self.next()).await {
                 Ok(next) => return Ok(next),
                 Err(_) => out.ping().await?,
             }
@@ -192,7 +196,9 @@ pub(super) async fn stream<T: Tell>(
     let first = branches.first().await?;
     Ok(respond(T::FRAMING, move |out| async move {
         telling.tell(&out, first).await?;
-        while let Some(next) = branches.next_or_ping(&out, T::FRAMING).await? {
+        let mut patience = Patience::new(PING);
+        let to = (&out, T::FRAMING);
+        while let Some(next) = branches.next_or_ping(to, &mut patience).await? {
             match next {
                 Ok(next) => telling.tell(&out, next).await?,
                 Err(error) => return telling.fail(&out, &error).await,

@@ -94,17 +94,18 @@ impl<F: Future<Output = Result<(), Gone>>> Stream for Written<F> {
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = &mut *self;
         loop {
-            // Without anybody who could send, this is ready.
-            if let Poll::Ready(piece) = this.from.poll_recv(cx) {
-                return Poll::Ready(piece.map(Ok));
+            // Only the writing itself sends, so only what is there is asked for: nothing else could wake this.
+            if !this.from.is_empty() || this.writing.is_none() {
+                return this.from.poll_recv(cx).map(|piece| piece.map(Ok));
             }
             let Some(writing) = &mut this.writing else {
-                return Poll::Pending;
+                continue;
             };
             match writing.as_mut().poll(cx) {
                 // With it goes what it sent to.
                 Poll::Ready(_) => this.writing = None,
-                Poll::Pending => return this.from.poll_recv(cx).map(|piece| piece.map(Ok)),
+                Poll::Pending if this.from.is_empty() => return Poll::Pending,
+                Poll::Pending => {}
             }
         }
     }

@@ -168,6 +168,16 @@ impl<'a> Leaving<'a> {
         self.tries > 0
     }
 
+    /// Returns once this host drains and has somewhere to send streams.
+    pub fn drains(&self) -> impl Future<Output = ()> + use<> {
+        let mut to = self.to.clone();
+        async move {
+            if to.wait_for(Option::is_some).await.is_err() {
+                std::future::pending().await
+            }
+        }
+    }
+
     /// Returns once it is to be offered; never while this host does not drain, or has nowhere to send it.
     pub async fn turn(&mut self) -> Turn {
         let to = match self.tries {

@@ -104,7 +104,7 @@ impl Shared {
         drop(admission);
         let reader = stream.attach(None, streams.reader());
         stream.asked(request.clone(), deadline, caller.trace.parent());
-        let call = Call {
+        let call = Box::new(Call {
             request,
             id,
             model,
@@ -113,7 +113,7 @@ impl Shared {
             past: None,
             using,
             trace: std::mem::take(trace),
-        };
+        });
         let fleet = Arc::clone(&self.fleet);
         tokio::spawn(relay::run(fleet, call, stream, streams, self.abort.clone()));
         reader

@@ -398,7 +398,7 @@ fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error:
     let mut trace = traces::of_generate(&arrival, &running.request);
     traces::filled_in(&mut trace, &running.request, &model);
     trace.set(&TAKEN_OVER, Value::Flag(true));
-    let call = Call {
+    let call = Box::new(Call {
         trace,
         using: shared.fleet.using(&model),
         request: running.request,
@@ -407,7 +407,7 @@ fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error:
         deadline: running.deadline,
         permit,
         past: running.past,
-    };
+    });
     let (fleet, abort) = (Arc::clone(&shared.fleet), shared.abort.clone());
     tokio::spawn(relay::run(fleet, call, stream, streams, abort));
     Ok(())

@@ -56,6 +56,17 @@ impl SharedPlace {
         let region = Rc::clone(&self.region);
         Storage::shared(self.buffer.clone(), region, self.offset, self.bytes)
     }
+
+    /// Whether a byte of it is also one of `other`, through whichever mapping.
+    pub fn overlaps(&self, other: &SharedPlace) -> bool {
+        let end = |place: &SharedPlace| place.offset.saturating_add(place.bytes);
+        self.is_in(&other.region) && self.offset < end(other) && other.offset < end(self)
+    }
+
+    /// Whether it is part of the memory that a region maps.
+    pub fn is_in(&self, region: &Region) -> bool {
+        self.region.mapping.is_of_same_memory(&region.mapping)
+    }
 }
 
 impl Session {

@@ -218,7 +218,7 @@ impl Session {
                 return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
             }
             let storage = match goal {
-                Goal::Into(_, Tensor { shared: None, .. }, _) => None,
+                Goal::Into(..) => None,
                 _ => Some(self.pool.allocate("a result", bytes)?),
             };
             outputs.push(Output {

@@ -56,7 +56,7 @@ pub(super) enum Goal {
 pub(super) struct Output {
     pub(super) bytes: usize,
     pub(super) goal: Goal,
-    /// `None` until the call starts, where it overwrites something of the session's own.
+    /// `None` until the call starts, where it overwrites something.
     pub(super) storage: Option<Storage>,
 }
 
@@ -123,6 +123,40 @@ impl Streams {
 pub struct Waiting {
     fences: Vec<(u32, u64)>,
     reply: oneshot::Sender<()>,
+}
+
+/// Of each output of a call: the memory of another process that it may be computed in, which costs no copy.
+///
+/// Nodes may read what a node before them has written, and whoever shares the memory can change it in between. So that is
+/// for results that the plan only writes, and that nothing else of the call lies in, through whichever mapping.
+fn shared_places(job: &Job) -> Vec<Option<Rc<SharedPlace>>> {
+    let place = |output: &Output| match &output.goal {
+        Goal::Into(_, tensor, _) => tensor.shared.clone(),
+        _ => None,
+    };
+    let places: Vec<_> = job.outputs.iter().map(place).collect();
+    let read = |place: &SharedPlace| {
+        let shares = |storage: &Storage| match storage.home() {
+            Home::Shared(region) => place.is_in(region),
+            _ => false,
+        };
+        job.inputs.iter().any(|value| match &*value.state() {
+            State::Ready(storage) => shares(storage),
+            _ => true,
+        })
+    };
+    let plan = job.plan.plan.borrow();
+    let alone = |i: usize, place: &Rc<SharedPlace>| {
+        let others = places.iter().enumerate().filter(|(o, _)| *o != i);
+        let overlaps = |(_, other): (usize, &Option<Rc<SharedPlace>>)| {
+            other.as_ref().is_some_and(|other| place.overlaps(other))
+        };
+        plan.only_writes(i) && !read(place) && !others.map(overlaps).any(|overlaps| overlaps)
+    };
+    let in_place = |(i, place): (usize, &Option<Rc<SharedPlace>>)| {
+        place.clone().filter(|place| alone(i, place))
+    };
+    places.iter().enumerate().map(in_place).collect()
 }
 
 fn cancelled() -> Error {
@@ -236,11 +270,16 @@ impl Session {
                 return Err(error.clone());
             }
         }
-        for output in &mut job.outputs {
+        let in_place = shared_places(job);
+        for (output, in_place) in job.outputs.iter_mut().zip(in_place) {
             if output.storage.is_none()
-                && let Goal::Into(_, _, before) = &mut output.goal
+                && let Goal::Into(_, tensor, before) = &mut output.goal
             {
-                output.storage = Some(self.target(before, output.bytes)?);
+                output.storage = Some(match (in_place, &tensor.shared) {
+                    (Some(place), _) => place.storage(),
+                    (None, Some(_)) => self.pool.allocate("a result", output.bytes)?,
+                    (None, None) => self.target(before, output.bytes)?,
+                });
             }
         }
         job.at = Some(0);
@@ -294,11 +333,11 @@ impl Session {
         }
     }
 
-    /// Copies a result into the memory that another process sees.
-    ///
-    /// Computed there at once, it would cost no copy; but nodes may read what a node before them has written, and
-    /// whoever shares the memory can change it in between. So results are computed in private memory.
+    /// Copies a result into the memory that another process sees, unless it [is there](shared_places).
     fn publish(&self, place: &SharedPlace, result: Storage) -> Result<Storage, Error> {
+        if matches!(result.home(), Home::Shared(_)) {
+            return Ok(result);
+        }
         let shared = place.storage();
         if !self.pool.dry_run() {
             shared.write(0, &result.read(&self.pool, 0..result.bytes())?)?;

@@ -252,6 +252,16 @@ unsafe fn strided(
 }
 
 impl Kernel for Program {
+    fn only_writes(&self) -> bool {
+        let stored = self.first_store..self.entries;
+        !self.steps.iter().any(|(step, _)| match step {
+            Step::One(_, args) => args.iter().any(|arg| stored.contains(arg)),
+            Step::Chain(_, start, links) => {
+                stored.contains(start) || links.iter().any(|link| stored.contains(&link.arg))
+            }
+        })
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let range = split_if_worth(self.extent.at(run.rows), GRAIN, WORTH, part, parts);
         if range.is_empty() {

@@ -211,6 +211,11 @@ pub(crate) trait Kernel: Send + Sync {
     /// Every place the kernel was made with is bound with the size its spec says, `part < parts`, and
     /// each part is run by at most one thread, with no other kernel that touches its results.
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize);
+
+    /// Whether it never reads what it has written.
+    fn only_writes(&self) -> bool {
+        false
+    }
 }
 
 /// Where a place's memory comes from.

@@ -10,11 +10,14 @@ use std::{
     ffi::CString,
     fs::File,
     io,
+    num::NonZero,
+    ops::Range,
     os::{fd::OwnedFd, unix::fs::FileExt},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    thread,
 };
 
 use bytes::Bytes;
@@ -168,19 +171,49 @@ impl Region {
 /// Bytes that are copied at once. At most so many are still written after their client was told that its call failed.
 const PIECE: usize = 1 << 20;
 
+/// Threads that copy one tensor, at most, and bytes for which one more is worth its start.
+const COPIERS: usize = 4;
+const WORTH: usize = 8 << 20;
+
 /// Copies so many bytes in pieces, each named by where it begins and how long it is, until nobody waits any more.
 fn by_pieces(
     bytes: usize,
     over: &AtomicBool,
-    mut copy: impl FnMut(usize, usize) -> io::Result<()>,
+    copy: impl Fn(usize, usize) -> io::Result<()> + Sync,
 ) -> io::Result<()> {
-    for at in (0..bytes).step_by(PIECE) {
-        if over.load(Ordering::Relaxed) {
-            return Err(io::ErrorKind::Interrupted.into());
+    let some = |range: Range<usize>| {
+        for at in range.clone().step_by(PIECE) {
+            if over.load(Ordering::Relaxed) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            copy(at, PIECE.min(range.end - at))?;
         }
-        copy(at, PIECE.min(bytes - at))?;
-    }
-    Ok(())
+        Ok(())
+    };
+    let cores = thread::available_parallelism().map_or(1, NonZero::get);
+    let copiers = (bytes / WORTH).clamp(1, COPIERS.min(cores));
+    let each = bytes.div_ceil(copiers).next_multiple_of(PIECE);
+    thread::scope(|scope| {
+        let some = &some;
+        let others = (1..copiers).map(|i| i * each..bytes.min((i + 1) * each));
+        let others = others.filter(|range| !range.is_empty());
+        // One that the system has no thread for is copied here.
+        let others: Vec<_> = others
+            .map(|range| {
+                let its = range.clone();
+                let named = thread::Builder::new().name("copy".to_owned());
+                (named.spawn_scoped(scope, move || some(its)), range)
+            })
+            .collect();
+        let mut end = some(0..each.min(bytes));
+        for (other, range) in others {
+            end = end.and(match other {
+                Ok(thread) => thread.join().unwrap_or(Err(io::ErrorKind::Other.into())),
+                Err(_) => some(range),
+            });
+        }
+        end
+    })
 }
 
 impl Regions {
