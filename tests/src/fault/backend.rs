@@ -200,6 +200,10 @@ impl Plan for FaultPlan {
         self.inner.memory()
     }
 
+    fn only_writes(&self, i: usize) -> bool {
+        self.inner.only_writes(i)
+    }
+
     fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {
         self.before(rows);
         self.inner.execute(rows)?;

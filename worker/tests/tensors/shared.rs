@@ -125,6 +125,63 @@ async fn inputs_and_results_lie_in_shared_memory() {
 }
 
 #[tokio::test]
+async fn a_result_that_nothing_else_touches_takes_no_memory_but_the_shared() {
+    const BYTES: usize = 1 << 20;
+    let dims = [BYTES / 4];
+    // For three mappings of two values each, and not for one more value.
+    let host = worker(6 * BYTES as u64 + (512 << 10));
+    let sender = descriptors(&host);
+    let client = Client::open(&host).await;
+    let memory = [0; 2].map(|_| shared_memory("a test", 2 * BYTES as u64).unwrap());
+    let map = |i: usize| SharedMapping::of_memory(&memory[i]).unwrap();
+    let (first, second) = (map(0), map(1));
+    let handle = async |tag: u64, i: usize, at: usize| {
+        sender.send(shared_tag(tag), &[memory[i].as_fd()]).unwrap();
+        let info = import(&client, tag, wire_spec(&dims), at as u64).await;
+        info.unwrap().handle.unwrap()
+    };
+    let a = handle(1, 0, 0).await;
+    let b = handle(2, 1, BYTES).await;
+    // The same memory as that of `a`, mapped once more.
+    let c = handle(3, 0, BYTES / 2).await;
+    let values: Vec<f32> = (0..dims[0]).map(|i| i as f32).collect();
+    put(&first, 0, &f32s(&values));
+    let plan = client.compile(&add_graph(&dims)).await;
+    let into = |handle: &v1::Handle| wish(output_wish::Kind::Into(handle.clone()));
+    let sum = || vec![tensor(&a), tensor(&a)];
+    let before = client.memory().await.active;
+    let there = call(&plan, sum(), vec![into(&b)]);
+    client.execute(there).await.unwrap();
+    assert_eq!(client.memory().await.active, before);
+    let seen = read_f32s(&get(&second, BYTES, BYTES));
+    assert!(seen.iter().zip(&values).all(|(seen, x)| *seen == x + x));
+    // Over what it reads, through whichever mapping, it would be computed elsewhere first, and there is no room.
+    for over in [&a, &c] {
+        let refused = client.execute(call(&plan, sum(), vec![into(over)])).await;
+        assert_eq!(reason(refused), Reason::OutOfMemory);
+        assert_eq!(read_f32s(&get(&first, 0, BYTES)), values);
+    }
+    // So would one that a node reads again.
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &dims)).unwrap();
+    let y = g.add(x, x).unwrap();
+    let most = g.reduce_max(y, &[0], false).unwrap();
+    let read_again = client.compile(&g.finish(&[y, most]).unwrap()).await;
+    let wishes = vec![into(&b), inline()];
+    let refused = client
+        .execute(call(&read_again, vec![tensor(&a)], wishes))
+        .await;
+    assert_eq!(reason(refused), Reason::OutOfMemory);
+    // And two results in one place.
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &dims)).unwrap();
+    let (y, z) = (g.add(x, x).unwrap(), g.sub(x, x).unwrap());
+    let two = client.compile(&g.finish(&[y, z]).unwrap()).await;
+    let both = call(&two, vec![tensor(&b)], vec![into(&a), into(&c)]);
+    assert_eq!(reason(client.execute(both).await), Reason::OutOfMemory);
+}
+
+#[tokio::test]
 async fn a_tensor_stays_in_shared_memory_after_a_call_that_failed() {
     let host = worker(64 << 20);
     let sender = descriptors(&host);
