@@ -167,10 +167,11 @@ mod tests {
     async fn a_future_is_asked_when_it_rang_and_not_with_its_neighbours() {
         let asked = AtomicUsize::new(0);
         let (tell, mut told) = oneshot::channel();
-        let mut rare = Rarely::new(pin!(poll_fn(|cx| {
+        let counted = pin!(poll_fn(|cx| {
             asked.fetch_add(1, Ordering::Relaxed);
             Pin::new(&mut told).poll(cx)
-        })));
+        }));
+        let mut rare = Rarely::new(counted);
         for _ in 0..100 {
             tokio::select! {
                 biased;

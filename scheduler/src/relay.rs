@@ -153,10 +153,12 @@ async fn serve(
             () = abort.cancelled() => draining(),
         }
     };
+    let given_up = pin!(given_up);
+    let given_up = Rarely::new(given_up);
     // Whatever ends this drops the road, and with it the worker's stream: the worker stops at its next step.
     tokio::select! {
         biased;
-        error = Rarely::new(pin!(given_up)) => Err(error),
+        error = given_up => Err(error),
         end = road(fleet, (call, trace), (stream, streams)) => end,
     }
 }
@@ -468,7 +470,8 @@ impl Relayed<'_> {
         drop(asked);
         // One that is suspected of killing workers is for this host to find out about.
         let may_go = self.leaving.may_go() && !placed.is_alone();
-        let mut drains = Rarely::new(pin!(self.leaving.drains()));
+        let drains = pin!(self.leaving.drains());
+        let mut drains = Rarely::new(drains);
         let mut draining = false;
         loop {
             let next = tokio::select! {

@@ -553,6 +553,10 @@ impl Plan for CpuPlan {
         self.small
     }
 
+    fn only_writes(&self, i: usize) -> bool {
+        self.only_written.get(i).is_some_and(|only| *only)
+    }
+
     fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {
         self.steps_from(rows, 0, None).map(|_| ())
     }
