@@ -68,7 +68,7 @@ use loads::Loads;
 pub use models::ProgressSender;
 pub use serving::Using;
 pub(crate) use serving::checked as checked_serving;
-pub use solo::Lost;
+pub use solo::{Alone, Lost};
 
 use crate::{
     audit::Audit,

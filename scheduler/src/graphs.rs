@@ -11,6 +11,7 @@ mod plan;
 mod run;
 mod saved;
 mod session;
+mod suspect;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -29,7 +30,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::SaveGraphHead,
+    v1::{HeldGraph, SaveGraphHead},
 };
 use tokio::{sync::watch, task::spawn_blocking, time::Instant};
 
@@ -253,7 +254,8 @@ impl Graphs {
             match plan::examine(shared, Arc::clone(&link), &head).await {
                 Ok(found) => break found,
                 Err(error) => deaths.count(&link, error).await?,
-            }
+            };
+            deaths.bear()?;
         };
         let saved = Saved::new(name.clone(), tenant, head, constants, found, held)?;
         let saved = Arc::new(saved.numbered(self.0.next.fetch_add(1, Ordering::Relaxed)));
@@ -325,12 +327,23 @@ impl Graphs {
         self.table().by_name.values().cloned().collect()
     }
 
+    /// Serves a graph again that was refused, and forgets what was known against it.
+    ///
+    /// # Errors
+    /// [`Reason::ModelNotFound`].
+    pub fn clear(&self, name: &str, caller: &Caller) -> Result<(), Error> {
+        let saved = self.find(name, caller).ok_or_else(|| unknown(name))?;
+        saved.suspect.clear();
+        Ok(())
+    }
+
     /// Takes what another program held.
     ///
     /// # Errors
     /// If it contradicts itself.
-    pub fn restore(&self, shared: &Shared, memory: OwnedFd) -> Result<(), Error> {
-        self.keep(held(shared, memory)?)
+    pub fn restore(&self, shared: &Shared, memory: OwnedFd, known: HeldGraph) -> Result<(), Error> {
+        let saved = held(shared, memory)?;
+        self.keep(saved.known_for(known.deaths, known.blamed))
     }
 
     fn keep(&self, saved: Saved) -> Result<(), Error> {

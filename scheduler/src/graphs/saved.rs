@@ -20,6 +20,7 @@ use hotcell_proto::{
 use prost::Message;
 use sha2::{Digest, Sha256};
 
+use super::suspect::Suspect;
 use crate::{access::Held, discover::clip};
 
 /// Inputs or outputs of one call: as many as the doors take, and as many pieces of memory as a session shares.
@@ -174,6 +175,8 @@ pub struct Saved {
     graph: u64,
     /// Where it ends.
     bytes: u64,
+    /// What is known against it.
+    pub(crate) suspect: Suspect,
     _held: Held,
 }
 
@@ -460,6 +463,7 @@ impl Saved {
             memory: memory.into(),
             graph: constants,
             bytes: constants.saturating_add(graph),
+            suspect: Suspect::default(),
             _held: held,
         }
     }
@@ -486,6 +490,14 @@ impl Saved {
     /// The same under a number.
     pub(super) fn numbered(self, id: u64) -> Self {
         Self { id, ..self }
+    }
+
+    /// The same with what another program knew against it.
+    pub(super) fn known_for(self, deaths: u32, blamed: Vec<v1::HeldProcess>) -> Self {
+        Self {
+            suspect: Suspect::restore(deaths, blamed),
+            ..self
+        }
     }
 
     /// Bytes of the graph and its constants.
@@ -550,6 +562,8 @@ impl Saved {
             max_rows: self.max_rows,
             bytes: self.bytes,
             sha256: self.sha256.to_vec(),
+            deaths: self.suspect.deaths(),
+            refused: self.suspect.is_refused(),
         }
     }
 
@@ -568,8 +582,11 @@ impl Saved {
 
     /// For another program, while this is held.
     pub fn hold(&self) -> HeldGraph {
+        let (deaths, blamed) = self.suspect.hold();
         HeldGraph {
             memory: self.memory.as_raw_fd(),
+            deaths,
+            blamed,
         }
     }
 

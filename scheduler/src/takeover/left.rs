@@ -348,7 +348,7 @@ impl Left {
         let count = streams.len();
         for held in std::mem::take(&mut self.state.graphs) {
             let memory = self.fds.remove(&held.memory);
-            let restored = memory.map(|memory| shared.graphs.restore(shared, memory));
+            let restored = memory.map(|memory| shared.graphs.restore(shared, memory, held));
             if let Some(Err(error)) = restored {
                 tracing::warn!(%error, "a saved graph is lost");
             }
