@@ -12,9 +12,10 @@ use std::{
 };
 
 use hotcell_proto::{
+    error::{Error, Reason},
     limits,
     receipt::hex,
-    v1::{CancelStreamRequest, tokens_client::TokensClient},
+    v1::{CancelStreamRequest, DetokenizeRequest, tokens_client::TokensClient},
 };
 use http::uri::Authority;
 use hyper_util::rt::TokioIo;
@@ -32,7 +33,10 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use crate::{access, fleet::TOKENS_WINDOWS};
+use crate::{
+    access::{self, Caller, Role},
+    fleet::{TOKENS_WINDOWS, is_broken},
+};
 
 /// How long a connection may take to come about.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -40,6 +44,8 @@ const CONNECT: Duration = Duration::from_secs(5);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long it may take the other Hotcell to hear that a stream is not wanted.
 const CANCEL: Duration = Duration::from_secs(1);
+/// How long it may take to answer, if one of its streams is silent.
+const ANSWER: Duration = Duration::from_secs(2);
 /// Streams that are offered at once; the others go on meanwhile.
 const OFFERS: usize = 64;
 /// Streams of one connection: some below the calls that a scheduler allows one from another host, and no more than
@@ -57,6 +63,15 @@ const TENANT: &str = "hotcell-tenant";
 /// Whether a call offers a stream of a host that drains, which is to be told for whom it runs here.
 pub(crate) fn is_offer(asked: &MetadataMap) -> bool {
     asked.contains_key(OFFER)
+}
+
+/// The error of an offer by somebody for whom it would be another tenant's stream here.
+pub(crate) fn no_handover(caller: &Caller) -> Error {
+    let what = format!(
+        "{} has the role {} and may hand over the streams of its own tenant only; those of all tenants take the role admin",
+        caller.name, caller.roles
+    );
+    Error::new(Reason::PermissionDenied, what).with("role", Role::Admin.name())
 }
 
 /// Tells that host for whom it runs here.
@@ -312,14 +327,32 @@ impl Elsewhere {
     pub(crate) fn took_for(&self, answer: &MetadataMap, tenant: &str) -> bool {
         let told = answer.get(TENANT).map(MetadataValue::as_bytes);
         let same = told == Some(hex(tenant.as_bytes()).as_bytes());
-        if !same && !self.warned.swap(true, Ordering::Relaxed) {
+        if !same {
+            self.warn_of_tenants();
+        }
+        same
+    }
+
+    /// Says, once, that it takes no streams of all tenants.
+    pub(crate) fn warn_of_tenants(&self) {
+        if !self.warned.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 to = %self,
                 "streams stay here that would run for another tenant there: the token at the other host has to be one \
                  that may speak for all tenants, of the role admin"
             );
         }
-        same
+    }
+
+    /// Whether it answers any call.
+    pub(crate) async fn answers(&self) -> bool {
+        let (mut client, _seat) = self.line();
+        let request = self.sign(Request::new(DetokenizeRequest::default()));
+        match timeout(ANSWER, client.detokenize(request)).await {
+            Ok(Err(status)) => !is_broken(&status),
+            Ok(Ok(_)) => true,
+            Err(_) => false,
+        }
     }
 
     /// Tells it that a stream is not wanted there. One that does not hear it ends for want of a reader.

@@ -19,11 +19,11 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-use away::{Away, Leaving, Next};
+use away::{Away, Leaving, Next, Whereabouts};
 use loss::Loss;
 
 use crate::{
-    admission::{Permit, draining},
+    admission::Permit,
     fleet::{Fleet, Link, Placed, Using},
     journal::{Bounds, Journal, Past},
     meters::Meter,
@@ -141,6 +141,7 @@ async fn serve(
             None => std::future::pending().await,
         }
     };
+    let there = Whereabouts::default();
     // Whatever ends this drops the road, and with it the worker's stream: the worker stops at its next step.
     tokio::select! {
         biased;
@@ -149,8 +150,8 @@ async fn serve(
             Reason::DeadlineExceeded,
             "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
         )),
-        () = abort.cancelled() => Err(draining()),
-        end = road(fleet, (call, trace), (stream, streams)) => end,
+        () = abort.cancelled() => Err(there.draining()),
+        end = road(fleet, (call, trace), (stream, streams), &there) => end,
     }
 }
 
@@ -158,6 +159,7 @@ async fn road(
     fleet: &Arc<Fleet>,
     (call, trace): (Call, &mut Span),
     (out, streams): (&Stream, &Streams),
+    there: &Whereabouts,
 ) -> Result<Finished, Error> {
     let tenant = call.request.tenant.clone();
     let mut stream = Relayed {
@@ -169,6 +171,7 @@ async fn road(
             (fleet, &call.model),
             (out, streams),
             (call.deadline, trace.context()),
+            there,
         ),
         out,
         streams,
