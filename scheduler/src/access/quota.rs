@@ -96,9 +96,27 @@ impl Tenants {
     /// # Errors
     /// [`Reason::QuotaExceeded`], naming what there is too much of. Nothing is taken then.
     pub fn take(&self, tenant: &str, limits: &Limits, want: Want) -> Result<Held, Error> {
+        self.take_instead(tenant, limits, want, Want::default())
+    }
+
+    /// The same in place of something that the tenant has: held against the limits is what it has without that. Until it is
+    /// given back both count for whatever else is taken, so that only the one that is replaced last is not held against it.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    pub fn take_instead(
+        &self,
+        tenant: &str,
+        limits: &Limits,
+        want: Want,
+        before: Want,
+    ) -> Result<Held, Error> {
         let parts = want.parts();
         let mut table = self.table();
-        let has = table.get(tenant).copied().unwrap_or_default();
+        let mut has = table.get(tenant).copied().unwrap_or_default();
+        for (has, before) in has.iter_mut().zip(before.parts()) {
+            *has = has.saturating_sub(before);
+        }
         for (kind, limit) in limits.parts().into_iter().enumerate() {
             let Some(limit) = limit else { continue };
             let then = has[kind].saturating_add(parts[kind]);
@@ -207,6 +225,31 @@ mod tests {
         assert_eq!(error.get("quota"), Some("tokens in flight"));
         let third = take("a", Want { tokens: 15, ..ONE }).unwrap();
         drop((second, third, other));
+        assert_eq!(tenants.count(), 0);
+    }
+
+    #[test]
+    fn what_is_replaced_is_not_held_against_what_takes_its_place_and_counts_until_it_is_gone() {
+        let tenants = Tenants::default();
+        let limits = Limits {
+            tensor_bytes: Some(100),
+            ..Limits::default()
+        };
+        let bytes = |n| Want {
+            tensor_bytes: n,
+            ..Want::default()
+        };
+        let first = tenants.take("a", &limits, bytes(60)).unwrap();
+        let instead = |new, old| tenants.take_instead("a", &limits, bytes(new), bytes(old));
+        assert!(tenants.take("a", &limits, bytes(70)).is_err());
+        assert!(instead(101, 60).is_err());
+        let second = instead(70, 60).unwrap();
+        // The first one is still there: nothing else comes in, nor a third one.
+        assert!(tenants.take("a", &limits, bytes(1)).is_err());
+        assert!(instead(70, 70).is_err());
+        drop(first);
+        let third = instead(100, 70).unwrap();
+        drop((second, third));
         assert_eq!(tenants.count(), 0);
     }
 
