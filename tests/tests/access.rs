@@ -12,9 +12,9 @@ use std::{
 };
 
 use hotcell_client::{
-    Address, Client, Error, Event, GenerateOptions, Identity, Reason,
+    Address, Client, Error, Event, GenerateOptions, Identity, Reason, SaveGraph,
     connect::is_unreachable,
-    tensor::{DType, Session, SessionOptions},
+    tensor::{DType, Session, SessionOptions, Tensor},
     v1,
 };
 use hotcell_scheduler::access::{Need, Role, TABLE};
