@@ -215,6 +215,9 @@ settings! {
     /// Collector that gets a trace of each request over OTLP (gRPC), for example http://127.0.0.1:4317 [default: $OTEL_EXPORTER_OTLP_ENDPOINT, else none]
     #[arg(value_name = "URL")]
     otlp_endpoint: CollectorAddress = "HOTCELL_OTLP_ENDPOINT";
+    /// Authority of the collector's certificate, in PEM, for one at https:// [default: those that this host believes]
+    #[arg(value_name = "PATH")]
+    otlp_ca: PathBuf = "HOTCELL_OTLP_CA";
     /// Share of the requests that are traced, 0 to 1; those whose client has decided by its traceparent aside [default: 1]
     #[arg(value_name = "SHARE")]
     otlp_sample: Share = "HOTCELL_OTLP_SAMPLE";
@@ -521,7 +524,7 @@ impl Config {
                 }),
             traces: match private {
                 true => None,
-                false => around.traces(s.otlp_endpoint, s.otlp_sample)?,
+                false => around.traces((s.otlp_endpoint, s.otlp_ca), s.otlp_sample)?,
             },
             log,
             log_json: s.log_json.unwrap_or(false),
@@ -675,7 +678,12 @@ mod tests {
         let flags = ["--otlp-endpoint=http://[::1]:9", "--otlp-sample=0.25"];
         let (endpoint, sample) = with(&flags, others).unwrap().unwrap();
         assert_eq!((&endpoint[..], sample), ("http://[::1]:9/", 0.25));
-        let failure = with(&[], Some("https://collector")).unwrap_err();
+        let secret = with(&["--otlp-endpoint=https://collector:4317"], None);
+        assert_eq!(secret.unwrap().unwrap().0, "https://collector:4317/");
+        let flags = ["--otlp-endpoint=http://a:1", "--otlp-ca=/ca.pem"];
+        let failure = with(&flags, None).unwrap_err();
+        assert!(failure.message.contains("otlp_ca"), "{}", failure.message);
+        let failure = with(&[], Some("ftp://collector")).unwrap_err();
         let word = "OTEL_EXPORTER_OTLP_ENDPOINT";
         assert!(failure.message.contains(word), "{}", failure.message);
         // What is about the host is not about a private one.

@@ -19,14 +19,8 @@ use hotcell_proto::{
 };
 use http::uri::Authority;
 use hyper_util::rt::TokioIo;
-use rustls::pki_types::ServerName;
 use serde::{Deserialize, Deserializer, de::Error as _};
-use tokio::{
-    net::{TcpStream, UnixStream},
-    sync::Semaphore,
-    time::timeout,
-};
-use tokio_rustls::TlsConnector;
+use tokio::{net::UnixStream, sync::Semaphore, time::timeout};
 use tonic::{
     Request,
     metadata::{Ascii, MetadataMap, MetadataValue},
@@ -35,6 +29,7 @@ use tonic::{
 
 use crate::{
     access::{self, Caller, Role},
+    dial::{self, host, tcp},
     fleet::{TOKENS_WINDOWS, is_broken},
 };
 
@@ -145,14 +140,6 @@ impl fmt::Display for Address {
     }
 }
 
-/// Its host without brackets, as names and addresses are written elsewhere.
-fn host(authority: &Authority) -> &str {
-    authority
-        .host()
-        .trim_start_matches('[')
-        .trim_end_matches(']')
-}
-
 impl Address {
     /// Whether what is sent there in clear text can be read beyond this host.
     pub fn is_exposed(&self) -> bool {
@@ -193,13 +180,7 @@ impl DrainTo {
             Ok::<_, String>(value)
         });
         let tls = match &self.address {
-            Address::Tls(authority) => {
-                let name = host(authority).to_owned();
-                let name = ServerName::try_from(name)
-                    .map_err(|e| format!("{authority} cannot have a certificate: {e}"))?;
-                let config = access::believing(self.ca.as_deref())?;
-                Some((TlsConnector::from(Arc::new(config)), name))
-            }
+            Address::Tls(authority) => Some(dial::Tls::to(authority, self.ca.as_deref())?),
             Address::Unix(_) | Address::Tcp(_) => None,
         };
         Ok(Elsewhere {
@@ -221,7 +202,7 @@ type Line = (Channel, Arc<()>);
 /// The other Hotcell while this one drains.
 pub struct Elsewhere {
     address: Address,
-    tls: Option<(TlsConnector, ServerName<'static>)>,
+    tls: Option<dial::Tls>,
     shown: Option<MetadataValue<Ascii>>,
     lines: Mutex<Vec<Line>>,
     /// A permit for each stream that is being offered.
@@ -268,15 +249,14 @@ impl Elsewhere {
                     async move { tcp(&authority).await.map(TokioIo::new) }
                 }))
             }
-            Address::Tls(authority) => {
-                let (authority, tls) = (authority.to_string(), self.tls.clone());
+            Address::Tls(_) => {
+                let tls = self.tls.clone();
                 endpoint.connect_with_connector_lazy(tower::service_fn(move |_: http::Uri| {
-                    let (authority, tls) = (authority.clone(), tls.clone());
+                    let tls = tls.clone();
                     async move {
                         let missing = || io::Error::from(io::ErrorKind::InvalidInput);
-                        let (connector, name) = tls.ok_or_else(missing)?;
-                        let stream = tcp(&authority).await?;
-                        connector.connect(name, stream).await.map(TokioIo::new)
+                        let stream = tls.ok_or_else(missing)?.open().await?;
+                        Ok::<_, io::Error>(TokioIo::new(stream))
                     }
                 }))
             }
@@ -383,12 +363,6 @@ impl Elsewhere {
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
-}
-
-async fn tcp(authority: &str) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect(authority).await?;
-    stream.set_nodelay(true)?;
-    Ok(stream)
 }
 
 #[cfg(test)]

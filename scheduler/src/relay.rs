@@ -170,7 +170,7 @@ async fn road(
         leaving: Leaving::new(
             (fleet, &call.model),
             (out, streams),
-            (call.deadline, trace.context()),
+            (call.deadline, trace.place()),
             there,
         ),
         out,

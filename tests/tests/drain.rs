@@ -12,7 +12,10 @@ use std::{
 use hotcell_client::{
     Address, Client, Event, GenerateOptions, Generation, Grammar, Identity, Reason, v1,
 };
-use hotcell_tests::cluster::{Cluster, SOON, all_have, free_address, hotcell, kjv, signal_pid};
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, free_address, hotcell, kjv, signal_pid},
+    options::{drawn, greedy},
+};
 use rustix::process::Signal;
 use serde_json::Value;
 use tokio::sync::mpsc::Sender;
@@ -156,25 +159,15 @@ impl Said {
     }
 }
 
-fn greedy() -> GenerateOptions {
-    GenerateOptions {
-        max_tokens: TOKENS,
-        ignore_eos: true,
-        seed: Some(0),
-        ..GenerateOptions::default()
-    }
-}
-
+/// Many tokens, drawn.
 fn sampled(seed: u64) -> GenerateOptions {
+    let repetition_penalty = Some(1.1);
     GenerateOptions {
         sampling: v1::Sampling {
-            temperature: Some(0.9),
-            top_p: Some(0.95),
-            repetition_penalty: Some(1.1),
-            ..v1::Sampling::default()
+            repetition_penalty,
+            ..drawn(TOKENS, seed).sampling
         },
-        seed: Some(seed),
-        ..greedy()
+        ..drawn(TOKENS, seed)
     }
 }
 
@@ -187,17 +180,17 @@ async fn all(client: &Client, options: &GenerateOptions) -> Said {
 
 /// One of each kind.
 async fn kinds(client: &Client) -> Vec<(&'static str, GenerateOptions)> {
-    let text = all(client, &greedy()).await.text;
+    let text = all(client, &greedy(TOKENS)).await.text;
     let start = text.char_indices().rev().nth(12).unwrap().0;
     let stop: String = text[start..].chars().take(7).collect();
     vec![
-        ("greedy", greedy()),
+        ("greedy", greedy(TOKENS)),
         ("sampled", sampled(1)),
         (
             "stop",
             GenerateOptions {
                 stop: vec![stop, "never in the text".into()],
-                ..greedy()
+                ..greedy(TOKENS)
             },
         ),
         (
@@ -441,9 +434,9 @@ async fn a_stream_comes_back_when_the_other_host_vanishes() {
 async fn where_nobody_takes_them_streams_end_as_ever() {
     let host = Host::with_heir("unix:/nowhere/hotcell.sock").await;
     let client = host.client().await;
-    let calm = all(&client, &greedy()).await;
+    let calm = all(&client, &greedy(TOKENS)).await;
     let (begun, mut have_begun) = tokio::sync::mpsc::channel(1);
-    let stream = tokio::spawn(reads(client.clone(), greedy(), begun));
+    let stream = tokio::spawn(reads(client.clone(), greedy(TOKENS), begun));
     have_begun.recv().await.unwrap();
     host.terminate();
     let said = stream.await.unwrap();

@@ -35,7 +35,7 @@ use crate::{
     onward,
     stream::Stream,
     streams::Streams,
-    traces::{Span, TraceContext},
+    traces::{Place, Span},
     verdict::bounded,
 };
 
@@ -57,7 +57,7 @@ pub(super) struct Leaving<'a> {
     out: &'a Stream,
     deadline: Option<Instant>,
     /// Where it is in its client's trace, in which it goes on there.
-    trace: Option<TraceContext>,
+    trace: Place,
     to: watch::Receiver<Option<Arc<Elsewhere>>>,
     tries: u32,
     next: Option<Instant>,
@@ -120,7 +120,7 @@ impl<'a> Leaving<'a> {
     pub fn new(
         (fleet, model): (&'a Arc<Fleet>, &'a ModelName),
         (out, streams): (&'a Stream, &Streams),
-        (deadline, trace): (Option<Instant>, Option<TraceContext>),
+        (deadline, trace): (Option<Instant>, Place),
         there: &'a Whereabouts,
     ) -> Self {
         Self {
@@ -225,7 +225,11 @@ impl<'a> Leaving<'a> {
         request.request_id = id.clone().unwrap_or_default();
         let (mut client, seat) = to.line();
         let tenant = request.tenant.clone();
-        let request = to.offering(bounded(request, self.deadline, &Span::passing(self.trace)));
+        let request = to.offering(bounded(
+            request,
+            self.deadline,
+            &Span::passing(self.trace.clone()),
+        ));
         let mut hold = Hold::new(to, self.out.cancellation());
         let asked = async {
             let answer = client.generate(request).await?;
