@@ -67,6 +67,7 @@ pub use loading::LoadFailure;
 use loads::Loads;
 pub use models::ProgressSender;
 pub use serving::Using;
+pub use serving::Wanted;
 pub(crate) use serving::checked as checked_serving;
 pub use solo::{Alone, Lost};
 

@@ -671,3 +671,64 @@ async fn what_is_no_state_is_not_believed() {
         assert!(ended.success(), "{what}: {ended}");
     }
 }
+
+#[tokio::test]
+async fn a_changed_configuration_changes_how_models_that_live_on_are_served() {
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
+    let file = folder.path().join("scheduler.toml");
+    let path = kjv();
+    let write = |first: &str, second: &str| {
+        let path = path.to_str().unwrap();
+        let text = format!(
+            "[models]\nkjv = {{ path = {path:?}, {first} }}\nsecond = {{ path = {path:?}, {second} }}\n"
+        );
+        fs::write(&file, text).unwrap();
+    };
+    write("max_running = 2, pinned = true", "max_running = 3");
+    let config = ["--config", file.to_str().unwrap(), "--devices", "cpu:1"];
+    let cluster = Cluster::start(&config).await.unwrap();
+    let both = |all: &[v1::WorkerInfo]| all_have("kjv")(all) && all_have("second")(all);
+    let before = cluster.workers(both).await.unwrap();
+    // Said since then, and not by the configuration.
+    let said = cluster
+        .hotcell(&["load", "second", "--max-context", "50"])
+        .unwrap();
+    assert!(said.status.success(), "{said:?}");
+    let first = "max_running = 5, max_context = 40, aliases = [\"book\"]";
+    write(first, "max_running = 3");
+    take_over(&cluster, &config).await;
+    let client = cluster.client().await.unwrap();
+    let models = client.models().await.unwrap();
+    let serving = |name: &str| {
+        let model = models.iter().find(|model| model.name == name);
+        model.unwrap().serving.clone().unwrap()
+    };
+    let told = v1::Serving {
+        max_running: 5,
+        max_context: 40,
+        aliases: vec!["book".into()],
+        ..v1::Serving::default()
+    };
+    assert_eq!(serving("kjv"), told);
+    let told = v1::Serving {
+        max_running: 3,
+        max_context: 50,
+        ..v1::Serving::default()
+    };
+    assert_eq!(serving("second"), told);
+    let after = cluster.workers(both).await.unwrap();
+    assert_eq!(after[0].pid, before[0].pid);
+    let of = GenerateOptions {
+        model: "book".into(),
+        ..greedy(100)
+    };
+    let cut = complete(&client, &of).await;
+    let tokens: usize = cut
+        .iter()
+        .map(|event| match event {
+            Event::Delta(delta) => delta.token_ids.len(),
+            _ => 0,
+        })
+        .sum();
+    assert!((31..40).contains(&tokens), "{tokens}");
+}
