@@ -203,6 +203,22 @@ mod tests {
         sessions: 0,
     };
 
+    /// A hundred bytes, and no other limit.
+    const HUNDRED: Limits = Limits {
+        requests: None,
+        tokens: None,
+        tensor_bytes: Some(100),
+        sessions: None,
+        weight: None,
+    };
+
+    fn bytes(tensor_bytes: u64) -> Want {
+        Want {
+            tensor_bytes,
+            ..Want::default()
+        }
+    }
+
     #[test]
     fn one_tenants_limit_is_nobody_elses() {
         let tenants = Tenants::default();
@@ -231,14 +247,7 @@ mod tests {
     #[test]
     fn what_is_replaced_is_not_held_against_what_takes_its_place_and_counts_until_it_is_gone() {
         let tenants = Tenants::default();
-        let limits = Limits {
-            tensor_bytes: Some(100),
-            ..Limits::default()
-        };
-        let bytes = |n| Want {
-            tensor_bytes: n,
-            ..Want::default()
-        };
+        let limits = HUNDRED;
         let first = tenants.take("a", &limits, bytes(60)).unwrap();
         let instead = |new, old| tenants.take_instead("a", &limits, bytes(new), bytes(old));
         assert!(tenants.take("a", &limits, bytes(70)).is_err());
@@ -256,14 +265,7 @@ mod tests {
     #[test]
     fn sums_do_not_wrap_and_what_is_full_lets_through_what_takes_none_of_it() {
         let tenants = Tenants::default();
-        let limits = Limits {
-            tensor_bytes: Some(100),
-            ..Limits::default()
-        };
-        let bytes = |n| Want {
-            tensor_bytes: n,
-            ..Want::default()
-        };
+        let limits = HUNDRED;
         let _all = tenants.take("a", &limits, bytes(100)).unwrap();
         assert_eq!(tenants.bytes_left("a", &limits), Some(0));
         assert!(tenants.take("a", &limits, bytes(u64::MAX)).is_err());

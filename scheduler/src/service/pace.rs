@@ -4,7 +4,6 @@
 //! has come since.
 
 use std::{
-    io,
     pin::Pin,
     sync::{
         Arc,
@@ -17,7 +16,8 @@ use std::{
 use hotcell_proto::limits;
 use hyper::rt::{Sleep, Timer};
 use hyper_util::rt::TokioTimer;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_util::io::InspectReader;
 
 /// The head of a request, from its first byte on, or from the connection's beginning.
 const HEAD: Duration = Duration::from_secs(limits::MAX_HTTP_HEAD_SECONDS);
@@ -36,24 +36,21 @@ struct Shared {
 #[derive(Clone, Debug)]
 pub(super) struct Pace(Arc<Shared>);
 
-/// A connection whose reads its [`Pace`] knows of.
-#[derive(Debug)]
-pub(super) struct Paced<S> {
-    stream: S,
-    pace: Pace,
-}
-
 impl Pace {
-    /// Of a connection that has just come in.
-    pub(super) fn over<S>(stream: S) -> (Paced<S>, Self) {
+    /// Of a connection that has just come in, and the connection, whose reads it knows of.
+    pub(super) fn over<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+        stream: S,
+    ) -> (impl AsyncRead + AsyncWrite + Send + Unpin + 'static, Self) {
         let pace = Self(Arc::new(Shared {
             reads: AtomicU64::new(0),
             begun: AtomicBool::new(false),
         }));
-        let paced = Paced {
-            stream,
-            pace: pace.clone(),
-        };
+        let shared = Arc::clone(&pace.0);
+        let paced = InspectReader::new(stream, move |read| {
+            if !read.is_empty() {
+                shared.reads.fetch_add(1, Ordering::Relaxed);
+            }
+        });
         (paced, pace)
     }
 
@@ -114,51 +111,6 @@ impl Future for Wait {
             self.timer.as_mut().reset(deadline);
         }
         self.timer.as_mut().poll(cx)
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Paced<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
-        if buf.filled().len() > before {
-            self.pace.0.reads.fetch_add(1, Ordering::Relaxed);
-        }
-        read
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Paced<S> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 
