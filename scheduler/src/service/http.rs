@@ -37,7 +37,7 @@ fn builder(pace: Pace) -> Builder<TokioExecutor> {
     builder
         .http1()
         .timer(pace)
-        .header_read_timeout(pace::WITHIN)
+        .header_read_timeout(pace::IDLE)
         .max_headers(limits::MAX_HTTP_HEADERS)
         .max_buf_size(limits::MAX_HTTP_HEAD_BYTES);
     builder

@@ -21,8 +21,8 @@ use tokio_util::io::InspectReader;
 
 /// The head of a request, from its first byte on, or from the connection's beginning.
 const HEAD: Duration = Duration::from_secs(limits::MAX_HTTP_HEAD_SECONDS);
-/// Between two requests.
-const IDLE: Duration = Duration::from_secs(limits::MAX_HTTP_IDLE_SECONDS);
+/// Between two requests; what hyper is told for its timer.
+pub(super) const IDLE: Duration = Duration::from_secs(limits::MAX_HTTP_IDLE_SECONDS);
 
 #[derive(Debug)]
 struct Shared {
@@ -76,7 +76,7 @@ impl Timer for Pace {
     }
 
     fn sleep_until(&self, deadline: Instant) -> Pin<Box<dyn Sleep>> {
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = deadline.saturating_duration_since(self.now());
         Box::pin(self.wait(left))
     }
 
@@ -84,9 +84,6 @@ impl Timer for Pace {
         TokioTimer::new().now()
     }
 }
-
-/// hyper's setting for this timer.
-pub(super) const WITHIN: Duration = IDLE;
 
 /// Over when a head did not come in time.
 struct Wait {
