@@ -12,13 +12,14 @@ use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     str::FromStr,
+    sync::Arc,
     time::Duration,
 };
 
 use hotcell_ipc::transport::{self, Windows};
 use hotcell_proto::{
     address,
-    error::{Error, Reason},
+    error::{CONTINUES_AT, Error, Reason},
     limits,
     v1::{
         control_client::ControlClient, graphs_client::GraphsClient, tensors_client::TensorsClient,
@@ -190,6 +191,8 @@ pub struct Client {
     peer: String,
     /// Whether a connection that broke is made again.
     reconnects: bool,
+    /// The other hosts at which a stream may go on, and as whom it is asked for there.
+    follows: Arc<[(Address, Identity)]>,
 }
 
 impl Client {
@@ -291,6 +294,7 @@ impl Client {
             channel: Wire::new(channel, shown),
             peer,
             reconnects: true,
+            follows: Arc::default(),
         })
     }
 
@@ -316,6 +320,31 @@ impl Client {
             channel: Wire::new(channel, None),
             peer,
             reconnects: false,
+            follows: Arc::default(),
+        })
+    }
+
+    /// Has streams of this client go on at `to`, asked for as `identity` there, once the scheduler says that they do: one
+    /// that shuts down gives them to another (`--drain-to`). They follow to no host that was not named so. `to` has to be
+    /// spelt as that scheduler's operator spelt it.
+    #[must_use]
+    pub fn following(mut self, to: Address, identity: Identity) -> Self {
+        let known = self.follows.iter().cloned();
+        self.follows = known.chain([(to, identity)]).collect();
+        self
+    }
+
+    /// The host at which a stream goes on that ended with this error, if it is one to follow to.
+    pub(crate) fn leads_to(&self, error: &Error) -> Option<&(Address, Identity)> {
+        let told: Address = error.get(CONTINUES_AT)?.parse().ok()?;
+        self.follows.iter().find(|(known, _)| *known == told)
+    }
+
+    /// Another host to which its streams go; from there they may go on to others.
+    pub(crate) async fn at(&self, (to, identity): &(Address, Identity)) -> Result<Self, Error> {
+        Ok(Self {
+            follows: Arc::clone(&self.follows),
+            ..Self::connect_with(to, identity, WINDOWS).await?
         })
     }
 

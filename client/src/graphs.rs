@@ -105,6 +105,17 @@ impl Client {
         let asked = self.graphs_client().forget(request).await;
         self.scheduler_answer(asked, KEEPS_NONE).map(|_| ())
     }
+
+    /// Has the scheduler serve a graph again that it refuses because workers died of it. Needs the role admin.
+    ///
+    /// # Errors
+    /// [`Reason::ModelNotFound`], [`Reason::PermissionDenied`].
+    pub async fn clear_graph(&self, name: &str) -> Result<(), Error> {
+        let name = name.to_owned();
+        let request = v1::ClearGraphRequest { name };
+        let asked = self.graphs_client().clear(request).await;
+        self.scheduler_answer(asked, KEEPS_NONE).map(|_| ())
+    }
 }
 
 /// What a worker alone is told to lack.

@@ -364,7 +364,15 @@ impl Generation {
             Source::Coming(way) => {
                 let back = std::task::ready!(way.as_mut().poll(context));
                 match back {
-                    Ok(Back { stream, resumed }) => {
+                    Ok(Back {
+                        stream,
+                        resumed,
+                        moved,
+                    }) => {
+                        if let Some(client) = moved {
+                            client.peer().clone_into(&mut self.peer);
+                            self.held.iter_mut().for_each(|h| h.move_to(client.clone()));
+                        }
                         self.source = Source::Open(Box::new(stream));
                         self.returns += 1;
                         if self.stage != Stage::Opened {

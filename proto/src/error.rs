@@ -11,6 +11,9 @@ use tonic_types::{ErrorDetails, StatusExt};
 /// The `ErrorInfo` domain of every reason.
 pub const DOMAIN: &str = "hotcell";
 
+/// Metadata key of errors about a stream that goes on at another host; its value is that host's address.
+pub const CONTINUES_AT: &str = "continues_at";
+
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])* $variant:ident $name:literal $code:ident;)*) => {
         /// Why a call failed.
@@ -103,6 +106,8 @@ reasons! {
     /// The request killed every worker it ran on, the last one with nobody else there; sent again it would do so again.
     // Not UNAVAILABLE or ABORTED, which clients' retry policies take for an invitation.
     RequestPoisoned "REQUEST_POISONED" Internal;
+    /// Workers died of this saved graph while nothing else ran there; it is refused until it is saved anew or cleared.
+    GraphPoisoned "GRAPH_POISONED" FailedPrecondition;
     /// No worker can serve this now.
     NoWorker "NO_WORKER" Unavailable;
     /// The process is shutting down.

@@ -13,6 +13,9 @@ pub const MAX_HTTP_HEAD_BYTES: usize = 64 << 10;
 pub const MAX_HTTP_HEADERS: usize = 100;
 /// Seconds that a client may take to send the head of an HTTP request.
 pub const MAX_HTTP_HEAD_SECONDS: u64 = 10;
+/// Seconds that a connection of HTTP may wait for its client's next request: more than proxies keep theirs by default.
+pub const MAX_HTTP_IDLE_SECONDS: u64 = 75;
+const _: () = assert!(MAX_HTTP_IDLE_SECONDS > MAX_HTTP_HEAD_SECONDS);
 /// Seconds that a client may take to send the next piece of an HTTP request's body.
 pub const MAX_HTTP_BODY_SECONDS: u64 = 30;
 /// Continuations of one prompt that one HTTP request may ask for.

@@ -12,27 +12,26 @@ use std::{
 };
 
 use hotcell_proto::{
+    error::{Error, Reason},
     limits,
     receipt::hex,
-    v1::{CancelStreamRequest, tokens_client::TokensClient},
+    v1::{CancelStreamRequest, DetokenizeRequest, tokens_client::TokensClient},
 };
 use http::uri::Authority;
 use hyper_util::rt::TokioIo;
-use rustls::pki_types::ServerName;
 use serde::{Deserialize, Deserializer, de::Error as _};
-use tokio::{
-    net::{TcpStream, UnixStream},
-    sync::Semaphore,
-    time::timeout,
-};
-use tokio_rustls::TlsConnector;
+use tokio::{net::UnixStream, sync::Semaphore, time::timeout};
 use tonic::{
     Request,
     metadata::{Ascii, MetadataMap, MetadataValue},
     transport::{Channel, Endpoint},
 };
 
-use crate::{access, fleet::TOKENS_WINDOWS};
+use crate::{
+    access::{self, Caller, Role},
+    dial::{self, host, tcp},
+    fleet::{TOKENS_WINDOWS, is_broken},
+};
 
 /// How long a connection may take to come about.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -40,6 +39,8 @@ const CONNECT: Duration = Duration::from_secs(5);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long it may take the other Hotcell to hear that a stream is not wanted.
 const CANCEL: Duration = Duration::from_secs(1);
+/// How long it may take to answer, if one of its streams is silent.
+const ANSWER: Duration = Duration::from_secs(2);
 /// Streams that are offered at once; the others go on meanwhile.
 const OFFERS: usize = 64;
 /// Streams of one connection: some below the calls that a scheduler allows one from another host, and no more than
@@ -57,6 +58,15 @@ const TENANT: &str = "hotcell-tenant";
 /// Whether a call offers a stream of a host that drains, which is to be told for whom it runs here.
 pub(crate) fn is_offer(asked: &MetadataMap) -> bool {
     asked.contains_key(OFFER)
+}
+
+/// The error of an offer by somebody for whom it would be another tenant's stream here.
+pub(crate) fn no_handover(caller: &Caller) -> Error {
+    let what = format!(
+        "{} has the role {} and may hand over the streams of its own tenant only; those of all tenants take the role admin",
+        caller.name, caller.roles
+    );
+    Error::new(Reason::PermissionDenied, what).with("role", Role::Admin.name())
 }
 
 /// Tells that host for whom it runs here.
@@ -130,14 +140,6 @@ impl fmt::Display for Address {
     }
 }
 
-/// Its host without brackets, as names and addresses are written elsewhere.
-fn host(authority: &Authority) -> &str {
-    authority
-        .host()
-        .trim_start_matches('[')
-        .trim_end_matches(']')
-}
-
 impl Address {
     /// Whether what is sent there in clear text can be read beyond this host.
     pub fn is_exposed(&self) -> bool {
@@ -178,13 +180,7 @@ impl DrainTo {
             Ok::<_, String>(value)
         });
         let tls = match &self.address {
-            Address::Tls(authority) => {
-                let name = host(authority).to_owned();
-                let name = ServerName::try_from(name)
-                    .map_err(|e| format!("{authority} cannot have a certificate: {e}"))?;
-                let config = access::believing(self.ca.as_deref())?;
-                Some((TlsConnector::from(Arc::new(config)), name))
-            }
+            Address::Tls(authority) => Some(dial::Tls::to(authority, self.ca.as_deref())?),
             Address::Unix(_) | Address::Tcp(_) => None,
         };
         Ok(Elsewhere {
@@ -206,7 +202,7 @@ type Line = (Channel, Arc<()>);
 /// The other Hotcell while this one drains.
 pub struct Elsewhere {
     address: Address,
-    tls: Option<(TlsConnector, ServerName<'static>)>,
+    tls: Option<dial::Tls>,
     shown: Option<MetadataValue<Ascii>>,
     lines: Mutex<Vec<Line>>,
     /// A permit for each stream that is being offered.
@@ -253,15 +249,14 @@ impl Elsewhere {
                     async move { tcp(&authority).await.map(TokioIo::new) }
                 }))
             }
-            Address::Tls(authority) => {
-                let (authority, tls) = (authority.to_string(), self.tls.clone());
+            Address::Tls(_) => {
+                let tls = self.tls.clone();
                 endpoint.connect_with_connector_lazy(tower::service_fn(move |_: http::Uri| {
-                    let (authority, tls) = (authority.clone(), tls.clone());
+                    let tls = tls.clone();
                     async move {
                         let missing = || io::Error::from(io::ErrorKind::InvalidInput);
-                        let (connector, name) = tls.ok_or_else(missing)?;
-                        let stream = tcp(&authority).await?;
-                        connector.connect(name, stream).await.map(TokioIo::new)
+                        let stream = tls.ok_or_else(missing)?.open().await?;
+                        Ok::<_, io::Error>(TokioIo::new(stream))
                     }
                 }))
             }
@@ -312,14 +307,32 @@ impl Elsewhere {
     pub(crate) fn took_for(&self, answer: &MetadataMap, tenant: &str) -> bool {
         let told = answer.get(TENANT).map(MetadataValue::as_bytes);
         let same = told == Some(hex(tenant.as_bytes()).as_bytes());
-        if !same && !self.warned.swap(true, Ordering::Relaxed) {
+        if !same {
+            self.warn_of_tenants();
+        }
+        same
+    }
+
+    /// Says, once, that it takes no streams of all tenants.
+    pub(crate) fn warn_of_tenants(&self) {
+        if !self.warned.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 to = %self,
                 "streams stay here that would run for another tenant there: the token at the other host has to be one \
                  that may speak for all tenants, of the role admin"
             );
         }
-        same
+    }
+
+    /// Whether it answers any call.
+    pub(crate) async fn answers(&self) -> bool {
+        let (mut client, _seat) = self.line();
+        let request = self.sign(Request::new(DetokenizeRequest::default()));
+        match timeout(ANSWER, client.detokenize(request)).await {
+            Ok(Err(status)) => !is_broken(&status),
+            Ok(Ok(_)) => true,
+            Err(_) => false,
+        }
     }
 
     /// Tells it that a stream is not wanted there. One that does not hear it ends for want of a reader.
@@ -350,12 +363,6 @@ impl Elsewhere {
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
-}
-
-async fn tcp(authority: &str) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect(authority).await?;
-    stream.set_nodelay(true)?;
-    Ok(stream)
 }
 
 #[cfg(test)]

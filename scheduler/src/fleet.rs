@@ -67,8 +67,9 @@ pub use loading::LoadFailure;
 use loads::Loads;
 pub use models::ProgressSender;
 pub use serving::Using;
+pub use serving::Wanted;
 pub(crate) use serving::checked as checked_serving;
-pub use solo::Lost;
+pub use solo::{Alone, Lost};
 
 use crate::{
     audit::Audit,

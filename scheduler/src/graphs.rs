@@ -5,12 +5,14 @@
 //! constants, in a session of the scheduler's own, until nobody asked for a while. A call has no effect but its results, so
 //! one whose worker died is made again on another, and nobody notices.
 
+mod constants;
 mod folder;
 mod lane;
 mod plan;
 mod run;
 mod saved;
 mod session;
+mod suspect;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -29,12 +31,13 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::SaveGraphHead,
+    v1::{HeldGraph, SaveGraphHead},
 };
 use tokio::{sync::watch, task::spawn_blocking, time::Instant};
 
+pub use constants::Constants;
 pub use lane::{Fill, Sink, Source};
-pub use saved::{Constants, Port, Saved};
+pub use saved::{Port, Saved};
 
 use crate::{
     access::{Caller, Want},
@@ -46,6 +49,9 @@ use run::{Deaths, PATIENCE};
 
 /// Graphs of one tenant.
 const MAX_OF_TENANT: usize = limits::MAX_SAVED_GRAPHS / 4;
+
+/// Bytes of all graphs, with those that are gone but for their last calls.
+const MAX_THERE: u64 = 2 * limits::MAX_SAVED_GRAPHS_BYTES as u64;
 
 /// What a call brings, and what becomes of its results.
 pub struct Call {
@@ -89,6 +95,8 @@ struct Inner {
     changing: tokio::sync::Mutex<()>,
     plans: Mutex<HashMap<Place, Made>>,
     next: AtomicU64,
+    /// Bytes of all graphs that are there, with those that were replaced or forgotten and whose last calls run.
+    there: Arc<AtomicU64>,
     /// Where they are kept for the next start.
     folder: OnceLock<Arc<Folder>>,
 }
@@ -198,6 +206,13 @@ impl Graphs {
                 return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
             }
         }
+        let there = self.0.there.load(Ordering::Relaxed).saturating_add(bytes);
+        if there > MAX_THERE {
+            let what = format!(
+                "graphs that were replaced or forgotten are still computed, and all of them have {there} bytes; try again later"
+            );
+            return Err(Error::new(Reason::Overloaded, what));
+        }
         Ok(())
     }
 
@@ -234,18 +249,14 @@ impl Graphs {
         // Before a worker has any work with it, and again once it has.
         self.admit(shared, &self.table(), (&name, replace), bytes, caller)?;
         // What is replaced stays whose it is, whoever replaces it.
-        let before = self
-            .table()
-            .by_name
-            .get(&name)
-            .map(|saved| saved.tenant.clone());
-        let tenant = before.unwrap_or_else(|| caller.tenant("").to_owned());
+        let before = self.table().by_name.get(&name).cloned();
+        let (tenant, own) = before.map_or_else(
+            || (caller.tenant("").to_owned(), 0),
+            |before| (before.tenant.clone(), before.bytes()),
+        );
         let limits = shared.access.limits(&tenant);
-        let want = Want {
-            tensor_bytes: bytes,
-            ..Want::default()
-        };
-        let held = shared.access.tenants.take(&tenant, &limits, want)?;
+        let tenants = &shared.access.tenants;
+        let held = tenants.take_instead(&tenant, &limits, of_bytes(bytes), of_bytes(own))?;
         let until = Instant::now() + PATIENCE;
         let mut deaths = Deaths::default();
         let found = loop {
@@ -253,13 +264,14 @@ impl Graphs {
             match plan::examine(shared, Arc::clone(&link), &head).await {
                 Ok(found) => break found,
                 Err(error) => deaths.count(&link, error).await?,
-            }
+            };
+            deaths.bear()?;
         };
         let saved = Saved::new(name.clone(), tenant, head, constants, found, held)?;
-        let saved = Arc::new(saved.numbered(self.0.next.fetch_add(1, Ordering::Relaxed)));
         // Of two who save under one name, the later one's is kept in both places.
         let _changing = self.0.changing.lock().await;
         self.admit(shared, &self.table(), (&name, replace), bytes, caller)?;
+        let saved = Arc::new(self.numbered(saved));
         if let Some(folder) = self.0.folder.get().cloned() {
             let saved = Arc::clone(&saved);
             beside(move || folder.write(&saved)).await?;
@@ -325,16 +337,33 @@ impl Graphs {
         self.table().by_name.values().cloned().collect()
     }
 
+    /// Serves a graph again that was refused, and forgets what was known against it.
+    ///
+    /// # Errors
+    /// [`Reason::ModelNotFound`].
+    pub fn clear(&self, name: &str, caller: &Caller) -> Result<(), Error> {
+        let saved = self.find(name, caller).ok_or_else(|| unknown(name))?;
+        saved.suspect.clear();
+        Ok(())
+    }
+
     /// Takes what another program held.
     ///
     /// # Errors
     /// If it contradicts itself.
-    pub fn restore(&self, shared: &Shared, memory: OwnedFd) -> Result<(), Error> {
-        self.keep(held(shared, memory)?)
+    pub fn restore(&self, shared: &Shared, memory: OwnedFd, known: HeldGraph) -> Result<(), Error> {
+        let saved = held(shared, memory)?;
+        self.keep(saved.known_for(known.deaths, known.blamed))
+    }
+
+    /// The graph under a number of its own, its bytes counted for as long as it is there.
+    fn numbered(&self, saved: Saved) -> Saved {
+        let id = self.0.next.fetch_add(1, Ordering::Relaxed);
+        saved.numbered(id, Arc::clone(&self.0.there))
     }
 
     fn keep(&self, saved: Saved) -> Result<(), Error> {
-        let saved = saved.numbered(self.0.next.fetch_add(1, Ordering::Relaxed));
+        let saved = self.numbered(saved);
         let mut table = self.table();
         if table.by_name.contains_key(&saved.name) {
             // It was handed over by the program before this one, and lies in the folder too.
@@ -352,14 +381,19 @@ impl Graphs {
         Ok(())
     }
 }
+
+/// So many bytes, as tenants have them.
+fn of_bytes(tensor_bytes: u64) -> Want {
+    Want {
+        tensor_bytes,
+        ..Want::default()
+    }
+}
+
 /// A graph in this memory, its bytes counted.
 fn held(shared: &Shared, memory: OwnedFd) -> Result<Saved, Error> {
     Saved::restore(memory, |tenant, bytes| {
-        let want = Want {
-            tensor_bytes: bytes,
-            ..Want::default()
-        };
-        shared.access.tenants.note(tenant, want)
+        shared.access.tenants.note(tenant, of_bytes(bytes))
     })
 }
 

@@ -9,6 +9,7 @@ pub mod audit;
 pub mod config;
 pub mod crash;
 pub mod death;
+mod dial;
 pub mod digest;
 pub mod discover;
 pub mod elsewhere;

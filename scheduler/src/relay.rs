@@ -19,11 +19,11 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-use away::{Away, Leaving, Next};
+use away::{Away, Leaving, Next, Whereabouts};
 use loss::Loss;
 
 use crate::{
-    admission::{Permit, draining},
+    admission::Permit,
     fleet::{Fleet, Link, Placed, Using},
     journal::{Bounds, Journal, Past},
     meters::Meter,
@@ -142,6 +142,7 @@ async fn serve(
             None => std::future::pending().await,
         }
     };
+    let there = Whereabouts::default();
     let given_up = async {
         tokio::select! {
             biased;
@@ -150,7 +151,7 @@ async fn serve(
                 Reason::DeadlineExceeded,
                 "the deadline passed before the stream was complete; allow more time or ask for fewer tokens",
             ),
-            () = abort.cancelled() => draining(),
+            () = abort.cancelled() => there.draining(),
         }
     };
     let given_up = pin!(given_up);
@@ -159,7 +160,7 @@ async fn serve(
     tokio::select! {
         biased;
         error = given_up => Err(error),
-        end = road(fleet, (call, trace), (stream, streams)) => end,
+        end = road(fleet, (call, trace), (stream, streams), &there) => end,
     }
 }
 
@@ -167,6 +168,7 @@ async fn road(
     fleet: &Arc<Fleet>,
     (call, trace): (Box<Call>, &mut Span),
     (out, streams): (&Stream, &Streams),
+    there: &Whereabouts,
 ) -> Result<Finished, Error> {
     let tenant = call.request.tenant.clone();
     let mut stream = Relayed {
@@ -177,7 +179,8 @@ async fn road(
         leaving: Leaving::new(
             (fleet, &call.model),
             (out, streams),
-            (call.deadline, trace.context()),
+            (call.deadline, trace.place()),
+            there,
         ),
         out,
         streams,

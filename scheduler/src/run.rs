@@ -158,11 +158,9 @@ pub async fn run(
         let files = vault::adopt(&name, files);
         fleet.configure(name, Source::Bundled, files);
     }
-    if let Some(left) = &mut left {
-        left.give_models(&fleet, &config.models);
-    }
     let policy = &config.model_policy;
-    let mut expected = Vec::new();
+    let left_models = |left: &mut Left| left.give_models(&fleet, &config.models);
+    let mut expected = left.as_mut().map_or_else(Vec::new, left_models);
     for model in &config.models {
         let ConfiguredModel { name, path, .. } = model;
         if fleet.knows(name) {

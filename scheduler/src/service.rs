@@ -7,6 +7,7 @@ mod graphs;
 mod handout;
 mod http;
 mod opening;
+mod pace;
 mod tensors;
 mod tokens;
 

@@ -33,7 +33,7 @@ use tonic::Status;
 pub use held::Restored;
 pub use room::Room;
 
-use crate::{suspicion::Process, traces::TraceContext};
+use crate::{suspicion::Process, traces::Place};
 
 /// What a client's stream carries.
 pub type Item = Result<GenerateEvent, Status>;
@@ -91,7 +91,7 @@ struct Request {
     message: GenerateRequest,
     deadline: Option<Instant>,
     /// What the spans of a program after this one are children of.
-    trace: Option<TraceContext>,
+    trace: Place,
     /// Workers that died under it, and the deaths that speak against it.
     deaths: u32,
     blamed: Vec<Process>,
@@ -177,12 +177,7 @@ impl Stream {
     }
 
     /// Notes what it was asked for, and in which trace.
-    pub fn asked(
-        &self,
-        message: GenerateRequest,
-        deadline: Option<Instant>,
-        trace: Option<TraceContext>,
-    ) {
+    pub fn asked(&self, message: GenerateRequest, deadline: Option<Instant>, trace: Place) {
         self.state().request = Some(Request {
             message,
             deadline,

@@ -10,7 +10,7 @@ mod export;
 mod request;
 mod span;
 
-pub use context::{State, TRACEPARENT, TraceContext};
+pub use context::{Place, State, TRACEPARENT, TraceContext};
 pub use export::{Collector, Traces};
 pub(crate) use request::{
     died, filled_in, finished, of_generate, of_model, of_text, part_of, timed,
@@ -158,7 +158,27 @@ events! {
 mod tests {
     use std::collections::BTreeSet;
 
+    use http::{HeaderMap, HeaderValue};
+
     use super::*;
+
+    #[test]
+    fn a_clients_trace_is_passed_on_with_its_state_where_nothing_is_recorded() {
+        let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        let mut headers = HeaderMap::new();
+        headers.insert(TRACEPARENT, HeaderValue::from_static(parent));
+        headers.insert("tracestate", HeaderValue::from_static("a=1"));
+        let arrival = Traces::default().arrive(&headers);
+        let span = arrival.begin();
+        for span in [span.child(&WORKER), Span::passing(span.place())] {
+            let mut call = tonic::Request::new(());
+            span.carry(&mut call);
+            let carried = |key| call.metadata().get(key).unwrap().to_str().unwrap();
+            assert_eq!(carried("traceparent"), parent);
+            assert_eq!(carried("tracestate"), "a=1");
+        }
+        assert_eq!(arrival.parent(), span.place());
+    }
 
     #[test]
     fn each_name_is_there_once_and_each_attribute_is_of_use() {

@@ -25,6 +25,8 @@ pub use trespass::{ENDED, NEW_FILE, Trespass};
 
 /// Tokens of a prompt, one after the other, at which a fault worker crashes.
 pub const POISON: [u32; 3] = [666, 667, 666];
+/// Name of an input: a graph that has it crashes every fault worker that computes it.
+pub const POISON_INPUT: &str = "poison";
 
 macro_rules! faults {
     ($($(#[doc = $doc:literal])* $name:ident,)*) => {

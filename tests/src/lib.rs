@@ -12,5 +12,6 @@ pub mod fuzz;
 pub mod hostile;
 pub mod model;
 pub mod onnx;
+pub mod options;
 pub mod proxy;
 pub mod synthetic;

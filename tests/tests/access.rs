@@ -12,9 +12,9 @@ use std::{
 };
 
 use hotcell_client::{
-    Address, Client, Error, Event, GenerateOptions, Identity, Reason,
+    Address, Client, Error, Event, GenerateOptions, Identity, Reason, SaveGraph,
     connect::is_unreachable,
-    tensor::{DType, Session, SessionOptions},
+    tensor::{DType, Session, SessionOptions, Tensor},
     v1,
 };
 use hotcell_scheduler::access::{Need, Role, TABLE};
@@ -337,9 +337,10 @@ async fn what_one_tenant_has_too_much_of_is_no_matter_to_another() {
     let files = TempDir::new().unwrap();
     let (alice, lines) = token(files.path(), &["alice"]);
     let (bob, more) = token(files.path(), &["bob"]);
-    let limits =
-        "[tenants.alice]\nrequests = 2\ntokens = 600\nsessions = 2\ntensor_bytes = 1048576\n";
-    let house = House::with_tokens(files, &format!("{lines}{more}{limits}")).await;
+    let (carol, and) = token(files.path(), &["carol"]);
+    let limits = "[tenants.alice]\nrequests = 2\ntokens = 600\nsessions = 2\ntensor_bytes = 1048576\n\
+                  [tenants.carol]\ntensor_bytes = 1048576\n";
+    let house = House::with_tokens(files, &format!("{lines}{more}{and}{limits}")).await;
     let (alice_token, bob_token) = (alice, bob);
     let alice = house.client(Some(&alice_token)).await;
     let bob = house.client(Some(&bob_token)).await;
@@ -415,6 +416,30 @@ async fn what_one_tenant_has_too_much_of_is_no_matter_to_another() {
     };
     assert_eq!(sum(&whole).await, [2.0, 4.0]);
     assert_eq!(sum(&quarter).await, [2.0, 4.0]);
+
+    // Saved graphs: what counts is what is kept when one has taken another's place.
+    let carol = house.client(Some(&carol)).await;
+    let constant = others.zeros(DType::F32, &[160 << 10]);
+    others.eval(std::slice::from_ref(&constant)).await.unwrap();
+    let example = others.zeros(DType::F32, &[160 << 10]);
+    others.eval(std::slice::from_ref(&example)).await.unwrap();
+    let sum = others.compile(move |x: &[Tensor]| vec![&x[0] + &constant]);
+    let save = async |name: &str, replace: bool| {
+        let saving = SaveGraph {
+            replace,
+            ..SaveGraph::named(name)
+        };
+        sum.save(&carol, &saving, &[("x", &example)], None).await
+    };
+    let one = save("one", false).await.unwrap();
+    assert!(one.bytes > 1 << 19, "{}", one.bytes);
+    let error = save("two", false).await.unwrap_err();
+    assert_eq!(error.get("quota"), Some("bytes of tensors"), "{error}");
+    for _ in 0..3 {
+        save("one", true).await.unwrap();
+    }
+    carol.forget_graph("one").await.unwrap();
+    save("two", false).await.unwrap();
 }
 
 /// An authority of certificates.

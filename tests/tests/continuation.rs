@@ -6,6 +6,7 @@
 use hotcell_client::{Client, Completion, Event, GenerateOptions, Generation, Prompt, Reason, v1};
 use hotcell_tests::{
     cluster::{Cluster, Process, all_have, binaries, counted, kjv, signal_pid},
+    options::{drawn, greedy},
     proxy::Proxy,
 };
 use rustix::process::Signal;
@@ -27,27 +28,6 @@ async fn kjv_cluster() -> Cluster {
         .unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
     cluster
-}
-
-fn greedy() -> GenerateOptions {
-    GenerateOptions {
-        max_tokens: TOKENS,
-        ignore_eos: true,
-        seed: Some(0),
-        ..GenerateOptions::default()
-    }
-}
-
-fn sampled(seed: u64) -> GenerateOptions {
-    GenerateOptions {
-        sampling: v1::Sampling {
-            temperature: Some(0.9),
-            top_p: Some(0.95),
-            ..v1::Sampling::default()
-        },
-        seed: Some(seed),
-        ..greedy()
-    }
 }
 
 async fn complete(client: &Client, (prompt, options): &(Prompt, GenerateOptions)) -> Completion {
@@ -79,7 +59,7 @@ fn assert_same(got: &Completion, calm: &Completion, what: &str) {
 
 /// One of each kind. Branches share prompt and seed.
 async fn kinds(client: &Client) -> Vec<(&'static str, (Prompt, GenerateOptions))> {
-    let all = complete(client, &(PROMPT.into(), greedy())).await;
+    let all = complete(client, &(PROMPT.into(), greedy(TOKENS))).await;
     // From near the end, over the bounds of tokens.
     let start = all.text.char_indices().rev().nth(12).unwrap().0;
     let stop: String = all.text[start..].chars().take(7).collect();
@@ -90,7 +70,7 @@ async fn kinds(client: &Client) -> Vec<(&'static str, (Prompt, GenerateOptions))
     };
     let branch = |branch| GenerateOptions {
         branch,
-        ..sampled(5)
+        ..drawn(TOKENS, 5)
     };
     let penalties = GenerateOptions {
         sampling: v1::Sampling {
@@ -101,16 +81,16 @@ async fn kinds(client: &Client) -> Vec<(&'static str, (Prompt, GenerateOptions))
                 token: all.token_ids[0],
                 bias: 2.0,
             }],
-            ..sampled(0).sampling
+            ..drawn(TOKENS, 0).sampling
         },
-        ..sampled(3)
+        ..drawn(TOKENS, 3)
     };
     // More than two chunks of 128.
     let long: Vec<u32> = (0..300).map(|i| 300 + i * 7 % 700).collect();
     let text = || Prompt::from(PROMPT);
     vec![
-        ("greedy", (text(), greedy())),
-        ("sampled", (text(), sampled(1))),
+        ("greedy", (text(), greedy(TOKENS))),
+        ("sampled", (text(), drawn(TOKENS, 1))),
         ("penalties", (text(), penalties)),
         (
             "stop",
@@ -118,15 +98,18 @@ async fn kinds(client: &Client) -> Vec<(&'static str, (Prompt, GenerateOptions))
                 text(),
                 GenerateOptions {
                     stop: vec![stop, "never in the text".into()],
-                    ..logprobs(greedy())
+                    ..logprobs(greedy(TOKENS))
                 },
             ),
         ),
-        ("logprobs", (text(), logprobs(sampled(2)))),
+        ("logprobs", (text(), logprobs(drawn(TOKENS, 2)))),
         ("branch 0", (text(), branch(0))),
         ("branch 1", (text(), branch(1))),
         ("branch 2", (text(), branch(2))),
-        ("long prompt", (Prompt::Ids(long), logprobs(sampled(4)))),
+        (
+            "long prompt",
+            (Prompt::Ids(long), logprobs(drawn(TOKENS, 4))),
+        ),
     ]
 }
 
@@ -259,7 +242,7 @@ async fn a_broken_connection_is_a_pause_wherever_it_breaks() {
     // Whoever leaves frees the worker, though the stream could have been come back to.
     let endless = GenerateOptions {
         max_tokens: 1000,
-        ..greedy()
+        ..greedy(TOKENS)
     };
     let mut stream = client.generate(PROMPT, endless).await.unwrap();
     let mut events = Vec::new();
@@ -275,7 +258,7 @@ async fn another_process_goes_on_with_a_stream_by_its_id() {
     let client = cluster.client().await.unwrap();
     let own = GenerateOptions {
         request_id: "mine".into(),
-        ..sampled(9)
+        ..drawn(TOKENS, 9)
     };
     let request = (Prompt::from(PROMPT), own.clone());
     let mut stream = client.generate(PROMPT, own).await.unwrap();
@@ -327,7 +310,7 @@ async fn a_stream_goes_on_with_a_scheduler_that_started_anew() {
         GenerateOptions {
             max_tokens: 600,
             logprobs: true,
-            ..sampled(11)
+            ..drawn(TOKENS, 11)
         },
     );
     let calm = complete(&client, &request).await;

@@ -9,8 +9,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_client::{Client, Event, GenerateOptions, Generation, Grammar, v1};
-use hotcell_tests::cluster::{Cluster, SOON, all_have, free_address, hotcell, kjv, signal_pid};
+use hotcell_client::{
+    Address, Client, Event, GenerateOptions, Generation, Grammar, Identity, Reason, v1,
+};
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, free_address, hotcell, kjv, signal_pid},
+    options::{drawn, greedy},
+};
 use rustix::process::Signal;
 use serde_json::Value;
 use tokio::sync::mpsc::Sender;
@@ -154,25 +159,15 @@ impl Said {
     }
 }
 
-fn greedy() -> GenerateOptions {
-    GenerateOptions {
-        max_tokens: TOKENS,
-        ignore_eos: true,
-        seed: Some(0),
-        ..GenerateOptions::default()
-    }
-}
-
+/// Many tokens, drawn.
 fn sampled(seed: u64) -> GenerateOptions {
+    let repetition_penalty = Some(1.1);
     GenerateOptions {
         sampling: v1::Sampling {
-            temperature: Some(0.9),
-            top_p: Some(0.95),
-            repetition_penalty: Some(1.1),
-            ..v1::Sampling::default()
+            repetition_penalty,
+            ..drawn(TOKENS, seed).sampling
         },
-        seed: Some(seed),
-        ..greedy()
+        ..drawn(TOKENS, seed)
     }
 }
 
@@ -185,17 +180,17 @@ async fn all(client: &Client, options: &GenerateOptions) -> Said {
 
 /// One of each kind.
 async fn kinds(client: &Client) -> Vec<(&'static str, GenerateOptions)> {
-    let text = all(client, &greedy()).await.text;
+    let text = all(client, &greedy(TOKENS)).await.text;
     let start = text.char_indices().rev().nth(12).unwrap().0;
     let stop: String = text[start..].chars().take(7).collect();
     vec![
-        ("greedy", greedy()),
+        ("greedy", greedy(TOKENS)),
         ("sampled", sampled(1)),
         (
             "stop",
             GenerateOptions {
                 stop: vec![stop, "never in the text".into()],
-                ..greedy()
+                ..greedy(TOKENS)
             },
         ),
         (
@@ -381,6 +376,9 @@ async fn another_host_behind_tls_and_tokens_is_shown_who_asks() {
         assert!(taken > 0 || !log.contains("; 0 times it refused"), "{log}");
         let warned = log.contains("may speak for all tenants");
         assert_eq!(warned, shown == Some(&of_one), "{log}");
+        // It is refused before anything runs there.
+        let refused = log.contains("may hand over the streams of its own tenant only");
+        assert_eq!(refused, shown == Some(&of_one), "{log}");
     }
 }
 
@@ -436,9 +434,9 @@ async fn a_stream_comes_back_when_the_other_host_vanishes() {
 async fn where_nobody_takes_them_streams_end_as_ever() {
     let host = Host::with_heir("unix:/nowhere/hotcell.sock").await;
     let client = host.client().await;
-    let calm = all(&client, &greedy()).await;
+    let calm = all(&client, &greedy(TOKENS)).await;
     let (begun, mut have_begun) = tokio::sync::mpsc::channel(1);
-    let stream = tokio::spawn(reads(client.clone(), greedy(), begun));
+    let stream = tokio::spawn(reads(client.clone(), greedy(TOKENS), begun));
     have_begun.recv().await.unwrap();
     host.terminate();
     let said = stream.await.unwrap();
@@ -446,4 +444,48 @@ async fn where_nobody_takes_them_streams_end_as_ever() {
     drop(client);
     let log = host.log_of_end().await;
     assert!(log.contains("0 of 1 requests went on at"), "{log}");
+}
+
+#[tokio::test]
+async fn clients_follow_where_the_drain_ends_before_their_streams_do() {
+    let other = Host::start(&[]).await;
+    let heir = other.address();
+    let host = Host::start(&["--drain-timeout", "2s", "--drain-to", &heir]).await;
+    let client = host.client().await;
+    let calm = all(&client, &sampled(1)).await;
+    let address = |text: &str| text.parse::<Address>().unwrap();
+    let strange = address("unix:/somewhere/else.sock");
+    let own = Identity::default;
+    let follows = client.clone().following(address(&heir), own());
+    let of_another_host = client.clone().following(strange, own());
+    let mut streams = Vec::new();
+    for client in [&follows, &of_another_host, &client] {
+        let mut stream = client.generate(PROMPT, sampled(1)).await.unwrap();
+        let mut said = Said::default();
+        said.hear(&mut stream, FIRST).await;
+        streams.push((stream, said));
+    }
+    // None of them ends before the drain does.
+    host.signal_worker(Signal::STOP).await;
+    other.signal_worker(Signal::STOP).await;
+    host.terminate();
+    let [(mut follows, mut said), rest @ ..] = <[_; 3]>::try_from(streams).unwrap();
+    for (mut stream, mut said) in rest {
+        let error = loop {
+            match stream.next().await.unwrap() {
+                Ok(Event::Delta(delta)) => said.ids.extend(delta.token_ids),
+                Ok(event) => panic!("{event:?}"),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.reason(), Reason::Draining);
+        assert_eq!(error.get("continues_at"), Some(&heir[..]));
+        assert!(said.ids.len() < TOKENS as usize);
+    }
+    other.signal_worker(Signal::CONT).await;
+    said.hear(&mut follows, usize::MAX).await;
+    assert_eq!(follows.returns(), 1);
+    said.assert_same(&calm, "followed");
+    drop((client, follows));
+    host.log_of_end().await;
 }

@@ -26,7 +26,10 @@ use hotcell_gateways::inference::{
     infer_parameter::ParameterChoice,
     model_infer_request::{InferInputTensor, InferRequestedOutputTensor},
 };
-use hotcell_tests::cluster::{Cluster, binaries, free_address, signal_pid};
+use hotcell_tests::{
+    cluster::{Cluster, binaries, free_address, signal_pid},
+    fault::POISON_INPUT,
+};
 use rustix::process::Signal;
 use tonic::{Status, transport::Channel};
 
@@ -566,9 +569,10 @@ async fn a_worker_that_dies_under_calls_is_not_noticed() {
     let mut deaths = 0;
     while deaths < 6 {
         let workers = host.client.workers().await.unwrap();
+        // A throw-away worker's death would be held against the graph.
         let ready = workers
             .iter()
-            .filter(|w| w.state() == v1::WorkerState::Ready);
+            .filter(|w| w.state() == v1::WorkerState::Ready && !w.id.contains('.'));
         let ready: Vec<_> = ready.collect();
         // One that serves is left.
         if let [one, _, ..] = ready[..] {
@@ -583,10 +587,105 @@ async fn a_worker_that_dies_under_calls_is_not_noticed() {
     }
     // And when all are gone.
     for worker in host.client.workers().await.unwrap() {
-        let _ = signal_pid(worker.pid, Signal::KILL);
+        if !worker.id.contains('.') {
+            let _ = signal_pid(worker.pid, Signal::KILL);
+        }
     }
     let after = infer(&host.oip, request).await.unwrap();
     assert_eq!(after.raw_output_contents, first.raw_output_contents);
+}
+
+/// Has the next program take this one's place.
+fn take_over(host: &Host, config: &std::path::Path) {
+    let output = Command::new(binaries().unwrap().join("hotcell-scheduler"))
+        .env_clear()
+        .env("XDG_CONFIG_HOME", config)
+        .arg("--takeover")
+        .arg("--socket")
+        .arg(&host.cluster.socket)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[tokio::test]
+async fn a_saved_graph_that_kills_workers_is_refused_and_others_are_served() {
+    let host = host(&[
+        "--devices",
+        "cpu:2",
+        "--worker-binary",
+        env!("CARGO_BIN_EXE_hotcell-worker-fault"),
+    ])
+    .await;
+    save_layer(&host, &SaveGraph::named("layer")).await.unwrap();
+    let twice = host.session.compile(|x: &[Tensor]| vec![&x[0] + &x[0]]);
+    let example = host.session.tensor(&[1.0f32, 2.0], &[2]).unwrap();
+    host.session
+        .eval(std::slice::from_ref(&example))
+        .await
+        .unwrap();
+    let save = async |input: &str, replace: bool| {
+        let saving = SaveGraph {
+            replace,
+            ..SaveGraph::named("evil")
+        };
+        let arguments = [(input, &example)];
+        let saved = twice.save(&host.client, &saving, &arguments, None).await;
+        saved.unwrap()
+    };
+    save(POISON_INPUT, false).await;
+    let call = |input: &str| asked("evil", &[(input, "FP32", &[2], le(&[1.0, 2.0]))]);
+    let deaths = async || {
+        let crashes = host.client.crashes().await.unwrap();
+        crashes
+            .iter()
+            .filter(|crash| crash.kind == "signal")
+            .count()
+    };
+    let refused = async |input: &str| {
+        let status = infer(&host.oip, call(input)).await.unwrap_err();
+        let error = Error::from_status(&status);
+        assert_eq!(error.reason(), Reason::GraphPoisoned, "{error}");
+        assert_eq!(error.get("graph"), Some("evil"));
+        assert!(
+            error.message().contains("hotcell graphs clear evil"),
+            "{error}"
+        );
+    };
+    let (x, request) = rows(3);
+    // Two die among others, two more alone.
+    refused(POISON_INPUT).await;
+    assert_eq!(deaths().await, 4);
+    refused(POISON_INPUT).await;
+    assert_eq!(deaths().await, 4);
+    assert_is_layer(&infer(&host.oip, request.clone()).await.unwrap(), &x);
+    let ready = async |name: &str| {
+        let ready = ModelReadyRequest {
+            name: name.to_owned(),
+            version: String::new(),
+        };
+        let ready = host.oip.clone().model_ready(ready).await;
+        ready.unwrap().into_inner().ready
+    };
+    assert!(ready("layer").await && !ready("evil").await);
+    let shown = || {
+        let output = host.cluster.hotcell(&["graphs"]).unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert!(shown().contains("refused: killed 2 workers"), "{}", shown());
+    let config = hotcell_tests::cluster::private_folder().unwrap();
+    take_over(&host, config.path());
+    refused(POISON_INPUT).await;
+    let cleared = host.cluster.hotcell(&["graphs", "clear", "evil"]).unwrap();
+    assert!(cleared.status.success(), "{cleared:?}");
+    assert!(!shown().contains("refused"), "{}", shown());
+    refused(POISON_INPUT).await;
+    assert_eq!(deaths().await, 8);
+    // Under its name is another graph now.
+    save("x", true).await;
+    let answer = infer(&host.oip, call("x")).await.unwrap();
+    assert_eq!(floats(&answer.raw_output_contents[0]), [2.0, 4.0]);
+    assert_is_layer(&infer(&host.oip, request).await.unwrap(), &x);
 }
 
 #[tokio::test]
@@ -601,15 +700,7 @@ async fn saved_graphs_outlive_schedulers() {
         save_layer(&host, &SaveGraph::named("other")).await.unwrap();
         host.client.forget_graph("other").await.unwrap();
         // The next program has it from this one, which need not have kept it.
-        let output = Command::new(binaries().unwrap().join("hotcell-scheduler"))
-            .env_clear()
-            .env("XDG_CONFIG_HOME", folder.path())
-            .arg("--takeover")
-            .arg("--socket")
-            .arg(&host.cluster.socket)
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{output:?}");
+        take_over(&host, folder.path());
         let client = host.cluster.client().await.unwrap();
         assert_eq!(client.graphs().await.unwrap(), std::slice::from_ref(&saved));
         saved

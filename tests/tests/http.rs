@@ -199,6 +199,50 @@ async fn who_sends_slowly_is_cut_off() {
     serves(to);
 }
 
+/// Reads one answer whose head says how long it is.
+fn answer(stream: &mut TcpStream) -> String {
+    let mut all = Vec::new();
+    let whole = |all: &[u8]| {
+        let text = String::from_utf8_lossy(all).to_ascii_lowercase();
+        let (head, body) = text.split_once("\r\n\r\n")?;
+        let length = head.split_once("content-length: ")?.1;
+        let length: usize = length.lines().next()?.trim().parse().ok()?;
+        (body.len() >= length).then_some(())
+    };
+    while whole(&all).is_none() {
+        let mut piece = [0; 4096];
+        let read = stream.read(&mut piece).unwrap();
+        assert!(read > 0, "{}", String::from_utf8_lossy(&all));
+        all.extend_from_slice(&piece[..read]);
+    }
+    String::from_utf8_lossy(&all).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_may_wait_for_its_next_request_and_not_dawdle_over_it() {
+    let (_cluster, to) = cluster().await;
+    let whole = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n";
+    let mut stream = connect(to);
+    stream.write_all(whole).unwrap();
+    assert_eq!(status(&answer(&mut stream)), "200");
+    let head = Duration::from_secs(limits::MAX_HTTP_HEAD_SECONDS);
+    std::thread::sleep(head + Duration::from_secs(2));
+    stream.write_all(whole).unwrap();
+    assert_eq!(status(&answer(&mut stream)), "200");
+    // A byte now and then does not keep it.
+    let began = Instant::now();
+    for byte in &whole[..whole.len() - 4] {
+        if stream.write_all(&[*byte]).is_err() || began.elapsed() > 2 * head {
+            break;
+        }
+        std::thread::sleep(head / 20);
+    }
+    let took = began.elapsed();
+    assert!(took >= head / 2 && took < 2 * head, "{took:?}");
+    let end = rest(stream);
+    assert!(matches!(status(&end), "" | "408"), "{end}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn no_request_hides_in_another() {
     let (_cluster, to) = cluster().await;

@@ -457,6 +457,35 @@ async fn limits_and_names_are_a_models_own() {
     for one in all {
         assert_eq!(one.await.unwrap(), short.token_ids);
     }
+    // What is said later leaves the rest as it is.
+    for arguments in [
+        &["load", "b", "--max-running", "2"][..],
+        &["load", "bee", "--max-context", "60"],
+        &["load", "b", "--pin"],
+        &["load", "b", "--pin=false", "--max-running", "0"],
+    ] {
+        let output = cluster.hotcell(arguments).unwrap();
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+    }
+    let serving = model(&client, "b").await.serving.unwrap();
+    assert_eq!(
+        serving,
+        v1::Serving {
+            aliases: vec!["bee".to_owned()],
+            max_context: 60,
+            ..v1::Serving::default()
+        }
+    );
+    let error = run(
+        &client,
+        v1::LoadModelRequest {
+            serving: Some(v1::Serving::default()),
+            change: Some(v1::ServingChange::default()),
+            ..load("b", &shelf.path("b"))
+        },
+    );
+    assert_eq!(error.await.unwrap_err().reason(), Reason::InvalidArgument);
+    assert_eq!(text(&client, "bee", 30).await.len(), 30);
     // A name is one model's.
     let mut taken = load("c", &shelf.path("b"));
     taken.serving = Some(v1::Serving {

@@ -21,8 +21,9 @@ use hotcell_ipc::{
     takeover,
 };
 use hotcell_scheduler::{exit::Exit, takeover::STATE_VERSION};
-use hotcell_tests::cluster::{
-    Cluster, SOON, all_have, binaries, children, counted, kjv, signal_pid,
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, binaries, children, counted, kjv, signal_pid},
+    options::{drawn, greedy},
 };
 use prost::Message;
 use rustix::process::Signal;
@@ -102,27 +103,6 @@ async fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-fn greedy(tokens: u32) -> GenerateOptions {
-    GenerateOptions {
-        max_tokens: tokens,
-        ignore_eos: true,
-        seed: Some(0),
-        ..GenerateOptions::default()
-    }
-}
-
-fn sampled(tokens: u32, seed: u64) -> GenerateOptions {
-    GenerateOptions {
-        sampling: v1::Sampling {
-            temperature: Some(0.9),
-            top_p: Some(0.95),
-            ..v1::Sampling::default()
-        },
-        seed: Some(seed),
-        ..greedy(tokens)
-    }
-}
-
 /// One of each kind.
 async fn kinds(client: &Client, tokens: u32) -> Vec<(&'static str, GenerateOptions)> {
     let all = complete(client, &greedy(tokens)).await;
@@ -135,21 +115,21 @@ async fn kinds(client: &Client, tokens: u32) -> Vec<(&'static str, GenerateOptio
     };
     let branch = |branch| GenerateOptions {
         branch,
-        ..sampled(tokens, 5)
+        ..drawn(tokens, 5)
     };
     let penalties = GenerateOptions {
         sampling: v1::Sampling {
             repetition_penalty: Some(1.2),
             presence_penalty: Some(0.3),
             frequency_penalty: Some(0.4),
-            ..sampled(tokens, 0).sampling
+            ..drawn(tokens, 0).sampling
         },
-        ..sampled(tokens, 3)
+        ..drawn(tokens, 3)
     };
     vec![
         ("greedy", greedy(tokens)),
-        ("sampled", sampled(tokens, 1)),
-        ("sampled otherwise", sampled(tokens, 2)),
+        ("sampled", drawn(tokens, 1)),
+        ("sampled otherwise", drawn(tokens, 2)),
         ("penalties", penalties),
         (
             "stop",
@@ -158,7 +138,7 @@ async fn kinds(client: &Client, tokens: u32) -> Vec<(&'static str, GenerateOptio
                 ..logprobs(greedy(tokens))
             },
         ),
-        ("logprobs", logprobs(sampled(tokens, 4))),
+        ("logprobs", logprobs(drawn(tokens, 4))),
         ("branch 1", branch(1)),
         ("branch 2", branch(2)),
     ]
@@ -387,10 +367,10 @@ fn lives(pid: u32) -> bool {
 async fn a_finished_stream_waits_for_its_client_in_the_next_program() {
     let cluster = cluster(&[]).await;
     let client = cluster.client().await.unwrap();
-    let calm = complete(&client, &sampled(24, 9)).await;
+    let calm = complete(&client, &drawn(24, 9)).await;
     let own = GenerateOptions {
         request_id: "mine".into(),
-        ..sampled(24, 9)
+        ..drawn(24, 9)
     };
     let mut stream = client.generate(PROMPT, own.clone()).await.unwrap();
     let mut events = Vec::new();
@@ -426,7 +406,7 @@ fn stream_end(events: &[Event]) -> &v1::Finished {
 async fn a_worker_that_does_not_answer_is_started_anew_and_its_stream_goes_on() {
     let cluster = cluster(&[]).await;
     let client = cluster.client().await.unwrap();
-    let options = sampled(60, 7);
+    let options = drawn(60, 7);
     let calm = complete(&client, &options).await;
     let (_, epoch, pid) = who(&cluster).await.remove(0);
     let mut stream = client.generate(PROMPT, options).await.unwrap();
@@ -470,7 +450,7 @@ async fn problem(cluster: &Cluster, request: v1::TakeoverRequest, program: Owned
 async fn a_program_that_cannot_take_over_changes_nothing() {
     let cluster = cluster(&[]).await;
     let client = cluster.client().await.unwrap();
-    let options = sampled(200, 3);
+    let options = drawn(200, 3);
     let calm = complete(&client, &options).await;
     let before = who(&cluster).await;
     let mut stream = client.generate(PROMPT, options).await.unwrap();
@@ -690,4 +670,58 @@ async fn what_is_no_state_is_not_believed() {
         let ended = child.wait().await.unwrap();
         assert!(ended.success(), "{what}: {ended}");
     }
+}
+
+#[tokio::test]
+async fn a_changed_configuration_changes_how_models_that_live_on_are_served() {
+    let folder = hotcell_tests::cluster::private_folder().unwrap();
+    let file = folder.path().join("scheduler.toml");
+    let path = kjv();
+    let write = |first: &str, second: &str| {
+        let path = path.to_str().unwrap();
+        let text = format!(
+            "[models]\nkjv = {{ path = {path:?}, {first} }}\nsecond = {{ path = {path:?}, {second} }}\n"
+        );
+        fs::write(&file, text).unwrap();
+    };
+    write("max_running = 2, pinned = true", "max_running = 3");
+    let config = ["--config", file.to_str().unwrap(), "--devices", "cpu:1"];
+    let cluster = Cluster::start(&config).await.unwrap();
+    let both = |all: &[v1::WorkerInfo]| all_have("kjv")(all) && all_have("second")(all);
+    let before = cluster.workers(both).await.unwrap();
+    // Said since then, and not by the configuration.
+    let said = cluster
+        .hotcell(&["load", "second", "--max-context", "50"])
+        .unwrap();
+    assert!(said.status.success(), "{said:?}");
+    let first = "max_running = 5, max_context = 40, aliases = [\"book\"]";
+    write(first, "max_running = 3");
+    take_over(&cluster, &config).await;
+    let client = cluster.client().await.unwrap();
+    let models = client.models().await.unwrap();
+    let serving = |name: &str| {
+        let model = models.iter().find(|model| model.name == name);
+        model.unwrap().serving.clone().unwrap()
+    };
+    let told = v1::Serving {
+        max_running: 5,
+        max_context: 40,
+        aliases: vec!["book".into()],
+        ..v1::Serving::default()
+    };
+    assert_eq!(serving("kjv"), told);
+    let told = v1::Serving {
+        max_running: 3,
+        max_context: 50,
+        ..v1::Serving::default()
+    };
+    assert_eq!(serving("second"), told);
+    let after = cluster.workers(both).await.unwrap();
+    assert_eq!(after[0].pid, before[0].pid);
+    let of = GenerateOptions {
+        model: "book".into(),
+        ..greedy(100)
+    };
+    let tokens = complete(&client, &of).await.token_ids.len();
+    assert!((31..40).contains(&tokens), "{tokens}");
 }

@@ -2,74 +2,54 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+#[path = "../../scheduler/tests/relay/collector.rs"]
+mod collector;
+
 use std::{
     collections::BTreeSet,
     io::{BufRead, BufReader, Write},
     net::{SocketAddr, TcpStream},
     process::Command,
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::Duration,
 };
 
 use hotcell_client::GenerateOptions;
 use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, free_address, kjv, signal_pid};
 use opentelemetry_proto::tonic::{
-    collector::trace::v1::{
-        ExportTraceServiceRequest, ExportTraceServiceResponse,
-        trace_service_server::{TraceService, TraceServiceServer},
-    },
     common::v1::any_value::Value,
     trace::v1::{Span, span::SpanKind},
 };
 use rustix::process::Signal;
-use tonic::{Request, Response, Status, transport::Server};
+use tokio::net::{TcpListener, TcpStream as Connection};
+use tokio_rustls::{
+    TlsAcceptor,
+    rustls::{
+        ServerConfig,
+        pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    },
+};
+
+use collector::{Heard, hex};
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
 /// Times that a worker is killed until one dies before its part is over.
 const TRIES: usize = 20;
 
-/// A collector.
-#[derive(Clone, Default)]
-struct Heard(Arc<Mutex<Vec<Span>>>);
-
-#[tonic::async_trait]
-impl TraceService for Heard {
-    async fn export(
-        &self,
-        request: Request<ExportTraceServiceRequest>,
-    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let of = request.into_inner().resource_spans.into_iter();
-        let spans = of.flat_map(|r| r.scope_spans).flat_map(|s| s.spans);
-        self.0.lock().unwrap().extend(spans);
-        Ok(Response::new(ExportTraceServiceResponse::default()))
-    }
-}
-
-impl Heard {
-    async fn listen(&self) -> SocketAddr {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
-        let server = Server::builder().add_service(TraceServiceServer::new(self.clone()));
-        tokio::spawn(server.serve_with_incoming(incoming));
-        address
-    }
-
-    /// The request's own span, once it came, and all that came with it.
-    async fn request(&self) -> (Span, Vec<Span>) {
-        let came = async {
-            loop {
-                let all = self.0.lock().unwrap().clone();
-                let own = all.iter().find(|span| span.kind() == SpanKind::Server);
-                if let Some(own) = own {
-                    return (own.clone(), all);
-                }
-                tokio::time::sleep(Duration::from_millis(20)).await;
+/// The request's own span, once it came, and all that came with it.
+async fn request(heard: &Heard) -> (Span, Vec<Span>) {
+    let came = async {
+        loop {
+            let all = heard.spans().clone();
+            let own = all.iter().find(|span| span.kind() == SpanKind::Server);
+            if let Some(own) = own {
+                return (own.clone(), all);
             }
-        };
-        tokio::time::timeout(SOON, came).await.unwrap()
-    }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(SOON, came).await.unwrap()
 }
 
 fn text(span: &Span, name: &str) -> Option<String> {
@@ -79,10 +59,6 @@ fn text(span: &Span, name: &str) -> Option<String> {
         Value::IntValue(number) => Some(number.to_string()),
         other => panic!("{name} is {other:?}"),
     }
-}
-
-fn hex(id: &[u8]) -> String {
-    id.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Streams a completion; `begun` is called once its first token is there. The answer's `traceparent`, and all of it.
@@ -137,14 +113,14 @@ async fn a_stream_over_http_whose_worker_is_killed_is_one_trace() {
         .unwrap();
     for _ in 0..TRIES {
         let workers = cluster.workers(all_have("kjv")).await.unwrap();
-        heard.0.lock().unwrap().clear();
+        heard.spans().clear();
         let pid = workers[0].pid;
         let (place, answer) = stream(http, || {
             // It may be gone already, of its own: then there is nothing to survive.
             let _ = signal_pid(pid, Signal::KILL);
         });
         assert!(answer.contains("data: [DONE]"), "{answer}");
-        let (own, all) = heard.request().await;
+        let (own, all) = request(&heard).await;
         assert_eq!(place, format!("00-{TRACE}-{}-01", hex(&own.span_id)));
         assert_eq!(hex(&own.parent_span_id), PARENT);
         assert!(all.iter().all(|span| hex(&span.trace_id) == TRACE));
@@ -198,7 +174,7 @@ async fn a_stream_that_another_program_goes_on_with_stays_in_its_trace() {
     cluster.workers(all_have("kjv")).await.unwrap();
     let client = cluster.client().await.unwrap();
     for _ in 0..TRIES {
-        heard.0.lock().unwrap().clear();
+        heard.spans().clear();
         let options = GenerateOptions {
             max_tokens: 300,
             ignore_eos: true,
@@ -228,7 +204,7 @@ async fn a_stream_that_another_program_goes_on_with_stays_in_its_trace() {
         while let Some(event) = stream.next().await {
             event.unwrap();
         }
-        let (own, all) = heard.request().await;
+        let (own, all) = request(&heard).await;
         assert!(all.iter().all(|span| hex(&span.trace_id) == TRACE));
         assert_eq!(hex(&own.parent_span_id), PARENT);
         let taken = own
@@ -264,7 +240,79 @@ async fn the_last_spans_are_sent_before_a_scheduler_ends() {
     cluster.scheduler.signal(Signal::TERM).unwrap();
     let ended = tokio::task::spawn_blocking(move || cluster.scheduler.wait());
     assert!(ended.await.unwrap().unwrap().success());
-    let all = heard.0.lock().unwrap().clone();
+    let all = heard.spans().clone();
     let own = all.iter().find(|span| span.kind() == SpanKind::Server);
     assert_eq!(own.unwrap().name, "text_completion kjv");
+}
+
+/// Speaks TLS in front of another address, and says where.
+async fn in_front_of(address: SocketAddr, own: &rcgen::CertifiedKey<rcgen::KeyPair>) -> SocketAddr {
+    let cert = CertificateDer::from_pem_slice(own.cert.pem().as_bytes()).unwrap();
+    let key = own.signing_key.serialize_pem();
+    let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();
+    let mut config = ServerConfig::builder()
+        .with_no_client_auth()
+        .with_single_cert(vec![cert], key)
+        .unwrap();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let front = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let acceptor = acceptor.clone();
+            tokio::spawn(async move {
+                // Who does not believe it leaves.
+                let Ok(mut stream) = acceptor.accept(stream).await else {
+                    return;
+                };
+                let mut behind = Connection::connect(address).await.unwrap();
+                let _ = tokio::io::copy_bidirectional(&mut stream, &mut behind).await;
+            });
+        }
+    });
+    front
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_collector_over_tls_gets_spans_if_it_is_believed() {
+    let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let files = tempfile::tempdir().unwrap();
+    for (believed, comes) in [(&own, true), (&other, false)] {
+        let ca = files.path().join("ca.pem");
+        std::fs::write(&ca, believed.cert.pem()).unwrap();
+        let heard = Heard::default();
+        let front = in_front_of(heard.listen().await, &own).await;
+        let collector = format!("https://{front}");
+        let arguments = [
+            "--devices",
+            "cpu:1",
+            "--otlp-endpoint",
+            &collector,
+            "--otlp-ca",
+            ca.to_str().unwrap(),
+        ];
+        let mut cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+            .await
+            .unwrap();
+        cluster.workers(all_have("kjv")).await.unwrap();
+        let client = cluster.client().await.unwrap();
+        let options = GenerateOptions {
+            max_tokens: 4,
+            ..GenerateOptions::default()
+        };
+        let stream = client.generate("In the beginning", options).await.unwrap();
+        stream.complete().await.unwrap();
+        cluster.scheduler.signal(Signal::TERM).unwrap();
+        let ended = tokio::task::spawn_blocking(move || {
+            let status = cluster.scheduler.wait().unwrap();
+            (status, cluster.scheduler.log())
+        });
+        let (status, log) = ended.await.unwrap();
+        assert!(status.success(), "{log}");
+        assert_eq!(!heard.spans().is_empty(), comes, "{log}");
+        let warned = log.contains("the collector does not take traces");
+        assert_eq!(warned, !comes, "{log}");
+    }
 }

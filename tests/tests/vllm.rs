@@ -22,8 +22,9 @@ use hotcell_gateways::{
     },
 };
 use hotcell_scheduler::access::TABLE;
-use hotcell_tests::cluster::{
-    Cluster, SOON, all_have, free_address, golden, hotcell, kjv, signal_pid,
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, free_address, golden, hotcell, kjv, signal_pid},
+    options::{drawn, greedy},
 };
 use hotcell_worker::text::{Tokenizer, TokenizerConfig};
 use prost::Message;
@@ -54,27 +55,6 @@ async fn own(cluster: &Cluster, options: GenerateOptions) -> Completion {
     let client = cluster.client().await.unwrap();
     let stream = client.generate(PROMPT, options).await.unwrap();
     stream.complete().await.unwrap()
-}
-
-fn greedy(tokens: u32) -> GenerateOptions {
-    GenerateOptions {
-        max_tokens: tokens,
-        ignore_eos: true,
-        ..GenerateOptions::default()
-    }
-}
-
-fn sampled(tokens: u32, seed: u64, branch: u32) -> GenerateOptions {
-    GenerateOptions {
-        sampling: v1::Sampling {
-            temperature: Some(0.9),
-            top_p: Some(0.95),
-            ..v1::Sampling::default()
-        },
-        seed: Some(seed),
-        branch,
-        ..greedy(tokens)
-    }
 }
 
 /// [`greedy`] in the engine's words.
@@ -210,7 +190,16 @@ async fn branches_are_interleaved_by_index_and_each_is_complete() {
     let (cluster, engine) = host("cpu:1").await;
     let mut expected = Vec::new();
     for branch in 0..3 {
-        expected.push(own(&cluster, sampled(16, 7, branch)).await);
+        expected.push(
+            own(
+                &cluster,
+                GenerateOptions {
+                    branch,
+                    ..drawn(16, 7)
+                },
+            )
+            .await,
+        );
     }
     let prompt = &expected[0].accepted.prompt_ids;
     let three = SamplingParams {

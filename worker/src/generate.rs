@@ -18,3 +18,4 @@ pub mod sampler;
 pub mod schedule;
 pub mod sequence;
 pub mod task;
+mod useful;

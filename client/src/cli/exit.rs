@@ -80,6 +80,7 @@ pub const REASONS: &[(Reason, Exit)] = &[
     (Reason::Overloaded, Exit::Unavailable),
     (Reason::WorkerLost, Exit::Unavailable),
     (Reason::RequestPoisoned, Exit::Failed),
+    (Reason::GraphPoisoned, Exit::Failed),
     (Reason::RegionNotFound, Exit::NotFound),
     (Reason::RegionChanged, Exit::Failed),
     (Reason::Unimplemented, Exit::Failed),

@@ -29,6 +29,11 @@ pub enum GraphsCommand {
         /// Its name
         name: String,
     },
+    /// Serve a graph again that is refused because workers died of it
+    Clear {
+        /// Its name
+        name: String,
+    },
 }
 
 /// `x f32[rows, 4]`.
@@ -52,11 +57,20 @@ pub(crate) async fn graphs(
     flags: &GraphsFlags,
 ) -> Result<(), Failure> {
     let session = Session::running(global).await?;
-    if let Some(GraphsCommand::Forget { name }) = &flags.command {
-        session.client.forget_graph(name).await?;
+    if let Some(command) = &flags.command {
+        let (done, name) = match command {
+            GraphsCommand::Forget { name } => {
+                session.client.forget_graph(name).await?;
+                ("forgotten", name)
+            }
+            GraphsCommand::Clear { name } => {
+                session.client.clear_graph(name).await?;
+                ("cleared", name)
+            }
+        };
         return match ui.manner.json {
-            true => ui.print_json(&json!({ "forgotten": name })),
-            false => ui.print(&format!("forgot {name}\n")),
+            true => ui.print_json(&json!({ done: name })),
+            false => ui.print(&format!("{name} is {done}\n")),
         };
     }
     let graphs = session.client.graphs().await?;
@@ -68,12 +82,14 @@ pub(crate) async fn graphs(
                 "outputs": tensors(&graph.outputs),
                 "max_rows": graph.max_rows,
                 "bytes": graph.bytes,
+                "deaths": graph.deaths,
+                "refused": graph.refused,
                 "sha256": graph.sha256.iter().map(|b| format!("{b:02x}")).collect::<String>(),
             })
         });
         return ui.print_json(&json!({ "graphs": views.collect::<Vec<Value>>() }));
     }
-    let mut table = Table::new(&["GRAPH", "INPUTS", "OUTPUTS", "ROWS", "SIZE"]);
+    let mut table = Table::new(&["GRAPH", "INPUTS", "OUTPUTS", "ROWS", "SIZE", "STATE"]);
     for graph in &graphs {
         table.row([
             graph.name.clone(),
@@ -84,6 +100,10 @@ pub(crate) async fn graphs(
                 rows => format!("at most {rows}"),
             },
             bytes(graph.bytes),
+            match (graph.refused, graph.deaths) {
+                (true, deaths) => format!("refused: killed {deaths} workers"),
+                (false, _) => "served".to_owned(),
+            },
         ]);
     }
     table.print(

@@ -61,34 +61,33 @@ pub struct LoadFlags {
     /// How long it stays in memory after its last request, for example 10m [default: until others need the room]
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub keep_alive: Option<Duration>,
-    /// Never take it out of memory to make room for others
-    #[arg(long, conflicts_with_all = ["keep_alive", "on_request"])]
-    pub pin: bool,
-    /// A further name that requests may use; may be given several times
+    /// Never take it out of memory to make room for others; --pin=false: no more
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", conflicts_with_all = ["keep_alive", "on_request"])]
+    pub pin: Option<bool>,
+    /// A further name that requests may use; may be given several times. Those it had are gone then
     #[arg(long, value_name = "NAME")]
     pub alias: Vec<String>,
-    /// Requests for it that run at once, over all workers [default: as many as they take]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Requests for it that run at once, over all workers; 0: as many as they take, which is the default
+    #[arg(long, value_name = "N")]
     pub max_running: Option<u32>,
-    /// Tokens of one sequence, prompt and answer together [default: as many as the model can]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Tokens of one sequence, prompt and answer together; 0: as many as the model can, which is the default
+    #[arg(long, value_name = "N")]
     pub max_context: Option<u32>,
 }
 
 impl LoadFlags {
-    /// How it is to be served, if anything is said of that.
-    fn serving(&self) -> Option<v1::Serving> {
+    /// What is said of how it is to be served; the rest stays as it is.
+    fn change(&self) -> Option<v1::ServingChange> {
         let keep = self.keep_alive.map(|keep| keep.as_millis());
-        let serving = v1::Serving {
-            replicas: self.replicas.unwrap_or(0),
+        let change = v1::ServingChange {
+            replicas: self.replicas,
             keep_alive_ms: keep.map(|ms| u64::try_from(ms).unwrap_or(u64::MAX)),
             pinned: self.pin,
             aliases: self.alias.clone(),
-            max_running: self.max_running.unwrap_or(0),
-            max_context: self.max_context.unwrap_or(0),
+            max_running: self.max_running,
+            max_context: self.max_context,
         };
-        let said = self.replicas.is_some() || serving != v1::Serving::default();
-        said.then_some(serving)
+        (change != v1::ServingChange::default()).then_some(change)
     }
 }
 
@@ -233,7 +232,7 @@ pub(crate) async fn load(
     };
     let request = v1::LoadModelRequest {
         name: flags.name.clone(),
-        serving: flags.serving(),
+        change: flags.change(),
         replace: flags.replace,
         on_request: flags.on_request,
         ..v1::LoadModelRequest::default()

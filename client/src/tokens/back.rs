@@ -19,6 +19,9 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
+/// Hosts to which a stream is followed, one from the other, before it comes back.
+const HOPS: u32 = 4;
+
 /// Times in a row that a stream may break again before it brought anything new.
 const FRUITLESS: u32 = 5;
 
@@ -48,6 +51,8 @@ pub(super) struct Back {
     pub(super) stream: Streaming<v1::GenerateEvent>,
     /// Whether the server did not know it, and was told what it had said.
     pub(super) resumed: bool,
+    /// Where it is, if that is another host.
+    pub(super) moved: Option<Client>,
 }
 
 /// What one attempt takes.
@@ -126,6 +131,11 @@ impl Held {
         }
     }
 
+    /// It is at another host from now on.
+    pub(super) fn move_to(&mut self, client: Client) {
+        self.client = client;
+    }
+
     /// It is over: nothing is left to cancel.
     pub(super) fn release(&mut self) {
         self.cancels = false;
@@ -138,7 +148,7 @@ impl Held {
     ) -> Option<impl Future<Output = Result<Back, Error>> + Send + 'static> {
         self.fruitless += 1;
         let may = !self.patience.is_zero() && self.fruitless <= FRUITLESS;
-        if !may || !is_unreachable(error) {
+        if !may || !(is_unreachable(error) || self.client.leads_to(error).is_some()) {
             return None;
         }
         let way = Way {
@@ -239,15 +249,38 @@ async fn cancel(client: Client, request_id: String) {
 }
 
 impl Way {
-    async fn take(self, cause: Error) -> Result<Back, Error> {
+    async fn take(mut self, cause: Error) -> Result<Back, Error> {
         let until = Instant::now() + self.patience;
         let mut pause = PAUSE;
         let mut last = cause;
+        let mut moved = false;
+        let mut hops = 0;
         loop {
-            match timeout_at(until, self.step()).await {
-                Ok(Ok(back)) => return Ok(back),
-                // A scheduler that has just started may not serve yet.
-                Ok(Err(error)) if is_unreachable(&error) || error.reason() == Reason::NoWorker => {
+            if let Some(there) = self.client.leads_to(&last).filter(|_| hops < HOPS) {
+                match timeout_at(until, self.client.at(there)).await {
+                    Ok(Ok(client)) => {
+                        self.client = client;
+                        moved = true;
+                        hops += 1;
+                    }
+                    // Tried again, as below.
+                    Ok(Err(error)) if is_unreachable(&error) => {}
+                    Ok(Err(error)) => return Err(error),
+                    Err(_) => return Err(last),
+                }
+            }
+            match timeout_at(until, self.step(moved)).await {
+                Ok(Ok(back)) => {
+                    let moved = moved.then(|| self.client.clone());
+                    return Ok(Back { moved, ..back });
+                }
+                // A scheduler that has just started may not serve yet, nor one that forgets a stream have forgotten it.
+                Ok(Err(error))
+                    if is_unreachable(&error)
+                        || error.reason() == Reason::NoWorker
+                        || (moved && error.reason() == Reason::RequestExists)
+                        || (hops < HOPS && self.client.leads_to(&error).is_some()) =>
+                {
                     last = error;
                 }
                 Ok(Err(error)) => return Err(error),
@@ -261,7 +294,7 @@ impl Way {
         }
     }
 
-    async fn step(&self) -> Result<Back, Error> {
+    async fn step(&self, moved: bool) -> Result<Back, Error> {
         let read = |status: tonic::Status| read_status(self.client.peer(), &status);
         let mut client = self.client.tokens_client();
         let unknown = match client.attach(self.attach.clone()).await.map_err(read) {
@@ -269,20 +302,27 @@ impl Way {
                 return Ok(Back {
                     stream: answer.into_inner(),
                     resumed: false,
+                    moved: None,
                 });
             }
             Err(error) => error,
         };
+        // What was on its way here when the stream moved was never said at the other host.
+        let begins_later = moved && unknown.reason() == Reason::TokensForgotten;
         let unknown_here = unknown.reason() == Reason::RequestNotFound || is_unknown_call(&unknown);
         let again = match &self.again {
-            Some(again) if unknown_here => again.clone(),
+            Some(again) if unknown_here || begins_later => again.clone(),
             _ => return Err(unknown),
         };
+        if begins_later {
+            cancel(self.client.clone(), self.attach.request_id.clone()).await;
+        }
         let again = traced(again, self.parent.clone());
         let answer = client.generate(again).await.map_err(read)?;
         Ok(Back {
             stream: answer.into_inner(),
             resumed: true,
+            moved: None,
         })
     }
 }

@@ -96,9 +96,27 @@ impl Tenants {
     /// # Errors
     /// [`Reason::QuotaExceeded`], naming what there is too much of. Nothing is taken then.
     pub fn take(&self, tenant: &str, limits: &Limits, want: Want) -> Result<Held, Error> {
+        self.take_instead(tenant, limits, want, Want::default())
+    }
+
+    /// The same in place of something that the tenant has: held against the limits is what it has without that. Until it is
+    /// given back both count for whatever else is taken, so that only the one that is replaced last is not held against it.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    pub fn take_instead(
+        &self,
+        tenant: &str,
+        limits: &Limits,
+        want: Want,
+        before: Want,
+    ) -> Result<Held, Error> {
         let parts = want.parts();
         let mut table = self.table();
-        let has = table.get(tenant).copied().unwrap_or_default();
+        let mut has = table.get(tenant).copied().unwrap_or_default();
+        for (has, before) in has.iter_mut().zip(before.parts()) {
+            *has = has.saturating_sub(before);
+        }
         for (kind, limit) in limits.parts().into_iter().enumerate() {
             let Some(limit) = limit else { continue };
             let then = has[kind].saturating_add(parts[kind]);
@@ -185,6 +203,22 @@ mod tests {
         sessions: 0,
     };
 
+    /// A hundred bytes, and no other limit.
+    const HUNDRED: Limits = Limits {
+        requests: None,
+        tokens: None,
+        tensor_bytes: Some(100),
+        sessions: None,
+        weight: None,
+    };
+
+    fn bytes(tensor_bytes: u64) -> Want {
+        Want {
+            tensor_bytes,
+            ..Want::default()
+        }
+    }
+
     #[test]
     fn one_tenants_limit_is_nobody_elses() {
         let tenants = Tenants::default();
@@ -211,16 +245,27 @@ mod tests {
     }
 
     #[test]
+    fn what_is_replaced_is_not_held_against_what_takes_its_place_and_counts_until_it_is_gone() {
+        let tenants = Tenants::default();
+        let limits = HUNDRED;
+        let first = tenants.take("a", &limits, bytes(60)).unwrap();
+        let instead = |new, old| tenants.take_instead("a", &limits, bytes(new), bytes(old));
+        assert!(tenants.take("a", &limits, bytes(70)).is_err());
+        assert!(instead(101, 60).is_err());
+        let second = instead(70, 60).unwrap();
+        // The first one is still there: nothing else comes in, nor a third one.
+        assert!(tenants.take("a", &limits, bytes(1)).is_err());
+        assert!(instead(70, 70).is_err());
+        drop(first);
+        let third = instead(100, 70).unwrap();
+        drop((second, third));
+        assert_eq!(tenants.count(), 0);
+    }
+
+    #[test]
     fn sums_do_not_wrap_and_what_is_full_lets_through_what_takes_none_of_it() {
         let tenants = Tenants::default();
-        let limits = Limits {
-            tensor_bytes: Some(100),
-            ..Limits::default()
-        };
-        let bytes = |n| Want {
-            tensor_bytes: n,
-            ..Want::default()
-        };
+        let limits = HUNDRED;
         let _all = tenants.take("a", &limits, bytes(100)).unwrap();
         assert_eq!(tenants.bytes_left("a", &limits), Some(0));
         assert!(tenants.take("a", &limits, bytes(u64::MAX)).is_err());

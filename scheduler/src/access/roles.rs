@@ -134,6 +134,7 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/hotcell.v1.Graphs/Save", USE),
     ("/hotcell.v1.Graphs/List", USE),
     ("/hotcell.v1.Graphs/Forget", USE),
+    ("/hotcell.v1.Graphs/Clear", ADMIN),
     ("/hotcell.v1.Control/ListDevices", USE),
     ("/hotcell.v1.Control/ListWorkers", USE),
     ("/hotcell.v1.Control/ListModels", USE),

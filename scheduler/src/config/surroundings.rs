@@ -52,7 +52,7 @@ impl Surroundings {
     /// Who gets traces: whom a setting names, else whom the environment names to all programs.
     pub(super) fn traces(
         &self,
-        named: Option<CollectorAddress>,
+        (named, ca): (Option<CollectorAddress>, Option<PathBuf>),
         sample: Option<Share>,
     ) -> Result<Option<Collector>, Failure> {
         let named = match (named, &self.collector) {
@@ -63,8 +63,14 @@ impl Surroundings {
             })?),
             (named, _) => named,
         };
+        let is_tls = |named: &CollectorAddress| named.0.scheme_str() == Some("https");
+        if ca.is_some() && !named.as_ref().is_some_and(is_tls) {
+            let what = "otlp_ca is for a collector over TLS; write its address with https://";
+            return Err(usage(what.to_owned()));
+        }
         Ok(named.map(|CollectorAddress(endpoint)| Collector {
             endpoint,
+            ca,
             sample: sample.map_or(1.0, |share| share.0),
         }))
     }

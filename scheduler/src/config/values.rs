@@ -102,8 +102,7 @@ impl<'de> Deserialize<'de> for Share {
     }
 }
 
-/// Where a collector of traces listens: `http://HOST:PORT`. One on another host that wants TLS is reached by a collector on
-/// this one.
+/// Where a collector of traces listens: `http://HOST:PORT`, or `https://HOST:PORT` for TLS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectorAddress(pub http::Uri);
 
@@ -114,10 +113,13 @@ impl FromStr for CollectorAddress {
         let uri = text.parse::<http::Uri>().ok();
         let plain = |uri: &http::Uri| {
             let host = uri.host().is_some_and(|host| !host.is_empty());
-            uri.scheme_str() == Some("http") && host && uri.path() == "/" && uri.query().is_none()
+            matches!(uri.scheme_str(), Some("http" | "https"))
+                && host
+                && uri.path() == "/"
+                && uri.query().is_none()
         };
         uri.filter(plain).map(Self).ok_or_else(|| {
-            format!("{text:?} is not the address of a collector that speaks OTLP over gRPC without TLS, such as http://127.0.0.1:4317")
+            format!("{text:?} is not the address of a collector that speaks OTLP over gRPC, such as http://127.0.0.1:4317 or https://collector:4317")
         })
     }
 }

@@ -80,8 +80,10 @@ pub struct Inherited {
     pub state: ModelState,
     /// A worker's words about it.
     pub summary: Option<ModelSummary>,
-    /// How it was served.
+    /// How it is served from now on.
     pub serving: Serving,
+    /// How the configuration says that it is, if that names it.
+    pub configured_serving: Option<Serving>,
     /// What it takes; nothing if nobody measured it.
     pub footprint: Footprint,
 }
@@ -131,6 +133,7 @@ impl Fleet {
             state,
             summary,
             serving,
+            configured_serving,
             footprint,
         } = held;
         let mut model = Model::new(source, configured);
@@ -156,6 +159,7 @@ impl Fleet {
         }
         let aliases: Result<Vec<_>, _> = serving.aliases.iter().map(ModelName::new).collect();
         model.serving = serving;
+        model.configured_serving = configured_serving;
         let mut table = self.table();
         table.models.insert(name.clone(), model);
         let named = aliases.and_then(|aliases| table.give_names(&name, &aliases));

@@ -57,6 +57,8 @@ pub struct Model {
     pub problem: Option<Error>,
     /// How it is served.
     pub serving: Serving,
+    /// How the configuration says that it is, if that names it.
+    pub(super) configured_serving: Option<Serving>,
     /// What it takes, once that was measured.
     pub(super) footprint: Option<Footprint>,
     /// The devices that are to have it; none: all.
@@ -78,6 +80,7 @@ impl Model {
             summary: None,
             problem: None,
             serving: Serving::default(),
+            configured_serving: configured.then(Serving::default),
             footprint: None,
             homes: None,
             uses: Arc::default(),

@@ -153,6 +153,7 @@ impl Fleet {
             table.is_nobodys(&name)?;
             table.give_names(&name, &aliases)?;
             model.serving = serving.clone();
+            model.configured_serving = Some(serving.clone());
             table.models.insert(name.clone(), model);
         }
         self.tell();

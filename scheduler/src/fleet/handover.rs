@@ -168,6 +168,7 @@ fn models(table: &Table) -> Vec<v1::HeldModel> {
             }),
             weights_bytes: footprint.weights,
             each_bytes: footprint.each,
+            configured_serving: model.configured_serving.clone(),
         })
     });
     held.collect()

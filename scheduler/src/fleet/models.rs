@@ -9,7 +9,7 @@ use hotcell_proto::{
 };
 use tokio::{sync::mpsc, task::JoinSet};
 
-use super::{Condemnation, Fleet, Link, LoadFailure, catalog::Model, checked_serving, slot::Slot};
+use super::{Condemnation, Fleet, Link, LoadFailure, Wanted, catalog::Model, slot::Slot};
 use crate::{
     audit::Who,
     events::About,
@@ -161,7 +161,7 @@ impl Fleet {
         who: Who,
         name: Option<ModelName>,
         path: Option<PathBuf>,
-        serving: Option<Serving>,
+        serving: Option<Wanted>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
         let name = match (name, &path) {
@@ -185,7 +185,7 @@ impl Fleet {
         who: Who,
         name: ModelName,
         path: Option<PathBuf>,
-        serving: Option<Serving>,
+        serving: Option<Wanted>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
         let fleet = Arc::clone(self);
@@ -210,7 +210,7 @@ impl Fleet {
         self: &Arc<Self>,
         who: &Who,
         (name, path): (ModelName, Option<PathBuf>),
-        serving: Option<Serving>,
+        serving: Option<Wanted>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
         let _one_at_a_time = self.loads.one(&name).await;
@@ -243,8 +243,9 @@ impl Fleet {
             // Others may have come meanwhile.
             table.has_room_for(&name)?;
             table.is_nobodys(&name)?;
-            if let Some(serving) = &serving {
-                table.give_names(&name, &checked_serving(serving)?)?;
+            let names = serving.as_ref().map(Wanted::names).transpose()?;
+            if let Some(names) = names.flatten() {
+                table.give_names(&name, &names)?;
             }
             let model = table
                 .models
@@ -258,7 +259,7 @@ impl Fleet {
             }
             model.footprint = footprint.or(model.footprint);
             if let Some(serving) = &serving {
-                model.serving.clone_from(serving);
+                model.serving = serving.over(std::mem::take(&mut model.serving));
             }
             table.choose_homes(&name);
             Ok(())

@@ -9,9 +9,8 @@ use hotcell_proto::{
 };
 
 use super::{
-    Fleet, ProgressSender, Table,
+    Fleet, ProgressSender, Table, Wanted,
     catalog::{Model, Standing},
-    checked_serving,
     serving::first_name,
 };
 use crate::{audit::Who, events::About, vault::Source};
@@ -77,7 +76,7 @@ impl Fleet {
         who: Who,
         public: ModelName,
         path: PathBuf,
-        serving: Option<Serving>,
+        serving: Option<Wanted>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
         let fleet = Arc::clone(self);
@@ -97,17 +96,21 @@ impl Fleet {
         who: Who,
         public: ModelName,
         path: PathBuf,
-        serving: Option<Serving>,
+        serving: Option<Wanted>,
         progress: ProgressSender,
     ) -> Result<ModelInfo, Error> {
         let _one_at_a_time = self.loads.replace().await;
-        let names = serving.as_ref().map(checked_serving).transpose()?;
+        let names = serving.as_ref().map(Wanted::names).transpose()?.flatten();
         let (old, new) = {
             let mut table = self.table();
             let old = table.key(&public).cloned();
             let old = old.ok_or_else(|| table.unknown(&public))?;
             let was = table.models.get(&old).map(|m| m.serving.clone());
-            let mut serving = serving.or(was).unwrap_or_default();
+            let was = was.unwrap_or_default();
+            let mut serving = match &serving {
+                Some(wanted) => wanted.over(was),
+                None => was,
+            };
             // They are the old one's until then.
             serving.aliases.clear();
             let new = table.next_version(&old, path.clone(), serving)?;

@@ -13,7 +13,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
-    v1::{ModelInfo, Serving},
+    v1::{ModelInfo, Serving, ServingChange},
 };
 use tokio::time::Instant;
 
@@ -84,6 +84,54 @@ pub(crate) fn checked(serving: &Serving) -> Result<Vec<ModelName>, Error> {
         return Err(Error::new(Reason::LimitExceeded, what));
     }
     serving.aliases.iter().map(ModelName::new).collect()
+}
+
+/// How a model is to be served.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Wanted {
+    /// So.
+    As(Serving),
+    /// As it is, but for this.
+    With(ServingChange),
+}
+
+impl Wanted {
+    /// Its further names from now on; none: those that it has.
+    ///
+    /// # Errors
+    /// As [`checked`].
+    pub(crate) fn names(&self) -> Result<Option<Vec<ModelName>>, Error> {
+        match self {
+            Self::As(serving) => checked(serving).map(Some),
+            Self::With(change) => {
+                let aliases = change.aliases.clone();
+                let names = checked(&Serving {
+                    aliases,
+                    ..Serving::default()
+                })?;
+                Ok((!names.is_empty()).then_some(names))
+            }
+        }
+    }
+
+    /// What becomes of how it was served.
+    pub(crate) fn over(&self, was: Serving) -> Serving {
+        let change = match self {
+            Self::As(serving) => return serving.clone(),
+            Self::With(change) => change,
+        };
+        Serving {
+            replicas: change.replicas.unwrap_or(was.replicas),
+            keep_alive_ms: change.keep_alive_ms.or(was.keep_alive_ms),
+            pinned: change.pinned.unwrap_or(was.pinned),
+            aliases: match change.aliases.is_empty() {
+                true => was.aliases,
+                false => change.aliases.clone(),
+            },
+            max_running: change.max_running.unwrap_or(was.max_running),
+            max_context: change.max_context.unwrap_or(was.max_context),
+        }
+    }
 }
 
 /// The name of a model's first version.

@@ -34,11 +34,16 @@ impl Fleet {
                 let what = format!("a model called {name} is loaded; unload it first");
                 return Err(Error::new(Reason::ModelExists, what).with("model", &name));
             }
+            let said = match configured {
+                true => Some(serving.clone()),
+                false => known.and_then(|m| m.configured_serving.clone()),
+            };
             let configured = configured || known.is_some_and(|m| m.configured);
             table.give_names(&name, &aliases)?;
             let mut model = Model::new(Source::Path(path), configured);
             model.state = ModelState::Asleep;
             model.serving = serving.clone();
+            model.configured_serving = said;
             table.models.insert(name, model);
         }
         self.tell();

@@ -19,7 +19,7 @@ use super::{
     aside::{Aside, while_alive},
     autopsy,
     link::Link,
-    slot::SUSPECT,
+    slot::{Load, SUSPECT},
 };
 use crate::{
     death::{Death, DeathKind, Ended, classify},
@@ -36,6 +36,16 @@ const ATTEMPTS: u32 = 3;
 #[derive(Debug)]
 pub(super) struct Leash {
     _end: DropGuard,
+}
+
+/// A throw-away worker that has no model. Dropping it ends the process.
+#[derive(Debug)]
+pub struct Alone {
+    /// The worker.
+    pub link: Arc<Link>,
+    /// The worker whose device it runs on.
+    pub home: String,
+    _leash: Leash,
 }
 
 /// Why a suspect gets no worker of its own.
@@ -138,6 +148,11 @@ impl Fleet {
         record.is_suspect(&self.suspicion, &self.explained())
     }
 
+    /// Deaths that make a suspect.
+    pub fn suspect_after(&self) -> u32 {
+        self.suspicion.suspect_after
+    }
+
     /// A place for a suspect: alone on a throw-away worker, on the device of `home` if that is in use; or among
     /// others, once somebody else turned out to have killed the workers it is suspected for.
     ///
@@ -166,13 +181,13 @@ impl Fleet {
         record: &Record,
         cost: &impl Fn() -> Estimate,
     ) -> Result<Placed, NoSolo> {
-        let mut permit = Some(self.solo_permit(record).await?);
+        let suspected = || record.is_suspect(&self.suspicion, &self.explained());
+        let mut permit = Some(self.solo_permit(suspected).await?);
         let mut attempt = 0;
         loop {
             let (home, device) = self.solo_device(model, wish, home, record)?;
             let files = self.solo_files(model)?;
-            let number = self.solos_made.fetch_add(1, Ordering::Relaxed) + 1;
-            let id = format!("{home}.solo{number}");
+            let id = self.solo_name(&home);
             let order = Order {
                 worker: &id,
                 epoch: 1,
@@ -186,35 +201,13 @@ impl Fleet {
                     if wish.class.is_some_and(|wanted| wanted != class.id) {
                         return Err(no_class(model, &home).into());
                     }
-                    let Aside {
-                        listed,
-                        process,
-                        mut link,
-                        ..
-                    } = aside;
-                    link.worker.clone_from(&id);
-                    let load = listed.edit(|slot| {
-                        slot.state = WorkerState::Ready;
-                        Arc::clone(&slot.load)
-                    });
-                    let link = Arc::new(link);
-                    let end = CancellationToken::new();
-                    let watched = Watched {
-                        link: Arc::clone(&link),
-                        process,
-                        end: end.clone(),
-                        _listed: listed,
-                        _permit: permit.take(),
-                    };
-                    self.keepers.spawn(watch(Arc::clone(self), watched));
+                    let (link, load, leash) = self.leash(aside, &id, permit.take());
                     return Ok(Placed {
                         link,
                         class,
                         home,
                         ticket: Ticket::new(&load, &self.changed, cost(), &self.uses(model), None),
-                        leash: Some(Leash {
-                            _end: end.drop_guard(),
-                        }),
+                        leash: Some(leash),
                     });
                 }
                 Err(death) => death,
@@ -232,14 +225,117 @@ impl Fleet {
         }
     }
 
+    /// A throw-away worker without a model, for a call of a suspected graph: on the device of `home` if that is in use.
+    /// None once it is `suspected` no more.
+    ///
+    /// # Errors
+    /// [`Reason::Overloaded`] when too many suspects wait, [`Reason::NoWorker`].
+    pub async fn alone_for_graph(
+        self: &Arc<Self>,
+        home: &str,
+        suspected: impl Fn() -> bool,
+    ) -> Result<Option<Alone>, Error> {
+        let mut permit = match self.solo_permit(suspected).await {
+            Ok(permit) => Some(permit),
+            Err(NoSolo::Cleared) => return Ok(None),
+            Err(NoSolo::Failed(error)) => return Err(error),
+        };
+        let mut attempt = 0;
+        loop {
+            let (home, device) = self.bare_device(home)?;
+            let id = self.solo_name(&home);
+            let order = Order {
+                worker: &id,
+                epoch: 1,
+                device: &device,
+                allowance: None,
+            };
+            let death = match self.begin_aside(order, SUSPECT).await {
+                Ok(aside) => {
+                    let (link, _, leash) = self.leash(aside, &id, permit.take());
+                    return Ok(Some(Alone {
+                        link,
+                        home,
+                        _leash: leash,
+                    }));
+                }
+                Err(death) => death,
+            };
+            self.mourn_aside(&id, 1, &death, &Ended::default(), None);
+            attempt += 1;
+            if attempt == ATTEMPTS {
+                let what = format!(
+                    "no worker of its own came up for a suspected graph, the last one: {death}"
+                );
+                return Err(Error::new(Reason::NoWorker, what));
+            }
+            sleep(self.policy.backoff).await;
+        }
+    }
+
+    /// A device's own worker that is in use or may be again, rather `home`, and its device.
+    fn bare_device(&self, home: &str) -> Result<(String, Device), Error> {
+        let table = self.table();
+        let own = table.workers.iter();
+        let own = own.filter(|(_, slot)| slot.hopeful && slot.guest.is_none());
+        let found = own.min_by_key(|(id, _)| *id != home);
+        let (id, slot) = found.ok_or_else(|| {
+            let what = "no device can run a suspected graph alone; `hotcell ps` shows why";
+            Error::new(Reason::NoWorker, what)
+        })?;
+        Ok((id.clone(), slot.device.clone()))
+    }
+
+    fn solo_name(&self, home: &str) -> String {
+        let number = self.solos_made.fetch_add(1, Ordering::Relaxed) + 1;
+        format!("{home}.solo{number}")
+    }
+
+    /// Puts a throw-away worker to work, until what comes last of these is dropped.
+    fn leash(
+        self: &Arc<Self>,
+        aside: Aside,
+        id: &str,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> (Arc<Link>, Arc<Load>, Leash) {
+        let Aside {
+            listed,
+            process,
+            mut link,
+            ..
+        } = aside;
+        id.clone_into(&mut link.worker);
+        let load = listed.edit(|slot| {
+            slot.state = WorkerState::Ready;
+            Arc::clone(&slot.load)
+        });
+        let link = Arc::new(link);
+        let end = CancellationToken::new();
+        let watched = Watched {
+            link: Arc::clone(&link),
+            process,
+            end: end.clone(),
+            _listed: listed,
+            _permit: permit,
+        };
+        self.keepers.spawn(watch(Arc::clone(self), watched));
+        let leash = Leash {
+            _end: end.drop_guard(),
+        };
+        (link, load, leash)
+    }
+
     /// Waits for one of the few places that there are for throw-away workers.
-    async fn solo_permit(&self, record: &Record) -> Result<OwnedSemaphorePermit, NoSolo> {
+    async fn solo_permit(
+        &self,
+        suspected: impl Fn() -> bool,
+    ) -> Result<OwnedSemaphorePermit, NoSolo> {
         let mut changed = self.changes();
         let until = tokio::time::Instant::now() + self.timeouts.queue;
         let mut place = std::pin::pin!(Arc::clone(&self.solos).acquire_owned());
         loop {
             changed.see();
-            if !record.is_suspect(&self.suspicion, &self.explained()) {
+            if !suspected() {
                 return Err(NoSolo::Cleared);
             }
             let next = async {

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -40,6 +40,8 @@ pub(super) struct Plan {
     running: AtomicU64,
     /// When the last one ended.
     last: Mutex<Instant>,
+    /// Whether somebody looks what becomes of the worker under a call whose client left.
+    left: AtomicBool,
 }
 
 fn odd(what: &str) -> Error {
@@ -185,12 +187,28 @@ impl Plan {
             constants,
             running: AtomicU64::new(0),
             last: Mutex::new(Instant::now()),
+            left: AtomicBool::new(false),
         })
     }
 
     /// Calls under way.
     pub(super) fn running(&self) -> u64 {
         self.running.load(Ordering::Relaxed)
+    }
+
+    /// The worker and the graph.
+    pub(super) fn of(&self) -> (&Arc<Link>, &Arc<Saved>) {
+        (&self.session.link, &self.saved)
+    }
+
+    /// A client left its call. Whether somebody has to look what becomes of the worker, which nobody does yet.
+    pub(super) fn is_left(&self) -> bool {
+        !self.left.swap(true, Ordering::Relaxed)
+    }
+
+    /// Nobody looks any more.
+    pub(super) fn note_left(&self) {
+        self.left.store(false, Ordering::Relaxed);
     }
 
     /// When nothing will have run for so long, if nothing begins until then.

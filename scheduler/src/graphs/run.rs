@@ -12,11 +12,17 @@ use hotcell_proto::{
 };
 use tokio::{
     sync::watch,
-    time::{Instant, sleep_until, timeout_at},
+    time::{Instant, sleep_until, timeout, timeout_at},
 };
 
 use super::{Call, Done, Graphs, Inner, Made, Place, Saved, plan::Plan};
-use crate::{access::Want, admission::draining, fleet::Link, service::Shared};
+use crate::{
+    access::Want,
+    admission::draining,
+    death::DeathKind,
+    fleet::{Alone, Link, Lost},
+    service::Shared,
+};
 
 /// How long a call without a deadline waits for a worker.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
@@ -108,15 +114,56 @@ impl Graphs {
         }
     }
 
-    async fn try_once(
+    /// Where the next try of a call runs.
+    async fn place(
+        &self,
+        shared: &Shared,
+        saved: &Saved,
+        deaths: &Deaths,
+        until: Instant,
+    ) -> Result<At, Error> {
+        let alone = || {
+            saved
+                .suspect
+                .is_alone(|record| shared.fleet.suspects(record))
+        };
+        // Whoever lost so many workers is not let among others again because another call went well.
+        let own = || deaths.workers >= shared.fleet.suspect_after();
+        if !alone() && !own() {
+            return self.worker(shared, until).await.map(At::Among);
+        }
+        let suspected = || own() || alone();
+        let found = shared.fleet.alone_for_graph(&deaths.home, suspected);
+        match found.await? {
+            Some(alone) => {
+                // Others may have lost theirs while this one waited.
+                saved.suspect.admit(&saved.name)?;
+                Ok(At::Alone(alone))
+            }
+            None => self.worker(shared, until).await.map(At::Among),
+        }
+    }
+
+    async fn try_at(
         &self,
         shared: &Shared,
         saved: &Arc<Saved>,
-        link: &Arc<Link>,
+        at: &At,
         call: &Call,
     ) -> Result<Done, Error> {
+        let At::Among(link) = at else {
+            let plan = Plan::make(shared, saved, Arc::clone(at.link())).await?;
+            let done = plan.run(call).await?;
+            saved.suspect.served_alone();
+            return Ok(done);
+        };
         let plan = self.plan(shared, saved, link).await?;
+        let mut left = Left {
+            shared,
+            plan: Some(&plan),
+        };
         let done = plan.run(call).await;
+        left.plan = None;
         if done.as_ref().is_err_and(is_over) {
             let place = (saved.id, link.worker.clone(), link.epoch);
             self.forget_plan(&place, &plan);
@@ -128,7 +175,8 @@ impl Graphs {
     ///
     /// # Errors
     /// What the worker says, [`Reason::DeadlineExceeded`], [`Reason::NoWorker`], [`Reason::Draining`],
-    /// [`Reason::QuotaExceeded`]; [`Reason::RequestPoisoned`] if workers die of it.
+    /// [`Reason::QuotaExceeded`]; [`Reason::RequestPoisoned`] if workers die of it, [`Reason::GraphPoisoned`] once it is
+    /// known that they die of the graph.
     pub async fn run(
         &self,
         shared: &Shared,
@@ -153,12 +201,21 @@ impl Graphs {
         let attempts = async {
             let mut deaths = Deaths::default();
             loop {
+                saved.suspect.admit(&saved.name)?;
                 let until = call.deadline.unwrap_or_else(|| Instant::now() + PATIENCE);
-                let link = self.worker(shared, until).await?;
-                match self.try_once(shared, saved, &link, call).await {
+                let at = self.place(shared, saved, &deaths, until).await?;
+                let error = match self.try_at(shared, saved, &at, call).await {
                     Ok(done) => return Ok(done),
-                    Err(error) => deaths.count(&link, error).await?,
+                    Err(error) => error,
+                };
+                let died = deaths.count(at.link(), error).await?;
+                if died {
+                    at.home().clone_into(&mut deaths.home);
+                    blame(shared, saved, &at);
                 }
+                // What is known of the graph says more than that this call is given up.
+                saved.suspect.admit(&saved.name)?;
+                deaths.bear()?;
             }
         };
         let all = async {
@@ -236,6 +293,80 @@ impl Making {
     }
 }
 
+/// Where one try of a call runs.
+enum At {
+    /// Among others.
+    Among(Arc<Link>),
+    /// On a throw-away worker.
+    Alone(Alone),
+}
+
+impl At {
+    fn link(&self) -> &Arc<Link> {
+        match self {
+            Self::Among(link) => link,
+            Self::Alone(alone) => &alone.link,
+        }
+    }
+
+    /// The worker on whose device that is.
+    fn home(&self) -> &str {
+        match self {
+            Self::Among(link) => &link.worker,
+            Self::Alone(alone) => &alone.home,
+        }
+    }
+}
+
+/// Holds the death of a worker under a call against the graph.
+fn blame(shared: &Shared, saved: &Saved, at: &At) {
+    let alone = matches!(at, At::Alone(_));
+    let lost = Lost {
+        request: saved.name.as_str(),
+        link: at.link(),
+        home: at.home(),
+        alone,
+        // Among others, a broken connection is found out by whoever uses it next.
+        accepted: alone,
+    };
+    let before = saved.suspect.is_refused();
+    saved
+        .suspect
+        .witness(|record| shared.fleet.witness(record, &lost));
+    if saved.suspect.is_refused() && !before {
+        let (graph, deaths) = (&saved.name, saved.suspect.deaths());
+        tracing::error!(%graph, deaths, "a saved graph is refused from now on: workers died of it");
+    }
+}
+
+/// A call that its client may leave: if the worker is found to hang after that, the call was there.
+struct Left<'a> {
+    shared: &'a Shared,
+    /// None once it has its answer.
+    plan: Option<&'a Arc<Plan>>,
+}
+
+impl Drop for Left<'_> {
+    fn drop(&mut self) {
+        let Some(plan) = self.plan.filter(|plan| plan.is_left()) else {
+            return;
+        };
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
+        let (plan, shared) = (Arc::clone(plan), self.shared.clone());
+        runtime.spawn(async move {
+            let (link, saved) = plan.of();
+            let (link, saved) = (Arc::clone(link), Arc::clone(saved));
+            let gone = timeout(shared.fleet.silence_patience(), link.fate.gone.cancelled()).await;
+            if gone.is_ok() && link.fate.kind() == Some(DeathKind::Wedged) {
+                blame(&shared, &saved, &At::Among(link));
+            }
+            plan.note_left();
+        });
+    }
+}
+
 /// Whether an error tells that a worker, or the session on it, is there no more.
 fn is_over(error: &Error) -> bool {
     matches!(
@@ -250,25 +381,35 @@ pub(super) struct Deaths {
     workers: u32,
     /// Sessions whose workers live.
     sessions: u32,
+    /// On whose device the last worker was.
+    home: String,
 }
 
 impl Deaths {
-    /// Counts what was lost, so that the call is made again.
+    /// Counts what was lost, so that the call is made again. Whether that was a worker.
     ///
     /// # Errors
-    /// The error if nothing was; [`Reason::RequestPoisoned`] after too many deaths.
-    pub(super) async fn count(&mut self, link: &Link, error: Error) -> Result<(), Error> {
+    /// The error if nothing was.
+    pub(super) async fn count(&mut self, link: &Link, error: Error) -> Result<bool, Error> {
         if !is_over(&error) {
             return Err(error);
         }
         if !link.is_lost().await {
             self.sessions += 1;
             return match self.sessions {
-                1 => Ok(()),
+                1 => Ok(false),
                 _ => Err(error),
             };
         }
         self.workers += 1;
+        Ok(true)
+    }
+
+    /// Whether the call may be made again.
+    ///
+    /// # Errors
+    /// [`Reason::RequestPoisoned`] after too many deaths.
+    pub(super) fn bear(&self) -> Result<(), Error> {
         if self.workers > MAX_DEATHS {
             let what = format!(
                 "{} workers died under this call; it is not made again",

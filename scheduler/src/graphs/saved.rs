@@ -8,9 +8,13 @@ use std::{
         fd::{AsRawFd, OwnedFd},
         unix::fs::FileExt,
     },
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use hotcell_ipc::memory::{is_immutable, seal, unsealed_memory};
+use hotcell_ipc::memory::{is_immutable, seal};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
@@ -20,6 +24,10 @@ use hotcell_proto::{
 use prost::Message;
 use sha2::{Digest, Sha256};
 
+use super::{
+    constants::{Constants, no_memory},
+    suspect::Suspect,
+};
 use crate::{access::Held, discover::clip};
 
 /// Inputs or outputs of one call: as many as the doors take, and as many pieces of memory as a session shares.
@@ -97,55 +105,6 @@ pub struct Found {
     pub outputs: Vec<u64>,
 }
 
-/// The values of a graph's constants as they come, one after another.
-pub struct Constants {
-    file: File,
-    bytes: u64,
-    sha: Sha256,
-}
-
-impl Constants {
-    /// None yet.
-    ///
-    /// # Errors
-    /// [`Reason::OutOfMemory`].
-    pub fn new() -> Result<Self, Error> {
-        Ok(Self {
-            file: unsealed_memory("hotcell-graph", 0).map_err(|e| no_memory(&e))?,
-            bytes: 0,
-            sha: Sha256::new(),
-        })
-    }
-
-    /// Adds bytes.
-    ///
-    /// # Errors
-    /// [`Reason::LimitExceeded`], [`Reason::OutOfMemory`].
-    pub fn push(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let end = self.bytes.saturating_add(bytes.len() as u64);
-        if end > limits::MAX_SAVED_GRAPH_BYTES as u64 {
-            let limit = limits::MAX_SAVED_GRAPH_BYTES;
-            let what = format!("a saved graph has at most {limit} bytes of constants");
-            return Err(Error::new(Reason::LimitExceeded, what).with("limit", limit));
-        }
-        let written = self.file.write_all_at(bytes, self.bytes);
-        written.map_err(|e| no_memory(&e))?;
-        self.sha.update(bytes);
-        self.bytes = end;
-        Ok(())
-    }
-
-    /// How many bytes came.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-}
-
-fn no_memory(error: &io::Error) -> Error {
-    let what = format!("no memory for a graph: {error}");
-    Error::new(Reason::OutOfMemory, what)
-}
-
 fn invalid(what: impl Into<String>) -> Error {
     Error::new(Reason::InvalidArgument, what)
 }
@@ -174,7 +133,23 @@ pub struct Saved {
     graph: u64,
     /// Where it ends.
     bytes: u64,
+    /// What is known against it.
+    pub(crate) suspect: Suspect,
     _held: Held,
+    _counted: Option<Counted>,
+}
+
+/// Bytes that are there.
+#[derive(Debug)]
+struct Counted {
+    bytes: u64,
+    there: Arc<AtomicU64>,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.there.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// Reads a file from its beginning, whatever its offset.
@@ -460,7 +435,9 @@ impl Saved {
             memory: memory.into(),
             graph: constants,
             bytes: constants.saturating_add(graph),
+            suspect: Suspect::default(),
             _held: held,
+            _counted: None,
         }
     }
 
@@ -483,9 +460,26 @@ impl Saved {
         }
     }
 
-    /// The same under a number.
-    pub(super) fn numbered(self, id: u64) -> Self {
-        Self { id, ..self }
+    /// The same under a number, counted among the bytes that are `there` until it is dropped.
+    pub(super) fn numbered(self, id: u64, there: Arc<AtomicU64>) -> Self {
+        there.fetch_add(self.bytes, Ordering::Relaxed);
+        let counted = Some(Counted {
+            bytes: self.bytes,
+            there,
+        });
+        Self {
+            id,
+            _counted: counted,
+            ..self
+        }
+    }
+
+    /// The same with what another program knew against it.
+    pub(super) fn known_for(self, deaths: u32, blamed: Vec<v1::HeldProcess>) -> Self {
+        Self {
+            suspect: Suspect::restore(deaths, blamed),
+            ..self
+        }
     }
 
     /// Bytes of the graph and its constants.
@@ -550,6 +544,8 @@ impl Saved {
             max_rows: self.max_rows,
             bytes: self.bytes,
             sha256: self.sha256.to_vec(),
+            deaths: self.suspect.deaths(),
+            refused: self.suspect.is_refused(),
         }
     }
 
@@ -568,8 +564,11 @@ impl Saved {
 
     /// For another program, while this is held.
     pub fn hold(&self) -> HeldGraph {
+        let (deaths, blamed) = self.suspect.hold();
         HeldGraph {
             memory: self.memory.as_raw_fd(),
+            deaths,
+            blamed,
         }
     }
 

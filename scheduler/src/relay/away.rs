@@ -3,16 +3,17 @@
 //! Nobody is worse off for it: a stream's worker here waits, for a bounded time, until the other host has accepted the
 //! rest as the same stream, and goes on with it otherwise. What comes from there is judged as a worker's words are.
 
+mod forward;
 mod hold;
 
-use std::{ops::ControlFlow, pin::pin, sync::Arc, time::Duration};
+use std::{pin::pin, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     limits,
     v1::{
-        Accepted, EventKind, Finished, GenerateEvent, GenerateRequest, Survived,
+        Accepted, EventKind, GenerateEvent, GenerateRequest, Prompt, TokenIds,
         generate_event::Event, prompt::Kind,
     },
 };
@@ -22,9 +23,11 @@ use tokio::{
 };
 use tonic::{Status, Streaming};
 
-use self::hold::Hold;
+pub(super) use self::forward::Whereabouts;
+use self::{forward::goes_on_at, hold::Hold};
 use super::{Had, Relayed};
 use crate::{
+    access::Role,
     elsewhere::Elsewhere,
     events::About,
     fleet::{Fleet, Placed},
@@ -32,7 +35,7 @@ use crate::{
     onward,
     stream::Stream,
     streams::Streams,
-    traces::{Span, TraceContext},
+    traces::{Place, Span},
     verdict::bounded,
 };
 
@@ -46,9 +49,6 @@ const PAUSE_MAX: Duration = Duration::from_secs(4);
 /// A stream that nobody has read for so long is left to the other host: its client may come back to it there.
 const AWAY: Duration = Duration::from_secs(2);
 
-/// Key of errors that say where a stream goes on.
-const CONTINUES_AT: &str = "continues_at";
-
 /// When and how often one stream is offered to the other host.
 #[derive(Clone)]
 pub(super) struct Leaving<'a> {
@@ -57,13 +57,17 @@ pub(super) struct Leaving<'a> {
     out: &'a Stream,
     deadline: Option<Instant>,
     /// Where it is in its client's trace, in which it goes on there.
-    trace: Option<TraceContext>,
+    trace: Place,
     to: watch::Receiver<Option<Arc<Elsewhere>>>,
     tries: u32,
     next: Option<Instant>,
     pause: Duration,
     /// Whether it went already.
     gone: bool,
+    /// Where it is, for others.
+    there: &'a Whereabouts,
+    /// What it is offered as before it was accepted anywhere, once it is known what its model's limits make of it.
+    bounded: Option<GenerateRequest>,
 }
 
 /// Its turn to be offered.
@@ -97,9 +101,7 @@ impl Away {
     /// Leaves it to the other host: what its reader, or who comes back to it here, is told.
     fn leave(&mut self) -> Error {
         self.hold.let_go();
-        let to = &self.to;
-        let what = format!("the scheduler is shutting down; this request goes on at {to}");
-        Error::new(Reason::Draining, what).with(CONTINUES_AT, to)
+        goes_on_at(&self.to)
     }
 }
 
@@ -113,38 +115,13 @@ fn another_tenant() -> Error {
     Error::new(Reason::PermissionDenied, what)
 }
 
-/// Whether nothing would be gained by going on here.
-fn is_final(error: &Error) -> bool {
-    matches!(
-        error.reason(),
-        Reason::RequestPoisoned | Reason::DeadlineExceeded | Reason::Cancelled | Reason::TakenOver
-    )
-}
-
-/// The workers that the other host lost under a stream, out of an event that tells of them.
-fn survived(event: &mut GenerateEvent) -> Result<Vec<Survived>, Error> {
-    let told = match &mut event.event {
-        Some(Event::Delta(delta)) => std::mem::take(&mut delta.survived),
-        Some(Event::Finished(finished)) => std::mem::take(&mut finished.survived),
-        _ => Vec::new(),
-    };
-    let word = |word: &String| word.len() <= limits::MAX_WORD;
-    let sane = |s: &Survived| {
-        let words = [&s.worker, &s.exit_kind, &s.continued_on];
-        words.into_iter().all(word) && s.pause_ms.is_finite() && s.pause_ms >= 0.0
-    };
-    match told.len() <= limits::MAX_CONTINUATIONS as usize && told.iter().all(sane) {
-        true => Ok(told),
-        false => Err(strange("deaths that cannot be")),
-    }
-}
-
 impl<'a> Leaving<'a> {
     /// For a stream that is to stay here until this host drains.
     pub fn new(
         (fleet, model): (&'a Arc<Fleet>, &'a ModelName),
         (out, streams): (&'a Stream, &Streams),
-        (deadline, trace): (Option<Instant>, Option<TraceContext>),
+        (deadline, trace): (Option<Instant>, Place),
+        there: &'a Whereabouts,
     ) -> Self {
         Self {
             fleet,
@@ -160,6 +137,8 @@ impl<'a> Leaving<'a> {
             next: None,
             pause: PAUSE,
             gone: false,
+            there,
+            bounded: None,
         }
     }
 
@@ -207,6 +186,7 @@ impl<'a> Leaving<'a> {
 
     /// It goes on here.
     fn stays(&mut self, to: &Elsewhere, id: &str, error: &Error) {
+        self.there.set(None);
         to.count_refused();
         self.tries = match error.reason() {
             Reason::Overloaded => self.tries,
@@ -224,7 +204,9 @@ impl<'a> Leaving<'a> {
     }
 
     /// It goes on there.
-    fn goes(&mut self, to: &Elsewhere, journal: &Journal) {
+    fn goes(&mut self, to: &Arc<Elsewhere>, journal: &Journal) {
+        // One whose id nobody chose ends there with the call.
+        self.there.set(Some(to).filter(|_| self.out.keeps()));
         if !std::mem::replace(&mut self.gone, true) {
             to.count_taken();
         }
@@ -253,7 +235,11 @@ impl<'a> Leaving<'a> {
         request.request_id = id.clone().unwrap_or_default();
         let (mut client, seat) = to.line();
         let tenant = request.tenant.clone();
-        let request = to.offering(bounded(request, self.deadline, &Span::passing(self.trace)));
+        let request = to.offering(bounded(
+            request,
+            self.deadline,
+            &Span::passing(self.trace.clone()),
+        ));
         let mut hold = Hold::new(to, self.out.cancellation());
         let asked = async {
             let answer = client.generate(request).await?;
@@ -279,7 +265,12 @@ impl<'a> Leaving<'a> {
             Ok(Ok(Ok(_))) => strange("its first event is not Accepted"),
             Ok(Ok(Err(error))) => error,
             Ok(Err(status)) => match Error::typed(&status) {
-                Some(error) if error.reason() != Reason::RequestExists => error,
+                Some(error) if error.reason() != Reason::RequestExists => {
+                    if error.get("role") == Some(Role::Admin.name()) {
+                        to.warn_of_tenants();
+                    }
+                    error
+                }
                 // That of somebody else is not ours to cancel, and nobody hears where there is no connection.
                 _ => {
                     hold.let_go();
@@ -359,14 +350,41 @@ impl<'a> Leaving<'a> {
     /// Offers a request that waits to be accepted here; none if it goes on waiting.
     ///
     /// # Errors
-    /// Where it goes on, if nobody reads it here.
+    /// Where it goes on, if nobody reads it here; [`Reason::LimitExceeded`] as it would be here.
     async fn hand_whole(&mut self, turn: Turn) -> Result<Option<(Journal, Box<Away>)>, Error> {
         let to = &turn.to;
-        let Some(request) = self.out.asked_for() else {
+        let asked = self.bounded.take().or_else(|| self.out.asked_for());
+        let Some(mut request) = asked else {
             self.tries = 0;
             return Ok(None);
         };
-        let offered = match self.offer(request.clone(), to).await {
+        // What the other host allows is not what this one does.
+        if let Some(Kind::Ids(given)) = request.prompt.as_ref().and_then(|p| p.kind.as_ref()) {
+            let prompt = given.ids.len();
+            let most = self
+                .fleet
+                .most_tokens(self.model, prompt, request.max_tokens);
+            request.max_tokens = most?;
+        }
+        let mut offered = self.offer(request.clone(), to).await;
+        if let Ok((away, accepted)) = &mut offered {
+            let prompt = accepted.prompt_ids.len();
+            let most = self
+                .fleet
+                .most_tokens(self.model, prompt, request.max_tokens);
+            if !most.as_ref().is_ok_and(|most| *most == request.max_tokens) {
+                // Only now is it known how long the prompt is.
+                away.hold.cancel().await;
+                request.max_tokens = most?;
+                request.prompt = Some(Prompt {
+                    kind: Some(Kind::Ids(TokenIds {
+                        ids: std::mem::take(&mut accepted.prompt_ids),
+                    })),
+                });
+                offered = self.offer(request.clone(), to).await;
+            }
+        }
+        let offered = match offered {
             Ok((mut away, accepted)) => match self.journal(&request, &accepted) {
                 Ok((journal, event)) => Ok((away, journal, event)),
                 Err(error) => {
@@ -380,6 +398,7 @@ impl<'a> Leaving<'a> {
             Ok(offered) => offered,
             Err(error) => {
                 self.stays(to, &request.request_id, &error);
+                self.bounded = Some(request);
                 return Ok(None);
             }
         };
@@ -485,126 +504,4 @@ impl Relayed<'_> {
         let wish = onward::wish(journal, &had.home);
         self.place(journal, wish, suspect).await.map(Next::Here)
     }
-
-    /// Goes on at the other host to the end, or else has a place here; `alone` as it had before.
-    pub(super) async fn settle(
-        &mut self,
-        journal: &mut Journal,
-        next: Next,
-        alone: bool,
-    ) -> Result<ControlFlow<Finished, Placed>, Error> {
-        let away = match next {
-            Next::Here(placed) => return Ok(ControlFlow::Continue(placed)),
-            Next::There(away) => away,
-        };
-        if let Some(finished) = self.forward(journal, away).await? {
-            return Ok(ControlFlow::Break(finished));
-        }
-        let placed = self.place(journal, onward::wish(journal, ""), alone);
-        placed.await.map(ControlFlow::Continue)
-    }
-
-    /// Relays what the other host says; none if it cannot go on, and the stream is to go on here.
-    async fn forward(
-        &mut self,
-        journal: &mut Journal,
-        mut away: Box<Away>,
-    ) -> Result<Option<Finished>, Error> {
-        let mut said = false;
-        loop {
-            let event = tokio::select! {
-                biased;
-                event = away.events.message() => event,
-                () = self.left() => return Err(away.leave()),
-            };
-            let event = match event {
-                Ok(Some(event)) => event,
-                Ok(None) => {
-                    let error = strange("it ended the stream early");
-                    return Ok(self.back(journal, away, &error));
-                }
-                Err(status) => match Error::typed(&status) {
-                    Some(error) if is_final(&error) => return Err(error),
-                    Some(error) => return Ok(self.back(journal, away, &error)),
-                    None => return Ok(self.back(journal, away, &Error::from_status(&status))),
-                },
-            };
-            let before = journal.generated();
-            let (event, survived) = match heard(journal, event) {
-                Ok(heard) => heard,
-                // What it said before is in doubt as well, and was passed on.
-                Err(error) if said => {
-                    away.hold.cancel_soon();
-                    let what = format!("{} broke the protocol: {error}", away.to);
-                    return Err(Error::new(error.reason(), what));
-                }
-                Err(error) => return Ok(self.back(journal, away, &error)),
-            };
-            let tokens = journal.generated() - before;
-            if tokens > 0 {
-                self.count(tokens);
-            }
-            let Some(mut event) = event else { continue };
-            let mut deaths = self.tell_losses_at(&away.to.to_string());
-            deaths.extend(survived);
-            match &mut event.event {
-                Some(Event::Delta(delta)) => {
-                    said = true;
-                    delta.survived = deaths;
-                }
-                Some(Event::Finished(finished)) => {
-                    let mut finished = std::mem::take(finished);
-                    finished.survived = deaths;
-                    finished.timings = Some(self.timings(finished.timings));
-                    // Before the client hears of the end, so that it finds its place free when it comes back.
-                    self.permit = None;
-                    return Ok(Some(finished));
-                }
-                _ => {}
-            }
-            if !self.out.write(event) {
-                self.streams.make_room();
-                tokio::select! {
-                    biased;
-                    () = self.out.writable() => {}
-                    () = self.left() => return Err(away.leave()),
-                }
-            }
-        }
-    }
-
-    /// Returns once nobody reads a stream here that its client may come back to there.
-    async fn left(&self) {
-        match self.out.keeps() {
-            true => self.out.forsaken(AWAY).await,
-            false => std::future::pending().await,
-        }
-    }
-
-    /// The other host could not go on.
-    fn back(&mut self, journal: &Journal, mut away: Box<Away>, error: &Error) -> Option<Finished> {
-        away.hold.cancel_soon();
-        self.leaving.stays(&away.to, journal.request_id(), error);
-        None
-    }
-}
-
-/// Has the journal take an event of the other host's, which tells of its own workers' deaths.
-fn heard(
-    journal: &mut Journal,
-    mut event: GenerateEvent,
-) -> Result<(Option<GenerateEvent>, Vec<Survived>), Error> {
-    let survived = survived(&mut event)?;
-    if let Some(Event::Delta(delta)) = &event.event
-        && let Some(class) = &delta.numerics
-    {
-        let crossed = journal.cross(class);
-        crossed.map_err(|violation| strange(violation.to_string()))?;
-    }
-    for _ in &survived {
-        journal.count_death();
-    }
-    let event = journal.take(event);
-    let event = event.map_err(|violation| strange(violation.to_string()))?;
-    Ok((event, survived))
 }

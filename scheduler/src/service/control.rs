@@ -23,7 +23,7 @@ use crate::{
     admission::draining,
     audit::Who,
     events::missed,
-    fleet::checked_serving,
+    fleet::Wanted,
     vault::name_of,
 };
 
@@ -87,7 +87,7 @@ impl Service {
         &self,
         name: Option<ModelName>,
         path: Option<PathBuf>,
-        serving: Option<Serving>,
+        serving: Option<Wanted>,
     ) -> Result<Response<Boxed<LoadModelProgress>>, Status> {
         let Some(path) = path else {
             let what = "to load a model with its first request, give its path";
@@ -95,7 +95,12 @@ impl Service {
         };
         let name = name.map_or_else(|| name_of(&path), Ok)?;
         let fleet = &self.0.fleet;
-        fleet.expect(name.clone(), path, false, &serving.unwrap_or_default())?;
+        let was = fleet.model(name.as_str()).ok().and_then(|m| m.serving);
+        let serving = match serving {
+            Some(wanted) => wanted.over(was.unwrap_or_default()),
+            None => Serving::default(),
+        };
+        fleet.expect(name.clone(), path, false, &serving)?;
         let told = done(fleet.model(name.as_str())?, "known");
         Ok(Response::new(Box::pin(tokio_stream::once(Ok(told)))))
     }
@@ -156,6 +161,7 @@ impl Control for Service {
             serving,
             replace,
             on_request,
+            change,
         } = request.get_ref();
         let (name, path) = wanted(name, path, is_remote(&request))?;
         let named = name.clone().or_else(|| name_of(path.as_deref()?).ok());
@@ -169,10 +175,18 @@ impl Control for Service {
         if self.0.admission.is_closed() {
             return Err(draining().into());
         }
-        if let Some(serving) = serving {
-            checked_serving(serving)?;
+        let serving = match (serving, change) {
+            (Some(serving), None) => Some(Wanted::As(serving.clone())),
+            (None, change) => change.clone().map(Wanted::With),
+            (Some(_), Some(_)) => {
+                let what =
+                    "how a model is served and what changes of it are two ways to say one thing";
+                return Err(Error::new(Reason::InvalidArgument, what).into());
+            }
+        };
+        if let Some(serving) = &serving {
+            serving.names()?;
         }
-        let serving = serving.clone();
         if *on_request {
             return self.expect(name, path, serving);
         }

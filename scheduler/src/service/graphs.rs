@@ -6,8 +6,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        ForgetGraphRequest, ForgetGraphResponse, ListGraphsRequest, ListGraphsResponse,
-        SaveGraphChunk, SavedGraph, graphs_server::Graphs,
+        ClearGraphRequest, ClearGraphResponse, ForgetGraphRequest, ForgetGraphResponse,
+        ListGraphsRequest, ListGraphsResponse, SaveGraphChunk, SavedGraph, graphs_server::Graphs,
     },
 };
 use tokio::{sync::Semaphore, time::timeout};
@@ -121,5 +121,16 @@ impl Graphs for Service {
         self.0.oip.forget(name);
         tracing::info!(graph = name, by = %caller.name, "a graph was forgotten");
         Ok(Response::new(ForgetGraphResponse {}))
+    }
+
+    async fn clear(
+        &self,
+        request: Request<ClearGraphRequest>,
+    ) -> Result<Response<ClearGraphResponse>, Status> {
+        let caller = Caller::of(request.extensions());
+        let name = &request.get_ref().name;
+        self.0.graphs.clear(name, &caller)?;
+        tracing::info!(graph = name, by = %caller.name, "nothing is held against a graph any more");
+        Ok(Response::new(ClearGraphResponse {}))
     }
 }

@@ -19,7 +19,10 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 use tower::ServiceExt;
 
-use super::accept::Counted;
+use super::{
+    accept::Counted,
+    pace::{self, Pace},
+};
 use crate::access::Came;
 
 /// Calls of one HTTP/2 connection at once.
@@ -28,12 +31,13 @@ const MAX_CALLS: u32 = 256;
 const PING: Duration = Duration::from_secs(30);
 const PONG: Duration = Duration::from_secs(20);
 
-fn builder() -> Builder<TokioExecutor> {
+/// Of one connection, which has this pace.
+fn builder(pace: Pace) -> Builder<TokioExecutor> {
     let mut builder = Builder::new(TokioExecutor::new());
     builder
         .http1()
-        .timer(TokioTimer::new())
-        .header_read_timeout(Duration::from_secs(limits::MAX_HTTP_HEAD_SECONDS))
+        .timer(pace)
+        .header_read_timeout(pace::IDLE)
         .max_headers(limits::MAX_HTTP_HEADERS)
         .max_buf_size(limits::MAX_HTTP_HEAD_BYTES);
     builder
@@ -56,7 +60,6 @@ pub(super) async fn serve<S>(
     Counted<S>: Connected<ConnectInfo = Came<TcpConnectInfo>>,
 {
     let graceful = GracefulShutdown::new();
-    let builder = builder();
     let mut incoming = pin!(incoming);
     loop {
         let connection = tokio::select! {
@@ -78,7 +81,8 @@ pub(super) async fn serve<S>(
                 request.extensions_mut().insert(came.clone());
                 request
             });
-        let served = builder
+        let (connection, pace) = Pace::over(connection);
+        let served = builder(pace)
             .serve_connection(TokioIo::new(connection), TowerToHyperService::new(service))
             .into_owned();
         let served = graceful.watch(served);

@@ -304,6 +304,9 @@ impl Tokens for Service {
         let returns = !request.request_id.is_empty();
         let offered = elsewhere::is_offer(&metadata);
         let tenant = offered.then(|| caller.tenant(&request.tenant).to_owned());
+        if tenant.as_ref().is_some_and(|own| *own != request.tenant) {
+            return Err(elsewhere::no_handover(&caller).into());
+        }
         let stream = self.0.generate(request, deadline, &caller)?;
         let mut answer = Response::new(match returns {
             true => stream,

@@ -22,7 +22,7 @@ use super::{Mark, Request, Room, State, Stream, cost};
 use crate::{
     journal::{Past, parts_bytes},
     suspicion::Process,
-    traces::TraceContext,
+    traces::Place,
 };
 
 impl State {
@@ -72,9 +72,8 @@ impl State {
                 r.blamed.iter().map(v1::HeldProcess::from).collect()
             }),
             ended: 0,
-            traceparent: request
-                .and_then(|r| r.trace)
-                .map_or_else(String::new, |trace| trace.to_string()),
+            traceparent: request.map_or_else(String::new, |r| r.trace.parent()),
+            tracestate: request.map_or("", |r| r.trace.state.as_str()).to_owned(),
         }
     }
 }
@@ -117,7 +116,7 @@ pub struct Running {
     /// When its client stops waiting.
     pub deadline: Option<Instant>,
     /// What its spans are children of.
-    pub trace: Option<TraceContext>,
+    pub trace: Place,
     /// What its stream said; none if it was not accepted yet.
     pub past: Option<Past>,
 }
@@ -199,7 +198,7 @@ impl Stream {
         }
         let allowed = held.deadline_ms.map(Duration::from_millis);
         let deadline = allowed.and_then(|left| Instant::now().checked_add(left));
-        let trace = TraceContext::parse(&held.traceparent);
+        let trace = Place::parse(&held.traceparent, &held.tracestate);
         let id = message.request_id.clone();
         let running = end.is_none().then(|| Running {
             past: held.accepted.clone().map(|accepted| {
@@ -214,7 +213,7 @@ impl Stream {
             }),
             request: message.clone(),
             deadline,
-            trace,
+            trace: trace.clone(),
         });
         let request = end.is_none().then_some(Request {
             message,
@@ -314,7 +313,7 @@ mod tests {
             }),
             ..GenerateRequest::default()
         };
-        stream.asked(request, None, TraceContext::parse(PARENT));
+        stream.asked(request, None, Place::parse(PARENT, "a=1"));
         stream.write(event(Event::Accepted(Accepted {
             prompt_ids: vec![1, 2],
             ..Accepted::default()
@@ -342,7 +341,7 @@ mod tests {
             ("r", Some([3; 32]))
         );
         let running = restored.running.unwrap();
-        assert_eq!(running.trace.unwrap().to_string(), PARENT);
+        assert_eq!(running.trace, Place::parse(PARENT, "a=1"));
         let past = running.past.unwrap();
         assert_eq!(past.generated, [7, 8, 9]);
         assert_eq!((past.text_bytes, past.deaths), (4, 0));

@@ -225,8 +225,10 @@ impl Left {
         same.then(|| self.state.devices.clone())
     }
 
-    /// Hands models and what is remembered of deaths to the fleet, but for models that are configured otherwise now.
-    pub fn give_models(&mut self, fleet: &Fleet, wanted: &[ConfiguredModel]) {
+    /// Hands models and what is remembered of deaths to the fleet, but for models that lie elsewhere now. Returns those in
+    /// memory that are to be served otherwise than they were.
+    pub fn give_models(&mut self, fleet: &Fleet, wanted: &[ConfiguredModel]) -> Vec<ModelName> {
+        let mut otherwise = Vec::new();
         for model in std::mem::take(&mut self.state.models) {
             let HeldModel {
                 name,
@@ -239,6 +241,7 @@ impl Left {
                 serving,
                 weights_bytes,
                 each_bytes,
+                configured_serving,
                 ..
             } = model;
             let state = ModelState::try_from(state).unwrap_or_default();
@@ -257,11 +260,24 @@ impl Left {
             let files = (!files.is_empty() || path.is_none())
                 .then(|| vault::inherit(files, path.is_none(), untrusted, claim));
             let source = path.map_or(Source::Bundled, Source::Path);
+            // What was said of it since the configuration was read stays, unless that says something else now.
+            let said = known.map(|model| &model.serving);
+            let news =
+                said.filter(|said| configured_serving.as_ref().is_some_and(|was| was != *said));
+            if let Some(said) = news {
+                tracing::info!(model = %name, "it is served as the changed configuration says");
+                if (said.pinned && state == ModelState::Asleep)
+                    || matches!(state, ModelState::Loading | ModelState::Loaded)
+                {
+                    otherwise.push(name.clone());
+                }
+            }
             let held = Inherited {
-                configured,
+                configured: configured || known.is_some(),
                 state,
                 summary,
-                serving: serving.unwrap_or_default(),
+                serving: news.cloned().or(serving).unwrap_or_default(),
+                configured_serving: said.cloned().or(configured_serving),
                 footprint: Footprint {
                     weights: weights_bytes,
                     each: each_bytes,
@@ -275,6 +291,7 @@ impl Left {
         fleet
             .crashes
             .inherit(std::mem::take(&mut self.state.crashes));
+        otherwise
     }
 
     /// The workers, with the processes that live on.
@@ -348,7 +365,7 @@ impl Left {
         let count = streams.len();
         for held in std::mem::take(&mut self.state.graphs) {
             let memory = self.fds.remove(&held.memory);
-            let restored = memory.map(|memory| shared.graphs.restore(shared, memory));
+            let restored = memory.map(|memory| shared.graphs.restore(shared, memory, held));
             if let Some(Err(error)) = restored {
                 tracing::warn!(%error, "a saved graph is lost");
             }

@@ -1,6 +1,6 @@
 //! W3C's trace context: the headers `traceparent` and `tracestate`.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
@@ -12,6 +12,8 @@ pub const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 /// Bytes of a `tracestate`, and members of it, that are passed on; longer ones are dropped, as the standard allows.
 const MAX_STATE_BYTES: usize = 512;
 const MAX_STATE_MEMBERS: usize = 32;
+/// Stands for bytes that are no text, and for all that is with them: no member of a state.
+const UNREADABLE: &str = "-";
 
 /// Flag: whoever called records this trace.
 const SAMPLED: u8 = 1;
@@ -153,16 +155,68 @@ impl fmt::Debug for TraceContext {
 
 /// What a call's `tracestate` says; empty if it says nothing, or nothing that can be passed on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct State(pub String);
+pub struct State(Option<Arc<str>>);
 
-impl State {
+/// Where something is in its client's trace: with it goes what tracing systems say of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Place {
+    /// The span; none where there is no trace.
+    pub context: Option<TraceContext>,
+    /// What they say.
+    pub state: State,
+}
+
+impl Place {
     /// That of a call with these headers.
     pub fn of(headers: &HeaderMap) -> Self {
+        let context = TraceContext::of(headers);
+        // It means nothing without a parent.
+        let state = context.map_or_else(State::default, |_| State::of(headers));
+        Self { context, state }
+    }
+
+    /// As another program wrote it down.
+    pub fn parse(traceparent: &str, tracestate: &str) -> Self {
+        let context = TraceContext::parse(traceparent);
+        let state = context.map_or_else(State::default, |_| State::read([tracestate]));
+        Self { context, state }
+    }
+
+    /// The `traceparent`; empty if there is none.
+    pub fn parent(&self) -> String {
+        self.context.map_or_else(String::new, |c| c.to_string())
+    }
+
+    /// Has a call with these headers carry it.
+    pub fn carry(&self, headers: &mut HeaderMap) {
+        let Some(parent) = self.context.and_then(|context| context.header()) else {
+            return;
+        };
+        headers.insert(TRACEPARENT, parent);
+        if !self.state.as_str().is_empty()
+            && let Ok(state) = HeaderValue::from_str(self.state.as_str())
+        {
+            headers.insert(TRACESTATE, state);
+        }
+    }
+}
+
+impl State {
+    /// The header's value; empty if there is none.
+    pub fn as_str(&self) -> &str {
+        self.0.as_deref().unwrap_or_default()
+    }
+
+    /// That of a call with these headers.
+    pub fn of(headers: &HeaderMap) -> Self {
+        let values = headers.get_all(TRACESTATE).iter();
+        Self::read(values.map(|value| value.to_str().unwrap_or(UNREADABLE)))
+    }
+
+    /// That of a call on which it is given in so many parts.
+    fn read<'a>(values: impl IntoIterator<Item = &'a str>) -> Self {
         let mut all = String::new();
-        for value in headers.get_all(TRACESTATE) {
-            let Ok(value) = value.to_str() else {
-                return Self::default();
-            };
+        for value in values {
             if all.len() + value.len() >= MAX_STATE_BYTES {
                 return Self::default();
             }
@@ -173,7 +227,7 @@ impl State {
         }
         let members = || all.split(',').map(str::trim).filter(|m| !m.is_empty());
         let fits = members().count() <= MAX_STATE_MEMBERS && members().all(|m| m.contains('='));
-        Self(if fits { all } else { String::new() })
+        Self((fits && !all.is_empty()).then(|| all.into()))
     }
 }
 
@@ -232,13 +286,31 @@ mod tests {
             for value in values {
                 headers.append(TRACESTATE, HeaderValue::from_str(value).unwrap());
             }
-            State::of(&headers).0
+            State::of(&headers).as_str().to_owned()
         };
         assert_eq!(of(&["a=1, b=2", "c@d=3"]), "a=1, b=2,c@d=3");
         assert_eq!(of(&["a"]), "");
         assert_eq!(of(&[&format!("a={}", "x".repeat(600))]), "");
         assert_eq!(of(&[&"a=1,".repeat(33)]), "");
         assert_eq!(of(&[]), "");
+        let mut odd = HeaderMap::new();
+        odd.append(TRACESTATE, HeaderValue::from_static("a=1"));
+        odd.append(TRACESTATE, HeaderValue::from_bytes(b"b=\xff").unwrap());
+        assert_eq!(State::of(&odd), State::default());
+    }
+
+    #[test]
+    fn a_place_is_carried_and_written_down_with_its_state() {
+        let place = Place::parse(PARENT, "a=1,b=2");
+        let mut headers = HeaderMap::new();
+        place.carry(&mut headers);
+        assert_eq!(headers["tracestate"], "a=1,b=2");
+        assert_eq!(Place::of(&headers), place);
+        assert_eq!(Place::parse(&place.parent(), place.state.as_str()), place);
+        // Without a parent a state means nothing.
+        headers.remove(TRACEPARENT);
+        assert_eq!(Place::of(&headers), Place::default());
+        assert_eq!(Place::parse("", "a=1"), Place::default());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! nothing else.
 
 use std::{
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -10,6 +11,8 @@ use std::{
 };
 
 use hotcell_proto::limits;
+use http::uri::Scheme;
+use hyper_util::rt::TokioIo;
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{ExportTraceServiceRequest, trace_service_client::TraceServiceClient},
     common::v1::{AnyValue, InstrumentationScope, KeyValue},
@@ -26,6 +29,7 @@ use tonic::{
 };
 
 use super::Value;
+use crate::dial;
 
 /// Spans of one message.
 const BATCH: usize = 512;
@@ -44,8 +48,10 @@ const _: () = assert!(limits::MAX_SPANS > BATCH);
 /// Where spans go.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Collector {
-    /// Its address, `http://HOST:PORT`.
+    /// Its address, `http://HOST:PORT` or `https://HOST:PORT`.
     pub endpoint: http::Uri,
+    /// Authority of its certificate, in PEM; none: those that this host believes.
+    pub ca: Option<PathBuf>,
     /// Share of the traces that begin here that are recorded, 0 to 1. Whoever calls as part of a trace has decided already.
     pub sample: f64,
 }
@@ -94,16 +100,14 @@ impl Traces {
     /// Sends to this collector, from a task of this runtime that lives as long as what this returns.
     ///
     /// # Errors
-    /// If the address is none that can be connected to.
-    pub fn to(collector: &Collector) -> Result<Self, tonic::transport::Error> {
-        let endpoint = Endpoint::from_shared(collector.endpoint.to_string())?
-            .connect_timeout(CONNECT)
-            .timeout(TAKE);
+    /// Words, if the address is none that can be connected to, or an authority of certificates cannot be read.
+    pub fn to(collector: &Collector) -> Result<Self, String> {
+        let channel = channel(collector)?;
         let (to, from) = mpsc::channel(limits::MAX_SPANS - BATCH);
         let (flushes, asked) = mpsc::channel(MAX_FLUSHES);
         let counts = Arc::<Counts>::default();
         let sending = Sending {
-            client: TraceServiceClient::new(endpoint.connect_lazy()),
+            client: TraceServiceClient::new(channel),
             endpoint: collector.endpoint.to_string(),
             resource: resource(),
             counts: Arc::clone(&counts),
@@ -150,6 +154,34 @@ impl Traces {
             tracing::debug!("the collector of traces did not take the last spans in time");
         }
     }
+}
+
+/// A channel that connects when it is first used.
+fn channel(collector: &Collector) -> Result<Channel, String> {
+    let uri = &collector.endpoint;
+    let no_host = || format!("{uri} names no host");
+    let authority = uri.authority().ok_or_else(no_host)?;
+    let is_tls = uri.scheme() == Some(&Scheme::HTTPS);
+    // TLS is spoken by the connector; tonic itself is built without.
+    let endpoint = Endpoint::from_shared(format!("http://{authority}"))
+        .map_err(|e| e.to_string())?
+        .origin(uri.clone())
+        .connect_timeout(CONNECT)
+        .timeout(TAKE);
+    if !is_tls {
+        return Ok(endpoint.connect_lazy());
+    }
+    let authority = match authority.port() {
+        Some(_) => authority.clone(),
+        None => format!("{authority}:443").parse().map_err(|_| no_host())?,
+    };
+    let tls = dial::Tls::to(&authority, collector.ca.as_deref())?;
+    Ok(
+        endpoint.connect_with_connector_lazy(tower::service_fn(move |_: http::Uri| {
+            let tls = tls.clone();
+            async move { tls.open().await.map(TokioIo::new) }
+        })),
+    )
 }
 
 /// Who tells it all.

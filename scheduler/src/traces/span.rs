@@ -8,7 +8,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use http::{HeaderMap, HeaderValue};
+use http::HeaderMap;
 use opentelemetry_proto::tonic::{
     common::v1::{AnyValue, ArrayValue, KeyValue, any_value},
     trace::v1 as otlp,
@@ -16,8 +16,8 @@ use opentelemetry_proto::tonic::{
 use tonic::Request;
 
 use super::{
-    Attribute, ERROR, EventRow, Kind, REQUEST, SpanRow, State, TraceContext, Traces,
-    context::{SpanId, TRACEPARENT, TRACESTATE},
+    Attribute, ERROR, EventRow, Kind, Place, REQUEST, SpanRow, State, TraceContext, Traces,
+    context::{SpanId, TRACEPARENT},
     export::Exporter,
 };
 
@@ -121,14 +121,20 @@ impl Live {
 #[derive(Debug, Default)]
 pub struct Span {
     context: Option<TraceContext>,
+    state: State,
     live: Option<Box<Live>>,
 }
 
 impl Span {
     /// One that is recorded elsewhere, to be carried on.
-    pub fn passing(context: Option<TraceContext>) -> Span {
+    pub fn passing(place: Place) -> Span {
+        let Place { context, state } = place;
         let live = None;
-        Span { context, live }
+        Span {
+            context,
+            state,
+            live,
+        }
     }
 
     /// One within this one, from now on.
@@ -150,17 +156,15 @@ impl Span {
         let made = recorded.and_then(|(live, own)| {
             let context = own.next()?;
             let begun = begun.unwrap_or_else(now);
-            let state = &live.span.trace_state;
+            let state = self.state.as_str();
             let live = Live::new(&live.out, row, (context, Some(own.span)), (state, begun));
             Some(Span {
                 context: Some(context),
+                state: self.state.clone(),
                 live: Some(live),
             })
         });
-        made.unwrap_or(Span {
-            context: self.context,
-            live: None,
-        })
+        made.unwrap_or_else(|| Span::passing(self.place()))
     }
 
     /// Spans within this one, one after the other from its beginning, that took so long and are over now. None goes on for
@@ -180,8 +184,11 @@ impl Span {
     }
 
     /// Where it is in its trace: its own context, or its client's if it is not recorded here.
-    pub fn context(&self) -> Option<TraceContext> {
-        self.context
+    pub fn place(&self) -> Place {
+        Place {
+            context: self.context,
+            state: self.state.clone(),
+        }
     }
 
     /// The id of its trace as 32 hexadecimal digits; empty if there is none.
@@ -247,17 +254,11 @@ impl Span {
 
     /// Has a call carry it.
     pub fn carry<T>(&self, request: &mut Request<T>) {
-        let Some(context) = self.context else { return };
+        if self.context.is_none() {
+            return;
+        }
         let mut headers = std::mem::take(request.metadata_mut()).into_headers();
-        if let Some(value) = context.header() {
-            headers.insert(TRACEPARENT, value);
-        }
-        let state = self.live.as_ref().map(|live| &live.span.trace_state);
-        if let Some(state) = state.filter(|state| !state.is_empty())
-            && let Ok(value) = HeaderValue::from_str(state)
-        {
-            headers.insert(TRACESTATE, value);
-        }
+        self.place().carry(&mut headers);
         *request.metadata_mut() = tonic::metadata::MetadataMap::from_headers(headers);
     }
 }
@@ -280,7 +281,6 @@ struct Own {
     out: Arc<Exporter>,
     /// Of the call's first request.
     context: TraceContext,
-    state: State,
     at: u64,
     /// Whether there is such a request.
     taken: AtomicBool,
@@ -289,7 +289,7 @@ struct Own {
 /// A call's place in its client's trace; goes with its caller.
 #[derive(Clone, Debug, Default)]
 pub struct Arrival {
-    client: Option<TraceContext>,
+    client: Place,
     own: Option<Arc<Own>>,
 }
 
@@ -305,29 +305,19 @@ impl Eq for Arrival {}
 impl Traces {
     /// A call with these headers comes in.
     pub fn arrive(&self, headers: &HeaderMap) -> Arrival {
-        let client = TraceContext::of(headers);
-        self.arrived(client, || match client {
-            Some(_) => State::of(headers),
-            // It means nothing without a parent.
-            None => State::default(),
-        })
+        self.resume(Place::of(headers))
     }
 
     /// A request of the program before this one goes on, in this trace.
-    pub fn resume(&self, client: Option<TraceContext>) -> Arrival {
-        self.arrived(client, State::default)
-    }
-
-    fn arrived(&self, client: Option<TraceContext>, state: impl FnOnce() -> State) -> Arrival {
+    pub fn resume(&self, client: Place) -> Arrival {
         let own = self.exporter().and_then(|out| {
-            let context = match client {
+            let context = match client.context {
                 Some(client) => client.next()?,
                 None => TraceContext::begin(out.rate)?,
             };
             Some(Arc::new(Own {
                 out: Arc::clone(out),
                 context,
-                state: state(),
                 at: now(),
                 taken: AtomicBool::new(false),
             }))
@@ -340,10 +330,7 @@ impl Arrival {
     /// The span of a request that the call makes.
     pub fn begin(&self) -> Span {
         let Some(own) = &self.own else {
-            return Span {
-                context: self.client,
-                live: None,
-            };
+            return Span::passing(self.client.clone());
         };
         let first = !own.taken.swap(true, Ordering::Relaxed);
         let made = match first {
@@ -355,10 +342,10 @@ impl Arrival {
         };
         let recorded = context.is_sampled().then(|| {
             let (parent, begun) = match first {
-                true => (self.client.map(|client| client.span), own.at),
+                true => (self.client.context.map(|client| client.span), own.at),
                 false => (Some(own.context.span), now()),
             };
-            let state = &own.state.0;
+            let state = self.client.state.as_str();
             let mut live = Live::new(&own.out, &REQUEST, (context, parent), (state, begun));
             match first {
                 true if parent.is_some() => live.span.flags |= REMOTE,
@@ -369,6 +356,7 @@ impl Arrival {
         });
         Span {
             context: Some(context),
+            state: self.client.state.clone(),
             live: recorded,
         }
     }
@@ -384,9 +372,12 @@ impl Arrival {
 
     /// The parent that a program after this one has to name so that the trace goes on there: the client's span, or the
     /// request's own where the trace began.
-    pub fn parent(&self) -> Option<TraceContext> {
+    pub fn parent(&self) -> Place {
         let own = || self.own.as_ref().map(|own| own.context);
-        self.client.or_else(own)
+        Place {
+            context: self.client.context.or_else(own),
+            state: self.client.state.clone(),
+        }
     }
 
     /// Tells the client where its request is in the trace, if the call made one.

@@ -1,13 +1,17 @@
 //! Two schedulers: one drains, and its streams go on at the other one.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::atomic::AtomicBool};
 
 use hotcell_proto::{
     ids::RequestId,
-    v1::{CancelStreamRequest, GenerateEvent},
+    v1::{
+        CancelStreamRequest, GenerateEvent,
+        tokens_server::{Tokens, TokensServer},
+    },
 };
 use hotcell_scheduler::{access::Caller, elsewhere::DrainTo};
 use tempfile::TempDir;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::Streaming;
 
 use super::{
@@ -430,4 +434,199 @@ async fn it_does_not_matter_when_the_drain_comes_or_what_dies_meanwhile() {
     }
     assert!(went > 12, "{went}");
     other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn at_the_end_of_the_drain_a_client_is_told_where_its_stream_goes_on() {
+    let other = Other::new(1).await;
+    other.house.stage.hold_at.store(20, Ordering::SeqCst);
+    let house = held_at(10).await;
+    let mut named = begun(&house, named("mine", 32), 10).await;
+    let mut nameless = begun(&house, request(32), 10).await;
+    drain(&house, other.socket());
+    hear(&mut named.stream, &mut named.said, 20).await;
+    hear(&mut nameless.stream, &mut nameless.said, 20).await;
+    house.shared.abort.cancel();
+    let ended = async |stream: &mut Streaming<GenerateEvent>| {
+        let status = stream.message().await.unwrap_err();
+        Error::typed(&status).unwrap()
+    };
+    let error = ended(&mut named.stream).await;
+    assert_eq!(error.reason(), Reason::Draining);
+    let to = format!("unix:{}", other.socket().display());
+    assert_eq!(error.get("continues_at"), Some(&to[..]));
+    // One whose id nobody chose cannot be found there, and ends there too.
+    let error = ended(&mut nameless.stream).await;
+    assert_eq!(error.reason(), Reason::Draining);
+    assert_eq!(error.get("continues_at"), None);
+    until(|| other.running() == 1).await;
+    other.house.stage.hold_at.store(0, Ordering::SeqCst);
+    let mut said = named.said;
+    let stream = attach(&other.house, "mine", &said).await.unwrap();
+    rest(stream, &mut said).await.unwrap();
+    said.check(&[1, 2, 3], 5, 32, 0);
+    house.end().await;
+    other.house.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_goes_there_whole_keeps_to_the_limits_that_its_model_has_here() {
+    let other = Other::new(1).await;
+    // Its worker is not ready before the test is over.
+    let house = House::with(1, |stage, _| {
+        stage.load_steps.store(100_000, Ordering::Relaxed);
+    })
+    .await;
+    let serving = v1::Serving {
+        max_context: 20,
+        ..v1::Serving::default()
+    };
+    let load = LoadModelRequest {
+        name: "m".into(),
+        serving: Some(serving),
+        ..LoadModelRequest::default()
+    };
+    let mut control = house.control();
+    let loading = tokio::spawn(async move { control.load_model(load).await });
+    let model = ModelName::new("m").unwrap();
+    until(|| house.fleet.most_tokens(&model, 3, 0).ok() == Some(17)).await;
+    let spoken = |text: &str| {
+        Some(Prompt {
+            kind: Some(Kind::Text(text.into())),
+        })
+    };
+    let told = [
+        request(0),
+        request(1000),
+        request(5),
+        GenerateRequest {
+            prompt: spoken("abc"),
+            ..named("text", 0)
+        },
+        GenerateRequest {
+            prompt: spoken("longer than that is allowed"),
+            ..named("long", 0)
+        },
+    ];
+    let told = told.map(|request| {
+        let mut tokens = house.tokens();
+        tokio::spawn(async move {
+            let mut stream = tokens.generate(request).await?.into_inner();
+            let mut said = Said::default();
+            while let Some(event) = stream.message().await? {
+                said.hear(event.event.unwrap());
+            }
+            Ok::<_, Status>(said)
+        })
+    });
+    until(|| house.shared.admission.count() == 5).await;
+    drain(&house, other.socket());
+    let [all, more, less, text, long] = told;
+    all.await.unwrap().unwrap().check(&[1, 2, 3], 5, 17, 0);
+    more.await.unwrap().unwrap().check(&[1, 2, 3], 5, 17, 0);
+    less.await.unwrap().unwrap().check(&[1, 2, 3], 5, 5, 0);
+    let text = text.await.unwrap().unwrap();
+    text.check(&[97, 98, 99], 5, 17, 0);
+    assert_eq!(reason(long.await.unwrap()), Reason::LimitExceeded);
+    until(|| other.running() == 0).await;
+    loading.abort();
+    house.stage.load_steps.store(0, Ordering::Relaxed);
+    house.end().await;
+    other.house.end().await;
+}
+
+/// Another host that accepts a stream and says no more of it. While it is `deaf` it answers nothing.
+#[derive(Clone, Default)]
+struct Silent {
+    deaf: Arc<AtomicBool>,
+}
+
+type Answer<T> = Result<tonic::Response<T>, Status>;
+
+#[tonic::async_trait]
+impl Tokens for Silent {
+    type GenerateStream = ReceiverStream<Result<GenerateEvent, Status>>;
+    type AttachStream = Self::GenerateStream;
+
+    async fn generate(&self, request: Request<GenerateRequest>) -> Answer<Self::GenerateStream> {
+        let request = request.into_inner();
+        let Some(Kind::Ids(ids)) = request.prompt.and_then(|p| p.kind) else {
+            panic!("not a running stream");
+        };
+        let accepted = v1::Accepted {
+            request_id: request.request_id,
+            model: request.model,
+            prompt_ids: ids.ids,
+            seed: request.seed.unwrap(),
+            numerics: Some(v1::NumericsClass {
+                id: "fake/r1".into(),
+                reproducible: true,
+                model_hash: "h".into(),
+            }),
+        };
+        let (sender, receiver) = tokio::sync::mpsc::channel(1);
+        tokio::spawn(async move {
+            let event = Some(Event::Accepted(accepted));
+            sender.send(Ok(GenerateEvent { event })).await.unwrap();
+            sender.closed().await;
+        });
+        let mut answer = tonic::Response::new(ReceiverStream::new(receiver));
+        let nobodys = "".parse().unwrap();
+        answer.metadata_mut().insert("hotcell-tenant", nobodys);
+        Ok(answer)
+    }
+
+    async fn attach(&self, _: Request<v1::AttachRequest>) -> Answer<Self::AttachStream> {
+        Err(Status::unimplemented("it keeps none"))
+    }
+
+    async fn cancel(&self, _: Request<CancelStreamRequest>) -> Answer<v1::CancelStreamResponse> {
+        std::future::pending().await
+    }
+
+    async fn tokenize(&self, _: Request<v1::TokenizeRequest>) -> Answer<v1::TokenizeResponse> {
+        Err(Status::unimplemented("it has no text"))
+    }
+
+    async fn detokenize(
+        &self,
+        _: Request<v1::DetokenizeRequest>,
+    ) -> Answer<v1::DetokenizeResponse> {
+        match self.deaf.load(Ordering::SeqCst) {
+            true => std::future::pending().await,
+            false => Err(Error::new(Reason::ModelNotFound, "none").into()),
+        }
+    }
+
+    async fn embed(&self, _: Request<v1::EmbedRequest>) -> Answer<v1::EmbedResponse> {
+        Err(Status::unimplemented("it embeds nothing"))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_says_nothing_is_left_once_it_does_not_answer_either() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("s.sock");
+    let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+    let silent = Silent::default();
+    let server = tonic::transport::Server::builder().add_service(TokensServer::new(silent.clone()));
+    tokio::spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
+    let house = House::with(1, |_, config| {
+        config.patience.engine = Duration::from_millis(50);
+        config.patience.events = Duration::from_millis(50);
+    })
+    .await;
+    house.ready(1).await;
+    house.stage.hold_at.store(10, Ordering::SeqCst);
+    let running = begun(&house, named("mine", 32), 10).await;
+    drain(&house, socket);
+    until(|| taken(&house) == 1).await;
+    // It thinks for long, many times as long as it may be silent.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(refused(&house), 0);
+    silent.deaf.store(true, Ordering::SeqCst);
+    until(|| refused(&house) > 0).await;
+    house.stage.hold_at.store(0, Ordering::SeqCst);
+    running.end().await.check(&[1, 2, 3], 5, 32, 0);
+    house.end().await;
 }

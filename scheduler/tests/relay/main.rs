@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod away;
+mod collector;
 mod fake;
 mod known;
 mod manager;

@@ -1,10 +1,6 @@
 //! What a collector of traces hears of requests, and what it costs them if it does not listen.
 
-use std::{
-    fmt::Write,
-    net::SocketAddr,
-    sync::{Mutex, MutexGuard},
-};
+use std::{fmt::Write, net::SocketAddr};
 
 use axum::body::Body;
 use hotcell_scheduler::{
@@ -12,17 +8,15 @@ use hotcell_scheduler::{
     traces::{self, ATTRIBUTES, Collector, EVENTS, SPANS},
 };
 use opentelemetry_proto::tonic::{
-    collector::trace::v1::{
-        ExportTraceServiceRequest, ExportTraceServiceResponse,
-        trace_service_server::{TraceService, TraceServiceServer},
-    },
     common::v1::{KeyValue, any_value::Value},
     trace::v1::{Span, span::SpanKind},
 };
-use tonic::{Response, transport::Server};
 use tower::ServiceExt;
 
-use super::*;
+use super::{
+    collector::{Heard, hex},
+    *,
+};
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
@@ -31,44 +25,10 @@ fn parent(flags: &str) -> String {
     format!("00-{TRACE}-{PARENT}-{flags}")
 }
 
-/// A collector.
-#[derive(Clone, Default)]
-struct Heard(Arc<Mutex<Vec<Span>>>);
-
-#[tonic::async_trait]
-impl TraceService for Heard {
-    async fn export(
-        &self,
-        request: Request<ExportTraceServiceRequest>,
-    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        for of in request.into_inner().resource_spans {
-            let resource = of.resource.unwrap().attributes;
-            assert_eq!(text(&resource, "service.name"), "hotcell");
-            let spans = of.scope_spans.into_iter().flat_map(|scope| scope.spans);
-            self.spans().extend(spans);
-        }
-        Ok(Response::new(ExportTraceServiceResponse::default()))
-    }
-}
-
-impl Heard {
-    async fn listen(&self) -> SocketAddr {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
-        let server = Server::builder().add_service(TraceServiceServer::new(self.clone()));
-        tokio::spawn(server.serve_with_incoming(incoming));
-        address
-    }
-
-    fn spans(&self) -> MutexGuard<'_, Vec<Span>> {
-        self.0.lock().unwrap()
-    }
-}
-
 fn to(address: SocketAddr) -> Option<Collector> {
     Some(Collector {
         endpoint: format!("http://{address}").parse().unwrap(),
+        ca: None,
         sample: 1.0,
     })
 }
@@ -122,10 +82,6 @@ fn text(attributes: &[KeyValue], name: &str) -> String {
         Some(Value::DoubleValue(number)) => number.to_string(),
         other => panic!("{name} is {other:?}"),
     }
-}
-
-fn hex(id: &[u8]) -> String {
-    id.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Names of the spans within this one, by when they began.

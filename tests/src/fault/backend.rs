@@ -17,7 +17,7 @@ use hotcell_kernels::{
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
 
-use super::{Fault, POISON, acts, trespass};
+use super::{Fault, POISON, POISON_INPUT, acts, trespass};
 
 /// Has the CPU's devices under their own names.
 pub(super) struct FaultBackend;
@@ -132,7 +132,9 @@ impl Device for FaultDevice {
         if Fault::HangInLoad.taken() {
             acts::hang();
         }
+        let mut inputs = graph.inputs().iter();
         Ok(Box::new(FaultPlan {
+            is_poison: inputs.any(|input| input.name == POISON_INPUT),
             inner: self.inner.plan(graph, hints)?,
             watched: Rc::clone(&self.watched),
         }))
@@ -149,13 +151,14 @@ impl Device for FaultDevice {
 
 struct FaultPlan {
     inner: Box<dyn Plan>,
+    is_poison: bool,
     watched: Rc<Watched>,
 }
 
 impl FaultPlan {
     fn before(&self, rows: usize) {
         acts::execute();
-        if self.watched.is_poisoned(rows) {
+        if self.is_poison || self.watched.is_poisoned(rows) {
             acts::segfault();
         }
     }

@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use hotcell_proto::limits;
+
 use super::ledger::{Beginning, Ledger};
 
 /// Stands for all that a block's keys and values depend on: see [`super::cache`].
@@ -42,8 +44,27 @@ pub struct BlockPool {
     clock: u64,
     /// Notes which blocks are found, if that is told to anybody.
     ledger: Option<Ledger>,
-    /// Counts what came to be found and what is no more.
-    changes: u64,
+    /// What came to be found or is no more, for who watches that.
+    changed: Option<Changed>,
+}
+
+/// What changed since it was asked last.
+#[derive(Debug, Default)]
+pub struct Changed {
+    /// These.
+    pub keys: Vec<Key>,
+    /// More than are noted: all may have.
+    pub all: bool,
+}
+
+impl Changed {
+    fn note(&mut self, key: Key) {
+        if self.keys.len() < limits::MAX_BLOCK_CHANGES {
+            self.keys.push(key);
+        } else {
+            self.all = true;
+        }
+    }
 }
 
 impl BlockPool {
@@ -57,7 +78,7 @@ impl BlockPool {
             by_key: HashMap::new(),
             clock: 0,
             ledger: None,
-            changes: 0,
+            changed: None,
         }
     }
 
@@ -72,16 +93,23 @@ impl BlockPool {
         &mut self.ledger
     }
 
-    /// How often what can be found in it changed.
-    pub fn changes(&self) -> u64 {
-        self.changes
+    /// What changed since this was asked last, if it was; it is noted from now on.
+    pub fn take_changed(&mut self) -> Option<Changed> {
+        self.changed.replace(Changed::default())
+    }
+
+    /// Nobody asks for that any more.
+    pub fn forget_changed(&mut self) {
+        self.changed = None;
     }
 
     /// What was in a block is found no more.
     fn lose(&mut self, block: u32) {
         if let Some(key) = self.at_mut(block).key.take() {
             self.by_key.remove(&key);
-            self.changes += 1;
+            if let Some(changed) = &mut self.changed {
+                changed.note(key);
+            }
             if let Some(ledger) = &mut self.ledger {
                 ledger.removed(&key);
             }
@@ -167,7 +195,9 @@ impl BlockPool {
         if self.at(block).key.is_none() && !self.by_key.contains_key(&key) {
             self.by_key.insert(key, block);
             self.at_mut(block).key = Some(key);
-            self.changes += 1;
+            if let Some(changed) = &mut self.changed {
+                changed.note(key);
+            }
             if let Some(ledger) = &mut self.ledger {
                 ledger.stored(key, of);
             }

@@ -12,13 +12,14 @@
 //! tenant too, and nobody can make one. So tenants never share a block, and a block that was another tenant's is
 //! zeroed before it is read or written.
 
-use std::{collections::HashMap, sync::Arc};
+use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
 use super::{
     blocks::{BlockPool, Key},
-    ledger::{self, Beginning, Entries, Kept},
+    ledger::{self, Beginning, Change, Entries},
+    useful::{Found, Useful},
 };
 use crate::model::run::KINDS;
 
@@ -403,7 +404,6 @@ impl Cache {
     /// Somebody wants to know which blocks are found by their keys: see [`ledger::Ledger::ask`]. Where layers have windows
     /// it is told which of them are of use, as far as that was looked for: see [`ledger::Ledger::look`].
     pub fn ask(&mut self, watcher: &Arc<()>, begins: bool, reply: ledger::Reply) {
-        let changes = self.pools.iter().map(|pool| pool.pool.changes()).sum();
         let windows = self.pools.iter().any(|pool| pool.window.is_some());
         let Some(noted) = self.pools.get_mut(self.noted) else {
             return;
@@ -413,54 +413,48 @@ impl Cache {
         };
         match windows {
             false => ledger.ask(watcher, begins, reply),
-            true => ledger.look(watcher, begins, changes, |kept| self.of_use(kept), reply),
+            true => ledger.look(
+                watcher,
+                begins,
+                |kept, useful, anew| self.changed(kept, useful, anew),
+                reply,
+            ),
         }
         if let Some(noted) = self.pools.get_mut(self.noted) {
             *noted.pool.ledger() = Some(ledger);
         }
     }
 
-    /// Those of these blocks that are in a beginning that is of use, each after the one before it.
-    fn of_use(&self, kept: &Entries) -> Vec<Arc<Kept>> {
-        let mut all: Vec<_> = kept.iter().collect();
-        all.sort_unstable_by_key(|(_, kept)| kept.depth);
-        let mut at: HashMap<u64, usize> = HashMap::new();
-        // For each: which one is before it, and for each kind of layers how many of the last are there.
-        let mut rows: Vec<(Option<usize>, [usize; KINDS])> = Vec::with_capacity(all.len());
-        let mut useful = vec![false; all.len()];
-        for (i, (key, kept)) in all.iter().enumerate() {
-            let parent = kept.parent.and_then(|parent| at.get(&parent).copied());
-            let mut runs = [0; KINDS];
-            // Nobody gets to what comes after one that is gone.
-            if kept.parent.is_none() || parent.is_some() {
-                at.insert(kept.hash, i);
-                let before = parent.and_then(|parent| rows.get(parent));
-                let count = kept.depth + 1;
-                let mut enough = true;
-                for (kind, (run, pool)) in runs.iter_mut().zip(&self.pools).enumerate() {
-                    let before = before.map_or(0, |(_, runs)| runs[kind]);
-                    *run = if pool.pool.has(key) { before + 1 } else { 0 };
-                    enough &= *run + pool.first_seen(count * self.block_len) >= count;
+    /// What changed of what is of use since that was asked last; all of it to who asks `anew`.
+    fn changed(&mut self, kept: &Entries, useful: &mut Useful, anew: bool) -> Vec<Change> {
+        let mut keys = Vec::new();
+        let mut all = anew;
+        for pool in &mut self.pools {
+            match pool.pool.take_changed() {
+                Some(changed) => {
+                    all |= changed.all;
+                    keys.extend(changed.keys);
                 }
-                useful[i] = enough;
-            }
-            rows.push((parent, runs));
-        }
-        // What is before something of use is so, too.
-        for i in (0..all.len()).rev() {
-            if let (true, Some(parent)) = (useful[i], rows[i].0) {
-                useful[parent] = true;
+                None => all = true,
             }
         }
-        let rows = all.into_iter().zip(useful).filter(|(_, useful)| *useful);
-        rows.map(|((_, kept), _)| Arc::clone(kept)).collect()
+        if all {
+            keys = useful.keys().chain(kept.keys().copied()).collect();
+        }
+        useful.update(&keys, kept, self)
     }
 
     /// Tells who asked what has changed, if anything has.
     pub fn tell(&mut self) {
         let noted = self.pools.get_mut(self.noted);
-        if let Some(ledger) = noted.and_then(|pool| pool.pool.ledger().as_mut()) {
-            ledger.tell();
+        let Some(ledger) = noted.and_then(|pool| pool.pool.ledger().as_mut()) else {
+            return;
+        };
+        ledger.tell();
+        if !ledger.is_looked_at() {
+            for pool in &mut self.pools {
+                pool.pool.forget_changed();
+            }
         }
     }
 
@@ -469,6 +463,27 @@ impl Cache {
         for pool in &mut self.pools {
             pool.pool.forget();
         }
+    }
+}
+
+impl Found for Cache {
+    fn has(&self, kind: usize, key: &Key) -> bool {
+        self.pools.get(kind).is_some_and(|pool| pool.pool.has(key))
+    }
+
+    fn first_seen(&self, kind: usize, blocks: usize) -> usize {
+        let pool = self.pools.get(kind);
+        pool.map_or(0, |pool| pool.first_seen(blocks * self.block_len))
+    }
+
+    fn most_seen(&self, kind: usize) -> Option<usize> {
+        let window = self.pools.get(kind)?.window?;
+        // It may begin and end amid a block.
+        Some(window.div_ceil(self.block_len) + 1)
+    }
+
+    fn kinds(&self) -> usize {
+        self.pools.len()
     }
 }
 

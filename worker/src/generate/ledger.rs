@@ -4,14 +4,14 @@
 //! wait until they are asked for, up to a bound: past it they are forgotten, and all that is there is told anew.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     sync::{Arc, Weak},
 };
 
 use hotcell_proto::limits;
 use tokio::sync::oneshot;
 
-use super::blocks::Key;
+use super::{blocks::Key, useful::Useful};
 
 /// What stands before and in a block.
 #[derive(Clone, Copy, Debug)]
@@ -75,9 +75,8 @@ struct Queue {
     reset: bool,
     list: Vec<Change>,
     asked: Option<Reply>,
-    /// What was told by [`Ledger::look`], and how often what it depends on had changed by then.
-    told: HashSet<u64>,
-    seen: Option<u64>,
+    /// What was found by [`Ledger::look`], once it looked.
+    useful: Option<Useful>,
 }
 
 impl Queue {
@@ -87,8 +86,7 @@ impl Queue {
             reset: true,
             list: Vec::new(),
             asked: None,
-            told: HashSet::new(),
-            seen: None,
+            useful: None,
         }
     }
 }
@@ -100,7 +98,8 @@ pub struct Ledger {
     queue: Option<Queue>,
 }
 
-fn hash(key: &Key) -> u64 {
+/// What stands for a key where others hear of it.
+pub(super) fn hash(key: &Key) -> u64 {
     let [a, b, c, d, e, f, g, h, ..] = *key;
     u64::from_le_bytes([a, b, c, d, e, f, g, h])
 }
@@ -146,36 +145,26 @@ impl Ledger {
         }
     }
 
-    /// The same where what can be found is not all that counts: `of_use` says what is of use, blocks after those that are
-    /// before them. Answers at once, if need be that nothing changed; `changes` counts the changes of all that it depends on.
+    /// The same where what can be found is not all that counts: `update` says what changed of what is of use, all of it
+    /// if it is told so. Answers at once, if need be that nothing changed.
     pub fn look(
         &mut self,
         watcher: &Arc<()>,
         begins: bool,
-        changes: u64,
-        of_use: impl FnOnce(&Entries) -> Vec<Arc<Kept>>,
+        update: impl FnOnce(&Entries, &mut Useful, bool) -> Vec<Change>,
         reply: Reply,
     ) {
-        let Some(queue) = self.queue_of(watcher, begins) else {
+        if self.queue_of(watcher, begins).is_none() {
             return;
-        };
-        let mut said = Changes {
-            reset: queue.seen.is_none(),
-            looked: true,
-            ..Changes::default()
-        };
-        if queue.seen.replace(changes) != Some(changes) {
-            let before = std::mem::take(&mut queue.told);
-            let useful = of_use(&self.kept);
-            let now: HashSet<u64> = useful.iter().map(|kept| kept.hash).collect();
-            let gone = before.iter().filter(|hash| !now.contains(hash));
-            said.list.extend(gone.map(|hash| Change::Removed(*hash)));
-            let new = useful.into_iter().filter(|k| !before.contains(&k.hash));
-            said.list.extend(new.map(Change::Stored));
-            if let Some(queue) = &mut self.queue {
-                queue.told = now;
-            }
         }
+        let Some(queue) = &mut self.queue else { return };
+        let reset = queue.useful.is_none();
+        let useful = queue.useful.get_or_insert_default();
+        let said = Changes {
+            reset,
+            list: update(&self.kept, useful, reset),
+            looked: true,
+        };
         if reply.send(said).is_err() {
             // Nobody heard it.
             self.queue = None;
@@ -190,6 +179,11 @@ impl Ledger {
             self.queue = Some(Queue::new(watcher));
         }
         self.queue.as_mut().filter(|_| goes_on || begins)
+    }
+
+    /// Whether somebody watches by [`look`](Self::look).
+    pub fn is_looked_at(&self) -> bool {
+        self.queue.as_ref().is_some_and(|q| q.useful.is_some())
     }
 
     /// Tells who asked, if there is something to be told.

@@ -2,7 +2,10 @@
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
-use hotcell_proto::{error::Error, limits, v1};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits, v1,
+};
 use tokio::{sync::mpsc, time::sleep};
 use tonic::Status;
 
@@ -73,6 +76,21 @@ impl Iterator for Messages {
     }
 }
 
+/// What changed, however long the engine's queue is full: meanwhile changes wait in the cache's own ledger, which tells
+/// all anew if there are too many of them, and its watcher stays the same.
+async fn patiently<T>(mut ask: impl AsyncFnMut() -> Result<T, Error>) -> Result<T, Error> {
+    let mut pause = GATHER;
+    loop {
+        match ask().await {
+            Err(error) if error.reason() == Reason::Overloaded => {
+                sleep(pause).await;
+                pause = (2 * pause).min(LOOK);
+            }
+            asked => return asked,
+        }
+    }
+}
+
 /// Tells a watcher what is there and what changes, until it leaves, the model is gone or another one watches it.
 pub(super) async fn watch(
     engine: Engine,
@@ -83,7 +101,11 @@ pub(super) async fn watch(
     let telling = async {
         let watcher = Arc::new(());
         let mut begins = true;
-        while let Some(changes) = engine.blocks(model.clone(), &watcher, begins).await? {
+        loop {
+            let ask = async || engine.blocks(model.clone(), &watcher, begins).await;
+            let Some(changes) = patiently(ask).await? else {
+                break;
+            };
             begins = false;
             let pause = if changes.looked { LOOK } else { GATHER };
             for message in Messages::new(changes, block_tokens) {
@@ -108,6 +130,24 @@ pub(super) async fn watch(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_full_queue_ends_no_watch_and_is_not_asked_all_the_time() {
+        let began = tokio::time::Instant::now();
+        let mut asked = 0;
+        let full = |reason| Err::<u32, _>(Error::new(reason, "full"));
+        let got = patiently(async || {
+            asked += 1;
+            match began.elapsed() < Duration::from_secs(10) {
+                true => full(Reason::Overloaded),
+                false => Ok(7),
+            }
+        });
+        assert_eq!(got.await.unwrap(), 7);
+        assert!((40..60).contains(&asked), "{asked}");
+        let ended = patiently(async || full(Reason::WorkerLost)).await;
+        assert_eq!(ended.unwrap_err().reason(), Reason::WorkerLost);
+    }
 
     fn stored(hash: u64) -> Change {
         Change::Stored(Arc::new(Kept {

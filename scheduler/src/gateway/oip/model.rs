@@ -143,7 +143,7 @@ pub(super) fn find(
 pub(super) fn is_ready(shared: &Shared, model: &Model) -> bool {
     match model {
         Model::Text(model) => text_is_ready(shared, model),
-        Model::Graph(_) => shared.is_serving(),
+        Model::Graph(saved) => shared.is_serving() && !saved.suspect.is_refused(),
     }
 }
 
@@ -301,8 +301,11 @@ pub(super) fn index(shared: &Shared, ready: bool, caller: &Caller) -> Repository
     });
     let serving = shared.is_serving();
     let graphs = shared.graphs.list(caller).into_iter();
-    let graphs = graphs.filter(|_| !ready || serving).map(|saved| {
+    let is_ready = |saved: &Arc<Saved>| serving && !saved.suspect.is_refused();
+    let graphs = graphs.filter(|saved| !ready || is_ready(saved));
+    let graphs = graphs.map(|saved| {
         let (state, reason) = match serving {
+            _ if saved.suspect.is_refused() => ("UNAVAILABLE", "workers died of it"),
             true => ("READY", ""),
             false => ("UNAVAILABLE", "no worker is ready"),
         };
