@@ -5,7 +5,7 @@ use std::{path::PathBuf, sync::Arc};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    v1::{EventKind, LoadModelProgress, Loaded, ModelInfo, ModelState, Serving},
+    v1::{EventKind, LoadModelProgress, Loaded, ModelInfo, ModelState},
 };
 use tokio::{sync::mpsc, task::JoinSet};
 

@@ -78,7 +78,9 @@ impl Iterator for Messages {
 
 /// What changed, however long the engine's queue is full: meanwhile changes wait in the cache's own ledger, which tells
 /// all anew if there are too many of them, and its watcher stays the same.
-async fn patiently<T>(mut ask: impl AsyncFnMut() -> Result<T, Error>) -> Result<T, Error> {
+async fn patiently<T, F: Future<Output = Result<T, Error>>>(
+    mut ask: impl FnMut() -> F,
+) -> Result<T, Error> {
     let mut pause = GATHER;
     loop {
         match ask().await {
@@ -102,7 +104,7 @@ pub(super) async fn watch(
         let watcher = Arc::new(());
         let mut begins = true;
         loop {
-            let ask = async || engine.blocks(model.clone(), &watcher, begins).await;
+            let ask = || engine.blocks(model.clone(), &watcher, begins);
             let Some(changes) = patiently(ask).await? else {
                 break;
             };
@@ -129,6 +131,8 @@ pub(super) async fn watch(
 
 #[cfg(test)]
 mod tests {
+    use std::future::ready;
+
     use super::*;
 
     #[tokio::test(start_paused = true)]
@@ -136,16 +140,16 @@ mod tests {
         let began = tokio::time::Instant::now();
         let mut asked = 0;
         let full = |reason| Err::<u32, _>(Error::new(reason, "full"));
-        let got = patiently(async || {
+        let got = patiently(|| {
             asked += 1;
-            match began.elapsed() < Duration::from_secs(10) {
+            ready(match began.elapsed() < Duration::from_secs(10) {
                 true => full(Reason::Overloaded),
                 false => Ok(7),
-            }
+            })
         });
         assert_eq!(got.await.unwrap(), 7);
         assert!((40..60).contains(&asked), "{asked}");
-        let ended = patiently(async || full(Reason::WorkerLost)).await;
+        let ended = patiently(|| ready(full(Reason::WorkerLost))).await;
         assert_eq!(ended.unwrap_err().reason(), Reason::WorkerLost);
     }
 
