@@ -23,7 +23,7 @@ use tokio::sync::mpsc::Sender;
 const PROMPT: &str = "In the beginning";
 const TOKENS: u32 = 300;
 /// So many that somebody can stop a stream before its end.
-const LONG: u32 = 1500;
+const LONG: u32 = 1000;
 /// Tokens that each stream has before anything happens.
 const FIRST: usize = 8;
 
