@@ -22,6 +22,8 @@ use tokio::sync::mpsc::Sender;
 
 const PROMPT: &str = "In the beginning";
 const TOKENS: u32 = 300;
+/// So many that somebody can stop a stream before its end.
+const LONG: u32 = 1000;
 /// Tokens that each stream has before anything happens.
 const FIRST: usize = 8;
 
@@ -452,7 +454,11 @@ async fn clients_follow_where_the_drain_ends_before_their_streams_do() {
     let heir = other.address();
     let host = Host::start(&["--drain-timeout", "2s", "--drain-to", &heir]).await;
     let client = host.client().await;
-    let calm = all(&client, &sampled(1)).await;
+    let long = GenerateOptions {
+        max_tokens: LONG,
+        ..sampled(1)
+    };
+    let calm = all(&client, &long).await;
     let address = |text: &str| text.parse::<Address>().unwrap();
     let strange = address("unix:/somewhere/else.sock");
     let own = Identity::default;
@@ -460,15 +466,16 @@ async fn clients_follow_where_the_drain_ends_before_their_streams_do() {
     let of_another_host = client.clone().following(strange, own());
     let mut streams = Vec::new();
     for client in [&follows, &of_another_host, &client] {
-        let mut stream = client.generate(PROMPT, sampled(1)).await.unwrap();
+        let mut stream = client.generate(PROMPT, long.clone()).await.unwrap();
         let mut said = Said::default();
         said.hear(&mut stream, FIRST).await;
         streams.push((stream, said));
     }
     // None of them ends before the drain does.
     host.signal_worker(Signal::STOP).await;
-    other.signal_worker(Signal::STOP).await;
     host.terminate();
+    other.running(|count| count == 3).await;
+    other.signal_worker(Signal::STOP).await;
     let [(mut follows, mut said), rest @ ..] = <[_; 3]>::try_from(streams).unwrap();
     for (mut stream, mut said) in rest {
         let error = loop {
@@ -480,7 +487,7 @@ async fn clients_follow_where_the_drain_ends_before_their_streams_do() {
         };
         assert_eq!(error.reason(), Reason::Draining);
         assert_eq!(error.get("continues_at"), Some(&heir[..]));
-        assert!(said.ids.len() < TOKENS as usize);
+        assert!(said.ids.len() < LONG as usize);
     }
     other.signal_worker(Signal::CONT).await;
     said.hear(&mut follows, usize::MAX).await;
