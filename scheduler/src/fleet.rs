@@ -167,6 +167,8 @@ pub struct Fleet {
     standbys: Option<Standbys>,
     /// Places for throw-away workers, and how many there have been.
     solos: Arc<Semaphore>,
+    /// Of these, those that saved graphs may have.
+    graph_solos: Arc<Semaphore>,
     solos_made: AtomicU64,
     /// Workers of untrusted models that there have been.
     guests_made: AtomicU64,
@@ -251,6 +253,7 @@ impl Fleet {
             asides: Asides::default(),
             standbys: parts.standby.then(Standbys::default),
             solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS)),
+            graph_solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS / 2)),
             solos_made: AtomicU64::new(0),
             guests_made: AtomicU64::new(0),
             gate: Gate::new(parts.model_policy, parts.audit),

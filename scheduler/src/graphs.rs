@@ -268,8 +268,23 @@ impl Graphs {
             deaths.bear()?;
         };
         let saved = Saved::new(name.clone(), tenant, head, constants, found, held)?;
-        // Of two who save under one name, the later one's is kept in both places.
+        // Of two who save under one name, the later one's is kept in both places, also if who asked for it leaves.
+        let (graphs, shared, caller) = (self.clone(), shared.clone(), caller.clone());
+        let keeping = async move { graphs.take(&shared, saved, (replace, bytes), &caller).await };
+        let kept = tokio::spawn(keeping).await;
+        kept.unwrap_or_else(|_| Err(Error::new(Reason::Internal, "the graph was not kept")))
+    }
+
+    /// Keeps a graph that was looked at, in the folder and in the table.
+    async fn take(
+        &self,
+        shared: &Shared,
+        saved: Saved,
+        (replace, bytes): (bool, u64),
+        caller: &Caller,
+    ) -> Result<Arc<Saved>, Error> {
         let _changing = self.0.changing.lock().await;
+        let name = saved.name.clone();
         self.admit(shared, &self.table(), (&name, replace), bytes, caller)?;
         let saved = Arc::new(self.numbered(saved));
         if let Some(folder) = self.0.folder.get().cloned() {
@@ -294,6 +309,14 @@ impl Graphs {
     /// # Errors
     /// [`Reason::ModelNotFound`].
     pub async fn forget(&self, name: &str, caller: &Caller) -> Result<(), Error> {
+        // In both places, also if who asked for it leaves.
+        let (graphs, name, caller) = (self.clone(), name.to_owned(), caller.clone());
+        let forgetting = async move { graphs.remove(&name, &caller).await };
+        let forgotten = tokio::spawn(forgetting).await;
+        forgotten.unwrap_or_else(|_| Err(Error::new(Reason::Internal, "it was not forgotten")))
+    }
+
+    async fn remove(&self, name: &str, caller: &Caller) -> Result<(), Error> {
         let _changing = self.0.changing.lock().await;
         let saved = self.find(name, caller).ok_or_else(|| unknown(name))?;
         if let Some(folder) = self.0.folder.get().cloned() {

@@ -518,7 +518,7 @@ impl Relayed<'_> {
             let tokens = journal.generated() - before;
             if tokens > 0 {
                 if journal.generated() > testify_at {
-                    self.fleet.served(&placed, journal.request_id());
+                    self.fleet.served(&placed.home, journal.request_id());
                     testify_at = journal.generated() + TESTIFY_EVERY;
                 }
                 self.count(tokens);

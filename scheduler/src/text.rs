@@ -56,7 +56,7 @@ where
         let mut part = part_of(trace, &placed.link);
         let status = match call(placed.link.tokens(), &part).await {
             Ok(answer) => {
-                fleet.served(&placed, id.as_str());
+                fleet.served(&placed.home, id.as_str());
                 return Ok(answer.into_inner());
             }
             Err(status) => status,

@@ -102,7 +102,8 @@ pub(crate) async fn graphs(
             bytes(graph.bytes),
             match (graph.refused, graph.deaths) {
                 (true, deaths) => format!("refused: killed {deaths} workers"),
-                (false, _) => "served".to_owned(),
+                (false, 0) => "served".to_owned(),
+                (false, deaths) => format!("runs alone: killed {deaths} workers"),
             },
         ]);
     }

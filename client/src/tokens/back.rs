@@ -255,35 +255,47 @@ impl Way {
         let mut last = cause;
         let mut moved = false;
         let mut hops = 0;
+        // Where it goes on, as it was told last: nobody else has it, so nobody else is asked until that is reached.
+        let mut there = self.client.leads_to(&last).cloned();
         loop {
-            if let Some(there) = self.client.leads_to(&last).filter(|_| hops < HOPS) {
-                match timeout_at(until, self.client.at(there)).await {
+            if let Some(to) = &there {
+                match timeout_at(until, self.client.at(to)).await {
                     Ok(Ok(client)) => {
                         self.client = client;
                         moved = true;
                         hops += 1;
+                        there = None;
                     }
-                    // Tried again, as below.
-                    Ok(Err(error)) if is_unreachable(&error) => {}
+                    Ok(Err(error)) if is_unreachable(&error) => last = error,
                     Ok(Err(error)) => return Err(error),
                     Err(_) => return Err(last),
                 }
             }
-            match timeout_at(until, self.step(moved)).await {
-                Ok(Ok(back)) => {
+            let step = async {
+                match &there {
+                    None => Some(self.step(moved).await),
+                    Some(_) => None,
+                }
+            };
+            match timeout_at(until, step).await {
+                Ok(None) => {}
+                Ok(Some(Ok(back))) => {
                     let moved = moved.then(|| self.client.clone());
                     return Ok(Back { moved, ..back });
                 }
                 // A scheduler that has just started may not serve yet, nor one that forgets a stream have forgotten it.
-                Ok(Err(error))
+                Ok(Some(Err(error)))
                     if is_unreachable(&error)
                         || error.reason() == Reason::NoWorker
                         || (moved && error.reason() == Reason::RequestExists)
                         || (hops < HOPS && self.client.leads_to(&error).is_some()) =>
                 {
+                    if hops < HOPS {
+                        there = self.client.leads_to(&error).cloned();
+                    }
                     last = error;
                 }
-                Ok(Err(error)) => return Err(error),
+                Ok(Some(Err(error))) => return Err(error),
                 Err(_) => return Err(last),
             }
             if Instant::now() + pause > until {

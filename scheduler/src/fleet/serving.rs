@@ -123,7 +123,8 @@ impl Wanted {
         Serving {
             replicas: change.replicas.unwrap_or(was.replicas),
             keep_alive_ms: change.keep_alive_ms.or(was.keep_alive_ms),
-            pinned: change.pinned.unwrap_or(was.pinned),
+            // One that is to sleep after a while is not to be kept for ever.
+            pinned: (change.pinned).unwrap_or(was.pinned && change.keep_alive_ms.is_none()),
             aliases: match change.aliases.is_empty() {
                 true => was.aliases,
                 false => change.aliases.clone(),

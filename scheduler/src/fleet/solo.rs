@@ -5,11 +5,10 @@ use std::sync::{Arc, MutexGuard, PoisonError, atomic::Ordering};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
-    limits,
     v1::{Device, Loaded, WorkerState},
 };
 use tokio::{
-    sync::OwnedSemaphorePermit,
+    sync::{OwnedSemaphorePermit, Semaphore},
     time::{sleep, timeout_at},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -133,8 +132,8 @@ impl Fleet {
     }
 
     /// Notes that a device served a request: whoever kills workers there does so by itself.
-    pub fn served(&self, placed: &Placed, request: &str) {
-        self.told().served(&placed.home, request);
+    pub fn served(&self, home: &str, request: &str) {
+        self.told().served(home, request);
     }
 
     fn told(&self) -> MutexGuard<'_, Testimony> {
@@ -182,7 +181,7 @@ impl Fleet {
         cost: &impl Fn() -> Estimate,
     ) -> Result<Placed, NoSolo> {
         let suspected = || record.is_suspect(&self.suspicion, &self.explained());
-        let mut permit = Some(self.solo_permit(suspected).await?);
+        let mut permit = Some(self.solo_permit(&self.solos, suspected).await?);
         let mut attempt = 0;
         loop {
             let (home, device) = self.solo_device(model, wish, home, record)?;
@@ -201,7 +200,7 @@ impl Fleet {
                     if wish.class.is_some_and(|wanted| wanted != class.id) {
                         return Err(no_class(model, &home).into());
                     }
-                    let (link, load, leash) = self.leash(aside, &id, permit.take());
+                    let (link, load, leash) = self.leash(aside, &id, [permit.take(), None]);
                     return Ok(Placed {
                         link,
                         class,
@@ -235,10 +234,18 @@ impl Fleet {
         home: &str,
         suspected: impl Fn() -> bool,
     ) -> Result<Option<Alone>, Error> {
-        let mut permit = match self.solo_permit(suspected).await {
-            Ok(permit) => Some(permit),
-            Err(NoSolo::Cleared) => return Ok(None),
-            Err(NoSolo::Failed(error)) => return Err(error),
+        let no = |no| match no {
+            NoSolo::Cleared => Ok(None),
+            NoSolo::Failed(error) => Err(error),
+        };
+        // Token streams that wait for such a place as well always find some that no graph can have.
+        let own = match self.solo_permit(&self.graph_solos, &suspected).await {
+            Ok(own) => own,
+            Err(error) => return no(error),
+        };
+        let mut permit = match self.solo_permit(&self.solos, suspected).await {
+            Ok(permit) => Some((permit, own)),
+            Err(error) => return no(error),
         };
         let mut attempt = 0;
         loop {
@@ -252,7 +259,8 @@ impl Fleet {
             };
             let death = match self.begin_aside(order, SUSPECT).await {
                 Ok(aside) => {
-                    let (link, _, leash) = self.leash(aside, &id, permit.take());
+                    let (permit, own) = permit.take().unzip();
+                    let (link, _, leash) = self.leash(aside, &id, [permit, own]);
                     return Ok(Some(Alone {
                         link,
                         home,
@@ -296,7 +304,7 @@ impl Fleet {
         self: &Arc<Self>,
         aside: Aside,
         id: &str,
-        permit: Option<OwnedSemaphorePermit>,
+        permits: [Option<OwnedSemaphorePermit>; 2],
     ) -> (Arc<Link>, Arc<Load>, Leash) {
         let Aside {
             listed,
@@ -316,7 +324,7 @@ impl Fleet {
             process,
             end: end.clone(),
             _listed: listed,
-            _permit: permit,
+            _permits: permits,
         };
         self.keepers.spawn(watch(Arc::clone(self), watched));
         let leash = Leash {
@@ -328,11 +336,12 @@ impl Fleet {
     /// Waits for one of the few places that there are for throw-away workers.
     async fn solo_permit(
         &self,
+        places: &Arc<Semaphore>,
         suspected: impl Fn() -> bool,
     ) -> Result<OwnedSemaphorePermit, NoSolo> {
         let mut changed = self.changes();
         let until = tokio::time::Instant::now() + self.timeouts.queue;
-        let mut place = std::pin::pin!(Arc::clone(&self.solos).acquire_owned());
+        let mut place = std::pin::pin!(Arc::clone(places).acquire_owned());
         loop {
             changed.see();
             if !suspected() {
@@ -350,8 +359,7 @@ impl Fleet {
                 Ok(Some(Ok(permit))) => return Ok(permit),
                 Ok(Some(Err(_))) | Err(_) => {
                     let why = format!(
-                        "{} requests under which workers died are being run alone already, for {:?}; try again later",
-                        limits::MAX_SOLO_WORKERS,
+                        "as many requests as may be run alone, because workers died under them, were for {:?}; try again later",
                         self.timeouts.queue
                     );
                     return Err(Error::new(Reason::Overloaded, why).into());
@@ -445,7 +453,7 @@ struct Watched {
     /// Cancelled once its request has ended.
     end: CancellationToken,
     _listed: super::aside::Listed,
-    _permit: Option<OwnedSemaphorePermit>,
+    _permits: [Option<OwnedSemaphorePermit>; 2],
 }
 
 /// Sees to a throw-away worker's end: by itself, by a sentence, or because nobody needs it any more.

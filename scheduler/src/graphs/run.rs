@@ -138,7 +138,7 @@ impl Graphs {
             Some(alone) => {
                 // Others may have lost theirs while this one waited.
                 saved.suspect.admit(&saved.name)?;
-                Ok(At::Alone(alone))
+                Ok(At::Alone(Arc::new(alone)))
             }
             None => self.worker(shared, until).await.map(At::Among),
         }
@@ -151,11 +151,25 @@ impl Graphs {
         at: &At,
         call: &Call,
     ) -> Result<Done, Error> {
-        let At::Among(link) = at else {
-            let plan = Plan::make(shared, saved, Arc::clone(at.link())).await?;
-            let done = plan.run(call).await?;
-            saved.suspect.served_alone();
-            return Ok(done);
+        let link = match at {
+            At::Among(link) => link,
+            At::Alone(alone) => {
+                let mut left = LeftAlone {
+                    shared,
+                    saved,
+                    alone: Some(alone),
+                };
+                let plan = Plan::make(shared, saved, Arc::clone(&alone.link)).await;
+                let done = match plan {
+                    Ok(plan) => plan.run(call).await,
+                    Err(error) => Err(error),
+                };
+                left.alone = None;
+                let done = done?;
+                saved.suspect.served_alone();
+                shared.fleet.served(&alone.home, saved.name.as_str());
+                return Ok(done);
+            }
         };
         let plan = self.plan(shared, saved, link).await?;
         let mut left = Left {
@@ -164,6 +178,9 @@ impl Graphs {
         };
         let done = plan.run(call).await;
         left.plan = None;
+        if done.is_ok() {
+            shared.fleet.served(&link.worker, saved.name.as_str());
+        }
         if done.as_ref().is_err_and(is_over) {
             let place = (saved.id, link.worker.clone(), link.epoch);
             self.forget_plan(&place, &plan);
@@ -298,7 +315,7 @@ enum At {
     /// Among others.
     Among(Arc<Link>),
     /// On a throw-away worker.
-    Alone(Alone),
+    Alone(Arc<Alone>),
 }
 
 impl At {
@@ -363,6 +380,31 @@ impl Drop for Left<'_> {
                 blame(&shared, &saved, &At::Among(link));
             }
             plan.note_left();
+        });
+    }
+}
+
+/// The same of a call on a throw-away worker, which is kept until it is known whether it hangs.
+struct LeftAlone<'a> {
+    shared: &'a Shared,
+    saved: &'a Arc<Saved>,
+    /// None once the call has its answer.
+    alone: Option<&'a Arc<Alone>>,
+}
+
+impl Drop for LeftAlone<'_> {
+    fn drop(&mut self) {
+        let (Some(alone), Ok(runtime)) = (self.alone, tokio::runtime::Handle::try_current()) else {
+            return;
+        };
+        let (shared, saved) = (self.shared.clone(), Arc::clone(self.saved));
+        let alone = Arc::clone(alone);
+        runtime.spawn(async move {
+            let gone = alone.link.fate.gone.cancelled();
+            let gone = timeout(shared.fleet.silence_patience(), gone).await;
+            if gone.is_ok() && alone.link.fate.kind() == Some(DeathKind::Wedged) {
+                blame(&shared, &saved, &At::Alone(alone));
+            }
         });
     }
 }

@@ -272,12 +272,22 @@ impl Left {
                     otherwise.push(name.clone());
                 }
             }
+            // The program before this one did not note what the configuration said, or it said nothing: what is served
+            // now may be what somebody asked for.
+            let differs = said.filter(|said| Some(*said) != serving.as_ref());
+            let unknown = configured_serving.is_none() && differs.is_some();
+            if unknown {
+                tracing::warn!(model = %name, "it is served as before, and otherwise than the configuration says; `hotcell load` changes that");
+            }
             let held = Inherited {
                 configured: configured || known.is_some(),
                 state,
                 summary,
                 serving: news.cloned().or(serving).unwrap_or_default(),
-                configured_serving: said.cloned().or(configured_serving),
+                configured_serving: match unknown {
+                    true => None,
+                    false => said.cloned().or(configured_serving),
+                },
                 footprint: Footprint {
                     weights: weights_bytes,
                     each: each_bytes,

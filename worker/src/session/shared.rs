@@ -31,7 +31,8 @@ pub struct Region {
 }
 
 // SAFETY: the mapping stays where it is, readable and writable, until it is dropped, and its length is sealed;
-// nobody makes references into it.
+// nobody makes references into it but kernels, to numbers: those have no invalid values, what is read may be anything
+// anyway, and what decides about memory (indices, results that a later node reads) is copied or computed elsewhere first.
 unsafe impl SharedRegion for Region {
     fn span(&self) -> (*mut u8, usize) {
         (self.mapping.start(), self.mapping.len())

@@ -14,7 +14,7 @@ use std::{
     ops::Range,
     os::{fd::OwnedFd, unix::fs::FileExt},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -190,8 +190,16 @@ fn by_pieces(
         }
         Ok(())
     };
-    let cores = thread::available_parallelism().map_or(1, NonZero::get);
-    let copiers = (bytes / WORTH).clamp(1, COPIERS.min(cores));
+    // The system is asked by opening files.
+    static CORES: OnceLock<usize> = OnceLock::new();
+    let copiers = match bytes / WORTH {
+        0 | 1 => 1,
+        worth => {
+            let cores =
+                CORES.get_or_init(|| thread::available_parallelism().map_or(1, NonZero::get));
+            worth.min(COPIERS).min(*cores)
+        }
+    };
     let each = bytes.div_ceil(copiers).next_multiple_of(PIECE);
     thread::scope(|scope| {
         let some = &some;
