@@ -4,6 +4,7 @@ use std::{env, error::Error, path::PathBuf};
 
 const FILES: &[&str] = &[
     "hotcell/v1/control.proto",
+    "hotcell/v1/debug.proto",
     "hotcell/v1/graph.proto",
     "hotcell/v1/takeover.proto",
     "hotcell/v1/tensors.proto",

@@ -6,6 +6,7 @@
 mod bench;
 mod chat;
 mod crashes;
+mod debug;
 mod doctor;
 mod embed;
 mod exit;
@@ -38,6 +39,7 @@ use crate::{
 pub use bench::BenchFlags;
 pub use chat::ChatFlags;
 pub use crashes::{CrashesFlags, What};
+pub use debug::{DebugCommand, DebugFlags, DebugWatchFlags};
 pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
 pub use flags::{ModelRef, PromptFlags, SamplingFlags};
@@ -299,6 +301,14 @@ Examples:
 What a report says of the black box and the log are the dead worker's own words. Its backtrace has names and lines
 if the worker's program is the one that died.")]
     Crashes(CrashesFlags),
+    /// Look into a worker while it serves
+    #[command(after_help = "\
+Examples:
+  hotcell debug watch                   a line each second: steps, tokens, cache, where the time goes
+  hotcell debug watch w0 --every 200ms --json | jq .steps
+
+Needs the role debug, and over TCP a token that has it. Every call is noted in the audit log.")]
+    Debug(DebugFlags),
     /// Show a prompt's token ids
     #[command(
         after_help = "Examples:\n  hotcell tokenize \"In the beginning\"\n  hotcell tokenize --chat-file talk.json --json   the rendered chat too"
@@ -423,6 +433,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Models => operate::models(ui, global).await,
         Command::Watch => operate::watch(ui, global, stop).await,
         Command::Crashes(flags) => crashes::crashes(ui, global, flags).await,
+        Command::Debug(flags) => debug::debug(ui, global, flags, stop).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
         Command::Embed(flags) => embed::embed(ui, global, flags).await,
         Command::Detokenize(flags) => operate::detokenize(ui, global, flags).await,

@@ -235,6 +235,16 @@ pub const KEPT_CRASH_FILES: usize = 256;
 pub const MAX_TAKEOVER_REQUEST: usize = 4 << 20;
 /// Bytes of the state that a scheduler leaves to the program that takes its place.
 pub const MAX_TAKEOVER_STATE: usize = 1 << 30;
+/// Milliseconds that a sample of what a worker does covers.
+pub const WATCH_INTERVALS: std::ops::RangeInclusive<u32> = 50..=60_000;
+/// Those that it covers unless its watcher says otherwise.
+pub const WATCH_INTERVAL: u32 = 1000;
+/// Steps of a worker that are noted while somebody watches it, until they are told.
+pub const MAX_WATCHED_STEPS: usize = 1 << 14;
+/// Places in plans that one sample tells of.
+pub const MAX_WATCHED_NODES: usize = 32;
+/// Calls that look into one worker at once.
+pub const MAX_DEBUGGERS: usize = 16;
 /// Connections of one worker for its control at once: the scheduler's, and those of who takes its place.
 pub const MAX_CONTROLS: usize = 4;
 

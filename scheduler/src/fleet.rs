@@ -9,6 +9,7 @@ mod autopsy;
 mod caches;
 mod catalog;
 mod changes;
+mod debug;
 mod examine;
 mod gate;
 mod guests;
@@ -57,6 +58,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 pub use adopt::{Heir, Inherited, Live};
 pub use catalog::Model;
 pub use changes::Changes;
+pub use debug::believe as believe_sample;
 pub use handover::Joined;
 pub use launch::{
     Allowance, Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor,

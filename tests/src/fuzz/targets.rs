@@ -492,6 +492,7 @@ const REQUESTS: &[fn(&[u8]) -> bool] = &[
     readable::<v1::StatusRequest>,
     readable::<v1::StatusResponse>,
     readable::<v1::DrainRequest>,
+    readable::<v1::WatchRequest>,
 ];
 
 fn requests(bytes: &[u8]) -> bool {

@@ -18,6 +18,7 @@ use hotcell_proto::{
 
 mod admit;
 mod compute;
+mod look;
 
 use super::{
     blocks::Key,
@@ -31,6 +32,7 @@ use super::{
     task::{Member, Task},
 };
 use crate::{
+    debug::observer::{Observer, StepNote},
     error::of_device,
     model::run::{Row, Runner},
 };
@@ -106,6 +108,16 @@ pub struct Batch {
     logits: Vec<f32>,
     state: Vec<f32>,
     blackbox: Writer,
+    observer: Arc<Observer>,
+    last: Computed,
+}
+
+/// What the last step was.
+#[derive(Clone, Copy, Debug, Default)]
+struct Computed {
+    time: Duration,
+    sequences: usize,
+    drawn: usize,
 }
 
 impl Batch {
@@ -136,8 +148,15 @@ impl Batch {
             logits: vec![0.0; runner.vocab()],
             state: vec![0.0; runner.hidden()],
             blackbox,
+            observer: Arc::default(),
+            last: Computed::default(),
             runner,
         }
+    }
+
+    /// Notes its steps there from now on, while somebody watches.
+    pub fn tell(&mut self, observer: &Arc<Observer>) {
+        self.observer = Arc::clone(observer);
     }
 
     /// The model on its device.
@@ -413,6 +432,16 @@ impl Batch {
                 rows = self.rows.len();
                 self.compute()
             });
+        if rows > 0 && self.observer.is_watched() {
+            self.observer.note(StepNote {
+                begun: now,
+                whole: now.elapsed(),
+                computing: self.last.time,
+                rows,
+                sequences: self.last.sequences,
+                drawn: self.last.drawn,
+            });
+        }
         match computed {
             // One that failed has made room for others.
             Ok(()) => rows > 0 || self.len() < inside,

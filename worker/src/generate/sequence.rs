@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use hotcell_proto::{
@@ -266,6 +266,11 @@ impl Sequence {
     /// Tokens of the prompt.
     pub fn prompt_len(&self) -> usize {
         self.request.prompt.len()
+    }
+
+    /// How long it has been in this worker.
+    pub fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.arrived)
     }
 
     /// How many tokens it may draw in one step besides the first: its limits and its reader have room for them.

@@ -325,6 +325,12 @@ impl Runner {
         self.caches.bytes()
     }
 
+    /// Bytes that its plans keep for what they compute.
+    pub fn plan_bytes(&self) -> usize {
+        let plans = [&self.body, &self.head, &self.ending];
+        plans.iter().map(|plan| plan.memory().arena).sum()
+    }
+
     /// How many layers are of a kind, and the bytes of one block in all of them.
     pub fn kind_size(&self, kind: usize) -> (usize, usize) {
         let layers = self.caches.of_kind(kind).count();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::Error;
 
-use super::{Batch, Part, Running};
+use super::{Batch, Computed, Part, Running};
 use crate::{
     error::of_device,
     generate::{
@@ -171,8 +171,13 @@ impl Batch {
         self.lend_grammars();
         let stepped = self.runner.step(&self.rows, &self.pick_rows);
         self.return_grammars();
+        self.last = Computed {
+            time: begun.elapsed(),
+            sequences: self.parts.len(),
+            drawn: 0,
+        };
         stepped?;
-        self.pace.note(self.rows.len(), begun.elapsed());
+        self.pace.note(self.rows.len(), self.last.time);
         self.blackbox.stepped();
         let mut ended = Vec::new();
         self.read(&mut ended)?;
@@ -260,6 +265,7 @@ impl Batch {
         if outcome.is_none() {
             member.pays.note(guessed, right, drawn, self.guess_cost);
         }
+        self.last.drawn += drawn;
         self.tally.guessed += guessed as u64;
         self.tally.right += right as u64;
         guesses.clear();
