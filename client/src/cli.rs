@@ -39,7 +39,10 @@ use crate::{
 pub use bench::BenchFlags;
 pub use chat::ChatFlags;
 pub use crashes::{CrashesFlags, What};
-pub use debug::{DebugCommand, DebugFlags, DebugWatchFlags};
+pub use debug::{
+    CaptureFlags, CompareFlags, DebugCommand, DebugFlags, DebugWatchFlags, GuardFlags, Layers,
+    LookFlags, ReplayFlags,
+};
 pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
 pub use flags::{ModelRef, PromptFlags, SamplingFlags};
@@ -306,6 +309,10 @@ if the worker's program is the one that died.")]
 Examples:
   hotcell debug watch                   a line each second: steps, tokens, cache, where the time goes
   hotcell debug watch w0 --every 200ms --json | jq .steps
+  hotcell debug capture --next -o a.hotcell --reveal     what is computed for the next request
+  hotcell debug replay a.hotcell        the same bits again? else the first node that differs
+  hotcell debug replay my-request --at 12 --until layers.3.mul_mat.0
+  hotcell debug guard --nan --inf --end                  a watchpoint at every node
 
 Needs the role debug, and over TCP a token that has it. Every call is noted in the audit log.")]
     Debug(DebugFlags),

@@ -2,5 +2,7 @@
 //!
 //! Nothing here happens unless somebody looks: steps ask one flag.
 
+pub mod capture;
+pub mod guard;
 pub mod observer;
 pub mod watch;

@@ -7,7 +7,10 @@ use hotcell_ipc::transport::Windows;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::{MemoryUse, NodeShare, WatchSample, WatchedRequest, debug_client::DebugClient},
+    v1::{
+        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, MemoryUse, NodeShare,
+        WatchSample, WatchedRequest, captured::Kind, debug_client::DebugClient, guard_event,
+    },
 };
 use tokio::time::timeout;
 use tonic::{Status, transport::Channel};
@@ -55,6 +58,55 @@ pub fn believe(said: WatchSample, link: &Link) -> WatchSample {
             .collect(),
         ..said
     }
+}
+
+fn believe_node(node: CapturedNode) -> CapturedNode {
+    CapturedNode {
+        name: clip(&node.name),
+        op: clip(&node.op),
+        weight: clip(&node.weight),
+        dtype: clip(&node.dtype),
+        dims: node.dims.into_iter().take(limits::MAX_RANK).collect(),
+        ..node
+    }
+}
+
+/// A worker's words about what it computed, within bounds. Rows are the caller's to check against the nodes.
+pub fn believe_captured(said: Captured, link: &Link) -> Captured {
+    let kind = said.kind.map(|kind| match kind {
+        Kind::Head(head) => Kind::Head(CaptureHead {
+            worker: link.worker.clone(),
+            epoch: link.epoch,
+            model: clip(&head.model),
+            version: clip(&head.version),
+            nodes: (head.nodes.into_iter().take(limits::MAX_GRAPH_NODES))
+                .map(believe_node)
+                .collect(),
+            ..head
+        }),
+        Kind::End(end) => Kind::End(CaptureEnd {
+            failed: clip(&end.failed),
+            ..end
+        }),
+        told => told,
+    });
+    Captured { kind }
+}
+
+/// A worker's words about a watchpoint, within bounds.
+pub fn believe_guarded(said: GuardEvent, link: &Link) -> GuardEvent {
+    let kind = said.kind.map(|kind| match kind {
+        guard_event::Kind::Hit(hit) => guard_event::Kind::Hit(GuardHit {
+            worker: link.worker.clone(),
+            epoch: link.epoch,
+            model: clip(&hit.model),
+            request_id: clip(&hit.request_id),
+            node: hit.node.map(believe_node),
+            ..hit
+        }),
+        told => told,
+    });
+    GuardEvent { kind }
 }
 
 impl Link {

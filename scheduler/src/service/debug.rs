@@ -4,7 +4,11 @@ use std::sync::Arc;
 
 use hotcell_proto::{
     error::{Error, Reason},
-    v1::{WatchRequest, WatchSample, debug_server::Debug},
+    ids::RequestId,
+    v1::{
+        CaptureRequest, Captured, GuardEvent, GuardRequest, ReplayRequest, WatchRequest,
+        WatchSample, debug_server::Debug, replay_request::Which,
+    },
 };
 use tokio::sync::mpsc::{self, error::TrySendError};
 use tokio_stream::wrappers::ReceiverStream;
@@ -14,7 +18,8 @@ use super::{Shared, who};
 use crate::{
     access::Caller,
     admission::draining,
-    fleet::{Link, believe_sample},
+    discover::clip,
+    fleet::{Link, Replayer, believe_captured, believe_guarded, believe_sample},
 };
 
 /// The service.
@@ -23,17 +28,11 @@ pub(super) struct Service(pub Shared);
 type Answers<T> = ReceiverStream<Result<T, Status>>;
 
 impl Service {
-    /// Lets somebody look into a worker, and notes it.
+    /// Lets somebody look inside.
     ///
     /// # Errors
     /// [`Reason::PermissionDenied`] for callers over TCP that nobody asked who they are: what they would see is others'.
-    fn enter<T>(
-        &self,
-        request: &Request<T>,
-        call: &str,
-        worker: &str,
-        detail: String,
-    ) -> Result<Arc<Link>, Error> {
+    fn may<T>(&self, request: &Request<T>) -> Result<(), Error> {
         let caller = Caller::of(request.extensions());
         if caller.remote && !self.0.access.asks_for_tokens() {
             let what = "over TCP only callers with a token may look into workers: give the scheduler --tokens, \
@@ -43,11 +42,83 @@ impl Service {
         if self.0.admission.is_closed() {
             return Err(draining());
         }
-        let link = self.0.fleet.for_debug(worker)?;
+        Ok(())
+    }
+
+    fn note<T>(&self, request: &Request<T>, call: &str, worker: &str, detail: String) {
         let who = who(request);
-        self.0.fleet.audit_debug(&who, call, &link.worker, detail);
-        tracing::info!(worker = link.worker, call, by = who.name, "somebody looks into a worker");
+        let detail = clip(&detail);
+        tracing::info!(worker, call, detail, by = %who.name, "somebody looks into a worker");
+        self.0.fleet.audit_debug(&who, call, worker, detail);
+    }
+
+    /// Lets somebody look into a worker, and notes it.
+    fn enter<T>(
+        &self,
+        request: &Request<T>,
+        call: &str,
+        worker: &str,
+        detail: String,
+    ) -> Result<Arc<Link>, Error> {
+        self.may(request)?;
+        let link = self.0.fleet.for_debug(worker)?;
+        self.note(request, call, &link.worker, detail);
         Ok(link)
+    }
+
+    /// The request that is to be run again, under its model's name here.
+    fn again(&self, request: &mut ReplayRequest, caller: &Caller) -> Result<(), Error> {
+        if let Some(Which::RequestId(id)) = &request.which {
+            let id = RequestId::new(id.as_str())?;
+            let stream = self.0.streams.find(&id, caller)?;
+            let again = stream.again().ok_or_else(|| {
+                let what = format!("what request {id} was and said is held no more");
+                Error::new(Reason::TokensForgotten, what)
+            })?;
+            request.which = Some(Which::Request(again));
+        }
+        match &mut request.which {
+            Some(Which::Request(again)) => {
+                let model = self.0.fleet.resolve(&again.model)?;
+                again.model = model.as_str().to_owned();
+                Ok(())
+            }
+            _ => {
+                let what = "name a request, or give one";
+                Err(Error::new(Reason::InvalidArgument, what))
+            }
+        }
+    }
+}
+
+/// Passes messages on until either side leaves. What looks on at a worker that serves is left out there if its reader is
+/// slow; who runs for this reader alone waits. `held` lives until the end.
+async fn pass_all<T>(
+    shared: Shared,
+    link: Arc<Link>,
+    mut messages: Streaming<T>,
+    believe: fn(T, &Link) -> T,
+    to: mpsc::Sender<Result<T, Status>>,
+    _held: Option<Replayer>,
+) {
+    loop {
+        let next = tokio::select! {
+            () = shared.abort.cancelled() => Err(draining()),
+            () = to.closed() => return,
+            next = messages.message() => match next {
+                Ok(Some(said)) => Ok(believe(said, &link)),
+                Ok(None) => return,
+                Err(status) => Err(link.said(&status).await),
+            },
+        };
+        let is_last = next.is_err();
+        let sent = tokio::select! {
+            () = shared.abort.cancelled() => return,
+            sent = to.send(next.map_err(Status::from)) => sent,
+        };
+        if is_last || sent.is_err() {
+            return;
+        }
     }
 }
 
@@ -113,6 +184,93 @@ impl Debug for Service {
         };
         let (to, stream) = mpsc::channel(1);
         tokio::spawn(pass(self.0.clone(), link, samples, to));
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type CaptureStream = Answers<Captured>;
+
+    async fn capture(
+        &self,
+        request: Request<CaptureRequest>,
+    ) -> Result<Response<Self::CaptureStream>, Status> {
+        let asked = request.get_ref();
+        let reveal = asked.options.as_ref().is_some_and(|options| options.reveal);
+        let detail = format!("{:?}, reveal: {reveal}", asked.which);
+        let link = self.enter(&request, "capture", &asked.worker, detail)?;
+        let mut asked = request.into_inner();
+        asked.worker = String::new();
+        if !asked.model.is_empty() {
+            asked.model = self.0.fleet.resolve(&asked.model)?.as_str().to_owned();
+        }
+        let mut client = link.debug().await?;
+        let messages = match client.capture(asked).await {
+            Ok(messages) => messages.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let passing = pass_all(self.0.clone(), link, messages, believe_captured, to, None);
+        tokio::spawn(passing);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type ReplayStream = Answers<Captured>;
+
+    async fn replay(
+        &self,
+        request: Request<ReplayRequest>,
+    ) -> Result<Response<Self::ReplayStream>, Status> {
+        self.may(&request)?;
+        let caller = Caller::of(request.extensions());
+        let mut asked = request.get_ref().clone();
+        self.again(&mut asked, &caller)?;
+        let Some(Which::Request(again)) = &asked.which else {
+            return Err(Error::new(Reason::Internal, "a request without a request").into());
+        };
+        let model = self.0.fleet.resolve(&again.model)?;
+        let reveal = asked.options.as_ref().is_some_and(|options| options.reveal);
+        let detail = format!("a request of {model}, reveal: {reveal}");
+        let beside = std::mem::take(&mut asked.worker);
+        let starting = self.0.fleet.replayer(&model, &beside);
+        let replayer = tokio::select! {
+            () = self.0.abort.cancelled() => return Err(draining().into()),
+            replayer = starting => replayer?,
+        };
+        let link = Arc::clone(&replayer.link);
+        self.note(&request, "replay", &link.worker, detail);
+        let mut client = link.debug().await?;
+        let messages = match client.replay(asked).await {
+            Ok(messages) => messages.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let held = Some(replayer);
+        let passing = pass_all(self.0.clone(), link, messages, believe_captured, to, held);
+        tokio::spawn(passing);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type GuardStream = Answers<GuardEvent>;
+
+    async fn guard(
+        &self,
+        request: Request<GuardRequest>,
+    ) -> Result<Response<Self::GuardStream>, Status> {
+        let asked = request.get_ref();
+        let detail = format!("{:?}, end: {}", asked.conditions, asked.end);
+        let link = self.enter(&request, "guard", &asked.worker, detail)?;
+        let mut asked = request.into_inner();
+        asked.worker = String::new();
+        if !asked.model.is_empty() {
+            asked.model = self.0.fleet.resolve(&asked.model)?.as_str().to_owned();
+        }
+        let mut client = link.debug().await?;
+        let messages = match client.guard(asked).await {
+            Ok(messages) => messages.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let passing = pass_all(self.0.clone(), link, messages, believe_guarded, to, None);
+        tokio::spawn(passing);
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 }

@@ -17,7 +17,7 @@ use hotcell_kernels::{
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
 
-use super::{Fault, POISON, acts, trespass};
+use super::{Fault, POISON, acts, plant, trespass};
 
 /// Has the CPU's devices under their own names.
 pub(super) struct FaultBackend;
@@ -132,6 +132,8 @@ impl Device for FaultDevice {
         if Fault::HangInLoad.taken() {
             acts::hang();
         }
+        let planted = plant::plant(graph)?;
+        let graph = planted.as_ref().unwrap_or(graph);
         Ok(Box::new(FaultPlan {
             inner: self.inner.plan(graph, hints)?,
             watched: Rc::clone(&self.watched),

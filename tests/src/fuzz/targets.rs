@@ -493,6 +493,9 @@ const REQUESTS: &[fn(&[u8]) -> bool] = &[
     readable::<v1::StatusResponse>,
     readable::<v1::DrainRequest>,
     readable::<v1::WatchRequest>,
+    readable::<v1::CaptureRequest>,
+    readable::<v1::ReplayRequest>,
+    readable::<v1::GuardRequest>,
 ];
 
 fn requests(bytes: &[u8]) -> bool {

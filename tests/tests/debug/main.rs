@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+mod guarding;
+mod replaying;
 mod watching;
 
 use hotcell_client::GenerateOptions;

@@ -2,6 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc, time::Instant};
 
+use hotcell_kernels::backend::Device;
 use hotcell_proto::{error::Error, v1};
 use tokio::sync::oneshot;
 
@@ -17,6 +18,8 @@ pub struct Inside<'a> {
     pub models: &'a mut HashMap<String, Batch>,
     /// Sessions of tensors.
     pub tensors: &'a TensorPlane,
+    /// The device.
+    pub device: &'a dyn Device,
 }
 
 /// What the engine has.
@@ -61,6 +64,15 @@ impl Engine {
         answer.await.map_err(Self::gone)
     }
 
+    /// Forgets those who looked into its models and left.
+    pub async fn leave_alone(&self) {
+        let forget = |inside: &mut Inside<'_>| {
+            inside.models.values_mut().for_each(Batch::leave_alone);
+        };
+        // An engine that has ended has forgotten them.
+        let _ = self.inside(forget).await;
+    }
+
     /// What it has now.
     ///
     /// # Errors
@@ -96,6 +108,7 @@ impl Loop {
         work(&mut Inside {
             models: &mut self.models,
             tensors: &self.tensors,
+            device: self.device.as_ref(),
         });
     }
 }

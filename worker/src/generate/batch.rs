@@ -19,6 +19,7 @@ use hotcell_proto::{
 mod admit;
 mod compute;
 mod look;
+mod probe;
 
 use super::{
     blocks::Key,
@@ -31,6 +32,9 @@ use super::{
     schedule::Schedule,
     task::{Member, Task},
 };
+pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Probe};
+use probe::Lookers;
+
 use crate::{
     debug::observer::{Observer, StepNote},
     error::of_device,
@@ -110,6 +114,7 @@ pub struct Batch {
     blackbox: Writer,
     observer: Arc<Observer>,
     last: Computed,
+    lookers: Lookers,
 }
 
 /// What the last step was.
@@ -150,6 +155,7 @@ impl Batch {
             blackbox,
             observer: Arc::default(),
             last: Computed::default(),
+            lookers: Lookers::default(),
             runner,
         }
     }
@@ -421,6 +427,7 @@ impl Batch {
     /// Computes one step. Returns whether there was something to compute.
     pub fn step(&mut self) -> bool {
         let now = Instant::now();
+        self.leave_alone();
         self.sweep(now);
         let inside = self.len();
         let mut rows = 0;
@@ -442,7 +449,7 @@ impl Batch {
                 drawn: self.last.drawn,
             });
         }
-        match computed {
+        let worked = match computed {
             // One that failed has made room for others.
             Ok(()) => rows > 0 || self.len() < inside,
             Err(error) => {
@@ -450,7 +457,9 @@ impl Batch {
                 self.fail_all(&of_device(&error));
                 true
             }
-        }
+        };
+        self.leave_alone();
+        worked
     }
 }
 

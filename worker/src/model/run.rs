@@ -2,12 +2,14 @@
 
 mod caches;
 mod shape;
+mod tap;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     rc::Rc,
 };
 
+use hotcell_graph::Graph;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
     plan::{Plan, PlanHints, Slot},
@@ -16,11 +18,14 @@ use hotcell_kernels::{
 use caches::Caches;
 use shape::check_cache;
 pub use shape::{KINDS, RunShape, Sizes};
+use tap::Tap;
+pub use tap::{RowSize, Wanted};
 
 use super::{
     config::Rope,
     constants::{f32_buffer, stack, stack_bytes, vector},
     graph::{body, ending, head},
+    points::{Point, points},
     weave::{BuildError, Pattern, Source, Sourced},
 };
 use crate::weights::{ModelSource, Weight};
@@ -147,6 +152,14 @@ pub struct Runner {
     logits: Buffer,
     states: Buffer,
     scratch: Vec<i32>,
+    /// The body's graph, what its inputs and its output are bound to, and what of it can be looked at.
+    graph: Graph,
+    inputs: Vec<Buffer>,
+    hidden_states: Buffer,
+    points: Vec<Point>,
+    /// Computes the body in steps that somebody looks at.
+    tap: Option<Tap>,
+    tapping: bool,
 }
 
 impl Runner {
@@ -192,6 +205,7 @@ impl Runner {
             f32_buffer(device, "frequencies", &values)
         };
         let mut packable = Vec::new();
+        let mut inputs = Vec::with_capacity(body.sources.len());
         let mut bind = |graph: Part, sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
             for (i, from) in sourced.sources.iter().enumerate() {
@@ -223,6 +237,9 @@ impl Runner {
                 };
                 let slot = Slot::Input(i);
                 plan.bind(slot, &buffer, 0)?;
+                if matches!(graph, Part::Body) {
+                    inputs.push(buffer);
+                }
                 if let Source::Weight(name) = from
                     && plan.bind_packed(slot, None, 0)?
                 {
@@ -235,6 +252,7 @@ impl Runner {
             }
             Ok(plan)
         };
+        let (graph, points) = (body.graph.clone(), points(&body.graph));
         let (mut body, mut head) = (bind(Part::Body, &body)?, bind(Part::Head, &head)?);
         let mut ending = bind(Part::Ending, &ending)?;
         body.bind(Slot::Output(0), &hidden, 0)?;
@@ -257,6 +275,12 @@ impl Runner {
             logits,
             states,
             scratch,
+            graph,
+            inputs,
+            hidden_states: hidden,
+            points,
+            tap: None,
+            tapping: false,
         })
     }
 
@@ -417,7 +441,11 @@ impl Runner {
         for (kind, of) in kinds.iter().enumerate() {
             Self::fill(scratch, &of.slots, rows.iter().map(|r| r.slots[kind]))?;
         }
-        self.stream.execute(self.body.as_mut(), rows.len())?;
+        let body = match &mut self.tap {
+            Some(tap) if self.tapping => &mut tap.plan,
+            _ => &mut self.body,
+        };
+        self.stream.execute(body.as_mut(), rows.len())?;
         if !picks.is_empty() {
             Self::fill(scratch, pick_rows, picks.iter().copied())?;
             self.stream.execute(self.head.as_mut(), picks.len())?;
