@@ -41,7 +41,7 @@ pub use chat::ChatFlags;
 pub use crashes::{CrashesFlags, What};
 pub use debug::{
     CaptureFlags, CompareFlags, DebugCommand, DebugFlags, DebugWatchFlags, GuardFlags, Layers,
-    LookFlags, ReplayFlags,
+    LookFlags, ReplayFlags, TraceFlags,
 };
 pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
@@ -313,6 +313,7 @@ Examples:
   hotcell debug replay a.hotcell        the same bits again? else the first node that differs
   hotcell debug replay my-request --at 12 --until layers.3.mul_mat.0
   hotcell debug guard --nan --inf --end                  a watchpoint at every node
+  hotcell debug trace --for 2s --nodes -o w0.pftrace     a timeline for https://ui.perfetto.dev
 
 Needs the role debug, and over TCP a token that has it. Every call is noted in the audit log.")]
     Debug(DebugFlags),

@@ -1,6 +1,7 @@
 //! Looking into one worker: what it does, what it computes for a request, and whether that comes again.
 
 mod compare;
+pub mod perfetto;
 mod recording;
 
 use std::time::Duration;
@@ -51,7 +52,10 @@ impl Client {
     ///
     /// # Errors
     /// The server's, [`Reason::RequestNotFound`](crate::Reason::RequestNotFound) among them.
-    pub async fn replay(&self, request: v1::ReplayRequest) -> Result<Messages<v1::Captured>, Error> {
+    pub async fn replay(
+        &self,
+        request: v1::ReplayRequest,
+    ) -> Result<Messages<v1::Captured>, Error> {
         let told = self.debug_client().replay(request).await;
         self.messages(told, LACKS)
     }
@@ -60,8 +64,31 @@ impl Client {
     ///
     /// # Errors
     /// The server's.
-    pub async fn guard(&self, request: v1::GuardRequest) -> Result<Messages<v1::GuardEvent>, Error> {
+    pub async fn guard(
+        &self,
+        request: v1::GuardRequest,
+    ) -> Result<Messages<v1::GuardEvent>, Error> {
         let told = self.debug_client().guard(request).await;
         self.messages(told, LACKS)
+    }
+
+    /// What a worker does for a while (1 s if it is zero), on a timeline, and what its plans compute if `nodes` are wanted;
+    /// [`perfetto::encode`] makes a file of it.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn trace_worker(
+        &self,
+        worker: &str,
+        duration: Duration,
+        nodes: bool,
+    ) -> Result<Messages<v1::TracePiece>, Error> {
+        let request = v1::TraceRequest {
+            worker: worker.to_owned(),
+            duration_ms: u32::try_from(duration.as_millis()).unwrap_or(u32::MAX),
+            nodes,
+        };
+        let pieces = self.debug_client().trace(request).await;
+        self.messages(pieces, LACKS)
     }
 }

@@ -241,6 +241,10 @@ pub const WATCH_INTERVALS: std::ops::RangeInclusive<u32> = 50..=60_000;
 pub const WATCH_INTERVAL: u32 = 1000;
 /// Steps of a worker that are noted while somebody watches it, until they are told.
 pub const MAX_WATCHED_STEPS: usize = 1 << 14;
+/// Milliseconds of one trace.
+pub const MAX_TRACE_MILLIS: u32 = 60_000;
+/// Nodes that a worker notes while it is traced, until they are told.
+pub const MAX_TRACED_NODES: usize = 1 << 17;
 /// Places in plans that one sample tells of.
 pub const MAX_WATCHED_NODES: usize = 32;
 /// Bytes of nodes' values that a worker keeps of a step while somebody looks at them.

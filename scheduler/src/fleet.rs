@@ -59,7 +59,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 pub use adopt::{Heir, Inherited, Live};
 pub use catalog::Model;
 pub use changes::Changes;
-pub use debug::{believe as believe_sample, believe_captured, believe_guarded};
+pub use debug::{believe as believe_sample, believe_captured, believe_guarded, believe_traced};
 pub use handover::Joined;
 pub use launch::{
     Allowance, Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor,

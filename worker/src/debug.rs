@@ -5,4 +5,5 @@
 pub mod capture;
 pub mod guard;
 pub mod observer;
+pub mod trace;
 pub mod watch;

@@ -4,6 +4,7 @@ mod capture;
 mod guard;
 mod replay;
 mod told;
+mod trace;
 mod watch;
 
 use clap::{Args, Subcommand};
@@ -13,6 +14,7 @@ use super::{GlobalFlags, exit::Failure, interrupt::Interrupt, session::Session, 
 pub use capture::{CaptureFlags, Layers, LookFlags};
 pub use guard::GuardFlags;
 pub use replay::{CompareFlags, ReplayFlags};
+pub use trace::TraceFlags;
 pub use watch::DebugWatchFlags;
 
 /// `hotcell debug`.
@@ -51,6 +53,8 @@ pub enum DebugCommand {
     ///
     /// The device looks at every step while this runs. Of each request the first such node of a step is told.
     Guard(Box<GuardFlags>),
+    /// Write a timeline of what a worker does, for Perfetto: steps, device, requests, counters
+    Trace(TraceFlags),
 }
 
 pub(crate) async fn debug(
@@ -68,6 +72,7 @@ pub(crate) async fn debug(
         DebugCommand::Replay(flags) => replay::replay(ui, &session, flags, interrupt).await,
         DebugCommand::Compare(_) => Ok(()),
         DebugCommand::Guard(flags) => guard::guard(ui, &session, flags, interrupt).await,
+        DebugCommand::Trace(flags) => trace::trace(ui, &session, flags, interrupt).await,
         DebugCommand::Watch(flags) => watch::watch(ui, &session, flags, interrupt).await,
     }
 }

@@ -44,7 +44,10 @@ fn values(node: &v1::CapturedNode, row: &NodeValues) -> Option<HostTensor> {
 pub fn compare(ours: &Recording, reference: &Recording) -> Compared {
     let mut compared = Compared::default();
     for token in &ours.tokens {
-        let other = reference.tokens.iter().find(|other| other.index == token.index);
+        let other = reference
+            .tokens
+            .iter()
+            .find(|other| other.index == token.index);
         if let Some(other) = other {
             compared.tokens += 1;
             compared.token((ours, token), (reference, other));
@@ -104,7 +107,10 @@ mod tests {
         let compared = compare(&ours, &reference);
         assert_eq!((compared.tokens, compared.rows, compared.same), (2, 4, 0));
         let first = compared.first.unwrap();
-        assert_eq!((first.token, first.node.name.as_str()), (1, "layers.0.add.0"));
+        assert_eq!(
+            (first.token, first.node.name.as_str()),
+            (1, "layers.0.add.0")
+        );
         let likeness = first.likeness.unwrap();
         assert_eq!((likeness.max_abs, likeness.max_rel), (0.5, 0.5));
         assert!(likeness.cosine < 1.0 && likeness.nmse > 0.0);

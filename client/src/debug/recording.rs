@@ -231,7 +231,7 @@ impl Recording {
             let what = format!("{shown} is no capture that this version can read: {what}");
             Error::new(Reason::InvalidArgument, what)
         };
-        let mut file = File::open(path).map_err(unreadable)?;
+        let file = File::open(path).map_err(unreadable)?;
         let most = limits::MAX_CAPTURE_BYTES + 2 * limits::MAX_CAPTURE_HEADER;
         let size = file.metadata().map_err(unreadable)?.len();
         if size > most {
@@ -239,12 +239,15 @@ impl Recording {
             return Err(Error::new(Reason::LimitExceeded, what));
         }
         let mut bytes = Vec::new();
-        file.by_ref()
-            .take(most)
+        file.take(most)
             .read_to_end(&mut bytes)
             .map_err(unreadable)?;
-        let rest = bytes.strip_prefix(MAGIC).ok_or_else(|| wrong("it does not begin like one"))?;
-        let (length, rest) = rest.split_first_chunk().ok_or_else(|| wrong("it is cut short"))?;
+        let rest = bytes
+            .strip_prefix(MAGIC)
+            .ok_or_else(|| wrong("it does not begin like one"))?;
+        let (length, rest) = rest
+            .split_first_chunk()
+            .ok_or_else(|| wrong("it is cut short"))?;
         let length = u64::from_le_bytes(*length);
         if length > limits::MAX_CAPTURE_HEADER {
             return Err(wrong("its header is too long"));
@@ -255,7 +258,8 @@ impl Recording {
             .ok_or_else(|| wrong("it is cut short"))?;
         let header: Header =
             serde_json::from_slice(header).map_err(|e| wrong(&format!("its header: {e}")))?;
-        let body = SafeTensors::deserialize(body).map_err(|e| wrong(&format!("its values: {e}")))?;
+        let body =
+            SafeTensors::deserialize(body).map_err(|e| wrong(&format!("its values: {e}")))?;
         header.recording(&body).map_err(|e| wrong(e.message()))
     }
 }
@@ -383,10 +387,13 @@ impl Header {
                     greatest: row.greatest,
                     mean: row.mean,
                     rms: row.rms,
-                    data: tensor.map(|tensor| tensor.data().to_vec()).unwrap_or_default(),
+                    data: tensor
+                        .map(|tensor| tensor.data().to_vec())
+                        .unwrap_or_default(),
                 };
                 check_row(node, number, &row)?;
-                if tensor.is_some_and(|tensor| dtype(node).ok().map(|d| d.0) != Some(tensor.dtype()))
+                if tensor
+                    .is_some_and(|tensor| dtype(node).ok().map(|d| d.0) != Some(tensor.dtype()))
                 {
                     return Err(odd(format!("{} has another dtype", node.name)));
                 }
@@ -470,7 +477,11 @@ pub(super) mod tests {
         let written = recording(3);
         let bytes = written.write(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().len(), bytes);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "no part is left");
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "no part is left"
+        );
         let read = Recording::read(&path).unwrap();
         assert_eq!(read, written);
         assert!(read.is_whole(0, &read.tokens[0].nodes[0]));

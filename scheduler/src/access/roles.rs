@@ -24,7 +24,11 @@ impl Role {
     pub const ALL: &'static [(Role, &'static str, &'static str)] = &[
         (Role::Use, "use", "generate, compute, list"),
         (Role::Load, "load", "load and unload models"),
-        (Role::Debug, "debug", "crash reports, events, looking into workers"),
+        (
+            Role::Debug,
+            "debug",
+            "crash reports, events, looking into workers",
+        ),
         (Role::Admin, "admin", "all of it, and what operators do"),
     ];
 
@@ -147,6 +151,7 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/hotcell.v1.Debug/Capture", DEBUG),
     ("/hotcell.v1.Debug/Replay", DEBUG),
     ("/hotcell.v1.Debug/Guard", DEBUG),
+    ("/hotcell.v1.Debug/Trace", DEBUG),
     ("/hotcell.v1.Control/ReleaseWorker", ADMIN),
     ("/vllm.grpc.engine.VllmEngine/Generate", USE),
     ("/vllm.grpc.engine.VllmEngine/Embed", USE),

@@ -8,8 +8,9 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, MemoryUse, NodeShare,
-        WatchSample, WatchedRequest, captured::Kind, debug_client::DebugClient, guard_event,
+        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, MemoryUse,
+        NodeShare, TraceHead, TracePiece, WatchSample, WatchedRequest, captured::Kind,
+        debug_client::DebugClient, guard_event, trace_piece,
     },
 };
 use tokio::time::timeout;
@@ -109,6 +110,29 @@ pub fn believe_guarded(said: GuardEvent, link: &Link) -> GuardEvent {
     GuardEvent { kind }
 }
 
+/// A worker's words about when it did what, within bounds.
+pub fn believe_traced(said: TracePiece, link: &Link) -> TracePiece {
+    use trace_piece::Kind;
+    let kind = said.kind.map(|kind| match kind {
+        Kind::Head(head) => Kind::Head(TraceHead {
+            worker: link.worker.clone(),
+            epoch: link.epoch,
+            ..head
+        }),
+        Kind::Spans(mut some) => {
+            some.spans
+                .iter_mut()
+                .for_each(|span| span.name = clip(&span.name));
+            some.counts
+                .iter_mut()
+                .for_each(|count| count.name = clip(&count.name));
+            Kind::Spans(some)
+        }
+        told => told,
+    });
+    TracePiece { kind }
+}
+
 impl Link {
     /// A connection of its own for one who looks into it, so that one who does not read holds up nobody else.
     ///
@@ -164,7 +188,10 @@ impl Fleet {
             (named, ..) => named.to_owned(),
         };
         let slot = table.workers.get(&id).ok_or_else(|| {
-            let what = format!("there is no worker {:?}; `hotcell ps` lists them", clip(&id));
+            let what = format!(
+                "there is no worker {:?}; `hotcell ps` lists them",
+                clip(&id)
+            );
             Error::new(Reason::NoWorker, what)
         })?;
         let link = slot.serving().ok_or_else(|| {

@@ -66,7 +66,10 @@ impl Fleet {
             let mut aside = self.begin_aside(order, REPLAY).await?;
             let patience = self.policy.start_timeout;
             let load = async {
-                match self.hand_over(&aside.link, model, &files, patience, |_| {}).await {
+                match self
+                    .hand_over(&aside.link, model, &files, patience, |_| {})
+                    .await
+                {
                     Ok(got) => Ok(Ok(got)),
                     Err(LoadFailure::Refused(error)) => Ok(Err(error)),
                     Err(LoadFailure::Broken(kind, why)) => {
@@ -124,7 +127,11 @@ impl Fleet {
         }
         let usable = table.workers.iter().filter(|(_, slot)| slot.hopeful);
         let best = usable.min_by_key(|(id, slot)| {
-            (!slot.models.contains_key(model), slot.outstanding(), id.as_str())
+            (
+                !slot.models.contains_key(model),
+                slot.outstanding(),
+                id.as_str(),
+            )
         });
         let found = best.map(|(id, slot)| (id.clone(), slot.device.clone()));
         found.ok_or_else(|| {

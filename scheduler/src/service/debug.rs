@@ -6,8 +6,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::RequestId,
     v1::{
-        CaptureRequest, Captured, GuardEvent, GuardRequest, ReplayRequest, WatchRequest,
-        WatchSample, debug_server::Debug, replay_request::Which,
+        CaptureRequest, Captured, GuardEvent, GuardRequest, ReplayRequest, TracePiece,
+        TraceRequest, WatchRequest, WatchSample, debug_server::Debug, replay_request::Which,
     },
 };
 use tokio::sync::mpsc::{self, error::TrySendError};
@@ -19,7 +19,7 @@ use crate::{
     access::Caller,
     admission::draining,
     discover::clip,
-    fleet::{Link, Replayer, believe_captured, believe_guarded, believe_sample},
+    fleet::{Link, Replayer, believe_captured, believe_guarded, believe_sample, believe_traced},
 };
 
 /// The service.
@@ -270,6 +270,28 @@ impl Debug for Service {
         };
         let (to, stream) = mpsc::channel(1);
         let passing = pass_all(self.0.clone(), link, messages, believe_guarded, to, None);
+        tokio::spawn(passing);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type TraceStream = Answers<TracePiece>;
+
+    async fn trace(
+        &self,
+        request: Request<TraceRequest>,
+    ) -> Result<Response<Self::TraceStream>, Status> {
+        let asked = request.get_ref();
+        let detail = format!("{} ms, nodes: {}", asked.duration_ms, asked.nodes);
+        let link = self.enter(&request, "trace", &asked.worker, detail)?;
+        let mut asked = request.into_inner();
+        asked.worker = String::new();
+        let mut client = link.debug().await?;
+        let pieces = match client.trace(asked).await {
+            Ok(pieces) => pieces.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let passing = pass_all(self.0.clone(), link, pieces, believe_traced, to, None);
         tokio::spawn(passing);
         Ok(Response::new(ReceiverStream::new(stream)))
     }

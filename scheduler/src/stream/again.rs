@@ -37,9 +37,7 @@ impl Stream {
 mod tests {
     use std::sync::Arc;
 
-    use hotcell_proto::v1::{
-        Accepted, Delta, Finished, GenerateEvent, generate_event::Event,
-    };
+    use hotcell_proto::v1::{Accepted, Delta, Finished, GenerateEvent, generate_event::Event};
 
     use crate::stream::{Mark, Room};
 

@@ -4,10 +4,7 @@
 
 use std::collections::HashMap;
 
-use hotcell_graph::{
-    DType, Graph, GraphBuilder, GraphError, Shape, Value,
-    op::ValueSpec,
-};
+use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, Shape, Value, op::ValueSpec};
 
 use super::{NAN_NODE, NAN_TOKEN, WRONG_NODE, WRONG_TOKEN};
 
@@ -43,7 +40,10 @@ pub(super) fn plant(graph: &Graph) -> Result<Option<Graph>, GraphError> {
         let results = builder.apply(node.op, inputs, node.attributes.clone())?;
         let reads = |weight: &str| {
             node.inputs.iter().any(|value| match value {
-                Value::Input(i) => graph.inputs().get(*i as usize).is_some_and(|i| i.name == weight),
+                Value::Input(i) => graph
+                    .inputs()
+                    .get(*i as usize)
+                    .is_some_and(|i| i.name == weight),
                 _ => false,
             })
         };

@@ -496,6 +496,7 @@ const REQUESTS: &[fn(&[u8]) -> bool] = &[
     readable::<v1::CaptureRequest>,
     readable::<v1::ReplayRequest>,
     readable::<v1::GuardRequest>,
+    readable::<v1::TraceRequest>,
 ];
 
 fn requests(bytes: &[u8]) -> bool {

@@ -16,7 +16,10 @@ use super::long;
 
 fn when(kinds: &[Kind]) -> v1::GuardRequest {
     v1::GuardRequest {
-        conditions: kinds.iter().map(|kind| v1::Condition { kind: Some(*kind) }).collect(),
+        conditions: kinds
+            .iter()
+            .map(|kind| v1::Condition { kind: Some(*kind) })
+            .collect(),
         ..v1::GuardRequest::default()
     }
 }
@@ -37,10 +40,15 @@ async fn a_nan_in_one_node_ends_its_request_and_no_other() {
         "--devices",
         "cpu:1",
     ];
-    let cluster = Cluster::with_model("kjv", &kjv(), &arguments).await.unwrap();
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
     let client = cluster.client().await.unwrap();
-    let undisturbed = client.generate("In the beginning", options("", 200)).await.unwrap();
+    let undisturbed = client
+        .generate("In the beginning", options("", 200))
+        .await
+        .unwrap();
     let expected = undisturbed.complete().await.unwrap().token_ids;
 
     let mut guard = when(&[Kind::Infinite(true), Kind::Nan(true)]);
@@ -51,7 +59,10 @@ async fn a_nan_in_one_node_ends_its_request_and_no_other() {
         panic!("{armed:?}");
     };
     assert!(nodes > 50, "{nodes}");
-    let other = client.generate("In the beginning", options("other", 200)).await.unwrap();
+    let other = client
+        .generate("In the beginning", options("other", 200))
+        .await
+        .unwrap();
     let other = tokio::spawn(other.complete());
     let prompt = Prompt::Ids(vec![0, 312, NAN_TOKEN, 17]);
     let struck = client.generate(prompt, options("struck", 8)).await;
@@ -63,7 +74,11 @@ async fn a_nan_in_one_node_ends_its_request_and_no_other() {
     assert!(error.message().contains("layers.1.mul_mat."), "{error}");
     assert_eq!(other.await.unwrap().unwrap().token_ids, expected);
 
-    let hit = tokio::time::timeout(SOON, events.next()).await.unwrap().unwrap().unwrap();
+    let hit = tokio::time::timeout(SOON, events.next())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
     let Some(guard_event::Kind::Hit(hit)) = hit.kind else {
         panic!("{hit:?}");
     };
@@ -77,7 +92,10 @@ async fn a_nan_in_one_node_ends_its_request_and_no_other() {
     // Without who looks, all is as it was: what must not be is nobody's concern.
     drop(events);
     tokio::time::sleep(Duration::from_millis(200)).await;
-    let again = client.generate("In the beginning", options("again", 200)).await.unwrap();
+    let again = client
+        .generate("In the beginning", options("again", 200))
+        .await
+        .unwrap();
     assert_eq!(again.complete().await.unwrap().token_ids, expected);
 }
 
@@ -108,9 +126,16 @@ async fn conditions_are_checked_and_hold_where_they_should() {
     };
     let mut events = client.guard(everywhere).await.unwrap();
     events.next().await.unwrap().unwrap();
-    let stream = client.generate("In the beginning", options("seen", 5)).await.unwrap();
+    let stream = client
+        .generate("In the beginning", options("seen", 5))
+        .await
+        .unwrap();
     stream.complete().await.unwrap();
-    let hit = tokio::time::timeout(SOON, events.next()).await.unwrap().unwrap().unwrap();
+    let hit = tokio::time::timeout(SOON, events.next())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
     let Some(guard_event::Kind::Hit(hit)) = hit.kind else {
         panic!("{hit:?}");
     };

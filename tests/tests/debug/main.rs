@@ -4,6 +4,7 @@
 
 mod guarding;
 mod replaying;
+mod tracing;
 mod watching;
 
 use hotcell_client::GenerateOptions;

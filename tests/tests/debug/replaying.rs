@@ -85,7 +85,11 @@ async fn what_a_batch_computed_comes_again_bit_by_bit_in_a_throw_away_worker() {
         let told = client.capture(of(&format!("r{seed}"), all_nodes(0))).await;
         captures.push(tokio::spawn(put_together(told.unwrap())));
     }
-    let prompts = ["In the beginning", "And God said", "The LORD is my shepherd; I shall not want"];
+    let prompts = [
+        "In the beginning",
+        "And God said",
+        "The LORD is my shepherd; I shall not want",
+    ];
     let mut streams = Vec::new();
     for seed in 0..REQUESTS {
         let prompt = prompts[seed as usize % prompts.len()];
@@ -104,7 +108,11 @@ async fn what_a_batch_computed_comes_again_bit_by_bit_in_a_throw_away_worker() {
         assert!(names.contains(&"layers.4.mul_mat.6") && names.last() == Some(&"logits"));
         let told = client.replay(again(&seen, 0)).await.unwrap();
         let replayed = put_together(told).await.unwrap();
-        assert!(replayed.head.worker.starts_with("w0.replay"), "{}", replayed.head.worker);
+        assert!(
+            replayed.head.worker.starts_with("w0.replay"),
+            "{}",
+            replayed.head.worker
+        );
         let compared = compare(&replayed, &seen);
         assert_eq!(compared.first, None);
         assert_eq!(compared.tokens, seen.tokens.len());
@@ -127,16 +135,38 @@ async fn a_request_runs_again_by_its_id_from_any_token() {
             options: all_nodes(0),
             ..v1::ReplayRequest::default()
         };
-        let replayed = put_together(client.replay(request).await.unwrap()).await.unwrap();
+        let replayed = put_together(client.replay(request).await.unwrap())
+            .await
+            .unwrap();
         let ids: Vec<u32> = replayed.tokens.iter().filter_map(|t| t.token).collect();
         assert_eq!(ids, tokens[at as usize..]);
         let end = replayed.end.unwrap();
         assert_eq!((end.as_expected, end.differs_at), (24 - at, None));
     }
-    let said = hotcell(&cluster, &["debug", "replay", "r7", "--at", "20", "--until", "layers.0.mul_mat.0"]);
-    assert!(said.contains("token 20") && said.contains("layers.0.mul_mat.0 (model.layers.0"), "{said}");
-    assert!(!said.contains("layers.1.") && said.contains("same tokens: 4 of 4"), "{said}");
-    for (which, reason) in [("r8", Reason::RequestNotFound), ("no/id", Reason::InvalidArgument)] {
+    let said = hotcell(
+        &cluster,
+        &[
+            "debug",
+            "replay",
+            "r7",
+            "--at",
+            "20",
+            "--until",
+            "layers.0.mul_mat.0",
+        ],
+    );
+    assert!(
+        said.contains("token 20") && said.contains("layers.0.mul_mat.0 (model.layers.0"),
+        "{said}"
+    );
+    assert!(
+        !said.contains("layers.1.") && said.contains("same tokens: 4 of 4"),
+        "{said}"
+    );
+    for (which, reason) in [
+        ("r8", Reason::RequestNotFound),
+        ("no/id", Reason::InvalidArgument),
+    ] {
         let request = v1::ReplayRequest {
             which: Some(replay_request::Which::RequestId(which.to_owned())),
             ..v1::ReplayRequest::default()
@@ -157,7 +187,10 @@ async fn prompts_are_told_only_if_asked_for_and_values_within_their_budget() {
         ..v1::CaptureOptions::default()
     };
     let told = client.capture(of("hidden", Some(options))).await.unwrap();
-    let stream = client.generate("In the beginning", long("hidden")).await.unwrap();
+    let stream = client
+        .generate("In the beginning", long("hidden"))
+        .await
+        .unwrap();
     let seen = put_together(told).await.unwrap();
     stream.cancel().await;
     let request = seen.head.request.as_ref().unwrap();
@@ -171,7 +204,12 @@ async fn prompts_are_told_only_if_asked_for_and_values_within_their_budget() {
     let kept: usize = rows.clone().map(|row| row.data.len()).sum();
     let end = seen.end.unwrap();
     assert!(kept <= 20_000 && end.left_out > 0, "{kept} {end:?}");
-    let all: u64 = seen.head.nodes.iter().map(|n| 4 * n.dims.iter().product::<u64>()).sum();
+    let all: u64 = seen
+        .head
+        .nodes
+        .iter()
+        .map(|n| 4 * n.dims.iter().product::<u64>())
+        .sum();
     assert_eq!(kept as u64 + end.left_out_bytes, 2 * all);
     for options in [
         v1::CaptureOptions {
@@ -201,7 +239,9 @@ async fn faulty() -> Cluster {
         "--devices",
         "cpu:1",
     ];
-    let cluster = Cluster::with_model("kjv", &kjv(), &arguments).await.unwrap();
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
     cluster
 }
@@ -209,7 +249,17 @@ async fn faulty() -> Cluster {
 /// A capture of a prompt that ends with this token, written to a file by the command.
 async fn captured(cluster: &Cluster, token: u32, file: &Path) {
     let client = cluster.client().await.unwrap();
-    let arguments = ["debug", "capture", "looked-at", "-n", "1", "--values", "all", "--reveal", "-o"];
+    let arguments = [
+        "debug",
+        "capture",
+        "looked-at",
+        "-n",
+        "1",
+        "--values",
+        "all",
+        "--reveal",
+        "-o",
+    ];
     let capture = tokio::task::block_in_place(|| {
         let mut command = hotcell_tests::cluster::hotcell(cluster.folder.path()).unwrap();
         let address = format!("unix:{}", cluster.socket.display());
@@ -242,7 +292,10 @@ async fn ask(client: &Client, token: u32) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_planted_nan_and_a_kernel_a_thousandth_off_are_found_by_name() {
     let healthy = kjv_cluster(&["--devices", "cpu:1"]).await;
-    for (token, weight, layer) in [(WRONG_TOKEN, WRONG_NODE, "layers.2."), (NAN_TOKEN, NAN_NODE, "layers.1.")] {
+    for (token, weight, layer) in [
+        (WRONG_TOKEN, WRONG_NODE, "layers.2."),
+        (NAN_TOKEN, NAN_NODE, "layers.1."),
+    ] {
         let faulty = faulty().await;
         let file = faulty.folder.path().join("bad.hotcell");
         captured(&faulty, token, &file).await;
@@ -250,7 +303,9 @@ async fn a_planted_nan_and_a_kernel_a_thousandth_off_are_found_by_name() {
         // Where it went wrong it comes again.
         let same = hotcell(&faulty, &["debug", "replay", path]);
         assert!(same.contains("same bits"), "{same}");
-        let output = healthy.hotcell(&["--json", "debug", "replay", path]).unwrap();
+        let output = healthy
+            .hotcell(&["--json", "debug", "replay", path])
+            .unwrap();
         assert_eq!(output.status.code(), Some(9), "{output:?}");
         let lines = String::from_utf8(output.stdout).unwrap();
         let all: Vec<serde_json::Value> = lines
@@ -260,7 +315,9 @@ async fn a_planted_nan_and_a_kernel_a_thousandth_off_are_found_by_name() {
         let compared = &all[all.len() - 2]["compared"];
         assert_eq!(compared["equal"], false);
         assert_eq!(compared["first"]["now"]["weight"], weight, "{compared}");
-        let node = all[all.len() - 1]["error"]["metadata"]["node"].as_str().unwrap();
+        let node = all[all.len() - 1]["error"]["metadata"]["node"]
+            .as_str()
+            .unwrap();
         assert!(node.starts_with(layer), "{node}");
         let before = &compared["first"]["before"];
         match token {

@@ -371,7 +371,10 @@ mod tests {
 
     #[test]
     fn a_row_is_told_by_its_numbers_and_what_is_none_is_counted() {
-        let told = statistics(&row(&[3.0, 0.0, -4.0, f32::NAN, f32::INFINITY, -0.0]), DType::F32);
+        let told = statistics(
+            &row(&[3.0, 0.0, -4.0, f32::NAN, f32::INFINITY, -0.0]),
+            DType::F32,
+        );
         assert_eq!((told.nan, told.infinite, told.zero), (1, 1, 2));
         assert_eq!((told.least, told.greatest), (-4.0, 3.0));
         assert_eq!((told.mean, told.rms), (-0.25, 2.5));
@@ -407,7 +410,10 @@ mod tests {
             ..v1::CapturedToken::default()
         };
         let told = pieces(token.clone(), look(rows.clone()), &dtypes, usize::MAX, 40);
-        assert_eq!((told.bytes, told.left_out, told.left_out_bytes), (40, 1, 32));
+        assert_eq!(
+            (told.bytes, told.left_out, told.left_out_bytes),
+            (40, 1, 32)
+        );
         let [piece] = told.pieces.as_slice() else {
             panic!("{} pieces", told.pieces.len());
         };

@@ -127,7 +127,10 @@ mod tests {
         assert_eq!(of(Some(Kind::Nan(true))).unwrap(), Condition::Nan);
         assert_eq!(of(Some(Kind::Above(2.5))).unwrap(), Condition::Above(2.5));
         let range = |least, most| Some(Kind::RmsOutside(v1::Range { least, most }));
-        assert_eq!(of(range(0.0, 1.0)).unwrap(), Condition::RmsOutside(0.0, 1.0));
+        assert_eq!(
+            of(range(0.0, 1.0)).unwrap(),
+            Condition::RmsOutside(0.0, 1.0)
+        );
         for odd in [
             None,
             Some(Kind::Nan(false)),

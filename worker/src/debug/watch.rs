@@ -194,6 +194,7 @@ mod tests {
             begun: Instant::now(),
             whole: Duration::from_millis(whole),
             computing: Duration::from_millis(whole / 2),
+            computing_from: Instant::now(),
             rows,
             sequences: 2,
             drawn: 1,
@@ -234,7 +235,10 @@ mod tests {
             looks.places.insert(node.packed(), (node, seen));
         }
         let told = looks.told(&["add", "mul"]);
-        let told: Vec<_> = told.iter().map(|n| (n.step, n.op.as_str(), n.seen)).collect();
+        let told: Vec<_> = told
+            .iter()
+            .map(|n| (n.step, n.op.as_str(), n.seen))
+            .collect();
         assert_eq!(told, [(2, "mul", 5), (1, "add", 2), (3, "", 2)]);
     }
 }

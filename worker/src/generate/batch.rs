@@ -32,8 +32,8 @@ use super::{
     schedule::Schedule,
     task::{Member, Task},
 };
-pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Probe};
 use probe::Lookers;
+pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Probe};
 
 use crate::{
     debug::observer::{Observer, StepNote},
@@ -120,6 +120,7 @@ pub struct Batch {
 /// What the last step was.
 #[derive(Clone, Copy, Debug, Default)]
 struct Computed {
+    begun: Option<Instant>,
     time: Duration,
     sequences: usize,
     drawn: usize,
@@ -444,6 +445,7 @@ impl Batch {
                 begun: now,
                 whole: now.elapsed(),
                 computing: self.last.time,
+                computing_from: self.last.begun.unwrap_or(now),
                 rows,
                 sequences: self.last.sequences,
                 drawn: self.last.drawn,

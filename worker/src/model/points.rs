@@ -134,7 +134,10 @@ pub fn select(points: &[Point], patterns: &[String], layers: &[u32]) -> Vec<usiz
             && (layers.is_empty() || point.layer.is_some_and(|layer| layers.contains(&layer)))
     };
     let numbered = points.iter().enumerate();
-    numbered.filter(|(_, point)| fits(point)).map(|(n, _)| n).collect()
+    numbered
+        .filter(|(_, point)| fits(point))
+        .map(|(n, _)| n)
+        .collect()
 }
 
 #[cfg(test)]
@@ -195,7 +198,10 @@ mod tests {
 
     #[test]
     fn layers_are_read_from_names() {
-        assert_eq!(layer_of("model.layers.12.self_attn.q_proj.weight"), Some(12));
+        assert_eq!(
+            layer_of("model.layers.12.self_attn.q_proj.weight"),
+            Some(12)
+        );
         assert_eq!(layer_of("blk.3.attn_q.weight"), Some(3));
         assert_eq!(layer_of("cache.0"), Some(0));
         assert_eq!(layer_of("model.embed_tokens.weight"), None);

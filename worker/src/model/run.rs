@@ -1,6 +1,7 @@
 //! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
 
 mod caches;
+mod follow;
 mod shape;
 mod tap;
 
@@ -16,6 +17,7 @@ use hotcell_kernels::{
 };
 
 use caches::Caches;
+use follow::Follower;
 use shape::check_cache;
 pub use shape::{KINDS, RunShape, Sizes};
 use tap::Tap;
@@ -160,6 +162,8 @@ pub struct Runner {
     /// Computes the body in steps that somebody looks at.
     tap: Option<Tap>,
     tapping: bool,
+    /// Notes what plans do, while somebody wants to know.
+    follower: Option<Follower>,
 }
 
 impl Runner {
@@ -281,6 +285,7 @@ impl Runner {
             points,
             tap: None,
             tapping: false,
+            follower: None,
         })
     }
 
@@ -445,10 +450,15 @@ impl Runner {
             Some(tap) if self.tapping => &mut tap.plan,
             _ => &mut self.body,
         };
-        self.stream.execute(body.as_mut(), rows.len())?;
+        let follower = &self.follower;
+        let mut execute = |plan: &mut dyn Plan, rows| match follower {
+            Some(follower) => follower.execute(plan, rows),
+            None => self.stream.execute(plan, rows),
+        };
+        execute(body.as_mut(), rows.len())?;
         if !picks.is_empty() {
             Self::fill(scratch, pick_rows, picks.iter().copied())?;
-            self.stream.execute(self.head.as_mut(), picks.len())?;
+            execute(self.head.as_mut(), picks.len())?;
         }
         self.stream.synchronize()
     }

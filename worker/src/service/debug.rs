@@ -20,6 +20,8 @@ use crate::{
     debug::{
         capture::Capture,
         guard::guard,
+        observer::Watching,
+        trace::{checked_duration, trace},
         watch::{checked_interval, watch},
     },
     generate::batch::Aim,
@@ -39,6 +41,15 @@ pub fn server(host: Host) -> DebugServer<DebugService> {
 type Answers<T> = ReceiverStream<Result<T, Status>>;
 
 impl DebugService {
+    fn watching(&self, traces: bool) -> Result<Watching, Error> {
+        let watching = self.0.engine().observer().watch(traces);
+        watching.ok_or_else(|| {
+            let most = limits::MAX_DEBUGGERS;
+            let what = format!("{most} others watch this worker already; try again later");
+            Error::new(Reason::Overloaded, what)
+        })
+    }
+
     /// Refuses what is meant for another worker.
     fn is_for_us(&self, worker: &str) -> Result<(), Error> {
         let (own, _) = self.0.identity();
@@ -65,11 +76,7 @@ impl Debug for DebugService {
         } = request.into_inner();
         self.is_for_us(&worker)?;
         let every = checked_interval(interval_ms)?;
-        let watching = self.0.engine().observer().watch().ok_or_else(|| {
-            let most = limits::MAX_DEBUGGERS;
-            let what = format!("{most} others watch this worker already; try again later");
-            Error::new(Reason::Overloaded, what)
-        })?;
+        let watching = self.watching(false)?;
         // One: a watcher that does not read gets the latest but few.
         let (to, samples) = mpsc::channel(1);
         tokio::spawn(watch(self.0.clone(), watching, every, to));
@@ -160,6 +167,21 @@ impl Debug for DebugService {
         let (to, events) = mpsc::channel(limits::HIT_BUFFER);
         guard(self.0.clone(), &model, request, to).await?;
         Ok(Response::new(ReceiverStream::new(events)))
+    }
+
+    type TraceStream = Answers<v1::TracePiece>;
+
+    async fn trace(
+        &self,
+        request: Request<v1::TraceRequest>,
+    ) -> Result<Response<Self::TraceStream>, Status> {
+        let request = request.into_inner();
+        self.is_for_us(&request.worker)?;
+        let duration = checked_duration(request.duration_ms)?;
+        let watching = self.watching(request.nodes)?;
+        let (to, pieces) = mpsc::channel(1);
+        tokio::spawn(trace(self.0.clone(), watching, duration, to));
+        Ok(Response::new(ReceiverStream::new(pieces)))
     }
 }
 

@@ -47,14 +47,17 @@ pub(super) fn layers(text: &str) -> Result<Layers, String> {
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let parsed = first.parse().ok().zip(last.parse().ok());
     let some = parsed.filter(|(first, last)| first <= last && last - first < 1024);
-    let (first, last) = some.ok_or_else(|| "write a layer such as 3, or some such as 3-5".to_owned())?;
+    let (first, last) =
+        some.ok_or_else(|| "write a layer such as 3, or some such as 3-5".to_owned())?;
     Ok(Layers(first, last))
 }
 
 fn values(text: &str) -> Result<u32, String> {
     match text {
         "all" => Ok(u32::MAX),
-        number => number.parse().map_err(|_| "write a number, or all".to_owned()),
+        number => number
+            .parse()
+            .map_err(|_| "write a number, or all".to_owned()),
     }
 }
 
@@ -121,7 +124,10 @@ pub(super) async fn capture(
     };
     let messages = session.client.capture(request).await?;
     if !ui.manner.json {
-        ui.note(DIM, "waiting for the request's tokens; Ctrl-C keeps what came so far");
+        ui.note(
+            DIM,
+            "waiting for the request's tokens; Ctrl-C keeps what came so far",
+        );
     }
     // What came before Ctrl-C is of use, too.
     let recording = follow(ui, messages, interrupt, true, |ui, _, token| {

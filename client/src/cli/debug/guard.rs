@@ -1,9 +1,7 @@
 //! `hotcell debug guard`: watchpoints.
 
 use clap::Args;
-use hotcell_proto::v1::{
-    Condition, GuardHit, GuardRequest, Range, condition::Kind, guard_event,
-};
+use hotcell_proto::v1::{Condition, GuardHit, GuardRequest, Range, condition::Kind, guard_event};
 use serde_json::{Value, json};
 
 use super::{
@@ -72,7 +70,11 @@ impl GuardFlags {
         say(self.nan, Kind::Nan(true), "nan".to_owned());
         say(self.inf, Kind::Infinite(true), "inf".to_owned());
         let above = self.above.unwrap_or_default();
-        say(self.above.is_some(), Kind::Above(above), format!("abs > {above}"));
+        say(
+            self.above.is_some(),
+            Kind::Above(above),
+            format!("abs > {above}"),
+        );
         let (least, most) = self.rms_outside.unwrap_or_default();
         let outside = Kind::RmsOutside(Range { least, most });
         let name = format!("rms outside [{least}, {most}]");
@@ -89,7 +91,9 @@ pub(super) async fn guard(
     interrupt: &mut Interrupt,
 ) -> Result<(), Failure> {
     let conditions = flags.conditions();
-    let kinds = conditions.iter().map(|(kind, _)| Condition { kind: Some(*kind) });
+    let kinds = conditions
+        .iter()
+        .map(|(kind, _)| Condition { kind: Some(*kind) });
     let request = GuardRequest {
         worker: flags.worker.clone().unwrap_or_default(),
         model: flags.model.clone().unwrap_or_default(),
@@ -195,7 +199,10 @@ mod tests {
         };
         let text = line(&hit, "nan");
         assert!(text.starts_with("nan at  in r1 of m"), "{text}");
-        assert!(text.contains("2 nodes after it; the request was ended"), "{text}");
+        assert!(
+            text.contains("2 nodes after it; the request was ended"),
+            "{text}"
+        );
         assert!(!text.contains('\u{1b}') && text.lines().count() == 1);
         assert!(view(&hit, "nan")["peak"].is_null());
         assert_eq!(range("0.5,2"), Ok((0.5, 2.0)));

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::{
     capture::LookFlags,
-    told::{compared_view, difference, follow, named, row_line, row_view, token_view},
+    told::{compared_view, difference, follow, named, row_line, token_view},
 };
 use crate::{
     cli::{
@@ -159,10 +159,19 @@ fn rows(
     until: Option<&str>,
     unknown: &mut Option<String>,
 ) -> String {
-    let id = token.token.map_or_else(String::new, |id| format!(" ({id})"));
-    let mut text = format!("token {}{id}, from position {}\n", token.index, token.position);
+    let id = token
+        .token
+        .map_or_else(String::new, |id| format!(" ({id})"));
+    let mut text = format!(
+        "token {}{id}, from position {}\n",
+        token.index, token.position
+    );
     for (node, row) in head.nodes.iter().zip(&token.nodes) {
-        text.push_str(&format!("  {}: {}\n", one_line(&named(node)), row_line(row)));
+        text.push_str(&format!(
+            "  {}: {}\n",
+            one_line(&named(node)),
+            row_line(row)
+        ));
         if until == Some(node.name.as_str()) {
             *unknown = None;
             break;
@@ -195,7 +204,9 @@ fn verdict(
     let differs = |what: String| {
         let error = Error::new(Reason::ChecksumMismatch, format!("{what}{caution}"));
         let error = match first {
-            Some(first) => error.with("node", &first.node.name).with("token", first.token),
+            Some(first) => error
+                .with("node", &first.node.name)
+                .with("token", first.token),
             None => error,
         };
         Failure::Differs(error)
@@ -219,7 +230,9 @@ fn verdict(
         return Err(differs(difference(first)));
     }
     if let Some(token) = end.differs_at {
-        return Err(differs(format!("token {token} is another one than it drew")));
+        return Err(differs(format!(
+            "token {token} is another one than it drew"
+        )));
     }
     if ui.manner.json {
         return Ok(());
@@ -255,7 +268,9 @@ pub(super) fn compare_files(ui: &mut Ui, flags: &CompareFlags) -> Result<(), Fai
     if let Some(first) = &compared.first {
         let error = Error::new(Reason::ChecksumMismatch, difference(first));
         return Err(Failure::Differs(
-            error.with("node", &first.node.name).with("token", first.token),
+            error
+                .with("node", &first.node.name)
+                .with("token", first.token),
         ));
     }
     if compared.rows == 0 {

@@ -9,7 +9,11 @@ use hotcell_proto::{
 use serde_json::{Value, json};
 
 use crate::{
-    cli::{exit::Failure, interrupt::Interrupt, ui::{Ui, one_line}},
+    cli::{
+        exit::Failure,
+        interrupt::Interrupt,
+        ui::{Ui, one_line},
+    },
     control::Messages,
     debug::{Compared, Difference, Recorded, Recorder, Recording},
 };
@@ -96,7 +100,11 @@ pub(super) fn row_line(row: &v1::NodeValues) -> String {
         "least {:.6}, greatest {:.6}, mean {:.6}, rms {:.6}",
         row.least, row.greatest, row.mean, row.rms
     );
-    for (what, count) in [("NaN", row.nan), ("infinite", row.infinite), ("zero", row.zero)] {
+    for (what, count) in [
+        ("NaN", row.nan),
+        ("infinite", row.infinite),
+        ("zero", row.zero),
+    ] {
         if count > 0 {
             // Writing to a string cannot fail.
             let _ = write!(text, ", {count} {what}");
@@ -120,7 +128,12 @@ pub(super) fn difference(first: &Difference) -> String {
             likeness.max_abs, likeness.cosine, likeness.mismatched
         );
     }
-    let _ = write!(text, "; now {}; before {}", row_line(ours), row_line(reference));
+    let _ = write!(
+        text,
+        "; now {}; before {}",
+        row_line(ours),
+        row_line(reference)
+    );
     one_line(&text)
 }
 

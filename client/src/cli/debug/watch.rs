@@ -156,7 +156,11 @@ fn more(sample: &WatchSample, text: &mut String) {
             "" => String::new(),
             model => format!(" of {model}"),
         };
-        say(format!("memory {}{whose}: {}", part.kind, bytes(part.bytes)));
+        say(format!(
+            "memory {}{whose}: {}",
+            part.kind,
+            bytes(part.bytes)
+        ));
     }
     let tensors = sample.tensors.unwrap_or_default();
     if tensors.sessions > 0 {
@@ -167,7 +171,11 @@ fn more(sample: &WatchSample, text: &mut String) {
     }
     for node in sample.nodes.iter().skip(1).take(5) {
         let share = share(f64::from(node.seen), f64::from(sample.looks));
-        say(format!("at {} (step {}) {share}", op(&node.op, node.group), node.step));
+        say(format!(
+            "at {} (step {}) {share}",
+            op(&node.op, node.group),
+            node.step
+        ));
     }
 }
 
@@ -210,12 +218,13 @@ fn view(sample: &WatchSample) -> Value {
             "preempted": request.preempted,
         })
     });
-    let memory = sample.memory.iter().map(|part| {
-        json!({ "kind": part.kind, "model": part.model, "bytes": part.bytes })
-    });
-    let nodes = sample.nodes.iter().map(|node| {
-        json!({ "step": node.step, "op": node.op, "group": node.group, "seen": node.seen })
-    });
+    let memory = sample
+        .memory
+        .iter()
+        .map(|part| json!({ "kind": part.kind, "model": part.model, "bytes": part.bytes }));
+    let nodes = sample.nodes.iter().map(
+        |node| json!({ "step": node.step, "op": node.op, "group": node.group, "seen": node.seen }),
+    );
     let tensors = sample.tensors.unwrap_or_default();
     json!({
         "worker": sample.worker,
@@ -281,10 +290,24 @@ mod tests {
         let text = line(&sample);
         let words: Vec<&str> = text.split_whitespace().collect();
         let expected = [
-            "01:02:03.004", "stepping", "20", "40", "2.5", "2.50ms", "40ms", "50%", "25%", "3", "0", "25%",
+            "01:02:03.004",
+            "stepping",
+            "20",
+            "40",
+            "2.5",
+            "2.50ms",
+            "40ms",
+            "50%",
+            "25%",
+            "3",
+            "0",
+            "25%",
         ];
         assert_eq!(words[..12], expected, "{text}");
-        assert!(text.contains("75%  (2 lines missed)") && !text.contains('\u{1b}'), "{text}");
+        assert!(
+            text.contains("75%  (2 lines missed)") && !text.contains('\u{1b}'),
+            "{text}"
+        );
         assert_eq!(text.lines().count(), 1);
         sample.busy = true;
         sample.steps = None;

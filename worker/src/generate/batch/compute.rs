@@ -176,14 +176,20 @@ impl Batch {
         let looked = !self.lookers.is_empty() && self.begin_looking();
         let begun = Instant::now();
         self.lend_grammars();
+        self.runner
+            .follow(self.observer.is_traced().then(|| self.blackbox.trail().1));
         let stepped = self.runner.step(&self.rows, &self.pick_rows);
         self.return_grammars();
         self.runner.use_tap(false);
         self.last = Computed {
+            begun: Some(begun),
             time: begun.elapsed(),
             sequences: self.parts.len(),
             drawn: 0,
         };
+        if let Some(nodes) = self.runner.followed() {
+            self.observer.note_nodes(&nodes);
+        }
         stepped?;
         self.pace.note(self.rows.len(), self.last.time);
         self.blackbox.stepped();

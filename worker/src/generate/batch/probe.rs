@@ -181,8 +181,12 @@ impl Lookers {
 
     fn wanted(&self) -> Wanted {
         Wanted {
-            whole: (self.probes.iter()).flat_map(|p| p.points.iter().copied()).collect(),
-            sizes: (self.guards.iter()).flat_map(|g| g.points.iter().copied()).collect(),
+            whole: (self.probes.iter())
+                .flat_map(|p| p.points.iter().copied())
+                .collect(),
+            sizes: (self.guards.iter())
+                .flat_map(|g| g.points.iter().copied())
+                .collect(),
         }
     }
 
@@ -259,7 +263,11 @@ impl Batch {
 
     /// Finds the requests that probes are for.
     pub(super) fn aim(&mut self) {
-        let open = self.lookers.probes.iter_mut().filter(|p| p.member.is_none());
+        let open = self
+            .lookers
+            .probes
+            .iter_mut()
+            .filter(|p| p.member.is_none());
         let mut taken = Vec::new();
         for probe in open {
             let since = probe.since;

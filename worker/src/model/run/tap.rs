@@ -6,10 +6,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use hotcell_graph::{
-    DType, Graph, GraphBuilder, GraphError, TensorSpec, Value,
-    op::ValueSpec,
-};
+use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, TensorSpec, Value, op::ValueSpec};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
     plan::{Plan, PlanHints, Slot},
