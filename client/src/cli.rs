@@ -38,7 +38,7 @@ use crate::{
 
 pub use bench::BenchFlags;
 pub use chat::ChatFlags;
-pub use crashes::{CrashesFlags, What};
+pub use crashes::{CrashReplayFlags, CrashesFlags, What};
 pub use debug::{
     CaptureFlags, CompareFlags, DebugCommand, DebugFlags, DebugWatchFlags, GuardFlags, Layers,
     LookFlags, ReplayFlags, TraceFlags,
@@ -300,6 +300,7 @@ Examples:
   hotcell crashes list
   hotcell crashes show w0.3             what ran, where it was struck, what became of its requests
   hotcell crashes show w0.3 --json | jq .blackbox
+  hotcell crashes replay w0.3           the same requests again, each in a throw-away worker
 
 What a report says of the black box and the log are the dead worker's own words. Its backtrace has names and lines
 if the worker's program is the one that died.")]
@@ -440,7 +441,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Doctor => doctor::doctor(ui, global, bundled, stop).await,
         Command::Models => operate::models(ui, global).await,
         Command::Watch => operate::watch(ui, global, stop).await,
-        Command::Crashes(flags) => crashes::crashes(ui, global, flags).await,
+        Command::Crashes(flags) => crashes::crashes(ui, global, flags, stop).await,
         Command::Debug(flags) => debug::debug(ui, global, flags, stop).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
         Command::Embed(flags) => embed::embed(ui, global, flags).await,
