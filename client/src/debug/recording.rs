@@ -146,7 +146,7 @@ fn check_row(node: &v1::CapturedNode, due: usize, row: &v1::NodeValues) -> Resul
     if row.node as usize != due || row.hash.len() != 32 {
         return Err(odd(format!("a row of node {} is out of order", node.name)));
     }
-    if !fits || row.data.len() % size != 0 {
+    if !fits || !row.data.len().is_multiple_of(size) {
         return Err(odd(format!("a row of node {} is no row of it", node.name)));
     }
     Ok(())

@@ -133,6 +133,8 @@ pub async fn watch(
         if begun.elapsed() < every {
             continue;
         }
+        // Before it is asked what it has, which is something to do.
+        let doing = host.engine().blackbox().seen().0.name().to_owned();
         let look = timeout(PATIENCE, host.engine().look()).await;
         let look = match look {
             Ok(Ok(look)) => Some(look),
@@ -165,7 +167,7 @@ pub async fn watch(
             epoch: epoch.0,
             time_ms: since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX)),
             span_ms: ms(span),
-            doing: host.engine().blackbox().seen().0.name().to_owned(),
+            doing,
             steps: Some(steps(&notes, lost)),
             caches,
             requests,

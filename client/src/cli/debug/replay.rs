@@ -39,7 +39,7 @@ pub struct ReplayFlags {
     pub until: Option<String>,
     /// Show each node
     #[arg(long)]
-    pub nodes: bool,
+    pub show: bool,
     /// Write what was computed into a file
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
@@ -133,7 +133,7 @@ pub(super) async fn replay(
         if ui.manner.json {
             return ui.print_json(&token_view(token));
         }
-        let shown = flags.nodes || flags.until.is_some();
+        let shown = flags.show || flags.until.is_some();
         if shown {
             let text = rows(head, token, flags.until.as_deref(), &mut unknown);
             ui.print_text(&text)?;
@@ -142,7 +142,7 @@ pub(super) async fn replay(
     })
     .await?;
     if let Some(node) = unknown.filter(|_| !ui.manner.json) {
-        let what = format!("no node is named {node}; --nodes shows their names");
+        let what = format!("no node is named {node}; --show tells their names");
         return Err(Error::new(Reason::InvalidArgument, what).into());
     }
     if let Some(path) = &flags.output {

@@ -67,9 +67,10 @@ pub(super) async fn watch(
     Ok(())
 }
 
+/// A step that began before the interval counts for all of its time where it ended: no more than all of it is shown.
 fn share(part: f64, whole: f64) -> String {
     match whole > 0.0 {
-        true => format!("{:.0}%", 100.0 * part / whole),
+        true => format!("{:.0}%", (100.0 * part / whole).min(100.0)),
         false => "-".to_owned(),
     }
 }
