@@ -4,6 +4,7 @@ use std::{env, error::Error, path::PathBuf};
 
 const FILES: &[&str] = &[
     "hotcell/v1/control.proto",
+    "hotcell/v1/debug.proto",
     "hotcell/v1/graph.proto",
     "hotcell/v1/takeover.proto",
     "hotcell/v1/tensors.proto",
@@ -43,15 +44,39 @@ fn main() -> Result<(), Box<dyn Error>> {
         "ChatTemplateReport",
         "ModelSummary",
     ];
+    // The header of a capture's file is JSON that is read again.
+    let kept = [
+        "GenerateRequest",
+        "Prompt",
+        "TokenIds",
+        "Chat",
+        "ChatMessage",
+        "Tool",
+        "ToolCall",
+        "ToolCalls",
+        "Sampling",
+        "LogitBias",
+        "Resume",
+        "Grammar",
+        "NumericsClass",
+        "CaptureHead",
+        "CapturedNode",
+        "CaptureEnd",
+    ];
     let build = bulk
         .into_iter()
         .fold(tonic_prost_build::configure(), |build, path| {
             build.bytes(path)
         });
-    told.into_iter()
+    let build = told.into_iter().fold(build, |build, message| {
+        let path = format!(".hotcell.v1.{message}");
+        build.message_attribute(path, "#[derive(serde::Serialize)]")
+    });
+    kept.into_iter()
         .fold(build, |build, message| {
+            // Its choices, too.
             let path = format!(".hotcell.v1.{message}");
-            build.message_attribute(path, "#[derive(serde::Serialize)]")
+            build.type_attribute(path, "#[derive(serde::Serialize, serde::Deserialize)]")
         })
         .compile_fds(compiler.file_descriptor_set())?;
     Ok(())

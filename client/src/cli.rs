@@ -6,6 +6,7 @@
 mod bench;
 mod chat;
 mod crashes;
+mod debug;
 mod doctor;
 mod embed;
 mod exit;
@@ -37,7 +38,11 @@ use crate::{
 
 pub use bench::BenchFlags;
 pub use chat::ChatFlags;
-pub use crashes::{CrashesFlags, What};
+pub use crashes::{CrashReplayFlags, CrashesFlags, What};
+pub use debug::{
+    CaptureFlags, CompareFlags, DebugCommand, DebugFlags, DebugWatchFlags, GuardFlags, Layers,
+    LookFlags, ReplayFlags, TraceFlags,
+};
 pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
 pub use flags::{ModelRef, PromptFlags, SamplingFlags};
@@ -295,10 +300,24 @@ Examples:
   hotcell crashes list
   hotcell crashes show w0.3             what ran, where it was struck, what became of its requests
   hotcell crashes show w0.3 --json | jq .blackbox
+  hotcell crashes replay w0.3           the same requests again, each in a throw-away worker
 
 What a report says of the black box and the log are the dead worker's own words. Its backtrace has names and lines
 if the worker's program is the one that died.")]
     Crashes(CrashesFlags),
+    /// Look into a worker while it serves
+    #[command(after_help = "\
+Examples:
+  hotcell debug watch                   a line each second: steps, tokens, cache, where the time goes
+  hotcell debug watch w0 --every 200ms --json | jq .steps
+  hotcell debug capture --next -o a.hotcell --reveal     what is computed for the next request
+  hotcell debug replay a.hotcell        the same bits again? else the first node that differs
+  hotcell debug replay my-request --at 12 --until layers.3.mul_mat.0
+  hotcell debug guard --nan --inf --end                  a watchpoint at every node
+  hotcell debug trace --for 2s --nodes -o w0.pftrace     a timeline for https://ui.perfetto.dev
+
+Needs the role debug, and over TCP a token that has it. Every call is noted in the audit log.")]
+    Debug(DebugFlags),
     /// Show a prompt's token ids
     #[command(
         after_help = "Examples:\n  hotcell tokenize \"In the beginning\"\n  hotcell tokenize --chat-file talk.json --json   the rendered chat too"
@@ -422,7 +441,8 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Doctor => doctor::doctor(ui, global, bundled, stop).await,
         Command::Models => operate::models(ui, global).await,
         Command::Watch => operate::watch(ui, global, stop).await,
-        Command::Crashes(flags) => crashes::crashes(ui, global, flags).await,
+        Command::Crashes(flags) => crashes::crashes(ui, global, flags, stop).await,
+        Command::Debug(flags) => debug::debug(ui, global, flags, stop).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
         Command::Embed(flags) => embed::embed(ui, global, flags).await,
         Command::Detokenize(flags) => operate::detokenize(ui, global, flags).await,

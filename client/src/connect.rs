@@ -22,8 +22,8 @@ use hotcell_proto::{
     error::{CONTINUES_AT, Error, Reason},
     limits,
     v1::{
-        control_client::ControlClient, graphs_client::GraphsClient, tensors_client::TensorsClient,
-        tokens_client::TokensClient,
+        control_client::ControlClient, debug_client::DebugClient, graphs_client::GraphsClient,
+        tensors_client::TensorsClient, tokens_client::TokensClient,
     },
 };
 use hyper_util::rt::TokioIo;
@@ -372,6 +372,13 @@ impl Client {
     /// The raw control calls.
     pub(crate) fn control_client(&self) -> ControlClient<Wire> {
         ControlClient::new(self.channel.clone())
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
+    }
+
+    /// The raw calls that look into a worker.
+    pub(crate) fn debug_client(&self) -> DebugClient<Wire> {
+        DebugClient::new(self.channel.clone())
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
     }

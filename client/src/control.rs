@@ -57,7 +57,7 @@ impl Client {
             .map_err(|error| schedulers_only(error, lacks))
     }
 
-    fn messages<T>(
+    pub(crate) fn messages<T>(
         &self,
         result: Result<Response<Streaming<T>>, Status>,
         lacks: &str,

@@ -25,6 +25,7 @@
 pub mod cli;
 pub mod connect;
 pub mod control;
+pub mod debug;
 pub mod graphs;
 pub mod load;
 pub mod local;

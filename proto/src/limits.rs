@@ -238,6 +238,44 @@ pub const KEPT_CRASH_FILES: usize = 256;
 pub const MAX_TAKEOVER_REQUEST: usize = 4 << 20;
 /// Bytes of the state that a scheduler leaves to the program that takes its place.
 pub const MAX_TAKEOVER_STATE: usize = 1 << 30;
+/// Milliseconds that a sample of what a worker does covers.
+pub const WATCH_INTERVALS: std::ops::RangeInclusive<u32> = 50..=60_000;
+/// Those that it covers unless its watcher says otherwise.
+pub const WATCH_INTERVAL: u32 = 1000;
+/// Steps of a worker that are noted while somebody watches it, until they are told.
+pub const MAX_WATCHED_STEPS: usize = 1 << 14;
+/// Milliseconds of one trace.
+pub const MAX_TRACE_MILLIS: u32 = 60_000;
+/// Nodes that a worker notes while it is traced, until they are told.
+pub const MAX_TRACED_NODES: usize = 1 << 17;
+/// Places in plans that one sample tells of.
+pub const MAX_WATCHED_NODES: usize = 32;
+/// Bytes of nodes' values that a worker keeps of a step while somebody looks at them.
+pub const MAX_TAP_BYTES: usize = 256 << 20;
+/// Patterns of nodes' names in one call, and bytes of each.
+pub const MAX_NODE_PATTERNS: usize = 64;
+/// See [`MAX_NODE_PATTERNS`].
+pub const MAX_NODE_PATTERN: usize = 256;
+/// Layers named in one call.
+pub const MAX_NAMED_LAYERS: usize = 1024;
+/// Conditions of one watchpoint.
+pub const MAX_CONDITIONS: usize = 8;
+/// Bytes of nodes' values in one capture, unless its caller says otherwise, and at most.
+pub const CAPTURE_BYTES: u64 = 256 << 20;
+/// See [`CAPTURE_BYTES`].
+pub const MAX_CAPTURE_BYTES: u64 = 4 << 30;
+/// Tokens of one capture at most.
+pub const MAX_CAPTURED_TOKENS: u64 = 1 << 20;
+/// Tokens that were looked at and wait to be told.
+pub const CAPTURE_BUFFER: usize = 4;
+/// Hits of a watchpoint that wait to be told.
+pub const HIT_BUFFER: usize = 64;
+/// Bytes of the header of a capture's file.
+pub const MAX_CAPTURE_HEADER: u64 = 256 << 20;
+/// Throw-away workers at once that run requests again.
+pub const MAX_REPLAYS: usize = 2;
+/// Calls that look into one worker at once.
+pub const MAX_DEBUGGERS: usize = 16;
 /// Connections of one worker for its control at once: the scheduler's, and those of who takes its place.
 pub const MAX_CONTROLS: usize = 4;
 

@@ -56,7 +56,7 @@ impl Who {
 /// What happened. Empty parts are left out.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Entry<'a> {
-    /// load, unload, inspect or death.
+    /// load, unload, inspect, debug or death.
     pub event: &'static str,
     /// Who asked for it, if anybody did.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -70,7 +70,7 @@ pub struct Entry<'a> {
     /// Its trust domain.
     #[serde(skip_serializing_if = "str::is_empty")]
     pub trust_domain: &'a str,
-    /// loaded, unloaded, fine, suspicious, refused, died, or what a worker died of.
+    /// loaded, unloaded, fine, suspicious, refused, died, what a worker died of, or how it was looked into.
     #[serde(skip_serializing_if = "str::is_empty")]
     pub outcome: &'a str,
     /// Why not, by its name in the list of errors.
@@ -79,7 +79,7 @@ pub struct Entry<'a> {
     /// In words.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub detail: String,
-    /// The worker that died.
+    /// The worker that died or was looked into.
     #[serde(skip_serializing_if = "str::is_empty")]
     pub worker: &'a str,
     /// Its epoch.

@@ -9,6 +9,7 @@ mod autopsy;
 mod caches;
 mod catalog;
 mod changes;
+mod debug;
 mod examine;
 mod gate;
 mod guests;
@@ -25,6 +26,7 @@ mod pieces;
 mod places;
 mod release;
 mod replace;
+mod replay;
 mod replicas;
 mod room;
 mod seen;
@@ -57,6 +59,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 pub use adopt::{Heir, Inherited, Live};
 pub use catalog::Model;
 pub use changes::Changes;
+pub use debug::{believe as believe_sample, believe_captured, believe_guarded, believe_traced};
 pub use handover::Joined;
 pub use launch::{
     Allowance, Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor,
@@ -66,6 +69,7 @@ pub use link::{Condemnation, Fate, Link, Sockets, TOKENS_WINDOWS, is_broken, wor
 pub use loading::LoadFailure;
 use loads::Loads;
 pub use models::ProgressSender;
+pub use replay::Replayer;
 pub use serving::Using;
 pub use serving::Wanted;
 pub(crate) use serving::checked as checked_serving;
@@ -166,6 +170,8 @@ pub struct Fleet {
     /// Where standbys are asked for; nowhere if there are to be none.
     standbys: Option<Standbys>,
     /// Places for throw-away workers, and how many there have been.
+    replays: Arc<Semaphore>,
+    replays_made: AtomicU64,
     solos: Arc<Semaphore>,
     /// Of these, those that saved graphs may have.
     graph_solos: Arc<Semaphore>,
@@ -252,6 +258,8 @@ impl Fleet {
             prefixes: Mutex::default(),
             asides: Asides::default(),
             standbys: parts.standby.then(Standbys::default),
+            replays: Arc::new(Semaphore::new(limits::MAX_REPLAYS)),
+            replays_made: AtomicU64::new(0),
             solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS)),
             graph_solos: Arc::new(Semaphore::new(limits::MAX_SOLO_WORKERS / 2)),
             solos_made: AtomicU64::new(0),

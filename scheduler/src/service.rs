@@ -2,6 +2,7 @@
 
 mod accept;
 mod control;
+mod debug;
 mod doors;
 mod graphs;
 mod handout;
@@ -17,8 +18,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        self, ConfinementLayer, control_server::ControlServer, graphs_server::GraphsServer,
-        tokens_server::TokensServer,
+        self, ConfinementLayer, control_server::ControlServer, debug_server::DebugServer,
+        graphs_server::GraphsServer, tokens_server::TokensServer,
     },
 };
 use tokio::time::Instant;
@@ -44,22 +45,24 @@ use crate::{
 };
 
 /// Names under which health is reported, besides the empty one for the whole server.
-const HEALTH_NAMES: [&str; 7] = [
+const HEALTH_NAMES: [&str; 8] = [
     "",
     "hotcell.v1.Tokens",
     "hotcell.v1.Tensors",
     "hotcell.v1.Control",
+    "hotcell.v1.Debug",
     "hotcell.v1.Graphs",
     "vllm.grpc.engine.VllmEngine",
     "inference.GRPCInferenceService",
 ];
 
 /// Services that reflection tells of.
-const SERVICES: [&str; 5] = [
+const SERVICES: [&str; 6] = [
     v1::tokens_server::SERVICE_NAME,
     v1::tensors_server::SERVICE_NAME,
     v1::graphs_server::SERVICE_NAME,
     v1::control_server::SERVICE_NAME,
+    v1::debug_server::SERVICE_NAME,
     "grpc.health.v1.Health",
 ];
 
@@ -150,6 +153,11 @@ pub fn routes(
     )
     .add_service(
         ControlServer::new(control::Service(shared.clone()))
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES),
+    )
+    .add_service(
+        DebugServer::new(debug::Service(shared.clone()))
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
             .max_encoding_message_size(limits::MAX_MESSAGE_BYTES),
     )

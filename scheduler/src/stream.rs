@@ -4,6 +4,7 @@
 //! back. So a slow client holds up no worker and no other client. What is written and not yet read is bounded: past
 //! [`Room`]'s limits the relay reads no further, and the worker pauses that one sequence.
 
+mod again;
 mod held;
 mod room;
 
@@ -105,6 +106,8 @@ struct Request {
 struct State {
     /// Set while it runs, if somebody told.
     request: Option<Request>,
+    /// What it was asked for, once it has ended and is kept.
+    asked: Option<Box<GenerateRequest>>,
     accepted: Option<Accepted>,
     deltas: VecDeque<Delta>,
     /// Before the first of `deltas`, and how many came before it.
@@ -299,7 +302,9 @@ impl Stream {
     pub fn finish(&self, end: Result<Finished, Status>) {
         let mut state = self.state();
         state.end.get_or_insert(end);
-        state.request = None;
+        if let (Some(request), true) = (state.request.take(), self.keeps) {
+            state.asked = Some(Box::new(request.message));
+        }
         let reader = state.reader.take();
         drop(state);
         if let Some(reader) = reader {

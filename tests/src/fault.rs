@@ -1,10 +1,12 @@
 //! A worker that breaks on command: the real program over a backend that wraps the CPU's.
 //!
 //! Whoever knows its process id orders a fault by a real-time signal ([`Fault::order`]), so no help of the scheduler
-//! is needed. A prompt that holds [`POISON`] kills every such worker that computes it.
+//! is needed. A prompt that holds [`POISON`] kills every such worker that computes it. [`NAN_TOKEN`] and [`WRONG_TOKEN`] have
+//! one node each give wrong numbers.
 
 mod acts;
 mod backend;
+mod plant;
 mod proxy;
 mod trespass;
 
@@ -27,6 +29,15 @@ pub use trespass::{ENDED, NEW_FILE, Trespass};
 pub const POISON: [u32; 3] = [666, 667, 666];
 /// Name of an input: a graph that has it crashes every fault worker that computes it.
 pub const POISON_INPUT: &str = "poison";
+
+/// A token in whose rows the node that reads [`NAN_NODE`] gives NaN.
+pub const NAN_TOKEN: u32 = 660;
+/// See [`NAN_TOKEN`].
+pub const NAN_NODE: &str = "model.layers.1.mlp.down_proj.weight";
+/// A token in whose rows the numbers of the node that reads [`WRONG_NODE`] are a thousandth too great.
+pub const WRONG_TOKEN: u32 = 661;
+/// See [`WRONG_TOKEN`].
+pub const WRONG_NODE: &str = "model.layers.2.self_attn.o_proj.weight";
 
 macro_rules! faults {
     ($($(#[doc = $doc:literal])* $name:ident,)*) => {

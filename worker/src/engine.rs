@@ -19,7 +19,6 @@ use hotcell_ipc::blackbox::{Doing, Node, Writer};
 use hotcell_kernels::{
     backend::{Device, DeviceError, Trail},
     cpu::pack::LAYOUT,
-    plan::PlanHints,
 };
 use hotcell_proto::{
     error::{Error, Reason},
@@ -30,12 +29,15 @@ use tokio::sync::{Semaphore, oneshot};
 
 mod about;
 mod caches;
+mod debug;
+mod load;
 mod owned;
 
 pub use self::about::{EngineConfig, Opened, Ready, names};
-use self::owned::Owned;
+pub use self::debug::{Inside, Look};
+use self::{debug::DebugWork, owned::Owned};
 use crate::{
-    entropy,
+    debug::observer::Observer,
     error::{of_device, of_run},
     generate::{
         batch::Batch,
@@ -43,7 +45,7 @@ use crate::{
         ledger,
         task::Task,
     },
-    model::run::{RunError, RunShape, Runner, Sizes},
+    model::run::Sizes,
     session::plane::TensorPlane,
     weights::{ModelSource, Weight},
 };
@@ -101,6 +103,7 @@ enum Command {
         reply: oneshot::Sender<()>,
     },
     Tensors(TensorWork),
+    Debug(DebugWork),
     /// Somebody made room or went away: look again.
     Wake,
 }
@@ -118,6 +121,7 @@ pub struct Engine {
     /// Bounds the commands about tensors.
     tensor_commands: Arc<Semaphore>,
     blackbox: Writer,
+    observer: Arc<Observer>,
     /// What the engine owns; `None` where only its thread may touch it.
     owned: Option<Arc<Owned>>,
 }
@@ -138,6 +142,8 @@ impl Engine {
         let owned = Arc::new(Owned::default());
         let engine_owned = Arc::clone(&owned);
         let blackbox = config.blackbox.unwrap_or_else(|| Writer::private(names()));
+        let observer = Arc::<Observer>::default();
+        let told = Arc::clone(&observer);
         let run = move || match config.registry.open(&config.device, &config.cores) {
             Ok(device) => {
                 blackbox.owns_device();
@@ -168,6 +174,7 @@ impl Engine {
                     drain: Vec::new(),
                     woken: engine_woken,
                     blackbox,
+                    observer: told,
                 };
                 if opened.send(Ok((about, is_bound))).is_ok() {
                     engine_owned.run(state, &queue);
@@ -194,6 +201,7 @@ impl Engine {
         Ok(Self {
             owned: (!is_bound).then_some(owned),
             blackbox,
+            observer,
             commands,
             opened: Arc::new(opened),
             cache_dtype,
@@ -403,6 +411,7 @@ struct Loop {
     drain: Vec<oneshot::Sender<()>>,
     woken: Arc<AtomicBool>,
     blackbox: Writer,
+    observer: Arc<Observer>,
 }
 
 impl Loop {
@@ -469,39 +478,6 @@ impl Loop {
                 return;
             }
         }
-    }
-
-    /// Sizes that a model is run with here.
-    fn shape(&self, source: &ModelSource) -> Result<RunShape, RunError> {
-        let dtype = self.cache_dtype;
-        let mut shape = match self.model_memory {
-            None => RunShape::for_model(&source.config, dtype),
-            Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes)?,
-        };
-        if let Some(most) = self.max_context {
-            shape.context = shape.context.min(most.max(1) as usize);
-        }
-        Ok(shape)
-    }
-
-    fn load(&mut self, name: String, source: &ModelSource) -> Result<Ready, Error> {
-        let device = self.device.as_ref();
-        let shape = self.shape(source).map_err(|e| of_run(&e))?;
-        let progressed = || self.blackbox.progressed();
-        let hints = PlanHints::default();
-        let runner = Runner::new(device, source, shape, &hints, &progressed);
-        let runner = runner.map_err(|e| of_run(&e))?;
-        tracing::info!(
-            model = name,
-            cache_bytes = runner.cache_bytes(),
-            cache_tokens = shape.blocks * shape.block_len,
-            context = shape.context,
-            "memory of a model"
-        );
-        let packable = runner.packable();
-        let batch = Batch::new(runner, entropy::bytes()?, self.blackbox);
-        self.models.insert(name, batch);
-        Ok(Ready { shape, packable })
     }
 
     fn perform(&mut self, command: Command) {
@@ -584,6 +560,7 @@ impl Loop {
             },
             Command::Drain { reply } => self.drain.push(reply),
             Command::Tensors(work) => self.tensor_work.push_back(work),
+            Command::Debug(work) => self.look_inside(work),
             Command::Wake => self.woken.store(false, Ordering::SeqCst),
         }
     }

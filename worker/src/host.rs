@@ -30,7 +30,7 @@ use crate::{
     last_words::MappedFiles,
     model::text::ModelText,
     packing::{Copies, Packer, Wanted},
-    service::tensors_server,
+    service::{debug_server, tensors_server},
     weights::Weights,
 };
 
@@ -234,6 +234,27 @@ impl Host {
         names
     }
 
+    /// Bytes of the mapped files of each model, and of their packed copies.
+    pub fn weights_in_use(&self) -> Vec<v1::MemoryUse> {
+        let mut uses = Vec::new();
+        for model in locked(&self.0.models).values() {
+            let mut add = |kind: &str, bytes: u64| {
+                uses.push(v1::MemoryUse {
+                    kind: kind.to_owned(),
+                    model: model.name.clone(),
+                    bytes,
+                });
+            };
+            let files = model.weights.files().iter();
+            add("weights", files.map(|file| file.mapping.len() as u64).sum());
+            if let Some((copies, _)) = &*locked(&model.packed) {
+                add("packed", copies.all().map(|copy| copy.len() as u64).sum());
+            }
+        }
+        uses.sort_unstable_by(|a, b| (&a.model, &a.kind).cmp(&(&b.model, &b.kind)));
+        uses
+    }
+
     /// What of its confinement is in force.
     pub fn confinement(&self) -> &Report {
         &self.0.confinement
@@ -410,7 +431,7 @@ impl Host {
         SharedMapping::of_memory(fd).map_err(|error| refused(error.to_string()))
     }
 
-    /// Serves tensors on one more connection, whose end comes under `tag`, until it is closed.
+    /// Serves tensors, and those who look into this worker, on one more connection, whose end comes under `tag`, until it is closed.
     ///
     /// # Errors
     /// When it does not come, or there are too many.
@@ -427,6 +448,7 @@ impl Host {
             .server()
             .max_concurrent_streams(TENSOR_STREAMS)
             .add_service(tensors_server(self.clone()))
+            .add_service(debug_server(self.clone()))
             .add_service(health);
         tokio::spawn(async move {
             let served = server.serve_with_incoming_shutdown(incoming, async move {

@@ -2,6 +2,7 @@
 
 pub mod config;
 pub mod confine;
+pub mod debug;
 pub mod engine;
 pub mod entropy;
 pub mod error;

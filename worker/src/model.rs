@@ -9,6 +9,7 @@ mod gemma3;
 pub mod graph;
 mod llama;
 mod parts;
+pub mod points;
 mod qwen3_moe;
 pub mod run;
 pub mod text;

@@ -27,7 +27,7 @@ use crate::{
     host::{Host, map_file},
     last_words,
     serve::{self, Connections, Controls, MAX_STREAMS, tokens_server},
-    service::{TensorsService, TokensService, tensors_server},
+    service::{TensorsService, TokensService, debug_server, tensors_server},
     weights::ModelFile,
 };
 
@@ -360,6 +360,9 @@ fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
             .set_serving::<TensorsServer<TensorsService>>()
             .await;
         reporter.set_serving::<TokensServer<TokensService>>().await;
+        // Debuggers see prompts: over TCP, where nobody says who they are, there is no such service.
+        let is_local = matches!(listener, Listener::Unix(..));
+        let debugger = is_local.then(|| debug_server(host.clone()));
         let router = Windows::default()
             .server()
             .max_concurrent_streams(MAX_STREAMS)
@@ -368,6 +371,7 @@ fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .add_service(tokens_server(host.clone()))
             .add_service(tensors_server(host))
+            .add_optional_service(debugger)
             .add_service(health);
         let served = match listener {
             Listener::Unix(listener, _guard) => {

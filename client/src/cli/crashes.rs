@@ -1,5 +1,7 @@
 //! `hotcell crashes`: what is known about workers that died, with the backtrace's addresses turned into names.
 
+mod replay;
+
 use std::{
     fmt::Write,
     path::{Path, PathBuf},
@@ -13,11 +15,14 @@ use serde_json::json;
 use super::{
     GlobalFlags,
     exit::Failure,
+    interrupt::Interrupt,
     session::Session,
     table::{Table, bytes, span, time_of_day},
     ui::{Ui, one_line},
 };
 use crate::local::worker_beside_this_program;
+
+pub use replay::CrashReplayFlags;
 
 /// `hotcell crashes`.
 #[derive(Args, Clone, Debug)]
@@ -40,12 +45,17 @@ pub enum What {
         #[arg(long, value_name = "PATH")]
         program: Option<PathBuf>,
     },
+    /// Run the requests that it ran again, each in a throw-away worker of its own, and say whether that dies too
+    ///
+    /// Needs requests whose streams the scheduler knows: running ones, and those of ids that their clients gave.
+    Replay(CrashReplayFlags),
 }
 
 pub(crate) async fn crashes(
     ui: &mut Ui,
     global: &GlobalFlags,
     flags: &CrashesFlags,
+    interrupt: &mut Interrupt,
 ) -> Result<(), Failure> {
     let session = Session::running(global).await?;
     match &flags.what {
@@ -68,6 +78,7 @@ pub(crate) async fn crashes(
             }
             table.print(ui, "no worker died")
         }
+        What::Replay(flags) => replay::replay(ui, &session, flags, interrupt).await,
         What::Show { id, program } => {
             let crash = session.client.crash(id).await?;
             let program = program.clone().or_else(worker_beside_this_program);

@@ -41,6 +41,8 @@ words! {
     layer_state: LayerState "LAYER_STATE_";
     /// A verdict on a model in a word.
     verdict: Verdict "VERDICT_";
+    /// A request's state inside a worker.
+    watched_state: WatchedState "WATCHED_STATE_";
     /// An event kind's word.
     event_kind: EventKind "EVENT_KIND_";
 }

@@ -33,7 +33,7 @@ pub enum TokenRole {
     Use,
     /// Load and unload models.
     Load,
-    /// Crash reports and events.
+    /// Crash reports, events, and looking into workers.
     Debug,
     /// All of it, and what operators do.
     Admin,

@@ -15,7 +15,7 @@ pub enum Role {
     Load = 2,
     /// All, also what only operators do.
     Admin = 4,
-    /// See what others do, and what became of it: crash reports and events.
+    /// See what others do, and what became of it: crash reports, events, and what goes on inside a worker.
     Debug = 8,
 }
 
@@ -24,7 +24,11 @@ impl Role {
     pub const ALL: &'static [(Role, &'static str, &'static str)] = &[
         (Role::Use, "use", "generate, compute, list"),
         (Role::Load, "load", "load and unload models"),
-        (Role::Debug, "debug", "crash reports, events"),
+        (
+            Role::Debug,
+            "debug",
+            "crash reports, events, looking into workers",
+        ),
         (Role::Admin, "admin", "all of it, and what operators do"),
     ];
 
@@ -144,6 +148,11 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/hotcell.v1.Control/ListCrashes", DEBUG),
     ("/hotcell.v1.Control/GetCrash", DEBUG),
     ("/hotcell.v1.Control/WatchEvents", DEBUG),
+    ("/hotcell.v1.Debug/Watch", DEBUG),
+    ("/hotcell.v1.Debug/Capture", DEBUG),
+    ("/hotcell.v1.Debug/Replay", DEBUG),
+    ("/hotcell.v1.Debug/Guard", DEBUG),
+    ("/hotcell.v1.Debug/Trace", DEBUG),
     ("/hotcell.v1.Control/ReleaseWorker", ADMIN),
     ("/vllm.grpc.engine.VllmEngine/Generate", USE),
     ("/vllm.grpc.engine.VllmEngine/Embed", USE),

@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_millis(200);
 const MOST_KINDS: usize = 8;
 
 /// A stranger's words, within bounds.
-fn believe(caches: Vec<CacheStatus>) -> Vec<CacheStatus> {
+pub(super) fn believe(caches: Vec<CacheStatus>) -> Vec<CacheStatus> {
     let bounded = caches.into_iter().take(limits::MAX_MODELS);
     bounded
         .map(|cache| CacheStatus {

@@ -27,6 +27,9 @@ pub(super) const SUSPECT: &str = "suspect";
 /// That of a worker which looks into a model.
 pub(super) const INSPECTION: &str = "inspection";
 
+/// That of a worker which runs a request again for somebody who looks into it.
+pub(super) const REPLAY: &str = "replay";
+
 /// What a worker has to do, as the scheduler counts it.
 #[derive(Debug, Default)]
 pub(super) struct Load {

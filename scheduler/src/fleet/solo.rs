@@ -34,7 +34,7 @@ const ATTEMPTS: u32 = 3;
 /// Holds a throw-away worker: dropping it ends the process.
 #[derive(Debug)]
 pub(super) struct Leash {
-    _end: DropGuard,
+    pub(super) _end: DropGuard,
 }
 
 /// A throw-away worker that has no model. Dropping it ends the process.
@@ -395,7 +395,7 @@ impl Fleet {
         Ok((home.clone(), slot.device.clone()))
     }
 
-    fn solo_files(&self, model: &ModelName) -> Result<Arc<OpenModel>, Error> {
+    pub(super) fn solo_files(&self, model: &ModelName) -> Result<Arc<OpenModel>, Error> {
         let table = self.table();
         table.usable(model)?;
         let files = table.models.get(model).and_then(|m| m.files.clone());
@@ -447,17 +447,17 @@ fn no_class(model: &ModelName, home: &str) -> Error {
 }
 
 /// A throw-away worker at work.
-struct Watched {
-    link: Arc<Link>,
-    process: Box<dyn super::Process>,
+pub(super) struct Watched {
+    pub(super) link: Arc<Link>,
+    pub(super) process: Box<dyn super::Process>,
     /// Cancelled once its request has ended.
-    end: CancellationToken,
-    _listed: super::aside::Listed,
-    _permits: [Option<OwnedSemaphorePermit>; 2],
+    pub(super) end: CancellationToken,
+    pub(super) _listed: super::aside::Listed,
+    pub(super) _permits: [Option<OwnedSemaphorePermit>; 2],
 }
 
 /// Sees to a throw-away worker's end: by itself, by a sentence, or because nobody needs it any more.
-async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
+pub(super) async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
     let link = Arc::clone(&watched.link);
     let _watcher = fleet.watch(watched.process.as_ref(), &link.fate);
     let mut condemned = link.fate.condemned.subscribe();

@@ -17,7 +17,7 @@ use hotcell_kernels::{
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
 
-use super::{Fault, POISON, POISON_INPUT, acts, trespass};
+use super::{Fault, POISON, POISON_INPUT, acts, plant, trespass};
 
 /// Has the CPU's devices under their own names.
 pub(super) struct FaultBackend;
@@ -132,6 +132,8 @@ impl Device for FaultDevice {
         if Fault::HangInLoad.taken() {
             acts::hang();
         }
+        let planted = plant::plant(graph)?;
+        let graph = planted.as_ref().unwrap_or(graph);
         let mut inputs = graph.inputs().iter();
         Ok(Box::new(FaultPlan {
             is_poison: inputs.any(|input| input.name == POISON_INPUT),

@@ -492,6 +492,11 @@ const REQUESTS: &[fn(&[u8]) -> bool] = &[
     readable::<v1::StatusRequest>,
     readable::<v1::StatusResponse>,
     readable::<v1::DrainRequest>,
+    readable::<v1::WatchRequest>,
+    readable::<v1::CaptureRequest>,
+    readable::<v1::ReplayRequest>,
+    readable::<v1::GuardRequest>,
+    readable::<v1::TraceRequest>,
 ];
 
 fn requests(bytes: &[u8]) -> bool {

@@ -231,6 +231,7 @@ impl Bench {
             speculate: ask.speculate,
             grammar: ask.regex.map(|regex| follow(regex).unwrap()),
             parser: None,
+            asked: Box::default(),
         };
         let outlet = Outlet {
             events,

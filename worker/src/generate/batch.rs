@@ -18,6 +18,8 @@ use hotcell_proto::{
 
 mod admit;
 mod compute;
+mod look;
+mod probe;
 
 use super::{
     blocks::Key,
@@ -30,7 +32,11 @@ use super::{
     schedule::Schedule,
     task::{Member, Task},
 };
+use probe::Lookers;
+pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Probe};
+
 use crate::{
+    debug::observer::{Observer, StepNote},
     error::of_device,
     model::run::{Row, Runner},
 };
@@ -106,6 +112,18 @@ pub struct Batch {
     logits: Vec<f32>,
     state: Vec<f32>,
     blackbox: Writer,
+    observer: Arc<Observer>,
+    last: Computed,
+    lookers: Lookers,
+}
+
+/// What the last step was.
+#[derive(Clone, Copy, Debug, Default)]
+struct Computed {
+    begun: Option<Instant>,
+    time: Duration,
+    sequences: usize,
+    drawn: usize,
 }
 
 impl Batch {
@@ -136,8 +154,16 @@ impl Batch {
             logits: vec![0.0; runner.vocab()],
             state: vec![0.0; runner.hidden()],
             blackbox,
+            observer: Arc::default(),
+            last: Computed::default(),
+            lookers: Lookers::default(),
             runner,
         }
+    }
+
+    /// Notes its steps there from now on, while somebody watches.
+    pub fn tell(&mut self, observer: &Arc<Observer>) {
+        self.observer = Arc::clone(observer);
     }
 
     /// The model on its device.
@@ -402,6 +428,7 @@ impl Batch {
     /// Computes one step. Returns whether there was something to compute.
     pub fn step(&mut self) -> bool {
         let now = Instant::now();
+        self.leave_alone();
         self.sweep(now);
         let inside = self.len();
         let mut rows = 0;
@@ -413,7 +440,18 @@ impl Batch {
                 rows = self.rows.len();
                 self.compute()
             });
-        match computed {
+        if rows > 0 && self.observer.is_watched() {
+            self.observer.note(StepNote {
+                begun: now,
+                whole: now.elapsed(),
+                computing: self.last.time,
+                computing_from: self.last.begun.unwrap_or(now),
+                rows,
+                sequences: self.last.sequences,
+                drawn: self.last.drawn,
+            });
+        }
+        let worked = match computed {
             // One that failed has made room for others.
             Ok(()) => rows > 0 || self.len() < inside,
             Err(error) => {
@@ -421,7 +459,9 @@ impl Batch {
                 self.fail_all(&of_device(&error));
                 true
             }
-        }
+        };
+        self.leave_alone();
+        worked
     }
 }
 

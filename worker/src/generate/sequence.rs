@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use hotcell_proto::{
@@ -64,6 +64,8 @@ pub struct Request {
     pub class: Class,
     /// Whether tokens may be guessed.
     pub speculate: bool,
+    /// As it was asked, without its prompt and what it goes on from.
+    pub asked: Box<v1::GenerateRequest>,
 }
 
 /// Counts the requests inside a worker; one is a place in the queue, given back when dropped.
@@ -266,6 +268,29 @@ impl Sequence {
     /// Tokens of the prompt.
     pub fn prompt_len(&self) -> usize {
         self.request.prompt.len()
+    }
+
+    /// All that it takes to go on from here elsewhere.
+    pub fn asked(&self) -> v1::GenerateRequest {
+        let generated = self.tokens.get(self.prompt_len()..).unwrap_or_default();
+        let ids = self.request.prompt.clone();
+        v1::GenerateRequest {
+            prompt: Some(v1::Prompt {
+                kind: Some(v1::prompt::Kind::Ids(v1::TokenIds { ids })),
+            }),
+            seed: Some(self.request.sampling.seed),
+            request_id: self.request.id.clone(),
+            resume: Some(v1::Resume {
+                generated_ids: generated.to_vec(),
+                text_bytes_emitted: 0,
+            }),
+            ..(*self.request.asked).clone()
+        }
+    }
+
+    /// How long it has been in this worker.
+    pub fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.arrived)
     }
 
     /// How many tokens it may draw in one step besides the first: its limits and its reader have room for them.

@@ -1,6 +1,6 @@
 //! What a batch computes for: a stream of tokens, or a prompt's embedding.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotcell_proto::error::Error;
 
@@ -28,6 +28,22 @@ impl Task {
         match self {
             Self::Generate(sequence) => sequence.id(),
             Self::Embed(_) => "",
+        }
+    }
+
+    /// Tokens of its prompt.
+    pub fn prompt_len(&self) -> usize {
+        match self {
+            Self::Generate(sequence) => sequence.prompt_len(),
+            Self::Embed(reading) => reading.tokens().len(),
+        }
+    }
+
+    /// How long it has been in this worker; nobody knows of an embedding.
+    pub fn age(&self, now: Instant) -> Duration {
+        match self {
+            Self::Generate(sequence) => sequence.age(now),
+            Self::Embed(_) => Duration::ZERO,
         }
     }
 

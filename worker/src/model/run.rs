@@ -1,26 +1,33 @@
 //! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
 
 mod caches;
+mod follow;
 mod shape;
+mod tap;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     rc::Rc,
 };
 
+use hotcell_graph::Graph;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
     plan::{Plan, PlanHints, Slot},
 };
 
 use caches::Caches;
+use follow::Follower;
 use shape::check_cache;
 pub use shape::{KINDS, RunShape, Sizes};
+use tap::Tap;
+pub use tap::{RowSize, Wanted};
 
 use super::{
     config::Rope,
     constants::{f32_buffer, stack, stack_bytes, vector},
     graph::{body, ending, head},
+    points::{Point, points},
     weave::{BuildError, Pattern, Source, Sourced},
 };
 use crate::weights::{ModelSource, Weight};
@@ -147,6 +154,16 @@ pub struct Runner {
     logits: Buffer,
     states: Buffer,
     scratch: Vec<i32>,
+    /// The body's graph, what its inputs and its output are bound to, and what of it can be looked at.
+    graph: Graph,
+    inputs: Vec<Buffer>,
+    hidden_states: Buffer,
+    points: Vec<Point>,
+    /// Computes the body in steps that somebody looks at.
+    tap: Option<Tap>,
+    tapping: bool,
+    /// Notes what plans do, while somebody wants to know.
+    follower: Option<Follower>,
 }
 
 impl Runner {
@@ -192,6 +209,7 @@ impl Runner {
             f32_buffer(device, "frequencies", &values)
         };
         let mut packable = Vec::new();
+        let mut inputs = Vec::with_capacity(body.sources.len());
         let mut bind = |graph: Part, sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
             for (i, from) in sourced.sources.iter().enumerate() {
@@ -223,6 +241,9 @@ impl Runner {
                 };
                 let slot = Slot::Input(i);
                 plan.bind(slot, &buffer, 0)?;
+                if matches!(graph, Part::Body) {
+                    inputs.push(buffer);
+                }
                 if let Source::Weight(name) = from
                     && plan.bind_packed(slot, None, 0)?
                 {
@@ -235,6 +256,7 @@ impl Runner {
             }
             Ok(plan)
         };
+        let (graph, points) = (body.graph.clone(), points(&body.graph));
         let (mut body, mut head) = (bind(Part::Body, &body)?, bind(Part::Head, &head)?);
         let mut ending = bind(Part::Ending, &ending)?;
         body.bind(Slot::Output(0), &hidden, 0)?;
@@ -257,6 +279,13 @@ impl Runner {
             logits,
             states,
             scratch,
+            graph,
+            inputs,
+            hidden_states: hidden,
+            points,
+            tap: None,
+            tapping: false,
+            follower: None,
         })
     }
 
@@ -323,6 +352,12 @@ impl Runner {
     /// Bytes of the cache.
     pub fn cache_bytes(&self) -> usize {
         self.caches.bytes()
+    }
+
+    /// Bytes that its plans keep for what they compute.
+    pub fn plan_bytes(&self) -> usize {
+        let plans = [&self.body, &self.head, &self.ending];
+        plans.iter().map(|plan| plan.memory().arena).sum()
     }
 
     /// How many layers are of a kind, and the bytes of one block in all of them.
@@ -411,10 +446,19 @@ impl Runner {
         for (kind, of) in kinds.iter().enumerate() {
             Self::fill(scratch, &of.slots, rows.iter().map(|r| r.slots[kind]))?;
         }
-        self.stream.execute(self.body.as_mut(), rows.len())?;
+        let body = match &mut self.tap {
+            Some(tap) if self.tapping => &mut tap.plan,
+            _ => &mut self.body,
+        };
+        let follower = &self.follower;
+        let mut execute = |plan: &mut dyn Plan, rows| match follower {
+            Some(follower) => follower.execute(plan, rows),
+            None => self.stream.execute(plan, rows),
+        };
+        execute(body.as_mut(), rows.len())?;
         if !picks.is_empty() {
             Self::fill(scratch, pick_rows, picks.iter().copied())?;
-            self.stream.execute(self.head.as_mut(), picks.len())?;
+            execute(self.head.as_mut(), picks.len())?;
         }
         self.stream.synchronize()
     }

@@ -7,6 +7,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll},
+    time::Instant,
 };
 
 use hotcell_proto::{
@@ -121,7 +122,7 @@ pub(super) fn in_vocabulary(what: &str, ids: &[u32], model: &Loaded) -> Result<(
 }
 
 /// Checks a request against its model.
-fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request, Error> {
+fn check(mut wire: v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request, Error> {
     at_most("stop strings", wire.stop.len(), limits::MAX_STOP_STRINGS)?;
     at_most(
         "stop tokens",
@@ -173,7 +174,7 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         Some(seed) => seed,
         None => u64::from_ne_bytes(entropy::bytes()?),
     };
-    let sampling = sampling(wire, seed);
+    let sampling = sampling(&wire, seed);
     sampling
         .validate(model.vocab)
         .map_err(|e| of_sampling(&e))?;
@@ -182,9 +183,11 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
     } else {
         &model.end_tokens[..]
     };
+    let hash = request_hash(&prompt, seed, &wire);
+    (wire.prompt, wire.resume) = (None, None);
     Ok(sequence::Request {
         id: id.as_str().to_owned(),
-        hash: request_hash(&prompt, seed, wire),
+        hash,
         prompt,
         generated: resume.generated_ids,
         text_bytes_emitted: resume.text_bytes_emitted,
@@ -197,6 +200,67 @@ fn check(wire: &v1::GenerateRequest, model: &Loaded) -> Result<sequence::Request
         deadline: None,
         class: class(&wire.tenant, wire.priority)?,
         speculate: !wire.no_speculation,
+        asked: Box::new(wire),
+    })
+}
+
+/// Begins a request: its events, of which the first is there already.
+pub(super) async fn begin(
+    host: &Host,
+    wire: v1::GenerateRequest,
+    deadline: Option<Instant>,
+) -> Result<Events, Error> {
+    host.accepting()?;
+    let model = host.model(&wire.model)?;
+    let ids_only = matches!(
+        wire.prompt.as_ref().and_then(|p| p.kind.as_ref()),
+        Some(v1::prompt::Kind::Ids(_))
+    );
+    let mut checked = if ids_only && wire.grammar.is_none() && !wire.parse_output {
+        check(wire, &model)?
+    } else {
+        let model = Arc::clone(&model);
+        host.text_work(move || check(wire, &model)).await?
+    };
+    checked.deadline = deadline;
+    let place = place(host)?;
+    let (events, reader) = mpsc::channel(limits::STREAM_BUFFER);
+    let paused = Arc::new(AtomicBool::new(false));
+    let accepted = v1::Accepted {
+        request_id: checked.id.clone(),
+        model: model.name.clone(),
+        prompt_ids: checked.prompt.clone(),
+        seed: checked.sampling.seed,
+        numerics: Some(model.numerics.clone()),
+    };
+    let outlet = Outlet {
+        events: events.clone(),
+        paused: Arc::clone(&paused),
+        place,
+    };
+    let (sequence, end) = Sequence::new(
+        checked,
+        &model.text.tokenizer,
+        model.context,
+        model.numerics.clone(),
+        outlet,
+    )?;
+    let accepted = v1::GenerateEvent {
+        event: Some(v1::generate_event::Event::Accepted(accepted)),
+    };
+    // The channel is new and has room.
+    let _ = events.try_send(Ok(accepted));
+    match end {
+        Some(end) => sequence.finish(end, Instant::now()),
+        None => {
+            let task = Task::Generate(Box::new(sequence));
+            host.engine().compute(model.name.clone(), task)?;
+        }
+    }
+    Ok(Events {
+        events: reader,
+        paused,
+        engine: host.engine().clone(),
     })
 }
 
@@ -242,61 +306,9 @@ impl Tokens for TokensService {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<Events>, Status> {
-        let host = &self.0;
-        host.accepting()?;
         let deadline = deadline::of(request.metadata())?;
-        let wire = request.into_inner();
-        let model = host.model(&wire.model)?;
-        let ids_only = matches!(
-            wire.prompt.as_ref().and_then(|p| p.kind.as_ref()),
-            Some(v1::prompt::Kind::Ids(_))
-        );
-        let mut checked = if ids_only && wire.grammar.is_none() && !wire.parse_output {
-            check(&wire, &model)?
-        } else {
-            let model = Arc::clone(&model);
-            host.text_work(move || check(&wire, &model)).await?
-        };
-        checked.deadline = deadline;
-        let place = place(host)?;
-        let (events, reader) = mpsc::channel(limits::STREAM_BUFFER);
-        let paused = Arc::new(AtomicBool::new(false));
-        let accepted = v1::Accepted {
-            request_id: checked.id.clone(),
-            model: model.name.clone(),
-            prompt_ids: checked.prompt.clone(),
-            seed: checked.sampling.seed,
-            numerics: Some(model.numerics.clone()),
-        };
-        let outlet = Outlet {
-            events: events.clone(),
-            paused: Arc::clone(&paused),
-            place,
-        };
-        let (sequence, end) = Sequence::new(
-            checked,
-            &model.text.tokenizer,
-            model.context,
-            model.numerics.clone(),
-            outlet,
-        )?;
-        let accepted = v1::GenerateEvent {
-            event: Some(v1::generate_event::Event::Accepted(accepted)),
-        };
-        // The channel is new and has room.
-        let _ = events.try_send(Ok(accepted));
-        match end {
-            Some(end) => sequence.finish(end, std::time::Instant::now()),
-            None => {
-                let task = Task::Generate(Box::new(sequence));
-                host.engine().compute(model.name.clone(), task)?;
-            }
-        }
-        Ok(Response::new(Events {
-            events: reader,
-            paused,
-            engine: host.engine().clone(),
-        }))
+        let events = begin(&self.0, request.into_inner(), deadline).await?;
+        Ok(Response::new(events))
     }
 
     async fn attach(&self, _: Request<v1::AttachRequest>) -> Result<Response<Events>, Status> {

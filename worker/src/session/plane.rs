@@ -167,6 +167,31 @@ impl TensorPlane {
         usage.active + usage.cached
     }
 
+    /// How many sessions there are, and what they hold.
+    pub fn census(&self) -> v1::TensorCensus {
+        let all = |count: fn(&Session) -> usize| self.sessions.values().map(count).sum::<usize>();
+        let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        v1::TensorCensus {
+            sessions: number(self.sessions.len()),
+            tensors: number(all(|session| session.tensors.len())),
+            plans: number(all(|session| session.plans.len())),
+        }
+    }
+
+    /// Bytes that all sessions hold, by kind.
+    pub fn memory(&self) -> [v1::MemoryUse; 2] {
+        let usage = self.hub.account.usage();
+        let part = |kind: &str, bytes| v1::MemoryUse {
+            kind: kind.to_owned(),
+            model: String::new(),
+            bytes,
+        };
+        [
+            part("tensors", usage.active),
+            part("tensors_kept", usage.cached),
+        ]
+    }
+
     /// Whether nothing is queued that can go on.
     pub fn is_idle(&self) -> bool {
         !self.turns.iter().any(|turn| self.is_runnable(*turn))

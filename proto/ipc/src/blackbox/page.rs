@@ -186,7 +186,8 @@ impl Node {
         self.step as u64 | (self.op as u64) << 32 | (self.group as u64) << 48 | 1 << 49
     }
 
-    pub(super) const fn unpacked(word: u64) -> Self {
+    /// Of such a word.
+    pub const fn unpacked(word: u64) -> Self {
         Self {
             step: word as u32,
             op: (word >> 32) as u16,

@@ -105,6 +105,13 @@ impl Writer {
         self.0.node.store(node.packed(), Relaxed);
     }
 
+    /// What it said last: what it is at, and the node that began last.
+    pub fn seen(&self) -> (Doing, Option<Node>) {
+        let doing = Doing::from_word(self.0.doing.load(Relaxed)).unwrap_or(Doing::Starting);
+        let node = self.0.node.load(Relaxed);
+        (doing, (node != 0).then(|| Node::unpacked(node)))
+    }
+
     /// The two words that plans write themselves: the progress counter and the packed [`Node`].
     pub fn trail(&self) -> (&'static AtomicU64, &'static AtomicU64) {
         (&self.0.progress, &self.0.node)

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::Error;
 
-use super::{Batch, Part, Running};
+use super::{Batch, Computed, Part, Running};
 use crate::{
     error::of_device,
     generate::{
@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_millis(60);
 const LEAST: usize = 16;
 
 /// How a task ended.
-enum Outcome {
+pub(super) enum Outcome {
     Drawn(End),
     Read,
     Failed(Error),
@@ -39,9 +39,14 @@ impl Batch {
         self.parts.clear();
         self.pick_rows.clear();
         let shape = *self.runner.shape();
+        if !self.lookers.is_empty() {
+            self.aim();
+        }
         let able = |at: &usize| {
             let running = &self.running[*at];
-            running.pending() > 0 && running.member.task.has_room()
+            running.pending() > 0
+                && running.member.task.has_room()
+                && (self.lookers.is_empty() || self.has_reader(running.member.id))
         };
         let able: Vec<usize> = (0..self.running.len()).filter(able).collect();
         let wants: Vec<Want<'_>> = (able.iter())
@@ -97,7 +102,8 @@ impl Batch {
         let Task::Generate(sequence) = &member.task else {
             return Ok(());
         };
-        if !sequence.speculates() {
+        // Of a token that is looked at there is one row.
+        if !sequence.speculates() || self.is_probed(member.id) {
             return Ok(());
         }
         let most = most
@@ -167,16 +173,41 @@ impl Batch {
         if self.rows.is_empty() {
             return Ok(());
         }
+        let looked = !self.lookers.is_empty() && self.begin_looking();
         let begun = Instant::now();
         self.lend_grammars();
+        self.runner
+            .follow(self.observer.is_traced().then(|| self.blackbox.trail().1));
         let stepped = self.runner.step(&self.rows, &self.pick_rows);
         self.return_grammars();
+        self.runner.use_tap(false);
+        self.last = Computed {
+            begun: Some(begun),
+            time: begun.elapsed(),
+            sequences: self.parts.len(),
+            drawn: 0,
+        };
+        if let Some(nodes) = self.runner.followed() {
+            self.observer.note_nodes(&nodes);
+        }
         stepped?;
-        self.pace.note(self.rows.len(), begun.elapsed());
+        self.pace.note(self.rows.len(), self.last.time);
         self.blackbox.stepped();
         let mut ended = Vec::new();
+        if looked {
+            self.guard(&mut ended)?;
+        }
+        let stopped = ended.len();
         self.read(&mut ended)?;
         for part in std::mem::take(&mut self.parts) {
+            if ended.iter().take(stopped).any(|(at, _)| *at == part.at) {
+                // Nobody else is to find in the cache what went wrong.
+                continue;
+            }
+            let seen = match looked {
+                true => self.peek(&part)?,
+                false => Vec::new(),
+            };
             let running = &mut self.running[part.at];
             running.computed += part.rows;
             if let Some(pick) = part.pick
@@ -184,18 +215,20 @@ impl Batch {
             {
                 ended.push((part.at, outcome));
             }
+            self.tell_probes(part.at, seen);
             self.settle(part.at);
         }
-        // From the end, so that places stay right.
+        // From the end, so that places stay right. The first outcome of each is the one that it has.
         ended.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
+        ended.dedup_by_key(|(at, _)| *at);
         for (at, outcome) in ended {
             let member = self.remove(at);
             match (self.end(member), outcome) {
                 (Task::Generate(sequence), Outcome::Drawn(end)) => {
                     sequence.finish(end, Instant::now());
                 }
-                (Task::Embed(reading), _) => reading.finish(),
                 (task, Outcome::Failed(error)) => task.fail(error),
+                (Task::Embed(reading), _) => reading.finish(),
                 (Task::Generate(_), Outcome::Read) => {}
             }
         }
@@ -260,6 +293,7 @@ impl Batch {
         if outcome.is_none() {
             member.pays.note(guessed, right, drawn, self.guess_cost);
         }
+        self.last.drawn += drawn;
         self.tally.guessed += guessed as u64;
         self.tally.right += right as u64;
         guesses.clear();

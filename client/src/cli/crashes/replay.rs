@@ -1,0 +1,211 @@
+//! `hotcell crashes replay`: the requests that ran when a worker died, each again in a throw-away worker of its own.
+
+use clap::Args;
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{BlackBox, CaptureOptions, CrashReport, ReplayRequest, replay_request::Which},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    cli::{
+        exit::Failure,
+        interrupt::Interrupt,
+        session::Session,
+        ui::{Ui, one_line},
+    },
+    connect::Client,
+    debug::Recorder,
+};
+
+/// `hotcell crashes replay`.
+#[derive(Args, Clone, Debug)]
+pub struct CrashReplayFlags {
+    /// The report's id, as `hotcell crashes list` shows it, for example w0.3
+    pub id: String,
+    /// On the device of this worker [default: one that has the model]
+    #[arg(short, long, value_name = "NAME")]
+    pub worker: Option<String>,
+}
+
+/// What came of running a request again.
+enum Outcome {
+    /// It came to its end, or failed, after so many tokens.
+    Lived { tokens: u64, failed: String },
+    /// Its worker died.
+    Died(Box<CrashReport>),
+    /// It could not be run.
+    Not(Error),
+}
+
+/// Whether two workers died of the same, by the same signal, at the same op as far as both reports name one.
+fn is_same(one: &CrashReport, other: &CrashReport) -> bool {
+    fn seen(crash: &CrashReport) -> (&str, &str) {
+        let seen = crash.blackbox.as_ref();
+        let signal = seen.and_then(|seen| seen.signal.as_ref());
+        let op = seen.map_or("", |seen| &seen.op);
+        (signal.map_or("", |signal| &signal.name), op)
+    }
+    let ((signal, op), (other_signal, other_op)) = (seen(one), seen(other));
+    let same_op = op == other_op || op.is_empty() || other_op.is_empty();
+    one.kind == other.kind && signal == other_signal && same_op
+}
+
+async fn run_again(client: &Client, id: &str, worker: &str) -> Outcome {
+    let request = ReplayRequest {
+        worker: worker.to_owned(),
+        which: Some(Which::RequestId(id.to_owned())),
+        options: Some(CaptureOptions {
+            only_logits: true,
+            ..CaptureOptions::default()
+        }),
+        ..ReplayRequest::default()
+    };
+    let run = async {
+        let mut told = client.replay(request).await?;
+        let (mut recorder, mut tokens) = (Recorder::default(), 0);
+        while let Some(message) = told.next().await {
+            tokens += u64::from(recorder.push(message?)?.is_some());
+        }
+        let failed = recorder.end().map(|end| end.failed.clone());
+        Ok::<_, Error>((tokens, failed.unwrap_or_default()))
+    };
+    let error = match run.await {
+        Ok((tokens, failed)) => return Outcome::Lived { tokens, failed },
+        Err(error) => error,
+    };
+    let its = error.get("worker").zip(error.get("epoch"));
+    if let (Reason::WorkerLost, Some((worker, epoch))) = (error.reason(), its)
+        && let Ok(crash) = client.crash(&format!("{worker}.{epoch}")).await
+    {
+        return Outcome::Died(Box::new(crash));
+    }
+    Outcome::Not(error)
+}
+
+fn place(seen: Option<&BlackBox>) -> String {
+    match seen {
+        Some(seen) if !seen.op.is_empty() => format!(" at node {} {}", seen.node, seen.op),
+        _ => String::new(),
+    }
+}
+
+fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
+    let text = match outcome {
+        Outcome::Died(again) => {
+            let verdict = match is_same(crash, again) {
+                true => "died the same way",
+                false => "died in another way",
+            };
+            let at = place(again.blackbox.as_ref());
+            format!("{verdict}: {}{at}, report {}", again.reason, again.id)
+        }
+        Outcome::Lived { tokens, failed } if failed.is_empty() => {
+            format!("lived, for all of its {tokens} tokens")
+        }
+        Outcome::Lived { tokens, failed } => {
+            format!("lived, and failed after {tokens} tokens: {failed}")
+        }
+        Outcome::Not(error) => format!("could not be run again: {}", error.message()),
+    };
+    format!("{}\n", one_line(&format!("request {id}: {text}")))
+}
+
+fn view(id: &str, crash: &CrashReport, outcome: &Outcome) -> Value {
+    match outcome {
+        Outcome::Died(again) => json!({
+            "request_id": id,
+            "outcome": "died",
+            "same": is_same(crash, again),
+            "crash": again,
+        }),
+        Outcome::Lived { tokens, failed } => json!({
+            "request_id": id,
+            "outcome": "lived",
+            "tokens": tokens,
+            "failed": failed,
+        }),
+        Outcome::Not(error) => json!({
+            "request_id": id,
+            "outcome": "not_run",
+            "reason": error.reason().name(),
+            "message": error.message(),
+        }),
+    }
+}
+
+pub(super) async fn replay(
+    ui: &mut Ui,
+    session: &Session,
+    flags: &CrashReplayFlags,
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let crash = session.client.crash(&flags.id).await?;
+    let running = crash.blackbox.iter().flat_map(|seen| &seen.running);
+    let mut ids: Vec<String> = running.map(|request| request.request_id.clone()).collect();
+    if ids.is_empty() {
+        ids = crash
+            .requests
+            .iter()
+            .map(|r| r.request_id.clone())
+            .collect();
+    }
+    if ids.is_empty() {
+        let what = format!(
+            "no request ran when {} died; there is nothing to run again",
+            crash.worker
+        );
+        return Err(Error::new(Reason::RequestNotFound, what).into());
+    }
+    let worker = flags.worker.as_deref().unwrap_or_default();
+    for id in &ids {
+        let outcome = tokio::select! {
+            outcome = run_again(&session.client, id, worker) => outcome,
+            () = interrupt.pressed() => return Err(Failure::Interrupted),
+        };
+        match ui.manner.json {
+            true => ui.print_json(&view(id, &crash, &outcome))?,
+            false => ui.print(&line(id, &crash, &outcome))?,
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use hotcell_proto::v1::SignalSite;
+
+    use super::*;
+
+    fn crash(op: &str, signal: &str) -> CrashReport {
+        CrashReport {
+            id: "w0.replay1.1".into(),
+            kind: "signal".into(),
+            reason: format!("killed by {signal}"),
+            blackbox: Some(BlackBox {
+                op: op.into(),
+                node: 4,
+                signal: Some(SignalSite {
+                    name: signal.into(),
+                    ..SignalSite::default()
+                }),
+                ..BlackBox::default()
+            }),
+            ..CrashReport::default()
+        }
+    }
+
+    #[test]
+    fn a_death_is_the_same_if_its_signal_and_op_are() {
+        let one = crash("mul_mat", "SIGSEGV");
+        let died = |again| line("r", &one, &Outcome::Died(Box::new(again)));
+        let text = died(crash("mul_mat", "SIGSEGV"));
+        assert!(
+            text.contains("died the same way: killed by SIGSEGV at node 4 mul_mat"),
+            "{text}"
+        );
+        assert!(died(crash("", "SIGSEGV")).contains("the same way"));
+        assert!(died(crash("add", "SIGSEGV")).contains("another way"));
+        assert!(died(crash("mul_mat", "SIGABRT")).contains("another way"));
+    }
+}

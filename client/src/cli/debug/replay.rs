@@ -1,0 +1,287 @@
+//! `hotcell debug replay` and `compare`: whether what was computed comes again, bit by bit, and where it first does not.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::{CaptureHead, CaptureOptions, ReplayRequest, replay_request::Which},
+};
+use serde_json::json;
+
+use super::{
+    capture::LookFlags,
+    told::{compared_view, difference, follow, named, row_line, token_view},
+};
+use crate::{
+    cli::{
+        exit::Failure,
+        interrupt::Interrupt,
+        session::Session,
+        ui::{Ui, one_line},
+    },
+    debug::{Compared, Recorded, Recording, compare},
+};
+
+/// `hotcell debug replay`.
+#[derive(Args, Clone, Debug)]
+pub struct ReplayFlags {
+    /// A request's id, running or ended, or a file that `hotcell debug capture --reveal` wrote
+    pub what: String,
+    /// Begin with this token of the answer [default: 0, of a file its first]
+    #[arg(long, value_name = "TOKEN")]
+    pub at: Option<u64>,
+    /// Tokens to compute; 0: until the request ends [default: of a file as many as it has]
+    #[arg(short = 'n', long, value_name = "N")]
+    pub tokens: Option<u64>,
+    /// Show each node up to the one of this name
+    #[arg(long, value_name = "NODE")]
+    pub until: Option<String>,
+    /// Show each node
+    #[arg(long)]
+    pub show: bool,
+    /// Write what was computed into a file
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// On the device of this worker
+    #[arg(short, long, value_name = "NAME")]
+    pub worker: Option<String>,
+    /// What is looked at.
+    #[command(flatten)]
+    pub look: LookFlags,
+}
+
+/// `hotcell debug compare`.
+#[derive(Args, Clone, Debug)]
+pub struct CompareFlags {
+    /// A file that `hotcell debug capture` or `replay` wrote
+    pub capture: PathBuf,
+    /// The one that it is compared with
+    pub reference: PathBuf,
+}
+
+/// A name that ends so, or of which there is a file, is a file's.
+fn is_file(what: &str) -> bool {
+    what.ends_with(".hotcell") || what.contains('/') || Path::new(what).is_file()
+}
+
+/// The request of a file, where it goes on, and what it drew.
+fn of_file(recording: &Recording, flags: &ReplayFlags) -> Result<ReplayRequest, Error> {
+    let invalid = |what: &str| Error::new(Reason::InvalidArgument, what);
+    if !recording.head.revealed {
+        let what = "the capture has no prompt, so that it cannot be run again; capture with --reveal, or name the request";
+        return Err(invalid(what));
+    }
+    let request = recording.head.request.clone();
+    let mut request = request.ok_or_else(|| invalid("the capture has no request"))?;
+    request.model.clone_from(&recording.head.model);
+    let mut resume = request.resume.take().unwrap_or_default();
+    let first = resume.generated_ids.len() as u64;
+    // All that it drew, as far as it is known, to go on from any of them.
+    for token in &recording.tokens {
+        if token.index == resume.generated_ids.len() as u64 {
+            resume.generated_ids.extend(token.token);
+        }
+    }
+    request.resume = Some(resume);
+    let mut rows = recording.tokens.iter().flat_map(|token| &token.nodes);
+    let has_values = rows.any(|row| !row.data.is_empty());
+    Ok(ReplayRequest {
+        worker: flags.worker.clone().unwrap_or_default(),
+        at: flags.at.unwrap_or(first),
+        options: Some(CaptureOptions {
+            tokens: flags.tokens.unwrap_or(recording.tokens.len() as u64),
+            // To say how far apart rows are, the same values are needed.
+            values: match (flags.look.values, has_values) {
+                (0, true) => u32::MAX,
+                (values, _) => values,
+            },
+            ..flags.look.options(0)
+        }),
+        which: Some(Which::Request(request)),
+        expected: Vec::new(),
+    })
+}
+
+pub(super) async fn replay(
+    ui: &mut Ui,
+    session: &Session,
+    flags: &ReplayFlags,
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let before = match is_file(&flags.what) {
+        true => Some(Recording::read(Path::new(&flags.what))?),
+        false => None,
+    };
+    let request = match &before {
+        Some(recording) => of_file(recording, flags)?,
+        None => ReplayRequest {
+            worker: flags.worker.clone().unwrap_or_default(),
+            at: flags.at.unwrap_or(0),
+            options: Some(flags.look.options(flags.tokens.unwrap_or(0))),
+            which: Some(Which::RequestId(flags.what.clone())),
+            expected: Vec::new(),
+        },
+    };
+    let starting = session.client.replay(request);
+    let messages = tokio::select! {
+        messages = starting => messages?,
+        () = interrupt.pressed() => return Err(Failure::Interrupted),
+    };
+    let mut unknown = flags.until.clone();
+    let recording = follow(ui, messages, interrupt, false, |ui, head, token| {
+        if ui.manner.json {
+            return ui.print_json(&token_view(token));
+        }
+        let shown = flags.show || flags.until.is_some();
+        if shown {
+            let text = rows(head, token, flags.until.as_deref(), &mut unknown);
+            ui.print_text(&text)?;
+        }
+        Ok(())
+    })
+    .await?;
+    if let Some(node) = unknown.filter(|_| !ui.manner.json) {
+        let what = format!("no node is named {node}; --show tells their names");
+        return Err(Error::new(Reason::InvalidArgument, what).into());
+    }
+    if let Some(path) = &flags.output {
+        recording.write(path)?;
+    }
+    let compared = before.as_ref().map(|before| compare(&recording, before));
+    verdict(ui, &recording, before.as_ref(), compared.as_ref())
+}
+
+/// A token's rows in lines, up to this node. `unknown` is emptied once it was seen.
+fn rows(
+    head: &CaptureHead,
+    token: &Recorded,
+    until: Option<&str>,
+    unknown: &mut Option<String>,
+) -> String {
+    let id = token
+        .token
+        .map_or_else(String::new, |id| format!(" ({id})"));
+    let mut text = format!(
+        "token {}{id}, from position {}\n",
+        token.index, token.position
+    );
+    for (node, row) in head.nodes.iter().zip(&token.nodes) {
+        text.push_str(&format!(
+            "  {}: {}\n",
+            one_line(&named(node)),
+            row_line(row)
+        ));
+        if until == Some(node.name.as_str()) {
+            *unknown = None;
+            break;
+        }
+    }
+    text
+}
+
+/// Says whether it came again. That it did not is a failure.
+fn verdict(
+    ui: &mut Ui,
+    recording: &Recording,
+    before: Option<&Recording>,
+    compared: Option<&Compared>,
+) -> Result<(), Failure> {
+    let end = recording.end.clone().unwrap_or_default();
+    let class = |of: &Recording| of.head.numerics.clone().unwrap_or_default();
+    let ours = class(recording);
+    let theirs = before.map(class);
+    let another = theirs.as_ref().filter(|theirs| theirs.id != ours.id);
+    let caution = match (another, ours.reproducible) {
+        (Some(theirs), _) => format!(
+            "; it was computed in {}, where numbers may differ",
+            one_line(&theirs.id)
+        ),
+        (None, false) => "; its numerics class is not reproducible".to_owned(),
+        (None, true) => String::new(),
+    };
+    let first = compared.and_then(|compared| compared.first.as_ref());
+    let differs = |what: String| {
+        let error = Error::new(Reason::ChecksumMismatch, format!("{what}{caution}"));
+        let error = match first {
+            Some(first) => error
+                .with("node", &first.node.name)
+                .with("token", first.token),
+            None => error,
+        };
+        Failure::Differs(error)
+    };
+    let mut view = json!({
+        "worker": recording.head.worker,
+        "numerics_class": ours.id,
+        "reproducible": ours.reproducible,
+        "tokens": recording.tokens.len(),
+        "as_expected": end.as_expected,
+        "differs_at": end.differs_at,
+        "failed": end.failed,
+    });
+    if let Some(compared) = compared {
+        view["compared"] = compared_view(compared);
+    }
+    if ui.manner.json {
+        ui.print_json(&view)?;
+    }
+    if let Some(first) = first {
+        return Err(differs(difference(first)));
+    }
+    if let Some(token) = end.differs_at {
+        return Err(differs(format!(
+            "token {token} is another one than it drew"
+        )));
+    }
+    if ui.manner.json {
+        return Ok(());
+    }
+    let tokens = recording.tokens.len();
+    let text = match compared {
+        Some(compared) if compared.rows > 0 => format!(
+            "same bits: {} rows of {} tokens, in {}",
+            compared.rows, compared.tokens, ours.id
+        ),
+        Some(_) => "nothing to compare: no node and token that both have".to_owned(),
+        None if end.as_expected == 0 => format!("{tokens} tokens, in {}", ours.id),
+        None => format!(
+            "same tokens: {} of {tokens} that it drew, in {}",
+            end.as_expected, ours.id
+        ),
+    };
+    let failed = match end.failed.as_str() {
+        "" => String::new(),
+        why => format!("; then it failed: {}", one_line(why)),
+    };
+    ui.print(&format!("{}{caution}{failed}\n", one_line(&text)))
+}
+
+pub(super) fn compare_files(ui: &mut Ui, flags: &CompareFlags) -> Result<(), Failure> {
+    let ours = Recording::read(&flags.capture)?;
+    let reference = Recording::read(&flags.reference)?;
+    let compared = compare(&ours, &reference);
+    if ui.manner.json {
+        let view = compared_view(&compared);
+        ui.print_json(&json!({ "compared": view }))?;
+    }
+    if let Some(first) = &compared.first {
+        let error = Error::new(Reason::ChecksumMismatch, difference(first));
+        return Err(Failure::Differs(
+            error
+                .with("node", &first.node.name)
+                .with("token", first.token),
+        ));
+    }
+    if compared.rows == 0 {
+        let what = "there is nothing to compare: no node and token that both have";
+        return Err(Error::new(Reason::InvalidArgument, what).into());
+    }
+    if ui.manner.json {
+        return Ok(());
+    }
+    ui.print(&format!(
+        "same bits: {} rows of {} tokens\n",
+        compared.rows, compared.tokens
+    ))
+}

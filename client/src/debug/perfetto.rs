@@ -1,0 +1,321 @@
+//! A worker's trace as Perfetto reads it: the part of its schema that is needed, by its field numbers
+//! (perfetto/trace/trace_packet.proto, track_event/*.proto). Opens in <https://ui.perfetto.dev>.
+
+use std::collections::BTreeMap;
+
+use hotcell_proto::v1::{TraceCount, TraceHead, TraceSpan, TraceTrack};
+use prost::{Message, Oneof};
+
+/// A whole trace.
+#[derive(Clone, PartialEq, Message)]
+pub struct Trace {
+    /// Its packets.
+    #[prost(message, repeated, tag = "1")]
+    pub packet: Vec<Packet>,
+}
+
+/// `TracePacket`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Packet {
+    /// Nanoseconds.
+    #[prost(uint64, optional, tag = "8")]
+    pub timestamp: Option<u64>,
+    /// Who wrote it.
+    #[prost(uint32, optional, tag = "10")]
+    pub trusted_packet_sequence_id: Option<u32>,
+    /// 1 in the first packet: nothing of before counts.
+    #[prost(uint32, optional, tag = "13")]
+    pub sequence_flags: Option<u32>,
+    /// What it says.
+    #[prost(oneof = "Data", tags = "11, 60")]
+    pub data: Option<Data>,
+}
+
+/// What a packet says.
+#[derive(Clone, PartialEq, Oneof)]
+pub enum Data {
+    /// Something on a track.
+    #[prost(message, tag = "11")]
+    Event(Event),
+    /// A track.
+    #[prost(message, tag = "60")]
+    Track(Track),
+}
+
+/// `TrackEvent`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Event {
+    /// What it is about.
+    #[prost(message, repeated, tag = "4")]
+    pub debug_annotations: Vec<Annotation>,
+    /// 1: a slice begins, 2: it ends, 4: a counter.
+    #[prost(int32, optional, tag = "9")]
+    pub kind: Option<i32>,
+    /// Which track.
+    #[prost(uint64, optional, tag = "11")]
+    pub track_uuid: Option<u64>,
+    /// Of a slice.
+    #[prost(string, repeated, tag = "22")]
+    pub categories: Vec<String>,
+    /// Of a slice.
+    #[prost(string, optional, tag = "23")]
+    pub name: Option<String>,
+    /// Of a counter.
+    #[prost(int64, optional, tag = "30")]
+    pub counter_value: Option<i64>,
+}
+
+/// `DebugAnnotation`: a name and a number.
+#[derive(Clone, PartialEq, Message)]
+pub struct Annotation {
+    /// What it says.
+    #[prost(uint64, optional, tag = "3")]
+    pub uint_value: Option<u64>,
+    /// Its name.
+    #[prost(string, optional, tag = "10")]
+    pub name: Option<String>,
+}
+
+/// `TrackDescriptor`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Track {
+    /// Its own number.
+    #[prost(uint64, optional, tag = "1")]
+    pub uuid: Option<u64>,
+    /// Its name.
+    #[prost(string, optional, tag = "2")]
+    pub name: Option<String>,
+    /// Set for a process.
+    #[prost(message, optional, tag = "3")]
+    pub process: Option<ProcessDescriptor>,
+    /// The track that it is under.
+    #[prost(uint64, optional, tag = "5")]
+    pub parent_uuid: Option<u64>,
+    /// Set for a counter.
+    #[prost(message, optional, tag = "8")]
+    pub counter: Option<Counter>,
+}
+
+/// `ProcessDescriptor`.
+#[derive(Clone, PartialEq, Message)]
+pub struct ProcessDescriptor {
+    /// Its id.
+    #[prost(int32, optional, tag = "1")]
+    pub pid: Option<i32>,
+    /// Its name.
+    #[prost(string, optional, tag = "6")]
+    pub process_name: Option<String>,
+}
+
+/// `CounterDescriptor`.
+#[derive(Clone, PartialEq, Message)]
+pub struct Counter {
+    /// 3: bytes, 2: a count.
+    #[prost(int32, optional, tag = "3")]
+    pub unit: Option<i32>,
+}
+
+const BEGIN: i32 = 1;
+const END: i32 = 2;
+const COUNTER: i32 = 4;
+const COUNT: i32 = 2;
+const BYTES: i32 = 3;
+/// `SEQ_INCREMENTAL_STATE_CLEARED`.
+const CLEARED: u32 = 1;
+
+/// The one writer.
+const SEQUENCE: u32 = 1;
+/// The worker's own track; those under it come after it.
+const PROCESS: u64 = 1;
+/// Where tracks of counters begin, and those of requests, which may lie over each other.
+const COUNTERS: u64 = 100;
+const REQUESTS: u64 = 1000;
+
+fn packet(timestamp: Option<u64>, data: Data) -> Packet {
+    Packet {
+        timestamp,
+        trusted_packet_sequence_id: Some(SEQUENCE),
+        sequence_flags: None,
+        data: Some(data),
+    }
+}
+
+fn track(uuid: u64, name: &str, counter: Option<i32>) -> Packet {
+    packet(
+        None,
+        Data::Track(Track {
+            uuid: Some(uuid),
+            name: Some(name.to_owned()),
+            parent_uuid: Some(PROCESS),
+            counter: counter.map(|unit| Counter { unit: Some(unit) }),
+            process: None,
+        }),
+    )
+}
+
+fn annotations(span: &TraceSpan) -> Vec<Annotation> {
+    let all: &[(&str, u32)] = match span.track() {
+        TraceTrack::Steps => &[
+            ("rows", span.rows),
+            ("sequences", span.sequences),
+            ("drawn", span.drawn),
+        ],
+        TraceTrack::Device => &[("rows", span.rows)],
+        TraceTrack::Nodes => &[("step", span.step), ("group", u32::from(span.group))],
+        TraceTrack::Requests | TraceTrack::Unspecified => &[],
+    };
+    let annotation = |(name, value): &(&str, u32)| Annotation {
+        uint_value: Some(u64::from(*value)),
+        name: Some((*name).to_owned()),
+    };
+    all.iter().map(annotation).collect()
+}
+
+/// A trace of one worker.
+pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> Vec<u8> {
+    let process = ProcessDescriptor {
+        pid: Some(1),
+        process_name: Some(format!(
+            "hotcell worker {} (epoch {})",
+            head.worker, head.epoch
+        )),
+    };
+    let mut first = packet(
+        None,
+        Data::Track(Track {
+            uuid: Some(PROCESS),
+            process: Some(process),
+            ..Track::default()
+        }),
+    );
+    first.sequence_flags = Some(CLEARED);
+    let mut packets = vec![first];
+    for (kind, name) in [
+        (TraceTrack::Steps, "steps"),
+        (TraceTrack::Device, "device"),
+        (TraceTrack::Nodes, "nodes"),
+    ] {
+        packets.push(track(PROCESS + kind as u64, name, None));
+    }
+    let mut requests = BTreeMap::new();
+    let mut timed = Vec::with_capacity(2 * spans.len() + counts.len());
+    for span in spans {
+        let uuid = match span.track() {
+            TraceTrack::Requests => {
+                let next = REQUESTS + requests.len() as u64;
+                *requests.entry(span.name.clone()).or_insert(next)
+            }
+            kind => PROCESS + kind as u64,
+        };
+        let name = match (span.track(), span.name.as_str()) {
+            (TraceTrack::Steps, _) => "step",
+            (TraceTrack::Device, _) => "compute",
+            (_, "") => "?",
+            (_, name) => name,
+        };
+        let at = head.begun_ns.saturating_add(span.begin_ns);
+        let event = |kind| Event {
+            kind: Some(kind),
+            track_uuid: Some(uuid),
+            ..Event::default()
+        };
+        let begin = Event {
+            name: Some(name.to_owned()),
+            categories: vec!["hotcell".to_owned()],
+            debug_annotations: annotations(span),
+            ..event(BEGIN)
+        };
+        timed.push((at, 1u8, begin));
+        timed.push((at.saturating_add(span.duration_ns.max(1)), 0, event(END)));
+    }
+    for (name, uuid) in &requests {
+        packets.push(track(*uuid, &format!("request {name}"), None));
+    }
+    let mut counters = BTreeMap::new();
+    for count in counts {
+        let next = COUNTERS + counters.len() as u64;
+        let uuid = *counters.entry(count.name.clone()).or_insert(next);
+        let value = Event {
+            kind: Some(COUNTER),
+            track_uuid: Some(uuid),
+            counter_value: Some(i64::try_from(count.value).unwrap_or(i64::MAX)),
+            ..Event::default()
+        };
+        timed.push((head.begun_ns.saturating_add(count.at_ns), 2, value));
+    }
+    for (name, uuid) in &counters {
+        let unit = match name.as_str() {
+            "cache" | "tensors" => BYTES,
+            _ => COUNT,
+        };
+        packets.push(track(*uuid, name, Some(unit)));
+    }
+    // At one moment what ends goes before what begins, so that no slice may take no time at all.
+    timed.sort_by_key(|(at, order, _)| (*at, *order));
+    packets.extend(
+        timed
+            .into_iter()
+            .map(|(at, _, event)| packet(Some(at), Data::Event(event))),
+    );
+    Trace { packet: packets }.encode_to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_begin_and_end_on_their_tracks() {
+        let head = TraceHead {
+            worker: "w0".into(),
+            epoch: 2,
+            begun_ns: 1000,
+        };
+        let span = |track: TraceTrack, begin_ns, duration_ns, name: &str| TraceSpan {
+            track: track.into(),
+            begin_ns,
+            duration_ns,
+            name: name.to_owned(),
+            rows: 3,
+            ..TraceSpan::default()
+        };
+        let spans = [
+            span(TraceTrack::Steps, 10, 20, ""),
+            span(TraceTrack::Steps, 30, 20, ""),
+            span(TraceTrack::Nodes, 12, 5, "mul_mat"),
+            span(TraceTrack::Requests, 0, 60, "r1"),
+        ];
+        let counts = [TraceCount {
+            at_ns: 5,
+            name: "cache".into(),
+            value: 77,
+        }];
+        let trace = Trace::decode(encode(&head, &spans, &counts).as_slice()).unwrap();
+        let events: Vec<_> = trace
+            .packet
+            .iter()
+            .filter_map(|p| match &p.data {
+                Some(Data::Event(e)) => Some((p.timestamp.unwrap(), e.clone())),
+                _ => None,
+            })
+            .collect();
+        assert!(events.windows(2).all(|pair| pair[0].0 <= pair[1].0));
+        let mut open = BTreeMap::<u64, i32>::new();
+        for (_, event) in &events {
+            let depth = open.entry(event.track_uuid.unwrap()).or_default();
+            match event.kind {
+                Some(BEGIN) => *depth += 1,
+                Some(END) => *depth -= 1,
+                _ => assert_eq!(event.counter_value, Some(77)),
+            }
+            assert!((0..=1).contains(depth), "one slice at a time on a track");
+        }
+        assert!(open.values().all(|depth| *depth == 0));
+        let tracks = trace.packet.iter().filter_map(|p| match &p.data {
+            Some(Data::Track(t)) => t.name.clone(),
+            _ => None,
+        });
+        let tracks: Vec<_> = tracks.collect();
+        assert_eq!(tracks, ["steps", "device", "nodes", "request r1", "cache"]);
+    }
+}

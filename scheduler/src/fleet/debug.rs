@@ -1,0 +1,215 @@
+//! Looking into one worker for somebody: which one, over a connection that nobody else has, and what of its words is
+//! passed on.
+
+use std::{sync::Arc, time::Duration};
+
+use hotcell_ipc::transport::Windows;
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    v1::{
+        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, MemoryUse,
+        NodeShare, TraceHead, TracePiece, WatchSample, WatchedRequest, captured::Kind,
+        debug_client::DebugClient, guard_event, trace_piece,
+    },
+};
+use tokio::time::timeout;
+use tonic::{Status, transport::Channel};
+
+use super::{Fleet, Link, caches::believe as believe_caches, is_broken, words};
+use crate::{
+    audit::{Entry, Who},
+    discover::clip,
+};
+
+/// How long a connection may take to come about.
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// Requests that one worker tells of, at most.
+const REQUESTS: usize = 2 * limits::MAX_WORKER_REQUESTS;
+/// Kinds of memory of one model, at most; there are four.
+const KINDS: usize = 8;
+
+/// A worker's words about what it does, within bounds; about itself the scheduler knows better.
+pub fn believe(said: WatchSample, link: &Link) -> WatchSample {
+    WatchSample {
+        worker: link.worker.clone(),
+        epoch: link.epoch,
+        doing: clip(&said.doing),
+        caches: believe_caches(said.caches),
+        requests: (said.requests.into_iter().take(REQUESTS))
+            .map(|request| WatchedRequest {
+                request_id: clip(&request.request_id),
+                model: clip(&request.model),
+                ..request
+            })
+            .collect(),
+        memory: (said.memory.into_iter().take(KINDS * limits::MAX_MODELS))
+            .map(|part| MemoryUse {
+                kind: clip(&part.kind),
+                model: clip(&part.model),
+                ..part
+            })
+            .collect(),
+        nodes: (said.nodes.into_iter().take(limits::MAX_WATCHED_NODES))
+            .map(|node| NodeShare {
+                op: clip(&node.op),
+                ..node
+            })
+            .collect(),
+        ..said
+    }
+}
+
+fn believe_node(node: CapturedNode) -> CapturedNode {
+    CapturedNode {
+        name: clip(&node.name),
+        op: clip(&node.op),
+        weight: clip(&node.weight),
+        dtype: clip(&node.dtype),
+        dims: node.dims.into_iter().take(limits::MAX_RANK).collect(),
+        ..node
+    }
+}
+
+/// A worker's words about what it computed, within bounds. Rows are the caller's to check against the nodes.
+pub fn believe_captured(said: Captured, link: &Link) -> Captured {
+    let kind = said.kind.map(|kind| match kind {
+        Kind::Head(head) => Kind::Head(CaptureHead {
+            worker: link.worker.clone(),
+            epoch: link.epoch,
+            model: clip(&head.model),
+            version: clip(&head.version),
+            nodes: (head.nodes.into_iter().take(limits::MAX_GRAPH_NODES))
+                .map(believe_node)
+                .collect(),
+            ..head
+        }),
+        Kind::End(end) => Kind::End(CaptureEnd {
+            failed: clip(&end.failed),
+            ..end
+        }),
+        told => told,
+    });
+    Captured { kind }
+}
+
+/// A worker's words about a watchpoint, within bounds.
+pub fn believe_guarded(said: GuardEvent, link: &Link) -> GuardEvent {
+    let kind = said.kind.map(|kind| match kind {
+        guard_event::Kind::Hit(hit) => guard_event::Kind::Hit(GuardHit {
+            worker: link.worker.clone(),
+            epoch: link.epoch,
+            model: clip(&hit.model),
+            request_id: clip(&hit.request_id),
+            node: hit.node.map(believe_node),
+            ..hit
+        }),
+        told => told,
+    });
+    GuardEvent { kind }
+}
+
+/// A worker's words about when it did what, within bounds.
+pub fn believe_traced(said: TracePiece, link: &Link) -> TracePiece {
+    use trace_piece::Kind;
+    let kind = said.kind.map(|kind| match kind {
+        Kind::Head(head) => Kind::Head(TraceHead {
+            worker: link.worker.clone(),
+            epoch: link.epoch,
+            ..head
+        }),
+        Kind::Spans(mut some) => {
+            some.spans
+                .iter_mut()
+                .for_each(|span| span.name = clip(&span.name));
+            some.counts
+                .iter_mut()
+                .for_each(|count| count.name = clip(&count.name));
+            Kind::Spans(some)
+        }
+        told => told,
+    });
+    TracePiece { kind }
+}
+
+impl Link {
+    /// A connection of its own for one who looks into it, so that one who does not read holds up nobody else.
+    ///
+    /// # Errors
+    /// As [`Link::connect_tensors`].
+    pub async fn debug(&self) -> Result<DebugClient<Channel>, Error> {
+        let lost = |why: String| {
+            let what = format!("worker {} cannot be looked into: {why}", self.worker);
+            Error::new(Reason::WorkerLost, what)
+        };
+        let connect = async {
+            let wire = self.connect_tensors().await?;
+            let channel = wire.channel(Windows::default()).await;
+            channel.map_err(|e| lost(e.to_string()))
+        };
+        let channel = timeout(CONNECT, connect).await;
+        let channel = channel.map_err(|_| lost(format!("no answer for {CONNECT:?}")))??;
+        Ok(DebugClient::new(channel)
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(limits::MAX_MESSAGE_BYTES))
+    }
+
+    /// What a status of a call to it is to its caller.
+    pub async fn said(&self, status: &Status) -> Error {
+        if !is_broken(status) {
+            return words(status);
+        }
+        let what = match self.is_lost().await {
+            true => "died; `hotcell crashes list` shows of what",
+            false => "ended the connection; try again",
+        };
+        Error::new(Reason::WorkerLost, format!("worker {} {what}", self.worker))
+            .with("worker", &self.worker)
+            .with("epoch", self.epoch)
+    }
+}
+
+impl Fleet {
+    /// The worker of this name, if it serves; without a name, the only one.
+    ///
+    /// # Errors
+    /// [`Reason::NoWorker`], [`Reason::InvalidArgument`] naming those that there are.
+    pub fn for_debug(&self, worker: &str) -> Result<Arc<Link>, Error> {
+        let table = self.table();
+        let mut names = table.workers.keys();
+        let id = match (worker, names.next(), names.next()) {
+            ("", Some(only), None) => only.clone(),
+            ("", Some(_), Some(_)) => {
+                let names: Vec<&str> = table.workers.keys().map(String::as_str).collect();
+                let what = format!("which worker? There are {}", names.join(", "));
+                return Err(Error::new(Reason::InvalidArgument, what));
+            }
+            (named, ..) => named.to_owned(),
+        };
+        let slot = table.workers.get(&id).ok_or_else(|| {
+            let what = format!(
+                "there is no worker {:?}; `hotcell ps` lists them",
+                clip(&id)
+            );
+            Error::new(Reason::NoWorker, what)
+        })?;
+        let link = slot.serving().ok_or_else(|| {
+            let what = format!("worker {id} is not ready; `hotcell ps` shows why");
+            Error::new(Reason::NoWorker, what)
+        })?;
+        Ok(Arc::clone(link))
+    }
+
+    /// Notes in the audit log that somebody looks into a worker.
+    pub fn audit_debug(&self, who: &Who, call: &str, worker: &str, detail: String) {
+        self.gate.audit.note(Entry {
+            event: "debug",
+            who: Some(who),
+            worker,
+            outcome: call,
+            detail,
+            ..Entry::default()
+        });
+    }
+}

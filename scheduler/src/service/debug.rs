@@ -1,0 +1,298 @@
+//! Debug, passed on to the worker that is meant, for callers who may see what others do.
+
+use std::sync::Arc;
+
+use hotcell_proto::{
+    error::{Error, Reason},
+    ids::RequestId,
+    v1::{
+        CaptureRequest, Captured, GuardEvent, GuardRequest, ReplayRequest, TracePiece,
+        TraceRequest, WatchRequest, WatchSample, debug_server::Debug, replay_request::Which,
+    },
+};
+use tokio::sync::mpsc::{self, error::TrySendError};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{Shared, who};
+use crate::{
+    access::Caller,
+    admission::draining,
+    discover::clip,
+    fleet::{Link, Replayer, believe_captured, believe_guarded, believe_sample, believe_traced},
+};
+
+/// The service.
+pub(super) struct Service(pub Shared);
+
+type Answers<T> = ReceiverStream<Result<T, Status>>;
+
+impl Service {
+    /// Lets somebody look inside.
+    ///
+    /// # Errors
+    /// [`Reason::PermissionDenied`] for callers over TCP that nobody asked who they are: what they would see is others'.
+    fn may<T>(&self, request: &Request<T>) -> Result<(), Error> {
+        let caller = Caller::of(request.extensions());
+        if caller.remote && !self.0.access.asks_for_tokens() {
+            let what = "over TCP only callers with a token may look into workers: give the scheduler --tokens, \
+                        and the caller a token with the role debug; or use the Unix socket";
+            return Err(Error::new(Reason::PermissionDenied, what));
+        }
+        if self.0.admission.is_closed() {
+            return Err(draining());
+        }
+        Ok(())
+    }
+
+    fn note<T>(&self, request: &Request<T>, call: &str, worker: &str, detail: String) {
+        let who = who(request);
+        let detail = clip(&detail);
+        tracing::info!(worker, call, detail, by = %who.name, "somebody looks into a worker");
+        self.0.fleet.audit_debug(&who, call, worker, detail);
+    }
+
+    /// Lets somebody look into a worker, and notes it.
+    fn enter<T>(
+        &self,
+        request: &Request<T>,
+        call: &str,
+        worker: &str,
+        detail: String,
+    ) -> Result<Arc<Link>, Error> {
+        self.may(request)?;
+        let link = self.0.fleet.for_debug(worker)?;
+        self.note(request, call, &link.worker, detail);
+        Ok(link)
+    }
+
+    /// The request that is to be run again, under its model's name here.
+    fn again(&self, request: &mut ReplayRequest, caller: &Caller) -> Result<(), Error> {
+        if let Some(Which::RequestId(id)) = &request.which {
+            let id = RequestId::new(id.as_str())?;
+            let stream = self.0.streams.find(&id, caller)?;
+            let again = stream.again().ok_or_else(|| {
+                let what = format!("what request {id} was and said is held no more");
+                Error::new(Reason::TokensForgotten, what)
+            })?;
+            request.which = Some(Which::Request(again));
+        }
+        match &mut request.which {
+            Some(Which::Request(again)) => {
+                let model = self.0.fleet.resolve(&again.model)?;
+                again.model = model.as_str().to_owned();
+                Ok(())
+            }
+            _ => {
+                let what = "name a request, or give one";
+                Err(Error::new(Reason::InvalidArgument, what))
+            }
+        }
+    }
+}
+
+/// Passes messages on until either side leaves. What looks on at a worker that serves is left out there if its reader is
+/// slow; who runs for this reader alone waits. `held` lives until the end.
+async fn pass_all<T>(
+    shared: Shared,
+    link: Arc<Link>,
+    mut messages: Streaming<T>,
+    believe: fn(T, &Link) -> T,
+    to: mpsc::Sender<Result<T, Status>>,
+    _held: Option<Replayer>,
+) {
+    loop {
+        let next = tokio::select! {
+            () = shared.abort.cancelled() => Err(draining()),
+            () = to.closed() => return,
+            next = messages.message() => match next {
+                Ok(Some(said)) => Ok(believe(said, &link)),
+                Ok(None) => return,
+                Err(status) => Err(link.said(&status).await),
+            },
+        };
+        let is_last = next.is_err();
+        let sent = tokio::select! {
+            () = shared.abort.cancelled() => return,
+            sent = to.send(next.map_err(Status::from)) => sent,
+        };
+        if is_last || sent.is_err() {
+            return;
+        }
+    }
+}
+
+/// Passes samples on until either side leaves. A watcher that does not read misses some, and nobody waits for it.
+async fn pass(
+    shared: Shared,
+    link: Arc<Link>,
+    mut samples: Streaming<WatchSample>,
+    to: mpsc::Sender<Result<WatchSample, Status>>,
+) {
+    let mut missed = 0u64;
+    loop {
+        let next = tokio::select! {
+            () = shared.abort.cancelled() => Err(draining()),
+            () = to.closed() => return,
+            next = samples.message() => match next {
+                Ok(Some(sample)) => Ok(sample),
+                Ok(None) => return,
+                Err(status) => Err(link.said(&status).await),
+            },
+        };
+        match next {
+            Ok(said) => {
+                let mut sample = believe_sample(said, &link);
+                sample.missed = sample.missed.saturating_add(missed);
+                missed = match to.try_send(Ok(sample)) {
+                    Ok(()) => 0,
+                    Err(TrySendError::Full(Ok(sample))) => sample.missed.saturating_add(1),
+                    Err(_) => return,
+                };
+            }
+            Err(error) => {
+                // To a watcher that left this goes nowhere.
+                let _ = to.send(Err(error.into())).await;
+                return;
+            }
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Debug for Service {
+    type WatchStream = Answers<WatchSample>;
+
+    async fn watch(
+        &self,
+        request: Request<WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let WatchRequest {
+            worker,
+            interval_ms,
+        } = request.get_ref();
+        let link = self.enter(&request, "watch", worker, String::new())?;
+        let asked = WatchRequest {
+            // It goes by another name to itself than to us while it stands by.
+            worker: String::new(),
+            interval_ms: *interval_ms,
+        };
+        let mut client = link.debug().await?;
+        let samples = match client.watch(asked).await {
+            Ok(samples) => samples.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        tokio::spawn(pass(self.0.clone(), link, samples, to));
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type CaptureStream = Answers<Captured>;
+
+    async fn capture(
+        &self,
+        request: Request<CaptureRequest>,
+    ) -> Result<Response<Self::CaptureStream>, Status> {
+        let asked = request.get_ref();
+        let reveal = asked.options.as_ref().is_some_and(|options| options.reveal);
+        let detail = format!("{:?}, reveal: {reveal}", asked.which);
+        let link = self.enter(&request, "capture", &asked.worker, detail)?;
+        let mut asked = request.into_inner();
+        asked.worker = String::new();
+        if !asked.model.is_empty() {
+            asked.model = self.0.fleet.resolve(&asked.model)?.as_str().to_owned();
+        }
+        let mut client = link.debug().await?;
+        let messages = match client.capture(asked).await {
+            Ok(messages) => messages.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let passing = pass_all(self.0.clone(), link, messages, believe_captured, to, None);
+        tokio::spawn(passing);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type ReplayStream = Answers<Captured>;
+
+    async fn replay(
+        &self,
+        request: Request<ReplayRequest>,
+    ) -> Result<Response<Self::ReplayStream>, Status> {
+        self.may(&request)?;
+        let caller = Caller::of(request.extensions());
+        let mut asked = request.get_ref().clone();
+        self.again(&mut asked, &caller)?;
+        let Some(Which::Request(again)) = &asked.which else {
+            return Err(Error::new(Reason::Internal, "a request without a request").into());
+        };
+        let model = self.0.fleet.resolve(&again.model)?;
+        let reveal = asked.options.as_ref().is_some_and(|options| options.reveal);
+        let detail = format!("a request of {model}, reveal: {reveal}");
+        let beside = std::mem::take(&mut asked.worker);
+        let starting = self.0.fleet.replayer(&model, &beside);
+        let replayer = tokio::select! {
+            () = self.0.abort.cancelled() => return Err(draining().into()),
+            replayer = starting => replayer?,
+        };
+        let link = Arc::clone(&replayer.link);
+        self.note(&request, "replay", &link.worker, detail);
+        let mut client = link.debug().await?;
+        let messages = match client.replay(asked).await {
+            Ok(messages) => messages.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let held = Some(replayer);
+        let passing = pass_all(self.0.clone(), link, messages, believe_captured, to, held);
+        tokio::spawn(passing);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type GuardStream = Answers<GuardEvent>;
+
+    async fn guard(
+        &self,
+        request: Request<GuardRequest>,
+    ) -> Result<Response<Self::GuardStream>, Status> {
+        let asked = request.get_ref();
+        let detail = format!("{:?}, end: {}", asked.conditions, asked.end);
+        let link = self.enter(&request, "guard", &asked.worker, detail)?;
+        let mut asked = request.into_inner();
+        asked.worker = String::new();
+        if !asked.model.is_empty() {
+            asked.model = self.0.fleet.resolve(&asked.model)?.as_str().to_owned();
+        }
+        let mut client = link.debug().await?;
+        let messages = match client.guard(asked).await {
+            Ok(messages) => messages.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let passing = pass_all(self.0.clone(), link, messages, believe_guarded, to, None);
+        tokio::spawn(passing);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    type TraceStream = Answers<TracePiece>;
+
+    async fn trace(
+        &self,
+        request: Request<TraceRequest>,
+    ) -> Result<Response<Self::TraceStream>, Status> {
+        let asked = request.get_ref();
+        let detail = format!("{} ms, nodes: {}", asked.duration_ms, asked.nodes);
+        let link = self.enter(&request, "trace", &asked.worker, detail)?;
+        let mut asked = request.into_inner();
+        asked.worker = String::new();
+        let mut client = link.debug().await?;
+        let pieces = match client.trace(asked).await {
+            Ok(pieces) => pieces.into_inner(),
+            Err(status) => return Err(link.said(&status).await.into()),
+        };
+        let (to, stream) = mpsc::channel(1);
+        let passing = pass_all(self.0.clone(), link, pieces, believe_traced, to, None);
+        tokio::spawn(passing);
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+}

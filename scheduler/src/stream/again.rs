@@ -1,0 +1,83 @@
+//! What a stream was asked for and said, so that somebody can run it again.
+
+use hotcell_proto::v1::{GenerateRequest, Prompt, Resume, TokenIds, prompt::Kind};
+
+use super::Stream;
+
+impl Stream {
+    /// The request by its token ids, with its seed and all that it drew so far as what it goes on from. None if it was not
+    /// accepted, or what it said is held no more.
+    pub fn again(&self) -> Option<GenerateRequest> {
+        let state = self.state();
+        let accepted = state.accepted.as_ref()?;
+        let (mut message, said) = match (&state.request, &state.asked) {
+            (Some(request), _) => (request.message.clone(), request.generated.clone()),
+            (None, Some(asked)) if state.dropped == 0 => {
+                let said = state.deltas.iter().flat_map(|delta| &delta.token_ids);
+                (GenerateRequest::clone(asked), said.copied().collect())
+            }
+            (None, _) => return None,
+        };
+        let resume = message.resume.take().unwrap_or_default();
+        let generated_ids = [resume.generated_ids, said].concat();
+        let ids = accepted.prompt_ids.clone();
+        message.prompt = Some(Prompt {
+            kind: Some(Kind::Ids(TokenIds { ids })),
+        });
+        message.seed = Some(accepted.seed);
+        message.resume = Some(Resume {
+            generated_ids,
+            text_bytes_emitted: 0,
+        });
+        Some(message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use hotcell_proto::v1::{Accepted, Delta, Finished, GenerateEvent, generate_event::Event};
+
+    use crate::stream::{Mark, Room};
+
+    use super::*;
+
+    fn written(stream: &Stream) {
+        stream.asked(GenerateRequest::default(), None, None);
+        let say = |event| stream.write(GenerateEvent { event: Some(event) });
+        say(Event::Accepted(Accepted {
+            prompt_ids: vec![1, 2],
+            seed: 7,
+            ..Accepted::default()
+        }));
+        for token in [5, 6] {
+            say(Event::Delta(Delta {
+                token_ids: vec![token],
+                ..Delta::default()
+            }));
+        }
+    }
+
+    fn told(stream: &Stream) -> Option<(Vec<u32>, Option<u64>)> {
+        let again = stream.again()?;
+        assert_eq!(
+            again.prompt.unwrap().kind,
+            Some(Kind::Ids(TokenIds { ids: vec![1, 2] }))
+        );
+        Some((again.resume.unwrap().generated_ids, again.seed))
+    }
+
+    #[test]
+    fn a_stream_can_be_run_again_while_it_runs_and_as_long_as_it_is_kept() {
+        for keeps in [true, false] {
+            let stream = Stream::new(Arc::new(Room::default()), keeps, Mark::default());
+            assert_eq!(told(&stream), None);
+            written(&stream);
+            assert_eq!(told(&stream), Some((vec![5, 6], Some(7))));
+            stream.finish(Ok(Finished::default()));
+            let expected = keeps.then(|| (vec![5, 6], Some(7)));
+            assert_eq!(told(&stream), expected);
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Watchpoints: a node that gives what must not be is named, the request that meets it may be ended, and nobody else
+//! notices.
+
+use std::time::Duration;
+
+use hotcell_client::{
+    GenerateOptions, Prompt, Reason,
+    v1::{self, condition::Kind, guard_event},
+};
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, kjv},
+    fault::{NAN_NODE, NAN_TOKEN},
+};
+
+use super::long;
+
+fn when(kinds: &[Kind]) -> v1::GuardRequest {
+    v1::GuardRequest {
+        conditions: kinds
+            .iter()
+            .map(|kind| v1::Condition { kind: Some(*kind) })
+            .collect(),
+        ..v1::GuardRequest::default()
+    }
+}
+
+fn options(id: &str, tokens: u32) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens: tokens,
+        deadline: Some(SOON),
+        ..long(id)
+    }
+}
+
+#[tokio::test]
+async fn a_nan_in_one_node_ends_its_request_and_no_other() {
+    let arguments = [
+        "--worker-binary",
+        env!("CARGO_BIN_EXE_hotcell-worker-fault"),
+        "--devices",
+        "cpu:1",
+    ];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let undisturbed = client
+        .generate("In the beginning", options("", 200))
+        .await
+        .unwrap();
+    let expected = undisturbed.complete().await.unwrap().token_ids;
+
+    let mut guard = when(&[Kind::Infinite(true), Kind::Nan(true)]);
+    guard.end = true;
+    let mut events = client.guard(guard).await.unwrap();
+    let armed = events.next().await.unwrap().unwrap();
+    let Some(guard_event::Kind::Armed(nodes)) = armed.kind else {
+        panic!("{armed:?}");
+    };
+    assert!(nodes > 50, "{nodes}");
+    let other = client
+        .generate("In the beginning", options("other", 200))
+        .await
+        .unwrap();
+    let other = tokio::spawn(other.complete());
+    let prompt = Prompt::Ids(vec![0, 312, NAN_TOKEN, 17]);
+    let struck = client.generate(prompt, options("struck", 8)).await;
+    let error = match struck {
+        Ok(stream) => stream.complete().await.unwrap_err(),
+        Err(error) => error,
+    };
+    assert_eq!(error.reason(), Reason::NumericsFailed);
+    assert!(error.message().contains("layers.1.mul_mat."), "{error}");
+    assert_eq!(other.await.unwrap().unwrap().token_ids, expected);
+
+    let hit = tokio::time::timeout(SOON, events.next())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    let Some(guard_event::Kind::Hit(hit)) = hit.kind else {
+        panic!("{hit:?}");
+    };
+    let node = hit.node.unwrap();
+    assert_eq!((hit.request_id.as_str(), hit.condition), ("struck", 1));
+    assert_eq!((node.weight.as_str(), node.layer), (NAN_NODE, Some(1)));
+    assert_eq!((hit.position, hit.token), (2, 0));
+    assert!(hit.peak.is_nan() && hit.ended && hit.further > 0);
+    assert_eq!(hit.worker, "w0");
+
+    // Without who looks, all is as it was: what must not be is nobody's concern.
+    drop(events);
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let again = client
+        .generate("In the beginning", options("again", 200))
+        .await
+        .unwrap();
+    assert_eq!(again.complete().await.unwrap().token_ids, expected);
+}
+
+#[tokio::test]
+async fn conditions_are_checked_and_hold_where_they_should() {
+    let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    for odd in [
+        when(&[]),
+        when(&[Kind::Above(f32::NAN)]),
+        when(&[Kind::Nan(false)]),
+        v1::GuardRequest {
+            nodes: vec!["nothing-like-it".into()],
+            ..when(&[Kind::Nan(true)])
+        },
+        v1::GuardRequest {
+            model: "nobody".into(),
+            ..when(&[Kind::Nan(true)])
+        },
+    ] {
+        assert!(client.guard(odd.clone()).await.is_err(), "{odd:?}");
+    }
+    // Logits of attention are no zeros; every RMS norm's result has a root mean square near its weights'.
+    let everywhere = v1::GuardRequest {
+        layers: vec![2],
+        nodes: vec!["add".into()],
+        ..when(&[Kind::Zero(true), Kind::Above(1e30), Kind::Above(0.0)])
+    };
+    let mut events = client.guard(everywhere).await.unwrap();
+    events.next().await.unwrap().unwrap();
+    let stream = client
+        .generate("In the beginning", options("seen", 5))
+        .await
+        .unwrap();
+    stream.complete().await.unwrap();
+    let hit = tokio::time::timeout(SOON, events.next())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    let Some(guard_event::Kind::Hit(hit)) = hit.kind else {
+        panic!("{hit:?}");
+    };
+    assert_eq!((hit.condition, hit.ended), (2, false));
+    assert_eq!(hit.node.unwrap().name, "layers.2.add.0");
+    assert!(hit.peak > 0.0 && hit.rms > 0.0 && hit.rms <= hit.peak);
+}

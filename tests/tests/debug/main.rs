@@ -1,0 +1,35 @@
+//! Looking into a worker that serves, through the real binaries.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+mod crashing;
+mod guarding;
+mod replaying;
+mod tracing;
+mod watching;
+
+use hotcell_client::GenerateOptions;
+use hotcell_tests::cluster::{Cluster, all_have, kjv};
+
+async fn kjv_cluster(arguments: &[&str]) -> Cluster {
+    let cluster = Cluster::with_model("kjv", &kjv(), arguments).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    cluster
+}
+
+fn long(id: &str) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens: 400,
+        ignore_eos: true,
+        request_id: id.to_owned(),
+        ..GenerateOptions::default()
+    }
+}
+
+/// Standard output of the command, which must succeed.
+fn hotcell(cluster: &Cluster, arguments: &[&str]) -> String {
+    let output = cluster.hotcell(arguments).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {said}");
+    String::from_utf8(output.stdout).unwrap()
+}

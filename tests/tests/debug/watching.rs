@@ -1,0 +1,213 @@
+//! Watching: what a worker does is seen from outside, costs the watched nothing but a flag, and waits for nobody.
+
+use std::{fs, process::Command, time::Duration};
+
+use hotcell_client::{Address, Client, Identity, Reason, v1};
+use hotcell_tests::cluster::{
+    Process, SOON, binaries, free_address, kjv, private_folder, signal_pid,
+};
+use rustix::process::Signal;
+
+use super::{hotcell, kjv_cluster, long};
+
+#[tokio::test]
+async fn a_watcher_sees_steps_requests_memory_and_where_plans_are() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let every = Duration::from_millis(100);
+    let mut samples = client.watch_worker("", every).await.unwrap();
+    let stream = client.generate("In the beginning", long("seen")).await;
+    let whole = tokio::spawn(stream.unwrap().complete());
+    let (mut drawn, mut steps, mut seen, mut looks) = (0, 0, None, 0);
+    while drawn < 400 {
+        let sample = samples.next().await.unwrap().unwrap();
+        assert_eq!(sample.worker, "w0");
+        assert!(sample.span_ms >= 90.0, "{}", sample.span_ms);
+        let took = sample.steps.unwrap();
+        assert!(took.computing_ms <= took.busy_ms && took.busy_ms <= sample.span_ms + 50.0);
+        assert!(took.p50_ms <= took.p99_ms && took.p99_ms <= took.max_ms);
+        assert_eq!(took.missed, 0);
+        (drawn, steps) = (drawn + took.drawn, steps + took.count);
+        looks += sample.looks;
+        let places: u32 = sample.nodes.iter().map(|node| node.seen).sum();
+        assert_eq!(places, sample.looks, "{:?}", sample.nodes);
+        if let Some(request) = sample.requests.iter().find(|r| r.request_id == "seen") {
+            assert!(request.computed <= request.tokens && request.prompt_tokens > 0);
+            seen = Some((request.clone(), sample.clone()));
+        }
+    }
+    assert_eq!(drawn, 400);
+    assert!((1..=401).contains(&steps), "{steps}");
+    let tokens = whole.await.unwrap().unwrap();
+    assert_eq!(tokens.token_ids.len(), 400);
+    if let Some((request, sample)) = seen {
+        assert_eq!(request.model, "kjv");
+        let kinds: Vec<&str> = sample.memory.iter().map(|m| m.kind.as_str()).collect();
+        for kind in ["weights", "cache", "plans", "tensors", "tensors_kept"] {
+            assert!(kinds.contains(&kind), "{kinds:?}");
+        }
+        assert!(
+            sample
+                .memory
+                .iter()
+                .filter(|m| !m.model.is_empty())
+                .all(|m| m.bytes > 0)
+        );
+        assert!(looks > 0 && sample.nodes.iter().any(|node| !node.op.is_empty()));
+        assert!(sample.caches[0].used_blocks > 0);
+    } else {
+        panic!("400 tokens were drawn between two samples");
+    }
+}
+
+#[tokio::test]
+async fn the_command_prints_a_line_or_an_object_for_each_sample() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let watch = ["debug", "watch", "w0", "--every", "50ms", "-n", "3"];
+    let text = hotcell(&cluster, &watch);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 4, "{text}");
+    assert!(
+        lines[0].starts_with("TIME") && lines[1].contains("idle"),
+        "{text}"
+    );
+    let text = hotcell(&cluster, &[&["--json"], &watch[..]].concat());
+    let all: Vec<serde_json::Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(all.len(), 3);
+    assert_eq!(all[2]["worker"], "w0");
+    assert!(all[0]["memory"][0]["bytes"].as_u64().unwrap() > 0);
+    for (arguments, code) in [
+        (["debug", "watch", "w9", "--every", "1s"], 5),
+        (["debug", "watch", "w0", "--every", "1ms"], 3),
+    ] {
+        let output = cluster.hotcell(&arguments).unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{code}");
+        assert!(
+            said.contains("w9") || said.contains("[50, 60000]"),
+            "{said}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_watcher_is_told_of_its_workers_death_and_one_that_does_not_read_misses_samples() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let every = Duration::from_millis(50);
+    let mut samples = client.watch_worker("w0", every).await.unwrap();
+    samples.next().await.unwrap().unwrap();
+    let pid = client.workers().await.unwrap()[0].pid;
+    signal_pid(pid, Signal::KILL).unwrap();
+    let ended = async {
+        loop {
+            if let Err(error) = samples.next().await.unwrap() {
+                return error;
+            }
+        }
+    };
+    let error = tokio::time::timeout(SOON, ended).await.unwrap();
+    assert_eq!(error.reason(), Reason::WorkerLost);
+    assert!(error.message().contains("w0"), "{error}");
+}
+
+#[tokio::test]
+async fn over_tcp_only_a_token_with_the_role_looks_into_workers_and_the_audit_log_says_who() {
+    let folder = private_folder().unwrap();
+    let token = |name: &str, role: &str| {
+        let mut command = Command::new(binaries().unwrap().join("hotcell"));
+        let output = command.args(["--json", "token", "new", name, "--role", role]);
+        let output = output.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let made: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let part = |name: &str| made[name].as_str().unwrap().to_owned();
+        (part("token"), part("lines"))
+    };
+    let (may, first) = token("may", "debug");
+    let (may_not, second) = token("maynot", "use");
+    let tokens = folder.path().join("tokens.toml");
+    fs::write(&tokens, format!("{first}\n{second}\n")).unwrap();
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    fs::set_permissions(&tokens, private).unwrap();
+    let (open, closed) = (free_address().unwrap(), free_address().unwrap());
+    let audit = folder.path().join("audit.log");
+    let text = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+    let guarded = kjv_cluster(&[
+        "--devices",
+        "cpu:1",
+        "--listen",
+        &closed.to_string(),
+        "--tokens",
+        &text(&tokens),
+        "--audit-log",
+        &text(&audit),
+    ])
+    .await;
+    let unguarded = kjv_cluster(&["--devices", "cpu:1", "--listen", &open.to_string()]).await;
+    let watch = async |address: String, token: Option<&str>| {
+        let address: Address = address.parse().unwrap();
+        let identity = Identity {
+            token: token.map(str::to_owned),
+            ..Identity::default()
+        };
+        let client = Client::connect_as(&address, &identity).await.unwrap();
+        let mut samples = client.watch_worker("", Duration::from_millis(50)).await?;
+        samples.next().await.unwrap()
+    };
+    let refused = |answer: Result<v1::WatchSample, _>| {
+        let error: hotcell_client::Error = answer.unwrap_err();
+        (error.reason(), error.message().to_owned())
+    };
+    watch(closed.to_string(), Some(&may)).await.unwrap();
+    let (reason, _) = refused(watch(closed.to_string(), Some(&may_not)).await);
+    assert_eq!(reason, Reason::PermissionDenied);
+    let (reason, what) = refused(watch(open.to_string(), None).await);
+    assert_eq!(reason, Reason::PermissionDenied);
+    assert!(what.contains("--tokens"), "{what}");
+    drop((guarded, unguarded));
+    let log = fs::read_to_string(&audit).unwrap();
+    let line = log.lines().find(|line| line.contains("\"debug\"")).unwrap();
+    let line: serde_json::Value = serde_json::from_str(line).unwrap();
+    assert_eq!(line["outcome"], "watch");
+    assert_eq!(line["worker"], "w0");
+    assert!(
+        line["who"]["name"].as_str().unwrap().contains("may"),
+        "{line}"
+    );
+}
+
+#[tokio::test]
+async fn a_worker_alone_is_watched_on_its_unix_socket_and_not_over_tcp() {
+    let folder = private_folder().unwrap();
+    let socket = folder.path().join("worker.sock");
+    let tcp = free_address().unwrap();
+    let unix = format!("unix:{}", socket.display());
+    for (listen, may) in [(unix, true), (tcp.to_string(), false)] {
+        let mut command = Command::new(binaries().unwrap().join("hotcell-worker"));
+        command.args(["--listen", &listen, "--model"]).arg(kjv());
+        let process = Process::start(&mut command).unwrap();
+        let address: Address = listen.parse().unwrap();
+        let start = std::time::Instant::now();
+        let client = loop {
+            match Client::connect(&address).await {
+                Ok(client) => break client,
+                Err(error) => assert!(start.elapsed() < SOON, "{error} {}", process.log()),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        let watched = client.watch_worker("", Duration::from_millis(50)).await;
+        match may {
+            true => {
+                let sample = watched.unwrap().next().await.unwrap().unwrap();
+                assert_eq!(sample.worker, "w0");
+            }
+            false => {
+                let error = watched.unwrap_err();
+                assert!(error.message().contains("Unix socket"), "{error}");
+            }
+        }
+    }
+}

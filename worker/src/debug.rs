@@ -1,0 +1,9 @@
+//! Looking into this worker while it serves others: what it does, and what it computes.
+//!
+//! Nothing here happens unless somebody looks: steps ask one flag.
+
+pub mod capture;
+pub mod guard;
+pub mod observer;
+pub mod trace;
+pub mod watch;

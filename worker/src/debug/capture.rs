@@ -1,0 +1,432 @@
+//! What is computed for the tokens of one request, as it is told: statistics and a hash of each row, and values within a
+//! budget.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use half::{bf16, f16};
+use hotcell_graph::DType;
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    v1::{self, captured::Kind},
+};
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+use tonic::Status;
+
+use crate::{
+    engine::Inside,
+    generate::batch::{Aim, Look, Looker, Probe},
+    host::{Host, Loaded},
+    model::points::{Point, select},
+};
+
+/// Bytes of nodes in one message, about.
+const PIECE: usize = 1 << 20;
+
+/// What the logits are called among the nodes.
+const LOGITS: &str = "logits";
+
+/// Checks what nodes are asked for.
+///
+/// # Errors
+/// [`Reason::LimitExceeded`].
+pub fn check_selection(nodes: &[String], layers: &[u32]) -> Result<(), Error> {
+    let over = |what: &str, count: usize, limit: usize| match count > limit {
+        true => Err(Error::new(
+            Reason::LimitExceeded,
+            format!("{count} {what}; the limit is {limit}"),
+        )),
+        false => Ok(()),
+    };
+    over("patterns of nodes", nodes.len(), limits::MAX_NODE_PATTERNS)?;
+    over("layers", layers.len(), limits::MAX_NAMED_LAYERS)?;
+    let longest = nodes.iter().map(String::len).max().unwrap_or(0);
+    over("bytes in a pattern", longest, limits::MAX_NODE_PATTERN)
+}
+
+/// The nodes that were meant.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] when there are none, naming some.
+pub fn selected(points: &[Point], nodes: &[String], layers: &[u32]) -> Result<Vec<usize>, Error> {
+    let chosen = select(points, nodes, layers);
+    if !chosen.is_empty() {
+        return Ok(chosen);
+    }
+    let some: Vec<&str> = points.iter().take(4).map(|p| p.name.as_str()).collect();
+    let what = format!(
+        "no node is of these patterns and layers; there are {} nodes, such as {}",
+        points.len(),
+        some.join(", ")
+    );
+    Err(Error::new(Reason::InvalidArgument, what))
+}
+
+/// A node as it is told.
+pub fn told(point: &Point) -> v1::CapturedNode {
+    v1::CapturedNode {
+        name: point.name.clone(),
+        op: point.op.to_owned(),
+        layer: point.layer,
+        weight: point.weight.clone(),
+        dtype: point.spec.dtype.name().to_owned(),
+        dims: point.row_dims(),
+    }
+}
+
+/// A capture that is about to be told.
+pub struct Capture {
+    options: v1::CaptureOptions,
+    nodes: Vec<v1::CapturedNode>,
+    model: String,
+    numerics: v1::NumericsClass,
+    /// Tokens of the answer, from the first one on.
+    expected: Vec<u32>,
+    looks: mpsc::Receiver<Look>,
+}
+
+impl Capture {
+    /// Has a model's requests looked at: from the next step on.
+    ///
+    /// # Errors
+    /// When the options are out of range, no node is meant, or so much cannot be looked at.
+    pub async fn begin(
+        host: &Host,
+        model: &Loaded,
+        aim: Aim,
+        waits: bool,
+        options: v1::CaptureOptions,
+    ) -> Result<Self, Error> {
+        check_selection(&options.nodes, &options.layers)?;
+        if options.max_bytes > limits::MAX_CAPTURE_BYTES {
+            let most = limits::MAX_CAPTURE_BYTES;
+            let what = format!("a capture has at most {most} bytes of values");
+            return Err(Error::new(Reason::LimitExceeded, what));
+        }
+        let tokens = match options.tokens {
+            0 => limits::MAX_CAPTURED_TOKENS,
+            tokens => tokens.min(limits::MAX_CAPTURED_TOKENS),
+        };
+        let (to, looks) = mpsc::channel(limits::CAPTURE_BUFFER);
+        let (name, wanted) = (model.name.clone(), options.clone());
+        let arm = move |inside: &mut Inside<'_>| {
+            let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
+            let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
+            let points = match wanted.only_logits {
+                true => Vec::new(),
+                false => selected(batch.points(), &wanted.nodes, &wanted.layers)?,
+            };
+            let nodes = points.iter().filter_map(|&n| batch.points().get(n));
+            let nodes: Vec<v1::CapturedNode> = nodes.map(told).collect();
+            let mut probe = Probe::new(aim, points, tokens, to);
+            probe.waits = waits;
+            batch.look(inside.device, Looker::Probe(probe))?;
+            Ok::<_, Error>(nodes)
+        };
+        let mut nodes = host.engine().inside(arm).await??;
+        nodes.push(v1::CapturedNode {
+            name: LOGITS.to_owned(),
+            op: LOGITS.to_owned(),
+            layer: None,
+            weight: String::new(),
+            dtype: DType::F32.name().to_owned(),
+            dims: vec![model.vocab.into()],
+        });
+        Ok(Self {
+            options,
+            nodes,
+            model: model.name.clone(),
+            numerics: model.numerics.clone(),
+            expected: Vec::new(),
+            looks,
+        })
+    }
+
+    /// Says of each token whether it is the one of these, which begin with the answer's first.
+    pub fn expect(&mut self, tokens: Vec<u32>) {
+        self.expected = tokens;
+    }
+
+    fn head(&self, host: &Host, mut request: v1::GenerateRequest) -> v1::CaptureHead {
+        let revealed = self.options.reveal;
+        if !revealed {
+            (request.prompt, request.resume) = (None, None);
+            (request.grammar, request.stop) = (None, Vec::new());
+        }
+        let (worker, epoch) = host.identity();
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        v1::CaptureHead {
+            worker,
+            epoch: epoch.0,
+            model: self.model.clone(),
+            numerics: Some(self.numerics.clone()),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            request: Some(request),
+            revealed,
+            nodes: self.nodes.clone(),
+            time_ms: since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX)),
+        }
+    }
+
+    /// Tells it until the request ends, all tokens are told, or nobody reads. Once `over` says how the request ended,
+    /// nothing more comes.
+    pub async fn tell(
+        self,
+        host: Host,
+        to: mpsc::Sender<Result<v1::Captured, Status>>,
+        over: impl Future<Output = Option<Status>>,
+    ) {
+        let engine = host.engine().clone();
+        self.tell_all(host, to, over).await;
+        engine.leave_alone().await;
+    }
+
+    async fn tell_all(
+        mut self,
+        host: Host,
+        to: mpsc::Sender<Result<v1::Captured, Status>>,
+        over: impl Future<Output = Option<Status>>,
+    ) {
+        let mut over = std::pin::pin!(over);
+        let (mut is_over, mut failed) = (false, None);
+        let mut end = v1::CaptureEnd::default();
+        let mut left = match self.options.max_bytes {
+            0 => limits::CAPTURE_BYTES,
+            bytes => bytes,
+        };
+        let dtypes = self.nodes.iter().map(|node| DType::from_name(&node.dtype));
+        let dtypes: Vec<DType> = dtypes.map(|d| d.unwrap_or(DType::F32)).collect();
+        loop {
+            let look = tokio::select! {
+                look = self.looks.recv() => look,
+                status = &mut over, if !is_over => {
+                    (is_over, failed) = (true, status);
+                    // What was seen before is there already.
+                    self.looks.close();
+                    continue;
+                }
+                () = to.closed() => return,
+            };
+            let Some(mut look) = look else { break };
+            // A request that waits for us may go on.
+            host.engine().wake();
+            if let Some(request) = look.request.take() {
+                let head = Kind::Head(self.head(&host, *request));
+                if to.send(Ok(say(head))).await.is_err() {
+                    return;
+                }
+            }
+            let at = usize::try_from(look.index).unwrap_or(usize::MAX);
+            let as_expected = self.expected.get(at).map(|want| look.token == Some(*want));
+            end.tokens += 1;
+            match as_expected {
+                Some(true) => end.as_expected += 1,
+                Some(false) => {
+                    end.differs_at.get_or_insert(look.index);
+                }
+                None => {}
+            }
+            let token = v1::CapturedToken {
+                index: look.index,
+                position: look.position,
+                token: look.token.filter(|_| self.options.reveal),
+                as_expected,
+                missed: look.missed,
+                ..v1::CapturedToken::default()
+            };
+            let (values, own) = (self.options.values as usize, dtypes.clone());
+            // Beside the event loop: hashing large rows takes its time.
+            let work = move || pieces(token, look, &own, values, left);
+            let Ok(told) = tokio::task::spawn_blocking(work).await else {
+                return;
+            };
+            left = left.saturating_sub(told.bytes);
+            end.left_out += told.left_out;
+            end.left_out_bytes += told.left_out_bytes;
+            for piece in told.pieces {
+                if to.send(Ok(say(Kind::Token(piece)))).await.is_err() {
+                    return;
+                }
+            }
+        }
+        let last = match failed {
+            Some(status) if end.tokens == 0 => Err(status),
+            failed => {
+                // What it failed of is what one wants to see.
+                end.failed = failed.map_or_else(String::new, |status| status.message().to_owned());
+                Ok(say(Kind::End(end)))
+            }
+        };
+        // To one who left this goes nowhere.
+        let _ = to.send(last).await;
+    }
+}
+
+fn say(kind: Kind) -> v1::Captured {
+    v1::Captured { kind: Some(kind) }
+}
+
+struct Told {
+    pieces: Vec<v1::CapturedToken>,
+    bytes: u64,
+    left_out: u64,
+    left_out_bytes: u64,
+}
+
+/// A token's messages.
+fn pieces(
+    token: v1::CapturedToken,
+    look: Look,
+    dtypes: &[DType],
+    values: usize,
+    mut left: u64,
+) -> Told {
+    let logits: Vec<u8> = look.logits.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let mut told = Told {
+        pieces: Vec::new(),
+        bytes: 0,
+        left_out: 0,
+        left_out_bytes: 0,
+    };
+    let mut piece = v1::CapturedToken {
+        more: true,
+        ..token.clone()
+    };
+    let mut size = 0;
+    let rows = look.rows.into_iter().chain([logits]);
+    for (number, (row, dtype)) in rows.zip(dtypes).enumerate() {
+        let mut node = statistics(&row, *dtype);
+        node.node = u32::try_from(number).unwrap_or(u32::MAX);
+        let wanted = values.saturating_mul(dtype.block_bytes()).min(row.len());
+        let bytes = wanted as u64;
+        if bytes <= left {
+            left -= bytes;
+            told.bytes += bytes;
+            node.data = row;
+            node.data.truncate(wanted);
+        } else {
+            told.left_out += 1;
+            told.left_out_bytes += bytes;
+        }
+        size += wanted + 128;
+        piece.nodes.push(node);
+        if size >= PIECE {
+            let next = v1::CapturedToken {
+                more: true,
+                missed: 0,
+                ..token.clone()
+            };
+            told.pieces.push(std::mem::replace(&mut piece, next));
+            size = 0;
+        }
+    }
+    piece.more = false;
+    told.pieces.push(piece);
+    told
+}
+
+/// What a row's values are like. Those that are no numbers are counted only.
+fn statistics(row: &[u8], dtype: DType) -> v1::NodeValues {
+    let value = |bytes: &[u8]| match (dtype, bytes) {
+        (DType::F16, &[a, b]) => f64::from(f16::from_le_bytes([a, b]).to_f32()),
+        (DType::BF16, &[a, b]) => f64::from(bf16::from_le_bytes([a, b]).to_f32()),
+        (_, &[a, b, c, d]) => f64::from(f32::from_le_bytes([a, b, c, d])),
+        _ => f64::NAN,
+    };
+    let mut told = v1::NodeValues {
+        hash: Sha256::digest(row).to_vec(),
+        ..v1::NodeValues::default()
+    };
+    let (mut least, mut greatest) = (f64::INFINITY, f64::NEG_INFINITY);
+    let (mut count, mut sum, mut squares) = (0u64, 0.0, 0.0);
+    for value in row.chunks_exact(dtype.block_bytes()).map(value) {
+        if value.is_nan() {
+            told.nan += 1;
+        } else if value.is_infinite() {
+            told.infinite += 1;
+        } else {
+            told.zero += u64::from(value == 0.0);
+            (least, greatest) = (least.min(value), greatest.max(value));
+            count += 1;
+            sum += value;
+            squares += value * value;
+        }
+    }
+    if count > 0 {
+        (told.least, told.greatest) = (least, greatest);
+        told.mean = sum / count as f64;
+        told.rms = (squares / count as f64).sqrt();
+    }
+    told
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|v| v.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn a_row_is_told_by_its_numbers_and_what_is_none_is_counted() {
+        let told = statistics(
+            &row(&[3.0, 0.0, -4.0, f32::NAN, f32::INFINITY, -0.0]),
+            DType::F32,
+        );
+        assert_eq!((told.nan, told.infinite, told.zero), (1, 1, 2));
+        assert_eq!((told.least, told.greatest), (-4.0, 3.0));
+        assert_eq!((told.mean, told.rms), (-0.25, 2.5));
+        let half: Vec<u8> = [f16::from_f32(1.5), f16::NAN]
+            .iter()
+            .flat_map(|v| v.to_le_bytes())
+            .collect();
+        let told = statistics(&half, DType::F16);
+        assert_eq!((told.nan, told.greatest), (1, 1.5));
+        assert_ne!(told.hash, statistics(&row(&[1.0]), DType::F32).hash);
+        assert_eq!(statistics(&[], DType::F32).rms, 0.0);
+    }
+
+    fn look(rows: Vec<Vec<u8>>) -> Look {
+        Look {
+            request: None,
+            index: 3,
+            position: 9,
+            token: Some(1),
+            rows,
+            logits: vec![1.0, 2.0],
+            missed: 5,
+        }
+    }
+
+    #[test]
+    fn values_end_with_the_budget_and_what_is_left_out_is_counted() {
+        let rows = vec![row(&[1.0; 8]), row(&[2.0; 8])];
+        let dtypes = [DType::F32; 3];
+        let token = v1::CapturedToken {
+            index: 3,
+            missed: 5,
+            ..v1::CapturedToken::default()
+        };
+        let told = pieces(token.clone(), look(rows.clone()), &dtypes, usize::MAX, 40);
+        assert_eq!(
+            (told.bytes, told.left_out, told.left_out_bytes),
+            (40, 1, 32)
+        );
+        let [piece] = told.pieces.as_slice() else {
+            panic!("{} pieces", told.pieces.len());
+        };
+        let lengths: Vec<usize> = piece.nodes.iter().map(|n| n.data.len()).collect();
+        assert_eq!(lengths, [32, 0, 8]);
+        assert!(!piece.more && piece.missed == 5);
+        let told = pieces(token.clone(), look(rows), &dtypes, 2, u64::MAX);
+        let lengths = told.pieces[0].nodes.iter().map(|n| n.data.len());
+        assert_eq!(lengths.collect::<Vec<_>>(), [8, 8, 8]);
+        assert_eq!(told.left_out, 0);
+        let large = vec![vec![0; PIECE]; 3];
+        let told = pieces(token, look(large), &[DType::F32; 4], usize::MAX, u64::MAX);
+        let more: Vec<_> = told.pieces.iter().map(|p| (p.more, p.missed)).collect();
+        assert_eq!(more, [(true, 5), (true, 0), (true, 0), (false, 0)]);
+    }
+}

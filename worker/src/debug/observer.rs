@@ -1,0 +1,270 @@
+//! Where the engine notes its steps while somebody watches.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use hotcell_proto::limits;
+
+/// One step of token requests.
+#[derive(Clone, Copy, Debug)]
+pub struct StepNote {
+    /// When it began.
+    pub begun: Instant,
+    /// How long it took, and the part of that in which the device computed.
+    pub whole: Duration,
+    /// See `whole`.
+    pub computing: Duration,
+    /// When that began.
+    pub computing_from: Instant,
+    /// Rows that were computed.
+    pub rows: usize,
+    /// Sequences that they were of.
+    pub sequences: usize,
+    /// Tokens that were drawn.
+    pub drawn: usize,
+}
+
+/// What a plan did between two meetings of its threads.
+#[derive(Clone, Copy, Debug)]
+pub struct NodeNote {
+    /// When that began.
+    pub begun: Instant,
+    /// How long it took.
+    pub took: Duration,
+    /// The node that began last in it, packed.
+    pub node: u64,
+}
+
+/// The latest notes of a kind.
+#[derive(Debug)]
+struct Ring<T> {
+    notes: VecDeque<T>,
+    /// How many came before the first one that is kept.
+    before: u64,
+}
+
+impl<T> Default for Ring<T> {
+    fn default() -> Self {
+        Self {
+            notes: VecDeque::new(),
+            before: 0,
+        }
+    }
+}
+
+impl<T: Copy> Ring<T> {
+    fn push(&mut self, note: T, most: usize) {
+        if self.notes.len() >= most {
+            self.notes.pop_front();
+            self.before += 1;
+        }
+        self.notes.push_back(note);
+    }
+
+    /// The number of the next one.
+    fn next(&self) -> u64 {
+        self.before + self.notes.len() as u64
+    }
+
+    /// Those from this number on, and how many of them are lost.
+    fn from(&self, number: u64) -> (Vec<T>, u64) {
+        let missed = self.before.saturating_sub(number);
+        let skip = usize::try_from(number.saturating_sub(self.before)).unwrap_or(usize::MAX);
+        (self.notes.iter().skip(skip).copied().collect(), missed)
+    }
+
+    fn forget(&mut self) {
+        self.before = self.next();
+        self.notes = VecDeque::new();
+    }
+}
+
+#[derive(Debug, Default)]
+struct Notes {
+    steps: Ring<StepNote>,
+    nodes: Ring<NodeNote>,
+}
+
+/// What the engine writes and watchers read. Without a watcher the engine reads one number per step.
+#[derive(Debug, Default)]
+pub struct Observer {
+    watchers: AtomicUsize,
+    /// Those of them who want to know of nodes.
+    tracers: AtomicUsize,
+    notes: Mutex<Notes>,
+}
+
+impl Observer {
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether anybody watches.
+    #[inline]
+    pub fn is_watched(&self) -> bool {
+        self.watchers.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether anybody wants to know of nodes.
+    #[inline]
+    pub fn is_traced(&self) -> bool {
+        self.tracers.load(Ordering::Relaxed) > 0
+    }
+
+    /// Notes a step.
+    pub fn note(&self, step: StepNote) {
+        self.notes().steps.push(step, limits::MAX_WATCHED_STEPS);
+    }
+
+    /// Notes what a step's plans did.
+    pub fn note_nodes(&self, nodes: &[NodeNote]) {
+        let mut notes = self.notes();
+        for node in nodes {
+            notes.nodes.push(*node, limits::MAX_TRACED_NODES);
+        }
+    }
+
+    /// One more watcher, of what comes from now on, nodes too if it `traces`; none if there are too many.
+    pub fn watch(self: &Arc<Self>, traces: bool) -> Option<Watching> {
+        let more = |n: usize| (n < limits::MAX_DEBUGGERS).then_some(n + 1);
+        let order = (Ordering::AcqRel, Ordering::Acquire);
+        let entered = self.watchers.fetch_update(order.0, order.1, more);
+        entered.ok()?;
+        if traces {
+            self.tracers.fetch_add(1, Ordering::AcqRel);
+        }
+        let notes = self.notes();
+        let (next_step, next_node) = (notes.steps.next(), notes.nodes.next());
+        drop(notes);
+        Some(Watching {
+            observer: Arc::clone(self),
+            traces,
+            next_step,
+            next_node,
+        })
+    }
+}
+
+/// A watcher, until it is dropped.
+#[derive(Debug)]
+pub struct Watching {
+    observer: Arc<Observer>,
+    traces: bool,
+    /// Numbers of the first step and node that it has not seen.
+    next_step: u64,
+    next_node: u64,
+}
+
+impl Watching {
+    /// The steps since it last asked, and how many of them are lost.
+    pub fn steps(&mut self) -> (Vec<StepNote>, u64) {
+        let notes = self.observer.notes();
+        let steps = notes.steps.from(self.next_step);
+        self.next_step = notes.steps.next();
+        steps
+    }
+
+    /// The same of nodes.
+    pub fn nodes(&mut self) -> (Vec<NodeNote>, u64) {
+        let notes = self.observer.notes();
+        let nodes = notes.nodes.from(self.next_node);
+        self.next_node = notes.nodes.next();
+        nodes
+    }
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        let observer = &self.observer;
+        if self.traces && observer.tracers.fetch_sub(1, Ordering::AcqRel) == 1 {
+            observer.notes().nodes.forget();
+        }
+        if observer.watchers.fetch_sub(1, Ordering::AcqRel) == 1 {
+            observer.notes().steps.forget();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(rows: usize) -> StepNote {
+        StepNote {
+            begun: Instant::now(),
+            whole: Duration::from_millis(2),
+            computing: Duration::from_millis(1),
+            computing_from: Instant::now(),
+            rows,
+            sequences: 1,
+            drawn: 1,
+        }
+    }
+
+    #[test]
+    fn a_watcher_sees_each_step_once_and_is_told_what_it_missed() {
+        let observer = Arc::new(Observer::default());
+        assert!(!observer.is_watched());
+        let mut one = observer.watch(false).unwrap();
+        assert!(observer.is_watched());
+        observer.note(step(1));
+        let mut two = observer.watch(false).unwrap();
+        observer.note(step(2));
+        let rows = |w: &mut Watching| w.steps().0.iter().map(|s| s.rows).collect::<Vec<_>>();
+        assert_eq!(rows(&mut one), [1, 2]);
+        assert_eq!(rows(&mut two), [2]);
+        assert_eq!(rows(&mut one), []);
+        let most = limits::MAX_WATCHED_STEPS;
+        (0..most + 3).for_each(|n| observer.note(step(n)));
+        let (steps, missed) = one.steps();
+        assert_eq!((steps.len(), missed, steps[0].rows), (most, 3, 3));
+        drop((one, two));
+        assert!(!observer.is_watched());
+        assert_eq!(
+            observer.notes().steps.notes.capacity(),
+            0,
+            "nothing is kept"
+        );
+    }
+
+    #[test]
+    fn nodes_are_noted_for_those_who_trace() {
+        let observer = Arc::new(Observer::default());
+        let mut watcher = observer.watch(false).unwrap();
+        assert!(!observer.is_traced());
+        let mut tracer = observer.watch(true).unwrap();
+        assert!(observer.is_traced());
+        let node = |node| NodeNote {
+            begun: Instant::now(),
+            took: Duration::from_micros(5),
+            node,
+        };
+        observer.note_nodes(&[node(1), node(2)]);
+        observer.note(step(1));
+        assert_eq!(
+            tracer.nodes().0.iter().map(|n| n.node).collect::<Vec<_>>(),
+            [1, 2]
+        );
+        assert_eq!((tracer.nodes().0.len(), tracer.steps().0.len()), (0, 1));
+        drop(tracer);
+        assert!(!observer.is_traced() && observer.is_watched());
+        assert_eq!((watcher.nodes().0.len(), watcher.steps().0.len()), (0, 1));
+    }
+
+    #[test]
+    fn there_are_as_many_watchers_as_there_may_be() {
+        let observer = Arc::new(Observer::default());
+        let all: Vec<_> = (0..limits::MAX_DEBUGGERS)
+            .map(|_| observer.watch(false).unwrap())
+            .collect();
+        assert!(observer.watch(false).is_none());
+        drop(all);
+        assert!(observer.watch(false).is_some());
+    }
+}

@@ -1,0 +1,236 @@
+//! A timeline of what the engine does for a while: steps, nodes, requests and counters.
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use hotcell_ipc::blackbox::Node;
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+    v1::{self, TraceTrack, trace_piece::Kind},
+};
+use tokio::{sync::mpsc, time::timeout};
+use tonic::Status;
+
+use super::observer::{NodeNote, StepNote, Watching};
+use crate::{engine::names, host::Host};
+
+/// Time between two looks at requests and counters.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// How long the engine may take to answer them.
+const PATIENCE: Duration = Duration::from_millis(40);
+
+/// Spans and counts of one message.
+const PIECE: usize = 8 << 10;
+
+/// How long to trace.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] if it is out of range.
+pub fn checked_duration(ms: u32) -> Result<Duration, Error> {
+    match ms {
+        0 => Ok(Duration::from_secs(1)),
+        ms if ms <= limits::MAX_TRACE_MILLIS => Ok(Duration::from_millis(ms.into())),
+        ms => Err(Error::new(
+            Reason::InvalidArgument,
+            format!("a trace of {ms} ms; at most {}", limits::MAX_TRACE_MILLIS),
+        )),
+    }
+}
+
+fn ns(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// What was gathered, in times since the beginning.
+struct Timeline {
+    begun: Instant,
+    spans: Vec<v1::TraceSpan>,
+    counts: Vec<v1::TraceCount>,
+    end: v1::TraceEnd,
+    /// When requests that are inside were seen first.
+    inside: HashMap<String, u64>,
+}
+
+impl Timeline {
+    fn since(&self, at: Instant) -> u64 {
+        ns(at.saturating_duration_since(self.begun))
+    }
+
+    fn steps(&mut self, notes: &[StepNote]) {
+        let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        for step in notes {
+            let begin_ns = self.since(step.begun);
+            self.spans.push(v1::TraceSpan {
+                track: TraceTrack::Steps.into(),
+                begin_ns,
+                duration_ns: ns(step.whole),
+                rows: number(step.rows),
+                sequences: number(step.sequences),
+                drawn: number(step.drawn),
+                ..v1::TraceSpan::default()
+            });
+            self.spans.push(v1::TraceSpan {
+                track: TraceTrack::Device.into(),
+                begin_ns: self.since(step.computing_from),
+                duration_ns: ns(step.computing),
+                rows: number(step.rows),
+                ..v1::TraceSpan::default()
+            });
+        }
+    }
+
+    fn nodes(&mut self, notes: &[NodeNote], ops: &[&'static str]) {
+        for note in notes {
+            let node = Node::unpacked(note.node);
+            let op = ops.get(usize::from(node.op)).copied();
+            self.spans.push(v1::TraceSpan {
+                track: TraceTrack::Nodes.into(),
+                begin_ns: self.since(note.begun),
+                duration_ns: ns(note.took),
+                name: op.unwrap_or_default().to_owned(),
+                step: node.step,
+                group: node.group,
+                ..v1::TraceSpan::default()
+            });
+        }
+    }
+
+    fn count(&mut self, at_ns: u64, name: &str, value: u64) {
+        self.counts.push(v1::TraceCount {
+            at_ns,
+            name: name.to_owned(),
+            value,
+        });
+    }
+
+    /// Requests that are inside now: those that are not any more were, until now.
+    fn requests(&mut self, now: u64, ids: &[String]) {
+        let gone = |id: &String| !ids.contains(id);
+        let over: Vec<String> = self.inside.keys().filter(|id| gone(id)).cloned().collect();
+        for id in over {
+            if let Some(begin_ns) = self.inside.remove(&id) {
+                self.request(id, begin_ns, now);
+            }
+        }
+        for id in ids.iter().filter(|id| !id.is_empty()) {
+            self.inside.entry(id.clone()).or_insert(now);
+        }
+    }
+
+    fn request(&mut self, name: String, begin_ns: u64, end_ns: u64) {
+        self.spans.push(v1::TraceSpan {
+            track: TraceTrack::Requests.into(),
+            begin_ns,
+            duration_ns: end_ns.saturating_sub(begin_ns),
+            name,
+            ..v1::TraceSpan::default()
+        });
+    }
+
+    async fn look(&mut self, host: &Host) {
+        // In a long step it does not answer: there is nothing to count then.
+        let Ok(Ok(look)) = timeout(PATIENCE, host.engine().look()).await else {
+            return;
+        };
+        let now = self.since(Instant::now());
+        let used = |cache: &v1::CacheStatus| {
+            let layers = cache.layers.iter();
+            let bytes = layers.map(|l| l.block_bytes.saturating_mul(l.used_blocks));
+            bytes.fold(0, u64::saturating_add)
+        };
+        self.count(now, "cache", look.caches.iter().map(used).sum());
+        self.count(now, "running", look.caches.iter().map(|c| c.running).sum());
+        self.count(now, "waiting", look.caches.iter().map(|c| c.waiting).sum());
+        let tensors = look.memory.iter().filter(|part| part.kind == "tensors");
+        self.count(now, "tensors", tensors.map(|part| part.bytes).sum());
+        self.count(now, "queue", host.engine().queued() as u64);
+        let ids: Vec<String> = look.requests.into_iter().map(|r| r.request_id).collect();
+        self.requests(now, &ids);
+    }
+
+    /// Messages of what was gathered since they were last taken.
+    fn pieces(&mut self) -> Vec<v1::TracePiece> {
+        let (mut spans, mut counts) = (
+            std::mem::take(&mut self.spans),
+            std::mem::take(&mut self.counts),
+        );
+        let mut pieces = Vec::new();
+        while !spans.is_empty() || !counts.is_empty() {
+            let some = v1::TraceSpans {
+                spans: spans.drain(..spans.len().min(PIECE)).collect(),
+                counts: counts.drain(..counts.len().min(PIECE)).collect(),
+            };
+            pieces.push(v1::TracePiece {
+                kind: Some(Kind::Spans(some)),
+            });
+        }
+        pieces
+    }
+}
+
+/// Traces for so long, or until nobody reads.
+pub async fn trace(
+    host: Host,
+    mut watching: Watching,
+    duration: Duration,
+    to: mpsc::Sender<Result<v1::TracePiece, Status>>,
+) {
+    let ops: Vec<&'static str> = names().collect();
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let begun = Instant::now();
+    let (worker, epoch) = host.identity();
+    let head = v1::TraceHead {
+        worker,
+        epoch: epoch.0,
+        begun_ns: since.map_or(0, ns),
+    };
+    let mut timeline = Timeline {
+        begun,
+        spans: Vec::new(),
+        counts: Vec::new(),
+        end: v1::TraceEnd::default(),
+        inside: HashMap::new(),
+    };
+    let mut next = vec![v1::TracePiece {
+        kind: Some(Kind::Head(head)),
+    }];
+    let mut looking = tokio::time::interval(LOOK);
+    loop {
+        for piece in next {
+            if to.send(Ok(piece)).await.is_err() {
+                return;
+            }
+        }
+        tokio::select! {
+            () = to.closed() => return,
+            _ = looking.tick() => {}
+        }
+        let is_over = begun.elapsed() >= duration;
+        timeline.look(&host).await;
+        let (steps, missed_steps) = watching.steps();
+        let (nodes, missed_nodes) = watching.nodes();
+        timeline.end.missed_steps += missed_steps;
+        timeline.end.missed_nodes += missed_nodes;
+        timeline.steps(&steps);
+        timeline.nodes(&nodes, &ops);
+        if is_over {
+            timeline.requests(timeline.since(Instant::now()), &[]);
+        }
+        next = timeline.pieces();
+        if is_over {
+            break;
+        }
+    }
+    let end = v1::TracePiece {
+        kind: Some(Kind::End(timeline.end)),
+    };
+    for piece in next.into_iter().chain([end]) {
+        if to.send(Ok(piece)).await.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! Making a model ready on the engine's device.
+
+use hotcell_kernels::plan::PlanHints;
+use hotcell_proto::error::Error;
+
+use super::{Loop, Ready};
+use crate::{
+    entropy,
+    error::of_run,
+    generate::batch::Batch,
+    model::run::{RunError, RunShape, Runner},
+    weights::ModelSource,
+};
+
+impl Loop {
+    /// Sizes that a model is run with here.
+    pub(super) fn shape(&self, source: &ModelSource) -> Result<RunShape, RunError> {
+        let dtype = self.cache_dtype;
+        let mut shape = match self.model_memory {
+            None => RunShape::for_model(&source.config, dtype),
+            Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes)?,
+        };
+        if let Some(most) = self.max_context {
+            shape.context = shape.context.min(most.max(1) as usize);
+        }
+        Ok(shape)
+    }
+
+    pub(super) fn load(&mut self, name: String, source: &ModelSource) -> Result<Ready, Error> {
+        let device = self.device.as_ref();
+        let shape = self.shape(source).map_err(|e| of_run(&e))?;
+        let progressed = || self.blackbox.progressed();
+        let hints = PlanHints::default();
+        let runner = Runner::new(device, source, shape, &hints, &progressed);
+        let runner = runner.map_err(|e| of_run(&e))?;
+        tracing::info!(
+            model = name,
+            cache_bytes = runner.cache_bytes(),
+            cache_tokens = shape.blocks * shape.block_len,
+            context = shape.context,
+            "memory of a model"
+        );
+        let packable = runner.packable();
+        let mut batch = Batch::new(runner, entropy::bytes()?, self.blackbox);
+        batch.tell(&self.observer);
+        self.models.insert(name, batch);
+        Ok(Ready { shape, packable })
+    }
+}

@@ -1,0 +1,441 @@
+//! Who looks at what a batch computes: probes at the tokens of one request, guards at every row of a step.
+//!
+//! Steps in which nobody looks at anything are computed by the plan that they are always computed by. Nobody waits for
+//! those who look, except a request that was begun to be looked at.
+
+use hotcell_kernels::backend::{Device, DeviceError};
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits, v1,
+};
+use tokio::sync::mpsc;
+
+use super::{Batch, Part, compute::Outcome};
+use crate::{
+    generate::task::Task,
+    model::{
+        points::Point,
+        run::{RowSize, Wanted},
+    },
+};
+
+/// Which request a probe looks at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Aim {
+    /// The one of this id, also if it comes later.
+    Request(String),
+    /// The next one that comes.
+    Next,
+}
+
+/// Looks at what is computed for the tokens of one request.
+pub struct Probe {
+    /// Which request.
+    pub aim: Aim,
+    /// Nodes, by their numbers among the points.
+    pub points: Vec<usize>,
+    /// Tokens that it looks at, at most.
+    pub tokens: u64,
+    /// Whether the request waits for whoever reads this. Else tokens are left out, and counted.
+    pub waits: bool,
+    /// Where it is told. Once the request has ended, it is dropped.
+    pub to: mpsc::Sender<Look>,
+    member: Option<u64>,
+    since: u64,
+    told: bool,
+    missed: u64,
+}
+
+impl Probe {
+    /// One that looks at so many tokens.
+    pub fn new(aim: Aim, points: Vec<usize>, tokens: u64, to: mpsc::Sender<Look>) -> Self {
+        Self {
+            aim,
+            points,
+            tokens,
+            waits: false,
+            to,
+            member: None,
+            since: 0,
+            told: false,
+            missed: 0,
+        }
+    }
+}
+
+/// What was computed for a token.
+#[derive(Debug)]
+pub struct Look {
+    /// The request, before the first of its tokens that is looked at.
+    pub request: Option<Box<v1::GenerateRequest>>,
+    /// Which of the generated tokens it is.
+    pub index: u64,
+    /// The position of the row that it was drawn from.
+    pub position: u64,
+    /// The token, if one could be drawn.
+    pub token: Option<u32>,
+    /// Rows of the nodes' values, in the order of [`Probe::points`].
+    pub rows: Vec<Vec<u8>>,
+    /// What it was drawn from.
+    pub logits: Vec<f32>,
+    /// Tokens that were left out before this one.
+    pub missed: u64,
+}
+
+/// What must not be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Condition {
+    /// A value is NaN.
+    Nan,
+    /// A value is infinite, and none NaN.
+    Infinite,
+    /// An absolute value is above.
+    Above(f32),
+    /// The root of the mean square is outside.
+    RmsOutside(f32, f32),
+    /// All values are zero.
+    Zero,
+}
+
+impl Condition {
+    /// Whether it holds for a row's values.
+    pub fn holds(self, size: RowSize) -> bool {
+        match self {
+            Self::Nan => size.peak.is_nan(),
+            Self::Infinite => size.peak.is_infinite(),
+            Self::Above(most) => size.peak > most,
+            Self::RmsOutside(least, most) => !(least..=most).contains(&size.mean_square.sqrt()),
+            Self::Zero => size.peak == 0.0,
+        }
+    }
+}
+
+/// Looks at the values of some nodes in every row of every step.
+pub struct Guard {
+    /// Nodes, by their numbers among the points.
+    pub points: Vec<usize>,
+    /// What must not be.
+    pub conditions: Vec<Condition>,
+    /// Whether a request ends for which it is.
+    pub ends: bool,
+    /// Where it is told; what has no room is counted instead.
+    pub to: mpsc::Sender<Hit>,
+    missed: u64,
+}
+
+impl Guard {
+    /// One for these conditions.
+    pub fn new(points: Vec<usize>, conditions: Vec<Condition>, to: mpsc::Sender<Hit>) -> Self {
+        Self {
+            points,
+            conditions,
+            ends: false,
+            to,
+            missed: 0,
+        }
+    }
+}
+
+/// The first node at which a request met a condition in a step.
+#[derive(Clone, Debug)]
+pub struct Hit {
+    /// The request; empty for an embedding.
+    pub request: String,
+    /// The node, by its number among the points.
+    pub point: usize,
+    /// Which of the conditions.
+    pub condition: usize,
+    /// The position of the row.
+    pub position: u64,
+    /// Tokens of the request's prompt.
+    pub prompt: u64,
+    /// What the device said of the row.
+    pub size: RowSize,
+    /// Further nodes of the same row at which a condition holds.
+    pub further: u32,
+    /// Whether the request ended for it.
+    pub ended: bool,
+    /// Hits that were left out before this one.
+    pub missed: u64,
+}
+
+/// Those who look.
+#[derive(Default)]
+pub(super) struct Lookers {
+    probes: Vec<Probe>,
+    guards: Vec<Guard>,
+}
+
+/// Somebody who wants to look.
+pub enum Looker {
+    /// At one request.
+    Probe(Probe),
+    /// At all of them.
+    Guard(Guard),
+}
+
+impl Lookers {
+    pub fn is_empty(&self) -> bool {
+        self.probes.is_empty() && self.guards.is_empty()
+    }
+
+    fn wanted(&self) -> Wanted {
+        Wanted {
+            whole: (self.probes.iter())
+                .flat_map(|p| p.points.iter().copied())
+                .collect(),
+            sizes: (self.guards.iter())
+                .flat_map(|g| g.points.iter().copied())
+                .collect(),
+        }
+    }
+
+    fn push(&mut self, looker: Looker) {
+        match looker {
+            Looker::Probe(probe) => self.probes.push(probe),
+            Looker::Guard(guard) => self.guards.push(guard),
+        }
+    }
+
+    fn pop(&mut self, guard: bool) {
+        match guard {
+            true => drop(self.guards.pop()),
+            false => drop(self.probes.pop()),
+        }
+    }
+}
+
+impl Batch {
+    /// What can be looked at.
+    pub fn points(&self) -> &[Point] {
+        self.runner.points()
+    }
+
+    /// Lets somebody look from the next step on.
+    ///
+    /// # Errors
+    /// [`Reason::Overloaded`] when too many do, and what the device says of looking at so much.
+    pub fn look(&mut self, device: &dyn Device, looker: Looker) -> Result<(), Error> {
+        self.leave_alone();
+        let most = limits::MAX_DEBUGGERS;
+        if self.lookers.probes.len() + self.lookers.guards.len() >= most {
+            let what = format!("{most} others look into this model already; try again later");
+            return Err(Error::new(Reason::Overloaded, what));
+        }
+        let is_guard = matches!(looker, Looker::Guard(_));
+        let looker = match looker {
+            Looker::Probe(probe) => Looker::Probe(Probe {
+                since: self.arrivals,
+                ..probe
+            }),
+            guard => guard,
+        };
+        self.lookers.push(looker);
+        if let Err(error) = self.runner.tap(device, &self.lookers.wanted()) {
+            // What was there before is still there: a plan that was not made changes nothing.
+            self.lookers.pop(is_guard);
+            let reason = match error {
+                DeviceError::OutOfMemory { .. } => Reason::LimitExceeded,
+                _ => Reason::Internal,
+            };
+            return Err(Error::new(reason, error.to_string()));
+        }
+        Ok(())
+    }
+
+    /// Forgets those who left, and those whose request has ended.
+    pub fn leave_alone(&mut self) {
+        if self.lookers.is_empty() {
+            return;
+        }
+        let running = self.running.iter().map(|running| running.member.id);
+        let waiting = self.waiting.iter().map(|member| member.id);
+        let inside: Vec<u64> = running.chain(waiting).collect();
+        self.lookers.guards.retain(|guard| !guard.to.is_closed());
+        self.lookers.probes.retain(|probe| {
+            let there = probe.member.is_none_or(|id| inside.contains(&id));
+            there && probe.tokens > 0 && !probe.to.is_closed()
+        });
+        if self.lookers.is_empty() {
+            self.runner.untap();
+        }
+    }
+
+    /// Finds the requests that probes are for.
+    pub(super) fn aim(&mut self) {
+        let open = self
+            .lookers
+            .probes
+            .iter_mut()
+            .filter(|p| p.member.is_none());
+        let mut taken = Vec::new();
+        for probe in open {
+            let since = probe.since;
+            let mut found = self.running.iter().map(|running| &running.member);
+            let found = found.find(|member| match &probe.aim {
+                Aim::Request(id) => member.task.id() == id,
+                Aim::Next => {
+                    member.id >= since
+                        && !taken.contains(&member.id)
+                        && matches!(member.task, Task::Generate(_))
+                }
+            });
+            probe.member = found.map(|member| member.id);
+            taken.extend(probe.member);
+        }
+    }
+
+    /// Whether a request is looked at.
+    pub(super) fn is_probed(&self, member: u64) -> bool {
+        let mut probes = self.lookers.probes.iter();
+        probes.any(|probe| probe.member == Some(member))
+    }
+
+    /// Whether whoever looks at a request has room for what a step shows of it, or is not waited for.
+    pub(super) fn has_reader(&self, member: u64) -> bool {
+        let mut probes = self.lookers.probes.iter();
+        !probes.any(|p| p.member == Some(member) && p.waits && p.to.capacity() == 0)
+    }
+
+    /// Before a step: whether somebody looks at it, for which the plan that hands out more is used.
+    pub(super) fn begin_looking(&mut self) -> bool {
+        let drawn = self.parts.iter().filter(|part| part.pick.is_some());
+        let mut drawn = drawn.map(|part| self.running[part.at].member.id);
+        let looked = !self.lookers.guards.is_empty() || drawn.any(|id| self.is_probed(id));
+        self.runner.use_tap(looked);
+        looked
+    }
+
+    /// After a step: tells where conditions hold, and ends the requests that end for it.
+    pub(super) fn guard(&mut self, ended: &mut Vec<(usize, Outcome)>) -> Result<(), DeviceError> {
+        let rows = self.rows.len();
+        for guard in &mut self.lookers.guards {
+            let mut sizes = Vec::with_capacity(guard.points.len());
+            for &point in &guard.points {
+                sizes.push((point, self.runner.tapped_sizes(point, rows)?));
+            }
+            for part in &self.parts {
+                let running = &self.running[part.at];
+                let task = &running.member.task;
+                let holds = |&(point, ref of): &(usize, Vec<RowSize>), row: usize| {
+                    let size = *of.get(row)?;
+                    let mut all = guard.conditions.iter();
+                    let condition = all.position(|condition| condition.holds(size))?;
+                    Some((point, condition, size))
+                };
+                let own = part.first..part.first + part.rows;
+                let first = own.clone().find_map(|row| {
+                    let mut hits = sizes.iter().filter_map(|point| holds(point, row));
+                    let first = hits.next()?;
+                    Some((row, first, hits.count()))
+                });
+                let Some((row, (point, condition, size), further)) = first else {
+                    continue;
+                };
+                let hit = Hit {
+                    request: task.id().to_owned(),
+                    point,
+                    condition,
+                    position: (running.computed + row - part.first) as u64,
+                    prompt: task.prompt_len() as u64,
+                    size,
+                    further: u32::try_from(further).unwrap_or(u32::MAX),
+                    ended: guard.ends,
+                    missed: guard.missed,
+                };
+                guard.missed = match guard.to.try_send(hit) {
+                    Ok(()) => 0,
+                    Err(_) => guard.missed.saturating_add(1),
+                };
+                if guard.ends && !ended.iter().any(|(at, _)| *at == part.at) {
+                    let name = self.runner.points().get(point).map(|p| p.name.as_str());
+                    let what = format!(
+                        "a watchpoint ended this request at node {}",
+                        name.unwrap_or_default()
+                    );
+                    let error = Error::new(Reason::NumericsFailed, what);
+                    let error = error.with("node", name.unwrap_or_default());
+                    ended.push((part.at, Outcome::Failed(error)));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// After a step: what is seen of the token that is about to be drawn, by the probes' places.
+    pub(super) fn peek(&mut self, part: &Part) -> Result<Vec<(usize, Look)>, DeviceError> {
+        let mut all = Vec::new();
+        let running = &self.running[part.at];
+        let (Some(pick), Task::Generate(sequence)) = (part.pick, &running.member.task) else {
+            return Ok(all);
+        };
+        let member = running.member.id;
+        for (place, probe) in self.lookers.probes.iter_mut().enumerate() {
+            if probe.member != Some(member) || probe.tokens == 0 {
+                continue;
+            }
+            if probe.to.capacity() == 0 {
+                probe.missed = probe.missed.saturating_add(1);
+                continue;
+            }
+            let row = part.first + part.rows - 1;
+            let read = |&point: &usize| self.runner.tapped_row(point, row);
+            let rows = probe.points.iter().map(read).collect::<Result<_, _>>()?;
+            let mut logits = vec![0.0; self.runner.vocab()];
+            self.runner.logits(pick, &mut logits)?;
+            let generated = sequence.tokens().len() - sequence.prompt_len();
+            let first = !std::mem::replace(&mut probe.told, true);
+            let look = Look {
+                request: first.then(|| Box::new(sequence.asked())),
+                index: generated as u64,
+                position: (sequence.tokens().len() - 1) as u64,
+                token: None,
+                rows,
+                logits,
+                missed: std::mem::take(&mut probe.missed),
+            };
+            all.push((place, look));
+        }
+        Ok(all)
+    }
+
+    /// Tells what was seen, with the token that was drawn, if one was.
+    pub(super) fn tell_probes(&mut self, at: usize, seen: Vec<(usize, Look)>) {
+        let tokens = self.running[at].member.task.tokens();
+        for (place, mut look) in seen {
+            let next = usize::try_from(look.position).map_or(usize::MAX, |p| p.saturating_add(1));
+            look.token = tokens.get(next).copied();
+            if let Some(probe) = self.lookers.probes.get_mut(place) {
+                probe.tokens = probe.tokens.saturating_sub(1);
+                // There was room before the token was drawn; one who left is forgotten at the next step.
+                let _ = probe.to.try_send(look);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conditions_hold_for_what_they_name_and_nothing_else() {
+        let size = |peak: f32, mean_square: f32| RowSize { peak, mean_square };
+        let all = [
+            Condition::Nan,
+            Condition::Infinite,
+            Condition::Above(10.0),
+            Condition::RmsOutside(0.5, 2.0),
+            Condition::Zero,
+        ];
+        let held = |size| all.map(|condition| condition.holds(size));
+        assert_eq!(held(size(3.0, 1.0)), [false; 5]);
+        let nan = size(f32::NAN, f32::NAN);
+        assert_eq!(held(nan), [true, false, false, true, false]);
+        let infinite = size(f32::INFINITY, f32::INFINITY);
+        assert_eq!(held(infinite), [false, true, true, true, false]);
+        assert_eq!(held(size(11.0, 4.0)), [false, false, true, false, false]);
+        assert_eq!(held(size(11.0, 4.1)), [false, false, true, true, false]);
+        assert_eq!(held(size(0.0, 0.0)), [false, false, false, true, true]);
+    }
+}

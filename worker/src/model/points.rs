@@ -1,0 +1,230 @@
+//! Names for what the nodes of a model's graph compute: the same for every device, and for every file format.
+
+use std::collections::HashMap;
+
+use hotcell_graph::{DType, Dim, Graph, TensorSpec, Value, op::ValueSpec};
+
+/// A node's result that can be looked at: a row of it belongs to a row of the step.
+#[derive(Clone, Debug)]
+pub struct Point {
+    /// The value in the model's body.
+    pub value: Value,
+    /// `layers.3.mul_mat.0`: layer, op, and which of this op's nodes in the layer; without a layer `get_rows.0`.
+    pub name: String,
+    /// The op.
+    pub op: &'static str,
+    /// Its layer.
+    pub layer: Option<u32>,
+    /// The weight that it reads, as the model's files name it; empty if none.
+    pub weight: String,
+    /// Its dtype, f32, f16 or bf16, and shape, whose first axis is the rows.
+    pub spec: TensorSpec,
+}
+
+impl Point {
+    /// Bytes of one row.
+    pub fn row_bytes(&self) -> Option<usize> {
+        self.spec.bytes(1)
+    }
+
+    /// The axes of one row.
+    pub fn row_dims(&self) -> Vec<u64> {
+        let inner = self.spec.shape.dims().iter().skip(1);
+        inner.map(|dim| dim.at(0) as u64).collect()
+    }
+}
+
+/// The layer that a name of a weight or cache belongs to: `model.layers.3.…`, `blk.3.…`, `cache.3`.
+fn layer_of(name: &str) -> Option<u32> {
+    let mut parts = name.split('.');
+    parts.find(|part| ["layers", "blk", "cache"].contains(part))?;
+    parts.next()?.parse().ok()
+}
+
+fn is_by_row(spec: &TensorSpec) -> bool {
+    let dims = spec.shape.dims();
+    let rest_is_fixed = || dims.iter().skip(1).all(|dim| matches!(dim, Dim::Fixed(_)));
+    matches!(dims.first(), Some(dim) if !matches!(dim, Dim::Fixed(_)))
+        && rest_is_fixed()
+        && [DType::F32, DType::F16, DType::BF16].contains(&spec.dtype)
+}
+
+/// What can be looked at in a graph, in the order in which it is computed.
+pub fn points(graph: &Graph) -> Vec<Point> {
+    let mut layers: HashMap<u32, Option<u32>> = HashMap::new();
+    let mut seen: HashMap<(Option<u32>, &str), u32> = HashMap::new();
+    let mut all = Vec::new();
+    for (number, node) in graph.nodes().iter().enumerate() {
+        let number = number as u32;
+        let inputs = node.inputs.iter().filter_map(|value| match value {
+            Value::Input(i) => graph.inputs().get(*i as usize),
+            _ => None,
+        });
+        let mut layer = None;
+        let mut weight = String::new();
+        for input in inputs {
+            layer = layer.max(layer_of(&input.name));
+            if input.constant && matches!(input.spec, ValueSpec::Tensor(_)) {
+                weight.clone_from(&input.name);
+            }
+        }
+        // What reads no weight belongs to the layer of what it is made of.
+        for value in &node.inputs {
+            if let Value::Node { node, .. } = value {
+                layer = layer.max(layers.get(node).copied().flatten());
+            }
+        }
+        layers.insert(number, layer);
+        let count = seen.entry((layer, node.op.name)).or_default();
+        let which = *count;
+        *count += 1;
+        for (output, spec) in node.outputs.iter().enumerate() {
+            if !is_by_row(spec) {
+                continue;
+            }
+            let layers = layer.map_or_else(String::new, |n| format!("layers.{n}."));
+            let part = match node.outputs.len() {
+                1 => String::new(),
+                _ => format!(".{output}"),
+            };
+            all.push(Point {
+                value: Value::Node {
+                    node: number,
+                    output: output as u32,
+                },
+                name: format!("{layers}{}.{which}{part}", node.op.name),
+                op: node.op.name,
+                layer,
+                weight: weight.clone(),
+                spec: spec.clone(),
+            });
+        }
+    }
+    all
+}
+
+/// Whether a text is of a pattern in which `*` stands for anything.
+pub fn matches(pattern: &str, text: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = text.strip_prefix(first) else {
+        return false;
+    };
+    let mut parts: Vec<&str> = parts.collect();
+    let Some(last) = parts.pop() else {
+        return rest.is_empty();
+    };
+    // The earliest place of each leaves most for those after it.
+    for part in parts {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.ends_with(last)
+}
+
+/// Those whose name, op or weight is of one of the patterns (none: all), in one of the layers (none: all), by their
+/// numbers.
+pub fn select(points: &[Point], patterns: &[String], layers: &[u32]) -> Vec<usize> {
+    let fits = |point: &Point| {
+        let names = [point.name.as_str(), point.op, &point.weight];
+        let named = |pattern: &String| names.iter().any(|name| matches(pattern, name));
+        (patterns.is_empty() || patterns.iter().any(named))
+            && (layers.is_empty() || point.layer.is_some_and(|layer| layers.contains(&layer)))
+    };
+    let numbered = points.iter().enumerate();
+    numbered
+        .filter(|(_, point)| fits(point))
+        .map(|(n, _)| n)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use hotcell_graph::{GraphBuilder, Shape};
+
+    use super::*;
+
+    fn graph() -> Graph {
+        let mut g = GraphBuilder::new(4);
+        let rows = TensorSpec::new(DType::F32, Shape::rows(&[8]).unwrap()).unwrap();
+        let fixed = |dims: &[usize]| TensorSpec::new(DType::F32, Shape::fixed(dims).unwrap());
+        let x = g.tensor("x", rows).unwrap();
+        let first = g.neg(x).unwrap();
+        let mut y = first;
+        for layer in 0..2 {
+            let name = format!("model.layers.{layer}.mlp.up.weight");
+            let w = g.constant(name, fixed(&[8, 8]).unwrap()).unwrap();
+            y = g.mul_mat(y, w).unwrap();
+            y = g.neg(y).unwrap();
+            y = g.add(y, first).unwrap();
+            let again = g.neg(y).unwrap();
+            y = g.add(y, again).unwrap();
+        }
+        g.finish(&[y]).unwrap()
+    }
+
+    #[test]
+    fn nodes_are_named_by_layer_op_and_place() {
+        let all = points(&graph());
+        let names: Vec<&str> = all.iter().map(|p| p.name.as_str()).collect();
+        let expected = [
+            "neg.0",
+            "layers.0.mul_mat.0",
+            "layers.0.neg.0",
+            "layers.0.add.0",
+            "layers.0.neg.1",
+            "layers.0.add.1",
+            "layers.1.mul_mat.0",
+            "layers.1.neg.0",
+            "layers.1.add.0",
+            "layers.1.neg.1",
+            "layers.1.add.1",
+        ];
+        assert_eq!(names, expected);
+        assert_eq!(all[6].weight, "model.layers.1.mlp.up.weight");
+        assert_eq!((all[6].row_bytes(), all[6].row_dims()), (Some(32), vec![8]));
+        let chosen = |patterns: &[&str], layers: &[u32]| {
+            let patterns: Vec<String> = patterns.iter().map(|p| (*p).to_owned()).collect();
+            select(&all, &patterns, layers)
+        };
+        assert_eq!(chosen(&[], &[]).len(), 11);
+        assert_eq!(chosen(&["*mlp.up*"], &[]), [1, 6]);
+        assert_eq!(chosen(&["neg", "get_rows"], &[1]), [7, 9]);
+        assert_eq!(chosen(&["layers.0.add.1"], &[]), [5]);
+        assert!(chosen(&["neg"], &[7]).is_empty());
+    }
+
+    #[test]
+    fn layers_are_read_from_names() {
+        assert_eq!(
+            layer_of("model.layers.12.self_attn.q_proj.weight"),
+            Some(12)
+        );
+        assert_eq!(layer_of("blk.3.attn_q.weight"), Some(3));
+        assert_eq!(layer_of("cache.0"), Some(0));
+        assert_eq!(layer_of("model.embed_tokens.weight"), None);
+        assert_eq!(layer_of("layers"), None);
+    }
+
+    #[test]
+    fn a_star_stands_for_anything() {
+        for (pattern, text, is) in [
+            ("*", "", true),
+            ("a*c", "abc", true),
+            ("a*c", "ac", true),
+            ("a*c", "acd", false),
+            ("*b*", "abc", true),
+            ("a*b*b", "ab", false),
+            ("a*b*b", "abb", true),
+            ("abc", "abc", true),
+            ("abc", "abcd", false),
+            ("", "", true),
+            ("", "a", false),
+            ("é*", "éa", true),
+        ] {
+            assert_eq!(matches(pattern, text), is, "{pattern} {text}");
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Noting when a plan does what: its pauses, which come between its steps, are used to look where it is.
+
+use std::{
+    cell::RefCell,
+    sync::atomic::{AtomicU64, Ordering},
+    time::Instant,
+};
+
+use hotcell_kernels::{backend::DeviceError, plan::Plan};
+use hotcell_proto::limits;
+
+use super::Runner;
+use crate::debug::observer::NodeNote;
+
+/// Looks where plans are.
+pub(super) struct Follower {
+    /// Where they say so, packed.
+    node: &'static AtomicU64,
+    notes: RefCell<Vec<NodeNote>>,
+}
+
+impl Follower {
+    /// Executes a plan that has no work before it in a stream, and notes what it does.
+    pub fn execute(&self, plan: &mut dyn Plan, rows: usize) -> Result<(), DeviceError> {
+        let since = RefCell::new(Instant::now());
+        let note = || {
+            let now = Instant::now();
+            let begun = since.replace(now);
+            let mut notes = self.notes.borrow_mut();
+            if notes.len() < limits::MAX_TRACED_NODES {
+                notes.push(NodeNote {
+                    begun,
+                    took: now.saturating_duration_since(begun),
+                    node: self.node.load(Ordering::Relaxed),
+                });
+            }
+            false
+        };
+        plan.execute_from(rows, 0, &note)?;
+        note();
+        Ok(())
+    }
+}
+
+impl Runner {
+    /// Notes what plans do in the next steps, by what they write there; or no more.
+    pub fn follow(&mut self, node: Option<&'static AtomicU64>) {
+        self.follower = node.map(|node| Follower {
+            node,
+            notes: RefCell::default(),
+        });
+    }
+
+    /// What the plans of the last step did, if that was asked for.
+    pub fn followed(&mut self) -> Option<Vec<NodeNote>> {
+        let follower = self.follower.take()?;
+        Some(follower.notes.into_inner())
+    }
+}
