@@ -113,10 +113,10 @@ fn works() -> Result<(), DeviceError> {
     }
 }
 
+/// What there is, found without starting a thread: a probe and a worker are not confined yet.
 fn look() -> Result<DeviceInfo, DeviceError> {
     // The first call of all: from now on failures come back instead of ending the process.
     let side = side()?;
-    works()?;
     // What it runs on without Metal is the processor, and Metal's memory is the host's.
     let host = CpuBackend.devices().into_iter().next();
     let host = host.ok_or_else(|| DeviceError::NoDevice(ID.to_owned()))?;
@@ -150,6 +150,7 @@ impl Backend for MlxBackend {
             return Err(DeviceError::NoDevice(id.to_owned()));
         }
         let mut info = look()?;
+        works()?;
         if !cores.is_empty() {
             info.cores = cores.to_vec();
         }

@@ -8,17 +8,24 @@ use mlx_rs::{Array, error::Exception, fast, ops};
 
 use super::{
     array,
-    ops::{Entry, scalar, sliced},
+    ops::{Entry, dtype, has_elements, scalar, sliced},
     plan::overflow,
     run::Cx,
 };
 use crate::{backend::DeviceError, bound::Bound};
 
-pub(super) static ENTRIES: &[Entry] = &[Entry {
-    op: "paged_attention",
-    supports: plain_cache,
-    launch: paged_attention,
-}];
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "paged_attention",
+        supports: plain_cache,
+        launch: paged_attention,
+    },
+    Entry {
+        op: "scaled_dot_product_attention",
+        supports: whole,
+        launch: whole_attention,
+    },
+];
 
 /// Caches whose numbers MLX has; blocks of Q8_0 are read by the CPU backend's kernel.
 fn plain_cache(call: &Call<'_>) -> bool {
@@ -27,6 +34,45 @@ fn plain_cache(call: &Call<'_>) -> bool {
     };
     let rows = call.tensor(0).map(|t| t.shape.dims().first().copied());
     !cache.dtype.is_block() && !matches!(rows, Ok(Some(Dim::Fixed(0))))
+}
+
+/// Attention as MLX's kernel has it: f32, with a mask or causal, without window and cap.
+fn whole(call: &Call<'_>) -> bool {
+    let single = |i| dtype(call, i).is_none_or(|d| d == DType::F32);
+    let mask = dtype(call, 3);
+    let plain = matches!((call.int(2), call.float(3)), (Ok(0), Ok(cap)) if cap == 0.0);
+    let causal = call.bool(1).is_ok_and(|c| c);
+    // A mask of all keys and the empty rows that `causal` leaves where there are fewer keys than queries have their own
+    // rules in the catalogue.
+    let sizes = |i: usize| {
+        let dims = call.tensor(i).map(|t| t.shape.dims().get(2).copied());
+        dims.ok().flatten().map(|d| d.at(0))
+    };
+    (0..3).all(single)
+        && single(4)
+        && mask.is_none_or(|d| d == DType::Bool || d == DType::F32)
+        && !(causal && (mask.is_some() || sizes(0) > sizes(1)))
+        && plain
+        && has_elements(call)
+}
+
+fn whole_attention(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let call = cx.call();
+    let (q, k, v) = (cx.array(0)?, cx.array(1)?, cx.array(2)?);
+    let (mask, sinks) = (cx.optional(3)?, cx.optional(4)?);
+    let (scale, sinks) = (call.float(0)? as f32, sinks.as_deref());
+    let attended = match (&mask, call.bool(1)?) {
+        (Some(mask), _) => {
+            let mask = fast::ScaledDotProductAttentionMask::Array(mask);
+            fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, sinks)
+        }
+        (None, true) => {
+            let mask = fast::ScaledDotProductAttentionMask::Causal;
+            fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, sinks)
+        }
+        (None, false) => fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, None, sinks),
+    };
+    Ok(vec![attended.map_err(array::failed(cx.op()))?])
 }
 
 /// Rows that follow one another, of one sequence.

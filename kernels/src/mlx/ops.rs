@@ -1,6 +1,7 @@
 //! MLX's table: op → (supports, launch). What is not here, or not for such inputs, is decomposed or runs on the CPU
 //! backend's kernels. Where MLX has an op of that name with another meaning, the entry's `supports` says what it is not for.
 
+mod conv;
 mod elementwise;
 mod index;
 mod matmul;
@@ -9,6 +10,7 @@ mod norm;
 mod random;
 mod reduce;
 mod rope;
+mod sort;
 
 use hotcell_graph::{
     DType, TensorSpec,
@@ -32,6 +34,7 @@ pub(super) struct Entry {
 
 static TABLES: &[&[Entry]] = &[
     attention::ENTRIES,
+    conv::ENTRIES,
     &elementwise::UNARY,
     &elementwise::BINARY,
     &elementwise::OTHERS,
@@ -43,6 +46,7 @@ static TABLES: &[&[Entry]] = &[
     &reduce::ENTRIES,
     &reduce::OTHERS,
     rope::ENTRIES,
+    sort::ENTRIES,
 ];
 
 /// Elements of a tensor at most: MLX's sizes are `i32`, and so are sums of them in some of its kernels.
@@ -115,7 +119,7 @@ fn all_are(call: &Call<'_>, fits: impl Fn(DType) -> bool) -> bool {
 }
 
 /// No kernel of MLX walks along an axis of 0 well: such calls have nothing to compute.
-fn has_elements(call: &Call<'_>) -> bool {
+pub(super) fn has_elements(call: &Call<'_>) -> bool {
     use hotcell_graph::Dim;
     let some = |t: &TensorSpec| !t.shape.dims().contains(&Dim::Fixed(0));
     let inputs = call.inputs.iter().all(|spec| match spec {

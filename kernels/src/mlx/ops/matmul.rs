@@ -26,6 +26,11 @@ pub(super) static ENTRIES: &[Entry] = &[
         launch: matmul,
     },
     Entry {
+        op: "addmm",
+        supports: added,
+        launch: addmm,
+    },
+    Entry {
         op: "mul_mat_id",
         supports: experts,
         launch: mul_mat_id,
@@ -78,6 +83,17 @@ fn matrices(call: &Call<'_>) -> bool {
 fn matmul(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
     let (a, b) = (cx.array(0)?, cx.array(1)?);
     one(cx, a.matmul(&*b))
+}
+
+fn added(call: &Call<'_>) -> bool {
+    let rank = |i| call.tensor(i).map_or(0, |t| t.shape.rank());
+    all_are(call, |d| d == DType::F32) && rank(1) >= 2 && rank(2) >= 2 && has_elements(call)
+}
+
+fn addmm(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let (c, a, b) = (cx.array(0)?, cx.array(1)?, cx.array(2)?);
+    let (alpha, beta) = (cx.call().float(0)? as f32, cx.call().float(1)? as f32);
+    one(cx, ops::addmm(&*c, &*a, &*b, alpha, beta))
 }
 
 fn experts(call: &Call<'_>) -> bool {
