@@ -1,4 +1,4 @@
-//! Elementwise ops, activations among them. Integers divide, shift and take powers on the CPU backend: MLX leaves what
+//! Elementwise ops, activations among them. `erf` is the CPU backend's: near 0 MLX's is exact to the error of 1 only. Integers divide, shift and take powers on the CPU backend: MLX leaves what
 //! happens at 0 and beyond the width to the processor.
 
 use hotcell_graph::{DType, op::Call};
@@ -21,6 +21,16 @@ fn floats_complex(call: &Call<'_>) -> bool {
 /// MLX computes these in f32 for f64 as well.
 fn up_to_single(call: &Call<'_>) -> bool {
     all_are(call, |d| d.is_float() && d != DType::F64) && has_elements(call)
+}
+
+/// Of floats MLX loses the sign of zeros.
+fn integers(call: &Call<'_>) -> bool {
+    all_are(call, DType::is_integer) && has_elements(call)
+}
+
+/// MLX rounds a quotient of halves before it takes the floor.
+fn wide_floats(call: &Call<'_>) -> bool {
+    all_are(call, |d| matches!(d, DType::F32 | DType::F64)) && has_elements(call)
 }
 
 fn numbers(call: &Call<'_>) -> bool {
@@ -158,10 +168,10 @@ macro_rules! binary {
     };
 }
 
-pub(super) static UNARY: [Entry; 35] = unary! {
+pub(super) static UNARY: [Entry; 34] = unary! {
     "neg", numbers_complex, mlx_sys::mlx_negative;
     "abs", numbers_complex, mlx_sys::mlx_abs;
-    "sign", numbers, mlx_sys::mlx_sign;
+    "sign", integers, mlx_sys::mlx_sign;
     "square", numbers_complex, mlx_sys::mlx_square;
     "floor", numbers, mlx_sys::mlx_floor;
     "ceil", numbers, mlx_sys::mlx_ceil;
@@ -169,13 +179,13 @@ pub(super) static UNARY: [Entry; 35] = unary! {
     "reciprocal", floats_complex, mlx_sys::mlx_reciprocal;
     "sqrt", floats, mlx_sys::mlx_sqrt;
     "rsqrt", floats, mlx_sys::mlx_rsqrt;
-    "exp", floats, mlx_sys::mlx_exp;
+    "exp", up_to_single, mlx_sys::mlx_exp;
     "expm1", floats, mlx_sys::mlx_expm1;
     "log", floats, mlx_sys::mlx_log;
     "log1p", floats, mlx_sys::mlx_log1p;
     "log2", floats, mlx_sys::mlx_log2;
-    "sin", floats, mlx_sys::mlx_sin;
-    "cos", floats, mlx_sys::mlx_cos;
+    "sin", up_to_single, mlx_sys::mlx_sin;
+    "cos", up_to_single, mlx_sys::mlx_cos;
     "tan", floats, mlx_sys::mlx_tan;
     "asin", floats, mlx_sys::mlx_arcsin;
     "acos", floats, mlx_sys::mlx_arccos;
@@ -186,9 +196,8 @@ pub(super) static UNARY: [Entry; 35] = unary! {
     "asinh", floats, mlx_sys::mlx_arcsinh;
     "acosh", floats, mlx_sys::mlx_arccosh;
     "atanh", floats, mlx_sys::mlx_arctanh;
-    "erf", up_to_single, mlx_sys::mlx_erf;
     "erfinv", up_to_single, mlx_sys::mlx_erfinv;
-    "sigmoid", floats, mlx_sys::mlx_sigmoid;
+    "sigmoid", up_to_single, mlx_sys::mlx_sigmoid;
     "logical_not", real, mlx_sys::mlx_logical_not;
     "is_nan", real, mlx_sys::mlx_isnan;
     "is_inf", real, mlx_sys::mlx_isinf;
@@ -202,12 +211,12 @@ pub(super) static BINARY: [Entry; 22] = binary! {
     "mul", numbers_complex, mlx_sys::mlx_multiply;
     "maximum", real, mlx_sys::mlx_maximum;
     "minimum", real, mlx_sys::mlx_minimum;
-    "floor_divide", floats, mlx_sys::mlx_floor_divide;
+    "floor_divide", wide_floats, mlx_sys::mlx_floor_divide;
     "remainder", floats, mlx_sys::mlx_remainder;
     "pow", floats, mlx_sys::mlx_power;
     "div", floats_complex, mlx_sys::mlx_divide;
     "atan2", floats, mlx_sys::mlx_arctan2;
-    "logaddexp", floats, mlx_sys::mlx_logaddexp;
+    "logaddexp", up_to_single, mlx_sys::mlx_logaddexp;
     "equal", plain, mlx_sys::mlx_equal;
     "not_equal", plain, mlx_sys::mlx_not_equal;
     "less", real, mlx_sys::mlx_less;
@@ -247,22 +256,22 @@ pub(super) static OTHERS: [Entry; 8] = [
     },
     Entry {
         op: "silu",
-        supports: floats,
+        supports: up_to_single,
         launch: silu_of,
     },
     Entry {
         op: "swiglu",
-        supports: floats,
+        supports: up_to_single,
         launch: swiglu,
     },
     Entry {
         op: "gelu_tanh",
-        supports: floats,
+        supports: up_to_single,
         launch: gelu_tanh,
     },
     Entry {
         op: "geglu",
-        supports: floats,
+        supports: up_to_single,
         launch: geglu,
     },
 ];

@@ -25,13 +25,13 @@ pub(super) static ENTRIES: [Entry; 8] = over_axes! {
     "reduce_all", real, ops::all_axes;
     "reduce_any", real, ops::any_axes;
     "mean", floats, ops::mean_axes;
-    "logsumexp", floats, ops::logsumexp_axes;
+    "logsumexp", up_to_single, ops::logsumexp_axes;
 };
 
 pub(super) static OTHERS: [Entry; 4] = [
     Entry {
         op: "argmax",
-        supports: real,
+        supports: integers,
         launch: |cx| {
             arg(cx, |x, axis, keep| {
                 ops::indexing::argmax_axis(x, axis, keep)
@@ -40,7 +40,7 @@ pub(super) static OTHERS: [Entry; 4] = [
     },
     Entry {
         op: "argmin",
-        supports: real,
+        supports: integers,
         launch: |cx| {
             arg(cx, |x, axis, keep| {
                 ops::indexing::argmin_axis(x, axis, keep)
@@ -73,6 +73,16 @@ fn real(call: &Call<'_>) -> bool {
 
 fn numbers(call: &Call<'_>) -> bool {
     dtype(call, 0).is_some_and(|d| d.is_integer() || d.is_float()) && has_elements(call)
+}
+
+/// Of floats MLX does not find the first NaN.
+fn integers(call: &Call<'_>) -> bool {
+    dtype(call, 0).is_some_and(|d| d.is_integer() || d == DType::Bool) && has_elements(call)
+}
+
+/// Exponentials of f64 are those of f32 in MLX.
+fn up_to_single(call: &Call<'_>) -> bool {
+    floats(call) && dtype(call, 0) != Some(DType::F64)
 }
 
 fn floats(call: &Call<'_>) -> bool {
