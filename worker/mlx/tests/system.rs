@@ -227,6 +227,48 @@ async fn where_mlx_is_gone_for_good_a_stream_that_allows_it_goes_on_on_the_proce
     assert!(finished.receipt.unwrap().continued_across);
 }
 
+/// The worker that ends on command.
+fn faulty() -> PathBuf {
+    let here = std::env::current_exe().unwrap();
+    here.ancestors().nth(2).unwrap().join("examples/faulty")
+}
+
+/// Orders an end of it.
+fn order(pid: u32, number: i32) {
+    let pid = i32::try_from(pid).unwrap();
+    // SAFETY: takes no pointers.
+    let sent = unsafe { libc::kill(pid, libc::SIGRTMIN() + number) };
+    assert_eq!(sent, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whatever_ends_mlx_ends_its_worker_alone() {
+    for (number, what) in [
+        "an uncaught exception",
+        "MLX's own error handler",
+        "no memory",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (folder, _) = programs();
+        let path = folder.path().join("hotcell-worker-mlx");
+        fs::remove_file(&path).unwrap();
+        symlink(faulty(), &path).unwrap();
+        let (cluster, pid, on_mlx, others) = both(folder.path(), &greedy(200)).await;
+        order(pid, i32::try_from(number).unwrap());
+        let (classes, finished) = rest(on_mlx.stream).await;
+        assert!(classes.is_empty(), "{what}: {classes:?}");
+        assert_eq!(finished.deaths_survived, 1, "{what}");
+        for other in others {
+            assert_eq!(rest(other.stream).await.1.deaths_survived, 0, "{what}");
+        }
+        let crashes = cluster.client().await.unwrap().crashes().await.unwrap();
+        assert_eq!(crashes.len(), 1, "{what}: {crashes:?}");
+        println!("{what}: {} ({})", crashes[0].kind, crashes[0].reason);
+    }
+}
+
 #[test]
 fn the_catalogue_over_grpc_is_the_catalogue_in_process() {
     let mut remote = Remote::start_with(&["--worker-binary", OURS]).unwrap();
