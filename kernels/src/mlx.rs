@@ -39,6 +39,9 @@ const KERNEL_REVISION: u32 = 1;
 /// The one device there is: MLX decides what it is.
 const ID: &str = "mlx:0";
 
+/// What part of the memory freed arrays may keep.
+const CACHE_SHARE: usize = 16;
+
 /// The MLX backend.
 pub struct MlxBackend;
 
@@ -113,6 +116,18 @@ fn works() -> Result<(), DeviceError> {
     }
 }
 
+/// Has MLX wait for what runs before it takes more than the device has, and keep little of what was freed: others live in
+/// the same memory. Neither bounds an array, so sizes are bounded before.
+fn limit(memory: u64) -> Result<(), DeviceError> {
+    let failed = array::failed("limiting memory");
+    let memory = usize::try_from(memory).unwrap_or(usize::MAX);
+    if memory > 0 {
+        mlx_rs::memory::set_memory_limit(memory).map_err(&failed)?;
+        mlx_rs::memory::set_cache_limit(memory / CACHE_SHARE).map_err(&failed)?;
+    }
+    Ok(())
+}
+
 /// What there is, found without starting a thread: a probe and a worker are not confined yet.
 fn look() -> Result<DeviceInfo, DeviceError> {
     // The first call of all: from now on failures come back instead of ending the process.
@@ -154,6 +169,7 @@ impl Backend for MlxBackend {
         if !cores.is_empty() {
             info.cores = cores.to_vec();
         }
+        limit(info.memory_bytes)?;
         // What MLX has no op for runs here, on the same cores.
         let cpu = CpuBackend.open("cpu:0", cores)?;
         // MLX makes C++ of what it compiles and runs a compiler on it; a confined worker starts no program.
@@ -243,7 +259,7 @@ impl Device for MlxDevice {
         Ok(Box::new(MlxPlan::new(
             graph,
             hints,
-            &*self.cpu,
+            &self.cpu,
             self.has_double(),
             Rc::clone(&self.weights),
             self.trail.get(),

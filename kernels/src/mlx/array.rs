@@ -197,14 +197,11 @@ pub(super) fn made(
     make: impl FnOnce(*mut mlx_sys::mlx_array, mlx_sys::mlx_stream) -> i32,
 ) -> Result<Array, Exception> {
     let stream = mlx_rs::Stream::thread_local_or_default();
-    // SAFETY: an empty array, which from here on is owned by the value made of it.
-    let mut array = unsafe { Array::from_ptr(mlx_sys::mlx_array_new()) };
-    let mut handle = array.as_ptr();
+    // SAFETY: makes an empty array, which frees nothing.
+    let mut handle = unsafe { mlx_sys::mlx_array_new() };
     let status = make(&mut handle, stream.as_ptr());
-    // SAFETY: the call filled the handle, or left the empty one; either is owned once, by the new value.
-    std::mem::forget(std::mem::replace(&mut array, unsafe {
-        Array::from_ptr(handle)
-    }));
+    // SAFETY: the call filled the handle, or left the empty one; from here on the value owns it.
+    let array = unsafe { Array::from_ptr(handle) };
     match status {
         0 => Ok(array),
         _ => Err(Exception::custom("MLX refused the call")),

@@ -74,6 +74,9 @@ pub(super) struct Place {
 }
 
 pub(super) struct MlxPlan {
+    /// What was lowered, and the device of what MLX has no op for.
+    pub(super) graph: Graph,
+    pub(super) cpu: Rc<dyn Device>,
     pub(super) units: Vec<Unit>,
     /// Inputs, then outputs.
     pub(super) places: Vec<Place>,
@@ -200,11 +203,26 @@ impl MlxPlan {
     pub fn new(
         graph: &Graph,
         hints: &PlanHints,
-        cpu: &dyn Device,
+        cpu: &Rc<dyn Device>,
         double: bool,
         weights: Rc<RefCell<Weights>>,
         trail: Option<Trail>,
     ) -> Result<Self, DeviceError> {
+        // What is refused must not have been allocated.
+        if let (true, Some(most)) = (hints.allocate, hints.max_bytes) {
+            let dry = PlanHints {
+                allocate: false,
+                max_bytes: None,
+                ..*hints
+            };
+            let plan = Self::new(graph, &dry, cpu, double, Rc::clone(&weights), None)?;
+            if plan.memory.arena > most {
+                return Err(DeviceError::OutOfMemory {
+                    what: "the plan's values".to_owned(),
+                    bytes: plan.memory.arena,
+                });
+            }
+        }
         let max_rows = graph.max_rows();
         let native = |call: &Call<'_>| ops::fits(call, max_rows) && ops::supports(call, double);
         let graph = lower(graph, NAME, &|call| {
@@ -257,7 +275,7 @@ impl MlxPlan {
                 false => {
                     let number = |v| numbers.of(v);
                     let range = range.clone();
-                    let part = HostPart::new(&graph, range, &number, &wanted, cpu, hints)?;
+                    let part = HostPart::new(&graph, range, &number, &wanted, &**cpu, hints)?;
                     memory.arena = memory
                         .arena
                         .checked_add(part.bytes)
@@ -281,15 +299,10 @@ impl MlxPlan {
         memory.arena = memory.arena.checked_add(most).ok_or_else(overflow)?;
         memory.unshared = memory.unshared.max(memory.arena);
         memory.steps = units.len();
-        if hints.allocate && hints.max_bytes.is_some_and(|most| memory.arena > most) {
-            return Err(DeviceError::OutOfMemory {
-                what: "the plan's values".to_owned(),
-                bytes: memory.arena,
-            });
-        }
         let places = places(&graph, &numbers)?;
         Ok(Self {
             units,
+            cpu: Rc::clone(cpu),
             inputs: graph.inputs().len(),
             bound: places.iter().map(|_| None).collect(),
             places,
@@ -301,6 +314,7 @@ impl MlxPlan {
             stop: Arc::default(),
             trail,
             state: State::new(numbers.count, weights),
+            graph,
         })
     }
 

@@ -17,6 +17,7 @@ use super::{
 use crate::{
     backend::{Buffer, DeviceError},
     bound::{Bound, overlap},
+    plan::{PlanHints, Slot},
 };
 
 /// A value while a plan runs.
@@ -352,6 +353,16 @@ impl MlxPlan {
         Ok(())
     }
 
+    /// Runs it where there is not one row: not every kernel of MLX knows what to do with nothing.
+    fn run_without_rows(&mut self) -> Result<Option<usize>, DeviceError> {
+        let mut plan = self.cpu.plan(&self.graph, &PlanHints::default())?;
+        for bound in self.bound.iter().flatten() {
+            plan.bind_for(0, bound.slot, &bound.buffer, bound.offset)?;
+        }
+        plan.execute(0)?;
+        Ok(None)
+    }
+
     /// Runs units until the end, a failure, or `pause` says so.
     pub(super) fn run_from(
         &mut self,
@@ -360,6 +371,9 @@ impl MlxPlan {
         pause: &dyn Fn() -> bool,
     ) -> Result<Option<usize>, DeviceError> {
         self.check(rows, from)?;
+        if rows == 0 && self.max_rows > 0 {
+            return self.run_without_rows();
+        }
         if from == 0 {
             self.state.begin();
         }
@@ -443,7 +457,6 @@ fn run_host(
     reader: &Reader<'_>,
     state: &mut State,
 ) -> Result<(), DeviceError> {
-    use crate::plan::Slot;
     for (i, input) in part.ins.iter().enumerate() {
         let (Some(copy), ValueSpec::Tensor(_)) = (&input.copy, &input.spec) else {
             continue;
