@@ -36,22 +36,22 @@ fn plain_cache(call: &Call<'_>) -> bool {
     !cache.dtype.is_block() && !matches!(rows, Ok(Some(Dim::Fixed(0))))
 }
 
-/// Attention as MLX's kernel has it: f32, with a mask or causal, without window and cap.
+/// Attention as MLX's kernel has it: f32, all keys or causal, without window and cap. With a mask it decomposes: a row
+/// that sees nothing is NaN in the catalogue, and anything in MLX.
 fn whole(call: &Call<'_>) -> bool {
     let single = |i| dtype(call, i).is_none_or(|d| d == DType::F32);
-    let mask = dtype(call, 3);
     let plain = matches!((call.int(2), call.float(3)), (Ok(0), Ok(cap)) if cap == 0.0);
     let causal = call.bool(1).is_ok_and(|c| c);
-    // A mask of all keys and the empty rows that `causal` leaves where there are fewer keys than queries have their own
-    // rules in the catalogue.
-    let sizes = |i: usize| {
+    let tokens = |i: usize| {
         let dims = call.tensor(i).map(|t| t.shape.dims().get(2).copied());
         dims.ok().flatten().map(|d| d.at(0))
     };
+    // Of more queries than keys the first see nothing either.
+    let all_see = !causal || tokens(0) <= tokens(1);
     (0..3).all(single)
         && single(4)
-        && mask.is_none_or(|d| d == DType::Bool || d == DType::F32)
-        && !(causal && (mask.is_some() || sizes(0) > sizes(1)))
+        && dtype(call, 3).is_none()
+        && all_see
         && plain
         && has_elements(call)
 }
@@ -59,18 +59,14 @@ fn whole(call: &Call<'_>) -> bool {
 fn whole_attention(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
     let call = cx.call();
     let (q, k, v) = (cx.array(0)?, cx.array(1)?, cx.array(2)?);
-    let (mask, sinks) = (cx.optional(3)?, cx.optional(4)?);
+    let sinks = cx.optional(4)?;
     let (scale, sinks) = (call.float(0)? as f32, sinks.as_deref());
-    let attended = match (&mask, call.bool(1)?) {
-        (Some(mask), _) => {
-            let mask = fast::ScaledDotProductAttentionMask::Array(mask);
-            fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, sinks)
-        }
-        (None, true) => {
+    let attended = match call.bool(1)? {
+        true => {
             let mask = fast::ScaledDotProductAttentionMask::Causal;
             fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, mask, sinks)
         }
-        (None, false) => fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, None, sinks),
+        false => fast::scaled_dot_product_attention(&*q, &*k, &*v, scale, None, sinks),
     };
     Ok(vec![attended.map_err(array::failed(cx.op()))?])
 }
