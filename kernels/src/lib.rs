@@ -4,9 +4,12 @@
 //! [`plan::Plan`] is the one unit of execution: made once from a verified graph, executed many times.
 
 pub mod backend;
+mod bound;
 pub mod cpu;
 pub mod host;
 pub mod lower;
 pub mod memory;
+#[cfg(feature = "mlx")]
+pub mod mlx;
 pub mod plan;
 pub mod registry;

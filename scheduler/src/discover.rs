@@ -16,7 +16,7 @@ use hotcell_proto::{
 use serde::Deserialize;
 use tokio::io::AsyncReadExt;
 
-use crate::config::DeviceChoice;
+use crate::config::{BACKENDS_APART, DeviceChoice, WorkerConfig};
 
 /// Environment variables that a worker gets from ours.
 pub const WORKER_ENVIRONMENT: [&str; 2] = ["RUST_BACKTRACE", "HOTCELL_CPU_PATH"];
@@ -184,28 +184,78 @@ fn share(whole: &Device, index: usize, count: usize) -> Device {
     }
 }
 
+/// What this host has: the devices of the worker's program and, if it may be any, those of backends with a program of
+/// their own, where that is installed.
+pub async fn look(
+    spawner: &Spawner,
+    worker: &WorkerConfig,
+    choice: DeviceChoice,
+    deadline: Duration,
+) -> Host {
+    let further = async {
+        let mut found = Vec::new();
+        for backend in BACKENDS_APART {
+            let program = worker.program(backend);
+            if choice == DeviceChoice::Auto && program != worker.binary && program.is_file() {
+                found.extend(probe_apart(spawner, &program, backend, deadline).await);
+            }
+        }
+        found
+    };
+    let (mut host, further) = tokio::join!(probe(spawner, &worker.binary, deadline), further);
+    for device in further {
+        let known = host.devices.iter().any(|d| d.id == device.id);
+        if !known && host.devices.len() < limits::MAX_DEVICES {
+            host.devices.push(device);
+        }
+    }
+    host
+}
+
 /// Runs `binary probe` and returns what it found; one device with a problem if it failed.
 pub async fn probe(spawner: &Spawner, binary: &Path, deadline: Duration) -> Host {
     match run(spawner, binary, deadline).await {
         Ok(host) if !host.devices.is_empty() => host,
         Ok(host) => Host {
-            devices: vec![broken("the probe found no device".to_owned())],
+            devices: vec![broken("cpu", "the probe found no device".to_owned())],
             ..host
         },
         Err(problem) => {
             tracing::warn!(binary = %binary.display(), %problem, "the probe failed");
             Host {
-                devices: vec![broken(problem)],
+                devices: vec![broken("cpu", problem)],
                 ..Host::default()
             }
         }
     }
 }
 
-fn broken(problem: String) -> Device {
+/// The devices of a backend that has a program of its own; one with a problem if its probe failed.
+async fn probe_apart(
+    spawner: &Spawner,
+    binary: &Path,
+    backend: &str,
+    deadline: Duration,
+) -> Vec<Device> {
+    let problem = match run(spawner, binary, deadline).await {
+        // It speaks for its own backend only: the program of a device is found by it.
+        Ok(mut host) => {
+            host.devices.retain(|d| d.backend == backend);
+            if !host.devices.is_empty() {
+                return host.devices;
+            }
+            "the probe found no device".to_owned()
+        }
+        Err(problem) => problem,
+    };
+    tracing::warn!(binary = %binary.display(), %problem, "the probe failed");
+    vec![broken(backend, problem)]
+}
+
+fn broken(backend: &str, problem: String) -> Device {
     Device {
-        id: "cpu:0".to_owned(),
-        backend: "cpu".to_owned(),
+        id: format!("{backend}:0"),
+        backend: backend.to_owned(),
         problem: clip(&problem),
         ..Device::default()
     }
@@ -340,15 +390,65 @@ mod tests {
         assert!(problem("/bin/false", 5000).await.contains("exit code 1"));
         assert!(problem("/bin/echo", 5000).await.contains("believed"));
         let dir = tempfile::tempdir().unwrap();
-        let script = dir.path().join("hangs");
-        std::fs::write(&script, "#!/bin/sh\nexec sleep 100\n").unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(&script, mode).unwrap();
+        let hangs = dir.path().join("hangs");
+        script(&hangs, "exec sleep 100");
         assert!(
-            problem(script.to_str().unwrap(), 50)
+            problem(hangs.to_str().unwrap(), 50)
                 .await
                 .contains("longer")
         );
+    }
+
+    /// Makes a program of a shell's lines.
+    fn script(path: &Path, lines: &str) {
+        std::fs::write(path, format!("#!/bin/sh\n{lines}\n")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(path, mode).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_backend_with_a_program_of_its_own_costs_its_device_only() {
+        let spawner = Spawner::start().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let worker = WorkerConfig {
+            binary: dir.path().join("hotcell-worker"),
+            kv_cache: Default::default(),
+            model_memory: None,
+            log: "info",
+            require_confinement: false,
+            memory: None,
+        };
+        script(
+            &worker.binary,
+            &format!("echo '{}'", GOOD.replace('\n', " ")),
+        );
+        let look = async |choice| {
+            let found = look(&spawner, &worker, choice, Duration::from_secs(5)).await;
+            let about = |d: Device| (d.id, d.problem);
+            found.devices.into_iter().map(about).collect::<Vec<_>>()
+        };
+        // Not installed: nothing is missed.
+        assert_eq!(look(DeviceChoice::Auto).await.len(), 1);
+        let apart = worker.program("mlx");
+        script(
+            &apart,
+            "echo 'libmlx.so: cannot open shared object file' >&2; exit 127",
+        );
+        let found = look(DeviceChoice::Auto).await;
+        assert_eq!(found[0], ("cpu:0".to_owned(), String::new()));
+        assert_eq!(found[1].0, "mlx:0");
+        assert!(
+            found[1].1.contains("cannot open shared object"),
+            "{found:?}"
+        );
+        // It speaks for no backend but its own.
+        let both = r#"{"devices":[{"id":"mlx:0","backend":"mlx"},{"id":"cpu:7","backend":"cpu"}]}"#;
+        script(&apart, &format!("echo '{both}'"));
+        let found = look(DeviceChoice::Auto).await;
+        assert_eq!(found[1], ("mlx:0".to_owned(), String::new()));
+        assert_eq!(found.len(), 2);
+        // Who asks for CPU devices gets those.
+        assert_eq!(look(DeviceChoice::Cpu(1)).await.len(), 1);
     }
 
     proptest! {

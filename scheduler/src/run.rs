@@ -96,7 +96,7 @@ pub async fn run(
         // Its workers say themselves what confines them.
         Some(devices) => devices,
         None => tokio::select! {
-            found = discover::probe(&spawner, &config.worker.binary, config.timeouts.probe) => {
+            found = discover::look(&spawner, &config.worker, config.devices, config.timeouts.probe) => {
                 if config.worker.require_confinement && let Some(lacks) = found.unconfined() {
                     return Err(Failure::new(
                         Exit::Unconfined,

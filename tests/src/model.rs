@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use hotcell_graph::DType;
 use hotcell_ipc::memory::Mapping;
 use hotcell_kernels::{
+    backend::Device,
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
 };
@@ -63,11 +64,19 @@ pub struct Solo {
 }
 
 impl Solo {
-    /// Plans a model with a small cache for one sequence.
+    /// Plans a model with a small cache for one sequence, on threads of the processor.
     ///
     /// # Errors
     /// When the device refuses it.
     pub fn new(source: &ModelSource, threads: u32, path: CpuPath, cache: DType) -> Result<Self> {
+        Self::on(&CpuDevice::with_path(threads, path)?, source, cache)
+    }
+
+    /// The same on any device.
+    ///
+    /// # Errors
+    /// When the device refuses it.
+    pub fn on(device: &dyn Device, source: &ModelSource, cache: DType) -> Result<Self> {
         let shape = RunShape {
             max_rows: 64,
             ..RunShape::for_model(&source.config, cache)
@@ -76,8 +85,7 @@ impl Solo {
             window_blocks: shape.blocks,
             ..shape
         };
-        let device = CpuDevice::with_path(threads, path)?;
-        let mut runner = Runner::new(&device, source, shape, &PlanHints::default(), &|| {})?;
+        let mut runner = Runner::new(device, source, shape, &PlanHints::default(), &|| {})?;
         // Blocks in an order of their own, so that a kernel that ignores the table is found out.
         let blocks = runner.shape().blocks_per_sequence();
         let table: Vec<u32> = (0..blocks as u32).rev().collect();

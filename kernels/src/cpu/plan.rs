@@ -1,6 +1,5 @@
 //! A graph as a flat array of kernels over an arena.
 
-mod bound;
 mod launch;
 mod schedule;
 mod steps;
@@ -19,7 +18,6 @@ use hotcell_graph::{
 
 pub(crate) use self::launch::{Kernel, Launcher, Reg, Run};
 use self::{
-    bound::Bound,
     launch::{Fault, Home, Origin, Place, Workspaces},
     schedule::Meet,
 };
@@ -34,6 +32,7 @@ use super::{
 };
 use crate::{
     backend::{Buffer, DeviceError, Trail},
+    bound::Bound,
     lower::lower,
     memory,
     plan::{Plan, PlanHints, PlanMemory, Slot},
@@ -475,7 +474,8 @@ impl Plan for CpuPlan {
         let start = host.start.addr();
         self.pointers[reg.index()] = pointer;
         let bound = Bound {
-            _buffer: buffer.clone(),
+            buffer: buffer.clone(),
+            offset,
             range: start + offset..start + end,
             rows,
             written,
@@ -519,7 +519,8 @@ impl Plan for CpuPlan {
         // SAFETY: offset ≤ len of the buffer's memory, which `bound` keeps alive.
         self.pointers[index] = unsafe { host.start.add(offset) };
         self.bound[index] = Some(Bound {
-            _buffer: buffer.clone(),
+            buffer: buffer.clone(),
+            offset,
             range: start + offset..start + end,
             rows: self.max_rows,
             written: false,

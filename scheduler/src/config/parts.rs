@@ -46,3 +46,18 @@ pub struct WorkerConfig {
     /// Bytes of memory that its control group may take; none: as much as its device has.
     pub memory: Option<u64>,
 }
+
+/// Backends whose native library may be missing or broken: each has a worker's program of its own.
+pub const BACKENDS_APART: [&str; 1] = ["mlx"];
+
+impl WorkerConfig {
+    /// The program for a backend's devices: for one of [`BACKENDS_APART`] the one of its name beside the others'.
+    pub fn program(&self, backend: &str) -> PathBuf {
+        match BACKENDS_APART.contains(&backend) {
+            true => self
+                .binary
+                .with_file_name(format!("hotcell-worker-{backend}")),
+            false => self.binary.clone(),
+        }
+    }
+}

@@ -23,10 +23,10 @@ use crate::{
 /// Bytes that a model's cache and work usually take on a device.
 const USUAL_CACHE: u64 = 2 << 30;
 
-/// The memory that a device is in: CPU devices share the host's.
+/// The memory that a device is in: CPU devices share the host's, and MLX computes in it as well.
 fn memory(device: &Device) -> &str {
     match device.backend.as_str() {
-        "cpu" => "the host's memory",
+        "cpu" | "mlx" => "the host's memory",
         _ => &device.id,
     }
 }
@@ -41,9 +41,17 @@ fn footprint(said: &Inspected) -> Footprint {
 impl Table {
     /// All memories that are in use, with their bytes.
     fn memories(&self, configured: Option<u64>) -> BTreeMap<&str, u64> {
-        let mut all = BTreeMap::new();
+        // CPU devices have parts of the host's memory, MLX has all of it.
+        let mut parts = BTreeMap::new();
         for slot in self.workers.values().filter(|s| s.guest.is_none()) {
-            *all.entry(memory(&slot.device)).or_insert(0u64) += slot.device.memory_bytes;
+            let device = &slot.device;
+            let key = (memory(device), device.backend.as_str());
+            *parts.entry(key).or_insert(0u64) += device.memory_bytes;
+        }
+        let mut all = BTreeMap::new();
+        for ((memory, _), bytes) in parts {
+            let most = all.entry(memory).or_insert(0u64);
+            *most = bytes.max(*most);
         }
         all.retain(|_, bytes| *bytes > 0);
         if let Some(bytes) = configured {

@@ -32,12 +32,22 @@ impl Remote {
     /// # Errors
     /// When one of them fails.
     pub fn start() -> Result<Self> {
+        Self::start_with(&[])
+    }
+
+    /// The same, with further arguments for the scheduler.
+    ///
+    /// # Errors
+    /// When one of them fails.
+    pub fn start_with(arguments: &[&str]) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
         let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let (cluster, client, session, lease) = runtime.block_on(async {
-            let cluster = Cluster::start(&["--listen", &free.to_string()]).await?;
+            let listen = free.to_string();
+            let arguments = [&["--listen", &listen], arguments].concat();
+            let cluster = Cluster::start(&arguments).await?;
             let ready = |workers: &[v1::WorkerInfo]| {
                 !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
             };

@@ -4,11 +4,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{
     CpuPlan, Step,
-    bound::{Bound, overlap},
     launch::{Home, Place, Run},
     schedule::Meet,
 };
-use crate::backend::DeviceError;
+use crate::{
+    backend::DeviceError,
+    bound::{Bound, overlap},
+};
 
 /// A plan whose values take so few bytes together, in so few steps, is done before another thread is awake.
 const SMALL_BYTES: usize = 16 << 10;

@@ -5,9 +5,13 @@ use std::ops::Range;
 use crate::{backend::Buffer, plan::Slot};
 
 /// What a place is bound to.
-pub(super) struct Bound {
+pub(crate) struct Bound {
     /// Keeps the memory alive.
-    pub _buffer: Buffer,
+    #[cfg_attr(not(feature = "mlx"), expect(dead_code))]
+    pub buffer: Buffer,
+    /// Where in the buffer it begins.
+    #[cfg_attr(not(feature = "mlx"), expect(dead_code))]
+    pub offset: usize,
     /// Its addresses.
     pub range: Range<usize>,
     /// Rows for which it is large enough.
@@ -19,7 +23,7 @@ pub(super) struct Bound {
 
 /// A slot whose memory overlaps another's while the graph writes at least one of the two. One pass over the
 /// ranges in the order of their addresses: a graph may have very many slots.
-pub(super) fn overlap<'a>(bound: impl Iterator<Item = &'a Bound>) -> Option<Slot> {
+pub(crate) fn overlap<'a>(bound: impl Iterator<Item = &'a Bound>) -> Option<Slot> {
     let mut all: Vec<&Bound> = bound.filter(|b| !b.range.is_empty()).collect();
     all.sort_unstable_by_key(|b| b.range.start);
     // Where the ranges so far end, and those that are written.

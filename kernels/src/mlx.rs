@@ -1,0 +1,307 @@
+//! The MLX backend: MLX through `mlx-rs`, on whatever it runs on here.
+//!
+//! On a Mac that is Metal, elsewhere the processor. Memory is the host's in both cases, so that what MLX has no op for
+//! runs on the CPU backend's kernels in the same place.
+
+mod array;
+mod attention;
+mod host;
+mod ops;
+mod plan;
+mod run;
+mod weights;
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
+
+use hotcell_graph::{Graph, op::Call};
+use mlx_rs::{Device as MlxSide, DeviceType};
+
+use self::{plan::MlxPlan, weights::Weights};
+use crate::{
+    backend::{
+        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, HostRegion,
+        SharedRegion, Stream, Trail,
+    },
+    cpu::CpuBackend,
+    host::Staging,
+    plan::{Plan, PlanHints},
+};
+
+/// Name of the backend.
+pub const NAME: &str = "mlx";
+
+/// Goes up with every change that gives other bits.
+const KERNEL_REVISION: u32 = 1;
+
+/// The one device there is: MLX decides what it is.
+const ID: &str = "mlx:0";
+
+/// What part of the memory freed arrays may keep.
+const CACHE_SHARE: usize = 16;
+
+/// The MLX backend.
+pub struct MlxBackend;
+
+/// Bytes that MLX uses, by its own count, of this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MlxMemory {
+    /// In arrays that live.
+    pub active: usize,
+    /// The most that was active.
+    pub peak: usize,
+    /// Freed, and kept for the next array.
+    pub cached: usize,
+}
+
+/// What MLX counts now.
+///
+/// # Errors
+/// When it does not say.
+pub fn memory() -> Result<MlxMemory, DeviceError> {
+    let failed = array::failed("counting memory");
+    Ok(MlxMemory {
+        active: mlx_rs::memory::active_memory().map_err(&failed)?,
+        peak: mlx_rs::memory::peak_memory().map_err(&failed)?,
+        cached: mlx_rs::memory::cache_memory().map_err(&failed)?,
+    })
+}
+
+/// Gives back what MLX keeps for the next array.
+///
+/// # Errors
+/// When MLX fails.
+pub fn clear_cache() -> Result<(), DeviceError> {
+    mlx_rs::memory::clear_cache().map_err(array::failed("clearing the cache"))
+}
+
+/// What MLX computes on: `metal` or `cpu`.
+fn side() -> Result<&'static str, DeviceError> {
+    let failed = array::failed("finding its device");
+    let side = MlxSide::try_default().map_err(&failed)?;
+    Ok(match side.get_type().map_err(&failed)? {
+        DeviceType::Gpu => "metal",
+        DeviceType::Cpu => "cpu",
+    })
+}
+
+/// The library's version.
+fn version() -> String {
+    // SAFETY: makes an empty string, which the next call fills; freed below.
+    let mut text = unsafe { mlx_sys::mlx_string_new() };
+    // SAFETY: the string was made above; what it leads to ends with a zero byte and lives until it is freed.
+    let version = unsafe {
+        match mlx_sys::mlx_version(&mut text) {
+            0 => std::ffi::CStr::from_ptr(mlx_sys::mlx_string_data(text))
+                .to_string_lossy()
+                .into_owned(),
+            _ => "unknown".to_owned(),
+        }
+    };
+    // SAFETY: made above, freed once.
+    unsafe { mlx_sys::mlx_string_free(text) };
+    version
+}
+
+/// Whether MLX computes at all: a sum, evaluated.
+fn works() -> Result<(), DeviceError> {
+    let one = array::from_f32(&[1.0, 2.0], &[2])?;
+    let sum = one.add(&one).map_err(array::failed("a sum"))?;
+    let right = array::with_bytes(&sum, |bytes| bytes == [0, 0, 0, 64, 0, 0, 128, 64])?;
+    match right {
+        true => Ok(()),
+        false => Err(DeviceError::NoDevice(ID.to_owned())),
+    }
+}
+
+/// Has MLX wait for what runs before it takes more than the device has, and keep little of what was freed: others live in
+/// the same memory. Neither bounds an array, so sizes are bounded before.
+fn limit(memory: u64) -> Result<(), DeviceError> {
+    let failed = array::failed("limiting memory");
+    let memory = usize::try_from(memory).unwrap_or(usize::MAX);
+    if memory > 0 {
+        mlx_rs::memory::set_memory_limit(memory).map_err(&failed)?;
+        mlx_rs::memory::set_cache_limit(memory / CACHE_SHARE).map_err(&failed)?;
+    }
+    Ok(())
+}
+
+/// What there is, found without starting a thread: a probe and a worker are not confined yet.
+fn look() -> Result<DeviceInfo, DeviceError> {
+    // The first call of all: from now on failures come back instead of ending the process.
+    let side = side()?;
+    // What it runs on without Metal is the processor, and Metal's memory is the host's.
+    let host = CpuBackend.devices().into_iter().next();
+    let host = host.ok_or_else(|| DeviceError::NoDevice(ID.to_owned()))?;
+    Ok(DeviceInfo {
+        id: ID.to_owned(),
+        backend: NAME,
+        description: format!("MLX {} ({side}) on {}", version(), host.description),
+        memory_bytes: host.memory_bytes,
+        cores: host.cores,
+        path: side.to_owned(),
+    })
+}
+
+impl Backend for MlxBackend {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn devices(&self) -> Vec<DeviceInfo> {
+        match look() {
+            Ok(info) => vec![info],
+            Err(error) => {
+                tracing::warn!(%error, "MLX does not work here");
+                vec![]
+            }
+        }
+    }
+
+    fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
+        if id != ID {
+            return Err(DeviceError::NoDevice(id.to_owned()));
+        }
+        let mut info = look()?;
+        works()?;
+        if !cores.is_empty() {
+            info.cores = cores.to_vec();
+        }
+        limit(info.memory_bytes)?;
+        // What MLX has no op for runs here, on the same cores.
+        let cpu = CpuBackend.open("cpu:0", cores)?;
+        // MLX makes C++ of what it compiles and runs a compiler on it; a confined worker starts no program.
+        if cfg!(target_os = "linux") {
+            // SAFETY: takes nothing and sets a flag.
+            unsafe { mlx_sys::mlx_disable_compile() };
+        }
+        Ok(Rc::new(MlxDevice {
+            numerics: format!("{NAME}/{}/{}/r{KERNEL_REVISION}", info.path, version()),
+            info,
+            cpu,
+            weights: Rc::default(),
+            streams: Cell::new(0),
+            trail: Cell::new(None),
+        }))
+    }
+}
+
+/// MLX's device, and the processor beside it.
+pub struct MlxDevice {
+    info: DeviceInfo,
+    numerics: String,
+    cpu: Rc<dyn Device>,
+    weights: Rc<RefCell<Weights>>,
+    streams: Cell<u64>,
+    trail: Cell<Option<Trail>>,
+}
+
+impl MlxDevice {
+    /// Whether MLX itself computes this call; the rest is decomposed or runs on the CPU backend's kernels.
+    pub fn is_native(&self, call: &Call<'_>) -> bool {
+        ops::supports(call, self.has_double())
+    }
+
+    /// Metal has no f64.
+    fn has_double(&self) -> bool {
+        self.info.path == "cpu"
+    }
+}
+
+impl Device for MlxDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn numerics(&self) -> String {
+        self.numerics.clone()
+    }
+
+    /// MLX's kernels split sums by shape, so that a row's bits depend on how many rows there are.
+    fn reproducible(&self) -> bool {
+        false
+    }
+
+    fn buffer_types(&self) -> &'static [BufferType] {
+        self.cpu.buffer_types()
+    }
+
+    fn allocate(&self, what: &str, bytes: usize) -> Result<Buffer, DeviceError> {
+        self.cpu.allocate(what, bytes)
+    }
+
+    fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError> {
+        self.cpu.import(region)
+    }
+
+    fn import_shared(&self, region: Rc<dyn SharedRegion>) -> Result<Buffer, DeviceError> {
+        self.cpu.import_shared(region)
+    }
+
+    fn adopt(&self, what: &str, staging: Staging) -> Result<Buffer, DeviceError> {
+        self.cpu.adopt(what, staging)
+    }
+
+    fn ops(&self) -> Vec<&'static str> {
+        let mut names: Vec<_> = ops::names().chain(self.cpu.ops()).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    fn supports(&self, call: &Call<'_>) -> bool {
+        self.is_native(call) || self.cpu.supports(call)
+    }
+
+    fn plan(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Plan>, DeviceError> {
+        Ok(Box::new(MlxPlan::new(
+            graph,
+            hints,
+            &self.cpu,
+            self.has_double(),
+            Rc::clone(&self.weights),
+            self.trail.get(),
+        )?))
+    }
+
+    fn stream(&self) -> Box<dyn Stream> {
+        self.streams.set(self.streams.get() + 1);
+        Box::new(MlxStream {
+            id: self.streams.get(),
+            fence: 0,
+        })
+    }
+
+    fn leave(&self, trail: Trail) {
+        self.trail.set(Some(trail));
+        self.cpu.leave(trail);
+    }
+}
+
+/// A plan evaluates all it computed before it ends, so order and events are trivially kept.
+struct MlxStream {
+    id: u64,
+    fence: u64,
+}
+
+impl Stream for MlxStream {
+    fn execute(&mut self, plan: &mut dyn Plan, rows: usize) -> Result<(), DeviceError> {
+        self.fence += 1;
+        plan.execute(rows)
+    }
+
+    fn record(&mut self) -> Event {
+        Event {
+            stream: self.id,
+            fence: self.fence,
+        }
+    }
+
+    fn wait(&mut self, _: &Event) {}
+
+    fn synchronize(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}

@@ -1,0 +1,87 @@
+//! Convolution, which MLX has with the channels last.
+
+use hotcell_graph::{DType, op::Call};
+use mlx_rs::{Array, error::Exception};
+
+use super::{Entry, all_are, has_elements, one};
+use crate::{
+    backend::DeviceError,
+    mlx::{array, plan::overflow, run::Cx},
+};
+
+pub(super) static ENTRIES: &[Entry] = &[Entry {
+    op: "conv",
+    supports: single,
+    launch: conv,
+}];
+
+/// f32 over one or two axes; groups in three are not MLX's.
+fn single(call: &Call<'_>) -> bool {
+    let rank = call.tensor(0).map_or(0, |t| t.shape.rank());
+    all_are(call, |d| d == DType::F32) && (3..=4).contains(&rank) && has_elements(call)
+}
+
+/// The axes with channels, the second, last: and back.
+fn turned(rank: usize, back: bool) -> Option<Vec<i32>> {
+    let rank = i32::try_from(rank).ok()?;
+    Some(match back {
+        false => std::iter::once(0).chain(2..rank).chain([1]).collect(),
+        true => [0, rank - 1].into_iter().chain(1..rank - 1).collect(),
+    })
+}
+
+fn conv(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let call = cx.call();
+    let (x, w, bias) = (cx.array(0)?, cx.array(1)?, cx.optional(2)?);
+    let list = |i: usize| -> Result<Vec<i32>, DeviceError> {
+        let all = call.ints(i)?.iter().map(|n| i32::try_from(*n).ok());
+        all.collect::<Option<_>>().ok_or_else(overflow)
+    };
+    let (strides, low, high, dilations) = (list(0)?, list(1)?, list(2)?, list(3)?);
+    let groups = i32::try_from(call.int(4)?).map_err(|_| overflow())?;
+    let last = call.name(5)? == "channels_last";
+    let spatial = x.ndim().checked_sub(2).ok_or_else(overflow)?;
+    if [strides.len(), low.len(), high.len(), dilations.len()] != [spatial; 4] {
+        return Err(overflow());
+    }
+    let ones = vec![1; spatial];
+    let to_last = turned(x.ndim(), false).ok_or_else(overflow)?;
+    let back = turned(x.ndim(), true).ok_or_else(overflow)?;
+    let made = || -> Result<Array, Exception> {
+        let (x, w) = match last {
+            true => (x.contiguous()?, w.contiguous()?),
+            false => (x.transpose_axes(&to_last)?, w.transpose_axes(&to_last)?),
+        };
+        // SAFETY: each list has as many numbers as it says, and the arrays are alive.
+        let result = array::made(|to, stream| unsafe {
+            mlx_sys::mlx_conv_general(
+                to,
+                x.as_ptr(),
+                w.as_ptr(),
+                strides.as_ptr(),
+                spatial,
+                low.as_ptr(),
+                spatial,
+                high.as_ptr(),
+                spatial,
+                dilations.as_ptr(),
+                spatial,
+                ones.as_ptr(),
+                spatial,
+                groups,
+                false,
+                stream,
+            )
+        })?;
+        // The bias is of the channels, which are last here.
+        let result = match &bias {
+            Some(bias) => result.add(&**bias)?,
+            None => result,
+        };
+        match last {
+            true => Ok(result),
+            false => result.transpose_axes(&back),
+        }
+    };
+    one(cx, made())
+}

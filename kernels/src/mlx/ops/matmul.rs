@@ -1,0 +1,138 @@
+//! Matrix products. Weights are read in a form that is made once; products of f32 are f32, as MLX has them.
+
+use hotcell_graph::{DType, Dim, TensorSpec, op::Call};
+use mlx_rs::{Array, Dtype, ops};
+
+use super::{Entry, all_are, has_elements, one};
+use crate::{
+    backend::DeviceError,
+    mlx::{
+        array,
+        plan::overflow,
+        run::Cx,
+        weights::{Form, GROUP, affine_bits},
+    },
+};
+
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "mul_mat",
+        supports: weights,
+        launch: mul_mat,
+    },
+    Entry {
+        op: "matmul",
+        supports: matrices,
+        launch: matmul,
+    },
+    Entry {
+        op: "addmm",
+        supports: added,
+        launch: addmm,
+    },
+    Entry {
+        op: "mul_mat_id",
+        supports: experts,
+        launch: mul_mat_id,
+    },
+];
+
+/// `x` f32 and weights of two axes; more of them decompose.
+fn weights(call: &Call<'_>) -> bool {
+    let (Ok(x), Ok(w)) = (call.tensor(0), call.tensor(1)) else {
+        return false;
+    };
+    x.dtype == DType::F32 && w.shape.rank() == 2 && w.dtype != DType::F64 && has_elements(call)
+}
+
+/// The form in which MLX multiplies with weights of a dtype.
+fn form(spec: &TensorSpec) -> Form {
+    match affine_bits(spec.dtype) {
+        Some(_) => Form::Affine,
+        None => Form::Plain,
+    }
+}
+
+fn mul_mat(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let call = cx.call();
+    let x = cx.array(0)?;
+    let form = form(call.tensor(1)?);
+    let w = cx.weights(1, form)?;
+    match (w.arrays.as_slice(), w.bits) {
+        ([w], 0) => {
+            let turned = w.transpose().map_err(array::failed(cx.op()))?;
+            one(cx, x.matmul(&turned))
+        }
+        ([w, scales, biases], bits) => {
+            let group = GROUP as i32;
+            one(
+                cx,
+                ops::quantized_matmul(&*x, w, scales, biases, true, group, bits),
+            )
+        }
+        _ => Err(overflow()),
+    }
+}
+
+/// f32, of which nothing is rounded twice; matrices, not vectors, and f64 on the CPU backend.
+fn matrices(call: &Call<'_>) -> bool {
+    let rank = |i| call.tensor(i).map_or(0, |t| t.shape.rank());
+    all_are(call, |d| d == DType::F32) && rank(0) >= 2 && rank(1) >= 2 && has_elements(call)
+}
+
+fn matmul(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let (a, b) = (cx.array(0)?, cx.array(1)?);
+    one(cx, a.matmul(&*b))
+}
+
+fn added(call: &Call<'_>) -> bool {
+    let rank = |i| call.tensor(i).map_or(0, |t| t.shape.rank());
+    all_are(call, |d| d == DType::F32) && rank(1) >= 2 && rank(2) >= 2 && has_elements(call)
+}
+
+fn addmm(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let (c, a, b) = (cx.array(0)?, cx.array(1)?, cx.array(2)?);
+    let (alpha, beta) = (cx.call().float(0)? as f32, cx.call().float(1)? as f32);
+    one(cx, ops::addmm(&*c, &*a, &*b, alpha, beta))
+}
+
+fn experts(call: &Call<'_>) -> bool {
+    let (Ok(w), Ok(ids)) = (call.tensor(0), call.tensor(2)) else {
+        return false;
+    };
+    w.dtype != DType::F64 && ids.dtype.is_integer() && has_elements(call)
+}
+
+/// `x [t, u or 1, k]` with the experts `[e, n, k]` that `ids [t, u]` name: each a row times a matrix.
+fn mul_mat_id(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let failed = array::failed(cx.op());
+    let call = cx.call();
+    let &[Dim::Fixed(count), ..] = call.tensor(0)?.shape.dims() else {
+        return Err(overflow());
+    };
+    let ids = array::from_i32(&cx.indices(2, count)?, &cx.dims(2)?)?;
+    let ids = ids.as_dtype(Dtype::Uint32).map_err(&failed)?;
+    let w = cx.weights(0, Form::Plain)?;
+    let [w] = w.arrays.as_slice() else {
+        return Err(overflow());
+    };
+    // [t, u, 1, k] @ [e, k, n] → [t, u, 1, n]; which row it is, and which expert, for each of [t, u].
+    let result = cx.result_dims(0)?;
+    let (&[t, u, n], &[_, given, k]) = (result.as_slice(), cx.dims(1)?.as_slice()) else {
+        return Err(overflow());
+    };
+    let made = || {
+        let x = cx_rows(&*cx.array(1)?, [t, u, given, k])?;
+        let w = w.swap_axes(-1, -2).map_err(&failed)?;
+        let product = ops::gather_mm(&x, &w, None, &ids, false).map_err(&failed)?;
+        product.reshape(&[t, u, n]).map_err(&failed)
+    };
+    Ok(vec![made()?])
+}
+
+/// Rows `[t, u, 1, k]` of `[t, u or 1, k]`.
+fn cx_rows(x: &Array, [t, u, given, k]: [i32; 4]) -> Result<Array, DeviceError> {
+    let failed = array::failed("mul_mat_id");
+    let x = x.reshape(&[t, given, 1, k]).map_err(&failed)?;
+    ops::broadcast_to(&x, &[t, u, 1, k]).map_err(failed)
+}

@@ -1,0 +1,62 @@
+//! Normalisations and softmax, by MLX's fused kernels, whose insides are f32.
+
+use hotcell_graph::{DType, op::Call};
+use mlx_rs::{Array, fast, ops};
+
+use super::{Entry, axis_of, dtype, has_elements, one};
+use crate::{
+    backend::DeviceError,
+    mlx::{plan::overflow, run::Cx},
+};
+
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "rms_norm",
+        supports: single,
+        launch: rms_norm,
+    },
+    Entry {
+        op: "layer_norm",
+        supports: single,
+        launch: layer_norm,
+    },
+    Entry {
+        op: "softmax",
+        supports: float,
+        launch: softmax,
+    },
+];
+
+/// Up to f32: of f64 MLX's kernels would lose the lower half.
+fn float(call: &Call<'_>) -> bool {
+    dtype(call, 0).is_some_and(|d| d.is_float() && d != DType::F64) && has_elements(call)
+}
+
+/// The same, for inputs of one dtype: what MLX gives is what they promote to.
+fn single(call: &Call<'_>) -> bool {
+    float(call)
+        && (1..call.inputs.len()).all(|i| dtype(call, i).is_none_or(|d| Some(d) == dtype(call, 0)))
+}
+
+fn rms_norm(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let (x, weight) = (cx.array(0)?, cx.optional(1)?);
+    one(
+        cx,
+        fast::rms_norm(&*x, weight.as_deref(), cx.call().float(0)? as f32),
+    )
+}
+
+fn layer_norm(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let (x, weight, bias) = (cx.array(0)?, cx.optional(1)?, cx.optional(2)?);
+    let eps = cx.call().float(0)? as f32;
+    one(
+        cx,
+        fast::layer_norm(&*x, weight.as_deref(), bias.as_deref(), eps),
+    )
+}
+
+fn softmax(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    let x = cx.array(0)?;
+    let axis = axis_of(cx.call().int(0)?, x.ndim()).ok_or_else(overflow)?;
+    one(cx, ops::softmax_axis(&*x, axis, true))
+}

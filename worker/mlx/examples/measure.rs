@@ -1,0 +1,144 @@
+//! What MLX costs here: gathering a paged cache, and weights that it copies. `cargo run --release --example measure`.
+
+use std::{error::Error, rc::Rc, time::Instant};
+
+use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, GraphError, Shape, TensorSpec};
+use hotcell_kernels::{
+    backend::{Backend, Buffer, Device, HostRegion},
+    cpu::CpuBackend,
+    mlx::{MlxBackend, memory},
+    plan::{Plan, PlanHints, Slot},
+};
+
+/// Tokens of the sequence that one more row attends to.
+const TOKENS: usize = 4000;
+const BLOCK: usize = 16;
+/// As in a model of 1.1B parameters.
+const HEADS: usize = 32;
+const KEY_HEADS: usize = 4;
+const DEPTH: usize = 64;
+const RUNS: u32 = 50;
+/// Side of the square matrix that is imported.
+const SIDE: usize = 4096;
+
+fn spec(dtype: DType, dims: &[usize]) -> Result<TensorSpec, GraphError> {
+    TensorSpec::new(dtype, Shape::fixed(dims)?)
+}
+
+fn cache() -> CacheSpec {
+    CacheSpec {
+        dtype: DType::F16,
+        blocks: TOKENS.div_ceil(BLOCK),
+        block_len: BLOCK,
+        kv_heads: KEY_HEADS,
+        head_dim: DEPTH,
+    }
+}
+
+fn attention() -> Result<Graph, GraphError> {
+    let mut g = GraphBuilder::new(0);
+    let queries = g.tensor("queries", spec(DType::F32, &[1, HEADS, DEPTH])?)?;
+    let cache_in = g.cache("cache", cache())?;
+    let tables = g.tensor("tables", spec(DType::I32, &[1, cache().blocks])?)?;
+    let sequences = g.tensor("sequences", spec(DType::I32, &[1])?)?;
+    let positions = g.tensor("positions", spec(DType::I32, &[1])?)?;
+    let out = g.paged_attention(
+        queries, cache_in, tables, sequences, positions, 0.125, 0, 0.0,
+    )?;
+    g.finish(&[out])
+}
+
+/// Seconds of an execution.
+fn timed(plan: &mut dyn Plan) -> Result<f64, Box<dyn Error>> {
+    plan.execute(0)?;
+    let start = Instant::now();
+    for _ in 0..RUNS {
+        plan.execute(0)?;
+    }
+    Ok(start.elapsed().as_secs_f64() / f64::from(RUNS))
+}
+
+/// The same attention over keys and values that MLX holds already, one after another: what is left without the gather.
+fn attend_gathered(device: &dyn Device) -> Result<f64, Box<dyn Error>> {
+    let mut g = GraphBuilder::new(0);
+    let queries = g.tensor("queries", spec(DType::F32, &[1, HEADS, 1, DEPTH])?)?;
+    let held = [1, KEY_HEADS, TOKENS, DEPTH];
+    let keys = g.constant("keys", spec(DType::F32, &held)?)?;
+    let values = g.constant("values", spec(DType::F32, &held)?)?;
+    let out =
+        g.scaled_dot_product_attention(queries, keys, values, None, None, 0.125, false, 0, 0.0)?;
+    let mut plan = device.plan(&g.finish(&[out])?, &PlanHints::default())?;
+    let size = HEADS * DEPTH * 4;
+    let (queries, out) = (device.allocate("q", size)?, device.allocate("o", size)?);
+    plan.bind(Slot::Input(0), &queries, 0)?;
+    for i in 1..3 {
+        let held = device.import(Rc::new(Owned(vec![0; TOKENS * KEY_HEADS * DEPTH * 4])))?;
+        plan.bind(Slot::Input(i), &held, 0)?;
+    }
+    plan.bind(Slot::Output(0), &out, 0)?;
+    timed(&mut *plan)
+}
+
+fn attend(device: &dyn Device) -> Result<f64, Box<dyn Error>> {
+    let graph = attention()?;
+    let mut plan = device.plan(&graph, &PlanHints::default())?;
+    let bytes = cache().bytes().ok_or("a cache without a size")?;
+    let blocks: Vec<i32> = (0..i32::try_from(cache().blocks)?).rev().collect();
+    let sizes = [HEADS * DEPTH * 4, bytes, blocks.len() * 4, 4, 4];
+    for (i, size) in sizes.into_iter().enumerate() {
+        let buffer = device.allocate("an input", size)?;
+        match i {
+            2 => buffer.write_i32(0, &blocks)?,
+            4 => buffer.write_i32(0, &[i32::try_from(TOKENS)? - 1])?,
+            _ => {}
+        }
+        plan.bind(Slot::Input(i), &buffer, 0)?;
+    }
+    let out: Buffer = device.allocate("the output", HEADS * DEPTH * 4)?;
+    plan.bind(Slot::Output(0), &out, 0)?;
+    timed(&mut *plan)
+}
+
+struct Owned(Vec<u8>);
+
+// SAFETY: the vector is never changed, so its bytes stay where they are.
+unsafe impl HostRegion for Owned {
+    fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// Bytes that MLX holds more of when weights of `SIDE²` f32 are multiplied with.
+fn import(device: &dyn Device) -> Result<usize, Box<dyn Error>> {
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &[1, SIDE])?)?;
+    let w = g.constant("w", spec(DType::F32, &[SIDE, SIDE])?)?;
+    let y = g.mul_mat(x, w)?;
+    let mut plan = device.plan(&g.finish(&[y])?, &PlanHints::default())?;
+    let weights = device.import(Rc::new(Owned(vec![0; SIDE * SIDE * 4])))?;
+    let (x, y) = (
+        device.allocate("x", SIDE * 4)?,
+        device.allocate("y", SIDE * 4)?,
+    );
+    plan.bind(Slot::Input(0), &x, 0)?;
+    plan.bind(Slot::Input(1), &weights, 0)?;
+    plan.bind(Slot::Output(0), &y, 0)?;
+    let before = memory()?.active;
+    plan.execute(0)?;
+    Ok(memory()?.active.saturating_sub(before))
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mlx = MlxBackend.open("mlx:0", &[])?;
+    let cpu = CpuBackend.open("cpu:0", &[])?;
+    println!("{}", mlx.info().description);
+    println!("FIGURE mlx_attention_4000={:.3} ms", attend(&*mlx)? * 1e3);
+    println!(
+        "FIGURE mlx_attention_4000_gathered={:.3} ms",
+        attend_gathered(&*mlx)? * 1e3
+    );
+    println!("FIGURE cpu_attention_4000={:.3} ms", attend(&*cpu)? * 1e3);
+    let share = import(&*mlx)? as f64 / (SIDE * SIDE * 4) as f64;
+    println!("FIGURE mlx_copies_of_weights={share:.2}");
+    Ok(())
+}

@@ -1,0 +1,296 @@
+//! MLX beside the processor in one scheduler: discovery, generation, deaths.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+};
+
+use hotcell_client::{Client, Completion, Event, GenerateOptions, Generation, Prompt, v1};
+use hotcell_tests::{
+    cluster::{Cluster, all_have, binaries, kjv, signal_pid},
+    conformance::{Remote, cases},
+};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+const PROMPT: &str = "In the beginning";
+
+/// The worker that was built with these tests.
+const OURS: &str = env!("CARGO_BIN_EXE_hotcell-worker-mlx");
+
+/// A folder with the worker's program, and beside it ours as it is installed.
+fn programs() -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let worker = folder.path().join("hotcell-worker");
+    symlink(binaries().unwrap().join("hotcell-worker"), &worker).unwrap();
+    symlink(OURS, folder.path().join("hotcell-worker-mlx")).unwrap();
+    (folder, worker)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn greedy(tokens: u32) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens: tokens,
+        ignore_eos: true,
+        seed: Some(0),
+        ..GenerateOptions::default()
+    }
+}
+
+async fn complete(client: &Client, options: &GenerateOptions) -> Completion {
+    let prompt = Prompt::Text(PROMPT.to_owned());
+    let stream = client.generate(prompt, options.clone()).await.unwrap();
+    stream.complete().await.unwrap()
+}
+
+fn class(accepted: &v1::Accepted) -> v1::NumericsClass {
+    accepted.numerics.clone().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mlx_alone_draws_what_the_processor_draws_and_says_that_it_need_not() {
+    let arguments = ["--worker-binary", OURS, "--kv-cache", "f32"];
+    let mlx = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let cpu = Cluster::with_model("kjv", &kjv(), &["--kv-cache", "f32"])
+        .await
+        .unwrap();
+    let device = mlx
+        .client()
+        .await
+        .unwrap()
+        .devices()
+        .await
+        .unwrap()
+        .remove(0);
+    assert_eq!((device.id.as_str(), device.problem.as_str()), ("mlx:0", ""));
+    assert!(device.description.starts_with("MLX 0.32"), "{device:?}");
+    assert!(
+        ["cpu", "metal"].contains(&device.path.as_str()),
+        "{device:?}"
+    );
+    let options = greedy(256);
+    let ours = complete(&mlx.client().await.unwrap(), &options).await;
+    let theirs = complete(&cpu.client().await.unwrap(), &options).await;
+    assert_eq!(ours.token_ids.len(), 256);
+    assert_eq!(ours.token_ids, theirs.token_ids);
+    assert_eq!(ours.text, theirs.text);
+    let (ours, theirs) = (class(&ours.accepted), class(&theirs.accepted));
+    assert!(
+        ours.id.starts_with("mlx/") && !ours.reproducible,
+        "{ours:?}"
+    );
+    assert!(
+        theirs.id.starts_with("cpu/") && theirs.reproducible,
+        "{theirs:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_its_library_mlx_is_absent_with_the_reason_and_the_processor_serves() {
+    let (folder, worker) = programs();
+    // As if it had never been installed: the program asks for a library of another name.
+    let program = fs::read(OURS).unwrap();
+    let name = b"libmlx.so\0";
+    let mut broken = program.clone();
+    let places: Vec<usize> = program
+        .windows(name.len())
+        .enumerate()
+        .filter(|(_, window)| window == name)
+        .map(|(at, _)| at)
+        .collect();
+    assert!(!places.is_empty());
+    for at in places {
+        broken[at..at + name.len()].copy_from_slice(b"libmlX.so\0");
+    }
+    let path = folder.path().join("hotcell-worker-mlx");
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, broken).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let arguments = ["--worker-binary", text(&worker)];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let client = cluster.client().await.unwrap();
+    let devices = client.devices().await.unwrap();
+    let [cpu, mlx] = devices.as_slice() else {
+        panic!("{devices:?}");
+    };
+    assert_eq!((cpu.id.as_str(), cpu.problem.as_str()), ("cpu:0", ""));
+    assert_eq!(mlx.id, "mlx:0");
+    assert!(mlx.problem.contains("libmlX.so"), "{mlx:?}");
+    let shown = cluster.hotcell(&["devices"]).unwrap();
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(
+        shown.contains("mlx:0") && shown.contains("libmlX.so"),
+        "{shown}"
+    );
+    assert_eq!(complete(&client, &greedy(8)).await.token_ids.len(), 8);
+}
+
+/// A stream that has begun, and the tokens it gave so far.
+struct Begun {
+    stream: Generation,
+    class: v1::NumericsClass,
+}
+
+async fn begin(client: &Client, options: &GenerateOptions) -> Begun {
+    let prompt = Prompt::Text(PROMPT.to_owned());
+    let mut stream = client.generate(prompt, options.clone()).await.unwrap();
+    let Some(Ok(Event::Accepted(accepted))) = stream.next().await else {
+        panic!("not accepted");
+    };
+    let Some(Ok(Event::Delta(_))) = stream.next().await else {
+        panic!("no token");
+    };
+    let class = class(&accepted);
+    Begun { stream, class }
+}
+
+/// The rest of a stream: the classes it went on in, and its end.
+async fn rest(mut stream: Generation) -> (Vec<v1::NumericsClass>, v1::Finished) {
+    let mut classes = Vec::new();
+    loop {
+        match stream.next().await.unwrap().unwrap() {
+            Event::Delta(delta) => classes.extend(delta.numerics),
+            Event::Finished(finished) => return (classes, finished),
+            Event::Accepted(_) => panic!("accepted twice"),
+        }
+    }
+}
+
+/// A cluster of both kinds, a stream that MLX serves, and those that it took to get one.
+async fn both(folder: &Path, options: &GenerateOptions) -> (Cluster, u32, Begun, Vec<Begun>) {
+    let worker = folder.join("hotcell-worker");
+    let arguments = ["--worker-binary", text(&worker), "--restart-backoff", "1ms"];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    assert_eq!(workers.len(), 2, "{workers:?}");
+    let on_mlx = |w: &&v1::WorkerInfo| w.lease.as_ref().is_some_and(|l| l.device == "mlx:0");
+    let pid = workers.iter().find(on_mlx).unwrap().pid;
+    let client = cluster.client().await.unwrap();
+    // Who is served where is the scheduler's to say; of several, one is on MLX.
+    let mut others = Vec::new();
+    for _ in 0..8 {
+        let begun = begin(&client, options).await;
+        if begun.class.id.starts_with("mlx/") {
+            return (cluster, pid, begun, others);
+        }
+        others.push(begun);
+    }
+    panic!("no stream on MLX");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_whose_mlx_worker_dies_goes_on_in_the_next_one_and_the_processors_do_not_notice() {
+    let (folder, _) = programs();
+    let (cluster, pid, on_mlx, others) = both(folder.path(), &greedy(200)).await;
+    signal_pid(pid, Signal::KILL).unwrap();
+    let (classes, finished) = rest(on_mlx.stream).await;
+    assert!(classes.is_empty(), "{classes:?}");
+    assert_eq!(finished.deaths_survived, 1);
+    assert!(!finished.receipt.unwrap().continued_across);
+    for other in others {
+        let (classes, finished) = rest(other.stream).await;
+        assert!(classes.is_empty());
+        assert_eq!(finished.deaths_survived, 0);
+    }
+    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    assert!(workers.iter().all(|w| w.pid != pid), "{workers:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn where_mlx_is_gone_for_good_a_stream_that_allows_it_goes_on_on_the_processor() {
+    let (folder, _) = programs();
+    let options = GenerateOptions {
+        continue_across: true,
+        ..greedy(200)
+    };
+    let (_cluster, pid, on_mlx, _others) = both(folder.path(), &options).await;
+    fs::remove_file(folder.path().join("hotcell-worker-mlx")).unwrap();
+    signal_pid(pid, Signal::KILL).unwrap();
+    let (classes, finished) = rest(on_mlx.stream).await;
+    let [class] = classes.as_slice() else {
+        panic!("{classes:?}");
+    };
+    assert!(class.id.starts_with("cpu/"), "{class:?}");
+    assert!(finished.receipt.unwrap().continued_across);
+}
+
+/// The worker that ends on command.
+fn faulty() -> PathBuf {
+    let here = std::env::current_exe().unwrap();
+    here.ancestors().nth(2).unwrap().join("examples/faulty")
+}
+
+/// Orders an end of it.
+fn order(pid: u32, number: i32) {
+    let pid = i32::try_from(pid).unwrap();
+    // SAFETY: takes no pointers.
+    let sent = unsafe { libc::kill(pid, libc::SIGRTMIN() + number) };
+    assert_eq!(sent, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whatever_ends_mlx_ends_its_worker_alone() {
+    for (number, what) in [
+        "an uncaught exception",
+        "MLX's own error handler",
+        "no memory",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (folder, _) = programs();
+        let path = folder.path().join("hotcell-worker-mlx");
+        fs::remove_file(&path).unwrap();
+        symlink(faulty(), &path).unwrap();
+        let (cluster, pid, on_mlx, others) = both(folder.path(), &greedy(200)).await;
+        order(pid, i32::try_from(number).unwrap());
+        let (classes, finished) = rest(on_mlx.stream).await;
+        assert!(classes.is_empty(), "{what}: {classes:?}");
+        assert_eq!(finished.deaths_survived, 1, "{what}");
+        for other in others {
+            assert_eq!(rest(other.stream).await.1.deaths_survived, 0, "{what}");
+        }
+        let crashes = cluster.client().await.unwrap().crashes().await.unwrap();
+        assert_eq!(crashes.len(), 1, "{what}: {crashes:?}");
+        println!("{what}: {} ({})", crashes[0].kind, crashes[0].reason);
+    }
+}
+
+#[test]
+fn the_catalogue_over_grpc_is_the_catalogue_in_process() {
+    let mut remote = Remote::start_with(&["--worker-binary", OURS]).unwrap();
+    let skipped =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/skipped.txt"))
+            .unwrap();
+    let mut failed = BTreeMap::new();
+    let mut passed = 0;
+    for case in cases().unwrap() {
+        match case.check(&mut remote) {
+            Ok(_) => passed += 1,
+            Err(error) => {
+                let name = case.to_string();
+                if !skipped.contains(&format!("{name} :: ")) {
+                    failed.insert(name, format!("{error:#}"));
+                }
+            }
+        }
+    }
+    assert!(
+        failed.is_empty(),
+        "{} of {passed}: {failed:#?}",
+        failed.len()
+    );
+}
