@@ -213,6 +213,7 @@ impl Stream {
         }
         state.forgotten = true;
         state.accepted = None;
+        state.asked = None;
         state.deltas.clear();
         let bytes = std::mem::take(&mut state.bytes);
         drop(state);
@@ -302,7 +303,9 @@ impl Stream {
     pub fn finish(&self, end: Result<Finished, Status>) {
         let mut state = self.state();
         state.end.get_or_insert(end);
-        if let (Some(request), true) = (state.request.take(), self.keeps) {
+        // One that was never accepted has nothing to be run again for, and may hold a prompt of any size.
+        let keeps = self.keeps && state.accepted.is_some();
+        if let (Some(request), true) = (state.request.take(), keeps) {
             state.asked = Some(Box::new(request.message));
         }
         let reader = state.reader.take();

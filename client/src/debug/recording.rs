@@ -8,6 +8,7 @@ use std::{
     collections::HashMap,
     fs::{self, File},
     io::{self, Read, Write},
+    os::unix::fs::OpenOptionsExt,
     path::Path,
 };
 
@@ -170,10 +171,15 @@ impl Recording {
             Error::new(Reason::InvalidArgument, what)
         };
         let mut name = path.as_os_str().to_owned();
-        name.push(".part");
+        name.push(format!(".{}.part", std::process::id()));
         let part = Path::new(&name);
         let write = || -> io::Result<u64> {
-            let mut file = File::create(part)?;
+            // Nobody else's file, and for nobody else to read: prompts may be in it.
+            let mut file = File::options()
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .open(part)?;
             let bytes = self.write_to(&mut file)?;
             file.sync_all()?;
             fs::rename(part, path)?;

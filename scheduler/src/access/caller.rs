@@ -85,6 +85,11 @@ impl Caller {
         }
     }
 
+    /// Whether what belongs to any tenant is the caller's to see.
+    pub fn owns_all(&self) -> bool {
+        self.tenant.is_none()
+    }
+
     /// Whether what belongs to this tenant is the caller's to see.
     pub fn owns(&self, tenant: &str) -> bool {
         self.tenant.as_deref().is_none_or(|own| own == tenant)

@@ -1,16 +1,20 @@
 //! Debug, passed on to the worker that is meant, for callers who may see what others do.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::RequestId,
     v1::{
         CaptureRequest, Captured, GuardEvent, GuardRequest, ReplayRequest, TracePiece,
-        TraceRequest, WatchRequest, WatchSample, debug_server::Debug, replay_request::Which,
+        TraceRequest, WatchRequest, WatchSample, capture_request, debug_server::Debug,
+        replay_request::Which,
     },
 };
-use tokio::sync::mpsc::{self, error::TrySendError};
+use tokio::{
+    sync::mpsc::{self, error::TrySendError},
+    time::timeout,
+};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -24,6 +28,9 @@ use crate::{
 
 /// The service.
 pub(super) struct Service(pub Shared);
+
+/// How long a reader may take nothing before it is left: a process of its own, or a worker that serves, works for it.
+const STALLED: Duration = Duration::from_secs(60);
 
 type Answers<T> = ReceiverStream<Result<T, Status>>;
 
@@ -64,6 +71,20 @@ impl Service {
         let link = self.0.fleet.for_debug(worker)?;
         self.note(request, call, &link.worker, detail);
         Ok(link)
+    }
+
+    /// Whether somebody may see, or end, what may be any tenant's.
+    ///
+    /// # Errors
+    /// [`Reason::PermissionDenied`] for those who belong to one.
+    fn may_all<T>(request: &Request<T>) -> Result<(), Error> {
+        match Caller::of(request.extensions()).owns_all() {
+            true => Ok(()),
+            false => {
+                let what = "whoever belongs to one tenant looks into that tenant's requests by their ids, and into no others";
+                Err(Error::new(Reason::PermissionDenied, what))
+            }
+        }
     }
 
     /// The request that is to be run again, under its model's name here.
@@ -114,9 +135,9 @@ async fn pass_all<T>(
         let is_last = next.is_err();
         let sent = tokio::select! {
             () = shared.abort.cancelled() => return,
-            sent = to.send(next.map_err(Status::from)) => sent,
+            sent = timeout(STALLED, to.send(next.map_err(Status::from))) => sent,
         };
-        if is_last || sent.is_err() {
+        if is_last || !matches!(sent, Ok(Ok(()))) {
             return;
         }
     }
@@ -196,6 +217,15 @@ impl Debug for Service {
         let asked = request.get_ref();
         let reveal = asked.options.as_ref().is_some_and(|options| options.reveal);
         let detail = format!("{:?}, reveal: {reveal}", asked.which);
+        if let Err(error) = Self::may_all(&request) {
+            let Some(capture_request::Which::RequestId(id)) = &asked.which else {
+                return Err(error.into());
+            };
+            let id = RequestId::new(id.as_str()).map_err(Error::from)?;
+            self.0
+                .streams
+                .find(&id, &Caller::of(request.extensions()))?;
+        }
         let link = self.enter(&request, "capture", &asked.worker, detail)?;
         let mut asked = request.into_inner();
         asked.worker = String::new();
@@ -222,13 +252,18 @@ impl Debug for Service {
         self.may(&request)?;
         let caller = Caller::of(request.extensions());
         let mut asked = request.get_ref().clone();
+        let which = match &asked.which {
+            Some(Which::RequestId(id)) => format!("request {id:?}"),
+            _ => "a request".to_owned(),
+        };
         self.again(&mut asked, &caller)?;
         let Some(Which::Request(again)) = &asked.which else {
             return Err(Error::new(Reason::Internal, "a request without a request").into());
         };
         let model = self.0.fleet.resolve(&again.model)?;
         let reveal = asked.options.as_ref().is_some_and(|options| options.reveal);
-        let detail = format!("a request of {model}, reveal: {reveal}");
+        let detail = format!("{which} of {model}, reveal: {reveal}");
+        self.note(&request, "replay", &asked.worker, detail);
         let beside = std::mem::take(&mut asked.worker);
         let starting = self.0.fleet.replayer(&model, &beside);
         let replayer = tokio::select! {
@@ -236,7 +271,6 @@ impl Debug for Service {
             replayer = starting => replayer?,
         };
         let link = Arc::clone(&replayer.link);
-        self.note(&request, "replay", &link.worker, detail);
         let mut client = link.debug().await?;
         let messages = match client.replay(asked).await {
             Ok(messages) => messages.into_inner(),
@@ -257,6 +291,7 @@ impl Debug for Service {
     ) -> Result<Response<Self::GuardStream>, Status> {
         let asked = request.get_ref();
         let detail = format!("{:?}, end: {}", asked.conditions, asked.end);
+        Self::may_all(&request)?;
         let link = self.enter(&request, "guard", &asked.worker, detail)?;
         let mut asked = request.into_inner();
         asked.worker = String::new();

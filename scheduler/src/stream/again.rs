@@ -44,7 +44,11 @@ mod tests {
     use super::*;
 
     fn written(stream: &Stream) {
-        stream.asked(GenerateRequest::default(), None, None);
+        stream.asked(
+            GenerateRequest::default(),
+            None,
+            crate::traces::Place::default(),
+        );
         let say = |event| stream.write(GenerateEvent { event: Some(event) });
         say(Event::Accepted(Accepted {
             prompt_ids: vec![1, 2],

@@ -67,8 +67,11 @@ async fn run_again(client: &Client, id: &str, worker: &str) -> Outcome {
         while let Some(message) = told.next().await {
             tokens += u64::from(recorder.push(message?)?.is_some());
         }
-        let failed = recorder.end().map(|end| end.failed.clone());
-        Ok::<_, Error>((tokens, failed.unwrap_or_default()))
+        let end = recorder.end().ok_or_else(|| {
+            let what = "what was told broke off before its end; ask again";
+            Error::new(Reason::Internal, what)
+        })?;
+        Ok::<_, Error>((tokens, end.failed.clone()))
     };
     let error = match run.await {
         Ok((tokens, failed)) => return Outcome::Lived { tokens, failed },

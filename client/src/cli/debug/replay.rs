@@ -84,13 +84,17 @@ fn of_file(recording: &Recording, flags: &ReplayFlags) -> Result<ReplayRequest, 
         }
     }
     request.resume = Some(resume);
+    let last = recording.tokens.iter().map(|token| token.index).max();
     let mut rows = recording.tokens.iter().flat_map(|token| &token.nodes);
     let has_values = rows.any(|row| !row.data.is_empty());
     Ok(ReplayRequest {
         worker: flags.worker.clone().unwrap_or_default(),
         at: flags.at.unwrap_or(first),
         options: Some(CaptureOptions {
-            tokens: flags.tokens.unwrap_or(recording.tokens.len() as u64),
+            // Also what is between those that were looked at.
+            tokens: flags
+                .tokens
+                .unwrap_or(last.map_or(0, |last| last.saturating_sub(first) + 1)),
             // To say how far apart rows are, the same values are needed.
             values: match (flags.look.values, has_values) {
                 (0, true) => u32::MAX,
@@ -149,7 +153,10 @@ pub(super) async fn replay(
         recording.write(path)?;
     }
     let compared = before.as_ref().map(|before| compare(&recording, before));
-    verdict(ui, &recording, before.as_ref(), compared.as_ref())
+    let whole = flags.tokens.is_none() && flags.at.is_none();
+    let due = before.as_ref().filter(|_| whole);
+    let due = due.map_or(0, |before| before.tokens.len());
+    verdict(ui, due, &recording, before.as_ref(), compared.as_ref())
 }
 
 /// A token's rows in lines, up to this node. `unknown` is emptied once it was seen.
@@ -180,9 +187,10 @@ fn rows(
     text
 }
 
-/// Says whether it came again. That it did not is a failure.
+/// Says whether it came again. That it did not, or not all of the tokens that are `due`, is a failure.
 fn verdict(
     ui: &mut Ui,
+    due: usize,
     recording: &Recording,
     before: Option<&Recording>,
     compared: Option<&Compared>,
@@ -232,6 +240,18 @@ fn verdict(
     if let Some(token) = end.differs_at {
         return Err(differs(format!(
             "token {token} is another one than it drew"
+        )));
+    }
+    if let Some(compared) = compared
+        && compared.tokens < due
+    {
+        let failed = match end.failed.as_str() {
+            "" => String::new(),
+            why => format!(", because it failed: {}", one_line(why)),
+        };
+        let done = compared.tokens;
+        return Err(differs(format!(
+            "only {done} of {due} tokens came again{failed}"
         )));
     }
     if ui.manner.json {

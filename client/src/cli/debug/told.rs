@@ -28,11 +28,15 @@ pub(super) async fn follow(
 ) -> Result<Recording, Failure> {
     let mut recorder = Recorder::default();
     let mut tokens = Vec::new();
+    let mut interrupted = false;
     loop {
         let told = tokio::select! {
             told = messages.next() => told.transpose()?,
             () = interrupt.pressed() => match keeps && !tokens.is_empty() {
-                true => None,
+                true => {
+                    interrupted = true;
+                    None
+                }
                 false => return Err(Failure::Interrupted),
             },
         };
@@ -43,6 +47,10 @@ pub(super) async fn follow(
             }
             tokens.push(token);
         }
+    }
+    if recorder.end().is_none() && !interrupted {
+        let what = "what was told broke off before its end; ask again";
+        return Err(Failure::Call(Error::new(Reason::WorkerLost, what)));
     }
     let head = recorder.head().cloned().ok_or_else(|| {
         let what = "the request ended before a token of it was seen";

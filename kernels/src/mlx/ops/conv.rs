@@ -15,10 +15,22 @@ pub(super) static ENTRIES: &[Entry] = &[Entry {
     launch: conv,
 }];
 
-/// f32 over one or two axes; groups in three are not MLX's.
+/// Elements added at an end of an axis, at most: MLX copies what it pads.
+const MOST_PADDED: i64 = 32;
+
+/// f32 over one or two axes; groups in three are not MLX's. In two, groups and dilations are computed by a loop of MLX's
+/// CPU library (0.32.2) that goes as far as the padding does, also where that is past the end of the result.
 fn single(call: &Call<'_>) -> bool {
     let rank = call.tensor(0).map_or(0, |t| t.shape.rank());
-    all_are(call, |d| d == DType::F32) && (3..=4).contains(&rank) && has_elements(call)
+    let all = |i: usize, is: fn(i64) -> bool| call.ints(i).is_ok_and(|all| all.iter().all(|n| is(*n)));
+    let is_padded_little = |i| all(i, |n| n <= MOST_PADDED);
+    let is_plain = all(3, |n| n == 1) && call.int(4).is_ok_and(|groups| groups == 1);
+    all_are(call, |d| d == DType::F32)
+        && (3..=4).contains(&rank)
+        && has_elements(call)
+        && is_padded_little(1)
+        && is_padded_little(2)
+        && (rank == 3 || is_plain)
 }
 
 /// The axes with channels, the second, last: and back.

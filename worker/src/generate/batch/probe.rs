@@ -291,6 +291,11 @@ impl Batch {
         probes.any(|probe| probe.member == Some(member))
     }
 
+    /// Whether conditions hold for all that is computed.
+    pub(super) fn is_guarded(&self) -> bool {
+        !self.lookers.guards.is_empty()
+    }
+
     /// Whether whoever looks at a request has room for what a step shows of it, or is not waited for.
     pub(super) fn has_reader(&self, member: u64) -> bool {
         let mut probes = self.lookers.probes.iter();
@@ -301,7 +306,7 @@ impl Batch {
     pub(super) fn begin_looking(&mut self) -> bool {
         let drawn = self.parts.iter().filter(|part| part.pick.is_some());
         let mut drawn = drawn.map(|part| self.running[part.at].member.id);
-        let looked = !self.lookers.guards.is_empty() || drawn.any(|id| self.is_probed(id));
+        let looked = self.is_guarded() || drawn.any(|id| self.is_probed(id));
         self.runner.use_tap(looked);
         looked
     }

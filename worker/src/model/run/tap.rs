@@ -128,7 +128,17 @@ impl Runner {
             chosen.iter().map(|(_, point)| point.value).collect()
         };
         let graph = with_outputs(&self.graph, &values(&whole), &values(&sizes))?;
-        let mut plan = device.plan(&graph, &PlanHints::default())?;
+        // What is looked at lives until the end of the step: of large models that may be more than all the rest.
+        let hints = PlanHints {
+            max_bytes: Some(
+                self.body
+                    .memory()
+                    .arena
+                    .saturating_add(limits::MAX_TAP_BYTES),
+            ),
+            ..PlanHints::default()
+        };
+        let mut plan = device.plan(&graph, &hints)?;
         for (i, buffer) in self.inputs.iter().enumerate() {
             plan.bind(Slot::Input(i), buffer, 0)?;
         }
