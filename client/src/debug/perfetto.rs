@@ -199,7 +199,8 @@ pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> V
     }
     let mut requests = BTreeMap::new();
     let mut timed = Vec::with_capacity(2 * spans.len() + counts.len());
-    for span in spans {
+    // What took no time is no slice.
+    for span in spans.iter().filter(|span| span.duration_ns > 0) {
         let uuid = match span.track() {
             TraceTrack::Requests => {
                 let next = REQUESTS + requests.len() as u64;
@@ -226,7 +227,7 @@ pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> V
             ..event(BEGIN)
         };
         timed.push((at, 1u8, begin));
-        timed.push((at.saturating_add(span.duration_ns.max(1)), 0, event(END)));
+        timed.push((at.saturating_add(span.duration_ns), 0, event(END)));
     }
     for (name, uuid) in &requests {
         packets.push(track(*uuid, &format!("request {name}"), None));
@@ -250,7 +251,7 @@ pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> V
         };
         packets.push(track(*uuid, name, Some(unit)));
     }
-    // At one moment what ends goes before what begins, so that no slice may take no time at all.
+    // At one moment what ends goes before what begins.
     timed.sort_by_key(|(at, order, _)| (*at, *order));
     packets.extend(
         timed
@@ -283,6 +284,8 @@ mod tests {
             span(TraceTrack::Steps, 10, 20, ""),
             span(TraceTrack::Steps, 30, 20, ""),
             span(TraceTrack::Nodes, 12, 5, "mul_mat"),
+            span(TraceTrack::Nodes, 17, 0, "no time"),
+            span(TraceTrack::Nodes, 17, 3, "add"),
             span(TraceTrack::Requests, 0, 60, "r1"),
         ];
         let counts = [TraceCount {
