@@ -420,7 +420,7 @@ mod tests {
         };
         script(
             &worker.binary,
-            &format!("echo '{}'", GOOD.replace('\n', " ")),
+            &format!("printf %s '{}'", GOOD.replace('\n', " ")),
         );
         let look = async |choice| {
             let found = look(&spawner, &worker, choice, Duration::from_secs(5)).await;

@@ -28,6 +28,9 @@ enum Held {
     Host(Rc<Buffer>),
 }
 
+/// Two arrays that belong together, as cosines and sines do.
+type Pair = (Rc<Array>, Rc<Array>);
+
 /// What an execution leaves for its next slice, and one execution for the next.
 pub(super) struct State {
     held: Vec<Option<Held>>,
@@ -35,7 +38,7 @@ pub(super) struct State {
     constants: HashMap<usize, Rc<Array>>,
     prepared: HashMap<(usize, Form), Rc<Prepared>>,
     /// What several nodes of an execution compute from the same values.
-    shared: HashMap<(&'static str, usize, usize), (Rc<Array>, Rc<Array>)>,
+    shared: HashMap<(&'static str, usize, usize), Pair>,
     weights: Rc<RefCell<Weights>>,
 }
 
@@ -267,7 +270,7 @@ impl Cx<'_> {
         a: usize,
         b: usize,
         make: impl FnOnce() -> Result<(Array, Array), DeviceError>,
-    ) -> Result<(Rc<Array>, Rc<Array>), DeviceError> {
+    ) -> Result<Pair, DeviceError> {
         let value = |i: usize| self.value(i).ok_or_else(overflow);
         let key = (what, value(a)?, value(b)?);
         if let Some((x, y)) = self.state.borrow().shared.get(&key) {

@@ -67,11 +67,9 @@ fn casts(call: &Call<'_>) -> bool {
     };
     let half = |d| matches!(d, DType::F16 | DType::BF16);
     let wide = |d: DType| d == DType::F64 || d.is_integer();
-    !from.is_block()
-        && from != DType::C64
-        && !(from.is_float() && to.is_integer())
-        && !(wide(from) && half(to))
-        && has_elements(call)
+    let saturates = from.is_float() && to.is_integer();
+    let rounds_twice = wide(from) && half(to);
+    !from.is_block() && from != DType::C64 && !saturates && !rounds_twice && has_elements(call)
 }
 
 fn cast(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
