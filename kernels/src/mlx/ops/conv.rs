@@ -22,7 +22,8 @@ const MOST_PADDED: i64 = 32;
 /// CPU library (0.32.2) that goes as far as the padding does, also where that is past the end of the result.
 fn single(call: &Call<'_>) -> bool {
     let rank = call.tensor(0).map_or(0, |t| t.shape.rank());
-    let all = |i: usize, is: fn(i64) -> bool| call.ints(i).is_ok_and(|all| all.iter().all(|n| is(*n)));
+    let all =
+        |i: usize, is: fn(i64) -> bool| call.ints(i).is_ok_and(|all| all.iter().all(|n| is(*n)));
     let is_padded_little = |i| all(i, |n| n <= MOST_PADDED);
     let is_plain = all(3, |n| n == 1) && call.int(4).is_ok_and(|groups| groups == 1);
     all_are(call, |d| d == DType::F32)
