@@ -52,8 +52,9 @@ impl SessionId {
             let what = format!("{SESSION_KEY} is not a session's name; OpenSession gives one");
             Error::new(Reason::InvalidArgument, what)
         };
-        let mut parts = text.splitn(3, '.');
-        let (Some(worker), Some(epoch), Some(secret)) = (parts.next(), parts.next(), parts.next())
+        // From the end: a worker's id has dots of its own where it serves aside of another.
+        let mut parts = text.rsplitn(3, '.');
+        let (Some(secret), Some(epoch), Some(worker)) = (parts.next(), parts.next(), parts.next())
         else {
             return Err(wrong());
         };
@@ -108,12 +109,12 @@ impl fmt::Debug for SessionId {
 }
 
 fn check_worker(worker: &str) -> Result<(), Error> {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'_';
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     match (1..=MAX_WORKER).contains(&worker.len()) && worker.bytes().all(plain) {
         true => Ok(()),
         false => Err(Error::new(
             Reason::InvalidArgument,
-            "a worker's id is 1 to 32 letters, digits, - or _",
+            "a worker's id is 1 to 32 letters, digits, -, _ or .",
         )),
     }
 }
@@ -194,6 +195,8 @@ mod tests {
 
     #[test]
     fn names_round_trip_and_nothing_else_is_read() {
+        let aside = SessionId::random("w0.solo12", Epoch(1)).unwrap();
+        assert_eq!(SessionId::parse(&aside.to_string()).unwrap(), aside);
         let id = SessionId::random("w0", Epoch(7)).unwrap();
         assert_eq!(SessionId::parse(&id.to_string()).unwrap(), id);
         assert!(!format!("{id:?}").contains(&id.to_string()[5..]));

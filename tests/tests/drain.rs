@@ -492,6 +492,10 @@ async fn clients_follow_where_the_drain_ends_before_their_streams_do() {
     other.signal_worker(Signal::CONT).await;
     said.hear(&mut follows, usize::MAX).await;
     assert_eq!(follows.returns(), 1);
+    // No host said all of its text, so none vouches for it; what came is compared with the calm stream's itself.
+    let mut calm = calm;
+    let receipt = calm.end.as_mut().unwrap().receipt.as_mut().unwrap();
+    receipt.text_hash.clear();
     said.assert_same(&calm, "followed");
     drop((client, follows));
     host.log_of_end().await;
