@@ -259,6 +259,7 @@ pub(crate) struct DeviceView<'a> {
     cores: &'a [u32],
     path: &'a str,
     problem: &'a str,
+    program: &'a str,
 }
 
 impl<'a> From<&'a v1::Device> for DeviceView<'a> {
@@ -271,6 +272,7 @@ impl<'a> From<&'a v1::Device> for DeviceView<'a> {
             cores: &d.cores,
             path: &d.path,
             problem: &d.problem,
+            program: &d.program,
         }
     }
 }
