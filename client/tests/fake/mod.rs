@@ -454,6 +454,7 @@ impl Control for Fake {
             cores: vec![0, 1],
             path: "avx2".to_owned(),
             problem: String::new(),
+            program: String::new(),
         };
         Ok(Response::new(v1::ListDevicesResponse {
             devices: vec![device],

@@ -67,6 +67,7 @@ impl Worker for WorkerService {
                 cores: info.cores.clone(),
                 path: info.path.clone(),
                 problem: String::new(),
+                program: String::new(),
             }),
             confinement: self.0.confinement().to_string(),
             layers: self.0.confinement().wire(),
