@@ -1,3 +1,5 @@
+//! What programs may say of devices, and how they are looked for.
+
 use proptest::prelude::*;
 
 use super::*;
