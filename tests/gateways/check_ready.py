@@ -1,4 +1,4 @@
-# packages: openai==2.54.0 grpcio==1.76.0 grpcio-reflection==1.76.0
+# packages: grpcio==1.76.0 grpcio-reflection==1.76.0
 """Whether a host serves: what probes, gateways and balancers hear while workers stand still, and while the host drains."""
 import contextlib
 import json
