@@ -159,10 +159,16 @@ class Hotcell:
 
 def readme(cell, client):
     """What README's table says to point a client here, with this Hotcell's addresses."""
+    return readme_all(cell, client)[0]
+
+
+def readme_all(cell, client):
+    """All that stands in code's letters there."""
     text = (pathlib.Path(__file__).resolve().parent.parent.parent / "README.md").read_text()
-    told = re.findall(rf"^\| {re.escape(client)}[^|]*\| `([^`]*)`", text, re.MULTILINE)
+    told = re.findall(rf"^\| {re.escape(client)}[^|]*\|([^|]*)\|$", text, re.MULTILINE)
     assert len(told) == 1, (client, told)
-    return told[0].replace("127.0.0.1:8080", cell.http).replace("127.0.0.1:4100", cell.grpc)
+    lines = re.findall("`([^`]*)`", told[0])
+    return [line.replace("127.0.0.1:8080", cell.http).replace("127.0.0.1:4100", cell.grpc) for line in lines]
 
 
 def in_background(work, *args):
