@@ -18,6 +18,7 @@ import time
 import kubernetes_validate
 import yaml
 
+import certificates
 import hotcell
 import proxied
 
@@ -242,7 +243,7 @@ def check_container(_):
 def check_a_pods_command_serves(_):
     """The flags of the pods of Kubernetes, with places of this machine; and the probes."""
     container = resources(DEPLOY / "kubernetes/base")["DaemonSet", "hotcell"]["spec"]["template"]["spec"]["containers"][0]
-    folder, _ = proxied.secrets()
+    folder, _ = certificates.secrets()
     own = pathlib.Path(tempfile.mkdtemp(prefix="pod-"))
     ports = {"0.0.0.0:4100": f"127.0.0.1:{hotcell.free_port()}", "0.0.0.0:8080": f"127.0.0.1:{hotcell.free_port()}"}
     places = {"/etc/hotcell/tls/tls.crt": f"{folder}/cert.pem", "/etc/hotcell/tls/tls.key": f"{folder}/key.pem",

@@ -5,20 +5,17 @@
 import contextlib
 import http.client
 import json
-import os
 import pathlib
 import ssl
-import tempfile
 import time
 
 import grpc
 
+import certificates
 import hotcell
-import proxied
 import rpc
 
 PROMPT = "In the beginning"
-made = {}
 
 
 def ask(address, path, body=None, headers=None, context=None, timeout=20):
@@ -74,41 +71,24 @@ def check_protocols_that_are_left_out(cell):
     assert all(ask(cell.http, path, body)[0] == 200 for path, body in PATHS.values())
 
 
-def secrets():
-    """An authority of clients, with the certificate and key of one, and another authority's that nobody trusts."""
-    if "clients" not in made:
-        folder = pathlib.Path(tempfile.mkdtemp(prefix="hotcell-clients-"))
-        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-        for authority, name in (("clients", "bob"), ("strangers", "mallory")):
-            proxied.openssl("req", "-x509", *key, "-keyout", f"{folder}/{authority}.key", "-out", f"{folder}/{authority}.pem", "-days", "2", "-subj", f"/CN={authority}")
-            proxied.openssl("req", *key, "-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.csr", "-subj", f"/CN={name}")
-            (folder / "names").write_text(f"subjectAltName=DNS:{name}\nextendedKeyUsage=clientAuth")
-            by = ["-CA", f"{folder}/{authority}.pem", "-CAkey", f"{folder}/{authority}.key", "-CAcreateserial", "-days", "2"]
-            proxied.openssl("x509", "-req", "-in", f"{folder}/{name}.csr", *by, "-extfile", f"{folder}/names", "-out", f"{folder}/{name}.pem")
-        for file in folder.iterdir():
-            file.chmod(0o600)
-        made["clients"] = folder
-    return made["clients"]
-
-
 def trusting(client=None):
     """What a client believes, and which certificate it shows."""
-    context = ssl.create_default_context(cafile=f"{proxied.secrets()[0]}/ca.pem")
+    context = ssl.create_default_context(cafile=f"{certificates.secrets()[0]}/ca.pem")
     context.check_hostname = False
     if client:
-        context.load_cert_chain(f"{secrets()}/{client}.pem", f"{secrets()}/{client}.key")
+        context.load_cert_chain(f"{certificates.clients()}/{client}.pem", f"{certificates.clients()}/{client}.key")
     return context
 
 
 def secure_channel(cell, client=None):
     read = lambda path: pathlib.Path(path).read_bytes()  # noqa: E731
-    own = {} if client is None else {"private_key": read(f"{secrets()}/{client}.key"), "certificate_chain": read(f"{secrets()}/{client}.pem")}
-    credentials = grpc.ssl_channel_credentials(read(f"{proxied.secrets()[0]}/ca.pem"), **own)
+    own = {} if client is None else {"private_key": read(f"{certificates.clients()}/{client}.key"), "certificate_chain": read(f"{certificates.clients()}/{client}.pem")}
+    credentials = grpc.ssl_channel_credentials(read(f"{certificates.secrets()[0]}/ca.pem"), **own)
     return grpc.secure_channel(cell.grpc, credentials, [("grpc.ssl_target_name_override", "hotcell")])
 
 
 def certificate():
-    folder, _ = proxied.secrets()
+    folder, _ = certificates.secrets()
     return ["--tls-cert", f"{folder}/cert.pem", "--tls-key", f"{folder}/key.pem"]
 
 
@@ -135,7 +115,7 @@ def check_tls_at_one_door_only(cell):
 def check_certificates_of_clients(cell):
     """Mutual TLS at both doors: who shows none, or a stranger's, is not let in; who shows one needs no token."""
     own = rpc.Methods(cell)
-    with hotcell.Hotcell(*certificate(), "--tls-client-ca", f"{secrets()}/clients.pem") as other:
+    with hotcell.Hotcell(*certificate(), "--tls-client-ca", f"{certificates.clients()}/clients.pem") as other:
         status, told = ask(other.http, "/v1/completions", {"model": "kjv", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}, context=trusting("bob"))
         assert status == 200 and json.loads(told)["choices"][0]["text"], told
         for client in (None, "mallory"):
@@ -156,7 +136,7 @@ def check_certificates_of_clients(cell):
 
 
 def tokens():
-    folder, token = proxied.secrets()
+    folder, token = certificates.secrets()
     return f"{folder}/tokens.toml", token
 
 
