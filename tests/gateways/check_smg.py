@@ -26,7 +26,7 @@ FLAGS = ["--restart-backoff", "1ms", "--restart-budget", "1000", "--hang-timeout
 class Smg:
     """SMG in front of some hosts. Its retries and its breaker are as it comes."""
 
-    def __init__(self, *cells, policy="round_robin", more=(), scheme="grpc"):
+    def __init__(self, *cells, policy="round_robin", more=()):
         self.cells = cells
         self.port = hotcell.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -39,7 +39,7 @@ class Smg:
         # As README's table says, once for each host.
         line = [hotcell.readme(cell, "SMG").split() for cell in cells]
         assert all(words[:3] == ["smg", "launch", "--worker-urls"] for words in line), line
-        command += ["--worker-urls", *(words[3].replace("grpc:", f"{scheme}:", 1) for words in line)]
+        command += ["--worker-urls", *(words[3] for words in line)]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         # It drains when it is asked to end.

@@ -386,6 +386,7 @@ def checks(start, config, check_config, rows):
 
     def check_worker_killed_in_the_middle(cell):
         both, killed = [cell, second()], []
+        before = sum(c.deaths() for c in both)
         for _ in range(2):
             told = ""
             for number, piece in enumerate(stream(proxy(cell))):
@@ -396,6 +397,8 @@ def checks(start, config, check_config, rows):
             told = text(generate(proxy(cell)), lambda number: kill_busy(both, killed) if number == 5 else None)
             assert told == calm(cell)
         assert len(killed) == 4, killed
+        cell.wait(lambda: sum(c.deaths() for c in both) >= before + 4, 10, "told of four deaths")
+        assert sum(c.deaths() for c in both) == before + 4
         return "4 workers killed, every token there"
 
     def check_host_killed_in_the_middle(cell):
