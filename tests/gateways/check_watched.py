@@ -222,4 +222,26 @@ def check_every_client_of_the_table_is_run(_):
     return f"{len(clients)} clients"
 
 
+def check_the_table_of_checks_is_true(_):
+    """README.md beside this file names checks that there are, for each client something in each column."""
+    folder = pathlib.Path(__file__).resolve().parent
+    known = {p.stem.removeprefix("check_"): set(re.findall(r"def check_(\w+)\(", p.read_text())) for p in folder.glob("check_*.py")}
+    shared = set(re.findall(r"def check_(\w+)\(", (folder / "proxied.py").read_text()))
+    for proxy in ("envoy", "nginx", "haproxy"):
+        known[proxy] |= shared
+    text = (folder / "README.md").read_text()
+    rows = [row.split("|")[2:-1] for row in text.split("| client | script |")[1].split("\n\n")[0].splitlines()[2:]]
+    count = 0
+    for script, *cells in rows:
+        own = script.strip().strip("`")
+        assert len(cells) == 7 and all(cell.strip() for cell in cells), (own, cells)
+        for name in re.findall("`([^`]+)`", " ".join(cells)):
+            where, what = name.split(".") if "." in name else (own, name)
+            assert what in known[where], f"{where} has no check {what}"
+            count += 1
+    named = {script for script in known if f"`{script}`" in text or f"`{script}." in text}
+    assert named == set(known), set(known) - named
+    return f"{count} checks of {len(rows)} clients"
+
+
 hotcell.main(globals())
