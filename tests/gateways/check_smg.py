@@ -267,7 +267,7 @@ def kill_at(cell, smg, at, count=120):
 
     def each(number):
         if number == at:
-            busy = [w for w in cell.workers() if w["running_requests"]]
+            busy = [w for w in cell.workers() if w["running_requests"] and w["pid"]]
             if busy:
                 os.kill(busy[0]["pid"], signal.SIGKILL)
                 killed.append(busy[0]["id"])
@@ -288,7 +288,7 @@ def check_a_worker_killed_in_the_middle(cell):
         if number == 5:
             for host in (cell, second()):
                 for worker in host.workers():
-                    if worker["running_requests"]:
+                    if worker["running_requests"] and worker["pid"]:
                         os.kill(worker["pid"], signal.SIGKILL)
                         killed.append(worker["id"])
 
@@ -308,7 +308,7 @@ def check_a_worker_stopped_in_the_middle(cell):
 
     def each(number):
         if number == 5:
-            stopped.extend(w["pid"] for w in cell.workers() if w["running_requests"])
+            stopped.extend(w["pid"] for w in cell.workers() if w["running_requests"] and w["pid"])
             os.kill(stopped[0], signal.SIGSTOP)
 
     with cell.dies():
