@@ -158,7 +158,8 @@ class Hotcell:
         with urllib.request.urlopen(request, timeout=60) as answer:
             self.wait(lambda: self.running() == branches, 30, "full")
             yield "narrow"
-            assert self.running() == branches, "it was not full all the time"
+            if (now := self.running()) != branches:
+                raise AssertionError(f"it was not full all the time, but has {now}; what filled it ended so: {answer.read()[-600:]}")
             answer.close()
         self.wait(lambda: self.running() == 0, 10, "free")
         self.command("unload", "narrow")
