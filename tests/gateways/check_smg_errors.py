@@ -122,7 +122,8 @@ def check_internal(_):
             while not stop.is_set():
                 with contextlib.suppress(Exception):
                     for worker in other.workers():
-                        if worker["running_requests"]:
+                        # One that is on its way has none yet, and 0 is this script's own group.
+                        if worker["running_requests"] and worker["pid"]:
                             os.kill(worker["pid"], signal.SIGKILL)
 
         join, told = hotcell.in_background(strike), []

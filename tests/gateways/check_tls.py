@@ -1,5 +1,6 @@
 # packages: openai==2.54.0 grpcio==1.76.0 grpcio-reflection==1.76.0
 # programs: openssl
+# quick
 """OpenAI's own client where a host asks for TLS and tokens, as it has to beyond loopback."""
 import ssl
 

@@ -37,7 +37,7 @@ def busy(cell):
             post(cell, "/v1/completions", {"model": "kjv", "prompt": PROMPT, "max_tokens": 20, **body})
         except urllib.error.HTTPError as error:
             assert error.code == 400, error
-    begun = hotcell.in_background(lambda: post(cell, "/v1/completions", {"model": "kjv", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}))
+    begun = hotcell.in_background(lambda: post(cell, "/v1/completions", {"model": "kjv", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}))
     with cell.dies():
         cell.wait(lambda: cell.running() == 1, 10, "running")
         cell.kill_worker()
@@ -126,7 +126,7 @@ def check_opentelemetry(cell):
     assert words[:2] == ["hotcell", "serve"], words
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     with hotcell.Hotcell(*words[2:]) as host:
-        body = {"model": "kjv", "prompt": PROMPT, "max_tokens": 900, "temperature": 0.5, "ignore_eos": True}
+        body = {"model": "kjv", "prompt": PROMPT, "max_tokens": 400, "temperature": 0.5, "ignore_eos": True}
         with host.dies():
             join = hotcell.in_background(lambda: post(host, "/v1/completions", body, traceparent=f"00-{trace}-{parent}-01"))
             host.wait(lambda: host.running() == 1, 10, "running")
@@ -141,7 +141,7 @@ def check_opentelemetry(cell):
         assert root.span_id.hex() == own and root.name == "text_completion kjv", root
         of = attributes(root)
         assert of["gen_ai.operation.name"] == "text_completion" and of["gen_ai.request.model"] == "kjv", of
-        assert of["gen_ai.usage.output_tokens"] == 900 and of["gen_ai.request.max_tokens"] == 900, of
+        assert of["gen_ai.usage.output_tokens"] == 400 and of["gen_ai.request.max_tokens"] == 400, of
         names = [s.name for s in spans]
         assert [s.parent_span_id for s in spans if s.name == "worker"].count(root.span_id) == 2, names
         assert {"admission", "tokenize", "placement", "prefill", "decode"} <= set(names), names

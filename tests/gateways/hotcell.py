@@ -124,8 +124,9 @@ class Hotcell:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))}
 
-    def freed(self, leave, seconds=1.0, model="kjv"):
-        """A line that tells how soon after `leave()`, by which the client of the only request goes, its place is free."""
+    def freed(self, leave, seconds=1.0, tokens=64, model="kjv"):
+        """A line that tells how soon after `leave()`, by which the client of the only request goes, its place is free; in that
+        time no more than so many tokens are made, one a step."""
         busy = [f'hotcell_requests_{state}{{model="{model}"}}' for state in ("running", "waiting")]
         whole = f'hotcell_requests_total{{model="{model}",end="length"}}'
         made = f'hotcell_generated_tokens_total{{model="{model}"}}'
@@ -141,7 +142,9 @@ class Hotcell:
             assert took < seconds, f"its place is not free within {seconds} s of its client's leaving"
             time.sleep(0.002)
         assert now.get(whole) == before.get(whole), "it was over before its client left"
-        return f"free after {took * 1e3:.0f} ms and {now[made] - before[made]:.0f} tokens"
+        steps = now[made] - before[made]
+        assert steps <= tokens, f"{steps:.0f} more tokens were made after its client had left"
+        return f"free after {took * 1e3:.0f} ms and {steps:.0f} tokens"
 
     @contextlib.contextmanager
     def full(self, branches=64):

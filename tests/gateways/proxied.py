@@ -31,9 +31,9 @@ GENERATE = "hotcell.v1.Tokens/Generate"
 made = {}
 
 
-def flags(budget="1000"):
+def flags(budget="1000", delay=None):
     folder, _ = certificates.secrets()
-    return [*FLAGS, "--restart-budget", budget, "--tls-cert", f"{folder}/cert.pem", "--tls-key", f"{folder}/key.pem", "--tokens", f"{folder}/tokens.toml"]
+    return [*FLAGS, *(["--drain-delay", delay] if delay else []), "--restart-budget", budget, "--tls-cert", f"{folder}/cert.pem", "--tls-key", f"{folder}/key.pem", "--tokens", f"{folder}/tokens.toml"]
 
 
 def key():
@@ -464,6 +464,20 @@ def checks(start, config, check_config, rows):
             assert done() > 0
             assert other.process.wait(40) == 0
             return told + "; " + row(front, 20, rows["killed"]) + " after it was gone"
+
+    def check_host_drained_after_notice(cell):
+        """SIGTERM with `--drain-delay`: a host that says for a while that it is not ready, and still serves, is missed by nobody."""
+        with beside(cell, delay="4s") as (front, other):
+            lost(4, grpc_call(front))
+            other.process.send_signal(signal.SIGTERM)
+            began, count, failed = time.monotonic(), 0, []
+            while time.monotonic() < began + 6:
+                for one in WAYS.values():
+                    count += 1
+                    failed += lost(1, one(front))
+            assert other.process.wait(40) == 0
+            assert len(failed) <= rows["killed"], failed
+            return f"lost of {count}: {len(failed)}"
 
     quick = bool(os.environ.get("HOTCELL_QUICK"))
     all_ = {name: check for name, check in locals().items() if name.startswith("check_") and name != "check_config"}
