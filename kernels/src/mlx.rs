@@ -93,6 +93,21 @@ fn works() -> Result<(), DeviceError> {
     }
 }
 
+/// Has MLX (0.32.2) compile nothing on the processor, where it asks a shell for `g++`, has it make a library of C++ in
+/// `/tmp/mlx`, and loads what lies there under a name that anybody can foresee. A confined worker starts no program and opens
+/// no file; where there is no `g++`, MLX computes op by op anyway. So plans have no compiled closures, and what stays of
+/// `compile` for MLX's own ops is off.
+fn without_compiler() -> Result<(), DeviceError> {
+    if !cfg!(target_os = "linux") {
+        return Ok(());
+    }
+    // SAFETY: takes nothing and sets a flag.
+    match unsafe { mlx_sys::mlx_disable_compile() } {
+        0 => Ok(()),
+        _ => Err(DeviceError::NoDevice(ID.to_owned())),
+    }
+}
+
 /// What there is, found without starting a thread: a probe and a worker are not confined yet.
 fn look() -> Result<DeviceInfo, DeviceError> {
     // The first call of all: from now on failures come back instead of ending the process.
@@ -147,11 +162,7 @@ impl MlxBackend {
         }
         // What MLX has no op for runs here, on the same cores.
         let cpu = CpuBackend.open("cpu:0", cores)?;
-        // MLX makes C++ of what it compiles and runs a compiler on it; a confined worker starts no program.
-        if cfg!(target_os = "linux") {
-            // SAFETY: takes nothing and sets a flag.
-            unsafe { mlx_sys::mlx_disable_compile() };
-        }
+        without_compiler()?;
         let device = MlxDevice {
             numerics: format!("{NAME}/{}/{}/r{KERNEL_REVISION}", info.path, version()),
             side: Side {
