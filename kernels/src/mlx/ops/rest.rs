@@ -7,10 +7,7 @@ pub(in crate::mlx) static REST: &[(&str, &str)] = &[
         "arange",
         "MLX adds steps up in the result's dtype, the catalogue multiplies in f64",
     ),
-    (
-        "erf",
-        "near 0 MLX's is exact to the error of 1 only, and its sign of 0 is lost",
-    ),
+    ("erf", "near 0 MLX's is exact to the error of 1 only"),
     ("logical_xor", "MLX has none"),
     (
         "left_shift",
