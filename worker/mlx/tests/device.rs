@@ -583,3 +583,26 @@ fn limits_are_set_and_say_what_they_were() {
         assert!(matches!(wired, Err(DeviceError::Unsupported { .. })));
     }
 }
+
+#[test]
+fn a_call_that_mlx_refuses_comes_back() {
+    let device = open();
+    // SAFETY: the list has as many numbers as it says; the handles are made here and freed once.
+    let status = unsafe {
+        let stream = mlx_sys::mlx_default_cpu_stream_new();
+        let one = mlx_sys::mlx_array_new_float32(1.0);
+        let mut made = mlx_sys::mlx_array_new();
+        let (shape, dtype) = ([-1], mlx_sys::mlx_dtype__MLX_FLOAT32);
+        let status = mlx_sys::mlx_full(&mut made, shape.as_ptr(), 1, one, dtype, stream);
+        mlx_sys::mlx_array_free(made);
+        mlx_sys::mlx_array_free(one);
+        mlx_sys::mlx_stream_free(stream);
+        status
+    };
+    assert_ne!(status, 0);
+    // And the device computes.
+    let graph = sines(1, 8);
+    let (mut plan, output) = bound(&*device, &graph, 8);
+    plan.execute(1).unwrap();
+    assert!((read(&output, 1)[0] - 0.5f32.sin()).abs() < 1e-6);
+}
