@@ -20,7 +20,7 @@ use std::{
 use clap::{Parser, ValueEnum};
 use hotcell_proto::{address::default_socket, ids::ModelName, limits};
 
-pub use parts::{BACKENDS_APART, PackConfig, Timeouts, WorkerConfig};
+pub use parts::{BACKENDS_APART, PackConfig, Timeouts, WorkerConfig, program_apart};
 pub use surroundings::Surroundings;
 pub use values::{
     AllowedUsers, BundledFiles, CollectorAddress, ConfiguredModel, DeviceChoice, Every, KvCache,

@@ -10,20 +10,32 @@ use hotcell_ipc::{
     spawn::{Child, Command, Output, Spawner},
 };
 use hotcell_proto::{
-    limits,
+    PROTOCOL_VERSION, limits,
     v1::{ConfinementLayer, Device, LayerState},
 };
 use serde::Deserialize;
-use tokio::io::AsyncReadExt;
+use tokio::{io::AsyncReadExt, task::JoinSet};
+use tokio_util::task::AbortOnDropHandle;
 
-use crate::config::{BACKENDS_APART, DeviceChoice, WorkerConfig};
+use crate::config::{BACKENDS_APART, DeviceChoice, WorkerConfig, program_apart};
 
 /// Environment variables that a worker gets from ours.
 pub const WORKER_ENVIRONMENT: [&str; 2] = ["RUST_BACKTRACE", "HOTCELL_CPU_PATH"];
 
+/// How long the last words of a probe that ended may take.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// Who a program is. Read first, so that one of another version is called that, whatever else it prints.
+#[derive(Deserialize)]
+struct Speaker {
+    protocol: u32,
+    #[serde(default)]
+    version: String,
+}
+
 #[derive(Deserialize)]
 struct Report {
-    devices: Vec<Found>,
+    devices: Vec<Claimed>,
     #[serde(default)]
     confinement: Vec<Layer>,
 }
@@ -63,7 +75,7 @@ impl Host {
 }
 
 #[derive(Deserialize)]
-struct Found {
+struct Claimed {
     id: String,
     backend: String,
     #[serde(default)]
@@ -103,8 +115,18 @@ pub fn layers(said: impl IntoIterator<Item = ConfinementLayer>) -> Vec<Confineme
 /// # Errors
 /// A sentence about what is wrong with it.
 pub fn parse(printed: &[u8]) -> Result<Host, String> {
-    let report: Report = serde_json::from_slice(printed)
-        .map_err(|e| format!("its output is not the expected JSON: {e}"))?;
+    let unexpected = |e| format!("its output is not the expected JSON: {e}");
+    let speaker: Speaker = serde_json::from_slice(printed).map_err(unexpected)?;
+    if speaker.protocol != PROTOCOL_VERSION {
+        return Err(format!(
+            "it is version {} and speaks protocol {}, this scheduler is version {} and speaks {PROTOCOL_VERSION}; install \
+             both from one release",
+            clip(&speaker.version),
+            speaker.protocol,
+            env!("CARGO_PKG_VERSION"),
+        ));
+    }
+    let report: Report = serde_json::from_slice(printed).map_err(unexpected)?;
     if report.devices.len() > limits::MAX_DEVICES {
         return Err(format!(
             "it found {} devices, more than {}",
@@ -114,12 +136,19 @@ pub fn parse(printed: &[u8]) -> Result<Host, String> {
     }
     let mut devices: Vec<Device> = Vec::new();
     for found in report.devices {
-        let plain = |s: &str| {
-            let allowed = |b: u8| b.is_ascii_alphanumeric() || b == b':' || b == b'-';
-            (1..=32).contains(&s.len()) && s.bytes().all(allowed)
-        };
-        if !plain(&found.id) || !plain(&found.backend) {
-            return Err("a device's id or backend is no plain word".to_owned());
+        let backend = &found.backend;
+        let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'-';
+        if !(1..=24).contains(&backend.len()) || !backend.bytes().all(plain) {
+            return Err("a device's backend is no plain word".to_owned());
+        }
+        let number = found.id.strip_prefix(backend.as_str());
+        let number = number.and_then(|rest| rest.strip_prefix(':'));
+        let digits = |n: &str| (1..=6).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit());
+        if !number.is_some_and(digits) {
+            return Err(format!(
+                "a device of {backend} has the id {:?}, not {backend}:NUMBER",
+                clip(&found.id)
+            ));
         }
         if devices.iter().any(|d| d.id == found.id) {
             return Err(format!("it names device {} twice", found.id));
@@ -135,6 +164,7 @@ pub fn parse(printed: &[u8]) -> Result<Host, String> {
             cores: found.cores,
             path: clip(&found.path),
             problem: String::new(),
+            program: String::new(),
         });
     }
     let said = report.confinement.into_iter().map(|l| ConfinementLayer {
@@ -184,49 +214,111 @@ fn share(whole: &Device, index: usize, count: usize) -> Device {
     }
 }
 
-/// What this host has: the devices of the worker's program and, if it may be any, those of backends with a program of
-/// their own, where that is installed.
-pub async fn look(
-    spawner: &Spawner,
-    worker: &WorkerConfig,
-    choice: DeviceChoice,
-    deadline: Duration,
-) -> Host {
-    let further = async {
-        let mut found = Vec::new();
-        for backend in BACKENDS_APART {
-            let program = worker.program(backend);
-            if choice == DeviceChoice::Auto && program != worker.binary && program.is_file() {
-                found.extend(probe_apart(spawner, &program, backend, deadline).await);
+/// The devices of backends with a program of their own, being looked for. Nobody waits for a program that takes its time:
+/// what it finds comes later, and until then the list says that it is looked for. Dropping it ends the programs.
+#[derive(Debug, Default)]
+pub struct Search {
+    probes: JoinSet<Found>,
+    awaited: Vec<Device>,
+}
+
+/// What one program answered.
+#[derive(Debug)]
+pub struct Found {
+    /// Its name.
+    pub program: String,
+    /// The devices that it serves, or one that says why there is none.
+    pub devices: Vec<Device>,
+}
+
+impl Found {
+    /// Puts its devices in place of those that stood for them; returns those that can be used, and how many of these there
+    /// were before.
+    pub fn settle(self, devices: &mut Vec<Device>) -> (usize, Vec<Device>) {
+        devices.retain(|d| d.program != self.program);
+        let before = devices.iter().filter(|d| d.problem.is_empty()).count();
+        let mut usable = Vec::new();
+        for device in self.devices {
+            if devices.len() >= limits::MAX_DEVICES || devices.iter().any(|d| d.id == device.id) {
+                tracing::warn!(device = device.id, "one device too many");
+                continue;
             }
+            if device.problem.is_empty() {
+                usable.push(device.clone());
+            }
+            devices.push(device);
         }
-        found
-    };
-    let (mut host, further) = tokio::join!(probe(spawner, &worker.binary, deadline), further);
-    for device in further {
-        let known = host.devices.iter().any(|d| d.id == device.id);
-        if !known && host.devices.len() < limits::MAX_DEVICES {
-            host.devices.push(device);
+        (before, usable)
+    }
+}
+
+impl Search {
+    /// Starts the programs that are installed, if it may be any device, but for those of which `known` has devices that can
+    /// be used.
+    pub fn begin(
+        spawner: &Spawner,
+        worker: &WorkerConfig,
+        choice: DeviceChoice,
+        deadline: Duration,
+        known: &[Device],
+    ) -> Self {
+        let mut search = Self::default();
+        for backend in BACKENDS_APART {
+            let (name, path) = (program_apart(backend), worker.apart(backend));
+            let serves = |d: &Device| d.program == name && d.problem.is_empty();
+            // A link to nothing is there as well, and broken.
+            let installed = path != worker.binary && path.symlink_metadata().is_ok();
+            if choice != DeviceChoice::Auto || !installed || known.iter().any(serves) {
+                continue;
+            }
+            let waits = format!("{name} has not said yet whether it can be used");
+            search.awaited.push(broken(backend, &name, &waits));
+            let spawner = spawner.clone();
+            search.probes.spawn(async move {
+                let devices = probe_apart(&spawner, &path, backend, &name, deadline).await;
+                Found {
+                    program: name,
+                    devices,
+                }
+            });
+        }
+        search
+    }
+
+    /// Puts a device into the list for each program that is being asked, in place of what is there of it.
+    pub fn list(&self, devices: &mut Vec<Device>) {
+        for awaited in &self.awaited {
+            let found = Found {
+                program: awaited.program.clone(),
+                devices: vec![awaited.clone()],
+            };
+            found.settle(devices);
         }
     }
-    host
+
+    /// The next program's answer; none once all have answered.
+    pub async fn next(&mut self) -> Option<Found> {
+        loop {
+            match self.probes.join_next().await? {
+                Ok(found) => return Some(found),
+                Err(error) => tracing::error!(%error, "a search for devices broke off"),
+            }
+        }
+    }
 }
 
 /// Runs `binary probe` and returns what it found; one device with a problem if it failed.
 pub async fn probe(spawner: &Spawner, binary: &Path, deadline: Duration) -> Host {
-    match run(spawner, binary, deadline).await {
-        Ok(host) if !host.devices.is_empty() => host,
-        Ok(host) => Host {
-            devices: vec![broken("cpu", "the probe found no device".to_owned())],
-            ..host
-        },
-        Err(problem) => {
-            tracing::warn!(binary = %binary.display(), %problem, "the probe failed");
-            Host {
-                devices: vec![broken("cpu", problem)],
-                ..Host::default()
-            }
-        }
+    let found = run(spawner, binary, deadline).await;
+    let (host, problem) = match found {
+        Ok(host) if !host.devices.is_empty() => return host,
+        Ok(host) => (host, "it found no device".to_owned()),
+        Err(problem) => (Host::default(), problem),
+    };
+    tracing::warn!(binary = %binary.display(), %problem, "the probe failed");
+    Host {
+        devices: vec![broken("cpu", "", &said_by(binary, &problem))],
+        ..host
     }
 }
 
@@ -235,28 +327,40 @@ async fn probe_apart(
     spawner: &Spawner,
     binary: &Path,
     backend: &str,
+    name: &str,
     deadline: Duration,
 ) -> Vec<Device> {
     let problem = match run(spawner, binary, deadline).await {
-        // It speaks for its own backend only: the program of a device is found by it.
-        Ok(mut host) => {
-            host.devices.retain(|d| d.backend == backend);
-            if !host.devices.is_empty() {
-                return host.devices;
+        // It speaks for its own backend only.
+        Ok(host) => match host.devices.iter().find(|d| d.backend != backend) {
+            Some(other) => format!("it claims {}, which is no device of {backend}", other.id),
+            None if host.devices.is_empty() => "it found no device".to_owned(),
+            None => {
+                let served = |device| Device {
+                    program: name.to_owned(),
+                    ..device
+                };
+                return host.devices.into_iter().map(served).collect();
             }
-            "the probe found no device".to_owned()
-        }
+        },
         Err(problem) => problem,
     };
     tracing::warn!(binary = %binary.display(), %problem, "the probe failed");
-    vec![broken(backend, problem)]
+    vec![broken(backend, name, &said_by(binary, &problem))]
 }
 
-fn broken(backend: &str, problem: String) -> Device {
+/// A problem with a program, by its name.
+fn said_by(binary: &Path, problem: &str) -> String {
+    let name = binary.file_name().unwrap_or(binary.as_os_str());
+    format!("{}: {problem}", name.display())
+}
+
+fn broken(backend: &str, program: &str, problem: &str) -> Device {
     Device {
         id: format!("{backend}:0"),
         backend: backend.to_owned(),
-        problem: clip(&problem),
+        problem: clip(problem),
+        program: program.to_owned(),
         ..Device::default()
     }
 }
@@ -266,12 +370,15 @@ async fn run(spawner: &Spawner, binary: &Path, deadline: Duration) -> Result<Hos
         .arg("probe")
         .inherit_env(WORKER_ENVIRONMENT);
     command.stdout = Output::Pipe;
-    let mut child = spawner
-        .spawn(command)
-        .await
-        .map_err(|e| format!("cannot start {}: {e}", binary.display()))?;
-    // Dropping the child on the way out kills it.
-    let printed = tokio::time::timeout(deadline, output(&mut child))
+    let answer = async {
+        let mut child = spawner
+            .spawn(command)
+            .await
+            .map_err(|e| format!("cannot be started: {e}"))?;
+        // Dropping the child on the way out kills it.
+        output(&mut child).await
+    };
+    let printed = tokio::time::timeout(deadline, answer)
         .await
         .map_err(|_| format!("the probe took longer than {deadline:?}"))??;
     parse(&printed).map_err(|e| format!("the probe cannot be believed: {e}"))
@@ -302,7 +409,13 @@ async fn output(child: &mut Child) -> Result<Vec<u8>, String> {
     }
     let status = child.wait().await.map_err(failed)?;
     if !status.success() {
-        let last = log.and_then(|(log, _)| log.lines().pop());
+        let mut last = None;
+        if let Some((log, drained)) = log {
+            // What it said last says why, and may still be in the pipe.
+            let drained = AbortOnDropHandle::new(drained);
+            let _ = tokio::time::timeout(LAST_WORDS, drained).await;
+            last = log.lines().pop();
+        }
         let last = last.map(|l| format!(": {l}")).unwrap_or_default();
         return Err(format!("the probe ended with {status}{last}"));
     }
@@ -310,156 +423,4 @@ async fn output(child: &mut Child) -> Result<Vec<u8>, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    const GOOD: &str = r#"{"devices":[{"id":"cpu:0","backend":"cpu","description":"a\nb","memory_bytes":8,
-        "cores":[0,1,2],"path":"avx512"}]}"#;
-
-    #[test]
-    fn a_report_becomes_devices() {
-        let devices = parse(GOOD.as_bytes()).unwrap().devices;
-        assert_eq!(devices[0].id, "cpu:0");
-        assert_eq!(devices[0].description, "a b");
-    }
-
-    #[test]
-    fn a_host_confines_only_if_the_probe_says_that_nothing_is_missing() {
-        let host = |layers: &str| {
-            let words = GOOD.strip_suffix('}').unwrap();
-            parse(format!("{words},\"confinement\":{layers}}}").as_bytes()).unwrap()
-        };
-        let layer =
-            |name, state| format!(r#"{{"layer":"{name}","state":"{state}","detail":"why"}}"#);
-        let sound = layer("seccomp", "LAYER_STATE_IN_FORCE");
-        let spare = layer("user", "LAYER_STATE_NOT_NEEDED");
-        assert_eq!(host(&format!("[{sound},{spare}]")).unconfined(), None);
-        for state in ["LAYER_STATE_MISSING", "LAYER_STATE_OF_TOMORROW"] {
-            let lacks = host(&format!("[{sound},{}]", layer("landlock", state)));
-            assert_eq!(lacks.unconfined().unwrap(), "without landlock (why)");
-        }
-        assert!(host("[]").unconfined().is_some());
-        let many = vec![sound; 2 * limits::MAX_LAYERS].join(",");
-        assert_eq!(
-            host(&format!("[{many}]")).confinement.len(),
-            limits::MAX_LAYERS
-        );
-    }
-
-    #[test]
-    fn devices_share_the_cores() {
-        let cores = |n| -> Vec<Vec<u32>> {
-            let found = parse(GOOD.as_bytes()).unwrap().devices;
-            let chosen = choose(found, DeviceChoice::Cpu(n));
-            chosen.into_iter().map(|d| d.cores).collect()
-        };
-        assert_eq!(cores(1), [vec![0, 1, 2]]);
-        assert_eq!(cores(2), [vec![0], vec![1, 2]]);
-        assert_eq!(cores(4), [vec![0], vec![1], vec![2], vec![0]]);
-        let found = parse(GOOD.as_bytes()).unwrap().devices;
-        assert_eq!(choose(found.clone(), DeviceChoice::Auto), found);
-    }
-
-    #[test]
-    fn a_report_that_cannot_be_believed_is_refused() {
-        for bad in [
-            "",
-            "{}",
-            "[1]",
-            r#"{"devices":[{"id":"../x","backend":"cpu"}]}"#,
-            r#"{"devices":[{"id":"a","backend":"cpu"},{"id":"a","backend":"cpu"}]}"#,
-        ] {
-            assert!(parse(bad.as_bytes()).is_err(), "{bad}");
-        }
-    }
-
-    #[tokio::test]
-    async fn a_probe_that_fails_or_hangs_is_a_problem_and_nothing_more() {
-        let spawner = Spawner::start().unwrap();
-        let problem = async |program: &str, ms| {
-            let found = probe(&spawner, Path::new(program), Duration::from_millis(ms)).await;
-            found.devices[0].problem.clone()
-        };
-        assert!(
-            problem("/no/such/program", 1000)
-                .await
-                .contains("cannot start")
-        );
-        assert!(problem("/bin/false", 5000).await.contains("exit code 1"));
-        assert!(problem("/bin/echo", 5000).await.contains("believed"));
-        let dir = tempfile::tempdir().unwrap();
-        let hangs = dir.path().join("hangs");
-        script(&hangs, "exec sleep 100");
-        assert!(
-            problem(hangs.to_str().unwrap(), 50)
-                .await
-                .contains("longer")
-        );
-    }
-
-    /// Makes a program of a shell's lines.
-    fn script(path: &Path, lines: &str) {
-        std::fs::write(path, format!("#!/bin/sh\n{lines}\n")).unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(path, mode).unwrap();
-    }
-
-    #[tokio::test]
-    async fn a_backend_with_a_program_of_its_own_costs_its_device_only() {
-        let spawner = Spawner::start().unwrap();
-        let dir = tempfile::tempdir().unwrap();
-        let worker = WorkerConfig {
-            binary: dir.path().join("hotcell-worker"),
-            kv_cache: Default::default(),
-            model_memory: None,
-            log: "info",
-            require_confinement: false,
-            memory: None,
-        };
-        script(
-            &worker.binary,
-            &format!("printf %s '{}'", GOOD.replace('\n', " ")),
-        );
-        let look = async |choice| {
-            let found = look(&spawner, &worker, choice, Duration::from_secs(5)).await;
-            let about = |d: Device| (d.id, d.problem);
-            found.devices.into_iter().map(about).collect::<Vec<_>>()
-        };
-        // Not installed: nothing is missed.
-        assert_eq!(look(DeviceChoice::Auto).await.len(), 1);
-        let apart = worker.program("mlx");
-        script(
-            &apart,
-            "echo 'libmlx.so: cannot open shared object file' >&2; exit 127",
-        );
-        let found = look(DeviceChoice::Auto).await;
-        assert_eq!(found[0], ("cpu:0".to_owned(), String::new()));
-        assert_eq!(found[1].0, "mlx:0");
-        assert!(
-            found[1].1.contains("cannot open shared object"),
-            "{found:?}"
-        );
-        // It speaks for no backend but its own.
-        let both = r#"{"devices":[{"id":"mlx:0","backend":"mlx"},{"id":"cpu:7","backend":"cpu"}]}"#;
-        script(&apart, &format!("echo '{both}'"));
-        let found = look(DeviceChoice::Auto).await;
-        assert_eq!(found[1], ("mlx:0".to_owned(), String::new()));
-        assert_eq!(found.len(), 2);
-        // Who asks for CPU devices gets those.
-        assert_eq!(look(DeviceChoice::Cpu(1)).await.len(), 1);
-    }
-
-    proptest! {
-        #[test]
-        fn no_report_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = parse(&bytes);
-        }
-
-        #[test]
-        fn clipped_words_are_bounded(word in ".{0,400}") {
-            prop_assert!(clip(&word).len() <= limits::MAX_WORD);
-        }
-    }
-}
+mod tests;

@@ -16,6 +16,7 @@ mod guests;
 mod handover;
 mod inspect;
 mod keeper;
+mod late;
 mod launch;
 mod link;
 mod loading;

@@ -15,7 +15,7 @@ use hotcell_proto::{
     v1::{FinishReason, Finished},
 };
 
-/// Upper ends of a histogram's buckets, in seconds.
+/// Upper ends of a histogram's buckets, in its unit.
 pub type Bounds = &'static [f64];
 
 /// Of whole requests and of times to a first token.
@@ -27,13 +27,20 @@ pub const TOKENS: Bounds = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
 ];
 
-/// How often something took how long.
+/// Of tokens in a prompt or an answer.
+pub const LENGTHS: Bounds = &[
+    1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0,
+    65536.0, 131072.0,
+];
+
+/// How often something took how long, in seconds, or was how many.
 #[derive(Debug)]
 pub struct Histogram {
     /// Upper ends of the buckets but the last, which has none.
     pub bounds: Bounds,
     counts: Vec<AtomicU64>,
-    micros: AtomicU64,
+    /// In millionths of its unit.
+    sum: AtomicU64,
 }
 
 impl Histogram {
@@ -41,22 +48,30 @@ impl Histogram {
         Self {
             bounds,
             counts: (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect(),
-            micros: AtomicU64::new(0),
+            sum: AtomicU64::new(0),
         }
     }
 
     /// It took so long, `times` times.
     pub fn observe(&self, took: Duration, times: u64) {
-        let seconds = took.as_secs_f64();
-        let place = self.bounds.partition_point(|&end| end < seconds);
+        let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        self.note(took.as_secs_f64(), micros, times);
+    }
+
+    /// It was so many, once.
+    pub fn observe_count(&self, count: u32) {
+        self.note(f64::from(count), 1_000_000 * u64::from(count), 1);
+    }
+
+    fn note(&self, value: f64, millionths: u64, times: u64) {
+        let place = self.bounds.partition_point(|&end| end < value);
         if let Some(count) = self.counts.get(place) {
             count.fetch_add(times, Ordering::Relaxed);
         }
-        let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-        add(&self.micros, micros.saturating_mul(times));
+        add(&self.sum, millionths.saturating_mul(times));
     }
 
-    /// Of each bucket how often it or one below it was meant, and the sum in seconds.
+    /// Of each bucket how often it or one below it was meant, and the sum in its unit.
     pub fn read(&self) -> (Vec<u64>, f64) {
         let mut all = 0;
         let counts = self.counts.iter().map(|count| {
@@ -64,7 +79,7 @@ impl Histogram {
             all
         });
         let counts = counts.collect();
-        (counts, self.micros.load(Ordering::Relaxed) as f64 / 1e6)
+        (counts, self.sum.load(Ordering::Relaxed) as f64 / 1e6)
     }
 }
 
@@ -89,6 +104,14 @@ pub struct Meter {
     pub first_token: Histogram,
     /// Between tokens.
     pub between: Histogram,
+    /// Between tokens, on average over each request that came to an end.
+    pub each_token: Histogram,
+    /// What requests that came to an end waited, here for a worker and there for their first step.
+    pub queue: Histogram,
+    /// Tokens of their prompts.
+    pub prompt_length: Histogram,
+    /// Tokens of their answers.
+    pub answer_length: Histogram,
     /// From a request's arrival to its end, if it came to one.
     pub whole: Histogram,
     /// From a worker's death to a stream's next event.
@@ -105,6 +128,10 @@ impl Default for Meter {
             continuations: AtomicU64::new(0),
             first_token: Histogram::new(REQUESTS),
             between: Histogram::new(TOKENS),
+            each_token: Histogram::new(TOKENS),
+            queue: Histogram::new(REQUESTS),
+            prompt_length: Histogram::new(LENGTHS),
+            answer_length: Histogram::new(LENGTHS),
             whole: Histogram::new(REQUESTS),
             pause: Histogram::new(REQUESTS),
         }
@@ -127,6 +154,8 @@ impl Meter {
         let usage = finished.usage.unwrap_or_default();
         add(&self.prompt_tokens, u64::from(usage.prompt_tokens));
         add(&self.cached_tokens, u64::from(usage.cached_tokens));
+        self.prompt_length.observe_count(usage.prompt_tokens);
+        self.answer_length.observe_count(usage.generated_tokens);
     }
 
     /// A request failed, for this reason.
@@ -205,6 +234,17 @@ mod tests {
         let (counts, sum) = histogram.read();
         assert_eq!(counts, [2, 4, 5]);
         assert!((sum - 6.251).abs() < 1e-9);
+    }
+
+    #[test]
+    fn counts_are_told_as_they_are() {
+        let histogram = Histogram::new(LENGTHS);
+        for count in [0, 16, 17] {
+            histogram.observe_count(count);
+        }
+        let (counts, sum) = histogram.read();
+        assert_eq!(counts[..4], [1, 1, 2, 3]);
+        assert!((sum - 33.0).abs() < 1e-9);
     }
 
     #[test]

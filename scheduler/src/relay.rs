@@ -5,15 +5,14 @@
 
 mod away;
 mod loss;
+mod times;
 
 use std::{ops::ControlFlow, pin::pin, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::{ModelName, RequestId},
-    v1::{
-        AffectedRequest, Finished, GenerateRequest, Timings, generate_event::Event, prompt::Kind,
-    },
+    v1::{AffectedRequest, Finished, GenerateRequest, generate_event::Event, prompt::Kind},
 };
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -21,6 +20,7 @@ use tonic::Status;
 
 use away::{Away, Leaving, Next, Whereabouts};
 use loss::Loss;
+use times::Times;
 
 use crate::{
     admission::Permit,
@@ -34,7 +34,7 @@ use crate::{
     streams::Streams,
     suspicion::Record,
     text,
-    traces::{self, FIRST_TOKEN, PLACEMENT, Span, TOKENIZE, TOKENS, Value},
+    traces::{self, PLACEMENT, Span, TOKENIZE, TOKENS, Value},
     verdict::{bounded, condemn, verdict, violated},
 };
 
@@ -185,10 +185,7 @@ async fn road(
         out,
         streams,
         meter: fleet.meters.of(&call.model),
-        arrived: Instant::now(),
-        began: Instant::now(),
-        first_token: None,
-        last_token: None,
+        times: Times::new(),
         permit: Some(call.permit),
         record: Record::default(),
         losses: Vec::new(),
@@ -270,10 +267,7 @@ struct Relayed<'a> {
     out: &'a Stream,
     streams: &'a Streams,
     meter: Arc<Meter>,
-    arrived: Instant,
-    began: Instant,
-    first_token: Option<Instant>,
-    last_token: Option<Instant>,
+    times: Times,
     permit: Option<Permit>,
     /// The deaths it ran in.
     record: Record,
@@ -314,9 +308,10 @@ impl Relayed<'_> {
             }
         };
         request.max_tokens = fleet.most_tokens(model, ids.len(), request.max_tokens)?;
-        self.began = Instant::now();
+        self.times.begin();
         // Not before a worker has the model: its bounds come from there.
         let placed = self.first_place(&request, &ids).await?;
+        self.times.placed();
         let bounds = self.bounds()?;
         let given = request.resume.iter().flat_map(|r| &r.generated_ids);
         if let Some(id) = ids.iter().chain(given).find(|&&id| id >= bounds.vocabulary) {
@@ -521,7 +516,7 @@ impl Relayed<'_> {
                     self.fleet.served(&placed.home, journal.request_id());
                     testify_at = journal.generated() + TESTIFY_EVERY;
                 }
-                self.count(tokens);
+                self.times.count(tokens, &self.meter, self.trace);
                 placed.prefilled();
                 placed.generated(tokens);
             }
@@ -535,9 +530,8 @@ impl Relayed<'_> {
                 if let Some(timings) = &finished.timings {
                     traces::timed(part, timings);
                 }
-                if finished.deaths_survived > 0 {
-                    finished.timings = Some(self.timings(finished.timings));
-                }
+                let several = finished.deaths_survived > 0;
+                self.times.finished(&mut finished, several, &self.meter);
                 // Before the client hears of the end, so that it finds its place free when it comes back.
                 drop(placed);
                 self.permit = None;
@@ -548,29 +542,6 @@ impl Relayed<'_> {
                 self.out.writable().await;
             }
         }
-    }
-
-    /// Times of a stream that several workers had: each knows its own part only.
-    fn timings(&self, last: Option<Timings>) -> Timings {
-        let ms = |time: Duration| time.as_secs_f64() * 1e3;
-        let first = self.first_token.unwrap_or_else(Instant::now);
-        Timings {
-            queue_ms: last.map_or(0.0, |t| t.queue_ms),
-            prefill_ms: ms(first - self.began),
-            decode_ms: ms(first.elapsed()),
-        }
-    }
-
-    /// Tokens came.
-    fn count(&mut self, tokens: usize) {
-        let now = Instant::now();
-        if self.first_token.is_none() {
-            self.first_token = Some(now);
-            self.trace.event(&FIRST_TOKEN, []);
-            self.meter.first_token.observe(now - self.arrived, 1);
-        }
-        let after = self.last_token.replace(now).map(|last| now - last);
-        self.meter.generated(tokens, after);
     }
 
     /// Tells the words of a living worker from a death.

@@ -3,10 +3,10 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use hotcell_ipc::{group::Groups, spawn::Spawner};
-use hotcell_proto::v1::EventKind;
+use hotcell_proto::v1::{Device, EventKind};
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
-    time::{Instant, timeout_at},
+    time::{Instant, timeout, timeout_at},
 };
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use tonic_health::server::HealthReporter;
@@ -16,7 +16,7 @@ use crate::{
     audit::Audit,
     config::{Config, ConfiguredModel},
     crash::Crashes,
-    discover,
+    discover::{self, Search},
     elsewhere::DrainTo,
     events::About,
     exit::{Exit, Failure},
@@ -30,6 +30,8 @@ use crate::{
     vault::{self, Source},
 };
 
+/// How long devices that are still looked for hold up the doors, while workers of the others start.
+const SEARCH: Duration = Duration::from_millis(500);
 /// How long clients may take at least to read the last words of their streams.
 const GOODBYE: Duration = Duration::from_secs(1);
 /// How long the last spans may take to be sent.
@@ -92,11 +94,15 @@ pub async fn run(
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot start processes: {e}")))?;
     let choice = format!("{:?}", config.devices);
     let mut confinement = Vec::new();
-    let devices = match left.as_ref().and_then(|left| left.devices(&choice)) {
+    let inherited_devices = left.as_ref().and_then(|left| left.devices(&choice));
+    let known = inherited_devices.as_deref().unwrap_or_default();
+    let patience = config.timeouts.probe;
+    let mut search = Search::begin(&spawner, &config.worker, config.devices, patience, known);
+    let mut devices = match inherited_devices {
         // Its workers say themselves what confines them.
         Some(devices) => devices,
         None => tokio::select! {
-            found = discover::look(&spawner, &config.worker, config.devices, config.timeouts.probe) => {
+            found = discover::probe(&spawner, &config.worker.binary, patience) => {
                 if config.worker.require_confinement && let Some(lacks) = found.unconfined() {
                     return Err(Failure::new(
                         Exit::Unconfined,
@@ -109,12 +115,21 @@ pub async fn run(
             _ = signals.next() => return Ok(()),
         },
     };
-    if devices.iter().all(|d| !d.problem.is_empty()) {
-        let problem = devices.first().map_or("none was found", |d| &d.problem);
-        return Err(Failure::new(
-            Exit::NoDevice,
-            format!("no device can be used: {problem}"),
-        ));
+    search.list(&mut devices);
+    let unusable = |devices: &[Device]| devices.iter().all(|d| !d.problem.is_empty());
+    while unusable(&devices) {
+        let found = tokio::select! {
+            found = search.next() => found,
+            _ = signals.next() => return Ok(()),
+        };
+        let Some(found) = found else {
+            let problems: Vec<_> = devices.iter().map(|d| d.problem.as_str()).collect();
+            return Err(Failure::new(
+                Exit::NoDevice,
+                format!("no device can be used: {}", problems.join("; ")),
+            ));
+        };
+        found.settle(&mut devices);
     }
 
     let takeover = match config.private_fd {
@@ -192,6 +207,8 @@ pub async fn run(
         .map(|heir| (heir.id.clone(), heir.past.epoch))
         .collect();
     fleet.start_with(devices, heirs);
+    // Clients that come back want the devices they had: those that are found in ordinary time are there when they come.
+    let _ = timeout(SEARCH, fleet.expect_devices(search)).await;
     fleet.load_expected(expected);
     fleet.keep_packed();
     if let Some(pace) = config.checks {

@@ -18,7 +18,7 @@ use hotcell_ipc::{
 };
 use tempfile::TempDir;
 
-const PROBED: &str = r#"{"devices":[{"id":"cpu:0","backend":"cpu","cores":[0,1]}]}"#;
+const PROBED: &str = r#"{"protocol":1,"devices":[{"id":"cpu:0","backend":"cpu","cores":[0,1]}]}"#;
 
 /// A folder with a program that passes for a worker: it can be probed, and then does as `serve` says.
 fn house(serve: &str) -> TempDir {

@@ -25,7 +25,7 @@ use hotcell_proto::v1::{ListModelsRequest, ModelInfo, ModelState, control_client
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 const SOON: Duration = Duration::from_secs(30);
-const PROBED: &str = r#"{"devices":[{"id":"cpu:0","backend":"cpu","cores":[0]}]}"#;
+const PROBED: &str = r#"{"protocol":1,"devices":[{"id":"cpu:0","backend":"cpu","cores":[0]}]}"#;
 
 /// A service manager with a store.
 struct Manager {

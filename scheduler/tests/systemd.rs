@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 const SOON: Duration = Duration::from_secs(30);
 const WATCHDOG: Duration = Duration::from_millis(400);
-const PROBED: &str = r#"{"devices":[{"id":"cpu:0","backend":"cpu","cores":[0]}]}"#;
+const PROBED: &str = r#"{"protocol":1,"devices":[{"id":"cpu:0","backend":"cpu","cores":[0]}]}"#;
 
 /// A service manager, and a scheduler that it started, whose worker can be probed and then is silent.
 struct Service {

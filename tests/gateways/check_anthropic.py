@@ -1,9 +1,12 @@
 # packages: anthropic==2.11.0
 # quick
 """Anthropic's own client, unmodified."""
+import json
+
 import anthropic
 
 import hotcell
+import puppet
 
 
 def client(cell):
@@ -54,22 +57,87 @@ def check_errors(cell):
             assert error.body["type"] == "error" and error.body["error"]["message"]
 
 
+TOOLS = [{"name": name, "description": f"To {name}.", "input_schema": {
+    "type": "object", "properties": {what: {"enum": ["Adam", "Eve"]}}, "required": [what], "additionalProperties": False}}
+    for name, what in (("find", "who"), ("count", "what"))]
+
+
+def used(message):
+    return [(b.name, b.input) for b in message.content if b.type == "tool_use"]
+
+
+def check_tools_that_a_model_calls(cell):
+    c = client(cell)
+    with puppet.loaded(cell) as model:
+        asked = {**ASKED, "model": model, "tools": TOOLS}
+        done = c.messages.create(**asked)
+        assert used(done) == puppet.CALLED and done.stop_reason == "tool_use" and len({b.id for b in done.content}) == 2, done
+        with c.messages.stream(**asked) as stream:
+            events = list(stream)
+            final = stream.get_final_message()
+        assert used(final) == puppet.CALLED and final.stop_reason == "tool_use" and final.usage.output_tokens == done.usage.output_tokens, final
+        for index, (_, arguments) in enumerate(puppet.CALLED):
+            pieces = [e.delta.partial_json for e in events if e.type == "content_block_delta" and e.index == index]
+            assert len(pieces) > 1 and json.loads("".join(pieces)) == arguments, pieces
+        raw = [e.type for e in c.messages.create(**asked, stream=True)]
+        one = ["content_block_start", *["content_block_delta"] * len(pieces), "content_block_stop"]
+        assert raw[0] == "message_start" and raw[-2:] == ["message_delta", "message_stop"] and raw[-2 - len(one):-2] == one, raw
+        single = c.messages.create(**asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+        assert [name for name, _ in used(single)] == ["find"], single
+        none = c.messages.create(**asked, tool_choice={"type": "none"})
+        assert not used(none) and none.content[0].text == puppet.SAID and none.stop_reason == "end_turn", none
+        # What came of the calls goes back.
+        results = [{"type": "tool_result", "tool_use_id": b.id, "content": "in Goshen"} for b in done.content]
+        turn = [*ASKED["messages"], {"role": "assistant", "content": [b.model_dump(include={"type", "id", "name", "input"}) for b in done.content]},
+                {"role": "user", "content": results}]
+        assert c.messages.create(**{**ASKED, "model": model, "messages": turn}).content[0].text == puppet.SAID
+    return f"arguments in {len(pieces)} pieces"
+
+
+def check_tools_that_have_to_be_called(cell):
+    for choice, names in [({"type": "any"}, {"find", "count"}), ({"type": "tool", "name": "count"}, {"count"})]:
+        asked = {**ASKED, "max_tokens": 300, "tools": TOOLS, "tool_choice": {**choice, "disable_parallel_tool_use": True}}
+        done = client(cell).messages.create(**asked)
+        (name, arguments), = used(done)
+        assert name in names and set(arguments.values()) <= {"Adam", "Eve"} and done.stop_reason == "tool_use", done
+        with client(cell).messages.stream(**asked) as stream:
+            assert used(stream.get_final_message()) == [(name, arguments)]
+
+
+def check_cancel(cell):
+    stream = client(cell).messages.create(**{**ASKED, "max_tokens": 900, "extra_body": {"temperature": 1}}, stream=True)
+    for event in stream:
+        if event.type == "content_block_delta":
+            return cell.freed(stream.close)
+    raise AssertionError("no text came")
+
+
+def check_overload(cell):
+    with cell.full() as model:
+        for stream in (False, True):
+            try:
+                client(cell).messages.create(**{**ASKED, "model": model}, stream=stream)
+                raise AssertionError("it went through")
+            except anthropic.RateLimitError as error:
+                assert error.status_code == 429 and int(error.response.headers["retry-after"]) > 0, error.response.headers
+                assert error.body["error"]["type"] == "rate_limit_error", error.body
+
+
 def check_worker_killed(cell):
     asked = {**ASKED, "max_tokens": 300}
     whole = client(cell).messages.create(**asked).content[0].text
-    before, text, killed = cell.deaths(), "", False
-    with client(cell).messages.stream(**asked) as stream:
+    text, killed = "", False
+    with cell.dies(), client(cell).messages.stream(**asked) as stream:
         for piece in stream.text_stream:
             text += piece
             if not killed:
                 cell.kill_worker()
                 killed = True
-    assert text == whole
-    cell.wait(lambda: cell.deaths() == before + 1, 10, "told of a death")
+    assert killed and text == whole
 
 
 def check_readme(cell):
     assert eval(hotcell.readme(cell, "Anthropic's"), vars(anthropic)).messages.create(**ASKED).content
 
 
-hotcell.main(globals())
+hotcell.main(globals(), "--queue-timeout", "200ms")

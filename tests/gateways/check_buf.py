@@ -2,7 +2,9 @@
 # quick
 """buf's curl, which knows nothing of Hotcell but what reflection tells."""
 import json
+import os
 import shlex
+import signal
 import subprocess
 
 import hotcell
@@ -73,8 +75,7 @@ def check_stream(cell):
     code, told, error = buf(cell, "/hotcell.v1.Tokens/Generate", asked)
     events = values(told)
     assert code == 0 and "accepted" in events[0] and "finished" in events[-1], (events, error)
-    text = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
-    assert text == cell.command("generate", "--model", "kjv", PROMPT, "--temperature", "0", "--max-tokens", "40").removesuffix("\n")
+    assert text(events) == cell.command("generate", "--model", "kjv", PROMPT, "--temperature", "0", "--max-tokens", "40").removesuffix("\n")
     return f"{len(events)} events"
 
 
@@ -88,21 +89,59 @@ def check_errors(cell):
         assert code != 0 and json.loads(error)["code"] == word and json.loads(error)["message"], (code, told, error)
 
 
+LONG = {"model": "kjv", "prompt": {"text": PROMPT}, "sampling": {"temperature": 0.9}, "seed": 4, "max_tokens": 800, "ignore_eos": True}
+
+
+def check_structured_output(cell):
+    schema = {"type": "object", "properties": {"name": {"enum": ["Adam", "Eve"]}}, "required": ["name"], "additionalProperties": False}
+    asked = {**LONG, "ignore_eos": False, "grammar": {"json_schema": json.dumps(schema)}}
+    code, told, error = buf(cell, "/hotcell.v1.Tokens/Generate", asked)
+    assert code == 0 and json.loads(text(values(told)))["name"] in ("Adam", "Eve"), (told, error)
+
+
+def text(events):
+    return "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+
+
+def check_cancel(cell):
+    """It has no way to leave but to end."""
+    command = ["buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", f"http://{cell.grpc}/hotcell.v1.Tokens/Generate"]
+    process = subprocess.Popen([*command, "-d", json.dumps({**LONG, "max_tokens": 1000})], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def leave():
+        # As it comes from npm it is a script that runs the program.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    try:
+        assert process.stdout.readline()
+        cell.wait(lambda: cell.running() == 1, 10, "running")
+        return cell.freed(leave)
+    finally:
+        if process.poll() is None:
+            leave()
+
+
+def check_overload(cell):
+    with cell.full() as model:
+        code, told, error = buf(cell, "/hotcell.v1.Tokens/Generate", {"model": model, "prompt": {"text": PROMPT}, "max_tokens": 2})
+        assert code != 0 and json.loads(error)["code"] == "resource_exhausted", (told, error)
+
+
 def check_worker_killed(cell):
     """By the time that the stream is over, its worker is another one."""
-    asked = {"model": "kjv", "prompt": {"text": PROMPT}, "sampling": {"temperature": 0.9}, "seed": 4, "max_tokens": 800, "ignore_eos": True}
-
     def generate():
-        code, told, error = buf(cell, "/hotcell.v1.Tokens/Generate", asked)
+        code, told, error = buf(cell, "/hotcell.v1.Tokens/Generate", LONG)
         assert code == 0, error
-        return "".join(event["delta"].get("text", "") for event in values(told) if "delta" in event), told
+        return text(values(told)), told
 
     calm, _ = generate()
-    join = hotcell.in_background(generate)
-    cell.wait(lambda: any(w["running_requests"] for w in cell.workers()), 10, "running")
-    cell.kill_worker()
-    text, told = join()
-    assert text == calm and "survived" in told, "the stream was over before its worker was killed"
+    with cell.dies():
+        join = hotcell.in_background(generate)
+        cell.wait(lambda: cell.running() > 0, 10, "running")
+        cell.kill_worker()
+        said, told = join()
+    assert said == calm and "survived" in told, "the stream was over before its worker was killed"
 
 
 def check_readme(cell):
@@ -110,4 +149,4 @@ def check_readme(cell):
     assert done.returncode == 0 and values(done.stdout)[0]["models"][0]["name"] == "kjv", done
 
 
-hotcell.main(globals())
+hotcell.main(globals(), "--queue-timeout", "200ms")

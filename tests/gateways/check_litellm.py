@@ -34,6 +34,9 @@ def proxy(cell):
         "openai-kjv": json.loads(hotcell.readme(cell, "LiteLLM's proxy")),
         "ollama-kjv": {"model": "ollama_chat/kjv", "api_base": cell.url},
         "anthropic-kjv": {"model": "anthropic/kjv", "api_base": cell.url, "api_key": "none"},
+        "openai-narrow": {"model": "openai/narrow", "api_base": f"{cell.url}/v1", "api_key": "none"},
+        "ollama-narrow": {"model": "ollama_chat/narrow", "api_base": cell.url},
+        "anthropic-narrow": {"model": "anthropic/narrow", "api_base": cell.url, "api_key": "none"},
         "openai-nobody": {"model": "openai/nobody", "api_base": f"{cell.url}/v1", "api_key": "none"},
     }
     config = {
@@ -81,10 +84,6 @@ def told(stream, each=None):
         if each:
             each(number)
     return text
-
-
-def running(cell):
-    return sum(w["running_requests"] for w in cell.workers())
 
 
 def check_chat(cell):
@@ -164,22 +163,35 @@ def check_cancel(cell):
         stream = chat(proxy(cell), model, stream=True, max_tokens=900, temperature=1)
         next(iter(stream))
         stream.close()
-        cell.wait(lambda: running(cell) == 0, 10, f"free of {model}'s request, whose client is gone")
+        cell.wait(lambda: cell.running() == 0, 10, f"free of {model}'s request, whose client is gone")
+
+
+def check_overload(cell):
+    """A model that is full is full behind the proxy, too: 429, and nothing else suffers."""
+    c = proxy(cell)
+    with cell.full():
+        for model in ("openai-narrow", "ollama-narrow", "anthropic-narrow"):
+            for stream in (False, True):
+                try:
+                    told(chat(c, model, max_tokens=2, stream=True)) if stream else chat(c, model, max_tokens=2)
+                    raise AssertionError(f"{model} went through")
+                except openai.APIStatusError as error:
+                    assert error.status_code == 429, (model, stream, error)
+        assert chat(c, "openai-kjv", max_tokens=2).choices[0].message.content
 
 
 def check_worker_killed(cell):
     for model in ("openai-kjv", "ollama-kjv", "anthropic-kjv"):
         asked = {"stream": True, "max_tokens": 300}
         calm = told(chat(proxy(cell), model, **asked))
-        before, killed = cell.deaths(), []
+        killed = []
 
         def strike(number):
             if number == 5:
                 killed.append(cell.kill_worker())
 
-        assert told(chat(proxy(cell), model, **asked), strike) == calm and killed, model
-        cell.wait(lambda: cell.deaths() == before + 1, 10, "told of a death")
-        cell.wait(cell.is_ready, 30, "ready again")
+        with cell.dies():
+            assert told(chat(proxy(cell), model, **asked), strike) == calm and killed, model
 
 
 def check_sixteen_streams_and_a_kill(cell):
@@ -188,13 +200,12 @@ def check_sixteen_streams_and_a_kill(cell):
         return told(chat(proxy(cell), "openai-kjv", **asked))
 
     calm = [one(index) for index in range(16)]
-    before = cell.deaths()
-    joins = [hotcell.in_background(one, index) for index in range(16)]
-    cell.wait(lambda: running(cell) >= 4, 30, "busy")
-    cell.kill_worker()
-    assert [join() for join in joins] == calm
-    cell.wait(lambda: cell.deaths() == before + 1, 10, "told of a death")
+    with cell.dies():
+        joins = [hotcell.in_background(one, index) for index in range(16)]
+        cell.wait(lambda: cell.running() >= 4, 30, "busy")
+        cell.kill_worker()
+        assert [join() for join in joins] == calm
     return "16 streams equal"
 
 
-hotcell.main(globals(), "--restart-backoff", "1ms", "--restart-budget", "1000")
+hotcell.main(globals(), "--restart-backoff", "1ms", "--restart-budget", "1000", "--queue-timeout", "200ms")

@@ -6,6 +6,7 @@ import pathlib
 import queue
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -19,6 +20,7 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))
+import graphs
 import hotcell
 
 PROMPT = "In the beginning"
@@ -170,8 +172,9 @@ def check_a_client_that_leaves_ends_its_request(cell):
     stream = Streaming(cell)
     stream.ask("long", max_tokens=1000)
     stream.next()
-    stream.close(cancel_requests=True)
+    told = cell.freed(lambda: stream.close(cancel_requests=True))
     cell.wait(lambda: failures(cell) == before + 1, 10, "ended")
+    return told
 
 
 def statistics(cell):
@@ -235,15 +238,14 @@ def check_shared_memory(cell):
 def check_a_worker_killed_under_a_stream_is_not_noticed(cell):
     whole = text_of(client(cell).infer("kjv", inputs(max_tokens=200)))
     stream = Streaming(cell)
-    deaths = cell.deaths()
-    stream.ask("calm", empty=True, max_tokens=200)
-    first, error = stream.next()
-    assert error is None, error
-    cell.kill_worker()
-    texts, _ = stream.collect(["calm"])
+    with cell.dies():
+        stream.ask("calm", empty=True, max_tokens=200)
+        first, error = stream.next()
+        assert error is None, error
+        cell.kill_worker()
+        texts, _ = stream.collect(["calm"])
     stream.close()
     assert text_of(first) + texts["calm"] == whole, texts
-    cell.wait(lambda: cell.is_ready() and cell.deaths() == deaths + 1, 30, "back")
 
 
 def check_loads_and_unloads(cell):
@@ -353,9 +355,132 @@ def check_many_at_once(cell):
     return f"{count} responses to {len(ids)} requests"
 
 
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Adam", "Eve"]}}, "required": ["name"], "additionalProperties": False}
+
+
+def check_structured_output(cell):
+    c = client(cell)
+    asked = {"max_tokens": 200, "ignore_eos": False}
+    formats = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA}}
+    for more in ({"guided_json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)}, {"response_format": formats}):
+        told = json.loads(text_of(c.infer("kjv", inputs(**asked, **more))))
+        assert list(told) == ["name"] and told["name"] in ("Adam", "Eve"), (more, told)
+    assert text_of(c.infer("kjv", inputs(**asked, guided_choice=["Adam.", "Eve."]))) in ("Adam.", "Eve.")
+    # As the request's own parameters, which are texts.
+    plain = [text_input("text_input", PROMPT), truth("exclude_input_in_output", True)]
+    for name, value in (("guided_json", json.dumps(SCHEMA)), ("response_format", json.dumps(formats))):
+        told = text_of(c.infer("kjv", plain, parameters={"temperature": 0, "max_tokens": 200, name: value}))
+        assert '"Adam"' in told or '"Eve"' in told, (name, told)
+        assert json.loads(told)["name"] in ("Adam", "Eve"), (name, told)
+    told = text_of(c.infer("kjv", plain, parameters={"temperature": 0, "max_tokens": 20, "guided_choice": '["Adam.", "Eve."]'}))
+    assert told in ("Adam.", "Eve."), told
+    stream = Streaming(cell)
+    stream.ask("json", **asked, guided_json=SCHEMA)
+    texts, _ = stream.collect(["json"])
+    stream.close()
+    assert json.loads(texts["json"])["name"] in ("Adam", "Eve"), texts
+    refused(lambda: c.infer("kjv", inputs(guided_regex="(")), "INVALID_ARGUMENT")
+
+
+def check_overload(cell):
+    c = client(cell)
+    with cell.full() as model:
+        assert "place" in refused(lambda: c.infer(model, inputs(max_tokens=2)), "RESOURCE_EXHAUSTED")
+        stream = Streaming(cell)
+        stream.ask("full", model=model, max_tokens=2)
+        _, error = stream.next()
+        assert error and "place" in error.message(), error
+        # The stream stays for what there is room for.
+        stream.ask("good")
+        assert stream.collect(["good"])[0]["good"]
+        stream.close()
+        refused(lambda: over_http.InferenceServerClient(cell.http).infer(model, http_inputs(True, max_tokens=2)), "429")
+        assert text_of(c.infer("kjv", inputs()))
+
+
+def rows(module, x, binary=None):
+    tensor = module.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x, **({} if binary is None else {"binary_data": binary}))
+    return [tensor]
+
+
+def check_a_saved_graph(cell):
+    """A function of tensors that was saved under a name is a model like any other, in the message or in shared memory."""
+    draw = np.random.default_rng(1)
+    w = draw.standard_normal((32, 32), dtype=np.float32) / 4
+    x = draw.standard_normal((5, 32), dtype=np.float32)
+    c, h = client(cell), over_http.InferenceServerClient(cell.http)
+    with graphs.saved(cell, "layer", graphs.layers(64, 32, 2), w.tobytes()) as name:
+        expected = np.tanh(np.tanh(x @ w) @ w)
+        told = c.get_model_metadata(name)
+        assert [(t.name, t.datatype, list(t.shape)) for t in [*told.inputs, *told.outputs]] == [("x", "FP32", [-1, 32]), ("y", "FP32", [-1, 32])], told
+        assert c.is_model_ready(name) and h.is_model_ready(name)
+        assert name in [m.name for m in c.get_model_repository_index().models]
+        y = c.infer(name, rows(triton, x), request_id="i").as_numpy("y")
+        assert y.shape == (5, 32) and np.allclose(y, expected, atol=1e-5), np.abs(y - expected).max()
+        # However it is asked, the bits are the same; and a row's, whatever comes with it.
+        for binary in (True, False):
+            asked = over_http.InferRequestedOutput("y", binary_data=binary)
+            assert (h.infer(name, rows(over_http, x, binary), outputs=[asked]).as_numpy("y") == y).all(), binary
+        assert (c.infer(name, rows(triton, x[2:3])).as_numpy("y") == y[2:3]).all()
+        stream = Streaming(cell)
+        stream.ask("s", model=name, asked=rows(triton, x))
+        result, error = stream.next()
+        assert error is None and (result.as_numpy("y") == y).all(), error
+        stream.close()
+        key = f"/hotcell-graph-{cell.folder.name}"
+        handle = shm.create_shared_memory_region("graph", key, 4096)
+        try:
+            shm.set_shared_memory_region(handle, [x])
+            c.register_system_shared_memory("graph", key, 4096)
+            asked = [triton.InferInput("x", [5, 32], "FP32")]
+            asked[0].set_shared_memory("graph", x.nbytes)
+            output = triton.InferRequestedOutput("y")
+            output.set_shared_memory("graph", y.nbytes, offset=2048)
+            c.infer(name, asked, outputs=[output])
+            assert (shm.get_contents_as_numpy(handle, np.float32, [5, 32], offset=2048) == y).all()
+            c.unregister_system_shared_memory("graph")
+        finally:
+            shm.destroy_shared_memory_region(handle)
+        before = c.get_inference_statistics(name).model_stats[0].inference_stats.success.count
+        c.infer(name, rows(triton, x))
+        assert c.get_inference_statistics(name).model_stats[0].inference_stats.success.count == before + 1
+        for wrong in (x[:, :31], np.zeros((65, 32), np.float32), np.zeros((0, 32), np.float32)[:, :5], x.reshape(5, 4, 8)):
+            refused(lambda w=wrong: c.infer(name, rows(triton, np.ascontiguousarray(w))), "INVALID_ARGUMENT")
+            refused(lambda w=wrong: h.infer(name, rows(over_http, np.ascontiguousarray(w), True)), "400")
+        wrong = triton.InferInput("x", [5, 32], "INT32")
+        wrong.set_data_from_numpy(np.zeros((5, 32), np.int32))
+        refused(lambda: c.infer(name, [wrong]), "INVALID_ARGUMENT")
+        refused(lambda: c.infer(name, []), "INVALID_ARGUMENT")
+    refused(lambda: c.infer("layer", rows(triton, x)), "NOT_FOUND")
+
+
+def check_a_worker_killed_under_a_saved_graph(cell):
+    """Its call is made again elsewhere, and gives the same bits."""
+    draw = np.random.default_rng(2)
+    w = draw.standard_normal((512, 512), dtype=np.float32) / 16
+    x = draw.standard_normal((1024, 512), dtype=np.float32)
+    c = client(cell)
+    with graphs.saved(cell, "deep", graphs.layers(1024, 512, 60), w.tobytes()) as name:
+        c.infer(name, rows(triton, x[:1]))
+        began = time.monotonic()
+        calm = c.infer(name, rows(triton, x)).as_numpy("y")
+        took = time.monotonic() - began
+        for ask in (lambda: c.infer(name, rows(triton, x)),
+                    lambda: over_http.InferenceServerClient(cell.http).infer(name, rows(over_http, x, True))):
+            with cell.dies():
+                join = hotcell.in_background(ask)
+                time.sleep(took / 3)
+                cell.kill_worker()
+                began = time.monotonic()
+                assert (join().as_numpy("y") == calm).all()
+                assert time.monotonic() - began > took / 3, "the call was over before its worker was killed"
+    return f"a call of {took:.1f} s"
+
+
 def check_readme(cell):
     for door in ("gRPC", "HTTP"):
         assert eval(hotcell.readme(cell, f"Triton's over {door}"), {"tritonclient": tritonclient}).is_model_ready("kjv"), door
 
 
-hotcell.main(globals())
+hotcell.main(globals(), "--queue-timeout", "200ms")

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.request
 
 READY = 60
 
@@ -99,6 +100,61 @@ class Hotcell:
 
     def deaths(self):
         return sum(w["deaths"] for w in self.workers())
+
+    @contextlib.contextmanager
+    def dies(self, times=1):
+        """Within, so many workers are killed, no more and no fewer, and Hotcell tells so."""
+        before = self.deaths()
+        yield
+        self.wait(lambda: self.deaths() >= before + times, 10, f"told of {times} deaths")
+        assert self.deaths() == before + times, (self.deaths(), before, times)
+        self.wait(self.is_ready, 30, "ready again")
+
+    def running(self):
+        """Requests in the workers' batches."""
+        return sum(w["running_requests"] for w in self.workers())
+
+    def metrics(self):
+        """The values of `/metrics`, by name and labels as they stand there."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))}
+
+    def freed(self, leave, seconds=1.0, model="kjv"):
+        """A line that tells how soon after `leave()`, by which the client of the only request goes, its place is free."""
+        busy = [f'hotcell_requests_{state}{{model="{model}"}}' for state in ("running", "waiting")]
+        whole = f'hotcell_requests_total{{model="{model}",end="length"}}'
+        made = f'hotcell_generated_tokens_total{{model="{model}"}}'
+        before = self.metrics()
+        assert sum(before[name] for name in busy) == 1, "it does not run"
+        leave()
+        left = time.monotonic()
+        while True:
+            now = self.metrics()
+            took = time.monotonic() - left
+            if not any(now[name] for name in busy):
+                break
+            assert took < seconds, f"its place is not free within {seconds} s of its client's leaving"
+            time.sleep(0.002)
+        assert now.get(whole) == before.get(whole), "it was over before its client left"
+        return f"free after {took * 1e3:.0f} ms and {now[made] - before[made]:.0f} tokens"
+
+    @contextlib.contextmanager
+    def full(self, branches=64):
+        """Within, the model `narrow`, which is kjv's files again, may have one request at once, and has one. Needs a
+        short `--queue-timeout`."""
+        if "narrow" not in self.command("models"):
+            files = pathlib.Path(__file__).resolve().parent.parent.parent / "deploy" / "models" / "kjv"
+            self.command("load", str(files), "--name", "narrow", "--max-running", str(branches))
+        asked = {"model": "narrow", "prompt": "In the beginning", "max_tokens": 1000, "n": branches, "stream": True, "ignore_eos": True}
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(asked).encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            self.wait(lambda: self.running() == branches, 30, "full")
+            yield "narrow"
+            assert self.running() == branches, "it was not full all the time"
+            answer.close()
+        self.wait(lambda: self.running() == 0, 10, "free")
+        self.command("unload", "narrow")
 
 
 def readme(cell, client):

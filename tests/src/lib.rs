@@ -10,6 +10,7 @@ pub mod conformance;
 pub mod fault;
 pub mod fuzz;
 pub mod hostile;
+pub mod listed;
 pub mod model;
 pub mod onnx;
 pub mod options;

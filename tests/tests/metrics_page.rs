@@ -15,22 +15,25 @@ const HEAD: &str = "# Metrics
 Generated from the table of the scheduler's metrics by `HOTCELL_UPDATE=1 cargo test -p hotcell-tests --test metrics_page`; do
 not edit.
 
-`hotcell serve --http ADDRESS` serves them under `/metrics`. Those that have a name of vLLM's are told under that one as well,
-with the labels `model_name` and `engine` (and `finished_reason` for `end`): one host is one engine. `deploy/grafana/hotcell.json`
-is a dashboard of all of them.
+`hotcell serve --http ADDRESS` serves them under `/metrics`. Those that vLLM (`vllm:`), TGI (`tgi_`), Triton (`nv_`) or
+OpenTelemetry's conventions (`gen_ai_`) have a name for are told under that one as well, with the labels that belong to it:
+`model_name` and `engine` for vLLM (`finished_reason` for `end`, `num_gpu_blocks` for `blocks`), `model` for TGI, `model` and `version` for Triton,
+`gen_ai_request_model` and `gen_ai_provider_name` for OpenTelemetry; one host is one engine. `deploy/grafana/hotcell.json` is a dashboard of all of them.
 
-| name | vLLM's | kind | labels | meaning |
+| name | also | kind | labels | meaning |
 |---|---|---|---|---|
 ";
 
 fn page() -> String {
     let mut page = HEAD.to_owned();
     for row in TABLE {
-        let theirs = row
-            .vllm
-            .map_or_else(|| "-".to_owned(), |name| format!("`{name}`"));
-        let labels = row.labels().iter().map(|label| format!("`{label}`"));
-        let labels = labels.collect::<Vec<_>>().join(", ");
+        let theirs: Vec<_> = row.also.iter().map(|name| format!("`{name}`")).collect();
+        let theirs = match theirs.is_empty() {
+            true => "-".to_owned(),
+            false => theirs.join(", "),
+        };
+        let labels: Vec<_> = (row.labels().iter().map(|l| format!("`{l}`"))).collect();
+        let labels = labels.join(", ");
         let labels = if labels.is_empty() { "-" } else { &labels };
         let (name, kind) = (row.name, row.kind.name());
         writeln!(

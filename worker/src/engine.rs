@@ -23,7 +23,7 @@ use hotcell_kernels::{
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::CacheStatus,
+    v1::{CacheStatus, MemoryUse},
 };
 use tokio::sync::{Semaphore, oneshot};
 
@@ -86,7 +86,7 @@ enum Command {
         task: Task,
     },
     Status {
-        reply: oneshot::Sender<Vec<CacheStatus>>,
+        reply: oneshot::Sender<(Vec<CacheStatus>, Vec<MemoryUse>)>,
     },
     Blocks {
         model: String,
@@ -534,7 +534,12 @@ impl Loop {
                 let status = |(name, batch): (&String, &Batch)| batch.status(name);
                 let mut all: Vec<CacheStatus> = self.models.iter().map(status).collect();
                 all.sort_unstable_by(|a, b| a.model.cmp(&b.model));
-                let _ = reply.send(all);
+                let memory = all.iter().filter_map(|cache| {
+                    let batch = self.models.get(&cache.model)?;
+                    Some(batch.memory(&cache.model))
+                });
+                let memory = memory.flatten().chain(self.tensors.memory()).collect();
+                let _ = reply.send((all, memory));
             }
             Command::Blocks {
                 model,

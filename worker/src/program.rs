@@ -11,6 +11,7 @@ use std::{
 use hotcell_ipc::{blackbox::Writer, socket, transport::Windows};
 use hotcell_kernels::registry::Registry;
 use hotcell_proto::{
+    PROTOCOL_VERSION,
     error::Error,
     ids::Epoch,
     limits,
@@ -77,7 +78,13 @@ fn probe(registry: Registry) -> Exit {
             })
         })
         .collect();
-    let line = serde_json::json!({ "devices": devices, "confinement": confinement }).to_string();
+    let line = serde_json::json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "protocol": PROTOCOL_VERSION,
+        "devices": devices,
+        "confinement": confinement,
+    })
+    .to_string();
     match writeln!(std::io::stdout(), "{line}") {
         Ok(()) => Exit::Ok,
         Err(error) => fail(Exit::Internal, format_args!("cannot print: {error}")),

@@ -259,6 +259,7 @@ pub(crate) struct DeviceView<'a> {
     cores: &'a [u32],
     path: &'a str,
     problem: &'a str,
+    program: &'a str,
 }
 
 impl<'a> From<&'a v1::Device> for DeviceView<'a> {
@@ -271,6 +272,7 @@ impl<'a> From<&'a v1::Device> for DeviceView<'a> {
             cores: &d.cores,
             path: &d.path,
             problem: &d.problem,
+            program: &d.program,
         }
     }
 }
@@ -296,6 +298,25 @@ pub(crate) struct WorkerView<'a> {
     resident_bytes: u64,
     confinement: &'a str,
     caches: Vec<CacheView<'a>>,
+    memory: Vec<MemoryView<'a>>,
+}
+
+/// What a worker holds of one kind, and for which model.
+#[derive(Serialize)]
+pub(crate) struct MemoryView<'a> {
+    kind: &'a str,
+    model: &'a str,
+    bytes: u64,
+}
+
+impl<'a> From<&'a v1::MemoryUse> for MemoryView<'a> {
+    fn from(part: &'a v1::MemoryUse) -> Self {
+        Self {
+            kind: &part.kind,
+            model: &part.model,
+            bytes: part.bytes,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -395,6 +416,7 @@ impl<'a> From<&'a v1::WorkerInfo> for WorkerView<'a> {
             resident_bytes: w.resident_bytes,
             confinement: &w.confinement,
             caches: w.caches.iter().map(CacheView::from).collect(),
+            memory: w.memory.iter().map(MemoryView::from).collect(),
         }
     }
 }

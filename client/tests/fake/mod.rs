@@ -454,6 +454,7 @@ impl Control for Fake {
             cores: vec![0, 1],
             path: "avx2".to_owned(),
             problem: String::new(),
+            program: String::new(),
         };
         Ok(Response::new(v1::ListDevicesResponse {
             devices: vec![device],
@@ -485,6 +486,7 @@ impl Control for Fake {
             resident_bytes: 64 << 20,
             confinement: "no-new-privs, landlock, seccomp".to_owned(),
             last_exit_kind: "signal".to_owned(),
+            memory: Vec::new(),
             layers: vec![
                 layer("user", v1::LayerState::NotNeeded, "root did not start it"),
                 layer(

@@ -2,6 +2,8 @@
 
 use std::{path::PathBuf, time::Duration};
 
+use hotcell_proto::v1::Device;
+
 use super::KvCache;
 
 /// How long things may take.
@@ -50,14 +52,24 @@ pub struct WorkerConfig {
 /// Backends whose native library may be missing or broken: each has a worker's program of its own.
 pub const BACKENDS_APART: [&str; 1] = ["mlx"];
 
+/// The name of the program of one of [`BACKENDS_APART`].
+pub fn program_apart(backend: &str) -> String {
+    format!("hotcell-worker-{backend}")
+}
+
 impl WorkerConfig {
-    /// The program for a backend's devices: for one of [`BACKENDS_APART`] the one of its name beside the others'.
-    pub fn program(&self, backend: &str) -> PathBuf {
-        match BACKENDS_APART.contains(&backend) {
-            true => self
-                .binary
-                .with_file_name(format!("hotcell-worker-{backend}")),
-            false => self.binary.clone(),
+    /// The program of one of [`BACKENDS_APART`], beside the others'.
+    pub fn apart(&self, backend: &str) -> PathBuf {
+        self.binary.with_file_name(program_apart(backend))
+    }
+
+    /// The program that serves a device, which is the one that found it.
+    pub fn program(&self, device: &Device) -> PathBuf {
+        // Devices may come from another program's memory, so that a name is one of ours or none.
+        let mut apart = BACKENDS_APART.iter();
+        match apart.find(|backend| program_apart(backend) == device.program) {
+            Some(backend) => self.apart(backend),
+            None => self.binary.clone(),
         }
     }
 }

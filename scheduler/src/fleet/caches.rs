@@ -1,10 +1,10 @@
-//! What workers have in their caches, as they say when they are asked.
+//! What workers have in their caches and hold, as they say when they are asked.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use hotcell_proto::{
     limits,
-    v1::{CacheStatus, RequestMemory, WorkerInfo},
+    v1::{CacheStatus, MemoryUse, RequestMemory, WorkerInfo},
 };
 use tokio::{task::JoinSet, time::timeout};
 
@@ -16,6 +16,16 @@ const PATIENCE: Duration = Duration::from_millis(200);
 
 /// Kinds of layers of one model, at most; there are two.
 const MOST_KINDS: usize = 8;
+
+/// Kinds of memory. What else a worker speaks of would be a new line of the metrics each time.
+const KINDS: [&str; 6] = [
+    "weights",
+    "packed",
+    "cache",
+    "plans",
+    "tensors",
+    "tensors_kept",
+];
 
 /// A stranger's words, within bounds.
 pub(super) fn believe(caches: Vec<CacheStatus>) -> Vec<CacheStatus> {
@@ -36,14 +46,25 @@ pub(super) fn believe(caches: Vec<CacheStatus>) -> Vec<CacheStatus> {
         .collect()
 }
 
+/// A stranger's words, within bounds.
+pub(super) fn believe_memory(uses: Vec<MemoryUse>) -> Vec<MemoryUse> {
+    let bounded = uses.into_iter().take(KINDS.len() * limits::MAX_MODELS);
+    bounded
+        .filter(|part| KINDS.contains(&part.kind.as_str()))
+        .map(|part| MemoryUse {
+            model: clip(&part.model),
+            ..part
+        })
+        .collect()
+}
+
 impl Fleet {
-    /// All workers, those that have models with what is in their caches.
+    /// All workers, those that serve with what is in their caches and what they hold.
     pub async fn workers_and_caches(&self) -> Vec<WorkerInfo> {
         let links: Vec<_> = {
             let table = self.table();
             let serving = table.workers.iter();
             serving
-                .filter(|(_, slot)| !slot.models.is_empty())
                 .filter_map(|(id, slot)| Some((id.clone(), Arc::clone(slot.serving()?))))
                 .collect()
         };
@@ -51,14 +72,14 @@ impl Fleet {
         for (id, link) in links {
             asked.spawn(async move {
                 let answer = timeout(PATIENCE, link.status()).await;
-                let caches = answer.ok().and_then(Result::ok).unwrap_or_default();
-                (id, believe(caches))
+                let said = answer.ok().and_then(Result::ok).unwrap_or_default();
+                (id, (believe(said.caches), believe_memory(said.memory)))
             });
         }
-        let mut caches: HashMap<_, _> = asked.join_all().await.into_iter().collect();
+        let mut said: HashMap<_, _> = asked.join_all().await.into_iter().collect();
         let mut workers = self.workers();
         for worker in &mut workers {
-            worker.caches = caches.remove(worker.id.as_str()).unwrap_or_default();
+            (worker.caches, worker.memory) = said.remove(worker.id.as_str()).unwrap_or_default();
         }
         workers
     }

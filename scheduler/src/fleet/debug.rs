@@ -8,15 +8,19 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, MemoryUse,
-        NodeShare, TraceHead, TracePiece, WatchSample, WatchedRequest, captured::Kind,
+        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, NodeShare,
+        TraceHead, TracePiece, WatchSample, WatchedRequest, captured::Kind,
         debug_client::DebugClient, guard_event, trace_piece,
     },
 };
 use tokio::time::timeout;
 use tonic::{Status, transport::Channel};
 
-use super::{Fleet, Link, caches::believe as believe_caches, is_broken, words};
+use super::{
+    Fleet, Link,
+    caches::{believe as believe_caches, believe_memory},
+    is_broken, words,
+};
 use crate::{
     audit::{Entry, Who},
     discover::clip,
@@ -27,8 +31,6 @@ const CONNECT: Duration = Duration::from_secs(5);
 
 /// Requests that one worker tells of, at most.
 const REQUESTS: usize = 2 * limits::MAX_WORKER_REQUESTS;
-/// Kinds of memory of one model, at most; there are four.
-const KINDS: usize = 8;
 
 /// A worker's words about what it does, within bounds; about itself the scheduler knows better.
 pub fn believe(said: WatchSample, link: &Link) -> WatchSample {
@@ -44,13 +46,7 @@ pub fn believe(said: WatchSample, link: &Link) -> WatchSample {
                 ..request
             })
             .collect(),
-        memory: (said.memory.into_iter().take(KINDS * limits::MAX_MODELS))
-            .map(|part| MemoryUse {
-                kind: clip(&part.kind),
-                model: clip(&part.model),
-                ..part
-            })
-            .collect(),
+        memory: believe_memory(said.memory),
         nodes: (said.nodes.into_iter().take(limits::MAX_WATCHED_NODES))
             .map(|node| NodeShare {
                 op: clip(&node.op),

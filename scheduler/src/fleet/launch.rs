@@ -250,7 +250,7 @@ impl Processes {
             None => order.device.cores.clone(),
         };
         let cores: Vec<String> = cores.iter().map(u32::to_string).collect();
-        let mut command = Command::new(self.config.program(&order.device.backend))
+        let mut command = Command::new(self.config.program(order.device))
             .arg("serve")
             .arg("--device")
             .arg(&order.device.id)

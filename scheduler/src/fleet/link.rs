@@ -21,8 +21,8 @@ use hotcell_proto::{
     ids::{Layout, ModelName},
     limits,
     v1::{
-        CacheStatus, CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest,
-        HandshakeResponse, JoinRequest, OpenTensorsRequest, StatusRequest, UnloadRequest,
+        CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest, HandshakeResponse,
+        JoinRequest, OpenTensorsRequest, StatusRequest, StatusResponse, UnloadRequest,
         tokens_client::TokensClient, worker_client::WorkerClient,
     },
 };
@@ -482,13 +482,13 @@ impl Link {
         answer.map(tonic::Response::into_inner)
     }
 
-    /// Asks what is in its caches.
+    /// Asks what is in its caches, and what it holds.
     ///
     /// # Errors
     /// Its words, or those about the broken connection.
-    pub async fn status(&self) -> Result<Vec<CacheStatus>, Status> {
+    pub async fn status(&self) -> Result<StatusResponse, Status> {
         let answer = self.control().status(StatusRequest {}).await?;
-        Ok(answer.into_inner().caches)
+        Ok(answer.into_inner())
     }
 
     /// After a stream broke without a typed status: whether the process is lost. Waits for its end to show;

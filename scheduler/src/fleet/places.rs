@@ -27,6 +27,11 @@ impl Fleet {
         self.turns.waiting()
     }
 
+    /// How many of them wait for this model.
+    pub fn waiting_for(&self, model: &str) -> usize {
+        self.turns.waiting_for(model)
+    }
+
     /// Has tenants take turns by these shares, each at least 1, as they are at the time; to be told once. Without them all
     /// have the same.
     pub fn weigh_tenants(&self, weigh: impl Fn(&str) -> u64 + Send + Sync + 'static) {

@@ -213,6 +213,7 @@ impl Slot {
             layers: self.layers.clone(),
             // Known to the worker only.
             caches: Vec::new(),
+            memory: Vec::new(),
         }
     }
 }

@@ -139,6 +139,13 @@ impl Turns {
             .sum()
     }
 
+    /// How many wait for this model.
+    pub(super) fn waiting_for(&self, model: &str) -> usize {
+        let inner = self.inner();
+        let all = inner.tenants.values().flat_map(|of| of.waiting.values());
+        all.filter(|name| name.as_str() == model).count()
+    }
+
     /// Has a place.
     pub(super) fn hold(&self, tenant: &str) -> Held {
         let mut inner = self.inner();

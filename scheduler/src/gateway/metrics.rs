@@ -1,9 +1,9 @@
 //! `/metrics` in Prometheus' text format: under our own names, and under those that dashboards and autoscalers made for
-//! vLLM look for.
+//! vLLM, TGI and Triton look for, and those of OpenTelemetry.
 //!
 //! [`TABLE`] is all there is; the reference page and the dashboard are made from it.
 
-use std::{fmt::Write, sync::atomic::Ordering};
+use std::{collections::BTreeMap, fmt::Write, sync::atomic::Ordering};
 
 use axum::{
     Router,
@@ -54,20 +54,69 @@ enum Read {
     Model(fn(&Model<'_>) -> f64),
     /// A histogram for each model.
     Times(fn(&Meter) -> &Histogram),
+    /// A histogram for each model, of its seconds in milliseconds.
+    Millis(fn(&Meter) -> &Histogram),
     /// One for each model and end.
     Ends,
     /// One for each model and state.
     States,
     /// One for each worker.
     Worker(fn(&WorkerInfo) -> f64),
+    /// One for each worker and kind of memory.
+    Memory,
+    /// Always 1, for each model; its cache is in the labels.
+    Cache,
+    /// Always 0: there are no adapters, and the labels say so.
+    Adapters,
+}
+
+/// Whose names and labels a metric is told with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// Ours.
+    Hotcell,
+    /// vLLM's.
+    Vllm,
+    /// TGI's.
+    Tgi,
+    /// Triton's.
+    Triton,
+    /// That of OpenTelemetry's conventions for generative AI, as Prometheus writes them.
+    GenAi,
+}
+
+impl Dialect {
+    /// Whose name that is.
+    pub fn of(name: &str) -> Self {
+        match name {
+            _ if name.starts_with("vllm:") => Self::Vllm,
+            _ if name.starts_with("tgi_") => Self::Tgi,
+            _ if name.starts_with("nv_") => Self::Triton,
+            _ if name.starts_with("gen_ai_") => Self::GenAi,
+            _ => Self::Hotcell,
+        }
+    }
+
+    /// The label that names the model, and those that are always the same: one host is one engine.
+    fn model(self) -> (&'static str, &'static [(&'static str, &'static str)]) {
+        match self {
+            Self::Hotcell | Self::Tgi => ("model", &[]),
+            Self::Vllm => ("model_name", &[("engine", "0")]),
+            Self::Triton => ("model", &[("version", "1")]),
+            Self::GenAi => (
+                "gen_ai_request_model",
+                &[("gen_ai_provider_name", "hotcell")],
+            ),
+        }
+    }
 }
 
 /// One metric.
 pub struct Row {
-    /// Our name.
+    /// Our name; another's where that counts in another way.
     pub name: &'static str,
-    /// vLLM's, if it has one.
-    pub vllm: Option<&'static str>,
+    /// Others' names for the same.
+    pub also: &'static [&'static str],
     /// How it goes.
     pub kind: Kind,
     /// What it means.
@@ -76,17 +125,32 @@ pub struct Row {
 }
 
 impl Row {
-    /// The labels of its values.
-    pub fn labels(&self) -> &'static [&'static str] {
-        match self.read {
-            Read::Host(_) => &[],
-            Read::Model(_) | Read::Times(_) => &["model"],
-            Read::Ends => &["model", "end"],
-            Read::States => &["model", "state"],
-            Read::Worker(_) => &["worker", "device"],
-        }
+    /// All names.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> {
+        std::iter::once(self.name).chain(self.also.iter().copied())
+    }
+
+    /// The labels of its values under its first name.
+    pub fn labels(&self) -> Vec<&'static str> {
+        let dialect = Dialect::of(self.name);
+        let (model, always) = dialect.model();
+        let of_model = std::iter::once(model).chain(always.iter().map(|(name, _)| *name));
+        let more: &[&str] = match self.read {
+            Read::Host(_) => return Vec::new(),
+            Read::Worker(_) => return vec!["worker", "device"],
+            Read::Memory => return vec!["worker", "device", "kind"],
+            Read::Model(_) | Read::Times(_) | Read::Millis(_) => &[],
+            Read::Ends => &["end"],
+            Read::States => &["state"],
+            Read::Cache => &["block_size", "blocks"],
+            Read::Adapters => &ADAPTERS,
+        };
+        of_model.chain(more.iter().copied()).collect()
     }
 }
+
+/// What vLLM says of adapters.
+const ADAPTERS: [&str; 3] = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"];
 
 /// The states of models, in words.
 const STATES: &[(ModelState, &str)] = &[
@@ -115,12 +179,36 @@ struct Model<'a> {
     info: &'a ModelInfo,
     meter: &'a Meter,
     caches: Vec<&'a CacheStatus>,
+    /// Requests that wait in the scheduler.
+    waiting: usize,
 }
 
 impl Model<'_> {
     fn sum(&self, of: fn(&CacheStatus) -> u64) -> f64 {
         self.caches.iter().map(|cache| of(cache) as f64).sum()
     }
+
+    /// Requests that ended well, or that did not.
+    fn ended(&self, well: bool) -> f64 {
+        let ended = self.meter.ended();
+        let such = ended.iter().filter(|(end, _)| is_success(end) == well);
+        such.map(|(_, count)| *count as f64).sum()
+    }
+}
+
+fn is_success(end: &str) -> bool {
+    matches!(end, "stop" | "length")
+}
+
+/// Blocks for all layers that see everything; those of all kinds where there are none.
+fn whole_blocks(cache: &CacheStatus) -> u64 {
+    let whole = cache.layers.iter().filter(|kind| kind.window == 0);
+    whole.map(|kind| kind.blocks).max().unwrap_or(cache.blocks)
+}
+
+/// A histogram's sum in millionths.
+fn micros(histogram: &Histogram) -> f64 {
+    (histogram.read().1 * 1e6).round()
 }
 
 fn share(part: f64, whole: f64) -> f64 {
@@ -128,11 +216,11 @@ fn share(part: f64, whole: f64) -> f64 {
 }
 
 macro_rules! rows {
-    ($($name:literal $vllm:expr, $kind:ident $help:literal, $read:ident $(($of:expr))?;)*) => {
+    ($($name:literal [$($also:literal),*] $kind:ident $help:literal, $read:ident $(($of:expr))?;)*) => {
         /// Every metric there is.
         pub const TABLE: &[Row] = &[$(Row {
             name: $name,
-            vllm: $vllm,
+            also: &[$($also),*],
             kind: Kind::$kind,
             help: $help,
             read: Read::$read$(($of))?,
@@ -141,75 +229,111 @@ macro_rules! rows {
 }
 
 rows! {
-    "hotcell_requests_running" Some("vllm:num_requests_running"), Gauge "Requests in workers' batches.",
+    "hotcell_requests_running" ["vllm:num_requests_running", "tgi_batch_current_size"] Gauge "Requests in workers' batches.",
         Model(|m| m.sum(|c| c.running));
-    "hotcell_requests_waiting" Some("vllm:num_requests_waiting"), Gauge "Requests that wait in workers for a place in the batch.",
-        Model(|m| m.sum(|c| c.waiting));
-    "hotcell_kv_cache_used_ratio" Some("vllm:kv_cache_usage_perc"), Gauge "Share of the KV cache's blocks that requests have now, 0 to 1.",
+    "hotcell_requests_waiting" ["vllm:num_requests_waiting", "tgi_queue_size", "nv_inference_pending_request_count"] Gauge
+        "Requests that wait for a place in a batch, in the scheduler because every worker is full or in workers.",
+        Model(|m| m.sum(|c| c.waiting) + m.waiting as f64);
+    "hotcell_kv_cache_used_ratio" ["vllm:kv_cache_usage_perc", "nv_trt_llm_kv_cache_block_metrics"] Gauge
+        "Share of the KV cache's blocks that requests have now, 0 to 1.",
         Model(|m| share(m.sum(|c| c.used_blocks), m.sum(|c| c.blocks)));
-    "hotcell_kv_cache_kept_ratio" None, Gauge "Share of the KV cache's blocks that are kept for prompts that begin alike, 0 to 1.",
+    "hotcell_kv_cache_tokens" ["tgi_batch_current_max_tokens"] Gauge "Tokens for which the KV cache has room.",
+        Model(|m| m.sum(|c| whole_blocks(c).saturating_mul(c.block_tokens)));
+    "hotcell_kv_cache_info" ["vllm:cache_config_info"] Gauge "1, with the size of the KV cache in its labels: tokens of a block, and blocks in all workers.",
+        Cache;
+    "vllm:lora_requests_info" [] Gauge "0: adapters are not served, which its labels say.",
+        Adapters;
+    "hotcell_kv_cache_kept_ratio" [] Gauge "Share of the KV cache's blocks that are kept for prompts that begin alike, 0 to 1.",
         Model(|m| share(m.sum(|c| c.kept_blocks), m.sum(|c| c.blocks)));
-    "hotcell_kv_cache_bytes" None, Gauge "Bytes of all blocks of the KV cache.",
+    "hotcell_kv_cache_bytes" [] Gauge "Bytes of all blocks of the KV cache.",
         Model(|m| m.sum(|c| c.bytes));
-    "hotcell_preemptions_total" Some("vllm:num_preemptions_total"), Counter "Requests that were put back for want of cache since their workers loaded the model.",
+    "hotcell_preemptions_total" ["vllm:num_preemptions_total"] Counter "Requests that were put back for want of cache since their workers loaded the model.",
         Model(|m| m.sum(|c| c.preemptions));
-    "hotcell_guessed_tokens_total" None, Counter "Tokens that were guessed (speculative decoding) since the workers loaded the model.",
+    "hotcell_guessed_tokens_total" [] Counter "Tokens that were guessed (speculative decoding) since the workers loaded the model.",
         Model(|m| m.sum(|c| c.guessed_tokens));
-    "hotcell_guessed_right_total" None, Counter "Tokens that were guessed right.",
+    "hotcell_guessed_right_total" [] Counter "Tokens that were guessed right.",
         Model(|m| m.sum(|c| c.guessed_right));
-    "hotcell_prompt_tokens_total" Some("vllm:prompt_tokens_total"), Counter "Tokens of finished requests' prompts.",
+    "hotcell_prompt_tokens_total" ["vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"] Counter "Tokens of finished requests' prompts.",
         Model(|m| m.meter.prompt_tokens.load(Ordering::Relaxed) as f64);
-    "hotcell_prompt_tokens_cached_total" Some("vllm:prefix_cache_hits_total"), Counter "Those of them that a worker had in its cache.",
+    "hotcell_prompt_tokens_cached_total" ["vllm:prefix_cache_hits_total"] Counter "Those of them that a worker had in its cache.",
         Model(|m| m.meter.cached_tokens.load(Ordering::Relaxed) as f64);
-    "hotcell_generated_tokens_total" Some("vllm:generation_tokens_total"), Counter "Tokens that were generated.",
+    "hotcell_generated_tokens_total" ["vllm:generation_tokens_total"] Counter "Tokens that were generated.",
         Model(|m| m.meter.generated_tokens.load(Ordering::Relaxed) as f64);
-    "hotcell_requests_total" Some("vllm:request_success_total"), Counter "Requests that ended, by how: stop, length, or the reason of the error.",
+    "hotcell_requests_total" ["vllm:request_success_total"] Counter "Requests that ended, by how: stop, length, or the reason of the error.",
         Ends;
-    "hotcell_first_token_seconds" Some("vllm:time_to_first_token_seconds"), Histogram "From a request's arrival to its first token.",
+    "nv_inference_request_success" ["nv_inference_count", "tgi_request_success"] Counter "Requests that ended well.",
+        Model(|m| m.ended(true));
+    "nv_inference_request_failure" [] Counter "Requests that failed, those that were cancelled included.",
+        Model(|m| m.ended(false));
+    "tgi_request_count" [] Counter "Requests that ended, well or not.",
+        Model(|m| m.ended(true) + m.ended(false));
+    "hotcell_request_queue_seconds" ["vllm:request_queue_time_seconds", "tgi_request_queue_duration"] Histogram
+        "What a request that finished had waited: for a worker, and there for its first step.",
+        Times(|m| &m.queue);
+    "nv_inference_queue_duration_us" [] Counter "The same together, in microseconds.",
+        Model(|m| micros(&m.meter.queue));
+    "hotcell_first_token_seconds" ["vllm:time_to_first_token_seconds", "gen_ai_server_time_to_first_token_seconds"] Histogram "From a request's arrival to its first token.",
         Times(|m| &m.first_token);
-    "hotcell_inter_token_seconds" Some("vllm:inter_token_latency_seconds"), Histogram "Between tokens of a request.",
+    "nv_inference_first_response_histogram_ms" [] Histogram "The same in milliseconds.",
+        Millis(|m| &m.first_token);
+    "hotcell_inter_token_seconds"
+        ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds", "gen_ai_server_time_per_output_token_seconds"] Histogram "Between tokens of a request.",
         Times(|m| &m.between);
-    "hotcell_request_seconds" Some("vllm:e2e_request_latency_seconds"), Histogram "From a request's arrival to its end, if it finished.",
+    "hotcell_request_token_seconds" ["vllm:request_time_per_output_token_seconds", "tgi_request_mean_time_per_token_duration"] Histogram
+        "Between tokens of a request that finished, on average over it.",
+        Times(|m| &m.each_token);
+    "hotcell_request_seconds"
+        ["vllm:e2e_request_latency_seconds", "tgi_request_duration", "gen_ai_server_request_duration_seconds"] Histogram "From a request's arrival to its end, if it finished.",
         Times(|m| &m.whole);
-    "hotcell_model_state" None, Gauge "1 for the state that the model is in, 0 for the others.",
+    "nv_inference_request_duration_us" [] Counter "The same together, in microseconds.",
+        Model(|m| micros(&m.meter.whole));
+    "hotcell_request_prompt_tokens" ["vllm:request_prompt_tokens", "tgi_request_input_length"] Histogram "Tokens of a finished request's prompt.",
+        Times(|m| &m.prompt_length);
+    "hotcell_request_generated_tokens" ["vllm:request_generation_tokens", "tgi_request_generated_tokens"] Histogram
+        "Tokens that a finished request was answered with.",
+        Times(|m| &m.answer_length);
+    "hotcell_model_state" [] Gauge "1 for the state that the model is in, 0 for the others.",
         States;
-    "hotcell_model_workers" None, Gauge "Workers that have the model and serve.",
+    "hotcell_model_workers" [] Gauge "Workers that have the model and serve.",
         Model(|m| m.info.workers.len() as f64);
-    "hotcell_model_requests" None, Gauge "Requests for the model that are under way, those that wait included.",
+    "hotcell_model_requests" [] Gauge "Requests for the model that are under way, those that wait included.",
         Model(|m| f64::from(m.info.running_requests));
-    "hotcell_model_memory_bytes" None, Gauge "What the model takes on one device, by a dry run; 0 before that is known.",
+    "hotcell_model_memory_bytes" [] Gauge "What the model takes on one device, by a dry run; 0 before that is known.",
         Model(|m| m.info.memory_bytes as f64);
-    "hotcell_continuations_total" None, Counter "Times that a stream went on after its worker's death.",
+    "hotcell_continuations_total" [] Counter "Times that a stream went on after its worker's death.",
         Model(|m| m.meter.continuations.load(Ordering::Relaxed) as f64);
-    "hotcell_continuation_pause_seconds" None, Histogram "From a worker's death to the next event of a stream that ran on it.",
+    "hotcell_continuation_pause_seconds" [] Histogram "From a worker's death to the next event of a stream that ran on it.",
         Times(|m| &m.pause);
-    "hotcell_workers_ready" None, Gauge "Workers that serve.",
+    "hotcell_workers_ready" [] Gauge "Workers that serve.",
         Host(|s| s.workers.iter().filter(|w| w.state() == WorkerState::Ready).count() as f64);
-    "hotcell_requests_inside" None, Gauge "Requests that the scheduler has let in and not answered yet.",
+    "hotcell_requests_inside" [] Gauge "Requests that the scheduler has let in and not answered yet.",
         Host(|s| s.inside as f64);
-    "hotcell_requests_queued" None, Gauge "Requests that wait in the scheduler because every worker is full.",
+    "hotcell_requests_queued" [] Gauge "Requests that wait in the scheduler because every worker is full.",
         Host(|s| s.waiting as f64);
-    "hotcell_tensor_sessions" None, Gauge "Tensor sessions that are open.",
+    "hotcell_tensor_sessions" [] Gauge "Tensor sessions that are open.",
         Host(|s| s.sessions as f64);
-    "hotcell_handed_over_total" None, Counter "Streams that another host took over while this one drained.",
+    "hotcell_handed_over_total" [] Counter "Streams that another host took over while this one drained.",
         Host(|s| s.handed.0 as f64);
-    "hotcell_handover_refusals_total" None, Counter "Times that the other host did not take a stream over, or could not go on with it.",
+    "hotcell_handover_refusals_total" [] Counter "Times that the other host did not take a stream over, or could not go on with it.",
         Host(|s| s.handed.1 as f64);
-    "hotcell_uptime_seconds" None, Gauge "Since the scheduler began.",
+    "hotcell_uptime_seconds" [] Gauge "Since the scheduler began.",
         Host(|s| s.uptime);
-    "hotcell_spans_sent_total" None, Counter "Spans of traces that the collector took.",
+    "hotcell_spans_sent_total" [] Counter "Spans of traces that the collector took.",
         Host(|s| s.spans_sent as f64);
-    "hotcell_spans_dropped_total" None, Counter "Spans that were dropped, because the collector did not take them or too many waited.",
+    "hotcell_spans_dropped_total" [] Counter "Spans that were dropped, because the collector did not take them or too many waited.",
         Host(|s| s.spans_dropped as f64);
-    "hotcell_worker_up" None, Gauge "1 if the worker serves, 0 if not.",
+    "hotcell_worker_up" [] Gauge "1 if the worker serves, 0 if not.",
         Worker(|w| f64::from(u8::from(w.state() == WorkerState::Ready)));
-    "hotcell_worker_deaths_total" None, Counter "Times that a worker of this place died.",
+    "hotcell_worker_deaths_total" [] Counter "Times that a worker of this place died.",
         Worker(|w| f64::from(w.deaths));
-    "hotcell_worker_epoch" None, Gauge "How many processes this place has had.",
+    "hotcell_worker_epoch" [] Gauge "How many processes this place has had.",
         Worker(|w| w.epoch as f64);
-    "hotcell_worker_resident_bytes" None, Gauge "Memory of the worker's process, weights that it shares included.",
+    "hotcell_worker_resident_bytes" [] Gauge "Memory of the worker's process, weights that it shares included.",
         Worker(|w| w.resident_bytes as f64);
-    "hotcell_worker_outstanding_tokens" None, Gauge "Tokens that the worker still has to compute.",
+    "hotcell_worker_memory_bytes" [] Gauge
+        "What the worker holds, by kind: weights and packed (mapped, shared by workers), cache, plans, tensors (of sessions), tensors_kept (freed by them).",
+        Memory;
+    "hotcell_worker_outstanding_tokens" [] Gauge "Tokens that the worker still has to compute.",
         Worker(|w| w.outstanding_tokens as f64);
 }
 
@@ -232,18 +356,27 @@ fn braced(labels: &[(&str, &str)]) -> String {
     format!("{{{}}}", all.collect::<Vec<_>>().join(","))
 }
 
-/// A model's labels under a name of ours or of vLLM's.
-fn model_labels(theirs: bool, model: &str) -> Vec<(&'static str, &str)> {
-    match theirs {
-        // One host is one engine.
-        true => vec![("model_name", model), ("engine", "0")],
-        false => vec![("model", model)],
+/// A model's labels under one of a row's names.
+fn model_labels<'a>(name: &str, model: &'a str) -> Vec<(&'static str, &'a str)> {
+    let (label, always) = Dialect::of(name).model();
+    let mut labels = vec![(label, model)];
+    labels.extend(always);
+    if name == "nv_trt_llm_kv_cache_block_metrics" {
+        labels.push(("kv_cache_block_type", "fraction"));
     }
+    labels
 }
 
-fn histogram(to: &mut String, name: &str, labels: &[(&str, &str)], values: &Histogram) {
+/// In its unit, of which each is so many of the name's.
+fn histogram(
+    to: &mut String,
+    name: &str,
+    labels: &[(&str, &str)],
+    (values, each): (&Histogram, f64),
+) {
     let (counts, sum) = values.read();
-    let ends = values.bounds.iter().map(f64::to_string);
+    let sum = sum * each;
+    let ends = values.bounds.iter().map(|end| (end * each).to_string());
     for (count, end) in counts.iter().zip(ends.chain(["+Inf".to_owned()])) {
         let mut labels = labels.to_vec();
         labels.push(("le", &end));
@@ -256,55 +389,109 @@ fn histogram(to: &mut String, name: &str, labels: &[(&str, &str)], values: &Hist
 }
 
 fn write_row(to: &mut String, row: &Row, name: &str, seen: &Seen, models: &[(String, Model<'_>)]) {
-    let theirs = name != row.name;
+    let dialect = Dialect::of(name);
     let _ = writeln!(to, "# HELP {name} {}", row.help);
     let _ = writeln!(to, "# TYPE {name} {}", row.kind.name());
+    let mut told = |labels: &[(&str, &str)], value: f64| {
+        let _ = writeln!(to, "{name}{} {value}", braced(labels));
+    };
     match &row.read {
-        Read::Host(value) => {
-            let _ = writeln!(to, "{name} {}", value(seen));
-        }
+        Read::Host(value) => told(&[], value(seen)),
         Read::Model(value) => {
             for (model, values) in models {
-                let labels = braced(&model_labels(theirs, model));
-                let _ = writeln!(to, "{name}{labels} {}", value(values));
+                told(&model_labels(name, model), value(values));
             }
         }
         Read::Times(of) => {
             for (model, values) in models {
-                histogram(to, name, &model_labels(theirs, model), of(values.meter));
+                histogram(
+                    to,
+                    name,
+                    &model_labels(name, model),
+                    (of(values.meter), 1.0),
+                );
+            }
+        }
+        Read::Millis(of) => {
+            for (model, values) in models {
+                histogram(
+                    to,
+                    name,
+                    &model_labels(name, model),
+                    (of(values.meter), 1e3),
+                );
             }
         }
         Read::Ends => {
+            let label = match dialect {
+                Dialect::Vllm => "finished_reason",
+                _ => "end",
+            };
             for (model, values) in models {
                 for (end, count) in values.meter.ended() {
-                    let successful = matches!(end, "stop" | "length");
-                    if theirs && !successful {
+                    if dialect == Dialect::Vllm && !is_success(end) {
                         continue;
                     }
-                    let mut labels = model_labels(theirs, model);
-                    labels.push((if theirs { "finished_reason" } else { "end" }, end));
-                    let _ = writeln!(to, "{name}{} {count}", braced(&labels));
+                    let mut labels = model_labels(name, model);
+                    labels.push((label, end));
+                    told(&labels, count as f64);
                 }
             }
         }
         Read::States => {
             for (model, values) in models {
                 for (state, word) in STATES {
-                    let mut labels = model_labels(theirs, model);
+                    let mut labels = model_labels(name, model);
                     labels.push(("state", word));
-                    let now = u8::from(values.info.state() == *state);
-                    let _ = writeln!(to, "{name}{} {now}", braced(&labels));
+                    told(&labels, f64::from(u8::from(values.info.state() == *state)));
                 }
+            }
+        }
+        Read::Cache => {
+            for (model, values) in models {
+                let size = values.caches.first().map_or(0, |c| c.block_tokens);
+                let (size, blocks) = (size.to_string(), values.sum(whole_blocks).to_string());
+                let many = match dialect {
+                    Dialect::Vllm => "num_gpu_blocks",
+                    _ => "blocks",
+                };
+                let mut labels = model_labels(name, model);
+                labels.extend([("block_size", &size[..]), (many, &blocks)]);
+                told(&labels, 1.0);
+            }
+        }
+        Read::Adapters => {
+            for (model, _) in models {
+                let mut labels = model_labels(name, model);
+                labels.extend(ADAPTERS.iter().zip(["0", "", ""]).map(|(k, v)| (*k, v)));
+                told(&labels, 0.0);
             }
         }
         Read::Worker(value) => {
             for worker in &seen.workers {
-                let device = worker.lease.as_ref().map_or("", |l| l.device.as_str());
-                let labels = braced(&[("worker", &worker.id), ("device", device)]);
-                let _ = writeln!(to, "{name}{labels} {}", value(worker));
+                told(&worker_labels(worker), value(worker));
+            }
+        }
+        Read::Memory => {
+            for worker in &seen.workers {
+                let mut kinds: BTreeMap<&str, u64> = BTreeMap::new();
+                for part in &worker.memory {
+                    let sum = kinds.entry(&part.kind).or_default();
+                    *sum = sum.saturating_add(part.bytes);
+                }
+                for (kind, bytes) in kinds {
+                    let mut labels = worker_labels(worker).to_vec();
+                    labels.push(("kind", kind));
+                    told(&labels, bytes as f64);
+                }
             }
         }
     }
+}
+
+fn worker_labels(worker: &WorkerInfo) -> [(&str, &str); 2] {
+    let device = worker.lease.as_ref().map_or("", |l| l.device.as_str());
+    [("worker", &worker.id), ("device", device)]
 }
 
 /// `GET /metrics`.
@@ -333,12 +520,13 @@ async fn metrics(State(shared): State<Shared>) -> Response {
                 info,
                 meter: meter.map_or(&idle, |(_, meter)| meter),
                 caches: caches.filter(|c| c.model == info.name).collect(),
+                waiting: shared.fleet.waiting_for(&info.name),
             },
         ));
     }
     let mut text = String::new();
     for row in TABLE {
-        for name in [Some(row.name), row.vllm].into_iter().flatten() {
+        for name in row.names() {
             write_row(&mut text, row, name, &seen, &models);
         }
     }
@@ -356,15 +544,17 @@ mod tests {
     fn names_are_the_formats_and_each_is_there_once() {
         let mut names = std::collections::BTreeSet::new();
         for row in TABLE {
-            for name in [Some(row.name), row.vllm].into_iter().flatten() {
+            for name in row.names() {
                 assert!(names.insert(name), "{name} twice");
                 let plain =
                     |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_' || c == ':';
                 assert!(name.chars().all(plain), "{name}");
             }
-            assert_eq!(
-                row.name.ends_with("_total"),
-                row.kind == Kind::Counter,
+            // Others have habits of their own.
+            let ours = Dialect::of(row.name) == Dialect::Hotcell;
+            let counts = row.kind == Kind::Counter;
+            assert!(
+                !ours || row.name.ends_with("_total") == counts,
                 "{}",
                 row.name
             );
@@ -377,11 +567,17 @@ mod tests {
         let meter = Meter::default();
         meter.pause.observe(Duration::from_millis(20), 2);
         let mut text = String::new();
-        histogram(&mut text, "x", &[("model", "a\"b")], &meter.pause);
+        histogram(&mut text, "x", &[("model", "a\"b")], (&meter.pause, 1.0));
         assert!(
             text.contains("x_bucket{model=\"a\\\"b\",le=\"0.025\"} 2\n"),
             "{text}"
         );
+        text.clear();
+        histogram(&mut text, "nv_ms", &[], (&meter.pause, 1e3));
+        assert!(text.contains("nv_ms_bucket{le=\"25\"} 2\n"), "{text}");
+        assert!(text.contains("nv_ms_sum 40\n"), "{text}");
+        text.clear();
+        histogram(&mut text, "x", &[("model", "a\"b")], (&meter.pause, 1.0));
         assert!(
             text.contains("le=\"+Inf\"} 2\n") && text.ends_with("x_count{model=\"a\\\"b\"} 2\n")
         );

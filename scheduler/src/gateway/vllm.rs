@@ -108,6 +108,7 @@ impl Engine {
             // The first request has it loaded.
             Ok(model) if model.state() == ModelState::Asleep => None,
             Ok(model) if model.workers.is_empty() => Some("no worker is ready"),
+            Ok(_) if !self.shared.fleet.can_step() => Some("all workers stand still"),
             Ok(_) => None,
             Err(_) => Some("no model is ready"),
         }

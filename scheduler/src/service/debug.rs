@@ -221,7 +221,7 @@ impl Debug for Service {
             let Some(capture_request::Which::RequestId(id)) = &asked.which else {
                 return Err(error.into());
             };
-            let id = RequestId::new(id.as_str()).map_err(Error::from)?;
+            let id = RequestId::new(id.as_str())?;
             self.0
                 .streams
                 .find(&id, &Caller::of(request.extensions()))?;

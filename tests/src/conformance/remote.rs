@@ -82,6 +82,18 @@ impl Remote {
         self.cluster.scheduler.log()
     }
 
+    /// Ids of the devices that it may be on.
+    ///
+    /// # Errors
+    /// When the scheduler does not answer.
+    pub fn devices(&self) -> Result<Vec<String>> {
+        let devices = self.runtime.block_on(async {
+            let client = self.cluster.client().await?;
+            anyhow::Ok(client.devices().await?)
+        })?;
+        Ok(devices.into_iter().map(|d| d.id).collect())
+    }
+
     fn request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         request

@@ -24,7 +24,9 @@ async fn a_watcher_sees_steps_requests_memory_and_where_plans_are() {
         assert_eq!(sample.worker, "w0");
         assert!(sample.span_ms >= 90.0, "{}", sample.span_ms);
         let took = sample.steps.unwrap();
-        assert!(took.computing_ms <= took.busy_ms && took.busy_ms <= sample.span_ms + 50.0);
+        // The first of them may have begun before.
+        let most = sample.span_ms + took.max_ms + 5.0;
+        assert!(took.computing_ms <= took.busy_ms && took.busy_ms <= most);
         assert!(took.p50_ms <= took.p99_ms && took.p99_ms <= took.max_ms);
         assert_eq!(took.missed, 0);
         (drawn, steps) = (drawn + took.drawn, steps + took.count);

@@ -3,17 +3,14 @@
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 use std::{
-    collections::BTreeMap,
     fs,
     os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 use hotcell_client::{Client, Completion, Event, GenerateOptions, Generation, Prompt, v1};
-use hotcell_tests::{
-    cluster::{Cluster, all_have, binaries, kjv, signal_pid},
-    conformance::{Remote, cases},
-};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -72,7 +69,7 @@ async fn mlx_alone_draws_what_the_processor_draws_and_says_that_it_need_not() {
         .unwrap()
         .remove(0);
     assert_eq!((device.id.as_str(), device.problem.as_str()), ("mlx:0", ""));
-    assert!(device.description.starts_with("MLX 0.32"), "{device:?}");
+    assert!(device.description.starts_with("MLX 0.32.2 ("), "{device:?}");
     assert!(
         ["cpu", "metal"].contains(&device.path.as_str()),
         "{device:?}"
@@ -84,14 +81,55 @@ async fn mlx_alone_draws_what_the_processor_draws_and_says_that_it_need_not() {
     assert_eq!(ours.token_ids, theirs.token_ids);
     assert_eq!(ours.text, theirs.text);
     let (ours, theirs) = (class(&ours.accepted), class(&theirs.accepted));
-    assert!(
-        ours.id.starts_with("mlx/") && !ours.reproducible,
-        "{ours:?}"
-    );
+    // Device kind, the library's version, ours, the weights and how the cache is stored.
+    let whole = format!("mlx/{}/0.32.2/r", device.path);
+    assert!(ours.id.starts_with(&whole), "{ours:?}");
+    let weights = format!("/w:{}/kv:f32", ours.model_hash);
+    assert!(ours.id.ends_with(&weights), "{ours:?}");
+    assert!(!ours.reproducible, "{ours:?}");
     assert!(
         theirs.id.starts_with("cpu/") && theirs.reproducible,
         "{theirs:?}"
     );
+}
+
+/// The devices, once MLX's program has said what is with it.
+async fn devices(client: &Client) -> Vec<v1::Device> {
+    let began = Instant::now();
+    loop {
+        let devices = client.devices().await.unwrap();
+        let waits = |d: &v1::Device| d.problem.contains("has not said yet");
+        if !devices.iter().any(waits) {
+            return devices;
+        }
+        assert!(began.elapsed() < SOON, "{devices:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Starts a scheduler, and checks that it lists MLX with a problem that has all of these words in it, and serves on the
+/// processor.
+async fn absent(worker: &Path, words: &[&str]) {
+    let arguments = ["--worker-binary", text(worker)];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let client = cluster.client().await.unwrap();
+    let devices = devices(&client).await;
+    let [cpu, mlx] = devices.as_slice() else {
+        panic!("{devices:?}");
+    };
+    assert_eq!((cpu.id.as_str(), cpu.problem.as_str()), ("cpu:0", ""));
+    assert_eq!(mlx.id, "mlx:0");
+    let shown = cluster.hotcell(&["devices"]).unwrap();
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    let line = shown.lines().find(|l| l.starts_with("mlx:0")).unwrap();
+    for word in words {
+        assert!(mlx.problem.contains(word), "{mlx:?}");
+        assert!(line.contains(word), "{shown}");
+    }
+    println!("{}", mlx.problem);
+    assert_eq!(complete(&client, &greedy(8)).await.token_ids.len(), 8);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -115,25 +153,23 @@ async fn without_its_library_mlx_is_absent_with_the_reason_and_the_processor_ser
     fs::remove_file(&path).unwrap();
     fs::write(&path, broken).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    let arguments = ["--worker-binary", text(&worker)];
-    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
-        .await
-        .unwrap();
-    let client = cluster.client().await.unwrap();
-    let devices = client.devices().await.unwrap();
-    let [cpu, mlx] = devices.as_slice() else {
-        panic!("{devices:?}");
-    };
-    assert_eq!((cpu.id.as_str(), cpu.problem.as_str()), ("cpu:0", ""));
-    assert_eq!(mlx.id, "mlx:0");
-    assert!(mlx.problem.contains("libmlX.so"), "{mlx:?}");
-    let shown = cluster.hotcell(&["devices"]).unwrap();
-    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-    assert!(
-        shown.contains("mlx:0") && shown.contains("libmlX.so"),
-        "{shown}"
-    );
-    assert_eq!(complete(&client, &greedy(8)).await.token_ids.len(), 8);
+    absent(&worker, &["exit code 127", "libmlX.so"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn with_a_broken_library_mlx_is_absent_with_the_reason_and_the_processor_serves() {
+    for (library, words) in [
+        (&b""[..], ["libmlx.so", "too short"]),
+        (&[b'x'; 4096][..], ["libmlx.so", "invalid ELF header"]),
+    ] {
+        let (folder, worker) = programs();
+        // Beside the program it is found first, so that the program has to lie there itself.
+        let path = folder.path().join("hotcell-worker-mlx");
+        fs::remove_file(&path).unwrap();
+        fs::copy(OURS, &path).unwrap();
+        fs::write(folder.path().join("libmlx.so"), library).unwrap();
+        absent(&worker, &words).await;
+    }
 }
 
 /// A stream that has begun, and the tokens it gave so far.
@@ -167,6 +203,11 @@ async fn rest(mut stream: Generation) -> (Vec<v1::NumericsClass>, v1::Finished) 
     }
 }
 
+/// Whether MLX's worker is there as well, which may come later, and both have the model.
+fn two_have_it(workers: &[v1::WorkerInfo]) -> bool {
+    workers.len() == 2 && all_have("kjv")(workers)
+}
+
 /// A cluster of both kinds, a stream that MLX serves, and those that it took to get one.
 async fn both(folder: &Path, options: &GenerateOptions) -> (Cluster, u32, Begun, Vec<Begun>) {
     let worker = folder.join("hotcell-worker");
@@ -174,17 +215,25 @@ async fn both(folder: &Path, options: &GenerateOptions) -> (Cluster, u32, Begun,
     let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
         .await
         .unwrap();
-    let workers = cluster.workers(all_have("kjv")).await.unwrap();
-    assert_eq!(workers.len(), 2, "{workers:?}");
+    let workers = cluster.workers(two_have_it).await.unwrap();
     let on_mlx = |w: &&v1::WorkerInfo| w.lease.as_ref().is_some_and(|l| l.device == "mlx:0");
     let pid = workers.iter().find(on_mlx).unwrap().pid;
-    let client = cluster.client().await.unwrap();
-    // Who is served where is the scheduler's to say; of several, one is on MLX.
     let mut others = Vec::new();
+    let begun = begin_on_mlx(&cluster, options, &mut others).await;
+    (cluster, pid, begun, others)
+}
+
+/// Who is served where is the scheduler's to say; of several, one is on MLX.
+async fn begin_on_mlx(
+    cluster: &Cluster,
+    options: &GenerateOptions,
+    others: &mut Vec<Begun>,
+) -> Begun {
+    let client = cluster.client().await.unwrap();
     for _ in 0..8 {
         let begun = begin(&client, options).await;
         if begun.class.id.starts_with("mlx/") {
-            return (cluster, pid, begun, others);
+            return begun;
         }
         others.push(begun);
     }
@@ -205,18 +254,21 @@ async fn a_stream_whose_mlx_worker_dies_goes_on_in_the_next_one_and_the_processo
         assert!(classes.is_empty());
         assert_eq!(finished.deaths_survived, 0);
     }
-    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    let workers = cluster.workers(two_have_it).await.unwrap();
     assert!(workers.iter().all(|w| w.pid != pid), "{workers:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn where_mlx_is_gone_for_good_a_stream_that_allows_it_goes_on_on_the_processor() {
+async fn where_mlx_is_gone_for_good_the_streams_that_allow_it_go_on_on_the_processor_and_no_others()
+{
     let (folder, _) = programs();
-    let options = GenerateOptions {
+    // Longer than the worker takes to be given up.
+    let crossing = GenerateOptions {
         continue_across: true,
-        ..greedy(200)
+        ..greedy(400)
     };
-    let (_cluster, pid, on_mlx, _others) = both(folder.path(), &options).await;
+    let (cluster, pid, on_mlx, mut others) = both(folder.path(), &crossing).await;
+    let stays = begin_on_mlx(&cluster, &greedy(400), &mut others).await;
     fs::remove_file(folder.path().join("hotcell-worker-mlx")).unwrap();
     signal_pid(pid, Signal::KILL).unwrap();
     let (classes, finished) = rest(on_mlx.stream).await;
@@ -224,7 +276,23 @@ async fn where_mlx_is_gone_for_good_a_stream_that_allows_it_goes_on_on_the_proce
         panic!("{classes:?}");
     };
     assert!(class.id.starts_with("cpu/"), "{class:?}");
-    assert!(finished.receipt.unwrap().continued_across);
+    assert_eq!(finished.usage.unwrap().generated_tokens, 400);
+    let receipt = finished.receipt.unwrap();
+    assert!(receipt.continued_across);
+    let mut stream = stays.stream;
+    let error = loop {
+        match stream.next().await {
+            Some(Ok(Event::Delta(delta))) => assert!(delta.numerics.is_none(), "{delta:?}"),
+            Some(Err(error)) => break error,
+            other => panic!("{other:?}"),
+        }
+    };
+    let said = error.to_string();
+    assert!(said.contains("no worker"), "{said}");
+    assert!(stream.next().await.is_none());
+    for other in others {
+        assert_eq!(rest(other.stream).await.1.deaths_survived, 0);
+    }
 }
 
 /// The worker that ends on command.
@@ -267,30 +335,4 @@ async fn whatever_ends_mlx_ends_its_worker_alone() {
         assert_eq!(crashes.len(), 1, "{what}: {crashes:?}");
         println!("{what}: {} ({})", crashes[0].kind, crashes[0].reason);
     }
-}
-
-#[test]
-fn the_catalogue_over_grpc_is_the_catalogue_in_process() {
-    let mut remote = Remote::start_with(&["--worker-binary", OURS]).unwrap();
-    let skipped =
-        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/skipped.txt"))
-            .unwrap();
-    let mut failed = BTreeMap::new();
-    let mut passed = 0;
-    for case in cases().unwrap() {
-        match case.check(&mut remote) {
-            Ok(_) => passed += 1,
-            Err(error) => {
-                let name = case.to_string();
-                if !skipped.contains(&format!("{name} :: ")) {
-                    failed.insert(name, format!("{error:#}"));
-                }
-            }
-        }
-    }
-    assert!(
-        failed.is_empty(),
-        "{} of {passed}: {failed:#?}",
-        failed.len()
-    );
 }

@@ -2,18 +2,21 @@
 
 use std::sync::Arc;
 
-use hotcell_proto::{error::Error, v1::CacheStatus};
+use hotcell_proto::{
+    error::Error,
+    v1::{CacheStatus, MemoryUse},
+};
 use tokio::sync::oneshot;
 
 use super::{Command, Engine};
 use crate::generate::ledger::Changes;
 
 impl Engine {
-    /// What is in the caches of its models, by name.
+    /// What is in the caches of its models, by name, and what they and sessions hold.
     ///
     /// # Errors
     /// When the engine has ended or its queue is full.
-    pub async fn status(&self) -> Result<Vec<CacheStatus>, Error> {
+    pub async fn status(&self) -> Result<(Vec<CacheStatus>, Vec<MemoryUse>), Error> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Status { reply })?;
         answer.await.map_err(Self::gone)

@@ -67,6 +67,7 @@ impl Worker for WorkerService {
                 cores: info.cores.clone(),
                 path: info.path.clone(),
                 problem: String::new(),
+                program: String::new(),
             }),
             confinement: self.0.confinement().to_string(),
             layers: self.0.confinement().wire(),
@@ -207,8 +208,12 @@ impl Worker for WorkerService {
         &self,
         _: Request<v1::StatusRequest>,
     ) -> Result<Response<v1::StatusResponse>, Status> {
-        let caches = self.0.engine().status().await?;
-        Ok(Response::new(v1::StatusResponse { caches }))
+        let (caches, memory) = self.0.engine().status().await?;
+        let weights = self.0.weights_in_use().into_iter();
+        Ok(Response::new(v1::StatusResponse {
+            caches,
+            memory: weights.chain(memory).collect(),
+        }))
     }
 
     type WatchBlocksStream = Answers<v1::BlocksChanged>;

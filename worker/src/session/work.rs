@@ -147,11 +147,11 @@ fn shared_places(job: &Job) -> Vec<Option<Rc<SharedPlace>>> {
     };
     let plan = job.plan.plan.borrow();
     let alone = |i: usize, place: &Rc<SharedPlace>| {
-        let others = places.iter().enumerate().filter(|(o, _)| *o != i);
+        let mut others = places.iter().enumerate().filter(|(o, _)| *o != i);
         let overlaps = |(_, other): (usize, &Option<Rc<SharedPlace>>)| {
             other.as_ref().is_some_and(|other| place.overlaps(other))
         };
-        plan.only_writes(i) && !read(place) && !others.map(overlaps).any(|overlaps| overlaps)
+        plan.only_writes(i) && !read(place) && !others.any(overlaps)
     };
     let in_place = |(i, place): (usize, &Option<Rc<SharedPlace>>)| {
         place.clone().filter(|place| alone(i, place))

@@ -59,7 +59,10 @@ pub(super) fn is_known(name: &str) -> bool {
 fn meant(name: &str, value: Value) -> Value {
     match value {
         Value::String(text) if !TEXTS.contains(&name) => {
-            serde_json::from_str(&text.to_ascii_lowercase()).unwrap_or(Value::String(text))
+            // Python's words for truths are not JSON's. What is JSON stays as it is: lists and schemas hold names.
+            let read = serde_json::from_str(&text);
+            let read = read.or_else(|_| serde_json::from_str(&text.to_ascii_lowercase()));
+            read.unwrap_or(Value::String(text))
         }
         other => other,
     }
@@ -147,6 +150,8 @@ pub(super) fn request(mut parameters: Map<String, Value>) -> Result<GenerateRequ
 
 #[cfg(test)]
 mod tests {
+    use hotcell_proto::v1::grammar::Kind;
+
     use super::*;
 
     fn read(text: &str) -> Result<GenerateRequest, Error> {
@@ -165,6 +170,13 @@ mod tests {
             (7, true, Some(3))
         );
         assert_eq!(asked.stop, ["1"]);
+    }
+
+    #[test]
+    fn names_in_lists_and_schemas_keep_their_case() {
+        let asked = read(r#"{"guided_choice": "[\"Adam\", \"Eve\"]"}"#).unwrap();
+        let kind = asked.grammar.and_then(|grammar| grammar.kind);
+        assert_eq!(kind, Some(Kind::Regex("Adam|Eve".to_owned())));
     }
 
     #[test]

@@ -153,7 +153,7 @@ impl Relayed<'_> {
             };
             let tokens = journal.generated() - before;
             if tokens > 0 {
-                self.count(tokens);
+                self.times.count(tokens, &self.meter, self.trace);
             }
             let Some(mut event) = event else { continue };
             let mut deaths = self.tell_losses_at(&away.to.to_string());
@@ -166,7 +166,7 @@ impl Relayed<'_> {
                 Some(Event::Finished(finished)) => {
                     let mut finished = std::mem::take(finished);
                     finished.survived = deaths;
-                    finished.timings = Some(self.timings(finished.timings));
+                    self.times.finished(&mut finished, true, &self.meter);
                     // Before the client hears of the end, so that it finds its place free when it comes back.
                     self.permit = None;
                     return Ok(Some(finished));
