@@ -1,3 +1,5 @@
+//! Of probes and their reports, by shell scripts in the programs' places.
+
 use proptest::prelude::*;
 
 use super::*;
