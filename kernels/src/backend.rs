@@ -34,6 +34,16 @@ pub enum DeviceError {
         /// Dtypes or shapes that it lacks.
         why: String,
     },
+    /// The backend's library failed where it should not have.
+    #[error("the {backend} backend failed in {op}: {why}")]
+    Failed {
+        /// The backend.
+        backend: &'static str,
+        /// The op, or what else it was about.
+        op: &'static str,
+        /// What it said.
+        why: String,
+    },
     /// Memory could not be had.
     #[error("{what} needs {bytes} bytes, more than there are")]
     OutOfMemory {
@@ -86,6 +96,17 @@ pub struct DeviceInfo {
     pub cores: Vec<u32>,
     /// Instruction path or architecture its kernels use.
     pub path: String,
+}
+
+/// Bytes that a device's library uses in this process, by its own count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceUsage {
+    /// In what lives.
+    pub active: usize,
+    /// The most that was active.
+    pub peak: usize,
+    /// Freed, and kept for what comes next.
+    pub cached: usize,
 }
 
 /// A kind of memory a device allocates from.
@@ -193,6 +214,14 @@ pub trait Device {
 
     /// A new stream.
     fn stream(&self) -> Box<dyn Stream>;
+
+    /// What its library uses, where it has memory of its own beside what it allocates here.
+    fn usage(&self) -> Option<DeviceUsage> {
+        None
+    }
+
+    /// Gives back memory that its library keeps for what comes next.
+    fn trim(&self) {}
 
     /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.
     fn leave(&self, _trail: Trail) {}

@@ -6,35 +6,44 @@
 mod array;
 mod attention;
 mod host;
+mod memory;
 mod ops;
 mod plan;
+mod ran;
 mod run;
 mod weights;
 
-use std::{
-    cell::{Cell, RefCell},
-    rc::Rc,
-};
+use std::{cell::Cell, rc::Rc};
 
 use hotcell_graph::{Graph, op::Call};
 use mlx_rs::{Device as MlxSide, DeviceType};
 
-use self::{plan::MlxPlan, weights::Weights};
+use self::{
+    plan::{MlxPlan, Side},
+    ran::Tally,
+    weights::Weights,
+};
 use crate::{
     backend::{
-        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, HostRegion,
-        SharedRegion, Stream, Trail,
+        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, DeviceUsage, Event,
+        HostRegion, SharedRegion, Stream, Trail,
     },
     cpu::CpuBackend,
     host::Staging,
     plan::{Plan, PlanHints},
 };
 
+pub use self::{
+    array::of_words as error_of,
+    memory::{clear_cache, memory},
+    ran::Ran,
+};
+
 /// Name of the backend.
 pub const NAME: &str = "mlx";
 
 /// Goes up with every change that gives other bits.
-const KERNEL_REVISION: u32 = 1;
+const KERNEL_REVISION: u32 = 2;
 
 /// The one device there is: MLX decides what it is.
 const ID: &str = "mlx:0";
@@ -44,38 +53,6 @@ const CACHE_SHARE: usize = 16;
 
 /// The MLX backend.
 pub struct MlxBackend;
-
-/// Bytes that MLX uses, by its own count, of this process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MlxMemory {
-    /// In arrays that live.
-    pub active: usize,
-    /// The most that was active.
-    pub peak: usize,
-    /// Freed, and kept for the next array.
-    pub cached: usize,
-}
-
-/// What MLX counts now.
-///
-/// # Errors
-/// When it does not say.
-pub fn memory() -> Result<MlxMemory, DeviceError> {
-    let failed = array::failed("counting memory");
-    Ok(MlxMemory {
-        active: mlx_rs::memory::active_memory().map_err(&failed)?,
-        peak: mlx_rs::memory::peak_memory().map_err(&failed)?,
-        cached: mlx_rs::memory::cache_memory().map_err(&failed)?,
-    })
-}
-
-/// Gives back what MLX keeps for the next array.
-///
-/// # Errors
-/// When MLX fails.
-pub fn clear_cache() -> Result<(), DeviceError> {
-    mlx_rs::memory::clear_cache().map_err(array::failed("clearing the cache"))
-}
 
 /// What MLX computes on: `metal` or `cpu`.
 fn side() -> Result<&'static str, DeviceError> {
@@ -116,22 +93,26 @@ fn works() -> Result<(), DeviceError> {
     }
 }
 
-/// Has MLX wait for what runs before it takes more than the device has, and keep little of what was freed: others live in
-/// the same memory. Neither bounds an array, so sizes are bounded before.
-fn limit(memory: u64) -> Result<(), DeviceError> {
-    let failed = array::failed("limiting memory");
-    let memory = usize::try_from(memory).unwrap_or(usize::MAX);
-    if memory > 0 {
-        mlx_rs::memory::set_memory_limit(memory).map_err(&failed)?;
-        mlx_rs::memory::set_cache_limit(memory / CACHE_SHARE).map_err(&failed)?;
+/// Has MLX (0.32.2) compile nothing on the processor, where it asks a shell for `g++`, has it make a library of C++ in
+/// `/tmp/mlx`, and loads what lies there under a name that anybody can foresee. A confined worker starts no program and opens
+/// no file; where there is no `g++`, MLX computes op by op anyway. So plans have no compiled closures, and what stays of
+/// `compile` for MLX's own ops is off.
+fn without_compiler() -> Result<(), DeviceError> {
+    if !cfg!(target_os = "linux") {
+        return Ok(());
     }
-    Ok(())
+    // SAFETY: takes nothing and sets a flag.
+    match unsafe { mlx_sys::mlx_disable_compile() } {
+        0 => Ok(()),
+        _ => Err(DeviceError::NoDevice(ID.to_owned())),
+    }
 }
 
 /// What there is, found without starting a thread: a probe and a worker are not confined yet.
 fn look() -> Result<DeviceInfo, DeviceError> {
     // The first call of all: from now on failures come back instead of ending the process.
     let side = side()?;
+    array::listen();
     // What it runs on without Metal is the processor, and Metal's memory is the host's.
     let host = CpuBackend.devices().into_iter().next();
     let host = host.ok_or_else(|| DeviceError::NoDevice(ID.to_owned()))?;
@@ -161,6 +142,16 @@ impl Backend for MlxBackend {
     }
 
     fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
+        Ok(Self::open_device(id, cores)?)
+    }
+}
+
+impl MlxBackend {
+    /// As [`Backend::open`], for who wants to know more than other devices tell.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_device(id: &str, cores: &[u32]) -> Result<Rc<MlxDevice>, DeviceError> {
         if id != ID {
             return Err(DeviceError::NoDevice(id.to_owned()));
         }
@@ -169,22 +160,28 @@ impl Backend for MlxBackend {
         if !cores.is_empty() {
             info.cores = cores.to_vec();
         }
-        limit(info.memory_bytes)?;
         // What MLX has no op for runs here, on the same cores.
         let cpu = CpuBackend.open("cpu:0", cores)?;
-        // MLX makes C++ of what it compiles and runs a compiler on it; a confined worker starts no program.
-        if cfg!(target_os = "linux") {
-            // SAFETY: takes nothing and sets a flag.
-            unsafe { mlx_sys::mlx_disable_compile() };
-        }
-        Ok(Rc::new(MlxDevice {
+        without_compiler()?;
+        let device = MlxDevice {
             numerics: format!("{NAME}/{}/{}/r{KERNEL_REVISION}", info.path, version()),
+            side: Side {
+                // Metal has none.
+                double: info.path == "cpu",
+                memory: match usize::try_from(info.memory_bytes) {
+                    Ok(0) | Err(_) => usize::MAX,
+                    Ok(bytes) => bytes,
+                },
+                weights: Rc::<Weights>::default(),
+                ran: Tally::new(),
+                cpu,
+            },
             info,
-            cpu,
-            weights: Rc::default(),
             streams: Cell::new(0),
             trail: Cell::new(None),
-        }))
+        };
+        device.limit()?;
+        Ok(Rc::new(device))
     }
 }
 
@@ -192,21 +189,35 @@ impl Backend for MlxBackend {
 pub struct MlxDevice {
     info: DeviceInfo,
     numerics: String,
-    cpu: Rc<dyn Device>,
-    weights: Rc<RefCell<Weights>>,
+    side: Side,
     streams: Cell<u64>,
     trail: Cell<Option<Trail>>,
 }
 
 impl MlxDevice {
-    /// Whether MLX itself computes this call; the rest is decomposed or runs on the CPU backend's kernels.
-    pub fn is_native(&self, call: &Call<'_>) -> bool {
-        ops::supports(call, self.has_double())
+    /// Has MLX wait for what runs before it takes more than the device has, and keep little of what was freed: others
+    /// live in the same memory. Neither bounds an array, so sizes are bounded before.
+    fn limit(&self) -> Result<(), DeviceError> {
+        if self.side.memory < usize::MAX {
+            self.set_memory_limit(self.side.memory)?;
+            self.set_cache_limit(self.side.memory / CACHE_SHARE)?;
+        }
+        Ok(())
     }
 
-    /// Metal has no f64.
-    fn has_double(&self) -> bool {
-        self.info.path == "cpu"
+    /// What ran of an op since the device was opened, by whom.
+    pub fn ran(&self, op: &str) -> Ran {
+        self.side.ran.of(op)
+    }
+
+    /// Rows of the catalogue that MLX computes for no inputs and that mean nothing in other rows, and why.
+    pub fn elsewhere() -> &'static [(&'static str, &'static str)] {
+        ops::REST
+    }
+
+    /// Whether MLX itself computes this call; the rest is decomposed or runs on the CPU backend's kernels.
+    pub fn is_native(&self, call: &Call<'_>) -> bool {
+        ops::supports(call, self.side.double)
     }
 }
 
@@ -225,43 +236,42 @@ impl Device for MlxDevice {
     }
 
     fn buffer_types(&self) -> &'static [BufferType] {
-        self.cpu.buffer_types()
+        self.side.cpu.buffer_types()
     }
 
     fn allocate(&self, what: &str, bytes: usize) -> Result<Buffer, DeviceError> {
-        self.cpu.allocate(what, bytes)
+        self.side.cpu.allocate(what, bytes)
     }
 
     fn import(&self, region: Rc<dyn HostRegion>) -> Result<Buffer, DeviceError> {
-        self.cpu.import(region)
+        let imported = self.side.cpu.import(region)?;
+        Ok(self.side.weights.keep(imported))
     }
 
     fn import_shared(&self, region: Rc<dyn SharedRegion>) -> Result<Buffer, DeviceError> {
-        self.cpu.import_shared(region)
+        self.side.cpu.import_shared(region)
     }
 
     fn adopt(&self, what: &str, staging: Staging) -> Result<Buffer, DeviceError> {
-        self.cpu.adopt(what, staging)
+        self.side.cpu.adopt(what, staging)
     }
 
     fn ops(&self) -> Vec<&'static str> {
-        let mut names: Vec<_> = ops::names().chain(self.cpu.ops()).collect();
+        let mut names: Vec<_> = ops::names().chain(self.side.cpu.ops()).collect();
         names.sort_unstable();
         names.dedup();
         names
     }
 
     fn supports(&self, call: &Call<'_>) -> bool {
-        self.is_native(call) || self.cpu.supports(call)
+        self.is_native(call) || self.side.cpu.supports(call)
     }
 
     fn plan(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Plan>, DeviceError> {
         Ok(Box::new(MlxPlan::new(
             graph,
             hints,
-            &self.cpu,
-            self.has_double(),
-            Rc::clone(&self.weights),
+            &self.side,
             self.trail.get(),
         )?))
     }
@@ -274,9 +284,19 @@ impl Device for MlxDevice {
         })
     }
 
+    fn usage(&self) -> Option<DeviceUsage> {
+        memory().ok()
+    }
+
+    fn trim(&self) {
+        if let Err(error) = clear_cache() {
+            tracing::warn!(%error, "MLX keeps what was freed");
+        }
+    }
+
     fn leave(&self, trail: Trail) {
         self.trail.set(Some(trail));
-        self.cpu.leave(trail);
+        self.side.cpu.leave(trail);
     }
 }
 

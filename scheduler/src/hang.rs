@@ -26,6 +26,8 @@ impl Patience {
 
 /// The part of its patience after which a process that stands still is not asked for more.
 const STALLED: u32 = 4;
+/// After this time at the latest, however long one that hangs may live.
+const STALLED_AT_MOST: Duration = Duration::from_millis(7_500);
 
 /// What was seen of one process so far.
 #[derive(Clone, Debug)]
@@ -63,7 +65,8 @@ impl Hang {
         self.last = pulse;
         let stood = now.saturating_sub(self.engine_since);
         let silent = now.saturating_sub(self.events_since);
-        self.stalled = stood >= patience.engine / STALLED || silent >= patience.events / STALLED;
+        let stalls = |patience: Duration| (patience / STALLED).min(STALLED_AT_MOST);
+        self.stalled = stood >= stalls(patience.engine) || silent >= stalls(patience.events);
         if stood >= patience.engine {
             let doing = pulse
                 .doing
@@ -155,6 +158,24 @@ mod tests {
             assert_eq!(watched.look(second), None);
         }
         assert!(watched.hang.is_stalled());
+    }
+
+    #[test]
+    fn however_patient_one_is_what_stands_still_is_stalled_soon() {
+        let mut watched = Watched::new();
+        let patience = Patience {
+            engine: Duration::from_secs(3600),
+            events: Duration::from_secs(3600),
+        };
+        watched.writer.doing(Doing::Stepping);
+        let look = |watched: &mut Watched, second| {
+            let pulse = watched.reader.pulse();
+            assert_eq!(watched.hang.look(pulse, at(second), &patience), None);
+            watched.hang.is_stalled()
+        };
+        assert!(!look(&mut watched, 1));
+        assert!(!look(&mut watched, 8));
+        assert!(look(&mut watched, 9));
     }
 
     #[test]

@@ -17,6 +17,8 @@ pub struct Candidate<'a> {
     pub running: u32,
     /// Tokens of the request's prompt that it probably need not compute, because it read them lately.
     pub known: u64,
+    /// It makes no progress, though it should.
+    pub stalled: bool,
 }
 
 /// What a request asks of its place.
@@ -47,7 +49,7 @@ pub fn is_full(running: u32) -> bool {
 }
 
 /// The candidate with the least tokens to compute with this request, of which it may know the beginning; among equals the
-/// first by name.
+/// first by name. One that stands still only where all do.
 ///
 /// # Errors
 /// [`NoPlace`] when none fits.
@@ -64,7 +66,7 @@ pub fn choose<'c, 'a>(
         .min_by_key(|c| {
             // What the request adds is the same everywhere, but for what is known.
             let work = i128::from(c.outstanding) - i128::from(c.known);
-            (wish.avoid == Some(c.worker), work, c.worker)
+            (c.stalled, wish.avoid == Some(c.worker), work, c.worker)
         })
         .ok_or(if candidates.iter().any(|c| fits(&c)) {
             NoPlace::AllFull
@@ -134,7 +136,20 @@ mod tests {
             outstanding,
             running: 0,
             known: 0,
+            stalled: false,
         }
+    }
+
+    #[test]
+    fn one_that_stands_still_is_asked_only_where_all_do() {
+        let still = |worker| Candidate {
+            stalled: true,
+            ..candidate(worker, "a", 0)
+        };
+        let all = [still("w0"), candidate("w1", "a", 900)];
+        assert_eq!(choose(&all, Wish::default()).unwrap().worker, "w1");
+        let all = [still("w0"), still("w1")];
+        assert_eq!(choose(&all, Wish::default()).unwrap().worker, "w0");
     }
 
     #[test]

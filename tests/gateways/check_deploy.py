@@ -1,5 +1,6 @@
 # packages: kubernetes-validate==1.37.0 grpcio==1.76.0 grpcio-reflection==1.76.0
 # programs: openssl
+# quick
 """The files of deploy/: units, manifests, the container's; that they say what the programs know, and that what a pod runs serves."""
 import copy
 import http.client
@@ -17,6 +18,7 @@ import time
 import kubernetes_validate
 import yaml
 
+import certificates
 import hotcell
 import proxied
 
@@ -96,7 +98,7 @@ SETS = ["kubernetes/base", "kubernetes/nvidia", "gateway-api"]
 def check_units(_):
     """systemd's own judgement, with the programs where they are here."""
     if shutil.which("systemd-analyze") is None:
-        return "not done: systemd is not on this machine"
+        raise hotcell.Skipped("systemd is not on this machine")
     units = sorted(DEPLOY.glob("*.service")) + sorted(DEPLOY.glob("*.socket"))
     folder = pathlib.Path(tempfile.mkdtemp(prefix="units-"))
     for unit in units:
@@ -121,10 +123,26 @@ def check_manifests_are_kubernetes_own(_):
     return f"{count} resources valid"
 
 
+def check_what_is_commented_out_is_valid_too(_):
+    """The rules for a Hotcell that calls somebody, in the empty list's place."""
+    told = text(DEPLOY / "kubernetes/base/policy.yaml").split("  egress: []\n")
+    assert len(told) == 2 and all(line.startswith("  # ") for line in told[1].splitlines()), told
+    policy = yaml.safe_load(told[0].split("---\n")[1] + re.sub("^  # ", "  ", told[1], flags=re.MULTILINE))
+    rules = policy["spec"]["egress"]
+    assert len(rules) == 3, rules
+    kubernetes_validate.validate(policy, "1.37", strict=True)
+    # As the pods serve it, and as the README tells of it.
+    pod = resources(DEPLOY / "kubernetes/base")["DaemonSet", "hotcell"]["spec"]["template"]
+    ports = {p["containerPort"] for c in pod["spec"]["containers"] for p in c.get("ports", [])}
+    others = rules[1]
+    assert {p["port"] for p in others["ports"]} <= ports and others["to"][0]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert f":{rules[2]['ports'][0]['port']}" in text(ROOT / "README.md")
+
+
 def check_kustomize_makes_the_same(_):
     """What is checked here is what kubectl would apply."""
     if shutil.which("kubectl") is None:
-        return "not done: kubectl is not on this machine"
+        raise hotcell.Skipped("kubectl is not on this machine")
     for name in SETS:
         done = subprocess.run(["kubectl", "kustomize", str(DEPLOY / name)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -225,7 +243,7 @@ def check_container(_):
 def check_a_pods_command_serves(_):
     """The flags of the pods of Kubernetes, with places of this machine; and the probes."""
     container = resources(DEPLOY / "kubernetes/base")["DaemonSet", "hotcell"]["spec"]["template"]["spec"]["containers"][0]
-    folder, _ = proxied.secrets()
+    folder, _ = certificates.secrets()
     own = pathlib.Path(tempfile.mkdtemp(prefix="pod-"))
     ports = {"0.0.0.0:4100": f"127.0.0.1:{hotcell.free_port()}", "0.0.0.0:8080": f"127.0.0.1:{hotcell.free_port()}"}
     places = {"/etc/hotcell/tls/tls.crt": f"{folder}/cert.pem", "/etc/hotcell/tls/tls.key": f"{folder}/key.pem",

@@ -11,7 +11,7 @@ def command(proxy):
 
 
 # Requests that may be lost (of a host without a worker: at once, and after two seconds), and how a stream ends whose host dies.
-ROWS = {"full": 10, "unavailable": [10, 0], "killed": 0, "stopped": 2, "dies": ["UNKNOWN", "INTERNAL", "UNAVAILABLE"]}
+ROWS = {"full": 10, "unavailable": [10, 0], "killed": 0, "stopped": 1, "dies": ["UNKNOWN", "INTERNAL", "UNAVAILABLE"]}
 CHECKS = proxied.checks(command, "haproxy.cfg", lambda proxy: [*command(proxy), "-c"], ROWS)
 
 hotcell.main(CHECKS, *proxied.flags())

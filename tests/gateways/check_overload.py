@@ -1,10 +1,17 @@
 # packages: openai==2.54.0 grpcio==1.76.0 grpcio-reflection==1.76.0
 """Hosts that are full, and tenants that have all they may have: who comes then is told so at once, and nobody else notices."""
 import atexit
+import http.client
+import json
 import os
 import pathlib
+import re
 import subprocess
 import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
 
 import grpc
 import openai
@@ -90,6 +97,96 @@ def check_a_client_that_comes_again_gets_in(cell):
     for filler in fillers:
         filler.close()
     assert join().choices[0].text
+
+
+def memory(cell):
+    """Bytes that the scheduler has in memory, and that it had at most."""
+    told = pathlib.Path(f"/proc/{cell.process.pid}/status").read_text()
+    return tuple(int(re.search(rf"{name}:\s+(\d+) kB", told)[1]) << 10 for name in ("VmRSS", "VmHWM"))
+
+
+def check_memory_stays_where_it_is(cell):
+    """Many more requests than there is room for, each with a megabyte that nobody reads: all are told to come again."""
+    body = json.dumps({**SHORT, "user": "x" * (1 << 20)}).encode()
+    told, lock = {}, threading.Lock()
+
+    def one():
+        # As gateways do, over a connection that is kept. One that was never answered would not be borne for long.
+        host, port = cell.http.split(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().read()
+        for _ in range(16):
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+            what = answer.status, int(answer.headers["retry-after"] or 0) > 0
+            with lock:
+                told[what] = told.get(what, 0) + 1
+        connection.close()
+
+    fillers = fill(cell, 4)
+    try:
+        cell.wait(lambda: running(cell) >= 256, 60, "full")
+        # What is made once is made by now.
+        one()
+        before, _ = memory(cell)
+        began = time.monotonic()
+        joins = [hotcell.in_background(one) for _ in range(64)]
+        most = before
+        while not all_done(joins):
+            most = max(most, memory(cell)[0])
+            time.sleep(0.02)
+        took = time.monotonic() - began
+        assert running(cell) > 200, "it was not full all the time"
+    finally:
+        for filler in fillers:
+            filler.close()
+    assert set(told) == {(429, True)}, told
+    grew = most - before
+    assert grew < 128 << 20, f"{grew >> 20} MiB more for 64 requests at once"
+    count = told[(429, True)]
+    return f"{count} requests of 1 MiB refused within {took:.0f} s, 64 at once: {grew / (1 << 20):.0f} MiB more than before at most"
+
+
+def all_done(joins):
+    for join in joins:
+        try:
+            join(0)
+        except TimeoutError:
+            return False
+    return True
+
+
+def check_a_deadline_that_passes_in_the_queue(_):
+    """Time in the queue counts: who waits longer than it may is told so then, and never gets to a worker."""
+    with hotcell.Hotcell("--queue-timeout", "60s") as host, host.full() as model:
+        told = rpc.Methods(host)
+        asked = {"model": model, "prompt": {"text": PROMPT}, "max_tokens": 2}
+        queued = "hotcell_requests_queued"
+        with grpc.insecure_channel(host.grpc) as channel:
+            began = time.monotonic()
+            try:
+                list(told.call(channel, "hotcell.v1.Tokens/Generate", asked, timeout=0.4))
+                raise AssertionError("it went through")
+            except grpc.RpcError as error:
+                took = time.monotonic() - began
+                assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and 0.35 < took < 2, (error, took)
+            host.wait(lambda: host.metrics()[queued] == 0, 2, "rid of it in the queue")
+        body = {"text_input": PROMPT, "parameters": {"max_tokens": 2, "timeout": 400_000}}
+        began = time.monotonic()
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{host.url}/v2/models/{model}/generate", json.dumps(body).encode()), timeout=60)
+            raise AssertionError("it went through")
+        except urllib.error.HTTPError as error:
+            assert error.code == 504 and time.monotonic() - began < 2, error
+        # Who leaves the queue is forgotten, too.
+        try:
+            client(host).with_options(timeout=0.4).completions.create(model=model, prompt=PROMPT, max_tokens=2)
+            raise AssertionError("it went through")
+        except openai.APITimeoutError:
+            host.wait(lambda: host.metrics()[queued] == 0, 2, "rid of it in the queue")
+        return f"told after {took * 1e3:.0f} ms of 400"
 
 
 def tenants():

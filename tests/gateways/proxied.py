@@ -11,7 +11,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ import uuid
 
 import grpc
 
+import certificates
 import hotcell
 import rpc
 
@@ -31,40 +31,13 @@ GENERATE = "hotcell.v1.Tokens/Generate"
 made = {}
 
 
-def openssl(*args):
-    subprocess.run(["openssl", *args], check=True, capture_output=True)
-
-
-def secrets():
-    """A folder with an authority, a host's certificate and key, and a file of tokens with one token."""
-    if "secrets" in made:
-        return made["secrets"]
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="hotcell-secrets-"))
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    openssl("req", "-x509", *key, "-keyout", f"{folder}/ca.key", "-out", f"{folder}/ca.pem", "-days", "2", "-subj", "/CN=tests")
-    openssl("req", *key, "-keyout", f"{folder}/key.pem", "-out", f"{folder}/asked.pem", "-subj", "/CN=hotcell")
-    (folder / "names").write_text("subjectAltName=DNS:hotcell")
-    by = ["-CA", f"{folder}/ca.pem", "-CAkey", f"{folder}/ca.key", "-CAcreateserial", "-days", "2"]
-    openssl("x509", "-req", "-in", f"{folder}/asked.pem", *by, "-extfile", f"{folder}/names", "-out", f"{folder}/cert.pem")
-    command = [os.path.join(os.environ["HOTCELL_BIN_DIR"], "hotcell"), "token", "new", "alice"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    token, lines = told.split("\n", 1)
-    (folder / "tokens.toml").write_text(lines)
-    for file in folder.iterdir():
-        # The proxy may run as somebody else, who needs the authority only.
-        file.chmod(0o644 if file.name == "ca.pem" else 0o600)
-    folder.chmod(0o711)
-    made["secrets"] = folder, token.strip()
-    return made["secrets"]
-
-
-def flags(budget="1000"):
-    folder, _ = secrets()
-    return [*FLAGS, "--restart-budget", budget, "--tls-cert", f"{folder}/cert.pem", "--tls-key", f"{folder}/key.pem", "--tokens", f"{folder}/tokens.toml"]
+def flags(budget="1000", delay=None):
+    folder, _ = certificates.secrets()
+    return [*FLAGS, *(["--drain-delay", delay] if delay else []), "--restart-budget", budget, "--tls-cert", f"{folder}/cert.pem", "--tls-key", f"{folder}/key.pem", "--tokens", f"{folder}/tokens.toml"]
 
 
 def key():
-    return f"Bearer {secrets()[1]}"
+    return f"Bearer {certificates.secrets()[1]}"
 
 
 def host(**more):
@@ -115,7 +88,7 @@ class Proxy:
             lines.append(line)
         text = "\n".join(lines) + "\n"
         assert "192.0.2." not in text and "/etc/hotcell/ca.pem" in text
-        return text.replace("/etc/hotcell/ca.pem", f"{secrets()[0]}/ca.pem")
+        return text.replace("/etc/hotcell/ca.pem", f"{certificates.secrets()[0]}/ca.pem")
 
     def is_up(self):
         """Both hosts are in: the proxies that look for themselves have seen them."""
@@ -178,7 +151,7 @@ def stream(proxy, **body):
 
 def filler(cell, n=64):
     """A request for so many continuations that goes to a host by itself."""
-    context = ssl.create_default_context(cafile=f"{secrets()[0]}/ca.pem")
+    context = ssl.create_default_context(cafile=f"{certificates.secrets()[0]}/ca.pem")
     context.check_hostname = False
     address, port = cell.http.split(":")
     return Stream(http.client.HTTPSConnection(address, int(port), timeout=60, context=context), n=n, max_tokens=900, temperature=1)
@@ -339,7 +312,7 @@ def checks(start, config, check_config, rows):
 
     def served(cell):
         """Requests that a host has answered."""
-        context = ssl.create_default_context(cafile=f"{secrets()[0]}/ca.pem")
+        context = ssl.create_default_context(cafile=f"{certificates.secrets()[0]}/ca.pem")
         context.check_hostname = False
         connection = http.client.HTTPSConnection(*cell.http.split(":"), timeout=10, context=context)
         connection.request("GET", "/metrics", headers={"authorization": key()})
@@ -413,6 +386,7 @@ def checks(start, config, check_config, rows):
 
     def check_worker_killed_in_the_middle(cell):
         both, killed = [cell, second()], []
+        before = sum(c.deaths() for c in both)
         for _ in range(2):
             told = ""
             for number, piece in enumerate(stream(proxy(cell))):
@@ -423,6 +397,8 @@ def checks(start, config, check_config, rows):
             told = text(generate(proxy(cell)), lambda number: kill_busy(both, killed) if number == 5 else None)
             assert told == calm(cell)
         assert len(killed) == 4, killed
+        cell.wait(lambda: sum(c.deaths() for c in both) >= before + 4, 10, "told of four deaths")
+        assert sum(c.deaths() for c in both) == before + 4
         return "4 workers killed, every token there"
 
     def check_host_killed_in_the_middle(cell):
@@ -488,6 +464,20 @@ def checks(start, config, check_config, rows):
             assert done() > 0
             assert other.process.wait(40) == 0
             return told + "; " + row(front, 20, rows["killed"]) + " after it was gone"
+
+    def check_host_drained_after_notice(cell):
+        """SIGTERM with `--drain-delay`: a host that says for a while that it is not ready, and still serves, is missed by nobody."""
+        with beside(cell, delay="4s") as (front, other):
+            lost(4, grpc_call(front))
+            other.process.send_signal(signal.SIGTERM)
+            began, count, failed = time.monotonic(), 0, []
+            while time.monotonic() < began + 6:
+                for one in WAYS.values():
+                    count += 1
+                    failed += lost(1, one(front))
+            assert other.process.wait(40) == 0
+            assert len(failed) <= rows["killed"], failed
+            return f"lost of {count}: {len(failed)}"
 
     quick = bool(os.environ.get("HOTCELL_QUICK"))
     all_ = {name: check for name, check in locals().items() if name.startswith("check_") and name != "check_config"}

@@ -10,7 +10,12 @@ class Methods:
     def __init__(self, cell):
         # By itself it would name the socket's path as the host, in a form that is none of a host's.
         self.channel = grpc.insecure_channel(f"unix:{cell.socket}", [("grpc.default_authority", "localhost")])
-        self.pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(self.channel))
+        self.told = ProtoReflectionDescriptorDatabase(self.channel)
+        self.pool = descriptor_pool.DescriptorPool(self.told)
+
+    def services(self):
+        """The names of all services."""
+        return list(self.told.get_services())
 
     def call(self, channel, method, body, **options):
         """`body` is a message or the JSON of one; an answer, or for a stream the call, which gives them one by one."""

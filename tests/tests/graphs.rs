@@ -45,6 +45,7 @@ struct Host {
     client: Client,
     session: Session,
     oip: Oip,
+    listen: String,
 }
 
 async fn host(more: &[&str]) -> Host {
@@ -66,6 +67,7 @@ async fn host(more: &[&str]) -> Host {
             .await
             .unwrap(),
         oip: Oip::connect(format!("http://{free}")).await.unwrap(),
+        listen,
         cluster,
     }
 }
@@ -596,13 +598,14 @@ async fn a_worker_that_dies_under_calls_is_not_noticed() {
 }
 
 /// Has the next program take this one's place.
-fn take_over(host: &Host, config: &std::path::Path) {
+fn take_over(host: &Host, config: &std::path::Path, more: &[&str]) {
     let output = Command::new(binaries().unwrap().join("hotcell-scheduler"))
         .env_clear()
         .env("XDG_CONFIG_HOME", config)
         .arg("--takeover")
         .arg("--socket")
         .arg(&host.cluster.socket)
+        .args(more)
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -610,13 +613,13 @@ fn take_over(host: &Host, config: &std::path::Path) {
 
 #[tokio::test]
 async fn a_saved_graph_that_kills_workers_is_refused_and_others_are_served() {
-    let host = host(&[
+    let more = [
         "--devices",
         "cpu:2",
         "--worker-binary",
         env!("CARGO_BIN_EXE_hotcell-worker-fault"),
-    ])
-    .await;
+    ];
+    let host = host(&more).await;
     save_layer(&host, &SaveGraph::named("layer")).await.unwrap();
     let twice = host.session.compile(|x: &[Tensor]| vec![&x[0] + &x[0]]);
     let example = host.session.tensor(&[1.0f32, 2.0], &[2]).unwrap();
@@ -674,7 +677,9 @@ async fn a_saved_graph_that_kills_workers_is_refused_and_others_are_served() {
     };
     assert!(shown().contains("refused: killed 2 workers"), "{}", shown());
     let config = hotcell_tests::cluster::private_folder().unwrap();
-    take_over(&host, config.path());
+    let mut again = vec!["--listen", &host.listen, "--restart-backoff", "1ms"];
+    again.extend(more);
+    take_over(&host, config.path(), &again);
     refused(POISON_INPUT).await;
     let cleared = host.cluster.hotcell(&["graphs", "clear", "evil"]).unwrap();
     assert!(cleared.status.success(), "{cleared:?}");
@@ -700,7 +705,7 @@ async fn saved_graphs_outlive_schedulers() {
         save_layer(&host, &SaveGraph::named("other")).await.unwrap();
         host.client.forget_graph("other").await.unwrap();
         // The next program has it from this one, which need not have kept it.
-        take_over(&host, folder.path());
+        take_over(&host, folder.path(), &[]);
         let client = host.cluster.client().await.unwrap();
         assert_eq!(client.graphs().await.unwrap(), std::slice::from_ref(&saved));
         saved

@@ -29,7 +29,8 @@ Generated from the rows of `hotcell-graph` by `HOTCELL_UPDATE=1 cargo test -p ho
 `x?` may be absent, `xs…` is one or more. *In other ops* is what a row means in other rows (of one example); a primitive has
 no other meaning, and with `cast` in the list it takes inputs of one dtype after those have been cast. *Backends* says for which
 dtypes of the first input (of the result, where there is none) a backend has a kernel for at least one of the
-[conformance cases](../tests/golden/README.md); the rest it runs as other ops.
+[conformance cases](../tests/golden/README.md); the rest it runs as other ops. What MLX computes is what ran on it when
+`worker/mlx/tests/conformance.rs` was run last; what it does not runs on the CPU's kernels.
 ";
 
 /// A node of a case, with the graph that it stands in.
@@ -155,8 +156,19 @@ fn support(device: &dyn Device, examples: &[Example]) -> String {
     }
 }
 
+/// What ran on MLX, by the name of the row: MLX is not linked here, so its own test writes it down.
+fn on_mlx() -> BTreeMap<String, String> {
+    let path = repository().join("worker/mlx/tests/native.txt");
+    let text = fs::read_to_string(path).unwrap();
+    let pairs = text.lines().filter_map(|line| line.split_once(": "));
+    pairs
+        .map(|(row, said)| (row.to_owned(), said.to_owned()))
+        .collect()
+}
+
 fn page() -> String {
     let examples = examples();
+    let on_mlx = on_mlx();
     let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
     let device: Rc<dyn Device> = Rc::new(device);
     let mut page = HEAD.to_owned();
@@ -168,7 +180,7 @@ fn page() -> String {
         let doc: Vec<&str> = row.doc.lines().map(str::trim).collect();
         write!(
             page,
-            "\n## {}\n\n```text\n{}\n```\n\n{}\n\n- Shapes: {}\n- Dtypes: {}\n- In other ops: {}\n- Backends: CPU {}\n",
+            "\n## {}\n\n```text\n{}\n```\n\n{}\n\n- Shapes: {}\n- Dtypes: {}\n- In other ops: {}\n- Backends: CPU {}; MLX {}\n",
             row.name,
             signature(row),
             doc.join("\n").trim(),
@@ -176,6 +188,7 @@ fn page() -> String {
             row.dtypes,
             meaning(row, of),
             support(&*device, of),
+            on_mlx.get(row.name).map_or("unknown", String::as_str),
         )
         .unwrap();
     }

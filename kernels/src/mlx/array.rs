@@ -3,11 +3,19 @@
 //! MLX's shapes are `i32`, and it trusts whoever calls it: a shape that its memory does not have would be read as if it
 //! had. So every size comes from a verified spec and is compared with the bytes that are there.
 
+use std::{
+    cell::RefCell,
+    ffi::{CStr, c_char, c_void},
+};
+
 use hotcell_graph::{DType, Shape, TensorSpec};
 use mlx_rs::{Array, Dtype, error::Exception};
 
-use super::NAME;
-use crate::backend::DeviceError;
+use super::{NAME, plan::overflow};
+use crate::{
+    backend::{DeviceError, HostSpan},
+    bound::Bound,
+};
 
 /// MLX's word for a dtype; block types have none.
 pub(super) fn dtype_of(dtype: DType) -> Option<Dtype> {
@@ -30,21 +38,111 @@ pub(super) fn dtype_of(dtype: DType) -> Option<Dtype> {
     })
 }
 
-/// A failure of MLX in an op.
+/// A failure of MLX in an op: memory that it could not have, what it does not do, or anything else.
+///
+/// MLX has one exception for all, so its kind stands in the words; they are read here and nowhere else.
 pub(super) fn failed(op: &'static str) -> impl Fn(Exception) -> DeviceError {
-    move |error| DeviceError::Unsupported {
-        backend: NAME,
-        op,
-        why: error.what().to_owned(),
+    move |error| of_words(op, error.what())
+}
+
+/// The error that words of MLX's about an op are.
+pub fn of_words(op: &'static str, words: &str) -> DeviceError {
+    let lower = words.to_ascii_lowercase();
+    let says = |any: &[&str]| any.iter().any(|part| lower.contains(part));
+    if says(&["allocat", "insufficient memory", "out of memory"]) {
+        // "[malloc] Unable to allocate 1024 bytes."
+        let bytes = lower.split_whitespace().find_map(|word| word.parse().ok());
+        return DeviceError::OutOfMemory {
+            what: format!("MLX, in {op},"),
+            bytes: bytes.unwrap_or(usize::MAX),
+        };
+    }
+    let why = words.to_owned();
+    match says(&["not supported", "unsupported", "not implemented", "nyi"]) {
+        true => refused(op, why),
+        false => broken(op, why),
     }
 }
 
+/// What MLX does not do.
 fn refused(op: &'static str, why: String) -> DeviceError {
     DeviceError::Unsupported {
         backend: NAME,
         op,
         why,
     }
+}
+
+/// What ought not to happen.
+fn broken(op: &'static str, why: String) -> DeviceError {
+    DeviceError::Failed {
+        backend: NAME,
+        op,
+        why,
+    }
+}
+
+thread_local! {
+    /// What MLX said last on this thread. `mlx-rs` keeps its own copy, which only its wrappers can read.
+    static SAID: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+unsafe extern "C" {
+    /// Where `mlx-rs` notes what its wrappers give back as errors.
+    fn default_mlx_error_handler(message: *const c_char, data: *mut c_void);
+}
+
+extern "C" fn note(message: *const c_char, data: *mut c_void) {
+    if message.is_null() {
+        return;
+    }
+    // SAFETY: MLX passes a text that ends with a zero byte and lives as long as the call.
+    let said = unsafe { CStr::from_ptr(message) }.to_string_lossy();
+    // Neither may panic in C++'s frames: what cannot be noted is lost, and the call fails all the same.
+    let _ = SAID.try_with(|last| {
+        if let Ok(mut last) = last.try_borrow_mut() {
+            *last = said.into_owned();
+        }
+    });
+    // SAFETY: a function of the crate that is linked, with what MLX passed.
+    unsafe { default_mlx_error_handler(message, data) };
+}
+
+/// Has MLX's failures noted here as well. To be called after `mlx-rs` put its own handler in, at its first call.
+pub(super) fn listen() {
+    // SAFETY: a function of the type that is asked for, and no data.
+    unsafe { mlx_sys::mlx_set_error_handler(Some(note), std::ptr::null_mut(), None) };
+}
+
+/// What MLX said of a call that it did not wrap.
+fn said(status: i32) -> Exception {
+    let words = SAID.try_with(|last| last.take()).unwrap_or_default();
+    match words.is_empty() {
+        true => Exception::custom(format!("MLX ended a call with {status}")),
+        false => Exception::custom(words),
+    }
+}
+
+/// A vector with room for `count` elements.
+pub(super) fn room<T>(what: &'static str, count: usize) -> Result<Vec<T>, DeviceError> {
+    let mut all = Vec::new();
+    match all.try_reserve_exact(count) {
+        Ok(()) => Ok(all),
+        Err(_) => Err(DeviceError::OutOfMemory {
+            what: what.to_owned(),
+            bytes: count.saturating_mul(size_of::<T>()),
+        }),
+    }
+}
+
+/// `count` zeros.
+pub(super) fn zeros<T: Clone + Default>(
+    what: &'static str,
+    count: usize,
+) -> Result<Vec<T>, DeviceError> {
+    let mut all = room(what, count)?;
+    all.resize(count, T::default());
+    Ok(all)
 }
 
 /// A shape for `rows` rows in MLX's numbers; `None` where one is too large for them.
@@ -89,12 +187,39 @@ pub(super) unsafe fn from_memory(
     // SAFETY: so many bytes of that dtype and shape are there, says the caller, and MLX copies them.
     let array = unsafe { Array::from_raw_data(data.cast(), shape, of_mlx) };
     match array.as_ptr().ctx.is_null() {
+        // Nothing else can fail there: the shape was compared with the bytes.
         true => Err(DeviceError::OutOfMemory {
             what: "an array of MLX".to_owned(),
             bytes,
         }),
         false => Ok(array),
     }
+}
+
+/// A new array of what is bound, at the rows of an execution.
+pub(super) fn of_bound(
+    bound: &Bound,
+    spec: &TensorSpec,
+    rows: usize,
+) -> Result<Array, DeviceError> {
+    let host = bound.buffer.host().ok_or_else(overflow)?;
+    of_host(&host, bound.offset, spec, rows)
+}
+
+/// A new array of what lies at `offset` of memory of the host.
+pub(super) fn of_host(
+    host: &HostSpan,
+    offset: usize,
+    spec: &TensorSpec,
+    rows: usize,
+) -> Result<Array, DeviceError> {
+    let dims = dims_or("an input", &spec.shape, rows)?;
+    let size = spec.bytes(rows).ok_or_else(overflow)?;
+    let end = offset.checked_add(size).filter(|end| *end <= host.len);
+    end.ok_or_else(overflow)?;
+    // SAFETY: compared above with the length; whoever holds the buffer keeps the memory alive. What is shared with
+    // another process may change meanwhile, which `from_memory` allows.
+    unsafe { from_memory(host.start.add(offset), size, spec.dtype, &dims) }
 }
 
 /// A new array of these little-endian elements.
@@ -124,11 +249,11 @@ pub(super) fn check(
 ) -> Result<(), DeviceError> {
     let wanted = dims_or(op, &spec.shape, rows)?;
     if array.as_ptr().ctx.is_null() {
-        return Err(refused(op, "it gives nothing".to_owned()));
+        return Err(broken(op, "it gives nothing".to_owned()));
     }
     if Some(array.dtype()) != dtype_of(spec.dtype) || array.shape() != wanted.as_slice() {
         let got = format!("{:?}{:?}", array.dtype(), array.shape());
-        return Err(refused(op, format!("it gives {got} instead of {spec}")));
+        return Err(broken(op, format!("it gives {got} instead of {spec}")));
     }
     Ok(())
 }
@@ -159,7 +284,7 @@ pub(super) fn with_bytes<T>(
     // SAFETY: the array is evaluated and alive. The pointer's type does not matter: it is used as bytes.
     let data = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
     if data.is_null() {
-        return Err(refused(what, "it has no memory".to_owned()));
+        return Err(broken(what, "it has no memory".to_owned()));
     }
     // SAFETY: an evaluated array whose rows are contiguous has all of its bytes there; nobody writes them while it lives.
     let result = read(unsafe { std::slice::from_raw_parts(data, bytes) });
@@ -173,10 +298,7 @@ fn is_row_contiguous(array: &Array) -> Result<bool, DeviceError> {
     let status = unsafe { mlx_sys::_mlx_array_is_row_contiguous(&mut is, array.as_ptr()) };
     match status {
         0 => Ok(is),
-        _ => Err(refused(
-            "reading a result",
-            "it cannot be looked at".to_owned(),
-        )),
+        _ => Err(failed("reading a result")(said(status))),
     }
 }
 
@@ -204,7 +326,7 @@ pub(super) fn made(
     let array = unsafe { Array::from_ptr(handle) };
     match status {
         0 => Ok(array),
-        _ => Err(Exception::custom("MLX refused the call")),
+        _ => Err(said(status)),
     }
 }
 

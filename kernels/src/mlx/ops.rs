@@ -6,9 +6,11 @@ mod elementwise;
 mod index;
 mod matmul;
 mod movement;
+mod needs;
 mod norm;
 mod random;
 mod reduce;
+mod rest;
 mod rope;
 mod sort;
 
@@ -18,7 +20,12 @@ use hotcell_graph::{
 };
 use mlx_rs::{Array, error::Exception};
 
-pub(super) use self::movement::sliced;
+pub(super) use self::{
+    matmul::form_at,
+    movement::sliced,
+    needs::{Needs, array_of, checked, elements, product, sum},
+    rest::REST,
+};
 use super::{array, attention, run::Cx};
 use crate::backend::DeviceError;
 
@@ -29,6 +36,8 @@ pub(super) type Launch = fn(&Cx<'_>) -> Result<Vec<Array>, DeviceError>;
 pub(super) struct Entry {
     pub op: &'static str,
     pub supports: fn(&Call<'_>) -> bool,
+    /// What it takes at a number of rows, `None` where that, or an array on the way, is larger than MLX can have.
+    pub needs: fn(&Call<'_>, usize) -> Option<Needs>,
     pub launch: Launch,
 }
 
@@ -84,8 +93,13 @@ pub(super) fn launch(call: &Call<'_>, double: bool) -> Option<Launch> {
     entry(call, double).map(|e| e.launch)
 }
 
-/// Whether all sizes are such as MLX can have, for any number of rows.
-pub(super) fn fits(call: &Call<'_>, max_rows: usize) -> bool {
+/// What it takes besides its inputs and results.
+pub(super) fn needs(call: &Call<'_>, max_rows: usize, double: bool) -> Option<Needs> {
+    (entry(call, double)?.needs)(call, max_rows)
+}
+
+/// Whether MLX computes this call and all sizes, also those on the way, are such as it can have, for any number of rows.
+pub(super) fn fits(call: &Call<'_>, max_rows: usize, double: bool) -> bool {
     let small = |t: &TensorSpec| {
         // An axis of 0 does not excuse the others.
         let mut dims = t.shape.dims().iter();
@@ -97,7 +111,9 @@ pub(super) fn fits(call: &Call<'_>, max_rows: usize) -> bool {
         // Of a cache only what is gathered becomes an array.
         _ => true,
     });
-    inputs && (call.op.infer)(call).is_ok_and(|all| all.iter().all(small))
+    inputs
+        && (call.op.infer)(call).is_ok_and(|all| all.iter().all(small))
+        && needs(call, max_rows, double).is_some()
 }
 
 /// A call's one result.

@@ -4,18 +4,25 @@
 //! the plan can pause, stop, and says where it is.
 
 use std::{
-    cell::RefCell,
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
 };
 
 use hotcell_graph::{
     Graph, GraphBuilder, TensorSpec, Value,
+    graph::Node,
     op::{Attribute, Call, OpRow, ValueSpec, number},
 };
 
-use super::{NAME, host::HostPart, ops, run::State, weights::Weights};
+use super::{
+    NAME,
+    host::HostPart,
+    ops,
+    ran::{Places, Tally, places as ops_at},
+    run::State,
+    weights::{Form, Weights},
+};
 use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
     bound::Bound,
@@ -25,6 +32,13 @@ use crate::{
 
 /// Nodes of one unit at most: what lies between two looks at the clock, and lives at the same time.
 const MOST_NODES: usize = 64;
+
+/// Bytes that a unit's nodes make and take after which it ends.
+const MOST_BYTES: usize = 64 << 20;
+
+/// Products after which a unit ends: about a fifth of a second on one slow core. MLX computes a unit in one call that
+/// cannot be left, so a node that has more is a unit by itself, and an execution is stopped after it.
+const MOST_PRODUCTS: usize = 200_000_000;
 
 pub(super) fn overflow() -> DeviceError {
     DeviceError::OutOfMemory {
@@ -59,6 +73,8 @@ pub(super) struct Unit {
     pub dead: Vec<usize>,
     /// How the trail names it.
     pub mark: u64,
+    /// Which ops its nodes are.
+    pub ops: Places,
 }
 
 /// An input or output of the graph.
@@ -71,6 +87,19 @@ pub(super) struct Place {
     pub bytes: usize,
     pub per_row: Option<usize>,
     pub written: bool,
+}
+
+/// What plans are made on.
+pub(super) struct Side {
+    /// The device of what MLX has no op for.
+    pub cpu: Rc<dyn Device>,
+    /// Whether MLX has f64 here.
+    pub double: bool,
+    /// Bytes that there are, as far as it is known.
+    pub memory: usize,
+    pub weights: Rc<Weights>,
+    /// What ran of each op.
+    pub ran: Tally,
 }
 
 pub(super) struct MlxPlan {
@@ -87,9 +116,12 @@ pub(super) struct MlxPlan {
     pub(super) max_rows: usize,
     pub(super) allocated: bool,
     pub(super) memory: PlanMemory,
+    /// The node that takes most besides its inputs and results, and how much.
+    greediest: Option<(usize, &'static str)>,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) trail: Option<Trail>,
     pub(super) state: State,
+    pub(super) ran: Tally,
 }
 
 /// Numbers of a graph's values: inputs first, then each node's results.
@@ -203,33 +235,32 @@ impl MlxPlan {
     pub fn new(
         graph: &Graph,
         hints: &PlanHints,
-        cpu: &Rc<dyn Device>,
-        double: bool,
-        weights: Rc<RefCell<Weights>>,
+        on: &Side,
         trail: Option<Trail>,
     ) -> Result<Self, DeviceError> {
+        let Side { cpu, double, .. } = on;
+        let double = *double;
         // What is refused must not have been allocated.
-        if let (true, Some(most)) = (hints.allocate, hints.max_bytes) {
+        if hints.allocate {
             let dry = PlanHints {
                 allocate: false,
                 max_bytes: None,
                 ..*hints
             };
-            let plan = Self::new(graph, &dry, cpu, double, Rc::clone(&weights), None)?;
+            let plan = Self::new(graph, &dry, on, None)?;
+            // MLX dies of what the machine does not have.
+            let most = hints.max_bytes.unwrap_or(usize::MAX).min(on.memory);
             if plan.memory.arena > most {
-                return Err(DeviceError::OutOfMemory {
-                    what: "the plan's values".to_owned(),
-                    bytes: plan.memory.arena,
-                });
+                return Err(plan.too_large());
             }
         }
         let max_rows = graph.max_rows();
-        let native = |call: &Call<'_>| ops::fits(call, max_rows) && ops::supports(call, double);
+        let native = |call: &Call<'_>| ops::fits(call, max_rows, double);
         let graph = lower(graph, NAME, &|call| {
             native(call) || cpu.supports(call) && is_fixed_point(call)
         })?;
         let numbers = Numbers::new(&graph);
-        let ranges = ranges(&graph, &native)?;
+        let ranges = ranges(&graph, &native, double)?;
         // The last unit that reads each value; outputs are read after all.
         let mut last: HashMap<usize, usize> = HashMap::new();
         for (u, (range, _)) in ranges.iter().enumerate() {
@@ -248,6 +279,7 @@ impl MlxPlan {
         let mut memory = PlanMemory::default();
         let (mut live, mut most) = (0usize, 0usize);
         let mut sizes: HashMap<usize, usize> = HashMap::new();
+        let mut greediest = None;
         for (u, (range, on_mlx)) in ranges.iter().enumerate() {
             let wanted = |value: usize| last.get(&value).is_some_and(|l| *l > u);
             let nodes = &graph.nodes()[range.clone()];
@@ -264,7 +296,15 @@ impl MlxPlan {
                     }
                 }
             }
-            most = most.max(live);
+            let mut taken = 0usize;
+            if *on_mlx {
+                for node in nodes {
+                    let takes = needs(&graph, node, double)?.bytes;
+                    taken = taken.checked_add(takes).ok_or_else(overflow)?;
+                    greediest = greediest.max(Some((takes, node.op.name)));
+                }
+            }
+            most = most.max(live.checked_add(taken).ok_or_else(overflow)?);
             let mut dead: Vec<usize> = sizes.keys().copied().filter(|v| !wanted(*v)).collect();
             dead.sort_unstable();
             for value in &dead {
@@ -294,15 +334,22 @@ impl MlxPlan {
                 kept,
                 dead,
                 mark,
+                ops: ops_at(&graph, range.clone()),
             });
         }
-        memory.arena = memory.arena.checked_add(most).ok_or_else(overflow)?;
+        let copies = copies(&graph, &ranges)?;
+        let all = memory.arena.checked_add(most);
+        memory.arena = all
+            .and_then(|n| n.checked_add(copies))
+            .ok_or_else(overflow)?;
         memory.unshared = memory.unshared.max(memory.arena);
         memory.steps = units.len();
         let places = places(&graph, &numbers)?;
         Ok(Self {
             units,
             cpu: Rc::clone(cpu),
+            greediest,
+            ran: on.ran.clone(),
             inputs: graph.inputs().len(),
             bound: places.iter().map(|_| None).collect(),
             places,
@@ -313,9 +360,21 @@ impl MlxPlan {
             memory,
             stop: Arc::default(),
             trail,
-            state: State::new(numbers.count, weights),
+            state: State::new(numbers.count, Rc::clone(&on.weights)),
             graph,
         })
+    }
+
+    /// Says what is too large: one op's own, if it is more than all the rest.
+    fn too_large(&self) -> DeviceError {
+        let bytes = self.memory.arena;
+        let what = match self.greediest {
+            Some((most, op)) if most > bytes / 2 => {
+                format!("the plan's values with {most} bytes for {op} besides its result")
+            }
+            _ => "the plan's values".to_owned(),
+        };
+        DeviceError::OutOfMemory { what, bytes }
     }
 
     fn place_of(&self, slot: Slot) -> Option<usize> {
@@ -327,12 +386,59 @@ impl MlxPlan {
     }
 }
 
+/// What a node of MLX takes besides its inputs and results.
+fn needs(graph: &Graph, node: &Node, double: bool) -> Result<ops::Needs, DeviceError> {
+    let specs = graph.input_specs(node)?;
+    let call = Call {
+        op: node.op,
+        inputs: &specs,
+        attributes: &node.attributes,
+    };
+    ops::needs(&call, graph.max_rows(), double).ok_or_else(overflow)
+}
+
+/// Bytes of what MLX copies of inputs, in the forms in which it computes: it reads nothing that it did not allocate. Plans
+/// that read the same constants share their forms, and each counts them. While one is made, a part of it is there twice.
+fn copies(graph: &Graph, ranges: &[(std::ops::Range<usize>, bool)]) -> Result<usize, DeviceError> {
+    let mut made: HashSet<(u32, Form)> = HashSet::new();
+    let (mut all, mut largest) = (0usize, 0);
+    let on_mlx = ranges.iter().filter(|(_, on_mlx)| *on_mlx);
+    for node in on_mlx.flat_map(|(range, _)| &graph.nodes()[range.clone()]) {
+        let specs = graph.input_specs(node)?;
+        let call = Call {
+            op: node.op,
+            inputs: &specs,
+            attributes: &node.attributes,
+        };
+        for (at, value) in node.inputs.iter().enumerate() {
+            let (Value::Input(i), Some(ValueSpec::Tensor(spec))) = (value, specs.get(at)) else {
+                continue;
+            };
+            let Some(form) = ops::form_at(&call, at) else {
+                continue;
+            };
+            if made.insert((*i, form)) {
+                let bytes = match spec.shape.is_symbolic() {
+                    true => spec.bytes(graph.max_rows()),
+                    false => form.bytes(spec),
+                };
+                let bytes = bytes.ok_or_else(overflow)?;
+                all = all.checked_add(bytes).ok_or_else(overflow)?;
+                largest = largest.max(bytes);
+            }
+        }
+    }
+    all.checked_add(largest).ok_or_else(overflow)
+}
+
 /// Nodes in runs of one kind.
 fn ranges(
     graph: &Graph,
     native: &dyn Fn(&Call<'_>) -> bool,
+    double: bool,
 ) -> Result<Vec<(std::ops::Range<usize>, bool)>, DeviceError> {
     let mut ranges: Vec<(std::ops::Range<usize>, bool)> = Vec::new();
+    let (mut bytes, mut products) = (0usize, 0usize);
     for (n, node) in graph.nodes().iter().enumerate() {
         let specs = graph.input_specs(node)?;
         let on_mlx = native(&Call {
@@ -340,11 +446,23 @@ fn ranges(
             inputs: &specs,
             attributes: &node.attributes,
         });
-        match ranges.last_mut() {
-            Some((range, kind)) if *kind == on_mlx && range.len() < MOST_NODES => {
+        let is_full = bytes > MOST_BYTES || products > MOST_PRODUCTS;
+        let begins = match ranges.last_mut() {
+            Some((range, kind)) if *kind == on_mlx && range.len() < MOST_NODES && !is_full => {
                 range.end = n + 1;
+                false
             }
-            _ => ranges.push((n..n + 1, on_mlx)),
+            _ => true,
+        };
+        if begins {
+            ranges.push((n..n + 1, on_mlx));
+            (bytes, products) = (0, 0);
+        }
+        if on_mlx {
+            let needs = needs(graph, node, double)?;
+            let made = bytes_of(&node.outputs, graph.max_rows())?;
+            bytes = bytes.saturating_add(made).saturating_add(needs.bytes);
+            products = products.saturating_add(needs.products);
         }
     }
     Ok(ranges)

@@ -1,6 +1,11 @@
 //! Running a plan: what holds values, and what an op's entry sees of them.
 
-use std::{cell::RefCell, collections::HashMap, rc::Rc, sync::atomic::Ordering};
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    rc::Rc,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use hotcell_graph::{
     DType, TensorSpec,
@@ -15,7 +20,7 @@ use super::{
     weights::{Form, Prepared, Source, Weights},
 };
 use crate::{
-    backend::{Buffer, DeviceError},
+    backend::{Buffer, DeviceError, Trail},
     bound::{Bound, overlap},
     plan::{PlanHints, Slot},
 };
@@ -34,19 +39,17 @@ type Pair = (Rc<Array>, Rc<Array>);
 /// What an execution leaves for its next slice, and one execution for the next.
 pub(super) struct State {
     held: Vec<Option<Held>>,
-    /// Constants as arrays, which stay from one execution to the next.
-    constants: HashMap<usize, Rc<Array>>,
+    /// Forms of constants in imported memory, which stay from one execution to the next.
     prepared: HashMap<(usize, Form), Rc<Prepared>>,
     /// What several nodes of an execution compute from the same values.
     shared: HashMap<(&'static str, usize, usize), Pair>,
-    weights: Rc<RefCell<Weights>>,
+    weights: Rc<Weights>,
 }
 
 impl State {
-    pub fn new(values: usize, weights: Rc<RefCell<Weights>>) -> Self {
+    pub fn new(values: usize, weights: Rc<Weights>) -> Self {
         Self {
             held: vec![None; values],
-            constants: HashMap::new(),
             prepared: HashMap::new(),
             shared: HashMap::new(),
             weights,
@@ -55,7 +58,6 @@ impl State {
 
     /// Another buffer was bound to this value.
     pub fn forget(&mut self, value: usize) {
-        self.constants.remove(&value);
         self.prepared.retain(|(of, _), _| *of != value);
         if let Some(held) = self.held.get_mut(value) {
             *held = None;
@@ -65,7 +67,6 @@ impl State {
     /// Nothing is bound any more.
     pub fn clear(&mut self) {
         self.held.iter_mut().for_each(|held| *held = None);
-        self.constants.clear();
         self.prepared.clear();
         self.shared.clear();
     }
@@ -88,6 +89,8 @@ struct Reader<'a> {
     bound: &'a [Option<Bound>],
     inputs: usize,
     rows: usize,
+    stop: &'a AtomicBool,
+    trail: Option<Trail>,
 }
 
 /// Bytes of a tensor for the rows of an execution.
@@ -101,6 +104,40 @@ impl Reader<'_> {
         let place = self.places.get(value).filter(|_| value < self.inputs)?;
         Some((place, self.bound.get(value)?.as_ref()?))
     }
+
+    /// Says that something moved.
+    ///
+    /// # Errors
+    /// When the execution is to stop.
+    fn goes_on(&self) -> Result<(), DeviceError> {
+        if let Some(trail) = &self.trail {
+            trail.progressed();
+        }
+        match self.stop.load(Ordering::Relaxed) {
+            true => Err(DeviceError::Stopped),
+            false => Ok(()),
+        }
+    }
+}
+
+/// What is bound to a constant whose forms are kept.
+fn kept<'a>(state: &State, reader: &'a Reader<'_>, value: usize) -> Option<&'a Bound> {
+    let (place, bound) = reader.input(value)?;
+    let lasts = place.constant && state.weights.keeps(&bound.buffer);
+    lasts.then_some(bound)
+}
+
+/// A form of a constant in imported memory: made once, and found again by its number.
+fn prepared(
+    state: &mut State,
+    bound: &Bound,
+    value: usize,
+    spec: &TensorSpec,
+    form: Form,
+) -> Result<Rc<Prepared>, DeviceError> {
+    let made = state.weights.get(bound, spec, form)?;
+    state.prepared.insert((value, form), Rc::clone(&made));
+    Ok(made)
 }
 
 /// What an op's entry sees: its call, and its inputs as it wants them.
@@ -177,17 +214,52 @@ impl Cx<'_> {
         if let Some(there) = state.prepared.get(&(value, form)) {
             return Ok(Rc::clone(there));
         }
-        let Some((place, bound)) = self.reader.input(value) else {
-            let array = array_of(&mut state, self.reader, value, spec)?;
-            return Prepared::new(Source::Array(&array), spec, form).map(Rc::new);
-        };
-        let lasts = place.constant && bound.buffer.host().is_some_and(|h| !h.writable);
-        if !lasts {
-            return Prepared::new(Source::Memory(bound), spec, form).map(Rc::new);
+        if let Some(bound) = kept(&state, self.reader, value) {
+            return prepared(&mut state, bound, value, spec, form);
         }
-        let made = state.weights.borrow_mut().get(bound, spec, form)?;
-        state.prepared.insert((value, form), Rc::clone(&made));
-        Ok(made)
+        let source = match self.reader.input(value) {
+            Some((_, bound)) => Source::Memory(bound),
+            None => {
+                let array = array_of(&mut state, self.reader, value, spec)?;
+                return Prepared::new(Source::Array(&array), spec, form).map(Rc::new);
+            }
+        };
+        Prepared::new(source, spec, form).map(Rc::new)
+    }
+
+    /// Says that something moved, in an entry that takes long.
+    ///
+    /// # Errors
+    /// When the execution is to stop.
+    pub fn goes_on(&self) -> Result<(), DeviceError> {
+        self.reader.goes_on()
+    }
+
+    /// Rows of the table that input `table` is, at the checked indices of input `indices`, where the table is in memory
+    /// and no array yet: then only they are read.
+    pub fn taken_rows(&self, table: usize, indices: usize) -> Result<Option<Array>, DeviceError> {
+        let value = self.value(table).ok_or_else(overflow)?;
+        let held = self.state.borrow().held.get(value).cloned().flatten();
+        let call = self.call();
+        let spec = call.tensor(table)?;
+        let (buffer, offset) = match (&held, self.reader.input(value)) {
+            (Some(Held::Array(_)), _) | (None, None) => return Ok(None),
+            (Some(Held::Host(buffer)), _) => (&**buffer, 0),
+            (None, Some((_, bound))) => (&bound.buffer, bound.offset),
+        };
+        let rows = spec.shape.dims().first().ok_or_else(overflow)?;
+        let rows = rows.at(self.rows);
+        let row = spec.shape.elements_per_row().ok_or_else(overflow)?;
+        let row = spec.dtype.row_bytes(row).ok_or_else(overflow)?;
+        let at = self.indices(indices, rows)?;
+        let size = at.len().checked_mul(row).ok_or_else(overflow)?;
+        let mut taken = array::zeros("rows of a table", size)?;
+        for (to, index) in taken.chunks_exact_mut(row.max(1)).zip(at) {
+            // Checked: no index is negative, and each names a row.
+            let from = usize::try_from(index).map_err(|_| overflow())?;
+            buffer.read(offset + from * row, to)?;
+        }
+        array::from_bytes(&taken, spec.dtype, &self.result_dims(0)?).map(Some)
     }
 
     /// Bytes of input `i`, read once: what they say stays what was checked.
@@ -196,12 +268,13 @@ impl Cx<'_> {
         let call = self.call();
         let size = bytes_of(call.tensor(i)?, self.rows)?;
         let held = self.state.borrow().held.get(value).cloned().flatten();
-        let mut bytes = vec![0; size];
+        let mut bytes = array::zeros(self.op(), size)?;
         match (held, self.reader.input(value)) {
             (Some(Held::Array(array)), _) => {
                 array::with_bytes(&array, |there| {
-                    let n = there.len().min(size);
-                    bytes[..n].copy_from_slice(&there[..n]);
+                    for (to, from) in bytes.iter_mut().zip(there) {
+                        *to = *from;
+                    }
                 })?;
             }
             (Some(Held::Host(buffer)), _) => buffer.read(0, &mut bytes)?,
@@ -215,17 +288,16 @@ impl Cx<'_> {
     pub fn integers(&self, i: usize) -> Result<Vec<i64>, DeviceError> {
         let dtype = self.call().tensor(i)?.dtype;
         let bytes = self.bytes(i)?;
+        let mut all = array::room(self.op(), bytes.len() / dtype.block_bytes().max(1))?;
         macro_rules! each {
-            ($t:ty) => {
-                bytes
-                    .as_chunks::<{ size_of::<$t>() }>()
-                    .0
-                    .iter()
-                    .map(|b| i64::try_from(<$t>::from_le_bytes(*b)).unwrap_or(i64::MAX))
-                    .collect()
-            };
+            ($t:ty) => {{
+                let each = bytes.as_chunks::<{ size_of::<$t>() }>().0.iter();
+                all.extend(
+                    each.map(|b| i64::try_from(<$t>::from_le_bytes(*b)).unwrap_or(i64::MAX)),
+                );
+            }};
         }
-        Ok(match dtype {
+        match dtype {
             DType::U8 => each!(u8),
             DType::U16 => each!(u16),
             DType::U32 => each!(u32),
@@ -235,7 +307,8 @@ impl Cx<'_> {
             DType::I32 => each!(i32),
             DType::I64 => each!(i64),
             _ => return Err(overflow()),
-        })
+        }
+        Ok(all)
     }
 
     /// Input `i` as indices of `0..bound`, checked, where negative ones count from the end: MLX would read whatever lies
@@ -245,15 +318,14 @@ impl Cx<'_> {
         let wrong = |index| DeviceError::IndexOutOfRange { op, index, bound };
         let end = i64::try_from(bound).unwrap_or(i64::MAX);
         let all = self.integers(i)?;
-        all.into_iter()
-            .map(|index| {
-                let at = if index < 0 { index + end } else { index };
-                match (0..end).contains(&at) {
-                    true => i32::try_from(at).map_err(|_| wrong(index)),
-                    false => Err(wrong(index)),
-                }
-            })
-            .collect()
+        let mut checked = array::room(op, all.len())?;
+        for index in all {
+            let at = if index < 0 { index + end } else { index };
+            let inside = Some(at).filter(|at| (0..end).contains(at));
+            let at = inside.and_then(|at| i32::try_from(at).ok());
+            checked.push(at.ok_or_else(|| wrong(index))?);
+        }
+        Ok(checked)
     }
 
     /// Memory of the cache that input `i` is.
@@ -290,36 +362,27 @@ fn array_of(
     value: usize,
     spec: &TensorSpec,
 ) -> Result<Rc<Array>, DeviceError> {
-    if let Some(there) = state.constants.get(&value) {
-        return Ok(Rc::clone(there));
-    }
-    let dims = array::dims_or("an input", &spec.shape, reader.rows)?;
-    let size = bytes_of(spec, reader.rows)?;
     let held = state.held.get(value).cloned().flatten();
-    let (from, lasts) = match (held, reader.input(value)) {
+    let made = match (held, reader.input(value)) {
         (Some(Held::Array(array)), _) => return Ok(array),
-        (Some(Held::Host(buffer)), _) => (buffer.host().map(|h| (h, 0)), false),
-        (None, Some((place, bound))) => {
-            let host = bound.buffer.host();
-            let lasts = place.constant && host.is_some_and(|h| !h.writable);
-            (host.map(|h| (h, bound.offset)), lasts)
+        (Some(Held::Host(buffer)), _) => {
+            let host = buffer.host().ok_or_else(overflow)?;
+            array::of_host(&host, 0, spec, reader.rows)?
         }
-        (None, None) => (None, false),
+        (None, Some((_, bound))) => {
+            if let Some(there) = state.prepared.get(&(value, Form::Stored)) {
+                return Ok(Rc::clone(there.arrays.first().ok_or_else(overflow)?));
+            }
+            if let Some(bound) = kept(state, reader, value) {
+                let made = prepared(state, bound, value, spec, Form::Stored)?;
+                return Ok(Rc::clone(made.arrays.first().ok_or_else(overflow)?));
+            }
+            array::of_bound(bound, spec, reader.rows)?
+        }
+        (None, None) => return Err(overflow()),
     };
-    let (host, offset) = from.ok_or_else(overflow)?;
-    if offset.checked_add(size).is_none_or(|end| end > host.len) {
-        return Err(overflow());
-    }
-    // SAFETY: compared above with the buffer's length; whoever holds the value keeps the buffer alive. Memory that is
-    // shared with another process may change meanwhile, which `from_memory` allows.
-    let made = unsafe { array::from_memory(host.start.add(offset), size, spec.dtype, &dims) }?;
     let made = Rc::new(made);
-    match lasts {
-        true => {
-            state.constants.insert(value, Rc::clone(&made));
-        }
-        false => state.put(value, Held::Array(Rc::clone(&made)))?,
-    }
+    state.put(value, Held::Array(Rc::clone(&made)))?;
     Ok(made)
 }
 
@@ -385,17 +448,18 @@ impl MlxPlan {
             bound: &self.bound,
             inputs: self.inputs,
             rows,
+            stop: &self.stop,
+            trail: self.trail,
         };
         for (u, unit) in self.units.iter_mut().enumerate().skip(from) {
-            if self.stop.load(Ordering::Relaxed) {
+            if let Err(stopped) = reader.goes_on() {
                 self.state.begin();
-                return Err(DeviceError::Stopped);
+                return Err(stopped);
             }
             if u > from && pause() {
                 return Ok(Some(u));
             }
             if let Some(trail) = &self.trail {
-                trail.progressed();
                 trail.node.store(unit.mark, Ordering::Relaxed);
             }
             let state = &mut self.state;
@@ -407,6 +471,7 @@ impl MlxPlan {
                 self.state.begin();
                 return Err(error);
             }
+            self.ran.add(&unit.ops, matches!(unit.work, Work::Mlx(_)));
             for value in &unit.dead {
                 if let Some(held) = self.state.held.get_mut(*value) {
                     *held = None;
@@ -429,6 +494,8 @@ fn run_mlx(
     state: &mut State,
 ) -> Result<(), DeviceError> {
     for node in nodes {
+        // What reads values, as indices are, has all before it computed.
+        reader.goes_on()?;
         let cx = Cx {
             node,
             reader,
@@ -503,13 +570,13 @@ fn give(
     match state.held.get(place.value).cloned().flatten() {
         Some(Held::Array(array)) => array::with_bytes(&array, write)?,
         Some(Held::Host(from)) => {
-            let mut bytes = vec![0; size];
+            let mut bytes = array::zeros("a result", size)?;
             from.read(0, &mut bytes)?;
             write(&bytes)
         }
         None => {
             let (_, from) = reader.input(place.value).ok_or_else(overflow)?;
-            let mut bytes = vec![0; size];
+            let mut bytes = array::zeros("a result", size)?;
             from.buffer.read(from.offset, &mut bytes)?;
             write(&bytes)
         }

@@ -1,8 +1,10 @@
-//! Weights in the forms that MLX multiplies with, made once per weight and shared by all plans that read it.
+//! Weights in the forms that MLX computes with: made once, kept beside the memory that they were made of, and shared by all
+//! plans that read it. MLX on the processor copies all memory that it did not allocate, so each is a copy.
 
 use std::{
+    cell::{Cell, RefCell},
     collections::HashMap,
-    rc::{Rc, Weak},
+    rc::Rc,
 };
 
 use hotcell_graph::{DType, TensorSpec};
@@ -10,31 +12,56 @@ use mlx_rs::{Array, Dtype};
 
 use super::{array, plan::overflow};
 use crate::{
-    backend::{Buffer, DeviceError},
+    backend::{Buffer, DeviceError, DeviceMemory, HostSpan},
     bound::Bound,
     cpu::dequant::dequantize_row,
+    host::SharedBytes,
 };
 
-/// Numbers that share a scale, in MLX's affine mode as in GGUF's blocks.
+/// Numbers that share a scale, in MLX's affine mode as in GGUF's blocks of 32 and in the parts of its blocks of 256.
 pub(super) const GROUP: usize = 32;
 
 /// A form of weights `[…, n, k]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Form {
+    /// As they are stored; no block type.
+    Stored,
     /// The numbers in f32.
     Plain,
     /// MLX's affine mode: packed numbers, scales and biases.
     Affine,
 }
 
+impl Form {
+    /// In which MLX multiplies with weights of a dtype.
+    pub fn to_multiply(dtype: DType) -> Self {
+        match affine_bits(dtype) {
+            Some(_) => Form::Affine,
+            None => Form::Plain,
+        }
+    }
+
+    /// Bytes of weights in this form; `None`: more than can be counted.
+    pub fn bytes(self, spec: &TensorSpec) -> Option<usize> {
+        let elements = spec.shape.elements(0)?;
+        match (self, affine_bits(spec.dtype)) {
+            (Form::Stored, _) => spec.bytes(0),
+            (Form::Affine, Some(bits)) => {
+                let groups = elements / GROUP;
+                // The numbers, and for each group a scale and a bias.
+                groups.checked_mul(GROUP / 8 * usize::try_from(bits).ok()? + 8)
+            }
+            _ => elements.checked_mul(size_of::<f32>()),
+        }
+    }
+}
+
 /// Weights in a form.
 pub(super) struct Prepared {
-    /// Plain: the numbers. Affine: numbers, scales, biases.
-    pub arrays: Vec<Array>,
-    /// Bits of a packed number.
+    /// Affine: numbers, scales, biases. Else the numbers.
+    pub arrays: Vec<Rc<Array>>,
+    /// Bits of a packed number; 0 where none is packed.
     pub bits: i32,
-    /// What they were made of: its address is in the key that finds them, and must not become another's.
-    _buffer: Option<Buffer>,
 }
 
 /// Where weights are.
@@ -43,48 +70,146 @@ pub(super) enum Source<'a> {
     Memory(&'a Bound),
 }
 
-/// Bits per number in the affine form of a block type, which holds exactly the same numbers.
+/// Bits per number in the affine form of a block type, which holds exactly the same numbers: `scale · q + bias` is a
+/// product without rounding and a sum with one, as it is in the blocks. Q6_K has groups of 16, which MLX has not.
 pub(super) fn affine_bits(dtype: DType) -> Option<i32> {
     match dtype {
-        DType::Q4_0 | DType::Q4_1 => Some(4),
+        DType::Q4_0 | DType::Q4_1 | DType::Q4K => Some(4),
+        DType::Q5_0 | DType::Q5_1 | DType::Q5K => Some(5),
         DType::Q8_0 => Some(8),
         _ => None,
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Key {
-    address: usize,
-    spec: TensorSpec,
-    form: Form,
+/// What was made of a piece of memory: where in it, as what, in which form.
+type Key = (usize, TensorSpec, Form);
+
+/// First byte and length of memory that was imported.
+type Place = (usize, usize);
+
+#[derive(Default)]
+struct Region {
+    /// Buffers of it.
+    owners: usize,
+    forms: HashMap<Key, Rc<Prepared>>,
 }
 
-/// What was made, for as long as a plan uses it.
+/// Imported memory, and what was made of it.
 #[derive(Default)]
-pub(super) struct Weights(HashMap<Key, Weak<Prepared>>);
+pub(super) struct Weights {
+    regions: RefCell<HashMap<Place, Region>>,
+    bytes: Cell<usize>,
+}
+
+fn place(host: &HostSpan) -> Place {
+    (host.start.addr(), host.len)
+}
 
 impl Weights {
-    /// The form of weights in memory that nobody writes.
+    /// Imported memory, of which forms are kept until its last buffer is gone.
+    pub fn keep(self: &Rc<Self>, buffer: Buffer) -> Buffer {
+        let Some(host) = buffer.host().filter(|h| !h.writable) else {
+            return buffer;
+        };
+        let place = place(&host);
+        let mut regions = self.regions.borrow_mut();
+        let region = regions.entry(place).or_default();
+        region.owners = region.owners.saturating_add(1);
+        Buffer::new(Rc::new(Kept {
+            buffer,
+            place,
+            weights: Rc::clone(self),
+        }))
+    }
+
+    /// Whether memory was imported, so that nobody writes it and forms of it are kept.
+    pub fn keeps(&self, buffer: &Buffer) -> bool {
+        let known = |h: HostSpan| !h.writable && self.regions.borrow().contains_key(&place(&h));
+        buffer.host().is_some_and(known)
+    }
+
+    /// Bytes of all forms.
+    pub fn bytes(&self) -> usize {
+        self.bytes.get()
+    }
+
+    /// The form of weights in imported memory.
     pub fn get(
-        &mut self,
+        &self,
         bound: &Bound,
         spec: &TensorSpec,
         form: Form,
     ) -> Result<Rc<Prepared>, DeviceError> {
-        let key = Key {
-            address: bound.range.start,
-            spec: spec.clone(),
-            form,
+        let host = bound.buffer.host().ok_or_else(overflow)?;
+        let (place, key) = (place(&host), (bound.offset, spec.clone(), form));
+        let known = |regions: &HashMap<Place, Region>| {
+            regions
+                .get(&place)
+                .and_then(|r| r.forms.get(&key))
+                .map(Rc::clone)
         };
-        if let Some(there) = self.0.get(&key).and_then(Weak::upgrade) {
+        if let Some(there) = known(&self.regions.borrow()) {
             return Ok(there);
         }
-        self.0.retain(|_, made| made.strong_count() > 0);
-        let mut made = Prepared::new(Source::Memory(bound), spec, form)?;
-        made._buffer = Some(bound.buffer.clone());
-        let made = Rc::new(made);
-        self.0.insert(key, Rc::downgrade(&made));
+        let made = Rc::new(Prepared::new(Source::Memory(bound), spec, form)?);
+        if let Some(region) = self.regions.borrow_mut().get_mut(&place) {
+            region.forms.insert(key, Rc::clone(&made));
+            self.bytes
+                .set(self.bytes.get().saturating_add(made.bytes()));
+        }
         Ok(made)
+    }
+
+    fn release(&self, place: Place) {
+        let mut regions = self.regions.borrow_mut();
+        let Some(region) = regions.get_mut(&place) else {
+            return;
+        };
+        region.owners = region.owners.saturating_sub(1);
+        if region.owners == 0 {
+            let bytes = region.forms.values().map(|made| made.bytes()).sum();
+            self.bytes.set(self.bytes.get().saturating_sub(bytes));
+            regions.remove(&place);
+        }
+    }
+}
+
+/// Imported memory whose forms are kept while it lives.
+struct Kept {
+    buffer: Buffer,
+    place: Place,
+    weights: Rc<Weights>,
+}
+
+impl DeviceMemory for Kept {
+    fn bytes(&self) -> usize {
+        self.buffer.bytes()
+    }
+
+    fn write(&self, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
+        self.buffer.write(offset, data)
+    }
+
+    fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError> {
+        self.buffer.read(offset, data)
+    }
+
+    fn host(&self) -> Option<HostSpan> {
+        self.buffer.host()
+    }
+
+    fn share(&self) -> Option<SharedBytes> {
+        self.buffer.share()
+    }
+
+    fn is_shared(&self) -> bool {
+        self.buffer.is_shared()
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        self.weights.release(self.place);
     }
 }
 
@@ -93,26 +218,20 @@ impl Prepared {
     pub fn new(source: Source<'_>, spec: &TensorSpec, form: Form) -> Result<Self, DeviceError> {
         let (arrays, bits) = match source {
             Source::Array(array) => (vec![as_f32(array)?], 0),
-            Source::Memory(bound) => {
-                // Weights have no rows.
-                let size = spec.bytes(0).ok_or_else(overflow)?;
-                let mut bytes = Vec::new();
-                let fits = bytes.try_reserve_exact(size);
-                fits.map_err(|_| DeviceError::OutOfMemory {
-                    what: "weights in MLX's form".to_owned(),
-                    bytes: size,
-                })?;
-                bytes.resize(size, 0);
-                bound.buffer.read(bound.offset, &mut bytes)?;
-                of_bytes(&bytes, spec, form)?
-            }
+            Source::Memory(bound) => match (form, affine_bits(spec.dtype)) {
+                (Form::Affine, Some(bits)) => (affine(bound, spec, bits)?, bits),
+                _ if spec.dtype.is_block() => (vec![dequantized(bound, spec)?], 0),
+                (Form::Stored, _) => (vec![array::of_bound(bound, spec, 0)?], 0),
+                _ => (vec![as_f32(&array::of_bound(bound, spec, 0)?)?], 0),
+            },
         };
         array::evaluate(&arrays)?;
-        Ok(Self {
-            arrays,
-            bits,
-            _buffer: None,
-        })
+        let arrays = arrays.into_iter().map(Rc::new).collect();
+        Ok(Self { arrays, bits })
+    }
+
+    fn bytes(&self) -> usize {
+        self.arrays.iter().map(|array| array.nbytes()).sum()
     }
 }
 
@@ -122,63 +241,149 @@ fn as_f32(array: &Array) -> Result<Array, DeviceError> {
         .map_err(array::failed("weights as f32"))
 }
 
-fn of_bytes(bytes: &[u8], spec: &TensorSpec, form: Form) -> Result<(Vec<Array>, i32), DeviceError> {
+/// Reads weights row by row: `each` gets a row's bytes.
+fn each_row(
+    bound: &Bound,
+    spec: &TensorSpec,
+    mut each: impl FnMut(&[u8]),
+) -> Result<(), DeviceError> {
+    let row = spec.shape.inner().ok_or_else(overflow)?;
+    let stride = spec.dtype.row_bytes(row).ok_or_else(overflow)?;
+    let size = spec.bytes(0).ok_or_else(overflow)?;
+    let mut bytes = array::zeros("a row of weights", stride)?;
+    for at in (0..size).step_by(stride.max(1)) {
+        bound.buffer.read(bound.offset + at, &mut bytes)?;
+        each(&bytes);
+    }
+    Ok(())
+}
+
+/// The numbers of block weights in f32.
+fn dequantized(bound: &Bound, spec: &TensorSpec) -> Result<Array, DeviceError> {
     let dims = array::dims_or("weights", &spec.shape, 0)?;
-    match (form, affine_bits(spec.dtype)) {
-        (Form::Affine, Some(bits)) => Ok((affine(bytes, spec.dtype, &dims, bits)?, bits)),
-        _ if spec.dtype.is_block() => {
-            let row = spec.shape.inner().ok_or_else(overflow)?;
-            let stride = spec.dtype.row_bytes(row).ok_or_else(overflow)?;
-            let mut plain = vec![0f32; spec.shape.elements(0).ok_or_else(overflow)?];
-            let rows = plain.chunks_exact_mut(row.max(1));
-            for (out, row) in rows.zip(bytes.chunks_exact(stride.max(1))) {
-                dequantize_row(spec.dtype, row, out);
-            }
-            Ok((vec![array::from_f32(&plain, &dims)?], 0))
+    let elements = spec.shape.elements(0).ok_or_else(overflow)?;
+    let row = spec.shape.inner().ok_or_else(overflow)?;
+    let mut plain: Vec<f32> = array::zeros("weights as f32", elements)?;
+    let mut rows = plain.chunks_exact_mut(row.max(1));
+    each_row(bound, spec, |bytes| {
+        if let Some(out) = rows.next() {
+            dequantize_row(spec.dtype, bytes, out);
         }
-        _ => Ok((
-            vec![as_f32(&array::from_bytes(bytes, spec.dtype, &dims)?)?],
-            0,
-        )),
+    })?;
+    array::from_f32(&plain, &dims)
+}
+
+/// A group's numbers, scale and bias.
+type Group = ([u8; GROUP], f32, f32);
+
+fn half(bytes: &[u8], at: usize) -> f32 {
+    match bytes.get(at..at + 2) {
+        Some([a, b]) => half::f16::from_le_bytes([*a, *b]).to_f32(),
+        _ => 0.0,
     }
 }
 
-/// GGUF's blocks of 32 as MLX's groups of 32. A number is `scale · q + bias` there: Q4_0's bias is −8 scales, Q4_1 stores
-/// it, and Q8_0's signed bytes are turned into unsigned ones by their sign bit, with a bias of −128 scales.
-fn affine(bytes: &[u8], dtype: DType, dims: &[i32], bits: i32) -> Result<Vec<Array>, DeviceError> {
-    let half = |b: &[u8]| match b {
-        [a, b, ..] => half::f16::from_le_bytes([*a, *b]).to_f32(),
-        _ => 0.0,
+/// Element `l` of 32 nibbles of 16 bytes: low ones first, then the high ones.
+fn nibble(bytes: &[u8], l: usize) -> u8 {
+    let byte = bytes.get(l % 16).copied().unwrap_or(0);
+    if l < 16 { byte & 15 } else { byte >> 4 }
+}
+
+fn bit(bytes: &[u8], at: usize, bit: usize) -> u8 {
+    bytes.get(at).copied().unwrap_or(0) >> bit & 1
+}
+
+/// A block of 32 as a group. A number is `scale · q + bias`: Q4_0's bias is −8 scales and Q5_0's −16, Q4_1 and Q5_1 store it,
+/// and Q8_0's signed bytes are turned into unsigned ones by their sign bit, with a bias of −128 scales.
+fn small_block(dtype: DType, block: &[u8]) -> Group {
+    let scale = half(block, 0);
+    let stored = matches!(dtype, DType::Q4_1 | DType::Q5_1);
+    let head = if stored { 4 } else { 2 };
+    let bias = match dtype {
+        DType::Q4_1 | DType::Q5_1 => half(block, 2),
+        DType::Q4_0 => -8.0 * scale,
+        DType::Q5_0 => -16.0 * scale,
+        _ => -128.0 * scale,
     };
-    let blocks = bytes.chunks_exact(dtype.block_bytes());
-    let (mut packed, mut scales, mut biases) = (vec![], vec![], vec![]);
-    for block in blocks {
-        let scale = half(block);
-        scales.push(scale);
-        let head = if dtype == DType::Q4_1 { 4 } else { 2 };
-        biases.push(match dtype {
-            DType::Q4_1 => half(block.get(2..).unwrap_or_default()),
-            DType::Q4_0 => -8.0 * scale,
-            _ => -128.0 * scale,
-        });
-        let numbers = block.get(head..).unwrap_or_default();
-        match bits {
-            // The low halves of the 16 bytes are numbers 0 to 15, the high ones 16 to 31; MLX has them in order.
-            4 => {
-                let order = |shift: u32| numbers.iter().map(move |b| (b >> shift) & 15);
-                let all: Vec<u8> = order(0).chain(order(4)).collect();
-                packed.extend(all.as_chunks::<2>().0.iter().map(|[a, b]| a | (b << 4)));
-            }
-            _ => packed.extend(numbers.iter().map(|b| b ^ 0x80)),
+    let fifth = matches!(dtype, DType::Q5_0 | DType::Q5_1);
+    let numbers = head + if fifth { 4 } else { 0 };
+    let packed = block.get(numbers..).unwrap_or_default();
+    let number = |l: usize| match dtype {
+        DType::Q8_0 => packed.get(l).copied().unwrap_or(0) ^ 0x80,
+        _ if fifth => nibble(packed, l) | bit(block, head + l / 8, l % 8) << 4,
+        _ => nibble(packed, l),
+    };
+    (std::array::from_fn(number), scale, bias)
+}
+
+/// Part `j` of eight of a block of 256: `(d · scale) · q − dmin · min`, with six bits for scale and min.
+fn large_block(dtype: DType, block: &[u8], j: usize) -> Group {
+    let packed = |at: usize| block.get(4 + at).copied().unwrap_or(0);
+    let (scale, min) = match j < 4 {
+        true => (packed(j) & 63, packed(j + 4) & 63),
+        false => (
+            (packed(j + 4) & 15) | (packed(j - 4) >> 6 << 4),
+            (packed(j + 4) >> 4) | (packed(j) >> 6 << 4),
+        ),
+    };
+    let start = if dtype == DType::Q5K { 48 } else { 16 };
+    let number = |l: usize| {
+        let byte = block.get(start + j / 2 * 32 + l).copied().unwrap_or(0);
+        let low = byte >> (j % 2 * 4) & 15;
+        match dtype {
+            DType::Q5K => low | bit(block, 16 + l, j) << 4,
+            _ => low,
+        }
+    };
+    let (d, dmin) = (half(block, 0), half(block, 2));
+    let numbers = std::array::from_fn(number);
+    (numbers, d * f32::from(scale), -(dmin * f32::from(min)))
+}
+
+/// A group's numbers as MLX packs them: one after another, from the lowest bit up.
+fn pack(numbers: &[u8; GROUP], bits: i32, packed: &mut Vec<u8>) {
+    let (mut held, mut count) = (0u32, 0);
+    for number in numbers {
+        held |= u32::from(*number) << count;
+        count += bits;
+        while count >= 8 {
+            packed.extend(held.to_le_bytes().first());
+            held >>= 8;
+            count -= 8;
         }
     }
+}
+
+/// GGUF's blocks as MLX's groups of 32.
+fn affine(bound: &Bound, spec: &TensorSpec, bits: i32) -> Result<Vec<Array>, DeviceError> {
+    let dims = array::dims_or("weights", &spec.shape, 0)?;
+    let dtype = spec.dtype;
+    let groups = spec.shape.elements(0).ok_or_else(overflow)? / GROUP;
+    let words = GROUP / 8 * usize::try_from(bits).map_err(|_| overflow())?;
+    let what = "weights in MLX's form";
+    let mut packed: Vec<u8> = array::room(what, groups.checked_mul(words).ok_or_else(overflow)?)?;
+    let (mut scales, mut biases) = (array::room(what, groups)?, array::room(what, groups)?);
+    each_row(bound, spec, |row| {
+        let mut take = |(numbers, scale, bias): Group| {
+            pack(&numbers, bits, &mut packed);
+            scales.push(scale);
+            biases.push(bias);
+        };
+        for block in row.chunks_exact(dtype.block_bytes()) {
+            match dtype {
+                DType::Q4K | DType::Q5K => {
+                    (0..8).for_each(|j| take(large_block(dtype, block, j)));
+                }
+                _ => take(small_block(dtype, block)),
+            }
+        }
+    })?;
     let (inner, outer) = dims.split_last().ok_or_else(overflow)?;
     let with = |last: i32| [outer, &[last]].concat();
-    let words = with(inner / (32 / bits));
-    let groups = with(inner / GROUP as i32);
+    let groups = inner / GROUP as i32;
     Ok(vec![
-        array::from_bytes(&packed, DType::U32, &words)?,
-        array::from_f32(&scales, &groups)?,
-        array::from_f32(&biases, &groups)?,
+        array::from_bytes(&packed, DType::U32, &with(groups * bits))?,
+        array::from_f32(&scales, &with(groups))?,
+        array::from_f32(&biases, &with(groups))?,
     ])
 }

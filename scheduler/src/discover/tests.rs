@@ -1,4 +1,4 @@
-//! What programs may say of devices, and how they are looked for.
+//! Of probes and their reports, by shell scripts in the programs' places.
 
 use proptest::prelude::*;
 

@@ -18,13 +18,15 @@ const PATIENCE: Duration = Duration::from_millis(200);
 const MOST_KINDS: usize = 8;
 
 /// Kinds of memory. What else a worker speaks of would be a new line of the metrics each time.
-const KINDS: [&str; 6] = [
+const KINDS: [&str; 8] = [
     "weights",
     "packed",
     "cache",
     "plans",
     "tensors",
     "tensors_kept",
+    "library",
+    "library_kept",
 ];
 
 /// A stranger's words, within bounds.

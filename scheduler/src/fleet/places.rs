@@ -137,6 +137,7 @@ impl Fleet {
                     known: wish
                         .prints
                         .map_or(0, |p| self.prefixes().known(p, id, link.epoch)),
+                    stalled: link.fate.is_stalled(),
                 };
                 Some((candidate, slot, link))
             })

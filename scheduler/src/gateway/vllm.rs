@@ -101,14 +101,14 @@ impl Engine {
 
     /// Whether a request would get anywhere, and if not why. Anybody may ask, so it names nothing.
     fn trouble(&self) -> Option<&'static str> {
-        if self.shared.admission.is_closed() {
+        if self.shared.admission.is_closed() || self.shared.leaving.is_cancelled() {
             return Some("draining");
         }
         match self.model(&Caller::own()) {
             // The first request has it loaded.
             Ok(model) if model.state() == ModelState::Asleep => None,
             Ok(model) if model.workers.is_empty() => Some("no worker is ready"),
-            Ok(_) if !self.shared.fleet.can_step() => Some("all workers stand still"),
+            Ok(_) if !self.shared.fleet.can_step() => Some("no worker gets on"),
             Ok(_) => None,
             Err(_) => Some("no model is ready"),
         }

@@ -5,7 +5,7 @@
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::{
     backend::Backend,
-    mlx::{MlxBackend, clear_cache, memory},
+    mlx::MlxBackend,
     plan::{PlanHints, Slot},
 };
 
@@ -30,13 +30,13 @@ fn a_plan_leaves_nothing_behind() {
         plan.execute(0).unwrap();
     };
     run();
-    clear_cache().unwrap();
-    let before = memory().unwrap();
+    device.trim();
+    let before = device.usage().unwrap();
     for _ in 0..20 {
         run();
     }
-    clear_cache().unwrap();
-    let after = memory().unwrap();
+    device.trim();
+    let after = device.usage().unwrap();
     assert_eq!(after.active, before.active);
     assert_eq!(after.cached, 0);
     assert!(after.peak >= WIDTH * 4);

@@ -1,8 +1,11 @@
 //! Buffers of what is not read in place: small weights converted, experts copied together.
 
+use std::rc::Rc;
+
 use hotcell_kernels::{
-    backend::{Buffer, Device, DeviceError},
+    backend::{Buffer, Device, DeviceError, HostRegion},
     cpu::dequant::{dequantize_row, is_weight_dtype},
+    host::Staging,
 };
 
 use super::{run::RunError, weave::BuildError};
@@ -33,7 +36,18 @@ pub(super) fn vector(weights: &Weights, name: &str) -> Result<Vec<f32>, RunError
     Ok(values)
 }
 
-/// Weights copied together, one after another.
+/// Memory that was filled once.
+struct Filled(Staging);
+
+// SAFETY: the memory stays at one address, and nothing changes it from here on.
+unsafe impl HostRegion for Filled {
+    fn bytes(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+/// Weights copied together, one after another: as memory that nobody writes, so that a device may keep the form that it
+/// computes with.
 pub(super) fn stack(
     device: &dyn Device,
     weights: &Weights,
@@ -41,15 +55,18 @@ pub(super) fn stack(
     progressed: &dyn Fn(),
 ) -> Result<Buffer, RunError> {
     let what = names.first().map_or("experts", String::as_str);
-    let buffer = device.allocate(what, stack_bytes(weights, names)?)?;
-    let mut at = 0;
+    let mut all = Staging::new(what, stack_bytes(weights, names)?)?;
+    let mut rest = all.bytes_mut();
     for name in names {
         progressed();
         let bytes = weights.get(name).map_err(BuildError::Model)?.bytes();
-        buffer.write(at, bytes)?;
-        at += bytes.len();
+        let Some((here, after)) = rest.split_at_mut_checked(bytes.len()) else {
+            return Err(DeviceError::Binding(format!("{name} is longer than it was")).into());
+        };
+        here.copy_from_slice(bytes);
+        rest = after;
     }
-    Ok(buffer)
+    Ok(device.import(Rc::new(Filled(all)))?)
 }
 
 /// A buffer of these numbers.

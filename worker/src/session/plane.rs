@@ -178,18 +178,23 @@ impl TensorPlane {
         }
     }
 
-    /// Bytes that all sessions hold, by kind.
-    pub fn memory(&self) -> [v1::MemoryUse; 2] {
+    /// Bytes that all sessions hold, by kind, and those that the device's library says it holds for all of the worker.
+    pub fn memory(&self) -> Vec<v1::MemoryUse> {
         let usage = self.hub.account.usage();
         let part = |kind: &str, bytes| v1::MemoryUse {
             kind: kind.to_owned(),
             model: String::new(),
             bytes,
         };
-        [
+        let mut all = vec![
             part("tensors", usage.active),
             part("tensors_kept", usage.cached),
-        ]
+        ];
+        if let Some(library) = self.hub.device.usage() {
+            all.push(part("library", library.active as u64));
+            all.push(part("library_kept", library.cached as u64));
+        }
+        all
     }
 
     /// Whether nothing is queued that can go on.

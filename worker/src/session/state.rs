@@ -456,6 +456,7 @@ impl Session {
         }
         if request.clear_cache {
             self.pool.clear();
+            self.pool.device().trim();
         }
         response
     }

@@ -3,7 +3,11 @@
 use hotcell_graph::{DType, op::Call};
 use mlx_rs::{Array, error::Exception};
 
-use super::{Entry, all_are, has_elements, one};
+use super::{
+    Entry, all_are, has_elements,
+    needs::{Needs, array_of, elements, product, sum},
+    one,
+};
 use crate::{
     backend::DeviceError,
     mlx::{array, plan::overflow, run::Cx},
@@ -12,6 +16,7 @@ use crate::{
 pub(super) static ENTRIES: &[Entry] = &[Entry {
     op: "conv",
     supports: single,
+    needs: needed,
     launch: conv,
 }];
 
@@ -32,6 +37,36 @@ fn single(call: &Call<'_>) -> bool {
         && is_padded_little(1)
         && is_padded_little(2)
         && (rank == 3 || is_plain)
+}
+
+/// MLX copies what it pads, and lays the window of every result side by side: a matrix that is larger than its inputs by
+/// as much as windows overlap.
+fn needed(call: &Call<'_>, rows: usize) -> Option<Needs> {
+    let (x, w) = (call.tensor(0).ok()?, call.tensor(1).ok()?);
+    let result = (call.op.infer)(call).ok()?;
+    let result = elements(result.first()?, rows)?;
+    let (low, high) = (call.ints(1).ok()?, call.ints(2).ok()?);
+    let first = usize::from(call.name(5).ok()? != "channels_last") + 1;
+    let mut padded = Vec::with_capacity(x.shape.rank());
+    for (axis, dim) in x.shape.dims().iter().enumerate() {
+        let at = axis.checked_sub(first);
+        let ends = at.and_then(|at| Some((low.get(at)?, high.get(at)?)));
+        let (low, high) = ends.unwrap_or((&0, &0));
+        let ends = [usize::try_from(*low).ok()?, usize::try_from(*high).ok()?];
+        padded.push(sum(&[dim.at(rows), sum(&ends)?])?);
+    }
+    let padded = array_of(&padded)?;
+    let (outs, weights) = (w.shape.dims().first()?.at(rows), elements(w, rows)?);
+    let window = weights.checked_div(outs)?;
+    let groups = usize::try_from(call.int(4).ok()?).ok()?;
+    let columns = array_of(&[result.checked_div(outs)?, window, groups])?;
+    // Inputs and result with the channels last, and what is added to it.
+    let turned = sum(&[elements(x, rows)?, weights, result, result])?;
+    let floats = sum(&[padded, columns, turned])?;
+    Some(Needs {
+        bytes: product(&[floats, size_of::<f32>()])?,
+        products: product(&[result, window])?,
+    })
 }
 
 /// The axes with channels, the second, last: and back.

@@ -4,7 +4,7 @@
 use hotcell_graph::{DType, op::Call};
 use mlx_rs::{Array, error::Exception, ops};
 
-use super::{Entry, all_are, dtype, has_elements, one, scalar};
+use super::{Entry, all_are, dtype, has_elements, needs, one, scalar};
 use crate::{
     backend::DeviceError,
     mlx::{array, run::Cx},
@@ -156,13 +156,13 @@ fn geglu(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
 
 macro_rules! unary {
     ($($name:literal, $fits:path, $f:path;)*) => {
-        [$(Entry { op: $name, supports: $fits, launch: |cx| { let x = cx.array(0)?; one(cx, array::unary($f, &x)) } },)*]
+        [$(Entry { op: $name, supports: $fits, needs: needs::one_more, launch: |cx| { let x = cx.array(0)?; one(cx, array::unary($f, &x)) } },)*]
     };
 }
 
 macro_rules! binary {
     ($($name:literal, $fits:path, $f:path;)*) => {
-        [$(Entry { op: $name, supports: $fits, launch: |cx| { let (a, b) = (cx.array(0)?, cx.array(1)?); one(cx, array::binary($f, &a, &b)) } },)*]
+        [$(Entry { op: $name, supports: $fits, needs: needs::one_more, launch: |cx| { let (a, b) = (cx.array(0)?, cx.array(1)?); one(cx, array::binary($f, &a, &b)) } },)*]
     };
 }
 
@@ -232,6 +232,7 @@ pub(super) static OTHERS: [Entry; 8] = [
     Entry {
         op: "round",
         supports: floats,
+        needs: needs::several,
         launch: |cx| {
             let x = cx.array(0)?;
             one(cx, ops::round(&*x, 0))
@@ -240,36 +241,43 @@ pub(super) static OTHERS: [Entry; 8] = [
     Entry {
         op: "cast",
         supports: casts,
+        needs: needs::nothing,
         launch: cast,
     },
     Entry {
         op: "where",
         supports: chosen,
+        needs: needs::nothing,
         launch: choose,
     },
     Entry {
         op: "relu",
         supports: numbers,
+        needs: needs::several,
         launch: relu,
     },
     Entry {
         op: "silu",
         supports: up_to_single,
+        needs: needs::several,
         launch: silu_of,
     },
     Entry {
         op: "swiglu",
         supports: up_to_single,
+        needs: needs::several,
         launch: swiglu,
     },
     Entry {
         op: "gelu_tanh",
         supports: up_to_single,
+        needs: needs::several,
         launch: gelu_tanh,
     },
     Entry {
         op: "geglu",
         supports: up_to_single,
+        needs: needs::several,
         launch: geglu,
     },
 ];

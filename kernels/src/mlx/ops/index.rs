@@ -4,7 +4,7 @@
 use hotcell_graph::op::Call;
 use mlx_rs::{Array, ops::indexing};
 
-use super::{Entry, axis_of, dtype, has_elements, one};
+use super::{Entry, axis_of, dtype, has_elements, needs, one};
 use crate::{
     backend::DeviceError,
     mlx::{array, plan::overflow, run::Cx},
@@ -14,11 +14,13 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "take",
         supports: plain,
+        needs: needs::indices,
         launch: take,
     },
     Entry {
         op: "take_along_axis",
         supports: plain,
+        needs: needs::indices,
         launch: take_along_axis,
     },
 ];
@@ -41,7 +43,20 @@ fn read(cx: &Cx<'_>) -> Result<(std::rc::Rc<Array>, i32, Array), DeviceError> {
     Ok((x, axis, indices))
 }
 
+/// Whether whole rows are taken, as an embedding is: of a table in memory only those are read.
+pub(super) fn is_of_rows(call: &Call<'_>) -> bool {
+    let rank = call.tensor(0).map_or(0, |t| t.shape.rank());
+    call.op.name == "take"
+        && call.int(0).is_ok_and(|axis| axis_of(axis, rank) == Some(0))
+        && call.tensor(0).is_ok_and(|t| !t.shape.is_symbolic())
+}
+
 fn take(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
+    if is_of_rows(&cx.call())
+        && let Some(rows) = cx.taken_rows(0, 1)?
+    {
+        return Ok(vec![rows]);
+    }
     let (x, axis, indices) = read(cx)?;
     one(cx, x.take_axis(&indices, axis))
 }

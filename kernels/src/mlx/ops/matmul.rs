@@ -1,16 +1,20 @@
 //! Matrix products. Weights are read in a form that is made once; products of f32 are f32, as MLX has them.
 
-use hotcell_graph::{DType, Dim, TensorSpec, op::Call};
-use mlx_rs::{Array, Dtype, ops};
+use hotcell_graph::{DType, Dim, op::Call};
+use mlx_rs::{Array, Dtype, error::Exception, ops};
 
-use super::{Entry, all_are, has_elements, one};
+use super::{
+    Entry, all_are, has_elements,
+    needs::{Needs, array_of, checked, elements, product, sum},
+    one,
+};
 use crate::{
     backend::DeviceError,
     mlx::{
         array,
         plan::overflow,
         run::Cx,
-        weights::{Form, GROUP, affine_bits},
+        weights::{Form, GROUP, Prepared},
     },
 };
 
@@ -18,21 +22,25 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "mul_mat",
         supports: weights,
+        needs: needed,
         launch: mul_mat,
     },
     Entry {
         op: "matmul",
         supports: matrices,
+        needs: needed,
         launch: matmul,
     },
     Entry {
         op: "addmm",
         supports: added,
+        needs: needed,
         launch: addmm,
     },
     Entry {
         op: "mul_mat_id",
         supports: experts,
+        needs: needed,
         launch: mul_mat_id,
     },
 ];
@@ -45,19 +53,56 @@ fn weights(call: &Call<'_>) -> bool {
     x.dtype == DType::F32 && w.shape.rank() == 2 && w.dtype != DType::F64 && has_elements(call)
 }
 
-/// The form in which MLX multiplies with weights of a dtype.
-fn form(spec: &TensorSpec) -> Form {
-    match affine_bits(spec.dtype) {
-        Some(_) => Form::Affine,
-        None => Form::Plain,
+/// In which form an entry wants input `i`; `None` where it reads what it needs in place.
+pub(in crate::mlx) fn form_at(call: &Call<'_>, i: usize) -> Option<Form> {
+    match (call.op.name, i) {
+        ("mul_mat", 1) | ("mul_mat_id", 0) => {
+            call.tensor(i).ok().map(|w| Form::to_multiply(w.dtype))
+        }
+        ("take", 0) if super::index::is_of_rows(call) => None,
+        _ => Some(Form::Stored),
     }
+}
+
+/// Rows are copied where they do not follow one another, weights never.
+fn needed(call: &Call<'_>, rows: usize) -> Option<Needs> {
+    let results = (call.op.infer)(call).ok()?;
+    let result = elements(results.first()?, rows)?;
+    // Of two products the left factor is the first, and of `c + a·b` the second.
+    let (left, right) = match call.op.name {
+        "addmm" => (1, Some(2)),
+        "mul_mat_id" => (1, None),
+        "mul_mat" => (0, None),
+        _ => (0, Some(1)),
+    };
+    let x = call.tensor(left).ok()?;
+    let depth = x.shape.dims().last()?.at(rows);
+    let copied = match right {
+        Some(right) => sum(&[
+            elements(x, rows)?,
+            elements(call.tensor(right).ok()?, rows)?,
+        ])?,
+        None => elements(x, rows)?,
+    };
+    // One row for each expert that it goes to, and which one.
+    let (spread, ids) = match call.op.name {
+        "mul_mat_id" => {
+            let ids = elements(call.tensor(2).ok()?, rows)?;
+            (array_of(&[ids, depth])?, checked(ids)?)
+        }
+        _ => (0, 0),
+    };
+    let floats = product(&[sum(&[copied, spread, result])?, size_of::<f32>()])?;
+    Some(Needs {
+        bytes: sum(&[floats, ids])?,
+        products: product(&[result, depth])?,
+    })
 }
 
 fn mul_mat(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
     let call = cx.call();
     let x = cx.array(0)?;
-    let form = form(call.tensor(1)?);
-    let w = cx.weights(1, form)?;
+    let w = cx.weights(1, Form::to_multiply(call.tensor(1)?.dtype))?;
     match (w.arrays.as_slice(), w.bits) {
         ([w], 0) => {
             let turned = w.transpose().map_err(array::failed(cx.op()))?;
@@ -67,7 +112,7 @@ fn mul_mat(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
             let group = GROUP as i32;
             one(
                 cx,
-                ops::quantized_matmul(&*x, w, scales, biases, true, group, bits),
+                ops::quantized_matmul(&*x, &**w, &**scales, &**biases, true, group, bits),
             )
         }
         _ => Err(overflow()),
@@ -112,22 +157,27 @@ fn mul_mat_id(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
     };
     let ids = array::from_i32(&cx.indices(2, count)?, &cx.dims(2)?)?;
     let ids = ids.as_dtype(Dtype::Uint32).map_err(&failed)?;
-    let w = cx.weights(0, Form::Plain)?;
-    let [w] = w.arrays.as_slice() else {
-        return Err(overflow());
-    };
+    let w = cx.weights(0, Form::to_multiply(call.tensor(0)?.dtype))?;
     // [t, u, 1, k] @ [e, k, n] → [t, u, 1, n]; which row it is, and which expert, for each of [t, u].
     let result = cx.result_dims(0)?;
     let (&[t, u, n], &[_, given, k]) = (result.as_slice(), cx.dims(1)?.as_slice()) else {
         return Err(overflow());
     };
-    let made = || {
-        let x = cx_rows(&*cx.array(1)?, [t, u, given, k])?;
-        let w = w.swap_axes(-1, -2).map_err(&failed)?;
-        let product = ops::gather_mm(&x, &w, None, &ids, false).map_err(&failed)?;
-        product.reshape(&[t, u, n]).map_err(&failed)
-    };
-    Ok(vec![made()?])
+    let x = cx_rows(&*cx.array(1)?, [t, u, given, k])?;
+    let product = by_experts(&x, &w, &ids).map_err(&failed)?;
+    one(cx, product.reshape(&[t, u, n]))
+}
+
+fn by_experts(x: &Array, w: &Prepared, ids: &Array) -> Result<Array, Exception> {
+    match (w.arrays.as_slice(), w.bits) {
+        ([w], 0) => ops::gather_mm(x, w.swap_axes(-1, -2)?, None, ids, false),
+        ([w, scales, biases], bits) => {
+            let group = GROUP as i32;
+            let (w, scales, biases) = (&**w, &**scales, &**biases);
+            ops::gather_qmm(x, w, scales, biases, None, ids, true, group, bits, false)
+        }
+        _ => Err(Exception::custom("weights have one array or three")),
+    }
 }
 
 /// Rows `[t, u, 1, k]` of `[t, u or 1, k]`.

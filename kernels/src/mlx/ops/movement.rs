@@ -3,7 +3,7 @@
 use hotcell_graph::op::Call;
 use mlx_rs::{Array, error::Exception, ops};
 
-use super::{Entry, all_are, axis_of, dtype, has_elements, one};
+use super::{Entry, all_are, axis_of, dtype, has_elements, needs, one};
 use crate::{
     backend::DeviceError,
     mlx::{array, plan::overflow, run::Cx},
@@ -13,6 +13,7 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "reshape",
         supports: plain,
+        needs: needs::copies,
         launch: |cx| {
             let x = cx.array(0)?;
             one(cx, x.reshape(&cx.result_dims(0)?))
@@ -21,6 +22,7 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "broadcast_to",
         supports: plain,
+        needs: needs::nothing,
         launch: |cx| {
             let x = cx.array(0)?;
             one(cx, ops::broadcast_to(&*x, &cx.result_dims(0)?))
@@ -29,26 +31,31 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "transpose",
         supports: plain,
+        needs: needs::nothing,
         launch: transpose,
     },
     Entry {
         op: "slice",
         supports: forwards,
+        needs: needs::nothing,
         launch: slice,
     },
     Entry {
         op: "concat",
         supports: concatenated,
+        needs: needs::nothing,
         launch: concat,
     },
     Entry {
         op: "pad",
         supports: with_zeros,
+        needs: needs::nothing,
         launch: pad,
     },
     Entry {
         op: "literal",
         supports: plain_result,
+        needs: needs::nothing,
         launch: literal,
     },
 ];

@@ -3,7 +3,7 @@
 use hotcell_graph::{DType, op::Call};
 use mlx_rs::{Array, fast, ops};
 
-use super::{Entry, axis_of, dtype, has_elements, one};
+use super::{Entry, axis_of, dtype, has_elements, needs, one};
 use crate::{
     backend::DeviceError,
     mlx::{plan::overflow, run::Cx},
@@ -13,16 +13,19 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "rms_norm",
         supports: single,
+        needs: needs::copies,
         launch: rms_norm,
     },
     Entry {
         op: "layer_norm",
         supports: single,
+        needs: needs::copies,
         launch: layer_norm,
     },
     Entry {
         op: "softmax",
         supports: float,
+        needs: needs::copies,
         launch: softmax,
     },
 ];

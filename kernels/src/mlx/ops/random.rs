@@ -2,12 +2,13 @@
 
 use hotcell_graph::op::Call;
 
-use super::{Entry, has_elements, one};
+use super::{Entry, has_elements, needs, one};
 use crate::mlx::array;
 
 pub(super) static ENTRIES: &[Entry] = &[Entry {
     op: "random_bits",
     supports: some,
+    needs: needs::copies,
     launch: |cx| {
         let key = cx.array(0)?;
         let dims = cx.result_dims(0)?;

@@ -3,7 +3,7 @@
 use hotcell_graph::{DType, op::Call};
 use mlx_rs::{Array, error::Exception, ops};
 
-use super::{Entry, axis_of, dtype, has_elements, one};
+use super::{Entry, axis_of, dtype, has_elements, needs, one};
 use crate::{
     backend::DeviceError,
     mlx::{array, plan::overflow, run::Cx},
@@ -13,7 +13,7 @@ type OverAxes = fn(&Array, &[i32], bool) -> Result<Array, Exception>;
 
 macro_rules! over_axes {
     ($($name:literal, $fits:path, $f:path;)*) => {
-        [$(Entry { op: $name, supports: $fits, launch: |cx| over_axes(cx, |x, axes, keep| $f(x, axes, keep)) },)*]
+        [$(Entry { op: $name, supports: $fits, needs: needs::several, launch: |cx| over_axes(cx, |x, axes, keep| $f(x, axes, keep)) },)*]
     };
 }
 
@@ -32,6 +32,7 @@ pub(super) static OTHERS: [Entry; 4] = [
     Entry {
         op: "argmax",
         supports: integers,
+        needs: needs::several,
         launch: |cx| {
             arg(cx, |x, axis, keep| {
                 ops::indexing::argmax_axis(x, axis, keep)
@@ -41,6 +42,7 @@ pub(super) static OTHERS: [Entry; 4] = [
     Entry {
         op: "argmin",
         supports: integers,
+        needs: needs::several,
         launch: |cx| {
             arg(cx, |x, axis, keep| {
                 ops::indexing::argmin_axis(x, axis, keep)
@@ -50,6 +52,7 @@ pub(super) static OTHERS: [Entry; 4] = [
     Entry {
         op: "cumsum",
         supports: numbers,
+        needs: needs::several,
         launch: |cx| {
             running(cx, |x, axis, reverse, inclusive| {
                 ops::cumsum(x, axis, reverse, inclusive)
@@ -59,6 +62,7 @@ pub(super) static OTHERS: [Entry; 4] = [
     Entry {
         op: "cumprod",
         supports: numbers,
+        needs: needs::several,
         launch: |cx| {
             running(cx, |x, axis, reverse, inclusive| {
                 ops::cumprod(x, axis, reverse, inclusive)

@@ -4,7 +4,11 @@
 use hotcell_graph::op::Call;
 use mlx_rs::{Array, error::Exception, ops};
 
-use super::{Entry, has_elements, one};
+use super::{
+    Entry, has_elements,
+    needs::{Needs, bytes, checked, elements, product, sum},
+    one,
+};
 use crate::{
     backend::DeviceError,
     mlx::{array, plan::overflow, run::Cx},
@@ -13,6 +17,7 @@ use crate::{
 pub(super) static ENTRIES: &[Entry] = &[Entry {
     op: "rope",
     supports: some,
+    needs: needed,
     launch: rope,
 }];
 
@@ -20,15 +25,28 @@ fn some(call: &Call<'_>) -> bool {
     has_elements(call)
 }
 
+/// Positions, cosines and sines (here and in MLX), and the parts that are put together: halves, their products, and sums.
+fn needed(call: &Call<'_>, rows: usize) -> Option<Needs> {
+    let (x, positions) = (call.tensor(0).ok()?, call.tensor(1).ok()?);
+    let frequencies = elements(call.tensor(2).ok()?, rows)?;
+    let positions = elements(positions, rows)?;
+    let angles = product(&[positions, frequencies, 4 * size_of::<f32>()])?;
+    let parts = product(&[elements(x, rows)?, 4 * size_of::<f32>()])?;
+    let read = sum(&[checked(positions)?, product(&[frequencies, 12])?])?;
+    bytes(sum(&[angles, parts, read])?)
+}
+
 /// Cosines and sines `[m, 1, d/2]`.
 fn angles(cx: &Cx<'_>) -> Result<(Array, Array), DeviceError> {
     let positions = cx.integers(1)?;
     let bytes = cx.bytes(2)?;
-    let frequencies = bytes.as_chunks::<4>().0.iter();
-    let frequencies: Vec<f64> = frequencies
-        .map(|b| f64::from(f32::from_le_bytes(*b)))
-        .collect();
-    let (mut cosines, mut sines) = (vec![], vec![]);
+    let given = bytes.as_chunks::<4>().0;
+    let mut frequencies = array::room("frequencies", given.len())?;
+    frequencies.extend(given.iter().map(|b| f64::from(f32::from_le_bytes(*b))));
+    let count = positions.len().checked_mul(frequencies.len());
+    let count = count.ok_or_else(overflow)?;
+    let mut cosines = array::room("cosines", count)?;
+    let mut sines = array::room("sines", count)?;
     for position in positions {
         for frequency in &frequencies {
             // The product of two numbers of 24 bits is exact in f64.

@@ -3,7 +3,7 @@
 use hotcell_graph::{DType, op::Call};
 use mlx_rs::{Array, ops};
 
-use super::{Entry, axis_of, dtype, has_elements, one};
+use super::{Entry, axis_of, dtype, has_elements, needs, one};
 use crate::{
     backend::DeviceError,
     mlx::{plan::overflow, run::Cx},
@@ -13,6 +13,7 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "sort",
         supports: upwards,
+        needs: needs::copies,
         launch: |cx| {
             let (x, axis) = read(cx)?;
             one(cx, ops::sort_axis(&*x, axis))
@@ -21,6 +22,7 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "argsort",
         supports: upwards,
+        needs: needs::copies,
         launch: |cx| {
             let (x, axis) = read(cx)?;
             one(cx, ops::argsort_axis(&*x, axis))

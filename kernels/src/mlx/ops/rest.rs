@@ -1,0 +1,42 @@
+//! Rows of the catalogue that MLX computes for no inputs and that mean nothing in other rows: they run on the CPU
+//! backend's kernels, in the same memory. Why single dtypes or attributes do stands at the entries' `supports`.
+
+/// Such rows, and why.
+pub(in crate::mlx) static REST: &[(&str, &str)] = &[
+    (
+        "arange",
+        "MLX adds steps up in the result's dtype, the catalogue multiplies in f64",
+    ),
+    ("erf", "near 0 MLX's is exact to the error of 1 only"),
+    ("logical_xor", "MLX has none"),
+    (
+        "left_shift",
+        "MLX leaves what happens beyond the width to the processor",
+    ),
+    (
+        "right_shift",
+        "MLX leaves what happens beyond the width to the processor",
+    ),
+    (
+        "get_rows",
+        "MLX reads no block types, and would copy the whole table for a few rows",
+    ),
+    (
+        "gather_nd",
+        "MLX checks no index: it would be checked here first, which is most of the work",
+    ),
+    (
+        "scatter_along_axis",
+        "which of several updates of an element wins is left open by MLX",
+    ),
+    (
+        "scatter_nd",
+        "which of several updates of an element wins is left open by MLX",
+    ),
+    ("topk", "MLX gives values without places, in no order"),
+    ("pool", "MLX's core has none"),
+    (
+        "cache_write",
+        "it changes memory in place, and MLX's arrays are values",
+    ),
+];
