@@ -21,7 +21,7 @@ use hotcell_client::{
 use hotcell_gateways::inference::{
     InferParameter, ModelConfigRequest, ModelInferRequest, ModelInferResponse,
     ModelMetadataRequest, ModelReadyRequest, ModelStatisticsRequest, RepositoryIndexRequest,
-    RepositoryModelUnloadRequest, SystemSharedMemoryRegisterRequest,
+    RepositoryModelUnloadRequest, ServerLiveRequest, SystemSharedMemoryRegisterRequest,
     grpc_inference_service_client::GrpcInferenceServiceClient,
     infer_parameter::ParameterChoice,
     model_infer_request::{InferInputTensor, InferRequestedOutputTensor},
@@ -680,6 +680,8 @@ async fn a_saved_graph_that_kills_workers_is_refused_and_others_are_served() {
     let mut again = vec!["--listen", &host.listen, "--restart-backoff", "1ms"];
     again.extend(more);
     take_over(&host, config.path(), &again);
+    // Its connection ended with the program before; the next call opens another.
+    let _ = host.oip.clone().server_live(ServerLiveRequest {}).await;
     refused(POISON_INPUT).await;
     let cleared = host.cluster.hotcell(&["graphs", "clear", "evil"]).unwrap();
     assert!(cleared.status.success(), "{cleared:?}");
