@@ -379,7 +379,7 @@ def check_structured_output(cell):
     texts, _ = stream.collect(["json"])
     stream.close()
     assert json.loads(texts["json"])["name"] in ("Adam", "Eve"), texts
-    refused(lambda: c.infer("kjv", inputs(guided_regex="(")), "INVALID_ARGUMENT")
+    assert "regex" in refused(lambda: c.infer("kjv", inputs(**asked, guided_regex="(")), "INVALID_ARGUMENT")
 
 
 def check_overload(cell):
@@ -468,13 +468,19 @@ def check_a_worker_killed_under_a_saved_graph(cell):
         took = time.monotonic() - began
         for ask in (lambda: c.infer(name, rows(triton, x)),
                     lambda: over_http.InferenceServerClient(cell.http).infer(name, rows(over_http, x, True))):
-            with cell.dies():
-                join = hotcell.in_background(ask)
-                time.sleep(took / 3)
-                cell.kill_worker()
-                began = time.monotonic()
-                assert (join().as_numpy("y") == calm).all()
-                assert time.monotonic() - began > took / 3, "the call was over before its worker was killed"
+            for _ in range(5):
+                with cell.dies():
+                    join = hotcell.in_background(lambda: (ask().as_numpy("y"), time.monotonic()))
+                    time.sleep(took / 3)
+                    cell.kill_worker()
+                    killed = time.monotonic()
+                    y, ended = join()
+                assert (y == calm).all()
+                # On a machine whose speed changes it may be over by then, which shows nothing.
+                if ended > killed:
+                    break
+                took /= 2
+            assert ended > killed, "the call was over before its worker was killed, five times"
     return f"a call of {took:.1f} s"
 
 

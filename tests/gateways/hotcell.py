@@ -156,10 +156,23 @@ class Hotcell:
         asked = {"model": "narrow", "prompt": "In the beginning", "max_tokens": 1000, "n": branches, "stream": True, "ignore_eos": True}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(asked).encode())
         with urllib.request.urlopen(request, timeout=60) as answer:
-            self.wait(lambda: self.running() == branches, 30, "full")
-            yield "narrow"
-            if (now := self.running()) != branches:
-                raise AssertionError(f"it was not full all the time, but has {now}; what filled it ended so: {answer.read()[-600:]}")
+            # Each has its place for good once it has a token: to be tokenised is a place too, but a short one.
+            missing = set(range(branches))
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    missing -= {choice["index"] for choice in json.loads(line[6:]).get("choices", [])}
+                if not missing:
+                    break
+            assert not missing, f"{missing} of those that were to fill it began nothing"
+            began = time.monotonic()
+            try:
+                yield "narrow"
+            finally:
+                # Whatever went wrong in there is no news if it was not full.
+                if (now := self.running()) != branches:
+                    took = time.monotonic() - began
+                    ended = f"what filled it ended so: {answer.read()[-600:]}"
+                    raise AssertionError(f"it was not full all the time, but has {now} after {took:.1f} s; {ended}")
             answer.close()
         self.wait(lambda: self.running() == 0, 10, "free")
         self.command("unload", "narrow")
