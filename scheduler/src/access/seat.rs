@@ -135,7 +135,7 @@ impl Seats {
             places: Arc::new(Semaphore::new(room.connections)),
             silent: Mutex::default(),
             calls: Mutex::default(),
-            standing: Standing::new(Instant::now()),
+            standing: Standing::new(Instant::now(), room.connections),
             given: AtomicU64::new(0),
         })
     }
@@ -176,6 +176,7 @@ impl Seats {
                 certificate: None,
                 conduct: Arc::new(Conduct {
                     answered: AtomicBool::new(false),
+                    put_off: AtomicBool::new(false),
                     refused: AtomicU32::new(0),
                     leave: leave.clone(),
                 }),
@@ -232,7 +233,8 @@ impl Drop for Seat {
             ..
         } = &self.mark;
         self.mark.keeps();
-        if !conduct.answered.load(Ordering::Relaxed) {
+        let of_use = [&conduct.answered, &conduct.put_off];
+        if !of_use.iter().any(|so| so.load(Ordering::Relaxed)) {
             seats.standing.fruitless(*from, Instant::now());
         }
     }
@@ -243,6 +245,8 @@ impl Drop for Seat {
 struct Conduct {
     /// One was answered.
     answered: AtomicBool,
+    /// One was told to come later.
+    put_off: AtomicBool,
     /// Refused ones since then.
     refused: AtomicU32,
     leave: CancellationToken,
@@ -285,6 +289,7 @@ impl Mark {
     pub fn came_to(&self, outcome: Outcome) {
         let Conduct {
             answered,
+            put_off,
             refused,
             leave,
         } = &*self.conduct;
@@ -299,8 +304,15 @@ impl Mark {
             Outcome::NotNow if was_answered => {}
             Outcome::NotNow | Outcome::Refused => {
                 let so_far = refused.fetch_add(1, Ordering::Relaxed).saturating_add(1);
-                let standing = &self.seats.standing;
-                if !standing.bears(self.from, so_far, was_answered, Instant::now()) {
+                let (standing, now) = (&self.seats.standing, Instant::now());
+                let may_stay = match outcome == Outcome::NotNow {
+                    true => {
+                        put_off.store(true, Ordering::Relaxed);
+                        standing.bears_with(self.from, so_far, now)
+                    }
+                    false => standing.bears(self.from, so_far, was_answered, now),
+                };
+                if !may_stay {
                     leave.cancel();
                 }
             }
@@ -495,6 +507,18 @@ mod tests {
         // Who was answered is not blamed for coming when there is no room.
         (0..10_000).for_each(|_| known.mark().came_to(Outcome::NotNow));
         assert!(!known.must_leave(&mut context) && !local.must_leave(&mut context));
+    }
+
+    #[tokio::test]
+    async fn a_connection_whose_only_call_has_to_come_later_is_not_held_against_its_address() {
+        let seats = Seats::new(room(500));
+        for _ in 0..200 {
+            for (last, outcome) in [(1, Outcome::NotNow), (2, Outcome::Refused)] {
+                let once = seats.take(from(last)).await.unwrap();
+                once.mark().came_to(outcome);
+            }
+        }
+        assert!(seats.lets_in(from(1)) && !seats.lets_in(from(2)));
     }
 
     #[tokio::test]

@@ -12,8 +12,6 @@ use super::seat::Origin;
 
 /// Connections of one address in a second, in the long run.
 const CONNECTIONS_PER_SECOND: f64 = 200.0;
-/// Connections of one address at once, after a time without any.
-const MOST_CONNECTIONS: f64 = 512.0;
 /// What an address gets of its credit back in a second.
 const CREDIT_PER_SECOND: f64 = 64.0;
 /// The credit of an address that did nothing wrong.
@@ -22,6 +20,9 @@ const MOST_CREDIT: f64 = 1024.0;
 const LEAST_CREDIT: f64 = -8.0 * CREDIT_PER_SECOND;
 /// What a refused call costs.
 const REFUSED: f64 = 1.0;
+/// What it costs to be told that there is no room now, on a connection over which nothing else was answered yet. What an
+/// address gets back in the same time: who opens a connection for each call, as often as it may, is told so each time.
+const NOT_NOW: f64 = CREDIT_PER_SECOND / CONNECTIONS_PER_SECOND;
 /// What a connection costs that ended without one answer.
 const FRUITLESS: f64 = 16.0;
 /// Refusals in a row that a connection may have over which a call was answered before.
@@ -39,24 +40,24 @@ struct Account {
 }
 
 impl Account {
-    fn new(at: Instant) -> Self {
+    fn new(at: Instant, most: f64) -> Self {
         Self {
             at,
-            connections: MOST_CONNECTIONS,
+            connections: most,
             credit: MOST_CREDIT,
         }
     }
 
     /// What it is now.
-    fn refill(&mut self, now: Instant) {
+    fn refill(&mut self, now: Instant, most: f64) {
         let passed = now.saturating_duration_since(self.at).as_secs_f64();
         self.at = self.at.max(now);
-        self.connections = MOST_CONNECTIONS.min(self.connections + passed * CONNECTIONS_PER_SECOND);
+        self.connections = most.min(self.connections + passed * CONNECTIONS_PER_SECOND);
         self.credit = MOST_CREDIT.min(self.credit + passed * CREDIT_PER_SECOND);
     }
 
-    fn is_full(&self) -> bool {
-        self.connections >= MOST_CONNECTIONS && self.credit >= MOST_CREDIT
+    fn is_full(&self, most: f64) -> bool {
+        self.connections >= most && self.credit >= MOST_CREDIT
     }
 }
 
@@ -64,28 +65,31 @@ impl Account {
 struct Table {
     accounts: HashMap<Origin, Account>,
     rest: Account,
+    /// Connections of one address at once, after a time without any.
+    most: f64,
     swept: Instant,
     told: Option<Instant>,
 }
 
 impl Table {
     fn account(&mut self, of: Origin, now: Instant) -> &mut Account {
+        let most = self.most;
         if !self.accounts.contains_key(&of)
             && self.accounts.len() >= MOST_ADDRESSES
             && now.saturating_duration_since(self.swept) >= PAUSE
         {
             self.swept = now;
             self.accounts.retain(|_, account| {
-                account.refill(now);
-                !account.is_full()
+                account.refill(now, most);
+                !account.is_full(most)
             });
         }
         let has_room = self.accounts.len() < MOST_ADDRESSES;
         let account = match self.accounts.contains_key(&of) || has_room {
-            true => self.accounts.entry(of).or_insert(Account::new(now)),
+            true => self.accounts.entry(of).or_insert(Account::new(now, most)),
             false => &mut self.rest,
         };
-        account.refill(now);
+        account.refill(now, most);
         account
     }
 
@@ -104,10 +108,13 @@ impl Table {
 pub(super) struct Standing(Mutex<Table>);
 
 impl Standing {
-    pub(super) fn new(now: Instant) -> Self {
+    /// Of a door with so many places: an address that has done nothing for a while may come with as many at once.
+    pub(super) fn new(now: Instant, places: usize) -> Self {
+        let most = places as f64;
         Self(Mutex::new(Table {
             accounts: HashMap::new(),
-            rest: Account::new(now),
+            rest: Account::new(now, most),
+            most,
             swept: now,
             told: None,
         }))
@@ -149,7 +156,13 @@ impl Standing {
         }
     }
 
-    /// A connection ended over which no call was ever answered.
+    /// A call could not be taken at the moment, on a connection over which no other was answered and so many in a row came to
+    /// nothing. Whether that connection may stay.
+    pub(super) fn bears_with(&self, from: Origin, refused: u32, now: Instant) -> bool {
+        !from.has_standing() || f64::from(refused) * FRUITLESS < self.charge(from, NOT_NOW, now)
+    }
+
+    /// A connection ended over which no call was ever answered, nor told to come later.
     pub(super) fn fruitless(&self, from: Origin, now: Instant) {
         if from.has_standing() {
             self.charge(from, FRUITLESS, now);
@@ -163,10 +176,11 @@ impl Standing {
             return;
         }
         let mut table = self.table();
+        let most = table.most;
         let account = table.account(from, now);
         account.credit = MOST_CREDIT.min(account.credit + REFUSED);
         if first {
-            account.connections = MOST_CONNECTIONS.min(account.connections + 1.0);
+            account.connections = most.min(account.connections + 1.0);
         }
     }
 
@@ -182,6 +196,8 @@ impl Standing {
 mod tests {
     use super::*;
 
+    const PLACES: usize = 700;
+
     fn from(last: u8) -> Origin {
         Origin::address([10, 0, 0, last].into())
     }
@@ -189,14 +205,14 @@ mod tests {
     #[test]
     fn an_address_has_so_many_connections_in_a_second_and_others_have_theirs() {
         let start = Instant::now();
-        let standing = Standing::new(start);
+        let standing = Standing::new(start, PLACES);
         let come = |last, now| {
             (0..1000)
                 .filter(|_| standing.lets_in(from(last), now))
                 .count()
         };
-        assert_eq!(come(1, start), MOST_CONNECTIONS as usize);
-        assert_eq!(come(2, start), MOST_CONNECTIONS as usize);
+        assert_eq!(come(1, start), PLACES);
+        assert_eq!(come(2, start), PLACES);
         let later = start + Duration::from_secs(1);
         assert_eq!(come(1, later), CONNECTIONS_PER_SECOND as usize);
         // A clock that stands still, or a thread that is late, gives nothing.
@@ -207,7 +223,7 @@ mod tests {
     #[test]
     fn an_address_whose_connections_come_to_nothing_is_shut_out_for_a_while() {
         let start = Instant::now();
-        let standing = Standing::new(start);
+        let standing = Standing::new(start, PLACES);
         let most = (MOST_CREDIT / FRUITLESS) as u32;
         for _ in 1..most {
             standing.fruitless(from(1), start);
@@ -227,7 +243,7 @@ mod tests {
     #[test]
     fn a_connection_that_was_of_use_bears_more_refusals_than_one_that_never_was() {
         let now = Instant::now();
-        let standing = Standing::new(now);
+        let standing = Standing::new(now, PLACES);
         let strangers = (1..).find(|&n| !standing.bears(from(1), n, false, now));
         assert_eq!(strangers, Some(61));
         // With less credit there is less patience.
@@ -241,7 +257,7 @@ mod tests {
     #[test]
     fn who_passes_on_the_calls_of_many_is_not_shut_out_for_those_of_a_few() {
         let now = Instant::now();
-        let standing = Standing::new(now);
+        let standing = Standing::new(now, PLACES);
         for n in 1..100_000 {
             assert!(standing.lets_in(from(1), now), "after {n}");
             standing.fruitful(from(1), true, now);
@@ -250,9 +266,23 @@ mod tests {
     }
 
     #[test]
+    fn who_opens_a_connection_for_each_call_is_told_to_come_later_each_time() {
+        let start = Instant::now();
+        let standing = Standing::new(start, PLACES);
+        for n in 0..100_000_u32 {
+            let now = start + Duration::from_secs(n.into()) / CONNECTIONS_PER_SECOND as u32;
+            assert!(standing.lets_in(from(1), now), "after {n}");
+            assert!(standing.bears_with(from(1), 1, now), "after {n}");
+        }
+        // One that asks again and again by the same connection does not.
+        let asks = (1..).find(|&n| !standing.bears_with(from(2), n, start));
+        assert_eq!(asks, Some(63));
+    }
+
+    #[test]
     fn the_table_has_a_bound_and_forgets_those_who_do_nothing() {
         let start = Instant::now();
-        let standing = Standing::new(start);
+        let standing = Standing::new(start, PLACES);
         let address = |n: usize| Origin::address(std::net::Ipv4Addr::from(n as u32).into());
         for n in 0..2 * MOST_ADDRESSES {
             standing.fruitless(address(n), start);
