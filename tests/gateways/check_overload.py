@@ -149,6 +149,31 @@ def check_memory_stays_where_it_is(cell):
     return f"{count} requests of 1 MiB refused within {took:.0f} s, 64 at once: {grew / (1 << 20):.0f} MiB more than before at most"
 
 
+def check_a_connection_for_each_call(cell):
+    """Who connects anew for each call is told to come again each time, and is not shut out for it."""
+    told, lock = {}, threading.Lock()
+
+    def one():
+        for _ in range(20):
+            request = urllib.request.Request(f"{cell.url}/v1/completions", json.dumps({**SHORT, "model": "narrow"}).encode())
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    what = answer.status, False
+            except urllib.error.HTTPError as error:
+                what = error.code, int(error.headers["retry-after"] or 0) > 0
+            except OSError as error:
+                what = repr(error), False
+            with lock:
+                told[what] = told.get(what, 0) + 1
+
+    with cell.full():
+        for join in [hotcell.in_background(one) for _ in range(16)]:
+            join()
+        assert client(cell).completions.create(**SHORT).choices[0].text
+    assert told == {(429, True): 320}, told
+    return "320 calls, each by a connection of its own"
+
+
 def all_done(joins):
     for join in joins:
         try:
