@@ -26,7 +26,7 @@ use serde_json::Value as Json;
 use crate::cluster::repository;
 pub use classes::{Classed, Scope, eager, empty, forms, fused, moved, repeated, turned};
 pub use compare::{difference, tolerance};
-pub use derived::{Derived, moves};
+pub use derived::{Derived, moves, moves_input};
 pub use dtypes::{Dtypes, Place, dtypes};
 pub use eager::Eager;
 pub use elementwise::{Form, elementwise};

@@ -225,6 +225,11 @@ impl Tensor {
     /// [`Reason::InvalidArgument`] when they do not fit or the tensor is not computed.
     pub async fn write(&self, offset: usize, bytes: impl Into<Bytes>) -> Result<(), Error> {
         let (session, bytes) = (self.session()?, bytes.into());
+        if let State::Host { literal: true, .. } = self.state() {
+            return Err(invalid(
+                "a scalar is written into the graphs that it is in; Session::upload makes a tensor that can be overwritten",
+            ));
+        }
         // The worker takes chunk by chunk: what does not fit at the end must not be begun.
         let (size, given) = (self.nbytes()?, bytes.len());
         if offset.checked_add(given).is_none_or(|end| end > size) {
