@@ -169,19 +169,28 @@ fn graphs_give_what_their_ops_give_one_by_one() {
 /// the place of each, the length of the row and the number of threads.
 #[test]
 fn of_zeros_of_both_signs_the_greatest_is_positive_and_the_least_negative() {
-    let zeros = [(DType::F16, 2), (DType::BF16, 2), (DType::F32, 4), (DType::F64, 8)];
+    let zeros = [
+        (DType::F16, 2),
+        (DType::BF16, 2),
+        (DType::F32, 4),
+        (DType::F64, 8),
+    ];
     for executor in &mut paths() {
         for (dtype, width) in zeros {
             // One zero is of the other sign, at each place in turn, or none is.
             for len in [1, 2, 3, 17, 64, 1000] {
-                for odd in [0, 1, len / 2, len - 1, len].into_iter().filter(|at| *at <= len) {
+                for odd in [0, 1, len / 2, len - 1, len]
+                    .into_iter()
+                    .filter(|at| *at <= len)
+                {
                     for positive in [false, true] {
                         let zero = |negative: bool| {
                             let mut bytes = vec![0; width];
                             bytes[width - 1] = if negative { 0x80 } else { 0 };
                             bytes
                         };
-                        let negative: Vec<bool> = (0..len).map(|i| (i == odd) == positive).collect();
+                        let negative: Vec<bool> =
+                            (0..len).map(|i| (i == odd) == positive).collect();
                         let row: Vec<u8> = negative.iter().flat_map(|n| zero(*n)).collect();
                         // Along the last axis, and, as columns, along the first.
                         for (dims, axis) in [([1, len], 1), ([len, 1], 0)] {
@@ -430,14 +439,22 @@ fn every_dtype_that_a_row_takes_has_a_case() {
     for (row, place, dtypes, why) in WITHOUT_A_CASE {
         for dtype in *dtypes {
             let listed = lacking.remove(&(*row, *place, *dtype));
-            assert!(listed, "{row} {place} {dtype} ({why}): take it from the list");
+            assert!(
+                listed,
+                "{row} {place} {dtype} ({why}): take it from the list"
+            );
         }
     }
     let lacking: Vec<String> = lacking
         .iter()
         .map(|(row, place, dtype)| format!("{row} {place} {dtype}"))
         .collect();
-    assert!(lacking.is_empty(), "{}:\n{}", lacking.len(), lacking.join("\n"));
+    assert!(
+        lacking.is_empty(),
+        "{}:\n{}",
+        lacking.len(),
+        lacking.join("\n")
+    );
     // The rules are asked indeed: what they take are more than half of all there could be.
     let taken: usize = taken.values().map(BTreeSet::len).sum();
     assert!(taken > 1500, "{taken}");

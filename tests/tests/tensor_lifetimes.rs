@@ -183,7 +183,11 @@ impl Client {
 async fn check(tensor: &Tensor, n: usize, value: u32) {
     let values = tensor.to_vec::<u32>().await.unwrap();
     let wrong = values.iter().position(|v| *v != value);
-    assert_eq!((values.len(), wrong), (n, None), "all of it must be {value}");
+    assert_eq!(
+        (values.len(), wrong),
+        (n, None),
+        "all of it must be {value}"
+    );
 }
 
 #[test]

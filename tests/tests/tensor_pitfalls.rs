@@ -90,52 +90,103 @@ async fn functions_of_any_size_bake_in_no_size() {
     let own = session.clone();
     let functions: Vec<(&str, Function)> = vec![
         // In MLX a reshape that changes nothing when it is traced is left out of the trace.
-        ("reshape to a fixed size", function(|a| vec![a[0].reshape(&[4, 4]) + 1.0])),
-        ("reshape to other fixed sizes", function(|a| vec![a[0].reshape(&[2, 8])])),
-        ("reshape that keeps the rows", function(|a| vec![a[0].reshape(&[-1, 2, 2])])),
+        (
+            "reshape to a fixed size",
+            function(|a| vec![a[0].reshape(&[4, 4]) + 1.0]),
+        ),
+        (
+            "reshape to other fixed sizes",
+            function(|a| vec![a[0].reshape(&[2, 8])]),
+        ),
+        (
+            "reshape that keeps the rows",
+            function(|a| vec![a[0].reshape(&[-1, 2, 2])]),
+        ),
         ("flatten", function(|a| vec![a[0].reshape(&[-1])])),
         // In MLX these are read out of bounds when the next argument is smaller.
-        ("take constant columns", function({
-            let columns = columns.clone();
-            move |a: &[Tensor]| vec![a[0].take(&columns, 1)]
-        })),
-        ("take constant rows", function({
-            let rows = rows.clone();
-            move |a: &[Tensor]| vec![a[0].take(&rows, 0)]
-        })),
-        ("take as many columns as there are", function({
-            let own = own.clone();
-            move |a: &[Tensor]| vec![a[0].take(&all(&own, a[0].shape().unwrap()[1]), 1)]
-        })),
-        ("take as many rows as there are", function({
-            let own = own.clone();
-            move |a: &[Tensor]| vec![a[0].take(&all(&own, a[0].shape().unwrap()[0]), 0)]
-        })),
+        (
+            "take constant columns",
+            function({
+                let columns = columns.clone();
+                move |a: &[Tensor]| vec![a[0].take(&columns, 1)]
+            }),
+        ),
+        (
+            "take constant rows",
+            function({
+                let rows = rows.clone();
+                move |a: &[Tensor]| vec![a[0].take(&rows, 0)]
+            }),
+        ),
+        (
+            "take as many columns as there are",
+            function({
+                let own = own.clone();
+                move |a: &[Tensor]| vec![a[0].take(&all(&own, a[0].shape().unwrap()[1]), 1)]
+            }),
+        ),
+        (
+            "take as many rows as there are",
+            function({
+                let own = own.clone();
+                move |a: &[Tensor]| vec![a[0].take(&all(&own, a[0].shape().unwrap()[0]), 0)]
+            }),
+        ),
         // In MLX a reduction along an axis that is 1 when it is traced is left out.
-        ("sum over the rows", function(|a| vec![a[0].sum(&[0], false)])),
-        ("sum over the rows, kept", function(|a| vec![a[0].sum(&[0], true) + &a[0]])),
+        (
+            "sum over the rows",
+            function(|a| vec![a[0].sum(&[0], false)]),
+        ),
+        (
+            "sum over the rows, kept",
+            function(|a| vec![a[0].sum(&[0], true) + &a[0]]),
+        ),
         ("mean of all", function(|a| vec![a[0].mean(&[], false)])),
-        ("divide by the number of rows", function(|a| {
-            let n = a[0].shape().unwrap()[0];
-            vec![&a[0] / n as f64]
-        })),
-        ("divide by the number of elements", function(|a| {
-            let n = a[0].size().unwrap();
-            vec![&a[0] / n as f64]
-        })),
+        (
+            "divide by the number of rows",
+            function(|a| {
+                let n = a[0].shape().unwrap()[0];
+                vec![&a[0] / n as f64]
+            }),
+        ),
+        (
+            "divide by the number of elements",
+            function(|a| {
+                let n = a[0].size().unwrap();
+                vec![&a[0] / n as f64]
+            }),
+        ),
         // In MLX these cannot be traced for any size, or give the size of the first call.
-        ("a part of the rows", function(|a| vec![a[0].narrow(0, 1, 3)])),
-        ("all but the last row", function(|a| vec![a[0].narrow(0, 0, -1)])),
-        ("running sums of the rows", function(|a| vec![a[0].cumsum(0, Default::default())])),
-        ("two halves", function(|a| {
-            let n = a[0].shape().unwrap()[0] as i64;
-            vec![a[0].narrow(0, 0, n / 2), a[0].narrow(0, n / 2, n)]
-        })),
-        ("with itself turned", function(|a| vec![a[0].matmul(&a[0].transpose(&[]))])),
-        ("nothing of it", function({
-            let own = own.clone();
-            move |_: &[Tensor]| vec![own.full(2.0f32, &[3])]
-        })),
+        (
+            "a part of the rows",
+            function(|a| vec![a[0].narrow(0, 1, 3)]),
+        ),
+        (
+            "all but the last row",
+            function(|a| vec![a[0].narrow(0, 0, -1)]),
+        ),
+        (
+            "running sums of the rows",
+            function(|a| vec![a[0].cumsum(0, Default::default())]),
+        ),
+        (
+            "two halves",
+            function(|a| {
+                let n = a[0].shape().unwrap()[0] as i64;
+                vec![a[0].narrow(0, 0, n / 2), a[0].narrow(0, n / 2, n)]
+            }),
+        ),
+        (
+            "with itself turned",
+            function(|a| vec![a[0].matmul(&a[0].transpose(&[]))]),
+        ),
+        (
+            "nothing of it",
+            function({
+                let own = own.clone();
+                move |_: &[Tensor]| vec![own.full(2.0f32, &[3])]
+            }),
+        ),
         ("itself", function(|a| vec![a[0].clone()])),
     ];
     // First with one row, with some, and with most; and other columns in between.
@@ -160,12 +211,21 @@ async fn functions_inside_functions_are_right_for_every_size() {
     let session = session(&cluster).await;
     let inner: Vec<(&str, Function)> = vec![
         ("elementwise", function(|a| vec![a[0].tanh() * 2.0])),
-        ("over rows", function(|a| vec![&a[0] - a[0].mean(&[0], true)])),
-        ("by the size", function(|a| {
-            let n = a[0].shape().unwrap()[0];
-            vec![&a[0] / n as f64]
-        })),
-        ("two results", function(|a| vec![a[0].square(), a[0].sum(&[1], false)])),
+        (
+            "over rows",
+            function(|a| vec![&a[0] - a[0].mean(&[0], true)]),
+        ),
+        (
+            "by the size",
+            function(|a| {
+                let n = a[0].shape().unwrap()[0];
+                vec![&a[0] / n as f64]
+            }),
+        ),
+        (
+            "two results",
+            function(|a| vec![a[0].square(), a[0].sum(&[1], false)]),
+        ),
         ("wrong", function(|a| vec![a[0].reshape(&[4, 4])])),
     ];
     for (name, f) in &inner {
@@ -240,7 +300,9 @@ async fn what_a_function_captured_is_read_at_each_call() {
     expect([[2.0, 30.0], [5.0, 70.0], [100.0, 2000.0]]).await;
     there.write(0, bytes([4.0, 6.0])).await.unwrap();
     expect([[4.0, 60.0], [5.0, 70.0], [100.0, 2000.0]]).await;
-    here.write(4, bytes([8.0, 0.0])[..4].to_vec()).await.unwrap();
+    here.write(4, bytes([8.0, 0.0])[..4].to_vec())
+        .await
+        .unwrap();
     expect([[4.0, 60.0], [5.0, 80.0], [100.0, 2000.0]]).await;
     shared.write(4, &bytes([1.0, 0.0])[..4]).unwrap();
     expect([[4.0, 60.0], [5.0, 80.0], [100.0, 10.0]]).await;
@@ -276,7 +338,11 @@ async fn a_write_that_does_not_fit_writes_nothing() {
         (usize::MAX, 4),
     ] {
         let error = there.write(offset, vec![0xff; bytes]).await.unwrap_err();
-        assert_eq!(error.reason(), Reason::InvalidArgument, "{bytes} at {offset}");
+        assert_eq!(
+            error.reason(),
+            Reason::InvalidArgument,
+            "{bytes} at {offset}"
+        );
     }
     assert_eq!(there.fetch().await.unwrap(), data);
     // Memory of another dtype or shape takes no result, even of as many bytes.
@@ -327,7 +393,10 @@ async fn threads_trace_at_once_and_disturb_nobody() {
             // Until all threads are inside of a trace.
             let begun = Instant::now();
             while traced.load(Ordering::SeqCst) < THREADS {
-                assert!(begun.elapsed() < Duration::from_secs(60), "nobody else traces");
+                assert!(
+                    begun.elapsed() < Duration::from_secs(60),
+                    "nobody else traces"
+                );
                 std::thread::yield_now();
             }
             vec![a[0].sum(&[1], false) * 2.0]
@@ -387,7 +456,10 @@ async fn random_numbers_are_the_key_s_and_nobody_else_s() {
                 assert_eq!(called[0].to_vec::<f32>().await.unwrap(), eager);
             }
         }
-        assert!(!drawn.contains(&eager), "seed {seed} draws what another did");
+        assert!(
+            !drawn.contains(&eager),
+            "seed {seed} draws what another did"
+        );
         drawn.push(eager);
     }
     // A state that goes from call to call: the key is split, one half drawn from and the other handed on.
@@ -438,8 +510,16 @@ async fn other_arguments_are_traced_anew() {
         // Another dtype, rank, or number of arguments.
         (vec![one(DType::I32, &[3, 2])], 2, DType::I32),
         (vec![one(DType::F32, &[3])], 3, DType::F32),
-        (vec![one(DType::F32, &[3, 2]), one(DType::F16, &[3, 2])], 4, DType::F32),
-        (vec![one(DType::F16, &[3, 2]), one(DType::F16, &[2])], 5, DType::F16),
+        (
+            vec![one(DType::F32, &[3, 2]), one(DType::F16, &[3, 2])],
+            4,
+            DType::F32,
+        ),
+        (
+            vec![one(DType::F16, &[3, 2]), one(DType::F16, &[2])],
+            5,
+            DType::F16,
+        ),
         (vec![one(DType::F32, &[4, 2])], 5, DType::F32),
     ] {
         let n = args.len() as f64;
@@ -516,7 +596,9 @@ async fn nothing_at_all_is_a_tensor_too() {
         there.dump(DumpOptions::default()).await.unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("none.safetensors");
-        TensorFile::save(&path, &[("x", there)], None).await.unwrap();
+        TensorFile::save(&path, &[("x", there)], None)
+            .await
+            .unwrap();
         let file = TensorFile::open(&path).unwrap();
         assert_eq!(file.get("x").unwrap().unwrap(), none.fetch().await.unwrap());
     }
@@ -531,10 +613,16 @@ async fn setters_say_what_was_before() {
     let session = session(&cluster).await;
     let at_first = session.memory().await.unwrap();
     assert!(at_first.limit > 1 << 21 && at_first.cache_limit > 1 << 20);
-    assert_eq!(session.set_cache_limit(1 << 20).await.unwrap(), at_first.cache_limit);
+    assert_eq!(
+        session.set_cache_limit(1 << 20).await.unwrap(),
+        at_first.cache_limit
+    );
     assert_eq!(session.set_cache_limit(77).await.unwrap(), 1 << 20);
     assert_eq!(session.set_cache_limit(0).await.unwrap(), 77);
-    assert_eq!(session.set_memory_limit(1 << 21).await.unwrap(), at_first.limit);
+    assert_eq!(
+        session.set_memory_limit(1 << 21).await.unwrap(),
+        at_first.limit
+    );
     assert_eq!(session.set_memory_limit(1 << 20).await.unwrap(), 1 << 21);
     // Not above what it was opened with; and each leaves the other alone.
     assert_eq!(session.set_memory_limit(u64::MAX).await.unwrap(), 1 << 20);

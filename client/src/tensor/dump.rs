@@ -209,6 +209,9 @@ mod tests {
             edge_items: usize::MAX,
             ..options
         };
-        assert_eq!(dump(&values[..6], &[1, 6], all), "[[-13, -12, -11, -10, -9, -8]]");
+        assert_eq!(
+            dump(&values[..6], &[1, 6], all),
+            "[[-13, -12, -11, -10, -9, -8]]"
+        );
     }
 }

@@ -237,7 +237,13 @@ pub fn moved(cases: &[Case], executors: &mut [&mut dyn Executor], dtypes: &[DTyp
 /// Rows that do not go element by element give the same of inputs that lie in memory the other way round.
 pub fn turned(cases: &[Case], executors: &mut [&mut dyn Executor], scope: Scope) -> Classed {
     let mut classed = Classed::default();
-    let note = |case: &Case| if scope.every_note { case.note.clone() } else { case.dtypes() };
+    let note = |case: &Case| {
+        if scope.every_note {
+            case.note.clone()
+        } else {
+            case.dtypes()
+        }
+    };
     let kind = |case: &Case| {
         let row = find(&case.op)?;
         let apart = moves(row) || super::elementwise().any(|r| r.name == row.name);
@@ -257,7 +263,11 @@ pub fn turned(cases: &[Case], executors: &mut [&mut dyn Executor], scope: Scope)
         };
         classed.note(case);
         let what = format!("{case} of views");
-        let expected: Vec<_> = case.result_dtypes().into_iter().zip(small.outputs).collect();
+        let expected: Vec<_> = case
+            .result_dtypes()
+            .into_iter()
+            .zip(small.outputs)
+            .collect();
         for executor in executors.iter_mut() {
             let graph = (&derived.graph, &derived.inputs()[..]);
             let limits = case.limits(scope);
@@ -277,7 +287,11 @@ pub fn empty(cases: &[Case], executors: &mut [&mut dyn Executor]) -> Classed {
         };
         classed.note(case);
         let what = format!("{case} of nothing");
-        let expected: Vec<_> = case.result_dtypes().into_iter().map(|d| (d, vec![])).collect();
+        let expected: Vec<_> = case
+            .result_dtypes()
+            .into_iter()
+            .map(|d| (d, vec![]))
+            .collect();
         let inputs: Vec<&[u8]> = nothing.inputs.iter().map(Vec::as_slice).collect();
         for executor in executors.iter_mut() {
             let graph = (&nothing.graph, &inputs[..]);
@@ -299,7 +313,9 @@ pub fn fused(cases: &[Case], executors: &mut [&mut dyn Executor], scope: Scope) 
         let formed = match flat.among() {
             Ok(formed) => formed,
             Err(error) => {
-                classed.wrong.push(format!("{case} among others: {error:#}"));
+                classed
+                    .wrong
+                    .push(format!("{case} among others: {error:#}"));
                 continue;
             }
         };
@@ -347,7 +363,9 @@ pub fn eager(cases: &[Case], executors: &mut [&mut dyn Executor], scope: Scope) 
                 Ok(_) => "other bits".to_owned(),
                 Err(error) => format!("{error:#}"),
             };
-            classed.wrong.push(format!("{case} op by op on {on}: {wrong}"));
+            classed
+                .wrong
+                .push(format!("{case} op by op on {on}: {wrong}"));
         }
     }
     classed

@@ -75,17 +75,17 @@ impl Accepted {
 
     /// By what its row's rule can tell it from others: not by sizes.
     fn kind(&self) -> String {
-        let inputs: Vec<_> = self.inputs.iter().map(|spec| match spec {
+        let inputs = self.inputs.iter().map(|spec| match spec {
             ValueSpec::Tensor(t) => format!("{}/{}", t.dtype, t.shape.rank()),
             ValueSpec::Cache(c) => format!("cache {}", c.dtype),
             ValueSpec::Absent => "-".to_owned(),
         });
-        let inputs = inputs.collect::<Vec<_>>();
+        let inputs: Vec<String> = inputs.collect();
         let attributes = self.attributes.iter().map(|a| match a {
             Attribute::Ints(_) | Attribute::Shape(_) | Attribute::Bytes(_) => String::new(),
             other => format!("{other:?}"),
         });
-        let attributes: Vec<_> = attributes.collect();
+        let attributes: Vec<String> = attributes.collect();
         format!("{} {inputs:?} {attributes:?}", self.row.name)
     }
 
@@ -115,7 +115,8 @@ impl Accepted {
             return false;
         };
         let first_of_many = |j: usize| {
-            self.row.input(j).map(|s| s.mode) == Some(InputMode::Many) && place(self.row, j) == place(self.row, i)
+            self.row.input(j).map(|s| s.mode) == Some(InputMode::Many)
+                && place(self.row, j) == place(self.row, i)
         };
         let alone = |j: usize, _: &ValueSpec| j == i || first_of_many(j);
         let alike = |_: usize, spec: &ValueSpec| dtype_of(spec) == Some(own);
@@ -126,12 +127,14 @@ impl Accepted {
                 if wide && !dtype.is_block() {
                     return false;
                 }
-                let replaced = self.inputs.iter().enumerate().map(|(j, spec)| {
-                    match chosen(j, spec) {
-                        true => with_dtype(spec, dtype, wide),
-                        false => Some(spec.clone()),
-                    }
-                });
+                let replaced =
+                    self.inputs
+                        .iter()
+                        .enumerate()
+                        .map(|(j, spec)| match chosen(j, spec) {
+                            true => with_dtype(spec, dtype, wide),
+                            false => Some(spec.clone()),
+                        });
                 let replaced: Option<Vec<_>> = replaced.collect();
                 replaced.is_some_and(|inputs| self.accepts(&inputs, &self.attributes))
             })
@@ -142,7 +145,9 @@ impl Accepted {
     fn may_have(&self, into: &mut Dtypes) {
         for &dtype in DType::ALL {
             for i in 0..self.inputs.len() {
-                let Some(place) = place(self.row, i) else { continue };
+                let Some(place) = place(self.row, i) else {
+                    continue;
+                };
                 let known = into.entry((self.row.name, place)).or_default();
                 if !known.contains(dtype.name()) && self.takes(i, dtype) {
                     known.insert(dtype.name());

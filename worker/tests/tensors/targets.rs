@@ -144,7 +144,11 @@ async fn what_does_not_fit_writes_nothing_of_itself() {
 
     // A new tensor that more bytes come for than it has never is one.
     let n = limits::TENSOR_CHUNK / 4;
-    let mut chunks = vec![upload_chunk(Kind::Create(wire_spec(&[n])), 0, vec![0; 4 * n])];
+    let mut chunks = vec![upload_chunk(
+        Kind::Create(wire_spec(&[n])),
+        0,
+        vec![0; 4 * n],
+    )];
     chunks.push(v1::UploadChunk {
         target: None,
         data: vec![1; 4].into(),
