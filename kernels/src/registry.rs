@@ -8,16 +8,29 @@ use crate::{
 };
 
 /// Every backend of this build.
-static BACKENDS: &[&dyn Backend] = &[&cpu::CpuBackend];
+pub static BACKENDS: &[&dyn Backend] = &[&cpu::CpuBackend];
 
 /// Where a program looks for devices; by default in every backend of this build.
 #[derive(Clone, Copy)]
 pub struct Registry(&'static [&'static dyn Backend]);
 
+/// Two backends of a program have one name, by which a device could be either's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("two backends of this program are named {0:?}; give one of them another name")]
+pub struct DuplicateBackend(pub &'static str);
+
 impl Registry {
-    /// Only these backends. Of two with one name, the first counts.
-    pub const fn of(backends: &'static [&'static dyn Backend]) -> Self {
-        Self(backends)
+    /// Only these backends.
+    ///
+    /// # Errors
+    /// [`DuplicateBackend`] when two of them have one name.
+    pub fn of(backends: &'static [&'static dyn Backend]) -> Result<Self, DuplicateBackend> {
+        for (i, backend) in backends.iter().enumerate() {
+            if backends.iter().take(i).any(|b| b.name() == backend.name()) {
+                return Err(DuplicateBackend(backend.name()));
+            }
+        }
+        Ok(Self(backends))
     }
 
     /// Every device of every backend.

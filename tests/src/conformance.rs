@@ -3,8 +3,11 @@
 //! What a case is stands in `golden/ops/make.py`. The executor alone knows how a graph is run, so the same cases hold a
 //! device in this process and a worker behind its door to the same values.
 
+mod classes;
 mod compare;
 mod derived;
+mod dtypes;
+mod eager;
 mod elementwise;
 mod local;
 mod remote;
@@ -21,8 +24,11 @@ use hotcell_graph::{
 use serde_json::Value as Json;
 
 use crate::cluster::repository;
+pub use classes::{Classed, Scope, eager, empty, forms, fused, moved, repeated, turned};
 pub use compare::{difference, tolerance};
-pub use derived::{Derived, moves};
+pub use derived::{Derived, moves, moves_input};
+pub use dtypes::{Dtypes, Place, dtypes};
+pub use eager::Eager;
 pub use elementwise::{Form, elementwise};
 pub use local::Local;
 pub use remote::Remote;
@@ -43,6 +49,9 @@ pub trait Executor {
     /// # Errors
     /// [`RunError`], saying at what it failed.
     fn run(&mut self, graph: &Graph, rows: usize, inputs: &[&[u8]]) -> Result<Outcome, RunError>;
+
+    /// Whether ops may be fused in what it runs from now on. They may at first.
+    fn set_fused(&mut self, fused: bool);
 }
 
 /// What an execution left behind.
@@ -386,6 +395,17 @@ impl Case {
         Ok(builder.finish(&outputs)?)
     }
 
+    /// Whether an input is of a block type.
+    fn has_blocks(&self) -> bool {
+        let block = |input: &CaseInput| matches!(input, CaseInput::Tensor(spec, _) if spec.dtype.is_block());
+        self.inputs.iter().any(block)
+    }
+
+    /// Dtypes of its results.
+    fn result_dtypes(&self) -> Vec<DType> {
+        self.outputs.iter().map(|(spec, _)| spec.dtype).collect()
+    }
+
     fn bytes(&self, range: &Range<usize>) -> &[u8] {
         self.data.get(range.clone()).unwrap_or_default()
     }
@@ -421,10 +441,7 @@ impl Case {
                 CaseInput::Cache { before, .. } => self.bytes(before),
             })
             .collect();
-        let blocks = self
-            .inputs
-            .iter()
-            .any(|input| matches!(input, CaseInput::Tensor(spec, _) if spec.dtype.is_block()));
+        let blocks = self.has_blocks();
         let outcome = match (
             executor.run(&graph, self.rows.unwrap_or(0), &inputs),
             self.fails,

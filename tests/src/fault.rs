@@ -16,7 +16,6 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use hotcell_kernels::registry::Registry;
 use hotcell_worker::{
     config::{Cli, Mode},
     exit::Exit,
@@ -177,5 +176,5 @@ pub fn run(mut cli: Cli) -> Exit {
         eprintln!("error: no faults here: {error}");
         return Exit::Internal;
     }
-    program::run(cli, Registry::of(&[&backend::FaultBackend]))
+    program::run(cli, &[&backend::FaultBackend])
 }

@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use hotcell_kernels::registry::Registry;
+use hotcell_kernels::registry::BACKENDS;
 use hotcell_worker::{config::Cli, program};
 
 fn main() -> ExitCode {
-    program::run(Cli::parse(), Registry::default()).into()
+    program::run(Cli::parse(), BACKENDS).into()
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use hotcell_ipc::{blackbox::Writer, socket, transport::Windows};
-use hotcell_kernels::registry::Registry;
+use hotcell_kernels::{backend::Backend, registry::Registry};
 use hotcell_proto::{
     PROTOCOL_VERSION,
     error::Error,
@@ -36,7 +36,11 @@ use crate::{
 const BEAT: Duration = Duration::from_millis(500);
 
 /// Runs the program with the devices of these backends, and says how it ended.
-pub fn run(cli: Cli, registry: Registry) -> Exit {
+pub fn run(cli: Cli, backends: &'static [&'static dyn Backend]) -> Exit {
+    let registry = match Registry::of(backends) {
+        Ok(registry) => registry,
+        Err(error) => return fail(Exit::Internal, error),
+    };
     match cli.mode {
         Some(Mode::Probe) => probe(registry),
         Some(Mode::Serve(serve)) => serve_scheduler(serve, registry),

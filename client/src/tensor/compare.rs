@@ -34,7 +34,8 @@ impl Default for Thresholds {
     }
 }
 
-/// How far a tensor is from its reference.
+/// How far a tensor is from its reference. Complex numbers are compared as what they are: differences are absolute values of
+/// complex differences, and as a vector a complex tensor has two coordinates for each element.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
     /// Cosine of the angle between the two as vectors; of two zero vectors 1, of one 0.
@@ -45,7 +46,7 @@ pub struct Comparison {
     pub max_rel: f64,
     /// `Σ(a−b)² / Σb²`; 0 when both are zero.
     pub nmse: f64,
-    /// Elements where one is NaN, or an infinity, and the other is not the same.
+    /// Elements where one is NaN, or an infinity, and the other is not the same, be it in the real or in the imaginary part.
     pub mismatched: usize,
 }
 
@@ -72,19 +73,24 @@ impl Comparison {
         let (mut dot, mut aa, mut bb, mut difference) = (0.0, 0.0, 0.0, 0.0);
         let (mut max_abs, mut max_rel, mut mismatched) = (0.0f64, 0.0f64, 0);
         for (a, b) in ours.plain()?.into_iter().zip(reference.plain()?) {
-            let (a, b) = (a.as_f64(), b.as_f64());
-            if !a.is_finite() || !b.is_finite() {
-                mismatched += usize::from(!(a == b || (a.is_nan() && b.is_nan())));
-                continue;
+            let (mut apart, mut size, mut strange) = ([0.0; 2], [0.0; 2], false);
+            let parts = a.parts().into_iter().zip(b.parts());
+            for ((a, b), (apart, size)) in parts.zip(apart.iter_mut().zip(&mut size)) {
+                if !a.is_finite() || !b.is_finite() {
+                    strange |= !(a == b || (a.is_nan() && b.is_nan()));
+                    continue;
+                }
+                (*apart, *size) = (a - b, b);
+                dot += a * b;
+                aa += a * a;
+                bb += b * b;
+                difference += (a - b) * (a - b);
             }
-            let d = (a - b).abs();
-            dot += a * b;
-            aa += a * a;
-            bb += b * b;
-            difference += d * d;
+            mismatched += usize::from(strange);
+            let (d, size) = (apart[0].hypot(apart[1]), size[0].hypot(size[1]));
             max_abs = max_abs.max(d);
             if d > 0.0 {
-                max_rel = max_rel.max(d / b.abs());
+                max_rel = max_rel.max(d / size);
             }
         }
         let cosine = match (aa > 0.0, bb > 0.0) {
@@ -267,6 +273,45 @@ mod tests {
                 .check(&Thresholds::default())
                 .is_ok()
         );
+    }
+
+    #[test]
+    fn complex_numbers_differ_by_both_parts() {
+        let compare = |a: &[[f32; 2]], b: &[[f32; 2]]| {
+            let t = |v: &[[f32; 2]]| HostTensor::from_slice(v, &[v.len()]).unwrap();
+            Comparison::of(&t(a), &t(b)).unwrap()
+        };
+        let loose = Thresholds {
+            cosine: -1.0,
+            ..Default::default()
+        };
+        // Equal real parts are no equal numbers.
+        let c = compare(&[[3.0, 4.0]], &[[3.0, -4.0]]);
+        assert_eq!((c.max_abs, c.max_rel, c.nmse), (8.0, 1.6, 64.0 / 25.0));
+        assert_eq!((c.cosine, c.mismatched), ((9.0 - 16.0) / 25.0, 0));
+        assert!(c.check(&Thresholds::default()).is_err());
+        // A difference has the size of a complex number, not of its greater part.
+        let c = compare(&[[3.0, 4.0]], &[[0.0, 0.0]]);
+        assert_eq!((c.max_abs, c.cosine), (5.0, 0.0));
+        let same = [[1.0, f32::NAN], [f32::INFINITY, 2.0]];
+        let c = compare(&same, &same);
+        assert!(c.check(&Thresholds::default()).is_ok(), "{c:?}");
+        for other in [
+            [[1.0, 0.0], [f32::INFINITY, 2.0]],
+            [[f32::NAN, f32::NAN], [f32::INFINITY, 2.0]],
+            [[1.0, f32::NAN], [f32::NEG_INFINITY, 2.0]],
+        ] {
+            let (one, two) = (compare(&same, &other), compare(&other, &same));
+            assert_eq!((one.mismatched, two.mismatched), (1, 1), "{other:?}");
+            assert!(one.check(&loose).is_err() && two.check(&loose).is_err());
+        }
+        // What is beside an infinity counts as well.
+        let c = compare(&[[f32::INFINITY, 2.0]], &[[f32::INFINITY, 3.0]]);
+        assert_eq!((c.max_abs, c.mismatched), (1.0, 0));
+        // A real tensor is one whose imaginary parts are zeros.
+        let real = HostTensor::from_slice(&[1.0f32], &[1]).unwrap();
+        let complex = HostTensor::from_slice(&[[1.0f32, 1.0]], &[1]).unwrap();
+        assert_eq!(Comparison::of(&real, &complex).unwrap().max_abs, 1.0);
     }
 
     #[test]

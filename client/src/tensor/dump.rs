@@ -78,33 +78,23 @@ impl Printer<'_> {
         let inner: usize = self.shape.iter().skip(depth + 1).product();
         let remaining = self.shape.len() - depth - 1;
         let edge = self.options.edge_items;
-        let skipped = self.elide && len > 2 * edge;
+        let skipped = self.elide && len > edge.saturating_mul(2);
         let mut i = 0;
         while i < len {
-            if i > 0 {
-                self.separator(text, remaining, depth);
-            }
             if skipped && i == edge {
-                text.push_str("...");
+                text.push_str("..., ");
+                next_line(text, remaining, depth);
                 i = len - edge;
                 continue;
             }
             self.axis(text, depth + 1, index + i * inner);
             i += 1;
+            if i < len {
+                text.push_str(if remaining == 0 { ", " } else { "," });
+                next_line(text, remaining, depth);
+            }
         }
         text.push(']');
-    }
-
-    /// Between elements a comma and a space; between parts of rank r a comma, r lines and the indent of the next bracket.
-    fn separator(&self, text: &mut String, remaining: usize, depth: usize) {
-        text.push(',');
-        if remaining == 0 {
-            text.push(' ');
-        }
-        text.extend(std::iter::repeat_n('\n', remaining));
-        if remaining > 0 {
-            text.extend(std::iter::repeat_n(' ', depth + 1));
-        }
     }
 
     fn element(&self, text: &mut String, index: usize) {
@@ -125,6 +115,13 @@ impl Printer<'_> {
             Plain::Complex(re, im) => write!(text, "{}{im:+.digits$}i", number(*re)),
         };
     }
+}
+
+/// Between parts of rank r are r lines and the indent of the next bracket, between elements nothing.
+fn next_line(text: &mut String, remaining: usize, depth: usize) {
+    text.extend(std::iter::repeat_n('\n', remaining));
+    let indent = if remaining > 0 { depth + 1 } else { 0 };
+    text.extend(std::iter::repeat_n(' ', indent));
 }
 
 #[cfg(test)]
@@ -178,5 +175,43 @@ mod tests {
             ..options
         };
         assert_eq!(dump(&values, &[6], options), "[ 0,  1,  2,  3,  4,  5]");
+    }
+
+    /// As ollama's `ml.Dump` prints them (`ml/backend.go`): an elision is `..., ` on every axis, and then the lines of the axis.
+    #[test]
+    fn what_is_left_out_of_outer_axes_is_marked_as_on_the_innermost() {
+        let options = DumpOptions {
+            precision: 0,
+            threshold: 5,
+            edge_items: 1,
+        };
+        let values: Vec<f32> = (0..27).map(|v| v as f32 - 13.0).collect();
+        assert_eq!(
+            dump(&values[..9], &[3, 3], options),
+            "[[-13, ..., -11],\n ..., \n [-7, ..., -5]]"
+        );
+        assert_eq!(
+            dump(&values, &[3, 3, 3], options),
+            "[[[-13, ..., -11],\n  ..., \n  [-7, ..., -5]],\n\n ..., \n\n \
+             [[ 5, ...,  7],\n  ..., \n  [ 11, ...,  13]]]"
+        );
+        // Axes short enough are whole, whatever the others are.
+        assert_eq!(
+            dump(&values[..6], &[3, 2], options),
+            "[[-13, -12],\n ..., \n [-9, -8]]"
+        );
+        let none = DumpOptions {
+            edge_items: 0,
+            ..options
+        };
+        assert_eq!(dump(&values[..6], &[6], none), "[..., ]");
+        let all = DumpOptions {
+            edge_items: usize::MAX,
+            ..options
+        };
+        assert_eq!(
+            dump(&values[..6], &[1, 6], all),
+            "[[-13, -12, -11, -10, -9, -8]]"
+        );
     }
 }

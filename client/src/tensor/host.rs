@@ -84,10 +84,16 @@ pub enum Plain {
 impl Plain {
     /// As a number; a complex one gives its real part.
     pub fn as_f64(self) -> f64 {
+        self.parts()[0]
+    }
+
+    /// Real and imaginary part; of a real number the second is 0.
+    pub fn parts(self) -> [f64; 2] {
         match self {
-            Plain::Float(v) | Plain::Complex(v, _) => v,
-            Plain::Int(v) => v as f64,
-            Plain::Bool(v) => f64::from(u8::from(v)),
+            Plain::Float(v) => [v, 0.0],
+            Plain::Complex(re, im) => [re, im],
+            Plain::Int(v) => [v as f64, 0.0],
+            Plain::Bool(v) => [f64::from(u8::from(v)), 0.0],
         }
     }
 }

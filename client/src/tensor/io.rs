@@ -326,6 +326,69 @@ mod tests {
         }
     }
 
+    /// Elements of a dtype, NaNs with their own bits among them.
+    fn sample(dtype: DType, shape: &[usize]) -> HostTensor {
+        let spec = TensorSpec::new(dtype, Shape::fixed(shape).unwrap()).unwrap();
+        let mut bytes: Vec<u8> = (0..spec.bytes(0).unwrap())
+            .map(|i| (i as u8).wrapping_mul(37) ^ 0xf1)
+            .collect();
+        if dtype == DType::Bool {
+            bytes.iter_mut().for_each(|b| *b &= 1);
+        }
+        HostTensor::new(spec, bytes).unwrap()
+    }
+
+    #[tokio::test]
+    async fn every_dtype_comes_back_from_files_as_it_was_or_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("all.safetensors");
+        let shapes: [&[usize]; 4] = [&[], &[0, 3], &[7], &[2, 3, 5]];
+        let plain = DType::ALL.iter().copied().filter(|d| !d.is_block());
+        let mut all = BTreeMap::new();
+        for dtype in plain {
+            for (i, shape) in shapes.iter().enumerate() {
+                let data = sample(dtype, shape);
+                // NumPy has no bfloat16; all others it has.
+                match data.to_npy() {
+                    Ok(npy) if dtype != DType::BF16 => {
+                        assert_eq!(HostTensor::from_npy(npy).unwrap(), data);
+                        let path = folder.path().join(format!("{dtype}-{i}.npy"));
+                        data.save_npy(&path).unwrap();
+                        assert_eq!(HostTensor::load_npy(&path).unwrap(), data);
+                    }
+                    Err(error) if dtype == DType::BF16 => {
+                        assert_eq!(error.reason(), Reason::InvalidArgument);
+                        assert!(error.message().contains("bf16"), "{error}");
+                    }
+                    other => panic!("{dtype}: {other:?}"),
+                }
+                all.insert(format!("{dtype}/{i}"), data);
+            }
+        }
+        assert_eq!(all.len(), 14 * shapes.len());
+        let tensors: Vec<(&str, Tensor)> = all
+            .iter()
+            .map(|(name, data)| (name.as_str(), Tensor::host(None, data.clone(), false)))
+            .collect();
+        TensorFile::save(&path, &tensors, None).await.unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        assert!(file.names().eq(all.keys()));
+        for (name, data) in &all {
+            assert_eq!(&file.get(name).unwrap().unwrap(), data, "{name}");
+        }
+        // Block types are in neither.
+        for &dtype in DType::ALL.iter().filter(|d| d.is_block()) {
+            let data = sample(dtype, &[2, 256]);
+            assert!(data.to_npy().is_err(), "{dtype}");
+            let tensors = [("w", Tensor::host(None, data, false))];
+            let error = TensorFile::save(&path, &tensors, None).await.unwrap_err();
+            assert_eq!(error.reason(), Reason::InvalidArgument);
+            assert!(error.message().contains(dtype.name()), "{error}");
+        }
+        // A save that was refused has not touched what was there.
+        assert_eq!(TensorFile::open(&path).unwrap().count(), all.len());
+    }
+
     #[test]
     fn bad_npy_is_refused() {
         let good = numpys();

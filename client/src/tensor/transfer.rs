@@ -224,7 +224,19 @@ impl Tensor {
     /// # Errors
     /// [`Reason::InvalidArgument`] when they do not fit or the tensor is not computed.
     pub async fn write(&self, offset: usize, bytes: impl Into<Bytes>) -> Result<(), Error> {
-        let session = self.session()?;
+        let (session, bytes) = (self.session()?, bytes.into());
+        if let State::Host { literal: true, .. } = self.state() {
+            return Err(invalid(
+                "a scalar is written into the graphs that it is in; Session::upload makes a tensor that can be overwritten",
+            ));
+        }
+        // The worker takes chunk by chunk: what does not fit at the end must not be begun.
+        let (size, given) = (self.nbytes()?, bytes.len());
+        if offset.checked_add(given).is_none_or(|end| end > size) {
+            return Err(invalid(format!(
+                "{given} bytes at {offset} do not fit into a tensor of {size}"
+            )));
+        }
         let (at, remote) = again!(session, at => async {
             self.place(session, &at).await?;
             let State::Remote(remote) = self.state() else {
@@ -251,7 +263,7 @@ impl Tensor {
             // What was made of it before was made of what it was.
             before.rebind(None);
         }
-        match at.send(target, bytes.into()).await {
+        match at.send(target, bytes).await {
             // Nothing was written.
             Err(error) if error.reason() == Reason::InvalidArgument => {
                 if let Some(before) = before {

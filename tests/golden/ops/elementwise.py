@@ -438,6 +438,14 @@ def binary(book):
                 book.one(op, "corners c64", [a, b], compute_to_bool(f)(a, b))
             else:
                 book.one(op, "c64", [a, b], None, fails="verify")
+        # A bool beside a number is a number.
+        for op in ("sub", "mul", "floor_divide", "remainder", "pow", *SHIFTS):
+            compute = compute_ints(SHIFTS[op]) if op in SHIFTS else compute_arithmetic(op)
+            for d in ("i32", "u8") if op in SHIFTS else ("f32", "i32"):
+                flags = sample(rng(op, "flags", d), "bool", [3, 5])
+                x = sample(rng(op, "beside flags", d), d, [3, 5], 0.25 if op == "pow" else -4.0)
+                for a, b in ((flags, x), (x, flags)):
+                    book.one(op, f"{a.dtype} beside {b.dtype}", [a, b], compute(a, b), each(d))
         for op, f in LOGICAL.items():
             binary_op(book, op, compute_logical(f), REALS + ["bool"], ["bool", "f32"], exact, MIXED)
         for op, f in BITWISE.items():
@@ -567,9 +575,25 @@ def activation(book):
         gated(book)
         clamp(book)
         close(book)
+        whole(book)
 
 
-def gated(book):
+def whole(book):
+    """Activations of the dtypes that become f32."""
+    for d in INTS + ["bool"]:
+        x, y = (sample(rng("whole", d, i), d, [3, 5, 7], -6, 6) for i in range(2))
+        f32 = x.to("f32").up
+        if d not in ("i32", "u8", "bool"):
+            for op, f in ACTIVATIONS.items():
+                book.one(op, f"odd {d}", [x], T("f32", f(f32)))
+        for op, attributes, f in gates():
+            if d != "i32":
+                book.one(op, f"odd {d}", [x, y], compute_float(f)(x, y), **attributes)
+
+
+def gates():
+    """Gated activations: op, attributes, function of gate and up."""
+
     def limited(alpha, limit):
         def f(g, u):
             g = minimum(g, np.full_like(g, limit))
@@ -581,7 +605,11 @@ def gated(book):
     forms = [("swiglu", {}, lambda g, u: silu(g) * u), ("geglu", {}, lambda g, u: gelu_tanh(g) * u)]
     for alpha, limit in ((1.702, 7.0), (1.0, 2.0)):
         forms.append(("swiglu_limit", {"alpha": alpha, "limit": limit}, limited(alpha, limit)))
-    for op, attributes, f in forms:
+    return forms
+
+
+def gated(book):
+    for op, attributes, f in gates():
         compute = compute_float(f)
         for d in FLOATS + ["i32"]:
             a, b = (sample(rng(op, d, i), d, [3, 5, 7], -9, 9) for i in range(2))
@@ -628,6 +656,8 @@ def clamp(book):
     book.large("clamp", "large", [x, low, T("f32", low.up + 4)], lambda t: compute(*t), [200] * 3, "exact")
     x = sample(rng("c", "empty"), "f32", [0, 3])
     book.one("clamp", "empty", [x, T("f32", 0), T("f32", 1)], x, "exact")
+    x, low, high = (sample(rng("c", "flags", i), "bool", [3, 5]) for i in range(3))
+    book.one("clamp", "bool", [x, low, high], T("bool", (x.a | low.a) & high.a), "exact")
     x = sample(rng("c", "scalar"), "f32", [])
     book.one("clamp", "scalar", [x, T("f32", 0), T("f32", 1)], compute(x, T("f32", 0), T("f32", 1)), "exact")
 
@@ -670,6 +700,13 @@ def close(book):
             rtol=1e-4, atol=0.0, equal_nan=False,
         )  # fmt: skip
 
+    for d in INTS + ["bool"]:
+        a = sample(rng("close", d), d, [3, 5, 7], 0, 99)
+        apart = rng("close", d, 2).choice([0, 1], [3, 5, 7], p=[0.9, 0.1])
+        b = T(d, a.a ^ apart.astype(bool)) if d == "bool" else T(d, a.a + apart)
+        add(f"odd {d}", a, b, 0.02, 0.25, False)
+        add(f"same {d}", a, a, 0.0, 0.0, False)
+
     def array_equal(note, a, b, equal_nan, out, rows=None):
         book.one("array_equal", note, [a, b], T("bool", out), rows=rows, equal_nan=equal_nan)
 
@@ -689,6 +726,12 @@ def close(book):
     array_equal("large", many, many, False, True)
     array_equal("large, the last differs", many, T("i8", np.where(np.arange(40000) == 39999, 7, many.a)), False, False)
     array_equal("scalars", T("bool", True), T("bool", True), False, True)
+    for d in PLAIN:
+        a = sample(rng("array_equal", d), d, [3, 5, 7])
+        last = np.arange(105).reshape(3, 5, 7) == 104
+        b = T(d, np.where(last, ~a.a if d == "bool" else a.a + (1j if d == "c64" else 1), a.a))
+        array_equal(f"equal {d}", a, a, False, True)
+        array_equal(f"the last differs {d}", a, b, False, False)
     book.views("array_equal", "views", [x, x], T("bool", True), equal_nan=False)
 
 

@@ -57,6 +57,23 @@ def shape(book):
     slices(book)
     pads(book)
     rest(book)
+    blocks_moved(book)
+
+
+def blocks_moved(book):
+    """Blocks stay whole: the axes before the last one take another form."""
+    from blocks import TYPES, block
+
+    for d in TYPES:
+        t, _ = block(rng("blocks moved", d), d, 6, 256)
+        of = lambda shape: T(d, None, shape, t.raw)
+        for op, before, after, attributes in (
+            ("reshape", [6, 256], [2, 3, 256], {"shape": [2, 3, 256]}),
+            ("expand_dims", [6, 256], [1, 6, 256], {"axes": [0]}),
+            ("squeeze", [1, 6, 256], [6, 256], {"axes": [0]}),
+            ("flatten", [2, 3, 256], [6, 256], {"start": 0, "end": 1}),
+        ):
+            book.one(op, d, [of(before)], of(after), "exact", **attributes)
 
 
 def slices(book):
@@ -293,15 +310,19 @@ def index(book):
     def add_id(note, da, db, di, t, u, n, rows=None):
         a, b = sample(rng("add_id", note), da, [t, u, n]), sample(rng("add_id", note, 2), db, [6, n])
         ids = indices_of(rng("add_id", note, 3), di, 6, [t, u])
-        out = T(promote_all([a, b]), a.up + b.up[ids.a])
+        out = T(promote_all([a, b]), a.up + b.up[ids.a.astype(np.int64)])
         book.one("add_id", note, [a, b, ids], out, rows=rows)
         if rows is None:
             book.views("add_id", f"views {note}", [a, b, ids], out)
 
     for d in FLOATS:
         add_id(f"odd {d}", d, d, "i32", 3, 2, 7)
-    add_id("u8 ids", "f32", "f32", "u8", 3, 2, 7)
-    add_id("i64 ids", "f32", "f32", "i64", 3, 2, 7)
+    for d in INTS:
+        add_id(f"{d} ids", "f32", "f32", d, 3, 2, 7)
+        add_id(f"odd {d}", d, d, "i32", 3, 2, 7)
+    add_id("odd c64", "c64", "c64", "i32", 3, 2, 7)
+    add_id("bool beside f32", "bool", "f32", "i32", 3, 2, 7)
+    add_id("f32 beside bool", "f32", "bool", "i32", 3, 2, 7)
     add_id("empty", "f32", "f32", "i32", 0, 2, 7)
     add_id("large", "f32", "f32", "i32", 19, 3, 61)
     add_id("rows", "f32", "f32", "i32", 5, 2, 7, rows=[0, 2])

@@ -104,6 +104,11 @@ def reduce(book):
         book.one("logsumexp", "far from zero", [big], T("f32", special.logsumexp(big.up)), "each", axes=[], keep_dims=False)
         minus = T("f32", [[-np.inf, -np.inf], [-np.inf, 1.0]])
         book.one("logsumexp", "of infinities", [minus], T("f32", [-np.inf, 1.0]), "each", axes=[1], keep_dims=False)
+        for op in ("reduce_max", "reduce_min", "logsumexp"):
+            x = sample(rng(op, "flags"), "bool", [3, 5, 7])
+            for axes, keep in (([], False), ([1], True), ([-1], False), ([0, 2], False)):
+                out = reductions(op)(x, axes, keep)
+                book.one(op, f"bool {axes}", [x], out, "exact" if op != "logsumexp" else None, axes=axes, keep_dims=keep)
         spread(book)
         arg(book)
         cumulative(book)
@@ -125,6 +130,11 @@ def spread(book):
             x = sample(rng(op, d), d, [3, 4, 5])
             for (axes, keep), ddof in zip(AXES, (0, 1, 0, 1, 2, 1, 0, 0)):
                 add(d, x, axes, keep, ddof, views=d == "f32")
+        for d in INTS + ["bool"]:
+            if d not in ("i32", "u8"):
+                x = sample(rng(op, d), d, [3, 5, 7])
+                for axes, keep, ddof in (([], False, 0), ([1], True, 1), ([-1], False, 0)):
+                    add(d, x, axes, keep, ddof)
         add("far from zero", T("f32", 10000 + rng(op).standard_normal([3, 50])), [1], False, 0)
         add("constant", T("f32", np.full([2, 4], 3.0)), [1], False, 0)
         add("one element", T("f32", [[5.0]]), [1], False, 0)
@@ -152,6 +162,8 @@ def arg(book):
                 add(d, sample(rng(op, d), d, [3, 4, 5]), axis, keep, views=d in ("f32", "u8"))
             add(f"corners {d}", T(d, np.resize(corners(d), [5, 7])), 1, False)
             add(f"corners {d}", T(d, [v for v in corners(d) if not np.isnan(v)]), 0, False)
+        for axis, keep in ((0, False), (1, True), (-1, False)):
+            add("bool", sample(rng(op, "bool"), "bool", [3, 5, 7]), axis, keep)
         add("ties", T("i32", [[3, 3, 1, 1], [2, 5, 5, 2], [0, 0, 0, 0]]), 1, False)
         add("zeros", T("f32", [[0.0, -0.0], [-0.0, 0.0]]), 1, False)
         add("first NaN", T("f32", [[1, np.nan, np.nan, np.inf], [np.inf, 1, -np.inf, np.nan]]), 1, False)
@@ -270,6 +282,8 @@ def matmul(book):
     expert("empty", e, e.up, x, T("i32", np.zeros([0, 2])))
     x = sample(rng("id", 2), "f32", [45, 2, 12])
     expert("large", e, e.up, x, sample(rng("id", 3), "u8", [45, 2], 0, 4))
+    for d in INTS:
+        expert(f"ids {d}", odd, odd.up, sample(rng("id", "ids", d), "f32", [3, 1, 7]), sample(rng("id", d), d, [3, 3], 0, 3))
     book.one("mul_mat_id", "expert outside", [e, x, T("i32", np.full([45, 2], 4))], None, fails="run")
     gather_mm(book)
 
@@ -286,6 +300,11 @@ def add_mm(book):
         for alpha, beta in ((1.0, 1.0), (0.5, -2.0), (0.0, 1.0), (1.0, 0.0)):
             a, b, c = (sample(rng("addmm", d, i), d, s) for i, s in enumerate(([3, 4], [4, 5], [3, 5])))
             add(f"{d} {alpha} {beta}", c, a, b, alpha, beta, views=d == "f32")
+    a, b, c = (sample(rng("addmm", "c64", i), "c64", s) for i, s in enumerate(([3, 4], [4, 5], [3, 5])))
+    for alpha, beta in ((1.0, 1.0), (0.5, -2.0)):
+        add(f"c64 {alpha} {beta}", c, a, b, alpha, beta, views=True)
+    real = sample(rng("addmm", "beside c64"), "f32", [4, 5])
+    add("c64 beside f32", c, a, real, 1.0, 1.0)
     for s in ([], [5], [3, 1], [1, 5], [1]):
         c = sample(rng("addmm", s), "f32", s)
         a, b = sample(rng("a"), "f32", [3, 4]), sample(rng("b"), "f32", [4, 5])
@@ -366,6 +385,11 @@ def gather_mm(book):
         add("left", a, b, T("i64", [2, 0, 1, 1, 0]), None)
         add("neither", a, T(d, b.a[:3]), None, None)
         add("two axes", a, b, T("i32", [[0], [2]]), T("i32", [[1, 2, 3]]))
+    a, b = sample(rng("gmm", "c64"), "c64", [3, 2, 4]), sample(rng("gmm", "c64", 2), "c64", [5, 4, 6])
+    add("both", a, b, T("u32", [0, 2, 2, 1]), T("u32", [4, 0, 3, 3]), views=True)
+    a, b = sample(rng("gmm", "ids"), "f32", [3, 2, 4]), sample(rng("gmm", "ids", 2), "f32", [5, 4, 6])
+    for d in INTS:
+        add(f"indices {d}", a, b, T(d, [0, 2, 2, 1]), T(d, [4, 0, 3, 3]))
     a, b = sample(rng("gmm"), "f32", [2, 3, 2, 4]), sample(rng("gmm", 2), "f16", [2, 2, 4, 6])
     add("flattened batches", a, b, T("i32", [5, 0, 3]), T("i32", [3, 0, 2]))
     add("none", a, b, T("i32", np.zeros([0])), T("i32", np.zeros([0])))
@@ -456,6 +480,12 @@ def norm(book):
     add("group_norm", "rows", [x, None, None], lambda x, w, b: group(x, w, b, 3, 1e-5), rows=[0], groups=3, eps=1e-5)
     for n in (0, 2):
         add("softmax", f"scalar rows {n}", [T("f32", np.zeros([2, n]))], lambda x: special.softmax(x, 0), axis=0)
+    for d in INTS + ["bool"]:
+        t = sample(rng("softmax", d), d, [3, 5, 7])
+        for axis in (-1, 0, 1):
+            whole = t.to("f32").up
+            book.one("softmax", f"odd {d} {axis}", [t], T("f32", special.softmax(whole, axis)), axis=axis)
+            book.one("log_softmax", f"odd {d} {axis}", [t], T("f32", special.log_softmax(whole, axis)), axis=axis)
     book.one("rms_norm", "weight of another length", [x, T("f32", np.zeros(3))], None, fails="verify", eps=1e-5)
     book.one("group_norm", "groups that do not divide", [x, None, None], None, fails="verify", groups=4, eps=1e-5)
     book.one("softmax", "no such axis", [x], None, fails="verify", axis=3)
@@ -505,7 +535,7 @@ def conv(book):
         for d in FLOATS:
             x, w, b = sample(rng("conv", d, i), d, s), sample(rng("conv", d, i, 1), d, t), sample(rng("conv", d, i, 2), d, t[:1])
             add(f"{s} {t} {d}", x, w, None, *rest, views=d == "f32" and s[0] > 0)
-            if d in ("f32", "f16"):
+            if d in ("f32", "f16") or i == 0:
                 add(f"bias {s} {t} {d}", x, w, b, *rest)
     x, w, b = sample(rng("conv"), "f16", [1, 2, 6]), sample(rng("conv", 1), "bf16", [3, 2, 3]), sample(rng("conv", 2), "f32", [3])
     add("mixed", x, w, b, [1], [0], [0], [1], 1)
@@ -572,6 +602,10 @@ def pool(book):
             for d in FLOATS + (["i32", "u8", "i8"] if kind == "max" else []):
                 x = sample(rng("pool", d, i), d, s, -9, -1 if d in FLOATS else 9)
                 add(f"{s} {d}", x, kind, *rest, views=d == "f32" and s[0] > 0)
+    for d in INTS:
+        if d not in ("i32", "u8", "i8"):
+            for i, (s, *rest) in enumerate(settings[:5]):
+                add(f"{s} {d}", sample(rng("pool", d, i), d, s, -9, 9), "max", *rest)
     x = sample(rng("pool"), "f32", [5, 2, 6])
     for kind in ("max", "average", "average_valid"):
         add("rows", x, kind, [2], [2], [1], [1], [1], rows=[0])

@@ -1,6 +1,7 @@
 """Cases of rope, attention and random rows."""
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
 from scipy import special
 
 from common import FLOATS, INTS, Book, T, promote_all, rng, sample
@@ -121,6 +122,8 @@ def rotary_embedding(book):
         add(f"{form} factors", x, p, f, form=form, factors_divide=True)
         add(f"{form} denominators", x, p, T("f32", [1.0, 10.0, 100.0, 1000.0]), form=form, base=0.0)
         add(f"{form} mixed yarn", x, p, f, form=form, factors_divide=True, scale=0.5, original_context=32, extrapolation=0.75, beta_fast=16.0, beta_slow=2.0)
+        for d in FLOATS:
+            add(f"{form} factors {d}", x, p, T(d, f.a), form=form, factors_divide=True)
         add(f"{form} both", x, p, f, form=form, fails="verify")
         add(f"{form} neither", x, p, form=form, base=0.0, fails="verify")
         for d in INTS:
@@ -216,8 +219,41 @@ def attention(book):
     paged(book)
 
 
+def scaled(x):
+    """Blocks of 32, the scale of each, and the numbers in it."""
+    blocks = x.a.reshape(-1, 32)
+    scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+    return blocks, scale, blocks.astype(np.float64) / scale
+
+
+def apart_from_halves(r, dtype, shape):
+    """Random numbers; for q8_0 such that none is halfway between two, where who rounds in float32 may go either way."""
+    while True:
+        x = sample(r, "f32" if dtype == "q8_0" else dtype, shape)
+        if dtype != "q8_0":
+            return x
+        exact = scaled(x)[2]
+        if (np.abs(exact - np.floor(exact) - 0.5) > 3e-5).all():
+            return x
+
+
+def stored(dtype, x):
+    """What a cache of this dtype keeps of rows of numbers: the tensor, and its values."""
+    if dtype != "q8_0":
+        t = x.to(dtype)
+        return t, t.up
+    # ggml's block of 32: a scale in half precision, of the largest number over 127, and whole numbers between -127 and 127.
+    blocks, scale, exact = scaled(x)
+    whole = np.rint(exact).astype(np.int8)
+    half = scale.astype(np.float16)
+    raw = np.concatenate([half.view(np.uint8), whole.view(np.uint8)], 1)
+    assert (raw == quants.quantize(blocks, GGMLQuantizationType.Q8_0).reshape(raw.shape)).all()
+    values = half.astype(np.float64) * whole
+    return T("q8_0", None, x.shape, raw.tobytes()), values.reshape(x.shape)
+
+
 def paged(book):
-    for dtype in ("f32", "f16", "bf16"):
+    for dtype in ("f32", "f16", "bf16", "q8_0"):
         for m, heads, kv, d, length, window, cap in (
             (6, 4, 2, 8, 4, 0, 0),
             (6, 2, 2, 16, 16, 3, 0),
@@ -226,17 +262,22 @@ def paged(book):
             (5, 4, 1, 8, 16, 0, 2.5),
             (7, 2, 1, 6, 4, 5, 50.0),
         ):
+            if dtype == "q8_0":
+                d = 64 if m == 7 else 32  # whole blocks
             r = rng("paged", dtype, m, d, window)
             blocks, tables = 12, T("i32", r.permutation(12)[:10].reshape(2, 5))
-            before = sample(r, dtype, [2, blocks, kv, length, d])
-            keys, values = sample(r, "f32", [m, kv, d]), sample(r, "f32", [m, kv, d])
+            before, was = stored(dtype, apart_from_halves(r, dtype, [2, blocks, kv, length, d]))
+            keys, values = (apart_from_halves(r, "q8_0" if dtype == "q8_0" else "f32", [m, kv, d]) for _ in range(2))
             slots = T("i32", np.where(np.arange(m) == 2, -1, r.permutation(blocks * length)[:m]))
-            after = before.a.copy()
-            for i, slot in enumerate(slots.a.tolist()):
-                if slot >= 0:
-                    after[0, slot // length, :, slot % length] = keys.to(dtype).a[i]
-                    after[1, slot // length, :, slot % length] = values.to(dtype).a[i]
-            after = T(dtype, after)
+            bytes_of = lambda t, shape: np.frombuffer(t.bytes(), np.uint8).reshape(shape + [-1])
+            kept, now = bytes_of(before, [2, blocks, kv, length]).copy(), was.copy()
+            for half, t in enumerate((keys, values)):
+                packed, up = stored(dtype, t)
+                for i, slot in enumerate(slots.a.tolist()):
+                    if slot >= 0:
+                        kept[half, slot // length, :, slot % length] = bytes_of(packed, [m, kv])[i]
+                        now[half, slot // length, :, slot % length] = up[i]
+            after = T(dtype, None, before.shape, kept.tobytes())
             spec = (dtype, blocks, length, kv, d)
             # The cache after: written by the first op; the second reads it.
             q = sample(r, "f32", [m, heads, d])
@@ -248,8 +289,8 @@ def paged(book):
                 tokens = range(max(0, p - window + 1) if window else 0, p + 1)
                 at = [(int(tables.a[sequences.a[i], t // length]), t % length) for t in tokens]
                 for h in range(heads):
-                    ks = np.array([after.up[0, b, h * kv // heads, o] for b, o in at])
-                    vs = np.array([after.up[1, b, h * kv // heads, o] for b, o in at])
+                    ks = np.array([now[0, b, h * kv // heads, o] for b, o in at])
+                    vs = np.array([now[1, b, h * kv // heads, o] for b, o in at])
                     scores = 0.4 * ks @ q.up[i, h]
                     scores = cap * np.tanh(scores / cap) if cap else scores
                     out[i, h] = special.softmax(scores) @ vs
@@ -337,6 +378,11 @@ def random(book):
                     lm = mx.array(logits.up.astype(np.float32))
                     out = T("u32", categorical(mx, lm, axis, count, k))
                     book.one("random_categorical", f"{key} {d} {shape} {axis} {count}", [logits, t], out, axis=axis, count=count)
+        for d in INTS + ["f64"]:
+            # Drawn from as f32.
+            logits = sample(rng("categorical", d), d, [3, 7])
+            out = T("u32", categorical(mx, mx.array(logits.to("f32").a), -1, 4, k))
+            book.one("random_categorical", f"{key} {d} [3, 7]", [logits, t], out, axis=-1, count=4)
         masked = T("f32", [-np.inf, 1.0, -np.inf, 0.0])
         out = categorical(mx, mx.array(masked.a), -1, 33, k)
         assert set(out.tolist()) <= {1, 3}

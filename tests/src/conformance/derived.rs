@@ -34,6 +34,15 @@ pub fn moves(row: &OpRow) -> bool {
     MOVING.iter().any(|(rows, _)| rows.contains(&row.name))
 }
 
+/// Whether this input of a row is one of those that it only moves: then [`Case::numbered`] has cases of every plain dtype.
+pub fn moves_input(row: &OpRow, input: &str) -> bool {
+    let of_row = MOVING.iter().find(|(rows, _)| rows.contains(&row.name));
+    of_row.is_some_and(|(_, which)| match which {
+        None => row.inputs.iter().any(|spec| spec.name == input),
+        Some(i) => row.inputs.get(*i).is_some_and(|spec| spec.name == input),
+    })
+}
+
 /// A graph and the bytes of its inputs.
 pub struct Derived {
     /// The graph.

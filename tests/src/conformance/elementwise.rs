@@ -1,6 +1,7 @@
 //! Golden cases of elementwise rows in other shapes. What such an op makes of an element it makes of it anywhere, so the
 //! reference values of a small case are those of any other shape that holds the same elements.
 
+use anyhow::Context;
 use hotcell_graph::{
     DType, Graph, GraphBuilder, Shape, TensorSpec, Value,
     op::{Attribute, OpRow, activation, binary, find, unary},
@@ -126,6 +127,47 @@ impl Flat {
             graph: builder.finish(&made)?,
             inputs,
             elements,
+        })
+    }
+}
+
+impl Flat {
+    /// The case's own elements, each operand behind two ops that undo one another, and the result before two: what a device
+    /// makes one pass of. It gives the result twice, before and after them.
+    ///
+    /// # Errors
+    /// When it is refused.
+    pub fn among(&self) -> anyhow::Result<Formed> {
+        let mut builder = GraphBuilder::new(0);
+        let there_and_back = |builder: &mut GraphBuilder, dtype: DType, value| {
+            let inverts_bits = dtype == DType::Bool || dtype.is_integer();
+            let op = if inverts_bits { "bitwise_not" } else { "neg" };
+            let row = find(op).context("no such op")?;
+            let mut value = value;
+            for _ in 0..2 {
+                let made = builder.apply(row, vec![value], vec![])?;
+                value = *made.first().context("no result")?;
+            }
+            anyhow::Ok(value)
+        };
+        let (mut values, mut inputs) = (Vec::new(), Vec::new());
+        for (i, operand) in self.operands.iter().enumerate() {
+            let Some((dtype, bytes)) = operand else {
+                values.push(Value::Absent);
+                continue;
+            };
+            let spec = TensorSpec::new(*dtype, Shape::fixed(&[self.elements])?)?;
+            let value = builder.tensor(format!("input {i}"), spec)?;
+            values.push(there_and_back(&mut builder, *dtype, value)?);
+            inputs.push(bytes.clone());
+        }
+        let made = builder.apply(self.row, values, self.attributes.clone())?;
+        let result = *made.first().context("no result")?;
+        let after = there_and_back(&mut builder, self.result, result)?;
+        Ok(Formed {
+            graph: builder.finish(&[result, after])?,
+            inputs,
+            elements: (0..self.elements).collect(),
         })
     }
 }

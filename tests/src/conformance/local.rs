@@ -23,6 +23,7 @@ pub struct Local {
     name: String,
     open: Box<dyn Fn() -> Result<Rc<dyn Device>, DeviceError>>,
     device: Rc<dyn Device>,
+    fuse: bool,
 }
 
 impl Local {
@@ -38,6 +39,7 @@ impl Local {
             name: name.into(),
             device: open()?,
             open: Box::new(open),
+            fuse: true,
         })
     }
 
@@ -54,7 +56,12 @@ impl Executor for Local {
 
     fn run(&mut self, graph: &Graph, rows: usize, inputs: &[&[u8]]) -> Result<Outcome, RunError> {
         let device = self.device.clone();
-        match catch_unwind(AssertUnwindSafe(|| run(&*device, graph, rows, inputs))) {
+        let hints = PlanHints {
+            fuse: self.fuse,
+            ..PlanHints::default()
+        };
+        let run = || run(&*device, graph, &hints, rows, inputs);
+        match catch_unwind(AssertUnwindSafe(run)) {
             Ok(result) => result,
             Err(panic) => {
                 self.device = (self.open)().map_err(|e| RunError::Broken(e.to_string()))?;
@@ -69,11 +76,16 @@ impl Executor for Local {
             }
         }
     }
+
+    fn set_fused(&mut self, fused: bool) {
+        self.fuse = fused;
+    }
 }
 
 fn run(
     device: &dyn Device,
     graph: &Graph,
+    hints: &PlanHints,
     rows: usize,
     inputs: &[&[u8]],
 ) -> Result<Outcome, RunError> {
@@ -89,9 +101,7 @@ fn run(
             .spec(value)
             .map_err(|e| RunError::Broken(e.to_string()))
     };
-    let mut plan = device
-        .plan(graph, &PlanHints::default())
-        .map_err(plan_error)?;
+    let mut plan = device.plan(graph, hints).map_err(plan_error)?;
     let mut caches: Vec<(Buffer, usize)> = Vec::new();
     for (i, (input, bytes)) in graph.inputs().iter().zip(inputs).enumerate() {
         let most = size(&input.spec, graph.max_rows());

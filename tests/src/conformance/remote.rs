@@ -24,6 +24,7 @@ pub struct Remote {
     _lease: Streaming<v1::SessionEvent>,
     cluster: Cluster,
     runtime: Arc<Runtime>,
+    fuse: bool,
 }
 
 impl Remote {
@@ -74,6 +75,7 @@ impl Remote {
             _lease: lease,
             cluster,
             runtime: Arc::new(runtime),
+            fuse: true,
         })
     }
 
@@ -112,6 +114,7 @@ impl Remote {
         let broken = |what: &str| RunError::Broken(what.to_owned());
         let request = self.request(v1::CompileRequest {
             graph: Some(wire::encode(graph)),
+            no_fusion: !self.fuse,
             ..Default::default()
         });
         let compiled = self.client.compile(request).await;
@@ -237,5 +240,9 @@ impl Executor for Remote {
     fn run(&mut self, graph: &Graph, rows: usize, inputs: &[&[u8]]) -> Result<Outcome, RunError> {
         let runtime = Arc::clone(&self.runtime);
         runtime.block_on(self.execute(graph, rows, inputs))
+    }
+
+    fn set_fused(&mut self, fused: bool) {
+        self.fuse = fused;
     }
 }

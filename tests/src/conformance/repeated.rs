@@ -195,22 +195,4 @@ impl Case {
             .collect::<Vec<_>>()
             .join(" ")
     }
-
-    /// Whether bytes are its results, each so many times.
-    ///
-    /// # Errors
-    /// How they differ from those of `small`.
-    pub fn is_repeated(
-        &self,
-        small: &super::Outcome,
-        many: &super::Outcome,
-        times: usize,
-    ) -> Result<(), String> {
-        let both = small.outputs.iter().zip(&many.outputs);
-        for ((spec, _), (small, many)) in self.outputs.iter().zip(both) {
-            let expected = small.repeat(times);
-            super::difference(spec.dtype, super::Check::Exact, 0.0, many, &expected)?;
-        }
-        Ok(())
-    }
 }

@@ -5,7 +5,7 @@
 use std::{io, process::ExitCode, ptr};
 
 use clap::Parser;
-use hotcell_kernels::{mlx::MlxBackend, registry::Registry};
+use hotcell_kernels::mlx::MlxBackend;
 use hotcell_worker::{config::Cli, program};
 use mlx_sys::{mlx_array, mlx_array_new, mlx_array_new_float32, mlx_set_error_handler};
 
@@ -61,5 +61,5 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     }
-    program::run(Cli::parse(), Registry::of(&[&MlxBackend])).into()
+    program::run(Cli::parse(), &[&MlxBackend]).into()
 }

@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use hotcell_kernels::{mlx::MlxBackend, registry::Registry};
+use hotcell_kernels::mlx::MlxBackend;
 use hotcell_worker::{config::Cli, program};
 
 fn main() -> ExitCode {
-    program::run(Cli::parse(), Registry::of(&[&MlxBackend])).into()
+    program::run(Cli::parse(), &[&MlxBackend]).into()
 }

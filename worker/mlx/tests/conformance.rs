@@ -5,6 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write,
+    path::{Path, PathBuf},
     rc::Rc,
 };
 
@@ -15,25 +16,17 @@ use hotcell_graph::{
 use hotcell_kernels::mlx::{MlxBackend, MlxDevice};
 use hotcell_tests::{
     conformance::{Case as OpCase, Local, cases},
+    listed::Tally,
     onnx::{
         case::{Case, archive},
         run::check,
     },
 };
 
-/// Where cases are listed that need not pass: what it is, `between`, and why; one to a line.
-fn listed(file: &str, between: &str) -> BTreeMap<String, String> {
-    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests")
-        .join(file);
-    let text = std::fs::read_to_string(path).unwrap();
-    let lines = text
-        .lines()
-        .filter(|l| !l.is_empty() && !l.starts_with('#'));
-    let pairs = lines.map(|l| l.split_once(between).unwrap());
-    pairs
-        .map(|(what, why)| (what.to_owned(), why.to_owned()))
-        .collect()
+/// A list of cases that need not pass.
+fn list(file: &str) -> PathBuf {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    tests.join(file)
 }
 
 fn local() -> (Local, Rc<MlxDevice>) {
@@ -121,50 +114,28 @@ fn support(ran: &BTreeMap<String, Where>, wrong: &mut Vec<String>) -> String {
     text
 }
 
-/// Whether all that failed is listed and all that is listed failed.
-fn settle(failed: BTreeMap<String, String>, listed: BTreeMap<String, String>, passed: usize) {
-    let mut wrong: Vec<String> = Vec::new();
-    for (what, why) in &failed {
-        if !listed.contains_key(what) {
-            wrong.push(format!("{what}: {why}"));
-        }
-    }
-    for what in listed.keys().filter(|what| !failed.contains_key(*what)) {
-        wrong.push(format!("{what}: is listed and passes, or is no case"));
-    }
-    println!("{passed} passed, {} listed", listed.len());
-    assert!(
-        wrong.is_empty(),
-        "{} cases:\n{}",
-        wrong.len(),
-        wrong.join("\n")
-    );
-}
-
 #[test]
 fn every_case_of_the_catalogue_passes_unless_listed_and_runs_where_it_is_said_to() {
     let (mut local, device) = local();
-    let (mut passed, mut failed) = (0, BTreeMap::new());
+    let mut tally = Tally::read(&[&list("skipped.txt")], " :: ").unwrap();
+    let listed = tally.listed();
     let mut ran: BTreeMap<String, Where> = BTreeMap::new();
     let mut wrong = Vec::new();
     for case in cases().unwrap() {
         let before = device.ran(&case.op);
-        match case.check(&mut local) {
-            Ok(_) => {
-                passed += 1;
-                let on_mlx = device.ran(&case.op).on_mlx > before.on_mlx;
-                let row = ran.entry(case.op.clone()).or_default();
-                wrong.extend(row.note(&case, &device, on_mlx).err());
-            }
-            Err(error) => {
-                failed.insert(case.to_string(), format!("{error:#}"));
-            }
+        let ended = case.check(&mut local);
+        if ended.is_ok() {
+            let on_mlx = device.ran(&case.op).on_mlx > before.on_mlx;
+            let row = ran.entry(case.op.clone()).or_default();
+            wrong.extend(row.note(&case, &device, on_mlx).err());
         }
+        tally.note(&case.to_string(), ended);
     }
+    let passed = tally.end().unwrap();
+    println!("{passed} passed, {listed} listed");
     assert!(passed > 1000, "{passed} cases");
-    settle(failed, listed("skipped.txt", " :: "), passed);
     // `proto/OPS.md` is made from this.
-    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/native.txt");
+    let path = list("native.txt");
     let text = support(&ran, &mut wrong);
     if std::env::var_os("HOTCELL_UPDATE").is_some() {
         std::fs::write(&path, &text).unwrap();
@@ -184,18 +155,15 @@ fn every_case_of_the_catalogue_passes_unless_listed_and_runs_where_it_is_said_to
 fn single_op_cases_of_onnx_pass_unless_listed() {
     let (mut local, _) = local();
     // Those that no backend passes stand in the repository's own list, with reasons.
-    let mut elsewhere = listed("../../../tests/onnx/skipped.txt", ": ");
-    elsewhere.extend(listed("onnx_skipped.txt", ": "));
-    let (mut passed, mut failed) = (0, BTreeMap::new());
+    let every = list("../../../tests/onnx/skipped.txt");
+    let own = list("onnx_skipped.txt");
+    let mut tally = Tally::read(&[&every, &own], ": ").unwrap();
+    let listed = tally.listed();
     for archived in archive().unwrap() {
-        let result = Case::read(&archived).and_then(|case| check(&case, &mut local));
-        match result {
-            Ok(()) => passed += 1,
-            Err(error) => {
-                failed.insert(archived.name.clone(), format!("{error:#}"));
-            }
-        }
+        let ended = Case::read(&archived).and_then(|case| check(&case, &mut local));
+        tally.note(&archived.name, ended);
     }
+    let passed = tally.end().unwrap();
+    println!("{passed} passed, {listed} listed");
     assert!(passed > 1000, "{passed} cases");
-    settle(failed, elsewhere, passed);
 }

@@ -10,4 +10,5 @@ mod order;
 mod refuse;
 mod shared;
 mod support;
+mod targets;
 mod turns;

@@ -1,5 +1,7 @@
 //! What strangers send is refused with a reason, and the worker goes on.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use hotcell_graph::{DType, Graph, GraphBuilder, wire};
 use hotcell_proto::{
     error::{Error, Reason},
@@ -8,6 +10,8 @@ use hotcell_proto::{
     session::{HandleId, SESSION_KEY, SessionId},
     v1::{self, output_wish, upload_target::Kind},
 };
+use prost::Message;
+use prost_types::FileDescriptorSet;
 use tonic::{Code, Request};
 
 use crate::support::*;
@@ -42,6 +46,61 @@ async fn strange_handles(client: &Client, other: &Client) -> Vec<(v1::Handle, Re
     ]
 }
 
+/// Every field of a call's request that holds a handle: the call, and the names on the way to the field.
+fn handle_fields() -> BTreeSet<(String, String)> {
+    let set = FileDescriptorSet::decode(v1::DESCRIPTORS).unwrap();
+    let mut messages = BTreeMap::new();
+    let mut found = BTreeSet::new();
+    for file in &set.file {
+        for message in &file.message_type {
+            let name = format!(".{}.{}", file.package(), message.name());
+            messages.insert(name, message);
+        }
+    }
+    let services = set.file.iter().flat_map(|file| &file.service);
+    let tensors = services.filter(|s| s.name() == "Tensors");
+    for method in tensors.flat_map(|service| &service.method) {
+        let mut ways = vec![(vec![method.input_type().to_owned()], String::new())];
+        while let Some((way, path)) = ways.pop() {
+            // A map's entries are messages of their own, which are not listed; no handle is in one.
+            let Some(message) = messages.get(&way[way.len() - 1]) else {
+                continue;
+            };
+            for field in &message.field {
+                let path = match path.as_str() {
+                    "" => field.name().to_owned(),
+                    path => format!("{path}.{}", field.name()),
+                };
+                if field.type_name() == ".hotcell.v1.Handle" {
+                    found.insert((method.name().to_owned(), path));
+                } else if !way.iter().any(|name| name == field.type_name()) {
+                    let further = [&way[..], &[field.type_name().to_owned()]].concat();
+                    ways.push((further, path));
+                }
+            }
+        }
+    }
+    found
+}
+
+/// A call in a stream of calls, and a good one behind it.
+async fn one_of_many(client: &Client, bad: v1::ExecuteRequest, good: v1::ExecuteRequest) -> Reason {
+    let (mut bad, mut good) = (bad, good);
+    (bad.tag, good.tag) = (1, 2);
+    let calls = client.of(tokio_stream::iter([bad, good]));
+    let answers = client.raw.clone().execute_many(calls).await.unwrap();
+    let mut answers = answers.into_inner();
+    let mut why = None;
+    while let Some(answer) = answers.message().await.unwrap() {
+        match answer.tag {
+            1 => why = Some(answer.error.unwrap().reason),
+            _ => assert_eq!(answer.error, None),
+        }
+    }
+    let why = why.expect("an answer to each");
+    Reason::from_name(&why).unwrap()
+}
+
 #[tokio::test]
 async fn handles_that_are_not_the_sessions_are_refused_by_every_call() {
     let host = worker(64 * MIB);
@@ -49,23 +108,64 @@ async fn handles_that_are_not_the_sessions_are_refused_by_every_call() {
     let other = Client::open(&host).await;
     let plan = client.compile(&add_graph(&[4])).await;
     let a = client.upload(&[4], &[1.0; 4]).await;
+    let good = || call(&plan, vec![tensor(&a), tensor(&a)], vec![inline()]);
+    let fields = handle_fields();
+    assert!(fields.len() >= 9, "{fields:?}");
     for (handle, why) in strange_handles(&client, &other).await {
-        assert_eq!(reason(client.try_download(&handle, 0, 0).await), why);
-        // What is there is freed all the same, if all the handles can be read.
-        let spare = client.upload(&[4], &[1.0; 4]).await;
-        let free = [handle.clone(), spare.clone()];
-        assert_eq!(reason(client.free(&free).await), why);
-        let freed = client.free(&[spare]).await.is_err();
-        assert_eq!(freed, why == Reason::HandleNotFound);
-        let over = upload_chunk(Kind::Tensor(handle.clone()), 0, vec![0; 4]);
-        assert_eq!(reason(client.try_upload(vec![over]).await), why);
-        let input = call(&plan, vec![tensor(&handle), tensor(&a)], vec![]);
-        assert_eq!(reason(client.execute(input).await), why);
-        let of = call(&handle, vec![tensor(&a), tensor(&a)], vec![]);
-        assert_eq!(reason(client.execute(of).await), why);
-        let into = wish(output_wish::Kind::Into(handle));
-        let over = call(&plan, vec![tensor(&a), tensor(&a)], vec![into]);
-        assert_eq!(reason(client.execute(over).await), why);
+        for (method, field) in &fields {
+            let calls = || match field.as_str() {
+                "plan" => call(&handle, vec![tensor(&a), tensor(&a)], vec![]),
+                "inputs.tensor" => call(&plan, vec![tensor(&handle), tensor(&a)], vec![]),
+                "outputs.into" => {
+                    let into = wish(output_wish::Kind::Into(handle.clone()));
+                    call(&plan, vec![tensor(&a), tensor(&a)], vec![into])
+                }
+                _ => panic!("nothing is tried with {field} of {method}"),
+            };
+            let refused = match (method.as_str(), field.as_str()) {
+                ("Download", "tensor") => reason(client.try_download(&handle, 0, 0).await),
+                ("Upload", "target.tensor") => {
+                    let over = upload_chunk(Kind::Tensor(handle.clone()), 0, vec![0; 4]);
+                    reason(client.try_upload(vec![over]).await)
+                }
+                ("Free", "handles") => {
+                    // What is there is freed all the same, if all the handles can be read.
+                    let spare = client.upload(&[4], &[1.0; 4]).await;
+                    let free = [handle.clone(), spare.clone()];
+                    let refused = reason(client.free(&free).await);
+                    let freed = client.free(&[spare]).await.is_err();
+                    assert_eq!(freed, why == Reason::HandleNotFound);
+                    refused
+                }
+                ("Execute", _) => {
+                    let mut detached = calls();
+                    detached.detached = true;
+                    assert_eq!(reason(client.execute(detached).await), why);
+                    reason(client.execute(calls()).await)
+                }
+                ("ExecuteMany", _) => one_of_many(&client, calls(), good()).await,
+                // A new call that takes a handle comes here first.
+                other => panic!("nothing is tried with {other:?}"),
+            };
+            assert_eq!(refused, why, "{method} {field}");
+        }
+    }
+    // None at all is none of the session's.
+    let none = client.of(v1::DownloadRequest::default());
+    let none = client.raw.clone().download(none).await;
+    assert_eq!(reason(none.map(|_| ())), Reason::InvalidArgument);
+    let none = v1::UploadChunk {
+        target: Some(v1::UploadTarget::default()),
+        ..v1::UploadChunk::default()
+    };
+    let none = client.try_upload(vec![none]).await;
+    assert_eq!(reason(none), Reason::InvalidArgument);
+    for request in [
+        v1::ExecuteRequest::default(),
+        call(&plan, vec![v1::Operand::default(); 2], vec![]),
+    ] {
+        let why = one_of_many(&client, request, good()).await;
+        assert_eq!(why, Reason::InvalidArgument);
     }
     // A tensor is no plan, and a plan no tensor; absent handles are none.
     let swapped = call(&a, vec![tensor(&plan), tensor(&a)], vec![]);

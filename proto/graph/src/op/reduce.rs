@@ -19,11 +19,13 @@ ops! {
     reduce_prod(x; axes: Ints(-8, 7), keep_dims: Bool) -> one
     { shapes: "x without axes, or 1 there", dtypes: "bool, i8, i16: i32; u8, u16: u32; other plain: x", effect: Effect::None, infer: sum_spec, decompose: None }
 
-    /// The greatest over `axes` (none named: all), NaN if one is; of nothing it is an error.
+    /// The greatest over `axes` (none named: all), NaN if one is; of nothing it is an error. −0 is less than +0 (on MLX's own
+    /// kernels either may come).
     reduce_max(x; axes: Ints(-8, 7), keep_dims: Bool) -> one
     { shapes: "x without axes, or 1 there", dtypes: "all but c64 and block types: x", effect: Effect::None, infer: max_spec, decompose: None }
 
-    /// The least over `axes` (none named: all), NaN if one is; of nothing it is an error.
+    /// The least over `axes` (none named: all), NaN if one is; of nothing it is an error. −0 is less than +0 (on MLX's own
+    /// kernels either may come).
     reduce_min(x; axes: Ints(-8, 7), keep_dims: Bool) -> one
     { shapes: "x without axes, or 1 there", dtypes: "all but c64 and block types: x", effect: Effect::None, infer: max_spec, decompose: None }
 
