@@ -82,7 +82,9 @@ impl<F: Future + Unpin> Future for Rarely<F> {
             *task.lock().unwrap_or_else(PoisonError::into_inner) = this.task.clone();
         }
         // After the task is known: who rings from now on wakes it, and who rang before is seen here.
-        if !this.ring.rang.swap(false, Ordering::AcqRel) {
+        // Looked at before it is taken: the memory stays shared as long as nobody rings.
+        let rang = &this.ring.rang;
+        if !rang.load(Ordering::Acquire) || !rang.swap(false, Ordering::AcqRel) {
             return Poll::Pending;
         }
         Pin::new(&mut this.inner).poll(&mut Context::from_waker(&this.waker))

@@ -6,10 +6,14 @@
 //! as fast as the machine can. What the scheduler took of a processor (its own time in user and kernel mode, of all its
 //! threads) is then scaled to that rate exactly. Memory is what the scheduler's resident bytes grew by from before the first
 //! stream until all of them have gone on for a while.
+//!
+//! Beside it stands what the kernel alone takes for as many bytes: one thread that only writes pieces of the same size, at
+//! the same rate, to as many connections of this host, whose readers are woken at its expense as they are at the scheduler's.
 
 use std::{
     convert::Infallible,
-    net::SocketAddr,
+    io::Write as _,
+    net::{SocketAddr, TcpListener},
     path::Path,
     sync::{
         Arc,
@@ -25,9 +29,17 @@ use hotcell_tests::{
     fault::Fault,
     synthetic::{Measures, write},
 };
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::{
+    process::{Resource, Rlimit, getrlimit, setrlimit},
+    time::{ClockId, clock_gettime},
+};
 use serde_json::json;
-use tokio::{task::JoinSet, time::sleep};
+use tokio::{
+    io::AsyncReadExt as _,
+    net::TcpStream,
+    task::{JoinSet, spawn_blocking},
+    time::sleep,
+};
 
 use crate::{Bench, http::Connection};
 
@@ -71,15 +83,21 @@ async fn keep_late(workers: Vec<u32>) -> Result<Infallible> {
     }
 }
 
-/// Pieces that came over each stream.
-type Pieces = Arc<Vec<AtomicU64>>;
+/// Pieces that came.
+struct Pieces {
+    /// Over each stream.
+    counts: Vec<AtomicU64>,
+    /// What all of them have.
+    bytes: AtomicU64,
+}
 
 fn seen(pieces: &Pieces) -> Vec<u64> {
-    pieces.iter().map(|p| p.load(Ordering::Relaxed)).collect()
+    let counts = pieces.counts.iter();
+    counts.map(|p| p.load(Ordering::Relaxed)).collect()
 }
 
 /// Reads one stream until its end, which is not expected.
-async fn read(to: SocketAddr, number: usize, pieces: Pieces) -> Result<()> {
+async fn read(to: SocketAddr, number: usize, pieces: Arc<Pieces>) -> Result<()> {
     let mut connection = Connection::new(to).await?;
     // Sampled from nearly equal odds, so that nothing repeats itself and no token can be guessed.
     let body = json!({
@@ -87,10 +105,12 @@ async fn read(to: SocketAddr, number: usize, pieces: Pieces) -> Result<()> {
         "max_tokens": MODEL.context - 64, "ignore_eos": true,
     });
     connection.post("/v1/completions", &body).await?;
-    let count = pieces.get(number).context("a stream too many")?;
+    let count = pieces.counts.get(number).context("a stream too many")?;
     let mut piece = Vec::new();
     while connection.piece(&mut piece).await? {
         count.fetch_add(1, Ordering::Relaxed);
+        let bytes = piece.len() as u64;
+        pieces.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
     anyhow::bail!("stream {number} ended: {}", String::from_utf8_lossy(&piece))
 }
@@ -162,7 +182,10 @@ pub async fn run(bench: &Bench) -> Result<()> {
     let (before, _) = holds(scheduler)?;
 
     let late = tokio::spawn(keep_late(workers));
-    let pieces: Pieces = Arc::new((0..streams).map(|_| AtomicU64::new(0)).collect());
+    let pieces = Arc::new(Pieces {
+        counts: (0..streams).map(|_| AtomicU64::new(0)).collect(),
+        bytes: AtomicU64::new(0),
+    });
     let mut readers = JoinSet::new();
     for number in 0..streams {
         readers.spawn(read(http, number, Arc::clone(&pieces)));
@@ -201,7 +224,11 @@ pub async fn run(bench: &Bench) -> Result<()> {
     ensure!(!late.is_finished(), "a worker died");
     late.abort();
     readers.shutdown().await;
+    drop(cluster);
 
+    let all = pieces_after.iter().sum::<u64>().max(1);
+    let size = pieces.bytes.load(Ordering::Relaxed) / all;
+    let bare = bare(streams, size as usize, window / 3).await?;
     let sent = pieces_after.iter().sum::<u64>() - pieces_before.iter().sum::<u64>();
     println!(
         "{drawn} tokens in {took:.1} s, told in {sent} pieces; the scheduler took {used:.2} s of a processor and holds {:.1} MiB",
@@ -222,7 +249,55 @@ pub async fn run(bench: &Bench) -> Result<()> {
         "% of a core",
         Goal::AtMost(25.0),
     );
+    bench.figure(
+        "streams_bare_writes_at_10000",
+        bare * RATE * 100.0,
+        "% of a core",
+        Goal::None,
+    );
     Ok(())
+}
+
+/// Seconds of a processor that it takes to write a piece of `size` bytes to one of so many connections whose readers wait, each
+/// of which gets one in turn, at [`RATE`].
+async fn bare(streams: usize, size: usize, window: Duration) -> Result<f64> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let to = listener.local_addr()?;
+    let writing = spawn_blocking(move || -> Result<f64> {
+        let accepted = (0..streams).map(|_| {
+            let (stream, _) = listener.accept()?;
+            stream.set_nodelay(true)?;
+            Ok(stream)
+        });
+        let accepted: Vec<_> = accepted.collect::<std::io::Result<_>>()?;
+        let piece = vec![b'x'; size];
+        let used = || clock_gettime(ClockId::ThreadCPUTime);
+        let round = Duration::from_secs_f64(streams as f64 / RATE);
+        let (before, from, mut rounds) = (used(), Instant::now(), 0);
+        while from.elapsed() < window {
+            for mut stream in &accepted {
+                stream.write_all(&piece)?;
+            }
+            rounds += 1;
+            std::thread::sleep((round * rounds).saturating_sub(from.elapsed()));
+        }
+        let after = used();
+        let seconds = (after.tv_sec - before.tv_sec) as f64
+            + (after.tv_nsec - before.tv_nsec) as f64 / 1e9;
+        Ok(seconds / (f64::from(rounds) * streams as f64))
+    });
+    let mut readers = JoinSet::new();
+    for _ in 0..streams {
+        let mut stream = TcpStream::connect(to).await?;
+        readers.spawn(async move {
+            let mut bytes = vec![0; 8 << 10];
+            // Until the other end is gone.
+            while matches!(stream.read(&mut bytes).await, Ok(1..)) {}
+        });
+    }
+    let each = writing.await??;
+    readers.shutdown().await;
+    Ok(each)
 }
 
 /// No stream has ended.
