@@ -482,11 +482,11 @@ async fn random_numbers_are_the_key_s_and_nobody_else_s() {
     let kept = session.upload(&kept).await.unwrap();
     let captured = kept.clone();
     let draw = session.compile(move |_| vec![captured.random_uniform(&[4], 0.0, 1.0)]);
-    let one = draw.call_eval(&[]).await.unwrap()[0].to_vec::<f32>();
-    let one = one.await.unwrap();
+    let one = draw.call_eval(&[]).await.unwrap();
+    let one = one[0].to_vec::<f32>().await.unwrap();
     kept.write(4, 6u32.to_le_bytes().to_vec()).await.unwrap();
-    let two = draw.call_eval(&[]).await.unwrap()[0].to_vec::<f32>();
-    assert_ne!(one, two.await.unwrap());
+    let two = draw.call_eval(&[]).await.unwrap();
+    assert_ne!(one, two[0].to_vec::<f32>().await.unwrap());
 }
 
 #[tokio::test]

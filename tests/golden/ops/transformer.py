@@ -378,7 +378,7 @@ def random(book):
                     lm = mx.array(logits.up.astype(np.float32))
                     out = T("u32", categorical(mx, lm, axis, count, k))
                     book.one("random_categorical", f"{key} {d} {shape} {axis} {count}", [logits, t], out, axis=axis, count=count)
-        for d in INTS + ["f64"]:
+        for d in INTS + ["f64", "bool"]:
             # Drawn from as f32.
             logits = sample(rng("categorical", d), d, [3, 7])
             out = T("u32", categorical(mx, mx.array(logits.to("f32").a), -1, 4, k))

@@ -39,8 +39,13 @@ fn dtype_of(spec: &ValueSpec) -> Option<DType> {
 fn with_dtype(spec: &ValueSpec, dtype: DType, wide: bool) -> Option<ValueSpec> {
     Some(match spec {
         ValueSpec::Absent => ValueSpec::Absent,
-        ValueSpec::Cache(c) if !wide => ValueSpec::Cache(CacheSpec { dtype, ..*c }),
-        ValueSpec::Cache(_) => return None,
+        ValueSpec::Cache(_) if wide => return None,
+        ValueSpec::Cache(c) => {
+            let cache = CacheSpec { dtype, ..*c };
+            // No graph has another one.
+            cache.bytes()?;
+            ValueSpec::Cache(cache)
+        }
         ValueSpec::Tensor(t) => {
             let mut dims = t.shape.dims().to_vec();
             if let (true, Some(Dim::Fixed(inner))) = (wide, dims.last_mut()) {
