@@ -5,7 +5,10 @@
 
 use std::{
     rc::Rc,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use thiserror::Error;
@@ -14,7 +17,7 @@ use hotcell_graph::{Graph, GraphError, op::Call};
 
 use crate::{
     host::{SharedBytes, Staging},
-    plan::{Plan, PlanHints},
+    plan::{Plan, PlanHints, Planner, Prepared, Unfinished},
 };
 
 /// What went wrong on a device.
@@ -211,6 +214,26 @@ pub trait Device {
     /// # Errors
     /// [`DeviceError::Unsupported`] or [`DeviceError::OutOfMemory`].
     fn plan(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Plan>, DeviceError>;
+
+    /// Who prepares plans for it on other threads, with the trail that it leaves now; `None`: only [`Device::plan`] makes
+    /// them.
+    fn planner(&self) -> Option<Arc<dyn Planner>> {
+        None
+    }
+
+    /// Makes a plan of what its [planner](Device::planner) prepared, with the same results as [`Device::plan`] has. Of
+    /// the hints, only `allocate` and `max_bytes` count.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`], with what was prepared; [`DeviceError::Binding`] when it is of another device.
+    fn finish(
+        &self,
+        prepared: Box<dyn Prepared>,
+        hints: &PlanHints,
+    ) -> Result<Box<dyn Plan>, Unfinished> {
+        let _ = (prepared, hints);
+        Err(Unfinished::foreign())
+    }
 
     /// A new stream.
     fn stream(&self) -> Box<dyn Stream>;

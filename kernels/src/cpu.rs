@@ -19,6 +19,7 @@ pub use matmul::pack;
 use std::{
     cell::{Cell, RefCell},
     rc::Rc,
+    sync::Arc,
     thread,
 };
 
@@ -27,7 +28,7 @@ use hotcell_graph::{Graph, op::Call};
 use self::{
     buffer::{Imported, Owned, Volatile},
     path::CpuPath,
-    plan::CpuPlan,
+    plan::{CpuPlan, CpuPlanner, CpuPrepared},
     pool::Pool,
 };
 use crate::{
@@ -37,7 +38,7 @@ use crate::{
     },
     host::Staging,
     memory::ALIGNMENT,
-    plan::{Plan, PlanHints},
+    plan::{Plan, PlanHints, Planner, Prepared, Unfinished},
 };
 
 /// Name of the backend.
@@ -177,6 +178,14 @@ impl CpuDevice {
         })
     }
 
+    fn own_planner(&self) -> CpuPlanner {
+        CpuPlanner {
+            path: self.path,
+            threads: self.pool.borrow().parts(),
+            trail: self.trail.get(),
+        }
+    }
+
     /// A device of `threads` threads on one path, for tests and benchmarks.
     ///
     /// # Errors
@@ -242,13 +251,33 @@ impl Device for CpuDevice {
     }
 
     fn plan(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Plan>, DeviceError> {
-        Ok(Box::new(CpuPlan::new(
-            graph,
-            hints,
-            self.path,
-            Rc::clone(&self.pool),
-            self.trail.get(),
-        )?))
+        let prepared = self.own_planner().prepare(graph, hints)?;
+        self.finish(prepared, hints).map_err(|e| e.error)
+    }
+
+    fn planner(&self) -> Option<Arc<dyn Planner>> {
+        Some(Arc::new(self.own_planner()))
+    }
+
+    fn finish(
+        &self,
+        prepared: Box<dyn Prepared>,
+        hints: &PlanHints,
+    ) -> Result<Box<dyn Plan>, Unfinished> {
+        let prepared = prepared.into_any().downcast::<CpuPrepared>();
+        let prepared = prepared.map_err(|_| Unfinished::foreign())?;
+        let pool = Rc::clone(&self.pool);
+        // More parts than the pool has threads would leave some undone.
+        if !prepared.is_for(pool.borrow().parts(), self.path) {
+            return Err(Unfinished::foreign());
+        }
+        match CpuPlan::finish(prepared, hints.allocate, hints.max_bytes, pool) {
+            Ok(plan) => Ok(Box::new(plan)),
+            Err((error, prepared)) => Err(Unfinished {
+                error,
+                prepared: Some(prepared),
+            }),
+        }
     }
 
     fn stream(&self) -> Box<dyn Stream> {

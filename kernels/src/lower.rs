@@ -31,6 +31,14 @@ pub fn lower(
     check(current, backend, supports)
 }
 
+/// The graph in which one composite op is replaced by what it is in other ops, whether or not a backend has it.
+///
+/// # Errors
+/// When a decomposition's result does not fit, which a verified graph's do.
+pub fn without(graph: &Graph, op: &str) -> Result<Graph, DeviceError> {
+    Ok(pass(graph, &|call| call.op.name != op)?.0)
+}
+
 /// Decomposes every unsupported composite node once; says whether there was one.
 fn pass(graph: &Graph, supports: &dyn Fn(&Call<'_>) -> bool) -> Result<(Graph, bool), DeviceError> {
     let mut builder = GraphBuilder::new(graph.max_rows());

@@ -1,6 +1,11 @@
 //! The plan: a graph made ready for a device, once, and executed many times.
 
-use std::sync::{Arc, atomic::AtomicBool};
+use std::{
+    any::Any,
+    sync::{Arc, atomic::AtomicBool},
+};
+
+use hotcell_graph::Graph;
 
 use crate::backend::{Buffer, DeviceError};
 
@@ -43,6 +48,43 @@ pub struct PlanMemory {
     pub steps: usize,
     /// Barriers among the steps.
     pub barriers: usize,
+}
+
+/// Does what is long about a plan on any thread: a device's own thread has other things to do.
+pub trait Planner: Send + Sync {
+    /// All of [`Device::plan`](crate::backend::Device::plan) but the plan's memory. Of the hints, `allocate` and
+    /// `max_bytes` are [`Device::finish`](crate::backend::Device::finish)'s.
+    ///
+    /// # Errors
+    /// As [`Device::plan`](crate::backend::Device::plan).
+    fn prepare(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Prepared>, DeviceError>;
+}
+
+/// What a [`Planner`] made, for the device that it is of.
+pub trait Prepared: Send {
+    /// What the plan will take.
+    fn memory(&self) -> PlanMemory;
+
+    /// For the device, which knows its own.
+    fn into_any(self: Box<Self>) -> Box<dyn Any>;
+}
+
+/// Why a prepared plan was not finished.
+pub struct Unfinished {
+    /// What is wrong.
+    pub error: DeviceError,
+    /// To try again; `None`: it is of another device.
+    pub prepared: Option<Box<dyn Prepared>>,
+}
+
+impl Unfinished {
+    /// The answer to what another device's planner made.
+    pub fn foreign() -> Self {
+        Self {
+            error: DeviceError::Binding("the plan was prepared for another device".to_owned()),
+            prepared: None,
+        }
+    }
 }
 
 /// What a buffer is bound to.
@@ -107,6 +149,14 @@ pub trait Plan {
     fn only_writes(&self, i: usize) -> bool {
         let _ = i;
         false
+    }
+
+    /// Whether input `i` can have a part in where an execution reads or writes; `None`: the device cannot tell. Memory that
+    /// others change at any time may be bound to an input that has none, and to no other: it makes the results
+    /// arbitrary, and reaches no memory but theirs.
+    fn reads_as_index(&self, i: usize) -> Option<bool> {
+        let _ = i;
+        None
     }
 
     /// Whether an execution, with any number of rows, takes less time than handing it to another thread does.

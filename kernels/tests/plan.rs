@@ -14,7 +14,7 @@ use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec, Va
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
     cpu::{CpuDevice, dequant::is_weight_dtype, matmul, pack, path::CpuPath},
-    lower::lower,
+    lower::{lower, without},
     plan::{PlanHints, Slot},
 };
 
@@ -793,4 +793,68 @@ fn a_long_step_stops_soon_and_the_plan_lives_on() {
     let mut y = [0.0; 3];
     out.read_f32(0, &mut y).unwrap();
     assert_eq!(y, [1.0, 2.0, 3.0]);
+}
+
+#[test]
+fn a_plan_prepared_on_another_thread_is_the_same() {
+    let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &[300, 40])).unwrap();
+    let y = g.softmax(x, 1).unwrap();
+    let t = g.transpose(x, &[1, 0]).unwrap();
+    let z = g.matmul(y, t).unwrap();
+    let graph = g.finish(&[z]).unwrap();
+    let hints = PlanHints::default();
+    let planner = device.planner().unwrap();
+    let prepare = || planner.prepare(&graph, &hints).unwrap();
+    let prepared = std::thread::scope(|s| s.spawn(prepare).join().unwrap());
+    let mut at_once = device.plan(&graph, &hints).unwrap();
+    assert_eq!(prepared.memory(), at_once.memory());
+    // What is too large comes back and can be tried again.
+    let little = PlanHints {
+        max_bytes: Some(prepared.memory().arena - 1),
+        ..hints
+    };
+    let refused = device.finish(prepared, &little).err().unwrap();
+    assert!(matches!(refused.error, DeviceError::OutOfMemory { .. }));
+    let mut there = device
+        .finish(refused.prepared.unwrap(), &hints)
+        .map_err(|e| e.error)
+        .unwrap();
+    let x = buffer(&device, &f32_bytes(&numbers(300 * 40, 9)));
+    let results = [&mut at_once, &mut there].map(|plan| {
+        let out = device.allocate("out", 300 * 300 * 4).unwrap();
+        plan.bind(Slot::Input(0), &x, 0).unwrap();
+        plan.bind(Slot::Output(0), &out, 0).unwrap();
+        plan.execute(0).unwrap();
+        let mut bytes = vec![0; 300 * 300 * 4];
+        out.read(0, &mut bytes).unwrap();
+        bytes
+    });
+    assert!(results[0] == results[1]);
+    // With fewer threads some parts of it would never run.
+    let alone = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let refused = alone.finish(prepare(), &hints).err().unwrap();
+    assert!(matches!(refused.error, DeviceError::Binding(_)));
+}
+
+#[test]
+fn an_op_can_be_taken_apart_though_a_backend_has_it() {
+    let mut g = GraphBuilder::new(0);
+    let q = g.tensor("q", spec(DType::F32, &[1, 4, 3, 8])).unwrap();
+    let k = g.tensor("k", spec(DType::F32, &[1, 2, 5, 8])).unwrap();
+    let y = g
+        .scaled_dot_product_attention(q, k, k, None, None, 0.5, true, 0, 0.0)
+        .unwrap();
+    let y = g.softmax(y, -1).unwrap();
+    let graph = g.finish(&[y]).unwrap();
+    let apart = without(&graph, "scaled_dot_product_attention").unwrap();
+    let names = |g: &Graph| -> Vec<_> { g.nodes().iter().map(|n| n.op.name).collect() };
+    assert!(names(&graph).contains(&"scaled_dot_product_attention"));
+    let names = names(&apart);
+    assert!(!names.contains(&"scaled_dot_product_attention"));
+    assert!(names.contains(&"matmul") && names.contains(&"softmax"));
+    let out = |g: &Graph| g.spec(g.outputs()[0]).unwrap();
+    assert_eq!(out(&graph), out(&apart));
+    assert_eq!(apart.inputs(), graph.inputs());
 }

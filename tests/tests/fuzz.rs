@@ -8,11 +8,13 @@ use std::{
     process::Command,
 };
 
-use hotcell_graph::op;
+use hotcell_graph::{op, wire};
+use hotcell_proto::v1;
 use hotcell_tests::{
     cluster::repository,
     fuzz::{Outcome, Runner, case_seed, grown, run_grown, targets::TARGETS},
 };
+use prost::Message;
 
 #[test]
 fn every_row_is_grown() {
@@ -86,6 +88,23 @@ fn no_bytes_panic_hang_or_take_memory_without_bound() {
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success(), "{}: {said}", target.name);
     }
+}
+
+#[test]
+fn the_graphs_that_others_send_are_run() {
+    let target = hotcell_tests::fuzz::targets::named("graph").unwrap();
+    let runner = Runner::new().unwrap();
+    let mut ran = BTreeSet::new();
+    for seed in (target.seeds)() {
+        let graph = v1::Graph::decode(&*seed).unwrap();
+        let graph = wire::decode(&graph).unwrap();
+        if runner.run_foreign(&graph, &seed) == Outcome::Ran {
+            ran.extend(graph.nodes().iter().map(|node| node.op.name));
+        }
+    }
+    // By the goldens' cases every row comes to its kernels, but those whose cases are large.
+    let all = op::catalogue().count();
+    assert!(ran.len() * 10 > all * 9, "{} of {all} rows", ran.len());
 }
 
 #[test]

@@ -26,7 +26,8 @@ const HEAD: &str = "# The op catalogue
 
 Generated from the rows of `hotcell-graph` by `HOTCELL_UPDATE=1 cargo test -p hotcell-tests --test ops_page`; do not edit.
 
-`x?` may be absent, `xs…` is one or more. *In other ops* is what a row means in other rows (of one example); a primitive has
+`x?` may be absent, `xs…` is one or more, and the integers of `@x` say where the op reads or writes: shared memory that leads to
+such an input is copied before it is computed with. *In other ops* is what a row means in other rows (of one example); a primitive has
 no other meaning, and with `cast` in the list it takes inputs of one dtype after those have been cast. *Backends* says for which
 dtypes of the first input (of the result, where there is none) a backend has a kernel for at least one of the
 [conformance cases](../tests/golden/README.md); the rest it runs as other ops. What MLX computes is what ran on it when
@@ -51,10 +52,13 @@ fn examples() -> BTreeMap<String, Vec<Example>> {
 }
 
 fn signature(row: &OpRow) -> String {
-    let inputs = row.inputs.iter().map(|input| match input.mode {
-        InputMode::One => input.name.to_owned(),
-        InputMode::Optional => format!("{}?", input.name),
-        InputMode::Many => format!("{}…", input.name),
+    let inputs = row.inputs.iter().map(|input| {
+        let at = if input.is_index { "@" } else { "" };
+        match input.mode {
+            InputMode::One => format!("{at}{}", input.name),
+            InputMode::Optional => format!("{at}{}?", input.name),
+            InputMode::Many => format!("{at}{}…", input.name),
+        }
     });
     let attributes = row.attributes.iter().map(|a| {
         let kind = match a.kind {

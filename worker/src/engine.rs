@@ -19,6 +19,7 @@ use hotcell_ipc::blackbox::{Doing, Node, Writer};
 use hotcell_kernels::{
     backend::{Device, DeviceError, Trail},
     cpu::pack::LAYOUT,
+    plan::Planner,
 };
 use hotcell_proto::{
     error::{Error, Reason},
@@ -33,6 +34,7 @@ mod debug;
 mod load;
 mod owned;
 
+use self::about::Plans;
 pub use self::about::{EngineConfig, Opened, Ready, names};
 pub use self::debug::{Inside, Look};
 use self::{debug::DebugWork, owned::Owned};
@@ -113,6 +115,7 @@ enum Command {
 pub struct Engine {
     commands: mpsc::SyncSender<Command>,
     opened: Arc<Opened>,
+    plans: Plans,
     cache_dtype: DType,
     /// A wake is in the queue already.
     woken: Arc<AtomicBool>,
@@ -162,6 +165,7 @@ impl Engine {
                     layout: (device.info().backend == "cpu").then_some(LAYOUT),
                 };
                 let is_bound = device.is_bound_to_thread();
+                let plans = Plans(device.planner());
                 let state = Loop {
                     tensors: TensorPlane::new(Rc::clone(&device), config.tensor_memory),
                     queued: engine_queued,
@@ -176,7 +180,7 @@ impl Engine {
                     blackbox,
                     observer: told,
                 };
-                if opened.send(Ok((about, is_bound))).is_ok() {
+                if opened.send(Ok((about, plans, is_bound))).is_ok() {
                     engine_owned.run(state, &queue);
                 }
             }
@@ -197,13 +201,14 @@ impl Engine {
         let opened = answer
             .recv()
             .map_err(|_| internal("the engine died while it started".to_owned()))?;
-        let (opened, is_bound) = opened.map_err(|e: DeviceError| of_device(&e))?;
+        let (opened, plans, is_bound) = opened.map_err(|e: DeviceError| of_device(&e))?;
         Ok(Self {
             owned: (!is_bound).then_some(owned),
             blackbox,
             observer,
             commands,
             opened: Arc::new(opened),
+            plans,
             cache_dtype,
             woken,
             queued,
@@ -214,6 +219,11 @@ impl Engine {
     /// What it said about its device.
     pub fn opened(&self) -> &Opened {
         &self.opened
+    }
+
+    /// Who makes most of a plan on other threads than the engine's; `None`: the device does not allow it.
+    pub fn planner(&self) -> Option<Arc<dyn Planner>> {
+        self.plans.0.clone()
     }
 
     /// How the cache stores numbers.

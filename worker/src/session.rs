@@ -7,6 +7,7 @@
 
 pub mod account;
 pub mod call;
+pub mod compile;
 pub mod memory;
 pub mod plan;
 pub mod plane;

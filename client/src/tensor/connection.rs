@@ -23,6 +23,7 @@ use tonic::{
 
 use super::{
     array::{Tensor, invalid, of_graph},
+    backend::FlashAttention,
     program::PlanKey,
     recent::Recent,
     recipe::Recipe,
@@ -207,7 +208,9 @@ impl Opening {
             max_bytes: options.max_bytes,
             dry_run: options.dry_run,
             threads: options.threads,
-            ..Default::default()
+            max_tensors: options.max_tensors,
+            max_plans: options.max_plans,
+            fused_attention: options.flash_attention.to_wire().into(),
         });
         let mut put = |key: &'static str, value: &Option<String>| match value {
             Some(value) => {
@@ -232,6 +235,13 @@ impl Opening {
         let Some(session_event::Event::Opened(opened)) = first.and_then(|e| e.event) else {
             return Err(broken());
         };
+        // It tells what it computes in, or it does not know what was asked for.
+        if options.flash_attention != FlashAttention::Auto && opened.numerics.is_empty() {
+            let what = format!(
+                "{peer} has a release that cannot choose how attention is computed; choose auto"
+            );
+            return Err(Error::new(Reason::OpUnsupported, what));
+        }
         Ok(Self {
             rpc,
             channel: client.channel(),

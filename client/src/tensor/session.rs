@@ -10,6 +10,7 @@ use hotcell_proto::{error::Error, v1};
 
 use super::{
     array::{Tensor, of_graph},
+    backend::FlashAttention,
     checked::Road,
     connection::{Connection, Lease, Way, locked},
     recipe::Recipe,
@@ -26,10 +27,17 @@ pub struct SessionOptions {
     pub worker: Option<String>,
     /// Device, for example `cpu:0`; none: one is chosen.
     pub device: Option<String>,
-    /// Bytes it may hold; 0: the worker's quota.
+    /// Bytes it may hold; 0: the worker's quota. More are refused with
+    /// [`Reason::QuotaExceeded`](crate::Reason::QuotaExceeded), as more tensors and plans are.
     pub max_bytes: u64,
+    /// Tensors and caches it may hold; 0: the worker's quota.
+    pub max_tensors: u32,
+    /// Plans it may hold; 0: the worker's quota.
+    pub max_plans: u32,
     /// Compute threads that its graphs may use, of those that the worker has; 0: all. No result depends on it.
     pub threads: u32,
+    /// Whether attention may be one kernel.
+    pub flash_attention: FlashAttention,
     /// Make nothing, only say what it would take.
     pub dry_run: bool,
     /// Speak through the scheduler even where it could hand over a connection to the worker itself.
@@ -139,6 +147,12 @@ impl Session {
     /// Compute threads that its graphs may use: what was asked for, or all that the worker has if those are fewer.
     pub fn threads(&self) -> u32 {
         self.connection().opened.threads
+    }
+
+    /// Numerics class of what its graphs compute: the device's, and the choices of the session that change numbers. Empty for
+    /// a worker of an older release.
+    pub fn numerics(&self) -> String {
+        self.connection().opened.numerics.clone()
     }
 
     /// Its name: whoever knows it may use the session. Another one after a recovery.

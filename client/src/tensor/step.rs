@@ -9,12 +9,16 @@ use std::sync::{
 };
 
 use hotcell_graph::op::{self, Attribute, OpRow};
-use hotcell_proto::error::{Error, Reason};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1,
+};
 
 use super::{
     array::{OpNode, Tensor, Turn, checked, results},
     cache::Cache,
-    program::{self, Scope},
+    program::{self, Program, Scope},
+    recover::again,
     session::Session,
     stream::Order,
 };
@@ -168,6 +172,32 @@ impl Step {
     /// those they name, and no result is known. It is never run a second time: when the worker dies, so do its caches, and a
     /// session that recovers says [`Reason::TensorLost`]. [`Reason::LimitExceeded`] for a step of more than 8192 ops.
     pub async fn run(self, results: &[Tensor]) -> Result<(), Error> {
+        let session = self.session.clone();
+        let Some((program, lazy)) = self.program(results)? else {
+            return Ok(());
+        };
+        let order = Order::default();
+        session.compute_program(&program, &lazy, &order).await
+    }
+
+    /// Bytes that running the step would take on the worker: intermediate values, constants, inputs, caches, outputs. Nothing is
+    /// done, and what needs its effects can no longer be computed.
+    ///
+    /// # Errors
+    /// What is wrong with a write or a result, [`Reason::LimitExceeded`] as for [`Step::run`], and
+    /// [`Reason::OutOfMemory`] or [`Reason::QuotaExceeded`] for more than could ever be held.
+    pub async fn reserve(self, results: &[Tensor]) -> Result<v1::PlanMemory, Error> {
+        let session = self.session.clone();
+        let Some((program, _)) = self.program(results)? else {
+            return Ok(v1::PlanMemory::default());
+        };
+        let (graph, key) = program.encode()?;
+        let made = again!(&session, at => at.compile(graph.clone(), key.clone(), true));
+        Ok(made?.1)
+    }
+
+    /// Its graph, and the results that are not known yet; none if there is nothing to do.
+    fn program(self, results: &[Tensor]) -> Result<Option<(Program, Vec<Tensor>)>, Error> {
         let Self {
             session,
             id,
@@ -185,7 +215,7 @@ impl Step {
             .collect();
         let last = last.as_ref();
         if last.is_none() && lazy.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         let nodes = program::order_with(&lazy, last).len();
         if nodes > program::PIECE {
@@ -195,7 +225,6 @@ impl Step {
             return Err(Error::new(Reason::LimitExceeded, what).with("limit", most));
         }
         let program = program::build(&lazy, &Scope::Step { id, last }, 0)?;
-        let order = Order::default();
-        session.compute_program(&program, &lazy, &order).await
+        Ok(Some((program, lazy)))
     }
 }

@@ -1,72 +1,31 @@
 //! A graph as a flat array of kernels over an arena.
 
 mod launch;
+mod make;
 mod schedule;
 mod steps;
 
 use std::{
     cell::RefCell,
-    collections::HashMap,
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
 };
 
-use hotcell_graph::{
-    Dim, Graph, TensorSpec, Value,
-    op::{Call, Effect, ValueSpec},
-};
-
-pub(crate) use self::launch::{Kernel, Launcher, Reg, Run};
 use self::{
-    launch::{Fault, Home, Origin, Place, Workspaces},
+    launch::{Fault, Home, Place, Workspaces},
     schedule::Meet,
 };
-use super::{
-    NAME,
-    buffer::HostMemory,
-    elementwise::{Builder, Extent, Pattern},
-    fuse::{self, Roots, Schedule, Unit},
-    ops,
-    path::CpuPath,
-    pool::Pool,
+pub(crate) use self::{
+    launch::{Kernel, Launcher, Reg, Run},
+    make::{CpuPlanner, CpuPrepared},
 };
+use super::{buffer::HostMemory, path::CpuPath, pool::Pool};
 use crate::{
     backend::{Buffer, DeviceError, Trail},
     bound::Bound,
-    lower::lower,
     memory,
-    plan::{Plan, PlanHints, PlanMemory, Slot},
+    plan::{Plan, PlanMemory, Slot},
 };
-
-struct Empty;
-
-impl Kernel for Empty {
-    unsafe fn run(&self, _: &Run<'_>, _: usize, _: usize) {}
-}
-
-/// An output that is not the first place its value is wanted at.
-struct Copy {
-    from: Reg,
-    to: Reg,
-    spec: TensorSpec,
-}
-
-impl Kernel for Copy {
-    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
-        let bytes = self.spec.bytes(run.rows).unwrap_or(0);
-        let range = ops::split_if_worth(bytes, memory::ALIGNMENT, 1 << 14, part, parts);
-        // SAFETY: both places have the size of the spec; parts write ranges of their own.
-        unsafe {
-            let from = run.slice::<u8>(self.from, bytes);
-            run.slice_mut(self.to, range.clone())
-                .copy_from_slice(&from[range]);
-        }
-    }
-
-    fn only_writes(&self) -> bool {
-        true
-    }
-}
 
 struct Step {
     kernel: Box<dyn Kernel>,
@@ -82,6 +41,8 @@ pub(crate) struct CpuPlan {
     outputs: Vec<Reg>,
     /// Of each output: whether no step reads it.
     only_written: Vec<bool>,
+    /// Of each input: whether it leads to an index.
+    indices: Vec<bool>,
     pointers: Vec<*mut u8>,
     bound: Vec<Option<Bound>>,
     /// Whether bindings came since they were last compared.
@@ -106,318 +67,74 @@ pub(crate) struct CpuPlan {
     trail: Option<Trail>,
 }
 
-fn overflow() -> DeviceError {
-    DeviceError::OutOfMemory {
-        what: "the plan's arena".to_owned(),
-        bytes: usize::MAX,
-    }
-}
-
-/// Alignment that kernels which read a value in place need, bytes.
-fn alignment(spec: &ValueSpec) -> usize {
-    match spec {
-        ValueSpec::Tensor(t) if !t.dtype.is_block() => t.dtype.block_bytes(),
-        _ => 4,
-    }
-}
-
-/// Makes the steps of a graph.
-struct Maker<'a> {
-    graph: &'a Graph,
-    roots: Roots,
-    launcher: Launcher,
-    regs: HashMap<Value, Reg>,
-}
-
-impl Maker<'_> {
-    fn input(&mut self, i: usize, spec: &ValueSpec) -> Result<Reg, DeviceError> {
-        let bytes = match spec {
-            ValueSpec::Tensor(t) => t.bytes(self.graph.max_rows()),
-            ValueSpec::Cache(c) => c.bytes(),
-            ValueSpec::Absent => Some(0),
-        };
-        let bytes = bytes.ok_or_else(overflow)?;
-        let reg = self.launcher.place(bytes, Home::Input(i), alignment(spec));
-        if let ValueSpec::Tensor(t) = spec {
-            self.launcher.symbolic(reg, t);
-        }
-        self.regs.insert(Value::Input(i as u32), reg);
-        Ok(reg)
-    }
-
-    /// The place of output `i`, and whence it is copied unless a node writes it there.
-    fn output(&mut self, i: usize, value: Value) -> Result<(Reg, Option<Value>), DeviceError> {
-        let spec = self.graph.spec(value)?;
-        let bytes = match &spec {
-            ValueSpec::Tensor(t) => t.bytes(self.graph.max_rows()),
-            _ => None,
-        };
-        let bytes = bytes.ok_or_else(overflow)?;
-        let reg = self
-            .launcher
-            .place(bytes, Home::Output(i), alignment(&spec));
-        if let ValueSpec::Tensor(t) = &spec {
-            self.launcher.symbolic(reg, t);
-        }
-        let root = self.roots.of(value);
-        if matches!(root, Value::Node { .. }) && !self.regs.contains_key(&root) {
-            self.regs.insert(root, reg);
-            return Ok((reg, None));
-        }
-        Ok((reg, Some(root)))
-    }
-
-    fn reg(&self, value: Value) -> Result<Reg, DeviceError> {
-        let reg = self.regs.get(&self.roots.of(value));
-        reg.copied().ok_or_else(overflow)
-    }
-
-    /// The place of a result, made if it is not an output's.
-    fn result(&mut self, value: Value, spec: &TensorSpec) -> Result<Reg, DeviceError> {
-        if let Some(&reg) = self.regs.get(&value) {
-            return Ok(reg);
-        }
-        let bytes = spec.bytes(self.graph.max_rows()).ok_or_else(overflow)?;
-        let reg = self.launcher.scratch(bytes);
-        self.regs.insert(value, reg);
-        Ok(reg)
-    }
-
-    /// Whether the node only makes tensors without elements, for any number of rows: there is nothing to do, and
-    /// its other axes, which no memory bounds, must not be walked.
-    fn makes_nothing(&self, n: usize) -> bool {
-        let node = &self.graph.nodes()[n];
-        let mut outs = node.outputs.iter();
-        node.op.effect == Effect::None && outs.all(|t| t.shape.dims().contains(&Dim::Fixed(0)))
-    }
-
-    fn node(&mut self, n: usize) -> Result<(), DeviceError> {
-        let node = &self.graph.nodes()[n];
-        let specs = self.graph.input_specs(node)?;
-        let ins: Vec<Reg> = node
-            .inputs
-            .iter()
-            .map(|v| self.reg(*v))
-            .collect::<Result<_, _>>()?;
-        let mut outs = Vec::with_capacity(node.outputs.len());
-        for (o, spec) in node.outputs.iter().enumerate() {
-            let (node, output) = (n as u32, o as u32);
-            outs.push(self.result(Value::Node { node, output }, spec)?);
-        }
-        if self.makes_nothing(n) {
-            return Ok(());
-        }
-        self.launcher.origin = Origin::of(node.op.name, false);
-        let call = Call {
-            op: node.op,
-            inputs: &specs,
-            attributes: &node.attributes,
-        };
-        ops::launch(&mut self.launcher, &call, &ins, &outs)
-    }
-
-    fn group(&mut self, nodes: &[usize], stored: &[bool]) -> Result<(), DeviceError> {
-        let graph = self.graph;
-        let Some(result) = nodes
-            .first()
-            .and_then(|n| graph.nodes()[*n].outputs.first())
-        else {
-            return Ok(());
-        };
-        if nodes.iter().all(|n| self.makes_nothing(*n)) {
-            for &node in nodes.iter().filter(|n| stored[**n]) {
-                let (spec, node, output) = (result, node as u32, 0);
-                self.result(Value::Node { node, output }, spec)?;
-            }
-            return Ok(());
-        }
-        let mut builder = Builder::new(Extent::of(&result.shape), self.launcher.path);
-        let mut ids = HashMap::new();
-        for &n in nodes {
-            let node = &graph.nodes()[n];
-            let missing = || DeviceError::Unsupported {
-                backend: NAME,
-                op: node.op.name,
-                why: "it has no instruction".to_owned(),
-            };
-            let result = node.outputs.first().ok_or_else(missing)?;
-            let mut args = Vec::with_capacity(node.inputs.len());
-            for &value in &node.inputs {
-                let root = self.roots.of(value);
-                let ValueSpec::Tensor(spec) = graph.spec(value)? else {
-                    return Err(missing());
-                };
-                let literal = match root {
-                    Value::Node { node, .. } => fuse::scalar_literal(graph, node as usize),
-                    _ => None,
-                };
-                let id = match (ids.get(&root), literal) {
-                    (Some(id), _) => Some(*id),
-                    (None, Some(bytes)) => builder.immediate(spec.dtype, bytes),
-                    (None, None) => {
-                        let pattern = Pattern::new(&spec.shape, &result.shape);
-                        builder.operand(self.reg(value)?, spec.dtype, pattern)
-                    }
-                };
-                args.push(id.ok_or_else(missing)?);
-            }
-            let id = builder.apply(node.op.name, &args, &node.attributes, result.dtype);
-            let id = id.ok_or_else(missing)?;
-            let (number, output) = (n as u32, 0);
-            let value = Value::Node {
-                node: number,
-                output,
-            };
-            ids.insert(value, id);
-            if stored[n] {
-                let reg = self.result(value, result)?;
-                builder.store(id, reg, result.dtype);
-            }
-        }
-        let last = nodes.last().map_or("", |n| graph.nodes()[*n].op.name);
-        self.launcher.origin = Origin::of(last, nodes.len() > 1);
-        builder.finish(&mut self.launcher).ok_or_else(overflow)
-    }
-}
-
 impl CpuPlan {
-    pub fn new(
-        graph: &Graph,
-        hints: &PlanHints,
-        path: CpuPath,
+    /// Gives a prepared plan its memory. Without it (`allocate`) the plan only says what it would take. When the memory
+    /// cannot be had, or is more than `max_bytes`, what was prepared comes back.
+    pub fn finish(
+        prepared: Box<CpuPrepared>,
+        allocate: bool,
+        max_bytes: Option<usize>,
         pool: Rc<RefCell<Pool>>,
-        trail: Option<Trail>,
-    ) -> Result<Self, DeviceError> {
-        let graph = lower(graph, NAME, &ops::supports)?;
-        let threads = pool.borrow().parts();
-        let parts = hints.threads.map_or(threads, |most| most.clamp(1, threads));
-        let mut maker = Maker {
-            roots: Roots::new(&graph),
-            launcher: Launcher::new(graph.max_rows(), path, parts),
-            regs: HashMap::from([(Value::Absent, Reg::ABSENT)]),
-            graph: &graph,
-        };
-        let mut inputs = Vec::with_capacity(graph.inputs().len());
-        for (i, input) in graph.inputs().iter().enumerate() {
-            inputs.push(maker.input(i, &input.spec)?);
-        }
-        let mut outputs = Vec::with_capacity(graph.outputs().len());
-        let mut copies = vec![];
-        for (i, &value) in graph.outputs().iter().enumerate() {
-            let (reg, from) = maker.output(i, value)?;
-            outputs.push(reg);
-            if let (Some(from), ValueSpec::Tensor(spec)) = (from, graph.spec(value)?) {
-                copies.push((from, reg, spec));
+    ) -> Result<Self, (DeviceError, Box<CpuPrepared>)> {
+        let what = "the plan's arena";
+        let total = prepared.memory.arena;
+        let arena = match (allocate, max_bytes) {
+            (false, _) => None,
+            (true, Some(most)) if total > most => {
+                let what = what.to_owned();
+                return Err((DeviceError::OutOfMemory { what, bytes: total }, prepared));
             }
-        }
-        let Schedule { units, stored } = fuse::schedule(&graph, &maker.roots, hints.fuse)?;
-        for unit in &units {
-            match unit {
-                Unit::Node(n) => maker.node(*n)?,
-                Unit::Group(nodes) => maker.group(nodes, &stored)?,
-            }
-        }
-        maker.launcher.origin = Origin::NONE;
-        for (from, to, spec) in copies {
-            let from = maker.reg(from)?;
-            let copy = Copy { from, to, spec };
-            maker.launcher.step_with_bytes(copy, &[from], &[to]);
-        }
-        Self::resolve(maker.launcher, inputs, outputs, hints, pool, trail)
-    }
-
-    /// Gives places their addresses and steps their barriers.
-    fn resolve(
-        launcher: Launcher,
-        inputs: Vec<Reg>,
-        outputs: Vec<Reg>,
-        hints: &PlanHints,
-        pool: Rc<RefCell<Pool>>,
-        trail: Option<Trail>,
-    ) -> Result<Self, DeviceError> {
-        let Launcher {
-            places,
-            steps,
-            workspace,
-            max_rows,
-            path,
-            parts,
-            ..
-        } = launcher;
-        let arena = schedule::arena(&places, &steps).ok_or_else(overflow)?;
-        let meets = schedule::meetings(&arena, &steps);
-        // Behind the values: what each part may use while a kernel runs.
-        let workspace = workspace.next_multiple_of(memory::ALIGNMENT);
-        let tail = workspace.checked_mul(parts).ok_or_else(overflow)?;
-        let values = arena.layout.total;
-        let total = values.checked_add(tail).ok_or_else(overflow)?;
-        if hints.allocate && hints.max_bytes.is_some_and(|most| total > most) {
-            return Err(DeviceError::OutOfMemory {
-                what: "the plan's arena".to_owned(),
-                bytes: total,
-            });
-        }
-        let host = match hints.allocate {
-            true => Some(HostMemory::new("the plan's arena", total)?),
-            false => None,
+            (true, _) => match HostMemory::new(what, total) {
+                Ok(memory) => Some(memory),
+                Err(error) => return Err((error, prepared)),
+            },
         };
-        let mut pointers = vec![std::ptr::null_mut(); places.len()];
-        let mut workspaces = Workspaces {
-            start: std::ptr::null_mut(),
-            bytes: workspace,
-        };
-        if let Some(host) = &host {
-            for (pointer, range) in pointers.iter_mut().zip(&arena.ranges) {
-                if let Some(range) = range {
-                    // SAFETY: the layout's total covers every range.
-                    *pointer = unsafe { host.start().add(range.start) };
-                }
-            }
-            // SAFETY: `total` is as long as the values and the workspaces together.
-            workspaces.start = unsafe { host.start().add(values) };
-        }
-        let memory = PlanMemory {
-            arena: total,
-            unshared: arena.unshared.saturating_add(tail),
-            steps: steps.len(),
-            barriers: meets.iter().filter(|m| **m == Meet::Always).count(),
-        };
-        let only_written = outputs.iter().map(|reg| {
-            let reads = |step: &launch::Pending| step.reads.contains(reg);
-            let writes = |step: &launch::Pending| step.writes.contains(reg);
-            let soils = |step| reads(step) || writes(step) && !step.kernel.only_writes();
-            !steps.iter().any(soils)
-        });
-        let only_written = only_written.collect();
-        let mark = |step: usize, Origin { op, group }| {
-            trail.map_or(0, |trail| (trail.pack)(step as u32, op, group))
-        };
-        let steps: Vec<Step> = steps
-            .into_iter()
-            .zip(meets)
-            .enumerate()
-            .map(|(s, (step, meet))| Step {
-                mark: mark(s, step.origin),
-                kernel: match hints.empty_kernels {
-                    true => Box::new(Empty),
-                    false => step.kernel,
-                },
-                meet,
-            })
-            .collect();
-        Ok(Self {
-            bound: places.iter().map(|_| None).collect(),
-            rebound: true,
-            most_rows: 0,
-            unbound: places.iter().filter(|p| p.home.must_be_bound()).count(),
-            small: steps::is_small(&places, &steps),
+        let CpuPrepared {
             steps,
             places,
             inputs,
             outputs,
             only_written,
+            indices,
+            ranges,
+            values,
+            workspace,
+            memory,
+            small,
+            max_rows,
+            path,
+            parts,
+            trail,
+        } = *prepared;
+        let mut pointers = vec![std::ptr::null_mut(); places.len()];
+        let mut workspaces = Workspaces {
+            start: std::ptr::null_mut(),
+            bytes: workspace,
+        };
+        if let Some(arena) = &arena {
+            for (pointer, range) in pointers.iter_mut().zip(&ranges) {
+                if let Some(range) = range {
+                    // SAFETY: the layout's total covers every range.
+                    *pointer = unsafe { arena.start().add(range.start) };
+                }
+            }
+            // SAFETY: `total` is as long as the values and the workspaces together.
+            workspaces.start = unsafe { arena.start().add(values) };
+        }
+        Ok(Self {
+            bound: places.iter().map(|_| None).collect(),
+            rebound: true,
+            most_rows: 0,
+            unbound: places.iter().filter(|p| p.home.must_be_bound()).count(),
+            small,
+            steps,
+            places,
+            inputs,
+            outputs,
+            only_written,
+            indices,
             pointers,
-            arena: host,
+            arena,
             workspaces,
             memory,
             max_rows,
@@ -556,6 +273,10 @@ impl Plan for CpuPlan {
 
     fn only_writes(&self, i: usize) -> bool {
         self.only_written.get(i).is_some_and(|only| *only)
+    }
+
+    fn reads_as_index(&self, i: usize) -> Option<bool> {
+        self.indices.get(i).copied()
     }
 
     fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {

@@ -148,6 +148,32 @@ impl Graph {
     pub fn input_specs(&self, node: &Node) -> Result<Vec<ValueSpec>, GraphError> {
         node.inputs.iter().map(|&v| self.spec(v)).collect()
     }
+
+    /// Of each input, whether any of its elements can have a part in where an op reads or writes: through whatever ops
+    /// lie between it and a slot that is marked so in the catalogue. An input that is not such may change while the graph
+    /// is computed, which makes the results arbitrary and nothing else.
+    pub fn inputs_read_as_indices(&self) -> Vec<bool> {
+        let mut inputs = vec![false; self.inputs.len()];
+        let mut nodes = vec![false; self.nodes.len()];
+        // Whoever reads a value comes after it, so that from the end all of them have been seen.
+        for (n, node) in self.nodes.iter().enumerate().rev() {
+            for (i, value) in node.inputs.iter().enumerate() {
+                let of_node = nodes.get(n).is_some_and(|leads| *leads);
+                if !of_node && !node.op.input(i).is_some_and(|slot| slot.is_index) {
+                    continue;
+                }
+                let leads = match value {
+                    Value::Absent => None,
+                    Value::Input(i) => inputs.get_mut(*i as usize),
+                    Value::Node { node, .. } => nodes.get_mut(*node as usize),
+                };
+                if let Some(leads) = leads {
+                    *leads = true;
+                }
+            }
+        }
+        inputs
+    }
 }
 
 fn spec_of(inputs: &[Input], nodes: &[Node], value: Value) -> Result<ValueSpec, GraphError> {
@@ -381,6 +407,45 @@ mod tests {
         };
         assert!(g.silu(foreign).is_err());
         assert!(g.finish(&[foreign]).is_err());
+    }
+
+    #[test]
+    fn inputs_lead_to_indices_through_whatever_lies_between() {
+        let mut g = GraphBuilder::new(0);
+        let table = g.tensor("table", spec(DType::F32, &[8, 4])).unwrap();
+        let direct = g.tensor("direct", spec(DType::I32, &[2])).unwrap();
+        let float = g.tensor("float", spec(DType::F32, &[2])).unwrap();
+        let bytes = g.tensor("bytes", spec(DType::U8, &[2])).unwrap();
+        let unused = g.tensor("unused", spec(DType::I32, &[2])).unwrap();
+        let at = g.reshape(float, Shape::fixed(&[2, 1]).unwrap()).unwrap();
+        let at = g.cast(at, DType::I32).unwrap();
+        let ids = g.tensor("ids", spec(DType::I64, &[2, 1])).unwrap();
+        let sum = g.add(at, ids).unwrap();
+        let some = g.take(table, sum, 0).unwrap();
+        let rows = g.get_rows(table, direct).unwrap();
+        let numbers = g.cast(bytes, DType::F32).unwrap();
+        let most = g.reduce_max(numbers, &[0], false).unwrap();
+        let g = g.finish(&[some, rows, most, unused]).unwrap();
+        let names = g.inputs().iter().map(|i| i.name.as_str());
+        let leads = g.inputs_read_as_indices();
+        let leading: Vec<_> = names
+            .zip(leads)
+            .filter(|(_, l)| *l)
+            .map(|(n, _)| n)
+            .collect();
+        assert_eq!(leading, ["direct", "float", "ids"]);
+    }
+
+    #[test]
+    fn what_is_picked_by_index_may_be_an_index_itself() {
+        let mut g = GraphBuilder::new(0);
+        let table = g.tensor("table", spec(DType::F32, &[8])).unwrap();
+        let places = g.tensor("places", spec(DType::U8, &[5])).unwrap();
+        let first = g.tensor("first", spec(DType::U8, &[3])).unwrap();
+        let picked = g.take(places, first, 0).unwrap();
+        let y = g.take(table, picked, 0).unwrap();
+        let g = g.finish(&[y]).unwrap();
+        assert_eq!(g.inputs_read_as_indices(), [false, true, true]);
     }
 
     #[test]

@@ -35,8 +35,8 @@ use crate::{
 
 #[allow(unused_imports)]
 pub(crate) use write::{
-    attribute_type, attribute_value, input_mode, input_push, input_type, ops, result_type,
-    result_value, row_name,
+    attribute_type, attribute_value, input_is_index, input_mode, input_push, input_type, ops,
+    result_type, result_value, row_name,
 };
 
 /// What an op is, once.
@@ -97,10 +97,15 @@ impl OpRow {
             return fail(format!("takes {takes} inputs, not {}", inputs.len()));
         }
         for (i, value) in inputs.iter().enumerate() {
-            if let (ValueSpec::Absent, Some(spec)) = (value, self.input(i))
-                && spec.mode != InputMode::Optional
-            {
-                return fail(format!("{} must be given", spec.name));
+            let Some(spec) = self.input(i) else { continue };
+            match value {
+                ValueSpec::Absent if spec.mode != InputMode::Optional => {
+                    return fail(format!("{} must be given", spec.name));
+                }
+                ValueSpec::Tensor(t) if spec.is_index && !t.dtype.is_integer() => {
+                    return fail(not_an_integer(spec.name, t.dtype));
+                }
+                _ => {}
             }
         }
         if attributes.len() != self.attributes.len() {
@@ -130,13 +135,21 @@ impl OpRow {
     }
 }
 
-/// An input's name and whether it may be absent or repeat.
+/// What is wrong with an input of this dtype that must be integers.
+pub(crate) fn not_an_integer(name: &str, dtype: DType) -> String {
+    format!("{name} must be of an integer dtype, not {dtype}")
+}
+
+/// An input's name, whether it may be absent or repeat, and whether it says where to read or write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InputSpec {
     /// Name, for messages and the reference page.
     pub name: &'static str,
     /// How many there may be.
     pub mode: InputMode,
+    /// Whether its elements, integers, say where the op reads or writes: a backend checks them and goes there, so
+    /// nobody may change them in between ([`Graph::inputs_read_as_indices`](crate::Graph::inputs_read_as_indices)).
+    pub is_index: bool,
 }
 
 /// How many times an input may be given.

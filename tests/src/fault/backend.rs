@@ -1,6 +1,7 @@
 //! The CPU's backend, wrapped: what is executed may go wrong, and what is planned.
 
 use std::{
+    any::Any,
     cell::RefCell,
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
@@ -14,7 +15,7 @@ use hotcell_kernels::{
     },
     cpu::CpuBackend,
     host::Staging,
-    plan::{Plan, PlanHints, PlanMemory, Slot},
+    plan::{Plan, PlanHints, PlanMemory, Planner, Prepared, Slot, Unfinished},
 };
 
 use super::{Fault, POISON, POISON_INPUT, acts, plant, trespass};
@@ -134,12 +135,28 @@ impl Device for FaultDevice {
         }
         let planted = plant::plant(graph)?;
         let graph = planted.as_ref().unwrap_or(graph);
-        let mut inputs = graph.inputs().iter();
-        Ok(Box::new(FaultPlan {
-            is_poison: inputs.any(|input| input.name == POISON_INPUT),
-            inner: self.inner.plan(graph, hints)?,
-            watched: Rc::clone(&self.watched),
-        }))
+        Ok(self.wrap(is_poison(graph), self.inner.plan(graph, hints)?))
+    }
+
+    fn planner(&self) -> Option<Arc<dyn Planner>> {
+        Some(Arc::new(FaultPlanner(self.inner.planner()?)))
+    }
+
+    fn finish(
+        &self,
+        prepared: Box<dyn Prepared>,
+        hints: &PlanHints,
+    ) -> Result<Box<dyn Plan>, Unfinished> {
+        let prepared = prepared.into_any().downcast::<FaultPrepared>();
+        let FaultPrepared { inner, is_poison } = *prepared.map_err(|_| Unfinished::foreign())?;
+        match self.inner.finish(inner, hints) {
+            Ok(plan) => Ok(self.wrap(is_poison, plan)),
+            Err(Unfinished { error, prepared }) => Err(Unfinished {
+                error,
+                prepared: prepared
+                    .map(|inner| Box::new(FaultPrepared { inner, is_poison }) as Box<dyn Prepared>),
+            }),
+        }
     }
 
     fn stream(&self) -> Box<dyn Stream> {
@@ -148,6 +165,49 @@ impl Device for FaultDevice {
 
     fn leave(&self, trail: Trail) {
         self.inner.leave(trail);
+    }
+}
+
+impl FaultDevice {
+    fn wrap(&self, is_poison: bool, inner: Box<dyn Plan>) -> Box<dyn Plan> {
+        Box::new(FaultPlan {
+            inner,
+            is_poison,
+            watched: Rc::clone(&self.watched),
+        })
+    }
+}
+
+fn is_poison(graph: &Graph) -> bool {
+    let mut inputs = graph.inputs().iter();
+    inputs.any(|input| input.name == POISON_INPUT)
+}
+
+struct FaultPlanner(Arc<dyn Planner>);
+
+impl Planner for FaultPlanner {
+    fn prepare(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Prepared>, DeviceError> {
+        let planted = plant::plant(graph)?;
+        let graph = planted.as_ref().unwrap_or(graph);
+        Ok(Box::new(FaultPrepared {
+            inner: self.0.prepare(graph, hints)?,
+            is_poison: is_poison(graph),
+        }))
+    }
+}
+
+struct FaultPrepared {
+    inner: Box<dyn Prepared>,
+    is_poison: bool,
+}
+
+impl Prepared for FaultPrepared {
+    fn memory(&self) -> PlanMemory {
+        self.inner.memory()
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
     }
 }
 
@@ -207,6 +267,10 @@ impl Plan for FaultPlan {
 
     fn only_writes(&self, i: usize) -> bool {
         self.inner.only_writes(i)
+    }
+
+    fn reads_as_index(&self, i: usize) -> Option<bool> {
+        self.inner.reads_as_index(i)
     }
 
     fn execute(&mut self, rows: usize) -> Result<(), DeviceError> {

@@ -17,6 +17,9 @@ use crate::conformance::{Check, difference};
 const PLAN_BYTES: usize = 64 << 20;
 /// Elements of all inputs and results together: a bound on time.
 const ELEMENTS: u128 = 1 << 20;
+/// The same for graphs that nobody grew, whose windows and products may be as large as their tensors; and their nodes.
+const FOREIGN_ELEMENTS: u128 = 1 << 14;
+const FOREIGN_NODES: usize = 512;
 
 /// Ways to run a graph, which all give the same bits: on one thread, on two, and with every op by itself.
 pub struct Runner {
@@ -45,6 +48,21 @@ impl Runner {
         Ok(Self {
             ways: vec![way(&one, true), way(&two, true), way(&two, false)],
         })
+    }
+
+    /// The same for whatever bytes are a graph, with operands that the bytes decide, unless it could take long.
+    ///
+    /// # Panics
+    /// When the results differ.
+    pub fn run_foreign(&self, graph: &Graph, bytes: &[u8]) -> Outcome {
+        if !is_short(graph) {
+            return Outcome::Refused;
+        }
+        // FNV-1a: the case is the bytes and nothing else.
+        let seed = bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+        });
+        self.run(graph, &mut Choices::new(seed))
     }
 
     /// Plans and executes a graph with random operands in each way.
@@ -185,6 +203,11 @@ fn bind(
         outputs.push(buffer);
     }
     Ok(outputs)
+}
+
+/// Whether a graph that nobody grew is soon run.
+pub(super) fn is_short(graph: &Graph) -> bool {
+    elements(graph) <= FOREIGN_ELEMENTS && graph.nodes().len() <= FOREIGN_NODES
 }
 
 /// Elements of all inputs and results together, and rows.

@@ -1,16 +1,17 @@
 //! Valid bytes for each way in, small enough to be changed often.
 
-use std::fs;
+use std::{collections::BTreeSet, fs};
 
-use hotcell_graph::{DType, wire};
+use hotcell_graph::{DType, Graph, wire};
 use hotcell_ipc::blackbox::{self, Doing, Node, Writer};
 use hotcell_proto::v1;
 use prost::Message;
 use serde_json::{Value, json};
 
-use super::{Choices, calls, case_seed, grow};
+use super::{Choices, calls, case_seed, grow, run};
 use crate::{
     cluster::golden,
+    conformance::cases,
     hostile::tiny,
     synthetic::gguf::testing::{Value as Entry, small},
 };
@@ -177,6 +178,21 @@ pub fn graph() -> Vec<Vec<u8>> {
     let mut all: Vec<Vec<u8>> = (0..64).map(|n| grown(n).encode_to_vec()).collect();
     all.retain(|bytes| bytes.len() < 4096);
     all.truncate(16);
+    // And a golden case of each row, the first that is small enough to be run.
+    let mut rows = BTreeSet::new();
+    for case in cases().unwrap_or_default() {
+        let small = |graph: &Graph| run::is_short(graph);
+        if case.fails.is_none()
+            && !rows.contains(&case.op)
+            && let Some(graph) = case.graph().ok().filter(small)
+        {
+            let bytes = wire::encode(&graph).encode_to_vec();
+            if bytes.len() < 4096 {
+                rows.insert(case.op);
+                all.push(bytes);
+            }
+        }
+    }
     all
 }
 

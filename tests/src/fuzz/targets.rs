@@ -23,7 +23,7 @@ use hotcell_worker::{
 use prost::Message;
 use serde_json::Value;
 
-use super::{calls, seeds};
+use super::{Runner, calls, seeds};
 
 /// What bytes of a target are, for those who change them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub struct Target {
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// All ways in but graphs that run, which are grown ([`super::case`]).
+/// All ways in but grown graphs ([`super::case`]). `graph` runs what it accepts, within bounds.
 pub const TARGETS: &[Target] = &[
     target("gguf", Form::Bytes, gguf, seeds::gguf),
     target("safetensors", Form::Bytes, tensors, seeds::safetensors),
@@ -418,7 +418,13 @@ fn graph(bytes: &[u8]) -> bool {
     let again = wire::encode(&graph);
     let second = wire::decode(&again).expect("what was decoded is refused when it is encoded");
     assert!(wire::encode(&second) == again, "encoding is not stable");
+    RUNNER.with(|runner| runner.run_foreign(&graph, bytes));
     true
+}
+
+thread_local! {
+    /// Its devices have threads of their own, which are not started for each graph.
+    static RUNNER: Runner = Runner::new().expect("no thread to compute on");
 }
 
 /// Decodes a message, and once more what it is encoded to.

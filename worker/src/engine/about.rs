@@ -1,11 +1,12 @@
 //! What the engine is told when it starts, and what it says about its device and its models.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, fmt, sync::Arc};
 
 use hotcell_graph::{DType, op::catalogue};
 use hotcell_ipc::blackbox::Writer;
 use hotcell_kernels::{
     backend::{BufferType, DeviceInfo},
+    plan::Planner,
     registry::Registry,
 };
 
@@ -35,6 +36,16 @@ pub struct Opened {
     pub buffer_types: &'static [BufferType],
     /// The layout in which it likes weights, if it has a say in that.
     pub layout: Option<&'static str>,
+}
+
+/// Who makes the device's plans beside its thread.
+#[derive(Clone)]
+pub(super) struct Plans(pub Option<Arc<dyn Planner>>);
+
+impl fmt::Debug for Plans {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Plans({})", self.0.is_some())
+    }
 }
 
 /// The ops as a black box numbers them.

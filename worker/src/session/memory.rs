@@ -151,7 +151,7 @@ impl Pool {
     /// [`Reason::OutOfMemory`] when the worker's limit is less, [`Reason::QuotaExceeded`] when the session's is; with the
     /// sizes.
     pub fn could_hold(&self, memory: &v1::PlanMemory, parts: usize) -> Result<(), Error> {
-        let bytes = [memory.inputs, memory.outputs, parts as u64]
+        let bytes = [memory.inputs, memory.caches, memory.outputs, parts as u64]
             .into_iter()
             .fold(memory.arena, u64::saturating_add);
         let limits = [
@@ -161,7 +161,7 @@ impl Pool {
         for (reason, whose, Usage { limit, .. }) in limits {
             if bytes > limit {
                 let what = format!(
-                    "the plan with its inputs and outputs needs {bytes} bytes and the {whose} may hold {limit}"
+                    "the plan with its inputs, caches and outputs needs {bytes} bytes and the {whose} may hold {limit}"
                 );
                 let error = Error::new(reason, what).with("bytes", bytes);
                 return Err(plan::with_sizes(error.with("limit", limit), memory));

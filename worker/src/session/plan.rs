@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 
 use hotcell_graph::{Graph, TensorSpec, op::ValueSpec};
-use hotcell_kernels::plan::Plan;
+use hotcell_kernels::plan::{Plan, PlanMemory};
 use hotcell_proto::{error::Error, v1};
 
 use super::account::Charge;
@@ -52,36 +52,33 @@ pub fn with_sizes(error: Error, memory: &v1::PlanMemory) -> Error {
         .with("arena", memory.arena)
         .with("constants", memory.constants)
         .with("inputs", memory.inputs)
+        .with("caches", memory.caches)
         .with("outputs", memory.outputs)
 }
 
 /// What a plan takes, with the sizes of what the graph reads and gives at the greatest number of rows.
-pub fn memory(graph: &Graph, outputs: &[TensorSpec], plan: &dyn Plan) -> v1::PlanMemory {
+pub fn memory(graph: &Graph, outputs: &[TensorSpec], about: PlanMemory) -> v1::PlanMemory {
     let rows = graph.max_rows();
-    let size = |spec: &ValueSpec| match spec {
-        ValueSpec::Tensor(t) => t.bytes(rows).unwrap_or(usize::MAX) as u64,
-        ValueSpec::Cache(c) => c.bytes().unwrap_or(usize::MAX) as u64,
-        ValueSpec::Absent => 0,
-    };
-    let (mut constants, mut inputs) = (0u64, 0u64);
-    for input in graph.inputs() {
-        let sum = match input.constant {
-            true => &mut constants,
-            false => &mut inputs,
-        };
-        *sum = sum.saturating_add(size(&input.spec));
-    }
-    let out = outputs
-        .iter()
-        .map(|t| t.bytes(rows).unwrap_or(usize::MAX) as u64);
-    let about = plan.memory();
-    v1::PlanMemory {
+    let size = |t: &TensorSpec| t.bytes(rows).unwrap_or(usize::MAX) as u64;
+    let mut memory = v1::PlanMemory {
         arena: about.arena as u64,
         unshared: about.unshared as u64,
-        constants,
-        inputs,
-        outputs: out.fold(0, u64::saturating_add),
+        outputs: outputs.iter().map(size).fold(0, u64::saturating_add),
         steps: u32::try_from(about.steps).unwrap_or(u32::MAX),
         barriers: u32::try_from(about.barriers).unwrap_or(u32::MAX),
+        ..v1::PlanMemory::default()
+    };
+    for input in graph.inputs() {
+        let (sum, bytes) = match &input.spec {
+            ValueSpec::Tensor(t) if input.constant => (&mut memory.constants, size(t)),
+            ValueSpec::Tensor(t) => (&mut memory.inputs, size(t)),
+            ValueSpec::Cache(c) => {
+                let bytes = c.bytes().unwrap_or(usize::MAX) as u64;
+                (&mut memory.caches, bytes)
+            }
+            ValueSpec::Absent => continue,
+        };
+        *sum = sum.saturating_add(bytes);
     }
+    memory
 }

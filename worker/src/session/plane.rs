@@ -16,6 +16,7 @@ use hotcell_proto::{
 };
 
 use super::{
+    compile,
     memory::Hub,
     state::{Quotas, Session},
 };
@@ -60,7 +61,8 @@ impl TensorPlane {
     /// Opens a session, until `over` is set.
     ///
     /// # Errors
-    /// [`Reason::InvalidArgument`] when there is one of this name, [`Reason::Overloaded`] when there are too many.
+    /// [`Reason::InvalidArgument`] when there is one of this name, [`Reason::Overloaded`] when there are too many,
+    /// [`Reason::OpUnsupported`] when it demands what the device has not.
     pub fn open(
         &mut self,
         id: SessionId,
@@ -78,7 +80,9 @@ impl TensorPlane {
             );
             return Err(Error::new(Reason::Overloaded, what));
         }
-        let threads = self.hub.device.info().cores.len().max(1);
+        let device = self.hub.device.as_ref();
+        compile::admits(device, request.fused_attention())?;
+        let threads = device.info().cores.len().max(1);
         let quotas = Quotas::of(request, self.hub.account.usage().limit, threads);
         let opened = v1::SessionOpened {
             session: id.to_string(),
@@ -87,6 +91,7 @@ impl TensorPlane {
             max_tensors: quotas.tensors as u32,
             max_plans: quotas.plans as u32,
             threads: quotas.threads as u32,
+            numerics: compile::numerics(&device.numerics(), quotas.attention),
         };
         self.next += 1;
         let session = Session::new(&self.hub, id.epoch(), quotas, over);

@@ -9,23 +9,20 @@ use std::{
     },
 };
 
-use hotcell_graph::{Graph, TensorSpec, op::ValueSpec};
-use hotcell_kernels::{
-    backend::{Buffer, DeviceError},
-    plan::PlanHints,
-};
+use hotcell_graph::{TensorSpec, op::ValueSpec};
+use hotcell_kernels::backend::Buffer;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::Epoch,
     limits,
     session::HandleId,
-    v1,
+    v1::{self, FusedAttention},
 };
 
 use super::{
     invalid,
     memory::{Home, Hub, Pool, Storage},
-    plan::{self, PlanEntry},
+    plan::PlanEntry,
     quota,
     shared::Mappings,
     tensor::Tensor,
@@ -34,9 +31,6 @@ use super::{
     work::{Streams, Waiting},
 };
 use crate::{error::of_plan, model::run::WeightRegion, weights::Weight};
-
-/// Bytes that a step, an input or an output of a plan takes besides the arena, about.
-const STEP_BYTES: usize = 512;
 
 /// What a session may have.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +45,8 @@ pub struct Quotas {
     pub dry_run: bool,
     /// Compute threads.
     pub threads: usize,
+    /// Whether attention may be one kernel.
+    pub attention: FusedAttention,
 }
 
 impl Quotas {
@@ -69,6 +65,8 @@ impl Quotas {
             plans: count(request.max_plans, limits::MAX_SESSION_PLANS),
             dry_run: request.dry_run,
             threads: count(request.threads, threads),
+            // A name that this release does not know is read as the first, as everywhere.
+            attention: request.fused_attention(),
         }
     }
 }
@@ -328,108 +326,6 @@ impl Session {
                 })
                 .collect(),
         }
-    }
-
-    /// Makes a plan of a verified graph; `dry_run`: only says what it would take, with nothing else in the session.
-    ///
-    /// # Errors
-    /// When the device cannot do it, or quotas or memory are short.
-    pub fn compile(
-        &mut self,
-        graph: &Graph,
-        dry_run: bool,
-        hints: PlanHints,
-    ) -> Result<v1::CompileResponse, Error> {
-        if !dry_run && self.plans.len() >= self.quotas.plans {
-            return Err(quota("plans", self.quotas.plans));
-        }
-        let hints = PlanHints {
-            threads: Some(self.quotas.threads),
-            ..hints
-        };
-        let outputs = plan::outputs(graph)?;
-        let device = Rc::clone(self.pool.device());
-        let dry = PlanHints {
-            allocate: false,
-            ..hints
-        };
-        let specs = || outputs.iter().map(hotcell_graph::wire::encode_tensor_spec);
-        let parts = |steps: usize| {
-            let parts = steps + graph.inputs().len() + outputs.len();
-            parts.saturating_mul(STEP_BYTES)
-        };
-        if dry_run {
-            let plan = device.plan(graph, &dry).map_err(|e| of_plan(&e))?;
-            let memory = plan::memory(graph, &outputs, plan.as_ref());
-            self.pool.could_hold(&memory, parts(plan.memory().steps))?;
-            return Ok(v1::CompileResponse {
-                plan: None,
-                memory: Some(memory),
-                outputs: specs().collect(),
-                ..v1::CompileResponse::default()
-            });
-        }
-        // How many steps the device makes of the nodes is known only afterwards; then all are charged.
-        let least = graph.nodes().len().saturating_mul(STEP_BYTES);
-        let most = |available: u64| usize::try_from(available).unwrap_or(usize::MAX);
-        let make = || {
-            let available = most(self.pool.account().available()).saturating_sub(least);
-            device.plan(
-                graph,
-                &PlanHints {
-                    allocate: !self.pool.dry_run(),
-                    max_bytes: Some(available),
-                    ..hints
-                },
-            )
-        };
-        let mut made = make();
-        if let Err(DeviceError::OutOfMemory { .. }) = made {
-            self.pool.clear();
-            made = make();
-        }
-        let made = match made {
-            Ok(plan) => Ok(plan),
-            Err(DeviceError::OutOfMemory { what, bytes }) => {
-                let error = of_plan(&DeviceError::OutOfMemory { what, bytes })
-                    .with("bytes", bytes)
-                    .with("available", self.pool.account().available());
-                Err(match device.plan(graph, &dry) {
-                    Ok(plan) => {
-                        plan::with_sizes(error, &plan::memory(graph, &outputs, plan.as_ref()))
-                    }
-                    Err(_) => error,
-                })
-            }
-            Err(error) => Err(of_plan(&error)),
-        };
-        let plan = made?;
-        let memory = plan::memory(graph, &outputs, plan.as_ref());
-        let about = plan.memory();
-        let charges = [
-            self.pool.charge("the plan", about.arena)?,
-            self.pool.charge_held("the plan", parts(about.steps))?,
-        ];
-        let id = self.fresh(None)?;
-        let response = v1::CompileResponse {
-            plan: Some(id.handle(self.epoch)),
-            memory: Some(memory),
-            outputs: specs().collect(),
-            ..v1::CompileResponse::default()
-        };
-        let entry = PlanEntry {
-            plan: plan.into(),
-            inputs: graph.inputs().iter().map(|i| i.spec.clone()).collect(),
-            outputs,
-            max_rows: graph.max_rows(),
-            memory,
-            executions: 0.into(),
-            is_quick: false.into(),
-            busy: false.into(),
-            _charges: charges,
-        };
-        self.plans.insert(id, Rc::new(entry));
-        Ok(response)
     }
 
     /// Counters and limits, before they are changed as asked.

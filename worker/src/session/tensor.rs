@@ -135,8 +135,8 @@ pub fn at_rows(spec: &TensorSpec, rows: usize) -> Result<(TensorSpec, usize), Er
     Ok((spec, bytes))
 }
 
-/// Whether a kernel may use the elements as addresses, so that nobody may change them while it runs.
-pub fn holds_indices(spec: &ValueSpec) -> bool {
+/// Whether elements could be indices by their dtype, for a device that cannot tell what its plans read as such.
+pub fn may_hold_indices(spec: &ValueSpec) -> bool {
     let kind = |t: &TensorSpec| t.dtype.kind();
     matches!(spec, ValueSpec::Tensor(t) if matches!(kind(t), Kind::Signed | Kind::Unsigned | Kind::Bool))
 }

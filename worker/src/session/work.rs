@@ -31,7 +31,7 @@ use super::{
     quota,
     shared::SharedPlace,
     state::Session,
-    tensor::{Tensor, holds_indices},
+    tensor::{Tensor, may_hold_indices},
     value::{State, Value},
 };
 use crate::error::of_plan;
@@ -299,14 +299,17 @@ impl Session {
             None => Arc::clone(&self.over),
         });
         for (i, (spec, value)) in job.plan.inputs.iter().zip(&job.inputs).enumerate() {
+            let indices = plan.reads_as_index(i);
+            let indices = indices.unwrap_or_else(|| may_hold_indices(spec));
             value.with(|storage| {
                 let mut bind = |storage: &Storage| {
                     let (buffer, offset) = storage.place()?;
                     plan.bind_for(job.rows, Slot::Input(i), buffer, offset)
                         .map_err(|e| of_plan(&e))
                 };
-                // An index is checked and then used: nobody may change it in between.
-                if matches!(storage.home(), Home::Shared(_)) && holds_indices(spec) {
+                // An index is checked and then used: nobody may change it in between. What else is read may change under
+                // the plan, which promises to stay in bounds then; see its `reads_as_index`.
+                if matches!(storage.home(), Home::Shared(_)) && indices {
                     let copy = storage.copy(&self.pool)?;
                     bind(&copy)?;
                     job.copies.push(copy);

@@ -1,8 +1,8 @@
 //! Every call does what it says.
 
-use hotcell_graph::wire;
+use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, wire};
 use hotcell_proto::{
-    error::Reason,
+    error::{Error, Reason},
     session::HandleId,
     v1::{self, TensorState, output_wish, upload_target::Kind},
 };
@@ -246,4 +246,73 @@ async fn a_plan_says_what_it_takes_before_it_is_made() {
     assert_eq!((memory.inputs, memory.outputs), (8 * MIB, 4 * MIB));
     assert_eq!(made.outputs, [wire_spec(&[1 << 20])]);
     assert_eq!(client.memory().await.active, 0);
+}
+
+/// `x + y` and one write to a cache of `spec`, whose slots are data.
+fn writes(spec_of_cache: CacheSpec) -> Graph {
+    let mut g = GraphBuilder::new(0);
+    let cache = g.cache("cache", spec_of_cache).unwrap();
+    let heads = [3, spec_of_cache.kv_heads, spec_of_cache.head_dim];
+    let x = g.tensor("x", spec(DType::F32, &heads)).unwrap();
+    let slots = g.tensor("slots", spec(DType::I32, &[3])).unwrap();
+    let keys = g.exp(x).unwrap();
+    g.cache_write(cache, keys, x, slots).unwrap();
+    g.finish(&[keys]).unwrap()
+}
+
+#[tokio::test]
+async fn caches_are_counted_by_themselves_as_they_are_when_they_are_made() {
+    let host = worker(64 * MIB);
+    let cache = CacheSpec {
+        dtype: DType::F16,
+        blocks: 32,
+        block_len: 16,
+        kv_heads: 2,
+        head_dim: 64,
+    };
+    let small = v1::OpenSessionRequest {
+        max_bytes: 2 * MIB,
+        ..v1::OpenSessionRequest::default()
+    };
+    let client = Client::open_with(&host, small).await;
+    let compile = |dry_run: bool, graph: &Graph| {
+        let request = client.of(v1::CompileRequest {
+            graph: Some(wire::encode(graph)),
+            dry_run,
+            ..v1::CompileRequest::default()
+        });
+        let mut raw = client.raw.clone();
+        async move { raw.compile(request).await.map(|made| made.into_inner()) }
+    };
+    let told = compile(true, &writes(cache)).await.unwrap().memory.unwrap();
+    assert_eq!(client.memory().await.active, 0);
+    // What it is in truth: the counter before and after.
+    let request = client.of(v1::CreateRequest {
+        spec: Some(v1::create_request::Spec::Cache(v1::CacheSpec {
+            dtype: "f16".to_owned(),
+            blocks: 32,
+            block_len: 16,
+            kv_heads: 2,
+            head_dim: 64,
+        })),
+        id: vec![],
+    });
+    client.raw.clone().create(request).await.unwrap();
+    let caches = client.memory().await.active;
+    assert_eq!((told.caches, told.inputs), (caches, 3 * 2 * 64 * 4 + 12));
+    let made = compile(false, &writes(cache)).await.unwrap();
+    assert_eq!(made.memory.unwrap(), told);
+    let plan = client.memory().await.active - caches;
+    let parts = plan - told.arena;
+    assert!(parts > 0 && parts < 64 << 10, "{plan} of {told:?}");
+
+    // A cache that could never be beside the plan is refused, and said.
+    let large = CacheSpec {
+        blocks: 512,
+        ..cache
+    };
+    let status = compile(true, &writes(large)).await.unwrap_err();
+    let error = Error::typed(&status).unwrap();
+    assert_eq!(error.reason(), Reason::QuotaExceeded);
+    assert_eq!(error.get("caches"), Some("4194304"));
 }

@@ -7,6 +7,7 @@ mod caches;
 mod calls;
 mod lifetimes;
 mod order;
+mod plans;
 mod refuse;
 mod shared;
 mod support;

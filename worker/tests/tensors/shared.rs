@@ -1,6 +1,12 @@
 //! Memory that client and worker share, and connections that come as descriptors.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use hotcell_graph::{DType, GraphBuilder, wire};
 use hotcell_ipc::{
@@ -121,6 +127,71 @@ async fn inputs_and_results_lie_in_shared_memory() {
     assert_eq!(
         reason(client.execute(request).await),
         Reason::IndexOutOfRange
+    );
+}
+
+#[tokio::test]
+async fn bytes_that_lead_to_no_index_are_read_where_they_are_even_while_they_change() {
+    const BYTES: usize = 1 << 20;
+    // A session may have half of it: the mappings, and no copy of the larger one.
+    let host = worker(3 * BYTES as u64);
+    let sender = descriptors(&host);
+    let client = Client::open(&host).await;
+    let memory = [BYTES, 4096].map(|bytes| shared_memory("a test", bytes as u64).unwrap());
+    let mut there = Vec::new();
+    for (tag, dtype, dims) in [(1, DType::U8, BYTES), (2, DType::I32, 64)] {
+        let fd = memory[tag as usize - 1].as_fd();
+        sender.send(shared_tag(tag), &[fd]).unwrap();
+        let spec = wire::encode_tensor_spec(&spec(dtype, &[dims]));
+        there.push(import(&client, tag, spec, 0).await.unwrap().handle.unwrap());
+    }
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::U8, &[BYTES])).unwrap();
+    let most = g.reduce_max(x, &[0], false).unwrap();
+    let most = client.compile(&g.finish(&[most]).unwrap()).await;
+    let mut g = GraphBuilder::new(0);
+    let table = g.tensor("table", spec(DType::F32, &[8])).unwrap();
+    let i = g.tensor("i", spec(DType::I32, &[64])).unwrap();
+    let picked = g.take(table, i, 0).unwrap();
+    let pick = client.compile(&g.finish(&[picked]).unwrap()).await;
+
+    let maps = [0, 1].map(|i| SharedMapping::of_memory(&memory[i]).unwrap());
+    let over = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&over);
+    let flips = std::thread::spawn(move || {
+        let mut round = 0u8;
+        while !stop.load(Ordering::Relaxed) {
+            round = round.wrapping_add(1);
+            put(&maps[0], usize::from(round) * 4096, &[round % 200; 4096]);
+            // Every second time all of them are outside.
+            let index = i32::from(round % 8) + i32::from(round % 2) * (1 << 30);
+            put(&maps[1], 0, &index.to_le_bytes().repeat(64));
+        }
+    });
+    let (mut inside, mut outside) = (0, 0);
+    let values: Vec<f32> = (0..8).map(|i| 1000.0 + i as f32).collect();
+    for _ in 0..200 {
+        let request = call(&most, vec![tensor(&there[0])], vec![inline()]);
+        let greatest = client.execute(request).await.unwrap();
+        assert!(sent(&greatest, 0)[0] < 200);
+        let inputs = vec![data(f32s(&values)), tensor(&there[1])];
+        match client.execute(call(&pick, inputs, vec![inline()])).await {
+            Ok(picked) => {
+                let picked = read_f32s(&sent(&picked, 0));
+                assert!(picked.iter().all(|v| values.contains(v)), "{picked:?}");
+                inside += 1;
+            }
+            error => {
+                assert_eq!(reason(error), Reason::IndexOutOfRange);
+                outside += 1;
+            }
+        }
+    }
+    over.store(true, Ordering::Relaxed);
+    flips.join().unwrap();
+    assert!(
+        inside + outside == 200 && outside > 0,
+        "{inside}, {outside}"
     );
 }
 

@@ -24,6 +24,11 @@ pub const EPOCH: Epoch = Epoch(7);
 
 /// A worker whose tensors may take this many bytes.
 pub fn worker(tensor_memory: u64) -> Host {
+    worker_with(tensor_memory, Registry::default())
+}
+
+/// The same with other backends.
+pub fn worker_with(tensor_memory: u64, registry: Registry) -> Host {
     let engine = Engine::start(EngineConfig {
         device: "cpu:0".to_owned(),
         cores: vec![0],
@@ -32,7 +37,7 @@ pub fn worker(tensor_memory: u64) -> Host {
         max_context: None,
         tensor_memory: Some(tensor_memory),
         blackbox: None,
-        registry: Registry::default(),
+        registry,
     });
     let host = Host::new(engine.unwrap(), hotcell_worker::confine::Report::default());
     host.set_identity("w3", EPOCH);
@@ -171,9 +176,17 @@ impl Client {
     }
 
     pub async fn open_over(
-        mut raw: TensorsClient<Channel>,
+        raw: TensorsClient<Channel>,
         request: v1::OpenSessionRequest,
     ) -> Result<Client, Status> {
+        Ok(Self::open_told(raw, request).await?.0)
+    }
+
+    /// The session, and the numerics class that it was told.
+    pub async fn open_told(
+        mut raw: TensorsClient<Channel>,
+        request: v1::OpenSessionRequest,
+    ) -> Result<(Client, String), Status> {
         let response = raw.open_session(request).await?;
         let header = response.metadata().get(SESSION_KEY).unwrap();
         let name = header.to_str().unwrap().to_owned();
@@ -184,7 +197,8 @@ impl Client {
         };
         assert_eq!(opened.session, name);
         assert_eq!(opened.epoch, EPOCH.0);
-        Ok(Client { raw, name, events })
+        let numerics = opened.numerics;
+        Ok((Client { raw, name, events }, numerics))
     }
 
     /// A request of this session.

@@ -203,6 +203,23 @@ impl Fault {
 }
 
 /// One step of a plan.
+///
+/// What a kernel reads may be memory that another process writes meanwhile ([`Plan::reads_as_index`] says of which
+/// inputs a plan stands that). Its results are arbitrary then, but it must touch no memory but its places':
+///
+/// - Where it goes and how far is up to specs and attributes alone. So is everything of elementwise groups, reductions,
+///   scans, statistics, norms, softmax, movement, joins, pooling, convolutions and matrix products; a sum, a maximum or a
+///   test for zero that sees two values of one element changes numbers, and numbers are saturated, not trusted, where
+///   they become narrower (a row's largest element as the scale of its blocks).
+/// - What a value chooses, it chooses within a table that all its values are in, such as four bits among 16 levels in a
+///   register; a `bool` is read as a byte and compared with 0, never as Rust's `bool`.
+/// - Places that values decide are made of numbers of our own: `argmax` counts rows, and `sort`, `argsort` and `topk` read
+///   each element once into a key in the arena, above the place that it stands at, and sort the keys.
+/// - Positions of `rope` are only turned into angles, the key of `random_bits` only into bits.
+/// - Inputs that say where (`is_index` in the catalogue) are never such memory, nor is what leads to them: who binds
+///   has copied it. Most kernels read such an index once all the same; nothing hangs on it.
+///
+/// [`Plan::reads_as_index`]: crate::plan::Plan::reads_as_index
 pub(crate) trait Kernel: Send + Sync {
     /// Does part `part` of `parts` of the work for `run.rows` rows. Which elements a part computes may
     /// depend on `parts`; the value of an element may not.

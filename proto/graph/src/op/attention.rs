@@ -22,7 +22,7 @@ ops! {
     /// Writes keys and values (f32 `[m, kv_heads, d]`), rounded to the cache's dtype, at `slots` i32
     /// `[m]`; slot −1 writes nothing. A slot outside the cache is an error of the execution. A `q8_0` cache stores each 32
     /// numbers of a head as one block: `s = max |x| / 127` rounded to f16, and `round(x · 127 / max |x|)`, ties to even.
-    cache_write(cache, keys, values, slots;) -> none
+    cache_write(cache, keys, values, slots = index;) -> none
     { shapes: "none", dtypes: "keys, values f32; slots i32", effect: Effect::Writes(0), infer: cache_write_spec, decompose: None }
 
     /// Causal attention over a paged cache (Kwon et al. 2023). Row `r` of `queries` (f32
@@ -30,7 +30,7 @@ ops! {
     /// `tables[sequence, t / block_len]`; it attends to tokens `0 ..= position`, or the last `window` of
     /// them (0: all). Query head `h` reads key head `h / (heads / kv_heads)`. A `soft_cap` c above 0 makes
     /// `c · tanh(score / c)` of each score. Softmax in f32. Result f32 `[m, heads, d]`.
-    paged_attention(queries, cache, tables, sequences, positions; scale: Float(0.0, 1e3), window: Int(0, i32::MAX as i64), soft_cap: Float(0.0, 1e6)) -> one
+    paged_attention(queries, cache, tables = index, sequences = index, positions = index; scale: Float(0.0, 1e3), window: Int(0, i32::MAX as i64), soft_cap: Float(0.0, 1e6)) -> one
     { shapes: "queries", dtypes: "queries f32; tables, sequences, positions i32", effect: Effect::Reads(1), infer: attention_spec, decompose: None }
 
     /// `softmax(scale · queries @ keysᵀ + mask) @ values` (Vaswani et al. 2017): query head `h` reads key head

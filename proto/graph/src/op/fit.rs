@@ -4,7 +4,7 @@ use crate::{
     dtype::DType,
     graph::{GraphBuilder, GraphError, Value},
     op::{
-        Attribute, Call, OpRow, ValueSpec,
+        Attribute, Call, OpRow, ValueSpec, not_an_integer,
         rules::{cast_to, dtype_error, reshape_to, spec_of},
     },
     shape::{Dim, Shape, TensorSpec},
@@ -59,15 +59,11 @@ pub(crate) fn optional_vector(call: &Call<'_>, i: usize, n: usize) -> Result<(),
 ///
 /// # Errors
 /// When it is something else.
-pub(crate) fn indices_of<'a>(call: &Call<'a>, i: usize) -> Result<&'a TensorSpec, GraphError> {
+pub(crate) fn integers<'a>(call: &Call<'a>, i: usize) -> Result<&'a TensorSpec, GraphError> {
     let t = call.tensor(i)?;
     match t.dtype.is_integer() {
         true => Ok(t),
-        false => Err(call.error(format_args!(
-            "{} must be of an integer dtype, not {}",
-            call.input_name(i),
-            t.dtype
-        ))),
+        false => Err(call.error(not_an_integer(call.input_name(i), t.dtype))),
     }
 }
 
@@ -253,6 +249,15 @@ pub(crate) mod testing {
             .unwrap_or_else(|e| panic!("{}{inputs:?} {attributes:?}: {e}", row.name));
         assert_eq!(said(&graph, &results), want, "{}{inputs:?}", row.name);
         let graph = graph.finish(&results).unwrap();
+        // An input that an op of the parts goes by is one of the row itself: backends may have it as a kernel.
+        let given = values
+            .iter()
+            .enumerate()
+            .filter(|(_, v)| **v != Value::Absent);
+        for ((i, _), leads) in given.zip(graph.inputs_read_as_indices()) {
+            let slot = row.input(i).unwrap();
+            assert!(slot.is_index || !leads, "{} is no index", slot.name);
+        }
         for node in graph.nodes().iter().filter(|n| n.op.name == row.name) {
             let specs = graph.input_specs(node).unwrap();
             let texts: Vec<String> = (specs.iter())

@@ -6,7 +6,7 @@ use crate::{
     graph::{GraphBuilder, GraphError, Value},
     op::{
         Attribute, Call, Effect,
-        fit::{Parts, dims_text, indices_of, join, pair},
+        fit::{Parts, dims_text, join, pair},
         ops,
         rules::{Specs, Values, axis_of, one, plain, reshape_to, scalar, size},
     },
@@ -19,31 +19,31 @@ const REDUCE: &[&str] = &["set", "add", "mul", "max", "min"];
 ops! {
     /// Rows of `table` (`[n, k]`, any float or block dtype) at `indices` (i32 `[m]`, each in `[0, n)`),
     /// dequantised to f32 `[m, k]` (ggml's `get_rows`).
-    get_rows(table, indices;) -> one { shapes: "[n, k], [m] → [m, k]", dtypes: "table f32, f16, bf16 or a block type; indices i32 → f32", effect: Effect::None, infer: get_rows_spec, decompose: None }
+    get_rows(table, indices = index;) -> one { shapes: "[n, k], [m] → [m, k]", dtypes: "table f32, f16, bf16 or a block type; indices i32 → f32", effect: Effect::None, infer: get_rows_spec, decompose: None }
 
     /// Slices of `x` along `axis` at `indices` (`np.take`): the axis is replaced by the axes of `indices`. Of a block
     /// type, `x` is `[n, k]`, the axis 0 and the result f32.
-    take(x, indices; axis: Int(-8, 7)) -> one { shapes: "x before axis, indices, x after axis", dtypes: "x any; indices integers → x, of a block type f32", effect: Effect::None, infer: take_spec, decompose: Some(take_rows) }
+    take(x, indices = index; axis: Int(-8, 7)) -> one { shapes: "x before axis, indices, x after axis", dtypes: "x any; indices integers → x, of a block type f32", effect: Effect::None, infer: take_spec, decompose: Some(take_rows) }
 
     /// One element of `x` per element of `indices`, which replaces its place along `axis` (`np.take_along_axis`);
     /// the other axes are equal.
-    take_along_axis(x, indices; axis: Int(-8, 7)) -> one { shapes: "indices", dtypes: "x plain; indices integers → x", effect: Effect::None, infer: take_along_axis_spec, decompose: None }
+    take_along_axis(x, indices = index; axis: Int(-8, 7)) -> one { shapes: "indices", dtypes: "x plain; indices integers → x", effect: Effect::None, infer: take_along_axis_spec, decompose: None }
 
     /// Slices of `x` (ONNX `GatherND`): each vector along the last axis of `indices` names a place along the axes of
     /// `x` after the first `batch_dims`, which the two share.
-    gather_nd(x, indices; batch_dims: Int(0, 7)) -> one { shapes: "[b…, i…, l], x [b…, l axes, rest…] → [b…, i…, rest…]", dtypes: "x plain; indices integers → x", effect: Effect::None, infer: gather_nd_spec, decompose: None }
+    gather_nd(x, indices = index; batch_dims: Int(0, 7)) -> one { shapes: "[b…, i…, l], x [b…, l axes, rest…] → [b…, i…, rest…]", dtypes: "x plain; indices integers → x", effect: Effect::None, infer: gather_nd_spec, decompose: None }
 
     /// `x` with `updates` at `indices` along `axis` (ONNX `ScatterElements`); `updates` has the shape of `indices`,
     /// which along the other axes may be smaller than `x`. Updates are applied in order, so that of several to one
     /// place `set` keeps the last; `add`, `mul`, `max` and `min` join them with what is there.
-    scatter_along_axis(x, indices, updates; axis: Int(-8, 7), reduce: Name(REDUCE)) -> one { shapes: "x", dtypes: "x, updates equal, real (bool: set, max, min); indices integers → x", effect: Effect::None, infer: scatter_along_axis_spec, decompose: None }
+    scatter_along_axis(x, indices = index, updates; axis: Int(-8, 7), reduce: Name(REDUCE)) -> one { shapes: "x", dtypes: "x, updates equal, real (bool: set, max, min); indices integers → x", effect: Effect::None, infer: scatter_along_axis_spec, decompose: None }
 
     /// `x` with slices of `updates` where the vectors along the last axis of `indices` say (ONNX `ScatterND`), in
     /// order, joined as for `scatter_along_axis`.
-    scatter_nd(x, indices, updates; reduce: Name(REDUCE)) -> one { shapes: "x [l axes, rest…], [i…, l], [i…, rest…] → x", dtypes: "x, updates equal, real (bool: set, max, min); indices integers → x", effect: Effect::None, infer: scatter_nd_spec, decompose: None }
+    scatter_nd(x, indices = index, updates; reduce: Name(REDUCE)) -> one { shapes: "x [l axes, rest…], [i…, l], [i…, rest…] → x", dtypes: "x, updates equal, real (bool: set, max, min); indices integers → x", effect: Effect::None, infer: scatter_nd_spec, decompose: None }
 
     /// `a[t, u, :] + b[ids[t, u], :]` (ggml's `add_id`): the bias of the expert that a token uses.
-    add_id(a, b, ids;) -> one { shapes: "[t, u, n], [e, n], [t, u] → [t, u, n]", dtypes: "a, b plain; ids integers → promote(a, b)", effect: Effect::None, infer: add_id_spec, decompose: Some(add_id_of_parts) }
+    add_id(a, b, ids = index;) -> one { shapes: "[t, u, n], [e, n], [t, u] → [t, u, n]", dtypes: "a, b plain; ids integers → promote(a, b)", effect: Effect::None, infer: add_id_spec, decompose: Some(add_id_of_parts) }
 }
 
 fn get_rows_spec(call: &Call<'_>) -> Specs {
@@ -63,7 +63,7 @@ fn get_rows_spec(call: &Call<'_>) -> Specs {
 }
 
 fn take_spec(call: &Call<'_>) -> Specs {
-    let (x, indices) = (call.tensor(0)?, indices_of(call, 1)?);
+    let (x, indices) = (call.tensor(0)?, call.tensor(1)?);
     let axis = axis_of(call, call.int(0)?, x.shape.rank())?;
     let (before, after) = x.shape.dims().split_at(axis);
     let dims = [before, indices.shape.dims(), after.get(1..).unwrap_or(&[])];
@@ -131,7 +131,7 @@ fn take_rows(graph: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute
 }
 
 fn take_along_axis_spec(call: &Call<'_>) -> Specs {
-    let (x, indices) = (plain(call, 0)?, indices_of(call, 1)?);
+    let (x, indices) = (plain(call, 0)?, call.tensor(1)?);
     let axis = axis_of(call, call.int(0)?, x.shape.rank())?;
     let (dims, wanted) = (x.shape.dims(), indices.shape.dims());
     let fits = dims.len() == wanted.len()
@@ -161,7 +161,7 @@ fn vectors<'a>(
 }
 
 fn gather_nd_spec(call: &Call<'_>) -> Specs {
-    let (x, indices) = (plain(call, 0)?, indices_of(call, 1)?);
+    let (x, indices) = (plain(call, 0)?, call.tensor(1)?);
     let dims = x.shape.dims();
     let batch = size(call, call.int(0)?)?;
     let shared = (
@@ -202,7 +202,7 @@ fn scattered<'a>(call: &Call<'a>, reduce: usize) -> Result<&'a TensorSpec, Graph
 }
 
 fn scatter_along_axis_spec(call: &Call<'_>) -> Specs {
-    let (x, indices) = (scattered(call, 1)?, indices_of(call, 1)?);
+    let (x, indices) = (scattered(call, 1)?, call.tensor(1)?);
     let updates = call.tensor(2)?;
     let axis = axis_of(call, call.int(0)?, x.shape.rank())?;
     if updates.shape != indices.shape {
@@ -227,7 +227,7 @@ fn scatter_along_axis_spec(call: &Call<'_>) -> Specs {
 }
 
 fn scatter_nd_spec(call: &Call<'_>) -> Specs {
-    let (x, indices) = (scattered(call, 0)?, indices_of(call, 1)?);
+    let (x, indices) = (scattered(call, 0)?, call.tensor(1)?);
     let updates = call.tensor(2)?;
     let (before, named) = vectors(call, indices, x.shape.rank())?;
     let wanted = join(before, x.shape.dims().get(named..).unwrap_or(&[]));
@@ -242,7 +242,7 @@ fn scatter_nd_spec(call: &Call<'_>) -> Specs {
 }
 
 fn add_id_spec(call: &Call<'_>) -> Specs {
-    let (a, b, ids) = (plain(call, 0)?, plain(call, 1)?, indices_of(call, 2)?);
+    let (a, b, ids) = (plain(call, 0)?, plain(call, 1)?, call.tensor(2)?);
     match (a.shape.dims(), b.shape.dims(), ids.shape.dims()) {
         (&[t, u, n], &[Dim::Fixed(_), n2], &[t2, u2]) if (t, u, n) == (t2, u2, n2) => {}
         _ => {

@@ -7,7 +7,7 @@ use crate::{
     graph::{GraphBuilder, GraphError, Value},
     op::{
         Attribute, Call, Effect,
-        fit::{Parts, dims_text, float, given, indices_of, join, pair, shaped, swapped},
+        fit::{Parts, dims_text, float, given, join, pair, shaped, swapped},
         ops,
         rules::{
             Specs, Values, apply_as, cast_to, common, dtype_error, one, plain, row_error, scalar,
@@ -31,7 +31,7 @@ ops! {
 
     /// `x` times the experts that each token uses (ggml's `mul_mat_id`): `experts` `[e, n, k]` of any float or block
     /// dtype, `x` f32 `[t, u, k]`, or `[t, 1, k]` for all of a token's experts, and `ids` `[t, u]`.
-    mul_mat_id(experts, x, ids;) -> one { shapes: "[e, n, k], [t, u or 1, k], [t, u] → [t, u, n]", dtypes: "experts float or a block type; x f32; ids integers → f32", effect: Effect::None, infer: mul_mat_id_spec, decompose: Some(mul_mat_id_in_f32) }
+    mul_mat_id(experts, x, ids = index;) -> one { shapes: "[e, n, k], [t, u or 1, k], [t, u] → [t, u, n]", dtypes: "experts float or a block type; x f32; ids integers → f32", effect: Effect::None, infer: mul_mat_id_spec, decompose: Some(mul_mat_id_in_f32) }
 
     /// `beta · c + alpha · (a @ b)` (MLX's `addmm`): `a @ b` as `matmul` has it, and `c` broadcasts to that.
     addmm(c, a, b; alpha: Float(-1e30, 1e30), beta: Float(-1e30, 1e30)) -> one { shapes: "c, […, m, k], […, k, n] → […, m, n]", dtypes: "float or c64 → promote(c, a, b)", effect: Effect::None, infer: addmm_spec, decompose: Some(addmm_of_parts) }
@@ -39,7 +39,7 @@ ops! {
     /// `a[lhs] @ b[rhs]` (MLX's `gather_mm`): `lhs` and `rhs` name matrices among those of `a` `[…, m, k]` and `b`
     /// `[…, k, n]`, the axes before the last two as one; an absent one names each matrix where it stands. What they
     /// name broadcasts. `sorted` is a hint and changes nothing.
-    gather_mm(a, b, lhs = optional, rhs = optional; sorted: Bool) -> one { shapes: "[…, m, k], […, k, n], lhs, rhs → [broadcast(lhs, rhs)…, m, n]", dtypes: "a, b float or c64 → promote(a, b); lhs, rhs integers", effect: Effect::None, infer: gather_mm_spec, decompose: Some(gather_mm_of_parts) }
+    gather_mm(a, b, lhs = optional_index, rhs = optional_index; sorted: Bool) -> one { shapes: "[…, m, k], […, k, n], lhs, rhs → [broadcast(lhs, rhs)…, m, n]", dtypes: "a, b float or c64 → promote(a, b); lhs, rhs integers", effect: Effect::None, infer: gather_mm_spec, decompose: Some(gather_mm_of_parts) }
 }
 
 /// How many successive matrices of `x` one of `w` serves along each axis before the last two, outermost first, for
@@ -138,7 +138,7 @@ fn matmul_spec(call: &Call<'_>) -> Specs {
 
 fn mul_mat_id_spec(call: &Call<'_>) -> Specs {
     let (experts, x) = (call.tensor(0)?, call.tensor_of(1, DType::F32)?);
-    let ids = indices_of(call, 2)?;
+    let ids = call.tensor(2)?;
     if !(experts.dtype.is_block() || experts.dtype.is_float()) {
         return Err(call.error(format_args!("experts cannot be {}", experts.dtype)));
     }
@@ -194,7 +194,7 @@ fn gathered(call: &Call<'_>, i: usize, index: usize) -> Result<(TensorSpec, Vec<
     if call.optional(index)?.is_none() {
         return Ok((t.clone(), t.shape.dims().to_vec()));
     }
-    let indices = indices_of(call, index)?;
+    let indices = call.tensor(index)?;
     let one_axis = before.len() == 1;
     if t.shape.is_symbolic() && !one_axis {
         return Err(row_error(call, "named together with other axes"));

@@ -7,7 +7,7 @@ use crate::{
     graph::{GraphBuilder, GraphError, Value},
     op::{
         Attribute, Call, Effect,
-        fit::{Parts, float, indices_of, inside, join, shaped},
+        fit::{Parts, float, inside, integers, join, shaped},
         ops,
         rules::{Specs, Values, cast_to, row_error, scalar, size, spec_of},
     },
@@ -190,7 +190,7 @@ impl Turns {
 
 fn rotary_spec(call: &Call<'_>) -> Specs {
     let turns = Turns::of(call)?;
-    let (x, positions) = (call.tensor(0)?, indices_of(call, 1)?);
+    let (x, positions) = (call.tensor(0)?, integers(call, 1)?);
     if let Some(freqs) = call.optional(2)? {
         float(call, 2)?;
         if freqs.shape.dims() != [Dim::Fixed(turns.pairs)] {

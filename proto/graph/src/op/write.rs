@@ -3,7 +3,8 @@
 /// Declares op rows and their builder methods.
 ///
 /// `name(inputs; attribute: kind, …) -> results { shapes, dtypes, effect, infer, decompose }`. An input is a
-/// name, `name = optional` or, the last one, `name = many`. `results` is `one` (the method returns the value),
+/// name, `name = optional` or, the last one, `name = many`; `name = index` and `name = optional_index` are such whose
+/// elements say where the op reads or writes. `results` is `one` (the method returns the value),
 /// `two` (a pair), `many` (a list) or `none` (an effect only). A row whose name is a word of Rust is written
 /// `method as "name"(…)`.
 macro_rules! ops {
@@ -19,6 +20,7 @@ macro_rules! ops {
                 inputs: &[$($crate::op::InputSpec {
                     name: stringify!($input),
                     mode: $crate::op::input_mode!($($mode)?),
+                    is_index: $crate::op::input_is_index!($($mode)?),
                 }),*],
                 attributes: &[$($crate::op::AttributeSpec {
                     name: stringify!($attr),
@@ -72,10 +74,13 @@ macro_rules! row_name {
 }
 
 macro_rules! input_mode {
-    () => {
+    ($(index)?) => {
         $crate::op::InputMode::One
     };
     (optional) => {
+        $crate::op::InputMode::Optional
+    };
+    (optional_index) => {
         $crate::op::InputMode::Optional
     };
     (many) => {
@@ -83,11 +88,26 @@ macro_rules! input_mode {
     };
 }
 
+macro_rules! input_is_index {
+    (index) => {
+        true
+    };
+    (optional_index) => {
+        true
+    };
+    ($($other:ident)?) => {
+        false
+    };
+}
+
 macro_rules! input_type {
-    () => {
+    ($(index)?) => {
         $crate::graph::Value
     };
     (optional) => {
+        Option<$crate::graph::Value>
+    };
+    (optional_index) => {
         Option<$crate::graph::Value>
     };
     (many) => {
@@ -96,10 +116,13 @@ macro_rules! input_type {
 }
 
 macro_rules! input_push {
-    ($inputs:ident, $input:ident) => {
+    ($inputs:ident, $input:ident $(index)?) => {
         $inputs.push($input)
     };
     ($inputs:ident, $input:ident optional) => {
+        $inputs.push($input.unwrap_or($crate::graph::Value::Absent))
+    };
+    ($inputs:ident, $input:ident optional_index) => {
         $inputs.push($input.unwrap_or($crate::graph::Value::Absent))
     };
     ($inputs:ident, $input:ident many) => {
@@ -188,6 +211,6 @@ macro_rules! result_value {
 
 #[allow(unused_imports)]
 pub(crate) use {
-    attribute_type, attribute_value, input_mode, input_push, input_type, ops, result_type,
-    result_value, row_name,
+    attribute_type, attribute_value, input_is_index, input_mode, input_push, input_type, ops,
+    result_type, result_value, row_name,
 };

@@ -1,4 +1,5 @@
-//! Compile: graphs are large when decoded, so they are bounded before, and verified beside the event loop.
+//! Compile: graphs are large when decoded, so they are bounded before, and verified and planned beside the event loop and the
+//! engine, which only gives the plan its memory.
 
 use std::{
     convert::Infallible,
@@ -9,7 +10,6 @@ use std::{
 };
 
 use hotcell_graph::wire::{decode, wire_inputs};
-use hotcell_kernels::plan::PlanHints;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
@@ -22,9 +22,13 @@ use tonic::{Status, body::Body, server::NamedService};
 use tower::Service;
 
 use super::TensorsService;
-use crate::{error::of_graph, host::Host, session::invalid};
+use crate::{
+    error::of_graph,
+    host::Host,
+    session::{compile::Draft, invalid},
+};
 
-/// Graphs of one connection that are received and decoded at once. How many the worker verifies at once is the
+/// Graphs of one connection that are received and decoded at once. How many the worker plans at once is the
 /// host's to say: a connection that sends slowly must not keep the others waiting.
 const AT_ONCE: usize = 2;
 /// How long one may take from its first byte to its plan.
@@ -61,33 +65,39 @@ impl TensorsService {
             None => return Err(invalid("the call has no graph")),
         };
         bounded(graph.encoded_len())?;
-        self.with(session.clone(), |_| Ok(())).await?;
+        let fuse = !request.no_fusion;
+        let terms = self.with(session.clone(), move |s| Ok(s.terms(fuse)));
+        let terms = terms.await?;
         let failed = |e: &dyn std::fmt::Display| {
-            Error::new(Reason::Internal, format!("verification failed: {e}"))
+            Error::new(Reason::Internal, format!("planning failed: {e}"))
         };
         let place = self.host.graphs().acquire_owned();
         let place = place.await.map_err(|e| failed(&e))?;
-        let verify = move || {
+        let planner = self.host.engine().planner();
+        let draft = move || {
             let graph = decode(&graph).map_err(|e| of_graph(&e));
-            // Only here: a call that was given up verifies to its end.
+            let draft = graph.and_then(|graph| Draft::new(graph, terms, planner.as_ref()));
+            // Only here: a call that was given up is planned to its end.
             drop(place);
-            graph
+            draft
         };
-        let verified = tokio::task::spawn_blocking(verify).await;
-        let graph = verified.map_err(|e| failed(&e))??;
-        let hints = PlanHints {
-            fuse: !request.no_fusion,
-            ..PlanHints::default()
-        };
+        let drafted = tokio::task::spawn_blocking(draft).await;
+        let mut draft = drafted.map_err(|e| failed(&e))??;
         let (inputs, max_rows) = match is_encoded {
-            true => (wire_inputs(&graph), graph.max_rows() as u64),
+            true => (wire_inputs(draft.graph()), draft.graph().max_rows() as u64),
             false => (Vec::new(), 0),
         };
-        let compiled = self.with(session, move |s| s.compile(&graph, request.dry_run, hints));
+        let dry_run = request.dry_run;
+        let compiled = self.with(session, move |s| {
+            let made = s.compile(&mut draft, dry_run)?;
+            // The graph goes back with the answer: to drop a large one takes the engine's time.
+            Ok((made, draft))
+        });
+        let (made, _) = compiled.await?;
         Ok(v1::CompileResponse {
             inputs,
             max_rows,
-            ..compiled.await?
+            ..made
         })
     }
 }

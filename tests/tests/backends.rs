@@ -1,0 +1,296 @@
+//! Backends opened with parameters: what each of them does, refuses and counts; and that planning holds up no tokens.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::{
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use hotcell_client::{
+    Address, Error, Event, GenerateOptions, Reason,
+    tensor::{
+        AttentionOptions, Backend, BackendParams, CacheSpec, DType, FlashAttention, PagedOptions,
+        Pages, Placement, Session, SessionOptions, Step, Tensor,
+    },
+    v1,
+};
+use hotcell_graph::{Graph, GraphBuilder, Shape, TensorSpec};
+use hotcell_kernels::{
+    backend::Device,
+    cpu::{CpuDevice, path::CpuPath},
+    plan::PlanHints,
+};
+use hotcell_tests::cluster::{Cluster, all_have, kjv};
+
+fn address(cluster: &Cluster) -> Address {
+    format!("unix:{}", cluster.socket.display())
+        .parse()
+        .unwrap()
+}
+
+async fn cluster() -> Cluster {
+    let cluster = Cluster::start(&[]).await.unwrap();
+    let ready = |workers: &[v1::WorkerInfo]| {
+        !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
+    };
+    cluster.workers(ready).await.unwrap();
+    cluster
+}
+
+async fn open(
+    cluster: &Cluster,
+    name: &str,
+    change: impl FnOnce(&mut BackendParams),
+) -> Result<Backend, Error> {
+    let mut params = BackendParams::at(address(cluster));
+    change(&mut params);
+    Backend::open(name, params).await
+}
+
+const CACHE: CacheSpec = CacheSpec {
+    dtype: DType::F16,
+    blocks: 16,
+    block_len: 16,
+    kv_heads: 2,
+    head_dim: 32,
+};
+
+#[tokio::test]
+async fn each_quota_that_a_backend_is_opened_with_holds() {
+    let cluster = cluster().await;
+    let small = open(&cluster, "cpu", |p| p.memory_limit = 1 << 20).await;
+    let small = small.unwrap();
+    let refused = |error: Error, limit: Option<&str>| {
+        assert_eq!(error.reason(), Reason::QuotaExceeded, "{error:?}");
+        if limit.is_some() {
+            assert_eq!(error.get("limit"), limit, "{error:?}");
+        }
+    };
+    let session = small.session();
+    session.full(1.0f32, &[1 << 16]).eval().await.unwrap();
+    refused(
+        session.full(1.0f32, &[1 << 19]).eval().await.unwrap_err(),
+        None,
+    );
+
+    let few = open(&cluster, "cpu", |p| p.max_tensors = 3).await;
+    let mut few = few.unwrap();
+    let mut held = Vec::new();
+    for layer in 0..3 {
+        held.push(few.cache(layer, CACHE).await.unwrap());
+    }
+    refused(few.cache(3, CACHE).await.err().unwrap(), Some("3"));
+    drop(held);
+
+    let two = open(&cluster, "cpu", |p| p.max_plans = 2).await.unwrap();
+    let session = two.session();
+    let made = |n: usize| {
+        let own = session.clone();
+        session.compile(move |_| vec![own.full(n as f32, &[n]) + 1.0])
+    };
+    let functions = [made(1), made(2), made(3)];
+    for function in &functions[..2] {
+        function.call_eval(&[]).await.unwrap();
+    }
+    let more = functions[2].call_eval(&[]).await;
+    refused(more.err().unwrap(), Some("2"));
+}
+
+#[tokio::test]
+async fn attention_is_taken_apart_where_it_is_asked_for_and_said_to_be() {
+    let cluster = cluster().await;
+    let mut seen = Vec::new();
+    for choice in [FlashAttention::Auto, FlashAttention::Off] {
+        let backend = open(&cluster, "cpu", |p| p.flash_attention = choice).await;
+        let backend = backend.unwrap();
+        let session = backend.session();
+        let x = session.arange(0.0, 96.0, 1.0, DType::F32).sin();
+        let x = x.reshape(&[1, 2, 6, 8]);
+        let y = x.attention(&x, &x, &AttentionOptions::default());
+        seen.push((session.numerics(), y.to_vec::<f32>().await.unwrap()));
+    }
+    let class = &seen[0].0;
+    assert!(class.starts_with("cpu/"), "{class}");
+    assert_eq!(seen[1].0, format!("{class}/attention:parts"));
+    // The processor has no kernel for it: both are the same sums.
+    assert_eq!(seen[0].1, seen[1].1);
+    let error = open(&cluster, "cpu", |p| p.flash_attention = FlashAttention::On).await;
+    let error = error.err().unwrap();
+    assert_eq!(error.reason(), Reason::OpUnsupported, "{error:?}");
+    assert!(error.message().contains("auto or off"), "{error:?}");
+}
+
+#[tokio::test]
+async fn layers_are_placed_only_on_devices_that_are_there() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let own = open(&cluster, "kjv", |_| {}).await.unwrap();
+    let device = own.describe().device.clone();
+    let on = |device: &str| Placement::List(vec![(device.to_owned(), vec![0])]);
+    for (name, placement) in [
+        ("kjv", on("cuda:7")),
+        ("kjv", on("GPU")),
+        ("cpu", on("mlx:3")),
+    ] {
+        let Placement::List(list) = &placement else {
+            unreachable!()
+        };
+        let device = list[0].0.clone();
+        let error = open(&cluster, name, |p| p.placement = placement).await;
+        let error = error.err().unwrap();
+        assert_eq!(error.reason(), Reason::NoWorker, "{error:?}");
+        assert_eq!(error.get("device"), Some(device.as_str()));
+        assert!(error.message().contains("there are cpu:0"), "{error:?}");
+    }
+    for placement in [on(&device), Placement::Count(1), Placement::Whole] {
+        let placed = open(&cluster, "kjv", |p| p.placement = placement).await;
+        let memory = placed.unwrap().memory();
+        assert!(memory.iter().map(|m| m.total()).sum::<u64>() > 9_000_000);
+    }
+}
+
+/// A step that writes two tokens to each cache and looks at them.
+fn step(session: &Session, caches: &[hotcell_client::tensor::Cache]) -> (Step, Vec<Tensor>) {
+    let mut step = session.step();
+    let places = session.arange(0.0, 2.0, 1.0, DType::I32);
+    let rows = session.full(0.5f32, &[2, CACHE.kv_heads, CACHE.head_dim]);
+    let pages = Pages {
+        tables: session.zeros(DType::I32, &[1, 1]),
+        sequences: session.zeros(DType::I32, &[2]),
+        positions: places.clone(),
+    };
+    let attended = caches.iter().map(|cache| {
+        step.write(cache, &rows, &rows, &places);
+        step.attend(&rows, cache, &pages, PagedOptions::default())
+    });
+    let attended: Vec<Tensor> = attended.collect();
+    (step, attended)
+}
+
+#[tokio::test]
+async fn a_dry_run_tells_weights_caches_and_graphs_as_they_are_in_truth() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let size = CACHE.bytes().unwrap() as u64;
+    let mut told = Vec::new();
+    for allocate in [false, true] {
+        let backend = open(&cluster, "kjv", |p| p.allocate = allocate).await;
+        let mut backend = backend.unwrap();
+        let session = backend.session().clone();
+        let mut caches = Vec::new();
+        for layer in [0, 1, 1] {
+            caches.push(backend.cache(layer, CACHE).await.unwrap());
+        }
+        // The counters of a session that has memory, and of one that has none.
+        assert_eq!(session.memory().await.unwrap().active, 3 * size);
+        let (first, results) = step(&session, &caches);
+        let taken = backend.reserve_step(first, &results).await.unwrap();
+        assert_eq!((taken.caches, taken.constants), (3 * size, 0));
+        if allocate {
+            let (again, results) = step(&session, &caches);
+            again.run(&results).await.unwrap();
+            let active = session.memory().await.unwrap().active;
+            let graph = active - 3 * size;
+            let least = taken.arena + taken.outputs;
+            assert!(
+                (least..least + (64 << 10)).contains(&graph),
+                "{graph} and {taken:?}"
+            );
+            drop(results);
+        }
+        told.push(backend.memory());
+    }
+    assert_eq!(told[0], told[1]);
+    let own = &told[0][0];
+    assert_eq!(own.caches, [(0, size), (1, 2 * size)].into());
+    assert!(
+        own.graph > 0 && own.total() > 9_000_000 + 3 * size,
+        "{own:?}"
+    );
+}
+
+/// So many attentions, one of the other.
+fn tower(layers: usize) -> Graph {
+    let mut g = GraphBuilder::new(0);
+    let shape = Shape::fixed(&[1, 2, 4, 8]).unwrap();
+    let x = g.tensor("x", TensorSpec::new(DType::F32, shape).unwrap());
+    let y = (0..layers).fold(x.unwrap(), |y, _| {
+        let y = g.scaled_dot_product_attention(y, y, y, None, None, 1.0, false, 0, 0.0);
+        y.unwrap()
+    });
+    g.finish(&[y]).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn tokens_come_while_a_large_graph_is_planned() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    // One that takes long enough to be noticed, by what it takes here.
+    let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
+    let (mut layers, mut planning) = (500, Duration::ZERO);
+    while planning < Duration::from_millis(600) && layers <= 4000 {
+        let graph = tower(layers);
+        let begun = Instant::now();
+        let planner = device.planner().unwrap();
+        planner.prepare(&graph, &PlanHints::default()).unwrap();
+        planning = begun.elapsed();
+        layers *= 2;
+    }
+    let layers = layers / 2;
+    let address = address(&cluster);
+    let session = Session::open(&address, SessionOptions::default()).await;
+    let session = session.unwrap();
+    let options = AttentionOptions::default();
+    let tower = session.compile(move |x| {
+        let first = x[0].clone();
+        vec![(0..layers).fold(first, |y, _| y.attention(&y, &y, &options))]
+    });
+    let x = [session.zeros(DType::F32, &[1, 2, 4, 8])];
+    // Traced once; from then on little of it is this process's.
+    tower.reserve(&x).await.unwrap();
+
+    let came = Arc::new(Mutex::new(Vec::new()));
+    let client = cluster.client().await.unwrap();
+    let noted = Arc::clone(&came);
+    let reading = tokio::spawn(async move {
+        loop {
+            let options = GenerateOptions {
+                max_tokens: 100,
+                ignore_eos: true,
+                ..GenerateOptions::default()
+            };
+            let mut stream = client.generate("In the beginning", options).await.unwrap();
+            while let Some(event) = stream.next().await {
+                if let Event::Delta(_) = event.unwrap() {
+                    noted.lock().unwrap().push(Instant::now());
+                }
+            }
+        }
+    });
+    while came.lock().unwrap().len() < 10 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let begun = Instant::now();
+    tower.reserve(&x).await.unwrap();
+    let ended = Instant::now();
+    reading.abort();
+    let took = ended - begun;
+    let mut times = vec![begun];
+    times.extend(
+        came.lock()
+            .unwrap()
+            .iter()
+            .filter(|t| (begun..ended).contains(t)),
+    );
+    times.push(ended);
+    let longest = times.windows(2).map(|t| t[1] - t[0]).max().unwrap();
+    println!(
+        "{layers} layers: planned in {planning:?} here, in {took:?} there; {} tokens meanwhile, {longest:?} apart at most",
+        times.len() - 2
+    );
+    assert!(
+        longest < planning / 2,
+        "no token for {longest:?} beside a plan that takes {planning:?} here"
+    );
+}
