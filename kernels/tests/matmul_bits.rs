@@ -59,7 +59,7 @@ impl Random {
                         // Subnormal ones too, the code of the NaN and a sign that does not count.
                         DType::NVFP4 => block[..4].iter_mut().for_each(|scale| {
                             *scale = match *scale % 64 {
-                                63 => 0x7f,
+                                63 => *scale | 0x7f,
                                 other => other | *scale & 0x80,
                             };
                         }),
@@ -125,9 +125,9 @@ fn e2m1_twice(code: u8) -> i32 {
 fn block64(b: &[u8]) -> Vec<(Vec<i32>, f32)> {
     let half = |scale: u8| {
         let (exponent, mantissa) = (i32::from(scale >> 3 & 15), f32::from(scale & 7));
-        match (exponent, scale & 7) {
-            (15, 7) => 0.0,
-            (0, _) => mantissa / 1024.0,
+        match (scale, exponent) {
+            (0x7f, _) => 0.0,
+            (_, 0) => mantissa / 1024.0,
             _ => (8.0 + mantissa) / 16.0 * 2f32.powi(exponent - 7),
         }
     };

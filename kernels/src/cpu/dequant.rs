@@ -197,12 +197,12 @@ fn mxfp4(b: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Half of what E4M3 says, without a sign. As in ggml, its NaN is 0.
+/// Half of what E4M3 says. As in ggml, a sign does not count, and the NaN that has none is 0.
 fn half_e4m3(x: u8) -> f32 {
-    match x & 0x7f {
+    match x {
         0x7f => 0.0,
         // A half-precision number with the same exponent and mantissa is 2^-8 of it.
-        x => f16_to_f32(u16::from(x) << 7) * 128.0,
+        _ => f16_to_f32(u16::from(x & 0x7f) << 7) * 128.0,
     }
 }
 

@@ -35,7 +35,7 @@ unsafe fn word<S: Simd>(x: *const u8, at: usize) -> S::I {
     unsafe { S::splat_i(ptr::read_unaligned(x.add(at).cast())) }
 }
 
-/// Half of each of the four numbers of E4M3 in a word, without a sign; 0 for the code of a NaN.
+/// Half of each of the four numbers of E4M3 in a word, whose sign does not count; 0 for the code of a NaN, which has none.
 ///
 /// # Safety
 ///
@@ -45,15 +45,19 @@ unsafe fn scales<S: Simd>(bytes: S::I) -> [S::F; 4] {
     // SAFETY: the caller's promise.
     unsafe {
         let seven = S::and(bytes, S::splat_i(0x7f7f_7f7f));
-        // The NaN's bits are all ones, to which adding one carries into the eighth; that one spread over the seven
-        // takes them away.
+        // The NaN's seven bits are all ones, to which adding one carries into the eighth; that one spread over the seven
+        // takes them away. The last shift brings an eighth bit into the byte below.
         let carried = S::add(seven, S::splat_i(0x0101_0101));
-        let carried = S::and(carried, S::splat_i(0x8080_8080_u32 as i32));
+        let unsigned = S::and(
+            S::xor(bytes, S::splat_i(-1)),
+            S::splat_i(0x8080_8080_u32 as i32),
+        );
+        let carried = S::and(carried, unsigned);
         let two = S::or(S::shr::<1>(carried), S::shr::<2>(carried));
         let four = S::or(two, S::shr::<2>(two));
         let numbers = S::xor(seven, S::or(four, S::shr::<4>(four)));
         // As half-precision numbers they are 2^-8 of what they are; half of that is wanted.
-        let even = S::splat_i(0x00ff_00ff);
+        let even = S::splat_i(0x007f_007f);
         let [a, c] = S::halves(S::shl::<7>(S::and(numbers, even)));
         let [b, d] = S::halves(S::shl::<7>(S::and(S::shr::<8>(numbers), even)));
         let unit = S::splat_f(128.0);
