@@ -50,8 +50,21 @@ impl Random {
                     let halves: &[usize] = match dtype {
                         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => &[0],
                         DType::Q6K => &[208],
+                        DType::MXFP4 | DType::NVFP4 => &[],
                         _ => &[0, 2],
                     };
+                    match dtype {
+                        // From 2^-9 to 2^-2 for the numbers as the blocks have them.
+                        DType::MXFP4 => block[0] = 119 + block[0] % 8,
+                        // Subnormal ones too, the code of the NaN and a sign that does not count.
+                        DType::NVFP4 => block[..4].iter_mut().for_each(|scale| {
+                            *scale = match *scale % 64 {
+                                63 => *scale | 0x7f,
+                                other => other | *scale & 0x80,
+                            };
+                        }),
+                        _ => {}
+                    }
                     for &at in halves {
                         let scale = f16::from_f32(0.05 * self.float());
                         block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
@@ -98,6 +111,35 @@ fn half_at(b: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([b[at], b[at + 1]]).to_f32()
 }
 
+/// Twice the number of E2M1 with this code, from its sign, exponent and mantissa.
+fn e2m1_twice(code: u8) -> i32 {
+    let (exponent, mantissa) = (code >> 1 & 3, i32::from(code & 1));
+    let size = match exponent {
+        0 => mantissa,
+        exponent => (2 + mantissa) << (exponent - 1),
+    };
+    if code & 8 == 0 { size } else { -size }
+}
+
+/// Integer weights of NVFP4's four sub-blocks, and half of their scales.
+fn block64(b: &[u8]) -> Vec<(Vec<i32>, f32)> {
+    let half = |scale: u8| {
+        let (exponent, mantissa) = (i32::from(scale >> 3 & 15), f32::from(scale & 7));
+        match (scale, exponent) {
+            (0x7f, _) => 0.0,
+            (_, 0) => mantissa / 1024.0,
+            _ => (8.0 + mantissa) / 16.0 * 2f32.powi(exponent - 7),
+        }
+    };
+    let subs = b[..4].iter().zip(b[4..].chunks(8));
+    subs.map(|(&scale, qs)| {
+        let low = qs.iter().map(|b| e2m1_twice(b & 15));
+        let all = low.chain(qs.iter().map(|b| e2m1_twice(b >> 4)));
+        (all.collect(), half(scale))
+    })
+    .collect()
+}
+
 /// Signed integer weights of a 32-element block (unsigned where there is a minimum), d and m.
 fn block32(dtype: DType, b: &[u8]) -> (Vec<i32>, f32, Option<f32>) {
     let d = half_at(b, 0);
@@ -120,6 +162,12 @@ fn block32(dtype: DType, b: &[u8]) -> (Vec<i32>, f32, Option<f32>) {
         DType::Q4_1 => (nibbles(&b[4..20]), d, Some(half_at(b, 2))),
         DType::Q5_0 => (minus(five(&b[2..6], &b[6..22]), 16), d, None),
         DType::Q5_1 => (five(&b[4..8], &b[8..24]), d, Some(half_at(b, 2))),
+        DType::MXFP4 => {
+            let codes = nibbles(&b[1..17]).into_iter();
+            // In f64 the power of two is a normal number, and it fits into f32.
+            let d = 2f64.powi(i32::from(b[0]) - 128) as f32;
+            (codes.map(|code| e2m1_twice(code as u8)).collect(), d, None)
+        }
         other => panic!("{other}"),
     }
 }
@@ -210,6 +258,14 @@ fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
                     acc = inner.mul_add(half_at(b, 0), -low).mul_add(x.da, acc);
                 }
             }
+            DType::NVFP4 => {
+                let halves: Vec<Quantized> = x.chunks(32).map(|x| quantize(x, true)).collect();
+                for (j, (w, d)) in block64(b).into_iter().enumerate() {
+                    let x = &halves[j / 2];
+                    let dot = dot(&w, &x.q[j % 2 * 16..][..16]);
+                    acc = (dot as f32 * x.da).mul_add(d, acc);
+                }
+            }
             _ => {
                 let x = quantize(x, true);
                 let (w, d, m) = block32(dtype, b);
@@ -235,6 +291,7 @@ fn weight_dtypes() -> impl Iterator<Item = DType> {
 fn ks(dtype: DType) -> &'static [usize] {
     match dtype.block_len() {
         32 => &[0, 32, 96, 32 * 45],
+        64 => &[0, 64, 192, 64 * 23],
         256 => &[0, 256, 512, 768],
         _ => &[0, 1, 7, 16, 31, 33, 400],
     }
@@ -381,8 +438,8 @@ fn ranges_may_start_anywhere() {
     }
 }
 
-/// The layout in its own words: panels of sixteen rows; per block (two, where a block has a number beside its words)
-/// the numbers, then the words of all rows side by side, in the order that Q6_K's kernel reads them.
+/// The layout in its own words: panels of sixteen rows; per block (as many as their numbers fill a line, where a block has
+/// a number beside its words) the numbers, then the words of all rows side by side, in the order that Q6_K's kernel reads them.
 fn packed_by_the_letter(dtype: DType, w: &[u8], k: usize) -> Vec<u8> {
     let (bytes, stride) = (
         dtype.block_bytes(),
@@ -390,9 +447,11 @@ fn packed_by_the_letter(dtype: DType, w: &[u8], k: usize) -> Vec<u8> {
     );
     // What is moved as one: 64 bytes of a row of plain numbers, or a block.
     let bytes = if dtype.is_block() { bytes } else { 64 };
+    // Its place and size.
     let number = match dtype {
-        DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => Some(0),
-        DType::Q6K => Some(208),
+        DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => Some((0, 2)),
+        DType::Q6K => Some((208, 2)),
+        DType::MXFP4 => Some((0, 1)),
         _ => None,
     };
     let words: Vec<usize> = match dtype {
@@ -407,16 +466,18 @@ fn packed_by_the_letter(dtype: DType, w: &[u8], k: usize) -> Vec<u8> {
             }
             order
         }
-        _ => (number.map_or(0, |_| 2)..bytes).step_by(4).collect(),
+        _ => (number.map_or(0, |(_, size)| size)..bytes)
+            .step_by(4)
+            .collect(),
     };
     let mut out = Vec::new();
     let mut panels = w.chunks_exact(16 * stride);
     for panel in &mut panels {
         let row = |r: usize| &panel[r * stride..][..stride];
         let blocks: Vec<usize> = (0..stride / bytes).collect();
-        for together in blocks.chunks(if number.is_some() { 2 } else { 1 }) {
-            for (b, at) in together.iter().filter_map(|b| Some((b, number?))) {
-                (0..16).for_each(|r| out.extend(&row(r)[b * bytes + at..][..2]));
+        for together in blocks.chunks(number.map_or(1, |(_, size)| 4 / size)) {
+            for (b, (at, size)) in together.iter().filter_map(|b| Some((b, number?))) {
+                (0..16).for_each(|r| out.extend(&row(r)[b * bytes + at..][..size]));
             }
             for b in together {
                 for at in &words {
@@ -434,8 +495,8 @@ fn packed_weights_are_a_permutation_and_give_the_same_bits() {
     let mut random = Random(9);
     for dtype in weight_dtypes() {
         // An odd number of blocks and an even one; whole panels only, and rows left over; more blocks than are unpacked at a
-        // time, so that the next ones begin amid a pair.
-        for (n, blocks) in [(32, 3), (171, 2), (16, 1), (203, 5), (32, 45)] {
+        // time, so that the next ones begin amid those that are kept together.
+        for (n, blocks) in [(32, 3), (171, 2), (16, 1), (203, 5), (16, 6), (32, 45)] {
             let k = blocks
                 * if dtype.is_block() {
                     dtype.block_len()

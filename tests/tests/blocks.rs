@@ -18,6 +18,8 @@ fn every_block_type_decodes_to_the_reference_values() {
         DType::Q4K,
         DType::Q5K,
         DType::Q6K,
+        DType::MXFP4,
+        DType::NVFP4,
         DType::F16,
         DType::BF16,
     ] {

@@ -23,6 +23,8 @@ pub const fn is_weight_dtype(dtype: DType) -> bool {
             | DType::Q4K
             | DType::Q5K
             | DType::Q6K
+            | DType::MXFP4
+            | DType::NVFP4
     )
 }
 
@@ -69,6 +71,8 @@ pub fn dequantize_row(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         DType::Q4K => each(out, q4_k),
         DType::Q5K => each(out, q5_k),
         DType::Q6K => each(out, q6_k),
+        DType::MXFP4 => each(out, mxfp4),
+        DType::NVFP4 => each(out, nvfp4),
         _ => panic!("{dtype} is no weight dtype"),
     }
 }
@@ -84,9 +88,14 @@ fn q8_0(b: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Element `l` of 32 packed nibbles: low nibbles first, then the high ones.
+/// Element `l` of packed nibbles, two in a byte: low nibbles first, then the high ones.
 fn nibble(qs: &[u8], l: usize) -> u8 {
-    if l < 16 { qs[l] & 15 } else { qs[l - 16] >> 4 }
+    let half = qs.len();
+    if l < half {
+        qs[l] & 15
+    } else {
+        qs[l - half] >> 4
+    }
 }
 
 fn q4_0(b: &[u8], out: &mut [f32]) {
@@ -165,6 +174,47 @@ fn q6_k(b: &[u8], out: &mut [f32]) {
         let high = b[128 + h * 32 + l] >> (run * 2) & 3;
         let q = (low | high << 4) as i32 - 32;
         *o = d * (b[192 + i / 16] as i8 as f32) * q as f32;
+    }
+}
+
+/// Twice the numbers of E2M1, by their code: sign, two bits of exponent, one of mantissa. Source: OCP Microscaling Formats
+/// (MX) 1.0, section 5.3.3; ggml stores and computes with the doubled ones.
+pub(super) const E2M1_TWICE: [i8; 16] =
+    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// `2^(e − 128)`: half of what E8M0 says. As in ggml, 255 is no NaN.
+fn half_power(e: u8) -> f32 {
+    f32::from_bits(match e {
+        0 | 1 => 0x0020_0000 << e,
+        _ => u32::from(e - 1) << 23,
+    })
+}
+
+fn mxfp4(b: &[u8], out: &mut [f32]) {
+    let d = half_power(b[0]);
+    for (l, o) in out.iter_mut().enumerate() {
+        *o = d * f32::from(E2M1_TWICE[usize::from(nibble(&b[1..17], l))]);
+    }
+}
+
+/// Half of what E4M3 says. As in ggml, a sign does not count, and the NaN that has none is 0.
+fn half_e4m3(x: u8) -> f32 {
+    match x {
+        0x7f => 0.0,
+        // A half-precision number with the same exponent and mantissa is 2^-8 of it.
+        _ => f16_to_f32(u16::from(x & 0x7f) << 7) * 128.0,
+    }
+}
+
+/// Four scales, then for each of them 8 bytes of nibbles.
+fn nvfp4(b: &[u8], out: &mut [f32]) {
+    let (scales, qs) = b.split_at(4);
+    let subs = qs.chunks_exact(8).zip(out.chunks_exact_mut(16));
+    for (&scale, (qs, out)) in scales.iter().zip(subs) {
+        let d = half_e4m3(scale);
+        for (l, o) in out.iter_mut().enumerate() {
+            *o = d * f32::from(E2M1_TWICE[usize::from(nibble(qs, l))]);
+        }
     }
 }
 

@@ -13,7 +13,9 @@
 //! - **32-element blocks**, with `S = Σ w_q · q` exact, where `w_q` is the signed integer weight (Q4_0:
 //!   nibble − 8, Q5_0: five bits − 16, Q8_0: the byte; Q4_1, Q5_1: the unsigned four or five bits), and
 //!   `d`, `m` the block's scale and minimum: `acc = fma(f32(S) · da, d, acc)`; for Q4_1 and Q5_1 then
-//!   `acc = fma(f32(Σ q) · da, m, acc)`.
+//!   `acc = fma(f32(Σ q) · da, m, acc)`. MXFP4 is one of them: `w_q` is twice the number of E2M1, `d` half of the power of two.
+//! - **NVFP4**, with `S_j = Σ w_q · q` over sub-block `j` of sixteen, `w_q` twice the number of E2M1 and `d_j` half of the
+//!   scale: `acc = fma(f32(S_j) · da, d_j, acc)` for `j` in 0..4; the activations are those of two blocks of 32.
 //! - **Q4_K, Q5_K**, with `dot_j = Σ w_q · q` over sub-block `j` and the integer `T = Σ_j min_j · Σ q_j`, exact:
 //!   `inner = fma(f32(dot_j), scale_j, inner)` for `j` in 0..8 from `+0.0`, then
 //!   `acc = fma(fma(inner, d, −(f32(T) · dmin)), da, acc)`.
@@ -41,6 +43,7 @@ mod avx2;
 mod avx512;
 mod block256;
 mod block32;
+mod block64;
 mod drive;
 mod format;
 pub mod pack;
@@ -247,6 +250,8 @@ formats! {
     Q4K  => block256::Mixed<false>;
     Q5K  => block256::Mixed<true>;
     Q6K  => block256::Six;
+    MXFP4 => block32::Mxfp4;
+    NVFP4 => block64::Nvfp4;
 }
 
 fn on_path<F: Format>(path: CpuPath) -> Kernels {

@@ -2,8 +2,8 @@
 //! multiplication, so that every output of the row sees the same integers.
 //!
 //! Plain weight dtypes read the `f32` activations directly and prepare nothing. The 32-element block
-//! types share one form and the 256-element ones another ([`Activation`]), so a row prepared for Q4_K
-//! serves Q6_K too. A row of `k` elements becomes `k / len` records:
+//! types share one form, which NVFP4 with its 64 elements reads two by two, and the 256-element ones another
+//! ([`Activation`]), so a row prepared for Q4_K serves Q6_K too. A row of `k` elements becomes `k / len` records:
 //!
 //! | bytes of a [`Activation::Q8`] record | |
 //! |---|---|
@@ -50,7 +50,7 @@ impl Activation {
     /// The form that weights of `dtype` want.
     pub const fn of(dtype: DType) -> Activation {
         match dtype.block_len() {
-            32 => Activation::Q8,
+            32 | 64 => Activation::Q8,
             256 => Activation::Q8K,
             _ => Activation::F32,
         }

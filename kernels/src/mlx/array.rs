@@ -65,7 +65,7 @@ pub fn of_words(op: &'static str, words: &str) -> DeviceError {
 }
 
 /// What MLX does not do.
-fn refused(op: &'static str, why: String) -> DeviceError {
+pub(super) fn refused(op: &'static str, why: String) -> DeviceError {
     DeviceError::Unsupported {
         backend: NAME,
         op,

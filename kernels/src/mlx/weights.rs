@@ -4,6 +4,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::HashMap,
+    ffi::CStr,
     rc::Rc,
 };
 
@@ -19,7 +20,7 @@ use crate::{
 };
 
 /// Numbers that share a scale, in MLX's affine mode as in GGUF's blocks of 32 and in the parts of its blocks of 256.
-pub(super) const GROUP: usize = 32;
+const GROUP: usize = 32;
 
 /// A form of weights `[…, n, k]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,15 +29,63 @@ pub(super) enum Form {
     Stored,
     /// The numbers in f32.
     Plain,
-    /// MLX's affine mode: packed numbers, scales and biases.
-    Affine,
+    /// One of MLX's modes: packed numbers, scales, and in the affine mode biases.
+    Packed,
+}
+
+/// A mode of MLX's that holds the very numbers of a block type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Packing {
+    /// MLX's name of it.
+    pub mode: &'static CStr,
+    /// Numbers that share a scale.
+    pub group: usize,
+    /// Bits of a number; a group is whole bytes.
+    pub bits: usize,
+    /// Bytes of a group's scale, and of its bias if there is one.
+    scale: usize,
+}
+
+impl Packing {
+    /// The mode for a block type, where there is one.
+    ///
+    /// Affine: `scale · q + bias` is a product without rounding and a sum with one, as it is in the blocks. Q6_K has groups of
+    /// 16, which that mode has not. MXFP4 and NVFP4 have the numbers and scales of the modes of those names, but for scales
+    /// that stand for no number, of which ggml makes another than MLX ([`mxfp4_block`], [`nvfp4_block`]).
+    pub fn of(dtype: DType) -> Option<Self> {
+        let affine = |bits| Packing {
+            mode: c"affine",
+            group: GROUP,
+            bits,
+            scale: 2 * size_of::<f32>(),
+        };
+        let float = |mode, group| Packing {
+            mode,
+            group,
+            bits: 4,
+            scale: 1,
+        };
+        match dtype {
+            DType::Q4_0 | DType::Q4_1 | DType::Q4K => Some(affine(4)),
+            DType::Q5_0 | DType::Q5_1 | DType::Q5K => Some(affine(5)),
+            DType::Q8_0 => Some(affine(8)),
+            DType::MXFP4 => Some(float(c"mxfp4", 32)),
+            DType::NVFP4 => Some(float(c"nvfp4", 16)),
+            _ => None,
+        }
+    }
+
+    /// Bytes of a group's numbers.
+    fn numbers(self) -> usize {
+        self.group / 8 * self.bits
+    }
 }
 
 impl Form {
     /// In which MLX multiplies with weights of a dtype.
     pub fn to_multiply(dtype: DType) -> Self {
-        match affine_bits(dtype) {
-            Some(_) => Form::Affine,
+        match Packing::of(dtype) {
+            Some(_) => Form::Packed,
             None => Form::Plain,
         }
     }
@@ -44,12 +93,11 @@ impl Form {
     /// Bytes of weights in this form; `None`: more than can be counted.
     pub fn bytes(self, spec: &TensorSpec) -> Option<usize> {
         let elements = spec.shape.elements(0)?;
-        match (self, affine_bits(spec.dtype)) {
+        match (self, Packing::of(spec.dtype)) {
             (Form::Stored, _) => spec.bytes(0),
-            (Form::Affine, Some(bits)) => {
-                let groups = elements / GROUP;
-                // The numbers, and for each group a scale and a bias.
-                groups.checked_mul(GROUP / 8 * usize::try_from(bits).ok()? + 8)
+            (Form::Packed, Some(packing)) => {
+                let groups = elements / packing.group;
+                groups.checked_mul(packing.numbers() + packing.scale)
             }
             _ => elements.checked_mul(size_of::<f32>()),
         }
@@ -58,27 +106,16 @@ impl Form {
 
 /// Weights in a form.
 pub(super) struct Prepared {
-    /// Affine: numbers, scales, biases. Else the numbers.
+    /// Packed: numbers, scales, biases if the mode has them. Else the numbers.
     pub arrays: Vec<Rc<Array>>,
-    /// Bits of a packed number; 0 where none is packed.
-    pub bits: i32,
+    /// How they are packed, if they are.
+    pub packing: Option<Packing>,
 }
 
 /// Where weights are.
 pub(super) enum Source<'a> {
     Array(&'a Array),
     Memory(&'a Bound),
-}
-
-/// Bits per number in the affine form of a block type, which holds exactly the same numbers: `scale · q + bias` is a
-/// product without rounding and a sum with one, as it is in the blocks. Q6_K has groups of 16, which MLX has not.
-pub(super) fn affine_bits(dtype: DType) -> Option<i32> {
-    match dtype {
-        DType::Q4_0 | DType::Q4_1 | DType::Q4K => Some(4),
-        DType::Q5_0 | DType::Q5_1 | DType::Q5K => Some(5),
-        DType::Q8_0 => Some(8),
-        _ => None,
-    }
 }
 
 /// What was made of a piece of memory: where in it, as what, in which form.
@@ -216,18 +253,25 @@ impl Drop for Kept {
 impl Prepared {
     /// Makes the form, evaluated.
     pub fn new(source: Source<'_>, spec: &TensorSpec, form: Form) -> Result<Self, DeviceError> {
-        let (arrays, bits) = match source {
-            Source::Array(array) => (vec![as_f32(array)?], 0),
-            Source::Memory(bound) => match (form, affine_bits(spec.dtype)) {
-                (Form::Affine, Some(bits)) => (affine(bound, spec, bits)?, bits),
-                _ if spec.dtype.is_block() => (vec![dequantized(bound, spec)?], 0),
-                (Form::Stored, _) => (vec![array::of_bound(bound, spec, 0)?], 0),
-                _ => (vec![as_f32(&array::of_bound(bound, spec, 0)?)?], 0),
-            },
+        let packing = match (&source, form) {
+            (Source::Memory(_), Form::Packed) => Packing::of(spec.dtype),
+            _ => None,
+        };
+        let arrays = match (source, packing) {
+            (Source::Array(array), _) => vec![as_f32(array)?],
+            (Source::Memory(bound), Some(packing)) => packed(bound, spec, packing)?,
+            (Source::Memory(bound), _) if spec.dtype.is_block() => vec![dequantized(bound, spec)?],
+            (Source::Memory(bound), _) => {
+                let stored = array::of_bound(bound, spec, 0)?;
+                vec![match form {
+                    Form::Stored => stored,
+                    _ => as_f32(&stored)?,
+                }]
+            }
         };
         array::evaluate(&arrays)?;
         let arrays = arrays.into_iter().map(Rc::new).collect();
-        Ok(Self { arrays, bits })
+        Ok(Self { arrays, packing })
     }
 
     fn bytes(&self) -> usize {
@@ -283,10 +327,11 @@ fn half(bytes: &[u8], at: usize) -> f32 {
     }
 }
 
-/// Element `l` of 32 nibbles of 16 bytes: low ones first, then the high ones.
+/// Element `l` of nibbles, two in a byte: low ones first, then the high ones.
 fn nibble(bytes: &[u8], l: usize) -> u8 {
-    let byte = bytes.get(l % 16).copied().unwrap_or(0);
-    if l < 16 { byte & 15 } else { byte >> 4 }
+    let half = bytes.len().max(1);
+    let byte = bytes.get(l % half).copied().unwrap_or(0);
+    if l < half { byte & 15 } else { byte >> 4 }
 }
 
 fn bit(bytes: &[u8], at: usize, bit: usize) -> u8 {
@@ -341,7 +386,7 @@ fn large_block(dtype: DType, block: &[u8], j: usize) -> Group {
 }
 
 /// A group's numbers as MLX packs them: one after another, from the lowest bit up.
-fn pack(numbers: &[u8; GROUP], bits: i32, packed: &mut Vec<u8>) {
+fn pack(numbers: &[u8], bits: usize, packed: &mut Vec<u8>) {
     let (mut held, mut count) = (0u32, 0);
     for number in numbers {
         held |= u32::from(*number) << count;
@@ -354,36 +399,95 @@ fn pack(numbers: &[u8; GROUP], bits: i32, packed: &mut Vec<u8>) {
     }
 }
 
-/// GGUF's blocks as MLX's groups of 32.
-fn affine(bound: &Bound, spec: &TensorSpec, bits: i32) -> Result<Vec<Array>, DeviceError> {
+/// A group of numbers of E2M1: their codes, as many as the group has, and the scale's.
+type Float4 = ([u8; GROUP], u8);
+
+/// An MXFP4 block as a group. Its scale is that of MLX but for 255, of which OCP and MLX make no number and ggml the power of two
+/// that follows: the numbers are then named so that the scale before it says the same.
+fn mxfp4_block(block: &[u8]) -> Float4 {
+    let scale = block.first().copied().unwrap_or(0);
+    let packed = block.get(1..).unwrap_or_default();
+    let numbers = std::array::from_fn(|l| match (scale, nibble(packed, l)) {
+        (255, code) => match code & 7 {
+            0 => 0,
+            // Half of what it was named, twice the number.
+            1 => code & 8 | 2,
+            // Too large for f32, as 2 with the scale before is.
+            _ => code & 8 | 4,
+        },
+        (_, code) => code,
+    });
+    (numbers, scale.min(254))
+}
+
+/// Sub-block `j` of four of an NVFP4 block as a group. As in ggml a scale's sign does not count, and the NaN without one is 0;
+/// with one it is 480, which is no number of MLX's: `None`.
+fn nvfp4_block(block: &[u8], j: usize) -> Option<Float4> {
+    let scale = match block.get(j)? {
+        0xff => return None,
+        0x7f => 0,
+        scale => scale & 0x7f,
+    };
+    let packed = block.get(4 + 8 * j..12 + 8 * j)?;
+    Some((std::array::from_fn(|l| nibble(packed, l % 16)), scale))
+}
+
+/// GGUF's blocks as groups of one of MLX's modes.
+fn packed(bound: &Bound, spec: &TensorSpec, packing: Packing) -> Result<Vec<Array>, DeviceError> {
     let dims = array::dims_or("weights", &spec.shape, 0)?;
-    let dtype = spec.dtype;
-    let groups = spec.shape.elements(0).ok_or_else(overflow)? / GROUP;
-    let words = GROUP / 8 * usize::try_from(bits).map_err(|_| overflow())?;
+    let (dtype, Packing { group, bits, .. }) = (spec.dtype, packing);
+    let groups = spec.shape.elements(0).ok_or_else(overflow)? / group;
+    let bytes = groups.checked_mul(packing.numbers()).ok_or_else(overflow)?;
     let what = "weights in MLX's form";
-    let mut packed: Vec<u8> = array::room(what, groups.checked_mul(words).ok_or_else(overflow)?)?;
-    let (mut scales, mut biases) = (array::room(what, groups)?, array::room(what, groups)?);
+    let mut numbers: Vec<u8> = array::room(what, bytes)?;
+    let is_affine = packing.mode == c"affine";
+    let floats = if is_affine { groups } else { 0 };
+    let (mut scales, mut biases) = (array::room(what, floats)?, array::room(what, floats)?);
+    let mut codes: Vec<u8> = array::room(what, groups - floats)?;
+    let mut all_have = true;
     each_row(bound, spec, |row| {
-        let mut take = |(numbers, scale, bias): Group| {
-            pack(&numbers, bits, &mut packed);
+        let mut affine = |numbers: &mut Vec<u8>, (group, scale, bias): Group| {
+            pack(&group, bits, numbers);
             scales.push(scale);
             biases.push(bias);
+        };
+        let mut float = |numbers: &mut Vec<u8>, (all, scale): Float4| {
+            pack(all.get(..group).unwrap_or_default(), bits, numbers);
+            codes.push(scale);
         };
         for block in row.chunks_exact(dtype.block_bytes()) {
             match dtype {
                 DType::Q4K | DType::Q5K => {
-                    (0..8).for_each(|j| take(large_block(dtype, block, j)));
+                    (0..8).for_each(|j| affine(&mut numbers, large_block(dtype, block, j)));
                 }
-                _ => take(small_block(dtype, block)),
+                DType::MXFP4 => float(&mut numbers, mxfp4_block(block)),
+                DType::NVFP4 => (0..4).for_each(|j| match nvfp4_block(block, j) {
+                    Some(group) => float(&mut numbers, group),
+                    None => all_have = false,
+                }),
+                _ => affine(&mut numbers, small_block(dtype, block)),
             }
         }
     })?;
+    if !all_have {
+        let why = format!("a scale of these {dtype} weights is 0xff, which MLX has no number for");
+        return Err(array::refused("weights", why));
+    }
     let (inner, outer) = dims.split_last().ok_or_else(overflow)?;
-    let with = |last: i32| [outer, &[last]].concat();
-    let groups = inner / GROUP as i32;
-    Ok(vec![
-        array::from_bytes(&packed, DType::U32, &with(groups * bits))?,
-        array::from_f32(&scales, &with(groups))?,
-        array::from_f32(&biases, &with(groups))?,
-    ])
+    let with = |last: usize| -> Result<Vec<i32>, DeviceError> {
+        let last = i32::try_from(last).map_err(|_| overflow())?;
+        Ok([outer, &[last]].concat())
+    };
+    let groups = usize::try_from(*inner).map_err(|_| overflow())? / group;
+    let words = with(groups * packing.numbers() / size_of::<u32>())?;
+    let each = with(groups)?;
+    let numbers = array::from_bytes(&numbers, DType::U32, &words)?;
+    Ok(match is_affine {
+        true => vec![
+            numbers,
+            array::from_f32(&scales, &each)?,
+            array::from_f32(&biases, &each)?,
+        ],
+        false => vec![numbers, array::from_bytes(&codes, DType::U8, &each)?],
+    })
 }

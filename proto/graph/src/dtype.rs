@@ -74,6 +74,8 @@ dtypes! {
     Q4K   "q4_k"  Some(12), 256, 144, Block;
     Q5K   "q5_k"  Some(13), 256, 176, Block;
     Q6K   "q6_k"  Some(14), 256, 210, Block;
+    MXFP4 "mxfp4" Some(39), 32, 17, Block;
+    NVFP4 "nvfp4" Some(40), 64, 36, Block;
 }
 
 impl DType {

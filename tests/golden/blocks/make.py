@@ -3,11 +3,11 @@
 One safetensors file per type:
   raw     u8  [blocks, bytes per block]   as they lie in a GGUF file
   values  f32 [blocks, values per block]  gguf.quants.dequantize(raw)
-  source  f32 [n, values per block]       what raw[:n] was quantised from (absent for K-quants; for F16
-                                          and BF16 only values that the type holds are stored)
+  source  f32 [n, values per block]       what raw[:n] was quantised from (absent for K-quants and NVFP4; for
+                                          F16 and BF16 only values that the type holds are stored)
 
 The values are computed without fused multiply-add: (d * q) rounded, then the minimum subtracted or added.
-Every value is finite or an infinity of F16/BF16; there are no NaNs.
+Every value is finite or an infinity of F16, BF16 or MXFP4; there are no NaNs.
 """
 
 from pathlib import Path
@@ -94,6 +94,25 @@ def k_quant(rng, qtype, offsets, scales):
     return raw
 
 
+def mxfp4(rng):
+    """What is quantised, then every exponent there is, with all sixteen codes in both halves."""
+    source = np.concatenate([nasty_sources(rng), rng.standard_normal((25, 32)).astype(np.float32) * 0.1])
+    # Of these the exponent does not fit into its byte.
+    source = source[np.abs(source).max(axis=1) < 2.0**100]
+    raw = quants.quantize(source, T.MXFP4)
+    every = rng.integers(0, 256, (256, 17), dtype=np.uint8)
+    every[:, 0] = np.arange(256)
+    every[:, 1:] = np.arange(16, dtype=np.uint8) | np.uint8(15) - np.arange(16, dtype=np.uint8) << np.uint8(4)
+    return np.concatenate([raw, every]), source
+
+
+def nvfp4(rng):
+    """Every scale there is, those of a NaN and with a sign too, each in another part of a block."""
+    raw = rng.integers(0, 256, (64, 36), dtype=np.uint8)
+    raw[:, :4] = np.arange(256, dtype=np.uint8).reshape(4, 64).T
+    return raw
+
+
 def half(rng, qtype):
     """Every exponent with both signs and six mantissas, infinities too, but no NaN."""
     bits = 10 if qtype == T.F16 else 7
@@ -124,12 +143,15 @@ def main():
         made[qtype] = k_quant(rng, qtype, offsets, scales), None
     for qtype in (T.F16, T.BF16):
         made[qtype] = half(rng, qtype), None
+    made[T.MXFP4] = mxfp4(rng)
+    made[T.NVFP4] = nvfp4(rng), None
 
     for qtype, (raw, source) in made.items():
-        values = quants.dequantize(raw, qtype)
+        with np.errstate(over="ignore"):
+            values = quants.dequantize(raw, qtype)
         assert raw.dtype == np.uint8 and values.dtype == np.float32
         assert not np.isnan(values).any()
-        assert qtype in (T.F16, T.BF16) or np.isfinite(values).all()
+        assert qtype in (T.F16, T.BF16, T.MXFP4) or np.isfinite(values).all()
         tensors = {"raw": np.ascontiguousarray(raw), "values": np.ascontiguousarray(values)}
         if source is not None:
             tensors["source"] = source

@@ -16,7 +16,7 @@ pub struct Template {
 const SIZES: [usize; 7] = [1, 2, 3, 4, 8, 17, 0];
 const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 const INDICES: [DType; 4] = [DType::I32, DType::U32, DType::I64, DType::U8];
-const WEIGHTS: [DType; 8] = [
+const WEIGHTS: [DType; 10] = [
     DType::F32,
     DType::F16,
     DType::BF16,
@@ -25,6 +25,8 @@ const WEIGHTS: [DType; 8] = [
     DType::Q5_1,
     DType::Q4K,
     DType::Q6K,
+    DType::MXFP4,
+    DType::NVFP4,
 ];
 
 fn tensor(dtype: DType, dims: &[Dim]) -> ValueSpec {

@@ -470,7 +470,7 @@ fn tensors() -> Vec<Case> {
         (26, "i32"),
         (27, "i64"),
         (28, "f64"),
-        (39, "mxfp4"),
+        (20, "iq4_nl"),
     ] {
         all.push(first(
             format!("the embedding is of type {what}"),

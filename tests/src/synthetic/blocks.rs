@@ -35,6 +35,15 @@ impl Numbers {
         }
     }
 
+    /// This code of a scale or the next one, each as often as makes the mean of the squares that of `about`, which lies
+    /// between them.
+    fn between(&mut self, about: f32, low: u8, value: impl Fn(u8) -> f32) -> u8 {
+        let (less, more) = (value(low), value(low + 1));
+        let share = (about * about - less * less) / (more * more - less * less);
+        let chance = (self.next() >> 40) as f32 / (1u64 << 24) as f32;
+        low + u8::from(chance < share)
+    }
+
     /// A block's scale in F16: about this large, with either sign if `signed`, and never the same as the next one's.
     fn scale(&mut self, about: f32, signed: bool) -> u16 {
         let number = self.next();
@@ -116,6 +125,8 @@ fn unit(dtype: DType) -> f32 {
         DType::Q4_1 | DType::Q4K => ((16f32 * 16.0 - 1.0) / 12.0).sqrt() * sub_scale(dtype),
         DType::Q5_1 | DType::Q5K => ((32f32 * 32.0 - 1.0) / 12.0).sqrt() * sub_scale(dtype),
         DType::Q6K => spread(-32, 31) * sub_scale(dtype),
+        // Of E2M1's eight sizes the squares' sum is 68.5.
+        DType::MXFP4 | DType::NVFP4 => (68.5f32 / 8.0).sqrt(),
         _ => panic!("{dtype} has no random blocks"),
     }
 }
@@ -170,6 +181,18 @@ fn block(dtype: DType, numbers: &mut Numbers, about: f32, out: &mut [u8]) {
                 };
             }
             put(out, 208, numbers.scale(about, false));
+        }
+        DType::MXFP4 => {
+            numbers.bytes(out);
+            let power = |code: u8| f32::from_bits(u32::from(code) << 23);
+            out[0] = numbers.between(about, (about.to_bits() >> 23) as u8, power);
+        }
+        DType::NVFP4 => {
+            numbers.bytes(out);
+            // E4M3 is half precision with less of each, 2^8 times as large.
+            let low = (f32_to_f16(about / 256.0) >> 7) as u8;
+            let scale = |code: u8| f16_to_f32(u16::from(code) << 7) * 256.0;
+            out[..4].fill_with(|| numbers.between(about, low, scale));
         }
         _ => panic!("{dtype} has no random blocks"),
     }

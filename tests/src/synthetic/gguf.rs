@@ -105,6 +105,8 @@ impl Weights {
                 DType::Q5K => 16,
                 DType::Q6K => 18,
                 DType::BF16 => 32,
+                DType::MXFP4 => 38,
+                DType::NVFP4 => 39,
                 _ => 0,
             },
         }

@@ -162,8 +162,6 @@ const OTHER_TYPES: &[TypeRow] = &[
     TypeRow(29, "iq1_m", 256, 56),
     TypeRow(34, "tq1_0", 256, 54),
     TypeRow(35, "tq2_0", 256, 66),
-    TypeRow(39, "mxfp4", 32, 17),
-    TypeRow(40, "nvfp4", 64, 36),
     TypeRow(41, "q1_0", 128, 18),
 ];
 

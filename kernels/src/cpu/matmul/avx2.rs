@@ -214,6 +214,18 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn lookup(table: &[u8; 16], at: Self::I) -> Self::I {
+        // SAFETY: see the impl; the table has 16 bytes.
+        unsafe {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            [
+                _mm256_shuffle_epi8(table, at[0]),
+                _mm256_shuffle_epi8(table, at[1]),
+            ]
+        }
+    }
+
+    #[inline(always)]
     unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
@@ -263,6 +275,16 @@ impl Simd for Avx2 {
             [
                 _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
                 _mm256_cvtph_ps(_mm_loadu_si128(from.add(16).cast())),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())),
+                _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.add(8).cast())),
             ]
         }
     }

@@ -135,6 +135,15 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn lookup(table: &[u8; 16], at: __m512i) -> __m512i {
+        // SAFETY: see the impl; the table has 16 bytes.
+        unsafe {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm512_shuffle_epi8(table, at)
+        }
+    }
+
+    #[inline(always)]
     unsafe fn dot_u7(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
         // SAFETY: see the impl.
         unsafe { _mm512_dpbusd_epi32(acc, w, x) }
@@ -159,6 +168,11 @@ impl Simd for Avx512 {
     unsafe fn load_halves(from: *const u8) -> __m512 {
         // SAFETY: see the impl.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())) }
     }
     #[inline(always)]
     unsafe fn gather(from: *const u8, stride: usize) -> __m512i {

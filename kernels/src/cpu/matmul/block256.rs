@@ -9,7 +9,7 @@
 use std::ptr;
 
 use super::format::Format;
-use super::place::{Half, Place};
+use super::place::{Beside, Place};
 use super::simd::Simd;
 use crate::cpu::quantize::Q8K_RECORD;
 
@@ -216,7 +216,7 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
     const BYTES: usize = 144 + 32 * FIVE as usize;
     const RECORD: usize = Q8K_RECORD;
     const PLAIN: bool = false;
-    const HALF: Half = Half::None;
+    const BESIDE: Beside = Beside::None;
 
     type Block<S: Simd> = MixedBlock<S>;
 
@@ -451,7 +451,7 @@ impl Format for Six {
     const RECORD: usize = Q8K_RECORD;
     const PLAIN: bool = false;
     const FEW: usize = 4;
-    const HALF: Half = Half::Last;
+    const BESIDE: Beside = Beside::Last;
 
     /// The scales, then for each sixteen of a half their lower four bits and their upper two.
     #[inline(always)]

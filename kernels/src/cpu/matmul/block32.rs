@@ -1,11 +1,11 @@
-//! The 32-element block dtypes: Q4_0, Q4_1, Q5_0, Q5_1 (nibbles, with a fifth bit, with a minimum) and Q8_0.
+//! The 32-element block dtypes: Q4_0, Q4_1, Q5_0, Q5_1 (nibbles, with a fifth bit, with a minimum), Q8_0 and MXFP4.
 
 use std::ptr;
 
 use super::format::Format;
-use super::place::{Half, Place};
+use super::place::{Beside, Place};
 use super::simd::Simd;
-use crate::cpu::quantize::Q8_RECORD;
+use crate::cpu::{dequant::E2M1_TWICE, quantize::Q8_RECORD};
 
 /// A block of sixteen rows.
 #[derive(Clone, Copy)]
@@ -20,7 +20,7 @@ pub(super) struct Block<S: Simd> {
 /// What tells the dtypes apart once they are unpacked; constants everywhere.
 struct Kind {
     signed: bool,
-    /// What was added to the weights to make them unsigned: 0, 8, 16 or 128.
+    /// What was added to the weights to make them unsigned: 0, 8, 12, 16 or 128.
     zero: u32,
     minimum: bool,
 }
@@ -32,6 +32,31 @@ struct Kind {
 unsafe fn word(x: *const u8, at: usize) -> u32 {
     // SAFETY: the caller's promise.
     unsafe { ptr::read_unaligned(x.add(at).cast()) }
+}
+
+/// What is added to twice the numbers of E2M1 to make them unsigned.
+pub(super) const E2M1_ZERO: i8 = 12;
+
+/// [`E2M1_TWICE`], unsigned.
+pub(super) const E2M1_UNSIGNED: [u8; 16] = {
+    let mut table = [0; 16];
+    let mut code = 0;
+    while code < table.len() {
+        table[code] = (E2M1_TWICE[code] + E2M1_ZERO) as u8;
+        code += 1;
+    }
+    table
+};
+
+/// [`E2M1_ZERO`] times a word.
+///
+/// # Safety
+///
+/// As for [`Simd`].
+#[inline(always)]
+pub(super) unsafe fn twelve<S: Simd>(a: S::I) -> S::I {
+    // SAFETY: the caller's promise.
+    unsafe { S::add(S::shl::<3>(a), S::shl::<2>(a)) }
 }
 
 /// `acc = fma(f32(S) · da, d, acc)`, and with a minimum `acc = fma(f32(Σ q) · da, m, acc)` after it.
@@ -57,6 +82,7 @@ unsafe fn step<S: Simd, const R: usize, const P: usize>(
             let negative = S::splat_i(word(x[r], 36) as i32);
             sums[r] = [match zero {
                 8 => S::shl::<3>(negative),
+                12 => twelve::<S>(negative),
                 16 => S::shl::<4>(negative),
                 128 => S::shl::<7>(negative),
                 _ => S::splat_i(0),
@@ -97,7 +123,7 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
     const BYTES: usize = 18 + 4 * FIVE as usize + 2 * MINIMUM as usize;
     const RECORD: usize = Q8_RECORD;
     const PLAIN: bool = false;
-    const HALF: Half = if MINIMUM { Half::None } else { Half::First };
+    const BESIDE: Beside = if MINIMUM { Beside::None } else { Beside::First };
 
     type Block<S: Simd> = Block<S>;
 
@@ -174,7 +200,7 @@ impl Format for Bytes {
     const BYTES: usize = 34;
     const RECORD: usize = Q8_RECORD;
     const PLAIN: bool = false;
-    const HALF: Half = Half::First;
+    const BESIDE: Beside = Beside::First;
 
     type Block<S: Simd> = Block<S>;
 
@@ -212,6 +238,67 @@ impl Format for Bytes {
                 Kind {
                     signed: true,
                     zero,
+                    minimum: false,
+                },
+            )
+        }
+    }
+}
+
+/// MXFP4: the exponent of a power of two, and 16 bytes of nibbles that name numbers of E2M1.
+pub(super) struct Mxfp4;
+
+impl Format for Mxfp4 {
+    const LEN: usize = 32;
+    const BYTES: usize = 17;
+    const RECORD: usize = Q8_RECORD;
+    const PLAIN: bool = false;
+    const BESIDE: Beside = Beside::FirstByte;
+
+    type Block<S: Simd> = Block<S>;
+
+    #[inline(always)]
+    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut Block<S>) {
+        // SAFETY: the caller's promise; all reads are within the block.
+        unsafe {
+            from.ask::<S, Self>(0, 1);
+            // 2^(e − 128) is below what an exponent field can say where e is 0 or 1: it is the product, without rounding,
+            // of two powers that are not, 2^(h − 64) and 2^(e − h − 64) with h half of e.
+            let e = from.byte::<S, Self>();
+            let bias = S::splat_i(127 - 64);
+            let half = S::shr::<1>(e);
+            let rest = S::add(half, S::and(e, S::splat_i(1)));
+            let power = S::bits_f(S::shl::<23>(S::add(half, bias)));
+            let other = S::bits_f(S::shl::<23>(S::add(rest, bias)));
+            let d = S::mul(power, other);
+            let nibbles = from.words4::<S, Self>(1);
+            let mask = S::splat_i(0x0f0f_0f0f);
+            let mut q = [mask; 8];
+            for g in 0..4 {
+                q[g] = S::lookup(&E2M1_UNSIGNED, S::and(nibbles[g], mask));
+                let high = S::and(S::shr::<4>(nibbles[g]), mask);
+                q[4 + g] = S::lookup(&E2M1_UNSIGNED, high);
+            }
+            into.write(Block { q, d, m: d });
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn step<S: Simd, const R: usize, const P: usize>(
+        w: &[Block<S>; P],
+        x: [*const u8; R],
+        _count: usize,
+        acc: &mut [[S::F; P]; R],
+    ) {
+        // SAFETY: the caller's promise. Weights are at most 24.
+        unsafe {
+            step(
+                w,
+                x,
+                acc,
+                Kind {
+                    signed: false,
+                    zero: E2M1_ZERO as u32,
                     minimum: false,
                 },
             )

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr;
 
-use super::place::{Half, Place};
+use super::place::{Beside, Place};
 use super::simd::Simd;
 
 /// A weight dtype: how a block of sixteen rows is unpacked, and how it is multiplied and summed. The
@@ -31,7 +31,7 @@ pub(super) trait Format: Sized {
     /// Rows of activations that a block in registers leaves registers for.
     const FEW: usize = 8;
     /// Where a block has a number that is not part of whole words.
-    const HALF: Half;
+    const BESIDE: Beside;
 
     /// Where the word at byte `at` goes when the block is packed: memory delivers best what is read in order.
     fn packed(at: usize) -> usize {
@@ -125,7 +125,7 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
     const BYTES: usize = 64;
     const RECORD: usize = 4 * Self::LEN;
     const PLAIN: bool = true;
-    const HALF: Half = Half::None;
+    const BESIDE: Beside = Beside::None;
 
     type Block<S: Simd> = [[S::F; PER]; 16];
 

@@ -5,7 +5,7 @@ use hotcell_graph::DType;
 
 use super::cut_of;
 use super::format::Format;
-use super::place::{Half, packed_block};
+use super::place::{Beside, packed_block};
 use crate::cpu::lanes::LANES;
 
 /// The layout's name. Whoever changes the layout changes the name.
@@ -17,7 +17,7 @@ pub(super) struct Cut {
     /// Elements and bytes of a block.
     len: usize,
     bytes: usize,
-    half: Half,
+    beside: Beside,
     /// Where a word goes, by its place in the block.
     order: fn(usize) -> usize,
 }
@@ -27,7 +27,7 @@ impl Cut {
         Cut {
             len: F::LEN,
             bytes: F::BYTES,
-            half: F::HALF,
+            beside: F::BESIDE,
             order: F::packed,
         }
     }
@@ -61,13 +61,12 @@ pub fn pack(dtype: DType, k: usize, stored: &[u8], packed: &mut [u8]) {
 
 fn pack_panel(cut: Cut, stride: usize, from: &[u8], to: &mut [u8]) {
     let Cut {
-        bytes, half, order, ..
+        bytes,
+        beside,
+        order,
+        ..
     } = cut;
-    let (lead, size) = match half {
-        Half::None => (0, bytes),
-        Half::First => (2, bytes - 2),
-        Half::Last => (0, bytes - 2),
-    };
+    let (lead, size) = (beside.lead(), bytes - beside.bytes());
     // Where in the packed block the words go, in the order of the stored one; 256 weights of 32 bits at most.
     let mut places = [0; 256];
     let places = &mut places[..size / 4];
@@ -75,7 +74,7 @@ fn pack_panel(cut: Cut, stride: usize, from: &[u8], to: &mut [u8]) {
         *place = (order(lead + 4 * i) - lead) / 4;
     }
     for b in 0..stride / bytes {
-        let (words, halves) = packed_block(half, bytes, stride, b);
+        let (words, numbers) = packed_block(beside, bytes, stride, b);
         for (r, row) in from.chunks_exact(stride).enumerate() {
             let block = &row[b * bytes..][..bytes];
             let lines = to[words..][..LANES * size]
@@ -84,12 +83,12 @@ fn pack_panel(cut: Cut, stride: usize, from: &[u8], to: &mut [u8]) {
             for (word, &place) in block[lead..].as_chunks::<4>().0.iter().zip(&*places) {
                 lines[place][4 * r..][..4].copy_from_slice(word);
             }
-            let number = match half {
-                Half::None => continue,
-                Half::First => &block[..2],
-                Half::Last => &block[bytes - 2..],
+            let number = match beside {
+                Beside::None => continue,
+                Beside::First | Beside::FirstByte => &block[..lead],
+                Beside::Last => &block[size..],
             };
-            to[halves + 2 * r..][..2].copy_from_slice(number);
+            to[numbers + number.len() * r..][..number.len()].copy_from_slice(number);
         }
     }
 }

@@ -4,10 +4,10 @@
 //!
 //! A *panel* is sixteen weight rows, in as many bytes as they take in the file. Within it the blocks
 //! ascend along `k`; of a block, word `i` (four bytes) of all sixteen rows lies side by side: 64 bytes, lane
-//! `r` that of row `r`. A dtype whose block has one half-precision number beside its whole words (Q4_0, Q5_0, Q8_0:
-//! the first two bytes; Q6_K: the last two) keeps two blocks together: sixteen numbers of the one and sixteen of the
-//! other, then the words of both, so that registers are loaded from whole cache lines; an odd block at the end has
-//! its own numbers before it. The words are in the order in which they are read ([`Format::packed`]). The
+//! `r` that of row `r`. A dtype whose block has one number beside its whole words (Q4_0, Q5_0, Q8_0: the first two
+//! bytes; Q6_K: the last two; MXFP4: the first byte) keeps as many blocks together as their numbers fill a cache line, two
+//! or four: sixteen numbers of the one and sixteen of each other, then the words of all, so that registers are loaded from
+//! whole cache lines; where fewer are left at the end they have their own numbers before them. The words are in the order in which they are read ([`Format::packed`]). The
 //! rows after the last whole panel stay as they are.
 
 use std::mem::MaybeUninit;
@@ -17,15 +17,36 @@ use super::format::Format;
 use super::simd::Simd;
 use crate::cpu::lanes::LANES;
 
-/// Where a block has a half-precision number that is not part of a word.
+/// Where a block has a number that is not part of a word.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Half {
+pub(super) enum Beside {
     /// It has none: the block is whole words.
     None,
-    /// Its first two bytes.
+    /// Its first two bytes, in half precision.
     First,
-    /// Its last two bytes.
+    /// Its last two bytes, in half precision.
     Last,
+    /// Its first byte.
+    FirstByte,
+}
+
+impl Beside {
+    /// The number's bytes.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Beside::None => 0,
+            Beside::First | Beside::Last => 2,
+            Beside::FirstByte => 1,
+        }
+    }
+
+    /// Bytes before the first word.
+    pub const fn lead(self) -> usize {
+        match self {
+            Beside::First | Beside::FirstByte => self.bytes(),
+            Beside::None | Beside::Last => 0,
+        }
+    }
 }
 
 /// Sixteen weight rows, fewer at the end of the range.
@@ -68,8 +89,10 @@ pub(super) trait Place: Copy {
     unsafe fn words4<S: Simd, F: Format>(self, at: usize) -> [S::I; 4];
     /// The sixteen words from byte `at` on.
     unsafe fn words16<S: Simd, F: Format>(self, at: usize) -> [S::I; 16];
-    /// The number that [`Format::HALF`] says where to find.
+    /// The half-precision number that [`Format::BESIDE`] says where to find.
     unsafe fn half<S: Simd, F: Format>(self) -> S::F;
+    /// The number that is the first byte.
+    unsafe fn byte<S: Simd, F: Format>(self) -> S::I;
     /// Asks for one of `parts` shares of the memory that lies some way ahead: all lines of a large block at once would
     /// fill the buffers of misses.
     unsafe fn ask<S: Simd, F: Format>(self, part: usize, parts: usize);
@@ -158,11 +181,17 @@ impl Place for Stored {
     unsafe fn half<S: Simd, F: Format>(self) -> S::F {
         // SAFETY: see the impl. At the end it is the upper half of a word that ends with the block.
         unsafe {
-            match F::HALF {
-                Half::Last => S::halves(self.word::<S, F>(F::BYTES - 4))[1],
+            match F::BESIDE {
+                Beside::Last => S::halves(self.word::<S, F>(F::BYTES - 4))[1],
                 _ => S::halves(self.word::<S, F>(0))[0],
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn byte<S: Simd, F: Format>(self) -> S::I {
+        // SAFETY: see the impl.
+        unsafe { S::and(self.word::<S, F>(0), S::splat_i(0xff)) }
     }
 
     #[inline(always)]
@@ -190,31 +219,36 @@ impl Place for Stored {
 pub(super) struct Packed {
     /// Where the words of byte 0 would be.
     words: *const u8,
-    /// Its sixteen half-precision numbers, where it has them.
-    half: *const u8,
+    /// Its sixteen numbers beside them, where it has them.
+    numbers: *const u8,
     /// What to ask for; need not exist.
     ahead: *const u8,
 }
 
-/// Where in a panel of `stride` bytes a row block `b` has its words, and its half-precision numbers.
+/// Where in a panel of `stride` bytes a row block `b` has its words, and its numbers beside them.
 #[inline(always)]
 pub(super) const fn packed_block(
-    half: Half,
+    beside: Beside,
     bytes: usize,
     stride: usize,
     b: usize,
 ) -> (usize, usize) {
-    match half {
-        Half::None => (b * LANES * bytes, 0),
-        _ => {
-            let start = (b - b % 2) * LANES * bytes;
-            // The last of an odd number has no neighbour.
-            let alone = b.is_multiple_of(2) && (b + 1) * bytes >= stride;
-            let halves = if alone { 2 * LANES } else { 4 * LANES };
-            let words = start + halves + b % 2 * LANES * (bytes - 2);
-            (words, start + b % 2 * 2 * LANES)
-        }
+    let size = beside.bytes();
+    if size == 0 {
+        return (b * LANES * bytes, 0);
     }
+    let together = 4 / size;
+    let (first, among) = (b - b % together, b % together);
+    // Of the last ones there may be fewer.
+    let mut there = 1;
+    let mut other = 1;
+    while other < together {
+        there += ((first + other) * bytes < stride) as usize;
+        other += 1;
+    }
+    let start = first * LANES * bytes;
+    let words = start + there * LANES * size + among * LANES * (bytes - size);
+    (words, start + among * LANES * size)
 }
 
 // SAFETY for the whole impl: a panel's bytes are `LANES` times its stride, and hold the words and numbers at the places of
@@ -229,11 +263,11 @@ impl Place for Packed {
         _: usize,
         _: &mut MaybeUninit<Stage>,
     ) -> Self {
-        let (words, half) = packed_block(F::HALF, F::BYTES, panel.stride, b);
-        let lead = if matches!(F::HALF, Half::First) { 2 } else { 0 };
+        let (words, numbers) = packed_block(F::BESIDE, F::BYTES, panel.stride, b);
+        let lead = F::BESIDE.lead();
         Packed {
             words: panel.w.wrapping_add(words).wrapping_sub(lead * LANES),
-            half: panel.w.wrapping_add(half),
+            numbers: panel.w.wrapping_add(numbers),
             ahead: panel
                 .w
                 .wrapping_add(b * LANES * F::BYTES + packed_ahead::<R>()),
@@ -274,7 +308,13 @@ impl Place for Packed {
     #[inline(always)]
     unsafe fn half<S: Simd, F: Format>(self) -> S::F {
         // SAFETY: see the impl.
-        unsafe { S::load_halves(self.half) }
+        unsafe { S::load_halves(self.numbers) }
+    }
+
+    #[inline(always)]
+    unsafe fn byte<S: Simd, F: Format>(self) -> S::I {
+        // SAFETY: see the impl.
+        unsafe { S::load_bytes(self.numbers) }
     }
 
     #[inline(always)]

@@ -58,6 +58,8 @@ pub(super) trait Simd: Copy {
     unsafe fn bits_f(a: Self::I) -> Self::F;
     /// The two half-precision numbers in each word as `f32`, low one first.
     unsafe fn halves(a: Self::I) -> [Self::F; 2];
+    /// Each byte of `at`, which is below 16, replaced by the table's byte at that place.
+    unsafe fn lookup(table: &[u8; 16], at: Self::I) -> Self::I;
 
     /// `acc + Σ w_i · x_i` over the four bytes of each word: `w` unsigned and at most 127, `x` signed.
     unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I;
@@ -70,6 +72,8 @@ pub(super) trait Simd: Copy {
     unsafe fn load_i(from: *const u8) -> Self::I;
     /// Sixteen half-precision numbers as `f32`: reads 32 bytes.
     unsafe fn load_halves(from: *const u8) -> Self::F;
+    /// Sixteen bytes as words.
+    unsafe fn load_bytes(from: *const u8) -> Self::I;
     /// Lane `r` is the word at `from + r · stride`: reads 4 bytes in each of sixteen rows.
     unsafe fn gather(from: *const u8, stride: usize) -> Self::I;
     /// Four consecutive words of sixteen rows, transposed: reads 16 bytes in each.
@@ -200,6 +204,16 @@ impl Simd for Portable {
             lanes!(0.0, i => f16_to_f32((a[i] >> 16) as u16)),
         ]
     }
+    #[inline(always)]
+    unsafe fn lookup(table: &[u8; 16], at: Self::I) -> Self::I {
+        lanes!(0, i => {
+            let mut bytes = at[i].to_le_bytes();
+            for byte in &mut bytes {
+                *byte = table[*byte as usize % 16];
+            }
+            u32::from_le_bytes(bytes)
+        })
+    }
 
     #[inline(always)]
     unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
@@ -235,6 +249,13 @@ impl Simd for Portable {
         lanes!(0.0, r => {
             // SAFETY: the caller vouches for 32 readable bytes.
             f16_to_f32(u16::from_le(unsafe { ptr::read_unaligned(from.add(2 * r).cast()) }))
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(from: *const u8) -> Self::I {
+        lanes!(0, r => {
+            // SAFETY: the caller vouches for 16 readable bytes.
+            u32::from(unsafe { *from.add(r) })
         })
     }
     #[inline(always)]

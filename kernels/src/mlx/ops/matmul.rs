@@ -2,6 +2,7 @@
 
 use hotcell_graph::{DType, Dim, op::Call};
 use mlx_rs::{Array, Dtype, error::Exception, ops};
+use mlx_sys::{mlx_array, mlx_optional_int};
 
 use super::{
     Entry, all_are, has_elements,
@@ -14,7 +15,7 @@ use crate::{
         array,
         plan::overflow,
         run::Cx,
-        weights::{Form, GROUP, Prepared},
+        weights::{Form, Packing, Prepared},
     },
 };
 
@@ -103,19 +104,102 @@ fn mul_mat(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
     let call = cx.call();
     let x = cx.array(0)?;
     let w = cx.weights(1, Form::to_multiply(call.tensor(1)?.dtype))?;
-    match (w.arrays.as_slice(), w.bits) {
-        ([w], 0) => {
-            let turned = w.transpose().map_err(array::failed(cx.op()))?;
-            one(cx, x.matmul(&turned))
-        }
-        ([w, scales, biases], bits) => {
-            let group = GROUP as i32;
-            one(
-                cx,
-                ops::quantized_matmul(&*x, &**w, &**scales, &**biases, true, group, bits),
+    if let Some(packed) = Packed::of(&w) {
+        return one(cx, packed.product(&x));
+    }
+    let [w] = w.arrays.as_slice() else {
+        return Err(overflow());
+    };
+    let turned = w.transpose().map_err(array::failed(cx.op()))?;
+    one(cx, x.matmul(&turned))
+}
+
+/// Weights in one of MLX's modes, as its functions want them: `mlx-rs` wraps them for the affine mode only.
+struct Packed<'a> {
+    numbers: &'a Array,
+    scales: &'a Array,
+    biases: Option<&'a Array>,
+    packing: Packing,
+    group: mlx_optional_int,
+    bits: mlx_optional_int,
+}
+
+impl<'a> Packed<'a> {
+    fn of(w: &'a Prepared) -> Option<Self> {
+        let packing = w.packing?;
+        let (numbers, scales, biases) = match w.arrays.as_slice() {
+            [numbers, scales] => (numbers, scales, None),
+            [numbers, scales, biases] => (numbers, scales, Some(&**biases)),
+            _ => return None,
+        };
+        let int = |value: usize| {
+            i32::try_from(value).ok().map(|value| mlx_optional_int {
+                value,
+                has_value: true,
+            })
+        };
+        let (group, bits) = (int(packing.group)?, int(packing.bits)?);
+        Some(Packed {
+            numbers,
+            scales,
+            biases,
+            packing,
+            group,
+            bits,
+        })
+    }
+
+    /// The biases, or MLX's word for there being none.
+    fn biases(&self) -> mlx_array {
+        self.biases.map_or_else(nothing, Array::as_ptr)
+    }
+
+    /// `x [m, k]` times the weights `[n, k]`.
+    fn product(&self, x: &Array) -> Result<Array, Exception> {
+        // SAFETY: the arrays are alive, or none where there may be none; the mode ends with a zero byte.
+        array::made(|to, stream| unsafe {
+            mlx_sys::mlx_quantized_matmul(
+                to,
+                x.as_ptr(),
+                self.numbers.as_ptr(),
+                self.scales.as_ptr(),
+                self.biases(),
+                true,
+                self.group,
+                self.bits,
+                self.packing.mode.as_ptr(),
+                stream,
             )
-        }
-        _ => Err(overflow()),
+        })
+    }
+
+    /// `x […, 1, k]` times the matrices of weights `[e, n, k]` that `ids […]` name, which are there.
+    fn products(&self, x: &Array, ids: &Array) -> Result<Array, Exception> {
+        // SAFETY: as for `product`.
+        array::made(|to, stream| unsafe {
+            mlx_sys::mlx_gather_qmm(
+                to,
+                x.as_ptr(),
+                self.numbers.as_ptr(),
+                self.scales.as_ptr(),
+                self.biases(),
+                nothing(),
+                ids.as_ptr(),
+                true,
+                self.group,
+                self.bits,
+                self.packing.mode.as_ptr(),
+                false,
+                stream,
+            )
+        })
+    }
+}
+
+/// No array.
+fn nothing() -> mlx_array {
+    mlx_array {
+        ctx: std::ptr::null_mut(),
     }
 }
 
@@ -169,14 +253,12 @@ fn mul_mat_id(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
 }
 
 fn by_experts(x: &Array, w: &Prepared, ids: &Array) -> Result<Array, Exception> {
-    match (w.arrays.as_slice(), w.bits) {
-        ([w], 0) => ops::gather_mm(x, w.swap_axes(-1, -2)?, None, ids, false),
-        ([w, scales, biases], bits) => {
-            let group = GROUP as i32;
-            let (w, scales, biases) = (&**w, &**scales, &**biases);
-            ops::gather_qmm(x, w, scales, biases, None, ids, true, group, bits, false)
-        }
-        _ => Err(Exception::custom("weights have one array or three")),
+    if let Some(packed) = Packed::of(w) {
+        return packed.products(x, ids);
+    }
+    match w.arrays.as_slice() {
+        [w] => ops::gather_mm(x, w.swap_axes(-1, -2)?, None, ids, false),
+        _ => Err(Exception::custom("weights in no form to multiply with")),
     }
 }
 
