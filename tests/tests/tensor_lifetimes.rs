@@ -208,7 +208,7 @@ fn programs_leave_nothing_and_lose_nothing_and_see_nobody_else() {
         (cluster, one, two)
     });
     let mut runner = TestRunner::new(ProptestConfig {
-        cases: 40,
+        cases: 100,
         failure_persistence: None,
         ..ProptestConfig::default()
     });
