@@ -58,6 +58,9 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// A tensor, how many elements it has, and what each of them is.
+type Known = (Tensor, usize, u32);
+
 /// A client: a session, and what programs share.
 struct Client {
     session: Session,
@@ -86,8 +89,8 @@ impl Client {
     /// Runs a program and forgets all it made. Each tensor is remembered with its size and the value of all its elements.
     async fn run(&self, steps: &[Step]) -> Memory {
         let session = &self.session;
-        let mut there: Vec<(Tensor, usize, u32)> = Vec::new();
-        let mut leases: Vec<(Lease, Vec<(Tensor, usize, u32)>)> = Vec::new();
+        let mut there: Vec<Known> = Vec::new();
+        let mut leases: Vec<(Lease, Vec<Known>)> = Vec::new();
         for step in steps {
             let len = there.len();
             // A second one of the same size: at worst the first.
