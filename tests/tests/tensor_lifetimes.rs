@@ -175,6 +175,7 @@ impl Client {
         }
         drop((there, leases));
         session.synchronize().await.unwrap();
+        // What was dropped is freed when this returns, whoever reported it.
         session.flush().await.unwrap();
         session.memory().await.unwrap()
     }
