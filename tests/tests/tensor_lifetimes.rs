@@ -58,6 +58,9 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// A tensor, how many elements it has, and what each of them is.
+type Known = (Tensor, usize, u32);
+
 /// A client: a session, and what programs share.
 struct Client {
     session: Session,
@@ -86,8 +89,8 @@ impl Client {
     /// Runs a program and forgets all it made. Each tensor is remembered with its size and the value of all its elements.
     async fn run(&self, steps: &[Step]) -> Memory {
         let session = &self.session;
-        let mut there: Vec<(Tensor, usize, u32)> = Vec::new();
-        let mut leases: Vec<(Lease, Vec<(Tensor, usize, u32)>)> = Vec::new();
+        let mut there: Vec<Known> = Vec::new();
+        let mut leases: Vec<(Lease, Vec<Known>)> = Vec::new();
         for step in steps {
             let len = there.len();
             // A second one of the same size: at worst the first.
@@ -166,15 +169,13 @@ impl Client {
                 }
             }
         }
-        // All that is left is still right, and costs what it takes at least.
-        let mut bytes = 0;
+        // All that is left is still right.
         for (tensor, n, value) in &there {
             check(tensor, *n, *value).await;
-            bytes = bytes.max(4 * *n as u64);
         }
-        assert!(session.memory().await.unwrap().active >= bytes);
         drop((there, leases));
         session.synchronize().await.unwrap();
+        // What was dropped is freed when this returns, whoever reported it.
         session.flush().await.unwrap();
         session.memory().await.unwrap()
     }
@@ -208,7 +209,7 @@ fn programs_leave_nothing_and_lose_nothing_and_see_nobody_else() {
         (cluster, one, two)
     });
     let mut runner = TestRunner::new(ProptestConfig {
-        cases: 40,
+        cases: 100,
         failure_persistence: None,
         ..ProptestConfig::default()
     });

@@ -344,7 +344,11 @@ async fn a_write_that_does_not_fit_writes_nothing() {
             "{bytes} at {offset}"
         );
     }
-    assert_eq!(there.fetch().await.unwrap(), data);
+    // Not as `assert_eq`, which would print megabytes.
+    assert!(
+        there.fetch().await.unwrap() == data,
+        "some of it was written"
+    );
     // Memory of another dtype or shape takes no result, even of as many bytes.
     let shared = session.shared(DType::F32, &[4]).await.unwrap();
     let ones = session.ones(DType::F32, &[4]);

@@ -58,6 +58,8 @@ pub(super) struct Connection {
 struct Freed {
     handles: Mutex<Vec<v1::Handle>>,
     some: Notify,
+    /// Held by whoever reports some of them, until the worker has answered.
+    reporting: tokio::sync::Mutex<()>,
 }
 
 /// A plan on the worker.
@@ -413,8 +415,9 @@ impl Connection {
         Ok((plan, memory))
     }
 
-    /// Reports dropped tensors to the worker now.
+    /// Reports dropped tensors to the worker now. When it returns, the worker knows of all that were dropped before.
     pub async fn flush(&self) -> Result<(), Error> {
+        let _reporting = self.freed.reporting.lock().await;
         while let Some(request) = self.freed.take() {
             let request = self.request(request);
             match self.answer(self.rpc().free(request).await) {
@@ -503,6 +506,7 @@ impl Attendant {
                     Err(status) => break status.message().to_owned(),
                 },
                 () = self.freed.some.notified() => {
+                    let _reporting = self.freed.reporting.lock().await;
                     while let Some(message) = self.freed.take() {
                         let mut request = Request::new(message);
                         request.metadata_mut().insert(SESSION_KEY, self.name.clone());

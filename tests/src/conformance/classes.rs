@@ -105,10 +105,10 @@ impl Case {
 }
 
 /// Cases of which one of each kind is taken.
-fn first_of_each<'a>(
-    cases: &'a [Case],
+fn first_of_each(
+    cases: &[Case],
     kind: impl Fn(&Case) -> Option<String>,
-) -> impl Iterator<Item = &'a Case> {
+) -> impl Iterator<Item = &Case> {
     let mut seen = BTreeSet::new();
     cases.iter().filter(move |case| {
         let row = find(&case.op).map(|row| row.name);

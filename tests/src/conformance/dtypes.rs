@@ -119,27 +119,31 @@ impl Accepted {
         let Some(own) = self.inputs.get(i).and_then(dtype_of) else {
             return false;
         };
-        let first_of_many = |j: usize| {
-            self.row.input(j).map(|s| s.mode) == Some(InputMode::Many)
-                && place(self.row, j) == place(self.row, i)
+        // One of many is like the others of them.
+        let many = self.row.input(i).map(|s| s.mode) == Some(InputMode::Many);
+        let inputs = || self.inputs.iter().enumerate();
+        let beside = |j: usize| many && place(self.row, j) == place(self.row, i);
+        let ways: [Vec<bool>; 3] = [
+            inputs().map(|(j, _)| j == i || beside(j)).collect(),
+            inputs()
+                .map(|(_, spec)| dtype_of(spec) == Some(own))
+                .collect(),
+            inputs().map(|_| true).collect(),
+        ];
+        let wides: &[bool] = if dtype.is_block() {
+            &[false, true]
+        } else {
+            &[false]
         };
-        let alone = |j: usize, _: &ValueSpec| j == i || first_of_many(j);
-        let alike = |_: usize, spec: &ValueSpec| dtype_of(spec) == Some(own);
-        let all = |_: usize, _: &ValueSpec| true;
-        let ways: [&dyn Fn(usize, &ValueSpec) -> bool; 3] = [&alone, &alike, &all];
         ways.iter().any(|chosen| {
-            [false, true].into_iter().any(|wide| {
-                if wide && !dtype.is_block() {
-                    return false;
-                }
-                let replaced =
-                    self.inputs
-                        .iter()
-                        .enumerate()
-                        .map(|(j, spec)| match chosen(j, spec) {
-                            true => with_dtype(spec, dtype, wide),
-                            false => Some(spec.clone()),
-                        });
+            wides.iter().any(|&wide| {
+                let replaced = self.inputs.iter().zip(chosen).map(|(spec, chosen)| {
+                    if *chosen {
+                        with_dtype(spec, dtype, wide)
+                    } else {
+                        Some(spec.clone())
+                    }
+                });
                 let replaced: Option<Vec<_>> = replaced.collect();
                 replaced.is_some_and(|inputs| self.accepts(&inputs, &self.attributes))
             })
