@@ -1,7 +1,7 @@
 //! The CPU's backend, wrapped: what is executed may go wrong, and what is planned.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
 };
@@ -9,15 +9,15 @@ use std::{
 use hotcell_graph::{Graph, op::Call};
 use hotcell_kernels::{
     backend::{
-        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, HostRegion, SharedRegion,
-        Stream, Trail,
+        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, DeviceUsage, HostRegion,
+        SharedRegion, Stream, Trail,
     },
     cpu::CpuBackend,
     host::Staging,
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
 
-use super::{Fault, POISON, POISON_INPUT, acts, plant, trespass};
+use super::{Fault, LIBRARY, POISON, POISON_INPUT, acts, plant, trespass};
 
 /// Has the CPU's devices under their own names.
 pub(super) struct FaultBackend;
@@ -38,6 +38,7 @@ impl Backend for FaultBackend {
         Ok(Rc::new(FaultDevice {
             inner,
             watched: Rc::default(),
+            kept: Cell::new(LIBRARY.1),
         }))
     }
 }
@@ -78,6 +79,8 @@ impl Watched {
 struct FaultDevice {
     inner: Rc<dyn Device>,
     watched: Rc<Watched>,
+    /// Bytes that its library keeps.
+    kept: Cell<usize>,
 }
 
 impl Device for FaultDevice {
@@ -144,6 +147,18 @@ impl Device for FaultDevice {
 
     fn stream(&self) -> Box<dyn Stream> {
         self.inner.stream()
+    }
+
+    fn usage(&self) -> Option<DeviceUsage> {
+        Some(DeviceUsage {
+            active: LIBRARY.0,
+            peak: LIBRARY.0 + LIBRARY.1,
+            cached: self.kept.get(),
+        })
+    }
+
+    fn trim(&self) {
+        self.kept.set(0);
     }
 
     fn leave(&self, trail: Trail) {
