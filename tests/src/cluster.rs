@@ -265,6 +265,13 @@ fn end_in_time() {
     });
 }
 
+/// Whether a process is there, and has not ended.
+pub fn lives(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit(')').next().unwrap_or_default().trim_start();
+    !matches!(state.chars().next(), None | Some('Z' | 'X'))
+}
+
 /// The program that a process runs.
 ///
 /// # Errors
@@ -410,6 +417,26 @@ impl Cluster {
             );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+    }
+
+    /// The command by which an operator has the scheduler replaced.
+    ///
+    /// # Errors
+    /// When it cannot be built.
+    pub fn takeover(&self, arguments: &[&str]) -> Result<Command> {
+        let mut command = Command::new(binaries()?.join("hotcell-scheduler"));
+        command
+            .arg("--takeover")
+            .arg("--socket")
+            .arg(&self.socket)
+            .args(arguments)
+            .env_clear()
+            .env("XDG_CONFIG_HOME", self.folder.path())
+            .current_dir(self.folder.path());
+        if let Ok(path) = std::env::var("HOTCELL_CPU_PATH") {
+            command.env("HOTCELL_CPU_PATH", path);
+        }
+        Ok(command)
     }
 
     /// Runs the `hotcell` command against this scheduler.

@@ -38,6 +38,9 @@ pub const WRONG_TOKEN: u32 = 661;
 /// See [`WRONG_TOKEN`].
 pub const WRONG_NODE: &str = "model.layers.2.self_attn.o_proj.weight";
 
+/// Bytes that a fault worker's library says it has in use, and that it keeps until it is asked to give them back.
+pub const LIBRARY: (usize, usize) = (7 << 20, 3 << 20);
+
 macro_rules! faults {
     ($($(#[doc = $doc:literal])* $name:ident,)*) => {
         /// What it can be ordered to do.

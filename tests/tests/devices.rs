@@ -12,7 +12,7 @@ use std::{
 
 use hotcell_client::v1;
 use hotcell_proto::PROTOCOL_VERSION;
-use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid};
+use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, kjv, lives, signal_pid};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -45,17 +45,80 @@ fn report(protocol: u32, devices: &str) -> String {
     format!(r#"echo '{{"version":"9.8.7","protocol":{protocol},"devices":[{devices}]}}'"#)
 }
 
-async fn start(installed: &Installed, timeout: &str) -> Cluster {
-    let worker = installed.worker.to_str().unwrap();
-    let arguments = [
+fn arguments<'a>(installed: &'a Installed, timeout: &'a str) -> [&'a str; 6] {
+    [
         "--worker-binary",
-        worker,
+        installed.worker.to_str().unwrap(),
         "--probe-timeout",
         timeout,
         "--restart-backoff",
         "1ms",
-    ];
-    Cluster::start(&arguments).await.unwrap()
+    ]
+}
+
+async fn start(installed: &Installed, timeout: &str) -> Cluster {
+    Cluster::start(&arguments(installed, timeout))
+        .await
+        .unwrap()
+}
+
+/// A program that serves as the worker's does, on the processor, once it has been allowed to say that it found `mlx:0`.
+struct Slow {
+    /// What it was asked to do, and by which process: a line each.
+    asked: PathBuf,
+    /// What it waits for before it answers a probe.
+    go: PathBuf,
+}
+
+impl Slow {
+    fn install(installed: &Installed) -> Self {
+        let [asked, go] = ["asked", "go"].map(|name| installed.mlx.with_file_name(name));
+        let mlx = report(PROTOCOL_VERSION, r#"{"id":"mlx:0","backend":"mlx"}"#);
+        let lines = format!(
+            r#"echo "$$ $*" >> {asked}
+if [ $1 = probe ]; then
+    until [ -e {go} ]; do sleep 0.05; done
+    {mlx}
+    exit
+fi
+for word; do
+    shift
+    [ "$word" = mlx:0 ] && word=cpu:0
+    set -- "$@" "$word"
+done
+exec {worker} "$@""#,
+            go = go.display(),
+            asked = asked.display(),
+            worker = installed.worker.display(),
+        );
+        script(&installed.mlx, &lines);
+        Self { asked, go }
+    }
+
+    fn asked(&self) -> String {
+        fs::read_to_string(&self.asked).unwrap_or_default()
+    }
+
+    /// The processes that were asked what there is.
+    fn probes(&self) -> Vec<u32> {
+        let asked = self.asked();
+        let probes = asked.lines().filter_map(|l| l.strip_suffix(" probe"));
+        probes.map(|pid| pid.parse().unwrap()).collect()
+    }
+
+    /// Waits until so many have been asked.
+    async fn probed(&self, count: usize) -> Vec<u32> {
+        let began = Instant::now();
+        while self.probes().len() < count {
+            assert!(began.elapsed() < SOON, "{}", self.asked());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        self.probes()
+    }
+
+    fn answer(&self) {
+        fs::write(&self.go, "").unwrap();
+    }
 }
 
 /// The devices, once `mlx:0` is as wanted.
@@ -166,33 +229,12 @@ async fn a_program_that_takes_its_time_holds_up_nobody() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_device_that_is_found_late_has_its_models_and_its_own_program_also_after_a_death() {
     let installed = installed();
-    let begun = installed.mlx.with_file_name("begun");
-    let go = installed.mlx.with_file_name("go");
-    let mlx = report(PROTOCOL_VERSION, r#"{"id":"mlx:0","backend":"mlx"}"#);
-    // Serves as the worker's program does, on the processor.
-    let lines = format!(
-        r#"if [ $1 = probe ]; then
-    until [ -e {go} ]; do sleep 0.05; done
-    {mlx}
-    exit
-fi
-echo "$*" >> {begun}
-for word; do
-    shift
-    [ "$word" = mlx:0 ] && word=cpu:0
-    set -- "$@" "$word"
-done
-exec {worker} "$@""#,
-        go = go.display(),
-        begun = begun.display(),
-        worker = installed.worker.display(),
-    );
-    script(&installed.mlx, &lines);
+    let slow = Slow::install(&installed);
     let cluster = start(&installed, "60s").await;
     serves(&cluster).await;
     devices(&cluster, is_awaited).await;
     assert_eq!(cluster.workers(all_have("kjv")).await.unwrap().len(), 1);
-    fs::write(&go, "").unwrap();
+    slow.answer();
     let two = |workers: &[v1::WorkerInfo]| workers.len() == 2 && all_have("kjv")(workers);
     let workers = cluster.workers(two).await.unwrap();
     let late = &workers[1];
@@ -201,6 +243,54 @@ exec {worker} "$@""#,
     signal_pid(late.pid, Signal::KILL).unwrap();
     let again = |workers: &[v1::WorkerInfo]| two(workers) && workers[1].pid != late.pid;
     cluster.workers(again).await.unwrap();
-    let begun = fs::read_to_string(&begun).unwrap();
-    assert_eq!(begun.matches("--device mlx:0").count(), 2, "{begun}");
+    let asked = slow.asked();
+    assert_eq!(asked.matches("--device mlx:0").count(), 2, "{asked}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_scheduler_that_takes_over_while_a_program_takes_its_time_asks_it_again() {
+    let installed = installed();
+    let slow = Slow::install(&installed);
+    let cluster = start(&installed, "60s").await;
+    serves(&cluster).await;
+    devices(&cluster, is_awaited).await;
+    let first = slow.probed(1).await;
+    let before = cluster.workers(all_have("kjv")).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let options = hotcell_client::GenerateOptions {
+        max_tokens: 300,
+        ignore_eos: true,
+        ..Default::default()
+    };
+    let stream = client.generate("In the beginning", options).await.unwrap();
+    let whole = tokio::spawn(stream.complete());
+    let mut command = cluster.takeover(&arguments(&installed, "60s")).unwrap();
+    let said = tokio::task::spawn_blocking(move || command.output());
+    let said = said.await.unwrap().unwrap();
+    let words = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(said.status.success(), "{said:?}");
+    assert!(
+        words.contains("1 workers live on, 0 start anew"),
+        "{words}\n{}",
+        cluster.scheduler.log()
+    );
+    // Who was asked before is gone with who asked; the one who is asked now has not said anything yet.
+    let probes = slow.probed(2).await;
+    let began = Instant::now();
+    while lives(first[0]) {
+        assert!(began.elapsed() < SOON, "the first probe is left");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert!(lives(probes[1]));
+    assert_eq!(devices(&cluster, is_awaited).await.len(), 2);
+    // The processor's worker and its stream noticed nothing.
+    let after = cluster.workers(all_have("kjv")).await.unwrap();
+    assert_eq!((after.len(), after[0].pid), (1, before[0].pid));
+    assert_eq!(whole.await.unwrap().unwrap().token_ids.len(), 300);
+    slow.answer();
+    let two = |workers: &[v1::WorkerInfo]| workers.len() == 2 && all_have("kjv")(workers);
+    let workers = cluster.workers(two).await.unwrap();
+    assert_eq!(workers[1].lease.as_ref().unwrap().device, "mlx:0");
+    assert_eq!(devices(&cluster, |d| d.problem.is_empty()).await.len(), 2);
+    assert_eq!(slow.probes(), probes, "{}", cluster.scheduler.log());
 }

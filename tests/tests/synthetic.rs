@@ -5,10 +5,12 @@
 use hotcell_graph::DType;
 use hotcell_kernels::cpu::path::CpuPath;
 use hotcell_tests::{
+    cluster::Cluster,
     model::{Solo, open},
+    options::greedy,
     synthetic::{
         Measures,
-        gguf::{Weights, size, write},
+        gguf::{Weights, size, small, write},
     },
 };
 use hotcell_worker::model::text::ModelText;
@@ -46,6 +48,41 @@ fn every_type_loads_and_its_logits_are_sane() {
             let deviation = square.sqrt();
             assert!((1.0..16.0).contains(&deviation), "{name}: {deviation}");
         }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn models_in_blocks_of_four_bit_floats_are_served() {
+    let folder = TempDir::new().unwrap();
+    for name in ["mxfp4", "nvfp4"] {
+        let path = folder.path().join(format!("{name}.gguf"));
+        write(&path, name, &TINY, Weights::from_name(name).unwrap()).unwrap();
+        let cluster = Cluster::with_model(name, &path, &[]).await.unwrap();
+        let client = cluster.client().await.unwrap();
+        let mut said = Vec::new();
+        for _ in 0..2 {
+            let stream = client.generate("in the beginning", greedy(24)).await;
+            let whole = stream.unwrap().complete().await.unwrap();
+            assert_eq!(whole.token_ids.len(), 24, "{name}");
+            said.push(whole.token_ids);
+        }
+        assert_eq!(said[0], said[1], "{name}");
+    }
+}
+
+#[test]
+fn weights_that_another_tensor_scales_are_refused_by_name() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.gguf");
+    let one = 1f32.to_le_bytes().to_vec();
+    let writer = small("m", &TINY, Weights::Pure(DType::NVFP4)).unwrap();
+    let writer = writer.tensor("blk.1.attn_k.scale", &[1], 0, one);
+    std::fs::write(&path, writer.write()).unwrap();
+    let source = open(&path).unwrap();
+    let refused = Solo::new(&source, 1, CpuPath::detect(), DType::F16);
+    let said = format!("{:#}", refused.err().unwrap());
+    for word in ["blk.1.attn_k.weight", "blk.1.attn_k.scale", "not supported"] {
+        assert!(said.contains(word), "{said}");
     }
 }
 

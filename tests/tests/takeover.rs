@@ -22,7 +22,7 @@ use hotcell_ipc::{
 };
 use hotcell_scheduler::{exit::Exit, takeover::STATE_VERSION};
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, binaries, children, counted, kjv, signal_pid},
+    cluster::{Cluster, SOON, all_have, binaries, children, counted, kjv, lives, signal_pid},
     options::{drawn, greedy},
 };
 use prost::Message;
@@ -36,26 +36,8 @@ async fn cluster(arguments: &[&str]) -> Cluster {
     cluster
 }
 
-/// The command by which an operator has the scheduler replaced.
-fn command(cluster: &Cluster, arguments: &[&str]) -> std::process::Command {
-    let mut command = std::process::Command::new(binaries().unwrap().join("hotcell-scheduler"));
-    command
-        .arg("--takeover")
-        .arg("--socket")
-        .arg(&cluster.socket);
-    command
-        .args(arguments)
-        .env_clear()
-        .env("XDG_CONFIG_HOME", cluster.folder.path())
-        .current_dir(cluster.folder.path());
-    if let Ok(path) = std::env::var("HOTCELL_CPU_PATH") {
-        command.env("HOTCELL_CPU_PATH", path);
-    }
-    command
-}
-
 async fn ask(cluster: &Cluster, arguments: &[&str]) -> Output {
-    let mut command = command(cluster, arguments);
+    let mut command = cluster.takeover(arguments).unwrap();
     let ran = tokio::task::spawn_blocking(move || command.output());
     ran.await.unwrap().unwrap()
 }
@@ -355,12 +337,6 @@ async fn sleep_names_and_a_replacement_under_way_live_through_a_takeover() {
     let new = complete(&client, &of("kjv", 9)).await.token_ids;
     assert_ne!(new, calm.token_ids[..9]);
     assert_eq!(complete(&client, &of("nap", 9)).await.token_ids, new);
-}
-
-fn lives(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit(')').next().unwrap_or_default().trim_start();
-    !matches!(state.chars().next(), None | Some('Z' | 'X'))
 }
 
 #[tokio::test]

@@ -95,7 +95,8 @@ impl Weights {
     }
 
     /// The tensor of this name if it has this shape (outermost dimension first) and a dtype to compute with:
-    /// `f32`, `f16`, `bf16`, or quantised blocks.
+    /// `f32`, `f16`, `bf16`, or quantised blocks. One that another tensor scales as a whole is refused: llama.cpp's files of
+    /// NVFP4 have `NAME.scale` beside `NAME.weight`.
     pub fn expect(&self, name: &str, shape: &[usize]) -> Result<&Weight, ModelError> {
         let weight = self.get(name)?;
         if weight.shape != shape {
@@ -107,20 +108,29 @@ impl Weights {
             });
         }
         let float = matches!(weight.dtype, DType::F32 | DType::F16 | DType::BF16);
-        if !float && weight.dtype.kind() != Kind::Block {
-            let holds =
-                |file: &&ModelFile| std::ptr::eq(file.mapping.bytes(), weight.mapping.bytes());
-            let file = self
-                .files
-                .iter()
-                .find(holds)
-                .map_or_else(String::new, |file| file.name.clone());
-            return Err(ModelError::Unsupported {
-                file,
-                what: unsupported(name, weight.dtype.name()),
-            });
-        }
-        Ok(weight)
+        let what = if !float && weight.dtype.kind() != Kind::Block {
+            unsupported(name, weight.dtype.name())
+        } else if let Some(scale) = self.scale_of(name) {
+            format!(
+                "tensor {} is to be multiplied with tensor {}, which is not supported; use a file without such scales",
+                shown(name),
+                shown(&scale)
+            )
+        } else {
+            return Ok(weight);
+        };
+        let holds = |file: &&ModelFile| std::ptr::eq(file.mapping.bytes(), weight.mapping.bytes());
+        let file = self.files.iter().find(holds);
+        Err(ModelError::Unsupported {
+            file: file.map_or_else(String::new, |file| file.name.clone()),
+            what,
+        })
+    }
+
+    /// The tensor that scales this one as a whole, if there is one.
+    fn scale_of(&self, name: &str) -> Option<String> {
+        let scale = format!("{}.scale", name.strip_suffix(".weight")?);
+        self.contains(&scale).then_some(scale)
     }
 
     /// Whether there is a tensor of this name, supported or not.

@@ -179,8 +179,7 @@ fn q6_k(b: &[u8], out: &mut [f32]) {
 
 /// Twice the numbers of E2M1, by their code: sign, two bits of exponent, one of mantissa. Source: OCP Microscaling Formats
 /// (MX) 1.0, section 5.3.3; ggml stores and computes with the doubled ones.
-pub(super) const E2M1_TWICE: [i8; 16] =
-    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(super) const E2M1_TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// `2^(e − 128)`: half of what E8M0 says. As in ggml, 255 is no NaN.
 fn half_power(e: u8) -> f32 {

@@ -2,7 +2,7 @@
 
 use std::{
     any::Any,
-    cell::RefCell,
+    cell::{Cell, RefCell},
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
 };
@@ -10,15 +10,15 @@ use std::{
 use hotcell_graph::{Graph, op::Call};
 use hotcell_kernels::{
     backend::{
-        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, HostRegion, SharedRegion,
-        Stream, Trail,
+        Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, DeviceUsage, HostRegion,
+        SharedRegion, Stream, Trail,
     },
     cpu::CpuBackend,
     host::Staging,
     plan::{Plan, PlanHints, PlanMemory, Planner, Prepared, Slot, Unfinished},
 };
 
-use super::{Fault, POISON, POISON_INPUT, acts, plant, trespass};
+use super::{Fault, LIBRARY, POISON, POISON_INPUT, acts, plant, trespass};
 
 /// Has the CPU's devices under their own names.
 pub(super) struct FaultBackend;
@@ -39,6 +39,7 @@ impl Backend for FaultBackend {
         Ok(Rc::new(FaultDevice {
             inner,
             watched: Rc::default(),
+            kept: Cell::new(LIBRARY.1),
         }))
     }
 }
@@ -79,6 +80,8 @@ impl Watched {
 struct FaultDevice {
     inner: Rc<dyn Device>,
     watched: Rc<Watched>,
+    /// Bytes that its library keeps.
+    kept: Cell<usize>,
 }
 
 impl Device for FaultDevice {
@@ -161,6 +164,18 @@ impl Device for FaultDevice {
 
     fn stream(&self) -> Box<dyn Stream> {
         self.inner.stream()
+    }
+
+    fn usage(&self) -> Option<DeviceUsage> {
+        Some(DeviceUsage {
+            active: LIBRARY.0,
+            peak: LIBRARY.0 + LIBRARY.1,
+            cached: self.kept.get(),
+        })
+    }
+
+    fn trim(&self) {
+        self.kept.set(0);
     }
 
     fn leave(&self, trail: Trail) {

@@ -2,9 +2,10 @@
 
 use std::{fs, process::Command, time::Duration};
 
-use hotcell_client::{Address, Client, Identity, Reason, v1};
-use hotcell_tests::cluster::{
-    Process, SOON, binaries, free_address, kjv, private_folder, signal_pid,
+use hotcell_client::{Address, Client, Identity, Reason, Session, SessionOptions, v1};
+use hotcell_tests::{
+    cluster::{Cluster, Process, SOON, binaries, free_address, kjv, private_folder, signal_pid},
+    fault::LIBRARY,
 };
 use rustix::process::Signal;
 
@@ -48,6 +49,8 @@ async fn a_watcher_sees_steps_requests_memory_and_where_plans_are() {
         for kind in ["weights", "cache", "plans", "tensors", "tensors_kept"] {
             assert!(kinds.contains(&kind), "{kinds:?}");
         }
+        // The processor's memory is all our own.
+        assert!(!kinds.contains(&"library"), "{kinds:?}");
         assert!(
             sample
                 .memory
@@ -60,6 +63,38 @@ async fn a_watcher_sees_steps_requests_memory_and_where_plans_are() {
     } else {
         panic!("400 tokens were drawn between two samples");
     }
+}
+
+#[tokio::test]
+async fn what_a_devices_library_holds_is_told_and_what_it_keeps_is_given_back_on_request() {
+    let program = env!("CARGO_BIN_EXE_hotcell-worker-fault");
+    let cluster = Cluster::start(&["--worker-binary", program]).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let every = Duration::from_millis(50);
+    let mut samples = client.watch_worker("", every).await.unwrap();
+    let mut library = async || {
+        let sample = samples.next().await.unwrap().unwrap();
+        let bytes = |kind: &str| {
+            let found = sample.memory.iter().find(|m| m.kind == kind);
+            found.map(|m| m.bytes as usize)
+        };
+        (bytes("library"), bytes("library_kept"))
+    };
+    let (active, kept) = LIBRARY;
+    assert_eq!(library().await, (Some(active), Some(kept)));
+    let address: Address = format!("unix:{}", cluster.socket.display())
+        .parse()
+        .unwrap();
+    let session = Session::open(&address, SessionOptions::default())
+        .await
+        .unwrap();
+    // Asking what a session holds gives nothing back.
+    session.memory().await.unwrap();
+    assert_eq!(library().await, (Some(active), Some(kept)));
+    session.clear_cache().await.unwrap();
+    // A sample may have been on its way.
+    library().await;
+    assert_eq!(library().await, (Some(active), Some(0)));
 }
 
 #[tokio::test]

@@ -2,17 +2,21 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::rc::Rc;
+use std::{path::Path, rc::Rc};
 
 use hotcell_graph::DType;
 use hotcell_kernels::{
     backend::{Backend, Device},
-    cpu::CpuBackend,
+    cpu::{CpuBackend, dequant::dequantize_row},
     mlx::MlxBackend,
 };
 use hotcell_tests::{
     cluster::kjv,
     model::{Solo, argmax, open},
+    synthetic::{
+        Measures,
+        gguf::{Weights, small},
+    },
 };
 
 /// Tokens that both draw.
@@ -39,7 +43,13 @@ fn difference(a: &[f32], b: &[f32]) -> f32 {
 
 fn follow(cache: DType, bound: f32) {
     let source = open(&kjv()).unwrap();
-    let [mut cpu, mut mlx] = devices().map(|d| Solo::on(&*d, &source, cache).unwrap());
+    let solos = devices().map(|d| Solo::on(&*d, &source, cache).unwrap());
+    let took = compare(solos, TOKENS, bound);
+    println!("{cache}: {took}");
+}
+
+/// Feeds both the same and has both draw the same tokens: how far their logits were apart, and how long it took.
+fn compare([mut cpu, mut mlx]: [Solo; 2], tokens: usize, bound: f32) -> String {
     let prompt: Vec<u32> = (0..40).map(|i| 50 + i * 7).collect();
     let mut worst = 0f32;
     let mut compare = |ours: &[Vec<f32>], theirs: &[Vec<f32>]| {
@@ -58,16 +68,52 @@ fn follow(cache: DType, bound: f32) {
         &cpu.feed(&prompt, 16).unwrap(),
     );
     let start = std::time::Instant::now();
-    for _ in 0..TOKENS {
+    for _ in 0..tokens {
         next = compare(
             &mlx.feed(&[next], 1).unwrap(),
             &cpu.feed(&[next], 1).unwrap(),
         );
     }
     let took = start.elapsed();
-    println!(
-        "{cache}: {TOKENS} equal tokens, logits differ by {worst:e} at most, {took:?} on both"
-    );
+    format!("{tokens} equal tokens, logits differ by {worst:e} at most, {took:?} on both")
+}
+
+#[test]
+fn a_model_in_mxfp4_draws_what_the_processor_draws_with_its_numbers_in_f32() {
+    let measures = Measures {
+        hidden: 256,
+        layers: 4,
+        heads: 4,
+        kv_heads: 2,
+        inner: 512,
+        vocab: 700,
+        context: 128,
+        tied: false,
+    };
+    for dtype in [DType::MXFP4, DType::NVFP4] {
+        let folder = tempfile::tempdir().unwrap();
+        let [blocks, numbers] = ["blocks", "numbers"].map(|name| {
+            let folder = folder.path().join(name);
+            std::fs::create_dir(&folder).unwrap();
+            folder.join("model.gguf")
+        });
+        let mut writer = small("m", &measures, Weights::Pure(dtype)).unwrap();
+        std::fs::write(&blocks, writer.write()).unwrap();
+        for tensor in &mut writer.tensors {
+            let dtype = DType::from_gguf_id(tensor.kind).unwrap();
+            let mut values = vec![0f32; tensor.dims.iter().product::<u64>() as usize];
+            dequantize_row(dtype, &tensor.data, &mut values);
+            tensor.data = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            tensor.kind = DType::F32.gguf_id().unwrap();
+        }
+        std::fs::write(&numbers, writer.write()).unwrap();
+        let [cpu, mlx] = devices();
+        let solo = |device: &dyn Device, path: &Path| {
+            Solo::on(device, &open(path).unwrap(), DType::F32).unwrap()
+        };
+        let took = compare([solo(&*cpu, &numbers), solo(&*mlx, &blocks)], 64, BOUND);
+        println!("{dtype}: {took}");
+    }
 }
 
 #[test]

@@ -93,6 +93,26 @@ async fn mlx_alone_draws_what_the_processor_draws_and_says_that_it_need_not() {
     );
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn what_mlx_holds_is_told_with_the_workers_memory() {
+    let arguments = ["--worker-binary", OURS];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let client = cluster.client().await.unwrap();
+    complete(&client, &greedy(2)).await;
+    let every = Duration::from_millis(50);
+    let mut samples = client.watch_worker("", every).await.unwrap();
+    let sample = samples.next().await.unwrap().unwrap();
+    let bytes = |kind: &str| {
+        let found = sample.memory.iter().find(|m| m.kind == kind);
+        found.unwrap_or_else(|| panic!("{:?}", sample.memory)).bytes
+    };
+    // Its copies of the weights are in it; what it keeps is told even where it keeps nothing.
+    assert!(bytes("library") >= bytes("weights"), "{:?}", sample.memory);
+    bytes("library_kept");
+}
+
 /// The devices, once MLX's program has said what is with it.
 async fn devices(client: &Client) -> Vec<v1::Device> {
     let began = Instant::now();

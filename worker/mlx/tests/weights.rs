@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use hotcell_graph::{DType, Graph, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::{
-    backend::{Backend, Buffer, Device, HostRegion},
+    backend::{Backend, Buffer, Device, DeviceError, HostRegion},
     cpu::{CpuBackend, dequant::dequantize_row},
     mlx::{MlxBackend, MlxDevice},
     plan::{Plan, PlanHints, Slot},
@@ -55,6 +55,13 @@ fn blocks(spec: &TensorSpec, seed: u64) -> Vec<u8> {
             // Between 2⁻⁸ and 2, of either sign.
             block[at + 1] = block[at + 1] & 0x83 | 0x20 | block[at + 1] & 0x1c;
         }
+        match spec.dtype {
+            // Between 2⁻⁸ and 2⁷.
+            DType::MXFP4 => block[0] = 119 + block[0] % 16,
+            // Any but the one that MLX has no number for.
+            DType::NVFP4 => block[..4].iter_mut().for_each(|scale| *scale &= 0x7f),
+            _ => {}
+        }
     }
     bytes
 }
@@ -97,6 +104,8 @@ fn a_form_has_the_very_numbers_of_the_blocks() {
         DType::Q4K,
         DType::Q5K,
         DType::Q6K,
+        DType::MXFP4,
+        DType::NVFP4,
     ] {
         let w = spec(dtype, &[n, k]);
         let bytes: Vec<u8> = match dtype {
@@ -137,6 +146,73 @@ fn a_form_has_the_very_numbers_of_the_blocks() {
         let ran = device.ran("mul_mat");
         assert!(ran.on_mlx > 0 && ran.on_cpu == 0, "{dtype}: {ran:?}");
     }
+}
+
+/// A row of ones times `[n, k]` weights.
+fn sums(w: &TensorSpec, k: usize) -> Graph {
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &[1, k])).unwrap();
+    let w = g.constant("w", w.clone()).unwrap();
+    let y = g.mul_mat(x, w).unwrap();
+    g.finish(&[y]).unwrap()
+}
+
+#[test]
+fn every_scale_and_every_code_of_four_bits_is_the_number_that_the_block_has() {
+    let device = open();
+    for (dtype, scales) in [(DType::MXFP4, 1), (DType::NVFP4, 4)] {
+        let k = dtype.block_len();
+        // A block for each scale and code, in which that code is the only number that is not zero, each time elsewhere.
+        let each: Vec<(u8, u8)> = (0..=254u8)
+            .chain((dtype == DType::MXFP4).then_some(255))
+            .flat_map(|scale| (0..16).map(move |code| (scale, code)))
+            .collect();
+        let mut bytes = Vec::new();
+        for (i, &(scale, code)) in each.iter().enumerate() {
+            let mut block = vec![0; dtype.block_bytes()];
+            let number = i % (k / 2);
+            block[scales + number] = if i / k % 2 == 0 { code } else { code << 4 };
+            // Eight bytes of numbers have a scale of their own, if there are several.
+            block[number / 8 % scales] = scale;
+            bytes.extend(block);
+        }
+        let w = spec(dtype, &[each.len(), k]);
+        let mut rows = vec![0f32; each.len() * k];
+        dequantize_row(dtype, &bytes, &mut rows);
+        let x = f32s(&*device, &vec![1.0; k]);
+        let y = f32s(&*device, &vec![0.0; each.len()]);
+        let w_buffer = device.import(Rc::new(Owned(bytes))).unwrap();
+        bound(&*device, &sums(&w, k), &[&x, &w_buffer], &y)
+            .execute(0)
+            .unwrap();
+        for ((row, got), (scale, code)) in rows.chunks_exact(k).zip(read(&y, each.len())).zip(each)
+        {
+            let expected: f32 = row.iter().sum();
+            assert!(
+                got == expected,
+                "{dtype}, scale {scale}, code {code}: {got} is not {expected}"
+            );
+        }
+        let ran = device.ran("mul_mat");
+        assert!(ran.on_mlx > 0 && ran.on_cpu == 0, "{dtype}: {ran:?}");
+    }
+}
+
+#[test]
+fn a_scale_that_mlx_has_no_number_for_is_refused_by_its_name() {
+    let device = open();
+    let w = spec(DType::NVFP4, &[2, 64]);
+    let mut bytes = blocks(&w, 3);
+    bytes[36 + 2] = 0xff;
+    let x = f32s(&*device, &[1.0; 64]);
+    let y = f32s(&*device, &[0.0; 2]);
+    let w_buffer = device.import(Rc::new(Owned(bytes))).unwrap();
+    let mut plan = bound(&*device, &sums(&w, 64), &[&x, &w_buffer], &y);
+    let refused = plan.execute(0).unwrap_err();
+    assert!(matches!(refused, DeviceError::Unsupported { .. }));
+    let said = refused.to_string();
+    assert!(said.contains("nvfp4") && said.contains("0xff"), "{said}");
+    assert_eq!(device.prepared_bytes(), 0);
 }
 
 fn bound(device: &dyn Device, graph: &Graph, inputs: &[&Buffer], output: &Buffer) -> Box<dyn Plan> {
@@ -206,6 +282,10 @@ fn a_plan_counts_the_copies_of_its_constants() {
     };
     // Eight bytes for 32 numbers besides those of four bits; all of four bytes where MLX has no such blocks.
     let (small, large) = (arena(DType::Q4_0), arena(DType::Q6K));
+    // One byte for 32 numbers, or for 16.
+    let (least, less) = (arena(DType::MXFP4), arena(DType::NVFP4));
+    assert_eq!(small - least, n * k / 32 * 7);
+    assert_eq!(small - less, n * k / 32 * 6);
     assert!(small >= n * k / 2 + n * k / 4, "{small}");
     assert!(large >= n * k * 4, "{large}");
     assert!(large - small >= n * k * 3, "{small} {large}");
@@ -216,7 +296,15 @@ fn experts_are_read_in_their_form_and_made_once() {
     let device = open();
     let cpu = CpuBackend.open("cpu:0", &[]).unwrap();
     let (experts, n, k, tokens, each) = (4, 32, 256, 5, 2);
-    for dtype in [DType::F32, DType::Q4_0, DType::Q4K, DType::Q6K] {
+    let all = [
+        DType::F32,
+        DType::Q4_0,
+        DType::Q4K,
+        DType::Q6K,
+        DType::MXFP4,
+        DType::NVFP4,
+    ];
+    for dtype in all {
         let w = spec(dtype, &[experts, n, k]);
         let mut g = GraphBuilder::new(0);
         let wv = g.constant("w", w.clone()).unwrap();
@@ -259,5 +347,5 @@ fn experts_are_read_in_their_form_and_made_once() {
         assert!(error <= most * power, "{dtype}: {error} of {power}");
     }
     let ran = device.ran("mul_mat_id");
-    assert!(ran.on_mlx == 4 && ran.on_cpu == 0, "{ran:?}");
+    assert!(ran.on_mlx == all.len() as u64 && ran.on_cpu == 0, "{ran:?}");
 }
