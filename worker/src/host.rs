@@ -49,7 +49,7 @@ const TEXT_THREADS: usize = 2;
 
 /// Tensors hashed whole at once.
 const HASH_THREADS: usize = 2;
-/// Graphs verified at once.
+/// Graphs verified and planned at once.
 const GRAPH_THREADS: usize = 2;
 /// Calls at once on one connection for tensors; the session's lease is one of them.
 pub const TENSOR_STREAMS: u32 = 64;
@@ -181,7 +181,7 @@ struct Inner {
     text: Arc<Semaphore>,
     /// Bounds hashing of whole tensors.
     hashing: Arc<Semaphore>,
-    /// Bounds the graphs that are verified, whichever connection they came on.
+    /// Bounds the graphs that are verified and planned, whichever connection they came on.
     graphs: Arc<Semaphore>,
     /// One thread packs weights.
     packing: Arc<Semaphore>,
@@ -311,7 +311,7 @@ impl Host {
         Arc::clone(&self.0.hashing)
     }
 
-    /// Places for those who verify graphs.
+    /// Places for those who verify and plan graphs.
     pub fn graphs(&self) -> Arc<Semaphore> {
         Arc::clone(&self.0.graphs)
     }
