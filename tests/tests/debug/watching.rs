@@ -2,7 +2,11 @@
 
 use std::{fs, process::Command, time::Duration};
 
-use hotcell_client::{Address, Client, Identity, Reason, Session, SessionOptions, v1};
+use hotcell_client::{
+    Address, Client, Identity, Reason,
+    tensor::{Session, SessionOptions},
+    v1,
+};
 use hotcell_tests::{
     cluster::{Cluster, Process, SOON, binaries, free_address, kjv, private_folder, signal_pid},
     fault::LIBRARY,
