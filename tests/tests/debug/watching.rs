@@ -72,7 +72,8 @@ async fn a_watcher_sees_steps_requests_memory_and_where_plans_are() {
 #[tokio::test]
 async fn what_a_devices_library_holds_is_told_and_what_it_keeps_is_given_back_on_request() {
     let program = env!("CARGO_BIN_EXE_hotcell-worker-fault");
-    let cluster = Cluster::start(&["--worker-binary", program]).await.unwrap();
+    let arguments = ["--worker-binary", program, "--devices", "cpu:1"];
+    let cluster = Cluster::start(&arguments).await.unwrap();
     let client = cluster.client().await.unwrap();
     let every = Duration::from_millis(50);
     let mut samples = client.watch_worker("", every).await.unwrap();
