@@ -471,7 +471,7 @@ async fn a_program_that_cannot_take_over_changes_nothing() {
         fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).unwrap();
         let door = handoff::path_beside(&cluster.socket);
         fs::set_permissions(&door, fs::Permissions::from_mode(0o666)).unwrap();
-        let mut stranger = command(&cluster, &[]);
+        let mut stranger = cluster.takeover(&[]).unwrap();
         stranger.uid(65_534);
         match stranger.output() {
             Ok(output) => refused(&output, "only the user that runs the scheduler"),
@@ -525,7 +525,7 @@ async fn streams_may_end_first_and_a_port_stays_the_same() {
 async fn nobody_answers_where_no_scheduler_is() {
     let cluster = cluster(&[]).await;
     let socket = cluster.folder.path().join("none.sock");
-    let mut command = command(&cluster, &[]);
+    let mut command = cluster.takeover(&[]).unwrap();
     command.arg("--socket").arg(&socket);
     // The last of two is taken, or both are refused: either way nothing happens.
     let output = command.output().unwrap();

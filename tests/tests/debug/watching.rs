@@ -2,9 +2,13 @@
 
 use std::{fs, process::Command, time::Duration};
 
-use hotcell_client::{Address, Client, Identity, Reason, Session, SessionOptions, v1};
+use hotcell_client::{
+    Address, Client, Identity, Reason,
+    tensor::{Session, SessionOptions},
+    v1,
+};
 use hotcell_tests::{
-    cluster::{Cluster, Process, SOON, binaries, free_address, kjv, private_folder, signal_pid},
+    cluster::{Process, SOON, binaries, free_address, kjv, private_folder, signal_pid},
     fault::LIBRARY,
 };
 use rustix::process::Signal;
@@ -68,7 +72,8 @@ async fn a_watcher_sees_steps_requests_memory_and_where_plans_are() {
 #[tokio::test]
 async fn what_a_devices_library_holds_is_told_and_what_it_keeps_is_given_back_on_request() {
     let program = env!("CARGO_BIN_EXE_hotcell-worker-fault");
-    let cluster = Cluster::start(&["--worker-binary", program]).await.unwrap();
+    let arguments = ["--worker-binary", program, "--devices", "cpu:1"];
+    let cluster = kjv_cluster(&arguments).await;
     let client = cluster.client().await.unwrap();
     let every = Duration::from_millis(50);
     let mut samples = client.watch_worker("", every).await.unwrap();
