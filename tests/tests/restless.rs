@@ -53,6 +53,7 @@ unsafe impl SharedRegion for Restless {
 /// Runs a case while its inputs change, and then as it is.
 struct Unsteady {
     device: CpuDevice,
+    fuse: bool,
     /// Inputs that were shared, and those that lead to an index.
     shared: usize,
     copied: usize,
@@ -77,8 +78,13 @@ impl Executor for Unsteady {
 
     fn run(&mut self, graph: &Graph, rows: usize, inputs: &[&[u8]]) -> Result<Outcome, RunError> {
         let device = &self.device;
-        let plan = device.plan(graph, &PlanHints::default());
-        let mut plan = plan.map_err(|e| RunError::Plan(e.to_string()))?;
+        let hints = PlanHints {
+            fuse: self.fuse,
+            ..PlanHints::default()
+        };
+        let mut plan = device
+            .plan(graph, &hints)
+            .map_err(|e| RunError::Plan(e.to_string()))?;
         let (mut shared, mut caches) = (Vec::new(), Vec::new());
         for (i, (input, bytes)) in graph.inputs().iter().zip(inputs).enumerate() {
             let most = size(&input.spec, graph.max_rows());
@@ -162,6 +168,10 @@ impl Executor for Unsteady {
             caches: left.collect::<Result<_, _>>()?,
         })
     }
+
+    fn set_fused(&mut self, fused: bool) {
+        self.fuse = fused;
+    }
 }
 
 #[test]
@@ -169,6 +179,7 @@ fn inputs_that_change_while_they_are_read_touch_nothing_but_results() {
     let device = CpuDevice::with_path(2, CpuPath::detect()).unwrap();
     let mut unsteady = Unsteady {
         device,
+        fuse: true,
         shared: 0,
         copied: 0,
     };
