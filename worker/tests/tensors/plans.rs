@@ -167,7 +167,7 @@ fn gated(dims: &[usize]) -> Graph {
 
 #[tokio::test]
 async fn a_plan_that_takes_long_holds_up_nobody() {
-    let host = worker_with(64 * MIB, Registry::of(GATED));
+    let host = worker_with(64 * MIB, Registry::of(GATED).unwrap());
     let one_plan = v1::OpenSessionRequest {
         max_plans: 2,
         ..v1::OpenSessionRequest::default()
@@ -237,7 +237,7 @@ async fn asking(
 
 #[tokio::test]
 async fn attention_is_fused_taken_apart_or_refused_as_a_session_asks() {
-    let host = worker_with(64 * MIB, Registry::of(FUSED));
+    let host = worker_with(64 * MIB, Registry::of(FUSED).unwrap());
     let device = host.engine().opened().numerics.clone();
     let mut results = Vec::new();
     for (choice, fused) in [
