@@ -567,7 +567,7 @@ async fn reading_frees_nothing_and_leaves_nothing() {
     let value = sum.item::<f32>().await.unwrap();
     assert_eq!(value, (0..32).map(|v| v as f32 * 0.5 - 3.0).sum::<f32>());
     drop((sum, half));
-    // Traces leave nothing but their plans, and these go with their function.
+    // Traces leave nothing but their plans, which the connection keeps for the next function like this one.
     let plans = session.memory().await.unwrap().plans;
     let compiled = session.compile(|a| vec![a[0].tanh() + a[0].sum(&[], false)]);
     for n in 1..6 {

@@ -69,7 +69,8 @@ pub struct BackendParams {
     pub threads: u32,
     /// `false`: a dry run. Nothing is computed; [`Backend::reserve`] and [`Backend::memory`] say what it would take.
     pub allocate: bool,
-    /// Where the model's layers go.
+    /// Where the model's layers would go: what [`Backend::memory`] counts by device. Graphs are computed on the backend's own
+    /// device whatever it says.
     pub placement: Placement,
     /// Whether attention may run fused.
     pub flash_attention: FlashAttention,

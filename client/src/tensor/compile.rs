@@ -58,7 +58,8 @@ pub(super) fn concrete_rows() -> usize {
 type Function = dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync;
 
 /// A function of tensors. It is traced when it is called with specs that it has not seen, or not among the last 64 different ones;
-/// what it captures is then constant, and a random key has to be one of its arguments to differ between calls.
+/// values that it captures are read anew at each call, and a random key has to be one of its arguments to differ between
+/// calls.
 #[derive(Clone)]
 pub struct Compiled(Arc<Inner>);
 
