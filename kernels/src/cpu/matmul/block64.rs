@@ -1,10 +1,5 @@
 //! The 64-element block dtype: NVFP4, four sub-blocks of sixteen with a scale each.
 
-#![expect(
-    clippy::needless_range_loop,
-    reason = "an index runs over several arrays at once, and its order is the point"
-)]
-
 use std::ptr;
 
 use super::block32::{E2M1_UNSIGNED, twelve};
