@@ -36,8 +36,7 @@ fn builder(pace: Pace) -> Builder<TokioExecutor> {
     let mut builder = Builder::new(TokioExecutor::new());
     builder
         .http1()
-        // A token is a piece of some two hundred bytes between two lines: to copy it costs less than to have the kernel gather
-        // three slices.
+        // A token is a piece of some two hundred bytes between two lines: copied together and written as one slice.
         .writev(false)
         .timer(pace)
         .header_read_timeout(pace::IDLE)
