@@ -401,6 +401,14 @@ impl Case {
         self.inputs.iter().any(block)
     }
 
+    /// Whether all plain tensors that it reads are of these dtypes.
+    pub fn reads_only(&self, dtypes: &[DType]) -> bool {
+        self.inputs.iter().all(|input| match input {
+            CaseInput::Tensor(spec, _) => spec.dtype.is_block() || dtypes.contains(&spec.dtype),
+            CaseInput::Cache { .. } => true,
+        })
+    }
+
     /// Dtypes of its results.
     fn result_dtypes(&self) -> Vec<DType> {
         self.outputs.iter().map(|(spec, _)| spec.dtype).collect()

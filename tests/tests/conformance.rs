@@ -219,8 +219,9 @@ fn of_zeros_of_both_signs_the_greatest_is_positive_and_the_least_negative() {
 
 #[test]
 fn derived_classes_give_the_same_on_a_worker_over_grpc() {
-    let (cases, mut remote) = (chosen(), Remote::start().unwrap());
-    // One of each combination of dtypes: what a note is about is the kernels', and is tried above.
+    let (mut cases, mut remote) = (chosen(), Remote::start().unwrap());
+    // One of each combination of some dtypes: what a note is about, and what a dtype is, are the kernels', and are tried above.
+    cases.retain(|case| case.reads_only(&[DType::Bool, DType::I32, DType::BF16, DType::F32]));
     let scope = Scope {
         every_note: false,
         ..Scope::ALL
