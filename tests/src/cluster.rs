@@ -339,6 +339,19 @@ pub struct Cluster {
 }
 
 impl Cluster {
+    /// A scheduler without further arguments, all of whose workers are ready.
+    ///
+    /// # Errors
+    /// As [`Cluster::start`], or when the workers do not come up in time.
+    pub async fn ready() -> Result<Self> {
+        let cluster = Self::start(&[]).await?;
+        let ready = |workers: &[v1::WorkerInfo]| {
+            !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
+        };
+        cluster.workers(ready).await?;
+        Ok(cluster)
+    }
+
     /// Starts a scheduler with these further arguments and waits until it answers.
     ///
     /// # Errors

@@ -13,7 +13,6 @@ use hotcell_client::{
         AttentionOptions, Backend, BackendParams, CacheSpec, DType, FlashAttention, PagedOptions,
         Pages, Placement, Session, SessionOptions, Step, Tensor,
     },
-    v1,
 };
 use hotcell_graph::{Graph, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::{
@@ -30,12 +29,7 @@ fn address(cluster: &Cluster) -> Address {
 }
 
 async fn cluster() -> Cluster {
-    let cluster = Cluster::start(&[]).await.unwrap();
-    let ready = |workers: &[v1::WorkerInfo]| {
-        !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
-    };
-    cluster.workers(ready).await.unwrap();
-    cluster
+    Cluster::ready().await.unwrap()
 }
 
 async fn open(

@@ -15,7 +15,6 @@ use std::{
 use hotcell_client::{
     Address,
     tensor::{Compiled, DType, HostTensor, Session, SessionOptions, Shape, Tensor, TensorSpec},
-    v1,
 };
 use hotcell_graph::{
     Graph, Value,
@@ -33,11 +32,7 @@ const PROGRAMS: usize = 100;
 const ELEMENTS: u128 = 1 << 14;
 
 async fn cluster() -> (Cluster, Address) {
-    let cluster = Cluster::start(&[]).await.unwrap();
-    let ready = |workers: &[v1::WorkerInfo]| {
-        !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
-    };
-    cluster.workers(ready).await.unwrap();
+    let cluster = Cluster::ready().await.unwrap();
     let address = format!("unix:{}", cluster.socket.display());
     (cluster, address.parse().unwrap())
 }

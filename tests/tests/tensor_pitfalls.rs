@@ -16,7 +16,6 @@ use hotcell_client::{
         Backend, BackendParams, DType, DumpOptions, HostTensor, Session, SessionOptions, Tensor,
         TensorFile,
     },
-    v1,
 };
 use hotcell_tests::cluster::{Cluster, all_have, kjv};
 
@@ -32,12 +31,7 @@ async fn session(cluster: &Cluster) -> Session {
 }
 
 async fn cluster() -> Cluster {
-    let cluster = Cluster::start(&[]).await.unwrap();
-    let ready = |workers: &[v1::WorkerInfo]| {
-        !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
-    };
-    cluster.workers(ready).await.unwrap();
-    cluster
+    Cluster::ready().await.unwrap()
 }
 
 /// `[rows, columns]` of different numbers.

@@ -45,12 +45,7 @@ async fn relayed(cluster: &Cluster) -> Session {
 }
 
 async fn cluster() -> Cluster {
-    let cluster = Cluster::start(&[]).await.unwrap();
-    let ready = |workers: &[v1::WorkerInfo]| {
-        !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
-    };
-    cluster.workers(ready).await.unwrap();
-    cluster
+    Cluster::ready().await.unwrap()
 }
 
 #[tokio::test]
