@@ -157,9 +157,12 @@ fn quantize_block(x: &[f32], q: &mut [u8], sums: &mut [i32]) -> f32 {
     for ((run, q), sum) in x.iter().zip(q).zip(sums) {
         let mut ints = [0i32; LANES];
         for (i, v) in ints.iter_mut().zip(run) {
-            // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+            // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits. Shared memory may
+            // hold another number by now, even one above `amax`: then any number will do that a code can hold.
             let shifted = v * inverse + 12_582_912.0;
-            *i = (shifted.to_bits() as i32 - 0x4b40_0000).clamp(-127, 127);
+            *i = (shifted.to_bits() as i32)
+                .wrapping_sub(0x4b40_0000)
+                .clamp(-127, 127);
         }
         let mut total = 0;
         for (i, q) in ints.into_iter().zip(q) {
