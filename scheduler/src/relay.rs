@@ -295,22 +295,22 @@ impl Relayed<'_> {
     async fn begin(&mut self, mut request: GenerateRequest) -> Result<(Journal, Placed), Error> {
         let (fleet, model) = (self.fleet, self.model);
         let prompt = request.prompt.take();
-        let ids = match prompt.and_then(|p| p.kind) {
-            Some(Kind::Ids(ids)) => ids.ids,
+        let (ids, had) = match prompt.and_then(|p| p.kind) {
+            Some(Kind::Ids(ids)) => (ids.ids, None),
             kind => {
                 let mut part = self.trace.child(&TOKENIZE);
                 let with = (self.deadline, &mut part);
                 let tokenized = text::tokenize(fleet, (model, self.tenant), kind, false, with);
                 let tokenized = tokenized.await;
-                tokenized
-                    .inspect_err(|error| part.fail(error.reason().name()))?
-                    .ids
+                let (tokenized, place) =
+                    tokenized.inspect_err(|error| part.fail(error.reason().name()))?;
+                (tokenized.ids, place)
             }
         };
         request.max_tokens = fleet.most_tokens(model, ids.len(), request.max_tokens)?;
         self.times.begin();
         // Not before a worker has the model: its bounds come from there.
-        let placed = self.first_place(&request, &ids).await?;
+        let placed = self.first_place(&request, &ids, had).await?;
         self.times.placed();
         let bounds = self.bounds()?;
         let given = request.resume.iter().flat_map(|r| &r.generated_ids);
@@ -334,7 +334,7 @@ impl Relayed<'_> {
     ) -> Result<(Journal, Placed), Error> {
         if self.fleet.bounds(self.model).is_none() {
             drop(
-                self.first_place(&request, &past.accepted.prompt_ids)
+                self.first_place(&request, &past.accepted.prompt_ids, None)
                     .await?,
             );
         }
@@ -363,10 +363,12 @@ impl Relayed<'_> {
         crashes.affected(&had.link.worker, had.link.epoch, request);
     }
 
+    /// A place for a stream that begins, after that where its prompt was tokenised.
     async fn first_place(
         &self,
         request: &GenerateRequest,
         prompt: &[u32],
+        had: Option<Placed>,
     ) -> Result<Placed, Error> {
         let resumed = request.resume.as_ref().map_or(0, |r| r.generated_ids.len());
         let cost = || {
@@ -381,7 +383,7 @@ impl Relayed<'_> {
             ..Wish::default()
         };
         let mut waited = self.trace.child(&PLACEMENT);
-        let placed = self.fleet.acquire(self.model, wish, cost).await;
+        let placed = self.fleet.acquire_after(had, self.model, wish, cost).await;
         placed.inspect_err(|error| waited.fail(error.reason().name()))
     }
 

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tonic::{Response, Status, transport::Channel};
 
 use crate::{
-    fleet::{Fleet, Lost},
+    fleet::{Fleet, Lost, Placed},
     onward,
     placement::{Estimate, Wish},
     suspicion::{Next, Record},
@@ -23,13 +23,14 @@ use crate::{
     verdict::{bounded, verdict},
 };
 
-/// Calls a worker, and another one if it dies; a throw-away one if several died.
+/// Calls a worker, and another one if it dies; a throw-away one if several died. Also gives the place where it was answered,
+/// unless that is a throw-away worker.
 async fn ask<T, F>(
     fleet: &Arc<Fleet>,
     (model, tenant): (&ModelName, &str),
     trace: &mut Span,
     call: impl Fn(TokensClient<Channel>, &Span) -> F,
-) -> Result<T, Error>
+) -> Result<(T, Option<Placed>), Error>
 where
     F: Future<Output = Result<Response<T>, Status>>,
 {
@@ -57,7 +58,8 @@ where
         let status = match call(placed.link.tokens(), &part).await {
             Ok(answer) => {
                 fleet.served(&placed.home, id.as_str());
-                return Ok(answer.into_inner());
+                let place = Some(placed).filter(|placed| !placed.is_alone());
+                return Ok((answer.into_inner(), place));
             }
             Err(status) => status,
         };
@@ -92,7 +94,7 @@ fn doubt(what: &str) -> Error {
     )
 }
 
-/// Renders and tokenises a prompt.
+/// Renders and tokenises a prompt. What the tokens are for may go on in the place that comes with them.
 ///
 /// # Errors
 /// The worker's words, or why there is no worker.
@@ -102,13 +104,13 @@ pub async fn tokenize(
     prompt: Option<Kind>,
     without_special: bool,
     (deadline, trace): (Option<Instant>, &mut Span),
-) -> Result<TokenizeResponse, Error> {
+) -> Result<(TokenizeResponse, Option<Placed>), Error> {
     let request = TokenizeRequest {
         model: model.as_str().to_owned(),
         prompt: Some(Prompt { kind: prompt }),
         without_special,
     };
-    let answer = ask(fleet, (model, tenant), trace, |mut tokens, part| {
+    let (answer, place) = ask(fleet, (model, tenant), trace, |mut tokens, part| {
         let request = bounded(request.clone(), deadline, part);
         async move { tokens.tokenize(request).await }
     })
@@ -127,10 +129,11 @@ pub async fn tokenize(
     if answer.ids.iter().any(|&id| id >= vocabulary) {
         return Err(doubt("with a token that is not in the vocabulary"));
     }
-    Ok(TokenizeResponse {
+    let answer = TokenizeResponse {
         model: model.as_str().to_owned(),
         ..answer
-    })
+    };
+    Ok((answer, place))
 }
 
 /// Turns token ids into text.
@@ -149,7 +152,7 @@ pub async fn detokenize(
         ids,
         with_special,
     };
-    let answer = ask(fleet, (model, tenant), trace, |mut tokens, part| {
+    let (answer, _) = ask(fleet, (model, tenant), trace, |mut tokens, part| {
         let request = bounded(request.clone(), deadline, part);
         async move { tokens.detokenize(request).await }
     })
@@ -175,7 +178,7 @@ pub async fn embed(
         ..request
     };
     let count = request.prompts.len();
-    let answer = ask(
+    let (answer, _) = ask(
         fleet,
         (model, &request.tenant),
         trace,

@@ -114,7 +114,11 @@ def check_tools(cell):
                 {"type": "function_call_output", "call_id": "a", "output": "in Goshen"}]
         assert c.responses.create(model=model, input=turn).output_text == puppet.SAID
     for choice, names in [("required", {"find", "count"}), ({"type": "function", "name": "count"}, {"count"})]:
-        call, = c.responses.create(**{**ASKED, "max_output_tokens": 300}, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False).output
+        done = c.responses.create(**{**ASKED, "max_output_tokens": 300}, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+        # What was asked is said again.
+        assert [(t.type, t.name, t.parameters) for t in done.tools] == [(t["type"], t["name"], t["parameters"]) for t in TOOLS], done.tools
+        assert (done.tool_choice if isinstance(choice, str) else done.tool_choice.to_dict()) == choice, done.tool_choice
+        call, = done.output
         assert call.type == "function_call" and call.name in names and set(json.loads(call.arguments).values()) <= {"Adam", "Eve"}, call
 
 

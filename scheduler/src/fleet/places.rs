@@ -49,10 +49,25 @@ impl Fleet {
         wish: Wish<'_>,
         cost: impl Fn() -> Estimate,
     ) -> Result<Placed, Error> {
+        self.acquire_after(None, model, wish, cost).await
+    }
+
+    /// As [`Self::acquire`], for a request that has a place already, for another part of its work: it has had its turn, and
+    /// keeps that place if there is no better one.
+    ///
+    /// # Errors
+    /// As [`Self::acquire`].
+    pub async fn acquire_after(
+        self: &Arc<Self>,
+        mut had: Option<Placed>,
+        model: &ModelName,
+        wish: Wish<'_>,
+        cost: impl Fn() -> Estimate,
+    ) -> Result<Placed, Error> {
         let began = Instant::now();
         let mut changed = self.changes();
         // What goes on elsewhere has had its turn.
-        let new = wish.class.is_none() && wish.avoid.is_none();
+        let new = wish.class.is_none() && wish.avoid.is_none() && had.is_none();
         let in_turn = wish.tenant.filter(|_| new);
         let mut waiting = None;
         self.wake(model, true);
@@ -61,10 +76,12 @@ impl Fleet {
             // It may have gone to sleep since.
             self.wake(model, false);
             let turn = in_turn.map(|_| waiting.as_ref());
-            let why = match self.try_place(model, wish, cost(), turn)? {
+            let why = match self.try_place(model, wish, cost(), turn, &mut had)? {
                 Ok(placed) => return Ok(placed),
                 Err(why) => why,
             };
+            // The worker where it was is gone.
+            had = None;
             if let (Wait::Full, None, Some(tenant)) = (&why, &waiting, in_turn) {
                 waiting = Some(self.turns.wait(tenant, model, &self.changed));
                 continue;
@@ -108,6 +125,7 @@ impl Fleet {
         wish: Wish<'_>,
         cost: Estimate,
         turn: Option<Option<&Waiting>>,
+        had: &mut Option<Placed>,
     ) -> Result<Result<Placed, Wait>, Error> {
         let table = self.table();
         let loading = table.usable(model)?;
@@ -124,6 +142,10 @@ impl Fleet {
         {
             return Ok(Err(Wait::Full));
         }
+        let has_here = |slot: &Slot| {
+            let had = had.as_ref();
+            had.is_some_and(|had| Arc::ptr_eq(&had.ticket.load, &slot.load))
+        };
         let ready: Vec<(Candidate<'_>, &Slot, &Arc<Link>)> = table
             .workers
             .iter()
@@ -133,7 +155,8 @@ impl Fleet {
                     worker: id,
                     class: loaded.numerics.as_ref().map_or("", |n| n.id.as_str()),
                     outstanding: slot.outstanding(),
-                    running: slot.load.running.load(Ordering::Relaxed),
+                    running: (slot.load.running.load(Ordering::Relaxed))
+                        .saturating_sub(has_here(slot).into()),
                     known: wish
                         .prints
                         .map_or(0, |p| self.prefixes().known(p, id, link.epoch)),
@@ -173,17 +196,23 @@ impl Fleet {
         }
         let loaded = slot.models.get(model);
         let uses = table.models.get(model).map(|m| Arc::clone(&m.uses));
-        Ok(Ok(Placed {
-            link: Arc::clone(link),
-            class: loaded.and_then(|l| l.numerics.clone()).unwrap_or_default(),
-            home: link.worker.clone(),
-            ticket: Ticket::new(
+        let stays = has_here(slot);
+        let ticket = match had.take() {
+            // One place is never counted twice.
+            Some(had) if stays => had.ticket.for_more(cost),
+            _ => Ticket::new(
                 &slot.load,
                 &self.changed,
                 cost,
                 &uses.unwrap_or_default(),
                 wish.tenant.map(|tenant| self.turns.hold(tenant)),
             ),
+        };
+        Ok(Ok(Placed {
+            link: Arc::clone(link),
+            class: loaded.and_then(|l| l.numerics.clone()).unwrap_or_default(),
+            home: link.worker.clone(),
+            ticket,
             leash: None,
         }))
     }

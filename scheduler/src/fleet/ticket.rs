@@ -52,6 +52,16 @@ impl Ticket {
             held,
         }
     }
+
+    /// The same place, for so much more.
+    pub(super) fn for_more(mut self, cost: Estimate) -> Self {
+        self.prefill += cost.prefill;
+        self.decode += cost.decode;
+        self.load
+            .outstanding
+            .fetch_add(cost.prefill + cost.decode, Ordering::Relaxed);
+        self
+    }
 }
 
 impl Drop for Ticket {

@@ -173,7 +173,7 @@ impl Shared {
             request.without_special,
             (deadline, trace),
         );
-        within(deadline, call).await
+        Ok(within(deadline, call).await?.0)
     }
 
     /// The text of tokens.

@@ -2,7 +2,10 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use hotcell_proto::{limits, v1::GenerateRequest};
+use hotcell_proto::{
+    limits,
+    v1::{GenerateRequest, Prompt, prompt::Kind},
+};
 
 use crate::{Act, House, prompt, request, until};
 
@@ -88,15 +91,19 @@ async fn a_busy_worker_is_not_worth_waiting_for() {
     house.end().await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tenant_that_fills_a_worker_does_not_shut_others_out() {
-    let house = House::with(1, |_, config| config.timeouts.reattach = Duration::ZERO).await;
-    house.ready(1).await;
-    let of = |tenant: &str, id: u32| GenerateRequest {
+fn of(tenant: &str, id: u32) -> GenerateRequest {
+    GenerateRequest {
         tenant: tenant.into(),
         prompt: prompt(&[id]),
         ..request(4)
-    };
+    }
+}
+
+/// A worker whose places all have requests of one tenant, which do nothing. These arrive one by one and wait; then one
+/// place after another is theirs, and that is the order they have it in.
+async fn order_behind_a_full_worker(arriving: Vec<GenerateRequest>) -> Vec<GenerateRequest> {
+    let house = House::with(1, |_, config| config.timeouts.reattach = Duration::ZERO).await;
+    house.ready(1).await;
     let mut held = Vec::new();
     for id in 0..limits::MAX_WORKER_REQUESTS as u32 {
         house.stage.act(Act::Stall);
@@ -106,10 +113,9 @@ async fn a_tenant_that_fills_a_worker_does_not_shut_others_out() {
         let running = held.len();
         until(|| house.stage.running.load(Ordering::SeqCst) == running).await;
     }
-    // All wait, the tenant's own before the others'; the last one of them has the tenant that has nothing.
     let mut waiting = Vec::new();
-    for (tenant, id) in [("many", 300), ("many", 301), ("few", 302), ("few", 303)] {
-        let (mut tokens, request) = (house.tokens(), of(tenant, id));
+    for request in arriving {
+        let mut tokens = house.tokens();
         let said = async move {
             let mut stream = tokens.generate(request).await.unwrap().into_inner();
             while stream.message().await.unwrap().is_some() {}
@@ -127,8 +133,31 @@ async fn a_tenant_that_fills_a_worker_does_not_shut_others_out() {
             .unwrap();
     }
     let seen = house.stage.seen.lock().unwrap().clone();
-    let last = &seen[limits::MAX_WORKER_REQUESTS..];
-    let order: Vec<&str> = last.iter().map(|r| r.tenant.as_str()).collect();
-    assert_eq!(order, ["few", "few", "many", "many"]);
     house.end().await;
+    seen[limits::MAX_WORKER_REQUESTS..].to_vec()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_that_fills_a_worker_does_not_shut_others_out() {
+    // The tenant's own come before the others'.
+    let arriving = [("many", 300), ("many", 301), ("few", 302), ("few", 303)];
+    let arriving = arriving.map(|(tenant, id)| of(tenant, id)).into();
+    let seen = order_behind_a_full_worker(arriving).await;
+    let order: Vec<&str> = seen.iter().map(|r| r.tenant.as_str()).collect();
+    assert_eq!(order, ["few", "few", "many", "many"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn text_that_was_tokenised_does_not_wait_anew() {
+    let text = |text: &str| GenerateRequest {
+        prompt: Some(Prompt {
+            kind: Some(Kind::Text(text.into())),
+        }),
+        ..of("many", 0)
+    };
+    let arriving = vec![text("A"), of("many", 300), text("B"), of("many", 301)];
+    let seen = order_behind_a_full_worker(arriving).await;
+    let order: Vec<_> = seen.iter().map(|r| r.prompt.clone()).collect();
+    let a = |id: u8| prompt(&[id.into()]);
+    assert_eq!(order, [a(b'A'), prompt(&[300]), a(b'B'), prompt(&[301])]);
 }

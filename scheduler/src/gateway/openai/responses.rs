@@ -76,6 +76,20 @@ struct ToolSpec {
     name: Option<String>,
     description: Option<String>,
     parameters: Option<Value>,
+    strict: Option<bool>,
+}
+
+impl ToolSpec {
+    /// What a response says of it.
+    fn echo(&self) -> Value {
+        json!({
+            "type": self.kind,
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        })
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -216,13 +230,18 @@ fn read(request: Request) -> Result<Asked, Error> {
         let why = "responses are not kept here; leave out background";
         return Err(refused("background", why));
     }
-    let told = request.tools.unwrap_or_default().into_iter().map(tool);
-    let choice = request.tool_choice.map(|choice| match choice {
-        Choice::Word(word) => ToolChoice::Word(word),
-        Choice::Named { name } => ToolChoice::Named {
-            function: NamedFunction { name },
-        },
-    });
+    let told = request.tools.unwrap_or_default();
+    let tools: Vec<Value> = told.iter().map(ToolSpec::echo).collect();
+    let told = told.into_iter().map(tool);
+    let (choice, said) = match request.tool_choice {
+        Some(Choice::Word(word)) => (Some(ToolChoice::Word(word.clone())), json!(word)),
+        Some(Choice::Named { name }) => {
+            let said = json!({"type": "function", "name": name});
+            let function = NamedFunction { name };
+            (Some(ToolChoice::Named { function }), said)
+        }
+        None => (None, json!("auto")),
+    };
     let one_call = request.parallel_tool_calls == Some(false);
     let told = told.collect::<Result<_, _>>()?;
     let (told, must) = tools::choose(choice.as_ref(), told, one_call)?;
@@ -241,8 +260,8 @@ fn read(request: Request) -> Result<Asked, Error> {
             "temperature": request.temperature.unwrap_or(1.0),
             "top_p": request.top_p.unwrap_or(1.0),
             "parallel_tool_calls": !one_call,
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": said,
+            "tools": tools,
             "error": null,
             "incomplete_details": null,
         }),
