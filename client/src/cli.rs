@@ -23,6 +23,7 @@ mod several;
 mod stream;
 mod table;
 mod token;
+mod top;
 mod ui;
 
 use std::{ffi::OsString, path::PathBuf, process::ExitCode};
@@ -56,6 +57,7 @@ pub use operate::{
 };
 pub use receipt::VerifyFlags;
 pub use token::{NewTokenFlags, TokenCommand, TokenFlags, TokenRole};
+pub use top::TopFlags;
 pub use ui::{Captured, Color, Manner, Ui};
 
 /// Runs language models in disposable worker processes.
@@ -294,6 +296,15 @@ OUTSTANDING: tokens still to compute. DEATHS: of this worker so far, LAST EXIT: 
         after_help = "Examples:\n  hotcell watch\n  hotcell watch --json | jq 'select(.event==\"worker_died\")'\n\nTimes are UTC. Ctrl-C ends it."
     )]
     Watch,
+    /// Workers, models, requests and what happens, on a screen that stays
+    ///
+    /// Keys choose a worker, show the report of its last death, trace it, capture what it computes for the next request, or
+    /// let it out of quarantine; `?` lists them. Files go into the folder that it was started in. Works over a remote
+    /// address; requests, tokens and steps are seen with the role debug only. The terminal is left as it was.
+    #[command(
+        after_help = "Examples:\n  hotcell top\n  hotcell --address https://gpu-box:4100 --token-file me.token top --every 500ms"
+    )]
+    Top(TopFlags),
     /// Show what is known about workers that died
     #[command(after_help = "\
 Examples:
@@ -441,6 +452,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Doctor => doctor::doctor(ui, global, bundled, stop).await,
         Command::Models => operate::models(ui, global).await,
         Command::Watch => operate::watch(ui, global, stop).await,
+        Command::Top(flags) => top::top(ui, global, flags, stop).await,
         Command::Crashes(flags) => crashes::crashes(ui, global, flags, stop).await,
         Command::Debug(flags) => debug::debug(ui, global, flags, stop).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,

@@ -81,8 +81,7 @@ pub(crate) async fn crashes(
         What::Replay(flags) => replay::replay(ui, &session, flags, interrupt).await,
         What::Show { id, program } => {
             let crash = session.client.crash(id).await?;
-            let program = program.clone().or_else(worker_beside_this_program);
-            let names = frames(&crash, program.as_deref());
+            let names = names(&crash, program.clone());
             if ui.manner.json {
                 let mut report = json!(crash);
                 if let Some(signal) = report.pointer_mut("/blackbox/signal") {
@@ -93,6 +92,17 @@ pub(crate) async fn crashes(
             ui.print_text(&told(&crash, &names))
         }
     }
+}
+
+/// The backtrace's functions, by the worker's program: that beside this one if none is given.
+fn names(crash: &CrashReport, program: Option<PathBuf>) -> Vec<String> {
+    let program = program.or_else(worker_beside_this_program);
+    frames(crash, program.as_deref())
+}
+
+/// A report in words, with the backtrace's names as far as the program beside this one knows them.
+pub(super) fn in_words(crash: &CrashReport) -> String {
+    told(crash, &names(crash, None))
 }
 
 /// The backtrace's functions with file and line, as the program tells them; a bare address where it cannot.

@@ -3,9 +3,9 @@
 mod capture;
 mod guard;
 mod replay;
-mod told;
-mod trace;
-mod watch;
+pub(super) mod told;
+pub(super) mod trace;
+pub(super) mod watch;
 
 use clap::{Args, Subcommand};
 

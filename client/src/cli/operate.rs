@@ -290,7 +290,7 @@ pub(crate) async fn release(
 }
 
 /// A worker's state as people see it: one that serves may be at work.
-fn state(worker: &v1::WorkerInfo) -> String {
+pub(super) fn state(worker: &v1::WorkerInfo) -> String {
     match worker.state() {
         v1::WorkerState::Ready if worker.running_requests > 0 => "busy".to_owned(),
         _ => json::worker_state(worker.state),
@@ -516,7 +516,7 @@ pub(crate) async fn watch(
     }
 }
 
-fn event_line(event: &v1::Event) -> String {
+pub(super) fn event_line(event: &v1::Event) -> String {
     let mut line = format!(
         "{}  {}",
         time_of_day(event.time_ms),

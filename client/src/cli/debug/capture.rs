@@ -130,11 +130,9 @@ pub(super) async fn capture(
         );
     }
     // What came before Ctrl-C is of use, too.
-    let recording = follow(ui, messages, interrupt, true, |ui, _, token| {
-        match ui.manner.json {
-            true => ui.print_json(&token_view(token)),
-            false => Ok(()),
-        }
+    let recording = follow(messages, interrupt, true, |_, token| match ui.manner.json {
+        true => ui.print_json(&token_view(token)),
+        false => Ok(()),
     })
     .await?;
     let size = recording.write(&flags.output)?;

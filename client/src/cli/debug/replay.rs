@@ -133,7 +133,7 @@ pub(super) async fn replay(
         () = interrupt.pressed() => return Err(Failure::Interrupted),
     };
     let mut unknown = flags.until.clone();
-    let recording = follow(ui, messages, interrupt, false, |ui, head, token| {
+    let recording = follow(messages, interrupt, false, |head, token| {
         if ui.manner.json {
             return ui.print_json(&token_view(token));
         }

@@ -9,22 +9,17 @@ use hotcell_proto::{
 use serde_json::{Value, json};
 
 use crate::{
-    cli::{
-        exit::Failure,
-        interrupt::Interrupt,
-        ui::{Ui, one_line},
-    },
+    cli::{exit::Failure, interrupt::Interrupt, ui::one_line},
     control::Messages,
     debug::{Compared, Difference, Recorded, Recorder, Recording},
 };
 
 /// Puts a capture together and shows each token as it comes. If it `keeps` what came before Ctrl-C, that ends it.
-pub(super) async fn follow(
-    ui: &mut Ui,
+pub(in crate::cli) async fn follow(
     mut messages: Messages<Captured>,
     interrupt: &mut Interrupt,
     keeps: bool,
-    mut show: impl FnMut(&mut Ui, &v1::CaptureHead, &Recorded) -> Result<(), Failure>,
+    mut show: impl FnMut(&v1::CaptureHead, &Recorded) -> Result<(), Failure>,
 ) -> Result<Recording, Failure> {
     let mut recorder = Recorder::default();
     let mut tokens = Vec::new();
@@ -43,7 +38,7 @@ pub(super) async fn follow(
         let Some(told) = told else { break };
         if let Some(token) = recorder.push(told)? {
             if let Some(head) = recorder.head() {
-                show(ui, head, &token)?;
+                show(head, &token)?;
             }
             tokens.push(token);
         }

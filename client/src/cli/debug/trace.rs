@@ -1,6 +1,10 @@
 //! `hotcell debug trace`: a timeline of what a worker does, for Perfetto.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::{
+    fmt, fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use clap::Args;
 use hotcell_proto::{
@@ -18,6 +22,7 @@ use crate::{
         table::bytes,
         ui::{Ui, one_line},
     },
+    connect::Client,
     debug::perfetto,
 };
 
@@ -37,31 +42,43 @@ pub struct TraceFlags {
     pub output: PathBuf,
 }
 
-pub(super) async fn trace(
-    ui: &mut Ui,
-    session: &Session,
-    flags: &TraceFlags,
-    interrupt: &mut Interrupt,
-) -> Result<(), Failure> {
-    let worker = flags.worker.as_deref().unwrap_or_default();
-    let tracing = session.client.trace_worker(worker, flags.time, flags.nodes);
-    let mut pieces = tracing.await?;
+/// What was written.
+pub(in crate::cli) struct Written {
+    bytes: usize,
+    spans: usize,
+    counts: usize,
+    missed: u64,
+}
+
+impl fmt::Display for Written {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} spans, {}", self.spans, bytes(self.bytes as u64))?;
+        match self.missed {
+            0 => Ok(()),
+            missed => write!(f, "; {missed} were left out: too many"),
+        }
+    }
+}
+
+/// Traces a worker for so long, with what plans compute if `nodes` are wanted, and writes that into a file.
+pub(in crate::cli) async fn write(
+    client: &Client,
+    worker: &str,
+    (time, nodes): (Duration, bool),
+    path: &Path,
+) -> Result<Written, Failure> {
+    let mut pieces = client.trace_worker(worker, time, nodes).await?;
     let (mut head, mut end) = (None, None);
     let (mut spans, mut counts) = (Vec::new(), Vec::new());
-    loop {
-        let piece = tokio::select! {
-            piece = pieces.next() => piece.transpose()?,
-            () = interrupt.pressed() => return Err(Failure::Interrupted),
-        };
-        match piece.map(|piece| piece.kind) {
-            Some(Some(Kind::Head(said))) => head = Some(said),
-            Some(Some(Kind::Spans(some))) => {
+    while let Some(piece) = pieces.next().await.transpose()? {
+        match piece.kind {
+            Some(Kind::Head(said)) => head = Some(said),
+            Some(Kind::Spans(some)) => {
                 spans.extend(some.spans);
                 counts.extend(some.counts);
             }
-            Some(Some(Kind::End(said))) => end = Some(said),
-            Some(None) => {}
-            None => break,
+            Some(Kind::End(said)) => end = Some(said),
+            None => {}
         }
     }
     let broken = || {
@@ -70,29 +87,40 @@ pub(super) async fn trace(
     };
     let (head, end) = head.zip(end).ok_or_else(broken)?;
     let trace = perfetto::encode(&head, &spans, &counts);
-    let path = flags.output.display().to_string();
-    let written = fs::write(&flags.output, &trace);
-    written.map_err(|e| {
-        let what = format!("{path} cannot be written: {e}");
+    fs::write(path, &trace).map_err(|e| {
+        let what = format!("{} cannot be written: {e}", path.display());
         Failure::Call(Error::new(Reason::InvalidArgument, what))
     })?;
-    let missed = end.missed_steps.saturating_add(end.missed_nodes);
+    Ok(Written {
+        bytes: trace.len(),
+        spans: spans.len(),
+        counts: counts.len(),
+        missed: end.missed_steps.saturating_add(end.missed_nodes),
+    })
+}
+
+pub(super) async fn trace(
+    ui: &mut Ui,
+    session: &Session,
+    flags: &TraceFlags,
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let worker = flags.worker.as_deref().unwrap_or_default();
+    let how = (flags.time, flags.nodes);
+    let written = tokio::select! {
+        written = write(&session.client, worker, how, &flags.output) => written?,
+        () = interrupt.pressed() => return Err(Failure::Interrupted),
+    };
+    let path = flags.output.display().to_string();
     if ui.manner.json {
         return ui.print_json(&json!({
             "file": path,
-            "bytes": trace.len(),
-            "spans": spans.len(),
-            "counts": counts.len(),
-            "missed": missed,
+            "bytes": written.bytes,
+            "spans": written.spans,
+            "counts": written.counts,
+            "missed": written.missed,
         }));
     }
-    let mut text = format!(
-        "{path}: {} spans, {}",
-        spans.len(),
-        bytes(trace.len() as u64)
-    );
-    if missed > 0 {
-        text.push_str(&format!("; {missed} were left out: too many"));
-    }
+    let text = format!("{path}: {written}");
     ui.print(&format!("{}\n", one_line(&text)))
 }

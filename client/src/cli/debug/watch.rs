@@ -68,7 +68,7 @@ pub(super) async fn watch(
 }
 
 /// A step that began before the interval counts for all of its time where it ended: no more than all of it is shown.
-fn share(part: f64, whole: f64) -> String {
+pub(in crate::cli) fn share(part: f64, whole: f64) -> String {
     match whole > 0.0 {
         true => format!("{:.0}%", (100.0 * part / whole).min(100.0)),
         false => "-".to_owned(),
@@ -76,7 +76,7 @@ fn share(part: f64, whole: f64) -> String {
 }
 
 /// An op as it is shown: a fused group by its last one.
-fn op(name: &str, group: bool) -> String {
+pub(in crate::cli) fn op(name: &str, group: bool) -> String {
     match (name, group) {
         ("", _) => "?".to_owned(),
         (name, true) => format!("…{name}"),

@@ -1,0 +1,352 @@
+//! The screen: a function of what is known.
+
+use hotcell_proto::v1;
+use ratatui::{
+    Frame,
+    layout::{Constraint, Layout, Rect},
+    style::{Modifier, Style},
+    text::{Line, Span},
+    widgets::{Block, Borders, Paragraph, Row, Sparkline, Table, TableState},
+};
+
+use super::state::{Page, Seen, State, rate};
+use crate::cli::{
+    debug::watch::{op, share},
+    json::{model_state, watched_state},
+    operate,
+    table::{bytes, span, time_of_day},
+    ui::{harmless, one_line},
+};
+
+const BOLD: Style = Style::new().add_modifier(Modifier::BOLD);
+const DIM: Style = Style::new().add_modifier(Modifier::DIM);
+const CHOSEN: Style = Style::new().add_modifier(Modifier::REVERSED);
+
+const KEYS: &str = "q quit  ↑↓ choose  ⏎ last death  t trace  c capture  r release  ? help";
+
+const HELP: &str = "\
+Workers
+  STATE     ready, busy with requests, or why not
+  BUSY      share of the time in steps
+  TOKENS/S  tokens drawn; the curve below has the last minutes
+  STEP      half of the steps took no longer
+  CACHE     share of its blocks in use
+  RUN WAIT  requests in the batch, and waiting for it
+
+Keys
+  ↑ ↓       choose a worker
+  Enter     the report of its last death
+  t         trace it for a second, into a file for https://ui.perfetto.dev
+  c         capture what it computes for the next request, into a .hotcell file
+  r         let it out of quarantine
+  q         leave
+
+Requests, tokens and steps are seen with the role debug only.";
+
+/// Draws it.
+pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
+    let [head, body, said, keys] = Layout::vertical([
+        Constraint::Length(1),
+        Constraint::Min(0),
+        Constraint::Length(1),
+        Constraint::Length(1),
+    ])
+    .areas(frame.area());
+    frame.render_widget(Paragraph::new(heading(state)), head);
+    match &state.page {
+        Page::Overview => overview(frame, body, state),
+        Page::Help => frame.render_widget(Paragraph::new(HELP).block(titled("Help")), body),
+        Page::Report(text, line) => {
+            let text = Paragraph::new(harmless(text)).scroll((*line, 0));
+            frame.render_widget(text.block(titled("Last death")), body);
+        }
+    }
+    frame.render_widget(Line::styled(one_line(&state.said), BOLD), said);
+    let pressed = match &state.page {
+        Page::Overview => KEYS,
+        Page::Help => "any key goes back",
+        Page::Report(..) => "↑↓ scroll  any other key goes back",
+    };
+    frame.render_widget(Line::styled(pressed, DIM), keys);
+}
+
+fn titled(title: &str) -> Block<'_> {
+    let title = Span::styled(format!(" {title} "), BOLD);
+    Block::new().borders(Borders::TOP).title(title)
+}
+
+fn heading(state: &State) -> Line<'static> {
+    if let Some(why) = &state.lost {
+        let text = format!("{} does not answer: {why}", state.peer);
+        return Line::styled(one_line(&text), BOLD);
+    }
+    let running: u64 = state
+        .workers
+        .iter()
+        .map(|w| u64::from(w.running_requests))
+        .sum();
+    let tokens: f64 = state.seen.values().map(|seen| rate(&seen.sample)).sum();
+    let text = format!(
+        "{}  {}  {} devices, {} workers, {} models, {running} requests, {tokens:.0} tokens/s",
+        state.peer,
+        match state.now {
+            0 => "-".to_owned(),
+            now => time_of_day(now),
+        },
+        state.devices.len(),
+        state.workers.len(),
+        state.models.len(),
+    );
+    Line::styled(one_line(&text), BOLD)
+}
+
+fn overview(frame: &mut Frame<'_>, area: Rect, state: &mut State) {
+    let count = |n: usize, most: u16| u16::try_from(n).unwrap_or(u16::MAX).min(most);
+    let workers = count(state.workers.len(), 12) + 2;
+    let models = count(state.models.len(), 6) + 2;
+    let [top, middle, curve, low, events] = Layout::vertical([
+        Constraint::Length(workers),
+        Constraint::Min(4),
+        Constraint::Length(4),
+        Constraint::Length(models),
+        Constraint::Length(6),
+    ])
+    .areas(area);
+    table_of_workers(frame, top, state);
+    let [left, right] =
+        Layout::horizontal([Constraint::Min(30), Constraint::Percentage(30)]).areas(middle);
+    let nobody = Seen::default();
+    let seen = state.seen.get(&state.chosen).unwrap_or(&nobody);
+    requests(frame, left, &state.chosen, seen);
+    where_and_memory(frame, right, seen);
+    let tokens: Vec<u64> = seen.tokens.iter().copied().collect();
+    let shown = tokens.len().saturating_sub(curve.width.into());
+    let most = tokens.iter().max().copied().unwrap_or(0);
+    let title = format!("Tokens/s of {}, at most {most}", one_line(&state.chosen));
+    let spark = Sparkline::default().data(tokens.get(shown..).unwrap_or_default());
+    frame.render_widget(spark.block(titled(&title)), curve);
+    table_of_models(frame, low, state);
+    let room = usize::from(events.height.saturating_sub(1));
+    let skipped = state.events.len().saturating_sub(room);
+    let lines = state.events.iter().skip(skipped);
+    let lines: Vec<Line<'_>> = lines.map(|e| Line::raw(one_line(e))).collect();
+    frame.render_widget(Paragraph::new(lines).block(titled("Events")), events);
+}
+
+fn row<const N: usize>(cells: [String; N]) -> Row<'static> {
+    Row::new(cells.map(|cell| one_line(&cell)))
+}
+
+fn table_of_workers(frame: &mut Frame<'_>, area: Rect, state: &mut State) {
+    let heading = [
+        "WORKER", "STATE", "DEVICE", "PID", "UP", "RSS", "DEATHS", "BUSY", "TOKENS/S", "STEP",
+        "CACHE", "RUN", "WAIT", "MODELS",
+    ];
+    let rows: Vec<Row<'_>> = state
+        .workers
+        .iter()
+        .map(|worker| {
+            let seen = state.seen.get(&worker.id);
+            let sample = seen.map(|s| &s.sample).filter(|s| s.span_ms > 0.0);
+            worker_row(worker, sample)
+        })
+        .collect();
+    let widths = [10, 9, 7, 8, 8, 10, 6, 5, 8, 7, 5, 4, 4].map(Constraint::Length);
+    let table = Table::new(rows, widths.into_iter().chain([Constraint::Min(5)]))
+        .header(Row::new(heading).style(DIM))
+        .row_highlight_style(CHOSEN)
+        .block(titled("Workers"));
+    let mut chosen = TableState::default();
+    chosen.select(state.row());
+    frame.render_stateful_widget(table, area, &mut chosen);
+}
+
+fn worker_row(worker: &v1::WorkerInfo, sample: Option<&v1::WatchSample>) -> Row<'static> {
+    // Without a process there is nothing to measure.
+    let alive = |text: String| match worker.pid {
+        0 => "-".to_owned(),
+        _ => text,
+    };
+    let of = |part: fn(&v1::WatchSample) -> String| sample.map_or_else(|| "-".to_owned(), part);
+    let device = worker.lease.as_ref().map(|lease| lease.device.clone());
+    row([
+        worker.id.clone(),
+        operate::state(worker),
+        device.unwrap_or_default(),
+        alive(worker.pid.to_string()),
+        alive(span(worker.uptime_ms)),
+        alive(bytes(worker.resident_bytes)),
+        worker.deaths.to_string(),
+        of(|s| {
+            let busy = s.steps.as_ref().map_or(0.0, |steps| steps.busy_ms);
+            share(busy, s.span_ms)
+        }),
+        of(|s| format!("{:.0}", rate(s))),
+        of(|s| match s.steps.as_ref().filter(|steps| steps.count > 0) {
+            Some(steps) => format!("{:.2}ms", steps.p50_ms),
+            None => "-".to_owned(),
+        }),
+        of(|s| {
+            let used: u64 = s.caches.iter().map(|c| c.used_blocks).sum();
+            let all: u64 = s.caches.iter().map(|c| c.blocks).sum();
+            share(used as f64, all as f64)
+        }),
+        of(|s| s.caches.iter().map(|c| c.running).sum::<u64>().to_string()),
+        of(|s| s.caches.iter().map(|c| c.waiting).sum::<u64>().to_string()),
+        worker.models.join(","),
+    ])
+}
+
+fn requests(frame: &mut Frame<'_>, area: Rect, worker: &str, seen: &Seen) {
+    let title = format!("Requests on {}", one_line(worker));
+    if let Some(why) = &seen.blind {
+        let said = Paragraph::new(one_line(why)).style(DIM);
+        return frame.render_widget(said.block(titled(&title)), area);
+    }
+    let rows = seen.sample.requests.iter().map(|request| {
+        let id = match request.request_id.as_str() {
+            "" => "(embedding)",
+            id => id,
+        };
+        row([
+            id.to_owned(),
+            request.model.clone(),
+            watched_state(request.state),
+            format!("{}/{}", request.computed, request.tokens),
+            span(request.age_ms.max(0.0) as u64),
+        ])
+    });
+    let widths = [
+        Constraint::Min(12),
+        Constraint::Length(12),
+        Constraint::Length(8),
+        Constraint::Length(11),
+        Constraint::Length(8),
+    ];
+    let heading = Row::new(["REQUEST", "MODEL", "STATE", "TOKENS", "AGE"]).style(DIM);
+    let table = Table::new(rows, widths).header(heading);
+    frame.render_widget(table.block(titled(&title)), area);
+}
+
+fn where_and_memory(frame: &mut Frame<'_>, area: Rect, seen: &Seen) {
+    let sample = &seen.sample;
+    let nodes = sample.nodes.iter().take(5).map(|node| {
+        let share = share(f64::from(node.seen), f64::from(sample.looks));
+        format!("{share:>5}  at {}", op(&node.op, node.group))
+    });
+    let memory = sample.memory.iter().map(|part| {
+        let kind = match part.model.as_str() {
+            "" => part.kind.clone(),
+            model => format!("{} of {model}", part.kind),
+        };
+        format!("{:>10}  {kind}", bytes(part.bytes))
+    });
+    let lines = nodes.chain(memory).map(|line| Line::raw(one_line(&line)));
+    let lines = Paragraph::new(lines.collect::<Vec<_>>());
+    frame.render_widget(lines.block(titled("Where, and memory")), area);
+}
+
+fn table_of_models(frame: &mut Frame<'_>, area: Rect, state: &State) {
+    let rows = state.models.iter().map(|model| {
+        let problem = match model.problem.as_str() {
+            "" => model.workers.join(","),
+            problem => problem.to_owned(),
+        };
+        row([
+            model.name.clone(),
+            model_state(model.state),
+            bytes(model.file_bytes),
+            model.running_requests.to_string(),
+            problem,
+        ])
+    });
+    let widths = [
+        Constraint::Min(12),
+        Constraint::Length(10),
+        Constraint::Length(10),
+        Constraint::Length(8),
+        Constraint::Min(10),
+    ];
+    let heading = Row::new(["MODEL", "STATE", "SIZE", "REQUESTS", "WORKERS"]).style(DIM);
+    let table = Table::new(rows, widths).header(heading);
+    frame.render_widget(table.block(titled("Models")), area);
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::{Terminal, backend::TestBackend, crossterm::event::KeyCode};
+
+    use super::{
+        super::{
+            feed::Update,
+            state::tests::{host, press},
+        },
+        *,
+    };
+
+    fn shown(state: &mut State, (width, height): (u16, u16)) -> String {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal.draw(|frame| draw(frame, state)).unwrap();
+        terminal.backend().to_string()
+    }
+
+    #[test]
+    fn a_host_is_shown_and_nothing_steers_the_terminal() {
+        let mut state = host();
+        let text = shown(&mut state, (140, 40));
+        let line = |start: &str| {
+            let mut lines = text.lines().map(|l| l.trim_matches('"').trim());
+            let found = lines.find(|l| l.starts_with(start));
+            let found = found.unwrap_or_else(|| panic!("no {start} in\n{text}"));
+            found.split_whitespace().collect::<Vec<_>>()
+        };
+        let w0 = line("w0");
+        assert_eq!(w0[..4], ["w0", "ready", "cpu:0", "7"]);
+        // Deaths, busy, tokens, step; no cache.
+        assert_eq!(
+            w0[w0.len() - 8..],
+            ["1", "50%", "40", "2.50ms", "-", "0", "0", "kjv"]
+        );
+        assert_eq!(line("w1")[7..], ["1", "-", "-", "-", "-", "-", "-", "kjv"]);
+        assert_eq!(line("moses")[1..], ["drawing", "0/12", "0ms"]);
+        assert!(
+            text.contains("40 tokens/s") && text.contains("01:02:03.004"),
+            "{text}"
+        );
+        assert!(
+            text.contains("kjv\u{fffd}[2J") && !text.contains('\u{1b}'),
+            "{text}"
+        );
+        state.take(Update::Blind(
+            "w0".into(),
+            "the role debug is wanted".into(),
+        ));
+        state.take(Update::Lost("connection refused".into()));
+        let text = shown(&mut state, (140, 40));
+        assert!(text.contains("the role debug is wanted"), "{text}");
+        assert!(
+            text.contains("does not answer: connection refused"),
+            "{text}"
+        );
+        state.take(Update::Report(
+            "crash  w0.3\u{1b}[2J\nreason  SIGSEGV".into(),
+        ));
+        let text = shown(&mut state, (140, 40));
+        assert!(
+            text.contains("reason  SIGSEGV") && !text.contains('\u{1b}'),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn every_size_is_drawn() {
+        let mut state = host();
+        for width in 1..40 {
+            for height in 1..30 {
+                shown(&mut state, (width * 5, height));
+            }
+        }
+        press(&mut state, KeyCode::Char('?'));
+        shown(&mut state, (1, 1));
+    }
+}
