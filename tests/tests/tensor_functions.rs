@@ -27,7 +27,7 @@ use hotcell_tests::{
 };
 
 /// Random programs that have to be compared.
-const PROGRAMS: usize = 100;
+const PROGRAMS: usize = 300;
 /// Elements of all tensors of one of them.
 const ELEMENTS: u128 = 1 << 14;
 
