@@ -299,11 +299,11 @@ pub fn children(pid: u32) -> Result<Vec<u32>> {
     Ok(all)
 }
 
-/// A process's resident bytes and open descriptors.
+/// A process's resident bytes.
 ///
 /// # Errors
 /// When it is gone.
-pub fn holds(pid: u32) -> Result<(i64, i64)> {
+pub fn resident(pid: u32) -> Result<i64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
     let kib: i64 = line
@@ -311,8 +311,16 @@ pub fn holds(pid: u32) -> Result<(i64, i64)> {
         .context("no VmRSS")?
         .trim()
         .parse()?;
+    Ok(kib * 1024)
+}
+
+/// A process's resident bytes and open descriptors.
+///
+/// # Errors
+/// When it is gone, or another user's.
+pub fn holds(pid: u32) -> Result<(i64, i64)> {
     let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd"))?.count();
-    Ok((kib * 1024, descriptors as i64))
+    Ok((resident(pid)?, descriptors as i64))
 }
 
 /// Seconds of a processor that a process has used so far, in user and kernel mode, by all its threads.

@@ -11,7 +11,7 @@ use hotcell_client::{
     Address, Error, Event, GenerateOptions, Reason,
     tensor::{
         AttentionOptions, Backend, BackendParams, CacheSpec, DType, FlashAttention, PagedOptions,
-        Pages, Placement, Session, SessionOptions, Step, Tensor,
+        Pages, Placement, Session, SessionOptions, Step, Tensor, TensorFile,
     },
 };
 use hotcell_graph::{Graph, GraphBuilder, Shape, TensorSpec};
@@ -141,6 +141,100 @@ async fn layers_are_placed_only_on_devices_that_are_there() {
         let placed = open(&cluster, "kjv", |p| p.placement = placement).await;
         let memory = placed.unwrap().memory();
         assert!(memory.iter().map(|m| m.total()).sum::<u64>() > 9_000_000);
+    }
+}
+
+#[tokio::test]
+async fn what_is_placed_on_two_devices_is_counted_on_the_one_it_is_placed_on() {
+    let two = ["--devices", "cpu:2"];
+    let cluster = Cluster::with_model("kjv", &kjv(), &two).await.unwrap();
+    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    assert_eq!(workers.len(), 2);
+    // The sizes as the model's file has them.
+    let file = TensorFile::open(&kjv().join("model.safetensors")).unwrap();
+    let names: Vec<String> = file.names().map(str::to_owned).collect();
+    let bytes = |wanted: &dyn Fn(&str) -> bool| -> u64 {
+        let wanted = names.iter().filter(|name| wanted(name));
+        let size = |name: &String| file.get(name).unwrap().unwrap().bytes().len() as u64;
+        wanted.map(size).sum()
+    };
+    let layer = |n: usize| bytes(&|name| name.starts_with(&format!("model.layers.{n}.")));
+    let layers = (0..).take_while(|n| layer(*n) > 0).count();
+    assert!(layers >= 3, "{layers}");
+    let embedding = bytes(&|name| name.contains("embed"));
+    let output = bytes(&|name| !name.contains("embed") && !name.contains(".layers."));
+    let cache = CACHE.bytes().unwrap() as u64;
+    let all: Vec<usize> = (0..=layers).collect();
+
+    // Which device has which layers, `layers` being the output; what is left over is the first device's.
+    for split in [
+        vec![("cpu:0", vec![0]), ("cpu:1", all[1..].to_vec())],
+        vec![("cpu:1", vec![1, layers])],
+        vec![("cpu:1", all.clone())],
+        vec![("cpu:0", all.clone()), ("cpu:1", vec![])],
+    ] {
+        let list = split.iter().map(|(d, l)| ((*d).to_owned(), l.clone()));
+        let placement = Placement::List(list.collect());
+        let backend = open(&cluster, "kjv", |p| p.placement = placement).await;
+        let mut backend = backend.unwrap();
+        let own = backend.describe().device.clone();
+        let mut caches = Vec::new();
+        for n in [0, 1, 1] {
+            caches.push(backend.cache(n, CACHE).await.unwrap());
+        }
+        let square = backend.session().compile(|a| vec![a[0].matmul(&a[0])]);
+        let x = backend.session().zeros(DType::F32, &[64, 64]);
+        let graph = backend.reserve(&square, &[x]).await.unwrap();
+        let memory = backend.memory();
+        let of = |device: &str| {
+            let found = memory.iter().find(|m| m.device == device);
+            found.cloned().unwrap_or_default()
+        };
+        for device in ["cpu:0", "cpu:1"] {
+            let is_here = |n: &usize| {
+                let named = split.iter().find(|(_, layers)| layers.contains(n));
+                named.map_or("cpu:0", |(device, _)| device) == device
+            };
+            let here: Vec<usize> = all.iter().copied().filter(is_here).collect();
+            let size = |n: &usize| match *n == layers {
+                true => output,
+                false => layer(*n),
+            };
+            let got = of(device);
+            let weights: Vec<(usize, u64)> = here.iter().map(|n| (*n, size(n))).collect();
+            let told: Vec<(usize, u64)> = got.weights.into_iter().collect();
+            assert_eq!(told, weights, "{device} of {split:?}");
+            let held: Vec<(usize, u64)> = got.caches.into_iter().collect();
+            let caches = [(0, cache), (1, 2 * cache)];
+            let caches: Vec<_> = caches.into_iter().filter(|(n, _)| is_here(n)).collect();
+            assert_eq!(held, caches, "{device} of {split:?}");
+            let first = if device == "cpu:0" { embedding } else { 0 };
+            assert_eq!(got.input_weights, first, "{device} of {split:?}");
+            let computed = if device == own {
+                graph.inputs + graph.outputs + graph.arena
+            } else {
+                0
+            };
+            assert_eq!(got.graph, computed, "{device} of {split:?}");
+        }
+        assert!(graph.inputs > 0 && graph.outputs > 0);
+        let total: u64 = memory.iter().map(|m| m.total()).sum();
+        let taken = graph.inputs + graph.outputs + graph.arena;
+        let weights = embedding + output + (0..layers).map(layer).sum::<u64>();
+        assert_eq!(total, weights + 3 * cache + taken);
+    }
+    // There is no third one.
+    for (device, beside) in [("cpu:2", 0), ("cpu:2", 1), ("cpu:1,", 0), ("", 0)] {
+        let list = vec![
+            ("cpu:1".to_owned(), vec![beside]),
+            (device.to_owned(), vec![2]),
+        ];
+        let error = open(&cluster, "kjv", |p| p.placement = Placement::List(list)).await;
+        let error = error.err().unwrap();
+        assert_eq!(error.reason(), Reason::NoWorker, "{error:?}");
+        assert_eq!(error.get("device"), Some(device));
+        let say = "there are cpu:0, cpu:1";
+        assert!(error.message().contains(say), "{error:?}");
     }
 }
 

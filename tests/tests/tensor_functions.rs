@@ -13,7 +13,7 @@ use std::{
 };
 
 use hotcell_client::{
-    Address,
+    Address, Reason,
     tensor::{Compiled, DType, HostTensor, Session, SessionOptions, Shape, Tensor, TensorSpec},
 };
 use hotcell_graph::{
@@ -27,7 +27,7 @@ use hotcell_tests::{
 };
 
 /// Random programs that have to be compared.
-const PROGRAMS: usize = 100;
+const PROGRAMS: usize = 300;
 /// Elements of all tensors of one of them.
 const ELEMENTS: u128 = 1 << 14;
 
@@ -192,8 +192,13 @@ async fn compiled_programs_give_what_their_ops_give_one_by_one() {
                     // Both ways.
                     compared += usize::from(shapeless);
                 }
-                // An index out of range, say.
-                (Err(_), Err(_)) => failed += 1,
+                // An index out of range, say: for one reason and in one op, whichever of several wrong numbers is named.
+                (Err(a), Err(b)) => {
+                    let of =
+                        |e: &hotcell_client::Error| (e.reason(), e.get("op").map(str::to_owned));
+                    assert_eq!(of(a), of(&b), "program {index} of {seed}: {a}; and {b}");
+                    failed += 1;
+                }
                 (Err(e), Ok(_)) => panic!("program {index} of {seed} fails one by one: {e}"),
                 (Ok(_), Err(e)) => panic!("program {index} of {seed} fails compiled: {e}"),
             }
@@ -252,7 +257,7 @@ async fn no_size_of_the_first_trace_stays_in_a_shapeless_function() {
     let key = session.random_key(5);
     type Function = fn(&[Tensor]) -> Vec<Tensor>;
     // What MLX refuses or gets wrong: mlx#3201, #4460, and sizes that a trace baked in.
-    let functions: [(&str, Function); 12] = [
+    let functions: [(&str, Function); 13] = [
         ("split columns", |a| a[0].split(&[1, 2], 1)),
         ("split rows", |a| {
             let n = a[0].shape().unwrap()[0] as i64;
@@ -280,6 +285,9 @@ async fn no_size_of_the_first_trace_stays_in_a_shapeless_function() {
         ("variance over the rows", |a| {
             vec![a[0].variance(&[0], false, 0)]
         }),
+        ("without axes of one", |a| {
+            vec![a[0].narrow(1, 0, 1).squeeze(&[]) * 2.0, &a[0] + 1.0]
+        }),
         ("take the greatest", |a| {
             vec![a[0].take(&a[0].argmax(0, false), 0)]
         }),
@@ -302,6 +310,43 @@ async fn no_size_of_the_first_trace_stays_in_a_shapeless_function() {
             }
         }
     }
+}
+
+#[tokio::test]
+async fn an_op_that_a_device_has_for_known_sizes_only_is_planned_for_each() {
+    let (_cluster, address) = cluster().await;
+    let session = open(&address).await;
+    let traced = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&traced);
+    let pick = session.compile_shapeless(move |a| {
+        count.fetch_add(1, Ordering::Relaxed);
+        vec![a[0].get_rows(&a[1]) * 2.0]
+    });
+    // A q8_0 block is a scale, here 0.5, and 32 numbers, here the row's own.
+    let table = |rows: usize| {
+        let spec = TensorSpec::new(DType::Q8_0, Shape::fixed(&[rows, 32]).unwrap()).unwrap();
+        let row = |r: usize| [&half::f16::from_f32(0.5).to_le_bytes()[..], &[r as u8; 32]].concat();
+        let bytes: Vec<u8> = (0..rows).flat_map(row).collect();
+        session.host(HostTensor::new(spec, bytes).unwrap())
+    };
+    let at = session.tensor(&[2i32, 0], &[2]).unwrap();
+    let expected = [[2.0f32; 32], [0.0; 32]].concat();
+    let mut pipeline = session.pipeline().await.unwrap();
+    for (n, rows) in [3, 5, 3].into_iter().enumerate() {
+        let arguments = [table(rows), at.clone()];
+        pick.reserve(&arguments).await.unwrap();
+        let called = pick.call_eval(&arguments).await.unwrap();
+        assert_eq!(called[0].to_vec::<f32>().await.unwrap(), expected);
+        let call = pipeline.call(&pick, &arguments).await.unwrap();
+        let results = call.wait().await.unwrap();
+        assert_eq!(results[0].to_vec::<f32>().await.unwrap(), expected);
+        // Once in vain, and once for each size.
+        assert_eq!(traced.load(Ordering::Relaxed), 2 + n.min(1), "{rows} rows");
+    }
+    // What is wrong is said as of any function.
+    let far = session.tensor(&[3i32], &[1]).unwrap();
+    let error = pick.call_eval(&[table(3), far]).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::IndexOutOfRange, "{error:?}");
 }
 
 #[tokio::test]

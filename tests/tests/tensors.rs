@@ -14,7 +14,7 @@ use hotcell_client::{
     Address, Event, GenerateOptions, Reason,
     tensor::{
         AttentionOptions, Backend, BackendParams, CacheSpec, DType, DumpOptions, HostTensor,
-        PagedOptions, Pages, Session, SessionOptions, Step, Tensor, TensorFile, Thresholds,
+        PagedOptions, Pages, Session, SessionOptions, Step, Stream, Tensor, TensorFile, Thresholds,
     },
     v1,
 };
@@ -522,6 +522,169 @@ async fn a_stream_that_waits_for_an_event_overtakes_nothing_and_others_do() {
     two.eval(std::slice::from_ref(&waits)).await.unwrap();
     assert_eq!(state().await, v1::TensorState::Ready);
     assert_eq!(waits.item::<f32>().await.unwrap(), 4.0);
+}
+
+/// How many products of [`long`] are still to come.
+async fn pending(session: &Session) -> usize {
+    let list = session.list().await.unwrap();
+    let long = list.tensors.iter().filter(|t| t.bytes == 512 * 512 * 4);
+    long.filter(|t| t.state() == v1::TensorState::Pending)
+        .count()
+}
+
+#[tokio::test]
+async fn an_event_happens_when_its_calls_are_done_and_not_before() {
+    let cluster = cluster().await;
+    for session in [session(&cluster).await, relayed(&cluster).await] {
+        let (slow, other) = (session.stream(), session.stream());
+        let small = |value: f32| session.full(value, &[]) + 1.0;
+        // Of a stream that has done nothing yet.
+        slow.record().synchronize().await.unwrap();
+        let before = small(1.0);
+        slow.async_eval(std::slice::from_ref(&before))
+            .await
+            .unwrap();
+        let early = slow.record();
+        let product = long(&session);
+        slow.async_eval(std::slice::from_ref(&product))
+            .await
+            .unwrap();
+        let late = slow.record();
+        // What its stream was given afterwards does not count, nor what other streams have.
+        early.synchronize().await.unwrap();
+        other.eval(&[small(2.0)]).await.unwrap();
+        other.record().synchronize().await.unwrap();
+        assert_eq!(pending(&session).await, 1);
+        let waits = tokio::spawn(async move { late.synchronize().await });
+        let mut looks = 0;
+        loop {
+            // Asked first: once it has happened, the product is there.
+            let happened = waits.is_finished();
+            let there = pending(&session).await == 0;
+            assert!(there || !happened, "after {looks} looks");
+            if happened {
+                break;
+            }
+            looks += usize::from(!there);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert!(looks > 0);
+        waits.await.unwrap().unwrap();
+
+        // A stream waits for its own calls, a session for all.
+        let again = long(&session);
+        slow.async_eval(std::slice::from_ref(&again)).await.unwrap();
+        other.async_eval(&[small(3.0)]).await.unwrap();
+        other.synchronize().await.unwrap();
+        assert_eq!(pending(&session).await, 1);
+        slow.synchronize().await.unwrap();
+        assert_eq!(pending(&session).await, 0);
+        let both = [long(&session), long(&session)];
+        slow.async_eval(&both[..1]).await.unwrap();
+        other.async_eval(&both[1..]).await.unwrap();
+        assert_eq!(pending(&session).await, 2);
+        session.synchronize().await.unwrap();
+        assert_eq!(pending(&session).await, 0);
+
+        // An event outlives its stream.
+        let last = long(&session);
+        slow.async_eval(std::slice::from_ref(&last)).await.unwrap();
+        let event = slow.record();
+        drop(slow);
+        assert_eq!(pending(&session).await, 1);
+        event.synchronize().await.unwrap();
+        assert_eq!(pending(&session).await, 0);
+        assert_eq!(before.item::<f32>().await.unwrap(), 2.0);
+    }
+}
+
+#[tokio::test]
+async fn what_a_stream_had_queued_is_not_done_once_it_is_cancelled_and_the_rest_is() {
+    let cluster = cluster().await;
+    for session in [session(&cluster).await, relayed(&cluster).await] {
+        let (one, two) = (session.stream(), session.stream());
+        let (running, queued, beside) = (long(&session), long(&session), long(&session));
+        for stopped in [&running, &queued] {
+            one.async_eval(std::slice::from_ref(stopped)).await.unwrap();
+        }
+        let event = one.record();
+        two.async_eval(std::slice::from_ref(&beside)).await.unwrap();
+        assert_eq!(pending(&session).await, 3);
+        assert_eq!(one.cancel().await.unwrap(), 2);
+        // Who waits for it waits no longer; and it was not because all work had been done.
+        event.synchronize().await.unwrap();
+        assert_eq!(pending(&session).await, 1);
+        assert_eq!(one.cancel().await.unwrap(), 0);
+        for stopped in [&running, &queued] {
+            let error = stopped.fetch().await.unwrap_err();
+            assert_eq!(error.reason(), Reason::TensorNotReady, "{error:?}");
+            assert_eq!(error.get("cause"), Some("CANCELLED"), "{error:?}");
+            // So is what is made of it.
+            let error = (stopped + 1.0).eval().await.unwrap_err();
+            assert_eq!(error.reason(), Reason::Cancelled, "{error:?}");
+        }
+        // The stream takes more, and the other one goes on. Rows of 512 times 1/512 give the same matrix.
+        let later = session.full(3.0f32, &[]) + 1.0;
+        one.eval(std::slice::from_ref(&later)).await.unwrap();
+        assert_eq!(later.item::<f32>().await.unwrap(), 4.0);
+        let values = beside.to_vec::<f32>().await.unwrap();
+        assert_eq!(values, [1.0 / 512.0; 512 * 512]);
+
+        // All of a session's streams at once.
+        let both = [long(&session), long(&session)];
+        one.async_eval(&both[..1]).await.unwrap();
+        two.async_eval(&both[1..]).await.unwrap();
+        assert_eq!(session.cancel().await.unwrap(), 2);
+        session.synchronize().await.unwrap();
+        for stopped in &both {
+            let error = stopped.fetch().await.unwrap_err();
+            assert_eq!(error.get("cause"), Some("CANCELLED"), "{error:?}");
+        }
+        two.eval(&[&later + 1.0]).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_session_has_so_many_streams_and_one_that_ends_makes_room() {
+    let cluster = cluster().await;
+    let session = session(&cluster).await;
+    let use_it = async |stream: &Stream, value: f32| {
+        let sum = session.full(value, &[]) + 1.0;
+        stream.eval(std::slice::from_ref(&sum)).await?;
+        sum.item::<f32>().await
+    };
+    let refused = async |stream: &Stream| {
+        let error = use_it(stream, 0.0).await.unwrap_err();
+        assert_eq!(error.reason(), Reason::QuotaExceeded, "{error:?}");
+        let limit = limits::MAX_SESSION_STREAMS.to_string();
+        assert_eq!(error.get("limit"), Some(limit.as_str()), "{error:?}");
+        assert!(error.message().contains("streams"), "{error:?}");
+    };
+    // The session's own is one of them.
+    session.full(1.0f32, &[1]).eval().await.unwrap();
+    let mut streams = Vec::new();
+    for n in 1..limits::MAX_SESSION_STREAMS {
+        let stream = session.stream();
+        assert_eq!(use_it(&stream, n as f32).await.unwrap(), n as f32 + 1.0);
+        streams.push(stream);
+    }
+    let more = session.stream();
+    refused(&more).await;
+    // Nobody else is worse off.
+    for stream in &streams {
+        assert_eq!(use_it(stream, 7.0).await.unwrap(), 8.0);
+    }
+    let elsewhere = relayed(&cluster).await;
+    let value = (elsewhere.full(1.0f32, &[]) + 1.0).item::<f32>().await;
+    assert_eq!(value.unwrap(), 2.0);
+    // One that ends makes room for one, whatever became of the one that was too many.
+    drop(streams.remove(20));
+    drop(more);
+    let fits = session.stream();
+    assert_eq!(use_it(&fits, 5.0).await.unwrap(), 6.0);
+    refused(&session.stream()).await;
+    drop(fits);
+    assert_eq!(use_it(&session.stream(), 5.0).await.unwrap(), 6.0);
 }
 
 #[tokio::test]

@@ -342,6 +342,7 @@ pub(super) fn apply(
     match specs {
         Err(error) => vec![Tensor::wrong(owner, error)],
         Ok(specs) => {
+            compile::note_rank(row, inputs, &attributes);
             let node = Arc::new(OpNode {
                 row,
                 inputs: inputs.iter().map(|t| t.cloned()).collect(),

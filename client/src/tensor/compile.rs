@@ -12,7 +12,10 @@ use std::{
     },
 };
 
-use hotcell_graph::{Dim, Shape, TensorSpec, op::Attribute};
+use hotcell_graph::{
+    Dim, Shape, TensorSpec,
+    op::{Attribute, OpRow},
+};
 use hotcell_proto::error::{Error, Reason};
 
 use super::{
@@ -53,6 +56,16 @@ pub(super) fn concrete_rows() -> usize {
         // Symbolic tensors exist in traces only; one that was carried out of its trace cannot be evaluated.
         None => 0,
     })
+}
+
+/// Notes that a trace depends on the size of its symbolic axis, where an op's result has another rank when it is 1.
+pub(super) fn note_rank(row: &OpRow, inputs: &[Option<&Tensor>], attributes: &[Attribute]) {
+    let drops_ones =
+        row.name == "squeeze" && matches!(attributes, [Attribute::Ints(axes)] if axes.is_empty());
+    let symbolic = |tensor: &&Tensor| tensor.spec().is_ok_and(|s| s.shape.is_symbolic());
+    if drops_ones && inputs.iter().flatten().any(symbolic) {
+        concrete_rows();
+    }
 }
 
 type Function = dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync;
@@ -179,9 +192,15 @@ impl Compiled {
         &self,
         arguments: &[Tensor],
     ) -> Result<hotcell_proto::v1::PlanMemory, Error> {
-        let (trace, _) = self.trace(arguments)?;
-        let (graph, key) = trace.program.encode()?;
-        let made = again!(&self.0.session, at => at.compile(graph.clone(), key.clone(), true));
+        let measured = async |trace: Arc<Trace>| {
+            let (graph, key) = trace.program.encode()?;
+            again!(&self.0.session, at => at.compile(graph.clone(), key.clone(), true))
+        };
+        let (trace, rows) = self.trace(arguments)?;
+        let made = match measured(trace).await {
+            Err(error) => measured(self.at_sizes(arguments, rows, error)?).await,
+            made => made,
+        };
         Ok(made?.1)
     }
 
@@ -193,7 +212,14 @@ impl Compiled {
     pub(super) async fn prepare(&self, arguments: &[Tensor]) -> Result<Prepared, Error> {
         let session = &self.0.session;
         session.eval(arguments).await?;
-        let (trace, rows) = self.trace(arguments)?;
+        let (mut trace, mut rows) = self.trace(arguments)?;
+        if rows > 0 {
+            let planned = async { again!(session, at => trace.plan(session, &at)) };
+            if let Err(error) = planned.await {
+                trace = self.at_sizes(arguments, rows, error)?;
+                rows = 0;
+            }
+        }
         let specs = trace.results.iter().map(|r| {
             let spec = r.spec()?;
             TensorSpec::new(spec.dtype, at_rows(&spec.shape, rows)?).map_err(|e| of_graph(&e))
@@ -257,6 +283,28 @@ impl Compiled {
         })?;
         self.keep(specs, Kept::Trace(Arc::clone(&trace)));
         Ok((trace, 0))
+    }
+
+    /// The trace to take when no plan could be made of the one with a symbolic axis: a device may have an op only for known
+    /// sizes.
+    ///
+    /// # Errors
+    /// `error`, when it is another one, or the trace has sizes.
+    fn at_sizes(
+        &self,
+        arguments: &[Tensor],
+        rows: usize,
+        error: Error,
+    ) -> Result<Arc<Trace>, Error> {
+        if rows == 0 || error.reason() != Reason::OpUnsupported {
+            return Err(error);
+        }
+        let pattern = arguments
+            .iter()
+            .map(|a| Ok(symbolic(a.spec()?, rows)))
+            .collect::<Result<Vec<_>, Error>>()?;
+        self.keep(pattern, Kept::NeedsShapes);
+        Ok(self.trace(arguments)?.0)
     }
 
     fn keep(&self, specs: Vec<TensorSpec>, kept: Kept) {

@@ -1,8 +1,11 @@
 //! A client's session on a worker: its connection, what it holds there, its memory.
 
-use std::sync::{
-    Arc, Mutex,
-    atomic::{AtomicU32, Ordering},
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use hotcell_graph::{TensorSpec, wire};
@@ -61,7 +64,7 @@ struct Inner {
     identity: Option<Identity>,
     streams: AtomicU32,
     /// Ids of streams that are gone, for new ones.
-    idle_streams: Arc<Mutex<Vec<u32>>>,
+    idle_streams: Arc<Mutex<BTreeSet<u32>>>,
     recovery: Option<Recovering>,
 }
 
@@ -165,9 +168,10 @@ impl Session {
         self.connection().closed()
     }
 
-    /// An id for a stream, and where it is given back.
-    pub(super) fn next_stream(&self) -> (u32, Arc<Mutex<Vec<u32>>>) {
-        let idle = locked(&self.0.idle_streams).pop();
+    /// An id for a stream, and where it is given back. The least that is idle: the worker keeps a stream once it has taken a
+    /// call, so greater ones may be among those that it refused as too many.
+    pub(super) fn next_stream(&self) -> (u32, Arc<Mutex<BTreeSet<u32>>>) {
+        let idle = locked(&self.0.idle_streams).pop_first();
         let id = idle.unwrap_or_else(|| self.0.streams.fetch_add(1, Ordering::Relaxed));
         (id, Arc::clone(&self.0.idle_streams))
     }

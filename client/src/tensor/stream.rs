@@ -2,6 +2,7 @@
 
 use std::{
     cmp::Ordering,
+    collections::BTreeSet,
     sync::{Arc, Mutex},
 };
 
@@ -30,7 +31,7 @@ struct Progress {
     /// The stream's id, and where it goes when the last clone of the stream is dropped. Its fences go on rising, so an
     /// event that outlives the stream has passed when its calls have.
     id: u32,
-    idle: Arc<Mutex<Vec<u32>>>,
+    idle: Arc<Mutex<BTreeSet<u32>>>,
 }
 
 impl Drop for Progress {
@@ -39,7 +40,7 @@ impl Drop for Progress {
         self.idle
             .lock()
             .unwrap_or_else(|e| e.into_inner())
-            .push(self.id);
+            .insert(self.id);
     }
 }
 
@@ -93,7 +94,8 @@ pub struct Stream {
 }
 
 impl Session {
-    /// A new stream.
+    /// A new stream. A session has [`limits::MAX_SESSION_STREAMS`] at a time, its own included; calls of further ones are
+    /// refused with [`Reason::QuotaExceeded`].
     pub fn stream(&self) -> Stream {
         let (id, idle) = self.next_stream();
         let progress = Progress {

@@ -412,6 +412,17 @@ def random(book):
     for op, more in (("random_bits", {}), ("random_normal", {"mean": 0.0, "deviation": 1.0})):
         book.one(op, "a key of three", [T("u32", [1, 2, 3])], None, fails="verify", shape=[2], **more)
         book.one(op, "a key of i32", [T("i32", [1, 2])], None, fails="verify", shape=[2], **more)
+    # What is exact, in many numbers, of which there is one in the middle.
+    shape, n = [3, 6667], 3 * 6667
+    for key in ([5, 6], [0xFFFFFFFF, 0x80000000]):
+        t, k = T("u32", key), mx.array(key, dtype=mx.uint32)
+        book.one("random_bits", f"{key} {n}", [t], T("u32", bits(key, shape)), shape=shape)
+        unit = np.minimum(bits(key, shape).astype(np.float32) / np.float32(2**32), np.float32(1 - 2.0**-24))
+        uniform = np.array(mx.random.uniform(-2.0, 3.0, shape, key=k))
+        assert (uniform == unit * np.float32(5.0) + np.float32(-2.0)).all()
+        book.one("random_uniform", f"{key} {n}", [t], T("f32", uniform), check="exact", shape=shape, low=-2.0, high=3.0)
+        out = T("bool", np.array(mx.random.bernoulli(0.3, shape, key=k)))
+        book.one("random_bernoulli", f"{key} {n}", [t], out, shape=shape, p=0.3)
 
 
 def fill(books):

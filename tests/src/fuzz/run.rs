@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use anyhow::Result;
-use hotcell_graph::{Graph, TensorSpec, dtype::Kind, op::ValueSpec};
+use hotcell_graph::{CacheSpec, Graph, TensorSpec, dtype::Kind, op::ValueSpec};
 use hotcell_kernels::{
     backend::{Buffer, Device},
     cpu::{CpuDevice, path::CpuPath},
@@ -114,8 +114,8 @@ impl Way {
             Ok(plan) => plan,
             Err(error) => return Ended::Refused(error.to_string()),
         };
-        let outputs = match bind(device, plan.as_mut(), graph, inputs) {
-            Ok(outputs) => outputs,
+        let (outputs, caches) = match bind(device, plan.as_mut(), graph, inputs) {
+            Ok(bound) => bound,
             Err(error) => return Ended::Refused(error.to_string()),
         };
         if let Err(error) = plan.execute(rows) {
@@ -129,8 +129,12 @@ impl Way {
             let mut bytes = vec![0; used];
             buffer.read(0, &mut bytes).map(|()| bytes)
         };
-        let read: std::result::Result<Vec<_>, _> =
-            outputs.iter().zip(graph.outputs()).map(read).collect();
+        let kept = |(buffer, spec): &(Buffer, CacheSpec)| {
+            let mut bytes = vec![0; spec.bytes().unwrap_or(0)];
+            buffer.read(0, &mut bytes).map(|()| bytes)
+        };
+        let results = outputs.iter().zip(graph.outputs()).map(read);
+        let read: std::result::Result<Vec<_>, _> = results.chain(caches.iter().map(kept)).collect();
         match read {
             Ok(bytes) => Ended::Ran(bytes),
             Err(error) => Ended::Failed(error.to_string()),
@@ -145,17 +149,24 @@ enum Ended {
 }
 
 /// Errors may name any of several wrong indices. Which of its bit patterns a NaN has may depend on fusion, never on
-/// threads (`exact`).
+/// threads (`exact`). What caches hold afterwards is compared like a result.
 fn same(graph: &Graph, exact: bool, a: &Ended, b: &Ended) -> bool {
     let equal = |dtype, a: &[u8], b: &[u8]| difference(dtype, Check::Exact, 0.0, a, b).is_ok();
     match (a, b) {
         (Ended::Ran(a), Ended::Ran(b)) if exact => a == b,
         (Ended::Ran(a), Ended::Ran(b)) => {
-            let both = graph.outputs().iter().zip(a.iter().zip(b));
-            both.into_iter()
-                .all(|(&value, (a, b))| match graph.spec(value) {
-                    Ok(ValueSpec::Tensor(t)) => equal(t.dtype, a, b),
-                    _ => a == b,
+            let dtype = |value: &_| match graph.spec(*value) {
+                Ok(ValueSpec::Tensor(t)) => Some(t.dtype),
+                _ => None,
+            };
+            // Of a block all bits count: its scale is made of what it holds, which is no NaN where one is stored.
+            let caches = caches(graph).map(|(_, c)| Some(c.dtype).filter(|d| !d.is_block()));
+            let dtypes = graph.outputs().iter().map(dtype).chain(caches);
+            dtypes
+                .zip(a.iter().zip(b))
+                .all(|(dtype, (a, b))| match dtype {
+                    Some(dtype) => equal(dtype, a, b),
+                    None => a == b,
                 })
         }
         (Ended::Failed(_), Ended::Failed(_)) => true,
@@ -163,6 +174,15 @@ fn same(graph: &Graph, exact: bool, a: &Ended, b: &Ended) -> bool {
         (Ended::Refused(a), Ended::Refused(b)) => words(a).eq(words(b)),
         _ => false,
     }
+}
+
+/// The graph's caches, and which of its inputs they are.
+fn caches(graph: &Graph) -> impl Iterator<Item = (usize, CacheSpec)> {
+    let inputs = graph.inputs().iter().enumerate();
+    inputs.filter_map(|(i, input)| match &input.spec {
+        ValueSpec::Cache(c) => Some((i, *c)),
+        _ => None,
+    })
 }
 
 /// What is said, without its numbers.
@@ -181,16 +201,24 @@ fn brief(ended: &Ended) -> String {
     }
 }
 
+/// Memory of the outputs, and of the caches.
+type Bound = (Vec<Buffer>, Vec<(Buffer, CacheSpec)>);
+
 fn bind(
     device: &dyn Device,
     plan: &mut dyn Plan,
     graph: &Graph,
     inputs: &[Vec<u8>],
-) -> Result<Vec<Buffer>> {
+) -> Result<Bound> {
+    let mut kept = Vec::new();
+    let mut specs = caches(graph).peekable();
     for (i, bytes) in inputs.iter().enumerate() {
         let buffer = device.allocate("an input", bytes.len())?;
         buffer.write(0, bytes)?;
         plan.bind(Slot::Input(i), &buffer, 0)?;
+        if let Some((_, spec)) = specs.next_if(|(at, _)| *at == i) {
+            kept.push((buffer, spec));
+        }
     }
     let mut outputs = Vec::new();
     for (i, &value) in graph.outputs().iter().enumerate() {
@@ -202,7 +230,7 @@ fn bind(
         plan.bind(Slot::Output(i), &buffer, 0)?;
         outputs.push(buffer);
     }
-    Ok(outputs)
+    Ok((outputs, kept))
 }
 
 /// Whether a graph that nobody grew is soon run.
@@ -241,20 +269,21 @@ pub(super) fn operands(graph: &Graph, choices: &mut Choices) -> Vec<Vec<u8>> {
 
 /// Random bytes, mostly such that indices are in range and numbers are tame.
 fn operand(spec: &ValueSpec, max_rows: usize, choices: &mut Choices) -> Vec<u8> {
-    let t = match spec {
-        ValueSpec::Tensor(t) => t,
-        ValueSpec::Cache(c) => return vec![0; c.bytes().unwrap_or(0)],
+    let (dtype, bytes) = match spec {
+        ValueSpec::Tensor(t) => (t.dtype, t.bytes(max_rows)),
+        // What is read of it was written by whoever had it before, whatever that was.
+        ValueSpec::Cache(c) => (c.dtype, c.bytes()),
         ValueSpec::Absent => return vec![],
     };
-    let mut bytes = vec![0u8; t.bytes(max_rows).unwrap_or(0)];
+    let mut bytes = vec![0u8; bytes.unwrap_or(0)];
     let wild = choices.once_in(6);
-    let width = t.dtype.block_bytes();
+    let width = dtype.block_bytes();
     for element in bytes.chunks_mut(width.max(1)) {
         let value = choices.number();
-        match t.dtype.kind() {
+        match dtype.kind() {
             _ if wild => element.iter_mut().for_each(|b| *b = choices.number() as u8),
-            Kind::Unsigned | Kind::Signed if t.dtype.is_integer() => {
-                let small = match t.dtype.kind() {
+            Kind::Unsigned | Kind::Signed if dtype.is_integer() => {
+                let small = match dtype.kind() {
                     Kind::Signed => (value % 4) as i64 - 1,
                     _ => (value % 3) as i64,
                 };

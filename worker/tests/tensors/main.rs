@@ -6,6 +6,7 @@ mod at_once;
 mod caches;
 mod calls;
 mod lifetimes;
+mod limits;
 mod order;
 mod plans;
 mod refuse;
