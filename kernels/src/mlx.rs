@@ -43,7 +43,7 @@ pub use self::{
 pub const NAME: &str = "mlx";
 
 /// Goes up with every change that gives other bits.
-const KERNEL_REVISION: u32 = 2;
+const KERNEL_REVISION: u32 = 3;
 
 /// The one device there is: MLX decides what it is.
 const ID: &str = "mlx:0";

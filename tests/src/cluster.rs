@@ -346,13 +346,33 @@ pub struct Cluster {
     pub folder: TempDir,
 }
 
+/// Further arguments of a scheduler for a test that is also compiled as one of the worker that is linked with MLX
+/// (`worker/mlx/tests/client.rs`): there, that its workers are such.
+#[macro_export]
+macro_rules! worker_tested {
+    () => {
+        match option_env!("CARGO_BIN_EXE_hotcell-worker-mlx") {
+            Some(program) => &["--worker-binary", program],
+            None => &[],
+        }
+    };
+}
+
 impl Cluster {
     /// A scheduler without further arguments, all of whose workers are ready.
     ///
     /// # Errors
     /// As [`Cluster::start`], or when the workers do not come up in time.
     pub async fn ready() -> Result<Self> {
-        let cluster = Self::start(&[]).await?;
+        Self::ready_with(&[]).await
+    }
+
+    /// The same, with these further arguments.
+    ///
+    /// # Errors
+    /// As [`Cluster::ready`].
+    pub async fn ready_with(arguments: &[&str]) -> Result<Self> {
+        let cluster = Self::start(arguments).await?;
         let ready = |workers: &[v1::WorkerInfo]| {
             !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
         };

@@ -12,6 +12,8 @@ mod elementwise;
 mod local;
 mod remote;
 mod repeated;
+mod unsteady;
+mod zeros;
 
 use std::{fmt, ops::Range, path::Path, rc::Rc};
 
@@ -24,7 +26,7 @@ use hotcell_graph::{
 use serde_json::Value as Json;
 
 use crate::cluster::repository;
-pub use classes::{Classed, Scope, eager, empty, forms, fused, moved, repeated, turned};
+pub use classes::{Classed, Scope, derived, eager, empty, forms, fused, moved, repeated, turned};
 pub use compare::{difference, tolerance};
 pub use derived::{Derived, moves, moves_input};
 pub use dtypes::{Dtypes, Place, dtypes};
@@ -32,6 +34,8 @@ pub use eager::Eager;
 pub use elementwise::{Form, elementwise};
 pub use local::Local;
 pub use remote::Remote;
+pub use unsteady::Unsteady;
+pub use zeros::zeros;
 
 /// How many more rows than a case has its graph is made for: a plan must not touch what lies behind.
 const SPARE_ROWS: usize = 3;

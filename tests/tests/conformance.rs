@@ -10,7 +10,7 @@ use std::{
 };
 
 use hotcell_graph::{
-    DType, Graph, GraphBuilder, Shape, TensorSpec, Value,
+    DType, Graph, Shape, Value,
     graph::Node,
     op::{ValueSpec, catalogue, find},
 };
@@ -19,8 +19,8 @@ use hotcell_kernels::{
     cpu::{CpuDevice, path::CpuPath},
 };
 use hotcell_tests::conformance::{
-    Case, Executor, Local, Remote, Scope, cases, dtypes, eager, elementwise, empty, forms, fused,
-    moved, moves, moves_input, repeated, turned,
+    Case, Executor, Local, Remote, Scope, cases, derived, dtypes, eager, elementwise, empty, forms,
+    fused, moved, moves, moves_input, repeated, turned, zeros,
 };
 
 fn chosen() -> Vec<Case> {
@@ -165,55 +165,10 @@ fn graphs_give_what_their_ops_give_one_by_one() {
     println!("{} graphs", classed.all_right().unwrap());
 }
 
-/// Zeros of both signs compare equal, so no golden holds a device to either. The CPU's order is that of their signs, whatever
-/// the place of each, the length of the row and the number of threads.
 #[test]
 fn of_zeros_of_both_signs_the_greatest_is_positive_and_the_least_negative() {
-    let zeros = [
-        (DType::F16, 2),
-        (DType::BF16, 2),
-        (DType::F32, 4),
-        (DType::F64, 8),
-    ];
     for executor in &mut paths() {
-        for (dtype, width) in zeros {
-            // One zero is of the other sign, at each place in turn, or none is.
-            for len in [1, 2, 3, 17, 64, 1000] {
-                for odd in [0, 1, len / 2, len - 1, len]
-                    .into_iter()
-                    .filter(|at| *at <= len)
-                {
-                    for positive in [false, true] {
-                        let zero = |negative: bool| {
-                            let mut bytes = vec![0; width];
-                            bytes[width - 1] = if negative { 0x80 } else { 0 };
-                            bytes
-                        };
-                        let negative: Vec<bool> =
-                            (0..len).map(|i| (i == odd) == positive).collect();
-                        let row: Vec<u8> = negative.iter().flat_map(|n| zero(*n)).collect();
-                        // Along the last axis, and, as columns, along the first.
-                        for (dims, axis) in [([1, len], 1), ([len, 1], 0)] {
-                            let mut g = GraphBuilder::new(0);
-                            let spec = TensorSpec::new(dtype, Shape::fixed(&dims).unwrap());
-                            let x = g.tensor("x", spec.unwrap()).unwrap();
-                            let most = g.reduce_max(x, &[axis], false).unwrap();
-                            let least = g.reduce_min(x, &[axis], false).unwrap();
-                            let graph = g.finish(&[most, least]).unwrap();
-                            let got = executor.run(&graph, 0, &[&row]).unwrap().outputs;
-                            let all = negative.iter().all(|n| *n);
-                            let any = negative.iter().any(|n| *n);
-                            assert_eq!(
-                                got,
-                                [zero(all), zero(any)],
-                                "{dtype} {dims:?} {odd} {positive} on {}",
-                                executor.name()
-                            );
-                        }
-                    }
-                }
-            }
-        }
+        zeros(executor).unwrap();
     }
 }
 
@@ -229,20 +184,7 @@ fn derived_classes_give_the_same_on_a_worker_over_grpc() {
     // One dtype of each size of element.
     let sizes = [DType::Bool, DType::BF16, DType::F32, DType::C64];
     let executors: &mut [&mut dyn Executor] = &mut [&mut remote];
-    for (class, classed) in [
-        ("in other shapes", forms(&cases, executors, scope)),
-        ("many times", repeated(&cases, executors, scope)),
-        ("of other dtypes", moved(&cases, executors, &sizes)),
-        ("of views", turned(&cases, executors, scope)),
-        ("of nothing", empty(&cases, executors)),
-        ("among others", fused(&cases, executors, scope)),
-        ("op by op", eager(&cases, executors, scope)),
-    ] {
-        match classed.all_right() {
-            Ok(ran) => println!("{class}: {ran} graphs"),
-            Err(error) => panic!("{class}: {error}"),
-        }
-    }
+    derived(&cases, executors, scope, &sizes).unwrap();
     remote.check_empty().unwrap();
 }
 

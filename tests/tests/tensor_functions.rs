@@ -26,13 +26,16 @@ use hotcell_tests::{
     fuzz::{case_seed, program},
 };
 
+/// Which worker is tested.
+const WORKER: &[&str] = hotcell_tests::worker_tested!();
+
 /// Random programs that have to be compared.
 const PROGRAMS: usize = 300;
 /// Elements of all tensors of one of them.
 const ELEMENTS: u128 = 1 << 14;
 
 async fn cluster() -> (Cluster, Address) {
-    let cluster = Cluster::ready().await.unwrap();
+    let cluster = Cluster::ready_with(WORKER).await.unwrap();
     let address = format!("unix:{}", cluster.socket.display());
     (cluster, address.parse().unwrap())
 }

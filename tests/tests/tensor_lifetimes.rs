@@ -6,10 +6,12 @@
 use hotcell_client::{
     Address,
     tensor::{Compiled, DType, HostTensor, Lease, Memory, Session, SessionOptions, Stream, Tensor},
-    v1,
 };
 use hotcell_tests::cluster::Cluster;
 use proptest::{prelude::*, test_runner::TestRunner};
+
+/// Which worker is tested.
+const WORKER: &[&str] = hotcell_tests::worker_tested!();
 
 /// Elements of the tensors, by which those that fit one another are told: one, some, more than travel inside of a call.
 const SIZES: [usize; 3] = [1, 100, 40_000];
@@ -198,11 +200,7 @@ fn programs_leave_nothing_and_lose_nothing_and_see_nobody_else() {
         .build()
         .unwrap();
     let (_cluster, one, two) = runtime.block_on(async {
-        let cluster = Cluster::start(&[]).await.unwrap();
-        let ready = |workers: &[v1::WorkerInfo]| {
-            !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
-        };
-        cluster.workers(ready).await.unwrap();
+        let cluster = Cluster::ready_with(WORKER).await.unwrap();
         // Both on one worker: memory that one gives back may be the other's next.
         let one = Client::open(&cluster, false).await;
         let two = Client::open(&cluster, true).await;

@@ -19,6 +19,9 @@ use hotcell_client::{
 };
 use hotcell_tests::cluster::{Cluster, all_have, kjv};
 
+/// Which worker is tested.
+const WORKER: &[&str] = hotcell_tests::worker_tested!();
+
 fn address(cluster: &Cluster) -> Address {
     format!("unix:{}", cluster.socket.display())
         .parse()
@@ -31,7 +34,7 @@ async fn session(cluster: &Cluster) -> Session {
 }
 
 async fn cluster() -> Cluster {
-    Cluster::ready().await.unwrap()
+    Cluster::ready_with(WORKER).await.unwrap()
 }
 
 /// `[rows, columns]` of different numbers.
@@ -361,7 +364,7 @@ async fn a_write_that_does_not_fit_writes_nothing() {
 
 #[tokio::test]
 async fn a_weight_cannot_be_written() {
-    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    let cluster = Cluster::with_model("kjv", &kjv(), WORKER).await.unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
     let backend = Backend::open("kjv", BackendParams::at(address(&cluster)))
         .await
@@ -632,6 +635,7 @@ async fn setters_say_what_was_before() {
     let peak = session.memory().await.unwrap().peak;
     assert!(peak >= 1 << 20);
     assert_eq!(session.reset_peak_memory().await.unwrap(), peak);
+    // The tensor is gone. Its plan is kept, and may need as much: of MLX a result is made in its own memory first.
     let left = session.reset_peak_memory().await.unwrap();
-    assert!(left < 1 << 20, "{left}");
+    assert!(left + (1 << 20) <= peak, "{left} of {peak}");
 }

@@ -180,8 +180,17 @@ pub(super) unsafe fn from_memory(
     }
     // An array without elements reads nothing; a null pointer would still be looked at.
     let nothing = 0u64;
+    let truths: Vec<u8>;
     let data = match bytes {
         0 => (&raw const nothing).cast(),
+        _ if dtype == DType::Bool => {
+            // Whoever sent them may have sent any bytes, and to C++ a `bool` is 0 or 1.
+            let mut all = room("truths", bytes)?;
+            // SAFETY: so many bytes are there, says the caller; each is read once.
+            all.extend((0..bytes).map(|i| u8::from(unsafe { data.add(i).read() } != 0)));
+            truths = all;
+            truths.as_ptr()
+        }
         _ => data,
     };
     // SAFETY: so many bytes of that dtype and shape are there, says the caller, and MLX copies them.

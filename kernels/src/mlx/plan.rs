@@ -112,6 +112,8 @@ pub(super) struct MlxPlan {
     pub(super) inputs: usize,
     pub(super) bound: Vec<Option<Bound>>,
     pub(super) rebound: bool,
+    /// Of each input, whether it has a part in where something is read or written.
+    indices: Vec<bool>,
     pub(super) most_rows: usize,
     pub(super) max_rows: usize,
     pub(super) allocated: bool,
@@ -351,6 +353,7 @@ impl MlxPlan {
             greediest,
             ran: on.ran.clone(),
             inputs: graph.inputs().len(),
+            indices: graph.inputs_read_as_indices(),
             bound: places.iter().map(|_| None).collect(),
             places,
             rebound: true,
@@ -574,6 +577,12 @@ impl Plan for MlxPlan {
 
     fn memory(&self) -> PlanMemory {
         self.memory
+    }
+
+    /// As of a plan of the CPU backend's, whose kernels run parts of this one. What MLX computes reads no memory but its own:
+    /// an input is copied into an array once for an execution, and indices are checked in the copy that MLX gets.
+    fn reads_as_index(&self, i: usize) -> Option<bool> {
+        self.indices.get(i).copied()
     }
 
     fn execute_from(

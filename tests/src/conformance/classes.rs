@@ -126,6 +126,31 @@ fn combination(case: &Case, flat: &Flat, scope: Scope) -> String {
     format!("{:?} {:?} {note}", flat.dtypes(), flat.result)
 }
 
+/// All classes, by what they are; `dtypes`: those that elements are moved as.
+///
+/// # Errors
+/// What differed in a class, or that nothing was run of it.
+pub fn derived(
+    cases: &[Case],
+    executors: &mut [&mut dyn Executor],
+    scope: Scope,
+    dtypes: &[DType],
+) -> Result<(), String> {
+    for (class, classed) in [
+        ("in other shapes", forms(cases, executors, scope)),
+        ("many times", repeated(cases, executors, scope)),
+        ("of other dtypes", moved(cases, executors, dtypes)),
+        ("of views", turned(cases, executors, scope)),
+        ("of nothing", empty(cases, executors)),
+        ("among others", fused(cases, executors, scope)),
+        ("op by op", eager(cases, executors, scope)),
+    ] {
+        let ran = classed.all_right().map_err(|e| format!("{class}: {e}"))?;
+        println!("{class}: {ran} graphs");
+    }
+    Ok(())
+}
+
 /// Elementwise rows give an element the same in every shape: of nothing, of one, odd, large, of views.
 pub fn forms(cases: &[Case], executors: &mut [&mut dyn Executor], scope: Scope) -> Classed {
     let mut classed = Classed::default();

@@ -1,11 +1,12 @@
-//! What MLX costs here: gathering a paged cache, and weights that it copies. `cargo run --release --example measure`.
+//! What MLX costs here: gathering a paged cache, weights that it copies, and products with packed weights beside the CPU
+//! backend's. `cargo run --release --example measure`.
 
 use std::{error::Error, rc::Rc, time::Instant};
 
 use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, GraphError, Shape, TensorSpec};
 use hotcell_kernels::{
     backend::{Backend, Buffer, Device, HostRegion},
-    cpu::CpuBackend,
+    cpu::{CpuBackend, pack},
     mlx::{MlxBackend, memory},
     plan::{Plan, PlanHints, Slot},
 };
@@ -20,6 +21,8 @@ const DEPTH: usize = 64;
 const RUNS: u32 = 50;
 /// Side of the square matrix that is imported.
 const SIDE: usize = 4096;
+/// Rows of the weights that are multiplied with, of as many numbers as those.
+const OUTS: usize = 16384;
 
 fn spec(dtype: DType, dims: &[usize]) -> Result<TensorSpec, GraphError> {
     TensorSpec::new(dtype, Shape::fixed(dims)?)
@@ -128,6 +131,62 @@ fn import(device: &dyn Device) -> Result<usize, Box<dyn Error>> {
     Ok(memory()?.active.saturating_sub(before))
 }
 
+/// Weights of a block type whose scales are near 1.
+fn blocks(dtype: DType) -> Vec<u8> {
+    let scale: &[u8] = match dtype {
+        DType::Q4_0 => &[0, 0x3c],
+        DType::MXFP4 => &[127],
+        _ => &[0x38; 4],
+    };
+    let mut bytes = vec![0; OUTS * SIDE / dtype.block_len() * dtype.block_bytes()];
+    for (i, block) in bytes.chunks_exact_mut(dtype.block_bytes()).enumerate() {
+        for (j, byte) in block.iter_mut().enumerate() {
+            let number = (i * 64 + j).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56;
+            *byte = scale.get(j).copied().unwrap_or(number as u8);
+        }
+    }
+    bytes
+}
+
+/// Seconds of the fastest product of `rows` rows with weights of a block type. `packs`: whether they are multiplied with as
+/// schedulers have them packed for it.
+fn multiply(
+    device: &dyn Device,
+    packs: bool,
+    dtype: DType,
+    rows: usize,
+) -> Result<f64, Box<dyn Error>> {
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(DType::F32, &[rows, SIDE])?)?;
+    let w = g.constant("w", spec(dtype, &[OUTS, SIDE])?)?;
+    let y = g.mul_mat(x, w)?;
+    let mut plan = device.plan(&g.finish(&[y])?, &PlanHints::default())?;
+    let stored = blocks(dtype);
+    let mut packed = vec![0; stored.len()];
+    pack::pack(dtype, SIDE, &stored, &mut packed);
+    let import = |bytes| device.import(Rc::new(Owned(bytes)));
+    let (stored, packed) = (import(stored)?, import(packed)?);
+    let numbers = (0..rows * SIDE).map(|i| (i % 37) as f32 / 18.0 - 1.0);
+    let numbers: Vec<u8> = numbers.flat_map(f32::to_le_bytes).collect();
+    let x = device.allocate("x", numbers.len())?;
+    x.write(0, &numbers)?;
+    let y = device.allocate("y", rows * OUTS * 4)?;
+    plan.bind(Slot::Input(0), &x, 0)?;
+    plan.bind(Slot::Input(1), &stored, 0)?;
+    plan.bind(Slot::Output(0), &y, 0)?;
+    if packs && !plan.bind_packed(Slot::Input(1), Some(&packed), 0)? {
+        return Err(format!("{dtype} weights are not packed").into());
+    }
+    plan.execute(0)?;
+    let (start, mut best) = (Instant::now(), f64::MAX);
+    while start.elapsed().as_secs_f64() < 2.0 {
+        let begin = Instant::now();
+        plan.execute(0)?;
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let mlx = MlxBackend.open("mlx:0", &[])?;
     let cpu = CpuBackend.open("cpu:0", &[])?;
@@ -140,5 +199,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("FIGURE cpu_attention_4000={:.3} ms", attend(&*cpu)? * 1e3);
     let share = import(&*mlx)? as f64 / (SIDE * SIDE * 4) as f64;
     println!("FIGURE mlx_copies_of_weights={share:.2}");
+    for dtype in [DType::Q4_0, DType::MXFP4, DType::NVFP4] {
+        let devices: [(&str, &dyn Device, bool); 2] = [("mlx", &*mlx, false), ("cpu", &*cpu, true)];
+        for (name, device, packs) in devices {
+            let bytes = dtype.row_bytes(OUTS * SIDE).ok_or("too large")?;
+            let one = bytes as f64 / multiply(device, packs, dtype, 1)? / 1e9;
+            println!("FIGURE {name}_{dtype}_1={one:.2} GB/s");
+            let many = 2.0 * (64 * OUTS * SIDE) as f64 / 1e9;
+            let many = many / multiply(device, packs, dtype, 64)?;
+            println!("FIGURE {name}_{dtype}_64={many:.1} GFLOP/s");
+        }
+    }
     Ok(())
 }

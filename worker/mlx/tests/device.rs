@@ -169,6 +169,31 @@ fn a_plan_says_what_it_takes_and_is_refused_if_that_is_too_much() {
     assert!(matches!(refused, Err(DeviceError::OutOfMemory { .. })));
 }
 
+/// Truths come as bytes from whoever sends them, and to C++ only 0 and 1 are such.
+#[test]
+fn a_truth_is_any_byte_that_is_not_0() {
+    let device = open();
+    let sent: Vec<u8> = (0..=255).collect();
+    let mut g = GraphBuilder::new(0);
+    let truths = g.tensor("truths", spec(DType::Bool, &[256])).unwrap();
+    let flat = || Shape::fixed(&[256]).unwrap();
+    let [yes, no] = [1.0, 2.0].map(|v| g.literal(DType::F32, flat(), &le(&[v; 256])).unwrap());
+    let chosen = g.where_(truths, yes, no).unwrap();
+    let turned = g.logical_not(truths).unwrap();
+    let single = g.cast(truths, DType::F32).unwrap();
+    let turned = g.cast(turned, DType::F32).unwrap();
+    let row = || Shape::fixed(&[1, 256]).unwrap();
+    let parts = [chosen, single, turned].map(|x| g.reshape(x, row()).unwrap());
+    let all = g.concat(&parts, 0).unwrap();
+    let graph = g.finish(&[all]).unwrap();
+    let got = computed(&*device, &graph, &[&sent], 3 * 256);
+    let expected = [[2.0, 0.0, 1.0], [1.0, 1.0, 0.0]];
+    for (byte, value) in sent.iter().zip(0..) {
+        let expected = expected[usize::from(*byte != 0)];
+        assert_eq!([0, 1, 2].map(|i| got[i * 256 + value]), expected, "{byte}");
+    }
+}
+
 #[test]
 fn an_index_outside_is_an_error_of_the_execution() {
     let device = open();

@@ -14,9 +14,7 @@ use hotcell_tests::{
     },
 };
 
-/// Cases of the catalogue that MLX does not do: never more than before.
-const SKIPPED: usize = 2;
-/// Cases of ONNX that no backend does, and those that MLX does not do besides.
+/// Cases of ONNX that no backend does, and those that MLX does not do besides: never more than before.
 const ONNX_SKIPPED: usize = 274;
 
 /// A scheduler whose only worker is ours.
@@ -34,10 +32,9 @@ fn list(name: &str) -> std::path::PathBuf {
 }
 
 #[test]
-fn every_case_of_the_catalogue_passes_over_grpc_unless_listed() {
+fn every_case_of_the_catalogue_passes_over_grpc() {
     let mut remote = remote();
-    let mut tally = Tally::read(&[&list("skipped.txt")], " :: ").unwrap();
-    assert!(tally.listed() <= SKIPPED);
+    let mut tally = Tally::read(&[], "").unwrap();
     for case in cases().unwrap() {
         let ended = case.check(&mut remote);
         tally.note(&case.to_string(), ended);

@@ -77,6 +77,13 @@ pub(super) fn several(call: &Call<'_>, rows: usize) -> Option<Needs> {
     bytes(sum(&[made, inputs(call, rows)?])?)
 }
 
+/// Greatest or least elements, in the dtype that is computed in: what is found, the same of the elements' bits, and which of the
+/// two it is.
+pub(super) fn extremes(call: &Call<'_>, rows: usize) -> Option<Needs> {
+    let made = product(&[4, results(call, rows)?])?;
+    bytes(sum(&[made, inputs(call, rows)?])?)
+}
+
 /// A kernel that copies the inputs first where their rows do not follow one another.
 pub(super) fn copies(call: &Call<'_>, rows: usize) -> Option<Needs> {
     bytes(inputs(call, rows)?)

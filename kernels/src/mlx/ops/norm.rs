@@ -1,7 +1,7 @@
 //! Normalisations and softmax, by MLX's fused kernels, whose insides are f32.
 
 use hotcell_graph::{DType, op::Call};
-use mlx_rs::{Array, fast, ops};
+use mlx_rs::{Array, Dtype, error::Exception, fast, ops};
 
 use super::{Entry, axis_of, dtype, has_elements, needs, one};
 use crate::{
@@ -19,7 +19,7 @@ pub(super) static ENTRIES: &[Entry] = &[
     Entry {
         op: "layer_norm",
         supports: single,
-        needs: needs::copies,
+        needs: needs::several,
         launch: layer_norm,
     },
     Entry {
@@ -49,13 +49,21 @@ fn rms_norm(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
     )
 }
 
+/// MLX's kernel takes the variance from a sum of squares, in one pass: far from zero that is what rounding leaves of the
+/// mean's square. So it gets what is left without the mean, which has the same variance and is near zero.
 fn layer_norm(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {
     let (x, weight, bias) = (cx.array(0)?, cx.optional(1)?, cx.optional(2)?);
     let eps = cx.call().float(0)? as f32;
-    one(
-        cx,
-        fast::layer_norm(&*x, weight.as_deref(), bias.as_deref(), eps),
-    )
+    let given = x.dtype();
+    let single = |a: &Array| a.as_dtype(Dtype::Float32);
+    let made = || -> Result<Array, Exception> {
+        let weight = weight.as_deref().map(single).transpose()?;
+        let bias = bias.as_deref().map(single).transpose()?;
+        let x = single(&x)?;
+        let centred = x.subtract(x.mean_axes(&[-1], true)?)?;
+        fast::layer_norm(centred, weight.as_ref(), bias.as_ref(), eps)?.as_dtype(given)
+    };
+    one(cx, made())
 }
 
 fn softmax(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {

@@ -1,7 +1,7 @@
 //! Reductions and running sums. Of half precision they are computed in f32 and rounded once.
 
 use hotcell_graph::{DType, op::Call};
-use mlx_rs::{Array, error::Exception, ops};
+use mlx_rs::{Array, Dtype, error::Exception, ops};
 
 use super::{Entry, axis_of, dtype, has_elements, needs, one};
 use crate::{
@@ -12,20 +12,20 @@ use crate::{
 type OverAxes = fn(&Array, &[i32], bool) -> Result<Array, Exception>;
 
 macro_rules! over_axes {
-    ($($name:literal, $fits:path, $f:path;)*) => {
-        [$(Entry { op: $name, supports: $fits, needs: needs::several, launch: |cx| over_axes(cx, |x, axes, keep| $f(x, axes, keep)) },)*]
+    ($($name:literal, $fits:path, $needs:path, $f:path;)*) => {
+        [$(Entry { op: $name, supports: $fits, needs: $needs, launch: |cx| over_axes(cx, |x, axes, keep| $f(x, axes, keep)) },)*]
     };
 }
 
 pub(super) static ENTRIES: [Entry; 8] = over_axes! {
-    "reduce_sum", sums, ops::sum_axes;
-    "reduce_prod", sums, ops::prod_axes;
-    "reduce_max", real, ops::max_axes;
-    "reduce_min", real, ops::min_axes;
-    "reduce_all", real, ops::all_axes;
-    "reduce_any", real, ops::any_axes;
-    "mean", floats, ops::mean_axes;
-    "logsumexp", up_to_single, ops::logsumexp_axes;
+    "reduce_sum", sums, needs::several, ops::sum_axes;
+    "reduce_prod", sums, needs::several, ops::prod_axes;
+    "reduce_max", real, needs::extremes, greatest;
+    "reduce_min", real, needs::extremes, least;
+    "reduce_all", real, needs::several, ops::all_axes;
+    "reduce_any", real, needs::several, ops::any_axes;
+    "mean", floats, needs::several, ops::mean_axes;
+    "logsumexp", up_to_single, needs::several, ops::logsumexp_axes;
 };
 
 pub(super) static OTHERS: [Entry; 4] = [
@@ -124,6 +124,49 @@ fn over_axes(cx: &Cx<'_>, reduce: OverAxes) -> Result<Vec<Array>, DeviceError> {
     };
     let (axes, keep) = (axes.ok_or_else(overflow)?, call.bool(1)?);
     widened(cx, |x| reduce(x, &axes, keep))
+}
+
+/// Integers as wide as MLX's floats, with a sign and without.
+fn bits_of(dtype: Dtype) -> Option<(Dtype, Dtype)> {
+    match dtype {
+        Dtype::Float32 => Some((Dtype::Int32, Dtype::Uint32)),
+        Dtype::Float64 => Some((Dtype::Int64, Dtype::Uint64)),
+        _ => None,
+    }
+}
+
+/// The greatest elements. Of zeros of both signs MLX gives either; the positive one is greater. Where the greatest element is
+/// a zero there is none above it, so that of all bits, read without a sign, those of the positive zero are the least if it
+/// is there, and otherwise those of the negative one.
+fn greatest(x: &Array, axes: &[i32], keep: bool) -> Result<Array, Exception> {
+    let greatest = ops::max_axes(x, axes, keep)?;
+    match bits_of(x.dtype()) {
+        Some((_, bits)) => with_sign(x, &greatest, bits, axes, keep),
+        None => Ok(greatest),
+    }
+}
+
+/// The least elements. Where that is a zero there is none below it: of all bits, read with a sign, those of the negative zero
+/// are the least if it is there, and otherwise those of the positive one.
+fn least(x: &Array, axes: &[i32], keep: bool) -> Result<Array, Exception> {
+    let least = ops::min_axes(x, axes, keep)?;
+    match bits_of(x.dtype()) {
+        Some((bits, _)) => with_sign(x, &least, bits, axes, keep),
+        None => Ok(least),
+    }
+}
+
+/// What was found, where it is a zero with the sign of the least of all elements, read as the integers `bits`.
+fn with_sign(
+    x: &Array,
+    found: &Array,
+    bits: Dtype,
+    axes: &[i32],
+    keep: bool,
+) -> Result<Array, Exception> {
+    let zeros = ops::min_axes(x.view_dtype(bits)?, axes, keep)?.view_dtype(x.dtype())?;
+    // Not a number is not false.
+    ops::select(found.logical_not()?, zeros, found)
 }
 
 fn arg(
