@@ -9,7 +9,11 @@ this protocol with ABORTED (409), and SMG 1.13 shows neither token nor certifica
 import atexit
 import contextlib
 import os
+import pathlib
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -57,6 +61,29 @@ def again(cell, *flags):
     gone(cell)
     cell.flags = [*cell.flags[:2], *FLAGS, *flags]
     cell.__enter__()
+
+
+def check_smg_speaks_no_tls_to_engines(_):
+    """Before an engine at `grpcs://` it opens connections and ends them without a greeting. Once it greets, hosts with certificates
+    are to be checked here."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as engine:
+        engine.settimeout(60)
+        port = hotcell.free_port()
+        command = [str(pathlib.Path(sys.executable).parent / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-port", str(hotcell.free_port()), "--worker-urls", f"grpcs://127.0.0.1:{engine.getsockname()[1]}"]
+        smg = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            told = []
+            while len(told) < 3:
+                connection, _ = engine.accept()
+                with contextlib.closing(connection):
+                    connection.settimeout(10)
+                    told.append(connection.recv(3))
+        finally:
+            smg.kill()
+            smg.wait()
+    # The other thing it says is what it asks engines that speak HTTP.
+    assert set(told) <= {b"", b"GET"} and b"" in told, told
 
 
 def check_invalid_argument(cell):
