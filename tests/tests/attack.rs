@@ -13,7 +13,8 @@ use hotcell_tests::{
     cluster::{Cluster, SOON, all_have, holds, kjv},
 };
 use tokio::{
-    net::TcpSocket,
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpSocket, TcpStream},
     time::{sleep, timeout},
 };
 
@@ -41,30 +42,19 @@ async fn tokens(client: &Client) -> Vec<u32> {
     timeout(SOON, done).await.unwrap().unwrap().token_ids
 }
 
-#[tokio::test]
-async fn others_are_served_and_nothing_grows() {
-    let address = free();
-    let listen = address.to_string();
-    let cluster = Cluster::with_model("kjv", &kjv(), &["--listen", &listen])
-        .await
-        .unwrap();
+/// Attacks a door in every way, while `served` asks for what others are to have, and says so where it is not had.
+async fn withstands(cluster: &Cluster, door: SocketAddr, served: impl AsyncFn(&str)) {
     let before = cluster.workers(all_have("kjv")).await.unwrap();
-    let remote = listen.parse().unwrap();
-    let old = Client::connect(&remote).await.unwrap();
-    let right = tokens(&old).await;
     let (bytes, _) = holds(cluster.scheduler.pid()).unwrap();
     for (seed, attack) in (1..).zip(ATTACKS) {
         let name = attack.name();
-        let attacker = Attacker::start(attack, address, seed).unwrap();
+        let attacker = Attacker::start(attack, door, seed).unwrap();
         // Idle ones are nothing before they have all places.
         let enough = if attack == Attack::Idle { 1500 } else { 100 };
         let start = Instant::now();
         let mut rounds = 0;
         while rounds < 3 || attacker.blows() < enough {
-            assert_eq!(tokens(&old).await, right, "{name}");
-            // Who comes in just now is served as well.
-            let new = timeout(SOON, Client::connect(&remote)).await.unwrap();
-            assert_eq!(tokens(&new.unwrap()).await, right, "{name}");
+            served(name).await;
             assert!(
                 start.elapsed() < 10 * SOON,
                 "{name}: {} blows",
@@ -92,6 +82,59 @@ async fn others_are_served_and_nothing_grows() {
     }
     let after = cluster.workers(all_have("kjv")).await.unwrap();
     assert_eq!((after[0].pid, after[0].deaths), (before[0].pid, 0));
+}
+
+#[tokio::test]
+async fn others_are_served_and_nothing_grows() {
+    let address = free();
+    let listen = address.to_string();
+    let cluster = Cluster::with_model("kjv", &kjv(), &["--listen", &listen])
+        .await
+        .unwrap();
+    let remote = listen.parse().unwrap();
+    let old = Client::connect(&remote).await.unwrap();
+    let right = tokens(&old).await;
+    let served = async |name: &str| {
+        assert_eq!(tokens(&old).await, right, "{name}");
+        // Who comes in just now is served as well.
+        let new = timeout(SOON, Client::connect(&remote)).await.unwrap();
+        assert_eq!(tokens(&new.unwrap()).await, right, "{name}");
+    };
+    withstands(&cluster, address, served).await;
+}
+
+/// Asks the door for HTTP for a text, over a connection of its own.
+async fn text(door: SocketAddr) -> String {
+    let body = r#"{"prompt": "In the beginning", "max_tokens": 8, "temperature": 0}"#;
+    let request = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let mut stream = TcpStream::connect(door).await.unwrap();
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    let (_, json) = answer.rsplit_once("\r\n\r\n").unwrap();
+    let told: serde_json::Value = serde_json::from_str(json).unwrap();
+    told["choices"][0]["text"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn the_door_for_http_withstands_the_same() {
+    let door = free();
+    let http = door.to_string();
+    let cluster = Cluster::with_model("kjv", &kjv(), &["--http", &http])
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let right = text(door).await;
+    assert!(right.starts_with(" God created"), "{right}");
+    let served = async |name: &str| {
+        let had = timeout(SOON, text(door)).await.unwrap();
+        assert_eq!(had, right, "{name}");
+    };
+    withstands(&cluster, door, served).await;
 }
 
 /// Whether somebody at this address gets an answer to a first call.
