@@ -159,7 +159,7 @@ fn same(graph: &Graph, exact: bool, a: &Ended, b: &Ended) -> bool {
                 Ok(ValueSpec::Tensor(t)) => Some(t.dtype),
                 _ => None,
             };
-            // Of a block all bits count: its scale is made of what it holds, which is no NaN where one is stored.
+            // Of packed blocks all bits count.
             let caches = caches(graph).map(|(_, c)| Some(c.dtype).filter(|d| !d.is_block()));
             let dtypes = graph.outputs().iter().map(dtype).chain(caches);
             dtypes

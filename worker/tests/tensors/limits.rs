@@ -7,7 +7,7 @@ use hotcell_proto::{
 };
 use tonic::Status;
 
-use crate::{order::long, support::*};
+use crate::{order::long_of, support::*};
 
 const MIB: u64 = 1 << 20;
 
@@ -31,19 +31,24 @@ fn small(plan: &v1::Handle) -> v1::ExecuteRequest {
 async fn calls_that_wait_or_run_are_counted_and_each_that_ends_makes_room_for_one() {
     let host = worker(256 * MIB);
     let (client, other) = (Client::open(&host).await, Client::open(&host).await);
-    let mut long = long(&client).await;
-    (long.stream, long.detached) = (1, true);
+    // One after the other: the first takes a good while, and the second is what all others wait for.
+    let two = [long_of(&client, 8000).await, long_of(&client, 2000).await];
     let plan = client.compile(&add_graph(&[4])).await;
-    // One after the other: the last of them is what all others wait for.
-    let first = client.execute(long.clone()).await.unwrap().fence;
-    let last = client.execute(long.clone()).await.unwrap().fence.unwrap();
+    let mut fences = Vec::new();
+    for long in &two {
+        let mut long = long.clone();
+        (long.stream, long.detached) = (1, true);
+        fences.push(client.execute(long).await.unwrap().fence.unwrap());
+    }
+    let (first, last) = (fences[0], fences[1]);
     let done = async || {
         let plans = client.list().await.plans;
         let done = |plan: &v1::Handle| {
             let found = plans.iter().find(|p| p.handle.as_ref() == Some(plan));
             found.unwrap().executions as usize
         };
-        (done(long.plan.as_ref().unwrap()), done(&plan))
+        let long = two.iter().map(|long| done(long.plan.as_ref().unwrap()));
+        (long.sum::<usize>(), done(&plan))
     };
     let waits = |stream: u32| {
         let request = small(&plan);
@@ -54,7 +59,7 @@ async fn calls_that_wait_or_run_are_counted_and_each_that_ends_makes_room_for_on
             ..request
         }
     };
-    // Each is taken between two nodes of the first, which has twice as many.
+    // Each is taken between two nodes of the first, which has eight times as many.
     for n in 2..MAX_SESSION_CALLS {
         client.execute(waits(2 + n as u32 % 7)).await.unwrap();
     }
@@ -77,7 +82,7 @@ async fn calls_that_wait_or_run_are_counted_and_each_that_ends_makes_room_for_on
     other.execute(small(&elsewhere)).await.unwrap();
     // What was refused is not there.
     assert_eq!(done().await, (0, 0));
-    client.synchronize(first).await.unwrap();
+    client.synchronize(Some(first)).await.unwrap();
     assert_eq!(done().await, (1, 0));
     // One has ended, so there is room for one, which nothing keeps waiting: it ends, and makes room for the next.
     for n in 1..4 {

@@ -16,8 +16,13 @@ pub const BIG: usize = 1 << 20;
 
 /// A call that takes a good while, in many nodes.
 pub async fn long(client: &Client) -> v1::ExecuteRequest {
+    long_of(client, 2000).await
+}
+
+/// The same, in so many nodes.
+pub async fn long_of(client: &Client, nodes: usize) -> v1::ExecuteRequest {
     let request = client.of(v1::CompileRequest {
-        graph: Some(wire::encode(&chain(&[BIG], 2000))),
+        graph: Some(wire::encode(&chain(&[BIG], nodes))),
         dry_run: false,
         no_fusion: true,
         encoded: Vec::new(),
