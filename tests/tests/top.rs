@@ -5,6 +5,7 @@
 use std::{
     fs::File,
     io::{Read, Write},
+    num::NonZero,
     os::{fd::OwnedFd, unix::process::CommandExt},
     path::Path,
     process::{Child, Command, ExitStatus},
@@ -13,7 +14,7 @@ use std::{
 };
 
 use hotcell_client::GenerateOptions;
-use hotcell_tests::cluster::{Cluster, SOON, hotcell, is_own, signal_pid};
+use hotcell_tests::cluster::{Cluster, SOON, hotcell, is_own, kjv, signal_pid};
 use rustix::{
     fs::{Mode, OFlags},
     process::Signal,
@@ -28,6 +29,14 @@ struct Terminal {
     screen: Arc<Mutex<vt100::Parser>>,
     before: Termios,
     child: Child,
+}
+
+fn parser(rows: u16, columns: u16) -> vt100::Parser {
+    vt100::Parser::new(count(rows), count(columns), 0)
+}
+
+fn count(cells: u16) -> NonZero<u16> {
+    NonZero::new(cells).unwrap()
 }
 
 fn size(rows: u16, columns: u16) -> Winsize {
@@ -62,7 +71,7 @@ impl Terminal {
         }
         let child = command.spawn().unwrap();
         let master = File::from(master);
-        let screen = Arc::new(Mutex::new(vt100::Parser::new(40, 130, 0)));
+        let screen = Arc::new(Mutex::new(parser(40, 130)));
         let (mut from, parser) = (master.try_clone().unwrap(), Arc::clone(&screen));
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
@@ -105,7 +114,7 @@ impl Terminal {
 
     fn resize(&self, rows: u16, columns: u16) {
         let mut screen = self.screen.lock().unwrap();
-        screen.screen_mut().set_size(rows, columns);
+        screen.screen_mut().set_size(count(rows), count(columns));
         tcsetwinsize(&self.slave, size(rows, columns)).unwrap();
     }
 
@@ -152,7 +161,7 @@ fn has_file(folder: &Path, ending: &str) -> bool {
 
 #[tokio::test]
 async fn a_host_is_watched_while_a_worker_dies() {
-    let cluster = Cluster::ready().await.unwrap();
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
     let client = cluster.client().await.unwrap();
     let mut top = top(&cluster);
     top.until("a worker", |t| {
