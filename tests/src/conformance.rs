@@ -34,7 +34,7 @@ pub use eager::Eager;
 pub use elementwise::{Form, elementwise};
 pub use local::Local;
 pub use remote::Remote;
-pub use unsteady::Unsteady;
+pub use unsteady::unsteady;
 pub use zeros::zeros;
 
 /// How many more rows than a case has its graph is made for: a plan must not touch what lies behind.

@@ -13,7 +13,7 @@ use hotcell_kernels::{
     plan::{PlanHints, Slot},
 };
 
-use super::{Executor, Outcome, RunError};
+use super::{Executor, Outcome, RunError, cases};
 
 /// Bytes behind every output that must stay as they are.
 const GUARD: usize = 4096;
@@ -50,7 +50,7 @@ unsafe impl SharedRegion for Restless {
 }
 
 /// Runs a case while its inputs change, all but those that lead to an index, and then as it is.
-pub struct Unsteady {
+struct Unsteady {
     device: Rc<dyn Device>,
     fuse: bool,
     /// Inputs that were shared, and those that lead to an index.
@@ -60,7 +60,7 @@ pub struct Unsteady {
 
 impl Unsteady {
     /// On a device of this process.
-    pub fn new(device: Rc<dyn Device>) -> Self {
+    fn new(device: Rc<dyn Device>) -> Self {
         Self {
             device,
             fuse: true,
@@ -68,16 +68,24 @@ impl Unsteady {
             copied: 0,
         }
     }
+}
 
-    /// Whether there were inputs of both kinds among the cases that were run: shared ones, and those that lead to an index.
-    ///
-    /// # Errors
-    /// When there were hardly any.
-    pub fn had_both(&self) -> Result<()> {
-        let Self { shared, copied, .. } = self;
-        ensure!(*shared > 1000 && *copied > 100, "{shared} and {copied}");
-        Ok(())
+/// Runs every golden case on a device of this process while its inputs change.
+///
+/// # Errors
+/// The cases that went wrong, or when hardly any had inputs that lead to an index, or others.
+pub fn unsteady(device: Rc<dyn Device>) -> Result<()> {
+    let mut unsteady = Unsteady::new(device);
+    let mut wrong = Vec::new();
+    for case in cases()? {
+        if let Err(error) = case.check(&mut unsteady) {
+            wrong.push(format!("{case}: {error:#}"));
+        }
     }
+    ensure!(wrong.is_empty(), "{}:\n{}", wrong.len(), wrong.join("\n"));
+    let Unsteady { shared, copied, .. } = unsteady;
+    ensure!(shared > 1000 && copied > 100, "{shared} and {copied}");
+    Ok(())
 }
 
 fn size(spec: &ValueSpec, rows: usize) -> usize {
