@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ".hotcell.v1.Operand.data",
         ".hotcell.v1.Output.data",
     ];
-    // A crash report is a JSON file, too, and an inspection is printed as one.
+    // A crash report is a JSON file, too, and an inspection and a map of memory are printed as such.
     let told = [
         "CrashReport",
         "BlackBox",
@@ -43,6 +43,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         "TensorType",
         "ChatTemplateReport",
         "ModelSummary",
+        "MemoryMap",
+        "MemoryUse",
+        "CacheStatus",
+        "CacheLayers",
+        "RequestMemory",
+        "SessionMemory",
+        "HeldHandle",
     ];
     // The header of a capture's file is JSON that is read again.
     let kept = [
@@ -71,6 +78,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     let build = told.into_iter().fold(build, |build, message| {
         let path = format!(".hotcell.v1.{message}");
         build.message_attribute(path, "#[derive(serde::Serialize)]")
+    });
+    // Files of versions that knew less are read, too.
+    let later = [
+        "CaptureHead.graph",
+        "CapturedNode.output",
+        "CaptureEnd.full",
+    ];
+    let build = later.into_iter().fold(build, |build, field| {
+        let path = format!(".hotcell.v1.{field}");
+        build.field_attribute(path, "#[serde(default)]")
     });
     kept.into_iter()
         .fold(build, |build, message| {

@@ -25,6 +25,7 @@ mod table;
 mod token;
 mod top;
 mod ui;
+mod worker;
 
 use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
@@ -41,8 +42,9 @@ pub use bench::BenchFlags;
 pub use chat::ChatFlags;
 pub use crashes::{CrashReplayFlags, CrashesFlags, What};
 pub use debug::{
-    CaptureFlags, CompareFlags, DebugCommand, DebugFlags, DebugWatchFlags, GuardFlags, Layers,
-    LookFlags, ReplayFlags, TraceFlags,
+    CaptureFlags, CompareFlags, DebugCommand, DebugFlags, DebugWatchFlags, DumpFlags, DumpStyle,
+    FaultFlags, GuardFlags, Layers, LookFlags, MemoryFlags, ReduceFlags, ReplayFlags, RerunFlags,
+    TraceFlags,
 };
 pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};
@@ -52,13 +54,13 @@ pub use graphs::{GraphsCommand, GraphsFlags};
 pub use inspect::InspectFlags;
 pub use interrupt::{Interrupt, Trigger};
 pub use operate::{
-    CompletionsFlags, DetokenizeFlags, LoadFlags, ReleaseFlags, ServeFlags, TokenizeFlags,
-    UnloadFlags,
+    CompletionsFlags, DetokenizeFlags, LoadFlags, ServeFlags, TokenizeFlags, UnloadFlags,
 };
 pub use receipt::VerifyFlags;
 pub use token::{NewTokenFlags, TokenCommand, TokenFlags, TokenRole};
 pub use top::TopFlags;
 pub use ui::{Captured, Color, Manner, Ui};
+pub use worker::{DrainFlags, ReleaseFlags};
 
 /// Runs language models in disposable worker processes.
 ///
@@ -261,9 +263,18 @@ Examples:
   hotcell graphs
   hotcell graphs forget scale")]
     Graphs(GraphsFlags),
-    /// Let a worker out of quarantine
+    /// Let a worker out of quarantine, or give one that was drained requests again
     #[command(after_help = "Example:\n  hotcell release w0")]
     Release(ReleaseFlags),
+    /// Have another process take a worker's place; what it computed goes on there
+    #[command(after_help = "Example:\n  hotcell restart w0")]
+    Restart(ReleaseFlags),
+    /// Give a worker no new requests, until `hotcell release` or `hotcell restart`
+    ///
+    /// Requests that it has run on. Those that still do after --within go on elsewhere; where no other worker can take
+    /// them, in another process in its place.
+    #[command(after_help = "Example:\n  hotcell drain w0 --within 10s")]
+    Drain(DrainFlags),
     /// List the worker processes
     #[command(after_help = "\
 Examples:
@@ -324,8 +335,10 @@ Examples:
   hotcell debug capture --next -o a.hotcell --reveal     what is computed for the next request
   hotcell debug replay a.hotcell        the same bits again? else the first node that differs
   hotcell debug replay my-request --at 12 --until layers.3.mul_mat.0
+  hotcell debug reduce a.hotcell --program ./new --program ./old -o small.safetensors
   hotcell debug guard --nan --inf --end                  a watchpoint at every node
   hotcell debug trace --for 2s --nodes -o w0.pftrace     a timeline for https://ui.perfetto.dev
+  hotcell debug w0                      a prompt for all of these, with completion and help
 
 Needs the role debug, and over TCP a token that has it. Every call is noted in the audit log.")]
     Debug(DebugFlags),
@@ -446,7 +459,9 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Inspect(flags) => inspect::inspect(ui, global, flags, bundled, stop).await,
         Command::Unload(flags) => operate::unload(ui, global, flags).await,
         Command::Graphs(flags) => graphs::graphs(ui, global, flags).await,
-        Command::Release(flags) => operate::release(ui, global, flags).await,
+        Command::Release(flags) => worker::release(ui, global, flags).await,
+        Command::Restart(flags) => worker::restart(ui, global, flags).await,
+        Command::Drain(flags) => worker::drain(ui, global, flags).await,
         Command::Ps => operate::workers(ui, global).await,
         Command::Devices => operate::devices(ui, global).await,
         Command::Doctor => doctor::doctor(ui, global, bundled, stop).await,
@@ -454,7 +469,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Watch => operate::watch(ui, global, stop).await,
         Command::Top(flags) => top::top(ui, global, flags, stop).await,
         Command::Crashes(flags) => crashes::crashes(ui, global, flags, stop).await,
-        Command::Debug(flags) => debug::debug(ui, global, flags, stop).await,
+        Command::Debug(flags) => debug::debug(ui, global, flags, bundled, stop).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,
         Command::Embed(flags) => embed::embed(ui, global, flags).await,
         Command::Detokenize(flags) => operate::detokenize(ui, global, flags).await,

@@ -3,6 +3,7 @@
 use std::{
     pin::Pin,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use hotcell_proto::{
@@ -196,6 +197,33 @@ impl Client {
         let response = self.control_client().release_worker(request).await;
         self.scheduler_answer(response, "has no quarantine")
             .map(|_| ())
+    }
+
+    /// Has another process take a worker's place; what it computed goes on there.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn restart(&self, worker: &str) -> Result<(), Error> {
+        let request = v1::RestartWorkerRequest {
+            worker: worker.to_owned(),
+        };
+        let response = self.control_client().restart_worker(request).await;
+        self.scheduler_answer(response, "restarts none").map(|_| ())
+    }
+
+    /// Gives a worker no new requests until it is released or restarted. What it runs has so long (whole milliseconds) to
+    /// end; what still runs then goes on elsewhere.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn drain(&self, worker: &str, within: Duration) -> Result<(), Error> {
+        let request = v1::DrainWorkerRequest {
+            worker: worker.to_owned(),
+            // None at all would mean as long as the server likes.
+            patience_ms: u32::try_from(within.as_millis().max(1)).unwrap_or(u32::MAX),
+        };
+        let response = self.control_client().drain_worker(request).await;
+        self.scheduler_answer(response, "drains none").map(|_| ())
     }
 
     /// What is known about the workers that died lately, the newest first; [`Client::crash`] tells all of one.

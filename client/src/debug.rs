@@ -1,8 +1,14 @@
 //! Looking into one worker: what it does, what it computes for a request, and whether that comes again.
 
+mod bisect;
 mod compare;
+mod dumped;
+mod likeness;
 pub mod perfetto;
 mod recording;
+pub(crate) mod reduce;
+mod reduced;
+mod tolerance;
 
 use std::time::Duration;
 
@@ -10,8 +16,14 @@ use hotcell_proto::{error::Error, v1};
 
 use crate::{connect::Client, control::Messages};
 
+pub use bisect::{Bisected, bisect};
 pub use compare::{Compared, Difference, compare};
+pub use dumped::dumped;
+pub use likeness::{Likeness, NodeLikeness, Ulps, liken};
 pub use recording::{Recorded, Recorder, Recording};
+pub use reduce::Case;
+pub use reduced::{Fault, Origin, Reduced};
+pub use tolerance::tolerance;
 
 /// What somebody is told to lack who does not know these calls.
 const LACKS: &str = "lets nobody look into it; a worker alone does on a Unix socket only";
@@ -70,6 +82,19 @@ impl Client {
     ) -> Result<Messages<v1::GuardEvent>, Error> {
         let told = self.debug_client().guard(request).await;
         self.messages(told, LACKS)
+    }
+
+    /// Who holds which bytes of a worker's memory, with at most so many handles of each tensor session (0: 16).
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn memory(&self, worker: &str, handles: u32) -> Result<v1::MemoryMap, Error> {
+        let request = v1::MemoryMapRequest {
+            worker: worker.to_owned(),
+            handles,
+        };
+        let map = self.debug_client().memory(request).await;
+        self.scheduler_answer(map, LACKS)
     }
 
     /// What a worker does for a while (1 s if it is zero), on a timeline, and what its plans compute if `nodes` are wanted;

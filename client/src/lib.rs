@@ -32,6 +32,7 @@ pub mod local;
 pub mod tensor;
 pub mod text;
 pub mod tokens;
+mod whole;
 
 pub use connect::{Address, Client, Identity};
 pub use graphs::SaveGraph;

@@ -4,9 +4,10 @@
 //! `Send`: the compiler keeps them with whoever owns the device.
 
 use std::{
+    path::PathBuf,
     rc::Rc,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -84,6 +85,23 @@ pub enum DeviceError {
     NoDevice(String),
 }
 
+/// What to do when a device is lost to this process; it may end it.
+static ON_LOSS: OnceLock<fn(&str)> = OnceLock::new();
+
+/// Says, once for the process, what happens when a device's library reports that it computes nothing any more in this
+/// process: `handler` gets what it said. Until then, and when it returns, callers get [`DeviceError::Failed`].
+pub fn on_loss(handler: fn(&str)) {
+    let _ = ON_LOSS.set(handler);
+}
+
+/// A device is lost.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code))]
+pub(crate) fn lose(why: &str) {
+    if let Some(handler) = ON_LOSS.get() {
+        handler(why);
+    }
+}
+
 /// What a device is, as its probe found it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
@@ -99,6 +117,12 @@ pub struct DeviceInfo {
     pub cores: Vec<u32>,
     /// Instruction path or architecture its kernels use.
     pub path: String,
+    /// Where it is on the bus, for example `0000:01:00.0`; empty when it is on none.
+    pub pci_id: String,
+    /// Whether its memory is the host's.
+    pub integrated: bool,
+    /// What its driver says of itself, as `MAJOR.MINOR`; empty when it has none.
+    pub driver: String,
 }
 
 /// Bytes that a device's library uses in this process, by its own count.
@@ -125,6 +149,15 @@ pub struct BufferType {
     pub is_host: bool,
 }
 
+/// Files and folders that a backend's libraries open by their names; those that are not there are passed over.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Files {
+    /// What is only read, or run as code, while the device is [loaded](Backend::load).
+    pub read: Vec<PathBuf>,
+    /// Devices, which are opened at any time, written, and asked for what only they know.
+    pub devices: Vec<PathBuf>,
+}
+
 /// A way to reach devices of one kind.
 pub trait Backend: Sync {
     /// Its name, the part of a device's id before the colon.
@@ -132,6 +165,25 @@ pub trait Backend: Sync {
 
     /// The devices there are now.
     fn devices(&self) -> Vec<DeviceInfo>;
+
+    /// Why there is no device, where that is no matter of course.
+    fn why_none(&self) -> Option<String> {
+        None
+    }
+
+    /// What [`Backend::load`] and the device open.
+    fn files(&self) -> Files {
+        Files::default()
+    }
+
+    /// Loads what opening this device needs files for, because its process is about to give up opening any. Does nothing
+    /// where there is no such thing, also when the device is not this backend's.
+    ///
+    /// # Errors
+    /// What opening it would say.
+    fn load(&self, _id: &str) -> Result<(), DeviceError> {
+        Ok(())
+    }
 
     /// Opens a device with the cores it may use (empty: as probed).
     ///
@@ -243,7 +295,7 @@ pub trait Device {
         None
     }
 
-    /// Gives back memory that its library keeps for what comes next.
+    /// Gives back memory that its library, or the process' allocator, keeps for what comes next.
     fn trim(&self) {}
 
     /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.
@@ -322,6 +374,10 @@ pub trait DeviceMemory {
     fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), DeviceError>;
     /// Its address, where the host can address it.
     fn host(&self) -> Option<HostSpan>;
+    /// Its address on the device, where only that can address it.
+    fn device(&self) -> Option<DeviceSpan> {
+        None
+    }
     /// See [`Buffer::share`].
     fn share(&self) -> Option<SharedBytes> {
         None
@@ -339,6 +395,17 @@ pub struct HostSpan {
     pub start: *mut u8,
     /// Bytes.
     pub len: usize,
+    /// Whether it may be written.
+    pub writable: bool,
+}
+
+/// Memory that only a device can address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceSpan {
+    /// Which device's, as that counts devices of this process.
+    pub owner: u64,
+    /// Address of the first byte there.
+    pub start: u64,
     /// Whether it may be written.
     pub writable: bool,
 }
@@ -395,6 +462,11 @@ impl Buffer {
     /// Its address, where the host can address it.
     pub fn host(&self) -> Option<HostSpan> {
         self.0.host()
+    }
+
+    /// Its address on a device, where only that can address it.
+    pub fn device(&self) -> Option<DeviceSpan> {
+        self.0.device()
     }
 
     /// A share to read on other threads, where the memory can be shared. While there is one the buffer is

@@ -7,10 +7,10 @@ use crate::{backend::Buffer, plan::Slot};
 /// What a place is bound to.
 pub(crate) struct Bound {
     /// Keeps the memory alive.
-    #[cfg_attr(not(feature = "mlx"), expect(dead_code))]
+    #[cfg_attr(not(any(feature = "cuda", feature = "mlx")), expect(dead_code))]
     pub buffer: Buffer,
     /// Where in the buffer it begins.
-    #[cfg_attr(not(feature = "mlx"), expect(dead_code))]
+    #[cfg_attr(not(any(feature = "cuda", feature = "mlx")), expect(dead_code))]
     pub offset: usize,
     /// Its addresses.
     pub range: Range<usize>,

@@ -6,10 +6,14 @@
 pub mod backend;
 mod bound;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod host;
 pub mod lower;
 pub mod memory;
 #[cfg(feature = "mlx")]
 pub mod mlx;
+#[cfg(any(feature = "cuda", feature = "mlx"))]
+mod part;
 pub mod plan;
 pub mod registry;

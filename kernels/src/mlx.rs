@@ -5,7 +5,6 @@
 
 mod array;
 mod attention;
-mod host;
 mod memory;
 mod ops;
 mod plan;
@@ -123,6 +122,9 @@ fn look() -> Result<DeviceInfo, DeviceError> {
         memory_bytes: host.memory_bytes,
         cores: host.cores,
         path: side.to_owned(),
+        pci_id: String::new(),
+        integrated: true,
+        driver: String::new(),
     })
 }
 

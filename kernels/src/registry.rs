@@ -3,7 +3,7 @@
 use std::{fmt, rc::Rc};
 
 use crate::{
-    backend::{Backend, Device, DeviceError, DeviceInfo},
+    backend::{Backend, Device, DeviceError, DeviceInfo, Files},
     cpu,
 };
 
@@ -38,13 +38,36 @@ impl Registry {
         self.0.iter().flat_map(|b| b.devices()).collect()
     }
 
+    /// Why there is no device, as far as a backend has to say something about it.
+    pub fn why_none(&self) -> Option<String> {
+        let said: Vec<String> = self.0.iter().filter_map(|b| b.why_none()).collect();
+        (!said.is_empty()).then(|| said.join("; "))
+    }
+
+    fn backend(&self, id: &str) -> Option<&'static dyn Backend> {
+        let name = id.split_once(':').map_or(id, |(name, _)| name);
+        self.0.iter().find(|b| b.name() == name).copied()
+    }
+
+    /// What loading and using a device opens.
+    pub fn files(&self, id: &str) -> Files {
+        self.backend(id).map(|b| b.files()).unwrap_or_default()
+    }
+
+    /// Loads what opening a device needs files for; see [`Backend::load`].
+    ///
+    /// # Errors
+    /// What opening it would say.
+    pub fn load(&self, id: &str) -> Result<(), DeviceError> {
+        self.backend(id).map_or(Ok(()), |b| b.load(id))
+    }
+
     /// Opens a device by id (`backend:number`).
     ///
     /// # Errors
     /// [`DeviceError::NoDevice`] when no backend has it.
     pub fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
-        let name = id.split_once(':').map_or(id, |(name, _)| name);
-        match self.0.iter().find(|b| b.name() == name) {
+        match self.backend(id) {
             Some(backend) => backend.open(id, cores),
             None => Err(DeviceError::NoDevice(id.to_owned())),
         }

@@ -128,6 +128,8 @@ pub const MAX_GRAMMAR_WAYS: usize = 2_000;
 pub const MAX_GRAMMAR_SYMBOLS: usize = 200_000;
 /// Nodes of one graph.
 pub const MAX_GRAPH_NODES: usize = 1 << 16;
+/// Devices that one graph is split over.
+pub const MAX_SPLIT_DEVICES: usize = 16;
 /// Inputs of one graph.
 pub const MAX_GRAPH_INPUTS: usize = 1 << 16;
 /// One graph on the wire, bytes. Decoding may take a hundred times as much.
@@ -250,6 +252,12 @@ pub const MAX_TRACE_MILLIS: u32 = 60_000;
 pub const MAX_TRACED_NODES: usize = 1 << 17;
 /// Places in plans that one sample tells of.
 pub const MAX_WATCHED_NODES: usize = 32;
+/// Tensor sessions that one sample tells of.
+pub const MAX_TOLD_SESSIONS: usize = 32;
+/// Handles that are told of one of them.
+pub const MAX_TOLD_HANDLES: usize = 256;
+/// Milliseconds that a throw-away worker waits for a debugger.
+pub const MAX_HOLD_MILLIS: u32 = 3_600_000;
 /// Bytes of nodes' values that a worker keeps of a step while somebody looks at them.
 pub const MAX_TAP_BYTES: usize = 256 << 20;
 /// Patterns of nodes' names in one call, and bytes of each.
@@ -266,8 +274,14 @@ pub const CAPTURE_BYTES: u64 = 256 << 20;
 pub const MAX_CAPTURE_BYTES: u64 = 4 << 30;
 /// Tokens of one capture at most.
 pub const MAX_CAPTURED_TOKENS: u64 = 1 << 20;
-/// Tokens that were looked at and wait to be told.
-pub const CAPTURE_BUFFER: usize = 4;
+/// Rows of nodes in one capture at most, each of which is told in its file's header.
+pub const MAX_CAPTURED_ROWS: u64 = 1 << 18;
+/// Bytes that a row takes there at most.
+pub const CAPTURED_ROW_BYTES: u64 = 512;
+/// Bytes of tokens that were looked at and wait to be told, while a worker serves others.
+pub const CAPTURE_WAITING: usize = 64 << 20;
+/// How many these are, however small or large they are.
+pub const CAPTURE_BUFFERS: std::ops::RangeInclusive<usize> = 4..=1024;
 /// Hits of a watchpoint that wait to be told.
 pub const HIT_BUFFER: usize = 64;
 /// Bytes of the header of a capture's file.
@@ -279,6 +293,8 @@ pub const MAX_DEBUGGERS: usize = 16;
 /// Connections of one worker for its control at once: the scheduler's, and those of who takes its place.
 pub const MAX_CONTROLS: usize = 4;
 
+// The other half is for the nodes, their graph and the tokens.
+const _: () = assert!(MAX_CAPTURED_ROWS * CAPTURED_ROW_BYTES <= MAX_CAPTURE_HEADER / 2);
 // A name, a point, and 64 digits.
 const _: () = assert!(MAX_TOKEN_NAME + 65 <= MAX_BEARER);
 // What all streams may hold together, running and finished ones.

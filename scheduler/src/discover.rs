@@ -20,7 +20,13 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::config::{BACKENDS_APART, DeviceChoice, WorkerConfig, program_apart};
 
 /// Environment variables that a worker gets from ours.
-pub const WORKER_ENVIRONMENT: [&str; 2] = ["RUST_BACKTRACE", "HOTCELL_CPU_PATH"];
+pub const WORKER_ENVIRONMENT: [&str; 4] = [
+    "RUST_BACKTRACE",
+    "HOTCELL_CPU_PATH",
+    // Where a container has the driver's library, and which devices it is to show.
+    "LD_LIBRARY_PATH",
+    "CUDA_VISIBLE_DEVICES",
+];
 
 /// How long the last words of a probe that ended may take.
 const LAST_WORDS: Duration = Duration::from_millis(500);
@@ -86,6 +92,12 @@ struct Claimed {
     cores: Vec<u32>,
     #[serde(default)]
     path: String,
+    #[serde(default)]
+    pci_id: String,
+    #[serde(default)]
+    integrated: bool,
+    #[serde(default)]
+    driver: String,
 }
 
 /// Cuts a stranger's word to what may be kept of it: one line, [`limits::MAX_WORD`] bytes at most.
@@ -165,6 +177,9 @@ pub fn parse(printed: &[u8]) -> Result<Host, String> {
             path: clip(&found.path),
             problem: String::new(),
             program: String::new(),
+            pci_id: clip(&found.pci_id),
+            integrated: found.integrated,
+            driver: clip(&found.driver),
         });
     }
     let said = report.confinement.into_iter().map(|l| ConfinementLayer {

@@ -10,6 +10,7 @@ mod caches;
 mod catalog;
 mod changes;
 mod debug;
+mod drain;
 mod examine;
 mod gate;
 mod guests;
@@ -60,7 +61,11 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 pub use adopt::{Heir, Inherited, Live};
 pub use catalog::Model;
 pub use changes::Changes;
-pub use debug::{believe as believe_sample, believe_captured, believe_guarded, believe_traced};
+pub use debug::{
+    believe as believe_sample, believe_captured, believe_guarded, believe_memory_map,
+    believe_traced,
+};
+pub use drain::checked_patience;
 pub use handover::Joined;
 pub use launch::{
     Allowance, Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor,
@@ -415,7 +420,9 @@ impl Fleet {
             slot.state = match state.phase {
                 Phase::New | Phase::Starting { .. } => WorkerState::Starting,
                 Phase::Ready => WorkerState::Ready,
-                Phase::Draining { .. } | Phase::Stopped => WorkerState::Draining,
+                Phase::Draining { .. } | Phase::Restarting { .. } | Phase::Stopped => {
+                    WorkerState::Draining
+                }
                 Phase::Wedged { .. } => WorkerState::Wedged,
                 Phase::Corrupt { .. } => WorkerState::Corrupt,
                 Phase::Dead { .. } => WorkerState::Dead,

@@ -9,6 +9,7 @@ mod body;
 mod failure;
 mod guard;
 mod health;
+mod live;
 pub mod metrics;
 pub(crate) mod oip;
 mod ollama;
@@ -39,6 +40,8 @@ pub enum Protocol {
     Vllm,
     /// Prometheus' format, under /metrics
     Metrics,
+    /// No protocol but a page for people, under /live: what this host does, for callers with the role debug
+    Live,
 }
 
 impl Protocol {
@@ -47,7 +50,11 @@ impl Protocol {
         match self {
             Protocol::Vllm => Some(vllm::SERVICE_NAME),
             Protocol::Oip => Some(oip::SERVICE_NAME),
-            Protocol::Openai | Protocol::Ollama | Protocol::Anthropic | Protocol::Metrics => None,
+            Protocol::Openai
+            | Protocol::Ollama
+            | Protocol::Anthropic
+            | Protocol::Metrics
+            | Protocol::Live => None,
         }
     }
 }
@@ -59,7 +66,11 @@ pub fn services(shared: &Shared, protocols: &[Protocol], routes: Routes) -> Rout
         .fold(routes, |routes, protocol| match protocol {
             Protocol::Vllm => routes.add_service(vllm::server(shared)),
             Protocol::Oip => routes.add_service(oip::server(shared)),
-            Protocol::Openai | Protocol::Ollama | Protocol::Anthropic | Protocol::Metrics => routes,
+            Protocol::Openai
+            | Protocol::Ollama
+            | Protocol::Anthropic
+            | Protocol::Metrics
+            | Protocol::Live => routes,
         })
 }
 
@@ -78,6 +89,7 @@ pub fn router(
             Protocol::Anthropic => router.merge(anthropic::routes()),
             Protocol::Metrics => router.merge(metrics::routes()),
             Protocol::Oip => router.merge(oip::routes()),
+            Protocol::Live => router.merge(live::routes()),
             Protocol::Vllm => router,
         };
     }

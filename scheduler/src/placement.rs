@@ -19,6 +19,8 @@ pub struct Candidate<'a> {
     pub known: u64,
     /// It makes no progress, though it should.
     pub stalled: bool,
+    /// It is to have no requests that begin, and those that go on only where no other may have them.
+    pub drained: bool,
 }
 
 /// What a request asks of its place.
@@ -32,6 +34,13 @@ pub struct Wish<'a> {
     pub tenant: Option<&'a str>,
     /// The beginnings of its prompt, if it is worth looking for who knows them.
     pub prints: Option<&'a Prints>,
+}
+
+impl Wish<'_> {
+    /// Whether it is of a request that had a worker.
+    pub fn goes_on(&self) -> bool {
+        self.class.is_some() || self.avoid.is_some()
+    }
 }
 
 /// Why no candidate fits.
@@ -57,7 +66,9 @@ pub fn choose<'c, 'a>(
     candidates: &'c [Candidate<'a>],
     wish: Wish<'_>,
 ) -> Result<&'c Candidate<'a>, NoPlace> {
-    let fits = |c: &&Candidate<'_>| wish.class.is_none_or(|class| class == c.class);
+    let fits = |c: &&Candidate<'_>| {
+        wish.class.is_none_or(|class| class == c.class) && (wish.goes_on() || !c.drained)
+    };
     let full = |c: &Candidate<'_>| is_full(c.running);
     candidates
         .iter()
@@ -66,7 +77,8 @@ pub fn choose<'c, 'a>(
         .min_by_key(|c| {
             // What the request adds is the same everywhere, but for what is known.
             let work = i128::from(c.outstanding) - i128::from(c.known);
-            (c.stalled, wish.avoid == Some(c.worker), work, c.worker)
+            let avoided = wish.avoid == Some(c.worker);
+            (c.drained, c.stalled, avoided, work, c.worker)
         })
         .ok_or(if candidates.iter().any(|c| fits(&c)) {
             NoPlace::AllFull
@@ -137,6 +149,7 @@ mod tests {
             running: 0,
             known: 0,
             stalled: false,
+            drained: false,
         }
     }
 
@@ -150,6 +163,26 @@ mod tests {
         assert_eq!(choose(&all, Wish::default()).unwrap().worker, "w1");
         let all = [still("w0"), still("w1")];
         assert_eq!(choose(&all, Wish::default()).unwrap().worker, "w0");
+    }
+
+    #[test]
+    fn one_that_is_drained_gets_only_what_goes_on_and_can_nowhere_else() {
+        let drained = |worker| Candidate {
+            drained: true,
+            ..candidate(worker, "a", 0)
+        };
+        let all = [drained("w0"), candidate("w1", "a", 900)];
+        let on = Wish {
+            class: Some("a"),
+            avoid: Some("w1"),
+            ..Wish::default()
+        };
+        for wish in [Wish::default(), on] {
+            assert_eq!(choose(&all, wish).unwrap().worker, "w1");
+        }
+        let all = [drained("w0")];
+        assert_eq!(choose(&all, Wish::default()), Err(NoPlace::NoneReady));
+        assert_eq!(choose(&all, on).unwrap().worker, "w0");
     }
 
     #[test]

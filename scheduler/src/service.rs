@@ -10,6 +10,7 @@ mod http;
 mod opening;
 mod pace;
 mod tensors;
+mod timeline;
 mod tokens;
 
 use std::sync::Arc;

@@ -148,6 +148,8 @@ pub struct Stream {
     /// Whether what was read is kept for a client that comes back.
     keeps: bool,
     begin: Mark,
+    /// When it came in here.
+    born: Instant,
     state: Mutex<State>,
     /// Told when the reader made room.
     freed: Notify,
@@ -168,6 +170,7 @@ impl Stream {
             room,
             keeps,
             begin,
+            born: Instant::now(),
             state: Mutex::new(state),
             freed: Notify::new(),
             absent: watch::Sender::new(None),
@@ -177,6 +180,16 @@ impl Stream {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// When it came in, and the trace that it belongs to (none: empty), while it runs.
+    pub fn running(&self) -> Option<(Instant, String)> {
+        let state = self.state();
+        let request = state.request.as_ref().filter(|_| state.end.is_none())?;
+        // version-trace-parent-flags
+        let parent = request.trace.parent();
+        let trace = parent.split('-').nth(1).unwrap_or_default();
+        Some((self.born, trace.to_owned()))
     }
 
     /// Notes what it was asked for, and in which trace.

@@ -108,6 +108,16 @@ impl Streams {
         self.table().entries.len()
     }
 
+    /// Those that run: their requests' ids, when they came in, and their traces.
+    pub fn running(&self) -> Vec<(RequestId, tokio::time::Instant, String)> {
+        let table = self.table();
+        let running = table.entries.iter().filter_map(|(id, entry)| {
+            let (born, trace) = entry.stream.running()?;
+            Some((id.clone(), born, trace))
+        });
+        running.collect()
+    }
+
     /// Has those that run go on at another host, one after the other, as far as it takes them.
     pub fn leave_to(&self, elsewhere: Arc<Elsewhere>) {
         self.0.elsewhere.send_replace(Some(elsewhere));

@@ -46,6 +46,11 @@ pub enum Phase {
         /// When patience ends.
         until: Duration,
     },
+    /// It was told to end so that another one takes its place; it is killed at `until`.
+    Restarting {
+        /// When patience ends.
+        until: Duration,
+    },
     /// It was killed because it made no steps any more, and is not reaped yet.
     Wedged {
         /// Which ones.
@@ -117,6 +122,8 @@ pub enum Event {
     },
     /// Somebody lets it out of quarantine.
     Release,
+    /// Somebody wants another process in its place.
+    Restart,
     /// The scheduler ends.
     Stop,
     /// Time went by.
@@ -222,9 +229,10 @@ impl State {
     /// When [`Event::Tick`] is due.
     pub fn wake_at(&self) -> Option<Duration> {
         match self.phase {
-            Phase::Starting { until } | Phase::Draining { until } | Phase::Backoff { until } => {
-                Some(until)
-            }
+            Phase::Starting { until }
+            | Phase::Draining { until }
+            | Phase::Restarting { until }
+            | Phase::Backoff { until } => Some(until),
             _ => None,
         }
     }
@@ -258,7 +266,9 @@ impl State {
     pub fn cause(&self, end: Death) -> Death {
         match (self.sentence(), &self.phase) {
             (Some(sentence), _) => death::cause(sentence, end),
-            (None, Phase::Draining { .. }) => Death::new(DeathKind::Stopped, end.to_string()),
+            (None, Phase::Draining { .. } | Phase::Restarting { .. }) => {
+                Death::new(DeathKind::Stopped, end.to_string())
+            }
             (None, _) => end,
         }
     }
@@ -406,6 +416,24 @@ pub fn step(policy: &Policy, state: State, event: Event, now: Duration) -> (Stat
             let until = now + policy.stop_timeout;
             (state.to(Phase::Draining { until }), vec![Action::Terminate])
         }
+        (Phase::Ready, Event::Restart) => {
+            let until = now + policy.stop_timeout;
+            (
+                state.to(Phase::Restarting { until }),
+                vec![Action::Terminate],
+            )
+        }
+        (Phase::Restarting { .. }, Event::Stop) => {
+            let until = now + policy.stop_timeout;
+            stay(state.to(Phase::Draining { until }))
+        }
+        (Phase::Restarting { until }, Event::Tick) if now >= until => {
+            // Again later, should the kernel take its time.
+            let until = now + policy.stop_timeout;
+            (state.to(Phase::Restarting { until }), vec![Action::Kill])
+        }
+        // It was told to: no death is counted. One that cannot be made again is one.
+        (Phase::Restarting { .. }, Event::Exited { .. }) => state.spawn(policy, now),
         (Phase::Quarantined { .. }, Event::Release) => {
             let mut state = state;
             // Its past is not held against it; the epoch and the count of deaths go on.

@@ -11,8 +11,8 @@ use hotcell_client::{
     v1::{self, condition::Kind, trace_piece},
 };
 use hotcell_tests::{
-    bench::{Goal, figure, median},
-    cluster::{Cluster, all_have, kjv},
+    bench::{Goal, figure, median, p99},
+    cluster::{Cluster, all_have, kjv, signal_pid},
 };
 use tokio::task::{JoinHandle, JoinSet};
 
@@ -116,8 +116,15 @@ async fn overheads(client: &Client) -> Result<()> {
 }
 
 async fn attaching(client: &Client) -> Result<()> {
-    let (mut arming, mut replaying) = (Vec::new(), Vec::new());
+    let (mut watching, mut arming, mut replaying) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..ROUNDS {
+        let start = Instant::now();
+        // Until the first sample, which covers 50 ms.
+        let every = Duration::from_millis(50);
+        let mut samples = client.watch_worker("", every).await?;
+        samples.next().await.context("no sample")??;
+        watching.push(start.elapsed().as_secs_f64() * 1e3);
+        drop(samples);
         let start = Instant::now();
         let looking = Looker::GuardAll.begin(client.clone()).await?;
         arming.push(start.elapsed().as_secs_f64() * 1e3);
@@ -139,6 +146,7 @@ async fn attaching(client: &Client) -> Result<()> {
         told.next().await.context("nothing was computed")??;
         replaying.push(start.elapsed().as_secs_f64() * 1e3);
     }
+    figure("debug_attach_watch", median(watching), "ms", Goal::None);
     figure("debug_attach_watchpoint", median(arming), "ms", Goal::None);
     figure("debug_attach_replay", median(replaying), "ms", Goal::None);
     Ok(())
@@ -173,13 +181,136 @@ async fn size(client: &Client) -> Result<()> {
     Ok(())
 }
 
+/// Milliseconds between two events of streams that others read, while they are served.
+async fn gaps(client: &Client) -> Result<Vec<f64>> {
+    let mut streams = JoinSet::new();
+    for stream in 0..STREAMS / 2 {
+        let options = GenerateOptions {
+            max_tokens: TOKENS,
+            ignore_eos: true,
+            ..GenerateOptions::default()
+        };
+        let prompt = Prompt::Ids((0..16).map(|i| 300 + 17 * stream + i).collect());
+        let mut stream = client.generate(prompt, options).await?;
+        streams.spawn(async move {
+            let (mut gaps, mut last) = (Vec::new(), None);
+            while let Some(event) = stream.next().await {
+                event?;
+                let now = Instant::now();
+                let before = last.replace(now);
+                gaps.extend(before.map(|before| (now - before).as_secs_f64() * 1e3));
+            }
+            anyhow::Ok(gaps)
+        });
+    }
+    let mut all = Vec::new();
+    while let Some(done) = streams.join_next().await {
+        all.extend(done??);
+    }
+    Ok(all)
+}
+
+/// Looks in every way at once, until the task is aborted: at all that runs, and at one long request, captured and run
+/// again and again.
+async fn look_in_every_way(client: &Client, id: &str) -> Result<JoinHandle<()>> {
+    let watch = Looker::Watch.begin(client.clone()).await?;
+    let trace = Looker::TraceNodes.begin(client.clone()).await?;
+    let options = GenerateOptions {
+        max_tokens: 400,
+        ignore_eos: true,
+        request_id: id.to_owned(),
+        ..GenerateOptions::default()
+    };
+    let request = v1::CaptureRequest {
+        which: Some(v1::capture_request::Which::RequestId(id.to_owned())),
+        ..v1::CaptureRequest::default()
+    };
+    let mut capture = client.capture(request).await?;
+    let mut stream = client.generate("And God said", options).await?;
+    stream.next().await.context("no event")??;
+    let (client, id) = (client.clone(), id.to_owned());
+    Ok(tokio::spawn(async move {
+        // Those end with this task.
+        let _held = [Aborted(watch), Aborted(trace)];
+        let capturing = async { while capture.next().await.is_some() {} };
+        let reading = async { while stream.next().await.is_some() {} };
+        let replaying = async {
+            loop {
+                let request = v1::ReplayRequest {
+                    which: Some(v1::replay_request::Which::RequestId(id.clone())),
+                    ..v1::ReplayRequest::default()
+                };
+                let Ok(mut told) = client.replay(request).await else {
+                    return;
+                };
+                while told.next().await.is_some() {}
+            }
+        };
+        tokio::join!(capturing, reading, replaying);
+    }))
+}
+
+struct Aborted(JoinHandle<()>);
+
+impl Drop for Aborted {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+async fn others(client: &Client) -> Result<()> {
+    gaps(client).await?;
+    let mut more = Vec::new();
+    for round in 0..ROUNDS {
+        let without = p99(gaps(client).await?);
+        let looking = look_in_every_way(client, &format!("debugged-{round}")).await?;
+        let with = p99(gaps(client).await?);
+        looking.abort();
+        let _ = looking.await;
+        more.push((with / without - 1.0) * 100.0);
+    }
+    let goal = Goal::AtMost(10.0);
+    figure("debug_others_p99_growth", median(more), "%", goal);
+    Ok(())
+}
+
+/// From a signal that kills the worker until the report of its death is there.
+async fn reporting(cluster: &Cluster, client: &Client) -> Result<()> {
+    let mut times = Vec::new();
+    for round in 0..ROUNDS {
+        let worker = cluster.workers(all_have("kjv")).await?;
+        let worker = worker.first().context("no worker")?;
+        let options = GenerateOptions {
+            max_tokens: TOKENS,
+            ignore_eos: true,
+            ..GenerateOptions::default()
+        };
+        let mut stream = client.generate("In the beginning", options).await?;
+        stream.next().await.context("no event")??;
+        let start = Instant::now();
+        signal_pid(worker.pid, rustix::process::Signal::SEGV)?;
+        while client.crashes().await?.len() <= round {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+        // It goes on on the next process.
+        while let Some(event) = stream.next().await {
+            event?;
+        }
+    }
+    figure("debug_crash_to_report", median(times), "ms", Goal::None);
+    Ok(())
+}
+
 async fn run() -> Result<()> {
     let cluster = Cluster::with_model("kjv", &kjv(), &["--devices", "cpu:1"]).await?;
     cluster.workers(all_have("kjv")).await?;
     let client = cluster.client().await?;
     overheads(&client).await?;
     attaching(&client).await?;
-    size(&client).await
+    size(&client).await?;
+    others(&client).await?;
+    reporting(&cluster, &client).await
 }
 
 fn main() -> Result<()> {

@@ -44,7 +44,7 @@ def code(channel, told, method, body, **options):
 
 # A request of each protocol that is served under a path, and one of each that is a service.
 PATHS = {
-    "openai": ("/v1/models", None), "ollama": ("/api/tags", None), "oip": ("/v2", None), "metrics": ("/metrics", None),
+    "openai": ("/v1/models", None), "ollama": ("/api/tags", None), "oip": ("/v2", None), "metrics": ("/metrics", None), "live": ("/live", None),
     "anthropic": ("/v1/messages", {"model": "kjv", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}),
 }
 SERVICES = {"oip": "inference.GRPCInferenceService/ServerLive", "vllm": "vllm.grpc.engine.VllmEngine/HealthCheck"}
@@ -54,7 +54,7 @@ def check_protocols_that_are_left_out(cell):
     """Nothing answers there, and reflection does not tell of them; health and Hotcell's own gRPC are always served."""
     with contextlib.ExitStack() as stack:
         own = rpc.Methods(cell)
-        for chosen in (["openai", "metrics"], ["ollama"], ["anthropic", "vllm"], ["oip"]):
+        for chosen in (["openai", "metrics"], ["ollama", "live"], ["anthropic", "vllm"], ["oip"]):
             with hotcell.Hotcell("--protocols", ",".join(chosen)) as other:
                 for name, (path, body) in PATHS.items():
                     status, told = ask(other.http, path, body)

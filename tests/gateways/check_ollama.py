@@ -105,7 +105,9 @@ def check_tools(cell):
 
 def check_thoughts(cell):
     c = client(cell)
+    assert "thinking" not in c.show("kjv").capabilities
     with puppet.loaded(cell) as model:
+        assert "thinking" in c.show(model).capabilities
         for think, thought in [(True, puppet.THOUGHT_SAID), ("high", puppet.THOUGHT_SAID), (False, ""), (None, "")]:
             told = c.chat(model, TALK, think=think).message
             assert ((told.thinking or "").strip(), told.content.strip()) == (thought, puppet.SAID), (think, told)

@@ -98,7 +98,9 @@ class Hotcell:
 
     def kill_worker(self, worker=None):
         """SIGKILL to a worker; its id."""
-        chosen = [w for w in self.workers() if worker in (None, w["id"]) and w["pid"]]
+        # One that was killed a moment ago has no process yet.
+        chosen = []
+        self.wait(lambda: chosen.extend(w for w in self.workers() if worker in (None, w["id"]) and w["pid"]) or chosen, 10, "a worker to kill")
         os.kill(chosen[0]["pid"], signal.SIGKILL)
         return chosen[0]["id"]
 

@@ -54,8 +54,12 @@ pub fn private_folder() -> std::io::Result<TempDir> {
     tempfile::Builder::new().permissions(own).tempdir()
 }
 
-/// The root of the repository.
+/// The root of the repository; where `HOTCELL_REPOSITORY` says, for tests that are taken to another machine
+/// (`deploy/gpu-check`).
 pub fn repository() -> PathBuf {
+    if let Some(there) = std::env::var_os("HOTCELL_REPOSITORY") {
+        return there.into();
+    }
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     here.parent().unwrap_or(here).to_owned()
 }
@@ -84,7 +88,7 @@ pub fn examples() -> Result<PathBuf> {
     Ok(build(&["hotcell-client"], "--examples")?.join("examples"))
 }
 
-fn build(packages: &[&str], what: &str) -> Result<PathBuf> {
+pub(crate) fn build(packages: &[&str], what: &str) -> Result<PathBuf> {
     let this = std::env::current_exe()?;
     // target/PROFILE/deps/this-test
     let folder = this

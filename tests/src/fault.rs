@@ -1,8 +1,9 @@
 //! A worker that breaks on command: the real program over a backend that wraps the CPU's.
 //!
 //! Whoever knows its process id orders a fault by a real-time signal ([`Fault::order`]), so no help of the scheduler
-//! is needed. A prompt that holds [`POISON`] kills every such worker that computes it. [`NAN_TOKEN`] and [`WRONG_TOKEN`] have
-//! one node each give wrong numbers.
+//! is needed. A prompt that holds [`POISON`] kills every such worker that computes it. [`NAN_TOKEN`], [`WRONG_TOKEN`] and
+//! [`CACHE_TOKEN`] have one node each give wrong numbers; a graph without tokens that reads that node's weight or cache does so
+//! always, and one that reads [`CRASH_NODE`] crashes.
 
 mod acts;
 mod backend;
@@ -37,6 +38,15 @@ pub const NAN_NODE: &str = "model.layers.1.mlp.down_proj.weight";
 pub const WRONG_TOKEN: u32 = 661;
 /// See [`WRONG_TOKEN`].
 pub const WRONG_NODE: &str = "model.layers.2.self_attn.o_proj.weight";
+/// A token in whose rows the numbers of the node that reads the cache [`WRONG_CACHE`] are a thousandth too great.
+pub const CACHE_TOKEN: u32 = 664;
+/// See [`CACHE_TOKEN`].
+pub const WRONG_CACHE: &str = "cache.2";
+/// Tokens of a prompt, one after the other, in whose step the memory of [`CRASH_NODE`] cannot be read, so that the node that
+/// reads it crashes.
+pub const CRASH: [u32; 3] = [662, 663, 662];
+/// See [`CRASH`].
+pub const CRASH_NODE: &str = "model.layers.3.mlp.down_proj.weight";
 
 /// Bytes that a fault worker's library says it has in use, and that it keeps until it is asked to give them back.
 pub const LIBRARY: (usize, usize) = (7 << 20, 3 << 20);

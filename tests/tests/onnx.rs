@@ -19,9 +19,9 @@ use hotcell_tests::{
 };
 
 /// Cases that pass, of 1,325. Whoever makes one more pass raises it and lowers the other.
-const PASSING: usize = 1051;
+const PASSING: usize = 1057;
 /// Cases that are listed: never more than before.
-const SKIPPED: usize = 274;
+const SKIPPED: usize = 268;
 
 #[test]
 fn single_op_cases_pass_in_process_unless_listed() {

@@ -250,6 +250,16 @@ async fn streams_and_workers_live_through_takeovers() {
     let log = cluster.scheduler.log();
     assert!(!log.contains("worker died"), "{log}");
 
+    // One that is drained stays so.
+    let drained = |all: &[v1::WorkerInfo]| all[1].state() == v1::WorkerState::Drained;
+    let client = cluster.client().await.unwrap();
+    client.drain("w1", SOON).await.unwrap();
+    take_over(&cluster, &["--devices", "cpu:2"]).await;
+    cluster.workers(drained).await.unwrap();
+    client.release("w1").await.unwrap();
+    assert!(!drained(&cluster.workers(|_| true).await.unwrap()));
+    drop(client);
+
     // They end with it, as ever.
     cluster.scheduler.signal(Signal::KILL).unwrap();
     until("workers outlive their scheduler", || {
@@ -638,8 +648,10 @@ async fn what_is_no_state_is_not_believed() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         };
         assert_eq!(workers.len(), 1, "{what}");
+        // Its number may be another file's by now.
+        let there = std::fs::read_link(format!("/proc/{}/fd/31", child.pid()));
         assert!(
-            !Path::new(&format!("/proc/{}/fd/31", child.pid())).exists(),
+            there.is_err() || there.unwrap() != Path::new("/dev/null"),
             "{what}"
         );
         child.kill(Signal::TERM).unwrap();

@@ -23,12 +23,17 @@
 //! | `socket`, `connect`, `execve`, `ptrace`, `mmap` with `PROT_EXEC`, … | reported by name, and the process ends |
 //! | any other | `ENOSYS` |
 //!
+//! A device that is reached by files (CUDA's) changes three things: while its libraries are loaded, these and what they read
+//! can be opened; afterwards its own files still can, which landlock holds it to; and `ioctl` is performed.
+//!
 //! The process stays *dumpable*: that protects a process from others of its user, while the danger here comes from
 //! within, and without it an unprivileged scheduler could not read `/proc/PID/smaps`. Its parent-death signal must be
 //! set before, and every file that it is going to need must be open: as another user it could not even see them.
 
+use hotcell_kernels::backend::Files;
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, RulesetStatus, Scope,
+    ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetStatus, Scope, path_beneath_rules,
 };
 
 mod filter;
@@ -58,6 +63,13 @@ pub enum Mode {
 /// "forbidden system call NAME(NUMBER)" on standard error; or, if the thread has blocked all signals (as in glibc's
 /// `posix_spawn`), by SIGSYS itself and without a word.
 pub fn confine(mode: Mode) -> Report {
+    confine_around(mode, &Files::default(), || {})
+}
+
+/// The same around `load`, which has libraries open files and start threads of their own: no path but `files` from before
+/// it on, and no path but their devices from after it on. It runs as the user that the process ends up as, and before the
+/// layer `seccomp`, which then binds the threads that it left, too.
+pub fn confine_around(mode: Mode, files: &Files, load: impl FnOnce()) -> Report {
     let alone = alone();
     let plain = |done: Result<(), Lack>| done.map(|()| String::new());
     let mut layers = vec![
@@ -75,11 +87,21 @@ pub fn confine(mode: Mode) -> Report {
     layers.extend(identity);
     layers.push(Layer::new("limits", limits::set(counted_apart)));
     layers.push(Layer::new("capabilities", identity::drop_capabilities()));
-    let landlock = restrict_paths().and_then(|abi| alone.clone().map(|()| abi));
+    let has_devices = !files.devices.is_empty();
+    let mut landlock = restrict_paths(files);
+    load();
+    if !files.read.is_empty() {
+        let devices = Files {
+            read: vec![],
+            devices: files.devices.clone(),
+        };
+        landlock = landlock.and_then(|_| restrict_paths(&devices));
+    }
+    let landlock = landlock.and_then(|abi| alone.clone().map(|()| abi));
     layers.push(Layer::new("landlock", landlock));
     let seccomp = trap::install()
         .map_err(Lack::from)
-        .and_then(|()| filter::install(mode))
+        .and_then(|()| filter::install(mode, has_devices))
         .and(alone);
     layers.push(Layer::new("seccomp", plain(seccomp)));
     Report { layers }
@@ -132,8 +154,9 @@ fn alone() -> Result<(), Lack> {
     }
 }
 
-/// Landlock without any rule: whatever the kernel's version can forbid, is.
-fn restrict_paths() -> Result<String, Lack> {
+/// Landlock without any rule but for these files: whatever else the kernel's version can forbid, is. The layers of several
+/// calls add up. The last binds the calling thread only: what `load` left has those before it.
+fn restrict_paths(files: &Files) -> Result<String, Lack> {
     // The newest that the crate knows; it leaves out what the kernel does not.
     let newest = ABI::V9;
     let status = Ruleset::default()
@@ -141,6 +164,15 @@ fn restrict_paths() -> Result<String, Lack> {
         .and_then(|ruleset| ruleset.handle_access(AccessNet::from_all(newest)))
         .and_then(|ruleset| ruleset.scope(Scope::from_all(newest)))
         .and_then(Ruleset::create)
+        .and_then(|ruleset| {
+            let read = AccessFs::from_read(newest);
+            ruleset.add_rules(path_beneath_rules(&files.read, read))
+        })
+        .and_then(|ruleset| {
+            let used =
+                AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::WriteFile | AccessFs::IoctlDev;
+            ruleset.add_rules(path_beneath_rules(&files.devices, used))
+        })
         .and_then(|ruleset| ruleset.restrict_self())
         .map_err(|error| Lack::new(error.to_string()))?;
     match (status.landlock, status.ruleset) {

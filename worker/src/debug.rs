@@ -4,6 +4,7 @@
 
 pub mod capture;
 pub mod guard;
+pub mod memory;
 pub mod observer;
 pub mod trace;
 pub mod watch;

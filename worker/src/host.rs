@@ -431,11 +431,12 @@ impl Host {
         SharedMapping::of_memory(fd).map_err(|error| refused(error.to_string()))
     }
 
-    /// Serves tensors, and those who look into this worker, on one more connection, whose end comes under `tag`, until it is closed.
+    /// Serves tensors on one more connection, whose end comes under `tag`, until it is closed; or, if it is `for_debug`, one
+    /// who looks into this worker. Ends for tensors are handed to clients, who may not.
     ///
     /// # Errors
     /// When it does not come, or there are too many.
-    pub async fn open_tensors(&self, tag: u64) -> Result<(), Error> {
+    pub async fn open_tensors(&self, tag: u64, for_debug: bool) -> Result<(), Error> {
         let fd = self.descriptor(tag).await?;
         let places = Arc::clone(&self.0.tensor_connections);
         let place = places.try_acquire_owned().map_err(|_| {
@@ -447,8 +448,8 @@ impl Host {
         let server = Windows::default()
             .server()
             .max_concurrent_streams(TENSOR_STREAMS)
-            .add_service(tensors_server(self.clone()))
-            .add_service(debug_server(self.clone()))
+            .add_optional_service((!for_debug).then(|| tensors_server(self.clone())))
+            .add_optional_service(for_debug.then(|| debug_server(self.clone())))
             .add_service(health);
         tokio::spawn(async move {
             let served = server.serve_with_incoming_shutdown(incoming, async move {

@@ -9,7 +9,10 @@ use std::{
 };
 
 use hotcell_ipc::{blackbox::Writer, socket, transport::Windows};
-use hotcell_kernels::{backend::Backend, registry::Registry};
+use hotcell_kernels::{
+    backend::{Backend, on_loss},
+    registry::Registry,
+};
 use hotcell_proto::{
     PROTOCOL_VERSION,
     error::Error,
@@ -55,8 +58,11 @@ fn fail(exit: Exit, what: impl std::fmt::Display) -> Exit {
 }
 
 fn probe(registry: Registry) -> Exit {
-    let devices: Vec<serde_json::Value> = registry
-        .devices()
+    let found = registry.devices();
+    if let (true, Some(why)) = (found.is_empty(), registry.why_none()) {
+        return fail(Exit::NoDevice, why);
+    }
+    let devices: Vec<serde_json::Value> = found
         .into_iter()
         .map(|d| {
             serde_json::json!({
@@ -66,6 +72,9 @@ fn probe(registry: Registry) -> Exit {
                 "memory_bytes": d.memory_bytes,
                 "cores": d.cores,
                 "path": d.path,
+                "pci_id": d.pci_id,
+                "integrated": d.integrated,
+                "driver": d.driver,
             })
         })
         .collect();
@@ -166,8 +175,17 @@ fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
     }
 }
 
+/// A device's library says that it computes nothing any more in this process.
+fn lost(why: &str) {
+    last_words::error(why);
+    eprintln!("error: {why}");
+    // SAFETY: ends the process at once. What a library would do at an orderly exit could wait for the device for ever.
+    unsafe { libc::_exit(Exit::DeviceError.code()) }
+}
+
 /// Has crashes leave their traces. A worker does without if the system refuses.
 fn record(blackbox: Writer) {
+    on_loss(lost);
     if let Err(error) = last_words::install(blackbox) {
         tracing::warn!(%error, "a crash will leave no backtrace");
     }
@@ -179,6 +197,19 @@ async fn beat(blackbox: Writer) {
     loop {
         rounds.tick().await;
         blackbox.beat();
+    }
+}
+
+/// Takes this process's freedom, after its device's libraries have opened what they need.
+fn confined(mode: confine::Mode, engine: &EngineConfig) -> Result<Report, Exit> {
+    let mut loaded = Ok(());
+    let files = engine.registry.files(&engine.device);
+    let report = confine::confine_around(mode, &files, || {
+        loaded = engine.registry.load(&engine.device);
+    });
+    match loaded {
+        Ok(()) => Ok(report),
+        Err(error) => Err(fail(Exit::NoDevice, error)),
     }
 }
 
@@ -222,7 +253,10 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
     };
     let prepared = prepare(&serve.common, registry, blackbox);
     record(blackbox);
-    let report = confine::confine(confine::Mode::Inherited);
+    let report = match confined(confine::Mode::Inherited, &prepared.engine) {
+        Ok(report) => report,
+        Err(exit) => return exit,
+    };
     tracing::debug!(worker = serve.worker_id, "confined: {report}");
     let host = match open_host(prepared, report) {
         Ok(host) => host,
@@ -336,7 +370,10 @@ fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
         Ok(listener) => listener,
         Err(what) => return fail(Exit::CannotListen, what),
     };
-    let report = confine::confine(confine::Mode::Listening);
+    let report = match confined(confine::Mode::Listening, &prepared.engine) {
+        Ok(report) => report,
+        Err(exit) => return exit,
+    };
     let host = match open_host(prepared, report) {
         Ok(host) => host,
         Err(exit) => return exit,

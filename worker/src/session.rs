@@ -8,6 +8,7 @@
 pub mod account;
 pub mod call;
 pub mod compile;
+mod holdings;
 pub mod memory;
 pub mod plan;
 pub mod plane;

@@ -260,6 +260,9 @@ pub(crate) struct DeviceView<'a> {
     path: &'a str,
     problem: &'a str,
     program: &'a str,
+    pci_id: &'a str,
+    integrated: bool,
+    driver: &'a str,
 }
 
 impl<'a> From<&'a v1::Device> for DeviceView<'a> {
@@ -273,6 +276,9 @@ impl<'a> From<&'a v1::Device> for DeviceView<'a> {
             path: &d.path,
             problem: &d.problem,
             program: &d.program,
+            pci_id: &d.pci_id,
+            integrated: d.integrated,
+            driver: &d.driver,
         }
     }
 }
@@ -487,6 +493,7 @@ struct SummaryView<'a> {
     weights_dtype: &'a str,
     model_hash: &'a str,
     has_chat_template: bool,
+    thinks: bool,
 }
 
 impl<'a> From<&'a v1::ModelInfo> for ModelView<'a> {
@@ -504,6 +511,7 @@ impl<'a> From<&'a v1::ModelInfo> for ModelView<'a> {
                 weights_dtype: &s.weights_dtype,
                 model_hash: &s.model_hash,
                 has_chat_template: s.has_chat_template,
+                thinks: s.thinks,
             }),
             file_bytes: m.file_bytes,
             workers: &m.workers,

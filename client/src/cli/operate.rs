@@ -100,13 +100,6 @@ fn replicas(text: &str) -> Result<u32, String> {
     }
 }
 
-/// `hotcell release`.
-#[derive(Args, Clone, Debug)]
-pub struct ReleaseFlags {
-    /// The worker's name, as `hotcell ps` shows it
-    pub worker: String,
-}
-
 /// `hotcell unload`.
 #[derive(Args, Clone, Debug)]
 pub struct UnloadFlags {
@@ -272,20 +265,6 @@ pub(crate) async fn unload(
         ui.print_json(&json!({ "unloaded": flags.name }))
     } else {
         ui.print(&format!("unloaded {}\n", flags.name))
-    }
-}
-
-pub(crate) async fn release(
-    ui: &mut Ui,
-    global: &GlobalFlags,
-    flags: &ReleaseFlags,
-) -> Result<(), Failure> {
-    let session = Session::running(global).await?;
-    session.client.release(&flags.worker).await?;
-    if ui.manner.json {
-        ui.print_json(&json!({ "released": flags.worker }))
-    } else {
-        ui.print(&format!("released {}\n", flags.worker))
     }
 }
 

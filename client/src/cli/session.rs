@@ -55,6 +55,35 @@ impl Session {
         })
     }
 
+    /// A private scheduler with these flags; with the bundled model if one is given.
+    pub(crate) async fn private(
+        ui: &mut Ui,
+        flags: Vec<std::ffi::OsString>,
+        bundled: Option<Bundled>,
+    ) -> Result<Self, Failure> {
+        let mut launch = Launch::beside_this_program()?;
+        (launch.flags, launch.bundled) = (flags, bundled);
+        Self::started(ui, launch).await
+    }
+
+    async fn started(ui: &mut Ui, launch: Launch) -> Result<Self, Failure> {
+        let bar = ui.progress("starting a private scheduler");
+        let verbose = ui.manner.verbose;
+        let show_line = move |line: &str| {
+            if verbose {
+                let _ = writeln!(std::io::stderr(), "scheduler: {line}");
+            }
+        };
+        let started = PrivateScheduler::start(launch, show_line).await;
+        bar.finish_and_clear();
+        let (scheduler, client) = started?;
+        Ok(Self {
+            client,
+            local: true,
+            private: Some(scheduler),
+        })
+    }
+
     /// A scheduler that runs already, else a private one. One that was named must run, and have the bundled
     /// model if that is the one to use; another that lacks it is passed over.
     pub(crate) async fn running_or_private(
@@ -88,21 +117,7 @@ impl Session {
         let mut launch = Launch::beside_this_program()?;
         // Nobody else will ask this scheduler for anything but this model.
         launch.bundled = matches!(model, ModelRef::Name(_)).then_some(bundled);
-        let bar = ui.progress("starting a private scheduler");
-        let verbose = ui.manner.verbose;
-        let show_line = move |line: &str| {
-            if verbose {
-                let _ = writeln!(std::io::stderr(), "scheduler: {line}");
-            }
-        };
-        let started = PrivateScheduler::start(launch, show_line).await;
-        bar.finish_and_clear();
-        let (scheduler, client) = started?;
-        Ok(Self {
-            client,
-            local: true,
-            private: Some(scheduler),
-        })
+        Self::started(ui, launch).await
     }
 
     /// The models this scheduler has, if `wanted` is the bundled one and not among them.

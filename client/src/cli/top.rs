@@ -59,6 +59,8 @@ const FRAME: Duration = Duration::from_millis(50);
 const KEYS: Duration = Duration::from_millis(100);
 /// How long `t` traces.
 const TRACED: Duration = Duration::from_secs(1);
+/// How long requests have to end after `d`.
+const DRAINED: Duration = Duration::from_secs(60);
 /// Tokens that `c` captures.
 const CAPTURED: u64 = 16;
 
@@ -154,12 +156,24 @@ async fn act(client: Client, action: Action, updates: mpsc::Sender<Update>) {
         Action::Release(worker) => {
             let released = client.release(&worker).await;
             released
-                .map(|()| format!("{worker} was let out of quarantine"))
+                .map(|()| format!("{worker} was released"))
+                .map_err(Failure::from)
+        }
+        Action::Drain(worker) => {
+            let drained = client.drain(&worker, DRAINED).await;
+            drained
+                .map(|()| format!("{worker} gets no new requests; r gives it some again"))
+                .map_err(Failure::from)
+        }
+        Action::Restart(worker) => {
+            let restarted = client.restart(&worker).await;
+            restarted
+                .map(|()| format!("another process takes the place of {worker}"))
                 .map_err(Failure::from)
         }
         Action::Trace(worker, now) => {
             let path = file(&worker, now, "pftrace");
-            let traced = trace::write(&client, &worker, (TRACED, true), &path).await;
+            let traced = trace::write(&client, &worker, (TRACED, true), None, &path).await;
             traced.map(|written| {
                 let path = path.display();
                 format!("{path}: {written}; open it in https://ui.perfetto.dev")

@@ -1,10 +1,12 @@
 //! Whether two captures of one request are the same, and where they first differ.
 
-use hotcell_graph::{DType, Shape, TensorSpec};
 use hotcell_proto::v1::{self, NodeValues};
 
-use super::recording::{Recorded, Recording};
-use crate::tensor::{Comparison, HostTensor};
+use super::{
+    likeness::values,
+    recording::{Recorded, Recording, are_told},
+};
+use crate::tensor::Comparison;
 
 /// Where two captures first differ.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,14 +34,6 @@ pub struct Compared {
     pub first: Option<Difference>,
 }
 
-/// The values of a row that are there.
-fn values(node: &v1::CapturedNode, row: &NodeValues) -> Option<HostTensor> {
-    let dtype = DType::from_name(&node.dtype)?;
-    let count = row.data.len().checked_div(dtype.block_bytes())?;
-    let spec = TensorSpec::new(dtype, Shape::fixed(&[count]).ok()?).ok()?;
-    HostTensor::new(spec, row.data.clone()).ok()
-}
-
 /// Compares what both have, nodes by name and tokens by their place in the answer.
 pub fn compare(ours: &Recording, reference: &Recording) -> Compared {
     let mut compared = Compared::default();
@@ -63,6 +57,9 @@ impl Compared {
             let Some((_, other)) = others.find(|(other, _)| other.name == node.name) else {
                 continue;
             };
+            if !are_told(row, other) {
+                continue;
+            }
             self.rows += 1;
             if row.hash == other.hash {
                 self.same += 1;
@@ -73,7 +70,7 @@ impl Compared {
             }
             let there = !row.data.is_empty() && row.data.len() == other.data.len();
             let likeness = there.then(|| {
-                let (ours, reference) = (values(node, row)?, values(node, other)?);
+                let (ours, reference) = (values(node, &row.data)?, values(node, &other.data)?);
                 Comparison::of(&ours, &reference).ok()
             });
             let likeness = likeness.flatten();

@@ -1,4 +1,4 @@
-//! A worker's trace as Perfetto reads it: the part of its schema that is needed, by its field numbers
+//! A worker's trace, and its scheduler's and client's parts of it, as Perfetto reads it: the part of its schema that is needed, by its field numbers
 //! (perfetto/trace/trace_packet.proto, track_event/*.proto). Opens in <https://ui.perfetto.dev>.
 
 use std::collections::BTreeMap;
@@ -71,6 +71,9 @@ pub struct Annotation {
     /// What it says.
     #[prost(uint64, optional, tag = "3")]
     pub uint_value: Option<u64>,
+    /// What it says, in words.
+    #[prost(string, optional, tag = "6")]
+    pub string_value: Option<String>,
     /// Its name.
     #[prost(string, optional, tag = "10")]
     pub name: Option<String>,
@@ -127,9 +130,30 @@ const CLEARED: u32 = 1;
 const SEQUENCE: u32 = 1;
 /// The worker's own track; those under it come after it.
 const PROCESS: u64 = 1;
-/// Where tracks of counters begin, and those of requests, which may lie over each other.
+/// The scheduler's.
+const SCHEDULER: u64 = 50;
+/// Where tracks of counters begin, and those of requests, which may lie over each other: in the worker, in the scheduler.
 const COUNTERS: u64 = 100;
 const REQUESTS: u64 = 1000;
+const PASSED: u64 = 1 << 20;
+/// The client's, and where the tracks of its calls begin.
+const CLIENT: u64 = 60;
+const CALLS: u64 = 1 << 40;
+
+/// A call of this client, or a part of one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClientSpan {
+    /// The call that it is, or is a part of: `Tokens.Generate`.
+    pub call: String,
+    /// What it is; parts lie inside of what comes before them.
+    pub name: String,
+    /// When it began, nanoseconds since 1970.
+    pub begin_ns: u64,
+    /// How long it took, in nanoseconds.
+    pub duration_ns: u64,
+    /// The trace that it is in, as 32 hexadecimal digits; empty if none.
+    pub trace_id: String,
+}
 
 fn packet(timestamp: Option<u64>, data: Data) -> Packet {
     Packet {
@@ -141,14 +165,35 @@ fn packet(timestamp: Option<u64>, data: Data) -> Packet {
 }
 
 fn track(uuid: u64, name: &str, counter: Option<i32>) -> Packet {
+    let parent = match uuid {
+        CALLS.. => CLIENT,
+        PASSED.. => SCHEDULER,
+        _ => PROCESS,
+    };
     packet(
         None,
         Data::Track(Track {
             uuid: Some(uuid),
             name: Some(name.to_owned()),
-            parent_uuid: Some(PROCESS),
+            parent_uuid: Some(parent),
             counter: counter.map(|unit| Counter { unit: Some(unit) }),
             process: None,
+        }),
+    )
+}
+
+/// A process's own track.
+fn process(uuid: u64, pid: i32, name: String) -> Packet {
+    let process = ProcessDescriptor {
+        pid: Some(pid),
+        process_name: Some(name),
+    };
+    packet(
+        None,
+        Data::Track(Track {
+            uuid: Some(uuid),
+            process: Some(process),
+            ..Track::default()
         }),
     )
 }
@@ -162,31 +207,44 @@ fn annotations(span: &TraceSpan) -> Vec<Annotation> {
         ],
         TraceTrack::Device => &[("rows", span.rows)],
         TraceTrack::Nodes => &[("step", span.step), ("group", u32::from(span.group))],
-        TraceTrack::Requests | TraceTrack::Unspecified => &[],
+        TraceTrack::Requests | TraceTrack::Scheduler | TraceTrack::Unspecified => &[],
     };
     let annotation = |(name, value): &(&str, u32)| Annotation {
         uint_value: Some(u64::from(*value)),
+        string_value: None,
         name: Some((*name).to_owned()),
     };
-    all.iter().map(annotation).collect()
+    let all = all.iter().map(annotation);
+    all.chain(of_trace(&span.trace_id)).collect()
+}
+
+/// Which trace a span is in.
+fn of_trace(id: &str) -> Option<Annotation> {
+    let annotation = || Annotation {
+        uint_value: None,
+        string_value: Some(id.to_owned()),
+        name: Some("trace_id".to_owned()),
+    };
+    (!id.is_empty()).then(annotation)
 }
 
 /// A trace of one worker.
 pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> Vec<u8> {
-    let process = ProcessDescriptor {
-        pid: Some(1),
-        process_name: Some(format!(
-            "hotcell worker {} (epoch {})",
-            head.worker, head.epoch
-        )),
-    };
-    let mut first = packet(
-        None,
-        Data::Track(Track {
-            uuid: Some(PROCESS),
-            process: Some(process),
-            ..Track::default()
-        }),
+    encode_with(head, spans, counts, &[])
+}
+
+/// A trace of one worker, and of what this client asked for meanwhile, on the worker's clock.
+pub fn encode_with(
+    head: &TraceHead,
+    spans: &[TraceSpan],
+    counts: &[TraceCount],
+    calls: &[ClientSpan],
+) -> Vec<u8> {
+    let (worker, epoch) = (&head.worker, head.epoch);
+    let mut first = process(
+        PROCESS,
+        1,
+        format!("hotcell worker {worker} (epoch {epoch})"),
     );
     first.sequence_flags = Some(CLEARED);
     let mut packets = vec![first];
@@ -197,7 +255,11 @@ pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> V
     ] {
         packets.push(track(PROCESS + kind as u64, name, None));
     }
-    let mut requests = BTreeMap::new();
+    let is_passed = |span: &TraceSpan| span.track() == TraceTrack::Scheduler;
+    if spans.iter().any(is_passed) {
+        packets.push(process(SCHEDULER, 2, "hotcell scheduler".to_owned()));
+    }
+    let (mut requests, mut passed) = (BTreeMap::new(), BTreeMap::new());
     let mut timed = Vec::with_capacity(2 * spans.len() + counts.len());
     // What took no time is no slice.
     for span in spans.iter().filter(|span| span.duration_ns > 0) {
@@ -205,6 +267,10 @@ pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> V
             TraceTrack::Requests => {
                 let next = REQUESTS + requests.len() as u64;
                 *requests.entry(span.name.clone()).or_insert(next)
+            }
+            TraceTrack::Scheduler => {
+                let next = PASSED + passed.len() as u64;
+                *passed.entry(span.name.clone()).or_insert(next)
             }
             kind => PROCESS + kind as u64,
         };
@@ -229,7 +295,32 @@ pub fn encode(head: &TraceHead, spans: &[TraceSpan], counts: &[TraceCount]) -> V
         timed.push((at, 1u8, begin));
         timed.push((at.saturating_add(span.duration_ns), 0, event(END)));
     }
-    for (name, uuid) in &requests {
+    let mut called = BTreeMap::new();
+    if !calls.is_empty() {
+        packets.push(process(CLIENT, 3, "hotcell client".to_owned()));
+    }
+    for span in calls.iter().filter(|span| span.duration_ns > 0) {
+        let next = CALLS + called.len() as u64;
+        let uuid = *called.entry(span.call.clone()).or_insert(next);
+        let event = |kind| Event {
+            kind: Some(kind),
+            track_uuid: Some(uuid),
+            ..Event::default()
+        };
+        let begin = Event {
+            name: Some(span.name.clone()),
+            categories: vec!["hotcell".to_owned()],
+            debug_annotations: of_trace(&span.trace_id).into_iter().collect(),
+            ..event(BEGIN)
+        };
+        timed.push((span.begin_ns, 1u8, begin));
+        let end = span.begin_ns.saturating_add(span.duration_ns);
+        timed.push((end, 0, event(END)));
+    }
+    for (name, uuid) in &called {
+        packets.push(track(*uuid, name, None));
+    }
+    for (name, uuid) in requests.iter().chain(&passed) {
         packets.push(track(*uuid, &format!("request {name}"), None));
     }
     let mut counters = BTreeMap::new();
@@ -287,13 +378,31 @@ mod tests {
             span(TraceTrack::Nodes, 17, 0, "no time"),
             span(TraceTrack::Nodes, 17, 3, "add"),
             span(TraceTrack::Requests, 0, 60, "r1"),
+            TraceSpan {
+                trace_id: "4bf9".into(),
+                ..span(TraceTrack::Scheduler, 0, 70, "r1")
+            },
         ];
         let counts = [TraceCount {
             at_ns: 5,
             name: "cache".into(),
             value: 77,
         }];
-        let trace = Trace::decode(encode(&head, &spans, &counts).as_slice()).unwrap();
+        let call = |name: &str, begin_ns, duration_ns| ClientSpan {
+            call: "Tokens.Generate".into(),
+            name: name.to_owned(),
+            begin_ns,
+            duration_ns,
+            trace_id: "4bf9".into(),
+        };
+        // A call, and its two parts inside of it.
+        let calls = [
+            call("whole", 1000, 50),
+            call("first", 1000, 20),
+            call("second", 1020, 30),
+        ];
+        let encoded = encode_with(&head, &spans, &counts, &calls);
+        let trace = Trace::decode(encoded.as_slice()).unwrap();
         let events: Vec<_> = trace
             .packet
             .iter()
@@ -311,7 +420,12 @@ mod tests {
                 Some(END) => *depth -= 1,
                 _ => assert_eq!(event.counter_value, Some(77)),
             }
-            assert!((0..=1).contains(depth), "one slice at a time on a track");
+            let most = if event.track_uuid == Some(CALLS) {
+                2
+            } else {
+                1
+            };
+            assert!((0..=most).contains(depth), "slices lie beside each other");
         }
         assert!(open.values().all(|depth| *depth == 0));
         let tracks = trace.packet.iter().filter_map(|p| match &p.data {
@@ -319,6 +433,20 @@ mod tests {
             _ => None,
         });
         let tracks: Vec<_> = tracks.collect();
-        assert_eq!(tracks, ["steps", "device", "nodes", "request r1", "cache"]);
+        let expected = [
+            "steps",
+            "device",
+            "nodes",
+            "Tokens.Generate",
+            "request r1",
+            "request r1",
+            "cache",
+        ];
+        assert_eq!(tracks, expected);
+        let notes = events
+            .iter()
+            .flat_map(|(_, event)| &event.debug_annotations);
+        let mut ids = notes.filter_map(|note| note.string_value.as_deref());
+        assert_eq!(ids.next(), Some("4bf9"));
     }
 }

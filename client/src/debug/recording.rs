@@ -6,9 +6,8 @@
 
 use std::{
     collections::HashMap,
-    fs::{self, File},
+    fs::File,
     io::{self, Read, Write},
-    os::unix::fs::OpenOptionsExt,
     path::Path,
 };
 
@@ -19,6 +18,8 @@ use hotcell_proto::{
 };
 use safetensors::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
+
+use crate::whole::{self, Readers};
 
 /// How a capture's file begins.
 pub const MAGIC: &[u8; 8] = b"HOTCELL\x01";
@@ -43,6 +44,8 @@ pub struct Recorded {
     pub as_expected: Option<bool>,
     /// Tokens left out before it.
     pub missed: u64,
+    /// It is a row before the one that the token was drawn from.
+    pub of_prefix: bool,
     /// The nodes' rows, in the order of the head's nodes.
     pub nodes: Vec<v1::NodeValues>,
 }
@@ -54,6 +57,8 @@ pub struct Recording {
     pub head: v1::CaptureHead,
     /// Token by token.
     pub tokens: Vec<Recorded>,
+    /// The rows before those, if they were asked for; no file has them.
+    pub prefix: Vec<Recorded>,
     /// How it ended; none if it broke off.
     pub end: Option<v1::CaptureEnd>,
 }
@@ -61,12 +66,18 @@ pub struct Recording {
 /// Puts messages together, and checks them.
 #[derive(Debug, Default)]
 pub struct Recorder {
+    held: Option<v1::CaptureHeld>,
     head: Option<v1::CaptureHead>,
     open: Option<Recorded>,
     end: Option<v1::CaptureEnd>,
 }
 
 impl Recorder {
+    /// The process that waits for a debugger, or waited, if one was to.
+    pub fn held(&self) -> Option<&v1::CaptureHeld> {
+        self.held.as_ref()
+    }
+
     /// The head, once it came.
     pub fn head(&self) -> Option<&v1::CaptureHead> {
         self.head.as_ref()
@@ -83,6 +94,11 @@ impl Recorder {
     /// [`Reason::ProtocolViolation`] for one that cannot come now, or rows that are none of the nodes'.
     pub fn push(&mut self, told: v1::Captured) -> Result<Option<Recorded>, Error> {
         match (told.kind, &self.head, &self.end) {
+            // Told to who asked for it, who heard it from this.
+            (Some(Kind::Held(held)), None, None) if self.held.is_none() => {
+                self.held = Some(held);
+                Ok(None)
+            }
             (Some(Kind::Head(head)), None, None) => {
                 self.head = Some(head);
                 Ok(None)
@@ -94,9 +110,10 @@ impl Recorder {
                     token: token.token,
                     as_expected: token.as_expected,
                     missed: token.missed,
+                    of_prefix: token.of_prefix,
                     nodes: Vec::new(),
                 });
-                if open.index != token.index {
+                if (open.index, open.position) != (token.index, token.position) {
                     return Err(odd("a token began before the one before it was told"));
                 }
                 for row in token.nodes {
@@ -144,13 +161,19 @@ fn check_row(node: &v1::CapturedNode, due: usize, row: &v1::NodeValues) -> Resul
     let (_, size) = dtype(node)?;
     let most = elements(node).and_then(|n| n.checked_mul(size as u64));
     let fits = most.is_some_and(|most| row.data.len() as u64 <= most);
-    if row.node as usize != due || row.hash.len() != 32 {
+    // What is withheld has none.
+    if row.node as usize != due || ![0, 32].contains(&row.hash.len()) {
         return Err(odd(format!("a row of node {} is out of order", node.name)));
     }
     if !fits || !row.data.len().is_multiple_of(size) {
         return Err(odd(format!("a row of node {} is no row of it", node.name)));
     }
     Ok(())
+}
+
+/// Whether two rows can be compared: neither is withheld.
+pub(super) fn are_told(one: &v1::NodeValues, other: &v1::NodeValues) -> bool {
+    !one.hash.is_empty() && !other.hash.is_empty()
 }
 
 impl Recording {
@@ -161,34 +184,14 @@ impl Recording {
         bytes == Some(row.data.len() as u64)
     }
 
-    /// Writes it beside `path` and then names it so: a file of that name is whole.
+    /// Writes it into a file that is there once it is whole; returns how many bytes that has.
     ///
     /// # Errors
     /// [`Reason::InvalidArgument`] naming the file.
     pub fn write(&self, path: &Path) -> Result<u64, Error> {
-        let failed = |e: &dyn std::fmt::Display| {
+        whole::write(path, Readers::Owner, |file| self.write_to(file)).map_err(|e| {
             let what = format!("{} cannot be written: {e}", path.display());
             Error::new(Reason::InvalidArgument, what)
-        };
-        let mut name = path.as_os_str().to_owned();
-        name.push(format!(".{}.part", std::process::id()));
-        let part = Path::new(&name);
-        let write = || -> io::Result<u64> {
-            // Nobody else's file, and for nobody else to read: prompts may be in it.
-            let mut file = File::options()
-                .write(true)
-                .create_new(true)
-                .mode(0o600)
-                .open(part)?;
-            let bytes = self.write_to(&mut file)?;
-            file.sync_all()?;
-            fs::rename(part, path)?;
-            Ok(bytes)
-        };
-        write().map_err(|e| {
-            // What is left of it is of no use to anybody.
-            let _ = fs::remove_file(part);
-            failed(&e)
         })
     }
 
@@ -411,6 +414,7 @@ impl Header {
                 token: told.token,
                 as_expected: told.as_expected,
                 missed: told.missed,
+                of_prefix: false,
                 nodes,
             });
         }
@@ -418,12 +422,15 @@ impl Header {
             head: self.head,
             tokens,
             end: self.end,
+            ..Recording::default()
         })
     }
 }
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::fs;
+
     use super::*;
 
     /// A capture of one node and the logits, of so many tokens.
@@ -473,6 +480,7 @@ pub(super) mod tests {
                 tokens,
                 ..v1::CaptureEnd::default()
             }),
+            prefix: Vec::new(),
         }
     }
 

@@ -293,6 +293,8 @@ pub(super) fn checked(
     session: &mut Option<Session>,
 ) -> Result<Vec<TensorSpec>, Error> {
     let mut specs = Vec::with_capacity(inputs.len());
+    let given = session.is_some();
+    let mut greatest = 0;
     for tensor in inputs {
         let Some(tensor) = tensor else {
             specs.push(ValueSpec::Absent);
@@ -300,17 +302,33 @@ pub(super) fn checked(
         };
         specs.push(tensor.value_spec()?);
         match (&*session, &tensor.0.session) {
-            (Some(a), Some(b)) if !a.is_same(b) => {
+            (Some(a), Some(b)) if !a.mixes_with(b) => {
                 return Err(invalid(format!(
-                    "{}: its inputs belong to two sessions; copy one of them over",
+                    "{}: its inputs belong to two sessions; copy one of them over, or open both as a Spread",
                     row.name
                 )));
+            }
+            // Where the greatest of its inputs is: a product is with its weight, on whatever device that lies.
+            (Some(a), Some(b)) if !given && !a.is_same(b) && size(&specs) > greatest => {
+                *session = Some(b.clone());
             }
             (None, Some(b)) => *session = Some(b.clone()),
             _ => {}
         }
+        if tensor.0.session.is_some() {
+            greatest = greatest.max(size(&specs));
+        }
     }
     row.check(&specs, attributes).map_err(|e| of_graph(&e))
+}
+
+/// Bytes of the last of these, however many rows it has.
+fn size(specs: &[ValueSpec]) -> usize {
+    match specs.last() {
+        Some(ValueSpec::Tensor(t)) => t.bytes(1).unwrap_or(usize::MAX),
+        Some(ValueSpec::Cache(c)) => c.bytes().unwrap_or(usize::MAX),
+        _ => 0,
+    }
 }
 
 /// The results of a node, by their specs.

@@ -11,9 +11,10 @@ use hotcell_proto::{
 use super::{
     array::{Tensor, invalid},
     cache::Cache,
-    compile::Compiled,
+    compile::{Compiled, together},
     recover::Recovery,
     session::{Session, SessionOptions},
+    spread::Spread,
     step::Step,
 };
 use crate::connect::{Address, Client};
@@ -69,9 +70,13 @@ pub struct BackendParams {
     pub threads: u32,
     /// `false`: a dry run. Nothing is computed; [`Backend::reserve`] and [`Backend::memory`] say what it would take.
     pub allocate: bool,
-    /// Where the model's layers would go: what [`Backend::memory`] counts by device. Graphs are computed on the backend's own
-    /// device whatever it says.
+    /// Where the model's layers go: which device's session [`Backend::get`] and [`Backend::cache`] use, what
+    /// [`Backend::memory`] counts by device. The sessions are a [`Spread`]: a graph is split where what it reads lies. The
+    /// model has to be loaded on each device that is led to.
     pub placement: Placement,
+    /// From how many elements on that an op reads besides, a weight placed on the CPU is sent to the first other device that has
+    /// the op; none: never. See [`Spread::set_offload`].
+    pub offload: Option<usize>,
     /// Whether attention may run fused.
     pub flash_attention: FlashAttention,
     /// Go on after the worker died; see [`Recovery`].
@@ -89,6 +94,7 @@ impl BackendParams {
             threads: 0,
             allocate: true,
             placement: Placement::default(),
+            offload: None,
             flash_attention: FlashAttention::default(),
             recovery: None,
         }
@@ -124,13 +130,16 @@ impl DeviceMemory {
 /// An open backend.
 pub struct Backend {
     session: Session,
+    /// On the further devices that the placement leads to.
+    others: Vec<(String, Session)>,
     about: v1::DescribeResponse,
     model: Option<String>,
     weights: Vec<(String, TensorSpec)>,
     placement: Placement,
     /// Bytes of caches by layer.
     caches: BTreeMap<usize, u64>,
-    graph: u64,
+    /// Of the greatest graphs reserved so far, by device.
+    graphs: BTreeMap<String, u64>,
 }
 
 impl Backend {
@@ -182,6 +191,7 @@ impl Backend {
                 }
             }
         }
+        let further = options.clone();
         let session = Session::open(&params.address, options).await?;
         let about = session.describe().await?;
         if model.is_none() && about.models.iter().any(|m| m == name) {
@@ -197,22 +207,72 @@ impl Backend {
             Some(model) => session.weights(model).await?,
             None => vec![],
         };
-        let opened = Self {
+        let mut opened = Self {
             session,
+            others: vec![],
             model,
             weights,
             placement: params.placement,
             caches: BTreeMap::new(),
-            graph: 0,
+            graphs: BTreeMap::new(),
             about,
         };
         let there = there.unwrap_or_else(|| vec![(opened.about.device.clone(), String::new())]);
-        opened.can_be_placed(&there)?;
+        let devices = opened.can_be_placed(&there)?;
+        opened
+            .go_to(&devices, &params.address, &further, params.offload)
+            .await?;
         Ok(opened)
     }
 
-    /// Whether all devices that the placement leads to are among these, without a problem.
-    fn can_be_placed(&self, there: &[(String, String)]) -> Result<(), Error> {
+    /// Opens sessions on the further devices, which then compute together. The CPU, which has everything, comes last.
+    async fn go_to(
+        &mut self,
+        devices: &[String],
+        address: &Address,
+        options: &SessionOptions,
+        offload: Option<usize>,
+    ) -> Result<(), Error> {
+        let own = self.about.device.clone();
+        let mut sessions = vec![(own.clone(), self.session.clone())];
+        for device in devices.iter().filter(|device| **device != own) {
+            let options = SessionOptions {
+                worker: None,
+                device: Some(device.clone()),
+                ..options.clone()
+            };
+            let session = Session::open(address, options).await?;
+            if let Some(model) = &self.model
+                && !session.describe().await?.models.contains(model)
+            {
+                let what = format!(
+                    "layers are placed on {device}, where model {model} is not loaded; load it with as many replicas as it has devices"
+                );
+                return Err(Error::new(Reason::ModelNotFound, what).with("model", model));
+            }
+            self.others.push((device.clone(), session.clone()));
+            sessions.push((device.clone(), session));
+        }
+        if sessions.len() > 1 {
+            sessions.sort_by_key(|(device, _)| device.as_str() == CPU);
+            Spread::of(sessions).await?.set_offload(offload);
+        }
+        Ok(())
+    }
+
+    /// The session on a device that the placement leads to.
+    fn on(&self, device: &str) -> &Session {
+        let found = self.others.iter().find(|(known, _)| known == device);
+        found.map_or(&self.session, |(_, session)| session)
+    }
+
+    fn homes(&self) -> Homes<'_> {
+        let names = self.weights.iter().map(|(name, _)| name.as_str());
+        Homes::of(names, &self.placement, &self.about.device)
+    }
+
+    /// The devices that the placement leads to, if they are all among these, without a problem.
+    fn can_be_placed(&self, there: &[(String, String)]) -> Result<Vec<String>, Error> {
         let named = match &self.placement {
             Placement::List(list) => list.iter().map(|(device, _)| device.clone()).collect(),
             Placement::Whole | Placement::Count(_) => vec![],
@@ -223,8 +283,11 @@ impl Backend {
             &self.placement,
             &self.about.device,
         );
-        for device in named.into_iter().chain(led_to.into_keys()) {
-            let why = match there.iter().find(|(id, _)| *id == device) {
+        let mut all: Vec<String> = named.into_iter().chain(led_to.into_keys()).collect();
+        all.sort_unstable();
+        all.dedup();
+        for device in &all {
+            let why = match there.iter().find(|(id, _)| id == device) {
                 Some((_, problem)) if problem.is_empty() => continue,
                 Some((_, problem)) => format!("cannot be used: {problem}"),
                 None => "is not there".to_owned(),
@@ -237,7 +300,7 @@ impl Backend {
             );
             return Err(Error::new(Reason::NoWorker, what).with("device", device));
         }
-        Ok(())
+        Ok(all)
     }
 
     fn sizes(&self) -> Vec<(&str, u64)> {
@@ -248,18 +311,19 @@ impl Backend {
             .collect()
     }
 
-    /// A cache of zeros for a layer, counted as that layer's from now on.
+    /// A cache of zeros for a layer, on that layer's device, counted as that layer's from now on.
     ///
     /// # Errors
     /// As [`Session::cache`].
     pub async fn cache(&mut self, layer: usize, spec: CacheSpec) -> Result<Cache, Error> {
-        let cache = self.session.cache(spec).await?;
+        let device = self.homes().layer(layer);
+        let cache = self.on(device).cache(spec).await?;
         let sum = self.caches.entry(layer).or_default();
         *sum = sum.saturating_add(spec.bytes().unwrap_or(0) as u64);
         Ok(cache)
     }
 
-    /// Its session.
+    /// Its session, on its own device.
     pub fn session(&self) -> &Session {
         &self.session
     }
@@ -269,7 +333,7 @@ impl Backend {
         &self.about
     }
 
-    /// A weight of the model it was opened with.
+    /// A weight of the model it was opened with, in the session of the device where it is placed.
     ///
     /// # Errors
     /// [`Reason::InvalidArgument`] when it was opened without one, [`Reason::HandleNotFound`] when there is no such weight.
@@ -278,7 +342,8 @@ impl Backend {
             invalid("the backend was opened by its kind; open it by a model's name to get weights")
         };
         let model = self.model.as_deref().ok_or_else(without)?;
-        self.session.weight(model, name).await
+        let device = self.homes().weight(name);
+        self.on(device).weight(model, name).await
     }
 
     /// Names, dtypes and shapes of the model's weights.
@@ -297,9 +362,19 @@ impl Backend {
         function: &Compiled,
         arguments: &[Tensor],
     ) -> Result<v1::PlanMemory, Error> {
-        let memory = function.reserve(arguments).await?;
-        self.reserved(&memory);
-        Ok(memory)
+        let mut graphs: BTreeMap<String, u64> = BTreeMap::new();
+        let each = function.reserve_each(arguments).await?;
+        for (session, memory) in &each {
+            let mut others = self.others.iter();
+            let found = others.find(|(_, other)| other.is_same(session));
+            let device = found.map_or(&self.about.device, |(device, _)| device);
+            let sum = graphs.entry(device.clone()).or_default();
+            *sum = sum.saturating_add(taken(memory));
+        }
+        for (device, bytes) in graphs {
+            self.reserved(device, bytes);
+        }
+        Ok(together(&each))
     }
 
     /// The same for a step, which is not run. Its caches are those of [`Backend::cache`], and not counted again.
@@ -312,25 +387,32 @@ impl Backend {
         results: &[Tensor],
     ) -> Result<v1::PlanMemory, Error> {
         let memory = step.reserve(results).await?;
-        self.reserved(&memory);
+        self.reserved(self.about.device.clone(), taken(&memory));
         Ok(memory)
     }
 
-    fn reserved(&mut self, memory: &v1::PlanMemory) {
-        let parts = [memory.inputs, memory.outputs];
-        let taken = parts.into_iter().fold(memory.arena, u64::saturating_add);
-        self.graph = self.graph.max(taken);
+    fn reserved(&mut self, device: String, bytes: u64) {
+        let most = self.graphs.entry(device).or_default();
+        *most = bytes.max(*most);
     }
 
     /// What the model, the caches and the greatest reserved graph take, by device.
     pub fn memory(&self) -> Vec<DeviceMemory> {
         let own = &self.about.device;
         let mut devices = place(&self.sizes(), &self.caches, &self.placement, own);
-        let own = devices.entry(self.about.device.clone()).or_default();
-        own.graph = self.graph;
+        devices.entry(own.clone()).or_default();
+        for (device, bytes) in &self.graphs {
+            devices.entry(device.clone()).or_default().graph = *bytes;
+        }
         let named = |(device, memory)| DeviceMemory { device, ..memory };
         devices.into_iter().map(named).collect()
     }
+}
+
+/// What a plan takes besides weights.
+fn taken(memory: &v1::PlanMemory) -> u64 {
+    let parts = [memory.inputs, memory.outputs];
+    parts.into_iter().fold(memory.arena, u64::saturating_add)
 }
 
 /// The layer of a weight: the first number between dots in its name.
@@ -341,44 +423,72 @@ fn layer_of(name: &str) -> Option<usize> {
 /// Where layers go that no other device is named for.
 const CPU: &str = "cpu:0";
 
-/// Embeddings stay with the CPU, the output goes with the last layer, a cache with its layer.
+/// Where layers go: embeddings stay with the CPU, the output goes with the last layer, a cache with its layer.
+struct Homes<'a> {
+    placement: &'a Placement,
+    own: &'a str,
+    layers: usize,
+}
+
+impl<'a> Homes<'a> {
+    fn of<'n>(
+        names: impl Iterator<Item = &'n str>,
+        placement: &'a Placement,
+        own: &'a str,
+    ) -> Self {
+        let last = names.filter_map(layer_of).max();
+        Self {
+            placement,
+            own,
+            layers: last.map_or(0, |l| l + 1),
+        }
+    }
+
+    fn layer(&self, layer: usize) -> &'a str {
+        match self.placement {
+            Placement::Whole => self.own,
+            Placement::Count(count) if layer.saturating_add(*count) > self.layers => self.own,
+            Placement::Count(_) => CPU,
+            Placement::List(list) => {
+                let found = list.iter().find(|(_, layers)| layers.contains(&layer));
+                found.map_or(CPU, |(device, _)| device.as_str())
+            }
+        }
+    }
+
+    fn weight(&self, name: &str) -> &'a str {
+        match layer_of(name) {
+            Some(layer) => self.layer(layer),
+            None if is_embedding(name) && *self.placement != Placement::Whole => CPU,
+            None => self.layer(self.layers),
+        }
+    }
+}
+
+fn is_embedding(name: &str) -> bool {
+    name.contains("embed") || name.contains("embd")
+}
+
 fn place(
     weights: &[(&str, u64)],
     caches: &BTreeMap<usize, u64>,
     placement: &Placement,
     own: &str,
 ) -> BTreeMap<String, DeviceMemory> {
-    let layers = weights
-        .iter()
-        .filter_map(|(name, _)| layer_of(name))
-        .max()
-        .map_or(0, |l| l + 1);
-    let device = |layer: usize| match placement {
-        Placement::Whole => own,
-        Placement::Count(count) if layer + count > layers => own,
-        Placement::Count(_) => CPU,
-        Placement::List(list) => {
-            let found = list.iter().find(|(_, layers)| layers.contains(&layer));
-            found.map_or(CPU, |(device, _)| device.as_str())
-        }
-    };
+    let homes = Homes::of(weights.iter().map(|(name, _)| *name), placement, own);
     let mut devices: BTreeMap<String, DeviceMemory> = BTreeMap::new();
     for &(name, bytes) in weights {
-        let embedding = name.contains("embed") || name.contains("embd");
-        let layer = layer_of(name);
-        let at = match (layer, embedding) {
-            (Some(layer), _) => device(layer),
-            (None, true) if *placement != Placement::Whole => CPU,
-            (None, _) => device(layers),
-        };
-        let memory = devices.entry(at.to_owned()).or_default();
-        match (layer, embedding) {
-            (None, true) => memory.input_weights += bytes,
-            (layer, _) => *memory.weights.entry(layer.unwrap_or(layers)).or_default() += bytes,
+        let memory = devices.entry(homes.weight(name).to_owned()).or_default();
+        match layer_of(name) {
+            None if is_embedding(name) => memory.input_weights += bytes,
+            layer => {
+                let layer = layer.unwrap_or(homes.layers);
+                *memory.weights.entry(layer).or_default() += bytes;
+            }
         }
     }
     for (&layer, &bytes) in caches {
-        let memory = devices.entry(device(layer).to_owned()).or_default();
+        let memory = devices.entry(homes.layer(layer).to_owned()).or_default();
         memory.caches.insert(layer, bytes);
     }
     devices

@@ -16,7 +16,10 @@ use hotcell_graph::{
     Dim, Shape, TensorSpec,
     op::{Attribute, OpRow},
 };
-use hotcell_proto::error::{Error, Reason};
+use hotcell_proto::{
+    error::{Error, Reason},
+    v1::PlanMemory,
+};
 
 use super::{
     array::{State, Tensor, apply, invalid, of_graph},
@@ -167,9 +170,23 @@ impl Compiled {
     /// # Errors
     /// As [`Compiled::call`] and [`Session::eval`].
     pub async fn call_eval(&self, arguments: &[Tensor]) -> Result<Vec<Tensor>, Error> {
-        let prepared = self.prepare(arguments).await?;
         let session = &self.0.session;
         let order = Order::default();
+        if session.group().is_some() {
+            let (trace, rows) = self.trace(arguments)?;
+            let inputs = arguments.iter().chain(&trace.program.inputs);
+            if !session.alone(inputs.clone()) {
+                session.eval(arguments).await?;
+                let inputs: Vec<Tensor> = inputs.cloned().collect();
+                let homes = vec![Some(session.clone()); trace.results.len()];
+                let work = session.compute_spread(&trace.program, &inputs, rows, &homes, &order);
+                return match work.await? {
+                    made if made.len() == trace.results.len() => Ok(made),
+                    _ => self.call(arguments), // a dry run computes nothing
+                };
+            }
+        }
+        let prepared = self.prepare(arguments).await?;
         let results = again!(session, at => async {
             let Some(plan) = prepared.trace.plan(session, &at).await? else {
                 return Ok(None);
@@ -184,24 +201,36 @@ impl Compiled {
         }
     }
 
-    /// Bytes the plan for these arguments takes on the worker: intermediate values, constants, inputs, outputs.
+    /// Bytes the plan for these arguments takes on the worker: intermediate values, constants, inputs, outputs. Of a function
+    /// that several sessions of a spread compute: all parts together.
     ///
     /// # Errors
     /// As [`Compiled::call_eval`].
-    pub async fn reserve(
+    pub async fn reserve(&self, arguments: &[Tensor]) -> Result<PlanMemory, Error> {
+        Ok(together(&self.reserve_each(arguments).await?))
+    }
+
+    /// The same by session: one, or one for each part of a function that several compute.
+    pub(super) async fn reserve_each(
         &self,
         arguments: &[Tensor],
-    ) -> Result<hotcell_proto::v1::PlanMemory, Error> {
+    ) -> Result<Vec<(Session, PlanMemory)>, Error> {
+        let session = &self.0.session;
         let measured = async |trace: Arc<Trace>| {
+            let inputs = arguments.iter().chain(&trace.program.inputs);
+            if !session.alone(inputs.clone()) {
+                let inputs: Vec<Tensor> = inputs.cloned().collect();
+                return session.reserve_spread(&trace.program, &inputs).await;
+            }
             let (graph, key) = trace.program.encode()?;
-            again!(&self.0.session, at => at.compile(graph.clone(), key.clone(), true))
+            let made = again!(session, at => at.compile(graph.clone(), key.clone(), true));
+            Ok(vec![(session.clone(), made?.1)])
         };
         let (trace, rows) = self.trace(arguments)?;
-        let made = match measured(trace).await {
+        match measured(trace).await {
             Err(error) => measured(self.at_sizes(arguments, rows, error)?).await,
             made => made,
-        };
-        Ok(made?.1)
+        }
     }
 
     pub(super) fn session(&self) -> &Session {
@@ -357,6 +386,22 @@ impl Compiled {
             max_rows,
         })))
     }
+}
+
+/// What all parts take.
+pub(super) fn together(each: &[(Session, PlanMemory)]) -> PlanMemory {
+    let sum = |a: PlanMemory, b: &PlanMemory| PlanMemory {
+        arena: a.arena.saturating_add(b.arena),
+        unshared: a.unshared.saturating_add(b.unshared),
+        constants: a.constants.saturating_add(b.constants),
+        inputs: a.inputs.saturating_add(b.inputs),
+        outputs: a.outputs.saturating_add(b.outputs),
+        steps: a.steps.saturating_add(b.steps),
+        barriers: a.barriers.saturating_add(b.barriers),
+        caches: a.caches.saturating_add(b.caches),
+    };
+    let each = each.iter().map(|(_, memory)| memory);
+    each.fold(PlanMemory::default(), sum)
 }
 
 /// A call that is ready to be sent.

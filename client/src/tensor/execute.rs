@@ -16,6 +16,7 @@ use super::{
     recipe::note_call,
     recover::again,
     session::Session,
+    spread::carried,
     stream::Order,
 };
 
@@ -46,7 +47,7 @@ impl Session {
     pub(super) fn owns(&self, tensors: &[Tensor]) -> Result<(), Error> {
         for tensor in tensors {
             tensor.check()?;
-            if matches!(&tensor.0.session, Some(other) if !other.is_same(self)) {
+            if matches!(&tensor.0.session, Some(other) if !other.mixes_with(self)) {
                 return Err(invalid("the tensor belongs to another session"));
             }
         }
@@ -93,6 +94,17 @@ impl Session {
         outputs: &[Tensor],
         order: &Order,
     ) -> Result<(), Error> {
+        if !self.alone(program.inputs.iter().chain(outputs)) {
+            let homes: Vec<_> = outputs.iter().map(|o| o.0.session.clone()).collect();
+            let work = self.compute_spread(program, &program.inputs, 0, &homes, order);
+            for (output, result) in outputs.iter().zip(work.await?) {
+                match result.state() {
+                    State::Remote(remote) => output.computed(remote),
+                    state => output.set(state),
+                }
+            }
+            return Ok(());
+        }
         let results = again!(self, at => async {
             let Some(plan) = self.plan(&at, program).await? else {
                 return Ok(vec![]); // a dry run computes nothing
@@ -107,8 +119,8 @@ impl Session {
     }
 
     /// Computes one tensor into the memory of another.
-    pub(super) async fn compute_into(&self, value: &Tensor, target: &Tensor) -> Result<(), Error> {
-        let State::Remote(target) = target.state() else {
+    pub(super) async fn compute_into(&self, value: &Tensor, into: &Tensor) -> Result<(), Error> {
+        let State::Remote(target) = into.state() else {
             return Err(invalid("only a computed tensor has memory to store into"));
         };
         let order = Order::default();
@@ -117,6 +129,14 @@ impl Session {
             return Ok(());
         }
         let program = program::build(value, &Scope::Plain, 0)?;
+        if !self.alone(program.inputs.iter()) {
+            self.compute(value, &order).await?;
+            for value in value {
+                let here = carried(value, self).await?;
+                Box::pin(self.compute_into(&here, into)).await?;
+            }
+            return Ok(());
+        }
         again!(self, at => async {
             let Some(plan) = self.plan(&at, &program).await? else {
                 return Ok(());
@@ -175,6 +195,39 @@ impl Session {
         Ok(ready.results)
     }
 
+    /// Executes a plan whose first `kept` results stay on the worker, as do those after them that are written into no tensor.
+    pub(super) async fn call_into(
+        &self,
+        at: &Connection,
+        plan: &RemotePlan,
+        rows: usize,
+        inputs: &[Tensor],
+        (kept, into): (usize, &[Option<Arc<Remote>>]),
+        order: &Order,
+    ) -> Result<Vec<Option<Arc<Remote>>>, Error> {
+        let own = kept + into.iter().filter(|target| target.is_none()).count();
+        let ready = self.request_for(at, plan, rows, inputs, own, order).await?;
+        let mut request = ready.request;
+        let mut made = ready.results.into_iter();
+        let mut results: Vec<_> = made.by_ref().take(kept).map(Some).collect();
+        for (i, target) in into.iter().enumerate() {
+            if let Some(target) = target {
+                let wish = v1::OutputWish {
+                    kind: Some(v1::output_wish::Kind::Into(target.handle_for(at)?)),
+                };
+                request.outputs.insert(kept + i, wish);
+            }
+            results.push(match target {
+                Some(_) => None,
+                None => made.next(),
+            });
+        }
+        let answer = at.answer(at.rpc().execute(at.request(request)).await)?;
+        drop(ready.held);
+        order.done(at, answer.fence);
+        Ok(results)
+    }
+
     /// The message of a call, and the handles its results will have.
     pub(super) async fn request_for(
         &self,
@@ -222,6 +275,11 @@ impl Session {
         let mut inline = 0usize;
         let mut large = Vec::new();
         for tensor in inputs {
+            if matches!(&tensor.0.session, Some(other) if !other.is_same(self)) {
+                return Err(invalid(
+                    "an input is on another device of the spread; Session::eval and Compiled::call_eval compute with several",
+                ));
+            }
             if let State::Host { data, .. } = tensor.state() {
                 let size = data.bytes().len();
                 if size > INLINE || inline + size > INLINE_ALL {

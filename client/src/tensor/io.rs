@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     fs,
-    io::Read,
+    io::{Read, Write},
     path::{Path, PathBuf},
 };
 
@@ -17,6 +17,7 @@ use super::{
     array::{Tensor, invalid, of_graph},
     host::HostTensor,
 };
+use crate::whole::{self, Readers};
 
 /// Bytes of an npy header at most. NumPy writes some hundred.
 const MAX_NPY_HEADER: usize = 64 << 10;
@@ -127,7 +128,8 @@ impl TensorFile {
         read.map(Some).map_err(named)
     }
 
-    /// Writes tensors, and notes about them, to a file. They are computed if they were not.
+    /// Writes tensors, and notes about them, to a file. They are computed if they were not. Whoever reads the file finds all of
+    /// it, or what was there before.
     ///
     /// # Errors
     /// As [`Tensor::eval`], or the file cannot be written.
@@ -140,20 +142,41 @@ impl TensorFile {
         for (name, tensor) in tensors {
             fetched.push((*name, tensor.fetch().await?));
         }
-        let mut views = Vec::with_capacity(fetched.len());
-        for (name, data) in &fetched {
-            let dtype = NAMES.iter().find(|(ours, ..)| *ours == data.spec().dtype);
-            let (_, dtype, _) = dtype.ok_or_else(|| {
-                invalid(format!(
-                    "{name} is {}, which safetensors cannot hold; cast it",
-                    data.spec().dtype
-                ))
-            })?;
-            let view = TensorView::new(*dtype, data.shape(), data.bytes());
-            views.push((*name, view.map_err(|e| cannot_write(path, e))?));
-        }
+        let views = views(path, fetched.iter().map(|(name, data)| (*name, data)))?;
         write_safetensors(path, views, metadata)
     }
+
+    /// Writes tensors that are at hand, and notes about them, to a file, like [`TensorFile::save`].
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] for one of a block type, or if the file cannot be written.
+    pub fn write(
+        path: &Path,
+        tensors: &[(String, HostTensor)],
+        metadata: Option<HashMap<String, String>>,
+    ) -> Result<(), Error> {
+        let all = tensors.iter().map(|(name, data)| (name.as_str(), data));
+        write_safetensors(path, views(path, all)?, metadata)
+    }
+}
+
+/// Tensors as safetensors has them, for this file.
+fn views<'a>(
+    path: &Path,
+    tensors: impl Iterator<Item = (&'a str, &'a HostTensor)>,
+) -> Result<Vec<(&'a str, TensorView<'a>)>, Error> {
+    let view = |(name, data): (&'a str, &'a HostTensor)| {
+        let dtype = NAMES.iter().find(|(ours, ..)| *ours == data.spec().dtype);
+        let (_, dtype, _) = dtype.ok_or_else(|| {
+            invalid(format!(
+                "{name} is {}, which safetensors cannot hold; cast it",
+                data.spec().dtype
+            ))
+        })?;
+        let view = TensorView::new(*dtype, data.shape(), data.bytes());
+        Ok((name, view.map_err(|e| cannot_write(path, e))?))
+    };
+    tensors.map(view).collect()
 }
 
 fn write_safetensors<V: View>(
@@ -161,6 +184,7 @@ fn write_safetensors<V: View>(
     views: Vec<(&str, V)>,
     metadata: Option<HashMap<String, String>>,
 ) -> Result<(), Error> {
+    // It writes another file first, which then takes this name.
     safetensors::serialize_to_file(views, metadata, path).map_err(|e| cannot_write(path, e))
 }
 
@@ -249,7 +273,9 @@ impl HostTensor {
     /// # Errors
     /// [`Reason::InvalidArgument`] for a dtype that NumPy lacks, or the file cannot be written.
     pub fn save_npy(&self, path: &Path) -> Result<(), Error> {
-        fs::write(path, self.to_npy()?).map_err(|e| cannot_write(path, e))
+        let bytes = self.to_npy()?;
+        whole::write(path, Readers::Usual, |file| file.write_all(&bytes))
+            .map_err(|e| cannot_write(path, e))
     }
 }
 

@@ -9,7 +9,7 @@ use super::{
 };
 
 /// Starts, stops and steps of a NumPy slice, an entry per axis.
-type Slices<'a> = (&'a [i64], &'a [i64], &'a [i64]);
+pub(super) type Slices<'a> = (&'a [i64], &'a [i64], &'a [i64]);
 
 impl Tensor {
     /// The same elements, row-major, under another shape; one axis may be −1.

@@ -373,7 +373,8 @@ reductions! {
 }
 
 impl Tensor {
-    /// Each element as another dtype; floats to integers truncate and saturate.
+    /// Each element as another dtype; floats to integers truncate and saturate. Floats also become block types
+    /// ([`DType::is_encoded`]) where the last axis is whole blocks, and these become floats.
     pub fn cast(&self, dtype: DType) -> Tensor {
         one("cast", &[Some(self)], vec![Attribute::DType(dtype)])
     }
@@ -519,7 +520,7 @@ impl Tensor {
     }
 }
 
-fn window(options: &ConvOptions, axes: usize) -> Vec<Attribute> {
+pub(super) fn window(options: &ConvOptions, axes: usize) -> Vec<Attribute> {
     let or = |values: &[i64], default: i64| match values.is_empty() {
         true => Attribute::Ints(vec![default; axes]),
         false => ints(values),

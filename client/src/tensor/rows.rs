@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use hotcell_graph::op::catalogue;
 
 use super::{
-    AttentionOptions, ConvOptions, DType, Element, HostTensor, Near, PoolKind, Reduce,
-    RotaryOptions, Scan, Tensor, array::State,
+    AttentionOptions, ConvOptions, DType, Element, HostTensor, Near, PoolKind, QuantMode, Reduce,
+    Resample, RotaryOptions, Scan, Tensor, array::State,
 };
 
 /// Rows without a method of [`Tensor`], and why.
@@ -41,6 +41,7 @@ fn made() -> Vec<(&'static str, Tensor)> {
     let heads = host::<f32>(&[1, 2, 3, 4]);
     let experts = host::<f32>(&[2, 2, 3]);
     let (scan, near) = (Scan::default(), Near::default());
+    let options = ConvOptions::default();
     let two = vec![x.clone(), y.clone()];
     let mut all = of![x; neg, abs, sign, square, floor, ceil, round, trunc, reciprocal, sqrt, rsqrt, exp, expm1, log, log1p,
         log2, sin, cos, tan, asin, acos, atan, sinh, cosh, tanh, asinh, acosh, atanh, erf, erfinv, sigmoid, silu, logical_not,
@@ -79,6 +80,83 @@ fn made() -> Vec<(&'static str, Tensor)> {
         ("logsumexp", x.logsumexp(&[], false)),
         ("cumsum", x.cumsum(0, scan)),
         ("cumprod", x.cumprod(0, scan)),
+        ("cummax", x.cummax(0, false)),
+        ("cummin", x.cummin(0, true)),
+        ("logcumsumexp", x.logcumsumexp(0, false)),
+        ("bitcast", x.view(DType::I32)),
+        ("tril", x.tril(0)),
+        ("triu", x.triu(1)),
+        ("diag", x.diag(-1)),
+        ("diagonal", x.diagonal(0, 0, 1)),
+        ("roll", x.roll(1, 0)),
+        ("as_strided", x.as_strided(&[3], &[1], 1)),
+        (
+            "slice_update",
+            x.slice_update(&one, (&[0, 0], &[1, 2], &[1, 1])),
+        ),
+        ("slice_dynamic", x.slice_dynamic(&at, &[1, 2])),
+        ("slice_update_dynamic", x.slice_update_dynamic(&y, &at)),
+        ("einsum", Tensor::einsum("ij,jk->ik", &two)),
+        ("im2col", image.im2col(&[2], &options)),
+        (
+            "col2im",
+            host::<f32>(&[1, 2, 3]).col2im(&[4], &[2], &options),
+        ),
+        (
+            "conv_transpose",
+            image.conv_transpose(&kernel, None, &options, &[]),
+        ),
+        (
+            "interpolate",
+            image.interpolate(&[7], Resample::Linear, false),
+        ),
+        ("fft", x.fft(0)),
+        ("gated_delta", {
+            let (keys, one) = (host::<f32>(&[1, 3, 2, 4]), host::<f32>(&[1, 3, 2]));
+            keys.gated_delta(&keys, &keys, &one, &one, None).0
+        }),
+        ("mamba2_scan", {
+            let (all, dt) = (host::<f32>(&[1, 3, 2, 4]), host::<f32>(&[1, 3, 2]));
+            let a = host::<f32>(&[2]);
+            all.mamba2_scan(&dt, &a, &all, &all, Some(&a), None).0
+        }),
+        ("cholesky", x.cholesky(false)),
+        ("qr", x.qr().0),
+        ("lu", x.lu().0),
+        ("det", x.det()),
+        ("solve", x.solve(&y)),
+        ("solve_triangular", x.solve_triangular(&y, true)),
+        ("svd", x.svd().0),
+        ("eigh", x.eigh().0),
+        ("eig", x.eig().1),
+        (
+            "quantize_float",
+            host::<f32>(&[2, 64]).quantize_as(QuantMode::Nvfp4).packed,
+        ),
+        ("quantize", host::<f32>(&[2, 64]).quantize(32, 4).packed),
+        (
+            "dequantize",
+            host::<f32>(&[2, 64]).quantize(32, 4).dequantize(DType::F32),
+        ),
+        (
+            "quantized_matmul",
+            host::<f32>(&[2, 64]).quantized_matmul(&host::<f32>(&[3, 64]).quantize(32, 4), true),
+        ),
+        (
+            "gather_qmm",
+            host::<f32>(&[1, 2, 64]).gather_qmm(
+                &host::<f32>(&[2, 3, 64]).quantize(32, 4),
+                None,
+                Some(&at),
+                true,
+            ),
+        ),
+        ("to_fp8", x.to_fp8()),
+        ("from_fp8", host::<u8>(&[2]).from_fp8(DType::F32)),
+        (
+            "ssm_conv",
+            host::<f32>(&[1, 2, 4]).ssm_conv(&host::<f32>(&[2, 3])),
+        ),
     ]);
     all.extend([
         ("reshape", x.reshape(&[4])),

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeSet,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock, Weak,
         atomic::{AtomicU32, Ordering},
     },
 };
@@ -12,12 +12,13 @@ use hotcell_graph::{TensorSpec, wire};
 use hotcell_proto::{error::Error, v1};
 
 use super::{
-    array::{Tensor, of_graph},
+    array::{Tensor, invalid, of_graph},
     backend::FlashAttention,
     checked::Road,
     connection::{Connection, Lease, Way, locked},
     recipe::Recipe,
     recover::{Recovering, Recovery, again},
+    spread::Group,
 };
 use crate::connect::{Address, Client, Identity};
 
@@ -55,7 +56,7 @@ pub struct SessionOptions {
 #[derive(Clone)]
 pub struct Session(Arc<Inner>);
 
-struct Inner {
+pub(super) struct Inner {
     /// Another one after each loss, in a session that recovers.
     at: Mutex<Arc<Connection>>,
     dry_run: bool,
@@ -66,6 +67,8 @@ struct Inner {
     /// Ids of streams that are gone, for new ones.
     idle_streams: Arc<Mutex<BTreeSet<u32>>>,
     recovery: Option<Recovering>,
+    /// The sessions that it computes expressions with.
+    group: OnceLock<Arc<Group>>,
 }
 
 impl Session {
@@ -102,6 +105,7 @@ impl Session {
             streams: AtomicU32::new(1),
             idle_streams: Arc::default(),
             recovery,
+            group: OnceLock::new(),
         })))
     }
 
@@ -136,6 +140,39 @@ impl Session {
 
     pub(super) fn is_same(&self, other: &Session) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    pub(super) fn downgrade(&self) -> Weak<Inner> {
+        Arc::downgrade(&self.0)
+    }
+
+    pub(super) fn upgrade(weak: &Weak<Inner>) -> Option<Self> {
+        weak.upgrade().map(Self)
+    }
+
+    /// Takes part in a group from now on.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`](crate::Reason::InvalidArgument) when it is in one.
+    pub(super) fn join(&self, group: &Arc<Group>) -> Result<(), Error> {
+        let joined = self.0.group.set(Arc::clone(group));
+        joined.map_err(|_| invalid("the session is in a spread already"))
+    }
+
+    pub(super) fn group(&self) -> Option<Arc<Group>> {
+        self.0.group.get().map(Arc::clone)
+    }
+
+    /// Whether the tensors of both may be in one expression.
+    pub(super) fn mixes_with(&self, other: &Session) -> bool {
+        let same = |(a, b): (&Arc<Group>, &Arc<Group>)| Arc::ptr_eq(a, b);
+        self.is_same(other)
+            || self
+                .0
+                .group
+                .get()
+                .zip(other.0.group.get())
+                .is_some_and(same)
     }
 
     pub(super) fn is_dry_run(&self) -> bool {

@@ -67,19 +67,27 @@ async fn share(
             format!("shared memory cannot be mapped: {e}"),
         )
     })?;
+    let (remote, spec) = import(at, given.tag, spec).await?;
+    Ok((remote, spec, memory))
+}
+
+/// A tensor in memory that the scheduler gave the worker, under this tag.
+pub(super) async fn import(
+    at: &Connection,
+    tag: u64,
+    spec: &TensorSpec,
+) -> Result<(Arc<Remote>, TensorSpec), Error> {
     let request = at.request(v1::ImportSharedRequest {
-        tag: given.tag,
+        tag,
         spec: Some(wire::encode_tensor_spec(spec)),
         offset: 0,
     });
-    let info = at.answer(at.rpc().import_shared(request).await)?;
-    let (remote, spec) = at.adopt(info)?;
-    Ok((remote, spec, memory))
+    at.adopt(at.answer(at.rpc().import_shared(request).await)?)
 }
 
 impl Connection {
     /// Asks the scheduler for what only a descriptor can carry.
-    async fn hand_out(&self, ask: &Ask) -> Result<handoff::Given, Error> {
+    pub(super) async fn hand_out(&self, ask: &Ask) -> Result<handoff::Given, Error> {
         let far = || {
             let what = "only a session through a scheduler's Unix socket can share memory or have a connection of its own";
             invalid(what)

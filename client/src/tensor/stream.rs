@@ -58,6 +58,14 @@ impl Order {
         }
     }
 
+    /// The same, answered when it is done.
+    pub fn waited(&self) -> Self {
+        Self {
+            detached: false,
+            ..self.clone()
+        }
+    }
+
     /// Fences to wait for. They stay until a call was taken. Those of a lost connection have passed: what their calls made
     /// is made again when it is needed.
     pub fn wait(&self, at: &Connection) -> Vec<v1::Fence> {

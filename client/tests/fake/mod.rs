@@ -455,6 +455,9 @@ impl Control for Fake {
             path: "avx2".to_owned(),
             problem: String::new(),
             program: String::new(),
+            pci_id: String::new(),
+            integrated: true,
+            driver: String::new(),
         };
         Ok(Response::new(v1::ListDevicesResponse {
             devices: vec![device],
@@ -643,6 +646,26 @@ impl Control for Fake {
         match request.into_inner().worker.as_str() {
             "w1" => Ok(Response::new(v1::ReleaseWorkerResponse {})),
             _ => Err(Error::new(Reason::InvalidArgument, "it is not quarantined").into()),
+        }
+    }
+
+    async fn restart_worker(
+        &self,
+        request: Request<v1::RestartWorkerRequest>,
+    ) -> Answer<v1::RestartWorkerResponse> {
+        match request.into_inner().worker.as_str() {
+            "w1" => Ok(Response::new(v1::RestartWorkerResponse {})),
+            _ => Err(Error::new(Reason::InvalidArgument, "it is not ready").into()),
+        }
+    }
+
+    async fn drain_worker(
+        &self,
+        request: Request<v1::DrainWorkerRequest>,
+    ) -> Answer<v1::DrainWorkerResponse> {
+        match request.into_inner().worker.as_str() {
+            "w1" => Ok(Response::new(v1::DrainWorkerResponse {})),
+            _ => Err(Error::new(Reason::InvalidArgument, "it is not ready").into()),
         }
     }
 

@@ -8,7 +8,33 @@ use hotcell_graph::DType;
 
 use super::lanes::{bf16_to_f32, f16_to_f32};
 
-/// Whether [`dequantize_row`] and the matrix multiplication read this dtype.
+mod coarse;
+mod grids;
+
+/// Whether [`dequantize_row`] reads this dtype.
+pub const fn is_decoded(dtype: DType) -> bool {
+    use DType::{
+        IQ1M, IQ1S, IQ2S, IQ2XS, IQ2XXS, IQ3S, IQ3XXS, IQ4NL, IQ4XS, Q2K, Q3K, TQ1_0, TQ2_0,
+    };
+    let only = matches!(
+        dtype,
+        Q2K | Q3K
+            | IQ1S
+            | IQ1M
+            | IQ2XXS
+            | IQ2XS
+            | IQ2S
+            | IQ3XXS
+            | IQ3S
+            | IQ4NL
+            | IQ4XS
+            | TQ1_0
+            | TQ2_0
+    );
+    only || is_weight_dtype(dtype)
+}
+
+/// Whether the matrix multiplication reads this dtype as it is stored; [`dequantize_row`] does too.
 pub const fn is_weight_dtype(dtype: DType) -> bool {
     matches!(
         dtype,
@@ -32,7 +58,7 @@ pub const fn is_weight_dtype(dtype: DType) -> bool {
 ///
 /// # Panics
 ///
-/// When `dtype` is no weight dtype ([`is_weight_dtype`]), or `bytes` is not exactly the size of
+/// When `dtype` is not one of [`is_decoded`], or `bytes` is not exactly the size of
 /// `out.len()` elements. Both are decided by whoever verified the graph, not by file contents.
 pub fn dequantize_row(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     assert_eq!(
@@ -73,6 +99,19 @@ pub fn dequantize_row(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         DType::Q6K => each(out, q6_k),
         DType::MXFP4 => each(out, mxfp4),
         DType::NVFP4 => each(out, nvfp4),
+        DType::Q2K => each(out, coarse::q2_k),
+        DType::Q3K => each(out, coarse::q3_k),
+        DType::IQ2XXS => each(out, coarse::iq2_xxs),
+        DType::IQ2XS => each(out, coarse::iq2_xs),
+        DType::IQ3XXS => each(out, coarse::iq3_xxs),
+        DType::IQ1S => each(out, coarse::iq1_s),
+        DType::IQ4NL => each(out, coarse::iq4_nl),
+        DType::IQ3S => each(out, coarse::iq3_s),
+        DType::IQ2S => each(out, coarse::iq2_s),
+        DType::IQ4XS => each(out, coarse::iq4_xs),
+        DType::IQ1M => each(out, coarse::iq1_m),
+        DType::TQ1_0 => each(out, coarse::tq1_0),
+        DType::TQ2_0 => each(out, coarse::tq2_0),
         _ => panic!("{dtype} is no weight dtype"),
     }
 }
@@ -182,7 +221,7 @@ fn q6_k(b: &[u8], out: &mut [f32]) {
 pub(super) const E2M1_TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// `2^(e − 128)`: half of what E8M0 says. As in ggml, 255 is no NaN.
-fn half_power(e: u8) -> f32 {
+pub(super) fn half_power(e: u8) -> f32 {
     f32::from_bits(match e {
         0 | 1 => 0x0020_0000 << e,
         _ => u32::from(e - 1) << 23,
@@ -218,11 +257,11 @@ fn nvfp4(b: &[u8], out: &mut [f32]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// The bytes of a tensor in a safetensors file, by the little that our goldens need of the format.
-    fn tensor<'a>(file: &'a [u8], name: &str) -> &'a [u8] {
+    pub(in crate::cpu) fn tensor<'a>(file: &'a [u8], name: &str) -> &'a [u8] {
         let size: [u8; 8] = file[..8].try_into().expect("eight bytes");
         let (header, data) = file[8..].split_at(u64::from_le_bytes(size) as usize);
         let header = std::str::from_utf8(header).expect("a JSON header");
@@ -244,7 +283,7 @@ mod tests {
     fn rows_are_bit_for_bit_those_of_gguf_py() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/blocks");
         for &dtype in DType::ALL {
-            if !is_weight_dtype(dtype) || dtype == DType::F32 {
+            if !is_decoded(dtype) || dtype == DType::F32 {
                 continue;
             }
             let file =

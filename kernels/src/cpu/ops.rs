@@ -2,12 +2,13 @@
 
 mod arg;
 mod attention;
+mod blocks;
 mod close;
 mod conv;
 mod create;
-mod dequantize;
 mod elementwise;
 mod experts;
+mod fft;
 mod gemm;
 mod get_rows;
 #[cfg(target_arch = "x86_64")]
@@ -15,11 +16,13 @@ mod groups;
 mod index;
 mod join;
 mod keys;
+mod linear;
 mod matmul;
 mod movement;
 mod norm;
 mod pool;
 mod random;
+mod recurrent;
 mod reduce;
 mod reducers;
 mod reductions;
@@ -57,13 +60,16 @@ static TABLES: &[&[Entry]] = &[
     attention::ENTRIES,
     close::ENTRIES,
     conv::ENTRIES,
-    dequantize::ENTRIES,
+    blocks::ENTRIES,
     elementwise::ENTRIES,
     experts::ENTRIES,
+    fft::ENTRIES,
+    linear::ENTRIES,
     gemm::ENTRIES,
     matmul::ENTRIES,
     norm::ENTRIES,
     pool::ENTRIES,
+    recurrent::ENTRIES,
     rope::ENTRIES,
     softmax::ENTRIES,
     softmax_columns::ENTRIES,

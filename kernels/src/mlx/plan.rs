@@ -10,15 +10,13 @@ use std::{
 };
 
 use hotcell_graph::{
-    Graph, GraphBuilder, TensorSpec, Value,
+    Graph, TensorSpec, Value,
     graph::Node,
     op::{Attribute, Call, OpRow, ValueSpec, number},
 };
 
 use super::{
-    NAME,
-    host::HostPart,
-    ops,
+    NAME, ops,
     ran::{Places, Tally, places as ops_at},
     run::State,
     weights::{Form, Weights},
@@ -27,6 +25,7 @@ use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
     bound::Bound,
     lower::lower,
+    part::{HostPart, Inputs, Numbers, is_fixed_point},
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
 
@@ -40,12 +39,7 @@ const MOST_BYTES: usize = 64 << 20;
 /// cannot be left, so a node that has more is a unit by itself, and an execution is stopped after it.
 const MOST_PRODUCTS: usize = 200_000_000;
 
-pub(super) fn overflow() -> DeviceError {
-    DeviceError::OutOfMemory {
-        what: "the plan's values".to_owned(),
-        bytes: usize::MAX,
-    }
-}
+pub(super) use crate::part::overflow;
 
 /// A node that MLX computes.
 pub(super) struct MlxNode {
@@ -124,66 +118,6 @@ pub(super) struct MlxPlan {
     pub(super) trail: Option<Trail>,
     pub(super) state: State,
     pub(super) ran: Tally,
-}
-
-/// Numbers of a graph's values: inputs first, then each node's results.
-struct Numbers {
-    inputs: usize,
-    firsts: Vec<usize>,
-    count: usize,
-}
-
-impl Numbers {
-    fn new(graph: &Graph) -> Self {
-        let inputs = graph.inputs().len();
-        let mut count = inputs;
-        let firsts = graph.nodes().iter().map(|node| {
-            let first = count;
-            count += node.outputs.len();
-            first
-        });
-        Self {
-            inputs,
-            firsts: firsts.collect(),
-            count,
-        }
-    }
-
-    fn of(&self, value: Value) -> Option<usize> {
-        match value {
-            Value::Absent => None,
-            Value::Input(i) => Some(i as usize).filter(|i| *i < self.inputs),
-            Value::Node { node, output } => Some(self.firsts.get(node as usize)? + output as usize),
-        }
-    }
-}
-
-/// Whether decomposing a call only gives the same call again: what promotes its inputs, for inputs that need not be.
-fn is_fixed_point(call: &Call<'_>) -> bool {
-    let Some(decompose) = call.op.decompose else {
-        return true;
-    };
-    let again = || -> Option<bool> {
-        // One row is as good as any: what an op becomes does not depend on how many there are.
-        let mut builder = GraphBuilder::new(1);
-        let mut inputs = Vec::with_capacity(call.inputs.len());
-        for spec in call.inputs {
-            inputs.push(match spec {
-                ValueSpec::Tensor(t) => builder.tensor("x", t.clone()).ok()?,
-                ValueSpec::Cache(c) => builder.cache("c", *c).ok()?,
-                ValueSpec::Absent => Value::Absent,
-            });
-        }
-        let results = decompose(&mut builder, &inputs, call.attributes).ok()?;
-        let graph = builder.finish(&results).ok()?;
-        Some(graph.nodes().iter().any(|node| {
-            std::ptr::eq(node.op, call.op)
-                && graph
-                    .input_specs(node)
-                    .is_ok_and(|specs| specs == call.inputs)
-        }))
-    };
-    again().unwrap_or(true)
 }
 
 /// A node's bytes for the greatest number of rows.
@@ -315,9 +249,17 @@ impl MlxPlan {
             let work = match on_mlx {
                 true => Work::Mlx(mlx_nodes(&graph, range.clone(), &numbers, double)?),
                 false => {
-                    let number = |v| numbers.of(v);
                     let range = range.clone();
-                    let part = HostPart::new(&graph, range, &number, &wanted, &**cpu, hints)?;
+                    let part = HostPart::new(
+                        &graph,
+                        range,
+                        &numbers,
+                        &wanted,
+                        &**cpu,
+                        Inputs::InPlace,
+                        hints,
+                    )?;
+
                     memory.arena = memory
                         .arena
                         .checked_add(part.bytes)

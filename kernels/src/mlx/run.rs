@@ -15,13 +15,13 @@ use mlx_rs::Array;
 
 use super::{
     array,
-    host::HostPart,
     plan::{MlxNode, MlxPlan, Place, Work, overflow},
     weights::{Form, Prepared, Source, Weights},
 };
 use crate::{
     backend::{Buffer, DeviceError, Trail},
     bound::{Bound, overlap},
+    part::HostPart,
     plan::{PlanHints, Slot},
 };
 

@@ -46,7 +46,7 @@ pub enum Kind {
     Float,
     /// Complex numbers.
     Complex,
-    /// Quantised blocks; only matrix multiplication and `take` read them.
+    /// Quantised blocks; only matrix multiplication, `take` and `cast` read them.
     Block,
 }
 
@@ -76,6 +76,19 @@ dtypes! {
     Q6K   "q6_k"  Some(14), 256, 210, Block;
     MXFP4 "mxfp4" Some(39), 32, 17, Block;
     NVFP4 "nvfp4" Some(40), 64, 36, Block;
+    Q2K "q2_k" Some(10), 256, 84, Block;
+    Q3K "q3_k" Some(11), 256, 110, Block;
+    IQ2XXS "iq2_xxs" Some(16), 256, 66, Block;
+    IQ2XS "iq2_xs" Some(17), 256, 74, Block;
+    IQ3XXS "iq3_xxs" Some(18), 256, 98, Block;
+    IQ1S "iq1_s" Some(19), 256, 50, Block;
+    IQ4NL "iq4_nl" Some(20), 32, 18, Block;
+    IQ3S "iq3_s" Some(21), 256, 110, Block;
+    IQ2S "iq2_s" Some(22), 256, 82, Block;
+    IQ4XS "iq4_xs" Some(23), 256, 136, Block;
+    IQ1M "iq1_m" Some(29), 256, 56, Block;
+    TQ1_0 "tq1_0" Some(34), 256, 54, Block;
+    TQ2_0 "tq2_0" Some(35), 256, 66, Block;
 }
 
 impl DType {
@@ -92,6 +105,15 @@ impl DType {
     /// Whether elements are packed into quantised blocks.
     pub const fn is_block(self) -> bool {
         self.block_len() > 1
+    }
+
+    /// Whether this is a block type that floats can be cast to: those whose rule GGUF's own package writes down.
+    pub const fn is_encoded(self) -> bool {
+        use DType::{MXFP4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, TQ1_0, TQ2_0};
+        matches!(
+            self,
+            Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 | MXFP4 | TQ1_0 | TQ2_0
+        )
     }
 
     /// Whether elements are plain floating-point numbers.

@@ -6,6 +6,7 @@ pub mod dtype;
 pub mod graph;
 pub mod op;
 pub mod shape;
+pub mod split;
 pub mod wire;
 
 pub use dtype::DType;

@@ -7,15 +7,24 @@
 pub mod activation;
 pub mod attention;
 pub mod binary;
+pub mod contract;
 pub mod conv;
 pub mod create;
+pub mod encode;
 mod fit;
+pub mod fourier;
+pub mod image;
 pub mod index;
 pub mod join;
+pub mod linear;
 pub mod matmul;
 pub mod norm;
+pub mod place;
+pub mod quant;
 pub mod random;
+pub mod recurrent;
 pub mod reduce;
+pub mod resample;
 pub mod rope;
 pub mod rules;
 pub mod shape;
@@ -464,13 +473,22 @@ pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
         shape::ROWS,
         join::ROWS,
         index::ROWS,
+        place::ROWS,
         sort::ROWS,
         matmul::ROWS,
+        contract::ROWS,
         conv::ROWS,
+        image::ROWS,
+        resample::ROWS,
+        fourier::ROWS,
+        linear::ROWS,
+        quant::ROWS,
+        encode::ROWS,
         random::ROWS,
         norm::ROWS,
         rope::ROWS,
         attention::ROWS,
+        recurrent::ROWS,
     ]
     .into_iter()
     .flatten()

@@ -237,7 +237,28 @@ fn one_operand() {
             Ok("f16[rows, 32]"),
         ),
         ("cast", "q4_0[32]", vec![D(DType::I32)], Err("float")),
-        ("cast", "f32[32]", vec![D(DType::Q4_0)], Err("q4_0")),
+        (
+            "cast",
+            "bf16[rows, 64]",
+            vec![D(DType::Q4_0)],
+            Ok("q4_0[rows, 64]"),
+        ),
+        (
+            "cast",
+            "f32[3, 33]",
+            vec![D(DType::Q8_0)],
+            Err("blocks of 32"),
+        ),
+        ("cast", "f32[]", vec![D(DType::Q8_0)], Err("blocks of 32")),
+        (
+            "cast",
+            "f32[rows]",
+            vec![D(DType::Q8_0)],
+            Err("blocks of 32"),
+        ),
+        ("cast", "f32[256]", vec![D(DType::Q4K)], Err("tq1_0")),
+        ("cast", "i32[32]", vec![D(DType::Q4_0)], Err("f32 first")),
+        ("cast", "q8_0[32]", vec![D(DType::Q4_0)], Err("f32 first")),
         ("cast", "c64[2]", vec![D(DType::Bool)], Ok("bool[2]")),
     ]);
 }

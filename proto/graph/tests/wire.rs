@@ -534,7 +534,13 @@ impl Sketch<'_> {
                 Attribute::Float(choices.pick(&[0.0, 1.0, 0.5, lo, hi]).clamp(lo, hi))
             }
             AttributeKind::Bool => Attribute::Bool(choices.below(2) == 1),
-            AttributeKind::DType => Attribute::DType(choices.pick(DType::ALL)),
+            AttributeKind::DType => {
+                let plain = [DType::F32, DType::I32, DType::F16];
+                Attribute::DType(match choices.below(2) {
+                    0 => choices.pick(&plain),
+                    _ => choices.pick(DType::ALL),
+                })
+            }
             AttributeKind::Name(names) => Attribute::Name(choices.pick(names).to_owned()),
             AttributeKind::Bytes(max) => {
                 let lengths = [0, 1, 4, 8, 24, max];
@@ -573,6 +579,52 @@ fn hints(op: &str) -> &'static [(DType, &'static [usize])] {
             (DType::Q8_0, &[4, 5, 32]),
             (DType::F32, &[2, 1, 32]),
             (DType::I32, &[2, 3]),
+        ],
+        "slice_update" => &[(DType::F32, &[3]), (DType::F32, &[1])],
+        "slice_dynamic" => &[(DType::F32, &[3]), (DType::I32, &[1])],
+        "slice_update_dynamic" => &[(DType::F32, &[3]), (DType::F32, &[2]), (DType::I32, &[1])],
+        "im2col" | "interpolate" => &[(DType::F32, &[2, 3, 9])],
+        "col2im" => &[(DType::F32, &[2, 3, 1])],
+        "conv_transpose" => &[
+            (DType::F32, &[2, 3, 4]),
+            (DType::F32, &[3, 2, 2]),
+            (DType::F32, &[2]),
+        ],
+        "ssm_conv" => &[(DType::F32, &[2, 3, 4]), (DType::F32, &[3, 2])],
+        "fft" => &[(DType::C64, &[3, 2])],
+        "cholesky" | "det" | "eigh" | "eig" => &[(DType::F32, &[2, 2])],
+        "gated_delta" => &[
+            (DType::F32, &[1, 3, 2, 2]),
+            (DType::F32, &[1, 3, 2, 2]),
+            (DType::F32, &[1, 3, 2, 4]),
+            (DType::F32, &[1, 3, 2]),
+            (DType::F32, &[1, 3, 2]),
+            (DType::F32, &[1, 2, 4, 2]),
+        ],
+        "mamba2_scan" => &[
+            (DType::F32, &[1, 3, 2, 4]),
+            (DType::F32, &[1, 3, 2]),
+            (DType::F32, &[2]),
+            (DType::F32, &[1, 3, 1, 2]),
+            (DType::F32, &[1, 3, 1, 2]),
+            (DType::F32, &[2]),
+            (DType::F32, &[1, 2, 4, 2]),
+        ],
+        "solve" | "solve_triangular" => &[(DType::F32, &[2, 2]), (DType::F32, &[2, 3])],
+        "from_fp8" => &[(DType::U8, &[3])],
+        "quantize" | "quantize_float" => &[(DType::F32, &[2, 128])],
+        "dequantize" => &[
+            (DType::U32, &[2, 8]),
+            (DType::F32, &[2, 1]),
+            (DType::F32, &[2, 1]),
+        ],
+        "quantized_matmul" | "gather_qmm" => &[
+            (DType::F32, &[1, 3, 128]),
+            (DType::U32, &[1, 2, 8]),
+            (DType::F32, &[1, 2, 1]),
+            (DType::F32, &[1, 2, 1]),
+            (DType::I32, &[2]),
+            (DType::I32, &[2]),
         ],
         "conv" => &[
             (DType::F32, &[2, 3, 9]),
@@ -720,7 +772,7 @@ fn wrong_values(wire: &v1::Graph, at: usize) -> Vec<v1::ValueRef> {
 }
 
 const WRONG_DTYPES: [&str; 10] = [
-    "", "F32", "f32 ", "float", "q4_2", "q4_3", "q4_0_4_4", "iq4_nl", "12", "q4_k\0",
+    "", "F32", "f32 ", "float", "q4_2", "q4_3", "q4_0_4_4", "q8_1", "12", "q4_k\0",
 ];
 
 /// Axes that no shape may have, the first of them after others that are good.

@@ -5,6 +5,7 @@
 //! ```text
 //! connection SESSION\n                  → 0 | tag: u64 | a stream socket
 //! memory BYTES SESSION\n                → 0 | tag: u64 | a memfd of that length, sealed against resizing
+//! lane BYTES SESSION SESSION\n          → 0 | tag: u64 | such a memfd | the second session's tag: u64
 //!                                         1 | tag: 0   | what went wrong, UTF-8, to the end
 //! ```
 //!
@@ -60,6 +61,13 @@ pub enum Ask {
         /// Its length.
         bytes: u64,
     },
+    /// Memory shared with the workers of two sessions.
+    Lane {
+        /// The sessions.
+        sessions: [String; 2],
+        /// Its length.
+        bytes: u64,
+    },
     /// That the scheduler becomes another program.
     Takeover {
         /// Bytes of the message that follows.
@@ -72,6 +80,8 @@ pub enum Ask {
 pub struct Given {
     /// Names it to the worker (memory); 0 for a connection.
     pub tag: u64,
+    /// Names it to the second session's worker (a lane); else 0.
+    pub also: u64,
     /// The connection or memory.
     pub fd: OwnedFd,
 }
@@ -95,8 +105,13 @@ pub async fn ask(path: &Path, ask: &Ask) -> io::Result<Result<Given, String>> {
     let line = match ask {
         Ask::Connection { session } => format!("connection {session}\n"),
         Ask::Memory { session, bytes } => format!("memory {bytes} {session}\n"),
+        Ask::Lane {
+            sessions: [one, other],
+            bytes,
+        } => format!("lane {bytes} {one} {other}\n"),
         Ask::Takeover { .. } => return Err(io::ErrorKind::InvalidInput.into()),
     };
+    let is_lane = matches!(ask, Ask::Lane { .. });
     patient(async {
         let mut stream = UnixStream::connect(path).await?;
         stream.write_all(line.as_bytes()).await?;
@@ -110,10 +125,17 @@ pub async fn ask(path: &Path, ask: &Ask) -> io::Result<Result<Given, String>> {
             .await?;
         let [status, tag @ ..] = header;
         match (status, fd) {
-            (0, Some(fd)) => Ok(Ok(Given {
-                tag: u64::from_le_bytes(tag),
-                fd,
-            })),
+            (0, Some(fd)) => {
+                let mut also = [0; 8];
+                if is_lane {
+                    stream.read_exact(&mut also).await?;
+                }
+                Ok(Ok(Given {
+                    tag: u64::from_le_bytes(tag),
+                    also: u64::from_le_bytes(also),
+                    fd,
+                }))
+            }
             (1, _) => {
                 let mut words = Vec::new();
                 stream
@@ -175,10 +197,17 @@ pub async fn read_ask(stream: &mut UnixStream) -> io::Result<Ask> {
                 session: session.to_owned(),
                 bytes: bytes.parse().map_err(|_| broken("bytes is no number"))?,
             },
+            (Some("lane"), Some(bytes), Some(one)) => {
+                let other = words.next().ok_or_else(|| broken("a lane has two ends"))?;
+                Ask::Lane {
+                    sessions: [one.to_owned(), other.to_owned()],
+                    bytes: bytes.parse().map_err(|_| broken("bytes is no number"))?,
+                }
+            }
             (Some("takeover"), Some(bytes), None) => Ask::Takeover {
                 bytes: bytes.parse().map_err(|_| broken("bytes is no number"))?,
             },
-            _ => return Err(broken("neither `connection` nor `memory`")),
+            _ => return Err(broken("neither `connection` nor `memory` nor `lane`")),
         };
         match words.next() {
             Some(_) => Err(broken("too many words")),
@@ -188,17 +217,17 @@ pub async fn read_ask(stream: &mut UnixStream) -> io::Result<Ask> {
     .await
 }
 
-/// Answers with a descriptor, or with what went wrong.
+/// Answers with a descriptor and its tags (the second one of a lane alone), or with what went wrong.
 ///
 /// # Errors
 /// What sending reports.
 pub async fn answer(
     stream: &mut UnixStream,
-    given: Result<(u64, BorrowedFd<'_>), &str>,
+    given: Result<(u64, Option<u64>, BorrowedFd<'_>), &str>,
 ) -> io::Result<()> {
     patient(async {
         match given {
-            Ok((tag, fd)) => {
+            Ok((tag, also, fd)) => {
                 let mut header = [0u8; HEADER];
                 let [_, rest @ ..] = &mut header;
                 rest.copy_from_slice(&tag.to_le_bytes());
@@ -218,7 +247,11 @@ pub async fn answer(
                 let sent = stream.async_io(Interest::WRITABLE, send).await?;
                 stream
                     .write_all(header.get(sent..).unwrap_or_default())
-                    .await
+                    .await?;
+                match also {
+                    Some(also) => stream.write_all(&also.to_le_bytes()).await,
+                    None => Ok(()),
+                }
             }
             Err(what) => {
                 let mut message = vec![1u8];
@@ -250,12 +283,18 @@ mod tests {
             bytes: 4096,
         };
         assert_eq!(exchange("memory 4096 w0.1.ff\n").await.unwrap(), memory);
+        let sessions = ["w0.1.ff".to_owned(), "w1.2.0".to_owned()];
+        let lane = Ask::Lane { sessions, bytes: 1 };
+        assert_eq!(exchange("lane 1 w0.1.ff w1.2.0\n").await.unwrap(), lane);
         for bad in [
             "",
             "x\n",
             "memory\n",
             "memory -1 s\n",
             "memory 1 s t\n",
+            "lane 1 s\n",
+            "lane x s t\n",
+            "lane 1 s t u\n",
             "connection\n",
             "connection a b\n",
         ] {
@@ -272,11 +311,16 @@ mod tests {
         let listener = tokio::net::UnixListener::bind(&path).unwrap();
         let server = tokio::spawn(async move {
             let memory = crate::memory::shared_memory("test", 4096).unwrap();
-            for _ in 0..2 {
+            for _ in 0..3 {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 match read_ask(&mut stream).await.unwrap() {
                     Ask::Memory { bytes: 4096, .. } => {
-                        answer(&mut stream, Ok((7, memory.as_fd()))).await.unwrap();
+                        let given = Ok((7, None, memory.as_fd()));
+                        answer(&mut stream, given).await.unwrap();
+                    }
+                    Ask::Lane { bytes: 4096, .. } => {
+                        let given = Ok((8, Some(9), memory.as_fd()));
+                        answer(&mut stream, given).await.unwrap();
                     }
                     _ => answer(&mut stream, Err("no such session")).await.unwrap(),
                 }
@@ -288,7 +332,14 @@ mod tests {
             bytes: 4096,
         };
         let given = ask(&path, &want).await.unwrap().unwrap();
-        assert_eq!(given.tag, 7);
+        assert_eq!((given.tag, given.also), (7, 0));
+        assert!(crate::memory::is_fixed_size(&given.fd).unwrap());
+        let want = Ask::Lane {
+            sessions: [session.clone(), "t".to_owned()],
+            bytes: 4096,
+        };
+        let given = ask(&path, &want).await.unwrap().unwrap();
+        assert_eq!((given.tag, given.also), (8, 9));
         assert!(crate::memory::is_fixed_size(&given.fd).unwrap());
         let refused = ask(&path, &Ask::Connection { session }).await.unwrap();
         assert_eq!(refused.unwrap_err(), "no such session");

@@ -153,7 +153,10 @@ pub const TABLE: &[(&str, Need)] = &[
     ("/hotcell.v1.Debug/Replay", DEBUG),
     ("/hotcell.v1.Debug/Guard", DEBUG),
     ("/hotcell.v1.Debug/Trace", DEBUG),
+    ("/hotcell.v1.Debug/Memory", DEBUG),
     ("/hotcell.v1.Control/ReleaseWorker", ADMIN),
+    ("/hotcell.v1.Control/RestartWorker", ADMIN),
+    ("/hotcell.v1.Control/DrainWorker", ADMIN),
     ("/vllm.grpc.engine.VllmEngine/Generate", USE),
     ("/vllm.grpc.engine.VllmEngine/Embed", USE),
     ("/vllm.grpc.engine.VllmEngine/Abort", USE),
@@ -227,6 +230,11 @@ pub const TABLE: &[(&str, Need)] = &[
     // Probes of whoever runs the host have no token.
     ("/healthz", Need::Nobody),
     ("/metrics", USE),
+    // The page itself is everybody's; what it shows is not.
+    ("/live", Need::Nobody),
+    ("/live/page.css", Need::Nobody),
+    ("/live/page.js", Need::Nobody),
+    ("/live/*", DEBUG),
     ("/readyz", Need::Nobody),
     ("/vllm.grpc.engine.VllmEngine/HealthCheck", Need::Nobody),
     ("/grpc.health.v1.Health/Check", Need::Nobody),

@@ -50,7 +50,7 @@ pub struct WorkerConfig {
 }
 
 /// Backends whose native library may be missing or broken: each has a worker's program of its own.
-pub const BACKENDS_APART: [&str; 1] = ["mlx"];
+pub const BACKENDS_APART: [&str; 2] = ["cuda", "mlx"];
 
 /// The name of the program of one of [`BACKENDS_APART`].
 pub fn program_apart(backend: &str) -> String {

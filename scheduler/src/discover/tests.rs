@@ -5,13 +5,16 @@ use proptest::prelude::*;
 use super::*;
 
 const GOOD: &str = r#"{"protocol":1,"devices":[{"id":"cpu:0","backend":"cpu","description":"a\nb","memory_bytes":8,
-    "cores":[0,1,2],"path":"avx512"}]}"#;
+    "cores":[0,1,2],"path":"avx512","pci_id":"0000:01\n","integrated":true,"driver":"13.0"}]}"#;
 
 #[test]
 fn a_report_becomes_devices() {
     let devices = parse(GOOD.as_bytes()).unwrap().devices;
     assert_eq!(devices[0].id, "cpu:0");
     assert_eq!(devices[0].description, "a b");
+    assert_eq!(devices[0].pci_id, "0000:01 ");
+    assert_eq!(devices[0].driver, "13.0");
+    assert!(devices[0].integrated);
 }
 
 #[test]

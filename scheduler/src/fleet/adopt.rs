@@ -34,6 +34,8 @@ pub struct Heir {
     pub live: Option<Live>,
     /// The one untrusted model it is for.
     pub guest: Option<ModelName>,
+    /// Whether it gets no new requests.
+    pub drained: bool,
 }
 
 /// A worker's process that lives on.
@@ -195,13 +197,16 @@ impl Fleet {
                     && heir.device.cores == device.cores
             };
             let heir = heirs.iter().position(same).map(|at| heirs.swap_remove(at));
+            let drained = heir.as_ref().is_some_and(|heir| heir.drained);
             let heir = heir.map(|heir| {
                 (
                     heir.past,
                     heir.live.map(|live| table.adopt(&device.id, live)),
                 )
             });
-            table.workers.insert(id.clone(), Slot::new(device.clone()));
+            let mut slot = Slot::new(device.clone());
+            slot.drain(drained);
+            table.workers.insert(id.clone(), slot);
             workers.push((id, device.clone(), heir));
         }
         table.devices = devices;
@@ -215,7 +220,8 @@ impl Fleet {
                     let live = heir
                         .live
                         .map(|live| self.table().adopt(&heir.device.id, live));
-                    guests.push((heir.id, heir.device, guest, (heir.past, live)));
+                    let about = (guest, heir.drained);
+                    guests.push((heir.id, heir.device, about, (heir.past, live)));
                 }
                 _ => tracing::info!(worker = heir.id, "its device is not used any more"),
             }
@@ -225,8 +231,8 @@ impl Fleet {
             self.keepers
                 .spawn(keeper::keep(Arc::clone(self), id, device, heir));
         }
-        for (id, device, guest, heir) in guests {
-            self.inherit_guest(id, device, &guest, heir);
+        for (id, device, (guest, drained), heir) in guests {
+            self.inherit_guest(id, device, (&guest, drained), heir);
         }
         self.host_guests();
         self.keep_alive();

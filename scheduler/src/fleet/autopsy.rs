@@ -6,7 +6,7 @@ use hotcell_ipc::blackbox::Reader;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{Condemnation, Fate, Fleet, Process, changes::Teller};
+use super::{Condemnation, Fate, Fleet, Process, changes::Teller, replay::is_traced};
 use crate::{
     crash::{self, Dead},
     death::{Death, DeathKind, Ended},
@@ -22,6 +22,8 @@ pub(super) async fn watch(
     fate: Fate,
     patience: Patience,
     changed: Option<Teller>,
+    // One that may stand still while a debugger is attached.
+    traced: Option<u32>,
 ) {
     let mut seen = Duration::ZERO;
     let mut hang = Hang::new(blackbox.pulse(), seen);
@@ -31,6 +33,10 @@ pub(super) async fn watch(
         sleep(interval).await;
         // Who overslept was stopped, or starved as much as the worker: that time says nothing about it.
         seen += slept.elapsed().min(2 * interval);
+        if traced.is_some_and(is_traced) {
+            hang = Hang::new(blackbox.pulse(), seen);
+            continue;
+        }
         if let Some(why) = hang.look(blackbox.pulse(), seen, &patience) {
             fate.condemn(Condemnation::new(DeathKind::Wedged, why));
             return;
@@ -59,12 +65,23 @@ impl Fleet {
         process: &dyn Process,
         fate: &Fate,
     ) -> Option<AbortOnDropHandle<()>> {
+        self.watch_traced(process, fate, false)
+    }
+
+    /// As [`watch`](Self::watch), of one that may stand still while a debugger is attached, if `may_stop`.
+    pub(super) fn watch_traced(
+        &self,
+        process: &dyn Process,
+        fate: &Fate,
+        may_stop: bool,
+    ) -> Option<AbortOnDropHandle<()>> {
         let blackbox = Arc::clone(process.blackbox()?);
         let watching = watch(
             blackbox,
             fate.clone(),
             self.patience,
             Some(self.changed.clone()),
+            may_stop.then(|| process.pid()),
         );
         Some(AbortOnDropHandle::new(tokio::spawn(watching)))
     }

@@ -8,9 +8,9 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, NodeShare,
-        TraceHead, TracePiece, WatchSample, WatchedRequest, captured::Kind,
-        debug_client::DebugClient, guard_event, trace_piece,
+        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, HeldHandle,
+        MemoryMap, NodeShare, SessionMemory, TraceHead, TracePiece, WatchSample, WatchedRequest,
+        captured::Kind, debug_client::DebugClient, guard_event, trace_piece,
     },
 };
 use tokio::time::timeout;
@@ -19,7 +19,9 @@ use tonic::{Status, transport::Channel};
 use super::{
     Fleet, Link,
     caches::{believe as believe_caches, believe_memory},
-    is_broken, words,
+    is_broken,
+    slot::resident,
+    words,
 };
 use crate::{
     audit::{Entry, Who},
@@ -53,6 +55,10 @@ pub fn believe(said: WatchSample, link: &Link) -> WatchSample {
                 ..node
             })
             .collect(),
+        tensors: said.tensors.map(|mut census| {
+            census.holders.truncate(limits::MAX_TOLD_SESSIONS);
+            census
+        }),
         ..said
     }
 }
@@ -70,22 +76,26 @@ fn believe_node(node: CapturedNode) -> CapturedNode {
 
 /// A worker's words about what it computed, within bounds. Rows are the caller's to check against the nodes.
 pub fn believe_captured(said: Captured, link: &Link) -> Captured {
-    let kind = said.kind.map(|kind| match kind {
-        Kind::Head(head) => Kind::Head(CaptureHead {
-            worker: link.worker.clone(),
-            epoch: link.epoch,
-            model: clip(&head.model),
-            version: clip(&head.version),
-            nodes: (head.nodes.into_iter().take(limits::MAX_GRAPH_NODES))
-                .map(believe_node)
-                .collect(),
-            ..head
-        }),
-        Kind::End(end) => Kind::End(CaptureEnd {
-            failed: clip(&end.failed),
-            ..end
-        }),
-        told => told,
+    let kind = said.kind.and_then(|kind| {
+        Some(match kind {
+            // Only the scheduler holds one.
+            Kind::Held(_) => return None,
+            Kind::Head(head) => Kind::Head(CaptureHead {
+                worker: link.worker.clone(),
+                epoch: link.epoch,
+                model: clip(&head.model),
+                version: clip(&head.version),
+                nodes: (head.nodes.into_iter().take(limits::MAX_GRAPH_NODES))
+                    .map(believe_node)
+                    .collect(),
+                ..head
+            }),
+            Kind::End(end) => Kind::End(CaptureEnd {
+                failed: clip(&end.failed),
+                ..end
+            }),
+            told => told,
+        })
     });
     Captured { kind }
 }
@@ -129,18 +139,42 @@ pub fn believe_traced(said: TracePiece, link: &Link) -> TracePiece {
     TracePiece { kind }
 }
 
+/// A worker's words about its memory, within bounds.
+pub fn believe_memory_map(said: MemoryMap, link: &Link) -> MemoryMap {
+    let session = |session: SessionMemory| SessionMemory {
+        handles: (session.handles.into_iter().take(limits::MAX_TOLD_HANDLES))
+            .map(|handle| HeldHandle {
+                kind: clip(&handle.kind),
+                what: clip(&handle.what),
+                ..handle
+            })
+            .collect(),
+        ..session
+    };
+    MemoryMap {
+        worker: link.worker.clone(),
+        epoch: link.epoch,
+        uses: believe_memory(said.uses),
+        caches: believe_caches(said.caches),
+        sessions: (said.sessions.into_iter().take(limits::MAX_TOLD_SESSIONS))
+            .map(session)
+            .collect(),
+        ..said
+    }
+}
+
 impl Link {
     /// A connection of its own for one who looks into it, so that one who does not read holds up nobody else.
     ///
     /// # Errors
-    /// As [`Link::connect_tensors`].
+    /// As [`Link::connect_debug`].
     pub async fn debug(&self) -> Result<DebugClient<Channel>, Error> {
         let lost = |why: String| {
             let what = format!("worker {} cannot be looked into: {why}", self.worker);
             Error::new(Reason::WorkerLost, what)
         };
         let connect = async {
-            let wire = self.connect_tensors().await?;
+            let wire = self.connect_debug().await?;
             let channel = wire.channel(Windows::default()).await;
             channel.map_err(|e| lost(e.to_string()))
         };
@@ -195,6 +229,15 @@ impl Fleet {
             Error::new(Reason::NoWorker, what)
         })?;
         Ok(Arc::clone(link))
+    }
+
+    /// Bytes of a worker's process in memory; 0 if it has none.
+    pub fn resident_bytes(&self, worker: &str) -> u64 {
+        let pid = self.table().workers.get(worker).map_or(0, |slot| slot.pid);
+        match pid {
+            0 => 0,
+            pid => resident(pid),
+        }
     }
 
     /// Notes in the audit log that somebody looks into a worker.

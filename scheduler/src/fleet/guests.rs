@@ -136,7 +136,7 @@ impl Fleet {
         self: &Arc<Self>,
         id: String,
         device: Device,
-        name: &ModelName,
+        (name, drained): (&ModelName, bool),
         heir: (Past, Option<Adopted>),
     ) {
         let number = id
@@ -149,7 +149,9 @@ impl Fleet {
             let Some(guest) = table.guest(name) else {
                 return;
             };
-            table.workers.insert(id.clone(), guest_slot(&device, guest));
+            let mut slot = guest_slot(&device, guest);
+            slot.drain(drained);
+            table.workers.insert(id.clone(), slot);
         }
         self.keep_guest(id, device, Some(heir));
     }

@@ -113,6 +113,7 @@ impl Fleet {
                         Some(guest) => guest.model.as_str().to_owned(),
                         None => String::new(),
                     },
+                    drained: slot.is_drained(),
                 }
             })
             .collect();

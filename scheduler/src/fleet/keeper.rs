@@ -364,6 +364,12 @@ async fn next_event(
             () = due => Event::Tick,
         };
     };
+    let restart = async {
+        match state.phase {
+            Phase::Ready => fleet.restarted(id).await,
+            _ => pending().await,
+        }
+    };
     let Running {
         process,
         condemned,
@@ -387,7 +393,7 @@ async fn next_event(
         biased;
         ended = process.wait() => {
             let death = state.cause(classify(&ended));
-            if !matches!(state.phase, Phase::Draining { .. }) {
+            if !matches!(state.phase, Phase::Draining { .. } | Phase::Restarting { .. }) {
                 fleet.autopsy(id, &death, &ended, held.process.as_ref());
             }
             // The table first: who hears that it is gone looks there for another.
@@ -411,11 +417,15 @@ async fn next_event(
         }
         Ok(()) = progress.changed() => Event::Progress,
         () = stop => Event::Stop,
+        () = restart => Event::Restart,
         () = due => Event::Tick,
     }
 }
 
 fn is_doomed(state: &State) -> bool {
-    use crate::supervisor::Phase;
-    state.sentence().is_some() || matches!(state.phase, Phase::Draining { .. } | Phase::Stopped)
+    let ends = matches!(
+        state.phase,
+        Phase::Draining { .. } | Phase::Restarting { .. } | Phase::Stopped
+    );
+    state.sentence().is_some() || ends
 }

@@ -276,11 +276,26 @@ impl Link {
         }
     }
 
-    /// One end of a new connection, at whose other end the worker serves tensors.
+    /// A connection of its own, at whose other end the worker serves one who looks into it.
+    ///
+    /// # Errors
+    /// As [`Link::open_tensors`].
+    pub async fn connect_debug(&self) -> Result<Wire, Error> {
+        match &self.tensor_door {
+            Some(door) => Ok(door()),
+            None => self.open(true).await.map(Wire::from),
+        }
+    }
+
+    /// One end of a new connection, at whose other end the worker serves tensors, and nothing else.
     ///
     /// # Errors
     /// The worker's words, or those about the broken connection.
     pub async fn open_tensors(&self) -> Result<OwnedFd, Error> {
+        self.open(false).await
+    }
+
+    async fn open(&self, debug: bool) -> Result<OwnedFd, Error> {
         let lost = |e: std::io::Error| {
             Error::new(
                 Reason::WorkerLost,
@@ -294,7 +309,7 @@ impl Link {
             .await
             .map_err(lost)?;
         drop(its);
-        let request = OpenTensorsRequest { tag };
+        let request = OpenTensorsRequest { tag, debug };
         match timeout(PING, self.control().open_tensors(request)).await {
             Ok(Ok(_)) => Ok(ours),
             Ok(Err(status)) if is_broken(&status) => Err(Error::new(

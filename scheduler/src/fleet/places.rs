@@ -21,6 +21,17 @@ enum Wait {
     Full,
 }
 
+/// Why nobody serves a model, and nobody will.
+fn no_worker(model: &ModelName, ready: &[Candidate<'_>]) -> Error {
+    let drained = ready.iter().find(|candidate| candidate.drained);
+    let why = match drained.map(|candidate| candidate.worker) {
+        Some(id) => format!("{id} is drained; `hotcell release {id}` gives it requests again"),
+        None => "none is left that would; `hotcell ps` shows why".to_owned(),
+    };
+    let what = format!("no worker can serve model {model}: {why}");
+    Error::new(Reason::NoWorker, what)
+}
+
 impl Fleet {
     /// How many requests wait for a place on a full worker.
     pub fn waiting(&self) -> usize {
@@ -67,7 +78,7 @@ impl Fleet {
         let began = Instant::now();
         let mut changed = self.changes();
         // What goes on elsewhere has had its turn.
-        let new = wish.class.is_none() && wish.avoid.is_none() && had.is_none();
+        let new = !wish.goes_on() && had.is_none();
         let in_turn = wish.tenant.filter(|_| new);
         let mut waiting = None;
         self.wake(model, true);
@@ -161,6 +172,7 @@ impl Fleet {
                         .prints
                         .map_or(0, |p| self.prefixes().known(p, id, link.epoch)),
                     stalled: link.fate.is_stalled(),
+                    drained: slot.is_drained(),
                 };
                 Some((candidate, slot, link))
             })
@@ -177,13 +189,7 @@ impl Fleet {
                 return match (loading || table.workers.values().any(near), any) {
                     (true, _) if table.workers.values().any(|s| s.hopeful) => Ok(Err(Wait::Coming)),
                     (false, true) => Ok(Err(Wait::Absent)),
-                    _ => Err(Error::new(
-                        Reason::NoWorker,
-                        format!(
-                            "no worker can serve model {model}: none is left that would; `hotcell ps` shows why"
-                        ),
-                    )
-                    .with("model", model)),
+                    _ => Err(no_worker(model, &candidates).with("model", model)),
                 };
             }
         };

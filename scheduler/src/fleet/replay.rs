@@ -11,7 +11,7 @@ use hotcell_proto::{
     limits,
     v1::{Device, WorkerState},
 };
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -29,11 +29,65 @@ use crate::{
 /// How long one waits for a place.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// Time between two looks whether a debugger is attached.
+const LOOK: Duration = Duration::from_millis(50);
+
 /// A throw-away worker with one model. Dropping it ends the process.
 pub struct Replayer {
     /// The conversation with it.
     pub link: Arc<Link>,
+    /// Its process.
+    pub pid: u32,
     _leash: Leash,
+}
+
+impl Replayer {
+    /// Waits until a debugger is attached to its process and has let it go on, or so long.
+    pub async fn held(&self, patience: Duration) {
+        let attached = async {
+            // One that has just come stops it only a moment later, and reads symbols before it lets it go on.
+            let mut goes_on = 0;
+            while goes_on < 2 {
+                let traced = tracing(self.pid);
+                goes_on = match traced {
+                    Some(Traced { stands: false }) => goes_on + 1,
+                    _ => 0,
+                };
+                sleep(LOOK).await;
+            }
+        };
+        // Nobody came: it runs without.
+        let _ = timeout(patience, attached).await;
+    }
+}
+
+/// What a debugger does with a process.
+struct Traced {
+    /// It has it stand still.
+    stands: bool,
+}
+
+/// What a process' status in `/proc` says of a debugger; none: none is attached.
+fn traced(status: &str) -> Option<Traced> {
+    let said = |name: &str| {
+        let mut lines = status.lines();
+        lines
+            .find_map(|line| line.strip_prefix(name))
+            .map(str::trim)
+    };
+    let attached = said("TracerPid:").is_some_and(|tracer| !matches!(tracer, "" | "0"));
+    attached.then(|| Traced {
+        stands: said("State:").is_some_and(|state| state.starts_with(['t', 'T'])),
+    })
+}
+
+fn tracing(pid: u32) -> Option<Traced> {
+    traced(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+}
+
+/// Whether a debugger is attached to a process, by `/proc`.
+pub(super) fn is_traced(pid: u32) -> bool {
+    tracing(pid).is_some()
 }
 
 impl Fleet {
@@ -96,18 +150,20 @@ impl Fleet {
             slot.state = WorkerState::Ready;
             slot.models.extend([(model.clone(), got)]);
         });
-        let link = Arc::new(link);
+        let (link, pid) = (Arc::new(link), process.pid());
         let end = CancellationToken::new();
         let watched = Watched {
             link: Arc::clone(&link),
             process,
             end: end.clone(),
+            may_be_traced: true,
             _listed: listed,
             _permits: [Some(permit), None],
         };
         self.keepers.spawn(watch(Arc::clone(self), watched));
         Ok(Replayer {
             link,
+            pid,
             _leash: Leash {
                 _end: end.drop_guard(),
             },
@@ -138,5 +194,23 @@ impl Fleet {
             let what = "there is no device to run a request on; `hotcell ps` shows why";
             Error::new(Reason::NoWorker, what)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_traced_and_who_stands_still() {
+        let stands = |state: &str, tracer: &str| {
+            let status = format!("Name:\tworker\nState:\t{state}\nTracerPid:\t{tracer}\nUid:\t1\n");
+            traced(&status).map(|traced| traced.stands)
+        };
+        assert_eq!(stands("S (sleeping)", "0"), None);
+        assert_eq!(stands("T (stopped)", "0"), None);
+        assert_eq!(stands("S (sleeping)", "7"), Some(false));
+        assert_eq!(stands("t (tracing stop)", "7"), Some(true));
+        assert!(traced("").is_none());
     }
 }

@@ -14,6 +14,7 @@ use hotcell_proto::{
     v1::{ConfinementLayer, Device, HandshakeResponse, Lease, Loaded, WorkerInfo, WorkerState},
 };
 use tokio::{sync::Notify, time::Instant};
+use tokio_util::sync::CancellationToken;
 
 use super::{Link, guests::Guest, launch::Handover};
 use crate::{crash::Dead, death::Death, placement, supervisor::State};
@@ -72,15 +73,20 @@ pub(super) struct Slot {
     pub(super) last_exit: Option<Death>,
     /// Told when it is let out of quarantine.
     pub(super) release: Arc<Notify>,
+    /// Somebody wants another process in its place.
+    pub(super) restart: Arc<Notify>,
+    /// Set while it gets no new requests; cancelled when that is over.
+    pub(super) drained: Option<CancellationToken>,
     pub(super) since: Instant,
     pub(super) confinement: String,
     pub(super) layers: Vec<ConfinementLayer>,
 }
 
 impl Slot {
-    /// Whether it serves the model and takes another request.
+    /// Whether it serves the model and takes another request that begins.
     pub(super) fn has_place(&self, model: &ModelName) -> bool {
         self.serving().is_some()
+            && !self.is_drained()
             && self.models.contains_key(model)
             && !placement::is_full(self.load.running.load(Ordering::Relaxed))
     }
@@ -112,6 +118,8 @@ impl Slot {
             deaths: 0,
             last_exit: None,
             release: Arc::default(),
+            restart: Arc::default(),
+            drained: None,
             since: Instant::now(),
             confinement: String::new(),
             layers: Vec::new(),
@@ -186,7 +194,7 @@ impl Slot {
             id: id.to_owned(),
             epoch: self.epoch,
             pid: self.pid,
-            state: self.state.into(),
+            state: self.told_state().into(),
             lease: Some(Lease {
                 device: self.device.id.clone(),
                 trust_domain: self.domain.to_owned(),
@@ -219,7 +227,7 @@ impl Slot {
 }
 
 /// Resident bytes of a process by `/proc`; 0 if it cannot be told.
-fn resident(pid: u32) -> u64 {
+pub(super) fn resident(pid: u32) -> u64 {
     let pages = std::fs::read_to_string(format!("/proc/{pid}/statm"))
         .ok()
         .and_then(|statm| statm.split_whitespace().nth(1)?.parse::<u64>().ok());

@@ -323,6 +323,7 @@ impl Fleet {
             link: Arc::clone(&link),
             process,
             end: end.clone(),
+            may_be_traced: false,
             _listed: listed,
             _permits: permits,
         };
@@ -452,6 +453,8 @@ pub(super) struct Watched {
     pub(super) process: Box<dyn super::Process>,
     /// Cancelled once its request has ended.
     pub(super) end: CancellationToken,
+    /// Whether it may stand still while a debugger is attached.
+    pub(super) may_be_traced: bool,
     pub(super) _listed: super::aside::Listed,
     pub(super) _permits: [Option<OwnedSemaphorePermit>; 2],
 }
@@ -459,7 +462,8 @@ pub(super) struct Watched {
 /// Sees to a throw-away worker's end: by itself, by a sentence, or because nobody needs it any more.
 pub(super) async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
     let link = Arc::clone(&watched.link);
-    let _watcher = fleet.watch(watched.process.as_ref(), &link.fate);
+    let may_stop = watched.may_be_traced;
+    let _watcher = fleet.watch_traced(watched.process.as_ref(), &link.fate, may_stop);
     let mut condemned = link.fate.condemned.subscribe();
     let sentence = async {
         let told = condemned.wait_for(Option::is_some).await;

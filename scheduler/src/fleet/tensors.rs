@@ -8,7 +8,8 @@ use super::{Fleet, Link, slot::Slot};
 use crate::discover::clip;
 
 impl Fleet {
-    /// A ready worker for a tensor session: the named one, one on the named device, else the one with the least to do.
+    /// A ready worker for a tensor session: the named one, one on the named device, else the one with the least to do; one
+    /// that is drained only by its name.
     ///
     /// # Errors
     /// [`Reason::NoWorker`] naming what is missing.
@@ -48,7 +49,8 @@ impl Fleet {
         let known: Vec<_> = table.workers.iter().filter(fits).collect();
         let ready = known.iter().filter_map(|(_, slot)| {
             let link = slot.serving()?;
-            Some((load(slot), link))
+            let open = worker.is_some() || !slot.is_drained();
+            open.then(|| (load(slot), link))
         });
         if let Some((_, link)) = ready.min_by_key(|(load, link)| (*load, link.worker.clone())) {
             return Ok(Arc::clone(link));

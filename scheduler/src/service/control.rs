@@ -6,11 +6,13 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     v1::{
-        CrashReport, Event, GetCrashRequest, InspectModelRequest, Inspection, ListCrashesRequest,
-        ListCrashesResponse, ListDevicesRequest, ListDevicesResponse, ListModelsRequest,
-        ListModelsResponse, ListWorkersRequest, ListWorkersResponse, LoadModelProgress,
-        LoadModelRequest, ModelInfo, ReleaseWorkerRequest, ReleaseWorkerResponse, Serving,
-        UnloadModelRequest, UnloadModelResponse, WatchEventsRequest, control_server::Control,
+        CrashReport, DrainWorkerRequest, DrainWorkerResponse, Event, GetCrashRequest,
+        InspectModelRequest, Inspection, ListCrashesRequest, ListCrashesResponse,
+        ListDevicesRequest, ListDevicesResponse, ListModelsRequest, ListModelsResponse,
+        ListWorkersRequest, ListWorkersResponse, LoadModelProgress, LoadModelRequest, ModelInfo,
+        ReleaseWorkerRequest, ReleaseWorkerResponse, RestartWorkerRequest, RestartWorkerResponse,
+        Serving, UnloadModelRequest, UnloadModelResponse, WatchEventsRequest,
+        control_server::Control,
     },
 };
 use tokio::sync::{broadcast::error::RecvError, mpsc};
@@ -23,7 +25,7 @@ use crate::{
     admission::draining,
     audit::Who,
     events::missed,
-    fleet::Wanted,
+    fleet::{Wanted, checked_patience},
     vault::name_of,
 };
 
@@ -275,6 +277,29 @@ impl Control for Service {
     ) -> Result<Response<ReleaseWorkerResponse>, Status> {
         self.0.fleet.release(&request.into_inner().worker)?;
         Ok(Response::new(ReleaseWorkerResponse {}))
+    }
+
+    async fn restart_worker(
+        &self,
+        request: Request<RestartWorkerRequest>,
+    ) -> Result<Response<RestartWorkerResponse>, Status> {
+        self.0
+            .fleet
+            .restart(&request.get_ref().worker, &who(&request))?;
+        Ok(Response::new(RestartWorkerResponse {}))
+    }
+
+    async fn drain_worker(
+        &self,
+        request: Request<DrainWorkerRequest>,
+    ) -> Result<Response<DrainWorkerResponse>, Status> {
+        let DrainWorkerRequest {
+            worker,
+            patience_ms,
+        } = request.get_ref();
+        let patience = checked_patience(*patience_ms)?;
+        self.0.fleet.drain(worker, patience, &who(&request))?;
+        Ok(Response::new(DrainWorkerResponse {}))
     }
 
     async fn watch_events(

@@ -5,25 +5,33 @@ use std::{sync::Arc, time::Duration};
 use hotcell_proto::{
     error::{Error, Reason},
     ids::RequestId,
+    limits,
     v1::{
-        CaptureRequest, Captured, GuardEvent, GuardRequest, ReplayRequest, TracePiece,
-        TraceRequest, WatchRequest, WatchSample, capture_request, debug_server::Debug,
-        replay_request::Which,
+        CaptureHeld, CaptureRequest, Captured, GuardEvent, GuardRequest, MemoryMap,
+        MemoryMapRequest, ReplayRequest, TracePiece, TraceRequest, WatchRequest, WatchSample,
+        capture_request, captured, debug_server::Debug, replay_request::Which,
     },
 };
 use tokio::{
     sync::mpsc::{self, error::TrySendError},
-    time::timeout,
+    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Shared, who};
+use super::{
+    Shared,
+    timeline::{self, Timeline},
+    who,
+};
 use crate::{
     access::Caller,
     admission::draining,
     discover::clip,
-    fleet::{Link, Replayer, believe_captured, believe_guarded, believe_sample, believe_traced},
+    fleet::{
+        Link, Replayer, believe_captured, believe_guarded, believe_memory_map, believe_sample,
+        believe_traced,
+    },
 };
 
 /// The service.
@@ -31,6 +39,10 @@ pub(super) struct Service(pub Shared);
 
 /// How long a reader may take nothing before it is left: a process of its own, or a worker that serves, works for it.
 const STALLED: Duration = Duration::from_secs(60);
+
+/// How long tokens that a worker was seen to compute may take until they are here, and the time between two looks.
+const ON_THEIR_WAY: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(10);
 
 type Answers<T> = ReceiverStream<Result<T, Status>>;
 
@@ -87,6 +99,26 @@ impl Service {
         }
     }
 
+    /// What is to be run again, once the tokens are known that it begins after: they may be on their way.
+    async fn known(&self, asked: &ReplayRequest, caller: &Caller) -> Result<ReplayRequest, Error> {
+        let until = Instant::now() + ON_THEIR_WAY;
+        loop {
+            let mut again = asked.clone();
+            self.again(&mut again, caller)?;
+            let known = match &again.which {
+                Some(Which::Request(request)) => {
+                    (request.resume.as_ref()).map_or(0, |resume| resume.generated_ids.len() as u64)
+                }
+                _ => 0,
+            };
+            let comes = matches!(asked.which, Some(Which::RequestId(_)));
+            if known >= asked.at || !comes || Instant::now() >= until {
+                return Ok(again);
+            }
+            sleep(LOOK).await;
+        }
+    }
+
     /// The request that is to be run again, under its model's name here.
     fn again(&self, request: &mut ReplayRequest, caller: &Caller) -> Result<(), Error> {
         if let Some(Which::RequestId(id)) = &request.which {
@@ -139,6 +171,90 @@ async fn pass_all<T>(
         };
         if is_last || !matches!(sent, Ok(Ok(()))) {
             return;
+        }
+    }
+}
+
+/// Has a throw-away worker run a request.
+async fn run_again(
+    replayer: &Replayer,
+    asked: ReplayRequest,
+) -> Result<Streaming<Captured>, Error> {
+    let mut client = replayer.link.debug().await?;
+    match client.replay(asked).await {
+        Ok(messages) => Ok(messages.into_inner()),
+        Err(status) => Err(replayer.link.said(&status).await),
+    }
+}
+
+/// Tells which process it is, has it run once a debugger is attached, or after so long, and passes on what it tells.
+async fn pass_held(
+    shared: Shared,
+    replayer: Replayer,
+    asked: ReplayRequest,
+    hold: Duration,
+    to: mpsc::Sender<Result<Captured, Status>>,
+) {
+    let link = Arc::clone(&replayer.link);
+    let held = CaptureHeld {
+        worker: link.worker.clone(),
+        epoch: link.epoch,
+        pid: replayer.pid,
+    };
+    let kind = Some(captured::Kind::Held(held));
+    if to.send(Ok(Captured { kind })).await.is_err() {
+        return;
+    }
+    tokio::select! {
+        () = shared.abort.cancelled() => return,
+        () = to.closed() => return,
+        () = replayer.held(hold) => {}
+    }
+    match run_again(&replayer, asked).await {
+        Ok(messages) => {
+            pass_all(shared, link, messages, believe_captured, to, Some(replayer)).await;
+        }
+        Err(error) => {
+            // To one who left this goes nowhere.
+            let _ = to.send(Err(error.into())).await;
+        }
+    }
+}
+
+/// Passes a trace on until its end, with the scheduler's part before that.
+async fn pass_trace(
+    shared: Shared,
+    link: Arc<Link>,
+    mut pieces: Streaming<TracePiece>,
+    to: mpsc::Sender<Result<TracePiece, Status>>,
+) {
+    let mut timeline = Timeline::default();
+    let mut looking = interval(timeline::LOOK);
+    looking.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    loop {
+        let next = tokio::select! {
+            () = shared.abort.cancelled() => Err(draining()),
+            () = to.closed() => return,
+            _ = looking.tick() => {
+                timeline.look(&shared.streams);
+                continue;
+            }
+            next = pieces.message() => match next {
+                Ok(Some(said)) => Ok(believe_traced(said, &link)),
+                Ok(None) => return,
+                Err(status) => Err(link.said(&status).await),
+            },
+        };
+        let passed: Vec<_> = match next {
+            Ok(piece) => timeline.pass(piece).into_iter().map(Ok).collect(),
+            Err(error) => vec![Err(Status::from(error))],
+        };
+        for piece in passed {
+            let is_last = piece.is_err();
+            let sent = timeout(STALLED, to.send(piece)).await;
+            if is_last || !matches!(sent, Ok(Ok(()))) {
+                return;
+            }
         }
     }
 }
@@ -254,12 +370,16 @@ impl Debug for Service {
     ) -> Result<Response<Self::ReplayStream>, Status> {
         self.may(&request)?;
         let caller = Caller::of(request.extensions());
-        let mut asked = request.get_ref().clone();
-        let which = match &asked.which {
+        let which = match &request.get_ref().which {
             Some(Which::RequestId(id)) => format!("request {id:?}"),
             _ => "a request".to_owned(),
         };
-        self.again(&mut asked, &caller)?;
+        if request.get_ref().hold_ms > limits::MAX_HOLD_MILLIS {
+            let most = limits::MAX_HOLD_MILLIS;
+            let what = format!("a worker waits {most} ms for a debugger at most");
+            return Err(Error::new(Reason::InvalidArgument, what).into());
+        }
+        let mut asked = self.known(request.get_ref(), &caller).await?;
         let Some(Which::Request(again)) = &asked.which else {
             return Err(Error::new(Reason::Internal, "a request without a request").into());
         };
@@ -273,16 +393,17 @@ impl Debug for Service {
             () = self.0.abort.cancelled() => return Err(draining().into()),
             replayer = starting => replayer?,
         };
-        let link = Arc::clone(&replayer.link);
-        let mut client = link.debug().await?;
-        let messages = match client.replay(asked).await {
-            Ok(messages) => messages.into_inner(),
-            Err(status) => return Err(link.said(&status).await.into()),
-        };
+        let hold = Duration::from_millis(std::mem::take(&mut asked.hold_ms).into());
         let (to, stream) = mpsc::channel(1);
-        let held = Some(replayer);
-        let passing = pass_all(self.0.clone(), link, messages, believe_captured, to, held);
-        tokio::spawn(passing);
+        if hold.is_zero() {
+            let messages = run_again(&replayer, asked).await?;
+            let link = Arc::clone(&replayer.link);
+            let held = Some(replayer);
+            let passing = pass_all(self.0.clone(), link, messages, believe_captured, to, held);
+            tokio::spawn(passing);
+        } else {
+            tokio::spawn(pass_held(self.0.clone(), replayer, asked, hold, to));
+        }
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
@@ -315,6 +436,34 @@ impl Debug for Service {
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
+    async fn memory(
+        &self,
+        request: Request<MemoryMapRequest>,
+    ) -> Result<Response<MemoryMap>, Status> {
+        let MemoryMapRequest { worker, handles } = request.get_ref();
+        let link = self.enter(&request, "memory", worker, String::new())?;
+        let asked = MemoryMapRequest {
+            worker: String::new(),
+            handles: *handles,
+        };
+        let mut client = link.debug().await?;
+        let map = match timeout(STALLED, client.memory(asked)).await {
+            Ok(Ok(map)) => believe_memory_map(map.into_inner(), &link),
+            Ok(Err(status)) => return Err(link.said(&status).await.into()),
+            Err(_) => {
+                let what = format!(
+                    "worker {} did not answer for {STALLED:?}; try again later",
+                    link.worker
+                );
+                return Err(Error::new(Reason::WorkerLost, what).into());
+            }
+        };
+        Ok(Response::new(MemoryMap {
+            resident_bytes: self.0.fleet.resident_bytes(&link.worker),
+            ..map
+        }))
+    }
+
     type TraceStream = Answers<TracePiece>;
 
     async fn trace(
@@ -332,8 +481,7 @@ impl Debug for Service {
             Err(status) => return Err(link.said(&status).await.into()),
         };
         let (to, stream) = mpsc::channel(1);
-        let passing = pass_all(self.0.clone(), link, pieces, believe_traced, to, None);
-        tokio::spawn(passing);
+        tokio::spawn(pass_trace(self.0.clone(), link, pieces, to));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 }

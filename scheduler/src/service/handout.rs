@@ -60,12 +60,21 @@ pub async fn serve(listener: UnixListener, shared: Shared, stop: CancellationTok
 async fn give(mut stream: UnixStream, shared: &Shared) -> std::io::Result<()> {
     let made = match handoff::read_ask(&mut stream).await {
         Ok(Ask::Takeover { bytes }) => return shared.takeover.serve(stream, bytes, shared).await,
-        Ok(Ask::Connection { session }) => connection(&session, shared).await.map(|fd| (0, fd)),
-        Ok(Ask::Memory { session, bytes }) => memory(&session, bytes, shared).await,
+        Ok(Ask::Connection { session }) => {
+            connection(&session, shared).await.map(|fd| (0, None, fd))
+        }
+        Ok(Ask::Memory { session, bytes }) => {
+            let made = memory([&session], bytes, shared).await;
+            made.map(|([tag], fd)| (tag, None, fd))
+        }
+        Ok(Ask::Lane { sessions, bytes }) => {
+            let made = memory(sessions.each_ref().map(String::as_str), bytes, shared).await;
+            made.map(|([tag, also], fd)| (tag, Some(also), fd))
+        }
         Err(error) => Err(Error::new(Reason::InvalidArgument, error.to_string())),
     };
     match &made {
-        Ok((tag, fd)) => handoff::answer(&mut stream, Ok((*tag, fd.as_fd()))).await,
+        Ok((tag, also, fd)) => handoff::answer(&mut stream, Ok((*tag, *also, fd.as_fd()))).await,
         Err(error) => handoff::answer(&mut stream, Err(error.message())).await,
     }
 }
@@ -79,15 +88,18 @@ async fn connection(session: &str, shared: &Shared) -> Result<std::os::fd::Owned
     session.link.open_tensors().await
 }
 
-async fn memory(
-    session: &str,
+/// Memory for the workers of these sessions, and its tag with each.
+async fn memory<const N: usize>(
+    sessions: [&str; N],
     bytes: u64,
     shared: &Shared,
-) -> Result<(u64, std::os::fd::OwnedFd), Error> {
-    let session =
-        shared
-            .tensors
-            .find(&SessionId::parse(session)?, &shared.fleet, &Caller::own())?;
+) -> Result<([u64; N], std::os::fd::OwnedFd), Error> {
+    let mut links = Vec::with_capacity(N);
+    for session in sessions {
+        let id = SessionId::parse(session)?;
+        let session = shared.tensors.find(&id, &shared.fleet, &Caller::own())?;
+        links.push(session.link.clone());
+    }
     if !(1..=limits::MAX_SHARED_BYTES).contains(&bytes) {
         let what = format!(
             "shared memory has 1 to {} bytes, not {bytes}",
@@ -103,6 +115,9 @@ async fn memory(
     };
     // Sealed before anybody else has it.
     let memory = shared_memory("hotcell-shared", bytes).map_err(none)?;
-    let tag = session.link.share(memory.as_fd()).await?;
-    Ok((tag, memory))
+    let mut tags = [0; N];
+    for (tag, link) in tags.iter_mut().zip(&links) {
+        *tag = link.share(memory.as_fd()).await?;
+    }
+    Ok((tags, memory))
 }

@@ -242,6 +242,8 @@ impl Stream {
             room,
             keeps: true,
             begin,
+            // Here.
+            born: Instant::now(),
             state: Mutex::new(state),
             freed: Notify::new(),
             absent: watch::Sender::new(Some(Instant::now())),

@@ -75,6 +75,26 @@ fn the_first_death_is_followed_by_a_spawn_at_once_and_later_ones_wait_longer_eac
 }
 
 #[test]
+fn a_worker_that_is_restarted_is_started_again_at_once_and_has_not_died() {
+    let mut clock = Clock::started();
+    assert_eq!(clock.tell(Event::Restart), [], "not before it is ready");
+    clock.tell(Event::Ready);
+    assert_eq!(clock.tell(Event::Restart), [Action::Terminate]);
+    assert_eq!(clock.tell(Event::Restart), []);
+    assert!(clock.state.is_hopeful());
+    assert_eq!(clock.state.cause(segv()).kind, DeathKind::Stopped);
+    assert_eq!(clock.after(1000).tell(Event::Tick), [Action::Kill]);
+    assert_eq!(clock.dies(), [Action::Spawn { epoch: 2 }]);
+    clock.tell(Event::Ready);
+    assert_eq!(clock.state.deaths, 0);
+    // The scheduler's end comes before.
+    clock.tell(Event::Restart);
+    assert_eq!(clock.tell(Event::Stop), []);
+    assert_eq!(clock.dies(), []);
+    assert!(clock.state.is_over());
+}
+
+#[test]
 fn another_program_goes_on_with_what_is_remembered() {
     let mut clock = Clock::started();
     clock.tell(Event::Ready);
@@ -230,6 +250,7 @@ fn phases() -> Vec<(&'static str, Clock)> {
             "quarantined",
             after(&[begin.clone(), condemned(DeathKind::Protocol, true), die()]),
         ),
+        ("restarting", after(&[begin.clone(), ready, Event::Restart])),
         ("draining", after(&[begin, Event::Stop])),
         ("stopped", after(&[Event::Stop])),
     ]
@@ -248,6 +269,7 @@ fn name(state: &State) -> &'static str {
         Phase::Starting { .. } => "starting",
         Phase::Ready => "ready",
         Phase::Draining { .. } => "draining",
+        Phase::Restarting { .. } => "restarting",
         Phase::Wedged { .. } => "wedged",
         Phase::Corrupt { .. } => "corrupt",
         Phase::Dead {
@@ -279,6 +301,7 @@ fn each_event_in_each_phase_does_what_the_table_says() {
             },
         ),
         ("release", Event::Release),
+        ("restart", Event::Restart),
         ("stop", Event::Stop),
         ("tick", Event::Tick),
     ];
@@ -299,7 +322,11 @@ fn each_event_in_each_phase_does_what_the_table_says() {
         ("ready", "condemned", "dead", "kill"),
         ("ready", "given up", "hopeless", "kill"),
         ("ready", "exited", "starting", "death spawn"),
+        ("ready", "restart", "restarting", "terminate"),
         ("ready", "stop", "draining", "terminate"),
+        ("restarting", "exited", "starting", "spawn"),
+        ("restarting", "stop", "draining", ""),
+        ("restarting", "tick", "restarting", "kill"),
         ("wedged", "exited", "starting", "death spawn"),
         ("wedged", "stop", "draining", ""),
         ("corrupt", "exited", "starting", "death spawn"),
@@ -390,6 +417,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => Just(Event::Tick),
         4 => any::<f64>().prop_map(|jitter| Event::Exited { death: segv(), jitter }),
         1 => Just(Event::Release),
+        1 => Just(Event::Restart),
         2 => (any::<bool>(), 0..3usize).prop_map(|(hopeless, kind)| {
             let kind = [DeathKind::Wedged, DeathKind::Corrupt, DeathKind::Protocol][kind];
             Event::Condemned { death: Death::new(kind, ""), hopeless }
@@ -422,13 +450,17 @@ proptest! {
                 corrupt = 0;
             }
             let stopping = event == Event::Stop;
+            // Asked for: no death, and none of the budget.
+            let restarts = matches!(clock.state.phase, Phase::Restarting { .. });
             for action in clock.after(ms).tell(event) {
                 match action {
                     Action::Spawn { epoch: e } => {
                         prop_assert!(!alive);
                         prop_assert_eq!(e, epoch + 1);
                         (epoch, alive) = (e, true);
-                        spawns.push(clock.now);
+                        if !restarts {
+                            spawns.push(clock.now);
+                        }
                     }
                     Action::Kill | Action::Terminate => prop_assert!(alive),
                     Action::ReportDeath { pause, .. } => prop_assert!(pause <= Some(POLICY.backoff_max)),

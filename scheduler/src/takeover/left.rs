@@ -314,6 +314,7 @@ impl Left {
             Heir {
                 live,
                 guest: ModelName::new(worker.guest).ok(),
+                drained: worker.drained,
                 past: Past {
                     epoch: worker.epoch,
                     deaths: worker.deaths,

@@ -3,7 +3,7 @@
 One safetensors file per type:
   raw     u8  [blocks, bytes per block]   as they lie in a GGUF file
   values  f32 [blocks, values per block]  gguf.quants.dequantize(raw)
-  source  f32 [n, values per block]       what raw[:n] was quantised from (absent for K-quants and NVFP4; for
+  source  f32 [n, values per block]       what raw[:n] was quantised from (absent where the package cannot or here does not make them; for
                                           F16 and BF16 only values that the type holds are stored)
 
 The values are computed without fused multiply-add: (d * q) rounded, then the minimum subtracted or added.
@@ -113,6 +113,35 @@ def nvfp4(rng):
     return raw
 
 
+def codebook(rng, qtype, offsets):
+    """Random blocks, more than there are points in a codebook, and all bits set or not."""
+    raw = with_scales(rng, qtype, 80, offsets)
+    fixed = [o + i for o in offsets for i in (0, 1)]
+    others = [i for i in range(raw.shape[1]) if i not in fixed]
+    raw[-1, others] = 0xFF
+    raw[-2, others] = 0x00
+    return raw
+
+
+def ternary(rng, qtype, raw):
+    """Blocks of 256 made of the nasty rows, each repeated and at other places, then near the halves, before those of `raw`."""
+    rows = nasty_sources(rng)
+    source = [np.roll(np.tile(row, 8), 7 * i) for i, row in enumerate(rows)]
+    source += [rng.choice([-1.0, -0.5, -0.49999997, 0.0, 0.49999997, 0.5, 1.0], 256) * s for s in (1.0, 0.02, 3e4)]
+    source += list(rng.standard_normal((8, 256)) * 0.1)
+    source = np.array(source, dtype=np.float32)
+    return np.concatenate([quants.quantize(source, qtype), raw]), source
+
+
+def iq1_m(rng):
+    raw = rng.integers(0, 256, (80, 56), dtype=np.uint8)
+    scales = with_scales(rng, T.Q8_0, 80, [0])[:, :2].copy().view(np.uint16)[:, 0]
+    for i in range(4):
+        digit = (scales >> (4 * i) & 15).astype(np.uint8)
+        raw[:, 49 + 2 * i] = raw[:, 49 + 2 * i] & 15 | digit << 4
+    return raw
+
+
 def half(rng, qtype):
     """Every exponent with both signs and six mantissas, infinities too, but no NaN."""
     bits = 10 if qtype == T.F16 else 7
@@ -145,6 +174,25 @@ def main():
         made[qtype] = half(rng, qtype), None
     made[T.MXFP4] = mxfp4(rng)
     made[T.NVFP4] = nvfp4(rng), None
+    # Those that are decoded only. Of IQ1_M the scale lies in four places.
+    for qtype, offsets in (
+        (T.Q2_K, [80, 82]),
+        (T.Q3_K, [108]),
+        (T.IQ2_XXS, [0]),
+        (T.IQ2_XS, [0]),
+        (T.IQ2_S, [0]),
+        (T.IQ3_XXS, [0]),
+        (T.IQ3_S, [0]),
+        (T.IQ1_S, [0]),
+        (T.IQ4_NL, [0]),
+        (T.IQ4_XS, [0]),
+        (T.TQ1_0, [52]),
+        (T.TQ2_0, [64]),
+    ):
+        made[qtype] = codebook(rng, qtype, offsets), None
+    for qtype in (T.TQ1_0, T.TQ2_0):
+        made[qtype] = ternary(np.random.default_rng(20261123), qtype, made[qtype][0])
+    made[T.IQ1_M] = iq1_m(rng), None
 
     for qtype, (raw, source) in made.items():
         with np.errstate(over="ignore"):

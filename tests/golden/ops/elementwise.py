@@ -195,7 +195,28 @@ def casts(book):
         for to in FLOATS:
             book.one("cast", f"{dtype} to {to}", [t], T(to, values), "exact", dtype=to)
         book.one("cast", f"{dtype} to i32", [t], None, fails="verify", dtype="i32")
-    book.one("cast", "f32 to q8_0", [T("f32", np.zeros([2, 32]))], None, fails="verify", dtype="q8_0")
+    encoded(book)
+
+
+def encoded(book):
+    """Floats as the block types that `gguf` encodes; the bytes are what it writes."""
+    from blocks import ENCODED, TYPES
+    from gguf import quants
+
+    for dtype in ENCODED:
+        qtype, length, _ = TYPES[dtype]
+
+        def to(t):
+            raw = quants.quantize(np.ascontiguousarray(t.a.astype(np.float32)), qtype)
+            return T(dtype, None, list(t.shape), raw.tobytes())
+
+        for source in FLOATS:
+            x = sample(rng("encoded", dtype, source), source, [3, 2 * length], -2, 2)
+            book.one("cast", f"{source} to {dtype}", [x], to(x), "exact", dtype=dtype)
+        x = sample(rng("encoded rows", dtype), "f32", [5, length], -2, 2)
+        book.one("cast", f"rows {dtype}", [x], to(x), "exact", rows=[0], dtype=dtype)
+        book.one("cast", f"{dtype} of a part", [T("f32", np.zeros([2, length + 1]))], None, fails="verify", dtype=dtype)
+    book.one("cast", "f32 to q4_k", [T("f32", np.zeros([2, 256]))], None, fails="verify", dtype="q4_k")
 
 
 def wrap_pow(a, b):

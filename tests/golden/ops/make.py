@@ -1,4 +1,4 @@
-"""Cases for every row of the op catalogue: `<file of the catalogue>.json` and `.bin`.
+"""Cases for every row of the op catalogue: `<file of the catalogue>.json` and `.bin` (`place` has some of other files' rows).
 
 The index is a list of cases, one per line:
   op       the row it is a case of
@@ -22,14 +22,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import elementwise
+import linear
 import movement
 import numeric
+import placement
+import quantised
+import recurrent
 import transformer
 
 
 def main():
     books = {}
-    for module in (elementwise, movement, numeric, transformer):
+    for module in (elementwise, linear, movement, numeric, placement, quantised, recurrent, transformer):
         module.fill(books)
     for book in books.values():
         book.write(Path(__file__).parent)

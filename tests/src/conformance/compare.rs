@@ -2,34 +2,9 @@
 
 use hotcell_graph::{DType, dtype::Kind};
 
-use super::Check;
+pub use hotcell_client::debug::tolerance;
 
-/// Greatest normalised mean squared error of an op's results of this dtype.
-///
-/// f64 is held to more than the square of an f32's rounding: computing it in f32 must not pass. With `blocks`, a block type
-/// among the inputs, a product may round the other factor to 8 bits, as ggml does and with ggml's bound.
-pub fn tolerance(op: &str, dtype: DType, blocks: bool) -> f64 {
-    let sums = matches!(
-        op,
-        "matmul"
-            | "mul_mat"
-            | "mul_mat_id"
-            | "addmm"
-            | "gather_mm"
-            | "conv"
-            | "scaled_dot_product_attention"
-            | "paged_attention"
-            | "cache_write"
-    );
-    match dtype {
-        _ if sums && blocks => 5e-4,
-        DType::F64 => 1e-20,
-        DType::F16 | DType::BF16 if sums => 5e-4,
-        DType::F16 => 5e-5,
-        DType::BF16 => 5e-3,
-        _ => 1e-7,
-    }
-}
+use super::Check;
 
 /// One real number of an element: a complex one has two.
 fn number(dtype: DType, bytes: &[u8]) -> f64 {

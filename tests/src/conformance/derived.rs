@@ -23,10 +23,21 @@ const MOVING: &[(&[&str], Option<usize>)] = &[
             "concat",
             "stack",
             "split",
+            "tril",
+            "triu",
+            "diag",
+            "diagonal",
+            "roll",
+            "as_strided",
+            "slice_update",
+            "im2col",
         ],
         None,
     ),
-    (&["take", "take_along_axis", "gather_nd"], Some(0)),
+    (
+        &["take", "take_along_axis", "gather_nd", "slice_dynamic"],
+        Some(0),
+    ),
 ];
 
 /// Whether a row only moves elements.

@@ -156,6 +156,23 @@ pub(super) fn segfault() {
     unsafe { nowhere.write_volatile(1) };
 }
 
+/// Whoever reads what lies there dies of it: in the very kernel.
+pub(super) fn forbid(start: *mut u8, bytes: usize) {
+    // Whole pages only: what lies beside it is others'.
+    // SAFETY: as sysconf(3): it takes a number and gives one.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    let page = usize::try_from(page).unwrap_or(4096);
+    let from = start.addr().next_multiple_of(page);
+    let to = (start.addr() + bytes) / page * page;
+    let Some(length) = to.checked_sub(from).filter(|length| *length > 0) else {
+        return;
+    };
+    // SAFETY: it is mapped, and this process dies when it reads it, which is the point.
+    unsafe {
+        libc::mprotect(start.with_addr(from).cast(), length, libc::PROT_NONE);
+    }
+}
+
 /// From now on there is no more memory than this.
 fn limit_memory() {
     let limit = Rlimit {

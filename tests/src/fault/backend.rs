@@ -7,7 +7,10 @@ use std::{
     sync::{Arc, atomic::AtomicBool},
 };
 
-use hotcell_graph::{Graph, op::Call};
+use hotcell_graph::{
+    Graph,
+    op::{Call, ValueSpec},
+};
 use hotcell_kernels::{
     backend::{
         Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, DeviceUsage, HostRegion,
@@ -18,7 +21,7 @@ use hotcell_kernels::{
     plan::{Plan, PlanHints, PlanMemory, Planner, Prepared, Slot, Unfinished},
 };
 
-use super::{Fault, LIBRARY, POISON, POISON_INPUT, acts, plant, trespass};
+use super::{CRASH, CRASH_NODE, Fault, LIBRARY, POISON, POISON_INPUT, acts, plant, trespass};
 
 /// Has the CPU's devices under their own names.
 pub(super) struct FaultBackend;
@@ -52,7 +55,8 @@ struct Watched {
 }
 
 impl Watched {
-    fn is_poisoned(&self, rows: usize) -> bool {
+    /// Whether a step's tokens have these, one after the other.
+    fn reads(&self, wanted: &[u32], rows: usize) -> bool {
         self.tokens.borrow().iter().any(|buffer| {
             let mut bytes = vec![0; buffer.bytes().min(rows.saturating_mul(4))];
             if buffer.read(0, &mut bytes).is_err() {
@@ -62,7 +66,7 @@ impl Watched {
                 .chunks_exact(4)
                 .filter_map(|b| b.try_into().ok().map(u32::from_ne_bytes))
                 .collect();
-            ids.windows(POISON.len()).any(|window| window == POISON)
+            ids.windows(wanted.len()).any(|window| window == wanted)
         })
     }
 
@@ -138,7 +142,7 @@ impl Device for FaultDevice {
         }
         let planted = plant::plant(graph)?;
         let graph = planted.as_ref().unwrap_or(graph);
-        Ok(self.wrap(is_poison(graph), self.inner.plan(graph, hints)?))
+        Ok(self.wrap(Struck::of(graph), self.inner.plan(graph, hints)?))
     }
 
     fn planner(&self) -> Option<Arc<dyn Planner>> {
@@ -151,13 +155,13 @@ impl Device for FaultDevice {
         hints: &PlanHints,
     ) -> Result<Box<dyn Plan>, Unfinished> {
         let prepared = prepared.into_any().downcast::<FaultPrepared>();
-        let FaultPrepared { inner, is_poison } = *prepared.map_err(|_| Unfinished::foreign())?;
+        let FaultPrepared { inner, struck } = *prepared.map_err(|_| Unfinished::foreign())?;
         match self.inner.finish(inner, hints) {
-            Ok(plan) => Ok(self.wrap(is_poison, plan)),
+            Ok(plan) => Ok(self.wrap(struck, plan)),
             Err(Unfinished { error, prepared }) => Err(Unfinished {
                 error,
                 prepared: prepared
-                    .map(|inner| Box::new(FaultPrepared { inner, is_poison }) as Box<dyn Prepared>),
+                    .map(|inner| Box::new(FaultPrepared { inner, struck }) as Box<dyn Prepared>),
             }),
         }
     }
@@ -184,18 +188,38 @@ impl Device for FaultDevice {
 }
 
 impl FaultDevice {
-    fn wrap(&self, is_poison: bool, inner: Box<dyn Plan>) -> Box<dyn Plan> {
+    fn wrap(&self, struck: Struck, inner: Box<dyn Plan>) -> Box<dyn Plan> {
         Box::new(FaultPlan {
             inner,
-            is_poison,
+            struck,
+            weight: [None; 2],
             watched: Rc::clone(&self.watched),
         })
     }
 }
 
-fn is_poison(graph: &Graph) -> bool {
-    let mut inputs = graph.inputs().iter();
-    inputs.any(|input| input.name == POISON_INPUT)
+/// What of a graph makes its plans crash.
+#[derive(Clone, Copy)]
+struct Struck {
+    is_poison: bool,
+    /// The input that is [`CRASH_NODE`], and its bytes.
+    weight: Option<(usize, usize)>,
+}
+
+impl Struck {
+    fn of(graph: &Graph) -> Self {
+        let named = |name: &str| graph.inputs().iter().position(|input| input.name == name);
+        let bytes = |at: usize| match &graph.inputs().get(at)?.spec {
+            ValueSpec::Tensor(spec) => spec.bytes(0),
+            _ => None,
+        };
+        Self {
+            // What was cut out of a model has no tokens by which it would be told from others.
+            is_poison: named(POISON_INPUT).is_some()
+                || (named(CRASH_NODE).is_some() && named("tokens").is_none()),
+            weight: named(CRASH_NODE).and_then(|at| Some((at, bytes(at)?))),
+        }
+    }
 }
 
 struct FaultPlanner(Arc<dyn Planner>);
@@ -206,14 +230,14 @@ impl Planner for FaultPlanner {
         let graph = planted.as_ref().unwrap_or(graph);
         Ok(Box::new(FaultPrepared {
             inner: self.0.prepare(graph, hints)?,
-            is_poison: is_poison(graph),
+            struck: Struck::of(graph),
         }))
     }
 }
 
 struct FaultPrepared {
     inner: Box<dyn Prepared>,
-    is_poison: bool,
+    struck: Struck,
 }
 
 impl Prepared for FaultPrepared {
@@ -228,16 +252,39 @@ impl Prepared for FaultPrepared {
 
 struct FaultPlan {
     inner: Box<dyn Plan>,
-    is_poison: bool,
+    struck: Struck,
+    /// Where [`CRASH_NODE`] lies: as it is in the model's file, and packed.
+    weight: [Option<(*mut u8, usize)>; 2],
     watched: Rc<Watched>,
 }
 
 impl FaultPlan {
     fn before(&self, rows: usize) {
         acts::execute();
-        if self.is_poison || self.watched.is_poisoned(rows) {
+        if self.struck.is_poison || self.watched.reads(&POISON, rows) {
             acts::segfault();
         }
+        if self.struck.weight.is_some() && self.watched.reads(&CRASH, rows) {
+            for (start, bytes) in self.weight.iter().flatten() {
+                acts::forbid(*start, *bytes);
+            }
+        }
+    }
+
+    /// Notes where the weight lies that is not to be read.
+    fn note(&mut self, slot: Slot, packed: bool, buffer: Option<&Buffer>, offset: usize) {
+        let Some((input, bytes)) = self.struck.weight else {
+            return;
+        };
+        if !matches!(slot, Slot::Input(i) if i == input) {
+            return;
+        }
+        let lies = buffer.and_then(|buffer| {
+            let host = buffer.host()?;
+            let bytes = bytes.min(host.len.checked_sub(offset)?);
+            Some((host.start.wrapping_add(offset), bytes))
+        });
+        self.weight[usize::from(packed)] = lies;
     }
 
     fn after(&self) -> Result<(), DeviceError> {
@@ -256,6 +303,7 @@ impl Plan for FaultPlan {
         buffer: &Buffer,
         offset: usize,
     ) -> Result<(), DeviceError> {
+        self.note(slot, false, Some(buffer), offset);
         self.inner.bind_for(rows, slot, buffer, offset)
     }
 
@@ -265,6 +313,7 @@ impl Plan for FaultPlan {
         buffer: Option<&Buffer>,
         offset: usize,
     ) -> Result<bool, DeviceError> {
+        self.note(slot, true, buffer, offset);
         self.inner.bind_packed(slot, buffer, offset)
     }
 

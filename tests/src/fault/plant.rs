@@ -1,4 +1,5 @@
-//! Wrong numbers in one node of a model, in the rows of one token only: for those who look for such a node.
+//! Wrong numbers in one node of a model, in the rows of one token only: for those who look for such a node. In a graph that
+//! reads no tokens, as one that was cut out of a model has none, in all rows.
 //!
 //! They are part of the plan, as a broken kernel's would be. Rows of other tokens have the very bits that they would have.
 
@@ -6,18 +7,19 @@ use std::collections::HashMap;
 
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, Shape, Value, op::ValueSpec};
 
-use super::{NAN_NODE, NAN_TOKEN, WRONG_NODE, WRONG_TOKEN};
+use super::{CACHE_TOKEN, NAN_NODE, NAN_TOKEN, WRONG_CACHE, WRONG_NODE, WRONG_TOKEN};
 
 /// How much greater a wrong node's numbers are.
 const FACTOR: f32 = 1.001;
 
-/// The graph with both faults, if it is a model's body: one that reads tokens.
+/// The graph with all faults, if it is a model's body, or reads the weight or the cache of one.
 pub(super) fn plant(graph: &Graph) -> Result<Option<Graph>, GraphError> {
     let named = |name: &str| graph.inputs().iter().position(|input| input.name == name);
-    let Some(tokens) = named("tokens") else {
+    let tokens = named("tokens").map(|at| Value::Input(at as u32));
+    let faults = [NAN_NODE, WRONG_NODE, WRONG_CACHE];
+    if tokens.is_none() && faults.iter().all(|name| named(name).is_none()) {
         return Ok(None);
-    };
-    let tokens = Value::Input(tokens as u32);
+    }
     let mut builder = GraphBuilder::new(graph.max_rows());
     for input in graph.inputs() {
         match &input.spec {
@@ -48,18 +50,18 @@ pub(super) fn plant(graph: &Graph) -> Result<Option<Graph>, GraphError> {
             })
         };
         for (output, result) in results.into_iter().enumerate() {
-            let planted = match (reads(NAN_NODE), reads(WRONG_NODE)) {
-                (true, _) => {
-                    let nan = literal(&mut builder, f32::NAN)?;
-                    at(&mut builder, tokens, NAN_TOKEN, nan, result)?
-                }
-                (_, true) => {
+            let mut planted = result;
+            if reads(NAN_NODE) {
+                let nan = literal(&mut builder, f32::NAN)?;
+                planted = at(&mut builder, tokens, NAN_TOKEN, nan, result)?;
+            }
+            for (name, token) in [(WRONG_NODE, WRONG_TOKEN), (WRONG_CACHE, CACHE_TOKEN)] {
+                if reads(name) {
                     let factor = literal(&mut builder, FACTOR)?;
                     let wrong = builder.mul(result, factor)?;
-                    at(&mut builder, tokens, WRONG_TOKEN, wrong, result)?
+                    planted = at(&mut builder, tokens, token, wrong, result)?;
                 }
-                _ => result,
-            };
+            }
             let (node, output) = (number as u32, output as u32);
             values.insert(Value::Node { node, output }, planted);
         }
@@ -72,17 +74,25 @@ fn literal(builder: &mut GraphBuilder, value: f32) -> Result<Value, GraphError> 
     builder.literal(DType::F32, Shape::default(), &value.to_le_bytes())
 }
 
-/// `wrong` in the rows of this token, else `right`.
+/// `wrong` in the rows of this token, else `right`; without tokens, `wrong`.
 fn at(
     builder: &mut GraphBuilder,
-    tokens: Value,
+    tokens: Option<Value>,
     token: u32,
     wrong: Value,
     right: Value,
 ) -> Result<Value, GraphError> {
+    let Some(tokens) = tokens else {
+        let always = builder.literal(DType::Bool, Shape::default(), &[1])?;
+        return builder.where_(always, wrong, right);
+    };
     let bytes = (token as i32).to_le_bytes();
     let token = builder.literal(DType::I32, Shape::default(), &bytes)?;
     let is = builder.equal(tokens, token)?;
-    let is = builder.reshape(is, Shape::rows(&[1])?)?;
+    let rank = match builder.spec(right)? {
+        ValueSpec::Tensor(spec) => spec.shape.rank(),
+        _ => 1,
+    };
+    let is = builder.reshape(is, Shape::rows(&vec![1; rank.saturating_sub(1)])?)?;
     builder.where_(is, wrong, right)
 }

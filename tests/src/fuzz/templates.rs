@@ -5,6 +5,8 @@ use hotcell_graph::{
     op::{Attribute, ValueSpec},
 };
 
+mod placed;
+
 use super::choices::Choices;
 
 /// Inputs and attributes that mostly fit a row.
@@ -16,7 +18,7 @@ pub struct Template {
 const SIZES: [usize; 7] = [1, 2, 3, 4, 8, 17, 0];
 const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 const INDICES: [DType; 4] = [DType::I32, DType::U32, DType::I64, DType::U8];
-const WEIGHTS: [DType; 10] = [
+const WEIGHTS: [DType; 13] = [
     DType::F32,
     DType::F16,
     DType::BF16,
@@ -27,6 +29,9 @@ const WEIGHTS: [DType; 10] = [
     DType::Q6K,
     DType::MXFP4,
     DType::NVFP4,
+    DType::Q3K,
+    DType::IQ4NL,
+    DType::IQ1M,
 ];
 
 fn tensor(dtype: DType, dims: &[Dim]) -> ValueSpec {
@@ -554,6 +559,6 @@ pub fn template(row: &str, symbolic: bool, choices: &mut Choices) -> Option<Temp
         | "random_normal" => maker.random(row),
         "literal" | "arange" | "reshape" | "broadcast_to" | "split" | "slice" | "pad" | "topk"
         | "group_norm" | "random_categorical" | "rms_norm" | "layer_norm" => maker.made(row),
-        _ => return None,
+        _ => return placed::template(row, &mut maker),
     })
 }

@@ -470,7 +470,7 @@ fn tensors() -> Vec<Case> {
         (26, "i32"),
         (27, "i64"),
         (28, "f64"),
-        (20, "iq4_nl"),
+        (9, "q8_1"),
     ] {
         all.push(first(
             format!("the embedding is of type {what}"),

@@ -1,25 +1,21 @@
 //! Crash replay: the request that killed a worker kills a throw-away worker the same way, and the node is told.
 
-use hotcell_client::{GenerateOptions, Prompt};
+use std::{
+    io::{BufRead as _, BufReader},
+    process::Stdio,
+};
+
+use hotcell_client::{GenerateOptions, Prompt, v1};
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, kjv},
-    fault::POISON,
+    cluster::{SOON, all_have},
+    fault::{CRASH, POISON},
 };
 
 use super::{hotcell, long};
 
 #[tokio::test]
 async fn a_request_that_kills_its_workers_does_so_again_and_harms_nobody_else() {
-    let arguments = [
-        "--worker-binary",
-        env!("CARGO_BIN_EXE_hotcell-worker-fault"),
-        "--devices",
-        "cpu:1",
-    ];
-    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
-        .await
-        .unwrap();
-    cluster.workers(all_have("kjv")).await.unwrap();
+    let cluster = super::fault_cluster().await;
     let client = cluster.client().await.unwrap();
     let prompt = Prompt::Ids([&[0, 312][..], &POISON].concat());
     let options = GenerateOptions {
@@ -46,4 +42,129 @@ async fn a_request_that_kills_its_workers_does_so_again_and_harms_nobody_else() 
     );
     let after = cluster.workers(|_| true).await.unwrap();
     assert_eq!(after.iter().find(|w| w.id == "w0").unwrap().deaths, deaths);
+}
+
+#[tokio::test]
+async fn a_crash_inside_a_kernel_is_named_by_its_node_when_it_is_run_again() {
+    let cluster = super::fault_cluster().await;
+    let client = cluster.client().await.unwrap();
+    // Whoever packs weights reads them, too, and would die of it first.
+    let begun = std::time::Instant::now();
+    loop {
+        let models = client.models().await.unwrap();
+        let packed = &models[0].packed;
+        let is_ready = |p: &v1::PackedInfo| p.state() == v1::PackedState::Ready;
+        if packed.iter().any(|p| is_ready(p) && !p.workers.is_empty()) {
+            break;
+        }
+        assert!(begun.elapsed() < SOON, "{packed:?}");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let prompt = Prompt::Ids([&[0, 312], &CRASH[..], &[17]].concat());
+    let options = GenerateOptions {
+        deadline: Some(SOON * 2),
+        ..long("strikes")
+    };
+    let stream = client.generate(prompt, options).await.unwrap();
+    stream.complete().await.unwrap_err();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let crash = client.crashes().await.unwrap().pop().unwrap();
+    let crash = client.crash(&crash.id).await.unwrap();
+    let seen = crash.blackbox.unwrap();
+    let signal = seen.signal.unwrap();
+    assert_eq!(signal.name, "SIGSEGV");
+    assert!(signal.address != 0 && seen.node > 0, "{signal:?}");
+    let said = hotcell(&cluster, &["--json", "crashes", "replay", &crash.id]);
+    let outcome: serde_json::Value = serde_json::from_str(said.lines().next().unwrap()).unwrap();
+    assert_eq!(outcome["outcome"], "died", "{said}");
+    let again = &outcome["crash"]["blackbox"];
+    assert_eq!(again["signal"]["name"], "SIGSEGV", "{said}");
+    // One of several threads may be in the node already while the black box still names the one before it.
+    let node = again["node"].as_u64().unwrap();
+    assert!(
+        node.abs_diff(seen.node.into()) <= 1,
+        "{node}, before {}",
+        seen.node
+    );
+    let named = |op: &str| ["mul_mat", "swiglu"].contains(&op);
+    assert!(
+        named(&seen.op) && again["op"].as_str().is_some_and(named),
+        "{said}"
+    );
+}
+
+/// Attaches to a process for a while as a debugger would, which has it stand still for as long as it reads symbols, and
+/// returns how that went.
+fn attach(pid: u32) -> std::io::Result<()> {
+    let pid = libc::pid_t::try_from(pid).unwrap();
+    let ask = |request| {
+        let none = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: it reads and writes no memory of ours.
+        match unsafe { libc::ptrace(request, pid, none, none) } {
+            0.. => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    };
+    let stopped = || {
+        let mut status = 0;
+        // SAFETY: `status` is written, and lives here.
+        let waited = unsafe { libc::waitpid(pid, &mut status, libc::__WALL) };
+        waited == pid && libc::WIFSTOPPED(status)
+    };
+    ask(libc::PTRACE_SEIZE)?;
+    ask(libc::PTRACE_INTERRUPT)?;
+    assert!(stopped());
+    // Longer than anybody waits for an answer of one that is not looked into.
+    std::thread::sleep(std::time::Duration::from_secs(4));
+    ask(libc::PTRACE_CONT)?;
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    // It may have died by then, which the same wait tells.
+    let _ = ask(libc::PTRACE_INTERRUPT);
+    if stopped() {
+        let _ = ask(libc::PTRACE_DETACH);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crash_is_run_again_once_a_debugger_is_attached() {
+    let cluster = super::fault_cluster().await;
+    let client = cluster.client().await.unwrap();
+    let prompt = Prompt::Ids([&[0, 312][..], &POISON].concat());
+    let options = GenerateOptions {
+        deadline: Some(SOON * 2),
+        ..long("poison")
+    };
+    let stream = client.generate(prompt, options).await.unwrap();
+    stream.complete().await.unwrap_err();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let crash = client.crashes().await.unwrap().pop().unwrap();
+    let mut command = hotcell_tests::cluster::hotcell(cluster.folder.path()).unwrap();
+    let address = format!("unix:{}", cluster.socket.display());
+    command.args(["--address", &address, "--json", "crashes", "replay"]);
+    command.args([&crash.id, "--gdb"]).stdout(Stdio::piped());
+    let mut replay = command.spawn().unwrap();
+    let mut said = BufReader::new(replay.stdout.take().unwrap()).lines();
+    let mut next = || -> serde_json::Value {
+        let line = said.next().unwrap().unwrap();
+        serde_json::from_str(&line).unwrap()
+    };
+    let held = tokio::task::block_in_place(&mut next);
+    let pid = held["pid"].as_u64().unwrap_or_else(|| panic!("{held}"));
+    let pid = u32::try_from(pid).unwrap();
+    assert_eq!(held["attach"], format!("gdb -p {pid} -ex continue"));
+    assert_eq!(held["request_id"], "poison");
+    // It waits for that, and for nothing else.
+    tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+    let workers = cluster.workers(|_| true).await.unwrap();
+    let its = workers.iter().find(|w| w.pid == pid).unwrap();
+    assert_eq!(its.id, held["worker"].as_str().unwrap());
+    std::thread::spawn(move || attach(pid))
+        .join()
+        .unwrap()
+        .unwrap();
+    let outcome = tokio::task::block_in_place(&mut next);
+    assert_eq!(outcome["outcome"], "died", "{outcome}");
+    assert_eq!(outcome["same"], true, "{outcome}");
+    assert!(replay.wait().unwrap().success());
 }

@@ -1,14 +1,15 @@
 //! Watchpoints: a node that gives what must not be is named, the request that meets it may be ended, and nobody else
 //! notices.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotcell_client::{
     GenerateOptions, Prompt, Reason,
+    debug::Recording,
     v1::{self, condition::Kind, guard_event},
 };
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, kjv},
+    cluster::{Process, SOON},
     fault::{NAN_NODE, NAN_TOKEN},
 };
 
@@ -34,16 +35,7 @@ fn options(id: &str, tokens: u32) -> GenerateOptions {
 
 #[tokio::test]
 async fn a_nan_in_one_node_ends_its_request_and_no_other() {
-    let arguments = [
-        "--worker-binary",
-        env!("CARGO_BIN_EXE_hotcell-worker-fault"),
-        "--devices",
-        "cpu:1",
-    ];
-    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
-        .await
-        .unwrap();
-    cluster.workers(all_have("kjv")).await.unwrap();
+    let cluster = super::fault_cluster().await;
     let client = cluster.client().await.unwrap();
     let undisturbed = client
         .generate("In the beginning", options("", 200))
@@ -142,4 +134,47 @@ async fn conditions_are_checked_and_hold_where_they_should() {
     assert_eq!((hit.condition, hit.ended), (2, false));
     assert_eq!(hit.node.unwrap().name, "layers.2.add.0");
     assert!(hit.peak > 0.0 && hit.rms > 0.0 && hit.rms <= hit.peak);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_computed_at_a_hit_is_captured() {
+    let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
+    let file = cluster.folder.path().join("hit.hotcell");
+    let arguments = [
+        "debug",
+        "guard",
+        "--above",
+        "0",
+        "--node",
+        "layers.2.add.0",
+        "--reveal",
+        "--capture",
+    ];
+    let mut command = hotcell_tests::cluster::hotcell(cluster.folder.path()).unwrap();
+    let address = format!("unix:{}", cluster.socket.display());
+    command.arg("--address").arg(address).args(arguments);
+    let mut guard = Process::start(command.arg(&file)).unwrap();
+    let begun = Instant::now();
+    while !guard.log().contains("looking at 1 nodes") {
+        assert!(begun.elapsed() < SOON, "{}", guard.log());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let client = cluster.client().await.unwrap();
+    let stream = client
+        .generate("In the beginning", options("caught", 60))
+        .await
+        .unwrap();
+    let said = stream.complete().await.unwrap().token_ids;
+    assert!(guard.wait().unwrap().success(), "{}", guard.log());
+    let caught = Recording::read(&file).unwrap();
+    assert_eq!((caught.tokens.len(), caught.head.revealed), (1, true));
+    assert_eq!(caught.tokens[0].token, Some(said[0]));
+    let looked = caught.head.nodes.iter().zip(&caught.tokens[0].nodes);
+    assert!(looked.clone().count() > 50);
+    let mut named = looked.filter(|(node, _)| node.name == "layers.2.add.0");
+    assert!(
+        named
+            .next()
+            .is_some_and(|(_, row)| !row.data.is_empty() && row.rms > 0.0)
+    );
 }

@@ -2,9 +2,18 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+mod comparing;
 mod crashing;
+mod draining;
 mod guarding;
+mod memory;
+mod page;
+mod prompting;
+mod proving;
+mod reduced;
+mod reducing;
 mod replaying;
+mod restarting;
 mod tracing;
 mod watching;
 
@@ -15,6 +24,11 @@ async fn kjv_cluster(arguments: &[&str]) -> Cluster {
     let cluster = Cluster::with_model("kjv", &kjv(), arguments).await.unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
     cluster
+}
+
+/// A host of one worker that does what tests ask of it: wrong numbers, crashes.
+async fn fault_cluster() -> Cluster {
+    kjv_cluster(&["--worker-binary", comparing::FAULTY, "--devices", "cpu:1"]).await
 }
 
 fn long(id: &str) -> GenerateOptions {

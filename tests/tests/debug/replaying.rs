@@ -9,7 +9,7 @@ use hotcell_client::{
     v1::{self, capture_request, replay_request},
 };
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, kjv},
+    cluster::{Cluster, SOON},
     fault::{NAN_NODE, NAN_TOKEN, WRONG_NODE, WRONG_TOKEN},
 };
 
@@ -42,6 +42,7 @@ async fn put_together(
         head: recorder.head().cloned().unwrap_or_default(),
         tokens,
         end: recorder.end().cloned(),
+        ..Recording::default()
     })
 }
 
@@ -231,21 +232,6 @@ async fn prompts_are_told_only_if_asked_for_and_values_within_their_budget() {
     }
 }
 
-/// A scheduler whose workers have a node that gives NaN and one that is a little wrong.
-async fn faulty() -> Cluster {
-    let arguments = [
-        "--worker-binary",
-        env!("CARGO_BIN_EXE_hotcell-worker-fault"),
-        "--devices",
-        "cpu:1",
-    ];
-    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
-        .await
-        .unwrap();
-    cluster.workers(all_have("kjv")).await.unwrap();
-    cluster
-}
-
 /// A capture of a prompt that ends with this token, written to a file by the command.
 async fn captured(cluster: &Cluster, token: u32, file: &Path) {
     let client = cluster.client().await.unwrap();
@@ -296,7 +282,7 @@ async fn a_planted_nan_and_a_kernel_a_thousandth_off_are_found_by_name() {
         (WRONG_TOKEN, WRONG_NODE, "layers.2."),
         (NAN_TOKEN, NAN_NODE, "layers.1."),
     ] {
-        let faulty = faulty().await;
+        let faulty = super::fault_cluster().await;
         let file = faulty.folder.path().join("bad.hotcell");
         captured(&faulty, token, &file).await;
         let path = file.to_str().unwrap();

@@ -1,8 +1,9 @@
 //! Traces: a timeline that Perfetto reads, on which nodes lie inside of steps.
 
-use std::time::Duration;
+use std::{collections::HashMap, time::Duration};
 
 use hotcell_client::{
+    GenerateOptions,
     debug::perfetto::{Data, Trace},
     v1::{TraceTrack, trace_piece::Kind},
 };
@@ -14,10 +15,12 @@ use super::{hotcell, kjv_cluster, long};
 async fn nodes_lie_inside_of_the_steps_that_compute_them() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
-    let stream = client
-        .generate("In the beginning", long("traced"))
-        .await
-        .unwrap();
+    // It is there for longer than the trace takes.
+    let beyond = GenerateOptions {
+        max_tokens: 1000,
+        ..long("traced")
+    };
+    let stream = client.generate("In the beginning", beyond).await.unwrap();
     let whole = tokio::spawn(stream.complete());
     let time = Duration::from_millis(300);
     let mut pieces = client.trace_worker("w0", time, true).await.unwrap();
@@ -56,12 +59,19 @@ async fn nodes_lie_inside_of_the_steps_that_compute_them() {
     assert!(inside.count() * 10 >= nodes.len() * 9);
     assert!(nodes.iter().any(|node| node.name == "mul_mat"));
     assert!(of(TraceTrack::Requests).any(|span| span.name == "traced"));
+    // The scheduler has had it as long as the trace went on, under its client's trace if that named one.
+    let passed: Vec<_> = of(TraceTrack::Scheduler).collect();
+    assert_eq!((passed.len(), passed[0].name.as_str()), (1, "traced"));
+    assert!(
+        passed[0].begin_ns < 100_000_000 && passed[0].duration_ns > 150_000_000,
+        "{passed:?}"
+    );
     assert!(
         counts
             .iter()
             .any(|count| count.name == "cache" && count.value > 0)
     );
-    assert_eq!(whole.await.unwrap().unwrap().token_ids.len(), 400);
+    assert_eq!(whole.await.unwrap().unwrap().token_ids.len(), 1000);
 }
 
 #[tokio::test]
@@ -90,4 +100,65 @@ async fn the_command_writes_a_file_for_perfetto() {
     for name in ["step", "compute", "mul_mat", "traced"] {
         assert!(names.contains(name), "{names:?}");
     }
+}
+
+#[tokio::test]
+async fn the_clients_calls_are_on_the_timeline_of_those_who_serve_them() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let file = cluster.folder.path().join("asked.pftrace");
+    let path = file.to_str().unwrap();
+    let arguments = ["debug", "trace", "--for", "1500ms", "-o", path];
+    let asked = ["--prompt", "In the beginning", "--tokens", "20"];
+    hotcell(&cluster, &[&arguments[..], &asked].concat());
+    let trace = Trace::decode(std::fs::read(&file).unwrap().as_slice()).unwrap();
+    // Slices as they begin and end, each on its track's stack: name, begin, end, trace.
+    let (mut open, mut slices) = (HashMap::new(), Vec::new());
+    for packet in &trace.packet {
+        let (Some(at), Some(Data::Event(event))) = (packet.timestamp, &packet.data) else {
+            continue;
+        };
+        let stack: &mut Vec<_> = open.entry(event.track_uuid).or_default();
+        match event.kind {
+            Some(1) => stack.push((event, at)),
+            Some(2) => {
+                let (begun, from) = stack.pop().unwrap();
+                let mut notes = begun.debug_annotations.iter();
+                let trace = notes.find_map(|note| note.string_value.clone());
+                slices.push((begun.name.clone().unwrap(), from, at, trace));
+            }
+            _ => {}
+        }
+    }
+    let named = |name: &str| {
+        let mut found = slices.iter().filter(|slice| slice.0 == name);
+        found
+            .next()
+            .unwrap_or_else(|| panic!("no {name:?}: {slices:?}"))
+    };
+    let (_, begin, end, id) = named("Tokens.Generate");
+    let parts = ["until it is accepted", "until the first token", "tokens"].map(named);
+    assert_eq!((parts[0].1, parts[2].2), (*begin, *end));
+    assert!(
+        parts.windows(2).all(|pair| pair[0].2 == pair[1].1),
+        "{parts:?}"
+    );
+    // The scheduler had it under the client's trace, and the worker computed it, in between.
+    let of_trace = slices
+        .iter()
+        .filter(|slice| slice.3 == *id && slice.0.starts_with("r-"));
+    let (_, from, to, _) = of_trace
+        .clone()
+        .next()
+        .unwrap_or_else(|| panic!("{slices:?}"));
+    // It may note the end after it has told it.
+    assert!(
+        begin <= from && from < end && begin < to,
+        "{begin} {from} {to} {end}"
+    );
+    let inside = slices
+        .iter()
+        .filter(|slice| slice.0 == "step" && begin <= &slice.1 && &slice.2 <= end);
+    assert!(inside.count() > 2, "{slices:?}");
+    let (_, asked, done, _) = named("Debug.Trace");
+    assert!(asked < begin && end < done);
 }

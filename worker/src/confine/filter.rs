@@ -10,14 +10,19 @@ use seccompiler::{
 use super::rules::{Answer, RULES, Rule, When, Zero};
 use super::{Lack, Mode};
 
-/// Adds all filters to the calling thread, and so to all threads and processes it starts later.
-pub(super) fn install(mode: Mode) -> Result<(), Lack> {
+/// Adds all filters to the calling thread, and so to all threads and processes it starts later; where a device's libraries
+/// have started threads already, to these as well.
+pub(super) fn install(mode: Mode, has_devices: bool) -> Result<(), Lack> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)
         .map_err(|_| Lack::new("no filter for this architecture"))?;
-    let programs = compile(mode, std::process::id(), arch)
+    let programs = compile(mode, has_devices, std::process::id(), arch)
         .map_err(|error| Lack::new(format!("the filter does not compile: {error}")))?;
     for program in &programs {
-        seccompiler::apply_filter(program).map_err(|error| match error {
+        let apply = match has_devices {
+            true => seccompiler::apply_filter_all_threads,
+            false => seccompiler::apply_filter,
+        };
+        apply(program).map_err(|error| match error {
             seccompiler::Error::Seccomp(error)
                 if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL)) =>
             {
@@ -32,11 +37,19 @@ pub(super) fn install(mode: Mode) -> Result<(), Lack> {
 /// A filter gives one answer, so there is one for each. The kernel takes the most severe of what they say, and the
 /// last of them knows no difference but between listed and not: the others must never say anything about a call
 /// that is not listed.
-fn compile(mode: Mode, pid: u32, arch: TargetArch) -> Result<Vec<BpfProgram>, BackendError> {
+fn compile(
+    mode: Mode,
+    has_devices: bool,
+    pid: u32,
+    arch: TargetArch,
+) -> Result<Vec<BpfProgram>, BackendError> {
     let mut filters: BTreeMap<Answer, BTreeMap<i64, Vec<SeccompRule>>> = BTreeMap::new();
     let mut listed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     for rule in RULES {
-        let conditions = conditions(rule, mode, pid)?;
+        let conditions = match has_devices && rule.but_devices {
+            true => None,
+            false => conditions(rule, mode, pid)?,
+        };
         for (number, _) in rule.calls {
             listed.insert(*number, Vec::new());
             let (Answer::Errno(_) | Answer::Trap, Some(conditions)) = (rule.answer, &conditions)
@@ -113,10 +126,12 @@ mod tests {
     fn filters_compile_for_each_mode_within_the_kernels_limit() {
         let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
         for mode in [Mode::Inherited, Mode::Listening] {
-            let programs = compile(mode, 1234, arch).unwrap();
-            assert!(programs.len() > 4);
-            // BPF_MAXINSNS.
-            assert!(programs.iter().all(|program| program.len() <= 4096));
+            for has_devices in [false, true] {
+                let programs = compile(mode, has_devices, 1234, arch).unwrap();
+                assert!(programs.len() > 4);
+                // BPF_MAXINSNS.
+                assert!(programs.iter().all(|program| program.len() <= 4096));
+            }
         }
     }
 }

@@ -58,6 +58,8 @@ pub(super) struct Rule {
     pub(super) calls: &'static [Call],
     pub(super) answer: Answer,
     pub(super) when: When,
+    /// Whether the calls are performed where a device is reached by them.
+    pub(super) but_devices: bool,
 }
 
 macro_rules! calls {
@@ -69,6 +71,15 @@ const fn rule(answer: Answer, when: When, calls: &'static [Call]) -> Rule {
         calls,
         answer,
         when,
+        but_devices: false,
+    }
+}
+
+/// A rule that does not hold where a device is reached by files and `ioctl`.
+const fn but_devices(rule: Rule) -> Rule {
+    Rule {
+        but_devices: true,
+        ..rule
     }
 }
 
@@ -119,18 +130,21 @@ pub(super) static RULES: &[Rule] = &[
         ACCESS,
         When::Always,
         calls![
-            SYS_openat SYS_openat2 SYS_faccessat SYS_faccessat2 SYS_readlinkat SYS_getcwd SYS_statfs SYS_truncate
+            SYS_openat2 SYS_faccessat SYS_faccessat2 SYS_readlinkat SYS_getcwd SYS_statfs SYS_truncate
             SYS_chdir SYS_fchdir SYS_mkdirat SYS_mknodat SYS_unlinkat SYS_renameat SYS_renameat2 SYS_linkat SYS_symlinkat
             SYS_fchmodat SYS_fchownat SYS_utimensat SYS_getxattr SYS_lgetxattr SYS_setxattr SYS_lsetxattr
             SYS_listxattr SYS_llistxattr SYS_removexattr SYS_lremovexattr SYS_inotify_add_watch
         ],
     ),
+    but_devices(rule(ACCESS, When::Always, calls![SYS_openat])),
+    #[cfg(target_arch = "x86_64")]
+    but_devices(rule(ACCESS, When::Always, calls![SYS_open])),
     #[cfg(target_arch = "x86_64")]
     rule(
         ACCESS,
         When::Always,
         calls![
-            SYS_open SYS_creat SYS_stat SYS_lstat SYS_access SYS_readlink SYS_mkdir SYS_rmdir SYS_mknod SYS_unlink
+            SYS_creat SYS_stat SYS_lstat SYS_access SYS_readlink SYS_mkdir SYS_rmdir SYS_mknod SYS_unlink
             SYS_rename SYS_link SYS_symlink SYS_chmod SYS_chown SYS_lchown SYS_utime SYS_utimes SYS_futimesat
         ],
     ),
@@ -190,7 +204,7 @@ pub(super) static RULES: &[Rule] = &[
         ),
         calls![SYS_fcntl],
     ),
-    rule(
+    but_devices(rule(
         Answer::Errno(libc::ENOTTY),
         When::Not(
             1,
@@ -201,7 +215,7 @@ pub(super) static RULES: &[Rule] = &[
             ],
         ),
         calls![SYS_ioctl],
-    ),
+    )),
     rule(
         Answer::Errno(libc::ENOPROTOOPT),
         When::Not(1, &[SOCKET, TCP]),

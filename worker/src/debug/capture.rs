@@ -4,12 +4,13 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use half::{bf16, f16};
-use hotcell_graph::DType;
+use hotcell_graph::{DType, Value, wire};
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{self, captured::Kind},
 };
+use prost::Message;
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 use tonic::Status;
@@ -72,6 +73,33 @@ pub fn told(point: &Point) -> v1::CapturedNode {
         weight: point.weight.clone(),
         dtype: point.spec.dtype.name().to_owned(),
         dims: point.row_dims(),
+        place: match point.value {
+            Value::Node { node, .. } => Some(node),
+            _ => None,
+        },
+        output: match point.value {
+            Value::Node { output, .. } => output,
+            _ => 0,
+        },
+    }
+}
+
+/// Tokens that are looked at: as many as are asked for (0: all), or as many as a capture holds of so many nodes.
+fn most_tokens(asked: u64, nodes: usize) -> u64 {
+    let rows = limits::MAX_CAPTURED_ROWS / (nodes as u64).max(1);
+    let most = rows.clamp(1, limits::MAX_CAPTURED_TOKENS);
+    match asked {
+        0 => most,
+        asked => asked.min(most),
+    }
+}
+
+/// Tokens of so many bytes that may wait to be told. A request that waits for its reader is not to run far ahead.
+fn buffer(waits: bool, bytes: usize) -> usize {
+    let range = limits::CAPTURE_BUFFERS;
+    match waits {
+        true => *range.start(),
+        false => (limits::CAPTURE_WAITING / bytes.max(1)).clamp(*range.start(), *range.end()),
     }
 }
 
@@ -79,6 +107,12 @@ pub fn told(point: &Point) -> v1::CapturedNode {
 pub struct Capture {
     options: v1::CaptureOptions,
     nodes: Vec<v1::CapturedNode>,
+    /// Whether each node's rows tell the token.
+    telling: Vec<bool>,
+    /// Tokens at most.
+    tokens: u64,
+    /// The model's body on the wire, and what makes logits of its output.
+    graphs: [Vec<u8>; 2],
     model: String,
     numerics: v1::NumericsClass,
     /// Tokens of the answer, from the first one on.
@@ -104,12 +138,8 @@ impl Capture {
             let what = format!("a capture has at most {most} bytes of values");
             return Err(Error::new(Reason::LimitExceeded, what));
         }
-        let tokens = match options.tokens {
-            0 => limits::MAX_CAPTURED_TOKENS,
-            tokens => tokens.min(limits::MAX_CAPTURED_TOKENS),
-        };
-        let (to, looks) = mpsc::channel(limits::CAPTURE_BUFFER);
         let (name, wanted) = (model.name.clone(), options.clone());
+        let logits = (model.vocab as usize).saturating_mul(DType::F32.block_bytes());
         let arm = move |inside: &mut Inside<'_>| {
             let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
             let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
@@ -117,14 +147,24 @@ impl Capture {
                 true => Vec::new(),
                 false => selected(batch.points(), &wanted.nodes, &wanted.layers)?,
             };
-            let nodes = points.iter().filter_map(|&n| batch.points().get(n));
-            let nodes: Vec<v1::CapturedNode> = nodes.map(told).collect();
+            let looked = || points.iter().filter_map(|&n| batch.points().get(n));
+            let nodes: Vec<v1::CapturedNode> = looked().map(told).collect();
+            let telling: Vec<bool> = looked().map(|point| point.is_of_token).collect();
+            let sizes = looked().map(|point| point.row_bytes().unwrap_or(usize::MAX));
+            let size = sizes.fold(logits, usize::saturating_add);
+            let tokens = most_tokens(wanted.tokens, nodes.len() + 1);
+            let (to, looks) = mpsc::channel(buffer(waits, size));
             let mut probe = Probe::new(aim, points, tokens, to);
             probe.waits = waits;
+            probe.prefix = wanted.prefix;
             batch.look(inside.device, Looker::Probe(probe))?;
-            Ok::<_, Error>(nodes)
+            let graphs = [batch.graph(), batch.head_graph()];
+            let graphs = graphs.map(|graph| wire::encode(graph).encode_to_vec());
+            Ok::<_, Error>((nodes, telling, graphs, tokens, looks))
         };
-        let mut nodes = host.engine().inside(arm).await??;
+        let armed = host.engine().inside(arm).await??;
+        let (mut nodes, mut telling, graphs, tokens, looks) = armed;
+        telling.push(false);
         nodes.push(v1::CapturedNode {
             name: LOGITS.to_owned(),
             op: LOGITS.to_owned(),
@@ -132,10 +172,15 @@ impl Capture {
             weight: String::new(),
             dtype: DType::F32.name().to_owned(),
             dims: vec![model.vocab.into()],
+            place: None,
+            output: 0,
         });
         Ok(Self {
             options,
             nodes,
+            telling,
+            tokens,
+            graphs,
             model: model.name.clone(),
             numerics: model.numerics.clone(),
             expected: Vec::new(),
@@ -155,6 +200,7 @@ impl Capture {
             (request.grammar, request.stop) = (None, Vec::new());
         }
         let (worker, epoch) = host.identity();
+        let [graph, logits_graph] = self.graphs.clone();
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         v1::CaptureHead {
             worker,
@@ -165,6 +211,8 @@ impl Capture {
             request: Some(request),
             revealed,
             nodes: self.nodes.clone(),
+            graph,
+            logits_graph,
             time_ms: since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX)),
         }
     }
@@ -196,7 +244,10 @@ impl Capture {
             bytes => bytes,
         };
         let dtypes = self.nodes.iter().map(|node| DType::from_name(&node.dtype));
-        let dtypes: Vec<DType> = dtypes.map(|d| d.unwrap_or(DType::F32)).collect();
+        let dtypes = dtypes.map(|d| d.unwrap_or(DType::F32));
+        let revealed = self.options.reveal;
+        let telling = self.telling.iter().map(|tells| *tells && !revealed);
+        let kinds: Vec<(DType, bool)> = dtypes.zip(telling).collect();
         loop {
             let look = tokio::select! {
                 look = self.looks.recv() => look,
@@ -218,8 +269,10 @@ impl Capture {
                 }
             }
             let at = usize::try_from(look.index).unwrap_or(usize::MAX);
-            let as_expected = self.expected.get(at).map(|want| look.token == Some(*want));
-            end.tokens += 1;
+            let drawn = !look.logits.is_empty();
+            let expected = self.expected.get(at).filter(|_| drawn);
+            let as_expected = expected.map(|want| look.token == Some(*want));
+            end.tokens += u64::from(drawn);
             match as_expected {
                 Some(true) => end.as_expected += 1,
                 Some(false) => {
@@ -235,9 +288,9 @@ impl Capture {
                 missed: look.missed,
                 ..v1::CapturedToken::default()
             };
-            let (values, own) = (self.options.values as usize, dtypes.clone());
+            let (values, own) = (self.options.values as usize, kinds.clone());
             // Beside the event loop: hashing large rows takes its time.
-            let work = move || pieces(token, look, &own, values, left);
+            let work = move || all_pieces(token, look, &own, values, left);
             let Ok(told) = tokio::task::spawn_blocking(work).await else {
                 return;
             };
@@ -253,6 +306,9 @@ impl Capture {
         let last = match failed {
             Some(status) if end.tokens == 0 => Err(status),
             failed => {
+                end.full = failed.is_none()
+                    && end.tokens >= self.tokens
+                    && (self.options.tokens == 0 || self.options.tokens > self.tokens);
                 // What it failed of is what one wants to see.
                 end.failed = failed.map_or_else(String::new, |status| status.message().to_owned());
                 Ok(say(Kind::End(end)))
@@ -267,6 +323,7 @@ fn say(kind: Kind) -> v1::Captured {
     v1::Captured { kind: Some(kind) }
 }
 
+#[derive(Default)]
 struct Told {
     pieces: Vec<v1::CapturedToken>,
     bytes: u64,
@@ -274,31 +331,82 @@ struct Told {
     left_out_bytes: u64,
 }
 
-/// A token's messages.
-fn pieces(
+/// Row by row what was computed in a step.
+fn all_pieces(
     token: v1::CapturedToken,
     look: Look,
-    dtypes: &[DType],
+    kinds: &[(DType, bool)],
     values: usize,
     mut left: u64,
 ) -> Told {
-    let logits: Vec<u8> = look.logits.iter().flat_map(|v| v.to_le_bytes()).collect();
-    let mut told = Told {
-        pieces: Vec::new(),
-        bytes: 0,
-        left_out: 0,
-        left_out_bytes: 0,
+    let drawn = usize::from(!look.logits.is_empty());
+    let first = (look.position + 1).saturating_sub((look.before + drawn) as u64);
+    let mut all = Told::default();
+    let mut take = |token: v1::CapturedToken, rows: Vec<Vec<u8>>| {
+        let told = pieces(token, rows, kinds, values, left);
+        left = left.saturating_sub(told.bytes);
+        all.bytes += told.bytes;
+        all.left_out += told.left_out;
+        all.left_out_bytes += told.left_out_bytes;
+        all.pieces.extend(told.pieces);
     };
+    for at in 0..look.before {
+        let row = |rows: &Vec<u8>| {
+            let size = rows.len() / look.before;
+            rows.chunks_exact(size.max(1))
+                .nth(at)
+                .unwrap_or_default()
+                .to_vec()
+        };
+        let mut rows: Vec<Vec<u8>> = look.rows_before.iter().map(row).collect();
+        // Nobody made logits of it.
+        rows.push(Vec::new());
+        let token = v1::CapturedToken {
+            position: first + at as u64,
+            of_prefix: true,
+            token: None,
+            as_expected: None,
+            missed: 0,
+            ..token.clone()
+        };
+        take(token, rows);
+    }
+    if drawn > 0 {
+        let logits = look.logits.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let rows = look.rows.into_iter().chain([logits]);
+        take(token, rows.collect());
+    }
+    all
+}
+
+/// The messages of a row of each node, of these dtypes, and whether they are to be withheld.
+fn pieces(
+    token: v1::CapturedToken,
+    rows: Vec<Vec<u8>>,
+    kinds: &[(DType, bool)],
+    values: usize,
+    mut left: u64,
+) -> Told {
+    let mut told = Told::default();
     let mut piece = v1::CapturedToken {
         more: true,
         ..token.clone()
     };
     let mut size = 0;
-    let rows = look.rows.into_iter().chain([logits]);
-    for (number, (row, dtype)) in rows.zip(dtypes).enumerate() {
+    for (number, (row, (dtype, withheld))) in rows.into_iter().zip(kinds).enumerate() {
         let mut node = statistics(&row, *dtype);
+        let wanted = match withheld {
+            true => {
+                node = v1::NodeValues {
+                    nan: node.nan,
+                    infinite: node.infinite,
+                    ..v1::NodeValues::default()
+                };
+                0
+            }
+            false => values.saturating_mul(dtype.block_bytes()).min(row.len()),
+        };
         node.node = u32::try_from(number).unwrap_or(u32::MAX);
-        let wanted = values.saturating_mul(dtype.block_bytes()).min(row.len());
         let bytes = wanted as u64;
         if bytes <= left {
             left -= bytes;
@@ -388,6 +496,39 @@ mod tests {
         assert_eq!(statistics(&[], DType::F32).rms, 0.0);
     }
 
+    #[test]
+    fn a_capture_ends_where_its_header_would_be_too_long() {
+        assert_eq!((most_tokens(7, 100), most_tokens(0, 100)), (7, 2621));
+        assert_eq!(most_tokens(u64::MAX, 1), limits::MAX_CAPTURED_ROWS);
+        assert_eq!(most_tokens(0, usize::MAX), 1);
+    }
+
+    #[test]
+    fn small_tokens_wait_in_numbers_and_large_ones_do_not() {
+        assert_eq!(buffer(false, 16 << 10), 1024);
+        assert_eq!(buffer(false, 1 << 20), 64);
+        assert_eq!((buffer(false, usize::MAX), buffer(false, 0)), (4, 1024));
+        assert_eq!(buffer(true, 1), 4);
+    }
+
+    #[test]
+    fn a_row_that_tells_its_token_is_withheld_but_for_what_is_wrong_with_it() {
+        let rows = vec![row(&[1.0, f32::NAN]), row(&[1.0, 2.0])];
+        let kinds = [(DType::F32, true), (DType::F32, false), (DType::F32, false)];
+        let token = v1::CapturedToken::default();
+        let told = all_pieces(token, look(rows), &kinds, usize::MAX, u64::MAX);
+        let [hidden, shown, _] = told.pieces[0].nodes.as_slice() else {
+            panic!("{} rows", told.pieces[0].nodes.len());
+        };
+        let wrong = v1::NodeValues {
+            nan: 1,
+            ..v1::NodeValues::default()
+        };
+        assert_eq!(*hidden, wrong);
+        assert!(shown.hash.len() == 32 && shown.data.len() == 8);
+        assert_eq!(told.left_out, 0);
+    }
+
     fn look(rows: Vec<Vec<u8>>) -> Look {
         Look {
             request: None,
@@ -396,6 +537,8 @@ mod tests {
             token: Some(1),
             rows,
             logits: vec![1.0, 2.0],
+            before: 0,
+            rows_before: Vec::new(),
             missed: 5,
         }
     }
@@ -403,13 +546,13 @@ mod tests {
     #[test]
     fn values_end_with_the_budget_and_what_is_left_out_is_counted() {
         let rows = vec![row(&[1.0; 8]), row(&[2.0; 8])];
-        let dtypes = [DType::F32; 3];
+        let dtypes = [(DType::F32, false); 3];
         let token = v1::CapturedToken {
             index: 3,
             missed: 5,
             ..v1::CapturedToken::default()
         };
-        let told = pieces(token.clone(), look(rows.clone()), &dtypes, usize::MAX, 40);
+        let told = all_pieces(token.clone(), look(rows.clone()), &dtypes, usize::MAX, 40);
         assert_eq!(
             (told.bytes, told.left_out, told.left_out_bytes),
             (40, 1, 32)
@@ -420,13 +563,50 @@ mod tests {
         let lengths: Vec<usize> = piece.nodes.iter().map(|n| n.data.len()).collect();
         assert_eq!(lengths, [32, 0, 8]);
         assert!(!piece.more && piece.missed == 5);
-        let told = pieces(token.clone(), look(rows), &dtypes, 2, u64::MAX);
+        let told = all_pieces(token.clone(), look(rows), &dtypes, 2, u64::MAX);
         let lengths = told.pieces[0].nodes.iter().map(|n| n.data.len());
         assert_eq!(lengths.collect::<Vec<_>>(), [8, 8, 8]);
         assert_eq!(told.left_out, 0);
         let large = vec![vec![0; PIECE]; 3];
-        let told = pieces(token, look(large), &[DType::F32; 4], usize::MAX, u64::MAX);
+        let told = all_pieces(
+            token,
+            look(large),
+            &[(DType::F32, false); 4],
+            usize::MAX,
+            u64::MAX,
+        );
         let more: Vec<_> = told.pieces.iter().map(|p| (p.more, p.missed)).collect();
         assert_eq!(more, [(true, 5), (true, 0), (true, 0), (false, 0)]);
+    }
+
+    #[test]
+    fn rows_before_the_tokens_own_are_told_each_at_its_place() {
+        let token = v1::CapturedToken {
+            index: 3,
+            position: 9,
+            token: Some(1),
+            missed: 5,
+            ..v1::CapturedToken::default()
+        };
+        let step = |drawn: bool| Look {
+            before: 2,
+            rows_before: vec![row(&[1.0, 2.0, 3.0, 4.0])],
+            logits: vec![1.0; 2 * usize::from(drawn)],
+            ..look(vec![row(&[5.0, 6.0])])
+        };
+        let kinds = [(DType::F32, false); 2];
+        for (drawn, places) in [(true, &[7, 8, 9][..]), (false, &[8, 9])] {
+            let told = all_pieces(token.clone(), step(drawn), &kinds, usize::MAX, u64::MAX);
+            let positions: Vec<u64> = told.pieces.iter().map(|p| p.position).collect();
+            assert_eq!(positions, places);
+            for (at, piece) in told.pieces.iter().enumerate() {
+                assert_eq!((piece.of_prefix, piece.more), (at < 2, false));
+                assert_eq!(piece.token, Some(1).filter(|_| at == 2));
+                assert_eq!(piece.nodes.len(), 2);
+                let first = 1.0 + 2.0 * at as f32;
+                assert_eq!(piece.nodes[0].data, row(&[first, first + 1.0]));
+                assert_eq!(piece.nodes[1].data.len(), if at == 2 { 8 } else { 0 });
+            }
+        }
     }
 }

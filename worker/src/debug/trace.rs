@@ -23,6 +23,9 @@ const LOOK: Duration = Duration::from_millis(50);
 /// How long the engine may take to answer them.
 const PATIENCE: Duration = Duration::from_millis(40);
 
+/// How long after its end a trace may still be read.
+const GRACE: Duration = Duration::from_secs(10);
+
 /// Spans and counts of one message.
 const PIECE: usize = 8 << 10;
 
@@ -172,6 +175,16 @@ impl Timeline {
     }
 }
 
+/// Sends a piece, if it is taken by then: nothing is noted for ever for who does not read.
+async fn send(
+    to: &mpsc::Sender<Result<v1::TracePiece, Status>>,
+    piece: v1::TracePiece,
+    until: Instant,
+) -> Result<(), ()> {
+    let sent = tokio::time::timeout_at(until.into(), to.send(Ok(piece))).await;
+    sent.map_err(|_| ())?.map_err(|_| ())
+}
+
 /// Traces for so long, or until nobody reads.
 pub async fn trace(
     host: Host,
@@ -201,7 +214,7 @@ pub async fn trace(
     let mut looking = tokio::time::interval(LOOK);
     loop {
         for piece in next {
-            if to.send(Ok(piece)).await.is_err() {
+            if send(&to, piece, begun + duration + GRACE).await.is_err() {
                 return;
             }
         }
@@ -229,7 +242,7 @@ pub async fn trace(
         kind: Some(Kind::End(timeline.end)),
     };
     for piece in next.into_iter().chain([end]) {
-        if to.send(Ok(piece)).await.is_err() {
+        if send(&to, piece, begun + duration + GRACE).await.is_err() {
             return;
         }
     }

@@ -148,20 +148,7 @@ struct TypeRow(u32, &'static str, u64, u64);
 /// that has one among others. Sources: ggml.c `type_traits`, gguf-py `GGML_QUANT_SIZES`.
 const OTHER_TYPES: &[TypeRow] = &[
     TypeRow(9, "q8_1", 32, 36),
-    TypeRow(10, "q2_k", 256, 84),
-    TypeRow(11, "q3_k", 256, 110),
     TypeRow(15, "q8_k", 256, 292),
-    TypeRow(16, "iq2_xxs", 256, 66),
-    TypeRow(17, "iq2_xs", 256, 74),
-    TypeRow(18, "iq3_xxs", 256, 98),
-    TypeRow(19, "iq1_s", 256, 50),
-    TypeRow(20, "iq4_nl", 32, 18),
-    TypeRow(21, "iq3_s", 256, 110),
-    TypeRow(22, "iq2_s", 256, 82),
-    TypeRow(23, "iq4_xs", 256, 136),
-    TypeRow(29, "iq1_m", 256, 56),
-    TypeRow(34, "tq1_0", 256, 54),
-    TypeRow(35, "tq2_0", 256, 66),
     TypeRow(41, "q1_0", 128, 18),
 ];
 

@@ -182,7 +182,7 @@ pub fn small() -> Writer {
         .value("tokenizer.ggml.token_type", Value::I32s(vec![1, 3, -1]))
         .tensor("w", &[3, 2], 0, (0..24).collect())
         .tensor("q", &[64, 2], 8, vec![1; 136])
-        .tensor("x", &[32], 20, vec![2; 18])
+        .tensor("x", &[32], 9, vec![2; 36])
 }
 
 /// A complete little model of this GGUF architecture: 2 layers, hidden 8, 2 heads, 1 key-value head, 5 tokens.

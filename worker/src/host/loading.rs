@@ -345,5 +345,6 @@ fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::Mod
         has_chat_template: text.has_chat_template(),
         end_tokens: source.config.eos.clone(),
         embedding_length: source.config.hidden as u32,
+        thinks: text.thinks(),
     }
 }

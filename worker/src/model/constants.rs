@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion},
-    cpu::dequant::{dequantize_row, is_weight_dtype},
+    cpu::dequant::{dequantize_row, is_decoded},
     host::Staging,
 };
 
@@ -22,7 +22,7 @@ pub(super) fn stack_bytes(weights: &Weights, names: &[String]) -> Result<usize, 
 /// A small weight's numbers.
 pub(super) fn vector(weights: &Weights, name: &str) -> Result<Vec<f32>, RunError> {
     let weight = weights.get(name).map_err(BuildError::Model)?;
-    if !is_weight_dtype(weight.dtype) {
+    if !is_decoded(weight.dtype) {
         let why = format!("{name} is {}", weight.dtype);
         return Err(DeviceError::Unsupported {
             backend: "cpu",

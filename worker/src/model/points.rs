@@ -1,6 +1,6 @@
 //! Names for what the nodes of a model's graph compute: the same for every device, and for every file format.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use hotcell_graph::{DType, Dim, Graph, TensorSpec, Value, op::ValueSpec};
 
@@ -19,6 +19,8 @@ pub struct Point {
     pub weight: String,
     /// Its dtype, f32, f16 or bf16, and shape, whose first axis is the rows.
     pub spec: TensorSpec,
+    /// Whether a row of it follows from the one token, and where that stands, alone: nothing of it was read from a cache.
+    pub is_of_token: bool,
 }
 
 impl Point {
@@ -52,6 +54,8 @@ fn is_by_row(spec: &TensorSpec) -> bool {
 /// What can be looked at in a graph, in the order in which it is computed.
 pub fn points(graph: &Graph) -> Vec<Point> {
     let mut layers: HashMap<u32, Option<u32>> = HashMap::new();
+    // Nodes with something of other tokens in them.
+    let mut mixed: HashSet<u32> = HashSet::new();
     let mut seen: HashMap<(Option<u32>, &str), u32> = HashMap::new();
     let mut all = Vec::new();
     for (number, node) in graph.nodes().iter().enumerate() {
@@ -67,11 +71,17 @@ pub fn points(graph: &Graph) -> Vec<Point> {
             if input.constant && matches!(input.spec, ValueSpec::Tensor(_)) {
                 weight.clone_from(&input.name);
             }
+            if matches!(input.spec, ValueSpec::Cache(_)) {
+                mixed.insert(number);
+            }
         }
         // What reads no weight belongs to the layer of what it is made of.
         for value in &node.inputs {
             if let Value::Node { node, .. } = value {
                 layer = layer.max(layers.get(node).copied().flatten());
+                if mixed.contains(node) {
+                    mixed.insert(number);
+                }
             }
         }
         layers.insert(number, layer);
@@ -97,6 +107,7 @@ pub fn points(graph: &Graph) -> Vec<Point> {
                 layer,
                 weight: weight.clone(),
                 spec: spec.clone(),
+                is_of_token: !mixed.contains(&number),
             });
         }
     }
@@ -142,7 +153,7 @@ pub fn select(points: &[Point], patterns: &[String], layers: &[u32]) -> Vec<usiz
 
 #[cfg(test)]
 mod tests {
-    use hotcell_graph::{GraphBuilder, Shape};
+    use hotcell_graph::{CacheSpec, GraphBuilder, Shape};
 
     use super::*;
 
@@ -194,6 +205,40 @@ mod tests {
         assert_eq!(chosen(&["neg", "get_rows"], &[1]), [7, 9]);
         assert_eq!(chosen(&["layers.0.add.1"], &[]), [5]);
         assert!(chosen(&["neg"], &[7]).is_empty());
+    }
+
+    #[test]
+    fn what_was_read_from_a_cache_is_of_other_tokens_too() {
+        let cache = CacheSpec {
+            dtype: DType::F32,
+            blocks: 2,
+            block_len: 4,
+            kv_heads: 1,
+            head_dim: 8,
+        };
+        let mut g = GraphBuilder::new(4);
+        let of = |dtype, dims: &[usize]| TensorSpec::new(dtype, Shape::rows(dims).unwrap());
+        let x = g.tensor("x", of(DType::F32, &[1, 8]).unwrap()).unwrap();
+        let at = g.tensor("at", of(DType::I32, &[]).unwrap()).unwrap();
+        let tables = TensorSpec::new(DType::I32, Shape::fixed(&[1, 2]).unwrap());
+        let tables = g.tensor("tables", tables.unwrap()).unwrap();
+        let cache = g.cache("cache.0", cache).unwrap();
+        let y = g.neg(x).unwrap();
+        g.cache_write(cache, y, y, at).unwrap();
+        let z = g
+            .paged_attention(y, cache, tables, at, at, 1.0, 0, 0.0)
+            .unwrap();
+        let own = g.neg(y).unwrap();
+        let sum = g.add(own, z).unwrap();
+        let all = points(&g.finish(&[sum]).unwrap());
+        let told: Vec<_> = all.iter().map(|p| (p.op, p.is_of_token)).collect();
+        let expected = [
+            ("neg", true),
+            ("paged_attention", false),
+            ("neg", true),
+            ("add", false),
+        ];
+        assert_eq!(told, expected);
     }
 
     #[test]

@@ -149,6 +149,8 @@ pub struct Runner {
     head: Box<dyn Plan>,
     ending: Box<dyn Plan>,
     packable: Vec<Packable>,
+    /// Of the body's inputs, those that have their other form now.
+    packed: Vec<(Slot, Buffer)>,
     rows: RowBuffers,
     caches: Caches,
     logits: Buffer,
@@ -159,6 +161,8 @@ pub struct Runner {
     inputs: Vec<Buffer>,
     hidden_states: Buffer,
     points: Vec<Point>,
+    /// The head's graph.
+    head_graph: Graph,
     /// Computes the body in steps that somebody looks at.
     tap: Option<Tap>,
     tapping: bool,
@@ -257,6 +261,7 @@ impl Runner {
             Ok(plan)
         };
         let (graph, points) = (body.graph.clone(), points(&body.graph));
+        let head_graph = head.graph.clone();
         let (mut body, mut head) = (bind(Part::Body, &body)?, bind(Part::Head, &head)?);
         let mut ending = bind(Part::Ending, &ending)?;
         body.bind(Slot::Output(0), &hidden, 0)?;
@@ -274,6 +279,7 @@ impl Runner {
             head,
             ending,
             packable,
+            packed: Vec::new(),
             rows,
             caches,
             logits,
@@ -283,6 +289,7 @@ impl Runner {
             inputs,
             hidden_states: hidden,
             points,
+            head_graph,
             tap: None,
             tapping: false,
             follower: None,
@@ -318,13 +325,22 @@ impl Runner {
         &mut self,
         buffer: impl Fn(&str) -> Result<Option<Buffer>, DeviceError>,
     ) -> Result<(), DeviceError> {
+        self.packed.clear();
         for input in &self.packable {
+            let buffer = buffer(&input.weight)?;
             let plan = match input.graph {
                 Part::Body => &mut self.body,
                 Part::Head => &mut self.head,
                 Part::Ending => &mut self.ending,
             };
-            plan.bind_packed(input.slot, buffer(&input.weight)?.as_ref(), 0)?;
+            plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
+            if matches!(input.graph, Part::Body) {
+                if let Some(tap) = &mut self.tap {
+                    tap.plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
+                }
+                self.packed
+                    .extend(buffer.map(|buffer| (input.slot, buffer)));
+            }
         }
         Ok(())
     }

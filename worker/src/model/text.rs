@@ -112,6 +112,11 @@ impl ModelText {
         self.template.is_ok()
     }
 
+    /// Whether thoughts can be told from answers.
+    pub fn thinks(&self) -> bool {
+        self.family.thinks()
+    }
+
     /// Renders and tokenises a prompt.
     ///
     /// # Errors

@@ -68,6 +68,9 @@ impl Worker for WorkerService {
                 path: info.path.clone(),
                 problem: String::new(),
                 program: String::new(),
+                pci_id: info.pci_id.clone(),
+                integrated: info.integrated,
+                driver: info.driver.clone(),
             }),
             confinement: self.0.confinement().to_string(),
             layers: self.0.confinement().wire(),
@@ -178,7 +181,8 @@ impl Worker for WorkerService {
         &self,
         request: Request<v1::OpenTensorsRequest>,
     ) -> Result<Response<v1::OpenTensorsResponse>, Status> {
-        self.0.open_tensors(request.get_ref().tag).await?;
+        let v1::OpenTensorsRequest { tag, debug } = request.into_inner();
+        self.0.open_tensors(tag, debug).await?;
         Ok(Response::new(v1::OpenTensorsResponse {}))
     }
 

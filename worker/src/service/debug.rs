@@ -20,6 +20,7 @@ use crate::{
     debug::{
         capture::Capture,
         guard::guard,
+        memory::memory,
         observer::Watching,
         trace::{checked_duration, trace},
         watch::{checked_interval, watch},
@@ -167,6 +168,15 @@ impl Debug for DebugService {
         let (to, events) = mpsc::channel(limits::HIT_BUFFER);
         guard(self.0.clone(), &model, request, to).await?;
         Ok(Response::new(ReceiverStream::new(events)))
+    }
+
+    async fn memory(
+        &self,
+        request: Request<v1::MemoryMapRequest>,
+    ) -> Result<Response<v1::MemoryMap>, Status> {
+        let v1::MemoryMapRequest { worker, handles } = request.into_inner();
+        self.is_for_us(&worker)?;
+        Ok(Response::new(memory(&self.0, handles).await?))
     }
 
     type TraceStream = Answers<v1::TracePiece>;

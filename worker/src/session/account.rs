@@ -151,6 +151,11 @@ pub struct Charge {
 }
 
 impl Charge {
+    /// How many they are.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Counts them as in use, or as freed and kept.
     pub fn set_cached(&mut self, cached: bool) {
         if self.cached != cached {

@@ -242,7 +242,7 @@ impl Session {
             executions: 0.into(),
             is_quick: false.into(),
             busy: false.into(),
-            _charges: charges,
+            charges,
         };
         self.plans.insert(id, Rc::new(entry));
         Ok(response)

@@ -28,7 +28,7 @@ pub struct PlanEntry {
     /// Running work uses its arena.
     pub busy: Cell<bool>,
     /// They end with it: the arena's, and that of its parts.
-    pub _charges: [Charge; 2],
+    pub charges: [Charge; 2],
 }
 
 /// A graph's outputs.

@@ -23,6 +23,8 @@ use super::{
 
 /// How long one stream runs while others wait.
 const SLICE: Duration = Duration::from_millis(1);
+/// After a session that held so many bytes at some time, libraries are asked to give back what they keep.
+const MUCH: u64 = 32 << 20;
 /// What tensors may take where the device does not say how much memory it has, bytes.
 const UNKNOWN_MEMORY: u64 = 4 << 30;
 
@@ -160,6 +162,11 @@ impl TensorPlane {
         for key in over {
             if let Some(mut session) = self.sessions.remove(&key) {
                 session.fail_all(&session_gone());
+                let much = session.pool.account().usage().peak >= MUCH;
+                drop(session);
+                if much {
+                    self.hub.device.trim();
+                }
             }
             self.names.retain(|_, k| *k != key);
             self.turns.retain(|(k, _)| *k != key);
@@ -172,14 +179,32 @@ impl TensorPlane {
         usage.active + usage.cached
     }
 
+    /// The sessions, by their numbers.
+    pub(super) fn sessions(&self) -> impl Iterator<Item = (u64, &Session)> {
+        self.sessions.iter().map(|(key, session)| (*key, session))
+    }
+
     /// How many sessions there are, and what they hold.
     pub fn census(&self) -> v1::TensorCensus {
         let all = |count: fn(&Session) -> usize| self.sessions.values().map(count).sum::<usize>();
         let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        let holders = self.sessions.iter().map(|(key, session)| {
+            let usage = session.pool.account().usage();
+            v1::SessionHoldings {
+                number: *key,
+                tensors: number(session.tensors.len()),
+                plans: number(session.plans.len()),
+                bytes: usage.active.saturating_add(usage.cached),
+            }
+        });
+        let mut holders: Vec<_> = holders.collect();
+        holders.sort_unstable_by_key(|one| (std::cmp::Reverse(one.bytes), one.number));
+        holders.truncate(limits::MAX_TOLD_SESSIONS);
         v1::TensorCensus {
             sessions: number(self.sessions.len()),
             tensors: number(all(|session| session.tensors.len())),
             plans: number(all(|session| session.plans.len())),
+            holders,
         }
     }
 

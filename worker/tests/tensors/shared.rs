@@ -294,7 +294,7 @@ async fn memory_that_nobody_asks_for_evicts_only_its_like() {
     let client = Client::open(&host).await;
     // The newest is there, the oldest is not waited for here: that takes seconds.
     import(&client, 299, wire_spec(&[4]), 0).await.unwrap();
-    host.open_tensors(9).await.unwrap();
+    host.open_tensors(9, false).await.unwrap();
     // As many mappings as a session may have, and one more.
     for n in 300..363 {
         sender.send(shared_tag(n), &[memory.as_fd()]).unwrap();
@@ -340,9 +340,16 @@ async fn a_connection_that_comes_as_a_descriptor_is_served() {
     sender.send(9, &[theirs.as_fd()]).unwrap();
     drop(theirs);
     let control = WorkerService(host.clone(), Controls::default());
-    let request = Request::new(v1::OpenTensorsRequest { tag: 9 });
+    let request = Request::new(v1::OpenTensorsRequest {
+        tag: 9,
+        debug: false,
+    });
     control.open_tensors(request).await.unwrap();
     let channel = channel_over(ours, Windows::default()).await.unwrap();
+    // Who has an end for tensors does not see what others do.
+    let mut debug = v1::debug_client::DebugClient::new(channel.clone());
+    let refused = debug.watch(v1::WatchRequest::default()).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::Unimplemented);
     let raw = TensorsClient::new(channel);
     let about = raw
         .clone()

@@ -1,10 +1,19 @@
 //! The rows of a bench as a picture: tokens per second, and times to the first token, over streams at once.
 
-use std::{error::Error, io, path::Path};
+use std::{
+    error::Error,
+    fs::File,
+    io::{self, Write},
+    path::Path,
+};
 
 use plotters::prelude::*;
 
-use crate::{cli::exit::Failure, load::Outcome};
+use crate::{
+    cli::exit::Failure,
+    load::Outcome,
+    whole::{self, Readers},
+};
 
 /// Size in pixels.
 const SIZE: (u32, u32) = (900, 700);
@@ -19,7 +28,8 @@ type Lines = Vec<(String, Vec<(f64, f64)>)>;
 pub(super) fn draw(file: &Path, outcomes: &[Outcome]) -> Result<(), Failure> {
     let mut text = String::new();
     picture(&mut text, outcomes).map_err(|e| Failure::Output(io::Error::other(e.to_string())))?;
-    std::fs::write(file, text).map_err(|error| {
+    let write = |file: &mut File| file.write_all(text.as_bytes());
+    whole::write(file, Readers::Usual, write).map_err(|error| {
         let words = format!("{} cannot be written: {error}", file.display());
         Failure::Output(io::Error::new(error.kind(), words))
     })

@@ -3,7 +3,9 @@
 use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
-    v1::{BlackBox, CaptureOptions, CrashReport, ReplayRequest, replay_request::Which},
+    v1::{
+        BlackBox, CaptureHeld, CaptureOptions, CrashReport, ReplayRequest, replay_request::Which,
+    },
 };
 use serde_json::{Value, json};
 
@@ -26,6 +28,18 @@ pub struct CrashReplayFlags {
     /// On the device of this worker [default: one that has the model]
     #[arg(short, long, value_name = "NAME")]
     pub worker: Option<String>,
+    /// Before a request is run, print the command that attaches a debugger to its process, and wait until one is, ten
+    /// minutes at most; meanwhile, and while it stands still in there, nobody takes it for one that hangs
+    #[arg(long)]
+    pub gdb: bool,
+}
+
+/// How long it waits for a debugger, milliseconds.
+const HOLD: u32 = 600_000;
+
+/// The command that attaches a debugger to a process on the scheduler's host, and lets that go on.
+fn attach(held: &CaptureHeld) -> String {
+    format!("gdb -p {} -ex continue", held.pid)
 }
 
 /// What came of running a request again.
@@ -51,9 +65,16 @@ fn is_same(one: &CrashReport, other: &CrashReport) -> bool {
     one.kind == other.kind && signal == other_signal && same_op
 }
 
-async fn run_again(client: &Client, id: &str, worker: &str) -> Outcome {
+/// Runs a request again; `show` is told of the process if that waits for a debugger.
+async fn run_again(
+    client: &Client,
+    id: &str,
+    (worker, hold_ms): (&str, u32),
+    mut show: impl FnMut(&CaptureHeld),
+) -> Outcome {
     let request = ReplayRequest {
         worker: worker.to_owned(),
+        hold_ms,
         which: Some(Which::RequestId(id.to_owned())),
         options: Some(CaptureOptions {
             only_logits: true,
@@ -65,7 +86,11 @@ async fn run_again(client: &Client, id: &str, worker: &str) -> Outcome {
         let mut told = client.replay(request).await?;
         let (mut recorder, mut tokens) = (Recorder::default(), 0);
         while let Some(message) = told.next().await {
+            let waited = recorder.held().is_some();
             tokens += u64::from(recorder.push(message?)?.is_some());
+            if let Some(held) = recorder.held().filter(|_| !waited) {
+                show(held);
+            }
         }
         let end = recorder.end().ok_or_else(|| {
             let what = "what was told broke off before its end; ask again";
@@ -161,11 +186,29 @@ pub(super) async fn replay(
         return Err(Error::new(Reason::RequestNotFound, what).into());
     }
     let worker = flags.worker.as_deref().unwrap_or_default();
+    let hold = if flags.gdb { HOLD } else { 0 };
     for id in &ids {
+        let mut shown = Ok(());
+        let show = |held: &CaptureHeld| {
+            let command = attach(held);
+            shown = match ui.manner.json {
+                true => ui.print_json(&json!({
+                    "request_id": id,
+                    "worker": held.worker,
+                    "pid": held.pid,
+                    "attach": command,
+                })),
+                false => {
+                    let text = format!("on the scheduler's host, as its user or root: {command}");
+                    ui.print(&format!("{}\n", one_line(&text)))
+                }
+            };
+        };
         let outcome = tokio::select! {
-            outcome = run_again(&session.client, id, worker) => outcome,
+            outcome = run_again(&session.client, id, (worker, hold), show) => outcome,
             () = interrupt.pressed() => return Err(Failure::Interrupted),
         };
+        shown?;
         match ui.manner.json {
             true => ui.print_json(&view(id, &crash, &outcome))?,
             false => ui.print(&line(id, &crash, &outcome))?,

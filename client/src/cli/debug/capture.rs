@@ -77,6 +77,7 @@ impl LookFlags {
             values: self.values,
             max_bytes: self.max_bytes.unwrap_or(0),
             reveal: self.reveal,
+            prefix: false,
         }
     }
 }
@@ -148,6 +149,7 @@ pub(super) async fn capture(
             "missed": missed,
             "left_out": end.left_out,
             "left_out_bytes": end.left_out_bytes,
+            "full": end.full,
             "whole": recording.end.is_some(),
         }));
     }
@@ -167,6 +169,9 @@ pub(super) async fn capture(
             end.left_out,
             bytes(end.left_out_bytes)
         ));
+    }
+    if end.full {
+        text.push_str("; no more tokens of so many nodes fit: choose some with --node or --layer");
     }
     if !recording.head.revealed {
         text.push_str("; without the prompt, which --reveal keeps: it cannot be run again");

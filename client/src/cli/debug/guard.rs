@@ -1,17 +1,23 @@
 //! `hotcell debug guard`: watchpoints.
 
+use std::path::{Path, PathBuf};
+
 use clap::Args;
-use hotcell_proto::v1::{Condition, GuardHit, GuardRequest, Range, condition::Kind, guard_event};
+use hotcell_proto::v1::{
+    CaptureOptions, Condition, GuardHit, GuardRequest, Range, ReplayRequest, condition::Kind,
+    guard_event, replay_request::Which,
+};
 use serde_json::{Value, json};
 
 use super::{
     capture::{Layers, all_layers, layers},
-    told::named,
+    told::{follow, named},
 };
 use crate::cli::{
     exit::Failure,
     interrupt::Interrupt,
     session::Session,
+    table::bytes,
     ui::{DIM, Ui, one_line},
 };
 
@@ -49,12 +55,21 @@ pub struct GuardFlags {
     /// End the request for which one holds; others go on
     #[arg(long)]
     pub end: bool,
-    /// End after so many hits
+    /// End after so many hits [default: with --capture 1, else none]
     #[arg(short = 'n', long, value_name = "N")]
     pub hits: Option<u64>,
+    /// Capture what is computed for the first hit's token into this file, by running the request again from there in a
+    /// throw-away worker. Needs a request whose stream the scheduler still knows: a running one, or one with an id of its
+    /// client's
+    #[arg(long, value_name = "FILE")]
+    pub capture: Option<PathBuf>,
+    /// Keep the prompt and the tokens in it, so that it can be run again
+    #[arg(long, requires = "capture")]
+    pub reveal: bool,
 }
 
-fn range(text: &str) -> Result<(f32, f32), String> {
+/// Two numbers, the first not above the second.
+pub(super) fn range(text: &str) -> Result<(f32, f32), String> {
     let parts = text.split_once(',');
     let parsed = parts.and_then(|(a, b)| Some((a.trim().parse().ok()?, b.trim().parse().ok()?)));
     parsed
@@ -103,8 +118,9 @@ pub(super) async fn guard(
         end: flags.end,
     };
     let mut events = session.client.guard(request).await?;
-    let mut hits = 0;
-    while flags.hits.is_none_or(|most| hits < most) {
+    let (mut hits, mut captured) = (0, false);
+    let most = flags.hits.or(flags.capture.as_ref().map(|_| 1));
+    while most.is_none_or(|most| hits < most) {
         let event = tokio::select! {
             event = events.next() => event.transpose()?,
             () = interrupt.pressed() => return Err(Failure::Interrupted),
@@ -125,11 +141,46 @@ pub(super) async fn guard(
                     true => ui.print_json(&view(&hit, name))?,
                     false => ui.print(&line(&hit, name))?,
                 }
+                // A prompt that is read for its embedding cannot be run again.
+                let is_first = !captured && !hit.request_id.is_empty();
+                if let Some(path) = flags.capture.as_deref().filter(|_| is_first) {
+                    captured = true;
+                    capture(ui, session, (&hit, path, flags.reveal), interrupt).await?;
+                }
             }
             None => {}
         }
     }
     Ok(())
+}
+
+/// Has the request of a hit run again from the hit's token, and keeps what is computed for that.
+async fn capture(
+    ui: &mut Ui,
+    session: &Session,
+    (hit, path, reveal): (&GuardHit, &Path, bool),
+    interrupt: &mut Interrupt,
+) -> Result<(), Failure> {
+    let request = ReplayRequest {
+        worker: hit.worker.clone(),
+        at: hit.token,
+        options: Some(CaptureOptions {
+            tokens: 1,
+            values: u32::MAX,
+            reveal,
+            ..CaptureOptions::default()
+        }),
+        which: Some(Which::RequestId(hit.request_id.clone())),
+        ..ReplayRequest::default()
+    };
+    let messages = session.client.replay(request).await?;
+    let recording = follow(messages, interrupt, false, |_, _| Ok(())).await?;
+    let size = recording.write(path)?;
+    let path = path.display().to_string();
+    match ui.manner.json {
+        true => ui.print_json(&json!({ "file": path, "bytes": size })),
+        false => ui.print(&format!("{}: {}\n", one_line(&path), bytes(size))),
+    }
 }
 
 fn line(hit: &GuardHit, condition: &str) -> String {

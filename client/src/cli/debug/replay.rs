@@ -1,17 +1,17 @@
-//! `hotcell debug replay` and `compare`: whether what was computed comes again, bit by bit, and where it first does not.
+//! `hotcell debug replay`: whether what was computed comes again, bit by bit, and where it first does not.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
-    v1::{CaptureHead, CaptureOptions, ReplayRequest, replay_request::Which},
+    v1::{CaptureHead, CaptureOptions, GenerateRequest, ReplayRequest, replay_request::Which},
 };
 use serde_json::json;
 
 use super::{
     capture::LookFlags,
-    told::{compared_view, difference, follow, named, row_line, token_view},
+    told::{compared_view, difference, follow, node_line, token_view},
 };
 use crate::{
     cli::{
@@ -51,22 +51,16 @@ pub struct ReplayFlags {
     pub look: LookFlags,
 }
 
-/// `hotcell debug compare`.
-#[derive(Args, Clone, Debug)]
-pub struct CompareFlags {
-    /// A file that `hotcell debug capture` or `replay` wrote
-    pub capture: PathBuf,
-    /// The one that it is compared with
-    pub reference: PathBuf,
-}
-
 /// A name that ends so, or of which there is a file, is a file's.
-fn is_file(what: &str) -> bool {
+pub(super) fn is_file(what: &str) -> bool {
     what.ends_with(".hotcell") || what.contains('/') || Path::new(what).is_file()
 }
 
-/// The request of a file, where it goes on, and what it drew.
-fn of_file(recording: &Recording, flags: &ReplayFlags) -> Result<ReplayRequest, Error> {
+/// The request of a file, with all that it drew as far as it is known, and the token that the file begins with.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`] for a capture without its prompt.
+pub(super) fn known(recording: &Recording) -> Result<(GenerateRequest, u64), Error> {
     let invalid = |what: &str| Error::new(Reason::InvalidArgument, what);
     if !recording.head.revealed {
         let what = "the capture has no prompt, so that it cannot be run again; capture with --reveal, or name the request";
@@ -77,13 +71,18 @@ fn of_file(recording: &Recording, flags: &ReplayFlags) -> Result<ReplayRequest, 
     request.model.clone_from(&recording.head.model);
     let mut resume = request.resume.take().unwrap_or_default();
     let first = resume.generated_ids.len() as u64;
-    // All that it drew, as far as it is known, to go on from any of them.
     for token in &recording.tokens {
         if token.index == resume.generated_ids.len() as u64 {
             resume.generated_ids.extend(token.token);
         }
     }
     request.resume = Some(resume);
+    Ok((request, first))
+}
+
+/// The request of a file, where it goes on, and what it drew.
+fn of_file(recording: &Recording, flags: &ReplayFlags) -> Result<ReplayRequest, Error> {
+    let (request, first) = known(recording)?;
     let last = recording.tokens.iter().map(|token| token.index).max();
     let mut rows = recording.tokens.iter().flat_map(|token| &token.nodes);
     let has_values = rows.any(|row| !row.data.is_empty());
@@ -103,7 +102,7 @@ fn of_file(recording: &Recording, flags: &ReplayFlags) -> Result<ReplayRequest, 
             ..flags.look.options(0)
         }),
         which: Some(Which::Request(request)),
-        expected: Vec::new(),
+        ..ReplayRequest::default()
     })
 }
 
@@ -124,7 +123,7 @@ pub(super) async fn replay(
             at: flags.at.unwrap_or(0),
             options: Some(flags.look.options(flags.tokens.unwrap_or(0))),
             which: Some(Which::RequestId(flags.what.clone())),
-            expected: Vec::new(),
+            ..ReplayRequest::default()
         },
     };
     let starting = session.client.replay(request);
@@ -174,11 +173,7 @@ fn rows(
         token.index, token.position
     );
     for (node, row) in head.nodes.iter().zip(&token.nodes) {
-        text.push_str(&format!(
-            "  {}: {}\n",
-            one_line(&named(node)),
-            row_line(row)
-        ));
+        text.push_str(&node_line(node, row));
         if until == Some(node.name.as_str()) {
             *unknown = None;
             break;
@@ -275,33 +270,4 @@ fn verdict(
         why => format!("; then it failed: {}", one_line(why)),
     };
     ui.print(&format!("{}{caution}{failed}\n", one_line(&text)))
-}
-
-pub(super) fn compare_files(ui: &mut Ui, flags: &CompareFlags) -> Result<(), Failure> {
-    let ours = Recording::read(&flags.capture)?;
-    let reference = Recording::read(&flags.reference)?;
-    let compared = compare(&ours, &reference);
-    if ui.manner.json {
-        let view = compared_view(&compared);
-        ui.print_json(&json!({ "compared": view }))?;
-    }
-    if let Some(first) = &compared.first {
-        let error = Error::new(Reason::ChecksumMismatch, difference(first));
-        return Err(Failure::Differs(
-            error
-                .with("node", &first.node.name)
-                .with("token", first.token),
-        ));
-    }
-    if compared.rows == 0 {
-        let what = "there is nothing to compare: no node and token that both have";
-        return Err(Error::new(Reason::InvalidArgument, what).into());
-    }
-    if ui.manner.json {
-        return Ok(());
-    }
-    ui.print(&format!(
-        "same bits: {} rows of {} tokens\n",
-        compared.rows, compared.tokens
-    ))
 }

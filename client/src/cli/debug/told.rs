@@ -22,7 +22,7 @@ pub(in crate::cli) async fn follow(
     mut show: impl FnMut(&v1::CaptureHead, &Recorded) -> Result<(), Failure>,
 ) -> Result<Recording, Failure> {
     let mut recorder = Recorder::default();
-    let mut tokens = Vec::new();
+    let (mut tokens, mut prefix) = (Vec::new(), Vec::new());
     let mut interrupted = false;
     loop {
         let told = tokio::select! {
@@ -36,7 +36,10 @@ pub(in crate::cli) async fn follow(
             },
         };
         let Some(told) = told else { break };
-        if let Some(token) = recorder.push(told)? {
+        let token = recorder.push(told)?;
+        if let Some(row) = token.as_ref().filter(|token| token.of_prefix) {
+            prefix.push(row.clone());
+        } else if let Some(token) = token {
             if let Some(head) = recorder.head() {
                 show(head, &token)?;
             }
@@ -54,6 +57,7 @@ pub(in crate::cli) async fn follow(
     Ok(Recording {
         head,
         tokens,
+        prefix,
         end: recorder.end().cloned(),
     })
 }
@@ -114,6 +118,11 @@ pub(super) fn row_line(row: &v1::NodeValues) -> String {
         }
     }
     text
+}
+
+/// A node and its row in a line of their own.
+pub(super) fn node_line(node: &v1::CapturedNode, row: &v1::NodeValues) -> String {
+    format!("  {}: {}\n", one_line(&named(node)), row_line(row))
 }
 
 /// The first difference in words.

@@ -1,17 +1,20 @@
 //! `hotcell debug trace`: a timeline of what a worker does, for Perfetto.
 
 use std::{
-    fmt, fs,
+    fmt,
+    io::Write,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
+    ids::RequestId,
     v1::trace_piece::Kind,
 };
 use serde_json::json;
+use tokio::sync::oneshot;
 
 use crate::{
     cli::{
@@ -23,7 +26,9 @@ use crate::{
         ui::{Ui, one_line},
     },
     connect::Client,
-    debug::perfetto,
+    debug::perfetto::{self, ClientSpan},
+    tokens::{Event, GenerateOptions},
+    whole::{self, Readers},
 };
 
 /// `hotcell debug trace`.
@@ -37,6 +42,12 @@ pub struct TraceFlags {
     /// What plans compute, too; steps take longer meanwhile
     #[arg(long)]
     pub nodes: bool,
+    /// Have this text continued meanwhile, so that the client's side of a request is on the timeline, too
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Tokens of that continuation
+    #[arg(long, value_name = "N", default_value_t = 32, requires = "prompt")]
+    pub tokens: u32,
     /// Where to write it; opens in https://ui.perfetto.dev
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
@@ -60,40 +71,137 @@ impl fmt::Display for Written {
     }
 }
 
+/// A request that is made while a trace is: its prompt and how many tokens it gets.
+pub(in crate::cli) type Asked<'a> = Option<(&'a str, u32)>;
+
+/// Nanoseconds since 1970.
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+    })
+}
+
+/// A call or a part of one, from then until then.
+fn span(call: &str, name: &str, (begin, end): (u64, u64), trace_id: &str) -> ClientSpan {
+    ClientSpan {
+        call: call.to_owned(),
+        name: name.to_owned(),
+        begin_ns: begin,
+        duration_ns: end.saturating_sub(begin),
+        trace_id: trace_id.to_owned(),
+    }
+}
+
+/// Digits of a trace of its own, and of a span in it.
+fn random_trace() -> Result<(String, String), Error> {
+    let digits = || Ok::<_, Error>(RequestId::random()?.as_str().replacen("r-", "", 1));
+    let (trace, span) = (digits()?, digits()?);
+    Ok((trace, span.chars().take(16).collect()))
+}
+
+/// Has a text continued, and tells when what happened.
+async fn ask(client: &Client, prompt: &str, tokens: u32) -> Result<Vec<ClientSpan>, Error> {
+    const CALL: &str = "Tokens.Generate";
+    let (trace, own) = random_trace()?;
+    let options = GenerateOptions {
+        max_tokens: tokens,
+        ignore_eos: true,
+        // Its trace goes on in the scheduler's part of the timeline.
+        traceparent: format!("00-{trace}-{own}-01"),
+        ..GenerateOptions::default()
+    };
+    let begin = now();
+    let mut stream = client.generate(prompt, options).await?;
+    let (mut accepted, mut first) = (None, None);
+    while let Some(event) = stream.next().await.transpose()? {
+        match event {
+            Event::Accepted(_) => accepted = Some(now()),
+            Event::Delta(_) => _ = first.get_or_insert_with(now),
+            Event::Finished(_) => {}
+        }
+    }
+    let end = now();
+    let mut spans = vec![span(CALL, CALL, (begin, end), &trace)];
+    let accepted = accepted.unwrap_or(end);
+    let first = first.unwrap_or(end);
+    for (name, from, to) in [
+        ("until it is accepted", begin, accepted),
+        ("until the first token", accepted, first),
+        ("tokens", first, end),
+    ] {
+        spans.push(span(CALL, name, (from, to), &trace));
+    }
+    Ok(spans)
+}
+
+/// How far the worker's clock is ahead of this one's, in nanoseconds: none if it may be the same one, as when the worker
+/// began after it was asked and before it said so.
+fn ahead(began: u64, asked: u64, heard: u64) -> i128 {
+    match (asked..=heard).contains(&began) {
+        true => 0,
+        false => i128::from(began) - i128::from(asked / 2 + heard / 2),
+    }
+}
+
 /// Traces a worker for so long, with what plans compute if `nodes` are wanted, and writes that into a file.
 pub(in crate::cli) async fn write(
     client: &Client,
     worker: &str,
     (time, nodes): (Duration, bool),
+    asked: Asked<'_>,
     path: &Path,
 ) -> Result<Written, Failure> {
-    let mut pieces = client.trace_worker(worker, time, nodes).await?;
     let (mut head, mut end) = (None, None);
     let (mut spans, mut counts) = (Vec::new(), Vec::new());
-    while let Some(piece) = pieces.next().await.transpose()? {
-        match piece.kind {
-            Some(Kind::Head(said)) => head = Some(said),
-            Some(Kind::Spans(some)) => {
-                spans.extend(some.spans);
-                counts.extend(some.counts);
+    let (begun, begins) = oneshot::channel();
+    let sent = now();
+    let tracing = async {
+        let mut begun = Some(begun);
+        let mut pieces = client.trace_worker(worker, time, nodes).await?;
+        while let Some(piece) = pieces.next().await.transpose()? {
+            match piece.kind {
+                Some(Kind::Head(said)) => {
+                    head = Some((said, now()));
+                    // Nobody waits for it if nothing is to be asked.
+                    begun.take().map(|begun| begun.send(()));
+                }
+                Some(Kind::Spans(some)) => {
+                    spans.extend(some.spans);
+                    counts.extend(some.counts);
+                }
+                Some(Kind::End(said)) => end = Some(said),
+                None => {}
             }
-            Some(Kind::End(said)) => end = Some(said),
-            None => {}
         }
-    }
+        Ok::<_, Failure>(now())
+    };
+    let asking = async {
+        match (asked, begins.await) {
+            (Some((prompt, tokens)), Ok(())) => Ok(ask(client, prompt, tokens).await?),
+            _ => Ok(Vec::new()),
+        }
+    };
+    let (done, mut calls) = tokio::try_join!(tracing, asking)?;
     let broken = || {
         let what = "the trace broke off; try again";
         Failure::Call(Error::new(Reason::ProtocolViolation, what))
     };
-    let (head, end) = head.zip(end).ok_or_else(broken)?;
-    let trace = perfetto::encode(&head, &spans, &counts);
-    fs::write(path, &trace).map_err(|e| {
+    let ((head, heard), end) = head.zip(end).ok_or_else(broken)?;
+    calls.push(span("Debug.Trace", "Debug.Trace", (sent, done), ""));
+    let ahead = ahead(head.begun_ns, sent, heard);
+    for call in &mut calls {
+        let there = i128::from(call.begin_ns).saturating_add(ahead);
+        call.begin_ns = u64::try_from(there).unwrap_or(0);
+    }
+    let trace = perfetto::encode_with(&head, &spans, &counts, &calls);
+    whole::write(path, Readers::Owner, |file| file.write_all(&trace)).map_err(|e| {
         let what = format!("{} cannot be written: {e}", path.display());
         Failure::Call(Error::new(Reason::InvalidArgument, what))
     })?;
     Ok(Written {
         bytes: trace.len(),
-        spans: spans.len(),
+        spans: spans.len() + calls.len(),
         counts: counts.len(),
         missed: end.missed_steps.saturating_add(end.missed_nodes),
     })
@@ -107,8 +215,9 @@ pub(super) async fn trace(
 ) -> Result<(), Failure> {
     let worker = flags.worker.as_deref().unwrap_or_default();
     let how = (flags.time, flags.nodes);
+    let asked = flags.prompt.as_deref().map(|prompt| (prompt, flags.tokens));
     let written = tokio::select! {
-        written = write(&session.client, worker, how, &flags.output) => written?,
+        written = write(&session.client, worker, how, asked, &flags.output) => written?,
         () = interrupt.pressed() => return Err(Failure::Interrupted),
     };
     let path = flags.output.display().to_string();
@@ -123,4 +232,29 @@ pub(super) async fn trace(
     }
     let text = format!("{path}: {written}");
     ui.print(&format!("{}\n", one_line(&text)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clients_spans_are_on_the_workers_clock() {
+        assert_eq!(ahead(150, 100, 200), 0);
+        assert_eq!(ahead(1150, 100, 200), 1000);
+        assert_eq!(ahead(50, 1100, 1200), -1100);
+    }
+
+    #[test]
+    fn a_trace_of_its_own_is_one_that_others_read() {
+        let (trace, span) = random_trace().unwrap();
+        assert_eq!((trace.len(), span.len()), (32, 16));
+        assert!(
+            trace
+                .chars()
+                .chain(span.chars())
+                .all(|c| c.is_ascii_hexdigit())
+        );
+        assert_ne!(trace, random_trace().unwrap().0);
+    }
 }

@@ -163,12 +163,19 @@ fn more(sample: &WatchSample, text: &mut String) {
             bytes(part.bytes)
         ));
     }
-    let tensors = sample.tensors.unwrap_or_default();
+    let tensors = sample.tensors.clone().unwrap_or_default();
     if tensors.sessions > 0 {
         say(format!(
             "sessions {}, with {} tensors and {} plans",
             tensors.sessions, tensors.tensors, tensors.plans
         ));
+        for one in &tensors.holders {
+            let (held, tensors, plans) = (bytes(one.bytes), one.tensors, one.plans);
+            say(format!(
+                "session {}: {held} in {tensors} tensors, {plans} plans",
+                one.number
+            ));
+        }
     }
     for node in sample.nodes.iter().skip(1).take(5) {
         let share = share(f64::from(node.seen), f64::from(sample.looks));
@@ -226,7 +233,15 @@ fn view(sample: &WatchSample) -> Value {
     let nodes = sample.nodes.iter().map(
         |node| json!({ "step": node.step, "op": node.op, "group": node.group, "seen": node.seen }),
     );
-    let tensors = sample.tensors.unwrap_or_default();
+    let tensors = sample.tensors.clone().unwrap_or_default();
+    let holders = tensors.holders.iter().map(|one| {
+        json!({
+            "number": one.number,
+            "tensors": one.tensors,
+            "plans": one.plans,
+            "bytes": one.bytes,
+        })
+    });
     json!({
         "worker": sample.worker,
         "epoch": sample.epoch,
@@ -244,6 +259,7 @@ fn view(sample: &WatchSample) -> Value {
             "sessions": tensors.sessions,
             "tensors": tensors.tensors,
             "plans": tensors.plans,
+            "holders": holders.collect::<Vec<_>>(),
         },
         "looks": sample.looks,
         "nodes": nodes.collect::<Vec<_>>(),

@@ -23,8 +23,12 @@ pub(super) enum Action {
     Trace(String, u64),
     /// What it computes for the next request.
     Capture(String, u64),
-    /// Out of quarantine.
+    /// Out of quarantine, or drained no more.
     Release(String),
+    /// No new requests for it.
+    Drain(String),
+    /// Another process in its place.
+    Restart(String),
 }
 
 /// What fills the screen.
@@ -214,6 +218,8 @@ impl State {
                 of_worker(Action::Capture(worker.clone(), self.now))
             }
             KeyCode::Char('r') => of_worker(Action::Release(worker.clone())),
+            KeyCode::Char('d') => of_worker(Action::Drain(worker.clone())),
+            KeyCode::Char('R') => of_worker(Action::Restart(worker.clone())),
             _ => None,
         }
     }

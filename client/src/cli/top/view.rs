@@ -22,7 +22,7 @@ const BOLD: Style = Style::new().add_modifier(Modifier::BOLD);
 const DIM: Style = Style::new().add_modifier(Modifier::DIM);
 const CHOSEN: Style = Style::new().add_modifier(Modifier::REVERSED);
 
-const KEYS: &str = "q quit  ↑↓ choose  ⏎ last death  t trace  c capture  r release  ? help";
+const KEYS: &str = "q quit ↑↓ choose ⏎ death t trace c capture d drain r release R restart ? help";
 
 const HELP: &str = "\
 Workers
@@ -38,7 +38,9 @@ Keys
   Enter     the report of its last death
   t         trace it for a second, into a file for https://ui.perfetto.dev
   c         capture what it computes for the next request, into a .hotcell file
-  r         let it out of quarantine
+  d         give it no new requests; those that it has have a minute, then they go on elsewhere
+  r         let it out of quarantine, or give it requests again
+  R         have another process take its place
   q         leave
 
 Requests, tokens and steps are seen with the role debug only.";

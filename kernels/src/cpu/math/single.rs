@@ -78,14 +78,13 @@ fn half_exp(x: f32) -> f32 {
 
 #[inline(always)]
 pub(super) fn expm1(x: f32) -> f32 {
-    let (q, n) = exp_parts(x);
-    let s = power_of_two(n);
-    let y = s.mul_add(q, s - 1.0);
-    let y = if n == 0 { q } else { y };
-    let y = if x > 60.0 { scale(q + 1.0, n) } else { y };
-    let y = if x > 88.8 { f32::INFINITY } else { y };
-    let y = if x < -18.0 { -1.0 } else { y };
-    if x == 0.0 { x } else { y }
+    let within = if x > MOST_EXP { MOST_EXP } else { x };
+    // Below, it is -1, and so it is of this.
+    let (q, n) = exp_parts(if within < -30.0 { -30.0 } else { within });
+    // 2^n may be infinite where the result is not.
+    let half = power_of_two(n.wrapping_sub(1));
+    // The sign is for -0.
+    (half.mul_add(q, half - 0.5) * 2.0).copysign(x)
 }
 
 /// `(ln(1 + m) − m) / m²` for `m` in [−1/3, 1/3].

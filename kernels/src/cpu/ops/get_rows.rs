@@ -9,7 +9,7 @@ use super::{Entry, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
-        dequant::{dequantize_row, is_weight_dtype},
+        dequant::{dequantize_row, is_decoded},
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
@@ -45,7 +45,7 @@ fn parts_of(call: &Call<'_>) -> Option<(DType, usize, usize, Dim)> {
 
 /// Tables of a fixed number of rows.
 fn fits(call: &Call<'_>) -> bool {
-    parts_of(call).is_some_and(|(dtype, ..)| is_weight_dtype(dtype))
+    parts_of(call).is_some_and(|(dtype, ..)| is_decoded(dtype))
 }
 
 impl Kernel for Take {

@@ -20,6 +20,12 @@ use crate::{
 
 /// What this file has kernels for.
 pub(super) static ENTRIES: &[Entry] = &[
+    // A copy, not the same memory: what is aligned for one dtype need not be for another.
+    Entry {
+        op: "bitcast",
+        supports: plain,
+        launch: bitcast,
+    },
     Entry {
         op: "transpose",
         supports: plain,
@@ -111,6 +117,21 @@ impl Kernel for Move {
         // and parts copy elements of their own.
         unsafe { strided::copy(self.bytes, &axes[..rank], from, to, part, parts) };
     }
+}
+
+fn bitcast(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    let (&[x], &[out]) = (ins, outs) else {
+        return Err(unsupported(call));
+    };
+    let t = call.tensor(0)?;
+    let kernel = Move::whole(x, out, t.dtype.block_bytes(), &t.shape);
+    launcher.step_with_bytes(kernel, &[x], &[out]);
+    Ok(())
 }
 
 fn transpose(

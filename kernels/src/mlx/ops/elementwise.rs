@@ -69,7 +69,12 @@ fn casts(call: &Call<'_>) -> bool {
     let wide = |d: DType| d == DType::F64 || d.is_integer();
     let saturates = from.is_float() && to.is_integer();
     let rounds_twice = wide(from) && half(to);
-    !from.is_block() && from != DType::C64 && !saturates && !rounds_twice && has_elements(call)
+    !from.is_block()
+        && !to.is_block()
+        && from != DType::C64
+        && !saturates
+        && !rounds_twice
+        && has_elements(call)
 }
 
 fn cast(cx: &Cx<'_>) -> Result<Vec<Array>, DeviceError> {

@@ -7,6 +7,10 @@ pub(in crate::mlx) static REST: &[(&str, &str)] = &[
         "arange",
         "MLX adds steps up in the result's dtype, the catalogue multiplies in f64",
     ),
+    (
+        "bitcast",
+        "a copy of bytes, which the CPU's kernel makes in the same memory",
+    ),
     ("erf", "near 0 MLX's is exact to the error of 1 only"),
     ("logical_xor", "MLX has none"),
     (
@@ -33,6 +37,24 @@ pub(in crate::mlx) static REST: &[(&str, &str)] = &[
         "scatter_nd",
         "which of several updates of an element wins is left open by MLX",
     ),
+    (
+        "fft",
+        "the CPU has the same bits for every length and place",
+    ),
+    (
+        "cholesky",
+        "MLX computes it in f32 on the CPU only, and ends where there is none",
+    ),
+    ("qr", "MLX computes it in f32 on the CPU only"),
+    ("lu", "MLX computes it in f32 on the CPU only"),
+    ("det", "MLX has none"),
+    ("solve", "MLX computes it in f32 on the CPU only"),
+    ("solve_triangular", "MLX computes it in f32 on the CPU only"),
+    ("svd", "MLX computes it in f32 on the CPU only"),
+    ("eigh", "MLX computes it in f32 on the CPU only"),
+    ("eig", "MLX computes it in f32 on the CPU only"),
+    ("gated_delta", "MLX's core has none"),
+    ("mamba2_scan", "MLX's core has none"),
     ("topk", "MLX gives values without places, in no order"),
     ("pool", "MLX's core has none"),
     (

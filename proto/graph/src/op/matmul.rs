@@ -245,6 +245,11 @@ fn mul_mat_of_parts(
         let y = graph.mul_mat(flat, w_value)?;
         return Ok(vec![shaped(graph, y, join(rows, &[*n]))?]);
     }
+    // Blocks that no kernel multiplies as they are.
+    if w.dtype.is_block() && x.shape.rank() == 2 {
+        let w = graph.cast(w_value, DType::F32)?;
+        return Ok(vec![graph.mul_mat(x_value, w)?]);
+    }
     let groups = groups(&call, &x.shape, &w.shape)?;
     let (mut w_value, mut w_dims) = (cast_to(graph, w_value, DType::F32)?, vec![]);
     let skip = x.shape.rank() - 2 - groups.len();

@@ -5,6 +5,7 @@ use crate::{
     graph::{GraphBuilder, GraphError, Value},
     op::{
         Attribute, Call, Effect, ops,
+        place::cut,
         rules::{self, Specs, Values},
     },
     shape::{Dim, Shape, TensorSpec},
@@ -69,6 +70,18 @@ ops! {
     /// wrap.
     cumprod(x; axis: Int(-8, 7), exclusive: Bool, reverse: Bool) -> one
     { shapes: "x", dtypes: "integers, floats: x", effect: Effect::None, infer: running_spec, decompose: None }
+
+    /// The greatest of `x` along `axis` up to each element, or from it on if `reverse`; NaN from the first one on.
+    cummax(x; axis: Int(-8, 7), reverse: Bool) -> one
+    { shapes: "x; axis not the row dimension", dtypes: "integers, floats: x", effect: Effect::None, infer: doubling_spec, decompose: Some(cummax_of_parts) }
+
+    /// The least of `x` along `axis` up to each element, or from it on if `reverse`; NaN from the first one on.
+    cummin(x; axis: Int(-8, 7), reverse: Bool) -> one
+    { shapes: "x; axis not the row dimension", dtypes: "integers, floats: x", effect: Effect::None, infer: doubling_spec, decompose: Some(cummin_of_parts) }
+
+    /// `ln Σ eˣ` along `axis` up to each element, or from it on if `reverse`, without overflow.
+    logcumsumexp(x; axis: Int(-8, 7), reverse: Bool) -> one
+    { shapes: "x; axis not the row dimension", dtypes: "floats: x; integers: f32", effect: Effect::None, infer: logcumsumexp_spec, decompose: Some(logcumsumexp_of_parts) }
 }
 
 /// Whether there is certainly nothing to reduce.
@@ -155,6 +168,78 @@ fn running_spec(call: &Call<'_>) -> Specs {
     }
     rules::axis_of(call, call.int(0)?, x.shape.rank())?;
     Ok(vec![x.clone()])
+}
+
+fn doubling_spec(call: &Call<'_>) -> Specs {
+    let result = running_spec(call)?;
+    let shape = &call.tensor(0)?.shape;
+    let axis = rules::axis_of(call, call.int(0)?, shape.rank())?;
+    match shape.dims().get(axis) {
+        Some(dim) => rules::size_of(call, *dim, "run along").map(|_| result),
+        None => Err(GraphError::NoResult),
+    }
+}
+
+fn logcumsumexp_spec(call: &Call<'_>) -> Specs {
+    doubling_spec(call)?;
+    let dtype = rules::promoted_float(call, 0)?;
+    rules::one_of(call, dtype, call.tensor(0)?.shape.clone())
+}
+
+/// Every element joined with all before it (after it, if `reverse`), by as many steps as the axis' length has bits: each joins
+/// with what is twice as far away. The order is that of the length alone.
+fn doubled(
+    g: &mut GraphBuilder,
+    x: Value,
+    attributes: &[Attribute],
+    join: fn(&mut GraphBuilder, Value, Value) -> Result<Value, GraphError>,
+) -> Result<Value, GraphError> {
+    let &[Attribute::Int(axis), Attribute::Bool(reverse)] = attributes else {
+        return Err(GraphError::NoResult);
+    };
+    let shape = rules::spec_of(g, x)?.shape;
+    let at = rules::normal_axis(axis, shape.rank()).ok_or(GraphError::NoResult)?;
+    let n = shape.dims().get(at).map_or(0, |d| d.at(0));
+    let (mut y, mut far) = (x, 1);
+    while far < n {
+        let (ends, tails) = match reverse {
+            false => ((0, far), [(0, n - far), (far, n)]),
+            true => ((n - far, n), [(far, n), (0, n - far)]),
+        };
+        let end = cut(g, y, at, ends)?;
+        let (a, b) = (cut(g, y, at, tails[0])?, cut(g, y, at, tails[1])?);
+        let joined = join(g, a, b)?;
+        let parts = if reverse {
+            [joined, end]
+        } else {
+            [end, joined]
+        };
+        y = g.concat(&parts, axis)?;
+        far *= 2;
+    }
+    // A node of its own, where there was nothing to join.
+    if far == 1 { g.reshape(y, shape) } else { Ok(y) }
+}
+
+fn cummax_of_parts(graph: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute]) -> Values {
+    let x = *inputs.first().ok_or(GraphError::NoResult)?;
+    Ok(vec![doubled(graph, x, attributes, GraphBuilder::maximum)?])
+}
+
+fn cummin_of_parts(graph: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute]) -> Values {
+    let x = *inputs.first().ok_or(GraphError::NoResult)?;
+    Ok(vec![doubled(graph, x, attributes, GraphBuilder::minimum)?])
+}
+
+fn logcumsumexp_of_parts(
+    graph: &mut GraphBuilder,
+    inputs: &[Value],
+    attributes: &[Attribute],
+) -> Values {
+    rules::rounded_once(graph, inputs, |g, inputs| match inputs {
+        &[x] => doubled(g, x, attributes, GraphBuilder::logaddexp),
+        _ => Err(GraphError::NoResult),
+    })
 }
 
 /// The operand and the attributes that the composites share.

@@ -14,6 +14,10 @@ ops! {
     /// The same elements in row-major order under another shape with as many elements.
     reshape(x; shape: Shape) -> one { shapes: "shape", dtypes: "any", effect: Effect::None, infer: reshape_spec, decompose: None }
 
+    /// The bytes of `x`, little-endian, read as another dtype (MLX's `view`): the last axis has as many times more or fewer
+    /// elements as they are narrower or wider.
+    bitcast(x; dtype: DType) -> one { shapes: "x, the last axis by the ratio of the widths", dtypes: "all but block types → dtype, any but bool and block types", effect: Effect::None, infer: bitcast_spec, decompose: None }
+
     /// Axis `i` of the result is axis `axes[i]` of `x`; no axes reverse them all (NumPy's `transpose`).
     transpose(x; axes: Ints(-8, 7)) -> one { shapes: "x permuted; the row dimension stays first", dtypes: "all but block types", effect: Effect::None, infer: transpose_spec, decompose: None }
 
@@ -60,6 +64,27 @@ fn reshape_spec(call: &Call<'_>) -> Specs {
         return Err(call.error(format_args!("{} cannot become {shape}", x.shape)));
     }
     rules::one_of(call, x.dtype, shape.clone())
+}
+
+fn bitcast_spec(call: &Call<'_>) -> Specs {
+    let (x, to) = (rules::plain(call, 0)?, call.dtype(0)?);
+    if to.is_block() || to == DType::Bool {
+        return Err(call.error(format_args!("bits cannot be read as {to}")));
+    }
+    let (from, into) = (x.dtype.block_bytes(), to.block_bytes());
+    let mut dims = x.shape.dims().to_vec();
+    if from != into {
+        let fits = || {
+            call.error(format_args!(
+                "{x} has no last axis whose bytes are whole elements of {to}"
+            ))
+        };
+        let last = dims.last_mut().ok_or_else(fits)?;
+        let bytes = rules::size_of(call, *last, "read as another dtype")?.checked_mul(from);
+        let bytes = bytes.filter(|n| n.is_multiple_of(into)).ok_or_else(fits)?;
+        *last = Dim::Fixed(bytes / into);
+    }
+    rules::one(call, to, dims)
 }
 
 /// One result of these axes, whose first alone may be the row dimension.

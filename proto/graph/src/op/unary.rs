@@ -7,7 +7,7 @@ use crate::{
         Attribute, Call, Effect, ops,
         rules::{self, Specs, Values},
     },
-    shape::TensorSpec,
+    shape::{Dim, TensorSpec},
 };
 
 ops! {
@@ -148,8 +148,9 @@ ops! {
 
     /// `x` as another dtype. Float to integer truncates and saturates, NaN is 0; integer to integer wraps; anything to
     /// `bool` is `x ≠ 0` (NaN is true); `f16` and `bf16` round to nearest, ties to even, once, from `f64` too; of `c64`
-    /// the real part is taken; block types dequantise.
-    cast(x; dtype: DType) -> one { shapes: "x", dtypes: "any → dtype; block types only to floats, nothing to block types", effect: Effect::None, infer: cast_spec,
+    /// the real part is taken; block types dequantise, and are encoded by the rules of GGUF's own package (a block with a NaN or
+    /// an infinity becomes one without a finite number).
+    cast(x; dtype: DType) -> one { shapes: "x", dtypes: "any → dtype; block types only to floats; only floats to q4_0, q4_1, q5_0, q5_1, q8_0, mxfp4, tq1_0 and tq2_0, in whole blocks of the last axis", effect: Effect::None, infer: cast_spec,
       decompose: Some(cast_by_f32) }
 }
 
@@ -204,7 +205,7 @@ fn bits(call: &Call<'_>) -> Specs {
 fn cast_spec(call: &Call<'_>) -> Specs {
     let (x, dtype) = (call.tensor(0)?, call.dtype(0)?);
     if dtype.is_block() {
-        return Err(call.error(format_args!("{dtype} can only be read; cast to a float")));
+        return encode_spec(call, x, dtype);
     }
     if x.dtype.is_block() && !dtype.is_float() {
         return Err(call.error(format_args!(
@@ -215,14 +216,44 @@ fn cast_spec(call: &Call<'_>) -> Specs {
     rules::one_of(call, dtype, x.shape.clone())
 }
 
-/// A block type by way of `f32`, which it dequantises to.
+fn encode_spec(call: &Call<'_>, x: &TensorSpec, dtype: DType) -> Specs {
+    if !dtype.is_encoded() {
+        let can = DType::ALL.iter().filter(|d| d.is_encoded());
+        let can: Vec<&str> = can.map(|d| d.name()).collect();
+        return Err(call.error(format_args!(
+            "{dtype} can only be read; floats become {}",
+            can.join(", ")
+        )));
+    }
+    if !x.dtype.is_float() {
+        return Err(call.error(format_args!(
+            "{} cannot become {dtype}; cast to f32 first",
+            x.dtype
+        )));
+    }
+    let blocks = dtype.block_len();
+    match x.shape.dims().last() {
+        Some(Dim::Fixed(last)) if last.is_multiple_of(blocks) => {
+            rules::one_of(call, dtype, x.shape.clone())
+        }
+        _ => Err(call.error(format_args!(
+            "{x} cannot become {dtype}: its last axis must be whole blocks of {blocks}"
+        ))),
+    }
+}
+
+/// Block types by way of `f32`, which they dequantise to and are made of.
 fn cast_by_f32(graph: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute]) -> Values {
     let &[x] = inputs else {
         return Err(GraphError::NoResult);
     };
-    let from_block = rules::spec_of(graph, x)?.dtype.is_block();
+    let from = rules::spec_of(graph, x)?.dtype;
     let x = match attributes {
-        [Attribute::DType(to)] if from_block && *to != DType::F32 => graph.cast(x, DType::F32)?,
+        [Attribute::DType(to)]
+            if from.is_block() && *to != DType::F32 || to.is_block() && from != DType::F32 =>
+        {
+            graph.cast(x, DType::F32)?
+        }
         _ => x,
     };
     graph.apply(&cast, vec![x], attributes.to_vec())

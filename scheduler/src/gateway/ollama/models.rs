@@ -121,6 +121,9 @@ async fn shown(shared: &Shared, body: Body) -> Result<Response, Error> {
     let mut capabilities = vec!["completion", "embedding"];
     if summary.has_chat_template {
         capabilities.push("tools");
+        if summary.thinks {
+            capabilities.push("thinking");
+        }
     }
     let value = json!({
         "modelfile": "",

@@ -1,7 +1,7 @@
 //! Elementwise ops, activations and casts.
 
 use anyhow::{Context, Result, bail};
-use hotcell_graph::{DType, Value, dtype::Kind};
+use hotcell_graph::{DType, Value, dtype::Kind, op::Attribute};
 
 use super::{Mapper, dtype_attribute};
 
@@ -186,13 +186,12 @@ fn modulo(m: &Mapper<'_>) -> Result<Value> {
     m.mul(size, m.unary("sign", a)?)
 }
 
-/// Integers of one width wrap into each other bit by bit; other pairs would need their bits reread.
+/// The bits of one dtype read as another's.
 fn bit_cast(m: &Mapper<'_>) -> Result<Value> {
-    let (x, to) = (m.x(0)?, dtype_attribute(m, "to", 0)?);
-    let from = m.dtype(x)?;
-    let whole = |d: DType| matches!(d.kind(), Kind::Unsigned | Kind::Signed | Kind::Bool);
-    if !whole(from) || !whole(to) || from.block_bytes() != to.block_bytes() {
-        bail!("no op reads the bits of {from} as {to}");
+    let to = dtype_attribute(m, "to", 0)?;
+    if to == DType::Bool {
+        // Bits of bytes that are 0 and 1.
+        return m.cast(m.x(0)?, to);
     }
-    m.cast(x, to)
+    m.one("bitcast", &[m.x(0)?], vec![Attribute::DType(to)])
 }

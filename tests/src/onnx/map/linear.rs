@@ -15,7 +15,10 @@ pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
             // Sums of products of 8-bit integers are exact in f64.
             m.cast(m.binary("matmul", a, b)?, DType::I32)?
         }
-        "Einsum" => einsum(m)?,
+        "Einsum" => {
+            let equation = m.text("equation", "").as_bytes().to_vec();
+            m.one("einsum", &m.all_inputs()?, vec![Attribute::Bytes(equation)])?
+        }
         "Det" => determinant(m)?,
         "AffineGrid" => affine_grid(m)?,
         _ => return Ok(None),
@@ -95,96 +98,4 @@ fn gemm(m: &Mapper<'_>) -> Result<Value> {
         }
         None => m.scale(m.binary("matmul", a, b)?, alpha),
     }
-}
-
-/// An operand and a letter for each of its axes.
-type Term = (Value, Vec<char>);
-
-/// Einstein summation: products over the letters' common space, summed over those the result lacks. Two
-/// operands with three axes each are a matrix product.
-fn einsum(m: &Mapper<'_>) -> Result<Value> {
-    let equation: String = m.text("equation", "").split_whitespace().collect();
-    let (left, right) = match equation.split_once("->") {
-        Some((left, right)) => (left, Some(right)),
-        None => (equation.as_str(), None),
-    };
-    let operands = left
-        .split(',')
-        .enumerate()
-        .map(|(i, letters)| {
-            let x = m.x(i)?;
-            let letters = expand(letters, m.dims(x)?.len());
-            diagonal(m, x, letters)
-        })
-        .collect::<Result<Vec<Term>>>()?;
-    let mut all: Vec<char> = operands.iter().flat_map(|(_, l)| l.clone()).collect();
-    let counts = all.clone();
-    all.sort_unstable();
-    all.dedup();
-    let out: Vec<char> = match right {
-        Some(right) => {
-            let dots = all.iter().filter(|c| c.is_ascii_digit()).count();
-            expand(right, right.replace("...", "").len() + dots)
-        }
-        None => {
-            let once = |c: &&char| counts.iter().filter(|o| o == c).count() == 1;
-            all.iter().filter(once).copied().collect()
-        }
-    };
-    let mut space = out.clone();
-    space.extend(all.iter().filter(|c| !out.contains(c)));
-    let aligned = operands
-        .into_iter()
-        .map(|(x, letters)| align(m, x, &letters, &space))
-        .collect::<Result<Vec<_>>>()?;
-    let mut aligned = aligned.into_iter();
-    let mut product = aligned.next().context("an einsum of nothing")?;
-    for other in aligned {
-        product = m.mul(product, other)?;
-    }
-    let summed: Vec<i64> = (out.len()..space.len()).map(|i| i as i64).collect();
-    match summed.is_empty() {
-        true => Ok(product),
-        false => m.reduce("reduce_sum", product, &summed, false),
-    }
-}
-
-/// Letters with the ellipsis written out as digits.
-fn expand(letters: &str, rank: usize) -> Vec<char> {
-    let Some((before, after)) = letters.split_once("...") else {
-        return letters.chars().collect();
-    };
-    let dots = rank.saturating_sub(before.len() + after.len());
-    let digits = (0..dots).filter_map(|i| char::from_digit(i as u32, 10));
-    before.chars().chain(digits).chain(after.chars()).collect()
-}
-
-/// A letter that stands twice, on the last two axes, takes the diagonal.
-fn diagonal(m: &Mapper<'_>, x: Value, mut letters: Vec<char>) -> Result<Term> {
-    let n = letters.len();
-    if n < 2 || letters[n - 1] != letters[n - 2] {
-        return Ok((x, letters));
-    }
-    let size = m.dims(x)?[n - 1];
-    let eye = m.binary("equal", m.places(size, 0, 2)?, m.places(size, 1, 2)?)?;
-    let kept = m.select(eye, x, m.like(0.0, x)?)?;
-    letters.pop();
-    Ok((m.reduce("reduce_sum", kept, &[-1], false)?, letters))
-}
-
-/// Axes in the order of `space`, of size 1 where the operand has none.
-fn align(m: &Mapper<'_>, x: Value, letters: &[char], space: &[char]) -> Result<Value> {
-    let place = |c: &char| letters.iter().position(|l| l == c);
-    let order: Vec<i64> = space.iter().filter_map(place).map(|i| i as i64).collect();
-    let dims = m.dims(x)?;
-    let sizes: Vec<usize> = space
-        .iter()
-        .map(|c| place(c).map_or(1, |i| dims[i]))
-        .collect();
-    let x = if order.is_empty() {
-        x
-    } else {
-        m.transpose(x, &order)?
-    };
-    m.reshape(x, &sizes)
 }

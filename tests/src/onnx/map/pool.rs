@@ -185,21 +185,18 @@ fn average(m: &Mapper<'_>, x: Value, mut window: Window) -> Result<Value> {
     pool(m, x, "average_valid", &window)
 }
 
-/// A convolution of the input with zeros between its elements and the kernel turned round.
+/// A transposed convolution, whose padding may be negative.
 fn transposed(m: &Mapper<'_>) -> Result<Value> {
-    let (mut x, w) = (m.x(0)?, m.x(1)?);
+    let (x, w) = (m.x(0)?, m.x(1)?);
     let (dims, wide) = (m.dims(x)?, m.dims(w)?);
     let rank = dims.len() - 2;
-    let groups = m.int("group", 1) as usize;
+    let groups = m.int("group", 1);
     let ones = || vec![1; rank];
     let strides = m.list("strides").unwrap_or_else(ones);
     let dilations = m.list("dilations").unwrap_or_else(ones);
-    let beyond = m.list("output_padding").unwrap_or_else(|| vec![0; rank]);
+    let mut more = m.list("output_padding").unwrap_or_else(|| vec![0; rank]);
     let pads = m.list("pads").unwrap_or_else(|| vec![0; 2 * rank]);
     let (mut low, mut high) = (pads[..rank].to_vec(), pads[rank..].to_vec());
-    let reach: Vec<i64> = (0..rank)
-        .map(|i| dilations[i] * (wide[i + 2] as i64 - 1))
-        .collect();
     let auto = m.text("auto_pad", "NOTSET");
     for i in 0..rank {
         let n = dims[i + 2] as i64;
@@ -209,7 +206,8 @@ fn transposed(m: &Mapper<'_>) -> Result<Value> {
             None => None,
         };
         if let Some(size) = size {
-            let all = strides[i] * (n - 1) + beyond[i] + reach[i] + 1 - size;
+            let reach = dilations[i] * (wide[i + 2] as i64 - 1);
+            let all = strides[i] * (n - 1) + more[i] + reach + 1 - size;
             // All is less than nothing where the result is larger than what the kernel reaches.
             let less = all.div_euclid(2);
             let upper = auto == "SAME_UPPER";
@@ -219,56 +217,32 @@ fn transposed(m: &Mapper<'_>) -> Result<Value> {
                 (all - less, less)
             };
         }
-        x = spread(m, x, i + 2, strides[i] as usize)?;
     }
-    // [C, M/g, …] as [M, C/g, …], turned round.
-    let (each, out) = (wide[0] / groups, wide[1]);
-    let spatial = &wide[2..];
-    let mut order = vec![0, 2, 1];
-    order.extend((3..3 + rank as i64).collect::<Vec<_>>());
-    let split = m.reshape(w, &[&[groups, each, out], spatial].concat())?;
-    let turned = m.transpose(split, &order)?;
-    let kernel = m.reshape(turned, &[&[groups * out, each], spatial].concat())?;
-    let axes: Vec<i64> = (2..2 + rank as i64).collect();
-    let kernel = m.one("flip", &[kernel], vec![ints(&axes)])?;
-    let ends = |pads: &[i64], more: &[i64]| -> Vec<i64> {
-        (0..rank).map(|i| reach[i] - pads[i] + more[i]).collect()
-    };
-    let (mut before, mut after) = (ends(&low, &vec![0; rank]), ends(&high, &beyond));
-    // Less than no padding is a cut.
+    let mut before = vec![0; rank + 2];
     for i in 0..rank {
-        let stop = if after[i] < 0 { after[i] } else { i64::MAX };
-        x = m.slice(x, i + 2, (-before[i]).max(0), stop, 1)?;
-        before[i] = before[i].max(0);
-        after[i] = after[i].max(0);
+        before[i + 2] = (-low[i]).max(0);
+        more[i] += (-high[i]).max(0);
+        (low[i], high[i]) = (low[i].max(0), high[i].max(0));
     }
-    let window = Window {
-        size: as_i64(spatial),
-        strides: vec![1; rank],
-        dilations,
-        low: before,
-        high: after,
-        extra: vec![0; rank],
-    };
-    let bias = m.optional(2)?.unwrap_or(Value::Absent);
-    conv(m, [x, kernel, bias], &window, groups as i64)
-}
-
-/// `stride − 1` zeros between neighbours on an axis.
-fn spread(m: &Mapper<'_>, x: Value, axis: usize, stride: usize) -> Result<Value> {
-    if stride == 1 {
-        return Ok(x);
+    let lists = [&strides, &low, &high, &more, &dilations];
+    let lists = lists.iter().map(|l| ints(l));
+    let attributes: Vec<Attribute> = lists.chain([Attribute::Int(groups)]).collect();
+    let padded = before.iter().any(|&n| n > 0);
+    let bias = m.optional(2)?;
+    let own = bias.filter(|_| !padded).unwrap_or(Value::Absent);
+    let y = m.one("conv_transpose", &[x, w, own], attributes)?;
+    if !padded {
+        return Ok(y);
     }
-    let dims = m.dims(x)?;
-    let mut split = dims.clone();
-    split.insert(axis + 1, 1);
-    let (low, mut high) = (vec![0; split.len()], vec![0; split.len()]);
-    high[axis + 1] = stride as i64 - 1;
-    let padded = m.pad(m.reshape(x, &split)?, &low, &high)?;
-    let mut joined = dims.clone();
-    joined[axis] *= stride;
-    let joined = m.reshape(padded, &joined)?;
-    m.slice(joined, axis, 0, ((dims[axis] - 1) * stride + 1) as i64, 1)
+    let y = m.pad(y, &before, &vec![0; rank + 2])?;
+    match bias {
+        Some(bias) => {
+            let mut shape = vec![1; rank + 1];
+            shape[0] = m.dims(bias)?[0];
+            m.add(y, m.reshape(bias, &shape)?)
+        }
+        None => Ok(y),
+    }
 }
 
 /// A depthwise convolution over what came before and the input.

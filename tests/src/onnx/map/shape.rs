@@ -229,17 +229,13 @@ fn space_to_depth(m: &Mapper<'_>) -> Result<Value> {
 }
 
 fn trilu(m: &Mapper<'_>) -> Result<Value> {
-    let x = m.x(0)?;
-    let dims = m.dims(x)?;
-    let [.., rows, columns] = *dims.as_slice() else {
-        bail!("Trilu is of two axes or more");
-    };
     let k = m.given_number(1)?.unwrap_or(0.0);
-    let far = m.sub(m.places(columns, 1, 2)?, m.places(rows, 0, 2)?)?;
-    let upper = m.int("upper", 1) != 0;
-    let name = if upper { "greater_equal" } else { "less_equal" };
-    let kept = m.binary(name, far, m.number(k, DType::I64)?)?;
-    m.select(kept, x, m.like(0.0, x)?)
+    let name = if m.int("upper", 1) != 0 {
+        "triu"
+    } else {
+        "tril"
+    };
+    m.one(name, &[m.x(0)?], vec![Attribute::Int(k as i64)])
 }
 
 /// Σ ±aᵢ·cos(2πi·n/N), N the size of the periodic or one less of the symmetric window.

@@ -3,9 +3,9 @@
 use std::f64::consts::TAU;
 
 use anyhow::{Context, Result, bail};
-use hotcell_graph::{DType, Value, op::Attribute};
+use hotcell_graph::{DType, Value};
 
-use super::{Mapper, axis_of, word};
+use super::{Mapper, axis_of, ints};
 
 pub fn map(m: &Mapper<'_>, op: &str) -> Result<Option<Vec<Value>>> {
     let value = match op {
@@ -133,43 +133,7 @@ fn col2im(m: &Mapper<'_>) -> Result<Value> {
     let strides = m.list("strides").unwrap_or_else(ones);
     let dilations = m.list("dilations").unwrap_or_else(ones);
     let pads = m.list("pads").unwrap_or_else(|| vec![0; 2 * rank]);
-    let padded: Vec<i64> = (0..rank)
-        .map(|i| image[i] + pads[i] + pads[rank + i])
-        .collect();
-    let windows: Vec<i64> = (0..rank)
-        .map(|i| (padded[i] - dilations[i] * (block[i] - 1) - 1) / strides[i] + 1)
-        .collect();
-    let (within, count): (i64, i64) = (block.iter().product(), windows.iter().product());
-    let digits = |mut i: i64, sizes: &[i64]| {
-        let mut digits = vec![0; sizes.len()];
-        for (d, size) in digits.iter_mut().zip(sizes).rev() {
-            (*d, i) = (i % size, i / size);
-        }
-        digits
-    };
-    let mut places = Vec::new();
-    for b in 0..within {
-        for w in 0..count {
-            let (b, w) = (digits(b, &block), digits(w, &windows));
-            places.push((0..rank).fold(0, |place, i| {
-                place * padded[i] + w[i] * strides[i] + b[i] * dilations[i]
-            }));
-        }
-    }
-    let dims = m.dims(x)?;
-    let channels = dims[1] / within as usize;
-    let each = places.len();
-    let updates = m.reshape(x, &[dims[0], channels, each])?;
-    let places = m.broadcast(m.i64s(&[1, 1, each], &places)?, &[dims[0], channels, each])?;
-    let all: i64 = padded.iter().product();
-    let empty = m.broadcast(m.like(0.0, x)?, &[dims[0], channels, all as usize])?;
-    let attributes = vec![Attribute::Int(2), word("add")];
-    let flat = m.one("scatter_along_axis", &[empty, places, updates], attributes)?;
-    let mut full = vec![dims[0], channels];
-    full.extend(padded.iter().map(|&p| p as usize));
-    let mut y = m.reshape(flat, &full)?;
-    for i in 0..rank {
-        y = m.slice(y, i + 2, pads[i], pads[i] + image[i], 1)?;
-    }
-    Ok(y)
+    let (low, high) = pads.split_at(rank);
+    let lists = [&image[..], &block, &strides, low, high, &dilations];
+    m.one("col2im", &[x], lists.map(ints).to_vec())
 }

@@ -60,7 +60,7 @@ fn a_small_file_reads_back() {
     );
     assert_eq!(
         (&x.dtype, &bytes[x.range.clone()]),
-        (&StoredDType::Other("iq4_nl".into()), &[2u8; 18][..])
+        (&StoredDType::Other("q8_1".into()), &[2u8; 36][..])
     );
 }
 

@@ -3,6 +3,9 @@
 //! Steps in which nobody looks at anything are computed by the plan that they are always computed by. Nobody waits for
 //! those who look, except a request that was begun to be looked at.
 
+use std::ops::Range;
+
+use hotcell_graph::Graph;
 use hotcell_kernels::backend::{Device, DeviceError};
 use hotcell_proto::{
     error::{Error, Reason},
@@ -38,6 +41,8 @@ pub struct Probe {
     pub tokens: u64,
     /// Whether the request waits for whoever reads this. Else tokens are left out, and counted.
     pub waits: bool,
+    /// Whether it looks at rows from which no token is drawn, too.
+    pub prefix: bool,
     /// Where it is told. Once the request has ended, it is dropped.
     pub to: mpsc::Sender<Look>,
     member: Option<u64>,
@@ -54,6 +59,7 @@ impl Probe {
             points,
             tokens,
             waits: false,
+            prefix: false,
             to,
             member: None,
             since: 0,
@@ -63,7 +69,7 @@ impl Probe {
     }
 }
 
-/// What was computed for a token.
+/// What was computed for a token, and for the rows before its own if they are wanted.
 #[derive(Debug)]
 pub struct Look {
     /// The request, before the first of its tokens that is looked at.
@@ -74,10 +80,14 @@ pub struct Look {
     pub position: u64,
     /// The token, if one could be drawn.
     pub token: Option<u32>,
-    /// Rows of the nodes' values, in the order of [`Probe::points`].
+    /// Rows of the nodes' values, in the order of [`Probe::points`]; none for a step that no token was drawn after.
     pub rows: Vec<Vec<u8>>,
     /// What it was drawn from.
     pub logits: Vec<f32>,
+    /// How many rows were computed before that one in the same step.
+    pub before: usize,
+    /// These rows' values, likewise.
+    pub rows_before: Vec<Vec<u8>>,
     /// Tokens that were left out before this one.
     pub missed: u64,
 }
@@ -211,6 +221,16 @@ impl Batch {
         self.runner.points()
     }
 
+    /// The graph that they are in.
+    pub fn graph(&self) -> &Graph {
+        self.runner.graph()
+    }
+
+    /// The graph that makes logits of that one's output.
+    pub fn head_graph(&self) -> &Graph {
+        self.runner.head_graph()
+    }
+
     /// Lets somebody look from the next step on.
     ///
     /// # Errors
@@ -304,9 +324,12 @@ impl Batch {
 
     /// Before a step: whether somebody looks at it, for which the plan that hands out more is used.
     pub(super) fn begin_looking(&mut self) -> bool {
-        let drawn = self.parts.iter().filter(|part| part.pick.is_some());
-        let mut drawn = drawn.map(|part| self.running[part.at].member.id);
-        let looked = self.is_guarded() || drawn.any(|id| self.is_probed(id));
+        let shown = |part: &Part| {
+            let member = self.running[part.at].member.id;
+            let mut probes = self.lookers.probes.iter();
+            probes.any(|p| p.member == Some(member) && (part.pick.is_some() || p.prefix))
+        };
+        let looked = self.is_guarded() || self.parts.iter().any(shown);
         self.runner.use_tap(looked);
         looked
     }
@@ -371,32 +394,47 @@ impl Batch {
     pub(super) fn peek(&mut self, part: &Part) -> Result<Vec<(usize, Look)>, DeviceError> {
         let mut all = Vec::new();
         let running = &self.running[part.at];
-        let (Some(pick), Task::Generate(sequence)) = (part.pick, &running.member.task) else {
+        let Task::Generate(sequence) = &running.member.task else {
             return Ok(all);
         };
         let member = running.member.id;
         for (place, probe) in self.lookers.probes.iter_mut().enumerate() {
-            if probe.member != Some(member) || probe.tokens == 0 {
+            let shown = part.pick.is_some() || probe.prefix;
+            if probe.member != Some(member) || probe.tokens == 0 || !shown {
                 continue;
             }
             if probe.to.capacity() == 0 {
                 probe.missed = probe.missed.saturating_add(1);
                 continue;
             }
-            let row = part.first + part.rows - 1;
-            let read = |&point: &usize| self.runner.tapped_row(point, row);
-            let rows = probe.points.iter().map(read).collect::<Result<_, _>>()?;
-            let mut logits = vec![0.0; self.runner.vocab()];
-            self.runner.logits(pick, &mut logits)?;
+            let end = part.first + part.rows;
+            let own = end - usize::from(part.pick.is_some());
+            let before = if probe.prefix { own - part.first } else { 0 };
+            let read = |rows: Range<usize>| {
+                let read = |&point: &usize| self.runner.tapped_rows(point, rows.clone());
+                probe.points.iter().map(read).collect::<Result<_, _>>()
+            };
+            let rows_before = match before {
+                0 => Vec::new(),
+                _ => read(part.first..own)?,
+            };
+            let (mut rows, mut logits) = (Vec::new(), Vec::new());
+            if let Some(pick) = part.pick {
+                rows = read(own..end)?;
+                logits = vec![0.0; self.runner.vocab()];
+                self.runner.logits(pick, &mut logits)?;
+            }
             let generated = sequence.tokens().len() - sequence.prompt_len();
             let first = !std::mem::replace(&mut probe.told, true);
             let look = Look {
                 request: first.then(|| Box::new(sequence.asked())),
                 index: generated as u64,
-                position: (sequence.tokens().len() - 1) as u64,
+                position: (running.computed + part.rows).saturating_sub(1) as u64,
                 token: None,
                 rows,
                 logits,
+                before,
+                rows_before,
                 missed: std::mem::take(&mut probe.missed),
             };
             all.push((place, look));
@@ -409,9 +447,10 @@ impl Batch {
         let tokens = self.running[at].member.task.tokens();
         for (place, mut look) in seen {
             let next = usize::try_from(look.position).map_or(usize::MAX, |p| p.saturating_add(1));
-            look.token = tokens.get(next).copied();
+            let drawn = u64::from(!look.logits.is_empty());
+            look.token = tokens.get(next).copied().filter(|_| drawn > 0);
             if let Some(probe) = self.lookers.probes.get_mut(place) {
-                probe.tokens = probe.tokens.saturating_sub(1);
+                probe.tokens = probe.tokens.saturating_sub(drawn);
                 // There was room before the token was drawn; one who left is forgotten at the next step.
                 let _ = probe.to.try_send(look);
             }

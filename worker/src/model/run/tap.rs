@@ -4,7 +4,10 @@
 //! same bits: a plan's results do not depend on what else is asked for. It is made when somebody asks, and dropped
 //! after.
 
-use std::collections::{BTreeSet, HashMap};
+use std::{
+    collections::{BTreeSet, HashMap},
+    ops::Range,
+};
 
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, TensorSpec, Value, op::ValueSpec};
 use hotcell_kernels::{
@@ -102,6 +105,16 @@ impl Runner {
         &self.points
     }
 
+    /// The graph that they are in.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// The graph that makes logits of its output.
+    pub fn head_graph(&self) -> &Graph {
+        &self.head_graph
+    }
+
     /// Has steps hand out what is wanted, and no more; nothing: as without anybody who looks.
     ///
     /// # Errors
@@ -142,6 +155,9 @@ impl Runner {
         for (i, buffer) in self.inputs.iter().enumerate() {
             plan.bind(Slot::Input(i), buffer, 0)?;
         }
+        for (slot, buffer) in &self.packed {
+            plan.bind_packed(*slot, Some(buffer), 0)?;
+        }
         plan.bind(Slot::Output(0), &self.hidden_states, 0)?;
         let mut next = 1;
         let mut output = |what: &str, bytes: usize| {
@@ -179,17 +195,17 @@ impl Runner {
         self.tapping = on;
     }
 
-    /// A row of a node's values in the last step.
+    /// Rows of a node's values in the last step, one behind the other.
     ///
     /// # Errors
     /// When they were not asked for.
-    pub fn tapped_row(&self, number: usize, row: usize) -> Result<Vec<u8>, DeviceError> {
+    pub fn tapped_rows(&self, number: usize, rows: Range<usize>) -> Result<Vec<u8>, DeviceError> {
         let missing = || DeviceError::Binding(format!("nobody asked for node {number}"));
         let buffer = self.tap.as_ref().and_then(|tap| tap.whole.get(&number));
         let bytes = self.points.get(number).and_then(Point::row_bytes);
         let (buffer, bytes) = buffer.zip(bytes).ok_or_else(missing)?;
-        let mut data = vec![0; bytes];
-        buffer.read(row.saturating_mul(bytes), &mut data)?;
+        let mut data = vec![0; bytes.saturating_mul(rows.len())];
+        buffer.read(rows.start.saturating_mul(bytes), &mut data)?;
         Ok(data)
     }
 

@@ -121,6 +121,12 @@ impl Family {
         family
     }
 
+    /// Whether thoughts can be told from answers.
+    #[must_use]
+    pub fn thinks(&self) -> bool {
+        !self.thoughts.is_empty()
+    }
+
     /// A family without special tokens.
     #[must_use]
     pub fn plain(calls: Calls, thinks: bool) -> Self {

@@ -1,0 +1,12 @@
+//! The kernels, compiled: what `deploy/cuda/compile` made of the sources beside this file.
+
+/// One for each source, for every architecture in one file.
+macro_rules! images {
+    ($($source:literal)*) => { &[$(include_bytes!(concat!($source, ".fatbin"))),*] };
+}
+
+/// All of them.
+pub(super) static IMAGES: &[&[u8]] = images!(
+    "attention" "block_tile" "block_vec" "experts" "gemm" "generic_cast" "generic_elementwise" "generic_functions" "generic_reduce" "index"
+    "norm" "plain_mat" "quantize" "rope" "rows" "sample" "scatter" "softmax" "sort"
+);

@@ -1,0 +1,60 @@
+// Norms of rows. One block of 256 threads per row, gridDim.x = rows (any number); no dynamic shared memory.
+//
+// Order of summation: thread i has the elements i, i + 256, … in ascending order, by fmaf where squares are summed; then
+// common.cuh's block_sum. So a row's bits depend on the row alone.
+#include "common.cuh"
+
+constexpr int THREADS = 256;
+
+/// out[r, i] = x[r, i] / √(mean(x[r]²) + eps) · weight[i]; without a weight (null) the last product is left out. Rows of `n` f32, close together.
+extern "C" __global__ void __launch_bounds__(256) rms_norm_f32(const float* x, const float* weight, float* out, int n, float eps) {
+  __shared__ float room[THREADS / 32];
+  x += size_t(blockIdx.x) * n;
+  out += size_t(blockIdx.x) * n;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < n; i += THREADS) sum = fmaf(x[i], x[i], sum);
+  float scale = 1.0f / sqrtf(block_sum<THREADS>(sum, room) / float(n) + eps);
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    float y = x[i] * scale;
+    out[i] = weight ? y * weight[i] : y;
+  }
+}
+
+/// sum[r, i] = x[r, i] + y[r, i], and out = rms_norm_f32 of that. `sum` may be `x` or `y`.
+extern "C" __global__ void __launch_bounds__(256) add_rms_norm_f32(const float* x, const float* y, const float* weight, float* sum, float* out, int n, float eps) {
+  __shared__ float room[THREADS / 32];
+  size_t row = size_t(blockIdx.x) * n;
+  x += row, y += row, sum += row, out += row;
+  float squares = 0.0f;
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    float v = x[i] + y[i];
+    sum[i] = v;
+    squares = fmaf(v, v, squares);
+  }
+  float scale = 1.0f / sqrtf(block_sum<THREADS>(squares, room) / float(n) + eps);
+  // Each thread reads again what it wrote itself.
+  for (int i = threadIdx.x; i < n; i += THREADS) out[i] = sum[i] * scale * weight[i];
+}
+
+/// out[r, i] = (x[r, i] − mean) / √(variance + eps) · weight[i] + bias[i]; weight and bias may be null. A NaN in a row makes all of it NaN.
+extern "C" __global__ void __launch_bounds__(256) layer_norm_f32(const float* x, const float* weight, const float* bias, float* out, int n, float eps) {
+  __shared__ float room[THREADS / 32];
+  x += size_t(blockIdx.x) * n;
+  out += size_t(blockIdx.x) * n;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < n; i += THREADS) sum += x[i];
+  float near = block_sum<THREADS>(sum, room) / float(n);
+  // Far from zero the sum has lost what the differences from it still show.
+  sum = 0.0f;
+  for (int i = threadIdx.x; i < n; i += THREADS) sum += x[i] - near;
+  float mean = near + block_sum<THREADS>(sum, room) / float(n);
+  sum = 0.0f;
+  for (int i = threadIdx.x; i < n; i += THREADS) sum = fmaf(x[i] - mean, x[i] - mean, sum);
+  float scale = 1.0f / sqrtf(block_sum<THREADS>(sum, room) / float(n) + eps);
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    float y = (x[i] - mean) * scale;
+    if (weight) y *= weight[i];
+    if (bias) y += bias[i];
+    out[i] = is_nan(scale) ? quiet_nan() : y;
+  }
+}

@@ -1,0 +1,116 @@
+//! The device's table: op → what makes a kernel for a call of it, or nothing where there is none for such inputs. What is
+//! not here is decomposed, or runs on the CPU backend's kernels.
+
+mod attention;
+mod create;
+mod elementwise;
+mod gemm;
+mod index;
+mod layout;
+mod matmul;
+mod movement;
+mod norm;
+mod reduce;
+mod scatter;
+mod softmax;
+mod sort;
+
+use std::rc::Rc;
+
+use hotcell_graph::op::Call;
+
+use super::gpu::Gpu;
+use crate::{backend::DeviceError, part::overflow};
+
+/// A call made ready: everything but addresses and rows.
+pub(super) trait Kernel {
+    /// Bytes that it works in for so many rows; `None`: more than there can be.
+    fn scratch(&self, rows: usize) -> Option<usize> {
+        let _ = rows;
+        Some(0)
+    }
+
+    /// Whether it refuses indices.
+    fn reads_indices(&self) -> bool {
+        false
+    }
+
+    /// Gives it to the device.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError>;
+}
+
+/// Where a kernel finds its values.
+pub(super) struct Cx<'a> {
+    pub gpu: &'a Rc<Gpu>,
+    /// Addresses of the inputs; of an absent one, 0.
+    pub inputs: &'a [u64],
+    pub outputs: &'a [u64],
+    /// Address of what [`Kernel::scratch`] asked for.
+    pub scratch: u64,
+    /// Rows of this execution.
+    pub rows: usize,
+    /// Where the kernel writes an index that it refuses.
+    pub faults: u64,
+}
+
+impl Cx<'_> {
+    /// Address of input `i`.
+    fn input(&self, i: usize) -> Result<u64, DeviceError> {
+        self.inputs.get(i).copied().ok_or_else(overflow)
+    }
+
+    /// Address of result `i`.
+    fn output(&self, i: usize) -> Result<u64, DeviceError> {
+        self.outputs.get(i).copied().ok_or_else(overflow)
+    }
+}
+
+/// A kernel, and the names of what it launches.
+type Made = (Box<dyn Kernel>, Vec<&'static str>);
+
+/// A number that kernels take as an `int`.
+fn int(n: usize) -> Result<u32, DeviceError> {
+    let fits = i32::try_from(n).ok();
+    fits.map(i32::unsigned_abs).ok_or_else(overflow)
+}
+
+/// One row of the table.
+struct Entry {
+    op: &'static str,
+    /// The kernel for a call.
+    make: fn(&Call<'_>) -> Option<Made>,
+}
+
+static TABLES: &[&[Entry]] = &[
+    attention::ENTRIES,
+    create::ENTRIES,
+    &elementwise::ENTRIES,
+    &elementwise::FUNCTION_ENTRIES,
+    elementwise::OTHERS,
+    gemm::ENTRIES,
+    index::ENTRIES,
+    matmul::ENTRIES,
+    movement::ENTRIES,
+    norm::ENTRIES,
+    &reduce::ENTRIES,
+    &reduce::ARGS,
+    scatter::ENTRIES,
+    softmax::ENTRIES,
+    sort::ENTRIES,
+];
+
+/// The kernel for a call, if there is one, in this build's image too.
+pub(super) fn kernel(call: &Call<'_>, gpu: &Gpu) -> Option<Box<dyn Kernel>> {
+    let mut entries = TABLES.iter().copied().flatten();
+    let entry = entries.find(|entry| entry.op == call.op.name)?;
+    let (kernel, names) = (entry.make)(call)?;
+    names.iter().all(|name| gpu.has(name)).then_some(kernel)
+}
+
+/// Names of the ops in the table.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    TABLES.iter().copied().flatten().map(|entry| entry.op)
+}

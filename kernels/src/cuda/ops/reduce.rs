@@ -1,0 +1,336 @@
+//! Reductions over any axes, and where the greatest and the least is.
+//!
+//! What is done in which order is that of `cpu/ops/reduce.rs`, and so are the bits.
+
+use hotcell_graph::{
+    DType, Shape,
+    op::{Call, rules::normal_axes, rules::normal_axis},
+    shape::Dim,
+};
+
+use super::{
+    Cx, Entry, Kernel, Made,
+    layout::{around, code, dims_at, grid, grid_of},
+};
+use crate::{backend::DeviceError, cuda::gpu::Arguments, part::overflow};
+
+/// The ops in the order of `Op` in `generic_reduce.cu`.
+const OPS: &[&str] = &[
+    "reduce_sum",
+    "reduce_prod",
+    "reduce_max",
+    "reduce_min",
+    "reduce_any",
+    "reduce_all",
+];
+
+macro_rules! entries {
+    ($make:ident: $($name:literal)*) => { [$(Entry { op: $name, make: $make }),*] };
+}
+
+/// One row for each of [`OPS`].
+pub(super) static ENTRIES: [Entry; 6] = entries!(
+    reduce: "reduce_sum" "reduce_prod" "reduce_max" "reduce_min" "reduce_any" "reduce_all"
+);
+
+pub(super) static ARGS: [Entry; 2] = entries!(arg: "argmax" "argmin");
+
+/// Axes of outer matrices that kernels take.
+const AXES: usize = 8;
+
+/// Elements that a lane or a chain adds one after another, lanes of a row, and columns below which a vector has several rows: all
+/// part of the order.
+const DEPTH: u64 = 256;
+const LANES: u64 = 16;
+const NARROW: u64 = 64;
+
+/// Neighbouring axes that are all reduced or all kept.
+#[derive(Clone, Copy)]
+struct Span {
+    fixed: usize,
+    /// Times the rows of the execution.
+    rows: bool,
+    reduced: bool,
+}
+
+impl Span {
+    fn at(self, rows: usize) -> Option<u64> {
+        let n = self.fixed.checked_mul(if self.rows { rows } else { 1 })?;
+        u64::try_from(n).ok()
+    }
+}
+
+/// The kernels of a class of numbers: of chunks of rows, of chunks of columns, and of parts.
+type Class = [&'static str; 3];
+
+const SINGLE: Class = [
+    "reduce_rows_single",
+    "reduce_columns_single",
+    "reduce_join_single",
+];
+const DOUBLE: Class = [
+    "reduce_rows_double",
+    "reduce_columns_double",
+    "reduce_join_double",
+];
+const WHOLE: Class = [
+    "reduce_rows_whole",
+    "reduce_columns_whole",
+    "reduce_join_whole",
+];
+
+struct Reduce {
+    op: &'static str,
+    class: Class,
+    /// The op, the dtype of the input and that of the result, as the kernels number them.
+    codes: [u64; 3],
+    /// The runs outside of the innermost matrix.
+    outer: Vec<Span>,
+    /// Rows of the innermost matrix, which are reduced, and columns.
+    n: Span,
+    k: Span,
+}
+
+/// The sizes of an execution.
+struct Sizes {
+    /// Matrices in all, results of them, and matrices of each result.
+    outer: u64,
+    kept: u64,
+    each: u64,
+    n: u64,
+    k: u64,
+    /// Rows of a chunk, and chunks.
+    chunk: u64,
+    chunks: u64,
+    phases: u64,
+    direct: bool,
+}
+
+fn reduce(call: &Call<'_>) -> Option<Made> {
+    let x = call.tensor(0).ok()?;
+    let axes = normal_axes(call.ints(0).ok()?, x.shape.rank())?;
+    let results = (call.op.infer)(call).ok()?;
+    let place = OPS.iter().position(|op| *op == call.op.name)?;
+    let adds = matches!(call.op.name, "reduce_sum" | "reduce_prod");
+    let class = match x.dtype {
+        DType::F16 | DType::BF16 | DType::F32 if adds => SINGLE,
+        DType::F64 if adds => DOUBLE,
+        _ => WHOLE,
+    };
+    let mut runs: Vec<Span> = Vec::new();
+    for (axis, dim) in x.shape.dims().iter().enumerate() {
+        let (fixed, rows) = match *dim {
+            Dim::Fixed(1) => continue,
+            Dim::Fixed(n) => (n, false),
+            Dim::Rows => (1, true),
+        };
+        let reduced = axes.contains(&axis);
+        match runs.last_mut() {
+            Some(last) if last.reduced == reduced => {
+                last.fixed = last.fixed.checked_mul(fixed)?;
+                last.rows |= rows;
+            }
+            _ => runs.push(Span {
+                fixed,
+                rows,
+                reduced,
+            }),
+        }
+    }
+    let one = |reduced| Span {
+        fixed: 1,
+        rows: false,
+        reduced,
+    };
+    let k = runs.pop_if(|run| !run.reduced).unwrap_or(one(false));
+    let n = runs.pop().unwrap_or(one(true));
+    if runs.len() > AXES {
+        return None;
+    }
+    let codes = [
+        place as u64,
+        code(x.dtype)?.into(),
+        code(results.first()?.dtype)?.into(),
+    ];
+    let kernel = Reduce {
+        op: call.op.name,
+        class,
+        codes,
+        outer: runs,
+        n,
+        k,
+    };
+    Some((Box::new(kernel), class.to_vec()))
+}
+
+impl Reduce {
+    /// Whether the innermost axes are reduced.
+    fn is_of_rows(&self) -> bool {
+        self.k.fixed == 1 && !self.k.rows
+    }
+
+    fn sizes(&self, rows: usize) -> Option<Sizes> {
+        let product = |reduced: bool| {
+            let mut runs = self.outer.iter().filter(|run| run.reduced == reduced);
+            runs.try_fold(1u64, |n, run| n.checked_mul(run.at(rows)?))
+        };
+        let (kept, each) = (product(false)?, product(true)?);
+        let (n, k) = (self.n.at(rows)?, self.k.at(rows)?);
+        let phases = match k < NARROW {
+            true => NARROW.div_ceil(k.max(1)),
+            false => 1,
+        };
+        let chunk = match self.is_of_rows() {
+            true => DEPTH * LANES,
+            false => DEPTH * phases,
+        };
+        let chunks = n.div_ceil(chunk).max(1);
+        Some(Sizes {
+            outer: kept.checked_mul(each)?,
+            kept,
+            each,
+            n,
+            k,
+            chunk,
+            chunks,
+            phases,
+            direct: chunks == 1 && self.outer.iter().all(|run| !run.reduced),
+        })
+    }
+
+    /// `Reduction` of `generic_reduce.cu`.
+    fn words(&self, s: &Sizes, rows: usize) -> Option<Vec<u64>> {
+        let mut words = self.codes.to_vec();
+        words.extend([s.outer, s.n, s.k, s.chunk, s.chunks, s.phases]);
+        words.extend([s.direct.into(), self.outer.len() as u64]);
+        let run = |axis: usize| self.outer.get(axis);
+        for axis in 0..AXES {
+            words.push(run(axis).map_or(Some(1), |run| run.at(rows))?);
+        }
+        words.extend((0..AXES).map(|axis| u64::from(run(axis).is_some_and(|run| run.reduced))));
+        words.extend([s.kept, s.each]);
+        Some(words)
+    }
+}
+
+impl Kernel for Reduce {
+    /// A part of 64 bits for each chunk.
+    fn scratch(&self, rows: usize) -> Option<usize> {
+        let s = self.sizes(rows)?;
+        if s.direct {
+            return Some(0);
+        }
+        let parts = s.outer.checked_mul(s.chunks)?.checked_mul(s.k)?;
+        usize::try_from(parts.checked_mul(8)?).ok()
+    }
+
+    fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
+        let s = self.sizes(cx.rows).ok_or_else(overflow)?;
+        let results = s.kept.checked_mul(s.k).ok_or_else(overflow)?;
+        if results == 0 {
+            return Ok(());
+        }
+        if s.each.saturating_mul(s.n) == 0 && matches!(self.op, "reduce_max" | "reduce_min") {
+            return Err(of_nothing(self.op));
+        }
+        let words = self.words(&s, cx.rows).ok_or_else(overflow)?;
+        let [of_rows, of_columns, of_parts] = self.class;
+        let to = match s.direct {
+            true => cx.output(0)?,
+            false => cx.scratch,
+        };
+        let arguments = Arguments::default()
+            .word(to)
+            .word(cx.input(0)?)
+            .block(&words);
+        // No overflow: `scratch` has multiplied them for more rows.
+        let chunks = s.outer * s.chunks;
+        let (name, grid_of_chunks) = match self.is_of_rows() {
+            true => (of_rows, grid_of(chunks.div_ceil(LANES))),
+            false => (of_columns, grid(chunks * s.k)),
+        };
+        // SAFETY: the kernel's arguments (generic_reduce.cu), of tensors of these sizes; the scratch memory is as large as
+        // `scratch` says.
+        unsafe { cx.gpu.launch(name, grid_of_chunks, &arguments)? };
+        if s.direct {
+            return Ok(());
+        }
+        let arguments = Arguments::default()
+            .word(cx.output(0)?)
+            .word(cx.scratch)
+            .block(&words);
+        // SAFETY: as above; the parts are those of the kernel before.
+        unsafe { cx.gpu.launch(of_parts, grid(results), &arguments) }
+    }
+}
+
+/// Of nothing there is no greatest.
+fn of_nothing(op: &'static str) -> DeviceError {
+    DeviceError::Undefined {
+        op,
+        why: "an axis without elements has none",
+    }
+}
+
+struct Arg {
+    op: &'static str,
+    dtype: u32,
+    least: bool,
+    x: Shape,
+    axis: usize,
+}
+
+fn arg(call: &Call<'_>) -> Option<Made> {
+    let x = call.tensor(0).ok()?;
+    let kernel = Arg {
+        op: call.op.name,
+        dtype: code(x.dtype)?,
+        least: call.op.name == "argmin",
+        x: x.shape.clone(),
+        axis: normal_axis(call.int(0).ok()?, x.shape.rank())?,
+    };
+    Some((Box::new(kernel), vec!["arg_extreme"]))
+}
+
+impl Kernel for Arg {
+    fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
+        let sizes = around(&dims_at(&self.x, cx.rows), self.axis);
+        let [outer, n, k] = sizes.ok_or_else(overflow)?;
+        let results = outer.checked_mul(k).ok_or_else(overflow)?;
+        if results == 0 {
+            return Ok(());
+        }
+        if n == 0 {
+            return Err(of_nothing(self.op));
+        }
+        u32::try_from(n).map_err(|_| overflow())?;
+        let arguments = Arguments::default()
+            .int(self.dtype)
+            .int(if self.least { u32::MAX } else { 0 })
+            .word(cx.output(0)?)
+            .word(cx.input(0)?)
+            .word(outer)
+            .word(n)
+            .word(k);
+        // SAFETY: the kernel's arguments (generic_reduce.cu), of a tensor of this shape.
+        unsafe {
+            cx.gpu
+                .launch("arg_extreme", grid_of(results.div_ceil(8)), &arguments)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_know_the_ops_by_the_same_numbers() {
+        let source = include_str!("../generic_reduce.cu");
+        let (_, list) = source.split_once("enum Op : unsigned {").unwrap();
+        let (list, _) = list.split_once('}').unwrap();
+        let names: Vec<String> = list.split(',').map(|n| n.trim().to_lowercase()).collect();
+        assert_eq!(names, OPS);
+        assert!(ENTRIES.iter().map(|entry| entry.op).eq(OPS.iter().copied()));
+    }
+}

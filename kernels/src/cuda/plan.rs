@@ -1,0 +1,490 @@
+//! A graph in steps: kernels of the device, and parts that the CPU backend's kernels compute in copies.
+
+use std::{
+    collections::HashMap,
+    ops::Range,
+    rc::Rc,
+    sync::{Arc, atomic::AtomicBool},
+};
+
+use hotcell_graph::{
+    Graph, TensorSpec, Value,
+    graph::Node,
+    op::{Call, Effect, ValueSpec, number},
+};
+
+use super::{
+    NAME,
+    buffer::{ALIGNMENT, Memory},
+    gpu::Gpu,
+    ops::{self, Kernel},
+    run::Recordings,
+};
+use crate::{
+    backend::{Buffer, Device, DeviceError, Trail},
+    bound::Bound,
+    lower::lower,
+    memory::{Lifetime, layout},
+    part::{HostPart, Inputs, Numbers, is_fixed_point, overflow},
+    plan::{Plan, PlanHints, PlanMemory, Slot},
+};
+
+/// A kernel and where its values are.
+pub(super) struct DeviceNode {
+    pub kernel: Box<dyn Kernel>,
+    /// Numbers of its inputs; an absent one has none.
+    pub inputs: Vec<Option<usize>>,
+    pub outputs: Vec<usize>,
+    /// Number of the memory that it works in.
+    pub scratch: Option<usize>,
+}
+
+pub(super) enum Work {
+    Device(DeviceNode),
+    Host(Box<HostPart>),
+}
+
+pub(super) struct Step {
+    pub work: Work,
+    /// The op, of a part its last.
+    pub op: &'static str,
+    /// How the trail names it.
+    pub mark: u64,
+}
+
+/// Where a value is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Home {
+    /// Nobody reads it.
+    Nowhere,
+    /// What is bound to this place.
+    Place(usize),
+    /// At this offset of the arena.
+    Arena(usize),
+}
+
+/// An input or output of the graph.
+pub(super) struct Place {
+    /// Number of the value.
+    pub value: usize,
+    pub constant: bool,
+    /// Bytes for the greatest number of rows.
+    pub bytes: usize,
+    pub per_row: Option<usize>,
+    pub written: bool,
+}
+
+impl Place {
+    /// Bytes for some rows. No overflow: never more than at the greatest number of rows, which was checked.
+    pub fn bytes_at(&self, rows: usize) -> usize {
+        self.per_row.map_or(self.bytes, |bytes| bytes * rows)
+    }
+}
+
+/// What plans are made on.
+pub(super) struct Side {
+    pub gpu: Rc<Gpu>,
+    /// The device of what has no kernel here.
+    pub cpu: Rc<dyn Device>,
+}
+
+pub(super) struct CudaPlan {
+    pub(super) gpu: Rc<Gpu>,
+    pub(super) steps: Vec<Step>,
+    pub(super) homes: Vec<Home>,
+    /// Bytes of a row, or of the whole, of each value.
+    pub(super) sizes: Vec<Option<TensorSpec>>,
+    /// Inputs, then outputs.
+    pub(super) places: Vec<Place>,
+    pub(super) inputs: usize,
+    pub(super) bound: Vec<Option<Bound>>,
+    /// Of each place, the device's copy of what is bound to it and is the host's.
+    pub(super) shadows: Vec<Option<Memory>>,
+    pub(super) rebound: bool,
+    indices: Vec<bool>,
+    pub(super) most_rows: usize,
+    pub(super) max_rows: usize,
+    pub(super) arena: Option<Memory>,
+    pub(super) allocated: bool,
+    memory: PlanMemory,
+    pub(super) stop: Arc<AtomicBool>,
+    pub(super) trail: Option<Trail>,
+    pub(super) recordings: Recordings,
+    /// Ops of the nodes that the processor computes.
+    elsewhere: Vec<&'static str>,
+    /// Addresses of all values, as of the last binding.
+    pub(super) addresses: Vec<u64>,
+}
+
+/// What is made of a graph before there is memory.
+struct Made {
+    steps: Vec<Step>,
+    lives: Vec<Option<Lifetime>>,
+    /// Of each step's scratch memory, its number among the values.
+    values: usize,
+    elsewhere: Vec<&'static str>,
+}
+
+/// Nodes in runs: of the device each by itself, of the host as many as follow one another.
+fn ranges(graph: &Graph, native: &[bool]) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for n in 0..graph.nodes().len() {
+        let host = |n: usize| native.get(n) == Some(&false);
+        match ranges.last_mut() {
+            Some(range) if host(n) && host(range.start) => range.end = n + 1,
+            _ => ranges.push(n..n + 1),
+        }
+    }
+    ranges
+}
+
+fn call<'a>(node: &'a Node, specs: &'a [ValueSpec]) -> Call<'a> {
+    Call {
+        op: node.op,
+        inputs: specs,
+        attributes: &node.attributes,
+    }
+}
+
+fn places(graph: &Graph, numbers: &Numbers) -> Result<Vec<Place>, DeviceError> {
+    let written = |i: usize| {
+        graph.nodes().iter().any(|node| match node.op.effect {
+            Effect::Writes(at) => node.inputs.get(at) == Some(&Value::Input(i as u32)),
+            _ => false,
+        })
+    };
+    let place = |spec: &ValueSpec, value, constant, written| -> Result<Place, DeviceError> {
+        let (bytes, per_row) = match spec {
+            ValueSpec::Tensor(t) => (
+                t.bytes(graph.max_rows()),
+                t.shape.is_symbolic().then(|| t.bytes(1)).flatten(),
+            ),
+            ValueSpec::Cache(c) => (c.bytes(), None),
+            ValueSpec::Absent => (Some(0), None),
+        };
+        Ok(Place {
+            bytes: bytes.ok_or_else(overflow)?,
+            value,
+            constant,
+            per_row,
+            written,
+        })
+    };
+    let mut all = Vec::new();
+    for (i, input) in graph.inputs().iter().enumerate() {
+        all.push(place(&input.spec, i, input.constant, written(i))?);
+    }
+    for &value in graph.outputs() {
+        let number = numbers.of(value).ok_or_else(overflow)?;
+        all.push(place(&graph.spec(value)?, number, false, true)?);
+    }
+    Ok(all)
+}
+
+impl CudaPlan {
+    pub fn new(
+        graph: &Graph,
+        hints: &PlanHints,
+        on: &Side,
+        trail: Option<Trail>,
+    ) -> Result<Self, DeviceError> {
+        // What is refused must not have been allocated.
+        if hints.allocate {
+            let dry = PlanHints {
+                allocate: false,
+                max_bytes: None,
+                ..*hints
+            };
+            let memory = Self::new(graph, &dry, on, None)?.memory;
+            if hints.max_bytes.is_some_and(|most| memory.arena > most) {
+                return Err(DeviceError::OutOfMemory {
+                    what: "the plan's arena".to_owned(),
+                    bytes: memory.arena,
+                });
+            }
+        }
+        let native = |call: &Call<'_>| ops::kernel(call, &on.gpu).is_some();
+        let graph = lower(graph, NAME, &|call| {
+            native(call) || on.cpu.supports(call) && is_fixed_point(call)
+        })?;
+        let numbers = Numbers::new(&graph);
+        let places = places(&graph, &numbers)?;
+        let mut memory = PlanMemory::default();
+        let mut made = Self::make(&graph, &numbers, hints, on, trail, &mut memory)?;
+        // A value that is an output is made where it is wanted.
+        let mut homes: Vec<Home> = vec![Home::Nowhere; made.values];
+        for (at, place) in places.iter().enumerate() {
+            if let Some(home @ Home::Nowhere) = homes.get_mut(place.value) {
+                *home = Home::Place(at);
+            }
+        }
+        let mut lives = Vec::new();
+        let mut living = Vec::new();
+        for (value, life) in made.lives.iter_mut().enumerate() {
+            if let (Some(life), Some(Home::Nowhere)) = (life.take(), homes.get(value)) {
+                memory.unshared = memory.unshared.saturating_add(life.bytes);
+                lives.push(life);
+                living.push(value);
+            }
+        }
+        let arranged = layout(&lives).ok_or_else(overflow)?;
+        for (value, offset) in living.into_iter().zip(&arranged.offsets) {
+            if let Some(home) = homes.get_mut(value) {
+                *home = Home::Arena(*offset);
+            }
+        }
+        let arena = match hints.allocate {
+            true => Some(Memory::new(&on.gpu, "the plan's arena", arranged.total)?),
+            false => None,
+        };
+        let total = memory.arena.checked_add(arranged.total);
+        memory.arena = total.ok_or_else(overflow)?;
+        memory.unshared = memory.unshared.max(memory.arena);
+        memory.steps = made.steps.len();
+        let mut sizes = vec![None; made.values];
+        for (n, node) in graph.nodes().iter().enumerate() {
+            for (o, spec) in node.outputs.iter().enumerate() {
+                if let Some(size) = sizes.get_mut(numbers.firsts[n] + o) {
+                    *size = Some(spec.clone());
+                }
+            }
+        }
+        Ok(Self {
+            gpu: Rc::clone(&on.gpu),
+            steps: made.steps,
+            addresses: vec![0; homes.len()],
+            homes,
+            sizes,
+            inputs: graph.inputs().len(),
+            indices: graph.inputs_read_as_indices(),
+            bound: places.iter().map(|_| None).collect(),
+            shadows: places.iter().map(|_| None).collect(),
+            places,
+            rebound: true,
+            most_rows: 0,
+            max_rows: graph.max_rows(),
+            arena,
+            allocated: hints.allocate,
+            memory,
+            stop: Arc::default(),
+            trail,
+            recordings: Recordings::new(&on.gpu),
+            elsewhere: made.elsewhere,
+        })
+    }
+
+    /// Ops of the nodes that have no kernel of the device's, in the order of the nodes.
+    pub fn elsewhere(&self) -> &[&'static str] {
+        &self.elsewhere
+    }
+
+    fn make(
+        graph: &Graph,
+        numbers: &Numbers,
+        hints: &PlanHints,
+        on: &Side,
+        trail: Option<Trail>,
+        memory: &mut PlanMemory,
+    ) -> Result<Made, DeviceError> {
+        let max_rows = graph.max_rows();
+        let mut kernels: Vec<Option<Box<dyn Kernel>>> = Vec::new();
+        for node in graph.nodes() {
+            let specs = graph.input_specs(node)?;
+            kernels.push(ops::kernel(&call(node, &specs), &on.gpu));
+        }
+        let native: Vec<bool> = kernels.iter().map(Option::is_some).collect();
+        let ranges = ranges(graph, &native);
+        // The last step that reads each value; outputs are read after all.
+        let mut last: HashMap<usize, usize> = HashMap::new();
+        for (s, range) in ranges.iter().enumerate() {
+            for node in &graph.nodes()[range.clone()] {
+                let read = node.inputs.iter().filter_map(|v| numbers.of(*v));
+                last.extend(read.map(|value| (value, s)));
+            }
+        }
+        for &value in graph.outputs() {
+            last.extend(numbers.of(value).map(|v| (v, ranges.len())));
+        }
+        let mut lives: Vec<Option<Lifetime>> = vec![None; numbers.count];
+        let (mut steps, mut elsewhere) = (Vec::new(), Vec::new());
+        for (s, range) in ranges.iter().enumerate() {
+            let nodes = &graph.nodes()[range.clone()];
+            for (n, node) in range.clone().zip(nodes) {
+                for (o, spec) in node.outputs.iter().enumerate() {
+                    let value = numbers.firsts[n] + o;
+                    let read = last.get(&value).copied();
+                    // A part's own values stay in it; a kernel writes all of its results.
+                    let there = match native[range.start] {
+                        true => Some(read.unwrap_or(s)),
+                        false => read.filter(|last| *last > s),
+                    };
+                    lives[value] = match there {
+                        Some(last) => Some(Lifetime {
+                            bytes: padded(spec.bytes(max_rows))?,
+                            first: s,
+                            last,
+                        }),
+                        None => None,
+                    };
+                }
+            }
+            let work = match kernels.get_mut(range.start).and_then(Option::take) {
+                Some(kernel) => {
+                    let node = &nodes[0];
+                    let bytes = kernel.scratch(max_rows).ok_or_else(overflow)?;
+                    let scratch = match bytes {
+                        0 => None,
+                        bytes => {
+                            lives.push(Some(Lifetime {
+                                bytes: padded(Some(bytes))?,
+                                first: s,
+                                last: s,
+                            }));
+                            Some(lives.len() - 1)
+                        }
+                    };
+                    Work::Device(DeviceNode {
+                        kernel,
+                        inputs: node.inputs.iter().map(|v| numbers.of(*v)).collect(),
+                        outputs: (0..node.outputs.len())
+                            .map(|o| numbers.firsts[range.start] + o)
+                            .collect(),
+                        scratch,
+                    })
+                }
+                None => {
+                    elsewhere.extend(nodes.iter().map(|node| node.op.name));
+                    let wanted = |value: usize| last.get(&value).is_some_and(|l| *l > s);
+                    let range = range.clone();
+                    let cpu = &*on.cpu;
+                    let copied = Inputs::Copied;
+                    let part = HostPart::new(graph, range, numbers, &wanted, cpu, copied, hints)?;
+                    let all = memory.arena.checked_add(part.bytes);
+                    memory.arena = all
+                        .and_then(|n| n.checked_add(part.plan.memory().arena))
+                        .ok_or_else(overflow)?;
+                    memory.barriers += 1;
+                    Work::Host(Box::new(part))
+                }
+            };
+            let op = nodes.last().map_or("", |n| n.op.name);
+            let mark = trail.map_or(0, |trail| {
+                let op = number(op).unwrap_or(u16::MAX);
+                (trail.pack)(s as u32, op, nodes.len() > 1)
+            });
+            steps.push(Step { work, op, mark });
+        }
+        Ok(Made {
+            values: lives.len(),
+            steps,
+            lives,
+            elsewhere,
+        })
+    }
+
+    fn place_of(&self, slot: Slot) -> Option<usize> {
+        let at = match slot {
+            Slot::Input(i) => Some(i).filter(|i| *i < self.inputs),
+            Slot::Output(i) => self.inputs.checked_add(i),
+        };
+        at.filter(|at| *at < self.places.len())
+    }
+}
+
+/// Sizes in an arena, whose places kernels may read in whole words.
+fn padded(bytes: Option<usize>) -> Result<usize, DeviceError> {
+    let padded = bytes.and_then(|n| n.checked_next_multiple_of(ALIGNMENT));
+    padded.ok_or_else(overflow)
+}
+
+impl Plan for CudaPlan {
+    fn bind_for(
+        &mut self,
+        rows: usize,
+        slot: Slot,
+        buffer: &Buffer,
+        offset: usize,
+    ) -> Result<(), DeviceError> {
+        let fail = |what: String| Err(DeviceError::Binding(format!("{slot:?}: {what}")));
+        let Some(at) = self.place_of(slot) else {
+            return fail("the graph has no such slot".to_owned());
+        };
+        let place = &self.places[at];
+        let rows = rows.min(self.max_rows);
+        let bytes = place.bytes_at(rows);
+        let (start, len) = (buffer.device(), buffer.bytes());
+        let (start, writable) = match (start, buffer.host()) {
+            (Some(span), _) if span.owner == self.gpu.owner => (span.start as usize, span.writable),
+            (Some(_), _) => return fail("this buffer is another device's".to_owned()),
+            (None, Some(host)) => (host.start.addr(), host.writable),
+            (None, None) => return fail("nobody can address this buffer".to_owned()),
+        };
+        let end = offset.checked_add(bytes).filter(|end| *end <= len);
+        let Some(end) = end else {
+            return fail(format!("needs {bytes} bytes at {offset}, has {len}"));
+        };
+        if place.written && !writable {
+            return fail("the graph writes it and the buffer is read-only".to_owned());
+        }
+        let is_device = buffer.device().is_some();
+        if is_device && bytes > 0 && !(start + offset).is_multiple_of(16) {
+            return fail("must be aligned to 16 bytes".to_owned());
+        }
+        if is_device {
+            self.shadows[at] = None;
+        } else if self.shadows[at].is_none() && self.allocated {
+            let shadow = Memory::new(&self.gpu, "a copy of the host's memory", place.bytes)?;
+            self.shadows[at] = Some(shadow);
+        }
+        self.bound[at] = Some(Bound {
+            buffer: buffer.clone(),
+            offset,
+            range: start + offset..start + end,
+            rows,
+            written: place.written,
+            slot,
+        });
+        self.rebound = true;
+        Ok(())
+    }
+
+    fn stop_when(&mut self, flag: Arc<AtomicBool>) {
+        for step in &mut self.steps {
+            if let Work::Host(part) = &mut step.work {
+                part.plan.stop_when(Arc::clone(&flag));
+            }
+        }
+        self.stop = flag;
+    }
+
+    fn release(&mut self) {
+        self.stop = Arc::default();
+        self.bound.iter_mut().for_each(|bound| *bound = None);
+        self.shadows.iter_mut().for_each(|shadow| *shadow = None);
+        for step in &mut self.steps {
+            if let Work::Host(part) = &mut step.work {
+                part.plan.release();
+            }
+        }
+        self.rebound = true;
+    }
+
+    fn memory(&self) -> PlanMemory {
+        self.memory
+    }
+
+    /// Kernels read no memory that others change: what is the host's they read in a copy that is made once for an
+    /// execution, and check indices where they use them.
+    fn reads_as_index(&self, i: usize) -> Option<bool> {
+        self.indices.get(i).copied()
+    }
+
+    fn execute_from(
+        &mut self,
+        rows: usize,
+        from: usize,
+        pause: &dyn Fn() -> bool,
+    ) -> Result<Option<usize>, DeviceError> {
+        self.run_from(rows, from, pause)
+    }
+}

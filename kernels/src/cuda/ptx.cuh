@@ -1,0 +1,50 @@
+// All inline PTX, each instruction with a twin for the shim that computes the same from what the lanes of a warp hold.
+//
+// Layouts of fragments: PTX ISA 8.5, "Matrix Fragments for mma.m16n8k32" and "mma.m16n8k16" with 8-bit types. With g = lane / 4, t = lane % 4:
+//   m16n8k32: a[0] = A[g][4t … 4t+3], a[1] = A[g+8][4t …], a[2] = A[g][4t+16 …], a[3] = A[g+8][4t+16 …]; b[0] = B[4t …][g], b[1] = B[4t+16 …][g]
+//   m16n8k16: a0 = A[g][4t … 4t+3], a1 = A[g+8][4t …]; b = B[4t …][g]
+//   both:     c[0], c[1] = C[g][2t, 2t+1], c[2], c[3] = C[g+8][2t, 2t+1]
+#pragma once
+
+#ifdef __CUDACC__
+
+/// C += A · B of 16×32 and 32×8 signed bytes, exactly.
+static __device__ __forceinline__ void mma_s8(int (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+/// C += A · B of 16×16 and 16×8 signed bytes, exactly.
+static __device__ __forceinline__ void mma_s8_half(int (&c)[4], unsigned a0, unsigned a1, unsigned b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+
+#else
+
+// Each lane shows its registers to the others and computes its own four results; sums of integers have no order.
+namespace twin {
+struct Registers {
+  unsigned a[4], b[2];
+};
+template <int K> void bytes(int (&c)[4], const Registers& mine) {
+  auto all = shim::exchange(&mine, sizeof mine);
+  unsigned lane = shim::lane();
+  for (int i = 0; i < 4; i++) {
+    unsigned row = lane / 4 + (i >= 2 ? 8 : 0), column = 2 * (lane % 4) + i % 2;
+    for (unsigned k = 0; k < K; k += 4) {
+      Registers x, w;
+      memcpy(&x, all[row % 8 * 4 + k % 16 / 4], sizeof x);
+      memcpy(&w, all[column * 4 + k % 16 / 4], sizeof w);
+      c[i] = __dp4a(int(x.a[(row >= 8) + 2 * (k >= 16)]), int(w.b[k >= 16]), c[i]);
+    }
+  }
+}
+}  // namespace twin
+static inline void mma_s8(int (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  twin::bytes<32>(c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+}
+static inline void mma_s8_half(int (&c)[4], unsigned a0, unsigned a1, unsigned b) { twin::bytes<16>(c, {{a0, a1, 0, 0}, {b, 0}}); }
+
+#endif

@@ -1,0 +1,396 @@
+//! Products with weights of block types have the very bits of the CPU backend's.
+
+use hotcell_graph::DType;
+use hotcell_kernels::cpu::{matmul::mul_mat, path::CpuPath};
+
+use super::{
+    common::Numbers,
+    shim::{Arg, NULL, Shim, reported},
+};
+
+/// The block types that have kernels, and what these are called.
+pub const TYPES: [(DType, &str); 10] = [
+    (DType::Q8_0, "q8_0"),
+    (DType::Q4_0, "q4_0"),
+    (DType::Q4_1, "q4_1"),
+    (DType::Q5_0, "q5_0"),
+    (DType::Q5_1, "q5_1"),
+    (DType::MXFP4, "mxfp4"),
+    (DType::NVFP4, "nvfp4"),
+    (DType::Q4K, "q4_k"),
+    (DType::Q5K, "q5_k"),
+    (DType::Q6K, "q6_k"),
+];
+
+/// Activations as the kernels read them.
+pub struct Prepared {
+    /// `[rows, k]`
+    pub q: Vec<i8>,
+    /// `[rows, k / len]`
+    pub da: Vec<f32>,
+    /// `[rows, k / 32]`
+    pub sums: Vec<i32>,
+}
+
+impl Prepared {
+    /// For weights in blocks of `len`.
+    pub fn of(x: &[f32], stride: usize, rows: usize, k: usize, len: usize) -> Option<Self> {
+        let len = if len < 256 { 32 } else { len };
+        let mut prepared = Self {
+            q: vec![0; rows * k],
+            da: vec![0.0; rows * k / len],
+            sums: vec![0; rows * k / 32],
+        };
+        let kernel = if len == 32 {
+            "quantize_q8"
+        } else {
+            "quantize_q8k"
+        };
+        let grid = [(rows * k / len).div_ceil(8), 1, 1];
+        let args = [
+            x.into(),
+            (stride as i64).into(),
+            (&mut prepared.q).into(),
+            (&mut prepared.da).into(),
+            (&mut prepared.sums).into(),
+            (rows as i32).into(),
+            (k as i32).into(),
+        ];
+        Shim::get()?.launch(kernel, grid, 256, &args).unwrap();
+        Some(prepared)
+    }
+}
+
+/// Weights of any bits whose scales are ordinary numbers.
+pub fn weights(dtype: DType, n: usize, k: usize, seed: u64) -> Vec<u8> {
+    let mut random = Numbers::new(seed);
+    let mut bytes = random.bytes(n * dtype.row_bytes(k).unwrap());
+    for block in bytes.chunks_mut(dtype.block_bytes()) {
+        let mut half = |at: usize| {
+            let scale = half::f16::from_f32((random.below(2000) as f32 - 1000.0) / 1e4);
+            block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+        };
+        match dtype {
+            DType::Q6K => half(208),
+            DType::MXFP4 => block[0] = 118 + block[0] % 8,
+            DType::NVFP4 => {}
+            DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => half(0),
+            _ => {
+                half(0);
+                half(2);
+            }
+        }
+    }
+    bytes
+}
+
+pub fn activations(n: usize, seed: u64) -> Vec<f32> {
+    let mut random = Numbers::new(seed);
+    (0..n)
+        .map(|_| random.below(1 << 24) as f32 / (1 << 22) as f32 - 2.0)
+        .collect()
+}
+
+fn bits(v: &[f32]) -> Vec<u32> {
+    v.iter().map(|v| v.to_bits()).collect()
+}
+
+/// A product `[rows, n]` by the kernel for few rows.
+fn few(
+    shim: &Shim,
+    (dtype, name): (DType, &str),
+    each: usize,
+    w: &[u8],
+    x: &Prepared,
+    (n, k, rows): (usize, usize, usize),
+) -> Vec<f32> {
+    // Something between the rows of the result, which stays.
+    let stride = n + 3;
+    let mut out = vec![-7.0f32; rows * stride];
+    let mut bad = vec![0u64; 2];
+    let args: [Arg; 15] = [
+        w.into(),
+        (&x.q).into(),
+        (&x.da).into(),
+        (&x.sums).into(),
+        (&mut out).into(),
+        (stride as i64).into(),
+        (n as i32).into(),
+        (k as i32).into(),
+        (rows as i32).into(),
+        NULL,
+        NULL,
+        0.into(),
+        0.into(),
+        0.into(),
+        (&mut bad).into(),
+    ];
+    let kernel = format!("mul_vec_{name}_{each}");
+    let grid = [n.div_ceil(8), rows.div_ceil(each), 1];
+    shim.launch(&kernel, grid, 128, &args).unwrap();
+    assert_eq!(reported(&bad), None, "{dtype}");
+    assert!(out.chunks(stride).all(|row| row[n..] == [-7.0; 3]));
+    out.chunks(stride)
+        .flat_map(|row| row[..n].to_vec())
+        .collect()
+}
+
+#[test]
+fn products_of_few_rows_have_the_bits_of_the_cpus() {
+    let Some(shim) = Shim::get() else { return };
+    for (i, kind) in TYPES.into_iter().enumerate() {
+        let len = kind.0.block_len();
+        // Outputs that fill no block of threads, and more blocks than one panel has.
+        for (n, blocks, rows) in [
+            (5, 1, 1),
+            (9, 3, 2),
+            (17, if len == 32 { 133 } else { 35 }, 6),
+        ] {
+            let k = blocks * len;
+            let w = weights(kind.0, n, k, i as u64);
+            let mut x = activations(rows * k, 77);
+            // A row that is poisoned gives NaN, others do not.
+            if rows > 2 {
+                x[2 * k + 1] = f32::INFINITY;
+            }
+            let expected = mul_mat(CpuPath::detect(), kind.0, &w, n, &x, rows, k);
+            let Some(prepared) = Prepared::of(&x, k, rows, k, len) else {
+                return;
+            };
+            // At addresses that are multiples of nothing, too.
+            for skip in if rows == 2 { 0..3 } else { 0..1 } {
+                let moved: Vec<u8> = std::iter::repeat_n(0, skip)
+                    .chain(w.iter().copied())
+                    .collect();
+                for each in [1, 4] {
+                    let found = few(shim, kind, each, &moved[skip..], &prepared, (n, k, rows));
+                    assert_eq!(
+                        bits(&found),
+                        bits(&expected),
+                        "{} [{n}, {k}], {rows} rows by {each}",
+                        kind.0
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_with_plain_weights_have_the_bits_of_the_cpus() {
+    let Some(shim) = Shim::get() else { return };
+    let plain = [
+        (DType::F32, "f32"),
+        (DType::F16, "f16"),
+        (DType::BF16, "bf16"),
+    ];
+    for (dtype, name) in plain {
+        for (n, k, rows) in [(1, 1, 1), (65, 37, 9), (130, 96, 3)] {
+            let numbers = activations(n * k, 4);
+            let w: Vec<u8> = numbers
+                .iter()
+                .flat_map(|v| super::common::encode(dtype, f64::from(*v)))
+                .collect();
+            let x = activations(rows * k, 5);
+            let expected = mul_mat(CpuPath::detect(), dtype, &w, n, &x, rows, k);
+            let mut out = vec![0.0f32; rows * n];
+            let mut bad = vec![0u64; 2];
+            let int = |n: usize| Arg::from(n as i32);
+            let (k_stride, n_stride) = (Arg::from(k as i64), Arg::from(n as i64));
+            let args = [
+                (&w).into(),
+                (&x).into(),
+                k_stride,
+                (&mut out).into(),
+                n_stride,
+                int(n),
+                int(k),
+                int(rows),
+                NULL,
+                NULL,
+                int(0),
+                int(0),
+                int(0),
+                (&mut bad).into(),
+            ];
+            let grid = [n.div_ceil(64), rows.div_ceil(8), 1];
+            shim.launch(&format!("mul_mat_{name}"), grid, 128, &args)
+                .unwrap();
+            assert_eq!(
+                bits(&out),
+                bits(&expected),
+                "{dtype} [{n}, {k}], {rows} rows"
+            );
+        }
+    }
+}
+
+/// The numbers of experts that ids name.
+fn numbers_of(shim: &Shim, ids: &[i32], experts: usize, bad: &mut Vec<u64>) -> Vec<i32> {
+    let mut found = vec![7i32; ids.len()];
+    // The kernels' number of i32.
+    let args = [
+        Arg::from(7),
+        (&mut found).into(),
+        ids.into(),
+        Arg::from(ids.len() as i64),
+        Arg::from(experts as i64),
+        bad.into(),
+    ];
+    shim.launch("experts_of", [2, 1, 1], 256, &args).unwrap();
+    let expected = ids.iter().map(|id| match *id {
+        id if id >= experts as i32 => i32::MIN,
+        id if id < 0 => id + experts as i32,
+        id => id,
+    });
+    assert_eq!(found, expected.collect::<Vec<_>>());
+    found
+}
+
+#[test]
+fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
+    let Some(shim) = Shim::get() else { return };
+    let (experts, n, tokens, used) = (3, 10, 4, 2);
+    let ids = vec![2, 0, -1, 1, 3, 1, 0, 0];
+    for (dtype, name) in [
+        (DType::Q4_0, "q4_0"),
+        (DType::Q6K, "q6_k"),
+        (DType::F32, "f32"),
+    ] {
+        let k = 2 * dtype.block_len().max(32);
+        let w = match dtype {
+            DType::F32 => activations(experts * n * k, 6)
+                .iter()
+                .flat_map(|v| v.to_le_bytes())
+                .collect(),
+            _ => weights(dtype, experts * n, k, 6),
+        };
+        let each = w.len() / experts;
+        for (per_token, grouped) in [(1, false), (used, false), (1, true), (used, true)] {
+            let x = activations(tokens * per_token * k, 7);
+            let mut out = vec![5.0f32; ids.len() * n];
+            let mut bad = vec![0u64; 2];
+            let int = |n: usize| Arg::from(n as i32);
+            let stride = Arg::from(n as i64);
+            let found = numbers_of(shim, &ids, experts, &mut bad);
+            let together = if dtype == DType::F32 { 8 } else { 4 };
+            let groups = (ids.len() + (together - 1) * (experts + 1)) / together;
+            let mut order = vec![7i32; groups * together];
+            let mut down = ids.len();
+            if grouped {
+                let sizes = [ids.len(), experts, together, groups].map(int);
+                let args = [&[(&found).into(), (&mut order).into()], &sizes[..]].concat();
+                shim.launch("group_choices", [1, 1, 1], 256, &args).unwrap();
+                down = groups;
+            }
+            let tail = [
+                int(n),
+                int(k),
+                int(ids.len()),
+                if grouped {
+                    (&found).into()
+                } else {
+                    (&ids).into()
+                },
+                if grouped { (&order).into() } else { NULL },
+                int(experts),
+                int(used),
+                int(per_token),
+                (&mut bad).into(),
+            ];
+            let mut args: Vec<Arg> = vec![(&w).into()];
+            let prepared;
+            if dtype == DType::F32 {
+                args.extend([(&x).into(), Arg::from(k as i64), (&mut out).into(), stride]);
+                args.extend(tail);
+                shim.launch("mul_mat_f32", [1, down, 1], 128, &args)
+                    .unwrap();
+            } else {
+                prepared = Prepared::of(&x, k, tokens * per_token, k, dtype.block_len()).unwrap();
+                args.extend([
+                    (&prepared.q).into(),
+                    (&prepared.da).into(),
+                    (&prepared.sums).into(),
+                    (&mut out).into(),
+                    stride,
+                ]);
+                args.extend(tail);
+                let kernel = format!("mul_vec_{name}_{}", if grouped { 4 } else { 1 });
+                shim.launch(&kernel, [n.div_ceil(8), down, 1], 128, &args)
+                    .unwrap();
+            }
+            assert_eq!(reported(&bad), Some((3, 3)));
+            for (row, id) in ids.iter().enumerate() {
+                let expected =
+                    match usize::try_from(if *id < 0 { id + experts as i32 } else { *id }) {
+                        Ok(expert) if expert < experts => {
+                            let from =
+                                row / used * per_token + if per_token > 1 { row % used } else { 0 };
+                            let x = &x[from * k..][..k];
+                            mul_mat(
+                                CpuPath::detect(),
+                                dtype,
+                                &w[expert * each..][..each],
+                                n,
+                                x,
+                                1,
+                                k,
+                            )
+                        }
+                        _ => vec![0.0; n],
+                    };
+                assert_eq!(
+                    bits(&out[row * n..][..n]),
+                    bits(&expected),
+                    "{dtype}, row {row}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_many_rows_have_the_bits_of_the_cpus() {
+    let Some(shim) = Shim::get() else { return };
+    for (i, kind) in TYPES.into_iter().enumerate() {
+        let (dtype, len) = (kind.0, kind.0.block_len());
+        // Runs of sixteen have no tiles.
+        if dtype == DType::NVFP4 {
+            continue;
+        }
+        for (n, blocks, rows) in [(5, 1, 1), (66, if len == 32 { 6 } else { 2 }, 67)] {
+            let k = blocks * len;
+            let w = weights(dtype, n, k, i as u64);
+            let mut x = activations(rows * k, 78);
+            x[(rows - 1) * k] = f32::NAN;
+            let expected = mul_mat(CpuPath::detect(), dtype, &w, n, &x, rows, k);
+            let Some(prepared) = Prepared::of(&x, k, rows, k, len) else {
+                return;
+            };
+            let (mut out, stride) = (vec![-7.0f32; rows * (n + 1)], n + 1);
+            let int = |n: usize| Arg::from(n as i32);
+            let args = [
+                (&w).into(),
+                (&prepared.q).into(),
+                (&prepared.da).into(),
+                (&prepared.sums).into(),
+                (&mut out).into(),
+                Arg::from(stride as i64),
+                int(n),
+                int(k),
+                int(rows),
+            ];
+            let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
+            shim.launch(&format!("mul_tile_{}", kind.1), grid, 128, &args)
+                .unwrap();
+            for (r, row) in out.chunks(stride).enumerate() {
+                assert_eq!(row[n], -7.0);
+                assert_eq!(
+                    bits(&row[..n]),
+                    bits(&expected[r * n..][..n]),
+                    "{dtype} [{n}, {k}], row {r}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! A CUDA driver without a device.
+//!
+//! Device memory is the host's, behind addresses that fault when the processor follows them; streams do their work when it
+//! is given; kernels are those of `kernels.so` beside this library, if it is there: the sources that a device runs, made by
+//! the host's compiler. `fakecuda.conf` beside it says what devices there are, and what goes wrong when:
+//!
+//! ```text
+//! devices = 1
+//! memory = 1073741824
+//! version = 13000
+//! fail = cuLaunchKernel:3=700
+//! ```
+//!
+//! A `fail` names a function, which of its calls fails, and how: a result of `cuda.h`, `abort` for a SIGSEGV in the
+//! driver, `hang` for a call that does not return. Results after which a device is lost stay the answer of all calls; of
+//! a kernel's launch they come with the next one, as from a device.
+
+#![allow(non_snake_case)] // the names of cuda.h
+
+mod config;
+mod state;
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    ptr, thread,
+    time::Duration,
+};
+
+use config::{Failure, config};
+use state::{Node, State, state};
+
+const SUCCESS: c_int = 0;
+const INVALID_VALUE: c_int = 1;
+const OUT_OF_MEMORY: c_int = 2;
+const NO_DEVICE: c_int = 100;
+const INVALID_DEVICE: c_int = 101;
+const INVALID_HANDLE: c_int = 400;
+const NOT_FOUND: c_int = 500;
+const ILLEGAL_ADDRESS: c_int = 700;
+
+/// Results that stay.
+const LOST: &[c_int] = &[214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
+
+/// What every call does first: counts, and fails where it is told to.
+fn gate(name: &'static str) -> c_int {
+    let (nth, lost) = {
+        let mut state = state();
+        let count = state.calls.entry(name).or_insert(0);
+        *count += 1;
+        (*count, state.lost)
+    };
+    for failure in &config().failures {
+        if failure.function != name || failure.nth != nth {
+            continue;
+        }
+        match failure.how {
+            Failure::Abort => {
+                // What a fault in a driver's own code does.
+                // SAFETY: none; that is what it is for.
+                unsafe { ptr::write_volatile(ptr::without_provenance_mut::<u8>(8), 1) }
+            }
+            Failure::Hang => loop {
+                thread::sleep(Duration::from_secs(3600));
+            },
+            Failure::Result(result) if LOST.contains(&result) => {
+                state().lost = result;
+                // A launch does not know yet.
+                return if name == "cuLaunchKernel" {
+                    lost
+                } else {
+                    result
+                };
+            }
+            Failure::Result(result) => return result,
+        }
+    }
+    lost
+}
+
+macro_rules! entries {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => { $(
+        /// As in `cuda.h`.
+        ///
+        /// # Safety
+        /// As there.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+            let answer = gate(stringify!($name));
+            if answer != SUCCESS {
+                return answer;
+            }
+            // SAFETY: the caller's.
+            #[allow(unused_unsafe)]
+            unsafe { $body }
+        }
+    )* };
+}
+
+/// Writes a string of at most `len` bytes, its zero included.
+unsafe fn put(text: &str, to: *mut c_char, len: c_int) -> c_int {
+    let most = usize::try_from(len).unwrap_or(0);
+    if most <= text.len() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: the caller has room for `len` bytes.
+    unsafe {
+        ptr::copy_nonoverlapping(text.as_ptr().cast(), to, text.len());
+        *to.add(text.len()) = 0;
+    }
+    SUCCESS
+}
+
+fn known(device: c_int) -> c_int {
+    match (0..config().devices).contains(&device) {
+        true => SUCCESS,
+        false => INVALID_DEVICE,
+    }
+}
+
+entries! {
+    fn cuInit(_flags: c_uint) { if config().devices == 0 { NO_DEVICE } else { SUCCESS } }
+    fn cuDriverGetVersion(version: *mut c_int) { *version = config().version; SUCCESS }
+    fn cuDeviceGetCount(count: *mut c_int) { *count = config().devices; SUCCESS }
+    fn cuDeviceGet(device: *mut c_int, number: c_int) { *device = number; known(number) }
+    fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) {
+        match known(device) { SUCCESS => put("Fake H100", name, len), unknown => unknown }
+    }
+    fn cuDeviceGetPCIBusId(name: *mut c_char, len: c_int, device: c_int) {
+        match known(device) { SUCCESS => put(&format!("0000:{:02x}:00.0", device + 1), name, len), unknown => unknown }
+    }
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) { *bytes = config().memory; known(device) }
+    fn cuDeviceGetAttribute(value: *mut c_int, what: c_int, device: c_int) {
+        // Compute capability, multiprocessors, whether it is integrated, threads of a block, shared memory of one.
+        *value = match what { 75 => 9, 76 => 0, 16 => 132, 18 => 0, 1 => 1024, 97 => 232_448, _ => 1 };
+        known(device)
+    }
+    fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) { *context = 0xC0 + device as u64; known(device) }
+    fn cuCtxSetCurrent(_context: u64) { SUCCESS }
+    fn cuMemGetInfo_v2(free: *mut usize, all: *mut usize) {
+        *all = config().memory;
+        *free = config().memory - state().used;
+        SUCCESS
+    }
+    fn cuMemAlloc_v2(address: *mut u64, bytes: usize) {
+        let mut state = state();
+        if bytes == 0 { return INVALID_VALUE; }
+        if state.used + bytes > config().memory { return OUT_OF_MEMORY; }
+        *address = state.allocate(bytes);
+        SUCCESS
+    }
+    fn cuMemFree_v2(address: u64) { if state().free(address) { SUCCESS } else { INVALID_VALUE } }
+    fn cuMemHostAlloc(address: *mut u64, bytes: usize, _flags: c_uint) { *address = state().pin(bytes); SUCCESS }
+    fn cuMemFreeHost(address: u64) { if state().unpin(address) { SUCCESS } else { INVALID_VALUE } }
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, _stream: u64) {
+        match state().host(to, bytes) {
+            Some(to) => { ptr::copy(from, to, bytes); SUCCESS }
+            None => INVALID_VALUE,
+        }
+    }
+    fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, _stream: u64) {
+        match state().host(from, bytes) {
+            Some(from) => { ptr::copy(from, to, bytes); SUCCESS }
+            None => INVALID_VALUE,
+        }
+    }
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: u64) {
+        submit(stream, Node::Copy { to, from, bytes })
+    }
+    fn cuMemsetD8Async(at: u64, value: u8, bytes: usize, stream: u64) { submit(stream, Node::Set { at, value, bytes }) }
+    fn cuStreamCreate(stream: *mut u64, _flags: c_uint) { *stream = state().name(); SUCCESS }
+    fn cuStreamSynchronize(stream: u64) {
+        // Nothing may be waited for while it is recorded.
+        if state().recorded.contains_key(&stream) { 900 } else { SUCCESS }
+    }
+    fn cuStreamBeginCapture_v2(stream: u64, _mode: c_uint) { state().recorded.insert(stream, Vec::new()); SUCCESS }
+    fn cuStreamEndCapture(stream: u64, graph: *mut u64) {
+        let mut state = state();
+        let Some(nodes) = state.recorded.remove(&stream) else { return INVALID_HANDLE };
+        *graph = state.name();
+        state.graphs.insert(*graph, nodes);
+        SUCCESS
+    }
+    fn cuGraphInstantiateWithFlags(ready: *mut u64, graph: u64, _flags: u64) {
+        let mut state = state();
+        let Some(nodes) = state.graphs.get(&graph).cloned() else { return INVALID_HANDLE };
+        *ready = state.name();
+        state.graphs.insert(*ready, nodes);
+        SUCCESS
+    }
+    fn cuGraphLaunch(graph: u64, _stream: u64) {
+        let Some(nodes) = state().graphs.get(&graph).cloned() else { return INVALID_HANDLE };
+        nodes.iter().map(run).find(|result| *result != SUCCESS).unwrap_or(SUCCESS)
+    }
+    fn cuGraphExecDestroy(graph: u64) { if state().graphs.remove(&graph).is_some() { SUCCESS } else { INVALID_HANDLE } }
+    fn cuGraphDestroy(graph: u64) { if state().graphs.remove(&graph).is_some() { SUCCESS } else { INVALID_HANDLE } }
+    fn cuEventCreate(event: *mut u64, _flags: c_uint) { *event = state().name(); SUCCESS }
+    fn cuEventRecord(_event: u64, _stream: u64) { SUCCESS }
+    fn cuEventSynchronize(_event: u64) { SUCCESS }
+    fn cuModuleLoadData(module: *mut u64, _image: *const c_void) {
+        // Whatever the image is, these are its kernels; later the process may be forbidden to open files.
+        state::library();
+        *module = state().name();
+        SUCCESS
+    }
+    fn cuModuleGetFunction(function: *mut u64, _module: u64, name: *const c_char) {
+        let name = CStr::from_ptr(name).to_string_lossy().into_owned();
+        match state().function(&name) {
+            Some(found) => { *function = found; SUCCESS }
+            None => NOT_FOUND,
+        }
+    }
+    fn cuLaunchKernel(function: u64, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint, shared: c_uint,
+        stream: u64, arguments: *mut *mut c_void, _extra: *mut *mut c_void) {
+        let Some(kernel) = state().kernel(function) else { return INVALID_HANDLE };
+        if bx * by * bz == 0 || bx * by * bz > 1024 || gx == 0 || gy == 0 || gz == 0 { return INVALID_VALUE; }
+        let copied = kernel.sizes.iter().enumerate().map(|(i, size)| {
+            let mut words = vec![0u64; size.div_ceil(8)];
+            ptr::copy_nonoverlapping((*arguments.add(i)).cast::<u8>(), words.as_mut_ptr().cast(), *size);
+            words
+        });
+        let arguments = copied.collect();
+        submit(stream, Node::Kernel { kernel, blocks: [gx, gy, gz], threads: [bx, by, bz], shared, arguments })
+    }
+}
+
+/// As in `cuda.h`. It tells also when the device is lost.
+///
+/// # Safety
+/// As there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorName(result: c_int, name: *mut *const c_char) -> c_int {
+    let text = match result {
+        0 => c"CUDA_SUCCESS",
+        1 => c"CUDA_ERROR_INVALID_VALUE",
+        2 => c"CUDA_ERROR_OUT_OF_MEMORY",
+        100 => c"CUDA_ERROR_NO_DEVICE",
+        500 => c"CUDA_ERROR_NOT_FOUND",
+        700 => c"CUDA_ERROR_ILLEGAL_ADDRESS",
+        719 => c"CUDA_ERROR_LAUNCH_FAILED",
+        _ => return INVALID_VALUE,
+    };
+    // SAFETY: the caller's pointer is to a pointer.
+    unsafe { *name = text.as_ptr() };
+    SUCCESS
+}
+
+/// Does it, or records it.
+fn submit(stream: u64, node: Node) -> c_int {
+    if let Some(recorded) = state().recorded.get_mut(&stream) {
+        recorded.push(node);
+        return SUCCESS;
+    }
+    run(&node)
+}
+
+fn run(node: &Node) -> c_int {
+    let lost = |state: &mut State, result| {
+        state.lost = result;
+        SUCCESS
+    };
+    let mut there = state();
+    match node {
+        Node::Set { at, value, bytes } => match there.host(*at, *bytes) {
+            // SAFETY: that many bytes of an allocation.
+            Some(at) => unsafe {
+                ptr::write_bytes(at, *value, *bytes);
+                SUCCESS
+            },
+            None => lost(&mut there, ILLEGAL_ADDRESS),
+        },
+        Node::Copy { to, from, bytes } => {
+            match (there.host(*to, *bytes), there.host(*from, *bytes)) {
+                // SAFETY: as above.
+                (Some(to), Some(from)) => unsafe {
+                    ptr::copy(from, to, *bytes);
+                    SUCCESS
+                },
+                _ => lost(&mut there, ILLEGAL_ADDRESS),
+            }
+        }
+        Node::Kernel {
+            kernel,
+            blocks,
+            threads,
+            shared,
+            arguments,
+        } => {
+            drop(there);
+            let pointer = |words: &Vec<u64>| words.as_ptr().cast_mut().cast::<c_void>();
+            let mut pointers: Vec<*mut c_void> = arguments.iter().map(pointer).collect();
+            // SAFETY: the arguments are of the sizes that the kernel has; what they say is the caller's.
+            let result = unsafe {
+                (kernel.run)(
+                    pointers.as_mut_ptr(),
+                    blocks.as_ptr(),
+                    threads.as_ptr(),
+                    *shared,
+                )
+            };
+            match result {
+                SUCCESS => SUCCESS,
+                result => lost(&mut state(), result),
+            }
+        }
+    }
+}

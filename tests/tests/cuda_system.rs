@@ -1,0 +1,217 @@
+//! CUDA's worker on a driver without a device, through real processes: what there is, what it computes, how it ends.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::{
+    os::unix::fs::symlink,
+    time::{Duration, Instant},
+};
+
+use hotcell_client::{
+    Address, GenerateOptions, Prompt, Reason,
+    tensor::{Backend, BackendParams, DType},
+    v1,
+};
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, binaries, kjv},
+    fakecuda::FakeDriver,
+};
+
+/// A scheduler whose only workers are CUDA's, on a driver that does as `conf` says.
+async fn cluster(conf: &str, arguments: &[&str]) -> (Cluster, FakeDriver) {
+    let (driver, _) = FakeDriver::new(conf).unwrap().with_kernels().unwrap();
+    let worker = driver.worker("hotcell-worker").unwrap();
+    let worker = ["--worker-binary", worker.to_str().unwrap()];
+    let cluster = Cluster::start(&[&worker, arguments].concat()).await;
+    (cluster.unwrap(), driver)
+}
+
+fn is_ready(workers: &[v1::WorkerInfo]) -> bool {
+    !workers.is_empty() && workers.iter().all(|w| w.state() == v1::WorkerState::Ready)
+}
+
+async fn session(cluster: &Cluster) -> Backend {
+    let address: Address = format!("unix:{}", cluster.socket.display())
+        .parse()
+        .unwrap();
+    let opened = Backend::open("cuda", BackendParams::at(address)).await;
+    opened.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_computes_on_the_device() {
+    let (cluster, _driver) = cluster("", &[]).await;
+    let workers = cluster.workers(is_ready).await.unwrap();
+    assert_eq!(workers[0].lease.as_ref().unwrap().device, "cuda:0");
+    let shown = cluster.hotcell(&["devices"]).unwrap();
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    assert!(shown.contains("Fake H100 at 0000:01:00.0"), "{shown}");
+    let backend = session(&cluster).await;
+    let session = backend.session();
+    assert!(
+        session.numerics().starts_with("cuda/sm_90/r"),
+        "{}",
+        session.numerics()
+    );
+    let x = session.arange(0.0, 1000.0, 1.0, DType::F32);
+    let y = (&x * 2.0 + 1.0).reshape(&[10, 100]).transpose(&[1, 0]);
+    let all = y.to_vec::<f32>().await.unwrap();
+    let expected: Vec<f32> = (0..100)
+        .flat_map(|column| (0..10).map(move |row| (row * 100 + column) as f32 * 2.0 + 1.0))
+        .collect();
+    assert_eq!(all, expected);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_says_the_same_twice() {
+    let (cluster, _driver) = cluster("", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let mut said = Vec::new();
+    for _ in 0..2 {
+        let options = GenerateOptions {
+            max_tokens: 12,
+            ..Default::default()
+        };
+        let prompt = Prompt::Text("In the beginning".to_owned());
+        let stream = client.generate(prompt, options).await.unwrap();
+        said.push(stream.complete().await.unwrap().token_ids);
+    }
+    assert_eq!(said[0].len(), 12);
+    assert_eq!(said[0], said[1]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_that_there_is_not_fails_a_call_and_no_process() {
+    // Which of them is a client's is the worker's to know.
+    let fails: String = (2..=6)
+        .map(|nth| format!("fail = cuMemAlloc_v2:{nth}=2\n"))
+        .collect();
+    let (cluster, _driver) = cluster(&fails, &[]).await;
+    let before = cluster.workers(is_ready).await.unwrap();
+    let backend = session(&cluster).await;
+    let session = backend.session();
+    let mut refused = 0;
+    for n in 1..=12usize {
+        match session.full(n as f32, &[n]).to_vec::<f32>().await {
+            Ok(all) => assert_eq!(all, vec![n as f32; n]),
+            Err(error) => {
+                assert_eq!(error.reason(), Reason::OutOfMemory, "{error:?}");
+                refused += 1;
+            }
+        }
+    }
+    assert!((1..=5).contains(&refused), "{refused}");
+    let after = cluster.workers(is_ready).await.unwrap();
+    assert_eq!(after[0].pid, before[0].pid);
+}
+
+/// What is said of the first death of a worker in a session's first call, where this goes wrong.
+async fn death(fail: &str, arguments: &[&str]) -> v1::CrashReport {
+    let (cluster, _driver) = cluster(&format!("fail = {fail}\n"), arguments).await;
+    cluster.workers(is_ready).await.unwrap();
+    let backend = session(&cluster).await;
+    let session = backend.session();
+    let x = session.arange(0.0, 100.0, 1.0, DType::F32);
+    let error = (&x * 2.0).to_vec::<f32>().await.unwrap_err();
+    assert_eq!(error.reason(), Reason::WorkerLost, "{error:?}");
+    let client = cluster.client().await.unwrap();
+    let began = Instant::now();
+    loop {
+        if let Some(crash) = client.crashes().await.unwrap().pop() {
+            // Another worker is there, for as long as nobody makes that call.
+            cluster.workers(is_ready).await.unwrap();
+            return crash;
+        }
+        assert!(began.elapsed() < SOON);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_is_lost_ends_the_process_with_its_own_code() {
+    let crash = death("cuMemcpyDtoHAsync_v2:1=700", &[]).await;
+    let text = format!("{crash:?}");
+    assert!(text.contains("exit code 30"), "{text}");
+    assert!(text.contains("CUDA_ERROR_ILLEGAL_ADDRESS (700)"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_crashes_ends_the_process() {
+    let crash = death("cuMemcpyDtoHAsync_v2:1=abort", &[]).await;
+    let text = format!("{crash:?}");
+    assert!(text.contains("SIGSEGV"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_hangs_is_ended() {
+    let patience = ["--hang-timeout", "2s"];
+    let crash = death("cuMemcpyDtoHAsync_v2:1=hang", &patience).await;
+    assert_eq!(crash.kind, "wedged", "{crash:?}");
+    let seen = crash.blackbox.unwrap();
+    assert_eq!((seen.doing.as_str(), seen.op.as_str()), ("tensors", "mul"));
+}
+
+/// The devices of a scheduler with the processor's worker and CUDA's beside it, once that has said what there is.
+async fn found(driver: &FakeDriver) -> Vec<v1::Device> {
+    let worker = driver.folder().join("hotcell-worker");
+    symlink(binaries().unwrap().join("hotcell-worker"), &worker).unwrap();
+    let arguments = [
+        "--worker-binary",
+        worker.to_str().unwrap(),
+        "--probe-timeout",
+        "5s",
+    ];
+    let cluster = Cluster::start(&arguments).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let began = Instant::now();
+    loop {
+        let devices = client.devices().await.unwrap();
+        if !devices
+            .iter()
+            .any(|d| d.problem.contains("has not said yet"))
+        {
+            assert_eq!(
+                (devices[0].id.as_str(), devices[0].problem.as_str()),
+                ("cpu:0", "")
+            );
+            return devices;
+        }
+        assert!(began.elapsed() < SOON, "{devices:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_wrong_with_a_driver_is_told_and_the_processor_is_there() {
+    for (conf, words) in [
+        ("devices = 0", "the driver finds no device"),
+        (
+            "version = 12040",
+            "the driver is for CUDA 12.4 and 13.0 is needed",
+        ),
+        ("fail = cuInit:1=abort", "SIGSEGV"),
+        ("fail = cuInit:1=999", "error 999"),
+        ("fail = cuDeviceGetCount:1=hang", "took longer than 5s"),
+    ] {
+        let driver = FakeDriver::new(conf).unwrap();
+        driver.worker("hotcell-worker-cuda").unwrap();
+        let found = found(&driver).await;
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert_eq!(found[1].id, "cuda:0");
+        assert!(found[1].problem.contains(words), "{conf}: {found:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_of_eight_devices_are_found() {
+    let driver = FakeDriver::new("devices = 8").unwrap();
+    driver.worker("hotcell-worker-cuda").unwrap();
+    let found = found(&driver).await;
+    let ids: Vec<&str> = found.iter().map(|d| d.id.as_str()).collect();
+    let cuda = (0..8).map(|n| format!("cuda:{n}"));
+    let expected: Vec<String> = std::iter::once("cpu:0".to_owned()).chain(cuda).collect();
+    assert_eq!(ids, expected);
+    assert!(found.iter().all(|d| d.problem.is_empty()), "{found:?}");
+}

@@ -1,0 +1,7 @@
+//! Commands that a person uses in a terminal.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+mod prompt;
+mod screen;
+mod top;

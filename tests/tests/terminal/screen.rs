@@ -1,0 +1,143 @@
+//! A terminal with a program in it, read as a person would.
+
+use std::{
+    fs::File,
+    io::{Read, Write},
+    num::NonZero,
+    os::{fd::OwnedFd, unix::process::CommandExt},
+    process::{Child, Command, ExitStatus},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use hotcell_tests::cluster::SOON;
+use rustix::{
+    fs::{Mode, OFlags},
+    pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
+    termios::{Termios, Winsize, tcgetattr, tcsetwinsize},
+};
+
+/// A terminal with a program in it.
+pub(super) struct Terminal {
+    master: File,
+    slave: OwnedFd,
+    screen: Arc<Mutex<vt100::Parser>>,
+    before: Termios,
+    pub(super) child: Child,
+}
+
+fn parser(rows: u16, columns: u16) -> vt100::Parser {
+    vt100::Parser::new(count(rows), count(columns), 0)
+}
+
+fn count(cells: u16) -> NonZero<u16> {
+    NonZero::new(cells).unwrap()
+}
+
+fn size(rows: u16, columns: u16) -> Winsize {
+    Winsize {
+        ws_row: rows,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    }
+}
+
+impl Terminal {
+    pub(super) fn start(mut command: Command) -> Self {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap();
+        let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let slave = rustix::fs::open(name.as_c_str(), flags, Mode::empty()).unwrap();
+        tcsetwinsize(&slave, size(40, 130)).unwrap();
+        let before = tcgetattr(&slave).unwrap();
+        let end = || slave.try_clone().unwrap();
+        command.env("TERM", "xterm-256color");
+        command.stdin(end()).stdout(end()).stderr(end());
+        // SAFETY: two system calls, which is all that may be done between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                rustix::process::setsid()?;
+                rustix::process::ioctl_tiocsctty(rustix::stdio::stdin())?;
+                Ok(())
+            });
+        }
+        let child = command.spawn().unwrap();
+        let master = File::from(master);
+        let screen = Arc::new(Mutex::new(parser(40, 130)));
+        let (mut from, parser) = (master.try_clone().unwrap(), Arc::clone(&screen));
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = from.read(&mut bytes) {
+                parser.lock().unwrap().process(&bytes[..count]);
+            }
+        });
+        Self {
+            master,
+            slave,
+            screen,
+            before,
+            child,
+        }
+    }
+
+    pub(super) fn text(&self) -> String {
+        self.screen.lock().unwrap().screen().contents()
+    }
+
+    /// The words of the line that begins so.
+    pub(super) fn line(&self, start: &str) -> Vec<String> {
+        let text = self.text();
+        let found = text.lines().find(|line| line.starts_with(start));
+        let words = found.unwrap_or_default().split_whitespace();
+        words.map(str::to_owned).collect()
+    }
+
+    pub(super) async fn until(&self, what: &str, shown: impl Fn(&Self) -> bool) {
+        let start = Instant::now();
+        while !shown(self) {
+            assert!(start.elapsed() < SOON, "{what}:\n{}", self.text());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub(super) fn press(&mut self, keys: &str) {
+        self.master.write_all(keys.as_bytes()).unwrap();
+    }
+
+    pub(super) fn resize(&self, rows: u16, columns: u16) {
+        let mut screen = self.screen.lock().unwrap();
+        screen.screen_mut().set_size(count(rows), count(columns));
+        tcsetwinsize(&self.slave, size(rows, columns)).unwrap();
+    }
+
+    /// How it ended, and that the terminal is as it was.
+    pub(super) async fn end(&mut self) -> ExitStatus {
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(start.elapsed() < SOON, "it does not end:\n{}", self.text());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        let own = |t: &Terminal| {
+            let screen = t.screen.lock().unwrap();
+            !screen.screen().alternate_screen() && !screen.screen().hide_cursor()
+        };
+        self.until("the screen is given back", own).await;
+        let after = tcgetattr(&self.slave).unwrap();
+        let modes = |t: &Termios| {
+            (
+                t.input_modes,
+                t.output_modes,
+                t.control_modes,
+                t.local_modes,
+            )
+        };
+        assert_eq!(modes(&after), modes(&self.before));
+        status
+    }
+}

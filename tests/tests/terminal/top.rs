@@ -1,0 +1,146 @@
+//! `hotcell top`: what it shows while workers serve and die, and that it leaves the terminal as it was.
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use hotcell_client::GenerateOptions;
+use hotcell_tests::cluster::{Cluster, SOON, all_have, hotcell, is_own, kjv, signal_pid};
+use rustix::process::Signal;
+
+use super::screen::Terminal;
+
+fn top(cluster: &Cluster) -> Terminal {
+    let mut command = hotcell(cluster.folder.path()).unwrap();
+    let address = format!("unix:{}", cluster.socket.display());
+    command.args(["--address", &address, "top", "--every", "100ms"]);
+    Terminal::start(command)
+}
+
+fn has_file(folder: &Path, ending: &str) -> bool {
+    let mut files = std::fs::read_dir(folder).unwrap();
+    files.any(|f| f.unwrap().path().extension().is_some_and(|e| e == ending))
+}
+
+#[tokio::test]
+async fn a_host_is_watched_while_a_worker_dies() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let mut top = top(&cluster);
+    top.until("a worker", |t| {
+        t.line("w0").get(1).is_some_and(|s| s == "ready")
+    })
+    .await;
+    assert!(top.text().contains("1 workers"), "{}", top.text());
+    // What it serves, while it serves it: one request after another.
+    let served = tokio::spawn(async move {
+        for number in 0.. {
+            let options = GenerateOptions {
+                request_id: format!("moses-{number}"),
+                ignore_eos: true,
+                ..GenerateOptions::default()
+            };
+            let mut stream = client.generate("In the beginning", options).await.unwrap();
+            while let Some(event) = stream.next().await {
+                event.unwrap();
+            }
+        }
+    });
+    top.until("a request", |t| t.line("moses").contains(&"drawing".into()))
+        .await;
+    top.until("tokens", |t| {
+        t.line("w0")
+            .get(9)
+            .is_some_and(|n| n.parse::<u64>().is_ok_and(|n| n > 0))
+    })
+    .await;
+    // Another size: all of it is drawn anew.
+    top.resize(30, 100);
+    top.until("the keys at the foot", |t| {
+        let text = t.text();
+        text.lines()
+            .nth(29)
+            .is_some_and(|l| l.starts_with("q quit"))
+    })
+    .await;
+    top.resize(40, 130);
+    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    let worker = workers.iter().find(|w| is_own(w)).unwrap();
+    signal_pid(worker.pid, Signal::KILL).unwrap();
+    top.until("its death", |t| t.text().contains("worker_died  w0"))
+        .await;
+    top.until("its next process", |t| {
+        let line = t.line("w0");
+        line.get(1).is_some_and(|s| s == "ready" || s == "busy")
+            && line.get(3) != Some(&worker.pid.to_string())
+    })
+    .await;
+    top.press("\r");
+    top.until("the report", |t| {
+        t.text().contains("Last death") && t.text().contains("w0.1")
+    })
+    .await;
+    top.press("x");
+    top.until("the workers again", |t| t.text().contains("WORKER"))
+        .await;
+    // It may be listed a moment before it can be looked into.
+    let start = Instant::now();
+    while !top.text().contains(".pftrace: ") {
+        assert!(start.elapsed() < SOON, "{}", top.text());
+        top.press("t");
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+    }
+    assert!(has_file(cluster.folder.path(), "pftrace"));
+    // It gets no new requests: what runs ends, and the next one waits for nobody and fails.
+    top.press("d");
+    top.until("that it is drained", |t| {
+        t.line("w0")
+            .get(1)
+            .is_some_and(|s| s == "drained" || s == "draining")
+    })
+    .await;
+    top.press("r");
+    top.until("that it serves again", |t| {
+        t.line("w0")
+            .get(1)
+            .is_some_and(|s| s == "ready" || s == "busy")
+    })
+    .await;
+    top.press("?");
+    top.until("help", |t| {
+        t.text().contains("the report of its last death")
+    })
+    .await;
+    top.press("x");
+    assert!(!served.is_finished());
+    served.abort();
+    top.press("q");
+    assert!(top.end().await.success());
+}
+
+#[tokio::test]
+async fn whatever_ends_it_gives_the_terminal_back() {
+    let mut cluster = Cluster::ready().await.unwrap();
+    for signal in [Signal::TERM, Signal::HUP, Signal::INT] {
+        let mut top = top(&cluster);
+        top.until("a worker", |t| !t.line("w0").is_empty()).await;
+        signal_pid(top.child.id(), signal).unwrap();
+        assert!(top.end().await.success(), "{signal:?}");
+    }
+    let mut top = top(&cluster);
+    top.until("a worker", |t| !t.line("w0").is_empty()).await;
+    // A scheduler that is gone is waited for.
+    cluster.scheduler.signal(Signal::TERM).unwrap();
+    cluster.scheduler.wait().unwrap();
+    top.until("that it is gone", |t| t.text().contains("does not answer"))
+        .await;
+    top.press("\u{3}");
+    assert!(top.end().await.success());
+    // Without a terminal there is nothing to draw on.
+    let mut command = hotcell(cluster.folder.path()).unwrap();
+    let output = command.arg("top").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("needs a terminal"), "{said}");
+}
