@@ -2,6 +2,10 @@
 
 use std::{
     path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -33,17 +37,25 @@ async fn a_host_is_watched_while_a_worker_dies() {
     })
     .await;
     assert!(top.text().contains("1 workers"), "{}", top.text());
-    // What it serves, while it serves it: one request after another.
-    let served = tokio::spawn(async move {
-        for number in 0.. {
-            let options = GenerateOptions {
-                request_id: format!("moses-{number}"),
-                ignore_eos: true,
-                ..GenerateOptions::default()
-            };
-            let mut stream = client.generate("In the beginning", options).await.unwrap();
-            while let Some(event) = stream.next().await {
-                event.unwrap();
+    // What it serves, while it serves it: one request after another. While the worker is drained none is taken.
+    let drained = Arc::new(AtomicBool::new(false));
+    let served = tokio::spawn({
+        let drained = drained.clone();
+        async move {
+            for number in 0.. {
+                let options = GenerateOptions {
+                    request_id: format!("moses-{number}"),
+                    ignore_eos: true,
+                    ..GenerateOptions::default()
+                };
+                let ended = match client.generate("In the beginning", options).await {
+                    Ok(stream) => stream.complete().await.map(|_| ()),
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = ended {
+                    assert!(drained.load(Ordering::SeqCst), "{error}");
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
             }
         }
     });
@@ -93,6 +105,7 @@ async fn a_host_is_watched_while_a_worker_dies() {
     }
     assert!(has_file(cluster.folder.path(), "pftrace"));
     // It gets no new requests: what runs ends, and the next one waits for nobody and fails.
+    drained.store(true, Ordering::SeqCst);
     top.press("d");
     top.until("that it is drained", |t| {
         t.line("w0")
@@ -113,7 +126,7 @@ async fn a_host_is_watched_while_a_worker_dies() {
     })
     .await;
     top.press("x");
-    assert!(!served.is_finished());
+    assert!(!served.is_finished(), "{:?}", served.await);
     served.abort();
     top.press("q");
     assert!(top.end().await.success());
