@@ -16,4 +16,5 @@ pub mod mlx;
 #[cfg(any(feature = "cuda", feature = "mlx"))]
 mod part;
 pub mod plan;
+mod reduction;
 pub mod registry;

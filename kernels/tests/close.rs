@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Numbers, PLAIN, Tensor, run};
+use common::{Numbers, Tensor, run};
 use hotcell_graph::DType;
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
@@ -87,7 +87,7 @@ fn one_element_apart_is_seen_wherever_it_is() {
 
 #[test]
 fn equality_is_that_of_numbers() {
-    for dtype in PLAIN {
+    for &dtype in DType::PLAIN {
         let n = 30_011;
         let values: Vec<f64> = (0..n).map(|i| f64::from(i as u32 % 2)).collect();
         let a = Tensor::of(dtype, &[n], &values);

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Numbers, PLAIN, Tensor, flat, indices, run, run_rows};
+use common::{Numbers, Tensor, flat, indices, run, run_rows};
 use hotcell_graph::{DType, Dim, Shape, op::find};
 use proptest::prelude::*;
 
@@ -38,7 +38,7 @@ fn shapes() -> impl Strategy<Value = Vec<usize>> {
 }
 
 fn dtype() -> impl Strategy<Value = DType> {
-    prop::sample::select(PLAIN.to_vec())
+    prop::sample::select(DType::PLAIN.to_vec())
 }
 
 proptest! {
@@ -278,6 +278,11 @@ fn literals_and_ranges_hold_what_was_asked_for() {
     for (i, v) in y.values().into_iter().enumerate() {
         assert_eq!(v, half::bf16::from_f64(i as f64).to_f64());
     }
+    // All bits count: in f64 this is a little more than 144.5, which would be rounded to an even 144.
+    let almost: f64 = -3.7 + 114.0 * 1.3;
+    assert!(almost > 144.5 && almost - 144.5 < 1e-12);
+    let y = run(&[], |g, _| g.arange(-3.7, 1.3, 115, DType::BF16)).unwrap();
+    assert_eq!(y.values()[114], 145.0);
     let y = run(&[], |g, _| g.arange(250.0, 1.0, 10, DType::U8)).unwrap();
     assert_eq!(y.values()[5..], [255.0; 5]);
 }
@@ -285,7 +290,7 @@ fn literals_and_ranges_hold_what_was_asked_for() {
 #[test]
 fn large_matrices_are_transposed_in_any_dtype() {
     // Whole squares, and edges on both sides.
-    for dtype in PLAIN {
+    for &dtype in DType::PLAIN {
         for dims in [[128, 64], [131, 70], [5, 300], [260, 17]] {
             let x = Tensor::random(dtype, &dims, 7);
             let y = run(&[&x], |g, v| g.transpose(v[0], &[1, 0])).unwrap();

@@ -9,22 +9,6 @@ use hotcell_graph::{DType, GraphBuilder, GraphError, Value};
 use hotcell_kernels::backend::DeviceError;
 use proptest::prelude::*;
 
-const REAL: [DType; 13] = [
-    DType::Bool,
-    DType::U8,
-    DType::U16,
-    DType::U32,
-    DType::U64,
-    DType::I8,
-    DType::I16,
-    DType::I32,
-    DType::I64,
-    DType::F16,
-    DType::BF16,
-    DType::F32,
-    DType::F64,
-];
-
 fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
@@ -237,7 +221,7 @@ proptest! {
 
     #[test]
     fn reductions_agree_with_loops(
-        dims in shapes(), dtype in prop::sample::select(REAL.to_vec()), pick in any::<u8>(), keep in any::<bool>(), seed in any::<u64>(),
+        dims in shapes(), dtype in prop::sample::select(DType::REAL.to_vec()), pick in any::<u8>(), keep in any::<bool>(), seed in any::<u64>(),
         op in prop::sample::select(vec!["sum", "prod", "max", "min", "all", "any"]),
     ) {
         let axes: Vec<usize> = (0..dims.len()).filter(|a| pick >> a & 1 == 1).collect();
@@ -245,7 +229,7 @@ proptest! {
     }
 
     #[test]
-    fn arguments_are_the_first_best(dims in shapes(), dtype in prop::sample::select(REAL.to_vec()), pick in any::<usize>(), seed in any::<u64>(), largest in any::<bool>()) {
+    fn arguments_are_the_first_best(dims in shapes(), dtype in prop::sample::select(DType::REAL.to_vec()), pick in any::<usize>(), seed in any::<u64>(), largest in any::<bool>()) {
         prop_assume!(!dims.is_empty());
         let axis = pick % dims.len();
         prop_assume!(dims[axis] > 0);
@@ -273,7 +257,7 @@ proptest! {
 
     #[test]
     fn running_values_agree_with_loops(
-        dims in shapes(), dtype in prop::sample::select(REAL[1..].to_vec()), pick in any::<usize>(), seed in any::<u64>(),
+        dims in shapes(), dtype in prop::sample::select(DType::REAL[1..].to_vec()), pick in any::<usize>(), seed in any::<u64>(),
         product in any::<bool>(), exclusive in any::<bool>(), reverse in any::<bool>(),
     ) {
         prop_assume!(!dims.is_empty());
@@ -324,7 +308,7 @@ fn every_dtype_and_op_over_every_kind_of_run() {
         (&[4, 1, 6], &[1]),
     ];
     for (i, (dims, axes)) in shapes.iter().enumerate() {
-        for dtype in REAL {
+        for &dtype in DType::REAL {
             for op in ["sum", "prod", "max", "min", "all", "any"] {
                 one(op, dtype, dims, axes, false, 2 * i as u64);
             }

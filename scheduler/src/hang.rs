@@ -17,6 +17,15 @@ pub struct Patience {
 }
 
 impl Patience {
+    /// So many times as long.
+    #[must_use]
+    pub fn times(self, factor: u32) -> Self {
+        Self {
+            engine: self.engine.saturating_mul(factor),
+            events: self.events.saturating_mul(factor),
+        }
+    }
+
     /// How often to look, so that a hang is found not much later than it may be.
     pub fn interval(&self) -> Duration {
         let least = self.engine.min(self.events);

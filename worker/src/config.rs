@@ -99,6 +99,9 @@ pub struct Serve {
     /// Memory in which this process writes what it does.
     #[arg(long)]
     pub blackbox_fd: RawFd,
+    /// Compute when nobody else wants the processor.
+    #[arg(long)]
+    pub background: bool,
     /// Device, cores, cache, log.
     #[command(flatten)]
     pub common: Common,

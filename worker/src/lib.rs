@@ -1,5 +1,6 @@
 //! One process, one device: loads models, runs plans, streams tokens.
 
+pub mod background;
 pub mod config;
 pub mod confine;
 pub mod debug;

@@ -24,6 +24,7 @@ use tokio::sync::mpsc;
 use tracing_subscriber::EnvFilter;
 
 use crate::{
+    background,
     config::{Alone, Cli, Common, Mode, Serve},
     confine::{self, Report},
     engine::{self, Engine, EngineConfig},
@@ -252,6 +253,11 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
         }
     };
     let prepared = prepare(&serve.common, registry, blackbox);
+    if serve.background
+        && let Err(error) = background::give_way()
+    {
+        tracing::warn!(%error, "it computes with the same right as others");
+    }
     record(blackbox);
     let report = match confined(confine::Mode::Inherited, &prepared.engine) {
         Ok(report) => report,

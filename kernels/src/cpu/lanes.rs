@@ -171,6 +171,20 @@ pub fn f16_to_f32(bits: u16) -> f32 {
     f32::from_bits(value | sign)
 }
 
+/// An f64 as f32 that still tells on which side of it the f64 was (round to odd), so that rounding it again to
+/// fewer bits is as rounding once.
+#[inline(always)]
+pub fn to_odd(x: f64) -> f32 {
+    let y = x as f32;
+    let bits = y.to_bits();
+    let bits = if (y as f64).abs() > x.abs() {
+        bits - 1
+    } else {
+        bits
+    };
+    f32::from_bits(if y as f64 == x { bits } else { bits | 1 })
+}
+
 /// An `f32` rounded to half precision, ties to even; NaN stays NaN.
 #[inline(always)]
 pub fn f32_to_f16(value: f32) -> u16 {

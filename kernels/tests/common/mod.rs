@@ -9,24 +9,6 @@ use hotcell_kernels::{
     plan::{PlanHints, Slot},
 };
 
-/// Every plain dtype.
-pub const PLAIN: [DType; 14] = [
-    DType::Bool,
-    DType::U8,
-    DType::U16,
-    DType::U32,
-    DType::U64,
-    DType::I8,
-    DType::I16,
-    DType::I32,
-    DType::I64,
-    DType::F16,
-    DType::BF16,
-    DType::F32,
-    DType::F64,
-    DType::C64,
-];
-
 /// A fixed sequence of numbers.
 pub struct Numbers(u64);
 

@@ -92,6 +92,12 @@ dtypes! {
 }
 
 impl DType {
+    /// Those whose elements are single numbers, in declaration order.
+    pub const PLAIN: &'static [DType] = Self::ALL.split_at(14).0;
+
+    /// Those whose elements are single real numbers, `bool` among them.
+    pub const REAL: &'static [DType] = Self::PLAIN.split_at(13).0;
+
     /// The dtype of this wire name.
     pub fn from_name(name: &str) -> Option<DType> {
         DType::ALL.iter().copied().find(|d| d.name() == name)
@@ -221,12 +227,22 @@ mod tests {
     }
 
     #[test]
+    fn plain_and_real_are_what_their_kinds_say() {
+        let of = |is: fn(Kind) -> bool| -> Vec<DType> {
+            let all = DType::ALL.iter().copied();
+            all.filter(|dtype| is(dtype.kind())).collect()
+        };
+        assert_eq!(DType::PLAIN, of(|kind| kind != Kind::Block));
+        let real = of(|kind| !matches!(kind, Kind::Block | Kind::Complex));
+        assert_eq!(DType::REAL, real);
+    }
+
+    #[test]
     fn promotion_is_the_table() {
         use DType::*;
-        // Columns as the rows. From the rules: JAX's lattice, with u64 and a signed integer f32.
-        let order = [
-            Bool, U8, U16, U32, U64, I8, I16, I32, I64, F16, BF16, F32, F64, C64,
-        ];
+        // Columns as the rows, and both as they are declared. From the rules: JAX's lattice, with u64 and a signed
+        // integer f32.
+        let order = DType::PLAIN;
         #[rustfmt::skip]
         let table = [
             [Bool, U8, U16, U32, U64, I8, I16, I32, I64, F16, BF16, F32, F64, C64],

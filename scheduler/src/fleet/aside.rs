@@ -12,7 +12,7 @@ use std::{
 use hotcell_proto::v1::{Device, EventKind, WorkerInfo};
 use tokio::time::timeout;
 
-use super::{Fate, Fleet, Link, Order, Process, slot::Slot};
+use super::{Fate, Fleet, Link, Order, Process, replay::SLOWER, slot::Slot};
 use crate::{
     crash::Dead,
     death::{Death, DeathKind, Ended, classify},
@@ -114,6 +114,7 @@ impl Fleet {
             worker,
             epoch,
             device,
+            background,
             ..
         } = order;
         let launched = self.launcher.launch(order).await;
@@ -136,7 +137,8 @@ impl Fleet {
             let hello = link.handshake().await.map_err(|why| why.death())?;
             Ok((link, hello))
         };
-        let patience = self.policy.start_timeout;
+        let slower = if background { SLOWER } else { 1 };
+        let patience = self.policy.start_timeout.saturating_mul(slower);
         let in_time = async {
             timeout(patience, greeting).await.unwrap_or_else(|_| {
                 let silence = format!("no sign of life for {patience:?} while starting");

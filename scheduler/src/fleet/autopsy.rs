@@ -6,7 +6,11 @@ use hotcell_ipc::blackbox::Reader;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{Condemnation, Fate, Fleet, Process, changes::Teller, replay::is_traced};
+use super::{
+    Condemnation, Fate, Fleet, Process,
+    changes::Teller,
+    replay::{SLOWER, is_traced},
+};
 use crate::{
     crash::{self, Dead},
     death::{Death, DeathKind, Ended},
@@ -65,24 +69,30 @@ impl Fleet {
         process: &dyn Process,
         fate: &Fate,
     ) -> Option<AbortOnDropHandle<()>> {
-        self.watch_traced(process, fate, false)
+        self.watch_with(process, fate, self.patience, None)
     }
 
-    /// As [`watch`](Self::watch), of one that may stand still while a debugger is attached, if `may_stop`.
-    pub(super) fn watch_traced(
+    /// As [`watch`](Self::watch), of one that computes on the time that others leave, and that may stand still while a
+    /// debugger is attached.
+    pub(super) fn watch_background(
         &self,
         process: &dyn Process,
         fate: &Fate,
-        may_stop: bool,
+    ) -> Option<AbortOnDropHandle<()>> {
+        let patience = self.patience.times(SLOWER);
+        self.watch_with(process, fate, patience, Some(process.pid()))
+    }
+
+    fn watch_with(
+        &self,
+        process: &dyn Process,
+        fate: &Fate,
+        patience: Patience,
+        traced: Option<u32>,
     ) -> Option<AbortOnDropHandle<()>> {
         let blackbox = Arc::clone(process.blackbox()?);
-        let watching = watch(
-            blackbox,
-            fate.clone(),
-            self.patience,
-            Some(self.changed.clone()),
-            may_stop.then(|| process.pid()),
-        );
+        let changed = Some(self.changed.clone());
+        let watching = watch(blackbox, fate.clone(), patience, changed, traced);
         Some(AbortOnDropHandle::new(tokio::spawn(watching)))
     }
 

@@ -297,6 +297,7 @@ impl Fleet {
             epoch: 1,
             device: &device,
             allowance: Some(allowance),
+            background: false,
         };
         let aside = match self.begin_aside(order, INSPECTION).await {
             Ok(aside) => aside,

@@ -96,6 +96,7 @@ async fn perform(
                 epoch,
                 device,
                 allowance: fleet.allowance(id),
+                background: false,
             };
             if let Some(standby) = fleet.take_standby(id).await {
                 fleet.launched(id, standby.process.as_ref(), epoch);

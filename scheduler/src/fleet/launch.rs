@@ -49,6 +49,8 @@ pub struct Order<'a> {
     pub device: &'a Device,
     /// What it may take; none: as the host's own.
     pub allowance: Option<Allowance>,
+    /// Whether it computes on the time that others leave.
+    pub background: bool,
 }
 
 /// What a worker for one model may take at most.
@@ -284,6 +286,9 @@ impl Processes {
         }
         if self.config.require_confinement {
             command = command.arg("--require-confinement");
+        }
+        if order.background {
+            command = command.arg("--background");
         }
         if let Some(allowance) = order.allowance {
             let tokens = allowance.tokens.to_string();

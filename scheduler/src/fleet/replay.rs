@@ -31,6 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Time between two looks whether a debugger is attached.
 const LOOK: Duration = Duration::from_millis(50);
+/// It computes on the time that others leave, and may take so many times as long as they before it counts as hung.
+pub(super) const SLOWER: u32 = 4;
 
 /// A throw-away worker with one model. Dropping it ends the process.
 pub struct Replayer {
@@ -115,10 +117,11 @@ impl Fleet {
             epoch: 1,
             device: &device,
             allowance: self.allowance_for(model),
+            background: true,
         };
         let begun = async {
             let mut aside = self.begin_aside(order, REPLAY).await?;
-            let patience = self.policy.start_timeout;
+            let patience = self.policy.start_timeout.saturating_mul(SLOWER);
             let load = async {
                 match self
                     .hand_over(&aside.link, model, &files, patience, |_| {})
@@ -156,7 +159,7 @@ impl Fleet {
             link: Arc::clone(&link),
             process,
             end: end.clone(),
-            may_be_traced: true,
+            is_background: true,
             _listed: listed,
             _permits: [Some(permit), None],
         };

@@ -192,6 +192,7 @@ impl Fleet {
                 epoch: 1,
                 device: &device,
                 allowance: self.allowance_for(model),
+                background: false,
             };
             let death = match self.begin_solo(order, model, &files).await {
                 Ok((aside, got)) => {
@@ -256,6 +257,7 @@ impl Fleet {
                 epoch: 1,
                 device: &device,
                 allowance: None,
+                background: false,
             };
             let death = match self.begin_aside(order, SUSPECT).await {
                 Ok(aside) => {
@@ -323,7 +325,7 @@ impl Fleet {
             link: Arc::clone(&link),
             process,
             end: end.clone(),
-            may_be_traced: false,
+            is_background: false,
             _listed: listed,
             _permits: permits,
         };
@@ -453,8 +455,8 @@ pub(super) struct Watched {
     pub(super) process: Box<dyn super::Process>,
     /// Cancelled once its request has ended.
     pub(super) end: CancellationToken,
-    /// Whether it may stand still while a debugger is attached.
-    pub(super) may_be_traced: bool,
+    /// Whether it computes on the time that others leave, and may stand still while a debugger is attached.
+    pub(super) is_background: bool,
     pub(super) _listed: super::aside::Listed,
     pub(super) _permits: [Option<OwnedSemaphorePermit>; 2],
 }
@@ -462,8 +464,11 @@ pub(super) struct Watched {
 /// Sees to a throw-away worker's end: by itself, by a sentence, or because nobody needs it any more.
 pub(super) async fn watch(fleet: Arc<Fleet>, mut watched: Watched) {
     let link = Arc::clone(&watched.link);
-    let may_stop = watched.may_be_traced;
-    let _watcher = fleet.watch_traced(watched.process.as_ref(), &link.fate, may_stop);
+    let process = watched.process.as_ref();
+    let _watcher = match watched.is_background {
+        true => fleet.watch_background(process, &link.fate),
+        false => fleet.watch(process, &link.fate),
+    };
     let mut condemned = link.fate.condemned.subscribe();
     let sentence = async {
         let told = condemned.wait_for(Option::is_some).await;

@@ -136,6 +136,7 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
             epoch,
             device: &device,
             allowance: None,
+            background: false,
         };
         let begun = tokio::select! {
             biased;

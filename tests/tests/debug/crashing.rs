@@ -7,7 +7,7 @@ use std::{
 
 use hotcell_client::{GenerateOptions, Prompt, v1};
 use hotcell_tests::{
-    cluster::{SOON, all_have},
+    cluster::{SOON, all_have, is_own},
     fault::{CRASH, POISON},
 };
 
@@ -126,6 +126,22 @@ fn attach(pid: u32) -> std::io::Result<()> {
     Ok(())
 }
 
+const SCHED_IDLE: u32 = libc::SCHED_IDLE.unsigned_abs();
+
+/// How each thread of a process is scheduled: `proc_pid_stat(5)`, policy.
+fn policies(pid: u32) -> Vec<u32> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let policy = |thread: std::io::Result<std::fs::DirEntry>| {
+        let line = std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap();
+        // After the name, which may have spaces, the third field comes first.
+        let (_, fields) = line.rsplit_once(')').unwrap();
+        fields.split_whitespace().nth(41 - 3).unwrap().parse()
+    };
+    let policies: Vec<u32> = threads.map(|t| policy(t).unwrap()).collect();
+    assert!(policies.len() > 1, "{policies:?}");
+    policies
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crash_is_run_again_once_a_debugger_is_attached() {
     let cluster = super::fault_cluster().await;
@@ -159,6 +175,10 @@ async fn a_crash_is_run_again_once_a_debugger_is_attached() {
     let workers = cluster.workers(|_| true).await.unwrap();
     let its = workers.iter().find(|w| w.pid == pid).unwrap();
     assert_eq!(its.id, held["worker"].as_str().unwrap());
+    // Whoever serves goes before it.
+    assert!(policies(pid).iter().all(|policy| *policy == SCHED_IDLE));
+    let serves = workers.iter().find(|w| is_own(w)).unwrap();
+    assert!(policies(serves.pid).iter().all(|policy| *policy == 0));
     std::thread::spawn(move || attach(pid))
         .join()
         .unwrap()

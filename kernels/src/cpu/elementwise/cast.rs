@@ -8,21 +8,10 @@ use super::{
     code::{Code, unary},
     float::Complex,
 };
-use crate::cpu::{lanes, path::CpuPath};
-
-/// An f64 as f32 that still tells on which side of it the f64 was (round to odd), so that rounding it again to
-/// fewer bits is as rounding once.
-#[inline(always)]
-fn to_odd(x: f64) -> f32 {
-    let y = x as f32;
-    let bits = y.to_bits();
-    let bits = if (y as f64).abs() > x.abs() {
-        bits - 1
-    } else {
-        bits
-    };
-    f32::from_bits(if y as f64 == x { bits } else { bits | 1 })
-}
+use crate::cpu::{
+    lanes::{self, to_odd},
+    path::CpuPath,
+};
 
 /// The same for the bits of a 64-bit integer that an f64 has no room for.
 #[inline(always)]

@@ -5,7 +5,10 @@ use hotcell_graph::{DType, op::Call};
 use super::{Entry, always, movement::result, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
-    cpu::plan::{Kernel, Launcher, Reg, Run},
+    cpu::{
+        lanes::{f32_to_bf16, f32_to_f16, to_odd},
+        plan::{Kernel, Launcher, Reg, Run},
+    },
 };
 
 /// What this file has kernels for.
@@ -103,8 +106,8 @@ impl Kernel for Arange {
                 DType::I16 => self.fill(run, part, parts, |v| v as i16),
                 DType::I32 => self.fill(run, part, parts, |v| v as i32),
                 DType::I64 => self.fill(run, part, parts, |v| v as i64),
-                DType::F16 => self.fill(run, part, parts, half::f16::from_f64),
-                DType::BF16 => self.fill(run, part, parts, half::bf16::from_f64),
+                DType::F16 => self.fill(run, part, parts, |v| f32_to_f16(to_odd(v))),
+                DType::BF16 => self.fill(run, part, parts, |v| f32_to_bf16(to_odd(v))),
                 DType::F32 => self.fill(run, part, parts, |v| v as f32),
                 DType::F64 => self.fill(run, part, parts, |v| v),
                 _ => {}

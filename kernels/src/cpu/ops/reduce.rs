@@ -1,127 +1,19 @@
-//! Reductions over any axes.
-//!
-//! Neighbouring axes that are both reduced or both kept act as one, so a shape is a list of alternating
-//! runs. The innermost run is either reduced (contiguous rows) or kept (columns that are reduced over
-//! rows). What one result needs is cut into chunks whose size follows from the shape alone; chunks are
-//! reduced by any thread, and joined in their order, in a second step where there are several. So the
-//! bits depend neither on threads nor on the number of rows.
+//! Reductions over any axes, in the order of [`reduction`](crate::reduction).
 
-use hotcell_graph::{
-    Dim,
-    op::{Call, rules::normal_axis},
-};
+use hotcell_graph::op::{Call, rules::normal_axis};
 
 use super::{
-    reducers::{NARROW, ROW_CHUNK, Reducer, TILE, chunk_rows},
+    reducers::{Reducer, TILE},
     split, split_if_worth, unsupported,
 };
 use crate::{
     backend::DeviceError,
     cpu::plan::{Kernel, Launcher, Reg, Run},
+    reduction::{Layout, NARROW, Sizes},
 };
 
 /// Elements below which one thread does it all.
 const WORTH: usize = 16 << 10;
-
-/// Neighbouring axes as one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Span {
-    /// Product of the fixed sizes.
-    fixed: usize,
-    /// Times the rows of the execution.
-    rows: bool,
-    reduced: bool,
-}
-
-impl Span {
-    fn at(self, rows: usize) -> usize {
-        self.fixed.saturating_mul(if self.rows { rows } else { 1 })
-    }
-}
-
-fn sizes<'a>(spans: impl Iterator<Item = &'a Span>, rows: usize) -> usize {
-    spans.fold(1, |n: usize, span| n.saturating_mul(span.at(rows)))
-}
-
-/// What is reduced, made of alternating runs.
-#[derive(Clone, Debug)]
-struct Layout {
-    /// The runs outside of the innermost matrix.
-    outer: Vec<Span>,
-    /// The innermost reduced run, `n` rows of …
-    n: Span,
-    /// … `k` columns: the innermost kept run, 1 when the innermost run is reduced.
-    k: Span,
-}
-
-/// The sizes of an execution.
-struct Sizes {
-    outer: usize,
-    n: usize,
-    k: usize,
-    /// Rows of a chunk.
-    chunk: usize,
-    chunks: usize,
-}
-
-impl Layout {
-    fn new(dims: &[Dim], reduced: impl Fn(usize) -> bool) -> Self {
-        let mut runs: Vec<Span> = vec![];
-        for (axis, dim) in dims.iter().enumerate() {
-            let (fixed, rows) = match *dim {
-                Dim::Fixed(1) => continue,
-                Dim::Fixed(n) => (n, false),
-                Dim::Rows => (1, true),
-            };
-            let reduced = reduced(axis);
-            match runs.last_mut() {
-                Some(last) if last.reduced == reduced => {
-                    last.fixed = last.fixed.saturating_mul(fixed);
-                    last.rows |= rows;
-                }
-                _ => runs.push(Span {
-                    fixed,
-                    rows,
-                    reduced,
-                }),
-            }
-        }
-        let one = |reduced| Span {
-            fixed: 1,
-            rows: false,
-            reduced,
-        };
-        let k = runs.pop_if(|run| !run.reduced).unwrap_or(one(false));
-        let n = runs.pop().unwrap_or(one(true));
-        Self { outer: runs, n, k }
-    }
-
-    fn at(&self, rows: usize) -> Sizes {
-        let (n, k) = (self.n.at(rows), self.k.at(rows));
-        let chunk = if self.in_rows() {
-            ROW_CHUNK
-        } else {
-            chunk_rows(k)
-        };
-        Sizes {
-            outer: sizes(self.outer.iter(), rows),
-            n,
-            k,
-            chunk,
-            chunks: n.div_ceil(chunk).max(1),
-        }
-    }
-
-    /// Whether the innermost run is reduced.
-    fn in_rows(&self) -> bool {
-        self.k.fixed == 1 && !self.k.rows
-    }
-
-    /// Sizes of the kept runs, and of the reduced ones, of a kind.
-    fn count(&self, reduced: bool, rows: usize) -> usize {
-        sizes(self.outer.iter().filter(|r| r.reduced == reduced), rows)
-    }
-}
 
 /// The first step: reduces every chunk.
 struct Chunks<R: Reducer> {
@@ -323,7 +215,7 @@ impl Site<'_, '_> {
         let layout = Layout::new(dims, |a| axes.is_empty() || axes.contains(&Some(a)));
         let rows = self.launcher.max_rows;
         let s = layout.at(rows);
-        let direct = s.chunks == 1 && layout.outer.iter().all(|r| !r.reduced);
+        let direct = layout.is_direct(&s);
         let target = if direct {
             self.out
         } else {

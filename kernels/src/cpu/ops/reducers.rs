@@ -5,37 +5,20 @@
 //! order and leave the order to the compiler; sums and products of floats name theirs.
 
 use super::keys::{F32_INFINITY, F64_INFINITY, key16, key32, key64};
-use crate::cpu::{
-    lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
-    path::CpuPath,
+use crate::{
+    cpu::{
+        lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
+        path::CpuPath,
+    },
+    reduction::{self, NARROW, phases},
 };
-
-/// Columns below which several rows make one vector.
-pub(super) const NARROW: usize = 64;
 
 /// Columns of accumulators that a thread holds at once: as many as leave room in the nearest cache, so that
 /// rows are read in long pieces.
 pub(super) const TILE: usize = 2048;
 
-/// Elements that one lane or column adds one after another before its sum is joined to others.
-const DEPTH: usize = 256;
-
-/// Elements of one chunk of a contiguous row.
-pub(super) const ROW_CHUNK: usize = DEPTH * LANES;
-
-/// Rows side by side in a vector of `k` columns: depends on the shape only, as it is part of the order.
-pub(super) fn phases(k: usize) -> usize {
-    if k < NARROW {
-        NARROW.div_ceil(k.max(1))
-    } else {
-        1
-    }
-}
-
-/// Rows of `k` columns that make a chunk.
-pub(super) fn chunk_rows(k: usize) -> usize {
-    DEPTH * phases(k)
-}
+/// Lanes of a row are those of a vector.
+const _: () = assert!(LANES == reduction::LANES);
 
 /// One way to reduce.
 pub(super) trait Reducer: Copy + Send + Sync + 'static {

@@ -7,7 +7,7 @@ use hotcell_graph::{
 
 use super::{
     Entry,
-    reducers::{Reducer, chunk_rows},
+    reducers::Reducer,
     reductions::narrow_float,
     split_if_worth,
     statistics::{LogSumExpBf16, LogSumExpF16, LogSumExpF32},
@@ -21,6 +21,7 @@ use crate::{
         path::CpuPath,
         plan::{Kernel, Launcher, Reg, Run},
     },
+    reduction::chunk_rows,
 };
 
 /// What this file has kernels for.

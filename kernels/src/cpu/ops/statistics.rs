@@ -6,10 +6,13 @@
 
 use std::f32::consts::LOG2_E;
 
-use super::reducers::{Reducer, TILE, phases};
-use crate::cpu::{
-    lanes::{bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
-    path::CpuPath,
+use super::reducers::{Reducer, TILE};
+use crate::{
+    cpu::{
+        lanes::{bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
+        path::CpuPath,
+    },
+    reduction::phases,
 };
 
 /// Lanes of a contiguous row: part of its order.

@@ -13,26 +13,9 @@ const OPERANDS: usize = 4;
 /// Blocks of a generic kernel at most: enough to fill any device several times over.
 const MOST_BLOCKS: u64 = 4096;
 
-/// The plain dtypes, in the order that kernels know them by (`elements.cuh`).
-const PLAIN: [DType; 13] = [
-    DType::Bool,
-    DType::U8,
-    DType::U16,
-    DType::U32,
-    DType::U64,
-    DType::I8,
-    DType::I16,
-    DType::I32,
-    DType::I64,
-    DType::F16,
-    DType::BF16,
-    DType::F32,
-    DType::F64,
-];
-
-/// How kernels name a plain dtype.
+/// How kernels name a real dtype: by its place (`elements.cuh`).
 pub(super) fn code(dtype: DType) -> Option<u32> {
-    let place = PLAIN.iter().position(|d| *d == dtype)?;
+    let place = DType::REAL.iter().position(|d| *d == dtype)?;
     u32::try_from(place).ok()
 }
 
@@ -162,7 +145,7 @@ mod tests {
         let (_, list) = source.split_once("enum Dtype : unsigned {").unwrap();
         let (list, _) = list.split_once('}').unwrap();
         let names: Vec<String> = list.split(',').map(|n| n.trim().to_lowercase()).collect();
-        let ours: Vec<String> = PLAIN.iter().map(|d| format!("of_{d}")).collect();
+        let ours: Vec<String> = DType::REAL.iter().map(|d| format!("of_{d}")).collect();
         assert_eq!(names, ours);
     }
 

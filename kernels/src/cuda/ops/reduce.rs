@@ -1,18 +1,22 @@
 //! Reductions over any axes, and where the greatest and the least is.
 //!
-//! What is done in which order is that of `cpu/ops/reduce.rs`, and so are the bits.
+//! What is done in which order is that of the processor ([`reduction`](crate::reduction)), and so are the bits.
 
 use hotcell_graph::{
     DType, Shape,
     op::{Call, rules::normal_axes, rules::normal_axis},
-    shape::Dim,
 };
 
 use super::{
     Cx, Entry, Kernel, Made,
     layout::{around, code, dims_at, grid, grid_of},
 };
-use crate::{backend::DeviceError, cuda::gpu::Arguments, part::overflow};
+use crate::{
+    backend::DeviceError,
+    cuda::gpu::Arguments,
+    part::overflow,
+    reduction::{LANES, Layout, phases},
+};
 
 /// The ops in the order of `Op` in `generic_reduce.cu`.
 const OPS: &[&str] = &[
@@ -38,28 +42,6 @@ pub(super) static ARGS: [Entry; 2] = entries!(arg: "argmax" "argmin");
 /// Axes of outer matrices that kernels take.
 const AXES: usize = 8;
 
-/// Elements that a lane or a chain adds one after another, lanes of a row, and columns below which a vector has several rows: all
-/// part of the order.
-const DEPTH: u64 = 256;
-const LANES: u64 = 16;
-const NARROW: u64 = 64;
-
-/// Neighbouring axes that are all reduced or all kept.
-#[derive(Clone, Copy)]
-struct Span {
-    fixed: usize,
-    /// Times the rows of the execution.
-    rows: bool,
-    reduced: bool,
-}
-
-impl Span {
-    fn at(self, rows: usize) -> Option<u64> {
-        let n = self.fixed.checked_mul(if self.rows { rows } else { 1 })?;
-        u64::try_from(n).ok()
-    }
-}
-
 /// The kernels of a class of numbers: of chunks of rows, of chunks of columns, and of parts.
 type Class = [&'static str; 3];
 
@@ -84,11 +66,7 @@ struct Reduce {
     class: Class,
     /// The op, the dtype of the input and that of the result, as the kernels number them.
     codes: [u64; 3],
-    /// The runs outside of the innermost matrix.
-    outer: Vec<Span>,
-    /// Rows of the innermost matrix, which are reduced, and columns.
-    n: Span,
-    k: Span,
+    layout: Layout,
 }
 
 /// The sizes of an execution.
@@ -117,34 +95,8 @@ fn reduce(call: &Call<'_>) -> Option<Made> {
         DType::F64 if adds => DOUBLE,
         _ => WHOLE,
     };
-    let mut runs: Vec<Span> = Vec::new();
-    for (axis, dim) in x.shape.dims().iter().enumerate() {
-        let (fixed, rows) = match *dim {
-            Dim::Fixed(1) => continue,
-            Dim::Fixed(n) => (n, false),
-            Dim::Rows => (1, true),
-        };
-        let reduced = axes.contains(&axis);
-        match runs.last_mut() {
-            Some(last) if last.reduced == reduced => {
-                last.fixed = last.fixed.checked_mul(fixed)?;
-                last.rows |= rows;
-            }
-            _ => runs.push(Span {
-                fixed,
-                rows,
-                reduced,
-            }),
-        }
-    }
-    let one = |reduced| Span {
-        fixed: 1,
-        rows: false,
-        reduced,
-    };
-    let k = runs.pop_if(|run| !run.reduced).unwrap_or(one(false));
-    let n = runs.pop().unwrap_or(one(true));
-    if runs.len() > AXES {
+    let layout = Layout::new(x.shape.dims(), |axis| axes.contains(&axis));
+    if layout.outer.len() > AXES {
         return None;
     }
     let codes = [
@@ -156,45 +108,27 @@ fn reduce(call: &Call<'_>) -> Option<Made> {
         op: call.op.name,
         class,
         codes,
-        outer: runs,
-        n,
-        k,
+        layout,
     };
     Some((Box::new(kernel), class.to_vec()))
 }
 
 impl Reduce {
-    /// Whether the innermost axes are reduced.
-    fn is_of_rows(&self) -> bool {
-        self.k.fixed == 1 && !self.k.rows
-    }
-
     fn sizes(&self, rows: usize) -> Option<Sizes> {
-        let product = |reduced: bool| {
-            let mut runs = self.outer.iter().filter(|run| run.reduced == reduced);
-            runs.try_fold(1u64, |n, run| n.checked_mul(run.at(rows)?))
-        };
-        let (kept, each) = (product(false)?, product(true)?);
-        let (n, k) = (self.n.at(rows)?, self.k.at(rows)?);
-        let phases = match k < NARROW {
-            true => NARROW.div_ceil(k.max(1)),
-            false => 1,
-        };
-        let chunk = match self.is_of_rows() {
-            true => DEPTH * LANES,
-            false => DEPTH * phases,
-        };
-        let chunks = n.div_ceil(chunk).max(1);
+        let s = self.layout.at(rows);
+        let word = |n: usize| u64::try_from(n).ok();
+        let kept = word(self.layout.count(false, rows))?;
+        let each = word(self.layout.count(true, rows))?;
         Some(Sizes {
             outer: kept.checked_mul(each)?,
             kept,
             each,
-            n,
-            k,
-            chunk,
-            chunks,
-            phases,
-            direct: chunks == 1 && self.outer.iter().all(|run| !run.reduced),
+            n: word(s.n)?,
+            k: word(s.k)?,
+            chunk: word(s.chunk)?,
+            chunks: word(s.chunks)?,
+            phases: word(phases(s.k))?,
+            direct: self.layout.is_direct(&s),
         })
     }
 
@@ -202,10 +136,12 @@ impl Reduce {
     fn words(&self, s: &Sizes, rows: usize) -> Option<Vec<u64>> {
         let mut words = self.codes.to_vec();
         words.extend([s.outer, s.n, s.k, s.chunk, s.chunks, s.phases]);
-        words.extend([s.direct.into(), self.outer.len() as u64]);
-        let run = |axis: usize| self.outer.get(axis);
+        let outer = &self.layout.outer;
+        words.extend([s.direct.into(), outer.len() as u64]);
+        let run = |axis: usize| outer.get(axis);
         for axis in 0..AXES {
-            words.push(run(axis).map_or(Some(1), |run| run.at(rows))?);
+            let size = run(axis).map_or(1, |run| run.at(rows));
+            words.push(u64::try_from(size).ok()?);
         }
         words.extend((0..AXES).map(|axis| u64::from(run(axis).is_some_and(|run| run.reduced))));
         words.extend([s.kept, s.each]);
@@ -245,8 +181,8 @@ impl Kernel for Reduce {
             .block(&words);
         // No overflow: `scratch` has multiplied them for more rows.
         let chunks = s.outer * s.chunks;
-        let (name, grid_of_chunks) = match self.is_of_rows() {
-            true => (of_rows, grid_of(chunks.div_ceil(LANES))),
+        let (name, grid_of_chunks) = match self.layout.in_rows() {
+            true => (of_rows, grid_of(chunks.div_ceil(LANES as u64))),
             false => (of_columns, grid(chunks * s.k)),
         };
         // SAFETY: the kernel's arguments (generic_reduce.cu), of tensors of these sizes; the scratch memory is as large as
