@@ -76,11 +76,11 @@ struct BF16 {
   DEVICE void store(Stored* to, float x) { *to = uint16_t(f32_to_bf16(x)); }
 };
 
-/// `e^x` as kernels/src/cpu/lanes.rs computes it.
-DEVICE float exp_f32(float x) {
+/// e^x − 1 = q after taking n ln 2 off x; n by its bits.
+DEVICE float exp_parts(float x, unsigned& n) {
   const float magic = 12582912.0f;
   float shifted = fmaf(x, 1.44269504f, magic);
-  int n = int(__float_as_uint(shifted) - __float_as_uint(magic));
+  n = __float_as_uint(shifted) - __float_as_uint(magic);
   float nf = shifted - magic;
   float r = fmaf(-nf, -2.1219444e-4f, fmaf(-nf, 0.6933594f, x));
   float p = 1.9875691e-4f;
@@ -89,8 +89,14 @@ DEVICE float exp_f32(float x) {
   p = fmaf(p, r, 4.1665796e-2f);
   p = fmaf(p, r, 1.6666665e-1f);
   p = fmaf(p, r, 5.0e-1f);
-  p = fmaf(p, r * r, r) + 1.0f;
-  int half = n >> 1;
+  return fmaf(p, r * r, r);
+}
+
+/// `e^x` as kernels/src/cpu/lanes.rs computes it.
+DEVICE float exp_f32(float x) {
+  unsigned bits;
+  float p = exp_parts(x, bits) + 1.0f;
+  int n = int(bits), half = n >> 1;
   float y = p * __uint_as_float(unsigned(half + 127) << 23) * __uint_as_float(unsigned(n - half + 127) << 23);
   if (y < 1.17549435e-38f) y = 0.0f;
   if (x < -87.4f) y = 0.0f;

@@ -6,21 +6,6 @@ namespace math {
 
 constexpr float MAGIC = 12582912.0f, LN_2 = 0.693147182f, MOST_EXP = 89.0f, LEAST_NORMAL = 1.17549435e-38f;
 
-/// e^x − 1 = q after taking n ln 2 off x; n by its bits.
-DEVICE float exp_parts(float x, unsigned& n) {
-  float shifted = fmaf(x, 1.44269504f, MAGIC);
-  n = __float_as_uint(shifted) - __float_as_uint(MAGIC);
-  float nf = shifted - MAGIC;
-  float r = fmaf(-nf, -2.1219444e-4f, fmaf(-nf, 0.6933594f, x));
-  float p = 1.9875691e-4f;
-  p = fmaf(p, r, 1.3982e-3f);
-  p = fmaf(p, r, 8.333452e-3f);
-  p = fmaf(p, r, 4.1665796e-2f);
-  p = fmaf(p, r, 1.6666665e-1f);
-  p = fmaf(p, r, 5.0e-1f);
-  return fmaf(p, r * r, r);
-}
-
 DEVICE float power_of_two(unsigned n) { return __uint_as_float((n + 127u) << 23); }
 DEVICE unsigned halved(unsigned n) { return n >> 1 | (n & 0x80000000u); }
 
