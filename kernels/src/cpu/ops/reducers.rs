@@ -10,7 +10,7 @@ use crate::{
         lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
         path::CpuPath,
     },
-    reduction::{self, NARROW, phases},
+    reduction::{self, phases},
 };
 
 /// Columns of accumulators that a thread holds at once: as many as leave room in the nearest cache, so that
