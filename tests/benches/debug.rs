@@ -210,46 +210,118 @@ async fn gaps(client: &Client) -> Result<Vec<f64>> {
     Ok(all)
 }
 
-/// Looks in every way at once, until the task is aborted: at all that runs, and at one long request, captured and run
-/// again and again.
-async fn look_in_every_way(client: &Client, id: &str) -> Result<JoinHandle<()>> {
-    let watch = Looker::Watch.begin(client.clone()).await?;
-    let trace = Looker::TraceNodes.begin(client.clone()).await?;
+/// The request that is looked at: it runs for longer than the others, and until the task is aborted.
+async fn debugged(client: &Client, id: &str) -> Result<JoinHandle<()>> {
     let options = GenerateOptions {
-        max_tokens: 400,
+        max_tokens: 2 * TOKENS,
         ignore_eos: true,
         request_id: id.to_owned(),
         ..GenerateOptions::default()
     };
-    let request = v1::CaptureRequest {
-        which: Some(v1::capture_request::Which::RequestId(id.to_owned())),
-        ..v1::CaptureRequest::default()
-    };
-    let mut capture = client.capture(request).await?;
     let mut stream = client.generate("And God said", options).await?;
     stream.next().await.context("no event")??;
-    let (client, id) = (client.clone(), id.to_owned());
     Ok(tokio::spawn(async move {
-        // Those end with this task.
-        let _held = [Aborted(watch), Aborted(trace)];
-        let capturing = async { while capture.next().await.is_some() {} };
-        let reading = async { while stream.next().await.is_some() {} };
-        let replaying = async {
-            loop {
-                let request = v1::ReplayRequest {
-                    which: Some(v1::replay_request::Which::RequestId(id.clone())),
-                    ..v1::ReplayRequest::default()
-                };
-                let Ok(mut told) = client.replay(request).await else {
-                    return;
-                };
-                while told.next().await.is_some() {}
-            }
-        };
-        tokio::join!(capturing, reading, replaying);
+        while stream.next().await.is_some() {}
     }))
 }
 
+/// Ways to look at a worker and at one of its requests, while others are served.
+#[derive(Clone, Copy, Debug)]
+struct Ways {
+    watch: bool,
+    trace: bool,
+    capture: bool,
+    replay: bool,
+}
+
+impl Ways {
+    const NONE: Self = Self {
+        watch: false,
+        trace: false,
+        capture: false,
+        replay: false,
+    };
+    const ALL: [(Self, &'static str); 5] = [
+        (
+            Self {
+                watch: true,
+                ..Self::NONE
+            },
+            "_by_watch",
+        ),
+        (
+            Self {
+                trace: true,
+                ..Self::NONE
+            },
+            "_by_trace",
+        ),
+        (
+            Self {
+                capture: true,
+                ..Self::NONE
+            },
+            "_by_capture",
+        ),
+        (
+            Self {
+                replay: true,
+                ..Self::NONE
+            },
+            "_by_replay",
+        ),
+        (
+            Self {
+                watch: true,
+                trace: true,
+                capture: true,
+                replay: true,
+            },
+            "",
+        ),
+    ];
+
+    /// Begins one long request and looks at it, until what it returns is dropped. A replay is begun again and again.
+    async fn begin(self, client: &Client, id: &str) -> Result<Vec<Aborted>> {
+        let mut all = Vec::new();
+        for (looks, looker) in [
+            (self.watch, Looker::Watch),
+            (self.trace, Looker::TraceNodes),
+        ] {
+            if looks {
+                all.push(Aborted(looker.begin(client.clone()).await?));
+            }
+        }
+        if self.capture {
+            let request = v1::CaptureRequest {
+                which: Some(v1::capture_request::Which::RequestId(id.to_owned())),
+                ..v1::CaptureRequest::default()
+            };
+            let mut capture = client.capture(request).await?;
+            let captured = async move { while capture.next().await.is_some() {} };
+            all.push(Aborted(tokio::spawn(captured)));
+        }
+        all.push(Aborted(debugged(client, id).await?));
+        if self.replay {
+            let (client, id) = (client.clone(), id.to_owned());
+            all.push(Aborted(tokio::spawn(async move {
+                loop {
+                    let request = v1::ReplayRequest {
+                        which: Some(v1::replay_request::Which::RequestId(id.clone())),
+                        ..v1::ReplayRequest::default()
+                    };
+                    let Ok(mut told) = client.replay(request).await else {
+                        return;
+                    };
+                    while told.next().await.is_some() {}
+                }
+            })));
+        }
+        Ok(all)
+    }
+}
+
+/// What is done until this is dropped.
 struct Aborted(JoinHandle<()>);
 
 impl Drop for Aborted {
@@ -258,19 +330,33 @@ impl Drop for Aborted {
     }
 }
 
+/// How much later others have their tokens. The request runs either way: what counts is that somebody looks at it.
 async fn others(client: &Client) -> Result<()> {
     gaps(client).await?;
-    let mut more = Vec::new();
-    for round in 0..ROUNDS {
-        let without = p99(gaps(client).await?);
-        let looking = look_in_every_way(client, &format!("debugged-{round}")).await?;
-        let with = p99(gaps(client).await?);
-        looking.abort();
-        let _ = looking.await;
-        more.push((with / without - 1.0) * 100.0);
+    for (ways, name) in Ways::ALL {
+        let mut more = Vec::new();
+        for round in 0..ROUNDS {
+            let alone = Ways::NONE
+                .begin(client, &format!("alone{name}-{round}"))
+                .await?;
+            let without = p99(gaps(client).await?);
+            drop(alone);
+            let looked = ways.begin(client, &format!("looked{name}-{round}")).await?;
+            let with = p99(gaps(client).await?);
+            drop(looked);
+            more.push((with / without - 1.0) * 100.0);
+        }
+        let goal = match name {
+            "" => Goal::AtMost(10.0),
+            _ => Goal::None,
+        };
+        figure(
+            &format!("debug_others_p99_growth{name}"),
+            median(more),
+            "%",
+            goal,
+        );
     }
-    let goal = Goal::AtMost(10.0);
-    figure("debug_others_p99_growth", median(more), "%", goal);
     Ok(())
 }
 
