@@ -331,3 +331,180 @@ fn softmax_over_no_rows_is_empty() {
         }
     }
 }
+
+/// Shapes and axes: many short rows, few long ones, narrow and wide columns, and nothing.
+const RUNS: [(&[usize], usize); 10] = [
+    (&[300, 70], 1),
+    (&[3, 40_001], 1),
+    (&[1, 5000], 1),
+    (&[70, 300], 0),
+    (&[5, 33, 17], 1),
+    (&[150, 9, 3], 1),
+    (&[2, 700, 130], 1),
+    (&[4, 1], 1),
+    (&[0, 7], 1),
+    (&[6], 0),
+];
+
+/// The elements of each sequence along an axis, in their order.
+fn sequences(dims: &[usize], axis: usize) -> Vec<Vec<usize>> {
+    let product = |dims: &[usize]| dims.iter().product::<usize>();
+    let (outer, n, k) = (
+        product(&dims[..axis]),
+        dims[axis],
+        product(&dims[axis + 1..]),
+    );
+    let sequence = |o: usize, c: usize| (0..n).map(|i| (o * n + i) * k + c).collect();
+    let all = (0..outer).flat_map(|o| (0..k).map(move |c| (o, c)));
+    all.map(|(o, c)| sequence(o, c)).collect()
+}
+
+#[test]
+fn running_logs_are_those_of_f64() {
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I32] {
+        for (dims, axis) in RUNS {
+            for (reverse, width) in [(false, 6.0), (true, 300.0)] {
+                let x = around(dtype, dims, 1.0, width);
+                let y = run(&x, |g, x| g.logcumsumexp(x, axis as i64, reverse));
+                assert_eq!(
+                    y.dtype,
+                    if dtype == DType::I32 {
+                        DType::F32
+                    } else {
+                        dtype
+                    }
+                );
+                let (x, y) = (x.values(), y.values());
+                for mut sequence in sequences(dims, axis) {
+                    if reverse {
+                        sequence.reverse();
+                    }
+                    let (mut most, mut sum) = (f64::NEG_INFINITY, 0.0);
+                    for i in sequence {
+                        let high = f64::max(most, x[i]);
+                        sum = sum * (most - high).exp() + (x[i] - high).exp();
+                        most = high;
+                        let want = most + sum.ln();
+                        let bound = rounding(y_dtype(dtype)) * (1.0 + want.abs());
+                        assert!(
+                            (y[i] - want).abs() <= bound,
+                            "{dtype} {dims:?}: {} not {want}",
+                            y[i]
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn y_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::I32 => DType::F32,
+        dtype => dtype,
+    }
+}
+
+#[test]
+fn running_logs_of_infinities_and_nan() {
+    let (inf, nan) = (f64::INFINITY, f64::NAN);
+    let cases: [(&[f64], &[f64]); 5] = [
+        (&[-inf, -inf, 0.0, -inf], &[-inf, -inf, 0.0, 0.0]),
+        (&[1.0, inf, 2.0, inf], &[1.0, inf, inf, inf]),
+        (&[-inf, inf, -inf, 3.0], &[-inf, inf, inf, inf]),
+        (&[0.0, nan, 1.0, inf], &[0.0, nan, nan, nan]),
+        // So far apart that one of them is nothing beside the other.
+        (&[-3e38, 3e38, -3e38, 0.0], &[-3e38, 3e38, 3e38, 3e38]),
+    ];
+    for (values, want) in cases {
+        // As one row, and as columns that lie side by side.
+        for (dims, k) in [([1, 4], 1), ([4, 40], 40)] {
+            let all: Vec<f64> = values.iter().flat_map(|v| vec![*v; k]).collect();
+            let axis = i64::from(k == 1);
+            let y = run(&Tensor::of(DType::F32, &dims, &all), |g, x| {
+                g.logcumsumexp(x, axis, false)
+            });
+            for (i, y) in y.values().into_iter().enumerate() {
+                let want = f64::from(want[i / k] as f32);
+                assert!(
+                    y == want || (y.is_nan() && want.is_nan()),
+                    "{values:?}: {y} not {want}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn running_extremes_are_those_of_pairs() {
+    for &dtype in &DType::REAL[1..] {
+        for (dims, axis) in RUNS {
+            // Any bits: NaN of all kinds, infinities, both zeros.
+            let mut x = Tensor::random(dtype, dims, 11);
+            let size = dtype.block_bytes();
+            for (i, element) in x.bytes.chunks_mut(size).enumerate() {
+                // Most are numbers, so that not all that follows is NaN.
+                let v = (i * 37 % 101) as f64 / 8.0 - 6.0;
+                match i % 50 {
+                    7 if i % 3 == 0 => {}
+                    8 | 9 => element.copy_from_slice(&common::encode(dtype, [0.0, -0.0][i % 2])),
+                    _ => element.copy_from_slice(&common::encode(dtype, v)),
+                }
+            }
+            for (least, reverse) in [(false, false), (false, true), (true, false), (true, true)] {
+                let y = run(&x, |g, x| match least {
+                    false => g.cummax(x, axis as i64, reverse),
+                    true => g.cummin(x, axis as i64, reverse),
+                });
+                // What is known of each pair: the op of two operands says it.
+                let (mut a, mut b, mut at) = (Vec::new(), Vec::new(), Vec::new());
+                for mut sequence in sequences(dims, axis) {
+                    if reverse {
+                        sequence.reverse();
+                    }
+                    for pair in sequence.windows(2) {
+                        a.extend(y.at(pair[0]));
+                        b.extend(x.at(pair[1]));
+                        at.push(pair[1]);
+                    }
+                    if let Some(&first) = sequence.first() {
+                        assert!(same(dtype, y.at(first), x.at(first)), "{dtype} {dims:?}");
+                    }
+                }
+                let n = at.len();
+                if n == 0 {
+                    continue;
+                }
+                let pairs = Tensor {
+                    dtype,
+                    dims: vec![2, n],
+                    bytes: [a, b].concat(),
+                };
+                let want = run(&pairs, |g, x| {
+                    let row = |g: &mut GraphBuilder, i: i64| {
+                        g.slice(x, &[i, 0], &[i + 1, n as i64], &[1, 1])
+                    };
+                    let (a, b) = (row(g, 0)?, row(g, 1)?);
+                    if least {
+                        g.minimum(a, b)
+                    } else {
+                        g.maximum(a, b)
+                    }
+                });
+                for (i, at) in at.into_iter().enumerate() {
+                    assert!(
+                        same(dtype, y.at(at), want.at(i)),
+                        "{dtype} {dims:?} {least} {at}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Whether two elements have the same bits, or are both NaN, or both zero: of two operands that are equal the second one
+/// comes, while a running extreme, as that of all, has -0 below 0.
+fn same(dtype: DType, a: &[u8], b: &[u8]) -> bool {
+    let (x, y) = (decode(dtype, a), decode(dtype, b));
+    a == b || (x.is_nan() && y.is_nan()) || (x == 0.0 && y == 0.0)
+}

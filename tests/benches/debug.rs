@@ -2,9 +2,14 @@
 //!
 //! `cargo bench -p hotcell-tests --bench debug`
 
-use std::time::{Duration, Instant};
+use std::{
+    io::{BufRead as _, BufReader},
+    os::unix::process::CommandExt as _,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use hotcell_client::{
     Client, GenerateOptions, Prompt,
     debug::perfetto,
@@ -14,12 +19,15 @@ use hotcell_tests::{
     bench::{Goal, figure, median, p99},
     cluster::{Cluster, all_have, kjv, signal_pid},
 };
+use hotcell_worker::background;
 use tokio::task::{JoinHandle, JoinSet};
 
 /// Streams at once, tokens of each, and rounds of each kind.
 const STREAMS: u32 = 8;
 const TOKENS: u32 = 200;
-const ROUNDS: usize = 9;
+const ROUNDS: usize = 10;
+/// Tokens of each stream where the slowest hundredth counts.
+const LONG: u32 = 900;
 
 /// Who looks meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +90,7 @@ async fn speed(client: &Client) -> Result<f64> {
     let mut streams = JoinSet::new();
     for stream in 0..STREAMS {
         let options = GenerateOptions {
-            max_tokens: TOKENS,
+            max_tokens: LONG,
             ignore_eos: true,
             ..GenerateOptions::default()
         };
@@ -102,12 +110,19 @@ async fn overheads(client: &Client) -> Result<()> {
     for (looker, name, goal) in Looker::ALL {
         // In turns, so that what else the machine does hits both alike.
         let mut costs = Vec::new();
-        for _ in 0..ROUNDS {
-            let without = speed(client).await?;
-            let looking = looker.begin(client.clone()).await?;
-            let with = speed(client).await?;
-            looking.abort();
-            let _ = looking.await;
+        for round in 0..ROUNDS {
+            let (mut with, mut without) = (0.0, 0.0);
+            // Each first as often as second.
+            for looks in [round % 2 == 0, round % 2 == 1] {
+                if !looks {
+                    without = speed(client).await?;
+                    continue;
+                }
+                let looking = looker.begin(client.clone()).await?;
+                with = speed(client).await?;
+                looking.abort();
+                let _ = looking.await;
+            }
             costs.push((1.0 - with / without) * 100.0);
         }
         figure(&format!("debug_{name}_cost"), median(costs), "%", goal);
@@ -186,7 +201,7 @@ async fn gaps(client: &Client) -> Result<Vec<f64>> {
     let mut streams = JoinSet::new();
     for stream in 0..STREAMS / 2 {
         let options = GenerateOptions {
-            max_tokens: TOKENS,
+            max_tokens: LONG,
             ignore_eos: true,
             ..GenerateOptions::default()
         };
@@ -213,7 +228,7 @@ async fn gaps(client: &Client) -> Result<Vec<f64>> {
 /// The request that is looked at: it runs for longer than the others, and until the task is aborted.
 async fn debugged(client: &Client, id: &str) -> Result<JoinHandle<()>> {
     let options = GenerateOptions {
-        max_tokens: 2 * TOKENS,
+        max_tokens: LONG + 50,
         ignore_eos: true,
         request_id: id.to_owned(),
         ..GenerateOptions::default()
@@ -226,126 +241,125 @@ async fn debugged(client: &Client, id: &str) -> Result<JoinHandle<()>> {
 }
 
 /// Ways to look at a worker and at one of its requests, while others are served.
-#[derive(Clone, Copy, Debug)]
-struct Ways {
-    watch: bool,
-    trace: bool,
-    capture: bool,
-    replay: bool,
+const WAYS: [(&str, &[&str]); 5] = [
+    ("_by_watch", &["watch"]),
+    ("_by_trace", &["trace"]),
+    ("_by_capture", &["capture"]),
+    ("_by_replay", &["replay"]),
+    ("", &["watch", "trace", "capture", "replay"]),
+];
+
+/// Looks in these ways until its standard input ends: the program of an engineer, who sits elsewhere.
+async fn look(address: &str, id: &str, ways: &[String]) -> Result<()> {
+    let client = Client::connect(&address.parse()?).await?;
+    let mut lookers = Vec::new();
+    for way in ways {
+        let looker = match way.as_str() {
+            "watch" => Looker::Watch.begin(client.clone()).await?,
+            "trace" => Looker::TraceNodes.begin(client.clone()).await?,
+            "capture" => {
+                let request = v1::CaptureRequest {
+                    which: Some(v1::capture_request::Which::RequestId(id.to_owned())),
+                    ..v1::CaptureRequest::default()
+                };
+                let mut capture = client.capture(request).await?;
+                tokio::spawn(async move { while capture.next().await.is_some() {} })
+            }
+            _ => tokio::spawn(again_and_again(client.clone(), id.to_owned())),
+        };
+        lookers.push(looker);
+    }
+    println!("looking");
+    tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new())).await??;
+    Ok(())
 }
 
-impl Ways {
-    const NONE: Self = Self {
-        watch: false,
-        trace: false,
-        capture: false,
-        replay: false,
-    };
-    const ALL: [(Self, &'static str); 5] = [
-        (
-            Self {
-                watch: true,
-                ..Self::NONE
-            },
-            "_by_watch",
-        ),
-        (
-            Self {
-                trace: true,
-                ..Self::NONE
-            },
-            "_by_trace",
-        ),
-        (
-            Self {
-                capture: true,
-                ..Self::NONE
-            },
-            "_by_capture",
-        ),
-        (
-            Self {
-                replay: true,
-                ..Self::NONE
-            },
-            "_by_replay",
-        ),
-        (
-            Self {
-                watch: true,
-                trace: true,
-                capture: true,
-                replay: true,
-            },
-            "",
-        ),
-    ];
+/// Has a request run again as soon as it has been.
+async fn again_and_again(client: Client, id: String) {
+    loop {
+        let request = v1::ReplayRequest {
+            which: Some(v1::replay_request::Which::RequestId(id.clone())),
+            ..v1::ReplayRequest::default()
+        };
+        match client.replay(request).await {
+            Ok(mut told) => while told.next().await.is_some() {},
+            // It has not come yet.
+            Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+        }
+    }
+}
 
-    /// Begins one long request and looks at it, until what it returns is dropped. A replay is begun again and again.
-    async fn begin(self, client: &Client, id: &str) -> Result<Vec<Aborted>> {
-        let mut all = Vec::new();
-        for (looks, looker) in [
-            (self.watch, Looker::Watch),
-            (self.trace, Looker::TraceNodes),
-        ] {
-            if looks {
-                all.push(Aborted(looker.begin(client.clone()).await?));
+/// The process that looks; dropping it ends it.
+struct Engineer(std::process::Child);
+
+impl Engineer {
+    fn begin(cluster: &Cluster, id: &str, ways: &[&str]) -> Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["look", &format!("unix:{}", cluster.socket.display()), id]);
+        command
+            .args(ways)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        // SAFETY: between fork and exec it opens a file, writes to it and asks for less, by system calls alone.
+        unsafe { command.pre_exec(background::give_way) };
+        let mut child = command.spawn()?;
+        let mut line = String::new();
+        let told = child.stdout.take().context("no output")?;
+        let engineer = Self(child);
+        BufReader::new(told).read_line(&mut line)?;
+        ensure!(line == "looking\n", "nobody looks");
+        Ok(engineer)
+    }
+}
+
+impl Drop for Engineer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The p99 of others' gaps beside one long request, which somebody looks at in these ways.
+async fn beside(cluster: &Cluster, client: &Client, id: &str, ways: &[&str]) -> Result<f64> {
+    let engineer = match ways {
+        [] => None,
+        ways => Some(Engineer::begin(cluster, id, ways)?),
+    };
+    let request = debugged(client, id).await?;
+    let gaps = gaps(client).await?;
+    request.abort();
+    drop(engineer);
+    // What is left of them ends.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    Ok(p99(gaps))
+}
+
+/// How much later others have their tokens. The request runs either way: what counts is that somebody looks at it. Who does
+/// is a process that takes only what time is left here, as if it ran on another machine.
+async fn others(cluster: &Cluster, client: &Client) -> Result<()> {
+    for (name, ways) in WAYS {
+        beside(cluster, client, &format!("first{name}"), ways).await?;
+        let mut more = Vec::new();
+        let (mut without, mut with) = (Vec::new(), Vec::new());
+        for round in 0..ROUNDS {
+            // Each first as often as second.
+            for (looks, times) in match round % 2 {
+                0 => [(false, &mut without), (true, &mut with)],
+                _ => [(true, &mut with), (false, &mut without)],
+            } {
+                let ways = if looks { ways } else { &[] };
+                let id = format!("request{name}-{round}-{looks}");
+                times.push(beside(cluster, client, &id, ways).await?);
+            }
+            if let (Some(with), Some(without)) = (with.last(), without.last()) {
+                more.push((with / without - 1.0) * 100.0);
             }
         }
-        if self.capture {
-            let request = v1::CaptureRequest {
-                which: Some(v1::capture_request::Which::RequestId(id.to_owned())),
-                ..v1::CaptureRequest::default()
-            };
-            let mut capture = client.capture(request).await?;
-            let captured = async move { while capture.next().await.is_some() {} };
-            all.push(Aborted(tokio::spawn(captured)));
-        }
-        all.push(Aborted(debugged(client, id).await?));
-        if self.replay {
-            let (client, id) = (client.clone(), id.to_owned());
-            all.push(Aborted(tokio::spawn(async move {
-                loop {
-                    let request = v1::ReplayRequest {
-                        which: Some(v1::replay_request::Which::RequestId(id.clone())),
-                        ..v1::ReplayRequest::default()
-                    };
-                    let Ok(mut told) = client.replay(request).await else {
-                        return;
-                    };
-                    while told.next().await.is_some() {}
-                }
-            })));
-        }
-        Ok(all)
-    }
-}
-
-/// What is done until this is dropped.
-struct Aborted(JoinHandle<()>);
-
-impl Drop for Aborted {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-/// How much later others have their tokens. The request runs either way: what counts is that somebody looks at it.
-async fn others(client: &Client) -> Result<()> {
-    gaps(client).await?;
-    for (ways, name) in Ways::ALL {
-        let mut more = Vec::new();
-        for round in 0..ROUNDS {
-            let alone = Ways::NONE
-                .begin(client, &format!("alone{name}-{round}"))
-                .await?;
-            let without = p99(gaps(client).await?);
-            drop(alone);
-            let looked = ways.begin(client, &format!("looked{name}-{round}")).await?;
-            let with = p99(gaps(client).await?);
-            drop(looked);
-            more.push((with / without - 1.0) * 100.0);
-        }
+        println!(
+            "p99{name}: {:.2} ms, {:.2} ms looked at",
+            median(without),
+            median(with)
+        );
         let goal = match name {
             "" => Goal::AtMost(10.0),
             _ => Goal::None,
@@ -395,7 +409,7 @@ async fn run() -> Result<()> {
     overheads(&client).await?;
     attaching(&client).await?;
     size(&client).await?;
-    others(&client).await?;
+    others(&cluster, &client).await?;
     reporting(&cluster, &client).await
 }
 
@@ -404,5 +418,14 @@ fn main() -> Result<()> {
     if std::env::args().any(|a| a == "--test") {
         return Ok(());
     }
-    tokio::runtime::Runtime::new()?.block_on(run())
+    let arguments: Vec<String> = std::env::args().collect();
+    let work = async {
+        match arguments.as_slice() {
+            [_, look_at, address, id, ways @ ..] if look_at == "look" => {
+                look(address, id, ways).await
+            }
+            _ => run().await,
+        }
+    };
+    tokio::runtime::Runtime::new()?.block_on(work)
 }

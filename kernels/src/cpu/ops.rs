@@ -27,6 +27,7 @@ mod reduce;
 mod reducers;
 mod reductions;
 mod rope;
+mod running_logs;
 mod scan;
 mod scanners;
 mod scatter;
@@ -80,6 +81,7 @@ static TABLES: &[&[Entry]] = &[
     reductions::ENTRIES,
     arg::ENTRIES,
     scan::ENTRIES,
+    running_logs::ENTRIES,
     index::ENTRIES,
     scatter::ENTRIES,
     sort::ENTRIES,

@@ -45,7 +45,7 @@ pub(super) trait Reducer: Copy + Send + Sync + 'static {
 }
 
 /// A reducer that folds element by element.
-trait Fold: Reducer {
+pub(super) trait Fold: Reducer {
     /// What is folded inside a chunk.
     type Acc: Copy;
 

@@ -1,4 +1,4 @@
-//! Running sums and products.
+//! Running sums, products, maxima and minima.
 //!
 //! Rows are cut into chunks of a fixed length. Where there are fewer rows than threads like, a first step
 //! finds the totals of chunks, so that threads can begin in the middle of a row.
@@ -12,6 +12,8 @@ use hotcell_graph::{
 
 use super::{
     Entry,
+    keys::{BF16_INFINITY, F16_INFINITY},
+    reducers as r,
     scanners::{self as s, CHUNK, Mode, Scan, TILE},
     split, split_if_worth,
     strided::around,
@@ -33,6 +35,16 @@ pub(super) static ENTRIES: &[Entry] = &[
         op: "cumprod",
         supports: fits,
         launch: cumprod,
+    },
+    Entry {
+        op: "cummax",
+        supports: fits,
+        launch: cummax,
+    },
+    Entry {
+        op: "cummin",
+        supports: fits,
+        launch: cummin,
     },
 ];
 
@@ -278,6 +290,77 @@ fn running(
         (DType::BF16, true) => site.step(s::ProdBf16),
         (DType::F32, true) => site.step(s::ProdF32),
         (DType::F64, true) => site.step(s::ProdF64),
+        _ => None,
+    };
+    known.ok_or_else(|| unsupported(call))
+}
+
+fn cummax(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    extreme(launcher, call, ins, outs, 0)
+}
+
+fn cummin(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    extreme(launcher, call, ins, outs, -1)
+}
+
+/// `flip`: 0 for the greatest, −1 for the least.
+fn extreme(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+    flip: i8,
+) -> Result<(), DeviceError> {
+    let (&[x], &[out]) = (ins, outs) else {
+        return Err(unsupported(call));
+    };
+    let t = call.tensor(0)?;
+    let site = Site {
+        axis: normal_axis(call.int(0)?, t.shape.rank()).ok_or_else(|| unsupported(call))?,
+        mode: Mode {
+            exclusive: false,
+            reverse: call.bool(1)?,
+        },
+        dims: t.shape.dims().to_vec(),
+        launcher,
+        x,
+        out,
+    };
+    let max8 = |flip| s::Extreme8(r::Max8 { flip });
+    let max16 = |flip| s::Extreme16(r::Max16 { flip });
+    let max32 = |flip| s::Extreme32(r::Max32 { flip });
+    let max64 = |flip| s::Extreme64(r::Max64 { flip });
+    let (f16, f32, f64) = (i16::from(flip), i32::from(flip), i64::from(flip));
+    let half = |infinity, nan| {
+        s::ExtremeHalf(r::MaxHalf {
+            flip: f16,
+            infinity,
+            nan,
+        })
+    };
+    let known = match t.dtype {
+        DType::U8 => site.step(max8(flip ^ i8::MIN)),
+        DType::I8 => site.step(max8(flip)),
+        DType::U16 => site.step(max16(f16 ^ i16::MIN)),
+        DType::I16 => site.step(max16(f16)),
+        DType::U32 => site.step(max32(f32 ^ i32::MIN)),
+        DType::I32 => site.step(max32(f32)),
+        DType::U64 => site.step(max64(f64 ^ i64::MIN)),
+        DType::I64 => site.step(max64(f64)),
+        DType::F16 => site.step(half(F16_INFINITY, 0x7e00)),
+        DType::BF16 => site.step(half(BF16_INFINITY, 0x7fc0)),
+        DType::F32 => site.step(s::ExtremeF32(r::MaxF32 { flip: f32 })),
+        DType::F64 => site.step(s::ExtremeF64(r::MaxF64 { flip: f64 })),
         _ => None,
     };
     known.ok_or_else(|| unsupported(call))

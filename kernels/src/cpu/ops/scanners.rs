@@ -7,6 +7,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::groups;
+use super::reducers::{self, Fold as _, Reducer as _};
 use crate::cpu::{
     lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
     path::CpuPath,
@@ -279,6 +280,59 @@ unsafe fn columns_body<S: Scan>(
     }
 }
 
+/// Compiles a scan's loops for every instruction path, with rows in groups of registers where there is a `$wide`.
+macro_rules! compile {
+    ($name:ident $of:ty => $acc:ty $(, $wide:ty)?) => {
+        fn rows(self, path: CpuPath, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc {
+            dispatch! {
+                fn run(s: $name, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc
+                    = rows_body::<$name>;
+            }
+            $(#[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+                fn wide(s: $name, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc {
+                    // SAFETY: the processor has the path.
+                    unsafe { groups::rows::<$name, $wide>(s, x, n, mode, before, out) }
+                }
+                if path.or_portable() == CpuPath::Avx512Vnni {
+                    // SAFETY: as above.
+                    return unsafe { wide(self, x, n, mode, before, out) };
+                }
+            })?
+            run(path, self, x, n, mode, before, out)
+        }
+
+        fn total(self, path: CpuPath, x: &[$of], mode: Mode) -> $acc {
+            dispatch! {
+                fn run(s: $name, x: &[$of], mode: Mode) -> $acc = total_body::<$name>;
+            }
+            $(#[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+                fn wide(s: $name, x: &[$of], mode: Mode) -> $acc {
+                    // SAFETY: the processor has the path.
+                    unsafe { groups::chunk::<$name, $wide>(s, x, mode, s.identity(), None) }
+                }
+                if path.or_portable() == CpuPath::Avx512Vnni {
+                    // SAFETY: as above.
+                    return unsafe { wide(self, x, mode) };
+                }
+            })?
+            run(path, self, x, mode)
+        }
+
+        unsafe fn columns(self, path: CpuPath, x: *const $of, out: *mut $of, n: usize, k: usize, width: usize, mode: Mode) {
+            dispatch! {
+                unsafe fn run(s: $name, x: *const $of, out: *mut $of, n: usize, k: usize, width: usize, mode: Mode)
+                    = columns_body::<$name>;
+            }
+            // SAFETY: the caller's promise.
+            unsafe { run(path, self, x, out, n, k, width, mode) }
+        }
+    };
+}
+
 macro_rules! scans {
     ($($name:ident $of:ty => $acc:ty, $parts:literal, $identity:expr, $load:expr, $fold:expr, $store:expr $(, $wide:ty)?;)*) => {$(
         #[derive(Clone, Copy)]
@@ -298,55 +352,44 @@ macro_rules! scans {
             #[inline(always)]
             fn store(self, acc: $acc) -> $of { $store(acc) }
 
-            fn rows(self, path: CpuPath, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc {
-                dispatch! {
-                    fn run(s: $name, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc
-                        = rows_body::<$name>;
-                }
-                $(#[cfg(target_arch = "x86_64")]
-                {
-                    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-                    fn wide(s: $name, x: &[$of], n: usize, mode: Mode, before: $acc, out: &mut [$of]) -> $acc {
-                        // SAFETY: the processor has the path.
-                        unsafe { groups::rows::<$name, $wide>(s, x, n, mode, before, out) }
-                    }
-                    if path.or_portable() == CpuPath::Avx512Vnni {
-                        // SAFETY: as above.
-                        return unsafe { wide(self, x, n, mode, before, out) };
-                    }
-                })?
-                run(path, self, x, n, mode, before, out)
-            }
-
-            fn total(self, path: CpuPath, x: &[$of], mode: Mode) -> $acc {
-                dispatch! {
-                    fn run(s: $name, x: &[$of], mode: Mode) -> $acc = total_body::<$name>;
-                }
-                $(#[cfg(target_arch = "x86_64")]
-                {
-                    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-                    fn wide(s: $name, x: &[$of], mode: Mode) -> $acc {
-                        // SAFETY: the processor has the path.
-                        unsafe { groups::chunk::<$name, $wide>(s, x, mode, s.identity(), None) }
-                    }
-                    if path.or_portable() == CpuPath::Avx512Vnni {
-                        // SAFETY: as above.
-                        return unsafe { wide(self, x, mode) };
-                    }
-                })?
-                run(path, self, x, mode)
-            }
-
-            unsafe fn columns(self, path: CpuPath, x: *const $of, out: *mut $of, n: usize, k: usize, width: usize, mode: Mode) {
-                dispatch! {
-                    unsafe fn run(s: $name, x: *const $of, out: *mut $of, n: usize, k: usize, width: usize, mode: Mode)
-                        = columns_body::<$name>;
-                }
-                // SAFETY: the caller's promise.
-                unsafe { run(path, self, x, out, n, k, width, mode) }
-            }
+            compile!($name $of => $acc $(, $wide)?);
         }
     )*};
+}
+
+/// Greatest (or least) elements so far, as keys that order like the numbers: which are folded first is all the same.
+macro_rules! extremes {
+    ($($name:ident $reducer:ident $of:ty;)*) => {$(
+        #[derive(Clone, Copy)]
+        pub(super) struct $name(pub(super) reducers::$reducer);
+
+        impl Scan for $name {
+            type Of = $of;
+            type Acc = $of;
+            const PARTS: bool = true;
+
+            #[inline(always)]
+            fn identity(self) -> $of { self.0.identity() }
+            #[inline(always)]
+            fn load(self, v: $of) -> $of { self.0.load(v) }
+            #[inline(always)]
+            fn fold(self, a: $of, b: $of) -> $of { self.0.fold(a, b) }
+            #[inline(always)]
+            fn store(self, acc: $of) -> $of { self.0.finish(acc) }
+
+            compile!($name $of => $of);
+        }
+    )*};
+}
+
+extremes! {
+    Extreme8 Max8 i8;
+    Extreme16 Max16 i16;
+    Extreme32 Max32 i32;
+    Extreme64 Max64 i64;
+    ExtremeHalf MaxHalf i16;
+    ExtremeF32 MaxF32 i32;
+    ExtremeF64 MaxF64 i64;
 }
 
 fn same<T>(v: T) -> T {
