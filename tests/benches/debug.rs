@@ -1,6 +1,7 @@
 //! What it costs others when somebody looks into their worker, and how long that takes to begin.
 //!
-//! `cargo bench -p hotcell-tests --bench debug`
+//! `cargo bench -p hotcell-tests --bench debug [-- SECTION…]`, of these sections: overheads, attaching, size, others, or
+//! one way of looking at others as in `others_by_trace`, reporting.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -338,6 +339,9 @@ async fn beside(cluster: &Cluster, client: &Client, id: &str, ways: &[&str]) -> 
 /// is a process that takes only what time is left here, as if it ran on another machine.
 async fn others(cluster: &Cluster, client: &Client) -> Result<()> {
     for (name, ways) in WAYS {
+        if !wants("others") && !wants(&format!("others{name}")) {
+            continue;
+        }
         beside(cluster, client, &format!("first{name}"), ways).await?;
         let mut more = Vec::new();
         let (mut without, mut with) = (Vec::new(), Vec::new());
@@ -406,11 +410,31 @@ async fn run() -> Result<()> {
     let cluster = Cluster::with_model("kjv", &kjv(), &["--devices", "cpu:1"]).await?;
     cluster.workers(all_have("kjv")).await?;
     let client = cluster.client().await?;
-    overheads(&client).await?;
-    attaching(&client).await?;
-    size(&client).await?;
+    if wants("overheads") {
+        overheads(&client).await?;
+    }
+    if wants("attaching") {
+        attaching(&client).await?;
+    }
+    if wants("size") {
+        size(&client).await?;
+    }
     others(&cluster, &client).await?;
-    reporting(&cluster, &client).await
+    if wants("reporting") {
+        reporting(&cluster, &client).await?;
+    }
+    Ok(())
+}
+
+/// Whether a section is asked for: all are if none is named.
+fn wants(section: &str) -> bool {
+    let mut named = std::env::args().skip(1).filter(|a| !a.starts_with('-'));
+    let mut none = true;
+    let wanted = named.any(|name| {
+        none = false;
+        name == section
+    });
+    wanted || none
 }
 
 fn main() -> Result<()> {

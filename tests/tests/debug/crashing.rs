@@ -126,20 +126,22 @@ fn attach(pid: u32) -> std::io::Result<()> {
     Ok(())
 }
 
-const SCHED_IDLE: u32 = libc::SCHED_IDLE.unsigned_abs();
+const SCHED_BATCH: i32 = libc::SCHED_BATCH;
 
-/// How each thread of a process is scheduled: `proc_pid_stat(5)`, policy.
-fn policies(pid: u32) -> Vec<u32> {
+/// How each thread of a process is scheduled: `proc_pid_stat(5)`, policy and nice value.
+fn scheduling(pid: u32) -> Vec<(i32, i32)> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
-    let policy = |thread: std::io::Result<std::fs::DirEntry>| {
+    let of = |thread: std::io::Result<std::fs::DirEntry>| {
         let line = std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap();
         // After the name, which may have spaces, the third field comes first.
         let (_, fields) = line.rsplit_once(')').unwrap();
-        fields.split_whitespace().nth(41 - 3).unwrap().parse()
+        let fields: Vec<&str> = fields.split_whitespace().collect();
+        let field = |number: usize| fields[number - 3].parse().unwrap();
+        (field(41), field(19))
     };
-    let policies: Vec<u32> = threads.map(|t| policy(t).unwrap()).collect();
-    assert!(policies.len() > 1, "{policies:?}");
-    policies
+    let all: Vec<(i32, i32)> = threads.map(of).collect();
+    assert!(all.len() > 1, "{all:?}");
+    all
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -176,9 +178,10 @@ async fn a_crash_is_run_again_once_a_debugger_is_attached() {
     let its = workers.iter().find(|w| w.pid == pid).unwrap();
     assert_eq!(its.id, held["worker"].as_str().unwrap());
     // Whoever serves goes before it.
-    assert!(policies(pid).iter().all(|policy| *policy == SCHED_IDLE));
+    let last = (SCHED_BATCH, 19);
+    assert!(scheduling(pid).iter().all(|thread| *thread == last));
     let serves = workers.iter().find(|w| is_own(w)).unwrap();
-    assert!(policies(serves.pid).iter().all(|policy| *policy == 0));
+    assert!(!scheduling(serves.pid).contains(&last));
     std::thread::spawn(move || attach(pid))
         .join()
         .unwrap()

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use hotcell_client::{
-    GenerateOptions, Prompt, Reason,
+    Client, GenerateOptions, Prompt, Reason,
     debug::Recording,
     v1::{self, condition::Kind, guard_event},
 };
@@ -134,6 +134,64 @@ async fn conditions_are_checked_and_hold_where_they_should() {
     assert_eq!((hit.condition, hit.ended), (2, false));
     assert_eq!(hit.node.unwrap().name, "layers.2.add.0");
     assert!(hit.peak > 0.0 && hit.rms > 0.0 && hit.rms <= hit.peak);
+}
+
+/// What is told of a request's answer at one node: each token's place with the bits of its row's greatest value.
+async fn told(
+    client: &Client,
+    above: f32,
+    speculation: bool,
+    id: &str,
+) -> (Vec<(u64, u32)>, Vec<u32>) {
+    let guard = v1::GuardRequest {
+        nodes: vec!["layers.2.add.0".into()],
+        ..when(&[Kind::Above(above)])
+    };
+    let mut events = client.guard(guard).await.unwrap();
+    events.next().await.unwrap().unwrap();
+    let options = GenerateOptions {
+        no_speculation: !speculation,
+        ..options(id, 400)
+    };
+    let stream = client.generate("In the beginning", options).await.unwrap();
+    let tokens = stream.complete().await.unwrap().token_ids;
+    let mut all = Vec::new();
+    // The last ones may still be on their way.
+    while let Ok(event) = tokio::time::timeout(Duration::from_secs(1), events.next()).await {
+        if let Some(guard_event::Kind::Hit(hit)) = event.unwrap().unwrap().kind {
+            assert_eq!((hit.request_id.as_str(), hit.missed), (id, 0));
+            all.push((hit.token, hit.peak.to_bits()));
+        }
+    }
+    // Of a prompt that was read before, fewer rows are computed.
+    all.retain(|(token, _)| *token > 0);
+    (all, tokens)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_guessed_right_is_looked_at_too() {
+    let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let right = async || -> u64 {
+        let workers = client.workers().await.unwrap();
+        let caches = workers.iter().flat_map(|w| &w.caches);
+        caches.map(|c| c.guessed_right).sum()
+    };
+    // Everywhere: all rows, and so nothing that was guessed is of use.
+    let (all, tokens) = told(&client, 0.0, false, "all").await;
+    assert_eq!(all.len(), tokens.len() - 1);
+    let (again, same) = told(&client, 0.0, true, "again").await;
+    assert!(again == all && same == tokens);
+    assert_eq!(right().await, 0);
+    // At some of them.
+    let mut peaks: Vec<f32> = all.iter().map(|(_, peak)| f32::from_bits(*peak)).collect();
+    peaks.sort_by(f32::total_cmp);
+    let above = peaks[peaks.len() * 9 / 10];
+    let (some, same) = told(&client, above, true, "some").await;
+    assert_eq!(same, tokens);
+    let expected = all.iter().filter(|(_, peak)| f32::from_bits(*peak) > above);
+    assert!(some.iter().eq(expected), "{} of {}", some.len(), all.len());
+    assert!(!some.is_empty() && right().await > 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]

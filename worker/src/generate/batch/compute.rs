@@ -102,8 +102,8 @@ impl Batch {
         let Task::Generate(sequence) = &member.task else {
             return Ok(());
         };
-        // Of a token that is looked at there is one row, and of those that conditions are for there is none to miss.
-        if !sequence.speculates() || self.is_guarded() || self.is_probed(member.id) {
+        // Of a token that is looked at there is one row.
+        if !sequence.speculates() || self.is_probed(member.id) {
             return Ok(());
         }
         let most = most

@@ -334,9 +334,11 @@ impl Batch {
         looked
     }
 
-    /// After a step: tells where conditions hold, and ends the requests that end for it.
+    /// After a step: tells where conditions hold, and ends the requests that end for it. Guesses from one on at which a
+    /// condition holds are given up: if it was right, its token is computed by itself next, and told of then.
     pub(super) fn guard(&mut self, ended: &mut Vec<(usize, Outcome)>) -> Result<(), DeviceError> {
         let rows = self.rows.len();
+        let mut given_up = Vec::new();
         for guard in &mut self.lookers.guards {
             let mut sizes = Vec::with_capacity(guard.points.len());
             for &point in &guard.points {
@@ -352,6 +354,9 @@ impl Batch {
                     Some((point, condition, size))
                 };
                 let own = part.first..part.first + part.rows;
+                let mut guessed = own.end..own.end + running.guesses.len();
+                let caught = |row: usize| sizes.iter().any(|point| holds(point, row).is_some());
+                given_up.extend(guessed.position(caught).map(|right| (part.at, right)));
                 let first = own.clone().find_map(|row| {
                     let mut hits = sizes.iter().filter_map(|point| holds(point, row));
                     let first = hits.next()?;
@@ -386,6 +391,9 @@ impl Batch {
                     ended.push((part.at, Outcome::Failed(error)));
                 }
             }
+        }
+        for (at, right) in given_up {
+            self.running[at].guesses.truncate(right);
         }
         Ok(())
     }
