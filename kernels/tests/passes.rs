@@ -184,6 +184,39 @@ fn statistics_of_what_is_not_finite_and_of_one() {
     assert_eq!(y, [-inf, -inf]);
 }
 
+/// One NaN among ones makes NaN of what is made of it, whatever its sign and its payload.
+#[test]
+fn no_nan_is_lost() {
+    type Op = fn(&mut GraphBuilder, Value, i64) -> Result<Value, GraphError>;
+    let ops: [(&str, Op); 9] = [
+        ("sum", |g, x, axis| g.reduce_sum(x, &[axis], false)),
+        ("product", |g, x, axis| g.reduce_prod(x, &[axis], false)),
+        ("largest", |g, x, axis| g.reduce_max(x, &[axis], false)),
+        ("smallest", |g, x, axis| g.reduce_min(x, &[axis], false)),
+        ("variance", |g, x, axis| g.variance(x, &[axis], false, 0)),
+        ("logsumexp", |g, x, axis| g.logsumexp(x, &[axis], false)),
+        ("softmax", |g, x, axis| g.softmax(x, axis)),
+        ("cumsum", |g, x, axis| g.cumsum(x, axis, false, false)),
+        ("logcumsumexp", |g, x, axis| g.logcumsumexp(x, axis, false)),
+    ];
+    for bits in [0x7fc0_0001, 0xffc0_0005, 0x7fc0_01ff_u32] {
+        for n in [1, 5, 64, 600] {
+            for at in [0, n - 1] {
+                let mut values = vec![1.0; n];
+                values[at] = f64::from(f32::from_bits(bits));
+                for (dims, axis) in [([1, n], 1), ([n, 1], 0)] {
+                    let x = Tensor::of(DType::F32, &dims, &values);
+                    for (name, op) in ops {
+                        let y = run(&x, |g, x| op(g, x, axis)).values();
+                        let last = y.last().unwrap();
+                        assert!(last.is_nan(), "{name} of {bits:x} at {at} of {n}: {last}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn long_rows_are_scanned_by_any_number_of_threads() {
     let n = 70_001;

@@ -2,7 +2,7 @@
 
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-use crate::cpu::path::CpuPath;
+use crate::cpu::{lanes::ask_ahead, path::CpuPath};
 
 /// Writes `n` elements to the first address from those at up to three others.
 ///
@@ -17,6 +17,8 @@ pub(super) trait Unary {
     type Out;
     /// Whether `outside` elements are done again by `rescue`, one at a time.
     const RESCUE: bool = false;
+    /// Whether memory has to be asked for ahead, since there is so much to compute.
+    const ASKS: bool = false;
     fn call(x: Self::In) -> Self::Out;
     #[inline(always)]
     fn outside(_: Self::In) -> bool {
@@ -57,6 +59,12 @@ pub(super) trait Loop {
     unsafe fn run(out: *mut u8, args: [*const u8; 3], n: usize);
 }
 
+/// Elements from which on they are not those of a tile, which is in the nearest cache.
+pub(super) const LONG: usize = 1 << 14;
+
+/// Elements that memory is asked for at once.
+const PIECE: usize = 256;
+
 /// Elements after which what may need rescue is looked at again, while the cache has it.
 const RESCUE_BLOCK: usize = 512;
 
@@ -70,8 +78,15 @@ unsafe fn unary_body<I: Unary>(out: *mut u8, args: [*const u8; 3], n: usize) {
         )
     };
     if !I::RESCUE {
-        for (o, x) in out.iter_mut().zip(x) {
-            *o = I::call(*x);
+        let asks = I::ASKS && n >= LONG;
+        let piece = if asks { PIECE } else { n.max(1) };
+        for (out, x) in out.chunks_mut(piece).zip(x.chunks(piece)) {
+            if asks {
+                ask_ahead(x);
+            }
+            for (o, x) in out.iter_mut().zip(x) {
+                *o = I::call(*x);
+            }
         }
         return;
     }
@@ -249,13 +264,21 @@ pub(super) fn select(bytes: usize, path: CpuPath) -> Option<Code> {
     }
 }
 
-/// A [`Code`] of an expression over one element: `unary!(wide1, path, f32 => f32, |x| -x)`.
+/// A [`Code`] of an expression over one element: `unary!(wide1, path, f32 => f32, |x| -x)`; of one that takes long,
+/// `unary!(wide1 asks, …)`.
 macro_rules! unary {
-    ($pick:ident, $path:expr, $in:ty => $out:ty, |$x:ident| $e:expr) => {{
+    ($pick:ident, $($rest:tt)*) => {
+        $crate::cpu::elementwise::code::unary!($pick false, $($rest)*)
+    };
+    ($pick:ident asks, $($rest:tt)*) => {
+        $crate::cpu::elementwise::code::unary!($pick true, $($rest)*)
+    };
+    ($pick:ident $asks:literal, $path:expr, $in:ty => $out:ty, |$x:ident| $e:expr) => {{
         struct Op;
         impl $crate::cpu::elementwise::code::Unary for Op {
             type In = $in;
             type Out = $out;
+            const ASKS: bool = $asks;
             #[inline(always)]
             fn call($x: $in) -> $out {
                 $e

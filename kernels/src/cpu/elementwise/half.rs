@@ -10,10 +10,10 @@ use std::{
 use hotcell_graph::DType;
 
 use super::{
-    code::{Binary, Code, Unary},
+    code::{Binary, Code, LONG, Unary},
     float::gelu_tanh,
 };
-use crate::cpu::{math::Real, path::CpuPath};
+use crate::cpu::{lanes::ask_ahead, math::Real, path::CpuPath};
 
 /// Elements that are converted at once.
 const LANES: usize = 16;
@@ -180,6 +180,8 @@ trait Lanes {
     type In: Copy;
     type Out: Copy;
     const ARGS: usize;
+    /// As for [`Unary`].
+    const ASKS: bool = false;
     const ZERO: (Self::In, Self::Out);
     unsafe fn call<C: Convert>(x: [&[Self::In; LANES]; 2]) -> [Self::Out; LANES];
 }
@@ -229,6 +231,7 @@ impl<I: Unary<In = f32, Out = f32>> Lanes for One<I> {
     type In = u16;
     type Out = u16;
     const ARGS: usize = 1;
+    const ASKS: bool = true;
     const ZERO: (u16, u16) = (0, 0);
     #[inline(always)]
     unsafe fn call<C: Convert>([x, _]: [&[u16; LANES]; 2]) -> [u16; LANES] {
@@ -276,7 +279,11 @@ unsafe fn walk<C: Convert, L: Lanes>(out: *mut u8, args: [*const u8; 3], n: usiz
         };
         let (out, out_left) = out.as_chunks_mut::<LANES>();
         let ((a, a_left), (b, b_left)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        let asks = L::ASKS && n >= LONG;
         for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
+            if asks {
+                ask_ahead(a);
+            }
             *out = L::call::<C>([a, b]);
         }
         if !out_left.is_empty() {

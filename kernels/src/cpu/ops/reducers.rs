@@ -7,7 +7,7 @@
 use super::keys::{F32_INFINITY, F64_INFINITY, key16, key32, key64};
 use crate::{
     cpu::{
-        lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
+        lanes::{LANES, ask_ahead, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
         path::CpuPath,
     },
     reduction::{self, phases},
@@ -16,6 +16,9 @@ use crate::{
 /// Columns of accumulators that a thread holds at once: as many as leave room in the nearest cache, so that
 /// rows are read in long pieces.
 pub(super) const TILE: usize = 2048;
+
+/// Bytes of a row from which on it is worth asking for what follows, and of a piece of it that this is done for.
+const LONG: usize = 1024;
 
 /// Lanes of a row are those of a vector.
 const _: () = assert!(LANES == reduction::LANES);
@@ -72,7 +75,11 @@ fn lanes_row<R: Fold>(r: R, row: &[R::In]) -> R::Acc {
     }
     let mut acc = [r.identity(); LANES];
     let (chunks, tail) = row.as_chunks::<LANES>();
+    let long = size_of_val(row) >= LONG;
     for chunk in chunks {
+        if long {
+            ask_ahead(chunk);
+        }
         for i in 0..LANES {
             acc[i] = r.fold(acc[i], r.load(chunk[i]));
         }
@@ -91,8 +98,14 @@ fn lanes_row<R: Fold>(r: R, row: &[R::In]) -> R::Acc {
 #[inline(always)]
 fn any_order_row<R: Fold>(r: R, row: &[R::In]) -> R::Acc {
     let mut acc = r.identity();
-    for v in row {
-        acc = r.fold(acc, r.load(*v));
+    let long = size_of_val(row) >= LONG;
+    for piece in row.chunks(LONG / size_of::<R::In>()) {
+        if long {
+            ask_ahead(piece);
+        }
+        for v in piece {
+            acc = r.fold(acc, r.load(*v));
+        }
     }
     acc
 }

@@ -9,7 +9,7 @@ use std::f32::consts::LOG2_E;
 use super::reducers::{Reducer, TILE};
 use crate::{
     cpu::{
-        lanes::{bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
+        lanes::{LANES, ask_ahead, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
         path::CpuPath,
     },
     reduction::phases,
@@ -157,8 +157,8 @@ fn power(x: f32) -> f32 {
     let p = p.mul_add(f, 2.402_265_2e-1);
     let p = p.mul_add(f, 6.931_472_4e-1);
     let p = p.mul_add(f, 1.0);
-    // The bits of MAGIC end in 22 zeros, of which 9 stay.
-    f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
+    // The bits of MAGIC end in 22 zeros, of which 9 stay. A factor, since a sum of bits would make numbers of NaNs.
+    p * f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0_f32.to_bits()))
 }
 
 #[inline(always)]
@@ -225,10 +225,36 @@ impl Statistic for Powers {
     }
 }
 
+/// An element less its lane's first, where that counts.
+#[inline(always)]
+fn less<S: Statistic>(v: f32, center: f32) -> f32 {
+    if S::CENTERED { v - center } else { v }
+}
+
+/// Takes eight rows into the lanes of as many columns as each has.
+#[inline(always)]
+fn take_eight<S: Statistic, T: Copy>(
+    load: impl Fn(T) -> f32,
+    count: usize,
+    (a, b): (&mut [f32], &mut [f32]),
+    center: &[f32],
+    rows: [&[T]; 8],
+) {
+    let w = a.len();
+    let (b, center, rows) = (&mut b[..w], &center[..w], rows.map(|row| &row[..w]));
+    for j in 0..w {
+        let mut eight = [0.0; 8];
+        for i in 0..8 {
+            eight[i] = less::<S>(load(rows[i][j]), center[j]);
+        }
+        [a[j], b[j]] = S::eight(count as f32, [a[j], b[j]], eight);
+    }
+}
+
 /// Takes the rows of a matrix of `k` columns into the lanes of `a.len()` columns. How many that were.
 #[inline(always)]
 fn take_rows<S: Statistic, T: Copy>(
-    load: impl Fn(T) -> f32,
+    load: impl Fn(T) -> f32 + Copy,
     [a, b, center]: [&mut [f32]; 3],
     x: &[T],
     k: usize,
@@ -244,27 +270,29 @@ fn take_rows<S: Statistic, T: Copy>(
             *c = load(*v);
         }
     }
-    let less = |v: f32, center: f32| if S::CENTERED { v - center } else { v };
     let mut count = 0;
     let mut eight = x.chunks_exact(8 * k);
     for rows in &mut eight {
         let row = |i: usize| &rows[i * k + first..][..w];
-        let (p, q, r, s) = (row(0), row(1), row(2), row(3));
-        let (t, u, v, y) = (row(4), row(5), row(6), row(7));
-        for j in 0..w {
-            let x = [p[j], q[j], r[j], s[j], t[j], u[j], v[j], y[j]];
-            let mut eight = [0.0; 8];
-            for i in 0..8 {
-                eight[i] = less(load(x[i]), center[j]);
+        let rows: [&[T]; 8] = [0, 1, 2, 3, 4, 5, 6, 7].map(row);
+        let whole = w / LANES * LANES;
+        for j in (0..whole).step_by(LANES) {
+            let near = rows.map(|row| &row[j..j + LANES]);
+            for row in near {
+                ask_ahead(row);
             }
-            [a[j], b[j]] = S::eight(count as f32, [a[j], b[j]], eight);
+            let own = (&mut a[j..j + LANES], &mut b[j..j + LANES]);
+            take_eight::<S, T>(load, count, own, &center[j..j + LANES], near);
         }
+        let own = (&mut a[whole..], &mut b[whole..]);
+        let left = rows.map(|row| &row[whole..]);
+        take_eight::<S, T>(load, count, own, &center[whole..], left);
         count += 8;
     }
     for row in eight.remainder().chunks_exact(k) {
         let row = &row[first..][..w];
         for j in 0..w {
-            let v = less(load(row[j]), center[j]);
+            let v = less::<S>(load(row[j]), center[j]);
             [a[j], b[j]] = S::one(count as f32, [a[j], b[j]], v);
         }
         count += 1;
