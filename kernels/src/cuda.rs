@@ -231,6 +231,7 @@ impl Device for CudaDevice {
     }
 
     fn leave(&self, trail: Trail) {
+        self.side.gpu.leave_crumbs_in(trail.node);
         self.trail.set(Some(trail));
         self.side.cpu.leave(trail);
     }

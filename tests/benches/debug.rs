@@ -16,11 +16,11 @@ use hotcell_client::{
     debug::perfetto,
     v1::{self, condition::Kind, trace_piece},
 };
+use hotcell_ipc::background;
 use hotcell_tests::{
     bench::{Goal, figure, median, p99},
     cluster::{Cluster, all_have, kjv, signal_pid},
 };
-use hotcell_worker::background;
 use tokio::task::{JoinHandle, JoinSet};
 
 /// Streams at once, tokens of each, and rounds of each kind.

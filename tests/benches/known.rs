@@ -32,6 +32,7 @@ async fn host(path: &Path) -> Result<Host> {
         max_context: None,
         tensor_memory: None,
         blackbox: None,
+        follow: false,
         registry: hotcell_kernels::registry::Registry::default(),
     })?;
     let host = Host::new(engine, hotcell_worker::confine::Report::default());

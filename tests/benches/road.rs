@@ -163,6 +163,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         max_context: None,
         tensor_memory: None,
         blackbox: None,
+        follow: false,
         registry: Registry::default(),
     })?;
     let host = Host::new(engine, hotcell_worker::confine::Report::default());

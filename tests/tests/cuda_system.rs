@@ -9,7 +9,7 @@ use std::{
 
 use hotcell_client::{
     Address, GenerateOptions, Prompt, Reason,
-    tensor::{Backend, BackendParams, DType},
+    tensor::{Backend, BackendParams, DType, Tensor},
     v1,
 };
 use hotcell_tests::{
@@ -151,6 +151,77 @@ async fn a_driver_that_hangs_is_ended() {
     assert_eq!(crash.kind, "wedged", "{crash:?}");
     let seen = crash.blackbox.unwrap();
     assert_eq!((seen.doing.as_str(), seen.op.as_str()), ("tensors", "mul"));
+}
+
+/// What the black box says of a worker whose device does not come back from a kernel, in that kernel's run of this number: it
+/// runs once in each call of a graph of forty steps, the thirtieth of which it is.
+async fn hung(nth: usize) -> v1::BlackBox {
+    let conf = format!("fail = softmax_f32:{nth}=hang\n");
+    let (cluster, _driver) = cluster(&conf, &["--hang-timeout", "2s"]).await;
+    cluster.workers(is_ready).await.unwrap();
+    let backend = session(&cluster).await;
+    let session = backend.session();
+    let graph = session.compile(|inputs: &[Tensor]| {
+        let mut y = inputs[0].exp();
+        for step in 1..40 {
+            y = if step == 30 { y.softmax(0) } else { y.tanh() };
+        }
+        vec![y]
+    });
+    let x = session.full(0.5, &[64]);
+    for _ in 1..nth {
+        graph.call_eval(std::slice::from_ref(&x)).await.unwrap();
+    }
+    let error = graph.call_eval(&[x]).await.unwrap_err();
+    assert_eq!(error.reason(), Reason::WorkerLost, "{error:?}");
+    let client = cluster.client().await.unwrap();
+    let began = Instant::now();
+    let crash = loop {
+        if let Some(crash) = client.crashes().await.unwrap().pop() {
+            break crash;
+        }
+        assert!(began.elapsed() < SOON);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert_eq!(crash.kind, "wedged", "{crash:?}");
+    crash.blackbox.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_hangs_has_said_where_it_is() {
+    // Given step by step, it is the very one.
+    let seen = hung(2).await;
+    assert_eq!((seen.node, seen.op.as_str()), (30, "softmax"));
+    // As a recording it says so now and then, and the host gives it all at once.
+    let seen = hung(4).await;
+    assert_eq!((seen.node, seen.op.as_str()), (16, "tanh"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crash_that_is_run_again_names_the_kernel() {
+    // In the thirtieth step or so of a model that has eleven of them.
+    let (cluster, _driver) = cluster("fail = add_rms_norm_f32:300=abort\n", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let options = GenerateOptions {
+        max_tokens: 40,
+        ..Default::default()
+    };
+    let prompt = Prompt::Text("In the beginning".to_owned());
+    let stream = client.generate(prompt, options).await.unwrap();
+    stream.complete().await.unwrap();
+    let crash = client.crashes().await.unwrap().pop().unwrap();
+    let crash = client.crash(&crash.id).await.unwrap();
+    let seen = crash.blackbox.unwrap();
+    assert!(seen.node.is_multiple_of(16), "{seen:?}");
+    let said = cluster
+        .hotcell(&["--json", "crashes", "replay", &crash.id])
+        .unwrap();
+    let said = String::from_utf8(said.stdout).unwrap();
+    let outcome: serde_json::Value = serde_json::from_str(said.lines().next().unwrap()).unwrap();
+    assert_eq!(outcome["outcome"], "died", "{said}");
+    assert_eq!(outcome["crash"]["blackbox"]["op"], "add_rms_norm", "{said}");
 }
 
 /// The devices of a scheduler with the processor's worker and CUDA's beside it, once that has said what there is.

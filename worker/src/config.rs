@@ -99,9 +99,9 @@ pub struct Serve {
     /// Memory in which this process writes what it does.
     #[arg(long)]
     pub blackbox_fd: RawFd,
-    /// Compute when nobody else wants the processor.
+    /// Note the very node that runs, however long that takes.
     #[arg(long)]
-    pub background: bool,
+    pub follow: bool,
     /// Device, cores, cache, log.
     #[command(flatten)]
     pub common: Common,

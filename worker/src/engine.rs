@@ -155,6 +155,7 @@ impl Engine {
                     progress,
                     node,
                     pack: |step, op, group| Node { step, op, group }.packed(),
+                    each: config.follow,
                 });
                 let about = Opened {
                     info: device.info().clone(),

@@ -1,6 +1,5 @@
 //! One process, one device: loads models, runs plans, streams tokens.
 
-pub mod background;
 pub mod config;
 pub mod confine;
 pub mod debug;

@@ -24,7 +24,6 @@ use tokio::sync::mpsc;
 use tracing_subscriber::EnvFilter;
 
 use crate::{
-    background,
     config::{Alone, Cli, Common, Mode, Serve},
     confine::{self, Report},
     engine::{self, Engine, EngineConfig},
@@ -169,6 +168,7 @@ fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
             max_context: common.max_context,
             tensor_memory: common.tensor_memory,
             blackbox: Some(blackbox),
+            follow: false,
             registry,
         },
         blackbox,
@@ -252,12 +252,8 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
             );
         }
     };
-    let prepared = prepare(&serve.common, registry, blackbox);
-    if serve.background
-        && let Err(error) = background::give_way()
-    {
-        tracing::warn!(%error, "it computes with the same right as others");
-    }
+    let mut prepared = prepare(&serve.common, registry, blackbox);
+    prepared.engine.follow = serve.follow;
     record(blackbox);
     let report = match confined(confine::Mode::Inherited, &prepared.engine) {
         Ok(report) => report,

@@ -322,6 +322,7 @@ inline void __syncthreads() { shim::wait_at(shim::here().all); }
 inline void __syncwarp(unsigned = ~0u) { shim::wait_at(shim::warp()); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
+inline void __threadfence_system() {}
 template <class T> T __shfl_sync(unsigned, T v, int from, int width = 32) {
   unsigned lane = shim::lane(), base = lane / width * width;
   return shim::shuffled(v, base + unsigned(from) % width);

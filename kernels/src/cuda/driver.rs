@@ -76,6 +76,8 @@ functions! {
     cuMemFree_v2(CUdeviceptr);
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
     cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
     cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
     cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
@@ -276,6 +278,18 @@ impl Driver {
     /// Gives pinned memory back, once.
     pub fn free_pinned(&self, address: *mut u8) -> Result<(), DeviceError> {
         call!(self, cuMemFreeHost(address.cast()))
+    }
+
+    /// Has the device write to a page of the host's, which is mapped for as long as the process lives: its address there.
+    pub fn map_page(&self, page: *mut u8, bytes: usize) -> Result<CUdeviceptr, DeviceError> {
+        // CU_MEMHOSTREGISTER_DEVICEMAP
+        call!(self, cuMemHostRegister_v2(page.cast(), bytes, 2))?;
+        let mut address = 0;
+        call!(
+            self,
+            cuMemHostGetDevicePointer_v2(&mut address, page.cast(), 0)
+        )
+        .map(|()| address)
     }
 
     /// A new stream that does not wait for the default one.

@@ -1,11 +1,11 @@
 //! A device as this process has it: its context, one stream, its kernels, and memory that is copied through.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     collections::HashMap,
     ffi::{CString, c_int},
     ptr,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, PoisonError, atomic::AtomicU64},
 };
 
 use cudarc::driver::sys::{
@@ -147,6 +147,8 @@ pub(super) struct Gpu {
     /// [`SLOTS`] of them, in memory that host and device share.
     faults: *mut Slot,
     functions: RefCell<HashMap<&'static str, Option<CUfunction>>>,
+    /// Where the device finds the word that says which step it runs.
+    crumbs: Cell<Option<CUdeviceptr>>,
     /// Its number.
     pub owner: u64,
 }
@@ -182,6 +184,7 @@ impl Gpu {
             halves: [half()?, half()?],
             faults,
             functions: RefCell::default(),
+            crumbs: Cell::default(),
             owner: number as u64,
         };
         Ok((gpu, info))
@@ -309,6 +312,34 @@ impl Gpu {
             self.driver
                 .launch(function, blocks, threads, shared, stream, &mut pointers)
         }
+    }
+
+    /// Has the device itself write to this word which step it runs ([`Gpu::leave_crumb`]). Where the driver gives it no
+    /// way to, the host does when it gives the step, which may be long before.
+    pub fn leave_crumbs_in(&self, word: &'static AtomicU64) {
+        // Pages are what is mapped.
+        const PAGE: usize = 4096;
+        let at = word.as_ptr().addr() % PAGE;
+        let page = word.as_ptr().cast::<u8>().wrapping_sub(at);
+        match self.driver.map_page(page, PAGE) {
+            Ok(page) => self.crumbs.set(Some(page + at as u64)),
+            Err(error) => tracing::warn!(%error, "the device cannot say which step it runs"),
+        }
+    }
+
+    /// Has the device note a step when it comes to it. Whether it does.
+    pub fn leave_crumb(&self, mark: u64) -> Result<bool, DeviceError> {
+        let Some(address) = self.crumbs.get() else {
+            return Ok(false);
+        };
+        let arguments = Arguments::default().word(address).word(mark);
+        let once = Grid {
+            blocks: [1; 3],
+            threads: [1; 3],
+            shared: 0,
+        };
+        // SAFETY: it writes one word, at an address that stays mapped.
+        unsafe { self.launch("leave_crumb", once, &arguments) }.map(|()| true)
     }
 
     /// Where a step's kernels write an index that they refuse.

@@ -22,6 +22,10 @@ const RECORD_AFTER: u32 = 2;
 /// Recordings of a plan at most, one for a number of rows.
 const MOST_RECORDINGS: usize = 16;
 
+/// Steps of a recording from one at which the device says where it is to the next: some for each layer of a model, and a
+/// sixteenth of the launches.
+const STEPS_PER_CRUMB: usize = 16;
+
 /// What was recorded of a plan as it is bound now.
 pub(super) struct Recordings {
     gpu: Rc<Gpu>,
@@ -179,14 +183,20 @@ impl CudaPlan {
             let mut steps = plan.steps.iter();
             steps.all(|step| matches!(step.work, Work::Device(_)))
         };
-        if from == 0 && !self.steps.is_empty() && all_here(self) {
+        let is_followed = self.trail.is_some_and(|trail| trail.each);
+        if from == 0 && !self.steps.is_empty() && !is_followed && all_here(self) {
             let (again, recorded) = self.recordings.next(rows);
             let graph = match recorded {
                 None if again => {
                     let gpu = Rc::clone(&self.gpu);
                     let graph = gpu.capture(|| {
                         let mut steps = 0..self.steps.len();
-                        steps.try_for_each(|s| self.launch(s, rows))
+                        steps.try_for_each(|s| {
+                            if s % STEPS_PER_CRUMB == 0 {
+                                self.note(s)?;
+                            }
+                            self.launch(s, rows)
+                        })
                     })?;
                     self.recordings.put(rows, graph);
                     Some(graph)
@@ -194,19 +204,25 @@ impl CudaPlan {
                 recorded => recorded,
             };
             if let Some(graph) = graph {
-                self.goes_on(0)?;
+                self.goes_on()?;
                 self.gpu.replay(graph)?;
                 return Ok(None);
             }
         }
         for s in from..self.steps.len() {
-            self.goes_on(s)?;
+            self.goes_on()?;
             if s > from && pause() {
                 return Ok(Some(s));
             }
+            self.note(s)?;
             let step = self.steps.get_mut(s).ok_or_else(overflow)?;
             match &mut step.work {
-                Work::Device(_) => self.launch(s, rows)?,
+                Work::Device(_) => {
+                    self.launch(s, rows)?;
+                    if is_followed {
+                        self.gpu.synchronize()?;
+                    }
+                }
                 Work::Host(part) => {
                     let values = Values {
                         gpu: &self.gpu,
@@ -234,19 +250,28 @@ impl CudaPlan {
         Ok(None)
     }
 
-    /// Says where it is.
+    /// Says that it goes on.
     ///
     /// # Errors
     /// When the execution is to stop.
-    fn goes_on(&self, s: usize) -> Result<(), DeviceError> {
-        if let (Some(trail), Some(step)) = (&self.trail, self.steps.get(s)) {
+    fn goes_on(&self) -> Result<(), DeviceError> {
+        if let Some(trail) = &self.trail {
             trail.progressed();
-            trail.node.store(step.mark, Ordering::Relaxed);
         }
         match self.stop.load(Ordering::Relaxed) {
             true => Err(DeviceError::Stopped),
             false => Ok(()),
         }
+    }
+
+    /// Notes which step comes: by the device, when it comes to it, or now.
+    fn note(&self, s: usize) -> Result<(), DeviceError> {
+        if let (Some(trail), Some(step)) = (&self.trail, self.steps.get(s))
+            && !self.gpu.leave_crumb(step.mark)?
+        {
+            trail.node.store(step.mark, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     fn launch(&self, s: usize, rows: usize) -> Result<(), DeviceError> {

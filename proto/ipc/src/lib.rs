@@ -5,6 +5,7 @@
 //! Whatever arrives from another process is treated as input from a stranger: lengths, counts and bytes are
 //! checked, and a violation is an error, never a panic.
 
+pub mod background;
 pub mod blackbox;
 pub mod child;
 pub mod descriptors;

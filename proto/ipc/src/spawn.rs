@@ -19,7 +19,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 pub use crate::child::{Child, ExitStatus, Killer, Signal, signal_name};
 use crate::image::Image;
-use crate::signals;
+use crate::{background, signals};
 
 /// Where a child's output goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +57,8 @@ pub struct Command {
     pub nofile: Option<u64>,
     /// Most bytes of private writable memory (`RLIMIT_DATA`), if not this process's.
     pub data: Option<u64>,
+    /// Whether it [gives way](crate::background::give_way) to all others, from its first instruction on, if the system lets it.
+    pub background: bool,
     /// The [door](crate::group::Group::door) of a control group that it joins before its program begins.
     pub group: Option<OwnedFd>,
 }
@@ -75,6 +77,7 @@ impl Command {
             new_session: true,
             nofile: None,
             data: None,
+            background: false,
             group: None,
         }
     }
@@ -297,6 +300,7 @@ struct Plan {
     /// Above all targets.
     floor: RawFd,
     new_session: bool,
+    background: bool,
     directory: Option<RawFd>,
     limits: Vec<(Resource, u64)>,
     group: Option<RawFd>,
@@ -366,6 +370,7 @@ impl Plan {
             moves,
             floor,
             new_session: command.new_session,
+            background: command.background,
             directory: command.directory.as_ref().map(AsRawFd::as_raw_fd),
             limits,
             group: command.group.as_ref().map(AsRawFd::as_raw_fd),
@@ -393,6 +398,10 @@ impl Plan {
             }
             if self.new_session && libc::setsid() < 0 {
                 return Step::Session;
+            }
+            // Without it, it runs with the same right as others.
+            if self.background {
+                let _ = background::give_way();
             }
             if let Some(door) = self.group
                 && libc::write(door, c"0".as_ptr().cast(), 1) != 1

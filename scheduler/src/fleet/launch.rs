@@ -288,7 +288,8 @@ impl Processes {
             command = command.arg("--require-confinement");
         }
         if order.background {
-            command = command.arg("--background");
+            command = command.arg("--follow");
+            command.background = true;
         }
         if let Some(allowance) = order.allowance {
             let tokens = allowance.tokens.to_string();

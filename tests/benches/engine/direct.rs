@@ -38,6 +38,7 @@ impl Direct {
             max_context: None,
             tensor_memory: None,
             blackbox: None,
+            follow: false,
             registry: Registry::default(),
         })?;
         let host = Host::new(engine.clone(), hotcell_worker::confine::Report::default());

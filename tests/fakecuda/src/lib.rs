@@ -11,7 +11,7 @@
 //! fail = cuLaunchKernel:3=700
 //! ```
 //!
-//! A `fail` names a function, which of its calls fails, and how: a result of `cuda.h`, `abort` for a SIGSEGV in the
+//! A `fail` names a function or a kernel, which of its calls or runs fails, and how: a result of `cuda.h`, `abort` for a SIGSEGV in the
 //! driver, `hang` for a call that does not return. Results after which a device is lost stay the answer of all calls; of
 //! a kernel's launch they come with the next one, as from a device.
 
@@ -42,10 +42,10 @@ const ILLEGAL_ADDRESS: c_int = 700;
 const LOST: &[c_int] = &[214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
 /// What every call does first: counts, and fails where it is told to.
-fn gate(name: &'static str) -> c_int {
+fn gate(name: &str) -> c_int {
     let (nth, lost) = {
         let mut state = state();
-        let count = state.calls.entry(name).or_insert(0);
+        let count = state.calls.entry(name.to_owned()).or_insert(0);
         *count += 1;
         (*count, state.lost)
     };
@@ -151,6 +151,8 @@ entries! {
     fn cuMemFree_v2(address: u64) { if state().free(address) { SUCCESS } else { INVALID_VALUE } }
     fn cuMemHostAlloc(address: *mut u64, bytes: usize, _flags: c_uint) { *address = state().pin(bytes); SUCCESS }
     fn cuMemFreeHost(address: u64) { if state().unpin(address) { SUCCESS } else { INVALID_VALUE } }
+    fn cuMemHostRegister_v2(_address: u64, bytes: usize, _flags: c_uint) { if bytes > 0 { SUCCESS } else { INVALID_VALUE } }
+    fn cuMemHostGetDevicePointer_v2(address: *mut u64, host: u64, _flags: c_uint) { *address = host; SUCCESS }
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, _stream: u64) {
         match state().host(to, bytes) {
             Some(to) => { ptr::copy(from, to, bytes); SUCCESS }
@@ -286,6 +288,11 @@ fn run(node: &Node) -> c_int {
             arguments,
         } => {
             drop(there);
+            // A device that does not come to an end, or faults: where it is, and not where it was told to.
+            match gate(&kernel.name) {
+                SUCCESS => {}
+                result => return lost(&mut state(), result),
+            }
             let pointer = |words: &Vec<u64>| words.as_ptr().cast_mut().cast::<c_void>();
             let mut pointers: Vec<*mut c_void> = arguments.iter().map(pointer).collect();
             // SAFETY: the arguments are of the sizes that the kernel has; what they say is the caller's.

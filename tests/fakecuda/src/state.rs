@@ -22,6 +22,7 @@ type Run = unsafe extern "C" fn(*mut *mut c_void, *const c_uint, *const c_uint, 
 
 /// A kernel.
 pub struct Kernel {
+    pub name: String,
     pub run: Run,
     /// Bytes of each argument.
     pub sizes: Vec<usize>,
@@ -54,7 +55,7 @@ pub struct State {
     /// Bytes of device memory that are taken.
     pub used: usize,
     /// Calls of each function.
-    pub calls: HashMap<&'static str, u32>,
+    pub calls: HashMap<String, u32>,
     /// The result that all calls have, when the device is lost.
     pub lost: c_int,
     /// What streams have been given since they are recorded.
@@ -181,6 +182,7 @@ fn find(name: &str) -> Option<Kernel> {
     // SAFETY: as above.
     let sizes = (0..).map(|i| usize::try_from(unsafe { size(i) }).unwrap_or(0));
     Some(Kernel {
+        name: name.to_owned(),
         run,
         sizes: sizes.take_while(|size| *size > 0).collect(),
     })

@@ -156,6 +156,7 @@ impl Worker {
             max_context: None,
             tensor_memory: Some(64 << 20),
             blackbox: None,
+            follow: false,
             registry: Registry::default(),
         })?;
         let host = Host::new(engine, hotcell_worker::confine::Report::default());

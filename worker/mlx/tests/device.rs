@@ -538,6 +538,7 @@ fn heavy_nodes_are_steps_of_their_own_and_every_node_is_progress() {
         progress: &PROGRESS,
         node: &NODE,
         pack: |step, op, _| u64::from(step) << 16 | u64::from(op),
+        each: false,
     });
     let (side, count) = (600, 3);
     let mut g = GraphBuilder::new(0);

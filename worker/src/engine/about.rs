@@ -70,6 +70,8 @@ pub struct EngineConfig {
     pub tensor_memory: Option<u64>,
     /// Where it writes what it does; one that nobody reads unless told.
     pub blackbox: Option<Writer>,
+    /// Whether it notes the very node that runs, however long that takes ([`Trail::each`](hotcell_kernels::backend::Trail)).
+    pub follow: bool,
     /// Where it looks for the device.
     pub registry: Registry,
 }

@@ -37,6 +37,7 @@ pub fn worker_with(tensor_memory: u64, registry: Registry) -> Host {
         max_context: None,
         tensor_memory: Some(tensor_memory),
         blackbox: None,
+        follow: false,
         registry,
     });
     let host = Host::new(engine.unwrap(), hotcell_worker::confine::Report::default());

@@ -1,10 +1,10 @@
 //! Computing on the time that others leave: for a worker that runs beside one that serves, and that no client waits for.
 
-use std::{fs::File, io::Write};
+use std::{ffi::CStr, io};
 
 /// The lowest weight that a group of a session can have.
 const LOWEST: &[u8] = b"19";
-const OWN_GROUP: &str = "/proc/self/autogroup";
+const OWN_GROUP: &CStr = c"/proc/self/autogroup";
 
 /// Nanoseconds that it runs at a time while others wait: as few as Linux lets it say.
 const SLICE: u64 = 100_000;
@@ -23,21 +23,29 @@ struct Attributes {
 }
 
 /// From here on, this thread and those that it starts run when nobody else wants the processor, and give it back soon when
-/// somebody does: `sched(7)`, its lowest weight, the shortest slice, and the autogroup feature. To be called before the
-/// confinement, which takes the file away.
+/// somebody does: `sched(7)`, its lowest weight, the shortest slice, and the autogroup feature. Safe between fork and exec:
+/// it is system calls alone, and allocates nothing.
 ///
 /// Not `SCHED_IDLE`: between the groups of two sessions that means nothing, and has no slice.
 ///
 /// # Errors
 /// What the system refuses. The process then runs with the same right as any other.
-pub fn give_way() -> std::io::Result<()> {
-    // Where each session is a group by itself, threads are weighed within it, and it against the others. A scheduler's
-    // child leads none yet; one that does already has its group.
+pub fn give_way() -> io::Result<()> {
+    // Where each session is a group by itself, threads are weighed within it, and it against the others. A process that
+    // leads one already has its group.
     let _ = rustix::process::setsid();
-    match File::options().write(true).open(OWN_GROUP) {
-        Ok(mut group) => group.write_all(LOWEST)?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
+    // SAFETY: a name that ends with zero; what was opened is written to and closed.
+    unsafe {
+        let group = libc::open(OWN_GROUP.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        // Not every system has such groups.
+        if group >= 0 {
+            let written = libc::write(group, LOWEST.as_ptr().cast(), LOWEST.len());
+            let refused = io::Error::last_os_error();
+            libc::close(group);
+            if written < 0 {
+                return Err(refused);
+            }
+        }
     }
     let attributes = Attributes {
         size: size_of::<Attributes>() as u32,
@@ -52,6 +60,6 @@ pub fn give_way() -> std::io::Result<()> {
     // SAFETY: it reads the attributes, which live until it returns, and changes how this thread is scheduled only.
     match unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) } {
         0 => Ok(()),
-        _ => Err(std::io::Error::last_os_error()),
+        _ => Err(io::Error::last_os_error()),
     }
 }
