@@ -1,7 +1,10 @@
 //! What is computed for the tokens of one request, as it is told: statistics and a hash of each row, and values within a
 //! budget.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::{
+    io,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use half::{bf16, f16};
 use hotcell_graph::{DType, Value, wire};
@@ -12,7 +15,7 @@ use hotcell_proto::{
 };
 use prost::Message;
 use sha2::{Digest, Sha256};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
 use crate::{
@@ -24,6 +27,9 @@ use crate::{
 
 /// Bytes of nodes in one message, about.
 const PIECE: usize = 1 << 20;
+
+/// The nice value of what is done for who looks.
+const LOWEST: i32 = 19;
 
 /// What the logits are called among the nodes.
 const LOGITS: &str = "logits";
@@ -237,6 +243,14 @@ impl Capture {
         over: impl Future<Output = Option<Status>>,
     ) {
         let mut over = std::pin::pin!(over);
+        let aside = match aside() {
+            Ok(aside) => aside,
+            Err(error) => {
+                let why = Status::resource_exhausted(format!("no thread for a capture: {error}"));
+                let _ = to.send(Err(why)).await;
+                return;
+            }
+        };
         let (mut is_over, mut failed) = (false, None);
         let mut end = v1::CaptureEnd::default();
         let mut left = match self.options.max_bytes {
@@ -290,10 +304,12 @@ impl Capture {
             };
             let (values, own) = (self.options.values as usize, kinds.clone());
             // Beside the event loop: hashing large rows takes its time.
-            let work = move || all_pieces(token, look, &own, values, left);
-            let Ok(told) = tokio::task::spawn_blocking(work).await else {
+            let (answer, answered) = oneshot::channel();
+            let work = move || drop(answer.send(all_pieces(token, look, &own, values, left)));
+            if aside.send(Box::new(work)).is_err() {
                 return;
-            };
+            }
+            let Ok(told) = answered.await else { return };
             left = left.saturating_sub(told.bytes);
             end.left_out += told.left_out;
             end.left_out_bytes += told.left_out_bytes;
@@ -317,6 +333,25 @@ impl Capture {
         // To one who left this goes nowhere.
         let _ = to.send(last).await;
     }
+}
+
+/// Something to be done by another thread.
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A thread that does what it is sent when those who serve leave it the processor; until nobody can send any more.
+fn aside() -> io::Result<std::sync::mpsc::Sender<Work>> {
+    let (send, receive) = std::sync::mpsc::channel::<Work>();
+    let run = move || {
+        // Where it is refused, it takes its share.
+        // SAFETY: takes numbers only, and 0 is this thread.
+        let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOWEST) };
+        for work in receive {
+            work();
+        }
+    };
+    let thread = std::thread::Builder::new().name("capture".to_owned());
+    thread.spawn(run)?;
+    Ok(send)
 }
 
 fn say(kind: Kind) -> v1::Captured {
