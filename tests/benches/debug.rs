@@ -1,7 +1,8 @@
 //! What it costs others when somebody looks into their worker, and how long that takes to begin.
 //!
 //! `cargo bench -p hotcell-tests --bench debug [-- SECTION…]`, of these sections: overheads, attaching, size, others, or
-//! one way of looking at others as in `others_by_trace`, reporting.
+//! one way of looking at others as in `others_by_trace`, reporting. Only where they are named: others_1b, or `others_1b_by_trace`
+//! and the like, the same with a model of a billion parameters.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -23,12 +24,19 @@ use hotcell_tests::{
 };
 use tokio::task::{JoinHandle, JoinSet};
 
+#[allow(dead_code)] // the engine's benchmark asks for more
+#[path = "engine/models.rs"]
+mod models;
+
 /// Streams at once, tokens of each, and rounds of each kind.
 const STREAMS: u32 = 8;
 const TOKENS: u32 = 200;
 const ROUNDS: usize = 10;
 /// Tokens of each stream where the slowest hundredth counts.
 const LONG: u32 = 900;
+/// The same, and rounds, of a model of a billion parameters, whose tokens take longer.
+const SHORT: u32 = 120;
+const FEW: usize = 4;
 
 /// Who looks meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,11 +206,11 @@ async fn size(client: &Client) -> Result<()> {
 }
 
 /// Milliseconds between two events of streams that others read, while they are served.
-async fn gaps(client: &Client) -> Result<Vec<f64>> {
+async fn gaps(client: &Client, tokens: u32) -> Result<Vec<f64>> {
     let mut streams = JoinSet::new();
     for stream in 0..STREAMS / 2 {
         let options = GenerateOptions {
-            max_tokens: LONG,
+            max_tokens: tokens,
             ignore_eos: true,
             ..GenerateOptions::default()
         };
@@ -227,14 +235,16 @@ async fn gaps(client: &Client) -> Result<Vec<f64>> {
 }
 
 /// The request that is looked at: it runs for longer than the others, and until the task is aborted.
-async fn debugged(client: &Client, id: &str) -> Result<JoinHandle<()>> {
+async fn debugged(client: &Client, id: &str, tokens: u32) -> Result<JoinHandle<()>> {
     let options = GenerateOptions {
-        max_tokens: LONG + 50,
+        max_tokens: tokens + 50,
         ignore_eos: true,
         request_id: id.to_owned(),
         ..GenerateOptions::default()
     };
-    let mut stream = client.generate("And God said", options).await?;
+    let mut stream = client
+        .generate(Prompt::Ids((500..508).collect()), options)
+        .await?;
     stream.next().await.context("no event")??;
     Ok(tokio::spawn(async move {
         while stream.next().await.is_some() {}
@@ -321,13 +331,18 @@ impl Drop for Engineer {
 }
 
 /// The p99 of others' gaps beside one long request, which somebody looks at in these ways.
-async fn beside(cluster: &Cluster, client: &Client, id: &str, ways: &[&str]) -> Result<f64> {
+async fn beside(
+    (cluster, client): (&Cluster, &Client),
+    tokens: u32,
+    id: &str,
+    ways: &[&str],
+) -> Result<f64> {
     let engineer = match ways {
         [] => None,
         ways => Some(Engineer::begin(cluster, id, ways)?),
     };
-    let request = debugged(client, id).await?;
-    let gaps = gaps(client).await?;
+    let request = debugged(client, id, tokens).await?;
+    let gaps = gaps(client, tokens).await?;
     request.abort();
     drop(engineer);
     // What is left of them ends.
@@ -337,15 +352,21 @@ async fn beside(cluster: &Cluster, client: &Client, id: &str, ways: &[&str]) -> 
 
 /// How much later others have their tokens. The request runs either way: what counts is that somebody looks at it. Who does
 /// is a process that takes only what time is left here, as if it ran on another machine.
-async fn others(cluster: &Cluster, client: &Client) -> Result<()> {
+async fn others(
+    cluster: &Cluster,
+    client: &Client,
+    (model, tokens, rounds): (&str, u32, usize),
+) -> Result<()> {
     for (name, ways) in WAYS {
-        if !wants("others") && !wants(&format!("others{name}")) {
+        let all = format!("others{model}");
+        if !wants(&all) && !wants(&format!("{all}{name}")) {
             continue;
         }
-        beside(cluster, client, &format!("first{name}"), ways).await?;
+        let on = (cluster, client);
+        beside(on, tokens, &format!("first{name}"), ways).await?;
         let mut more = Vec::new();
         let (mut without, mut with) = (Vec::new(), Vec::new());
-        for round in 0..ROUNDS {
+        for round in 0..rounds {
             // Each first as often as second.
             for (looks, times) in match round % 2 {
                 0 => [(false, &mut without), (true, &mut with)],
@@ -353,14 +374,14 @@ async fn others(cluster: &Cluster, client: &Client) -> Result<()> {
             } {
                 let ways = if looks { ways } else { &[] };
                 let id = format!("request{name}-{round}-{looks}");
-                times.push(beside(cluster, client, &id, ways).await?);
+                times.push(beside(on, tokens, &id, ways).await?);
             }
             if let (Some(with), Some(without)) = (with.last(), without.last()) {
                 more.push((with / without - 1.0) * 100.0);
             }
         }
         println!(
-            "p99{name}: {:.2} ms, {:.2} ms looked at",
+            "p99{model}{name}: {:.2} ms, {:.2} ms looked at",
             median(without),
             median(with)
         );
@@ -369,7 +390,7 @@ async fn others(cluster: &Cluster, client: &Client) -> Result<()> {
             _ => Goal::None,
         };
         figure(
-            &format!("debug_others_p99_growth{name}"),
+            &format!("debug_others{model}_p99_growth{name}"),
             median(more),
             "%",
             goal,
@@ -419,9 +440,18 @@ async fn run() -> Result<()> {
     if wants("size") {
         size(&client).await?;
     }
-    others(&cluster, &client).await?;
+    others(&cluster, &client, ("", LONG, ROUNDS)).await?;
     if wants("reporting") {
         reporting(&cluster, &client).await?;
+    }
+    drop((client, cluster));
+    if std::env::args().skip(1).any(|a| a.starts_with("others_1b")) {
+        let model = models::Model::get("llama-1b", "q4_0")?;
+        model.warm()?;
+        let cluster = Cluster::with_model("1b", model.path(), &["--devices", "cpu:1"]).await?;
+        cluster.workers(all_have("1b")).await?;
+        let client = cluster.client().await?;
+        others(&cluster, &client, ("_1b", SHORT, FEW)).await?;
     }
     Ok(())
 }

@@ -168,7 +168,7 @@ async fn hung(nth: usize) -> v1::BlackBox {
         }
         vec![y]
     });
-    let x = session.full(0.5, &[64]);
+    let x = session.full(0.5_f32, &[64]);
     for _ in 1..nth {
         graph.call_eval(std::slice::from_ref(&x)).await.unwrap();
     }
@@ -189,18 +189,15 @@ async fn hung(nth: usize) -> v1::BlackBox {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_device_that_hangs_has_said_where_it_is() {
-    // Given step by step, it is the very one.
+    // Each call has other memory, so that it is given step by step, and it is the very one.
     let seen = hung(2).await;
     assert_eq!((seen.node, seen.op.as_str()), (30, "softmax"));
-    // As a recording it says so now and then, and the host gives it all at once.
-    let seen = hung(4).await;
-    assert_eq!((seen.node, seen.op.as_str()), (16, "tanh"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crash_that_is_run_again_names_the_kernel() {
-    // In the thirtieth step or so of a model that has eleven of them.
-    let (cluster, _driver) = cluster("fail = add_rms_norm_f32:300=abort\n", &[]).await;
+    // In the thirtieth step or so of a model that has eleven of them, which is a recording by then.
+    let (cluster, _driver) = cluster("fail = rms_norm_f32:300=abort\n", &[]).await;
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
@@ -214,14 +211,15 @@ async fn a_crash_that_is_run_again_names_the_kernel() {
     let crash = client.crashes().await.unwrap().pop().unwrap();
     let crash = client.crash(&crash.id).await.unwrap();
     let seen = crash.blackbox.unwrap();
-    assert!(seen.node.is_multiple_of(16), "{seen:?}");
+    // The host gave it all at once; the device said where it was now and then.
+    assert!(seen.node > 0 && seen.node.is_multiple_of(16), "{seen:?}");
     let said = cluster
         .hotcell(&["--json", "crashes", "replay", &crash.id])
         .unwrap();
     let said = String::from_utf8(said.stdout).unwrap();
     let outcome: serde_json::Value = serde_json::from_str(said.lines().next().unwrap()).unwrap();
     assert_eq!(outcome["outcome"], "died", "{said}");
-    assert_eq!(outcome["crash"]["blackbox"]["op"], "add_rms_norm", "{said}");
+    assert_eq!(outcome["crash"]["blackbox"]["op"], "rms_norm", "{said}");
 }
 
 /// The devices of a scheduler with the processor's worker and CUDA's beside it, once that has said what there is.
