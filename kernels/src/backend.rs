@@ -8,7 +8,7 @@ use std::{
     rc::Rc,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -312,9 +312,9 @@ pub struct Trail {
     /// Packs a plan's step, the op's place in the catalogue (`u16::MAX`: none), and whether several nodes are computed
     /// as one, of which the op is the last.
     pub pack: fn(step: u32, op: u16, group: bool) -> u64,
-    /// Whether every node is waited for, so that the one that is noted is the one that runs, also on a device that runs
-    /// behind: slow, for who looks for a node.
-    pub each: bool,
+    /// While it is set, a device that runs behind (CUDA) waits for every step, so that the one that is noted is the one that
+    /// runs, and takes the time that it is said to take: slow, for who looks at nodes.
+    pub each: &'static AtomicBool,
 }
 
 impl Trail {

@@ -102,6 +102,9 @@ pub struct Serve {
     /// Note the very node that runs, however long that takes.
     #[arg(long)]
     pub follow: bool,
+    /// Compute when nobody else wants the processor.
+    #[arg(long)]
+    pub background: bool,
     /// Device, cores, cache, log.
     #[command(flatten)]
     pub common: Common,

@@ -47,7 +47,7 @@ use crate::{
         ledger,
         task::Task,
     },
-    model::run::Sizes,
+    model::run::{EACH, Sizes},
     session::plane::TensorPlane,
     weights::{ModelSource, Weight},
 };
@@ -151,11 +151,14 @@ impl Engine {
             Ok(device) => {
                 blackbox.owns_device();
                 let (progress, node) = blackbox.trail();
+                if config.follow {
+                    EACH.store(true, Ordering::Relaxed);
+                }
                 device.leave(Trail {
                     progress,
                     node,
                     pack: |step, op, group| Node { step, op, group }.packed(),
-                    each: config.follow,
+                    each: &EACH,
                 });
                 let about = Opened {
                     info: device.info().clone(),

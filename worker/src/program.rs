@@ -8,7 +8,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use hotcell_ipc::{blackbox::Writer, socket, transport::Windows};
+use hotcell_ipc::{background, blackbox::Writer, socket, transport::Windows};
 use hotcell_kernels::{
     backend::{Backend, on_loss},
     registry::Registry,
@@ -254,6 +254,12 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
     };
     let mut prepared = prepare(&serve.common, registry, blackbox);
     prepared.engine.follow = serve.follow;
+    // Whoever started it has tried.
+    if serve.background
+        && let Err(error) = background::insist()
+    {
+        tracing::warn!(%error, "it computes with the same right as others");
+    }
     record(blackbox);
     let report = match confined(confine::Mode::Inherited, &prepared.engine) {
         Ok(report) => report,

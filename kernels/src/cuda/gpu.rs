@@ -327,6 +327,11 @@ impl Gpu {
         }
     }
 
+    /// Whether the device notes steps.
+    pub fn leaves_crumbs(&self) -> bool {
+        self.crumbs.get().is_some()
+    }
+
     /// Has the device note a step when it comes to it. Whether it does.
     pub fn leave_crumb(&self, mark: u64) -> Result<bool, DeviceError> {
         let Some(address) = self.crumbs.get() else {

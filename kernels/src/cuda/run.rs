@@ -183,7 +183,9 @@ impl CudaPlan {
             let mut steps = plan.steps.iter();
             steps.all(|step| matches!(step.work, Work::Device(_)))
         };
-        let is_followed = self.trail.is_some_and(|trail| trail.each);
+        let is_followed = self
+            .trail
+            .is_some_and(|trail| trail.each.load(Ordering::Relaxed));
         if from == 0 && !self.steps.is_empty() && !is_followed && all_here(self) {
             let (again, recorded) = self.recordings.next(rows);
             let graph = match recorded {
@@ -192,8 +194,10 @@ impl CudaPlan {
                     let graph = gpu.capture(|| {
                         let mut steps = 0..self.steps.len();
                         steps.try_for_each(|s| {
-                            if s % STEPS_PER_CRUMB == 0 {
-                                self.note(s)?;
+                            if s % STEPS_PER_CRUMB == 0
+                                && let Some(step) = self.steps.get(s)
+                            {
+                                self.gpu.leave_crumb(step.mark)?;
                             }
                             self.launch(s, rows)
                         })
@@ -205,6 +209,11 @@ impl CudaPlan {
             };
             if let Some(graph) = graph {
                 self.goes_on()?;
+                if let (false, Some(trail), Some(step)) =
+                    (self.gpu.leaves_crumbs(), &self.trail, self.steps.first())
+                {
+                    trail.node.store(step.mark, Ordering::Relaxed);
+                }
                 self.gpu.replay(graph)?;
                 return Ok(None);
             }

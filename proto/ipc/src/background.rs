@@ -1,10 +1,15 @@
 //! Computing on the time that others leave: for a worker that runs beside one that serves, and that no client waits for.
 
-use std::{ffi::CStr, io};
+use std::{ffi::CStr, io, thread, time::Duration};
 
-/// The lowest weight that a group of a session can have.
+/// The lowest weight that a thread can have, and a group of a session.
+pub const LOWEST_NICE: i32 = 19;
 const LOWEST: &[u8] = b"19";
 const OWN_GROUP: &CStr = c"/proc/self/autogroup";
+
+/// Between two tries to say a group's weight, and how often it is tried.
+const PAUSE: Duration = Duration::from_millis(60);
+const TRIES: u32 = 5;
 
 /// Nanoseconds that it runs at a time while others wait: as few as Linux lets it say.
 const SLICE: u64 = 100_000;
@@ -29,29 +34,29 @@ struct Attributes {
 /// Not `SCHED_IDLE`: between the groups of two sessions that means nothing, and has no slice.
 ///
 /// # Errors
-/// What the system refuses. The process then runs with the same right as any other.
+/// What the system refuses; what it does not refuse is done. `EAGAIN`, where a process without rights has said the weight of
+/// a group within the last tenth of a second: [`insist`] waits.
 pub fn give_way() -> io::Result<()> {
     // Where each session is a group by itself, threads are weighed within it, and it against the others. A process that
     // leads one already has its group.
     let _ = rustix::process::setsid();
+    let mut group_refused = None;
     // SAFETY: a name that ends with zero; what was opened is written to and closed.
     unsafe {
         let group = libc::open(OWN_GROUP.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
         // Not every system has such groups.
         if group >= 0 {
-            let written = libc::write(group, LOWEST.as_ptr().cast(), LOWEST.len());
-            let refused = io::Error::last_os_error();
-            libc::close(group);
-            if written < 0 {
-                return Err(refused);
+            if libc::write(group, LOWEST.as_ptr().cast(), LOWEST.len()) < 0 {
+                group_refused = Some(io::Error::last_os_error());
             }
+            libc::close(group);
         }
     }
     let attributes = Attributes {
         size: size_of::<Attributes>() as u32,
         policy: libc::SCHED_BATCH.unsigned_abs(),
         flags: 0,
-        nice: 19,
+        nice: LOWEST_NICE,
         priority: 0,
         runtime: SLICE,
         deadline: 0,
@@ -59,7 +64,27 @@ pub fn give_way() -> io::Result<()> {
     };
     // SAFETY: it reads the attributes, which live until it returns, and changes how this thread is scheduled only.
     match unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) } {
-        0 => Ok(()),
+        0 => group_refused.map_or(Ok(()), Err),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// [`give_way`], waiting where the system asks for that, if it has not been done.
+///
+/// # Errors
+/// What the system refuses.
+pub fn insist() -> io::Result<()> {
+    let path = OWN_GROUP.to_str().unwrap_or_default();
+    let lowest = std::str::from_utf8(LOWEST).unwrap_or_default();
+    for _ in 0..TRIES {
+        let group = std::fs::read_to_string(path);
+        if group.is_ok_and(|group| group.trim_end().ends_with(&format!("nice {lowest}"))) {
+            return Ok(());
+        }
+        match give_way() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => thread::sleep(PAUSE),
+            done => return done,
+        }
+    }
+    Err(io::ErrorKind::WouldBlock.into())
 }

@@ -58,6 +58,33 @@ fn exists(pid: u32) -> bool {
 }
 
 #[test]
+fn one_in_the_background_has_the_least_right_to_the_processor_from_its_beginning() {
+    let of = |background| {
+        let mut command = Command::new("/bin/cat").arg("/proc/self/stat");
+        command.background = background;
+        let (text, _) = output(command);
+        // After the name, which may have spaces, the third field comes first.
+        let (_, fields) = text.rsplit_once(')').unwrap();
+        let fields: Vec<i64> = fields
+            .split_whitespace()
+            .skip(1)
+            .map(|field| field.parse().unwrap_or(-1))
+            .collect();
+        // Policy and nice value.
+        (fields[41 - 4], fields[19 - 4])
+    };
+    let batch = i64::from(libc::SCHED_BATCH);
+    assert_eq!(of(true), (batch, 19));
+    assert_ne!(of(false), (batch, 19));
+    // Its group as well, where there are groups. Nobody without rights may say that ten times a second.
+    std::thread::sleep(Duration::from_millis(200));
+    let mut command = shell("cat /proc/self/autogroup || echo nice 19");
+    command.background = true;
+    let (text, _) = output(command);
+    assert!(text.trim_end().ends_with("nice 19"), "{text}");
+}
+
+#[test]
 fn what_a_child_had_resident_is_known_once_it_is_reaped() {
     let spawner = Spawner::start().unwrap();
     let mut child = spawner

@@ -288,7 +288,7 @@ impl Processes {
             command = command.arg("--require-confinement");
         }
         if order.background {
-            command = command.arg("--follow");
+            command = command.arg("--follow").arg("--background");
             command.background = true;
         }
         if let Some(allowance) = order.allowance {

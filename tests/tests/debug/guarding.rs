@@ -172,17 +172,21 @@ async fn told(
 async fn what_is_guessed_right_is_looked_at_too() {
     let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
-    let right = async || -> u64 {
+    let guessed = async || -> (u64, u64) {
         let workers = client.workers().await.unwrap();
         let caches = workers.iter().flat_map(|w| &w.caches);
-        caches.map(|c| c.guessed_right).sum()
+        let counts = caches.map(|c| (c.guessed_tokens, c.guessed_right));
+        counts.fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
     };
     // Everywhere: all rows, and so nothing that was guessed is of use.
     let (all, tokens) = told(&client, 0.0, false, "all").await;
     assert_eq!(all.len(), tokens.len() - 1);
     let (again, same) = told(&client, 0.0, true, "again").await;
     assert!(again == all && same == tokens);
-    assert_eq!(right().await, 0);
+    let (wasted, right) = guessed().await;
+    assert_eq!(right, 0);
+    // It is noticed that this does not pay.
+    assert!((1..100).contains(&wasted), "{wasted} of {}", tokens.len());
     // At some of them.
     let mut peaks: Vec<f32> = all.iter().map(|(_, peak)| f32::from_bits(*peak)).collect();
     peaks.sort_by(f32::total_cmp);
@@ -191,7 +195,7 @@ async fn what_is_guessed_right_is_looked_at_too() {
     assert_eq!(same, tokens);
     let expected = all.iter().filter(|(_, peak)| f32::from_bits(*peak) > above);
     assert!(some.iter().eq(expected), "{} of {}", some.len(), all.len());
-    assert!(!some.is_empty() && right().await > 0);
+    assert!(!some.is_empty() && guessed().await.1 > 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -530,6 +530,7 @@ fn attention_over_a_cache_is_computed_sequence_by_sequence_and_in_pieces() {
 
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 static NODE: AtomicU64 = AtomicU64::new(0);
+static EACH: AtomicBool = AtomicBool::new(false);
 
 #[test]
 fn heavy_nodes_are_steps_of_their_own_and_every_node_is_progress() {
@@ -538,7 +539,7 @@ fn heavy_nodes_are_steps_of_their_own_and_every_node_is_progress() {
         progress: &PROGRESS,
         node: &NODE,
         pack: |step, op, _| u64::from(step) << 16 | u64::from(op),
-        each: false,
+        each: &EACH,
     });
     let (side, count) = (600, 3);
     let mut g = GraphBuilder::new(0);

@@ -8,6 +8,7 @@ use std::{
 
 use half::{bf16, f16};
 use hotcell_graph::{DType, Value, wire};
+use hotcell_ipc::background::LOWEST_NICE;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
@@ -27,9 +28,6 @@ use crate::{
 
 /// Bytes of nodes in one message, about.
 const PIECE: usize = 1 << 20;
-
-/// The nice value of what is done for who looks.
-const LOWEST: i32 = 19;
 
 /// What the logits are called among the nodes.
 const LOGITS: &str = "logits";
@@ -344,7 +342,7 @@ fn aside() -> io::Result<std::sync::mpsc::Sender<Work>> {
     let run = move || {
         // Where it is refused, it takes its share.
         // SAFETY: takes numbers only, and 0 is this thread.
-        let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOWEST) };
+        let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOWEST_NICE) };
         for work in receive {
             work();
         }

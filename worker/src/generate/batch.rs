@@ -58,6 +58,8 @@ struct Running {
     slot: Option<Slot>,
     /// Tokens that may come next, computed in this step.
     guesses: Vec<u32>,
+    /// How many more were computed for nothing, since a condition holds at one.
+    given_up: usize,
 }
 
 impl Running {

@@ -17,6 +17,7 @@ use hotcell_kernels::{
 };
 
 use caches::Caches;
+pub use follow::EACH;
 use follow::Follower;
 use shape::check_cache;
 pub use shape::{KINDS, RunShape, Sizes};

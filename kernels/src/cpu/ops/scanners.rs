@@ -1,4 +1,4 @@
-//! The loops of running sums and products.
+//! The loops of running sums, products and extremes.
 //!
 //! A row is scanned without waiting for one element after the other: four steps make of every element the
 //! result of the sixteen that end with it, and sixteen chains, one per lane, run over those. So an element's

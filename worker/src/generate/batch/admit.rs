@@ -163,6 +163,7 @@ impl Batch {
             table,
             chain,
             guesses: Vec::new(),
+            given_up: 0,
         });
         Ok(Admitted::Yes)
     }

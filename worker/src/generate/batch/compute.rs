@@ -262,6 +262,7 @@ impl Batch {
             member,
             computed,
             guesses,
+            given_up,
             ..
         } = &mut self.running[at];
         let Task::Generate(sequence) = &mut member.task else {
@@ -289,7 +290,8 @@ impl Batch {
             right += 1;
             *computed += 1;
         };
-        let (guessed, drawn) = (guesses.len(), right + 1);
+        let guessed = guesses.len() + std::mem::take(given_up);
+        let drawn = right + 1;
         if outcome.is_none() {
             member.pays.note(guessed, right, drawn, self.guess_cost);
         }

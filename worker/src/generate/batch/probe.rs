@@ -393,7 +393,9 @@ impl Batch {
             }
         }
         for (at, right) in given_up {
-            self.running[at].guesses.truncate(right);
+            let running = &mut self.running[at];
+            running.given_up = running.guesses.len() - right;
+            running.guesses.truncate(right);
         }
         Ok(())
     }

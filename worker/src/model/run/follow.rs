@@ -2,7 +2,7 @@
 
 use std::{
     cell::RefCell,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
     time::Instant,
 };
 
@@ -11,6 +11,10 @@ use hotcell_proto::limits;
 
 use super::Runner;
 use crate::debug::observer::NodeNote;
+
+/// Whether devices wait for every step, so that it is known which one runs ([`Trail::each`](hotcell_kernels::backend::Trail)).
+/// Of a process, since a device of it is: one engine has it, or those of a test.
+pub static EACH: AtomicBool = AtomicBool::new(false);
 
 /// Looks where plans are.
 pub(super) struct Follower {
@@ -36,7 +40,10 @@ impl Follower {
             }
             false
         };
-        plan.execute_from(rows, 0, &note)?;
+        let each = EACH.swap(true, Ordering::Relaxed);
+        let done = plan.execute_from(rows, 0, &note);
+        EACH.store(each, Ordering::Relaxed);
+        done?;
         note();
         Ok(())
     }
