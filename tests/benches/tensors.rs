@@ -2,7 +2,7 @@
 //! and the machine's memory.
 //!
 //! `cargo bench -p hotcell-tests --bench tensors -- [transfers] [calls] [fused] [matmul] [ops]`; all when none is named. `--every`
-//! lists every op, not the worst five; `--best` compares least times instead of medians.
+//! lists every op, not the worst five; `--op=NAME` measures these only; `--best` compares least times instead of medians.
 
 #[path = "tensors/bare.rs"]
 mod bare;

@@ -124,14 +124,21 @@ const AHEAD: usize = 4096;
 /// page, and no further than its window of instructions reaches, which arithmetic fills.
 #[inline(always)]
 pub fn ask_ahead<T>(now: &[T]) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
     for line in (0..size_of_val(now)).step_by(64) {
-        let at = now.as_ptr().cast::<i8>().wrapping_add(line + AHEAD);
-        // SAFETY: every x86-64 processor has it, and it reads nothing: an address that leads nowhere is let be.
-        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at) };
+        ask_for(now.as_ptr().cast::<u8>().wrapping_add(line + AHEAD));
     }
+}
+
+/// Asks for the line of memory at an address, which may lead nowhere.
+#[inline(always)]
+pub fn ask_for<T>(at: *const T) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: every x86-64 processor has it, and it reads nothing: an address that leads nowhere is let be.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast())
+    };
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    let _ = now;
+    let _ = at;
 }
 
 /// `e^x`, within 1.02 ulp, by fused operations only: equal bits on every path, vectorisable.

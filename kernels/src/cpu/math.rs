@@ -9,7 +9,7 @@ mod double;
 pub mod power;
 mod single;
 
-pub use single::{exp, log};
+pub use single::{exp, exp_down_to_normal, log, log_of_normal};
 
 /// A float that elementwise ops compute with.
 pub trait Real: Copy + PartialOrd {

@@ -154,7 +154,13 @@ pub fn measure() -> Result<()> {
     let device = CpuDevice::with_path(crate::threads() as u32, CpuPath::detect())?;
     let mut triad = Triad::new(BYTES / 4);
     triad.run();
-    let cases = cases();
+    let mut cases = cases();
+    let only: Vec<String> = std::env::args()
+        .filter_map(|a| Some(a.strip_prefix("--op=")?.to_owned()))
+        .collect();
+    if !only.is_empty() {
+        cases.retain(|case| only.iter().any(|name| name == case.row.name));
+    }
     let mut measured: Vec<[Vec<f64>; 2]> = cases.iter().map(|_| Default::default()).collect();
     let (mut bandwidths, mut refused) = (Vec::new(), 0);
     for pass in 0..PASSES {

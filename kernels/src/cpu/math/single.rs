@@ -58,6 +58,13 @@ fn exp_of_negative(x: f32) -> f32 {
     (q + 1.0) * power_of_two(n.wrapping_add(64)) * f32::from_bits((127 - 64) << 23)
 }
 
+/// [`exp`] of no positive number, at least e⁻⁸⁷: what adds up numbers around 1 needs no less.
+#[inline(always)]
+pub fn exp_down_to_normal(x: f32) -> f32 {
+    let (q, n) = exp_parts(if x < -87.0 { -87.0 } else { x });
+    (q + 1.0) * power_of_two(n)
+}
+
 /// `1 + e^x`, infinite where `e^x` is.
 #[inline(always)]
 fn one_and_exp(x: f32) -> f32 {
@@ -134,6 +141,13 @@ pub fn log(x: f32) -> f32 {
     let (m, e) = log_parts(x);
     let r = log_tail(m).mul_add(m * m, m);
     log_edges(x, e.mul_add(LN_2, r))
+}
+
+/// [`log`] of normal numbers. Of others it says nothing, also not of a NaN.
+#[inline(always)]
+pub fn log_of_normal(x: f32) -> f32 {
+    let (m, e) = normal_log_parts(x);
+    e.mul_add(LN_2, log_tail(m).mul_add(m * m, m))
 }
 
 #[inline(always)]

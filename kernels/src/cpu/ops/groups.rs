@@ -270,6 +270,57 @@ impl<M: Memory, S: Scan<Acc = f32, Of = M::Of>> Group<S> for Sums<M> {
     }
 }
 
+/// Keys of extremes.
+#[derive(Clone, Copy)]
+pub(super) struct Keys(__m512i);
+
+impl<S: Scan<Acc = i32, Of = i32>> Group<S> for Keys {
+    #[inline(always)]
+    unsafe fn read(s: S, from: &[i32; LANES], reverse: bool) -> Self {
+        // SAFETY: as above; the sizes are equal.
+        unsafe {
+            let keys = from.map(|v| s.load(v));
+            let keys = transmute::<[i32; LANES], __m512>(keys);
+            Self(_mm512_castps_si512(backwards(keys, reverse)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn write(self, s: S, to: &mut [i32; LANES], reverse: bool) {
+        // SAFETY: as above.
+        unsafe {
+            let keys = backwards(_mm512_castsi512_ps(self.0), reverse);
+            *to = transmute::<__m512, [i32; LANES]>(keys).map(|key| s.store(key));
+        }
+    }
+    #[inline(always)]
+    unsafe fn splat(v: i32) -> Self {
+        // SAFETY: as above.
+        unsafe { Self(_mm512_set1_epi32(v)) }
+    }
+    #[inline(always)]
+    unsafe fn lane(self, i: usize) -> i32 {
+        // SAFETY: as above; the sizes are equal.
+        unsafe { transmute::<__m512i, [i32; LANES]>(self.0)[i] }
+    }
+    #[inline(always)]
+    unsafe fn fold(self, _: S, later: Self) -> Self {
+        // SAFETY: as above.
+        unsafe { Self(_mm512_max_epi32(self.0, later.0)) }
+    }
+    #[inline(always)]
+    unsafe fn earlier<const D: usize>(self, before: Self) -> Self {
+        // SAFETY: as above.
+        unsafe {
+            Self(match D {
+                1 => _mm512_alignr_epi32::<15>(self.0, before.0),
+                2 => _mm512_alignr_epi32::<14>(self.0, before.0),
+                4 => _mm512_alignr_epi32::<12>(self.0, before.0),
+                _ => _mm512_alignr_epi32::<8>(self.0, before.0),
+            })
+        }
+    }
+}
+
 /// All but the last of `v` after the last of `before`: eight less `rest` of those.
 macro_rules! later {
     ($rest:literal, $v:expr, $before:expr) => {

@@ -1,8 +1,13 @@
 //! Running log-sum-exp of f32.
 //!
-//! Each sequence keeps the greatest element so far and the sum of exponentials below that, with what rounding has
-//! taken off it (W. Kahan), and goes from element to element: the bits depend on its elements alone. Sequences run
-//! side by side; where they lie one after the other in memory, some of each are brought side by side first.
+//! A sequence keeps a base and the sum of exponentials above it: what it gives is the base and the sum's logarithm. The
+//! base is the greatest element so far, as of the last piece of fixed length that began; within a piece it stays, so
+//! that no element waits for the one before it. An element that lies more than [`FAR`] above the base begins a piece of
+//! its own with itself as base. So the bits depend on a sequence's elements so far alone, and never on those that follow.
+//!
+//! Long rows run by themselves: their exponentials are summed as [`scanners`](super::scanners) does. Other sequences run
+//! side by side, from element to element; where they lie one after the other in memory, some of each are brought side by
+//! side first.
 
 use hotcell_graph::{
     DType, Dim,
@@ -10,15 +15,17 @@ use hotcell_graph::{
 };
 
 use super::{
-    Entry, split_if_worth,
+    Entry,
+    scanners::{Mode, Scan, SumF32},
+    split_if_worth,
     strided::{Axis, around, copy},
     unsupported,
 };
 use crate::{
     backend::DeviceError,
     cpu::{
-        lanes::{dispatch, exp},
-        math::Real,
+        lanes::{LANES, ask_for, dispatch},
+        math::{exp_down_to_normal as exp, log_of_normal as log},
         path::CpuPath,
         plan::{Kernel, Launcher, Reg, Run},
     },
@@ -34,60 +41,235 @@ pub(super) static ENTRIES: &[Entry] = &[Entry {
 /// Elements below which one thread does it all.
 const WORTH: usize = 4 << 10;
 
+/// How far an element may lie above the base: a sum of such exponentials is an f32, and its logarithm a small number, which
+/// costs the result none of its bits.
+const FAR: f32 = 16.0;
+
+/// Elements of a row between two bases at most, and what a row has at least to run by itself.
+const PIECE: usize = 1024;
+const LONG: usize = 128;
+
+/// Elements of sequences side by side between two bases.
+const DEEP: usize = 16;
+
 /// Sequences side by side at most.
-const WIDE: usize = 256;
+const WIDE: usize = 512;
 
 /// Neighbours in memory from which sequences are side by side already.
 const BESIDE: usize = 16;
 
 /// Sequences that are brought side by side, and elements of each at a time: both ways fit the nearest cache.
 const BROUGHT: usize = 64;
-const DEEP: usize = 64;
+const BROUGHT_DEEP: usize = 4 * DEEP;
 
-/// The running values of sequences.
+/// What a sum of exponentials above `base` gives: a NaN where it is one.
+#[inline(always)]
+fn result(base: f32, sum: f32) -> f32 {
+    // The sum is at least about 1, and finite; the logarithm does not know a NaN, the product does.
+    sum.mul_add(0.0, base) + log(sum)
+}
+
+/// The greatest of some, NaN left out; and whether all lie at most [`FAR`] above the base, or nowhere.
+#[inline(always)]
+fn look_body(x: &[f32], base: f32) -> (f32, bool) {
+    let mut most = [f32::NEG_INFINITY; LANES];
+    let mut far = [false; LANES];
+    let (groups, left) = x.as_chunks::<LANES>();
+    for v in groups {
+        for l in 0..LANES {
+            most[l] = if v[l] > most[l] { v[l] } else { most[l] };
+            far[l] |= v[l] - base > FAR;
+        }
+    }
+    let mut far = far.contains(&true);
+    let mut most = most.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    for v in left {
+        most = if *v > most { *v } else { most };
+        far |= *v - base > FAR;
+    }
+    (most, !far)
+}
+
+#[inline(always)]
+fn above_body(x: &[f32], base: f32, out: &mut [f32]) {
+    for (out, v) in out.iter_mut().zip(x) {
+        *out = exp(*v - base);
+    }
+}
+
+#[inline(always)]
+fn results_body(sums: &[f32], base: f32, out: &mut [f32]) {
+    for (out, sum) in out.iter_mut().zip(sums) {
+        *out = result(base, *sum);
+    }
+}
+
+dispatch! {
+    fn look(x: &[f32], base: f32) -> (f32, bool) = look_body;
+}
+dispatch! {
+    /// Exponentials of what lies above the base.
+    fn above(x: &[f32], base: f32, out: &mut [f32]) = above_body;
+}
+dispatch! {
+    fn results(sums: &[f32], base: f32, out: &mut [f32]) = results_body;
+}
+
+/// A row, from one end to the other.
+fn row(path: CpuPath, x: &[f32], reverse: bool, out: &mut [f32]) {
+    let n = x.len().min(out.len());
+    // Elements `from..to` in the order in which they come.
+    let place = |from: usize, to: usize| match reverse {
+        true => n - to..n - from,
+        false => from..to,
+    };
+    let element = |i: usize| x[if reverse { n - 1 - i } else { i }];
+    let mode = Mode {
+        reverse,
+        exclusive: false,
+    };
+    // Of nothing, and of infinitely little.
+    let mut at = (0..n)
+        .find(|i| element(*i) != f32::NEG_INFINITY)
+        .unwrap_or(n);
+    out[place(0, at)].fill(f32::NEG_INFINITY);
+    if at == n {
+        return;
+    }
+    let mut base = element(at);
+    // In f64: it takes in many pieces, one after the other.
+    let mut sum = 0.0f64;
+    let (mut terms, mut sums) = ([0.0f32; PIECE], [0.0f32; PIECE]);
+    while at < n && base < f32::INFINITY {
+        let mut end = n.min(at + PIECE);
+        let (most, near) = look(path, &x[place(at, end)], base);
+        if !near {
+            let far = (at..end).find(|i| element(*i) - base > FAR);
+            end = far.unwrap_or(end);
+        }
+        let len = end - at;
+        if len > 0 {
+            let (terms, sums) = (&mut terms[..len], &mut sums[..len]);
+            above(path, &x[place(at, end)], base, terms);
+            let total = SumF32.rows(path, terms, len, mode, sum as f32, sums);
+            results(path, sums, base, &mut out[place(at, end)]);
+            sum += f64::from(total);
+        }
+        // The next one's base: what is far above, if that is why it begins.
+        let next = match near {
+            true => f32::max(base, most),
+            false => element(end.min(n - 1)),
+        };
+        sum *= f64::from(exp(base - next));
+        (base, at) = (next, end);
+    }
+    // Nothing is more than infinity, but a NaN stays. A base that is one says that the first element was.
+    let mut lost = sum.is_nan() || base.is_nan();
+    for i in at..n {
+        lost |= element(i).is_nan();
+        let i = if reverse { n - 1 - i } else { i };
+        out[i] = if lost { f32::NAN } else { f32::INFINITY };
+    }
+}
+
+/// The running values of sequences side by side: of each its base, the sum up to the last tile and what rounding has taken
+/// off that (W. Kahan), the sum since then, and the greatest element.
 struct State {
-    most: [f32; WIDE],
+    base: [f32; WIDE],
     sum: [f32; WIDE],
     lost: [f32; WIDE],
+    part: [f32; WIDE],
+    most: [f32; WIDE],
 }
 
 impl State {
     const NOTHING: Self = Self {
-        most: [f32::NEG_INFINITY; WIDE],
+        base: [f32::NEG_INFINITY; WIDE],
         sum: [0.0; WIDE],
         lost: [0.0; WIDE],
+        part: [0.0; WIDE],
+        most: [f32::NEG_INFINITY; WIDE],
     };
-}
 
-/// Takes in one more element of each sequence.
-#[inline(always)]
-fn step(state: &mut State, x: &[f32], out: &mut [f32]) {
-    let n = x.len().min(out.len()).min(WIDE);
-    let (x, out) = (&x[..n], &mut out[..n]);
-    let (mosts, sums, losts) = (
-        &mut state.most[..n],
-        &mut state.sum[..n],
-        &mut state.lost[..n],
-    );
-    for j in 0..n {
-        let (v, most) = (x[j], mosts[j]);
-        let grows = v > most;
-        let (high, low) = if grows { (v, most) } else { (most, v) };
-        // Equal infinities are no distance apart. A NaN stays one.
-        let apart = if low == high { 0.0 } else { low - high };
-        let e = exp(apart);
-        let (scale, term) = if grows { (e, 1.0) } else { (1.0, e) };
-        let sum = sums[j] * scale;
-        let term = term - losts[j] * scale;
-        let next = sum + term;
-        losts[j] = (next - sum) - term;
-        sums[j] = next;
-        mosts[j] = high;
-        out[j] = high + Real::log(next);
+    /// Takes in one more element of each sequence, none of which lies far above its base.
+    #[inline(always)]
+    fn near(&mut self, x: &[f32], out: &mut [f32]) {
+        let n = x.len().min(out.len()).min(WIDE);
+        let (x, out) = (&x[..n], &mut out[..n]);
+        let (base, sum, part) = (&self.base[..n], &self.sum[..n], &mut self.part[..n]);
+        for j in 0..n {
+            part[j] += exp(x[j] - base[j]);
+            out[j] = result(base[j], sum[j] + part[j]);
+        }
+    }
+
+    /// Takes in one more element of each sequence, whatever they are.
+    #[inline(always)]
+    fn any(&mut self, x: &[f32], out: &mut [f32]) {
+        for (j, (x, out)) in x.iter().zip(out).enumerate().take(WIDE) {
+            let x = *x;
+            if self.base[j] == f32::NEG_INFINITY && x == f32::NEG_INFINITY {
+                *out = x;
+                continue;
+            }
+            let begins = self.base[j] == f32::NEG_INFINITY;
+            if begins || x - self.base[j] > FAR {
+                let so_far = match begins {
+                    true => 0.0,
+                    false => (self.sum[j] + self.part[j]) * exp(self.base[j] - x),
+                };
+                (self.base[j], self.sum[j]) = (x, so_far);
+                (self.part[j], self.lost[j]) = (0.0, 0.0);
+            }
+            // Two infinities are no distance apart.
+            let apart = if x == self.base[j] {
+                0.0
+            } else {
+                x - self.base[j]
+            };
+            self.part[j] += exp(apart);
+            *out = match self.base[j].is_nan() {
+                true => f32::NAN,
+                false => result(self.base[j], self.sum[j] + self.part[j]),
+            };
+        }
+    }
+
+    /// Ends a tile: its sum is joined, and its greatest elements become the bases.
+    #[inline(always)]
+    fn join(&mut self, n: usize) {
+        let n = n.min(WIDE);
+        let (base, most) = (&mut self.base[..n], &self.most[..n]);
+        let (sum, lost, part) = (&mut self.sum[..n], &mut self.lost[..n], &mut self.part[..n]);
+        for j in 0..n {
+            let high = if most[j] > base[j] { most[j] } else { base[j] };
+            // Two infinities are no distance apart.
+            let apart = if high == base[j] { 0.0 } else { base[j] - high };
+            let scale = exp(apart);
+            let term = part[j] - lost[j];
+            let next = sum[j] + term;
+            lost[j] = ((next - sum[j]) - term) * scale;
+            sum[j] = next * scale;
+            part[j] = 0.0;
+            base[j] = high;
+        }
+    }
+
+    /// Notes an element of each sequence as the greatest if it is. Whether all are near their base.
+    #[inline(always)]
+    fn look(&mut self, x: &[f32]) -> bool {
+        let n = x.len().min(WIDE);
+        let (x, base, most) = (&x[..n], &self.base[..n], &mut self.most[..n]);
+        let mut near = true;
+        for j in 0..n {
+            most[j] = if x[j] > most[j] { x[j] } else { most[j] };
+            near &= x[j] - base[j] <= FAR;
+        }
+        near
     }
 }
 
-/// Takes in `n` elements of `width` sequences, which lie side by side.
+/// Takes in `n` elements of `width` sequences, which lie side by side: first of all, or after a multiple of [`DEEP`].
 ///
 /// # Safety
 /// `width` elements at each of `n` places `stride` apart may be read at `x` and written at `out`, and nobody else touches
@@ -101,15 +283,31 @@ unsafe fn steps_body(
     stride: isize,
     width: usize,
 ) {
-    for i in 0..n as isize {
-        // SAFETY: the caller's promise.
-        let (x, out) = unsafe {
-            (
-                std::slice::from_raw_parts(x.offset(i * stride), width),
-                std::slice::from_raw_parts_mut(out.offset(i * stride), width),
-            )
-        };
-        step(state, x, out);
+    // SAFETY: the caller's promise, for each of these places; here and below.
+    let read =
+        |i: usize| unsafe { std::slice::from_raw_parts(x.offset(i as isize * stride), width) };
+    // SAFETY: as above.
+    let write = |i: usize| unsafe {
+        std::slice::from_raw_parts_mut(out.offset(i as isize * stride), width)
+    };
+    for first in (0..n).step_by(DEEP) {
+        let tile = first..n.min(first + DEEP);
+        let mut near = true;
+        for i in tile.clone() {
+            near &= state.look(read(i));
+        }
+        for i in tile {
+            // The same row of the next tile: rows are too far apart for the processor to find it by itself.
+            let next = x.wrapping_offset((i + DEEP) as isize * stride);
+            for j in (0..width).step_by(LANES) {
+                ask_for(next.wrapping_add(j));
+            }
+            match near {
+                true => state.near(read(i), write(i)),
+                false => state.any(read(i), write(i)),
+            }
+        }
+        state.join(width);
     }
 }
 
@@ -161,10 +359,13 @@ impl Running {
         (n, stride): (usize, usize),
     ) {
         let mut state = State::NOTHING;
-        let (mut here, mut done) = ([0.0f32; BROUGHT * DEEP], [0.0f32; BROUGHT * DEEP]);
+        let (mut here, mut done) = (
+            [0.0f32; BROUGHT * BROUGHT_DEEP],
+            [0.0f32; BROUGHT * BROUGHT_DEEP],
+        );
         let (start, next) = self.way(first, n, stride);
-        for i in (0..n).step_by(DEEP) {
-            let deep = DEEP.min(n - i);
+        for i in (0..n).step_by(BROUGHT_DEEP) {
+            let deep = BROUGHT_DEEP.min(n - i);
             let at = (start as isize + next * i as isize) as usize;
             let x = run.pointer(self.x).cast::<f32>().wrapping_add(at);
             let out = run.pointer(self.out).cast::<f32>().wrapping_add(at);
@@ -195,6 +396,24 @@ impl Kernel for Running {
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let (outer, n, k) = around(&self.dims, self.axis, run.rows);
         if outer * n * k == 0 {
+            return;
+        }
+        if k == 1 && n >= LONG {
+            for item in split_if_worth(outer, 1, (WORTH / n).max(2), part, parts) {
+                if run.stopped() {
+                    return;
+                }
+                // SAFETY: the specs say this size; every item is a row of its own.
+                let (x, out) = unsafe {
+                    let x = run.pointer(self.x).cast::<f32>().add(item * n);
+                    let out = run.pointer(self.out).cast::<f32>().add(item * n);
+                    (
+                        std::slice::from_raw_parts(x, n),
+                        std::slice::from_raw_parts_mut(out, n),
+                    )
+                };
+                row(run.path, x, self.reverse, out);
+            }
             return;
         }
         if k < BESIDE {

@@ -359,7 +359,7 @@ macro_rules! scans {
 
 /// Greatest (or least) elements so far, as keys that order like the numbers: which are folded first is all the same.
 macro_rules! extremes {
-    ($($name:ident $reducer:ident $of:ty;)*) => {$(
+    ($($name:ident $reducer:ident $of:ty $(, $wide:ty)?;)*) => {$(
         #[derive(Clone, Copy)]
         pub(super) struct $name(pub(super) reducers::$reducer);
 
@@ -377,7 +377,7 @@ macro_rules! extremes {
             #[inline(always)]
             fn store(self, acc: $of) -> $of { self.0.finish(acc) }
 
-            compile!($name $of => $of);
+            compile!($name $of => $of $(, $wide)?);
         }
     )*};
 }
@@ -385,10 +385,10 @@ macro_rules! extremes {
 extremes! {
     Extreme8 Max8 i8;
     Extreme16 Max16 i16;
-    Extreme32 Max32 i32;
+    Extreme32 Max32 i32, groups::Keys;
     Extreme64 Max64 i64;
     ExtremeHalf MaxHalf i16;
-    ExtremeF32 MaxF32 i32;
+    ExtremeF32 MaxF32 i32, groups::Keys;
     ExtremeF64 MaxF64 i64;
 }
 

@@ -9,7 +9,9 @@ use std::f32::consts::LOG2_E;
 use super::reducers::{Reducer, TILE};
 use crate::{
     cpu::{
-        lanes::{LANES, ask_ahead, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
+        lanes::{
+            LANES, ask_ahead, ask_for, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16,
+        },
         path::CpuPath,
     },
     reduction::phases,
@@ -273,13 +275,21 @@ fn take_rows<S: Statistic, T: Copy>(
     let mut count = 0;
     let mut eight = x.chunks_exact(8 * k);
     for rows in &mut eight {
+        // Elements one after the other are asked for in their order, which the processor then goes on with by itself; of
+        // columns, those of the next eight rows.
+        if w == k {
+            ask_ahead(rows);
+        }
+        let next = rows.as_ptr().wrapping_add(8 * k + first);
         let row = |i: usize| &rows[i * k + first..][..w];
         let rows: [&[T]; 8] = [0, 1, 2, 3, 4, 5, 6, 7].map(row);
         let whole = w / LANES * LANES;
         for j in (0..whole).step_by(LANES) {
             let near = rows.map(|row| &row[j..j + LANES]);
-            for row in near {
-                ask_ahead(row);
+            if w < k {
+                for i in 0..8 {
+                    ask_for(next.wrapping_add(i * k + j));
+                }
             }
             let own = (&mut a[j..j + LANES], &mut b[j..j + LANES]);
             take_eight::<S, T>(load, count, own, &center[j..j + LANES], near);
