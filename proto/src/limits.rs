@@ -250,6 +250,8 @@ pub const MAX_WATCHED_STEPS: usize = 1 << 14;
 pub const MAX_TRACE_MILLIS: u32 = 60_000;
 /// Nodes that a worker notes while it is traced, until they are told.
 pub const MAX_TRACED_NODES: usize = 1 << 17;
+/// Nodes that are told in a second's trace, about: those of whole steps, and of others none.
+pub const TRACED_NODES_PER_SECOND: u64 = 20_000;
 /// Places in plans that one sample tells of.
 pub const MAX_WATCHED_NODES: usize = 32;
 /// Tensor sessions that one sample tells of.

@@ -1,12 +1,13 @@
-//! Control groups of memory: which one this process is in, and one for each worker where somebody lets us make them.
+//! Control groups: which one this process is in, and one for each worker where somebody lets us make them. They bound
+//! memory, and say who computes on the time that others leave.
 //!
-//! A service manager *delegates* a group to a service (systemd's `Delegate=memory`, marked on the folder); an
+//! A service manager *delegates* a group to a service (systemd's `Delegate=cpu memory`, marked on the folder); an
 //! administrator may name a folder. Nobody else's groups are touched.
 
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{Mode, OFlags};
@@ -56,12 +57,31 @@ pub struct Groups {
     folder: PathBuf,
     /// The file that takes a limit, by the version.
     limit: &'static str,
+    /// Where groups of processors are made, if not with those of memory: version 1 has a hierarchy for each.
+    processors: Option<PathBuf>,
     made: AtomicU64,
 }
 
 /// A group for one process. Dropping it removes it if the process is gone; else who makes the next one does.
 #[derive(Debug)]
-pub struct Group(PathBuf);
+pub struct Group {
+    memory: PathBuf,
+    processors: Option<PathBuf>,
+}
+
+/// The file that has a group run when nobody else wants the processor: whoever wakes takes it at once, which no weight
+/// says (`sched(7)`).
+const IDLE: &str = "cpu.idle";
+
+/// The folder of processors beside one of memory, in version 1: the one of the same name in their hierarchy, if somebody
+/// made it.
+fn beside(memory: &Path) -> Option<PathBuf> {
+    let mut parts: Vec<_> = memory.components().collect();
+    let at = parts.iter().position(|part| part.as_os_str() == "memory")?;
+    parts[at] = Component::Normal("cpu".as_ref());
+    let folder: PathBuf = parts.iter().collect();
+    folder.join(IDLE).exists().then_some(folder)
+}
 
 impl Groups {
     /// In `folder`, which is ours to use.
@@ -69,26 +89,31 @@ impl Groups {
     /// # Errors
     /// What reading and writing its files report; `Unsupported` for a folder that bounds no memory.
     pub fn within(folder: &Path) -> io::Result<Groups> {
-        let groups = |limit| Groups {
+        let groups = |limit, processors| Groups {
             folder: folder.to_owned(),
             limit,
+            processors,
             made: AtomicU64::new(0),
         };
         if folder.join("memory.limit_in_bytes").exists() {
-            return Ok(groups("memory.limit_in_bytes"));
+            return Ok(groups("memory.limit_in_bytes", beside(folder)));
         }
-        let has = |file: &str| -> io::Result<bool> {
+        let has = |file: &str, controller: &str| -> io::Result<bool> {
             let list = fs::read_to_string(folder.join(file))?;
-            Ok(list.split_whitespace().any(|name| name == "memory"))
+            Ok(list.split_whitespace().any(|name| name == controller))
         };
-        if !has("cgroup.controllers")? {
+        if !has("cgroup.controllers", "memory")? {
             let why = format!("{} is no control group of memory", folder.display());
             return Err(io::Error::new(io::ErrorKind::Unsupported, why));
         }
-        if !has("cgroup.subtree_control")? {
+        if !has("cgroup.subtree_control", "memory")? {
             fs::write(folder.join("cgroup.subtree_control"), "+memory")?;
         }
-        Ok(groups("memory.max"))
+        // Who may not say that works all the same.
+        if has("cgroup.controllers", "cpu")? && !has("cgroup.subtree_control", "cpu")? {
+            let _ = fs::write(folder.join("cgroup.subtree_control"), "+cpu");
+        }
+        Ok(groups("memory.max", None))
     }
 
     /// In this process's own group, if a service manager marked it as delegated; this process moves into one within.
@@ -120,29 +145,47 @@ impl Groups {
         Groups::within(&folder).map(Some)
     }
 
-    /// Makes a group that may take so many bytes, and removes those whose processes are gone.
+    /// Makes a group that may take so many bytes, and removes those whose processes are gone. One in the `background` runs
+    /// when nobody else wants the processor, where the system lets it say so.
     ///
     /// # Errors
     /// What making it, or its limit, reports.
-    pub fn make(&self, bytes: u64) -> io::Result<Group> {
-        self.sweep();
+    pub fn make(&self, bytes: u64, background: bool) -> io::Result<Group> {
+        sweep(&self.folder);
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         let name = format!("{PREFIX}{}-{number}", std::process::id());
-        let group = Group(self.folder.join(name));
-        make(&group.0)?;
-        fs::write(group.0.join(self.limit), bytes.to_string())?;
+        let mut group = Group {
+            memory: self.folder.join(&name),
+            processors: None,
+        };
+        make(&group.memory)?;
+        fs::write(group.memory.join(self.limit), bytes.to_string())?;
+        if !background {
+            return Ok(group);
+        }
+        match &self.processors {
+            None => drop(fs::write(group.memory.join(IDLE), "1")),
+            Some(folder) => {
+                sweep(folder);
+                let folder = folder.join(&name);
+                group.processors = make(&folder)
+                    .and_then(|()| fs::write(folder.join(IDLE), "1"))
+                    .is_ok()
+                    .then_some(folder);
+            }
+        }
         Ok(group)
     }
+}
 
-    fn sweep(&self) {
-        let Ok(entries) = fs::read_dir(&self.folder) else {
-            return;
-        };
-        for entry in entries.flatten() {
-            if entry.file_name().to_string_lossy().starts_with(PREFIX) {
-                // Fails while a process is in it.
-                let _ = fs::remove_dir(entry.path());
-            }
+fn sweep(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        if entry.file_name().to_string_lossy().starts_with(PREFIX) {
+            // Fails while a process is in it.
+            let _ = fs::remove_dir(entry.path());
         }
     }
 }
@@ -159,24 +202,28 @@ impl Group {
     ///
     /// # Errors
     /// What opening reports.
-    pub fn door(&self) -> io::Result<OwnedFd> {
+    pub fn doors(&self) -> io::Result<Vec<OwnedFd>> {
         let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-        Ok(rustix::fs::open(
-            self.0.join("cgroup.procs"),
-            flags,
-            Mode::empty(),
-        )?)
+        let folders = std::iter::once(&self.memory).chain(&self.processors);
+        folders
+            .map(|folder| {
+                let door = folder.join("cgroup.procs");
+                Ok(rustix::fs::open(door, flags, Mode::empty())?)
+            })
+            .collect()
     }
 
     /// Counters of this group.
     pub fn counts(&self) -> OomCounts {
-        OomCounts::of(&self.0)
+        OomCounts::of(&self.memory)
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
+        for folder in std::iter::once(&self.memory).chain(&self.processors) {
+            let _ = fs::remove_dir(folder);
+        }
     }
 }
 

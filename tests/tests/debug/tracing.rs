@@ -7,6 +7,7 @@ use hotcell_client::{
     debug::perfetto::{Data, Trace},
     v1::{TraceTrack, trace_piece::Kind},
 };
+use hotcell_proto::limits;
 use prost::Message;
 
 use super::{hotcell, kjv_cluster, long};
@@ -41,12 +42,19 @@ async fn nodes_lie_inside_of_the_steps_that_compute_them() {
     let device: Vec<_> = of(TraceTrack::Device).collect();
     assert!(!device.is_empty() && of(TraceTrack::Steps).count() == device.len());
     let nodes: Vec<_> = of(TraceTrack::Nodes).collect();
-    assert!(
-        nodes.len() > 10 * device.len(),
-        "{} in {} steps",
-        nodes.len(),
-        device.len()
-    );
+    // All of a step's nodes are told, or none.
+    let within = |step: &hotcell_client::v1::TraceSpan| {
+        let end = step.begin_ns + step.duration_ns;
+        let inside = nodes
+            .iter()
+            .filter(|node| (step.begin_ns..end).contains(&node.begin_ns));
+        inside.count()
+    };
+    let told: Vec<usize> = device.iter().map(|step| within(step)).collect();
+    let steps = told.iter().filter(|nodes| **nodes > 10).count();
+    assert!(steps > 10, "{told:?}");
+    let most = limits::TRACED_NODES_PER_SECOND as usize;
+    assert!(nodes.len() < most, "{} in 300 ms", nodes.len());
     let inside = nodes.iter().filter(|node| {
         let end = node.begin_ns + node.duration_ns;
         let holds = |step: &&&_| {

@@ -89,7 +89,12 @@ impl<T: Copy> Ring<T> {
 struct Notes {
     steps: Ring<StepNote>,
     nodes: Ring<NodeNote>,
+    /// Until then no step's nodes are noted.
+    rest_until: Option<Instant>,
 }
+
+/// A second's share of [`limits::TRACED_NODES_PER_SECOND`].
+const REST: Duration = Duration::from_nanos(1_000_000_000 / limits::TRACED_NODES_PER_SECOND);
 
 /// What the engine writes and watchers read. Without a watcher the engine reads one number per step.
 #[derive(Debug, Default)]
@@ -117,6 +122,13 @@ impl Observer {
         self.tracers.load(Ordering::Relaxed) > 0
     }
 
+    /// Whether the next step's nodes are to be noted: those of as many steps as may be told in a second. Of a model whose
+    /// steps are short they are too many for whoever writes, passes on and reads them beside those who are served.
+    pub fn follows(&self) -> bool {
+        let rested = |notes: &Notes| notes.rest_until.is_none_or(|until| until <= Instant::now());
+        self.is_traced() && rested(&self.notes())
+    }
+
     /// Notes a step.
     pub fn note(&self, step: StepNote) {
         self.notes().steps.push(step, limits::MAX_WATCHED_STEPS);
@@ -125,6 +137,8 @@ impl Observer {
     /// Notes what a step's plans did.
     pub fn note_nodes(&self, nodes: &[NodeNote]) {
         let mut notes = self.notes();
+        let count = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
+        notes.rest_until = Instant::now().checked_add(REST.saturating_mul(count));
         for node in nodes {
             notes.nodes.push(*node, limits::MAX_TRACED_NODES);
         }
@@ -183,7 +197,9 @@ impl Drop for Watching {
     fn drop(&mut self) {
         let observer = &self.observer;
         if self.traces && observer.tracers.fetch_sub(1, Ordering::AcqRel) == 1 {
-            observer.notes().nodes.forget();
+            let mut notes = observer.notes();
+            notes.nodes.forget();
+            notes.rest_until = None;
         }
         if observer.watchers.fetch_sub(1, Ordering::AcqRel) == 1 {
             observer.notes().steps.forget();
@@ -245,6 +261,7 @@ mod tests {
             took: Duration::from_micros(5),
             node,
         };
+        assert!(observer.follows());
         observer.note_nodes(&[node(1), node(2)]);
         observer.note(step(1));
         assert_eq!(
@@ -252,9 +269,15 @@ mod tests {
             [1, 2]
         );
         assert_eq!((tracer.nodes().0.len(), tracer.steps().0.len()), (0, 1));
+        // So many that the next steps' have to be left out.
+        let second = usize::try_from(limits::TRACED_NODES_PER_SECOND).unwrap();
+        observer.note_nodes(&vec![node(3); 60 * second]);
+        assert!(!observer.follows());
         drop(tracer);
         assert!(!observer.is_traced() && observer.is_watched());
         assert_eq!((watcher.nodes().0.len(), watcher.steps().0.len()), (0, 1));
+        let _again = observer.watch(true).unwrap();
+        assert!(observer.follows());
     }
 
     #[test]

@@ -177,7 +177,7 @@ impl Batch {
         let begun = Instant::now();
         self.lend_grammars();
         self.runner
-            .follow(self.observer.is_traced().then(|| self.blackbox.trail().1));
+            .follow(self.observer.follows().then(|| self.blackbox.trail().1));
         let stepped = self.runner.step(&self.rows, &self.pick_rows);
         self.return_grammars();
         self.runner.use_tap(false);
