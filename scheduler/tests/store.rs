@@ -4,7 +4,7 @@
 
 use std::{
     fs,
-    io::IoSliceMut,
+    io::{IoSliceMut, Read, Write},
     mem::MaybeUninit,
     os::{
         fd::OwnedFd,
@@ -197,16 +197,27 @@ async fn a_port_that_was_open_before_it_is_served() {
         .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
         .tempdir()
         .unwrap();
-    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = tcp.local_addr().unwrap();
+    let bind = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (tcp, http) = (bind(), bind());
+    let (address, web) = (tcp.local_addr().unwrap(), http.local_addr().unwrap());
     // Who comes before it is served as well.
     let early = std::net::TcpStream::connect(address).unwrap();
+    let mut asking = std::net::TcpStream::connect(web).unwrap();
+    asking
+        .write_all(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        .unwrap();
+    // As the shipped socket unit names the one for HTTP.
+    let unit = include_str!("../../deploy/hotcell.socket");
+    let name = unit
+        .lines()
+        .find_map(|line| line.strip_prefix("FileDescriptorName="));
     let another = UnixStream::pair().unwrap().0;
     let sockets = vec![
         ("hotcell-tcp".to_owned(), tcp.into()),
+        (name.unwrap().to_owned(), http.into()),
         ("another's".to_owned(), another.into()),
     ];
-    let listen = ["--listen", &address.to_string()];
+    let listen = ["--listen", &address.to_string(), "--http", &web.to_string()];
     let mut scheduler = start(folder.path(), sockets, &listen);
     early.set_nonblocking(true).unwrap();
     let early = tokio::net::TcpStream::from_std(early).unwrap();
@@ -214,6 +225,10 @@ async fn a_port_that_was_open_before_it_is_served() {
     let mut control = ControlClient::new(channel.await.unwrap());
     let listed = control.list_models(ListModelsRequest {}).await.unwrap();
     assert_eq!(listed.into_inner().models, []);
+    let mut answer = String::new();
+    asking.set_read_timeout(Some(SOON)).unwrap();
+    asking.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{name:?}: {answer}");
     drop(control);
     scheduler.kill(Signal::TERM).unwrap();
     assert!(scheduler.wait().await.unwrap().success());

@@ -49,6 +49,9 @@ def check_chat(cell):
     assert whole.message.role == "assistant" and whole.message.content
     lines = list(c.chat("kjv", TALK, options=GREEDY, stream=True))
     assert "".join(line.message.content for line in lines) == whole.message.content
+    # Who answers with calls alone says nothing.
+    silent = [*TALK, {"role": "assistant", "content": None}, *TALK]
+    assert c.chat("kjv", silent, options=GREEDY).message.content
     stopped = c.chat("kjv", TALK, options={**GREEDY, "stop": whole.message.content.split()[3]})
     assert whole.message.content.startswith(stopped.message.content) and stopped.done_reason == "stop"
 
@@ -64,6 +67,14 @@ def check_embed(cell):
     two = c.embed("kjv", ["Moses", "Aaron"])
     assert len(two.embeddings) == 2 and len(two.embeddings[0]) == len(two.embeddings[1])
     assert list(c.embeddings("kjv", "Moses").embedding) == list(two.embeddings[0])
+    # A model's vectors have one length.
+    length = len(two.embeddings[0])
+    assert c.embed("kjv", "Moses", dimensions=length).embeddings[0] == two.embeddings[0]
+    try:
+        c.embed("kjv", "Moses", dimensions=length + 1)
+        raise AssertionError("a length that no vector has was taken")
+    except ollama.ResponseError as error:
+        assert error.status_code == 400 and "dimensions" in error.error, error
 
 
 def check_errors(cell):
@@ -131,6 +142,10 @@ def check_keep_alive(cell):
         assert 590 < left < 601, left
         c.generate(**short, keep_alive=-1)
         assert kept()[model].timestamp() - time.time() > 1e6
+        c.embed(model, "Who?", keep_alive="10m")
+        left = kept()[model].timestamp() - time.time()
+        assert 590 < left < 601, left
+        c.embed(model, "Who?", keep_alive=-1)
         # A request for nothing but that: in memory it is, and then no more.
         assert c.generate(model, keep_alive="1h").done_reason == "load" and model in kept()
         assert c.generate(model, keep_alive=0).done_reason == "unload"

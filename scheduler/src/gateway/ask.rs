@@ -8,8 +8,8 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        Accepted, Chat, Delta, FinishReason, Finished, GenerateRequest, OutputPart, Prompt,
-        TokenLogprob, Usage, generate_event::Event, output_part::Kind, prompt,
+        Accepted, Chat, Delta, EmbedResponse, FinishReason, Finished, GenerateRequest, OutputPart,
+        Prompt, TokenLogprob, Usage, generate_event::Event, output_part::Kind, prompt,
     },
 };
 use serde_json::Value;
@@ -24,6 +24,24 @@ pub(super) const PING: Duration = Duration::from_secs(15);
 
 /// What comes next of which continuation.
 pub(super) type Next = Result<(u32, Event), Error>;
+
+/// Refuses vectors of another length than was asked for: a model has one.
+///
+/// # Errors
+/// [`Reason::InvalidArgument`].
+pub(super) fn of_length(answer: &EmbedResponse, dimensions: Option<usize>) -> Result<(), Error> {
+    let mut lengths = answer.embeddings.iter().map(|e| e.values.len());
+    match dimensions.zip(lengths.next()) {
+        Some((dimensions, length)) if dimensions != length => {
+            let model = &answer.model;
+            let why = format!(
+                "dimensions is {dimensions}; {model} gives vectors of {length} and no others"
+            );
+            Err(Error::new(Reason::InvalidArgument, why).with("field", "dimensions"))
+        }
+        _ => Ok(()),
+    }
+}
 
 /// The continuations of one prompt, as they come.
 pub(super) struct Branches {

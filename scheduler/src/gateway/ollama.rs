@@ -16,6 +16,7 @@ use axum::{
 };
 use hotcell_proto::{
     error::{Error, Reason},
+    ids::ModelName,
     v1::{Finished, Grammar, Sampling, grammar::Kind},
 };
 use serde::Deserialize;
@@ -25,7 +26,10 @@ use super::{
     ask::is_cut,
     failure::{Failed, Flavor},
 };
-use crate::service::Shared;
+use crate::{
+    access::{Caller, Role},
+    service::Shared,
+};
 
 /// Its paths.
 pub(super) fn routes() -> Router<Shared> {
@@ -90,6 +94,22 @@ impl<'de> Deserialize<'de> for KeepAlive {
         let seconds = seconds.filter(|s| s.is_finite()).ok_or_else(wrong)?;
         let keep = Duration::try_from_secs_f64(seconds.abs()).map_err(|_| wrong())?;
         Ok(Self((seconds >= 0.0).then_some(keep)))
+    }
+}
+
+/// Keeps a model in memory for as long as a request says, if its caller may load models: whether it does.
+fn keep(
+    shared: &Shared,
+    model: &str,
+    keep_alive: Option<KeepAlive>,
+    caller: &Caller,
+) -> Result<bool, Error> {
+    match keep_alive {
+        Some(KeepAlive(keep)) if caller.roles.has(Role::Load) => {
+            shared.fleet.keep_for(&ModelName::new(model)?, keep);
+            Ok(true)
+        }
+        _ => Ok(false),
     }
 }
 

@@ -19,9 +19,9 @@ use hotcell_proto::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{KeepAlive, Options, answered, ended, failed, grammar, merge, models::find, now};
+use super::{KeepAlive, Options, answered, ended, failed, grammar, keep, merge, models::find, now};
 use crate::{
-    access::{Caller, Role},
+    access::Caller,
     fleet::Using,
     gateway::{
         ask::{self, Branches, Call, Piece, Tell, pieces},
@@ -56,8 +56,7 @@ struct ChatRequest {
 #[derive(Debug, Deserialize)]
 struct Message {
     role: String,
-    #[serde(default)]
-    content: String,
+    content: Option<String>,
     thinking: Option<String>,
     images: Option<Vec<Value>>,
     tool_calls: Option<Vec<CallSpec>>,
@@ -95,7 +94,7 @@ fn message(message: Message) -> Result<ChatMessage, Error> {
     let calls = calls.into_iter().map(Into::into);
     Ok(ChatMessage {
         role: message.role,
-        content: message.content,
+        content: message.content.unwrap_or_default(),
         tool_calls: calls.collect(),
         tool_call_id: message.tool_call_id.unwrap_or_default(),
         name: message.tool_name.unwrap_or_default(),
@@ -191,15 +190,10 @@ async fn awake(
 ) -> Result<(ModelInfo, Using), Error> {
     let known = find(shared, &common.model)?;
     shared.may_name(&known.name, caller)?;
-    if let Some(KeepAlive(keep)) = common.keep_alive
-        && caller.roles.has(Role::Load)
-    {
-        let name = ModelName::new(known.name.as_str())?;
-        shared.fleet.keep_for(&name, keep);
-        if nothing && keep == Some(Duration::ZERO) {
-            let using = shared.fleet.using(&name);
-            return Ok((known, using));
-        }
+    let kept = keep(shared, &known.name, common.keep_alive, caller)?;
+    if nothing && kept && common.keep_alive == Some(KeepAlive(Some(Duration::ZERO))) {
+        let using = shared.fleet.using(&ModelName::new(known.name.as_str())?);
+        return Ok((known, using));
     }
     shared.fleet.awake(&known.name).await
 }

@@ -16,8 +16,12 @@ use hotcell_proto::{
 use serde::Deserialize;
 use serde_json::json;
 
-use super::{answered, untagged};
-use crate::{access::Caller, gateway::body, service::Shared};
+use super::{KeepAlive, answered, keep, models::find, untagged};
+use crate::{
+    access::Caller,
+    gateway::{ask::of_length, body},
+    service::Shared,
+};
 
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
@@ -26,26 +30,42 @@ enum Input {
     Many(Vec<String>),
 }
 
+/// What both ways to ask have in common. `truncate` is not read: a text that is too long is refused, and not cut, since only
+/// a worker knows where its tokens end.
+#[derive(Debug, Deserialize)]
+struct Common {
+    model: String,
+    keep_alive: Option<KeepAlive>,
+    dimensions: Option<usize>,
+}
+
 #[derive(Debug, Deserialize)]
 struct Several {
-    model: String,
     input: Input,
+    #[serde(flatten)]
+    common: Common,
 }
 
 #[derive(Debug, Deserialize)]
 struct Single {
-    model: String,
     prompt: String,
+    #[serde(flatten)]
+    common: Common,
 }
 
 async fn vectors(
     shared: &Shared,
     caller: &Caller,
-    model: &str,
+    common: &Common,
     texts: Vec<String>,
 ) -> Result<EmbedResponse, Error> {
-    let model = untagged(model);
+    let model = untagged(&common.model);
     shared.may_name(model, caller)?;
+    if common.keep_alive.is_some() {
+        // By the name that it was loaded under, if it has others.
+        let known = find(shared, &common.model)?;
+        keep(shared, &known.name, common.keep_alive, caller)?;
+    }
     let prompts = texts.into_iter().map(|text| Prompt {
         kind: Some(Kind::Text(text)),
     });
@@ -54,7 +74,9 @@ async fn vectors(
         prompts: prompts.collect(),
         ..EmbedRequest::default()
     };
-    shared.embed(request, None, caller).await
+    let answer = shared.embed(request, None, caller).await?;
+    of_length(&answer, common.dimensions)?;
+    Ok(answer)
 }
 
 /// `POST /api/embed`.
@@ -70,11 +92,11 @@ pub(super) async fn embed(
             Input::One(text) => vec![text],
             Input::Many(texts) => texts,
         };
-        let answer = vectors(&shared, &Caller::of(&extensions), &asked.model, texts).await?;
+        let answer = vectors(&shared, &Caller::of(&extensions), &asked.common, texts).await?;
         let all = &answer.embeddings;
         let tokens: u64 = all.iter().map(|e| u64::from(e.prompt_tokens)).sum();
         let value = json!({
-            "model": asked.model,
+            "model": asked.common.model,
             "embeddings": all.iter().map(|e| &e.values).collect::<Vec<_>>(),
             "total_duration": u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX),
             "load_duration": 0,
@@ -94,7 +116,7 @@ pub(super) async fn embed_one(
     let run = async {
         let asked: Single = body::json(body).await?;
         let texts = vec![asked.prompt];
-        let answer = vectors(&shared, &Caller::of(&extensions), &asked.model, texts).await?;
+        let answer = vectors(&shared, &Caller::of(&extensions), &asked.common, texts).await?;
         let values = answer.embeddings.first().map(|e| &e.values);
         Ok(Json(json!({ "embedding": values })).into_response())
     };

@@ -10,7 +10,11 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{answered, json_response, options::refused};
-use crate::{access::Caller, gateway::body, service::Shared};
+use crate::{
+    access::Caller,
+    gateway::{ask::of_length, body},
+    service::Shared,
+};
 
 /// What is to be embedded, or completed: texts or token ids, one or several.
 #[derive(Debug, Deserialize)]
@@ -74,16 +78,10 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
     };
     shared.may_name(&wanted.model, caller)?;
     let answer = shared.embed(wanted, None, caller).await?;
+    of_length(&answer, request.dimensions)?;
     let model = &answer.model;
     let mut data = Vec::with_capacity(answer.embeddings.len());
     for (index, embedding) in answer.embeddings.iter().enumerate() {
-        let length = embedding.values.len();
-        if let Some(dimensions) = request.dimensions.filter(|&d| d != length) {
-            let why = format!(
-                "dimensions is {dimensions}; {model} gives vectors of {length} and no others"
-            );
-            return Err(refused("dimensions", why));
-        }
         let value = match as_base64 {
             false => json!(embedding.values),
             true => {
