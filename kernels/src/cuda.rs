@@ -94,6 +94,11 @@ impl CudaBackend {
             .collect()
     }
 
+    /// Whether the table of kernels has one for this call, which needs no device to be known.
+    pub fn has_kernel(call: &Call<'_>) -> bool {
+        ops::has(call)
+    }
+
     /// Opens a device.
     ///
     /// # Errors

@@ -56,8 +56,7 @@ impl FakeDriver {
     /// # Errors
     /// When it cannot be built or written.
     pub fn worker(&self, name: &str) -> Result<PathBuf> {
-        build(&["hotcell-worker-cuda"], "--bins")?;
-        let worker = binaries()?.join("hotcell-worker-cuda");
+        let worker = worker()?;
         let path = self.folder.path().join(name);
         let lines = format!(
             "#!/bin/sh\nLD_LIBRARY_PATH={} exec {} \"$@\"\n",
@@ -88,6 +87,15 @@ impl FakeDriver {
         ensure!(!opened.is_null(), "{} cannot be opened", path.display());
         Ok(folder)
     }
+}
+
+/// CUDA's worker, for this machine's own driver.
+///
+/// # Errors
+/// When it cannot be built.
+pub fn worker() -> Result<PathBuf> {
+    build(&["hotcell-worker-cuda"], "--bins")?;
+    Ok(binaries()?.join("hotcell-worker-cuda"))
 }
 
 /// The kernels as the host's compiler makes them; nothing where there is none.

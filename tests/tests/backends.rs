@@ -298,6 +298,65 @@ async fn a_dry_run_tells_weights_caches_and_graphs_as_they_are_in_truth() {
     );
 }
 
+#[tokio::test]
+async fn what_a_step_over_two_devices_would_take_is_counted_and_limited_on_each() {
+    let two = ["--devices", "cpu:2"];
+    let cluster = Cluster::with_model("kjv", &kjv(), &two).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let size = CACHE.bytes().unwrap() as u64;
+    let placed = async |allocate: bool, limit: u64| {
+        let backend = open(&cluster, "kjv", |p| {
+            p.allocate = allocate;
+            p.memory_limit = limit;
+            p.placement = Placement::List(vec![
+                ("cpu:0".to_owned(), vec![0, 2]),
+                ("cpu:1".to_owned(), vec![1]),
+            ]);
+        });
+        let mut backend = backend.await.unwrap();
+        let mut caches = Vec::new();
+        for layer in 0..3 {
+            caches.push(backend.cache(layer, CACHE).await.unwrap());
+        }
+        (backend, caches)
+    };
+    let mut told = Vec::new();
+    // What is on one device keeps within this; all together would not.
+    let enough = size * 7 / 2;
+    for (allocate, limit) in [(false, 0), (true, 0), (false, enough)] {
+        let (mut backend, caches) = placed(allocate, limit).await;
+        let (whole, results) = step(backend.session(), &caches);
+        let taken = backend.reserve_step(whole, &results).await.unwrap();
+        assert_eq!(taken.caches, 3 * size);
+        let memory = backend.memory();
+        let of = |device: &str| memory.iter().find(|m| m.device == device).unwrap().graph;
+        assert!(of("cpu:0") > 0 && of("cpu:1") > 0, "{memory:?}");
+        assert_eq!(
+            of("cpu:0") + of("cpu:1"),
+            taken.arena + taken.inputs + taken.outputs
+        );
+        told.push(memory);
+    }
+    assert_eq!(told[0], told[1]);
+    assert_eq!(told[0], told[2]);
+    // What is too much for one of them is refused, and counted nowhere.
+    let (mut backend, caches) = placed(false, enough).await;
+    let session = backend.session().clone();
+    for cache in &caches {
+        let pages = Pages {
+            tables: session.zeros(DType::I32, &[1, 1]),
+            sequences: session.zeros(DType::I32, &[1024]),
+            positions: session.zeros(DType::I32, &[1024]),
+        };
+        let queries = session.full(0.5f32, &[1024, CACHE.kv_heads, CACHE.head_dim]);
+        let mut large = session.step();
+        let attended = large.attend(&queries, cache, &pages, PagedOptions::default());
+        let error = backend.reserve_step(large, &[attended]).await.unwrap_err();
+        assert_eq!(error.reason(), Reason::QuotaExceeded, "{error:?}");
+    }
+    assert!(backend.memory().iter().all(|m| m.graph == 0));
+}
+
 /// So many attentions, one of the other.
 fn tower(layers: usize) -> Graph {
     let mut g = GraphBuilder::new(0);

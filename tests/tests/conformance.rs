@@ -381,7 +381,14 @@ fn every_dtype_of_a_row_has_cases_of_every_class() {
     let mut excused = BTreeSet::new();
     for ((row, dtype), classes) in &seen {
         // Odd is an axis here: a row works along one, whatever the others.
-        for name in ["empty", "large", "odd", "non-contiguous"] {
+        for name in [
+            "empty",
+            "large",
+            "odd",
+            "scalar",
+            "broadcast",
+            "non-contiguous",
+        ] {
             let class = CLASSES.iter().find(|c| c.name.starts_with(name)).unwrap();
             if classes.contains(name) || class.without.contains(row) {
                 continue;
@@ -482,6 +489,20 @@ fn sizes(graph: &Graph, node: &Node) -> Vec<usize> {
         .collect()
 }
 
+/// Rows whose operands are matrices, and broadcast by the axes before these.
+const PRODUCTS: &[&str] = &["addmm", "einsum", "matmul"];
+
+/// The different axes before the last two among a node's inputs.
+fn batches(graph: &Graph, node: &Node) -> BTreeSet<Vec<usize>> {
+    let shapes = input_shapes(graph, node).into_iter();
+    let batch = |shape: Shape| {
+        let dims = shape.dims().iter().map(|d| d.at(graph.max_rows()));
+        let dims: Vec<usize> = dims.collect();
+        dims[..dims.len().saturating_sub(2)].to_vec()
+    };
+    shapes.map(batch).collect()
+}
+
 static CLASSES: &[Class] = &[
     Class {
         name: "empty",
@@ -577,7 +598,10 @@ static CLASSES: &[Class] = &[
     Class {
         name: "broadcast",
         // Both ways, or one operand to the other; a row that does not say so needs none.
-        holds: |g, n| !n.op.shapes.contains("broadcast(") || input_shapes(g, n).len() > 1,
+        holds: |g, n| match PRODUCTS.contains(&n.op.name) {
+            true => batches(g, n).len() > 1,
+            false => !n.op.shapes.contains("broadcast(") || input_shapes(g, n).len() > 1,
+        },
         without: &[],
     },
     Class {
@@ -587,6 +611,34 @@ static CLASSES: &[Class] = &[
         without: &["literal", "arange", "cache_write", "paged_attention"],
     },
 ];
+
+/// Rows whose kernels work in blocks, or whose operands are found by indices, and the elements of a case that has many of them.
+const TRULY_LARGE: (&[&str], usize) = (&["gather_mm", "mul_mat", "quantized_matmul"], 100_000);
+
+#[test]
+fn products_have_cases_that_are_large_and_do_not_repeat_themselves() {
+    let (rows, least) = TRULY_LARGE;
+    let mut found = BTreeSet::new();
+    for case in cases().unwrap().iter().filter(|case| case.fails.is_none()) {
+        let graph = case.graph().unwrap();
+        let repeats = graph
+            .nodes()
+            .iter()
+            .any(|n| ["tile", "repeat"].contains(&n.op.name));
+        let node = graph
+            .nodes()
+            .iter()
+            .rfind(|n| n.op.name == case.op)
+            .unwrap();
+        let large = sizes(&graph, node).iter().filter(|s| **s >= least).count();
+        // What it reads or gives, beside the other operand.
+        if !repeats && large >= 2 {
+            found.insert(case.op.clone());
+        }
+    }
+    let lacking: Vec<_> = rows.iter().filter(|row| !found.contains(**row)).collect();
+    assert!(lacking.is_empty(), "{lacking:?}");
+}
 
 #[test]
 fn every_row_has_cases_of_every_class_and_every_case_a_row() {

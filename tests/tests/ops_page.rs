@@ -8,7 +8,6 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write,
     fs,
-    rc::Rc,
 };
 
 use hotcell_graph::{
@@ -19,6 +18,7 @@ use hotcell_graph::{
 use hotcell_kernels::{
     backend::Device,
     cpu::{CpuDevice, path::CpuPath},
+    cuda::CudaBackend,
 };
 use hotcell_tests::{cluster::repository, conformance::cases};
 
@@ -30,9 +30,12 @@ Generated from the rows of `hotcell-graph` by `HOTCELL_UPDATE=1 cargo test -p ho
 such an input is copied before it is computed with. *In other ops* is what a row means in other rows (of one example); a primitive has
 no other meaning, and with `cast` in the list it takes inputs of one dtype after those have been cast. *Backends* says for which
 dtypes of the first input (of the result, where there is none) a backend has a kernel for at least one of the
-[conformance cases](../tests/golden/README.md); the rest it runs as other ops. What MLX computes is what ran on it when
-`worker/mlx/tests/conformance.rs` was run last; what it does not runs on the CPU's kernels.
+[conformance cases](../tests/golden/README.md); the rest it runs as other ops, or on the CPU's kernels if it is not the CPU and a
+primitive is left. What CUDA has is its table of kernels, which is read without a device. What MLX computes is what ran on it when
+`worker/mlx/tests/conformance.rs` was run last.
 ";
+
+const AS_OTHER_OPS: &str = "as other ops";
 
 /// A node of a case, with the graph that it stands in.
 type Example = (Graph, Node);
@@ -130,7 +133,7 @@ fn meaning(row: &OpRow, examples: &[Example]) -> String {
     }
 }
 
-fn support(device: &dyn Device, examples: &[Example]) -> String {
+fn support(has: &dyn Fn(&Call<'_>) -> bool, without: &str, examples: &[Example]) -> String {
     let mut direct: BTreeSet<DType> = BTreeSet::new();
     let mut all: BTreeSet<DType> = BTreeSet::new();
     for (graph, node) in examples {
@@ -148,16 +151,21 @@ fn support(device: &dyn Device, examples: &[Example]) -> String {
             inputs: &specs,
             attributes: &node.attributes,
         };
-        if device.supports(&call) {
+        if has(&call) {
             direct.insert(dtype);
         }
     }
     let names: Vec<String> = direct.iter().map(|d| format!("`{d}`")).collect();
     match (direct.is_empty(), direct == all) {
-        (true, _) => "as other ops".to_owned(),
+        (true, _) => without.to_owned(),
         (_, true) => "all".to_owned(),
         _ => names.join(", "),
     }
+}
+
+/// Whether each of these is a primitive, which has no meaning in other ops.
+fn are_primitive(examples: &[Example]) -> bool {
+    examples.iter().all(|example| parts(example).is_none())
 }
 
 /// What ran on MLX, by the name of the row: MLX is not linked here, so its own test writes it down.
@@ -174,24 +182,29 @@ fn page() -> String {
     let examples = examples();
     let on_mlx = on_mlx();
     let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
-    let device: Rc<dyn Device> = Rc::new(device);
+    let cpu = |call: &Call<'_>| device.supports(call);
     let mut page = HEAD.to_owned();
     for row in catalogue() {
         let of = examples
             .get(row.name)
             .map(Vec::as_slice)
             .unwrap_or_default();
+        let without_cuda = match are_primitive(of) {
+            true => "on the CPU's kernels",
+            false => AS_OTHER_OPS,
+        };
         let doc: Vec<&str> = row.doc.lines().map(str::trim).collect();
         write!(
             page,
-            "\n## {}\n\n```text\n{}\n```\n\n{}\n\n- Shapes: {}\n- Dtypes: {}\n- In other ops: {}\n- Backends: CPU {}; MLX {}\n",
+            "\n## {}\n\n```text\n{}\n```\n\n{}\n\n- Shapes: {}\n- Dtypes: {}\n- In other ops: {}\n- Backends: CPU {}; CUDA {}; MLX {}\n",
             row.name,
             signature(row),
             doc.join("\n").trim(),
             row.shapes,
             row.dtypes,
             meaning(row, of),
-            support(&*device, of),
+            support(&cpu, AS_OTHER_OPS, of),
+            support(&CudaBackend::has_kernel, without_cuda, of),
             on_mlx.get(row.name).map_or("unknown", String::as_str),
         )
         .unwrap();

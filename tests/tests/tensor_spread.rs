@@ -402,6 +402,25 @@ async fn a_backends_layers_are_used_where_they_are_placed() {
     let memory = split.memory();
     assert!(memory.len() == 2 && memory.iter().all(|m| m.total() > 0));
     assert!(through(&split).await == wanted);
+    // The last layers by their number: the output and two more to the backend's device, which is not where the rest goes.
+    let counted = open(Placement::Count(3)).await;
+    assert_eq!(counted.describe().device, "cpu:1");
+    let last = counted.weights().iter().filter_map(|(name, _)| {
+        let number = name.strip_prefix("model.layers.")?.split('.').next()?;
+        number.parse::<usize>().ok()
+    });
+    let last = last.max().unwrap();
+    let memory = counted.memory();
+    let of = |device: &str| {
+        let found = memory.iter().find(|m| m.device == device).unwrap();
+        (
+            found.input_weights > 0,
+            found.weights.keys().copied().collect::<Vec<_>>(),
+        )
+    };
+    assert_eq!(of("cpu:0"), (true, (0..last - 1).collect()));
+    assert_eq!(of("cpu:1"), (false, (last - 1..=last + 1).collect()));
+    assert!(through(&counted).await == wanted);
     // What a graph over both would take is counted on both.
     let mut split = split;
     let weight = async |layer: usize| {

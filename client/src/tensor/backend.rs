@@ -25,7 +25,8 @@ pub enum Placement {
     /// All to the backend's device.
     #[default]
     Whole,
-    /// The last so many layers, the output counted as one, to the backend's device; the rest to the CPU.
+    /// The last so many layers, the output counted as one, to the backend's device; the rest to the CPU. The device of a model
+    /// that is loaded on several is then the first that is not where the rest goes.
     Count(usize),
     /// Layers by device id; layer number `block_count` is the output. Unlisted ones go to the CPU.
     List(Vec<(String, Vec<usize>)>),
@@ -173,7 +174,7 @@ impl Backend {
                 (Some(device), _) => options.device = Some(device.id.clone()),
                 (None, Some(known)) => {
                     model = Some(name.to_owned());
-                    options.worker = known.workers.first().cloned();
+                    options.worker = worker_for(&params.placement, known, &client).await?;
                     if options.worker.is_none() {
                         let what = format!("model {name} is not loaded; load it first");
                         return Err(Error::new(Reason::ModelNotFound, what).with("model", name));
@@ -362,19 +363,8 @@ impl Backend {
         function: &Compiled,
         arguments: &[Tensor],
     ) -> Result<v1::PlanMemory, Error> {
-        let mut graphs: BTreeMap<String, u64> = BTreeMap::new();
         let each = function.reserve_each(arguments).await?;
-        for (session, memory) in &each {
-            let mut others = self.others.iter();
-            let found = others.find(|(_, other)| other.is_same(session));
-            let device = found.map_or(&self.about.device, |(device, _)| device);
-            let sum = graphs.entry(device.clone()).or_default();
-            *sum = sum.saturating_add(taken(memory));
-        }
-        for (device, bytes) in graphs {
-            self.reserved(device, bytes);
-        }
-        Ok(together(&each))
+        Ok(self.reserved(&each))
     }
 
     /// The same for a step, which is not run. Its caches are those of [`Backend::cache`], and not counted again.
@@ -386,14 +376,25 @@ impl Backend {
         step: Step,
         results: &[Tensor],
     ) -> Result<v1::PlanMemory, Error> {
-        let memory = step.reserve(results).await?;
-        self.reserved(self.about.device.clone(), taken(&memory));
-        Ok(memory)
+        let each = step.reserve_each(results).await?;
+        Ok(self.reserved(&each))
     }
 
-    fn reserved(&mut self, device: String, bytes: u64) {
-        let most = self.graphs.entry(device).or_default();
-        *most = bytes.max(*most);
+    /// Books what a graph takes in each session as its device's, and gives the sum.
+    fn reserved(&mut self, each: &[(Session, v1::PlanMemory)]) -> v1::PlanMemory {
+        let mut graphs: BTreeMap<String, u64> = BTreeMap::new();
+        for (session, memory) in each {
+            let mut others = self.others.iter();
+            let found = others.find(|(_, other)| other.is_same(session));
+            let device = found.map_or(&self.about.device, |(device, _)| device);
+            let sum = graphs.entry(device.clone()).or_default();
+            *sum = sum.saturating_add(taken(memory));
+        }
+        for (device, bytes) in graphs {
+            let most = self.graphs.entry(device).or_default();
+            *most = bytes.max(*most);
+        }
+        together(each)
     }
 
     /// What the model, the caches and the greatest reserved graph take, by device.
@@ -407,6 +408,25 @@ impl Backend {
         let named = |(device, memory)| DeviceMemory { device, ..memory };
         devices.into_iter().map(named).collect()
     }
+}
+
+/// The worker of those that have a model that a backend is on: the first, or the first beside the CPU, to which what is not counted goes.
+async fn worker_for(
+    placement: &Placement,
+    model: &v1::ModelInfo,
+    client: &Client,
+) -> Result<Option<String>, Error> {
+    let mut beside = None;
+    if let (Placement::Count(_), [_, _, ..]) = (placement, &model.workers[..]) {
+        let workers = client.workers().await?;
+        let is_cpu = |id: &String| {
+            let lease = workers.iter().find(|w| w.id == *id);
+            let lease = lease.and_then(|w| w.lease.as_ref());
+            lease.is_none_or(|lease| lease.device == CPU)
+        };
+        beside = model.workers.iter().find(|id| !is_cpu(id));
+    }
+    Ok(beside.or(model.workers.first()).cloned())
 }
 
 /// What a plan takes besides weights.

@@ -218,13 +218,8 @@ impl Compiled {
         let session = &self.0.session;
         let measured = async |trace: Arc<Trace>| {
             let inputs = arguments.iter().chain(&trace.program.inputs);
-            if !session.alone(inputs.clone()) {
-                let inputs: Vec<Tensor> = inputs.cloned().collect();
-                return session.reserve_spread(&trace.program, &inputs).await;
-            }
-            let (graph, key) = trace.program.encode()?;
-            let made = again!(session, at => at.compile(graph.clone(), key.clone(), true));
-            Ok(vec![(session.clone(), made?.1)])
+            let inputs: Vec<Tensor> = inputs.cloned().collect();
+            session.reserve_program(&trace.program, &inputs, &[]).await
         };
         let (trace, rows) = self.trace(arguments)?;
         match measured(trace).await {

@@ -284,11 +284,31 @@ impl Session {
         Ok(arrived)
     }
 
-    /// What the parts of a program would take in their sessions, which compute nothing.
+    /// What a program with these inputs, whose results are these tensors', would take by session: of this one, or of each that
+    /// computes a part of it. Nothing is computed.
     ///
     /// # Errors
     /// As [`Compiled::reserve`](super::Compiled::reserve).
-    pub(super) async fn reserve_spread(
+    pub(super) async fn reserve_program(
+        &self,
+        program: &Program,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+    ) -> Result<Vec<(Session, PlanMemory)>, Error> {
+        if !self.alone(inputs.iter().chain(outputs)) {
+            return self.reserve_spread(program, inputs).await;
+        }
+        Ok(vec![(self.clone(), self.measured(program).await?)])
+    }
+
+    /// What the plan of a program would take, by a dry run.
+    async fn measured(&self, program: &Program) -> Result<PlanMemory, Error> {
+        let (graph, key) = program.encode()?;
+        let made = again!(self, at => at.compile(graph.clone(), key.clone(), true));
+        Ok(made?.1)
+    }
+
+    async fn reserve_spread(
         &self,
         program: &Program,
         inputs: &[Tensor],
@@ -302,9 +322,7 @@ impl Session {
                 graph: part.graph.clone(),
                 inputs: vec![],
             };
-            let (graph, key) = program.encode()?;
-            let made = again!(session, at => at.compile(graph.clone(), key.clone(), true));
-            taken.push((session.clone(), made?.1));
+            taken.push((session.clone(), session.measured(&program).await?));
         }
         Ok(taken)
     }

@@ -17,8 +17,8 @@ use hotcell_proto::{
 use super::{
     array::{OpNode, Tensor, Turn, checked, results},
     cache::Cache,
+    compile::together,
     program::{self, Program, Scope},
-    recover::again,
     session::Session,
     stream::Order,
 };
@@ -180,20 +180,29 @@ impl Step {
         session.compute_program(&program, &lazy, &order).await
     }
 
-    /// Bytes that running the step would take on the worker: intermediate values, constants, inputs, caches, outputs. Nothing is
-    /// done, and what needs its effects can no longer be computed.
+    /// Bytes that running the step would take on the worker: intermediate values, constants, inputs, caches, outputs. Of a step
+    /// over tensors or caches of several sessions of a spread: all parts together. Nothing is done, and what needs its effects
+    /// can no longer be computed.
     ///
     /// # Errors
     /// What is wrong with a write or a result, [`Reason::LimitExceeded`] as for [`Step::run`], and
     /// [`Reason::OutOfMemory`] or [`Reason::QuotaExceeded`] for more than could ever be held.
     pub async fn reserve(self, results: &[Tensor]) -> Result<v1::PlanMemory, Error> {
+        Ok(together(&self.reserve_each(results).await?))
+    }
+
+    /// The same by session: none for a step that does nothing, one, or one for each part of a step that several run.
+    pub(super) async fn reserve_each(
+        self,
+        results: &[Tensor],
+    ) -> Result<Vec<(Session, v1::PlanMemory)>, Error> {
         let session = self.session.clone();
-        let Some((program, _)) = self.program(results)? else {
-            return Ok(v1::PlanMemory::default());
+        let Some((program, lazy)) = self.program(results)? else {
+            return Ok(vec![]);
         };
-        let (graph, key) = program.encode()?;
-        let made = again!(&session, at => at.compile(graph.clone(), key.clone(), true));
-        Ok(made?.1)
+        session
+            .reserve_program(&program, &program.inputs, &lazy)
+            .await
     }
 
     /// Its graph, and the results that are not known yet; none if there is nothing to do.

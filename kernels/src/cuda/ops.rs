@@ -102,11 +102,21 @@ static TABLES: &[&[Entry]] = &[
     sort::ENTRIES,
 ];
 
-/// The kernel for a call, if there is one, in this build's image too.
-pub(super) fn kernel(call: &Call<'_>, gpu: &Gpu) -> Option<Box<dyn Kernel>> {
+/// What the table has for a call.
+fn made(call: &Call<'_>) -> Option<Made> {
     let mut entries = TABLES.iter().copied().flatten();
     let entry = entries.find(|entry| entry.op == call.op.name)?;
-    let (kernel, names) = (entry.make)(call)?;
+    (entry.make)(call)
+}
+
+/// Whether the table has a kernel for a call.
+pub(super) fn has(call: &Call<'_>) -> bool {
+    made(call).is_some()
+}
+
+/// The kernel for a call, if there is one, in this build's image too.
+pub(super) fn kernel(call: &Call<'_>, gpu: &Gpu) -> Option<Box<dyn Kernel>> {
+    let (kernel, names) = made(call)?;
     names.iter().all(|name| gpu.has(name)).then_some(kernel)
 }
 

@@ -1,4 +1,4 @@
-"""Cases for every row of the op catalogue: `<file of the catalogue>.json` and `.bin` (`place` has some of other files' rows).
+"""Cases for every row of the op catalogue: `<file of the catalogue>.json` and `.bin` (`place` and `products` have some of other files' rows).
 
 The index is a list of cases, one per line:
   op       the row it is a case of
@@ -26,6 +26,7 @@ import linear
 import movement
 import numeric
 import placement
+import products
 import quantised
 import recurrent
 import transformer
@@ -33,7 +34,7 @@ import transformer
 
 def main():
     books = {}
-    for module in (elementwise, linear, movement, numeric, placement, quantised, recurrent, transformer):
+    for module in (elementwise, linear, movement, numeric, placement, products, quantised, recurrent, transformer):
         module.fill(books)
     for book in books.values():
         book.write(Path(__file__).parent)

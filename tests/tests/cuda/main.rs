@@ -1,4 +1,4 @@
-//! The CUDA backend on a driver without a device: the conformance cases of the op catalogue, in this process.
+//! The CUDA backend on a driver without a device: the conformance cases of the op catalogue, in this process and over gRPC.
 //!
 //! `HOTCELL_CASES=text` runs only the cases whose op and note contain the text. With `HOTCELL_GPU` it is this machine's driver and
 //! its first device instead (`deploy/gpu-check`).
@@ -7,10 +7,11 @@
 
 mod bits;
 mod models;
+mod remote;
 
-use std::{rc::Rc, sync::OnceLock};
+use std::{collections::BTreeSet, rc::Rc, sync::OnceLock};
 
-use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec};
+use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec, op::Call};
 use hotcell_kernels::{
     backend::{Backend, Buffer, Device, DeviceError},
     cuda::CudaBackend,
@@ -73,6 +74,36 @@ fn every_case_of_the_catalogue_gives_the_reference_values() {
         cases.len(),
         wrong.join("\n")
     );
+}
+
+#[test]
+fn what_the_table_has_is_in_the_image() {
+    if !enter() {
+        return;
+    }
+    let device = CudaBackend::open_device("cuda:0", &[]).unwrap();
+    let mut seen = BTreeSet::new();
+    for graph in chosen().iter().filter_map(|case| case.graph().ok()) {
+        for node in graph.nodes() {
+            let inputs = graph.input_specs(node).unwrap();
+            let call = Call {
+                op: node.op,
+                inputs: &inputs,
+                attributes: &node.attributes,
+            };
+            let has = CudaBackend::has_kernel(&call);
+            assert_eq!(
+                has,
+                device.is_native(&call),
+                "{} of {inputs:?}",
+                node.op.name
+            );
+            if has {
+                seen.insert(node.op.name);
+            }
+        }
+    }
+    assert!(seen.len() > 80, "{}", seen.len());
 }
 
 #[test]
