@@ -131,7 +131,7 @@ settings! {
     /// Bytes that one worker may take of memory, where control groups can be made [default: its device's memory]
     #[arg(value_name = "BYTES")]
     worker_memory: u64 = "HOTCELL_WORKER_MEMORY";
-    /// Folder of a control group of memory in which each worker gets one of its own, and in version 1 the one of that name among those of cpu for workers that wait for all others [default: this process's own, if systemd delegates it]
+    /// Folder of a control group of memory in which each worker gets one of its own [default: this process's own, if systemd delegates it]
     #[arg(value_name = "PATH")]
     control_group: PathBuf = "HOTCELL_CONTROL_GROUP";
     /// Dtype of the workers' KV caches [default: f16]

@@ -427,43 +427,8 @@ async fn reporting(cluster: &Cluster, client: &Client) -> Result<()> {
     Ok(())
 }
 
-/// Control groups of this run, where this user may make some: gone with this.
-struct Groups(Vec<std::path::PathBuf>);
-
-impl Groups {
-    /// As a service manager delegates them; without them the system weighs background work by what it is nice to alone.
-    fn make() -> Self {
-        let name = format!("hotcell-bench-{}", std::process::id());
-        let all = ["memory", "cpu"].map(|of| format!("/sys/fs/cgroup/{of}/{name}").into());
-        let made = all.iter().all(|folder| std::fs::create_dir(folder).is_ok());
-        println!("throw-away workers in idle control groups: {made}");
-        Self(if made { all.into() } else { Vec::new() })
-    }
-
-    fn flags(&self) -> Vec<String> {
-        let memory = self.0.first().map(|memory| memory.display().to_string());
-        let flag = |memory| ["--control-group".to_owned(), memory];
-        memory.into_iter().flat_map(flag).collect()
-    }
-}
-
-impl Drop for Groups {
-    fn drop(&mut self) {
-        for folder in &self.0 {
-            for inside in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-                let _ = std::fs::remove_dir(inside.path());
-            }
-            let _ = std::fs::remove_dir(folder);
-        }
-    }
-}
-
 async fn run() -> Result<()> {
-    let groups = Groups::make();
-    let flags = groups.flags();
-    let mut flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-    flags.extend(["--devices", "cpu:1"]);
-    let cluster = Cluster::with_model("kjv", &kjv(), &flags).await?;
+    let cluster = Cluster::with_model("kjv", &kjv(), &["--devices", "cpu:1"]).await?;
     cluster.workers(all_have("kjv")).await?;
     let client = cluster.client().await?;
     if wants("overheads") {
@@ -483,7 +448,7 @@ async fn run() -> Result<()> {
     if std::env::args().skip(1).any(|a| a.starts_with("others_1b")) {
         let model = models::Model::get("llama-1b", "q4_0")?;
         model.warm()?;
-        let cluster = Cluster::with_model("1b", model.path(), &flags).await?;
+        let cluster = Cluster::with_model("1b", model.path(), &["--devices", "cpu:1"]).await?;
         cluster.workers(all_have("1b")).await?;
         let client = cluster.client().await?;
         others(&cluster, &client, ("_1b", SHORT, FEW)).await?;

@@ -31,8 +31,7 @@ struct Attributes {
 /// somebody does: `sched(7)`, its lowest weight, the shortest slice, and the autogroup feature. Safe between fork and exec:
 /// it is system calls alone, and allocates nothing.
 ///
-/// Not `SCHED_IDLE`: between the groups of two sessions that means nothing, and has no slice. Where control groups can be
-/// made, an idle one says it between all of them ([`Groups::make`](crate::group::Groups::make)).
+/// Not `SCHED_IDLE`: between the groups of two sessions that means nothing, and has no slice.
 ///
 /// # Errors
 /// What the system refuses; what it does not refuse is done. `EAGAIN`, where a process without rights has said the weight of

@@ -1,13 +1,12 @@
-//! Control groups: which one this process is in, and one for each worker where somebody lets us make them. They bound
-//! memory, and say who computes on the time that others leave.
+//! Control groups of memory: which one this process is in, and one for each worker where somebody lets us make them.
 //!
-//! A service manager *delegates* a group to a service (systemd's `Delegate=cpu memory`, marked on the folder); an
+//! A service manager *delegates* a group to a service (systemd's `Delegate=memory`, marked on the folder); an
 //! administrator may name a folder. Nobody else's groups are touched.
 
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{Mode, OFlags};
@@ -57,31 +56,12 @@ pub struct Groups {
     folder: PathBuf,
     /// The file that takes a limit, by the version.
     limit: &'static str,
-    /// Where groups of processors are made, if not with those of memory: version 1 has a hierarchy for each.
-    processors: Option<PathBuf>,
     made: AtomicU64,
 }
 
 /// A group for one process. Dropping it removes it if the process is gone; else who makes the next one does.
 #[derive(Debug)]
-pub struct Group {
-    memory: PathBuf,
-    processors: Option<PathBuf>,
-}
-
-/// The file that has a group run when nobody else wants the processor: whoever wakes takes it at once, which no weight
-/// says (`sched(7)`).
-const IDLE: &str = "cpu.idle";
-
-/// The folder of processors beside one of memory, in version 1: the one of the same name in their hierarchy, if somebody
-/// made it.
-fn beside(memory: &Path) -> Option<PathBuf> {
-    let mut parts: Vec<_> = memory.components().collect();
-    let at = parts.iter().position(|part| part.as_os_str() == "memory")?;
-    parts[at] = Component::Normal("cpu".as_ref());
-    let folder: PathBuf = parts.iter().collect();
-    folder.join(IDLE).exists().then_some(folder)
-}
+pub struct Group(PathBuf);
 
 impl Groups {
     /// In `folder`, which is ours to use.
@@ -89,31 +69,26 @@ impl Groups {
     /// # Errors
     /// What reading and writing its files report; `Unsupported` for a folder that bounds no memory.
     pub fn within(folder: &Path) -> io::Result<Groups> {
-        let groups = |limit, processors| Groups {
+        let groups = |limit| Groups {
             folder: folder.to_owned(),
             limit,
-            processors,
             made: AtomicU64::new(0),
         };
         if folder.join("memory.limit_in_bytes").exists() {
-            return Ok(groups("memory.limit_in_bytes", beside(folder)));
+            return Ok(groups("memory.limit_in_bytes"));
         }
-        let has = |file: &str, controller: &str| -> io::Result<bool> {
+        let has = |file: &str| -> io::Result<bool> {
             let list = fs::read_to_string(folder.join(file))?;
-            Ok(list.split_whitespace().any(|name| name == controller))
+            Ok(list.split_whitespace().any(|name| name == "memory"))
         };
-        if !has("cgroup.controllers", "memory")? {
+        if !has("cgroup.controllers")? {
             let why = format!("{} is no control group of memory", folder.display());
             return Err(io::Error::new(io::ErrorKind::Unsupported, why));
         }
-        if !has("cgroup.subtree_control", "memory")? {
+        if !has("cgroup.subtree_control")? {
             fs::write(folder.join("cgroup.subtree_control"), "+memory")?;
         }
-        // Who may not say that works all the same.
-        if has("cgroup.controllers", "cpu")? && !has("cgroup.subtree_control", "cpu")? {
-            let _ = fs::write(folder.join("cgroup.subtree_control"), "+cpu");
-        }
-        Ok(groups("memory.max", None))
+        Ok(groups("memory.max"))
     }
 
     /// In this process's own group, if a service manager marked it as delegated; this process moves into one within.
@@ -145,47 +120,29 @@ impl Groups {
         Groups::within(&folder).map(Some)
     }
 
-    /// Makes a group that may take so many bytes, and removes those whose processes are gone. One in the `background` runs
-    /// when nobody else wants the processor, where the system lets it say so.
+    /// Makes a group that may take so many bytes, and removes those whose processes are gone.
     ///
     /// # Errors
     /// What making it, or its limit, reports.
-    pub fn make(&self, bytes: u64, background: bool) -> io::Result<Group> {
-        sweep(&self.folder);
+    pub fn make(&self, bytes: u64) -> io::Result<Group> {
+        self.sweep();
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         let name = format!("{PREFIX}{}-{number}", std::process::id());
-        let mut group = Group {
-            memory: self.folder.join(&name),
-            processors: None,
-        };
-        make(&group.memory)?;
-        fs::write(group.memory.join(self.limit), bytes.to_string())?;
-        if !background {
-            return Ok(group);
-        }
-        match &self.processors {
-            None => drop(fs::write(group.memory.join(IDLE), "1")),
-            Some(folder) => {
-                sweep(folder);
-                let folder = folder.join(&name);
-                group.processors = make(&folder)
-                    .and_then(|()| fs::write(folder.join(IDLE), "1"))
-                    .is_ok()
-                    .then_some(folder);
-            }
-        }
+        let group = Group(self.folder.join(name));
+        make(&group.0)?;
+        fs::write(group.0.join(self.limit), bytes.to_string())?;
         Ok(group)
     }
-}
 
-fn sweep(folder: &Path) {
-    let Ok(entries) = fs::read_dir(folder) else {
-        return;
-    };
-    for entry in entries.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(PREFIX) {
-            // Fails while a process is in it.
-            let _ = fs::remove_dir(entry.path());
+    fn sweep(&self) {
+        let Ok(entries) = fs::read_dir(&self.folder) else {
+            return;
+        };
+        for entry in entries.flatten() {
+            if entry.file_name().to_string_lossy().starts_with(PREFIX) {
+                // Fails while a process is in it.
+                let _ = fs::remove_dir(entry.path());
+            }
         }
     }
 }
@@ -202,28 +159,24 @@ impl Group {
     ///
     /// # Errors
     /// What opening reports.
-    pub fn doors(&self) -> io::Result<Vec<OwnedFd>> {
+    pub fn door(&self) -> io::Result<OwnedFd> {
         let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-        let folders = std::iter::once(&self.memory).chain(&self.processors);
-        folders
-            .map(|folder| {
-                let door = folder.join("cgroup.procs");
-                Ok(rustix::fs::open(door, flags, Mode::empty())?)
-            })
-            .collect()
+        Ok(rustix::fs::open(
+            self.0.join("cgroup.procs"),
+            flags,
+            Mode::empty(),
+        )?)
     }
 
     /// Counters of this group.
     pub fn counts(&self) -> OomCounts {
-        OomCounts::of(&self.memory)
+        OomCounts::of(&self.0)
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        for folder in std::iter::once(&self.memory).chain(&self.processors) {
-            let _ = fs::remove_dir(folder);
-        }
+        let _ = fs::remove_dir(&self.0);
     }
 }
 

@@ -59,8 +59,8 @@ pub struct Command {
     pub data: Option<u64>,
     /// Whether it [gives way](crate::background::give_way) to all others, from its first instruction on, if the system lets it.
     pub background: bool,
-    /// The [doors](crate::group::Group::doors) of a control group that it joins before its program begins.
-    pub groups: Vec<OwnedFd>,
+    /// The [door](crate::group::Group::door) of a control group that it joins before its program begins.
+    pub group: Option<OwnedFd>,
 }
 
 impl Command {
@@ -78,7 +78,7 @@ impl Command {
             nofile: None,
             data: None,
             background: false,
-            groups: Vec::new(),
+            group: None,
         }
     }
 
@@ -303,7 +303,7 @@ struct Plan {
     background: bool,
     directory: Option<RawFd>,
     limits: Vec<(Resource, u64)>,
-    groups: Vec<RawFd>,
+    group: Option<RawFd>,
     parent: libc::pid_t,
     failure: RawFd,
 }
@@ -373,7 +373,7 @@ impl Plan {
             background: command.background,
             directory: command.directory.as_ref().map(AsRawFd::as_raw_fd),
             limits,
-            groups: command.groups.iter().map(AsRawFd::as_raw_fd).collect(),
+            group: command.group.as_ref().map(AsRawFd::as_raw_fd),
             // SAFETY: always succeeds.
             parent: unsafe { libc::getpid() },
             failure,
@@ -403,10 +403,10 @@ impl Plan {
             if self.background {
                 let _ = background::give_way();
             }
-            for door in &self.groups {
-                if libc::write(*door, c"0".as_ptr().cast(), 1) != 1 {
-                    return Step::Group;
-                }
+            if let Some(door) = self.group
+                && libc::write(door, c"0".as_ptr().cast(), 1) != 1
+            {
+                return Step::Group;
             }
             libc::umask(0o077);
             if let Some(directory) = self.directory
@@ -537,7 +537,7 @@ fn launch(mut command: Command) -> io::Result<Child> {
     // Before the answer is read: this process's writing ends would keep the pipes open.
     drop((failure_write, stdout_write, stderr_write, null));
     command.fds.clear();
-    command.groups.clear();
+    command.group = None;
 
     // Not a stranger's: the child is not reaped yet, so its number cannot have been reused.
     let pidfd = Pid::from_raw(pid)

@@ -228,13 +228,13 @@ fn a_child_joins_its_control_group_before_its_program_begins() {
         .join(format!("hotcell-worker-{}-0", std::process::id()));
     std::fs::create_dir(&made).unwrap();
     std::fs::write(made.join("cgroup.procs"), "").unwrap();
-    let group = groups.make(1 << 30, false).unwrap();
+    let group = groups.make(1 << 30).unwrap();
     let limit = std::fs::read_to_string(made.join("memory.limit_in_bytes")).unwrap();
     assert_eq!(limit, (1u64 << 30).to_string());
     std::fs::write(made.join("memory.oom_control"), "oom_kill 3\n").unwrap();
     assert_eq!(group.counts().group, Some(3));
     let mut command = shell("exit 0");
-    command.groups = group.doors().unwrap();
+    command.group = Some(group.door().unwrap());
     assert!(output(command).1.success());
     assert_eq!(
         std::fs::read_to_string(made.join("cgroup.procs")).unwrap(),
@@ -243,54 +243,12 @@ fn a_child_joins_its_control_group_before_its_program_begins() {
 
     let mut command = shell("exit 0");
     let null = File::open("/dev/null").unwrap();
-    command.groups = vec![null.into()];
+    command.group = Some(null.into());
     let error = start(command).unwrap_err();
     assert!(error.to_string().contains("control group"), "{error}");
     assert!(Groups::within(made.as_path()).is_ok());
     let nowhere = Groups::within(Path::new("/nowhere")).unwrap_err();
     assert_eq!(nowhere.kind(), io::ErrorKind::NotFound);
-}
-
-#[test]
-fn a_child_in_the_background_joins_a_group_that_waits_for_all_others() {
-    // Folders that look like those of version 1, since tests may make none.
-    let root = tempfile::tempdir().unwrap();
-    let (memory, processors) = (
-        root.path().join("memory/here"),
-        root.path().join("cpu/here"),
-    );
-    for folder in [&memory, &processors] {
-        std::fs::create_dir_all(folder).unwrap();
-    }
-    std::fs::write(memory.join("memory.limit_in_bytes"), "").unwrap();
-    std::fs::write(processors.join("cpu.idle"), "0").unwrap();
-    let groups = Groups::within(&memory).unwrap();
-    let name = |number: u32| format!("hotcell-worker-{}-{number}", std::process::id());
-    for (number, background) in [(0, false), (1, true)] {
-        let own = [memory.join(name(number)), processors.join(name(number))];
-        for folder in &own {
-            std::fs::create_dir(folder).unwrap();
-            std::fs::write(folder.join("cgroup.procs"), "").unwrap();
-        }
-        let group = groups.make(1 << 30, background).unwrap();
-        let mut command = shell("exit 0");
-        command.groups = group.doors().unwrap();
-        assert!(output(command).1.success());
-        let [inside, idle] = own.map(|folder| {
-            let joined = std::fs::read_to_string(folder.join("cgroup.procs")).unwrap();
-            (
-                joined,
-                std::fs::read_to_string(folder.join("cpu.idle")).ok(),
-            )
-        });
-        assert_eq!(inside.0, "0");
-        let waits = ("0".to_owned(), Some("1".to_owned()));
-        assert_eq!(idle == waits, background, "{idle:?}");
-    }
-    assert_eq!(
-        std::fs::read_to_string(processors.join("cpu.idle")).unwrap(),
-        "0"
-    );
 }
 
 #[test]

@@ -301,8 +301,8 @@ impl Processes {
         let memory = order.allowance.map_or(memory, |a| memory.min(a.memory));
         let group = match &self.groups {
             Some(groups) if memory > 0 => {
-                let group = groups.make(memory, order.background)?;
-                command.groups = group.doors()?;
+                let group = groups.make(memory)?;
+                command.group = Some(group.door()?);
                 Some(group)
             }
             _ => None,
