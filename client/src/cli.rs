@@ -44,7 +44,7 @@ pub use crashes::{CrashReplayFlags, CrashesFlags, What};
 pub use debug::{
     CaptureFlags, CompareFlags, DebugCommand, DebugFlags, DebugWatchFlags, DumpFlags, DumpStyle,
     FaultFlags, GuardFlags, Layers, LookFlags, MemoryFlags, ReduceFlags, ReplayFlags, RerunFlags,
-    TraceFlags,
+    TraceFlags, When,
 };
 pub use embed::EmbedFlags;
 pub use exit::{Exit, Failure, REASONS};

@@ -20,6 +20,7 @@ pub use bisect::{Bisected, bisect};
 pub use compare::{Compared, Difference, compare};
 pub use dumped::dumped;
 pub use likeness::{Likeness, NodeLikeness, Ulps, liken};
+pub(crate) use recording::Spool;
 pub use recording::{Recorded, Recorder, Recording};
 pub use reduce::Case;
 pub use reduced::{Fault, Origin, Reduced};
@@ -108,11 +109,24 @@ impl Client {
         duration: Duration,
         nodes: bool,
     ) -> Result<Messages<v1::TracePiece>, Error> {
-        let request = v1::TraceRequest {
+        let duration_ms = u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
+        self.trace(v1::TraceRequest {
             worker: worker.to_owned(),
-            duration_ms: u32::try_from(duration.as_millis()).unwrap_or(u32::MAX),
+            duration_ms,
             nodes,
-        };
+            steps: 0,
+        })
+        .await
+    }
+
+    /// The same with all that can be asked for, such as an end after so many steps.
+    ///
+    /// # Errors
+    /// The server's.
+    pub async fn trace(
+        &self,
+        request: v1::TraceRequest,
+    ) -> Result<Messages<v1::TracePiece>, Error> {
         let pieces = self.debug_client().trace(request).await;
         self.messages(pieces, LACKS)
     }

@@ -27,6 +27,25 @@ impl Readers {
     }
 }
 
+/// A file for what is on its way into the one of `path`, on the same disk as far as there are files without a name there.
+///
+/// # Errors
+/// Those of the file system.
+pub(crate) fn scratch(path: &Path) -> io::Result<File> {
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    if let Some(file) = unnamed_beside(&path, Readers::Owner) {
+        return Ok(file);
+    }
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}.values", std::process::id()));
+    let mut options = File::options();
+    let options = options.read(true).write(true).create_new(true);
+    let file = options.mode(Readers::Owner.mode()).open(Path::new(&name))?;
+    // It lives for as long as somebody has it open.
+    fs::remove_file(Path::new(&name))?;
+    Ok(file)
+}
+
 /// A file in the folder of `path` that has no name; none where there are none such.
 fn unnamed_beside(path: &Path, readers: Readers) -> Option<File> {
     let folder = match path.parent()? {
@@ -35,7 +54,11 @@ fn unnamed_beside(path: &Path, readers: Readers) -> Option<File> {
     };
     let flags = i32::try_from(OFlags::TMPFILE.bits()).ok()?;
     let mut options = File::options();
-    let options = options.write(true).custom_flags(flags).mode(readers.mode());
+    let options = options
+        .read(true)
+        .write(true)
+        .custom_flags(flags)
+        .mode(readers.mode());
     options.open(folder).ok()
 }
 

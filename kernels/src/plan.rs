@@ -144,6 +144,12 @@ pub trait Plan {
     /// What it takes.
     fn memory(&self) -> PlanMemory;
 
+    /// The graph's node that each step computes, of several that are computed as one the last; `None` for a step of none.
+    /// Empty: the device cannot tell. By the same numbers as a [`Trail`](crate::backend::Trail) has.
+    fn origins(&self) -> Vec<Option<u32>> {
+        Vec::new()
+    }
+
     /// Whether executions write output `i` and never read it, not even what they wrote: then its memory may be such as
     /// others change at any time.
     fn only_writes(&self, i: usize) -> bool {

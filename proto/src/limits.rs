@@ -248,6 +248,10 @@ pub const WATCH_INTERVAL: u32 = 1000;
 pub const MAX_WATCHED_STEPS: usize = 1 << 14;
 /// Milliseconds of one trace.
 pub const MAX_TRACE_MILLIS: u32 = 60_000;
+/// Milliseconds that a trace takes of which neither that was said nor after how many steps it ends.
+pub const TRACE_MILLIS: u32 = 1000;
+/// Deaths, starts and continuations that one trace tells.
+pub const MAX_TRACED_EVENTS: usize = 4096;
 /// Nodes that a worker notes while it is traced, until they are told.
 pub const MAX_TRACED_NODES: usize = 1 << 17;
 /// Nodes that are told in a second's trace, about: those of whole steps, and of others none.

@@ -79,7 +79,8 @@ fn id(worker: &str, epoch: u64) -> String {
     format!("{worker}.{epoch}")
 }
 
-fn read(seen: Snapshot) -> BlackBox {
+/// What a black box says, within bounds.
+pub fn read(seen: Snapshot) -> BlackBox {
     BlackBox {
         doing: seen.doing.name().to_owned(),
         model: clip(&seen.model),

@@ -12,6 +12,7 @@ mod pace;
 mod tensors;
 mod timeline;
 mod tokens;
+mod traced;
 
 use std::sync::Arc;
 

@@ -23,6 +23,7 @@ use super::{
 use crate::local::worker_beside_this_program;
 
 pub use replay::CrashReplayFlags;
+pub(super) use replay::ran;
 
 /// `hotcell crashes`.
 #[derive(Args, Clone, Debug)]

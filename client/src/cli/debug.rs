@@ -19,10 +19,11 @@ use clap::{Args, Subcommand};
 use super::{GlobalFlags, exit::Failure, interrupt::Interrupt, session::Session, ui::Ui};
 use crate::local::Bundled;
 
-pub use capture::{CaptureFlags, Layers, LookFlags};
+pub use capture::{CaptureFlags, Layers, LookFlags, When};
 pub use compare::CompareFlags;
 pub use dump::{DumpFlags, DumpStyle};
 pub use guard::GuardFlags;
+pub(super) use guard::{line as hit_line, view as hit_view};
 pub use memory::MemoryFlags;
 pub use reduce::{FaultFlags, ReduceFlags, RerunFlags};
 pub use replay::ReplayFlags;
@@ -59,8 +60,8 @@ pub enum DebugCommand {
     Capture(Box<CaptureFlags>),
     /// Run a request again in a throw-away worker, and say whether the same comes of it
     ///
-    /// Of a file, every row of every node is compared bit by bit, and the first that differs is named. Of a request's id,
-    /// the tokens are. Exit code 9 if something differs.
+    /// Of a file, every row of every node is compared bit by bit, and the first that differs is named. Of a request's id, or
+    /// that of the crash report of the process that ran it, the tokens are. Exit code 9 if something differs.
     Replay(Box<ReplayFlags>),
     /// Compare what two backends, worker programs, models or captures compute, and name the first node that is further off
     /// than its op may be
@@ -101,6 +102,8 @@ impl DebugCommand {
         let meant = match self {
             Self::Watch(flags) => &mut flags.worker,
             Self::Capture(flags) => &mut flags.worker,
+            // A backend says where.
+            Self::Replay(flags) if flags.backend.is_some() => return,
             Self::Replay(flags) => &mut flags.worker,
             Self::Guard(flags) => &mut flags.worker,
             Self::Trace(flags) => &mut flags.worker,

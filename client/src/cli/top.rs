@@ -16,7 +16,7 @@ use std::{
 };
 
 use clap::Args;
-use hotcell_proto::v1;
+use hotcell_proto::v1::{self, TraceRequest};
 use ratatui::{
     Terminal,
     backend::CrosstermBackend,
@@ -58,7 +58,7 @@ const FRAME: Duration = Duration::from_millis(50);
 /// How soon the thread that reads keys hears that it is over.
 const KEYS: Duration = Duration::from_millis(100);
 /// How long `t` traces.
-const TRACED: Duration = Duration::from_secs(1);
+const TRACED: u32 = 1000;
 /// How long requests have to end after `d`.
 const DRAINED: Duration = Duration::from_secs(60);
 /// Tokens that `c` captures.
@@ -173,7 +173,13 @@ async fn act(client: Client, action: Action, updates: mpsc::Sender<Update>) {
         }
         Action::Trace(worker, now) => {
             let path = file(&worker, now, "pftrace");
-            let traced = trace::write(&client, &worker, (TRACED, true), None, &path).await;
+            let request = TraceRequest {
+                worker,
+                duration_ms: TRACED,
+                nodes: true,
+                steps: 0,
+            };
+            let traced = trace::write(&client, request, None, &path).await;
             traced.map(|written| {
                 let path = path.display();
                 format!("{path}: {written}; open it in https://ui.perfetto.dev")
@@ -210,7 +216,7 @@ async fn capture(client: &Client, worker: &str, path: PathBuf) -> Result<String,
     };
     let messages = client.capture(request).await?;
     let (_pressed_by_nobody, mut interrupt) = Interrupt::manual();
-    let recording = told::follow(messages, &mut interrupt, false, |_, _| Ok(())).await?;
+    let recording = told::follow(messages, &mut interrupt, |_, _| Ok(())).await?;
     recording.write(&path)?;
     let (path, tokens) = (path.display(), recording.tokens.len());
     Ok(format!(

@@ -48,7 +48,7 @@ pub struct Event {
     /// What it is about.
     #[prost(message, repeated, tag = "4")]
     pub debug_annotations: Vec<Annotation>,
-    /// 1: a slice begins, 2: it ends, 4: a counter.
+    /// 1: a slice begins, 2: it ends, 3: a moment, 4: a counter.
     #[prost(int32, optional, tag = "9")]
     pub kind: Option<i32>,
     /// Which track.
@@ -120,6 +120,7 @@ pub struct Counter {
 
 const BEGIN: i32 = 1;
 const END: i32 = 2;
+const MOMENT: i32 = 3;
 const COUNTER: i32 = 4;
 const COUNT: i32 = 2;
 const BYTES: i32 = 3;
@@ -132,9 +133,11 @@ const SEQUENCE: u32 = 1;
 const PROCESS: u64 = 1;
 /// The scheduler's.
 const SCHEDULER: u64 = 50;
-/// Where tracks of counters begin, and those of requests, which may lie over each other: in the worker, in the scheduler.
+/// Where tracks of counters begin, and those of requests, which may lie over each other: in the worker, waiting
+/// there, in the scheduler.
 const COUNTERS: u64 = 100;
 const REQUESTS: u64 = 1000;
+const QUEUED: u64 = 1 << 19;
 const PASSED: u64 = 1 << 20;
 /// The client's, and where the tracks of its calls begin.
 const CLIENT: u64 = 60;
@@ -202,12 +205,17 @@ fn annotations(span: &TraceSpan) -> Vec<Annotation> {
     let all: &[(&str, u32)] = match span.track() {
         TraceTrack::Steps => &[
             ("rows", span.rows),
+            ("reading", span.reading),
             ("sequences", span.sequences),
             ("drawn", span.drawn),
         ],
         TraceTrack::Device => &[("rows", span.rows)],
         TraceTrack::Nodes => &[("step", span.step), ("group", u32::from(span.group))],
-        TraceTrack::Requests | TraceTrack::Scheduler | TraceTrack::Unspecified => &[],
+        TraceTrack::Requests
+        | TraceTrack::Scheduler
+        | TraceTrack::Queue
+        | TraceTrack::Events
+        | TraceTrack::Unspecified => &[],
     };
     let annotation = |(name, value): &(&str, u32)| Annotation {
         uint_value: Some(u64::from(*value)),
@@ -216,6 +224,15 @@ fn annotations(span: &TraceSpan) -> Vec<Annotation> {
     };
     let all = all.iter().map(annotation);
     all.chain(of_trace(&span.trace_id)).collect()
+}
+
+/// What a step is for: what comes, what is drawn, or both.
+fn phase(step: &TraceSpan) -> &'static str {
+    match (step.reading, step.rows.saturating_sub(step.reading)) {
+        (0, _) => "decode",
+        (_, 0) => "prefill",
+        _ => "prefill and decode",
+    }
 }
 
 /// Which trace a span is in.
@@ -252,6 +269,7 @@ pub fn encode_with(
         (TraceTrack::Steps, "steps"),
         (TraceTrack::Device, "device"),
         (TraceTrack::Nodes, "nodes"),
+        (TraceTrack::Events, "events"),
     ] {
         packets.push(track(PROCESS + kind as u64, name, None));
     }
@@ -260,10 +278,19 @@ pub fn encode_with(
         packets.push(process(SCHEDULER, 2, "hotcell scheduler".to_owned()));
     }
     let (mut requests, mut passed) = (BTreeMap::new(), BTreeMap::new());
+    let mut queued = BTreeMap::new();
     let mut timed = Vec::with_capacity(2 * spans.len() + counts.len());
-    // What took no time is no slice.
-    for span in spans.iter().filter(|span| span.duration_ns > 0) {
+    // What took no time is no slice; what happened at a moment is none, and is told.
+    let is_moment = |span: &TraceSpan| span.duration_ns == 0 && span.track() == TraceTrack::Events;
+    for span in spans
+        .iter()
+        .filter(|span| span.duration_ns > 0 || is_moment(span))
+    {
         let uuid = match span.track() {
+            TraceTrack::Queue => {
+                let next = QUEUED + queued.len() as u64;
+                *queued.entry(span.name.clone()).or_insert(next)
+            }
             TraceTrack::Requests => {
                 let next = REQUESTS + requests.len() as u64;
                 *requests.entry(span.name.clone()).or_insert(next)
@@ -275,7 +302,8 @@ pub fn encode_with(
             kind => PROCESS + kind as u64,
         };
         let name = match (span.track(), span.name.as_str()) {
-            (TraceTrack::Steps, _) => "step",
+            (TraceTrack::Steps, _) => phase(span),
+            (TraceTrack::Queue, _) => "waits",
             (TraceTrack::Device, _) => "compute",
             (_, "") => "?",
             (_, name) => name,
@@ -290,10 +318,14 @@ pub fn encode_with(
             name: Some(name.to_owned()),
             categories: vec!["hotcell".to_owned()],
             debug_annotations: annotations(span),
-            ..event(BEGIN)
+            ..event(if is_moment(span) { MOMENT } else { BEGIN })
         };
-        timed.push((at, 1u8, begin));
-        timed.push((at.saturating_add(span.duration_ns), 0, event(END)));
+        // Of two that begin at one moment the longer one holds the other.
+        timed.push((at, 1u8, u64::MAX - span.duration_ns, begin));
+        if !is_moment(span) {
+            let end = at.saturating_add(span.duration_ns);
+            timed.push((end, 0, span.duration_ns, event(END)));
+        }
     }
     let mut called = BTreeMap::new();
     if !calls.is_empty() {
@@ -313,15 +345,18 @@ pub fn encode_with(
             debug_annotations: of_trace(&span.trace_id).into_iter().collect(),
             ..event(BEGIN)
         };
-        timed.push((span.begin_ns, 1u8, begin));
+        timed.push((span.begin_ns, 1u8, u64::MAX - span.duration_ns, begin));
         let end = span.begin_ns.saturating_add(span.duration_ns);
-        timed.push((end, 0, event(END)));
+        timed.push((end, 0, span.duration_ns, event(END)));
     }
     for (name, uuid) in &called {
         packets.push(track(*uuid, name, None));
     }
     for (name, uuid) in requests.iter().chain(&passed) {
         packets.push(track(*uuid, &format!("request {name}"), None));
+    }
+    for (name, uuid) in &queued {
+        packets.push(track(*uuid, &format!("queue {name}"), None));
     }
     let mut counters = BTreeMap::new();
     for count in counts {
@@ -333,21 +368,23 @@ pub fn encode_with(
             counter_value: Some(i64::try_from(count.value).unwrap_or(i64::MAX)),
             ..Event::default()
         };
-        timed.push((head.begun_ns.saturating_add(count.at_ns), 2, value));
+        let at = head.begun_ns.saturating_add(count.at_ns);
+        timed.push((at, 2, 0, value));
     }
     for (name, uuid) in &counters {
         let unit = match name.as_str() {
-            "cache" | "tensors" => BYTES,
+            "cache" => BYTES,
+            name if name.starts_with("memory.") => BYTES,
             _ => COUNT,
         };
         packets.push(track(*uuid, name, Some(unit)));
     }
     // At one moment what ends goes before what begins.
-    timed.sort_by_key(|(at, order, _)| (*at, *order));
+    timed.sort_by_key(|(at, order, length, _)| (*at, *order, *length));
     packets.extend(
         timed
             .into_iter()
-            .map(|(at, _, event)| packet(Some(at), Data::Event(event))),
+            .map(|(at, _, _, event)| packet(Some(at), Data::Event(event))),
     );
     Trace { packet: packets }.encode_to_vec()
 }
@@ -374,6 +411,16 @@ mod tests {
         let spans = [
             span(TraceTrack::Steps, 10, 20, ""),
             span(TraceTrack::Steps, 30, 20, ""),
+            TraceSpan {
+                reading: 2,
+                ..span(TraceTrack::Steps, 50, 2, "")
+            },
+            TraceSpan {
+                reading: 3,
+                ..span(TraceTrack::Steps, 52, 2, "")
+            },
+            span(TraceTrack::Events, 40, 0, "w0 died"),
+            span(TraceTrack::Queue, 0, 9, "r1"),
             span(TraceTrack::Nodes, 12, 5, "mul_mat"),
             span(TraceTrack::Nodes, 17, 0, "no time"),
             span(TraceTrack::Nodes, 17, 3, "add"),
@@ -418,6 +465,7 @@ mod tests {
             match event.kind {
                 Some(BEGIN) => *depth += 1,
                 Some(END) => *depth -= 1,
+                Some(MOMENT) => assert_eq!(event.name.as_deref(), Some("w0 died")),
                 _ => assert_eq!(event.counter_value, Some(77)),
             }
             let most = if event.track_uuid == Some(CALLS) {
@@ -428,6 +476,14 @@ mod tests {
             assert!((0..=most).contains(depth), "slices lie beside each other");
         }
         assert!(open.values().all(|depth| *depth == 0));
+        let named = |name: &str| {
+            events
+                .iter()
+                .filter(|(_, e)| e.name.as_deref() == Some(name))
+                .count()
+        };
+        let phases = ["prefill", "decode", "prefill and decode"].map(named);
+        assert_eq!((phases, named("waits")), ([1, 2, 1], 1));
         let tracks = trace.packet.iter().filter_map(|p| match &p.data {
             Some(Data::Track(t)) => t.name.clone(),
             _ => None,
@@ -437,9 +493,11 @@ mod tests {
             "steps",
             "device",
             "nodes",
+            "events",
             "Tokens.Generate",
             "request r1",
             "request r1",
+            "queue r1",
             "cache",
         ];
         assert_eq!(tracks, expected);

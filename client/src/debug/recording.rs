@@ -5,9 +5,9 @@
 //! `TOKEN/NODE`. A file from elsewhere is a stranger's: lengths are checked before anything is read by them.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fs::File,
-    io::{self, Read, Write},
+    io::{self, BufWriter, Read, Seek, Write},
     path::Path,
 };
 
@@ -16,7 +16,7 @@ use hotcell_proto::{
     limits,
     v1::{self, captured::Kind},
 };
-use safetensors::{Dtype, SafeTensors, View};
+use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
 use serde::{Deserialize, Serialize};
 
 use crate::whole::{self, Readers};
@@ -70,12 +70,39 @@ pub struct Recorder {
     head: Option<v1::CaptureHead>,
     open: Option<Recorded>,
     end: Option<v1::CaptureEnd>,
+    plan: v1::CapturedPlan,
+    hits: Vec<v1::GuardHit>,
+    seen: Option<v1::BlackBox>,
 }
+
+/// Hits that are kept of one capture.
+const HITS: usize = 1024;
 
 impl Recorder {
     /// The process that waits for a debugger, or waited, if one was to.
     pub fn held(&self) -> Option<&v1::CaptureHeld> {
         self.held.as_ref()
+    }
+
+    /// Where a condition held, if the request was run under watchpoints.
+    pub fn hits(&self) -> &[v1::GuardHit] {
+        &self.hits
+    }
+
+    /// Where the process was at last, if that was asked for.
+    pub fn seen(&self) -> Option<&v1::BlackBox> {
+        self.seen.as_ref()
+    }
+
+    /// The model's node at which a black box says that its process was: known once the plan was told, if the device tells
+    /// its steps, and the process ran such a plan.
+    pub fn node_of(&self, seen: &v1::BlackBox) -> Option<&v1::CapturedNode> {
+        let at = usize::try_from(seen.node).ok()?;
+        // Of the two plans that take turns it was at the one whose step has this op.
+        let mut nodes = [&self.plan.steps, &self.plan.logits_steps]
+            .into_iter()
+            .filter_map(|steps| steps.get(at));
+        nodes.find(|node| !node.name.is_empty() && node.op == seen.op)
     }
 
     /// The head, once it came.
@@ -97,6 +124,20 @@ impl Recorder {
             // Told to who asked for it, who heard it from this.
             (Some(Kind::Held(held)), None, None) if self.held.is_none() => {
                 self.held = Some(held);
+                Ok(None)
+            }
+            (Some(Kind::Plan(plan)), None, None) => {
+                self.plan = plan;
+                Ok(None)
+            }
+            (Some(Kind::Hit(hit)), _, None) => {
+                if self.hits.len() < HITS {
+                    self.hits.push(hit);
+                }
+                Ok(None)
+            }
+            (Some(Kind::Seen(seen)), _, _) => {
+                self.seen = Some(seen);
                 Ok(None)
             }
             (Some(Kind::Head(head)), None, None) => {
@@ -189,38 +230,85 @@ impl Recording {
     /// # Errors
     /// [`Reason::InvalidArgument`] naming the file.
     pub fn write(&self, path: &Path) -> Result<u64, Error> {
-        whole::write(path, Readers::Owner, |file| self.write_to(file)).map_err(|e| {
-            let what = format!("{} cannot be written: {e}", path.display());
-            Error::new(Reason::InvalidArgument, what)
-        })
+        self.write_from(path, None)
     }
 
-    fn write_to(&self, to: &mut impl Write) -> io::Result<u64> {
+    /// The same of one whose values are on their way already.
+    pub(crate) fn write_with(&self, path: &Path, spool: Spool) -> Result<u64, Error> {
+        self.write_from(path, Some(spool))
+    }
+
+    fn write_from(&self, path: &Path, spool: Option<Spool>) -> Result<u64, Error> {
+        let fill = |file: &mut File| match spool {
+            Some(spool) => self.write_to(file, Some(spool)),
+            // Rows are small, and many.
+            None => {
+                let mut file = BufWriter::with_capacity(COPY, file);
+                let written = self.write_to(&mut file, None)?;
+                file.flush().map(|()| written)
+            }
+        };
+        whole::write(path, Readers::Owner, fill).map_err(|e| unwritable(path, &e))
+    }
+
+    /// The rows that have values: each one's token, its node, and how many bytes it has.
+    fn parts<'a>(
+        &'a self,
+        spool: Option<&'a Spool>,
+    ) -> Box<dyn Iterator<Item = (u64, usize, u64)> + 'a> {
+        match spool {
+            Some(spool) => Box::new(spool.parts.iter().copied()),
+            None => Box::new(self.tokens.iter().flat_map(|token| {
+                let rows = token.nodes.iter().enumerate();
+                rows.map(|(node, row)| (token.index, node, row.data.len() as u64))
+            })),
+        }
+    }
+
+    fn write_to(&self, to: &mut impl Write, spool: Option<Spool>) -> io::Result<u64> {
         let header = serde_json::to_vec(&Header::from(self)).map_err(io::Error::from)?;
-        let mut tensors = Vec::new();
-        for token in &self.tokens {
-            for (node, row) in self.head.nodes.iter().zip(&token.nodes) {
-                if row.data.is_empty() {
-                    continue;
-                }
-                let (dtype, size) = dtype(node).map_err(io::Error::other)?;
-                let count = row.data.len() / size;
-                // Only the beginning of a row has no axes.
-                let dims: Option<Vec<usize>> = match elements(node) == Some(count as u64) {
-                    true => node.dims.iter().map(|n| usize::try_from(*n).ok()).collect(),
-                    false => Some(vec![count]),
-                };
-                let shape = dims.unwrap_or_else(|| vec![count]);
-                let name = format!("{}/{}", token.index, node.name);
-                tensors.push((name, Part(dtype, shape, &row.data)));
+        let too_large = || io::Error::other("it is larger than this machine counts");
+        let (mut tensors, mut end) = (BTreeMap::new(), 0usize);
+        for (token, node, bytes) in self.parts(spool.as_ref()).filter(|part| part.2 > 0) {
+            let node = self.head.nodes.get(node);
+            let node = node.ok_or_else(|| io::Error::other("a row of no node"))?;
+            let (dtype, size) = dtype(node).map_err(io::Error::other)?;
+            let bytes = usize::try_from(bytes).map_err(|_| too_large())?;
+            let count = bytes / size;
+            // Only the beginning of a row has no axes.
+            let dims: Option<Vec<usize>> = match elements(node) == Some(count as u64) {
+                true => node.dims.iter().map(|n| usize::try_from(*n).ok()).collect(),
+                false => Some(vec![count]),
+            };
+            let begin = end;
+            end = begin.checked_add(bytes).ok_or_else(too_large)?;
+            let info = TensorInfo {
+                dtype,
+                shape: dims.unwrap_or_else(|| vec![count]),
+                data_offsets: (begin, end),
+            };
+            let name = format!("{token}/{}", node.name);
+            if tensors.insert(name, info).is_some() {
+                return Err(io::Error::other("two rows have one name"));
             }
         }
-        let body = safetensors::serialize(tensors, None).map_err(io::Error::other)?;
+        let mut body = serde_json::to_vec(&tensors).map_err(io::Error::from)?;
+        // As the format has it, so that values lie where programs like them.
+        body.resize(body.len().next_multiple_of(8), b' ');
         to.write_all(MAGIC)?;
         to.write_all(&(header.len() as u64).to_le_bytes())?;
         to.write_all(&header)?;
+        to.write_all(&(body.len() as u64).to_le_bytes())?;
         to.write_all(&body)?;
-        Ok((MAGIC.len() + 8 + header.len() + body.len()) as u64)
+        match spool {
+            Some(spool) => spool.pour(to)?,
+            None => {
+                let rows = self.tokens.iter().flat_map(|token| &token.nodes);
+                rows.map(|row| to.write_all(&row.data))
+                    .collect::<io::Result<()>>()?;
+            }
+        }
+        Ok((MAGIC.len() + 8 + header.len() + 8 + body.len() + end) as u64)
     }
 
     /// Reads a file that may be anybody's.
@@ -273,24 +361,67 @@ impl Recording {
     }
 }
 
-/// A tensor on its way into a file.
-struct Part<'a>(Dtype, Vec<usize>, &'a [u8]);
+fn unwritable(path: &Path, error: &io::Error) -> Error {
+    let what = format!("{} cannot be written: {error}", path.display());
+    Error::new(Reason::InvalidArgument, what)
+}
 
-impl View for Part<'_> {
-    fn dtype(&self) -> Dtype {
-        self.0
+/// Bytes that are copied at once.
+const COPY: usize = 1 << 20;
+
+/// A capture's values on their way into its file: they go to the disk as they come, so that memory holds a token's at most.
+/// Nobody else sees where.
+pub(crate) struct Spool {
+    file: BufWriter<File>,
+    /// Of each row with values: its token, its node, its bytes.
+    parts: Vec<(u64, usize, u64)>,
+}
+
+impl Spool {
+    /// For the file of this path.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] naming the file.
+    pub(crate) fn beside(path: &Path) -> Result<Self, Error> {
+        let file = whole::scratch(path).map_err(|e| unwritable(path, &e))?;
+        Ok(Self {
+            file: BufWriter::with_capacity(COPY, file),
+            parts: Vec::new(),
+        })
     }
 
-    fn shape(&self) -> &[usize] {
-        &self.1
+    /// Takes a token's values out of it.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] with the file system's words.
+    pub(crate) fn take(&mut self, token: &mut Recorded) -> Result<(), Error> {
+        for (node, row) in token.nodes.iter_mut().enumerate() {
+            let data = std::mem::take(&mut row.data);
+            if !data.is_empty() {
+                self.file.write_all(&data).map_err(|e| {
+                    let what = format!("values cannot be kept on the disk: {e}");
+                    Error::new(Reason::InvalidArgument, what)
+                })?;
+                self.parts.push((token.index, node, data.len() as u64));
+            }
+        }
+        Ok(())
     }
 
-    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
-        self.2.into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.2.len()
+    /// All of them in their order.
+    fn pour(self, to: &mut impl Write) -> io::Result<()> {
+        let mut file = self
+            .file
+            .into_inner()
+            .map_err(io::IntoInnerError::into_error)?;
+        file.rewind()?;
+        let bytes: u64 = self.parts.iter().map(|part| part.2).sum();
+        match io::copy(&mut file.take(bytes), to)? == bytes {
+            true => Ok(()),
+            false => Err(io::Error::other(
+                "what was kept on the disk is not all there",
+            )),
+        }
     }
 }
 
@@ -502,6 +633,27 @@ pub(super) mod tests {
         assert!(!read.is_whole(1, &read.tokens[0].nodes[1]));
         let nowhere = folder.path().join("no/such/folder");
         assert!(written.write(&nowhere).is_err());
+    }
+
+    #[test]
+    fn values_that_go_to_the_disk_as_they_come_make_the_same_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, other] = ["one", "other"].map(|name| folder.path().join(name));
+        let whole = recording(3);
+        let written = whole.write(&one).unwrap();
+        let mut spool = Spool::beside(&other).unwrap();
+        let mut emptied = whole.clone();
+        for token in &mut emptied.tokens {
+            spool.take(token).unwrap();
+            assert!(token.nodes.iter().all(|row| row.data.capacity() == 0));
+        }
+        assert_eq!(emptied.write_with(&other, spool).unwrap(), written);
+        assert_eq!(fs::read(&one).unwrap(), fs::read(&other).unwrap());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+        // What a worker says twice makes no file that nobody can read.
+        let mut twice = whole;
+        twice.tokens[1].index = 0;
+        assert!(twice.write(&one).is_err());
     }
 
     #[test]

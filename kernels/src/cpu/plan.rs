@@ -31,6 +31,8 @@ struct Step {
     kernel: Box<dyn Kernel>,
     /// How the trail names it.
     mark: u64,
+    /// See [`Origin::node`](launch::Origin::node).
+    node: u32,
     meet: Meet,
 }
 
@@ -149,6 +151,13 @@ impl CpuPlan {
 }
 
 impl Plan for CpuPlan {
+    fn origins(&self) -> Vec<Option<u32>> {
+        let nodes = self.steps.iter().map(|step| step.node);
+        nodes
+            .map(|node| (node != u32::MAX).then_some(node))
+            .collect()
+    }
+
     fn bind_for(
         &mut self,
         rows: usize,

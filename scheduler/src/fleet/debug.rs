@@ -8,9 +8,10 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     v1::{
-        CaptureEnd, CaptureHead, Captured, CapturedNode, GuardEvent, GuardHit, HeldHandle,
-        MemoryMap, NodeShare, SessionMemory, TraceHead, TracePiece, WatchSample, WatchedRequest,
-        captured::Kind, debug_client::DebugClient, guard_event, trace_piece,
+        BlackBox, CaptureEnd, CaptureHead, Captured, CapturedNode, CapturedPlan, GuardEvent,
+        GuardHit, HeldHandle, MemoryMap, NodeShare, SessionMemory, TraceHead, TracePiece,
+        WatchSample, WatchedRequest, captured::Kind, debug_client::DebugClient, guard_event,
+        trace_piece,
     },
 };
 use tokio::time::timeout;
@@ -74,20 +75,39 @@ fn believe_node(node: CapturedNode) -> CapturedNode {
     }
 }
 
+fn believe_nodes(nodes: Vec<CapturedNode>) -> Vec<CapturedNode> {
+    let nodes = nodes.into_iter().take(limits::MAX_GRAPH_NODES);
+    nodes.map(believe_node).collect()
+}
+
+fn believe_hit(hit: GuardHit, link: &Link) -> GuardHit {
+    GuardHit {
+        worker: link.worker.clone(),
+        epoch: link.epoch,
+        model: clip(&hit.model),
+        request_id: clip(&hit.request_id),
+        node: hit.node.map(believe_node),
+        ..hit
+    }
+}
+
 /// A worker's words about what it computed, within bounds. Rows are the caller's to check against the nodes.
 pub fn believe_captured(said: Captured, link: &Link) -> Captured {
     let kind = said.kind.and_then(|kind| {
         Some(match kind {
-            // Only the scheduler holds one.
-            Kind::Held(_) => return None,
+            // Only the scheduler holds one, and reads its black box.
+            Kind::Held(_) | Kind::Seen(_) => return None,
+            Kind::Plan(plan) => Kind::Plan(CapturedPlan {
+                steps: believe_nodes(plan.steps),
+                logits_steps: believe_nodes(plan.logits_steps),
+            }),
+            Kind::Hit(hit) => Kind::Hit(believe_hit(hit, link)),
             Kind::Head(head) => Kind::Head(CaptureHead {
                 worker: link.worker.clone(),
                 epoch: link.epoch,
                 model: clip(&head.model),
                 version: clip(&head.version),
-                nodes: (head.nodes.into_iter().take(limits::MAX_GRAPH_NODES))
-                    .map(believe_node)
-                    .collect(),
+                nodes: believe_nodes(head.nodes),
                 ..head
             }),
             Kind::End(end) => Kind::End(CaptureEnd {
@@ -103,14 +123,7 @@ pub fn believe_captured(said: Captured, link: &Link) -> Captured {
 /// A worker's words about a watchpoint, within bounds.
 pub fn believe_guarded(said: GuardEvent, link: &Link) -> GuardEvent {
     let kind = said.kind.map(|kind| match kind {
-        guard_event::Kind::Hit(hit) => guard_event::Kind::Hit(GuardHit {
-            worker: link.worker.clone(),
-            epoch: link.epoch,
-            model: clip(&hit.model),
-            request_id: clip(&hit.request_id),
-            node: hit.node.map(believe_node),
-            ..hit
-        }),
+        guard_event::Kind::Hit(hit) => guard_event::Kind::Hit(believe_hit(hit, link)),
         told => told,
     });
     GuardEvent { kind }
@@ -197,6 +210,14 @@ impl Link {
         Error::new(Reason::WorkerLost, format!("worker {} {what}", self.worker))
             .with("worker", &self.worker)
             .with("epoch", self.epoch)
+    }
+}
+
+impl Link {
+    /// Where its process is, or was at last, as that writes down itself.
+    pub fn seen(&self) -> Option<BlackBox> {
+        let seen = self.blackbox()?.snapshot().ok()?;
+        Some(crate::crash::read(seen))
     }
 }
 

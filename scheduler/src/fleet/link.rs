@@ -438,6 +438,11 @@ impl Link {
         })
     }
 
+    /// Its process's black box, if it has one.
+    pub(super) fn blackbox(&self) -> Option<&Arc<Reader>> {
+        self.blackbox.as_ref()
+    }
+
     /// The layout in which its device likes weights.
     pub(super) fn layout(&self) -> Option<&Layout> {
         self.layout.get()

@@ -19,18 +19,13 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{
-    Shared,
-    timeline::{self, Timeline},
-    who,
-};
+use super::{Shared, traced::Traced, who};
 use crate::{
     access::Caller,
     admission::draining,
     discover::clip,
     fleet::{
         Link, Replayer, believe_captured, believe_guarded, believe_memory_map, believe_sample,
-        believe_traced,
     },
 };
 
@@ -38,7 +33,7 @@ use crate::{
 pub(super) struct Service(pub Shared);
 
 /// How long a reader may take nothing before it is left: a process of its own, or a worker that serves, works for it.
-const STALLED: Duration = Duration::from_secs(60);
+pub(super) const STALLED: Duration = Duration::from_secs(60);
 
 /// How long tokens that a worker was seen to compute may take until they are here, and the time between two looks.
 const ON_THEIR_WAY: Duration = Duration::from_secs(2);
@@ -144,6 +139,67 @@ impl Service {
     }
 }
 
+/// How often a black box is looked at for who follows it.
+const FOLLOW: Duration = Duration::from_millis(20);
+
+/// Passes on what comes of running a request again, and where the process is meanwhile.
+async fn pass_followed(
+    shared: Shared,
+    link: Arc<Link>,
+    mut messages: Streaming<Captured>,
+    to: mpsc::Sender<Result<Captured, Status>>,
+    _held: Replayer,
+) {
+    let mut looking = interval(FOLLOW);
+    looking.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let (mut before, mut has_plan) = (None, false);
+    loop {
+        let next = tokio::select! {
+            () = shared.abort.cancelled() => Err(draining()),
+            () = to.closed() => return,
+            _ = looking.tick(), if has_plan => Ok(None),
+            next = messages.message() => match next {
+                Ok(Some(said)) => Ok(Some(believe_captured(said, &link))),
+                Ok(None) => return,
+                Err(status) => Err(link.said(&status).await),
+            },
+        };
+        // Also when it is gone: where it was at last.
+        let seen = link
+            .seen()
+            .filter(|seen| has_plan && before.as_ref() != Some(seen));
+        let seen = seen.map(|seen| Captured {
+            kind: Some(captured::Kind::Seen(seen)),
+        });
+        if let Some(captured::Kind::Seen(seen)) = seen.as_ref().and_then(|seen| seen.kind.as_ref())
+        {
+            before = Some(seen.clone());
+        }
+        let (next, is_last) = match next {
+            Ok(next) => (next.map(Ok), false),
+            Err(error) => (Some(Err(Status::from(error))), true),
+        };
+        if let Some(Ok(Captured {
+            kind: Some(captured::Kind::Plan(_)),
+        })) = &next
+        {
+            has_plan = true;
+        }
+        for message in seen.map(Ok).into_iter().chain(next) {
+            let sent = tokio::select! {
+                () = shared.abort.cancelled() => return,
+                sent = timeout(STALLED, to.send(message)) => sent,
+            };
+            if !matches!(sent, Ok(Ok(()))) {
+                return;
+            }
+        }
+        if is_last {
+            return;
+        }
+    }
+}
+
 /// Passes messages on until either side leaves. What looks on at a worker that serves is left out there if its reader is
 /// slow; who runs for this reader alone waits. `held` lives until the end.
 async fn pass_all<T>(
@@ -210,51 +266,15 @@ async fn pass_held(
         () = to.closed() => return,
         () = replayer.held(hold) => {}
     }
+    let follow = asked.follow;
     match run_again(&replayer, asked).await {
+        Ok(messages) if follow => pass_followed(shared, link, messages, to, replayer).await,
         Ok(messages) => {
             pass_all(shared, link, messages, believe_captured, to, Some(replayer)).await;
         }
         Err(error) => {
             // To one who left this goes nowhere.
             let _ = to.send(Err(error.into())).await;
-        }
-    }
-}
-
-/// Passes a trace on until its end, with the scheduler's part before that.
-async fn pass_trace(
-    shared: Shared,
-    link: Arc<Link>,
-    mut pieces: Streaming<TracePiece>,
-    to: mpsc::Sender<Result<TracePiece, Status>>,
-) {
-    let mut timeline = Timeline::default();
-    let mut looking = interval(timeline::LOOK);
-    looking.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    loop {
-        let next = tokio::select! {
-            () = shared.abort.cancelled() => Err(draining()),
-            () = to.closed() => return,
-            _ = looking.tick() => {
-                timeline.look(&shared.streams);
-                continue;
-            }
-            next = pieces.message() => match next {
-                Ok(Some(said)) => Ok(believe_traced(said, &link)),
-                Ok(None) => return,
-                Err(status) => Err(link.said(&status).await),
-            },
-        };
-        let passed: Vec<_> = match next {
-            Ok(piece) => timeline.pass(piece).into_iter().map(Ok).collect(),
-            Err(error) => vec![Err(Status::from(error))],
-        };
-        for piece in passed {
-            let is_last = piece.is_err();
-            let sent = timeout(STALLED, to.send(piece)).await;
-            if is_last || !matches!(sent, Ok(Ok(()))) {
-                return;
-            }
         }
     }
 }
@@ -396,11 +416,17 @@ impl Debug for Service {
         let hold = Duration::from_millis(std::mem::take(&mut asked.hold_ms).into());
         let (to, stream) = mpsc::channel(1);
         if hold.is_zero() {
+            let follow = asked.follow;
             let messages = run_again(&replayer, asked).await?;
             let link = Arc::clone(&replayer.link);
-            let held = Some(replayer);
-            let passing = pass_all(self.0.clone(), link, messages, believe_captured, to, held);
-            tokio::spawn(passing);
+            let shared = self.0.clone();
+            if follow {
+                tokio::spawn(pass_followed(shared, link, messages, to, replayer));
+            } else {
+                let held = Some(replayer);
+                let passing = pass_all(shared, link, messages, believe_captured, to, held);
+                tokio::spawn(passing);
+            }
         } else {
             tokio::spawn(pass_held(self.0.clone(), replayer, asked, hold, to));
         }
@@ -471,17 +497,16 @@ impl Debug for Service {
         request: Request<TraceRequest>,
     ) -> Result<Response<Self::TraceStream>, Status> {
         let asked = request.get_ref();
-        let detail = format!("{} ms, nodes: {}", asked.duration_ms, asked.nodes);
+        let detail = format!(
+            "{} ms, {} steps, nodes: {}",
+            asked.duration_ms, asked.steps, asked.nodes
+        );
         let link = self.enter(&request, "trace", &asked.worker, detail)?;
         let mut asked = request.into_inner();
         asked.worker = String::new();
-        let mut client = link.debug().await?;
-        let pieces = match client.trace(asked).await {
-            Ok(pieces) => pieces.into_inner(),
-            Err(status) => return Err(link.said(&status).await.into()),
-        };
+        let traced = Traced::begin(self.0.clone(), link, asked).await?;
         let (to, stream) = mpsc::channel(1);
-        tokio::spawn(pass_trace(self.0.clone(), link, pieces, to));
+        tokio::spawn(traced.pass(to));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 }

@@ -1,13 +1,20 @@
-//! The scheduler's part of a trace of one worker: which requests were in the scheduler when, on the same clock.
+//! The scheduler's part of a trace of one worker: which requests were in the scheduler when, what became of the worker's
+//! processes, and which streams went on, all on the first process's clock.
 
 use std::{
     collections::HashMap,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use hotcell_proto::v1::{TracePiece, TraceSpan, TraceSpans, TraceTrack, trace_piece::Kind};
+use hotcell_proto::{
+    limits,
+    v1::{
+        Event, EventKind, TraceEnd, TracePiece, TraceSpan, TraceSpans, TraceTrack,
+        trace_piece::Kind,
+    },
+};
 
-use crate::streams::Streams;
+use crate::{discover::clip, streams::Streams};
 
 /// Time between two looks at what runs.
 pub(super) const LOOK: Duration = Duration::from_millis(20);
@@ -32,6 +39,25 @@ pub(super) struct Timeline {
     /// By id: from when on, since the beginning, and the trace.
     inside: HashMap<String, (u64, String)>,
     over: Vec<TraceSpan>,
+    /// What happened, in its order.
+    events: Vec<TraceSpan>,
+    /// Since when there is no process, and what it is called.
+    without: Option<(u64, String)>,
+    /// What is to be added to times of the process that is traced now.
+    shift_ns: u64,
+    /// Steps that were passed on.
+    steps: u32,
+    /// What processes that are gone, and the one that is traced, left out.
+    end: TraceEnd,
+}
+
+fn spans(spans: Vec<TraceSpan>) -> TracePiece {
+    TracePiece {
+        kind: Some(Kind::Spans(TraceSpans {
+            spans,
+            counts: Vec::new(),
+        })),
+    }
 }
 
 impl Timeline {
@@ -42,6 +68,63 @@ impl Timeline {
             .into_iter()
             .map(|(id, born, trace)| (id.as_str().to_owned(), born.elapsed(), trace));
         self.see(running.collect(), now_ns());
+    }
+
+    fn now(&self) -> Option<u64> {
+        Some(now_ns().saturating_sub(self.begun_ns?))
+    }
+
+    fn event(&mut self, begin_ns: u64, duration_ns: u64, name: &str) {
+        if self.events.len() < limits::MAX_TRACED_EVENTS {
+            self.events.push(TraceSpan {
+                track: TraceTrack::Events.into(),
+                begin_ns,
+                duration_ns,
+                name: clip(name),
+                ..TraceSpan::default()
+            });
+        }
+    }
+
+    /// Marks what the traced worker, or a stream, has come to.
+    pub(super) fn happened(&mut self, event: &Event, worker: &str) {
+        let Some(now) = self.now() else {
+            return;
+        };
+        let who = format!("{} (epoch {})", event.worker, event.epoch);
+        let is_its = event.worker == worker;
+        let name = match event.kind() {
+            EventKind::WorkerDied => format!("{who} died: {}", event.message),
+            EventKind::StreamContinued => event.message.clone(),
+            EventKind::WorkerStarted if is_its => format!("{who} started"),
+            EventKind::WorkerReady if is_its => format!("{who} is ready"),
+            EventKind::WorkerQuarantined if is_its => format!("{who} is quarantined"),
+            _ => return,
+        };
+        self.event(now, 0, &name);
+    }
+
+    /// The traced process is no more.
+    pub(super) fn lost(&mut self, worker: &str) {
+        self.end.deaths = self.end.deaths.saturating_add(1);
+        self.without = (self.now()).map(|now| (now, format!("{worker} has no process")));
+    }
+
+    /// Another process is traced from now on.
+    pub(super) fn found(&mut self) {
+        if let (Some((from, name)), Some(now)) = (self.without.take(), self.now()) {
+            self.event(from, now.saturating_sub(from), &name);
+        }
+    }
+
+    /// Whether there is something to go on with.
+    pub(super) fn has_begun(&self) -> bool {
+        self.begun_ns.is_some()
+    }
+
+    /// Steps that were told.
+    pub(super) fn steps(&self) -> u32 {
+        self.steps
     }
 
     fn see(&mut self, running: Vec<(String, Duration, String)>, now_ns: u64) {
@@ -76,36 +159,58 @@ impl Timeline {
         }
     }
 
-    /// What is passed on for a piece of the worker's: before its end, this part of the trace.
-    pub(super) fn pass(&mut self, piece: TracePiece) -> Vec<TracePiece> {
-        match &piece.kind {
-            Some(Kind::Head(head)) => {
+    /// What is passed on for a piece of the worker's: before its end, this part of the trace. Of a process after the first
+    /// one there is no head, and its times are those of the first one's clock.
+    pub(super) fn pass(&mut self, mut piece: TracePiece) -> Vec<TracePiece> {
+        match (&mut piece.kind, self.begun_ns) {
+            (Some(Kind::Head(head)), None) => {
                 self.begun_ns = Some(head.begun_ns);
                 vec![piece]
             }
-            Some(Kind::End(_)) => {
-                let now = now_ns().saturating_sub(self.begun_ns.unwrap_or_default());
-                let rest: Vec<String> = self.inside.keys().cloned().collect();
-                for id in rest {
-                    self.end(id, now);
-                }
-                let ours = TraceSpans {
-                    spans: std::mem::take(&mut self.over),
-                    counts: Vec::new(),
-                };
-                let ours = TracePiece {
-                    kind: Some(Kind::Spans(ours)),
-                };
-                vec![ours, piece]
+            (Some(Kind::Head(head)), Some(begun_ns)) => {
+                self.shift_ns = head.begun_ns.saturating_sub(begun_ns);
+                Vec::new()
             }
-            _ => vec![piece],
+            (Some(Kind::Spans(some)), _) => {
+                for span in &mut some.spans {
+                    span.begin_ns = span.begin_ns.saturating_add(self.shift_ns);
+                    let is_step = span.track() == TraceTrack::Steps;
+                    self.steps = self.steps.saturating_add(u32::from(is_step));
+                }
+                for count in &mut some.counts {
+                    count.at_ns = count.at_ns.saturating_add(self.shift_ns);
+                }
+                vec![piece]
+            }
+            (Some(Kind::End(end)), _) => {
+                self.end.missed_steps = self.end.missed_steps.saturating_add(end.missed_steps);
+                self.end.missed_nodes = self.end.missed_nodes.saturating_add(end.missed_nodes);
+                self.finish()
+            }
+            (None, _) => vec![piece],
         }
+    }
+
+    /// This part of the trace, and its end.
+    pub(super) fn finish(&mut self) -> Vec<TracePiece> {
+        self.found();
+        let now = self.now().unwrap_or_default();
+        let rest: Vec<String> = self.inside.keys().cloned().collect();
+        for id in rest {
+            self.end(id, now);
+        }
+        let mut ours = std::mem::take(&mut self.over);
+        ours.append(&mut self.events);
+        let end = TracePiece {
+            kind: Some(Kind::End(self.end)),
+        };
+        vec![spans(ours), end]
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use hotcell_proto::v1::{TraceEnd, TraceHead};
+    use hotcell_proto::v1::TraceHead;
 
     use super::*;
 
@@ -156,5 +261,62 @@ mod tests {
         assert_eq!(first.trace_id, "4bf9");
         assert_eq!((second.name.as_str(), second.begin_ns), ("r2", 25_000_000));
         assert!(second.duration_ns >= 59_000_000_000);
+    }
+    #[test]
+    fn a_process_after_the_first_is_told_on_the_firsts_clock() {
+        let begun_ns = now_ns() - 1_000_000_000;
+        let mut timeline = Timeline::default();
+        let head = |begun_ns| TracePiece {
+            kind: Some(Kind::Head(TraceHead {
+                begun_ns,
+                ..TraceHead::default()
+            })),
+        };
+        let step = || {
+            spans(vec![TraceSpan {
+                track: TraceTrack::Steps.into(),
+                begin_ns: 7,
+                ..TraceSpan::default()
+            }])
+        };
+        let event = |kind: EventKind, worker: &str, message: &str| Event {
+            kind: kind.into(),
+            worker: worker.into(),
+            epoch: 1,
+            message: message.into(),
+            ..Event::default()
+        };
+        timeline.happened(&event(EventKind::WorkerDied, "w0", "before"), "w0");
+        assert_eq!(timeline.pass(head(begun_ns)).len(), 1);
+        timeline.pass(step());
+        timeline.lost("w0");
+        timeline.happened(&event(EventKind::WorkerDied, "w0", "killed"), "w0");
+        timeline.happened(&event(EventKind::WorkerReady, "w1", ""), "w0");
+        timeline.happened(&event(EventKind::StreamContinued, "w1", "r goes on"), "w0");
+        timeline.found();
+        assert!(timeline.pass(head(begun_ns + 100)).is_empty());
+        let told = timeline.pass(step());
+        let Some(Kind::Spans(told)) = &told[0].kind else {
+            panic!("{told:?}");
+        };
+        assert_eq!((told.spans[0].begin_ns, timeline.steps()), (107, 2));
+        let one = TraceEnd {
+            missed_steps: 3,
+            ..TraceEnd::default()
+        };
+        let told = timeline.pass(TracePiece {
+            kind: Some(Kind::End(one)),
+        });
+        let (Some(Kind::Spans(ours)), Some(Kind::End(end))) = (&told[0].kind, &told[1].kind) else {
+            panic!("{told:?}");
+        };
+        assert_eq!((end.deaths, end.missed_steps), (1, 3));
+        let names: Vec<&str> = ours.spans.iter().map(|span| span.name.as_str()).collect();
+        let expected = [
+            "w0 (epoch 1) died: killed",
+            "r goes on",
+            "w0 has no process",
+        ];
+        assert_eq!(names, expected);
     }
 }

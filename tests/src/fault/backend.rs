@@ -317,6 +317,10 @@ impl Plan for FaultPlan {
         self.inner.bind_packed(slot, buffer, offset)
     }
 
+    fn origins(&self) -> Vec<Option<u32>> {
+        self.inner.origins()
+    }
+
     fn stop_when(&mut self, flag: Arc<AtomicBool>) {
         self.inner.stop_when(flag);
     }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+mod capturing;
 mod comparing;
 mod crashing;
 mod draining;
@@ -15,6 +16,7 @@ mod reducing;
 mod replaying;
 mod restarting;
 mod tracing;
+mod unread;
 mod watching;
 
 use hotcell_client::GenerateOptions;

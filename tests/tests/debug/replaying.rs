@@ -177,6 +177,41 @@ async fn a_request_runs_again_by_its_id_from_any_token() {
 }
 
 #[tokio::test]
+async fn a_request_runs_again_by_its_crash_report_and_on_a_backend() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let beyond = GenerateOptions {
+        max_tokens: 200,
+        ..sampled(11)
+    };
+    let mut stream = client.generate("And God said", beyond).await.unwrap();
+    let mut drawn = 0;
+    while drawn < 5 {
+        let event = stream.next().await.unwrap().unwrap();
+        drawn += usize::from(matches!(event, hotcell_client::Event::Delta(_)));
+    }
+    let pid = client.workers().await.unwrap()[0].pid;
+    hotcell_tests::cluster::signal_pid(pid, rustix::process::Signal::KILL).unwrap();
+    let whole = stream.complete().await.unwrap().token_ids;
+    assert_eq!(whole.len(), 200);
+    let report = client.crashes().await.unwrap().pop().unwrap().id;
+    let replay = ["debug", "replay", &report, "--backend", "cpu"];
+    let said = hotcell(&cluster, &replay);
+    assert!(said.contains("same tokens: 200 of 200"), "{said}");
+    for (arguments, words) in [
+        (
+            ["debug", "replay", "r11", "--backend", "mlx"],
+            "there are devices of cpu",
+        ),
+        (["debug", "replay", "w0.99", "--backend", "cpu"], "w0.99"),
+    ] {
+        let output = cluster.hotcell(&arguments).unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(words), "{said}");
+    }
+}
+
+#[tokio::test]
 async fn prompts_are_told_only_if_asked_for_and_values_within_their_budget() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();

@@ -5,10 +5,12 @@ use std::{collections::HashMap, time::Duration};
 use hotcell_client::{
     GenerateOptions,
     debug::perfetto::{Data, Trace},
-    v1::{TraceTrack, trace_piece::Kind},
+    v1::{self, TraceTrack, trace_piece::Kind},
 };
 use hotcell_proto::limits;
+use hotcell_tests::cluster::{SOON, signal_pid};
 use prost::Message;
+use rustix::process::Signal;
 
 use super::{hotcell, kjv_cluster, long};
 
@@ -74,12 +76,112 @@ async fn nodes_lie_inside_of_the_steps_that_compute_them() {
         passed[0].begin_ns < 100_000_000 && passed[0].duration_ns > 150_000_000,
         "{passed:?}"
     );
-    assert!(
-        counts
-            .iter()
-            .any(|count| count.name == "cache" && count.value > 0)
-    );
+    for kind in ["cache", "memory.weights", "memory.cache", "memory.plans"] {
+        let of_kind = |count: &&v1::TraceCount| count.name == kind && count.value > 0;
+        assert!(counts.iter().find(of_kind).is_some(), "{kind}");
+    }
     assert_eq!(whole.await.unwrap().unwrap().token_ids.len(), 1000);
+}
+
+#[tokio::test]
+async fn a_trace_ends_after_so_many_steps_and_says_what_each_is_for() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let request = v1::TraceRequest {
+        steps: 9,
+        ..v1::TraceRequest::default()
+    };
+    let begun = std::time::Instant::now();
+    let mut pieces = client.trace(request).await.unwrap();
+    // It is there before anything is computed.
+    pieces.next().await.unwrap().unwrap();
+    let options = GenerateOptions {
+        no_speculation: true,
+        ..long("counted")
+    };
+    let stream = client.generate("In the beginning", options).await.unwrap();
+    let whole = tokio::spawn(stream.complete());
+    let mut spans = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        if let Some(Kind::Spans(some)) = piece.unwrap().kind {
+            spans.extend(some.spans);
+        }
+    }
+    assert!(begun.elapsed() < SOON, "it waits for its minute");
+    let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
+    let steps: Vec<(u32, u32)> = of(TraceTrack::Steps).map(|s| (s.rows, s.reading)).collect();
+    assert_eq!(steps.len(), 9, "{steps:?}");
+    let (rows, reading) = steps[0];
+    assert!(
+        rows > 1 && reading == rows,
+        "the prompt is read first: {steps:?}"
+    );
+    assert!(steps[1..].iter().all(|step| *step == (1, 0)), "{steps:?}");
+    let waited: Vec<_> = of(TraceTrack::Queue).collect();
+    assert_eq!((waited.len(), waited[0].name.as_str()), (1, "counted"));
+    let first = of(TraceTrack::Steps).next().unwrap();
+    // It waits until the step begins in which it has a part.
+    let until = waited[0].begin_ns + waited[0].duration_ns;
+    assert!(until <= first.begin_ns + 1_000, "{waited:?} {first:?}");
+    whole.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_trace_outlives_the_process_that_it_began_with_and_marks_its_death() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let time = Duration::from_secs(8);
+    let mut pieces = client.trace_worker("w0", time, false).await.unwrap();
+    pieces.next().await.unwrap().unwrap();
+    let beyond = GenerateOptions {
+        max_tokens: 900,
+        ..long("outlives")
+    };
+    let mut stream = client.generate("In the beginning", beyond).await.unwrap();
+    // Some of it is drawn, and more than a look of the trace's ago.
+    let mut drawn = 0;
+    let begun = std::time::Instant::now();
+    while drawn < 20 || begun.elapsed() < Duration::from_millis(200) {
+        let event = stream.next().await.unwrap().unwrap();
+        drawn += usize::from(matches!(event, hotcell_client::Event::Delta(_)));
+    }
+    let pid = client.workers().await.unwrap()[0].pid;
+    signal_pid(pid, Signal::KILL).unwrap();
+    let (mut spans, mut end, mut heads) = (Vec::new(), None, 1);
+    let whole = tokio::spawn(stream.complete());
+    while let Some(piece) = pieces.next().await {
+        match piece.unwrap().kind.unwrap() {
+            Kind::Head(_) => heads += 1,
+            Kind::Spans(some) => spans.extend(some.spans),
+            Kind::End(said) => end = Some(said),
+        }
+    }
+    whole.await.unwrap().unwrap();
+    assert_eq!((heads, end.unwrap().deaths), (1, 1));
+    let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
+    let event = |what: &str| {
+        let mut its = of(TraceTrack::Events).filter(|span| span.name.contains(what));
+        let found = its
+            .next()
+            .unwrap_or_else(|| panic!("no {what:?}: {spans:?}"));
+        assert!(its.next().is_none(), "{what:?} once");
+        found
+    };
+    let died = event("w0 (epoch 1) died: ");
+    let went_on = event("request outlives goes on after ");
+    let gone = event("w0 has no process");
+    assert!(died.begin_ns < went_on.begin_ns && went_on.duration_ns == 0);
+    let steps: Vec<_> = of(TraceTrack::Steps).collect();
+    let back = gone.begin_ns + gone.duration_ns;
+    let before = steps.iter().filter(|step| step.begin_ns < gone.begin_ns);
+    let after: Vec<_> = steps.iter().filter(|step| step.begin_ns >= back).collect();
+    let (before, rest) = (before.count(), after.len());
+    assert!(before > 5 && rest > 5, "{before} {rest}");
+    assert_eq!(before + rest, steps.len(), "none without a process");
+    // The scheduler had it all along.
+    let mut had = of(TraceTrack::Scheduler).filter(|span| span.name == "outlives");
+    let had = had.next().unwrap();
+    assert!(had.begin_ns < gone.begin_ns && had.begin_ns + had.duration_ns > back);
 }
 
 #[tokio::test]
@@ -105,7 +207,7 @@ async fn the_command_writes_a_file_for_perfetto() {
         _ => None,
     });
     let names: std::collections::HashSet<String> = names.collect();
-    for name in ["step", "compute", "mul_mat", "traced"] {
+    for name in ["decode", "compute", "mul_mat", "traced"] {
         assert!(names.contains(name), "{names:?}");
     }
 }
@@ -165,7 +267,7 @@ async fn the_clients_calls_are_on_the_timeline_of_those_who_serve_them() {
     );
     let inside = slices
         .iter()
-        .filter(|slice| slice.0 == "step" && begin <= &slice.1 && &slice.2 <= end);
+        .filter(|slice| slice.0.ends_with("decode") && begin <= &slice.1 && &slice.2 <= end);
     assert!(inside.count() > 2, "{slices:?}");
     let (_, asked, done, _) = named("Debug.Trace");
     assert!(asked < begin && end < done);

@@ -137,7 +137,7 @@ async fn the_command_prints_a_line_or_an_object_for_each_sample() {
 }
 
 #[tokio::test]
-async fn a_watcher_is_told_of_its_workers_death_and_one_that_does_not_read_misses_samples() {
+async fn a_watcher_is_told_of_its_workers_death() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
     let every = Duration::from_millis(50);

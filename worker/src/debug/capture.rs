@@ -19,11 +19,12 @@ use sha2::{Digest, Sha256};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
+use super::guard::{conditions, wire as hit_on_wire};
 use crate::{
     engine::Inside,
-    generate::batch::{Aim, Look, Looker, Probe},
+    generate::batch::{Aim, Guard, Hit, Look, Looker, Probe},
     host::{Host, Loaded},
-    model::points::{Point, select},
+    model::points::{Point, Step, select},
 };
 
 /// Bytes of nodes in one message, about.
@@ -122,6 +123,49 @@ pub struct Capture {
     /// Tokens of the answer, from the first one on.
     expected: Vec<u32>,
     looks: mpsc::Receiver<Look>,
+    /// How the plan's steps are named, if that is to be told.
+    plan: Option<v1::CapturedPlan>,
+    watched: Option<Watched>,
+}
+
+/// Watchpoints under which a request is run.
+struct Watched {
+    hits: mpsc::Receiver<Hit>,
+    /// What a hit's point counts.
+    nodes: Vec<v1::CapturedNode>,
+    request: String,
+}
+
+impl Watched {
+    /// The next hit of the request's.
+    async fn next(&mut self) -> Option<Hit> {
+        loop {
+            let hit = self.hits.recv().await?;
+            if hit.request == self.request {
+                return Some(hit);
+            }
+        }
+    }
+
+    fn try_next(&mut self) -> Option<Hit> {
+        loop {
+            let hit = self.hits.try_recv().ok()?;
+            if hit.request == self.request {
+                return Some(hit);
+            }
+        }
+    }
+}
+
+/// A step of a plan as it is told.
+fn told_step(step: Step) -> v1::CapturedNode {
+    v1::CapturedNode {
+        name: step.name,
+        op: step.op.to_owned(),
+        layer: step.layer,
+        weight: step.weight,
+        ..v1::CapturedNode::default()
+    }
 }
 
 impl Capture {
@@ -189,7 +233,61 @@ impl Capture {
             numerics: model.numerics.clone(),
             expected: Vec::new(),
             looks,
+            plan: None,
+            watched: None,
         })
+    }
+
+    /// Has all nodes looked at under these conditions, too, and tells where one holds for this request.
+    ///
+    /// # Errors
+    /// When the conditions are odd, or so much cannot be looked at.
+    pub async fn watch(
+        &mut self,
+        host: &Host,
+        request: &str,
+        wanted: &[v1::Condition],
+    ) -> Result<(), Error> {
+        let conditions = conditions(wanted)?;
+        let (to, hits) = mpsc::channel(limits::HIT_BUFFER);
+        let name = self.model.clone();
+        let arm = move |inside: &mut Inside<'_>| {
+            let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
+            let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
+            let nodes: Vec<v1::CapturedNode> = batch.points().iter().map(told).collect();
+            let points = (0..nodes.len()).collect();
+            let guard = Guard::new(points, conditions, to);
+            batch.look(inside.device, Looker::Guard(guard))?;
+            Ok::<_, Error>(nodes)
+        };
+        let nodes = host.engine().inside(arm).await??;
+        self.watched = Some(Watched {
+            hits,
+            nodes,
+            request: request.to_owned(),
+        });
+        Ok(())
+    }
+
+    /// Tells first how the plan's steps are named, as it is while somebody looks.
+    ///
+    /// # Errors
+    /// When the model is gone.
+    pub async fn follow(&mut self, host: &Host) -> Result<(), Error> {
+        let name = self.model.clone();
+        let ask = move |inside: &mut Inside<'_>| {
+            let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
+            let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
+            Ok::<_, Error>(batch.plan_steps())
+        };
+        let steps = host.engine().inside(ask).await??;
+        let [steps, logits_steps] =
+            steps.map(|steps| steps.into_iter().map(told_step).collect::<Vec<_>>());
+        self.plan = Some(v1::CapturedPlan {
+            steps,
+            logits_steps,
+        });
+        Ok(())
     }
 
     /// Says of each token whether it is the one of these, which begin with the answer's first.
@@ -249,7 +347,19 @@ impl Capture {
                 return;
             }
         };
+        if let Some(plan) = self.plan.take()
+            && to.send(Ok(say(Kind::Plan(plan)))).await.is_err()
+        {
+            return;
+        }
         let (mut is_over, mut failed) = (false, None);
+        let mut watched = self.watched.take();
+        let (worker, epoch) = host.identity();
+        let model = self.model.clone();
+        let of_hit = |hit: Hit, nodes: &[v1::CapturedNode]| {
+            let hit = hit_on_wire(hit, nodes, &model, (&worker, epoch.0));
+            Ok(say(Kind::Hit(hit)))
+        };
         let mut end = v1::CaptureEnd::default();
         let mut left = match self.options.max_bytes {
             0 => limits::CAPTURE_BYTES,
@@ -263,6 +373,13 @@ impl Capture {
         loop {
             let look = tokio::select! {
                 look = self.looks.recv() => look,
+                Some(hit) = next_hit(&mut watched) => {
+                    let nodes = watched.as_ref().map_or(&[][..], |watched| &watched.nodes);
+                    if to.send(of_hit(hit, nodes)).await.is_err() {
+                        return;
+                    }
+                    continue;
+                }
                 status = &mut over, if !is_over => {
                     (is_over, failed) = (true, status);
                     // What was seen before is there already.
@@ -317,6 +434,13 @@ impl Capture {
                 }
             }
         }
+        if let Some(mut watched) = watched {
+            while let Some(hit) = watched.try_next() {
+                if to.send(of_hit(hit, &watched.nodes)).await.is_err() {
+                    return;
+                }
+            }
+        }
         let last = match failed {
             Some(status) if end.tokens == 0 => Err(status),
             failed => {
@@ -330,6 +454,14 @@ impl Capture {
         };
         // To one who left this goes nowhere.
         let _ = to.send(last).await;
+    }
+}
+
+/// The next hit, if anybody looks for one.
+async fn next_hit(watched: &mut Option<Watched>) -> Option<Hit> {
+    match watched {
+        Some(watched) => watched.next().await,
+        None => None,
     }
 }
 

@@ -31,6 +31,19 @@ fn condition(wire: &v1::Condition) -> Result<Condition, Error> {
     })
 }
 
+/// What must not be.
+///
+/// # Errors
+/// [`Reason::LimitExceeded`] for none or too many, [`Reason::InvalidArgument`] for an odd one.
+pub fn conditions(wire: &[v1::Condition]) -> Result<Vec<Condition>, Error> {
+    if !(1..=limits::MAX_CONDITIONS).contains(&wire.len()) {
+        let most = limits::MAX_CONDITIONS;
+        let what = format!("a watchpoint has 1 to {most} conditions");
+        return Err(Error::new(Reason::LimitExceeded, what));
+    }
+    wire.iter().map(condition).collect()
+}
+
 /// Looks at a model's nodes until nobody reads any more.
 ///
 /// # Errors
@@ -42,13 +55,7 @@ pub async fn guard(
     to: mpsc::Sender<Result<v1::GuardEvent, Status>>,
 ) -> Result<(), Error> {
     check_selection(&request.nodes, &request.layers)?;
-    if !(1..=limits::MAX_CONDITIONS).contains(&request.conditions.len()) {
-        let most = limits::MAX_CONDITIONS;
-        let what = format!("a watchpoint has 1 to {most} conditions");
-        return Err(Error::new(Reason::LimitExceeded, what));
-    }
-    let conditions = request.conditions.iter().map(condition);
-    let conditions = conditions.collect::<Result<Vec<_>, _>>()?;
+    let conditions = conditions(&request.conditions)?;
     let (hits_to, mut hits) = mpsc::channel(limits::HIT_BUFFER);
     let name = model.name.clone();
     let arm = move |inside: &mut Inside<'_>| {
@@ -92,7 +99,8 @@ pub async fn guard(
     Ok(())
 }
 
-fn wire(
+/// A hit as it is told.
+pub fn wire(
     hit: Hit,
     nodes: &[v1::CapturedNode],
     model: &str,

@@ -24,10 +24,23 @@ pub struct StepNote {
     pub computing_from: Instant,
     /// Rows that were computed.
     pub rows: usize,
+    /// Those of them that read a prompt, or what had been drawn before.
+    pub reading: usize,
     /// Sequences that they were of.
     pub sequences: usize,
     /// Tokens that were drawn.
     pub drawn: usize,
+}
+
+/// A request that waited, until it had a place in the batch.
+#[derive(Clone, Debug)]
+pub struct WaitNote {
+    /// The request's id.
+    pub request: String,
+    /// When it began to.
+    pub begun: Instant,
+    /// How long it did.
+    pub took: Duration,
 }
 
 /// What a plan did between two meetings of its threads.
@@ -58,7 +71,7 @@ impl<T> Default for Ring<T> {
     }
 }
 
-impl<T: Copy> Ring<T> {
+impl<T: Clone> Ring<T> {
     fn push(&mut self, note: T, most: usize) {
         if self.notes.len() >= most {
             self.notes.pop_front();
@@ -76,7 +89,7 @@ impl<T: Copy> Ring<T> {
     fn from(&self, number: u64) -> (Vec<T>, u64) {
         let missed = self.before.saturating_sub(number);
         let skip = usize::try_from(number.saturating_sub(self.before)).unwrap_or(usize::MAX);
-        (self.notes.iter().skip(skip).copied().collect(), missed)
+        (self.notes.iter().skip(skip).cloned().collect(), missed)
     }
 
     fn forget(&mut self) {
@@ -91,6 +104,7 @@ struct Notes {
     nodes: Ring<NodeNote>,
     /// Until then no step's nodes are noted.
     rest_until: Option<Instant>,
+    waits: Ring<WaitNote>,
 }
 
 /// A second's share of [`limits::TRACED_NODES_PER_SECOND`].
@@ -134,6 +148,11 @@ impl Observer {
         self.notes().steps.push(step, limits::MAX_WATCHED_STEPS);
     }
 
+    /// Notes that a request waits no more.
+    pub fn note_wait(&self, wait: WaitNote) {
+        self.notes().waits.push(wait, limits::MAX_WATCHED_STEPS);
+    }
+
     /// Notes what a step's plans did.
     pub fn note_nodes(&self, nodes: &[NodeNote]) {
         let mut notes = self.notes();
@@ -155,12 +174,14 @@ impl Observer {
         }
         let notes = self.notes();
         let (next_step, next_node) = (notes.steps.next(), notes.nodes.next());
+        let next_wait = notes.waits.next();
         drop(notes);
         Some(Watching {
             observer: Arc::clone(self),
             traces,
             next_step,
             next_node,
+            next_wait,
         })
     }
 }
@@ -173,6 +194,7 @@ pub struct Watching {
     /// Numbers of the first step and node that it has not seen.
     next_step: u64,
     next_node: u64,
+    next_wait: u64,
 }
 
 impl Watching {
@@ -184,7 +206,15 @@ impl Watching {
         steps
     }
 
-    /// The same of nodes.
+    /// Requests that ceased to wait since it last asked; of those that are lost nobody is told.
+    pub fn waits(&mut self) -> Vec<WaitNote> {
+        let notes = self.observer.notes();
+        let (waits, _) = notes.waits.from(self.next_wait);
+        self.next_wait = notes.waits.next();
+        waits
+    }
+
+    /// The nodes since it last asked, and how many of them are lost.
     pub fn nodes(&mut self) -> (Vec<NodeNote>, u64) {
         let notes = self.observer.notes();
         let nodes = notes.nodes.from(self.next_node);
@@ -202,7 +232,9 @@ impl Drop for Watching {
             notes.rest_until = None;
         }
         if observer.watchers.fetch_sub(1, Ordering::AcqRel) == 1 {
-            observer.notes().steps.forget();
+            let mut notes = observer.notes();
+            notes.steps.forget();
+            notes.waits.forget();
         }
     }
 }
@@ -218,6 +250,7 @@ mod tests {
             computing: Duration::from_millis(1),
             computing_from: Instant::now(),
             rows,
+            reading: 0,
             sequences: 1,
             drawn: 1,
         }

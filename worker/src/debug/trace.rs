@@ -1,7 +1,7 @@
 //! A timeline of what the engine does for a while: steps, nodes, requests and counters.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -14,7 +14,7 @@ use hotcell_proto::{
 use tokio::{sync::mpsc, time::timeout};
 use tonic::Status;
 
-use super::observer::{NodeNote, StepNote, Watching};
+use super::observer::{NodeNote, StepNote, WaitNote, Watching};
 use crate::{engine::names, host::Host};
 
 /// Time between two looks at requests and counters.
@@ -29,18 +29,32 @@ const GRACE: Duration = Duration::from_secs(10);
 /// Spans and counts of one message.
 const PIECE: usize = 8 << 10;
 
-/// How long to trace.
-///
-/// # Errors
-/// [`Reason::InvalidArgument`] if it is out of range.
-pub fn checked_duration(ms: u32) -> Result<Duration, Error> {
-    match ms {
-        0 => Ok(Duration::from_secs(1)),
-        ms if ms <= limits::MAX_TRACE_MILLIS => Ok(Duration::from_millis(ms.into())),
-        ms => Err(Error::new(
-            Reason::InvalidArgument,
-            format!("a trace of {ms} ms; at most {}", limits::MAX_TRACE_MILLIS),
-        )),
+/// Until when to trace: a while, or so many steps if they come sooner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    duration: Duration,
+    steps: Option<u32>,
+}
+
+impl Extent {
+    /// How long that is.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] if it is out of range.
+    pub fn checked(ms: u32, steps: u32) -> Result<Self, Error> {
+        let steps = Some(steps).filter(|steps| *steps > 0);
+        let ms = match (ms, steps) {
+            (0, None) => limits::TRACE_MILLIS,
+            (0, Some(_)) => limits::MAX_TRACE_MILLIS,
+            (ms, _) => ms,
+        };
+        if ms > limits::MAX_TRACE_MILLIS {
+            let most = limits::MAX_TRACE_MILLIS;
+            let what = format!("a trace of {ms} ms; at most {most}");
+            return Err(Error::new(Reason::InvalidArgument, what));
+        }
+        let duration = Duration::from_millis(ms.into());
+        Ok(Self { duration, steps })
     }
 }
 
@@ -54,8 +68,10 @@ struct Timeline {
     spans: Vec<v1::TraceSpan>,
     counts: Vec<v1::TraceCount>,
     end: v1::TraceEnd,
-    /// When requests that are inside were seen first.
+    /// When requests that are inside came, or the trace began.
     inside: HashMap<String, u64>,
+    /// Steps that are told yet.
+    steps_left: Option<u32>,
 }
 
 impl Timeline {
@@ -66,12 +82,18 @@ impl Timeline {
     fn steps(&mut self, notes: &[StepNote]) {
         let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         for step in notes {
+            match &mut self.steps_left {
+                Some(0) => return,
+                Some(left) => *left -= 1,
+                None => {}
+            }
             let begin_ns = self.since(step.begun);
             self.spans.push(v1::TraceSpan {
                 track: TraceTrack::Steps.into(),
                 begin_ns,
                 duration_ns: ns(step.whole),
                 rows: number(step.rows),
+                reading: number(step.reading),
                 sequences: number(step.sequences),
                 drawn: number(step.drawn),
                 ..v1::TraceSpan::default()
@@ -102,6 +124,15 @@ impl Timeline {
         }
     }
 
+    /// Of what waited since before the trace began, the part since then.
+    fn waits(&mut self, notes: Vec<WaitNote>) {
+        for note in notes {
+            let begin_ns = self.since(note.begun);
+            let end_ns = self.since(note.begun.checked_add(note.took).unwrap_or(note.begun));
+            self.request(TraceTrack::Queue, note.request, (begin_ns, end_ns));
+        }
+    }
+
     fn count(&mut self, at_ns: u64, name: &str, value: u64) {
         self.counts.push(v1::TraceCount {
             at_ns,
@@ -110,23 +141,23 @@ impl Timeline {
         });
     }
 
-    /// Requests that are inside now: those that are not any more were, until now.
-    fn requests(&mut self, now: u64, ids: &[String]) {
-        let gone = |id: &String| !ids.contains(id);
-        let over: Vec<String> = self.inside.keys().filter(|id| gone(id)).cloned().collect();
+    /// Requests that are inside now, and since when: those that are not any more were, until now.
+    fn requests(&mut self, now: u64, inside: &[(String, u64)]) {
+        let gone = |id: &&String| !inside.iter().any(|(other, _)| other == *id);
+        let over: Vec<String> = self.inside.keys().filter(gone).cloned().collect();
         for id in over {
             if let Some(begin_ns) = self.inside.remove(&id) {
-                self.request(id, begin_ns, now);
+                self.request(TraceTrack::Requests, id, (begin_ns, now));
             }
         }
-        for id in ids.iter().filter(|id| !id.is_empty()) {
-            self.inside.entry(id.clone()).or_insert(now);
+        for (id, since) in inside.iter().filter(|(id, _)| !id.is_empty()) {
+            self.inside.entry(id.clone()).or_insert(*since);
         }
     }
 
-    fn request(&mut self, name: String, begin_ns: u64, end_ns: u64) {
+    fn request(&mut self, track: TraceTrack, name: String, (begin_ns, end_ns): (u64, u64)) {
         self.spans.push(v1::TraceSpan {
-            track: TraceTrack::Requests.into(),
+            track: track.into(),
             begin_ns,
             duration_ns: end_ns.saturating_sub(begin_ns),
             name,
@@ -148,11 +179,21 @@ impl Timeline {
         self.count(now, "cache", look.caches.iter().map(used).sum());
         self.count(now, "running", look.caches.iter().map(|c| c.running).sum());
         self.count(now, "waiting", look.caches.iter().map(|c| c.waiting).sum());
-        let tensors = look.memory.iter().filter(|part| part.kind == "tensors");
-        self.count(now, "tensors", tensors.map(|part| part.bytes).sum());
         self.count(now, "queue", host.engine().queued() as u64);
-        let ids: Vec<String> = look.requests.into_iter().map(|r| r.request_id).collect();
-        self.requests(now, &ids);
+        let mut kinds = BTreeMap::<String, u64>::new();
+        for part in host.weights_in_use().into_iter().chain(look.memory) {
+            let of_kind = kinds.entry(format!("memory.{}", part.kind)).or_default();
+            *of_kind = of_kind.saturating_add(part.bytes);
+        }
+        for (kind, bytes) in kinds {
+            self.count(now, &kind, bytes);
+        }
+        let inside = look.requests.into_iter().map(|request| {
+            let age = Duration::try_from_secs_f64(request.age_ms / 1e3).unwrap_or_default();
+            (request.request_id, now.saturating_sub(ns(age)))
+        });
+        let inside: Vec<(String, u64)> = inside.collect();
+        self.requests(now, &inside);
     }
 
     /// Messages of what was gathered since they were last taken.
@@ -189,7 +230,7 @@ async fn send(
 pub async fn trace(
     host: Host,
     mut watching: Watching,
-    duration: Duration,
+    Extent { duration, steps }: Extent,
     to: mpsc::Sender<Result<v1::TracePiece, Status>>,
 ) {
     let ops: Vec<&'static str> = names().collect();
@@ -207,6 +248,7 @@ pub async fn trace(
         counts: Vec::new(),
         end: v1::TraceEnd::default(),
         inside: HashMap::new(),
+        steps_left: steps,
     };
     let mut next = vec![v1::TracePiece {
         kind: Some(Kind::Head(head)),
@@ -222,7 +264,6 @@ pub async fn trace(
             () = to.closed() => return,
             _ = looking.tick() => {}
         }
-        let is_over = begun.elapsed() >= duration;
         timeline.look(&host).await;
         let (steps, missed_steps) = watching.steps();
         let (nodes, missed_nodes) = watching.nodes();
@@ -230,6 +271,8 @@ pub async fn trace(
         timeline.end.missed_nodes += missed_nodes;
         timeline.steps(&steps);
         timeline.nodes(&nodes, &ops);
+        timeline.waits(watching.waits());
+        let is_over = begun.elapsed() >= duration || timeline.steps_left == Some(0);
         if is_over {
             timeline.requests(timeline.since(Instant::now()), &[]);
         }

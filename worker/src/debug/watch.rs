@@ -198,6 +198,7 @@ mod tests {
             computing: Duration::from_millis(whole / 2),
             computing_from: Instant::now(),
             rows,
+            reading: 0,
             sequences: 2,
             drawn: 1,
         }

@@ -89,6 +89,8 @@ struct Part {
     rows: usize,
     /// The first of its rows of logits, one for the last token and one for each guess; none while it reads.
     pick: Option<usize>,
+    /// Whether these are of its prompt, or of what it had drawn before it moved: no token was drawn in the step before.
+    reads: bool,
 }
 
 /// Sequences of one model.
@@ -125,6 +127,8 @@ struct Computed {
     begun: Option<Instant>,
     time: Duration,
     sequences: usize,
+    /// Rows of prompts.
+    reading: usize,
     drawn: usize,
 }
 
@@ -449,6 +453,7 @@ impl Batch {
                 computing: self.last.time,
                 computing_from: self.last.begun.unwrap_or(now),
                 rows,
+                reading: self.last.reading,
                 sequences: self.last.sequences,
                 drawn: self.last.drawn,
             });

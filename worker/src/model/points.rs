@@ -1,6 +1,6 @@
 //! Names for what the nodes of a model's graph compute: the same for every device, and for every file format.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use hotcell_graph::{DType, Dim, Graph, TensorSpec, Value, op::ValueSpec};
 
@@ -51,67 +51,130 @@ fn is_by_row(spec: &TensorSpec) -> bool {
         && [DType::F32, DType::F16, DType::BF16].contains(&spec.dtype)
 }
 
-/// What can be looked at in a graph, in the order in which it is computed.
-pub fn points(graph: &Graph) -> Vec<Point> {
-    let mut layers: HashMap<u32, Option<u32>> = HashMap::new();
-    // Nodes with something of other tokens in them.
-    let mut mixed: HashSet<u32> = HashSet::new();
+/// Where a node belongs.
+struct Named {
+    /// `layers.3.mul_mat.0`.
+    name: String,
+    layer: Option<u32>,
+    weight: String,
+    /// Whether something of other tokens is in it.
+    mixed: bool,
+}
+
+/// The name of each node.
+fn named(graph: &Graph) -> Vec<Named> {
     let mut seen: HashMap<(Option<u32>, &str), u32> = HashMap::new();
-    let mut all = Vec::new();
-    for (number, node) in graph.nodes().iter().enumerate() {
-        let number = number as u32;
+    let mut all: Vec<Named> = Vec::with_capacity(graph.nodes().len());
+    for node in graph.nodes() {
         let inputs = node.inputs.iter().filter_map(|value| match value {
             Value::Input(i) => graph.inputs().get(*i as usize),
             _ => None,
         });
-        let mut layer = None;
+        let (mut layer, mut mixed) = (None, false);
         let mut weight = String::new();
         for input in inputs {
             layer = layer.max(layer_of(&input.name));
             if input.constant && matches!(input.spec, ValueSpec::Tensor(_)) {
                 weight.clone_from(&input.name);
             }
-            if matches!(input.spec, ValueSpec::Cache(_)) {
-                mixed.insert(number);
-            }
+            mixed |= matches!(input.spec, ValueSpec::Cache(_));
         }
         // What reads no weight belongs to the layer of what it is made of.
         for value in &node.inputs {
-            if let Value::Node { node, .. } = value {
-                layer = layer.max(layers.get(node).copied().flatten());
-                if mixed.contains(node) {
-                    mixed.insert(number);
-                }
+            if let Value::Node { node, .. } = value
+                && let Some(before) = all.get(*node as usize)
+            {
+                layer = layer.max(before.layer);
+                mixed |= before.mixed;
             }
         }
-        layers.insert(number, layer);
         let count = seen.entry((layer, node.op.name)).or_default();
-        let which = *count;
+        let layers = layer.map_or_else(String::new, |n| format!("layers.{n}."));
+        all.push(Named {
+            name: format!("{layers}{}.{count}", node.op.name),
+            layer,
+            weight,
+            mixed,
+        });
         *count += 1;
+    }
+    all
+}
+
+/// What can be looked at in a graph, in the order in which it is computed.
+pub fn points(graph: &Graph) -> Vec<Point> {
+    let mut all = Vec::new();
+    for (number, (node, named)) in graph.nodes().iter().zip(named(graph)).enumerate() {
         for (output, spec) in node.outputs.iter().enumerate() {
             if !is_by_row(spec) {
                 continue;
             }
-            let layers = layer.map_or_else(String::new, |n| format!("layers.{n}."));
             let part = match node.outputs.len() {
                 1 => String::new(),
                 _ => format!(".{output}"),
             };
             all.push(Point {
                 value: Value::Node {
-                    node: number,
+                    node: number as u32,
                     output: output as u32,
                 },
-                name: format!("{layers}{}.{which}{part}", node.op.name),
+                name: format!("{}{part}", named.name),
                 op: node.op.name,
-                layer,
-                weight: weight.clone(),
+                layer: named.layer,
+                weight: named.weight.clone(),
                 spec: spec.clone(),
-                is_of_token: !mixed.contains(&number),
+                is_of_token: !named.mixed,
             });
         }
     }
     all
+}
+
+/// What a plan's step computes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// The node's name, as a [`Point`]'s; empty if it is of no node.
+    pub name: String,
+    /// The op.
+    pub op: &'static str,
+    /// See [`Point::layer`].
+    pub layer: Option<u32>,
+    /// See [`Point::weight`].
+    pub weight: String,
+}
+
+/// What each of a plan's steps computes, by the nodes that the plan says ([`Plan::origins`]). Of a graph that has further
+/// nodes than `body`, for who looks at values, these are named by the one whose values they look at.
+///
+/// [`Plan::origins`]: hotcell_kernels::plan::Plan::origins
+pub fn steps(graph: &Graph, body: usize, origins: &[Option<u32>]) -> Vec<Step> {
+    let named = named(graph);
+    let own = |mut number: usize| {
+        // Inputs come before what is made of them, so that this ends.
+        while number >= body {
+            let mut inputs = graph.nodes().get(number)?.inputs.iter();
+            number = inputs.find_map(|value| match value {
+                Value::Node { node, .. } => Some(*node as usize),
+                _ => None,
+            })?;
+        }
+        Some(number)
+    };
+    let step = |origin: &Option<u32>| {
+        let number = origin.map(|number| number as usize)?;
+        let node = graph.nodes().get(number)?;
+        let named = named.get(own(number)?)?;
+        Some(Step {
+            name: named.name.clone(),
+            op: node.op.name,
+            layer: named.layer,
+            weight: named.weight.clone(),
+        })
+    };
+    let steps = origins
+        .iter()
+        .map(|origin| step(origin).unwrap_or_default());
+    steps.collect()
 }
 
 /// Whether a text is of a pattern in which `*` stands for anything.
@@ -205,6 +268,28 @@ mod tests {
         assert_eq!(chosen(&["neg", "get_rows"], &[1]), [7, 9]);
         assert_eq!(chosen(&["layers.0.add.1"], &[]), [5]);
         assert!(chosen(&["neg"], &[7]).is_empty());
+    }
+
+    #[test]
+    fn a_plans_steps_are_named_by_what_they_compute() {
+        let graph = graph();
+        let named = |body, origins: &[Option<u32>]| {
+            let all = steps(&graph, body, origins);
+            let all = all.into_iter().map(|step| (step.name, step.op));
+            all.collect::<Vec<_>>()
+        };
+        let told = named(11, &[Some(1), None, Some(10), Some(99)]);
+        let told: Vec<_> = told.iter().map(|(name, op)| (name.as_str(), *op)).collect();
+        let expected = [
+            ("layers.0.mul_mat.0", "mul_mat"),
+            ("", ""),
+            ("layers.1.add.1", "add"),
+            ("", ""),
+        ];
+        assert_eq!(told, expected);
+        // Of what looks at a node, by that one.
+        let looked = named(9, &[Some(10)]);
+        assert_eq!(looked[0], ("layers.1.add.0".to_owned(), "add"));
     }
 
     #[test]

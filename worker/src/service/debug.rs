@@ -22,7 +22,7 @@ use crate::{
         guard::guard,
         memory::memory,
         observer::Watching,
-        trace::{checked_duration, trace},
+        trace::{Extent, trace},
         watch::{checked_interval, watch},
     },
     generate::batch::Aim,
@@ -142,13 +142,20 @@ impl Debug for DebugService {
         wire.request_id = id.as_str().to_owned();
         // Of a token that is looked at there is one row.
         wire.no_speculation = true;
-        let aim = Aim::Request(wire.request_id.clone());
+        let id = wire.request_id.clone();
+        let aim = Aim::Request(id.clone());
         let options = request.options.unwrap_or_default();
         let mut capture = Capture::begin(&self.0, &model, aim, true, options).await?;
         capture.expect(match request.expected.is_empty() {
             true => generated,
             false => request.expected,
         });
+        if !request.conditions.is_empty() {
+            capture.watch(&self.0, &id, &request.conditions).await?;
+        }
+        if request.follow {
+            capture.follow(&self.0).await?;
+        }
         drop(model);
         let events = tokens::begin(&self.0, wire, deadline).await?;
         let (to, told) = mpsc::channel(1);
@@ -187,10 +194,10 @@ impl Debug for DebugService {
     ) -> Result<Response<Self::TraceStream>, Status> {
         let request = request.into_inner();
         self.is_for_us(&request.worker)?;
-        let duration = checked_duration(request.duration_ms)?;
+        let extent = Extent::checked(request.duration_ms, request.steps)?;
         let watching = self.watching(request.nodes)?;
         let (to, pieces) = mpsc::channel(1);
-        tokio::spawn(trace(self.0.clone(), watching, duration, to));
+        tokio::spawn(trace(self.0.clone(), watching, extent, to));
         Ok(Response::new(ReceiverStream::new(pieces)))
     }
 }

@@ -4,13 +4,15 @@ use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
     v1::{
-        BlackBox, CaptureHeld, CaptureOptions, CrashReport, ReplayRequest, replay_request::Which,
+        BlackBox, CaptureHeld, CaptureOptions, CapturedNode, Condition, CrashReport, GuardHit,
+        ReplayRequest, captured, condition::Kind, replay_request::Which,
     },
 };
 use serde_json::{Value, json};
 
 use crate::{
     cli::{
+        debug::{hit_line, hit_view, told::named},
         exit::Failure,
         interrupt::Interrupt,
         session::Session,
@@ -46,8 +48,8 @@ fn attach(held: &CaptureHeld) -> String {
 enum Outcome {
     /// It came to its end, or failed, after so many tokens.
     Lived { tokens: u64, failed: String },
-    /// Its worker died.
-    Died(Box<CrashReport>),
+    /// Its worker died, at this node as far as it is known.
+    Died(Box<CrashReport>, Option<CapturedNode>),
     /// It could not be run.
     Not(Error),
 }
@@ -65,31 +67,57 @@ fn is_same(one: &CrashReport, other: &CrashReport) -> bool {
     one.kind == other.kind && signal == other_signal && same_op
 }
 
-/// Runs a request again; `show` is told of the process if that waits for a debugger.
+/// What happens while a request is run again.
+enum News<'a> {
+    /// A process waits for a debugger.
+    Held(&'a CaptureHeld),
+    /// It is there now, which is this node of the model if it is one.
+    At(&'a BlackBox, Option<&'a CapturedNode>),
+    /// A node gives what must not be.
+    Hit(&'a GuardHit),
+}
+
+/// What no healthy model computes anywhere, in the order of the watchpoints.
+const WATCHED: [(Kind, &str); 2] = [(Kind::Nan(true), "nan"), (Kind::Infinite(true), "inf")];
+
+/// Runs a request again, under watchpoints, and tells what happens meanwhile.
 async fn run_again(
     client: &Client,
     id: &str,
     (worker, hold_ms): (&str, u32),
-    mut show: impl FnMut(&CaptureHeld),
+    mut show: impl FnMut(News<'_>),
 ) -> Outcome {
     let request = ReplayRequest {
         worker: worker.to_owned(),
         hold_ms,
         which: Some(Which::RequestId(id.to_owned())),
+        conditions: (WATCHED.iter().map(|(kind, _)| *kind))
+            .map(|kind| Condition { kind: Some(kind) })
+            .collect(),
+        follow: true,
         options: Some(CaptureOptions {
             only_logits: true,
             ..CaptureOptions::default()
         }),
         ..ReplayRequest::default()
     };
+    let mut recorder = Recorder::default();
     let run = async {
         let mut told = client.replay(request).await?;
-        let (mut recorder, mut tokens) = (Recorder::default(), 0);
+        let mut tokens = 0;
         while let Some(message) = told.next().await {
-            let waited = recorder.held().is_some();
-            tokens += u64::from(recorder.push(message?)?.is_some());
+            let (waited, hits) = (recorder.held().is_some(), recorder.hits().len());
+            let message = message?;
+            let is_place = matches!(message.kind, Some(captured::Kind::Seen(_)));
+            tokens += u64::from(recorder.push(message)?.is_some());
             if let Some(held) = recorder.held().filter(|_| !waited) {
-                show(held);
+                show(News::Held(held));
+            }
+            if let Some(seen) = recorder.seen().filter(|_| is_place) {
+                show(News::At(seen, recorder.node_of(seen)));
+            }
+            for hit in recorder.hits().iter().skip(hits) {
+                show(News::Hit(hit));
             }
         }
         let end = recorder.end().ok_or_else(|| {
@@ -106,26 +134,34 @@ async fn run_again(
     if let (Reason::WorkerLost, Some((worker, epoch))) = (error.reason(), its)
         && let Ok(crash) = client.crash(&format!("{worker}.{epoch}")).await
     {
-        return Outcome::Died(Box::new(crash));
+        // The report knows best where that was; what was seen before, if it does not.
+        let seen = crash.blackbox.as_ref().or(recorder.seen());
+        let node = seen.and_then(|seen| recorder.node_of(seen)).cloned();
+        return Outcome::Died(Box::new(crash), node);
     }
     Outcome::Not(error)
 }
 
-fn place(seen: Option<&BlackBox>) -> String {
-    match seen {
-        Some(seen) if !seen.op.is_empty() => format!(" at node {} {}", seen.node, seen.op),
+fn place(seen: Option<&BlackBox>, node: Option<&CapturedNode>) -> String {
+    match (seen, node) {
+        (Some(seen), Some(node)) => {
+            format!(" at {} (step {} of the plan)", named(node), seen.node)
+        }
+        (Some(seen), None) if !seen.op.is_empty() => {
+            format!(" at step {} of a plan, {}", seen.node, seen.op)
+        }
         _ => String::new(),
     }
 }
 
 fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
     let text = match outcome {
-        Outcome::Died(again) => {
+        Outcome::Died(again, node) => {
             let verdict = match is_same(crash, again) {
                 true => "died the same way",
                 false => "died in another way",
             };
-            let at = place(again.blackbox.as_ref());
+            let at = place(again.blackbox.as_ref(), node.as_ref());
             format!("{verdict}: {}{at}, report {}", again.reason, again.id)
         }
         Outcome::Lived { tokens, failed } if failed.is_empty() => {
@@ -141,10 +177,16 @@ fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
 
 fn view(id: &str, crash: &CrashReport, outcome: &Outcome) -> Value {
     match outcome {
-        Outcome::Died(again) => json!({
+        Outcome::Died(again, node) => json!({
             "request_id": id,
             "outcome": "died",
             "same": is_same(crash, again),
+            "node": node.as_ref().map(|node| json!({
+                "name": node.name,
+                "op": node.op,
+                "layer": node.layer,
+                "weight": node.weight,
+            })),
             "crash": again,
         }),
         Outcome::Lived { tokens, failed } => json!({
@@ -162,6 +204,27 @@ fn view(id: &str, crash: &CrashReport, outcome: &Outcome) -> Value {
     }
 }
 
+/// The requests that ran when a worker died.
+///
+/// # Errors
+/// [`Reason::RequestNotFound`] if none did.
+pub(in crate::cli) fn ran(crash: &CrashReport) -> Result<Vec<String>, Error> {
+    let running = crash.blackbox.iter().flat_map(|seen| &seen.running);
+    let mut ids: Vec<String> = running.map(|request| request.request_id.clone()).collect();
+    if ids.is_empty() {
+        let all = crash.requests.iter();
+        ids = all.map(|request| request.request_id.clone()).collect();
+    }
+    if ids.is_empty() {
+        let what = format!(
+            "no request ran when {} died; there is nothing to run again",
+            crash.worker
+        );
+        return Err(Error::new(Reason::RequestNotFound, what));
+    }
+    Ok(ids)
+}
+
 pub(super) async fn replay(
     ui: &mut Ui,
     session: &Session,
@@ -169,45 +232,55 @@ pub(super) async fn replay(
     interrupt: &mut Interrupt,
 ) -> Result<(), Failure> {
     let crash = session.client.crash(&flags.id).await?;
-    let running = crash.blackbox.iter().flat_map(|seen| &seen.running);
-    let mut ids: Vec<String> = running.map(|request| request.request_id.clone()).collect();
-    if ids.is_empty() {
-        ids = crash
-            .requests
-            .iter()
-            .map(|r| r.request_id.clone())
-            .collect();
-    }
-    if ids.is_empty() {
-        let what = format!(
-            "no request ran when {} died; there is nothing to run again",
-            crash.worker
-        );
-        return Err(Error::new(Reason::RequestNotFound, what).into());
-    }
+    let ids = ran(&crash)?;
     let worker = flags.worker.as_deref().unwrap_or_default();
     let hold = if flags.gdb { HOLD } else { 0 };
     for id in &ids {
         let mut shown = Ok(());
-        let show = |held: &CaptureHeld| {
-            let command = attach(held);
-            shown = match ui.manner.json {
-                true => ui.print_json(&json!({
-                    "request_id": id,
-                    "worker": held.worker,
-                    "pid": held.pid,
-                    "attach": command,
-                })),
-                false => {
-                    let text = format!("on the scheduler's host, as its user or root: {command}");
-                    ui.print(&format!("{}\n", one_line(&text)))
+        let json = ui.manner.json;
+        let bar = ui.progress(&format!("request {}", one_line(id)));
+        let show = |news: News<'_>| {
+            if shown.is_err() {
+                return;
+            }
+            match news {
+                News::Held(held) if json => {
+                    shown = ui.print_json(&json!({
+                        "request_id": id,
+                        "worker": held.worker,
+                        "pid": held.pid,
+                        "attach": attach(held),
+                    }));
                 }
-            };
+                News::Held(held) => {
+                    let command = attach(held);
+                    let text = format!("on the scheduler's host, as its user or root: {command}");
+                    shown = ui.print(&format!("{}\n", one_line(&text)));
+                }
+                News::Hit(hit) => {
+                    let which = WATCHED.get(hit.condition as usize);
+                    let condition = which.map_or("?", |(_, name)| name);
+                    shown = match json {
+                        true => ui.print_json(&hit_view(hit, condition)),
+                        false => ui.print(&hit_line(hit, condition)),
+                    };
+                }
+                // A line that changes, where somebody sits before it.
+                News::At(seen, node) => {
+                    let text = format!(
+                        "step {} of its batch{}",
+                        seen.steps,
+                        place(Some(seen), node)
+                    );
+                    bar.set_message(one_line(&text));
+                }
+            }
         };
         let outcome = tokio::select! {
             outcome = run_again(&session.client, id, (worker, hold), show) => outcome,
             () = interrupt.pressed() => return Err(Failure::Interrupted),
         };
+        bar.finish_and_clear();
         shown?;
         match ui.manner.json {
             true => ui.print_json(&view(id, &crash, &outcome))?,
@@ -244,11 +317,26 @@ mod tests {
     #[test]
     fn a_death_is_the_same_if_its_signal_and_op_are() {
         let one = crash("mul_mat", "SIGSEGV");
-        let died = |again| line("r", &one, &Outcome::Died(Box::new(again)));
+        let died = |again| line("r", &one, &Outcome::Died(Box::new(again), None));
         let text = died(crash("mul_mat", "SIGSEGV"));
         assert!(
-            text.contains("died the same way: killed by SIGSEGV at node 4 mul_mat"),
+            text.contains("died the same way: killed by SIGSEGV at step 4 of a plan, mul_mat"),
             "{text}"
+        );
+        let node = CapturedNode {
+            name: "layers.1.mul_mat.2".into(),
+            weight: "up.weight".into(),
+            ..CapturedNode::default()
+        };
+        let again = Outcome::Died(Box::new(crash("mul_mat", "SIGSEGV")), Some(node));
+        let text = line("r", &one, &again);
+        assert!(
+            text.contains("SIGSEGV at layers.1.mul_mat.2 (up.weight) (step 4 of the plan)"),
+            "{text}"
+        );
+        assert_eq!(
+            view("r", &one, &again)["node"]["name"],
+            "layers.1.mul_mat.2"
         );
         assert!(died(crash("", "SIGSEGV")).contains("the same way"));
         assert!(died(crash("add", "SIGSEGV")).contains("another way"));

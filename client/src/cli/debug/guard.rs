@@ -174,7 +174,7 @@ async fn capture(
         ..ReplayRequest::default()
     };
     let messages = session.client.replay(request).await?;
-    let recording = follow(messages, interrupt, false, |_, _| Ok(())).await?;
+    let recording = follow(messages, interrupt, |_, _| Ok(())).await?;
     let size = recording.write(path)?;
     let path = path.display().to_string();
     match ui.manner.json {
@@ -183,7 +183,8 @@ async fn capture(
     }
 }
 
-fn line(hit: &GuardHit, condition: &str) -> String {
+/// A hit in a line.
+pub(in crate::cli) fn line(hit: &GuardHit, condition: &str) -> String {
     let node = hit.node.clone().unwrap_or_default();
     let id = match hit.request_id.as_str() {
         "" => "an embedding",
@@ -210,7 +211,7 @@ fn line(hit: &GuardHit, condition: &str) -> String {
     format!("{}\n", one_line(&text))
 }
 
-fn view(hit: &GuardHit, condition: &str) -> Value {
+pub(in crate::cli) fn view(hit: &GuardHit, condition: &str) -> Value {
     let node = hit.node.clone().unwrap_or_default();
     // JSON has no NaN: what is none is null.
     json!({

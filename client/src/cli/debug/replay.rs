@@ -11,22 +11,26 @@ use serde_json::json;
 
 use super::{
     capture::LookFlags,
+    sides::worker_of,
     told::{compared_view, difference, follow, node_line, token_view},
 };
 use crate::{
     cli::{
+        crashes::ran,
         exit::Failure,
         interrupt::Interrupt,
         session::Session,
         ui::{Ui, one_line},
     },
+    connect::Client,
     debug::{Compared, Recorded, Recording, compare},
 };
 
 /// `hotcell debug replay`.
 #[derive(Args, Clone, Debug)]
 pub struct ReplayFlags {
-    /// A request's id, running or ended, or a file that `hotcell debug capture --reveal` wrote
+    /// A request's id, running or ended; a crash report's, for the request that ran then, as `hotcell crashes list` shows
+    /// it; or a file that `hotcell debug capture --reveal` wrote
     pub what: String,
     /// Begin with this token of the answer [default: 0, of a file its first]
     #[arg(long, value_name = "TOKEN")]
@@ -46,6 +50,9 @@ pub struct ReplayFlags {
     /// On the device of this worker
     #[arg(short, long, value_name = "NAME")]
     pub worker: Option<String>,
+    /// On a device of this backend, as `hotcell devices` shows it
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
     /// What is looked at.
     #[command(flatten)]
     pub look: LookFlags,
@@ -54,6 +61,29 @@ pub struct ReplayFlags {
 /// A name that ends so, or of which there is a file, is a file's.
 pub(super) fn is_file(what: &str) -> bool {
     what.ends_with(".hotcell") || what.contains('/') || Path::new(what).is_file()
+}
+
+/// The request that is meant by an id: its own, or that of the crash report of the process that ran it. Requests' ids have
+/// no dots, reports' do.
+///
+/// # Errors
+/// The server's about the report; [`Reason::InvalidArgument`] naming the requests if there were several.
+pub(super) async fn request_id(client: &Client, what: &str) -> Result<String, Failure> {
+    if !what.contains('.') {
+        return Ok(what.to_owned());
+    }
+    let crash = client.crash(what).await?;
+    let mut ids = ran(&crash)?;
+    match ids.len() {
+        1 => Ok(ids.remove(0)),
+        many => {
+            let what = format!(
+                "{many} requests ran when {what} was written: {}; name one of them, or run all again with `hotcell crashes replay {what}`",
+                ids.join(", ")
+            );
+            Err(Error::new(Reason::InvalidArgument, one_line(&what)).into())
+        }
+    }
 }
 
 /// The request of a file, with all that it drew as far as it is known, and the token that the file begins with.
@@ -81,13 +111,17 @@ pub(super) fn known(recording: &Recording) -> Result<(GenerateRequest, u64), Err
 }
 
 /// The request of a file, where it goes on, and what it drew.
-fn of_file(recording: &Recording, flags: &ReplayFlags) -> Result<ReplayRequest, Error> {
+fn of_file(
+    recording: &Recording,
+    flags: &ReplayFlags,
+    worker: String,
+) -> Result<ReplayRequest, Error> {
     let (request, first) = known(recording)?;
     let last = recording.tokens.iter().map(|token| token.index).max();
     let mut rows = recording.tokens.iter().flat_map(|token| &token.nodes);
     let has_values = rows.any(|row| !row.data.is_empty());
     Ok(ReplayRequest {
-        worker: flags.worker.clone().unwrap_or_default(),
+        worker,
         at: flags.at.unwrap_or(first),
         options: Some(CaptureOptions {
             // Also what is between those that were looked at.
@@ -116,13 +150,20 @@ pub(super) async fn replay(
         true => Some(Recording::read(Path::new(&flags.what))?),
         false => None,
     };
+    let named = flags.worker.as_deref();
+    let worker = match &flags.backend {
+        Some(backend) => worker_of(&session.client, backend, named).await?,
+        None => named.unwrap_or_default().to_owned(),
+    };
     let request = match &before {
-        Some(recording) => of_file(recording, flags)?,
+        Some(recording) => of_file(recording, flags, worker)?,
         None => ReplayRequest {
-            worker: flags.worker.clone().unwrap_or_default(),
+            worker,
             at: flags.at.unwrap_or(0),
             options: Some(flags.look.options(flags.tokens.unwrap_or(0))),
-            which: Some(Which::RequestId(flags.what.clone())),
+            which: Some(Which::RequestId(
+                request_id(&session.client, &flags.what).await?,
+            )),
             ..ReplayRequest::default()
         },
     };
@@ -132,7 +173,7 @@ pub(super) async fn replay(
         () = interrupt.pressed() => return Err(Failure::Interrupted),
     };
     let mut unknown = flags.until.clone();
-    let recording = follow(messages, interrupt, false, |head, token| {
+    let recording = follow(messages, interrupt, |head, token| {
         if ui.manner.json {
             return ui.print_json(&token_view(token));
         }

@@ -20,6 +20,7 @@ use crate::{
     cli::{
         GlobalFlags, exit::Failure, flags::ModelRef, interrupt::Interrupt, session::Session, ui::Ui,
     },
+    connect::Client,
     debug::Recording,
     local::Bundled,
     tensor::{self, SessionOptions},
@@ -170,28 +171,46 @@ impl Wanted {
 
     /// The worker whose device is meant; empty: any.
     async fn worker(&self, session: &Session) -> Result<String, Failure> {
-        let Some(backend) = &self.backend else {
-            return Ok(self.worker.clone().unwrap_or_default());
-        };
-        let (devices, workers) =
-            tokio::try_join!(session.client.devices(), session.client.workers())?;
-        let its = |worker: &&WorkerInfo| {
-            let lease = worker.lease.as_ref();
-            let device = lease.and_then(|l| devices.iter().find(|d| d.id == l.device));
-            device.is_some_and(|device| device.backend == *backend)
-                && worker.state() == WorkerState::Ready
-                && self.worker.as_ref().is_none_or(|named| *named == worker.id)
-        };
-        let found = workers.iter().find(its).map(|worker| worker.id.clone());
-        found.ok_or_else(|| {
-            let known: Vec<&str> = devices.iter().map(|d| d.backend.as_str()).collect();
-            let what = format!(
-                "no worker is ready on a device of the backend {backend:?}; there are devices of {}",
-                known.join(", ")
-            );
-            Failure::Call(Error::new(Reason::NoWorker, what))
-        })
+        let named = self.worker.as_deref();
+        match &self.backend {
+            Some(backend) => worker_of(&session.client, backend, named).await,
+            None => Ok(named.unwrap_or_default().to_owned()),
+        }
     }
+}
+
+/// A worker that is ready on a device of this backend: the one that is named, if one is.
+///
+/// # Errors
+/// [`Reason::NoWorker`] naming the backends that there are.
+pub(super) async fn worker_of(
+    client: &Client,
+    backend: &str,
+    named: Option<&str>,
+) -> Result<String, Failure> {
+    let (devices, workers) = tokio::try_join!(client.devices(), client.workers())?;
+    let its = |worker: &&WorkerInfo| {
+        let lease = worker.lease.as_ref();
+        let device = lease.and_then(|l| devices.iter().find(|d| d.id == l.device));
+        device.is_some_and(|device| device.backend == *backend)
+            && worker.state() == WorkerState::Ready
+            && named.is_none_or(|named| named == worker.id)
+    };
+    let found = workers.iter().find(its).map(|worker| worker.id.clone());
+    found.ok_or_else(|| {
+        let mut known: Vec<&str> = devices.iter().map(|d| d.backend.as_str()).collect();
+        known.sort_unstable();
+        known.dedup();
+        let which = named.map_or_else(
+            || "no worker".to_owned(),
+            |named| format!("no worker {named:?}"),
+        );
+        let what = format!(
+            "{which} is ready on a device of the backend {backend:?}; there are devices of {}",
+            known.join(", ")
+        );
+        Failure::Call(Error::new(Reason::NoWorker, what))
+    })
 }
 
 /// Waits until one of a scheduler's workers is ready.
@@ -265,7 +284,7 @@ impl Side {
             () = interrupt.pressed() => return Err(Failure::Interrupted),
         };
         match messages {
-            Ok(messages) => follow(messages, interrupt, false, |_, _| Ok(())).await,
+            Ok(messages) => follow(messages, interrupt, |_, _| Ok(())).await,
             Err(error) => Err(self.session.explain(error).await.into()),
         }
     }

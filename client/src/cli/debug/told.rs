@@ -11,23 +11,57 @@ use serde_json::{Value, json};
 use crate::{
     cli::{exit::Failure, interrupt::Interrupt, ui::one_line},
     control::Messages,
-    debug::{Compared, Difference, Recorded, Recorder, Recording},
+    debug::{Compared, Difference, Recorded, Recorder, Recording, Spool},
 };
 
-/// Puts a capture together and shows each token as it comes. If it `keeps` what came before Ctrl-C, that ends it.
+/// What is done about a capture that does not come to its end.
+pub(in crate::cli) enum Keeping<'a> {
+    /// It is of no use.
+    Nothing,
+    /// What came is kept, and its values are put there.
+    All(&'a mut Spool),
+}
+
+/// A capture put together.
+pub(in crate::cli) struct Followed {
+    pub(in crate::cli) recording: Recording,
+    /// Why there is no more of it, if it broke off. Ctrl-C is no such reason.
+    pub(in crate::cli) broke_off: Option<String>,
+}
+
+/// Puts a capture together and shows each token as it comes; what does not come to its end fails.
 pub(in crate::cli) async fn follow(
+    messages: Messages<Captured>,
+    interrupt: &mut Interrupt,
+    show: impl FnMut(&v1::CaptureHead, &Recorded) -> Result<(), Failure>,
+) -> Result<Recording, Failure> {
+    let followed = follow_all(messages, interrupt, Keeping::Nothing, show).await?;
+    Ok(followed.recording)
+}
+
+/// The same, also of one that breaks off if it is `kept`.
+pub(in crate::cli) async fn follow_all(
     mut messages: Messages<Captured>,
     interrupt: &mut Interrupt,
-    keeps: bool,
+    mut kept: Keeping<'_>,
     mut show: impl FnMut(&v1::CaptureHead, &Recorded) -> Result<(), Failure>,
-) -> Result<Recording, Failure> {
+) -> Result<Followed, Failure> {
     let mut recorder = Recorder::default();
     let (mut tokens, mut prefix) = (Vec::new(), Vec::new());
-    let mut interrupted = false;
+    let (mut interrupted, mut broke_off) = (false, None);
     loop {
+        let is_kept = matches!(kept, Keeping::All(_)) && !tokens.is_empty();
         let told = tokio::select! {
-            told = messages.next() => told.transpose()?,
-            () = interrupt.pressed() => match keeps && !tokens.is_empty() {
+            told = messages.next() => match told.transpose() {
+                Ok(told) => told,
+                // The worker died, or who passes its words on: what came before is what one wants to see.
+                Err(error) if is_kept => {
+                    broke_off = Some(one_line(error.message()));
+                    None
+                }
+                Err(error) => return Err(error.into()),
+            },
+            () = interrupt.pressed() => match is_kept {
                 true => {
                     interrupted = true;
                     None
@@ -36,7 +70,10 @@ pub(in crate::cli) async fn follow(
             },
         };
         let Some(told) = told else { break };
-        let token = recorder.push(told)?;
+        let mut token = recorder.push(told)?;
+        if let (Some(token), Keeping::All(spool)) = (&mut token, &mut kept) {
+            spool.take(token)?;
+        }
         if let Some(row) = token.as_ref().filter(|token| token.of_prefix) {
             prefix.push(row.clone());
         } else if let Some(token) = token {
@@ -46,19 +83,26 @@ pub(in crate::cli) async fn follow(
             tokens.push(token);
         }
     }
-    if recorder.end().is_none() && !interrupted {
+    if recorder.end().is_none() && !interrupted && broke_off.is_none() {
         let what = "what was told broke off before its end; ask again";
-        return Err(Failure::Call(Error::new(Reason::WorkerLost, what)));
+        match matches!(kept, Keeping::All(_)) && !tokens.is_empty() {
+            true => broke_off = Some(what.to_owned()),
+            false => return Err(Failure::Call(Error::new(Reason::WorkerLost, what))),
+        }
     }
     let head = recorder.head().cloned().ok_or_else(|| {
         let what = "the request ended before a token of it was seen";
         Failure::Call(Error::new(Reason::RequestNotFound, what))
     })?;
-    Ok(Recording {
+    let recording = Recording {
         head,
         tokens,
         prefix,
         end: recorder.end().cloned(),
+    };
+    Ok(Followed {
+        recording,
+        broke_off,
     })
 }
 
@@ -94,7 +138,7 @@ pub(super) fn row_view(node: &v1::CapturedNode, row: &v1::NodeValues) -> Value {
 }
 
 /// A node by its name, and the weight that it reads.
-pub(super) fn named(node: &v1::CapturedNode) -> String {
+pub(in crate::cli) fn named(node: &v1::CapturedNode) -> String {
     match node.weight.as_str() {
         "" => node.name.clone(),
         weight => format!("{} ({weight})", node.name),

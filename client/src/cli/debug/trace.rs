@@ -11,7 +11,7 @@ use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::RequestId,
-    v1::trace_piece::Kind,
+    v1::{TraceEnd, TraceHead, TraceRequest, TraceSpan, TraceTrack, trace_piece::Kind},
 };
 use serde_json::json;
 use tokio::sync::oneshot;
@@ -36,9 +36,12 @@ use crate::{
 pub struct TraceFlags {
     /// The worker's name, as `hotcell ps` shows it; the only one if missing
     pub worker: Option<String>,
-    /// How long: 500ms, 2s; a minute at most
-    #[arg(long = "for", value_name = "TIME", default_value = "1s", value_parser = duration)]
-    pub time: Duration,
+    /// How long: 500ms, 2s; a minute at most [default: 1s, with --steps a minute]
+    #[arg(long = "for", value_name = "TIME", value_parser = duration)]
+    pub time: Option<Duration>,
+    /// End after so many steps, if that is sooner
+    #[arg(long, value_name = "N")]
+    pub steps: Option<std::num::NonZeroU32>,
     /// What plans compute, too; steps take longer meanwhile
     #[arg(long)]
     pub nodes: bool,
@@ -57,16 +60,28 @@ pub struct TraceFlags {
 pub(in crate::cli) struct Written {
     bytes: usize,
     spans: usize,
+    steps: usize,
     counts: usize,
     missed: u64,
+    deaths: u32,
+    /// Why there is no more of it.
+    broke_off: Option<String>,
 }
 
 impl fmt::Display for Written {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} spans, {}", self.spans, bytes(self.bytes as u64))?;
-        match self.missed {
-            0 => Ok(()),
-            missed => write!(f, "; {missed} were left out: too many"),
+        if self.missed > 0 {
+            write!(f, "; {} were left out: too many", self.missed)?;
+        }
+        match self.deaths {
+            0 => {}
+            1 => f.write_str("; its process died, which is on the track events")?,
+            many => write!(f, "; {many} processes died, which is on the track events")?,
+        }
+        match &self.broke_off {
+            Some(why) => write!(f, "; it broke off: {why}"),
+            None => Ok(()),
         }
     }
 }
@@ -144,22 +159,41 @@ fn ahead(began: u64, asked: u64, heard: u64) -> i128 {
     }
 }
 
-/// Traces a worker for so long, with what plans compute if `nodes` are wanted, and writes that into a file.
+/// A moment at which a trace broke off, on the track of what became of the worker.
+fn broken(head: &TraceHead, why: &str, at: u64, ahead: i128) -> TraceSpan {
+    let at = u64::try_from(i128::from(at).saturating_add(ahead)).unwrap_or(0);
+    TraceSpan {
+        track: TraceTrack::Events.into(),
+        begin_ns: at.saturating_sub(head.begun_ns),
+        name: format!("broke off: {why}"),
+        ..TraceSpan::default()
+    }
+}
+
+/// Traces a worker, and writes that into a file: also what came of it before it broke off.
 pub(in crate::cli) async fn write(
     client: &Client,
-    worker: &str,
-    (time, nodes): (Duration, bool),
+    request: TraceRequest,
     asked: Asked<'_>,
     path: &Path,
 ) -> Result<Written, Failure> {
-    let (mut head, mut end) = (None, None);
+    let (mut head, mut end) = (None, None::<TraceEnd>);
+    let mut broke_off = None;
     let (mut spans, mut counts) = (Vec::new(), Vec::new());
     let (begun, begins) = oneshot::channel();
     let sent = now();
     let tracing = async {
         let mut begun = Some(begun);
-        let mut pieces = client.trace_worker(worker, time, nodes).await?;
-        while let Some(piece) = pieces.next().await.transpose()? {
+        let mut pieces = client.trace(request).await?;
+        while let Some(piece) = pieces.next().await {
+            let piece = match piece {
+                Ok(piece) => piece,
+                Err(error) if head.is_none() => return Err(error.into()),
+                Err(error) => {
+                    broke_off = Some(one_line(error.message()));
+                    break;
+                }
+            };
             match piece.kind {
                 Some(Kind::Head(said)) => {
                     head = Some((said, now()));
@@ -183,13 +217,17 @@ pub(in crate::cli) async fn write(
         }
     };
     let (done, mut calls) = tokio::try_join!(tracing, asking)?;
-    let broken = || {
-        let what = "the trace broke off; try again";
+    let (head, heard) = head.ok_or_else(|| {
+        let what = "the trace ended before it began; try again";
         Failure::Call(Error::new(Reason::ProtocolViolation, what))
-    };
-    let ((head, heard), end) = head.zip(end).ok_or_else(broken)?;
+    })?;
+    if end.is_none() {
+        broke_off.get_or_insert_with(|| "nothing says that this is all".to_owned());
+    }
+    let end = end.unwrap_or_default();
     calls.push(span("Debug.Trace", "Debug.Trace", (sent, done), ""));
     let ahead = ahead(head.begun_ns, sent, heard);
+    spans.extend(broke_off.iter().map(|why| broken(&head, why, done, ahead)));
     for call in &mut calls {
         let there = i128::from(call.begin_ns).saturating_add(ahead);
         call.begin_ns = u64::try_from(there).unwrap_or(0);
@@ -202,8 +240,14 @@ pub(in crate::cli) async fn write(
     Ok(Written {
         bytes: trace.len(),
         spans: spans.len() + calls.len(),
+        steps: (spans
+            .iter()
+            .filter(|span| span.track() == TraceTrack::Steps))
+        .count(),
         counts: counts.len(),
         missed: end.missed_steps.saturating_add(end.missed_nodes),
+        deaths: end.deaths,
+        broke_off,
     })
 }
 
@@ -213,11 +257,16 @@ pub(super) async fn trace(
     flags: &TraceFlags,
     interrupt: &mut Interrupt,
 ) -> Result<(), Failure> {
-    let worker = flags.worker.as_deref().unwrap_or_default();
-    let how = (flags.time, flags.nodes);
+    let millis = |time: Duration| u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+    let request = TraceRequest {
+        worker: flags.worker.clone().unwrap_or_default(),
+        duration_ms: flags.time.map_or(0, millis),
+        nodes: flags.nodes,
+        steps: flags.steps.map_or(0, std::num::NonZeroU32::get),
+    };
     let asked = flags.prompt.as_deref().map(|prompt| (prompt, flags.tokens));
     let written = tokio::select! {
-        written = write(&session.client, worker, how, asked, &flags.output) => written?,
+        written = write(&session.client, request, asked, &flags.output) => written?,
         () = interrupt.pressed() => return Err(Failure::Interrupted),
     };
     let path = flags.output.display().to_string();
@@ -226,8 +275,11 @@ pub(super) async fn trace(
             "file": path,
             "bytes": written.bytes,
             "spans": written.spans,
+            "steps": written.steps,
             "counts": written.counts,
             "missed": written.missed,
+            "deaths": written.deaths,
+            "broke_off": written.broke_off,
         }));
     }
     let text = format!("{path}: {written}");

@@ -279,17 +279,21 @@ pub(super) struct Origin {
     pub op: u16,
     /// Whether it is the last of several that are computed as one.
     pub group: bool,
+    /// The node's number in the graph; `u32::MAX`: none.
+    pub node: u32,
 }
 
 impl Origin {
     pub const NONE: Origin = Origin {
         op: u16::MAX,
         group: false,
+        node: u32::MAX,
     };
 
-    pub fn of(op: &str, group: bool) -> Self {
+    pub fn of(op: &str, group: bool, node: usize) -> Self {
         let op = hotcell_graph::op::number(op).unwrap_or(u16::MAX);
-        Self { op, group }
+        let node = u32::try_from(node).unwrap_or(u32::MAX);
+        Self { op, group, node }
     }
 }
 

@@ -158,7 +158,7 @@ impl Maker<'_> {
         if self.makes_nothing(n) {
             return Ok(());
         }
-        self.launcher.origin = Origin::of(node.op.name, false);
+        self.launcher.origin = Origin::of(node.op.name, false, n);
         let call = Call {
             op: node.op,
             inputs: &specs,
@@ -225,8 +225,9 @@ impl Maker<'_> {
                 builder.store(id, reg, result.dtype);
             }
         }
-        let last = nodes.last().map_or("", |n| graph.nodes()[*n].op.name);
-        self.launcher.origin = Origin::of(last, nodes.len() > 1);
+        let number = nodes.last().copied().unwrap_or(usize::MAX);
+        let last = graph.nodes().get(number).map_or("", |node| node.op.name);
+        self.launcher.origin = Origin::of(last, nodes.len() > 1, number);
         builder.finish(&mut self.launcher).ok_or_else(overflow)
     }
 }
@@ -371,7 +372,7 @@ impl CpuPlanner {
         });
         let only_written = only_written.collect();
         let trail = self.trail;
-        let mark = |step: usize, Origin { op, group }| {
+        let mark = |step: usize, Origin { op, group, .. }| {
             trail.map_or(0, |trail| (trail.pack)(step as u32, op, group))
         };
         let steps: Vec<Step> = steps
@@ -380,6 +381,7 @@ impl CpuPlanner {
             .enumerate()
             .map(|(s, (step, meet))| Step {
                 mark: mark(s, step.origin),
+                node: step.origin.node,
                 kernel: match hints.empty_kernels {
                     true => Box::new(Empty),
                     false => step.kernel,

@@ -129,6 +129,7 @@ pub(super) async fn trace(shared: &Shared, worker: &str, ms: u32) -> Result<Valu
         worker: String::new(),
         duration_ms: ms,
         nodes: false,
+        steps: 0,
     };
     let mut pieces = match client.trace(asked).await {
         Ok(pieces) => pieces.into_inner(),
@@ -140,6 +141,8 @@ pub(super) async fn trace(shared: &Shared, worker: &str, ms: u32) -> Result<Valu
         let piece = match pieces.message().await {
             Ok(Some(piece)) => believe_traced(piece, &link),
             Ok(None) => break,
+            // What came before it died is of use, too.
+            Err(_) if !spans.is_empty() => break,
             Err(status) => return Err(link.said(&status).await),
         };
         match piece.kind {
@@ -172,6 +175,8 @@ fn span(span: &TraceSpan) -> Value {
         TraceTrack::Nodes => "nodes",
         TraceTrack::Requests => "requests",
         TraceTrack::Scheduler => "scheduler",
+        TraceTrack::Events => "events",
+        TraceTrack::Queue => "queue",
         TraceTrack::Unspecified => "",
     };
     json!({
@@ -180,6 +185,7 @@ fn span(span: &TraceSpan) -> Value {
         "took": span.duration_ns as f64 / 1e3,
         "name": span.name,
         "rows": span.rows,
+        "reading": span.reading,
         "drawn": span.drawn,
     })
 }

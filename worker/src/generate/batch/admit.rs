@@ -6,10 +6,13 @@ use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::{Error, Reason};
 
 use super::{Batch, Running};
-use crate::generate::{
-    cache::Chain,
-    schedule::{Holder, Schedule, Waiting},
-    task::Task,
+use crate::{
+    debug::observer::WaitNote,
+    generate::{
+        cache::Chain,
+        schedule::{Holder, Schedule, Waiting},
+        task::Task,
+    },
 };
 
 /// What became of one that wanted to come in.
@@ -154,6 +157,14 @@ impl Batch {
         {
             self.tally.prompt += sequence.prompt_len() as u64;
             self.tally.cached += from.min(sequence.prompt_len()) as u64;
+        }
+        if self.observer.is_watched() && member.preempted == 0 && !member.task.id().is_empty() {
+            let took = member.task.age(now);
+            self.observer.note_wait(WaitNote {
+                request: member.task.id().to_owned(),
+                begun: now.checked_sub(took).unwrap_or(now),
+                took,
+            });
         }
         member.task.start(from, now);
         self.running.push(Running {

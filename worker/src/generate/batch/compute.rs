@@ -157,6 +157,9 @@ impl Batch {
         let ends = computed + rows == member.task.tokens().len();
         let draws = ends && matches!(member.task, Task::Generate(_));
         let pick = draws.then_some(self.pick_rows.len());
+        // A prompt's last row may come alone, and its first token is drawn from it.
+        let known = member.task.tokens().len();
+        let reads = known - computed > 1 || !draws || known <= member.task.prompt_len();
         if draws {
             self.pick_rows.extend(first + rows - 1..self.rows.len());
         }
@@ -165,6 +168,7 @@ impl Batch {
             first,
             rows,
             pick,
+            reads,
         });
     }
 
@@ -185,6 +189,9 @@ impl Batch {
             begun: Some(begun),
             time: begun.elapsed(),
             sequences: self.parts.len(),
+            reading: (self.parts.iter().filter(|part| part.reads))
+                .map(|part| part.rows)
+                .sum(),
             drawn: 0,
         };
         if let Some(nodes) = self.runner.followed() {

@@ -17,7 +17,7 @@ use super::{Batch, Part, compute::Outcome};
 use crate::{
     generate::task::Task,
     model::{
-        points::Point,
+        points::{Point, Step},
         run::{RowSize, Wanted},
     },
 };
@@ -229,6 +229,11 @@ impl Batch {
     /// The graph that makes logits of that one's output.
     pub fn head_graph(&self) -> &Graph {
         self.runner.head_graph()
+    }
+
+    /// What the plans' steps compute while somebody looks.
+    pub fn plan_steps(&self) -> [Vec<Step>; 2] {
+        self.runner.plan_steps()
     }
 
     /// Lets somebody look from the next step on.

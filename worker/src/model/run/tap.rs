@@ -17,7 +17,7 @@ use hotcell_kernels::{
 use hotcell_proto::limits;
 
 use super::Runner;
-use crate::model::points::Point;
+use crate::model::points::{Point, Step, steps};
 
 /// What is wanted of the nodes, by their numbers among the points.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -47,6 +47,8 @@ pub struct RowSize {
 /// The plan that hands out more.
 pub(super) struct Tap {
     pub plan: Box<dyn Plan>,
+    /// What its steps compute.
+    pub steps: Vec<Step>,
     whole: HashMap<usize, Buffer>,
     sizes: HashMap<usize, [Buffer; 2]>,
 }
@@ -115,6 +117,17 @@ impl Runner {
         &self.head_graph
     }
 
+    /// What the steps of the plans compute that run while somebody looks: of the body's, and of the one that makes logits.
+    pub fn plan_steps(&self) -> [Vec<Step>; 2] {
+        let of =
+            |graph: &Graph, plan: &dyn Plan| steps(graph, graph.nodes().len(), &plan.origins());
+        let body = match &self.tap {
+            Some(tap) => tap.steps.clone(),
+            None => of(&self.graph, &*self.body),
+        };
+        [body, of(&self.head_graph, &*self.head)]
+    }
+
     /// Has steps hand out what is wanted, and no more; nothing: as without anybody who looks.
     ///
     /// # Errors
@@ -176,7 +189,9 @@ impl Runner {
             let mean_square = output(&point.name, rows * size_of::<f32>())?;
             measured.insert(number, [peak, mean_square]);
         }
+        let body = self.graph.nodes().len();
         self.tap = Some(Tap {
+            steps: steps(&graph, body, &plan.origins()),
             plan,
             whole: tapped,
             sizes: measured,

@@ -13,7 +13,7 @@ use crate::{
     cli::{
         debug::{
             dump::{self, DumpStyle},
-            replay::{is_file, known},
+            replay::{is_file, known, request_id},
             told::{follow, named, node_line, row_view},
         },
         exit::Failure,
@@ -106,7 +106,7 @@ async fn computed(
         () = interrupt.pressed() => return Err(Failure::Interrupted),
     };
     let none = || invalid(format!("the answer has no token {at}"));
-    let now = match follow(messages, interrupt, false, |_, _| Ok(())).await {
+    let now = match follow(messages, interrupt, |_, _| Ok(())).await {
         // It was found, and ended before.
         Err(Failure::Call(error)) if error.reason() == Reason::RequestNotFound => {
             return Err(none());
@@ -130,7 +130,7 @@ impl Stepper {
                 let (request, first) = known(&Recording::read(Path::new(what))?)?;
                 (Which::Request(request), first)
             }
-            false => (Which::RequestId(what.to_owned()), 0),
+            false => (Which::RequestId(request_id(client, what).await?), 0),
         };
         let request = ReplayRequest {
             worker: worker.to_owned(),

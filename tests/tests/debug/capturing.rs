@@ -1,0 +1,235 @@
+//! Captures into files: kept when what is captured dies, within a budget, on the disk as they come, and of the request that
+//! meets a condition.
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use hotcell_client::{GenerateOptions, Prompt, debug::Recording, v1};
+use hotcell_tests::{
+    cluster::{Cluster, Process, SOON, hotcell, signal_pid},
+    fault::{NAN_NODE, NAN_TOKEN},
+};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::{kjv_cluster, long};
+
+/// A capture that is about to begin, once it has said so.
+async fn capturing(cluster: &Cluster, arguments: &[&str], file: &Path, said: &str) -> Process {
+    let mut command = hotcell(cluster.folder.path()).unwrap();
+    let address = format!("unix:{}", cluster.socket.display());
+    command.args(["--address", &address, "debug", "capture"]);
+    command.args(arguments).arg("-o").arg(file);
+    let capture = Process::start(&mut command).unwrap();
+    let begun = Instant::now();
+    while !capture.log().contains(said) {
+        assert!(begun.elapsed() < SOON, "{}", capture.log());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    capture
+}
+
+fn beyond(id: &str, tokens: u32) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens: tokens,
+        deadline: Some(SOON * 2),
+        ..long(id)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_captured_before_the_worker_died_is_kept_and_marked() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let file = cluster.folder.path().join("died.hotcell");
+    let mut capture = capturing(
+        &cluster,
+        &["dies", "--only-logits", "--reveal"],
+        &file,
+        "waiting",
+    )
+    .await;
+    let mut stream = client
+        .generate("In the beginning", beyond("dies", 900))
+        .await
+        .unwrap();
+    let mut drawn = 0;
+    while drawn < 30 {
+        let event = stream.next().await.unwrap().unwrap();
+        drawn += usize::from(matches!(event, hotcell_client::Event::Delta(_)));
+    }
+    let pid = client.workers().await.unwrap()[0].pid;
+    signal_pid(pid, Signal::KILL).unwrap();
+    assert!(capture.wait().unwrap().success(), "{}", capture.log());
+    let said = capture.log();
+    assert!(said.contains("it broke off, and these are kept"), "{said}");
+    assert!(said.contains("w0 died"), "{said}");
+    let kept = Recording::read(&file).unwrap();
+    assert!(
+        kept.tokens.len() > 5 && kept.end.is_none(),
+        "{}",
+        kept.tokens.len()
+    );
+    // The request itself went on, and what was seen is what it drew.
+    let whole = stream.complete().await.unwrap().token_ids;
+    for token in &kept.tokens {
+        assert!(token.token.is_some_and(|id| whole.contains(&id)));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_capture_stays_within_its_budget_and_says_what_it_left_out() {
+    const BUDGET: u64 = 300_000;
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let file = cluster.folder.path().join("small.hotcell");
+    let budget = BUDGET.to_string();
+    let arguments = [
+        "--json",
+        "debug",
+        "capture",
+        "small",
+        "--values",
+        "all",
+        "-n",
+        "20",
+        "--max-bytes",
+        &budget,
+        "-o",
+    ];
+    let mut command = hotcell(cluster.folder.path()).unwrap();
+    let address = format!("unix:{}", cluster.socket.display());
+    let command = command
+        .args(["--address", &address])
+        .args(arguments)
+        .arg(&file);
+    let capture = command
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let waits = async {
+        // Nothing says in JSON that it looks now: requests of its id come until one is seen.
+        while !file.exists() {
+            let stream = client
+                .generate("In the beginning", beyond("small", 40))
+                .await;
+            if let Ok(stream) = stream {
+                let _ = stream.complete().await;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(SOON, waits).await.unwrap();
+    let output = tokio::task::block_in_place(|| capture.wait_with_output()).unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    let told: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
+    let kept = Recording::read(&file).unwrap();
+    let rows = || kept.tokens.iter().flat_map(|token| &token.nodes);
+    let bytes: u64 = rows().map(|row| row.data.len() as u64).sum();
+    assert!(bytes > BUDGET / 2 && bytes <= BUDGET, "{bytes}");
+    let size = |node: &v1::CapturedNode| 4 * node.dims.iter().product::<u64>();
+    let of_token: u64 = kept.head.nodes.iter().map(size).sum();
+    // Rows that tell the prompt are withheld, and are no loss.
+    let left_out = told["left_out_bytes"].as_u64().unwrap();
+    let all = of_token * kept.tokens.len() as u64;
+    assert!(
+        left_out > all / 2 && bytes + left_out <= all,
+        "{left_out} of {all}: {told}"
+    );
+    let without = rows().filter(|row| row.data.is_empty() && !row.hash.is_empty());
+    assert_eq!(told["left_out"].as_u64().unwrap(), without.count() as u64);
+    assert!(rows().all(|row| row.hash.is_empty() || row.rms >= 0.0));
+}
+
+/// The most memory that a process had, as far as it was seen, until it ended.
+fn most_resident(pid: u32) -> u64 {
+    let mut most = 0;
+    while let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) {
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let Some(kib) = line.and_then(|line| line.split_whitespace().next()) else {
+            break;
+        };
+        most = most.max(kib.parse::<u64>().unwrap() << 10);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    most
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn values_go_to_the_disk_as_they_come() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let file = cluster.folder.path().join("large.hotcell");
+    // What is reserved for a capture of nothing, to compare with.
+    let mut sizes = Vec::new();
+    for (id, values) in [("none", "0"), ("large", "all")] {
+        let arguments = [
+            id,
+            "--values",
+            values,
+            "--max-bytes",
+            "4294967296",
+            "--reveal",
+        ];
+        let mut capture = capturing(&cluster, &arguments, &file, "waiting").await;
+        let pid = capture.pid();
+        let most = std::thread::spawn(move || most_resident(pid));
+        let stream = client.generate("In the beginning", beyond(id, 900)).await;
+        stream.unwrap().complete().await.unwrap();
+        assert!(capture.wait().unwrap().success(), "{}", capture.log());
+        sizes.push((
+            most.join().unwrap(),
+            std::fs::metadata(&file).unwrap().len(),
+        ));
+    }
+    let [(none, small), (all, large)] = sizes[..] else {
+        panic!("{sizes:?}");
+    };
+    let values = large - small;
+    assert!(values > 64 << 20, "{sizes:?}");
+    assert!(all < none + values / 4, "{sizes:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_request_that_meets_a_condition_is_captured() {
+    let cluster = super::fault_cluster().await;
+    let client = cluster.client().await.unwrap();
+    let file = cluster.folder.path().join("met.hotcell");
+    let arguments = [
+        "--when",
+        "nan",
+        "--when",
+        "above=1e30",
+        "-n",
+        "1",
+        "--reveal",
+    ];
+    let mut capture = capturing(&cluster, &arguments, &file, "looking at").await;
+    // One that meets none is passed.
+    let healthy = client
+        .generate("In the beginning", beyond("healthy", 20))
+        .await;
+    healthy.unwrap().complete().await.unwrap();
+    let prompt = Prompt::Ids(vec![0, 312, NAN_TOKEN, 17]);
+    // It may fail, since its logits are no numbers.
+    if let Ok(stream) = client.generate(prompt, beyond("struck", 8)).await {
+        let _ = stream.complete().await;
+    }
+    assert!(capture.wait().unwrap().success(), "{}", capture.log());
+    let said = capture.log();
+    assert!(
+        said.contains("nan at layers.1.mul_mat.") && said.contains(NAN_NODE),
+        "{said}"
+    );
+    let met = Recording::read(&file).unwrap();
+    assert_eq!(met.tokens.len(), 1);
+    let first = met.head.nodes.iter().zip(&met.tokens[0].nodes);
+    let prompt = met
+        .head
+        .request
+        .as_ref()
+        .and_then(|request| request.prompt.as_ref());
+    assert!(prompt.is_some() && first.count() > 50);
+}
