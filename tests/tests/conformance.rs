@@ -299,7 +299,11 @@ const NOT_OF_EVERY_DTYPE: &[(&[&str], &[&str], &str)] = &[
         &["empty", "large", "odd", "non-contiguous"],
         "made of sums, comparisons, takes and products, which are here",
     ),
-    (&["literal"], &["empty", "large"], "bytes of the graph"),
+    (
+        &["literal"],
+        &["empty", "large", "scalar"],
+        "bytes of the graph",
+    ),
     (
         &["random_categorical"],
         &["large"],
@@ -317,7 +321,7 @@ const NOT_OF_EVERY_DTYPE: &[(&[&str], &[&str], &str)] = &[
     ),
     (
         &["bitcast"],
-        &["empty", "large", "non-contiguous"],
+        &["empty", "large", "non-contiguous", "scalar"],
         "a copy of bytes, whatever they are; f32 has such cases",
     ),
     (

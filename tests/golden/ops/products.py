@@ -1,4 +1,4 @@
-"""Cases of products: batches of one that stand for many in every dtype, and truly large ones.
+"""Cases of products: batches of one that stand for many in every dtype, results without axes, and truly large ones.
 
 The large ones' inputs are no files: the graph makes them, as NumPy does here, out of integers that are counted, mixed and cut to
 few bits, so that the floats made of them are exact. Of their results some elements are kept, in steps that are coprime to the
@@ -8,7 +8,7 @@ blocks of kernels.
 import numpy as np
 
 from blocks import block
-from common import FLOATS, Book, T, rng, sample
+from common import FLOATS, INTS, NUMPY, Book, T, rng, sample
 from quantised import numbers
 
 DTYPES = FLOATS + ["c64"]
@@ -27,6 +27,30 @@ def broadcast(book):
                 book.one("addmm", f"batch of {s} {t} and {c.shape} {d}", [c, a, b], T(d, out), alpha=-0.5, beta=2.0)
             equation = "...ij,...jk->...ik"
             book.one("einsum", f"batch of {s} {t} {d}", [a, b], T(d, np.einsum(equation, a.up, b.up)), equation=equation.encode())
+
+
+def integers(book):
+    """Integers and bool are einsum's alone."""
+    for d in INTS + ["bool"]:
+        b = sample(rng("broadcast", d), "f32" if d == "bool" else d, [2, 4, 5])
+        a = sample(rng("broadcast", d, 2), d, [3, 4])
+        wide = np.float64 if d == "bool" else NUMPY[d]
+        out = np.einsum("...ij,...jk->...ik", a.a.astype(wide), b.a.astype(wide))
+        book.one("einsum", f"batch of [3, 4] [2, 4, 5] {d}", [a, b], T(b.dtype, out), equation=b"...ij,...jk->...ik")
+    b = sample(rng("scalar", "bool"), "f32", [4])
+    book.one("einsum", "scalar bool", [a, b], T("f32", np.einsum("ij,j->", a.a.astype(np.float64), b.up)), equation=b"ij,j->")
+
+
+def scalars(book):
+    """Results without axes, of the dtypes of which the other files have none."""
+    for d in DTYPES:
+        a, b = (sample(rng("scalar", d, i), d, [5]) for i in range(2))
+        book.one("matmul", f"scalar {d}", [a, b], T(d, a.up @ b.up))
+    for d in FLOATS:
+        book.one("to_fp8", f"scalar {d}", [T(d, -1.5)], T("u8", 60 + 128))
+    for op, f in (("argmax", np.argmax), ("argmin", np.argmin)):
+        x = T("bool", [False, True, False, True, True])
+        book.one(op, "scalar bool", [x], T("u32", f(x.a)), axis=0, keep_dims=False)
 
 
 class Made:
@@ -102,13 +126,15 @@ def large(book):
     # Blocks have to be stored: few rows of them, with many of the other side.
     for d, rows in (("q4_0", 101), ("q4_k", 97), ("q8_0", 48)):
         w, values = block(rng("mul_mat large", d), d, rows, 1024)
-        m = Made([w])
+        sizes = T("f32", 2.0 ** rng("mul_mat large").integers(-3, 3, 1024))
+        m = Made([sizes, w])
         x, a = m.halves(5, [515, 1024])
-        out = T("f32", a.up @ values.T)
-        m.close(book, "mul_mat", f"large {d}", m.node("mul_mat", [x, 0]), out, [7, 5])
+        out = T("f32", (a.up * sizes.up) @ values.T)
+        m.close(book, "mul_mat", f"large {d}", m.node("mul_mat", [m.node("mul", [x, 0]), 1]), out, [7, 5])
 
 
 def fill(books):
     books["products"] = Book("products")
-    broadcast(books["products"])
+    for part in (broadcast, integers, scalars):
+        part(books["products"])
     large(books["products"])
