@@ -5,14 +5,22 @@
 
 use std::{collections::HashMap, fmt};
 
-use tonic::{Code, Status};
+use tonic::{
+    Code, Status,
+    metadata::{MetadataMap, MetadataValue},
+};
 use tonic_types::{ErrorDetails, StatusExt};
+
+use crate::limits::RETRY_AFTER;
 
 /// The `ErrorInfo` domain of every reason.
 pub const DOMAIN: &str = "hotcell";
 
 /// Metadata key of errors about a stream that goes on at another host; its value is that host's address.
 pub const CONTINUES_AT: &str = "continues_at";
+
+/// Under what a client that may come again is told when: a header over HTTP, metadata over gRPC; in seconds.
+pub const RETRY_AFTER_KEY: &str = "retry-after";
 
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])* $variant:ident $name:literal $code:ident;)*) => {
@@ -133,6 +141,14 @@ reasons! {
 }
 
 impl Reason {
+    /// Seconds after which the same call may go through, where it may: what is full now, or served by nobody now.
+    pub const fn retry_after(self) -> Option<u32> {
+        match self.code() {
+            Code::ResourceExhausted | Code::Unavailable => Some(RETRY_AFTER.as_secs() as u32),
+            _ => None,
+        }
+    }
+
     /// The reason of this wire name.
     pub fn from_name(name: &str) -> Option<Reason> {
         Reason::ALL.iter().copied().find(|r| r.name() == name)
@@ -235,8 +251,14 @@ impl std::error::Error for Error {}
 impl From<Error> for Status {
     fn from(error: Error) -> Status {
         let metadata: HashMap<String, String> = error.metadata.into_iter().collect();
-        let details = ErrorDetails::with_error_info(error.reason.name(), DOMAIN, metadata);
-        Status::with_error_details(error.reason.code(), error.message, details)
+        let mut details = ErrorDetails::with_error_info(error.reason.name(), DOMAIN, metadata);
+        let mut beside = MetadataMap::new();
+        if let Some(seconds) = error.reason.retry_after() {
+            details.set_retry_info(Some(RETRY_AFTER));
+            beside.insert(RETRY_AFTER_KEY, MetadataValue::from(seconds));
+        }
+        let code = error.reason.code();
+        Status::with_error_details_and_metadata(code, error.message, details, beside)
     }
 }
 
@@ -252,6 +274,21 @@ mod tests {
             assert_eq!(status.code(), reason.code());
             assert_eq!(Error::from_status(&status), error);
         }
+    }
+
+    #[test]
+    fn who_may_come_again_is_told_when() {
+        for &reason in Reason::ALL {
+            let status = Status::from(Error::new(reason, "what and the way out"));
+            let told = status.metadata().get(RETRY_AFTER_KEY);
+            let told = told.map(|value| value.to_str().unwrap().parse().unwrap());
+            assert_eq!(told, reason.retry_after(), "{reason:?}");
+            let delay = status.get_details_retry_info().and_then(|r| r.retry_delay);
+            assert_eq!(delay, told.map(|_| RETRY_AFTER), "{reason:?}");
+            assert!(told.is_none_or(|seconds| seconds > 0));
+        }
+        assert!(Reason::Overloaded.retry_after().is_some());
+        assert_eq!(Reason::InvalidArgument.retry_after(), None);
     }
 
     #[test]

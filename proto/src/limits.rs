@@ -3,6 +3,8 @@
 //! Going past one is a typed error ([`crate::error::Reason::LimitExceeded`] or the reason named
 //! beside it), never an allocation that depends on what a stranger sent.
 
+use std::time::Duration;
+
 /// One gRPC message, bytes. Bulk data goes in chunks below this.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
 /// Body of one HTTP request, bytes.
@@ -18,6 +20,32 @@ pub const MAX_HTTP_IDLE_SECONDS: u64 = 75;
 const _: () = assert!(MAX_HTTP_IDLE_SECONDS > MAX_HTTP_HEAD_SECONDS);
 /// Seconds that a client may take to send the next piece of an HTTP request's body.
 pub const MAX_HTTP_BODY_SECONDS: u64 = 30;
+/// Connections of one door at once.
+pub const MAX_CONNECTIONS: usize = 1024;
+/// Calls of one connection of gRPC at once.
+pub const MAX_CALLS: u32 = 1024;
+/// The same of a remote one: whoever it is may have all connections, and each call that begins takes memory.
+pub const MAX_REMOTE_CALLS: u32 = 256;
+/// Calls of one connection of HTTP/2 at the doors of HTTP.
+pub const MAX_HTTP_CALLS: u32 = 256;
+/// Calls of one remote address that are not answered yet.
+pub const MAX_CALLS_FROM_ADDRESS: usize = 1024;
+/// Calls of one remote connection that were cancelled before they were looked at: as many as it may have at once.
+pub const MAX_REMOTE_RESETS: usize = MAX_REMOTE_CALLS as usize;
+/// Mistakes of one remote connection in its streams, each answered with a reset, before it has to leave.
+pub const MAX_REMOTE_MISTAKES: usize = 64;
+/// When a client that was turned away for now may come again.
+pub const RETRY_AFTER: Duration = Duration::from_secs(1);
+/// Elements of a tensor that may be written as JSON; more come as bytes.
+pub const MAX_JSON_ELEMENTS: usize = 1 << 16;
+/// Tokenizers that a scheduler sends at once; others wait.
+pub const MAX_TOKENIZERS_SENT: usize = 4;
+/// Who may hear of the caches of a scheduler's workers at once: each is told all that there is at first.
+pub const MAX_CACHE_READERS: usize = 16;
+/// Those of one tenant.
+pub const MAX_CACHE_READERS_OF_TENANT: usize = 4;
+/// Tenants whose changes of caches are kept; of more, those that nobody reads are forgotten.
+pub const MAX_CACHE_LOGS: usize = 64;
 /// Continuations of one prompt that one HTTP request may ask for.
 pub const MAX_CHOICES: u32 = 64;
 /// Tensors that go into one inference, and that are asked for.
@@ -299,6 +327,17 @@ pub const MAX_DEBUGGERS: usize = 16;
 /// Connections of one worker for its control at once: the scheduler's, and those of who takes its place.
 pub const MAX_CONTROLS: usize = 4;
 
+// The calls of one connection alone fill no scheduler, and those from far have no more than those from here.
+const _: () = assert!(MAX_CALLS as usize <= MAX_SCHEDULER_REQUESTS);
+const _: () = assert!(MAX_REMOTE_CALLS <= MAX_CALLS && MAX_HTTP_CALLS <= MAX_CALLS);
+const _: () = assert!(MAX_REMOTE_CALLS as usize <= MAX_CALLS_FROM_ADDRESS);
+// Less than a second would be told as none.
+const _: () = assert!(RETRY_AFTER.as_secs() > 0 && RETRY_AFTER.subsec_nanos() == 0);
+// At some 20 characters each they must fit into one body.
+const _: () = assert!(MAX_JSON_ELEMENTS * 20 <= MAX_HTTP_BODY_BYTES);
+// Who hears of them has a log that is kept.
+const _: () = assert!(MAX_CACHE_READERS <= MAX_CACHE_LOGS);
+const _: () = assert!(MAX_CACHE_READERS_OF_TENANT < MAX_CACHE_READERS);
 // The other half is for the nodes, their graph and the tokens.
 const _: () = assert!(MAX_CAPTURED_ROWS * CAPTURED_ROW_BYTES <= MAX_CAPTURE_HEADER / 2);
 // A name, a point, and 64 digits.

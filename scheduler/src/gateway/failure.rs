@@ -10,9 +10,6 @@ use hotcell_proto::error::{Error, Reason};
 use serde_json::{Value, json};
 use tonic::Code;
 
-/// Seconds after which a client that was turned away may come again.
-const RETRY_AFTER: u32 = 1;
-
 /// Whose form an error takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flavor {
@@ -116,11 +113,8 @@ impl IntoResponse for Failed {
         let Failed(flavor, error) = self;
         let status = status(&error);
         let mut response = (status, Json(flavor.body(&error))).into_response();
-        if matches!(
-            status,
-            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
-        ) {
-            let value = HeaderValue::from(RETRY_AFTER);
+        if let Some(seconds) = error.reason().retry_after() {
+            let value = HeaderValue::from(seconds);
             response.headers_mut().insert(header::RETRY_AFTER, value);
         }
         response

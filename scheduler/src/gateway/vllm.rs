@@ -60,9 +60,7 @@ pub(crate) use hotcell_gateways::vllm::vllm_engine_server::SERVICE_NAME;
 /// Answers between the task that makes them and the connection that sends them. What comes while the client reads nothing
 /// waits in its request's journal, which has the bound.
 const AHEAD: usize = 4;
-/// Tokenizers that are sent at once; others wait.
-const TOKENIZERS: usize = 4;
-/// How long one may take.
+/// How long sending a tokenizer may take.
 const TOKENIZER_PATIENCE: Duration = Duration::from_secs(60);
 
 /// The service, for what a scheduler has.
@@ -72,7 +70,7 @@ pub(crate) fn server(shared: &Shared) -> VllmEngineServer<impl VllmEngine> {
         calls: Calls::default(),
         gauge: Gauge::new(),
         watch: Watch::new(),
-        tokenizers: Arc::new(Semaphore::new(TOKENIZERS)),
+        tokenizers: Arc::new(Semaphore::new(limits::MAX_TOKENIZERS_SENT)),
         began: Instant::now(),
     };
     VllmEngineServer::new(engine)

@@ -34,20 +34,6 @@ use crate::{
     takeover::{Door, Left, OwnDoor},
 };
 
-/// Connections of one door at once.
-const MAX_CONNECTIONS: usize = 1024;
-/// Calls of one connection at once.
-const MAX_CALLS: u32 = 1024;
-/// The same of a remote one: whoever it is may have all connections, and each call that begins takes memory.
-const MAX_REMOTE_CALLS: u32 = 256;
-/// Calls of one remote address that are not answered yet.
-const MAX_CALLS_FROM_ADDRESS: usize = 1024;
-/// Calls of one remote connection that were cancelled before they were looked at: as many as it may have at once.
-const MAX_REMOTE_RESETS: usize = MAX_REMOTE_CALLS as usize;
-/// Mistakes of one remote connection in its streams, each answered with a reset, before it has to leave.
-const MAX_REMOTE_MISTAKES: usize = 64;
-const _: () = assert!(MAX_CALLS as usize <= limits::MAX_SCHEDULER_REQUESTS);
-
 /// Open doors, not served yet. They are opened first of all, so that a port in use is told before anything was
 /// started.
 #[derive(Debug, Default)]
@@ -259,11 +245,11 @@ fn server(entrance: Entrance) -> Server {
     let (server, calls) = match entrance {
         Entrance::Tcp => (
             server
-                .http2_max_pending_accept_reset_streams(Some(MAX_REMOTE_RESETS))
-                .http2_max_local_error_reset_streams(Some(MAX_REMOTE_MISTAKES)),
-            MAX_REMOTE_CALLS,
+                .http2_max_pending_accept_reset_streams(Some(limits::MAX_REMOTE_RESETS))
+                .http2_max_local_error_reset_streams(Some(limits::MAX_REMOTE_MISTAKES)),
+            limits::MAX_REMOTE_CALLS,
         ),
-        Entrance::Unix | Entrance::Private => (server, MAX_CALLS),
+        Entrance::Unix | Entrance::Private => (server, limits::MAX_CALLS),
     };
     server
         .max_concurrent_streams(calls)
@@ -275,7 +261,7 @@ fn server(entrance: Entrance) -> Server {
 /// What a door has room for.
 fn room(calls_from_one: usize) -> Room {
     Room {
-        connections: MAX_CONNECTIONS,
+        connections: limits::MAX_CONNECTIONS,
         calls: limits::MAX_SCHEDULER_REQUESTS,
         calls_from_one,
     }
@@ -327,7 +313,10 @@ pub async fn serve(
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
         let (guard, routes, stop) = (guard(Entrance::Tcp), routes.clone(), stop.clone());
-        let room = (room(MAX_CALLS_FROM_ADDRESS), shared.access.proxies());
+        let room = (
+            room(limits::MAX_CALLS_FROM_ADDRESS),
+            shared.access.proxies(),
+        );
         match shared.access.tls(TlsDoor::Grpc) {
             None => serving.spawn(serve_door(listener, guard, routes, room, stop)),
             Some(tls) => {
@@ -344,7 +333,10 @@ pub async fn serve(
         listener.set_nonblocking(true).map_err(internal)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(internal)?;
         let router = gateway::router(&shared, protocols, routes.clone(), &shared.web_origins);
-        let (room, proxies) = (room(MAX_CALLS_FROM_ADDRESS), shared.access.proxies());
+        let (room, proxies) = (
+            room(limits::MAX_CALLS_FROM_ADDRESS),
+            shared.access.proxies(),
+        );
         let stop = stop.clone();
         let served = match shared.access.tls(TlsDoor::Http) {
             None => Either::Left(http::serve(accept(listener, room, proxies), router, stop)),

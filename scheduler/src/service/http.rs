@@ -25,8 +25,6 @@ use super::{
 };
 use crate::access::Came;
 
-/// Calls of one HTTP/2 connection at once.
-const MAX_CALLS: u32 = 256;
 /// A client that vanished without a word holds its streams no longer than these two together.
 const PING: Duration = Duration::from_secs(30);
 const PONG: Duration = Duration::from_secs(20);
@@ -45,7 +43,7 @@ fn builder(pace: Pace) -> Builder<TokioExecutor> {
     builder
         .http2()
         .timer(TokioTimer::new())
-        .max_concurrent_streams(MAX_CALLS)
+        .max_concurrent_streams(limits::MAX_HTTP_CALLS)
         .max_header_list_size(limits::MAX_HTTP_HEAD_BYTES as u32)
         .keep_alive_interval(PING)
         .keep_alive_timeout(PONG);

@@ -10,6 +10,7 @@ use hotcell_gateways::smg::KvEventBatch;
 use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
+    limits::{MAX_CACHE_LOGS, MAX_CACHE_READERS, MAX_CACHE_READERS_OF_TENANT},
     v1::BlocksChanged,
 };
 use tokio::{sync::watch, time::timeout};
@@ -24,23 +25,21 @@ use crate::{fleet::Link, service::Shared};
 
 /// How long until a worker that stopped telling is asked again.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Logs that are kept; of more, those that nobody reads are forgotten.
-const LOGS: usize = 64;
-/// Who may subscribe at once: each is told all that there is at first.
-const READERS: usize = 16;
-/// Those of one tenant.
-const READERS_OF_TENANT: usize = 4;
 
 /// Refuses one more subscription where so many are, of all tenants and of its own.
 fn check_room(readers: usize, of_tenant: usize) -> Result<(), Error> {
     let (reason, what) = match () {
-        () if of_tenant >= READERS_OF_TENANT => (
+        () if of_tenant >= MAX_CACHE_READERS_OF_TENANT => (
             Reason::QuotaExceeded,
-            format!("a tenant may have {READERS_OF_TENANT} subscriptions to events of caches"),
+            format!(
+                "a tenant may have {MAX_CACHE_READERS_OF_TENANT} subscriptions to events of caches"
+            ),
         ),
-        () if readers >= READERS => (
+        () if readers >= MAX_CACHE_READERS => (
             Reason::Overloaded,
-            format!("{READERS} gateways hear of this host's caches already, which is the limit"),
+            format!(
+                "{MAX_CACHE_READERS} gateways hear of this host's caches already, which is the limit"
+            ),
         ),
         () => return Ok(()),
     };
@@ -152,7 +151,7 @@ impl Watch {
             let watching = tokio::spawn(following);
             state.watching = Some(AbortOnDropHandle::new(watching));
         }
-        if state.logs.len() >= LOGS {
+        if state.logs.len() >= MAX_CACHE_LOGS {
             state.logs.retain(|_, log| log.readers > 0);
         }
         let log = state.logs.entry(tenant.to_owned());
@@ -298,11 +297,14 @@ mod tests {
     fn a_tenant_cannot_have_all_subscriptions_nor_all_tenants_more_than_there_are() {
         let refused = |readers, own| check_room(readers, own).map_err(|e| e.reason());
         assert_eq!(refused(0, 0), Ok(()));
-        assert_eq!(refused(READERS - 1, READERS_OF_TENANT - 1), Ok(()));
         assert_eq!(
-            refused(READERS_OF_TENANT, READERS_OF_TENANT),
+            refused(MAX_CACHE_READERS - 1, MAX_CACHE_READERS_OF_TENANT - 1),
+            Ok(())
+        );
+        assert_eq!(
+            refused(MAX_CACHE_READERS_OF_TENANT, MAX_CACHE_READERS_OF_TENANT),
             Err(Reason::QuotaExceeded)
         );
-        assert_eq!(refused(READERS, 0), Err(Reason::Overloaded));
+        assert_eq!(refused(MAX_CACHE_READERS, 0), Err(Reason::Overloaded));
     }
 }

@@ -10,7 +10,7 @@ use hotcell_gateways::inference::{
     model_infer_request::{InferInputTensor, InferRequestedOutputTensor},
     model_metadata_response::TensorMetadata,
 };
-use hotcell_proto::error::Error;
+use hotcell_proto::{error::Error, limits::MAX_JSON_ELEMENTS};
 use serde::{
     Deserialize, Deserializer,
     de::{DeserializeOwned, SeqAccess, Visitor},
@@ -23,9 +23,6 @@ use crate::gateway::oip::{
     model::{INPUTS, SAMPLING},
     tensor::{Datatype, invalid, numbers, of_strings, short},
 };
-
-/// Elements of a tensor that may be written as JSON; more come as bytes.
-const MAX_ELEMENTS: usize = 1 << 16;
 
 /// Reads JSON.
 ///
@@ -123,8 +120,8 @@ struct Elements<'a>(&'a mut Vec<Scalar>);
 
 impl Elements<'_> {
     fn push<E: serde::de::Error>(self, scalar: Result<Scalar, E>) -> Result<(), E> {
-        if self.0.len() >= MAX_ELEMENTS {
-            let what = format!("more than {MAX_ELEMENTS} elements; send their bytes instead");
+        if self.0.len() >= MAX_JSON_ELEMENTS {
+            let what = format!("more than {MAX_JSON_ELEMENTS} elements; send their bytes instead");
             return Err(E::custom(what));
         }
         self.0.push(scalar?);
@@ -600,7 +597,7 @@ mod tests {
         let input = |more: &str| {
             format!(r#"{{"inputs": [{{"name": "x", "shape": [1], "datatype": "BYTES"{more}}}]}}"#)
         };
-        let many = format!(r#", "data": [{}0]"#, "0,".repeat(MAX_ELEMENTS));
+        let many = format!(r#", "data": [{}0]"#, "0,".repeat(MAX_JSON_ELEMENTS));
         let deep = format!(r#", "data": {}{}"#, "[".repeat(10_000), "]".repeat(10_000));
         for (json, behind) in [
             (input(""), ""),
