@@ -279,14 +279,18 @@ impl Plan {
             }));
         }
         let wish = |(index, sink): (usize, &Sink)| OutputWish {
-            kind: Some(match (
-                in_place.handle(count + index).or_else(|| lane.output(index)),
-                sink,
-            ) {
-                (_, Sink::Nothing) => output_wish::Kind::Drop(true),
-                (Some(handle), _) => output_wish::Kind::Into(handle),
-                (None, _) => output_wish::Kind::Inline(true),
-            }),
+            kind: Some(
+                match (
+                    in_place
+                        .handle(count + index)
+                        .or_else(|| lane.output(index)),
+                    sink,
+                ) {
+                    (_, Sink::Nothing) => output_wish::Kind::Drop(true),
+                    (Some(handle), _) => output_wish::Kind::Into(handle),
+                    (None, _) => output_wish::Kind::Inline(true),
+                },
+            ),
         };
         let outputs = call.outputs.iter().enumerate().map(wish).collect();
         let (mut client, request) = self.session.call(ExecuteRequest {

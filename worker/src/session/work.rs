@@ -172,7 +172,10 @@ fn shared_memory(job: &Job) -> Vec<Rc<Region>> {
         _ => None,
     });
     let written = job.outputs.iter().filter_map(|output| match &output.goal {
-        Goal::Into(_, tensor, _) => tensor.shared.as_ref().map(|place| Rc::clone(place.region())),
+        Goal::Into(_, tensor, _) => tensor
+            .shared
+            .as_ref()
+            .map(|place| Rc::clone(place.region())),
         _ => None,
     });
     read.chain(written).collect()

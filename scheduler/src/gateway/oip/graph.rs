@@ -77,7 +77,7 @@ fn source(
         (Some(place), None) => {
             let (spot, fill) = oip.regions.fill(tenant, &place)?;
             Source::Elsewhere(spot, fill)
-        },
+        }
         (None, None) => Source::Bytes(raw.next().unwrap_or_default()),
         (None, Some(contents)) if !in_bytes => Source::Bytes(of_contents(datatype, contents)?),
         (_, Some(_)) => {

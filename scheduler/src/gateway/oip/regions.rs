@@ -129,10 +129,7 @@ fn open(key: &str, offset: u64, size: u64, user: u32) -> Result<Region, Error> {
         key: key.to_owned(),
         offset,
         size,
-        memory: Arc::new(ClientMemory::new(
-            file.into(),
-            (found.st_dev, found.st_ino),
-        )),
+        memory: Arc::new(ClientMemory::new(file.into(), (found.st_dev, found.st_ino))),
     })
 }
 
@@ -356,15 +353,18 @@ impl Regions {
         let region = self.find(tenant, &place.region)?;
         let spot = region.spot(place, place.size)?;
         let place = place.clone();
-        let fill: Fill = Arc::new(
-            move |memory: &SharedMapping, over: &AtomicBool| {
-                let from = region.locate(&place)?;
-                let read = by_pieces(memory.len(), over, |at, bytes| {
-                    memory.fill(at, bytes, region.memory.file(), from.saturating_add(at as u64))
-                });
-                read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))
-            },
-        );
+        let fill: Fill = Arc::new(move |memory: &SharedMapping, over: &AtomicBool| {
+            let from = region.locate(&place)?;
+            let read = by_pieces(memory.len(), over, |at, bytes| {
+                memory.fill(
+                    at,
+                    bytes,
+                    region.memory.file(),
+                    from.saturating_add(at as u64),
+                )
+            });
+            read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))
+        });
         Ok((spot, fill))
     }
 
@@ -383,15 +383,18 @@ impl Regions {
             )));
         }
         let place = place.clone();
-        let empty: Fill = Arc::new(
-            move |memory: &SharedMapping, over: &AtomicBool| {
-                let to = region.locate(&place)?;
-                let written = by_pieces(memory.len(), over, |at, bytes| {
-                    memory.empty_to(at, bytes, region.memory.file(), to.saturating_add(at as u64))
-                });
-                written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))
-            },
-        );
+        let empty: Fill = Arc::new(move |memory: &SharedMapping, over: &AtomicBool| {
+            let to = region.locate(&place)?;
+            let written = by_pieces(memory.len(), over, |at, bytes| {
+                memory.empty_to(
+                    at,
+                    bytes,
+                    region.memory.file(),
+                    to.saturating_add(at as u64),
+                )
+            });
+            written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))
+        });
         Ok((spot, empty))
     }
 
