@@ -21,7 +21,8 @@ use hotcell_client::{
 };
 use hotcell_gateways::inference::{
     InferParameter, ModelInferRequest, SystemSharedMemoryRegisterRequest,
-    SystemSharedMemoryUnregisterRequest, grpc_inference_service_client::GrpcInferenceServiceClient,
+    SystemSharedMemoryUnregisterRequest,
+    grpc_inference_service_client::GrpcInferenceServiceClient,
     infer_parameter::ParameterChoice,
     model_infer_request::{InferInputTensor, InferRequestedOutputTensor},
 };
@@ -115,7 +116,11 @@ impl Host {
         let asked = SystemSharedMemoryUnregisterRequest {
             name: name.to_owned(),
         };
-        let done = self.oip.clone().system_shared_memory_unregister(asked).await;
+        let done = self
+            .oip
+            .clone()
+            .system_shared_memory_unregister(asked)
+            .await;
         done.unwrap();
     }
 
@@ -200,7 +205,12 @@ async fn in_place_and_copied_are_the_same_bits_and_only_whole_places_are_mapped(
         call(&host.oip, ("in", 0), ("out", 64)).await.unwrap();
         assert!(read(&to, 64) == negated(&x), "turn {turn}");
         let around = fs::read(to.path()).unwrap();
-        assert!(around[..64].iter().chain(&around[64 + SIZE..]).all(|b| *b == 9));
+        assert!(
+            around[..64]
+                .iter()
+                .chain(&around[64 + SIZE..])
+                .all(|b| *b == 9)
+        );
         // One mapping each, however often.
         assert_eq!((host.mapped(&from).await, host.mapped(&to).await), (1, 1));
     }
@@ -220,7 +230,9 @@ async fn in_place_and_copied_are_the_same_bits_and_only_whole_places_are_mapped(
     // Side by side in one file, both in place.
     let halves = Memory::new("same-halves", &[&x[..], &vec![1; SIZE][..]].concat());
     host.register("halves", &halves, 2 * SIZE).await;
-    call(&host.oip, ("halves", 0), ("halves", SIZE)).await.unwrap();
+    call(&host.oip, ("halves", 0), ("halves", SIZE))
+        .await
+        .unwrap();
     assert!(read(&halves, SIZE) == negated(&x) && read(&halves, 0) == x);
     assert_eq!(host.mapped(&halves).await, 2);
     // A file without pages is not filled by a worker.

@@ -209,9 +209,10 @@ extern "C" fn on_signal(
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
-    // SAFETY: the kernel's own; `si_addr` is what SIGBUS has.
+    // SAFETY: the kernel's own.
     let bus = unsafe { info.as_ref() }
         .filter(|info| signal == libc::SIGBUS && info.si_code == BUS_ADRERR)
+        // SAFETY: of this signal and code, it has an address.
         .map(|info| unsafe { info.si_addr() }.addr());
     if bus.is_some_and(crate::repair::repair) {
         return;

@@ -120,15 +120,20 @@ fn chosen(call: &Call) -> Vec<Option<&Spot>> {
         Sink::Bytes | Sink::Nothing => None,
     });
     let all: Vec<Option<&Spot>> = inputs.chain(outputs).collect();
-    let fits = |(i, spot): (usize, &Option<&Spot>)| {
-        let spot = (*spot).filter(|spot| spot.is_fit())?;
+    let mut chosen = all.clone();
+    for (i, place) in chosen.iter_mut().enumerate() {
+        let Some(spot) = place.filter(|spot| spot.is_fit()) else {
+            *place = None;
+            continue;
+        };
         // What is read stays as it is until the call is answered: it may have to be read again.
-        let is_output = i >= call.inputs.len();
         let mut others = all.iter().enumerate().filter(|(other, _)| *other != i);
-        let shares = others.any(|(_, other)| other.is_some_and(|other| spot.overlaps(other)));
-        (!is_output || !shares).then_some(spot)
-    };
-    all.iter().enumerate().map(fits).collect()
+        let is_shared = others.any(|(_, other)| other.is_some_and(|other| spot.overlaps(other)));
+        if i >= call.inputs.len() && is_shared {
+            *place = None;
+        }
+    }
+    chosen
 }
 
 /// A mapping that the worker has.
