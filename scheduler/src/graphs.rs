@@ -7,6 +7,7 @@
 
 mod constants;
 mod folder;
+mod in_place;
 mod lane;
 mod plan;
 mod run;
@@ -36,6 +37,7 @@ use hotcell_proto::{
 use tokio::{sync::watch, task::spawn_blocking, time::Instant};
 
 pub use constants::Constants;
+pub use in_place::{ClientMemory, Look, Spot};
 pub use lane::{Fill, Sink, Source};
 pub use saved::{Port, Saved};
 

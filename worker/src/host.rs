@@ -15,13 +15,17 @@ use hotcell_ipc::{
     descriptors::{BatchError, Collector, DescriptorReceiver, is_end},
     memory::SharedMapping,
     transport::{Windows, incoming_once},
+    unsealed::{UnsealedMapping, is_clients_memory},
 };
 use hotcell_proto::{
     error::{Error, Reason},
     ids::Epoch,
     limits, v1,
 };
-use tokio::sync::{Notify, Semaphore};
+use tokio::{
+    sync::{Notify, Semaphore},
+    task::spawn_blocking,
+};
 
 use crate::{
     confine::Report,
@@ -30,7 +34,9 @@ use crate::{
     last_words::MappedFiles,
     model::text::ModelText,
     packing::{Copies, Packer, Wanted},
+    repair::Guarded,
     service::{debug_server, tensors_server},
+    session::shared::Mapped,
     weights::Weights,
 };
 
@@ -416,11 +422,12 @@ impl Host {
         }
     }
 
-    /// Maps the shared memory whose descriptor comes under `tag`.
+    /// Maps the shared memory whose descriptor comes under `tag`: all of what the scheduler made and sealed; `bytes` from
+    /// `at` on of a client's own, which is the only other thing that the scheduler hands out under such a tag.
     ///
     /// # Errors
-    /// When it does not come or its length could change.
-    pub async fn shared_memory(&self, tag: u64) -> Result<SharedMapping, Error> {
+    /// When it does not come, is neither, or has fewer bytes.
+    pub async fn shared_memory(&self, tag: u64, at: u64, bytes: usize) -> Result<Mapped, Error> {
         // The tag is a client's word: that nothing comes under it is no fault of the scheduler's.
         let refused = |what: String| Error::new(Reason::InvalidArgument, what);
         if tag < limits::FIRST_SHARED_TAG {
@@ -428,7 +435,19 @@ impl Host {
         }
         let fd = self.descriptor(tag).await;
         let fd = fd.map_err(|error| refused(error.message().to_owned()))?;
-        SharedMapping::of_memory(fd).map_err(|error| refused(error.to_string()))
+        if !is_clients_memory(&fd).unwrap_or(false) {
+            let mapping = SharedMapping::of_memory(fd).map_err(|e| refused(e.to_string()))?;
+            return Ok(Mapped::Sealed(mapping));
+        }
+        // Beside the event loop: all its pages are looked for.
+        let mapping = spawn_blocking(move || UnsealedMapping::of_file(fd, at, bytes)).await;
+        let mapping = mapping.map_err(|e| Error::new(Reason::Internal, e.to_string()))?;
+        let mapping = mapping.map_err(|e| refused(e.to_string()))?;
+        let guarded = Guarded::new(mapping).ok_or_else(|| {
+            let what = "the worker has as much memory of clients mapped as it can guard";
+            Error::new(Reason::LimitExceeded, what)
+        })?;
+        Ok(Mapped::Client(guarded))
     }
 
     /// Serves tensors on one more connection, whose end comes under `tag`, until it is closed; or, if it is `for_debug`, one

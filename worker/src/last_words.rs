@@ -2,8 +2,9 @@
 //!
 //! The handler notes where the signal struck and the frame pointers' backtrace, then lets the signal do its work, so
 //! that whoever waits for the process sees the signal itself. Only SIGBUS inside a model's mapping ends with an exit
-//! code of its own: the file was shortened under it, which is nobody's crash. Nothing is unwound and no symbol is
-//! looked up here; that is done later, from outside.
+//! code of its own: the file was shortened under it, which is nobody's crash; and SIGBUS inside memory that a client
+//! shares is [repaired](crate::repair), after which the thread goes on. Nothing is unwound and no symbol is looked up
+//! here; that is done later, from outside.
 
 use std::{
     io,
@@ -123,7 +124,7 @@ type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_voi
 
 fn handle(signal: libc::c_int, handler: Handler, flags: libc::c_int) -> io::Result<()> {
     // SAFETY: zeroes are a valid `sigaction`; the handler has the signature that SA_SIGINFO asks for, and only
-    // does what is async-signal-safe: plain loads and stores, `gettid`, `signal`, `raise`, `_exit`.
+    // does what is async-signal-safe: plain loads and stores, `gettid`, `mmap`, `signal`, `raise`, `_exit`.
     let done = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = handler as usize;
@@ -208,6 +209,14 @@ extern "C" fn on_signal(
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
+    // SAFETY: the kernel's own.
+    let bus = unsafe { info.as_ref() }
+        .filter(|info| signal == libc::SIGBUS && info.si_code == BUS_ADRERR)
+        // SAFETY: of this signal and code, it has an address.
+        .map(|info| unsafe { info.si_addr() }.addr());
+    if bus.is_some_and(crate::repair::repair) {
+        return;
+    }
     if STRUCK.swap(true, Relaxed) {
         // Another thread was struck first, perhaps by the same file, and is about to end the process in its way; the
         // default effect here would be sooner. It needs far less than this, unless it cannot go on either.

@@ -15,6 +15,7 @@ pub mod last_words;
 pub mod model;
 pub mod packing;
 pub mod program;
+pub mod repair;
 pub mod serve;
 pub mod service;
 pub mod session;

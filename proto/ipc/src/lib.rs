@@ -23,3 +23,4 @@ pub mod socket;
 pub mod spawn;
 pub mod takeover;
 pub mod transport;
+pub mod unsealed;

@@ -342,6 +342,11 @@ impl SharedMapping {
         self.memory == other.memory
     }
 
+    /// Device and inode of the memory.
+    pub fn memory(&self) -> (u64, u64) {
+        self.memory
+    }
+
     /// Whether there are none, which is never.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

@@ -25,6 +25,7 @@ use tokio::{
 
 use super::{
     Call,
+    in_place::{Spot, Taken},
     saved::{Port, Saved},
     session::Session,
 };
@@ -48,8 +49,8 @@ pub type Fill = Arc<dyn Fn(&SharedMapping, &AtomicBool) -> Result<(), Error> + S
 pub enum Source {
     /// Its bytes.
     Bytes(Bytes),
-    /// So many bytes from somewhere else.
-    Elsewhere(u64, Fill),
+    /// A client's memory, and how to copy what is there.
+    Elsewhere(Spot, Fill),
 }
 
 impl Source {
@@ -57,7 +58,7 @@ impl Source {
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
-            Self::Elsewhere(bytes, _) => *bytes,
+            Self::Elsewhere(spot, _) => spot.bytes,
         }
     }
 }
@@ -67,8 +68,8 @@ impl Source {
 pub enum Sink {
     /// Into the answer.
     Bytes,
-    /// To somewhere else.
-    Elsewhere(Fill),
+    /// To a client's memory, and how to copy it there.
+    Elsewhere(Spot, Fill),
     /// Nowhere: nobody asked for it.
     Nothing,
 }
@@ -123,13 +124,18 @@ impl Lanes {
         }
     }
 
-    /// A lane for a call.
+    /// A lane for a call, without pieces for what is computed in place.
     ///
     /// # Errors
     /// [`Reason::InvalidArgument`] if inputs are not as long as they have to be, [`Reason::LimitExceeded`],
     /// [`Reason::OutOfMemory`], and the worker's words.
-    pub(super) async fn take(&self, call: &Call) -> Result<Lane, Error> {
-        let sizes = self.sizes(call)?;
+    pub(super) async fn take(&self, call: &Call, in_place: &Taken) -> Result<Lane, Error> {
+        let mut sizes = self.sizes(call)?;
+        for (at, size) in sizes.iter_mut().enumerate() {
+            if in_place.handle(at).is_some() {
+                *size = None;
+            }
+        }
         let failed = |e| Error::new(Reason::Internal, format!("no lane: {e}"));
         let place = Arc::clone(&self.places).acquire_owned().await;
         let place = place.map_err(failed)?;
@@ -205,7 +211,7 @@ impl Lanes {
             let bytes = size(port, None)?;
             let goes_along = match sink {
                 Sink::Bytes => bytes <= SMALL,
-                Sink::Elsewhere(_) => false,
+                Sink::Elsewhere(..) => false,
                 Sink::Nothing => true,
             };
             sizes.push((!goes_along && bytes > 0).then_some(bytes));
@@ -354,7 +360,7 @@ impl Lane {
                 mapping.read(0, &mut bytes).map_err(|e| broken(&e))?;
                 Ok(bytes.into())
             }
-            Sink::Elsewhere(empty) => empty(&mapping, over).map(|()| Bytes::new()),
+            Sink::Elsewhere(_, empty) => empty(&mapping, over).map(|()| Bytes::new()),
             Sink::Nothing => Ok(Bytes::new()),
         };
         with(piece.mapping.len(), empty).await

@@ -22,6 +22,7 @@ use tokio_stream::iter;
 
 use super::{
     Call, Done,
+    in_place::{InPlace, Taken},
     lane::{Lanes, Sink, Source},
     saved::{Found, Input, Saved},
     session::Session,
@@ -36,6 +37,8 @@ pub(super) struct Plan {
     /// For each of the graph's inputs that is a constant.
     constants: Vec<Option<Handle>>,
     lanes: Lanes,
+    /// Clients' memory that the worker has mapped for it.
+    in_place: InPlace,
     /// Calls under way.
     running: AtomicU64,
     /// When the last one ended.
@@ -181,6 +184,7 @@ impl Plan {
         let session = Arc::new(session);
         Ok(Self {
             lanes: Lanes::new(&session, saved),
+            in_place: InPlace::new(&session),
             session,
             saved: Arc::clone(saved),
             plan,
@@ -219,36 +223,74 @@ impl Plan {
         }
     }
 
-    /// Computes it.
+    /// Computes it, with tensors copied to the worker and from it.
     ///
     /// # Errors
     /// The worker's words, and why inputs cannot be read or outputs be written.
+    pub(super) async fn run_copied(&self, call: &Call) -> Result<Done, Error> {
+        self.run_with(call, Taken::default()).await
+    }
+
+    /// Computes it, in clients' memory where that may be.
+    ///
+    /// # Errors
+    /// As [`run_copied`](Self::run_copied), and [`Reason::RegionChanged`].
     pub(super) async fn run(&self, call: &Call) -> Result<Done, Error> {
+        let taken = self.in_place.take(&self.saved, call).await?;
+        self.run_with(call, taken).await
+    }
+
+    async fn run_with(&self, call: &Call, mut in_place: Taken) -> Result<Done, Error> {
         self.running.fetch_add(1, Ordering::Relaxed);
         let _running = Running(self);
-        let mut lane = self.lanes.take(call).await?;
+        in_place.look()?;
+        let done = self.compute(call, &in_place).await;
+        let changed = |e: &Error| e.reason() == Reason::RegionChanged;
+        // What was computed of memory that went away meanwhile is nothing.
+        let done = done.and_then(|done| in_place.look().map(|()| done));
+        if done.as_ref().is_err_and(changed) {
+            in_place.forget();
+        }
+        done
+    }
+
+    async fn compute(&self, call: &Call, in_place: &Taken) -> Result<Done, Error> {
+        let mut lane = self.lanes.take(call, in_place).await?;
         lane.fill(&call.inputs).await?;
         let operand = |kind| Operand { kind: Some(kind) };
+        let count = self.saved.inputs.len();
         let mut inputs = Vec::with_capacity(self.constants.len());
         for (input, constant) in self.saved.all.iter().zip(&self.constants) {
             inputs.push(operand(match (input, constant) {
                 (Input::Constant { .. }, Some(handle)) => operand::Kind::Tensor(handle.clone()),
-                (Input::Call(index), _) => match (lane.input(*index), call.inputs.get(*index)) {
+                (Input::Call(index), _) => match (
+                    in_place.handle(*index).or_else(|| lane.input(*index)),
+                    call.inputs.get(*index),
+                ) {
                     (Some(handle), _) => operand::Kind::Tensor(handle),
                     (None, Some(Source::Bytes(bytes))) => operand::Kind::Data(bytes.clone()),
                     // Of nothing at all there is no place.
-                    (None, Some(Source::Elsewhere(0, _))) => operand::Kind::Data(Bytes::new()),
+                    (None, Some(Source::Elsewhere(spot, _))) if spot.bytes == 0 => {
+                        operand::Kind::Data(Bytes::new())
+                    }
                     (None, _) => return Err(odd("no place for an input")),
                 },
                 (Input::Constant { .. }, None) => return Err(odd("no name for a constant")),
             }));
         }
         let wish = |(index, sink): (usize, &Sink)| OutputWish {
-            kind: Some(match (lane.output(index), sink) {
-                (_, Sink::Nothing) => output_wish::Kind::Drop(true),
-                (Some(handle), _) => output_wish::Kind::Into(handle),
-                (None, _) => output_wish::Kind::Inline(true),
-            }),
+            kind: Some(
+                match (
+                    in_place
+                        .handle(count + index)
+                        .or_else(|| lane.output(index)),
+                    sink,
+                ) {
+                    (_, Sink::Nothing) => output_wish::Kind::Drop(true),
+                    (Some(handle), _) => output_wish::Kind::Into(handle),
+                    (None, _) => output_wish::Kind::Inline(true),
+                },
+            ),
         };
         let outputs = call.outputs.iter().enumerate().map(wish).collect();
         let (mut client, request) = self.session.call(ExecuteRequest {
@@ -269,6 +311,7 @@ impl Plan {
             let bytes = self.saved.outputs[index].bytes(call.rows);
             outputs.push(match (said.kind, lane.output(index), sink) {
                 (_, _, Sink::Nothing) => Bytes::new(),
+                _ if in_place.handle(count + index).is_some() => Bytes::new(),
                 (_, Some(_), _) => lane.empty(index, sink).await?,
                 (Some(v1::output::Kind::Data(data)), None, _)
                     if Some(data.len() as u64) == bytes =>

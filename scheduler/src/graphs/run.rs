@@ -161,7 +161,8 @@ impl Graphs {
                 };
                 let plan = Plan::make(shared, saved, Arc::clone(&alone.link)).await;
                 let done = match plan {
-                    Ok(plan) => plan.run(call).await,
+                    // Under which workers die gets nobody else's memory.
+                    Ok(plan) => plan.run_copied(call).await,
                     Err(error) => Err(error),
                 };
                 left.alone = None;

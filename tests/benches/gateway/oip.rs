@@ -3,8 +3,8 @@
 //!
 //! The model is a saved graph that turns the signs of its one input, so that as many bytes come back as went in. The bare
 //! server is tonic with the same messages and nothing behind it, on a runtime of its own; its clients and Hotcell's come
-//! over TCP in the same way. Through shared memory nothing travels but names: the bytes are copied in and out once by the
-//! system and once by the worker, and compared with one copy in and one out by this process. By turns; what counts is the
+//! over TCP in the same way. Through shared memory nothing travels but names: the worker reads and writes the bytes where they
+//! are, which is compared with one copy in and one out by this process. By turns; what counts is the
 //! median of what was measured one after the other.
 
 use std::{
@@ -287,7 +287,7 @@ pub async fn run(bench: &Bench) -> Result<()> {
         parameters: in_memory("out", size),
     }];
     let (from, mut to) = (vec![1u8; size], vec![2u8; size]);
-    // What the system alone takes for it: what the client shares may be read and written by calls only, and not mapped.
+    // What the system alone takes for it by reading and writing, as whoever may not map the memory does.
     let open = |memory: &Memory| {
         let path = format!("/dev/shm/{}", memory.0);
         fs::File::options().read(true).write(true).open(path)
@@ -315,7 +315,7 @@ pub async fn run(bench: &Bench) -> Result<()> {
     let milliseconds = median(times) * 1e3;
     println!("a tensor of 64 MiB by shared memory there and back: {milliseconds:.2} ms");
     let unit = "of the speed of one copy in and one out";
-    // By two threads, and nothing computed: no server that only calls the system is faster.
+    // By two threads, and nothing computed: no server that copies by calls of the system is faster.
     bench.figure("oip_calls_64MiB", median(calls), unit, Goal::None);
     bench.figure(
         "oip_infer_shared_64MiB",

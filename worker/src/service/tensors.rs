@@ -411,8 +411,8 @@ impl Tensors for TensorsService {
         let (spec, bytes) = read_tensor_spec(request.spec.as_ref())?;
         // Before waiting for a descriptor: is there such a session?
         self.with(session.clone(), |_| Ok(())).await?;
-        let mapping = self.host.shared_memory(request.tag).await?;
         let offset = request.offset;
+        let mapping = self.host.shared_memory(request.tag, offset, bytes).await?;
         let info = self
             .with(session, move |s| {
                 s.import_shared(mapping, spec, bytes, offset)

@@ -29,7 +29,7 @@ use super::{
     memory::{Home, Storage},
     plan::PlanEntry,
     quota,
-    shared::SharedPlace,
+    shared::{Region, SharedPlace, lost},
     state::Session,
     tensor::{Tensor, may_hold_indices},
     value::{State, Value},
@@ -137,7 +137,10 @@ fn shared_places(job: &Job) -> Vec<Option<Rc<SharedPlace>>> {
     let places: Vec<_> = job.outputs.iter().map(place).collect();
     let read = |place: &SharedPlace| {
         let shares = |storage: &Storage| match storage.home() {
-            Home::Shared(region) => place.is_in(region),
+            // A place that cannot be told is taken for one that overlaps.
+            Home::Shared(region) => storage.place().map_or(true, |(_, offset)| {
+                place.overlaps_part(region, offset, storage.bytes())
+            }),
             _ => false,
         };
         job.inputs.iter().any(|value| match &*value.state() {
@@ -157,6 +160,25 @@ fn shared_places(job: &Job) -> Vec<Option<Rc<SharedPlace>>> {
         place.clone().filter(|place| alone(i, place))
     };
     places.iter().enumerate().map(in_place).collect()
+}
+
+/// The memory of other processes that a call reads or writes.
+fn shared_memory(job: &Job) -> Vec<Rc<Region>> {
+    let read = job.inputs.iter().filter_map(|value| match &*value.state() {
+        State::Ready(storage) => match storage.home() {
+            Home::Shared(region) => Some(Rc::clone(region)),
+            _ => None,
+        },
+        _ => None,
+    });
+    let written = job.outputs.iter().filter_map(|output| match &output.goal {
+        Goal::Into(_, tensor, _) => tensor
+            .shared
+            .as_ref()
+            .map(|place| Rc::clone(place.region())),
+        _ => None,
+    });
+    read.chain(written).collect()
 }
 
 fn cancelled() -> Error {
@@ -358,6 +380,7 @@ impl Session {
                 }
             }
         }
+        let shared = shared_memory(&job);
         job.copies.clear();
         job.inputs.clear();
         let mut outputs = Vec::with_capacity(job.outputs.len());
@@ -392,6 +415,10 @@ impl Session {
             if let Goal::Keep(id, tensor) = output.goal {
                 kept.push((id, tensor.value));
             }
+        }
+        // After the last touch. Whatever else went wrong may have come of what was not there.
+        if shared.iter().any(|region| region.is_lost()) {
+            failed = Some(lost());
         }
         if failed.is_none() {
             let done = &job.plan.executions;

@@ -74,7 +74,10 @@ fn source(
     in_bytes: bool,
 ) -> Result<Source, Error> {
     Ok(match (place(&input.parameters)?, input.contents) {
-        (Some(place), None) => Source::Elsewhere(place.size, oip.regions.fill(tenant, &place)?),
+        (Some(place), None) => {
+            let (spot, fill) = oip.regions.fill(tenant, &place)?;
+            Source::Elsewhere(spot, fill)
+        }
         (None, None) => Source::Bytes(raw.next().unwrap_or_default()),
         (None, Some(contents)) if !in_bytes => Source::Bytes(of_contents(datatype, contents)?),
         (_, Some(_)) => {
@@ -222,7 +225,10 @@ impl Ask {
                     inline = inline.saturating_add(bytes);
                     *sink = Sink::Bytes;
                 }
-                Some(place) => *sink = Sink::Elsewhere(oip.regions.empty(tenant, place, bytes)?),
+                Some(place) => {
+                    let (spot, empty) = oip.regions.empty(tenant, place, bytes)?;
+                    *sink = Sink::Elsewhere(spot, empty);
+                }
             }
         }
         // With some room for names and shapes.

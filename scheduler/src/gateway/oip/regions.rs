@@ -1,4 +1,5 @@
-//! Memory that clients on this host share: registered under a name, read and written by system calls, never mapped.
+//! Memory that clients on this host share: registered under a name, read and written by system calls, never mapped here.
+//! A worker may map it ([`Spot`]).
 //!
 //! What a client registers must be a regular file of `/dev/shm` that belongs to the user at the other end of the
 //! connection, by the kernel's word: so nobody has the scheduler read or write for them what is another user's. The client
@@ -29,7 +30,7 @@ use hotcell_proto::{
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, openat, statat};
 
 use super::tensor::{invalid, short};
-use crate::graphs::Fill;
+use crate::graphs::{ClientMemory, Fill, Look, Spot};
 
 /// Where the host keeps shared memory.
 const FOLDER: &str = "/dev/shm";
@@ -43,8 +44,7 @@ pub(super) struct Region {
     pub offset: u64,
     /// Its length, bytes.
     pub size: u64,
-    file: File,
-    identity: (u64, u64),
+    memory: Arc<ClientMemory>,
 }
 
 /// A place within a piece of memory.
@@ -129,8 +129,7 @@ fn open(key: &str, offset: u64, size: u64, user: u32) -> Result<Region, Error> {
         key: key.to_owned(),
         offset,
         size,
-        file: file.into(),
-        identity: (found.st_dev, found.st_ino),
+        memory: Arc::new(ClientMemory::new(file.into(), (found.st_dev, found.st_ino))),
     })
 }
 
@@ -148,7 +147,7 @@ impl Region {
             )));
         }
         let lost = |e: io::Error| changed(&place.region, &format!("cannot be reached: {e}"));
-        let found = fstat(&self.file).map_err(|e| lost(e.into()))?;
+        let found = fstat(self.memory.file()).map_err(|e| lost(e.into()))?;
         // Neither sum overflows: the one was looked at when it was registered, the other is smaller.
         if u64::try_from(found.st_size).unwrap_or(0) < self.offset.saturating_add(self.size) {
             return Err(changed(&place.region, "is shorter than it was registered"));
@@ -158,13 +157,28 @@ impl Region {
         let named = file_name(&self.key)
             .ok()
             .and_then(|name| statat(&folder, &name, AtFlags::SYMLINK_NOFOLLOW).ok());
-        if named.is_some_and(|named| (named.st_dev, named.st_ino) != self.identity) {
+        if named.is_some_and(|named| (named.st_dev, named.st_ino) != self.memory.identity()) {
             return Err(changed(
                 &place.region,
                 "is another one under the same key now",
             ));
         }
         Ok(self.offset.saturating_add(place.offset))
+    }
+}
+
+impl Region {
+    /// So many bytes of a place, for who computes in them.
+    fn spot(self: &Arc<Self>, place: &Place, bytes: u64) -> Result<Spot, Error> {
+        let at = self.locate(place)?;
+        let (region, its) = (Arc::clone(self), place.clone());
+        let look: Look = Arc::new(move || region.locate(&its).map(|_| ()));
+        Ok(Spot {
+            memory: Arc::clone(&self.memory),
+            at,
+            bytes,
+            look,
+        })
     }
 }
 
@@ -279,7 +293,14 @@ impl Regions {
     /// Forgets a tenant's memory of this name, or all of the tenant's for an empty one.
     pub fn unregister(&self, tenant: &str, name: &str) {
         let its = |(of, known): &Name| of == tenant && (name.is_empty() || known == name);
-        self.all().retain(|known, _| !its(known));
+        self.all().retain(|known, region| {
+            let stays = !its(known);
+            if !stays {
+                // Workers let go of it as well.
+                region.memory.leave();
+            }
+            stays
+        });
     }
 
     /// A tenant's memory of this name, or all of the tenant's for an empty one.
@@ -319,37 +340,41 @@ impl Regions {
             Error::new(Reason::LimitExceeded, what)
         })?;
         let mut data = vec![0; size];
-        let read = region.file.read_exact_at(&mut data, from);
+        let read = region.memory.file().read_exact_at(&mut data, from);
         read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))?;
         Ok(data.into())
     }
 
-    /// Reads a place into memory, each time it is called.
+    /// Reads a place into memory, each time it is called; and where it is, for who reads it there.
     ///
     /// # Errors
     /// As [`check`](Self::check).
-    pub fn fill(&self, tenant: &str, place: &Place) -> Result<Fill, Error> {
+    pub fn fill(&self, tenant: &str, place: &Place) -> Result<(Spot, Fill), Error> {
         let region = self.find(tenant, &place.region)?;
-        region.locate(place)?;
+        let spot = region.spot(place, place.size)?;
         let place = place.clone();
-        Ok(Arc::new(
-            move |memory: &SharedMapping, over: &AtomicBool| {
-                let from = region.locate(&place)?;
-                let read = by_pieces(memory.len(), over, |at, bytes| {
-                    memory.fill(at, bytes, &region.file, from.saturating_add(at as u64))
-                });
-                read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))
-            },
-        ))
+        let fill: Fill = Arc::new(move |memory: &SharedMapping, over: &AtomicBool| {
+            let from = region.locate(&place)?;
+            let read = by_pieces(memory.len(), over, |at, bytes| {
+                memory.fill(
+                    at,
+                    bytes,
+                    region.memory.file(),
+                    from.saturating_add(at as u64),
+                )
+            });
+            read.map_err(|e| changed(&place.region, &format!("cannot be read: {e}")))
+        });
+        Ok((spot, fill))
     }
 
-    /// Writes so many bytes of memory to a place, each time it is called.
+    /// Writes so many bytes of memory to a place, each time it is called; and where it is, for who writes it there.
     ///
     /// # Errors
     /// As [`write`](Self::write).
-    pub fn empty(&self, tenant: &str, place: &Place, bytes: u64) -> Result<Fill, Error> {
+    pub fn empty(&self, tenant: &str, place: &Place, bytes: u64) -> Result<(Spot, Fill), Error> {
         let region = self.find(tenant, &place.region)?;
-        region.locate(place)?;
+        let spot = region.spot(place, bytes)?;
         if bytes > place.size {
             return Err(invalid(format!(
                 "{bytes} bytes do not fit into the {} of shared memory {:?} that were named",
@@ -358,15 +383,19 @@ impl Regions {
             )));
         }
         let place = place.clone();
-        Ok(Arc::new(
-            move |memory: &SharedMapping, over: &AtomicBool| {
-                let to = region.locate(&place)?;
-                let written = by_pieces(memory.len(), over, |at, bytes| {
-                    memory.empty_to(at, bytes, &region.file, to.saturating_add(at as u64))
-                });
-                written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))
-            },
-        ))
+        let empty: Fill = Arc::new(move |memory: &SharedMapping, over: &AtomicBool| {
+            let to = region.locate(&place)?;
+            let written = by_pieces(memory.len(), over, |at, bytes| {
+                memory.empty_to(
+                    at,
+                    bytes,
+                    region.memory.file(),
+                    to.saturating_add(at as u64),
+                )
+            });
+            written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))
+        });
+        Ok((spot, empty))
     }
 
     /// Writes to a place; how many bytes it then has.
@@ -384,7 +413,7 @@ impl Regions {
                 short(&place.region)
             )));
         }
-        let written = region.file.write_all_at(data, to);
+        let written = region.memory.file().write_all_at(data, to);
         written.map_err(|e| changed(&place.region, &format!("cannot be written: {e}")))?;
         Ok(size)
     }
