@@ -88,12 +88,12 @@ async fn zeros_and_infinities_are_told_where_a_files_weights_make_them() {
     let prompt = [0, 312, 17];
     // Another one, of which nothing is cached.
     let others = [0, 313, 18];
-    let zero = at("*", &[], &[Kind::Nan(true), Kind::Zero(true)]);
+    let zero = at("*", &[1], &[Kind::Nan(true), Kind::Zero(true)]);
     let zero = hit(&client, zero, &prompt).await.unwrap();
     let node = zero.node.unwrap();
     assert_eq!((zero.condition, zero.peak, zero.rms), (1, 0.0, 0.0));
     assert_eq!((node.op.as_str(), node.layer), ("rms_norm", Some(1)));
-    let infinite = at("*", &[], &[Kind::Nan(true), Kind::Infinite(true)]);
+    let infinite = at("*", &[3], &[Kind::Nan(true), Kind::Infinite(true)]);
     let infinite = hit(&client, infinite, &others).await.unwrap();
     let node = infinite.node.unwrap();
     assert_eq!((infinite.condition, infinite.peak), (1, f32::INFINITY));
