@@ -2,7 +2,6 @@
 
 use std::{collections::BTreeSet, fs};
 
-use hotcell_client::debug::{Recorded, Recording};
 use hotcell_graph::{DType, Graph, wire};
 use hotcell_ipc::blackbox::{self, Doing, Node, Writer};
 use hotcell_proto::v1;
@@ -488,51 +487,4 @@ pub fn black_box() -> Vec<Vec<u8>> {
         all.push(bytes);
     }
     all
-}
-
-/// Captures without values, with some of a row's, and with all.
-pub fn capture() -> Vec<Vec<u8>> {
-    let node = |name: &str, dtype: &str, dims: &[u64]| v1::CapturedNode {
-        name: name.to_owned(),
-        op: "add".to_owned(),
-        dtype: dtype.to_owned(),
-        dims: dims.to_vec(),
-        ..v1::CapturedNode::default()
-    };
-    let row = |node: u32, bytes: usize| v1::NodeValues {
-        node,
-        hash: vec![node as u8; 32],
-        rms: 0.5,
-        data: vec![3; bytes],
-        ..v1::NodeValues::default()
-    };
-    let of = |bytes: [usize; 2], tokens: u64| Recording {
-        head: v1::CaptureHead {
-            worker: "w0".to_owned(),
-            model: "m".to_owned(),
-            nodes: vec![
-                node("layers.0.add.0", "bf16", &[2, 2]),
-                node("logits", "f32", &[3]),
-            ],
-            ..v1::CaptureHead::default()
-        },
-        tokens: (0..tokens)
-            .map(|index| Recorded {
-                index,
-                position: index + 4,
-                token: Some(7),
-                nodes: vec![row(0, bytes[0]), row(1, bytes[1])],
-                ..Recorded::default()
-            })
-            .collect(),
-        end: Some(v1::CaptureEnd::default()),
-        ..Recording::default()
-    };
-    let written = |recording: Recording| {
-        let file = tempfile::NamedTempFile::new().ok()?;
-        recording.write(file.path()).ok()?;
-        fs::read(file.path()).ok()
-    };
-    let all = [of([0, 0], 1), of([4, 12], 2), of([8, 12], 1)];
-    all.into_iter().filter_map(written).collect()
 }

@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hotcell_client::debug::Recording;
 use hotcell_graph::wire;
 use hotcell_ipc::{
     blackbox,
@@ -70,7 +69,6 @@ pub const TARGETS: &[Target] = &[
     target("requests", Form::Bytes, requests, seeds::requests),
     target("calls", Form::Bytes, calls::run, seeds::calls),
     target("blackbox", Form::Bytes, black_box, seeds::black_box),
-    target("capture", Form::Bytes, capture, seeds::capture),
 ];
 
 const fn target(
@@ -513,30 +511,6 @@ fn requests(bytes: &[u8]) -> bool {
     };
     let at = usize::from(*kind) % REQUESTS.len();
     REQUESTS.get(at).is_some_and(|request| request(rest))
-}
-
-/// A capture that a stranger wrote: what is accepted can be compared and written, and is the same when it is read again.
-fn capture(bytes: &[u8]) -> bool {
-    let Ok(read) = Recording::parse(bytes) else {
-        return false;
-    };
-    let _ = hotcell_client::debug::compare(&read, &read);
-    let written = tempfile::NamedTempFile::new().ok().and_then(|file| {
-        // Names of rows may be the same twice, which no file can have.
-        read.write(file.path()).ok()?;
-        std::fs::read(file.path()).ok()
-    });
-    if let Some(written) = written {
-        let again = Recording::parse(&written).unwrap_or_default();
-        // Of numbers in text the last digit may be another.
-        let data = |recording: &Recording| {
-            let rows = recording.tokens.iter().flat_map(|token| &token.nodes);
-            rows.map(|row| row.data.clone()).collect::<Vec<_>>()
-        };
-        assert!(again.head.nodes == read.head.nodes, "it has other nodes");
-        assert!(data(&again) == data(&read), "it has other values");
-    }
-    true
 }
 
 fn black_box(bytes: &[u8]) -> bool {

@@ -1,5 +1,0 @@
-//! `hotcell_tests::fuzz::targets`: capture.
-
-#![no_main]
-
-hotcell_fuzz::target!("capture");
