@@ -324,10 +324,6 @@ impl Recording {
             };
             Error::new(reason, format!("{shown} cannot be read: {e}"))
         };
-        let wrong = |what: &str| {
-            let what = format!("{shown} is no capture that this version can read: {what}");
-            Error::new(Reason::InvalidArgument, what)
-        };
         let file = File::open(path).map_err(unreadable)?;
         let most = limits::MAX_CAPTURE_BYTES + 2 * limits::MAX_CAPTURE_HEADER;
         let size = file.metadata().map_err(unreadable)?.len();
@@ -339,6 +335,21 @@ impl Recording {
         file.take(most)
             .read_to_end(&mut bytes)
             .map_err(unreadable)?;
+        Self::parse(&bytes).map_err(|e| {
+            let what = format!(
+                "{shown} is no capture that this version can read: {}",
+                e.message()
+            );
+            Error::new(Reason::InvalidArgument, what)
+        })
+    }
+
+    /// Reads a file's bytes, which may be anybody's.
+    ///
+    /// # Errors
+    /// [`Reason::InvalidArgument`] saying what is wrong with them.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
+        let wrong = |what: &str| Error::new(Reason::InvalidArgument, what);
         let rest = bytes
             .strip_prefix(MAGIC)
             .ok_or_else(|| wrong("it does not begin like one"))?;

@@ -15,6 +15,8 @@ pub(super) const FAULTY: &str = env!("CARGO_BIN_EXE_hotcell-worker-fault");
 /// Tokens of a capture, and which of them is the one at which the faulty worker goes wrong.
 const TOKENS: u32 = 24;
 const STRUCK: usize = 13;
+/// A weight that one of two models has otherwise.
+const NORM: &str = "model.layers.2.input_layernorm.weight";
 
 /// A capture of the logits of a few tokens, with the prompt.
 pub(super) async fn captured(cluster: &Cluster, file: &Path, tokens: u32) {
@@ -67,6 +69,89 @@ fn compare(folder: &Path, arguments: &[&str]) -> (Option<i32>, Vec<Value>) {
         .map(|line| serde_json::from_str(line).unwrap())
         .collect();
     (output.status.code(), all)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_model_files_and_tensors_of_another_program_are_compared() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let folder = cluster.folder.path();
+    let file = folder.join("one.hotcell");
+    captured(&cluster, &file, 3).await;
+    let file = file.to_str().unwrap();
+    let (same, other) = (folder.join("same"), folder.join("other"));
+    hotcell_tests::cluster::copy_kjv(&same).unwrap();
+    hotcell_tests::cluster::copy_kjv(&other).unwrap();
+    super::holding::fill(&other.join("model.safetensors"), NORM, 0.5);
+    let kjv = hotcell_tests::cluster::kjv();
+    let paths = [&kjv, &same, &other].map(|path| path.to_str().unwrap());
+    let sides = |other: usize| {
+        [
+            file,
+            "--backend",
+            "cpu",
+            "--model-path",
+            paths[other],
+            "--model-path",
+            paths[0],
+        ]
+    };
+    let (code, said) = compare(folder, &sides(1));
+    assert_eq!(
+        (code, &said[0]["equal"]),
+        (Some(0), &true.into()),
+        "{said:?}"
+    );
+    let (code, said) = compare(folder, &sides(2));
+    assert_eq!(code, Some(9), "{said:?}");
+    let first = said[0]["first"]["node"].as_str().unwrap();
+    assert!(first.starts_with("layers.2.rms_norm"), "{said:?}");
+
+    // What it computed, as another program would write it: the capture's own values, and then one that is another.
+    let whole = folder.join("whole.hotcell");
+    let replay = ["debug", "replay", file, "--values", "all", "--reveal", "-o"];
+    super::hotcell(
+        &cluster,
+        &[&replay[..], &[whole.to_str().unwrap()]].concat(),
+    );
+    let read = Recording::read(&whole).unwrap();
+    let token = &read.tokens[0];
+    for changed in [false, true] {
+        let mut rows: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
+        for (node, row) in read.head.nodes.iter().zip(&token.nodes) {
+            let mut data = row.data.clone();
+            if changed && node.name == "layers.3.add.0" {
+                // The exponent of the first value.
+                data[3] ^= 0x40;
+            }
+            let dims = node.dims.iter().map(|n| *n as usize).collect();
+            if node.dtype == "f32" {
+                rows.push((format!("{}/{}", token.index, node.name), dims, data));
+            }
+        }
+        let views = rows.iter().map(|(name, dims, data)| {
+            let view =
+                safetensors::tensor::TensorView::new(safetensors::Dtype::F32, dims.clone(), data);
+            (name.clone(), view.unwrap())
+        });
+        let bytes = safetensors::serialize(views.collect::<Vec<_>>(), None).unwrap();
+        let reference = folder.join("theirs.safetensors");
+        std::fs::write(&reference, bytes).unwrap();
+        let (code, said) = compare(
+            folder,
+            &[whole.to_str().unwrap(), reference.to_str().unwrap()],
+        );
+        match changed {
+            false => assert_eq!(
+                (code, &said[0]["equal"]),
+                (Some(0), &true.into()),
+                "{said:?}"
+            ),
+            true => {
+                assert_eq!(code, Some(9), "{said:?}");
+                assert_eq!(said[0]["first"]["node"], "layers.3.add.0", "{said:?}");
+            }
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,6 +7,7 @@ mod comparing;
 mod crashing;
 mod draining;
 mod guarding;
+mod holding;
 mod memory;
 mod page;
 mod prompting;

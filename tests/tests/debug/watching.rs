@@ -223,6 +223,66 @@ async fn over_tcp_only_a_token_with_the_role_looks_into_workers_and_the_audit_lo
 }
 
 #[tokio::test]
+async fn each_way_to_look_into_a_worker_is_in_the_audit_log() {
+    let folder = private_folder().unwrap();
+    let audit = folder.path().join("audit.log");
+    let arguments = ["--devices", "cpu:1", "--audit-log", audit.to_str().unwrap()];
+    let cluster = kjv_cluster(&arguments).await;
+    let client = cluster.client().await.unwrap();
+    let stream = client.generate("In the beginning", long("known")).await;
+    stream.unwrap().complete().await.unwrap();
+    let every = Duration::from_millis(100);
+    client.watch_worker("w0", every).await.unwrap();
+    client.trace_worker("w0", every, false).await.unwrap();
+    client.memory("w0", 0).await.unwrap();
+    let nan = v1::Condition {
+        kind: Some(v1::condition::Kind::Nan(true)),
+    };
+    let guard = v1::GuardRequest {
+        conditions: vec![nan],
+        ..v1::GuardRequest::default()
+    };
+    client.guard(guard).await.unwrap();
+    let capture = v1::CaptureRequest {
+        which: Some(v1::capture_request::Which::Next(true)),
+        options: Some(v1::CaptureOptions {
+            reveal: true,
+            ..v1::CaptureOptions::default()
+        }),
+        ..v1::CaptureRequest::default()
+    };
+    client.capture(capture).await.unwrap();
+    let replay = v1::ReplayRequest {
+        which: Some(v1::replay_request::Which::RequestId("known".into())),
+        ..v1::ReplayRequest::default()
+    };
+    client.replay(replay).await.unwrap();
+    drop((client, cluster));
+    let log = fs::read_to_string(&audit).unwrap();
+    let lines = log.lines().map(|line| serde_json::from_str(line).unwrap());
+    let lines: Vec<serde_json::Value> = lines
+        .filter(|line: &serde_json::Value| line["event"] == "debug")
+        .collect();
+    for (call, detail) in [
+        ("watch", ""),
+        ("trace", "100 ms"),
+        ("memory", ""),
+        ("guard", "Nan"),
+        ("capture", "reveal: true"),
+        ("replay", "request \"known\" of kjv, reveal: false"),
+    ] {
+        let mut its = lines.iter().filter(|line| line["outcome"] == call);
+        let line = its.next().unwrap_or_else(|| panic!("no {call}: {log}"));
+        assert!(its.next().is_none(), "{call} once: {log}");
+        assert!(line["who"]["uid"].is_number(), "{line}");
+        assert!(
+            line.to_string().replace("\\\"", "\"").contains(detail),
+            "{detail}: {line}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn a_worker_alone_is_watched_on_its_unix_socket_and_not_over_tcp() {
     let folder = private_folder().unwrap();
     let socket = folder.path().join("worker.sock");

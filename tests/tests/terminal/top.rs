@@ -104,6 +104,22 @@ async fn a_host_is_watched_while_a_worker_dies() {
         tokio::time::sleep(Duration::from_millis(1500)).await;
     }
     assert!(has_file(cluster.folder.path(), "pftrace"));
+    // What is computed for the next request that comes.
+    let start = Instant::now();
+    while !top.text().contains(".hotcell: ") {
+        assert!(start.elapsed() < SOON, "{}", top.text());
+        top.press("c");
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+    }
+    assert!(has_file(cluster.folder.path(), "hotcell"));
+    // Another process, under which its streams go on.
+    let before = top.line("w0").get(3).cloned();
+    top.press("R");
+    top.until("another process", |t| {
+        let line = t.line("w0");
+        line.get(1).is_some_and(|s| s == "ready" || s == "busy") && line.get(3) != before.as_ref()
+    })
+    .await;
     // It gets no new requests: what runs ends, and the next one waits for nobody and fails.
     drained.store(true, Ordering::SeqCst);
     top.press("d");
@@ -128,6 +144,28 @@ async fn a_host_is_watched_while_a_worker_dies() {
     top.press("x");
     assert!(!served.is_finished(), "{:?}", served.await);
     served.abort();
+    top.press("q");
+    assert!(top.end().await.success());
+}
+
+#[tokio::test]
+async fn a_host_is_watched_over_tcp() {
+    let address = hotcell_tests::cluster::free_address().unwrap().to_string();
+    let arguments = ["--devices", "cpu:1", "--listen", &address];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let mut command = hotcell(cluster.folder.path()).unwrap();
+    command.args(["--address", &address, "top", "--every", "100ms"]);
+    let mut top = Terminal::start(command);
+    top.until("a worker", |t| {
+        t.line("w0").get(1).is_some_and(|s| s == "ready")
+    })
+    .await;
+    // Without a token nobody looks into workers from there, and it says so.
+    top.press("t");
+    top.until("that it may not", |t| t.text().contains("--tokens"))
+        .await;
     top.press("q");
     assert!(top.end().await.success());
 }
