@@ -64,6 +64,14 @@ def check_embed(cell):
     two = c.embed("kjv", ["Moses", "Aaron"])
     assert len(two.embeddings) == 2 and len(two.embeddings[0]) == len(two.embeddings[1])
     assert list(c.embeddings("kjv", "Moses").embedding) == list(two.embeddings[0])
+    length = len(two.embeddings[0])
+    assert list(c.embed("kjv", "Moses", truncate=True, dimensions=length, keep_alive=-1).embeddings[0]) == list(two.embeddings[0])
+    assert c.ps().models[0].expires_at.year == 9999
+    try:
+        c.embed("kjv", "Moses", dimensions=length - 1)
+        raise AssertionError("it went through")
+    except ollama.ResponseError as error:
+        assert error.status_code == 400 and "dimensions" in error.error, error
 
 
 def check_errors(cell):
@@ -100,6 +108,12 @@ def check_tools(cell):
         # What a tool answered goes back.
         turn = [*TALK, told.message, {"role": "tool", "content": "in Goshen", "tool_name": "find"}]
         assert c.chat(model, turn).message.content == puppet.SAID
+        # Others send a message that is calls only with a content of null, or without one.
+        for content in ({"content": None}, {}):
+            body = {"model": model, "stream": False, "messages": [*TALK, {"role": "assistant", **content, "tool_calls": [
+                {"function": {"name": "find", "arguments": {}}}]}, {"role": "tool", "content": "in Goshen"}]}
+            with urllib.request.urlopen(urllib.request.Request(f"{cell.url}/api/chat", json.dumps(body).encode())) as answer:
+                assert json.load(answer)["message"]["content"] == puppet.SAID
     return f"{len(lines)} lines"
 
 

@@ -56,8 +56,7 @@ struct ChatRequest {
 #[derive(Debug, Deserialize)]
 struct Message {
     role: String,
-    #[serde(default)]
-    content: String,
+    content: Option<String>,
     thinking: Option<String>,
     images: Option<Vec<Value>>,
     tool_calls: Option<Vec<CallSpec>>,
@@ -95,7 +94,7 @@ fn message(message: Message) -> Result<ChatMessage, Error> {
     let calls = calls.into_iter().map(Into::into);
     Ok(ChatMessage {
         role: message.role,
-        content: message.content,
+        content: message.content.unwrap_or_default(),
         tool_calls: calls.collect(),
         tool_call_id: message.tool_call_id.unwrap_or_default(),
         name: message.tool_name.unwrap_or_default(),
@@ -174,11 +173,24 @@ fn asked(
 fn thinking(think: Option<&Value>) -> String {
     match think {
         Some(Value::Bool(yes)) => json!({ "enable_thinking": yes }).to_string(),
-        Some(Value::String(effort)) => {
-            json!({"enable_thinking": true, "reasoning_effort": effort}).to_string()
-        }
+        Some(Value::String(effort)) => Value::from(ask::effort(effort)).to_string(),
         _ => String::new(),
     }
+}
+
+/// Has a model stay in memory for as long as a request says, of who may load models; whether it does.
+pub(super) fn keep_for(
+    shared: &Shared,
+    known: &ModelInfo,
+    keep: Option<KeepAlive>,
+    caller: &Caller,
+) -> Result<bool, Error> {
+    let Some(KeepAlive(keep)) = keep.filter(|_| caller.roles.has(Role::Load)) else {
+        return Ok(false);
+    };
+    let name = ModelName::new(known.name.as_str())?;
+    shared.fleet.keep_for(&name, keep);
+    Ok(true)
 }
 
 /// The model of a request, in memory while the second result is there: how to ask it stands in its files. One that is asked
@@ -191,15 +203,10 @@ async fn awake(
 ) -> Result<(ModelInfo, Using), Error> {
     let known = find(shared, &common.model)?;
     shared.may_name(&known.name, caller)?;
-    if let Some(KeepAlive(keep)) = common.keep_alive
-        && caller.roles.has(Role::Load)
-    {
-        let name = ModelName::new(known.name.as_str())?;
-        shared.fleet.keep_for(&name, keep);
-        if nothing && keep == Some(Duration::ZERO) {
-            let using = shared.fleet.using(&name);
-            return Ok((known, using));
-        }
+    let keeps = keep_for(shared, &known, common.keep_alive, caller)?;
+    if nothing && keeps && common.keep_alive == Some(KeepAlive(Some(Duration::ZERO))) {
+        let using = shared.fleet.using(&ModelName::new(known.name.as_str())?);
+        return Ok((known, using));
     }
     shared.fleet.awake(&known.name).await
 }
@@ -377,5 +384,33 @@ impl Tell for Telling {
 
     async fn fail(&mut self, out: &Out, error: &Error) -> Result<(), Gone> {
         out.line(&failed(error)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_may_have_no_content() {
+        for said in [
+            json!({"role": "assistant", "content": null, "tool_calls": []}),
+            json!({"role": "assistant"}),
+        ] {
+            let read: Message = serde_json::from_value(said).unwrap();
+            assert_eq!(message(read).unwrap().content, "");
+        }
+    }
+
+    #[test]
+    fn how_much_to_think_is_told_to_the_template() {
+        let of = |think: Value| thinking(Some(&think));
+        assert_eq!(of(json!(false)), r#"{"enable_thinking":false}"#);
+        assert_eq!(of(json!("none")), r#"{"enable_thinking":false}"#);
+        let high = serde_json::from_str::<Value>(&of(json!("high"))).unwrap();
+        assert_eq!(
+            high,
+            json!({"enable_thinking": true, "reasoning_effort": "high"})
+        );
     }
 }

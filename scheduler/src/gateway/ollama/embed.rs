@@ -10,13 +10,13 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use hotcell_proto::{
-    error::Error,
+    error::{Error, Reason},
     v1::{EmbedRequest, EmbedResponse, Prompt, prompt::Kind},
 };
 use serde::Deserialize;
 use serde_json::json;
 
-use super::{answered, untagged};
+use super::{KeepAlive, answered, chat::keep_for, models::find, untagged};
 use crate::{access::Caller, gateway::body, service::Shared};
 
 #[derive(Debug, Deserialize)]
@@ -30,22 +30,31 @@ enum Input {
 struct Several {
     model: String,
     input: Input,
+    keep_alive: Option<KeepAlive>,
+    dimensions: Option<usize>,
+    /// A text that is too long is refused, never cut: who asks for that is answered as long as nothing had to be cut.
+    #[serde(rename = "truncate")]
+    _truncate: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
 struct Single {
     model: String,
     prompt: String,
+    keep_alive: Option<KeepAlive>,
 }
 
 async fn vectors(
     shared: &Shared,
     caller: &Caller,
-    model: &str,
+    (model, keep): (&str, Option<KeepAlive>),
     texts: Vec<String>,
 ) -> Result<EmbedResponse, Error> {
     let model = untagged(model);
     shared.may_name(model, caller)?;
+    if keep.is_some() {
+        keep_for(shared, &find(shared, model)?, keep, caller)?;
+    }
     let prompts = texts.into_iter().map(|text| Prompt {
         kind: Some(Kind::Text(text)),
     });
@@ -70,8 +79,16 @@ pub(super) async fn embed(
             Input::One(text) => vec![text],
             Input::Many(texts) => texts,
         };
-        let answer = vectors(&shared, &Caller::of(&extensions), &asked.model, texts).await?;
+        let of = (asked.model.as_str(), asked.keep_alive);
+        let answer = vectors(&shared, &Caller::of(&extensions), of, texts).await?;
         let all = &answer.embeddings;
+        let length = all.first().map_or(0, |one| one.values.len());
+        if let Some(wanted) = asked.dimensions.filter(|&d| d != 0 && d != length) {
+            let why = format!(
+                "dimensions is {wanted}; the model gives vectors of {length} and no others"
+            );
+            return Err(Error::new(Reason::InvalidArgument, why).with("field", "dimensions"));
+        }
         let tokens: u64 = all.iter().map(|e| u64::from(e.prompt_tokens)).sum();
         let value = json!({
             "model": asked.model,
@@ -94,7 +111,8 @@ pub(super) async fn embed_one(
     let run = async {
         let asked: Single = body::json(body).await?;
         let texts = vec![asked.prompt];
-        let answer = vectors(&shared, &Caller::of(&extensions), &asked.model, texts).await?;
+        let of = (asked.model.as_str(), asked.keep_alive);
+        let answer = vectors(&shared, &Caller::of(&extensions), of, texts).await?;
         let values = answer.embeddings.first().map(|e| &e.values);
         Ok(Json(json!({ "embedding": values })).into_response())
     };

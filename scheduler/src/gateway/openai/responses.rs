@@ -47,6 +47,14 @@ struct Request {
     parallel_tool_calls: Option<bool>,
     text: Option<TextOptions>,
     metadata: Option<Value>,
+    reasoning: Option<Thinking>,
+    include: Option<Vec<String>>,
+    top_logprobs: Option<u32>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Thinking {
+    effort: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -230,6 +238,18 @@ fn read(request: Request) -> Result<Asked, Error> {
         let why = "responses are not kept here; leave out background";
         return Err(refused("background", why));
     }
+    let odds = "message.output_text.logprobs";
+    let wants = |what: &str| request.include.iter().flatten().any(|one| one == what);
+    if wants(odds) {
+        let why = "include: logprobs are told by /v1/chat/completions only; leave it out";
+        return Err(refused("include", why));
+    }
+    if request.top_logprobs.is_some_and(|count| count > 0) {
+        let why = "logprobs are told by /v1/chat/completions only; leave out top_logprobs";
+        return Err(refused("top_logprobs", why));
+    }
+    let effort = request.reasoning.and_then(|r| r.effort);
+    let thinks = effort.as_deref().map(ask::effort);
     let told = request.tools.unwrap_or_default();
     let tools: Vec<Value> = told.iter().map(ToolSpec::echo).collect();
     let told = told.into_iter().map(tool);
@@ -248,7 +268,9 @@ fn read(request: Request) -> Result<Asked, Error> {
     let chat = Chat {
         messages: messages(request.instructions.clone(), request.input)?,
         tools: told,
-        ..Chat::default()
+        template_arguments: thinks
+            .map(|told| Value::from(told).to_string())
+            .unwrap_or_default(),
     };
     Ok(Asked {
         stream: request.stream.unwrap_or(false),
@@ -262,6 +284,7 @@ fn read(request: Request) -> Result<Asked, Error> {
             "parallel_tool_calls": !one_call,
             "tool_choice": said,
             "tools": tools,
+            "reasoning": {"effort": effort, "summary": null},
             "error": null,
             "incomplete_details": null,
         }),
@@ -315,6 +338,17 @@ fn message_item(request: &str, status: &str, text: Option<&str>) -> Value {
     })
 }
 
+fn thought_item(request: &str, index: usize, status: &str, text: Option<&str>) -> Value {
+    let content = text.map(|text| json!({"type": "reasoning_text", "text": text}));
+    json!({
+        "type": "reasoning",
+        "id": format!("rs_{request}_{index}"),
+        "status": status,
+        "summary": [],
+        "content": content.into_iter().collect::<Vec<_>>(),
+    })
+}
+
 fn call_item(request: &str, index: u32, status: &str, call: &Call) -> Value {
     json!({
         "type": "function_call",
@@ -334,6 +368,14 @@ impl Items {
     fn of(answer: &Answer) -> Self {
         let request = &answer.accepted.request_id;
         let mut all = Vec::new();
+        if !answer.reasoning.is_empty() {
+            all.push(thought_item(
+                request,
+                0,
+                "completed",
+                Some(&answer.reasoning),
+            ));
+        }
         if !answer.content.is_empty() || answer.calls.is_empty() {
             all.push(message_item(request, "completed", Some(&answer.content)));
         }
@@ -350,13 +392,13 @@ impl Items {
             value["incomplete_details"] = json!({"reason": "max_output_tokens"});
         }
         value["output"] = Value::from(self.0.clone());
-        value["usage"] = usage(&answer.finished);
+        value["usage"] = usage(answer);
         value
     }
 }
 
-fn usage(finished: &Finished) -> Value {
-    let usage = finished.usage.unwrap_or_default();
+fn usage(answer: &Answer) -> Value {
+    let usage = answer.usage();
     let (prompt, generated) = (
         u64::from(usage.prompt_tokens),
         u64::from(usage.generated_tokens),
@@ -365,7 +407,7 @@ fn usage(finished: &Finished) -> Value {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
         "total_tokens": prompt + generated,
     })
 }
@@ -390,6 +432,7 @@ fn head(accepted: &Accepted, echo: &Value, status: &str) -> Value {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Open {
     Message,
+    Thought,
     Call(u32),
 }
 
@@ -401,7 +444,7 @@ struct Telling {
     open: Option<Open>,
     /// Items that are told whole.
     items: Items,
-    /// The text of the open message.
+    /// The text of the open message or thought.
     text: String,
 }
 
@@ -448,6 +491,17 @@ impl Telling {
                 self.say(out, "response.content_part.done", part).await?;
                 message_item(&request, "completed", Some(&text))
             }
+            Some(Open::Thought) => {
+                let text = std::mem::take(&mut self.text);
+                let done = json!({
+                    "item_id": format!("rs_{request}_{index}"),
+                    "output_index": index,
+                    "content_index": 0,
+                    "text": text,
+                });
+                self.say(out, "response.reasoning_text.done", done).await?;
+                thought_item(&request, index, "completed", Some(&text))
+            }
             Some(Open::Call(call)) => {
                 let whole = self
                     .answer
@@ -480,6 +534,7 @@ impl Telling {
         let (request, index) = (self.request(), self.index());
         let item = match open {
             Open::Message => message_item(&request, "in_progress", None),
+            Open::Thought => thought_item(&request, index, "in_progress", None),
             Open::Call(call) => {
                 let begun = Call {
                     name: name.to_owned(),
@@ -517,8 +572,18 @@ impl Telling {
                 });
                 self.say(out, "response.output_text.delta", delta).await
             }
-            // Told whole or not at all by those who make such models.
-            Piece::Reasoning(_) => Ok(()),
+            Piece::Reasoning(text) => {
+                self.open(out, Open::Thought, "").await?;
+                self.text.push_str(text);
+                let index = self.index();
+                let delta = json!({
+                    "item_id": format!("rs_{request}_{index}"),
+                    "output_index": index,
+                    "content_index": 0,
+                    "delta": text,
+                });
+                self.say(out, "response.reasoning_text.delta", delta).await
+            }
             Piece::Call {
                 index,
                 name,
@@ -554,6 +619,7 @@ impl Tell for Telling {
                 self.say(out, "response.in_progress", begun).await
             }
             Event::Delta(delta) => {
+                self.answer.count(&delta);
                 for piece in pieces(&delta, true) {
                     self.piece(out, piece).await?;
                 }
@@ -614,6 +680,37 @@ mod tests {
         assert_eq!(roles, ["system", "user", "assistant", "tool"]);
         assert_eq!(chat.messages[2].tool_calls.len(), 2);
         assert_eq!(chat.messages[3].tool_call_id, "a");
+    }
+
+    #[test]
+    fn a_thought_is_an_item_and_its_tokens_are_counted() {
+        let answer = Answer {
+            reasoning: "hm".to_owned(),
+            content: "4".to_owned(),
+            thought_tokens: 3,
+            ..Answer::default()
+        };
+        let whole = Items::of(&answer).response(&json!({}), &answer);
+        assert_eq!(whole["output"][0]["type"], "reasoning");
+        assert_eq!(whole["output"][0]["content"][0]["text"], "hm");
+        assert_eq!(whole["output"][1]["type"], "message");
+        assert_eq!(
+            whole["usage"]["output_tokens_details"]["reasoning_tokens"],
+            3
+        );
+    }
+
+    #[test]
+    fn what_would_change_the_answer_is_read_or_refused() {
+        let thinks = chat(json!({"input": "x", "reasoning": {"effort": "none"}})).unwrap();
+        assert_eq!(thinks.template_arguments, r#"{"enable_thinking":false}"#);
+        let odds = json!(["message.output_text.logprobs"]);
+        let error = chat(json!({"input": "x", "include": odds})).unwrap_err();
+        assert_eq!(error.get("field"), Some("include"));
+        assert!(chat(json!({"input": "x", "top_logprobs": 2})).is_err());
+        let nothing =
+            json!({"input": "x", "include": ["reasoning.encrypted_content"], "top_logprobs": 0});
+        assert!(chat(nothing).is_ok());
     }
 
     #[test]
