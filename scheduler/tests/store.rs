@@ -218,3 +218,33 @@ async fn a_port_that_was_open_before_it_is_served() {
     scheduler.kill(Signal::TERM).unwrap();
     assert!(scheduler.wait().await.unwrap().success());
 }
+
+/// As the shipped unit names it.
+#[tokio::test]
+async fn the_port_for_http_that_was_open_before_it_is_served() {
+    let folder = tempfile::Builder::new()
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+        .tempdir()
+        .unwrap();
+    let unit = include_str!("../../deploy/hotcell.socket");
+    let mut lines = unit.lines();
+    let name = lines.find_map(|l| l.strip_prefix("FileDescriptorName="));
+    let http = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = http.local_addr().unwrap();
+    // Who comes before it is served as well.
+    let mut early = std::net::TcpStream::connect(address).unwrap();
+    early.set_read_timeout(Some(SOON)).unwrap();
+    let ask = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
+    std::io::Write::write_all(&mut early, ask).unwrap();
+    let sockets = vec![(name.unwrap().to_owned(), http.into())];
+    let listen = ["--http", &address.to_string()];
+    let mut scheduler = start(folder.path(), sockets, &listen);
+    let read = tokio::task::spawn_blocking(move || {
+        let mut answer = String::new();
+        std::io::Read::read_to_string(&mut early, &mut answer).map(|_| answer)
+    });
+    let answer = read.await.unwrap().unwrap();
+    assert!(answer.starts_with("HTTP/1.1 "), "{answer}");
+    scheduler.kill(Signal::TERM).unwrap();
+    assert!(scheduler.wait().await.unwrap().success());
+}

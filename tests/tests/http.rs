@@ -91,9 +91,14 @@ async fn bodies_that_make_no_sense_are_refused_in_words() {
         "/v1/embeddings",
         "/v1/responses",
         "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v2/models/kjv/infer",
+        "/v2/models/kjv/generate",
+        "/v2/models/kjv/generate_stream",
         "/api/chat",
         "/api/generate",
         "/api/embed",
+        "/api/embeddings",
         "/api/show",
     ] {
         for body in [
@@ -131,10 +136,18 @@ async fn what_is_too_large_is_not_read() {
     serves(to);
     let before = resident(pid);
     // As it says itself, and as it comes.
-    let said =
-        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 104857600\r\n\r\n";
-    let answer = send(to, said.as_bytes());
-    assert_eq!(status(&answer), "413", "{answer}");
+    for path in [
+        "/v1/completions",
+        "/v1/messages/count_tokens",
+        "/v2/models/kjv/infer",
+        "/v2/models/kjv/generate",
+        "/api/embeddings",
+    ] {
+        let said =
+            format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 104857600\r\n\r\n");
+        let answer = send(to, said.as_bytes());
+        assert_eq!(status(&answer), "413", "{path}: {answer}");
+    }
     let mut stream = connect(to);
     let head =
         "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n";
