@@ -66,6 +66,32 @@ def used(message):
     return [(b.name, b.input) for b in message.content if b.type == "tool_use"]
 
 
+def check_thoughts(cell):
+    """What a model thought comes as a block of its own before the answer, whole and streamed."""
+    c = client(cell)
+    with puppet.loaded(cell) as model:
+        asked = {**ASKED, "model": model, "max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+        done = c.messages.create(**asked)
+        assert [b.type for b in done.content] == ["thinking", "text"], done
+        assert (done.content[0].thinking.strip(), done.content[1].text.strip()) == (puppet.THOUGHT_SAID, puppet.SAID), done
+        with c.messages.stream(**asked) as stream:
+            events = list(stream)
+            final = stream.get_final_message()
+        assert [b.type for b in final.content] == ["thinking", "text"] and final.content[0].thinking == done.content[0].thinking, final
+        assert sum(e.type == "content_block_delta" and e.delta.type == "thinking_delta" for e in events) > 1, events
+        none = c.messages.create(**{**asked, "thinking": {"type": "disabled"}})
+        assert [b.type for b in none.content] == ["text"], none
+
+
+def check_text_that_follows_a_schema(cell):
+    """By the name that the API has for it now, and by the one it had."""
+    schema = {"type": "object", "properties": {"who": {"enum": ["Adam", "Eve"]}}, "required": ["who"], "additionalProperties": False}
+    format_ = {"type": "json_schema", "schema": schema}
+    for more in ({"output_config": {"format": format_}}, {"output_format": format_}):
+        done = client(cell).messages.create(**{**ASKED, "max_tokens": 60, "extra_body": {"temperature": 0, **more}})
+        assert json.loads(done.content[0].text)["who"] in ("Adam", "Eve"), done
+
+
 def check_tools_that_a_model_calls(cell):
     c = client(cell)
     with puppet.loaded(cell) as model:

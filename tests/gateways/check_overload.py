@@ -61,6 +61,9 @@ def refused_over_grpc(cell, metadata=()):
         raise AssertionError("it went through")
     except grpc.RpcError as error:
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and error.details(), error
+        # As over HTTP, and in the form that clients of gRPC look for.
+        told = dict(error.trailing_metadata())
+        assert int(told["retry-after"]) > 0 and b"google.rpc.RetryInfo" in told["grpc-status-details-bin"], told
     finally:
         channel.close()
 

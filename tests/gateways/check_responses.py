@@ -148,6 +148,33 @@ def check_cancel(cell):
     raise AssertionError("no text came")
 
 
+def check_thoughts(cell):
+    """What a model thought comes as an item of its own before the answer, whole and streamed, and its tokens are counted."""
+    c = client(cell)
+    with puppet.loaded(cell) as model:
+        asked = dict(model=model, input="Who?", reasoning={"effort": "high"})
+        whole = c.responses.create(**asked)
+        assert [item.type for item in whole.output] == ["reasoning", "message"], whole.output
+        assert whole.output[0].content[0].text.strip() == puppet.THOUGHT_SAID and whole.output_text.strip() == puppet.SAID, whole.output
+        thought = whole.usage.output_tokens_details.reasoning_tokens
+        assert len(puppet.THOUGHT) <= thought < whole.usage.output_tokens, whole.usage
+        events = in_order(c.responses.create(**asked, stream=True))
+        assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta").strip() == puppet.THOUGHT_SAID
+        done = events[-1].response
+        assert [item.type for item in done.output] == ["reasoning", "message"] and done.output_text.strip() == puppet.SAID, done
+        assert done.output[0].content[0].text == whole.output[0].content[0].text
+        assert done.usage.output_tokens_details.reasoning_tokens == thought, done.usage
+        none = c.responses.create(**{**asked, "reasoning": {"effort": "none"}})
+        assert [item.type for item in none.output] == ["message"] and none.usage.output_tokens_details.reasoning_tokens == 0, none
+        # A chat tells the same beside its content.
+        chat = dict(model=model, messages=[{"role": "user", "content": "Who?"}], reasoning_effort="high")
+        message = c.chat.completions.create(**chat).choices[0].message
+        assert (message.reasoning_content.strip(), message.content.strip()) == (puppet.THOUGHT_SAID, puppet.SAID), message
+        deltas = [chunk.choices[0].delta for chunk in c.chat.completions.create(**chat, stream=True)]
+        assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas).strip() == puppet.THOUGHT_SAID, deltas
+    return f"{thought} tokens of thoughts"
+
+
 def check_overload(cell):
     with cell.full() as model:
         for stream in (False, True):

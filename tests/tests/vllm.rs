@@ -793,6 +793,8 @@ async fn a_tenant_has_so_many_subscriptions_until_it_gives_one_back() {
     };
     let refused = one_more().await.unwrap_err();
     assert_eq!(refused.code(), Code::ResourceExhausted);
+    let told = refused.metadata().get("retry-after").unwrap();
+    assert!(told.to_str().unwrap().parse::<u32>().unwrap() > 0);
     events.pop();
     let begun = async {
         while one_more().await.is_err() {

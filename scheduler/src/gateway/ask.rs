@@ -12,7 +12,7 @@ use hotcell_proto::{
         Prompt, TokenLogprob, Usage, generate_event::Event, output_part::Kind, prompt,
     },
 };
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tokio::time::Instant;
 use tokio_stream::{StreamExt, StreamMap};
 
@@ -249,6 +249,10 @@ pub(super) struct Answer {
     pub calls: Vec<Call>,
     pub logprobs: Vec<TokenLogprob>,
     pub finished: Finished,
+    /// Tokens that came.
+    pub tokens: u32,
+    /// Those of them that came until its last thought was told: marks around thoughts count as thoughts.
+    pub thought_tokens: u32,
 }
 
 impl Answer {
@@ -257,6 +261,7 @@ impl Answer {
         match event {
             Event::Accepted(accepted) => self.accepted = accepted,
             Event::Delta(delta) => {
+                self.count(&delta);
                 for part in pieces(&delta, parsed) {
                     match part {
                         Piece::Content(text) => self.content.push_str(text),
@@ -271,6 +276,15 @@ impl Answer {
                 self.logprobs.extend(delta.logprobs);
             }
             Event::Finished(finished) => self.finished = finished,
+        }
+    }
+
+    /// Counts the tokens of what came.
+    pub fn count(&mut self, delta: &Delta) {
+        let came = u32::try_from(delta.token_ids.len()).unwrap_or(u32::MAX);
+        self.tokens = self.tokens.saturating_add(came);
+        if pieces(delta, true).any(|piece| matches!(piece, Piece::Reasoning(_))) {
+            self.thought_tokens = self.tokens;
         }
     }
 
@@ -310,6 +324,17 @@ pub(super) fn is_cut(finished: &Finished) -> bool {
 /// What a model called a tool with, as a value: what is no JSON is told as the text that it is.
 pub(super) fn arguments(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|_| Value::from(text))
+}
+
+/// What a template is told of how much its model should think before it answers; `none` is not at all.
+pub(super) fn effort(effort: &str) -> Map<String, Value> {
+    let mut told = Map::new();
+    let thinks = effort != "none";
+    told.insert("enable_thinking".to_owned(), Value::from(thinks));
+    if thinks {
+        told.insert("reasoning_effort".to_owned(), Value::from(effort));
+    }
+    told
 }
 
 /// A prompt of messages.

@@ -8,7 +8,7 @@ use hotcell_proto::{
     },
 };
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::gateway::ask;
 
@@ -21,6 +21,8 @@ pub(super) struct Request {
     top_p: Option<f32>,
     top_k: Option<u32>,
     tool_choice: Option<ToolChoice>,
+    /// What `output_config.format` was called at first.
+    output_format: Option<Format>,
     #[serde(flatten)]
     conversation: Conversation,
 }
@@ -34,6 +36,21 @@ pub(super) struct Conversation {
     system: Option<Content>,
     tools: Option<Vec<ToolSpec>>,
     thinking: Option<Thinking>,
+    output_config: Option<OutputConfig>,
+}
+
+#[derive(Debug, Deserialize)]
+struct OutputConfig {
+    format: Option<Format>,
+    effort: Option<String>,
+}
+
+/// What the text has to be.
+#[derive(Debug, Deserialize)]
+struct Format {
+    #[serde(rename = "type")]
+    kind: String,
+    schema: Option<Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -182,8 +199,16 @@ fn chat(conversation: Conversation) -> Result<Chat, Error> {
         description: spec.description.unwrap_or_default(),
         parameters: spec.input_schema.map(|s| s.to_string()).unwrap_or_default(),
     });
-    let thinks = conversation.thinking.map(|t| t.kind != "disabled");
-    let arguments = thinks.map(|yes| json!({ "enable_thinking": yes }).to_string());
+    let mut told = Map::new();
+    let effort = conversation.output_config.and_then(|config| config.effort);
+    if let Some(effort) = effort {
+        told.insert("reasoning_effort".to_owned(), Value::from(effort));
+    }
+    if let Some(thinking) = conversation.thinking {
+        let thinks = Value::from(thinking.kind != "disabled");
+        told.insert("enable_thinking".to_owned(), thinks);
+    }
+    let arguments = (!told.is_empty()).then(|| Value::from(told).to_string());
     Ok(Chat {
         messages,
         tools: tools.collect(),
@@ -225,13 +250,46 @@ fn choose(choice: Option<ToolChoice>, chat: &mut Chat) -> Result<Option<Grammar>
     Ok(Some(Grammar { kind: Some(kind) }))
 }
 
+/// What the text has to be, by the one format that is given.
+fn follow(one: Option<Format>, other: Option<Format>) -> Result<Option<Grammar>, Error> {
+    let format = match (one, other) {
+        (Some(_), Some(_)) => {
+            let why = "output_format and output_config.format are two names of one thing; give one";
+            return Err(refused("output_format", why));
+        }
+        (one, other) => one.or(other),
+    };
+    let Some(format) = format else {
+        return Ok(None);
+    };
+    match (format.kind.as_str(), format.schema) {
+        ("json_schema", Some(schema)) => Ok(Some(Grammar {
+            kind: Some(Kind::JsonSchema(schema.to_string())),
+        })),
+        (kind, _) => {
+            let kind: String = kind.chars().take(40).collect();
+            let why = format!("a format of type {kind:?}; there is json_schema with a schema");
+            Err(refused("output_config.format", why))
+        }
+    }
+}
+
 /// A request for an answer.
-pub(super) fn asked(request: Request) -> Result<Asked, Error> {
+pub(super) fn asked(mut request: Request) -> Result<Asked, Error> {
     let model = request.conversation.model.clone();
+    let config = request.conversation.output_config.as_mut();
+    let format = config.and_then(|config| config.format.take());
+    let format = follow(request.output_format, format)?;
     let mut chat = chat(request.conversation)?;
     let choice = request.tool_choice.as_ref();
     let one_call = choice.is_some_and(|choice| choice.disable_parallel_tool_use);
-    let grammar = choose(request.tool_choice, &mut chat)?;
+    let grammar = match (choose(request.tool_choice, &mut chat)?, format) {
+        (Some(_), Some(_)) => {
+            let why = "the text cannot be both a call of a tool and follow output_config.format";
+            return Err(refused("output_config.format", why));
+        }
+        (must, format) => must.or(format),
+    };
     Ok(Asked {
         one_call,
         stream: request.stream.unwrap_or(false),
@@ -332,6 +390,36 @@ mod tests {
                 .tools
                 .is_empty()
         );
+    }
+
+    #[test]
+    fn a_text_follows_the_schema_it_is_given() {
+        let format = json!({"type": "json_schema", "schema": {"type": "object"}});
+        let config = json!({"format": format, "effort": "low"});
+        let with = |more: Value| {
+            let mut all = json!({"max_tokens": 9, "messages": [], "tools": [{"name": "f"}]});
+            all.as_object_mut()
+                .unwrap()
+                .extend(more.as_object().unwrap().clone());
+            read(all)
+        };
+        for more in [
+            json!({ "output_format": format }),
+            json!({ "output_config": config }),
+        ] {
+            let kind = with(more).unwrap().request.grammar.unwrap().kind;
+            assert_eq!(kind, Some(Kind::JsonSchema(r#"{"type":"object"}"#.into())));
+        }
+        let told = chat_of(with(json!({ "output_config": config })).unwrap());
+        assert_eq!(told.template_arguments, r#"{"reasoning_effort":"low"}"#);
+        for bad in [
+            json!({"output_format": format, "output_config": config}),
+            json!({"output_format": {"type": "xml"}}),
+            json!({"output_format": {"type": "json_schema"}}),
+            json!({"output_format": format, "tool_choice": {"type": "any"}}),
+        ] {
+            assert!(with(bad.clone()).is_err(), "{bad}");
+        }
     }
 
     #[test]

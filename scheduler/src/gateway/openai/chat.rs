@@ -20,7 +20,7 @@ use super::{
 use crate::{
     access::Caller,
     gateway::{
-        ask::{Answer, Branches, Piece, Tell, call_id, complete, pieces, stream},
+        ask::{self, Answer, Branches, Piece, Tell, call_id, complete, pieces, stream},
         body,
         sse::{Framing, Gone, Out},
     },
@@ -42,6 +42,12 @@ struct Request {
     parallel_tool_calls: Option<bool>,
     /// Further variables of the model's template.
     chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<String>,
+    // What would change the answer and is not here.
+    functions: Option<Value>,
+    function_call: Option<Value>,
+    audio: Option<Value>,
+    web_search_options: Option<Value>,
     #[serde(flatten)]
     options: Options,
 }
@@ -84,6 +90,23 @@ struct Asked {
 }
 
 fn read(request: Request) -> Result<Asked, Error> {
+    for (field, given, instead) in [
+        ("functions", &request.functions, "give tools"),
+        ("function_call", &request.function_call, "give tool_choice"),
+        ("audio", &request.audio, "leave it out"),
+        (
+            "web_search_options",
+            &request.web_search_options,
+            "leave it out",
+        ),
+    ] {
+        if given.is_some() {
+            return Err(refused(
+                field,
+                format!("{field} is not served here; {instead}"),
+            ));
+        }
+    }
     let options = request.options;
     let told = tools::tools(request.tools.unwrap_or_default())?;
     let one_call = request.parallel_tool_calls == Some(false);
@@ -96,9 +119,11 @@ fn read(request: Request) -> Result<Asked, Error> {
         (grammar, must) => must.or(grammar),
     };
     let messages = request.messages.into_iter().map(message);
-    let arguments = request
-        .chat_template_kwargs
-        .map(|all| Value::from(all).to_string());
+    let mut told_template = request.reasoning_effort.as_deref().map(ask::effort);
+    if let Some(own) = request.chat_template_kwargs {
+        told_template.get_or_insert_default().extend(own);
+    }
+    let arguments = told_template.map(|all| Value::from(all).to_string());
     let chat = Chat {
         messages: messages.collect::<Result<_, _>>()?,
         tools: told,
@@ -392,6 +417,33 @@ mod tests {
         assert_eq!(chat.messages[1].content, "hi");
         assert_eq!(chat.messages[2].tool_calls[0].name, "f");
         assert_eq!(chat.messages[3].tool_call_id, "c");
+    }
+
+    #[test]
+    fn how_much_to_think_is_told_to_the_template() {
+        let told = |value: Value| match asked(value).unwrap().request.prompt.unwrap().kind {
+            Some(Kind::Chat(chat)) => serde_json::from_str::<Value>(&chat.template_arguments),
+            other => panic!("{other:?}"),
+        };
+        let none = told(json!({"messages": [], "reasoning_effort": "none"})).unwrap();
+        assert_eq!(none, json!({"enable_thinking": false}));
+        let own = told(json!({
+            "messages": [], "reasoning_effort": "low",
+            "chat_template_kwargs": {"enable_thinking": false},
+        }));
+        assert_eq!(
+            own.unwrap(),
+            json!({"enable_thinking": false, "reasoning_effort": "low"})
+        );
+    }
+
+    #[test]
+    fn what_would_change_the_answer_is_read_or_refused() {
+        for field in ["functions", "function_call", "audio", "web_search_options"] {
+            let error = asked(json!({"messages": [], field: {}})).err().unwrap();
+            assert_eq!(error.get("field"), Some(field));
+            assert!(asked(json!({"messages": [], field: null})).is_ok());
+        }
     }
 
     #[test]

@@ -32,7 +32,8 @@ impl<T> OneOrMany<T> {
 }
 
 /// How tokens are chosen and when a text ends: what chats and completions have in common. Fields that are not here are
-/// left unread, as OpenAI's clients send whatever they know; those that would change what comes out are read or refused.
+/// left unread, as OpenAI's clients send whatever they know; those that would change what comes out are read, or refused by name
+/// where chats and Responses are read.
 #[derive(Debug, Default, Deserialize)]
 pub(in crate::gateway) struct Options {
     pub temperature: Option<f32>,
