@@ -9,7 +9,6 @@
 use std::{
     collections::BTreeMap,
     ffi::CString,
-    fs::File,
     io,
     num::NonZero,
     ops::Range,
