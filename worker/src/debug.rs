@@ -6,5 +6,6 @@ pub mod capture;
 pub mod guard;
 pub mod memory;
 pub mod observer;
+mod row;
 pub mod trace;
 pub mod watch;

@@ -4,15 +4,15 @@ use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
     v1::{
-        BlackBox, CaptureHeld, CaptureOptions, CapturedNode, Condition, CrashReport, GuardHit,
-        ReplayRequest, captured, condition::Kind, replay_request::Which,
+        BlackBox, CaptureHeld, CaptureOptions, CapturedNode, CrashReport, ReplayRequest, captured,
+        replay_request::Which,
     },
 };
 use serde_json::{Value, json};
 
 use crate::{
     cli::{
-        debug::{hit_line, hit_view, told::named},
+        debug::told::named,
         exit::Failure,
         interrupt::Interrupt,
         session::Session,
@@ -73,14 +73,10 @@ enum News<'a> {
     Held(&'a CaptureHeld),
     /// It is there now, which is this node of the model if it is one.
     At(&'a BlackBox, Option<&'a CapturedNode>),
-    /// A node gives what must not be.
-    Hit(&'a GuardHit),
 }
 
-/// What no healthy model computes anywhere, in the order of the watchpoints.
-const WATCHED: [(Kind, &str); 2] = [(Kind::Nan(true), "nan"), (Kind::Infinite(true), "inf")];
-
-/// Runs a request again, under watchpoints, and tells what happens meanwhile.
+/// Runs a request again, and tells what happens meanwhile. Without watchpoints: they are steps of the plan, too, and the
+/// request would die in another one than it did.
 async fn run_again(
     client: &Client,
     id: &str,
@@ -91,9 +87,6 @@ async fn run_again(
         worker: worker.to_owned(),
         hold_ms,
         which: Some(Which::RequestId(id.to_owned())),
-        conditions: (WATCHED.iter().map(|(kind, _)| *kind))
-            .map(|kind| Condition { kind: Some(kind) })
-            .collect(),
         follow: true,
         options: Some(CaptureOptions {
             only_logits: true,
@@ -106,7 +99,7 @@ async fn run_again(
         let mut told = client.replay(request).await?;
         let mut tokens = 0;
         while let Some(message) = told.next().await {
-            let (waited, hits) = (recorder.held().is_some(), recorder.hits().len());
+            let waited = recorder.held().is_some();
             let message = message?;
             let is_place = matches!(message.kind, Some(captured::Kind::Seen(_)));
             tokens += u64::from(recorder.push(message)?.is_some());
@@ -115,9 +108,6 @@ async fn run_again(
             }
             if let Some(seen) = recorder.seen().filter(|_| is_place) {
                 show(News::At(seen, recorder.node_of(seen)));
-            }
-            for hit in recorder.hits().iter().skip(hits) {
-                show(News::Hit(hit));
             }
         }
         let end = recorder.end().ok_or_else(|| {
@@ -256,14 +246,6 @@ pub(super) async fn replay(
                     let command = attach(held);
                     let text = format!("on the scheduler's host, as its user or root: {command}");
                     shown = ui.print(&format!("{}\n", one_line(&text)));
-                }
-                News::Hit(hit) => {
-                    let which = WATCHED.get(hit.condition as usize);
-                    let condition = which.map_or("?", |(_, name)| name);
-                    shown = match json {
-                        true => ui.print_json(&hit_view(hit, condition)),
-                        false => ui.print(&hit_line(hit, condition)),
-                    };
                 }
                 // A line that changes, where somebody sits before it.
                 News::At(seen, node) => {
