@@ -62,7 +62,7 @@ fn existing() -> BTreeSet<String> {
         types: AttentionOptions BackendParams ConvOptions DType DumpOptions FlashAttention Norm Placement Reason RotaryOptions SessionOptions SharedTensor Step Thresholds;
         Address: from_environment;
         Backend: describe get memory open reserve weights;
-        Client: devices inspect load load_progress trace trace_worker unload workers;
+        Client: devices inspect load load_progress trace_worker unload workers;
         Compiled: call call_eval reserve;
         DType: block_bytes name;
         DeviceMemory: total;

@@ -9,3 +9,4 @@ pub mod observer;
 mod row;
 pub mod trace;
 pub mod watch;
+mod watched;

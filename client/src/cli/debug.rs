@@ -23,7 +23,6 @@ pub use capture::{CaptureFlags, Layers, LookFlags, When};
 pub use compare::CompareFlags;
 pub use dump::{DumpFlags, DumpStyle};
 pub use guard::GuardFlags;
-pub(super) use guard::{line as hit_line, view as hit_view};
 pub use memory::MemoryFlags;
 pub use reduce::{FaultFlags, ReduceFlags, RerunFlags};
 pub use replay::ReplayFlags;

@@ -3,7 +3,7 @@
 
 use std::{
     io,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use hotcell_graph::{DType, Value, wire};
@@ -20,6 +20,7 @@ use tonic::Status;
 use super::{
     guard::{conditions, wire as hit_on_wire},
     row::statistics,
+    watched::Watched,
 };
 use crate::{
     engine::Inside,
@@ -30,6 +31,9 @@ use crate::{
 
 /// Bytes of nodes in one message, about.
 const PIECE: usize = 1 << 20;
+
+/// Until a message that was taken for a connection has left the process.
+const FLUSH: Duration = Duration::from_millis(50);
 
 /// What the logits are called among the nodes.
 const LOGITS: &str = "logits";
@@ -127,35 +131,6 @@ pub struct Capture {
     /// How the plan's steps are named, if that is to be told.
     plan: Option<v1::CapturedPlan>,
     watched: Option<Watched>,
-}
-
-/// Watchpoints under which a request is run.
-struct Watched {
-    hits: mpsc::Receiver<Hit>,
-    /// What a hit's point counts.
-    nodes: Vec<v1::CapturedNode>,
-    request: String,
-}
-
-impl Watched {
-    /// The next hit of the request's.
-    async fn next(&mut self) -> Option<Hit> {
-        loop {
-            let hit = self.hits.recv().await?;
-            if hit.request == self.request {
-                return Some(hit);
-            }
-        }
-    }
-
-    fn try_next(&mut self) -> Option<Hit> {
-        loop {
-            let hit = self.hits.try_recv().ok()?;
-            if hit.request == self.request {
-                return Some(hit);
-            }
-        }
-    }
 }
 
 /// A step of a plan as it is told.
@@ -320,6 +295,25 @@ impl Capture {
         }
     }
 
+    /// Tells how the plan's steps are named, if that is to be told, and has it on its way: the request that comes next may
+    /// kill this process, and what waits here then is lost.
+    ///
+    /// # Errors
+    /// When nobody reads.
+    pub async fn tell_plan(
+        &mut self,
+        to: &mpsc::Sender<Result<v1::Captured, Status>>,
+    ) -> Result<(), mpsc::error::SendError<()>> {
+        let Some(plan) = self.plan.take() else {
+            return Ok(());
+        };
+        to.reserve().await?.send(Ok(say(Kind::Plan(plan))));
+        // Once there is room again, it was taken; then the connection's task writes it.
+        drop(to.reserve().await?);
+        tokio::time::sleep(FLUSH).await;
+        Ok(())
+    }
+
     /// Tells it until the request ends, all tokens are told, or nobody reads. Once `over` says how the request ended,
     /// nothing more comes.
     pub async fn tell(
@@ -348,11 +342,6 @@ impl Capture {
                 return;
             }
         };
-        if let Some(plan) = self.plan.take()
-            && to.send(Ok(say(Kind::Plan(plan)))).await.is_err()
-        {
-            return;
-        }
         let (mut is_over, mut failed) = (false, None);
         let mut watched = self.watched.take();
         let (worker, epoch) = host.identity();

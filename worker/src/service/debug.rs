@@ -157,9 +157,25 @@ impl Debug for DebugService {
             capture.follow(&self.0).await?;
         }
         drop(model);
-        let events = tokens::begin(&self.0, wire, deadline).await?;
         let (to, told) = mpsc::channel(1);
-        tokio::spawn(capture.tell(self.0.clone(), to, ended(events)));
+        let host = self.0.clone();
+        if !request.follow {
+            let events = tokens::begin(&host, wire, deadline).await?;
+            tokio::spawn(capture.tell(host, to, ended(events)));
+            return Ok(Response::new(ReceiverStream::new(told)));
+        }
+        tokio::spawn(async move {
+            if capture.tell_plan(&to).await.is_err() {
+                return;
+            }
+            match tokens::begin(&host, wire, deadline).await {
+                Ok(events) => capture.tell(host, to, ended(events)).await,
+                Err(error) => {
+                    let _ = to.send(Err(error.into())).await;
+                    host.engine().leave_alone().await;
+                }
+            }
+        });
         Ok(Response::new(ReceiverStream::new(told)))
     }
 
