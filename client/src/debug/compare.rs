@@ -86,7 +86,7 @@ impl Compared {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::recording::tests::recording, *};
+    use super::{super::recording::sample as recording, *};
 
     #[test]
     fn the_first_row_that_differs_is_named() {

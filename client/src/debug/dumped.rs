@@ -136,7 +136,7 @@ mod tests {
     use safetensors::tensor::{Dtype, TensorView};
 
     use super::{
-        super::{liken, recording::tests::recording},
+        super::{liken, recording::sample as recording},
         *,
     };
 

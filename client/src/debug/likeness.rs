@@ -297,7 +297,7 @@ impl NodeLikeness {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::recording::tests::recording, *};
+    use super::{super::recording::sample as recording, *};
 
     fn set(recording: &mut Recording, token: usize, node: usize, values: &[f32]) {
         let row = &mut recording.tokens[token].nodes[node];

@@ -303,9 +303,8 @@ impl Recording {
         match spool {
             Some(spool) => spool.pour(to)?,
             None => {
-                let rows = self.tokens.iter().flat_map(|token| &token.nodes);
-                rows.map(|row| to.write_all(&row.data))
-                    .collect::<io::Result<()>>()?;
+                let mut rows = self.tokens.iter().flat_map(|token| &token.nodes);
+                rows.try_for_each(|row| to.write_all(&row.data))?;
             }
         }
         Ok((MAGIC.len() + 8 + header.len() + 8 + body.len() + end) as u64)
@@ -570,7 +569,10 @@ impl Header {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(super) use tests::recording as sample;
+
+#[cfg(test)]
+mod tests {
     use std::fs;
 
     use super::*;

@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// A process that tells, and what it tells.
-type Telling = (Arc<Link>, Streaming<TracePiece>);
+type Telling = (Arc<Link>, Box<Streaming<TracePiece>>);
 
 /// Where pieces come from.
 enum Source {
@@ -60,10 +60,10 @@ pub(super) struct Traced {
     timeline: Timeline,
 }
 
-async fn ask(link: &Link, asked: TraceRequest) -> Result<Streaming<TracePiece>, Error> {
+async fn ask(link: &Link, asked: TraceRequest) -> Result<Box<Streaming<TracePiece>>, Error> {
     let mut client = link.debug().await?;
     match client.trace(asked).await {
-        Ok(pieces) => Ok(pieces.into_inner()),
+        Ok(pieces) => Ok(Box::new(pieces.into_inner())),
         Err(status) => Err(link.said(&status).await),
     }
 }

@@ -4,7 +4,7 @@ use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
     v1::{
-        BlackBox, CaptureHeld, CaptureOptions, CapturedNode, CrashReport, ReplayRequest, captured,
+        BlackBox, CaptureHeld, CaptureOptions, CrashReport, ReplayRequest, captured,
         replay_request::Which,
     },
 };
@@ -12,7 +12,6 @@ use serde_json::{Value, json};
 
 use crate::{
     cli::{
-        debug::told::named,
         exit::Failure,
         interrupt::Interrupt,
         session::Session,
@@ -48,8 +47,8 @@ fn attach(held: &CaptureHeld) -> String {
 enum Outcome {
     /// It came to its end, or failed, after so many tokens.
     Lived { tokens: u64, failed: String },
-    /// Its worker died, at this node as far as it is known.
-    Died(Box<CrashReport>, Option<CapturedNode>),
+    /// Its worker died.
+    Died(Box<CrashReport>),
     /// It could not be run.
     Not(Error),
 }
@@ -71,8 +70,8 @@ fn is_same(one: &CrashReport, other: &CrashReport) -> bool {
 enum News<'a> {
     /// A process waits for a debugger.
     Held(&'a CaptureHeld),
-    /// It is there now, which is this node of the model if it is one.
-    At(&'a BlackBox, Option<&'a CapturedNode>),
+    /// It is there now.
+    At(&'a BlackBox),
 }
 
 /// Runs a request again, and tells what happens meanwhile. Without watchpoints: they are steps of the plan, too, and the
@@ -107,7 +106,7 @@ async fn run_again(
                 show(News::Held(held));
             }
             if let Some(seen) = recorder.seen().filter(|_| is_place) {
-                show(News::At(seen, recorder.node_of(seen)));
+                show(News::At(seen));
             }
         }
         let end = recorder.end().ok_or_else(|| {
@@ -124,20 +123,15 @@ async fn run_again(
     if let (Reason::WorkerLost, Some((worker, epoch))) = (error.reason(), its)
         && let Ok(crash) = client.crash(&format!("{worker}.{epoch}")).await
     {
-        // The report knows best where that was; what was seen before, if it does not.
-        let seen = crash.blackbox.as_ref().or(recorder.seen());
-        let node = seen.and_then(|seen| recorder.node_of(seen)).cloned();
-        return Outcome::Died(Box::new(crash), node);
+        return Outcome::Died(Box::new(crash));
     }
     Outcome::Not(error)
 }
 
-fn place(seen: Option<&BlackBox>, node: Option<&CapturedNode>) -> String {
-    match (seen, node) {
-        (Some(seen), Some(node)) => {
-            format!(" at {} (step {} of the plan)", named(node), seen.node)
-        }
-        (Some(seen), None) if !seen.op.is_empty() => {
+/// Where a process was, by its plan's step: which node of the model that is depends on the plan that computed the rows.
+fn place(seen: Option<&BlackBox>) -> String {
+    match seen {
+        Some(seen) if !seen.op.is_empty() => {
             format!(" at step {} of a plan, {}", seen.node, seen.op)
         }
         _ => String::new(),
@@ -146,12 +140,12 @@ fn place(seen: Option<&BlackBox>, node: Option<&CapturedNode>) -> String {
 
 fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
     let text = match outcome {
-        Outcome::Died(again, node) => {
+        Outcome::Died(again) => {
             let verdict = match is_same(crash, again) {
                 true => "died the same way",
                 false => "died in another way",
             };
-            let at = place(again.blackbox.as_ref(), node.as_ref());
+            let at = place(again.blackbox.as_ref());
             format!("{verdict}: {}{at}, report {}", again.reason, again.id)
         }
         Outcome::Lived { tokens, failed } if failed.is_empty() => {
@@ -167,16 +161,10 @@ fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
 
 fn view(id: &str, crash: &CrashReport, outcome: &Outcome) -> Value {
     match outcome {
-        Outcome::Died(again, node) => json!({
+        Outcome::Died(again) => json!({
             "request_id": id,
             "outcome": "died",
             "same": is_same(crash, again),
-            "node": node.as_ref().map(|node| json!({
-                "name": node.name,
-                "op": node.op,
-                "layer": node.layer,
-                "weight": node.weight,
-            })),
             "crash": again,
         }),
         Outcome::Lived { tokens, failed } => json!({
@@ -248,12 +236,8 @@ pub(super) async fn replay(
                     shown = ui.print(&format!("{}\n", one_line(&text)));
                 }
                 // A line that changes, where somebody sits before it.
-                News::At(seen, node) => {
-                    let text = format!(
-                        "step {} of its batch{}",
-                        seen.steps,
-                        place(Some(seen), node)
-                    );
+                News::At(seen) => {
+                    let text = format!("step {} of its batch{}", seen.steps, place(Some(seen)));
                     bar.set_message(one_line(&text));
                 }
             }
@@ -299,26 +283,11 @@ mod tests {
     #[test]
     fn a_death_is_the_same_if_its_signal_and_op_are() {
         let one = crash("mul_mat", "SIGSEGV");
-        let died = |again| line("r", &one, &Outcome::Died(Box::new(again), None));
+        let died = |again| line("r", &one, &Outcome::Died(Box::new(again)));
         let text = died(crash("mul_mat", "SIGSEGV"));
         assert!(
             text.contains("died the same way: killed by SIGSEGV at step 4 of a plan, mul_mat"),
             "{text}"
-        );
-        let node = CapturedNode {
-            name: "layers.1.mul_mat.2".into(),
-            weight: "up.weight".into(),
-            ..CapturedNode::default()
-        };
-        let again = Outcome::Died(Box::new(crash("mul_mat", "SIGSEGV")), Some(node));
-        let text = line("r", &one, &again);
-        assert!(
-            text.contains("SIGSEGV at layers.1.mul_mat.2 (up.weight) (step 4 of the plan)"),
-            "{text}"
-        );
-        assert_eq!(
-            view("r", &one, &again)["node"]["name"],
-            "layers.1.mul_mat.2"
         );
         assert!(died(crash("", "SIGSEGV")).contains("the same way"));
         assert!(died(crash("add", "SIGSEGV")).contains("another way"));
