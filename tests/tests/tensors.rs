@@ -431,6 +431,7 @@ async fn latency(session: &Session, x: &Tensor) -> Duration {
 }
 
 /// What is begun and not read: it goes on when it is.
+#[allow(clippy::large_enum_variant)] // there are nine of them
 enum Unread {
     Download(Session, Tensor, tonic::Streaming<v1::DownloadChunk>, usize),
     Calls(
