@@ -56,6 +56,18 @@ pub const MAX_INFER_PARAMETERS: usize = 64;
 pub const MAX_INFERS_IN_FLIGHT: usize = 64;
 /// Pieces of shared memory that clients of a scheduler have registered.
 pub const MAX_REGIONS: usize = 256;
+/// Bytes of one tensor that a worker computes in a client's memory in place: smaller ones are copied, which takes less than
+/// what a mapping costs others.
+pub const IN_PLACE_BYTES: std::ops::RangeInclusive<u64> = (256 << 10)..=(256 << 20);
+/// What the first byte of such a tensor lies at a multiple of.
+pub const IN_PLACE_ALIGNMENT: u64 = 64;
+/// Places in clients' memory that one plan has its worker keep mapped.
+pub const MAX_IN_PLACE_MAPPINGS: usize = 16;
+/// Their bytes.
+pub const MAX_IN_PLACE_BYTES: u64 = 1 << 30;
+const _: () = assert!(*IN_PLACE_BYTES.end() <= MAX_IN_PLACE_BYTES);
+/// Places in clients' memory that one worker has mapped.
+pub const MAX_CLIENT_MAPPINGS: usize = 512;
 /// Bytes of such a piece's name, and of the key under which the host knows it.
 pub const MAX_REGION_NAME: usize = 128;
 /// One prompt: text, or a rendered chat, bytes.

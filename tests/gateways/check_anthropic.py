@@ -88,7 +88,7 @@ def check_text_that_follows_a_schema(cell):
     schema = {"type": "object", "properties": {"who": {"enum": ["Adam", "Eve"]}}, "required": ["who"], "additionalProperties": False}
     format_ = {"type": "json_schema", "schema": schema}
     for more in ({"output_config": {"format": format_}}, {"output_format": format_}):
-        done = client(cell).messages.create(**{**ASKED, "max_tokens": 60, "extra_body": {"temperature": 0, **more}})
+        done = client(cell).messages.create(**{**ASKED, "max_tokens": 200, "extra_body": {"temperature": 0, **more}})
         assert json.loads(done.content[0].text)["who"] in ("Adam", "Eve"), done
 
 

@@ -10,9 +10,7 @@ use std::sync::atomic::{
 };
 
 use hotcell_ipc::unsealed::{UnsealedMapping, replace_by_zeros};
-
-/// Such mappings of one worker at once.
-const MAX_GUARDED: usize = 512;
+use hotcell_proto::limits::MAX_CLIENT_MAPPINGS;
 
 /// A mapping's pages; 0 where there is none.
 struct Place {
@@ -23,13 +21,13 @@ struct Place {
 }
 
 /// A static, since a signal handler looks there at any moment. Entries are cleared before their mappings end.
-static PLACES: [Place; MAX_GUARDED] = [const {
+static PLACES: [Place; MAX_CLIENT_MAPPINGS] = [const {
     Place {
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
         lost: AtomicBool::new(false),
     }
-}; MAX_GUARDED];
+}; MAX_CLIENT_MAPPINGS];
 
 /// A mapping of which the signal handler knows.
 #[derive(Debug)]

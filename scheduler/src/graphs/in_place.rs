@@ -16,6 +16,7 @@ use std::{
 
 use hotcell_proto::{
     error::{Error, Reason},
+    limits::{IN_PLACE_ALIGNMENT, IN_PLACE_BYTES, MAX_IN_PLACE_BYTES, MAX_IN_PLACE_MAPPINGS},
     v1::{FreeRequest, Handle, ImportSharedRequest, TensorSpec},
 };
 use rustix::fs::SeekFrom;
@@ -27,16 +28,6 @@ use super::{
     saved::Saved,
     session::Session,
 };
-
-/// Smaller tensors are copied: that takes less than what a mapping costs others.
-const LEAST: u64 = 256 << 10;
-/// Bytes of one tensor in place, at most.
-const MOST: u64 = 256 << 20;
-/// What a worker's kernels want of a tensor's first byte.
-const ALIGNMENT: u64 = 64;
-/// Mappings that one plan has its worker keep, and their bytes.
-const MAX_MAPPINGS: usize = 16;
-const MAX_BYTES: u64 = 1 << 30;
 
 /// Memory that a client registered, for as long as it is.
 #[derive(Debug)]
@@ -105,7 +96,7 @@ impl Spot {
     }
 
     fn is_fit(&self) -> bool {
-        (LEAST..=MOST).contains(&self.bytes) && self.at.is_multiple_of(ALIGNMENT)
+        IN_PLACE_BYTES.contains(&self.bytes) && self.at.is_multiple_of(IN_PLACE_ALIGNMENT)
     }
 }
 
@@ -193,7 +184,9 @@ impl Shelf {
         let mut gone = Vec::new();
         loop {
             let held: u64 = entries.iter().map(|entry| entry.bytes).sum();
-            if entries.len() < MAX_MAPPINGS && held.saturating_add(bytes) <= MAX_BYTES {
+            if entries.len() < MAX_IN_PLACE_MAPPINGS
+                && held.saturating_add(bytes) <= MAX_IN_PLACE_BYTES
+            {
                 return Some(gone);
             }
             let Some(idle) = entries.iter().position(|entry| entry.uses == 0) else {

@@ -107,13 +107,16 @@ impl Timeline {
     /// The traced process is no more.
     pub(super) fn lost(&mut self, worker: &str) {
         self.end.deaths = self.end.deaths.saturating_add(1);
-        self.without = (self.now()).map(|now| (now, format!("{worker} has no process")));
+        // One that was gone before it told anything was none.
+        if self.without.is_none() {
+            self.without = (self.now()).map(|now| (now, format!("{worker} has no process")));
+        }
     }
 
-    /// Another process is traced from now on.
-    pub(super) fn found(&mut self) {
-        if let (Some((from, name)), Some(now)) = (self.without.take(), self.now()) {
-            self.event(from, now.saturating_sub(from), &name);
+    /// Until so long after the beginning there was no process.
+    fn found(&mut self, until: u64) {
+        if let Some((from, name)) = self.without.take() {
+            self.event(from, until.saturating_sub(from), &name);
         }
     }
 
@@ -168,7 +171,9 @@ impl Timeline {
                 vec![piece]
             }
             (Some(Kind::Head(head)), Some(begun_ns)) => {
+                // By its own word, and not from when it was heard: it may have done a step until then.
                 self.shift_ns = head.begun_ns.saturating_sub(begun_ns);
+                self.found(self.shift_ns);
                 Vec::new()
             }
             (Some(Kind::Spans(some)), _) => {
@@ -193,8 +198,8 @@ impl Timeline {
 
     /// This part of the trace, and its end.
     pub(super) fn finish(&mut self) -> Vec<TracePiece> {
-        self.found();
         let now = self.now().unwrap_or_default();
+        self.found(now);
         let rest: Vec<String> = self.inside.keys().cloned().collect();
         for id in rest {
             self.end(id, now);
@@ -262,6 +267,7 @@ mod tests {
         assert_eq!((second.name.as_str(), second.begin_ns), ("r2", 25_000_000));
         assert!(second.duration_ns >= 59_000_000_000);
     }
+
     #[test]
     fn a_process_after_the_first_is_told_on_the_firsts_clock() {
         let begun_ns = now_ns() - 1_000_000_000;
@@ -293,13 +299,13 @@ mod tests {
         timeline.happened(&event(EventKind::WorkerDied, "w0", "killed"), "w0");
         timeline.happened(&event(EventKind::WorkerReady, "w1", ""), "w0");
         timeline.happened(&event(EventKind::StreamContinued, "w1", "r goes on"), "w0");
-        timeline.found();
-        assert!(timeline.pass(head(begun_ns + 100)).is_empty());
+        let next = 2_000_000_000;
+        assert!(timeline.pass(head(begun_ns + next)).is_empty());
         let told = timeline.pass(step());
         let Some(Kind::Spans(told)) = &told[0].kind else {
             panic!("{told:?}");
         };
-        assert_eq!((told.spans[0].begin_ns, timeline.steps()), (107, 2));
+        assert_eq!((told.spans[0].begin_ns, timeline.steps()), (next + 7, 2));
         let one = TraceEnd {
             missed_steps: 3,
             ..TraceEnd::default()
@@ -318,5 +324,7 @@ mod tests {
             "w0 has no process",
         ];
         assert_eq!(names, expected);
+        let gone = &ours.spans[2];
+        assert_eq!(gone.begin_ns + gone.duration_ns, next);
     }
 }

@@ -178,7 +178,6 @@ impl Traced {
             };
             let (passed, is_last) = match came {
                 Came::Process(telling) => {
-                    self.timeline.found();
                     self.source = Source::Process(telling);
                     continue;
                 }
