@@ -14,7 +14,7 @@ mod timeline;
 mod tokens;
 mod traced;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use hotcell_proto::{
     error::{Error, Reason},
@@ -203,12 +203,17 @@ pub async fn end_health(mut health: HealthReporter) {
     }
 }
 
-/// When the caller stops waiting, by its `grpc-timeout`.
+/// So much before its caller stops waiting, a call is over: the library below ends one at that moment as if the caller had
+/// cancelled it, and the code for that would be another. Its timers are exact to a millisecond.
+const AHEAD: Duration = Duration::from_millis(2);
+
+/// When a call is to be over, by its `grpc-timeout`.
 ///
 /// # Errors
 /// [`Reason::InvalidArgument`] for a header that cannot be read.
 pub(crate) fn deadline(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
-    Ok(hotcell_proto::deadline::of(metadata)?.map(Instant::from_std))
+    let at = hotcell_proto::deadline::of(metadata)?.map(Instant::from_std);
+    Ok(at.map(|at| at.checked_sub(AHEAD).unwrap_or(at)))
 }
 
 /// Whether a request came over TCP, perhaps from another host.

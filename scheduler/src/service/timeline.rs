@@ -41,7 +41,7 @@ pub(super) struct Timeline {
     over: Vec<TraceSpan>,
     /// What happened, in its order.
     events: Vec<TraceSpan>,
-    /// Since when there is no process, and what it is called.
+    /// Since when no process tells, and what that is called.
     without: Option<(u64, String)>,
     /// What is to be added to times of the process that is traced now.
     shift_ns: u64,
@@ -109,11 +109,11 @@ impl Timeline {
         self.end.deaths = self.end.deaths.saturating_add(1);
         // One that was gone before it told anything was none.
         if self.without.is_none() {
-            self.without = (self.now()).map(|now| (now, format!("{worker} has no process")));
+            self.without = (self.now()).map(|now| (now, format!("{worker} is not traced")));
         }
     }
 
-    /// Until so long after the beginning there was no process.
+    /// Until so long after the beginning no process told anything.
     fn found(&mut self, until: u64) {
         if let Some((from, name)) = self.without.take() {
             self.event(from, until.saturating_sub(from), &name);
@@ -318,11 +318,7 @@ mod tests {
         };
         assert_eq!((end.deaths, end.missed_steps), (1, 3));
         let names: Vec<&str> = ours.spans.iter().map(|span| span.name.as_str()).collect();
-        let expected = [
-            "w0 (epoch 1) died: killed",
-            "r goes on",
-            "w0 has no process",
-        ];
+        let expected = ["w0 (epoch 1) died: killed", "r goes on", "w0 is not traced"];
         assert_eq!(names, expected);
         let gone = &ours.spans[2];
         assert_eq!(gone.begin_ns + gone.duration_ns, next);

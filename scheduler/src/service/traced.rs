@@ -24,6 +24,9 @@ use crate::{
     fleet::{Fleet, Link, believe_traced},
 };
 
+/// Time between two looks for the process after one that is gone. Short: what that does until it is found is not traced.
+const NEXT: Duration = Duration::from_millis(2);
+
 /// A process that tells, and what it tells.
 type Telling = (Arc<Link>, Box<Streaming<TracePiece>>);
 
@@ -76,7 +79,7 @@ async fn successor(
     until: Instant,
 ) -> Telling {
     loop {
-        sleep(timeline::LOOK).await;
+        sleep(NEXT).await;
         let Ok(link) = fleet.for_debug(&before.worker) else {
             continue;
         };

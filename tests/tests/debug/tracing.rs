@@ -169,7 +169,7 @@ async fn a_trace_outlives_the_process_that_it_began_with_and_marks_its_death() {
     };
     let died = event("w0 (epoch 1) died: ");
     let went_on = event("request outlives goes on after ");
-    let gone = event("w0 has no process");
+    let gone = event("w0 is not traced");
     assert!(died.begin_ns < went_on.begin_ns && went_on.duration_ns == 0);
     let steps: Vec<_> = of(TraceTrack::Steps).collect();
     let back = gone.begin_ns + gone.duration_ns;
@@ -177,7 +177,11 @@ async fn a_trace_outlives_the_process_that_it_began_with_and_marks_its_death() {
     let after: Vec<_> = steps.iter().filter(|step| step.begin_ns >= back).collect();
     let (before, rest) = (before.count(), after.len());
     assert!(before > 5 && rest > 5, "{before} {rest}");
-    assert_eq!(before + rest, steps.len(), "none without a process");
+    assert_eq!(
+        before + rest,
+        steps.len(),
+        "none of a time that is not traced"
+    );
     // The scheduler had it all along.
     let mut had = of(TraceTrack::Scheduler).filter(|span| span.name == "outlives");
     let had = had.next().unwrap();
