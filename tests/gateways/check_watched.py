@@ -119,6 +119,26 @@ def attributes(span):
     return {a.key: plain(a.value) for a in span.attributes}
 
 
+def check_states_of_models(cell):
+    """One state at a time, the same by command and by metrics: asleep, awake with the first request, and asleep again."""
+    def state():
+        told, = (m for m in json.loads(cell.command("models", "--json"))["models"] if m["name"] == "drowsy")
+        return told["state"], len(told["workers"])
+
+    def measured():
+        mine = {name: value for name, value in cell.metrics().items() if name.startswith('hotcell_model_state{model="drowsy"')}
+        assert len(mine) == 6 and sorted(mine.values()) == [0, 0, 0, 0, 0, 1], mine
+        return next(re.search('state="(.*)"', name)[1] for name, value in mine.items() if value)
+
+    cell.command("load", str(DEPLOY / "models" / "kjv"), "--name", "drowsy", "--on-request", "--keep-alive", "2s")
+    assert state() == ("asleep", 0) and measured() == "asleep", (state(), measured())
+    assert cell.command("generate", "In the beginning", "--model", "drowsy", "--max-tokens", "4")
+    assert state() == ("loaded", 1) and measured() == "loaded", (state(), measured())
+    cell.wait(lambda: state() == ("asleep", 0) and measured() == "asleep", 20, "asleep again")
+    cell.command("unload", "drowsy")
+    assert "drowsy" not in str(cell.metrics())
+
+
 def check_opentelemetry(cell):
     """A request's trace goes on from its client's, through the scheduler into each worker that it had, and comes to a collector."""
     collector = Collector()
