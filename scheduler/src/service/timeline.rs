@@ -107,7 +107,7 @@ impl Timeline {
     /// The traced process is no more.
     pub(super) fn lost(&mut self, worker: &str) {
         self.end.deaths = self.end.deaths.saturating_add(1);
-        // One that was gone before it told anything was none.
+        // After one that was gone before it told anything, the time without goes on.
         if self.without.is_none() {
             self.without = (self.now()).map(|now| (now, format!("{worker} is not traced")));
         }
