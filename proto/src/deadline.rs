@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use tonic::metadata::MetadataMap;
+use tonic::{codegen::http::HeaderMap, metadata::MetadataMap};
 
 use crate::error::{Error, Reason};
 
@@ -49,11 +49,27 @@ pub fn parse(value: &str) -> Result<Duration, Error> {
 /// # Errors
 /// [`Reason::InvalidArgument`] for a malformed header.
 pub fn of(metadata: &MetadataMap) -> Result<Option<Instant>, Error> {
-    let Some(value) = metadata.get(HEADER) else {
+    of_headers(metadata.as_ref())
+}
+
+/// As [`of`], for a call that was not taken apart yet.
+///
+/// # Errors
+/// As [`of`].
+pub fn of_headers(headers: &HeaderMap) -> Result<Option<Instant>, Error> {
+    let Some(value) = headers.get(HEADER) else {
         return Ok(None);
     };
     let timeout = parse(value.to_str().unwrap_or("?"))?;
     Ok(Instant::now().checked_add(timeout.min(MOST)))
+}
+
+/// What a call says that has passed its deadline.
+pub fn passed() -> Error {
+    Error::new(
+        Reason::DeadlineExceeded,
+        "the deadline passed before there was an answer; allow more time",
+    )
 }
 
 #[cfg(test)]

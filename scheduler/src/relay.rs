@@ -122,9 +122,8 @@ pub async fn run(
             tracing::info!(request = %id, %model, reason, %error, "request failed");
         }
     }
-    writer
-        .0
-        .finish(end.map_err(|error| error.with("request_id", &id).into()));
+    let end = end.map_err(|error| error.with("request_id", &id).into());
+    streams.finish(&id, &writer.0, end);
     streams.keep(&id, &writer.0).await;
 }
 

@@ -17,7 +17,7 @@ mod traced;
 use std::{sync::Arc, time::Duration};
 
 use hotcell_proto::{
-    error::{Error, Reason},
+    error::Error,
     limits,
     v1::{
         self, ConfinementLayer, control_server::ControlServer, debug_server::DebugServer,
@@ -203,8 +203,8 @@ pub async fn end_health(mut health: HealthReporter) {
     }
 }
 
-/// So much before its caller stops waiting, a call is over: the library below ends one at that moment as if the caller had
-/// cancelled it, and the code for that would be another. Its timers are exact to a millisecond.
+/// So much before its caller stops waiting, a call is over, so that the service itself can say so in its trace and its
+/// metrics; at that moment the guard before it answers. Timers are exact to a millisecond.
 const AHEAD: Duration = Duration::from_millis(2);
 
 /// When a call is to be over, by its `grpc-timeout`.
@@ -244,9 +244,6 @@ async fn within<T>(
     };
     match tokio::time::timeout_at(at, call).await {
         Ok(result) => result,
-        Err(_) => Err(Error::new(
-            Reason::DeadlineExceeded,
-            "the deadline passed before there was an answer; allow more time",
-        )),
+        Err(_) => Err(hotcell_proto::deadline::passed()),
     }
 }

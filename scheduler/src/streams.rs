@@ -18,16 +18,34 @@ use hotcell_proto::{
     ids::RequestId,
     limits,
     receipt::Hash,
-    v1::HeldStream,
+    v1::{Finished, HeldStream},
 };
-use tokio::sync::watch;
+use tokio::{
+    sync::{broadcast, watch},
+    time::Instant,
+};
 use tokio_util::task::{TaskTracker, task_tracker::TaskTrackerToken};
+use tonic::Status;
 
 use crate::{
     access::Caller,
     elsewhere::Elsewhere,
     stream::{Mark, Restored, Room, Stream},
 };
+
+/// Ends that one who is told of them may be behind with.
+const ENDS: usize = 1024;
+
+/// A request that is or was in the scheduler.
+#[derive(Clone, Debug)]
+pub struct Stay {
+    /// Its id.
+    pub id: RequestId,
+    /// When it came in.
+    pub born: Instant,
+    /// The trace that it belongs to; none: empty.
+    pub trace: String,
+}
 
 #[derive(Debug)]
 struct Entry {
@@ -65,6 +83,8 @@ struct Inner {
     elsewhere: watch::Sender<Option<Arc<Elsewhere>>>,
     /// Whether they never go anywhere.
     stay: AtomicBool,
+    /// Told of requests as they end.
+    ends: broadcast::Sender<Stay>,
     table: Mutex<Table>,
 }
 
@@ -90,6 +110,7 @@ impl Streams {
             readers: TaskTracker::new(),
             elsewhere: watch::Sender::default(),
             stay: AtomicBool::new(false),
+            ends: broadcast::Sender::new(ENDS),
             table: Mutex::default(),
         }))
     }
@@ -108,14 +129,35 @@ impl Streams {
         self.table().entries.len()
     }
 
-    /// Those that run: their requests' ids, when they came in, and their traces.
-    pub fn running(&self) -> Vec<(RequestId, tokio::time::Instant, String)> {
+    /// Those that run.
+    pub fn running(&self) -> Vec<Stay> {
         let table = self.table();
         let running = table.entries.iter().filter_map(|(id, entry)| {
             let (born, trace) = entry.stream.running()?;
-            Some((id.clone(), born, trace))
+            let id = id.clone();
+            Some(Stay { id, born, trace })
         });
         running.collect()
+    }
+
+    /// Tells of each that ends from now on, however short it was.
+    pub fn ends(&self) -> broadcast::Receiver<Stay> {
+        self.0.ends.subscribe()
+    }
+
+    /// Ends one, and tells of it.
+    pub fn finish(&self, id: &RequestId, stream: &Stream, end: Result<Finished, Status>) {
+        let stay = match self.0.ends.receiver_count() {
+            0 => None,
+            _ => stream.running(),
+        };
+        // Before its reader hears of it, who may then ask for what was told.
+        if let Some((born, trace)) = stay {
+            let id = id.clone();
+            // Nobody may be there any more.
+            let _ = self.0.ends.send(Stay { id, born, trace });
+        }
+        stream.finish(end);
     }
 
     /// Has those that run go on at another host, one after the other, as far as it takes them.

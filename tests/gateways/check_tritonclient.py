@@ -154,7 +154,9 @@ def check_errors_leave_the_stream_open(cell):
     refused(lambda: c.infer("kjv", inputs(stream=True)), "INVALID_ARGUMENT")
     assert "n cannot be 2" in refused(lambda: c.infer("kjv", inputs(n=2)), "INVALID_ARGUMENT")
     assert "image" in refused(lambda: c.infer("kjv", [*inputs(), text_input("image", "x")]), "INVALID_ARGUMENT")
-    refused(lambda: c.infer("kjv", inputs(max_tokens=1000), client_timeout=0.05), "DEADLINE_EXCEEDED")
+    # Of many, since whoever ends it first says why: the service, what is before it, the library below, or the client.
+    for _ in range(20):
+        refused(lambda: c.infer("kjv", inputs(max_tokens=1000), client_timeout=0.05), "DEADLINE_EXCEEDED")
     refused(lambda: c.infer("kjv", inputs(max_tokens=1000), timeout=50_000), "DEADLINE_EXCEEDED")
     refused(lambda: c.update_log_settings({"log_info": False}), "UNIMPLEMENTED")
     stream = Streaming(cell)

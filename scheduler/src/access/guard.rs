@@ -1,14 +1,18 @@
 //! The guard before all services: finds out who calls, and whether that one may.
 
 use std::{
-    future::{Ready, ready},
-    pin::Pin,
+    future::{Ready, poll_fn, ready},
+    pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll},
 };
 
-use hotcell_proto::error::{Error, Reason};
+use hotcell_proto::{
+    deadline,
+    error::{Error, Reason},
+};
 use http::{HeaderMap, Request, Response, header::AUTHORIZATION};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::either::Either;
 use tonic::{Code, Status, body::Body, transport::server::UdsConnectInfo};
 use tower::{Layer, Service};
@@ -155,6 +159,27 @@ fn outcome(code: Code) -> Outcome {
     }
 }
 
+/// Waits for the answer of a call until its deadline. Services have deadlines of their own, which pass a little earlier;
+/// one that is late by then is answered here, before the library below does so: it would say that the caller cancelled the
+/// call. It asks for the answer first and looks at its clock then, which began to run after ours.
+async fn by<E>(
+    at: Instant,
+    answer: impl Future<Output = Result<Response<Body>, E>>,
+) -> Result<Response<Body>, E> {
+    let (mut answer, mut late) = (pin!(answer), pin!(sleep_until(at)));
+    poll_fn(|cx| {
+        if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
+            return Poll::Ready(answer);
+        }
+        // The clock too: of two timers that ended, one may not have told yet.
+        match late.as_mut().poll(cx).is_ready() || Instant::now() >= at {
+            true => Poll::Ready(Ok(Status::from(deadline::passed()).into_http())),
+            false => Poll::Pending,
+        }
+    })
+    .await
+}
+
 impl<S> Layer<S> for Guard {
     type Service = Guarded<S>;
 
@@ -193,9 +218,14 @@ where
         let mark = seat::came_by(request.extensions_mut());
         match self.guard.check(&mut request, mark.as_ref()) {
             Ok((begun, arrival)) => {
+                // The services refuse one that cannot be read.
+                let deadline = deadline::of_headers(request.headers()).ok().flatten();
                 let answer = self.inner.call(request);
                 Either::Right(Box::pin(async move {
-                    let mut answer = answer.await;
+                    let mut answer = match deadline {
+                        None => answer.await,
+                        Some(at) => by(at.into(), answer).await,
+                    };
                     if let Ok(response) = &mut answer {
                         arrival.answer(response.headers_mut());
                         if let Some(begun) = begun {
@@ -213,5 +243,29 @@ where
                 Either::Left(ready(Ok(error.into_http())))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{convert::Infallible, time::Duration};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_is_late_is_answered_by_its_deadline() {
+        let soon = Duration::from_millis(50);
+        let after = |time| async move {
+            tokio::time::sleep(time).await;
+            Ok::<_, Infallible>(Status::ok("").into_http::<Body>())
+        };
+        let deadline = || Instant::now() + soon;
+        let late = by(deadline(), after(soon * 2)).await.unwrap();
+        assert_eq!(code(late.headers()), Code::DeadlineExceeded);
+        let there = by(deadline(), after(soon / 2)).await.unwrap();
+        assert_eq!(code(there.headers()), Code::Ok);
+        // What is there at that moment is told.
+        let just = by(deadline(), after(soon)).await.unwrap();
+        assert_eq!(code(just.headers()), Code::Ok);
     }
 }

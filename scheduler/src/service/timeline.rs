@@ -1,10 +1,7 @@
 //! The scheduler's part of a trace of one worker: which requests were in the scheduler when, what became of the worker's
 //! processes, and which streams went on, all on the first process's clock.
 
-use std::{
-    collections::HashMap,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use hotcell_proto::{
     limits,
@@ -14,10 +11,7 @@ use hotcell_proto::{
     },
 };
 
-use crate::{discover::clip, streams::Streams};
-
-/// Time between two looks at what runs.
-pub(super) const LOOK: Duration = Duration::from_millis(20);
+use crate::{discover::clip, streams::Stay};
 
 /// Requests of one trace, at most.
 const REQUESTS: usize = 4096;
@@ -36,8 +30,7 @@ fn ns(time: Duration) -> u64 {
 pub(super) struct Timeline {
     /// When the worker's part began, nanoseconds since 1970.
     begun_ns: Option<u64>,
-    /// By id: from when on, since the beginning, and the trace.
-    inside: HashMap<String, (u64, String)>,
+    /// The requests, those that ended.
     over: Vec<TraceSpan>,
     /// What happened, in its order.
     events: Vec<TraceSpan>,
@@ -61,15 +54,6 @@ fn spans(spans: Vec<TraceSpan>) -> TracePiece {
 }
 
 impl Timeline {
-    /// Looks at what runs now. What does not any more did until now.
-    pub(super) fn look(&mut self, streams: &Streams) {
-        let running = streams.running();
-        let running = running
-            .into_iter()
-            .map(|(id, born, trace)| (id.as_str().to_owned(), born.elapsed(), trace));
-        self.see(running.collect(), now_ns());
-    }
-
     fn now(&self) -> Option<u64> {
         Some(now_ns().saturating_sub(self.begun_ns?))
     }
@@ -130,35 +114,35 @@ impl Timeline {
         self.steps
     }
 
-    fn see(&mut self, running: Vec<(String, Duration, String)>, now_ns: u64) {
-        let Some(begun) = self.begun_ns else {
+    /// A request that ends now. One that came before the trace is drawn from its beginning on.
+    pub(super) fn stayed(&mut self, stay: Stay) {
+        let Some(now) = self.now() else {
             return;
         };
-        let now = now_ns.saturating_sub(begun);
-        let gone = |id: &&String| !running.iter().any(|(other, ..)| other == *id);
-        let over: Vec<String> = self.inside.keys().filter(gone).cloned().collect();
-        for id in over {
-            self.end(id, now);
+        if self.over.len() >= REQUESTS {
+            return;
         }
-        for (id, age, trace) in running {
-            if self.inside.len() + self.over.len() < REQUESTS {
-                // One that came before the trace is drawn from its beginning on.
-                let from = now.saturating_sub(ns(age));
-                self.inside.entry(id).or_insert((from, trace));
-            }
-        }
+        let begin_ns = now.saturating_sub(ns(stay.born.elapsed()));
+        self.over.push(TraceSpan {
+            track: TraceTrack::Scheduler.into(),
+            begin_ns,
+            duration_ns: now.saturating_sub(begin_ns),
+            name: stay.id.as_str().to_owned(),
+            trace_id: stay.trace,
+            ..TraceSpan::default()
+        });
     }
 
-    fn end(&mut self, id: String, now: u64) {
-        if let Some((begin_ns, trace_id)) = self.inside.remove(&id) {
-            self.over.push(TraceSpan {
-                track: TraceTrack::Scheduler.into(),
-                begin_ns,
-                duration_ns: now.saturating_sub(begin_ns),
-                name: id,
-                trace_id,
-                ..TraceSpan::default()
-            });
+    /// A request that outlives the trace. Its end may have been told already, if that is just now.
+    pub(super) fn stays(&mut self, stay: Stay) {
+        let begin_ns = (self.now()).map(|now| now.saturating_sub(ns(stay.born.elapsed())));
+        // Two of one id are never there at once.
+        let is_it = |span: &TraceSpan| {
+            let end = span.begin_ns.saturating_add(span.duration_ns);
+            span.name == stay.id.as_str() && begin_ns.is_some_and(|begin| begin < end)
+        };
+        if !self.over.iter().any(is_it) {
+            self.stayed(stay);
         }
     }
 
@@ -200,10 +184,6 @@ impl Timeline {
     pub(super) fn finish(&mut self) -> Vec<TracePiece> {
         let now = self.now().unwrap_or_default();
         self.found(now);
-        let rest: Vec<String> = self.inside.keys().cloned().collect();
-        for id in rest {
-            self.end(id, now);
-        }
         let mut ours = std::mem::take(&mut self.over);
         ours.append(&mut self.events);
         let end = TracePiece {
@@ -215,32 +195,34 @@ impl Timeline {
 
 #[cfg(test)]
 mod tests {
-    use hotcell_proto::v1::TraceHead;
+    use hotcell_proto::{ids::RequestId, v1::TraceHead};
 
     use super::*;
 
-    #[test]
-    fn requests_are_drawn_from_when_they_came_until_they_are_gone() {
+    #[tokio::test(start_paused = true)]
+    async fn requests_are_drawn_from_when_they_came_until_they_are_gone() {
         let mut timeline = Timeline::default();
         let ms = Duration::from_millis;
-        let one = |age| vec![("r1".to_owned(), ms(age), "4bf9".to_owned())];
-        timeline.see(one(1), 5);
-        assert!(timeline.inside.is_empty(), "nothing before the trace began");
-        let begun_ns = now_ns() - 60_000_000_000;
+        tokio::time::advance(ms(90_000)).await;
+        let stay = |id: &str, age: u64, trace: &str| Stay {
+            id: RequestId::new(id).unwrap(),
+            born: tokio::time::Instant::now() - ms(age),
+            trace: trace.to_owned(),
+        };
+        timeline.stayed(stay("r0", 1, ""));
+        assert!(timeline.over.is_empty(), "nothing before the trace began");
         let head = Kind::Head(TraceHead {
-            begun_ns,
+            begun_ns: now_ns() - 60_000_000_000,
             ..TraceHead::default()
         });
         timeline.pass(TracePiece { kind: Some(head) });
-        timeline.see(one(10), begun_ns + 4_000_000);
-        timeline.see(
-            [one(40), vec![("r2".to_owned(), ms(5), String::new())]].concat(),
-            begun_ns + 30_000_000,
-        );
-        timeline.see(
-            vec![("r2".to_owned(), ms(25), String::new())],
-            begun_ns + 50_000_000,
-        );
+        // Before the trace; shorter than anybody looks; as long as can be.
+        timeline.stayed(stay("r1", 70_000, "4bf9"));
+        timeline.stayed(stay("r2", 0, ""));
+        timeline.stayed(stay("r3", 25_000, ""));
+        // One that has just been told of, and one that goes on.
+        timeline.stays(stay("r3", 25_000, ""));
+        timeline.stays(stay("r4", 5_000, ""));
         let end = TracePiece {
             kind: Some(Kind::End(TraceEnd::default())),
         };
@@ -256,16 +238,17 @@ mod tests {
         else {
             panic!("{told:?}");
         };
-        let [first, second] = &ours.spans[..] else {
+        let [first, second, third, fourth] = &ours.spans[..] else {
             panic!("{ours:?}");
         };
-        assert_eq!(
-            (first.name.as_str(), first.begin_ns, first.duration_ns),
-            ("r1", 0, 50_000_000)
-        );
+        assert_eq!((first.name.as_str(), first.begin_ns), ("r1", 0));
+        assert!(first.duration_ns >= 60_000_000_000);
         assert_eq!(first.trace_id, "4bf9");
-        assert_eq!((second.name.as_str(), second.begin_ns), ("r2", 25_000_000));
-        assert!(second.duration_ns >= 59_000_000_000);
+        assert_eq!((second.name.as_str(), second.duration_ns), ("r2", 0));
+        assert_eq!(third.duration_ns, 25_000_000_000);
+        assert!(third.begin_ns >= 35_000_000_000);
+        let (name, lasted) = (fourth.name.as_str(), fourth.duration_ns);
+        assert_eq!((name, lasted), ("r4", 5_000_000_000));
     }
 
     #[test]

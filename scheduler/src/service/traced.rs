@@ -9,19 +9,16 @@ use hotcell_proto::{
     v1::{TracePiece, TraceRequest, trace_piece::Kind},
 };
 use tokio::{
-    sync::mpsc,
-    time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout},
+    sync::{broadcast, mpsc},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 use tonic::{Status, Streaming};
 
-use super::{
-    Shared,
-    debug::STALLED,
-    timeline::{self, Timeline},
-};
+use super::{Shared, debug::STALLED, timeline::Timeline};
 use crate::{
     admission::draining,
     fleet::{Fleet, Link, believe_traced},
+    streams::Stay,
 };
 
 /// Time between two looks for the process after one that is gone. Short: what that does until it is found is not traced.
@@ -60,6 +57,8 @@ pub(super) struct Traced {
     /// The worker's name.
     worker: String,
     source: Source,
+    /// The requests that end.
+    ends: broadcast::Receiver<Stay>,
     timeline: Timeline,
 }
 
@@ -111,6 +110,8 @@ impl Traced {
         link: Arc<Link>,
         asked: TraceRequest,
     ) -> Result<Self, Error> {
+        // Before the worker's part, so that none is missed.
+        let ends = shared.streams.ends();
         let pieces = ask(&link, asked.clone()).await?;
         let ms = match (asked.duration_ms, asked.steps) {
             (0, 0) => limits::TRACE_MILLIS,
@@ -123,6 +124,7 @@ impl Traced {
             until: Instant::now() + Duration::from_millis(ms.into()),
             worker: link.worker.clone(),
             source: Source::Process((link, pieces)),
+            ends,
             timeline: Timeline::default(),
         })
     }
@@ -155,22 +157,36 @@ impl Traced {
         self.source = Source::Next(Box::pin(successor(fleet, link, asked, self.until)));
     }
 
+    /// Those that ended and were not looked at yet, and those that run on.
+    fn see_rest(&mut self) {
+        loop {
+            match self.ends.try_recv() {
+                Ok(stay) => self.timeline.stayed(stay),
+                Err(broadcast::error::TryRecvError::Lagged(_)) => {}
+                Err(_) => break,
+            }
+        }
+        for stay in self.shared.streams.running() {
+            self.timeline.stays(stay);
+        }
+    }
+
     /// Passes it on until its end, with the scheduler's part before that.
     pub(super) async fn pass(mut self, to: mpsc::Sender<Result<TracePiece, Status>>) {
-        let mut looking = interval(timeline::LOOK);
-        looking.set_missed_tick_behavior(MissedTickBehavior::Skip);
         let mut events = self.shared.fleet.events.watch();
         loop {
             let is_due = matches!(self.source, Source::Next(_));
             let came = tokio::select! {
                 () = self.shared.abort.cancelled() => Came::Piece(Err(draining().into())),
                 () = to.closed() => return,
-                _ = looking.tick() => {
-                    self.timeline.look(&self.shared.streams);
+                stay = self.ends.recv() => {
+                    // Of what was missed nobody can tell.
+                    if let Ok(stay) = stay {
+                        self.timeline.stayed(stay);
+                    }
                     continue;
                 }
                 event = events.recv() => {
-                    // Of what was missed nobody can tell.
                     if let Ok(event) = event {
                         self.timeline.happened(&event, &self.worker);
                     }
@@ -188,12 +204,18 @@ impl Traced {
                     Source::Process((link, _)) => {
                         let piece = believe_traced(piece, link);
                         let is_end = matches!(piece.kind, Some(Kind::End(_)));
+                        if is_end {
+                            self.see_rest();
+                        }
                         (self.timeline.pass(piece), Ok(is_end))
                     }
                     Source::Next(_) => continue,
                 },
                 // There is no other process, and no time left.
-                Came::Piece(Ok(None)) if is_due => (self.timeline.finish(), Ok(true)),
+                Came::Piece(Ok(None)) if is_due => {
+                    self.see_rest();
+                    (self.timeline.finish(), Ok(true))
+                }
                 // It left in order.
                 Came::Piece(Ok(None)) if self.timeline.has_begun() => {
                     self.go_on();

@@ -417,7 +417,7 @@ fn resume(shared: &Shared, held: HeldStream) -> Result<(), hotcell_proto::error:
     let (permit, model) = match begun {
         Ok(begun) => begun,
         Err(error) => {
-            stream.finish(Err(error.clone().into()));
+            streams.finish(&id, &stream, Err(error.clone().into()));
             tokio::spawn(async move { streams.keep(&id, &stream).await });
             return Err(error);
         }

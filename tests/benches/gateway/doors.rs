@@ -40,8 +40,11 @@ pub enum Door {
     OpenAi,
     OpenAiCompletions,
     Ollama,
+    OpenAiResponses,
     Anthropic,
     Oip,
+    /// The same over HTTP.
+    OipRest,
     Vllm,
 }
 
@@ -162,6 +165,15 @@ impl Doors {
                 let places = ("/choices/0/text", "/usage/completion_tokens");
                 self.events("/v1/completions", &body, places).await
             }
+            Door::OpenAiResponses => {
+                let body = json!({
+                    "model": "kjv", "input": PROMPT, "stream": true, "temperature": temperature, "store": false,
+                    "max_output_tokens": tokens,
+                });
+                // Other events tell all of the text again, under another name.
+                let places = ("/delta", "/response/usage/output_tokens");
+                self.events("/v1/responses", &body, places).await
+            }
             Door::Ollama => {
                 let body = json!({
                     "model": "kjv", "messages": chat, "stream": true,
@@ -180,8 +192,43 @@ impl Doors {
                 self.events("/v1/messages", &body, places).await
             }
             Door::Oip => self.oip(drawn, tokens).await,
+            Door::OipRest => {
+                let body = json!({
+                    "text_input": PROMPT, "stream": true, "exclude_input_in_output": true,
+                    "sampling_parameters": {"temperature": temperature, "seed": seed, "max_tokens": tokens},
+                });
+                let path = "/v2/models/kjv/generate_stream";
+                self.events(path, &body, ("/text_output", "")).await
+            }
             Door::Vllm => self.vllm(drawn, tokens, ids).await,
         }
+    }
+
+    /// A prompt's vector by Hotcell's own protocol, and by OpenAI's; and the microseconds that each took.
+    pub async fn embed(&mut self, by_openai: bool) -> Result<(Vec<f32>, f64)> {
+        let begun = Instant::now();
+        let vector = match by_openai {
+            true => {
+                let body = json!({"model": "kjv", "input": PROMPT, "encoding_format": "float"});
+                let kind = self.http.post("/v1/embeddings", &body).await?;
+                let told: Value = serde_json::from_slice(&self.http.rest(kind).await?)?;
+                let vector = told.pointer("/data/0/embedding").cloned();
+                serde_json::from_value(vector.with_context(|| told.to_string())?)?
+            }
+            false => {
+                let kind = Some(Kind::Text(PROMPT.to_owned()));
+                let request = v1::EmbedRequest {
+                    model: "kjv".to_owned(),
+                    prompts: vec![v1::Prompt { kind }],
+                    ..v1::EmbedRequest::default()
+                };
+                let mut client = TokensClient::new(self.channel.clone());
+                let told = client.embed(request).await?.into_inner();
+                let first = told.embeddings.into_iter().next();
+                first.context("no vector")?.values
+            }
+        };
+        Ok((vector, begun.elapsed().as_secs_f64() * 1e6))
     }
 
     async fn native(&self, form: Form, drawn: Drawn, tokens: u32, ids: &[u32]) -> Result<Told> {

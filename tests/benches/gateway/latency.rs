@@ -31,7 +31,7 @@ struct Row {
     goal: Goal,
 }
 
-const ROWS: [Row; 6] = [
+const ROWS: [Row; 8] = [
     Row {
         name: "openai_stream",
         door: Door::OpenAi,
@@ -44,6 +44,13 @@ const ROWS: [Row; 6] = [
         door: Door::OpenAiCompletions,
         form: Form::Text,
         seeded: true,
+        goal: MOST,
+    },
+    Row {
+        name: "openai_responses_stream",
+        door: Door::OpenAiResponses,
+        form: Form::Chat,
+        seeded: false,
         goal: MOST,
     },
     Row {
@@ -66,6 +73,13 @@ const ROWS: [Row; 6] = [
         form: Form::Text,
         seeded: true,
         goal: Goal::None,
+    },
+    Row {
+        name: "oip_rest_stream",
+        door: Door::OipRest,
+        form: Form::Text,
+        seeded: true,
+        goal: MOST,
     },
     Row {
         name: "vllm_stream",
@@ -155,6 +169,32 @@ async fn row(bench: &Bench, doors: &mut Doors, row: &Row, drawn: Drawn) -> Resul
     Ok(())
 }
 
+/// What a prompt's vector costs over OpenAI's protocol, as a whole.
+async fn embeddings(bench: &Bench, doors: &mut Doors) -> Result<()> {
+    let pairs = if bench.quick { 3 } else { PAIRS * 8 };
+    let (mut added, mut own_all) = (Vec::new(), Vec::new());
+    for pair in 0..=pairs {
+        let first = doors.embed(pair % 2 == 0).await?;
+        let second = doors.embed(pair % 2 != 0).await?;
+        let (own, other) = match pair % 2 {
+            0 => (second, first),
+            _ => (first, second),
+        };
+        ensure!(own.0 == other.0, "embeddings: other vectors");
+        if pair > 0 {
+            added.push(other.1 - own.1);
+            own_all.push(own.1);
+        }
+    }
+    println!(
+        "openai_embeddings: by Hotcell's own it takes {:.0} us",
+        median(own_all)
+    );
+    let name = "openai_embeddings_added_request";
+    bench.figure(name, median(added), "us", Goal::None);
+    Ok(())
+}
+
 pub async fn run(bench: &Bench) -> Result<()> {
     let house = House::start().await?;
     let mut doors = Doors::connect(&house).await?;
@@ -162,5 +202,5 @@ pub async fn run(bench: &Bench) -> Result<()> {
     for one in &ROWS {
         row(bench, &mut doors, one, drawn).await?;
     }
-    Ok(())
+    embeddings(bench, &mut doors).await
 }
