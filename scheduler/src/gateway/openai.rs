@@ -25,6 +25,7 @@ pub(super) use self::options::one_of;
 use super::{
     ask::{is_cut, now},
     failure::{Failed, Flavor},
+    sse::{Gone, Out},
 };
 use crate::service::Shared;
 
@@ -47,50 +48,57 @@ fn answered(result: Result<Response, Error>) -> Response {
 }
 
 /// What every answer to a request begins with.
+#[derive(Serialize)]
 struct Head {
     id: String,
+    object: &'static str,
     created: u64,
     model: String,
-    fingerprint: String,
+    system_fingerprint: String,
+    /// The beginning of a piece of a stream, up to its one choice. There is a piece for every token, which all begin alike.
+    #[serde(skip)]
+    before: String,
 }
 
 impl Head {
     /// Of what was accepted; ids begin with the `kind` of answer.
-    fn of(kind: &str, accepted: &Accepted) -> Self {
+    fn of((kind, object): (&str, &'static str), accepted: &Accepted) -> Self {
         // Same fingerprint, request and seed: same tokens. That is what OpenAI's word for it promises, too.
         let numerics = accepted.numerics.as_ref();
-        Self {
+        let mut head = Self {
             id: format!("{kind}-{}", accepted.request_id),
+            object,
             created: now(),
             model: accepted.model.clone(),
-            fingerprint: numerics.map(|n| n.id.clone()).unwrap_or_default(),
-        }
+            system_fingerprint: numerics.map(|n| n.id.clone()).unwrap_or_default(),
+            before: String::new(),
+        };
+        // Strings and a number always serialise.
+        let fields = serde_json::to_string(&head).unwrap_or_default();
+        let fields = fields.strip_suffix('}').unwrap_or_default();
+        head.before = format!("data: {fields},\"choices\":[");
+        head
     }
 
-    fn json(&self, object: &str, choices: Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        })
+    fn json(&self, choices: Value) -> Value {
+        let mut value = json!(self);
+        value["choices"] = choices;
+        value
     }
-}
 
-/// A piece of a stream with one choice. There is one for every token, so that no tree of values is made for it.
-#[derive(Serialize)]
-struct Chunk<'a, C> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    system_fingerprint: &'a str,
-    choices: [C; 1],
-    /// Null, where a last piece tells it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<()>,
+    /// Sends a piece of a stream with one choice; a last piece tells the usage, if it is to be told.
+    async fn piece(
+        &self,
+        out: &Out,
+        choice: &impl Serialize,
+        tells_usage: bool,
+    ) -> Result<(), Gone> {
+        let after = match tells_usage {
+            true => "],\"usage\":null}\n\n",
+            false => "]}\n\n",
+        };
+        out.framed(&self.before, choice, after).await
+    }
 }
 
 /// An error within a stream.

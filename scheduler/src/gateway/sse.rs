@@ -21,6 +21,9 @@ use tokio_stream::Stream;
 /// waits in its request's journal, which has the bound.
 const AHEAD: usize = 4;
 
+/// Bytes of a token's own part of an event, mostly.
+const VALUE: usize = 128;
+
 /// The writing end of a response.
 #[derive(Clone, Debug)]
 pub(super) struct Out {
@@ -55,6 +58,16 @@ impl Out {
         self.raw(framed("", value, "\n")).await
     }
 
+    /// Sends JSON between these, which frame it.
+    pub async fn framed(
+        &self,
+        before: &str,
+        value: &impl Serialize,
+        after: &str,
+    ) -> Result<(), Gone> {
+        self.raw(framed(before, value, after)).await
+    }
+
     /// Sends a comment, which every client of server-sent events leaves out.
     pub async fn ping(&self) -> Result<(), Gone> {
         self.raw(Bytes::from_static(b": ping\n\n")).await
@@ -62,7 +75,7 @@ impl Out {
 }
 
 fn framed(before: &str, value: &impl Serialize, after: &str) -> Bytes {
-    let mut bytes = Vec::with_capacity(256);
+    let mut bytes = Vec::with_capacity(before.len() + VALUE + after.len());
     bytes.extend_from_slice(before.as_bytes());
     // Our own types: strings, numbers, lists and maps with string keys, which always serialise.
     if let Err(error) = serde_json::to_writer(&mut bytes, value) {

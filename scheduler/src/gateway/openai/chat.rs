@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Chunk, Head, answered, failed, finish_reason, json_response, logprobs,
+    Head, answered, failed, finish_reason, json_response, logprobs,
     options::{Content, OneOrMany, Options, refused, text_of},
     tools::{self, CallSpec, CallView, ToolChoice, ToolSpec},
     usage,
@@ -187,7 +187,7 @@ async fn run(shared: &Shared, caller: &Caller, body: Body) -> Result<Response, E
 
 fn whole(answers: &[Answer]) -> Value {
     let accepted = answers.first().map(|a| a.accepted.clone());
-    let head = Head::of(KIND, &accepted.unwrap_or_default());
+    let head = Head::of((KIND, WHOLE), &accepted.unwrap_or_default());
     let choices = answers.iter().enumerate().map(|(index, answer)| {
         let calls = !answer.calls.is_empty();
         let content = match calls && answer.content.is_empty() {
@@ -210,13 +210,15 @@ fn whole(answers: &[Answer]) -> Value {
             "finish_reason": finish_reason(&answer.finished, calls),
         })
     });
-    let mut value = head.json("chat.completion", choices.collect());
+    let mut value = head.json(choices.collect());
     value["usage"] = usage(answers.iter().map(Answer::usage));
     value
 }
 
 /// What ids begin with.
 const KIND: &str = "chatcmpl";
+/// What an answer is called.
+const WHOLE: &str = "chat.completion";
 /// What a piece of a stream is called.
 const CHUNK: &str = "chat.completion.chunk";
 
@@ -265,7 +267,7 @@ impl Telling {
         let Some(head) = &self.head else {
             return Value::Null;
         };
-        let mut value = head.json(CHUNK, choices);
+        let mut value = head.json(choices);
         if self.include_usage {
             value["usage"] = Value::Null;
         }
@@ -289,16 +291,7 @@ impl Telling {
             logprobs,
             finish_reason,
         };
-        out.data(&Chunk {
-            id: &head.id,
-            object: CHUNK,
-            created: head.created,
-            model: &head.model,
-            system_fingerprint: &head.fingerprint,
-            choices: [choice],
-            usage: self.include_usage.then_some(()),
-        })
-        .await
+        head.piece(out, &choice, self.include_usage).await
     }
 
     async fn delta(&mut self, out: &Out, index: u32, delta: &Delta) -> Result<(), Gone> {
@@ -356,7 +349,8 @@ impl Tell for Telling {
     async fn tell(&mut self, out: &Out, (index, event): (u32, Event)) -> Result<(), Gone> {
         match event {
             Event::Accepted(accepted) => {
-                self.head.get_or_insert_with(|| Head::of(KIND, &accepted));
+                self.head
+                    .get_or_insert_with(|| Head::of((KIND, CHUNK), &accepted));
                 if let Some(told) = self.told.get_mut(index as usize) {
                     told.request = accepted.request_id;
                 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{
-    Chunk, Head, answered,
+    Head, answered,
     embeddings::Input,
     failed, finish_reason, json_response, logprobs,
     options::{OneOrMany, Options, refused},
@@ -194,7 +194,7 @@ fn whole(answers: &[Answer], before: &[String], n: u32, told: bool) -> Value {
         .first()
         .map(|a| a.accepted.clone())
         .unwrap_or_default();
-    let mut value = Head::of(KIND, &accepted).json(OBJECT, choices.collect());
+    let mut value = Head::of((KIND, OBJECT), &accepted).json(choices.collect());
     let usages: Vec<_> = answers.iter().map(Answer::usage).collect();
     value["usage"] = used(&usages, n);
     value
@@ -230,7 +230,7 @@ impl Telling {
         let mut value = self
             .head
             .as_ref()
-            .map_or(Value::Null, |head| head.json(OBJECT, choices));
+            .map_or(Value::Null, |head| head.json(choices));
         if self.include_usage {
             value["usage"] = Value::Null;
         }
@@ -254,16 +254,7 @@ impl Telling {
             logprobs,
             finish_reason,
         };
-        out.data(&Chunk {
-            id: &head.id,
-            object: OBJECT,
-            created: head.created,
-            model: &head.model,
-            system_fingerprint: &head.fingerprint,
-            choices: [choice],
-            usage: self.include_usage.then_some(()),
-        })
-        .await
+        head.piece(out, &choice, self.include_usage).await
     }
 }
 
@@ -276,7 +267,8 @@ impl Tell for Telling {
         };
         match event {
             Event::Accepted(accepted) => {
-                self.head.get_or_insert_with(|| Head::of(KIND, &accepted));
+                self.head
+                    .get_or_insert_with(|| Head::of((KIND, OBJECT), &accepted));
                 let before = std::mem::take(&mut told.before);
                 match before.is_empty() {
                     true => Ok(()),
