@@ -68,6 +68,11 @@ pub const MAX_IN_PLACE_BYTES: u64 = 1 << 30;
 const _: () = assert!(*IN_PLACE_BYTES.end() <= MAX_IN_PLACE_BYTES);
 /// Places in clients' memory that one worker has mapped.
 pub const MAX_CLIENT_MAPPINGS: usize = 512;
+/// Those that one session has.
+pub const MAX_SESSION_CLIENT_MAPPINGS: usize = 32;
+const _: () = assert!(MAX_IN_PLACE_MAPPINGS <= MAX_SESSION_CLIENT_MAPPINGS);
+/// Mappings of shared memory that one session has beside those.
+pub const MAX_SESSION_MAPPINGS: usize = 64;
 /// Bytes of such a piece's name, and of the key under which the host knows it.
 pub const MAX_REGION_NAME: usize = 128;
 /// One prompt: text, or a rendered chat, bytes.

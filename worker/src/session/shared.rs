@@ -11,7 +11,7 @@ use hotcell_kernels::{
 };
 use hotcell_proto::{
     error::{Error, Reason},
-    v1,
+    limits, v1,
 };
 
 use super::{
@@ -24,11 +24,6 @@ use super::{
     value::{State, Value},
 };
 use crate::{error::of_plan, repair::Guarded};
-
-/// Mappings of one session at once.
-const MAX_MAPPINGS: usize = 64;
-/// Those of clients' own memory, beside the others.
-const MAX_CLIENT_MAPPINGS: usize = 32;
 
 /// Memory of others, mapped.
 pub enum Mapped {
@@ -156,8 +151,8 @@ impl Session {
         let living = self.mappings.0.iter().filter_map(Weak::upgrade);
         let of_kind = |region: &Rc<Region>| region.mapping.is_clients() == mapping.is_clients();
         let limit = match mapping.is_clients() {
-            true => MAX_CLIENT_MAPPINGS,
-            false => MAX_MAPPINGS,
+            true => limits::MAX_SESSION_CLIENT_MAPPINGS,
+            false => limits::MAX_SESSION_MAPPINGS,
         };
         if living.filter(of_kind).count() >= limit {
             return Err(quota("mappings of shared memory", limit));
