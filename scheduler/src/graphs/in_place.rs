@@ -438,3 +438,79 @@ async fn let_go(
         shelf.doom(|entry| entry.handle == handle);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(inode: u64) -> Arc<ClientMemory> {
+        let file = File::open("/dev/null").unwrap();
+        Arc::new(ClientMemory::new(file, (1, inode)))
+    }
+
+    /// A place of the smallest size that is used in place.
+    fn spot(memory: &Arc<ClientMemory>, at: u64) -> Spot {
+        Spot {
+            memory: Arc::clone(memory),
+            at,
+            bytes: *IN_PLACE_BYTES.start(),
+            look: Arc::new(|| Ok(())),
+        }
+    }
+
+    /// Which are used in place.
+    fn used<const N: usize>(inputs: &[&Spot], outputs: [&Spot; N]) -> (Vec<bool>, [bool; N]) {
+        let call = Call {
+            rows: 0,
+            inputs: inputs
+                .iter()
+                .map(|spot| Source::Elsewhere((*spot).clone(), Arc::new(|_, _| Ok(()))))
+                .collect(),
+            outputs: outputs
+                .iter()
+                .map(|spot| Sink::Elsewhere((*spot).clone(), Arc::new(|_, _| Ok(()))))
+                .collect(),
+            deadline: None,
+            tenant: String::new(),
+        };
+        let all: Vec<bool> = chosen(&call).iter().map(Option::is_some).collect();
+        let (read, written) = all.split_at(inputs.len());
+        (read.to_vec(), written.try_into().unwrap())
+    }
+
+    #[test]
+    fn what_is_written_in_place_lies_in_nothing_else_of_its_call() {
+        let bytes = *IN_PLACE_BYTES.start();
+        let (one, other) = (memory(7), memory(8));
+        // The same file, registered once more.
+        let again = memory(7);
+        let from = spot(&one, 0);
+        assert_eq!(used(&[&from], [&spot(&other, 0)]), (vec![true], [true]));
+        assert_eq!(used(&[&from], [&spot(&again, bytes)]), (vec![true], [true]));
+        for at in [0, IN_PLACE_ALIGNMENT, bytes - IN_PLACE_ALIGNMENT] {
+            assert_eq!(used(&[&from], [&spot(&again, at)]), (vec![true], [false]));
+            let two = [&spot(&one, 0), &spot(&again, at)];
+            assert_eq!(used(&[], two), (vec![], [false, false]));
+        }
+        // One that is copied is read, too.
+        let off = spot(&one, 4);
+        assert_eq!(used(&[&off], [&spot(&one, 0)]), (vec![false], [false]));
+        // What is read may be read twice.
+        assert_eq!(used(&[&from, &from], []), (vec![true, true], []));
+    }
+
+    #[test]
+    fn what_is_small_or_lies_crooked_is_copied() {
+        let one = memory(7);
+        let small = Spot {
+            bytes: *IN_PLACE_BYTES.start() - 1,
+            ..spot(&one, 0)
+        };
+        let large = Spot {
+            bytes: *IN_PLACE_BYTES.end() + 1,
+            ..spot(&one, 0)
+        };
+        let crooked = spot(&one, IN_PLACE_ALIGNMENT - 1);
+        assert_eq!(used(&[&small, &large, &crooked], []).0, [false; 3]);
+    }
+}
