@@ -194,6 +194,8 @@ def check_statistics_count(cell):
     assert after.inference_count == before.inference_count + 1
     stats, old = after.inference_stats, before.inference_stats
     assert stats.success.ns - old.success.ns > stats.compute_infer.ns - old.compute_infer.ns > 0, stats
+    [batch] = after.batch_stats
+    assert batch.batch_size == 1 and batch.compute_infer == stats.compute_infer, batch
 
 
 def check_shared_memory(cell):

@@ -324,8 +324,11 @@ impl VllmEngine for Engine {
 
     async fn get_server_info(
         &self,
-        _: Request<GetServerInfoRequest>,
+        request: Request<GetServerInfoRequest>,
     ) -> Result<Response<GetServerInfoResponse>, Status> {
+        // Only to those who may name it.
+        let model = self.model(&Caller::of(request.extensions())).ok();
+        let about = model.and_then(|model| model.summary);
         let inside = self.shared.admission.count();
         let load = self.gauge.look(&self.shared).await;
         Ok(Response::new(GetServerInfoResponse {
@@ -336,6 +339,8 @@ impl VllmEngine for Engine {
             server_type: "hotcell".into(),
             data_parallel_size: 1,
             max_num_seqs: i32::try_from(load.most_running).unwrap_or(i32::MAX),
+            block_size: i32::try_from(load.block_tokens).unwrap_or(i32::MAX),
+            model_dtype: about.map(|about| about.weights_dtype).unwrap_or_default(),
             ..GetServerInfoResponse::default()
         }))
     }

@@ -6,7 +6,9 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use hotcell_gateways::inference::{InferStatistics, ModelStatistics, StatisticDuration};
+use hotcell_gateways::inference::{
+    InferBatchStatistics, InferStatistics, ModelStatistics, StatisticDuration,
+};
 use hotcell_proto::{limits, v1::Timings};
 
 use super::model::VERSION;
@@ -108,9 +110,16 @@ impl Statistics {
         self.all().remove(model);
     }
 
-    /// What is told of a model. Each request is one inference; the steps that it shared with others are not counted here.
+    /// What is told of a model. Each request is one inference, and a batch by itself: the steps that it shared with others are
+    /// not counted here.
     pub fn of(&self, model: &str) -> ModelStatistics {
         let counts = self.all().get(model).copied().unwrap_or_default();
+        let alone = InferBatchStatistics {
+            batch_size: 1,
+            compute_input: counts.input.told(),
+            compute_infer: counts.infer.told(),
+            compute_output: counts.output.told(),
+        };
         ModelStatistics {
             name: model.to_owned(),
             version: VERSION.to_owned(),
@@ -127,6 +136,10 @@ impl Statistics {
                 cache_hit: Total::default().told(),
                 cache_miss: Total::default().told(),
             }),
+            batch_stats: match counts.success.count {
+                0 => Vec::new(),
+                _ => vec![alone],
+            },
             ..ModelStatistics::default()
         }
     }
@@ -158,7 +171,11 @@ mod tests {
         assert_eq!(of(told.queue), Some((2, 0)));
         assert_eq!(of(told.compute_infer), Some((2, 4_000_000)));
         assert_eq!(of(told.fail), Some((1, 7)));
+        let batches = statistics.of("m").batch_stats;
+        assert_eq!((batches.len(), batches[0].batch_size), (1, 1));
+        assert_eq!(of(batches[0].compute_infer), Some((2, 4_000_000)));
         assert_eq!(statistics.of("other").inference_count, 0);
+        assert!(statistics.of("other").batch_stats.is_empty());
     }
 
     #[test]

@@ -37,6 +37,8 @@ pub(super) struct Load {
     /// Tokens in the caches, and for how many there is room.
     pub used_tokens: u64,
     pub most_tokens: u64,
+    /// Tokens of a block of them.
+    pub block_tokens: u64,
     /// Tokens per second that went out at this door.
     pub throughput: f64,
     /// Prompt tokens so far, and those of them that were in a cache.
@@ -131,6 +133,7 @@ fn sum(workers: &[WorkerInfo], waiting: usize) -> Load {
             let (used, all) = tokens(cache);
             load.used_tokens = load.used_tokens.saturating_add(used);
             load.most_tokens = load.most_tokens.saturating_add(all);
+            load.block_tokens = cache.block_tokens;
             load.prompt_tokens = load.prompt_tokens.saturating_add(cache.prompt_tokens);
             load.cached_tokens = load.cached_tokens.saturating_add(cache.cached_tokens);
         }

@@ -545,6 +545,14 @@ pub(super) fn statistics(all: ModelStatisticsResponse) -> Value {
     };
     let all = all.model_stats.into_iter().map(|model| {
         let stats = model.inference_stats.unwrap_or_default();
+        let batches = model.batch_stats.into_iter().map(|batch| {
+            json!({
+                "batch_size": batch.batch_size,
+                "compute_input": told(batch.compute_input),
+                "compute_infer": told(batch.compute_infer),
+                "compute_output": told(batch.compute_output),
+            })
+        });
         json!({
             "name": model.name,
             "version": model.version,
@@ -561,7 +569,7 @@ pub(super) fn statistics(all: ModelStatisticsResponse) -> Value {
                 "cache_hit": told(stats.cache_hit),
                 "cache_miss": told(stats.cache_miss),
             },
-            "batch_stats": [],
+            "batch_stats": batches.collect::<Value>(),
         })
     });
     json!({"model_stats": all.collect::<Value>()})
