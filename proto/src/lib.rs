@@ -8,6 +8,7 @@ pub mod error;
 pub mod exit;
 pub mod ids;
 pub mod limits;
+pub mod plan_part;
 pub mod receipt;
 pub mod session;
 pub mod token;

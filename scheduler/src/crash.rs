@@ -16,6 +16,7 @@ use hotcell_ipc::{
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
+    plan_part::PlanPart,
     v1::{AffectedRequest, BlackBox, CrashReport, RunningRequest, SignalSite},
 };
 
@@ -101,6 +102,7 @@ pub fn read(seen: Snapshot) -> BlackBox {
         error: clip(&seen.error),
         signal: seen.crash.map(site),
         packed_bytes: seen.packed,
+        part: seen.part.map(PlanPart::name).unwrap_or_default().to_owned(),
     }
 }
 

@@ -602,7 +602,10 @@ async fn a_gateway_learns_what_there_is_and_gets_the_tokenizer() {
         .into_inner();
     assert_eq!((server.active_requests, server.is_paused), (0, false));
     assert_eq!(server.data_parallel_size, 1);
-    assert_eq!((server.block_size, server.model_dtype.as_str()), (16, "bf16"));
+    assert_eq!(
+        (server.block_size, server.model_dtype.as_str()),
+        (16, "bf16")
+    );
 
     let files = tokenizer(&engine).await;
     for name in ["tokenizer.json", "tokenizer_config.json", "config.json"] {

@@ -14,6 +14,7 @@ use std::{
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
+    plan_part::PlanPart,
     v1::{self, captured::Kind},
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorInfo};
@@ -94,15 +95,20 @@ impl Recorder {
         self.seen.as_ref()
     }
 
-    /// The model's node at which a black box says that its process was: known once the plan was told, if the device tells
-    /// its steps, and the process ran such a plan.
+    /// The model's node at which a black box says that its process was: known once the plans were told, if the device tells
+    /// their steps, and the process executed one of them.
     pub fn node_of(&self, seen: &v1::BlackBox) -> Option<&v1::CapturedNode> {
         let at = usize::try_from(seen.node).ok()?;
-        // Of the two plans that take turns it was at the one whose step has this op.
-        let mut nodes = [&self.plan.steps, &self.plan.logits_steps]
-            .into_iter()
-            .filter_map(|steps| steps.get(at));
-        nodes.find(|node| !node.name.is_empty() && node.op == seen.op)
+        let steps = match PlanPart::from_name(&seen.part)? {
+            PlanPart::Body => &self.plan.steps,
+            PlanPart::Looked => &self.plan.looked_steps,
+            PlanPart::Logits => &self.plan.logits_steps,
+            // Those are told to nobody.
+            PlanPart::States => return None,
+        };
+        let node = steps.get(at)?;
+        // A part that was said just before its first step, or by a device that is behind, is another plan's.
+        (!node.name.is_empty() && node.op == seen.op).then_some(node)
     }
 
     /// The head, once it came.
@@ -698,6 +704,46 @@ mod tests {
             assert!(Recording::read(&path).is_err());
         }
         assert!(Recording::read(&folder.path().join("none")).is_err());
+    }
+
+    #[test]
+    fn a_node_is_named_by_the_plan_that_was_executed() {
+        let step = |name: &str, op: &str| v1::CapturedNode {
+            name: name.to_owned(),
+            op: op.to_owned(),
+            ..v1::CapturedNode::default()
+        };
+        let plan = v1::CapturedPlan {
+            steps: vec![step("a", "add"), step("b", "mul_mat")],
+            logits_steps: vec![step("l", "rms_norm"), step("logits", "mul_mat")],
+            looked_steps: vec![step("a", "add"), step("a", "abs"), step("b", "mul_mat")],
+        };
+        let mut recorder = Recorder::default();
+        let seen = |part: &str, node: u32, op: &str| v1::BlackBox {
+            part: part.to_owned(),
+            node,
+            op: op.to_owned(),
+            ..v1::BlackBox::default()
+        };
+        assert_eq!(recorder.node_of(&seen("body", 1, "mul_mat")), None);
+        let told = v1::Captured {
+            kind: Some(Kind::Plan(plan)),
+        };
+        recorder.push(told).unwrap();
+        let name = |seen| recorder.node_of(&seen).map(|node| node.name.as_str());
+        assert_eq!(name(seen("body", 1, "mul_mat")), Some("b"));
+        assert_eq!(name(seen("logits", 1, "mul_mat")), Some("logits"));
+        assert_eq!(name(seen("looked", 1, "abs")), Some("a"));
+        assert_eq!(name(seen("looked", 2, "mul_mat")), Some("b"));
+        for nowhere in [
+            seen("body", 0, "mul_mat"),
+            seen("body", 2, "mul_mat"),
+            seen("states", 1, "mul_mat"),
+            seen("", 1, "mul_mat"),
+            seen("another", 1, "mul_mat"),
+        ] {
+            assert_eq!(name(nowhere.clone()), None, "{nowhere:?}");
+        }
     }
 
     #[test]

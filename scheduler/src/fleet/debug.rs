@@ -100,6 +100,7 @@ pub fn believe_captured(said: Captured, link: &Link) -> Captured {
             Kind::Plan(plan) => Kind::Plan(CapturedPlan {
                 steps: believe_nodes(plan.steps),
                 logits_steps: believe_nodes(plan.logits_steps),
+                looked_steps: believe_nodes(plan.looked_steps),
             }),
             Kind::Hit(hit) => Kind::Hit(believe_hit(hit, link)),
             Kind::Head(head) => Kind::Head(CaptureHead {

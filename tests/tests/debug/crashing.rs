@@ -8,7 +8,7 @@ use std::{
 use hotcell_client::{GenerateOptions, Prompt, v1};
 use hotcell_tests::{
     cluster::{SOON, all_have, is_own},
-    fault::{CRASH, POISON},
+    fault::{CRASH, CRASH_NODE, POISON},
 };
 
 use super::{hotcell, long};
@@ -91,6 +91,16 @@ async fn a_crash_inside_a_kernel_is_named_by_its_node_when_it_is_run_again() {
         named(&seen.op) && again["op"].as_str().is_some_and(named),
         "{said}"
     );
+    // The model's node, of a plan of its body: the one that reads the memory, or the one before it.
+    assert_eq!(
+        (seen.part.as_str(), &again["part"]),
+        ("body", &"body".into())
+    );
+    let name = match again["op"].as_str() {
+        Some("mul_mat") => CRASH_NODE.strip_suffix(".weight").unwrap(),
+        _ => "layers.3.swiglu.0",
+    };
+    assert_eq!(outcome["node"], name, "{said}");
 }
 
 /// Attaches to a process for a while as a debugger would, which has it stand still for as long as it reads symbols, and

@@ -245,7 +245,7 @@ impl Capture {
         Ok(())
     }
 
-    /// Tells first how the plan's steps are named, as it is while somebody looks.
+    /// Tells first how the plans' steps are named.
     ///
     /// # Errors
     /// When the model is gone.
@@ -257,11 +257,12 @@ impl Capture {
             Ok::<_, Error>(batch.plan_steps())
         };
         let steps = host.engine().inside(ask).await??;
-        let [steps, logits_steps] =
+        let [steps, logits_steps, looked_steps] =
             steps.map(|steps| steps.into_iter().map(told_step).collect::<Vec<_>>());
         self.plan = Some(v1::CapturedPlan {
             steps,
             logits_steps,
+            looked_steps,
         });
         Ok(())
     }

@@ -134,7 +134,8 @@ struct Computed {
 
 impl Batch {
     /// No sequences yet. `secret` must be random: it keeps tenants from each other's cached prompts.
-    pub fn new(runner: Runner, secret: Key, blackbox: Writer) -> Self {
+    pub fn new(mut runner: Runner, secret: Key, blackbox: Writer) -> Self {
+        runner.tell(blackbox);
         let shape = *runner.shape();
         let kind = |(kind, &window)| Kind {
             window,

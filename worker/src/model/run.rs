@@ -11,10 +11,12 @@ use std::{
 };
 
 use hotcell_graph::Graph;
+use hotcell_ipc::blackbox::Writer;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
     plan::{Plan, PlanHints, Slot},
 };
+use hotcell_proto::plan_part::PlanPart;
 
 use caches::Caches;
 pub use follow::EACH;
@@ -61,6 +63,13 @@ fn bytes_besides_cache(
         }
     }
     Ok(bytes)
+}
+
+/// Says which plan is executed next.
+fn tell(to: Option<Writer>, part: PlanPart) {
+    if let Some(to) = to {
+        to.executes(part);
+    }
 }
 
 /// What a model's graphs are made of.
@@ -167,6 +176,8 @@ pub struct Runner {
     /// Computes the body in steps that somebody looks at.
     tap: Option<Tap>,
     tapping: bool,
+    /// Where it says which of its plans is executed.
+    tells: Option<Writer>,
     /// Notes what plans do, while somebody wants to know.
     follower: Option<Follower>,
 }
@@ -293,6 +304,7 @@ impl Runner {
             head_graph,
             tap: None,
             tapping: false,
+            tells: None,
             follower: None,
         })
     }
@@ -444,6 +456,11 @@ impl Runner {
         buffer.write_i32(0, scratch)
     }
 
+    /// Says in a black box which of its plans is executed. A device that only takes work in may still be at the one before.
+    pub fn tell(&mut self, to: Writer) {
+        self.tells = Some(to);
+    }
+
     /// Computes `rows` and the logits of those that `picks` names.
     ///
     /// # Errors
@@ -463,19 +480,23 @@ impl Runner {
         for (kind, of) in kinds.iter().enumerate() {
             Self::fill(scratch, &of.slots, rows.iter().map(|r| r.slots[kind]))?;
         }
-        let body = match &mut self.tap {
-            Some(tap) if self.tapping => &mut tap.plan,
-            _ => &mut self.body,
+        let (part, body) = match &mut self.tap {
+            Some(tap) if self.tapping => (PlanPart::Looked, &mut tap.plan),
+            _ => (PlanPart::Body, &mut self.body),
         };
+        let tells = self.tells;
         let follower = &self.follower;
-        let mut execute = |plan: &mut dyn Plan, rows| match follower {
-            Some(follower) => follower.execute(plan, rows),
-            None => self.stream.execute(plan, rows),
+        let mut execute = |part, plan: &mut dyn Plan, rows| {
+            tell(tells, part);
+            match follower {
+                Some(follower) => follower.execute(plan, rows),
+                None => self.stream.execute(plan, rows),
+            }
         };
-        execute(body.as_mut(), rows.len())?;
+        execute(part, body.as_mut(), rows.len())?;
         if !picks.is_empty() {
             Self::fill(scratch, pick_rows, picks.iter().copied())?;
-            execute(self.head.as_mut(), picks.len())?;
+            execute(PlanPart::Logits, self.head.as_mut(), picks.len())?;
         }
         self.stream.synchronize()
     }
@@ -497,6 +518,7 @@ impl Runner {
             return Ok(());
         }
         Self::fill(&mut self.scratch, &self.rows.picks, rows.iter().copied())?;
+        tell(self.tells, PlanPart::States);
         self.stream.execute(self.ending.as_mut(), rows.len())?;
         self.stream.synchronize()
     }

@@ -47,8 +47,8 @@ fn attach(held: &CaptureHeld) -> String {
 enum Outcome {
     /// It came to its end, or failed, after so many tokens.
     Lived { tokens: u64, failed: String },
-    /// Its worker died.
-    Died(Box<CrashReport>),
+    /// Its worker died, at this node of the model, if that is known.
+    Died(Box<CrashReport>, String),
     /// It could not be run.
     Not(Error),
 }
@@ -70,8 +70,8 @@ fn is_same(one: &CrashReport, other: &CrashReport) -> bool {
 enum News<'a> {
     /// A process waits for a debugger.
     Held(&'a CaptureHeld),
-    /// It is there now.
-    At(&'a BlackBox),
+    /// It is there now, at this node of the model, if that is known.
+    At(&'a BlackBox, &'a str),
 }
 
 /// Runs a request again, and tells what happens meanwhile. Without watchpoints: they are steps of the plan, too, and the
@@ -106,7 +106,7 @@ async fn run_again(
                 show(News::Held(held));
             }
             if let Some(seen) = recorder.seen().filter(|_| is_place) {
-                show(News::At(seen));
+                show(News::At(seen, name_of(&recorder, seen)));
             }
         }
         let end = recorder.end().ok_or_else(|| {
@@ -123,16 +123,27 @@ async fn run_again(
     if let (Reason::WorkerLost, Some((worker, epoch))) = (error.reason(), its)
         && let Ok(crash) = client.crash(&format!("{worker}.{epoch}")).await
     {
-        return Outcome::Died(Box::new(crash));
+        let seen = crash.blackbox.as_ref();
+        let node = seen.map_or("", |seen| name_of(&recorder, seen)).to_owned();
+        return Outcome::Died(Box::new(crash), node);
     }
     Outcome::Not(error)
 }
 
-/// Where a process was, by its plan's step: which node of the model that is depends on the plan that computed the rows.
-fn place(seen: Option<&BlackBox>) -> String {
+/// What the node is called at which a process was; nothing if that is not known.
+fn name_of<'a>(recorder: &'a Recorder, seen: &BlackBox) -> &'a str {
+    recorder.node_of(seen).map_or("", |node| &node.name)
+}
+
+/// Where a process was: by its plan's step, and by the model's node.
+fn place(seen: Option<&BlackBox>, node: &str) -> String {
     match seen {
         Some(seen) if !seen.op.is_empty() => {
-            format!(" at step {} of a plan, {}", seen.node, seen.op)
+            let name = match node {
+                "" => String::new(),
+                node => format!(", {node}"),
+            };
+            format!(" at step {} of a plan, {}{name}", seen.node, seen.op)
         }
         _ => String::new(),
     }
@@ -140,12 +151,12 @@ fn place(seen: Option<&BlackBox>) -> String {
 
 fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
     let text = match outcome {
-        Outcome::Died(again) => {
+        Outcome::Died(again, node) => {
             let verdict = match is_same(crash, again) {
                 true => "died the same way",
                 false => "died in another way",
             };
-            let at = place(again.blackbox.as_ref());
+            let at = place(again.blackbox.as_ref(), node);
             format!("{verdict}: {}{at}, report {}", again.reason, again.id)
         }
         Outcome::Lived { tokens, failed } if failed.is_empty() => {
@@ -161,10 +172,11 @@ fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
 
 fn view(id: &str, crash: &CrashReport, outcome: &Outcome) -> Value {
     match outcome {
-        Outcome::Died(again) => json!({
+        Outcome::Died(again, node) => json!({
             "request_id": id,
             "outcome": "died",
             "same": is_same(crash, again),
+            "node": (!node.is_empty()).then_some(node),
             "crash": again,
         }),
         Outcome::Lived { tokens, failed } => json!({
@@ -236,8 +248,9 @@ pub(super) async fn replay(
                     shown = ui.print(&format!("{}\n", one_line(&text)));
                 }
                 // A line that changes, where somebody sits before it.
-                News::At(seen) => {
-                    let text = format!("step {} of its batch{}", seen.steps, place(Some(seen)));
+                News::At(seen, node) => {
+                    let place = place(Some(seen), node);
+                    let text = format!("step {} of its batch{place}", seen.steps);
                     bar.set_message(one_line(&text));
                 }
             }
@@ -283,7 +296,7 @@ mod tests {
     #[test]
     fn a_death_is_the_same_if_its_signal_and_op_are() {
         let one = crash("mul_mat", "SIGSEGV");
-        let died = |again| line("r", &one, &Outcome::Died(Box::new(again)));
+        let died = |again| line("r", &one, &Outcome::Died(Box::new(again), String::new()));
         let text = died(crash("mul_mat", "SIGSEGV"));
         assert!(
             text.contains("died the same way: killed by SIGSEGV at step 4 of a plan, mul_mat"),
@@ -292,5 +305,11 @@ mod tests {
         assert!(died(crash("", "SIGSEGV")).contains("the same way"));
         assert!(died(crash("add", "SIGSEGV")).contains("another way"));
         assert!(died(crash("mul_mat", "SIGABRT")).contains("another way"));
+        let named = Outcome::Died(Box::new(crash("mul_mat", "SIGSEGV")), "layers.1.q".into());
+        let text = line("r", &one, &named);
+        assert!(
+            text.contains("at step 4 of a plan, mul_mat, layers.1.q, report"),
+            "{text}"
+        );
     }
 }

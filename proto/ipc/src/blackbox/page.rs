@@ -17,7 +17,7 @@ pub const BYTES: usize = 64 << 10;
 
 /// "hotcellb", and the layout's version: both sides are of one release, and check.
 pub(super) const MAGIC: u64 = u64::from_be_bytes(*b"hotcellb");
-pub(super) const VERSION: u64 = 1;
+pub(super) const VERSION: u64 = 2;
 
 /// The layout. Zero everywhere is an empty one.
 #[repr(C)]
@@ -46,6 +46,8 @@ pub(super) struct Page {
     pub packer: AtomicU64,
     /// Bytes that it has packed.
     pub packed: AtomicU64,
+    /// Which of a model's plans was executed last, a [`PlanPart`](hotcell_proto::plan_part::PlanPart); 0: none.
+    pub part: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Page>() <= BYTES);

@@ -6,6 +6,8 @@ use std::{
     sync::atomic::Ordering::{Acquire, Relaxed},
 };
 
+use hotcell_proto::plan_part::PlanPart;
+
 use super::page::{BYTES, Doing, MAGIC, MAX_FRAMES, Node, Page, VERSION};
 use crate::memory::SharedMapping;
 
@@ -72,6 +74,8 @@ pub struct Snapshot {
     pub node: u32,
     /// Its op; empty if none ran.
     pub op: String,
+    /// Which of a model's plans was executed last, while it made steps of token requests.
+    pub part: Option<PlanPart>,
     /// Whether it was a group of fused nodes, of which `op` is the last.
     pub group: bool,
     /// Bytes in use on the device.
@@ -164,6 +168,10 @@ impl Reader {
             node: node.step,
             op: if word == 0 { None } else { named() }.unwrap_or_default(),
             group: node.group,
+            part: match doing {
+                Some(Doing::Stepping) => PlanPart::from_word(page.part.load(Relaxed)),
+                _ => None,
+            },
             allocated: page.allocated.load(Relaxed),
             peak: page.peak.load(Relaxed),
             running: page

@@ -9,6 +9,8 @@ use std::{
     },
 };
 
+use hotcell_proto::plan_part::PlanPart;
+
 use super::{
     page::{Doing, MAGIC, MAX_FRAMES, MAX_RUNNING, Node, Page, Site, VERSION},
     reader::page_of,
@@ -98,6 +100,11 @@ impl Writer {
     /// Something moved within a long node, or an execution began.
     pub fn progressed(&self) {
         bump(&self.0.progress);
+    }
+
+    /// Which of a model's plans is executed next. What else is executed says nothing: see [`Doing::Stepping`].
+    pub fn executes(&self, part: PlanPart) {
+        self.0.part.store(part as u64, Relaxed);
     }
 
     /// A node begins.

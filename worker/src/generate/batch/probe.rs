@@ -232,7 +232,7 @@ impl Batch {
     }
 
     /// What the plans' steps compute while somebody looks.
-    pub fn plan_steps(&self) -> [Vec<Step>; 2] {
+    pub fn plan_steps(&self) -> [Vec<Step>; 3] {
         self.runner.plan_steps()
     }
 

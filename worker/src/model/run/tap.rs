@@ -117,15 +117,17 @@ impl Runner {
         &self.head_graph
     }
 
-    /// What the steps of the plans compute that run while somebody looks: of the body's, and of the one that makes logits.
-    pub fn plan_steps(&self) -> [Vec<Step>; 2] {
+    /// What the steps of the plans compute: of the body's, of the one that makes logits, and of the body's that runs while
+    /// somebody looks at its nodes, if anybody does.
+    pub fn plan_steps(&self) -> [Vec<Step>; 3] {
         let of =
             |graph: &Graph, plan: &dyn Plan| steps(graph, graph.nodes().len(), &plan.origins());
-        let body = match &self.tap {
-            Some(tap) => tap.steps.clone(),
-            None => of(&self.graph, &*self.body),
-        };
-        [body, of(&self.head_graph, &*self.head)]
+        let looked = self.tap.as_ref().map(|tap| tap.steps.clone());
+        [
+            of(&self.graph, &*self.body),
+            of(&self.head_graph, &*self.head),
+            looked.unwrap_or_default(),
+        ]
     }
 
     /// Has steps hand out what is wanted, and no more; nothing: as without anybody who looks.
