@@ -3,6 +3,7 @@
 use std::{
     any::Any,
     cell::{Cell, RefCell},
+    collections::BTreeMap,
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
 };
@@ -141,8 +142,9 @@ impl Device for FaultDevice {
             acts::hang();
         }
         let planted = plant::plant(graph)?;
-        let graph = planted.as_ref().unwrap_or(graph);
-        Ok(self.wrap(Struck::of(graph), self.inner.plan(graph, hints)?))
+        let struck = Struck::of(graph, planted.as_ref());
+        let graph = planted.as_ref().map_or(graph, |planted| &planted.graph);
+        Ok(self.wrap(struck, self.inner.plan(graph, hints)?))
     }
 
     fn planner(&self) -> Option<Arc<dyn Planner>> {
@@ -199,15 +201,16 @@ impl FaultDevice {
 }
 
 /// What of a graph makes its plans crash.
-#[derive(Clone, Copy)]
 struct Struck {
     is_poison: bool,
     /// The input that is [`CRASH_NODE`], and its bytes.
     weight: Option<(usize, usize)>,
+    /// What nodes were called before faults were planted; none: as they are.
+    before: Option<BTreeMap<u32, u32>>,
 }
 
 impl Struck {
-    fn of(graph: &Graph) -> Self {
+    fn of(graph: &Graph, planted: Option<&plant::Planted>) -> Self {
         let named = |name: &str| graph.inputs().iter().position(|input| input.name == name);
         let bytes = |at: usize| match &graph.inputs().get(at)?.spec {
             ValueSpec::Tensor(spec) => spec.bytes(0),
@@ -218,6 +221,7 @@ impl Struck {
             is_poison: named(POISON_INPUT).is_some()
                 || (named(CRASH_NODE).is_some() && named("tokens").is_none()),
             weight: named(CRASH_NODE).and_then(|at| Some((at, bytes(at)?))),
+            before: planted.map(|planted| planted.before.clone()),
         }
     }
 }
@@ -227,10 +231,11 @@ struct FaultPlanner(Arc<dyn Planner>);
 impl Planner for FaultPlanner {
     fn prepare(&self, graph: &Graph, hints: &PlanHints) -> Result<Box<dyn Prepared>, DeviceError> {
         let planted = plant::plant(graph)?;
-        let graph = planted.as_ref().unwrap_or(graph);
+        let struck = Struck::of(graph, planted.as_ref());
+        let graph = planted.as_ref().map_or(graph, |planted| &planted.graph);
         Ok(Box::new(FaultPrepared {
             inner: self.0.prepare(graph, hints)?,
-            struck: Struck::of(graph),
+            struck,
         }))
     }
 }
@@ -318,7 +323,12 @@ impl Plan for FaultPlan {
     }
 
     fn origins(&self) -> Vec<Option<u32>> {
-        self.inner.origins()
+        let own = |node: u32| match &self.struck.before {
+            Some(before) => before.range(..=node).next_back().map(|(_, number)| *number),
+            None => Some(node),
+        };
+        let origins = self.inner.origins().into_iter();
+        origins.map(|node| node.and_then(own)).collect()
     }
 
     fn stop_when(&mut self, flag: Arc<AtomicBool>) {

@@ -3,7 +3,7 @@
 //!
 //! They are part of the plan, as a broken kernel's would be. Rows of other tokens have the very bits that they would have.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, Shape, Value, op::ValueSpec};
 
@@ -12,8 +12,15 @@ use super::{CACHE_TOKEN, NAN_NODE, NAN_TOKEN, WRONG_CACHE, WRONG_NODE, WRONG_TOK
 /// How much greater a wrong node's numbers are.
 const FACTOR: f32 = 1.001;
 
+/// A graph with faults.
+pub(super) struct Planted {
+    pub graph: Graph,
+    /// By its number in here, each node of the graph that this was made of. Nodes after one, up to the next, are its fault.
+    pub before: BTreeMap<u32, u32>,
+}
+
 /// The graph with all faults, if it is a model's body, or reads the weight or the cache of one.
-pub(super) fn plant(graph: &Graph) -> Result<Option<Graph>, GraphError> {
+pub(super) fn plant(graph: &Graph) -> Result<Option<Planted>, GraphError> {
     let named = |name: &str| graph.inputs().iter().position(|input| input.name == name);
     let tokens = named("tokens").map(|at| Value::Input(at as u32));
     let faults = [NAN_NODE, WRONG_NODE, WRONG_CACHE];
@@ -35,6 +42,7 @@ pub(super) fn plant(graph: &Graph) -> Result<Option<Graph>, GraphError> {
             ValueSpec::Absent => {}
         }
     }
+    let mut before = BTreeMap::new();
     let mut values: HashMap<Value, Value> = HashMap::new();
     let now = |values: &HashMap<Value, Value>, value: Value| *values.get(&value).unwrap_or(&value);
     for (number, node) in graph.nodes().iter().enumerate() {
@@ -50,6 +58,9 @@ pub(super) fn plant(graph: &Graph) -> Result<Option<Graph>, GraphError> {
             })
         };
         for (output, result) in results.into_iter().enumerate() {
+            if let Value::Node { node, .. } = result {
+                before.insert(node, number as u32);
+            }
             let mut planted = result;
             if reads(NAN_NODE) {
                 let nan = literal(&mut builder, f32::NAN)?;
@@ -67,7 +78,8 @@ pub(super) fn plant(graph: &Graph) -> Result<Option<Graph>, GraphError> {
         }
     }
     let outputs: Vec<Value> = graph.outputs().iter().map(|v| now(&values, *v)).collect();
-    builder.finish(&outputs).map(Some)
+    let graph = builder.finish(&outputs)?;
+    Ok(Some(Planted { graph, before }))
 }
 
 fn literal(builder: &mut GraphBuilder, value: f32) -> Result<Value, GraphError> {
