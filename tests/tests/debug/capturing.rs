@@ -53,7 +53,7 @@ fn spooled(pid: u32) -> u64 {
         let target = std::fs::read_link(&path).ok()?;
         let is_unnamed = target.to_string_lossy().ends_with(" (deleted)");
         let metadata = std::fs::metadata(&path).ok()?;
-        (is_unnamed && metadata.is_file()).then(|| metadata.len())
+        (is_unnamed && metadata.is_file()).then_some(metadata.len())
     });
     unnamed.sum()
 }
