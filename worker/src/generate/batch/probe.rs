@@ -231,7 +231,7 @@ impl Batch {
         self.runner.head_graph()
     }
 
-    /// What the plans' steps compute while somebody looks.
+    /// What the steps of the plans compute, plan by plan.
     pub fn plan_steps(&self) -> [Vec<Step>; 3] {
         self.runner.plan_steps()
     }
