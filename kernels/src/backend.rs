@@ -19,6 +19,7 @@ use hotcell_graph::{Graph, GraphError, op::Call};
 use crate::{
     host::{SharedBytes, Staging},
     plan::{Plan, PlanHints, Planner, Prepared, Unfinished},
+    vault::{Kept, Vault, Wish},
 };
 
 /// What went wrong on a device.
@@ -254,6 +255,24 @@ pub trait Device {
     /// # Errors
     /// [`DeviceError::OutOfMemory`] when a copy was needed and does not fit.
     fn adopt(&self, what: &str, staging: Staging) -> Result<Buffer, DeviceError>;
+
+    /// Whether weights can outlive this process in its memory: whether there is a [`Device::vault`].
+    fn keeps_weights(&self) -> bool {
+        false
+    }
+
+    /// Memory for a model's weights, which outlives this process for as long as somebody holds its descriptors; with the
+    /// weights in it if what was `kept` is that memory, as it was left. `None`: this device has none.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    fn vault(
+        &self,
+        _wish: &Wish<'_>,
+        _kept: Option<Kept>,
+    ) -> Result<Option<Box<dyn Vault>>, DeviceError> {
+        Ok(None)
+    }
 
     /// Names of the ops it has kernels for, for some inputs at least.
     fn ops(&self) -> Vec<&'static str>;

@@ -7,9 +7,11 @@ mod buffer;
 mod driver;
 mod gpu;
 mod image;
+mod mapped;
 mod ops;
 mod plan;
 mod run;
+mod vault;
 
 use std::{
     cell::{Cell, RefCell},
@@ -33,6 +35,7 @@ use crate::{
     cpu::CpuBackend,
     host::Staging,
     plan::{Plan, PlanHints},
+    vault::{Kept, Vault, Wish},
 };
 
 /// Name of the backend.
@@ -208,6 +211,26 @@ impl Device for CudaDevice {
     fn adopt(&self, what: &str, staging: Staging) -> Result<Buffer, DeviceError> {
         let memory = Memory::of(&self.side.gpu, what, staging.bytes(), true)?;
         Ok(Buffer::new(Rc::new(memory)))
+    }
+
+    fn keeps_weights(&self) -> bool {
+        let gpu = &self.side.gpu;
+        let has = mapped::has(gpu.driver, gpu.owner as i32);
+        has.unwrap_or_else(|error| {
+            tracing::warn!(%error, "whether weights outlive this process is not known");
+            false
+        })
+    }
+
+    fn vault(
+        &self,
+        wish: &Wish<'_>,
+        kept: Option<Kept>,
+    ) -> Result<Option<Box<dyn Vault>>, DeviceError> {
+        if !self.keeps_weights() {
+            return Ok(None);
+        }
+        Ok(Some(vault::open(&self.side.gpu, wish, kept)?))
     }
 
     fn ops(&self) -> Vec<&'static str> {

@@ -18,3 +18,4 @@ mod part;
 pub mod plan;
 mod reduction;
 pub mod registry;
+pub mod vault;

@@ -119,6 +119,8 @@ pub const MAX_PRIORITY: u32 = 7;
 pub const MAX_EMBED_PROMPTS: usize = 64;
 /// Files of one model.
 pub const MAX_MODEL_FILES: usize = 1024;
+/// Descriptors of one model's weights in the memory of a device.
+pub const MAX_KEPT_PIECES: usize = 1024;
 /// Extensions of the files that make a model's folder; no other file of it is opened.
 pub const MODEL_EXTENSIONS: &[&str] = &["json", "safetensors", "gguf", "model", "jinja", "txt"];
 /// Models a scheduler knows.

@@ -21,6 +21,7 @@ pub mod graphs;
 pub mod hang;
 pub mod inherit;
 pub mod journal;
+pub mod kept;
 pub mod known;
 pub mod manager;
 pub mod meters;

@@ -28,6 +28,7 @@ use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 
 use crate::{
     digest,
+    kept::KeptOn,
     packed::{Copies, Copy, Key},
     policy::ModelPolicy,
 };
@@ -76,6 +77,7 @@ pub struct OpenModel {
     /// Unless it is trusted, a number that no other model has.
     alone: u64,
     copies: Copies,
+    kept: KeptOn,
 }
 
 /// Numbers untrusted models, from 1.
@@ -127,6 +129,11 @@ impl OpenModel {
     /// Its packed copies.
     pub fn copies(&self) -> &Copies {
         &self.copies
+    }
+
+    /// Its weights in devices' memory.
+    pub fn kept(&self) -> &KeptOn {
+        &self.kept
     }
 
     /// What a file's packed copy goes by.
@@ -295,6 +302,7 @@ pub fn open(path: &Path, roots: &[PathBuf], policy: &ModelPolicy) -> Result<Open
         inherited: false,
         alone: if trusted { 0 } else { alone() },
         copies: Copies::default(),
+        kept: KeptOn::default(),
     };
     if !trusted {
         model.seal(policy.sealed_bytes)?;
@@ -453,6 +461,7 @@ pub fn adopt(name: &ModelName, files: Vec<(String, OwnedFd)>) -> Result<OpenMode
         inherited: true,
         alone: 0,
         copies: Copies::default(),
+        kept: KeptOn::default(),
     })
 }
 
@@ -542,6 +551,7 @@ pub fn inherit(
         inherited,
         alone: if untrusted { alone() } else { 0 },
         copies,
+        kept: KeptOn::default(),
     })
 }
 

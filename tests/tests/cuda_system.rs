@@ -3,7 +3,9 @@
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 use std::{
-    os::unix::fs::symlink,
+    fs,
+    os::unix::fs::{FileExt, symlink},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -13,9 +15,10 @@ use hotcell_client::{
     v1,
 };
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, binaries, kjv},
+    cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid},
     fakecuda::FakeDriver,
 };
+use rustix::process::Signal;
 
 /// A scheduler whose only workers are CUDA's, on a driver that does as `conf` says.
 async fn cluster(conf: &str, arguments: &[&str]) -> (Cluster, FakeDriver) {
@@ -283,4 +286,109 @@ async fn all_of_eight_devices_are_found() {
     let expected: Vec<String> = std::iter::once("cpu:0".to_owned()).chain(cuda).collect();
     assert_eq!(ids, expected);
     assert!(found.iter().all(|d| d.problem.is_empty()), "{found:?}");
+}
+
+/// Descriptors of device memory that a process holds.
+fn device_memory(pid: u32) -> Vec<PathBuf> {
+    let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let paths = open.map(|entry| entry.unwrap().path());
+    let is_memory = |path: &PathBuf| {
+        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().contains("fakecuda-memory"))
+    };
+    paths.filter(is_memory).collect()
+}
+
+/// A text of the bundled model's, of which the worker is killed in the middle if `kills`.
+async fn text(cluster: &Cluster, kills: bool) -> Vec<u32> {
+    let client = cluster.client().await.unwrap();
+    let options = GenerateOptions {
+        max_tokens: 40,
+        seed: Some(7),
+        ..Default::default()
+    };
+    let prompt = Prompt::Text("In the beginning".to_owned());
+    let mut stream = client.generate(prompt, options).await.unwrap();
+    if kills {
+        // Some have come, more are to come.
+        for _ in 0..4 {
+            stream.next().await.unwrap().unwrap();
+        }
+        let worker = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
+        signal_pid(worker.pid, Signal::KILL).unwrap();
+    }
+    stream.complete().await.unwrap().token_ids
+}
+
+/// Bytes of weights that the worker says outlive it.
+async fn kept_bytes(cluster: &Cluster) -> u64 {
+    let workers = cluster.workers(all_have("kjv")).await.unwrap();
+    let kept = workers[0]
+        .memory
+        .iter()
+        .filter(|m| m.kind == "weights_kept");
+    kept.map(|m| m.bytes).sum()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn weights_stay_on_the_device_when_the_worker_dies() {
+    let (cluster, _driver) = cluster("", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    let before = kept_bytes(&cluster).await;
+    assert!(before > 1 << 20, "{before}");
+    assert_eq!(device_memory(cluster.scheduler.pid()).len(), 1);
+    let expected = text(&cluster, false).await;
+    for deaths in 1..=2 {
+        assert_eq!(text(&cluster, true).await, expected);
+        let log = cluster.scheduler.log();
+        assert_eq!(log.matches("found=true").count(), deaths, "{log}");
+        assert_eq!(log.matches("weights outlive the worker").count(), 1);
+        assert_eq!(kept_bytes(&cluster).await, before);
+    }
+    client.unload("kjv").await.unwrap();
+    let began = Instant::now();
+    while !device_memory(cluster.scheduler.pid()).is_empty() {
+        assert!(began.elapsed() < SOON, "the device's memory is not given back");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn weights_that_were_damaged_on_the_device_are_loaded_again() {
+    let (cluster, _driver) = cluster("", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    let expected = text(&cluster, false).await;
+    let held = device_memory(cluster.scheduler.pid()).remove(0);
+    let memory = fs::File::options().read(true).write(true).open(held);
+    let memory = memory.unwrap();
+    let mut byte = [0];
+    memory.read_exact_at(&mut byte, 100_000).unwrap();
+    memory.write_all_at(&[byte[0] ^ 1], 100_000).unwrap();
+    // What it computed from the damaged weights nobody can take back; the next one loads them again.
+    let worker = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
+    signal_pid(worker.pid, Signal::KILL).unwrap();
+    cluster
+        .workers(|all| all_have("kjv")(all) && all[0].pid != worker.pid)
+        .await
+        .unwrap();
+    assert_eq!(text(&cluster, false).await, expected);
+    let log = cluster.scheduler.log();
+    assert!(log.contains("are damaged and loaded again"), "{log}");
+    assert!(log.contains("found=false"), "{log}");
+    // What they are told of it is what it is now.
+    assert_eq!(text(&cluster, true).await, expected);
+    assert!(cluster.scheduler.log().contains("found=true"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_exports_nothing_costs_only_that() {
+    for refused in ["cuMemExportToShareableHandle:1=801", "cuMemImportFromShareableHandle:1=801"] {
+        let (cluster, _driver) = cluster(&format!("fail = {refused}\n"), &[]).await;
+        let client = cluster.client().await.unwrap();
+        client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+        let expected = text(&cluster, false).await;
+        assert_eq!(text(&cluster, true).await, expected, "{refused}");
+        assert!(!cluster.scheduler.log().contains("found=true"));
+    }
 }

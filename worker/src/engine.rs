@@ -47,7 +47,7 @@ use crate::{
         ledger,
         task::Task,
     },
-    model::run::{EACH, Sizes},
+    model::run::{EACH, Keeping, Sizes},
     session::plane::TensorPlane,
     weights::{ModelSource, Weight},
 };
@@ -68,6 +68,7 @@ enum Command {
     Load {
         name: String,
         source: Box<ModelSource>,
+        keeping: Keeping,
         reply: oneshot::Sender<Result<Ready, Error>>,
     },
     Measure {
@@ -167,6 +168,7 @@ impl Engine {
                     ops: device.ops(),
                     buffer_types: device.buffer_types(),
                     layout: (device.info().backend == "cpu").then_some(LAYOUT),
+                    keeps_weights: device.keeps_weights(),
                 };
                 let is_bound = device.is_bound_to_thread();
                 let plans = Plans(device.planner());
@@ -265,11 +267,17 @@ impl Engine {
     ///
     /// # Errors
     /// When the device lacks something that it needs, or memory is short.
-    pub async fn load(&self, name: String, source: ModelSource) -> Result<Ready, Error> {
+    pub async fn load(
+        &self,
+        name: String,
+        source: ModelSource,
+        keeping: Keeping,
+    ) -> Result<Ready, Error> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Load {
             name,
             source: Box::new(source),
+            keeping,
             reply,
         })?;
         answer.await.map_err(Self::gone)?
@@ -503,6 +511,7 @@ impl Loop {
             Command::Load {
                 name,
                 source,
+                keeping,
                 reply,
             } => {
                 if self.models.contains_key(&name) {
@@ -512,7 +521,7 @@ impl Loop {
                 }
                 self.blackbox.doing(Doing::Loading);
                 self.blackbox.model(&name);
-                let _ = reply.send(self.load(name, &source));
+                let _ = reply.send(self.load(name, &source, keeping));
             }
             Command::Measure { source, reply } => {
                 let shape = self.shape(&source);

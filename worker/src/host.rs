@@ -61,8 +61,8 @@ const GRAPH_THREADS: usize = 2;
 pub const TENSOR_STREAMS: u32 = 64;
 /// Sets of descriptors for shared memory that no call has asked for yet, at most.
 const SHARED_SETS: usize = 64;
-/// Descriptors of one load: a model's files, and a packed copy of each.
-const LOAD_SET: usize = 2 * limits::MAX_MODEL_FILES;
+/// Descriptors of one load: a model's files, a packed copy of each, its weights on the device, and a socket.
+const LOAD_SET: usize = 2 * limits::MAX_MODEL_FILES + limits::MAX_KEPT_PIECES + 1;
 /// Sets of the scheduler's own that no call has asked for yet, at most.
 const OWN_SETS: usize = limits::MAX_MODELS + TENSOR_CONNECTIONS;
 
@@ -96,6 +96,12 @@ pub struct Loaded {
     pub weights: Weights,
     /// What of it the device likes packed.
     pub packing: Wanted,
+    /// What of it stays in the device's memory, if the scheduler has not known.
+    pub kept: Option<v1::KeptWeights>,
+    /// Whether it was found there.
+    pub found: bool,
+    /// Bytes of it that stay there.
+    kept_bytes: u64,
     /// What it is computed from, if that is packed.
     packed: Mutex<Option<(Copies, MappedFiles)>>,
     /// Set once it is unloaded.
@@ -253,6 +259,9 @@ impl Host {
             };
             let files = model.weights.files().iter();
             add("weights", files.map(|file| file.mapping.len() as u64).sum());
+            if model.kept_bytes > 0 {
+                add("weights_kept", model.kept_bytes);
+            }
             if let Some((copies, _)) = &*locked(&model.packed) {
                 add("packed", copies.all().map(|copy| copy.len() as u64).sum());
             }

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::gpu::Gpu;
+use super::{gpu::Gpu, mapped::Mapped};
 use crate::backend::{DeviceError, DeviceMemory, DeviceSpan, HostSpan};
 
 /// Addresses of what is allocated are multiples of this.
@@ -14,6 +14,8 @@ pub(super) struct Memory {
     start: u64,
     bytes: usize,
     writable: bool,
+    /// What it is a part of, and is given back with; none if it is by itself.
+    within: Option<Rc<Mapped>>,
 }
 
 impl Memory {
@@ -38,6 +40,7 @@ impl Memory {
             start,
             bytes,
             writable: true,
+            within: None,
         };
         gpu.zero(start, size)?;
         Ok(memory)
@@ -52,6 +55,17 @@ impl Memory {
         gpu.upload(memory.start, data)?;
         memory.writable = writable;
         Ok(memory)
+    }
+
+    /// Bytes of mapped memory that nobody writes any more: a place within it.
+    pub fn within(gpu: &Rc<Gpu>, mapped: &Rc<Mapped>, offset: usize, bytes: usize) -> Self {
+        Self {
+            gpu: Rc::clone(gpu),
+            start: mapped.start() + offset as u64,
+            bytes,
+            writable: false,
+            within: Some(Rc::clone(mapped)),
+        }
     }
 
     /// Address of the first byte.
@@ -73,6 +87,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if self.within.is_some() {
+            return;
+        }
         if let Err(error) = self.gpu.driver.free(self.start) {
             tracing::warn!(%error, "memory of a device was not freed");
         }

@@ -8,8 +8,8 @@ use std::{
 };
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule,
-    CUstream,
+    self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec,
+    CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule, CUstream,
 };
 
 use super::NAME;
@@ -34,7 +34,7 @@ macro_rules! functions {
     ($($name:ident($($argument:ty),*);)*) => {
         /// The functions that are used, by their names in `cuda.h`.
         #[allow(non_snake_case)]
-        struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> c_int,)* }
+        pub(super) struct Functions { $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> c_int,)* }
 
         impl Functions {
             /// Looks all of them up.
@@ -74,6 +74,16 @@ functions! {
     cuCtxSetCurrent(CUcontext);
     cuMemAlloc_v2(*mut CUdeviceptr, usize);
     cuMemFree_v2(CUdeviceptr);
+    cuMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, c_uint);
+    cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, u64);
+    cuMemRelease(CUmemGenericAllocationHandle);
+    cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, u64);
+    cuMemAddressFree(CUdeviceptr, usize);
+    cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, u64);
+    cuMemUnmap(CUdeviceptr, usize);
+    cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
+    cuMemExportToShareableHandle(*mut c_void, CUmemGenericAllocationHandle, c_uint, u64);
+    cuMemImportFromShareableHandle(*mut CUmemGenericAllocationHandle, *mut c_void, c_uint);
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
     cuMemHostRegister_v2(*mut c_void, usize, c_uint);
@@ -101,7 +111,7 @@ functions! {
 
 /// The driver, initialised.
 pub(super) struct Driver {
-    functions: Functions,
+    pub(super) functions: Functions,
     /// As `cuDriverGetVersion` says it: 13000 is 13.0.
     pub version: c_int,
 }
@@ -113,6 +123,7 @@ macro_rules! call {
         $driver.check(stringify!($name), unsafe { ($driver.functions.$name)($($argument),*) })
     };
 }
+pub(super) use call;
 
 /// The driver; initialised at the first call, of which the answer stays: it cannot be installed under a running process.
 ///
@@ -178,7 +189,7 @@ impl Driver {
 
     /// An error, if the answer is one. One after which the device is lost ends the process, where someone said how
     /// ([`on_loss`](crate::backend::on_loss)).
-    fn check(&self, function: &'static str, result: c_int) -> Result<(), DeviceError> {
+    pub(super) fn check(&self, function: &'static str, result: c_int) -> Result<(), DeviceError> {
         match result {
             0 => Ok(()),
             OUT_OF_MEMORY => Err(DeviceError::OutOfMemory {

@@ -271,6 +271,16 @@ impl DescriptorReceiver {
         Ok(DescriptorReceiver { socket })
     }
 
+    /// Has [`recv`](Self::recv) wait for so long at most; forever unless told.
+    ///
+    /// # Errors
+    /// `InvalidInput` for no time at all; what `setsockopt` reports.
+    pub fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
+        let which = rustix::net::sockopt::Timeout::Recv;
+        rustix::net::sockopt::set_socket_timeout(&self.socket, which, Some(timeout))?;
+        Ok(())
+    }
+
     /// Waits for the next packet.
     ///
     /// # Errors

@@ -18,8 +18,9 @@ const PATIENCE: Duration = Duration::from_millis(200);
 const MOST_KINDS: usize = 8;
 
 /// Kinds of memory. What else a worker speaks of would be a new line of the metrics each time.
-const KINDS: [&str; 8] = [
+const KINDS: [&str; 9] = [
     "weights",
+    "weights_kept",
     "packed",
     "cache",
     "plans",

@@ -17,7 +17,7 @@ use super::{
     Fleet, Link, LoadFailure, Order,
     aside::Aside,
     autopsy, is_broken,
-    loading::failure,
+    loading::{Beside, failure},
     slot::{INSPECTION, TRUSTED, UNTRUSTED},
     words,
 };
@@ -384,7 +384,7 @@ impl Fleet {
         let Ok(name) = ModelName::new(NAME) else {
             return Ok(());
         };
-        match link.load(&name, files, None, patience, |_| {}).await {
+        match link.load(&name, files, Beside::default(), patience, |_| {}).await {
             Ok(loaded) => found.summary = loaded.summary,
             Err(LoadFailure::Refused(error)) => {
                 refuse_for(found, &error);

@@ -287,7 +287,9 @@ async fn greet_and_serve(
                 let why = format!("cannot unload {name}: {error}");
                 return Err(Condemnation::new(DeathKind::Protocol, why));
             }
-            loaded.remove(&name);
+            if let (Some((files, _)), Some(device)) = (loaded.remove(&name), link.memory()) {
+                files.kept().forget(device);
+            }
         }
         for (name, files) in missing {
             fleet.note_loading(id, Some(&name));
@@ -295,7 +297,7 @@ async fn greet_and_serve(
             let sign = |_: &_| {
                 let _ = progress.send(());
             };
-            let load = fleet.hand_over(&link, &name, &files, patience, sign);
+            let load = fleet.hand_over(&link, &name, &files, true, patience, sign);
             let got = match fleet.allowance(id) {
                 Some(Allowance { load_time, .. }) => {
                     let late = || format!("it was not loaded after {load_time:?}");

@@ -190,6 +190,8 @@ pub struct Link {
     tensor_door: Option<TensorDoor>,
     /// The layout in which its device likes weights, once it has said so.
     layout: OnceLock<Layout>,
+    /// The device in whose memory weights can outlive it, once it has said so.
+    memory: OnceLock<String>,
     /// Whether it was asked to do something about packed weights and has not answered.
     pub(super) packs: AtomicBool,
 }
@@ -238,6 +240,7 @@ impl Link {
             blackbox: sockets.blackbox,
             tensor_door: sockets.tensor_door,
             layout: OnceLock::new(),
+            memory: OnceLock::new(),
             packs: AtomicBool::new(false),
         })
     }
@@ -430,6 +433,9 @@ impl Link {
         if let Ok(layout) = Layout::new(hello.packing.as_str()) {
             let _ = self.layout.set(layout);
         }
+        if let (true, Some(device)) = (hello.keeps_weights, &hello.device) {
+            let _ = self.memory.set(clip(&device.id));
+        }
         Ok(HandshakeResponse {
             version: clip(&hello.version),
             confinement: clip(&hello.confinement),
@@ -446,6 +452,11 @@ impl Link {
     /// The layout in which its device likes weights.
     pub(super) fn layout(&self) -> Option<&Layout> {
         self.layout.get()
+    }
+
+    /// The device in whose memory weights can outlive it.
+    pub(super) fn memory(&self) -> Option<&str> {
+        self.memory.get().map(String::as_str)
     }
 
     /// Whether it died over packed weights, and not of what it computed, as far as can be told.

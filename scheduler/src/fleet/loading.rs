@@ -1,21 +1,26 @@
 //! Handing a model over to a worker, for as long as it takes and makes progress.
 
 use std::{
-    os::fd::{AsFd, BorrowedFd},
-    sync::atomic::Ordering,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
+
+use hotcell_ipc::descriptors::{DescriptorReceiver, descriptor_pair};
 
 use hotcell_proto::{
     error::{Error, Reason},
     ids::{Layout, ModelName},
     limits,
-    v1::{LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, PackedFiles},
+    v1::{
+        KeptWeights, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, PackedFiles,
+    },
 };
+use tokio::task::spawn_blocking;
 use tonic::Status;
 
 use super::link::{Link, words};
-use crate::{death::DeathKind, discover::clip, packed::Set, vault::OpenModel};
+use crate::{death::DeathKind, discover::clip, kept::Kept, packed::Set, vault::OpenModel};
 
 /// Why a worker did not load a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,6 +29,17 @@ pub enum LoadFailure {
     Refused(Error),
     /// The conversation broke: the worker's fault.
     Broken(DeathKind, String),
+}
+
+/// What a worker gets with a model's files.
+#[derive(Default)]
+pub struct Beside<'a> {
+    /// Copies in a layout that its device likes.
+    pub packed: Option<(&'a Layout, &'a Set)>,
+    /// What an earlier worker left in its device's memory.
+    pub kept: Option<Arc<Kept>>,
+    /// Whether what it puts there is to outlive it.
+    pub leaves: bool,
 }
 
 impl Link {
@@ -46,7 +62,7 @@ impl Link {
         Ok(tag)
     }
 
-    /// Hands over a model's files, with packed copies of some, and waits until it is loaded; `patience` bounds the time between two signs
+    /// Hands over a model's files and what there is beside them, and waits until it is loaded; `patience` bounds the time between two signs
     /// of progress: bytes that were read, or movement of the engine in its black box once all are.
     ///
     /// # Errors
@@ -55,18 +71,29 @@ impl Link {
         &self,
         model: &ModelName,
         files: &OpenModel,
-        packed: Option<(&Layout, &Set)>,
+        beside: Beside<'_>,
         patience: Duration,
         mut progress: impl FnMut(&LoadProgress),
     ) -> Result<Loaded, LoadFailure> {
+        let Beside {
+            packed,
+            kept,
+            leaves,
+        } = beside;
         let silent = || {
             let why = format!("no progress for {patience:?} while loading");
             LoadFailure::Broken(DeathKind::Deadline, why)
         };
+        let (sends, takes) = match leaves {
+            true => pair().map_err(|e| broke(format!("no socket to take its weights: {e}")))?,
+            false => (None, None),
+        };
         let copies = packed.iter().flat_map(|(_, set)| set.iter());
-        let tag = self
-            .send_files(files, copies.map(|(_, copy)| copy.as_fd()))
-            .await?;
+        let copies = copies.map(|(_, copy)| copy.as_fd());
+        let pieces = kept.iter().flat_map(|kept| &kept.pieces).map(AsFd::as_fd);
+        let more = copies.chain(pieces).chain(sends.iter().map(AsFd::as_fd));
+        let tag = self.send_files(files, more).await?;
+        drop(sends);
         let packed = packed.map(|(layout, set)| PackedFiles {
             layout: layout.as_str().to_owned(),
             files: set.iter().map(|(index, _)| *index).collect(),
@@ -76,6 +103,8 @@ impl Link {
             tag,
             files: files.handles(),
             packed,
+            kept: kept.map(|kept| kept.told.clone()),
+            keeps: leaves,
         };
         let mut control = self.control();
         let mut signs = self.signs(patience);
@@ -89,7 +118,11 @@ impl Link {
                 Some(LoadProgress {
                     loaded: Some(loaded),
                     ..
-                }) => return believe(loaded).map_err(LoadFailure::Refused),
+                }) => {
+                    let mut loaded = believe(loaded).map_err(LoadFailure::Refused)?;
+                    self.take(files, loaded.kept.take(), takes).await;
+                    return Ok(loaded);
+                }
                 // It says the same again and again while it waits: its event loop lives, which is no progress.
                 Some(step) => {
                     if step != last {
@@ -108,6 +141,42 @@ impl Link {
             }
         }
     }
+}
+
+impl Link {
+    /// Keeps what a worker says that it left in its device's memory.
+    async fn take(
+        &self,
+        files: &OpenModel,
+        told: Option<KeptWeights>,
+        takes: Option<DescriptorReceiver>,
+    ) {
+        let (Some(told), Some(takes), Some(device)) = (told, takes, self.memory()) else {
+            return;
+        };
+        let bytes = told.bytes;
+        match spawn_blocking(move || Kept::receive(told, &takes)).await {
+            Ok(Ok(kept)) => {
+                tracing::info!(
+                    worker = self.worker,
+                    device,
+                    bytes,
+                    "weights outlive the worker"
+                );
+                files.kept().keep(device, kept);
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(worker = self.worker, %error, "a worker's weights end with it");
+            }
+            Err(error) => tracing::error!(%error, "taking a worker's weights failed"),
+        }
+    }
+}
+
+/// The end that a worker sends on, and ours.
+fn pair() -> std::io::Result<(Option<OwnedFd>, Option<DescriptorReceiver>)> {
+    let (its, ours) = descriptor_pair()?;
+    Ok((Some(its), Some(DescriptorReceiver::new(ours)?)))
 }
 
 fn broke(why: impl Into<String>) -> LoadFailure {
@@ -153,6 +222,8 @@ pub(super) fn believe(loaded: Loaded) -> Result<Loaded, Error> {
         packing: loaded.packing,
         packing_files: files,
         packed: loaded.packed,
+        kept: loaded.kept,
+        found: loaded.found,
         summary: Some(ModelSummary {
             architecture: clip(&summary.architecture),
             weights_dtype: clip(&summary.weights_dtype),

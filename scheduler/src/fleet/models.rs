@@ -448,7 +448,7 @@ impl Fleet {
                 ..LoadModelProgress::default()
             });
         };
-        let load = self.hand_over(link, name, files, self.policy.start_timeout, |p| {
+        let load = self.hand_over(link, name, files, true, self.policy.start_timeout, |p| {
             report(p.bytes_done, p.bytes_total, &p.stage);
         });
         let got = tokio::select! {

@@ -21,7 +21,7 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{Fleet, Link, LoadFailure, catalog::Model};
+use super::{Fleet, Link, LoadFailure, catalog::Model, loading::Beside};
 use crate::{
     packed::{Draft, Set},
     vault::OpenModel,
@@ -363,7 +363,8 @@ impl Fleet {
         }
     }
 
-    /// Has a worker load a model, from packed copies as far as there are any.
+    /// Has a worker load a model, from packed copies as far as there are any, and from what an earlier worker left in its
+    /// device's memory. What it puts there itself outlives it if `stays`, which is not for one that is soon gone.
     ///
     /// # Errors
     /// As [`Link::load`].
@@ -372,12 +373,24 @@ impl Fleet {
         link: &Link,
         model: &ModelName,
         files: &Arc<OpenModel>,
+        stays: bool,
         patience: Duration,
         progress: impl FnMut(&LoadProgress),
     ) -> Result<Loaded, LoadFailure> {
         let offered = self.copies_for(link, files).await;
-        let set = offered.as_ref().map(|(layout, set)| (layout, set));
-        let got = link.load(model, files, set, patience, progress).await?;
+        // An untrusted model shares no memory with anybody.
+        let memory = link.memory().filter(|_| files.alone().is_none());
+        let beside = Beside {
+            packed: offered.as_ref().map(|(layout, set)| (layout, set)),
+            kept: memory.and_then(|device| files.kept().get(device)),
+            leaves: stays && memory.is_some(),
+        };
+        let had = beside.kept.is_some();
+        let got = link.load(model, files, beside, patience, progress).await?;
+        if had {
+            let (worker, found) = (link.worker.as_str(), got.found);
+            tracing::info!(%model, worker, found, "weights were kept on the device");
+        }
         if let Some((layout, set)) = offered {
             self.note_offered(model, files, &layout, &set, &got);
         }

@@ -124,7 +124,7 @@ impl Fleet {
             let patience = self.policy.start_timeout.saturating_mul(SLOWER);
             let load = async {
                 match self
-                    .hand_over(&aside.link, model, &files, patience, |_| {})
+                    .hand_over(&aside.link, model, &files, false, patience, |_| {})
                     .await
                 {
                     Ok(got) => Ok(Ok(got)),

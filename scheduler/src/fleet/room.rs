@@ -314,8 +314,12 @@ impl Fleet {
     /// Has workers forget a model.
     pub(super) async fn unload_from(&self, links: Vec<Arc<Link>>, name: &ModelName) {
         let patience = self.policy.start_timeout;
+        let files = self.table().models.get(name).and_then(|m| m.files.clone());
         let mut unloads = JoinSet::new();
         for link in links {
+            if let (Some(files), Some(device)) = (&files, link.memory()) {
+                files.kept().forget(device);
+            }
             let name = name.clone();
             unloads.spawn(async move {
                 if let Err(error) = link.unload(&name, patience).await {

@@ -419,7 +419,7 @@ impl Fleet {
         let load = async {
             let patience = self.policy.start_timeout;
             match self
-                .hand_over(&aside.link, model, files, patience, |_| {})
+                .hand_over(&aside.link, model, files, false, patience, |_| {})
                 .await
             {
                 Ok(got) => {

@@ -331,7 +331,7 @@ rows! {
     "hotcell_worker_resident_bytes" [] Gauge "Memory of the worker's process, weights that it shares included.",
         Worker(|w| w.resident_bytes as f64);
     "hotcell_worker_memory_bytes" [] Gauge
-        "What the worker holds, by kind: weights and packed (mapped, shared by workers), cache, plans, tensors (of sessions), tensors_kept (freed by them), library and library_kept (the same, by the device's library's count).",
+        "What the worker holds, by kind: weights and packed (mapped, shared by workers), weights_kept (on the device, and outlive the worker), cache, plans, tensors (of sessions), tensors_kept (freed by them), library and library_kept (the same, by the device's library's count).",
         Memory;
     "hotcell_worker_outstanding_tokens" [] Gauge "Tokens that the worker still has to compute.",
         Worker(|w| w.outstanding_tokens as f64);

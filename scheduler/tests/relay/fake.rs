@@ -304,6 +304,7 @@ impl Worker for FakeWorker {
                 packing: self.layout(),
                 packing_files: vec![0; usize::from(!self.layout().is_empty())],
                 packed: false,
+                ..Loaded::default()
             }),
             ..LoadProgress::default()
         };

@@ -18,6 +18,7 @@
 #![allow(non_snake_case)] // the names of cuda.h
 
 mod config;
+mod pieces;
 mod state;
 
 use std::{
@@ -134,7 +135,62 @@ entries! {
         *value = match what { 75 => 9, 76 => 0, 16 => 132, 18 => 0, 1 => 1024, 97 => 232_448, _ => 1 };
         known(device)
     }
-    fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) { *context = 0xC0 + device as u64; known(device) }
+    fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) {
+        state().pieces.prepare();
+        *context = 0xC0 + device as u64;
+        known(device)
+    }
+    fn cuMemGetAllocationGranularity(unit: *mut usize, _properties: *const Properties, _option: c_uint) {
+        *unit = pieces::UNIT;
+        SUCCESS
+    }
+    fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, _flags: u64) {
+        let mut state = state();
+        // Pinned memory of a device, as a descriptor.
+        let Properties { kind: 1, handles: 1, place: Place { kind: 1, id }, .. } = *properties else { return INVALID_VALUE };
+        if known(id) != SUCCESS { return INVALID_VALUE; }
+        if state.used + bytes > config().memory { return OUT_OF_MEMORY; }
+        *handle = state.name();
+        let handle = *handle;
+        if !state.pieces.create(handle, bytes) { return INVALID_VALUE; }
+        state.used += bytes;
+        SUCCESS
+    }
+    fn cuMemRelease(handle: u64) {
+        let mut state = state();
+        let Some(bytes) = state.pieces.release(handle) else { return INVALID_VALUE };
+        state.used -= bytes;
+        SUCCESS
+    }
+    fn cuMemAddressReserve(address: *mut u64, bytes: usize, _alignment: usize, _at: u64, _flags: u64) {
+        match state().pieces.reserve(bytes, state::TAG) {
+            Some(reserved) => { *address = reserved; SUCCESS }
+            None => INVALID_VALUE,
+        }
+    }
+    fn cuMemAddressFree(address: u64, bytes: usize) { valid(state().pieces.unreserve(address, bytes)) }
+    fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, _flags: u64) {
+        valid(offset == 0 && state().pieces.map(address, bytes, handle))
+    }
+    fn cuMemUnmap(address: u64, bytes: usize) { valid(state().pieces.unmap(address, bytes)) }
+    fn cuMemSetAccess(address: u64, bytes: usize, access: *const Access, count: usize) {
+        let Access { place: Place { kind: 1, id }, flags } = *access else { return INVALID_VALUE };
+        valid(count == 1 && known(id) == SUCCESS && state().pieces.allow(address, bytes, flags))
+    }
+    fn cuMemExportToShareableHandle(descriptor: *mut c_int, handle: u64, kind: c_uint, _flags: u64) {
+        match state().pieces.export(handle) {
+            Some(exported) if kind == 1 => { *descriptor = exported; SUCCESS }
+            _ => INVALID_VALUE,
+        }
+    }
+    fn cuMemImportFromShareableHandle(handle: *mut u64, descriptor: *mut c_void, kind: c_uint) {
+        let mut state = state();
+        *handle = state.name();
+        let handle = *handle;
+        let Some(bytes) = state.pieces.import(handle, descriptor.addr() as c_int) else { return INVALID_VALUE };
+        state.used += bytes;
+        SUCCESS
+    }
     fn cuCtxSetCurrent(_context: u64) { SUCCESS }
     fn cuMemGetInfo_v2(free: *mut usize, all: *mut usize) {
         *all = config().memory;
@@ -154,13 +210,13 @@ entries! {
     fn cuMemHostRegister_v2(_address: u64, bytes: usize, _flags: c_uint) { if bytes > 0 { SUCCESS } else { INVALID_VALUE } }
     fn cuMemHostGetDevicePointer_v2(address: *mut u64, host: u64, _flags: c_uint) { *address = host; SUCCESS }
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const u8, bytes: usize, _stream: u64) {
-        match state().host(to, bytes) {
+        match state().host(to, bytes, true) {
             Some(to) => { ptr::copy(from, to, bytes); SUCCESS }
             None => INVALID_VALUE,
         }
     }
     fn cuMemcpyDtoHAsync_v2(to: *mut u8, from: u64, bytes: usize, _stream: u64) {
-        match state().host(from, bytes) {
+        match state().host(from, bytes, false) {
             Some(from) => { ptr::copy(from, to, bytes); SUCCESS }
             None => INVALID_VALUE,
         }
@@ -225,6 +281,37 @@ entries! {
     }
 }
 
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Place {
+    kind: c_int,
+    id: c_int,
+}
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Properties {
+    kind: c_int,
+    handles: c_int,
+    place: Place,
+    metadata: u64,
+    flags: u64,
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Access {
+    place: Place,
+    flags: c_int,
+}
+
+fn valid(is: bool) -> c_int {
+    if is { SUCCESS } else { INVALID_VALUE }
+}
+
 /// As in `cuda.h`. It tells also when the device is lost.
 ///
 /// # Safety
@@ -262,7 +349,7 @@ fn run(node: &Node) -> c_int {
     };
     let mut there = state();
     match node {
-        Node::Set { at, value, bytes } => match there.host(*at, *bytes) {
+        Node::Set { at, value, bytes } => match there.host(*at, *bytes, true) {
             // SAFETY: that many bytes of an allocation.
             Some(at) => unsafe {
                 ptr::write_bytes(at, *value, *bytes);
@@ -271,7 +358,7 @@ fn run(node: &Node) -> c_int {
             None => lost(&mut there, ILLEGAL_ADDRESS),
         },
         Node::Copy { to, from, bytes } => {
-            match (there.host(*to, *bytes), there.host(*from, *bytes)) {
+            match (there.host(*to, *bytes, true), there.host(*from, *bytes, false)) {
                 // SAFETY: as above.
                 (Some(to), Some(from)) => unsafe {
                     ptr::copy(from, to, *bytes);

@@ -7,10 +7,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use crate::config::config;
+use crate::{config::config, pieces::Pieces};
 
 /// Added to an address of device memory: what the processor cannot follow.
-const TAG: u64 = 0xD << 60;
+pub const TAG: u64 = 0xD << 60;
 
 /// What memory holds that nobody has written.
 const POISON: u8 = 0xCB;
@@ -61,6 +61,8 @@ pub struct State {
     /// What streams have been given since they are recorded.
     pub recorded: HashMap<u64, Vec<Node>>,
     pub graphs: HashMap<u64, Vec<Node>>,
+    /// Memory that other processes can map.
+    pub pieces: Pieces,
     memory: BTreeMap<u64, usize>,
     pinned: HashMap<u64, usize>,
     functions: HashMap<u64, Arc<Kernel>>,
@@ -125,8 +127,11 @@ impl State {
         true
     }
 
-    /// Where bytes of device memory are; nothing for what is not all in one allocation.
-    pub fn host(&self, address: u64, bytes: usize) -> Option<*mut u8> {
+    /// Where bytes of device memory are that are read, or written; nothing for what is not all in one allocation, or may not be.
+    pub fn host(&self, address: u64, bytes: usize, write: bool) -> Option<*mut u8> {
+        if self.pieces.allows(address, bytes, write) && bytes > 0 {
+            return Some(to_host(address));
+        }
         let (start, len) = self.memory.range(..=address).next_back()?;
         let end = address.checked_add(bytes as u64)?;
         (end <= start + *len as u64).then(|| to_host(address))
@@ -145,7 +150,7 @@ impl State {
     }
 }
 
-fn to_host(address: u64) -> *mut u8 {
+pub fn to_host(address: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut((address & !TAG) as usize)
 }
 

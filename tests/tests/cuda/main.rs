@@ -8,6 +8,7 @@
 mod bits;
 mod models;
 mod remote;
+mod vault;
 
 use std::{collections::BTreeSet, rc::Rc, sync::OnceLock};
 

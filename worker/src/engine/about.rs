@@ -10,15 +10,17 @@ use hotcell_kernels::{
     registry::Registry,
 };
 
-use crate::model::run::RunShape;
+use crate::model::run::{Keeps, RunShape};
 
 /// What the engine says about a model that it made ready.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Ready {
     /// Sizes it runs with.
     pub shape: RunShape,
     /// The weights that it would rather have packed.
     pub packable: BTreeSet<String>,
+    /// What of it outlives this process.
+    pub keeps: Keeps,
 }
 
 /// What the engine says about its device when it starts.
@@ -36,6 +38,8 @@ pub struct Opened {
     pub buffer_types: &'static [BufferType],
     /// The layout in which it likes weights, if it has a say in that.
     pub layout: Option<&'static str>,
+    /// Whether weights can outlive this process in its memory.
+    pub keeps_weights: bool,
 }
 
 /// Who makes the device's plans beside its thread.

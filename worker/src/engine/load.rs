@@ -8,7 +8,7 @@ use crate::{
     entropy,
     error::of_run,
     generate::batch::Batch,
-    model::run::{RunError, RunShape, Runner},
+    model::run::{Keeping, RunError, RunShape, Runner},
     weights::ModelSource,
 };
 
@@ -26,24 +26,34 @@ impl Loop {
         Ok(shape)
     }
 
-    pub(super) fn load(&mut self, name: String, source: &ModelSource) -> Result<Ready, Error> {
+    pub(super) fn load(
+        &mut self,
+        name: String,
+        source: &ModelSource,
+        keeping: Keeping,
+    ) -> Result<Ready, Error> {
         let device = self.device.as_ref();
         let shape = self.shape(source).map_err(|e| of_run(&e))?;
         let progressed = || self.blackbox.progressed();
         let hints = PlanHints::default();
-        let runner = Runner::new(device, source, shape, &hints, &progressed);
-        let runner = runner.map_err(|e| of_run(&e))?;
+        let runner = Runner::keeping(device, source, shape, &hints, &progressed, keeping);
+        let (runner, keeps) = runner.map_err(|e| of_run(&e))?;
         tracing::info!(
             model = name,
             cache_bytes = runner.cache_bytes(),
             cache_tokens = shape.blocks * shape.block_len,
             context = shape.context,
+            weights_found = keeps.found,
             "memory of a model"
         );
         let packable = runner.packable();
         let mut batch = Batch::new(runner, entropy::bytes()?, self.blackbox);
         batch.tell(&self.observer);
         self.models.insert(name, batch);
-        Ok(Ready { shape, packable })
+        Ok(Ready {
+            shape,
+            packable,
+            keeps,
+        })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    os::fd::OwnedFd,
+    os::fd::{AsFd, OwnedFd},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -10,7 +10,8 @@ use std::{
     thread,
 };
 
-use hotcell_ipc::memory::Mapping;
+use hotcell_ipc::{descriptors::DescriptorSender, memory::Mapping};
+use hotcell_kernels::vault::Kept;
 use hotcell_proto::{
     error::{Error, Reason},
     v1,
@@ -24,7 +25,10 @@ use crate::{
     generate::grammar::Grammars,
     inspect,
     last_words::MappedFiles,
-    model::text::ModelText,
+    model::{
+        run::{Keeping, Keeps},
+        text::ModelText,
+    },
     packing::{Copies, Wanted, is_packable},
     weights::{ModelFile, ModelSource},
 };
@@ -34,39 +38,71 @@ const PROGRESS_BYTES: usize = 32 << 20;
 /// Page size assumed when touching pages; touching more often than needed is harmless.
 const PAGE: usize = 4096;
 
+/// What there is beside a model's files.
+#[derive(Default)]
+struct Beside {
+    copies: Copies,
+    keeping: Keeping,
+    /// Where descriptors go of what is kept.
+    keeper: Option<OwnedFd>,
+}
+
 fn internal(e: tokio::task::JoinError) -> Error {
     Error::new(Reason::Internal, format!("the load failed: {e}"))
 }
 
 impl Host {
-    /// Loads a model whose descriptors come under `tag`, in the order of `files`, and after them those of `packed`.
+    /// Loads a model whose descriptors come under the request's tag, in the order in which it names what they are of.
     ///
     /// # Errors
     /// When they do not come, or are no model that this worker can run.
     pub async fn load_by_descriptor(
         &self,
-        name: String,
-        tag: u64,
-        files: Vec<v1::FileHandle>,
-        packed: v1::PackedFiles,
+        request: v1::LoadRequest,
         progress: mpsc::Sender<v1::LoadProgress>,
     ) -> Result<Arc<Loaded>, Error> {
+        let v1::LoadRequest {
+            model: name,
+            tag,
+            files,
+            packed,
+            kept,
+            keeps,
+        } = request;
         let mut descriptors = self.descriptors(tag).await?;
-        if descriptors.len() < files.len() {
-            let what = format!(
-                "{} descriptors came for {} files",
-                descriptors.len(),
-                files.len()
-            );
+        let came = descriptors.len();
+        let pieces = kept.as_ref().map_or(0, |kept| kept.pieces as usize);
+        let due = files.len().saturating_add(pieces) + usize::from(keeps);
+        if came < due {
+            let what = format!("{came} descriptors came where at least {due} are due");
             return Err(Error::new(Reason::ProtocolViolation, what));
         }
-        let copies = Copies::map(packed, descriptors.split_off(files.len()))?;
+        let last = descriptors.split_off(came - usize::from(keeps));
+        let pieces = descriptors.split_off(descriptors.len() - pieces);
+        let copies = Copies::map(
+            packed.unwrap_or_default(),
+            descriptors.split_off(files.len()),
+        )?;
         let files = files
             .into_iter()
             .zip(descriptors)
             .map(|(file, fd)| map_file(file.name, fd))
             .collect::<Result<Vec<_>, _>>()?;
-        self.load_packed(name, files, copies, progress).await
+        let kept = kept.map(|kept| Kept {
+            layout: kept.layout,
+            bytes: kept.bytes,
+            checksum: kept.checksum,
+            pieces,
+        });
+        let beside = Beside {
+            copies,
+            keeping: match keeps || kept.is_some() {
+                true => Keeping::Weights(kept),
+                false => Keeping::Nothing,
+            },
+            keeper: last.into_iter().next(),
+        };
+        self.load_with(name, files, beside, progress).await
     }
 
     /// Says what is in the files whose descriptors come under `tag`, in the order of `files`. Loads nothing.
@@ -122,34 +158,41 @@ impl Host {
         files: Vec<ModelFile>,
         progress: mpsc::Sender<v1::LoadProgress>,
     ) -> Result<Arc<Loaded>, Error> {
-        let copies = Copies::default();
-        self.load_packed(name, files, copies, progress).await
+        self.load_with(name, files, Beside::default(), progress)
+            .await
     }
 
-    /// The same, from packed copies of the files as far as they are of use.
-    async fn load_packed(
+    /// The same, with what there is beside the files as far as that is of use.
+    async fn load_with(
         &self,
         name: String,
         files: Vec<ModelFile>,
-        copies: Copies,
+        beside: Beside,
         progress: mpsc::Sender<v1::LoadProgress>,
     ) -> Result<Arc<Loaded>, Error> {
+        let Beside {
+            copies,
+            keeping,
+            keeper,
+        } = beside;
         if locked(&self.0.models).contains_key(&name) {
             let what = format!("model {name} is loaded already; unload it first");
             return Err(Error::new(Reason::ModelExists, what).with("model", name));
         }
         let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
         let (handed, offered) = (files.clone(), copies.clone());
+        // What is on the device need not be read.
+        let is_there = matches!(keeping, Keeping::Weights(Some(_)));
         let read = move || -> Result<(ModelSource, ModelText, String), Error> {
             let source = ModelSource::open(handed.clone()).map_err(|e| of_model(&e))?;
-            let enough = AtomicBool::new(false);
+            let enough = AtomicBool::new(is_there);
             let touching = || touch(&source, &handed, &offered, &progress, &enough);
             let text = thread::scope(|scope| {
                 let helper = thread::Builder::new().name("touch".to_owned());
                 let beside = helper.spawn_scoped(scope, touching).is_ok();
                 let text = ModelText::open(&source);
                 // A model that cannot be used is not waited for.
-                enough.store(text.is_err(), Ordering::Relaxed);
+                enough.fetch_or(text.is_err(), Ordering::Relaxed);
                 if !beside {
                     touching();
                 }
@@ -164,7 +207,15 @@ impl Host {
         let summary = summary(&source, &text, &fingerprint);
         let weights = source.weights.clone();
         let (vocab, end_tokens) = (source.config.vocab as u32, source.config.eos.clone());
-        let Ready { shape, packable } = self.0.engine.load(name.clone(), source).await?;
+        let Ready {
+            shape,
+            packable,
+            keeps: Keeps { kept, found, bytes },
+        } = self.0.engine.load(name.clone(), source, keeping).await?;
+        let kept = match kept.zip(keeper) {
+            Some((kept, keeper)) => leave(kept, keeper).await?,
+            None => None,
+        };
         let opened = self.0.engine.opened();
         let loaded = Arc::new(Loaded {
             text,
@@ -189,6 +240,9 @@ impl Host {
             block_tokens: shape.block_len as u32,
             packing: Wanted::new(&files, &weights, &packable),
             packed: Mutex::default(),
+            kept_bytes: if found || kept.is_some() { bytes } else { 0 },
+            kept,
+            found,
             gone: AtomicBool::new(false),
             weights,
             name: name.clone(),
@@ -237,6 +291,28 @@ impl Host {
         tokio::task::spawn_blocking(move || held.packing.forget())
             .await
             .map_err(internal)
+    }
+}
+
+/// Has the scheduler hold the descriptors of what is in the device's memory. What it is to be told of that; nothing if it
+/// does not take them.
+async fn leave(kept: Kept, keeper: OwnedFd) -> Result<Option<v1::KeptWeights>, Error> {
+    let told = v1::KeptWeights {
+        layout: kept.layout,
+        bytes: kept.bytes,
+        checksum: kept.checksum,
+        pieces: kept.pieces.len() as u32,
+    };
+    let send = move || {
+        let pieces: Vec<_> = kept.pieces.iter().map(AsFd::as_fd).collect();
+        DescriptorSender::new(keeper)?.send(0, &pieces)
+    };
+    match tokio::task::spawn_blocking(send).await.map_err(internal)? {
+        Ok(()) => Ok(Some(told)),
+        Err(error) => {
+            tracing::warn!(%error, "weights end with this process");
+            Ok(None)
+        }
     }
 }
 

@@ -49,11 +49,10 @@ unsafe impl HostRegion for Filled {
 /// Weights copied together, one after another: as memory that nobody writes, so that a device may keep the form that it
 /// computes with.
 pub(super) fn stack(
-    device: &dyn Device,
     weights: &Weights,
     names: &[String],
     progressed: &dyn Fn(),
-) -> Result<Buffer, RunError> {
+) -> Result<Rc<dyn HostRegion>, RunError> {
     let what = names.first().map_or("experts", String::as_str);
     let mut all = Staging::new(what, stack_bytes(weights, names)?)?;
     let mut rest = all.bytes_mut();
@@ -66,7 +65,7 @@ pub(super) fn stack(
         here.copy_from_slice(bytes);
         rest = after;
     }
-    Ok(device.import(Rc::new(Filled(all)))?)
+    Ok(Rc::new(Filled(all)))
 }
 
 /// A buffer of these numbers.

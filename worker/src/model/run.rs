@@ -2,6 +2,7 @@
 
 mod caches;
 mod follow;
+mod placed;
 mod shape;
 mod tap;
 
@@ -21,6 +22,8 @@ use hotcell_proto::plan_part::PlanPart;
 use caches::Caches;
 pub use follow::EACH;
 use follow::Follower;
+use placed::Placed;
+pub use placed::{Keeping, Keeps};
 use shape::check_cache;
 pub use shape::{KINDS, RunShape, Sizes};
 use tap::Tap;
@@ -28,7 +31,7 @@ pub use tap::{RowSize, Wanted};
 
 use super::{
     config::Rope,
-    constants::{f32_buffer, stack, stack_bytes, vector},
+    constants::{f32_buffer, stack_bytes, vector},
     graph::{body, ending, head},
     points::{Point, points},
     weave::{BuildError, Pattern, Source, Sourced},
@@ -194,6 +197,22 @@ impl Runner {
         hints: &PlanHints,
         progressed: &dyn Fn(),
     ) -> Result<Self, RunError> {
+        let made = Self::keeping(device, source, shape, hints, progressed, Keeping::Nothing);
+        made.map(|(runner, _)| runner)
+    }
+
+    /// The same, with its weights in memory that outlives this process, if that is wanted and the device has such memory.
+    ///
+    /// # Errors
+    /// As for [`Runner::new`].
+    pub fn keeping(
+        device: &dyn Device,
+        source: &ModelSource,
+        shape: RunShape,
+        hints: &PlanHints,
+        progressed: &dyn Fn(),
+        keeping: Keeping,
+    ) -> Result<(Self, Keeps), RunError> {
         let ModelSource {
             config, weights, ..
         } = source;
@@ -226,16 +245,13 @@ impl Runner {
         };
         let mut packable = Vec::new();
         let mut inputs = Vec::with_capacity(body.sources.len());
+        let mut placed = Placed::new(device, source, &[&body, &head, &ending], keeping)?;
         let mut bind = |graph: Part, sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
             for (i, from) in sourced.sources.iter().enumerate() {
                 progressed();
                 let buffer = match from {
-                    Source::Weight(name) => {
-                        let weight = weights.get(name).map_err(BuildError::Model)?.clone();
-                        device.import(Rc::new(WeightRegion(weight)))?
-                    }
-                    Source::Stack(names) => stack(device, weights, names, progressed)?,
+                    Source::Weight(_) | Source::Stack(_) => placed.buffer(from, progressed)?,
                     Source::Vector(name) => f32_buffer(device, name, &vector(weights, name)?)?,
                     Source::OneAnd(name) => {
                         let mut values = vector(weights, name)?;
@@ -276,12 +292,13 @@ impl Runner {
         let head_graph = head.graph.clone();
         let (mut body, mut head) = (bind(Part::Body, &body)?, bind(Part::Head, &head)?);
         let mut ending = bind(Part::Ending, &ending)?;
+        let keeps = placed.close();
         body.bind(Slot::Output(0), &hidden, 0)?;
         head.bind(Slot::Output(0), &logits, 0)?;
         ending.bind(Slot::Output(0), &states, 0)?;
         let stream = device.stream();
         let scratch = Vec::with_capacity(shape.max_rows);
-        Ok(Self {
+        let runner = Self {
             shape,
             vocab: config.vocab,
             hidden: config.hidden,
@@ -306,7 +323,8 @@ impl Runner {
             tapping: false,
             tells: None,
             follower: None,
-        })
+        };
+        Ok((runner, keeps))
     }
 
     /// The weights that the plans would rather have packed.

@@ -75,26 +75,21 @@ impl Worker for WorkerService {
             confinement: self.0.confinement().to_string(),
             layers: self.0.confinement().wire(),
             packing: self.0.engine().opened().layout.unwrap_or("").to_owned(),
+            keeps_weights: self.0.engine().opened().keeps_weights,
         }))
     }
 
     type LoadStream = Progress;
 
     async fn load(&self, request: Request<v1::LoadRequest>) -> Result<Response<Progress>, Status> {
-        let v1::LoadRequest {
-            model,
-            tag,
-            files,
-            packed,
-        } = request.into_inner();
-        let name = ModelName::new(model)?;
-        check_count(files.len())?;
+        let mut request = request.into_inner();
+        request.model = ModelName::new(request.model)?.as_str().to_owned();
+        check_count(request.files.len())?;
         let (events, stream) = mpsc::channel(limits::STREAM_BUFFER);
         let host = self.0.clone();
         tokio::spawn(async move {
             let (progress, mut reports) = mpsc::channel(limits::STREAM_BUFFER);
-            let (name, packed) = (name.as_str().to_owned(), packed.unwrap_or_default());
-            let load = host.load_by_descriptor(name, tag, files, packed, progress);
+            let load = host.load_by_descriptor(request, progress);
             tokio::pin!(load);
             // A sign of life at least this often, also while the load waits for the engine's current step.
             let mut beat = tokio::time::interval(Duration::from_secs(1));
@@ -117,6 +112,8 @@ impl Worker for WorkerService {
                     packing: model.packing.layout().to_owned(),
                     packing_files: model.packing.files(),
                     packed: model.is_packed(),
+                    kept: model.kept.clone(),
+                    found: model.found,
                 }),
                 ..v1::LoadProgress::default()
             });

@@ -1,0 +1,153 @@
+//! Weights that workers left in their devices' memory, held by descriptor, so that the next worker on a device finds them.
+//!
+//! Nothing is read or mapped here, and what a descriptor leads to is never looked at.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use hotcell_ipc::descriptors::{Collector, DescriptorReceiver};
+use hotcell_proto::{limits, v1};
+
+/// How long a worker may take to send what it says that it sent.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A model's weights in the memory of one device.
+#[derive(Debug)]
+pub struct Kept {
+    /// What a worker said of them, and is told again.
+    pub told: v1::KeptWeights,
+    /// As long as these are open, the memory stays.
+    pub pieces: Vec<OwnedFd>,
+}
+
+impl Kept {
+    /// Takes the descriptors that a worker has sent. Blocks until they are there.
+    ///
+    /// # Errors
+    /// When other ones came than it said, or none.
+    pub fn receive(told: v1::KeptWeights, receiver: &DescriptorReceiver) -> io::Result<Self> {
+        let wrong = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+        let due = usize::try_from(told.pieces).unwrap_or(usize::MAX);
+        if !(1..=limits::MAX_KEPT_PIECES).contains(&due) || told.layout.len() > limits::MAX_WORD {
+            return Err(wrong(format!("{due} pieces of device memory")));
+        }
+        receiver.set_timeout(PATIENCE)?;
+        let mut collector = Collector::new(1, due);
+        let pieces = loop {
+            let added = collector.add(receiver.recv()?);
+            if let Some((_, set)) = added.map_err(|error| wrong(error.to_string()))? {
+                break set;
+            }
+        };
+        match pieces.len() == due {
+            true => Ok(Self { told, pieces }),
+            false => Err(wrong(format!(
+                "{} descriptors came for {due} pieces of device memory",
+                pieces.len()
+            ))),
+        }
+    }
+}
+
+impl Drop for Kept {
+    /// Giving memory back may take the driver a while, for which nobody should wait.
+    fn drop(&mut self) {
+        let pieces = std::mem::take(&mut self.pieces);
+        let close = move || drop(pieces);
+        // Without a thread they are closed here, with the closure.
+        let _ = thread::Builder::new().name("close".to_owned()).spawn(close);
+    }
+}
+
+/// A model's weights on each device that has them.
+#[derive(Debug, Default)]
+pub struct KeptOn(Mutex<BTreeMap<String, Arc<Kept>>>);
+
+impl KeptOn {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Kept>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is kept on a device.
+    pub fn get(&self, device: &str) -> Option<Arc<Kept>> {
+        self.all().get(device).cloned()
+    }
+
+    /// Keeps this on a device, and nothing else.
+    pub fn keep(&self, device: &str, kept: Kept) {
+        let before = self.all().insert(device.to_owned(), Arc::new(kept));
+        drop(before);
+    }
+
+    /// Gives a device its memory back, once no worker has it mapped either.
+    pub fn forget(&self, device: &str) {
+        let before = self.all().remove(device);
+        drop(before);
+    }
+
+    /// Bytes that are kept, by device.
+    pub fn bytes(&self) -> Vec<(String, u64)> {
+        let all = self.all();
+        let bytes = all.iter().map(|(on, kept)| (on.clone(), kept.told.bytes));
+        bytes.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::fd::AsFd};
+
+    use hotcell_ipc::descriptors::{DescriptorSender, descriptor_pair};
+
+    use super::*;
+
+    fn told(pieces: u32) -> v1::KeptWeights {
+        v1::KeptWeights {
+            layout: "l".to_owned(),
+            bytes: 10,
+            checksum: 3,
+            pieces,
+        }
+    }
+
+    /// What is made of so many descriptors, where so many were announced.
+    fn received(sent: usize, announced: u32) -> io::Result<Kept> {
+        let (a, b) = descriptor_pair().unwrap();
+        let null = File::open("/dev/null").unwrap();
+        let sender = DescriptorSender::new(a).unwrap();
+        if sent > 0 {
+            sender.send(0, &vec![null.as_fd(); sent]).unwrap();
+        }
+        drop(sender);
+        Kept::receive(told(announced), &DescriptorReceiver::new(b).unwrap())
+    }
+
+    #[test]
+    fn what_was_said_must_come() {
+        assert_eq!(received(3, 3).unwrap().pieces.len(), 3);
+        assert_eq!(received(300, 300).unwrap().pieces.len(), 300);
+        for (sent, announced) in [(0, 1), (1, 2), (2, 1), (0, 0), (1, u32::MAX)] {
+            received(sent, announced).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_device_keeps_one_at_a_time() {
+        let on = KeptOn::default();
+        assert!(on.get("cuda:0").is_none());
+        on.keep("cuda:0", received(1, 1).unwrap());
+        on.keep("cuda:0", received(2, 2).unwrap());
+        on.keep("cuda:1", received(1, 1).unwrap());
+        assert_eq!(on.get("cuda:0").unwrap().pieces.len(), 2);
+        assert_eq!(on.bytes(), [("cuda:0".to_owned(), 10), ("cuda:1".to_owned(), 10)]);
+        on.forget("cuda:0");
+        assert!(on.get("cuda:0").is_none());
+        assert!(on.get("cuda:1").is_some());
+    }
+}

@@ -1,0 +1,213 @@
+//! Memory that other processes can map too (`cuMemCreate` and what goes with it): files of nothing but memory, and addresses
+//! that are reserved apart from it.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ffi::{c_int, c_void},
+    ptr,
+};
+
+use crate::config::config;
+
+/// What sizes are multiples of.
+pub const UNIT: usize = 2 << 20;
+
+/// Files that there are: later the process may be forbidden to make any.
+const MOST: usize = 32;
+
+/// A reserved range's pieces, by where they are in it.
+#[derive(Default)]
+struct Range {
+    bytes: usize,
+    pieces: BTreeMap<u64, Piece>,
+}
+
+#[derive(Clone, Copy)]
+struct Piece {
+    bytes: usize,
+    /// What may be done with it: a `CUmemAccess_flags`.
+    access: c_int,
+}
+
+/// Handles, and ranges of addresses.
+#[derive(Default)]
+pub struct Pieces {
+    spare: Vec<c_int>,
+    made: bool,
+    /// Descriptor and bytes.
+    handles: HashMap<u64, (c_int, usize)>,
+    ranges: BTreeMap<u64, Range>,
+}
+
+/// Where a file says how large the memory in it is: behind all that there may be.
+fn end() -> libc::off_t {
+    config().memory as libc::off_t
+}
+
+impl Pieces {
+    /// Makes the files, once.
+    pub fn prepare(&mut self) {
+        if std::mem::replace(&mut self.made, true) {
+            return;
+        }
+        for _ in 0..MOST {
+            // SAFETY: a name that ends with zero; what was made is this driver's.
+            unsafe {
+                let fd = libc::memfd_create(c"fakecuda-memory".as_ptr(), libc::MFD_CLOEXEC);
+                assert!(fd >= 0, "no memory for the device");
+                assert_eq!(libc::ftruncate(fd, end() + 8), 0);
+                self.spare.push(fd);
+            }
+        }
+    }
+
+    /// Memory of so many bytes by a new handle.
+    pub fn create(&mut self, handle: u64, bytes: usize) -> bool {
+        let whole = bytes > 0 && bytes.is_multiple_of(UNIT) && bytes <= config().memory;
+        let Some(fd) = whole.then(|| self.spare.pop()).flatten() else {
+            return false;
+        };
+        // SAFETY: eight bytes that are there.
+        let written = unsafe { libc::pwrite(fd, (&raw const bytes).cast(), 8, end()) };
+        self.handles.insert(handle, (fd, bytes));
+        written == 8
+    }
+
+    /// The same memory as a descriptor's, by a new handle: its bytes.
+    pub fn import(&mut self, handle: u64, descriptor: c_int) -> Option<usize> {
+        let mut bytes = 0usize;
+        // SAFETY: room for eight bytes; a descriptor of its own.
+        let (fd, read) = unsafe {
+            let fd = libc::dup(descriptor);
+            (fd, libc::pread(fd, (&raw mut bytes).cast(), 8, end()))
+        };
+        if read != 8 || bytes == 0 {
+            return None;
+        }
+        self.handles.insert(handle, (fd, bytes));
+        Some(bytes)
+    }
+
+    /// A descriptor of a handle's memory.
+    pub fn export(&self, handle: u64) -> Option<c_int> {
+        let (fd, _) = self.handles.get(&handle)?;
+        // SAFETY: an open descriptor.
+        let fd = unsafe { libc::dup(*fd) };
+        (fd >= 0).then_some(fd)
+    }
+
+    /// Forgets a handle. What is mapped stays.
+    pub fn release(&mut self, handle: u64) -> Option<usize> {
+        let (fd, bytes) = self.handles.remove(&handle)?;
+        // SAFETY: its own.
+        unsafe { libc::close(fd) };
+        Some(bytes)
+    }
+
+    /// Addresses for so many bytes, which lead nowhere yet.
+    pub fn reserve(&mut self, bytes: usize, tag: u64) -> Option<u64> {
+        if bytes == 0 || !bytes.is_multiple_of(UNIT) {
+            return None;
+        }
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: new addresses.
+        let start = unsafe { libc::mmap(ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return None;
+        }
+        let address = start.expose_provenance() as u64 | tag;
+        let pieces = BTreeMap::new();
+        self.ranges.insert(address, Range { bytes, pieces });
+        Some(address)
+    }
+
+    /// Gives addresses back, at which nothing is mapped.
+    pub fn unreserve(&mut self, address: u64, bytes: usize) -> bool {
+        let fits = |range: &Range| range.bytes == bytes && range.pieces.is_empty();
+        if !self.ranges.get(&address).is_some_and(fits) {
+            return false;
+        }
+        self.ranges.remove(&address);
+        // SAFETY: reserved above, and nothing is there.
+        unsafe { libc::munmap(host(address), bytes) == 0 }
+    }
+
+    fn range(&mut self, address: u64, bytes: usize) -> Option<&mut Range> {
+        let (start, range) = self.ranges.range_mut(..=address).next_back()?;
+        (address + bytes as u64 <= start + range.bytes as u64).then_some(range)
+    }
+
+    /// Puts a handle's memory at reserved addresses. Nobody may do anything with it.
+    pub fn map(&mut self, address: u64, bytes: usize, handle: u64) -> bool {
+        let Some(&(fd, size)) = self.handles.get(&handle) else {
+            return false;
+        };
+        let Some(range) = self.range(address, bytes) else {
+            return false;
+        };
+        if size != bytes {
+            return false;
+        }
+        let piece = Piece { bytes, access: 0 };
+        range.pieces.insert(address, piece);
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: at addresses that were reserved.
+        let at = unsafe { libc::mmap(host(address), bytes, libc::PROT_NONE, flags, fd, 0) };
+        at != libc::MAP_FAILED
+    }
+
+    /// Takes memory away from addresses, which stay reserved.
+    pub fn unmap(&mut self, address: u64, bytes: usize) -> bool {
+        let Some(range) = self.range(address, bytes) else {
+            return false;
+        };
+        if range.pieces.get(&address).is_none_or(|p| p.bytes != bytes) {
+            return false;
+        }
+        range.pieces.remove(&address);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        // SAFETY: as above.
+        let at = unsafe { libc::mmap(host(address), bytes, libc::PROT_NONE, flags, -1, 0) };
+        at != libc::MAP_FAILED
+    }
+
+    /// Says what may be done with a piece.
+    pub fn allow(&mut self, address: u64, bytes: usize, access: c_int) -> bool {
+        let Some(range) = self.range(address, bytes) else {
+            return false;
+        };
+        let Some(piece) = range.pieces.get_mut(&address).filter(|p| p.bytes == bytes) else {
+            return false;
+        };
+        piece.access = access;
+        let may = match access {
+            1 => libc::PROT_READ,
+            3 => libc::PROT_READ | libc::PROT_WRITE,
+            _ => libc::PROT_NONE,
+        };
+        // SAFETY: a piece that is mapped.
+        unsafe { libc::mprotect(host(address), bytes, may) == 0 }
+    }
+
+    /// Whether all of these bytes may be read, or written.
+    pub fn allows(&self, address: u64, bytes: usize, write: bool) -> bool {
+        let Some((_, range)) = self.ranges.range(..=address).next_back() else {
+            return false;
+        };
+        let need = if write { 3 } else { 1 };
+        let (mut at, end) = (address, address + bytes as u64);
+        while at < end {
+            let piece = range.pieces.range(..=at).next_back();
+            let piece = piece.filter(|(start, p)| p.access & need == need && at < *start + p.bytes as u64);
+            let Some((start, piece)) = piece else {
+                return false;
+            };
+            at = start + piece.bytes as u64;
+        }
+        true
+    }
+}
+
+fn host(address: u64) -> *mut c_void {
+    crate::state::to_host(address).cast()
+}
