@@ -11,7 +11,10 @@ use std::{
     time::Duration,
 };
 
-use hotcell_ipc::descriptors::{Collector, DescriptorReceiver};
+use hotcell_ipc::{
+    descriptors::{Collector, DescriptorReceiver},
+    takeover,
+};
 use hotcell_proto::{limits, v1};
 
 /// How long a worker may take to send what it says that it sent.
@@ -91,11 +94,26 @@ impl KeptOn {
         drop(before);
     }
 
-    /// Bytes that are kept, by device.
-    pub fn bytes(&self) -> Vec<(String, u64)> {
-        let all = self.all();
-        let bytes = all.iter().map(|(on, kept)| (on.clone(), kept.told.bytes));
-        bytes.collect()
+    /// All of it, for a program that takes this one's place.
+    pub fn hold(&self) -> Vec<v1::HeldKept> {
+        let hold = |(device, kept): (&String, &Arc<Kept>)| v1::HeldKept {
+            device: device.clone(),
+            told: Some(kept.told.clone()),
+            descriptors: kept.pieces.iter().map(takeover::number).collect(),
+        };
+        self.all().iter().map(hold).collect()
+    }
+
+    /// Takes what the program before this one held. What did not come whole is as good as nothing.
+    pub fn inherit(&self, kept: Vec<v1::HeldKept>, mut claim: impl FnMut(i32) -> Option<OwnedFd>) {
+        for held in kept {
+            let pieces: Option<Vec<_>> = held.descriptors.into_iter().map(&mut claim).collect();
+            if let (Some(told), Some(pieces)) = (held.told, pieces)
+                && usize::try_from(told.pieces) == Ok(pieces.len())
+            {
+                self.keep(&held.device, Kept { told, pieces });
+            }
+        }
     }
 }
 
@@ -145,9 +163,24 @@ mod tests {
         on.keep("cuda:0", received(2, 2).unwrap());
         on.keep("cuda:1", received(1, 1).unwrap());
         assert_eq!(on.get("cuda:0").unwrap().pieces.len(), 2);
-        assert_eq!(on.bytes(), [("cuda:0".to_owned(), 10), ("cuda:1".to_owned(), 10)]);
         on.forget("cuda:0");
         assert!(on.get("cuda:0").is_none());
         assert!(on.get("cuda:1").is_some());
+    }
+
+    #[test]
+    fn the_next_program_has_what_came_whole() {
+        let (before, after) = (KeptOn::default(), KeptOn::default());
+        before.keep("cuda:0", received(2, 2).unwrap());
+        before.keep("cuda:1", received(1, 1).unwrap());
+        let held = before.hold();
+        let lost = held[0].descriptors[1];
+        let claim = |number| {
+            let null = File::open("/dev/null").unwrap();
+            (number != lost).then(|| OwnedFd::from(null))
+        };
+        after.inherit(held, claim);
+        assert!(after.get("cuda:0").is_none());
+        assert_eq!(after.get("cuda:1").unwrap().told, told(1));
     }
 }

@@ -509,7 +509,7 @@ pub fn inherit(
     files: Vec<v1::HeldFile>,
     inherited: bool,
     untrusted: bool,
-    mut claim: impl FnMut(i32) -> Option<OwnedFd>,
+    claim: &mut impl FnMut(i32) -> Option<OwnedFd>,
 ) -> Result<OpenModel, Error> {
     let mut sets = BTreeMap::<Layout, (Vec<_>, u32)>::new();
     let held = files.into_iter().zip(0..).map(|(file, index)| {

@@ -14,6 +14,10 @@ use tempfile::TempDir;
 
 use crate::cluster::{binaries, build, repository};
 
+/// Files that memory is in which other processes can map, and bytes of each (`tests/fakecuda/src/pieces.rs`).
+const MEMORY_FILES: usize = 64;
+const MEMORY_BYTES: u64 = (1 << 30) + 4096;
+
 /// A folder with `libcuda.so`, and what it is told to do.
 pub struct FakeDriver {
     folder: TempDir,
@@ -34,6 +38,13 @@ impl FakeDriver {
             folder.path().join("libcuda.so"),
         )?;
         fs::write(folder.path().join("fakecuda.conf"), conf)?;
+        for number in 0..MEMORY_FILES {
+            let name = format!("fakecuda-memory-{number}");
+            let file = fs::File::create(folder.path().join(name))?;
+            // Nothing of it is there until it is written.
+            file.set_len(MEMORY_BYTES)?;
+            file.set_permissions(Permissions::from_mode(0o666))?;
+        }
         Ok(Self { folder })
     }
 
@@ -59,7 +70,7 @@ impl FakeDriver {
         let worker = worker()?;
         let path = self.folder.path().join(name);
         let lines = format!(
-            "#!/bin/sh\nLD_LIBRARY_PATH={} exec {} \"$@\"\n",
+            "#!/bin/sh\nLD_LIBRARY_PATH={0} LD_PRELOAD={0}/libcuda.so FAKECUDA_FILES=4 exec {1} \"$@\"\n",
             self.folder.path().display(),
             worker.display()
         );

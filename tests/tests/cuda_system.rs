@@ -10,7 +10,7 @@ use std::{
 };
 
 use hotcell_client::{
-    Address, GenerateOptions, Prompt, Reason,
+    Address, Event, GenerateOptions, Prompt, Reason,
     tensor::{Backend, BackendParams, DType, Tensor},
     v1,
 };
@@ -308,15 +308,18 @@ async fn text(cluster: &Cluster, kills: bool) -> Vec<u32> {
     };
     let prompt = Prompt::Text("In the beginning".to_owned());
     let mut stream = client.generate(prompt, options).await.unwrap();
-    if kills {
-        // Some have come, more are to come.
-        for _ in 0..4 {
-            stream.next().await.unwrap().unwrap();
+    let (mut tokens, mut kills) = (Vec::new(), kills);
+    while let Some(event) = stream.next().await {
+        if let Event::Delta(delta) = event.unwrap() {
+            tokens.extend(delta.token_ids);
         }
-        let worker = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
-        signal_pid(worker.pid, Signal::KILL).unwrap();
+        if kills && tokens.len() >= 4 {
+            kills = false;
+            let worker = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
+            signal_pid(worker.pid, Signal::KILL).unwrap();
+        }
     }
-    stream.complete().await.unwrap().token_ids
+    tokens
 }
 
 /// Bytes of weights that the worker says outlive it.
@@ -341,14 +344,17 @@ async fn weights_stay_on_the_device_when_the_worker_dies() {
     for deaths in 1..=2 {
         assert_eq!(text(&cluster, true).await, expected);
         let log = cluster.scheduler.log();
-        assert_eq!(log.matches("found=true").count(), deaths, "{log}");
+        assert_eq!(log.matches(" found=true").count(), deaths, "{log}");
         assert_eq!(log.matches("weights outlive the worker").count(), 1);
         assert_eq!(kept_bytes(&cluster).await, before);
     }
     client.unload("kjv").await.unwrap();
     let began = Instant::now();
     while !device_memory(cluster.scheduler.pid()).is_empty() {
-        assert!(began.elapsed() < SOON, "the device's memory is not given back");
+        assert!(
+            began.elapsed() < SOON,
+            "the device's memory is not given back"
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -375,20 +381,38 @@ async fn weights_that_were_damaged_on_the_device_are_loaded_again() {
     assert_eq!(text(&cluster, false).await, expected);
     let log = cluster.scheduler.log();
     assert!(log.contains("are damaged and loaded again"), "{log}");
-    assert!(log.contains("found=false"), "{log}");
+    assert!(log.contains(" found=false"), "{log}");
     // What they are told of it is what it is now.
     assert_eq!(text(&cluster, true).await, expected);
-    assert!(cluster.scheduler.log().contains("found=true"));
+    assert!(cluster.scheduler.log().contains(" found=true"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_exports_nothing_costs_only_that() {
-    for refused in ["cuMemExportToShareableHandle:1=801", "cuMemImportFromShareableHandle:1=801"] {
+    for refused in [
+        "cuMemExportToShareableHandle:1=801",
+        "cuMemImportFromShareableHandle:1=801",
+    ] {
         let (cluster, _driver) = cluster(&format!("fail = {refused}\n"), &[]).await;
         let client = cluster.client().await.unwrap();
         client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
         let expected = text(&cluster, false).await;
         assert_eq!(text(&cluster, true).await, expected, "{refused}");
-        assert!(!cluster.scheduler.log().contains("found=true"));
+        assert!(!cluster.scheduler.log().contains(" found=true"));
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_scheduler_holds_the_devices_memory() {
+    let (cluster, driver) = cluster("", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    let expected = text(&cluster, false).await;
+    let worker = driver.folder().join("hotcell-worker");
+    let worker = ["--worker-binary", worker.to_str().unwrap()];
+    let taken = cluster.takeover(&worker).unwrap().output().unwrap();
+    assert!(taken.status.success(), "{taken:?}");
+    assert_eq!(text(&cluster, true).await, expected);
+    let log = cluster.scheduler.log();
+    assert!(log.contains(" found=true"), "{log}");
 }

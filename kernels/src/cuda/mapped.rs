@@ -69,8 +69,7 @@ fn location(gpu: &Gpu) -> CUmemLocation {
 fn properties(gpu: &Gpu) -> CUmemAllocationProp {
     CUmemAllocationProp {
         type_: AllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes:
-            CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        requestedHandleTypes: CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
         location: location(gpu),
         win32HandleMetaData: std::ptr::null_mut(),
         allocFlags: CUmemAllocationProp_st__bindgen_ty_1 {
@@ -95,7 +94,10 @@ fn pieces_of(gpu: &Gpu, bytes: usize) -> Result<Vec<usize>, DeviceError> {
         what: "weights".to_owned(),
         bytes,
     };
-    let mut left = bytes.max(1).checked_next_multiple_of(unit).ok_or_else(large)?;
+    let mut left = bytes
+        .max(1)
+        .checked_next_multiple_of(unit)
+        .ok_or_else(large)?;
     let piece = (PIECE / unit).max(1).checked_mul(unit).ok_or_else(large)?;
     let mut pieces = Vec::with_capacity(left / piece + 1);
     while left > 0 {
@@ -167,10 +169,7 @@ impl Mapped {
 
     fn reserve(gpu: &Rc<Gpu>, bytes: usize) -> Result<Self, DeviceError> {
         let mut start = 0;
-        call!(
-            gpu.driver,
-            cuMemAddressReserve(&mut start, bytes, 0, 0, 0)
-        )?;
+        call!(gpu.driver, cuMemAddressReserve(&mut start, bytes, 0, 0, 0))?;
         Ok(Self {
             gpu: Rc::clone(gpu),
             start,

@@ -162,6 +162,10 @@ fn models(table: &Table) -> Vec<v1::HeldModel> {
                 _ if model.source.can_be_read_again() => Vec::new(),
                 _ => return None,
             },
+            kept: match &model.files {
+                Some(files) if model.is_wanted() => files.kept().hold(),
+                _ => Vec::new(),
+            },
             untrusted: model.files.as_ref().is_some_and(|f| f.alone().is_some()),
             serving: Some(v1::Serving {
                 aliases: table.names_of(name),

@@ -384,7 +384,10 @@ impl Fleet {
         let Ok(name) = ModelName::new(NAME) else {
             return Ok(());
         };
-        match link.load(&name, files, Beside::default(), patience, |_| {}).await {
+        match link
+            .load(&name, files, Beside::default(), patience, |_| {})
+            .await
+        {
             Ok(loaded) => found.summary = loaded.summary,
             Err(LoadFailure::Refused(error)) => {
                 refuse_for(found, &error);

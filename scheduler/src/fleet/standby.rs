@@ -286,7 +286,10 @@ async fn adapt(
     let Some((name, files)) = missing else {
         return Ok(());
     };
-    let got = match fleet.hand_over(link, &name, &files, true, patience, |_| {}).await {
+    let got = match fleet
+        .hand_over(link, &name, &files, true, patience, |_| {})
+        .await
+    {
         Ok(got) => {
             let examined = fleet.examine(link, &name, &got).await;
             examined.map_err(|why| why.death())?;

@@ -310,6 +310,8 @@ pub(super) fn descriptors(state: &TakeoverState) -> Vec<RawFd> {
     let files = state.models.iter().flat_map(|m| &m.files);
     let packed = files.clone().flat_map(|f| &f.packed);
     let files = files.chain(packed.filter_map(|p| p.file.as_ref()));
+    let kept = state.models.iter().flat_map(|m| &m.kept);
+    let kept = kept.flat_map(|kept| kept.descriptors.iter().copied());
     let links = state.workers.iter().filter_map(|w| w.link.as_ref());
     let links = links.flat_map(|l| {
         [
@@ -323,7 +325,7 @@ pub(super) fn descriptors(state: &TakeoverState) -> Vec<RawFd> {
     });
     let graphs = state.graphs.iter().map(|graph| graph.memory);
     let all = doors.chain(files.map(|f| f.descriptor)).chain(links);
-    let all = all.chain(graphs);
+    let all = all.chain(graphs).chain(kept);
     all.chain([state.asker]).filter(|fd| *fd > 2).collect()
 }
 

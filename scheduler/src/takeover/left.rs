@@ -121,6 +121,10 @@ impl Left {
                 name == store::FILE && FileIdentity::of(fd).is_ok_and(same)
             });
         };
+        for model in &mut state.models {
+            // It ended with the process that held it.
+            model.kept.clear();
+        }
         for file in state.models.iter_mut().flat_map(|m| &mut m.files) {
             find(file);
             let packed = file.packed.iter_mut();
@@ -242,7 +246,7 @@ impl Left {
                 weights_bytes,
                 each_bytes,
                 configured_serving,
-                ..
+                kept,
             } = model;
             let state = ModelState::try_from(state).unwrap_or_default();
             let Ok(name) = ModelName::new(name) else {
@@ -255,10 +259,13 @@ impl Left {
             {
                 continue;
             }
-            let claim = |number| self.fds.remove(&number);
+            let mut claim = |number| self.fds.remove(&number);
             // What comes without files sleeps.
             let files = (!files.is_empty() || path.is_none())
-                .then(|| vault::inherit(files, path.is_none(), untrusted, claim));
+                .then(|| vault::inherit(files, path.is_none(), untrusted, &mut claim));
+            if let Some(Ok(files)) = &files {
+                files.kept().inherit(kept, claim);
+            }
             let source = path.map_or(Source::Bundled, Source::Path);
             // What was said of it since the configuration was read stays, unless that says something else now.
             let said = known.map(|model| &model.serving);

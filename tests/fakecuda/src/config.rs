@@ -36,7 +36,7 @@ pub struct Config {
 }
 
 /// The folder that this library is in.
-fn folder() -> PathBuf {
+pub fn folder() -> PathBuf {
     let here: *const c_void = (folder as fn() -> PathBuf) as *const c_void;
     let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: the address is of this library, and there is room for the answer, which names its file.

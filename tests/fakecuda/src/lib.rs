@@ -136,7 +136,6 @@ entries! {
         known(device)
     }
     fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) {
-        state().pieces.prepare();
         *context = 0xC0 + device as u64;
         known(device)
     }
@@ -184,6 +183,7 @@ entries! {
         }
     }
     fn cuMemImportFromShareableHandle(handle: *mut u64, descriptor: *mut c_void, kind: c_uint) {
+        if kind != 1 { return INVALID_VALUE; }
         let mut state = state();
         *handle = state.name();
         let handle = *handle;
@@ -358,7 +358,10 @@ fn run(node: &Node) -> c_int {
             None => lost(&mut there, ILLEGAL_ADDRESS),
         },
         Node::Copy { to, from, bytes } => {
-            match (there.host(*to, *bytes, true), there.host(*from, *bytes, false)) {
+            match (
+                there.host(*to, *bytes, true),
+                there.host(*from, *bytes, false),
+            ) {
                 // SAFETY: as above.
                 (Some(to), Some(from)) => unsafe {
                     ptr::copy(from, to, *bytes);

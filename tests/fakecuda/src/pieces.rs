@@ -1,19 +1,39 @@
-//! Memory that other processes can map too (`cuMemCreate` and what goes with it): files of nothing but memory, and addresses
-//! that are reserved apart from it.
+//! Memory that other processes can map too (`cuMemCreate` and what goes with it): files beside this library, and addresses
+//! that are reserved apart from them.
+//!
+//! A worker may neither make files nor open any by the time that it has the driver make memory. So whoever starts it makes
+//! `fakecuda-memory-N`, and has this library loaded before the program begins (`LD_PRELOAD`), which takes some that nobody
+//! has. Which these are their locks say: they are those of open files, and go with them from process to process.
 
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::{c_int, c_void},
+    fs,
+    os::fd::IntoRawFd,
     ptr,
 };
 
-use crate::config::config;
+use crate::{config::folder, state::state};
 
 /// What sizes are multiples of.
 pub const UNIT: usize = 2 << 20;
 
-/// Files that there are: later the process may be forbidden to make any.
+/// Bytes of memory in a file at most; a page follows, which begins with how many there are.
+const LARGEST: usize = 1 << 30;
+const PAGE: usize = 4096;
+
+/// Files that one process takes, unless `FAKECUDA_FILES` says how many.
 const MOST: usize = 32;
+
+/// Runs when the library is loaded.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static PREPARE: extern "C" fn() = {
+    extern "C" fn prepare() {
+        state().pieces.take_files();
+    }
+    prepare
+};
 
 /// A reserved range's pieces, by where they are in it.
 #[derive(Default)]
@@ -33,57 +53,73 @@ struct Piece {
 #[derive(Default)]
 pub struct Pieces {
     spare: Vec<c_int>,
-    made: bool,
     /// Descriptor and bytes.
     handles: HashMap<u64, (c_int, usize)>,
     ranges: BTreeMap<u64, Range>,
 }
 
-/// Where a file says how large the memory in it is: behind all that there may be.
-fn end() -> libc::off_t {
-    config().memory as libc::off_t
+/// Has what a file's last page begins with, which is how many bytes of memory are in it; nothing if it is none of the files.
+fn with_size<T>(fd: c_int, work: impl FnOnce(&mut usize) -> T) -> Option<T> {
+    // SAFETY: room for the answer; a page of the file, if it is as long, which begins with a number whatever is in it.
+    unsafe {
+        let mut about: libc::stat = std::mem::zeroed();
+        if libc::fstat(fd, &mut about) != 0 || about.st_size != (LARGEST + PAGE) as libc::off_t {
+            return None;
+        }
+        let may = libc::PROT_READ | libc::PROT_WRITE;
+        let end = LARGEST as libc::off_t;
+        let page = libc::mmap(ptr::null_mut(), PAGE, may, libc::MAP_SHARED, fd, end);
+        if page == libc::MAP_FAILED {
+            return None;
+        }
+        let done = work(&mut *page.cast());
+        libc::munmap(page, PAGE);
+        Some(done)
+    }
 }
 
 impl Pieces {
-    /// Makes the files, once.
-    pub fn prepare(&mut self) {
-        if std::mem::replace(&mut self.made, true) {
-            return;
-        }
-        for _ in 0..MOST {
-            // SAFETY: a name that ends with zero; what was made is this driver's.
+    /// Takes files that nobody has.
+    fn take_files(&mut self) {
+        let most = std::env::var("FAKECUDA_FILES").ok();
+        let most = most.and_then(|n| n.parse().ok()).unwrap_or(MOST);
+        let files = fs::read_dir(folder()).into_iter().flatten().flatten();
+        for file in files {
+            let is_memory = file
+                .file_name()
+                .to_string_lossy()
+                .starts_with("fakecuda-memory");
+            if !is_memory || self.spare.len() == most {
+                continue;
+            }
+            let opened = fs::File::options().read(true).write(true).open(file.path());
+            let Ok(opened) = opened else { continue };
+            let fd = opened.into_raw_fd();
+            // SAFETY: an open descriptor, which is closed if somebody has the file.
             unsafe {
-                let fd = libc::memfd_create(c"fakecuda-memory".as_ptr(), libc::MFD_CLOEXEC);
-                assert!(fd >= 0, "no memory for the device");
-                assert_eq!(libc::ftruncate(fd, end() + 8), 0);
-                self.spare.push(fd);
+                match libc::flock(fd, libc::LOCK_EX | libc::LOCK_NB) {
+                    0 => self.spare.push(fd),
+                    _ => drop(libc::close(fd)),
+                }
             }
         }
     }
 
     /// Memory of so many bytes by a new handle.
     pub fn create(&mut self, handle: u64, bytes: usize) -> bool {
-        let whole = bytes > 0 && bytes.is_multiple_of(UNIT) && bytes <= config().memory;
+        let whole = bytes > 0 && bytes.is_multiple_of(UNIT) && bytes <= LARGEST;
         let Some(fd) = whole.then(|| self.spare.pop()).flatten() else {
             return false;
         };
-        // SAFETY: eight bytes that are there.
-        let written = unsafe { libc::pwrite(fd, (&raw const bytes).cast(), 8, end()) };
         self.handles.insert(handle, (fd, bytes));
-        written == 8
+        with_size(fd, |size| *size = bytes).is_some()
     }
 
     /// The same memory as a descriptor's, by a new handle: its bytes.
     pub fn import(&mut self, handle: u64, descriptor: c_int) -> Option<usize> {
-        let mut bytes = 0usize;
-        // SAFETY: room for eight bytes; a descriptor of its own.
-        let (fd, read) = unsafe {
-            let fd = libc::dup(descriptor);
-            (fd, libc::pread(fd, (&raw mut bytes).cast(), 8, end()))
-        };
-        if read != 8 || bytes == 0 {
-            return None;
-        }
+        let bytes = with_size(descriptor, |size| *size)?;
+        // SAFETY: an open descriptor.
+        let fd = unsafe { libc::dup(descriptor) };
         self.handles.insert(handle, (fd, bytes));
         Some(bytes)
     }
@@ -198,7 +234,8 @@ impl Pieces {
         let (mut at, end) = (address, address + bytes as u64);
         while at < end {
             let piece = range.pieces.range(..=at).next_back();
-            let piece = piece.filter(|(start, p)| p.access & need == need && at < *start + p.bytes as u64);
+            let piece =
+                piece.filter(|(start, p)| p.access & need == need && at < *start + p.bytes as u64);
             let Some((start, piece)) = piece else {
                 return false;
             };

@@ -1,10 +1,19 @@
 //! Weights in device memory that outlives the process: what is put there is found again, as it was or not at all.
 
 use std::{
+    env,
     fs::File,
-    os::{fd::OwnedFd, unix::fs::FileExt},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+    process::{Command, Stdio},
     rc::Rc,
+    thread,
+    time::Duration,
 };
+
+use hotcell_ipc::descriptors::{Collector, DescriptorReceiver, DescriptorSender, descriptor_pair};
 
 use hotcell_kernels::{
     backend::{Buffer, Device},
@@ -156,4 +165,59 @@ fn memory_that_changes_places_is_another() {
     memory.write_all_at(&b, 2048).unwrap();
     memory.write_all_at(&a, 4096).unwrap();
     assert!(vault(&device, "a", Some(kept)).find(0).is_none());
+}
+
+/// Set for the process that leaves weights: its standard input takes their descriptors.
+const LEAVES: &str = "HOTCELL_LEAVES_WEIGHTS";
+
+#[test]
+fn weights_survive_the_process_that_put_them_there() {
+    if env::var_os(LEAVES).is_some() {
+        return leave();
+    }
+    let (its, ours) = descriptor_pair().unwrap();
+    let mut child = Command::new(env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "vault::weights_survive_the_process_that_put_them_there",
+        ])
+        .env(LEAVES, "1")
+        .stdin(Stdio::from(its))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let receiver = DescriptorReceiver::new(ours).unwrap();
+    let mut collector = Collector::new(1, 16);
+    let (checksum, pieces) = loop {
+        if let Some(set) = collector.add(receiver.recv().unwrap()).unwrap() {
+            break set;
+        }
+    };
+    // SIGKILL, while it has them mapped.
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let kept = Kept {
+        layout: "a".to_owned(),
+        bytes: 305_408,
+        checksum,
+        pieces,
+    };
+    let next = vault(&open(), "a", Some(kept));
+    check(&find_all(next.as_ref()).expect("weights end with their process"));
+}
+
+/// Puts weights there, hands over their descriptors, and waits for its end.
+fn leave() {
+    let device = open();
+    let mut vault = vault(&device, "a", None);
+    let _held = put_all(&mut vault);
+    let kept = vault.close().unwrap().unwrap();
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    let pieces: Vec<_> = kept.pieces.iter().map(AsFd::as_fd).collect();
+    assert_eq!(kept.bytes, 305_408);
+    let sender = DescriptorSender::new(socket).unwrap();
+    sender.send(kept.checksum, &pieces).unwrap();
+    loop {
+        thread::sleep(Duration::from_secs(60));
+    }
 }

@@ -120,11 +120,7 @@ impl<'a> Placed<'a> {
     ///
     /// # Errors
     /// When a tensor is missing, or memory is short.
-    pub fn buffer(
-        &mut self,
-        source: &Source,
-        progressed: &dyn Fn(),
-    ) -> Result<Buffer, RunError> {
+    pub fn buffer(&mut self, source: &Source, progressed: &dyn Fn()) -> Result<Buffer, RunError> {
         let key = key(source).ok_or_else(no_weight)?;
         if let Some(made) = self.made.get(&key) {
             return Ok(made.clone());
