@@ -22,7 +22,7 @@ use hotcell_proto::{
     limits,
     v1::{
         CheckRequest, CheckResponse, DetokenizeRequest, HandshakeRequest, HandshakeResponse,
-        JoinRequest, OpenTensorsRequest, StatusRequest, StatusResponse, UnloadRequest,
+        JoinRequest, OpenTensorsRequest, StatusRequest, StatusResponse,
         tokens_client::TokensClient, worker_client::WorkerClient,
     },
 };
@@ -472,26 +472,6 @@ impl Link {
     /// Those of its process, which may stand still for as long as `patience`.
     pub(super) fn signs(&self, patience: Duration) -> Signs {
         Signs::new(self.blackbox.as_ref(), patience)
-    }
-
-    /// Lets it forget a model. A worker that does not answer within `patience` is condemned.
-    ///
-    /// # Errors
-    /// Its words, or those about the broken connection or its silence.
-    pub async fn unload(&self, model: &ModelName, patience: Duration) -> Result<(), Error> {
-        let request = UnloadRequest {
-            model: model.as_str().to_owned(),
-        };
-        match timeout(patience, self.control().unload(request)).await {
-            Ok(Ok(_)) => Ok(()),
-            Ok(Err(status)) => Err(words(&status)),
-            Err(_) => {
-                let why = format!("it did not unload {model} within {patience:?}");
-                self.fate
-                    .condemn(Condemnation::new(DeathKind::Deadline, why.clone()));
-                Err(Error::new(Reason::WorkerLost, why))
-            }
-        }
     }
 
     /// Has it compute so many steps of a model's known answer, and hash a part of the weights.

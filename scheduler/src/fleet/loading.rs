@@ -1,4 +1,4 @@
-//! Handing a model over to a worker, for as long as it takes and makes progress.
+//! Handing a model over to a worker, for as long as it takes and makes progress, and taking it back.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -14,12 +14,13 @@ use hotcell_proto::{
     limits,
     v1::{
         KeptWeights, LoadProgress, LoadRequest, Loaded, ModelSummary, NumericsClass, PackedFiles,
+        UnloadRequest,
     },
 };
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::timeout};
 use tonic::Status;
 
-use super::link::{Link, words};
+use super::link::{Condemnation, Link, words};
 use crate::{death::DeathKind, discover::clip, kept::Kept, packed::Set, vault::OpenModel};
 
 /// Why a worker did not load a model.
@@ -144,6 +145,26 @@ impl Link {
 }
 
 impl Link {
+    /// Lets it forget a model. A worker that does not answer within `patience` is condemned.
+    ///
+    /// # Errors
+    /// Its words, or those about the broken connection or its silence.
+    pub async fn unload(&self, model: &ModelName, patience: Duration) -> Result<(), Error> {
+        let request = UnloadRequest {
+            model: model.as_str().to_owned(),
+        };
+        match timeout(patience, self.control().unload(request)).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(status)) => Err(words(&status)),
+            Err(_) => {
+                let why = format!("it did not unload {model} within {patience:?}");
+                self.fate
+                    .condemn(Condemnation::new(DeathKind::Deadline, why.clone()));
+                Err(Error::new(Reason::WorkerLost, why))
+            }
+        }
+    }
+
     /// Keeps what a worker says that it left in its device's memory.
     async fn take(
         &self,
