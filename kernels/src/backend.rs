@@ -332,7 +332,7 @@ pub struct Trail {
     /// as one, of which the op is the last.
     pub pack: fn(step: u32, op: u16, group: bool) -> u64,
     /// While it is set, a device that runs behind (CUDA) waits for every step, so that the one that is noted is the one that
-    /// runs, and takes the time that it is said to take: slow, for who looks at nodes.
+    /// runs: slow, for who looks for the one that kills.
     pub each: &'static AtomicBool,
 }
 

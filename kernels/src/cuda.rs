@@ -11,6 +11,7 @@ mod mapped;
 mod ops;
 mod plan;
 mod run;
+mod timed;
 mod vault;
 
 use std::{

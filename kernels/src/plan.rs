@@ -3,6 +3,7 @@
 use std::{
     any::Any,
     sync::{Arc, atomic::AtomicBool},
+    time::{Duration, Instant},
 };
 
 use hotcell_graph::Graph;
@@ -94,6 +95,17 @@ pub enum Slot {
     Input(usize),
     /// An output of the graph, by index.
     Output(usize),
+}
+
+/// When a step of a plan ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timed {
+    /// The step, as [`Trail::pack`](crate::backend::Trail) names it; 0 without a trail.
+    pub mark: u64,
+    /// When it began.
+    pub begun: Instant,
+    /// How long it took.
+    pub took: Duration,
 }
 
 /// A graph made ready for a device.
@@ -191,4 +203,14 @@ pub trait Plan {
         from: usize,
         pause: &dyn Fn() -> bool,
     ) -> Result<Option<usize>, DeviceError>;
+
+    /// Runs it for `rows` rows, one step after the other, and says when each ran by the device's own clock. `None`: it has
+    /// none, nothing was run, and between two pauses of [`Plan::execute_from`] passes the time that their steps take.
+    ///
+    /// # Errors
+    /// See [`Plan::execute`].
+    fn execute_timed(&mut self, rows: usize) -> Result<Option<Vec<Timed>>, DeviceError> {
+        let _ = rows;
+        Ok(None)
+    }
 }

@@ -2,7 +2,8 @@
 //!
 //! `cargo bench -p hotcell-tests --bench debug [-- SECTION…]`, of these sections: overheads, attaching, size, others, or
 //! one way of looking at others as in `others_by_trace`, reporting. Only where they are named: others_1b, or `others_1b_by_trace`
-//! and the like, the same with a model of a billion parameters.
+//! and the like, the same with a model of a billion parameters; and large, a capture of more than 4 GiB, which takes twice
+//! that of the disk.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -18,9 +19,14 @@ use hotcell_client::{
     v1::{self, condition::Kind, trace_piece},
 };
 use hotcell_ipc::background;
+use hotcell_proto::limits;
 use hotcell_tests::{
     bench::{Goal, figure, median, p99},
-    cluster::{Cluster, all_have, kjv, signal_pid},
+    cluster::{Cluster, Process, all_have, children, hotcell, kjv, most_resident, signal_pid},
+    synthetic::{
+        Measures,
+        gguf::{self, Weights},
+    },
 };
 use tokio::task::{JoinHandle, JoinSet};
 
@@ -427,6 +433,88 @@ async fn reporting(cluster: &Cluster, client: &Client) -> Result<()> {
     Ok(())
 }
 
+/// A model whose logits are large, and nothing else is.
+const WIDE: Measures = Measures {
+    hidden: 64,
+    layers: 1,
+    heads: 1,
+    kv_heads: 1,
+    inner: 64,
+    vocab: 1 << 18,
+    context: 8192,
+    tied: true,
+};
+
+/// Bytes that a capture may have, of the values of so many tokens.
+const BUDGET: u64 = limits::MAX_CAPTURE_BYTES;
+const WIDE_TOKENS: u32 = 4200;
+
+/// A capture of more values than any may have: what it takes of its processes, and what it says of those left out.
+async fn large() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = folder.path().join("wide.gguf");
+    let stored = Weights::from_name("bf16").context("no such type")?;
+    gguf::write(&model, "wide", &WIDE, stored)?;
+    let cluster = Cluster::with_model("wide", &model, &["--devices", "cpu:1"]).await?;
+    cluster.workers(all_have("wide")).await?;
+    let client = cluster.client().await?;
+    let options = GenerateOptions {
+        max_tokens: WIDE_TOKENS,
+        ignore_eos: true,
+        request_id: "wide".to_owned(),
+        ..GenerateOptions::default()
+    };
+    let stream = client
+        .generate(Prompt::Ids(vec![300, 301]), options)
+        .await?;
+    let drawn = stream.complete().await?.token_ids.len();
+    ensure!(drawn == WIDE_TOKENS as usize, "{drawn} tokens");
+    let own = cluster.scheduler.pid();
+    let (before, serving) = (most_resident(own)?, children(own)?);
+    let file = folder.path().join("large.hotcell");
+    let mut command = hotcell(folder.path())?;
+    let address = format!("unix:{}", cluster.socket.display());
+    command.args(["--address", &address, "--json", "debug", "replay", "wide"]);
+    let budget = BUDGET.to_string();
+    command.args(["--values", "all", "--max-bytes", &budget, "-o"]);
+    let said = std::fs::File::create(folder.path().join("said"))?;
+    let start = Instant::now();
+    let mut replay = Process::start(command.arg(&file).stdout(said))?;
+    // What the command and the throw-away worker had at most.
+    let (mut command_had, mut worker_had) = (0, 0);
+    while let Ok(had) = most_resident(replay.pid()) {
+        command_had = command_had.max(had);
+        let all = children(own)?.into_iter();
+        for pid in all.filter(|pid| !serving.contains(pid)) {
+            worker_had = worker_had.max(most_resident(pid).unwrap_or(0));
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    ensure!(replay.wait()?.success(), "{}", replay.log());
+    let took = start.elapsed().as_secs_f64();
+    let said = std::fs::read_to_string(folder.path().join("said"))?;
+    let told: serde_json::Value = serde_json::from_str(said.lines().last().context("silent")?)?;
+    let number = |key: &str| told[key].as_u64().with_context(|| format!("no {key}"));
+    ensure!(number("tokens")? == u64::from(WIDE_TOKENS), "{told}");
+    let size = std::fs::metadata(&file)?.len();
+    let row = 4 * WIDE.vocab as u64;
+    let left_out = number("left_out_bytes")?;
+    println!("{told}");
+    // All but less than the row that did not fit is there; and all of the logits are there, or left out.
+    ensure!(size <= BUDGET + 2 * limits::MAX_CAPTURE_HEADER, "{size}");
+    ensure!(size + row > BUDGET, "{size} bytes");
+    ensure!(size + left_out > row * u64::from(WIDE_TOKENS), "{left_out}");
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let most = Goal::AtMost(256.0);
+    figure("debug_capture_4gib_command", mib(command_had), "MiB", most);
+    figure("debug_capture_4gib_worker", mib(worker_had), "MiB", most);
+    let more = most_resident(own)?.saturating_sub(before);
+    figure("debug_capture_4gib_scheduler", mib(more), "MiB", most);
+    let rate = mib(size) / took;
+    figure("debug_capture_4gib_rate", rate, "MiB/s", Goal::None);
+    Ok(())
+}
+
 async fn run() -> Result<()> {
     let cluster = Cluster::with_model("kjv", &kjv(), &["--devices", "cpu:1"]).await?;
     cluster.workers(all_have("kjv")).await?;
@@ -445,6 +533,9 @@ async fn run() -> Result<()> {
         reporting(&cluster, &client).await?;
     }
     drop((client, cluster));
+    if std::env::args().skip(1).any(|a| a == "large") {
+        large().await?;
+    }
     if std::env::args().skip(1).any(|a| a.starts_with("others_1b")) {
         let model = models::Model::get("llama-1b", "q4_0")?;
         model.warm()?;

@@ -318,6 +318,18 @@ pub fn resident(pid: u32) -> Result<i64> {
     Ok(kib * 1024)
 }
 
+/// The most bytes that a process had resident.
+///
+/// # Errors
+/// When it is gone.
+pub fn most_resident(pid: u32) -> Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|l| l.split_whitespace().next());
+    let kib: u64 = kib.context("no VmHWM")?.parse()?;
+    Ok(kib << 10)
+}
+
 /// A process's resident bytes and open descriptors.
 ///
 /// # Errors

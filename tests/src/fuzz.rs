@@ -2,6 +2,7 @@
 //! number decides all of a case, so that it can be run again.
 
 mod calls;
+mod captures;
 mod change;
 mod choices;
 mod grow;

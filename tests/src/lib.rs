@@ -7,6 +7,7 @@ pub mod chance;
 pub mod chaos;
 pub mod cluster;
 pub mod conformance;
+pub mod debugged;
 pub mod fakecuda;
 pub mod fault;
 pub mod fuzz;

@@ -12,10 +12,11 @@ use std::{
 use hotcell_client::{
     Address, Event, GenerateOptions, Prompt, Reason,
     tensor::{Backend, BackendParams, DType, Tensor},
-    v1,
+    v1::{self, TraceTrack},
 };
 use hotcell_tests::{
     cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid},
+    debugged::looked_into,
     fakecuda::FakeDriver,
 };
 use rustix::process::Signal;
@@ -83,6 +84,39 @@ async fn a_model_says_the_same_twice() {
     }
     assert_eq!(said[0].len(), 12);
     assert_eq!(said[0], said[1]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_is_looked_into_like_any_other_and_its_own_clock_tells_what_nodes_take() {
+    const SECOND: u64 = 1_000_000_000;
+    // What nobody waits for: a second for each kernel.
+    let (cluster, _driver) = cluster("clock = 1000\n", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let cpu = Cluster::with_model("kjv", &kjv(), &["--devices", "cpu:1"]).await;
+    let reference = cpu.unwrap();
+    reference.workers(all_have("kjv")).await.unwrap();
+    let reference = reference.client().await.unwrap();
+    let begun = Instant::now();
+    let spans = looked_into(&client, &reference, true).await.unwrap();
+    let nodes = spans
+        .iter()
+        .filter(|span| span.track() == TraceTrack::Nodes);
+    let (mut count, mut sum) = (0, 0);
+    for node in nodes {
+        // Single floats of milliseconds.
+        let rest = (node.duration_ns + SECOND / 4) % SECOND;
+        assert!(rest < SECOND / 2, "{node:?}");
+        // A copy is no kernel.
+        count += u32::from(node.duration_ns > 0);
+        sum += node.duration_ns;
+    }
+    assert!(count > 100, "{count}");
+    assert!(
+        u128::from(sum) > begun.elapsed().as_nanos(),
+        "{count} nodes"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -447,8 +447,11 @@ impl Loop {
             }
             self.tensors.sweep();
         }
-        self.blackbox.doing(Doing::Tensors);
-        self.perform_tensor_work();
+        // Where there is none it is not told: who dies between two steps was at the steps.
+        if !self.tensor_work.is_empty() {
+            self.blackbox.doing(Doing::Tensors);
+            self.perform_tensor_work();
+        }
         let mut worked = false;
         // Models in fair turns, one step each.
         for (name, batch) in self.models.iter_mut().filter(|(_, b)| !b.is_empty()) {
@@ -462,8 +465,10 @@ impl Loop {
             worked |= batch.check_step();
         }
         self.models.values_mut().for_each(Batch::tell_blocks);
-        self.blackbox.doing(Doing::Tensors);
         // Then tensor work, for as long as nobody asks for anything and no sequence waits long.
+        if !self.tensors.is_idle() {
+            self.blackbox.doing(Doing::Tensors);
+        }
         let generating = self.is_generating();
         let queued = &self.queued;
         let interrupted = || queued.load(Ordering::Relaxed) > 0;

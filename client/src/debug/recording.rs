@@ -5,7 +5,7 @@
 //! `TOKEN/NODE`. A file from elsewhere is a stranger's: lengths are checked before anything is read by them.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     fs::File,
     io::{self, BufWriter, Read, Seek, Write},
     path::Path,
@@ -524,18 +524,28 @@ impl Header {
         if self.layout != LAYOUT {
             return Err(odd(format!("its layout is {}, not {LAYOUT}", self.layout)));
         }
+        let names: HashSet<&str> = self.head.nodes.iter().map(|n| n.name.as_str()).collect();
+        if names.len() != self.head.nodes.len() {
+            return Err(odd("two nodes have one name"));
+        }
         let tensors: HashMap<String, _> = body.iter().map(|(n, t)| (n.to_owned(), t)).collect();
         let mut tokens = Vec::with_capacity(self.tokens.len());
+        let mut indices = HashSet::new();
         for told in self.tokens {
             if told.nodes.len() != self.head.nodes.len() {
                 return Err(odd(format!("token {} lacks rows", told.index)));
+            }
+            // Tensors are found by it.
+            if !indices.insert(told.index) {
+                return Err(odd(format!("token {} is told twice", told.index)));
             }
             let mut nodes = Vec::with_capacity(told.nodes.len());
             for (number, (node, row)) in self.head.nodes.iter().zip(told.nodes).enumerate() {
                 let tensor = tensors.get(&format!("{}/{}", told.index, node.name));
                 let row = v1::NodeValues {
                     node: u32::try_from(number).unwrap_or(u32::MAX),
-                    hash: hash(&row.sha256).unwrap_or_default(),
+                    hash: hash(&row.sha256)
+                        .ok_or_else(|| odd(format!("a hash of {} is none", node.name)))?,
                     nan: row.nan,
                     infinite: row.infinite,
                     zero: row.zero,

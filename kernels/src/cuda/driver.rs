@@ -5,6 +5,7 @@ use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
     ptr,
     sync::OnceLock,
+    time::Duration,
 };
 
 use cudarc::driver::sys::{
@@ -103,6 +104,8 @@ functions! {
     cuEventCreate(*mut CUevent, c_uint);
     cuEventRecord(CUevent, CUstream);
     cuEventSynchronize(CUevent);
+    cuEventElapsedTime(*mut f32, CUevent, CUevent);
+    cuEventDestroy_v2(CUevent);
     cuModuleLoadData(*mut CUmodule, *const c_void);
     cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);
     cuLaunchKernel(CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
@@ -320,6 +323,26 @@ impl Driver {
         let mut event = ptr::null_mut();
         // CU_EVENT_DISABLE_TIMING
         call!(self, cuEventCreate(&mut event, 2)).map(|()| event)
+    }
+
+    /// A new event that says when it happened.
+    pub fn timed_event(&self) -> Result<CUevent, DeviceError> {
+        let mut event = ptr::null_mut();
+        // CU_EVENT_DEFAULT
+        call!(self, cuEventCreate(&mut event, 0)).map(|()| event)
+    }
+
+    /// How long after `from` another event happened, both of them timed, and done.
+    pub fn elapsed(&self, from: CUevent, to: CUevent) -> Result<Duration, DeviceError> {
+        let mut ms = 0.0f32;
+        call!(self, cuEventElapsedTime(&mut ms, from, to))?;
+        // Events of one stream are in order; what is no time is none.
+        Ok(Duration::try_from_secs_f64(f64::from(ms) / 1e3).unwrap_or_default())
+    }
+
+    /// Forgets an event, once.
+    pub fn free_event(&self, event: CUevent) -> Result<(), DeviceError> {
+        call!(self, cuEventDestroy_v2(event))
     }
 
     /// The event happens after what the stream has now.

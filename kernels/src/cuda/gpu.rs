@@ -195,6 +195,18 @@ impl Gpu {
         self.driver.synchronize(self.stream)
     }
 
+    /// An event that tells when the device has come to here.
+    pub fn timed_event(&self) -> Result<CUevent, DeviceError> {
+        let event = self.driver.timed_event()?;
+        match self.driver.record(event, self.stream) {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                self.driver.free_event(event)?;
+                Err(error)
+            }
+        }
+    }
+
     /// Copies to the device: what is given may change as soon as this returns.
     pub fn upload(&self, to: CUdeviceptr, data: &[u8]) -> Result<(), DeviceError> {
         for (i, chunk) in data.chunks(HALF).enumerate() {

@@ -19,6 +19,7 @@ use super::{
     gpu::Gpu,
     ops::{self, Kernel},
     run::Recordings,
+    timed::Timers,
 };
 use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
@@ -26,7 +27,7 @@ use crate::{
     lower::lower,
     memory::{Lifetime, layout},
     part::{HostPart, Inputs, Numbers, is_fixed_point, overflow},
-    plan::{Plan, PlanHints, PlanMemory, Slot},
+    plan::{Plan, PlanHints, PlanMemory, Slot, Timed},
 };
 
 /// A kernel and where its values are.
@@ -110,6 +111,8 @@ pub(super) struct CudaPlan {
     pub(super) stop: Arc<AtomicBool>,
     pub(super) trail: Option<Trail>,
     pub(super) recordings: Recordings,
+    /// While an execution is timed.
+    pub(super) timers: Option<Timers>,
     /// Ops of the nodes that the processor computes.
     elsewhere: Vec<&'static str>,
     /// Addresses of all values, as of the last binding.
@@ -269,6 +272,7 @@ impl CudaPlan {
             stop: Arc::default(),
             trail,
             recordings: Recordings::new(&on.gpu),
+            timers: None,
             elsewhere: made.elsewhere,
         })
     }
@@ -486,5 +490,9 @@ impl Plan for CudaPlan {
         pause: &dyn Fn() -> bool,
     ) -> Result<Option<usize>, DeviceError> {
         self.run_from(rows, from, pause)
+    }
+
+    fn execute_timed(&mut self, rows: usize) -> Result<Option<Vec<Timed>>, DeviceError> {
+        self.run_timed(rows).map(Some)
     }
 }

@@ -186,7 +186,8 @@ impl CudaPlan {
         let is_followed = self
             .trail
             .is_some_and(|trail| trail.each.load(Ordering::Relaxed));
-        if from == 0 && !self.steps.is_empty() && !is_followed && all_here(self) {
+        let is_whole = !is_followed && self.timers.is_none();
+        if from == 0 && !self.steps.is_empty() && is_whole && all_here(self) {
             let (again, recorded) = self.recordings.next(rows);
             let graph = match recorded {
                 None if again => {
@@ -225,6 +226,9 @@ impl CudaPlan {
             }
             self.note(s)?;
             let step = self.steps.get_mut(s).ok_or_else(overflow)?;
+            if let Some(timers) = &mut self.timers {
+                timers.begin(step.mark)?;
+            }
             match &mut step.work {
                 Work::Device(_) => {
                     self.launch(s, rows)?;
@@ -254,6 +258,9 @@ impl CudaPlan {
                     };
                     values.run(part, rows)?;
                 }
+            }
+            if let Some(timers) = &mut self.timers {
+                timers.end()?;
             }
         }
         Ok(None)

@@ -30,6 +30,8 @@ pub struct Config {
     pub devices: c_int,
     pub memory: usize,
     pub version: c_int,
+    /// Milliseconds that each kernel takes by the device's clock; 0: what it takes.
+    pub clock: u32,
     pub failures: Vec<Failing>,
     /// The library of kernels.
     pub kernels: PathBuf,
@@ -73,6 +75,7 @@ pub fn config() -> &'static Config {
             devices: 1,
             memory: 1 << 30,
             version: 13_000,
+            clock: 0,
             failures: Vec::new(),
             kernels: folder.join("kernels.so"),
         };
@@ -84,6 +87,7 @@ pub fn config() -> &'static Config {
                 "devices" => number.map(|n| config.devices = n),
                 "memory" => value.parse().ok().map(|n| config.memory = n),
                 "version" => number.map(|n| config.version = n),
+                "clock" => value.parse().ok().map(|n| config.clock = n),
                 "fail" => failing(value).map(|f| config.failures.push(f)),
                 _ => None,
             };

@@ -8,8 +8,11 @@
 //! devices = 1
 //! memory = 1073741824
 //! version = 13000
+//! clock = 0
 //! fail = cuLaunchKernel:3=700
 //! ```
+//!
+//! `clock`: milliseconds that each kernel takes by the device's clock, which events tell; 0: as long as it takes.
 //!
 //! A `fail` names a function or a kernel, which of its calls or runs fails, and how: a result of `cuda.h`, `abort` for a SIGSEGV in the
 //! driver, `hang` for a call that does not return. Results after which a device is lost stay the answer of all calls; of
@@ -28,7 +31,7 @@ use std::{
 };
 
 use config::{Failure, config};
-use state::{Node, State, state};
+use state::{Event, Node, State, state};
 
 const SUCCESS: c_int = 0;
 const INVALID_VALUE: c_int = 1;
@@ -251,9 +254,31 @@ entries! {
     }
     fn cuGraphExecDestroy(graph: u64) { if state().graphs.remove(&graph).is_some() { SUCCESS } else { INVALID_HANDLE } }
     fn cuGraphDestroy(graph: u64) { if state().graphs.remove(&graph).is_some() { SUCCESS } else { INVALID_HANDLE } }
-    fn cuEventCreate(event: *mut u64, _flags: c_uint) { *event = state().name(); SUCCESS }
-    fn cuEventRecord(_event: u64, _stream: u64) { SUCCESS }
-    fn cuEventSynchronize(_event: u64) { SUCCESS }
+    fn cuEventCreate(event: *mut u64, flags: c_uint) {
+        const DISABLE_TIMING: c_uint = 2;
+        let mut state = state();
+        *event = state.name();
+        state.events.insert(*event, Event { is_timed: flags & DISABLE_TIMING == 0, happened: None });
+        SUCCESS
+    }
+    fn cuEventRecord(event: u64, _stream: u64) {
+        let mut state = state();
+        let now = state.clock();
+        let Some(event) = state.events.get_mut(&event) else { return INVALID_HANDLE };
+        event.happened = Some(now);
+        SUCCESS
+    }
+    fn cuEventSynchronize(event: u64) { if state().events.contains_key(&event) { SUCCESS } else { INVALID_HANDLE } }
+    fn cuEventElapsedTime(ms: *mut f32, from: u64, to: u64) {
+        let state = state();
+        let at = |event| state.events.get(&event).filter(|event| event.is_timed)?.happened;
+        let (Some(from), Some(to)) = (at(from), at(to)) else { return INVALID_HANDLE };
+        *ms = to.saturating_sub(from).as_secs_f32() * 1e3;
+        SUCCESS
+    }
+    fn cuEventDestroy_v2(event: u64) {
+        if state().events.remove(&event).is_some() { SUCCESS } else { INVALID_HANDLE }
+    }
     fn cuModuleLoadData(module: *mut u64, _image: *const c_void) {
         // Whatever the image is, these are its kernels; later the process may be forbidden to open files.
         state::library();
@@ -395,7 +420,10 @@ fn run(node: &Node) -> c_int {
                 )
             };
             match result {
-                SUCCESS => SUCCESS,
+                SUCCESS => {
+                    state().ran += 1;
+                    SUCCESS
+                }
                 result => lost(&mut state(), result),
             }
         }

@@ -5,6 +5,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     ffi::{CString, c_int, c_uint, c_void},
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    time::{Duration, Instant},
 };
 
 use crate::{config::config, pieces::Pieces};
@@ -50,6 +51,12 @@ pub enum Node {
     },
 }
 
+pub struct Event {
+    pub is_timed: bool,
+    /// When, by the device's clock, it happened last.
+    pub happened: Option<Duration>,
+}
+
 #[derive(Default)]
 pub struct State {
     /// Bytes of device memory that are taken.
@@ -61,6 +68,9 @@ pub struct State {
     /// What streams have been given since they are recorded.
     pub recorded: HashMap<u64, Vec<Node>>,
     pub graphs: HashMap<u64, Vec<Node>>,
+    pub events: HashMap<u64, Event>,
+    /// Kernels that ran.
+    pub ran: u32,
     /// Memory that other processes can map.
     pub pieces: Pieces,
     memory: BTreeMap<u64, usize>,
@@ -81,6 +91,15 @@ fn layout(bytes: usize) -> Layout {
 }
 
 impl State {
+    /// What the device's clock says.
+    pub fn clock(&self) -> Duration {
+        static BEGUN: OnceLock<Instant> = OnceLock::new();
+        match config().clock {
+            0 => BEGUN.get_or_init(Instant::now).elapsed(),
+            ms => Duration::from_millis(ms.into()).saturating_mul(self.ran),
+        }
+    }
+
     /// A handle that nothing else has.
     pub fn name(&mut self) -> u64 {
         self.names += 0x10;

@@ -23,7 +23,7 @@ use hotcell_worker::{
 use prost::Message;
 use serde_json::Value;
 
-use super::{Runner, calls, seeds};
+use super::{Runner, calls, captures, seeds};
 
 /// What bytes of a target are, for those who change them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +69,18 @@ pub const TARGETS: &[Target] = &[
     target("requests", Form::Bytes, requests, seeds::requests),
     target("calls", Form::Bytes, calls::run, seeds::calls),
     target("blackbox", Form::Bytes, black_box, seeds::black_box),
+    target(
+        "capture",
+        Form::Bytes,
+        captures::capture,
+        captures::capture_seeds,
+    ),
+    target(
+        "reduced",
+        Form::Bytes,
+        captures::reduced,
+        captures::reduced_seeds,
+    ),
 ];
 
 const fn target(

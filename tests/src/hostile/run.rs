@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    fmt, fs,
+    fmt,
     path::Path,
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     time::{Duration, Instant},
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use v1::Verdict;
 
 use super::Case;
-use crate::cluster::{Cluster, all_have, is_own, kjv};
+use crate::cluster::{Cluster, all_have, is_own, kjv, most_resident};
 
 /// After this a look hangs.
 const LONGEST: Duration = Duration::from_secs(120);
@@ -153,7 +153,8 @@ impl Host {
         while !seen.done.load(Relaxed) {
             let workers = self.client.workers().await.unwrap_or_default();
             if let Some(worker) = workers.iter().find(|worker| !is_own(worker)) {
-                seen.memory.fetch_max(most_memory(worker.pid), Relaxed);
+                seen.memory
+                    .fetch_max(most_resident(worker.pid).unwrap_or(0), Relaxed);
                 if let Some(spoil) = &case.meanwhile {
                     spoil(path);
                 }
@@ -221,14 +222,6 @@ fn words(found: &v1::Inspection) -> String {
     let refusal = [format!("{} {}", found.reason, found.problem)];
     let all: Vec<String> = refusal.into_iter().chain(death).chain(findings).collect();
     all.join("; ").trim().chars().take(300).collect()
-}
-
-/// The most memory that a process had, in bytes; 0 if it is gone.
-fn most_memory(pid: u32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
 }
 
 /// What is told of all.

@@ -10,7 +10,12 @@ mod models;
 mod remote;
 mod vault;
 
-use std::{collections::BTreeSet, rc::Rc, sync::OnceLock};
+use std::{
+    collections::BTreeSet,
+    rc::Rc,
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
 
 use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec, op::Call};
 use hotcell_kernels::{
@@ -235,6 +240,45 @@ fn a_plan_that_is_recorded_gives_what_it_gave_step_by_step() {
     );
     ids.write_i32(1, &[4]).unwrap();
     plan.execute(3).unwrap();
+}
+
+#[test]
+fn the_device_says_when_each_step_ran() {
+    let has_kernels = enter();
+    let (mut plan, ids, out) = bound(&*open());
+    let result = || {
+        let mut values = vec![0f32; 5 * 8];
+        out.read_f32(0, &mut values).unwrap();
+        out.write(0, &[0; 5 * 32]).unwrap();
+        values
+    };
+    ids.write_i32(0, &[3, 1, 4, 1, 0]).unwrap();
+    plan.execute(5).unwrap();
+    let expected = result();
+    // The clocks of host and device are brought together once, and then by what events round to.
+    let slack = Duration::from_millis(1);
+    for _ in 0..4 {
+        let begun = Instant::now();
+        let steps = plan.execute_timed(5).unwrap().unwrap();
+        let ended = Instant::now();
+        assert_eq!(result(), expected);
+        assert_eq!(steps.len(), plan.memory().steps);
+        assert!(steps.len() > 3 || !has_kernels, "{steps:?}");
+        let ends = steps.iter().map(|step| step.begun + step.took);
+        for (before, next) in ends.clone().zip(&steps[1..]) {
+            assert!(before <= next.begun + slack, "{steps:?}");
+        }
+        assert!(steps[0].begun + slack >= begun && ends.last().unwrap() <= ended + slack);
+        // Recordings are made and used beside it.
+        plan.execute(5).unwrap();
+        assert_eq!(result(), expected);
+    }
+    ids.write_i32(1, &[7]).unwrap();
+    let error = plan.execute_timed(3).unwrap_err();
+    assert!(
+        matches!(error, DeviceError::IndexOutOfRange { index: 7, .. }),
+        "{error:?}"
+    );
 }
 
 #[test]

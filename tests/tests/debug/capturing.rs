@@ -8,7 +8,7 @@ use std::{
 
 use hotcell_client::{GenerateOptions, Prompt, debug::Recording, v1};
 use hotcell_tests::{
-    cluster::{Cluster, Process, SOON, hotcell, signal_pid},
+    cluster::{Cluster, Process, SOON, hotcell, most_resident, signal_pid},
     fault::{NAN_NODE, NAN_TOKEN},
 };
 use rustix::process::Signal;
@@ -167,14 +167,11 @@ async fn a_capture_stays_within_its_budget_and_says_what_it_left_out() {
 }
 
 /// The most memory that a process had, as far as it was seen, until it ended.
-fn most_resident(pid: u32) -> u64 {
+fn most_until_it_ends(pid: u32) -> u64 {
     let mut most = 0;
-    while let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) {
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-        let Some(kib) = line.and_then(|line| line.split_whitespace().next()) else {
-            break;
-        };
-        most = most.max(kib.parse::<u64>().unwrap() << 10);
+    // Of one that ended there is no line.
+    while let Ok(now) = most_resident(pid) {
+        most = most.max(now);
         std::thread::sleep(Duration::from_millis(2));
     }
     most
@@ -198,7 +195,7 @@ async fn values_go_to_the_disk_as_they_come() {
         ];
         let mut capture = capturing(&cluster, &arguments, &file, "waiting").await;
         let pid = capture.pid();
-        let most = std::thread::spawn(move || most_resident(pid));
+        let most = std::thread::spawn(move || most_until_it_ends(pid));
         let stream = client.generate("In the beginning", beyond(id, 900)).await;
         stream.unwrap().complete().await.unwrap();
         assert!(capture.wait().unwrap().success(), "{}", capture.log());

@@ -5,11 +5,12 @@ use std::{path::Path, time::Duration};
 
 use hotcell_client::{
     Client, GenerateOptions, Prompt, Reason,
-    debug::{Recorder, Recording, compare},
-    v1::{self, capture_request, replay_request},
+    debug::{Recording, compare},
+    v1::{self, replay_request},
 };
 use hotcell_tests::{
     cluster::{Cluster, SOON},
+    debugged::{again, of, put_together},
     fault::{NAN_NODE, NAN_TOKEN, WRONG_NODE, WRONG_TOKEN},
 };
 
@@ -21,42 +22,6 @@ fn all_nodes(tokens: u64) -> Option<v1::CaptureOptions> {
         reveal: true,
         ..v1::CaptureOptions::default()
     })
-}
-
-fn of(id: &str, options: Option<v1::CaptureOptions>) -> v1::CaptureRequest {
-    v1::CaptureRequest {
-        which: Some(capture_request::Which::RequestId(id.to_owned())),
-        options,
-        ..v1::CaptureRequest::default()
-    }
-}
-
-async fn put_together(
-    mut told: hotcell_client::control::Messages<v1::Captured>,
-) -> Result<Recording, hotcell_client::Error> {
-    let (mut recorder, mut tokens) = (Recorder::default(), Vec::new());
-    while let Some(message) = told.next().await {
-        tokens.extend(recorder.push(message?)?);
-    }
-    Ok(Recording {
-        head: recorder.head().cloned().unwrap_or_default(),
-        tokens,
-        end: recorder.end().cloned(),
-        ..Recording::default()
-    })
-}
-
-/// The request of a capture, to go on from where that began.
-fn again(recording: &Recording, tokens: u64) -> v1::ReplayRequest {
-    let mut request = recording.head.request.clone().unwrap();
-    request.model.clone_from(&recording.head.model);
-    let at = request.resume.as_ref().unwrap().generated_ids.len() as u64;
-    v1::ReplayRequest {
-        which: Some(replay_request::Which::Request(request)),
-        at,
-        options: all_nodes(tokens),
-        ..v1::ReplayRequest::default()
-    }
 }
 
 fn sampled(seed: u64) -> GenerateOptions {
@@ -107,7 +72,10 @@ async fn what_a_batch_computed_comes_again_bit_by_bit_in_a_throw_away_worker() {
         }
         let names: Vec<&str> = seen.head.nodes.iter().map(|n| n.name.as_str()).collect();
         assert!(names.contains(&"layers.4.mul_mat.6") && names.last() == Some(&"logits"));
-        let told = client.replay(again(&seen, 0)).await.unwrap();
+        let told = client
+            .replay(again(&seen, all_nodes(0)).unwrap())
+            .await
+            .unwrap();
         let replayed = put_together(told).await.unwrap();
         assert!(
             replayed.head.worker.starts_with("w0.replay"),

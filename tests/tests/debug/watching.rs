@@ -103,6 +103,50 @@ async fn what_a_devices_library_holds_is_told_and_what_it_keeps_is_given_back_on
 }
 
 #[tokio::test]
+async fn plans_that_are_made_once_and_called_often_are_counted() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let every = Duration::from_millis(50);
+    let mut samples = client.watch_worker("", every).await.unwrap();
+    let mut plans = async || {
+        // The first may have been on its way.
+        samples.next().await.unwrap().unwrap();
+        let tensors = samples.next().await.unwrap().unwrap().tensors.unwrap();
+        (tensors.plans, tensors.compiled, tensors.executed)
+    };
+    assert_eq!(plans().await, (0, 0, 0));
+    let address: Address = format!("unix:{}", cluster.socket.display())
+        .parse()
+        .unwrap();
+    let session = Session::open(&address, SessionOptions::default())
+        .await
+        .unwrap();
+    let one = session.full(1.0f32, &[4]);
+    one.eval().await.unwrap();
+    let (_, compiled, executed) = plans().await;
+    let double = session.compile(|x| vec![&x[0] + &x[0]]);
+    for _ in 0..5 {
+        let two = double.call_eval(std::slice::from_ref(&one)).await.unwrap();
+        assert_eq!(two[0].to_vec::<f32>().await.unwrap(), [2.0; 4]);
+    }
+    let (held, again, calls) = plans().await;
+    assert!(held > 0);
+    assert_eq!((again - compiled, calls - executed), (1, 5));
+    let watched = [
+        "--json", "debug", "watch", "w0", "--every", "50ms", "-n", "1",
+    ];
+    let said: serde_json::Value = serde_json::from_str(&hotcell(&cluster, &watched)).unwrap();
+    assert_eq!(said["tensors"]["executed"], calls);
+    drop((session, one, double));
+    let (mut held, mut counted) = (held, (0, 0));
+    while held > 0 {
+        let (now, compiled, executed) = plans().await;
+        (held, counted) = (now, (compiled, executed));
+    }
+    assert_eq!(counted, (again, calls));
+}
+
+#[tokio::test]
 async fn the_command_prints_a_line_or_an_object_for_each_sample() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let watch = ["debug", "watch", "w0", "--every", "50ms", "-n", "3"];

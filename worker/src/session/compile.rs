@@ -245,6 +245,7 @@ impl Session {
             charges,
         };
         self.plans.insert(id, Rc::new(entry));
+        self.pool.compiled();
         Ok(response)
     }
 }

@@ -31,6 +31,10 @@ pub struct Hub {
     /// The worker's account.
     pub account: Arc<Account>,
     pools: RefCell<Vec<Weak<Pool>>>,
+    /// Plans that were made, and calls of plans that ended well.
+    pub compiled: Cell<u64>,
+    /// See `compiled`.
+    pub executed: Cell<u64>,
 }
 
 impl Hub {
@@ -40,6 +44,8 @@ impl Hub {
             device,
             account: Account::new(limit, None),
             pools: RefCell::default(),
+            compiled: Cell::default(),
+            executed: Cell::default(),
         })
     }
 
@@ -60,6 +66,18 @@ pub struct Pool {
 }
 
 impl Pool {
+    /// Notes that a plan was made.
+    pub fn compiled(&self) {
+        let count = &self.hub.compiled;
+        count.set(count.get().saturating_add(1));
+    }
+
+    /// Notes that a plan's call ended well.
+    pub fn executed(&self) {
+        let count = &self.hub.executed;
+        count.set(count.get().saturating_add(1));
+    }
+
     /// The memory of a session that may hold `limit` bytes. `dry_run`: bytes are counted, and not allocated.
     pub fn new(hub: &Rc<Hub>, limit: u64, dry_run: bool) -> Rc<Self> {
         // What is only counted must take nothing from those who have real memory.

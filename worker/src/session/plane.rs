@@ -205,6 +205,8 @@ impl TensorPlane {
             tensors: number(all(|session| session.tensors.len())),
             plans: number(all(|session| session.plans.len())),
             holders,
+            compiled: self.hub.compiled.get(),
+            executed: self.hub.executed.get(),
         }
     }
 

@@ -423,6 +423,7 @@ impl Session {
         if failed.is_none() {
             let done = &job.plan.executions;
             done.set(done.get() + 1);
+            self.pool.executed();
         }
         job.plan.is_quick.set(job.compute < QUICK);
         if let Some(s) = self.streams.streams.get_mut(&stream) {

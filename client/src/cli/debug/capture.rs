@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::{
     guard::{line as hit_line, range, view as hit_view},
-    told::{Followed, Keeping, follow_all, token_view},
+    told::{Followed, Keeping, follow_all, left_out, token_view},
 };
 use crate::{
     cli::{
@@ -286,13 +286,7 @@ pub(super) async fn capture(
     if missed > 0 {
         text.push_str(&format!("; {missed} tokens were left out: too slow"));
     }
-    if end.left_out > 0 {
-        text.push_str(&format!(
-            "; values of {} rows were left out: {} beyond the budget",
-            end.left_out,
-            bytes(end.left_out_bytes)
-        ));
-    }
+    text.push_str(&left_out(&end));
     if end.full {
         text.push_str("; no more tokens of so many nodes fit: choose some with --node or --layer");
     }

@@ -12,7 +12,7 @@ use serde_json::json;
 use super::{
     capture::LookFlags,
     sides::worker_of,
-    told::{compared_view, difference, follow, node_line, token_view},
+    told::{Keeping, compared_view, difference, follow_all, left_out, node_line, token_view},
 };
 use crate::{
     cli::{
@@ -23,7 +23,7 @@ use crate::{
         ui::{Ui, one_line},
     },
     connect::Client,
-    debug::{Compared, Recorded, Recording, compare},
+    debug::{Compared, Recorded, Recording, Spool, compare},
 };
 
 /// `hotcell debug replay`.
@@ -167,13 +167,17 @@ pub(super) async fn replay(
             ..ReplayRequest::default()
         },
     };
+    // Without another one to compare with, memory need not hold the values. Where they cannot be written, nothing is run.
+    let beside = flags.output.as_deref().filter(|_| before.is_none());
+    let mut spool = beside.map(Spool::beside).transpose()?;
     let starting = session.client.replay(request);
     let messages = tokio::select! {
         messages = starting => messages?,
         () = interrupt.pressed() => return Err(Failure::Interrupted),
     };
     let mut unknown = flags.until.clone();
-    let recording = follow(messages, interrupt, |head, token| {
+    let kept = spool.as_mut().map_or(Keeping::Nothing, Keeping::Values);
+    let followed = follow_all(messages, interrupt, kept, |head, token| {
         if ui.manner.json {
             return ui.print_json(&token_view(token));
         }
@@ -183,15 +187,17 @@ pub(super) async fn replay(
             ui.print_text(&text)?;
         }
         Ok(())
-    })
-    .await?;
+    });
+    let recording = followed.await?.recording;
     if let Some(node) = unknown.filter(|_| !ui.manner.json) {
         let what = format!("no node is named {node}; --show tells their names");
         return Err(Error::new(Reason::InvalidArgument, what).into());
     }
-    if let Some(path) = &flags.output {
-        recording.write(path)?;
-    }
+    match (&flags.output, spool) {
+        (Some(path), Some(spool)) => recording.write_with(path, spool)?,
+        (Some(path), None) => recording.write(path)?,
+        (None, _) => 0,
+    };
     let compared = before.as_ref().map(|before| compare(&recording, before));
     let whole = flags.tokens.is_none() && flags.at.is_none();
     let due = before.as_ref().filter(|_| whole);
@@ -263,6 +269,8 @@ fn verdict(
         "as_expected": end.as_expected,
         "differs_at": end.differs_at,
         "failed": end.failed,
+        "left_out": end.left_out,
+        "left_out_bytes": end.left_out_bytes,
     });
     if let Some(compared) = compared {
         view["compared"] = compared_view(compared);
@@ -310,5 +318,6 @@ fn verdict(
         "" => String::new(),
         why => format!("; then it failed: {}", one_line(why)),
     };
-    ui.print(&format!("{}{caution}{failed}\n", one_line(&text)))
+    let left_out = left_out(&end);
+    ui.print(&format!("{}{caution}{failed}{left_out}\n", one_line(&text)))
 }

@@ -9,7 +9,7 @@ use hotcell_proto::{
 use serde_json::{Value, json};
 
 use crate::{
-    cli::{exit::Failure, interrupt::Interrupt, ui::one_line},
+    cli::{exit::Failure, interrupt::Interrupt, table::bytes, ui::one_line},
     control::Messages,
     debug::{Compared, Difference, Recorded, Recorder, Recording, Spool},
 };
@@ -18,6 +18,8 @@ use crate::{
 pub(in crate::cli) enum Keeping<'a> {
     /// It is of no use.
     Nothing,
+    /// Nor is that; values are put there meanwhile.
+    Values(&'a mut Spool),
     /// What came is kept, and its values are put there.
     All(&'a mut Spool),
 }
@@ -37,6 +39,17 @@ pub(in crate::cli) async fn follow(
 ) -> Result<Recording, Failure> {
     let followed = follow_all(messages, interrupt, Keeping::Nothing, show).await?;
     Ok(followed.recording)
+}
+
+/// What was left out for want of budget, in words that follow others; nothing if nothing was.
+pub(super) fn left_out(end: &v1::CaptureEnd) -> String {
+    match end.left_out {
+        0 => String::new(),
+        rows => format!(
+            "; values of {rows} rows were left out: {} beyond the budget",
+            bytes(end.left_out_bytes)
+        ),
+    }
 }
 
 /// The same, also of one that breaks off if it is `kept`.
@@ -71,7 +84,8 @@ pub(in crate::cli) async fn follow_all(
         };
         let Some(told) = told else { break };
         let mut token = recorder.push(told)?;
-        if let (Some(token), Keeping::All(spool)) = (&mut token, &mut kept) {
+        if let (Some(token), Keeping::All(spool) | Keeping::Values(spool)) = (&mut token, &mut kept)
+        {
             spool.take(token)?;
         }
         if let Some(row) = token.as_ref().filter(|token| token.of_prefix) {

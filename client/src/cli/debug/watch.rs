@@ -169,6 +169,10 @@ fn more(sample: &WatchSample, text: &mut String) {
             "sessions {}, with {} tensors and {} plans",
             tensors.sessions, tensors.tensors, tensors.plans
         ));
+        say(format!(
+            "{} plans made so far, called {} times",
+            tensors.compiled, tensors.executed
+        ));
         for one in &tensors.holders {
             let (held, tensors, plans) = (bytes(one.bytes), one.tensors, one.plans);
             say(format!(
@@ -259,6 +263,8 @@ fn view(sample: &WatchSample) -> Value {
             "sessions": tensors.sessions,
             "tensors": tensors.tensors,
             "plans": tensors.plans,
+            "compiled": tensors.compiled,
+            "executed": tensors.executed,
             "holders": holders.collect::<Vec<_>>(),
         },
         "looks": sample.looks,

@@ -215,6 +215,8 @@ pub(super) fn sample(sample: &WatchSample) -> Value {
         "sessions": tensors.sessions,
         "tensors": tensors.tensors,
         "plans": tensors.plans,
+        "plans_compiled": tensors.compiled,
+        "plans_executed": tensors.executed,
     })
 }
 

@@ -1,0 +1,5 @@
+//! `hotcell_tests::fuzz::targets`: reduced.
+
+#![no_main]
+
+hotcell_fuzz::target!("reduced");
