@@ -93,6 +93,7 @@ static TABLES: &[&[Entry]] = &[
     gemm::ENTRIES,
     index::ENTRIES,
     matmul::ENTRIES,
+    movement::VIEWS,
     movement::ENTRIES,
     norm::ENTRIES,
     &reduce::ENTRIES,
@@ -107,6 +108,11 @@ fn made(call: &Call<'_>) -> Option<Made> {
     let mut entries = TABLES.iter().copied().flatten();
     let entry = entries.find(|entry| entry.op == call.op.name)?;
     (entry.make)(call)
+}
+
+/// Whether an op's result is its first input's bytes, so that there need be nothing to do for it.
+pub(super) fn is_view(op: &str) -> bool {
+    movement::VIEWS.iter().any(|entry| entry.op == op)
 }
 
 /// Whether the table has a kernel for a call.

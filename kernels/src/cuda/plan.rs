@@ -1,7 +1,7 @@
 //! A graph in steps: kernels of the device, and parts that the CPU backend's kernels compute in copies.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     ops::Range,
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
@@ -128,6 +128,33 @@ struct Made {
     elsewhere: Vec<&'static str>,
 }
 
+/// Of each value the one whose bytes it is, if it is another's: nothing is computed for it, and it is where that one is.
+fn views(graph: &Graph, numbers: &Numbers, places: &[Place]) -> Vec<Option<usize>> {
+    let mut views: Vec<Option<usize>> = vec![None; numbers.count];
+    // Inputs are the first places.
+    let is_written = |value: usize| {
+        let input = places.get(value).filter(|_| value < graph.inputs().len());
+        input.is_some_and(|place| place.written)
+    };
+    let outputs = graph.outputs().iter();
+    let outputs: HashSet<usize> = outputs.filter_map(|v| numbers.of(*v)).collect();
+    for (node, &result) in graph.nodes().iter().zip(&numbers.firsts) {
+        let read = node.inputs.first().and_then(|v| numbers.of(*v));
+        let (true, Some(read)) = (ops::is_view(node.op.name), read) else {
+            continue;
+        };
+        let whole = views.get(read).copied().flatten().unwrap_or(read);
+        // A result is made where it is wanted; and what is written later is something else then.
+        if !outputs.contains(&result)
+            && !is_written(whole)
+            && let Some(view) = views.get_mut(result)
+        {
+            *view = Some(whole);
+        }
+    }
+    views
+}
+
 /// Nodes in runs: of the device each by itself, of the host as many as follow one another.
 fn ranges(graph: &Graph, native: &[bool]) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = Vec::new();
@@ -213,7 +240,8 @@ impl CudaPlan {
         let numbers = Numbers::new(&graph);
         let places = places(&graph, &numbers)?;
         let mut memory = PlanMemory::default();
-        let mut made = Self::make(&graph, &numbers, hints, on, trail, &mut memory)?;
+        let views = views(&graph, &numbers, &places);
+        let mut made = Self::make(&graph, (&numbers, &views), hints, on, trail, &mut memory)?;
         // A value that is an output is made where it is wanted.
         let mut homes: Vec<Home> = vec![Home::Nowhere; made.values];
         for (at, place) in places.iter().enumerate() {
@@ -234,6 +262,12 @@ impl CudaPlan {
         for (value, offset) in living.into_iter().zip(&arranged.offsets) {
             if let Some(home) = homes.get_mut(value) {
                 *home = Home::Arena(*offset);
+            }
+        }
+        for (value, whole) in views.iter().enumerate() {
+            let home = whole.and_then(|whole| homes.get(whole).copied());
+            if let (Some(home), Some(view)) = (home, homes.get_mut(value)) {
+                *view = home;
             }
         }
         let arena = match hints.allocate {
@@ -284,7 +318,7 @@ impl CudaPlan {
 
     fn make(
         graph: &Graph,
-        numbers: &Numbers,
+        (numbers, views): (&Numbers, &[Option<usize>]),
         hints: &PlanHints,
         on: &Side,
         trail: Option<Trail>,
@@ -298,12 +332,14 @@ impl CudaPlan {
         }
         let native: Vec<bool> = kernels.iter().map(Option::is_some).collect();
         let ranges = ranges(graph, &native);
-        // The last step that reads each value; outputs are read after all.
+        let is_view = |value: usize| views.get(value).is_some_and(Option::is_some);
+        let whole = |value: usize| views.get(value).copied().flatten().unwrap_or(value);
+        // The last step that reads each value, or a view of it; outputs are read after all.
         let mut last: HashMap<usize, usize> = HashMap::new();
         for (s, range) in ranges.iter().enumerate() {
             for node in &graph.nodes()[range.clone()] {
                 let read = node.inputs.iter().filter_map(|v| numbers.of(*v));
-                last.extend(read.map(|value| (value, s)));
+                last.extend(read.map(|value| (whole(value), s)));
             }
         }
         for &value in graph.outputs() {
@@ -312,6 +348,9 @@ impl CudaPlan {
         let mut lives: Vec<Option<Lifetime>> = vec![None; numbers.count];
         let (mut steps, mut elsewhere) = (Vec::new(), Vec::new());
         for (s, range) in ranges.iter().enumerate() {
+            if is_view(numbers.firsts[range.start]) {
+                continue;
+            }
             let nodes = &graph.nodes()[range.clone()];
             for (n, node) in range.clone().zip(nodes) {
                 for (o, spec) in node.outputs.iter().enumerate() {
@@ -374,7 +413,7 @@ impl CudaPlan {
             let op = nodes.last().map_or("", |n| n.op.name);
             let mark = trail.map_or(0, |trail| {
                 let op = number(op).unwrap_or(u16::MAX);
-                (trail.pack)(s as u32, op, nodes.len() > 1)
+                (trail.pack)(steps.len() as u32, op, nodes.len() > 1)
             });
             steps.push(Step { work, op, mark });
         }

@@ -327,6 +327,57 @@ fn no_step_of_a_dense_models_layer_is_the_processors() {
     };
     let memory = device.plan(&graph, &hints).unwrap().memory();
     assert!(!has_kernels || memory.barriers == 0, "{memory:?}");
+    // What only has another shape is no step.
+    let ops = graph.nodes().iter().map(|node| node.op.name);
+    let computed = ops.filter(|op| *op != "reshape").count();
+    assert!(!has_kernels || memory.steps == computed, "{memory:?}");
+}
+
+#[test]
+fn what_has_another_shape_stays_where_it_is_unless_it_is_wanted_or_changed() {
+    let has_kernels = enter();
+    let device = open();
+    let spec = |dims: &[usize]| TensorSpec::new(DType::F32, Shape::fixed(dims).unwrap()).unwrap();
+    let shape = |dims: &[usize]| Shape::fixed(dims).unwrap();
+    let mut g = GraphBuilder::new(0);
+    let x = g.tensor("x", spec(&[2, 6])).unwrap();
+    // A view of a view of an input, one of what is computed and is a result itself, and one that is a result.
+    let a = g.reshape(x, shape(&[3, 4])).unwrap();
+    let a = g.reshape(a, shape(&[12])).unwrap();
+    let sum = g.add(a, a).unwrap();
+    let b = g.reshape(sum, shape(&[4, 3])).unwrap();
+    let product = g.mul(b, b).unwrap();
+    let last = g.reshape(product, shape(&[2, 6])).unwrap();
+    let other = g.reshape(sum, shape(&[6, 2])).unwrap();
+    let graph = g.finish(&[sum, last, other]).unwrap();
+    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+    let numbers: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_le_bytes()).collect();
+    let input = device.allocate("a test", 48).unwrap();
+    input.write(0, &numbers).unwrap();
+    plan.bind(Slot::Input(0), &input, 0).unwrap();
+    let outs: Vec<Buffer> = (0..3)
+        .map(|_| device.allocate("a test", 48).unwrap())
+        .collect();
+    for (o, out) in outs.iter().enumerate() {
+        plan.bind(Slot::Output(o), out, 0).unwrap();
+    }
+    let read = |buffer: &Buffer| {
+        let mut values = vec![0f32; 12];
+        buffer.read_f32(0, &mut values).unwrap();
+        values
+    };
+    let doubled: Vec<f32> = (0..12).map(|i| 2.0 * i as f32).collect();
+    let squared: Vec<f32> = doubled.iter().map(|v| v * v).collect();
+    // Step by step, and recorded.
+    for _ in 0..4 {
+        plan.execute(0).unwrap();
+        let all = outs.iter().map(read).collect::<Vec<_>>();
+        assert_eq!(all, [doubled.clone(), squared.clone(), doubled.clone()]);
+    }
+    assert_eq!(read(&input), (0..12).map(|i| i as f32).collect::<Vec<_>>());
+    // Two that compute, and the copies that are wanted.
+    let steps = plan.memory().steps;
+    assert!(!has_kernels || steps == 4, "{steps}");
 }
 
 #[test]

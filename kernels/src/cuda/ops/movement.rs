@@ -17,27 +17,20 @@ use super::{
 };
 use crate::{backend::DeviceError, cuda::gpu::Arguments, part::overflow};
 
+/// Ops whose result is their first input's bytes.
+pub(super) static VIEWS: &[Entry] = &[
+    view("reshape"),
+    view("bitcast"),
+    view("expand_dims"),
+    view("squeeze"),
+    view("flatten"),
+];
+
+const fn view(op: &'static str) -> Entry {
+    Entry { op, make: whole }
+}
+
 pub(super) static ENTRIES: &[Entry] = &[
-    Entry {
-        op: "reshape",
-        make: whole,
-    },
-    Entry {
-        op: "bitcast",
-        make: whole,
-    },
-    Entry {
-        op: "expand_dims",
-        make: whole,
-    },
-    Entry {
-        op: "squeeze",
-        make: whole,
-    },
-    Entry {
-        op: "flatten",
-        make: whole,
-    },
     Entry {
         op: "broadcast_to",
         make: broadcast_to,
