@@ -40,8 +40,11 @@ pub trait Vault {
     /// [`DeviceError::Binding`] when it is of another size or there is none of this number; what the device says.
     fn put(&mut self, number: usize, bytes: &[u8]) -> Result<Buffer, DeviceError>;
 
-    /// Ends it, when all weights are there: from now on the device itself refuses to write to them. What is new to whoever
-    /// keeps it; `None` where all was found.
+    /// Whether what was handed over was made for this, and is not what it was: whoever else computes from it is wrong.
+    fn is_damaged(&self) -> bool;
+
+    /// Ends it, when all weights are there: from now on the device itself refuses to write to them where this process has
+    /// them mapped. What is new to whoever keeps it; `None` where all was found.
     ///
     /// # Errors
     /// What the device says. The weights are there all the same.

@@ -17,6 +17,7 @@ mod guests;
 mod handover;
 mod inspect;
 mod keeper;
+mod keeping;
 mod late;
 mod launch;
 mod link;

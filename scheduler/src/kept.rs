@@ -8,7 +8,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use hotcell_ipc::{
@@ -40,9 +40,12 @@ impl Kept {
         if !(1..=limits::MAX_KEPT_PIECES).contains(&due) || told.layout.len() > limits::MAX_WORD {
             return Err(wrong(format!("{due} pieces of device memory")));
         }
-        receiver.set_timeout(PATIENCE)?;
+        let until = Instant::now() + PATIENCE;
         let mut collector = Collector::new(1, due);
         let pieces = loop {
+            // Of all of them, however slowly they come.
+            let left = until.saturating_duration_since(Instant::now());
+            receiver.set_timeout(left.max(Duration::from_millis(1)))?;
             let added = collector.add(receiver.recv()?);
             if let Some((_, set)) = added.map_err(|error| wrong(error.to_string()))? {
                 break set;
@@ -62,9 +65,24 @@ impl Drop for Kept {
     /// Giving memory back may take the driver a while, for which nobody should wait.
     fn drop(&mut self) {
         let pieces = std::mem::take(&mut self.pieces);
+        if pieces.is_empty() {
+            return;
+        }
         let close = move || drop(pieces);
         // Without a thread they are closed here, with the closure.
         let _ = thread::Builder::new().name("close".to_owned()).spawn(close);
+    }
+}
+
+/// Gives back what nobody else has, and returns when that is done.
+pub async fn close(all: Vec<Arc<Kept>>) {
+    let close = move || {
+        for mut kept in all.into_iter().filter_map(Arc::into_inner) {
+            kept.pieces.clear();
+        }
+    };
+    if let Err(error) = tokio::task::spawn_blocking(close).await {
+        tracing::error!(%error, "giving back a device's memory failed");
     }
 }
 
@@ -88,20 +106,33 @@ impl KeptOn {
         drop(before);
     }
 
-    /// Gives a device its memory back, once no worker has it mapped either.
-    pub fn forget(&self, device: &str) {
-        let before = self.all().remove(device);
-        drop(before);
+    /// Takes this from a device, if it still is what the device has.
+    pub fn forget(&self, device: &str, this: &Arc<Kept>) {
+        let mut all = self.all();
+        if all.get(device).is_some_and(|kept| Arc::ptr_eq(kept, this)) {
+            all.remove(device);
+        }
     }
 
-    /// All of it, for a program that takes this one's place.
-    pub fn hold(&self) -> Vec<v1::HeldKept> {
+    /// Takes what devices have that are not to have it. With [`close`] they get their memory back, once no worker has it
+    /// mapped either.
+    pub fn take_unless(&self, stays: impl Fn(&str) -> bool) -> Vec<Arc<Kept>> {
+        let mut all = self.all();
+        let taken = all.extract_if(.., |device, _| !stays(device));
+        taken.map(|(_, kept)| kept).collect()
+    }
+
+    /// All of it, for a program that takes this one's place. The numbers are its descriptors' as long as what is put into
+    /// `holding` is held.
+    pub fn hold(&self, holding: &mut Vec<Arc<Kept>>) -> Vec<v1::HeldKept> {
+        let all = self.all();
+        holding.extend(all.values().cloned());
         let hold = |(device, kept): (&String, &Arc<Kept>)| v1::HeldKept {
             device: device.clone(),
             told: Some(kept.told.clone()),
             descriptors: kept.pieces.iter().map(takeover::number).collect(),
         };
-        self.all().iter().map(hold).collect()
+        all.iter().map(hold).collect()
     }
 
     /// Takes what the program before this one held. What did not come whole is as good as nothing.
@@ -155,17 +186,39 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_device_keeps_one_at_a_time() {
+    #[tokio::test]
+    async fn a_device_keeps_one_at_a_time() {
         let on = KeptOn::default();
         assert!(on.get("cuda:0").is_none());
         on.keep("cuda:0", received(1, 1).unwrap());
         on.keep("cuda:0", received(2, 2).unwrap());
         on.keep("cuda:1", received(1, 1).unwrap());
         assert_eq!(on.get("cuda:0").unwrap().pieces.len(), 2);
-        on.forget("cuda:0");
+        let (zero, one) = (on.get("cuda:0").unwrap(), on.get("cuda:1").unwrap());
+        on.forget("cuda:0", &one);
+        assert!(on.get("cuda:0").is_some(), "that is another's");
+        on.forget("cuda:0", &zero);
         assert!(on.get("cuda:0").is_none());
-        assert!(on.get("cuda:1").is_some());
+        assert!(on.take_unless(|device| device == "cuda:1").is_empty());
+        let taken = on.take_unless(|device| device == "cuda:2");
+        assert!(on.get("cuda:1").is_none() && Arc::ptr_eq(&taken[0], &one));
+        drop(one);
+        close(taken).await;
+    }
+
+    #[tokio::test]
+    async fn what_is_given_back_is_closed_when_that_returns() {
+        let (a, b) = rustix::pipe::pipe().unwrap();
+        let kept = Arc::new(Kept {
+            told: told(1),
+            pieces: vec![b],
+        });
+        let other = Arc::clone(&kept);
+        close(vec![kept]).await;
+        assert_eq!(other.pieces.len(), 1, "somebody else has it");
+        close(vec![other]).await;
+        // Nobody writes any more.
+        assert_eq!(rustix::io::read(&a, &mut [0u8; 1]).unwrap(), 0);
     }
 
     #[test]
@@ -173,7 +226,9 @@ mod tests {
         let (before, after) = (KeptOn::default(), KeptOn::default());
         before.keep("cuda:0", received(2, 2).unwrap());
         before.keep("cuda:1", received(1, 1).unwrap());
-        let held = before.hold();
+        let mut holding = Vec::new();
+        let held = before.hold(&mut holding);
+        assert_eq!(holding.len(), 2);
         let lost = held[0].descriptors[1];
         let claim = |number| {
             let null = File::open("/dev/null").unwrap();

@@ -266,6 +266,9 @@ const WAYS: [(&str, &[&str]); 5] = [
     ("", &["watch", "trace", "capture", "replay"]),
 ];
 
+/// A capture of the nodes of one layer: those of all layers of a large model are more than a step may hand out.
+const LAYER: &str = "capture_layer";
+
 /// Looks in these ways until its standard input ends: the program of an engineer, who sits elsewhere.
 async fn look(address: &str, id: &str, ways: &[String]) -> Result<()> {
     let client = Client::connect(&address.parse()?).await?;
@@ -274,9 +277,14 @@ async fn look(address: &str, id: &str, ways: &[String]) -> Result<()> {
         let looker = match way.as_str() {
             "watch" => Looker::Watch.begin(client.clone()).await?,
             "trace" => Looker::TraceNodes.begin(client.clone()).await?,
-            "capture" => {
+            "capture" | LAYER => {
+                let options = v1::CaptureOptions {
+                    layers: if way == LAYER { vec![2] } else { Vec::new() },
+                    ..v1::CaptureOptions::default()
+                };
                 let request = v1::CaptureRequest {
                     which: Some(v1::capture_request::Which::RequestId(id.to_owned())),
+                    options: Some(options),
                     ..v1::CaptureRequest::default()
                 };
                 let mut capture = client.capture(request).await?;
@@ -368,6 +376,12 @@ async fn others(
         if !wants(&all) && !wants(&format!("{all}{name}")) {
             continue;
         }
+        let large = |way: &&'static str| match (*way, model) {
+            ("capture", "_1b") => LAYER,
+            (way, _) => way,
+        };
+        let ways: Vec<&str> = ways.iter().map(large).collect();
+        let ways = ways.as_slice();
         let on = (cluster, client);
         beside(on, tokens, &format!("first{name}"), ways).await?;
         let mut more = Vec::new();

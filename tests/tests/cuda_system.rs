@@ -383,14 +383,30 @@ async fn weights_stay_on_the_device_when_the_worker_dies() {
         assert_eq!(kept_bytes(&cluster).await, before);
     }
     client.unload("kjv").await.unwrap();
-    let began = Instant::now();
-    while !device_memory(cluster.scheduler.pid()).is_empty() {
-        assert!(
-            began.elapsed() < SOON,
-            "the device's memory is not given back"
-        );
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let held = device_memory(cluster.scheduler.pid());
+    assert!(held.is_empty(), "the device's memory is not given back");
+}
+
+/// Changes a bit of what the scheduler holds.
+fn damage(cluster: &Cluster) {
+    let held = device_memory(cluster.scheduler.pid()).remove(0);
+    let memory = fs::File::options().read(true).write(true).open(held);
+    let memory = memory.unwrap();
+    let mut byte = [0];
+    memory.read_exact_at(&mut byte, 100_000).unwrap();
+    memory.write_all_at(&[byte[0] ^ 1], 100_000).unwrap();
+}
+
+/// Kills the worker, and returns once another process has the model.
+async fn kill(cluster: &Cluster) {
+    let worker = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
+    signal_pid(worker.pid, Signal::KILL).unwrap();
+    another(cluster, worker.pid).await;
+}
+
+async fn another(cluster: &Cluster, pid: u32) {
+    let other = |all: &[v1::WorkerInfo]| all_have("kjv")(all) && all[0].pid != pid;
+    cluster.workers(other).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -399,19 +415,9 @@ async fn weights_that_were_damaged_on_the_device_are_loaded_again() {
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
     let expected = text(&cluster, false).await;
-    let held = device_memory(cluster.scheduler.pid()).remove(0);
-    let memory = fs::File::options().read(true).write(true).open(held);
-    let memory = memory.unwrap();
-    let mut byte = [0];
-    memory.read_exact_at(&mut byte, 100_000).unwrap();
-    memory.write_all_at(&[byte[0] ^ 1], 100_000).unwrap();
     // What it computed from the damaged weights nobody can take back; the next one loads them again.
-    let worker = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
-    signal_pid(worker.pid, Signal::KILL).unwrap();
-    cluster
-        .workers(|all| all_have("kjv")(all) && all[0].pid != worker.pid)
-        .await
-        .unwrap();
+    damage(&cluster);
+    kill(&cluster).await;
     assert_eq!(text(&cluster, false).await, expected);
     let log = cluster.scheduler.log();
     assert!(log.contains("are damaged and loaded again"), "{log}");
@@ -419,6 +425,64 @@ async fn weights_that_were_damaged_on_the_device_are_loaded_again() {
     // What they are told of it is what it is now.
     assert_eq!(text(&cluster, true).await, expected);
     assert!(cluster.scheduler.log().contains(" found=true"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_computes_from_weights_that_were_damaged_is_replaced() {
+    let (cluster, _driver) = cluster("", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    let expected = text(&cluster, false).await;
+    let options = GenerateOptions {
+        max_tokens: 2,
+        request_id: "again".to_owned(),
+        ..Default::default()
+    };
+    let stream = client.generate("In the beginning", options).await.unwrap();
+    stream.complete().await.unwrap();
+    let before = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
+    damage(&cluster);
+    // The worker of a replay is given the same memory, and looks.
+    cluster.hotcell(&["debug", "replay", "again"]).unwrap();
+    another(&cluster, before.pid).await;
+    assert_eq!(text(&cluster, false).await, expected);
+    let crash = client.crashes().await.unwrap().pop().unwrap();
+    assert_eq!(crash.kind, "corrupt", "{}", crash.reason);
+    assert!(crash.reason.contains("are damaged"), "{}", crash.reason);
+    assert_eq!(text(&cluster, true).await, expected);
+    assert!(cluster.scheduler.log().contains(" found=true"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn device_memory_that_kills_who_opens_it_is_given_up() {
+    let (cluster, _driver) = cluster("fail = cuMemImportFromShareableHandle:1=abort\n", &[]).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    let expected = text(&cluster, false).await;
+    kill(&cluster).await;
+    assert_eq!(text(&cluster, false).await, expected);
+    assert!(cluster.scheduler.log().contains("kept is given up"));
+    // Killed, and dead of what it was given; then there was nothing to be given.
+    assert_eq!(client.crashes().await.unwrap().len(), 2);
+    assert_eq!(device_memory(cluster.scheduler.pid()).len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_kept_in_vain_makes_room() {
+    // The first memory that a process asks for is not there.
+    let (cluster, _driver) = cluster("fail = cuMemCreate:1=2\n", &[]).await;
+    let client = cluster.client().await.unwrap();
+    let path = kjv();
+    let refused = client.load("kjv", path.to_str().unwrap()).await;
+    assert_eq!(refused.unwrap_err().reason(), Reason::OutOfMemory);
+    client.load("kjv", path.to_str().unwrap()).await.unwrap();
+    let expected = text(&cluster, false).await;
+    damage(&cluster);
+    kill(&cluster).await;
+    assert_eq!(text(&cluster, false).await, expected);
+    assert!(cluster.scheduler.log().contains("kept is given up"));
+    assert_eq!(client.crashes().await.unwrap().len(), 1);
+    assert_eq!(device_memory(cluster.scheduler.pid()).len(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -100,6 +100,8 @@ pub struct Loaded {
     pub kept: Option<v1::KeptWeights>,
     /// Whether it was found there.
     pub found: bool,
+    /// Whether what was left there is not what it was.
+    pub damaged: bool,
     /// Bytes of it that stay there.
     kept_bytes: u64,
     /// What it is computed from, if that is packed.

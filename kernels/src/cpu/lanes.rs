@@ -147,13 +147,14 @@ pub fn ask_for<T>(at: *const T) {
 /// microcode assist each, and a softmax has no use for them); what overflows gives `inf`; NaN gives NaN.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // x = n ln 2 + r, |r| <= ln 2 / 2; n is rounded by adding 1.5 * 2^23, which leaves it in the low bits.
-    const MAGIC: f32 = 12_582_912.0;
+    // x = n ln 2 + r, |r| <= ln 2 / 2; n is rounded by adding 1.5 * 2^23, which leaves it in the low bits, here twice what
+    // exponents are stored with above it.
+    const MAGIC: f32 = 12_582_912.0 + 254.0;
     // ln 2 in two parts; n * LN2_HI is exact inside the fma, LN2_LO restores the rest.
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
     let shifted = x.mul_add(std::f32::consts::LOG2_E, MAGIC);
-    let n = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
+    let n = shifted.to_bits();
     let nf = shifted - MAGIC;
     let r = (-nf).mul_add(LN2_LO, (-nf).mul_add(LN2_HI, x));
     // Minimax for (e^r - 1 - r) / r^2 (Cephes expf).
@@ -166,7 +167,8 @@ pub fn exp(x: f32) -> f32 {
     let p = p.mul_add(r * r, r) + 1.0;
     // 2^n in two factors: 2^128 is no f32, but p * 2^64 * 2^64 may be finite for p < 1.
     let half = n >> 1;
-    let power = |e: i32| f32::from_bits(((e.wrapping_add(127)) as u32) << 23);
+    // Of MAGIC's own bits there are none among the nine that stay.
+    let power = |e: u32| f32::from_bits(e << 23);
     let y = p * power(half) * power(n.wrapping_sub(half));
     let y = if y < f32::MIN_POSITIVE { 0.0 } else { y };
     let y = if x < -87.4 { 0.0 } else { y };
@@ -251,11 +253,7 @@ pub fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let nan = (bits >> 16) | 0x0040;
-    (if bits & 0x7fff_ffff > 0x7f80_0000 {
-        nan
-    } else {
-        rounded
-    }) as u16
+    (if value.is_nan() { nan } else { rounded }) as u16
 }
 
 #[cfg(test)]

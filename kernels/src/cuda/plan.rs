@@ -348,10 +348,12 @@ impl CudaPlan {
         let mut lives: Vec<Option<Lifetime>> = vec![None; numbers.count];
         let (mut steps, mut elsewhere) = (Vec::new(), Vec::new());
         for (s, range) in ranges.iter().enumerate() {
-            if is_view(numbers.firsts[range.start]) {
+            let nodes = &graph.nodes()[range.clone()];
+            // One without results has the number of the next one's.
+            let has_result = nodes.first().is_some_and(|node| !node.outputs.is_empty());
+            if has_result && is_view(numbers.firsts[range.start]) {
                 continue;
             }
-            let nodes = &graph.nodes()[range.clone()];
             for (n, node) in range.clone().zip(nodes) {
                 for (o, spec) in node.outputs.iter().enumerate() {
                     let value = numbers.firsts[n] + o;

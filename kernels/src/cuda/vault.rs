@@ -25,10 +25,10 @@ struct CudaVault {
     /// Where each weight is, and its bytes.
     places: Vec<(usize, usize)>,
     bytes: usize,
-    /// What was handed over, if the memory is that one.
-    kept: Option<Kept>,
     /// Whether the weights are there.
     found: bool,
+    /// Whether what was handed over is not what it was.
+    damaged: bool,
 }
 
 /// Where each weight is, and the bytes of all.
@@ -75,35 +75,40 @@ pub(super) fn open(
         bytes: usize::MAX,
     })?;
     let fits = |kept: &Kept| kept.layout == wish.layout && kept.bytes == bytes as u64;
+    let mut damaged = false;
     let reopened = kept.filter(fits).and_then(|kept| {
         let opened = reopen(gpu, bytes, &kept);
         let opened = opened.inspect_err(|error| {
             tracing::warn!(%error, "weights that were kept on the device cannot be had");
         });
-        opened.ok().map(|(mapped, found)| (mapped, found, kept))
+        let found = opened.ok()?;
+        damaged = found.is_none();
+        found
     });
-    let (mapped, found, kept) = match reopened {
-        Some((mapped, found, kept)) => (mapped, found, Some(kept)),
-        None => (Mapped::new(gpu, bytes)?, false, None),
+    let found = reopened.is_some();
+    let mapped = match reopened {
+        Some(mapped) => mapped,
+        // Not in place of what is damaged: others may compute from that, to whom nothing may happen amid a step.
+        None => {
+            let mapped = Mapped::new(gpu, bytes)?;
+            // What is between the weights counts, too; and what was there may have been another's.
+            gpu.zero(mapped.start(), mapped.bytes())?;
+            mapped
+        }
     };
-    if !found {
-        // What is between the weights counts, too; and what was there may have been another's.
-        mapped.allow(May::Write)?;
-        gpu.zero(mapped.start(), mapped.bytes())?;
-    }
     Ok(Box::new(CudaVault {
         gpu: Rc::clone(gpu),
         mapped: Rc::new(mapped),
         layout: wish.layout.to_owned(),
         places,
         bytes,
-        kept,
         found,
+        damaged,
     }))
 }
 
-/// Maps what was kept. Whether it is what it was.
-fn reopen(gpu: &Rc<Gpu>, bytes: usize, kept: &Kept) -> Result<(Mapped, bool), DeviceError> {
+/// Maps what was kept; nothing if it is not what it was.
+fn reopen(gpu: &Rc<Gpu>, bytes: usize, kept: &Kept) -> Result<Option<Mapped>, DeviceError> {
     let descriptors: Vec<_> = kept.pieces.iter().map(AsFd::as_fd).collect();
     let mapped = Mapped::import(gpu, bytes, &descriptors)?;
     let found = checksum(gpu, &mapped)? == kept.checksum;
@@ -113,7 +118,7 @@ fn reopen(gpu: &Rc<Gpu>, bytes: usize, kept: &Kept) -> Result<(Mapped, bool), De
             "weights that were kept on the device are damaged and loaded again"
         );
     }
-    Ok((mapped, found))
+    Ok(found.then_some(mapped))
 }
 
 impl CudaVault {
@@ -148,17 +153,16 @@ impl Vault for CudaVault {
         self.gpu.synchronize()?;
         self.mapped.allow(May::Read)?;
         let checksum = checksum(&self.gpu, &self.mapped)?;
-        let pieces = match self.kept {
-            // Somebody has them already.
-            Some(kept) => kept.pieces,
-            None => self.mapped.export()?,
-        };
         Ok(Some(Kept {
             layout: self.layout,
             bytes: self.bytes as u64,
             checksum,
-            pieces,
+            pieces: self.mapped.export()?,
         }))
+    }
+
+    fn is_damaged(&self) -> bool {
+        self.damaged
     }
 }
 

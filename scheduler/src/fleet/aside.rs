@@ -39,6 +39,11 @@ impl Asides {
         }
     }
 
+    /// The device that one of them was started on.
+    pub(super) fn device_of(&self, id: &str) -> Option<String> {
+        self.list().get(id).map(|slot| slot.device.id.clone())
+    }
+
     /// For people.
     pub(super) fn infos(&self) -> Vec<WorkerInfo> {
         let list = self.list();
@@ -177,6 +182,7 @@ impl Fleet {
             ..About::default()
         };
         self.audit_death(worker, epoch, death);
+        self.distrust_device(worker, death);
         self.events.tell_death(about, death);
     }
 }

@@ -156,9 +156,10 @@ impl Table {
             let asked = loaded.get(name);
             !asked.is_some_and(|(asked, _)| Arc::ptr_eq(asked, files))
         });
-        let unwanted = loaded.iter().filter(|(name, (files, got))| {
+        // Those that it would not load among them: what is remembered of them holds their files.
+        let unwanted = loaded.iter().filter(|(name, (files, _))| {
             let still = |(w, f): &(ModelName, _)| w == *name && Arc::ptr_eq(f, files);
-            got.is_some() && !wanted.iter().any(still)
+            !wanted.iter().any(still)
         });
         let unwanted = unwanted.map(|(name, _)| name.clone()).collect();
         (missing.cloned().collect(), unwanted)

@@ -19,7 +19,7 @@ use super::{
     catalog::{Model, Standing},
     slot::Slot,
 };
-use crate::vault::Source;
+use crate::{kept::Kept, vault::Source};
 
 /// The ends of connections that a worker serves besides ours.
 #[derive(Debug)]
@@ -48,7 +48,9 @@ impl Fleet {
         let wanted = table.models.values().filter(|m| m.is_wanted());
         let files = wanted.filter_map(|m| m.files.as_ref()).map(|f| f.share());
         let files = files.collect::<std::io::Result<Vec<_>>>()?;
-        Ok((models(&table), files.into_iter().flatten().collect()))
+        // What devices keep is left out where this is read.
+        let models = models(&table, &mut Vec::new());
+        Ok((models, files.into_iter().flatten().collect()))
     }
 
     /// Has every worker that serves open connections for who comes next. One that does not is left out: it will be
@@ -93,7 +95,9 @@ impl Fleet {
         work: impl FnOnce(&mut v1::TakeoverState) -> T,
     ) -> T {
         let table = self.table();
-        state.models = models(&table);
+        // Held until the end, so that none of their descriptors becomes another file's.
+        let mut holding = Vec::new();
+        state.models = models(&table, &mut holding);
         state.devices.clone_from(&table.devices);
         let workers = table.workers.iter();
         state.workers = workers
@@ -138,7 +142,7 @@ fn outlives(model: &Model) -> bool {
     }
 }
 
-fn models(table: &Table) -> Vec<v1::HeldModel> {
+fn models(table: &Table, holding: &mut Vec<Arc<Kept>>) -> Vec<v1::HeldModel> {
     let held = table.models.iter();
     let held = held.filter(|(_, m)| m.standing != Standing::Coming && outlives(m));
     let held = held.filter_map(|(name, model)| {
@@ -163,7 +167,7 @@ fn models(table: &Table) -> Vec<v1::HeldModel> {
                 _ => return None,
             },
             kept: match &model.files {
-                Some(files) if model.is_wanted() => files.kept().hold(),
+                Some(files) if model.is_wanted() => files.kept().hold(holding),
                 _ => Vec::new(),
             },
             untrusted: model.files.as_ref().is_some_and(|f| f.alone().is_some()),

@@ -388,7 +388,7 @@ impl Fleet {
             .load(&name, files, Beside::default(), patience, |_| {})
             .await
         {
-            Ok(loaded) => found.summary = loaded.summary,
+            Ok((loaded, _)) => found.summary = loaded.summary,
             Err(LoadFailure::Refused(error)) => {
                 refuse_for(found, &error);
                 return Ok(());

@@ -138,6 +138,7 @@ async fn perform(
             tracing::warn!(worker = id, epoch, %death, ?pause, "worker died");
             fleet.note_exit(id, &death);
             fleet.audit_death(id, epoch, &death);
+            fleet.distrust_device(id, &death);
             fleet.events.tell_death(About { epoch, ..about }, &death);
         }
         Action::ReportQuarantine { reason } => {
@@ -283,12 +284,13 @@ async fn greet_and_serve(
             Offer::Change { missing, unwanted } => (missing, unwanted),
         };
         for name in unwanted {
-            if let Err(error) = link.unload(&name, fleet.policy.start_timeout).await {
+            let has_it = loaded.get(&name).is_some_and(|(_, got)| got.is_some());
+            if has_it && let Err(error) = link.unload(&name, fleet.policy.start_timeout).await {
                 let why = format!("cannot unload {name}: {error}");
                 return Err(Condemnation::new(DeathKind::Protocol, why));
             }
-            if let (Some((files, _)), Some(device)) = (loaded.remove(&name), link.memory()) {
-                files.kept().forget(device);
+            if let Some((files, _)) = loaded.remove(&name) {
+                fleet.release_unwanted(&name, &files).await;
             }
         }
         for (name, files) in missing {

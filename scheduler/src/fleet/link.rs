@@ -190,8 +190,8 @@ pub struct Link {
     tensor_door: Option<TensorDoor>,
     /// The layout in which its device likes weights, once it has said so.
     layout: OnceLock<Layout>,
-    /// The device in whose memory weights can outlive it, once it has said so.
-    memory: OnceLock<String>,
+    /// Whether weights in its device's memory can outlive it, once it has said so.
+    keeps_weights: AtomicBool,
     /// Whether it was asked to do something about packed weights and has not answered.
     pub(super) packs: AtomicBool,
 }
@@ -240,7 +240,7 @@ impl Link {
             blackbox: sockets.blackbox,
             tensor_door: sockets.tensor_door,
             layout: OnceLock::new(),
-            memory: OnceLock::new(),
+            keeps_weights: AtomicBool::new(false),
             packs: AtomicBool::new(false),
         })
     }
@@ -433,9 +433,8 @@ impl Link {
         if let Ok(layout) = Layout::new(hello.packing.as_str()) {
             let _ = self.layout.set(layout);
         }
-        if let (true, Some(device)) = (hello.keeps_weights, &hello.device) {
-            let _ = self.memory.set(clip(&device.id));
-        }
+        self.keeps_weights
+            .store(hello.keeps_weights, Ordering::Relaxed);
         Ok(HandshakeResponse {
             version: clip(&hello.version),
             confinement: clip(&hello.confinement),
@@ -454,9 +453,9 @@ impl Link {
         self.layout.get()
     }
 
-    /// The device in whose memory weights can outlive it.
-    pub(super) fn memory(&self) -> Option<&str> {
-        self.memory.get().map(String::as_str)
+    /// Whether weights in its device's memory can outlive it, as it says.
+    pub(super) fn keeps_weights(&self) -> bool {
+        self.keeps_weights.load(Ordering::Relaxed)
     }
 
     /// Whether it died over packed weights, and not of what it computed, as far as can be told.

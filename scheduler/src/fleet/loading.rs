@@ -64,7 +64,8 @@ impl Link {
     }
 
     /// Hands over a model's files and what there is beside them, and waits until it is loaded; `patience` bounds the time between two signs
-    /// of progress: bytes that were read, or movement of the engine in its black box once all are.
+    /// of progress: bytes that were read, or movement of the engine in its black box once all are. What it says of the model,
+    /// and what it left in its device's memory.
     ///
     /// # Errors
     /// [`LoadFailure`].
@@ -75,7 +76,7 @@ impl Link {
         beside: Beside<'_>,
         patience: Duration,
         mut progress: impl FnMut(&LoadProgress),
-    ) -> Result<Loaded, LoadFailure> {
+    ) -> Result<(Loaded, Option<Kept>), LoadFailure> {
         let Beside {
             packed,
             kept,
@@ -121,8 +122,8 @@ impl Link {
                     ..
                 }) => {
                     let mut loaded = believe(loaded).map_err(LoadFailure::Refused)?;
-                    self.take(files, loaded.kept.take(), takes).await;
-                    return Ok(loaded);
+                    let left = self.take(loaded.kept.take(), takes).await;
+                    return Ok((loaded, left));
                 }
                 // It says the same again and again while it waits: its event loop lives, which is no progress.
                 Some(step) => {
@@ -165,32 +166,21 @@ impl Link {
         }
     }
 
-    /// Keeps what a worker says that it left in its device's memory.
+    /// Takes what a worker says that it left in its device's memory.
     async fn take(
         &self,
-        files: &OpenModel,
         told: Option<KeptWeights>,
         takes: Option<DescriptorReceiver>,
-    ) {
-        let (Some(told), Some(takes), Some(device)) = (told, takes, self.memory()) else {
-            return;
-        };
-        let bytes = told.bytes;
+    ) -> Option<Kept> {
+        let (told, takes) = told.zip(takes)?;
         match spawn_blocking(move || Kept::receive(told, &takes)).await {
-            Ok(Ok(kept)) => {
-                tracing::info!(
-                    worker = self.worker,
-                    device,
-                    bytes,
-                    "weights outlive the worker"
-                );
-                files.kept().keep(device, kept);
-            }
+            Ok(Ok(kept)) => return Some(kept),
             Ok(Err(error)) => {
                 tracing::warn!(worker = self.worker, %error, "a worker's weights end with it");
             }
             Err(error) => tracing::error!(%error, "taking a worker's weights failed"),
         }
+        None
     }
 }
 
@@ -245,6 +235,7 @@ pub(super) fn believe(loaded: Loaded) -> Result<Loaded, Error> {
         packed: loaded.packed,
         kept: loaded.kept,
         found: loaded.found,
+        damaged: loaded.damaged,
         summary: Some(ModelSummary {
             architecture: clip(&summary.architecture),
             weights_dtype: clip(&summary.weights_dtype),

@@ -516,7 +516,7 @@ impl Fleet {
     async fn unload_now(&self, name: &ModelName) -> Result<(), Error> {
         let _one_at_a_time = self.loads.one(name).await;
         let _spreads = self.loads.spread().await;
-        let links = {
+        let (links, files) = {
             let mut table = self.table();
             let Some(model) = table.models.get_mut(name) else {
                 return Err(table.unknown(name));
@@ -525,6 +525,7 @@ impl Fleet {
             model.has_room = false;
             model.problem = None;
             model.summary = None;
+            let files = model.files.clone();
             if !model.configured {
                 table.models.remove(name);
                 table.drop_names();
@@ -532,11 +533,14 @@ impl Fleet {
                 // Opened again when it is loaded again.
                 model.files = None;
             }
-            table.take_away(name)
+            (table.take_away(name), files)
         };
         self.forget_answers(name);
         self.tell();
         self.unload_from(links, name).await;
+        if let Some(files) = files {
+            self.release_unwanted(name, &files).await;
+        }
         let about = About {
             model: name.as_str(),
             ..About::default()

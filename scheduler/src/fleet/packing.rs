@@ -14,14 +14,14 @@ use hotcell_proto::{
     error::Reason,
     ids::{Layout, ModelName},
     limits,
-    v1::{LoadProgress, Loaded, PackPiece},
+    v1::{Loaded, PackPiece},
 };
 use tokio::{
     task::{JoinSet, spawn_blocking},
     time::{Instant, sleep},
 };
 
-use super::{Fleet, Link, LoadFailure, catalog::Model, loading::Beside};
+use super::{Fleet, Link, catalog::Model};
 use crate::{
     packed::{Draft, Set},
     vault::OpenModel,
@@ -363,42 +363,12 @@ impl Fleet {
         }
     }
 
-    /// Has a worker load a model, from packed copies as far as there are any, and from what an earlier worker left in its
-    /// device's memory. What it puts there itself outlives it if `stays`, which is not for one that is soon gone.
-    ///
-    /// # Errors
-    /// As [`Link::load`].
-    pub(super) async fn hand_over(
+    /// What there is for a worker that has not said yet which files it would like packed.
+    pub(super) async fn copies_for(
         &self,
         link: &Link,
-        model: &ModelName,
         files: &Arc<OpenModel>,
-        stays: bool,
-        patience: Duration,
-        progress: impl FnMut(&LoadProgress),
-    ) -> Result<Loaded, LoadFailure> {
-        let offered = self.copies_for(link, files).await;
-        // An untrusted model shares no memory with anybody.
-        let memory = link.memory().filter(|_| files.alone().is_none());
-        let beside = Beside {
-            packed: offered.as_ref().map(|(layout, set)| (layout, set)),
-            kept: memory.and_then(|device| files.kept().get(device)),
-            leaves: stays && memory.is_some(),
-        };
-        let had = beside.kept.is_some();
-        let got = link.load(model, files, beside, patience, progress).await?;
-        if had {
-            let (worker, found) = (link.worker.as_str(), got.found);
-            tracing::info!(%model, worker, found, "weights were kept on the device");
-        }
-        if let Some((layout, set)) = offered {
-            self.note_offered(model, files, &layout, &set, &got);
-        }
-        Ok(got)
-    }
-
-    /// What there is for a worker that has not said yet which files it would like packed.
-    async fn copies_for(&self, link: &Link, files: &Arc<OpenModel>) -> Option<(Layout, Set)> {
+    ) -> Option<(Layout, Set)> {
         let layout = link.layout().filter(|_| self.packs.is_on())?.clone();
         if let Some((set, _)) = files.copies().ready(&layout) {
             return Some((layout, set));
@@ -420,7 +390,7 @@ impl Fleet {
     }
 
     /// Notes what a worker made of the copies that it was given with a model.
-    fn note_offered(
+    pub(super) fn note_offered(
         &self,
         model: &ModelName,
         files: &OpenModel,

@@ -91,6 +91,7 @@ impl Fleet {
             self.tell();
             self.unload_from(links, name).await;
         }
+        self.release_elsewhere(name).await;
     }
 
     /// Gives models other devices in place of those that are lost for good.
@@ -119,6 +120,7 @@ impl Fleet {
                 if let Err(error) = spread {
                     tracing::warn!(model = %name, %error, "a model cannot move to another device");
                 }
+                fleet.release_elsewhere(&name).await;
             });
         }
     }

@@ -285,7 +285,7 @@ impl Fleet {
 
     /// Takes a model out of memory that nobody uses; the next request for it loads it again. Returns whether it did.
     pub(super) async fn put_to_sleep(&self, name: &ModelName, why: &str) -> bool {
-        let links: Vec<_> = {
+        let (links, files) = {
             let mut table = self.table();
             let Some(model) = table.models.get_mut(name) else {
                 return false;
@@ -296,13 +296,16 @@ impl Fleet {
             }
             model.state = ModelState::Asleep;
             model.has_room = false;
-            model.files = None;
-            table.take_away(name)
+            let files = model.files.take();
+            (table.take_away(name), files)
         };
         tracing::info!(model = %name, why, "a model goes to sleep");
         self.forget_answers(name);
         self.tell();
         self.unload_from(links, name).await;
+        if let Some(files) = files {
+            self.release_unwanted(name, &files).await;
+        }
         let about = About {
             model: name.as_str(),
             ..About::default()
@@ -314,12 +317,8 @@ impl Fleet {
     /// Has workers forget a model.
     pub(super) async fn unload_from(&self, links: Vec<Arc<Link>>, name: &ModelName) {
         let patience = self.policy.start_timeout;
-        let files = self.table().models.get(name).and_then(|m| m.files.clone());
         let mut unloads = JoinSet::new();
         for link in links {
-            if let (Some(files), Some(device)) = (&files, link.memory()) {
-                files.kept().forget(device);
-            }
             let name = name.clone();
             unloads.spawn(async move {
                 if let Err(error) = link.unload(&name, patience).await {

@@ -273,14 +273,18 @@ async fn adapt(
 ) -> Result<(), Death> {
     let patience = fleet.policy.start_timeout;
     if let Some(name) = unwanted {
-        let unloaded = link.unload(&name, patience).await;
-        unloaded.map_err(|error| {
-            Death::new(
-                DeathKind::Protocol,
-                format!("cannot unload {name}: {error}"),
-            )
-        })?;
-        loaded.remove(&name);
+        if loaded.get(&name).is_some_and(|(_, got)| got.is_some()) {
+            let unloaded = link.unload(&name, patience).await;
+            unloaded.map_err(|error| {
+                Death::new(
+                    DeathKind::Protocol,
+                    format!("cannot unload {name}: {error}"),
+                )
+            })?;
+        }
+        if let Some((files, _)) = loaded.remove(&name) {
+            fleet.release_unwanted(&name, &files).await;
+        }
         return Ok(());
     }
     let Some((name, files)) = missing else {

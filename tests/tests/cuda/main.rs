@@ -314,6 +314,9 @@ fn no_step_of_a_dense_models_layer_is_the_processors() {
     let y = g.reshape(y, Shape::rows(&[heads, d]).unwrap()).unwrap();
     let q = g.rope(y, positions, frequencies, false).unwrap();
     g.cache_write(cache, q, y, slots).unwrap();
+    // After what has no result.
+    let q = g.reshape(q, Shape::rows(&[1, heads * d]).unwrap()).unwrap();
+    let q = g.reshape(q, Shape::rows(&[heads, d]).unwrap()).unwrap();
     let y = g.paged_attention(q, cache, tables, sequences, positions, 0.2, 0, 0.0);
     let y = g
         .reshape(y.unwrap(), Shape::rows(&[heads * d]).unwrap())

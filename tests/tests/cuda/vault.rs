@@ -120,29 +120,39 @@ fn what_does_not_fit_is_not_used() {
 }
 
 #[test]
-fn what_is_damaged_is_put_there_again() {
+fn what_is_damaged_is_put_elsewhere() {
     // A descriptor of a real device's memory cannot be written to.
     if is_gpu() {
         return;
     }
     let device = open();
     let mut first = vault(&device, "a", None);
-    put_all(&mut first);
-    let kept = first.close().unwrap().unwrap();
+    let theirs = put_all(&mut first);
+    let mut kept = first.close().unwrap().unwrap();
+    let mut healthy = theirs;
     // A bit of the last weight, and one of what is between two.
-    for at in [301_500, 3] {
+    for (at, is_weight) in [(301_500, true), (3, false)] {
         let memory = File::from(again(&kept).pieces.pop().unwrap());
         let mut byte = [0];
         memory.read_exact_at(&mut byte, at).unwrap();
         memory.write_all_at(&[byte[0] ^ 4], at).unwrap();
         let mut next = vault(&device, "a", Some(again(&kept)));
         assert!(find_all(next.as_ref()).is_none(), "{at}");
+        assert!(next.is_damaged());
         let buffers = put_all(&mut next);
-        let healed = next.close().unwrap().unwrap();
-        assert_eq!(healed.checksum, kept.checksum);
+        // Nothing happens to who computes from what is damaged.
+        let mut still = [0];
+        memory.read_exact_at(&mut still, at).unwrap();
+        assert_eq!(still[0], byte[0] ^ 4);
+        if !is_weight {
+            check(&healthy);
+        }
+        let anew = next.close().unwrap().unwrap();
+        assert_eq!(anew.checksum, kept.checksum);
         check(&buffers);
-        // In the same memory, for all that hold it.
+        (kept, healthy) = (anew, buffers);
         let last = vault(&device, "a", Some(again(&kept)));
+        assert!(!last.is_damaged());
         check(&find_all(last.as_ref()).unwrap());
     }
 }

@@ -6,10 +6,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_client::{GenerateOptions, Prompt, debug::Recording, v1};
+use hotcell_client::{
+    GenerateOptions, Prompt,
+    debug::Recording,
+    v1::{self, TraceTrack, trace_piece},
+};
+use hotcell_proto::limits;
 use hotcell_tests::{
-    cluster::{Cluster, Process, SOON, hotcell, most_resident, signal_pid},
+    cluster::{Cluster, Process, SOON, all_have, hotcell, most_resident, signal_pid},
+    debugged::{of, put_together},
     fault::{NAN_NODE, NAN_TOKEN},
+    synthetic::{self, Measures},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -252,4 +259,66 @@ async fn the_next_request_that_meets_a_condition_is_captured() {
         .as_ref()
         .and_then(|request| request.prompt.as_ref());
     assert!(prompt.is_some() && first.count() > 50);
+}
+
+/// A model whose nodes' values are large: of a step's 128 rows they are more than a worker keeps.
+const LARGE: Measures = Measures {
+    hidden: 64,
+    layers: 2,
+    heads: 2,
+    kv_heads: 2,
+    inner: 1 << 17,
+    vocab: 4096,
+    context: 512,
+    tied: true,
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_nodes_of_a_large_model_are_looked_at_in_smaller_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    synthetic::write(folder.path(), &LARGE).unwrap();
+    let cluster = Cluster::with_model("large", folder.path(), &["--devices", "cpu:1"]).await;
+    let cluster = cluster.unwrap();
+    cluster.workers(all_have("large")).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let prompt = || Prompt::Ids((0..120).map(|n| 300 + n * 7 % 3000).collect());
+    let undisturbed = client.generate(prompt(), beyond("before", 3)).await;
+    let expected = undisturbed.unwrap().complete().await.unwrap().token_ids;
+    let told = client.capture(of("large", None)).await.unwrap();
+    let capture = tokio::spawn(put_together(told));
+    let pieces = client.trace(v1::TraceRequest {
+        steps: 3,
+        ..v1::TraceRequest::default()
+    });
+    let mut pieces = pieces.await.unwrap();
+    pieces.next().await.unwrap().unwrap();
+    let stream = client.generate(prompt(), beyond("large", 3)).await;
+    assert_eq!(
+        stream.unwrap().complete().await.unwrap().token_ids,
+        expected
+    );
+    let seen = capture.await.unwrap().unwrap();
+    let size = |node: &v1::CapturedNode| 4 * node.dims.iter().product::<u64>();
+    let row: u64 = seen.head.nodes.iter().map(size).sum();
+    assert!(
+        row * 128 > limits::MAX_TAP_BYTES as u64,
+        "{row} bytes a row"
+    );
+    assert!(!seen.tokens.is_empty());
+    let mut rows = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        if let Some(trace_piece::Kind::Spans(some)) = piece.unwrap().kind {
+            let steps = some
+                .spans
+                .into_iter()
+                .filter(|s| s.track() == TraceTrack::Steps);
+            rows.extend(steps.map(|step| u64::from(step.rows)));
+        }
+    }
+    let most = limits::MAX_TAP_BYTES as u64 / row;
+    assert!(
+        rows.iter().all(|rows| *rows <= most + 2),
+        "{rows:?}, {most}"
+    );
+    assert!(rows[0] + rows[1] >= 120, "{rows:?}");
 }

@@ -5,7 +5,7 @@ use std::{path::Path, time::Duration};
 
 use hotcell_client::{
     Client, GenerateOptions, Prompt, Reason,
-    debug::{Recording, compare},
+    debug::compare,
     v1::{self, replay_request},
 };
 use hotcell_tests::{

@@ -210,7 +210,13 @@ impl Host {
         let Ready {
             shape,
             packable,
-            keeps: Keeps { kept, found, bytes },
+            keeps:
+                Keeps {
+                    kept,
+                    found,
+                    damaged,
+                    bytes,
+                },
         } = self.0.engine.load(name.clone(), source, keeping).await?;
         let kept = match kept.zip(keeper) {
             Some((kept, keeper)) => leave(kept, keeper).await?,
@@ -243,6 +249,7 @@ impl Host {
             kept_bytes: if found || kept.is_some() { bytes } else { 0 },
             kept,
             found,
+            damaged,
             gone: AtomicBool::new(false),
             weights,
             name: name.clone(),
@@ -385,6 +392,10 @@ fn touch(
         // A reader that is behind misses a report, nothing else.
         let _ = progress.try_send(event);
     };
+    if enough.load(Ordering::Relaxed) {
+        // From now on it is the engine that makes progress.
+        return report(total);
+    }
     let mut done = 0usize;
     report(done);
     for bytes in all {

@@ -114,6 +114,7 @@ impl Worker for WorkerService {
                     packed: model.is_packed(),
                     kept: model.kept.clone(),
                     found: model.found,
+                    damaged: model.damaged,
                 }),
                 ..v1::LoadProgress::default()
             });

@@ -8,14 +8,16 @@ pub(super) use super::power::power as pow;
 /// 1.5 · 2^23: adding it rounds to an integer and leaves that in the low bits.
 const MAGIC: f32 = 12_582_912.0;
 
-/// `e^x − 1 = q` after taking `n ln 2` off `x`; `|x|` up to about 120.
+/// `e^x − 1 = q` after taking `n ln 2` off `x`; `|x|` up to about 120. Beside it a word that ends, below 22 bits of [`MAGIC`]'s, in
+/// `n + MORE`: as much as what is made of it wants.
 #[inline(always)]
-fn exp_parts(x: f32) -> (f32, i32) {
+fn exp_parts<const MORE: i32>(x: f32) -> (f32, u32) {
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
-    let shifted = x.mul_add(LOG2_E, MAGIC);
-    let n = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
-    let nf = shifted - MAGIC;
+    // No product lies half way between two integers, so that an odd number rounds as an even one does.
+    let magic = MAGIC + MORE as f32;
+    let shifted = x.mul_add(LOG2_E, magic);
+    let nf = shifted - magic;
     let r = (-nf).mul_add(LN2_LO, (-nf).mul_add(LN2_HI, x));
     let p = 1.987_569_1e-4_f32;
     let p = p.mul_add(r, 1.398_2e-3);
@@ -23,19 +25,20 @@ fn exp_parts(x: f32) -> (f32, i32) {
     let p = p.mul_add(r, 4.166_579_6e-2);
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 5.0e-1);
-    (p.mul_add(r * r, r), n)
+    (p.mul_add(r * r, r), shifted.to_bits())
 }
 
+/// The number of which a word ends in the exponent as it is stored, which is 127 more: `2^n` of a word that ends in `n + 127`.
 #[inline(always)]
-fn power_of_two(n: i32) -> f32 {
-    f32::from_bits((n.wrapping_add(127) as u32) << 23)
+fn power_of_two(word: u32) -> f32 {
+    f32::from_bits(word << 23)
 }
 
-/// `p · 2^n` in two factors: rounded once, and finite when only `2^n` is not.
+/// `p · 2^n` in two factors, by a word that ends in `n + 254`: rounded once, and finite when only `2^n` is not.
 #[inline(always)]
-fn scale(p: f32, n: i32) -> f32 {
-    let half = n >> 1;
-    p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+fn scale(p: f32, word: u32) -> f32 {
+    let half = word >> 1;
+    p * power_of_two(half) * power_of_two(word.wrapping_sub(half))
 }
 
 /// `e^x`, 1.02 ulp, with subnormal results; else the bits of [`lanes::exp`](crate::cpu::lanes::exp).
@@ -43,8 +46,8 @@ fn scale(p: f32, n: i32) -> f32 {
 pub fn exp(x: f32) -> f32 {
     let x = if x > MOST_EXP { MOST_EXP } else { x };
     // Of what lies below, it is 0, and so it is of this. A NaN stays.
-    let (q, n) = exp_parts(if x < -104.0 { -104.0 } else { x });
-    scale(q + 1.0, n)
+    let (q, word) = exp_parts::<254>(if x < -104.0 { -104.0 } else { x });
+    scale(q + 1.0, word)
 }
 
 /// Of what lies beyond, `e^x` is infinite, and so it is of this.
@@ -53,16 +56,16 @@ const MOST_EXP: f32 = 89.0;
 /// [`exp`] of no positive number.
 #[inline(always)]
 fn exp_of_negative(x: f32) -> f32 {
-    let (q, n) = exp_parts(if x < -104.0 { -104.0 } else { x });
+    let (q, word) = exp_parts::<{ 127 + 64 }>(if x < -104.0 { -104.0 } else { x });
     // Rounded once, by the second factor: the first is not below the normal numbers, nor is their product.
-    (q + 1.0) * power_of_two(n.wrapping_add(64)) * f32::from_bits((127 - 64) << 23)
+    (q + 1.0) * power_of_two(word) * f32::from_bits((127 - 64) << 23)
 }
 
 /// [`exp`] of no positive number, at least e⁻⁸⁷: what adds up numbers around 1 needs no less.
 #[inline(always)]
 pub fn exp_down_to_normal(x: f32) -> f32 {
-    let (q, n) = exp_parts(if x < -87.0 { -87.0 } else { x });
-    (q + 1.0) * power_of_two(n)
+    let (q, word) = exp_parts::<127>(if x < -87.0 { -87.0 } else { x });
+    (q + 1.0) * power_of_two(word)
 }
 
 /// `1 + e^x`, infinite where `e^x` is.
@@ -70,26 +73,26 @@ pub fn exp_down_to_normal(x: f32) -> f32 {
 fn one_and_exp(x: f32) -> f32 {
     let x = if x > MOST_EXP { MOST_EXP } else { x };
     // Below, it is 1.
-    let (q, n) = exp_parts(if x < -80.0 { -80.0 } else { x });
+    let (q, word) = exp_parts::<{ 127 - 1 }>(if x < -80.0 { -80.0 } else { x });
     // 2^n may be infinite where e^x is not.
-    let half = (q + 1.0) * power_of_two(n.wrapping_sub(1));
+    let half = (q + 1.0) * power_of_two(word);
     half.mul_add(2.0, 1.0)
 }
 
 /// `e^x / 2` for `x ≥ 0`, which overflows later than `e^x`.
 #[inline(always)]
 fn half_exp(x: f32) -> f32 {
-    let (q, n) = exp_parts(if x > 89.5 { 89.5 } else { x });
-    (q + 1.0) * power_of_two(n.wrapping_sub(2)) * 2.0
+    let (q, word) = exp_parts::<{ 127 - 2 }>(if x > 89.5 { 89.5 } else { x });
+    (q + 1.0) * power_of_two(word) * 2.0
 }
 
 #[inline(always)]
 pub(super) fn expm1(x: f32) -> f32 {
     let within = if x > MOST_EXP { MOST_EXP } else { x };
     // Below, it is -1, and so it is of this.
-    let (q, n) = exp_parts(if within < -30.0 { -30.0 } else { within });
+    let (q, word) = exp_parts::<{ 127 - 1 }>(if within < -30.0 { -30.0 } else { within });
     // 2^n may be infinite where the result is not.
-    let half = power_of_two(n.wrapping_sub(1));
+    let half = power_of_two(word);
     // The sign is for -0.
     (half.mul_add(q, half - 0.5) * 2.0).copysign(x)
 }
@@ -110,12 +113,19 @@ fn log_tail(m: f32) -> f32 {
     r.mul_add(m, -0.5)
 }
 
-/// `x = 2^e (1 + m)` with `m` in [−1/3, 1/3], for positive normal `x`.
+/// `x = 2^e (1 + m)` with `m` in [−1/3, 1/3], for positive normal `x`; `e` as it is stored, 2^23 times as much.
 #[inline(always)]
-fn normal_log_parts(x: f32) -> (f32, f32) {
+fn shifted_log_parts(x: f32) -> (f32, i32) {
     let bits = x.to_bits() as i32;
     let e = bits.wrapping_sub(0x3f2a_aaab) & 0xff80_0000_u32 as i32;
     let m = f32::from_bits(bits.wrapping_sub(e) as u32) - 1.0;
+    (m, e)
+}
+
+/// The same with `e` as it is.
+#[inline(always)]
+fn normal_log_parts(x: f32) -> (f32, f32) {
+    let (m, e) = shifted_log_parts(x);
     (m, (e >> 23) as f32)
 }
 
@@ -146,8 +156,9 @@ pub fn log(x: f32) -> f32 {
 /// [`log`] of normal numbers. Of others it says nothing, also not of a NaN.
 #[inline(always)]
 pub fn log_of_normal(x: f32) -> f32 {
-    let (m, e) = normal_log_parts(x);
-    e.mul_add(LN_2, log_tail(m).mul_add(m * m, m))
+    let (m, e) = shifted_log_parts(x);
+    // A power of 2 costs no factor a bit.
+    (e as f32).mul_add(LN_2 / 8_388_608.0, log_tail(m).mul_add(m * m, m))
 }
 
 #[inline(always)]

@@ -191,15 +191,47 @@ impl State {
         most: [f32::NEG_INFINITY; WIDE],
     };
 
-    /// Takes in one more element of each sequence, none of which lies far above its base.
+    /// Takes in some more elements of [`LANES`] sequences from `first` on, none of which lies far above its base.
+    ///
+    /// # Safety
+    /// As [`steps_body`], of `n` elements.
     #[inline(always)]
-    fn near(&mut self, x: &[f32], out: &mut [f32]) {
-        let n = x.len().min(out.len()).min(WIDE);
-        let (x, out) = (&x[..n], &mut out[..n]);
-        let (base, sum, part) = (&self.base[..n], &self.sum[..n], &mut self.part[..n]);
-        for j in 0..n {
-            part[j] += exp(x[j] - base[j]);
-            out[j] = result(base[j], sum[j] + part[j]);
+    unsafe fn near(
+        &mut self,
+        first: usize,
+        (x, out): (*const f32, *mut f32),
+        n: usize,
+        stride: isize,
+    ) {
+        let mut lanes = [[0.0; LANES]; 3];
+        let there = first..first + LANES;
+        for (lane, of) in lanes.iter_mut().zip([&self.base, &self.sum, &self.part]) {
+            lane.copy_from_slice(&of[there.clone()]);
+        }
+        let [base, sum, mut part] = lanes;
+        for i in 0..n as isize {
+            // SAFETY: so many may be read and written there, says the caller.
+            let (x, out) = unsafe {
+                let x = x.offset(i * stride).add(first).cast::<[f32; LANES]>();
+                let out = out.offset(i * stride).add(first).cast::<[f32; LANES]>();
+                (x.read_unaligned(), &mut *out)
+            };
+            for l in 0..LANES {
+                part[l] += exp(x[l] - base[l]);
+            }
+            for l in 0..LANES {
+                out[l] = result(base[l], sum[l] + part[l]);
+            }
+        }
+        self.part[there].copy_from_slice(&part);
+    }
+
+    /// The same of the sequences from `first` on, one element of each.
+    #[inline(always)]
+    fn near_rest(&mut self, first: usize, x: &[f32], out: &mut [f32]) {
+        for j in first..x.len().min(out.len()).min(WIDE) {
+            self.part[j] += exp(x[j] - self.base[j]);
+            out[j] = result(self.base[j], self.sum[j] + self.part[j]);
         }
     }
 
@@ -296,14 +328,26 @@ unsafe fn steps_body(
         for i in tile.clone() {
             near &= state.look(read(i));
         }
-        for i in tile {
-            // The same row of the next tile: rows are too far apart for the processor to find it by itself.
-            let next = x.wrapping_offset((i + DEEP) as isize * stride);
-            for j in (0..width).step_by(LANES) {
-                ask_for(next.wrapping_add(j));
+        // Lanes are in registers for a tile.
+        let whole = if near { width / LANES * LANES } else { 0 };
+        for j in (0..whole).step_by(LANES) {
+            let at = first as isize * stride;
+            for i in tile.clone() {
+                // The same row of the next tile: rows are too far apart for the processor to find it by itself.
+                ask_for(
+                    x.wrapping_offset((i + DEEP) as isize * stride)
+                        .wrapping_add(j),
+                );
             }
+            // SAFETY: the caller's promise, for the places from the first one on.
+            unsafe {
+                let places = (x.offset(at), out.offset(at));
+                state.near(j, places, tile.len(), stride);
+            }
+        }
+        for i in tile {
             match near {
-                true => state.near(read(i), write(i)),
+                true => state.near_rest(whole, read(i), write(i)),
                 false => state.any(read(i), write(i)),
             }
         }

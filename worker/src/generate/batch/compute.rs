@@ -64,13 +64,14 @@ impl Batch {
             true => self.pace.rows_beside(0, PATIENCE),
             false => None,
         };
-        let rows = rows.unwrap_or(shape.max_rows).max(LEAST);
+        let most = self.runner.most_rows();
+        let rows = rows.unwrap_or(most).max(LEAST);
         let budget = Budget {
-            rows: rows.max(draws).min(shape.max_rows),
-            beside: beside.unwrap_or(shape.max_rows).max(LEAST),
+            rows: rows.max(draws).min(most),
+            beside: beside.unwrap_or(most).max(LEAST),
         };
         let grants = self.schedule.grant(&wants, budget);
-        let mut free = shape.max_rows - grants.iter().map(|g| g.1).sum::<usize>();
+        let mut free = most - grants.iter().map(|g| g.1).sum::<usize>();
         let ends = |&&(i, rows): &&(usize, usize)| rows == self.running[able[i]].pending();
         let drawing = grants.iter().filter(ends).count();
         let mut picks = shape.max_sequences.saturating_sub(drawing);

@@ -34,6 +34,8 @@ pub struct Keeps {
     pub kept: Option<Kept>,
     /// Whether the weights were where an earlier process had left them.
     pub found: bool,
+    /// Whether what an earlier process left is not what it was.
+    pub damaged: bool,
     /// Bytes of them.
     pub bytes: u64,
 }
@@ -134,7 +136,10 @@ impl<'a> Placed<'a> {
                 }
                 None => {
                     let region = region(self.weights, source, progressed)?;
-                    vault.put(number, region.bytes())?
+                    let put = vault.put(number, region.bytes())?;
+                    // Nobody has read the files before, if it was hoped to find it.
+                    progressed();
+                    put
                 }
             },
             _ => self
@@ -147,9 +152,11 @@ impl<'a> Placed<'a> {
 
     /// Ends it, when all weights are in use.
     pub fn close(self) -> Keeps {
+        let damaged = self.vault.as_ref().is_some_and(|vault| vault.is_damaged());
         let closed = self.vault.map_or(Ok(None), |vault| vault.close());
         Keeps {
             found: self.found,
+            damaged,
             bytes: self.bytes as u64,
             kept: closed.unwrap_or_else(|error: DeviceError| {
                 tracing::warn!(%error, "weights end with this process");

@@ -19,6 +19,9 @@ use hotcell_proto::limits;
 use super::Runner;
 use crate::model::points::{Point, Step, steps};
 
+/// Rows of a step that there must be room for.
+const LEAST_ROWS: usize = 8;
+
 /// What is wanted of the nodes, by their numbers among the points.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
@@ -47,6 +50,8 @@ pub struct RowSize {
 /// The plan that hands out more.
 pub(super) struct Tap {
     pub plan: Box<dyn Plan>,
+    /// Rows of a step at most: those whose values there is room for.
+    pub rows: usize,
     /// What its steps compute.
     pub steps: Vec<Step>,
     whole: HashMap<usize, Buffer>,
@@ -133,7 +138,7 @@ impl Runner {
     /// Has steps hand out what is wanted, and no more; nothing: as without anybody who looks.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] when what is wanted takes more than [`limits::MAX_TAP_BYTES`]; what the device says.
+    /// [`DeviceError::OutOfMemory`] when what is wanted of a few rows takes more than [`limits::MAX_TAP_BYTES`]; what the device says.
     /// All is as before then.
     pub fn tap(&mut self, device: &dyn Device, wanted: &Wanted) -> Result<(), DeviceError> {
         if wanted.is_empty() {
@@ -142,16 +147,22 @@ impl Runner {
         }
         let whole = chosen(&self.points, &wanted.whole);
         let sizes = chosen(&self.points, &wanted.sizes);
-        let rows = self.graph.max_rows();
-        let bytes = |spec: &TensorSpec| spec.bytes(rows).unwrap_or(usize::MAX);
-        let all = whole.iter().map(|(_, point)| bytes(&point.spec));
-        let all = all.fold(0usize, usize::saturating_add);
-        if all > limits::MAX_TAP_BYTES {
+        let of = |rows: usize| {
+            let bytes = |point: &Point| point.spec.bytes(rows).unwrap_or(usize::MAX);
+            let all = whole.iter().map(|(_, point)| bytes(point));
+            all.fold(0usize, usize::saturating_add)
+        };
+        let most = self.graph.max_rows();
+        let fit = limits::MAX_TAP_BYTES.checked_div(of(1));
+        let rows = fit.unwrap_or(most).min(most);
+        let least = LEAST_ROWS.min(most);
+        if rows < least {
             return Err(DeviceError::OutOfMemory {
-                what: "looking at so many nodes; choose fewer by pattern or layer: they".to_owned(),
-                bytes: all,
+                what: "looking at so many nodes (choose fewer by pattern or layer)".to_owned(),
+                bytes: of(least),
             });
         }
+        let bytes = |spec: &TensorSpec| spec.bytes(rows).unwrap_or(usize::MAX);
         let values = |chosen: &[(usize, &Point)]| -> Vec<Value> {
             chosen.iter().map(|(_, point)| point.value).collect()
         };
@@ -177,7 +188,7 @@ impl Runner {
         let mut next = 1;
         let mut output = |what: &str, bytes: usize| {
             let buffer = device.allocate(what, bytes)?;
-            plan.bind(Slot::Output(next), &buffer, 0)?;
+            plan.bind_for(rows, Slot::Output(next), &buffer, 0)?;
             next += 1;
             Ok::<_, DeviceError>(buffer)
         };
@@ -193,12 +204,19 @@ impl Runner {
         }
         let body = self.graph.nodes().len();
         self.tap = Some(Tap {
+            rows,
             steps: steps(&graph, body, &plan.origins()),
             plan,
             whole: tapped,
             sizes: measured,
         });
         Ok(())
+    }
+
+    /// Rows of a step at most, as long as somebody looks, too.
+    pub fn most_rows(&self) -> usize {
+        let most = self.shape().max_rows;
+        self.tap.as_ref().map_or(most, |tap| tap.rows.min(most))
     }
 
     /// Forgets what was wanted.
