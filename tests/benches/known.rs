@@ -33,6 +33,7 @@ async fn host(path: &Path) -> Result<Host> {
         tensor_memory: None,
         blackbox: None,
         follow: false,
+        gives_way: false,
         registry: hotcell_kernels::registry::Registry::default(),
     })?;
     let host = Host::new(engine, hotcell_worker::confine::Report::default());

@@ -164,6 +164,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         tensor_memory: None,
         blackbox: None,
         follow: false,
+        gives_way: false,
         registry: Registry::default(),
     })?;
     let host = Host::new(engine, hotcell_worker::confine::Report::default());

@@ -48,7 +48,7 @@ use crate::{
         ledger,
         task::Task,
     },
-    model::run::{EACH, Keeping, Sizes},
+    model::run::{EACH, GIVES_WAY, Keeping, Sizes},
     session::plane::TensorPlane,
     weights::{ModelSource, Weight},
 };
@@ -153,6 +153,7 @@ impl Engine {
                 if config.follow {
                     EACH.store(true, Ordering::Relaxed);
                 }
+                GIVES_WAY.store(config.gives_way, Ordering::Relaxed);
                 device.leave(Trail {
                     progress,
                     node,

@@ -169,6 +169,7 @@ fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
             tensor_memory: common.tensor_memory,
             blackbox: Some(blackbox),
             follow: false,
+            gives_way: false,
             registry,
         },
         blackbox,
@@ -255,10 +256,13 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
     let mut prepared = prepare(&serve.common, registry, blackbox);
     prepared.engine.follow = serve.follow;
     // Whoever started it has tried.
-    if serve.background
-        && let Err(error) = background::insist()
-    {
-        tracing::warn!(%error, "it computes with the same right as others");
+    if serve.background {
+        if let Err(error) = background::insist() {
+            tracing::warn!(%error, "it computes with the same right as others");
+        }
+        prepared.engine.gives_way = true;
+        // Of several threads one would wait for another that has to, and spend its time on that.
+        prepared.engine.cores.truncate(1);
     }
     record(blackbox);
     let report = match confined(confine::Mode::Inherited, &prepared.engine) {

@@ -141,6 +141,18 @@ pub fn ask_for<T>(at: *const T) {
     let _ = at;
 }
 
+/// [`ask_for`] into the second cache: for rows that lie a power of two apart, of which the first has room for few.
+#[inline(always)]
+pub fn ask_for_near<T>(at: *const T) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: as in `ask_for`.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at.cast())
+    };
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = at;
+}
+
 /// `e^x`, within 1.02 ulp, by fused operations only: equal bits on every path, vectorisable.
 ///
 /// `-inf` and everything whose result is below the normal range give 0 (subnormals would cost a

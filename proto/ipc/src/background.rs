@@ -11,9 +11,6 @@ const OWN_GROUP: &CStr = c"/proc/self/autogroup";
 const PAUSE: Duration = Duration::from_millis(60);
 const TRIES: u32 = 5;
 
-/// Nanoseconds that it runs at a time while others wait: as few as Linux lets it say.
-const SLICE: u64 = 100_000;
-
 /// `sched_attr` of `sched_setattr(2)`, as its first version has it.
 #[repr(C)]
 struct Attributes {
@@ -27,11 +24,13 @@ struct Attributes {
     period: u64,
 }
 
-/// From here on, this thread and those that it starts run when nobody else wants the processor, and give it back soon when
-/// somebody does: `sched(7)`, its lowest weight, the shortest slice, and the autogroup feature. Safe between fork and exec:
-/// it is system calls alone, and allocates nothing.
+/// From here on, this thread and those that it starts run when nobody else wants the processor: `sched(7)`'s idle policy, and
+/// the lowest weight of its own group where each session is one. Safe between fork and exec: it is system calls alone, and
+/// allocates nothing.
 ///
-/// Not `SCHED_IDLE`: between the groups of two sessions that means nothing, and has no slice.
+/// Between the groups of two sessions the policy weighs nothing, which is what the group's weight is for. But a processor on
+/// which nothing else runs counts as free for whoever wakes: those who serve do not queue behind one another
+/// on the next one until the system comes to look at its balance.
 ///
 /// # Errors
 /// What the system refuses; what it does not refuse is done. `EAGAIN`, where a process without rights has said the weight of
@@ -54,11 +53,11 @@ pub fn give_way() -> io::Result<()> {
     }
     let attributes = Attributes {
         size: size_of::<Attributes>() as u32,
-        policy: libc::SCHED_BATCH.unsigned_abs(),
+        policy: libc::SCHED_IDLE.unsigned_abs(),
         flags: 0,
         nice: LOWEST_NICE,
         priority: 0,
-        runtime: SLICE,
+        runtime: 0,
         deadline: 0,
         period: 0,
     };

@@ -73,9 +73,9 @@ fn one_in_the_background_has_the_least_right_to_the_processor_from_its_beginning
         // Policy and nice value.
         (fields[41 - 4], fields[19 - 4])
     };
-    let batch = i64::from(libc::SCHED_BATCH);
-    assert_eq!(of(true), (batch, 19));
-    assert_ne!(of(false), (batch, 19));
+    let idle = i64::from(libc::SCHED_IDLE);
+    assert_eq!(of(true), (idle, 19));
+    assert_ne!(of(false), (idle, 19));
     // Its group as well, where there are groups. Nobody without rights may say that ten times a second.
     std::thread::sleep(Duration::from_millis(200));
     let mut command = shell("cat /proc/self/autogroup || echo nice 19");

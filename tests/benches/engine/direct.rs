@@ -39,6 +39,7 @@ impl Direct {
             tensor_memory: None,
             blackbox: None,
             follow: false,
+            gives_way: false,
             registry: Registry::default(),
         })?;
         let host = Host::new(engine.clone(), hotcell_worker::confine::Report::default());

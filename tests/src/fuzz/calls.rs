@@ -157,6 +157,7 @@ impl Worker {
             tensor_memory: Some(64 << 20),
             blackbox: None,
             follow: false,
+            gives_way: false,
             registry: Registry::default(),
         })?;
         let host = Host::new(engine, hotcell_worker::confine::Report::default());

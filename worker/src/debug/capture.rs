@@ -575,6 +575,8 @@ fn pieces(
         }
         size += wanted + 128;
         piece.nodes.push(node);
+        // Who serves need not wait until this is done.
+        std::thread::yield_now();
         if size >= PIECE {
             let next = v1::CapturedToken {
                 more: true,

@@ -76,6 +76,8 @@ pub struct EngineConfig {
     pub blackbox: Option<Writer>,
     /// Whether it notes the very node that runs, however long that takes ([`Trail::each`](hotcell_kernels::backend::Trail)).
     pub follow: bool,
+    /// Whether it leaves the processor to whoever waits for it, from step to step.
+    pub gives_way: bool,
     /// Where it looks for the device.
     pub registry: Registry,
 }

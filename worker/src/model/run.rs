@@ -9,6 +9,7 @@ mod tap;
 use std::{
     collections::{BTreeMap, BTreeSet},
     rc::Rc,
+    sync::atomic::Ordering,
 };
 
 use hotcell_graph::Graph;
@@ -20,8 +21,8 @@ use hotcell_kernels::{
 use hotcell_proto::plan_part::PlanPart;
 
 use caches::Caches;
-pub use follow::EACH;
-use follow::Follower;
+pub use follow::{EACH, GIVES_WAY};
+use follow::{Follower, give_way};
 use placed::Placed;
 pub use placed::{Keeping, Keeps};
 use shape::check_cache;
@@ -508,6 +509,9 @@ impl Runner {
             tell(tells, part);
             match follower {
                 Some(follower) => follower.execute(plan, rows),
+                None if GIVES_WAY.load(Ordering::Relaxed) => {
+                    plan.execute_from(rows, 0, &give_way).map(|_| ())
+                }
                 None => self.stream.execute(plan, rows),
             }
         };

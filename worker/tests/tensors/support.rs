@@ -38,6 +38,7 @@ pub fn worker_with(tensor_memory: u64, registry: Registry) -> Host {
         tensor_memory: Some(tensor_memory),
         blackbox: None,
         follow: false,
+        gives_way: false,
         registry,
     });
     let host = Host::new(engine.unwrap(), hotcell_worker::confine::Report::default());

@@ -26,6 +26,16 @@ pub(crate) trait Convert {
     /// # Safety
     /// As for `widen`.
     unsafe fn narrow(x: &[f32; LANES]) -> [u16; LANES];
+    /// The same of what an instruction computed of numbers of this type: a NaN is quiet then, and has zeros where a wider one
+    /// has more.
+    ///
+    /// # Safety
+    /// As for `widen`.
+    #[inline(always)]
+    unsafe fn narrow_computed(x: &[f32; LANES]) -> [u16; LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { Self::narrow(x) }
+    }
 }
 
 /// A half type, with its conversion on each path.
@@ -168,10 +178,32 @@ impl Convert for Bf16Avx512 {
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(f, f);
             let quiet = _mm512_set1_epi32(0x0040 << 16);
             let all = _mm512_mask_or_epi32(rounded, nan, x, quiet);
-            // The high half of each lane.
-            let high = transmute::<[u16; 32], __m512i>(HIGH_HALVES);
-            transmute(_mm512_castsi512_si256(_mm512_permutexvar_epi16(high, all)))
+            high_halves(all)
         }
+    }
+    #[inline(always)]
+    unsafe fn narrow_computed(x: &[f32; LANES]) -> [u16; LANES] {
+        // SAFETY: as in `F16c`. Rounding carries nothing out of zeros.
+        unsafe {
+            let x: __m512i = transmute(*x);
+            let odd = _mm512_test_epi32_mask(x, _mm512_set1_epi32(1 << 16));
+            let rounded = _mm512_add_epi32(x, _mm512_set1_epi32(0x7fff));
+            let one = _mm512_set1_epi32(1);
+            high_halves(_mm512_mask_add_epi32(rounded, odd, rounded, one))
+        }
+    }
+}
+
+/// The high half of each lane.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+unsafe fn high_halves(all: __m512i) -> [u16; LANES] {
+    // SAFETY: as in `F16c`.
+    unsafe {
+        let high = transmute::<[u16; 32], __m512i>(HIGH_HALVES);
+        transmute(_mm512_castsi512_si256(_mm512_permutexvar_epi16(high, all)))
     }
 }
 
@@ -246,6 +278,27 @@ impl<I: Unary<In = f32, Out = f32>> Lanes for One<I> {
     }
 }
 
+/// One that computes, so that no NaN leaves it as it came.
+struct Computing<I>(I);
+impl<I: Unary<In = f32, Out = f32>> Lanes for Computing<I> {
+    type In = u16;
+    type Out = u16;
+    const ARGS: usize = 1;
+    const ASKS: bool = true;
+    const ZERO: (u16, u16) = (0, 0);
+    #[inline(always)]
+    unsafe fn call<C: Convert>([x, _]: [&[u16; LANES]; 2]) -> [u16; LANES] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut x = C::widen(x);
+            for x in &mut x {
+                *x = I::call(*x);
+            }
+            C::narrow_computed(&x)
+        }
+    }
+}
+
 /// Of two operands.
 struct Two<I>(I);
 impl<I: Binary<In = f32, Out = f32>> Lanes for Two<I> {
@@ -280,10 +333,16 @@ unsafe fn walk<C: Convert, L: Lanes>(out: *mut u8, args: [*const u8; 3], n: usiz
         let (out, out_left) = out.as_chunks_mut::<LANES>();
         let ((a, a_left), (b, b_left)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
         let asks = L::ASKS && n >= LONG;
-        for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
+        // Two at a time, which leaves more of the processor's window to them.
+        let (pairs, rest) = out.as_chunks_mut::<2>();
+        let ((a_pairs, a_rest), (b_pairs, b_rest)) = (a.as_chunks::<2>(), b.as_chunks::<2>());
+        for ((out, a), b) in pairs.iter_mut().zip(a_pairs).zip(b_pairs) {
             if asks {
                 ask_ahead(a);
             }
+            *out = [L::call::<C>([&a[0], &b[0]]), L::call::<C>([&a[1], &b[1]])];
+        }
+        for ((out, a), b) in rest.iter_mut().zip(a_rest).zip(b_rest) {
             *out = L::call::<C>([a, b]);
         }
         if !out_left.is_empty() {
@@ -341,7 +400,10 @@ pub(super) fn round(to: DType, path: CpuPath) -> Option<Code> {
 }
 
 macro_rules! one {
-    ($dtype:expr, $path:expr, |$x:ident| $e:expr) => {{
+    ($dtype:expr, $path:expr, |$x:ident| $e:expr) => {
+        one!(One, $dtype, $path, |$x| $e)
+    };
+    ($lanes:ident, $dtype:expr, $path:expr, |$x:ident| $e:expr) => {{
         struct Op;
         impl Unary for Op {
             type In = f32;
@@ -351,7 +413,7 @@ macro_rules! one {
                 $e
             }
         }
-        of::<One<Op>>($dtype, $path)
+        of::<$lanes<Op>>($dtype, $path)
     }};
 }
 macro_rules! two {
@@ -376,10 +438,10 @@ pub(super) fn whole(op: &str, dtype: DType, path: CpuPath) -> Option<Code> {
         "abs" => one!(dtype, path, |x| x.abs()),
         "square" => one!(dtype, path, |x| x * x),
         "sqrt" => one!(dtype, path, |x| x.sqrt()),
-        "exp" => one!(dtype, path, |x| Real::exp(x)),
+        "exp" => one!(Computing, dtype, path, |x| Real::exp(x)),
         "tanh" => one!(dtype, path, |x| Real::tanh(x)),
-        "sigmoid" => one!(dtype, path, |x| Real::sigmoid(x)),
-        "silu" => one!(dtype, path, |x| Real::silu(x)),
+        "sigmoid" => one!(Computing, dtype, path, |x| Real::sigmoid(x)),
+        "silu" => one!(Computing, dtype, path, |x| Real::silu(x)),
         "gelu_tanh" => one!(dtype, path, |x| gelu_tanh(x)),
         "add" => two!(dtype, path, |a, b| a + b),
         "sub" => two!(dtype, path, |a, b| a - b),

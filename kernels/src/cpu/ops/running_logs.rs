@@ -24,7 +24,7 @@ use super::{
 use crate::{
     backend::DeviceError,
     cpu::{
-        lanes::{LANES, ask_for, dispatch},
+        lanes::{LANES, ask_for_near, dispatch},
         math::{exp_down_to_normal as exp, log_of_normal as log},
         path::CpuPath,
         plan::{Kernel, Launcher, Reg, Run},
@@ -54,6 +54,9 @@ const DEEP: usize = 16;
 
 /// Sequences side by side at most.
 const WIDE: usize = 512;
+
+/// Those of them whose bases and sums are in registers for a tile: neighbouring lines of each row.
+const HELD: usize = 4 * LANES;
 
 /// Neighbours in memory from which sequences are side by side already.
 const BESIDE: usize = 16;
@@ -191,7 +194,7 @@ impl State {
         most: [f32::NEG_INFINITY; WIDE],
     };
 
-    /// Takes in some more elements of [`LANES`] sequences from `first` on, none of which lies far above its base.
+    /// Takes in some more elements of [`HELD`] sequences from `first` on, none of which lies far above its base.
     ///
     /// # Safety
     /// As [`steps_body`], of `n` elements.
@@ -203,8 +206,8 @@ impl State {
         n: usize,
         stride: isize,
     ) {
-        let mut lanes = [[0.0; LANES]; 3];
-        let there = first..first + LANES;
+        let mut lanes = [[0.0; HELD]; 3];
+        let there = first..first + HELD;
         for (lane, of) in lanes.iter_mut().zip([&self.base, &self.sum, &self.part]) {
             lane.copy_from_slice(&of[there.clone()]);
         }
@@ -212,14 +215,12 @@ impl State {
         for i in 0..n as isize {
             // SAFETY: so many may be read and written there, says the caller.
             let (x, out) = unsafe {
-                let x = x.offset(i * stride).add(first).cast::<[f32; LANES]>();
-                let out = out.offset(i * stride).add(first).cast::<[f32; LANES]>();
+                let x = x.offset(i * stride).add(first).cast::<[f32; HELD]>();
+                let out = out.offset(i * stride).add(first).cast::<[f32; HELD]>();
                 (x.read_unaligned(), &mut *out)
             };
-            for l in 0..LANES {
+            for l in 0..HELD {
                 part[l] += exp(x[l] - base[l]);
-            }
-            for l in 0..LANES {
                 out[l] = result(base[l], sum[l] + part[l]);
             }
         }
@@ -329,15 +330,15 @@ unsafe fn steps_body(
             near &= state.look(read(i));
         }
         // Lanes are in registers for a tile.
-        let whole = if near { width / LANES * LANES } else { 0 };
-        for j in (0..whole).step_by(LANES) {
+        let whole = if near { width / HELD * HELD } else { 0 };
+        for j in (0..whole).step_by(HELD) {
             let at = first as isize * stride;
             for i in tile.clone() {
                 // The same row of the next tile: rows are too far apart for the processor to find it by itself.
-                ask_for(
-                    x.wrapping_offset((i + DEEP) as isize * stride)
-                        .wrapping_add(j),
-                );
+                let next = x.wrapping_offset((i + DEEP) as isize * stride);
+                for line in (j..j + HELD).step_by(LANES) {
+                    ask_for_near(next.wrapping_add(line));
+                }
             }
             // SAFETY: the caller's promise, for the places from the first one on.
             unsafe {

@@ -17,6 +17,18 @@ use crate::debug::observer::NodeNote;
 /// Of a process, since a device of it is: one engine has it, or those of a test.
 pub static EACH: AtomicBool = AtomicBool::new(false);
 
+/// Whether plans leave the processor to whoever waits for it, from step to step. Of a process, as [`EACH`] is.
+///
+/// The least weight alone does not: a system looks whose turn it is when somebody wakes, and else at its clock's ticks,
+/// which may be 4 ms apart. So long those would wait beside whom it computes.
+pub static GIVES_WAY: AtomicBool = AtomicBool::new(false);
+
+/// A pause that leaves the processor to others.
+pub(super) fn give_way() -> bool {
+    std::thread::yield_now();
+    false
+}
+
 /// Looks where plans are.
 pub(super) struct Follower {
     /// Where they say so, packed.
