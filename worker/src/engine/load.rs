@@ -8,7 +8,7 @@ use crate::{
     entropy,
     error::of_run,
     generate::batch::Batch,
-    model::run::{Keeping, RunError, RunShape, Runner},
+    model::run::{Keeping, RunError, RunShape, Runner, give_way},
     weights::ModelSource,
 };
 
@@ -34,7 +34,10 @@ impl Loop {
     ) -> Result<Ready, Error> {
         let device = self.device.as_ref();
         let shape = self.shape(source).map_err(|e| of_run(&e))?;
-        let progressed = || self.blackbox.progressed();
+        let progressed = || {
+            self.blackbox.progressed();
+            give_way();
+        };
         let hints = PlanHints::default();
         let runner = Runner::keeping(device, source, shape, &hints, &progressed, keeping);
         let (runner, keeps) = runner.map_err(|e| of_run(&e))?;

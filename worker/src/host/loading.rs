@@ -26,7 +26,7 @@ use crate::{
     inspect,
     last_words::MappedFiles,
     model::{
-        run::{Keeping, Keeps},
+        run::{Keeping, Keeps, give_way},
         text::ModelText,
     },
     packing::{Copies, Wanted, is_packable},
@@ -404,6 +404,7 @@ fn touch(
                 return;
             }
             touch_pages(chunk);
+            give_way();
             done += chunk.len();
             report(done);
         }

@@ -21,8 +21,8 @@ use hotcell_kernels::{
 use hotcell_proto::plan_part::PlanPart;
 
 use caches::Caches;
-pub use follow::{EACH, GIVES_WAY};
-use follow::{Follower, give_way};
+use follow::Follower;
+pub use follow::{EACH, GIVES_WAY, give_way};
 use placed::Placed;
 pub use placed::{Keeping, Keeps};
 use shape::check_cache;
