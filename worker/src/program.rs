@@ -261,8 +261,6 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
             tracing::warn!(%error, "it computes with the same right as others");
         }
         prepared.engine.gives_way = true;
-        // Of several threads one would wait for another that has to, and spend its time on that.
-        prepared.engine.cores.truncate(1);
     }
     record(blackbox);
     let report = match confined(confine::Mode::Inherited, &prepared.engine) {
