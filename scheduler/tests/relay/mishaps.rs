@@ -67,6 +67,9 @@ fn model(house: &House, name: &str) -> v1::ModelInfo {
 async fn a_device_that_dies_while_loading_does_not_cost_the_others_their_model() {
     let house = House::with(2, |stage, config| {
         config.restart.budget = 8;
+        // The other one has loaded it by the third death, after which nobody would try it any more.
+        config.restart.backoff = Duration::from_millis(100);
+        config.restart.backoff_max = Duration::from_millis(100);
         stage.deadly.lock().unwrap().push("m@w1".into());
     })
     .await;
