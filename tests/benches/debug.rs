@@ -266,7 +266,7 @@ const WAYS: [(&str, &[&str]); 5] = [
     ("", &["watch", "trace", "capture", "replay"]),
 ];
 
-/// A capture of the nodes of one layer: those of all layers of a large model are more than a step may hand out.
+/// A capture of the nodes of one layer: with those of all layers a large model's steps have few rows.
 const LAYER: &str = "capture_layer";
 
 /// Looks in these ways until its standard input ends: the program of an engineer, who sits elsewhere.

@@ -132,22 +132,25 @@ pub fn ask_ahead<T>(now: &[T]) {
 /// Asks for the line of memory at an address, which may lead nowhere.
 #[inline(always)]
 pub fn ask_for<T>(at: *const T) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: every x86-64 processor has it, and it reads nothing: an address that leads nowhere is let be.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast())
-    };
-    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    let _ = at;
+    ask::<T, true>(at);
 }
 
 /// [`ask_for`] into the second cache: for rows that lie a power of two apart, of which the first has room for few.
 #[inline(always)]
 pub fn ask_for_near<T>(at: *const T) {
+    ask::<T, false>(at);
+}
+
+#[inline(always)]
+fn ask<T, const NEAREST: bool>(at: *const T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: as in `ask_for`.
+    // SAFETY: every x86-64 processor has it, and it reads nothing: an address that leads nowhere is let be.
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at.cast())
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        match NEAREST {
+            true => _mm_prefetch::<_MM_HINT_T0>(at.cast()),
+            false => _mm_prefetch::<_MM_HINT_T1>(at.cast()),
+        }
     };
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     let _ = at;

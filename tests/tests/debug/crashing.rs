@@ -139,7 +139,7 @@ fn attach(pid: u32) -> std::io::Result<()> {
 
 const SCHED_IDLE: i32 = libc::SCHED_IDLE;
 
-/// How each thread of a process is scheduled: `proc_pid_stat(5)`, policy and nice value.
+/// How each thread of a process is scheduled: `proc_pid_stat(5)`, the policy.
 fn scheduling(pid: u32) -> Vec<i32> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |thread: std::io::Result<std::fs::DirEntry>| {

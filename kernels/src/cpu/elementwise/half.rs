@@ -257,9 +257,9 @@ impl Lanes for Round {
     }
 }
 
-/// An f32 op of one operand between half memory.
-struct One<I>(I);
-impl<I: Unary<In = f32, Out = f32>> Lanes for One<I> {
+/// An f32 op of one operand between half memory; one that computes, so that no NaN leaves it as it came, or may not.
+struct One<I, const COMPUTES: bool>(I);
+impl<I: Unary<In = f32, Out = f32>, const COMPUTES: bool> Lanes for One<I, COMPUTES> {
     type In = u16;
     type Out = u16;
     const ARGS: usize = 1;
@@ -273,28 +273,10 @@ impl<I: Unary<In = f32, Out = f32>> Lanes for One<I> {
             for x in &mut x {
                 *x = I::call(*x);
             }
-            C::narrow(&x)
-        }
-    }
-}
-
-/// One that computes, so that no NaN leaves it as it came.
-struct Computing<I>(I);
-impl<I: Unary<In = f32, Out = f32>> Lanes for Computing<I> {
-    type In = u16;
-    type Out = u16;
-    const ARGS: usize = 1;
-    const ASKS: bool = true;
-    const ZERO: (u16, u16) = (0, 0);
-    #[inline(always)]
-    unsafe fn call<C: Convert>([x, _]: [&[u16; LANES]; 2]) -> [u16; LANES] {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let mut x = C::widen(x);
-            for x in &mut x {
-                *x = I::call(*x);
+            match COMPUTES {
+                true => C::narrow_computed(&x),
+                false => C::narrow(&x),
             }
-            C::narrow_computed(&x)
         }
     }
 }
@@ -401,9 +383,9 @@ pub(super) fn round(to: DType, path: CpuPath) -> Option<Code> {
 
 macro_rules! one {
     ($dtype:expr, $path:expr, |$x:ident| $e:expr) => {
-        one!(One, $dtype, $path, |$x| $e)
+        one!(false, $dtype, $path, |$x| $e)
     };
-    ($lanes:ident, $dtype:expr, $path:expr, |$x:ident| $e:expr) => {{
+    ($computes:literal, $dtype:expr, $path:expr, |$x:ident| $e:expr) => {{
         struct Op;
         impl Unary for Op {
             type In = f32;
@@ -413,7 +395,7 @@ macro_rules! one {
                 $e
             }
         }
-        of::<$lanes<Op>>($dtype, $path)
+        of::<One<Op, $computes>>($dtype, $path)
     }};
 }
 macro_rules! two {
@@ -438,10 +420,10 @@ pub(super) fn whole(op: &str, dtype: DType, path: CpuPath) -> Option<Code> {
         "abs" => one!(dtype, path, |x| x.abs()),
         "square" => one!(dtype, path, |x| x * x),
         "sqrt" => one!(dtype, path, |x| x.sqrt()),
-        "exp" => one!(Computing, dtype, path, |x| Real::exp(x)),
+        "exp" => one!(true, dtype, path, |x| Real::exp(x)),
         "tanh" => one!(dtype, path, |x| Real::tanh(x)),
-        "sigmoid" => one!(Computing, dtype, path, |x| Real::sigmoid(x)),
-        "silu" => one!(Computing, dtype, path, |x| Real::silu(x)),
+        "sigmoid" => one!(true, dtype, path, |x| Real::sigmoid(x)),
+        "silu" => one!(true, dtype, path, |x| Real::silu(x)),
         "gelu_tanh" => one!(dtype, path, |x| gelu_tanh(x)),
         "add" => two!(dtype, path, |a, b| a + b),
         "sub" => two!(dtype, path, |a, b| a - b),
