@@ -1,5 +1,6 @@
 //! The CPU backend: every processor core group is a device.
 
+mod apart;
 mod buffer;
 pub mod dequant;
 mod elementwise;

@@ -141,6 +141,19 @@ pub fn ask_for_near<T>(at: *const T) {
     ask::<T, false>(at);
 }
 
+/// [`ask_for`] a line that is to be written.
+#[inline(always)]
+pub fn ask_to_write<T>(at: *const T) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: as in `ask`; a processor without this instruction takes it for one that does nothing.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_ET0>(at.cast());
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = at;
+}
+
 #[inline(always)]
 fn ask<T, const NEAREST: bool>(at: *const T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]

@@ -9,6 +9,8 @@ use std::{
     thread,
 };
 
+use super::apart::Apart;
+
 /// Spins before a waiting thread parks: some tens of microseconds, longer than a kernel's imbalance. It must
 /// park then, not yield: a yield gives a busy neighbour's whole time slice away.
 const SPINS: u32 = 4_000;
@@ -35,6 +37,7 @@ struct Shared {
     asleep: Vec<Line<AtomicBool>>,
     /// Per part: whom to unpark. Locked by those who wake, hence rarely.
     threads: Mutex<Vec<Option<thread::Thread>>>,
+    apart: Apart,
 }
 
 impl Shared {
@@ -64,14 +67,21 @@ impl Shared {
                 return;
             }
             thread::park();
+            if ready() {
+                // Who woke it knows no more of it: it sleeps until it says otherwise.
+                asleep.store(false, Ordering::Relaxed);
+                self.apart.woken(part, self.parts);
+                return;
+            }
         }
     }
 
-    /// Wakes those of the first `parts` who sleep. Costs a fence and a load per part when nobody does.
-    fn wake(&self, parts: usize) {
+    /// Wakes, as part `me`, those of the first `parts` who sleep. Costs a fence and a load per part when nobody does.
+    fn wake(&self, me: usize, parts: usize) {
         fence(Ordering::SeqCst);
         for (part, asleep) in self.asleep.iter().enumerate().take(parts) {
             if asleep.0.load(Ordering::Relaxed) && asleep.0.swap(false, Ordering::SeqCst) {
+                self.apart.say(me);
                 let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(Some(thread)) = threads.get(part) {
                     thread.unpark();
@@ -109,7 +119,7 @@ impl Barrier<'_> {
                 .barrier
                 .0
                 .store(generation.wrapping_add(1), Ordering::Release);
-            shared.wake(parts);
+            shared.wake(self.part, parts);
         } else {
             shared.wait(self.part, || {
                 shared.barrier.0.load(Ordering::Acquire) != generation
@@ -135,6 +145,7 @@ impl Pool {
             stop: AtomicBool::new(false),
             asleep: (0..parts).map(|_| Line(AtomicBool::new(false))).collect(),
             threads: Mutex::new(vec![None; parts]),
+            apart: Apart::new(parts),
         });
         let mut pool = Self {
             shared,
@@ -201,7 +212,7 @@ impl Pool {
             .job
             .store((&raw const job).cast_mut().cast(), Ordering::Relaxed);
         shared.begin(parts);
-        shared.wake(parts);
+        shared.wake(0, parts);
         job(0);
         shared.wait(0, || shared.finished.0.load(Ordering::Acquire) == parts - 1);
         std::mem::forget(guard);
@@ -235,7 +246,7 @@ fn serve(shared: &Shared, part: usize) {
         unsafe { (*job)(part) };
         std::mem::forget(guard);
         shared.finished.0.fetch_add(1, Ordering::Release);
-        shared.wake(1);
+        shared.wake(part, 1);
     }
 }
 
@@ -243,7 +254,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.begin(self.shared.parts);
-        self.shared.wake(self.shared.parts);
+        self.shared.wake(0, self.shared.parts);
         for thread in self.threads.drain(..) {
             // A compute thread never panics: a panic aborts the process.
             let _ = thread.join();

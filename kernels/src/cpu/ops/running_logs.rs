@@ -9,6 +9,8 @@
 //! side by side, from element to element; where they lie one after the other in memory, some of each are brought side by
 //! side first.
 
+use std::ops::Range;
+
 use hotcell_graph::{
     DType, Dim,
     op::{Call, rules::normal_axis},
@@ -24,7 +26,7 @@ use super::{
 use crate::{
     backend::DeviceError,
     cpu::{
-        lanes::{LANES, ask_for_near, dispatch},
+        lanes::{LANES, ask_for, ask_to_write, dispatch},
         math::{exp_down_to_normal as exp, log_of_normal as log},
         path::CpuPath,
         plan::{Kernel, Launcher, Reg, Run},
@@ -53,10 +55,10 @@ const LONG: usize = 128;
 const DEEP: usize = 16;
 
 /// Sequences side by side at most.
-const WIDE: usize = 512;
+const WIDE: usize = 128;
 
-/// Those of them whose bases and sums are in registers for a tile: neighbouring lines of each row.
-const HELD: usize = 4 * LANES;
+/// Rows in advance for which memory is asked: they are too far apart for the processor to find it by itself.
+const AHEAD: usize = 4;
 
 /// Neighbours in memory from which sequences are side by side already.
 const BESIDE: usize = 16;
@@ -72,50 +74,49 @@ fn result(base: f32, sum: f32) -> f32 {
     sum.mul_add(0.0, base) + log(sum)
 }
 
-/// The greatest of some, NaN left out; and whether all lie at most [`FAR`] above the base, or nowhere.
 #[inline(always)]
-fn look_body(x: &[f32], base: f32) -> (f32, bool) {
+fn above_body(x: &[f32], base: f32, next: *const f32, out: &mut [f32]) -> f32 {
     let mut most = [f32::NEG_INFINITY; LANES];
-    let mut far = [false; LANES];
     let (groups, left) = x.as_chunks::<LANES>();
-    for v in groups {
+    let (outs, out_left) = out.as_chunks_mut::<LANES>();
+    for (i, (out, x)) in outs.iter_mut().zip(groups).enumerate() {
+        ask_for(next.wrapping_add(i * LANES));
         for l in 0..LANES {
-            most[l] = if v[l] > most[l] { v[l] } else { most[l] };
-            far[l] |= v[l] - base > FAR;
+            most[l] = if x[l] > most[l] { x[l] } else { most[l] };
+            out[l] = exp(x[l] - base);
         }
     }
-    let mut far = far.contains(&true);
     let mut most = most.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    for v in left {
+    for (out, v) in out_left.iter_mut().zip(left) {
         most = if *v > most { *v } else { most };
-        far |= *v - base > FAR;
-    }
-    (most, !far)
-}
-
-#[inline(always)]
-fn above_body(x: &[f32], base: f32, out: &mut [f32]) {
-    for (out, v) in out.iter_mut().zip(x) {
         *out = exp(*v - base);
     }
+    most
 }
 
 #[inline(always)]
-fn results_body(sums: &[f32], base: f32, out: &mut [f32]) {
-    for (out, sum) in out.iter_mut().zip(sums) {
+fn results_body(sums: &[f32], base: f32, next: *const f32, out: &mut [f32]) {
+    let (groups, left) = sums.as_chunks::<LANES>();
+    let (outs, out_left) = out.as_chunks_mut::<LANES>();
+    for (i, (out, sums)) in outs.iter_mut().zip(groups).enumerate() {
+        ask_to_write(next.wrapping_add(i * LANES));
+        for l in 0..LANES {
+            out[l] = result(base, sums[l]);
+        }
+    }
+    for (out, sum) in out_left.iter_mut().zip(left) {
         *out = result(base, *sum);
     }
 }
 
 dispatch! {
-    fn look(x: &[f32], base: f32) -> (f32, bool) = look_body;
+    /// Exponentials of what lies above the base; returns the greatest element, NaN left out. Memory is asked for what is there
+    /// `next`, as long as this: it is a page away, and no processor runs ahead that far by itself.
+    fn above(x: &[f32], base: f32, next: *const f32, out: &mut [f32]) -> f32 = above_body;
 }
 dispatch! {
-    /// Exponentials of what lies above the base.
-    fn above(x: &[f32], base: f32, out: &mut [f32]) = above_body;
-}
-dispatch! {
-    fn results(sums: &[f32], base: f32, out: &mut [f32]) = results_body;
+    /// What the sums give; the same of what is written there next.
+    fn results(sums: &[f32], base: f32, next: *const f32, out: &mut [f32]) = results_body;
 }
 
 /// A row, from one end to the other.
@@ -145,17 +146,30 @@ fn row(path: CpuPath, x: &[f32], reverse: bool, out: &mut [f32]) {
     let (mut terms, mut sums) = ([0.0f32; PIECE], [0.0f32; PIECE]);
     while at < n && base < f32::INFINITY {
         let mut end = n.min(at + PIECE);
-        let (most, near) = look(path, &x[place(at, end)], base);
+        let piece = &x[place(at, end)];
+        // Beyond a row another one lies, or what nobody reads by asking for it.
+        let next = |here: *const f32| match reverse {
+            true => here.wrapping_sub(PIECE),
+            false => here.wrapping_add(PIECE),
+        };
+        let most = above(path, piece, base, next(piece.as_ptr()), &mut terms);
+        let near = most - base <= FAR;
         if !near {
             let far = (at..end).find(|i| element(*i) - base > FAR);
             end = far.unwrap_or(end);
         }
         let len = end - at;
         if len > 0 {
-            let (terms, sums) = (&mut terms[..len], &mut sums[..len]);
-            above(path, &x[place(at, end)], base, terms);
+            // The first of them, in the order in which they come.
+            let terms = match reverse {
+                true => &terms[piece.len() - len..piece.len()],
+                false => &terms[..len],
+            };
+            let sums = &mut sums[..len];
             let total = SumF32.rows(path, terms, len, mode, sum as f32, sums);
-            results(path, sums, base, &mut out[place(at, end)]);
+            let out = &mut out[place(at, end)];
+            let ahead = next(out.as_ptr());
+            results(path, sums, base, ahead, out);
             sum += f64::from(total);
         }
         // The next one's base: what is far above, if that is why it begins.
@@ -194,53 +208,58 @@ impl State {
         most: [f32::NEG_INFINITY; WIDE],
     };
 
-    /// Takes in some more elements of [`HELD`] sequences from `first` on, none of which lies far above its base.
-    ///
-    /// # Safety
-    /// As [`steps_body`], of `n` elements.
+    /// Takes in one more element of each sequence as if it lay near its base: writes their sums, and the greatest so far.
     #[inline(always)]
-    unsafe fn near(
-        &mut self,
-        first: usize,
-        (x, out): (*const f32, *mut f32),
-        n: usize,
-        stride: isize,
-    ) {
-        let mut lanes = [[0.0; HELD]; 3];
-        let there = first..first + HELD;
-        for (lane, of) in lanes.iter_mut().zip([&self.base, &self.sum, &self.part]) {
-            lane.copy_from_slice(&of[there.clone()]);
+    fn sums(&mut self, x: &[f32], next: *const f32, sums: &mut [f32]) {
+        let n = x.len().min(WIDE);
+        let (x, sums) = (&x[..n], &mut sums[..n]);
+        let (base, sum) = (&self.base[..n], &self.sum[..n]);
+        let (part, most) = (&mut self.part[..n], &mut self.most[..n]);
+        for j in (0..n).step_by(LANES) {
+            ask_for(next.wrapping_add(j));
         }
-        let [base, sum, mut part] = lanes;
-        for i in 0..n as isize {
-            // SAFETY: so many may be read and written there, says the caller.
-            let (x, out) = unsafe {
-                let x = x.offset(i * stride).add(first).cast::<[f32; HELD]>();
-                let out = out.offset(i * stride).add(first).cast::<[f32; HELD]>();
-                (x.read_unaligned(), &mut *out)
-            };
-            for l in 0..HELD {
-                part[l] += exp(x[l] - base[l]);
-                out[l] = result(base[l], sum[l] + part[l]);
-            }
-        }
-        self.part[there].copy_from_slice(&part);
-    }
-
-    /// The same of the sequences from `first` on, one element of each.
-    #[inline(always)]
-    fn near_rest(&mut self, first: usize, x: &[f32], out: &mut [f32]) {
-        for j in first..x.len().min(out.len()).min(WIDE) {
-            self.part[j] += exp(x[j] - self.base[j]);
-            out[j] = result(self.base[j], self.sum[j] + self.part[j]);
+        for j in 0..n {
+            most[j] = if x[j] > most[j] { x[j] } else { most[j] };
+            part[j] += exp(x[j] - base[j]);
+            sums[j] = sum[j] + part[j];
         }
     }
 
-    /// Takes in one more element of each sequence, whatever they are.
+    /// Whether none of these sequences has an element in this tile that lies far above its base, or nowhere.
     #[inline(always)]
-    fn any(&mut self, x: &[f32], out: &mut [f32]) {
-        for (j, (x, out)) in x.iter().zip(out).enumerate().take(WIDE) {
+    fn near(&self, of: Range<usize>) -> bool {
+        let (base, most, part) = (
+            &self.base[of.clone()],
+            &self.most[of.clone()],
+            &self.part[of],
+        );
+        let mut near = true;
+        for ((base, most), part) in base.iter().zip(most).zip(part) {
+            // A NaN is in the sum.
+            near &= *most - *base <= FAR && !part.is_nan();
+        }
+        near
+    }
+
+    /// What sums give, of the sequences from `first` on.
+    #[inline(always)]
+    fn results(&self, first: usize, sums: &[f32], next: *const f32, out: &mut [f32]) {
+        let n = out.len().min(WIDE - first);
+        let (base, sums, out) = (&self.base[first..first + n], &sums[..n], &mut out[..n]);
+        for j in (0..n).step_by(LANES) {
+            ask_to_write(next.wrapping_add(j));
+        }
+        for j in 0..n {
+            out[j] = result(base[j], sums[j]);
+        }
+    }
+
+    /// Takes in one more element of each sequence from `first` on, whatever they are.
+    #[inline(always)]
+    fn any(&mut self, first: usize, x: &[f32], out: &mut [f32]) {
+        for (j, (x, out)) in (first..WIDE).zip(x.iter().zip(out)) {
             let x = *x;
+            self.most[j] = if x > self.most[j] { x } else { self.most[j] };
             if self.base[j] == f32::NEG_INFINITY && x == f32::NEG_INFINITY {
                 *out = x;
                 continue;
@@ -287,19 +306,6 @@ impl State {
             base[j] = high;
         }
     }
-
-    /// Notes an element of each sequence as the greatest if it is. Whether all are near their base.
-    #[inline(always)]
-    fn look(&mut self, x: &[f32]) -> bool {
-        let n = x.len().min(WIDE);
-        let (x, base, most) = (&x[..n], &self.base[..n], &mut self.most[..n]);
-        let mut near = true;
-        for j in 0..n {
-            most[j] = if x[j] > most[j] { x[j] } else { most[j] };
-            near &= x[j] - base[j] <= FAR;
-        }
-        near
-    }
 }
 
 /// Takes in `n` elements of `width` sequences, which lie side by side: first of all, or after a multiple of [`DEEP`].
@@ -316,40 +322,52 @@ unsafe fn steps_body(
     stride: isize,
     width: usize,
 ) {
-    // SAFETY: the caller's promise, for each of these places; here and below.
-    let read =
-        |i: usize| unsafe { std::slice::from_raw_parts(x.offset(i as isize * stride), width) };
-    // SAFETY: as above.
-    let write = |i: usize| unsafe {
-        std::slice::from_raw_parts_mut(out.offset(i as isize * stride), width)
+    // Elements `i` of the sequences `of`.
+    let row = |i: usize, of: Range<usize>| {
+        let at = i as isize * stride;
+        // SAFETY: the caller's promise, for each of these places.
+        let x = unsafe { std::slice::from_raw_parts(x.offset(at).add(of.start), of.len()) };
+        // SAFETY: as above; one such slice is used at a time.
+        let out = unsafe { std::slice::from_raw_parts_mut(out.offset(at).add(of.start), of.len()) };
+        (x, out)
     };
+    let ask = |i: usize| x.wrapping_offset((i + AHEAD) as isize * stride);
+    let ask_to_write = |i: usize| {
+        out.wrapping_offset((i + AHEAD) as isize * stride)
+            .cast_const()
+    };
+    let mut sums = [0.0; WIDE * DEEP];
     for first in (0..n).step_by(DEEP) {
-        let tile = first..n.min(first + DEEP);
-        let mut near = true;
-        for i in tile.clone() {
-            near &= state.look(read(i));
+        let mut tile = first..n.min(first + DEEP);
+        // The first element of a sequence is its base.
+        if state.base[..width].contains(&f32::NEG_INFINITY) {
+            let (x, out) = row(first, 0..width);
+            state.any(0, x, out);
+            tile.start += 1;
         }
-        // Lanes are in registers for a tile.
-        let whole = if near { width / HELD * HELD } else { 0 };
-        for j in (0..whole).step_by(HELD) {
-            let at = first as isize * stride;
-            for i in tile.clone() {
-                // The same row of the next tile: rows are too far apart for the processor to find it by itself.
-                let next = x.wrapping_offset((i + DEEP) as isize * stride);
-                for line in (j..j + HELD).step_by(LANES) {
-                    ask_for_near(next.wrapping_add(line));
+        let before = (state.part, state.most);
+        for (i, sums) in tile.clone().zip(sums.chunks_exact_mut(width)) {
+            state.sums(row(i, 0..width).0, ask(i), sums);
+        }
+        if state.near(0..width) {
+            for (i, sums) in tile.zip(sums.chunks_exact(width)) {
+                state.results(0, sums, ask_to_write(i), row(i, 0..width).1);
+            }
+        } else {
+            for of in (0..width).step_by(LANES) {
+                let of = of..width.min(of + LANES);
+                let near = state.near(of.clone());
+                if !near {
+                    state.part[of.clone()].copy_from_slice(&before.0[of.clone()]);
+                    state.most[of.clone()].copy_from_slice(&before.1[of.clone()]);
                 }
-            }
-            // SAFETY: the caller's promise, for the places from the first one on.
-            unsafe {
-                let places = (x.offset(at), out.offset(at));
-                state.near(j, places, tile.len(), stride);
-            }
-        }
-        for i in tile {
-            match near {
-                true => state.near_rest(whole, read(i), write(i)),
-                false => state.any(read(i), write(i)),
+                for (i, sums) in tile.clone().zip(sums.chunks_exact(width)) {
+                    let (x, out) = row(i, of.clone());
+                    match near {
+                        true => state.results(of.start, &sums[of.clone()], out.as_ptr(), out),
+                        false => state.any(of.start, x, out),
+                    }
+                }
             }
         }
         state.join(width);
