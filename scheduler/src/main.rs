@@ -3,7 +3,7 @@
 use std::{io::IsTerminal, process::ExitCode};
 
 use clap::Parser;
-use hotcell_ipc::spawn::Spawner;
+use hotcell_ipc::{spawn::Spawner, turns};
 use hotcell_scheduler::{
     config::{Cli, Config, Surroundings},
     exit::{Exit, Failure},
@@ -45,6 +45,9 @@ fn start() -> Result<(), Failure> {
         None
     });
     raise_file_limit();
+    if let Err(error) = turns::take(turns::SHORT) {
+        tracing::debug!(%error, "messages wait for the turns of those who compute");
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(threads())
         .enable_all()

@@ -366,6 +366,8 @@ fn arguments_decide_where_they_can() {
     assert_refused(&call(&["setpriority", "0", "1", "19"]), EPERM);
     assert_refused(&call(&["setpriority", "1", "0", "19"]), EPERM);
     assert_done(&call(&["setpriority", "0", "0", "19"]));
+    // Another's turns.
+    assert_refused(&call(&["sched_setattr", "1", "0", "0"]), EPERM);
     assert_refused(&call(&["setpriority", "0", "0", "-1"]), EACCES);
     // A thread in a user namespace of its own.
     assert_trapped(&call(&["clone", "268501248"]), "clone");

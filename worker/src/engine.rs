@@ -11,11 +11,14 @@ use std::{
         mpsc,
     },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use hotcell_graph::DType;
-use hotcell_ipc::blackbox::{Doing, Node, Writer};
+use hotcell_ipc::{
+    blackbox::{Doing, Node, Writer},
+    turns,
+};
 use hotcell_kernels::{
     backend::{Device, DeviceError, Trail},
     cpu::pack::LAYOUT,
@@ -146,7 +149,14 @@ impl Engine {
         let blackbox = config.blackbox.unwrap_or_else(|| Writer::private(names()));
         let observer = Arc::<Observer>::default();
         let told = Arc::clone(&observer);
-        let run = move || match config.registry.open(&config.device, &config.cores) {
+        let open = move || {
+            // Computing takes what turns it is given: those who pass on what it computed have short ones, and need not wait.
+            if let Err(error) = turns::take(Duration::ZERO) {
+                tracing::debug!(%error, "it computes in short turns");
+            }
+            config.registry.open(&config.device, &config.cores)
+        };
+        let run = move || match open() {
             Ok(device) => {
                 blackbox.owns_device();
                 let (progress, node) = blackbox.trail();

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use hotcell_ipc::{background, blackbox::Writer, socket, transport::Windows};
+use hotcell_ipc::{background, blackbox::Writer, socket, transport::Windows, turns};
 use hotcell_kernels::{
     backend::{Backend, on_loss},
     registry::Registry,
@@ -44,6 +44,8 @@ pub fn run(cli: Cli, backends: &'static [&'static dyn Backend]) -> Exit {
         Ok(registry) => registry,
         Err(error) => return fail(Exit::Internal, error),
     };
+    // What passes messages on; computing has turns of its own. A system that refuses is one that serves later.
+    let _ = turns::take(turns::SHORT);
     match cli.mode {
         Some(Mode::Probe) => probe(registry),
         Some(Mode::Serve(serve)) => serve_scheduler(serve, registry),

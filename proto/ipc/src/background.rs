@@ -2,6 +2,8 @@
 
 use std::{ffi::CStr, io, thread, time::Duration};
 
+use crate::turns::Attributes;
+
 /// The lowest weight that a thread can have, and a group of a session.
 pub const LOWEST_NICE: i32 = 19;
 const LOWEST: &[u8] = b"19";
@@ -10,19 +12,6 @@ const OWN_GROUP: &CStr = c"/proc/self/autogroup";
 /// Between two tries to say a group's weight, and how often it is tried.
 const PAUSE: Duration = Duration::from_millis(60);
 const TRIES: u32 = 5;
-
-/// `sched_attr` of `sched_setattr(2)`, as its first version has it.
-#[repr(C)]
-struct Attributes {
-    size: u32,
-    policy: u32,
-    flags: u64,
-    nice: i32,
-    priority: u32,
-    runtime: u64,
-    deadline: u64,
-    period: u64,
-}
 
 /// From here on, this thread and those that it starts run when nobody else wants the processor: `sched(7)`'s idle policy, and
 /// the lowest weight of its own group where each session is one. Safe between fork and exec: it is system calls alone, and
@@ -52,20 +41,12 @@ pub fn give_way() -> io::Result<()> {
         }
     }
     let attributes = Attributes {
-        size: size_of::<Attributes>() as u32,
         policy: libc::SCHED_IDLE.unsigned_abs(),
-        flags: 0,
         nice: LOWEST_NICE,
-        priority: 0,
-        runtime: 0,
-        deadline: 0,
-        period: 0,
+        ..Attributes::ORDINARY
     };
-    // SAFETY: it reads the attributes, which live until it returns, and changes how this thread is scheduled only.
-    match unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) } {
-        0 => group_refused.map_or(Ok(()), Err),
-        _ => Err(io::Error::last_os_error()),
-    }
+    attributes.set()?;
+    group_refused.map_or(Ok(()), Err)
 }
 
 /// [`give_way`], waiting where the system asks for that, if it has not been done.

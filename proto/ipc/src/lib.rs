@@ -23,4 +23,5 @@ pub mod socket;
 pub mod spawn;
 pub mod takeover;
 pub mod transport;
+pub mod turns;
 pub mod unsealed;

@@ -161,7 +161,7 @@ pub(super) static RULES: &[Rule] = &[
     rule(
         PERM,
         When::NotSelf(0, Zero::Own),
-        calls![SYS_sched_setaffinity],
+        calls![SYS_sched_setaffinity SYS_sched_getattr SYS_sched_setattr],
     ),
     // Less urgent than others only: there is no capability for the opposite.
     rule(
