@@ -9,8 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_client::{Client, Completion, Event, GenerateOptions, Generation, Prompt, v1};
-use hotcell_tests::cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid};
+use hotcell_client::{
+    Client, Completion, Event, GenerateOptions, Generation, Prompt,
+    v1::{self, TraceTrack},
+};
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid},
+    debugged::looked_into,
+};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -91,6 +97,25 @@ async fn mlx_alone_draws_what_the_processor_draws_and_says_that_it_need_not() {
         theirs.id.starts_with("cpu/") && theirs.reproducible,
         "{theirs:?}"
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_is_looked_into_like_any_other() {
+    let of = async |arguments: &[&str]| {
+        let cluster = Cluster::with_model("kjv", &kjv(), arguments).await.unwrap();
+        cluster.workers(all_have("kjv")).await.unwrap();
+        cluster
+    };
+    let mlx = of(&["--worker-binary", OURS]).await;
+    let cpu = of(&["--devices", "cpu:1"]).await;
+    let (client, reference) = (mlx.client().await.unwrap(), cpu.client().await.unwrap());
+    // MLX does not promise the same bits twice.
+    let spans = looked_into(&client, &reference, false).await.unwrap();
+    let nodes: Vec<_> = spans
+        .iter()
+        .filter(|span| span.track() == TraceTrack::Nodes)
+        .collect();
+    assert!(nodes.iter().any(|node| node.duration_ns > 0), "{nodes:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
