@@ -243,6 +243,51 @@ fn long_rows_are_scanned_by_any_number_of_threads() {
 }
 
 #[test]
+fn which_nan_a_long_row_hands_on_does_not_depend_on_threads() {
+    // Each chunk's product and sum is a NaN of its own: two that were given, and what a processor makes of 0 and ∞.
+    let n = 3 * (16 << 10) + 100;
+    let mut values = vec![1.0f32; n];
+    values[7] = f32::from_bits(0x7fc1_2345);
+    values[20_000] = f32::from_bits(0xffc5_4321);
+    (values[40_000], values[40_001]) = (0.0, f32::INFINITY);
+    (values[40_002], values[40_003]) = (f32::NEG_INFINITY, 2.0);
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_ne_bytes()).collect();
+    let x = Tensor {
+        dtype: DType::F32,
+        dims: vec![n],
+        bytes,
+    };
+    for reverse in [false, true] {
+        for product in [false, true] {
+            let mut g = GraphBuilder::new(0);
+            let input = g.tensor("x", x.spec(false)).unwrap();
+            let result = match product {
+                true => g.cumprod(input, 0, true, reverse),
+                false => g.cumsum(input, 0, true, reverse),
+            };
+            let graph = g.finish(&[result.unwrap()]).unwrap();
+            for path in CpuPath::available() {
+                let on = |threads| {
+                    let device = CpuDevice::with_path(threads, path).unwrap();
+                    let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+                    let from = device.allocate("x", x.bytes.len()).unwrap();
+                    from.write(0, &x.bytes).unwrap();
+                    plan.bind(Slot::Input(0), &from, 0).unwrap();
+                    let mut bytes = vec![0; x.bytes.len()];
+                    let out = device.allocate("y", bytes.len()).unwrap();
+                    plan.bind(Slot::Output(0), &out, 0).unwrap();
+                    plan.execute(0).unwrap();
+                    out.read(0, &mut bytes).unwrap();
+                    bytes
+                };
+                let one = on(1);
+                assert!(one == on(2) && one == on(4), "{path}, product: {product}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_running_value_does_not_depend_on_what_follows() {
     let x = around(DType::F32, &[40_000], 1.0, 0.01);
     for product in [false, true] {

@@ -42,7 +42,7 @@ const ROUNDS: usize = 10;
 const LONG: u32 = 900;
 /// The same, and rounds, of a model of a billion parameters, whose tokens take longer.
 const SHORT: u32 = 120;
-const FEW: usize = 4;
+const FEW: usize = 8;
 
 /// Who looks meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -87,8 +87,9 @@ impl Runner {
                 Some(_) if !way.fuse && matches!(ended, Ended::Refused(_)) => {}
                 Some(before) => assert!(
                     same(graph, way.fuse, before, &ended),
-                    "the outcome depends on the number of threads or on fusion (fused: {}): {} and {}",
+                    "the outcome depends on the number of threads or on fusion (fused: {}){}: {} and {}",
                     way.fuse,
+                    apart(graph, before, &ended),
                     brief(before),
                     brief(&ended)
                 ),
@@ -199,6 +200,24 @@ fn brief(ended: &Ended) -> String {
             format!("ran: {:?}", outputs.iter().map(of).collect::<Vec<_>>())
         }
     }
+}
+
+/// Which results differ, from which byte on, and what they are results of.
+fn apart(graph: &Graph, a: &Ended, b: &Ended) -> String {
+    let (Ended::Ran(a), Ended::Ran(b)) = (a, b) else {
+        return String::new();
+    };
+    let mut said = String::new();
+    for (i, (a, b)) in a.iter().zip(b).enumerate() {
+        if let Some(at) = a.iter().zip(b).position(|(a, b)| a != b) {
+            let of = graph.outputs().get(i).map(|v| (v, graph.spec(*v)));
+            said += &format!(
+                ", result {i} of {} bytes from byte {at} on: {of:?}",
+                a.len()
+            );
+        }
+    }
+    said
 }
 
 /// Memory of the outputs, and of the caches.

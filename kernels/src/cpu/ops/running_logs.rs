@@ -152,7 +152,8 @@ fn row(path: CpuPath, x: &[f32], reverse: bool, out: &mut [f32]) {
             true => here.wrapping_sub(PIECE),
             false => here.wrapping_add(PIECE),
         };
-        let most = above(path, piece, base, next(piece.as_ptr()), &mut terms);
+        let all = &mut terms[..piece.len()];
+        let most = above(path, piece, base, next(piece.as_ptr()), all);
         let near = most - base <= FAR;
         if !near {
             let far = (at..end).find(|i| element(*i) - base > FAR);
@@ -162,8 +163,8 @@ fn row(path: CpuPath, x: &[f32], reverse: bool, out: &mut [f32]) {
         if len > 0 {
             // The first of them, in the order in which they come.
             let terms = match reverse {
-                true => &terms[piece.len() - len..piece.len()],
-                false => &terms[..len],
+                true => &all[piece.len() - len..],
+                false => &all[..len],
             };
             let sums = &mut sums[..len];
             let total = SumF32.rows(path, terms, len, mode, sum as f32, sums);

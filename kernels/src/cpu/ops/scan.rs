@@ -14,7 +14,7 @@ use super::{
     Entry,
     keys::{BF16_INFINITY, F16_INFINITY},
     reducers as r,
-    scanners::{self as s, CHUNK, Mode, Scan, TILE},
+    scanners::{self as s, CHUNK, Mode, Scan, Settled, TILE},
     split, split_if_worth,
     strided::around,
     unsupported,
@@ -134,7 +134,7 @@ impl<S: Scan> Running<S> {
         let before = totals.get(row..range.start).unwrap_or_default();
         let mut acc = before
             .iter()
-            .fold(self.scan.identity(), |a, b| self.scan.fold(a, *b));
+            .fold(self.scan.identity(), |a, b| self.scan.fold(a, *b).settled());
         for item in range {
             if run.stopped() {
                 return;
@@ -147,7 +147,7 @@ impl<S: Scan> Running<S> {
             let out = unsafe { run.slice_mut::<S::Of>(self.out, elements.clone()) };
             let x = &x[elements];
             let total = self.scan.rows(run.path, x, x.len(), self.mode, acc, out);
-            acc = self.scan.fold(acc, total);
+            acc = self.scan.fold(acc, total.settled()).settled();
         }
     }
 
@@ -221,7 +221,7 @@ impl<S: Scan> Kernel for Totals<S> {
                 return;
             }
             let x = &x[shares.elements(item, running.mode)];
-            let total = running.scan.total(run.path, x, running.mode);
+            let total = running.scan.total(run.path, x, running.mode).settled();
             // SAFETY: the launch made it of this size at least; every item has its own.
             unsafe { run.slice_mut::<S::Acc>(running.totals, item..item + 1)[0] = total };
         }

@@ -29,12 +29,36 @@ pub(super) struct Mode {
     pub exclusive: bool,
 }
 
+/// What a chunk hands on. Of two NaNs a processor returns the first, and which one that is the compiler decides anew wherever
+/// it has a product or a sum; so every NaN that is handed on is the same one, however many threads share the row.
+pub(super) trait Settled {
+    fn settled(self) -> Self;
+}
+
+macro_rules! settled {
+    ($($integer:ty)*; $($float:ty)*) => {
+        $(impl Settled for $integer {
+            #[inline(always)]
+            fn settled(self) -> Self {
+                self
+            }
+        })*
+        $(impl Settled for $float {
+            #[inline(always)]
+            fn settled(self) -> Self {
+                if self.is_nan() { Self::NAN } else { self }
+            }
+        })*
+    };
+}
+settled!(u8 u16 u32 u64 i8 i16 i32 i64; f32 f64);
+
 /// One way to run over elements.
 pub(super) trait Scan: Copy + Send + Sync + 'static {
     /// An element in memory.
     type Of: Copy;
     /// A running value.
-    type Acc: Copy + Send + Sync;
+    type Acc: Copy + Send + Sync + Settled;
     /// Whether parts of a row may be folded by themselves: not where they could leave the range that the
     /// whole stays in.
     const PARTS: bool;
