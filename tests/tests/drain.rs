@@ -389,9 +389,13 @@ async fn a_death_there_changes_nothing_either() {
     let other = Host::start(&[]).await;
     let host = Host::with_heir(&other.address()).await;
     let client = host.client().await;
-    let calm = all(&client, &sampled(1)).await;
+    let long = GenerateOptions {
+        max_tokens: LONG,
+        ..sampled(1)
+    };
+    let calm = all(&client, &long).await;
     let (begun, mut have_begun) = tokio::sync::mpsc::channel(1);
-    let stream = tokio::spawn(reads(client.clone(), sampled(1), begun));
+    let stream = tokio::spawn(reads(client.clone(), long, begun));
     have_begun.recv().await.unwrap();
     host.signal_worker(Signal::STOP).await;
     host.terminate();
