@@ -116,6 +116,7 @@ mod tests {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
     /// On a thread of its own, whose affinity nobody else has.
+    #[allow(clippy::unwrap_used)] // a helper that fails is a test that fails
     fn alone(test: impl FnOnce() + Send + 'static) {
         std::thread::spawn(test).join().unwrap();
     }
@@ -125,7 +126,8 @@ mod tests {
         alone(|| {
             let mine = sched_getaffinity(None).unwrap();
             if mine.count() < 2 {
-                return; // nowhere to go, which the next test looks at
+                // Nowhere to go, which the next test looks at.
+                return;
             }
             let apart = Apart::new(2);
             std::thread::sleep(REST);
