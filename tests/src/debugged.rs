@@ -1,6 +1,6 @@
 //! Looking into a worker, whatever its backend: what a debugger's calls give of one that computes as it should.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use hotcell_client::{
@@ -123,8 +123,8 @@ async fn guarded(client: &Client) -> Result<Vec<u32>> {
     Ok(drawn)
 }
 
-/// The spans of some steps with a request in them.
-async fn traced(client: &Client) -> Result<Vec<v1::TraceSpan>> {
+/// The spans of some steps with a request in them, which name these ops.
+async fn traced(client: &Client, ops: &[&str]) -> Result<Vec<v1::TraceSpan>> {
     let request = v1::TraceRequest {
         nodes: true,
         steps: STEPS,
@@ -142,14 +142,16 @@ async fn traced(client: &Client) -> Result<Vec<v1::TraceSpan>> {
     let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
     let steps = of(TraceTrack::Steps).count();
     ensure!(steps == STEPS as usize, "{steps} steps");
-    for op in ["rms_norm", "mul_mat"] {
-        ensure!(of(TraceTrack::Nodes).any(|span| span.name == op), "no {op}");
+    let names: BTreeSet<_> = of(TraceTrack::Nodes).map(|span| &*span.name).collect();
+    for op in ops {
+        ensure!(names.contains(op), "no {op} among {names:?}");
     }
     Ok(spans)
 }
 
 /// Looks at a model `kjv` in every way, and at what `reference`, a scheduler with a CPU worker, computes for the same
-/// request. Returns the spans of a trace.
+/// request. Returns the spans of a trace, which name `ops`: where nodes run as one
+/// step, the last of them.
 ///
 /// # Errors
 /// The first way that does not give what it should.
@@ -157,6 +159,7 @@ pub async fn looked_into(
     client: &Client,
     reference: &Client,
     reproducible: bool,
+    ops: &[&str],
 ) -> Result<Vec<v1::TraceSpan>> {
     let expected = guarded(client).await?;
     ensure!(expected.len() == TOKENS as usize, "{expected:?}");
@@ -206,5 +209,5 @@ pub async fn looked_into(
     ensure!(likeness.same() < likeness.rows(), "another backend's bits");
     let beyond = likeness.first_beyond();
     ensure!(beyond.is_none(), "{beyond:?}");
-    traced(client).await
+    traced(client, ops).await
 }

@@ -99,7 +99,9 @@ async fn it_is_looked_into_like_any_other_and_its_own_clock_tells_what_nodes_tak
     reference.workers(all_have("kjv")).await.unwrap();
     let reference = reference.client().await.unwrap();
     let begun = Instant::now();
-    let spans = looked_into(&client, &reference, true).await.unwrap();
+    let spans = looked_into(&client, &reference, true, &["rms_norm", "mul_mat"])
+        .await
+        .unwrap();
     let nodes = spans
         .iter()
         .filter(|span| span.track() == TraceTrack::Nodes);

@@ -110,7 +110,14 @@ async fn it_is_looked_into_like_any_other() {
     let cpu = of(&["--devices", "cpu:1"]).await;
     let (client, reference) = (mlx.client().await.unwrap(), cpu.client().await.unwrap());
     // MLX does not promise the same bits twice.
-    let spans = looked_into(&client, &reference, false).await.unwrap();
+    let spans = looked_into(
+        &client,
+        &reference,
+        false,
+        &["rope", "cache_write", "mul_mat"],
+    )
+    .await
+    .unwrap();
     let nodes: Vec<_> = spans
         .iter()
         .filter(|span| span.track() == TraceTrack::Nodes)
