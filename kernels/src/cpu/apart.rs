@@ -48,15 +48,22 @@ impl Apart {
         }
     }
 
-    /// This thread was woken, together with the others below `threads`: it leaves a processor that one of them has.
-    pub(super) fn woken(&self, me: usize, threads: usize) {
+    /// This thread is about to sleep, and has no processor until it is [woken](Self::woken).
+    pub(super) fn sleeps(&self, me: usize) {
+        if let Some(seat) = self.seats.get(me) {
+            seat.processor.store(NOWHERE, Ordering::Relaxed);
+        }
+    }
+
+    /// This thread was woken: it leaves a processor that another one has.
+    pub(super) fn woken(&self, me: usize) {
         let here = processor();
         let Some(seat) = self.seats.get(me) else {
             return;
         };
         seat.processor.store(here, Ordering::Relaxed);
         let others = || {
-            let there = self.seats.iter().take(threads).enumerate();
+            let there = self.seats.iter().enumerate();
             there
                 .filter(|(i, _)| *i != me)
                 .map(|(_, s)| s.processor.load(Ordering::Relaxed))
@@ -134,12 +141,22 @@ mod tests {
             for _ in 0..100 {
                 let taken = processor();
                 apart.seats[1].processor.store(taken, Ordering::Relaxed);
-                apart.woken(0, 2);
+                apart.woken(0);
                 assert_ne!(apart.seats[0].processor.load(Ordering::Relaxed), taken);
                 assert_eq!(sched_getaffinity(None).unwrap(), mine);
                 std::thread::sleep(2 * REST);
             }
         });
+    }
+
+    #[test]
+    fn nobody_makes_room_for_a_thread_that_sleeps() {
+        let apart = Apart::new(2);
+        std::thread::sleep(2 * REST);
+        apart.say(1);
+        apart.sleeps(1);
+        apart.woken(0);
+        assert_eq!(apart.seats[0].moved.load(Ordering::Relaxed), 0);
     }
 
     #[test]
@@ -152,7 +169,7 @@ mod tests {
             let apart = Apart::new(2);
             apart.seats[1].processor.store(here, Ordering::Relaxed);
             std::thread::sleep(2 * REST);
-            apart.woken(0, 2);
+            apart.woken(0);
             assert_eq!(apart.seats[0].processor.load(Ordering::Relaxed), here);
             assert_eq!(sched_getaffinity(None).unwrap(), one);
         });

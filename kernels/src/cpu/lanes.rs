@@ -132,39 +132,25 @@ pub fn ask_ahead<T>(now: &[T]) {
 /// Asks for the line of memory at an address, which may lead nowhere.
 #[inline(always)]
 pub fn ask_for<T>(at: *const T) {
-    ask::<T, true>(at);
-}
-
-/// [`ask_for`] into the second cache: for rows that lie a power of two apart, of which the first has room for few.
-#[inline(always)]
-pub fn ask_for_near<T>(at: *const T) {
-    ask::<T, false>(at);
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: every x86-64 processor has it, and it reads nothing: an address that leads nowhere is let be.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = at;
 }
 
 /// [`ask_for`] a line that is to be written.
 #[inline(always)]
 pub fn ask_to_write<T>(at: *const T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: as in `ask`; a processor without this instruction takes it for one that does nothing.
+    // SAFETY: as in `ask_for`; a processor without this instruction takes it for one that does nothing.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_ET0>(at.cast());
     }
-    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    let _ = at;
-}
-
-#[inline(always)]
-fn ask<T, const NEAREST: bool>(at: *const T) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: every x86-64 processor has it, and it reads nothing: an address that leads nowhere is let be.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
-        match NEAREST {
-            true => _mm_prefetch::<_MM_HINT_T0>(at.cast()),
-            false => _mm_prefetch::<_MM_HINT_T1>(at.cast()),
-        }
-    };
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     let _ = at;
 }

@@ -58,6 +58,7 @@ impl Shared {
             hint::spin_loop();
         }
         let asleep = &self.asleep[part].0;
+        self.apart.sleeps(part);
         loop {
             asleep.store(true, Ordering::SeqCst);
             // Paired with the fence in `wake`: either we see what was made ready, or we are seen asleep.
@@ -70,7 +71,7 @@ impl Shared {
             if ready() {
                 // Who woke it knows no more of it: it sleeps until it says otherwise.
                 asleep.store(false, Ordering::Relaxed);
-                self.apart.woken(part, self.parts);
+                self.apart.woken(part);
                 return;
             }
         }

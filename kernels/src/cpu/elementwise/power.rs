@@ -69,6 +69,7 @@ mod wide {
     use std::arch::x86_64::*;
 
     use super::{BLOCK, block};
+    use crate::cpu::lanes::{ask_for, ask_to_write};
     use crate::cpu::math::power::{
         ENTRY, EXP, EXPONENT, LEAST, LOG, LOGARITHMS, RECIPROCALS, ROOTS, ROUND,
     };
@@ -208,9 +209,9 @@ mod wide {
             let mut odd = Odd::none();
             for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
                 let (x, y, out) = (x.as_ptr(), y.as_ptr(), out.as_mut_ptr());
-                _mm_prefetch::<_MM_HINT_T0>(x.wrapping_add(AHEAD).cast());
-                _mm_prefetch::<_MM_HINT_T0>(y.wrapping_add(AHEAD).cast());
-                _mm_prefetch::<_MM_HINT_ET0>(out.wrapping_add(AHEAD).cast_const().cast());
+                ask_for(x.wrapping_add(AHEAD));
+                ask_for(y.wrapping_add(AHEAD));
+                ask_to_write(out.wrapping_add(AHEAD).cast_const());
                 sixteen(t, &mut odd, x, y, out);
             }
             odd.is_any()

@@ -332,8 +332,8 @@ unsafe fn steps_body(
         let out = unsafe { std::slice::from_raw_parts_mut(out.offset(at).add(of.start), of.len()) };
         (x, out)
     };
-    let ask = |i: usize| x.wrapping_offset((i + AHEAD) as isize * stride);
-    let ask_to_write = |i: usize| {
+    let read_next = |i: usize| x.wrapping_offset((i + AHEAD) as isize * stride);
+    let written_next = |i: usize| {
         out.wrapping_offset((i + AHEAD) as isize * stride)
             .cast_const()
     };
@@ -348,11 +348,11 @@ unsafe fn steps_body(
         }
         let before = (state.part, state.most);
         for (i, sums) in tile.clone().zip(sums.chunks_exact_mut(width)) {
-            state.sums(row(i, 0..width).0, ask(i), sums);
+            state.sums(row(i, 0..width).0, read_next(i), sums);
         }
         if state.near(0..width) {
             for (i, sums) in tile.zip(sums.chunks_exact(width)) {
-                state.results(0, sums, ask_to_write(i), row(i, 0..width).1);
+                state.results(0, sums, written_next(i), row(i, 0..width).1);
             }
         } else {
             for of in (0..width).step_by(LANES) {
