@@ -96,7 +96,10 @@ def check_whole(cell):
     inside = lambda inner, outer: sum(any(a <= one[2] and one[3] <= b for _, _, a, b in outer) for one in inner)
     device, nodes = timeline.on("device"), timeline.on("nodes")
     assert inside(device, steps) == len(device) == len(steps)
-    assert inside(nodes, device) >= 0.9 * len(nodes) and len(nodes) > 10 * len(steps)
+    assert inside(nodes, device) >= 0.9 * len(nodes)
+    # Of a fast model's steps only as many are told node by node as may be told in a second.
+    told_in_full = [one for one in device if inside(nodes, [one])]
+    assert told_in_full and len(nodes) > 10 * len(told_in_full), (len(nodes), len(told_in_full), len(steps))
     assert any(event.name == "mul_mat" for _, event, _, _ in nodes)
     calls = [event.name for _, event, _, _ in timeline.on("Tokens.Generate")]
     assert sorted(calls) == ["Tokens.Generate", "tokens", "until it is accepted", "until the first token"], calls
