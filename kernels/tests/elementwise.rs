@@ -1609,6 +1609,35 @@ proptest! {
     }
 }
 
+/// Short fused kernels take smaller tiles of operands that no cache holds.
+#[test]
+fn what_no_cache_holds_has_the_same_bits() {
+    let n = (3 << 19) + 81;
+    let mut next = numbers(29);
+    let x: Vec<u8> = (0..n)
+        .flat_map(|_| (next() as i32 >> 20).to_ne_bytes())
+        .collect();
+    let y: Vec<u8> = (0..n)
+        .flat_map(|_| (next() as u16 & 0xbfff).to_ne_bytes())
+        .collect();
+    let row: Vec<f32> = (0..11).map(|i| i as f32 / 3.0).collect();
+    let mut g = GraphBuilder::new(0);
+    let long = g.tensor("x", spec(DType::I32, &[n / 11, 11])).unwrap();
+    let half = g.tensor("y", spec(DType::BF16, &[n / 11, 11])).unwrap();
+    let short = g.tensor("row", spec(DType::F32, &[11])).unwrap();
+    let silu = g.silu(long).unwrap();
+    let wide = g.cast(half, DType::F32).unwrap();
+    let sum = g.add(wide, short).unwrap();
+    let graph = g.finish(&[silu, sum]).unwrap();
+    let inputs = [x, y, bytes_of(&row)];
+    let device = |threads| CpuDevice::with_path(threads, CpuPath::detect()).unwrap();
+    let expected = run_on(&device(1), &graph, &inputs, false);
+    for threads in [1, 2] {
+        let got = run_on(&device(threads), &graph, &inputs, true);
+        assert!(got == expected, "{threads} threads");
+    }
+}
+
 #[test]
 fn a_pause_is_asked_for_only_between_steps_and_obeyed() {
     let mut g = GraphBuilder::new(0);

@@ -184,6 +184,36 @@ fn statistics_of_what_is_not_finite_and_of_one() {
     assert_eq!(y, [-inf, -inf]);
 }
 
+#[test]
+fn infinity_is_the_sum_of_powers_unless_there_is_a_nan() {
+    let (inf, nan) = (f64::INFINITY, f64::NAN);
+    for [outer, n, k] in SHAPES {
+        let mut values = vec![1.0; outer * n * k];
+        for line in 0..outer * k {
+            let mut set = |i: usize, v: f64| values[(line / k * n + i) * k + line % k] = v;
+            match line % 4 {
+                0 => set(n / 2, inf),
+                1 => (set(0, inf), set(n - 1, nan)).1,
+                2 => (set(0, nan), set(n - 1, inf)).1,
+                _ => (0..n).for_each(|i| set(i, -inf)),
+            }
+        }
+        let expected = [inf, nan, nan, -inf];
+        for dtype in FLOATS {
+            let x = Tensor::of(dtype, &[outer, n, k], &values);
+            let y = run(&x, |g, x| g.logsumexp(x, &[1], false)).values();
+            for (line, y) in y.iter().enumerate() {
+                let expected = expected[line % 4];
+                let same = *y == expected || y.is_nan() && expected.is_nan();
+                assert!(
+                    same,
+                    "{dtype} [{outer}, {n}, {k}] {line}: {y}, not {expected}"
+                );
+            }
+        }
+    }
+}
+
 /// One NaN among ones makes NaN of what is made of it, whatever its sign and its payload.
 #[test]
 fn no_nan_is_lost() {

@@ -9,6 +9,8 @@ mod double;
 pub mod power;
 mod single;
 
+#[cfg(target_arch = "x86_64")]
+pub use single::exp_avx512;
 pub use single::{exp, exp_down_to_normal, log, log_of_normal};
 
 /// A float that elementwise ops compute with.

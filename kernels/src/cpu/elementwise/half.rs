@@ -13,7 +13,11 @@ use super::{
     code::{Binary, Code, LONG, Unary},
     float::gelu_tanh,
 };
-use crate::cpu::{lanes::ask_ahead, math::Real, path::CpuPath};
+use crate::cpu::{
+    lanes::ask_ahead,
+    math::{Real, exp_avx512},
+    path::CpuPath,
+};
 
 /// Elements that are converted at once.
 const LANES: usize = 16;
@@ -35,6 +39,17 @@ pub(crate) trait Convert {
     unsafe fn narrow_computed(x: &[f32; LANES]) -> [u16; LANES] {
         // SAFETY: the caller's promise.
         unsafe { Self::narrow(x) }
+    }
+    /// `e^x`, with the same bits everywhere.
+    ///
+    /// # Safety
+    /// As for `widen`.
+    #[inline(always)]
+    unsafe fn exp(mut x: [f32; LANES]) -> [f32; LANES] {
+        for x in &mut x {
+            *x = Real::exp(*x);
+        }
+        x
     }
 }
 
@@ -100,6 +115,11 @@ impl Convert for F16Avx512 {
                 transmute::<[f32; LANES], __m512>(*x),
             ))
         }
+    }
+    #[inline(always)]
+    unsafe fn exp(x: [f32; LANES]) -> [f32; LANES] {
+        // SAFETY: as in `F16c`.
+        unsafe { transmute(exp_avx512(transmute::<[f32; LANES], __m512>(x))) }
     }
 }
 
@@ -192,6 +212,11 @@ impl Convert for Bf16Avx512 {
             high_halves(_mm512_mask_add_epi32(rounded, odd, rounded, one))
         }
     }
+    #[inline(always)]
+    unsafe fn exp(x: [f32; LANES]) -> [f32; LANES] {
+        // SAFETY: as in `F16c`.
+        unsafe { transmute(exp_avx512(transmute::<[f32; LANES], __m512>(x))) }
+    }
 }
 
 /// The high half of each lane.
@@ -278,6 +303,21 @@ impl<I: Unary<In = f32, Out = f32>, const COMPUTES: bool> Lanes for One<I, COMPU
                 false => C::narrow(&x),
             }
         }
+    }
+}
+
+/// [`Convert::exp`].
+struct Exp;
+impl Lanes for Exp {
+    type In = u16;
+    type Out = u16;
+    const ARGS: usize = 1;
+    const ASKS: bool = true;
+    const ZERO: (u16, u16) = (0, 0);
+    #[inline(always)]
+    unsafe fn call<C: Convert>([x, _]: [&[u16; LANES]; 2]) -> [u16; LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { C::narrow_computed(&C::exp(C::widen(x))) }
     }
 }
 
@@ -420,7 +460,7 @@ pub(super) fn whole(op: &str, dtype: DType, path: CpuPath) -> Option<Code> {
         "abs" => one!(dtype, path, |x| x.abs()),
         "square" => one!(dtype, path, |x| x * x),
         "sqrt" => one!(dtype, path, |x| x.sqrt()),
-        "exp" => one!(true, dtype, path, |x| Real::exp(x)),
+        "exp" => of::<Exp>(dtype, path),
         "tanh" => one!(dtype, path, |x| Real::tanh(x)),
         "sigmoid" => one!(true, dtype, path, |x| Real::sigmoid(x)),
         "silu" => one!(true, dtype, path, |x| Real::silu(x)),

@@ -7,6 +7,7 @@ use super::{
     load::{self, Pattern},
 };
 use crate::cpu::{
+    lanes::ask_ahead,
     ops::split_if_worth,
     plan::{Kernel, Reg, Run},
 };
@@ -22,6 +23,16 @@ const TILE_BYTES: usize = 32 << 10;
 
 /// Elements of a tile, fewest and most.
 const TILES: (usize, usize) = (128, 2048);
+
+/// Elements of a tile where memory takes longer than the few instructions do: it brings the next ones while they compute, if
+/// neither is long at it.
+const STREAMED: usize = 256;
+
+/// Elements of a part from which on its operands are not in a cache.
+const FAR: usize = 1 << 19;
+
+/// Instructions up to which memory takes longer.
+const FEW: usize = 3;
 
 /// Where an instruction finds or leaves a value.
 #[derive(Clone, Copy)]
@@ -267,7 +278,11 @@ impl Kernel for Program {
         if range.is_empty() {
             return;
         }
-        let tile = self.tile.unwrap_or(range.len()).min(range.len());
+        let mut tile = self.tile.unwrap_or(range.len()).min(range.len());
+        let streams = self.tile.is_some() && self.steps.len() <= FEW && range.len() >= FAR;
+        if streams {
+            tile = tile.min(STREAMED);
+        }
         let workspace = run.workspace(part);
         // SAFETY: the workspace has room for the table and all tiles (`Program::new`) and is this part's own;
         // operands and results have the sizes their specs say, and parts write ranges of their own.
@@ -306,7 +321,15 @@ impl Kernel for Program {
                     let (bytes, base) = (load.operand.bytes, run.pointer(load.operand.reg));
                     let room = workspace.add(load.tile);
                     match &load.operand.pattern {
-                        Pattern::Full => table[load.entry] = base.add(at * bytes),
+                        Pattern::Full => {
+                            table[load.entry] = base.add(at * bytes);
+                            if streams {
+                                ask_ahead(std::slice::from_raw_parts(
+                                    base.add(at * bytes),
+                                    n * bytes,
+                                ));
+                            }
+                        }
                         Pattern::Scalar => {}
                         Pattern::Periodic(period) => {
                             table[load.entry] = room.add(at % period * bytes);

@@ -8,23 +8,32 @@ pub(super) use super::power::power as pow;
 /// 1.5 · 2^23: adding it rounds to an integer and leaves that in the low bits.
 const MAGIC: f32 = 12_582_912.0;
 
+/// ln 2 in two parts; a product of the first and a small integer is exact inside the `mul_add`.
+const LN2_PARTS: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
+
+/// Minimax for `(e^r − 1 − r) / r²`, highest power first (Cephes' `expf`).
+const EXP_TERMS: [f32; 6] = [
+    1.987_569_1e-4,
+    1.398_2e-3,
+    8.333_452e-3,
+    4.166_579_6e-2,
+    1.666_666_5e-1,
+    5.0e-1,
+];
+
 /// `e^x − 1 = q` after taking `n ln 2` off `x`; `|x|` up to about 120. Beside it a word that ends, below 22 bits of [`MAGIC`]'s, in
 /// `n + MORE`: as much as what is made of it wants.
 #[inline(always)]
 fn exp_parts<const MORE: i32>(x: f32) -> (f32, u32) {
-    const LN2_HI: f32 = 0.693_359_4;
-    const LN2_LO: f32 = -2.121_944_4e-4;
     // No product lies half way between two integers, so that an odd number rounds as an even one does.
     let magic = MAGIC + MORE as f32;
     let shifted = x.mul_add(LOG2_E, magic);
     let nf = shifted - magic;
-    let r = (-nf).mul_add(LN2_LO, (-nf).mul_add(LN2_HI, x));
-    let p = 1.987_569_1e-4_f32;
-    let p = p.mul_add(r, 1.398_2e-3);
-    let p = p.mul_add(r, 8.333_452e-3);
-    let p = p.mul_add(r, 4.166_579_6e-2);
-    let p = p.mul_add(r, 1.666_666_5e-1);
-    let p = p.mul_add(r, 5.0e-1);
+    let r = (-nf).mul_add(LN2_PARTS[1], (-nf).mul_add(LN2_PARTS[0], x));
+    let mut p = EXP_TERMS[0];
+    for term in &EXP_TERMS[1..] {
+        p = p.mul_add(r, *term);
+    }
     (p.mul_add(r * r, r), shifted.to_bits())
 }
 
@@ -45,18 +54,47 @@ fn scale(p: f32, word: u32) -> f32 {
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let x = if x > MOST_EXP { MOST_EXP } else { x };
-    // Of what lies below, it is 0, and so it is of this. A NaN stays.
-    let (q, word) = exp_parts::<254>(if x < -104.0 { -104.0 } else { x });
+    // A NaN stays.
+    let (q, word) = exp_parts::<254>(if x < LEAST_EXP { LEAST_EXP } else { x });
     scale(q + 1.0, word)
+}
+
+/// [`exp`] of sixteen, bit for bit: AVX-512 has an instruction for what takes `scale` six.
+///
+/// # Safety
+/// The processor has AVX-512 F.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub unsafe fn exp_avx512(x: std::arch::x86_64::__m512) -> std::arch::x86_64::__m512 {
+    use std::arch::x86_64::*;
+    // SAFETY: the caller's promise; no memory is touched.
+    unsafe {
+        let all = |v| _mm512_set1_ps(v);
+        // Where one is NaN, these give the second.
+        let x = _mm512_max_ps(all(LEAST_EXP), _mm512_min_ps(all(MOST_EXP), x));
+        let nf = _mm512_fmadd_ps(x, all(LOG2_E), all(MAGIC));
+        let nf = _mm512_sub_ps(nf, all(MAGIC));
+        let r = _mm512_fnmadd_ps(nf, all(LN2_PARTS[0]), x);
+        let r = _mm512_fnmadd_ps(nf, all(LN2_PARTS[1]), r);
+        let mut p = all(EXP_TERMS[0]);
+        for term in &EXP_TERMS[1..] {
+            p = _mm512_fmadd_ps(p, r, all(*term));
+        }
+        let q = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r);
+        _mm512_scalef_ps(_mm512_add_ps(q, all(1.0)), nf)
+    }
 }
 
 /// Of what lies beyond, `e^x` is infinite, and so it is of this.
 const MOST_EXP: f32 = 89.0;
 
+/// Of what lies below, it is 0, and so it is of this.
+const LEAST_EXP: f32 = -104.0;
+
 /// [`exp`] of no positive number.
 #[inline(always)]
 fn exp_of_negative(x: f32) -> f32 {
-    let (q, word) = exp_parts::<{ 127 + 64 }>(if x < -104.0 { -104.0 } else { x });
+    let (q, word) = exp_parts::<{ 127 + 64 }>(if x < LEAST_EXP { LEAST_EXP } else { x });
     // Rounded once, by the second factor: the first is not below the normal numbers, nor is their product.
     (q + 1.0) * power_of_two(word) * f32::from_bits((127 - 64) << 23)
 }

@@ -9,7 +9,9 @@
 use super::groups;
 use super::reducers::{self, Fold as _, Reducer as _};
 use crate::cpu::{
-    lanes::{LANES, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16},
+    lanes::{
+        LANES, ask_for, ask_to_write, bf16_to_f32, dispatch, f16_to_f32, f32_to_bf16, f32_to_f16,
+    },
     path::CpuPath,
 };
 
@@ -272,6 +274,17 @@ fn two_rows<S: Scan>(
     }
 }
 
+/// Elements of two rows between which memory is asked for the next ones.
+const PIECE: usize = 128;
+
+/// Asks for the lines of so many elements.
+#[inline(always)]
+fn ask_lines<T>(at: *const T, elements: usize, ask: impl Fn(*const T)) {
+    for first in (0..elements).step_by(64 / size_of::<T>()) {
+        ask(at.wrapping_add(first));
+    }
+}
+
 #[inline(always)]
 unsafe fn columns_body<S: Scan>(
     s: S,
@@ -284,6 +297,7 @@ unsafe fn columns_body<S: Scan>(
 ) {
     let mut acc = [s.identity(); TILE];
     let acc = &mut acc[..width];
+    let (x0, out0) = (x, out.cast_const());
     let place = |i: usize| k * if mode.reverse { n - 1 - i } else { i };
     // SAFETY: the caller's promise for every row and these columns; two rows do not overlap.
     let read = |i: usize| unsafe { std::slice::from_raw_parts(x.add(place(i)), width) };
@@ -291,11 +305,23 @@ unsafe fn columns_body<S: Scan>(
     let write = |i: usize| unsafe { std::slice::from_raw_parts_mut(out.add(place(i)), width) };
     let mut i = 0;
     while i + 2 <= n {
-        let from = (read(i), read(i + 1));
-        // The flag is a constant in either loop.
-        match mode.exclusive {
-            true => two_rows(s, true, acc, from, write(i), write(i + 1)),
-            false => two_rows(s, false, acc, from, write(i), write(i + 1)),
+        let (x, y, out, next) = (read(i), read(i + 1), write(i), write(i + 1));
+        for first in (0..width).step_by(PIECE) {
+            let piece = first..width.min(first + PIECE);
+            // Rows are too far apart for the processor to find the next ones by itself.
+            for row in [i + 2, i + 3] {
+                let at = place(row.min(n - 1)).wrapping_add(first);
+                ask_lines(x0.wrapping_add(at), piece.len(), ask_for);
+                ask_lines(out0.wrapping_add(at), piece.len(), ask_to_write);
+            }
+            let acc = &mut acc[piece.clone()];
+            let from = (&x[piece.clone()], &y[piece.clone()]);
+            let (out, next) = (&mut out[piece.clone()], &mut next[piece]);
+            // The flag is a constant in either loop.
+            match mode.exclusive {
+                true => two_rows(s, true, acc, from, out, next),
+                false => two_rows(s, false, acc, from, out, next),
+            }
         }
         i += 2;
     }

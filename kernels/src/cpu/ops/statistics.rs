@@ -40,6 +40,11 @@ pub(super) trait Statistic: Copy {
     /// What lanes hold that have each taken `count`, less `center`.
     fn close(count: usize, lanes: Lanes<'_>, center: &[f32]) -> Self::Part;
     fn join(a: Self::Part, b: Self::Part) -> Self::Part;
+    /// What `part` should be, of elements among which there is a NaN or not.
+    #[inline(always)]
+    fn settle(part: Self::Part, _any_nan: impl FnOnce() -> bool) -> Self::Part {
+        part
+    }
 }
 
 /// Lanes hold the mean and the sum of squared distances from it.
@@ -131,41 +136,69 @@ impl Statistic for Moments {
 #[derive(Clone, Copy)]
 pub(super) struct Powers;
 
-/// An infinite shift would make NaN of ∞ − ∞.
+/// −∞ would make NaN of what is as little. ∞ does: see [`Statistic::settle`].
 #[inline(always)]
 fn shift(most: f32) -> f32 {
-    if most.abs() < f32::INFINITY {
-        most
-    } else {
-        0.0
-    }
+    if most > f32::NEG_INFINITY { most } else { 0.0 }
 }
 
-/// `e^x` of no positive number. What is below `e^-86` stays there, which is nothing beside the maximum's 1. Of a positive
-/// one, where the maximum is infinite, it is some number: then so is the result, whatever the sum.
+/// `e^x` of no positive number. What is below `e^-86` stays there, which is nothing beside the maximum's 1.
+///
+/// Each step is taken for all `N` before the next one: a processor that waits four cycles for each product has as many
+/// others to make meanwhile, and they stand near enough to be seen.
+#[inline(always)]
+fn powers<const N: usize>(mut x: [f32; N]) -> [f32; N] {
+    const MAGIC: f32 = 12_582_912.0;
+    // 2^f by Remez's algorithm, 1.4 ulp; 1 where f is 0.
+    const TERMS: [f32; 6] = [
+        1.340_664_3e-3,
+        9.617_693e-3,
+        5.550_310_4e-2,
+        2.402_265_2e-1,
+        6.931_472_4e-1,
+        1.0,
+    ];
+    let (mut shifted, mut p) = ([0.0; N], [1.559_467_8e-4_f32; N]);
+    for i in 0..N {
+        x[i] = if x[i] < -86.0 { -86.0 } else { x[i] };
+    }
+    // The rounded product costs a far power some bits, which is less than it weighs beside the maximum's 1.
+    for i in 0..N {
+        shifted[i] = x[i].mul_add(LOG2_E, MAGIC);
+    }
+    for i in 0..N {
+        x[i] = x[i].mul_add(LOG2_E, MAGIC - shifted[i]);
+    }
+    for term in TERMS {
+        for i in 0..N {
+            p[i] = p[i].mul_add(x[i], term);
+        }
+    }
+    // The bits of MAGIC end in 22 zeros, of which 9 stay. A factor, since a sum of bits would make numbers of NaNs.
+    for i in 0..N {
+        p[i] *= f32::from_bits((shifted[i].to_bits() << 23).wrapping_add(1.0_f32.to_bits()));
+    }
+    p
+}
+
+/// One of [`powers`].
 #[inline(always)]
 fn power(x: f32) -> f32 {
-    const MAGIC: f32 = 12_582_912.0;
-    let x = if x < -86.0 { -86.0 } else { x };
-    let x = if x > 0.0 { 0.0 } else { x };
-    // The rounded product costs a far power some bits, which is less than it weighs beside the maximum's 1.
-    let shifted = x.mul_add(LOG2_E, MAGIC);
-    let f = x.mul_add(LOG2_E, MAGIC - shifted);
-    // 2^f by Remez's algorithm, 1.4 ulp; 1 where f is 0.
-    let p = 1.559_467_8e-4_f32;
-    let p = p.mul_add(f, 1.340_664_3e-3);
-    let p = p.mul_add(f, 9.617_693e-3);
-    let p = p.mul_add(f, 5.550_310_4e-2);
-    let p = p.mul_add(f, 2.402_265_2e-1);
-    let p = p.mul_add(f, 6.931_472_4e-1);
-    let p = p.mul_add(f, 1.0);
-    // The bits of MAGIC end in 22 zeros, of which 9 stay. A factor, since a sum of bits would make numbers of NaNs.
-    p * f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0_f32.to_bits()))
+    let [power] = powers([x]);
+    power
 }
 
 #[inline(always)]
 fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
+}
+
+#[inline(always)]
+fn largest8(v: [f32; 8]) -> f32 {
+    larger(
+        larger(larger(v[0], v[1]), larger(v[2], v[3])),
+        larger(larger(v[4], v[5]), larger(v[6], v[7])),
+    )
 }
 
 impl Statistic for Powers {
@@ -179,19 +212,15 @@ impl Statistic for Powers {
 
     #[inline(always)]
     fn eight(_: f32, [most, sum]: [f32; 2], v: [f32; 8]) -> [f32; 2] {
-        let (low, high) = (
-            larger(larger(v[0], v[1]), larger(v[2], v[3])),
-            larger(larger(v[4], v[5]), larger(v[6], v[7])),
-        );
-        let next = larger(larger(low, high), most);
+        let next = larger(largest8(v), most);
         let down = shift(next);
-        let before = sum * power(most - down);
         // No closure: what is not inlined would lack the path's instructions.
-        let mut powers = [0.0; 8];
+        let mut below = [0.0; 8];
         for i in 0..8 {
-            powers[i] = power(v[i] - down);
+            below[i] = v[i] - down;
         }
-        [next, before + sum8(powers)]
+        let before = sum * power(most - down);
+        [next, before + sum8(powers(below))]
     }
 
     #[inline(always)]
@@ -216,6 +245,15 @@ impl Statistic for Powers {
         [next.into(), sum_of(scaled.iter().map(|s| f64::from(*s)))]
     }
 
+    /// Powers less an infinite maximum are NaN, or not, and say nothing of the elements: this is too rare to look at each.
+    #[inline(always)]
+    fn settle([most, sum]: [f64; 2], any_nan: impl FnOnce() -> bool) -> [f64; 2] {
+        if most < f64::INFINITY {
+            return [most, sum];
+        }
+        [most, if any_nan() { f64::NAN } else { 1.0 }]
+    }
+
     #[inline(always)]
     fn join(a: [f64; 2], b: [f64; 2]) -> [f64; 2] {
         let most = if a[0] > b[0] { a[0] } else { b[0] };
@@ -233,6 +271,23 @@ fn less<S: Statistic>(v: f32, center: f32) -> f32 {
     if S::CENTERED { v - center } else { v }
 }
 
+/// A part of eight rows. No `map`: what it calls lacks the path's instructions, and costs as much as a row.
+#[inline(always)]
+fn part_of<T>(rows: [&[T]; 8], first: usize, w: usize) -> [&[T]; 8] {
+    let [a, b, c, d, e, f, g, h] = rows;
+    let last = first + w;
+    [
+        &a[first..last],
+        &b[first..last],
+        &c[first..last],
+        &d[first..last],
+        &e[first..last],
+        &f[first..last],
+        &g[first..last],
+        &h[first..last],
+    ]
+}
+
 /// Takes eight rows into the lanes of as many columns as each has.
 #[inline(always)]
 fn take_eight<S: Statistic, T: Copy>(
@@ -243,7 +298,7 @@ fn take_eight<S: Statistic, T: Copy>(
     rows: [&[T]; 8],
 ) {
     let w = a.len();
-    let (b, center, rows) = (&mut b[..w], &center[..w], rows.map(|row| &row[..w]));
+    let (b, center, rows) = (&mut b[..w], &center[..w], part_of(rows, 0, w));
     for j in 0..w {
         let mut eight = [0.0; 8];
         for i in 0..8 {
@@ -281,11 +336,14 @@ fn take_rows<S: Statistic, T: Copy>(
             ask_ahead(rows);
         }
         let next = rows.as_ptr().wrapping_add(8 * k + first);
-        let row = |i: usize| &rows[i * k + first..][..w];
-        let rows: [&[T]; 8] = [0, 1, 2, 3, 4, 5, 6, 7].map(row);
+        let mut each: [&[T]; 8] = [&[]; 8];
+        for (i, row) in each.iter_mut().enumerate() {
+            *row = &rows[i * k + first..][..w];
+        }
+        let rows = each;
         let whole = w / LANES * LANES;
         for j in (0..whole).step_by(LANES) {
-            let near = rows.map(|row| &row[j..j + LANES]);
+            let near = part_of(rows, j, LANES);
             if w < k {
                 for i in 0..8 {
                     ask_for(next.wrapping_add(i * k + j));
@@ -295,7 +353,7 @@ fn take_rows<S: Statistic, T: Copy>(
             take_eight::<S, T>(load, count, own, &center[j..j + LANES], near);
         }
         let own = (&mut a[whole..], &mut b[whole..]);
-        let left = rows.map(|row| &row[whole..]);
+        let left = part_of(rows, whole, w - whole);
         take_eight::<S, T>(load, count, own, &center[whole..], left);
         count += 8;
     }
@@ -323,7 +381,7 @@ fn row<S: Statistic, T: Copy>(load: impl Fn(T) -> f32 + Copy, x: &[T]) -> S::Par
             part = S::join(part, S::close(count, (a, b), center));
         }
     }
-    part
+    S::settle(part, || x.iter().any(|v| load(*v).is_nan()))
 }
 
 #[inline(always)]
@@ -341,6 +399,7 @@ fn columns<S: Statistic, T: Copy>(
         let count = take_rows::<S, T>(load, [&mut *a, &mut *b, &mut *center], x, k, first);
         for (j, o) in out.iter_mut().enumerate() {
             *o = S::close(count, (&a[j..=j], &b[j..=j]), &center[j..=j]);
+            *o = S::settle(*o, || any_nan(load, x, k, first + j));
         }
         return;
     }
@@ -361,6 +420,16 @@ fn columns<S: Statistic, T: Copy>(
             *o = S::join(*o, closed);
         }
     }
+    for (j, o) in out.iter_mut().enumerate() {
+        *o = S::settle(*o, || any_nan(load, x, k, first + j));
+    }
+}
+
+/// Whether one is in a column.
+#[cold]
+fn any_nan<T: Copy>(load: impl Fn(T) -> f32, x: &[T], k: usize, column: usize) -> bool {
+    let mut column = x.iter().skip(column).step_by(k);
+    column.any(|v| load(*v).is_nan())
 }
 
 macro_rules! statistics {
