@@ -317,6 +317,15 @@ pub trait Device {
     /// Gives back memory that its library, or the process' allocator, keeps for what comes next.
     fn trim(&self) {}
 
+    /// Keeps each thread that computes on one of the device's cores, in their order; first of all the caller's, which
+    /// computes as well. A device without threads of its own has none to keep.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`] when one may not run there; then all go where the system has them.
+    fn pin(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.
     fn leave(&self, _trail: Trail) {}
 }

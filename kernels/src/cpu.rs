@@ -212,6 +212,16 @@ impl Device for CpuDevice {
         &self.info
     }
 
+    fn pin(&self) -> Result<(), DeviceError> {
+        let pool = Pool::pinned(&self.info.cores).map_err(|error| DeviceError::Failed {
+            backend: NAME,
+            op: "pin",
+            why: error.to_string(),
+        })?;
+        *self.pool.borrow_mut() = pool;
+        Ok(())
+    }
+
     fn numerics(&self) -> String {
         // Every path gives the same bits (the kernels' tests compare them), so it is recorded for
         // debugging only where a path is no longer trusted; the class names it all the same, because a

@@ -128,6 +128,9 @@ settings! {
     /// Refuse to start, and workers to serve, where the kernel cannot enforce a layer of the workers' confinement; `hotcell doctor` shows them
     #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     require_confinement: bool = "HOTCELL_REQUIRE_CONFINEMENT";
+    /// Keep each compute thread of a worker on a core of its own, where nobody else wants these cores [default: the system decides]
+    #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pin: bool = "HOTCELL_PIN";
     /// Bytes that one worker may take of memory, where control groups can be made [default: its device's memory]
     #[arg(value_name = "BYTES")]
     worker_memory: u64 = "HOTCELL_WORKER_MEMORY";
@@ -485,6 +488,7 @@ impl Config {
                 model_memory: s.model_memory,
                 log: values::plain_level(&log),
                 require_confinement: s.require_confinement.unwrap_or(false),
+                pin: s.pin.unwrap_or(false),
                 memory: s.worker_memory,
             },
             control_group: s.control_group,

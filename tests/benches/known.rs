@@ -34,6 +34,7 @@ async fn host(path: &Path) -> Result<Host> {
         blackbox: None,
         follow: false,
         gives_way: false,
+        pins: false,
         registry: hotcell_kernels::registry::Registry::default(),
     })?;
     let host = Host::new(engine, hotcell_worker::confine::Report::default());

@@ -165,6 +165,7 @@ async fn engine_alone(ids: &[u32]) -> Result<Vec<f64>> {
         blackbox: None,
         follow: false,
         gives_way: false,
+        pins: false,
         registry: Registry::default(),
     })?;
     let host = Host::new(engine, hotcell_worker::confine::Report::default());

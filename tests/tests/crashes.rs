@@ -181,7 +181,7 @@ async fn a_death_is_a_pause_and_is_told_to_who_asks() {
         "--verbose",
         "generate",
         "--max-tokens",
-        "400",
+        "1000",
         "--ignore-eos",
         "In the beginning",
     ];
@@ -194,7 +194,7 @@ async fn a_death_is_a_pause_and_is_told_to_who_asks() {
     let other = Arc::clone(&cluster);
     let asked = tokio::task::spawn_blocking(move || other.hotcell(&GENERATE).unwrap());
     // Once it has some of its tokens: a death before it was accepted is told to nobody.
-    let amid = |w: &[v1::WorkerInfo]| (1..380).contains(&w[0].outstanding_tokens);
+    let amid = |w: &[v1::WorkerInfo]| (1..950).contains(&w[0].outstanding_tokens);
     let pid = cluster.workers(amid).await.unwrap()[0].pid;
     signal_pid(pid, Signal::SEGV).unwrap();
     let told = asked.await.unwrap();

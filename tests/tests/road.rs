@@ -587,3 +587,38 @@ async fn two_workers_share_the_pages_of_one_model() {
         );
     }
 }
+
+/// Cores that each compute thread of a process may run on; the engine's first.
+fn compute_cores(pid: u32) -> Vec<String> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let mut threads: Vec<(String, String)> = tasks
+        .map(|task| {
+            let task = task.unwrap().path();
+            let name = std::fs::read_to_string(task.join("comm")).unwrap();
+            let status = std::fs::read_to_string(task.join("status")).unwrap();
+            let mut lines = status.lines();
+            let allowed = lines.find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+            (name.trim().to_owned(), allowed.unwrap().trim().to_owned())
+        })
+        .filter(|(name, _)| name == "engine" || name.starts_with("compute-"))
+        .collect();
+    threads.sort_by_key(|(name, _)| (name != "engine", name.len(), name.clone()));
+    threads.into_iter().map(|(_, cores)| cores).collect()
+}
+
+#[tokio::test]
+async fn compute_threads_stay_on_cores_of_their_own_if_that_is_asked_for() {
+    for flags in [&[][..], &["--pin"]] {
+        let cluster = kjv_cluster(flags).await;
+        let client = cluster.client().await.unwrap();
+        let devices = client.devices().await.unwrap();
+        let own: Vec<String> = devices[0].cores.iter().map(u32::to_string).collect();
+        let workers = cluster.workers(all_have("kjv")).await.unwrap();
+        let allowed = compute_cores(workers[0].pid);
+        let pinned = !flags.is_empty() || own.len() == 1;
+        assert_eq!(allowed == own, pinned, "{flags:?}: {allowed:?} of {own:?}");
+        let answer = client.generate(PROMPT, greedy(20)).await.unwrap();
+        let answer = answer.complete().await.unwrap();
+        assert_eq!(answer.token_ids.len(), 20);
+    }
+}

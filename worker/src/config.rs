@@ -41,6 +41,9 @@ pub struct Common {
     /// Cores to compute on, for example 0,1; all that there are by default.
     #[arg(long, value_delimiter = ',')]
     pub cores: Vec<u32>,
+    /// Keep each compute thread on a core of its own, in their order.
+    #[arg(long)]
+    pub pin: bool,
     /// How the KV cache stores numbers: f32, f16, bf16 or q8_0.
     #[arg(long, default_value = "f16", value_parser = cache_dtype)]
     pub kv_cache: DType,

@@ -154,7 +154,13 @@ impl Engine {
             if let Err(error) = turns::take(Duration::ZERO) {
                 tracing::debug!(%error, "it computes in short turns");
             }
-            config.registry.open(&config.device, &config.cores)
+            let device = config.registry.open(&config.device, &config.cores)?;
+            if config.pins
+                && let Err(error) = device.pin()
+            {
+                tracing::warn!(%error, "compute threads go where the system has them");
+            }
+            Ok(device)
         };
         let run = move || match open() {
             Ok(device) => {

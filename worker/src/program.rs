@@ -165,6 +165,7 @@ fn prepare(common: &Common, registry: Registry, blackbox: Writer) -> Prepared {
         engine: EngineConfig {
             device: common.device.clone(),
             cores,
+            pins: common.pin,
             cache_dtype: common.kv_cache,
             model_memory: common.model_memory,
             max_context: common.max_context,

@@ -117,6 +117,59 @@ fn leave(_: impl Iterator<Item = u32>) -> Option<u32> {
     None
 }
 
+#[cfg(all(target_os = "linux", not(miri)))]
+mod system {
+    use std::io;
+
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+    /// Those that a thread may run on.
+    pub(in crate::cpu) type Cores = CpuSet;
+
+    /// This thread's.
+    pub(in crate::cpu) fn cores() -> io::Result<Cores> {
+        Ok(sched_getaffinity(None)?)
+    }
+
+    /// This thread may run on these.
+    pub(in crate::cpu) fn allow(cores: &Cores) -> io::Result<()> {
+        Ok(sched_setaffinity(None, cores)?)
+    }
+
+    /// This thread, and those that it starts, run on this core alone from here on.
+    pub(in crate::cpu) fn stay_on(core: u32) -> io::Result<()> {
+        let mut one = Cores::new();
+        if (core as usize) < Cores::MAX_CPU {
+            one.set(core as usize);
+        }
+        // Of none, or one that is not there, the system says itself that it cannot be.
+        let error =
+            |error: io::Error| io::Error::new(error.kind(), format!("core {core}: {error}"));
+        allow(&one).map_err(error)
+    }
+}
+
+#[cfg(not(all(target_os = "linux", not(miri))))]
+mod system {
+    use std::io;
+
+    pub(in crate::cpu) type Cores = ();
+
+    pub(in crate::cpu) fn cores() -> io::Result<Cores> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(in crate::cpu) fn allow(_: &Cores) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(in crate::cpu) fn stay_on(_: u32) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+pub(super) use system::{allow, cores, stay_on};
+
 #[cfg(all(test, target_os = "linux", not(miri)))]
 mod tests {
     use super::*;

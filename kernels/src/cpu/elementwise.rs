@@ -15,6 +15,7 @@ mod int;
 mod load;
 mod power;
 mod program;
+mod softplus;
 
 use hotcell_graph::{
     DType, Shape,

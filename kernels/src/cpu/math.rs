@@ -11,7 +11,7 @@ mod single;
 
 #[cfg(target_arch = "x86_64")]
 pub use single::exp_avx512;
-pub use single::{exp, exp_down_to_normal, log, log_of_normal};
+pub use single::{exp, exp_down_to_normal, log, log_of_normal, softplus, softplus_power};
 
 /// A float that elementwise ops compute with.
 pub trait Real: Copy + PartialOrd {

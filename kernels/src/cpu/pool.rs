@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use super::apart::Apart;
+use super::apart::{self, Apart};
 
 /// Spins before a waiting thread parks: some tens of microseconds, longer than a kernel's imbalance. It must
 /// park then, not yield: a yield gives a busy neighbour's whole time slice away.
@@ -135,6 +135,27 @@ impl Pool {
     /// # Errors
     /// When the system gives no thread.
     pub fn new(parts: usize) -> std::io::Result<Self> {
+        Self::start(parts, |_| Ok(()))
+    }
+
+    /// One part per core, each of which stays on it; the caller's thread on the first.
+    ///
+    /// # Errors
+    /// When there is no such core, this process may not use it, or the system gives no thread. The caller's thread may run
+    /// where it could before then.
+    pub fn pinned(cores: &[u32]) -> std::io::Result<Self> {
+        let before = apart::cores()?;
+        // A thread may run where the one that starts it may.
+        let stay = |part: usize| cores.get(part).map_or(Ok(()), |core| apart::stay_on(*core));
+        let pool = Self::start(cores.len(), stay);
+        if pool.is_err() {
+            apart::allow(&before)?;
+        }
+        pool
+    }
+
+    /// `seat` is called before each thread is started, and for this one, part 0, in the end.
+    fn start(parts: usize, seat: impl Fn(usize) -> std::io::Result<()>) -> std::io::Result<Self> {
         let parts = parts.max(1);
         let shared = Arc::new(Shared {
             parts,
@@ -154,12 +175,14 @@ impl Pool {
         };
         for part in 1..parts {
             let shared = Arc::clone(&pool.shared);
+            seat(part)?;
             let thread = thread::Builder::new()
                 .name(format!("compute-{part}"))
                 .spawn(move || serve(&shared, part))?;
             pool.lock_threads()[part] = Some(thread.thread().clone());
             pool.threads.push(thread);
         }
+        seat(0)?;
         Ok(pool)
     }
 
@@ -318,5 +341,29 @@ mod tests {
                 thread::sleep(std::time::Duration::from_millis(5));
             }
         }
+    }
+
+    #[cfg(all(target_os = "linux", not(miri)))]
+    #[test]
+    fn pinned_parts_stay_on_their_cores() {
+        // On a thread of its own, which stays where it is put.
+        let test = || {
+            let all = apart::cores().unwrap();
+            let mine: Vec<u32> = (0..1024).filter(|&c| all.is_set(c as usize)).collect();
+            let gone = Pool::pinned(&[mine[0], 5000]).err().unwrap();
+            assert!(gone.to_string().starts_with("core 5000: "), "{gone}");
+            assert_eq!(apart::cores().unwrap(), all);
+            let mut pool = Pool::pinned(&mine).unwrap();
+            let found = Mutex::new(vec![Vec::new(); mine.len()]);
+            pool.run(|part, barrier| {
+                barrier.wait();
+                let own = apart::cores().unwrap();
+                let own = (0..1024).filter(|&c| own.is_set(c as usize)).collect();
+                found.lock().unwrap()[part] = own;
+            });
+            let found: Vec<u32> = found.into_inner().unwrap().concat();
+            assert_eq!(found, mine);
+        };
+        thread::spawn(test).join().unwrap();
     }
 }

@@ -45,6 +45,8 @@ pub struct WorkerConfig {
     pub log: &'static str,
     /// Whether it ends where a layer of its confinement is missing.
     pub require_confinement: bool,
+    /// Whether each of its compute threads stays on a core of its own.
+    pub pin: bool,
     /// Bytes of memory that its control group may take; none: as much as its device has.
     pub memory: Option<u64>,
 }

@@ -124,6 +124,7 @@ async fn a_backend_with_a_program_of_its_own_is_looked_for_beside_the_others() {
         model_memory: None,
         log: "info",
         require_confinement: false,
+        pin: false,
         memory: None,
     };
     let begin = |choice, known: &[Device]| {
@@ -180,6 +181,7 @@ fn a_devices_program_is_one_of_ours_whatever_it_says() {
         model_memory: None,
         log: "info",
         require_confinement: false,
+        pin: false,
         memory: None,
     };
     for program in [

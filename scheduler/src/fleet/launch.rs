@@ -287,6 +287,10 @@ impl Processes {
         if self.config.require_confinement {
             command = command.arg("--require-confinement");
         }
+        // Who computes beside a device's own worker has no core of its own.
+        if self.config.pin && !order.background && order.allowance.is_none() {
+            command = command.arg("--pin");
+        }
         if order.background {
             command = command.arg("--follow").arg("--background");
             command.background = true;

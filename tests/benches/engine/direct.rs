@@ -40,6 +40,7 @@ impl Direct {
             blackbox: None,
             follow: false,
             gives_way: false,
+            pins: false,
             registry: Registry::default(),
         })?;
         let host = Host::new(engine.clone(), hotcell_worker::confine::Report::default());

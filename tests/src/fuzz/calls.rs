@@ -158,6 +158,7 @@ impl Worker {
             blackbox: None,
             follow: false,
             gives_way: false,
+            pins: false,
             registry: Registry::default(),
         })?;
         let host = Host::new(engine, hotcell_worker::confine::Report::default());

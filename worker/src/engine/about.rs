@@ -64,6 +64,8 @@ pub struct EngineConfig {
     pub device: String,
     /// Cores to use; empty: as probed.
     pub cores: Vec<u32>,
+    /// Whether each thread that computes stays on one of them.
+    pub pins: bool,
     /// How the cache stores numbers.
     pub cache_dtype: DType,
     /// Bytes that each model may take besides its weights; 1 GiB of cache, or one context's, unless told.

@@ -39,6 +39,7 @@ pub fn worker_with(tensor_memory: u64, registry: Registry) -> Host {
         blackbox: None,
         follow: false,
         gives_way: false,
+        pins: false,
         registry,
     });
     let host = Host::new(engine.unwrap(), hotcell_worker::confine::Report::default());

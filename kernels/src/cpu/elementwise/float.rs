@@ -2,7 +2,7 @@
 
 use super::{
     code::{self, Binary, Code, Unary, binary, ternary, unary},
-    power,
+    power, softplus,
 };
 use std::f32::consts::FRAC_1_SQRT_2;
 
@@ -181,7 +181,7 @@ pub(super) fn f32(op: &str, path: CpuPath) -> Option<Code> {
         "gelu_tanh" => unary!(wide1 asks, path, f32 => f32, |x| gelu_tanh(x)),
         "geglu" => binary!(wide2, path, f32 => f32, |gate, up| gelu_tanh(gate) * up),
         "gelu_quick" => unary!(wide1 asks, path, f32 => f32, |x| x * Real::sigmoid(x * 1.702)),
-        "softplus" => unary!(wide1 asks, path, f32 => f32, |x| Real::logaddexp(x, 0.0)),
+        "softplus" => Some(softplus::code(path)),
         "silu_limit" => ternary!(wide3, path, f32 => f32, |gate, alpha, limit| {
             let gate = minimum(gate, limit);
             gate * Real::sigmoid(gate * alpha)

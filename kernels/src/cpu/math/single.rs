@@ -224,6 +224,15 @@ fn log1p_inside(x: f32) -> f32 {
     ((e >> 23) as f32).mul_add(LN_2, r)
 }
 
+/// [`log1p_inside`] of what is from 0 to 1, bit for bit.
+#[inline(always)]
+fn log1p_of_part(x: f32) -> f32 {
+    let beyond = x + 1.0 > f32::from_bits(0x3faa_aaaa);
+    let m = if beyond { x.mul_add(0.5, -0.5) } else { x };
+    let r = log_tail(m).mul_add(m * m, m);
+    if beyond { r + LN_2 } else { r }
+}
+
 #[inline(always)]
 pub(super) fn log1p(x: f32) -> f32 {
     let y = log1p_inside(x);
@@ -504,9 +513,22 @@ pub(super) fn sigmoid(x: f32) -> f32 {
 #[inline(always)]
 pub(super) fn logaddexp(a: f32, b: f32) -> f32 {
     let high = if a > b || a.is_nan() { a } else { b };
-    let sum = high + log1p_inside(exp_of_negative(-(a - b).abs()));
+    let sum = high + log1p_of_part(exp_of_negative(-(a - b).abs()));
     // Equal infinities have no difference.
     if a == b { a + LN_2 } else { sum }
+}
+
+/// What [`softplus`] takes the logarithm of, less 1.
+#[inline(always)]
+pub fn softplus_power(x: f32) -> f32 {
+    exp_of_negative(-x.abs())
+}
+
+/// [`logaddexp`] of 0, bit for bit, with the [power](softplus_power) of `x`.
+#[inline(always)]
+pub fn softplus(x: f32, power: f32) -> f32 {
+    let high = if x <= 0.0 { 0.0 } else { x };
+    high + log1p_of_part(power)
 }
 
 #[inline(always)]
@@ -525,4 +547,23 @@ pub(super) fn cos(x: f32) -> f32 {
 #[inline(always)]
 pub(super) fn silu(x: f32) -> f32 {
     x / one_and_exp(-x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_logarithm_of_one_and_a_part_has_the_same_bits_either_way() {
+        let parts = (0..=1.0_f32.to_bits()).step_by(1009).map(f32::from_bits);
+        // Around where another power of 2 is nearer, and the last ones.
+        let third = (1.0_f32 / 3.0).to_bits();
+        let near = (third - 2000..third + 2000).map(f32::from_bits);
+        let last = (0..2000).map(|i| f32::from_bits(1.0_f32.to_bits() - i));
+        for x in parts.chain(near).chain(last) {
+            let (way, other) = (log1p_of_part(x), log1p_inside(x));
+            assert_eq!(way.to_bits(), other.to_bits(), "{x:e}: {way:e}, {other:e}");
+        }
+        assert!(log1p_of_part(f32::NAN).is_nan());
+    }
 }
