@@ -159,8 +159,8 @@ fn powers<const N: usize>(mut x: [f32; N]) -> [f32; N] {
         1.0,
     ];
     let (mut shifted, mut p) = ([0.0; N], [1.559_467_8e-4_f32; N]);
-    for i in 0..N {
-        x[i] = if x[i] < -86.0 { -86.0 } else { x[i] };
+    for x in &mut x {
+        *x = if *x < -86.0 { -86.0 } else { *x };
     }
     // The rounded product costs a far power some bits, which is less than it weighs beside the maximum's 1.
     for i in 0..N {
