@@ -144,8 +144,8 @@ fn shift(most: f32) -> f32 {
 
 /// `e^x` of no positive number. What is below `e^-86` stays there, which is nothing beside the maximum's 1.
 ///
-/// Each step is taken for all `N` before the next one: a processor that waits four cycles for each product has as many
-/// others to make meanwhile, and they stand near enough to be seen.
+/// Each step is written for all `N` before the next one, so that the compiler may put steps of others between those that wait for
+/// one another. It does so for some.
 #[inline(always)]
 fn powers<const N: usize>(mut x: [f32; N]) -> [f32; N] {
     const MAGIC: f32 = 12_582_912.0;
