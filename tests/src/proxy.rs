@@ -1,9 +1,10 @@
 //! A Unix socket in front of another one, whose connections break when told to.
 
 use std::{
+    collections::VecDeque,
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
 };
@@ -27,8 +28,8 @@ pub struct Proxy {
 struct State {
     to: PathBuf,
     cuts: watch::Sender<()>,
-    /// Bytes that each connection may bring from behind before it breaks.
-    allowance: AtomicU64,
+    /// Bytes that connections may bring from behind before they break, one after the other and around.
+    allowances: Mutex<VecDeque<u64>>,
     /// The same of bytes that it brings there.
     forth: AtomicU64,
     /// Which byte of the next connection is changed, in either direction; taken by it.
@@ -47,7 +48,7 @@ impl Proxy {
         let state = Arc::new(State {
             to: to.to_owned(),
             cuts: watch::Sender::new(()),
-            allowance: AtomicU64::new(u64::MAX),
+            allowances: Mutex::new(VecDeque::from([u64::MAX])),
             forth: AtomicU64::new(u64::MAX),
             spoiled: AtomicU64::new(u64::MAX),
             connections: AtomicUsize::new(0),
@@ -73,7 +74,12 @@ impl Proxy {
 
     /// Breaks each connection once it brought so many bytes, wherever in a message that is.
     pub fn allow(&self, bytes: u64) {
-        self.state.allowance.store(bytes, Ordering::SeqCst);
+        self.allow_in_turn([bytes]);
+    }
+
+    /// The same with what one connection brings after the other, and again from the first.
+    pub fn allow_in_turn<const N: usize>(&self, bytes: [u64; N]) {
+        *self.state.allowances() = VecDeque::from(bytes);
     }
 
     /// The same for bytes on their way there.
@@ -97,6 +103,22 @@ impl Proxy {
     }
 }
 
+impl State {
+    fn allowances(&self) -> MutexGuard<'_, VecDeque<u64>> {
+        self.allowances
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the next connection may bring.
+    fn next(&self) -> u64 {
+        let mut all = self.allowances();
+        let next = all.pop_front().unwrap_or(u64::MAX);
+        all.push_back(next);
+        next
+    }
+}
+
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.task.abort();
@@ -111,7 +133,7 @@ async fn carry(client: UnixStream, state: Arc<State>) {
     };
     let (from_client, mut to_client) = client.into_split();
     let (from_server, mut to_server) = server.into_split();
-    let back = state.allowance.load(Ordering::SeqCst);
+    let back = state.next();
     let forth = state.forth.load(Ordering::SeqCst);
     let spoiled = state.spoiled.swap(u64::MAX, Ordering::SeqCst);
     // Both sides are dropped with the first that ends.
