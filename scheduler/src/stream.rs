@@ -23,6 +23,7 @@ use hotcell_proto::{
         OutputPart, Survived, TokenLogprob, generate_event::Event, output_part::Kind as Part,
     },
 };
+use prost::Message as _;
 use tokio::{
     sync::{Notify, watch},
     time::{Instant, sleep_until},
@@ -316,10 +317,15 @@ impl Stream {
     pub fn finish(&self, end: Result<Finished, Status>) {
         let mut state = self.state();
         state.end.get_or_insert(end);
-        // One that was never accepted has nothing to be run again for, and may hold a prompt of any size.
-        let keeps = self.keeps && state.accepted.is_some();
-        if let (Some(request), true) = (state.request.take(), keeps) {
-            state.asked = Some(Box::new(request.message));
+        if let Some(request) = state.request.take().filter(|_| self.keeps) {
+            // One that was never accepted has nothing to be run again for, unless workers died of its very prompt.
+            if state.accepted.is_none() && request.deaths > 0 {
+                let bytes = request.message.encoded_len();
+                state.bytes += bytes;
+                self.room.take(bytes);
+            }
+            let keeps = state.accepted.is_some() || request.deaths > 0;
+            state.asked = keeps.then(|| Box::new(request.message));
         }
         let reader = state.reader.take();
         drop(state);

@@ -11,7 +11,7 @@ use std::{
         mpsc,
     },
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use hotcell_graph::DType;
@@ -150,9 +150,10 @@ impl Engine {
         let observer = Arc::<Observer>::default();
         let told = Arc::clone(&observer);
         let open = move || {
-            // Computing takes what turns it is given: those who pass on what it computed have short ones, and need not wait.
-            if let Err(error) = turns::take(Duration::ZERO) {
-                tracing::debug!(%error, "it computes in short turns");
+            // Those who pass on what it computed have shorter turns, and need not wait. A throw-away worker has the system's,
+            // whose end nobody who serves need wait for either.
+            if let Err(error) = turns::take_half() {
+                tracing::debug!(%error, "it computes in other turns");
             }
             let device = config.registry.open(&config.device, &config.cores)?;
             if config.pins

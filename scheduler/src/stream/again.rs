@@ -5,11 +5,13 @@ use hotcell_proto::v1::{GenerateRequest, Prompt, Resume, TokenIds, prompt::Kind}
 use super::Stream;
 
 impl Stream {
-    /// The request by its token ids, with its seed and all that it drew so far as what it goes on from. None if it was not
-    /// accepted, or what it said is held no more.
+    /// The request by its token ids, with its seed and all that it drew so far as what it goes on from; one that workers died
+    /// of before they accepted it, as it was asked. None if it was not accepted otherwise, or what it said is held no more.
     pub fn again(&self) -> Option<GenerateRequest> {
         let state = self.state();
-        let accepted = state.accepted.as_ref()?;
+        let Some(accepted) = state.accepted.as_ref() else {
+            return state.asked.as_deref().cloned();
+        };
         let (mut message, said) = match (&state.request, &state.asked) {
             (Some(request), _) => (request.message.clone(), request.generated.clone()),
             (None, Some(asked)) if state.dropped == 0 => {
@@ -70,6 +72,30 @@ mod tests {
             Some(Kind::Ids(TokenIds { ids: vec![1, 2] }))
         );
         Some((again.resume.unwrap().generated_ids, again.seed))
+    }
+
+    #[test]
+    fn a_request_that_workers_died_of_at_once_is_kept_with_its_prompt_and_one_that_was_refused_is_not() {
+        for deaths in [0, 2] {
+            let room = Arc::new(Room::default());
+            let stream = Stream::new(Arc::clone(&room), true, Mark::default());
+            let asked = GenerateRequest {
+                prompt: Some(Prompt {
+                    kind: Some(Kind::Text("poison".to_owned())),
+                }),
+                seed: Some(3),
+                ..GenerateRequest::default()
+            };
+            let place = crate::traces::Place::default();
+            stream.asked(asked.clone(), None, place);
+            stream.suffered(deaths, &[]);
+            assert_eq!(stream.again(), None);
+            stream.finish(Err(tonic::Status::internal("its worker died of it")));
+            assert_eq!(stream.again(), (deaths > 0).then_some(asked));
+            assert_eq!(stream.state().bytes > 0, deaths > 0);
+            assert!(stream.forget());
+            assert_eq!((stream.again(), stream.state().bytes), (None, 0));
+        }
     }
 
     #[test]

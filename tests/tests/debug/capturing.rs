@@ -151,7 +151,7 @@ async fn a_capture_stays_within_its_budget_and_says_what_it_left_out() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(SOON, waits).await.unwrap();
+    tokio::time::timeout(SOON * 2, waits).await.unwrap();
     let output = tokio::task::block_in_place(|| capture.wait_with_output()).unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
     let told: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();

@@ -14,6 +14,12 @@ fn round(seed: u32) -> Ask {
     }
 }
 
+/// As for a model whose weights take their time: a guess costs little. Measured, it would depend on who else has the
+/// processor.
+fn cheap_guesses() -> Pace {
+    Pace::fixed(Duration::from_millis(10), Duration::from_micros(100))
+}
+
 #[test]
 fn streams_are_the_same_with_it_and_without() {
     let mut asks = all_kinds();
@@ -60,6 +66,7 @@ fn streams_are_the_same_with_it_and_without() {
     for ask in &asks {
         let say = |speculate| {
             let mut bench = Bench::new(SIZE);
+            bench.batch.set_pace(cheap_guesses());
             let said = bench.say(&Ask {
                 speculate,
                 ..ask.clone()
@@ -93,10 +100,7 @@ fn a_text_that_goes_round_takes_fewer_steps() {
     };
     let steps = |speculate| {
         let mut bench = Bench::new(SIZE);
-        // As for a model whose weights take their time: a guess costs little. Measured, it would depend on who else
-        // has the processor.
-        let pace = Pace::fixed(Duration::from_millis(10), Duration::from_micros(100));
-        bench.batch.set_pace(pace);
+        bench.batch.set_pace(cheap_guesses());
         let mut reader = bench.push(&greedy(speculate));
         let steps = bench.run();
         reader.read();
