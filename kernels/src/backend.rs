@@ -17,6 +17,7 @@ use thiserror::Error;
 use hotcell_graph::{Graph, GraphError, op::Call};
 
 use crate::{
+    communicator::Communicator,
     host::{SharedBytes, Staging},
     plan::{Plan, PlanHints, Planner, Prepared, Unfinished},
     vault::{Kept, Vault, Wish},
@@ -96,7 +97,6 @@ pub fn on_loss(handler: fn(&str)) {
 }
 
 /// A device is lost.
-#[cfg_attr(not(feature = "cuda"), expect(dead_code))]
 pub(crate) fn lose(why: &str) {
     if let Some(handler) = ON_LOSS.get() {
         handler(why);
@@ -324,6 +324,18 @@ pub trait Device {
     /// [`DeviceError::Failed`] when one may not run there; then all go where the system has them.
     fn pin(&self) -> Result<(), DeviceError> {
         Ok(())
+    }
+
+    /// Plans made from now on [together](PlanHints::together) give their parts to the other members of a communicator.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] where it cannot.
+    fn join(&self, _communicator: Communicator) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported {
+            backend: self.info().backend,
+            op: "all_gather",
+            why: "devices of this backend compute no models together".to_owned(),
+        })
     }
 
     /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.

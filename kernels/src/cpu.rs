@@ -38,6 +38,7 @@ use crate::{
         Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, HostRegion,
         SharedRegion, Stream, Trail,
     },
+    communicator::Communicator,
     host::Staging,
     memory::ALIGNMENT,
     plan::{Plan, PlanHints, Planner, Prepared, Unfinished},
@@ -165,6 +166,7 @@ pub struct CpuDevice {
     pool: Rc<RefCell<Pool>>,
     streams: RefCell<u64>,
     trail: Cell<Option<Trail>>,
+    communicator: RefCell<Option<Arc<Communicator>>>,
 }
 
 impl CpuDevice {
@@ -180,6 +182,7 @@ impl CpuDevice {
             pool,
             streams: RefCell::new(0),
             trail: Cell::new(None),
+            communicator: RefCell::default(),
         })
     }
 
@@ -188,6 +191,7 @@ impl CpuDevice {
             path: self.path,
             threads: self.pool.borrow().parts(),
             trail: self.trail.get(),
+            communicator: self.communicator.borrow().clone(),
         }
     }
 
@@ -315,6 +319,11 @@ impl Device for CpuDevice {
 
     fn leave(&self, trail: Trail) {
         self.trail.set(Some(trail));
+    }
+
+    fn join(&self, communicator: Communicator) -> Result<(), DeviceError> {
+        *self.communicator.borrow_mut() = Some(Arc::new(communicator));
+        Ok(())
     }
 }
 

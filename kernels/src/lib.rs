@@ -5,6 +5,7 @@
 
 pub mod backend;
 mod bound;
+pub mod communicator;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;

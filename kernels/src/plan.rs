@@ -24,6 +24,9 @@ pub struct PlanHints {
     /// Compute threads that executions use at most (one at least), where the device has several; `None`: all of them.
     /// The results have the same bits either way.
     pub threads: Option<usize>,
+    /// Whether all members of the device's [communicator](crate::communicator) execute it, each its own part, at the same
+    /// time. Without it `all_gather` is refused.
+    pub together: bool,
 }
 
 impl Default for PlanHints {
@@ -34,6 +37,7 @@ impl Default for PlanHints {
             max_bytes: None,
             fuse: true,
             threads: None,
+            together: false,
         }
     }
 }

@@ -227,6 +227,8 @@ pub const RECIPE_BYTES: usize = 1 << 30;
 pub const MAX_RECIPE_DEPTH: u32 = 1 << 14;
 /// Calls that a client remembers so that a session's tensors can be made again.
 pub const MAX_RECIPE_CALLS: usize = 1 << 16;
+/// Members of one communicator: processes that compute one model together.
+pub const MAX_MEMBERS: usize = 16;
 /// Inputs of one op.
 pub const MAX_OP_INPUTS: usize = 256;
 /// Integers of one attribute.

@@ -24,7 +24,7 @@ pub use parts::{BACKENDS_APART, PackConfig, Timeouts, WorkerConfig, program_apar
 pub use surroundings::Surroundings;
 pub use values::{
     AllowedUsers, BundledFiles, CollectorAddress, ConfiguredModel, DeviceChoice, Every, KvCache,
-    NamedModels, Share, Span,
+    Members, NamedModels, Share, Span,
 };
 
 use reach::{check_reach, drain_to, tls_files};
@@ -131,6 +131,9 @@ settings! {
     /// Keep each compute thread of a worker on a core of its own, where nobody else wants these cores [default: the system decides]
     #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pin: bool = "HOTCELL_PIN";
+    /// Processes that compute each model of a worker together, every one a part of it, on as many of its device's cores each; the results are the same [default: 1]
+    #[arg(value_name = "COUNT")]
+    tensor_parallel: Members = "HOTCELL_TENSOR_PARALLEL";
     /// Bytes that one worker may take of memory, where control groups can be made [default: its device's memory]
     #[arg(value_name = "BYTES")]
     worker_memory: u64 = "HOTCELL_WORKER_MEMORY";
@@ -489,6 +492,7 @@ impl Config {
                 log: values::plain_level(&log),
                 require_confinement: s.require_confinement.unwrap_or(false),
                 pin: s.pin.unwrap_or(false),
+                tensor_parallel: s.tensor_parallel.map_or(1, |members| members.0),
                 memory: s.worker_memory,
             },
             control_group: s.control_group,

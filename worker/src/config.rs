@@ -4,6 +4,7 @@ use std::{os::fd::RawFd, path::PathBuf};
 
 use clap::{Args, Parser, Subcommand};
 use hotcell_graph::{CacheSpec, DType};
+use hotcell_proto::limits;
 
 use crate::exit;
 
@@ -44,6 +45,9 @@ pub struct Common {
     /// Keep each compute thread on a core of its own, in their order.
     #[arg(long)]
     pub pin: bool,
+    /// Processes that compute each model together, every one a part of it, on as many cores each; the results are the same.
+    #[arg(long, default_value_t = 1, value_parser = members)]
+    pub tensor_parallel: usize,
     /// How the KV cache stores numbers: f32, f16, bf16 or q8_0.
     #[arg(long, default_value = "f16", value_parser = cache_dtype)]
     pub kv_cache: DType,
@@ -111,6 +115,12 @@ pub struct Serve {
     /// Device, cores, cache, log.
     #[command(flatten)]
     pub common: Common,
+}
+
+fn members(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok();
+    let count = count.filter(|n| (1..=limits::MAX_MEMBERS).contains(n));
+    count.ok_or_else(|| format!("must be 1 to {}", limits::MAX_MEMBERS))
 }
 
 fn cache_dtype(name: &str) -> Result<DType, String> {

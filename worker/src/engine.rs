@@ -21,6 +21,7 @@ use hotcell_ipc::{
 };
 use hotcell_kernels::{
     backend::{Device, DeviceError, Trail},
+    communicator::Communicator,
     cpu::pack::LAYOUT,
     plan::Planner,
 };
@@ -51,9 +52,10 @@ use crate::{
         ledger,
         task::Task,
     },
+    members::Members,
     model::run::{EACH, GIVES_WAY, Keeping, Sizes},
     session::plane::TensorPlane,
-    weights::{ModelSource, Weight},
+    weights::{ModelFile, ModelSource, Weight},
 };
 
 /// Commands that wait at most. Each request is one, plus wakes and loads.
@@ -69,6 +71,8 @@ enum Command {
     Load {
         name: String,
         source: Box<ModelSource>,
+        /// What it was opened from.
+        files: Vec<ModelFile>,
         keeping: Keeping,
         reply: oneshot::Sender<Result<Ready, Error>>,
     },
@@ -137,6 +141,17 @@ impl Engine {
     /// # Errors
     /// When there is no such device or the system gives no thread.
     pub fn start(config: EngineConfig) -> Result<Self, Error> {
+        Self::leading(config, None)
+    }
+
+    /// The same with these other processes, which compute its models together with it.
+    ///
+    /// # Errors
+    /// As for [`Engine::start`], and when the device computes no models together with others.
+    pub fn leading(
+        config: EngineConfig,
+        members: Option<(Members, Communicator)>,
+    ) -> Result<Self, Error> {
         let (commands, queue) = mpsc::sync_channel(QUEUE);
         let (opened, answer) = mpsc::sync_channel(1);
         let cache_dtype = config.cache_dtype;
@@ -161,10 +176,17 @@ impl Engine {
             {
                 tracing::warn!(%error, "compute threads go where the system has them");
             }
-            Ok(device)
+            let members = match members {
+                Some((members, communicator)) => {
+                    device.join(communicator)?;
+                    Some(Rc::new(members))
+                }
+                None => None,
+            };
+            Ok((device, members))
         };
         let run = move || match open() {
-            Ok(device) => {
+            Ok((device, members)) => {
                 blackbox.owns_device();
                 let (progress, node) = blackbox.trail();
                 if config.follow {
@@ -192,6 +214,7 @@ impl Engine {
                     tensors: TensorPlane::new(Rc::clone(&device), config.tensor_memory),
                     queued: engine_queued,
                     device,
+                    members,
                     cache_dtype,
                     model_memory: config.model_memory,
                     max_context: config.max_context,
@@ -287,12 +310,14 @@ impl Engine {
         &self,
         name: String,
         source: ModelSource,
+        files: Vec<ModelFile>,
         keeping: Keeping,
     ) -> Result<Ready, Error> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Load {
             name,
             source: Box::new(source),
+            files,
             keeping,
             reply,
         })?;
@@ -388,6 +413,8 @@ impl Engine {
 /// The engine thread's own state.
 struct Loop {
     device: Rc<dyn Device>,
+    /// Who computes its models together with it.
+    members: Option<Rc<Members>>,
     cache_dtype: DType,
     model_memory: Option<u64>,
     max_context: Option<u32>,
@@ -470,6 +497,7 @@ impl Loop {
             Command::Load {
                 name,
                 source,
+                files,
                 keeping,
                 reply,
             } => {
@@ -480,7 +508,7 @@ impl Loop {
                 }
                 self.blackbox.doing(Doing::Loading);
                 self.blackbox.model(&name);
-                let _ = reply.send(self.load(name, &source, keeping));
+                let _ = reply.send(self.load(name, &source, &files, keeping));
             }
             Command::Measure { source, reply } => {
                 let shape = self.shape(&source);

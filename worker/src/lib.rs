@@ -12,6 +12,7 @@ pub mod generate;
 pub mod host;
 pub mod inspect;
 pub mod last_words;
+pub mod members;
 pub mod model;
 pub mod packing;
 pub mod program;

@@ -30,6 +30,7 @@ use crate::{
     exit::Exit,
     host::{Host, map_file},
     last_words,
+    members::{self, Leads, Member, Members, Side},
     serve::{self, Connections, Controls, MAX_STREAMS, tokens_server},
     service::{TensorsService, TokensService, debug_server, tensors_server},
     weights::ModelFile,
@@ -218,7 +219,8 @@ fn confined(mode: confine::Mode, engine: &EngineConfig) -> Result<Report, Exit> 
     }
 }
 
-fn open_host(prepared: Prepared, report: Report) -> Result<Host, Exit> {
+/// Whether it may go on with what freedom it still has.
+fn accept(prepared: &Prepared, report: &Report) -> Result<(), Exit> {
     if !report.is_complete() && prepared.require_confinement {
         let what = format_args!("confinement is required and incomplete: {report}");
         return Err(fail(Exit::Unconfined, what));
@@ -226,8 +228,80 @@ fn open_host(prepared: Prepared, report: Report) -> Result<Host, Exit> {
     if !report.is_complete() {
         tracing::warn!("confinement is incomplete: {report}");
     }
-    let engine = Engine::start(prepared.engine).map_err(|e| fail(Exit::NoDevice, e))?;
+    Ok(())
+}
+
+fn open_host(prepared: Prepared, report: Report, leads: Option<Leads>) -> Result<Host, Exit> {
+    accept(&prepared, &report)?;
+    let members = leads.map(|leads| Members::new(leads, lost)).transpose();
+    let members = members.map_err(|error| {
+        let what = format_args!("the members of its communicator cannot be led: {error}");
+        fail(Exit::Internal, what)
+    })?;
+    let engine = Engine::leading(prepared.engine, members);
+    let engine = engine.map_err(|e| fail(Exit::NoDevice, e))?;
     Ok(Host::new(engine, report))
+}
+
+/// Makes the processes that compute models together with this one, if there are to be any, each with its share of the
+/// cores. Which of them this is; `None`: there is no other.
+fn divided(common: &mut Common) -> Result<Option<Side>, Exit> {
+    let members = common.tensor_parallel;
+    if members == 1 {
+        return Ok(None);
+    }
+    let cores = usable_cores(common);
+    let side = members::fork(members).map_err(|error| {
+        let what = format_args!("the members of its communicator cannot be made: {error}");
+        fail(Exit::Internal, what)
+    })?;
+    let rank = match &side {
+        Side::Leader(leads) => leads.share().rank,
+        Side::Member(member) => member.share().rank,
+    };
+    let each = (cores.len() / members).max(1);
+    let first = rank * each % cores.len().max(1);
+    common.cores = cores.into_iter().skip(first).take(each).collect();
+    Ok(Some(side))
+}
+
+/// Computes its part of what another process leads, until that is gone.
+fn be_member(member: Member, common: &Common, registry: Registry, mode: confine::Mode) -> Exit {
+    let share = member.share();
+    let blackbox = Writer::private(engine::names());
+    let prepared = prepare(common, registry, blackbox);
+    record(blackbox);
+    let report = match confined(mode, &prepared.engine) {
+        Ok(report) => report,
+        Err(exit) => return exit,
+    };
+    if let Err(exit) = accept(&prepared, &report) {
+        return exit;
+    }
+    if let Err(error) = turns::take_half() {
+        tracing::debug!(%error, "it computes in other turns");
+    }
+    let EngineConfig {
+        registry,
+        device,
+        cores,
+        pins,
+        ..
+    } = prepared.engine;
+    let device = match registry.open(&device, &cores) {
+        Ok(device) => device,
+        Err(error) => return fail(Exit::NoDevice, error),
+    };
+    if pins && let Err(error) = device.pin() {
+        tracing::warn!(%error, "compute threads go where the system has them");
+    }
+    match members::follow(member, device.as_ref()) {
+        Ok(()) => Exit::Ok,
+        Err(error) => fail(
+            Exit::DeviceError,
+            format_args!("member {} of {}: {error}", share.rank, share.members),
+        ),
+    }
 }
 
 /// Takes over an inherited descriptor.
@@ -235,7 +309,7 @@ fn inherited(fd: RawFd) -> Result<OwnedFd, Exit> {
     hotcell_ipc::inherit::take(fd).map_err(|error| fail(Exit::Usage, error))
 }
 
-fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
+fn serve_scheduler(mut serve: Serve, registry: Registry) -> Exit {
     let fds = [
         serve.control_fd,
         serve.tokens_fd,
@@ -246,6 +320,16 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
     let [control, tokens, tensors, descriptors, blackbox] = match fds.map(inherited) {
         [Ok(a), Ok(b), Ok(c), Ok(d), Ok(e)] => [a, b, c, d, e],
         _ => return Exit::Usage,
+    };
+    let leads = match divided(&mut serve.common) {
+        Ok(None) => None,
+        Ok(Some(Side::Leader(leads))) => Some(leads),
+        Ok(Some(Side::Member(member))) => {
+            // The leader's: whoever holds the other ends is to notice when it ends.
+            drop((control, tokens, tensors, descriptors, blackbox));
+            return be_member(member, &serve.common, registry, confine::Mode::Inherited);
+        }
+        Err(exit) => return exit,
     };
     let blackbox = match Writer::open(blackbox, engine::names()) {
         Ok(blackbox) => blackbox,
@@ -271,7 +355,7 @@ fn serve_scheduler(serve: Serve, registry: Registry) -> Exit {
         Err(exit) => return exit,
     };
     tracing::debug!(worker = serve.worker_id, "confined: {report}");
-    let host = match open_host(prepared, report) {
+    let host = match open_host(prepared, report, leads) {
         Ok(host) => host,
         Err(exit) => return exit,
     };
@@ -356,12 +440,21 @@ fn listen(address: &str) -> Result<Listener, String> {
 }
 
 fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
+    let mut common = alone.common.clone();
     let Some(address) = &alone.listen else {
         let what =
             "give --listen to run alone; `hotcell serve` starts workers by itself (see --help)";
         return fail(Exit::Usage, what);
     };
-    let prepared = prepare(&alone.common, registry, Writer::private(engine::names()));
+    let leads = match divided(&mut common) {
+        Ok(None) => None,
+        Ok(Some(Side::Leader(leads))) => Some(leads),
+        Ok(Some(Side::Member(member))) => {
+            return be_member(member, &common, registry, confine::Mode::Listening);
+        }
+        Err(exit) => return exit,
+    };
+    let prepared = prepare(&common, registry, Writer::private(engine::names()));
     record(prepared.blackbox);
     let model = match alone.model.as_deref().map(|path| (path, open_files(path))) {
         None => None,
@@ -387,7 +480,7 @@ fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
         Ok(report) => report,
         Err(exit) => return exit,
     };
-    let host = match open_host(prepared, report) {
+    let host = match open_host(prepared, report, leads) {
         Ok(host) => host,
         Err(exit) => return exit,
     };

@@ -53,6 +53,23 @@ impl Weight {
             .unwrap_or_default()
     }
 
+    /// Some of its rows, along the outermost dimension, in place. `None`: it has not so many.
+    pub fn rows(&self, rows: Range<usize>) -> Option<Weight> {
+        let (&all, inner) = self.shape.split_first()?;
+        if rows.start > rows.end || rows.end > all {
+            return None;
+        }
+        let bytes = self.range.len().checked_div(all)?;
+        let shape = [&[rows.len()], inner].concat();
+        let start = self.range.start + rows.start * bytes;
+        Some(Weight {
+            dtype: self.dtype,
+            shape,
+            mapping: self.mapping.clone(),
+            range: start..start + rows.len() * bytes,
+        })
+    }
+
     /// How many elements it has.
     pub fn elements(&self) -> usize {
         self.shape

@@ -9,6 +9,7 @@ mod create;
 mod elementwise;
 mod experts;
 mod fft;
+mod gather;
 mod gemm;
 mod get_rows;
 #[cfg(target_arch = "x86_64")]
@@ -78,6 +79,7 @@ static TABLES: &[&[Entry]] = &[
     create::ENTRIES,
     movement::ENTRIES,
     join::ENTRIES,
+    gather::ENTRIES,
     reductions::ENTRIES,
     arg::ENTRIES,
     scan::ENTRIES,

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::ops::{Deref, Range};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
@@ -229,6 +229,11 @@ impl Mapping {
     /// Whether this is the same mapping, not just one of the same bytes.
     pub fn is(&self, other: &Mapping) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// The file's descriptor, for whoever is to map it as well.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.0.file.as_fd()
     }
 
     /// The file's identity when it was mapped.

@@ -47,6 +47,8 @@ pub struct WorkerConfig {
     pub require_confinement: bool,
     /// Whether each of its compute threads stays on a core of its own.
     pub pin: bool,
+    /// Processes that compute each of its models together.
+    pub tensor_parallel: usize,
     /// Bytes of memory that its control group may take; none: as much as its device has.
     pub memory: Option<u64>,
 }

@@ -46,6 +46,28 @@ impl<'de> Deserialize<'de> for Span {
     }
 }
 
+/// How many processes compute a model together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Members(pub usize);
+
+impl FromStr for Members {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let most = limits::MAX_MEMBERS;
+        match text.parse() {
+            Ok(count) if (1..=most).contains(&count) => Ok(Members(count)),
+            _ => Err(format!("{text:?} is not a number from 1 to {most}")),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Members {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        number_or_text(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
 /// A time or share in the config file: a number, or text as in a flag.
 fn number_or_text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     #[derive(Deserialize)]

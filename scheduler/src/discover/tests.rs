@@ -125,6 +125,7 @@ async fn a_backend_with_a_program_of_its_own_is_looked_for_beside_the_others() {
         log: "info",
         require_confinement: false,
         pin: false,
+        tensor_parallel: 1,
         memory: None,
     };
     let begin = |choice, known: &[Device]| {
@@ -182,6 +183,7 @@ fn a_devices_program_is_one_of_ours_whatever_it_says() {
         log: "info",
         require_confinement: false,
         pin: false,
+        tensor_parallel: 1,
         memory: None,
     };
     for program in [

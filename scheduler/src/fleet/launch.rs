@@ -291,6 +291,11 @@ impl Processes {
         if self.config.pin && !order.background && order.allowance.is_none() {
             command = command.arg("--pin");
         }
+        // The host's own workers: who computes for others' eyes, or a stranger's model, is small.
+        if self.config.tensor_parallel > 1 && !order.background && order.allowance.is_none() {
+            let members = self.config.tensor_parallel.to_string();
+            command = command.arg("--tensor-parallel").arg(members);
+        }
         if order.background {
             command = command.arg("--follow").arg("--background");
             command.background = true;

@@ -75,7 +75,8 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_workers_died_of_at_once_is_kept_with_its_prompt_and_one_that_was_refused_is_not() {
+    fn a_request_that_workers_died_of_at_once_is_kept_with_its_prompt_and_one_that_was_refused_is_not()
+     {
         for deaths in [0, 2] {
             let room = Arc::new(Room::default());
             let stream = Stream::new(Arc::clone(&room), true, Mark::default());

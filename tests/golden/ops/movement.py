@@ -276,6 +276,21 @@ def join(book):
     book.one("split", "rows cut", [x], None, fails="verify", rows=[0], sizes=[1, 3], axis=0)
 
 
+def alone(book):
+    """Gathering from the members of a communicator of one; whoever is in none has nobody to gather from."""
+    for d in PLAIN:
+        x = sample(rng("all_gather", d), d, [3, 5])
+        book.one("all_gather", d, [x], x, "exact", members=1)
+        book.views("all_gather", f"views {d}", [x], x, "exact", members=1)
+    for note, shape, rows in (("rows", [5, 4], [0]), ("vector", [7], None), ("empty", [0, 3], None), ("of no width", [3, 0], None), ("large", [61, 91], None)):
+        x = sample(rng("all_gather", note), "f32", shape)
+        book.one("all_gather", note, [x], x, "exact", rows=rows, members=1)
+    x = sample(rng("all_gather"), "f32", [2, 3])
+    book.one("all_gather", "two of one", [x], None, fails="run", members=2)
+    book.one("all_gather", "a scalar", [sample(rng("s"), "f32", [])], None, fails="verify", members=1)
+    book.one("all_gather", "the row dimension", [sample(rng("r"), "f32", [4])], None, fails="verify", rows=[0], members=1)
+
+
 def indices_of(r, dtype, n, shape):
     low = 0 if dtype[0] == "u" else -n
     return T(dtype, r.integers(low, n, shape))
@@ -573,6 +588,6 @@ def sort(book):
 
 
 def fill(books):
-    for name, f in (("shape", shape), ("join", join), ("index", index), ("sort", sort)):
-        books[name] = Book(name)
-        f(books[name])
+    for name, f in (("shape", shape), ("join", join), ("join", alone), ("index", index), ("sort", sort)):
+        book = books.setdefault(name, Book(name))
+        f(book)

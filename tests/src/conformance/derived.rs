@@ -28,6 +28,7 @@ const MOVING: &[(&[&str], Option<usize>)] = &[
             "diag",
             "diagonal",
             "roll",
+            "all_gather",
             "as_strided",
             "slice_update",
             "im2col",

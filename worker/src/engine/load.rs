@@ -9,7 +9,7 @@ use crate::{
     error::of_run,
     generate::batch::Batch,
     model::run::{Keeping, RunError, RunShape, Runner, give_way},
-    weights::ModelSource,
+    weights::{ModelFile, ModelSource},
 };
 
 impl Loop {
@@ -20,6 +20,9 @@ impl Loop {
             None => RunShape::for_model(&source.config, dtype),
             Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes)?,
         };
+        if let Some(members) = &self.members {
+            shape.share = members.share();
+        }
         if let Some(most) = self.max_context {
             shape.context = shape.context.min(most.max(1) as usize);
         }
@@ -30,6 +33,7 @@ impl Loop {
         &mut self,
         name: String,
         source: &ModelSource,
+        files: &[ModelFile],
         keeping: Keeping,
     ) -> Result<Ready, Error> {
         let device = self.device.as_ref();
@@ -38,9 +42,15 @@ impl Loop {
             self.blackbox.progressed();
             give_way();
         };
+        let members = self.members.as_ref();
+        let loading = members.map(|members| members.load(&shape, files));
+        let loading = loading.transpose()?;
         let hints = PlanHints::default();
         let runner = Runner::keeping(device, source, shape, &hints, &progressed, keeping);
-        let (runner, keeps) = runner.map_err(|e| of_run(&e))?;
+        let (mut runner, keeps) = runner.map_err(|e| of_run(&e))?;
+        if let Some(loading) = loading {
+            runner.lead(loading.finish(&progressed)?);
+        }
         tracing::info!(
             model = name,
             cache_bytes = runner.cache_bytes(),

@@ -217,7 +217,10 @@ impl Host {
                     damaged,
                     bytes,
                 },
-        } = self.0.engine.load(name.clone(), source, keeping).await?;
+        } = {
+            let (engine, files) = (&self.0.engine, files.clone());
+            engine.load(name.clone(), source, files, keeping).await?
+        };
         let kept = match kept.zip(keeper) {
             Some((kept, keeper)) => leave(kept, keeper).await?,
             None => None,

@@ -1,6 +1,6 @@
 //! Buffers of what is not read in place: small weights converted, experts copied together.
 
-use std::rc::Rc;
+use std::{ops::Range, rc::Rc};
 
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion},
@@ -19,8 +19,12 @@ pub(super) fn stack_bytes(weights: &Weights, names: &[String]) -> Result<usize, 
     })
 }
 
-/// A small weight's numbers.
-pub(super) fn vector(weights: &Weights, name: &str) -> Result<Vec<f32>, RunError> {
+/// A small weight's numbers, or some of them.
+pub(super) fn vector(
+    weights: &Weights,
+    name: &str,
+    elements: Option<&Range<usize>>,
+) -> Result<Vec<f32>, RunError> {
     let weight = weights.get(name).map_err(BuildError::Model)?;
     if !is_decoded(weight.dtype) {
         let why = format!("{name} is {}", weight.dtype);
@@ -33,6 +37,10 @@ pub(super) fn vector(weights: &Weights, name: &str) -> Result<Vec<f32>, RunError
     }
     let mut values = vec![0.0; weight.elements()];
     dequantize_row(weight.dtype, weight.bytes(), &mut values);
+    if let Some(elements) = elements {
+        values.truncate(elements.end);
+        values.drain(..elements.start.min(values.len()));
+    }
     Ok(values)
 }
 

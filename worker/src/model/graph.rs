@@ -4,6 +4,7 @@
 //! logits, so that logits are computed only where a token is drawn; the *ending* to what the head would read.
 
 use hotcell_graph::{CacheSpec, DType, Shape, Value};
+use hotcell_kernels::communicator::Share;
 
 use super::{
     config::{Architecture, ModelConfig},
@@ -92,8 +93,17 @@ impl RunShape {
             dtype: self.cache_dtype,
             blocks: self.blocks_of(kind),
             block_len: self.block_len,
-            kv_heads: config.kv_heads,
+            kv_heads: self.share_of_heads(config).of(config.kv_heads),
             head_dim: config.head_dim,
+        }
+    }
+
+    /// Which part of the heads is computed here: all of them, where they cannot be shared out whole.
+    pub fn share_of_heads(&self, config: &ModelConfig) -> Share {
+        let shared = [config.heads, config.kv_heads].map(|n| self.share.divides(n));
+        match shared {
+            [true, true] => self.share,
+            _ => Share::default(),
         }
     }
 }

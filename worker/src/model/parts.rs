@@ -74,30 +74,18 @@ pub(super) fn attention(
     let k_bias = bias(names.k_bias(layer), config.qkv_bias);
     let v_bias = bias(names.v_bias(layer), config.qkv_bias);
     let o_bias = bias(names.o_bias(layer), config.o_bias);
-    let q = w.linear(
-        normed,
-        &names.q(layer),
-        q_bias.as_deref(),
-        heads * d,
-        hidden,
-    )?;
-    let k = w.linear(
-        normed,
-        &names.k(layer),
-        k_bias.as_deref(),
-        kv_heads * d,
-        hidden,
-    )?;
-    let v = w.linear(
-        normed,
-        &names.v(layer),
-        v_bias.as_deref(),
-        kv_heads * d,
-        hidden,
-    )?;
-    let mut q = w.builder.reshape(q, Shape::rows(&[heads, d])?)?;
-    let mut k = w.builder.reshape(k, Shape::rows(&[kv_heads, d])?)?;
-    let v = w.builder.reshape(v, Shape::rows(&[kv_heads, d])?)?;
+    // Heads are whole: a member that has some of them has their keys and values as well.
+    let share = w.shape.share_of_heads(config);
+    let (heads_here, kv_here) = (share.of(heads), share.of(kv_heads));
+    let mut part = |name: String, bias: Option<String>, n: usize| {
+        w.linear_part(share, normed, &name, bias.as_deref(), n, hidden)
+    };
+    let q = part(names.q(layer), q_bias, heads * d)?;
+    let k = part(names.k(layer), k_bias, kv_heads * d)?;
+    let v = part(names.v(layer), v_bias, kv_heads * d)?;
+    let mut q = w.builder.reshape(q, Shape::rows(&[heads_here, d])?)?;
+    let mut k = w.builder.reshape(k, Shape::rows(&[kv_here, d])?)?;
+    let v = w.builder.reshape(v, Shape::rows(&[kv_here, d])?)?;
     if config.qk_norm {
         q = w.norm(q, &names.q_norm(layer), d)?;
         k = w.norm(k, &names.k_norm(layer), d)?;
@@ -127,7 +115,8 @@ pub(super) fn attention(
         window,
         config.attention_cap.unwrap_or(0.0),
     )?;
-    let attended = w.builder.reshape(attended, Shape::rows(&[heads * d])?)?;
+    let attended = (w.builder).reshape(attended, Shape::rows(&[heads_here * d])?)?;
+    let attended = w.gathered(share, attended, heads * d)?;
     w.linear(
         attended,
         &names.o(layer),
@@ -149,8 +138,12 @@ pub(super) fn feed_forward(
 ) -> Result<Value, BuildError> {
     let (names, hidden) = (w.names, w.config.hidden);
     let intermediate = w.config.intermediate;
-    let gate = w.linear(normed, &names.gate(layer), None, intermediate, hidden)?;
-    let up = w.linear(normed, &names.up(layer), None, intermediate, hidden)?;
+    let share = w.shape.share;
+    let gate = names.gate(layer);
+    let gate = w.linear_part(share, normed, &gate, None, intermediate, hidden)?;
+    let up = names.up(layer);
+    let up = w.linear_part(share, normed, &up, None, intermediate, hidden)?;
     let inner = through(&mut w.builder, gate, up)?;
+    let inner = w.gathered(share, inner, intermediate)?;
     w.linear(inner, &names.down(layer), None, hidden, intermediate)
 }

@@ -2,6 +2,7 @@
 
 mod caches;
 mod follow;
+mod others;
 mod placed;
 mod shape;
 mod tap;
@@ -23,6 +24,7 @@ use hotcell_proto::plan_part::PlanPart;
 use caches::Caches;
 use follow::Follower;
 pub use follow::{EACH, GIVES_WAY, give_way};
+pub use others::{Order, Others};
 use placed::Placed;
 pub use placed::{Keeping, Keeps};
 use shape::check_cache;
@@ -50,6 +52,7 @@ fn bytes_besides_cache(
     } = source;
     let dry = PlanHints {
         allocate: false,
+        together: shape.share.members > 1,
         ..PlanHints::default()
     };
     let kinds = config.kinds();
@@ -184,6 +187,8 @@ pub struct Runner {
     tells: Option<Writer>,
     /// Notes what plans do, while somebody wants to know.
     follower: Option<Follower>,
+    /// Who has to do the same.
+    others: Option<Box<dyn Others>>,
 }
 
 impl Runner {
@@ -218,6 +223,10 @@ impl Runner {
             config, weights, ..
         } = source;
         check_cache(config, shape.cache_dtype)?;
+        let hints = &PlanHints {
+            together: shape.share.members > 1,
+            ..*hints
+        };
         let pattern = pattern(source, &shape);
         let (body, head, ending) = (body(pattern)?, head(pattern)?, ending(pattern)?);
         let i32s = |what: &str, n: usize| device.allocate(what, n * 4);
@@ -252,10 +261,13 @@ impl Runner {
             for (i, from) in sourced.sources.iter().enumerate() {
                 progressed();
                 let buffer = match from {
-                    Source::Weight(_) | Source::Stack(_) => placed.buffer(from, progressed)?,
-                    Source::Vector(name) => f32_buffer(device, name, &vector(weights, name)?)?,
+                    Source::Weight { .. } | Source::Stack(_) => placed.buffer(from, progressed)?,
+                    Source::Vector { name, elements } => {
+                        let values = vector(weights, name, elements.as_ref())?;
+                        f32_buffer(device, name, &values)?
+                    }
                     Source::OneAnd(name) => {
-                        let mut values = vector(weights, name)?;
+                        let mut values = vector(weights, name, None)?;
                         values.iter_mut().for_each(|value| *value += 1.0);
                         f32_buffer(device, name, &values)?
                     }
@@ -277,7 +289,7 @@ impl Runner {
                 if matches!(graph, Part::Body) {
                     inputs.push(buffer);
                 }
-                if let Source::Weight(name) = from
+                if let Source::Weight { name, rows: None } = from
                     && plan.bind_packed(slot, None, 0)?
                 {
                     packable.push(Packable {
@@ -324,6 +336,7 @@ impl Runner {
             tapping: false,
             tells: None,
             follower: None,
+            others: None,
         };
         Ok((runner, keeps))
     }
@@ -426,18 +439,29 @@ impl Runner {
         blocks: &[u32],
     ) -> Result<(), DeviceError> {
         let width = self.shape.blocks_per_sequence();
-        let fits = sequence < self.shape.max_sequences && first + blocks.len() <= width;
-        let Some(of) = self.rows.kinds.get(kind).filter(|_| fits) else {
+        let fits = sequence < self.shape.max_sequences
+            && first.saturating_add(blocks.len()) <= width
+            && kind < self.rows.kinds.len();
+        if !fits {
             return Err(DeviceError::Binding(format!(
                 "no table {sequence} of kind {kind} with {first}+ blocks"
             )));
+        }
+        let order = Order::Table {
+            kind,
+            sequence,
+            first,
+            blocks,
         };
-        self.scratch.clear();
-        // A block that there is not is refused by every kernel.
-        let blocks = blocks.iter().map(|&b| i32::try_from(b).unwrap_or(-1));
-        self.scratch.extend(blocks);
-        let at = sequence * width + first;
-        of.tables.write_i32(at, &self.scratch)
+        self.together(&order, |own| {
+            own.scratch.clear();
+            // A block that there is not is refused by every kernel.
+            let blocks = blocks.iter().map(|&b| i32::try_from(b).unwrap_or(-1));
+            own.scratch.extend(blocks);
+            let at = sequence * width + first;
+            let of = own.rows.kinds.get(kind);
+            of.map_or(Ok(()), |of| of.tables.write_i32(at, &own.scratch))
+        })
     }
 
     /// Copies all that is in a block of a kind of layers.
@@ -445,7 +469,8 @@ impl Runner {
     /// # Errors
     /// When there are no such blocks.
     pub fn copy_block(&mut self, kind: usize, from: u32, to: u32) -> Result<(), DeviceError> {
-        self.caches.copy(kind, from, to)
+        let order = Order::Copy { kind, from, to };
+        self.together(&order, |own| own.caches.copy(kind, from, to))
     }
 
     /// Zeroes a block of a kind of layers.
@@ -453,7 +478,8 @@ impl Runner {
     /// # Errors
     /// When there is no such block.
     pub fn wipe_block(&mut self, kind: usize, block: u32) -> Result<(), DeviceError> {
-        self.caches.wipe(kind, block)
+        let order = Order::Wipe { kind, block };
+        self.together(&order, |own| own.caches.wipe(kind, block))
     }
 
     /// All that is in a block of a kind of layers: layer by layer, its keys, then its values.
@@ -485,6 +511,13 @@ impl Runner {
     /// # Errors
     /// When there are too many of them, or an index is out of range.
     pub fn step(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
+        self.together(&Order::Step { rows, picks }, |own| {
+            own.step_here(rows, picks)
+        })
+    }
+
+    /// This process's part of a step.
+    fn step_here(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
         let RowBuffers {
             tokens,
             positions,
@@ -539,10 +572,12 @@ impl Runner {
         if rows.is_empty() {
             return Ok(());
         }
-        Self::fill(&mut self.scratch, &self.rows.picks, rows.iter().copied())?;
-        tell(self.tells, PlanPart::States);
-        self.stream.execute(self.ending.as_mut(), rows.len())?;
-        self.stream.synchronize()
+        self.together(&Order::States { rows }, |own| {
+            Self::fill(&mut own.scratch, &own.rows.picks, rows.iter().copied())?;
+            tell(own.tells, PlanPart::States);
+            own.stream.execute(own.ending.as_mut(), rows.len())?;
+            own.stream.synchronize()
+        })
     }
 
     /// The `i`-th of the states that [`Runner::finish_states`] computed.

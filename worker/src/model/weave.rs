@@ -1,6 +1,9 @@
 //! What architectures weave their graphs with: a builder that finds weights and remembers where inputs come from.
 
+use std::ops::Range;
+
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, Shape, TensorSpec, Value};
+use hotcell_kernels::communicator::Share;
 
 use super::{config::ModelConfig, run::RunShape};
 use crate::{
@@ -11,12 +14,22 @@ use crate::{
 /// Where the bytes of a graph's input come from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Source {
-    /// A weight, in place in its file.
-    Weight(String),
+    /// A weight, or some rows of it, in place in its file.
+    Weight {
+        /// Its name.
+        name: String,
+        /// Which rows; none: all.
+        rows: Option<Range<usize>>,
+    },
     /// Weights of one shape and dtype, copied together one after another.
     Stack(Vec<String>),
-    /// A small weight (norm, bias) converted to f32.
-    Vector(String),
+    /// A small weight (norm, bias), or some elements of it, converted to f32.
+    Vector {
+        /// Its name.
+        name: String,
+        /// Which elements; none: all.
+        elements: Option<Range<usize>>,
+    },
     /// The same plus one: a norm whose file holds what is over one.
     OneAnd(String),
     /// The inverse frequencies of the positions.
@@ -111,7 +124,11 @@ impl<'a> Weaver<'a> {
     /// A weight of this shape, in place.
     pub fn weight(&mut self, name: &str, shape: &[usize]) -> Result<Value, BuildError> {
         let dtype = self.weights.expect(name, shape)?.dtype;
-        self.constant(Source::Weight(name.to_owned()), name, dtype, shape)
+        let source = Source::Weight {
+            name: name.to_owned(),
+            rows: None,
+        };
+        self.constant(source, name, dtype, shape)
     }
 
     /// Weights of this shape and one dtype, one after another: `[names, shape]`.
@@ -183,7 +200,8 @@ impl<'a> Weaver<'a> {
         Ok(self.builder.literal(DType::F32, Shape::default(), &bytes)?)
     }
 
-    /// `x @ wᵀ (+ bias)`.
+    /// `x @ wᵀ (+ bias)`, `[rows, n]`. Where other members of a communicator compute the model as well, each computes its
+    /// part, which is then given to all.
     pub fn linear(
         &mut self,
         x: Value,
@@ -192,14 +210,46 @@ impl<'a> Weaver<'a> {
         n: usize,
         k: usize,
     ) -> Result<Value, BuildError> {
-        let w = self.weight(weight, &[n, k])?;
+        let share = self.shape.share;
+        let y = self.linear_part(share, x, weight, bias, n, k)?;
+        self.gathered(share, y, n)
+    }
+
+    /// A member's part of [`Weaver::linear`]: `[rows, share of n]`.
+    pub fn linear_part(
+        &mut self,
+        share: Share,
+        x: Value,
+        weight: &str,
+        bias: Option<&str>,
+        n: usize,
+        k: usize,
+    ) -> Result<Value, BuildError> {
+        let (part, own) = (share.of(n), share.divides(n).then(|| share.range(n)));
+        let dtype = self.weights.expect(weight, &[n, k])?.dtype;
+        let source = Source::Weight {
+            name: weight.to_owned(),
+            rows: own.clone(),
+        };
+        let w = self.constant(source, weight, dtype, &[part, k])?;
         let y = self.builder.mul_mat(x, w)?;
-        match bias {
-            Some(name) => {
-                let b = self.vector(Source::Vector(name.to_owned()), name, n)?;
-                Ok(self.builder.add(y, b)?)
-            }
-            None => Ok(y),
+        let Some(bias) = bias else {
+            return Ok(y);
+        };
+        self.weights.expect(bias, &[n])?;
+        let source = Source::Vector {
+            name: bias.to_owned(),
+            elements: own,
+        };
+        let b = self.constant(source, bias, DType::F32, &[part])?;
+        Ok(self.builder.add(y, b)?)
+    }
+
+    /// What all members have of `n` columns, of which `part` is one member's share.
+    pub fn gathered(&mut self, share: Share, part: Value, n: usize) -> Result<Value, BuildError> {
+        match share.divides(n) {
+            true => Ok(self.builder.all_gather(part, share.members as i64)?),
+            false => Ok(part),
         }
     }
 
@@ -207,7 +257,10 @@ impl<'a> Weaver<'a> {
     pub fn norm(&mut self, x: Value, weight: &str, n: usize) -> Result<Value, BuildError> {
         let source = match self.config.norms_less_one {
             true => Source::OneAnd(weight.to_owned()),
-            false => Source::Vector(weight.to_owned()),
+            false => Source::Vector {
+                name: weight.to_owned(),
+                elements: None,
+            },
         };
         let w = self.vector(source, weight, n)?;
         let eps = f64::from(self.config.rms_eps);

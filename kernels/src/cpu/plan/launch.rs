@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     ops::Range,
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
@@ -13,6 +13,7 @@ use hotcell_graph::{DType, TensorSpec};
 
 use crate::{
     backend::{DeviceError, Trail},
+    communicator::Communicator,
     cpu::{matmul::pack, path::CpuPath},
     memory,
 };
@@ -306,6 +307,8 @@ pub(crate) struct Launcher {
     /// Bytes that a kernel uses per part while it runs.
     pub(super) workspace: usize,
     shared: HashMap<(&'static str, Vec<Reg>), Reg>,
+    /// Who executes the plan as well, at the same time.
+    pub communicator: Option<Arc<Communicator>>,
     /// Rows at most.
     pub max_rows: usize,
     /// Instruction path.
@@ -322,6 +325,7 @@ impl Launcher {
             origin: Origin::NONE,
             workspace: 0,
             shared: HashMap::new(),
+            communicator: None,
             max_rows,
             path,
             parts,

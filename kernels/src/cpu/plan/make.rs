@@ -1,6 +1,6 @@
 //! Making the steps of a graph: all of a plan but its memory, on whatever thread.
 
-use std::{any::Any, collections::HashMap, ops::Range};
+use std::{any::Any, collections::HashMap, ops::Range, sync::Arc};
 
 use hotcell_graph::{
     Dim, Graph, TensorSpec, Value,
@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{
     backend::{DeviceError, Trail},
+    communicator::Communicator,
     cpu::{
         NAME,
         elementwise::{Builder, Extent, Pattern},
@@ -233,12 +234,13 @@ impl Maker<'_> {
 }
 
 /// What the steps of a device's plans depend on besides their graphs.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct CpuPlanner {
     pub path: CpuPath,
     /// Compute threads of the device.
     pub threads: usize,
     pub trail: Option<Trail>,
+    pub communicator: Option<Arc<Communicator>>,
 }
 
 /// A plan that has no memory yet.
@@ -302,6 +304,9 @@ impl CpuPlanner {
             regs: HashMap::from([(Value::Absent, Reg::ABSENT)]),
             graph: &graph,
         };
+        if hints.together {
+            maker.launcher.communicator = self.communicator.clone();
+        }
         let mut inputs = Vec::with_capacity(graph.inputs().len());
         for (i, input) in graph.inputs().iter().enumerate() {
             inputs.push(maker.input(i, &input.spec)?);

@@ -1,5 +1,7 @@
 //! Ops that put tensors together or take them apart.
 
+use hotcell_proto::limits;
+
 use crate::{
     graph::{GraphBuilder, GraphError, Value},
     op::{
@@ -22,6 +24,12 @@ ops! {
     /// `x` cut along `axis` into parts of these sizes, which are all of it.
     split(x; sizes: Ints(0, 1 << 40), axis: Int(-8, 7)) -> many
     { shapes: "sizes[i] at axis, which is not the row dimension", dtypes: "all but block types", effect: Effect::None, infer: split_spec, decompose: Some(split_of_parts) }
+
+    /// What the members of a communicator have as `x`, one after another along its last axis, in the order of their ranks (the
+    /// all-gather of MPI and NCCL). All of them execute it at the same place of their graphs, with as many rows. A device
+    /// refuses it that is not one of so many members, and in graphs of clients; with one member it is `x`.
+    all_gather(x; members: Int(1, limits::MAX_MEMBERS as i64)) -> one
+    { shapes: "x, members times as long along the last axis, which is not the row dimension", dtypes: "all but block types", effect: Effect::None, infer: all_gather_spec, decompose: Some(all_gather_of_one) }
 }
 
 fn tensors<'a>(call: &Call<'a>) -> Result<Vec<&'a TensorSpec>, GraphError> {
@@ -99,6 +107,28 @@ fn split_spec(call: &Call<'_>) -> Specs {
         parts.extend(rules::one(call, x.dtype, dims)?);
     }
     Ok(parts)
+}
+
+fn all_gather_spec(call: &Call<'_>) -> Specs {
+    let (x, members) = (rules::plain(call, 0)?, rules::size(call, call.int(0)?)?);
+    let mut dims = x.shape.dims().to_vec();
+    let Some(last) = dims.last_mut() else {
+        return Err(call.error("x must have an axis"));
+    };
+    let part = rules::size_of(call, *last, "gathered")?;
+    let whole = part.checked_mul(members);
+    *last = Dim::Fixed(whole.ok_or_else(|| call.error("its result is too large"))?);
+    rules::one(call, x.dtype, dims)
+}
+
+fn all_gather_of_one(_: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute]) -> Values {
+    match (inputs, attributes) {
+        (&[x], &[Attribute::Int(1)]) => Ok(vec![x]),
+        _ => Err(GraphError::Op {
+            op: all_gather.name,
+            what: "this device is in no communicator".to_owned(),
+        }),
+    }
 }
 
 fn stack_of_parts(graph: &mut GraphBuilder, inputs: &[Value], attributes: &[Attribute]) -> Values {

@@ -1,6 +1,6 @@
 //! Where a model's weights are: each by itself, or all in device memory that outlives this process.
 
-use std::{collections::HashMap, rc::Rc};
+use std::{collections::HashMap, ops::Range, rc::Rc};
 
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion},
@@ -15,7 +15,7 @@ use super::{
     },
     RunError, WeightRegion,
 };
-use crate::weights::{ModelSource, Weights};
+use crate::weights::{ModelSource, Weight, Weights};
 
 /// What is wanted of device memory that outlives this process.
 #[derive(Debug, Default)]
@@ -56,8 +56,11 @@ pub(super) struct Placed<'a> {
 /// What a weight goes by; none of what is computed anew every time.
 fn key(source: &Source) -> Option<String> {
     match source {
-        Source::Weight(name) => Some(name.clone()),
         // No name has a line's end in it, or this is one of its own.
+        Source::Weight { name, rows } => Some(match rows {
+            None => name.clone(),
+            Some(rows) => format!("{name}\n{}..{}", rows.start, rows.end),
+        }),
         Source::Stack(names) => Some(names.join("\n")),
         _ => None,
     }
@@ -66,7 +69,7 @@ fn key(source: &Source) -> Option<String> {
 fn bytes(weights: &Weights, source: &Source) -> Result<usize, RunError> {
     match source {
         Source::Stack(names) => stack_bytes(weights, names),
-        Source::Weight(name) => stack_bytes(weights, std::slice::from_ref(name)),
+        Source::Weight { name, rows } => Ok(weight(weights, name, rows.as_ref())?.range.len()),
         _ => Ok(0),
     }
 }
@@ -166,6 +169,18 @@ impl<'a> Placed<'a> {
     }
 }
 
+/// A weight, or some rows of it.
+fn weight(weights: &Weights, name: &str, rows: Option<&Range<usize>>) -> Result<Weight, RunError> {
+    let whole = weights.get(name).map_err(BuildError::Model)?;
+    match rows {
+        None => Ok(whole.clone()),
+        Some(rows) => whole.rows(rows.clone()).ok_or_else(|| {
+            let (all, what) = (&whole.shape, format!("rows {rows:?} of {name}"));
+            DeviceError::Binding(format!("{what}, which is {all:?}")).into()
+        }),
+    }
+}
+
 /// The bytes of a weight in place, or of several in a copy.
 fn region(
     weights: &Weights,
@@ -174,8 +189,8 @@ fn region(
 ) -> Result<Rc<dyn HostRegion>, RunError> {
     match source {
         Source::Stack(names) => stack(weights, names, progressed),
-        Source::Weight(name) => {
-            let weight = weights.get(name).map_err(BuildError::Model)?.clone();
+        Source::Weight { name, rows } => {
+            let weight = weight(weights, name, rows.as_ref())?;
             Ok(Rc::new(WeightRegion(weight)))
         }
         _ => Err(no_weight()),

@@ -1,7 +1,10 @@
 //! The sizes that a model is run with, and how much of its memory each kind of cache blocks has.
 
 use hotcell_graph::DType;
-use hotcell_kernels::backend::{Device, DeviceError};
+use hotcell_kernels::{
+    backend::{Device, DeviceError},
+    communicator::Share,
+};
 
 use super::{RunError, bytes_besides_cache};
 use crate::{model::config::ModelConfig, weights::ModelSource};
@@ -39,6 +42,8 @@ pub struct RunShape {
     pub window_blocks: usize,
     /// How the cache stores numbers.
     pub cache_dtype: DType,
+    /// Which part of the model is computed here: of the heads, and of what every other matrix gives.
+    pub share: Share,
 }
 
 /// Bytes that a model takes besides its weights.
@@ -156,6 +161,7 @@ impl RunShape {
             blocks: blocks[0],
             window_blocks: blocks[1],
             cache_dtype,
+            share: Share::default(),
         }
     }
 

@@ -1,0 +1,307 @@
+//! Processes of one host that compute one model together, and the memory in which they give each other their parts.
+
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+};
+
+use crate::{
+    backend::{DeviceError, SharedRegion, lose},
+    memory::ALIGNMENT,
+};
+
+/// Bytes that a member gives the others at a time.
+const PIECE: usize = 1 << 20;
+
+/// How often a member looks for the others without a pause, then with one, before it asks whether they are still there.
+const SPINS: u32 = 1 << 14;
+const YIELDS: u32 = 64;
+
+/// Which part of something a member has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Share {
+    /// The member's number, below `members`.
+    pub rank: usize,
+    /// How many there are.
+    pub members: usize,
+}
+
+/// All of it.
+impl Default for Share {
+    fn default() -> Self {
+        Self {
+            rank: 0,
+            members: 1,
+        }
+    }
+}
+
+impl Share {
+    /// The member's part of `n` things, if all parts can be equal; else all of them.
+    pub fn of(self, n: usize) -> usize {
+        match self.divides(n) {
+            true => n / self.members,
+            false => n,
+        }
+    }
+
+    /// Which of `n` things are the member's.
+    pub fn range(self, n: usize) -> Range<usize> {
+        let first = match self.divides(n) {
+            true => self.rank * self.of(n),
+            false => 0,
+        };
+        first..first + self.of(n)
+    }
+
+    /// Whether `n` things have as many equal parts.
+    pub fn divides(self, n: usize) -> bool {
+        self.members > 1 && n.is_multiple_of(self.members)
+    }
+}
+
+/// A member's end of the memory that all share. They meet at every piece, so a member that reads one has been given
+/// it, and nobody overwrites it before all have met once more: pieces lie in two places in turns.
+pub struct Communicator {
+    share: Share,
+    memory: Box<dyn SharedRegion + Send + Sync>,
+    /// How often this member has met the others.
+    met: AtomicU64,
+    /// Whether the others are still there.
+    alive: Box<dyn Fn() -> bool + Send + Sync>,
+}
+
+impl Communicator {
+    /// Bytes of the memory that so many members share: zeroes, at first.
+    pub const fn bytes(members: usize) -> usize {
+        members * (ALIGNMENT + 2 * PIECE)
+    }
+
+    /// The end of one member. `alive` is asked now and then while it waits for the others.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`] when the memory is too small or not aligned to a cache line, or there is no such member.
+    pub fn new(
+        share: Share,
+        memory: Box<dyn SharedRegion + Send + Sync>,
+        alive: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Result<Self, DeviceError> {
+        let (start, len) = memory.span();
+        if share.rank >= share.members
+            || len < Self::bytes(share.members)
+            || !start.addr().is_multiple_of(ALIGNMENT)
+        {
+            return Err(DeviceError::Binding(format!(
+                "{len} bytes are not the memory of member {} of {}",
+                share.rank, share.members
+            )));
+        }
+        Ok(Self {
+            share,
+            memory,
+            met: AtomicU64::new(0),
+            alive: Box::new(alive),
+        })
+    }
+
+    /// Which member it is of how many.
+    pub fn share(&self) -> Share {
+        self.share
+    }
+
+    /// How often a member has met the others, as all can see.
+    fn arrived(&self, rank: usize) -> &AtomicU64 {
+        let (start, _) = self.memory.span();
+        // SAFETY: `new` has seen that a cache line of each member lies at the beginning, aligned. It is only used as an atomic
+        // by all processes, and stays while `self` lives.
+        unsafe { &*start.add(rank * ALIGNMENT).cast::<AtomicU64>() }
+    }
+
+    /// Where the piece of a member lies that is given in the meeting after `met`.
+    fn piece(&self, met: u64, rank: usize) -> *mut u8 {
+        let (start, _) = self.memory.span();
+        let place = (met % 2) as usize * self.share.members + rank;
+        // SAFETY: `new` has seen that there are two pieces of each member behind the cache lines.
+        unsafe { start.add(self.share.members * ALIGNMENT + place * PIECE) }
+    }
+
+    /// Waits until all others are at the meeting after `met`.
+    fn meet(&self, met: u64) -> Result<(), DeviceError> {
+        self.arrived(self.share.rank)
+            .store(met + 1, Ordering::Release);
+        for rank in 0..self.share.members {
+            let mut looks = 0u32;
+            while self.arrived(rank).load(Ordering::Acquire) <= met {
+                looks = looks.wrapping_add(1);
+                if looks < SPINS {
+                    std::hint::spin_loop();
+                } else {
+                    thread::yield_now();
+                    if looks.is_multiple_of(YIELDS) && !(self.alive)() {
+                        lose("another member of its communicator is gone");
+                        return Err(DeviceError::Failed {
+                            backend: "cpu",
+                            op: "all_gather",
+                            why: "another member of its communicator is gone".to_owned(),
+                        });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the others `rows` rows of `width` bytes each at `mine`, and puts those of all members, row by row one
+    /// after another, to `all`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`] when another member is gone.
+    ///
+    /// # Safety
+    /// There are so many bytes to read at `mine`, and as many times as there are members to write at `all`, and nobody else
+    /// touches them meanwhile. No other thread is in here.
+    pub unsafe fn all_gather(
+        &self,
+        mine: *const u8,
+        all: *mut u8,
+        rows: usize,
+        width: usize,
+    ) -> Result<(), DeviceError> {
+        let Share { rank, members } = self.share;
+        let total = rows * width;
+        let mut at = 0;
+        while at < total {
+            let n = PIECE.min(total - at);
+            let met = self.met.load(Ordering::Relaxed);
+            // SAFETY: the piece has room for `n`, nobody reads it before the meeting, and those who read what was
+            // there two meetings ago had done so when they came to the last one.
+            unsafe { std::ptr::copy_nonoverlapping(mine.add(at), self.piece(met, rank), n) };
+            self.meet(met)?;
+            self.met.store(met + 1, Ordering::Relaxed);
+            for of in 0..members {
+                let piece = self.piece(met, of);
+                // By rows, of which the first and the last may be cut.
+                let mut done = 0;
+                while done < n {
+                    let (row, column) = ((at + done) / width, (at + done) % width);
+                    let len = (width - column).min(n - done);
+                    let to = (row * members + of) * width + column;
+                    // SAFETY: its member wrote it before it came to the meeting, and `to + len` is at most all rows of all.
+                    unsafe { std::ptr::copy_nonoverlapping(piece.add(done), all.add(to), len) };
+                    done += len;
+                }
+            }
+            at += n;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    /// Zeroes that threads share as processes would.
+    #[derive(Clone)]
+    struct Shared(Arc<crate::host::Staging>);
+
+    // SAFETY: the memory is the value's own; nobody has a reference into it.
+    unsafe impl SharedRegion for Shared {
+        fn span(&self) -> (*mut u8, usize) {
+            (self.0.0.start(), self.0.0.bytes())
+        }
+    }
+
+    fn members(count: usize) -> Vec<Communicator> {
+        let memory = crate::host::Staging::new("a test", Communicator::bytes(count)).unwrap();
+        let memory = Shared(Arc::new(memory));
+        let member = |rank| {
+            let share = Share {
+                rank,
+                members: count,
+            };
+            Communicator::new(share, Box::new(memory.clone()), || true).unwrap()
+        };
+        (0..count).map(member).collect()
+    }
+
+    /// What a member gives at a place of a meeting.
+    fn byte(meeting: usize, rank: usize, at: usize) -> u8 {
+        (meeting * 31 + rank * 97 + at * 7) as u8
+    }
+
+    #[test]
+    fn each_member_has_all_rows_of_all_whatever_their_size() {
+        // None, small ones, pieces that end in the middle of a row, and rows that are longer than a piece.
+        let whole = match cfg!(miri) {
+            true => vec![(0, 4), (3, 5)],
+            false => vec![(0, 4), (3, 5), (1, PIECE), (700, 4100), (3, PIECE + 9)],
+        };
+        for count in [1, 2, 3] {
+            thread::scope(|scope| {
+                for member in members(count) {
+                    let sizes = whole.clone();
+                    scope.spawn(move || {
+                        let rank = member.share().rank;
+                        for (meeting, (rows, width)) in
+                            sizes.into_iter().cycle().take(20).enumerate()
+                        {
+                            let bytes = rows * width;
+                            let mine: Vec<u8> =
+                                (0..bytes).map(|at| byte(meeting, rank, at)).collect();
+                            let mut all = vec![0; bytes * count];
+                            // SAFETY: both are as long as that, and this thread's.
+                            unsafe {
+                                member.all_gather(mine.as_ptr(), all.as_mut_ptr(), rows, width)
+                            }
+                            .unwrap();
+                            for (place, found) in all.into_iter().enumerate() {
+                                let (row, column) = (place / width / count, place % width);
+                                let of = place / width % count;
+                                assert_eq!(found, byte(meeting, of, row * width + column));
+                            }
+                        }
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn who_waits_for_one_that_is_gone_is_told() {
+        let memory = crate::host::Staging::new("a test", Communicator::bytes(2)).unwrap();
+        let share = Share {
+            rank: 0,
+            members: 2,
+        };
+        let member =
+            Communicator::new(share, Box::new(Shared(Arc::new(memory))), || false).unwrap();
+        let mut all = [0; 8];
+        // SAFETY: four bytes to read, eight to write.
+        let gathered = unsafe { member.all_gather([1; 4].as_ptr(), all.as_mut_ptr(), 1, 4) };
+        assert!(matches!(gathered, Err(DeviceError::Failed { .. })));
+    }
+
+    #[test]
+    fn memory_that_is_too_small_is_refused() {
+        let memory = crate::host::Staging::new("a test", Communicator::bytes(2) - 1).unwrap();
+        let share = Share {
+            rank: 0,
+            members: 2,
+        };
+        let member = Communicator::new(share, Box::new(Shared(Arc::new(memory))), || true);
+        assert!(matches!(member, Err(DeviceError::Binding(_))));
+    }
+
+    #[test]
+    fn parts_are_equal_or_all() {
+        let half = Share {
+            rank: 1,
+            members: 2,
+        };
+        assert_eq!((half.of(6), half.of(7), Share::default().of(6)), (3, 7, 6));
+        assert_eq!((half.range(6), half.range(7)), (3..6, 0..7));
+    }
+}

@@ -1,0 +1,195 @@
+//! Workers of several processes, each of which computes a part of every model: the same bits as one process, and to
+//! those outside one worker, whichever of them dies.
+
+#![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
+
+use std::time::{Duration, Instant};
+
+use hotcell_client::{Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt};
+use hotcell_tests::{
+    cluster::{Cluster, SOON, all_have, children, counted, golden, kjv, lives, signal_pid},
+    options::{drawn, greedy},
+};
+use rustix::process::Signal;
+
+const TOKENS: u32 = 24;
+
+/// Every family, biases, one key head that nobody can share, caps, windows, experts, and blocks of several kinds.
+const MODELS: [&str; 10] = [
+    "llama2",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "gemma3-cap",
+    "qwen3_moe",
+    "gguf/llama-k.gguf",
+    "gguf/llama3-q4_0.gguf",
+    "gguf/llama3-q8_0.gguf",
+];
+
+fn ids(count: u32) -> Prompt {
+    Prompt::Ids((0..count).map(|i| 5 + i * 7 % 250).collect())
+}
+
+async fn complete(client: &Client, prompt: &Prompt, options: &GenerateOptions) -> Completion {
+    let stream = client.generate(prompt.clone(), options.clone()).await;
+    stream.unwrap().complete().await.unwrap()
+}
+
+fn assert_same(got: &Completion, alone: &Completion, what: &str) {
+    assert_eq!(got.token_ids, alone.token_ids, "{what}");
+    assert_eq!(got.text, alone.text, "{what}");
+    assert_eq!(got.logprobs, alone.logprobs, "{what}");
+    assert_eq!(got.accepted.numerics, alone.accepted.numerics, "{what}");
+    assert_eq!(counted(&got.finished), counted(&alone.finished), "{what}");
+}
+
+/// Answers of one model: short and long prompts, several at once that share one, and an embedding.
+async fn answers(client: &Client, model: &str) -> (Vec<Completion>, Vec<f32>) {
+    let of = |options: GenerateOptions| GenerateOptions {
+        model: model.to_owned(),
+        logprobs: true,
+        top_logprobs: 3,
+        ..options
+    };
+    let mut all = vec![
+        complete(client, &ids(5), &of(greedy(TOKENS))).await,
+        // More than one step of a prompt.
+        complete(client, &ids(150), &of(drawn(TOKENS, 7))).await,
+    ];
+    let together = (0..3).map(|branch| {
+        let (client, options) = (client.clone(), of(drawn(TOKENS, 3)));
+        let options = GenerateOptions { branch, ..options };
+        tokio::spawn(async move { complete(&client, &ids(37), &options).await })
+    });
+    for answer in together.collect::<Vec<_>>() {
+        all.push(answer.await.unwrap());
+    }
+    let options = EmbedOptions {
+        model: model.to_owned(),
+        mean: true,
+        ..EmbedOptions::default()
+    };
+    let embedded = client.embed([ids(40)], options).await.unwrap();
+    (all, embedded.embeddings[0].values.clone())
+}
+
+#[tokio::test]
+async fn members_compute_the_bits_of_one_process() {
+    let mut alone: Vec<(Vec<Completion>, Vec<f32>)> = Vec::new();
+    for members in [1, 2, 4] {
+        let cluster = Cluster::ready_with(&["--tensor-parallel", &members.to_string()])
+            .await
+            .unwrap();
+        let client = cluster.client().await.unwrap();
+        let worker = cluster.workers(|w| w.len() == 1).await.unwrap()[0].pid;
+        assert_eq!(children(worker).unwrap().len() + 1, members);
+        for (i, model) in MODELS.into_iter().enumerate() {
+            let path = golden(model);
+            client
+                .load(&model_name(i), path.to_str().unwrap())
+                .await
+                .unwrap();
+            let got = answers(&client, &model_name(i)).await;
+            match alone.get(i) {
+                None => alone.push(got),
+                Some((completions, embedding)) => {
+                    let what = format!("{model}, {members} members");
+                    assert_eq!(got.1.len(), embedding.len());
+                    assert_eq!(&got.1, embedding, "{what}");
+                    for (got, alone) in got.0.iter().zip(completions) {
+                        assert_same(got, alone, &what);
+                    }
+                }
+            }
+        }
+        // Forgotten by all, and loaded again.
+        client.unload(&model_name(0)).await.unwrap();
+        let path = golden(MODELS[0]);
+        client
+            .load(&model_name(0), path.to_str().unwrap())
+            .await
+            .unwrap();
+        let again = answers(&client, &model_name(0)).await;
+        assert_same(&again.0[0], &alone[0].0[0], "loaded again");
+    }
+}
+
+fn model_name(i: usize) -> String {
+    format!("m{i}")
+}
+
+async fn kjv_cluster(members: &str) -> Cluster {
+    let arguments = [
+        "--restart-budget",
+        "1000",
+        "--restart-backoff",
+        "1ms",
+        "--restart-backoff-max",
+        "5ms",
+        "--tensor-parallel",
+        members,
+    ];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    cluster
+}
+
+#[tokio::test]
+async fn a_stream_goes_on_whichever_member_dies() {
+    let cluster = kjv_cluster("3").await;
+    let client = cluster.client().await.unwrap();
+    let options = drawn(200, 9);
+    let prompt = Prompt::from("In the beginning");
+    let calm = complete(&client, &prompt, &options).await;
+    assert_eq!(calm.finished.deaths_survived, 0);
+    for rank in 0..3 {
+        let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
+        let all = [vec![leader], children(leader).unwrap()].concat();
+        assert_eq!(all.len(), 3);
+        let mut stream = client
+            .generate(prompt.clone(), options.clone())
+            .await
+            .unwrap();
+        let mut tokens = Vec::new();
+        while let Some(event) = stream.next().await {
+            if let Event::Delta(delta) = event.unwrap() {
+                tokens.extend(delta.token_ids);
+                if tokens.len() == 3 {
+                    signal_pid(all[rank], Signal::KILL).unwrap();
+                }
+            }
+        }
+        assert_eq!(tokens, calm.token_ids, "member {rank} died");
+        cluster
+            .workers(|w| all_have("kjv")(w) && w[0].pid != leader)
+            .await
+            .unwrap();
+        // Nobody is left of those that were.
+        let begun = Instant::now();
+        while all.iter().any(|pid| lives(*pid)) {
+            assert!(begun.elapsed() < SOON, "{all:?}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_member_that_dies_while_nobody_asks_for_anything_is_replaced() {
+    let cluster = kjv_cluster("2").await;
+    let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
+    let member = children(leader).unwrap()[0];
+    signal_pid(member, Signal::SEGV).unwrap();
+    cluster
+        .workers(|w| all_have("kjv")(w) && w[0].pid != leader)
+        .await
+        .unwrap();
+    let log = cluster.scheduler.log();
+    assert!(log.contains("member 1 of 2 is gone"), "{log}");
+    let client = cluster.client().await.unwrap();
+    let answer = complete(&client, &Prompt::from("In the beginning"), &greedy(5)).await;
+    assert_eq!(answer.token_ids.len(), 5);
+}

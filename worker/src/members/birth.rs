@@ -1,0 +1,175 @@
+//! The processes, and what connects them.
+
+use std::{
+    io,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    sync::Arc,
+};
+
+use hotcell_ipc::{
+    descriptors::descriptor_pair,
+    memory::{SharedMapping, shared_memory},
+};
+use hotcell_kernels::{
+    backend::{DeviceError, SharedRegion},
+    communicator::{Communicator, Share},
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// The memory of a communicator.
+#[derive(Clone)]
+struct Memory(Arc<SharedMapping>);
+
+// SAFETY: mapped for as long as the value lives, and nobody makes references into it but to the counters, which all use
+// as atomics.
+unsafe impl SharedRegion for Memory {
+    fn span(&self) -> (*mut u8, usize) {
+        (self.0.start(), self.0.len())
+    }
+}
+
+/// A way from the leader to a member.
+pub(super) struct Link {
+    /// What is to be done goes there, and what became of it comes back.
+    pub orders: UnixStream,
+    /// Models' files go there.
+    pub files: OwnedFd,
+}
+
+/// What the leader has of the others.
+pub struct Leads {
+    memory: Memory,
+    pub(super) links: Vec<Link>,
+}
+
+/// What a member has.
+pub struct Member {
+    memory: Memory,
+    share: Share,
+    pub(super) link: Link,
+}
+
+/// On which side of a [`fork`] this process is.
+pub enum Side {
+    /// It is who forked.
+    Leader(Leads),
+    /// It is one of those that were made.
+    Member(Member),
+}
+
+/// Whether the other end of a connection is gone.
+pub(super) fn is_over(link: &UnixStream) -> bool {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let mut polled = [PollFd::new(link, PollFlags::empty())];
+    matches!(poll(&mut polled, Some(&now)), Ok(1..))
+}
+
+/// Makes the other members of a communicator, in all so many, as children that do not outlive this process. It must be
+/// the only thread.
+///
+/// # Errors
+/// What the system refuses.
+pub fn fork(members: usize) -> io::Result<Side> {
+    let memory = shared_memory("communicator", Communicator::bytes(members) as u64)?;
+    let memory = Memory(Arc::new(SharedMapping::of_memory(&memory)?));
+    let mut links = Vec::new();
+    for rank in 1..members {
+        let (ours, orders) = UnixStream::pair()?;
+        let (to, files) = descriptor_pair()?;
+        if made::child()? {
+            // Those to members that were made before are the leader's.
+            drop((links, ours, to));
+            return Ok(Side::Member(Member {
+                memory,
+                share: Share { rank, members },
+                link: Link { orders, files },
+            }));
+        }
+        links.push(Link {
+            orders: ours,
+            files: to,
+        });
+    }
+    Ok(Side::Leader(Leads { memory, links }))
+}
+
+#[cfg(target_os = "linux")]
+mod made {
+    use std::io;
+
+    use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+
+    /// Makes a child that is killed when this process ends. True in the child.
+    pub fn child() -> io::Result<bool> {
+        let parent = getpid();
+        // SAFETY: this is the process's only thread, so that no lock is held by one that the child does not have.
+        match unsafe { libc::fork() } {
+            0 => {
+                set_parent_process_death_signal(Some(Signal::KILL))?;
+                match getppid() == Some(parent) {
+                    true => Ok(true),
+                    // It ended before that.
+                    false => Err(io::ErrorKind::BrokenPipe.into()),
+                }
+            }
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(false),
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod made {
+    use std::io;
+
+    pub fn child() -> io::Result<bool> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+impl Leads {
+    /// The leader's end of their memory.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`].
+    pub fn communicator(&self) -> Result<Communicator, DeviceError> {
+        let others: Vec<UnixStream> = (self.links.iter())
+            .filter_map(|link| link.orders.try_clone().ok())
+            .collect();
+        let share = self.share();
+        if others.len() + 1 < share.members {
+            return Err(DeviceError::Binding("no descriptor is left".to_owned()));
+        }
+        let alive = move || !others.iter().any(is_over);
+        Communicator::new(share, Box::new(self.memory.clone()), alive)
+    }
+
+    /// The leader's part.
+    pub fn share(&self) -> Share {
+        Share {
+            rank: 0,
+            members: self.links.len() + 1,
+        }
+    }
+}
+
+impl Member {
+    /// Its end of their memory.
+    ///
+    /// # Errors
+    /// [`DeviceError::Binding`].
+    pub fn communicator(&self) -> Result<Communicator, DeviceError> {
+        let leader = self.link.orders.try_clone();
+        let leader = leader.map_err(|error| DeviceError::Binding(error.to_string()))?;
+        let alive = move || !is_over(&leader);
+        Communicator::new(self.share, Box::new(self.memory.clone()), alive)
+    }
+
+    /// Its part.
+    pub fn share(&self) -> Share {
+        self.share
+    }
+}

@@ -1,0 +1,194 @@
+//! The leader: what its runners do, all members do.
+
+use std::{
+    cell::{Cell, RefCell},
+    io,
+    os::unix::net::UnixStream,
+    rc::Rc,
+    thread,
+};
+
+use hotcell_ipc::descriptors::DescriptorSender;
+use hotcell_kernels::{
+    backend::DeviceError,
+    communicator::{Communicator, Share},
+};
+use hotcell_proto::error::{Error, Reason};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::{
+    birth::Leads,
+    wire::{self, Loaded},
+};
+use crate::{
+    model::run::{Order, Others, RunShape},
+    weights::ModelFile,
+};
+
+/// The other members, on the thread that computes.
+pub struct Members {
+    links: Vec<To>,
+    share: Share,
+    next: Cell<u32>,
+    /// Ends this process.
+    lost: fn(&str),
+}
+
+struct To {
+    orders: RefCell<UnixStream>,
+    files: DescriptorSender,
+}
+
+/// A model of which they have their parts.
+struct Led {
+    members: Rc<Members>,
+    model: u32,
+}
+
+impl Members {
+    /// Those that were made, and the leader's end of what they share. When one of them ends, `lost` is called with
+    /// what there is to say, and ends this process.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn new(leads: Leads, lost: fn(&str)) -> io::Result<(Self, Communicator)> {
+        let communicator = leads.communicator().map_err(io::Error::other)?;
+        let share = leads.share();
+        let mut links = Vec::new();
+        let mut watched = Vec::new();
+        for link in leads.links {
+            watched.push(link.orders.try_clone()?);
+            links.push(To {
+                orders: RefCell::new(link.orders),
+                files: DescriptorSender::new(link.files)?,
+            });
+        }
+        // Who computes hears of it by itself; one that waits for requests would not.
+        thread::Builder::new()
+            .name("members".to_owned())
+            .spawn(move || {
+                let mut ends: Vec<_> = (watched.iter())
+                    .map(|link| PollFd::new(link, PollFlags::empty()))
+                    .collect();
+                while !matches!(poll(&mut ends, None), Ok(1..)) {}
+                let which = ends.iter().position(|end| !end.revents().is_empty());
+                lost(&format!(
+                    "member {} of {} is gone, and what it knew of the models with it",
+                    which.map_or(0, |at| at + 1),
+                    share.members
+                ));
+            })?;
+        let members = Self {
+            links,
+            share,
+            next: Cell::new(0),
+            lost,
+        };
+        Ok((members, communicator))
+    }
+
+    /// The leader's part of every model.
+    pub fn share(&self) -> Share {
+        self.share
+    }
+
+    fn tell(&self, to: &To, frame: &[u8]) {
+        if let Err(error) = wire::write(&mut *to.orders.borrow_mut(), frame) {
+            (self.lost)(&format!("a member cannot be told what to do: {error}"));
+        }
+    }
+
+    fn tell_all(&self, frame: &[u8]) {
+        self.links.iter().for_each(|to| self.tell(to, frame));
+    }
+
+    /// Has all of them load their parts of a model of these files, to be run with these sizes. They do so while this
+    /// process loads its own; [`Loading::finish`] waits for them.
+    ///
+    /// # Errors
+    /// [`Reason::Internal`] when the files cannot be handed to them.
+    pub fn load(self: &Rc<Self>, shape: &RunShape, files: &[ModelFile]) -> Result<Loading, Error> {
+        let model = self.next.get();
+        self.next.set(model.wrapping_add(1));
+        let names: Vec<&str> = files.iter().map(|file| file.name.as_str()).collect();
+        let frame = wire::load(model, shape, &names);
+        let descriptors: Vec<_> = files.iter().map(|file| file.mapping.descriptor()).collect();
+        for to in &self.links {
+            self.tell(to, &frame);
+            to.files.send(model.into(), &descriptors).map_err(|error| {
+                let what = format!("a member does not take the model's files: {error}");
+                Error::new(Reason::Internal, what)
+            })?;
+        }
+        Ok(Loading(Some(Led {
+            members: Rc::clone(self),
+            model,
+        })))
+    }
+}
+
+/// A load that is going on. Dropping it gives it up.
+pub struct Loading(Option<Led>);
+
+impl Loading {
+    /// Waits for all of them, and is who tells them what to do from then on. `progressed` is called meanwhile.
+    ///
+    /// # Errors
+    /// What keeps one of them from loading its part.
+    pub fn finish(mut self, progressed: &dyn Fn()) -> Result<Box<dyn Others>, Error> {
+        let Some(led) = self.0.take() else {
+            return Err(Error::new(Reason::Internal, "a load that is over"));
+        };
+        let mut failed = None;
+        for (rank, to) in (1..).zip(&led.members.links) {
+            if let Err(why) = answer(&mut to.orders.borrow_mut(), progressed) {
+                failed = Some(format!("member {rank} cannot load its part: {why}"));
+            }
+        }
+        match failed {
+            None => Ok(Box::new(led)),
+            Some(why) => Err(Error::new(Reason::Internal, why)),
+        }
+    }
+}
+
+impl Drop for Loading {
+    fn drop(&mut self) {
+        if let Some(led) = self.0.take() {
+            // So that the next answer is the next load's.
+            for to in &led.members.links {
+                let _ = answer(&mut to.orders.borrow_mut(), &|| {});
+            }
+        }
+    }
+}
+
+/// What a member says in the end.
+fn answer(from: &mut UnixStream, progressed: &dyn Fn()) -> Result<(), String> {
+    loop {
+        let frame = wire::read(from).map_err(|error| error.to_string())?;
+        match frame.as_deref().map(Loaded::take) {
+            Some(Some(Loaded::Progress)) => progressed(),
+            Some(Some(Loaded::Done)) => return Ok(()),
+            Some(Some(Loaded::Failed(why))) => return Err(why),
+            Some(None) => return Err("it says what nobody understands".to_owned()),
+            None => return Err("it is gone".to_owned()),
+        }
+    }
+}
+
+impl Others for Led {
+    fn order(&self, order: &Order<'_>) {
+        self.members.tell_all(&wire::order(self.model, order));
+    }
+
+    fn failed(&self, error: &DeviceError) {
+        (self.members.lost)(&format!("a step that other members are at failed: {error}"));
+    }
+}
+
+impl Drop for Led {
+    fn drop(&mut self) {
+        self.members.tell_all(&wire::unload(self.model));
+    }
+}

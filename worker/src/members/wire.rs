@@ -1,0 +1,457 @@
+//! How a leader tells the others what to do: frames of a length and as many bytes, of little-endian numbers.
+
+use std::io::{self, Read, Write};
+
+use hotcell_graph::DType;
+use hotcell_kernels::communicator::Share;
+
+use crate::model::run::{KINDS, Order, Row, RunShape};
+
+/// Bytes of a frame at most: a table of a million positions and more.
+const MAX_FRAME: usize = 16 << 20;
+
+/// What a member is told, as it reads it.
+#[derive(Debug, PartialEq)]
+pub(super) enum Told {
+    /// A model's files have come under its number. Their names.
+    Load {
+        model: u32,
+        shape: RunShape,
+        names: Vec<String>,
+    },
+    /// It is not needed any more.
+    Unload {
+        model: u32,
+    },
+    /// Its runner has to do something.
+    Table {
+        model: u32,
+        kind: usize,
+        sequence: usize,
+        first: usize,
+        blocks: Vec<u32>,
+    },
+    Copy {
+        model: u32,
+        kind: usize,
+        from: u32,
+        to: u32,
+    },
+    Wipe {
+        model: u32,
+        kind: usize,
+        block: u32,
+    },
+    Step {
+        model: u32,
+        rows: Vec<Row>,
+        picks: Vec<usize>,
+    },
+    States {
+        model: u32,
+        rows: Vec<usize>,
+    },
+}
+
+/// What becomes of a load.
+#[derive(Debug, PartialEq)]
+pub(super) enum Loaded {
+    /// It goes on.
+    Progress,
+    /// The model is ready.
+    Done,
+    /// It is not, and why.
+    Failed(String),
+}
+
+#[derive(Default)]
+struct Put(Vec<u8>);
+
+impl Put {
+    fn kind(kind: u8, model: u32) -> Self {
+        let mut put = Self(vec![kind]);
+        put.number(model as usize);
+        put
+    }
+
+    fn number(&mut self, n: usize) {
+        self.0.extend((n as u64).to_le_bytes());
+    }
+
+    fn numbers(&mut self, all: impl ExactSizeIterator<Item = usize>) {
+        self.number(all.len());
+        all.for_each(|n| self.number(n));
+    }
+
+    fn text(&mut self, text: &str) {
+        self.number(text.len());
+        self.0.extend(text.as_bytes());
+    }
+}
+
+struct Take<'a>(&'a [u8]);
+
+impl<'a> Take<'a> {
+    fn bytes(&mut self, n: usize) -> Option<&'a [u8]> {
+        let (here, rest) = self.0.split_at_checked(n)?;
+        self.0 = rest;
+        Some(here)
+    }
+
+    fn number(&mut self) -> Option<usize> {
+        let bytes = self.bytes(8)?.try_into().ok()?;
+        usize::try_from(u64::from_le_bytes(bytes)).ok()
+    }
+
+    fn small(&mut self) -> Option<u32> {
+        self.number()?.try_into().ok()
+    }
+
+    /// As many as are told, which there are bytes for.
+    fn many<T>(&mut self, one: impl Fn(&mut Self) -> Option<T>) -> Option<Vec<T>> {
+        let n = self.number().filter(|n| *n <= self.0.len())?;
+        (0..n).map(|_| one(self)).collect()
+    }
+
+    fn text(&mut self) -> Option<String> {
+        let n = self.number()?;
+        String::from_utf8(self.bytes(n)?.to_vec()).ok()
+    }
+}
+
+/// Has a member load a model.
+pub(super) fn load(model: u32, shape: &RunShape, names: &[&str]) -> Vec<u8> {
+    let mut put = Put::kind(0, model);
+    for n in [
+        shape.max_rows,
+        shape.max_sequences,
+        shape.context,
+        shape.block_len,
+        shape.blocks,
+        shape.window_blocks,
+    ] {
+        put.number(n);
+    }
+    put.text(shape.cache_dtype.name());
+    put.number(names.len());
+    names.iter().for_each(|name| put.text(name));
+    put.0
+}
+
+/// Has a member forget a model.
+pub(super) fn unload(model: u32) -> Vec<u8> {
+    Put::kind(1, model).0
+}
+
+/// Has a member do something with a model.
+pub(super) fn order(model: u32, order: &Order<'_>) -> Vec<u8> {
+    match *order {
+        Order::Table {
+            kind,
+            sequence,
+            first,
+            blocks,
+        } => {
+            let mut put = Put::kind(2, model);
+            [kind, sequence, first]
+                .into_iter()
+                .for_each(|n| put.number(n));
+            put.numbers(blocks.iter().map(|n| *n as usize));
+            put.0
+        }
+        Order::Copy { kind, from, to } => {
+            let mut put = Put::kind(3, model);
+            [kind, from as usize, to as usize]
+                .into_iter()
+                .for_each(|n| put.number(n));
+            put.0
+        }
+        Order::Wipe { kind, block } => {
+            let mut put = Put::kind(4, model);
+            [kind, block as usize]
+                .into_iter()
+                .for_each(|n| put.number(n));
+            put.0
+        }
+        Order::Step { rows, picks } => {
+            let mut put = Put::kind(5, model);
+            put.number(rows.len());
+            for row in rows {
+                [row.token as usize, row.position, row.sequence]
+                    .into_iter()
+                    .for_each(|n| put.number(n));
+                row.slots.into_iter().for_each(|n| put.number(n));
+            }
+            put.numbers(picks.iter().copied());
+            put.0
+        }
+        Order::States { rows } => {
+            let mut put = Put::kind(6, model);
+            put.numbers(rows.iter().copied());
+            put.0
+        }
+    }
+}
+
+fn row(take: &mut Take<'_>) -> Option<Row> {
+    let (token, position, sequence) = (take.small()?, take.number()?, take.number()?);
+    let mut slots = [0; KINDS];
+    for slot in &mut slots {
+        *slot = take.number()?;
+    }
+    Some(Row {
+        token,
+        position,
+        sequence,
+        slots,
+    })
+}
+
+/// Reads what a member is told. `None`: it says nothing that there is.
+pub(super) fn told(frame: &[u8]) -> Option<Told> {
+    let (&kind, rest) = frame.split_first()?;
+    let mut take = Take(rest);
+    let model = take.small()?;
+    let told = match kind {
+        0 => {
+            let mut sizes = [0; 6];
+            for size in &mut sizes {
+                *size = take.number()?;
+            }
+            let [
+                max_rows,
+                max_sequences,
+                context,
+                block_len,
+                blocks,
+                window_blocks,
+            ] = sizes;
+            Told::Load {
+                model,
+                shape: RunShape {
+                    max_rows,
+                    max_sequences,
+                    context,
+                    block_len,
+                    blocks,
+                    window_blocks,
+                    cache_dtype: DType::from_name(&take.text()?)?,
+                    share: Share::default(),
+                },
+                names: take.many(Take::text)?,
+            }
+        }
+        1 => Told::Unload { model },
+        2 => Told::Table {
+            model,
+            kind: take.number()?,
+            sequence: take.number()?,
+            first: take.number()?,
+            blocks: take.many(Take::small)?,
+        },
+        3 => Told::Copy {
+            model,
+            kind: take.number()?,
+            from: take.small()?,
+            to: take.small()?,
+        },
+        4 => Told::Wipe {
+            model,
+            kind: take.number()?,
+            block: take.small()?,
+        },
+        5 => Told::Step {
+            model,
+            rows: take.many(row)?,
+            picks: take.many(Take::number)?,
+        },
+        6 => Told::States {
+            model,
+            rows: take.many(Take::number)?,
+        },
+        _ => return None,
+    };
+    take.0.is_empty().then_some(told)
+}
+
+impl Loaded {
+    pub fn put(&self) -> Vec<u8> {
+        match self {
+            Self::Progress => vec![0],
+            Self::Done => vec![1],
+            Self::Failed(why) => [&[2], why.as_bytes()].concat(),
+        }
+    }
+
+    pub fn take(frame: &[u8]) -> Option<Self> {
+        match frame.split_first()? {
+            (0, []) => Some(Self::Progress),
+            (1, []) => Some(Self::Done),
+            (2, why) => Some(Self::Failed(String::from_utf8_lossy(why).into_owned())),
+            _ => None,
+        }
+    }
+}
+
+/// Writes a frame.
+///
+/// # Errors
+/// `InvalidInput` when it is too long; what writing reports.
+pub(super) fn write(to: &mut impl Write, frame: &[u8]) -> io::Result<()> {
+    let len = u32::try_from(frame.len()).ok();
+    let Some(len) = len.filter(|_| frame.len() <= MAX_FRAME) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    // In one write, or whoever reads wakes twice.
+    to.write_all(&[&len.to_le_bytes(), frame].concat())
+}
+
+/// Reads a frame. `None`: the other side is gone.
+///
+/// # Errors
+/// `InvalidData` when it is too long; what reading reports.
+pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
+    let mut len = [0; 4];
+    match from.read_exact(&mut len) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        read => read?,
+    }
+    let len = u32::from_le_bytes(len) as usize;
+    if len > MAX_FRAME {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut frame = vec![0; len];
+    from.read_exact(&mut frame)?;
+    Ok(Some(frame))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape() -> RunShape {
+        RunShape {
+            max_rows: 128,
+            max_sequences: 64,
+            context: 1 << 20,
+            block_len: 16,
+            blocks: 7,
+            window_blocks: 3,
+            cache_dtype: DType::Q8_0,
+            share: Share::default(),
+        }
+    }
+
+    #[test]
+    fn what_is_told_arrives() {
+        let row = Row {
+            token: u32::MAX,
+            position: 5,
+            sequence: 1,
+            slots: [1 << 40, 2],
+        };
+        let cases = [
+            (
+                load(3, &shape(), &["config.json", "m.safetensors"]),
+                Told::Load {
+                    model: 3,
+                    shape: shape(),
+                    names: vec!["config.json".to_owned(), "m.safetensors".to_owned()],
+                },
+            ),
+            (unload(9), Told::Unload { model: 9 }),
+            (
+                order(
+                    1,
+                    &Order::Table {
+                        kind: 1,
+                        sequence: 2,
+                        first: 3,
+                        blocks: &[4, u32::MAX],
+                    },
+                ),
+                Told::Table {
+                    model: 1,
+                    kind: 1,
+                    sequence: 2,
+                    first: 3,
+                    blocks: vec![4, u32::MAX],
+                },
+            ),
+            (
+                order(
+                    1,
+                    &Order::Copy {
+                        kind: 0,
+                        from: 7,
+                        to: 8,
+                    },
+                ),
+                Told::Copy {
+                    model: 1,
+                    kind: 0,
+                    from: 7,
+                    to: 8,
+                },
+            ),
+            (
+                order(1, &Order::Wipe { kind: 1, block: 6 }),
+                Told::Wipe {
+                    model: 1,
+                    kind: 1,
+                    block: 6,
+                },
+            ),
+            (
+                order(
+                    2,
+                    &Order::Step {
+                        rows: &[row, row],
+                        picks: &[1],
+                    },
+                ),
+                Told::Step {
+                    model: 2,
+                    rows: vec![row, row],
+                    picks: vec![1],
+                },
+            ),
+            (
+                order(2, &Order::States { rows: &[0, 1] }),
+                Told::States {
+                    model: 2,
+                    rows: vec![0, 1],
+                },
+            ),
+        ];
+        for (frame, expected) in cases {
+            let mut wire = Vec::new();
+            write(&mut wire, &frame).unwrap();
+            let read = read(&mut wire.as_slice()).unwrap().unwrap();
+            assert_eq!(told(&read), Some(expected));
+            // Cut anywhere, or with something behind it, it is nothing.
+            for end in 0..read.len() {
+                assert_eq!(told(&read[..end]), None, "{end}");
+            }
+            assert_eq!(told(&[read.as_slice(), &[0]].concat()), None);
+        }
+        for loaded in [
+            Loaded::Progress,
+            Loaded::Done,
+            Loaded::Failed("no memory".to_owned()),
+        ] {
+            assert_eq!(Loaded::take(&loaded.put()), Some(loaded));
+        }
+    }
+
+    #[test]
+    fn numbers_that_nothing_backs_take_no_memory() {
+        let mut put = Put::kind(5, 1);
+        put.number(usize::MAX);
+        assert_eq!(told(&put.0), None);
+        let long = (MAX_FRAME as u32 + 1).to_le_bytes();
+        let error = read(&mut long.as_slice()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        assert_eq!(read(&mut [].as_slice()).unwrap(), None);
+    }
+}

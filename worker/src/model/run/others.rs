@@ -1,0 +1,100 @@
+//! What whoever computes the other parts of a model has to do as well.
+
+use hotcell_kernels::backend::DeviceError;
+
+use super::{Row, Runner};
+
+/// Something that a [`Runner`] does, and that all members of its communicator have to do at the same place.
+#[derive(Debug)]
+pub enum Order<'a> {
+    /// [`Runner::set_table`].
+    Table {
+        /// Kind of layers.
+        kind: usize,
+        /// Whose table.
+        sequence: usize,
+        /// The first of its blocks that is told.
+        first: usize,
+        /// Where they are.
+        blocks: &'a [u32],
+    },
+    /// [`Runner::copy_block`].
+    Copy {
+        /// Kind of layers.
+        kind: usize,
+        /// Whence.
+        from: u32,
+        /// Whereto.
+        to: u32,
+    },
+    /// [`Runner::wipe_block`].
+    Wipe {
+        /// Kind of layers.
+        kind: usize,
+        /// Which one.
+        block: u32,
+    },
+    /// [`Runner::step`].
+    Step {
+        /// What is computed.
+        rows: &'a [Row],
+        /// Of which rows there are logits.
+        picks: &'a [usize],
+    },
+    /// [`Runner::finish_states`].
+    States {
+        /// Of which rows.
+        rows: &'a [usize],
+    },
+}
+
+/// Who computes the other parts.
+pub trait Others {
+    /// Has them do it. What they cannot do, or that they are gone, this process hears when it waits for them.
+    fn order(&self, order: &Order<'_>);
+
+    /// This process could not do what all were told to: they would wait for it for ever.
+    fn failed(&self, error: &DeviceError);
+}
+
+impl Runner {
+    /// Does as another process's runner did.
+    ///
+    /// # Errors
+    /// As that one.
+    pub fn perform(&mut self, order: &Order<'_>) -> Result<(), DeviceError> {
+        match *order {
+            Order::Table {
+                kind,
+                sequence,
+                first,
+                blocks,
+            } => self.set_table(kind, sequence, first, blocks),
+            Order::Copy { kind, from, to } => self.copy_block(kind, from, to),
+            Order::Wipe { kind, block } => self.wipe_block(kind, block),
+            Order::Step { rows, picks } => self.step(rows, picks),
+            Order::States { rows } => self.finish_states(rows),
+        }
+    }
+
+    /// Tells `others` what it does from now on; those that have a part of the model are with them.
+    pub fn lead(&mut self, others: Box<dyn Others>) {
+        self.others = Some(others);
+    }
+
+    /// Does something together with the others.
+    pub(super) fn together(
+        &mut self,
+        order: &Order<'_>,
+        own: impl FnOnce(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        if let Some(others) = &self.others {
+            others.order(order);
+        }
+        let done = own(self);
+        if let (Err(error), Some(others)) = (&done, &self.others) {
+            others.failed(error);
+        }
+        done
+    }
+}
