@@ -11,7 +11,7 @@ use std::{
         mpsc,
     },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use hotcell_graph::DType;
@@ -165,10 +165,9 @@ impl Engine {
         let observer = Arc::<Observer>::default();
         let told = Arc::clone(&observer);
         let open = move || {
-            // Those who pass on what it computed have shorter turns, and need not wait. A throw-away worker has the system's,
-            // whose end nobody who serves need wait for either.
-            if let Err(error) = turns::take_half() {
-                tracing::debug!(%error, "it computes in other turns");
+            // Computing takes what turns it is given: those who pass on what it computed have short ones, and need not wait.
+            if let Err(error) = turns::take(Duration::ZERO) {
+                tracing::debug!(%error, "it computes in short turns");
             }
             let device = config.registry.open(&config.device, &config.cores)?;
             if config.pins

@@ -278,7 +278,7 @@ fn be_member(member: Member, common: &Common, registry: Registry, mode: confine:
     if let Err(exit) = accept(&prepared, &report) {
         return exit;
     }
-    if let Err(error) = turns::take_half() {
+    if let Err(error) = turns::take(Duration::ZERO) {
         tracing::debug!(%error, "it computes in other turns");
     }
     let EngineConfig {

@@ -75,17 +75,6 @@ pub fn take(turns: Duration) -> io::Result<()> {
     .set()
 }
 
-/// This thread, and those that it starts, have turns from here on that are half as long as the system's own: when they wake, whoever
-/// has those, were it of the least weight, need not come to their end. Like [`take`] otherwise.
-///
-/// # Errors
-/// What the system refuses.
-pub fn take_half() -> io::Result<()> {
-    take(Duration::ZERO)?;
-    let whole = Duration::from_nanos(Attributes::get()?.runtime);
-    take((whole / 2).max(SHORT.min(whole)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,12 +92,10 @@ mod tests {
             take(SHORT).unwrap();
             let started = std::thread::spawn(mine).join().unwrap();
             let short = (mine(), started);
-            take_half().unwrap();
-            let half = mine();
             take(Duration::ZERO).unwrap();
-            (short, half, mine())
+            (short, mine())
         });
-        let ((short, started), half, ordinary) = of_both.join().unwrap();
+        let ((short, started), ordinary) = of_both.join().unwrap();
         assert_eq!(short, started);
         assert_eq!(short.0, before.0);
         assert_eq!(short.1, before.1, "its weight is what it was");
@@ -118,7 +105,6 @@ mod tests {
             "{short:?}"
         );
         assert!(ordinary.2 > short.2 || short.2 == 0, "{ordinary:?}");
-        assert_eq!(half.2, (ordinary.2 / 2).max(short.2));
         assert_eq!(mine(), before);
     }
 }

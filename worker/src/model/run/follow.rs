@@ -9,7 +9,6 @@ use std::{
 
 use hotcell_kernels::{backend::DeviceError, plan::Plan};
 use hotcell_proto::limits;
-use rustix::time::{ClockId, clock_gettime};
 
 use super::Runner;
 use crate::debug::observer::NodeNote;
@@ -29,36 +28,21 @@ pub static GIVES_WAY: AtomicBool = AtomicBool::new(false);
 const STRETCH: Duration = Duration::from_micros(300);
 const REST: Duration = Duration::from_micros(100);
 
-/// How long it rests after a stretch in which others wanted its processor: what it takes from them is the rarer by that.
-const LONG_REST: Duration = Duration::from_micros(1500);
-
 /// Rests if it is time to, and this process [gives way](GIVES_WAY). Pauses no plan.
 pub fn give_way() -> bool {
     thread_local! {
-        static RESTED: Cell<Option<(Instant, Duration)>> = const { Cell::new(None) };
+        static RESTED: Cell<Option<Instant>> = const { Cell::new(None) };
     }
     if GIVES_WAY.load(Ordering::Relaxed) {
-        let since = RESTED.get();
-        let stretch = since.map(|(rested, _)| rested.elapsed());
-        if stretch.is_none_or(|s| s >= STRETCH) {
-            let computed = since.map(|(_, before)| processor_time().saturating_sub(before));
-            // A thread that had its processor for itself has spent all of the time on it.
-            let shared =
-                (computed.zip(stretch)).is_some_and(|(had, stretch)| had < stretch / 8 * 7);
-            std::thread::sleep(if shared { LONG_REST } else { REST });
-            RESTED.set(Some((Instant::now(), processor_time())));
+        let is_due = RESTED
+            .get()
+            .is_none_or(|rested| rested.elapsed() >= STRETCH);
+        if is_due {
+            std::thread::sleep(REST);
+            RESTED.set(Some(Instant::now()));
         }
     }
     false
-}
-
-/// What this thread has had of processors.
-fn processor_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(
-        u64::try_from(time.tv_sec).unwrap_or_default(),
-        u32::try_from(time.tv_nsec).unwrap_or_default(),
-    )
 }
 
 /// Looks where plans are.
