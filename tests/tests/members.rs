@@ -140,41 +140,74 @@ async fn kjv_cluster(members: &str) -> Cluster {
 
 #[tokio::test]
 async fn a_stream_goes_on_whichever_member_dies() {
-    let cluster = kjv_cluster("3").await;
-    let client = cluster.client().await.unwrap();
     let options = drawn(200, 9);
     let prompt = Prompt::from("In the beginning");
-    let calm = complete(&client, &prompt, &options).await;
-    assert_eq!(calm.finished.deaths_survived, 0);
-    for rank in 0..3 {
-        let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
-        let all = [vec![leader], children(leader).unwrap()].concat();
-        assert_eq!(all.len(), 3);
-        let mut stream = client
-            .generate(prompt.clone(), options.clone())
-            .await
-            .unwrap();
-        let mut tokens = Vec::new();
-        while let Some(event) = stream.next().await {
-            if let Event::Delta(delta) = event.unwrap() {
-                tokens.extend(delta.token_ids);
-                if tokens.len() == 3 {
-                    signal_pid(all[rank], Signal::KILL).unwrap();
+    let mut calm: Option<Vec<u32>> = None;
+    // Four cannot share two key heads, and share the rest.
+    for members in [2, 4] {
+        let cluster = kjv_cluster(&members.to_string()).await;
+        let client = cluster.client().await.unwrap();
+        let whole = complete(&client, &prompt, &options).await;
+        assert_eq!(whole.finished.deaths_survived, 0);
+        let calm = calm.get_or_insert(whole.token_ids.clone());
+        assert_eq!(calm, &whole.token_ids);
+        for rank in 0..members {
+            let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
+            let all = [vec![leader], children(leader).unwrap()].concat();
+            assert_eq!(all.len(), members);
+            let stream = client.generate(prompt.clone(), options.clone()).await;
+            let mut stream = stream.unwrap();
+            let mut tokens = Vec::new();
+            while let Some(event) = stream.next().await {
+                if let Event::Delta(delta) = event.unwrap() {
+                    tokens.extend(delta.token_ids);
+                    if tokens.len() == 3 {
+                        signal_pid(all[rank], Signal::KILL).unwrap();
+                    }
                 }
             }
-        }
-        assert_eq!(tokens, calm.token_ids, "member {rank} died");
-        cluster
-            .workers(|w| all_have("kjv")(w) && w[0].pid != leader)
-            .await
-            .unwrap();
-        // Nobody is left of those that were.
-        let begun = Instant::now();
-        while all.iter().any(|pid| lives(*pid)) {
-            assert!(begun.elapsed() < SOON, "{all:?}");
-            tokio::time::sleep(Duration::from_millis(10)).await;
+            assert_eq!(&tokens, calm, "member {rank} of {members} died");
+            cluster
+                .workers(|w| all_have("kjv")(w) && w[0].pid != leader)
+                .await
+                .unwrap();
+            // Nobody is left of those that were.
+            let begun = Instant::now();
+            while all.iter().any(|pid| lives(*pid)) {
+                assert!(begun.elapsed() < SOON, "{all:?}");
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
         }
     }
+}
+
+#[tokio::test]
+async fn all_members_compute_from_one_packed_copy() {
+    let prompt = Prompt::from("In the beginning");
+    let options = drawn(60, 4);
+    let mut answers = Vec::new();
+    for arguments in [&["--no-pack"][..], &["--tensor-parallel", "2"]] {
+        let cluster = Cluster::with_model("kjv", &kjv(), arguments).await.unwrap();
+        cluster.workers(all_have("kjv")).await.unwrap();
+        let client = cluster.client().await.unwrap();
+        let begun = Instant::now();
+        while arguments.len() > 1
+            && !cluster
+                .scheduler
+                .log()
+                .contains("computes with packed weights")
+        {
+            assert!(begun.elapsed() < SOON, "{}", cluster.scheduler.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        answers.push(complete(&client, &prompt, &options).await);
+        let worker = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
+        for member in children(worker).unwrap() {
+            let maps = std::fs::read_to_string(format!("/proc/{member}/maps")).unwrap();
+            assert!(maps.contains("memfd:hotcell-packed"), "{maps}");
+        }
+    }
+    assert_same(&answers[1], &answers[0], "packed");
 }
 
 #[tokio::test]

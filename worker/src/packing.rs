@@ -17,7 +17,7 @@ use hotcell_ipc::{
     blackbox::{Packing, Writer},
     memory::{Mapping, SharedMapping},
 };
-use hotcell_kernels::cpu::pack::{LAYOUT, pack, packs};
+use hotcell_kernels::cpu::pack::{LAYOUT, PANEL, pack, packs};
 use hotcell_proto::{
     error::{Error, Reason},
     limits, v1,
@@ -29,8 +29,6 @@ use crate::{
     weights::{ModelFile, Weight, Weights},
 };
 
-/// Rows that are packed together.
-const PANEL: usize = 16;
 /// How much less urgent packing is than computing: as little as can be.
 const NICE: i32 = 19;
 

@@ -59,6 +59,16 @@ impl Loop {
             weights_found = keeps.found,
             "memory of a model"
         );
+        let config = &source.config;
+        if shape.share.members > 1 && shape.share_of_heads(config).members == 1 {
+            tracing::warn!(
+                model = name,
+                heads = config.heads,
+                key_heads = config.kv_heads,
+                members = shape.share.members,
+                "its heads cannot be shared out: every member computes all of them, and holds all of the cache"
+            );
+        }
         let packable = runner.packable();
         let mut batch = Batch::new(runner, entropy::bytes()?, self.blackbox);
         batch.tell(&self.observer);

@@ -2,7 +2,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     io::{self, Write},
     os::{fd::OwnedFd, unix::net::UnixStream},
     time::{Duration, Instant},
@@ -25,7 +25,7 @@ use super::{
 use crate::{
     last_words::MappedFiles,
     model::run::{Order, RunShape, Runner},
-    weights::{ModelFile, ModelSource},
+    weights::{ModelFile, ModelSource, Weight, Weights},
 };
 
 /// Between two signs that a load goes on.
@@ -34,7 +34,10 @@ const SIGNS: Duration = Duration::from_millis(100);
 /// A member's part of a model.
 struct Part {
     runner: Runner,
+    weights: Weights,
     _mapped: MappedFiles,
+    /// Of the packed copies that it computes from.
+    _copies: Option<MappedFiles>,
 }
 
 /// Does what the leader says until it is gone.
@@ -71,6 +74,19 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 wire::write(&mut orders, &loaded.put())?;
             }
             Told::Unload { model } => drop(parts.remove(&model)),
+            Told::Packed {
+                model,
+                copies,
+                weights,
+            } => {
+                let descriptors = match copies {
+                    0 => Vec::new(),
+                    _ => collect(&files, model.into())?,
+                };
+                let part = parts.get_mut(&model);
+                let part = part.ok_or_else(|| io::Error::other(unknown(model)))?;
+                take_packed(device, part, &weights, descriptors)?;
+            }
             told => perform(&mut parts, told).map_err(io::Error::other)?,
         }
     }
@@ -140,8 +156,42 @@ fn load(
     let runner = Runner::new(device, &source, shape, &hints, &|| says.progressed());
     Ok(Part {
         runner: runner.map_err(|error| error.to_string())?,
+        weights: source.weights,
         _mapped: mapped,
+        _copies: None,
     })
+}
+
+/// Computes from the packed copies in which these weights are.
+fn take_packed(
+    device: &dyn Device,
+    part: &mut Part,
+    places: &[(String, usize)],
+    descriptors: Vec<OwnedFd>,
+) -> io::Result<()> {
+    let copies = descriptors.into_iter().map(Mapping::of_file);
+    let copies = copies.collect::<io::Result<Vec<_>>>()?;
+    let mapped = MappedFiles::note(copies.iter().map(|copy| copy.bytes().as_ptr_range()));
+    let mut packed = BTreeMap::new();
+    for (name, copy) in places {
+        let weight = part.weights.get(name).map_err(io::Error::other)?;
+        let copy = copies.get(*copy);
+        let copy = copy.filter(|copy| copy.len() == weight.mapping.len());
+        let copy = copy.ok_or_else(|| io::Error::other(format!("no packed copy of {name}")))?;
+        let weight = Weight {
+            mapping: copy.clone(),
+            ..weight.clone()
+        };
+        packed.insert(name.clone(), weight);
+    }
+    let used = part.runner.use_packed(device, &packed);
+    used.map_err(io::Error::other)?;
+    part._copies = Some(mapped);
+    Ok(())
+}
+
+fn unknown(model: u32) -> DeviceError {
+    DeviceError::Binding(format!("there is no model {model}"))
 }
 
 fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError> {
@@ -177,9 +227,8 @@ fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError
         }
         Told::Step { model, rows, picks } => (model, Order::Step { rows, picks }),
         Told::States { model, rows } => (model, Order::States { rows }),
-        Told::Load { .. } | Told::Unload { .. } => return Ok(()),
+        Told::Load { .. } | Told::Packed { .. } | Told::Unload { .. } => return Ok(()),
     };
-    let unknown = || DeviceError::Binding(format!("there is no model {model}"));
-    let part = parts.get_mut(model).ok_or_else(unknown)?;
+    let part = parts.get_mut(model).ok_or_else(|| unknown(*model))?;
     part.runner.perform(&order)
 }

@@ -2,13 +2,14 @@
 
 use std::{
     cell::{Cell, RefCell},
+    collections::BTreeMap,
     io,
     os::unix::net::UnixStream,
     rc::Rc,
     thread,
 };
 
-use hotcell_ipc::descriptors::DescriptorSender;
+use hotcell_ipc::{descriptors::DescriptorSender, memory::Mapping};
 use hotcell_kernels::{
     backend::DeviceError,
     communicator::{Communicator, Share},
@@ -22,7 +23,7 @@ use super::{
 };
 use crate::{
     model::run::{Order, Others, RunShape},
-    weights::ModelFile,
+    weights::{ModelFile, Weight},
 };
 
 /// The other members, on the thread that computes.
@@ -180,6 +181,30 @@ fn answer(from: &mut UnixStream, progressed: &dyn Fn()) -> Result<(), String> {
 impl Others for Led {
     fn order(&self, order: &Order<'_>) {
         self.members.tell_all(&wire::order(self.model, order));
+    }
+
+    fn use_packed(&self, weights: &BTreeMap<String, Weight>) {
+        let mut copies: Vec<&Mapping> = Vec::new();
+        let mut places = Vec::with_capacity(weights.len());
+        for (name, weight) in weights {
+            let there = copies.iter().position(|copy| copy.is(&weight.mapping));
+            let at = there.unwrap_or(copies.len());
+            if there.is_none() {
+                copies.push(&weight.mapping);
+            }
+            places.push((name.as_str(), at));
+        }
+        let frame = wire::packed(self.model, copies.len(), &places);
+        let descriptors: Vec<_> = copies.iter().map(|copy| copy.descriptor()).collect();
+        for to in &self.members.links {
+            self.members.tell(to, &frame);
+            if !descriptors.is_empty()
+                && let Err(error) = to.files.send(self.model.into(), &descriptors)
+            {
+                let what = format!("a member does not take packed weights: {error}");
+                (self.members.lost)(&what);
+            }
+        }
     }
 
     fn failed(&self, error: &DeviceError) {

@@ -19,6 +19,12 @@ pub(super) enum Told {
         shape: RunShape,
         names: Vec<String>,
     },
+    /// Of so many packed copies of its files the descriptors have come under its number. Which weights are in which.
+    Packed {
+        model: u32,
+        copies: usize,
+        weights: Vec<(String, usize)>,
+    },
     /// It is not needed any more.
     Unload {
         model: u32,
@@ -135,6 +141,18 @@ pub(super) fn load(model: u32, shape: &RunShape, names: &[&str]) -> Vec<u8> {
     put.text(shape.cache_dtype.name());
     put.number(names.len());
     names.iter().for_each(|name| put.text(name));
+    put.0
+}
+
+/// Has a member compute from packed weights, each in one of so many copies of files.
+pub(super) fn packed(model: u32, copies: usize, weights: &[(&str, usize)]) -> Vec<u8> {
+    let mut put = Put::kind(7, model);
+    put.number(copies);
+    put.number(weights.len());
+    for (name, copy) in weights {
+        put.text(name);
+        put.number(*copy);
+    }
     put.0
 }
 
@@ -269,6 +287,11 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             model,
             rows: take.many(Take::number)?,
         },
+        7 => Told::Packed {
+            model,
+            copies: take.number()?,
+            weights: take.many(|take| Some((take.text()?, take.number()?)))?,
+        },
         _ => return None,
     };
     take.0.is_empty().then_some(told)
@@ -360,6 +383,14 @@ mod tests {
                 },
             ),
             (unload(9), Told::Unload { model: 9 }),
+            (
+                packed(4, 2, &[("a", 0), ("b", 1)]),
+                Told::Packed {
+                    model: 4,
+                    copies: 2,
+                    weights: vec![("a".to_owned(), 0), ("b".to_owned(), 1)],
+                },
+            ),
             (
                 order(
                     1,

@@ -9,6 +9,7 @@ mod tap;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ops::Range,
     rc::Rc,
     sync::atomic::Ordering,
 };
@@ -17,6 +18,7 @@ use hotcell_graph::Graph;
 use hotcell_ipc::blackbox::Writer;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
+    cpu::pack::PANEL,
     plan::{Plan, PlanHints, Slot},
 };
 use hotcell_proto::plan_part::PlanPart;
@@ -144,6 +146,13 @@ struct Packable {
     graph: Part,
     slot: Slot,
     weight: String,
+    /// Which of its rows, if not all.
+    rows: Option<Range<usize>>,
+}
+
+/// Whether rows of a packed matrix are a packed matrix.
+fn is_whole_panels(rows: &Range<usize>) -> bool {
+    rows.start.is_multiple_of(PANEL) && rows.len().is_multiple_of(PANEL)
 }
 
 /// The graphs of a model.
@@ -289,13 +298,15 @@ impl Runner {
                 if matches!(graph, Part::Body) {
                     inputs.push(buffer);
                 }
-                if let Source::Weight { name, rows: None } = from
+                if let Source::Weight { name, rows } = from
+                    && rows.as_ref().is_none_or(is_whole_panels)
                     && plan.bind_packed(slot, None, 0)?
                 {
                     packable.push(Packable {
                         graph,
                         slot,
                         weight: name.clone(),
+                        rows: rows.clone(),
                     });
                 }
             }
@@ -355,24 +366,31 @@ impl Runner {
         device: &dyn Device,
         weights: &BTreeMap<String, Weight>,
     ) -> Result<(), DeviceError> {
-        let bound = self.bind_packed(|name| {
-            let weight = weights.get(name).cloned();
+        let bound = self.bind_packed(|name, rows| {
+            let weight = weights.get(name);
+            // A packed matrix has its rows, sixteen by sixteen, where they are in the file.
+            let weight = match rows {
+                None => weight.cloned(),
+                Some(rows) => weight.and_then(|weight| weight.rows(rows.clone())),
+            };
             let import = |weight| device.import(Rc::new(WeightRegion(weight)));
             weight.map(import).transpose()
         });
         if bound.is_err() {
-            self.bind_packed(|_| Ok(None))?;
+            self.bind_packed(|_, _| Ok(None))?;
+        } else if let Some(others) = &self.others {
+            others.use_packed(weights);
         }
         bound
     }
 
     fn bind_packed(
         &mut self,
-        buffer: impl Fn(&str) -> Result<Option<Buffer>, DeviceError>,
+        buffer: impl Fn(&str, Option<&Range<usize>>) -> Result<Option<Buffer>, DeviceError>,
     ) -> Result<(), DeviceError> {
         self.packed.clear();
         for input in &self.packable {
-            let buffer = buffer(&input.weight)?;
+            let buffer = buffer(&input.weight, input.rows.as_ref())?;
             let plan = match input.graph {
                 Part::Body => &mut self.body,
                 Part::Head => &mut self.head,

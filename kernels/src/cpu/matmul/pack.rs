@@ -11,6 +11,9 @@ use crate::cpu::lanes::LANES;
 /// The layout's name. Whoever changes the layout changes the name.
 pub const LAYOUT: &str = "panel16-1";
 
+/// Rows that are packed together, where they are in the file.
+pub const PANEL: usize = LANES;
+
 /// How a dtype's rows are cut.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {

@@ -1,8 +1,11 @@
 //! What whoever computes the other parts of a model has to do as well.
 
+use std::collections::BTreeMap;
+
 use hotcell_kernels::backend::DeviceError;
 
 use super::{Row, Runner};
+use crate::weights::Weight;
 
 /// Something that a [`Runner`] does, and that all members of its communicator have to do at the same place.
 #[derive(Debug)]
@@ -52,6 +55,9 @@ pub enum Order<'a> {
 pub trait Others {
     /// Has them do it. What they cannot do, or that they are gone, this process hears when it waits for them.
     fn order(&self, order: &Order<'_>);
+
+    /// Has them compute from their parts of these packed weights from now on: [`Runner::use_packed`].
+    fn use_packed(&self, weights: &BTreeMap<String, Weight>);
 
     /// This process could not do what all were told to: they would wait for it for ever.
     fn failed(&self, error: &DeviceError);
