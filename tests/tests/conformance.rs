@@ -538,6 +538,7 @@ static CLASSES: &[Class] = &[
         // What is along an axis needs one.
         without: &[
             "add_id",
+            "all_gather",
             "arange",
             "argsort",
             "cache_write",

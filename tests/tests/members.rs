@@ -6,8 +6,10 @@
 use std::time::{Duration, Instant};
 
 use hotcell_client::{Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt};
+use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_tests::{
     cluster::{Cluster, SOON, all_have, children, counted, golden, kjv, lives, signal_pid},
+    conformance::{Executor, Remote, RunError},
     options::{drawn, greedy},
 };
 use rustix::process::Signal;
@@ -225,4 +227,26 @@ async fn a_member_that_dies_while_nobody_asks_for_anything_is_replaced() {
     let client = cluster.client().await.unwrap();
     let answer = complete(&client, &Prompt::from("In the beginning"), &greedy(5)).await;
     assert_eq!(answer.token_ids.len(), 5);
+}
+
+#[test]
+fn a_clients_graph_does_not_reach_the_other_members() {
+    let mut remote = Remote::start_with(&["--tensor-parallel", "2"]).unwrap();
+    let mut run = |members: Option<i64>| {
+        let mut graph = GraphBuilder::new(1);
+        let spec = TensorSpec::new(DType::U8, Shape::fixed(&[4]).unwrap()).unwrap();
+        let x = graph.tensor("x", spec).unwrap();
+        let y = match members {
+            Some(members) => graph.all_gather(x, members).unwrap(),
+            None => graph.flip(x, &[0]).unwrap(),
+        };
+        remote.run(&graph.finish(&[y]).unwrap(), 1, &[&[1, 2, 3, 4]])
+    };
+    match run(Some(2)) {
+        Err(RunError::Plan(what)) => assert!(what.contains("all_gather"), "{what}"),
+        other => panic!("{other:?}"),
+    }
+    // The worker is there still, and so is the session.
+    assert_eq!(run(None).unwrap().outputs, [[4, 3, 2, 1]]);
+    assert_eq!(run(Some(1)).unwrap().outputs, [[1, 2, 3, 4]]);
 }

@@ -9,6 +9,7 @@ pub mod background;
 pub mod blackbox;
 pub mod child;
 pub mod descriptors;
+pub mod fork;
 pub mod group;
 pub mod handoff;
 pub mod image;

@@ -44,6 +44,7 @@ const REPEATED: &[(&[&str], &[usize], Unless)] = &[
             "svd",
             "eigh",
             "eig",
+            "all_gather",
         ],
         &[0],
         Unless::Never,

@@ -8,6 +8,7 @@ use std::{
 
 use hotcell_ipc::{
     descriptors::descriptor_pair,
+    fork,
     memory::{SharedMapping, shared_memory},
 };
 use hotcell_kernels::{
@@ -79,7 +80,7 @@ pub fn fork(members: usize) -> io::Result<Side> {
     for rank in 1..members {
         let (ours, orders) = UnixStream::pair()?;
         let (to, files) = descriptor_pair()?;
-        if made::child()? {
+        if fork::fork()? {
             // Those to members that were made before are the leader's.
             drop((links, ours, to));
             return Ok(Side::Member(Member {
@@ -94,40 +95,6 @@ pub fn fork(members: usize) -> io::Result<Side> {
         });
     }
     Ok(Side::Leader(Leads { memory, links }))
-}
-
-#[cfg(target_os = "linux")]
-mod made {
-    use std::io;
-
-    use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
-
-    /// Makes a child that is killed when this process ends. True in the child.
-    pub fn child() -> io::Result<bool> {
-        let parent = getpid();
-        // SAFETY: this is the process's only thread, so that no lock is held by one that the child does not have.
-        match unsafe { libc::fork() } {
-            0 => {
-                set_parent_process_death_signal(Some(Signal::KILL))?;
-                match getppid() == Some(parent) {
-                    true => Ok(true),
-                    // It ended before that.
-                    false => Err(io::ErrorKind::BrokenPipe.into()),
-                }
-            }
-            -1 => Err(io::Error::last_os_error()),
-            _ => Ok(false),
-        }
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-mod made {
-    use std::io;
-
-    pub fn child() -> io::Result<bool> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
 }
 
 impl Leads {

@@ -3,22 +3,17 @@
 mod caches;
 mod follow;
 mod others;
+mod packed;
 mod placed;
 mod shape;
 mod tap;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    ops::Range,
-    rc::Rc,
-    sync::atomic::Ordering,
-};
+use std::sync::atomic::Ordering;
 
 use hotcell_graph::Graph;
 use hotcell_ipc::blackbox::Writer;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError, HostRegion, Stream},
-    cpu::pack::PANEL,
     plan::{Plan, PlanHints, Slot},
 };
 use hotcell_proto::plan_part::PlanPart;
@@ -27,6 +22,7 @@ use caches::Caches;
 use follow::Follower;
 pub use follow::{EACH, GIVES_WAY, give_way};
 pub use others::{Order, Others};
+use packed::{Packable, is_whole_panels};
 use placed::Placed;
 pub use placed::{Keeping, Keeps};
 use shape::check_cache;
@@ -139,20 +135,6 @@ struct RowBuffers {
 struct KindBuffers {
     slots: Buffer,
     tables: Buffer,
-}
-
-/// An input that has another form from which the same bits come faster.
-struct Packable {
-    graph: Part,
-    slot: Slot,
-    weight: String,
-    /// Which of its rows, if not all.
-    rows: Option<Range<usize>>,
-}
-
-/// Whether rows of a packed matrix are a packed matrix.
-fn is_whole_panels(rows: &Range<usize>) -> bool {
-    rows.start.is_multiple_of(PANEL) && rows.len().is_multiple_of(PANEL)
 }
 
 /// The graphs of a model.
@@ -350,62 +332,6 @@ impl Runner {
             others: None,
         };
         Ok((runner, keeps))
-    }
-
-    /// The weights that the plans would rather have packed.
-    pub fn packable(&self) -> BTreeSet<String> {
-        self.packable.iter().map(|p| p.weight.clone()).collect()
-    }
-
-    /// Computes from these packed weights from now on, with the same bits; from the others as they are in the model.
-    ///
-    /// # Errors
-    /// When one does not fit. All are computed from as they are in the model then.
-    pub fn use_packed(
-        &mut self,
-        device: &dyn Device,
-        weights: &BTreeMap<String, Weight>,
-    ) -> Result<(), DeviceError> {
-        let bound = self.bind_packed(|name, rows| {
-            let weight = weights.get(name);
-            // A packed matrix has its rows, sixteen by sixteen, where they are in the file.
-            let weight = match rows {
-                None => weight.cloned(),
-                Some(rows) => weight.and_then(|weight| weight.rows(rows.clone())),
-            };
-            let import = |weight| device.import(Rc::new(WeightRegion(weight)));
-            weight.map(import).transpose()
-        });
-        if bound.is_err() {
-            self.bind_packed(|_, _| Ok(None))?;
-        } else if let Some(others) = &self.others {
-            others.use_packed(weights);
-        }
-        bound
-    }
-
-    fn bind_packed(
-        &mut self,
-        buffer: impl Fn(&str, Option<&Range<usize>>) -> Result<Option<Buffer>, DeviceError>,
-    ) -> Result<(), DeviceError> {
-        self.packed.clear();
-        for input in &self.packable {
-            let buffer = buffer(&input.weight, input.rows.as_ref())?;
-            let plan = match input.graph {
-                Part::Body => &mut self.body,
-                Part::Head => &mut self.head,
-                Part::Ending => &mut self.ending,
-            };
-            plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
-            if matches!(input.graph, Part::Body) {
-                if let Some(tap) = &mut self.tap {
-                    tap.plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
-                }
-                self.packed
-                    .extend(buffer.map(|buffer| (input.slot, buffer)));
-            }
-        }
-        Ok(())
     }
 
     /// Sizes it runs with.

@@ -1,0 +1,88 @@
+//! Computing from weights in the form that a device likes best.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    rc::Rc,
+};
+
+use hotcell_kernels::{
+    backend::{Buffer, Device, DeviceError},
+    cpu::pack::PANEL,
+    plan::Slot,
+};
+
+use super::{Part, Runner, WeightRegion};
+use crate::weights::Weight;
+
+/// An input that has another form from which the same bits come faster.
+pub(super) struct Packable {
+    pub graph: Part,
+    pub slot: Slot,
+    pub weight: String,
+    /// Which of its rows, if not all.
+    pub rows: Option<Range<usize>>,
+}
+
+/// Whether rows of a packed matrix are a packed matrix.
+pub(super) fn is_whole_panels(rows: &Range<usize>) -> bool {
+    rows.start.is_multiple_of(PANEL) && rows.len().is_multiple_of(PANEL)
+}
+
+impl Runner {
+    /// The weights that the plans would rather have packed.
+    pub fn packable(&self) -> BTreeSet<String> {
+        self.packable.iter().map(|p| p.weight.clone()).collect()
+    }
+
+    /// Computes from these packed weights from now on, with the same bits; from the others as they are in the model.
+    ///
+    /// # Errors
+    /// When one does not fit. All are computed from as they are in the model then.
+    pub fn use_packed(
+        &mut self,
+        device: &dyn Device,
+        weights: &BTreeMap<String, Weight>,
+    ) -> Result<(), DeviceError> {
+        let bound = self.bind_packed(|name, rows| {
+            let weight = weights.get(name);
+            // A packed matrix has its rows, sixteen by sixteen, where they are in the file.
+            let weight = match rows {
+                None => weight.cloned(),
+                Some(rows) => weight.and_then(|weight| weight.rows(rows.clone())),
+            };
+            let import = |weight| device.import(Rc::new(WeightRegion(weight)));
+            weight.map(import).transpose()
+        });
+        if bound.is_err() {
+            self.bind_packed(|_, _| Ok(None))?;
+        } else if let Some(others) = &self.others {
+            others.use_packed(weights);
+        }
+        bound
+    }
+
+    fn bind_packed(
+        &mut self,
+        buffer: impl Fn(&str, Option<&Range<usize>>) -> Result<Option<Buffer>, DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.packed.clear();
+        for input in &self.packable {
+            let buffer = buffer(&input.weight, input.rows.as_ref())?;
+            let plan = match input.graph {
+                Part::Body => &mut self.body,
+                Part::Head => &mut self.head,
+                Part::Ending => &mut self.ending,
+            };
+            plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
+            if matches!(input.graph, Part::Body) {
+                if let Some(tap) = &mut self.tap {
+                    tap.plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
+                }
+                self.packed
+                    .extend(buffer.map(|buffer| (input.slot, buffer)));
+            }
+        }
+        Ok(())
+    }
+}
