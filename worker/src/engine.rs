@@ -70,9 +70,8 @@ type TensorWork = Box<dyn FnOnce(&mut TensorPlane) + Send>;
 enum Command {
     Load {
         name: String,
-        source: Box<ModelSource>,
-        /// What it was opened from.
-        files: Vec<ModelFile>,
+        /// And what it was opened from.
+        source: Box<(ModelSource, Vec<ModelFile>)>,
         keeping: Keeping,
         reply: oneshot::Sender<Result<Ready, Error>>,
     },
@@ -315,8 +314,7 @@ impl Engine {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Load {
             name,
-            source: Box::new(source),
-            files,
+            source: Box::new((source, files)),
             keeping,
             reply,
         })?;
@@ -496,7 +494,6 @@ impl Loop {
             Command::Load {
                 name,
                 source,
-                files,
                 keeping,
                 reply,
             } => {
@@ -507,7 +504,7 @@ impl Loop {
                 }
                 self.blackbox.doing(Doing::Loading);
                 self.blackbox.model(&name);
-                let _ = reply.send(self.load(name, &source, &files, keeping));
+                let _ = reply.send(self.load(name, &source.0, &source.1, keeping));
             }
             Command::Measure { source, reply } => {
                 let shape = self.shape(&source);
