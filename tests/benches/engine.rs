@@ -138,6 +138,9 @@ impl Bench {
         if self.wanted("memory") {
             processes::memory(self, &self.model("q8_0")?).await?;
         }
+        if self.wanted("members") {
+            processes::members(self, &self.model("q4_0")?).await?;
+        }
         if self.wanted("idle") {
             processes::idle(self, &self.model("q4_0")?).await?;
         }

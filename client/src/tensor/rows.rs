@@ -11,6 +11,7 @@ use super::{
 
 /// Rows without a method of [`Tensor`], and why.
 const WITHOUT: &[(&str, &str)] = &[
+    ("all_gather", "of processes that compute one model together"),
     (
         "literal",
         "numbers in an expression become one; `Session::scalar`",

@@ -2,32 +2,26 @@
 
 use std::io;
 
+#[cfg(target_os = "linux")]
+use crate::spawn::{Signal, die_with_parent};
+
 /// Makes a child that goes on from here as this process does, and is killed when this process ends. True in the child.
 ///
-/// Only for a process of one thread: what other threads hold, a lock for one, the child would never get. A child that changes
-/// its user is not killed any more, and has to see by itself that this process is gone.
+/// Only for a process of one thread: what other threads hold, a lock for one, the child would never get.
 ///
 /// # Errors
-/// What the system refuses; `InvalidInput` when there are other threads, as far as `/proc` tells; in the child, `BrokenPipe`
-/// when this process ended meanwhile.
+/// What the system refuses; `InvalidInput` when there are other threads, as far as `/proc` tells; in the child,
+/// `NotConnected` when this process ended meanwhile.
 #[cfg(target_os = "linux")]
 pub fn fork() -> io::Result<bool> {
-    use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
-
     if std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() > 1) {
         let what = "a process with several threads does not fork";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
-    let parent = getpid();
+    let parent = std::process::id();
     // SAFETY: this is the process's only thread, so that no lock is held by one that the child does not have.
     match unsafe { libc::fork() } {
-        0 => {
-            set_parent_process_death_signal(Some(Signal::KILL))?;
-            match getppid() == Some(parent) {
-                true => Ok(true),
-                false => Err(io::ErrorKind::BrokenPipe.into()),
-            }
-        }
+        0 => die_with_parent(Signal::KILL, Some(parent)).map(|()| true),
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(false),
     }

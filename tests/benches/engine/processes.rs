@@ -25,6 +25,9 @@ use crate::{
 const CONCURRENCY: usize = 64;
 /// Tokens of an answer.
 const TOKENS: usize = 16;
+/// Those that members draw, and of the prompt that they read.
+const MEMBERS_TOKENS: usize = 128;
+const MEMBERS_PROMPT: usize = 512;
 
 /// Bytes of memory that are a process's: of what several have mapped, its share (PSS).
 fn memory_share(pid: u32) -> Result<f64> {
@@ -56,6 +59,29 @@ pub async fn memory(bench: &Bench, model: &Model) -> Result<()> {
     bench.figure("memory_two", mib(two), "MiB", Goal::None);
     let unit = "of one worker's memory";
     bench.figure("memory", vec![two / one], unit, Goal::AtMost(1.15));
+    Ok(())
+}
+
+/// As many processes of one thread each as there are cores, which compute the model together, beside one process of as many
+/// threads: a stream's tokens, and a prompt until its first token.
+pub async fn members(bench: &Bench, model: &Model) -> Result<()> {
+    let count = bench.machine.threads().to_string();
+    let one = Served::start(model, &[]).await?;
+    let several = Served::start(model, &["--tensor-parallel", &count]).await?;
+    let (mut decode, mut prefill) = (Vec::new(), Vec::new());
+    for _ in 0..bench.rounds() {
+        let (mut rates, mut seconds) = (Vec::new(), Vec::new());
+        for served in [&one, &several] {
+            rates.push(served.together(1, options(MEMBERS_TOKENS)).await?);
+            let prompt = served.prompt(MEMBERS_PROMPT);
+            seconds.push(served.until_first(prompt).await?);
+        }
+        decode.push(rates[1] / rates[0]);
+        prefill.push(seconds[0] / seconds[1]);
+    }
+    let unit = "of one process with threads";
+    bench.figure("members_decode", decode, unit, Goal::None);
+    bench.figure("members_prefill", prefill, unit, Goal::None);
     Ok(())
 }
 

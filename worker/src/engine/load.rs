@@ -44,7 +44,6 @@ impl Loop {
         };
         let members = self.members.as_ref();
         let loading = members.map(|members| members.load(&shape, files));
-        let loading = loading.transpose()?;
         let hints = PlanHints::default();
         let runner = Runner::keeping(device, source, shape, &hints, &progressed, keeping);
         let (mut runner, keeps) = runner.map_err(|e| of_run(&e))?;

@@ -4,7 +4,7 @@ use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     io,
-    os::unix::net::UnixStream,
+    os::{fd::BorrowedFd, unix::net::UnixStream},
     rc::Rc,
     thread,
 };
@@ -105,10 +105,7 @@ impl Members {
 
     /// Has all of them load their parts of a model of these files, to be run with these sizes. They do so while this
     /// process loads its own; [`Loading::finish`] waits for them.
-    ///
-    /// # Errors
-    /// [`Reason::Internal`] when the files cannot be handed to them.
-    pub fn load(self: &Rc<Self>, shape: &RunShape, files: &[ModelFile]) -> Result<Loading, Error> {
+    pub fn load(self: &Rc<Self>, shape: &RunShape, files: &[ModelFile]) -> Loading {
         let model = self.next.get();
         self.next.set(model.wrapping_add(1));
         let names: Vec<&str> = files.iter().map(|file| file.name.as_str()).collect();
@@ -116,15 +113,18 @@ impl Members {
         let descriptors: Vec<_> = files.iter().map(|file| file.mapping.descriptor()).collect();
         for to in &self.links {
             self.tell(to, &frame);
-            to.files.send(model.into(), &descriptors).map_err(|error| {
-                let what = format!("a member does not take the model's files: {error}");
-                Error::new(Reason::Internal, what)
-            })?;
+            self.hand(to, model, &descriptors);
         }
-        Ok(Loading(Some(Led {
+        Loading(Some(Led {
             members: Rc::clone(self),
             model,
-        })))
+        }))
+    }
+
+    fn hand(&self, to: &To, model: u32, descriptors: &[BorrowedFd<'_>]) {
+        if let Err(error) = to.files.send(model.into(), descriptors) {
+            (self.lost)(&format!("a member does not take a model's files: {error}"));
+        }
     }
 }
 
@@ -198,11 +198,8 @@ impl Others for Led {
         let descriptors: Vec<_> = copies.iter().map(|copy| copy.descriptor()).collect();
         for to in &self.members.links {
             self.members.tell(to, &frame);
-            if !descriptors.is_empty()
-                && let Err(error) = to.files.send(self.model.into(), &descriptors)
-            {
-                let what = format!("a member does not take packed weights: {error}");
-                (self.members.lost)(&what);
+            if !descriptors.is_empty() {
+                self.members.hand(to, self.model, &descriptors);
             }
         }
     }
