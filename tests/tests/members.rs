@@ -184,6 +184,40 @@ async fn a_stream_goes_on_whichever_member_dies() {
 }
 
 #[tokio::test]
+async fn a_member_that_stops_is_a_hang_and_leaves_nothing_behind() {
+    let arguments = ["--tensor-parallel", "2", "--hang-timeout", "1s"];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    let client = cluster.client().await.unwrap();
+    let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
+    let member = children(leader).unwrap()[0];
+    let options = drawn(200, 9);
+    let prompt = Prompt::from("In the beginning");
+    let calm = complete(&client, &prompt, &options).await;
+    let mut stream = client.generate(prompt, options).await.unwrap();
+    let mut tokens = Vec::new();
+    while let Some(event) = stream.next().await {
+        match event.unwrap() {
+            Event::Delta(delta) => {
+                tokens.extend(delta.token_ids);
+                if tokens.len() == 3 {
+                    signal_pid(member, Signal::STOP).unwrap();
+                }
+            }
+            Event::Finished(finished) => assert_eq!(finished.deaths_survived, 1),
+            Event::Accepted(_) => {}
+        }
+    }
+    assert_eq!(tokens, calm.token_ids);
+    let begun = Instant::now();
+    while lives(leader) || lives(member) {
+        assert!(begun.elapsed() < SOON);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
 async fn all_members_compute_from_one_packed_copy() {
     let prompt = Prompt::from("In the beginning");
     let options = drawn(60, 4);

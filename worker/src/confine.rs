@@ -107,19 +107,23 @@ pub fn confine_around(mode: Mode, files: &Files, load: impl FnOnce()) -> Report 
     Report { layers }
 }
 
-/// Leads a session of its own if a scheduler started it. Who starts it by hand keeps it in the terminal's.
+/// Leads a session of its own if a scheduler started it, or stays in that of the worker whose member it is. Who starts it by
+/// hand keeps it in the terminal's.
 fn session(mode: Mode) -> Layer {
     const NAME: &str = "session";
-    let leads = || {
-        // rustix takes no 0, which the kernel says where the session's leader is outside this PID namespace.
-        // SAFETY: it only reads a number.
-        let session = unsafe { libc::getsid(0) };
-        session == rustix::process::getpid().as_raw_pid()
-    };
-    if mode == Mode::Listening && !leads() {
+    // rustix takes no 0, which the kernel says where the session's leader is outside this PID namespace.
+    // SAFETY: it only reads a number.
+    let session = unsafe { libc::getsid(0) };
+    let leads = session == rustix::process::getpid().as_raw_pid();
+    if mode == Mode::Listening && !leads {
         return Layer::not_needed(NAME, "it was started by hand");
     }
-    let done = match leads() {
+    // Who ends a worker's group ends its members.
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_pid());
+    if mode == Mode::Inherited && parent == Some(session) {
+        return Layer::not_needed(NAME, "it is in the one that its leader leads");
+    }
+    let done = match leads {
         true => Ok(String::new()),
         false => rustix::process::setsid().map(|_| String::new()),
     };

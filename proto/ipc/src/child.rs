@@ -158,16 +158,9 @@ impl Child {
             Err(Errno::SRCH) => return Err(none()),
             opened => opened?,
         };
-        // SAFETY: an all-zero value of this plain C struct is valid, and the kernel gets a pointer to it.
-        let done = unsafe {
-            let mut info: libc::siginfo_t = std::mem::zeroed();
-            let id = libc::id_t::try_from(pidfd.as_raw_fd()).unwrap_or_default();
-            let look = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-            libc::waitid(libc::P_PIDFD, id, &raw mut info, look)
-        };
-        match done {
-            0 => Ok(Child::new(pid, pidfd, stderr, None)),
-            _ => Err(none()),
+        match ended(pidfd.as_fd()) {
+            Ok(_) => Ok(Child::new(pid, pidfd, stderr, None)),
+            Err(_) => Err(none()),
         }
     }
 
@@ -295,6 +288,28 @@ impl Drop for Child {
     }
 }
 
+/// The child behind a pidfd, if it has ended and was not reaped.
+fn ended(pidfd: BorrowedFd<'_>) -> io::Result<Option<Pid>> {
+    loop {
+        // SAFETY: an all-zero value of this plain C struct is valid, and the kernel gets a pointer to it.
+        let (done, info) = unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let id = libc::id_t::try_from(pidfd.as_raw_fd()).unwrap_or_default();
+            let look = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+            let done = libc::waitid(libc::P_PIDFD, id, &raw mut info, look);
+            (done, info)
+        };
+        if done == 0 {
+            // SAFETY: `waitid` filled it in, or left it zero, which has no process.
+            return Ok(Pid::from_raw(unsafe { info.si_pid() }));
+        }
+        match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::Interrupted => {}
+            error => return Err(error),
+        }
+    }
+}
+
 /// What is left of a process once it was reaped.
 pub(crate) struct Reaped {
     status: ExitStatus,
@@ -302,8 +317,13 @@ pub(crate) struct Reaped {
     peak_resident: u64,
 }
 
-/// Reaps the child behind a pidfd if it has ended.
+/// Reaps the child behind a pidfd if it has ended, and kills what it leaves of a process group that it led.
 pub(crate) fn reap(pidfd: BorrowedFd<'_>) -> io::Result<Option<Reaped>> {
+    if let Some(pid) = ended(pidfd)? {
+        // Until it is reaped its number is its own, and so is a group of that number. One that led none leaves none; and
+        // whoever may not be signalled is not.
+        let _ = rustix::process::kill_process_group(pid, Signal::KILL);
+    }
     // The system call, which also tells of resources; glibc's function of the name does not.
     loop {
         // SAFETY: all-zero values of these plain C structs are valid, and the kernel gets pointers to them.

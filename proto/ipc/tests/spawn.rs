@@ -290,6 +290,24 @@ fn ends_are_told_apart() {
 }
 
 #[test]
+fn what_a_child_leaves_of_its_group_ends_with_it() {
+    // One that is stopped hears of nothing.
+    let mut command = shell("sleep 1000 & kill -STOP $!; echo $!");
+    command.stdout = Output::Pipe;
+    let mut child = start(command).unwrap();
+    assert!(child.wait_blocking(SOON).unwrap().unwrap().success());
+    let mut said = String::new();
+    let mut stdout = File::from(child.stdout.take().unwrap());
+    stdout.read_to_string(&mut said).unwrap();
+    let left: u32 = said.trim().parse().unwrap();
+    until("what it left is gone", || {
+        let state = std::fs::read_to_string(format!("/proc/{left}/stat"));
+        // One that nobody reaped is dead all the same.
+        state.is_err() || state.is_ok_and(|state| state.contains(") Z "))
+    });
+}
+
+#[test]
 fn a_dropped_child_is_killed_and_leaves_no_zombie() {
     for _ in 0..20 {
         let child = start(sleeper()).unwrap();
