@@ -317,7 +317,8 @@ impl Stream {
     pub fn finish(&self, end: Result<Finished, Status>) {
         let mut state = self.state();
         state.end.get_or_insert(end);
-        if let Some(request) = state.request.take().filter(|_| self.keeps) {
+        let keeps = self.keeps && !state.forgotten;
+        if let Some(request) = state.request.take().filter(|_| keeps) {
             // One that was never accepted has nothing to be run again for, unless workers died of its very prompt.
             if state.accepted.is_none() && request.deaths > 0 {
                 let bytes = request.message.encoded_len();

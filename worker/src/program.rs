@@ -143,6 +143,17 @@ fn usable_cores(common: &Common) -> Vec<u32> {
     }
 }
 
+/// The cores that this process may run on, and no more than it has time for; none: the system does not tell.
+fn allowed_cores() -> Vec<u32> {
+    let time = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let Ok(set) = rustix::thread::sched_getaffinity(None) else {
+        return Vec::new();
+    };
+    let all = 0..rustix::thread::CpuSet::MAX_CPU;
+    let allowed = all.filter(|core| set.is_set(*core));
+    allowed.map(|core| core as u32).take(time).collect()
+}
+
 fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     // One thread for I/O: the cores are for computing.
     tokio::runtime::Builder::new_current_thread()
@@ -250,7 +261,10 @@ fn divided(common: &mut Common) -> Result<Option<Side>, Exit> {
     if members == 1 {
         return Ok(None);
     }
-    let cores = usable_cores(common);
+    let cores = match common.cores.is_empty() {
+        true => allowed_cores(),
+        false => common.cores.clone(),
+    };
     let side = members::fork(members).map_err(|error| {
         let what = format_args!("the members of its communicator cannot be made: {error}");
         fail(Exit::Internal, what)
@@ -294,6 +308,21 @@ fn be_member(member: Member, common: &Common, registry: Registry, mode: confine:
     };
     if pins && let Err(error) = device.pin() {
         tracing::warn!(%error, "compute threads go where the system has them");
+    }
+    // Also where what computes hears of nothing: it may not be there to be killed by.
+    let watched = std::thread::Builder::new().name("leader".to_owned());
+    let gone = member.gone().and_then(|gone| {
+        watched.spawn(move || {
+            gone();
+            // SAFETY: ends the process at once, whatever its other threads are at.
+            unsafe { libc::_exit(Exit::Ok.code()) }
+        })
+    });
+    if let Err(error) = gone {
+        return fail(
+            Exit::Internal,
+            format_args!("the leader cannot be watched: {error}"),
+        );
     }
     match members::follow(member, device.as_ref()) {
         Ok(()) => Exit::Ok,

@@ -291,8 +291,10 @@ impl Processes {
         if self.config.pin && !order.background && order.allowance.is_none() {
             command = command.arg("--pin");
         }
-        // The host's own workers: who computes for others' eyes, or a stranger's model, is small.
-        if self.config.tensor_parallel > 1 && !order.background && order.allowance.is_none() {
+        // The host's own workers: who computes for others' eyes, or a stranger's model, is small. Other backends' devices
+        // compute no models together.
+        let own = !order.background && order.allowance.is_none();
+        if self.config.tensor_parallel > 1 && own && order.device.backend == "cpu" {
             let members = self.config.tensor_parallel.to_string();
             command = command.arg("--tensor-parallel").arg(members);
         }

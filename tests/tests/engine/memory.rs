@@ -2,6 +2,7 @@
 
 use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
+    communicator::Share,
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
 };
@@ -345,7 +346,8 @@ fn a_budget_is_kept_and_what_does_not_fit_is_cut_or_refused() {
     for model in ["llama2", "gemma3"] {
         let source = open(&golden(model)).unwrap();
         let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
-        let within = |bytes| RunShape::within(&device, &source, DType::F16, bytes);
+        let within =
+            |bytes| RunShape::within(&device, &source, DType::F16, bytes, Share::default());
         let whole = RunShape::for_model(&source.config, DType::F16);
         assert_eq!(within(u64::MAX).unwrap(), whole);
         let mut last = 0;

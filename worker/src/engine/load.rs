@@ -16,13 +16,15 @@ impl Loop {
     /// Sizes that a model is run with here.
     pub(super) fn shape(&self, source: &ModelSource) -> Result<RunShape, RunError> {
         let dtype = self.cache_dtype;
+        let share = self.members.as_ref().map(|members| members.share());
+        let share = share.unwrap_or_default();
         let mut shape = match self.model_memory {
-            None => RunShape::for_model(&source.config, dtype),
-            Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes)?,
+            None => RunShape {
+                share,
+                ..RunShape::for_model(&source.config, dtype)
+            },
+            Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes, share)?,
         };
-        if let Some(members) = &self.members {
-            shape.share = members.share();
-        }
         if let Some(most) = self.max_context {
             shape.context = shape.context.min(most.max(1) as usize);
         }
@@ -46,9 +48,11 @@ impl Loop {
         let loading = members.map(|members| members.load(&shape, files));
         let hints = PlanHints::default();
         let runner = Runner::keeping(device, source, shape, &hints, &progressed, keeping);
+        // Also for a load that failed here: theirs goes on until it is over.
+        let others = loading.map(|loading| loading.finish(&progressed));
         let (mut runner, keeps) = runner.map_err(|e| of_run(&e))?;
-        if let Some(loading) = loading {
-            runner.lead(loading.finish(&progressed)?);
+        if let Some(others) = others.transpose()? {
+            runner.lead(others);
         }
         tracing::info!(
             model = name,

@@ -139,4 +139,16 @@ impl Member {
     pub fn share(&self) -> Share {
         self.share
     }
+
+    /// What returns once the leader is gone.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn gone(&self) -> io::Result<impl FnOnce() + Send + 'static> {
+        let leader = self.link.orders.try_clone()?;
+        Ok(move || {
+            let mut end = [PollFd::new(&leader, PollFlags::empty())];
+            while !matches!(poll(&mut end, None), Ok(1..)) {}
+        })
+    }
 }

@@ -23,6 +23,7 @@ use super::{
     wire::{self, Loaded, Told},
 };
 use crate::{
+    exit::Exit,
     last_words::MappedFiles,
     model::run::{Order, RunShape, Runner},
     weights::{ModelFile, ModelSource, Weight, Weights},
@@ -61,10 +62,11 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 shape,
                 names,
             } => {
-                let descriptors = collect(&files, model.into())?;
                 let shape = RunShape { share, ..shape };
                 let says = Signs::new(&orders)?;
-                let loaded = match load(device, shape, names, descriptors, &says) {
+                let loaded = collect(&files, model.into()).map_err(|error| error.to_string());
+                let loaded = loaded.and_then(|fds| load(device, shape, names, fds, &says));
+                let loaded = match loaded {
                     Ok(part) => {
                         parts.insert(model, part);
                         Loaded::Done
@@ -85,7 +87,10 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 };
                 let part = parts.get_mut(&model);
                 let part = part.ok_or_else(|| io::Error::other(unknown(model)))?;
-                take_packed(device, part, &weights, descriptors)?;
+                // From the others it computes the same bits.
+                if let Err(error) = take_packed(device, part, &weights, descriptors) {
+                    tracing::warn!(%error, "packed weights are not used");
+                }
             }
             told => perform(&mut parts, told).map_err(io::Error::other)?,
         }
@@ -124,8 +129,11 @@ impl Signs {
         if self.last.get().elapsed() >= SIGNS {
             self.last.set(Instant::now());
             let mut to = self.to.borrow_mut();
-            // A leader that is gone is noticed by who reads.
-            let _ = wire::write(&mut *to, &Loaded::Progress.put()).and_then(|()| to.flush());
+            let said = wire::write(&mut *to, &Loaded::Progress.put()).and_then(|()| to.flush());
+            if said.is_err() {
+                // Nobody is there to load it for.
+                std::process::exit(Exit::Ok.code());
+            }
         }
     }
 }

@@ -7,6 +7,7 @@ use std::{
     os::{fd::BorrowedFd, unix::net::UnixStream},
     rc::Rc,
     thread,
+    time::Duration,
 };
 
 use hotcell_ipc::{descriptors::DescriptorSender, memory::Mapping};
@@ -25,6 +26,9 @@ use crate::{
     model::run::{Order, Others, RunShape},
     weights::{ModelFile, Weight},
 };
+
+/// How long a member may take to take a model's files.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The other members, on the thread that computes.
 pub struct Members {
@@ -61,7 +65,7 @@ impl Members {
             watched.push(link.orders.try_clone()?);
             links.push(To {
                 orders: RefCell::new(link.orders),
-                files: DescriptorSender::new(link.files)?,
+                files: DescriptorSender::new(link.files)?.with_timeout(PATIENCE),
             });
         }
         // Who computes hears of it by itself; one that waits for requests would not.
@@ -115,10 +119,10 @@ impl Members {
             self.tell(to, &frame);
             self.hand(to, model, &descriptors);
         }
-        Loading(Some(Led {
+        Loading(Led {
             members: Rc::clone(self),
             model,
-        }))
+        })
     }
 
     fn hand(&self, to: &To, model: u32, descriptors: &[BorrowedFd<'_>]) {
@@ -128,38 +132,25 @@ impl Members {
     }
 }
 
-/// A load that is going on. Dropping it gives it up.
-pub struct Loading(Option<Led>);
+/// A load that is going on, which is to be finished.
+#[must_use]
+pub struct Loading(Led);
 
 impl Loading {
     /// Waits for all of them, and is who tells them what to do from then on. `progressed` is called meanwhile.
     ///
     /// # Errors
     /// What keeps one of them from loading its part.
-    pub fn finish(mut self, progressed: &dyn Fn()) -> Result<Box<dyn Others>, Error> {
-        let Some(led) = self.0.take() else {
-            return Err(Error::new(Reason::Internal, "a load that is over"));
-        };
+    pub fn finish(self, progressed: &dyn Fn()) -> Result<Box<dyn Others>, Error> {
         let mut failed = None;
-        for (rank, to) in (1..).zip(&led.members.links) {
+        for (rank, to) in (1..).zip(&self.0.members.links) {
             if let Err(why) = answer(&mut to.orders.borrow_mut(), progressed) {
                 failed = Some(format!("member {rank} cannot load its part: {why}"));
             }
         }
         match failed {
-            None => Ok(Box::new(led)),
+            None => Ok(Box::new(self.0)),
             Some(why) => Err(Error::new(Reason::Internal, why)),
-        }
-    }
-}
-
-impl Drop for Loading {
-    fn drop(&mut self) {
-        if let Some(led) = self.0.take() {
-            // So that the next answer is the next load's.
-            for to in &led.members.links {
-                let _ = answer(&mut to.orders.borrow_mut(), &|| {});
-            }
         }
     }
 }

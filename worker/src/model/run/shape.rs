@@ -101,6 +101,12 @@ impl BlockSizes {
         }
     }
 
+    /// The same of blocks that so many processes have each.
+    fn held(mut self, holders: usize) -> Self {
+        self.bytes = self.bytes.map(|bytes| bytes.saturating_mul(holders));
+        self
+    }
+
     /// Bytes of one whole context.
     fn whole(&self) -> usize {
         let window = self.window.saturating_mul(self.bytes[1]);
@@ -165,7 +171,7 @@ impl RunShape {
         }
     }
 
-    /// The same within so many bytes: what plans and rows take, as a dry run finds it, and the rest for the cache. A
+    /// The same within so many bytes of all members together: what plans and rows take, as a dry run finds it, and the rest for the cache. A
     /// context for which there is too little is cut.
     ///
     /// # Errors
@@ -175,15 +181,22 @@ impl RunShape {
         source: &ModelSource,
         cache_dtype: DType,
         bytes: u64,
+        share: Share,
     ) -> Result<Self, RunError> {
         let config = &source.config;
         check_cache(config, cache_dtype)?;
-        let whole = Self::for_model(config, cache_dtype);
+        let whole = Self {
+            share,
+            ..Self::for_model(config, cache_dtype)
+        };
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let besides = bytes_besides_cache(device, source, &whole)?;
-        let sizes = BlockSizes::new(config, cache_dtype);
+        let besides = whole.besides(device, source)?;
+        let sizes = BlockSizes::new(config, cache_dtype).held(whole.holders(config));
         let blocks = sizes.within(bytes.saturating_sub(besides));
-        let shape = Self::with_blocks(config, cache_dtype, &sizes, blocks);
+        let shape = Self {
+            share,
+            ..Self::with_blocks(config, cache_dtype, &sizes, blocks)
+        };
         if shape.context == 0 {
             let [one, other] = sizes.bytes;
             return Err(DeviceError::OutOfMemory {
@@ -200,12 +213,28 @@ impl RunShape {
     /// # Errors
     /// What [`Runner::new`](super::Runner::new) says of its graphs.
     pub fn sizes(&self, device: &dyn Device, source: &ModelSource) -> Result<Sizes, RunError> {
-        let of = BlockSizes::new(&source.config, self.cache_dtype).bytes;
+        let config = &source.config;
+        let of = BlockSizes::new(config, self.cache_dtype).held(self.holders(config));
+        let of = of.bytes;
         let bytes = |kind| self.blocks_of(kind).saturating_mul(of[kind]);
         Ok(Sizes {
             cache: bytes(0).saturating_add(bytes(1)) as u64,
-            work: bytes_besides_cache(device, source, self)? as u64,
+            work: self.besides(device, source)? as u64,
         })
+    }
+
+    /// What all members of the communicator take besides the cache.
+    fn besides(&self, device: &dyn Device, source: &ModelSource) -> Result<usize, RunError> {
+        let each = bytes_besides_cache(device, source, self)?;
+        Ok(each.saturating_mul(self.share.members))
+    }
+
+    /// How many of them hold the whole cache, if they do not share its heads.
+    fn holders(&self, config: &ModelConfig) -> usize {
+        match self.share_of_heads(config).members {
+            1 => self.share.members,
+            _ => 1,
+        }
     }
 
     /// Cache blocks in all of a kind of layers.
