@@ -1,5 +1,6 @@
 //! The whole system from outside: helpers that tests and benchmarks share.
 
+pub mod answers;
 pub mod attack;
 pub mod bench;
 pub mod bundled;

@@ -5,6 +5,7 @@
 
 use hotcell_client::{Client, Completion, Event, GenerateOptions, Generation, Prompt, Reason, v1};
 use hotcell_tests::{
+    answers::assert_same,
     cluster::{Cluster, Process, all_have, binaries, counted, kjv, signal_pid},
     options::{drawn, greedy},
     proxy::Proxy,
@@ -33,28 +34,6 @@ async fn kjv_cluster() -> Cluster {
 async fn complete(client: &Client, (prompt, options): &(Prompt, GenerateOptions)) -> Completion {
     let stream = client.generate(prompt.clone(), options.clone()).await;
     stream.unwrap().complete().await.unwrap()
-}
-
-/// All that a client can see of two answers, but times and deaths.
-fn assert_same(got: &Completion, calm: &Completion, what: &str) {
-    assert_eq!(got.token_ids, calm.token_ids, "{what}");
-    assert_eq!(got.text, calm.text, "{what}");
-    assert_eq!(got.logprobs, calm.logprobs, "{what}");
-    assert_eq!(got.accepted.prompt_ids, calm.accepted.prompt_ids, "{what}");
-    assert_eq!(got.accepted.numerics, calm.accepted.numerics, "{what}");
-    let (end, calm_end) = (&got.finished, &calm.finished);
-    assert_eq!(counted(end), counted(calm_end), "{what}");
-    assert_eq!(end.reason, calm_end.reason, "{what}");
-    assert_eq!(end.matched_stop, calm_end.matched_stop, "{what}");
-    let receipt = |f: &v1::Finished| {
-        let receipt = f.receipt.clone().unwrap();
-        assert_eq!(receipt.deaths_survived, f.deaths_survived);
-        v1::Receipt {
-            deaths_survived: 0,
-            ..receipt
-        }
-    };
-    assert_eq!(receipt(end), receipt(calm_end), "{what}");
 }
 
 /// One of each kind. Branches share prompt and seed.

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use hotcell_client::{Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt};
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, children, counted, golden, kjv, lives, signal_pid},
+    answers::assert_same,
+    cluster::{Cluster, SOON, all_have, children, golden, kjv, lives, signal_pid},
     conformance::{Executor, Remote, RunError},
     options::{drawn, greedy},
 };
@@ -37,14 +38,6 @@ fn ids(count: u32) -> Prompt {
 async fn complete(client: &Client, prompt: &Prompt, options: &GenerateOptions) -> Completion {
     let stream = client.generate(prompt.clone(), options.clone()).await;
     stream.unwrap().complete().await.unwrap()
-}
-
-fn assert_same(got: &Completion, alone: &Completion, what: &str) {
-    assert_eq!(got.token_ids, alone.token_ids, "{what}");
-    assert_eq!(got.text, alone.text, "{what}");
-    assert_eq!(got.logprobs, alone.logprobs, "{what}");
-    assert_eq!(got.accepted.numerics, alone.accepted.numerics, "{what}");
-    assert_eq!(counted(&got.finished), counted(&alone.finished), "{what}");
 }
 
 /// Answers of one model: short and long prompts, several at once that share one, and an embedding.
