@@ -303,57 +303,79 @@ impl Looks {
     }
 }
 
-/// Who looks at a worker in every way at once, until it is aborted.
-async fn look(client: Client, id: String, looks: Arc<Looks>) {
-    let all = v1::CaptureOptions {
+/// Somebody who looks at a worker in every way at once.
+struct Looker {
+    client: Client,
+    watch: Messages<v1::WatchSample>,
+    trace: Messages<v1::TracePiece>,
+    capture: Messages<v1::Captured>,
+    guard: Messages<v1::GuardEvent>,
+}
+
+fn everything() -> v1::CaptureOptions {
+    v1::CaptureOptions {
         reveal: true,
         values: u32::MAX,
         ..v1::CaptureOptions::default()
-    };
-    let mut watch = client
-        .watch_worker("w0", Duration::from_millis(50))
-        .await
-        .unwrap();
-    let mut trace = client
-        .trace_worker("w0", Duration::from_secs(60), true)
-        .await
-        .unwrap();
-    let capture = v1::CaptureRequest {
-        which: Some(capture_request::Which::RequestId(id.clone())),
-        options: Some(all.clone()),
-        ..v1::CaptureRequest::default()
-    };
-    let mut capture = client.capture(capture).await.unwrap();
-    let guard = v1::GuardRequest {
-        conditions: vec![v1::Condition {
-            kind: Some(Kind::Above(0.0)),
-        }],
-        ..v1::GuardRequest::default()
-    };
-    let mut guard = client.guard(guard).await.unwrap();
-    let replays = async {
-        loop {
-            let replay = v1::ReplayRequest {
-                which: Some(replay_request::Which::RequestId(id.clone())),
-                options: Some(all.clone()),
-                ..v1::ReplayRequest::default()
-            };
-            let mut again = Told::default();
-            again.hear(&mut client.replay(replay).await.unwrap()).await;
-            let again = again.recording().unwrap();
-            assert!(!again.tokens.is_empty());
-            assert_eq!(again.end.unwrap().differs_at, None);
-            looks.count(4);
+    }
+}
+
+impl Looker {
+    /// Begins to look, also at a request with this ID, which is best asked after that: it may be over in a moment.
+    async fn begin(client: Client, id: &str) -> Self {
+        let watch = client.watch_worker("w0", Duration::from_millis(50)).await;
+        let trace = client.trace_worker("w0", Duration::from_secs(60), true);
+        let trace = trace.await;
+        let capture = v1::CaptureRequest {
+            which: Some(capture_request::Which::RequestId(id.to_owned())),
+            options: Some(everything()),
+            ..v1::CaptureRequest::default()
+        };
+        let capture = client.capture(capture).await;
+        let guard = v1::GuardRequest {
+            conditions: vec![v1::Condition {
+                kind: Some(Kind::Above(0.0)),
+            }],
+            ..v1::GuardRequest::default()
+        };
+        let guard = client.guard(guard).await;
+        Self {
+            client,
+            watch: watch.unwrap(),
+            trace: trace.unwrap(),
+            capture: capture.unwrap(),
+            guard: guard.unwrap(),
         }
-    };
-    let mut replays = std::pin::pin!(replays);
-    loop {
-        tokio::select! {
-            sample = watch.next() => { sample.unwrap().unwrap(); looks.count(0); }
-            Some(piece) = trace.next() => { piece.unwrap(); looks.count(1); }
-            Some(told) = capture.next() => { told.unwrap(); looks.count(2); }
-            hit = guard.next() => { hit.unwrap().unwrap(); looks.count(3); }
-            () = &mut replays => {}
+    }
+
+    /// Counts what is told, and has the request run again and again, until it is aborted.
+    async fn look(mut self, id: String, looks: Arc<Looks>) {
+        let replays = async {
+            loop {
+                let replay = v1::ReplayRequest {
+                    which: Some(replay_request::Which::RequestId(id.clone())),
+                    options: Some(everything()),
+                    ..v1::ReplayRequest::default()
+                };
+                let mut again = Told::default();
+                again
+                    .hear(&mut self.client.replay(replay).await.unwrap())
+                    .await;
+                let again = again.recording().unwrap();
+                assert!(!again.tokens.is_empty());
+                assert_eq!(again.end.unwrap().differs_at, None);
+                looks.count(4);
+            }
+        };
+        let mut replays = std::pin::pin!(replays);
+        loop {
+            tokio::select! {
+                sample = self.watch.next() => { sample.unwrap().unwrap(); looks.count(0); }
+                Some(piece) = self.trace.next() => { piece.unwrap(); looks.count(1); }
+                Some(told) = self.capture.next() => { told.unwrap(); looks.count(2); }
+                hit = self.guard.next() => { hit.unwrap().unwrap(); looks.count(3); }
+                () = &mut replays => {}
+            }
         }
     }
 }
@@ -381,10 +403,10 @@ async fn who_looks_in_every_way_at_once_changes_nobodys_tokens() {
         let calm = ask(number, String::new()).await;
         expected.push(calm.complete().await.unwrap().token_ids);
     }
+    let looker = Looker::begin(client.clone(), "mine").await;
     let of_the_debugger = ask(9, "mine".into()).await;
     let looks = Arc::new(Looks::default());
-    let looking = look(client.clone(), "mine".into(), Arc::clone(&looks));
-    let looking = tokio::spawn(looking);
+    let looking = tokio::spawn(looker.look("mine".into(), Arc::clone(&looks)));
     let replaying = |all: &[v1::WorkerInfo]| all.iter().any(|w| w.id.contains(".replay"));
     cluster.workers(replaying).await.unwrap();
     let mut others = Vec::new();
