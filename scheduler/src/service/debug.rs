@@ -97,6 +97,12 @@ impl Service {
     /// What is to be run again, once the tokens are known that it begins after: they may be on their way.
     async fn known(&self, asked: &ReplayRequest, caller: &Caller) -> Result<ReplayRequest, Error> {
         let until = Instant::now() + ON_THEIR_WAY;
+        if let Some(Which::RequestId(id)) = &asked.which {
+            let stream = self.0.streams.find(&RequestId::new(id.as_str())?, caller)?;
+            while stream.waits_for_a_worker() && Instant::now() < until {
+                sleep(LOOK).await;
+            }
+        }
         loop {
             let mut again = asked.clone();
             self.again(&mut again, caller)?;
@@ -120,6 +126,12 @@ impl Service {
             let id = RequestId::new(id.as_str())?;
             let stream = self.0.streams.find(&id, caller)?;
             let again = stream.again().ok_or_else(|| {
+                if stream.waits_for_a_worker() {
+                    let what = format!(
+                        "no worker has accepted request {id} yet; try again once it has said something"
+                    );
+                    return Error::new(Reason::NoWorker, what);
+                }
                 let what = format!("what request {id} was and said is held no more");
                 Error::new(Reason::TokensForgotten, what)
             })?;

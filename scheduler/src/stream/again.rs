@@ -5,6 +5,12 @@ use hotcell_proto::v1::{GenerateRequest, Prompt, Resume, TokenIds, prompt::Kind}
 use super::Stream;
 
 impl Stream {
+    /// Whether it runs and no worker has accepted it yet.
+    pub fn waits_for_a_worker(&self) -> bool {
+        let state = self.state();
+        state.end.is_none() && state.accepted.is_none()
+    }
+
     /// The request by its token ids, with its seed and all that it drew so far as what it goes on from; one that workers died
     /// of before they accepted it, as it was asked. None if it was not accepted otherwise, or what it said is held no more.
     pub fn again(&self) -> Option<GenerateRequest> {
@@ -104,7 +110,9 @@ mod tests {
         for keeps in [true, false] {
             let stream = Stream::new(Arc::new(Room::default()), keeps, Mark::default());
             assert_eq!(told(&stream), None);
+            assert!(stream.waits_for_a_worker());
             written(&stream);
+            assert!(!stream.waits_for_a_worker());
             assert_eq!(told(&stream), Some((vec![5, 6], Some(7))));
             stream.finish(Ok(Finished::default()));
             let expected = keeps.then(|| (vec![5, 6], Some(7)));
