@@ -34,6 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "BlackBox",
         "RunningRequest",
         "SignalSite",
+        "DeviceFault",
         "AffectedRequest",
         "Inspection",
         "InspectedFile",

@@ -18,6 +18,7 @@ use hotcell_graph::{Graph, GraphError, op::Call};
 
 use crate::{
     communicator::Communicator,
+    gauges::Gauges,
     host::{SharedBytes, Staging},
     plan::{Plan, PlanHints, Planner, Prepared, Unfinished},
     vault::{Kept, Vault, Wish},
@@ -170,6 +171,18 @@ pub trait Backend: Sync {
     /// Why there is no device, where that is no matter of course.
     fn why_none(&self) -> Option<String> {
         None
+    }
+
+    /// What its management library tells of its devices.
+    ///
+    /// # Errors
+    /// Where there is no such library, or it does not start.
+    fn gauges(&self) -> Result<Box<dyn Gauges>, DeviceError> {
+        Err(DeviceError::Failed {
+            backend: self.name(),
+            op: "gauges",
+            why: "its devices have no library that tells how they are".to_owned(),
+        })
     }
 
     /// What [`Backend::load`] and the device open.

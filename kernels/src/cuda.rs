@@ -5,6 +5,7 @@
 
 mod buffer;
 mod driver;
+mod gauges;
 mod gpu;
 mod image;
 mod mapped;
@@ -34,6 +35,7 @@ use crate::{
         SharedRegion, Stream, Trail,
     },
     cpu::CpuBackend,
+    gauges::Gauges,
     host::Staging,
     plan::{Plan, PlanHints},
     vault::{Kept, Vault, Wish},
@@ -138,6 +140,10 @@ impl Backend for CudaBackend {
 
     fn why_none(&self) -> Option<String> {
         Self::look().err()
+    }
+
+    fn gauges(&self) -> Result<Box<dyn Gauges>, DeviceError> {
+        Ok(Box::new(gauges::Management::open()?))
     }
 
     /// Where distributions and containers have the driver's libraries, what these read of the system, and the devices.

@@ -9,6 +9,7 @@ pub mod communicator;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod gauges;
 pub mod host;
 pub mod lower;
 pub mod memory;

@@ -5,6 +5,7 @@ use std::{fmt, rc::Rc};
 use crate::{
     backend::{Backend, Device, DeviceError, DeviceInfo, Files},
     cpu,
+    gauges::Gauges,
 };
 
 /// Every backend of this build.
@@ -42,6 +43,24 @@ impl Registry {
     pub fn why_none(&self) -> Option<String> {
         let said: Vec<String> = self.0.iter().filter_map(|b| b.why_none()).collect();
         (!said.is_empty()).then(|| said.join("; "))
+    }
+
+    /// What the management libraries tell that there are here.
+    ///
+    /// # Errors
+    /// When there is none: what each backend says.
+    pub fn gauges(&self) -> Result<Vec<Box<dyn Gauges>>, String> {
+        let (mut found, mut problems) = (Vec::new(), Vec::new());
+        for backend in self.0 {
+            match backend.gauges() {
+                Ok(gauges) => found.push(gauges),
+                Err(problem) => problems.push(problem.to_string()),
+            }
+        }
+        match found.is_empty() {
+            true => Err(problems.join("; ")),
+            false => Ok(found),
+        }
     }
 
     fn backend(&self, id: &str) -> Option<&'static dyn Backend> {

@@ -17,13 +17,16 @@ use hotcell_proto::{
     error::{Error, Reason},
     limits,
     plan_part::PlanPart,
-    v1::{AffectedRequest, BlackBox, CrashReport, RunningRequest, SignalSite},
+    v1::{AffectedRequest, BlackBox, CrashReport, DeviceFault, RunningRequest, SignalSite},
 };
 
 use crate::{
     death::{Death, Ended},
     discover::clip,
 };
+
+/// A death and a device's fault belong together if there is no more than this between them.
+pub(crate) const TOGETHER: Duration = Duration::from_secs(10);
 
 /// The process that died, as the fleet knew it.
 #[derive(Clone, Debug, Default)]
@@ -53,10 +56,9 @@ pub fn report(
         Ok(seen) => (Some(read(seen)), String::new()),
         Err(error) => (None, clip(&error.to_string())),
     };
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
     CrashReport {
         id: id(&dead.worker, dead.epoch),
-        time_ms: since.map_or(0, millis),
+        time_ms: now(),
         worker: dead.worker,
         epoch: dead.epoch,
         pid: dead.pid,
@@ -68,12 +70,20 @@ pub fn report(
         blackbox,
         blackbox_problem,
         requests: Vec::new(),
+        device_faults: Vec::new(),
         log: ended.last_lines.iter().map(|line| clip(line)).collect(),
     }
 }
 
-fn millis(time: Duration) -> u64 {
+/// Of a time, milliseconds.
+pub(crate) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Milliseconds since the Unix epoch.
+pub(crate) fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, millis)
 }
 
 fn id(worker: &str, epoch: u64) -> String {
@@ -186,6 +196,23 @@ impl Crashes {
             return;
         };
         note(&mut report.requests, request);
+        let report = report.clone();
+        drop(known);
+        self.file(&report);
+    }
+
+    /// Notes what went wrong with a device in the report of a death there that was a moment ago: a driver may tell of it
+    /// later than it takes a process along.
+    pub fn fault(&self, device: &str, fault: DeviceFault) {
+        let mut known = self.known();
+        let newest = known.reports.iter_mut().find(|r| r.device == device);
+        let since = fault.time_ms.saturating_sub(millis(TOGETHER));
+        let Some(report) = newest.filter(|report| report.time_ms >= since) else {
+            return;
+        };
+        if report.device_faults.len() < limits::MAX_DEVICES {
+            report.device_faults.push(fault);
+        }
         let report = report.clone();
         drop(known);
         self.file(&report);

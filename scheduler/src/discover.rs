@@ -180,6 +180,7 @@ pub fn parse(printed: &[u8]) -> Result<Host, String> {
             pci_id: clip(&found.pci_id),
             integrated: found.integrated,
             driver: clip(&found.driver),
+            gauge: None,
         });
     }
     let said = report.confinement.into_iter().map(|l| ConfinementLayer {

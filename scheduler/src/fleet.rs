@@ -88,6 +88,7 @@ use crate::{
     crash::Crashes,
     death::Death,
     events::{About, Events},
+    gauges::Gauges,
     hang::Patience,
     journal::Bounds,
     known::Book,
@@ -132,6 +133,8 @@ pub struct Parts {
     pub patience: Patience,
     /// Where their deaths are described.
     pub crashes: Crashes,
+    /// How devices are.
+    pub gauges: Gauges,
     /// Bounds on waiting.
     pub timeouts: Timeouts,
     /// Where packed copies of models are made and found.
@@ -190,6 +193,8 @@ pub struct Fleet {
     patience: Patience,
     /// What is known about workers that died.
     pub crashes: Crashes,
+    /// How devices are.
+    pub gauges: Gauges,
     /// What is counted while requests are served.
     pub meters: Meters,
     timeouts: Timeouts,
@@ -274,6 +279,7 @@ impl Fleet {
             gate: Gate::new(parts.model_policy, parts.audit),
             patience: parts.patience,
             crashes: parts.crashes,
+            gauges: parts.gauges,
             meters: Meters::default(),
             timeouts: parts.timeouts,
             packs: Arc::new(parts.packs),
@@ -459,6 +465,7 @@ impl Fleet {
         slot.pid = 0;
         if let Some(model) = slot.loading.take() {
             table.strike(&model, death);
+            table.give_up_kept(&model, id);
         }
     }
 

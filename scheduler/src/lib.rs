@@ -17,6 +17,7 @@ pub mod events;
 pub mod exit;
 pub mod fleet;
 pub mod gateway;
+pub mod gauges;
 pub mod graphs;
 pub mod hang;
 pub mod inherit;

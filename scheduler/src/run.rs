@@ -21,6 +21,7 @@ use crate::{
     events::About,
     exit::{Exit, Failure},
     fleet::{Fleet, Parts, Processes},
+    gauges::Gauges,
     inherit::Inherited,
     manager,
     packed::Packs,
@@ -149,6 +150,7 @@ pub async fn run(
         None => Audit::default(),
     };
     let groups = control_groups(config.control_group.as_deref())?;
+    let gauges = Gauges::new(spawner.clone(), config.worker.clone());
     let processes = Processes::new(spawner, config.worker.clone()).grouped(groups);
     let processes = Arc::new(processes);
     let fleet = Fleet::new(Parts {
@@ -158,6 +160,7 @@ pub async fn run(
         standby: config.standby,
         patience: config.patience,
         crashes: Crashes::new(config.crash_dir.clone()),
+        gauges,
         timeouts: config.timeouts,
         packs: match &config.packs {
             Some(packs) => Packs::new(packs.folder.clone(), packs.limit),

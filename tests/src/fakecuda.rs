@@ -18,7 +18,7 @@ use crate::cluster::{binaries, build, repository};
 const MEMORY_FILES: usize = 64;
 const MEMORY_BYTES: u64 = (1 << 30) + 4096;
 
-/// A folder with `libcuda.so`, and what it is told to do.
+/// A folder with `libcuda.so` and the library that manages its devices, and what they are told to do.
 pub struct FakeDriver {
     folder: TempDir,
 }
@@ -33,10 +33,9 @@ impl FakeDriver {
         // A worker that root starts is another user by the time it opens the driver.
         let readable = Permissions::from_mode(0o755);
         let folder = tempfile::Builder::new().permissions(readable).tempdir()?;
-        fs::copy(
-            built.join("libfakecuda.so"),
-            folder.path().join("libcuda.so"),
-        )?;
+        for name in ["libcuda.so", "libnvidia-ml.so.1"] {
+            fs::copy(built.join("libfakecuda.so"), folder.path().join(name))?;
+        }
         fs::write(folder.path().join("fakecuda.conf"), conf)?;
         for number in 0..MEMORY_FILES {
             let name = format!("fakecuda-memory-{number}");
@@ -77,6 +76,19 @@ impl FakeDriver {
         fs::write(&path, lines)?;
         fs::set_permissions(&path, Permissions::from_mode(0o755))?;
         Ok(path)
+    }
+
+    /// Has a device have a fault of this code, which its management library tells of.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn fault(&self, device: u32, code: u64) -> Result<()> {
+        let (whole, part) = ("fakecuda.fault", "fakecuda.fault.part");
+        fs::write(self.folder.path().join(part), format!("{device} {code}"))?;
+        Ok(fs::rename(
+            self.folder.path().join(part),
+            self.folder.path().join(whole),
+        )?)
     }
 
     /// Where it is: a process whose `LD_LIBRARY_PATH` has this folder finds it.

@@ -19,4 +19,5 @@ pub mod names;
 pub mod onnx;
 pub mod options;
 pub mod proxy;
+pub mod rewritten;
 pub mod synthetic;

@@ -138,6 +138,13 @@ async fn a_worker_that_stands_still_is_replaced_and_its_stream_goes_on() {
 
 #[tokio::test]
 async fn a_model_file_that_shrinks_is_blamed_and_nobody_else() {
+    // Whichever of them hits upon it.
+    for members in ["1", "2"] {
+        a_file_shrinks(members).await;
+    }
+}
+
+async fn a_file_shrinks(members: &str) {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");
     std::fs::create_dir(&model).unwrap();
@@ -150,7 +157,11 @@ async fn a_model_file_that_shrinks_is_blamed_and_nobody_else() {
         .map(|f| f.unwrap().path())
         .find(|p| p.extension().is_some_and(|e| e == "safetensors"))
         .unwrap();
-    let cluster = cluster(&model, &["--continue-timeout", "2s"]).await;
+    let cluster = cluster(
+        &model,
+        &["--continue-timeout", "2s", "--tensor-parallel", members],
+    )
+    .await;
     let client = cluster.client().await.unwrap();
     let mut stream = client.generate("In the beginning", long()).await.unwrap();
     let mut shrunk = false;

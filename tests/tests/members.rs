@@ -12,13 +12,14 @@ use hotcell_tests::{
     cluster::{Cluster, SOON, all_have, children, golden, kjv, lives, signal_pid},
     conformance::{Executor, Remote, RunError},
     options::{drawn, greedy},
+    rewritten::fused_experts,
 };
 use rustix::process::Signal;
 
 const TOKENS: u32 = 24;
 
 /// Every family, biases, one key head that nobody can share, caps, windows, experts, and blocks of several kinds.
-const MODELS: [&str; 10] = [
+const MODELS: [&str; 12] = [
     "llama2",
     "mistral",
     "qwen2",
@@ -26,6 +27,8 @@ const MODELS: [&str; 10] = [
     "gemma3",
     "gemma3-cap",
     "qwen3_moe",
+    "qwen3_moe-step",
+    "gguf/qwen3_moe-q8_0.gguf",
     "gguf/llama-k.gguf",
     "gguf/llama3-q4_0.gguf",
     "gguf/llama3-q8_0.gguf",
@@ -73,6 +76,7 @@ async fn answers(client: &Client, model: &str) -> (Vec<Completion>, Vec<f32>) {
 #[tokio::test]
 async fn members_compute_the_bits_of_one_process() {
     let mut alone: Vec<(Vec<Completion>, Vec<f32>)> = Vec::new();
+    let fused = fused_experts();
     for members in [1, 2, 4] {
         let cluster = Cluster::ready_with(&["--tensor-parallel", &members.to_string()])
             .await
@@ -80,8 +84,9 @@ async fn members_compute_the_bits_of_one_process() {
         let client = cluster.client().await.unwrap();
         let worker = cluster.workers(|w| w.len() == 1).await.unwrap()[0].pid;
         assert_eq!(children(worker).unwrap().len() + 1, members);
-        for (i, model) in MODELS.into_iter().enumerate() {
-            let path = golden(model);
+        let models = MODELS.map(|name| (name, golden(name)));
+        let fused = ("fused experts", fused.path().to_owned());
+        for (i, (model, path)) in models.into_iter().chain([fused]).enumerate() {
             client
                 .load(&model_name(i), path.to_str().unwrap())
                 .await
@@ -254,6 +259,40 @@ async fn a_member_that_dies_while_nobody_asks_for_anything_is_replaced() {
     let client = cluster.client().await.unwrap();
     let answer = complete(&client, &Prompt::from("In the beginning"), &greedy(5)).await;
     assert_eq!(answer.token_ids.len(), 5);
+}
+
+#[tokio::test]
+async fn how_a_member_died_is_how_its_worker_died() {
+    let gone = "member 1 of 2 is gone";
+    for (signal, reason, error) in [
+        (Signal::KILL, "killed by SIGKILL", gone),
+        (Signal::SEGV, "killed by SIGSEGV", gone),
+        (Signal::ABORT, "killed by SIGABRT", gone),
+        // What the system sends for a call that is not allowed.
+        (Signal::SYS, "exit code 20", "forbidden system call"),
+    ] {
+        let cluster = kjv_cluster("2").await;
+        let client = cluster.client().await.unwrap();
+        let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
+        let member = children(leader).unwrap()[0];
+        signal_pid(member, signal).unwrap();
+        let begun = Instant::now();
+        let crash = loop {
+            if let Some(crash) = client.crashes().await.unwrap().pop() {
+                break client.crash(&crash.id).await.unwrap();
+            }
+            assert!(begun.elapsed() < SOON);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        };
+        assert!(crash.reason.starts_with(reason), "{}", crash.reason);
+        let seen = crash.blackbox.unwrap();
+        assert!(seen.error.starts_with(error), "{}", seen.error);
+        // Its own backtrace, written before its leader knew.
+        match signal {
+            Signal::KILL => assert_eq!(seen.signal, None),
+            _ => assert!(!seen.signal.unwrap().frames.is_empty()),
+        }
+    }
 }
 
 #[test]

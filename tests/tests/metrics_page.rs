@@ -17,7 +17,7 @@ not edit.
 
 `hotcell serve --http ADDRESS` serves them under `/metrics`. Those that vLLM (`vllm:`), TGI (`tgi_`), Triton (`nv_`) or
 OpenTelemetry's conventions (`gen_ai_`) have a name for are told under that one as well, with the labels that belong to it:
-`model_name` and `engine` for vLLM (`finished_reason` for `end`, `num_gpu_blocks` for `blocks`), `model` for TGI, `model` and `version` for Triton,
+`model_name` and `engine` for vLLM (`finished_reason` for `end`, `num_gpu_blocks` for `blocks`), `model` for TGI, `model` and `version` for Triton (`gpu_uuid`),
 `gen_ai_request_model` and `gen_ai_provider_name` for OpenTelemetry; one host is one engine. `deploy/grafana/hotcell.json` is a dashboard of all of them.
 
 | name | also | kind | labels | meaning |

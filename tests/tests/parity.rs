@@ -4,10 +4,7 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
@@ -18,6 +15,7 @@ use hotcell_tests::{
     bundled::write_gguf,
     cluster::kjv,
     model::{Solo, argmax, open},
+    rewritten::{changed, fused_experts, stack},
 };
 use hotcell_worker::{
     model::{
@@ -26,7 +24,7 @@ use hotcell_worker::{
     },
     weights::ModelSource,
 };
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors};
 use tempfile::TempDir;
 
 fn golden() -> PathBuf {
@@ -374,67 +372,11 @@ fn a_gguf_file_and_a_folder_of_the_same_weights_give_the_same_bits() {
     }
 }
 
-/// A tensor as a file has it.
-type Stored = (Dtype, Vec<usize>, Vec<u8>);
-
-/// A golden folder with other tensors.
-fn changed(name: &str, change: impl FnOnce(&mut BTreeMap<String, Stored>)) -> TempDir {
-    const TENSORS: &str = "model.safetensors";
-    let (from, to) = (golden().join(name), TempDir::new().unwrap());
-    for entry in from.read_dir().unwrap() {
-        let path = entry.unwrap().path();
-        std::fs::copy(&path, to.path().join(path.file_name().unwrap())).unwrap();
-    }
-    let bytes = std::fs::read(from.join(TENSORS)).unwrap();
-    let mut tensors = SafeTensors::deserialize(&bytes)
-        .unwrap()
-        .iter()
-        .map(|(name, t)| {
-            let stored = (t.dtype(), t.shape().to_vec(), t.data().to_vec());
-            (name.to_owned(), stored)
-        })
-        .collect();
-    change(&mut tensors);
-    let views = tensors.iter().map(|(name, (dtype, shape, data))| {
-        let view = TensorView::new(*dtype, shape.clone(), data).unwrap();
-        (name.as_str(), view)
-    });
-    let bytes = safetensors::serialize(views, None).unwrap();
-    std::fs::write(to.path().join(TENSORS), bytes).unwrap();
-    to
-}
-
-/// Experts' matrices one after another, as one tensor.
-fn stack(tensors: &mut BTreeMap<String, Stored>, layer: usize, parts: &[&str], into: &str) {
-    let stem = format!("model.layers.{layer}.mlp.experts");
-    let (mut all, mut shape, mut experts) = (vec![], vec![], 0);
-    while tensors.contains_key(&format!("{stem}.{experts}.{}.weight", parts[0])) {
-        shape = vec![0, 0];
-        for part in parts {
-            let (dtype, dims, data) = tensors
-                .remove(&format!("{stem}.{experts}.{part}.weight"))
-                .unwrap();
-            assert_eq!(dtype, Dtype::F32);
-            shape = vec![shape[0] + dims[0], dims[1]];
-            all.extend(data);
-        }
-        experts += 1;
-    }
-    shape.insert(0, experts);
-    tensors.insert(format!("{stem}.{into}"), (Dtype::F32, shape, all));
-}
-
 #[test]
 fn experts_in_one_tensor_or_one_by_one_give_the_same_bits() {
     let single = logits_of(&open(&golden().join("qwen3_moe")).unwrap());
     // As transformers 5 holds them.
-    let fused = changed("qwen3_moe", |tensors| {
-        for layer in [0, 2] {
-            stack(tensors, layer, &["gate_proj", "up_proj"], "gate_up_proj");
-            stack(tensors, layer, &["down_proj"], "down_proj");
-        }
-        assert!(!tensors.keys().any(|name| name.contains(".experts.0.")));
-    });
+    let fused = fused_experts();
     assert_eq!(single, logits_of(&open(fused.path()).unwrap()));
     let apart = changed("qwen3_moe", |tensors| {
         for part in ["gate_proj", "up_proj", "down_proj"] {

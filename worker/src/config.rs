@@ -28,9 +28,20 @@ pub struct Cli {
 pub enum Mode {
     /// Print the devices of this host as JSON and exit.
     Probe,
+    /// Print how the devices of this host are, as a line of JSON every time, until nobody reads it.
+    #[command(hide = true)]
+    Gauges(Gauges),
     /// Serve a scheduler over inherited descriptors.
     #[command(hide = true)]
     Serve(Serve),
+}
+
+/// How often it is told.
+#[derive(Clone, Debug, Args)]
+pub struct Gauges {
+    /// Milliseconds between two lines; a fault is told at once.
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(10..))]
+    pub every: u64,
 }
 
 /// What every way of running has.

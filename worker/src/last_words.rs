@@ -204,6 +204,24 @@ pub(crate) fn error(text: &str) {
     }
 }
 
+/// Ends this process by a signal, if that one ends processes. What the black box says stays.
+pub(crate) fn die_of(signal: libc::c_int) {
+    // SAFETY: the default effect, and a signal to this thread; numbers that there are no signals of fail.
+    unsafe {
+        libc::signal(signal, libc::SIG_DFL);
+        libc::raise(signal);
+    }
+}
+
+/// Writes the last error, unless there is one.
+pub(crate) fn error_unless_said(text: &str) {
+    if let Some(known) = KNOWN.get()
+        && !known.writer.has_said()
+    {
+        known.writer.error(text);
+    }
+}
+
 extern "C" fn on_signal(
     signal: libc::c_int,
     info: *mut libc::siginfo_t,

@@ -1,5 +1,8 @@
 //! The program: confine first, then threads, then the first byte from anybody.
 
+mod gauges;
+mod together;
+
 use std::{
     fs::File,
     io::Write,
@@ -23,6 +26,7 @@ use hotcell_proto::{
 use tokio::sync::mpsc;
 use tracing_subscriber::EnvFilter;
 
+use self::together::{be_member, divided, member_lost};
 use crate::{
     config::{Alone, Cli, Common, Mode, Serve},
     confine::{self, Report},
@@ -30,7 +34,7 @@ use crate::{
     exit::Exit,
     host::{Host, map_file},
     last_words,
-    members::{self, Leads, Member, Members, Side},
+    members::{Leads, Members, Side},
     serve::{self, Connections, Controls, MAX_STREAMS, tokens_server},
     service::{TensorsService, TokensService, debug_server, tensors_server},
     weights::ModelFile,
@@ -49,6 +53,7 @@ pub fn run(cli: Cli, backends: &'static [&'static dyn Backend]) -> Exit {
     let _ = turns::take(turns::SHORT);
     match cli.mode {
         Some(Mode::Probe) => probe(registry),
+        Some(Mode::Gauges(how)) => gauges::tell(registry, how.every),
         Some(Mode::Serve(serve)) => serve_scheduler(serve, registry),
         None => serve_alone(&cli.alone, registry),
     }
@@ -244,7 +249,9 @@ fn accept(prepared: &Prepared, report: &Report) -> Result<(), Exit> {
 
 fn open_host(prepared: Prepared, report: Report, leads: Option<Leads>) -> Result<Host, Exit> {
     accept(&prepared, &report)?;
-    let members = leads.map(|leads| Members::new(leads, lost)).transpose();
+    let members = leads
+        .map(|leads| Members::new(leads, member_lost))
+        .transpose();
     let members = members.map_err(|error| {
         let what = format_args!("the members of its communicator cannot be led: {error}");
         fail(Exit::Internal, what)
@@ -252,85 +259,6 @@ fn open_host(prepared: Prepared, report: Report, leads: Option<Leads>) -> Result
     let engine = Engine::leading(prepared.engine, members);
     let engine = engine.map_err(|e| fail(Exit::NoDevice, e))?;
     Ok(Host::new(engine, report))
-}
-
-/// Makes the processes that compute models together with this one, if there are to be any, each with its share of the
-/// cores. Which of them this is; `None`: there is no other.
-fn divided(common: &mut Common) -> Result<Option<Side>, Exit> {
-    let members = common.tensor_parallel;
-    if members == 1 {
-        return Ok(None);
-    }
-    let cores = match common.cores.is_empty() {
-        true => allowed_cores(),
-        false => common.cores.clone(),
-    };
-    let side = members::fork(members).map_err(|error| {
-        let what = format_args!("the members of its communicator cannot be made: {error}");
-        fail(Exit::Internal, what)
-    })?;
-    let rank = match &side {
-        Side::Leader(leads) => leads.share().rank,
-        Side::Member(member) => member.share().rank,
-    };
-    let each = (cores.len() / members).max(1);
-    let first = rank * each % cores.len().max(1);
-    common.cores = cores.into_iter().skip(first).take(each).collect();
-    Ok(Some(side))
-}
-
-/// Computes its part of what another process leads, until that is gone.
-fn be_member(member: Member, common: &Common, registry: Registry, mode: confine::Mode) -> Exit {
-    let share = member.share();
-    let blackbox = Writer::private(engine::names());
-    let prepared = prepare(common, registry, blackbox);
-    record(blackbox);
-    let report = match confined(mode, &prepared.engine) {
-        Ok(report) => report,
-        Err(exit) => return exit,
-    };
-    if let Err(exit) = accept(&prepared, &report) {
-        return exit;
-    }
-    if let Err(error) = turns::take(Duration::ZERO) {
-        tracing::debug!(%error, "it computes in other turns");
-    }
-    let EngineConfig {
-        registry,
-        device,
-        cores,
-        pins,
-        ..
-    } = prepared.engine;
-    let device = match registry.open(&device, &cores) {
-        Ok(device) => device,
-        Err(error) => return fail(Exit::NoDevice, error),
-    };
-    if pins && let Err(error) = device.pin() {
-        tracing::warn!(%error, "compute threads go where the system has them");
-    }
-    // Also where what computes hears of nothing: it may not be there to be killed by.
-    let watched = std::thread::Builder::new().name("leader".to_owned());
-    let gone = member.gone().and_then(|gone| {
-        watched.spawn(move || {
-            gone();
-            // SAFETY: ends the process at once, whatever its other threads are at.
-            unsafe { libc::_exit(Exit::Ok.code()) }
-        })
-    });
-    if let Err(error) = gone {
-        return fail(
-            Exit::Internal,
-            format_args!("the leader cannot be watched: {error}"),
-        );
-    }
-    match members::follow(member, device.as_ref()) {
-        Ok(()) => Exit::Ok,
-        Err(error) => fail(
-            Exit::DeviceError,
-            format_args!("member {} of {}: {error}", share.rank, share.members),
-        ),
-    }
 }
 
 /// Takes over an inherited descriptor.
@@ -350,16 +278,6 @@ fn serve_scheduler(mut serve: Serve, registry: Registry) -> Exit {
         [Ok(a), Ok(b), Ok(c), Ok(d), Ok(e)] => [a, b, c, d, e],
         _ => return Exit::Usage,
     };
-    let leads = match divided(&mut serve.common) {
-        Ok(None) => None,
-        Ok(Some(Side::Leader(leads))) => Some(leads),
-        Ok(Some(Side::Member(member))) => {
-            // The leader's: whoever holds the other ends is to notice when it ends.
-            drop((control, tokens, tensors, descriptors, blackbox));
-            return be_member(member, &serve.common, registry, confine::Mode::Inherited);
-        }
-        Err(exit) => return exit,
-    };
     let blackbox = match Writer::open(blackbox, engine::names()) {
         Ok(blackbox) => blackbox,
         Err(error) => {
@@ -368,6 +286,17 @@ fn serve_scheduler(mut serve: Serve, registry: Registry) -> Exit {
                 format_args!("the black box cannot be used: {error}"),
             );
         }
+    };
+    let leads = match divided(&mut serve.common) {
+        Ok(None) => None,
+        Ok(Some(Side::Leader(leads))) => Some(leads),
+        Ok(Some(Side::Member(member))) => {
+            // The leader's: whoever holds the other ends is to notice when it ends.
+            drop((control, tokens, tensors, descriptors));
+            let mode = confine::Mode::Inherited;
+            return be_member(member, &serve.common, registry, mode, blackbox);
+        }
+        Err(exit) => return exit,
     };
     let mut prepared = prepare(&serve.common, registry, blackbox);
     prepared.engine.follow = serve.follow;
@@ -475,15 +404,22 @@ fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
             "give --listen to run alone; `hotcell serve` starts workers by itself (see --help)";
         return fail(Exit::Usage, what);
     };
+    let blackbox = Writer::private(engine::names());
     let leads = match divided(&mut common) {
         Ok(None) => None,
         Ok(Some(Side::Leader(leads))) => Some(leads),
         Ok(Some(Side::Member(member))) => {
-            return be_member(member, &common, registry, confine::Mode::Listening);
+            return be_member(
+                member,
+                &common,
+                registry,
+                confine::Mode::Listening,
+                blackbox,
+            );
         }
         Err(exit) => return exit,
     };
-    let prepared = prepare(&common, registry, Writer::private(engine::names()));
+    let prepared = prepare(&common, registry, blackbox);
     record(prepared.blackbox);
     let model = match alone.model.as_deref().map(|path| (path, open_files(path))) {
         None => None,

@@ -70,6 +70,18 @@ impl Weight {
         })
     }
 
+    /// Some of its rows along the last dimension, counted through all dimensions around that, in place. `None`: it has not so
+    /// many.
+    pub fn flat_rows(&self, rows: Range<usize>) -> Option<Weight> {
+        let (&row, outer) = self.shape.split_last()?;
+        let all = outer.iter().try_fold(1usize, |n, d| n.checked_mul(*d))?;
+        let flat = Weight {
+            shape: vec![all, row],
+            ..self.clone()
+        };
+        flat.rows(rows)
+    }
+
     /// How many elements it has.
     pub fn elements(&self) -> usize {
         self.shape

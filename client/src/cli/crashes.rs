@@ -196,6 +196,14 @@ fn told(crash: &CrashReport, names: &[String]) -> String {
         ),
     );
     line("models", crash.models.join(", "));
+    for fault in &crash.device_faults {
+        let what = match fault.what.as_str() {
+            "" => format!("fault {}", fault.code),
+            what => what.to_owned(),
+        };
+        let at = time_of_day(fault.time_ms);
+        line("device", format!("{what}, told at {at} UTC"));
+    }
     match &crash.blackbox {
         Some(seen) => blackbox(seen, &mut line),
         None => line(

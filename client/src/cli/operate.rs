@@ -369,7 +369,7 @@ pub(crate) async fn devices(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
         let views: Vec<_> = devices.iter().map(DeviceView::from).collect();
         return ui.print_json(&json!({ "devices": views }));
     }
-    let mut table = Table::new(&[
+    let mut heading = vec![
         "DEVICE",
         "BACKEND",
         "PATH",
@@ -377,9 +377,14 @@ pub(crate) async fn devices(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
         "MEMORY",
         "DESCRIPTION",
         "PROBLEM",
-    ]);
+    ];
+    let told = devices.iter().any(|d| d.gauge.is_some());
+    if told {
+        heading.push("NOW");
+    }
+    let mut table = Table::new(&heading);
     for d in &devices {
-        table.row([
+        let mut cells = vec![
             d.id.clone(),
             d.backend.clone(),
             d.path.clone(),
@@ -387,9 +392,31 @@ pub(crate) async fn devices(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
             bytes(d.memory_bytes),
             d.description.clone(),
             d.problem.clone(),
-        ]);
+        ];
+        if told {
+            cells.push(d.gauge.as_ref().map(now).unwrap_or_default());
+        }
+        table.row(cells);
     }
     table.print(ui, "there are no devices")
+}
+
+/// How a device is, in a line.
+fn now(gauge: &v1::DeviceGauge) -> String {
+    let faults = gauge.faults.last().map(|fault| match fault.what.as_str() {
+        "" => format!("fault {}", fault.code),
+        what => what.to_owned(),
+    });
+    let errors = gauge.ecc_uncorrected.filter(|n| *n > 0);
+    let parts = [
+        gauge.utilization.map(|n| format!("{:.0} %", n * 100.0)),
+        (gauge.memory_used_bytes).map(|n| format!("{} used", bytes(n))),
+        gauge.temperature.map(|n| format!("{n:.0} °C")),
+        gauge.power_watts.map(|n| format!("{n:.0} W")),
+        errors.map(|n| format!("{n} memory errors")),
+        faults,
+    ];
+    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 pub(crate) async fn models(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Failure> {

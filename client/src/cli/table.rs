@@ -21,13 +21,14 @@ impl Table {
         }
     }
 
-    pub(crate) fn row<const N: usize>(&mut self, cells: [String; N]) {
-        debug_assert_eq!(N, self.heading.len());
-        let shown = cells.map(|cell| match one_line(&cell) {
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        let shown = cells.into_iter().map(|cell| match one_line(&cell) {
             cell if cell.is_empty() => "-".to_owned(),
             cell => cell,
         });
-        self.rows.push(shown.into());
+        let shown: Vec<String> = shown.collect();
+        debug_assert_eq!(shown.len(), self.heading.len());
+        self.rows.push(shown);
     }
 
     pub(crate) fn print(&self, ui: &mut Ui, nothing: &str) -> Result<(), Failure> {

@@ -458,6 +458,7 @@ impl Control for Fake {
             pci_id: String::new(),
             integrated: true,
             driver: String::new(),
+            gauge: None,
         };
         Ok(Response::new(v1::ListDevicesResponse {
             devices: vec![device],

@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use hotcell_ipc::blackbox::Reader;
+use hotcell_proto::v1::CrashReport;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -115,6 +116,11 @@ impl Fleet {
         let missing = || Err(std::io::Error::other("there is none"));
         let blackbox = process.and_then(Process::blackbox);
         let seen = blackbox.map_or_else(missing, |blackbox| blackbox.snapshot());
-        self.crashes.keep(crash::report(dead, death, ended, seen));
+        let faults = self.gauges.recent_faults(&dead.device, crash::TOGETHER);
+        let report = crash::report(dead, death, ended, seen);
+        self.crashes.keep(CrashReport {
+            device_faults: faults,
+            ..report
+        });
     }
 }

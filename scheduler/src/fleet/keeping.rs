@@ -30,6 +30,19 @@ impl Table {
             same && model.is_wanted() && homes.is_none_or(|homes| homes.contains(device))
         })
     }
+
+    /// Gives up what a worker's device keeps of a model that the worker died of while it loaded it: it may have died of that,
+    /// and its next process is not to be given it.
+    pub(super) fn give_up_kept(&self, model: &ModelName, worker: &str) {
+        let files = self.models.get(model).and_then(|m| m.files.as_ref());
+        let (Some(files), Some(slot)) = (files, self.workers.get(worker)) else {
+            return;
+        };
+        // Who dropped them last closes them beside this.
+        if !(files.kept().take_unless(|on| on != slot.device.id)).is_empty() {
+            tracing::warn!(%model, worker, "what its device kept is given up");
+        }
+    }
 }
 
 impl Fleet {

@@ -25,6 +25,12 @@ impl Fleet {
         })
     }
 
+    /// Hears how those devices are that a management library knows.
+    pub(super) fn follow_devices(&self) {
+        let devices = self.table().devices.clone();
+        self.gauges.follow(&devices, &self.crashes);
+    }
+
     /// Lists what a program found, and starts a worker on each device that has no problem.
     fn found(self: &Arc<Self>, found: Found) {
         let mut workers = Vec::new();
@@ -38,6 +44,7 @@ impl Fleet {
                 workers.push((id, device));
             }
         }
+        self.follow_devices();
         for (id, device) in workers {
             self.keep_standby(&id, &device);
             let fleet = Arc::clone(self);

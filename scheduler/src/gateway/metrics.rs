@@ -12,7 +12,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use hotcell_proto::v1::{CacheStatus, ModelInfo, ModelState, WorkerInfo, WorkerState};
+use hotcell_proto::v1::{CacheStatus, DeviceGauge, ModelInfo, ModelState, WorkerInfo, WorkerState};
 
 use crate::{
     meters::{Histogram, Meter},
@@ -64,6 +64,10 @@ enum Read {
     Worker(fn(&WorkerInfo) -> f64),
     /// One for each worker and kind of memory.
     Memory,
+    /// One for each device of which somebody tells it.
+    Device(fn(&DeviceGauge) -> Option<f64>),
+    /// One for each device and fault that its driver told of.
+    Faults,
     /// Always 1, for each model; its cache is in the labels.
     Cache,
     /// Always 0: there are no adapters, and the labels say so.
@@ -139,6 +143,8 @@ impl Row {
             Read::Host(_) => return Vec::new(),
             Read::Worker(_) => return vec!["worker", "device"],
             Read::Memory => return vec!["worker", "device", "kind"],
+            Read::Device(_) => return vec!["device", "uuid"],
+            Read::Faults => return vec!["device", "uuid", "code"],
             Read::Model(_) | Read::Times(_) | Read::Millis(_) => &[],
             Read::Ends => &["end"],
             Read::States => &["state"],
@@ -165,6 +171,7 @@ const STATES: &[(ModelState, &str)] = &[
 /// What there is to be told of at one moment.
 struct Seen {
     workers: Vec<WorkerInfo>,
+    devices: Vec<DeviceSeen>,
     inside: usize,
     waiting: usize,
     sessions: usize,
@@ -172,6 +179,24 @@ struct Seen {
     uptime: f64,
     spans_sent: u64,
     spans_dropped: u64,
+}
+
+/// A device of which a management library tells.
+struct DeviceSeen {
+    id: String,
+    gauge: DeviceGauge,
+    /// How often each fault was told.
+    faults: BTreeMap<u64, u64>,
+}
+
+impl DeviceSeen {
+    /// Its labels under one of a row's names.
+    fn labels(&self, name: &str) -> Vec<(&'static str, &str)> {
+        match Dialect::of(name) {
+            Dialect::Triton => vec![("gpu_uuid", &self.gauge.uuid)],
+            _ => vec![("device", &self.id), ("uuid", &self.gauge.uuid)],
+        }
+    }
 }
 
 /// A model, with its caches in all workers.
@@ -333,6 +358,27 @@ rows! {
     "hotcell_worker_memory_bytes" [] Gauge
         "What the worker holds, by kind: weights and packed (mapped, shared by workers), weights_kept (on the device, and outlive the worker), cache, plans, tensors (of sessions), tensors_kept (freed by them), library and library_kept (the same, by the device's library's count).",
         Memory;
+    "hotcell_device_utilization_ratio" ["nv_gpu_utilization"] Gauge
+        "Share of the last moments in which the device computed, 0 to 1, as its management library tells, for whatever process.",
+        Device(|d| d.utilization);
+    "hotcell_device_memory_bytes" ["nv_gpu_memory_total_bytes"] Gauge "Memory of the device.",
+        Device(|d| d.memory_bytes.map(|n| n as f64));
+    "hotcell_device_memory_used_bytes" ["nv_gpu_memory_used_bytes"] Gauge "Memory of the device that is in use, by whatever process.",
+        Device(|d| d.memory_used_bytes.map(|n| n as f64));
+    "hotcell_device_power_watts" ["nv_gpu_power_usage"] Gauge "What the device takes, watts.",
+        Device(|d| d.power_watts);
+    "hotcell_device_power_limit_watts" ["nv_gpu_power_limit"] Gauge "What it may take at most, watts.",
+        Device(|d| d.power_limit_watts);
+    "hotcell_device_energy_joules_total" ["nv_energy_consumption"] Counter "What it has taken since its driver was loaded, joules.",
+        Device(|d| d.energy_joules);
+    "hotcell_device_temperature_celsius" [] Gauge "How warm the device is.",
+        Device(|d| d.temperature);
+    "hotcell_device_memory_errors_corrected_total" [] Counter "Errors of the device's memory that were corrected, since its driver was loaded.",
+        Device(|d| d.ecc_corrected.map(|n| n as f64));
+    "hotcell_device_memory_errors_uncorrected_total" [] Counter "Errors of the device's memory that could not be corrected, since its driver was loaded.",
+        Device(|d| d.ecc_uncorrected.map(|n| n as f64));
+    "hotcell_device_faults_total" [] Counter "Faults of the device that its driver told of, by its number for them (NVIDIA's Xid).",
+        Faults;
     "hotcell_worker_outstanding_tokens" [] Gauge "Tokens that the worker still has to compute.",
         Worker(|w| w.outstanding_tokens as f64);
 }
@@ -472,6 +518,23 @@ fn write_row(to: &mut String, row: &Row, name: &str, seen: &Seen, models: &[(Str
                 told(&worker_labels(worker), value(worker));
             }
         }
+        Read::Device(value) => {
+            for device in &seen.devices {
+                if let Some(value) = value(&device.gauge) {
+                    told(&device.labels(name), value);
+                }
+            }
+        }
+        Read::Faults => {
+            for device in &seen.devices {
+                for (code, count) in &device.faults {
+                    let code = code.to_string();
+                    let mut labels = device.labels(name);
+                    labels.push(("code", &code));
+                    told(&labels, *count as f64);
+                }
+            }
+        }
         Read::Memory => {
             for worker in &seen.workers {
                 let mut kinds: BTreeMap<&str, u64> = BTreeMap::new();
@@ -494,10 +557,23 @@ fn worker_labels(worker: &WorkerInfo) -> [(&str, &str); 2] {
     [("worker", &worker.id), ("device", device)]
 }
 
+fn devices(shared: &Shared) -> Vec<DeviceSeen> {
+    let gauges = &shared.fleet.gauges;
+    let seen = shared.fleet.devices().into_iter().filter_map(|device| {
+        Some(DeviceSeen {
+            gauge: gauges.of(&device)?,
+            faults: gauges.faults(&device),
+            id: device.id,
+        })
+    });
+    seen.collect()
+}
+
 /// `GET /metrics`.
 async fn metrics(State(shared): State<Shared>) -> Response {
     let seen = Seen {
         workers: shared.fleet.workers_and_caches().await,
+        devices: devices(&shared),
         inside: shared.admission.count(),
         waiting: shared.fleet.waiting(),
         sessions: shared.tensors.count(),

@@ -6,7 +6,7 @@ use hotcell_proto::{
     error::{Error, Reason},
     ids::ModelName,
     v1::{
-        CrashReport, DrainWorkerRequest, DrainWorkerResponse, Event, GetCrashRequest,
+        CrashReport, Device, DrainWorkerRequest, DrainWorkerResponse, Event, GetCrashRequest,
         InspectModelRequest, Inspection, ListCrashesRequest, ListCrashesResponse,
         ListDevicesRequest, ListDevicesResponse, ListModelsRequest, ListModelsResponse,
         ListWorkersRequest, ListWorkersResponse, LoadModelProgress, LoadModelRequest, ModelInfo,
@@ -125,7 +125,11 @@ impl Control for Service {
         &self,
         _: Request<ListDevicesRequest>,
     ) -> Result<Response<ListDevicesResponse>, Status> {
-        let devices = self.0.fleet.devices();
+        let now = |device: Device| Device {
+            gauge: self.0.fleet.gauges.of(&device),
+            ..device
+        };
+        let devices = self.0.fleet.devices().into_iter().map(now).collect();
         let confinement = self.0.confinement.to_vec();
         Ok(Response::new(ListDevicesResponse {
             devices,

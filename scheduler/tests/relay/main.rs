@@ -38,6 +38,7 @@ use hotcell_scheduler::{
     config::{Cli, Config, Settings, Surroundings},
     crash::Crashes,
     fleet::{Fleet, Parts, TOKENS_WINDOWS},
+    gauges::Gauges,
     packed::Packs,
     service::{self, Doors, Shared},
     streams::Streams,
@@ -104,6 +105,7 @@ impl House {
             standby: config.standby,
             patience: config.patience,
             crashes: Crashes::default(),
+            gauges: Gauges::default(),
             timeouts: config.timeouts,
             packs: match stage.pieces.lock().unwrap().is_empty() {
                 true => Packs::off(),

@@ -36,6 +36,7 @@ use hotcell_scheduler::{
     config::Timeouts,
     crash::Crashes,
     fleet::{Fleet, Parts},
+    gauges::Gauges,
     hang::Patience,
     known::Pace,
     packed::Packs,
@@ -158,6 +159,7 @@ impl House {
                 events: Duration::from_secs(30),
             },
             crashes: Crashes::default(),
+            gauges: Gauges::default(),
             timeouts: Timeouts {
                 probe: Duration::from_secs(10),
                 resume: ground.resume,

@@ -20,7 +20,11 @@
 
 #![allow(non_snake_case)] // the names of cuda.h
 
+#[macro_use]
+mod entries;
+
 mod config;
+mod nvml;
 mod pieces;
 mod state;
 
@@ -79,25 +83,6 @@ fn gate(name: &str) -> c_int {
         }
     }
     lost
-}
-
-macro_rules! entries {
-    ($(fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => { $(
-        /// As in `cuda.h`.
-        ///
-        /// # Safety
-        /// As there.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-            let answer = gate(stringify!($name));
-            if answer != SUCCESS {
-                return answer;
-            }
-            // SAFETY: the caller's.
-            #[allow(unused_unsafe)]
-            unsafe { $body }
-        }
-    )* };
 }
 
 /// Writes a string of at most `len` bytes, its zero included.

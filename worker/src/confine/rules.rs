@@ -112,6 +112,8 @@ pub(super) static RULES: &[Rule] = &[
             SYS_futex SYS_set_robust_list SYS_rseq SYS_membarrier SYS_set_tid_address
             SYS_sched_yield SYS_sched_getaffinity SYS_getcpu SYS_exit SYS_exit_group SYS_restart_syscall
             SYS_rt_sigaction SYS_rt_sigprocmask SYS_rt_sigreturn SYS_sigaltstack
+            // How members ended that it leads.
+            SYS_wait4
             // Who, when, how much.
             SYS_getpid SYS_gettid SYS_getppid SYS_getuid SYS_geteuid SYS_getgid SYS_getegid
             SYS_clock_gettime SYS_clock_getres SYS_clock_nanosleep SYS_nanosleep SYS_gettimeofday

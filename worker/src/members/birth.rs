@@ -8,7 +8,7 @@ use std::{
 
 use hotcell_ipc::{
     descriptors::descriptor_pair,
-    fork,
+    fork::{self, Forked},
     memory::{SharedMapping, shared_memory},
 };
 use hotcell_kernels::{
@@ -29,7 +29,7 @@ unsafe impl SharedRegion for Memory {
     }
 }
 
-/// A way from the leader to a member.
+/// A way between the leader and a member.
 pub(super) struct Link {
     /// What is to be done goes there, and what became of it comes back.
     pub orders: UnixStream,
@@ -40,7 +40,7 @@ pub(super) struct Link {
 /// What the leader has of the others.
 pub struct Leads {
     memory: Memory,
-    pub(super) links: Vec<Link>,
+    pub(super) others: Vec<(Forked, Link)>,
 }
 
 /// What a member has.
@@ -76,25 +76,26 @@ pub(super) fn is_over(link: &UnixStream) -> bool {
 pub fn fork(members: usize) -> io::Result<Side> {
     let memory = shared_memory("communicator", Communicator::bytes(members) as u64)?;
     let memory = Memory(Arc::new(SharedMapping::of_memory(&memory)?));
-    let mut links = Vec::new();
+    let mut others = Vec::new();
     for rank in 1..members {
         let (ours, orders) = UnixStream::pair()?;
         let (to, files) = descriptor_pair()?;
-        if fork::fork()? {
+        let Some(child) = fork::fork()? else {
             // Those to members that were made before are the leader's.
-            drop((links, ours, to));
+            drop((others, ours, to));
             return Ok(Side::Member(Member {
                 memory,
                 share: Share { rank, members },
                 link: Link { orders, files },
             }));
-        }
-        links.push(Link {
+        };
+        let link = Link {
             orders: ours,
             files: to,
-        });
+        };
+        others.push((child, link));
     }
-    Ok(Side::Leader(Leads { memory, links }))
+    Ok(Side::Leader(Leads { memory, others }))
 }
 
 impl Leads {
@@ -103,8 +104,8 @@ impl Leads {
     /// # Errors
     /// [`DeviceError::Binding`].
     pub fn communicator(&self) -> Result<Communicator, DeviceError> {
-        let others: Vec<UnixStream> = (self.links.iter())
-            .filter_map(|link| link.orders.try_clone().ok())
+        let others: Vec<UnixStream> = (self.others.iter())
+            .filter_map(|(_, link)| link.orders.try_clone().ok())
             .collect();
         let share = self.share();
         if others.len() + 1 < share.members {
@@ -118,7 +119,7 @@ impl Leads {
     pub fn share(&self) -> Share {
         Share {
             rank: 0,
-            members: self.links.len() + 1,
+            members: self.others.len() + 1,
         }
     }
 }

@@ -6,11 +6,14 @@ use std::{
     io,
     os::{fd::BorrowedFd, unix::net::UnixStream},
     rc::Rc,
+    sync::{Arc, Mutex, PoisonError},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use hotcell_ipc::{descriptors::DescriptorSender, memory::Mapping};
+use hotcell_ipc::{
+    child::ExitStatus, descriptors::DescriptorSender, fork::Forked, memory::Mapping,
+};
 use hotcell_kernels::{
     backend::DeviceError,
     communicator::{Communicator, Share},
@@ -30,13 +33,39 @@ use crate::{
 /// How long a member may take to take a model's files.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How long one whose connection is gone may take to be gone itself.
+const ENDING: Duration = Duration::from_millis(200);
+
+/// The end of this process, which members bring.
+struct End {
+    children: Vec<Forked>,
+    /// Taken by the first who brings it, and never given back.
+    first: Mutex<()>,
+    lost: fn(&str, Option<ExitStatus>),
+}
+
+impl End {
+    /// Ends this process, for this reason, and with how the member ended that did so first, if one did.
+    fn come(&self, why: &str) {
+        let _first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        let begun = Instant::now();
+        let how = loop {
+            let how = self.children.iter().find_map(Forked::ended);
+            if how.is_some() || begun.elapsed() > ENDING {
+                break how;
+            }
+            thread::sleep(Duration::from_millis(1));
+        };
+        (self.lost)(why, how);
+    }
+}
+
 /// The other members, on the thread that computes.
 pub struct Members {
     links: Vec<To>,
     share: Share,
     next: Cell<u32>,
-    /// Ends this process.
-    lost: fn(&str),
+    end: Arc<End>,
 }
 
 struct To {
@@ -52,22 +81,33 @@ struct Led {
 
 impl Members {
     /// Those that were made, and the leader's end of what they share. When one of them ends, `lost` is called with
-    /// what there is to say, and ends this process.
+    /// what there is to say and how that one ended, as far as the system tells, and ends this process.
     ///
     /// # Errors
     /// What the system refuses.
-    pub fn new(leads: Leads, lost: fn(&str)) -> io::Result<(Self, Communicator)> {
+    pub fn new(
+        leads: Leads,
+        lost: fn(&str, Option<ExitStatus>),
+    ) -> io::Result<(Self, Communicator)> {
         let communicator = leads.communicator().map_err(io::Error::other)?;
         let share = leads.share();
         let mut links = Vec::new();
         let mut watched = Vec::new();
-        for link in leads.links {
+        let mut children = Vec::new();
+        for (child, link) in leads.others {
+            children.push(child);
             watched.push(link.orders.try_clone()?);
             links.push(To {
                 orders: RefCell::new(link.orders),
                 files: DescriptorSender::new(link.files)?.with_timeout(PATIENCE),
             });
         }
+        let end = Arc::new(End {
+            children,
+            first: Mutex::new(()),
+            lost,
+        });
+        let comes = Arc::clone(&end);
         // Who computes hears of it by itself; one that waits for requests would not.
         thread::Builder::new()
             .name("members".to_owned())
@@ -77,8 +117,8 @@ impl Members {
                     .collect();
                 while !matches!(poll(&mut ends, None), Ok(1..)) {}
                 let which = ends.iter().position(|end| !end.revents().is_empty());
-                lost(&format!(
-                    "member {} of {} is gone, and what it knew of the models with it",
+                comes.come(&format!(
+                    "member {} of {} is gone",
                     which.map_or(0, |at| at + 1),
                     share.members
                 ));
@@ -87,7 +127,7 @@ impl Members {
             links,
             share,
             next: Cell::new(0),
-            lost,
+            end,
         };
         Ok((members, communicator))
     }
@@ -99,7 +139,8 @@ impl Members {
 
     fn tell(&self, to: &To, frame: &[u8]) {
         if let Err(error) = wire::write(&mut *to.orders.borrow_mut(), frame) {
-            (self.lost)(&format!("a member cannot be told what to do: {error}"));
+            self.end
+                .come(&format!("a member cannot be told what to do: {error}"));
         }
     }
 
@@ -127,7 +168,8 @@ impl Members {
 
     fn hand(&self, to: &To, model: u32, descriptors: &[BorrowedFd<'_>]) {
         if let Err(error) = to.files.send(model.into(), descriptors) {
-            (self.lost)(&format!("a member does not take a model's files: {error}"));
+            self.end
+                .come(&format!("a member does not take a model's files: {error}"));
         }
     }
 }
@@ -196,7 +238,9 @@ impl Others for Led {
     }
 
     fn failed(&self, error: &DeviceError) {
-        (self.members.lost)(&format!("a step that other members are at failed: {error}"));
+        self.members
+            .end
+            .come(&format!("a step that other members are at failed: {error}"));
     }
 }
 

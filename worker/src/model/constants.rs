@@ -8,15 +8,29 @@ use hotcell_kernels::{
     host::Staging,
 };
 
-use super::{run::RunError, weave::BuildError};
-use crate::weights::Weights;
+use super::{
+    run::RunError,
+    weave::{BuildError, Piece},
+};
+use crate::weights::{Weight, Weights};
 
 /// Bytes of weights that are copied together.
-pub(super) fn stack_bytes(weights: &Weights, names: &[String]) -> Result<usize, RunError> {
-    names.iter().try_fold(0usize, |sum, name| {
-        let weight = weights.get(name).map_err(BuildError::Model)?;
-        Ok(sum.saturating_add(weight.range.len()))
+pub(super) fn stack_bytes(weights: &Weights, pieces: &[Piece]) -> Result<usize, RunError> {
+    pieces.iter().try_fold(0usize, |sum, piece| {
+        Ok(sum.saturating_add(found(weights, piece)?.range.len()))
     })
+}
+
+/// A weight, or some rows of it, in place.
+fn found(weights: &Weights, piece: &Piece) -> Result<Weight, RunError> {
+    let whole = weights.get(&piece.name).map_err(BuildError::Model)?;
+    match &piece.rows {
+        None => Ok(whole.clone()),
+        Some(rows) => whole.flat_rows(rows.clone()).ok_or_else(|| {
+            let what = format!("rows {rows:?} of {}, which is {whole:?}", piece.name);
+            DeviceError::Binding(what).into()
+        }),
+    }
 }
 
 /// A small weight's numbers, or some of them.
@@ -58,17 +72,19 @@ unsafe impl HostRegion for Filled {
 /// computes with.
 pub(super) fn stack(
     weights: &Weights,
-    names: &[String],
+    pieces: &[Piece],
     progressed: &dyn Fn(),
 ) -> Result<Rc<dyn HostRegion>, RunError> {
-    let what = names.first().map_or("experts", String::as_str);
-    let mut all = Staging::new(what, stack_bytes(weights, names)?)?;
+    let what = pieces.first().map_or("experts", |piece| &piece.name);
+    let mut all = Staging::new(what, stack_bytes(weights, pieces)?)?;
     let mut rest = all.bytes_mut();
-    for name in names {
+    for piece in pieces {
         progressed();
-        let bytes = weights.get(name).map_err(BuildError::Model)?.bytes();
+        let weight = found(weights, piece)?;
+        let bytes = weight.bytes();
         let Some((here, after)) = rest.split_at_mut_checked(bytes.len()) else {
-            return Err(DeviceError::Binding(format!("{name} is longer than it was")).into());
+            let what = format!("{} is longer than it was", piece.name);
+            return Err(DeviceError::Binding(what).into());
         };
         here.copy_from_slice(bytes);
         rest = after;

@@ -9,7 +9,7 @@ use super::{
     config::Experts,
     llama,
     parts::{Rows, feed_forward},
-    weave::{BuildError, Weaver},
+    weave::{BuildError, Piece, Weaver},
 };
 
 /// A layer: the residual stream `[rows, hidden]` before it to that after it.
@@ -48,17 +48,21 @@ fn mixture(
     let scores = w.linear(normed, &names.router(layer), None, count, hidden)?;
     let (weights, ids) = route(&mut w.builder, experts, scores)?;
 
+    // Members of a communicator have their rows of every expert, so that all of them compute whichever are chosen.
+    let share = w.shape.share;
     let x = w.builder.reshape(normed, Shape::rows(&[1, hidden])?)?;
     let (gate, up) = gates(w, experts, layer, x, ids)?;
     let inner = w.builder.swiglu(gate, up)?;
+    let inner = w.gathered(share, inner, intermediate)?;
     let down = names.down_experts(layer);
-    let down = stacked(w, &down, count, &[hidden, intermediate], |expert| {
+    let down = stacked(w, &down, count, (hidden, intermediate), |expert| {
         names.expert_down(layer, expert)
     })?;
     let given = w.builder.mul_mat_id(down, inner, ids)?;
     let weights = w.builder.reshape(weights, Shape::rows(&[used, 1])?)?;
     let weighted = w.builder.mul(given, weights)?;
-    Ok(w.builder.reduce_sum(weighted, &[1], false)?)
+    let sum = w.builder.reduce_sum(weighted, &[1], false)?;
+    w.gathered(share, sum, hidden)
 }
 
 /// Of scores `[rows, count]`: the experts of each row in ascending order, and their weights, both `[rows, used]`.
@@ -78,7 +82,7 @@ fn route(
     Ok((weights, ids))
 }
 
-/// The gates and the up projections of each row's experts, both `[rows, used, intermediate]`.
+/// The gates and the up projections of each row's experts, both `[rows, used, share of intermediate]`.
 fn gates(
     w: &mut Weaver<'_>,
     experts: &Experts,
@@ -95,17 +99,31 @@ fn gates(
     let k = w.config.hidden;
     let both = names.gate_up_experts(layer);
     if w.weights.contains(&both) {
-        let both = w.weight(&both, &[count, 2 * n, k])?;
+        let share = w.shape.share;
+        let part = share.of(n);
+        let shape = [count, 2 * n, k];
+        let both = match share.divides(n).then(|| share.range(n)) {
+            None => w.weight(&both, &shape)?,
+            Some(own) => {
+                // The same rows of both halves.
+                let halves = (0..2 * count).map(|half| half * n);
+                let piece = |first: usize| Piece {
+                    name: both.clone(),
+                    rows: Some(first + own.start..first + own.end),
+                };
+                w.stack(halves.map(piece).collect(), &shape, &[count, 2 * part, k])?
+            }
+        };
         let both = w.builder.mul_mat_id(both, x, ids)?;
-        let halves = w.builder.split(both, &[n as i64, n as i64], -1)?;
+        let halves = w.builder.split(both, &[part as i64, part as i64], -1)?;
         if let &[gate, up] = halves.as_slice() {
             return Ok((gate, up));
         }
     }
-    let gate = stacked(w, &names.gate_experts(layer), count, &[n, k], |expert| {
+    let gate = stacked(w, &names.gate_experts(layer), count, (n, k), |expert| {
         names.expert_gate(layer, expert)
     })?;
-    let up = stacked(w, &names.up_experts(layer), count, &[n, k], |expert| {
+    let up = stacked(w, &names.up_experts(layer), count, (n, k), |expert| {
         names.expert_up(layer, expert)
     })?;
     let gate = w.builder.mul_mat_id(gate, x, ids)?;
@@ -113,21 +131,33 @@ fn gates(
     Ok((gate, up))
 }
 
-/// One matrix of all experts: the tensor that holds them stacked, in place, or those of the single ones copied together.
+/// One matrix `[n, k]` of all experts, of which this process computes a share of the rows: the tensor that holds them
+/// stacked, in place if that is all of it, or those of the single ones copied together.
 fn stacked(
     w: &mut Weaver<'_>,
     name: &str,
     count: usize,
-    shape: &[usize],
+    (n, k): (usize, usize),
     single: impl Fn(usize) -> String,
 ) -> Result<Value, BuildError> {
+    let share = w.shape.share;
+    let own = share.divides(n).then(|| share.range(n));
+    let shape = [count, share.of(n), k];
     if !w.weights.contains(name) && w.weights.contains(&single(0)) {
-        return w.stack((0..count).map(single).collect(), shape);
+        let piece = |expert| Piece {
+            name: single(expert),
+            rows: own.clone(),
+        };
+        return w.stack((0..count).map(piece).collect(), &[n, k], &shape);
     }
-    let shape: Vec<usize> = std::iter::once(count)
-        .chain(shape.iter().copied())
-        .collect();
-    w.weight(name, &shape)
+    let Some(own) = own else {
+        return w.weight(name, &shape);
+    };
+    let piece = |expert: usize| Piece {
+        name: name.to_owned(),
+        rows: Some(expert * n + own.start..expert * n + own.end),
+    };
+    w.stack((0..count).map(piece).collect(), &[count, n, k], &shape)
 }
 
 #[cfg(test)]

@@ -62,8 +62,8 @@ fn bytes_besides_cache(
     for graph in [body(pattern)?, head(pattern)?, ending(pattern)?] {
         bytes += device.plan(&graph.graph, &dry)?.memory().arena;
         for from in &graph.sources {
-            if let Source::Stack(names) = from {
-                bytes = bytes.saturating_add(stack_bytes(weights, names)?);
+            if let Source::Stack(pieces) = from {
+                bytes = bytes.saturating_add(stack_bytes(weights, pieces)?);
             }
         }
     }

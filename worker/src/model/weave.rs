@@ -21,8 +21,8 @@ pub enum Source {
         /// Which rows; none: all.
         rows: Option<Range<usize>>,
     },
-    /// Weights of one shape and dtype, copied together one after another.
-    Stack(Vec<String>),
+    /// Weights of one dtype, or rows of them, copied together one after another.
+    Stack(Vec<Piece>),
     /// A small weight (norm, bias), or some elements of it, converted to f32.
     Vector {
         /// Its name.
@@ -52,6 +52,15 @@ pub enum Source {
     Hidden,
     /// Which of them the head reads, one per row.
     Picks,
+}
+
+/// A weight, or some rows of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Piece {
+    /// Its name.
+    pub name: String,
+    /// Which rows, counted through all dimensions but the last; none: all.
+    pub rows: Option<Range<usize>>,
 }
 
 /// A graph and where each of its inputs comes from.
@@ -131,11 +140,16 @@ impl<'a> Weaver<'a> {
         self.constant(source, name, dtype, shape)
     }
 
-    /// Weights of this shape and one dtype, one after another: `[names, shape]`.
-    pub fn stack(&mut self, names: Vec<String>, shape: &[usize]) -> Result<Value, BuildError> {
+    /// Pieces of weights that have one shape and dtype, one after another, which together have another shape.
+    pub fn stack(
+        &mut self,
+        pieces: Vec<Piece>,
+        each: &[usize],
+        shape: &[usize],
+    ) -> Result<Value, BuildError> {
         let mut dtype = None;
-        for name in &names {
-            let found = self.weights.expect(name, shape)?.dtype;
+        for Piece { name, .. } in &pieces {
+            let found = self.weights.expect(name, each)?.dtype;
             let first = *dtype.get_or_insert(found);
             if found != first {
                 return Err(BuildError::Model(ModelError::Unsupported {
@@ -147,12 +161,10 @@ impl<'a> Weaver<'a> {
                 }));
             }
         }
-        let name = names.first().cloned().unwrap_or_default();
-        let shape: Vec<usize> = std::iter::once(names.len())
-            .chain(shape.iter().copied())
-            .collect();
+        let name = pieces.first().map(|piece| piece.name.clone());
+        let name = name.unwrap_or_default();
         let dtype = dtype.unwrap_or(DType::F32);
-        self.constant(Source::Stack(names), &name, dtype, &shape)
+        self.constant(Source::Stack(pieces), &name, dtype, shape)
     }
 
     fn constant(

@@ -71,6 +71,7 @@ impl Worker for WorkerService {
                 pci_id: info.pci_id.clone(),
                 integrated: info.integrated,
                 driver: info.driver.clone(),
+                gauge: None,
             }),
             confinement: self.0.confinement().to_string(),
             layers: self.0.confinement().wire(),

@@ -102,6 +102,11 @@ impl<const WORDS: usize> Text<WORDS> {
         self.version.store(version.wrapping_add(1), Release);
     }
 
+    /// Whether it says nothing.
+    pub fn is_empty(&self) -> bool {
+        self.length.load(Relaxed) == 0
+    }
+
     /// What it says, fit to be shown: characters that control a terminal become question marks.
     pub fn read(&self) -> String {
         // A writer that died, or does not stop writing, must not hold the reader: what is there after a few tries is

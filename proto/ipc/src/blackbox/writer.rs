@@ -143,6 +143,11 @@ impl Writer {
         self.0.error.write(text);
     }
 
+    /// Whether there is an error.
+    pub fn has_said(&self) -> bool {
+        !self.0.error.is_empty()
+    }
+
     /// A request starts to run; none if more run than the black box can name.
     pub fn begin(&self, request: &str) -> Option<Slot> {
         let free = |r: &super::page::Request| r.taken.load(Acquire) == 0;

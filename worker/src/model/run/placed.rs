@@ -57,18 +57,25 @@ pub(super) struct Placed<'a> {
 fn key(source: &Source) -> Option<String> {
     match source {
         // No name has a line's end in it, or this is one of its own.
-        Source::Weight { name, rows } => Some(match rows {
-            None => name.clone(),
-            Some(rows) => format!("{name}\n{}..{}", rows.start, rows.end),
-        }),
-        Source::Stack(names) => Some(names.join("\n")),
+        Source::Weight { name, rows } => Some(piece_key(name, rows.as_ref())),
+        Source::Stack(pieces) => {
+            let all = pieces.iter().map(|p| piece_key(&p.name, p.rows.as_ref()));
+            Some(all.collect::<Vec<_>>().join("\n"))
+        }
         _ => None,
+    }
+}
+
+fn piece_key(name: &str, rows: Option<&Range<usize>>) -> String {
+    match rows {
+        None => name.to_owned(),
+        Some(rows) => format!("{name}\n{}..{}", rows.start, rows.end),
     }
 }
 
 fn bytes(weights: &Weights, source: &Source) -> Result<usize, RunError> {
     match source {
-        Source::Stack(names) => stack_bytes(weights, names),
+        Source::Stack(pieces) => stack_bytes(weights, pieces),
         Source::Weight { name, rows } => Ok(weight(weights, name, rows.as_ref())?.range.len()),
         _ => Ok(0),
     }
@@ -188,7 +195,7 @@ fn region(
     progressed: &dyn Fn(),
 ) -> Result<Rc<dyn HostRegion>, RunError> {
     match source {
-        Source::Stack(names) => stack(weights, names, progressed),
+        Source::Stack(pieces) => stack(weights, pieces, progressed),
         Source::Weight { name, rows } => {
             let weight = weight(weights, name, rows.as_ref())?;
             Ok(Rc::new(WeightRegion(weight)))
