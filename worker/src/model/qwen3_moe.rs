@@ -59,10 +59,11 @@ fn mixture(
         names.expert_down(layer, expert)
     })?;
     let given = w.builder.mul_mat_id(down, inner, ids)?;
+    // Not after the sum, whose order depends on how many columns it has.
+    let given = w.gathered(share, given, hidden)?;
     let weights = w.builder.reshape(weights, Shape::rows(&[used, 1])?)?;
     let weighted = w.builder.mul(given, weights)?;
-    let sum = w.builder.reduce_sum(weighted, &[1], false)?;
-    w.gathered(share, sum, hidden)
+    Ok(w.builder.reduce_sum(weighted, &[1], false)?)
 }
 
 /// Of scores `[rows, count]`: the experts of each row in ascending order, and their weights, both `[rows, used]`.
