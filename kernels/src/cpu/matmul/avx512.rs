@@ -267,4 +267,9 @@ impl Simd for Avx512 {
         // SAFETY: a prefetch never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
     }
+    #[inline(always)]
+    unsafe fn prefetch_near(address: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+    }
 }

@@ -52,11 +52,9 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             // Rows for which there are registers share a block as it is unpacked; for more of them
             // it is unpacked to memory.
             0 => {}
-            // Panels side by side: as many as memory delivers fastest, measured.
-            1 if !W::PACKED || F::LEN == 256 => few_rows::<S, F, W, 1, 1>(job),
-            1 if F::PLAIN => few_rows::<S, F, W, 1, 4>(job),
-            1 => few_rows::<S, F, W, 1, 8>(job),
-            2..5 if W::PACKED && S::WIDE && F::LEN < 256 => few_rows::<S, F, W, 4, 4>(job),
+            // One panel is one long stream of memory, which is the fastest; sums of plain numbers wait for each other.
+            1 if W::PACKED && F::PLAIN => few_rows::<S, F, W, 1, 2>(job),
+            1 => few_rows::<S, F, W, 1, 1>(job),
             2..5 => few_rows::<S, F, W, 4, 1>(job),
             5..9 if S::WIDE && F::FEW > 4 && (W::PACKED || F::LEN < 256) => {
                 few_rows::<S, F, W, 8, 1>(job)
@@ -156,8 +154,7 @@ unsafe fn at_block<F: Format, const R: usize>(mut x: [*const u8; R], b: usize) -
     x
 }
 
-/// One to `R` rows: weights go from memory through registers once, from `P` panels side by side, which memory
-/// delivers faster than one.
+/// One to `R` rows: weights go from memory through registers once, from `P` panels side by side.
 ///
 /// # Safety
 ///
@@ -201,7 +198,7 @@ unsafe fn some_panels<S: Simd, F: Format, W: Place, const R: usize, const P: usi
         for b in 0..whole {
             let x = at_block::<F, R>(rows, b);
             for p in 0..P {
-                let from = W::block::<F, R>(&panels[p], b, F::LEN, &mut stage);
+                let from = W::block::<F, P>(&panels[p], b, F::LEN, &mut stage);
                 F::stream::<S, W, R>(from, x, &mut acc[p]);
             }
         }
@@ -209,7 +206,7 @@ unsafe fn some_panels<S: Simd, F: Format, W: Place, const R: usize, const P: usi
             let x = at_block::<F, R>(rows, whole);
             for p in 0..P {
                 let mut w = MaybeUninit::<[F::Block<S>; 1]>::uninit();
-                let from = W::block::<F, R>(&panels[p], whole, rest, &mut stage);
+                let from = W::block::<F, P>(&panels[p], whole, rest, &mut stage);
                 F::unpack::<S, W>(from, w.as_mut_ptr().cast());
                 F::step::<S, R, 1>(w.assume_init_ref(), x, rest, &mut acc[p]);
             }
@@ -240,7 +237,7 @@ unsafe fn one_tile<S: Simd, F: Format, W: Place, const R: usize>(job: &Job) {
             let mut acc = [[S::splat_f(0.0); 1]; R];
             for b in 0..job.k.div_ceil(F::LEN) {
                 let count = count_of::<F>(job.k, b);
-                let from = W::block::<F, R>(&panel, b, count, &mut stage);
+                let from = W::block::<F, 1>(&panel, b, count, &mut stage);
                 F::unpack::<S, W>(from, block.as_mut_ptr().cast());
                 let x = at_block::<F, R>(rows, b);
                 F::step::<S, R, 1>(block.assume_init_ref(), x, count, &mut acc);
@@ -346,7 +343,7 @@ unsafe fn many_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize
                     let count = count_of::<F>(job.k, b);
                     let group = scratch.add(b - start).cast::<F::Block<S>>();
                     for p in 0..P {
-                        let from = W::block::<F, R>(&panels[p], b, count, &mut stage);
+                        let from = W::block::<F, 1>(&panels[p], b, count, &mut stage);
                         F::unpack::<S, W>(from, group.add(p));
                     }
                 }

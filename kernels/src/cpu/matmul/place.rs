@@ -72,12 +72,12 @@ pub(super) trait Place: Copy {
     /// Whether the rows are packed.
     const PACKED: bool;
 
-    /// Block `b` of a panel, of which `count` elements exist, for `R` rows of activations at once.
+    /// Block `b` of a panel, of which `count` elements exist, when `P` panels are read side by side.
     ///
     /// # Safety
     ///
     /// The panel's rows are readable and have that block.
-    unsafe fn block<F: Format, const R: usize>(
+    unsafe fn block<F: Format, const P: usize>(
         panel: &Panel,
         b: usize,
         count: usize,
@@ -104,10 +104,8 @@ const fn ahead<F: Format>() -> usize {
     if F::PLAIN { 768 } else { 2048 }
 }
 
-/// The same in a packed panel, for `R` rows at once. One row is multiplied by many panels side by side.
-const fn packed_ahead<const R: usize>() -> usize {
-    if R == 1 { 1024 } else { 4096 }
-}
+/// The same in packed panels, together: what memory delivers while it is waited for once.
+const PACKED_AHEAD: usize = 8192;
 
 /// Rows as the file has them, `stride` bytes apart.
 #[derive(Clone, Copy)]
@@ -127,7 +125,7 @@ impl Place for Stored {
     const PACKED: bool = false;
 
     #[inline(always)]
-    unsafe fn block<F: Format, const R: usize>(
+    unsafe fn block<F: Format, const P: usize>(
         panel: &Panel,
         b: usize,
         count: usize,
@@ -257,7 +255,7 @@ impl Place for Packed {
     const PACKED: bool = true;
 
     #[inline(always)]
-    unsafe fn block<F: Format, const R: usize>(
+    unsafe fn block<F: Format, const P: usize>(
         panel: &Panel,
         b: usize,
         _: usize,
@@ -265,12 +263,17 @@ impl Place for Packed {
     ) -> Self {
         let (words, numbers) = packed_block(F::BESIDE, F::BYTES, panel.stride, b);
         let lead = F::BESIDE.lead();
+        let position = b * LANES * F::BYTES + PACKED_AHEAD / P;
+        // Behind this panel is the one that is read beside it.
+        let past = if P == 1 || position < LANES * panel.stride {
+            0
+        } else {
+            (P - 1) * LANES * panel.stride
+        };
         Packed {
             words: panel.w.wrapping_add(words).wrapping_sub(lead * LANES),
             numbers: panel.w.wrapping_add(numbers),
-            ahead: panel
-                .w
-                .wrapping_add(b * LANES * F::BYTES + packed_ahead::<R>()),
+            ahead: panel.w.wrapping_add(position + past),
         }
     }
 
@@ -322,7 +325,7 @@ impl Place for Packed {
         let lines = (LANES * F::BYTES).div_ceil(64);
         for i in lines * part / parts..lines * (part + 1) / parts {
             // SAFETY: see the impl.
-            unsafe { S::prefetch(self.ahead.wrapping_add(64 * i)) };
+            unsafe { S::prefetch_near(self.ahead.wrapping_add(64 * i)) };
         }
     }
 }

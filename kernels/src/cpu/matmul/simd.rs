@@ -91,9 +91,14 @@ pub(super) trait Simd: Copy {
         }
     }
 
-    /// Asks for the cache line of an address that need not exist.
+    /// Asks for the cache line of an address that need not exist, into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
+        let _ = address;
+    }
+    /// The same, into the first-level cache.
+    #[inline(always)]
+    unsafe fn prefetch_near(address: *const u8) {
         let _ = address;
     }
 }
