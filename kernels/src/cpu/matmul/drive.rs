@@ -61,6 +61,8 @@ pub(super) unsafe fn run<S: Simd, F: Format, W: Place>(job: &Job) {
             }
             5..9 if S::WIDE && W::PACKED => one_tile::<S, F, W, 8>(job),
             _ if F::PLAIN && S::WIDE => many_rows::<S, F, W, 8, 2>(job),
+            // The last tile may have few of its rows, which is little only among many.
+            48.. if S::WIDE && F::MANY == 6 => many_rows::<S, F, W, 6, 2>(job),
             _ if S::WIDE => many_rows::<S, F, W, 4, 2>(job),
             _ => many_rows::<S, F, W, 4, 1>(job),
         }
