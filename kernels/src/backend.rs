@@ -173,16 +173,12 @@ pub trait Backend: Sync {
         None
     }
 
-    /// What its management library tells of its devices.
+    /// What its management library tells of its devices; none: there is none.
     ///
     /// # Errors
-    /// Where there is no such library, or it does not start.
-    fn gauges(&self) -> Result<Box<dyn Gauges>, DeviceError> {
-        Err(DeviceError::Failed {
-            backend: self.name(),
-            op: "gauges",
-            why: "its devices have no library that tells how they are".to_owned(),
-        })
+    /// When it does not start.
+    fn gauges(&self) -> Result<Option<Box<dyn Gauges>>, DeviceError> {
+        Ok(None)
     }
 
     /// What [`Backend::load`] and the device open.

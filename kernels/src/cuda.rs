@@ -142,8 +142,9 @@ impl Backend for CudaBackend {
         Self::look().err()
     }
 
-    fn gauges(&self) -> Result<Box<dyn Gauges>, DeviceError> {
-        Ok(Box::new(gauges::Management::open()?))
+    fn gauges(&self) -> Result<Option<Box<dyn Gauges>>, DeviceError> {
+        let found = gauges::Management::open()?;
+        Ok(found.map(|found| Box::new(found) as Box<dyn Gauges>))
     }
 
     /// Where distributions and containers have the driver's libraries, what these read of the system, and the devices.

@@ -48,19 +48,10 @@ impl Registry {
     /// What the management libraries tell that there are here.
     ///
     /// # Errors
-    /// When there is none: what each backend says.
-    pub fn gauges(&self) -> Result<Vec<Box<dyn Gauges>>, String> {
-        let (mut found, mut problems) = (Vec::new(), Vec::new());
-        for backend in self.0 {
-            match backend.gauges() {
-                Ok(gauges) => found.push(gauges),
-                Err(problem) => problems.push(problem.to_string()),
-            }
-        }
-        match found.is_empty() {
-            true => Err(problems.join("; ")),
-            false => Ok(found),
-        }
+    /// When one of them does not start.
+    pub fn gauges(&self) -> Result<Vec<Box<dyn Gauges>>, DeviceError> {
+        let all = self.0.iter().filter_map(|b| b.gauges().transpose());
+        all.collect()
     }
 
     fn backend(&self, id: &str) -> Option<&'static dyn Backend> {

@@ -28,6 +28,9 @@ use crate::{
 /// A death and a device's fault belong together if there is no more than this between them.
 pub(crate) const TOGETHER: Duration = Duration::from_secs(10);
 
+/// Faults of a device in a report.
+const FAULTS: usize = 16;
+
 /// The process that died, as the fleet knew it.
 #[derive(Clone, Debug, Default)]
 pub struct Dead {
@@ -210,9 +213,10 @@ impl Crashes {
         let Some(report) = newest.filter(|report| report.time_ms >= since) else {
             return;
         };
-        if report.device_faults.len() < limits::MAX_DEVICES {
-            report.device_faults.push(fault);
+        if report.device_faults.len() >= FAULTS || report.device_faults.contains(&fault) {
+            return;
         }
+        report.device_faults.push(fault);
         let report = report.clone();
         drop(known);
         self.file(&report);

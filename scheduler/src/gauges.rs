@@ -6,14 +6,17 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use hotcell_ipc::{
     child::ExitStatus,
     log::{BoundedLog, LogLimits},
-    spawn::{Command, Output, Spawner},
+    spawn::{Command, Output, Signal, Spawner},
 };
 use hotcell_proto::{
     exit::WorkerExit,
@@ -21,7 +24,7 @@ use hotcell_proto::{
     v1::{Device, DeviceFault, DeviceGauge},
 };
 use serde::Deserialize;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
@@ -34,6 +37,10 @@ use crate::{
 const FRESH: Duration = Duration::from_secs(10);
 /// The first and the longest wait before a child is started again.
 const AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// How long a child may say nothing.
+const SILENT: Duration = Duration::from_secs(30);
+/// How long the last words of one that ended may take.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Bytes of a line, and lines in a second.
 const LINES: LogLimits = LogLimits {
     line_bytes: 64 << 10,
@@ -200,7 +207,7 @@ impl Gauges {
             known.told = Some(Instant::now());
             known.gauge = gauge(told);
         }
-        for fault in line.faults.into_iter().take(limits::MAX_DEVICES) {
+        for fault in line.faults.into_iter().take(FAULTS) {
             let at = place(&fault.pci_id);
             let fault = DeviceFault {
                 time_ms: now(),
@@ -210,9 +217,13 @@ impl Gauges {
             let Some(known) = state.devices.get_mut(&at) else {
                 continue;
             };
-            tracing::error!(pci_id = at, code = fault.code, what = %fault.what, "a device's driver tells of a fault");
             if known.counts.len() < FAULTS || known.counts.contains_key(&fault.code) {
-                *known.counts.entry(fault.code).or_default() += 1;
+                let count = known.counts.entry(fault.code).or_default();
+                *count += 1;
+                // The metrics have all of them.
+                if count.is_power_of_two() {
+                    tracing::error!(pci_id = at, code = fault.code, what = %fault.what, count, "a device's driver tells of a fault");
+                }
             }
             if known.faults.len() >= FAULTS {
                 known.faults.pop_front();
@@ -287,6 +298,7 @@ impl Child {
         // Dropping the child on the way out kills it.
         let mut child = self.spawner.spawn(command).await?;
         let mut tasks = Vec::new();
+        let spoke = Arc::new(AtomicBool::new(false));
         if let Some(stderr) = child.stderr.take() {
             let said = |line: &str| tracing::debug!(target: "gauges", "{line}");
             tasks.push(BoundedLog::start(stderr, LogLimits::default(), said)?.1);
@@ -294,7 +306,9 @@ impl Child {
         if let Some(stdout) = child.stdout.take() {
             let (gauges, crashes) = (self.gauges.clone(), self.crashes.clone());
             let mut wrong = false;
+            let speaks = Arc::clone(&spoke);
             let hear = move |line: &str| {
+                speaks.store(true, Ordering::Relaxed);
                 let Some(gauges) = gauges.upgrade().map(Gauges) else {
                     return;
                 };
@@ -306,8 +320,26 @@ impl Child {
             };
             tasks.push(BoundedLog::start(stdout, LINES, hear)?.1);
         }
-        let _tasks: Vec<_> = tasks.into_iter().map(AbortOnDropHandle::new).collect();
-        child.wait().await
+        let mut tasks: Vec<_> = tasks.into_iter().map(AbortOnDropHandle::new).collect();
+        let ended = loop {
+            tokio::select! {
+                ended = child.wait() => break ended?,
+                () = sleep(SILENT) => {
+                    if !spoke.swap(false, Ordering::Relaxed) {
+                        tracing::warn!(program = %self.program.display(), "who tells how devices are hangs");
+                        child.kill(Signal::KILL)?;
+                    }
+                }
+            }
+        };
+        // What it said last may still be in the pipe.
+        let last = async {
+            for task in &mut tasks {
+                let _ = task.await;
+            }
+        };
+        let _ = timeout(LAST_WORDS, last).await;
+        Ok(ended)
     }
 }
 

@@ -177,6 +177,12 @@ async fn a_devices_fault_is_counted_and_is_in_the_report_of_the_death_it_brings(
         its.device_faults[0].what,
         "Xid 79: it has fallen off the bus"
     );
+    // It does not answer any more, and is there by its name.
+    host.metrics(|text| {
+        text.contains("uuid=\"GPU-fake-1\",code=\"79\"} 1\n")
+            && !text.contains("hotcell_device_temperature_celsius{device=\"cuda:1\"")
+    })
+    .await;
     let shown = cluster.hotcell(&["crashes", "show", &its.id]).unwrap();
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use hotcell_client::{Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt};
+use hotcell_client::{Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt, v1};
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_tests::{
     answers::assert_same,
@@ -263,6 +263,12 @@ async fn a_member_that_dies_while_nobody_asks_for_anything_is_replaced() {
 
 #[tokio::test]
 async fn how_a_member_died_is_how_its_worker_died() {
+    for busy in [false, true] {
+        dies_as_its_member(busy).await;
+    }
+}
+
+async fn dies_as_its_member(busy: bool) {
     let gone = "member 1 of 2 is gone";
     for (signal, reason, error) in [
         (Signal::KILL, "killed by SIGKILL", gone),
@@ -275,6 +281,18 @@ async fn how_a_member_died_is_how_its_worker_died() {
         let client = cluster.client().await.unwrap();
         let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
         let member = children(leader).unwrap()[0];
+        // While it waits for orders, and while the leader waits for it.
+        let busy = busy.then(|| {
+            let options = drawn(1000, 5);
+            let client = client.clone();
+            tokio::spawn(
+                async move { complete(&client, &"In the beginning".into(), &options).await },
+            )
+        });
+        if busy.is_some() {
+            let running = |w: &[v1::WorkerInfo]| w.iter().any(|w| w.running_requests > 0);
+            cluster.workers(running).await.unwrap();
+        }
         signal_pid(member, signal).unwrap();
         let begun = Instant::now();
         let crash = loop {
@@ -291,6 +309,9 @@ async fn how_a_member_died_is_how_its_worker_died() {
         match signal {
             Signal::KILL => assert_eq!(seen.signal, None),
             _ => assert!(!seen.signal.unwrap().frames.is_empty()),
+        }
+        if let Some(busy) = busy {
+            assert_eq!(busy.await.unwrap().finished.deaths_survived, 1);
         }
     }
 }

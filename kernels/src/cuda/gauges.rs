@@ -53,8 +53,17 @@ fn in_words(code: u64) -> String {
 /// NVML, for as long as the process lives.
 pub(super) struct Management {
     nvml: &'static Nvml,
+    /// As they were when it was opened: one that is lost does not say any more where it is.
+    devices: Vec<Known>,
     /// Where faults are told; none: nowhere.
     faults: Option<EventSet<'static>>,
+}
+
+/// A device, and what does not change of it.
+struct Known {
+    device: Device<'static>,
+    place: String,
+    uuid: String,
 }
 
 fn failed(op: &'static str, error: &NvmlError) -> DeviceError {
@@ -80,23 +89,36 @@ fn thousandths(n: impl Into<f64>) -> f64 {
 }
 
 impl Management {
-    /// Finds the library.
+    /// Finds the library; none: there is none.
     ///
     /// # Errors
-    /// When there is none, or it does not start.
-    pub fn open() -> Result<Self, DeviceError> {
-        let nvml = Nvml::init().map_err(|error| failed("opening NVML", &error))?;
+    /// When it does not start.
+    pub fn open() -> Result<Option<Self>, DeviceError> {
+        let nvml = match Nvml::init() {
+            Ok(nvml) => nvml,
+            Err(NvmlError::LibloadingError(_)) => return Ok(None),
+            Err(error) => return Err(failed("opening NVML", &error)),
+        };
         // Faults are told for as long as it is open, and whoever opens it does nothing else.
         let nvml: &'static Nvml = Box::leak(Box::new(nvml));
-        let mut this = Self { nvml, faults: None };
+        let count = nvml.device_count();
+        let count = count.map_err(|error| failed("counting NVML's devices", &error))?;
+        let devices = (0..count).filter_map(|index| {
+            let device = nvml.device_by_index(index).ok()?;
+            Some(Known {
+                place: place(&device).ok()?,
+                uuid: device.uuid().unwrap_or_default(),
+                device,
+            })
+        });
+        let devices = devices.collect();
+        let mut this = Self {
+            nvml,
+            devices,
+            faults: None,
+        };
         this.faults = this.listen();
-        Ok(this)
-    }
-
-    fn devices(&self) -> impl Iterator<Item = Device<'static>> {
-        let nvml = self.nvml;
-        let count = nvml.device_count().unwrap_or(0);
-        (0..count).filter_map(|index| nvml.device_by_index(index).ok())
+        Ok(Some(this))
     }
 
     /// Faults of every device that tells of them.
@@ -105,7 +127,8 @@ impl Management {
         let tells = |device: &Device<'_>| {
             (device.supported_event_types()).is_ok_and(|types| types.contains(wanted))
         };
-        let mut devices: Vec<_> = self.devices().filter(tells).collect();
+        let devices = self.devices.iter().map(|known| &known.device);
+        let mut devices: Vec<_> = devices.filter(|device| tells(device)).collect();
         while !devices.is_empty() {
             match self.listen_to(&devices) {
                 Ok(set) => return Some(set),
@@ -121,7 +144,7 @@ impl Management {
     /// Faults of these devices; where one refuses, which. What was to be told went with it.
     fn listen_to(
         &self,
-        devices: &[Device<'static>],
+        devices: &[&Device<'static>],
     ) -> Result<EventSet<'static>, (usize, NvmlErrorWithSource)> {
         let set = self
             .nvml
@@ -136,12 +159,13 @@ impl Management {
 
 impl Gauges for Management {
     fn read(&self) -> Vec<Gauge> {
-        let all = self.devices().filter_map(|device| {
+        let all = self.devices.iter().map(|known| {
+            let device = &known.device;
             let memory = device.memory_info().ok();
             let errors = |which| device.total_ecc_errors(which, EccCounter::Volatile).ok();
-            Some(Gauge {
-                pci_id: place(&device).ok()?,
-                uuid: device.uuid().unwrap_or_default(),
+            Gauge {
+                pci_id: known.place.clone(),
+                uuid: known.uuid.clone(),
                 utilization: (device.utilization_rates().ok()).map(|u| f64::from(u.gpu) / 100.0),
                 memory_bytes: memory.as_ref().map(|memory| memory.total),
                 memory_used_bytes: memory.as_ref().map(|memory| memory.used),
@@ -152,7 +176,7 @@ impl Gauges for Management {
                 temperature: (device.temperature(TemperatureSensor::Gpu).ok()).map(f64::from),
                 ecc_corrected: errors(MemoryError::Corrected),
                 ecc_uncorrected: errors(MemoryError::Uncorrected),
-            })
+            }
         });
         all.collect()
     }
@@ -169,8 +193,12 @@ impl Gauges for Management {
                     XidError::Value(code) => code,
                     XidError::Unknown => UNKNOWN,
                 };
+                // SAFETY: the handles are compared, and not used.
+                let same =
+                    |known: &&Known| unsafe { known.device.handle() == event.device.handle() };
+                let known = self.devices.iter().find(same)?;
                 Some(Fault {
-                    pci_id: place(&event.device).ok()?,
+                    pci_id: known.place.clone(),
                     code,
                     what: in_words(code),
                 })

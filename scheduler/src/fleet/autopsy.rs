@@ -3,7 +3,6 @@
 use std::{sync::Arc, time::Duration};
 
 use hotcell_ipc::blackbox::Reader;
-use hotcell_proto::v1::CrashReport;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -116,11 +115,11 @@ impl Fleet {
         let missing = || Err(std::io::Error::other("there is none"));
         let blackbox = process.and_then(Process::blackbox);
         let seen = blackbox.map_or_else(missing, |blackbox| blackbox.snapshot());
-        let faults = self.gauges.recent_faults(&dead.device, crash::TOGETHER);
-        let report = crash::report(dead, death, ended, seen);
-        self.crashes.keep(CrashReport {
-            device_faults: faults,
-            ..report
-        });
+        let device = dead.device.clone();
+        self.crashes.keep(crash::report(dead, death, ended, seen));
+        // Those that are told from here on find the report.
+        for fault in self.gauges.recent_faults(&device, crash::TOGETHER) {
+            self.crashes.fault(&device, fault);
+        }
     }
 }

@@ -2,11 +2,14 @@
 //!
 //! A device's numbers go by its own: device 1 is a degree warmer than device 0. A file `fakecuda.fault` beside this
 //! library, of a device's number and a code, is a fault of it, which is told once; the file is gone then. Device 0 tells
-//! nothing of its power.
+//! nothing of its power. One that fell off the bus
+//! tells nothing any more, not even where it is.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
-    fs, thread,
+    fs,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -19,6 +22,9 @@ use super::{
 const INVALID_ARGUMENT: c_int = 2;
 const NOT_SUPPORTED: c_int = 3;
 const TIMEOUT: c_int = 10;
+const LOST: c_int = 15;
+/// The fault after which a device answers nothing any more.
+const OFF_THE_BUS: u64 = 79;
 const XID: u64 = 8;
 
 /// `nvmlPciInfo_t`.
@@ -69,6 +75,17 @@ fn number(device: *mut c_void) -> c_uint {
     (device.addr() - 1) as c_uint
 }
 
+/// Devices that are lost, as bits.
+static GONE: AtomicU64 = AtomicU64::new(0);
+
+/// The answer about a device that there is.
+fn here(device: *mut c_void) -> c_int {
+    match GONE.load(Relaxed) >> number(device) & 1 {
+        0 => SUCCESS,
+        _ => LOST,
+    }
+}
+
 /// What the file says that a device's fault is, once.
 fn fault() -> Option<(u32, u64)> {
     let path = folder().join("fakecuda.fault");
@@ -96,17 +113,17 @@ entries! {
         let mut name = [0; 32];
         put(&format!("00000000:{bus:02X}:00.0"), name.as_mut_ptr(), 32);
         *place = Place { legacy: [0; 16], domain: 0, bus, device: 0, id: 0, subsystem: 0, name };
-        SUCCESS
+        here(device)
     }
     fn nvmlDeviceGetUtilizationRates(device: *mut c_void, rates: *mut Utilization) {
         *rates = Utilization { gpu: 40 + number(device), memory: 0 };
-        SUCCESS
+        here(device)
     }
     fn nvmlDeviceGetMemoryInfo_v2(device: *mut c_void, memory: *mut Memory) {
         let total = config().memory as u64;
         let used = (u64::from(number(device)) + 1) << 20;
         *memory = Memory { version: (*memory).version, total, reserved: 0, free: total - used, used };
-        SUCCESS
+        here(device)
     }
     fn nvmlDeviceGetPowerUsage(device: *mut c_void, milliwatts: *mut c_uint) {
         *milliwatts = 250_500;
@@ -122,7 +139,7 @@ entries! {
     }
     fn nvmlDeviceGetTemperature(device: *mut c_void, _sensor: c_uint, degrees: *mut c_uint) {
         *degrees = 60 + number(device);
-        SUCCESS
+        here(device)
     }
     fn nvmlDeviceGetTotalEccErrors(_device: *mut c_void, kind: c_uint, _counter: c_uint, errors: *mut u64) {
         *errors = match kind { 0 => 3, _ => 1 };
@@ -136,6 +153,9 @@ entries! {
         let until = Instant::now() + Duration::from_millis(milliseconds.into());
         loop {
             if let Some((device, code)) = fault() {
+                if code == OFF_THE_BUS {
+                    GONE.fetch_or(1 << device, Relaxed);
+                }
                 *event = Event { device: handle(device), kind: XID, data: code, instance: 0, compute: 0 };
                 return SUCCESS;
             }

@@ -19,7 +19,7 @@ use hotcell_kernels::{
 use hotcell_proto::limits;
 
 use super::{
-    birth::{Link, Member},
+    birth::{Link, Member, is_over},
     wire::{self, Loaded, Told},
 };
 use crate::{
@@ -92,7 +92,11 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                     tracing::warn!(%error, "packed weights are not used");
                 }
             }
-            told => perform(&mut parts, told).map_err(io::Error::other)?,
+            told => match perform(&mut parts, told) {
+                // Its end is the leader's to tell of.
+                Err(_) if is_over(&orders) => return Ok(()),
+                done => done.map_err(io::Error::other)?,
+            },
         }
     }
     Ok(())

@@ -49,14 +49,19 @@ impl End {
     fn come(&self, why: &str) {
         let _first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
-        let how = loop {
-            let how = self.children.iter().find_map(Forked::ended);
-            if how.is_some() || begun.elapsed() > ENDING {
-                break how;
+        let ended = |(rank, child): (usize, &Forked)| Some((rank, child.ended()?));
+        loop {
+            let others = (1..).zip(&self.children);
+            if let Some((rank, how)) = others.into_iter().find_map(ended) {
+                let members = self.children.len() + 1;
+                let what = format!("member {rank} of {members} is gone");
+                return (self.lost)(&what, Some(how));
+            }
+            if begun.elapsed() > ENDING {
+                return (self.lost)(why, None);
             }
             thread::sleep(Duration::from_millis(1));
-        };
-        (self.lost)(why, how);
+        }
     }
 }
 

@@ -18,8 +18,13 @@ use crate::exit::Exit;
 /// them.
 pub(super) fn tell(registry: Registry, every: u64) -> Exit {
     let libraries = match registry.gauges() {
+        Ok(libraries) if libraries.is_empty() => {
+            let what = "there is no library here that tells how devices are";
+            return fail(Exit::NoDevice, what);
+        }
         Ok(libraries) => libraries,
-        Err(why) => return fail(Exit::NoDevice, why),
+        // Perhaps the next one finds it in order.
+        Err(why) => return fail(Exit::DeviceError, why),
     };
     let every = Duration::from_millis(every);
     let mut faults = Vec::new();

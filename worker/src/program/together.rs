@@ -19,7 +19,10 @@ use crate::{
 pub(super) fn member_lost(why: &str, how: Option<ExitStatus>) {
     let how_it_ended = how.map_or_else(String::new, |how| format!(" ({how})"));
     let what = format!("{why}{how_it_ended}");
-    eprintln!("error: {what}");
+    // One that gave up has printed why, which is the line that a death's reason ends with.
+    if !matches!(how, Some(ExitStatus::Code(code)) if code != Exit::Ok.code()) {
+        eprintln!("error: {what}");
+    }
     // It may have left last words of its own, which say more.
     last_words::error_unless_said(&what);
     let code = match how {
