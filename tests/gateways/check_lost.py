@@ -16,6 +16,13 @@ def ask(cell, path, body):
     return urllib.request.urlopen(urllib.request.Request(cell.url + path, json.dumps(body).encode()), timeout=60)
 
 
+def weaken(cell):
+    """One death before: a second one, amid an answer that may be over in a moment, is then one too many."""
+    before = cell.workers()[0]["epoch"]
+    cell.kill_worker()
+    cell.wait(lambda: cell.workers()[0]["epoch"] != before and cell.is_ready(), 30, "ready after a death")
+
+
 def kill_all(cell):
     """Until the only worker's device is given up."""
     while cell.workers()[0]["state"] != "quarantined":
@@ -31,6 +38,7 @@ def restore(cell):
 
 def broken(cell, path, body):
     """What a stream says after its first line, once no worker is left; and how long that took."""
+    weaken(cell)
     with ask(cell, path, body) as answer:
         assert answer.readline()
         kill_all(cell)
@@ -91,6 +99,7 @@ def check_whole_answers(cell):
     for path, body in (("/v1/completions", {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}),
                        ("/v1/messages", {"messages": TALK, "max_tokens": 900}),
                        ("/api/generate", {"prompt": PROMPT, "raw": True, "stream": False, "options": {"num_predict": 900}})):
+        weaken(cell)
         join = hotcell.in_background(ask, cell, path, {"model": "kjv", **body})
         cell.wait(lambda: cell.running() == 1, 10, "running")
         kill_all(cell)
