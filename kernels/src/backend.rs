@@ -97,7 +97,8 @@ pub fn on_loss(handler: fn(&str)) {
     let _ = ON_LOSS.set(handler);
 }
 
-/// A device is lost.
+/// A device is lost. The processor is not.
+#[cfg(feature = "cuda")]
 pub(crate) fn lose(why: &str) {
     if let Some(handler) = ON_LOSS.get() {
         handler(why);

@@ -17,17 +17,25 @@ use crate::weights::{Weight, Weights};
 /// Bytes of weights that are copied together.
 pub(super) fn stack_bytes(weights: &Weights, pieces: &[Piece]) -> Result<usize, RunError> {
     pieces.iter().try_fold(0usize, |sum, piece| {
-        Ok(sum.saturating_add(found(weights, piece)?.range.len()))
+        Ok(sum.saturating_add(
+            found(weights, &piece.name, piece.rows.as_ref())?
+                .range
+                .len(),
+        ))
     })
 }
 
 /// A weight, or some rows of it, in place.
-fn found(weights: &Weights, piece: &Piece) -> Result<Weight, RunError> {
-    let whole = weights.get(&piece.name).map_err(BuildError::Model)?;
-    match &piece.rows {
+pub(super) fn found(
+    weights: &Weights,
+    name: &str,
+    rows: Option<&Range<usize>>,
+) -> Result<Weight, RunError> {
+    let whole = weights.get(name).map_err(BuildError::Model)?;
+    match rows {
         None => Ok(whole.clone()),
         Some(rows) => whole.flat_rows(rows.clone()).ok_or_else(|| {
-            let what = format!("rows {rows:?} of {}, which is {whole:?}", piece.name);
+            let what = format!("rows {rows:?} of {name}, which is {whole:?}");
             DeviceError::Binding(what).into()
         }),
     }
@@ -80,7 +88,7 @@ pub(super) fn stack(
     let mut rest = all.bytes_mut();
     for piece in pieces {
         progressed();
-        let weight = found(weights, piece)?;
+        let weight = found(weights, &piece.name, piece.rows.as_ref())?;
         let bytes = weight.bytes();
         let Some((here, after)) = rest.split_at_mut_checked(bytes.len()) else {
             let what = format!("{} is longer than it was", piece.name);

@@ -10,12 +10,12 @@ use sha2::{Digest, Sha256};
 
 use super::{
     super::{
-        constants::{stack, stack_bytes},
-        weave::{BuildError, Source, Sourced},
+        constants::{found, stack, stack_bytes},
+        weave::{Source, Sourced},
     },
     RunError, WeightRegion,
 };
-use crate::weights::{ModelSource, Weight, Weights};
+use crate::weights::{ModelSource, Weights};
 
 /// What is wanted of device memory that outlives this process.
 #[derive(Debug, Default)]
@@ -76,7 +76,7 @@ fn piece_key(name: &str, rows: Option<&Range<usize>>) -> String {
 fn bytes(weights: &Weights, source: &Source) -> Result<usize, RunError> {
     match source {
         Source::Stack(pieces) => stack_bytes(weights, pieces),
-        Source::Weight { name, rows } => Ok(weight(weights, name, rows.as_ref())?.range.len()),
+        Source::Weight { name, rows } => Ok(found(weights, name, rows.as_ref())?.range.len()),
         _ => Ok(0),
     }
 }
@@ -176,18 +176,6 @@ impl<'a> Placed<'a> {
     }
 }
 
-/// A weight, or some rows of it.
-fn weight(weights: &Weights, name: &str, rows: Option<&Range<usize>>) -> Result<Weight, RunError> {
-    let whole = weights.get(name).map_err(BuildError::Model)?;
-    match rows {
-        None => Ok(whole.clone()),
-        Some(rows) => whole.rows(rows.clone()).ok_or_else(|| {
-            let (all, what) = (&whole.shape, format!("rows {rows:?} of {name}"));
-            DeviceError::Binding(format!("{what}, which is {all:?}")).into()
-        }),
-    }
-}
-
 /// The bytes of a weight in place, or of several in a copy.
 fn region(
     weights: &Weights,
@@ -197,7 +185,7 @@ fn region(
     match source {
         Source::Stack(pieces) => stack(weights, pieces, progressed),
         Source::Weight { name, rows } => {
-            let weight = weight(weights, name, rows.as_ref())?;
+            let weight = found(weights, name, rows.as_ref())?;
             Ok(Rc::new(WeightRegion(weight)))
         }
         _ => Err(no_weight()),
