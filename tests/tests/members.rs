@@ -190,7 +190,8 @@ async fn a_member_that_stops_is_a_hang_and_leaves_nothing_behind() {
     let client = cluster.client().await.unwrap();
     let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
     let member = children(leader).unwrap()[0];
-    let options = drawn(200, 9);
+    // Long enough that it is not over before the member is stopped, however late this test gets its turn.
+    let options = drawn(1000, 9);
     let prompt = Prompt::from("In the beginning");
     let calm = complete(&client, &prompt, &options).await;
     let mut stream = client.generate(prompt, options).await.unwrap();

@@ -295,7 +295,7 @@ async fn begin_on_mlx(
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_whose_mlx_worker_dies_goes_on_in_the_next_one_and_the_processors_do_not_notice() {
     let (folder, _) = programs();
-    let (cluster, pid, on_mlx, others) = both(folder.path(), &greedy(200)).await;
+    let (cluster, pid, on_mlx, others) = both(folder.path(), &greedy(900)).await;
     signal_pid(pid, Signal::KILL).unwrap();
     let (classes, finished) = rest(on_mlx.stream).await;
     assert!(classes.is_empty(), "{classes:?}");
@@ -317,10 +317,10 @@ async fn where_mlx_is_gone_for_good_the_streams_that_allow_it_go_on_on_the_proce
     // Longer than the worker takes to be given up.
     let crossing = GenerateOptions {
         continue_across: true,
-        ..greedy(400)
+        ..greedy(900)
     };
     let (cluster, pid, on_mlx, mut others) = both(folder.path(), &crossing).await;
-    let stays = begin_on_mlx(&cluster, &greedy(400), &mut others).await;
+    let stays = begin_on_mlx(&cluster, &greedy(900), &mut others).await;
     fs::remove_file(folder.path().join("hotcell-worker-mlx")).unwrap();
     signal_pid(pid, Signal::KILL).unwrap();
     let (classes, finished) = rest(on_mlx.stream).await;
@@ -328,7 +328,7 @@ async fn where_mlx_is_gone_for_good_the_streams_that_allow_it_go_on_on_the_proce
         panic!("{classes:?}");
     };
     assert!(class.id.starts_with("cpu/"), "{class:?}");
-    assert_eq!(finished.usage.unwrap().generated_tokens, 400);
+    assert_eq!(finished.usage.unwrap().generated_tokens, 900);
     let receipt = finished.receipt.unwrap();
     assert!(receipt.continued_across);
     let mut stream = stays.stream;
@@ -375,7 +375,7 @@ async fn whatever_ends_mlx_ends_its_worker_alone() {
         let path = folder.path().join("hotcell-worker-mlx");
         fs::remove_file(&path).unwrap();
         symlink(faulty(), &path).unwrap();
-        let (cluster, pid, on_mlx, others) = both(folder.path(), &greedy(200)).await;
+        let (cluster, pid, on_mlx, others) = both(folder.path(), &greedy(900)).await;
         order(pid, i32::try_from(number).unwrap());
         let (classes, finished) = rest(on_mlx.stream).await;
         assert!(classes.is_empty(), "{what}: {classes:?}");
