@@ -348,6 +348,11 @@ pub trait Device {
         })
     }
 
+    /// What it has [joined](Device::join).
+    fn communicator(&self) -> Option<Arc<Communicator>> {
+        None
+    }
+
     /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.
     fn leave(&self, _trail: Trail) {}
 }

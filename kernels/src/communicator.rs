@@ -14,6 +14,9 @@ use crate::{
 /// Bytes that a member gives the others at a time.
 const PIECE: usize = 1 << 20;
 
+/// Bytes that a member can hand to the next one before that takes them. Pages cost nothing until written.
+pub const HANDED: usize = 4 << 20;
+
 /// How often a member looks for the others without a pause, then with one, before it asks whether they are still there.
 const SPINS: u32 = 1 << 14;
 const YIELDS: u32 = 64;
@@ -61,8 +64,13 @@ impl Share {
     }
 }
 
-/// A member's end of the memory that all share. They meet at every piece, so a member that reads one has been given
-/// it, and nobody overwrites it before all have met once more: pieces lie in two places in turns.
+/// A member's end of the memory that all share.
+///
+/// What all give to all: they meet at every piece, so a member that reads one has been given it, and nobody overwrites it
+/// before all have met once more: pieces lie in two places in turns.
+///
+/// What each hands to the next one, and the last to the first: a ring of bytes, whose two ends count what they have written
+/// and taken.
 pub struct Communicator {
     share: Share,
     memory: Box<dyn SharedRegion + Send + Sync>,
@@ -75,8 +83,12 @@ pub struct Communicator {
 impl Communicator {
     /// Bytes of the memory that so many members share: zeroes, at first.
     pub const fn bytes(members: usize) -> usize {
-        members * (ALIGNMENT + 2 * PIECE)
+        members * (Self::COUNTERS * ALIGNMENT + 2 * PIECE + HANDED)
     }
+
+    /// A member's counters, each in a cache line of its own: how often it met the others, how many bytes it has handed to the
+    /// next one, and how many of those the next one has taken.
+    const COUNTERS: usize = 3;
 
     /// The end of one member. `alive` is asked now and then while it waits for the others.
     ///
@@ -110,20 +122,62 @@ impl Communicator {
         self.share
     }
 
-    /// How often a member has met the others, as all can see.
-    fn arrived(&self, rank: usize) -> &AtomicU64 {
+    /// One of a member's counters, as all can see.
+    fn counter(&self, rank: usize, which: usize) -> &AtomicU64 {
         let (start, _) = self.memory.span();
-        // SAFETY: `new` has seen that a cache line of each member lies at the beginning, aligned. It is only used as an atomic
-        // by all processes, and stays while `self` lives.
-        unsafe { &*start.add(rank * ALIGNMENT).cast::<AtomicU64>() }
+        // SAFETY: `new` has seen that so many cache lines of each member lie at the beginning, aligned. They are only used as
+        // atomics by all processes, and stay while `self` lives.
+        unsafe {
+            &*start
+                .add((rank * Self::COUNTERS + which) * ALIGNMENT)
+                .cast::<AtomicU64>()
+        }
+    }
+
+    /// How often a member has met the others.
+    fn arrived(&self, rank: usize) -> &AtomicU64 {
+        self.counter(rank, 0)
     }
 
     /// Where the piece of a member lies that is given in the meeting after `met`.
     fn piece(&self, met: u64, rank: usize) -> *mut u8 {
         let (start, _) = self.memory.span();
         let place = (met % 2) as usize * self.share.members + rank;
+        let counters = self.share.members * Self::COUNTERS * ALIGNMENT;
         // SAFETY: `new` has seen that there are two pieces of each member behind the cache lines.
-        unsafe { start.add(self.share.members * ALIGNMENT + place * PIECE) }
+        unsafe { start.add(counters + place * PIECE) }
+    }
+
+    /// Where in the ring that a member hands bytes over in the byte with this number lies, and how many there are up to the
+    /// ring's end.
+    fn handed(&self, rank: usize, number: u64) -> (*mut u8, usize) {
+        let (start, _) = self.memory.span();
+        let before = self.share.members * (Self::COUNTERS * ALIGNMENT + 2 * PIECE);
+        let at = (number % HANDED as u64) as usize;
+        // SAFETY: `new` has seen that there is a ring of each member behind the pieces, and `at` is within it.
+        let place = unsafe { start.add(before + rank * HANDED + at) };
+        (place, HANDED - at)
+    }
+
+    /// Waits until something is so that others bring about, on behalf of `op`.
+    fn wait(&self, op: &'static str, is_so: impl Fn() -> bool) -> Result<(), DeviceError> {
+        let mut looks = 0u32;
+        while !is_so() {
+            looks = looks.wrapping_add(1);
+            if looks < SPINS {
+                std::hint::spin_loop();
+            } else {
+                thread::yield_now();
+                if looks.is_multiple_of(YIELDS) && !(self.alive)() {
+                    return Err(DeviceError::Failed {
+                        backend: "cpu",
+                        op,
+                        why: "another member of its communicator is gone".to_owned(),
+                    });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Waits until all others are at the meeting after `met`.
@@ -131,22 +185,63 @@ impl Communicator {
         self.arrived(self.share.rank)
             .store(met + 1, Ordering::Release);
         for rank in 0..self.share.members {
-            let mut looks = 0u32;
-            while self.arrived(rank).load(Ordering::Acquire) <= met {
-                looks = looks.wrapping_add(1);
-                if looks < SPINS {
-                    std::hint::spin_loop();
-                } else {
-                    thread::yield_now();
-                    if looks.is_multiple_of(YIELDS) && !(self.alive)() {
-                        return Err(DeviceError::Failed {
-                            backend: "cpu",
-                            op: "all_gather",
-                            why: "another member of its communicator is gone".to_owned(),
-                        });
-                    }
-                }
-            }
+            self.wait("all_gather", || {
+                self.arrived(rank).load(Ordering::Acquire) > met
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Hands bytes to the next member, or, as the last one, to the first. Waits while more of them than fit have not been
+    /// taken. One thread of a process does so at a time.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`] when another member is gone.
+    pub fn hand_on(&self, mut bytes: &[u8]) -> Result<(), DeviceError> {
+        let rank = self.share.rank;
+        let (handed, taken) = (self.counter(rank, 1), self.counter(rank, 2));
+        let mut number = handed.load(Ordering::Relaxed);
+        while !bytes.is_empty() {
+            // What another process says is no reason to leave the ring.
+            let free = || {
+                let waiting = number.wrapping_sub(taken.load(Ordering::Acquire));
+                (HANDED as u64).saturating_sub(waiting) as usize
+            };
+            self.wait("hand_on", || free() > 0)?;
+            let (place, whole) = self.handed(rank, number);
+            let (now, later) = bytes.split_at(free().min(whole).min(bytes.len()));
+            // SAFETY: so many bytes lie there within the ring, and whoever takes reads none that are not counted as handed.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), place, now.len()) };
+            number = number.wrapping_add(now.len() as u64);
+            handed.store(number, Ordering::Release);
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    /// Takes bytes from the member before this one, or, as the first, from the last. Waits until there are so many. One thread
+    /// of a process does so at a time.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`] when another member is gone.
+    pub fn take(&self, mut bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let Share { rank, members } = self.share;
+        let from = (rank + members - 1) % members;
+        let (handed, taken) = (self.counter(from, 1), self.counter(from, 2));
+        let mut number = taken.load(Ordering::Relaxed);
+        while !bytes.is_empty() {
+            let there = || {
+                let waiting = handed.load(Ordering::Acquire).wrapping_sub(number);
+                waiting.min(HANDED as u64) as usize
+            };
+            self.wait("take", || there() > 0)?;
+            let (place, whole) = self.handed(from, number);
+            let (now, later) = bytes.split_at_mut(there().min(whole).min(bytes.len()));
+            // SAFETY: so many bytes lie there within the ring, and whoever hands on overwrites none that are not counted as taken.
+            unsafe { std::ptr::copy_nonoverlapping(place, now.as_mut_ptr(), now.len()) };
+            number = number.wrapping_add(now.len() as u64);
+            taken.store(number, Ordering::Release);
+            bytes = later;
         }
         Ok(())
     }
@@ -269,6 +364,56 @@ mod tests {
     }
 
     #[test]
+    fn what_is_handed_round_comes_back_whole() {
+        // None, small ones, and more than there is room for.
+        let sizes = match cfg!(miri) {
+            true => vec![0, 4, 100],
+            false => vec![0, 1, 4, 4099, HANDED - 7, HANDED, 3 * HANDED + 5, 12],
+        };
+        for count in [1, 2, 3] {
+            thread::scope(|scope| {
+                for member in members(count) {
+                    let sizes = sizes.clone();
+                    scope.spawn(move || {
+                        let rank = member.share().rank;
+                        for (round, size) in sizes.into_iter().enumerate() {
+                            let own: Vec<u8> = (0..size).map(|at| byte(round, 0, at)).collect();
+                            let mut taken = vec![0; size];
+                            match (rank, count) {
+                                // Nobody else takes what it hands on.
+                                (_, 1) if size > HANDED => continue,
+                                (0, _) => {
+                                    member.hand_on(&own).unwrap();
+                                    member.take(&mut taken).unwrap();
+                                }
+                                _ => {
+                                    member.take(&mut taken).unwrap();
+                                    member.hand_on(&taken).unwrap();
+                                }
+                            }
+                            assert!(taken == own, "{size} bytes of member {rank} of {count}");
+                        }
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn what_another_member_says_keeps_nobody_in_the_ring() {
+        let mut both = members(2).into_iter();
+        let (first, second) = (both.next().unwrap(), both.next().unwrap());
+        // More was taken than was handed on, and more was handed on than there is room for.
+        first.counter(0, 2).store(u64::MAX - 3, Ordering::Release);
+        first.hand_on(&[7; 64]).unwrap();
+        first.counter(0, 1).store(u64::MAX - 9, Ordering::Release);
+        let mut taken = vec![0; HANDED + 64];
+        second.take(&mut taken[..16]).unwrap();
+        first.counter(1, 1).store(u64::MAX, Ordering::Release);
+        first.take(&mut taken).unwrap();
+    }
+
+    #[test]
     fn who_waits_for_one_that_is_gone_is_told() {
         let memory = crate::host::Staging::new("a test", Communicator::bytes(2)).unwrap();
         let share = Share {
@@ -277,6 +422,10 @@ mod tests {
         };
         let member =
             Communicator::new(share, Box::new(Shared(Arc::new(memory))), || false).unwrap();
+        let handed = member.hand_on(&vec![1; HANDED + 1]);
+        assert!(matches!(handed, Err(DeviceError::Failed { .. })));
+        let taken = member.take(&mut [0]);
+        assert!(matches!(taken, Err(DeviceError::Failed { .. })));
         let mut all = [0; 8];
         // SAFETY: four bytes to read, eight to write.
         let gathered = unsafe { member.all_gather([1; 4].as_ptr(), all.as_mut_ptr(), 1, 4) };

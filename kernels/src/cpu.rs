@@ -325,6 +325,10 @@ impl Device for CpuDevice {
         *self.communicator.borrow_mut() = Some(Arc::new(communicator));
         Ok(())
     }
+
+    fn communicator(&self) -> Option<Arc<Communicator>> {
+        self.communicator.borrow().clone()
+    }
 }
 
 /// Work is done when it is issued, so order and events are trivially kept.

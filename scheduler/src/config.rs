@@ -134,6 +134,9 @@ settings! {
     /// Processes that compute each model of a worker together, every one a part of it, on as many of its device's cores each; the results are the same [default: 1]
     #[arg(value_name = "COUNT")]
     tensor_parallel: Members = "HOTCELL_TENSOR_PARALLEL";
+    /// Processes that have the layers of each model of a worker together, every one some of them, on as many of its device's cores each; the results are the same [default: 1]
+    #[arg(value_name = "COUNT")]
+    pipeline_parallel: Members = "HOTCELL_PIPELINE_PARALLEL";
     /// Bytes that one worker may take of memory, where control groups can be made [default: its device's memory]
     #[arg(value_name = "BYTES")]
     worker_memory: u64 = "HOTCELL_WORKER_MEMORY";
@@ -436,6 +439,14 @@ impl Config {
         if suspicion.suspect_after == 0 {
             return Err(usage("suspect_after must be at least 1"));
         }
+        let members = |given: Option<Members>| given.map_or(1, |members| members.0);
+        let (tensor_parallel, pipeline_parallel) =
+            (members(s.tensor_parallel), members(s.pipeline_parallel));
+        if tensor_parallel > 1 && pipeline_parallel > 1 {
+            return Err(usage(
+                "tensor_parallel and pipeline_parallel cannot both be more than 1; choose one",
+            ));
+        }
         let binary = match (s.worker_binary, &around.executable) {
             (Some(path), _) => path,
             (None, Some(own)) => own.with_file_name("hotcell-worker"),
@@ -492,7 +503,8 @@ impl Config {
                 log: values::plain_level(&log),
                 require_confinement: s.require_confinement.unwrap_or(false),
                 pin: s.pin.unwrap_or(false),
-                tensor_parallel: s.tensor_parallel.map_or(1, |members| members.0),
+                tensor_parallel,
+                pipeline_parallel,
                 memory: s.worker_memory,
             },
             control_group: s.control_group,

@@ -69,8 +69,8 @@ pub use debug::{
 pub use drain::checked_patience;
 pub use handover::Joined;
 pub use launch::{
-    Allowance, Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, TensorDoor,
-    Wire,
+    Allowance, Boxed, Duplex, Handover, Launch, Launched, Order, Process, Processes, Role,
+    TensorDoor, Wire,
 };
 pub use link::{Condemnation, Fate, Link, Sockets, TOKENS_WINDOWS, is_broken, words};
 pub use loading::LoadFailure;

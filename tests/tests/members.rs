@@ -1,5 +1,5 @@
-//! Workers of several processes, each of which computes a part of every model: the same bits as one process, and to
-//! those outside one worker, whichever of them dies.
+//! Workers of several processes, each of which computes a part of every model, of its columns or of its layers: the same
+//! bits as one process, and to those outside one worker, whichever of them dies.
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
@@ -17,6 +17,10 @@ use hotcell_tests::{
 use rustix::process::Signal;
 
 const TOKENS: u32 = 24;
+
+/// The ways to divide a model.
+const COLUMNS: &str = "--tensor-parallel";
+const LAYERS: &str = "--pipeline-parallel";
 
 /// Every family, biases, one key head that nobody can share, caps, windows, experts, and blocks of several kinds.
 const MODELS: [&str; 12] = [
@@ -77,8 +81,15 @@ async fn answers(client: &Client, model: &str) -> (Vec<Completion>, Vec<f32>) {
 async fn members_compute_the_bits_of_one_process() {
     let mut alone: Vec<(Vec<Completion>, Vec<f32>)> = Vec::new();
     let fused = fused_experts();
-    for members in [1, 2, 4] {
-        let cluster = Cluster::ready_with(&["--tensor-parallel", &members.to_string()])
+    // These models have two layers, some four: a third or fourth process may have none.
+    for (division, members) in [
+        (COLUMNS, 1),
+        (COLUMNS, 2),
+        (COLUMNS, 4),
+        (LAYERS, 2),
+        (LAYERS, 3),
+    ] {
+        let cluster = Cluster::ready_with(&[division, &members.to_string()])
             .await
             .unwrap();
         let client = cluster.client().await.unwrap();
@@ -95,7 +106,7 @@ async fn members_compute_the_bits_of_one_process() {
             match alone.get(i) {
                 None => alone.push(got),
                 Some((completions, embedding)) => {
-                    let what = format!("{model}, {members} members");
+                    let what = format!("{model}, {division} {members}");
                     assert_eq!(got.1.len(), embedding.len());
                     assert_eq!(&got.1, embedding, "{what}");
                     for (got, alone) in got.0.iter().zip(completions) {
@@ -120,7 +131,7 @@ fn model_name(i: usize) -> String {
     format!("m{i}")
 }
 
-async fn kjv_cluster(members: &str) -> Cluster {
+async fn kjv_cluster(division: &str, members: &str) -> Cluster {
     let arguments = [
         "--restart-budget",
         "1000",
@@ -128,7 +139,7 @@ async fn kjv_cluster(members: &str) -> Cluster {
         "1ms",
         "--restart-backoff-max",
         "5ms",
-        "--tensor-parallel",
+        division,
         members,
     ];
     let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
@@ -144,8 +155,8 @@ async fn a_stream_goes_on_whichever_member_dies() {
     let prompt = Prompt::from("In the beginning");
     let mut calm: Option<Vec<u32>> = None;
     // Four cannot share two key heads, and share the rest.
-    for members in [2, 4] {
-        let cluster = kjv_cluster(&members.to_string()).await;
+    for (division, members) in [(COLUMNS, 2), (COLUMNS, 4), (LAYERS, 2), (LAYERS, 3)] {
+        let cluster = kjv_cluster(division, &members.to_string()).await;
         let client = cluster.client().await.unwrap();
         let whole = complete(&client, &prompt, &options).await;
         assert_eq!(whole.finished.deaths_survived, 0);
@@ -166,7 +177,7 @@ async fn a_stream_goes_on_whichever_member_dies() {
                     }
                 }
             }
-            assert_eq!(&tokens, calm, "member {rank} of {members} died");
+            assert_eq!(&tokens, calm, "{division}: member {rank} of {members} died");
             cluster
                 .workers(|w| all_have("kjv")(w) && w[0].pid != leader)
                 .await
@@ -183,7 +194,13 @@ async fn a_stream_goes_on_whichever_member_dies() {
 
 #[tokio::test]
 async fn a_member_that_stops_is_a_hang_and_leaves_nothing_behind() {
-    let arguments = ["--tensor-parallel", "2", "--hang-timeout", "1s"];
+    for division in [COLUMNS, LAYERS] {
+        a_member_stops(division).await;
+    }
+}
+
+async fn a_member_stops(division: &str) {
+    let arguments = [division, "2", "--hang-timeout", "1s"];
     let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
         .await
         .unwrap();
@@ -221,7 +238,7 @@ async fn all_members_compute_from_one_packed_copy() {
     let prompt = Prompt::from("In the beginning");
     let options = drawn(60, 4);
     let mut answers = Vec::new();
-    for arguments in [&["--no-pack"][..], &["--tensor-parallel", "2"]] {
+    for arguments in [&["--no-pack"][..], &[COLUMNS, "2"], &[LAYERS, "2"]] {
         let cluster = Cluster::with_model("kjv", &kjv(), arguments).await.unwrap();
         cluster.workers(all_have("kjv")).await.unwrap();
         let client = cluster.client().await.unwrap();
@@ -242,12 +259,14 @@ async fn all_members_compute_from_one_packed_copy() {
             assert!(maps.contains("memfd:hotcell-packed"), "{maps}");
         }
     }
-    assert_same(&answers[1], &answers[0], "packed");
+    for packed in &answers[1..] {
+        assert_same(packed, &answers[0], "packed");
+    }
 }
 
 #[tokio::test]
 async fn a_member_that_dies_while_nobody_asks_for_anything_is_replaced() {
-    let cluster = kjv_cluster("2").await;
+    let cluster = kjv_cluster(COLUMNS, "2").await;
     let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
     let member = children(leader).unwrap()[0];
     signal_pid(member, Signal::SEGV).unwrap();
@@ -264,12 +283,12 @@ async fn a_member_that_dies_while_nobody_asks_for_anything_is_replaced() {
 
 #[tokio::test]
 async fn how_a_member_died_is_how_its_worker_died() {
-    for busy in [false, true] {
-        dies_as_its_member(busy).await;
+    for (division, busy) in [(COLUMNS, false), (COLUMNS, true), (LAYERS, true)] {
+        dies_as_its_member(division, busy).await;
     }
 }
 
-async fn dies_as_its_member(busy: bool) {
+async fn dies_as_its_member(division: &str, busy: bool) {
     let gone = "member 1 of 2 is gone";
     for (signal, reason, error) in [
         (Signal::KILL, "killed by SIGKILL", gone),
@@ -278,7 +297,7 @@ async fn dies_as_its_member(busy: bool) {
         // What the system sends for a call that is not allowed.
         (Signal::SYS, "exit code 20", "forbidden system call"),
     ] {
-        let cluster = kjv_cluster("2").await;
+        let cluster = kjv_cluster(division, "2").await;
         let client = cluster.client().await.unwrap();
         let leader = cluster.workers(all_have("kjv")).await.unwrap()[0].pid;
         let member = children(leader).unwrap()[0];
@@ -319,7 +338,7 @@ async fn dies_as_its_member(busy: bool) {
 
 #[test]
 fn a_clients_graph_does_not_reach_the_other_members() {
-    let mut remote = Remote::start_with(&["--tensor-parallel", "2"]).unwrap();
+    let mut remote = Remote::start_with(&[COLUMNS, "2"]).unwrap();
     let mut run = |members: Option<i64>| {
         let mut graph = GraphBuilder::new(1);
         let spec = TensorSpec::new(DType::U8, Shape::fixed(&[4]).unwrap()).unwrap();

@@ -47,8 +47,10 @@ pub struct WorkerConfig {
     pub require_confinement: bool,
     /// Whether each of its compute threads stays on a core of its own.
     pub pin: bool,
-    /// Processes that compute each of its models together.
+    /// Processes that compute each of its models together, every layer shared out.
     pub tensor_parallel: usize,
+    /// The same, each with some of the layers. One of the two is 1.
+    pub pipeline_parallel: usize,
     /// Bytes of memory that its control group may take; none: as much as its device has.
     pub memory: Option<u64>,
 }

@@ -61,6 +61,8 @@ fn unknown_keys_and_senseless_values_are_errors_that_name_them() {
         ("devices = \"gpu:two\"", "gpu:two"),
         ("kv_cache = \"f8\"", "f8"),
         ("[models]\n\"a b\" = \"/x\"", "a b"),
+        ("tensor_parallel = 0", "from 1"),
+        ("tensor_parallel = 2\npipeline_parallel = 2", "choose one"),
         ("drain_to = \"gpu-box\"", "gpu-box"),
         ("drain_to_token_file = \"/t\"", "--drain-to"),
         (

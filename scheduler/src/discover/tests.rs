@@ -126,6 +126,7 @@ async fn a_backend_with_a_program_of_its_own_is_looked_for_beside_the_others() {
         require_confinement: false,
         pin: false,
         tensor_parallel: 1,
+        pipeline_parallel: 1,
         memory: None,
     };
     let begin = |choice, known: &[Device]| {
@@ -184,6 +185,7 @@ fn a_devices_program_is_one_of_ours_whatever_it_says() {
         require_confinement: false,
         pin: false,
         tensor_parallel: 1,
+        pipeline_parallel: 1,
         memory: None,
     };
     for program in [

@@ -12,7 +12,7 @@ use std::{
 use hotcell_proto::v1::{Device, EventKind, WorkerInfo};
 use tokio::time::timeout;
 
-use super::{Fate, Fleet, Link, Order, Process, replay::SLOWER, slot::Slot};
+use super::{Fate, Fleet, Link, Order, Process, Role, replay::SLOWER, slot::Slot};
 use crate::{
     crash::Dead,
     death::{Death, DeathKind, Ended, classify},
@@ -119,7 +119,7 @@ impl Fleet {
             worker,
             epoch,
             device,
-            background,
+            role,
             ..
         } = order;
         let launched = self.launcher.launch(order).await;
@@ -142,7 +142,10 @@ impl Fleet {
             let hello = link.handshake().await.map_err(|why| why.death())?;
             Ok((link, hello))
         };
-        let slower = if background { SLOWER } else { 1 };
+        let slower = match role {
+            Role::Serves => 1,
+            Role::Replays { .. } => SLOWER,
+        };
         let patience = self.policy.start_timeout.saturating_mul(slower);
         let in_time = async {
             timeout(patience, greeting).await.unwrap_or_else(|_| {

@@ -14,7 +14,7 @@ use hotcell_proto::{
 use tokio::time::{Instant, timeout};
 
 use super::{
-    Fleet, Link, LoadFailure, Order,
+    Fleet, Link, LoadFailure, Order, Role,
     aside::Aside,
     autopsy, is_broken,
     loading::{Beside, failure},
@@ -297,7 +297,7 @@ impl Fleet {
             epoch: 1,
             device: &device,
             allowance: Some(allowance),
-            background: false,
+            role: Role::Serves,
         };
         let aside = match self.begin_aside(order, INSPECTION).await {
             Ok(aside) => aside,

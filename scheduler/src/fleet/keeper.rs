@@ -10,7 +10,7 @@ use tokio::{
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
-    Allowance, Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process,
+    Allowance, Asked, Condemnation, Fate, Fleet, Link, LoadFailure, Offer, Order, Process, Role,
     adopt::Adopted, autopsy, standby::Standby,
 };
 use crate::{
@@ -96,7 +96,7 @@ async fn perform(
                 epoch,
                 device,
                 allowance: fleet.allowance(id),
-                background: false,
+                role: Role::Serves,
             };
             if let Some(standby) = fleet.take_standby(id).await {
                 fleet.launched(id, standby.process.as_ref(), epoch);

@@ -49,8 +49,20 @@ pub struct Order<'a> {
     pub device: &'a Device,
     /// What it may take; none: as the host's own.
     pub allowance: Option<Allowance>,
-    /// Whether it computes on the time that others leave.
-    pub background: bool,
+    /// What it is there for.
+    pub role: Role,
+}
+
+/// What a worker is there for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// To serve clients.
+    Serves,
+    /// To run again what was computed, for who looks into it.
+    Replays {
+        /// Whether it takes turns with those who serve, instead of running on the time that they leave.
+        hurries: bool,
+    },
 }
 
 /// What a worker for one model may take at most.
@@ -288,19 +300,27 @@ impl Processes {
             command = command.arg("--require-confinement");
         }
         // Who computes beside a device's own worker has no core of its own.
-        if self.config.pin && !order.background && order.allowance.is_none() {
+        let own = order.role == Role::Serves && order.allowance.is_none();
+        if self.config.pin && own {
             command = command.arg("--pin");
         }
         // The host's own workers: who computes for others' eyes, or a stranger's model, is small. Other backends' devices
         // compute no models together.
-        let own = !order.background && order.allowance.is_none();
-        if self.config.tensor_parallel > 1 && own && order.device.backend == "cpu" {
-            let members = self.config.tensor_parallel.to_string();
-            command = command.arg("--tensor-parallel").arg(members);
+        let together = [
+            ("--tensor-parallel", self.config.tensor_parallel),
+            ("--pipeline-parallel", self.config.pipeline_parallel),
+        ];
+        for (flag, members) in together {
+            if members > 1 && own && order.device.backend == "cpu" {
+                command = command.arg(flag).arg(members.to_string());
+            }
         }
-        if order.background {
-            command = command.arg("--follow").arg("--background");
-            command.background = true;
+        if let Role::Replays { hurries } = order.role {
+            command = command.arg("--follow");
+            if !hurries {
+                command = command.arg("--background");
+                command.background = true;
+            }
         }
         if let Some(allowance) = order.allowance {
             let tokens = allowance.tokens.to_string();

@@ -15,7 +15,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Fleet, LoadFailure, Order,
+    Fleet, LoadFailure, Order, Role,
     aside::{Aside, while_alive},
     link::Link,
     slot::REPLAY,
@@ -93,7 +93,8 @@ pub(super) fn is_traced(pid: u32) -> bool {
 }
 
 impl Fleet {
-    /// Starts a worker beside one that has the model, on its device, and has it load the model's files, which are open.
+    /// Starts a worker beside one that has the model, on its device, and has it load the model's files, which are open. It
+    /// runs on the time that others leave, or `hurries` and takes turns with them.
     ///
     /// # Errors
     /// [`Reason::ModelNotFound`], [`Reason::NoWorker`], [`Reason::Overloaded`] when too many run already; why the model does not load.
@@ -101,6 +102,7 @@ impl Fleet {
         self: &Arc<Self>,
         model: &ModelName,
         beside: &str,
+        hurries: bool,
     ) -> Result<Replayer, Error> {
         let place = timeout(PATIENCE, Arc::clone(&self.replays).acquire_owned()).await;
         let permit = place.ok().and_then(Result::ok).ok_or_else(|| {
@@ -117,7 +119,7 @@ impl Fleet {
             epoch: 1,
             device: &device,
             allowance: self.allowance_for(model),
-            background: true,
+            role: Role::Replays { hurries },
         };
         let begun = async {
             let mut aside = self.begin_aside(order, REPLAY).await?;

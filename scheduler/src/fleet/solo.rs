@@ -14,7 +14,7 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{
-    Fleet, LoadFailure, Order, Placed, Ticket,
+    Fleet, LoadFailure, Order, Placed, Role, Ticket,
     aside::{Aside, while_alive},
     autopsy,
     link::Link,
@@ -192,7 +192,7 @@ impl Fleet {
                 epoch: 1,
                 device: &device,
                 allowance: self.allowance_for(model),
-                background: false,
+                role: Role::Serves,
             };
             let death = match self.begin_solo(order, model, &files).await {
                 Ok((aside, got)) => {
@@ -257,7 +257,7 @@ impl Fleet {
                 epoch: 1,
                 device: &device,
                 allowance: None,
-                background: false,
+                role: Role::Serves,
             };
             let death = match self.begin_aside(order, SUSPECT).await {
                 Ok(aside) => {

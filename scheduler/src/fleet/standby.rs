@@ -19,7 +19,7 @@ use tokio::{
 };
 
 use super::{
-    Asked, Fleet, Link, LoadFailure, Order, Process,
+    Asked, Fleet, Link, LoadFailure, Order, Process, Role,
     aside::{Aside, while_alive},
     slot::TRUSTED,
 };
@@ -136,7 +136,7 @@ async fn keep(fleet: Arc<Fleet>, worker: String, device: Device, mut asked: mpsc
             epoch,
             device: &device,
             allowance: None,
-            background: false,
+            role: Role::Serves,
         };
         let begun = tokio::select! {
             biased;

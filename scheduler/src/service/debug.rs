@@ -420,7 +420,7 @@ impl Debug for Service {
         let detail = format!("{which} of {model}, reveal: {reveal}");
         self.note(&request, "replay", &asked.worker, detail);
         let beside = std::mem::take(&mut asked.worker);
-        let starting = self.0.fleet.replayer(&model, &beside);
+        let starting = self.0.fleet.replayer(&model, &beside, asked.hurry);
         let replayer = tokio::select! {
             () = self.0.abort.cancelled() => return Err(draining().into()),
             replayer = starting => replayer?,

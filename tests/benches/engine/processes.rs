@@ -62,26 +62,31 @@ pub async fn memory(bench: &Bench, model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// As many processes of one thread each as there are cores, which compute the model together, beside one process of as many
-/// threads: a stream's tokens, and a prompt until its first token.
+/// As many processes of one thread each as there are cores, which compute the model together, each a part of every layer or
+/// every one some layers, beside one process of as many threads: a stream's tokens, and a prompt until its first token.
 pub async fn members(bench: &Bench, model: &Model) -> Result<()> {
     let count = bench.machine.threads().to_string();
     let one = Served::start(model, &[]).await?;
-    let several = Served::start(model, &["--tensor-parallel", &count]).await?;
-    let (mut decode, mut prefill) = (Vec::new(), Vec::new());
-    for _ in 0..bench.rounds() {
-        let (mut rates, mut seconds) = (Vec::new(), Vec::new());
-        for served in [&one, &several] {
-            rates.push(served.together(1, options(MEMBERS_TOKENS)).await?);
-            let prompt = served.prompt(MEMBERS_PROMPT);
-            seconds.push(served.until_first(prompt).await?);
+    for (name, division) in [
+        ("members", "--tensor-parallel"),
+        ("stages", "--pipeline-parallel"),
+    ] {
+        let several = Served::start(model, &[division, &count]).await?;
+        let (mut decode, mut prefill) = (Vec::new(), Vec::new());
+        for _ in 0..bench.rounds() {
+            let (mut rates, mut seconds) = (Vec::new(), Vec::new());
+            for served in [&one, &several] {
+                rates.push(served.together(1, options(MEMBERS_TOKENS)).await?);
+                let prompt = served.prompt(MEMBERS_PROMPT);
+                seconds.push(served.until_first(prompt).await?);
+            }
+            decode.push(rates[1] / rates[0]);
+            prefill.push(seconds[0] / seconds[1]);
         }
-        decode.push(rates[1] / rates[0]);
-        prefill.push(seconds[0] / seconds[1]);
+        let unit = "of one process with threads";
+        bench.figure(&format!("{name}_decode"), decode, unit, Goal::None);
+        bench.figure(&format!("{name}_prefill"), prefill, unit, Goal::None);
     }
-    let unit = "of one process with threads";
-    bench.figure("members_decode", decode, unit, Goal::None);
-    bench.figure("members_prefill", prefill, unit, Goal::None);
     Ok(())
 }
 

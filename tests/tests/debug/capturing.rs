@@ -143,7 +143,7 @@ async fn a_capture_stays_within_its_budget_and_says_what_it_left_out() {
         // Nothing says in JSON that it looks now: requests of its id come until one is seen.
         while !file.exists() {
             let stream = client
-                .generate("In the beginning", beyond("small", 40))
+                .generate("In the beginning", beyond("small", 400))
                 .await;
             if let Ok(stream) = stream {
                 let _ = stream.complete().await;

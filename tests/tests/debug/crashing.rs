@@ -201,3 +201,29 @@ async fn a_crash_is_run_again_once_a_debugger_is_attached() {
     assert_eq!(outcome["same"], true, "{outcome}");
     assert!(replay.wait().unwrap().success());
 }
+
+#[tokio::test]
+async fn a_replay_that_hurries_takes_turns_with_who_serves() {
+    let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let stream = client.generate("Now", long("again")).await.unwrap();
+    drop(stream.complete().await.unwrap());
+    for hurry in [false, true] {
+        let request = v1::ReplayRequest {
+            which: Some(v1::replay_request::Which::RequestId("again".to_owned())),
+            // So long that it can be looked at.
+            hold_ms: 60_000,
+            hurry,
+            ..v1::ReplayRequest::default()
+        };
+        let mut told = client.replay(request).await.unwrap();
+        let held = match told.next().await.unwrap().unwrap().kind {
+            Some(v1::captured::Kind::Held(held)) => held,
+            other => panic!("{other:?}"),
+        };
+        let idle = scheduling(held.pid)
+            .into_iter()
+            .filter(|thread| *thread == SCHED_IDLE);
+        assert_eq!(idle.count() == 0, hurry);
+    }
+}

@@ -355,6 +355,8 @@ impl Looker {
                 let replay = v1::ReplayRequest {
                     which: Some(replay_request::Which::RequestId(id.clone())),
                     options: Some(everything()),
+                    // However busy the machine is that this test runs on.
+                    hurry: true,
                     ..v1::ReplayRequest::default()
                 };
                 let mut again = Told::default();

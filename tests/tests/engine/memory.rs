@@ -2,12 +2,11 @@
 
 use hotcell_graph::{CacheSpec, DType};
 use hotcell_kernels::{
-    communicator::Share,
     cpu::{CpuDevice, path::CpuPath},
     plan::PlanHints,
 };
 use hotcell_tests::{cluster::golden, model::open};
-use hotcell_worker::model::run::{KINDS, Row, RunShape, Runner};
+use hotcell_worker::model::run::{KINDS, Parts, Row, RunShape, Runner};
 
 use crate::bench::{Ask, Bench, SIZE, Size, all_kinds, alone, ask, prompt, together};
 
@@ -347,7 +346,7 @@ fn a_budget_is_kept_and_what_does_not_fit_is_cut_or_refused() {
         let source = open(&golden(model)).unwrap();
         let device = CpuDevice::with_path(1, CpuPath::detect()).unwrap();
         let within =
-            |bytes| RunShape::within(&device, &source, DType::F16, bytes, Share::default());
+            |bytes| RunShape::within(&device, &source, DType::F16, bytes, Parts::default());
         let whole = RunShape::for_model(&source.config, DType::F16);
         assert_eq!(within(u64::MAX).unwrap(), whole);
         let mut last = 0;

@@ -16,14 +16,14 @@ impl Loop {
     /// Sizes that a model is run with here.
     pub(super) fn shape(&self, source: &ModelSource) -> Result<RunShape, RunError> {
         let dtype = self.cache_dtype;
-        let share = self.members.as_ref().map(|members| members.share());
-        let share = share.unwrap_or_default();
+        let parts = self.members.as_ref().map(|members| members.parts());
+        let parts = parts.unwrap_or_default();
         let mut shape = match self.model_memory {
             None => RunShape {
-                share,
+                parts,
                 ..RunShape::for_model(&source.config, dtype)
             },
-            Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes, share)?,
+            Some(bytes) => RunShape::within(self.device.as_ref(), source, dtype, bytes, parts)?,
         };
         if let Some(most) = self.max_context {
             shape.context = shape.context.min(most.max(1) as usize);
@@ -63,12 +63,13 @@ impl Loop {
             "memory of a model"
         );
         let config = &source.config;
-        if shape.share.members > 1 && shape.share_of_heads(config).members == 1 {
+        let columns = shape.parts.columns();
+        if columns.members > 1 && shape.share_of_heads(config).members == 1 {
             tracing::warn!(
                 model = name,
                 heads = config.heads,
                 key_heads = config.kv_heads,
-                members = shape.share.members,
+                members = columns.members,
                 "its heads cannot be shared out: every member computes all of them, and holds all of the cache"
             );
         }

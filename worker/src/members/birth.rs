@@ -17,6 +17,8 @@ use hotcell_kernels::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::model::run::{Division, Parts};
+
 /// The memory of a communicator.
 #[derive(Clone)]
 struct Memory(Arc<SharedMapping>);
@@ -40,13 +42,14 @@ pub(super) struct Link {
 /// What the leader has of the others.
 pub struct Leads {
     memory: Memory,
+    division: Division,
     pub(super) others: Vec<(Forked, Link)>,
 }
 
 /// What a member has.
 pub struct Member {
     memory: Memory,
-    share: Share,
+    parts: Parts,
     pub(super) link: Link,
 }
 
@@ -68,12 +71,12 @@ pub(super) fn is_over(link: &UnixStream) -> bool {
     matches!(poll(&mut polled, Some(&now)), Ok(1..))
 }
 
-/// Makes the other members of a communicator, in all so many, as children that do not outlive this process. It must be
-/// the only thread.
+/// Makes the other members of a communicator, in all so many, which divide their models so, as children that do not outlive
+/// this process. It must be the only thread.
 ///
 /// # Errors
 /// What the system refuses.
-pub fn fork(members: usize) -> io::Result<Side> {
+pub fn fork(members: usize, division: Division) -> io::Result<Side> {
     let memory = shared_memory("communicator", Communicator::bytes(members) as u64)?;
     let memory = Memory(Arc::new(SharedMapping::of_memory(&memory)?));
     let mut others = Vec::new();
@@ -85,7 +88,10 @@ pub fn fork(members: usize) -> io::Result<Side> {
             drop((others, ours, to));
             return Ok(Side::Member(Member {
                 memory,
-                share: Share { rank, members },
+                parts: Parts {
+                    share: Share { rank, members },
+                    division,
+                },
                 link: Link { orders, files },
             }));
         };
@@ -95,7 +101,11 @@ pub fn fork(members: usize) -> io::Result<Side> {
         };
         others.push((child, link));
     }
-    Ok(Side::Leader(Leads { memory, others }))
+    Ok(Side::Leader(Leads {
+        memory,
+        division,
+        others,
+    }))
 }
 
 impl Leads {
@@ -107,7 +117,7 @@ impl Leads {
         let others: Vec<UnixStream> = (self.others.iter())
             .filter_map(|(_, link)| link.orders.try_clone().ok())
             .collect();
-        let share = self.share();
+        let share = self.parts().share;
         if others.len() + 1 < share.members {
             return Err(DeviceError::Binding("no descriptor is left".to_owned()));
         }
@@ -116,10 +126,13 @@ impl Leads {
     }
 
     /// The leader's part.
-    pub fn share(&self) -> Share {
-        Share {
-            rank: 0,
-            members: self.others.len() + 1,
+    pub fn parts(&self) -> Parts {
+        Parts {
+            share: Share {
+                rank: 0,
+                members: self.others.len() + 1,
+            },
+            division: self.division,
         }
     }
 }
@@ -133,12 +146,12 @@ impl Member {
         let leader = self.link.orders.try_clone();
         let leader = leader.map_err(|error| DeviceError::Binding(error.to_string()))?;
         let alive = move || !is_over(&leader);
-        Communicator::new(self.share, Box::new(self.memory.clone()), alive)
+        Communicator::new(self.parts.share, Box::new(self.memory.clone()), alive)
     }
 
     /// Its part.
-    pub fn share(&self) -> Share {
-        self.share
+    pub fn parts(&self) -> Parts {
+        self.parts
     }
 
     /// What returns once the leader is gone.

@@ -46,7 +46,7 @@ struct Part {
 /// # Errors
 /// What keeps it from that: its leader ends with it.
 pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
-    let share = member.share();
+    let parts_here = member.parts();
     let communicator = member.communicator().map_err(io::Error::other)?;
     device.join(communicator).map_err(io::Error::other)?;
     let Link { mut orders, files } = member.link;
@@ -62,7 +62,10 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 shape,
                 names,
             } => {
-                let shape = RunShape { share, ..shape };
+                let shape = RunShape {
+                    parts: parts_here,
+                    ..shape
+                };
                 let says = Signs::new(&orders)?;
                 let loaded = collect(&files, model.into()).map_err(|error| error.to_string());
                 let loaded = loaded.and_then(|fds| load(device, shape, names, fds, &says));

@@ -14,10 +14,7 @@ use std::{
 use hotcell_ipc::{
     child::ExitStatus, descriptors::DescriptorSender, fork::Forked, memory::Mapping,
 };
-use hotcell_kernels::{
-    backend::DeviceError,
-    communicator::{Communicator, Share},
-};
+use hotcell_kernels::{backend::DeviceError, communicator::Communicator};
 use hotcell_proto::error::{Error, Reason};
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -26,7 +23,7 @@ use super::{
     wire::{self, Loaded},
 };
 use crate::{
-    model::run::{Order, Others, RunShape},
+    model::run::{Order, Others, Parts, RunShape},
     weights::{ModelFile, Weight},
 };
 
@@ -68,7 +65,7 @@ impl End {
 /// The other members, on the thread that computes.
 pub struct Members {
     links: Vec<To>,
-    share: Share,
+    parts: Parts,
     next: Cell<u32>,
     end: Arc<End>,
 }
@@ -95,7 +92,7 @@ impl Members {
         lost: fn(&str, Option<ExitStatus>),
     ) -> io::Result<(Self, Communicator)> {
         let communicator = leads.communicator().map_err(io::Error::other)?;
-        let share = leads.share();
+        let parts = leads.parts();
         let mut links = Vec::new();
         let mut watched = Vec::new();
         let mut children = Vec::new();
@@ -125,12 +122,12 @@ impl Members {
                 comes.come(&format!(
                     "member {} of {} is gone",
                     which.map_or(0, |at| at + 1),
-                    share.members
+                    parts.share.members
                 ));
             })?;
         let members = Self {
             links,
-            share,
+            parts,
             next: Cell::new(0),
             end,
         };
@@ -138,8 +135,8 @@ impl Members {
     }
 
     /// The leader's part of every model.
-    pub fn share(&self) -> Share {
-        self.share
+    pub fn parts(&self) -> Parts {
+        self.parts
     }
 
     fn tell(&self, to: &To, frame: &[u8]) {

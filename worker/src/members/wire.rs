@@ -3,9 +3,8 @@
 use std::io::{self, Read, Write};
 
 use hotcell_graph::DType;
-use hotcell_kernels::communicator::Share;
 
-use crate::model::run::{KINDS, Order, Row, RunShape};
+use crate::model::run::{KINDS, Order, Parts, Row, RunShape};
 
 /// Bytes of a frame at most: a table of a million positions and more.
 const MAX_FRAME: usize = 16 << 20;
@@ -254,7 +253,7 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
                     blocks,
                     window_blocks,
                     cache_dtype: DType::from_name(&take.text()?)?,
-                    share: Share::default(),
+                    parts: Parts::default(),
                 },
                 names: take.many(Take::text)?,
             }
@@ -361,7 +360,7 @@ mod tests {
             blocks: 7,
             window_blocks: 3,
             cache_dtype: DType::Q8_0,
-            share: Share::default(),
+            parts: Parts::default(),
         }
     }
 

@@ -15,21 +15,27 @@ use super::{
     weave::{BuildError, Pattern, Source, Sourced, Weaver},
 };
 
-/// The body: token ids to hidden states `[rows, hidden]`.
+/// The body: token ids to hidden states `[rows, hidden]`. Of one that several processes divide by layers, this one's
+/// part: from what the process before it hands on, if there is one.
 ///
 /// # Errors
 /// When a tensor is missing or has another shape than the configuration says.
 pub fn body(pattern: Pattern<'_>) -> Result<Sourced, BuildError> {
     let mut w = Weaver::new(pattern, pattern.shape.max_rows);
     let config = pattern.config;
-    let tokens = w.per_row(Source::Tokens, "tokens")?;
-    let rows = Rows::new(&mut w)?;
-    let name = w.names.token_embedding();
-    let embedding = w.weight(name, &[config.vocab, config.hidden])?;
-    let mut x = w.builder.get_rows(embedding, tokens)?;
-    if config.architecture == Architecture::Gemma3 {
-        x = gemma3::scaled(&mut w, x)?;
-    }
+    let parts = pattern.shape.parts;
+    let (rows, mut x) = match parts.stage().rank {
+        0 => {
+            let tokens = w.per_row(Source::Tokens, "tokens")?;
+            let rows = Rows::new(&mut w)?;
+            (rows, embedded(&mut w, tokens)?)
+        }
+        _ => {
+            let hidden = Shape::rows(&[config.hidden])?;
+            let x = w.input(Source::Handed, "handed on", DType::F32, hidden)?;
+            (Rows::new(&mut w)?, x)
+        }
+    };
     let layer = match config.architecture {
         Architecture::Gemma3 => gemma3::layer,
         Architecture::Qwen3Moe => qwen3_moe::layer,
@@ -37,10 +43,21 @@ pub fn body(pattern: Pattern<'_>) -> Result<Sourced, BuildError> {
             llama::layer
         }
     };
-    for i in 0..config.layers {
+    for i in parts.layers(config.layers) {
         x = layer(&mut w, &rows, i, x)?;
     }
     w.finish(x)
+}
+
+/// What the first layer reads of each token.
+fn embedded(w: &mut Weaver<'_>, tokens: Value) -> Result<Value, BuildError> {
+    let (config, name) = (w.config, w.names.token_embedding());
+    let embedding = w.weight(name, &[config.vocab, config.hidden])?;
+    let x = w.builder.get_rows(embedding, tokens)?;
+    match config.architecture {
+        Architecture::Gemma3 => gemma3::scaled(w, x),
+        _ => Ok(x),
+    }
 }
 
 /// Final states of the picked rows.
@@ -100,9 +117,10 @@ impl RunShape {
 
     /// Which part of the heads is computed here: all of them, where they cannot be shared out whole.
     pub fn share_of_heads(&self, config: &ModelConfig) -> Share {
-        let shared = [config.heads, config.kv_heads].map(|n| self.share.divides(n));
+        let columns = self.parts.columns();
+        let shared = [config.heads, config.kv_heads].map(|n| columns.divides(n));
         match shared {
-            [true, true] => self.share,
+            [true, true] => columns,
             _ => Share::default(),
         }
     }

@@ -138,7 +138,7 @@ pub(super) fn feed_forward(
 ) -> Result<Value, BuildError> {
     let (names, hidden) = (w.names, w.config.hidden);
     let intermediate = w.config.intermediate;
-    let share = w.shape.share;
+    let share = w.shape.parts.columns();
     let gate = names.gate(layer);
     let gate = w.linear_part(share, normed, &gate, None, intermediate, hidden)?;
     let up = names.up(layer);

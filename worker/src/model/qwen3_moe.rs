@@ -49,7 +49,7 @@ fn mixture(
     let (weights, ids) = route(&mut w.builder, experts, scores)?;
 
     // Members of a communicator have their rows of every expert, so that all of them compute whichever are chosen.
-    let share = w.shape.share;
+    let share = w.shape.parts.columns();
     let x = w.builder.reshape(normed, Shape::rows(&[1, hidden])?)?;
     let (gate, up) = gates(w, experts, layer, x, ids)?;
     let inner = w.builder.swiglu(gate, up)?;
@@ -100,7 +100,7 @@ fn gates(
     let k = w.config.hidden;
     let both = names.gate_up_experts(layer);
     if w.weights.contains(&both) {
-        let share = w.shape.share;
+        let share = w.shape.parts.columns();
         let part = share.of(n);
         let shape = [count, 2 * n, k];
         let both = match share.divides(n).then(|| share.range(n)) {
@@ -141,7 +141,7 @@ fn stacked(
     (n, k): (usize, usize),
     single: impl Fn(usize) -> String,
 ) -> Result<Value, BuildError> {
-    let share = w.shape.share;
+    let share = w.shape.parts.columns();
     let own = share.divides(n).then(|| share.range(n));
     let shape = [count, share.of(n), k];
     if !w.weights.contains(name) && w.weights.contains(&single(0)) {

@@ -6,9 +6,10 @@ mod others;
 mod packed;
 mod placed;
 mod shape;
+mod stages;
 mod tap;
 
-use std::sync::atomic::Ordering;
+use std::{collections::BTreeSet, sync::atomic::Ordering};
 
 use hotcell_graph::Graph;
 use hotcell_ipc::blackbox::Writer;
@@ -22,11 +23,12 @@ use caches::Caches;
 use follow::Follower;
 pub use follow::{EACH, GIVES_WAY, give_way};
 pub use others::{Order, Others};
-use packed::{Packable, is_whole_panels};
+use packed::{Packable, is_whole_panels, packable_elsewhere};
 use placed::Placed;
 pub use placed::{Keeping, Keeps};
 use shape::check_cache;
-pub use shape::{KINDS, RunShape, Sizes};
+pub use shape::{Division, KINDS, Parts, RunShape, Sizes};
+use stages::Stage;
 use tap::Tap;
 pub use tap::{RowSize, Wanted};
 
@@ -50,7 +52,7 @@ fn bytes_besides_cache(
     } = source;
     let dry = PlanHints {
         allocate: false,
-        together: shape.share.members > 1,
+        together: shape.parts.columns().members > 1,
         ..PlanHints::default()
     };
     let kinds = config.kinds();
@@ -157,6 +159,7 @@ pub struct Runner {
     head: Box<dyn Plan>,
     ending: Box<dyn Plan>,
     packable: Vec<Packable>,
+    packable_elsewhere: BTreeSet<String>,
     /// Of the body's inputs, those that have their other form now.
     packed: Vec<(Slot, Buffer)>,
     rows: RowBuffers,
@@ -168,6 +171,8 @@ pub struct Runner {
     graph: Graph,
     inputs: Vec<Buffer>,
     hidden_states: Buffer,
+    /// What the head and the ending read: the body's output, or what the last stage's gave.
+    results: Buffer,
     points: Vec<Point>,
     /// The head's graph.
     head_graph: Graph,
@@ -180,6 +185,8 @@ pub struct Runner {
     follower: Option<Follower>,
     /// Who has to do the same.
     others: Option<Box<dyn Others>>,
+    /// Its place among those who have the other layers.
+    stage: Option<Stage>,
 }
 
 impl Runner {
@@ -215,7 +222,7 @@ impl Runner {
         } = source;
         check_cache(config, shape.cache_dtype)?;
         let hints = &PlanHints {
-            together: shape.share.members > 1,
+            together: shape.parts.columns().members > 1,
             ..*hints
         };
         let pattern = pattern(source, &shape);
@@ -240,6 +247,9 @@ impl Runner {
         let logits = device.allocate("logits", shape.max_sequences * config.vocab * 4)?;
         let states = device.allocate("final states", shape.max_rows * config.hidden * 4)?;
         let caches = Caches::new(device, config, &shape, progressed)?;
+        let stage = Stage::of(device, &shape, config.hidden)?;
+        let handed = stage.as_ref().map(|stage| &stage.handed);
+        let missing = || DeviceError::Binding("a layer that is not computed here".to_owned());
         let frequencies = |rope: &Rope| {
             let values = rope.inverse_frequencies(config.head_dim);
             f32_buffer(device, "frequencies", &values)
@@ -266,7 +276,8 @@ impl Runner {
                     Source::LocalFrequencies => {
                         frequencies(config.local_rope.as_ref().unwrap_or(&config.rope))?
                     }
-                    Source::Cache(layer) => caches.layers[*layer].buffer.clone(),
+                    Source::Cache(layer) => caches.of_layer(*layer).cloned().ok_or_else(missing)?,
+                    Source::Handed => handed.cloned().ok_or_else(missing)?,
                     Source::Tokens => rows.tokens.clone(),
                     Source::Positions => rows.positions.clone(),
                     Source::Sequences => rows.sequences.clone(),
@@ -299,7 +310,15 @@ impl Runner {
         let (mut body, mut head) = (bind(Part::Body, &body)?, bind(Part::Head, &head)?);
         let mut ending = bind(Part::Ending, &ending)?;
         let keeps = placed.close();
-        body.bind(Slot::Output(0), &hidden, 0)?;
+        let packable_elsewhere = match packable.as_slice() {
+            [] => BTreeSet::new(),
+            _ => packable_elsewhere(source, &shape)?,
+        };
+        let hidden_states = match &stage {
+            Some(stage) if stage.leads() => stage.handed.clone(),
+            _ => hidden.clone(),
+        };
+        body.bind(Slot::Output(0), &hidden_states, 0)?;
         head.bind(Slot::Output(0), &logits, 0)?;
         ending.bind(Slot::Output(0), &states, 0)?;
         let stream = device.stream();
@@ -314,6 +333,7 @@ impl Runner {
             head,
             ending,
             packable,
+            packable_elsewhere,
             packed: Vec::new(),
             rows,
             caches,
@@ -322,7 +342,8 @@ impl Runner {
             scratch,
             graph,
             inputs,
-            hidden_states: hidden,
+            hidden_states,
+            results: hidden,
             points,
             head_graph,
             tap: None,
@@ -330,6 +351,7 @@ impl Runner {
             tells: None,
             follower: None,
             others: None,
+            stage,
         };
         Ok((runner, keeps))
     }
@@ -367,7 +389,7 @@ impl Runner {
 
     /// How many layers are of a kind, and the bytes of one block in all of them.
     pub fn kind_size(&self, kind: usize) -> (usize, usize) {
-        let layers = self.caches.of_kind(kind).count();
+        let layers = self.caches.count(kind);
         (layers, layers * self.caches.block_bytes(kind))
     }
 
@@ -455,19 +477,24 @@ impl Runner {
     /// # Errors
     /// When there are too many of them, or an index is out of range.
     pub fn step(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
-        self.together(&Order::Step { rows, picks }, |own| {
-            own.step_here(rows, picks)
-        })
+        match &self.stage {
+            Some(stage) if stage.leads() => self.step_in_stages(rows, picks),
+            Some(_) => self.stage_here(rows),
+            None => self.together(&Order::Step { rows, picks }, |own| {
+                own.body_here(rows)?;
+                own.head_here(picks)
+            }),
+        }
     }
 
-    /// This process's part of a step.
-    fn step_here(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
+    /// This process's part of the body.
+    fn body_here(&mut self, rows: &[Row]) -> Result<(), DeviceError> {
         let RowBuffers {
             tokens,
             positions,
             sequences,
-            picks: pick_rows,
             kinds,
+            ..
         } = &self.rows;
         let scratch = &mut self.scratch;
         Self::fill(scratch, tokens, rows.iter().map(|r| r.token as usize))?;
@@ -476,28 +503,38 @@ impl Runner {
         for (kind, of) in kinds.iter().enumerate() {
             Self::fill(scratch, &of.slots, rows.iter().map(|r| r.slots[kind]))?;
         }
-        let (part, body) = match &mut self.tap {
-            Some(tap) if self.tapping => (PlanPart::Looked, &mut tap.plan),
-            _ => (PlanPart::Body, &mut self.body),
-        };
-        let tells = self.tells;
-        let follower = &self.follower;
-        let mut execute = |part, plan: &mut dyn Plan, rows| {
-            tell(tells, part);
-            match follower {
-                Some(follower) => follower.execute(plan, rows),
-                None if GIVES_WAY.load(Ordering::Relaxed) => {
-                    plan.execute_from(rows, 0, &give_way).map(|_| ())
-                }
-                None => self.stream.execute(plan, rows),
-            }
-        };
-        execute(part, body.as_mut(), rows.len())?;
+        match &self.tap {
+            Some(_) if self.tapping => self.execute(PlanPart::Looked, rows.len()),
+            _ => self.execute(PlanPart::Body, rows.len()),
+        }
+    }
+
+    /// The logits of these rows, and the end of the step.
+    fn head_here(&mut self, picks: &[usize]) -> Result<(), DeviceError> {
         if !picks.is_empty() {
-            Self::fill(scratch, pick_rows, picks.iter().copied())?;
-            execute(PlanPart::Logits, self.head.as_mut(), picks.len())?;
+            let rows = picks.iter().copied();
+            Self::fill(&mut self.scratch, &self.rows.picks, rows)?;
+            self.execute(PlanPart::Logits, picks.len())?;
         }
         self.stream.synchronize()
+    }
+
+    /// Executes one of the plans of a step.
+    fn execute(&mut self, part: PlanPart, rows: usize) -> Result<(), DeviceError> {
+        let plan = match (part, &mut self.tap) {
+            (PlanPart::Looked, Some(tap)) => &mut tap.plan,
+            (PlanPart::Logits, _) => &mut self.head,
+            _ => &mut self.body,
+        };
+        let plan = plan.as_mut();
+        tell(self.tells, part);
+        match &self.follower {
+            Some(follower) => follower.execute(plan, rows),
+            None if GIVES_WAY.load(Ordering::Relaxed) => {
+                plan.execute_from(rows, 0, &give_way).map(|_| ())
+            }
+            None => self.stream.execute(plan, rows),
+        }
     }
 
     /// The logits of the `i`-th pick of the last step.
@@ -516,12 +553,17 @@ impl Runner {
         if rows.is_empty() {
             return Ok(());
         }
-        self.together(&Order::States { rows }, |own| {
+        let finish = |own: &mut Self| {
             Self::fill(&mut own.scratch, &own.rows.picks, rows.iter().copied())?;
             tell(own.tells, PlanPart::States);
             own.stream.execute(own.ending.as_mut(), rows.len())?;
             own.stream.synchronize()
-        })
+        };
+        match &self.stage {
+            // Nobody else has them.
+            Some(_) => finish(self),
+            None => self.together(&Order::States { rows }, finish),
+        }
     }
 
     /// The `i`-th of the states that [`Runner::finish_states`] computed.

@@ -48,6 +48,8 @@ pub enum Source {
     Slots(usize),
     /// Block tables of all sequences, for layers of a kind.
     Tables(usize),
+    /// Hidden states that the process with the layers before these handed on.
+    Handed,
     /// Hidden states that the body computed.
     Hidden,
     /// Which of them the head reads, one per row.
@@ -222,7 +224,7 @@ impl<'a> Weaver<'a> {
         n: usize,
         k: usize,
     ) -> Result<Value, BuildError> {
-        let share = self.shape.share;
+        let share = self.shape.parts.columns();
         let y = self.linear_part(share, x, weight, bias, n, k)?;
         self.gathered(share, y, n)
     }

@@ -13,6 +13,7 @@ use crate::{
     exit::Exit,
     last_words,
     members::{self, Member, Side},
+    model::run::Division,
 };
 
 /// A member of this worker's communicator is lost, perhaps by this end: those outside see it as the worker's own.
@@ -40,21 +41,22 @@ pub(super) fn member_lost(why: &str, how: Option<ExitStatus>) {
 /// Makes the processes that compute models together with this one, if there are to be any, each with its share of the
 /// cores. Which of them this is; `None`: there is no other.
 pub(super) fn divided(common: &mut Common) -> Result<Option<Side>, Exit> {
-    let members = common.tensor_parallel;
-    if members == 1 {
-        return Ok(None);
-    }
+    let (members, division) = match (common.tensor_parallel, common.pipeline_parallel) {
+        (1, 1) => return Ok(None),
+        (1, members) => (members, Division::Layers),
+        (members, _) => (members, Division::Columns),
+    };
     let cores = match common.cores.is_empty() {
         true => allowed_cores(),
         false => common.cores.clone(),
     };
-    let side = members::fork(members).map_err(|error| {
+    let side = members::fork(members, division).map_err(|error| {
         let what = format_args!("the members of its communicator cannot be made: {error}");
         fail(Exit::Internal, what)
     })?;
     let rank = match &side {
-        Side::Leader(leads) => leads.share().rank,
-        Side::Member(member) => member.share().rank,
+        Side::Leader(leads) => leads.parts().share.rank,
+        Side::Member(member) => member.parts().share.rank,
     };
     let each = (cores.len() / members).max(1);
     let first = rank * each % cores.len().max(1);
@@ -70,7 +72,7 @@ pub(super) fn be_member(
     mode: confine::Mode,
     blackbox: Writer,
 ) -> Exit {
-    let share = member.share();
+    let share = member.parts().share;
     let prepared = prepare(common, registry, Writer::private(engine::names()));
     record(blackbox);
     let report = match confined(mode, &prepared.engine) {

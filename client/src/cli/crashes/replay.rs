@@ -33,6 +33,9 @@ pub struct CrashReplayFlags {
     /// minutes at most; meanwhile, and while it stands still in there, nobody takes it for one that hangs
     #[arg(long)]
     pub gdb: bool,
+    /// Take turns on the host's processors with those who serve there, instead of running on what time they leave
+    #[arg(long)]
+    pub hurry: bool,
 }
 
 /// How long it waits for a debugger, milliseconds.
@@ -79,12 +82,13 @@ enum News<'a> {
 async fn run_again(
     client: &Client,
     id: &str,
-    (worker, hold_ms): (&str, u32),
+    (worker, hold_ms, hurry): (&str, u32, bool),
     mut show: impl FnMut(News<'_>),
 ) -> Outcome {
     let request = ReplayRequest {
         worker: worker.to_owned(),
         hold_ms,
+        hurry,
         which: Some(Which::RequestId(id.to_owned())),
         follow: true,
         options: Some(CaptureOptions {
@@ -256,7 +260,7 @@ pub(super) async fn replay(
             }
         };
         let outcome = tokio::select! {
-            outcome = run_again(&session.client, id, (worker, hold), show) => outcome,
+            outcome = run_again(&session.client, id, (worker, hold, flags.hurry), show) => outcome,
             () = interrupt.pressed() => return Err(Failure::Interrupted),
         };
         bar.finish_and_clear();

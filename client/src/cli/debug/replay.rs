@@ -1,6 +1,9 @@
 //! `hotcell debug replay`: whether what was computed comes again, bit by bit, and where it first does not.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use clap::Args;
 use hotcell_proto::{
@@ -20,7 +23,7 @@ use crate::{
         exit::Failure,
         interrupt::Interrupt,
         session::Session,
-        ui::{Ui, one_line},
+        ui::{DIM, Ui, one_line},
     },
     connect::Client,
     debug::{Compared, Recorded, Recording, Spool, compare},
@@ -53,10 +56,19 @@ pub struct ReplayFlags {
     /// On a device of this backend, as `hotcell devices` shows it
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
+    /// Take turns on the host's processors with those who serve there, instead of running on what time they leave
+    #[arg(long)]
+    pub hurry: bool,
     /// What is looked at.
     #[command(flatten)]
     pub look: LookFlags,
 }
+
+/// How long nothing may come before it is said why that may be.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What is said then.
+const STARVES: &str = "nothing yet: a replay runs on the time that others leave; with --hurry it takes turns with them";
 
 /// A name that ends so, or of which there is a file, is a file's.
 pub(super) fn is_file(what: &str) -> bool {
@@ -136,6 +148,7 @@ fn of_file(
             ..flags.look.options(0)
         }),
         which: Some(Which::Request(request)),
+        hurry: flags.hurry,
         ..ReplayRequest::default()
     })
 }
@@ -164,6 +177,7 @@ pub(super) async fn replay(
             which: Some(Which::RequestId(
                 request_id(&session.client, &flags.what).await?,
             )),
+            hurry: flags.hurry,
             ..ReplayRequest::default()
         },
     };
@@ -171,9 +185,17 @@ pub(super) async fn replay(
     let beside = flags.output.as_deref().filter(|_| before.is_none());
     let mut spool = beside.map(Spool::beside).transpose()?;
     let starting = session.client.replay(request);
-    let messages = tokio::select! {
-        messages = starting => messages?,
-        () = interrupt.pressed() => return Err(Failure::Interrupted),
+    tokio::pin!(starting);
+    let mut waits = !flags.hurry;
+    let messages = loop {
+        tokio::select! {
+            messages = &mut starting => break messages?,
+            () = interrupt.pressed() => return Err(Failure::Interrupted),
+            () = tokio::time::sleep(PATIENCE), if waits => {
+                ui.note(DIM, STARVES);
+                waits = false;
+            }
+        }
     };
     let mut unknown = flags.until.clone();
     let kept = spool.as_mut().map_or(Keeping::Nothing, Keeping::Values);

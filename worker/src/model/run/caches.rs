@@ -6,8 +6,8 @@ use super::{KINDS, RunShape};
 use crate::model::config::ModelConfig;
 
 /// One layer's cache.
-pub(super) struct Layer {
-    pub buffer: Buffer,
+struct Layer {
+    buffer: Buffer,
     kind: usize,
 }
 
@@ -20,9 +20,11 @@ struct Half {
     block: usize,
 }
 
-/// The KV cache of all layers.
+/// The KV cache of the layers that are computed here.
 pub(super) struct Caches {
-    pub layers: Vec<Layer>,
+    /// The number of the first of them in the model.
+    first: usize,
+    layers: Vec<Layer>,
     kinds: [Half; KINDS],
     scratch: Vec<u8>,
 }
@@ -35,8 +37,10 @@ impl Caches {
         progressed: &dyn Fn(),
     ) -> Result<Self, DeviceError> {
         let mut kinds = [Half::default(); KINDS];
-        let mut layers = Vec::with_capacity(config.layers);
-        for layer in 0..config.layers {
+        let own = shape.parts.layers(config.layers);
+        let first = own.start;
+        let mut layers = Vec::with_capacity(own.len());
+        for layer in own {
             progressed();
             let kind = config.kind(layer);
             let spec = shape.cache(config, kind);
@@ -50,15 +54,26 @@ impl Caches {
             layers.push(Layer { buffer, kind });
         }
         Ok(Self {
+            first,
             layers,
             kinds,
             scratch: Vec::new(),
         })
     }
 
-    /// The layers of a kind.
-    pub fn of_kind(&self, kind: usize) -> impl Iterator<Item = &Layer> {
+    /// That of one of them, by its number in the model.
+    pub fn of_layer(&self, layer: usize) -> Option<&Buffer> {
+        let layer = self.layers.get(layer.checked_sub(self.first)?)?;
+        Some(&layer.buffer)
+    }
+
+    fn of_kind(&self, kind: usize) -> impl Iterator<Item = &Layer> {
         self.layers.iter().filter(move |layer| layer.kind == kind)
+    }
+
+    /// How many of them are of a kind.
+    pub fn count(&self, kind: usize) -> usize {
+        self.of_kind(kind).count()
     }
 
     /// Bytes of a block in one layer of this kind.

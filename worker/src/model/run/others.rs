@@ -98,6 +98,11 @@ impl Runner {
             others.order(order);
         }
         let done = own(self);
+        self.done(done)
+    }
+
+    /// Something that the others do too is done here, or cannot be.
+    pub(super) fn done(&self, done: Result<(), DeviceError>) -> Result<(), DeviceError> {
         if let (Err(error), Some(others)) = (&done, &self.others) {
             others.failed(error);
         }

@@ -6,14 +6,22 @@ use std::{
     rc::Rc,
 };
 
+use hotcell_graph::Value;
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
+    communicator::Share,
     cpu::pack::PANEL,
     plan::Slot,
 };
 
-use super::{Part, Runner, WeightRegion};
-use crate::weights::Weight;
+use super::{Part, Parts, RunShape, Runner, WeightRegion, pattern};
+use crate::{
+    model::{
+        graph::body,
+        weave::{BuildError, Source},
+    },
+    weights::{ModelSource, Weight},
+};
 
 /// An input that has another form from which the same bits come faster.
 pub(super) struct Packable {
@@ -29,10 +37,41 @@ pub(super) fn is_whole_panels(rows: &Range<usize>) -> bool {
     rows.start.is_multiple_of(PANEL) && rows.len().is_multiple_of(PANEL)
 }
 
+/// Weights of the layers of other stages which plans like this one's would rather have packed: those that they multiply with.
+pub(super) fn packable_elsewhere(
+    source: &ModelSource,
+    shape: &RunShape,
+) -> Result<BTreeSet<String>, BuildError> {
+    let mut all = BTreeSet::new();
+    let Share {
+        rank: own, members, ..
+    } = shape.parts.stage();
+    for rank in (0..members).filter(|rank| *rank != own) {
+        let share = Share { rank, members };
+        let parts = Parts {
+            share,
+            ..shape.parts
+        };
+        let shape = RunShape { parts, ..*shape };
+        let body = body(pattern(source, &shape))?;
+        for node in body.graph.nodes() {
+            let weight = match (node.op.name, node.inputs.as_slice()) {
+                ("mul_mat", &[_, Value::Input(i)]) => body.sources.get(i as usize),
+                _ => None,
+            };
+            if let Some(Source::Weight { name, rows: None }) = weight {
+                all.insert(name.clone());
+            }
+        }
+    }
+    Ok(all)
+}
+
 impl Runner {
-    /// The weights that the plans would rather have packed.
+    /// The weights that the plans would rather have packed, those of other stages too.
     pub fn packable(&self) -> BTreeSet<String> {
-        self.packable.iter().map(|p| p.weight.clone()).collect()
+        let own = self.packable.iter().map(|p| &p.weight);
+        own.chain(&self.packable_elsewhere).cloned().collect()
     }
 
     /// Computes from these packed weights from now on, with the same bits; from the others as they are in the model.

@@ -1,5 +1,7 @@
 //! The sizes that a model is run with, and how much of its memory each kind of cache blocks has.
 
+use std::ops::Range;
+
 use hotcell_graph::DType;
 use hotcell_kernels::{
     backend::{Device, DeviceError},
@@ -42,8 +44,52 @@ pub struct RunShape {
     pub window_blocks: usize,
     /// How the cache stores numbers.
     pub cache_dtype: DType,
-    /// Which part of the model is computed here: of the heads, and of what every other matrix gives.
+    /// Which part of the model is computed here.
+    pub parts: Parts,
+}
+
+/// How processes that compute a model together divide it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Division {
+    /// Each has its part of the heads, and of what every other matrix gives: tensor parallelism.
+    #[default]
+    Columns,
+    /// Each has its part of the layers, and hands on what these give: a pipeline.
+    Layers,
+}
+
+/// The part of a model that is one process's; by default all of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Parts {
+    /// Which process it is of how many.
     pub share: Share,
+    /// How they divide it.
+    pub division: Division,
+}
+
+impl Parts {
+    /// Its part of the heads, and of what every matrix gives.
+    pub fn columns(&self) -> Share {
+        match self.division {
+            Division::Columns => self.share,
+            Division::Layers => Share::default(),
+        }
+    }
+
+    /// Its part of the layers.
+    pub fn stage(&self) -> Share {
+        match self.division {
+            Division::Columns => Share::default(),
+            Division::Layers => self.share,
+        }
+    }
+
+    /// Which of so many layers are its own. Parts differ by one at most; there may be none.
+    pub fn layers(&self, all: usize) -> Range<usize> {
+        let Share { rank, members } = self.stage();
+        let first = |rank: usize| rank.saturating_mul(all) / members.max(1);
+        first(rank)..first(rank + 1)
+    }
 }
 
 /// Bytes that a model takes besides its weights.
@@ -167,7 +213,7 @@ impl RunShape {
             blocks: blocks[0],
             window_blocks: blocks[1],
             cache_dtype,
-            share: Share::default(),
+            parts: Parts::default(),
         }
     }
 
@@ -181,12 +227,12 @@ impl RunShape {
         source: &ModelSource,
         cache_dtype: DType,
         bytes: u64,
-        share: Share,
+        parts: Parts,
     ) -> Result<Self, RunError> {
         let config = &source.config;
         check_cache(config, cache_dtype)?;
         let whole = Self {
-            share,
+            parts,
             ..Self::for_model(config, cache_dtype)
         };
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
@@ -194,7 +240,7 @@ impl RunShape {
         let sizes = BlockSizes::new(config, cache_dtype).held(whole.holders(config));
         let blocks = sizes.within(bytes.saturating_sub(besides));
         let shape = Self {
-            share,
+            parts,
             ..Self::with_blocks(config, cache_dtype, &sizes, blocks)
         };
         if shape.context == 0 {
@@ -226,13 +272,13 @@ impl RunShape {
     /// What all members of the communicator take besides the cache.
     fn besides(&self, device: &dyn Device, source: &ModelSource) -> Result<usize, RunError> {
         let each = bytes_besides_cache(device, source, self)?;
-        Ok(each.saturating_mul(self.share.members))
+        Ok(each.saturating_mul(self.parts.share.members))
     }
 
-    /// How many of them hold the whole cache, if they do not share its heads.
+    /// How many of them hold the whole cache, if they share neither its heads nor its layers.
     fn holders(&self, config: &ModelConfig) -> usize {
         match self.share_of_heads(config).members {
-            1 => self.share.members,
+            1 => self.parts.columns().members,
             _ => 1,
         }
     }

@@ -175,7 +175,7 @@ impl Runner {
                     .arena
                     .saturating_add(limits::MAX_TAP_BYTES),
             ),
-            together: self.shape.share.members > 1,
+            together: self.shape.parts.columns().members > 1,
             ..PlanHints::default()
         };
         let mut plan = device.plan(&graph, &hints)?;
