@@ -15,7 +15,7 @@ use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
     cpu::{CpuDevice, dequant::is_weight_dtype, matmul, pack, path::CpuPath},
     lower::{lower, without},
-    plan::{PlanHints, Slot},
+    plan::{Plan, PlanHints, Slot},
 };
 
 /// Numbers in [−1, 1) from a fixed sequence.
@@ -161,6 +161,57 @@ fn packed_weights_may_come_and_go_and_change_no_bit() {
         assert!(!plan.bind_packed(Slot::Input(0), Some(&packed), 0).unwrap());
         assert!(!plan.bind_packed(Slot::Output(0), Some(&packed), 0).unwrap());
         plan.release();
+    }
+}
+
+#[test]
+fn packed_experts_change_no_bit() {
+    // Whole panels, and not: these have no packed form.
+    for (dtype, n) in [(DType::Q4K, 48), (DType::Q8_0, 32), (DType::F16, 24)] {
+        let (experts, used, k) = (5, 2, 2 * dtype.block_len().max(32));
+        let w = weights(dtype, experts * n, k);
+        let x = numbers(8 * k, 1);
+        let ids: Vec<u8> = (0..16i32).flat_map(|i| (i * 3 % 5).to_le_bytes()).collect();
+        let mut g = GraphBuilder::new(8);
+        let xv = g.tensor("x", rows(&[1, k])).unwrap();
+        let wv = g.constant("w", spec(dtype, &[experts, n, k])).unwrap();
+        let shape = Shape::rows(&[used]).unwrap();
+        let idv = g
+            .tensor("ids", TensorSpec::new(DType::I32, shape).unwrap())
+            .unwrap();
+        let y = g.mul_mat_id(wv, xv, idv).unwrap();
+        let graph = g.finish(&[y]).unwrap();
+        for path in CpuPath::available() {
+            let device = CpuDevice::with_path(2, path).unwrap();
+            let mut plan = device.plan(&graph, &PlanHints::default()).unwrap();
+            let out = device.allocate("out", 8 * used * n * 4).unwrap();
+            for (i, bytes) in [f32_bytes(&x), w.clone(), ids.clone()].iter().enumerate() {
+                plan.bind(Slot::Input(i), &buffer(&device, bytes), 0)
+                    .unwrap();
+            }
+            plan.bind(Slot::Output(0), &out, 0).unwrap();
+            let run = |plan: &mut dyn Plan, m: usize| {
+                out.write(0, &vec![0; 8 * used * n * 4]).unwrap();
+                device.stream().execute(plan, m).unwrap();
+                let mut y = vec![0.0; m * used * n];
+                out.read_f32(0, &mut y).unwrap();
+                y.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+            };
+            let stored: Vec<_> = [1, 8].map(|m| run(plan.as_mut(), m)).into();
+            assert!(stored[1].iter().any(|bits| *bits != 0));
+            let mut packed = vec![0; w.len()];
+            pack::pack(dtype, k, &w, &mut packed);
+            let form = buffer(&device, &packed);
+            let takes = plan.bind_packed(Slot::Input(1), Some(&form), 0).unwrap();
+            assert_eq!(takes, n % 16 == 0, "{dtype}");
+            // It is the packed form that is read.
+            let nothing = buffer(&device, &vec![0; w.len()]);
+            if takes {
+                plan.bind(Slot::Input(1), &nothing, 0).unwrap();
+            }
+            let now: Vec<_> = [1, 8].map(|m| run(plan.as_mut(), m)).into();
+            assert!(now == stored, "{dtype}, {path}");
+        }
     }
 }
 

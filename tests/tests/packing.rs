@@ -12,11 +12,13 @@ use std::{
 };
 
 use hotcell_client::{
-    Client, Event, GenerateOptions,
+    Client, Event, GenerateOptions, Prompt,
     v1::{self, PackedInfo, PackedState},
 };
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid},
+    answers::assert_same,
+    cluster::{Cluster, SOON, all_have, binaries, golden, kjv, signal_pid},
+    model::open,
     synthetic::{self, Measures},
 };
 use rustix::process::Signal;
@@ -575,4 +577,39 @@ async fn a_copy_in_memory_survives_a_takeover() {
     let now = cluster.workers(anew).await.unwrap();
     assert_eq!(mappings(now[0].pid, "hotcell-packed"), copy);
     assert_eq!(packed(&client).await.unwrap(), before);
+}
+
+#[tokio::test]
+async fn experts_are_packed_with_the_rest() {
+    let path = golden("gguf/qwen3_moe-q8_0.gguf");
+    let ask = async |client: &Client| {
+        let prompt = Prompt::Ids((0..40).map(|i| 5 + i * 7 % 250).collect());
+        let stream = client.generate(prompt, greedy(40)).await.unwrap();
+        stream.complete().await.unwrap()
+    };
+    let right = {
+        let cluster = Cluster::with_model("m", &path, &["--no-pack"])
+            .await
+            .unwrap();
+        ask(&cluster.client().await.unwrap()).await
+    };
+    let cluster = Cluster::with_model("m", &path, &[]).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    used(&cluster, &client, &["w0"]).await;
+    assert_same(&ask(&client).await, &right, "packed");
+    // The copy that the scheduler holds has them otherwise than the file.
+    let fds = fs::read_dir(format!("/proc/{}/fd", cluster.scheduler.pid())).unwrap();
+    let is_copy = |fd: &PathBuf| {
+        fs::read_link(fd).is_ok_and(|to| to.to_string_lossy().contains("hotcell-packed"))
+    };
+    let mut fds = fds.map(|fd| fd.unwrap().path());
+    let copy = fs::read(fds.find(is_copy).unwrap()).unwrap();
+    let file = fs::read(&path).unwrap();
+    assert_eq!(copy.len(), file.len());
+    let source = open(&path).unwrap();
+    for name in ["gate", "up", "down"] {
+        let weight = format!("blk.0.ffn_{name}_exps.weight");
+        let range = source.weights.get(&weight).unwrap().range.clone();
+        assert_ne!(copy[range.clone()], file[range], "{weight}");
+    }
 }

@@ -37,10 +37,13 @@ pub fn is_packable(weight: &Weight) -> bool {
     matrix(weight).is_some()
 }
 
-/// Rows, columns and bytes of a row of a tensor that has a packed form.
+/// Rows, columns and bytes of a row of a tensor that has a packed form: a matrix, or several of one shape, such as those of
+/// experts, whose rows are whole panels.
 fn matrix(weight: &Weight) -> Option<(usize, usize, usize)> {
-    let &[n, k] = weight.shape.as_slice() else {
-        return None;
+    let (n, k) = match *weight.shape.as_slice() {
+        [n, k] => (n, k),
+        [count, n, k] if n.is_multiple_of(PANEL) => (count.checked_mul(n)?, k),
+        _ => return None,
     };
     let stride = weight.range.len().checked_div(n)?;
     let fits = (1..=limits::PACK_PIECE / PANEL).contains(&stride);

@@ -143,6 +143,7 @@ impl MulMat<'_> {
             x,
             x_stride,
             rows,
+            room: drive::room(),
             out,
             out_stride,
         };

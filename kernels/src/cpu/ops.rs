@@ -164,11 +164,18 @@ pub(super) fn split_if_worth(
     part: usize,
     parts: usize,
 ) -> Range<usize> {
-    match (n < worth, part) {
+    match (stays(n, step, worth), part) {
         (true, 0) => 0..n,
         (true, _) => 0..0,
         (false, _) => split(n, step, part, parts),
     }
+}
+
+/// Whether [`split_if_worth`] gives all of it to part 0: also what cannot be shared out. See [`Kernel::is_alone`].
+///
+/// [`Kernel::is_alone`]: super::plan::Kernel::is_alone
+pub(super) fn stays(n: usize, step: usize, worth: usize) -> bool {
+    n < worth || n <= step
 }
 
 #[cfg(test)]

@@ -53,6 +53,8 @@ pub(crate) struct CpuPlan {
     most_rows: usize,
     /// Whether waking other threads would take longer than the work.
     small: bool,
+    /// See [`schedule::omitted`], for the rows of the last execution.
+    omitted: (usize, Vec<bool>),
     /// Inputs and outputs without memory.
     unbound: usize,
     /// Keeps the memory that arena pointers lead to; `None` for a dry run.
@@ -129,6 +131,7 @@ impl CpuPlan {
             most_rows: 0,
             unbound: places.iter().filter(|p| p.home.must_be_bound()).count(),
             small,
+            omitted: (0, Vec::new()),
             steps,
             places,
             inputs,

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::cpu::{
     lanes::ask_ahead,
-    ops::split_if_worth,
+    ops::{split_if_worth, stays},
     plan::{Kernel, Reg, Run},
 };
 
@@ -271,6 +271,10 @@ impl Kernel for Program {
                 stored.contains(start) || links.iter().any(|link| stored.contains(&link.arg))
             }
         })
+    }
+
+    fn is_alone(&self, rows: usize) -> bool {
+        stays(self.extent.at(rows), GRAIN, WORTH)
     }
 
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {

@@ -55,7 +55,7 @@ unsafe fn gather4_of8(from: *const u8, stride: usize) -> [__m256i; 4] {
 }
 
 // SAFETY for the whole impl: the caller vouches for the instructions (the trait's contract); only
-// `load_f`, `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
+// `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
 // unaligned accesses.
 impl Simd for Avx2 {
     type F = [__m256; 2];
@@ -68,11 +68,6 @@ impl Simd for Avx2 {
     unsafe fn splat_f(value: f32) -> Self::F {
         // SAFETY: see the impl.
         unsafe { [_mm256_set1_ps(value); 2] }
-    }
-    #[inline(always)]
-    unsafe fn load_f(from: *const f32) -> Self::F {
-        // SAFETY: see the impl.
-        unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
     }
     #[inline(always)]
     unsafe fn store_f(to: *mut f32, value: Self::F) {

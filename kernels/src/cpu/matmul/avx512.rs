@@ -25,11 +25,6 @@ impl Simd for Avx512 {
         unsafe { _mm512_set1_ps(value) }
     }
     #[inline(always)]
-    unsafe fn load_f(from: *const f32) -> __m512 {
-        // SAFETY: see the impl.
-        unsafe { _mm512_loadu_ps(from) }
-    }
-    #[inline(always)]
     unsafe fn store_f(to: *mut f32, value: __m512) {
         // SAFETY: see the impl.
         unsafe { _mm512_storeu_ps(to, value) }

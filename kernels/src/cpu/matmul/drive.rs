@@ -6,7 +6,8 @@
     reason = "an index runs over several arrays at once, and its order is the point"
 )]
 
-use std::mem::{MaybeUninit, size_of};
+use std::cell::UnsafeCell;
+use std::mem::{MaybeUninit, align_of, size_of};
 use std::ops::Range;
 
 use super::format::Format;
@@ -26,22 +27,49 @@ pub(super) struct Job {
     pub x: *const u8,
     pub x_stride: usize,
     pub rows: usize,
+    /// [`room`].
+    pub room: *mut Room,
     /// Output 0 of row 0, and outputs from row to row.
     pub out: *mut f32,
     pub out_stride: usize,
 }
 
-/// Room for unpacked blocks, meant to stay in the first-level cache beside the activations.
+/// Bytes of unpacked blocks, meant to stay in the first-level cache beside the activations.
 const SCRATCH: usize = 24 * 1024;
 
-#[repr(align(64))]
-struct Scratch(MaybeUninit<[u8; SCRATCH]>);
+/// Rows whose sums rest in memory of a thread's own between chunks: a multiple of every tile's rows.
+const RESTING: usize = 144;
+
+/// Panels of a tile at most.
+const MOST_PANELS: usize = 2;
+
+/// What a thread keeps while it multiplies. Not on the stack: of a function that returns at once where there are no rows, and
+/// whose frame takes so many pages that a loop touches them, LLVM 22 loses a register to that loop.
+#[repr(C, align(64))]
+pub(super) struct Room {
+    blocks: [u8; SCRATCH],
+    sums: [[[f32; LANES]; MOST_PANELS]; RESTING],
+}
+
+thread_local! {
+    static ROOM: UnsafeCell<Room> = const {
+        UnsafeCell::new(Room {
+            blocks: [0; SCRATCH],
+            sums: [[[0.0; LANES]; MOST_PANELS]; RESTING],
+        })
+    };
+}
+
+/// This thread's.
+pub(super) fn room() -> *mut Room {
+    ROOM.with(UnsafeCell::get)
+}
 
 /// Does the job.
 ///
 /// # Safety
 ///
-/// The processor has the instructions of `S`. The job's pointers are valid for the weight rows
+/// The processor has the instructions of `S`. The room is this thread's. The job's pointers are valid for the weight rows
 /// `n`, which lie as `W` says (packed: from a multiple of sixteen to one), for `rows` rows of activations and, for writing and
 /// from this thread only, for the outputs `n` of each row.
 #[inline(always)]
@@ -80,31 +108,12 @@ unsafe fn panel_of(job: &Job, first: usize) -> Panel {
     unsafe { Panel::of(job.w, job.stride, &job.n, first) }
 }
 
-/// The panel's outputs in row `row`.
-///
-/// # Safety
-///
-/// As for [`run`]; the outputs of the row have been written.
-#[inline(always)]
-unsafe fn load<S: Simd>(job: &Job, panel: &Panel, first: usize, row: usize) -> S::F {
-    // SAFETY: the panel's outputs in that row belong to this job; fewer than sixteen are copied.
-    unsafe {
-        let out = job.out.wrapping_add(row * job.out_stride + first);
-        if panel.rows == LANES {
-            return S::load_f(out);
-        }
-        let mut lanes = [0.0f32; LANES];
-        out.copy_to_nonoverlapping(lanes.as_mut_ptr(), panel.rows);
-        S::load_f(lanes.as_ptr())
-    }
-}
-
 /// # Safety
 ///
 /// As for [`run`].
 #[inline(always)]
 unsafe fn store<S: Simd>(job: &Job, panel: &Panel, first: usize, row: usize, value: S::F) {
-    // SAFETY: as in `load`.
+    // SAFETY: the panel's outputs in that row belong to this job; fewer than sixteen are copied.
     unsafe {
         let out = job.out.wrapping_add(row * job.out_stride + first);
         let value = S::one_nan(value);
@@ -314,21 +323,15 @@ impl<const P: usize> NextChunk<P> {
 }
 
 /// Many rows: a chunk of blocks of `P` panels is unpacked into the first-level cache, then used by every
-/// tile of `R` rows; between chunks the accumulators rest in the output.
+/// tile of `R` rows; between chunks the accumulators rest.
 ///
 /// # Safety
 ///
 /// As for [`run`], with at least one row.
 #[inline(always)]
 unsafe fn many_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize>(job: &Job) {
-    // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's. The scratch has room
-    // for `room` groups of blocks, those below `end - start` are written before they are read.
+    // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's.
     unsafe {
-        let mut stage = MaybeUninit::<Stage>::uninit();
-        let mut scratch = Scratch(MaybeUninit::uninit());
-        let scratch = scratch.0.as_mut_ptr().cast::<[F::Block<S>; P]>();
-        let room = const { SCRATCH / size_of::<[F::Block<S>; P]>() };
-        let blocks = job.k.div_ceil(F::LEN);
         for first in job.n.clone().step_by(LANES * P) {
             let mut panels = [panel_of(job, first); P];
             for p in 1..P {
@@ -338,52 +341,85 @@ unsafe fn many_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize
                     panels[p].w = panels[0].w;
                 }
             }
-            let mut start = 0;
-            loop {
-                let end = blocks.min(start + room);
+            for start in (0..job.rows).step_by(RESTING) {
+                let rows = start..job.rows.min(start + RESTING);
+                resting_rows::<S, F, W, R, P>(job, &panels, first, rows);
+            }
+        }
+    }
+}
+
+/// Some rows, at most [`RESTING`], of the panels of output `first` and after it. Sums rest here and not in the output, whose rows
+/// are far apart and fall into the same few places of a cache.
+///
+/// # Safety
+///
+/// As for [`many_rows`].
+#[inline(always)]
+unsafe fn resting_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize>(
+    job: &Job,
+    panels: &[Panel; P],
+    first: usize,
+    rows: Range<usize>,
+) {
+    const {
+        assert!(RESTING.is_multiple_of(R) && P <= MOST_PANELS);
+        assert!(size_of::<S::F>() == size_of::<[f32; LANES]>());
+        assert!(align_of::<F::Block<S>>() <= align_of::<Room>());
+    }
+    // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's. Nobody else uses the thread's room, which has
+    // place for `room` groups of blocks and the sums of the rows' tiles; both are written before they are read.
+    unsafe {
+        let mut stage = MaybeUninit::<Stage>::uninit();
+        let scratch = (&raw mut (*job.room).blocks).cast::<[F::Block<S>; P]>();
+        let resting = (&raw mut (*job.room).sums).cast::<[[S::F; P]; R]>();
+        let room = const { SCRATCH / size_of::<[F::Block<S>; P]>() };
+        let blocks = job.k.div_ceil(F::LEN);
+        let mut start = 0;
+        loop {
+            let end = blocks.min(start + room);
+            for b in start..end {
+                let count = count_of::<F>(job.k, b);
+                let group = scratch.add(b - start).cast::<F::Block<S>>();
+                for p in 0..P {
+                    let from = W::block::<F, 1>(&panels[p], b, count, &mut stage);
+                    F::unpack::<S, W>(from, group.add(p));
+                }
+            }
+            // The next chunk is asked for little by little while this one is worked on: at once it would
+            // wait for memory, and the multiplication with it.
+            let steps = rows.len().div_ceil(R) * (end - start);
+            let mut next = NextChunk::<P>::of::<W, F>(job, panels, first, end, room, steps);
+            for (tile, row) in rows.clone().step_by(R).enumerate() {
+                let x = rows_of::<R>(job, row);
+                let there = R.min(rows.end - row);
+                let mut acc = match start {
+                    0 => [[S::splat_f(0.0); P]; R],
+                    _ => resting.add(tile).read(),
+                };
                 for b in start..end {
-                    let count = count_of::<F>(job.k, b);
-                    let group = scratch.add(b - start).cast::<F::Block<S>>();
+                    next.ask::<S>();
+                    let x = at_block::<F, R>(x, b);
+                    F::step::<S, R, P>(
+                        &*scratch.add(b - start),
+                        x,
+                        count_of::<F>(job.k, b),
+                        &mut acc,
+                    );
+                }
+                if end < blocks {
+                    resting.add(tile).write(acc);
+                    continue;
+                }
+                for r in 0..there {
                     for p in 0..P {
-                        let from = W::block::<F, 1>(&panels[p], b, count, &mut stage);
-                        F::unpack::<S, W>(from, group.add(p));
+                        store::<S>(job, &panels[p], first + LANES * p, row + r, acc[r][p]);
                     }
                 }
-                // The next chunk is asked for little by little while this one is worked on: at once it would
-                // wait for memory, and the multiplication with it.
-                let steps = job.rows.div_ceil(R) * (end - start);
-                let mut next = NextChunk::<P>::of::<W, F>(job, &panels, first, end, room, steps);
-                for row in (0..job.rows).step_by(R) {
-                    let x = rows_of::<R>(job, row);
-                    let there = R.min(job.rows - row);
-                    let mut acc = [[S::splat_f(0.0); P]; R];
-                    if start > 0 {
-                        for r in 0..there {
-                            for p in 0..P {
-                                acc[r][p] = load::<S>(job, &panels[p], first + LANES * p, row + r);
-                            }
-                        }
-                    }
-                    for b in start..end {
-                        next.ask::<S>();
-                        let x = at_block::<F, R>(x, b);
-                        F::step::<S, R, P>(
-                            &*scratch.add(b - start),
-                            x,
-                            count_of::<F>(job.k, b),
-                            &mut acc,
-                        );
-                    }
-                    for r in 0..there {
-                        for p in 0..P {
-                            store::<S>(job, &panels[p], first + LANES * p, row + r, acc[r][p]);
-                        }
-                    }
-                }
-                start = end;
-                if start == blocks {
-                    break;
-                }
+            }
+            start = end;
+            if start == blocks {
+                break;
             }
         }
     }

@@ -28,8 +28,6 @@ pub(super) trait Simd: Copy {
     const WIDE: bool;
 
     unsafe fn splat_f(value: f32) -> Self::F;
-    /// Reads 64 bytes.
-    unsafe fn load_f(from: *const f32) -> Self::F;
     /// Writes 64 bytes.
     unsafe fn store_f(to: *mut f32, value: Self::F);
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
@@ -130,11 +128,6 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn splat_f(value: f32) -> Self::F {
         [value; LANES]
-    }
-    #[inline(always)]
-    unsafe fn load_f(from: *const f32) -> Self::F {
-        // SAFETY: the caller vouches for 64 readable bytes.
-        unsafe { ptr::read_unaligned(from.cast()) }
     }
     #[inline(always)]
     unsafe fn store_f(to: *mut f32, value: Self::F) {

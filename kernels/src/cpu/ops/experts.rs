@@ -15,7 +15,7 @@ use crate::{
     backend::DeviceError,
     cpu::{
         dequant::is_weight_dtype,
-        matmul::MulMat,
+        matmul::{MulMat, pack},
         plan::{Kernel, Launcher, Reg, Run},
         quantize::scratch_bytes,
     },
@@ -79,6 +79,8 @@ fn fits(call: &Call<'_>) -> bool {
 
 struct Experts {
     w: Reg,
+    /// The packed form of all experts' weights, which may be bound.
+    packed: Option<Reg>,
     x: Reg,
     ids: Indices,
     prepared: Option<Reg>,
@@ -135,6 +137,8 @@ impl Kernel for Experts {
             Some(reg) => (run.pointer(reg), prepared_bytes),
             None => (run.pointer(self.x), k * size_of::<f32>()),
         };
+        let packed = self.packed.filter(|&reg| run.has(reg));
+        let all = run.pointer(packed.unwrap_or(self.w));
         // SAFETY: sizes as the specs say; each part writes columns and scratch of its own.
         unsafe {
             let gathered = run.pointer(self.scratch).add(part * self.room);
@@ -176,7 +180,8 @@ impl Kernel for Experts {
                     Some(_) => (&[], std::slice::from_raw_parts(gathered, rows * row_bytes)),
                     None => (std::slice::from_raw_parts(gathered.cast(), rows * k), &[]),
                 };
-                let weights = run.pointer(self.w).add(expert * self.weight_bytes);
+                // A part's columns are whole panels, and so are an expert's rows where they are packed.
+                let weights = all.add(expert * self.weight_bytes);
                 let skipped = self.weight_bytes / n * columns.start;
                 let product = MulMat {
                     dtype,
@@ -184,7 +189,7 @@ impl Kernel for Experts {
                         weights.add(skipped),
                         self.weight_bytes - skipped,
                     ),
-                    packed: false,
+                    packed: packed.is_some(),
                     k,
                     x,
                     x_stride: k,
@@ -243,8 +248,14 @@ fn mul_mat_id(
         + (GATHERED * n * size_of::<f32>()).next_multiple_of(64)
         + (choices * size_of::<u64>()).next_multiple_of(64);
     let scratch = launcher.scratch(room.saturating_mul(launcher.parts));
+    // All experts' rows are one matrix, of which none may be in the panel of another expert's.
+    let packed = match n.is_multiple_of(pack::PANEL) {
+        true => launcher.packed(w, dtype, experts.saturating_mul(n), k),
+        false => None,
+    };
     let kernel = Experts {
         w,
+        packed,
         x,
         ids: Indices {
             reg: ids,

@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, split_if_worth, unsupported};
+use super::{Entry, split_if_worth, stays, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -20,6 +20,9 @@ pub(super) static ENTRIES: &[Entry] = &[Entry {
     supports: fits,
     launch: get_rows,
 }];
+
+/// Numbers that are worth sharing out.
+const WORTH: usize = 4096;
 
 struct Take {
     table: Reg,
@@ -49,9 +52,13 @@ fn fits(call: &Call<'_>) -> bool {
 }
 
 impl Kernel for Take {
+    fn is_alone(&self, rows: usize) -> bool {
+        stays(self.count.at(rows) * self.k, self.k.max(1), WORTH)
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let count = self.count.at(run.rows);
-        let range = split_if_worth(count * self.k, self.k.max(1), 4096, part, parts);
+        let range = split_if_worth(count * self.k, self.k.max(1), WORTH, part, parts);
         // SAFETY: sizes as the specs say; bytes have no alignment; parts write rows of their own.
         let (table, indices, out) = unsafe {
             (

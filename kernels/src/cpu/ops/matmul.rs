@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, split, split_if_worth, unsupported};
+use super::{Entry, split, split_if_worth, stays, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -40,6 +40,9 @@ fn fits(call: &Call<'_>) -> bool {
     parts_of(call).is_some_and(|(dtype, ..)| is_weight_dtype(dtype))
 }
 
+/// Activations that are worth sharing out.
+const WORTH: usize = 4096;
+
 /// Activations in the blocks that a weight type wants.
 struct Prepare {
     x: Reg,
@@ -52,9 +55,14 @@ struct Prepare {
 }
 
 impl Kernel for Prepare {
+    fn is_alone(&self, rows: usize) -> bool {
+        let m = self.m.0.at(rows) * self.m.1;
+        stays(m * self.k, self.k.max(1), WORTH)
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let m = self.m.0.at(run.rows) * self.m.1;
-        let rows = split_if_worth(m * self.k, self.k.max(1), 4096, part, parts);
+        let rows = split_if_worth(m * self.k, self.k.max(1), WORTH, part, parts);
         let rows = rows.start / self.k.max(1)..rows.end / self.k.max(1);
         let bytes = rows.start * self.row_bytes..rows.end * self.row_bytes;
         // SAFETY: sizes as the specs say; parts write rows of their own.

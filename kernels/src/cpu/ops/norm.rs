@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, split_if_worth, unsupported};
+use super::{Entry, split_if_worth, stays, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -62,6 +62,9 @@ dispatch! {
     fn rms_norm_rows(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) = rms_norm_body;
 }
 
+/// Elements that are worth sharing out.
+const WORTH: usize = 2048;
+
 struct RmsNorm {
     x: Reg,
     weight: Reg,
@@ -72,9 +75,13 @@ struct RmsNorm {
 }
 
 impl Kernel for RmsNorm {
+    fn is_alone(&self, rows: usize) -> bool {
+        stays(self.shape.elements(rows).unwrap_or(0), self.n, WORTH)
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let elements = self.shape.elements(run.rows).unwrap_or(0);
-        let range = split_if_worth(elements, self.n, 2048, part, parts);
+        let range = split_if_worth(elements, self.n, WORTH, part, parts);
         // SAFETY: the specs say these sizes; parts write rows of their own.
         let (x, w, out) = unsafe {
             (

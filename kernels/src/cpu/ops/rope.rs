@@ -5,7 +5,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use super::{Entry, always, split_if_worth, unsupported};
+use super::{Entry, always, split_if_worth, stays, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
@@ -21,6 +21,10 @@ pub(super) static ENTRIES: &[Entry] = &[Entry {
     launch: rope,
 }];
 
+/// Numbers that are worth sharing out: of tables, whose functions take long, and of what is turned.
+const WORTH_OF_TABLE: usize = 256;
+const WORTH: usize = 4096;
+
 /// For each row the cosines, then the sines, of its angles: `[m, d]`. One table serves every layer.
 struct Table {
     positions: Reg,
@@ -31,9 +35,14 @@ struct Table {
 }
 
 impl Kernel for Table {
+    fn is_alone(&self, rows: usize) -> bool {
+        let width = self.half * 2;
+        stays(self.count.at(rows) * width, width, WORTH_OF_TABLE)
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let (count, half) = (self.count.at(run.rows), self.half);
-        let range = split_if_worth(count * half * 2, half * 2, 256, part, parts);
+        let range = split_if_worth(count * half * 2, half * 2, WORTH_OF_TABLE, part, parts);
         // SAFETY: sizes as the specs say; parts write rows of their own.
         let (positions, frequencies, out) = unsafe {
             (
@@ -89,9 +98,14 @@ struct Rope {
 }
 
 impl Kernel for Rope {
+    fn is_alone(&self, rows: usize) -> bool {
+        let width = self.heads * self.d;
+        stays(self.count.at(rows) * width, width, WORTH)
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let (count, width) = (self.count.at(run.rows), self.heads * self.d);
-        let range = split_if_worth(count * width, width, 4096, part, parts);
+        let range = split_if_worth(count * width, width, WORTH, part, parts);
         // SAFETY: sizes as the specs say; parts write rows of their own.
         let (x, table, out) = unsafe {
             (

@@ -230,6 +230,12 @@ pub(crate) trait Kernel: Send + Sync {
     /// each part is run by at most one thread, with no other kernel that touches its results.
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize);
 
+    /// Whether part 0 does all of it in executions of so many rows, and the others nothing: such a step need not meet another
+    /// one.
+    fn is_alone(&self, _rows: usize) -> bool {
+        false
+    }
+
     /// Whether it never reads what it has written.
     fn only_writes(&self) -> bool {
         false

@@ -28,9 +28,14 @@ use crate::{
     plan::{PlanHints, PlanMemory, Planner, Prepared},
 };
 
-struct Empty;
+/// Nothing, with the meetings of what it is there for.
+struct Empty(Box<dyn Kernel>);
 
 impl Kernel for Empty {
+    fn is_alone(&self, rows: usize) -> bool {
+        self.0.is_alone(rows)
+    }
+
     unsafe fn run(&self, _: &Run<'_>, _: usize, _: usize) {}
 }
 
@@ -41,10 +46,21 @@ struct Copy {
     spec: TensorSpec,
 }
 
+/// Bytes of a copy that are worth sharing out.
+const COPIED: usize = 1 << 14;
+
 impl Kernel for Copy {
+    fn is_alone(&self, rows: usize) -> bool {
+        ops::stays(
+            self.spec.bytes(rows).unwrap_or(0),
+            memory::ALIGNMENT,
+            COPIED,
+        )
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let bytes = self.spec.bytes(run.rows).unwrap_or(0);
-        let range = ops::split_if_worth(bytes, memory::ALIGNMENT, 1 << 14, part, parts);
+        let range = ops::split_if_worth(bytes, memory::ALIGNMENT, COPIED, part, parts);
         // SAFETY: both places have the size of the spec; parts write ranges of their own.
         unsafe {
             let from = run.slice::<u8>(self.from, bytes);
@@ -388,7 +404,7 @@ impl CpuPlanner {
                 mark: mark(s, step.origin),
                 node: step.origin.node,
                 kernel: match hints.empty_kernels {
-                    true => Box::new(Empty),
+                    true => Box::new(Empty(step.kernel)),
                     false => step.kernel,
                 },
                 meet,

@@ -19,6 +19,25 @@ pub(super) enum Meet {
     Always,
 }
 
+/// Before which steps the parts need not meet in executions of so many rows, although they must in general: where part 0 alone
+/// does all that comes between the meeting before and the one after. What `is_alone` says of each step, and when the parts
+/// meet before it.
+pub(super) fn omitted(steps: impl Iterator<Item = (Meet, bool)>) -> Vec<bool> {
+    let steps: Vec<_> = steps.collect();
+    let starts = |at: &usize| *at == 0 || matches!(steps.get(*at), None | Some((Meet::Always, _)));
+    let all_alone = |range: &[(Meet, bool)]| range.iter().all(|(_, alone)| *alone);
+    let mut omitted = vec![false; steps.len()];
+    let (mut start, mut before) = (0, false);
+    while start < steps.len() {
+        let end = (start + 1..=steps.len()).find(starts);
+        let end = end.unwrap_or(steps.len());
+        let alone = all_alone(&steps[start..end]);
+        omitted[start] = before && alone;
+        (start, before) = (end, alone);
+    }
+    omitted
+}
+
 /// The arena of a plan.
 pub(super) struct Arena {
     /// Per place, where it lies; `None` outside of the arena.
@@ -145,4 +164,41 @@ pub(super) fn meetings(arena: &Arena, steps: &[Pending]) -> Vec<Meet> {
         meets.push(meet);
     }
     meets
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_alone_before_and_after_need_not_meet() {
+        use Meet::{Always, No, ToPause};
+        let omits = |steps: &[(Meet, bool)]| {
+            let omitted = omitted(steps.iter().copied());
+            let places = omitted.iter().enumerate().filter(|(_, omit)| **omit);
+            places.map(|(at, _)| at).collect::<Vec<_>>()
+        };
+        assert_eq!(omits(&[]), [0; 0]);
+        // The second and the third; what is shared meets those before and after.
+        let steps = [
+            (No, true),
+            (Always, true),
+            (Always, true),
+            (Always, false),
+            (Always, true),
+        ];
+        assert_eq!(omits(&steps), [1, 2]);
+        // One of several that do not meet each other is shared: it may need what comes before its group, or give what
+        // comes after.
+        let steps = [
+            (No, true),
+            (Always, true),
+            (No, false),
+            (Always, true),
+            (ToPause, true),
+            (Always, true),
+        ];
+        assert_eq!(omits(&steps), [5]);
+        assert_eq!(omits(&[(No, false), (No, true), (Always, true)]), [0; 0]);
+    }
 }

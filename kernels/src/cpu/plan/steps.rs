@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::{
     CpuPlan, Step,
     launch::{Home, Place, Run},
-    schedule::Meet,
+    schedule::{Meet, omitted},
 };
 use crate::{
     backend::DeviceError,
@@ -62,6 +62,11 @@ impl CpuPlan {
         pause: Option<&dyn Fn() -> bool>,
     ) -> Result<Option<usize>, DeviceError> {
         self.check(rows, from)?;
+        if self.omitted.0 != rows || self.omitted.1.len() != self.steps.len() {
+            let steps = self.steps.iter();
+            let alone = steps.map(|step| (step.meet, step.kernel.is_alone(rows)));
+            self.omitted = (rows, omitted(alone));
+        }
         let steps = &self.steps;
         let run = Run::new(
             &self.pointers,
@@ -89,6 +94,7 @@ impl CpuPlan {
         // something about a later one, never the opposite of what the others saw.
         let stop = AtomicUsize::new(usize::MAX);
         let parts = self.parts;
+        let omitted = &self.omitted.1;
         let mut pool = self.pool.borrow_mut();
         pool.run_on(parts, |part, barrier| {
             let mut run = run;
@@ -99,7 +105,8 @@ impl CpuPlan {
                 let meet = match step.meet {
                     Meet::No => false,
                     Meet::ToPause => pause.is_some(),
-                    Meet::Always => true,
+                    // Whoever may pause wants to be asked often.
+                    Meet::Always => pause.is_some() || !omitted.get(s).is_some_and(|omit| *omit),
                 };
                 if meet {
                     // A stop is a failure of the step before, so that all parts see it alike.

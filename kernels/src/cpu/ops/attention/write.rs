@@ -28,7 +28,15 @@ struct CacheWrite<E> {
     element: std::marker::PhantomData<E>,
 }
 
+/// Numbers that are worth sharing out.
+const WORTH: usize = 4096;
+
 impl<E: Element> Kernel for CacheWrite<E> {
+    fn is_alone(&self, rows: usize) -> bool {
+        let width = self.spec.kv_heads * self.spec.head_dim;
+        self.count.at(rows).saturating_mul(width) < WORTH
+    }
+
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let CacheSpec {
             block_len,
@@ -38,7 +46,7 @@ impl<E: Element> Kernel for CacheWrite<E> {
         } = self.spec;
         let (count, width) = (self.count.at(run.rows), kv_heads * d);
         // Rows in order and their columns shared: where two rows name one slot, the last wins whatever the parts.
-        let columns = match (count.saturating_mul(width) < 4096, part) {
+        let columns = match (self.is_alone(run.rows), part) {
             (true, 0) => 0..width,
             (true, _) => return,
             (false, _) => split(width, LANES.max(E::LEN), part, parts),
