@@ -8,7 +8,10 @@ mod steps;
 use std::{
     cell::RefCell,
     rc::Rc,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize},
+    },
 };
 
 use self::{
@@ -53,6 +56,8 @@ pub(crate) struct CpuPlan {
     most_rows: usize,
     /// Whether waking other threads would take longer than the work.
     small: bool,
+    /// See [`Run::take_piece`].
+    taken: Vec<AtomicUsize>,
     /// See [`schedule::omitted`], for the rows of the last execution.
     omitted: (usize, Vec<bool>),
     /// Inputs and outputs without memory.
@@ -131,6 +136,7 @@ impl CpuPlan {
             most_rows: 0,
             unbound: places.iter().filter(|p| p.home.must_be_bound()).count(),
             small,
+            taken: steps.iter().map(|_| AtomicUsize::new(0)).collect(),
             omitted: (0, Vec::new()),
             steps,
             places,

@@ -83,6 +83,13 @@ const PIECE: usize = 1 << 32;
 /// Columns of a piece are a multiple of this: whole groups of panels on every path.
 const PIECE_COLUMNS: usize = 256;
 
+/// Rows from which on parts take one piece after another, so that one on a slower processor has fewer of them. With fewer
+/// rows a part's weights are one long stream of memory.
+const TAKEN_ROWS: usize = 32;
+/// Pieces for each part, about, and columns of one: whole tiles of panels.
+const TAKEN_BY_PART: usize = 8;
+const TAKEN_COLUMNS: usize = 32;
+
 struct Multiply {
     x: Reg,
     w: Reg,
@@ -101,8 +108,7 @@ struct Multiply {
 impl Kernel for Multiply {
     unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
         let rows = self.m.at(run.rows);
-        let n = split(self.n, 16, part, parts);
-        if rows == 0 || n.is_empty() {
+        if rows == 0 {
             return;
         }
         // SAFETY: sizes as the specs say; each part writes columns of its own in every row.
@@ -124,12 +130,26 @@ impl Kernel for Multiply {
             // Which columns go together changes no bit.
             let columns = PIECE / rows.saturating_mul(self.k).max(1);
             let columns = columns.next_multiple_of(PIECE_COLUMNS).max(PIECE_COLUMNS);
+            let out = run.pointer(self.out).cast();
+            if rows >= TAKEN_ROWS && parts > 1 {
+                let share = self.n / (parts * TAKEN_BY_PART);
+                let columns = share.next_multiple_of(TAKEN_COLUMNS).max(TAKEN_COLUMNS);
+                loop {
+                    let start = run.take_piece().saturating_mul(columns);
+                    if start >= self.n || run.stopped() {
+                        return;
+                    }
+                    let piece = start..self.n.min(start.saturating_add(columns));
+                    kernel.run(run.path, piece, out, self.n);
+                }
+            }
+            let n = split(self.n, 16, part, parts);
             for start in n.clone().step_by(columns) {
                 if run.stopped() {
                     return;
                 }
                 let piece = start..n.end.min(start.saturating_add(columns));
-                kernel.run(run.path, piece, run.pointer(self.out).cast(), self.n);
+                kernel.run(run.path, piece, out, self.n);
             }
         }
     }

@@ -38,6 +38,8 @@ pub(crate) struct Run<'a> {
     fault: &'a Fault,
     stop: &'a AtomicBool,
     workspaces: Workspaces,
+    /// Of each step, how many pieces of its work have been taken.
+    taken: &'a [AtomicUsize],
     /// Where part 0 says that it moves; the others have none.
     trail: Option<Trail>,
     /// The step that runs.
@@ -66,6 +68,7 @@ impl<'a> Run<'a> {
         fault: &'a Fault,
         stop: &'a AtomicBool,
         workspaces: Workspaces,
+        taken: &'a [AtomicUsize],
         rows: usize,
         path: CpuPath,
     ) -> Self {
@@ -74,6 +77,7 @@ impl<'a> Run<'a> {
             fault,
             stop,
             workspaces,
+            taken,
             trail: None,
             step: 0,
             rows,
@@ -97,6 +101,13 @@ impl<'a> Run<'a> {
     /// Whether a step before this one failed ([`Fault::before`]).
     pub(super) fn failed_before(&self, step: usize) -> bool {
         self.fault.before(step)
+    }
+
+    /// The number of a piece of this step's work that no part has taken yet, in ascending order from 0 on: for long steps
+    /// whose parts may have processors of different speeds, or less than all of one.
+    pub fn take_piece(&self) -> usize {
+        let taken = self.taken.get(self.step);
+        taken.map_or(usize::MAX, |taken| taken.fetch_add(1, Ordering::Relaxed))
     }
 
     /// The part's memory for as many bytes as the kernel asked for ([`Launcher::workspace`]).

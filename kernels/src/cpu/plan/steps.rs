@@ -67,12 +67,16 @@ impl CpuPlan {
             let alone = steps.map(|step| (step.meet, step.kernel.is_alone(rows)));
             self.omitted = (rows, omitted(alone));
         }
+        for taken in &mut self.taken {
+            *taken.get_mut() = 0;
+        }
         let steps = &self.steps;
         let run = Run::new(
             &self.pointers,
             &self.fault,
             &self.stop,
             self.workspaces,
+            &self.taken,
             rows,
             self.path,
         );
