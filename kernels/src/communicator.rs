@@ -4,6 +4,7 @@ use std::{
     ops::Range,
     sync::atomic::{AtomicU64, Ordering},
     thread,
+    time::Duration,
 };
 
 use crate::{
@@ -20,6 +21,10 @@ pub const HANDED: usize = 4 << 20;
 /// How often a member looks for the others without a pause, then with one, before it asks whether they are still there.
 const SPINS: u32 = 1 << 14;
 const YIELDS: u32 = 64;
+
+/// After how many looks it sleeps between two of them, and for how long: who waits for a whole stage leaves the processor to it.
+const AWAKE: u32 = SPINS + 1024;
+const NAP: Duration = Duration::from_micros(30);
 
 /// Which part of something a member has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -163,11 +168,14 @@ impl Communicator {
     fn wait(&self, op: &'static str, is_so: impl Fn() -> bool) -> Result<(), DeviceError> {
         let mut looks = 0u32;
         while !is_so() {
-            looks = looks.wrapping_add(1);
+            looks = looks.checked_add(1).unwrap_or(AWAKE);
             if looks < SPINS {
                 std::hint::spin_loop();
             } else {
-                thread::yield_now();
+                match looks < AWAKE {
+                    true => thread::yield_now(),
+                    false => thread::sleep(NAP),
+                }
                 if looks.is_multiple_of(YIELDS) && !(self.alive)() {
                     return Err(DeviceError::Failed {
                         backend: "cpu",

@@ -134,7 +134,7 @@ settings! {
     /// Processes that compute each model of a worker together, every one a part of it, on as many of its device's cores each; the results are the same [default: 1]
     #[arg(value_name = "COUNT")]
     tensor_parallel: Members = "HOTCELL_TENSOR_PARALLEL";
-    /// Processes that have the layers of each model of a worker together, every one some of them, on as many of its device's cores each; the results are the same [default: 1]
+    /// Processes that have the layers of each model of a worker together, every one some of them, for models that one of them should not hold alone: parts of a prompt are computed at once, a token by one process after another; the results are the same [default: 1]
     #[arg(value_name = "COUNT")]
     pipeline_parallel: Members = "HOTCELL_PIPELINE_PARALLEL";
     /// Bytes that one worker may take of memory, where control groups can be made [default: its device's memory]

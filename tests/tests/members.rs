@@ -5,12 +5,17 @@
 
 use std::time::{Duration, Instant};
 
-use hotcell_client::{Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt, v1};
+use hotcell_client::{
+    Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt,
+    debug::{Recording, compare},
+    v1,
+};
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_tests::{
     answers::assert_same,
     cluster::{Cluster, SOON, all_have, children, golden, kjv, lives, signal_pid},
     conformance::{Executor, Remote, RunError},
+    debugged::{of, put_together},
     options::{drawn, greedy},
     rewritten::fused_experts,
 };
@@ -57,7 +62,8 @@ async fn answers(client: &Client, model: &str) -> (Vec<Completion>, Vec<f32>) {
     };
     let mut all = vec![
         complete(client, &ids(5), &of(greedy(TOKENS))).await,
-        // More than one step of a prompt.
+        // A step that is computed piece by piece, and more than one step of a prompt.
+        complete(client, &ids(100), &of(drawn(TOKENS, 8))).await,
         complete(client, &ids(150), &of(drawn(TOKENS, 7))).await,
     ];
     let together = (0..3).map(|branch| {
@@ -73,7 +79,7 @@ async fn answers(client: &Client, model: &str) -> (Vec<Completion>, Vec<f32>) {
         mean: true,
         ..EmbedOptions::default()
     };
-    let embedded = client.embed([ids(40)], options).await.unwrap();
+    let embedded = client.embed([ids(100)], options).await.unwrap();
     (all, embedded.embeddings[0].values.clone())
 }
 
@@ -81,13 +87,14 @@ async fn answers(client: &Client, model: &str) -> (Vec<Completion>, Vec<f32>) {
 async fn members_compute_the_bits_of_one_process() {
     let mut alone: Vec<(Vec<Completion>, Vec<f32>)> = Vec::new();
     let fused = fused_experts();
-    // These models have two layers, some four: a third or fourth process may have none.
+    // Most of these models have two layers: of three processes the first has none, of four the third neither.
     for (division, members) in [
         (COLUMNS, 1),
         (COLUMNS, 2),
         (COLUMNS, 4),
         (LAYERS, 2),
         (LAYERS, 3),
+        (LAYERS, 4),
     ] {
         let cluster = Cluster::ready_with(&[division, &members.to_string()])
             .await
@@ -334,6 +341,39 @@ async fn dies_as_its_member(division: &str, busy: bool) {
             assert_eq!(busy.await.unwrap().finished.deaths_survived, 1);
         }
     }
+}
+
+#[tokio::test]
+async fn who_looks_at_the_first_layers_sees_what_one_process_computes() {
+    let mut seen = Vec::new();
+    for members in ["1", "2"] {
+        let cluster = kjv_cluster(LAYERS, members).await;
+        let client = cluster.client().await.unwrap();
+        let options = v1::CaptureOptions {
+            layers: vec![0],
+            values: u32::MAX,
+            tokens: 3,
+            reveal: true,
+            ..v1::CaptureOptions::default()
+        };
+        let looks = client.capture(of("looked-at", Some(options))).await;
+        let looks = tokio::spawn(put_together(looks.unwrap()));
+        let options = GenerateOptions {
+            request_id: "looked-at".to_owned(),
+            ..greedy(6)
+        };
+        complete(&client, &ids(100), &options).await;
+        seen.push(looks.await.unwrap().unwrap());
+    }
+    let rows = |of: &Recording| {
+        of.tokens
+            .iter()
+            .map(|token| token.nodes.len())
+            .sum::<usize>()
+    };
+    assert_eq!(seen[1].tokens.len(), 3);
+    assert!(rows(&seen[1]) > 30 && rows(&seen[0]) == rows(&seen[1]));
+    assert!(compare(&seen[1], &seen[0]).first.is_none());
 }
 
 #[test]

@@ -59,8 +59,9 @@ pub struct Common {
     /// Processes that compute each model together, every one a part of it, on as many cores each; the results are the same.
     #[arg(long, default_value_t = 1, value_parser = members)]
     pub tensor_parallel: usize,
-    /// Processes that have each model's layers together, every one some of them, on as many cores each; the results are the same.
-    #[arg(long, default_value_t = 1, value_parser = members, conflicts_with = "tensor_parallel")]
+    /// Processes that have each model's layers together, every one some of them: parts of a prompt are computed at once, a
+    /// token by one after another; the results are the same. Not beside --tensor-parallel.
+    #[arg(long, default_value_t = 1, value_parser = members)]
     pub pipeline_parallel: usize,
     /// How the KV cache stores numbers: f32, f16, bf16 or q8_0.
     #[arg(long, default_value = "f16", value_parser = cache_dtype)]

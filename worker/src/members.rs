@@ -1,5 +1,6 @@
-//! Several processes that compute one model together, each a part of it (tensor parallelism: M. Shoeybi and others 2019,
-//! "Megatron-LM"; here every number is computed whole by one of them, so that the results are those of one process).
+//! Several processes that compute one model together, each a part of it: of every layer (tensor parallelism: M. Shoeybi and
+//! others 2019, "Megatron-LM"; here every number is computed whole by one of them, so that the results are those of one process), or
+//! some of the layers (a pipeline).
 //!
 //! The worker that others know leads. It forks the others at its start, before it has threads or gives its freedom
 //! away, and tells them all that its models' runners do; they meet in shared memory while they compute. Whichever of them

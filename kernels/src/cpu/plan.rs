@@ -17,6 +17,7 @@ use std::{
 use self::{
     launch::{Fault, Home, Place, Workspaces},
     schedule::Meet,
+    steps::Lone,
 };
 pub(crate) use self::{
     launch::{Kernel, Launcher, Reg, Run},
@@ -58,8 +59,8 @@ pub(crate) struct CpuPlan {
     small: bool,
     /// See [`Run::take_piece`].
     taken: Vec<AtomicUsize>,
-    /// See [`schedule::omitted`], for the rows of the last execution.
-    omitted: (usize, Vec<bool>),
+    /// For the rows of the last execution.
+    lone: Lone,
     /// Inputs and outputs without memory.
     unbound: usize,
     /// Keeps the memory that arena pointers lead to; `None` for a dry run.
@@ -137,7 +138,7 @@ impl CpuPlan {
             unbound: places.iter().filter(|p| p.home.must_be_bound()).count(),
             small,
             taken: steps.iter().map(|_| AtomicUsize::new(0)).collect(),
-            omitted: (0, Vec::new()),
+            lone: Lone::default(),
             steps,
             places,
             inputs,

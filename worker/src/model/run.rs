@@ -26,8 +26,8 @@ pub use others::{Order, Others};
 use packed::{Packable, is_whole_panels, packable_elsewhere};
 use placed::Placed;
 pub use placed::{Keeping, Keeps};
-use shape::check_cache;
 pub use shape::{Division, KINDS, Parts, RunShape, Sizes};
+use shape::{check_cache, kind_sizes};
 use stages::Stage;
 use tap::Tap;
 pub use tap::{RowSize, Wanted};
@@ -58,7 +58,12 @@ fn bytes_besides_cache(
     let kinds = config.kinds();
     let rows = shape.max_rows.max(shape.max_sequences) * (4 + kinds)
         + kinds * shape.max_sequences * shape.blocks_per_sequence();
-    let values = 2 * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
+    let states = match shape.parts.stage().members {
+        1 => 2,
+        // On their way to the next stage, in two places.
+        _ => 4,
+    };
+    let values = states * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
     let mut bytes = (rows + values) * 4;
     let pattern = pattern(source, shape);
     for graph in [body(pattern)?, head(pattern)?, ending(pattern)?] {
@@ -154,6 +159,8 @@ pub struct Runner {
     hidden: usize,
     /// How far back each kind of layers looks.
     windows: Vec<Option<usize>>,
+    /// See [`Runner::kind_size`].
+    kind_sizes: Vec<(usize, usize)>,
     stream: Box<dyn Stream>,
     body: Box<dyn Plan>,
     head: Box<dyn Plan>,
@@ -328,6 +335,7 @@ impl Runner {
             vocab: config.vocab,
             hidden: config.hidden,
             windows: config.windows(),
+            kind_sizes: kind_sizes(config, &shape),
             stream,
             body,
             head,
@@ -387,10 +395,9 @@ impl Runner {
         plans.iter().map(|plan| plan.memory().arena).sum()
     }
 
-    /// How many layers are of a kind, and the bytes of one block in all of them.
+    /// How many of the model's layers are of a kind, and the bytes of one block in all of them, or in this process's part of each.
     pub fn kind_size(&self, kind: usize) -> (usize, usize) {
-        let layers = self.caches.count(kind);
-        (layers, layers * self.caches.block_bytes(kind))
+        self.kind_sizes.get(kind).copied().unwrap_or_default()
     }
 
     /// Says which blocks a sequence's tokens lie in for a kind of layers, from its block `first` on.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotcell_ipc::{blackbox::Writer, child::ExitStatus, turns};
-use hotcell_kernels::registry::Registry;
+use hotcell_kernels::{backend::Trail, registry::Registry};
 
 use super::{accept, allowed_cores, confined, fail, prepare, record};
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
     exit::Exit,
     last_words,
     members::{self, Member, Side},
-    model::run::Division,
+    model::run::{Division, EACH},
 };
 
 /// A member of this worker's communicator is lost, perhaps by this end: those outside see it as the worker's own.
@@ -44,7 +44,12 @@ pub(super) fn divided(common: &mut Common) -> Result<Option<Side>, Exit> {
     let (members, division) = match (common.tensor_parallel, common.pipeline_parallel) {
         (1, 1) => return Ok(None),
         (1, members) => (members, Division::Layers),
-        (members, _) => (members, Division::Columns),
+        (members, 1) => (members, Division::Columns),
+        _ => {
+            let what =
+                "--tensor-parallel and --pipeline-parallel cannot both be more than 1; choose one";
+            return Err(fail(Exit::Usage, what));
+        }
     };
     let cores = match common.cores.is_empty() {
         true => allowed_cores(),
@@ -96,6 +101,17 @@ pub(super) fn be_member(
         Ok(device) => device,
         Err(error) => return fail(Exit::NoDevice, error),
     };
+    if member.parts().division == Division::Layers {
+        // The leader waits for whole stages, and is no worker that hangs while these compute; which node runs is its own to say.
+        let (progress, _) = blackbox.trail();
+        let (_, node) = Writer::private(engine::names()).trail();
+        device.leave(Trail {
+            progress,
+            node,
+            pack: |_, _, _| 0,
+            each: &EACH,
+        });
+    }
     if pins && let Err(error) = device.pin() {
         tracing::warn!(%error, "compute threads go where the system has them");
     }

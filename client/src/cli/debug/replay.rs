@@ -68,7 +68,7 @@ pub struct ReplayFlags {
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What is said then.
-const STARVES: &str = "nothing yet: a replay runs on the time that others leave; with --hurry it takes turns with them";
+const STARVES: &str = "nothing yet; a replay runs on the time that others leave, which may be none, and with --hurry in turns with them";
 
 /// A name that ends so, or of which there is a file, is a file's.
 pub(super) fn is_file(what: &str) -> bool {

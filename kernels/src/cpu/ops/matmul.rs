@@ -133,7 +133,8 @@ impl Kernel for Multiply {
             let out = run.pointer(self.out).cast();
             if rows >= TAKEN_ROWS && parts > 1 {
                 let share = self.n / (parts * TAKEN_BY_PART);
-                let columns = share.next_multiple_of(TAKEN_COLUMNS).max(TAKEN_COLUMNS);
+                let share = share.next_multiple_of(TAKEN_COLUMNS).max(TAKEN_COLUMNS);
+                let columns = share.min(columns);
                 loop {
                     let start = run.take_piece().saturating_mul(columns);
                     if start >= self.n || run.stopped() {

@@ -22,6 +22,29 @@ pub(super) fn is_small(places: &[Place], steps: &[Step]) -> bool {
     steps.len() <= SMALL_STEPS && bytes.fold(0, usize::saturating_add) <= SMALL_BYTES
 }
 
+/// What part 0 does alone in executions of so many rows.
+#[derive(Default)]
+pub(super) struct Lone {
+    rows: usize,
+    /// Of each step: whether that is so ([`Kernel::is_alone`](super::Kernel::is_alone)).
+    alone: Vec<bool>,
+    /// Of each step: whether the parts need not meet before it ([`omitted`]).
+    omitted: Vec<bool>,
+}
+
+impl Lone {
+    fn of(steps: &[Step], rows: usize) -> Self {
+        let alone = steps.iter().map(|step| step.kernel.is_alone(rows));
+        let alone: Vec<bool> = alone.collect();
+        let meets = steps.iter().map(|step| step.meet);
+        Self {
+            rows,
+            omitted: omitted(meets.zip(alone.iter().copied())),
+            alone,
+        }
+    }
+}
+
 impl CpuPlan {
     /// What is wrong with executing now.
     fn check(&mut self, rows: usize, from: usize) -> Result<(), DeviceError> {
@@ -62,10 +85,8 @@ impl CpuPlan {
         pause: Option<&dyn Fn() -> bool>,
     ) -> Result<Option<usize>, DeviceError> {
         self.check(rows, from)?;
-        if self.omitted.0 != rows || self.omitted.1.len() != self.steps.len() {
-            let steps = self.steps.iter();
-            let alone = steps.map(|step| (step.meet, step.kernel.is_alone(rows)));
-            self.omitted = (rows, omitted(alone));
+        if self.lone.rows != rows || self.lone.alone.len() != self.steps.len() {
+            self.lone = Lone::of(&self.steps, rows);
         }
         for taken in &mut self.taken {
             *taken.get_mut() = 0;
@@ -98,20 +119,24 @@ impl CpuPlan {
         // something about a later one, never the opposite of what the others saw.
         let stop = AtomicUsize::new(usize::MAX);
         let parts = self.parts;
-        let omitted = &self.omitted.1;
+        let lone = &self.lone;
         let mut pool = self.pool.borrow_mut();
         pool.run_on(parts, |part, barrier| {
             let mut run = run;
             if part == 0 {
                 run.leave(trail);
             }
+            // Whether a step failed since the last meeting, where part 0 goes on alone.
+            let mut failed = false;
             for (s, step) in steps.iter().enumerate().skip(from) {
+                let is_alone = lone.alone[s];
                 let meet = match step.meet {
                     Meet::No => false,
                     Meet::ToPause => pause.is_some(),
                     // Whoever may pause wants to be asked often.
-                    Meet::Always => pause.is_some() || !omitted.get(s).is_some_and(|omit| *omit),
+                    Meet::Always => pause.is_some() || !lone.omitted[s],
                 };
+                failed |= !meet && lone.omitted[s] && run.failed_before(s);
                 if meet {
                     // A stop is a failure of the step before, so that all parts see it alike.
                     if part == 0 {
@@ -131,9 +156,12 @@ impl CpuPlan {
                     }
                 }
                 run.enter(s, step.mark);
+                if is_alone && (part > 0 || failed) {
+                    continue;
+                }
                 // SAFETY: `check` says that all places are bound, with the sizes that `bind` compared with the
                 // specs; the pool gives every part to one thread; barriers separate steps that
-                // touch the same memory.
+                // touch the same memory, or part 0 alone runs both of them.
                 unsafe { step.kernel.run(&run, part, parts) };
             }
         });

@@ -71,16 +71,6 @@ impl Caches {
         self.layers.iter().filter(move |layer| layer.kind == kind)
     }
 
-    /// How many of them are of a kind.
-    pub fn count(&self, kind: usize) -> usize {
-        self.of_kind(kind).count()
-    }
-
-    /// Bytes of a block in one layer of this kind.
-    pub fn block_bytes(&self, kind: usize) -> usize {
-        2 * self.kinds[kind].block
-    }
-
     /// Where a block's keys and values are.
     fn places(&self, kind: usize, block: u32) -> [usize; 2] {
         let Half { bytes, block: size } = self.kinds[kind];

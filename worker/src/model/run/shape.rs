@@ -187,6 +187,17 @@ impl BlockSizes {
     }
 }
 
+/// Of each kind of layers: how many the model has, and the bytes of one block in all of them.
+pub(super) fn kind_sizes(config: &ModelConfig, shape: &RunShape) -> Vec<(usize, usize)> {
+    let of = |kind| {
+        let layers = (0..config.layers).filter(|layer| config.kind(*layer) == kind);
+        let (layers, spec) = (layers.count(), shape.cache(config, kind));
+        let block = spec.bytes().unwrap_or(usize::MAX) / spec.blocks.max(1);
+        (layers, layers.saturating_mul(block))
+    };
+    (0..config.kinds()).map(of).collect()
+}
+
 impl RunShape {
     /// Sizes for a model with this cache dtype.
     pub fn for_model(config: &ModelConfig, cache_dtype: DType) -> Self {
@@ -271,8 +282,23 @@ impl RunShape {
 
     /// What all members of the communicator take besides the cache.
     fn besides(&self, device: &dyn Device, source: &ModelSource) -> Result<usize, RunError> {
-        let each = bytes_besides_cache(device, source, self)?;
-        Ok(each.saturating_mul(self.parts.share.members))
+        let members = self.parts.share.members;
+        if self.parts.division == Division::Columns {
+            let each = bytes_besides_cache(device, source, self)?;
+            return Ok(each.saturating_mul(members));
+        }
+        // Some have more layers than others.
+        let mut all = 0usize;
+        for rank in 0..members {
+            let share = Share { rank, members };
+            let parts = Parts {
+                share,
+                ..self.parts
+            };
+            let own = bytes_besides_cache(device, source, &Self { parts, ..*self })?;
+            all = all.saturating_add(own);
+        }
+        Ok(all)
     }
 
     /// How many of them hold the whole cache, if they share neither its heads nor its layers.
