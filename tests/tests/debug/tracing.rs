@@ -137,7 +137,20 @@ async fn a_trace_outlives_the_process_that_it_began_with_and_marks_its_death() {
         max_tokens: 900,
         ..long("outlives")
     };
-    let mut stream = client.generate("In the beginning", beyond).await.unwrap();
+    let mut stream = client
+        .generate("In the beginning", beyond.clone())
+        .await
+        .unwrap();
+    // With company it takes a few times as long as what comes now.
+    let mut company = Vec::new();
+    for number in 0..6 {
+        let options = GenerateOptions {
+            request_id: format!("beside-{number}"),
+            ..beyond.clone()
+        };
+        let stream = client.generate("And God said", options).await.unwrap();
+        company.push(tokio::spawn(stream.complete()));
+    }
     // Some of it is drawn, and more than a look of the trace's ago.
     let mut drawn = 0;
     let begun = std::time::Instant::now();
@@ -157,6 +170,9 @@ async fn a_trace_outlives_the_process_that_it_began_with_and_marks_its_death() {
         }
     }
     whole.await.unwrap().unwrap();
+    for stream in company {
+        stream.await.unwrap().unwrap();
+    }
     assert_eq!((heads, end.unwrap().deaths), (1, 1));
     let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
     let event = |what: &str| {

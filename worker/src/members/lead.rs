@@ -30,8 +30,8 @@ use crate::{
 /// How long a member may take to take a model's files.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long one whose connection is gone may take to be gone itself.
-const ENDING: Duration = Duration::from_millis(200);
+/// How long one whose connection is gone may take to be gone itself, also where others have the processors.
+const ENDING: Duration = Duration::from_secs(1);
 
 /// The end of this process, which members bring.
 struct End {
