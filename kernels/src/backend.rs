@@ -373,9 +373,10 @@ pub struct Trail {
 }
 
 impl Trail {
-    /// Something moved. For the one thread that computes part 0.
+    /// Something moved. For the one thread of a process that computes part 0.
     pub(crate) fn progressed(&self) {
-        // One writer: no need for a locked instruction.
+        // No need for a locked instruction: where other processes write it too, a count that is lost is one of many, and
+        // whoever watches wants to see that it changes.
         let count = self.progress.load(Ordering::Relaxed);
         self.progress
             .store(count.wrapping_add(1), Ordering::Relaxed);
