@@ -196,51 +196,54 @@ fn files(folder: &Path, end: &str) -> Vec<PathBuf> {
 #[tokio::test]
 async fn a_stream_does_not_notice_that_its_worker_changes_to_packed_weights() {
     let model = model(&SMALL);
-    let options = [greedy(300), sampled(300)];
+    let options = [greedy(450), sampled(450)];
     let right = unpacked(model.path(), &options).await;
-    assert!(right[0].1.len() >= 300, "no log-probabilities");
+    assert!(right[0].1.len() >= 450, "no log-probabilities");
     let cluster = Cluster::with_model("m", model.path(), &[]).await.unwrap();
     let client = cluster.client().await.unwrap();
+    let is_used = async || {
+        let info = packed(&client).await;
+        info.is_some_and(|info| info.workers == ["w0"])
+    };
     let mut during = 0;
-    for round in 0..6 {
-        let at = round % options.len();
-        let mut stream = client
-            .generate("In the beginning", options[at].clone())
-            .await
-            .unwrap();
-        let mut said = Said::default();
-        let (mut began, mut ended) = (None, false);
-        while let Some(event) = stream.next().await {
-            match event.unwrap() {
-                Event::Delta(delta) => {
-                    add(&mut said, &delta);
-                    if began.is_none() {
-                        let info = packed(&client).await;
-                        began = Some(info.is_none_or(|info| info.workers.is_empty()));
+    for round in 0..20 {
+        // One after the other, until one has seen the change: who packs may get little of a busy host.
+        let mut used_before = is_used().await;
+        for at in (0..options.len()).cycle().skip(round) {
+            let stream = client.generate("In the beginning", options[at].clone());
+            let mut stream = stream.await.unwrap();
+            let (mut said, mut changed, mut deltas) = (Said::default(), false, 0);
+            while let Some(event) = stream.next().await {
+                match event.unwrap() {
+                    Event::Delta(delta) => {
+                        add(&mut said, &delta);
+                        deltas += 1;
+                        // Not at the first: it may be old.
+                        if deltas % 8 == 0 && said.0.len() < 440 && !used_before && !changed {
+                            changed = is_used().await;
+                        }
                     }
-                    if said.0.len() == 250 {
-                        ended = packed(&client).await.is_some_and(|i| i.workers == ["w0"]);
-                    }
+                    Event::Finished(finished) => assert_eq!(finished.deaths_survived, 0),
+                    Event::Accepted(_) => {}
                 }
-                Event::Finished(finished) => assert_eq!(finished.deaths_survived, 0),
-                Event::Accepted(_) => {}
             }
+            assert_eq!(said, right[at]);
+            during += u32::from(changed);
+            if used_before {
+                break;
+            }
+            used_before = is_used().await;
         }
-        assert_eq!(said, right[at]);
-        during += u32::from(began == Some(true) && ended);
+        if during >= 2 {
+            break;
+        }
         // Packed again the next time: memory goes with the model.
-        used(&cluster, &client, &["w0"]).await;
-        assert_eq!(said_again(&client, &options[at]).await, right[at]);
         client.unload("m").await.unwrap();
         let path = model.path().to_str().unwrap();
         client.load("m", path).await.unwrap();
     }
     assert!(during > 0, "no stream ran while the worker changed");
     assert_eq!(cluster.workers(all_have("m")).await.unwrap()[0].deaths, 0);
-}
-
-async fn said_again(client: &Client, options: &GenerateOptions) -> Said {
-    said(client, options.clone()).await
 }
 
 #[tokio::test]
@@ -308,8 +311,19 @@ async fn the_json_of_models_tells_of_copies() {
 
 #[tokio::test]
 async fn a_worker_that_is_killed_while_it_packs_costs_its_streams_nothing() {
-    let (model, cache) = (model(&LARGE), private());
-    let right = unpacked(model.path(), &[greedy(300)]).await;
+    let model = model(&LARGE);
+    let right = unpacked(model.path(), &[greedy(450)]).await;
+    for _ in 0..10 {
+        if dies_while_it_packs(model.path(), &right[0]).await {
+            return;
+        }
+    }
+    panic!("it was too fast, ten times");
+}
+
+/// Kills a worker that packs and has a stream. Says whether it did both when it died.
+async fn dies_while_it_packs(model: &Path, right: &Said) -> bool {
+    let cache = private();
     let folder = cache.path().to_str().unwrap();
     // One death under a request would be enough for it to be run alone.
     let arguments = ["--pack-dir", folder, "--suspect-after", "1"];
@@ -319,25 +333,13 @@ async fn a_worker_that_is_killed_while_it_packs_costs_its_streams_nothing() {
         .workers(|all| all.iter().all(|w| w.pid != 0))
         .await
         .unwrap();
-    client
-        .load("m", model.path().to_str().unwrap())
-        .await
-        .unwrap();
-    let mut stream = client
-        .generate("In the beginning", greedy(300))
-        .await
-        .unwrap();
+    client.load("m", model.to_str().unwrap()).await.unwrap();
     let packing = |info: &PackedInfo| info.state() != PackedState::Waiting && info.bytes_done > 0;
     until(&cluster, &client, packing).await;
-    signal_pid(workers[0].pid, Signal::STOP).unwrap();
-    let seen = packed(&client).await.unwrap();
-    signal_pid(workers[0].pid, Signal::KILL).unwrap();
-    assert_eq!(
-        seen.state(),
-        PackedState::Packing,
-        "it was too fast: {seen:?}"
-    );
-    let (mut all, mut survived) = (Said::default(), Vec::new());
+    let stream = client.generate("In the beginning", greedy(450));
+    let mut stream = stream.await.unwrap();
+    let (mut all, mut survived, mut struck) = (Said::default(), Vec::new(), false);
+    let mut seen = None;
     while let Some(event) = stream.next().await {
         match event.unwrap() {
             Event::Accepted(_) => {}
@@ -347,36 +349,56 @@ async fn a_worker_that_is_killed_while_it_packs_costs_its_streams_nothing() {
             }
             Event::Finished(finished) => survived.extend(finished.survived),
         }
+        if !all.0.is_empty() && !std::mem::replace(&mut struck, true) {
+            signal_pid(workers[0].pid, Signal::STOP).unwrap();
+            seen = packed(&client).await;
+            signal_pid(workers[0].pid, Signal::KILL).unwrap();
+        }
     }
-    assert_eq!(all, right[0]);
+    assert_eq!(all, *right);
+    if seen.is_none_or(|info| info.state() != PackedState::Packing) || survived.is_empty() {
+        return false;
+    }
     // It did not go on alone, in a throw-away worker.
     let on: Vec<&str> = survived.iter().map(|s| s.continued_on.as_str()).collect();
     assert_eq!(on.len(), 1, "{on:?}");
     assert_eq!(on[0].split(' ').next(), Some("w0"));
     let info = used(&cluster, &client, &["w0"]).await;
     assert_eq!(info.packings, 1);
-    assert_eq!(said(&client, greedy(300)).await, right[0]);
+    assert_eq!(said(&client, greedy(450)).await, *right);
     // What was half done is gone.
     assert_eq!(files(cache.path(), "draft").len(), 0);
     assert_eq!(files(cache.path(), "packed").len(), 1);
+    true
 }
 
 #[tokio::test]
 async fn packing_is_given_up_when_it_kills_again_and_again() {
-    let (model, cache) = (model(&LARGE), private());
+    let model = model(&LARGE);
+    for _ in 0..10 {
+        if kills_again_and_again(model.path()).await {
+            return;
+        }
+    }
+    panic!("it was too fast, ten times");
+}
+
+/// Kills whoever packs a model until nobody does any more. Says whether all of them were packing then.
+async fn kills_again_and_again(model: &Path) -> bool {
+    let cache = private();
     let folder = cache.path().to_str().unwrap();
     let cluster = Cluster::start(&["--pack-dir", folder]).await.unwrap();
     let client = cluster.client().await.unwrap();
-    client
-        .load("m", model.path().to_str().unwrap())
-        .await
-        .unwrap();
+    client.load("m", model.to_str().unwrap()).await.unwrap();
     let over = |info: &PackedInfo| match info.state() {
         PackedState::Packing => info.bytes_done > 0,
-        state => state == PackedState::Failed,
+        state => state != PackedState::Waiting,
     };
     for attempt in 0.. {
         let info = until(&cluster, &client, over).await;
+        if info.state() == PackedState::Ready {
+            return false;
+        }
         if info.state() == PackedState::Failed {
             assert_eq!(attempt, 3);
             break;
@@ -387,7 +409,7 @@ async fn packing_is_given_up_when_it_kills_again_and_again() {
         cluster.workers(gone).await.unwrap();
         // What was said of this attempt is not taken for the next one.
         until(&cluster, &client, |info| {
-            !over(info) || info.state() == PackedState::Failed
+            !over(info) || info.state() != PackedState::Packing
         })
         .await;
     }
@@ -400,6 +422,7 @@ async fn packing_is_given_up_when_it_kills_again_and_again() {
     let table = cluster.hotcell(&["models"]).unwrap().stdout;
     let table = String::from_utf8(table).unwrap();
     assert!(table.contains("unpacked: "), "{table}");
+    true
 }
 
 #[tokio::test]

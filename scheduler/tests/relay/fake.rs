@@ -285,6 +285,10 @@ impl Worker for FakeWorker {
         if let Some(&reason) = self.stage.unloadable.lock().unwrap().get(&request.model) {
             return Err(Error::new(reason, "cannot load it").into());
         }
+        let has_copy = request.packed.is_some();
+        self.stage
+            .offered
+            .fetch_add(usize::from(has_copy), Ordering::SeqCst);
         let (sender, receiver) = mpsc::channel(4);
         let step = LoadProgress {
             bytes_done: 1,
@@ -303,7 +307,7 @@ impl Worker for FakeWorker {
                 cache_tokens: 1,
                 packing: self.layout(),
                 packing_files: vec![0; usize::from(!self.layout().is_empty())],
-                packed: false,
+                packed: has_copy,
                 ..Loaded::default()
             }),
             ..LoadProgress::default()
