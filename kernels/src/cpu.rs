@@ -3,6 +3,7 @@
 mod apart;
 mod buffer;
 pub mod dequant;
+pub mod draw;
 mod elementwise;
 pub mod encode;
 mod fuse;

@@ -11,15 +11,18 @@ pub enum PlanPart {
     Logits = 3,
     /// From hidden states to embeddings.
     States = 4,
+    /// From logits to tokens.
+    Draws = 5,
 }
 
 impl PlanPart {
     /// Each with its stable name.
-    pub const ALL: [(PlanPart, &'static str); 4] = [
+    pub const ALL: [(PlanPart, &'static str); 5] = [
         (PlanPart::Body, "body"),
         (PlanPart::Looked, "looked"),
         (PlanPart::Logits, "logits"),
         (PlanPart::States, "states"),
+        (PlanPart::Draws, "draws"),
     ];
 
     /// Its stable name.

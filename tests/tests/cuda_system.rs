@@ -72,18 +72,29 @@ async fn a_model_says_the_same_twice() {
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
-    let mut said = Vec::new();
-    for _ in 0..2 {
+    let said = async |temperature, logprobs| {
         let options = GenerateOptions {
             max_tokens: 12,
+            sampling: v1::Sampling {
+                temperature: Some(temperature),
+                ..v1::Sampling::default()
+            },
+            seed: Some(3),
+            logprobs,
             ..Default::default()
         };
         let prompt = Prompt::Text("In the beginning".to_owned());
         let stream = client.generate(prompt, options).await.unwrap();
-        said.push(stream.complete().await.unwrap().token_ids);
+        stream.complete().await.unwrap().token_ids
+    };
+    let (greedy, sampled) = (said(0.0, false).await, said(1.0, false).await);
+    assert_eq!((greedy.len(), sampled.len()), (12, 12));
+    assert_ne!(greedy, sampled);
+    // The device drew them; where log probabilities are wanted, the host does.
+    for logprobs in [false, true] {
+        assert_eq!(said(0.0, logprobs).await, greedy);
+        assert_eq!(said(1.0, logprobs).await, sampled);
     }
-    assert_eq!(said[0].len(), 12);
-    assert_eq!(said[0], said[1]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -99,7 +110,7 @@ async fn it_is_looked_into_like_any_other_and_its_own_clock_tells_what_nodes_tak
     reference.workers(all_have("kjv")).await.unwrap();
     let reference = reference.client().await.unwrap();
     let begun = Instant::now();
-    let spans = looked_into(&client, &reference, true, &["rms_norm", "mul_mat"])
+    let spans = looked_into(&client, &reference, true, &["rms_norm", "mul_mat", "draw"])
         .await
         .unwrap();
     let nodes = spans

@@ -13,7 +13,6 @@ pub mod lookup;
 pub mod masks;
 pub mod meaning;
 pub mod pace;
-pub mod random;
 pub mod sampler;
 pub mod schedule;
 pub mod sequence;

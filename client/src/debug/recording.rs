@@ -104,7 +104,7 @@ impl Recorder {
             PlanPart::Looked => &self.plan.looked_steps,
             PlanPart::Logits => &self.plan.logits_steps,
             // Those are told to nobody.
-            PlanPart::States => return None,
+            PlanPart::States | PlanPart::Draws => return None,
         };
         let node = steps.get(at)?;
         // A part that was said just before its first step, or by a device that is behind, is another plan's.
@@ -749,6 +749,7 @@ mod tests {
             seen("body", 0, "mul_mat"),
             seen("body", 2, "mul_mat"),
             seen("states", 1, "mul_mat"),
+            seen("draws", 1, "draw"),
             seen("", 1, "mul_mat"),
             seen("another", 1, "mul_mat"),
         ] {

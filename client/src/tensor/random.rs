@@ -48,6 +48,17 @@ impl Tensor {
         one("random_categorical", &[Some(self), Some(key)], attributes)
     }
 
+    /// A token (i32) of each row of logits (f32, `self`) by its temperature (f32, a number for each row; 0: the largest) and its
+    /// noise (u32, four for each row: a seed's lower and upper half, a branch, a position), as the sampler of models draws it;
+    /// -1 where the logits are broken.
+    pub fn draw(&self, temperature: &Tensor, noise: &Tensor) -> Tensor {
+        one(
+            "draw",
+            &[Some(self), Some(temperature), Some(noise)],
+            vec![],
+        )
+    }
+
     fn random(&self, op: &str, shape: &[usize], more: Vec<Attribute>) -> Tensor {
         match Shape::fixed(shape) {
             Ok(shape) => {

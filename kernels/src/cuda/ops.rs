@@ -10,6 +10,7 @@ mod layout;
 mod matmul;
 mod movement;
 mod norm;
+mod random;
 mod reduce;
 mod scatter;
 mod softmax;
@@ -96,6 +97,7 @@ static TABLES: &[&[Entry]] = &[
     movement::VIEWS,
     movement::ENTRIES,
     norm::ENTRIES,
+    random::ENTRIES,
     &reduce::ENTRIES,
     &reduce::ARGS,
     scatter::ENTRIES,

@@ -1,7 +1,7 @@
-// Drawing tokens on the device: what worker/src/generate/sampler/choose.rs draws for a temperature alone (no truncation, penalties or grammar), bit by bit.
+// Drawing tokens on the device: the op `draw`, as ops/random.rs launches it, with the bits of kernels/src/cpu/draw.rs.
 //
-// draw_f32(x, temperatures, seeds, branches, positions, out, n): of each row of `n` logits, up to 524,288, a token by the noise of (seed u64, branch, position), all per row.
-// Temperature 0 takes the largest, the first among equals. −1 where a logit is NaN or +∞ or all are −∞, and where there are too many: no token is made up.
+// draw_f32(x, temperatures, noise, out, n): of each row of `n` logits, up to 524,288, a token by its temperature and its noise (a seed's lower and upper half, branch, position).
+// Temperature 0 takes the largest, the first among equals. −1 where a logit is NaN or +∞, or none weighs anything, and where there are too many: no token is made up.
 // One block of 256 threads per row; gridDim.x = rows.
 //
 // Order of summation, all in f64: runs of 256 weights, each in eight lanes in ascending order (lane i has the weights of remainder i), the lanes in ascending order;
@@ -10,7 +10,7 @@
 
 constexpr int THREADS = 256, RUN = 256, RUNS = 2048;
 
-/// Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), as worker/src/generate/random.rs has it.
+/// Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), as kernels/src/cpu/draw.rs has it.
 DEVICE void threefry(uint32_t (&x)[2], uint32_t k0, uint32_t k1) {
   const uint32_t keys[3] = {k0, k1, 0x1BD11BDAu ^ k0 ^ k1};
   const int turns[8] = {13, 15, 26, 6, 17, 29, 16, 24};
@@ -29,15 +29,14 @@ DEVICE void threefry(uint32_t (&x)[2], uint32_t k0, uint32_t k1) {
 }
 
 /// In [0, 1), with 53 random bits.
-DEVICE double uniform(word64 seed, uint32_t branch, uint32_t position) {
-  uint32_t x[2] = {position, branch};
-  threefry(x, uint32_t(seed), uint32_t(seed >> 32));
+DEVICE double uniform(const uint32_t* noise) {
+  uint32_t x[2] = {noise[3], noise[2]};
+  threefry(x, noise[0], noise[1]);
   word64 bits = word64(x[1]) << 32 | x[0];
   return double(bits >> 11) * (1.0 / 9007199254740992.0);
 }
 
-extern "C" __global__ void __launch_bounds__(256) draw_f32(const float* x, const float* temperatures, const word64* seeds, const uint32_t* branches, const uint32_t* positions, int* out,
-                                                          int n) {
+extern "C" __global__ void __launch_bounds__(256) draw_f32(const float* x, const float* temperatures, const uint32_t* noise, int* out, int n) {
   __shared__ double sums[RUNS];
   __shared__ float most_of[THREADS];
   __shared__ int place_of[THREADS];
@@ -86,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(256) draw_f32(const float* x, const
   if (tid != 0) return;
   double total = 0.0;
   for (int run = 0; run < runs; run++) total += sums[run];
-  double target = uniform(seeds[row], branches[row], positions[row]) * total, before = 0.0, start = 0.0;
-  int chosen = 0;
+  double target = uniform(noise + size_t(row) * 4) * total, before = 0.0, start = 0.0;
+  int chosen = -1;
   for (int run = 0; run < runs; run++) {
     if (!(sums[run] > 0.0)) continue;
     chosen = run, start = before;
@@ -97,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(256) draw_f32(const float* x, const
   int token = -1, end = min((chosen + 1) * RUN, n);
   double sum = start;
 #pragma unroll 1
-  for (int i = chosen * RUN; i < end; i++) {
+  for (int i = max(chosen, 0) * RUN; i < end; i++) {
     double w = double(weight(i));
     if (!(w > 0.0)) continue;
     sum += w;

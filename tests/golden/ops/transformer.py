@@ -425,7 +425,72 @@ def random(book):
         book.one("random_bernoulli", f"{key} {n}", [t], out, shape=shape, p=0.3)
 
 
+def drawn(logits, temperature, noise):
+    """A token of a row by inverse CDF in f64, or -1; None where another rounding of the exponentials may have another."""
+    if np.isnan(logits).any() or (logits == np.inf).any() or (logits == -np.inf).all() or np.isnan(temperature):
+        return -1
+    if temperature == 0:
+        return int(np.argmax(logits))
+    low, high = threefry([int(noise[0]), int(noise[1])], int(noise[3]), int(noise[2]))
+    u = ((int(high) << 32 | int(low)) >> 11) / 2.0**53
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / np.float64(temperature))
+    sums = np.cumsum(weights)
+    target = u * sums[-1]
+    if np.abs(sums / target - 1).min() < 1e-5:
+        return None
+    return int(np.searchsorted(sums, target, side="right"))
+
+
+def drawing(book):
+    # Salmon et al.: the first known answer, as one number.
+    assert drawn(np.array([0.0, -np.inf]), 1.0, [0, 0, 0, 0]) == 0
+    for lead, n in (([], 7), ([], 1), ([1], 33), ([5], 8), ([5], 255), ([3], 256), ([3], 257), ([2, 3], 40), ([9], 1003), ([1], 20011), ([0], 7), ([2, 0], 5)):
+        for sharp in (0.0, 0.3, 1.0, 8.0):
+            if n > 2000 and sharp != 1.0:
+                continue
+            r = rng("draw", lead, n, int(sharp * 10))
+            logits = (r.standard_normal([*lead, n]) * 3).astype(np.float32)
+            logits[r.random([*lead, n]) < 0.1] = -np.inf
+            logits[..., n // 2] = 0.5
+            # Equal ones.
+            logits = np.where(r.random([*lead, n]) < 0.1, np.float32(1.5), logits).astype(np.float32)
+            temperatures = np.full(lead, sharp, np.float32)
+            if lead and lead[-1] > 1:
+                temperatures[..., 1] = 0.0
+            noise = r.integers(0, 2**32, [*lead, 4], dtype=np.uint32)
+            tokens = np.zeros(lead, np.int32)
+            for at in np.ndindex(*lead):
+                while (token := drawn(logits[at], temperatures[at], noise[at])) is None:
+                    noise[at][3] += np.uint32(1)
+                tokens[at] = token
+            x, t, k, out = T("f32", logits), T("f32", temperatures), T("u32", noise), T("i32", tokens)
+            book.one("draw", f"{lead} {n} {sharp}", [x, t, k], out, "exact")
+            if sharp == 1.0 and 0 not in lead and n < 300:
+                book.views("draw", f"views {lead} {n}", [x, t, k], out, "exact")
+    # What is no distribution has no token.
+    logits = np.array([[0, 1, np.nan], [0, 1, np.inf], [-np.inf] * 3, [2, 2, -np.inf], [0, np.nan, 1], [1, 2, 3]], np.float32)
+    temperatures = np.array([1, 1, 1, 0, 0, np.nan], np.float32)
+    noise = np.arange(24, dtype=np.uint32).reshape(6, 4)
+    tokens = [drawn(row, t, k) for row, t, k in zip(logits, temperatures, noise)]
+    assert tokens == [-1, -1, -1, 0, -1, -1]
+    book.one("draw", "broken", [T("f32", logits), T("f32", temperatures), T("u32", noise)], T("i32", tokens), "exact")
+    # Rows of a step.
+    rows = 5
+    r = rng("draw rows")
+    logits = r.standard_normal([rows, 65]).astype(np.float32)
+    noise = r.integers(0, 2**32, [rows, 4], dtype=np.uint32)
+    tokens = [drawn(row, np.float32(1.0), k) for row, k in zip(logits, noise)]
+    assert None not in tokens
+    book.one("draw", "rows", [T("f32", logits), T("f32", np.ones(rows, np.float32)), T("u32", noise)], T("i32", tokens), "exact", rows=[0, 1, 2])
+    x, t, k = T("f32", logits), T("f32", np.ones(rows, np.float32)), T("u32", noise)
+    book.one("draw", "noise of another shape", [x, t, T("u32", noise[:, :3])], None, fails="verify")
+    book.one("draw", "a temperature for all", [x, T("f32", np.float32(1.0)), k], None, fails="verify")
+    book.one("draw", "noise of i32", [x, t, T("i32", noise.view(np.int32))], None, fails="verify")
+    book.one("draw", "no token", [T("f32", logits[:, :0]), t, k], None, fails="verify")
+
+
 def fill(books):
     for name, f in (("rope", rotary_embedding), ("attention", attention), ("random", random)):
         books[name] = Book(name)
         f(books[name])
+    drawing(books["random"])

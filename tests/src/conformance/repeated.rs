@@ -53,6 +53,7 @@ const REPEATED: &[(&[&str], &[usize], Unless)] = &[
     (&["gated_delta"], &[0, 1, 2, 3, 4, 5], Unless::Never),
     (&["mamba2_scan"], &[0, 1, 3, 4, 6], Unless::Never),
     (&["solve", "solve_triangular"], &[0, 1], Unless::Never),
+    (&["draw"], &[0, 1, 2], Unless::Never),
     (&["scaled_dot_product_attention"], &[0, 1, 2], Unless::Never),
     (&["rope"], &[0, 1], Unless::Never),
     (&["mul_mat_id"], &[1, 2], Unless::Never),
@@ -158,8 +159,8 @@ impl Case {
             (Unless::Never, "batch_dims", Attribute::Int(batch)) => *batch == 0,
             _ => true,
         });
-        // A vector times a matrix has no rows.
-        let vector = ["matmul", "mul_mat", "addmm", "rotary_embedding"].contains(&row.name);
+        // A vector times a matrix has no rows, and a single row of logits is not one of several.
+        let vector = ["matmul", "mul_mat", "addmm", "rotary_embedding", "draw"].contains(&row.name);
         let shared = row.name == "mul_mat" && rank > 2;
         if !apart || vector && rank < 2 || shared {
             return None;

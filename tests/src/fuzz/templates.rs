@@ -494,6 +494,15 @@ impl Maker<'_> {
                 ];
                 (inputs, vec![int(groups), float(1e-5)])
             }
+            "draw" => {
+                let (m, n) = (self.rows(), self.some());
+                let inputs = vec![
+                    tensor(DType::F32, &[m, n.into()]),
+                    tensor(DType::F32, &[m]),
+                    tensor(DType::U32, &[m, 4.into()]),
+                ];
+                (inputs, vec![])
+            }
             "random_categorical" => {
                 let logits = fixed(DType::F32, &[2, self.some()]);
                 (
@@ -558,7 +567,9 @@ pub fn template(row: &str, symbolic: bool, choices: &mut Choices) -> Option<Temp
         "random_split" | "random_bits" | "random_bernoulli" | "random_uniform"
         | "random_normal" => maker.random(row),
         "literal" | "arange" | "reshape" | "broadcast_to" | "split" | "slice" | "pad" | "topk"
-        | "group_norm" | "random_categorical" | "rms_norm" | "layer_norm" => maker.made(row),
+        | "group_norm" | "random_categorical" | "draw" | "rms_norm" | "layer_norm" => {
+            maker.made(row)
+        }
         _ => return placed::template(row, &mut maker),
     })
 }

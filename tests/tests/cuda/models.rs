@@ -3,7 +3,11 @@
 use std::collections::BTreeSet;
 
 use hotcell_graph::{CacheSpec, DType, GraphBuilder, Shape, TensorSpec};
-use hotcell_kernels::cpu::CpuBackend;
+use hotcell_kernels::cpu::{
+    CpuBackend,
+    draw::{draw as drawn, halves},
+    path::CpuPath,
+};
 use hotcell_tests::{
     cluster::golden,
     conformance::cases,
@@ -12,7 +16,7 @@ use hotcell_tests::{
 use hotcell_worker::{
     model::{
         graph::{body, ending, head},
-        run::RunShape,
+        run::{Draw, RunShape},
         weave::Pattern,
     },
     weights::ModelSource,
@@ -208,8 +212,30 @@ fn models_say_what_they_say_on_the_processor() {
         let cuda = CudaBackend.open("cuda:0", &[]).unwrap();
         let mut solo = Solo::on(&*cuda, &source, DType::F32).unwrap();
         let (first, rest) = prompt.split_at(16);
+        assert!(solo.runner.draws());
+        let wanted = |i: u32| {
+            (i % 3 < 2).then_some(Draw {
+                temperature: (i % 3) as f32 * 3.0,
+                seed: 1 << 40 | 5,
+                branch: i,
+                position: 7 * i,
+            })
+        };
+        solo.runner.want_drawn((0..16).map(wanted));
         let mut found = solo.feed(first, 16).unwrap();
+        for (i, logits) in (0..).zip(&found) {
+            let expected = wanted(i).and_then(|draw| {
+                let [low, high] = halves(draw.seed);
+                let noise = [low, high, draw.branch, draw.position];
+                drawn(CpuPath::detect(), logits, draw.temperature, noise)
+            });
+            assert_eq!(expected.is_some(), i % 3 < 2);
+            assert_eq!(solo.runner.drawn(i as usize), expected, "{name}, row {i}");
+        }
+        assert_eq!(solo.runner.drawn(16), None);
         found.extend(solo.feed(rest, 1).unwrap());
+        // Of a step of which nothing is wanted there is nothing.
+        assert_eq!(solo.runner.drawn(0), None);
         for (at, (ours, theirs)) in found.iter().zip(&expected.unwrap()).enumerate() {
             let most = theirs.iter().fold(0f32, |m, v| m.max(v.abs()));
             let apart = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs());

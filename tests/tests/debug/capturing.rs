@@ -69,25 +69,33 @@ fn spooled(pid: u32) -> u64 {
 async fn what_was_captured_before_the_worker_died_is_kept_and_marked() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
-    let file = cluster.folder.path().join("died.hotcell");
-    let mut capture = capturing(
-        &cluster,
-        &["dies", "--reveal", "--values", "all"],
-        &file,
-        "waiting",
-    )
-    .await;
-    let mut stream = client
-        .generate("In the beginning", beyond("dies", 900))
-        .await
-        .unwrap();
-    let mut whole = Vec::new();
-    // Whoever looks is behind those who serve: it has to have seen something.
-    while whole.len() < 30 || spooled(capture.pid()) == 0 {
-        if let hotcell_client::Event::Delta(delta) = stream.next().await.unwrap().unwrap() {
-            whole.extend(delta.token_ids);
+    let mut attempts = 0..8;
+    let (mut capture, file, mut whole, stream) = loop {
+        // Whoever looks is behind those who serve, and on a busy host far behind: it has to have seen something by then.
+        let id = format!("dies-{}", attempts.next().expect("a stream that is seen"));
+        let file = cluster.folder.path().join(format!("{id}.hotcell"));
+        let wanted = [id.as_str(), "--reveal", "--values", "all"];
+        let mut capture = capturing(&cluster, &wanted, &file, "waiting").await;
+        let stream = client.generate("In the beginning", beyond(&id, 900));
+        let (mut stream, mut whole) = (stream.await.unwrap(), Vec::new());
+        let seen = loop {
+            if whole.len() >= 30 && spooled(capture.pid()) > 0 {
+                break true;
+            }
+            match stream.next().await {
+                Some(event) => {
+                    if let hotcell_client::Event::Delta(delta) = event.unwrap() {
+                        whole.extend(delta.token_ids);
+                    }
+                }
+                None => break false,
+            }
+        };
+        if seen {
+            break (capture, file, whole, stream);
         }
-    }
+        assert!(capture.wait().unwrap().success(), "{}", capture.log());
+    };
     let seen = spooled(capture.pid());
     let pid = client.workers().await.unwrap()[0].pid;
     signal_pid(pid, Signal::KILL).unwrap();

@@ -200,6 +200,22 @@ impl SamplingParams {
         Ok(())
     }
 
+    /// Whether a draw is all that they ask for: by a temperature, from the model's own logits, of all tokens. The temperature
+    /// to draw by.
+    #[must_use]
+    pub fn plain_temperature(&self) -> Option<f32> {
+        let is_greedy = self.temperature == 0.0 || self.top_k == 1;
+        let keeps_all = self.top_k == 0 && self.top_p == 1.0 && self.min_p == 0.0;
+        let is_plain = !self.penalises()
+            && self.logit_bias.is_empty()
+            && !self.logprobs
+            && self.top_logprobs == 0;
+        match is_greedy {
+            true => is_plain.then_some(0.0),
+            false => (is_plain && keeps_all).then_some(self.temperature),
+        }
+    }
+
     fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0
             || self.presence_penalty != 0.0
@@ -258,6 +274,18 @@ pub struct Sampled {
     pub top: Vec<(u32, f32)>,
 }
 
+impl Sampled {
+    /// A token of which nothing else was asked.
+    #[must_use]
+    pub fn plain(token: u32) -> Self {
+        Self {
+            token,
+            logprob: None,
+            top: Vec::new(),
+        }
+    }
+}
+
 /// Draws the token at `position` (absolute: prompt included) from the model's `logits`, one per token of the vocabulary.
 ///
 /// `logits` is scratch while this runs and holds the model's values again when it returns `Ok`. `params` must have
@@ -301,11 +329,7 @@ pub fn sample_among(
         logits[token as usize] = logit;
     }
     let Some(normalizer) = normalizer else {
-        return Ok(Sampled {
-            token,
-            logprob: None,
-            top: Vec::new(),
-        });
+        return Ok(Sampled::plain(token));
     };
     let top = logprobs::top(
         logits,
@@ -363,8 +387,7 @@ fn adjust(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generate::random::uniform;
-    use hotcell_kernels::cpu::lanes::exp;
+    use hotcell_kernels::cpu::{draw::uniform, lanes::exp};
     use proptest::prelude::*;
 
     fn draw(params: &SamplingParams, logits: &[f32], position: u32) -> u32 {

@@ -27,6 +27,7 @@ use super::{
 };
 use crate::{
     error::{of_sampling, of_text},
+    model::run::Draw,
     text::{Detokenizer, Family, Parser, StopStrings, Tokenizer},
 };
 
@@ -320,7 +321,8 @@ impl Sequence {
     ///
     /// # Errors
     /// When no token can be drawn, or its text cannot follow its grammar.
-    pub fn draw(&mut self, logits: &mut [f32], position: u32) -> Result<Sampled, Error> {
+    pub fn draw(&mut self, logits: &mut [f32]) -> Result<Sampled, Error> {
+        let position = self.position(0);
         let allowed = match &mut self.request.grammar {
             Some(grammar) => Some(grammar.allowed()?),
             // The thread that had it is gone. Nothing is said that its grammar might not allow.
@@ -335,6 +337,24 @@ impl Sequence {
         let (params, state) = (&self.request.sampling, &mut self.penalties);
         let drawn = sampler::sample_among(params, state, allowed, logits, position);
         drawn.map_err(|e| of_sampling(&e))
+    }
+
+    /// Where its `i`-th token from here goes.
+    fn position(&self, i: usize) -> u32 {
+        u32::try_from(self.tokens.len() + i).unwrap_or(u32::MAX)
+    }
+
+    /// How to draw its `i`-th token from here, if nothing but the model's logits decides it: what a device can do.
+    pub fn plain_draw(&self, i: usize) -> Option<Draw> {
+        let sampling = &self.request.sampling;
+        let is_free = self.request.grammar.is_none() && !self.grammar_is_away;
+        let temperature = sampling.plain_temperature().filter(|_| is_free)?;
+        Some(Draw {
+            temperature,
+            seed: sampling.seed,
+            branch: sampling.branch,
+            position: self.position(i),
+        })
     }
 
     /// Takes a token into tokens, penalties, grammar and text; says whether it ends the sequence.

@@ -1,6 +1,7 @@
 //! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
 
 mod caches;
+mod draws;
 mod follow;
 mod others;
 mod packed;
@@ -20,6 +21,8 @@ use hotcell_kernels::{
 use hotcell_proto::plan_part::PlanPart;
 
 use caches::Caches;
+pub use draws::Draw;
+use draws::{Draws, draws_on};
 use follow::Follower;
 pub use follow::{EACH, GIVES_WAY, give_way};
 pub use others::{Order, Others};
@@ -34,48 +37,12 @@ pub use tap::{RowSize, Wanted};
 
 use super::{
     config::Rope,
-    constants::{f32_buffer, stack_bytes, vector},
+    constants::{f32_buffer, vector},
     graph::{body, ending, head},
     points::{Point, points},
     weave::{BuildError, Pattern, Source, Sourced},
 };
 use crate::weights::{ModelSource, Weight};
-
-/// What a model of this shape takes besides its weights and its cache, by a dry run.
-fn bytes_besides_cache(
-    device: &dyn Device,
-    source: &ModelSource,
-    shape: &RunShape,
-) -> Result<usize, RunError> {
-    let ModelSource {
-        config, weights, ..
-    } = source;
-    let dry = PlanHints {
-        allocate: false,
-        together: shape.parts.columns().members > 1,
-        ..PlanHints::default()
-    };
-    let kinds = config.kinds();
-    let rows = shape.max_rows.max(shape.max_sequences) * (4 + kinds)
-        + kinds * shape.max_sequences * shape.blocks_per_sequence();
-    let states = match shape.parts.stage().members {
-        1 => 2,
-        // On their way to the next stage, in two places.
-        _ => 4,
-    };
-    let values = states * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
-    let mut bytes = (rows + values) * 4;
-    let pattern = pattern(source, shape);
-    for graph in [body(pattern)?, head(pattern)?, ending(pattern)?] {
-        bytes += device.plan(&graph.graph, &dry)?.memory().arena;
-        for from in &graph.sources {
-            if let Source::Stack(pieces) = from {
-                bytes = bytes.saturating_add(stack_bytes(weights, pieces)?);
-            }
-        }
-    }
-    Ok(bytes)
-}
 
 /// Says which plan is executed next.
 fn tell(to: Option<Writer>, part: PlanPart) {
@@ -165,6 +132,8 @@ pub struct Runner {
     body: Box<dyn Plan>,
     head: Box<dyn Plan>,
     ending: Box<dyn Plan>,
+    /// Where the device draws tokens.
+    draws: Option<Draws>,
     packable: Vec<Packable>,
     packable_elsewhere: BTreeSet<String>,
     /// Of the body's inputs, those that have their other form now.
@@ -328,6 +297,10 @@ impl Runner {
         body.bind(Slot::Output(0), &hidden_states, 0)?;
         head.bind(Slot::Output(0), &logits, 0)?;
         ending.bind(Slot::Output(0), &states, 0)?;
+        let draws = match draws_on(device) {
+            true => Some(Draws::new(device, &shape, config.vocab, &logits, hints)?),
+            false => None,
+        };
         let stream = device.stream();
         let scratch = Vec::with_capacity(shape.max_rows);
         let runner = Self {
@@ -340,6 +313,7 @@ impl Runner {
             body,
             head,
             ending,
+            draws,
             packable,
             packable_elsewhere,
             packed: Vec::new(),
@@ -516,14 +490,25 @@ impl Runner {
         }
     }
 
-    /// The logits of these rows, and the end of the step.
+    /// The logits of these rows, what is drawn of them, and the end of the step.
     fn head_here(&mut self, picks: &[usize]) -> Result<(), DeviceError> {
         if !picks.is_empty() {
             let rows = picks.iter().copied();
             Self::fill(&mut self.scratch, &self.rows.picks, rows)?;
             self.execute(PlanPart::Logits, picks.len())?;
         }
-        self.stream.synchronize()
+        let draws_any = match &mut self.draws {
+            Some(draws) => draws.prepare(picks.len())?,
+            None => false,
+        };
+        if draws_any {
+            self.execute(PlanPart::Draws, picks.len())?;
+        }
+        self.stream.synchronize()?;
+        match &mut self.draws {
+            Some(draws) if draws_any => draws.finish(),
+            _ => Ok(()),
+        }
     }
 
     /// Executes one of the plans of a step.
@@ -531,6 +516,10 @@ impl Runner {
         let plan = match (part, &mut self.tap) {
             (PlanPart::Looked, Some(tap)) => &mut tap.plan,
             (PlanPart::Logits, _) => &mut self.head,
+            (PlanPart::Draws, _) => match &mut self.draws {
+                Some(draws) => &mut draws.plan,
+                None => return Ok(()),
+            },
             _ => &mut self.body,
         };
         let plan = plan.as_mut();

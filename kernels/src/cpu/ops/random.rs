@@ -1,47 +1,37 @@
-//! Random bits: Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-//! 2011), counted as MLX's `random.bits` does.
+//! Random bits: Threefry-2x32 with 20 rounds, counted as MLX's `random.bits` does; and draws by a sampler's noise.
 
-use hotcell_graph::{DType, op::Call};
+use hotcell_graph::{DType, Shape, op::Call};
 
 use super::{Entry, movement::result, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
+        draw::{self, threefry2x32},
         lanes::dispatch,
         plan::{Kernel, Launcher, Reg, Run},
     },
 };
 
 /// What this file has kernels for.
-pub(super) static ENTRIES: &[Entry] = &[Entry {
-    op: "random_bits",
-    supports: key_fits,
-    launch: random_bits,
-}];
-
-#[inline(always)]
-fn threefry(key: [u32; 2], mut a: u32, mut b: u32) -> [u32; 2] {
-    const ROTATIONS: [[u32; 4]; 2] = [[13, 15, 26, 6], [17, 29, 16, 24]];
-    let keys = [key[0], key[1], key[0] ^ key[1] ^ 0x1bd1_1bda];
-    a = a.wrapping_add(keys[0]);
-    b = b.wrapping_add(keys[1]);
-    for i in 0..5 {
-        for r in ROTATIONS[i % 2] {
-            a = a.wrapping_add(b);
-            b = b.rotate_left(r) ^ a;
-        }
-        a = a.wrapping_add(keys[(i + 1) % 3]);
-        b = b.wrapping_add(keys[(i + 2) % 3]).wrapping_add(i as u32 + 1);
-    }
-    [a, b]
-}
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "random_bits",
+        supports: key_fits,
+        launch: random_bits,
+    },
+    Entry {
+        op: "draw",
+        supports: any,
+        launch: draw_rows,
+    },
+];
 
 /// Word `word` of the hashes of counters `(first + i, second + i)`.
 #[inline(always)]
 fn words_body(key: [u32; 2], first: u32, second: u32, word: usize, out: &mut [u32]) {
     for (i, o) in out.iter_mut().enumerate() {
         let i = i as u32;
-        let words = threefry(key, first.wrapping_add(i), second.wrapping_add(i));
+        let words = threefry2x32(key, [first.wrapping_add(i), second.wrapping_add(i)]);
         *o = if word == 0 { words[0] } else { words[1] };
     }
 }
@@ -79,7 +69,7 @@ impl Kernel for Bits {
         words(run.path, key, at as u32, (upper + at) as u32, 0, low);
         middle
             .iter_mut()
-            .for_each(|o| *o = threefry(key, half as u32, 0)[0]);
+            .for_each(|o| *o = threefry2x32(key, [half as u32, 0])[0]);
         let at = high_start.saturating_sub(upper);
         words(run.path, key, at as u32, (upper + at) as u32, 1, high);
     }
@@ -101,5 +91,68 @@ fn random_bits(
     let (_, shape) = result(call)?;
     let n = shape.elements(0).ok_or_else(|| unsupported(call))?;
     launcher.step(Bits { key, out, n }, &[key], &[out]);
+    Ok(())
+}
+
+/// The row is all that it takes.
+fn any(_: &Call<'_>) -> bool {
+    true
+}
+
+struct Draw {
+    logits: Reg,
+    temperature: Reg,
+    noise: Reg,
+    out: Reg,
+    /// How many rows, and how long they are.
+    rows: Shape,
+    n: usize,
+}
+
+impl Kernel for Draw {
+    unsafe fn run(&self, run: &Run<'_>, part: usize, parts: usize) {
+        let rows = self.rows.elements(run.rows).unwrap_or(0);
+        let range = split_if_worth(rows, 1, 1, part, parts);
+        let count = range.len();
+        // SAFETY: the specs say these sizes; parts write rows of their own.
+        let (logits, temperatures, noise, out) = unsafe {
+            (
+                run.slice::<f32>(self.logits, rows * self.n),
+                run.slice::<f32>(self.temperature, rows),
+                run.slice::<[u32; 4]>(self.noise, rows),
+                run.slice_mut::<i32>(self.out, range.clone()),
+            )
+        };
+        let rows = logits.chunks(self.n.max(1)).zip(temperatures).zip(noise);
+        for (((x, t), noise), out) in rows.skip(range.start).take(count).zip(out) {
+            if run.stopped() {
+                return;
+            }
+            let token = draw::draw(run.path, x, *t, *noise);
+            *out = token.and_then(|t| i32::try_from(t).ok()).unwrap_or(-1);
+        }
+    }
+}
+
+fn draw_rows(
+    launcher: &mut Launcher,
+    call: &Call<'_>,
+    ins: &[Reg],
+    outs: &[Reg],
+) -> Result<(), DeviceError> {
+    let (&[logits, temperature, noise], &[out]) = (ins, outs) else {
+        return Err(unsupported(call));
+    };
+    let n = call.tensor(0)?.shape.dims().last().map(|dim| dim.at(0));
+    let (_, rows) = result(call)?;
+    let step = Draw {
+        logits,
+        temperature,
+        noise,
+        out,
+        rows,
+        n: n.ok_or_else(|| unsupported(call))?,
+    };
+    launcher.step(step, &[logits, temperature, noise], &[out]);
     Ok(())
 }

@@ -55,6 +55,10 @@ pub(in crate::mlx) static REST: &[(&str, &str)] = &[
     ("eig", "MLX computes it in f32 on the CPU only"),
     ("gated_delta", "MLX's core has none"),
     ("mamba2_scan", "MLX's core has none"),
+    (
+        "draw",
+        "MLX draws by the largest sum of logits and noise, which are other draws",
+    ),
     ("topk", "MLX gives values without places, in no order"),
     ("pool", "MLX's core has none"),
     (

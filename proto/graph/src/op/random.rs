@@ -42,6 +42,14 @@ ops! {
     /// `count` draws from the distributions whose unnormalised logarithms lie along `axis` of `logits`, as MLX has them:
     /// `argmax(logits + g)` along `axis`, where `g` is `−log(−log(random_uniform))` with a new last axis of `count`.
     random_categorical(logits, key; axis: Int(-8, 7), count: Int(1, 1 << 20)) -> one { shapes: "logits without axis, count", dtypes: "logits real; key u32 → u32", effect: Effect::None, infer: random_categorical_spec, decompose: Some(random_categorical_of_parts) }
+
+    /// A token of each row of `n` logits, as a sampler draws it that keeps nothing between draws. Where `temperature` is 0
+    /// the largest, the first of equals; else by inverse CDF, the first token at which the sum of weights
+    /// `exp((logit − largest) / temperature)` passes `u` times the sum of all. `u` is in `[0, 1)`, the upper 53 of the 64
+    /// bits `hash(noise[3], noise[2])` (`random_bits`, second word above the first) of key `noise[0..2]`: of `noise`, a
+    /// seed's lower and upper half, a branch, and a position. −1 where a logit is NaN or +∞, or none weighs anything. Weights are
+    /// f32, sums f64: of 256 weights at a time, in eight lanes by place and then lane by lane, and of these one by one.
+    draw(logits, temperature, noise;) -> one { shapes: "[.., n], [..], [.., 4] → [..]", dtypes: "f32, f32, u32 → i32", effect: Effect::None, infer: draw_spec, decompose: None }
 }
 
 /// Checks the key, input `i`.
@@ -100,6 +108,32 @@ fn random_categorical_spec(call: &Call<'_>) -> Specs {
     Shape::new(join(logits.shape.dims(), &[count])).map_err(|e| call.error(e))?;
     dims.push(count);
     one(call, DType::U32, dims)
+}
+
+fn draw_spec(call: &Call<'_>) -> Specs {
+    let logits = call.tensor_of(0, DType::F32)?;
+    let temperature = call.tensor_of(1, DType::F32)?;
+    let noise = call.tensor_of(2, DType::U32)?;
+    let Some((Dim::Fixed(n), lead)) = logits.shape.dims().split_last() else {
+        return Err(call.error(format_args!("{} has no logits in a row", logits.shape)));
+    };
+    if *n == 0 {
+        return Err(call.error(format_args!("{} has no token", logits.shape)));
+    }
+    if i32::try_from(*n).is_err() {
+        return Err(call.error(format_args!(
+            "{} has more tokens than i32 numbers",
+            logits.shape
+        )));
+    }
+    let of_rows = noise.shape.dims().split_last() == Some((&Dim::Fixed(4), lead));
+    if temperature.shape.dims() != lead || !of_rows {
+        return Err(call.error(format_args!(
+            "of logits {}, temperature {} and noise {} are not one number and four for each row",
+            logits.shape, temperature.shape, noise.shape
+        )));
+    }
+    one(call, DType::I32, lead.iter().copied())
 }
 
 fn random_split_of_parts(
@@ -261,6 +295,35 @@ mod tests {
             &[
                 (&["u32[2]"], &[shape(&[5]), number(1.0)], "bool[5]"),
                 (&["u32[2]"], &[shape(&[5]), number(1.1)], "!p must be"),
+            ],
+        );
+        table(
+            &draw,
+            &[
+                (
+                    &["f32[rows, 7]", "f32[rows]", "u32[rows, 4]"],
+                    &[],
+                    "i32[rows]",
+                ),
+                (
+                    &["f32[2, 3, 7]", "f32[2, 3]", "u32[2, 3, 4]"],
+                    &[],
+                    "i32[2, 3]",
+                ),
+                (&["f32[7]", "f32[]", "u32[4]"], &[], "i32[]"),
+                (&["f32[0, 7]", "f32[0]", "u32[0, 4]"], &[], "i32[0]"),
+                (
+                    &["f32[rows, 0]", "f32[rows]", "u32[rows, 4]"],
+                    &[],
+                    "!no token",
+                ),
+                (&["f32[]", "f32[]", "u32[4]"], &[], "!no logits"),
+                (&["f32[rows]", "f32[]", "u32[4]"], &[], "!no logits"),
+                (&["f32[2, 7]", "f32[3]", "u32[2, 4]"], &[], "!for each row"),
+                (&["f32[2, 7]", "f32[2]", "u32[2, 3]"], &[], "!for each row"),
+                (&["f32[2, 7]", "f32[2]", "u32[4]"], &[], "!for each row"),
+                (&["f16[2, 7]", "f32[2]", "u32[2, 4]"], &[], "!f32"),
+                (&["f32[2, 7]", "f32[2]", "i32[2, 4]"], &[], "!u32"),
             ],
         );
         table(

@@ -11,6 +11,7 @@ use crate::{
     generate::{
         cache::Room,
         lookup,
+        sampler::Sampled,
         schedule::{Budget, Want},
         sequence::End,
         task::Task,
@@ -183,6 +184,7 @@ impl Batch {
         self.lend_grammars();
         self.runner
             .follow(self.observer.follows().then(|| self.blackbox.trail().1));
+        self.want_drawn();
         let stepped = self.runner.step(&self.rows, &self.pick_rows);
         self.return_grammars();
         self.runner.use_tap(false);
@@ -243,6 +245,25 @@ impl Batch {
         Ok(())
     }
 
+    /// Has the device draw, where it can, for whom no more is wanted than a draw.
+    fn want_drawn(&mut self) {
+        if !self.runner.draws() {
+            return;
+        }
+        let (running, parts) = (&self.running, &self.parts);
+        let draws = parts.iter().filter(|part| part.pick.is_some());
+        let wanted = draws.flat_map(|part| {
+            let Running {
+                member, guesses, ..
+            } = &running[part.at];
+            (0..=guesses.len()).map(|i| match &member.task {
+                Task::Generate(sequence) => sequence.plain_draw(i),
+                Task::Embed(_) => None,
+            })
+        });
+        self.runner.want_drawn(wanted);
+    }
+
     /// Lets masks that take their time be computed beside the model.
     fn lend_grammars(&mut self) {
         let most = self.runner.shape().max_sequences;
@@ -278,12 +299,14 @@ impl Batch {
         };
         let mut right = 0;
         let outcome = loop {
-            let logits = &mut self.logits;
-            let drawn = self.runner.logits(pick + right, logits);
-            let drawn = drawn.map_err(|e| of_device(&e)).and_then(|()| {
-                let position = u32::try_from(sequence.tokens().len()).unwrap_or(u32::MAX);
-                sequence.draw(logits, position)
-            });
+            let drawn = match self.runner.drawn(pick + right) {
+                Some(token) => Ok(Sampled::plain(token)),
+                None => {
+                    let logits = &mut self.logits;
+                    let drawn = self.runner.logits(pick + right, logits);
+                    (drawn.map_err(|e| of_device(&e))).and_then(|()| sequence.draw(logits))
+                }
+            };
             let sampled = match drawn {
                 Ok(sampled) => sampled,
                 Err(error) => break Some(Outcome::Failed(error)),

@@ -5,18 +5,12 @@
 //! order that only the lengths decide.
 
 use hotcell_kernels::cpu::{
-    lanes::{self, dispatch},
+    draw::{RUN, passing, passing_run, run_sum, uniform, weigh},
     path::CpuPath,
 };
 
 use super::{Allowed, SamplingError, SamplingParams};
-use crate::generate::{
-    logprobs::{best_first, checked_max},
-    random::uniform,
-};
-
-/// Weights whose sum is taken by itself, when sums over the vocabulary are taken.
-const RUN: usize = 256;
+use crate::generate::logprobs::{best_first, checked_max};
 
 /// Memory that draws use again and again.
 #[derive(Clone, Debug, Default)]
@@ -148,19 +142,7 @@ fn choose_of(
         .map(|candidate| f64::from(candidate.0))
         .sum();
     let numbered = candidates.iter().copied();
-    draw(numbered, 0.0, noise * total).ok_or(SamplingError::NothingPossible)
-}
-
-dispatch! {
-    /// Makes weights of logits.
-    fn weigh(weights: &mut [f32], max: f32, temperature: f32) -> () = weigh_body;
-}
-
-#[inline(always)]
-fn weigh_body(weights: &mut [f32], max: f32, temperature: f32) {
-    for weight in weights {
-        *weight = lanes::exp((*weight - max) / temperature);
-    }
+    passing(numbered, 0.0, noise * total).ok_or(SamplingError::NothingPossible)
 }
 
 /// The `k` largest logits, in the order of their ids; `room` is scratch.
@@ -207,35 +189,10 @@ fn top_p(candidates: &mut Vec<(f32, u32)>, share: f64, total: f64, logits: &[f32
     candidates.sort_unstable_by_key(|candidate| candidate.1);
 }
 
-/// The first token at which the sum of weights, from `sum` on, passes `target`; by rounding it may be the last.
-fn draw(weights: impl Iterator<Item = (f32, u32)>, mut sum: f64, target: f64) -> Option<u32> {
-    let mut last = None;
-    for (weight, id) in weights.filter(|(weight, _)| *weight > 0.0) {
-        sum += f64::from(weight);
-        last = Some(id);
-        if target < sum {
-            break;
-        }
-    }
-    last
-}
-
 /// The sums of [`RUN`] weights each, and their sum.
 fn run_sums(weights: &[f32], sums: &mut Vec<f64>) -> f64 {
     sums.clear();
-    sums.extend(weights.chunks(RUN).map(|run| {
-        let mut lanes = [0.0f64; 8];
-        let (whole, rest) = run.as_chunks::<8>();
-        for eight in whole {
-            for (lane, weight) in lanes.iter_mut().zip(eight) {
-                *lane += f64::from(*weight);
-            }
-        }
-        for (lane, weight) in lanes.iter_mut().zip(rest) {
-            *lane += f64::from(*weight);
-        }
-        lanes.iter().sum::<f64>()
-    }));
+    sums.extend(weights.chunks(RUN).map(run_sum));
     sums.iter().sum()
 }
 
@@ -243,24 +200,18 @@ fn run_sums(weights: &[f32], sums: &mut Vec<f64>) -> f64 {
 fn draw_of_all(weights: &[f32], sums: &mut Vec<f64>, noise: f64) -> Result<u32, SamplingError> {
     let total = run_sums(weights, sums);
     let target = noise * total;
-    let mut before = 0.0;
-    let mut chosen = None;
-    for (run, &sum) in sums.iter().enumerate().filter(|(_, sum)| **sum > 0.0) {
-        chosen = Some((run, before));
-        if target < before + sum {
-            break;
-        }
-        before += sum;
-    }
+    let chosen = passing_run(sums.iter().copied(), target);
     let (run, before) = chosen.ok_or(SamplingError::NothingPossible)?;
     let first = run * RUN;
     let weights = weights.iter().copied().zip(0u32..);
     let run = weights.skip(first).take(RUN);
-    draw(run, before, target).ok_or(SamplingError::NothingPossible)
+    passing(run, before, target).ok_or(SamplingError::NothingPossible)
 }
 
 #[cfg(test)]
 mod tests {
+    use hotcell_kernels::cpu::lanes;
+
     use super::*;
 
     /// Numbers of a coarse grid, so that many are equal.

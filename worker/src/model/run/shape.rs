@@ -6,10 +6,23 @@ use hotcell_graph::DType;
 use hotcell_kernels::{
     backend::{Device, DeviceError},
     communicator::Share,
+    plan::PlanHints,
 };
 
-use super::{RunError, bytes_besides_cache};
-use crate::{model::config::ModelConfig, weights::ModelSource};
+use super::{
+    RunError,
+    draws::{ROW_BYTES, draws_on},
+    pattern,
+};
+use crate::{
+    model::{
+        config::ModelConfig,
+        constants::stack_bytes,
+        graph::{body, ending, head},
+        weave::Source,
+    },
+    weights::ModelSource,
+};
 
 /// Tokens of one cache block.
 const BLOCK_LEN: usize = 16;
@@ -114,6 +127,45 @@ pub(super) fn check_cache(config: &ModelConfig, cache_dtype: DType) -> Result<()
             ),
         }),
     }
+}
+
+/// What a model of this shape takes besides its weights and its cache, by a dry run.
+fn bytes_besides_cache(
+    device: &dyn Device,
+    source: &ModelSource,
+    shape: &RunShape,
+) -> Result<usize, RunError> {
+    let ModelSource {
+        config, weights, ..
+    } = source;
+    let dry = PlanHints {
+        allocate: false,
+        together: shape.parts.columns().members > 1,
+        ..PlanHints::default()
+    };
+    let kinds = config.kinds();
+    let rows = shape.max_rows.max(shape.max_sequences) * (4 + kinds)
+        + kinds * shape.max_sequences * shape.blocks_per_sequence();
+    let states = match shape.parts.stage().members {
+        1 => 2,
+        // On their way to the next stage, in two places.
+        _ => 4,
+    };
+    let values = states * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
+    let mut bytes = (rows + values) * 4;
+    if draws_on(device) {
+        bytes += shape.max_sequences * ROW_BYTES;
+    }
+    let pattern = pattern(source, shape);
+    for graph in [body(pattern)?, head(pattern)?, ending(pattern)?] {
+        bytes += device.plan(&graph.graph, &dry)?.memory().arena;
+        for from in &graph.sources {
+            if let Source::Stack(pieces) = from {
+                bytes = bytes.saturating_add(stack_bytes(weights, pieces)?);
+            }
+        }
+    }
+    Ok(bytes)
 }
 
 /// What blocks take, and how many of them are of use.

@@ -1,0 +1,55 @@
+//! Drawing tokens of rows of logits.
+
+use hotcell_graph::{Shape, op::Call, shape::Dim};
+
+use super::{Cx, Entry, Kernel, Made, int};
+use crate::{
+    backend::DeviceError,
+    cuda::gpu::{Arguments, Grid},
+    part::overflow,
+};
+
+pub(super) static ENTRIES: &[Entry] = &[Entry {
+    op: "draw",
+    make: draw,
+}];
+
+/// Logits of a row at most (`RUNS` runs in `sample.cu`); longer rows run on the processor.
+const MOST: usize = 2048 * 256;
+
+struct Draw {
+    logits: Shape,
+    n: usize,
+}
+
+fn draw(call: &Call<'_>) -> Option<Made> {
+    let logits = call.tensor(0).ok()?.shape.clone();
+    let Some(&Dim::Fixed(n)) = logits.dims().last() else {
+        return None;
+    };
+    let kernel = Draw { logits, n };
+    (n <= MOST).then(|| (Box::new(kernel) as _, vec!["draw_f32"]))
+}
+
+impl Kernel for Draw {
+    fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
+        let all = self.logits.elements(cx.rows).ok_or_else(overflow)?;
+        let rows = all / self.n.max(1);
+        if rows == 0 {
+            return Ok(());
+        }
+        let grid = Grid {
+            blocks: [int(rows)?, 1, 1],
+            threads: [256, 1, 1],
+            shared: 0,
+        };
+        let arguments = Arguments::default()
+            .word(cx.input(0)?)
+            .word(cx.input(1)?)
+            .word(cx.input(2)?)
+            .word(cx.output(0)?)
+            .int(int(self.n)?);
+        // SAFETY: the kernel's arguments (sample.cu), of tensors of these shapes, with a block for each row.
+        unsafe { cx.gpu.launch("draw_f32", grid, &arguments) }
+    }
+}
