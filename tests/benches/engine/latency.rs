@@ -34,12 +34,15 @@ pub async fn prefix(bench: &Bench, served: &Served) -> Result<()> {
 /// Short prompts, one after another while a long one is read, beside short ones alone.
 pub async fn stall(bench: &Bench, served: &Served) -> Result<()> {
     let (mut ratios, mut firsts) = (Vec::new(), Vec::new());
+    let (mut times, mut rates) = (Vec::new(), Vec::new());
     for _ in 0..bench.rounds() {
         let mut alone = Vec::new();
         for _ in 0..5 {
             alone.push(served.until_first(served.prompt(SHORT)).await?);
         }
+        times.push(median(alone.clone()) * 1e3);
         let (client, prompt) = (served.client.clone(), served.prompt(LONG));
+        let begun = Instant::now();
         let long = tokio::spawn(async move { stream(&client, prompt, options(1)).await });
         // The long one is to come first.
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -52,6 +55,7 @@ pub async fn stall(bench: &Bench, served: &Served) -> Result<()> {
         firsts.push(first / median(alone.clone()));
         // Only those that had their token before the long one had its.
         let end = long.await??.first()?;
+        rates.push(LONG as f64 / end.duration_since(begun).as_secs_f64());
         let within = beside.into_iter().filter(|(at, _)| *at < end);
         let within: Vec<f64> = within.map(|(_, seconds)| seconds).collect();
         ensure!(
@@ -62,6 +66,9 @@ pub async fn stall(bench: &Bench, served: &Served) -> Result<()> {
     }
     let unit = "of the time to first token alone";
     bench.figure("stall", ratios, unit, Goal::AtMost(3.0));
+    bench.figure("stall_alone", times, "ms", Goal::None);
+    // What the long one gets meanwhile.
+    bench.figure("stall_long_rate", rates, "tokens/s", Goal::None);
     // Before it nobody had come beside a long prompt.
     bench.figure("stall_of_the_first", firsts, unit, Goal::None);
     Ok(())

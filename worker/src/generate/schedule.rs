@@ -5,7 +5,7 @@
 //! Sequences that draw compute a row in each step. What is left of the step is for prompts, in pieces of
 //! [`PIECE`] rows, each for the tenant and priority that got the least so far ([`Shares`]); among requests of one
 //! class for the one that has the least left, and one in [`TURNS`] for the oldest one, so that a short prompt need not
-//! wait for a long one, nor a long one for ever.
+//! wait for a long one, nor a long one for ever. A piece that would keep a prompt from ending with the step may come later.
 
 use std::collections::BTreeMap;
 
@@ -76,6 +76,8 @@ pub struct Schedule {
     turns: u64,
     steps: u64,
     pieces: u64,
+    /// Pieces that the oldest one is still to get.
+    owed: u64,
 }
 
 impl Schedule {
@@ -187,11 +189,18 @@ impl Schedule {
             };
             let alike = open.iter().copied().filter(|&i| wants[i].class == class);
             self.pieces += 1;
-            let chosen = match self.pieces.is_multiple_of(TURNS) {
-                false => alike.min_by_key(|&i| (rest(i), wants[i].arrival)),
-                true => alike.min_by_key(|&i| wants[i].arrival),
+            self.owed += u64::from(self.pieces.is_multiple_of(TURNS));
+            let oldest = alike.clone().min_by_key(|&i| wants[i].arrival);
+            let shortest = alike.min_by_key(|&i| (rest(i), wants[i].arrival));
+            let (Some(oldest), Some(shortest)) = (oldest, shortest) else {
+                break;
             };
-            let Some(chosen) = chosen else { break };
+            // Whose prompt ends with this step is not kept from it, or not by the first piece that is owed.
+            let is_due = self.owed > u64::from(rest(shortest) <= left);
+            let chosen = if is_due { oldest } else { shortest };
+            if chosen == oldest {
+                self.owed = self.owed.saturating_sub(1);
+            }
             let rows = PIECE.min(rest(chosen)).min(left);
             let class = class.clone();
             *given.entry(chosen).or_default() += rows;

@@ -11,6 +11,7 @@ use crate::{
     generate::{
         cache::Room,
         lookup,
+        pace::Load,
         sampler::Sampled,
         schedule::{Budget, Want},
         sequence::End,
@@ -25,6 +26,16 @@ const PATIENCE: Duration = Duration::from_millis(60);
 
 /// Rows of prompts that there is always time for.
 const LEAST: usize = 16;
+
+/// A short prompt alone.
+const SHORT: Load = Load {
+    rows: LEAST,
+    attended: LEAST * (LEAST + 1) / 2,
+};
+
+/// How long, where some come one after another, of what a [`SHORT`] prompt takes alone: it may have to wait for a whole
+/// step and be part of a second one, and is to take no more than three times as long.
+const COMPANY: f64 = 1.4;
 
 /// How a task ended.
 pub(super) enum Outcome {
@@ -58,17 +69,33 @@ impl Batch {
                 pending: self.running[at].pending(),
             })
             .collect();
-        let draws = wants.iter().filter(|w| w.pending == 1).count();
-        let beside = self.pace.rows_beside(draws, PATIENCE);
+        // Who draws, and how far the prompt is of which most was read.
+        let (mut draws, mut deepest) = (Load::default(), 0);
+        for &at in &able {
+            let Running { computed, .. } = self.running[at];
+            match self.running[at].pending() {
+                1 => {
+                    draws.rows += 1;
+                    draws.attended += computed;
+                }
+                _ => deepest = deepest.max(computed),
+            }
+        }
+        let beside = self.pace.rows_beside(draws, deepest, PATIENCE);
         // Large steps read a prompt fastest, and are for those who are alone.
         let rows = match self.expects_company(Instant::now()) {
-            true => self.pace.rows_beside(0, PATIENCE),
+            true => {
+                let short = self.pace.step(SHORT);
+                let patience = short.map_or(PATIENCE, |short| short.mul_f64(COMPANY).min(PATIENCE));
+                let nobody = Load::default();
+                self.pace.rows_beside(nobody, deepest, patience)
+            }
             false => None,
         };
         let most = self.runner.most_rows();
         let rows = rows.unwrap_or(most).max(LEAST);
         let budget = Budget {
-            rows: rows.max(draws).min(most),
+            rows: rows.max(draws.rows).min(most),
             beside: beside.unwrap_or(most).max(LEAST),
         };
         let grants = self.schedule.grant(&wants, budget);
@@ -78,7 +105,10 @@ impl Batch {
         let mut picks = shape.max_sequences.saturating_sub(drawing);
         // Rows of prompts are worth more than guesses.
         let guesses = grants.iter().all(|g| g.1 == 1);
-        self.guess_cost = self.pace.guess_cost(grants.len());
+        self.guess_cost = self.pace.guess_cost(Load {
+            rows: grants.len().max(1),
+            ..draws
+        });
         for (i, rows) in grants {
             let at = able[i];
             self.running[at].guesses.clear();
@@ -201,7 +231,11 @@ impl Batch {
             self.observer.note_nodes(&nodes);
         }
         stepped?;
-        self.pace.note(self.rows.len(), self.last.time);
+        let load = Load {
+            rows: self.rows.len(),
+            attended: self.rows.iter().map(|row| row.position + 1).sum(),
+        };
+        self.pace.note(load, self.last.time);
         self.blackbox.stepped();
         let mut ended = Vec::new();
         if looked {
