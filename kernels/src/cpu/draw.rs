@@ -9,6 +9,9 @@ use super::{
 /// Weights whose sum is taken by itself, when sums over a row are taken.
 pub const RUN: usize = 256;
 
+/// Logits of a row of which devices draw at most; of longer rows the processor does.
+pub const MOST_ON_DEVICES: usize = 2048 * RUN;
+
 /// The rotation distances of Threefry-2x32, from Random123's `threefry.h`.
 const ROTATIONS: [[u32; 4]; 2] = [[13, 15, 26, 6], [17, 29, 16, 24]];
 

@@ -593,6 +593,11 @@ fn hints(op: &str) -> &'static [(DType, &'static [usize])] {
         "ssm_conv" => &[(DType::F32, &[2, 3, 4]), (DType::F32, &[3, 2])],
         "fft" => &[(DType::C64, &[3, 2])],
         "cholesky" | "det" | "eigh" | "eig" => &[(DType::F32, &[2, 2])],
+        "draw" => &[
+            (DType::F32, &[2, 3]),
+            (DType::F32, &[2]),
+            (DType::U32, &[2, 4]),
+        ],
         "gated_delta" => &[
             (DType::F32, &[1, 3, 2, 2]),
             (DType::F32, &[1, 3, 2, 2]),

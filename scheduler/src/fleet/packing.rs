@@ -23,7 +23,7 @@ use tokio::{
 
 use super::{Fleet, Link, catalog::Model};
 use crate::{
-    packed::{Copy, Draft, Set},
+    packed::{Draft, Set},
     vault::OpenModel,
 };
 
@@ -403,8 +403,6 @@ impl Fleet {
         }
         let has = |index: &u32| set.iter().any(|(held, _)| held == index);
         let is_whole = got.packing_files.iter().all(has);
-        let was_given =
-            |(_, ready): &(u32, Arc<Copy>)| set.iter().any(|(_, copy)| Arc::ptr_eq(copy, ready));
         match (got.packed, files.copies().ready(layout)) {
             (true, None) if is_whole => {
                 let mut set = Vec::clone(set);
@@ -416,8 +414,7 @@ impl Fleet {
                 set.iter().for_each(|(_, copy)| self.packs.discard(copy));
                 tracing::warn!(%model, %layout, "packed weights that were found are not used");
             }
-            // Unless another one was made meanwhile: of that, nothing is known.
-            (false, Some((ready, generation))) if is_whole && ready.iter().all(was_given) => {
+            (false, Some((_, generation))) if is_whole => {
                 let why = "a worker did not take it with the model";
                 self.distrust(model, files, Some(generation), why);
             }

@@ -285,6 +285,7 @@ impl Worker for FakeWorker {
         if let Some(&reason) = self.stage.unloadable.lock().unwrap().get(&request.model) {
             return Err(Error::new(reason, "cannot load it").into());
         }
+        let declines = self.stage.declines.lock().unwrap().is_some();
         let has_copy = request.packed.is_some();
         self.stage
             .offered
@@ -307,7 +308,7 @@ impl Worker for FakeWorker {
                 cache_tokens: 1,
                 packing: self.layout(),
                 packing_files: vec![0; usize::from(!self.layout().is_empty())],
-                packed: has_copy,
+                packed: has_copy && !declines,
                 ..Loaded::default()
             }),
             ..LoadProgress::default()

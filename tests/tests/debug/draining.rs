@@ -54,11 +54,11 @@ async fn busy(cluster: &Cluster) -> String {
 async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
     let cluster = kjv_cluster(&["--devices", "cpu:2"]).await;
     let client = cluster.client().await.unwrap();
-    let expected = tokens(&client, "calm", 500).await;
+    let expected = tokens(&client, "calm", 950).await;
 
     // It ends in time where it is.
     let short = client
-        .generate("And God said", options("short", 40))
+        .generate("And God said", options("short", 400))
         .await
         .unwrap();
     let short = tokio::spawn(short.complete());
@@ -67,7 +67,7 @@ async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
         hotcell(&cluster, &["drain", &first]),
         format!("drained {first}\n")
     );
-    assert_eq!(short.await.unwrap().unwrap().token_ids, expected[..40]);
+    assert_eq!(short.await.unwrap().unwrap().token_ids, expected[..400]);
     until_shown(&cluster, &first, "drained").await;
     let of = |all: &[hotcell_client::v1::WorkerInfo], id: &str| {
         all.iter().find(|w| w.id == id).cloned().unwrap()
@@ -101,7 +101,7 @@ async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
 
     // It is given requests again, and the other one none: what runs there too long goes on here.
     let long = client
-        .generate("And God said", options("long", 500))
+        .generate("And God said", options("long", 950))
         .await
         .unwrap();
     let long = tokio::spawn(long.complete());
@@ -109,7 +109,7 @@ async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
     assert_ne!(second, first);
     client.release(&first).await.unwrap();
     client
-        .drain(&second, Duration::from_millis(50))
+        .drain(&second, Duration::from_millis(10))
         .await
         .unwrap();
     let moved = cluster
@@ -140,14 +140,14 @@ async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
 async fn where_there_is_no_other_worker_streams_go_on_in_another_process() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
-    let expected = tokens(&client, "calm", 400).await;
+    let expected = tokens(&client, "calm", 950).await;
     let stream = client
-        .generate("And God said", options("moved", 400))
+        .generate("And God said", options("moved", 950))
         .await
         .unwrap();
     let moved = tokio::spawn(stream.complete());
     assert_eq!(busy(&cluster).await, "w0");
-    client.drain("w0", Duration::from_millis(50)).await.unwrap();
+    client.drain("w0", Duration::from_millis(10)).await.unwrap();
     let refused = client.generate("And God said", options("new", 5)).await;
     let refused = match refused {
         Ok(stream) => stream.complete().await.unwrap_err(),

@@ -89,11 +89,16 @@ impl Pace {
             return self.fixed;
         }
         let (row, token) = self.slopes?;
-        let rest = self.seconds - row * self.rows - token * self.attended;
+        let varies = row * self.rows + token * self.attended;
+        // Slopes of other steps may be too steep for these.
+        let share = match varies > self.seconds {
+            true => self.seconds / varies,
+            false => 1.0,
+        };
         Some(Cost {
-            step: (rest / self.weight).max(0.0),
-            row,
-            token,
+            step: ((self.seconds - varies) / self.weight).max(0.0),
+            row: row * share,
+            token: token * share,
         })
     }
 
@@ -112,11 +117,14 @@ impl Pace {
         }
         let apart = xx * yy - xy * xy;
         let (row, token) = ((xt * yy - yt * xy) / apart, (yt * xx - xt * xy) / apart);
-        // Nothing makes a step faster.
-        match apart > APART * xx * yy && row >= 0.0 && token >= 0.0 {
-            true => Some((row, token)),
-            false => Some(((xt / xx).max(0.0), 0.0)),
+        // Nothing makes a step faster, and a row costs something.
+        if apart > APART * xx * yy && row > 0.0 && token >= 0.0 {
+            return Some((row, token));
         }
+        // Together they say what a row costs if a token costs what it did.
+        let token = self.slopes.map_or(0.0, |(_, token)| token);
+        let row = (xt - token * xy) / xx;
+        (row > 0.0).then_some((row, token))
     }
 
     /// What a step takes. None if that is not known.
@@ -136,7 +144,9 @@ impl Pace {
 
     /// What the row of a guess costs of what a token costs otherwise, in a step like this.
     pub fn guess_cost(&self, load: Load) -> f32 {
-        let Some(cost) = self.cost() else {
+        // Of steps that are alike nothing is known; and where that makes guesses, they differ.
+        let known = self.fixed.is_some() || self.fit().is_some();
+        let Some(cost) = self.cost().filter(|_| known) else {
             return COST;
         };
         let whole = cost.of(load);
@@ -248,6 +258,14 @@ mod tests {
             .unwrap();
         assert!((micros(650)..=micros(670)).contains(&short), "{short:?}");
         assert!((95..=105).contains(&pace.rows_beside(rows(0), 0, micros(1500)).unwrap()));
+        assert_eq!(pace.guess_cost(rows(1)), COST);
+        // Nor are they longer than they are seen to be.
+        for _ in 0..1000 {
+            pace.note(rows(100), micros(700));
+        }
+        let long = pace.step(rows(100)).unwrap();
+        assert!((micros(690)..=micros(710)).contains(&long), "{long:?}");
+        assert!(pace.step(rows(200)).unwrap() <= micros(1400));
         // Where all attend alike, it is part of what a row takes.
         let mut pace = Pace::default();
         for n in (1..100).cycle().take(1000) {

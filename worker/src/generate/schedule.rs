@@ -75,6 +75,14 @@ pub struct Schedule {
     served: BTreeMap<u64, u64>,
     turns: u64,
     steps: u64,
+    /// Of each class of which several read prompts.
+    contests: BTreeMap<Class, Contest>,
+}
+
+/// Prompts of one class beside each other.
+#[derive(Clone, Copy, Debug, Default)]
+struct Contest {
+    /// Pieces for which the oldest one was not the one that had the least left.
     pieces: u64,
     /// Pieces that the oldest one is still to get.
     owed: u64,
@@ -169,6 +177,9 @@ impl Schedule {
         for class in gone.into_values() {
             self.prompts.leave(&class);
         }
+        let reading = &self.reading;
+        self.contests
+            .retain(|class, _| reading.values().any(|reads| reads == class));
         self.served
             .retain(|id, _| wants.iter().any(|want| want.id == *id));
     }
@@ -188,21 +199,31 @@ impl Schedule {
                 break;
             };
             let alike = open.iter().copied().filter(|&i| wants[i].class == class);
-            self.pieces += 1;
-            self.owed += u64::from(self.pieces.is_multiple_of(TURNS));
             let oldest = alike.clone().min_by_key(|&i| wants[i].arrival);
             let shortest = alike.min_by_key(|&i| (rest(i), wants[i].arrival));
             let (Some(oldest), Some(shortest)) = (oldest, shortest) else {
                 break;
             };
-            // Whose prompt ends with this step is not kept from it, or not by the first piece that is owed.
-            let is_due = self.owed > u64::from(rest(shortest) <= left);
-            let chosen = if is_due { oldest } else { shortest };
-            if chosen == oldest {
-                self.owed = self.owed.saturating_sub(1);
-            }
-            let rows = PIECE.min(rest(chosen)).min(left);
             let class = class.clone();
+            let chosen = match oldest == shortest {
+                true => {
+                    // It has what the others leave, too.
+                    if let Some(contest) = self.contests.get_mut(&class) {
+                        contest.owed = contest.owed.saturating_sub(1);
+                    }
+                    oldest
+                }
+                false => {
+                    let contest = self.contests.entry(class.clone()).or_default();
+                    contest.pieces += 1;
+                    contest.owed += u64::from(contest.pieces.is_multiple_of(TURNS));
+                    // Whose prompt ends with this step is not kept from it, or not by the first piece that is owed.
+                    let is_due = contest.owed > u64::from(rest(shortest) <= left);
+                    contest.owed -= u64::from(is_due);
+                    if is_due { oldest } else { shortest }
+                }
+            };
+            let rows = PIECE.min(rest(chosen)).min(left);
             *given.entry(chosen).or_default() += rows;
             self.prompts.charge(&class, rows);
             left -= rows;

@@ -297,7 +297,7 @@ impl Runner {
         body.bind(Slot::Output(0), &hidden_states, 0)?;
         head.bind(Slot::Output(0), &logits, 0)?;
         ending.bind(Slot::Output(0), &states, 0)?;
-        let draws = match draws_on(device) {
+        let draws = match draws_on(device, config.vocab) {
             true => Some(Draws::new(device, &shape, config.vocab, &logits, hints)?),
             false => None,
         };
@@ -366,7 +366,9 @@ impl Runner {
     /// Bytes that its plans keep for what they compute.
     pub fn plan_bytes(&self) -> usize {
         let plans = [&self.body, &self.head, &self.ending];
-        plans.iter().map(|plan| plan.memory().arena).sum()
+        let draws = self.draws.as_ref().map(|draws| &draws.plan);
+        let plans = plans.into_iter().chain(draws);
+        plans.map(|plan| plan.memory().arena).sum()
     }
 
     /// How many of the model's layers are of a kind, and the bytes of one block in all of them, or in this process's part of each.

@@ -5,6 +5,7 @@ use hotcell_graph::{Shape, op::Call, shape::Dim};
 use super::{Cx, Entry, Kernel, Made, int};
 use crate::{
     backend::DeviceError,
+    cpu::draw::MOST_ON_DEVICES,
     cuda::gpu::{Arguments, Grid},
     part::overflow,
 };
@@ -13,9 +14,6 @@ pub(super) static ENTRIES: &[Entry] = &[Entry {
     op: "draw",
     make: draw,
 }];
-
-/// Logits of a row at most (`RUNS` runs in `sample.cu`); longer rows run on the processor.
-const MOST: usize = 2048 * 256;
 
 struct Draw {
     logits: Shape,
@@ -28,7 +26,8 @@ fn draw(call: &Call<'_>) -> Option<Made> {
         return None;
     };
     let kernel = Draw { logits, n };
-    (n <= MOST).then(|| (Box::new(kernel) as _, vec!["draw_f32"]))
+    // So many runs has `sample.cu` room for (`RUNS`).
+    (n <= MOST_ON_DEVICES).then(|| (Box::new(kernel) as _, vec!["draw_f32"]))
 }
 
 impl Kernel for Draw {

@@ -45,7 +45,7 @@ ops! {
 
     /// A token of each row of `n` logits, as a sampler draws it that keeps nothing between draws. Where `temperature` is 0
     /// the largest, the first of equals; else by inverse CDF, the first token at which the sum of weights
-    /// `exp((logit − largest) / temperature)` passes `u` times the sum of all. `u` is in `[0, 1)`, the upper 53 of the 64
+    /// `exp((logit − largest) / temperature)` passes `u` times the sum of all, or by rounding the last one that weighs anything. `u` is in `[0, 1)`, the upper 53 of the 64
     /// bits `hash(noise[3], noise[2])` (`random_bits`, second word above the first) of key `noise[0..2]`: of `noise`, a
     /// seed's lower and upper half, a branch, and a position. −1 where a logit is NaN or +∞, or none weighs anything. Weights are
     /// f32, sums f64: of 256 weights at a time, in eight lanes by place and then lane by lane, and of these one by one.

@@ -47,6 +47,7 @@ pub(super) enum Outcome {
 impl Batch {
     /// Fills `rows`, `parts` and `pick_rows`.
     pub(super) fn gather(&mut self) -> Result<(), DeviceError> {
+        let before = self.rows.len();
         self.rows.clear();
         self.parts.clear();
         self.pick_rows.clear();
@@ -82,20 +83,21 @@ impl Batch {
             }
         }
         let beside = self.pace.rows_beside(draws, deepest, PATIENCE);
+        let most = self.runner.most_rows();
         // Large steps read a prompt fastest, and are for those who are alone.
         let rows = match self.expects_company(Instant::now()) {
             true => {
                 let short = self.pace.step(SHORT);
                 let patience = short.map_or(PATIENCE, |short| short.mul_f64(COMPANY).min(PATIENCE));
-                let nobody = Load::default();
-                self.pace.rows_beside(nobody, deepest, patience)
+                let rows = self.pace.rows_beside(draws, deepest, patience);
+                // An estimate may be wrong, but not by so much at once.
+                let rows = rows.map(|rows| rows.min(2 * before.max(LEAST)).max(LEAST));
+                rows.map_or(most, |rows| rows.saturating_add(draws.rows))
             }
-            false => None,
+            false => most,
         };
-        let most = self.runner.most_rows();
-        let rows = rows.unwrap_or(most).max(LEAST);
         let budget = Budget {
-            rows: rows.max(draws.rows).min(most),
+            rows: rows.min(most),
             beside: beside.unwrap_or(most).max(LEAST),
         };
         let grants = self.schedule.grant(&wants, budget);

@@ -3,7 +3,7 @@
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, Shape, TensorSpec};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
-    cpu::draw::halves,
+    cpu::draw::{MOST_ON_DEVICES, halves},
     plan::{Plan, PlanHints, Slot},
 };
 
@@ -41,10 +41,10 @@ pub(super) struct Draws {
     read: Vec<u8>,
 }
 
-/// Whether tokens are drawn on the device: where the host does not see its memory.
-pub(super) fn draws_on(device: &dyn Device) -> bool {
+/// Whether tokens are drawn on the device: where the host does not see its memory, and rows are no longer than it takes.
+pub(super) fn draws_on(device: &dyn Device, vocab: usize) -> bool {
     let is_apart = device.buffer_types().first().is_some_and(|t| !t.is_host);
-    is_apart && device.ops().contains(&"draw")
+    is_apart && vocab <= MOST_ON_DEVICES && device.ops().contains(&"draw")
 }
 
 impl Draws {
@@ -119,7 +119,7 @@ impl Draws {
 }
 
 /// Rows of logits, their temperatures and their noise to tokens.
-fn graph(rows: usize, vocab: usize) -> Result<Graph, GraphError> {
+pub(super) fn graph(rows: usize, vocab: usize) -> Result<Graph, GraphError> {
     let mut builder = GraphBuilder::new(rows);
     let spec = |dtype, dims: &[usize]| TensorSpec::new(dtype, Shape::rows(dims)?);
     let logits = builder.tensor("logits", spec(DType::F32, &[vocab])?)?;

@@ -11,7 +11,7 @@ use hotcell_kernels::{
 
 use super::{
     RunError,
-    draws::{ROW_BYTES, draws_on},
+    draws::{self, ROW_BYTES, draws_on},
     pattern,
 };
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
         config::ModelConfig,
         constants::stack_bytes,
         graph::{body, ending, head},
-        weave::Source,
+        weave::{BuildError, Source},
     },
     weights::ModelSource,
 };
@@ -153,8 +153,9 @@ fn bytes_besides_cache(
     };
     let values = states * shape.max_rows * config.hidden + shape.max_sequences * config.vocab;
     let mut bytes = (rows + values) * 4;
-    if draws_on(device) {
-        bytes += shape.max_sequences * ROW_BYTES;
+    if draws_on(device, config.vocab) {
+        let graph = draws::graph(shape.max_sequences, config.vocab).map_err(BuildError::from)?;
+        bytes += shape.max_sequences * ROW_BYTES + device.plan(&graph, &dry)?.memory().arena;
     }
     let pattern = pattern(source, shape);
     for graph in [body(pattern)?, head(pattern)?, ending(pattern)?] {
