@@ -4,6 +4,7 @@
 //! `Send`: the compiler keeps them with whoever owns the device.
 
 use std::{
+    os::fd::{BorrowedFd, OwnedFd},
     path::PathBuf,
     rc::Rc,
     sync::{
@@ -351,6 +352,24 @@ pub trait Device {
     /// What it has [joined](Device::join).
     fn communicator(&self) -> Option<Arc<Communicator>> {
         None
+    }
+
+    /// Makes memory that the other members of what it has [joined](Device::join) may write into: descriptors of it, for
+    /// their [`Device::reach`]. None: their parts go through the host's memory.
+    ///
+    /// # Errors
+    /// When there is no such memory to be had.
+    fn door(&self) -> Result<Vec<OwnedFd>, DeviceError> {
+        Ok(Vec::new())
+    }
+
+    /// Has plans made from now on give parts from device to device, through the doors of all members, by their ranks. No
+    /// doors: through the host's memory. All members do the one or the other.
+    ///
+    /// # Errors
+    /// When it does not reach one of them; then parts go through the host's memory.
+    fn reach(&self, _doors: &[Vec<BorrowedFd<'_>>]) -> Result<(), DeviceError> {
+        Ok(())
     }
 
     /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.

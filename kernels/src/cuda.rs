@@ -10,6 +10,7 @@ mod gpu;
 mod image;
 mod mapped;
 mod ops;
+mod peers;
 mod plan;
 mod run;
 mod timed;
@@ -17,8 +18,10 @@ mod vault;
 
 use std::{
     cell::{Cell, RefCell},
+    os::fd::{BorrowedFd, OwnedFd},
     path::PathBuf,
     rc::Rc,
+    sync::Arc,
 };
 
 use hotcell_graph::{Graph, op::Call};
@@ -27,6 +30,7 @@ use self::{
     buffer::{ALIGNMENT, Memory},
     driver::driver,
     gpu::Gpu,
+    peers::Door,
     plan::{CudaPlan, Side},
 };
 use crate::{
@@ -34,6 +38,7 @@ use crate::{
         Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, Event, Files, HostRegion,
         SharedRegion, Stream, Trail,
     },
+    communicator::Communicator,
     cpu::CpuBackend,
     gauges::Gauges,
     host::Staging,
@@ -118,8 +123,10 @@ impl CudaBackend {
             side: Side {
                 gpu: Rc::new(gpu),
                 cpu,
+                peers: RefCell::default(),
             },
             info,
+            door: RefCell::default(),
             streams: RefCell::new(0),
             trail: Cell::new(None),
         })
@@ -174,6 +181,8 @@ pub struct CudaDevice {
     info: DeviceInfo,
     numerics: String,
     side: Side,
+    /// What the other members are to write into, until it is known whether they do.
+    door: RefCell<Option<Door>>,
     streams: RefCell<u64>,
     trail: Cell<Option<Trail>>,
 }
@@ -266,6 +275,34 @@ impl Device for CudaDevice {
         })
     }
 
+    fn join(&self, communicator: Communicator) -> Result<(), DeviceError> {
+        self.side.cpu.join(communicator)
+    }
+
+    fn communicator(&self) -> Option<Arc<Communicator>> {
+        self.side.cpu.communicator()
+    }
+
+    fn door(&self) -> Result<Vec<OwnedFd>, DeviceError> {
+        let Some(communicator) = self.communicator().filter(|_| self.keeps_weights()) else {
+            return Ok(Vec::new());
+        };
+        let door = Door::new(&self.side.gpu, communicator.share())?;
+        let exported = door.export()?;
+        *self.door.borrow_mut() = Some(door);
+        Ok(exported)
+    }
+
+    fn reach(&self, doors: &[Vec<BorrowedFd<'_>>]) -> Result<(), DeviceError> {
+        *self.side.peers.borrow_mut() = None;
+        let door = self.door.borrow_mut().take();
+        if let Some(door) = door.filter(|_| !doors.is_empty()) {
+            let peers = door.reach(&self.side.gpu, doors)?;
+            *self.side.peers.borrow_mut() = Some(Rc::new(peers));
+        }
+        Ok(())
+    }
+
     fn leave(&self, trail: Trail) {
         self.side.gpu.leave_crumbs_in(trail.node);
         self.trail.set(Some(trail));
@@ -276,7 +313,7 @@ impl Device for CudaDevice {
 impl CudaDevice {
     /// Whether a kernel of the device computes this call; the rest is decomposed or runs on the CPU backend's kernels.
     pub fn is_native(&self, call: &Call<'_>) -> bool {
-        ops::kernel(call, &self.side.gpu).is_some()
+        ops::kernel(call, &self.side, false).is_some()
     }
 
     /// Ops of the nodes of a graph's plan that run on the CPU backend's kernels, between copies, in the order of the nodes.

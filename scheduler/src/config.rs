@@ -131,10 +131,10 @@ settings! {
     /// Keep each compute thread of a worker on a core of its own, where nobody else wants these cores [default: the system decides]
     #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pin: bool = "HOTCELL_PIN";
-    /// Processes that compute each model of a worker together, every one a part of it, on as many of its device's cores each; the results are the same [default: 1]
+    /// Processes that compute each model of a worker together, every one a part of it, on as many of its device's cores each, or on as many devices of CUDA; the results are the same [default: 1]
     #[arg(value_name = "COUNT")]
     tensor_parallel: Members = "HOTCELL_TENSOR_PARALLEL";
-    /// Processes that have the layers of each model of a worker together, every one some of them, for models that one of them should not hold alone: parts of a prompt are computed at once, a token by one process after another; the results are the same [default: 1]
+    /// Processes that have the layers of each model of a worker together, every one some of them, for models that one of them should not hold alone, or cannot, with a device of CUDA each: parts of a prompt are computed at once, a token by one process after another; the results are the same [default: 1]
     #[arg(value_name = "COUNT")]
     pipeline_parallel: Members = "HOTCELL_PIPELINE_PARALLEL";
     /// Bytes that one worker may take of memory, where control groups can be made [default: its device's memory]

@@ -3,6 +3,8 @@
 //! Native libraries may crash or hang while they look for hardware, so that this happens in a child with a
 //! deadline. A probe that fails gives a device with a problem, never a failure of the scheduler.
 
+mod together;
+
 use std::{io, path::Path, time::Duration};
 
 use hotcell_ipc::{
@@ -181,6 +183,7 @@ pub fn parse(printed: &[u8]) -> Result<Host, String> {
             integrated: found.integrated,
             driver: clip(&found.driver),
             gauge: None,
+            members: vec![],
         });
     }
     let said = report.confinement.into_iter().map(|l| ConfinementLayer {
@@ -194,6 +197,13 @@ pub fn parse(printed: &[u8]) -> Result<Host, String> {
         devices,
         confinement: layers(said),
     })
+}
+
+/// The devices that have a worker of their own: those that can be used and are not another one's members.
+pub fn with_workers(all: &[Device]) -> impl Iterator<Item = &Device> {
+    let is_member = |id: &String| all.iter().any(|d| d.members.contains(id));
+    all.iter()
+        .filter(move |d| d.problem.is_empty() && !is_member(&d.id))
 }
 
 /// The devices that get workers, by the configured choice.
@@ -252,19 +262,18 @@ impl Found {
     /// were before.
     pub fn settle(self, devices: &mut Vec<Device>) -> (usize, Vec<Device>) {
         devices.retain(|d| d.program != self.program);
-        let before = devices.iter().filter(|d| d.problem.is_empty()).count();
-        let mut usable = Vec::new();
+        let before = with_workers(devices).count();
+        let mut usable: Vec<String> = Vec::new();
         for device in self.devices {
             if devices.len() >= limits::MAX_DEVICES || devices.iter().any(|d| d.id == device.id) {
                 tracing::warn!(device = device.id, "one device too many");
                 continue;
             }
-            if device.problem.is_empty() {
-                usable.push(device.clone());
-            }
+            usable.push(device.id.clone());
             devices.push(device);
         }
-        (before, usable)
+        let own = with_workers(devices).filter(|d| usable.contains(&d.id));
+        (before, own.cloned().collect())
     }
 }
 
@@ -289,9 +298,9 @@ impl Search {
             }
             let waits = format!("{name} has not said yet whether it can be used");
             search.awaited.push(broken(backend, &name, &waits));
-            let spawner = spawner.clone();
+            let (spawner, worker) = (spawner.clone(), worker.clone());
             search.probes.spawn(async move {
-                let devices = probe_apart(&spawner, &path, backend, &name, deadline).await;
+                let devices = probe_apart(&spawner, &worker, backend, deadline).await;
                 Found {
                     program: name,
                     devices,
@@ -324,10 +333,16 @@ impl Search {
 }
 
 /// Runs `binary probe` and returns what it found; one device with a problem if it failed.
-pub async fn probe(spawner: &Spawner, binary: &Path, deadline: Duration) -> Host {
+pub async fn probe(spawner: &Spawner, worker: &WorkerConfig, deadline: Duration) -> Host {
+    let binary = &worker.binary;
     let found = run(spawner, binary, deadline).await;
     let (host, problem) = match found {
-        Ok(host) if !host.devices.is_empty() => return host,
+        Ok(host) if !host.devices.is_empty() => {
+            return Host {
+                devices: together::arranged(host.devices, worker),
+                ..host
+            };
+        }
         Ok(host) => (host, "it found no device".to_owned()),
         Err(problem) => (Host::default(), problem),
     };
@@ -341,11 +356,11 @@ pub async fn probe(spawner: &Spawner, binary: &Path, deadline: Duration) -> Host
 /// The devices of a backend that has a program of its own; one with a problem if its probe failed.
 async fn probe_apart(
     spawner: &Spawner,
-    binary: &Path,
+    worker: &WorkerConfig,
     backend: &str,
-    name: &str,
     deadline: Duration,
 ) -> Vec<Device> {
+    let (name, binary) = (&program_apart(backend), &worker.apart(backend));
     let problem = match run(spawner, binary, deadline).await {
         // It speaks for its own backend only.
         Ok(host) => match host.devices.iter().find(|d| d.backend != backend) {
@@ -356,7 +371,8 @@ async fn probe_apart(
                     program: name.to_owned(),
                     ..device
                 };
-                return host.devices.into_iter().map(served).collect();
+                let served = host.devices.into_iter().map(served).collect();
+                return together::arranged(served, worker);
             }
         },
         Err(problem) => problem,

@@ -93,7 +93,10 @@ pub async fn run(
     }
     let spawner = Spawner::start()
         .map_err(|e| Failure::new(Exit::Internal, format!("cannot start processes: {e}")))?;
-    let choice = format!("{:?}", config.devices);
+    let choice = format!(
+        "{:?}, {} together, {} in turn",
+        config.devices, config.worker.tensor_parallel, config.worker.pipeline_parallel
+    );
     let mut confinement = Vec::new();
     let inherited_devices = left.as_ref().and_then(|left| left.devices(&choice));
     let known = inherited_devices.as_deref().unwrap_or_default();
@@ -103,7 +106,7 @@ pub async fn run(
         // Its workers say themselves what confines them.
         Some(devices) => devices,
         None => tokio::select! {
-            found = discover::probe(&spawner, &config.worker.binary, patience) => {
+            found = discover::probe(&spawner, &config.worker, patience) => {
                 if config.worker.require_confinement && let Some(lacks) = found.unconfined() {
                     return Err(Failure::new(
                         Exit::Unconfined,
@@ -117,7 +120,7 @@ pub async fn run(
         },
     };
     search.list(&mut devices);
-    let unusable = |devices: &[Device]| devices.iter().all(|d| !d.problem.is_empty());
+    let unusable = |devices: &[Device]| discover::with_workers(devices).next().is_none();
     while unusable(&devices) {
         let found = tokio::select! {
             found = search.next() => found,

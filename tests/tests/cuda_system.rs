@@ -10,11 +10,12 @@ use std::{
 };
 
 use hotcell_client::{
-    Address, Event, GenerateOptions, Prompt, Reason,
+    Address, Completion, Event, GenerateOptions, Prompt, Reason,
     tensor::{Backend, BackendParams, DType, Tensor},
     v1::{self, TraceTrack},
 };
 use hotcell_tests::{
+    answers::assert_same,
     cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid},
     debugged::looked_into,
     fakecuda::FakeDriver,
@@ -526,4 +527,56 @@ async fn the_next_scheduler_holds_the_devices_memory() {
     assert_eq!(text(&cluster, true).await, expected);
     let log = cluster.scheduler.log();
     assert!(log.contains(" found=true"), "{log}");
+}
+
+/// Two ways to divide a model among devices.
+const DIVISIONS: [&str; 2] = ["--tensor-parallel", "--pipeline-parallel"];
+
+/// Answers of a model: greedy and drawn, of short and long prompts.
+async fn answers(cluster: &Cluster) -> Vec<Completion> {
+    let client = cluster.client().await.unwrap();
+    let mut all = Vec::new();
+    for (prompt, temperature) in [(5, 0.0), (40, 1.0), (150, 1.0)] {
+        let ids = (0..prompt).map(|i| 5 + i * 7 % 250).collect();
+        let options = GenerateOptions {
+            max_tokens: 10,
+            sampling: v1::Sampling {
+                temperature: Some(temperature),
+                ..v1::Sampling::default()
+            },
+            seed: Some(3),
+            ..Default::default()
+        };
+        let stream = client.generate(Prompt::Ids(ids), options).await.unwrap();
+        all.push(stream.complete().await.unwrap());
+    }
+    all
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn devices_that_compute_together_give_the_bits_of_one() {
+    let load = async |cluster: &Cluster| {
+        let client = cluster.client().await.unwrap();
+        client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+        cluster.workers(all_have("kjv")).await.unwrap()
+    };
+    let (one, _driver) = cluster("", &[]).await;
+    load(&one).await;
+    let alone = answers(&one).await;
+    for division in DIVISIONS {
+        let arguments = [division, "2", "--restart-backoff", "1ms"];
+        let (two, _driver) = cluster("devices = 3\n", &arguments).await;
+        let workers = load(&two).await;
+        assert_eq!(workers.len(), 1);
+        let shown = two.hotcell(&["devices"]).unwrap();
+        let shown = String::from_utf8(shown.stdout).unwrap();
+        assert!(shown.contains("computes with cuda:1"), "{shown}");
+        assert!(shown.contains("left over"), "{shown}");
+        for (got, expected) in answers(&two).await.iter().zip(&alone) {
+            assert_same(got, expected, division);
+        }
+        let log = two.scheduler.log();
+        let direct = log.contains("devices give each other their parts");
+        assert_eq!(direct, division == DIVISIONS[0], "{log}");
+    }
 }

@@ -56,7 +56,7 @@ pub struct Common {
     /// Keep each compute thread on a core of its own, in their order.
     #[arg(long)]
     pub pin: bool,
-    /// Processes that compute each model together, every one a part of it, on as many cores each; the results are the same.
+    /// Processes that compute each model together, every one a part of it, on as many cores each, or on a device of CUDA each, from this one on; the results are the same.
     #[arg(long, default_value_t = 1, value_parser = members)]
     pub tensor_parallel: usize,
     /// Processes that have each model's layers together, every one some of them: parts of a prompt are computed at once, a

@@ -177,6 +177,7 @@ impl Engine {
             let members = match members {
                 Some((members, communicator)) => {
                     device.join(communicator)?;
+                    members.meet(device.as_ref())?;
                     Some(Rc::new(members))
                 }
                 None => None,

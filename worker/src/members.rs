@@ -7,6 +7,7 @@
 //! ends, all do: to those outside it is one worker.
 
 mod birth;
+mod doors;
 mod follow;
 mod lead;
 mod wire;

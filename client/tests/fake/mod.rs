@@ -459,6 +459,7 @@ impl Control for Fake {
             integrated: true,
             driver: String::new(),
             gauge: None,
+            members: vec![],
         };
         Ok(Response::new(v1::ListDevicesResponse {
             devices: vec![device],

@@ -71,6 +71,7 @@ functions! {
     cuDeviceTotalMem_v2(*mut usize, CUdevice);
     cuDeviceGetAttribute(*mut c_int, c_int, CUdevice);
     cuDeviceGetPCIBusId(*mut c_char, c_int, CUdevice);
+    cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
     cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
     cuCtxSetCurrent(CUcontext);
     cuMemAlloc_v2(*mut CUdeviceptr, usize);
@@ -258,6 +259,12 @@ impl Driver {
             cuDeviceGetAttribute(&mut value, what as c_int, device)
         )
         .map(|()| value)
+    }
+
+    /// Whether a device reaches the memory of another one.
+    pub fn reaches(&self, device: CUdevice, other: CUdevice) -> Result<bool, DeviceError> {
+        let mut does = 0;
+        call!(self, cuDeviceCanAccessPeer(&mut does, device, other)).map(|()| does != 0)
     }
 
     /// The device's context of this process, made at the first call. Never released: it ends with the process.

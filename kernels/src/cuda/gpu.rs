@@ -43,6 +43,10 @@ pub(super) fn number(id: &str) -> Option<c_int> {
     Some(number.into())
 }
 
+fn unknown(number: i64) -> DeviceError {
+    DeviceError::NoDevice(format!("{NAME}:{number}"))
+}
+
 fn no_device(id: &str, why: impl std::fmt::Display) -> DeviceError {
     DeviceError::Failed {
         backend: NAME,
@@ -204,6 +208,25 @@ impl Gpu {
                 self.driver.free_event(event)?;
                 Err(error)
             }
+        }
+    }
+
+    /// Sees that it reaches the memory of another device, by its number.
+    ///
+    /// # Errors
+    /// When it does not, or there is none.
+    pub fn reaches(&self, other: i64) -> Result<(), DeviceError> {
+        let is = |number: i64| {
+            let number = c_int::try_from(number).map_err(|_| unknown(number))?;
+            self.driver.device(number)
+        };
+        match self.driver.reaches(is(self.owner as i64)?, is(other)?)? {
+            true => Ok(()),
+            false => Err(DeviceError::Failed {
+                backend: NAME,
+                op: "reaching another device",
+                why: format!("{NAME}:{} does not reach {NAME}:{other}", self.owner),
+            }),
         }
     }
 

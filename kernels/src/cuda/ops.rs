@@ -4,6 +4,7 @@
 mod attention;
 mod create;
 mod elementwise;
+mod gather;
 mod gemm;
 mod index;
 mod layout;
@@ -20,7 +21,7 @@ use std::rc::Rc;
 
 use hotcell_graph::op::Call;
 
-use super::gpu::Gpu;
+use super::{gpu::Gpu, plan::Side};
 use crate::{backend::DeviceError, part::overflow};
 
 /// A call made ready: everything but addresses and rows.
@@ -122,10 +123,17 @@ pub(super) fn has(call: &Call<'_>) -> bool {
     made(call).is_some()
 }
 
-/// The kernel for a call, if there is one, in this build's image too.
-pub(super) fn kernel(call: &Call<'_>, gpu: &Gpu) -> Option<Box<dyn Kernel>> {
+/// The kernel for a call, if there is one, in this build's image too. One that meets other members only where all of them are
+/// together.
+pub(super) fn kernel(call: &Call<'_>, on: &Side, together: bool) -> Option<Box<dyn Kernel>> {
+    let has = |names: &[&'static str]| names.iter().all(|name| on.gpu.has(name));
+    if call.op.name == gather::OP {
+        let peers = on.peers.borrow();
+        let peers = peers.as_ref().filter(|_| together && has(&gather::NAMES))?;
+        return gather::kernel(call, peers);
+    }
     let (kernel, names) = made(call)?;
-    names.iter().all(|name| gpu.has(name)).then_some(kernel)
+    has(&names).then_some(kernel)
 }
 
 /// Names of the ops in the table.

@@ -1,6 +1,7 @@
 //! A graph in steps: kernels of the device, and parts that the CPU backend's kernels compute in copies.
 
 use std::{
+    cell::RefCell,
     collections::{HashMap, HashSet},
     ops::Range,
     rc::Rc,
@@ -18,6 +19,7 @@ use super::{
     buffer::{ALIGNMENT, Memory},
     gpu::Gpu,
     ops::{self, Kernel},
+    peers::Peers,
     run::Recordings,
     timed::Timers,
 };
@@ -87,6 +89,8 @@ pub(super) struct Side {
     pub gpu: Rc<Gpu>,
     /// The device of what has no kernel here.
     pub cpu: Rc<dyn Device>,
+    /// Where it meets the other members of its communicator, if they reach each other's memory.
+    pub peers: RefCell<Option<Rc<Peers>>>,
 }
 
 pub(super) struct CudaPlan {
@@ -233,7 +237,7 @@ impl CudaPlan {
                 });
             }
         }
-        let native = |call: &Call<'_>| ops::kernel(call, &on.gpu).is_some();
+        let native = |call: &Call<'_>| ops::kernel(call, on, hints.together).is_some();
         let graph = lower(graph, NAME, &|call| {
             native(call) || on.cpu.supports(call) && is_fixed_point(call)
         })?;
@@ -328,7 +332,7 @@ impl CudaPlan {
         let mut kernels: Vec<Option<Box<dyn Kernel>>> = Vec::new();
         for node in graph.nodes() {
             let specs = graph.input_specs(node)?;
-            kernels.push(ops::kernel(&call(node, &specs), &on.gpu));
+            kernels.push(ops::kernel(&call(node, &specs), on, hints.together));
         }
         let native: Vec<bool> = kernels.iter().map(Option::is_some).collect();
         let ranges = ranges(graph, &native);

@@ -76,6 +76,21 @@ fn a_report_that_cannot_be_believed_is_refused() {
     }
 }
 
+/// Workers of a program.
+pub(super) fn worker_of(binary: impl Into<std::path::PathBuf>) -> WorkerConfig {
+    WorkerConfig {
+        binary: binary.into(),
+        kv_cache: Default::default(),
+        model_memory: None,
+        log: "info",
+        require_confinement: false,
+        pin: false,
+        tensor_parallel: 1,
+        pipeline_parallel: 1,
+        memory: None,
+    }
+}
+
 #[test]
 fn a_program_of_another_version_is_called_that_whatever_else_it_prints() {
     let error = parse(br#"{"protocol":77,"version":"9.8.7\u001b","devices":"elsewhere"}"#);
@@ -90,7 +105,7 @@ fn a_program_of_another_version_is_called_that_whatever_else_it_prints() {
 async fn a_probe_that_fails_or_hangs_is_a_problem_and_nothing_more() {
     let spawner = Spawner::start().unwrap();
     let problem = async |program: &str, ms| {
-        let found = probe(&spawner, Path::new(program), Duration::from_millis(ms)).await;
+        let found = probe(&spawner, &worker_of(program), Duration::from_millis(ms)).await;
         found.devices[0].problem.clone()
     };
     let gone = problem("/no/such/program", 1000).await;
@@ -118,17 +133,7 @@ fn script(path: &Path, lines: &str) {
 async fn a_backend_with_a_program_of_its_own_is_looked_for_beside_the_others() {
     let spawner = Spawner::start().unwrap();
     let dir = tempfile::tempdir().unwrap();
-    let worker = WorkerConfig {
-        binary: dir.path().join("hotcell-worker"),
-        kv_cache: Default::default(),
-        model_memory: None,
-        log: "info",
-        require_confinement: false,
-        pin: false,
-        tensor_parallel: 1,
-        pipeline_parallel: 1,
-        memory: None,
-    };
+    let worker = worker_of(dir.path().join("hotcell-worker"));
     let begin = |choice, known: &[Device]| {
         Search::begin(&spawner, &worker, choice, Duration::from_secs(5), known)
     };
@@ -177,17 +182,7 @@ async fn a_backend_with_a_program_of_its_own_is_looked_for_beside_the_others() {
 
 #[test]
 fn a_devices_program_is_one_of_ours_whatever_it_says() {
-    let worker = WorkerConfig {
-        binary: "/opt/bin/hotcell-worker".into(),
-        kv_cache: Default::default(),
-        model_memory: None,
-        log: "info",
-        require_confinement: false,
-        pin: false,
-        tensor_parallel: 1,
-        pipeline_parallel: 1,
-        memory: None,
-    };
+    let worker = worker_of("/opt/bin/hotcell-worker");
     for program in [
         "",
         "../../tmp/x",

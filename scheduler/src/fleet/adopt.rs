@@ -16,6 +16,7 @@ use super::{
     loading::believe,
 };
 use crate::{
+    discover::with_workers,
     room::Footprint,
     supervisor::Past,
     suspicion,
@@ -185,7 +186,7 @@ impl Fleet {
     /// [`start`](Self::start), with workers that live already: each goes on if its device is still the same. Those that
     /// fit nowhere end here.
     pub fn start_with(self: &Arc<Self>, devices: Vec<Device>, mut heirs: Vec<Heir>) {
-        let usable = devices.iter().filter(|d| d.problem.is_empty());
+        let usable = with_workers(&devices);
         let mut workers = Vec::new();
         let mut table = self.table();
         for (index, device) in usable.enumerate() {
@@ -195,6 +196,7 @@ impl Fleet {
                     && heir.guest.is_none()
                     && heir.device.id == device.id
                     && heir.device.cores == device.cores
+                    && heir.device.members == device.members
             };
             let heir = heirs.iter().position(same).map(|at| heirs.swap_remove(at));
             let drained = heir.as_ref().is_some_and(|heir| heir.drained);

@@ -304,14 +304,18 @@ impl Processes {
         if self.config.pin && own {
             command = command.arg("--pin");
         }
-        // The host's own workers: who computes for others' eyes, or a stranger's model, is small. Other backends' devices
-        // compute no models together.
+        // The host's own workers: who computes for others' eyes, or a stranger's model, is small. Members share the processor;
+        // of other kinds each has a device of its own.
+        let enough = |members| match order.device.backend.as_str() {
+            "cpu" => true,
+            _ => order.device.members.len() + 1 == members,
+        };
         let together = [
             ("--tensor-parallel", self.config.tensor_parallel),
             ("--pipeline-parallel", self.config.pipeline_parallel),
         ];
         for (flag, members) in together {
-            if members > 1 && own && order.device.backend == "cpu" {
+            if members > 1 && own && enough(members) {
                 command = command.arg(flag).arg(members.to_string());
             }
         }
@@ -328,7 +332,9 @@ impl Processes {
             command.data = Some(allowance.memory);
         }
         command.nofile = Some(file_limit());
-        let memory = self.config.memory.unwrap_or(order.device.memory_bytes);
+        let all = order.device.members.len() as u64 + 1;
+        let memory = order.device.memory_bytes.saturating_mul(all);
+        let memory = self.config.memory.unwrap_or(memory);
         let memory = order.allowance.map_or(memory, |a| memory.min(a.memory));
         let group = match &self.groups {
             Some(groups) if memory > 0 => {

@@ -46,7 +46,12 @@ impl Table {
         for slot in self.workers.values().filter(|s| s.guest.is_none()) {
             let device = &slot.device;
             let key = (memory(device), device.backend.as_str());
-            *parts.entry(key).or_insert(0u64) += device.memory_bytes;
+            let members = (self.devices.iter())
+                .filter(|d| device.members.contains(&d.id))
+                .map(|d| d.memory_bytes);
+            let all = members.fold(device.memory_bytes, u64::saturating_add);
+            let bytes = parts.entry(key).or_insert(0u64);
+            *bytes = bytes.saturating_add(all);
         }
         let mut all = BTreeMap::new();
         for ((memory, _), bytes) in parts {

@@ -123,6 +123,10 @@ entries! {
         *value = match what { 75 => 9, 76 => 0, 16 => 132, 18 => 0, 1 => 1024, 97 => 232_448, _ => 1 };
         known(device)
     }
+    fn cuDeviceCanAccessPeer(does: *mut c_int, device: c_int, other: c_int) {
+        *does = c_int::from(device != other);
+        if known(device) == SUCCESS { known(other) } else { INVALID_DEVICE }
+    }
     fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) {
         *context = 0xC0 + device as u64;
         known(device)

@@ -30,7 +30,15 @@ const MOST: usize = 32;
 #[unsafe(link_section = ".init_array")]
 static PREPARE: extern "C" fn() = {
     extern "C" fn prepare() {
+        // A process that is made of this one needs files of its own: locks are those of open files, which both have.
+        extern "C" fn again() {
+            let mut state = state();
+            state.pieces.leave_files();
+            state.pieces.take_files();
+        }
         state().pieces.take_files();
+        // SAFETY: a function that stays.
+        unsafe { libc::pthread_atfork(None, None, Some(again)) };
     }
     prepare
 };
@@ -102,6 +110,14 @@ impl Pieces {
                     _ => drop(libc::close(fd)),
                 }
             }
+        }
+    }
+
+    /// Leaves the files that nobody has asked for to the process that took them.
+    fn leave_files(&mut self) {
+        for fd in self.spare.drain(..) {
+            // SAFETY: its own.
+            unsafe { libc::close(fd) };
         }
     }
 

@@ -35,8 +35,10 @@ unsafe impl SharedRegion for Memory {
 pub(super) struct Link {
     /// What is to be done goes there, and what became of it comes back.
     pub orders: UnixStream,
-    /// Models' files go there.
+    /// Models' files go there, and the memory of devices.
     pub files: OwnedFd,
+    /// The memory of a member's device comes from there.
+    pub door: OwnedFd,
 }
 
 /// What the leader has of the others.
@@ -83,21 +85,27 @@ pub fn fork(members: usize, division: Division) -> io::Result<Side> {
     for rank in 1..members {
         let (ours, orders) = UnixStream::pair()?;
         let (to, files) = descriptor_pair()?;
+        let (from, door) = descriptor_pair()?;
         let Some(child) = fork::fork()? else {
             // Those to members that were made before are the leader's.
-            drop((others, ours, to));
+            drop((others, ours, to, from));
             return Ok(Side::Member(Member {
                 memory,
                 parts: Parts {
                     share: Share { rank, members },
                     division,
                 },
-                link: Link { orders, files },
+                link: Link {
+                    orders,
+                    files,
+                    door,
+                },
             }));
         };
         let link = Link {
             orders: ours,
             files: to,
+            door: from,
         };
         others.push((child, link));
     }

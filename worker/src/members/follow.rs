@@ -20,12 +20,13 @@ use hotcell_proto::limits;
 
 use super::{
     birth::{Link, Member, is_over},
+    doors,
     wire::{self, Loaded, Told},
 };
 use crate::{
     exit::Exit,
     last_words::MappedFiles,
-    model::run::{Order, RunShape, Runner},
+    model::run::{Division, Order, RunShape, Runner},
     weights::{ModelFile, ModelSource, Weight, Weights},
 };
 
@@ -49,8 +50,15 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
     let parts_here = member.parts();
     let communicator = member.communicator().map_err(io::Error::other)?;
     device.join(communicator).map_err(io::Error::other)?;
-    let Link { mut orders, files } = member.link;
+    let Link {
+        mut orders,
+        files,
+        door,
+    } = member.link;
     let files = DescriptorReceiver::new(files)?;
+    if parts_here.division == Division::Columns {
+        doors::show(device, door, &mut orders)?;
+    }
     let mut parts: HashMap<u32, Part> = HashMap::new();
     while let Some(frame) = wire::read(&mut orders)? {
         let Some(told) = wire::told(&frame) else {
@@ -77,6 +85,10 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                     Err(why) => Loaded::Failed(why),
                 };
                 wire::write(&mut orders, &loaded.put())?;
+            }
+            Told::Doors { each } => {
+                let opened = doors::open(device, &files, parts_here.share.members, each);
+                wire::write(&mut orders, &opened.put())?;
             }
             Told::Unload { model } => drop(parts.remove(&model)),
             Told::Packed {
@@ -106,7 +118,7 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
 }
 
 /// The descriptors of a model's files.
-fn collect(files: &DescriptorReceiver, model: u64) -> io::Result<Vec<OwnedFd>> {
+pub(super) fn collect(files: &DescriptorReceiver, model: u64) -> io::Result<Vec<OwnedFd>> {
     let mut sets = Collector::new(1, limits::MAX_MODEL_FILES);
     loop {
         let batch = files.recv()?;
@@ -242,7 +254,9 @@ fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError
         }
         Told::Step { model, rows, picks } => (model, Order::Step { rows, picks }),
         Told::States { model, rows } => (model, Order::States { rows }),
-        Told::Load { .. } | Told::Packed { .. } | Told::Unload { .. } => return Ok(()),
+        Told::Doors { .. } | Told::Load { .. } | Told::Packed { .. } | Told::Unload { .. } => {
+            return Ok(());
+        }
     };
     let part = parts.get_mut(model).ok_or_else(|| unknown(*model))?;
     part.runner.perform(&order)

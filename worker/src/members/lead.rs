@@ -12,18 +12,25 @@ use std::{
 };
 
 use hotcell_ipc::{
-    child::ExitStatus, descriptors::DescriptorSender, fork::Forked, memory::Mapping,
+    child::ExitStatus,
+    descriptors::{DescriptorReceiver, DescriptorSender},
+    fork::Forked,
+    memory::Mapping,
 };
-use hotcell_kernels::{backend::DeviceError, communicator::Communicator};
+use hotcell_kernels::{
+    backend::{Device, DeviceError},
+    communicator::Communicator,
+};
 use hotcell_proto::error::{Error, Reason};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::{
     birth::Leads,
+    doors,
     wire::{self, Loaded},
 };
 use crate::{
-    model::run::{Order, Others, Parts, RunShape},
+    model::run::{Division, Order, Others, Parts, RunShape},
     weights::{ModelFile, Weight},
 };
 
@@ -70,9 +77,10 @@ pub struct Members {
     end: Arc<End>,
 }
 
-struct To {
-    orders: RefCell<UnixStream>,
-    files: DescriptorSender,
+pub(super) struct To {
+    pub orders: RefCell<UnixStream>,
+    pub files: DescriptorSender,
+    pub door: DescriptorReceiver,
 }
 
 /// A model of which they have their parts.
@@ -102,6 +110,7 @@ impl Members {
             links.push(To {
                 orders: RefCell::new(link.orders),
                 files: DescriptorSender::new(link.files)?.with_timeout(PATIENCE),
+                door: DescriptorReceiver::new(link.door)?,
             });
         }
         let end = Arc::new(End {
@@ -132,6 +141,19 @@ impl Members {
             end,
         };
         Ok((members, communicator))
+    }
+
+    /// Has all of them give each other their parts from device to device, where the devices reach each other's memory. To be
+    /// done before the first load.
+    ///
+    /// # Errors
+    /// When one of them is gone, or what it says makes no sense.
+    pub fn meet(&self, device: &dyn Device) -> Result<(), DeviceError> {
+        if self.parts.division != Division::Columns {
+            return Ok(());
+        }
+        let met = doors::meet(device, &self.links);
+        met.map_err(|error| DeviceError::Binding(format!("members do not meet: {error}")))
     }
 
     /// The leader's part of every model.

@@ -12,6 +12,10 @@ const MAX_FRAME: usize = 16 << 20;
 /// What a member is told, as it reads it.
 #[derive(Debug, PartialEq)]
 pub(super) enum Told {
+    /// Of the memory of each member's device so many descriptors have come. None: parts go through the host's memory.
+    Doors {
+        each: usize,
+    },
     /// A model's files have come under its number. Their names.
     Load {
         model: u32,
@@ -140,6 +144,13 @@ pub(super) fn load(model: u32, shape: &RunShape, names: &[&str]) -> Vec<u8> {
     put.text(shape.cache_dtype.name());
     put.number(names.len());
     names.iter().for_each(|name| put.text(name));
+    put.0
+}
+
+/// Has a member reach for the memory of the others' devices.
+pub(super) fn doors(each: usize) -> Vec<u8> {
+    let mut put = Put::kind(8, 0);
+    put.number(each);
     put.0
 }
 
@@ -291,6 +302,9 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             copies: take.number()?,
             weights: take.many(|take| Some((take.text()?, take.number()?)))?,
         },
+        8 => Told::Doors {
+            each: take.number()?,
+        },
         _ => return None,
     };
     take.0.is_empty().then_some(told)
@@ -381,6 +395,7 @@ mod tests {
                     names: vec!["config.json".to_owned(), "m.safetensors".to_owned()],
                 },
             ),
+            (doors(3), Told::Doors { each: 3 }),
             (unload(9), Told::Unload { model: 9 }),
             (
                 packed(4, 2, &[("a", 0), ("b", 1)]),

@@ -63,10 +63,24 @@ pub(super) fn divided(common: &mut Common) -> Result<Option<Side>, Exit> {
         Side::Leader(leads) => leads.parts().share.rank,
         Side::Member(member) => member.parts().share.rank,
     };
+    common.device = device_of(&common.device, rank);
     let each = (cores.len() / members).max(1);
     let first = rank * each % cores.len().max(1);
     common.cores = cores.into_iter().skip(first).take(each).collect();
     Ok(Some(side))
+}
+
+/// The device of a member: all have the processor, and of other kinds of devices each its own, one after another.
+fn device_of(first: &str, rank: usize) -> String {
+    let numbered = first
+        .split_once(':')
+        .and_then(|(backend, number)| Some((backend, number.parse::<usize>().ok()?)));
+    match numbered {
+        Some((backend, number)) if backend != "cpu" => {
+            format!("{backend}:{}", number.saturating_add(rank))
+        }
+        _ => first.to_owned(),
+    }
 }
 
 /// Computes its part of what another process leads, until that is gone. Its last words are those of the whole.

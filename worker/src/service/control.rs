@@ -72,6 +72,7 @@ impl Worker for WorkerService {
                 integrated: info.integrated,
                 driver: info.driver.clone(),
                 gauge: None,
+                members: vec![],
             }),
             confinement: self.0.confinement().to_string(),
             layers: self.0.confinement().wire(),

@@ -17,6 +17,8 @@ pub(crate) struct DeviceView<'a> {
     pci_id: &'a str,
     integrated: bool,
     driver: &'a str,
+    /// Devices that its worker computes with, too.
+    members: &'a [String],
     gauge: Option<GaugeView<'a>>,
 }
 
@@ -68,6 +70,7 @@ impl<'a> From<&'a v1::Device> for DeviceView<'a> {
             pci_id: &d.pci_id,
             integrated: d.integrated,
             driver: &d.driver,
+            members: &d.members,
             gauge: d.gauge.as_ref().map(GaugeView::from),
         }
     }

@@ -36,6 +36,7 @@ pub(super) fn state(shared: &Shared, workers: &[WorkerInfo]) -> Value {
             "path": device.path,
             "memory_bytes": device.memory_bytes,
             "problem": device.problem,
+            "members": device.members,
         })
     });
     let crashes = shared.fleet.crashes.list();
