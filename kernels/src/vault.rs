@@ -3,7 +3,7 @@
 //! A device that has such memory exports it by descriptors. Whoever holds these holds the memory; a process that is handed
 //! them maps it, and finds the weights where the one before it left them.
 
-use std::os::fd::OwnedFd;
+use std::{io, os::fd::OwnedFd};
 
 use crate::backend::{Buffer, DeviceError};
 
@@ -18,6 +18,22 @@ pub struct Kept {
     pub checksum: u64,
     /// Its descriptors, in order.
     pub pieces: Vec<OwnedFd>,
+}
+
+impl Kept {
+    /// The same memory by other descriptors.
+    ///
+    /// # Errors
+    /// When no descriptor is left.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        let pieces = self.pieces.iter().map(OwnedFd::try_clone);
+        Ok(Self {
+            layout: self.layout.clone(),
+            bytes: self.bytes,
+            checksum: self.checksum,
+            pieces: pieces.collect::<io::Result<_>>()?,
+        })
+    }
 }
 
 /// What is to be there.

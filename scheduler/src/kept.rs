@@ -29,6 +29,17 @@ pub struct Kept {
     pub pieces: Vec<OwnedFd>,
 }
 
+/// Descriptors of what a worker says that its devices keep; nothing where that is not to be believed.
+fn pieces(told: &v1::KeptWeights) -> Option<usize> {
+    let all = || std::iter::once(told).chain(&told.members);
+    let is_sound = told.members.len() < limits::MAX_MEMBERS
+        && all().all(|one| one.pieces > 0 && one.layout.len() <= limits::MAX_WORD)
+        && told.members.iter().all(|member| member.members.is_empty());
+    let sum = all().map(|one| u64::from(one.pieces)).sum::<u64>();
+    let sum = usize::try_from(sum).ok()?;
+    (is_sound && sum <= limits::MAX_KEPT_PIECES).then_some(sum)
+}
+
 impl Kept {
     /// Takes the descriptors that a worker has sent. Blocks until they are there.
     ///
@@ -36,10 +47,7 @@ impl Kept {
     /// When other ones came than it said, or none.
     pub fn receive(told: v1::KeptWeights, receiver: &DescriptorReceiver) -> io::Result<Self> {
         let wrong = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
-        let due = usize::try_from(told.pieces).unwrap_or(usize::MAX);
-        if !(1..=limits::MAX_KEPT_PIECES).contains(&due) || told.layout.len() > limits::MAX_WORD {
-            return Err(wrong(format!("{due} pieces of device memory")));
-        }
+        let due = pieces(&told).ok_or_else(|| wrong("an odd memory of devices".to_owned()))?;
         let until = Instant::now() + PATIENCE;
         let mut collector = Collector::new(1, due);
         let pieces = loop {
@@ -140,7 +148,7 @@ impl KeptOn {
         for held in kept {
             let pieces: Option<Vec<_>> = held.descriptors.into_iter().map(&mut claim).collect();
             if let (Some(told), Some(pieces)) = (held.told, pieces)
-                && usize::try_from(told.pieces) == Ok(pieces.len())
+                && self::pieces(&told) == Some(pieces.len())
             {
                 self.keep(&held.device, Kept { told, pieces });
             }
@@ -162,7 +170,26 @@ mod tests {
             bytes: 10,
             checksum: 3,
             pieces,
+            members: vec![],
         }
+    }
+
+    #[test]
+    fn members_pieces_are_counted_and_odd_ones_refused() {
+        let with = |members: &[u32]| v1::KeptWeights {
+            members: members.iter().map(|n| told(*n)).collect(),
+            ..told(2)
+        };
+        assert_eq!(pieces(&with(&[])), Some(2));
+        assert_eq!(pieces(&with(&[3, 1])), Some(6));
+        assert_eq!(pieces(&with(&[3, 0])), None);
+        assert_eq!(pieces(&with(&[u32::MAX])), None);
+        assert_eq!(pieces(&with(&[1; limits::MAX_MEMBERS])), None);
+        let nested = v1::KeptWeights {
+            members: vec![with(&[1])],
+            ..told(1)
+        };
+        assert_eq!(pieces(&nested), None);
     }
 
     /// What is made of so many descriptors, where so many were announced.

@@ -16,7 +16,7 @@ use hotcell_client::{
 };
 use hotcell_tests::{
     answers::assert_same,
-    cluster::{Cluster, SOON, all_have, binaries, kjv, signal_pid},
+    cluster::{Cluster, SOON, all_have, binaries, children, kjv, signal_pid},
     debugged::looked_into,
     fakecuda::FakeDriver,
 };
@@ -346,8 +346,8 @@ fn device_memory(pid: u32) -> Vec<PathBuf> {
     paths.filter(is_memory).collect()
 }
 
-/// A text of the bundled model's, of which the worker is killed in the middle if `kills`.
-async fn text(cluster: &Cluster, kills: bool) -> Vec<u32> {
+/// A text of the bundled model's, of which the worker's process of this rank is killed in the middle.
+async fn text(cluster: &Cluster, kills: Option<usize>) -> Vec<u32> {
     let client = cluster.client().await.unwrap();
     let options = GenerateOptions {
         max_tokens: 40,
@@ -361,10 +361,11 @@ async fn text(cluster: &Cluster, kills: bool) -> Vec<u32> {
         if let Event::Delta(delta) = event.unwrap() {
             tokens.extend(delta.token_ids);
         }
-        if kills && tokens.len() >= 4 {
-            kills = false;
+        if let Some(rank) = kills.filter(|_| tokens.len() >= 4) {
+            kills = None;
             let worker = cluster.workers(all_have("kjv")).await.unwrap().remove(0);
-            signal_pid(worker.pid, Signal::KILL).unwrap();
+            let members = [vec![worker.pid], children(worker.pid).unwrap()].concat();
+            signal_pid(members[rank], Signal::KILL).unwrap();
         }
     }
     tokens
@@ -388,9 +389,9 @@ async fn weights_stay_on_the_device_when_the_worker_dies() {
     let before = kept_bytes(&cluster).await;
     assert!(before > 1 << 20, "{before}");
     assert_eq!(device_memory(cluster.scheduler.pid()).len(), 1);
-    let expected = text(&cluster, false).await;
+    let expected = text(&cluster, None).await;
     for deaths in 1..=2 {
-        assert_eq!(text(&cluster, true).await, expected);
+        assert_eq!(text(&cluster, Some(0)).await, expected);
         let log = cluster.scheduler.log();
         assert_eq!(log.matches(" found=true").count(), deaths, "{log}");
         assert_eq!(log.matches("weights outlive the worker").count(), 1);
@@ -403,7 +404,12 @@ async fn weights_stay_on_the_device_when_the_worker_dies() {
 
 /// Changes a bit of what the scheduler holds.
 fn damage(cluster: &Cluster) {
-    let held = device_memory(cluster.scheduler.pid()).remove(0);
+    damage_of(cluster, 0);
+}
+
+/// The same of one of what it holds.
+fn damage_of(cluster: &Cluster, number: usize) {
+    let held = device_memory(cluster.scheduler.pid()).remove(number);
     let memory = fs::File::options().read(true).write(true).open(held);
     let memory = memory.unwrap();
     let mut byte = [0];
@@ -428,16 +434,16 @@ async fn weights_that_were_damaged_on_the_device_are_loaded_again() {
     let (cluster, _driver) = cluster("", &[]).await;
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
-    let expected = text(&cluster, false).await;
+    let expected = text(&cluster, None).await;
     // What it computed from the damaged weights nobody can take back; the next one loads them again.
     damage(&cluster);
     kill(&cluster).await;
-    assert_eq!(text(&cluster, false).await, expected);
+    assert_eq!(text(&cluster, None).await, expected);
     let log = cluster.scheduler.log();
     assert!(log.contains("are damaged and loaded again"), "{log}");
     assert!(log.contains(" found=false"), "{log}");
     // What they are told of it is what it is now.
-    assert_eq!(text(&cluster, true).await, expected);
+    assert_eq!(text(&cluster, Some(0)).await, expected);
     assert!(cluster.scheduler.log().contains(" found=true"));
 }
 
@@ -446,7 +452,7 @@ async fn who_computes_from_weights_that_were_damaged_is_replaced() {
     let (cluster, _driver) = cluster("", &[]).await;
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
-    let expected = text(&cluster, false).await;
+    let expected = text(&cluster, None).await;
     let options = GenerateOptions {
         max_tokens: 2,
         request_id: "again".to_owned(),
@@ -459,11 +465,11 @@ async fn who_computes_from_weights_that_were_damaged_is_replaced() {
     // The worker of a replay is given the same memory, and looks.
     cluster.hotcell(&["debug", "replay", "again"]).unwrap();
     another(&cluster, before.pid).await;
-    assert_eq!(text(&cluster, false).await, expected);
+    assert_eq!(text(&cluster, None).await, expected);
     let crash = client.crashes().await.unwrap().pop().unwrap();
     assert_eq!(crash.kind, "corrupt", "{}", crash.reason);
     assert!(crash.reason.contains("are damaged"), "{}", crash.reason);
-    assert_eq!(text(&cluster, true).await, expected);
+    assert_eq!(text(&cluster, Some(0)).await, expected);
     assert!(cluster.scheduler.log().contains(" found=true"));
 }
 
@@ -472,9 +478,9 @@ async fn device_memory_that_kills_who_opens_it_is_given_up() {
     let (cluster, _driver) = cluster("fail = cuMemImportFromShareableHandle:1=abort\n", &[]).await;
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
-    let expected = text(&cluster, false).await;
+    let expected = text(&cluster, None).await;
     kill(&cluster).await;
-    assert_eq!(text(&cluster, false).await, expected);
+    assert_eq!(text(&cluster, None).await, expected);
     assert!(cluster.scheduler.log().contains("kept is given up"));
     // Killed, and dead of what it was given; then there was nothing to be given.
     assert_eq!(client.crashes().await.unwrap().len(), 2);
@@ -490,10 +496,10 @@ async fn what_is_kept_in_vain_makes_room() {
     let refused = client.load("kjv", path.to_str().unwrap()).await;
     assert_eq!(refused.unwrap_err().reason(), Reason::OutOfMemory);
     client.load("kjv", path.to_str().unwrap()).await.unwrap();
-    let expected = text(&cluster, false).await;
+    let expected = text(&cluster, None).await;
     damage(&cluster);
     kill(&cluster).await;
-    assert_eq!(text(&cluster, false).await, expected);
+    assert_eq!(text(&cluster, None).await, expected);
     assert!(cluster.scheduler.log().contains("kept is given up"));
     assert_eq!(client.crashes().await.unwrap().len(), 1);
     assert_eq!(device_memory(cluster.scheduler.pid()).len(), 1);
@@ -508,8 +514,8 @@ async fn a_driver_that_exports_nothing_costs_only_that() {
         let (cluster, _driver) = cluster(&format!("fail = {refused}\n"), &[]).await;
         let client = cluster.client().await.unwrap();
         client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
-        let expected = text(&cluster, false).await;
-        assert_eq!(text(&cluster, true).await, expected, "{refused}");
+        let expected = text(&cluster, None).await;
+        assert_eq!(text(&cluster, Some(0)).await, expected, "{refused}");
         assert!(!cluster.scheduler.log().contains(" found=true"));
     }
 }
@@ -519,12 +525,12 @@ async fn the_next_scheduler_holds_the_devices_memory() {
     let (cluster, driver) = cluster("", &[]).await;
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
-    let expected = text(&cluster, false).await;
+    let expected = text(&cluster, None).await;
     let worker = driver.folder().join("hotcell-worker");
     let worker = ["--worker-binary", worker.to_str().unwrap()];
     let taken = cluster.takeover(&worker).unwrap().output().unwrap();
     assert!(taken.status.success(), "{taken:?}");
-    assert_eq!(text(&cluster, true).await, expected);
+    assert_eq!(text(&cluster, Some(0)).await, expected);
     let log = cluster.scheduler.log();
     assert!(log.contains(" found=true"), "{log}");
 }
@@ -553,21 +559,42 @@ async fn answers(cluster: &Cluster) -> Vec<Completion> {
     all
 }
 
+/// A worker of two devices, with the bundled model.
+async fn pair(conf: &str, division: &str) -> (Cluster, FakeDriver) {
+    let arguments = [
+        division,
+        "2",
+        "--restart-budget",
+        "100",
+        "--restart-backoff",
+        "1ms",
+        "--restart-backoff-max",
+        "5ms",
+    ];
+    let (cluster, driver) = cluster(&format!("devices = 3\n{conf}"), &arguments).await;
+    let client = cluster.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    (cluster, driver)
+}
+
+const DIRECT: &str = "devices give each other their parts";
+
 #[tokio::test(flavor = "multi_thread")]
 async fn devices_that_compute_together_give_the_bits_of_one() {
-    let load = async |cluster: &Cluster| {
-        let client = cluster.client().await.unwrap();
-        client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
-        cluster.workers(all_have("kjv")).await.unwrap()
-    };
     let (one, _driver) = cluster("", &[]).await;
-    load(&one).await;
+    let client = one.client().await.unwrap();
+    client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
     let alone = answers(&one).await;
-    for division in DIVISIONS {
-        let arguments = [division, "2", "--restart-backoff", "1ms"];
-        let (two, _driver) = cluster("devices = 3\n", &arguments).await;
-        let workers = load(&two).await;
-        assert_eq!(workers.len(), 1);
+    for (division, conf, direct) in [
+        (DIVISIONS[0], "", true),
+        // Devices that do not reach each other, or have no memory that others could.
+        (DIVISIONS[0], "fail = cuDeviceCanAccessPeer:1=801\n", false),
+        (DIVISIONS[0], "fail = cuMemCreate:1=801\n", false),
+        (DIVISIONS[1], "", false),
+    ] {
+        let (two, _driver) = pair(conf, division).await;
+        assert_eq!(two.workers(is_ready).await.unwrap().len(), 1);
         let shown = two.hotcell(&["devices"]).unwrap();
         let shown = String::from_utf8(shown.stdout).unwrap();
         assert!(shown.contains("computes with cuda:1"), "{shown}");
@@ -576,7 +603,56 @@ async fn devices_that_compute_together_give_the_bits_of_one() {
             assert_same(got, expected, division);
         }
         let log = two.scheduler.log();
-        let direct = log.contains("devices give each other their parts");
-        assert_eq!(direct, division == DIVISIONS[0], "{log}");
+        assert_eq!(log.contains(DIRECT), direct, "{conf}: {log}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn weights_stay_on_all_devices_whichever_of_their_processes_dies() {
+    for division in DIVISIONS {
+        let (cluster, _driver) = pair("", division).await;
+        let expected = text(&cluster, None).await;
+        let before = kept_bytes(&cluster).await;
+        assert_eq!(device_memory(cluster.scheduler.pid()).len(), 2);
+        for (deaths, rank) in [0, 1, 1].into_iter().enumerate() {
+            assert_eq!(text(&cluster, Some(rank)).await, expected, "{division}");
+            let log = cluster.scheduler.log();
+            let found = log.matches("weights were kept on the device").count();
+            assert_eq!(found, deaths + 1, "{log}");
+            assert_eq!(log.matches(" found=true").count(), deaths + 1, "{log}");
+            assert_eq!(kept_bytes(&cluster).await, before);
+        }
+        // Whichever device's part is damaged, it alone is loaded again, and all of it is found the next time.
+        for (number, of) in [(0, 1), (1, 2)] {
+            damage_of(&cluster, number);
+            kill(&cluster).await;
+            assert_eq!(text(&cluster, None).await, expected, "{division}");
+            let log = cluster.scheduler.log();
+            assert_eq!(log.matches("are damaged and loaded again").count(), of);
+            assert_eq!(log.matches(" found=false").count(), of, "{log}");
+            assert_eq!(text(&cluster, Some(0)).await, expected, "{division}");
+            let log = cluster.scheduler.log();
+            assert_eq!(log.matches(" found=true").count(), 3 + of, "{log}");
+            assert_eq!(device_memory(cluster.scheduler.pid()).len(), 2);
+        }
+        let client = cluster.client().await.unwrap();
+        client.unload("kjv").await.unwrap();
+        assert!(device_memory(cluster.scheduler.pid()).is_empty());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_is_lost_amid_what_others_wait_for_is_one_workers_death() {
+    let (calm, _driver) = pair("", DIVISIONS[0]).await;
+    let expected = text(&calm, None).await;
+    // Both meet the fault at the same place; or one waits for what never comes.
+    for fail in ["give_part:700=700", "take_parts:700=700"] {
+        let (cluster, _driver) = pair(&format!("fail = {fail}\n"), DIVISIONS[0]).await;
+        let log = cluster.scheduler.log();
+        assert!(log.contains(DIRECT), "{log}");
+        assert_eq!(text(&cluster, None).await, expected, "{fail}");
+        let client = cluster.client().await.unwrap();
+        let crash = client.crashes().await.unwrap().pop().unwrap();
+        assert!(crash.reason.starts_with("exit code 30"), "{}", crash.reason);
     }
 }

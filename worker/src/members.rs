@@ -9,9 +9,11 @@
 mod birth;
 mod doors;
 mod follow;
+mod kept;
 mod lead;
 mod wire;
 
 pub use birth::{Leads, Member, Side, fork};
 pub use follow::follow;
+pub use kept::{Given, Made};
 pub use lead::Members;

@@ -8,6 +8,7 @@ use crate::{
     entropy,
     error::of_run,
     generate::batch::Batch,
+    members::Given,
     model::run::{Keeping, RunError, RunShape, Runner, give_way},
     weights::{ModelFile, ModelSource},
 };
@@ -45,14 +46,19 @@ impl Loop {
             give_way();
         };
         let members = self.members.as_ref();
-        let loading = members.map(|members| members.load(&shape, files));
+        let (keeping, theirs) = match members {
+            Some(members) => members.divide(keeping),
+            None => (keeping, Given::default()),
+        };
+        let loading = members.map(|members| members.load(&shape, files, theirs));
         let hints = PlanHints::default();
         let runner = Runner::keeping(device, source, shape, &hints, &progressed, keeping);
         // Also for a load that failed here: theirs goes on until it is over.
         let others = loading.map(|loading| loading.finish(&progressed));
-        let (mut runner, keeps) = runner.map_err(|e| of_run(&e))?;
-        if let Some(others) = others.transpose()? {
+        let (mut runner, mut keeps) = runner.map_err(|e| of_run(&e))?;
+        if let Some((others, theirs)) = others.transpose()? {
             runner.lead(others);
+            keeps = theirs.with(keeps);
         }
         tracing::info!(
             model = name,

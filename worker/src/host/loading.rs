@@ -71,14 +71,19 @@ impl Host {
         } = request;
         let mut descriptors = self.descriptors(tag).await?;
         let came = descriptors.len();
-        let pieces = kept.as_ref().map_or(0, |kept| kept.pieces as usize);
+        let told = told_of(kept);
+        let pieces = (told.iter())
+            .map(|kept| kept.pieces as usize)
+            .fold(0, usize::saturating_add);
         let due = files.len().saturating_add(pieces) + usize::from(keeps);
         if came < due {
             let what = format!("{came} descriptors came where at least {due} are due");
             return Err(Error::new(Reason::ProtocolViolation, what));
         }
         let last = descriptors.split_off(came - usize::from(keeps));
-        let pieces = descriptors.split_off(descriptors.len() - pieces);
+        let mut pieces = descriptors
+            .split_off(descriptors.len() - pieces)
+            .into_iter();
         let copies = Copies::map(
             packed.unwrap_or_default(),
             descriptors.split_off(files.len()),
@@ -88,15 +93,16 @@ impl Host {
             .zip(descriptors)
             .map(|(file, fd)| map_file(file.name, fd))
             .collect::<Result<Vec<_>, _>>()?;
-        let kept = kept.map(|kept| Kept {
-            layout: kept.layout,
-            bytes: kept.bytes,
-            checksum: kept.checksum,
-            pieces,
+        let kept = told.into_iter().map(|told| Kept {
+            pieces: pieces.by_ref().take(told.pieces as usize).collect(),
+            layout: told.layout,
+            bytes: told.bytes,
+            checksum: told.checksum,
         });
+        let kept: Vec<Kept> = kept.collect();
         let beside = Beside {
             copies,
-            keeping: match keeps || kept.is_some() {
+            keeping: match keeps || !kept.is_empty() {
                 true => Keeping::Weights(kept),
                 false => Keeping::Nothing,
             },
@@ -182,7 +188,7 @@ impl Host {
         let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
         let (handed, offered) = (files.clone(), copies.clone());
         // What is on the device need not be read.
-        let is_there = matches!(keeping, Keeping::Weights(Some(_)));
+        let is_there = matches!(&keeping, Keeping::Weights(kept) if !kept.is_empty());
         let read = move || -> Result<(ModelSource, ModelText, String), Error> {
             let source = ModelSource::open(handed.clone()).map_err(|e| of_model(&e))?;
             let enough = AtomicBool::new(is_there);
@@ -221,8 +227,8 @@ impl Host {
             let (engine, files) = (&self.0.engine, files.clone());
             engine.load(name.clone(), source, files, keeping).await?
         };
-        let kept = match kept.zip(keeper) {
-            Some((kept, keeper)) => leave(kept, keeper).await?,
+        let kept = match keeper.filter(|_| !kept.is_empty()) {
+            Some(keeper) => leave(kept, keeper).await?,
             None => None,
         };
         let opened = self.0.engine.opened();
@@ -304,21 +310,36 @@ impl Host {
     }
 }
 
+/// What was told of all members' memory, by their ranks.
+fn told_of(kept: Option<v1::KeptWeights>) -> Vec<v1::KeptWeights> {
+    let Some(mut first) = kept else {
+        return Vec::new();
+    };
+    let members = std::mem::take(&mut first.members);
+    std::iter::once(first).chain(members).collect()
+}
+
 /// Has the scheduler hold the descriptors of what is in the device's memory. What it is to be told of that; nothing if it
 /// does not take them.
-async fn leave(kept: Kept, keeper: OwnedFd) -> Result<Option<v1::KeptWeights>, Error> {
-    let told = v1::KeptWeights {
-        layout: kept.layout,
+async fn leave(kept: Vec<Kept>, keeper: OwnedFd) -> Result<Option<v1::KeptWeights>, Error> {
+    let mut told = kept.iter().map(|kept| v1::KeptWeights {
+        layout: kept.layout.clone(),
         bytes: kept.bytes,
         checksum: kept.checksum,
         pieces: kept.pieces.len() as u32,
-    };
+        members: vec![],
+    });
+    let told = told.next().map(|first| v1::KeptWeights {
+        members: told.collect(),
+        ..first
+    });
     let send = move || {
-        let pieces: Vec<_> = kept.pieces.iter().map(AsFd::as_fd).collect();
+        let pieces = kept.iter().flat_map(|kept| &kept.pieces);
+        let pieces: Vec<_> = pieces.map(AsFd::as_fd).collect();
         DescriptorSender::new(keeper)?.send(0, &pieces)
     };
     match tokio::task::spawn_blocking(send).await.map_err(internal)? {
-        Ok(()) => Ok(Some(told)),
+        Ok(()) => Ok(told),
         Err(error) => {
             tracing::warn!(%error, "weights end with this process");
             Ok(None)

@@ -37,7 +37,7 @@ pub(super) struct Link {
     pub orders: UnixStream,
     /// Models' files go there, and the memory of devices.
     pub files: OwnedFd,
-    /// The memory of a member's device comes from there.
+    /// The memory of a member's device comes from there: what others write into, and what is to outlive it.
     pub door: OwnedFd,
 }
 

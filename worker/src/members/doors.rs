@@ -15,7 +15,7 @@ use hotcell_kernels::backend::Device;
 use super::{
     follow::collect,
     lead::To,
-    wire::{self, Loaded},
+    wire::{self, Left, Loaded},
 };
 
 /// What sets of these descriptors go by, beside those of models.
@@ -30,16 +30,19 @@ fn own(device: &dyn Device) -> Vec<OwnedFd> {
 }
 
 /// Shows the leader what this member's device has.
-pub(super) fn show(device: &dyn Device, to: OwnedFd, orders: &mut UnixStream) -> io::Result<()> {
+pub(super) fn show(
+    device: &dyn Device,
+    to: &DescriptorSender,
+    orders: &mut UnixStream,
+) -> io::Result<()> {
     let door = own(device);
-    let to = DescriptorSender::new(to)?;
     if !door.is_empty() {
         let descriptors: Vec<BorrowedFd<'_>> = door.iter().map(AsFd::as_fd).collect();
         to.send(TAG, &descriptors)?;
     }
     let said = match door.is_empty() {
         true => Loaded::Failed("its device shows no memory".to_owned()),
-        false => Loaded::Done,
+        false => Loaded::Done(Left::default()),
     };
     wire::write(orders, &said.put())
 }
@@ -71,7 +74,7 @@ pub(super) fn open(
             }),
     };
     match reached {
-        Ok(()) => Loaded::Done,
+        Ok(()) => Loaded::Done(Left::default()),
         Err(why) => Loaded::Failed(why),
     }
 }
@@ -136,7 +139,7 @@ pub(super) fn meet(device: &dyn Device, others: &[To]) -> io::Result<()> {
 fn said(to: &To) -> io::Result<Result<(), String>> {
     let mut orders = to.orders.borrow_mut();
     match wire::read(&mut *orders)?.as_deref().map(Loaded::take) {
-        Some(Some(Loaded::Done)) => Ok(Ok(())),
+        Some(Some(Loaded::Done(_))) => Ok(Ok(())),
         Some(Some(Loaded::Failed(why))) => Ok(Err(why)),
         Some(_) => Err(io::Error::other("a member says what nobody understands")),
         None => Err(io::Error::other("a member is gone")),

@@ -9,7 +9,7 @@ use std::{
 };
 
 use hotcell_ipc::{
-    descriptors::{Collector, DescriptorReceiver},
+    descriptors::{Collector, DescriptorReceiver, DescriptorSender},
     memory::Mapping,
 };
 use hotcell_kernels::{
@@ -21,12 +21,12 @@ use hotcell_proto::limits;
 use super::{
     birth::{Link, Member, is_over},
     doors,
-    wire::{self, Loaded, Told},
+    wire::{self, KeptTold, Left, Loaded, Told},
 };
 use crate::{
     exit::Exit,
     last_words::MappedFiles,
-    model::run::{Division, Order, RunShape, Runner},
+    model::run::{Division, Keeping, Keeps, Order, RunShape, Runner},
     weights::{ModelFile, ModelSource, Weight, Weights},
 };
 
@@ -56,8 +56,9 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
         door,
     } = member.link;
     let files = DescriptorReceiver::new(files)?;
+    let leaves = DescriptorSender::new(door)?;
     if parts_here.division == Division::Columns {
-        doors::show(device, door, &mut orders)?;
+        doors::show(device, &leaves, &mut orders)?;
     }
     let mut parts: HashMap<u32, Part> = HashMap::new();
     while let Some(frame) = wire::read(&mut orders)? {
@@ -69,6 +70,8 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 model,
                 shape,
                 names,
+                keeps,
+                kept,
             } => {
                 let shape = RunShape {
                     parts: parts_here,
@@ -76,11 +79,12 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 };
                 let says = Signs::new(&orders)?;
                 let loaded = collect(&files, model.into()).map_err(|error| error.to_string());
-                let loaded = loaded.and_then(|fds| load(device, shape, names, fds, &says));
+                let keeping = keeps.then_some(kept);
+                let loaded = loaded.and_then(|fds| load(device, shape, names, keeping, fds, &says));
                 let loaded = match loaded {
-                    Ok(part) => {
+                    Ok((part, keeps)) => {
                         parts.insert(model, part);
-                        Loaded::Done
+                        Loaded::Done(Left::sent(keeps, &leaves, model))
                     }
                     Err(why) => Loaded::Failed(why),
                 };
@@ -117,9 +121,10 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
     Ok(())
 }
 
-/// The descriptors of a model's files.
+/// The descriptors of a model's files, and of what there is beside them.
 pub(super) fn collect(files: &DescriptorReceiver, model: u64) -> io::Result<Vec<OwnedFd>> {
-    let mut sets = Collector::new(1, limits::MAX_MODEL_FILES);
+    let most = limits::MAX_MODEL_FILES + limits::MAX_KEPT_PIECES;
+    let mut sets = Collector::new(1, most);
     loop {
         let batch = files.recv()?;
         match sets.add(batch).map_err(io::Error::other)? {
@@ -161,13 +166,16 @@ fn load(
     device: &dyn Device,
     shape: RunShape,
     names: Vec<String>,
-    descriptors: Vec<OwnedFd>,
+    keeping: Option<Option<KeptTold>>,
+    mut descriptors: Vec<OwnedFd>,
     says: &Signs,
-) -> Result<Part, String> {
-    if names.len() != descriptors.len() {
+) -> Result<(Part, Keeps), String> {
+    let kept = keeping.as_ref().and_then(Option::as_ref);
+    let pieces = descriptors.split_off(names.len().min(descriptors.len()));
+    if names.len() != descriptors.len() || kept.map_or(0, |kept| kept.pieces) != pieces.len() {
         return Err(format!(
             "{} descriptors came for {} files",
-            descriptors.len(),
+            descriptors.len() + pieces.len(),
             names.len()
         ));
     }
@@ -180,13 +188,20 @@ fn load(
     let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
     let source = ModelSource::open(files).map_err(|error| error.to_string())?;
     let hints = PlanHints::default();
-    let runner = Runner::new(device, &source, shape, &hints, &|| says.progressed());
-    Ok(Part {
-        runner: runner.map_err(|error| error.to_string())?,
+    let keeping = match keeping {
+        None => Keeping::Nothing,
+        Some(kept) => Keeping::Weights(kept.map(|kept| kept.with(pieces)).into_iter().collect()),
+    };
+    let progressed = || says.progressed();
+    let made = Runner::keeping(device, &source, shape, &hints, &progressed, keeping);
+    let (runner, keeps) = made.map_err(|error| error.to_string())?;
+    let part = Part {
+        runner,
         weights: source.weights,
         _mapped: mapped,
         _copies: None,
-    })
+    };
+    Ok((part, keeps))
 }
 
 /// Computes from the packed copies in which these weights are.

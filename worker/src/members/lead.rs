@@ -4,7 +4,10 @@ use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     io,
-    os::{fd::BorrowedFd, unix::net::UnixStream},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
     rc::Rc,
     sync::{Arc, Mutex, PoisonError},
     thread,
@@ -27,10 +30,11 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::{
     birth::Leads,
     doors,
-    wire::{self, Loaded},
+    kept::{self, Given, Made},
+    wire::{self, KeptTold, Loaded},
 };
 use crate::{
-    model::run::{Division, Order, Others, Parts, RunShape},
+    model::run::{Division, Keeping, Keeps, Order, Others, Parts, RunShape},
     weights::{ModelFile, Weight},
 };
 
@@ -172,22 +176,33 @@ impl Members {
         self.links.iter().for_each(|to| self.tell(to, frame));
     }
 
-    /// Has all of them load their parts of a model of these files, to be run with these sizes. They do so while this
-    /// process loads its own; [`Loading::finish`] waits for them.
-    pub fn load(self: &Rc<Self>, shape: &RunShape, files: &[ModelFile]) -> Loading {
+    /// The leader's own part of what devices keep, and what all have of it.
+    pub fn divide(&self, keeping: Keeping) -> (Keeping, Given) {
+        kept::divide(keeping, self.links.len() + 1)
+    }
+
+    /// Has all of them load their parts of a model of these files, to be run with these sizes, from what devices keep as far as
+    /// that is given. They do so while this process loads its own; [`Loading::finish`] waits for them.
+    pub fn load(self: &Rc<Self>, shape: &RunShape, files: &[ModelFile], given: Given) -> Loading {
         let model = self.next.get();
         self.next.set(model.wrapping_add(1));
         let names: Vec<&str> = files.iter().map(|file| file.name.as_str()).collect();
-        let frame = wire::load(model, shape, &names);
         let descriptors: Vec<_> = files.iter().map(|file| file.mapping.descriptor()).collect();
-        for to in &self.links {
+        for (rank, to) in (1..).zip(&self.links) {
+            let kept = given.all.get(rank);
+            let told = kept.map(KeptTold::of);
+            let frame = wire::load(model, shape, &names, given.keeps, told.as_ref());
             self.tell(to, &frame);
+            let pieces = kept.iter().flat_map(|kept| &kept.pieces);
+            let mut descriptors = descriptors.clone();
+            descriptors.extend(pieces.map(AsFd::as_fd));
             self.hand(to, model, &descriptors);
         }
-        Loading(Led {
+        let led = Led {
             members: Rc::clone(self),
             model,
-        })
+        };
+        Loading(led, given)
     }
 
     fn hand(&self, to: &To, model: u32, descriptors: &[BorrowedFd<'_>]) {
@@ -200,34 +215,40 @@ impl Members {
 
 /// A load that is going on, which is to be finished.
 #[must_use]
-pub struct Loading(Led);
+pub struct Loading(Led, Given);
 
 impl Loading {
-    /// Waits for all of them, and is who tells them what to do from then on. `progressed` is called meanwhile.
+    /// Waits for all of them. Who tells them what to do from then on, and what their devices keep. `progressed` is called
+    /// meanwhile.
     ///
     /// # Errors
     /// What keeps one of them from loading its part.
-    pub fn finish(self, progressed: &dyn Fn()) -> Result<Box<dyn Others>, Error> {
+    pub fn finish(self, progressed: &dyn Fn()) -> Result<(Box<dyn Others>, Made), Error> {
+        let Self(led, given) = self;
         let mut failed = None;
-        for (rank, to) in (1..).zip(&self.0.members.links) {
-            if let Err(why) = answer(&mut to.orders.borrow_mut(), progressed) {
-                failed = Some(format!("member {rank} cannot load its part: {why}"));
+        let mut others = Vec::new();
+        for (rank, to) in (1..).zip(&led.members.links) {
+            match answer(to, led.model, progressed) {
+                Ok(keeps) => others.push(keeps),
+                Err(why) => failed = Some(format!("member {rank} cannot load its part: {why}")),
             }
         }
+        let given = given.all;
         match failed {
-            None => Ok(Box::new(self.0)),
+            None => Ok((Box::new(led), Made { given, others })),
             Some(why) => Err(Error::new(Reason::Internal, why)),
         }
     }
 }
 
 /// What a member says in the end.
-fn answer(from: &mut UnixStream, progressed: &dyn Fn()) -> Result<(), String> {
+fn answer(from: &To, model: u32, progressed: &dyn Fn()) -> Result<Keeps, String> {
     loop {
-        let frame = wire::read(from).map_err(|error| error.to_string())?;
+        let frame = wire::read(&mut *from.orders.borrow_mut());
+        let frame = frame.map_err(|error| error.to_string())?;
         match frame.as_deref().map(Loaded::take) {
             Some(Some(Loaded::Progress)) => progressed(),
-            Some(Some(Loaded::Done)) => return Ok(()),
+            Some(Some(Loaded::Done(left))) => return left.received(&from.door, model),
             Some(Some(Loaded::Failed(why))) => return Err(why),
             Some(None) => return Err("it says what nobody understands".to_owned()),
             None => return Err("it is gone".to_owned()),

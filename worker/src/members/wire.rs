@@ -21,6 +21,10 @@ pub(super) enum Told {
         model: u32,
         shape: RunShape,
         names: Vec<String>,
+        /// Whether its weights are to outlive it in its device's memory.
+        keeps: bool,
+        /// What is there; the descriptors come after those of the files.
+        kept: Option<KeptTold>,
     },
     /// Of so many packed copies of its files the descriptors have come under its number. Which weights are in which.
     Packed {
@@ -62,13 +66,32 @@ pub(super) enum Told {
     },
 }
 
+/// Weights in the memory of a device, whose descriptors go another way.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct KeptTold {
+    pub layout: String,
+    pub bytes: u64,
+    pub checksum: u64,
+    pub pieces: usize,
+}
+
+/// What of a model outlives a member.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Left {
+    pub found: bool,
+    pub damaged: bool,
+    pub bytes: u64,
+    /// What its leader does not hold yet.
+    pub kept: Option<KeptTold>,
+}
+
 /// What becomes of a load.
 #[derive(Debug, PartialEq)]
 pub(super) enum Loaded {
     /// It goes on.
     Progress,
     /// The model is ready.
-    Done,
+    Done(Left),
     /// It is not, and why.
     Failed(String),
 }
@@ -96,6 +119,20 @@ impl Put {
         self.number(text.len());
         self.0.extend(text.as_bytes());
     }
+
+    fn long(&mut self, n: u64) {
+        self.0.extend(n.to_le_bytes());
+    }
+
+    fn kept(&mut self, kept: Option<&KeptTold>) {
+        self.number(usize::from(kept.is_some()));
+        if let Some(kept) = kept {
+            self.text(&kept.layout);
+            self.long(kept.bytes);
+            self.long(kept.checksum);
+            self.number(kept.pieces);
+        }
+    }
 }
 
 struct Take<'a>(&'a [u8]);
@@ -107,9 +144,33 @@ impl<'a> Take<'a> {
         Some(here)
     }
 
-    fn number(&mut self) -> Option<usize> {
+    fn long(&mut self) -> Option<u64> {
         let bytes = self.bytes(8)?.try_into().ok()?;
-        usize::try_from(u64::from_le_bytes(bytes)).ok()
+        Some(u64::from_le_bytes(bytes))
+    }
+
+    fn number(&mut self) -> Option<usize> {
+        usize::try_from(self.long()?).ok()
+    }
+
+    fn flag(&mut self) -> Option<bool> {
+        match self.number()? {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        }
+    }
+
+    fn kept(&mut self) -> Option<Option<KeptTold>> {
+        if !self.flag()? {
+            return Some(None);
+        }
+        Some(Some(KeptTold {
+            layout: self.text()?,
+            bytes: self.long()?,
+            checksum: self.long()?,
+            pieces: self.number()?,
+        }))
     }
 
     fn small(&mut self) -> Option<u32> {
@@ -129,7 +190,13 @@ impl<'a> Take<'a> {
 }
 
 /// Has a member load a model.
-pub(super) fn load(model: u32, shape: &RunShape, names: &[&str]) -> Vec<u8> {
+pub(super) fn load(
+    model: u32,
+    shape: &RunShape,
+    names: &[&str],
+    keeps: bool,
+    kept: Option<&KeptTold>,
+) -> Vec<u8> {
     let mut put = Put::kind(0, model);
     for n in [
         shape.max_rows,
@@ -144,6 +211,8 @@ pub(super) fn load(model: u32, shape: &RunShape, names: &[&str]) -> Vec<u8> {
     put.text(shape.cache_dtype.name());
     put.number(names.len());
     names.iter().for_each(|name| put.text(name));
+    put.number(usize::from(keeps));
+    put.kept(kept);
     put.0
 }
 
@@ -267,6 +336,8 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
                     parts: Parts::default(),
                 },
                 names: take.many(Take::text)?,
+                keeps: take.flag()?,
+                kept: take.kept()?,
             }
         }
         1 => Told::Unload { model },
@@ -314,7 +385,14 @@ impl Loaded {
     pub fn put(&self) -> Vec<u8> {
         match self {
             Self::Progress => vec![0],
-            Self::Done => vec![1],
+            Self::Done(left) => {
+                let mut put = Put(vec![1]);
+                put.number(usize::from(left.found));
+                put.number(usize::from(left.damaged));
+                put.long(left.bytes);
+                put.kept(left.kept.as_ref());
+                put.0
+            }
             Self::Failed(why) => [&[2], why.as_bytes()].concat(),
         }
     }
@@ -322,7 +400,16 @@ impl Loaded {
     pub fn take(frame: &[u8]) -> Option<Self> {
         match frame.split_first()? {
             (0, []) => Some(Self::Progress),
-            (1, []) => Some(Self::Done),
+            (1, rest) => {
+                let mut take = Take(rest);
+                let left = Left {
+                    found: take.flag()?,
+                    damaged: take.flag()?,
+                    bytes: take.long()?,
+                    kept: take.kept()?,
+                };
+                take.0.is_empty().then_some(Self::Done(left))
+            }
             (2, why) => Some(Self::Failed(String::from_utf8_lossy(why).into_owned())),
             _ => None,
         }
@@ -378,6 +465,15 @@ mod tests {
         }
     }
 
+    fn kept() -> KeptTold {
+        KeptTold {
+            layout: "of it".to_owned(),
+            bytes: u64::MAX,
+            checksum: 1 << 63,
+            pieces: 3,
+        }
+    }
+
     #[test]
     fn what_is_told_arrives() {
         let row = Row {
@@ -388,11 +484,19 @@ mod tests {
         };
         let cases = [
             (
-                load(3, &shape(), &["config.json", "m.safetensors"]),
+                load(
+                    3,
+                    &shape(),
+                    &["config.json", "m.safetensors"],
+                    true,
+                    Some(&kept()),
+                ),
                 Told::Load {
                     model: 3,
                     shape: shape(),
                     names: vec!["config.json".to_owned(), "m.safetensors".to_owned()],
+                    keeps: true,
+                    kept: Some(kept()),
                 },
             ),
             (doors(3), Told::Doors { each: 3 }),
@@ -482,7 +586,13 @@ mod tests {
         }
         for loaded in [
             Loaded::Progress,
-            Loaded::Done,
+            Loaded::Done(Left::default()),
+            Loaded::Done(Left {
+                found: true,
+                damaged: true,
+                bytes: u64::MAX,
+                kept: Some(kept()),
+            }),
             Loaded::Failed("no memory".to_owned()),
         ] {
             assert_eq!(Loaded::take(&loaded.put()), Some(loaded));

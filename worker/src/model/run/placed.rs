@@ -23,15 +23,16 @@ pub enum Keeping {
     /// Nothing: weights are this process's own.
     #[default]
     Nothing,
-    /// Weights are put there, and found there if this is what an earlier process left.
-    Weights(Option<Kept>),
+    /// Weights are put there, and found there if this is what an earlier process left: of each member of a communicator, by
+    /// their ranks; what there is of fewer or more is nothing.
+    Weights(Vec<Kept>),
 }
 
 /// What became of it.
 #[derive(Debug, Default)]
 pub struct Keeps {
-    /// What whoever holds it does not know yet.
-    pub kept: Option<Kept>,
+    /// What whoever holds it does not know yet, of each member; none: it knows all of it, or there is nothing.
+    pub kept: Vec<Kept>,
     /// Whether the weights were where an earlier process had left them.
     pub found: bool,
     /// Whether what an earlier process left is not what it was.
@@ -123,7 +124,8 @@ impl<'a> Placed<'a> {
             layout: &layout,
             sizes: &sizes,
         };
-        placed.vault = device.vault(&wish, kept)?;
+        // One process's own is the only one.
+        placed.vault = device.vault(&wish, kept.into_iter().next())?;
         placed.bytes = sizes.iter().sum();
         Ok(placed)
     }
@@ -163,15 +165,19 @@ impl<'a> Placed<'a> {
     /// Ends it, when all weights are in use.
     pub fn close(self) -> Keeps {
         let damaged = self.vault.as_ref().is_some_and(|vault| vault.is_damaged());
-        let closed = self.vault.map_or(Ok(None), |vault| vault.close());
+        let closed: Result<Option<Kept>, DeviceError> =
+            self.vault.map_or(Ok(None), |vault| vault.close());
         Keeps {
             found: self.found,
             damaged,
             bytes: self.bytes as u64,
-            kept: closed.unwrap_or_else(|error: DeviceError| {
-                tracing::warn!(%error, "weights end with this process");
-                None
-            }),
+            kept: match closed {
+                Ok(kept) => kept.into_iter().collect(),
+                Err(error) => {
+                    tracing::warn!(%error, "weights end with this process");
+                    Vec::new()
+                }
+            },
         }
     }
 }
