@@ -321,9 +321,21 @@ impl CudaDevice {
     /// # Errors
     /// As for [`Device::plan`].
     pub fn elsewhere(&self, graph: &Graph) -> Result<Vec<&'static str>, DeviceError> {
+        self.elsewhere_with(graph, &PlanHints::default())
+    }
+
+    /// The same of a plan with these hints.
+    ///
+    /// # Errors
+    /// As for [`Device::plan`].
+    pub fn elsewhere_with(
+        &self,
+        graph: &Graph,
+        hints: &PlanHints,
+    ) -> Result<Vec<&'static str>, DeviceError> {
         let dry = PlanHints {
             allocate: false,
-            ..PlanHints::default()
+            ..*hints
         };
         let plan = CudaPlan::new(graph, &dry, &self.side, None)?;
         Ok(plan.elsewhere().to_vec())

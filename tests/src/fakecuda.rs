@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::cluster::{binaries, build, repository};
 
 /// Files that memory is in which other processes can map, and bytes of each (`tests/fakecuda/src/pieces.rs`).
-const MEMORY_FILES: usize = 64;
+const MEMORY_FILES: usize = 128;
 const MEMORY_BYTES: u64 = (1 << 30) + 4096;
 
 /// A folder with `libcuda.so` and the library that manages its devices, and what they are told to do.
@@ -69,7 +69,7 @@ impl FakeDriver {
         let worker = worker()?;
         let path = self.folder.path().join(name);
         let lines = format!(
-            "#!/bin/sh\nLD_LIBRARY_PATH={0} LD_PRELOAD={0}/libcuda.so FAKECUDA_FILES=4 exec {1} \"$@\"\n",
+            "#!/bin/sh\nLD_LIBRARY_PATH={0} LD_PRELOAD={0}/libcuda.so FAKECUDA_FILES=12 exec {1} \"$@\"\n",
             self.folder.path().display(),
             worker.display()
         );

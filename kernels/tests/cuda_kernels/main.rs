@@ -8,6 +8,7 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod gather;
 mod generic;
 mod products;
 mod rows;

@@ -8,6 +8,7 @@
 mod bits;
 mod models;
 mod remote;
+mod together;
 mod vault;
 
 use std::{
