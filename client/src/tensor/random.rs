@@ -50,11 +50,12 @@ impl Tensor {
 
     /// A token (i32) of each row of logits (f32, `self`) by its temperature (f32, a number for each row; 0: the largest) and its
     /// noise (u32, four for each row: a seed's lower and upper half, a branch, a position), as the sampler of models draws it;
-    /// -1 where the logits are broken.
-    pub fn draw(&self, temperature: &Tensor, noise: &Tensor) -> Tensor {
+    /// -1 where the logits are broken. With `limits` (f32, three for each row: top-k, 0 for all; top-p, 1 for all; min-p, 0 for all)
+    /// among the tokens that these leave; -1 as well where more than 256 may be left, unless all are.
+    pub fn draw(&self, temperature: &Tensor, noise: &Tensor, limits: Option<&Tensor>) -> Tensor {
         one(
             "draw",
-            &[Some(self), Some(temperature), Some(noise)],
+            &[Some(self), Some(temperature), Some(noise), limits],
             vec![],
         )
     }

@@ -212,7 +212,10 @@ fn made() -> Vec<(&'static str, Tensor)> {
         ("random_normal", key.random_normal(&[3], 0.0, 1.0)),
         ("random_bernoulli", key.random_bernoulli(&[3], 0.5)),
         ("random_categorical", x.random_categorical(&key, -1, 2)),
-        ("draw", x.draw(&host::<f32>(&[2]), &host::<u32>(&[2, 4]))),
+        (
+            "draw",
+            x.draw(&host::<f32>(&[2]), &host::<u32>(&[2, 4]), None),
+        ),
         ("rms_norm", x.rms_norm(None, 1e-5)),
         ("layer_norm", x.layer_norm(None, None, 1e-5)),
         ("l2_norm", x.l2_norm(1e-5)),

@@ -1,6 +1,8 @@
 //! Drawing a token of a row of logits: the noise, the weights, and where their sum passes it. The op `draw` and the sampler
 //! of workers, which may truncate before it draws, are made of this, so that they draw the same.
 
+use std::cmp::Ordering;
+
 use super::{
     lanes::{self, dispatch},
     path::CpuPath,
@@ -130,6 +132,141 @@ fn largest(logits: &[f32]) -> Option<f32> {
     let largest = logits.iter().fold(f32::NEG_INFINITY, max);
     let broken = logits.iter().fold(false, |any, v| any | v.is_nan());
     (!broken && largest.is_finite()).then_some(largest)
+}
+
+/// Which tokens a draw is among. By default all.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// The largest so many; 0: all.
+    pub top_k: f32,
+    /// Of these, the fewest of the largest whose weights reach this share of theirs; 1: all.
+    pub top_p: f32,
+    /// Of these, those that weigh so much at least, where the largest weighs 1; 0: all.
+    pub min_p: f32,
+}
+
+/// Tokens that [`draw_among`] looks at, if not at all: the largest. Where more may be left, it draws none.
+pub const MOST_LEFT: usize = 256;
+
+/// How much more others may weigh than the last of those that are looked at, since another logit's weight may be another
+/// rounding away.
+const SLACK: f64 = 1.001;
+
+impl Limits {
+    /// All tokens.
+    pub const NONE: Self = Self {
+        top_k: 0.0,
+        top_p: 1.0,
+        min_p: 0.0,
+    };
+
+    /// As the op has them, row by row.
+    #[must_use]
+    pub fn of([top_k, top_p, min_p]: [f32; 3]) -> Self {
+        Self {
+            top_k,
+            top_p,
+            min_p,
+        }
+    }
+
+    /// How many of so many tokens are looked at; `None`: all.
+    fn largest(&self, n: usize) -> Option<usize> {
+        // What is no number is no limit.
+        let k = self.top_k as usize;
+        (k > 0 && k < n).then_some(k)
+    }
+}
+
+/// The order of logits: the largest first, of equals the one in the first place.
+fn first(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
+    // The two zeros are equals.
+    let by_logit = b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal);
+    by_logit.then(a.1.cmp(&b.1))
+}
+
+/// As [`draw`], among those tokens that limits leave. `None` as well where more than [`MOST_LEFT`] of them may be left, unless
+/// all are.
+#[must_use]
+pub fn draw_among(
+    path: CpuPath,
+    logits: &[f32],
+    temperature: f32,
+    noise: [u32; 4],
+    limits: Limits,
+) -> Option<u32> {
+    let n = logits.len();
+    let (some, share, least_weight) = (limits.largest(n), limits.top_p, limits.min_p);
+    if temperature == 0.0 || some == Some(1) {
+        return draw(path, logits, 0.0, noise);
+    }
+    if some.is_none() && !(share < 1.0 || least_weight > 0.0) {
+        return draw(path, logits, temperature, noise);
+    }
+    let max = largest(logits)?;
+    if some.is_some_and(|k| k > MOST_LEFT) {
+        return None;
+    }
+    let numbered = logits.iter().copied().zip(0u32..);
+    let mut best: Vec<(f32, u32)> = numbered.filter(|c| c.0 > f32::NEG_INFINITY).collect();
+    let is_full = best.len() > MOST_LEFT;
+    if is_full {
+        best.select_nth_unstable_by(MOST_LEFT - 1, first);
+        best.truncate(MOST_LEFT);
+    }
+    best.sort_unstable_by(first);
+    best.truncate(some.unwrap_or(MOST_LEFT));
+    let mut weights: Vec<f32> = best.iter().map(|c| c.0).collect();
+    weigh(path, &mut weights, max, temperature);
+    let ids = best.into_iter().map(|c| c.1);
+    let mut left: Vec<(f32, u32)> = weights.into_iter().zip(ids).collect();
+    let last = left.last().map_or(0.0, |c| f64::from(c.0)) * SLACK;
+    let by_place = |all: &mut Vec<(f32, u32)>| all.sort_unstable_by_key(|c| c.1);
+    if share < 1.0 {
+        let share = f64::from(share);
+        let (total, least) = match some {
+            Some(_) => {
+                let mut placed = left.clone();
+                by_place(&mut placed);
+                (sum(&placed), 0.0)
+            }
+            None => {
+                let mut room = [0.0f32; RUN];
+                let run = |run: &[f32]| {
+                    let weights = room.get_mut(..run.len()).unwrap_or_default();
+                    weights.copy_from_slice(run);
+                    weigh(path, weights, max, temperature);
+                    run_sum(weights)
+                };
+                let total: f64 = logits.chunks(RUN).map(run).sum();
+                // Those that are lighter weigh less than what need not be reached, all of them together.
+                (total, (1.0 - share) * total / (n as f64 * 1.001))
+            }
+        };
+        left.retain(|c| f64::from(c.0) >= least);
+        let mut so_far = 0.0;
+        let reached = left.iter().position(|c| {
+            so_far += f64::from(c.0);
+            so_far >= share * total
+        });
+        match reached {
+            Some(at) => left.truncate(at + 1),
+            None if some.is_none() && is_full && last >= least => return None,
+            None => {}
+        }
+    } else if some.is_none() && is_full && last >= f64::from(least_weight) {
+        return None;
+    }
+    if least_weight > 0.0 {
+        left.retain(|c| c.0 >= least_weight);
+    }
+    by_place(&mut left);
+    let target = of_noise(noise) * sum(&left);
+    passing(left.into_iter(), 0.0, target)
+}
+
+fn sum(weights: &[(f32, u32)]) -> f64 {
+    weights.iter().map(|c| f64::from(c.0)).sum()
 }
 
 /// What the op `draw` draws of a row; `noise` is a seed's lower and upper half, a branch, and a position. `None`: a logit is NaN

@@ -597,6 +597,7 @@ fn hints(op: &str) -> &'static [(DType, &'static [usize])] {
             (DType::F32, &[2, 3]),
             (DType::F32, &[2]),
             (DType::U32, &[2, 4]),
+            (DType::F32, &[2, 3]),
         ],
         "gated_delta" => &[
             (DType::F32, &[1, 3, 2, 2]),

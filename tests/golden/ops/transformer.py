@@ -441,6 +441,104 @@ def drawn(logits, temperature, noise):
     return int(np.searchsorted(sums, target, side="right"))
 
 
+def drawn_among(logits, temperature, noise, limits):
+    """A token of a row among those that top-k, top-p and min-p leave, or -1; None where another rounding of the exponentials may have another."""
+    k, p, m = limits
+    n = len(logits)
+    k = int(k) if k >= 1 and k < n else 0
+    p = p if p < 1 else 1.0
+    m = m if m > 0 else 0.0
+    if temperature == 0 or k == 1:
+        return drawn(logits, np.float32(0), noise)
+    if k == 0 and p == 1.0 and m == 0.0:
+        return drawn(logits, temperature, noise)
+    if drawn(logits, np.float32(0), noise) == -1 or k > 256:
+        return -1
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / np.float64(temperature))
+    order = np.lexsort((np.arange(n), -logits.astype(np.float64)))
+    order = order[logits[order] > -np.inf]
+    total = weights.sum()
+    if k:
+        order = order[:k]
+        total = weights[order].sum()
+    # What the largest weighs is exact.
+    near = lambda a, b: a != 1 and abs(a / b - 1) < 1e-5
+    if p < 1:
+        sums = np.cumsum(weights[order])
+        if (np.abs(sums - np.float64(p) * total) < 1e-5 * sums).any():
+            return None
+        reached = int(np.searchsorted(sums, np.float64(p) * total))
+        if reached >= 256 and k == 0:
+            return -1
+        order = order[: reached + 1]
+    if m > 0:
+        if any(near(w, np.float64(m)) for w in weights[order]):
+            return None
+        order = order[weights[order] >= np.float64(m)]
+        # Of as many as are looked at, the last must be too light.
+        if len(order) >= 256 and k == 0 and p == 1:
+            return -1
+    order = np.sort(order)
+    low, high = threefry([int(noise[0]), int(noise[1])], int(noise[3]), int(noise[2]))
+    u = ((int(high) << 32 | int(low)) >> 11) / 2.0**53
+    sums = np.cumsum(weights[order])
+    target = u * sums[-1]
+    if np.abs(sums / target - 1).min() < 1e-5:
+        return None
+    return int(order[np.searchsorted(sums, target, side="right")])
+
+
+def drawing_among(book):
+    kinds = [(0, 1, 0), (5, 1, 0), (1, 0.5, 0.5), (0, 0.7, 0), (0, 0.95, 0), (0, 1, 0.1), (40, 0.9, 0.02), (3, 0.2, 0.9), (0, 0.9, 0.3), (256, 1, 0), (257, 1, 0), (1e9, 0.5, 0)]
+    kinds += [(np.nan, 0.8, 0), (-3, np.nan, 0.2), (4.9, 1.5, np.nan), (np.inf, 0.3, -1), (0, 0, 0), (0, 1, 1)]
+    for lead, n in (([], 7), ([], 1), ([3], 255), ([3], 256), ([3], 257), ([2, 2], 40), ([4], 1003), ([1], 20011), ([0], 7)):
+        for number, kind in enumerate(kinds):
+            if n > 2000 and number not in (3, 5, 7):
+                continue
+            r = rng("draw among", lead, n, number)
+            logits = (r.standard_normal([*lead, n]) * 3).astype(np.float32)
+            # Many equal ones, also where the line is drawn, and zeros of both signs.
+            logits = np.where(r.random([*lead, n]) < 0.5, np.round(logits), logits).astype(np.float32)
+            logits = np.where(r.random([*lead, n]) < 0.05, np.float32(-0.0), logits).astype(np.float32)
+            logits[r.random([*lead, n]) < 0.1] = -np.inf
+            logits[..., n // 2] = 0.5
+            temperatures = np.full(lead, (0.6, 1.0, 2.0)[number % 3], np.float32)
+            noise = r.integers(0, 2**32, [*lead, 4], dtype=np.uint32)
+            limits = np.broadcast_to(np.array(kind, np.float32), [*lead, 3]).copy()
+            tokens = np.zeros(lead, np.int32)
+            for at in np.ndindex(*lead):
+                tries = 0
+                while (token := drawn_among(logits[at], temperatures[at], noise[at], limits[at])) is None:
+                    noise[at][3] += np.uint32(1)
+                    # Where it is not the noise that is too near to something.
+                    temperatures[at] += np.float32(0.01)
+                    tries += 1
+                    assert tries < 100
+                tokens[at] = token
+            ins = [T("f32", logits), T("f32", temperatures), T("u32", noise), T("f32", limits)]
+            book.one("draw", f"among {lead} {n} {number}", ins, T("i32", tokens), "exact")
+            if number in (3, 6) and 0 not in lead and n < 300:
+                book.views("draw", f"views among {lead} {n} {number}", ins, T("i32", tokens), "exact")
+    # More may be left than are looked at.
+    logits = np.zeros([5, 600], np.float32)
+    limits = np.array([[0, 0.301, 0], [0, 0.901, 0], [0, 1, 0.5], [300, 1, 0], [256, 0.99, 0]], np.float32)
+    temperatures, noise = np.ones(5, np.float32), np.arange(20, dtype=np.uint32).reshape(5, 4)
+    tokens = [drawn_among(*row) for row in zip(logits, temperatures, noise, limits)]
+    assert [t == -1 for t in tokens] == [False, True, True, True, False]
+    ins = [T("f32", logits), T("f32", temperatures), T("u32", noise), T("f32", limits)]
+    book.one("draw", "among equals", ins, T("i32", tokens), "exact")
+    book.one("draw", "rows among", ins, T("i32", tokens), "exact", rows=[0, 1, 2, 3])
+    broken = np.array([[0, 1, np.nan], [0, 1, np.inf], [-np.inf] * 3, [2, 2, -np.inf]], np.float32)
+    limits = np.array([[2, 1, 0], [0, 0.5, 0], [0, 1, 0.5], [2, 0.4, 0]], np.float32)
+    tokens = [drawn_among(row, np.float32(1), k, l) for row, k, l in zip(broken, noise, limits)]
+    assert tokens == [-1, -1, -1, 0]
+    book.one("draw", "broken among", [T("f32", broken), T("f32", np.ones(4, np.float32)), T("u32", noise[:4]), T("f32", limits)], T("i32", tokens), "exact")
+    x, t, k = T("f32", logits), T("f32", temperatures), T("u32", noise)
+    book.one("draw", "limits of another shape", [x, t, k, T("f32", np.ones([5, 2], np.float32))], None, fails="verify")
+    book.one("draw", "limits for all", [x, t, k, T("f32", np.ones(3, np.float32))], None, fails="verify")
+    book.one("draw", "limits of halves", [x, t, k, T("f16", np.ones([5, 3], np.float16))], None, fails="verify")
+
+
 def drawing(book):
     # Salmon et al.: the first known answer, as one number.
     assert drawn(np.array([0.0, -np.inf]), 1.0, [0, 0, 0, 0]) == 0
@@ -494,3 +592,4 @@ def fill(books):
         books[name] = Book(name)
         f(books[name])
     drawing(books["random"])
+    drawing_among(books["random"])

@@ -53,7 +53,7 @@ const REPEATED: &[(&[&str], &[usize], Unless)] = &[
     (&["gated_delta"], &[0, 1, 2, 3, 4, 5], Unless::Never),
     (&["mamba2_scan"], &[0, 1, 3, 4, 6], Unless::Never),
     (&["solve", "solve_triangular"], &[0, 1], Unless::Never),
-    (&["draw"], &[0, 1, 2], Unless::Never),
+    (&["draw"], &[0, 1, 2, 3], Unless::Never),
     (&["scaled_dot_product_attention"], &[0, 1, 2], Unless::Never),
     (&["rope"], &[0, 1], Unless::Never),
     (&["mul_mat_id"], &[1, 2], Unless::Never),

@@ -500,6 +500,7 @@ impl Maker<'_> {
                     tensor(DType::F32, &[m, n.into()]),
                     tensor(DType::F32, &[m]),
                     tensor(DType::U32, &[m, 4.into()]),
+                    self.optional(tensor(DType::F32, &[m, 3.into()])),
                 ];
                 (inputs, vec![])
             }

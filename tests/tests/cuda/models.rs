@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use hotcell_graph::{CacheSpec, DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::cpu::{
     CpuBackend,
-    draw::{draw as drawn, halves},
+    draw::{Limits, draw_among as drawn, halves},
     path::CpuPath,
 };
 use hotcell_tests::{
@@ -216,6 +216,7 @@ fn models_say_what_they_say_on_the_processor() {
         let wanted = |i: u32| {
             (i % 3 < 2).then_some(Draw {
                 temperature: (i % 3) as f32 * 3.0,
+                limits: Limits::of([[0.0, 1.0, 0.0], [9.0, 0.8, 0.1]][i as usize / 8]),
                 seed: 1 << 40 | 5,
                 branch: i,
                 position: 7 * i,
@@ -227,7 +228,8 @@ fn models_say_what_they_say_on_the_processor() {
             let expected = wanted(i).and_then(|draw| {
                 let [low, high] = halves(draw.seed);
                 let noise = [low, high, draw.branch, draw.position];
-                drawn(CpuPath::detect(), logits, draw.temperature, noise)
+                let path = CpuPath::detect();
+                drawn(path, logits, draw.temperature, noise, draw.limits)
             });
             assert_eq!(expected.is_some(), i % 3 < 2);
             assert_eq!(solo.runner.drawn(i as usize), expected, "{name}, row {i}");

@@ -17,6 +17,7 @@
 
 use std::collections::HashMap;
 
+use hotcell_kernels::cpu::draw::{Limits, MOST_LEFT};
 use hotcell_proto::limits::{MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS};
 
 mod choose;
@@ -200,19 +201,26 @@ impl SamplingParams {
         Ok(())
     }
 
-    /// Whether a draw is all that they ask for: by a temperature, from the model's own logits, of all tokens. The temperature
-    /// to draw by.
+    /// Whether a draw is all that they ask for: by a temperature, from the model's own logits, among so few of the largest as
+    /// devices do. The temperature to draw by, and what is left.
     #[must_use]
-    pub fn plain_temperature(&self) -> Option<f32> {
+    pub fn plain_draw(&self) -> Option<(f32, Limits)> {
         let is_greedy = self.temperature == 0.0 || self.top_k == 1;
-        let keeps_all = self.top_k == 0 && self.top_p == 1.0 && self.min_p == 0.0;
+        let is_few = self.top_k as usize <= MOST_LEFT;
         let is_plain = !self.penalises()
             && self.logit_bias.is_empty()
             && !self.logprobs
             && self.top_logprobs == 0;
         match is_greedy {
-            true => is_plain.then_some(0.0),
-            false => (is_plain && keeps_all).then_some(self.temperature),
+            true => is_plain.then_some((0.0, Limits::NONE)),
+            false => (is_plain && is_few).then_some((
+                self.temperature,
+                Limits {
+                    top_k: self.top_k as f32,
+                    top_p: self.top_p,
+                    min_p: self.min_p,
+                },
+            )),
         }
     }
 
@@ -387,7 +395,10 @@ fn adjust(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hotcell_kernels::cpu::{draw::uniform, lanes::exp};
+    use hotcell_kernels::cpu::{
+        draw::{draw_among, halves, uniform},
+        lanes::exp,
+    };
     use proptest::prelude::*;
 
     fn draw(params: &SamplingParams, logits: &[f32], position: u32) -> u32 {
@@ -900,5 +911,45 @@ mod tests {
             0,
         );
         assert_eq!(drawn, Err(SamplingError::NotANumber { token: 5 }));
+    }
+
+    #[test]
+    fn what_devices_draw_is_what_the_sampler_draws() {
+        let path = hotcell_kernels::cpu::path::CpuPath::detect();
+        let (mut drawn, mut left_to_it) = (0, 0);
+        for row in 0..400u32 {
+            let n = [3, 50, 300, 1003][row as usize % 4];
+            let sharp = [8.0, 2.0, 0.2][row as usize % 3];
+            // Of a coarse grid, so that many are equal.
+            let logit = |id: u32| ((uniform(9, row, id) - 0.5) * 40.0 * sharp).round() as f32 / 4.0;
+            let mut logits: Vec<f32> = (0..n).map(logit).collect();
+            if row % 5 == 0 {
+                logits[n as usize / 2] = f32::NEG_INFINITY;
+            }
+            let params = SamplingParams {
+                temperature: [0.7, 1.0, 2.5][row as usize / 3 % 3],
+                top_k: [0, 1, 2, 40, 256, 257, 1002, 5000][row as usize % 8],
+                top_p: [1.0, 0.5, 0.95, 0.999][row as usize / 8 % 4],
+                min_p: [0.0, 0.02, 0.3, 1.0][row as usize / 32 % 4],
+                seed: u64::from(row) << 30,
+                branch: row % 3,
+                ..SamplingParams::default()
+            };
+            let expected = draw(&params, &logits, row);
+            let Some((temperature, limits)) = params.plain_draw() else {
+                assert!(params.top_k > 256);
+                continue;
+            };
+            let [low, high] = halves(params.seed);
+            let noise = [low, high, params.branch, row];
+            match draw_among(path, &logits, temperature, noise, limits) {
+                Some(token) => {
+                    assert_eq!(token, expected, "{params:?}");
+                    drawn += 1;
+                }
+                None => left_to_it += 1,
+            }
+        }
+        assert!(drawn > 250 && left_to_it > 5, "{drawn}, {left_to_it}");
     }
 }

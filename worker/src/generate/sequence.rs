@@ -344,13 +344,14 @@ impl Sequence {
         u32::try_from(self.tokens.len() + i).unwrap_or(u32::MAX)
     }
 
-    /// How to draw its `i`-th token from here, if nothing but the model's logits decides it: what a device can do.
+    /// How to draw its `i`-th token from here, if nothing but the model's own logits decides it: what a device can do.
     pub fn plain_draw(&self, i: usize) -> Option<Draw> {
         let sampling = &self.request.sampling;
         let is_free = self.request.grammar.is_none() && !self.grammar_is_away;
-        let temperature = sampling.plain_temperature().filter(|_| is_free)?;
+        let (temperature, limits) = sampling.plain_draw().filter(|_| is_free)?;
         Some(Draw {
             temperature,
+            limits,
             seed: sampling.seed,
             branch: sampling.branch,
             position: self.position(i),

@@ -6,7 +6,7 @@ use super::{Entry, movement::result, split_if_worth, unsupported};
 use crate::{
     backend::DeviceError,
     cpu::{
-        draw::{self, threefry2x32},
+        draw::{self, Limits, threefry2x32},
         lanes::dispatch,
         plan::{Kernel, Launcher, Reg, Run},
     },
@@ -103,6 +103,8 @@ struct Draw {
     logits: Reg,
     temperature: Reg,
     noise: Reg,
+    /// Which tokens are left; none: all.
+    limits: Option<Reg>,
     out: Reg,
     /// How many rows, and how long they are.
     rows: Shape,
@@ -123,12 +125,19 @@ impl Kernel for Draw {
                 run.slice_mut::<i32>(self.out, range.clone()),
             )
         };
+        // SAFETY: as above.
+        let limits = self
+            .limits
+            .map(|reg| unsafe { run.slice::<[f32; 3]>(reg, rows) });
         let rows = logits.chunks(self.n.max(1)).zip(temperatures).zip(noise);
-        for (((x, t), noise), out) in rows.skip(range.start).take(count).zip(out) {
+        let rows = rows.enumerate().skip(range.start).take(count);
+        for ((row, ((x, t), noise)), out) in rows.zip(out) {
             if run.stopped() {
                 return;
             }
-            let token = draw::draw(run.path, x, *t, *noise);
+            let limits = limits.and_then(|all| all.get(row));
+            let limits = limits.map_or(Limits::NONE, |limits| Limits::of(*limits));
+            let token = draw::draw_among(run.path, x, *t, *noise, limits);
             *out = token.and_then(|t| i32::try_from(t).ok()).unwrap_or(-1);
         }
     }
@@ -140,19 +149,21 @@ fn draw_rows(
     ins: &[Reg],
     outs: &[Reg],
 ) -> Result<(), DeviceError> {
-    let (&[logits, temperature, noise], &[out]) = (ins, outs) else {
+    let (&[logits, temperature, noise, ref limits @ ..], &[out]) = (ins, outs) else {
         return Err(unsupported(call));
     };
+    let limits = limits.first().copied().filter(|reg| *reg != Reg::ABSENT);
     let n = call.tensor(0)?.shape.dims().last().map(|dim| dim.at(0));
     let (_, rows) = result(call)?;
     let step = Draw {
         logits,
         temperature,
         noise,
+        limits,
         out,
         rows,
         n: n.ok_or_else(|| unsupported(call))?,
     };
-    launcher.step(step, &[logits, temperature, noise], &[out]);
+    launcher.step(step, ins, &[out]);
     Ok(())
 }

@@ -18,6 +18,8 @@ pub(super) static ENTRIES: &[Entry] = &[Entry {
 struct Draw {
     logits: Shape,
     n: usize,
+    /// Whether not all tokens are left.
+    has_limits: bool,
 }
 
 fn draw(call: &Call<'_>) -> Option<Made> {
@@ -25,9 +27,24 @@ fn draw(call: &Call<'_>) -> Option<Made> {
     let Some(&Dim::Fixed(n)) = logits.dims().last() else {
         return None;
     };
-    let kernel = Draw { logits, n };
+    let has_limits = call.optional(3).ok()?.is_some();
+    let kernel = Draw {
+        logits,
+        n,
+        has_limits,
+    };
+    let name = kernel.name();
     // So many runs has `sample.cu` room for (`RUNS`).
-    (n <= MOST_ON_DEVICES).then(|| (Box::new(kernel) as _, vec!["draw_f32"]))
+    (n <= MOST_ON_DEVICES).then(|| (Box::new(kernel) as _, vec![name]))
+}
+
+impl Draw {
+    fn name(&self) -> &'static str {
+        match self.has_limits {
+            false => "draw_f32",
+            true => "draw_among_f32",
+        }
+    }
 }
 
 impl Kernel for Draw {
@@ -45,10 +62,13 @@ impl Kernel for Draw {
         let arguments = Arguments::default()
             .word(cx.input(0)?)
             .word(cx.input(1)?)
-            .word(cx.input(2)?)
-            .word(cx.output(0)?)
-            .int(int(self.n)?);
+            .word(cx.input(2)?);
+        let arguments = match self.has_limits {
+            false => arguments,
+            true => arguments.word(cx.input(3)?),
+        };
+        let arguments = arguments.word(cx.output(0)?).int(int(self.n)?);
         // SAFETY: the kernel's arguments (sample.cu), of tensors of these shapes, with a block for each row.
-        unsafe { cx.gpu.launch("draw_f32", grid, &arguments) }
+        unsafe { cx.gpu.launch(self.name(), grid, &arguments) }
     }
 }

@@ -49,7 +49,12 @@ ops! {
     /// bits `hash(noise[3], noise[2])` (`random_bits`, second word above the first) of key `noise[0..2]`: of `noise`, a
     /// seed's lower and upper half, a branch, and a position. −1 where a logit is NaN or +∞, or none weighs anything. Weights are
     /// f32, sums f64: of 256 weights at a time, in eight lanes by place and then lane by lane, and of these one by one.
-    draw(logits, temperature, noise;) -> one { shapes: "[.., n], [..], [.., 4] → [..]", dtypes: "f32, f32, u32 → i32", effect: Effect::None, infer: draw_spec, decompose: None }
+    ///
+    /// With `limits` it is drawn among the tokens that three numbers of each row leave: the `k` largest (0 or at least `n`: all); of these the fewest
+    /// of the largest whose weights reach `p` times theirs (1: all); of these those that weigh `m` at least (0: all). What is no number is no limit, of equals
+    /// the first come first, and `k` of 1 is temperature 0. −1 as well where more than 256 may be left, unless all are. Sums are over those that are left, in
+    /// their order (that which `p` is a share of, over the `k` largest, or over all as above; what reaches it is added from the largest on).
+    draw(logits, temperature, noise, limits = optional;) -> one { shapes: "[.., n], [..], [.., 4], [.., 3] → [..]", dtypes: "f32, f32, u32, f32 → i32", effect: Effect::None, infer: draw_spec, decompose: None }
 }
 
 /// Checks the key, input `i`.
@@ -132,6 +137,15 @@ fn draw_spec(call: &Call<'_>) -> Specs {
             "of logits {}, temperature {} and noise {} are not one number and four for each row",
             logits.shape, temperature.shape, noise.shape
         )));
+    }
+    if let Some(limits) = call.optional(3)? {
+        call.tensor_of(3, DType::F32)?;
+        if limits.shape.dims().split_last() != Some((&Dim::Fixed(3), lead)) {
+            return Err(call.error(format_args!(
+                "of logits {}, limits {} are not three for each row",
+                logits.shape, limits.shape
+            )));
+        }
     }
     one(call, DType::I32, lead.iter().copied())
 }
@@ -311,6 +325,28 @@ mod tests {
                     "i32[2, 3]",
                 ),
                 (&["f32[7]", "f32[]", "u32[4]"], &[], "i32[]"),
+                (
+                    &["f32[rows, 7]", "f32[rows]", "u32[rows, 4]", "f32[rows, 3]"],
+                    &[],
+                    "i32[rows]",
+                ),
+                (&["f32[7]", "f32[]", "u32[4]", "f32[3]"], &[], "i32[]"),
+                (&["f32[7]", "f32[]", "u32[4]", "-"], &[], "i32[]"),
+                (
+                    &["f32[2, 7]", "f32[2]", "u32[2, 4]", "f32[2, 4]"],
+                    &[],
+                    "!three for each row",
+                ),
+                (
+                    &["f32[2, 7]", "f32[2]", "u32[2, 4]", "f32[3]"],
+                    &[],
+                    "!three for each row",
+                ),
+                (
+                    &["f32[2, 7]", "f32[2]", "u32[2, 4]", "f16[2, 3]"],
+                    &[],
+                    "!f32",
+                ),
                 (&["f32[0, 7]", "f32[0]", "u32[0, 4]"], &[], "i32[0]"),
                 (
                     &["f32[rows, 0]", "f32[rows]", "u32[rows, 4]"],

@@ -3,22 +3,23 @@
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, Shape, TensorSpec};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
-    cpu::draw::{MOST_ON_DEVICES, halves},
+    cpu::draw::{Limits, MOST_ON_DEVICES, halves},
     plan::{Plan, PlanHints, Slot},
 };
 
 use super::{RunError, RunShape, Runner};
 use crate::model::weave::BuildError;
 
-/// Bytes for each row of logits: a temperature, four numbers of noise, and a token.
-pub(super) const ROW_BYTES: usize = 24;
+/// Bytes for each row of logits: a temperature, four numbers of noise, three limits, and a token.
+pub(super) const ROW_BYTES: usize = 36;
 
-/// How a token is drawn of a row of logits that nobody changes and of which no token is left out: what the sampler draws by
-/// these.
+/// How a token is drawn of a row of logits that nobody changes: what the sampler draws by these.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
     /// 0: the largest.
     pub temperature: f32,
+    /// Which tokens are left.
+    pub limits: Limits,
     /// Keys the noise.
     pub seed: u64,
     /// Keys the noise: which of a request's several answers this is.
@@ -32,6 +33,7 @@ pub(super) struct Draws {
     pub plan: Box<dyn Plan>,
     temperatures: Buffer,
     noise: Buffer,
+    limits: Buffer,
     tokens: Buffer,
     /// What is to be drawn in the next step.
     wanted: Vec<Option<Draw>>,
@@ -60,8 +62,12 @@ impl Draws {
         let mut plan = device.plan(&graph(rows, vocab).map_err(BuildError::from)?, hints)?;
         let temperatures = device.allocate("temperatures", rows * 4)?;
         let noise = device.allocate("noise", rows * 16)?;
+        let limits = device.allocate("limits of draws", rows * 12)?;
         let tokens = device.allocate("drawn tokens", rows * 4)?;
-        for (i, buffer) in [logits, &temperatures, &noise].into_iter().enumerate() {
+        for (i, buffer) in [logits, &temperatures, &noise, &limits]
+            .into_iter()
+            .enumerate()
+        {
             plan.bind(Slot::Input(i), buffer, 0)?;
         }
         plan.bind(Slot::Output(0), &tokens, 0)?;
@@ -69,6 +75,7 @@ impl Draws {
             plan,
             temperatures,
             noise,
+            limits,
             tokens,
             wanted: Vec::with_capacity(rows),
             drawn: Vec::with_capacity(rows),
@@ -100,6 +107,13 @@ impl Draws {
             self.scratch.extend(noise.map(bits));
         }
         self.noise.write_i32(0, &self.scratch)?;
+        self.scratch.clear();
+        for draw in &self.wanted {
+            let limits = draw.map_or(Limits::NONE, |draw| draw.limits);
+            let numbers = [limits.top_k, limits.top_p, limits.min_p];
+            self.scratch.extend(numbers.map(|x| bits(x.to_bits())));
+        }
+        self.limits.write_i32(0, &self.scratch)?;
         Ok(true)
     }
 
@@ -111,21 +125,22 @@ impl Draws {
         let (tokens, _) = read.as_chunks::<4>();
         let tokens = tokens.iter().map(|token| i32::from_le_bytes(*token));
         let drawn = self.wanted.drain(..).zip(tokens);
-        // None is drawn of logits that are broken: whoever reads them says how.
+        // None is drawn of logits that are broken, or where too many tokens may be left: whoever reads the row says how, or draws.
         let drawn = drawn.map(|(wanted, token)| wanted.and_then(|_| u32::try_from(token).ok()));
         self.drawn.extend(drawn);
         Ok(())
     }
 }
 
-/// Rows of logits, their temperatures and their noise to tokens.
+/// Rows of logits, their temperatures, noise and limits to tokens.
 pub(super) fn graph(rows: usize, vocab: usize) -> Result<Graph, GraphError> {
     let mut builder = GraphBuilder::new(rows);
     let spec = |dtype, dims: &[usize]| TensorSpec::new(dtype, Shape::rows(dims)?);
     let logits = builder.tensor("logits", spec(DType::F32, &[vocab])?)?;
     let temperatures = builder.tensor("temperatures", spec(DType::F32, &[])?)?;
     let noise = builder.tensor("noise", spec(DType::U32, &[4])?)?;
-    let tokens = builder.draw(logits, temperatures, noise)?;
+    let limits = builder.tensor("limits", spec(DType::F32, &[3])?)?;
+    let tokens = builder.draw(logits, temperatures, noise, Some(limits))?;
     builder.finish(&[tokens])
 }
 
