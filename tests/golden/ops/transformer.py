@@ -562,16 +562,16 @@ def drawing(book):
                     noise[at][3] += np.uint32(1)
                 tokens[at] = token
             x, t, k, out = T("f32", logits), T("f32", temperatures), T("u32", noise), T("i32", tokens)
-            book.one("draw", f"{lead} {n} {sharp}", [x, t, k], out, "exact")
+            book.one("draw", f"{lead} {n} {sharp}", [x, t, k, None], out, "exact")
             if sharp == 1.0 and 0 not in lead and n < 300:
-                book.views("draw", f"views {lead} {n}", [x, t, k], out, "exact")
+                book.views("draw", f"views {lead} {n}", [x, t, k, None], out, "exact")
     # What is no distribution has no token.
     logits = np.array([[0, 1, np.nan], [0, 1, np.inf], [-np.inf] * 3, [2, 2, -np.inf], [0, np.nan, 1], [1, 2, 3]], np.float32)
     temperatures = np.array([1, 1, 1, 0, 0, np.nan], np.float32)
     noise = np.arange(24, dtype=np.uint32).reshape(6, 4)
     tokens = [drawn(row, t, k) for row, t, k in zip(logits, temperatures, noise)]
     assert tokens == [-1, -1, -1, 0, -1, -1]
-    book.one("draw", "broken", [T("f32", logits), T("f32", temperatures), T("u32", noise)], T("i32", tokens), "exact")
+    book.one("draw", "broken", [T("f32", logits), T("f32", temperatures), T("u32", noise), None], T("i32", tokens), "exact")
     # Rows of a step.
     rows = 5
     r = rng("draw rows")
@@ -579,12 +579,12 @@ def drawing(book):
     noise = r.integers(0, 2**32, [rows, 4], dtype=np.uint32)
     tokens = [drawn(row, np.float32(1.0), k) for row, k in zip(logits, noise)]
     assert None not in tokens
-    book.one("draw", "rows", [T("f32", logits), T("f32", np.ones(rows, np.float32)), T("u32", noise)], T("i32", tokens), "exact", rows=[0, 1, 2])
+    book.one("draw", "rows", [T("f32", logits), T("f32", np.ones(rows, np.float32)), T("u32", noise), None], T("i32", tokens), "exact", rows=[0, 1, 2])
     x, t, k = T("f32", logits), T("f32", np.ones(rows, np.float32)), T("u32", noise)
-    book.one("draw", "noise of another shape", [x, t, T("u32", noise[:, :3])], None, fails="verify")
-    book.one("draw", "a temperature for all", [x, T("f32", np.float32(1.0)), k], None, fails="verify")
-    book.one("draw", "noise of i32", [x, t, T("i32", noise.view(np.int32))], None, fails="verify")
-    book.one("draw", "no token", [T("f32", logits[:, :0]), t, k], None, fails="verify")
+    book.one("draw", "noise of another shape", [x, t, T("u32", noise[:, :3]), None], None, fails="verify")
+    book.one("draw", "a temperature for all", [x, T("f32", np.float32(1.0)), k, None], None, fails="verify")
+    book.one("draw", "noise of i32", [x, t, T("i32", noise.view(np.int32)), None], None, fails="verify")
+    book.one("draw", "no token", [T("f32", logits[:, :0]), t, k, None], None, fails="verify")
 
 
 def fill(books):

@@ -164,6 +164,10 @@ fn draw_rows(
         rows,
         n: n.ok_or_else(|| unsupported(call))?,
     };
-    launcher.step(step, ins, &[out]);
+    let reads: Vec<Reg> = [logits, temperature, noise]
+        .into_iter()
+        .chain(limits)
+        .collect();
+    launcher.step(step, &reads, &[out]);
     Ok(())
 }
