@@ -73,14 +73,18 @@ async fn a_model_says_the_same_twice() {
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
-    let said = async |temperature, logprobs| {
+    let said = async |temperature, top_k, top_p, logprobs| {
         let options = GenerateOptions {
             max_tokens: 12,
             sampling: v1::Sampling {
                 temperature: Some(temperature),
+                top_k,
+                top_p,
+                min_p: top_p.map(|p| p / 100.0),
                 ..v1::Sampling::default()
             },
-            seed: Some(3),
+            // Each kind its own.
+            seed: Some(3 + u64::from(top_k.unwrap_or(0)) + top_p.map_or(0, |_| 1)),
             logprobs,
             ..Default::default()
         };
@@ -88,13 +92,22 @@ async fn a_model_says_the_same_twice() {
         let stream = client.generate(prompt, options).await.unwrap();
         stream.complete().await.unwrap().token_ids
     };
-    let (greedy, sampled) = (said(0.0, false).await, said(1.0, false).await);
-    assert_eq!((greedy.len(), sampled.len()), (12, 12));
-    assert_ne!(greedy, sampled);
-    // The device drew them; where log probabilities are wanted, the host does.
-    for logprobs in [false, true] {
-        assert_eq!(said(0.0, logprobs).await, greedy);
-        assert_eq!(said(1.0, logprobs).await, sampled);
+    let mut seen: Vec<Vec<u32>> = Vec::new();
+    for (temperature, top_k, top_p) in [
+        (0.0, None, None),
+        (1.0, None, None),
+        (1.2, Some(7), None),
+        (1.2, None, Some(0.9)),
+        (1.5, Some(40), Some(0.7)),
+    ] {
+        let drawn = said(temperature, top_k, top_p, false).await;
+        assert_eq!(drawn.len(), 12);
+        // The device drew them; where log probabilities are wanted, the host does.
+        for logprobs in [false, true] {
+            assert_eq!(said(temperature, top_k, top_p, logprobs).await, drawn);
+        }
+        assert!(!seen.contains(&drawn), "{drawn:?}");
+        seen.push(drawn);
     }
 }
 
