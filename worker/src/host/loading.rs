@@ -5,9 +5,10 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 use hotcell_ipc::{descriptors::DescriptorSender, memory::Mapping};
@@ -37,6 +38,14 @@ use crate::{
 const PROGRESS_BYTES: usize = 32 << 20;
 /// Page size assumed when touching pages; touching more often than needed is harmless.
 const PAGE: usize = 4096;
+/// Bytes around a page that Linux maps with it, as far as they are in memory (`fault_around_bytes`); where it is told to map fewer,
+/// computing waits for the rest, which is in memory.
+const MAPPED_AT_ONCE: usize = 64 << 10;
+/// Bytes that a thread touches before it looks what that took; and what it takes at most where all of them were in memory.
+const TOUCHED_AT_ONCE: usize = 8 << 20;
+const AT_HAND: Duration = Duration::from_millis(2);
+/// Threads that touch pages at most.
+const TOUCHERS: usize = 4;
 
 /// What there is beside a model's files.
 #[derive(Default)]
@@ -370,9 +379,20 @@ fn refused(report: v1::Inspected, error: &Error) -> v1::Inspected {
     }
 }
 
-fn touch_pages(bytes: &[u8]) {
-    let sum = bytes.iter().step_by(PAGE).fold(0u8, |a, b| a ^ b);
+fn touch_every(step: usize, bytes: &[u8]) {
+    let sum = bytes.iter().step_by(step).fold(0u8, |a, b| a ^ b);
     std::hint::black_box(sum);
+}
+
+/// Has pages mapped, and read from the disk before that where they are not in memory.
+fn touch_pages(bytes: &[u8]) {
+    for chunk in bytes.chunks(TOUCHED_AT_ONCE) {
+        let begun = Instant::now();
+        touch_every(MAPPED_AT_ONCE, chunk);
+        if begun.elapsed() > AT_HAND {
+            touch_every(PAGE, chunk);
+        }
+    }
 }
 
 /// Touches every page of the weights, or of their packed copies, so that the first request does not wait for the disk,
@@ -420,19 +440,36 @@ fn touch(
         // From now on it is the engine that makes progress.
         return report(total);
     }
-    let mut done = 0usize;
-    report(done);
-    for bytes in all {
-        for chunk in bytes.chunks(PROGRESS_BYTES) {
+    report(0);
+    let chunks: Vec<&[u8]> = (all.into_iter())
+        .flat_map(|bytes| bytes.chunks(TOUCHED_AT_ONCE))
+        .collect();
+    let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let some = || {
+        while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
             if enough.load(Ordering::Relaxed) {
                 return;
             }
             touch_pages(chunk);
             give_way();
-            done += chunk.len();
-            report(done);
+            let before = done.fetch_add(chunk.len(), Ordering::Relaxed);
+            let now = before + chunk.len();
+            if before / PROGRESS_BYTES < now / PROGRESS_BYTES {
+                report(now);
+            }
         }
-    }
+    };
+    thread::scope(|scope| {
+        let threads = thread::available_parallelism().map_or(1, |n| n.get());
+        for _ in 1..threads.min(TOUCHERS) {
+            let helper = thread::Builder::new().name("touch".to_owned());
+            // Without it there is one fewer.
+            let _ = helper.spawn_scoped(scope, some);
+        }
+        some();
+    });
+    // Whatever order the others came in.
+    report(done.into_inner());
 }
 
 fn summary(source: &ModelSource, text: &ModelText, fingerprint: &str) -> v1::ModelSummary {
