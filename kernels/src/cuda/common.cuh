@@ -27,6 +27,35 @@ DEVICE float plain(float x) { return is_nan(x) ? quiet_nan() : x; }
 /// The larger; a NaN in the second place is lost.
 DEVICE float larger(float a, float b) { return b > a ? b : a; }
 
+/// What an address leads to that came within a structure.
+template <class T> DEVICE T* led_to(word64 address) {
+#ifdef HOTCELL_SHIM
+  // As shim.h does with addresses that are arguments by themselves.
+  return reinterpret_cast<T*>(address & 0x0FFFFFFFFFFFFFFFull);
+#else
+  return reinterpret_cast<T*>(address);
+#endif
+}
+
+/// Matrices that are multiplied with the same activations in the same launch as another one; n of 0: there is none. Their results are close together.
+struct Further {
+  word64 w[2], out[2];
+  long long n[2];
+};
+
+/// Which matrix a block is of, whose outputs are `each` to a block: its weights, results and size. The block's number in it.
+template <class W> DEVICE int matrix_of(const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n) {
+  int block = blockIdx.x;
+  for (int i = 0; i < 2; i++) {
+    int blocks = (n + each - 1) / each;
+    if (block < blocks || further.n[i] == 0) break;
+    block -= blocks;
+    w = led_to<const W>(further.w[i]), out = led_to<float>(further.out[i]);
+    n = int(further.n[i]), out_stride = further.n[i];
+  }
+  return block;
+}
+
 /// An IEEE half as f32, exactly.
 DEVICE float half_to_f32(unsigned bits) {
   unsigned magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;

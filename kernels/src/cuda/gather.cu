@@ -25,14 +25,7 @@ struct Own {
   unsigned given[MOST], taken;
 };
 
-DEVICE uint8_t* area(const Areas& areas, int of) {
-#ifdef HOTCELL_SHIM
-  // As shim.h does with addresses that are arguments by themselves.
-  return reinterpret_cast<uint8_t*>(areas.at[of] & 0x0FFFFFFFFFFFFFFFull);
-#else
-  return reinterpret_cast<uint8_t*>(areas.at[of]);
-#endif
-}
+DEVICE uint8_t* area(const Areas& areas, int of) { return led_to<uint8_t>(areas.at[of]); }
 
 DEVICE Own* own_words(const Areas& areas, int members, int rank) {
   return reinterpret_cast<Own*>(area(areas, rank) + members * FLAG);

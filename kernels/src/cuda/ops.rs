@@ -13,6 +13,7 @@ mod movement;
 mod norm;
 mod random;
 mod reduce;
+mod rows;
 mod scatter;
 mod softmax;
 mod sort;
@@ -101,6 +102,7 @@ static TABLES: &[&[Entry]] = &[
     random::ENTRIES,
     &reduce::ENTRIES,
     &reduce::ARGS,
+    rows::ENTRIES,
     scatter::ENTRIES,
     softmax::ENTRIES,
     sort::ENTRIES,
@@ -134,6 +136,12 @@ pub(super) fn kernel(call: &Call<'_>, on: &Side, together: bool) -> Option<Box<d
     }
     let (kernel, names) = made(call)?;
     has(&names).then_some(kernel)
+}
+
+/// One kernel for calls that follow one another and have the same first input, where there is one.
+pub(super) fn together(calls: &[Call<'_>]) -> Option<Box<dyn Kernel>> {
+    let all_are = calls.iter().all(|call| call.op.name == "mul_mat");
+    all_are.then(|| matmul::together(calls)).flatten()
 }
 
 /// Names of the ops in the table.

@@ -3,22 +3,22 @@
 // Order of summation: that of kernels/src/cpu/matmul.rs, with the same bits. Each output is one chain acc = fmaf(w_k, x_k, acc) over k in ascending
 // order from +0.0, the weight converted exactly; one thread has it, whatever the number of rows. No tensor cores: they round as they like.
 //
-// mul_mat_TYPE(w, x, x_stride, out, out_stride, n, k, rows, ids, order, experts, used, per_token, bad):
+// mul_mat_TYPE(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad):
 //   w     weights [n, k], at a multiple of their size; of `experts` such matrices, close together, where `ids` is given
 //   x     f32, row r at x + r · x_stride; out f32, row r at out + r · out_stride
-//   ids, order   null, or as in block_vec.cu: without an order a group is a row, with one eight
+//   further, ids, order   none and null, or as in block_vec.cu: without an order a group is a row, with one eight
 // Blocks of 128 threads. gridDim.x = ⌈n / 64⌉, gridDim.y = ⌈rows / 8⌉, or `rows` with ids, or groups.
 #include "common.cuh"
 
 constexpr int OUTPUTS = 64, ROWS = 8, SLICE = 32, THREADS = 128;
 
 template <class E>
-DEVICE void product(const typename E::Stored* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows, const int* ids, const int* order,
-                    int experts, int used, int per_token, word64* bad) {
+DEVICE void product(const typename E::Stored* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows, const Further& further,
+                    const int* ids, const int* order, int experts, int used, int per_token, word64* bad) {
   __shared__ float weights[OUTPUTS][SLICE + 1], numbers[ROWS][SLICE];
   // What each row reads and makes; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
-  int tid = threadIdx.x, first = blockIdx.x * OUTPUTS;
+  int tid = threadIdx.x, first = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS;
   if (tid < ROWS) {
     int row = ids && !order ? (tid == 0 ? int(blockIdx.y) : -1) : int(blockIdx.y) * ROWS + tid;
     if (order) row = order[row];
@@ -67,9 +67,9 @@ DEVICE void product(const typename E::Stored* w, const float* x, long long x_str
 
 #define KERNEL_OF(name, type)                                                                                                                         \
   extern "C" __global__ void __launch_bounds__(128, 8) name(const uint8_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, \
-                                                         int rows, const int* ids, const int* order, int experts, int used, int per_token,            \
-                                                         word64* bad) {                                                                               \
-    product<type>(reinterpret_cast<const typename type::Stored*>(w), x, x_stride, out, out_stride, n, k, rows, ids, order, experts, used, per_token, bad); \
+                                                         int rows, Further further, const int* ids, const int* order, int experts, int used,          \
+                                                         int per_token, word64* bad) {                                                                \
+    product<type>(reinterpret_cast<const typename type::Stored*>(w), x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad); \
   }
 KERNEL_OF(mul_mat_f32, F32)
 KERNEL_OF(mul_mat_f16, F16)

@@ -172,6 +172,46 @@ fn ranges(graph: &Graph, native: &[bool]) -> Vec<Range<usize>> {
     ranges
 }
 
+/// Joins the device's nodes that are one step, whose kernel is the first one's then.
+fn joined(
+    graph: &Graph,
+    ranges: Vec<Range<usize>>,
+    kernels: &mut [Option<Box<dyn Kernel>>],
+) -> Result<Vec<Range<usize>>, DeviceError> {
+    let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let nodes = graph.nodes();
+        let before = joined.last_mut().filter(|before| {
+            let own = |at: usize| kernels.get(at).is_some_and(Option::is_some);
+            let x = |at: usize| nodes.get(at).and_then(|node| node.inputs.first());
+            range.len() == 1
+                && own(before.start)
+                && own(range.start)
+                && x(before.start) == x(range.start)
+        });
+        if let Some(before) = before {
+            let all = before.start..range.end;
+            let nodes = nodes.get(all.clone()).unwrap_or_default();
+            let specs = nodes.iter().map(|node| graph.input_specs(node));
+            let specs = specs.collect::<Result<Vec<_>, _>>()?;
+            let calls = nodes
+                .iter()
+                .zip(&specs)
+                .map(|(node, specs)| call(node, specs));
+            let calls: Vec<Call<'_>> = calls.collect();
+            if let Some(kernel) = ops::together(&calls) {
+                if let Some(first) = kernels.get_mut(all.start) {
+                    *first = Some(kernel);
+                }
+                *before = all;
+                continue;
+            }
+        }
+        joined.push(range);
+    }
+    Ok(joined)
+}
+
 fn call<'a>(node: &'a Node, specs: &'a [ValueSpec]) -> Call<'a> {
     Call {
         op: node.op,
@@ -335,7 +375,7 @@ impl CudaPlan {
             kernels.push(ops::kernel(&call(node, &specs), on, hints.together));
         }
         let native: Vec<bool> = kernels.iter().map(Option::is_some).collect();
-        let ranges = ranges(graph, &native);
+        let ranges = joined(graph, ranges(graph, &native), &mut kernels)?;
         let is_view = |value: usize| views.get(value).is_some_and(Option::is_some);
         let whole = |value: usize| views.get(value).copied().flatten().unwrap_or(value);
         // The last step that reads each value, or a view of it; outputs are read after all.
@@ -392,12 +432,19 @@ impl CudaPlan {
                             Some(lives.len() - 1)
                         }
                     };
+                    // Of several that are one, the first input is that of all.
+                    let others = nodes
+                        .iter()
+                        .skip(1)
+                        .flat_map(|node| node.inputs.iter().skip(1));
+                    let inputs = node.inputs.iter().chain(others);
+                    let outputs = range.clone().zip(nodes).flat_map(|(n, node)| {
+                        (0..node.outputs.len()).map(move |o| numbers.firsts[n] + o)
+                    });
                     Work::Device(DeviceNode {
                         kernel,
-                        inputs: node.inputs.iter().map(|v| numbers.of(*v)).collect(),
-                        outputs: (0..node.outputs.len())
-                            .map(|o| numbers.firsts[range.start] + o)
-                            .collect(),
+                        inputs: inputs.map(|v| numbers.of(*v)).collect(),
+                        outputs: outputs.collect(),
                         scratch,
                     })
                 }

@@ -95,6 +95,9 @@ fn bits(v: &[f32]) -> Vec<u32> {
     v.iter().map(|v| v.to_bits()).collect()
 }
 
+/// No further matrices in a launch.
+const NO_FURTHER: Arg = NULL;
+
 /// A product `[rows, n]` by the kernel for few rows.
 fn few(
     shim: &Shim,
@@ -108,7 +111,7 @@ fn few(
     let stride = n + 3;
     let mut out = vec![-7.0f32; rows * stride];
     let mut bad = vec![0u64; 2];
-    let args: [Arg; 15] = [
+    let args: [Arg; 16] = [
         w.into(),
         (&x.q).into(),
         (&x.da).into(),
@@ -118,6 +121,7 @@ fn few(
         (n as i32).into(),
         (k as i32).into(),
         (rows as i32).into(),
+        NO_FURTHER,
         NULL,
         NULL,
         0.into(),
@@ -176,6 +180,89 @@ fn products_of_few_rows_have_the_bits_of_the_cpus() {
     }
 }
 
+/// Results of one launch with several matrices, each close together.
+fn at_once(
+    shim: &Shim,
+    kernel: &str,
+    each: (usize, usize),
+    w: &[Vec<u8>],
+    sizes: &[usize],
+    (k, rows): (usize, usize),
+    begin: &dyn Fn(Arg) -> Vec<Arg>,
+) -> Vec<Vec<f32>> {
+    let mut out: Vec<Vec<f32>> = sizes.iter().map(|n| vec![-7.0; n * rows]).collect();
+    let mut further = [0; 6];
+    for i in 1..sizes.len() {
+        further[i - 1] = w[i].as_ptr() as u64;
+        further[2 + i - 1] = out[i].as_mut_ptr() as u64;
+        further[4 + i - 1] = sizes[i] as u64;
+    }
+    let mut bad = vec![0u64; 2];
+    let mut args = begin((&w[0]).into());
+    let (together, outputs) = each;
+    args.extend([
+        (&mut out[0]).into(),
+        (sizes[0] as i64).into(),
+        (sizes[0] as i32).into(),
+        (k as i32).into(),
+        (rows as i32).into(),
+        Arg::words(&further),
+        NULL,
+        NULL,
+        0.into(),
+        0.into(),
+        0.into(),
+        (&mut bad).into(),
+    ]);
+    let blocks = sizes.iter().map(|n| n.div_ceil(outputs)).sum();
+    let grid = [blocks, rows.div_ceil(together), 1];
+    shim.launch(kernel, grid, 128, &args).unwrap();
+    assert_eq!(reported(&bad), None);
+    out
+}
+
+#[test]
+fn several_matrices_in_a_launch_give_what_each_gives() {
+    let Some(shim) = Shim::get() else { return };
+    let check =
+        |dtype, w: &[Vec<u8>], sizes: &[usize], x: &[f32], rows, k, found: Vec<Vec<f32>>| {
+            for ((w, n), found) in w.iter().zip(sizes).zip(found) {
+                let expected = mul_mat(CpuPath::detect(), dtype, w, *n, x, rows, k);
+                assert_eq!(bits(&found), bits(&expected), "{dtype} {n} of {sizes:?}");
+            }
+        };
+    for sizes in [&[9, 17, 3][..], &[8, 1], &[64, 16, 130], &[5]] {
+        for kind in TYPES {
+            let (len, rows) = (kind.0.block_len().max(32), 3);
+            let k = 2 * len.next_multiple_of(64);
+            let x = activations(rows * k, 21);
+            let seeded = |(i, n): (usize, &usize)| weights(kind.0, *n, k, i as u64 + 3);
+            let w: Vec<Vec<u8>> = sizes.iter().enumerate().map(seeded).collect();
+            let prepared = Prepared::of(&x, k, rows, k, kind.0.block_len()).unwrap();
+            let begin = |w: Arg| {
+                let parts = [(&prepared.q).into(), (&prepared.da).into()];
+                [vec![w], parts.to_vec(), vec![(&prepared.sums).into()]].concat()
+            };
+            for each in [1, 4] {
+                let kernel = format!("mul_vec_{}_{each}", kind.1);
+                let found = at_once(shim, &kernel, (each, 8), &w, sizes, (k, rows), &begin);
+                check(kind.0, &w, sizes, &x, rows, k, found);
+            }
+        }
+        let (k, rows) = (37, 9);
+        let x = activations(rows * k, 22);
+        let halves = |n: usize| {
+            let numbers = activations(n * k, n as u64);
+            let encoded = |v: &f32| super::common::encode(DType::F16, f64::from(*v));
+            numbers.iter().flat_map(encoded).collect::<Vec<u8>>()
+        };
+        let w: Vec<Vec<u8>> = sizes.iter().map(|n| halves(*n)).collect();
+        let begin = |w: Arg| vec![w, (&x).into(), Arg::from(k as i64)];
+        let found = at_once(shim, "mul_mat_f16", (8, 64), &w, sizes, (k, rows), &begin);
+        check(DType::F16, &w, sizes, &x, rows, k, found);
+    }
+}
+
 #[test]
 fn products_with_plain_weights_have_the_bits_of_the_cpus() {
     let Some(shim) = Shim::get() else { return };
@@ -206,6 +293,7 @@ fn products_with_plain_weights_have_the_bits_of_the_cpus() {
                 int(n),
                 int(k),
                 int(rows),
+                NO_FURTHER,
                 NULL,
                 NULL,
                 int(0),
@@ -287,6 +375,7 @@ fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
                 int(n),
                 int(k),
                 int(ids.len()),
+                NO_FURTHER,
                 if grouped {
                     (&found).into()
                 } else {

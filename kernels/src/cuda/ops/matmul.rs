@@ -1,4 +1,4 @@
-//! Products with weights, and rows of tables.
+//! Products with weights.
 
 use hotcell_graph::{DType, Shape, op::Call};
 
@@ -14,10 +14,6 @@ use crate::{
 
 pub(super) static ENTRIES: &[Entry] = &[
     Entry {
-        op: "get_rows",
-        make: get_rows,
-    },
-    Entry {
         op: "mul_mat",
         make: mul_mat,
     },
@@ -26,72 +22,6 @@ pub(super) static ENTRIES: &[Entry] = &[
         make: mul_mat_id,
     },
 ];
-
-struct GetRows {
-    name: &'static str,
-    n: usize,
-    k: usize,
-    indices: Shape,
-}
-
-fn get_rows(call: &Call<'_>) -> Option<Made> {
-    let (table, indices) = (call.tensor(0).ok()?, call.tensor(1).ok()?);
-    let name = match table.dtype {
-        DType::F32 => "get_rows_f32",
-        DType::F16 => "get_rows_f16",
-        DType::BF16 => "get_rows_bf16",
-        DType::Q8_0 => "get_rows_q8_0",
-        DType::Q4_0 => "get_rows_q4_0",
-        DType::Q4_1 => "get_rows_q4_1",
-        DType::Q5_0 => "get_rows_q5_0",
-        DType::Q5_1 => "get_rows_q5_1",
-        DType::MXFP4 => "get_rows_mxfp4",
-        DType::NVFP4 => "get_rows_nvfp4",
-        DType::Q4K => "get_rows_q4_k",
-        DType::Q5K => "get_rows_q5_k",
-        DType::Q6K => "get_rows_q6_k",
-        _ => return None,
-    };
-    let [n, k] = table.shape.dims() else {
-        return None;
-    };
-    // A table that has as many rows as the execution is not one of weights.
-    if table.shape.is_symbolic() || indices.dtype != DType::I32 {
-        return None;
-    }
-    let kernel = GetRows {
-        name,
-        n: n.at(0),
-        k: k.at(0),
-        indices: indices.shape.clone(),
-    };
-    int(kernel.n).and_then(|_| int(kernel.k)).ok()?;
-    Some((Box::new(kernel), vec![name]))
-}
-
-impl Kernel for GetRows {
-    fn reads_indices(&self) -> bool {
-        true
-    }
-
-    fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
-        let rows = self.indices.elements(cx.rows).ok_or_else(overflow)?;
-        let grid = Grid {
-            blocks: [int(rows)?, int(self.k.div_ceil(4096).clamp(1, 64))?, 1],
-            threads: [64, 1, 1],
-            shared: 0,
-        };
-        let arguments = Arguments::default()
-            .word(cx.input(0)?)
-            .word(cx.input(1)?)
-            .word(cx.output(0)?)
-            .int(int(self.n)?)
-            .int(int(self.k)?)
-            .word(cx.faults);
-        // SAFETY: the kernel's arguments (rows.cu), of a table of this size.
-        unsafe { cx.gpu.launch(self.name, grid, &arguments) }
-    }
-}
 
 /// Blocks of a grid's second axis at most (CUDA's programming guide, compute capabilities).
 const MOST_BLOCKS_DOWN: usize = 65_535;
@@ -245,11 +175,12 @@ impl Product {
         }
     }
 
-    /// Of each of so many rows the product.
+    /// Of each of so many rows the product with each of these matrices, which all are of this one's dtype and `k`.
     fn launch(
         &self,
         cx: &Cx<'_>,
-        (w, x, out): (u64, u64, u64),
+        x: u64,
+        matrices: &[Matrix],
         rows: usize,
     ) -> Result<(), DeviceError> {
         let (name, together, outputs) = match self.kernels {
@@ -261,23 +192,35 @@ impl Product {
             Kernels::Blocks { four, .. } => (four, TOGETHER, 8),
         };
         let prepared = self.prepare(cx, x, rows)?;
-        for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * together) {
-            let arguments = self.arguments((w, x, out), prepared, (first, first), rows)?;
-            let arguments = match together {
-                TILE => arguments,
-                _ => arguments
-                    .word(0)
-                    .word(0)
-                    .int(0)
-                    .int(0)
-                    .int(0)
-                    .word(cx.faults),
+        // Tiles are enough work by themselves.
+        let launches = match together {
+            TILE => matrices.chunks(1),
+            _ => matrices.chunks(MOST_MATRICES),
+        };
+        for matrices in launches {
+            let Some((matrix, further)) = matrices.split_first() else {
+                continue;
             };
-            let down = rows.div_ceil(together);
-            // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu), without ids; weights,
-            // activations and results are of these sizes, and what was made of the activations is in scratch memory as
-            // large as `scratch` says.
-            unsafe { cx.gpu.launch(name, self.grid(outputs, down)?, &arguments)? };
+            let blocks = matrices.iter().map(|m| m.n.div_ceil(outputs)).sum();
+            for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * together) {
+                let arguments = self.arguments(*matrix, x, prepared, (first, first), rows)?;
+                let arguments = match together {
+                    TILE => arguments,
+                    _ => arguments
+                        .block(&words_of(further, first))
+                        .word(0)
+                        .word(0)
+                        .int(0)
+                        .int(0)
+                        .int(0)
+                        .word(cx.faults),
+                };
+                let grid = grid_of(blocks, rows.div_ceil(together))?;
+                // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu), without ids; weights,
+                // activations and results are of these sizes, and what was made of the activations is in scratch memory as
+                // large as `scratch` says.
+                unsafe { cx.gpu.launch(name, grid, &arguments)? };
+            }
         }
         Ok(())
     }
@@ -286,7 +229,8 @@ impl Product {
     fn launch_chosen(
         &self,
         cx: &Cx<'_>,
-        (w, x, out): (u64, u64, u64),
+        x: u64,
+        matrix: Matrix,
         activations: usize,
         chosen: &Chosen,
     ) -> Result<(), DeviceError> {
@@ -309,11 +253,12 @@ impl Product {
         for [first, group, down] in launches {
             let from = first / chosen.used * chosen.per_token;
             let rows = chosen.rows - first;
-            let arguments = self.arguments((w, x, out), prepared, (from, first), rows)?;
+            let arguments = self.arguments(matrix, x, prepared, (from, first), rows)?;
             let order = chosen
                 .order
                 .map(|(order, _)| order + (group * self.together() * 4) as u64);
             let arguments = arguments
+                .block(&words_of(&[], 0))
                 .word(chosen.ids + (first * 4) as u64)
                 .word(order.unwrap_or(0))
                 .int(int(chosen.experts)?)
@@ -321,23 +266,19 @@ impl Product {
                 .int(int(chosen.per_token)?)
                 .word(cx.faults);
             // SAFETY: as in `launch`, with ids that were checked, and groups of them.
-            unsafe { cx.gpu.launch(name, self.grid(outputs, down)?, &arguments)? };
+            unsafe {
+                let grid = grid_of(self.n.div_ceil(outputs), down)?;
+                cx.gpu.launch(name, grid, &arguments)?;
+            }
         }
         Ok(())
-    }
-
-    fn grid(&self, outputs: usize, down: usize) -> Result<Grid, DeviceError> {
-        Ok(Grid {
-            blocks: [int(self.n.div_ceil(outputs))?, int(down)?, 1],
-            threads: [128, 1, 1],
-            shared: 0,
-        })
     }
 
     /// What all kernels begin with, from a row of activations and one of results on.
     fn arguments(
         &self,
-        (w, x, out): (u64, u64, u64),
+        Matrix { w, out, n }: Matrix,
+        x: u64,
         prepared: Option<[u64; 3]>,
         (from, to): (usize, usize),
         rows: usize,
@@ -355,9 +296,9 @@ impl Product {
             }
         };
         Ok(arguments
-            .word(out + (to * self.n * 4) as u64)
-            .word(self.n as u64)
-            .int(int(self.n)?)
+            .word(out + (to * n * 4) as u64)
+            .word(n as u64)
+            .int(int(n)?)
             .int(int(k)?)
             .int(int(rows)?))
     }
@@ -397,9 +338,43 @@ impl Product {
     }
 }
 
+/// A matrix `[n, k]` and where its products go.
+#[derive(Clone, Copy)]
+struct Matrix {
+    w: u64,
+    out: u64,
+    n: usize,
+}
+
+/// Matrices of a launch at most.
+const MOST_MATRICES: usize = 3;
+
+/// Those that are not the first of a launch as `Further` in `common.cuh`, from a row of the results on.
+fn words_of(further: &[Matrix], row: usize) -> [u64; 6] {
+    let mut words = [0; 6];
+    for (i, Matrix { w, out, n }) in further.iter().take(MOST_MATRICES - 1).enumerate() {
+        let word = |of: usize| 2 * of + i;
+        words[word(0)] = *w;
+        words[word(1)] = out + (row * n * 4) as u64;
+        words[word(2)] = *n as u64;
+    }
+    words
+}
+
+fn grid_of(blocks: usize, down: usize) -> Result<Grid, DeviceError> {
+    Ok(Grid {
+        blocks: [int(blocks)?, int(down)?, 1],
+        threads: [128, 1, 1],
+        shared: 0,
+    })
+}
+
+/// Products of the same rows with one matrix, or several of one dtype: inputs are `x` and the matrices.
 struct MulMat {
     product: Product,
     x: Shape,
+    /// Outputs of the matrices.
+    all: Vec<usize>,
 }
 
 fn mul_mat(call: &Call<'_>) -> Option<Made> {
@@ -410,8 +385,34 @@ fn mul_mat(call: &Call<'_>) -> Option<Made> {
     }
     let product = Product::of(w.dtype, n.at(0), k.at(0))?;
     let names = product.kernels.names();
-    let x = x.shape.clone();
-    Some((Box::new(MulMat { product, x }), names))
+    let (all, x) = (vec![product.n], x.shape.clone());
+    Some((Box::new(MulMat { product, x, all }), names))
+}
+
+/// What makes one step of products that follow one another and have the same `x`: a launch for few rows, and the activations
+/// made ready once. `None` where they are of several dtypes.
+pub(super) fn together(calls: &[Call<'_>]) -> Option<Box<dyn Kernel>> {
+    let mut all = Vec::with_capacity(calls.len());
+    let (mut first, mut dtype) = (None, None);
+    for call in calls {
+        let (x, w) = (call.tensor(0).ok()?, call.tensor(1).ok()?);
+        let [n, k] = w.shape.dims() else { return None };
+        if dtype
+            .replace(w.dtype)
+            .is_some_and(|before| before != w.dtype)
+        {
+            return None;
+        }
+        all.push(n.at(0));
+        let product = || Product::of(w.dtype, n.at(0), k.at(0));
+        first = match first {
+            None => Some((product()?, x.shape.clone())),
+            first => first,
+        };
+    }
+    let (product, x) = first.filter(|_| (2..=MOST_MATRICES).contains(&calls.len()))?;
+    all.iter().try_for_each(|n| int(*n).map(|_| ())).ok()?;
+    Some(Box::new(MulMat { product, x, all }))
 }
 
 impl MulMat {
@@ -427,8 +428,16 @@ impl Kernel for MulMat {
 
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
         let rows = self.rows(cx.rows).ok_or_else(overflow)?;
-        let at = (cx.input(1)?, cx.input(0)?, cx.output(0)?);
-        self.product.launch(cx, at, rows)
+        let matrix = |(i, n): (usize, &usize)| {
+            Ok(Matrix {
+                w: cx.input(i + 1)?,
+                out: cx.output(i)?,
+                n: *n,
+            })
+        };
+        let matrices = self.all.iter().enumerate().map(matrix);
+        let matrices = matrices.collect::<Result<Vec<_>, DeviceError>>()?;
+        self.product.launch(cx, cx.input(0)?, &matrices, rows)
     }
 }
 
@@ -557,8 +566,13 @@ impl Kernel for MulMatId {
             // SAFETY: as above.
             unsafe { cx.gpu.launch("group_choices", one, &arguments)? };
         }
-        let at = (cx.input(0)?, cx.input(1)?, cx.output(0)?);
+        let matrix = Matrix {
+            w: cx.input(0)?,
+            out: cx.output(0)?,
+            n: self.product.n,
+        };
+        let x = cx.input(1)?;
         self.product
-            .launch_chosen(cx, at, sizes.activations, &chosen)
+            .launch_chosen(cx, x, matrix, sizes.activations, &chosen)
     }
 }
