@@ -372,6 +372,15 @@ pub trait Device {
         Ok(())
     }
 
+    /// Sees that what each member gave as it [reached](Device::reach) for the others has come here. To be asked once all
+    /// have.
+    ///
+    /// # Errors
+    /// When it has not: devices may say that they reach each other where what lies between them does not let them.
+    fn met(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Plans made from now on leave this trail while they run. A device that cannot tell leaves none.
     fn leave(&self, _trail: Trail) {}
 }

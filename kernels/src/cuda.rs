@@ -298,9 +298,17 @@ impl Device for CudaDevice {
         let door = self.door.borrow_mut().take();
         if let Some(door) = door.filter(|_| !doors.is_empty()) {
             let peers = door.reach(&self.side.gpu, doors)?;
+            peers.greet(&self.side.gpu)?;
             *self.side.peers.borrow_mut() = Some(Rc::new(peers));
         }
         Ok(())
+    }
+
+    fn met(&self) -> Result<(), DeviceError> {
+        match &*self.side.peers.borrow() {
+            Some(peers) => peers.met(&self.side.gpu),
+            None => Ok(()),
+        }
     }
 
     fn leave(&self, trail: Trail) {

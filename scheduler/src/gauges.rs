@@ -139,7 +139,10 @@ impl Gauges {
         for device in devices.iter().filter(|device| !device.pci_id.is_empty()) {
             let program = config.program(device);
             let mut state = self.state();
-            state.ids.insert(place(&device.pci_id), device.id.clone());
+            // What befalls a member ends the worker of its leader.
+            let leader = devices.iter().find(|d| d.members.contains(&device.id));
+            let id = leader.map_or(&device.id, |leader| &leader.id);
+            state.ids.insert(place(&device.pci_id), id.clone());
             if state.children.contains_key(&program) {
                 continue;
             }

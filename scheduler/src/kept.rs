@@ -125,8 +125,13 @@ impl KeptOn {
     /// Takes what devices have that are not to have it. With [`close`] they get their memory back, once no worker has it
     /// mapped either.
     pub fn take_unless(&self, stays: impl Fn(&str) -> bool) -> Vec<Arc<Kept>> {
+        self.take_unless_so(|device, _| stays(device))
+    }
+
+    /// The same by what it is as well.
+    pub fn take_unless_so(&self, stays: impl Fn(&str, &Kept) -> bool) -> Vec<Arc<Kept>> {
         let mut all = self.all();
-        let taken = all.extract_if(.., |device, _| !stays(device));
+        let taken = all.extract_if(.., |device, kept| !stays(device, kept));
         taken.map(|(_, kept)| kept).collect()
     }
 

@@ -261,7 +261,7 @@ async fn a_device_that_hangs_has_said_where_it_is() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crash_that_is_run_again_names_the_kernel() {
     // In the thirtieth step or so of a model that has eleven of them, which is a recording by then.
-    let (cluster, _driver) = cluster("fail = rms_norm_f32:300=abort\n", &[]).await;
+    let (cluster, _driver) = cluster("fail = rms_norm_f32:305=abort\n", &[]).await;
     let client = cluster.client().await.unwrap();
     client.load("kjv", kjv().to_str().unwrap()).await.unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
@@ -661,6 +661,18 @@ async fn weights_stay_on_all_devices_whichever_of_their_processes_dies() {
             assert_eq!(log.matches(" found=true").count(), deaths + 1, "{log}");
             assert_eq!(kept_bytes(&cluster).await, before);
         }
+        // A replay has one device, and leaves alone what all of them keep.
+        let client = cluster.client().await.unwrap();
+        let options = GenerateOptions {
+            max_tokens: 3,
+            request_id: "again".to_owned(),
+            ..Default::default()
+        };
+        let stream = client.generate("In the beginning", options).await.unwrap();
+        stream.complete().await.unwrap();
+        let replayed = cluster.hotcell(&["debug", "replay", "again"]).unwrap();
+        assert!(replayed.status.success(), "{replayed:?}");
+        assert_eq!(device_memory(cluster.scheduler.pid()).len(), 2);
         // Whichever device's part is damaged, it alone is loaded again, and all of it is found the next time.
         for (number, of) in [(0, 1), (1, 2)] {
             damage_of(&cluster, number);
@@ -674,7 +686,6 @@ async fn weights_stay_on_all_devices_whichever_of_their_processes_dies() {
             assert_eq!(log.matches(" found=true").count(), 3 + of, "{log}");
             assert_eq!(device_memory(cluster.scheduler.pid()).len(), 2);
         }
-        let client = cluster.client().await.unwrap();
         client.unload("kjv").await.unwrap();
         assert!(device_memory(cluster.scheduler.pid()).is_empty());
     }

@@ -206,6 +206,7 @@ impl Engine {
                     buffer_types: device.buffer_types(),
                     layout: (device.info().backend == "cpu").then_some(LAYOUT),
                     keeps_weights: device.keeps_weights(),
+                    members: members.as_ref().map_or(0, |members| members.others()),
                 };
                 let is_bound = device.is_bound_to_thread();
                 let plans = Plans(device.planner());

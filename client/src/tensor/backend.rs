@@ -166,7 +166,11 @@ impl Backend {
         let mut there = None;
         // A worker alone has no lists; it says what it is once the session is open.
         if let (Ok(devices), Ok(models)) = (client.devices().await, client.models().await) {
-            let known = devices.iter().map(|d| (d.id.clone(), d.problem.clone()));
+            let known = devices.iter().map(|d| {
+                let leader = devices.iter().find(|other| other.members.contains(&d.id));
+                let led = leader.map(|leader| format!("it computes with {}", leader.id));
+                (d.id.clone(), led.unwrap_or_else(|| d.problem.clone()))
+            });
             there = Some(known.collect::<Vec<_>>());
             let device = devices.iter().find(|d| d.id == name || d.backend == name);
             let known = models.iter().find(|m| m.name == name);

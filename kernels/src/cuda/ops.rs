@@ -22,7 +22,7 @@ use std::rc::Rc;
 
 use hotcell_graph::op::Call;
 
-use super::{gpu::Gpu, plan::Side};
+use super::{gpu::Gpu, peers, plan::Side};
 use crate::{backend::DeviceError, part::overflow};
 
 /// A call made ready: everything but addresses and rows.
@@ -130,9 +130,11 @@ pub(super) fn has(call: &Call<'_>) -> bool {
 pub(super) fn kernel(call: &Call<'_>, on: &Side, together: bool) -> Option<Box<dyn Kernel>> {
     let has = |names: &[&'static str]| names.iter().all(|name| on.gpu.has(name));
     if call.op.name == gather::OP {
-        let peers = on.peers.borrow();
-        let peers = peers.as_ref().filter(|_| together && has(&gather::NAMES))?;
-        return gather::kernel(call, peers);
+        let reached = on.peers.borrow();
+        let reached = reached
+            .as_ref()
+            .filter(|_| together && has(&peers::NAMES))?;
+        return gather::kernel(call, reached);
     }
     let (kernel, names) = made(call)?;
     has(&names).then_some(kernel)

@@ -13,7 +13,7 @@ fn number(device: &Device) -> Option<usize> {
 }
 
 /// Puts devices into groups of as many as compute a model together: those whose numbers follow one another, for a worker takes
-/// them by these. The first of a group has the others as its members; one that is in no group has a problem.
+/// them by these, and whose kernels are the same, for it has one numerics class. The first of a group has the others as its members; one that is in no group has a problem.
 pub(super) fn arranged(mut devices: Vec<Device>, worker: &WorkerConfig) -> Vec<Device> {
     let (flag, count) = match worker.pipeline_parallel {
         1 => ("tensor_parallel", worker.tensor_parallel),
@@ -33,7 +33,9 @@ pub(super) fn arranged(mut devices: Vec<Device>, worker: &WorkerConfig) -> Vec<D
             .last()
             .and_then(|last| devices.get(*last))
             .is_none_or(|last| {
-                last.backend == device.backend && number(last).map(|n| n + 1) == number(device)
+                last.backend == device.backend
+                    && last.path == device.path
+                    && number(last).map(|n| n + 1) == number(device)
             });
         if !follows {
             left.append(&mut open);
@@ -57,7 +59,7 @@ pub(super) fn arranged(mut devices: Vec<Device>, worker: &WorkerConfig) -> Vec<D
     for at in left {
         if let Some(device) = devices.get_mut(at) {
             device.problem = format!(
-                "{flag} = {count} takes {count} devices whose numbers follow one another, and this one is left over"
+                "{flag} = {count} takes {count} devices of one architecture whose numbers follow one another, and this one is left over"
             );
         }
     }

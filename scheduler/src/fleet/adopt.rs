@@ -214,6 +214,7 @@ impl Fleet {
         table.devices = devices;
         drop(table);
         self.follow_devices();
+        self.release_rearranged();
         let mut guests = Vec::new();
         for heir in heirs {
             let still = |d: &Device| d.id == heir.device.id && d.cores == heir.device.cores;

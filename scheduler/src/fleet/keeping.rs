@@ -71,7 +71,10 @@ impl Fleet {
         // An untrusted model shares no memory with anybody.
         let shares = link.keeps_weights() && files.alone().is_none();
         let device = shares.then(|| self.device_of(&link.worker)).flatten();
-        let mut given = device.as_ref().and_then(|device| files.kept().get(device));
+        let of_as_many = |kept: &Arc<Kept>| kept.told.members.len() == link.members() as usize;
+        let mut given = (device.as_ref())
+            .and_then(|device| files.kept().get(device))
+            .filter(of_as_many);
         let (got, left) = loop {
             let beside = Beside {
                 packed: offered.as_ref().map(|(layout, set)| (layout, set)),
@@ -176,6 +179,25 @@ impl Fleet {
                 worker,
                 device,
                 "what the device kept is not trusted any more"
+            );
+        }
+    }
+
+    /// Gives back what devices keep of which others are members now, or that are members of others: they were arranged
+    /// otherwise under the program before this one.
+    pub(super) fn release_rearranged(&self) {
+        let table = self.table();
+        let stays = |device: &str, kept: &Kept| {
+            let known = table.devices.iter().find(|d| d.id == device);
+            let is_led = || (table.devices.iter()).any(|d| d.members.iter().any(|m| m == device));
+            known.is_none_or(|d| d.members.len() == kept.told.members.len() && !is_led())
+        };
+        let files = table.models.values().filter_map(|m| m.files.as_ref());
+        for taken in files.flat_map(|files| files.kept().take_unless_so(stays)) {
+            // It is closed beside this.
+            tracing::info!(
+                bytes = taken.told.bytes,
+                "what a device kept is of no use any more"
             );
         }
     }

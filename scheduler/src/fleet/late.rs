@@ -45,6 +45,7 @@ impl Fleet {
             }
         }
         self.follow_devices();
+        self.release_rearranged();
         for (id, device) in workers {
             self.keep_standby(&id, &device);
             let fleet = Arc::clone(self);

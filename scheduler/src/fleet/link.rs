@@ -5,7 +5,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -192,6 +192,7 @@ pub struct Link {
     layout: OnceLock<Layout>,
     /// Whether weights in its device's memory can outlive it, once it has said so.
     keeps_weights: AtomicBool,
+    members: AtomicU32,
     /// Whether it was asked to do something about packed weights and has not answered.
     pub(super) packs: AtomicBool,
 }
@@ -241,6 +242,7 @@ impl Link {
             tensor_door: sockets.tensor_door,
             layout: OnceLock::new(),
             keeps_weights: AtomicBool::new(false),
+            members: AtomicU32::new(0),
             packs: AtomicBool::new(false),
         })
     }
@@ -435,6 +437,7 @@ impl Link {
         }
         self.keeps_weights
             .store(hello.keeps_weights, Ordering::Relaxed);
+        self.members.store(hello.members, Ordering::Relaxed);
         Ok(HandshakeResponse {
             version: clip(&hello.version),
             confinement: clip(&hello.confinement),
@@ -456,6 +459,11 @@ impl Link {
     /// Whether weights in its device's memory can outlive it, as it says.
     pub(super) fn keeps_weights(&self) -> bool {
         self.keeps_weights.load(Ordering::Relaxed)
+    }
+
+    /// Processes that it is besides the one that answers, as it says: what another number of them left is of no use to it.
+    pub(super) fn members(&self) -> u32 {
+        self.members.load(Ordering::Relaxed)
     }
 
     /// Whether it died over packed weights, and not of what it computed, as far as can be told.

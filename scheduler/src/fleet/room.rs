@@ -59,8 +59,13 @@ impl Table {
             *most = bytes.max(*most);
         }
         all.retain(|_, bytes| *bytes > 0);
+        // Of one device, and of as many where they compute together.
         if let Some(bytes) = configured {
-            all.values_mut().for_each(|has| *has = bytes);
+            for (memory, has) in &mut all {
+                let leader = self.devices.iter().find(|d| d.id == *memory);
+                let members = leader.map_or(0, |d| d.members.len() as u64);
+                *has = bytes.saturating_mul(members + 1);
+            }
         }
         all
     }

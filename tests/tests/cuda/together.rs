@@ -64,15 +64,24 @@ fn member(
     assert_eq!(elsewhere(&together).unwrap(), ["all_gather"]);
     doors.lock().unwrap()[rank] = device.door().unwrap();
     all_there.wait();
-    {
+    let reach = || {
         let doors = doors.lock().unwrap();
-        let doors: Vec<Vec<_>> = doors
-            .iter()
-            .map(|d| d.iter().map(AsFd::as_fd).collect())
-            .collect();
+        let of = |door: &Vec<OwnedFd>| door.iter().map(AsFd::as_fd).collect();
+        let doors: Vec<Vec<_>> = doors.iter().map(of).collect();
         device.reach(&doors).unwrap();
+    };
+    // One that has written nothing yet is missed.
+    if rank == 0 {
+        reach();
+        let error = device.met().unwrap_err().to_string();
+        assert!(error.contains("what member 1 wrote"), "{error}");
     }
     all_there.wait();
+    if rank == 1 {
+        reach();
+    }
+    all_there.wait();
+    device.met().unwrap();
     assert!(elsewhere(&together).unwrap().is_empty());
     let apart = PlanHints::default();
     assert!(elsewhere(&apart).is_err());

@@ -40,6 +40,8 @@ pub struct Opened {
     pub layout: Option<&'static str>,
     /// Whether weights can outlive this process in its memory.
     pub keeps_weights: bool,
+    /// Processes that compute its models with it.
+    pub members: usize,
 }
 
 /// Who makes the device's plans beside its thread.

@@ -27,7 +27,7 @@ use crate::{
     inspect,
     last_words::MappedFiles,
     model::{
-        run::{Keeping, Keeps, give_way},
+        run::{GIVES_WAY, Keeping, Keeps, give_way},
         text::ModelText,
     },
     packing::{Copies, Wanted, is_packable},
@@ -395,7 +395,7 @@ fn touch_pages(bytes: &[u8]) {
     }
 }
 
-/// Touches every page of the weights, or of their packed copies, so that the first request does not wait for the disk,
+/// Touches the pages of the weights, or of their packed copies, so that the first request does not wait for the disk,
 /// and reports; until it is `enough`.
 fn touch(
     source: &ModelSource,
@@ -445,6 +445,7 @@ fn touch(
         .flat_map(|bytes| bytes.chunks(TOUCHED_AT_ONCE))
         .collect();
     let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let reported = Mutex::new(0);
     let some = || {
         while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
             if enough.load(Ordering::Relaxed) {
@@ -454,13 +455,18 @@ fn touch(
             give_way();
             let before = done.fetch_add(chunk.len(), Ordering::Relaxed);
             let now = before + chunk.len();
-            if before / PROGRESS_BYTES < now / PROGRESS_BYTES {
+            let mut reported = locked(&reported);
+            if before / PROGRESS_BYTES < now / PROGRESS_BYTES && *reported < now {
+                *reported = now;
                 report(now);
             }
         }
     };
     thread::scope(|scope| {
-        let threads = thread::available_parallelism().map_or(1, |n| n.get());
+        let threads = match GIVES_WAY.load(Ordering::Relaxed) {
+            true => 1,
+            false => thread::available_parallelism().map_or(1, |n| n.get()),
+        };
         for _ in 1..threads.min(TOUCHERS) {
             let helper = thread::Builder::new().name("touch".to_owned());
             // Without it there is one fewer.

@@ -11,6 +11,7 @@ use std::{
 
 use hotcell_ipc::descriptors::{DescriptorReceiver, DescriptorSender};
 use hotcell_kernels::backend::Device;
+use hotcell_proto::error::Reason;
 
 use super::{
     follow::collect,
@@ -41,7 +42,7 @@ pub(super) fn show(
         to.send(TAG, &descriptors)?;
     }
     let said = match door.is_empty() {
-        true => Loaded::Failed("its device shows no memory".to_owned()),
+        true => Loaded::Failed(Reason::Internal, "its device shows no memory".to_owned()),
         false => Loaded::Done(Left::default()),
     };
     wire::write(orders, &said.put())
@@ -73,10 +74,19 @@ pub(super) fn open(
                 reached.map_err(|error| error.to_string())
             }),
     };
-    match reached {
+    answer(reached)
+}
+
+fn answer(done: Result<(), String>) -> Loaded {
+    match done {
         Ok(()) => Loaded::Done(Left::default()),
-        Err(why) => Loaded::Failed(why),
+        Err(why) => Loaded::Failed(Reason::Internal, why),
     }
+}
+
+/// Whether what all wrote has come here. What is to be said of it.
+pub(super) fn met(device: &dyn Device) -> Loaded {
+    answer(device.met().map_err(|error| error.to_string()))
 }
 
 /// As the leader: has all reach for what each has, or none.
@@ -116,6 +126,18 @@ pub(super) fn meet(device: &dyn Device, others: &[To]) -> io::Result<()> {
             }
         }
     }
+    if why.is_none() {
+        // All of them have written to all: now each looks.
+        for to in others {
+            wire::write(&mut *to.orders.borrow_mut(), &wire::met())?;
+        }
+        why = device.met().err().map(|error| error.to_string());
+        for to in others {
+            if let Err(other) = said(to)? {
+                why = Some(other);
+            }
+        }
+    }
     let Some(why) = why else {
         tracing::info!(
             members = others.len() + 1,
@@ -140,7 +162,7 @@ fn said(to: &To) -> io::Result<Result<(), String>> {
     let mut orders = to.orders.borrow_mut();
     match wire::read(&mut *orders)?.as_deref().map(Loaded::take) {
         Some(Some(Loaded::Done(_))) => Ok(Ok(())),
-        Some(Some(Loaded::Failed(why))) => Ok(Err(why)),
+        Some(Some(Loaded::Failed(_, why))) => Ok(Err(why)),
         Some(_) => Err(io::Error::other("a member says what nobody understands")),
         None => Err(io::Error::other("a member is gone")),
     }

@@ -1,9 +1,9 @@
 //! A member that does what its leader does.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::Cell,
     collections::{BTreeMap, HashMap},
-    io::{self, Write},
+    io,
     os::{fd::OwnedFd, unix::net::UnixStream},
     time::{Duration, Instant},
 };
@@ -16,7 +16,15 @@ use hotcell_kernels::{
     backend::{Device, DeviceError},
     plan::PlanHints,
 };
-use hotcell_proto::limits;
+use hotcell_proto::{
+    error::{Error, Reason},
+    limits,
+};
+
+use rustix::{
+    io::Errno,
+    net::{SendFlags, send},
+};
 
 use super::{
     birth::{Link, Member, is_over},
@@ -24,6 +32,7 @@ use super::{
     wire::{self, KeptTold, Left, Loaded, Told},
 };
 use crate::{
+    error::{of_model, of_run},
     exit::Exit,
     last_words::MappedFiles,
     model::run::{Division, Keeping, Keeps, Order, RunShape, Runner},
@@ -78,7 +87,7 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                     ..shape
                 };
                 let says = Signs::new(&orders)?;
-                let loaded = collect(&files, model.into()).map_err(|error| error.to_string());
+                let loaded = collect(&files, model.into()).map_err(|error| internal(&error));
                 let keeping = keeps.then_some(kept);
                 let loaded = loaded.and_then(|fds| load(device, shape, names, keeping, fds, &says));
                 let loaded = match loaded {
@@ -86,7 +95,7 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                         parts.insert(model, part);
                         Loaded::Done(Left::sent(keeps, &leaves, model))
                     }
-                    Err(why) => Loaded::Failed(why),
+                    Err(error) => Loaded::Failed(error.reason(), error.message().to_owned()),
                 };
                 wire::write(&mut orders, &loaded.put())?;
             }
@@ -94,6 +103,7 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 let opened = doors::open(device, &files, parts_here.share.members, each);
                 wire::write(&mut orders, &opened.put())?;
             }
+            Told::Met => wire::write(&mut orders, &doors::met(device).put())?,
             Told::Unload { model } => drop(parts.remove(&model)),
             Told::Packed {
                 model,
@@ -137,14 +147,14 @@ pub(super) fn collect(files: &DescriptorReceiver, model: u64) -> io::Result<Vec<
 
 /// Tells the leader that a load goes on.
 struct Signs {
-    to: RefCell<UnixStream>,
+    to: UnixStream,
     last: Cell<Instant>,
 }
 
 impl Signs {
     fn new(to: &UnixStream) -> io::Result<Self> {
         Ok(Self {
-            to: RefCell::new(to.try_clone()?),
+            to: to.try_clone()?,
             last: Cell::new(Instant::now()),
         })
     }
@@ -152,11 +162,12 @@ impl Signs {
     fn progressed(&self) {
         if self.last.get().elapsed() >= SIGNS {
             self.last.set(Instant::now());
-            let mut to = self.to.borrow_mut();
-            let said = wire::write(&mut *to, &Loaded::Progress.put()).and_then(|()| to.flush());
-            if said.is_err() {
+            // A leader that still loads its own part reads none of them, and those that it has not read are enough.
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match send(&self.to, &wire::framed(&Loaded::Progress.put()), flags) {
+                Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
                 // Nobody is there to load it for.
-                std::process::exit(Exit::Ok.code());
+                Err(_) => std::process::exit(Exit::Ok.code()),
             }
         }
     }
@@ -169,24 +180,28 @@ fn load(
     keeping: Option<Option<KeptTold>>,
     mut descriptors: Vec<OwnedFd>,
     says: &Signs,
-) -> Result<(Part, Keeps), String> {
+) -> Result<(Part, Keeps), Error> {
     let kept = keeping.as_ref().and_then(Option::as_ref);
     let pieces = descriptors.split_off(names.len().min(descriptors.len()));
     if names.len() != descriptors.len() || kept.map_or(0, |kept| kept.pieces) != pieces.len() {
-        return Err(format!(
+        let what = format!(
             "{} descriptors came for {} files",
             descriptors.len() + pieces.len(),
             names.len()
-        ));
+        );
+        return Err(Error::new(Reason::ProtocolViolation, what));
     }
     let map = |(name, fd): (String, OwnedFd)| match Mapping::of_file(fd) {
         Ok(mapping) => Ok(ModelFile { name, mapping }),
-        Err(error) => Err(format!("{name} cannot be mapped: {error}")),
+        Err(error) => Err(Error::new(
+            Reason::NotAModel,
+            format!("{name} cannot be mapped: {error}"),
+        )),
     };
     let files = names.into_iter().zip(descriptors).map(map);
     let files = files.collect::<Result<Vec<_>, _>>()?;
     let mapped = MappedFiles::note(files.iter().map(|f| f.mapping.bytes().as_ptr_range()));
-    let source = ModelSource::open(files).map_err(|error| error.to_string())?;
+    let source = ModelSource::open(files).map_err(|error| of_model(&error))?;
     let hints = PlanHints::default();
     let keeping = match keeping {
         None => Keeping::Nothing,
@@ -194,7 +209,7 @@ fn load(
     };
     let progressed = || says.progressed();
     let made = Runner::keeping(device, &source, shape, &hints, &progressed, keeping);
-    let (runner, keeps) = made.map_err(|error| error.to_string())?;
+    let (runner, keeps) = made.map_err(|error| of_run(&error))?;
     let part = Part {
         runner,
         weights: source.weights,
@@ -230,6 +245,10 @@ fn take_packed(
     used.map_err(io::Error::other)?;
     part._copies = Some(mapped);
     Ok(())
+}
+
+fn internal(error: &io::Error) -> Error {
+    Error::new(Reason::Internal, error.to_string())
 }
 
 fn unknown(model: u32) -> DeviceError {
@@ -269,7 +288,11 @@ fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError
         }
         Told::Step { model, rows, picks } => (model, Order::Step { rows, picks }),
         Told::States { model, rows } => (model, Order::States { rows }),
-        Told::Doors { .. } | Told::Load { .. } | Told::Packed { .. } | Told::Unload { .. } => {
+        Told::Doors { .. }
+        | Told::Met
+        | Told::Load { .. }
+        | Told::Packed { .. }
+        | Told::Unload { .. } => {
             return Ok(());
         }
     };

@@ -176,6 +176,11 @@ impl Members {
         self.links.iter().for_each(|to| self.tell(to, frame));
     }
 
+    /// How many there are besides the leader.
+    pub fn others(&self) -> usize {
+        self.links.len()
+    }
+
     /// The leader's own part of what devices keep, and what all have of it.
     pub fn divide(&self, keeping: Keeping) -> (Keeping, Given) {
         kept::divide(keeping, self.links.len() + 1)
@@ -230,28 +235,34 @@ impl Loading {
         for (rank, to) in (1..).zip(&led.members.links) {
             match answer(to, led.model, progressed) {
                 Ok(keeps) => others.push(keeps),
-                Err(why) => failed = Some(format!("member {rank} cannot load its part: {why}")),
+                Err((reason, why)) => {
+                    let what = format!("member {rank} cannot load its part: {why}");
+                    failed = Some(Error::new(reason, what));
+                }
             }
         }
         let given = given.all;
         match failed {
             None => Ok((Box::new(led), Made { given, others })),
-            Some(why) => Err(Error::new(Reason::Internal, why)),
+            Some(error) => Err(error),
         }
     }
 }
 
 /// What a member says in the end.
-fn answer(from: &To, model: u32, progressed: &dyn Fn()) -> Result<Keeps, String> {
+fn answer(from: &To, model: u32, progressed: &dyn Fn()) -> Result<Keeps, (Reason, String)> {
+    let broken = |why: String| (Reason::Internal, why);
     loop {
         let frame = wire::read(&mut *from.orders.borrow_mut());
-        let frame = frame.map_err(|error| error.to_string())?;
+        let frame = frame.map_err(|error| broken(error.to_string()))?;
         match frame.as_deref().map(Loaded::take) {
             Some(Some(Loaded::Progress)) => progressed(),
-            Some(Some(Loaded::Done(left))) => return left.received(&from.door, model),
-            Some(Some(Loaded::Failed(why))) => return Err(why),
-            Some(None) => return Err("it says what nobody understands".to_owned()),
-            None => return Err("it is gone".to_owned()),
+            Some(Some(Loaded::Done(left))) => {
+                return left.received(&from.door, model).map_err(broken);
+            }
+            Some(Some(Loaded::Failed(reason, why))) => return Err((reason, why)),
+            Some(None) => return Err(broken("it says what nobody understands".to_owned())),
+            None => return Err(broken("it is gone".to_owned())),
         }
     }
 }

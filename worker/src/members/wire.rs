@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 
 use hotcell_graph::DType;
+use hotcell_proto::error::Reason;
 
 use crate::model::run::{KINDS, Order, Parts, Row, RunShape};
 
@@ -16,6 +17,8 @@ pub(super) enum Told {
     Doors {
         each: usize,
     },
+    /// All have written to all of these.
+    Met,
     /// A model's files have come under its number. Their names.
     Load {
         model: u32,
@@ -93,7 +96,7 @@ pub(super) enum Loaded {
     /// The model is ready.
     Done(Left),
     /// It is not, and why.
-    Failed(String),
+    Failed(Reason, String),
 }
 
 #[derive(Default)]
@@ -221,6 +224,11 @@ pub(super) fn doors(each: usize) -> Vec<u8> {
     let mut put = Put::kind(8, 0);
     put.number(each);
     put.0
+}
+
+/// Has a member see that what all wrote has come.
+pub(super) fn met() -> Vec<u8> {
+    Put::kind(9, 0).0
 }
 
 /// Has a member compute from packed weights, each in one of so many copies of files.
@@ -376,6 +384,7 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
         8 => Told::Doors {
             each: take.number()?,
         },
+        9 => Told::Met,
         _ => return None,
     };
     take.0.is_empty().then_some(told)
@@ -393,7 +402,9 @@ impl Loaded {
                 put.kept(left.kept.as_ref());
                 put.0
             }
-            Self::Failed(why) => [&[2], why.as_bytes()].concat(),
+            Self::Failed(reason, why) => {
+                [&[2], reason.name().as_bytes(), b"\n", why.as_bytes()].concat()
+            }
         }
     }
 
@@ -410,10 +421,21 @@ impl Loaded {
                 };
                 take.0.is_empty().then_some(Self::Done(left))
             }
-            (2, why) => Some(Self::Failed(String::from_utf8_lossy(why).into_owned())),
+            (2, said) => {
+                let said = String::from_utf8_lossy(said);
+                let (reason, why) = said.split_once('\n')?;
+                let reason = Reason::from_name(reason)?;
+                Some(Self::Failed(reason, why.to_owned()))
+            }
             _ => None,
         }
     }
+}
+
+/// A frame of [`MAX_FRAME`] bytes at most as it goes over the wire.
+pub(super) fn framed(frame: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(frame.len()).unwrap_or(u32::MAX);
+    [&len.to_le_bytes(), frame].concat()
 }
 
 /// Writes a frame.
@@ -421,12 +443,11 @@ impl Loaded {
 /// # Errors
 /// `InvalidInput` when it is too long; what writing reports.
 pub(super) fn write(to: &mut impl Write, frame: &[u8]) -> io::Result<()> {
-    let len = u32::try_from(frame.len()).ok();
-    let Some(len) = len.filter(|_| frame.len() <= MAX_FRAME) else {
+    if frame.len() > MAX_FRAME {
         return Err(io::ErrorKind::InvalidInput.into());
-    };
+    }
     // In one write, or whoever reads wakes twice.
-    to.write_all(&[&len.to_le_bytes(), frame].concat())
+    to.write_all(&framed(frame))
 }
 
 /// Reads a frame. `None`: the other side is gone.
@@ -500,6 +521,7 @@ mod tests {
                 },
             ),
             (doors(3), Told::Doors { each: 3 }),
+            (met(), Told::Met),
             (unload(9), Told::Unload { model: 9 }),
             (
                 packed(4, 2, &[("a", 0), ("b", 1)]),
@@ -593,7 +615,7 @@ mod tests {
                 bytes: u64::MAX,
                 kept: Some(kept()),
             }),
-            Loaded::Failed("no memory".to_owned()),
+            Loaded::Failed(Reason::OutOfMemory, "no memory\nat all".to_owned()),
         ] {
             assert_eq!(Loaded::take(&loaded.put()), Some(loaded));
         }

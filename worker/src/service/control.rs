@@ -78,6 +78,7 @@ impl Worker for WorkerService {
             layers: self.0.confinement().wire(),
             packing: self.0.engine().opened().layout.unwrap_or("").to_owned(),
             keeps_weights: self.0.engine().opened().keeps_weights,
+            members: self.0.engine().opened().members as u32,
         }))
     }
 

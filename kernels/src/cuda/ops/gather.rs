@@ -8,26 +8,15 @@ use hotcell_graph::{
     shape::Dim,
 };
 
-use super::{Cx, Kernel, int};
+use super::{Cx, Kernel};
 use crate::{
     backend::DeviceError,
-    cuda::{
-        gpu::{Arguments, Grid},
-        peers::{Peers, SLOT},
-    },
+    cuda::peers::{Peers, SLOT},
     part::overflow,
 };
 
-/// Threads of a block, and bytes that one of them copies before there is another block.
-const THREADS: u32 = 256;
-const EACH: usize = 64;
-
-/// Blocks at most: of those that wait, fewer than a device has processors.
-const MOST_BLOCKS: usize = 64;
-
-/// The op, and what its kernels are called.
+/// The op.
 pub(super) const OP: &str = "all_gather";
-pub(super) const NAMES: [&str; 2] = ["give_part", "take_parts"];
 
 struct Gather {
     peers: Rc<Peers>,
@@ -53,47 +42,14 @@ pub(super) fn kernel(call: &Call<'_>, peers: &Rc<Peers>) -> Option<Box<dyn Kerne
     Some(Box::new(Gather { peers, spec, width }))
 }
 
-fn grid(bytes: usize, receivers: usize) -> Result<Grid, DeviceError> {
-    let blocks = bytes.div_ceil(THREADS as usize * EACH);
-    Ok(Grid {
-        blocks: [int(blocks.clamp(1, MOST_BLOCKS))?, int(receivers)?, 1],
-        threads: [THREADS, 1, 1],
-        shared: 0,
-    })
-}
-
 impl Kernel for Gather {
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
         let total = self.spec.bytes(cx.rows).ok_or_else(overflow)?;
         let (mine, all) = (cx.input(0)?, cx.output(0)?);
-        let share = self.peers.share;
-        let (members, rank) = (int(share.members)?, int(share.rank)?);
         for at in (0..total).step_by(SLOT) {
             let bytes = SLOT.min(total - at);
-            let give = Arguments::default()
-                .block(&self.peers.areas)
-                .word(mine + at as u64)
-                .word(bytes as u64)
-                .word(SLOT as u64)
-                .int(members)
-                .int(rank);
-            let take = Arguments::default()
-                .block(&self.peers.areas)
-                .word(all)
-                .word(at as u64)
-                .word(bytes as u64)
-                .word(self.width as u64)
-                .word(SLOT as u64)
-                .int(members)
-                .int(rank);
-            let [giving, taking] = NAMES;
-            let everyone = bytes.saturating_mul(share.members);
-            // SAFETY: the kernels' arguments (gather.cu): so many bytes of the input, which fit into a slot of each area,
-            // and as many of each member in the output.
-            unsafe {
-                cx.gpu.launch(giving, grid(bytes, share.members)?, &give)?;
-                cx.gpu.launch(taking, grid(everyone, 1)?, &take)?;
-            }
+            self.peers.give(cx.gpu, mine + at as u64, bytes)?;
+            self.peers.take(cx.gpu, all, (at, bytes), self.width)?;
         }
         Ok(())
     }

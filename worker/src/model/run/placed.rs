@@ -24,7 +24,7 @@ pub enum Keeping {
     #[default]
     Nothing,
     /// Weights are put there, and found there if this is what an earlier process left: of each member of a communicator, by
-    /// their ranks; what there is of fewer or more is nothing.
+    /// their ranks; a process takes the first for its own.
     Weights(Vec<Kept>),
 }
 
