@@ -66,8 +66,9 @@ fn member(
     all_there.wait();
     let reach = || {
         let doors = doors.lock().unwrap();
-        let of = |door: &Vec<OwnedFd>| door.iter().map(AsFd::as_fd).collect();
-        let doors: Vec<Vec<_>> = doors.iter().map(of).collect();
+        let doors: Vec<Vec<_>> = (doors.iter())
+            .map(|door| door.iter().map(AsFd::as_fd).collect())
+            .collect();
         device.reach(&doors).unwrap();
     };
     // One that has written nothing yet is missed.
