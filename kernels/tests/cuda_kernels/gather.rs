@@ -26,6 +26,17 @@ struct Rows {
     skew: usize,
 }
 
+/// Ends the process where its thread fails: the others would wait for it for ever.
+struct EndsAll;
+
+impl Drop for EndsAll {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            std::process::exit(101);
+        }
+    }
+}
+
 #[test]
 fn each_member_has_what_all_gave_row_by_row() {
     let Some(shim) = Shim::get() else { return };
@@ -54,6 +65,7 @@ fn each_member_has_what_all_gave_row_by_row() {
             for rank in 0..members {
                 let sizes = &sizes;
                 scope.spawn(move || {
+                    let _ends_all = EndsAll;
                     for (meeting, rows) in sizes.iter().cycle().take(20).enumerate() {
                         one(shim, at, (rank, members), meeting, rows);
                     }

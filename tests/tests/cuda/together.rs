@@ -123,6 +123,17 @@ fn member(
     assert_eq!(elsewhere(&together).unwrap(), ["all_gather"]);
 }
 
+/// Ends the process where its thread fails: the others would wait for it for ever.
+struct EndsAll;
+
+impl Drop for EndsAll {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            std::process::exit(101);
+        }
+    }
+}
+
 #[test]
 fn parts_go_from_device_to_device() {
     if !enter() {
@@ -143,7 +154,10 @@ fn parts_go_from_device_to_device() {
             };
             let communicator = Communicator::new(share, Box::new(memory.clone()), || true).unwrap();
             let (doors, all_there) = (&doors, &all_there);
-            scope.spawn(move || member(rank, communicator, doors, all_there));
+            scope.spawn(move || {
+                let _ends_all = EndsAll;
+                member(rank, communicator, doors, all_there);
+            });
         }
     });
 }
