@@ -462,7 +462,8 @@ async fn a_dead_worker_disturbs_no_other() {
     assert_eq!(dead.epoch, workers.iter().map(|w| w.epoch).max().unwrap());
 }
 
-#[tokio::test]
+// Clients hang up when they are told to, while this waits.
+#[tokio::test(flavor = "multi_thread")]
 async fn sigterm_drains_and_no_child_or_socket_is_left() {
     let mut cluster = kjv_cluster(&[]).await;
     let client = cluster.client().await.unwrap();
@@ -478,7 +479,12 @@ async fn sigterm_drains_and_no_child_or_socket_is_left() {
     }
     assert_eq!(tokens, 100, "a running stream ends whole");
     drop((stream, client));
+    // It waits for those that run, and not for its patience.
+    let begun = std::time::Instant::now();
     assert!(cluster.scheduler.wait().unwrap().success());
+    let log = cluster.scheduler.log();
+    assert!(!log.contains(" in time"), "{log}");
+    assert!(begun.elapsed() < Duration::from_secs(15), "{log}");
     assert!(!cluster.socket.exists());
     assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
 }

@@ -390,7 +390,7 @@ pub(crate) async fn devices(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
             d.path.clone(),
             d.cores.len().to_string(),
             bytes(d.memory_bytes),
-            described(d, &devices),
+            DeviceView::described(d, &devices),
             d.problem.clone(),
         ];
         if told {
@@ -399,20 +399,6 @@ pub(crate) async fn devices(ui: &mut Ui, global: &GlobalFlags) -> Result<(), Fai
         table.row(cells);
     }
     table.print(ui, "there are no devices")
-}
-
-/// What a device is, and which others compute with it.
-fn described(device: &v1::Device, all: &[v1::Device]) -> String {
-    let leader = all.iter().find(|d| d.members.contains(&device.id));
-    match (leader, device.members.as_slice()) {
-        (Some(leader), _) => format!("{}; computes with {}", device.description, leader.id),
-        (None, []) => device.description.clone(),
-        (None, members) => format!(
-            "{}; computes with {}",
-            device.description,
-            members.join(", ")
-        ),
-    }
 }
 
 /// How a device is, in a line.

@@ -75,3 +75,19 @@ impl<'a> From<&'a v1::Device> for DeviceView<'a> {
         }
     }
 }
+
+impl DeviceView<'_> {
+    /// What a device is, and which others compute with it.
+    pub(crate) fn described(device: &v1::Device, all: &[v1::Device]) -> String {
+        let leader = all.iter().find(|d| d.members.contains(&device.id));
+        match (leader, device.members.as_slice()) {
+            (Some(leader), _) => format!("{}; computes with {}", device.description, leader.id),
+            (None, []) => device.description.clone(),
+            (None, members) => format!(
+                "{}; computes with {}",
+                device.description,
+                members.join(", ")
+            ),
+        }
+    }
+}
