@@ -199,11 +199,16 @@ pub fn parse(printed: &[u8]) -> Result<Host, String> {
     })
 }
 
+/// The device whose worker computes with this one, too, if it is another one's.
+pub fn leader_of<'d>(id: &str, all: &'d [Device]) -> Option<&'d Device> {
+    all.iter()
+        .find(|d| d.members.iter().any(|member| member == id))
+}
+
 /// The devices that have a worker of their own: those that can be used and are not another one's members.
 pub fn with_workers(all: &[Device]) -> impl Iterator<Item = &Device> {
-    let is_member = |id: &String| all.iter().any(|d| d.members.contains(id));
     all.iter()
-        .filter(move |d| d.problem.is_empty() && !is_member(&d.id))
+        .filter(move |d| d.problem.is_empty() && leader_of(&d.id, all).is_none())
 }
 
 /// The devices that get workers, by the configured choice.

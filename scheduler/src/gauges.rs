@@ -30,7 +30,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::{
     config::WorkerConfig,
     crash::{Crashes, millis, now},
-    discover::{WORKER_ENVIRONMENT, clip},
+    discover::{WORKER_ENVIRONMENT, clip, leader_of},
 };
 
 /// How old the last word may be.
@@ -140,8 +140,7 @@ impl Gauges {
             let program = config.program(device);
             let mut state = self.state();
             // What befalls a member ends the worker of its leader.
-            let leader = devices.iter().find(|d| d.members.contains(&device.id));
-            let id = leader.map_or(&device.id, |leader| &leader.id);
+            let id = leader_of(&device.id, devices).map_or(&device.id, |leader| &leader.id);
             state.ids.insert(place(&device.pci_id), id.clone());
             if state.children.contains_key(&program) {
                 continue;

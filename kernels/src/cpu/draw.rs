@@ -178,9 +178,10 @@ impl Limits {
     }
 }
 
-/// The order of logits: the largest first, of equals the one in the first place.
-fn first(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
-    // The two zeros are equals.
+/// The order of candidates, logit and token: the largest first, of equals the lowest token.
+#[must_use]
+pub fn best_first(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
+    // `total_cmp` would put -0.0 below 0.0; the two are the same logit.
     let by_logit = b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal);
     by_logit.then(a.1.cmp(&b.1))
 }
@@ -211,10 +212,10 @@ pub fn draw_among(
     let mut best: Vec<(f32, u32)> = numbered.filter(|c| c.0 > f32::NEG_INFINITY).collect();
     let is_full = best.len() > MOST_LEFT;
     if is_full {
-        best.select_nth_unstable_by(MOST_LEFT - 1, first);
+        best.select_nth_unstable_by(MOST_LEFT - 1, best_first);
         best.truncate(MOST_LEFT);
     }
-    best.sort_unstable_by(first);
+    best.sort_unstable_by(best_first);
     best.truncate(some.unwrap_or(MOST_LEFT));
     let mut weights: Vec<f32> = best.iter().map(|c| c.0).collect();
     weigh(path, &mut weights, max, temperature);

@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     death::{Death, DeathKind},
+    discover::leader_of,
     kept::{self, Kept},
     vault::OpenModel,
 };
@@ -189,7 +190,7 @@ impl Fleet {
         let table = self.table();
         let stays = |device: &str, kept: &Kept| {
             let known = table.devices.iter().find(|d| d.id == device);
-            let is_led = || (table.devices.iter()).any(|d| d.members.iter().any(|m| m == device));
+            let is_led = || leader_of(device, &table.devices).is_some();
             known.is_none_or(|d| d.members.len() == kept.told.members.len() && !is_led())
         };
         let files = table.models.values().filter_map(|m| m.files.as_ref());

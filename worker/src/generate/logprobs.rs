@@ -4,6 +4,8 @@
 //! left them: before bias, penalties, temperature and truncation. OpenAI's API and vLLM's default
 //! (`raw_logprobs`) mean the same.
 
+use hotcell_kernels::cpu::draw::best_first;
+
 use super::sampler::SamplingError;
 
 /// `log(sum(exp(logits)))`, kept as maximum and log of the scaled sum.
@@ -95,14 +97,6 @@ pub fn top(
         .iter()
         .map(|&(logit, id)| (id, normalizer.logprob(logit)))
         .collect()
-}
-
-/// A total order on (value, id): larger values first, then lower ids. Selection and sorting by it give one answer.
-pub(super) fn best_first(a: &(f32, u32), b: &(f32, u32)) -> std::cmp::Ordering {
-    // `total_cmp` would put -0.0 below 0.0; the two are the same logit, and the lower id must win.
-    b.0.partial_cmp(&a.0)
-        .unwrap_or(std::cmp::Ordering::Equal)
-        .then(a.1.cmp(&b.1))
 }
 
 #[cfg(test)]

@@ -5,12 +5,12 @@
 //! order that only the lengths decide.
 
 use hotcell_kernels::cpu::{
-    draw::{RUN, passing, passing_run, run_sum, uniform, weigh},
+    draw::{RUN, best_first, passing, passing_run, run_sum, uniform, weigh},
     path::CpuPath,
 };
 
 use super::{Allowed, SamplingError, SamplingParams};
-use crate::generate::logprobs::{best_first, checked_max};
+use crate::generate::logprobs::checked_max;
 
 /// Memory that draws use again and again.
 #[derive(Clone, Debug, Default)]
