@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use hotcell_client::{
     Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt,
     debug::{Recording, compare},
-    v1,
+    v1::{self, condition, guard_event},
 };
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
+use hotcell_worker::model::points::matches;
 use hotcell_tests::{
     answers::assert_same,
     cluster::{Cluster, SOON, all_have, children, golden, kjv, lives, signal_pid},
@@ -345,37 +346,114 @@ async fn dies_as_its_member(division: &str, busy: bool) {
     }
 }
 
-#[tokio::test]
-async fn who_looks_at_the_first_layers_sees_what_one_process_computes() {
-    let mut seen = Vec::new();
-    for members in ["1", "2"] {
-        let cluster = kjv_cluster(LAYERS, members).await;
-        let client = cluster.client().await.unwrap();
-        let options = v1::CaptureOptions {
-            layers: vec![0],
-            values: u32::MAX,
-            tokens: 3,
-            reveal: true,
-            ..v1::CaptureOptions::default()
-        };
-        let looks = client.capture(of("looked-at", Some(options))).await;
-        let looks = tokio::spawn(put_together(looks.unwrap()));
-        let options = GenerateOptions {
-            request_id: "looked-at".to_owned(),
-            ..greedy(6)
-        };
-        complete(&client, &ids(100), &options).await;
-        seen.push(looks.await.unwrap().unwrap());
-    }
-    let rows = |of: &Recording| {
-        of.tokens
-            .iter()
-            .map(|token| token.nodes.len())
-            .sum::<usize>()
+/// Whether a pattern is of a node's name, op or weight.
+fn named(pattern: &str, node: &v1::CapturedNode) -> bool {
+    let names = [&node.name, &node.op, &node.weight];
+    names.iter().any(|name| matches(pattern, name))
+}
+
+/// All that is computed for a request: every node of every row.
+async fn looked_at(client: &Client, model: &str) -> Recording {
+    let options = v1::CaptureOptions {
+        values: u32::MAX,
+        tokens: 3,
+        reveal: true,
+        prefix: true,
+        ..v1::CaptureOptions::default()
     };
-    assert_eq!(seen[1].tokens.len(), 3);
-    assert!(rows(&seen[1]) > 30 && rows(&seen[0]) == rows(&seen[1]));
-    assert!(compare(&seen[1], &seen[0]).first.is_none());
+    let looks = client.capture(of(model, Some(options))).await;
+    let looks = tokio::spawn(put_together(looks.unwrap()));
+    let options = GenerateOptions {
+        request_id: model.to_owned(),
+        model: model.to_owned(),
+        ..greedy(6)
+    };
+    complete(client, &ids(20), &options).await;
+    looks.await.unwrap().unwrap()
+}
+
+/// Where nodes of a pattern are hit in a request, and how large their values are there, to the bit.
+async fn hits(client: &Client, model: &str, nodes: &str) -> Vec<(String, u64, u32, u32, u32)> {
+    let guard = v1::GuardRequest {
+        model: model.to_owned(),
+        nodes: vec![nodes.to_owned()],
+        conditions: vec![v1::Condition {
+            kind: Some(condition::Kind::Above(0.0)),
+        }],
+        ..v1::GuardRequest::default()
+    };
+    let mut events = client.guard(guard).await.unwrap();
+    events.next().await.unwrap().unwrap();
+    let options = GenerateOptions {
+        model: model.to_owned(),
+        no_speculation: true,
+        ..greedy(4)
+    };
+    let tokens = complete(client, &ids(3), &options).await.token_ids.len();
+    let mut all = Vec::new();
+    // The prompt's last row at least, and one for each token but the last.
+    while all.len() < tokens {
+        let event = tokio::time::timeout(SOON, events.next()).await.unwrap();
+        if let Some(guard_event::Kind::Hit(hit)) = event.unwrap().unwrap().kind {
+            let (peak, rms) = (hit.peak.to_bits(), hit.rms.to_bits());
+            all.push((hit.node.unwrap().name, hit.position, peak, rms, hit.further));
+        }
+    }
+    all
+}
+
+#[tokio::test]
+async fn who_looks_at_a_model_sees_what_one_process_computes() {
+    const LOOKED_AT: [&str; 4] = ["llama2", "gemma3-cap", "qwen3_moe", "gguf/llama3-q8_0.gguf"];
+    // What is divided by columns, heads and experts, what comes of it, and what is not divided.
+    const PATTERNS: [&str; 6] = ["mul_mat*", "rope", "layers.1.*", "swiglu", "add", "*o_proj*"];
+    let mut alone = Vec::new();
+    for (division, members) in [
+        (COLUMNS, "1"),
+        (COLUMNS, "2"),
+        (COLUMNS, "4"),
+        (LAYERS, "2"),
+        (LAYERS, "3"),
+    ] {
+        let cluster = Cluster::ready_with(&[division, members]).await.unwrap();
+        let client = cluster.client().await.unwrap();
+        let mut all = Vec::new();
+        for (i, model) in LOOKED_AT.iter().enumerate() {
+            let path = golden(model);
+            let name = model_name(i);
+            client.load(&name, path.to_str().unwrap()).await.unwrap();
+            let seen = looked_at(&client, &name).await;
+            let mut hit = Vec::new();
+            for pattern in PATTERNS {
+                // Not every model has all of them.
+                let names = seen.head.nodes.iter();
+                if names.clone().any(|n| named(pattern, n)) {
+                    hit.push(hits(&client, &name, pattern).await);
+                }
+            }
+            all.push((seen, hit));
+        }
+        if alone.is_empty() {
+            alone = all;
+            continue;
+        }
+        for (i, ((seen, hit), (expected, expected_hits))) in all.iter().zip(&alone).enumerate() {
+            let what = format!("{}, {division} {members}", LOOKED_AT[i]);
+            assert_eq!(seen.head.nodes, expected.head.nodes, "{what}");
+            assert_eq!(seen.tokens.len(), 3, "{what}");
+            let rows = |of: &Recording| {
+                let rows = of.tokens.iter().map(|token| token.nodes.len());
+                rows.sum::<usize>()
+            };
+            let compared = compare(seen, expected);
+            assert!(compared.first.is_none(), "{what}: {:?}", compared.first);
+            assert_eq!(rows(seen), rows(expected), "{what}");
+            assert_eq!(compared.same, compared.rows, "{what}");
+            assert!(compared.rows > 200, "{what}: {}", compared.rows);
+            assert!(expected_hits.len() >= 4, "{what}");
+            assert_eq!(hit, expected_hits, "{what}");
+        }
+    }
 }
 
 #[test]

@@ -32,7 +32,7 @@ use super::{
     wire::{self, KeptTold, Left, Loaded, Told},
 };
 use crate::{
-    error::{of_model, of_run},
+    error::{of_device, of_model, of_run},
     exit::Exit,
     last_words::MappedFiles,
     model::run::{Division, Keeping, Keeps, Order, RunShape, Runner},
@@ -120,6 +120,24 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 if let Err(error) = take_packed(device, part, &weights, descriptors) {
                     tracing::warn!(%error, "packed weights are not used");
                 }
+            }
+            Told::Tap { model, wanted } => {
+                let part = parts.get_mut(&model);
+                let part = part.ok_or_else(|| io::Error::other(unknown(model)))?;
+                let tapped = match part.runner.tap(device, &wanted) {
+                    Ok(()) => Loaded::Done(Left::default()),
+                    Err(error) => {
+                        let error = of_device(&error);
+                        Loaded::Failed(error.reason(), error.message().to_owned())
+                    }
+                };
+                wire::write(&mut orders, &tapped.put())?;
+            }
+            Told::Seen { model, what } => {
+                let part = parts.get(&model);
+                let part = part.ok_or_else(|| io::Error::other(unknown(model)))?;
+                let saw = part.runner.saw(&what).map_err(io::Error::other)?;
+                wire::write(&mut orders, &saw)?;
             }
             told => match perform(&mut parts, told) {
                 // Its end is the leader's to tell of.
@@ -286,12 +304,27 @@ fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError
             let (kind, block) = (*kind, *block);
             (model, Order::Wipe { kind, block })
         }
-        Told::Step { model, rows, picks } => (model, Order::Step { rows, picks }),
+        Told::Step {
+            model,
+            rows,
+            picks,
+            looked,
+        } => {
+            let looked = *looked;
+            let order = Order::Step {
+                rows,
+                picks,
+                looked,
+            };
+            (model, order)
+        }
         Told::States { model, rows } => (model, Order::States { rows }),
         Told::Doors { .. }
         | Told::Met
         | Told::Load { .. }
         | Told::Packed { .. }
+        | Told::Tap { .. }
+        | Told::Seen { .. }
         | Told::Unload { .. } => {
             return Ok(());
         }

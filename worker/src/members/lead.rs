@@ -34,7 +34,7 @@ use super::{
     wire::{self, KeptTold, Loaded},
 };
 use crate::{
-    model::run::{Division, Keeping, Keeps, Order, Others, Parts, RunShape},
+    model::run::{Division, Keeping, Keeps, Order, Others, Parts, RunShape, Seen, Wanted},
     weights::{ModelFile, Weight},
 };
 
@@ -291,6 +291,30 @@ impl Others for Led {
                 self.members.hand(to, self.model, &descriptors);
             }
         }
+    }
+
+    fn tap(&self, wanted: &Wanted) -> Result<(), DeviceError> {
+        self.members.tell_all(&wire::tap(self.model, wanted));
+        let mut failed = None;
+        // All of them answer.
+        for (rank, to) in (1..).zip(&self.members.links) {
+            if let Err((_, why)) = answer(to, self.model, &|| ()) {
+                failed = Some(DeviceError::Binding(format!(
+                    "member {rank} cannot look at so much: {why}"
+                )));
+            }
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    fn seen(&self, rank: usize, what: &Seen) -> Result<Vec<u8>, DeviceError> {
+        let gone = || DeviceError::Binding(format!("member {rank} does not tell what it saw"));
+        let links = &self.members.links;
+        let to = rank.checked_sub(1).and_then(|at| links.get(at));
+        let to = to.ok_or_else(gone)?;
+        self.members.tell(to, &wire::seen(self.model, what));
+        let frame = wire::read(&mut *to.orders.borrow_mut());
+        frame.ok().flatten().ok_or_else(gone)
     }
 
     fn failed(&self, error: &DeviceError) {

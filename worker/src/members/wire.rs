@@ -1,11 +1,14 @@
 //! How a leader tells the others what to do: frames of a length and as many bytes, of little-endian numbers.
 
-use std::io::{self, Read, Write};
+use std::{
+    io::{self, Read, Write},
+    ops::Range,
+};
 
 use hotcell_graph::DType;
 use hotcell_proto::error::Reason;
 
-use crate::model::run::{KINDS, Order, Parts, Row, RunShape};
+use crate::model::run::{KINDS, Order, Parts, Row, RunShape, Seen, Wanted};
 
 /// Bytes of a frame at most: a table of a million positions and more.
 const MAX_FRAME: usize = 16 << 20;
@@ -62,10 +65,21 @@ pub(super) enum Told {
         model: u32,
         rows: Vec<Row>,
         picks: Vec<usize>,
+        looked: bool,
     },
     States {
         model: u32,
         rows: Vec<usize>,
+    },
+    /// It is to be ready to hand this out, and to say whether it is.
+    Tap {
+        model: u32,
+        wanted: Wanted,
+    },
+    /// What it saw of the last step is asked for.
+    Seen {
+        model: u32,
+        what: Seen,
     },
 }
 
@@ -88,7 +102,7 @@ pub(super) struct Left {
     pub kept: Option<KeptTold>,
 }
 
-/// What becomes of a load.
+/// What becomes of a load, or of anything else that is answered.
 #[derive(Debug, PartialEq)]
 pub(super) enum Loaded {
     /// It goes on.
@@ -243,6 +257,33 @@ pub(super) fn packed(model: u32, copies: usize, weights: &[(&str, usize)]) -> Ve
     put.0
 }
 
+/// Has a member be ready to hand out what is wanted of a model.
+pub(super) fn tap(model: u32, wanted: &Wanted) -> Vec<u8> {
+    let mut put = Put::kind(10, model);
+    put.numbers(wanted.whole.iter().copied());
+    put.numbers(wanted.sizes.iter().copied());
+    put.0
+}
+
+/// Asks a member what it saw of a model's last step.
+pub(super) fn seen(model: u32, what: &Seen) -> Vec<u8> {
+    match what {
+        Seen::Sizes { rows } => {
+            let mut put = Put::kind(11, model);
+            put.number(*rows);
+            put.0
+        }
+        Seen::Rows {
+            number,
+            rows: Range { start, end },
+        } => {
+            let mut put = Put::kind(12, model);
+            [*number, *start, *end].into_iter().for_each(|n| put.number(n));
+            put.0
+        }
+    }
+}
+
 /// Has a member forget a model.
 pub(super) fn unload(model: u32) -> Vec<u8> {
     Put::kind(1, model).0
@@ -278,7 +319,11 @@ pub(super) fn order(model: u32, order: &Order<'_>) -> Vec<u8> {
                 .for_each(|n| put.number(n));
             put.0
         }
-        Order::Step { rows, picks } => {
+        Order::Step {
+            rows,
+            picks,
+            looked,
+        } => {
             let mut put = Put::kind(5, model);
             put.number(rows.len());
             for row in rows {
@@ -288,6 +333,7 @@ pub(super) fn order(model: u32, order: &Order<'_>) -> Vec<u8> {
                 row.slots.into_iter().for_each(|n| put.number(n));
             }
             put.numbers(picks.iter().copied());
+            put.number(usize::from(looked));
             put.0
         }
         Order::States { rows } => {
@@ -371,6 +417,7 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             model,
             rows: take.many(row)?,
             picks: take.many(Take::number)?,
+            looked: take.flag()?,
         },
         6 => Told::States {
             model,
@@ -385,6 +432,23 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             each: take.number()?,
         },
         9 => Told::Met,
+        10 => {
+            let whole = take.many(Take::number)?.into_iter().collect();
+            let sizes = take.many(Take::number)?.into_iter().collect();
+            let wanted = Wanted { whole, sizes };
+            Told::Tap { model, wanted }
+        }
+        11 => {
+            let rows = take.number()?;
+            let what = Seen::Sizes { rows };
+            Told::Seen { model, what }
+        }
+        12 => {
+            let number = take.number()?;
+            let rows = take.number()?..take.number()?;
+            let what = Seen::Rows { number, rows };
+            Told::Seen { model, what }
+        }
         _ => return None,
     };
     take.0.is_empty().then_some(told)
@@ -503,6 +567,14 @@ mod tests {
             sequence: 1,
             slots: [1 << 40, 2],
         };
+        let wanted = Wanted {
+            whole: [3, 1 << 40].into(),
+            sizes: [2].into(),
+        };
+        let rows = Seen::Rows {
+            number: 7,
+            rows: 3..5,
+        };
         let cases = [
             (
                 load(
@@ -579,12 +651,35 @@ mod tests {
                     &Order::Step {
                         rows: &[row, row],
                         picks: &[1],
+                        looked: true,
                     },
                 ),
                 Told::Step {
                     model: 2,
                     rows: vec![row, row],
                     picks: vec![1],
+                    looked: true,
+                },
+            ),
+            (
+                tap(5, &wanted),
+                Told::Tap {
+                    model: 5,
+                    wanted: wanted.clone(),
+                },
+            ),
+            (
+                seen(5, &Seen::Sizes { rows: 9 }),
+                Told::Seen {
+                    model: 5,
+                    what: Seen::Sizes { rows: 9 },
+                },
+            ),
+            (
+                seen(5, &rows),
+                Told::Seen {
+                    model: 5,
+                    what: rows.clone(),
                 },
             ),
             (

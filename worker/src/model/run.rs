@@ -9,6 +9,7 @@ mod placed;
 mod shape;
 mod stages;
 mod tap;
+mod whole;
 
 use std::{collections::BTreeSet, sync::atomic::Ordering};
 
@@ -25,7 +26,7 @@ pub use draws::Draw;
 use draws::{Draws, draws_on};
 use follow::Follower;
 pub use follow::{EACH, GIVES_WAY, give_way};
-pub use others::{Order, Others};
+pub use others::{Order, Others, Seen};
 use packed::{Packable, is_whole_panels, packable_elsewhere};
 use placed::Placed;
 pub use placed::{Keeping, Keeps};
@@ -34,12 +35,12 @@ use shape::{check_cache, kind_sizes};
 use stages::Stage;
 use tap::Tap;
 pub use tap::{RowSize, Wanted};
+use whole::Whole;
 
 use super::{
     config::Rope,
     constants::{f32_buffer, vector},
     graph::{body, ending, head},
-    points::{Point, points},
     weave::{BuildError, Pattern, Source, Sourced},
 };
 use crate::weights::{ModelSource, Weight};
@@ -143,15 +144,16 @@ pub struct Runner {
     logits: Buffer,
     states: Buffer,
     scratch: Vec<i32>,
-    /// The body's graph, what its inputs and its output are bound to, and what of it can be looked at.
+    /// The body's graph, and what its inputs and its output are bound to.
     graph: Graph,
     inputs: Vec<Buffer>,
     hidden_states: Buffer,
     /// What the head and the ending read: the body's output, or what the last stage's gave.
     results: Buffer,
-    points: Vec<Point>,
     /// The head's graph.
     head_graph: Graph,
+    /// The model as one process would compute it.
+    whole: Whole,
     /// Computes the body in steps that somebody looks at.
     tap: Option<Tap>,
     tapping: bool,
@@ -281,8 +283,8 @@ impl Runner {
             }
             Ok(plan)
         };
-        let (graph, points) = (body.graph.clone(), points(&body.graph));
-        let head_graph = head.graph.clone();
+        let (graph, head_graph) = (body.graph.clone(), head.graph.clone());
+        let whole = Whole::of(pattern, &graph, &head_graph)?;
         let (mut body, mut head) = (bind(Part::Body, &body)?, bind(Part::Head, &head)?);
         let mut ending = bind(Part::Ending, &ending)?;
         let keeps = placed.close();
@@ -326,8 +328,8 @@ impl Runner {
             inputs,
             hidden_states,
             results: hidden,
-            points,
             head_graph,
+            whole,
             tap: None,
             tapping: false,
             tells: None,
@@ -463,10 +465,18 @@ impl Runner {
         match &self.stage {
             Some(stage) if stage.leads() => self.step_in_stages(rows, picks),
             Some(_) => self.stage_here(rows),
-            None => self.together(&Order::Step { rows, picks }, |own| {
-                own.body_here(rows)?;
-                own.head_here(picks)
-            }),
+            None => {
+                let looked = self.tapping;
+                let order = Order::Step {
+                    rows,
+                    picks,
+                    looked,
+                };
+                self.together(&order, |own| {
+                    own.body_here(rows)?;
+                    own.head_here(picks)
+                })
+            }
         }
     }
 

@@ -1,10 +1,10 @@
 //! What whoever computes the other parts of a model has to do as well.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 use hotcell_kernels::backend::DeviceError;
 
-use super::{Row, Runner};
+use super::{Row, Runner, Wanted};
 use crate::weights::Weight;
 
 /// Something that a [`Runner`] does, and that all members of its communicator have to do at the same place.
@@ -43,11 +43,30 @@ pub enum Order<'a> {
         rows: &'a [Row],
         /// Of which rows there are logits.
         picks: &'a [usize],
+        /// Whether it hands out what somebody wants to look at.
+        looked: bool,
     },
     /// [`Runner::finish_states`].
     States {
         /// Of which rows.
         rows: &'a [usize],
+    },
+}
+
+/// What a process saw of the layers that it has in the last step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// How large the values of those nodes were in so many rows of which that was wanted.
+    Sizes {
+        /// Of the step.
+        rows: usize,
+    },
+    /// A node's values.
+    Rows {
+        /// The node's number among the points.
+        number: usize,
+        /// Of the step.
+        rows: Range<usize>,
     },
 }
 
@@ -58,6 +77,18 @@ pub trait Others {
 
     /// Has them compute from their parts of these packed weights from now on: [`Runner::use_packed`].
     fn use_packed(&self, weights: &BTreeMap<String, Weight>);
+
+    /// Has them hand out this, and no more, in the steps of which it is said ([`Runner::tap`]).
+    ///
+    /// # Errors
+    /// What keeps one of them from it; others may be ready for it.
+    fn tap(&self, wanted: &Wanted) -> Result<(), DeviceError>;
+
+    /// What the member of this rank saw in the last step.
+    ///
+    /// # Errors
+    /// When it is gone.
+    fn seen(&self, rank: usize, what: &Seen) -> Result<Vec<u8>, DeviceError>;
 
     /// This process could not do what all were told to: they would wait for it for ever.
     fn failed(&self, error: &DeviceError);
@@ -78,7 +109,14 @@ impl Runner {
             } => self.set_table(kind, sequence, first, blocks),
             Order::Copy { kind, from, to } => self.copy_block(kind, from, to),
             Order::Wipe { kind, block } => self.wipe_block(kind, block),
-            Order::Step { rows, picks } => self.step(rows, picks),
+            Order::Step {
+                rows,
+                picks,
+                looked,
+            } => {
+                self.use_tap(looked);
+                self.step(rows, picks)
+            }
             Order::States { rows } => self.finish_states(rows),
         }
     }
@@ -102,7 +140,7 @@ impl Runner {
     }
 
     /// Something that the others do too is done here, or cannot be.
-    pub(super) fn done(&self, done: Result<(), DeviceError>) -> Result<(), DeviceError> {
+    pub(super) fn done<T>(&self, done: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if let (Err(error), Some(others)) = (&done, &self.others) {
             others.failed(error);
         }

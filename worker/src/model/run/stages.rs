@@ -113,6 +113,7 @@ impl Runner {
             let order = Order::Step {
                 rows: piece,
                 picks: &[],
+                looked: self.tapping,
             };
             self.together(&order, |own| own.stage_here(piece))?;
             away.bytes += bytes;
@@ -121,6 +122,7 @@ impl Runner {
         while !away.pieces.is_empty() {
             self.take_back(&mut away)?;
         }
+        self.hear_sizes(rows.len())?;
         self.head_here(picks)
     }
 

@@ -3,6 +3,9 @@
 //! It is the same graph with further outputs, so that every device can do it, and what the other nodes compute has the
 //! same bits: a plan's results do not depend on what else is asked for. It is made when somebody asks, and dropped
 //! after.
+//!
+//! Of a model that several processes compute, all of them have such a plan. Those who have parts of each node give each other
+//! these, as parts of anything else; what those with other layers saw of them is asked for after the step.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -16,7 +19,7 @@ use hotcell_kernels::{
 };
 use hotcell_proto::limits;
 
-use super::Runner;
+use super::{Runner, others::Seen, whole::gathered};
 use crate::model::points::{Point, Step, steps};
 
 /// Rows of a step that there must be room for.
@@ -47,8 +50,32 @@ pub struct RowSize {
     pub mean_square: f32,
 }
 
+/// Bytes of a [`RowSize`] that one process tells another, and of values at a time, about.
+const ROW_SIZE: usize = 8;
+const ANSWER: usize = 4 << 20;
+
+impl RowSize {
+    fn put(self) -> [u8; ROW_SIZE] {
+        let (peak, mean_square) = (self.peak.to_le_bytes(), self.mean_square.to_le_bytes());
+        let mut bytes = [0; ROW_SIZE];
+        bytes[..4].copy_from_slice(&peak);
+        bytes[4..].copy_from_slice(&mean_square);
+        bytes
+    }
+
+    fn take(bytes: &[u8; ROW_SIZE]) -> Self {
+        let &[a, b, c, d, e, f, g, h] = bytes;
+        Self {
+            peak: f32::from_le_bytes([a, b, c, d]),
+            mean_square: f32::from_le_bytes([e, f, g, h]),
+        }
+    }
+}
+
 /// The plan that hands out more.
 pub(super) struct Tap {
+    /// What is wanted, in all processes.
+    wanted: Wanted,
     pub plan: Box<dyn Plan>,
     /// Rows of a step at most: those whose values there is room for.
     pub rows: usize,
@@ -56,10 +83,19 @@ pub(super) struct Tap {
     pub steps: Vec<Step>,
     whole: HashMap<usize, Buffer>,
     sizes: HashMap<usize, [Buffer; 2]>,
+    /// Sizes of the last step's rows in layers that other processes have.
+    elsewhere: HashMap<usize, Vec<RowSize>>,
 }
 
+/// A point that is wanted, by its number.
+type Chosen<'a> = (usize, &'a Point, Value);
+
 /// The outputs that a graph gets beside its own: the whole values, and then two numbers per row for each of the sizes.
-fn with_outputs(graph: &Graph, whole: &[Value], sizes: &[Value]) -> Result<Graph, GraphError> {
+fn with_outputs(
+    graph: &Graph,
+    whole: &[Chosen<'_>],
+    sizes: &[Chosen<'_>],
+) -> Result<Graph, GraphError> {
     let mut builder = GraphBuilder::new(graph.max_rows());
     // In their order, so that every value keeps its number.
     for input in graph.inputs() {
@@ -80,8 +116,11 @@ fn with_outputs(graph: &Graph, whole: &[Value], sizes: &[Value]) -> Result<Graph
         builder.apply(node.op, node.inputs.clone(), node.attributes.clone())?;
     }
     let mut outputs = graph.outputs().to_vec();
-    outputs.extend(whole);
-    for &value in sizes {
+    for &(_, point, value) in whole {
+        outputs.push(gathered(&mut builder, value, &point.spec)?);
+    }
+    for &(_, point, value) in sizes {
+        let value = gathered(&mut builder, value, &point.spec)?;
         let ValueSpec::Tensor(spec) = builder.spec(value)? else {
             continue;
         };
@@ -101,25 +140,34 @@ fn with_outputs(graph: &Graph, whole: &[Value], sizes: &[Value]) -> Result<Graph
     builder.finish(&outputs)
 }
 
-fn chosen<'a>(points: &'a [Point], numbers: &BTreeSet<usize>) -> Vec<(usize, &'a Point)> {
-    let known = numbers.iter().filter_map(|&n| Some((n, points.get(n)?)));
-    known.collect()
-}
-
 impl Runner {
     /// What can be looked at, in the order in which it is computed.
     pub fn points(&self) -> &[Point] {
-        &self.points
+        &self.whole.points
     }
 
-    /// The graph that they are in.
+    /// The graph that they are in: the model's body as one process would compute it.
     pub fn graph(&self) -> &Graph {
-        &self.graph
+        &self.whole.graph
     }
 
-    /// The graph that makes logits of its output.
+    /// The graph that makes logits of its output, also as in one process.
     pub fn head_graph(&self) -> &Graph {
-        &self.head_graph
+        &self.whole.head
+    }
+
+    /// Which of the processes that have the layers this one is.
+    fn own_stage(&self) -> usize {
+        self.shape.parts.stage().rank
+    }
+
+    /// Those that are computed by some process with layers.
+    fn chosen(&self, numbers: &BTreeSet<usize>, stage: usize) -> Vec<Chosen<'_>> {
+        let all = numbers.iter().filter_map(|&number| {
+            let (point, place) = self.whole.point(number)?;
+            (place.stage == stage).then_some((number, point, place.value))
+        });
+        all.collect()
     }
 
     /// What the steps of the plans compute: of the body's, of the one that makes logits, and of the body's that runs while
@@ -142,14 +190,34 @@ impl Runner {
     /// All is as before then.
     pub fn tap(&mut self, device: &dyn Device, wanted: &Wanted) -> Result<(), DeviceError> {
         if wanted.is_empty() {
-            self.tap = None;
+            self.untap();
             return Ok(());
         }
-        let whole = chosen(&self.points, &wanted.whole);
-        let sizes = chosen(&self.points, &wanted.sizes);
+        let tap = self.tap_here(device, wanted)?;
+        if let Some(others) = &self.others
+            && let Err(error) = others.tap(wanted)
+        {
+            let before = self.tap.as_ref().map(|tap| &tap.wanted);
+            let before = before.cloned().unwrap_or_default();
+            // Some have what is wanted now, and no two steps may differ.
+            self.done(others.tap(&before))?;
+            return Err(error);
+        }
+        self.tap = Some(tap);
+        Ok(())
+    }
+
+    /// This process's part of it.
+    fn tap_here(&self, device: &dyn Device, wanted: &Wanted) -> Result<Tap, DeviceError> {
+        let own = self.own_stage();
+        let whole = self.chosen(&wanted.whole, own);
+        let sizes = self.chosen(&wanted.sizes, own);
+        // Of all processes, so that all have as many rows in a step.
+        let points = wanted.whole.iter();
+        let points: Vec<&Point> = points.filter_map(|n| self.points().get(*n)).collect();
         let of = |rows: usize| {
-            let bytes = |point: &Point| point.spec.bytes(rows).unwrap_or(usize::MAX);
-            let all = whole.iter().map(|(_, point)| bytes(point));
+            let bytes = |point: &&Point| point.spec.bytes(rows).unwrap_or(usize::MAX);
+            let all = points.iter().map(bytes);
             all.fold(0usize, usize::saturating_add)
         };
         let most = self.graph.max_rows();
@@ -163,10 +231,7 @@ impl Runner {
             });
         }
         let bytes = |spec: &TensorSpec| spec.bytes(rows).unwrap_or(usize::MAX);
-        let values = |chosen: &[(usize, &Point)]| -> Vec<Value> {
-            chosen.iter().map(|(_, point)| point.value).collect()
-        };
-        let graph = with_outputs(&self.graph, &values(&whole), &values(&sizes))?;
+        let graph = with_outputs(&self.graph, &whole, &sizes)?;
         // What is looked at lives until the end of the step: of large models that may be more than all the rest.
         let hints = PlanHints {
             max_bytes: Some(
@@ -194,24 +259,25 @@ impl Runner {
             Ok::<_, DeviceError>(buffer)
         };
         let mut tapped = HashMap::new();
-        for (number, point) in whole {
+        for (number, point, _) in whole {
             tapped.insert(number, output(&point.name, bytes(&point.spec))?);
         }
         let mut measured = HashMap::new();
-        for (number, point) in sizes {
+        for (number, point, _) in sizes {
             let peak = output(&point.name, rows * size_of::<f32>())?;
             let mean_square = output(&point.name, rows * size_of::<f32>())?;
             measured.insert(number, [peak, mean_square]);
         }
         let body = self.graph.nodes().len();
-        self.tap = Some(Tap {
+        Ok(Tap {
+            wanted: wanted.clone(),
             rows,
             steps: steps(&graph, body, &plan.origins()),
             plan,
             whole: tapped,
             sizes: measured,
-        });
-        Ok(())
+            elsewhere: HashMap::new(),
+        })
     }
 
     /// Rows of a step at most, as long as somebody looks, too.
@@ -222,8 +288,13 @@ impl Runner {
 
     /// Forgets what was wanted.
     pub fn untap(&mut self) {
-        self.tap = None;
         self.tapping = false;
+        if self.tap.take().is_some()
+            && let Some(others) = &self.others
+        {
+            // One that cannot even forget ends all of them.
+            let _ = self.done(others.tap(&Wanted::default()));
+        }
     }
 
     /// Whether the next steps hand out what is wanted, as far as anything is.
@@ -237,12 +308,94 @@ impl Runner {
     /// When they were not asked for.
     pub fn tapped_rows(&self, number: usize, rows: Range<usize>) -> Result<Vec<u8>, DeviceError> {
         let missing = || DeviceError::Binding(format!("nobody asked for node {number}"));
+        let (point, place) = self.whole.point(number).ok_or_else(missing)?;
+        let bytes = point.row_bytes().ok_or_else(missing)?;
+        if place.stage != self.own_stage() {
+            return self.rows_elsewhere(place.stage, number, rows, bytes);
+        }
         let buffer = self.tap.as_ref().and_then(|tap| tap.whole.get(&number));
-        let bytes = self.points.get(number).and_then(Point::row_bytes);
-        let (buffer, bytes) = buffer.zip(bytes).ok_or_else(missing)?;
+        let buffer = buffer.ok_or_else(missing)?;
         let mut data = vec![0; bytes.saturating_mul(rows.len())];
         buffer.read(rows.start.saturating_mul(bytes), &mut data)?;
         Ok(data)
+    }
+
+    /// The same of a node in a layer that another process has.
+    fn rows_elsewhere(
+        &self,
+        stage: usize,
+        number: usize,
+        rows: Range<usize>,
+        bytes: usize,
+    ) -> Result<Vec<u8>, DeviceError> {
+        let mut data = Vec::with_capacity(bytes.saturating_mul(rows.len()));
+        let at_once = (ANSWER / bytes.max(1)).max(1);
+        for first in rows.clone().step_by(at_once) {
+            let rows = first..rows.end.min(first + at_once);
+            let expected = bytes.saturating_mul(rows.len());
+            let seen = Seen::Rows { number, rows };
+            data.extend(self.ask(stage, &seen, expected)?);
+        }
+        Ok(data)
+    }
+
+    /// Asks the process with some other layers what it saw of them in the last step.
+    fn ask(&self, stage: usize, what: &Seen, bytes: usize) -> Result<Vec<u8>, DeviceError> {
+        let others = self.others.as_ref();
+        let answer = others.map(|others| others.seen(stage, what)).transpose();
+        let answer = self.done(answer)?.unwrap_or_default();
+        match answer.len() == bytes {
+            true => Ok(answer),
+            false => Err(DeviceError::Binding(format!(
+                "member {stage} told {} bytes of what it saw; {bytes} were asked for",
+                answer.len()
+            ))),
+        }
+    }
+
+    /// After a step that somebody looks at: asks the processes with the other layers how large their nodes' values were.
+    pub(super) fn hear_sizes(&mut self, rows: usize) -> Result<(), DeviceError> {
+        let Some(tap) = self.tap.as_ref().filter(|_| self.tapping) else {
+            return Ok(());
+        };
+        let mut elsewhere = HashMap::new();
+        for stage in 1..self.shape.parts.stage().members {
+            let chosen = self.chosen(&tap.wanted.sizes, stage);
+            if chosen.is_empty() {
+                continue;
+            }
+            let bytes = chosen.len() * rows * ROW_SIZE;
+            let told = self.ask(stage, &Seen::Sizes { rows }, bytes)?;
+            let all = told.chunks_exact((rows * ROW_SIZE).max(1));
+            for ((number, ..), sizes) in chosen.into_iter().zip(all) {
+                let sizes = sizes.as_chunks::<ROW_SIZE>().0;
+                elsewhere.insert(number, sizes.iter().map(RowSize::take).collect());
+            }
+        }
+        if let Some(tap) = &mut self.tap {
+            tap.elsewhere = elsewhere;
+        }
+        Ok(())
+    }
+
+    /// What this process, which has some layers, saw of them in the last step.
+    ///
+    /// # Errors
+    /// When that was not asked for before the step.
+    pub fn saw(&self, what: &Seen) -> Result<Vec<u8>, DeviceError> {
+        match what {
+            Seen::Rows { number, rows } => self.tapped_rows(*number, rows.clone()),
+            Seen::Sizes { rows } => {
+                let wanted = self.tap.as_ref().map(|tap| &tap.wanted.sizes);
+                let own = wanted.map(|sizes| self.chosen(sizes, self.own_stage()));
+                let mut told = Vec::new();
+                for (number, ..) in own.unwrap_or_default() {
+                    let sizes = self.tapped_sizes(number, *rows)?;
+                    told.extend(sizes.into_iter().flat_map(RowSize::put));
+                }
+                Ok(told)
+            }
+        }
     }
 
     /// How large a node's values were in each of so many rows of the last step.
@@ -251,8 +404,11 @@ impl Runner {
     /// When that was not asked for.
     pub fn tapped_sizes(&self, number: usize, rows: usize) -> Result<Vec<RowSize>, DeviceError> {
         let missing = || DeviceError::Binding(format!("nobody asked how large node {number} is"));
-        let sizes = self.tap.as_ref().and_then(|tap| tap.sizes.get(&number));
-        let [peaks, squares] = sizes.ok_or_else(missing)?;
+        let tap = self.tap.as_ref().ok_or_else(missing)?;
+        if let Some(told) = tap.elsewhere.get(&number) {
+            return Ok(told.clone());
+        }
+        let [peaks, squares] = tap.sizes.get(&number).ok_or_else(missing)?;
         let read = |buffer: &Buffer| {
             let mut values = vec![0.0; rows];
             buffer.read_f32(0, &mut values).map(|()| values)

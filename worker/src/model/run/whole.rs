@@ -1,0 +1,135 @@
+//! What of a model can be looked at, as one process would compute and name it, and which of the processes that compute it
+//! together has each part.
+
+use hotcell_graph::{Graph, GraphBuilder, GraphError, TensorSpec, Value, op::ValueSpec, shape::Dim};
+use hotcell_kernels::communicator::Share;
+
+use super::{Parts, RunShape};
+use crate::model::{
+    graph::{body, head},
+    points::{Point, points},
+    weave::{BuildError, Pattern},
+};
+
+/// The op by which processes give each other their parts, which one process has no need of.
+const GATHER: &str = "all_gather";
+
+/// Where a node is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Which of the processes that have the layers.
+    pub stage: usize,
+    /// What it is in the graph of that one's body.
+    pub value: Value,
+}
+
+/// A model as one process would compute it.
+pub(super) struct Whole {
+    /// Its body.
+    pub graph: Graph,
+    /// Its head.
+    pub head: Graph,
+    /// What can be looked at in the body.
+    pub points: Vec<Point>,
+    /// Where each of them is computed.
+    places: Vec<Place>,
+}
+
+impl Whole {
+    /// The whole of what has this part.
+    ///
+    /// # Errors
+    /// When the parts do not make up a model.
+    pub fn of(
+        pattern: Pattern<'_>,
+        own_body: &Graph,
+        own_head: &Graph,
+    ) -> Result<Self, BuildError> {
+        let parts = pattern.shape.parts;
+        let of = |parts: Parts| RunShape {
+            parts,
+            ..*pattern.shape
+        };
+        let (graph, head) = match parts.share.members {
+            1 => (own_body.clone(), own_head.clone()),
+            _ => {
+                let shape = &of(Parts::default());
+                let pattern = Pattern { shape, ..pattern };
+                (body(pattern)?.graph, head(pattern)?.graph)
+            }
+        };
+        let Share { rank, members } = parts.stage();
+        let mut nodes = Vec::with_capacity(graph.nodes().len());
+        for stage in 0..members {
+            let other;
+            let part = match stage == rank {
+                true => own_body,
+                false => {
+                    let mut parts = parts;
+                    parts.share.rank = stage;
+                    let shape = &of(parts);
+                    other = body(Pattern { shape, ..pattern })?.graph;
+                    &other
+                }
+            };
+            let all = part.nodes().iter().enumerate();
+            let own = all.filter(|(_, node)| node.op.name != GATHER);
+            nodes.extend(own.map(|(at, node)| (stage, at as u32, node.op.name)));
+        }
+        let ops = graph.nodes().iter().map(|node| node.op.name);
+        if !ops.eq(nodes.iter().map(|(.., op)| *op)) {
+            return Err(BuildError::Graph(GraphError::Op {
+                op: GATHER,
+                what: "the parts of this model do not make up a whole".to_owned(),
+            }));
+        }
+        let points = points(&graph);
+        let place = |point: &Point| match point.value {
+            Value::Node { node, output } => {
+                let &(stage, node, _) = nodes.get(node as usize)?;
+                let value = Value::Node { node, output };
+                Some(Place { stage, value })
+            }
+            _ => None,
+        };
+        let places = points.iter().map(place).collect::<Option<_>>();
+        Ok(Self {
+            places: places.ok_or(GraphError::NoResult)?,
+            graph,
+            head,
+            points,
+        })
+    }
+
+    /// A point by its number, and where it is computed.
+    pub fn point(&self, number: usize) -> Option<(&Point, Place)> {
+        self.points.get(number).zip(self.places.get(number).copied())
+    }
+}
+
+/// All of a value of which a graph may have a part: the columns, heads, or experts' columns that are one member's.
+pub(super) fn gathered(
+    builder: &mut GraphBuilder,
+    value: Value,
+    whole: &TensorSpec,
+) -> Result<Value, GraphError> {
+    let ValueSpec::Tensor(part) = builder.spec(value)? else {
+        return Ok(value);
+    };
+    let (here, all) = (part.shape.dims().to_vec(), whole.shape.dims());
+    let differs = here.iter().zip(all).position(|(here, all)| here != all);
+    let Some(axis) = differs else {
+        return Ok(value);
+    };
+    let size = |dims: &[Dim]| dims.iter().map(|dim| dim.at(1)).product::<usize>();
+    let (part, whole_size) = (size(&here[axis..]), size(&all[axis..]));
+    // What a member has of this axis is one stretch of it and all that is within, and they come in the members' order.
+    let mut flat = here;
+    flat.truncate(axis);
+    flat.push(Dim::Fixed(part));
+    let flat = hotcell_graph::Shape::new(flat)?;
+    let flat = builder.reshape(value, flat)?;
+    let members = whole_size.checked_div(part).unwrap_or(0);
+    let all = builder.all_gather(flat, members as i64)?;
+    builder.reshape(all, whole.shape.clone())
+}
