@@ -445,11 +445,17 @@ impl Loop {
             self.perform_tensor_work();
         }
         let mut worked = false;
+        // Of several models, none has a step on its way while another one computes.
+        let busy = (self.models.values()).filter(|batch| !batch.is_empty() || batch.is_checking());
+        let alone = busy.count() <= 1;
+        if !alone {
+            self.models.values_mut().for_each(Batch::land);
+        }
         // Models in fair turns, one step each.
         for (name, batch) in self.models.iter_mut().filter(|(_, b)| !b.is_empty()) {
             self.blackbox.doing(Doing::Stepping);
             self.blackbox.model(name);
-            worked |= batch.step();
+            worked |= batch.step(alone);
         }
         for (name, batch) in self.models.iter_mut().filter(|(_, b)| b.is_checking()) {
             self.blackbox.doing(Doing::Checking);

@@ -5,6 +5,7 @@
 //! computes depends on the others, so requests may join and leave at every step.
 
 use std::{
+    collections::VecDeque,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -28,7 +29,7 @@ use super::{
     ledger,
     lookup::Pays,
     masks::Masks,
-    pace::Pace,
+    pace::{Load, Pace},
     schedule::Schedule,
     task::{Member, Task},
 };
@@ -36,7 +37,7 @@ use probe::Lookers;
 pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Probe};
 
 use crate::{
-    debug::observer::{Observer, StepNote},
+    debug::observer::Observer,
     error::of_device,
     model::run::{Row, Runner},
 };
@@ -60,6 +61,8 @@ struct Running {
     guesses: Vec<u32>,
     /// How many more were computed for nothing, since a condition holds at one.
     given_up: usize,
+    /// Whether it has rows in a step that has begun and not ended: it stays where it is until then.
+    flies: bool,
 }
 
 impl Running {
@@ -81,7 +84,9 @@ struct Tally {
 /// Rows of one sequence in the step that is made, and what they are for.
 #[derive(Clone, Copy, Debug)]
 struct Part {
-    /// Which of the running ones.
+    /// Whose: others may leave before the step ends.
+    id: u64,
+    /// Which of the running ones that is now.
     at: usize,
     /// Its first row in the step.
     first: usize,
@@ -91,6 +96,17 @@ struct Part {
     pick: Option<usize>,
     /// Whether these are of its prompt, or of what it had drawn before it moved: no token was drawn in the step before.
     reads: bool,
+}
+
+/// A step that has begun and not ended.
+struct Flight {
+    parts: Vec<Part>,
+    load: Load,
+    /// Whether somebody looks at it.
+    looked: bool,
+    /// When its rows were chosen, and when computing them began.
+    made: Instant,
+    begun: Instant,
 }
 
 /// Sequences of one model.
@@ -113,23 +129,17 @@ pub struct Batch {
     rows: Vec<Row>,
     parts: Vec<Part>,
     pick_rows: Vec<usize>,
+    /// Steps that have begun, the oldest one first. There are several where several processes have the model's layers.
+    flights: VecDeque<Flight>,
+    /// When the last one ended.
+    ended: Option<Instant>,
+    /// Tokens drawn in the step that ends.
+    drawn: usize,
     logits: Vec<f32>,
     state: Vec<f32>,
     blackbox: Writer,
     observer: Arc<Observer>,
-    last: Computed,
     lookers: Lookers,
-}
-
-/// What the last step was.
-#[derive(Clone, Copy, Debug, Default)]
-struct Computed {
-    begun: Option<Instant>,
-    time: Duration,
-    sequences: usize,
-    /// Rows of prompts.
-    reading: usize,
-    drawn: usize,
 }
 
 impl Batch {
@@ -158,11 +168,13 @@ impl Batch {
             rows: Vec::with_capacity(shape.max_rows),
             parts: Vec::with_capacity(shape.max_sequences),
             pick_rows: Vec::with_capacity(shape.max_sequences),
+            flights: VecDeque::new(),
+            ended: None,
+            drawn: 0,
             logits: vec![0.0; runner.vocab()],
             state: vec![0.0; runner.hidden()],
             blackbox,
             observer: Arc::default(),
-            last: Computed::default(),
             lookers: Lookers::default(),
             runner,
         }
@@ -302,6 +314,9 @@ impl Batch {
 
     /// Computes a step of the known answer. Returns whether there was one to compute.
     pub fn check_step(&mut self) -> bool {
+        if self.check.is_some() {
+            self.land();
+        }
         let Some(mut check) = self.check.take() else {
             return false;
         };
@@ -331,6 +346,8 @@ impl Batch {
 
     /// Ends every task with an error.
     pub fn fail_all(&mut self, error: &Error) {
+        self.flights.clear();
+        self.runner.forget_steps();
         for at in (0..self.running.len()).rev() {
             let member = self.remove(at);
             self.end(member).fail(error.clone());
@@ -373,7 +390,8 @@ impl Batch {
         member.task
     }
 
-    /// Takes out what nobody waits for any more: abandoned streams and passed deadlines.
+    /// Takes out what nobody waits for any more: abandoned streams and passed deadlines. Those with rows on their way come
+    /// next time.
     fn sweep(&mut self, now: Instant) {
         let over = |t: &Task| t.is_abandoned() || t.deadline().is_some_and(|d| d <= now);
         let late = |task: Task| {
@@ -384,7 +402,7 @@ impl Batch {
             ));
         };
         for at in (0..self.running.len()).rev() {
-            if over(&self.running[at].member.task) {
+            if !self.running[at].flies && over(&self.running[at].member.task) {
                 let member = self.remove(at);
                 late(self.end(member));
             }
@@ -432,44 +450,41 @@ impl Batch {
         Ok(true)
     }
 
-    /// Computes one step. Returns whether there was something to compute.
-    pub fn step(&mut self) -> bool {
+    /// Computes one step, or begins one and ends the one that began first. Returns whether there was something to compute.
+    /// Where `alone` is false, no step is left on its way: other models' would be behind it.
+    pub fn step(&mut self, alone: bool) -> bool {
         let now = Instant::now();
         self.leave_alone();
         self.sweep(now);
         let inside = self.len();
-        let mut rows = 0;
-        let computed = self
-            .admit(now)
-            .and_then(|()| self.grow())
-            .and_then(|()| self.gather())
-            .and_then(|()| {
-                rows = self.rows.len();
-                self.compute()
-            });
-        if rows > 0 && self.observer.is_watched() {
-            self.observer.note(StepNote {
-                begun: now,
-                whole: now.elapsed(),
-                computing: self.last.time,
-                computing_from: self.last.begun.unwrap_or(now),
-                rows,
-                reading: self.last.reading,
-                sequences: self.last.sequences,
-                drawn: self.last.drawn,
-            });
-        }
+        // Who looks sees one step after the other.
+        let lanes = match alone && self.lookers.is_empty() {
+            true => self.runner.lanes(),
+            false => 1,
+        };
+        let computed = self.advance(now, lanes);
         let worked = match computed {
             // One that failed has made room for others.
-            Ok(()) => rows > 0 || self.len() < inside,
+            Ok(worked) => worked || self.len() < inside,
             Err(error) => {
-                tracing::error!(%error, "a step failed; its requests end");
-                self.fail_all(&of_device(&error));
+                self.failed(&error);
                 true
             }
         };
         self.leave_alone();
         worked
+    }
+
+    fn failed(&mut self, error: &DeviceError) {
+        tracing::error!(%error, "a step failed; its requests end");
+        self.fail_all(&of_device(error));
+    }
+
+    /// Ends all steps that have begun.
+    pub fn land(&mut self) {
+        if let Err(error) = self.end_steps(0) {
+            self.failed(&error);
+        }
     }
 }
 

@@ -13,8 +13,8 @@ use super::grammar::Follower;
 const WORTH: Duration = Duration::from_micros(100);
 
 struct Helper {
-    to: SyncSender<(usize, Follower)>,
-    from: Receiver<(usize, Follower)>,
+    to: SyncSender<(u64, Follower)>,
+    from: Receiver<(u64, Follower)>,
 }
 
 /// Followers that are away while their next masks are computed.
@@ -33,7 +33,7 @@ impl Masks {
 
     /// Takes a follower until [`Masks::back`] returns it, by `key`, with its next mask computed. `most` bounds how many are away
     /// at a time. Gives it back at once where there is no thread for it.
-    pub fn lend(&mut self, key: usize, follower: Follower, most: usize) -> Option<Follower> {
+    pub fn lend(&mut self, key: u64, follower: Follower, most: usize) -> Option<Follower> {
         if self.helper.is_none() {
             self.helper = start(most);
         }
@@ -54,7 +54,7 @@ impl Masks {
     }
 
     /// One that is away, when it is done; none when all are back.
-    pub fn back(&mut self) -> Option<(usize, Follower)> {
+    pub fn back(&mut self) -> Option<(u64, Follower)> {
         self.away = self.away.checked_sub(1)?;
         // The thread cannot end before all are back.
         self.helper.as_ref()?.from.recv().ok()
@@ -62,7 +62,7 @@ impl Masks {
 }
 
 fn start(most: usize) -> Option<Helper> {
-    let (to, inbox) = sync_channel::<(usize, Follower)>(most);
+    let (to, inbox) = sync_channel::<(u64, Follower)>(most);
     let (outbox, from) = sync_channel(most);
     let work = move || {
         for (key, mut follower) in inbox {

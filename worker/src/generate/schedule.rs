@@ -29,6 +29,8 @@ pub struct Want<'a> {
     pub arrival: u64,
     /// Tokens that are not computed: one, if it draws.
     pub pending: usize,
+    /// Whether some of them are in a step on its way: it has no part in the next one.
+    pub flies: bool,
 }
 
 /// How large the next step may be.
@@ -38,6 +40,8 @@ pub struct Budget {
     pub rows: usize,
     /// Rows of prompts in a step in which others draw.
     pub beside: usize,
+    /// Rows of sequences that draw.
+    pub draws: usize,
 }
 
 /// A sequence that waits to come in.
@@ -133,8 +137,9 @@ impl Schedule {
     pub fn grant(&mut self, wants: &[Want<'_>], budget: Budget) -> Vec<(usize, usize)> {
         self.steps += 1;
         self.note(wants);
+        let here = (0..wants.len()).filter(|&i| !wants[i].flies);
         let (mut draw, read): (Vec<usize>, Vec<usize>) =
-            (0..wants.len()).partition(|&i| wants[i].pending <= 1);
+            here.partition(|&i| wants[i].pending <= 1);
         draw.retain(|&i| wants[i].pending == 1);
         // Who computed longest ago goes first, where there is not room for all.
         let served = &self.served;
@@ -145,7 +150,7 @@ impl Schedule {
             (false, 1) => usize::from(self.steps.is_multiple_of(2)),
             (false, rows) => rows.div_ceil(PROMPTS),
         };
-        draw.truncate(budget.rows - for_prompts.min(budget.rows));
+        draw.truncate((budget.rows - for_prompts.min(budget.rows)).min(budget.draws));
         let left = budget.rows - draw.len();
         let left = match draw.is_empty() {
             true => left,

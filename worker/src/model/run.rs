@@ -11,7 +11,10 @@ mod stages;
 mod tap;
 mod whole;
 
-use std::{collections::BTreeSet, sync::atomic::Ordering};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    sync::atomic::Ordering,
+};
 
 use hotcell_graph::Graph;
 use hotcell_ipc::blackbox::Writer;
@@ -165,6 +168,8 @@ pub struct Runner {
     others: Option<Box<dyn Others>>,
     /// Its place among those who have the other layers.
     stage: Option<Stage>,
+    /// Of each step that has begun and not ended, the rows whose logits it computes.
+    begun: VecDeque<Vec<usize>>,
 }
 
 impl Runner {
@@ -336,6 +341,7 @@ impl Runner {
             follower: None,
             others: None,
             stage,
+            begun: VecDeque::new(),
         };
         Ok((runner, keeps))
     }
@@ -457,14 +463,25 @@ impl Runner {
         self.tells = Some(to);
     }
 
-    /// Computes `rows` and the logits of those that `picks` names.
+    /// Computes `rows` and the logits of those that `picks` names. No other step has begun and not ended.
     ///
     /// # Errors
     /// When there are too many of them, or an index is out of range.
     pub fn step(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
         match &self.stage {
-            Some(stage) if stage.leads() => self.step_in_stages(rows, picks),
-            Some(_) => self.stage_here(rows),
+            Some(stage) if !stage.leads() => self.stage_here(rows),
+            _ => self.begin(rows, picks).and_then(|()| self.finish()),
+        }
+    }
+
+    /// Begins such a step. As many as there are [lanes](Runner::lanes) may have begun, of sequences of their own.
+    ///
+    /// # Errors
+    /// As for [`Runner::step`].
+    pub fn begin(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
+        self.begun.push_back(picks.to_vec());
+        match &self.stage {
+            Some(_) => self.begin_in_stages(rows),
             None => {
                 let looked = self.tapping;
                 let order = Order::Step {
@@ -472,12 +489,20 @@ impl Runner {
                     picks,
                     looked,
                 };
-                self.together(&order, |own| {
-                    own.body_here(rows)?;
-                    own.head_here(picks)
-                })
+                self.together(&order, |own| own.body_here(rows))
             }
         }
+    }
+
+    /// Ends the step that began first, whose logits are there then.
+    ///
+    /// # Errors
+    /// As for [`Runner::step`].
+    pub fn finish(&mut self) -> Result<(), DeviceError> {
+        let picks = self.begun.pop_front().unwrap_or_default();
+        self.end_in_stages()?;
+        let done = self.head_here(&picks);
+        self.done(done)
     }
 
     /// This process's part of the body.

@@ -175,6 +175,7 @@ impl Batch {
             chain,
             guesses: Vec::new(),
             given_up: 0,
+            flies: false,
         });
         Ok(Admitted::Yes)
     }
@@ -203,6 +204,12 @@ impl Batch {
             self.running[at].chain = chain;
             if ready? {
                 at += 1;
+                continue;
+            }
+            if !self.flights.is_empty() {
+                // Nobody with rows on their way makes room, and some of them may be about to leave.
+                self.end_steps(0)?;
+                at = 0;
                 continue;
             }
             let holders: Vec<Holder> = self.running.iter().map(holder).collect();

@@ -1,12 +1,16 @@
 //! A step: its rows, what the model makes of them, and what is drawn.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::Error;
 
-use super::{Batch, Computed, Part, Running};
+use super::{Batch, Flight, Part, Running};
 use crate::{
+    debug::observer::StepNote,
     error::of_device,
     generate::{
         cache::Room,
@@ -45,8 +49,42 @@ pub(super) enum Outcome {
 }
 
 impl Batch {
+    /// Begins a step of those who have none on its way, where there is anything to compute, and ends as many as leave room for
+    /// `lanes` - 1 others. Returns whether there was something to do.
+    pub(super) fn advance(&mut self, now: Instant, lanes: usize) -> Result<bool, DeviceError> {
+        let more = lanes.saturating_sub(1);
+        let mut worked = self.end_steps(more)?;
+        self.admit(now)?;
+        self.grow()?;
+        self.gather(lanes)?;
+        let begins = !self.rows.is_empty();
+        if begins {
+            self.begin_step(now)?;
+        }
+        // One that is alone ends at once, and where all wait for steps, the oldest one ends.
+        let most = match begins {
+            true if more == 0 => 0,
+            true => lanes,
+            false => self.flights.len().saturating_sub(1),
+        };
+        worked |= self.end_steps(most)?;
+        Ok(worked || begins)
+    }
+
+    /// Ends steps, the oldest first, until no more than so many are on their way. Returns whether there was one.
+    pub(super) fn end_steps(&mut self, most: usize) -> Result<bool, DeviceError> {
+        let mut worked = false;
+        while self.flights.len() > most
+            && let Some(flight) = self.flights.pop_front()
+        {
+            self.end_step(flight)?;
+            worked = true;
+        }
+        Ok(worked)
+    }
+
     /// Fills `rows`, `parts` and `pick_rows`.
-    pub(super) fn gather(&mut self) -> Result<(), DeviceError> {
+    fn gather(&mut self, lanes: usize) -> Result<(), DeviceError> {
         let before = self.rows.len();
         self.rows.clear();
         self.parts.clear();
@@ -68,13 +106,19 @@ impl Batch {
                 class: self.running[at].member.task.class(),
                 arrival: self.running[at].member.id,
                 pending: self.running[at].pending(),
+                flies: self.running[at].flies,
             })
             .collect();
         // Who draws, and how far the prompt is of which most was read.
         let (mut draws, mut deepest) = (Load::default(), 0);
+        let mut flying = 0;
         for &at in &able {
-            let Running { computed, .. } = self.running[at];
+            let Running {
+                computed, flies, ..
+            } = self.running[at];
             match self.running[at].pending() {
+                1 if flies => flying += 1,
+                _ if flies => {}
                 1 => {
                     draws.rows += 1;
                     draws.attended += computed;
@@ -96,9 +140,11 @@ impl Batch {
             }
             false => most,
         };
+        // Those who draw come in as many groups as there are lanes.
         let budget = Budget {
             rows: rows.min(most),
             beside: beside.unwrap_or(most).max(LEAST),
+            draws: (draws.rows + flying).div_ceil(lanes),
         };
         let grants = self.schedule.grant(&wants, budget);
         let mut free = most - grants.iter().map(|g| g.1).sum::<usize>();
@@ -198,6 +244,7 @@ impl Batch {
             self.pick_rows.extend(first + rows - 1..self.rows.len());
         }
         self.parts.push(Part {
+            id: member.id,
             at,
             first,
             rows,
@@ -206,42 +253,97 @@ impl Batch {
         });
     }
 
-    /// Computes the rows, and takes what comes out.
-    pub(super) fn compute(&mut self) -> Result<(), DeviceError> {
-        if self.rows.is_empty() {
-            return Ok(());
-        }
+    /// Begins to compute the rows.
+    fn begin_step(&mut self, made: Instant) -> Result<(), DeviceError> {
         let looked = !self.lookers.is_empty() && self.begin_looking();
         let begun = Instant::now();
         self.lend_grammars();
-        self.runner
-            .follow(self.observer.follows().then(|| self.blackbox.trail().1));
+        if self.observer.follows() {
+            self.runner.follow(self.blackbox.trail().1);
+        }
+        for part in &self.parts {
+            self.running[part.at].flies = true;
+        }
+        self.flights.push_back(Flight {
+            parts: std::mem::take(&mut self.parts),
+            load: Load {
+                rows: self.rows.len(),
+                attended: self.rows.iter().map(|row| row.position + 1).sum(),
+            },
+            looked,
+            made,
+            begun,
+        });
+        self.runner.begin(&self.rows, &self.pick_rows)
+    }
+
+    /// Waits for what was begun, and takes what comes out.
+    fn end_step(&mut self, flight: Flight) -> Result<(), DeviceError> {
+        let Flight {
+            parts,
+            load,
+            looked,
+            made,
+            begun,
+        } = flight;
+        self.parts = parts;
+        // Places may have moved: some have left since. These could not.
+        let running = self.running.iter().enumerate();
+        let places: HashMap<u64, usize> = running.map(|(at, r)| (r.member.id, at)).collect();
+        (self.parts).retain_mut(|part| match places.get(&part.id) {
+            Some(&at) => {
+                part.at = at;
+                true
+            }
+            None => false,
+        });
         self.want_drawn();
-        let stepped = self.runner.step(&self.rows, &self.pick_rows);
+        let ended = self.runner.finish();
         self.return_grammars();
         self.runner.use_tap(false);
-        self.last = Computed {
-            begun: Some(begun),
-            time: begun.elapsed(),
-            sequences: self.parts.len(),
+        // Of one that waited for the step before it, what it took beyond that.
+        let since = self.ended.map_or(begun, |before| before.max(begun));
+        let time = since.elapsed();
+        self.ended = Some(Instant::now());
+        let note = StepNote {
+            begun: made,
+            whole: Duration::ZERO,
+            computing: time,
+            computing_from: since,
+            rows: load.rows,
             reading: (self.parts.iter().filter(|part| part.reads))
                 .map(|part| part.rows)
                 .sum(),
+            sequences: self.parts.len(),
             drawn: 0,
         };
+        self.drawn = 0;
         if let Some(nodes) = self.runner.followed() {
             self.observer.note_nodes(&nodes);
         }
-        stepped?;
-        let load = Load {
-            rows: self.rows.len(),
-            attended: self.rows.iter().map(|row| row.position + 1).sum(),
-        };
-        self.pace.note(load, self.last.time);
-        self.blackbox.stepped();
+        for part in &self.parts {
+            self.running[part.at].flies = false;
+        }
+        let taken = ended.and_then(|()| {
+            self.pace.note(load, time);
+            self.blackbox.stepped();
+            self.take(load.rows, looked)
+        });
+        if self.observer.is_watched() {
+            self.observer.note(StepNote {
+                whole: made.elapsed(),
+                drawn: self.drawn,
+                ..note
+            });
+        }
+        taken
+    }
+
+    /// Takes what came of the step: draws tokens, and lets those go who are done.
+    fn take(&mut self, rows: usize, looked: bool) -> Result<(), DeviceError> {
         let mut ended = Vec::new();
         if looked {
-            self.guard(&mut ended)?;
+            self.guard(rows, &mut ended)?;
         }
         let stopped = ended.len();
         self.read(&mut ended)?;
@@ -306,7 +408,7 @@ impl Batch {
         for part in self.parts.iter().filter(|part| part.pick.is_some()) {
             if let Task::Generate(sequence) = &mut self.running[part.at].member.task
                 && let Some(grammar) = sequence.lend_grammar()
-                && let Some(grammar) = self.masks.lend(part.at, grammar, most)
+                && let Some(grammar) = self.masks.lend(part.id, grammar, most)
             {
                 sequence.return_grammar(grammar);
             }
@@ -314,8 +416,11 @@ impl Batch {
     }
 
     fn return_grammars(&mut self) {
-        while let Some((at, grammar)) = self.masks.back() {
-            if let Task::Generate(sequence) = &mut self.running[at].member.task {
+        while let Some((id, grammar)) = self.masks.back() {
+            let mut running = self.running.iter_mut();
+            if let Some(running) = running.find(|running| running.member.id == id)
+                && let Task::Generate(sequence) = &mut running.member.task
+            {
                 sequence.return_grammar(grammar);
             }
         }
@@ -362,7 +467,7 @@ impl Batch {
         if outcome.is_none() {
             member.pays.note(guessed, right, drawn, self.guess_cost);
         }
-        self.last.drawn += drawn;
+        self.drawn += drawn;
         self.tally.guessed += guessed as u64;
         self.tally.right += right as u64;
         guesses.clear();

@@ -241,6 +241,7 @@ impl Batch {
     /// # Errors
     /// [`Reason::Overloaded`] when too many do, and what the device says of looking at so much.
     pub fn look(&mut self, device: &dyn Device, looker: Looker) -> Result<(), Error> {
+        self.land();
         self.leave_alone();
         let most = limits::MAX_DEBUGGERS;
         if self.lookers.probes.len() + self.lookers.guards.len() >= most {
@@ -341,8 +342,11 @@ impl Batch {
 
     /// After a step: tells where conditions hold, and ends the requests that end for it. Guesses from one on at which a
     /// condition holds are given up: if it was right, its token is computed by itself next, and told of then.
-    pub(super) fn guard(&mut self, ended: &mut Vec<(usize, Outcome)>) -> Result<(), DeviceError> {
-        let rows = self.rows.len();
+    pub(super) fn guard(
+        &mut self,
+        rows: usize,
+        ended: &mut Vec<(usize, Outcome)>,
+    ) -> Result<(), DeviceError> {
         let mut given_up = Vec::new();
         for guard in &mut self.lookers.guards {
             let mut sizes = Vec::with_capacity(guard.points.len());

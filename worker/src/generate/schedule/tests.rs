@@ -17,13 +17,19 @@ fn want(id: u64, class: &Class, pending: usize) -> Want<'_> {
         class,
         arrival: id,
         pending,
+        flies: false,
     }
 }
 
-const BUDGET: Budget = Budget {
-    rows: 128,
-    beside: 128,
-};
+const fn steps_of(rows: usize) -> Budget {
+    Budget {
+        rows,
+        beside: rows,
+        draws: rows,
+    }
+}
+
+const BUDGET: Budget = steps_of(128);
 
 #[test]
 fn those_that_draw_go_first_and_prompts_have_the_rest() {
@@ -38,6 +44,33 @@ fn those_that_draw_go_first_and_prompts_have_the_rest() {
     assert_eq!(schedule.grant(&wants, brief), [(0, 1), (2, 1), (1, 32)]);
     // Nobody to keep waiting: all of it.
     assert_eq!(schedule.grant(&wants[1..2], brief), [(0, 128)]);
+}
+
+#[test]
+fn those_that_draw_take_turns_in_groups_and_who_is_on_its_way_is_not_forgotten() {
+    let (a, b) = (class("a", 0), class("b", 0));
+    let mut schedule = Schedule::default();
+    let pairs = Budget { draws: 2, ..BUDGET };
+    let mut wants: Vec<Want<'_>> = (0..5).map(|id| want(id, &a, 1)).collect();
+    assert_eq!(schedule.grant(&wants, pairs), [(0, 1), (1, 1)]);
+    for first in [2, 4, 1, 3] {
+        let group = [first, (first + 1) % 5];
+        let before = [(first + 3) % 5, (first + 4) % 5];
+        for (i, want) in wants.iter_mut().enumerate() {
+            want.flies = before.contains(&i);
+        }
+        assert_eq!(schedule.grant(&wants, pairs), group.map(|i| (i, 1)));
+    }
+    // Two tenants' prompts have as many rows, though those of one are on their way in every second step.
+    let mut rows = [0; 2];
+    for step in 0..200 {
+        let mut wants = [want(10, &a, 1000), want(11, &b, 1000)];
+        wants[0].flies = step % 2 == 1;
+        for (i, granted) in schedule.grant(&wants, steps_of(16)) {
+            rows[i] += granted;
+        }
+    }
+    assert!(rows[0].abs_diff(rows[1]) <= 16, "{rows:?}");
 }
 
 #[test]
@@ -63,10 +96,7 @@ fn a_short_prompt_does_not_wait_for_a_long_one_nor_the_other_way_round() {
 fn a_short_prompt_ends_with_its_step_and_the_long_one_has_its_turn_later() {
     let a = class("a", 0);
     let mut schedule = Schedule::default();
-    let budget = Budget {
-        rows: 20,
-        beside: 20,
-    };
+    let budget = steps_of(20);
     let (mut long, mut whole) = (0, 0);
     for step in 1..=400 {
         let wants = [want(0, &a, 100_000), want(step, &a, 16)];
@@ -83,7 +113,7 @@ fn short_prompts_keep_no_long_one_from_its_turns_whoever_else_reads() {
     let (a, b) = (class("a", 0), class("b", 0));
     for rows in [16, 24, 32, 40] {
         let mut schedule = Schedule::default();
-        let budget = Budget { rows, beside: rows };
+        let budget = steps_of(rows);
         let (mut long, mut steps) = (0, 0);
         for step in 0..1000u64 {
             let mut wants = vec![want(0, &a, 1_000_000), want(1, &b, 1_000_000)];
@@ -123,7 +153,7 @@ fn where_not_all_fit_they_take_turns() {
     let a = class("a", 0);
     let mut schedule = Schedule::default();
     let wants: Vec<Want<'_>> = (0..6).map(|i| want(i, &a, 1)).collect();
-    let budget = Budget { rows: 4, beside: 4 };
+    let budget = steps_of(4);
     let mut got = [0; 6];
     for _ in 0..30 {
         for (i, rows) in schedule.grant(&wants, budget) {
@@ -136,7 +166,7 @@ fn where_not_all_fit_they_take_turns() {
     wants.push(want(6, &a, 100));
     let mut got = [0; 7];
     for _ in 0..120 {
-        for (i, rows) in schedule.grant(&wants, Budget { rows: 1, beside: 1 }) {
+        for (i, rows) in schedule.grant(&wants, steps_of(1)) {
             got[i] += rows;
         }
     }
@@ -231,7 +261,7 @@ impl World {
             running: vec![],
             free: blocks,
             tables,
-            budget: Budget { rows, beside: rows },
+            budget: steps_of(rows),
             done: vec![],
             arrivals: 0,
         }

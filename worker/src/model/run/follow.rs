@@ -86,15 +86,15 @@ impl Follower {
 }
 
 impl Runner {
-    /// Notes what plans do in the next steps, by what they write there; or no more.
-    pub fn follow(&mut self, node: Option<&'static AtomicU64>) {
-        self.follower = node.map(|node| Follower {
+    /// Notes what plans do from now on, by what they write there, until that is [taken](Runner::followed).
+    pub fn follow(&mut self, node: &'static AtomicU64) {
+        self.follower.get_or_insert_with(|| Follower {
             node,
             notes: RefCell::default(),
         });
     }
 
-    /// What the plans of the last step did, if that was asked for.
+    /// What the plans did since that was asked for, if it was. No more is noted.
     pub fn followed(&mut self) -> Option<Vec<NodeNote>> {
         let follower = self.follower.take()?;
         Some(follower.notes.into_inner())

@@ -2,9 +2,10 @@
 //! and others 2018, "GPipe", without training.
 //!
 //! The leader has the first layers, and is handed what the last ones give; it alone draws tokens. While one part of a long
-//! step is in the next process, the leader computes its next part. Which rows go together changes no bit.
+//! step is in the next process, the leader computes its next part, and while a step of some sequences is there, it may begin
+//! one of others: as many as there are stages are on their way. Which rows go together changes no bit.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, mem, sync::Arc};
 
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
@@ -24,6 +25,19 @@ pub(super) struct Stage {
     /// Hidden states on their way: the leader's layers give these, the others' read them.
     pub handed: Buffer,
     bytes: Vec<u8>,
+    /// Of who leads: the steps that have begun, the oldest one first.
+    flights: VecDeque<Flight>,
+    /// Bytes of all of them that others have.
+    away: usize,
+}
+
+/// A step that other stages are at.
+#[derive(Default)]
+struct Flight {
+    /// Bytes of each of its parts that others have, the oldest one first.
+    away: VecDeque<usize>,
+    /// What the last stage gave of those that came back.
+    back: Vec<u8>,
 }
 
 impl Stage {
@@ -47,7 +61,14 @@ impl Stage {
             place,
             handed: device.allocate("hidden states on their way", bytes)?,
             bytes: Vec::new(),
+            flights: VecDeque::new(),
+            away: 0,
         }))
+    }
+
+    /// How many stages there are.
+    pub fn members(&self) -> usize {
+        self.place.members
     }
 
     pub fn leads(&self) -> bool {
@@ -61,11 +82,37 @@ impl Stage {
         self.communicator.hand_on(&self.bytes)
     }
 
-    /// Takes as many as are handed here to a place in a buffer.
-    fn take(&mut self, into: &Buffer, at: usize, bytes: usize) -> Result<(), DeviceError> {
+    /// Takes as many as are handed here to the beginning of a buffer.
+    fn take(&mut self, into: &Buffer, bytes: usize) -> Result<(), DeviceError> {
         self.bytes.resize(bytes, 0);
         self.communicator.take(&mut self.bytes)?;
-        into.write(at, &self.bytes)
+        into.write(0, &self.bytes)
+    }
+
+    /// Takes what the last stage gave of the part that has been away for longest. False: there is none.
+    fn take_back(&mut self) -> Result<bool, DeviceError> {
+        let mut flights = self.flights.iter_mut();
+        let Some(flight) = flights.find(|flight| !flight.away.is_empty()) else {
+            return Ok(false);
+        };
+        let bytes = flight.away.pop_front().unwrap_or(0);
+        self.away -= bytes;
+        let before = flight.back.len();
+        flight.back.resize(before + bytes, 0);
+        self.communicator.take(&mut flight.back[before..])?;
+        Ok(true)
+    }
+
+    /// Forgets the steps that have begun: what comes of them is taken out of the way of others'.
+    fn forget(&mut self) {
+        while let Ok(true) = self.take_back() {}
+        self.flights.clear();
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.forget();
     }
 }
 
@@ -82,7 +129,7 @@ impl Runner {
             && !stage.leads()
         {
             let handed = stage.handed.clone();
-            stage.take(&handed, 0, bytes)?;
+            stage.take(&handed, bytes)?;
         }
         self.body_here(rows)?;
         self.stream.synchronize()?;
@@ -92,59 +139,76 @@ impl Runner {
         }
     }
 
-    /// A step of which this process leads the stages.
-    pub(super) fn step_in_stages(
-        &mut self,
-        rows: &[Row],
-        picks: &[usize],
-    ) -> Result<(), DeviceError> {
+    /// Begins a step of which this process leads the stages.
+    pub(super) fn begin_in_stages(&mut self, rows: &[Row]) -> Result<(), DeviceError> {
         // Who looks at a step looks at all of its rows.
         let piece = match !self.tapping && rows.len() >= 2 * PIECE {
             true => PIECE,
             false => rows.len().max(1),
         };
-        let mut away = Away::default();
-        for (first, piece) in rows.chunks(piece).enumerate().map(|(i, p)| (i * piece, p)) {
+        if let Some(stage) = &mut self.stage {
+            stage.flights.push_back(Flight::default());
+        }
+        for piece in rows.chunks(piece) {
             let bytes = self.bytes_of_rows(piece.len());
-            // What comes back must find room, or the last stage would wait for this one, which waits for the next.
-            while away.bytes > 0 && away.bytes + bytes > HANDED {
-                self.take_back(&mut away)?;
-            }
+            self.make_way(bytes)?;
             let order = Order::Step {
                 rows: piece,
                 picks: &[],
                 looked: self.tapping,
             };
             self.together(&order, |own| own.stage_here(piece))?;
-            away.bytes += bytes;
-            away.pieces.push_back((self.bytes_of_rows(first), bytes));
+            if let Some(stage) = &mut self.stage
+                && let Some(flight) = stage.flights.back_mut()
+            {
+                stage.away += bytes;
+                flight.away.push_back(bytes);
+            }
         }
-        while !away.pieces.is_empty() {
-            self.take_back(&mut away)?;
-        }
-        self.hear_sizes(rows.len())?;
-        self.head_here(picks)
+        Ok(())
     }
 
-    /// Takes what the last stage gave of the piece that has been away for longest.
-    fn take_back(&mut self, away: &mut Away) -> Result<(), DeviceError> {
-        let Some((at, bytes)) = away.pieces.pop_front() else {
+    /// Before so many bytes are handed on: what comes back must find room, or the last stage would wait for this one, which
+    /// waits for the next.
+    fn make_way(&mut self, bytes: usize) -> Result<(), DeviceError> {
+        let Some(stage) = &mut self.stage else {
             return Ok(());
         };
-        away.bytes -= bytes;
-        let taken = match &mut self.stage {
-            Some(stage) => stage.take(&self.results, at, bytes),
-            None => Ok(()),
-        };
-        self.done(taken)
+        let mut taken = Ok(true);
+        while matches!(taken, Ok(true)) && stage.away > 0 && stage.away + bytes > HANDED {
+            taken = stage.take_back();
+        }
+        self.done(taken).map(|_| ())
     }
-}
 
-/// What other stages are at.
-#[derive(Default)]
-struct Away {
-    /// Where each piece goes in the hidden states of the step, and how many bytes it has.
-    pieces: VecDeque<(usize, usize)>,
-    /// All of them together.
-    bytes: usize,
+    /// Waits for the other stages to end the step that began first, and puts what they gave where the head reads it.
+    pub(super) fn end_in_stages(&mut self) -> Result<(), DeviceError> {
+        let Some(stage) = &mut self.stage else {
+            return Ok(());
+        };
+        let mut taken = Ok(true);
+        while matches!(taken, Ok(true))
+            && (stage.flights.front()).is_some_and(|flight| !flight.away.is_empty())
+        {
+            taken = stage.take_back();
+        }
+        let flight = stage.flights.pop_front().unwrap_or_default();
+        self.done(taken)?;
+        self.results.write(0, &flight.back)?;
+        let row = self.bytes_of_rows(1).max(1);
+        self.hear_sizes(flight.back.len() / row)
+    }
+
+    /// How many steps may have begun at a time: as many as keep all stages busy.
+    pub fn lanes(&self) -> usize {
+        self.stage.as_ref().map_or(1, Stage::members)
+    }
+
+    /// Forgets the steps that have begun and did not end.
+    pub fn forget_steps(&mut self) {
+        mem::take(&mut self.begun);
+        if let Some(stage) = &mut self.stage {
+            stage.forget();
+        }
+    }
 }
