@@ -6,12 +6,11 @@
 use std::time::{Duration, Instant};
 
 use hotcell_client::{
-    Client, Completion, EmbedOptions, Event, GenerateOptions, Prompt,
+    Client, Completion, EmbedOptions, Event, GenerateOptions, Grammar, Prompt,
     debug::{Recording, compare},
     v1::{self, condition, guard_event},
 };
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
-use hotcell_worker::model::points::matches;
 use hotcell_tests::{
     answers::assert_same,
     cluster::{Cluster, SOON, all_have, children, golden, kjv, lives, signal_pid},
@@ -20,9 +19,14 @@ use hotcell_tests::{
     options::{drawn, greedy},
     rewritten::fused_experts,
 };
+use hotcell_worker::model::points::matches;
 use rustix::process::Signal;
 
 const TOKENS: u32 = 24;
+
+/// Streams beside each other, and bytes of each model's cache that are too few for all of them.
+const STREAMS: u32 = 24;
+const ROOM: &str = "3000000";
 
 /// The ways to divide a model.
 const COLUMNS: &str = "--tensor-parallel";
@@ -346,6 +350,103 @@ async fn dies_as_its_member(division: &str, busy: bool) {
     }
 }
 
+/// Many streams of two models beside each other, of which some are left, looked at, or follow a grammar; what comes of those
+/// that end, and how often one made room for another.
+async fn beside_each_other(members: &str) -> (Vec<Completion>, u64) {
+    let arguments = [LAYERS, members, "--model-memory", ROOM];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments);
+    let cluster = cluster.await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let client = cluster.client().await.unwrap();
+    let path = golden("gemma3-cap");
+    let load = async || client.load("other", path.to_str().unwrap()).await.unwrap();
+    load().await;
+    let streams = (0..STREAMS).map(|i| {
+        let client = client.clone();
+        let options = GenerateOptions {
+            model: ["kjv", "other"][usize::from(i % 4 == 3)].to_owned(),
+            grammar: (i % 8 == 1).then(|| Grammar::Regex("[a-z ]{40,400}".to_owned())),
+            no_speculation: i % 3 == 0,
+            tenant: format!("tenant {}", i % 2),
+            deadline: Some(SOON),
+            ..drawn(TOKENS * (1 + i % 3), u64::from(i))
+        };
+        tokio::spawn(async move { complete(&client, &ids(5 + i * 17 % 120), &options).await })
+    });
+    let streams: Vec<_> = streams.collect();
+    // Those who come and go meanwhile, in all ways.
+    let embedded = EmbedOptions {
+        model: "kjv".to_owned(),
+        ..EmbedOptions::default()
+    };
+    for i in 0..6u32 {
+        let model = ["kjv", "other"][usize::from(i % 2 == 1)];
+        let options = GenerateOptions {
+            model: model.to_owned(),
+            ..drawn(1000, 99)
+        };
+        let mut left = client.generate(ids(40), options).await.unwrap();
+        left.next().await.unwrap().unwrap();
+        if i < 2 {
+            let looks = v1::CaptureOptions {
+                layers: vec![0],
+                tokens: 2,
+                ..v1::CaptureOptions::default()
+            };
+            let next = v1::CaptureRequest {
+                model: model.to_owned(),
+                options: Some(looks),
+                ..v1::CaptureRequest::default()
+            };
+            let mut looks = client.capture(next).await.unwrap();
+            looks.next().await.unwrap().unwrap();
+        }
+        client.embed([ids(30)], embedded.clone()).await.unwrap();
+        drop(left);
+    }
+    let mut all = Vec::new();
+    for stream in streams {
+        all.push(stream.await.unwrap());
+    }
+    // One that is unloaded while it computes, and loaded again.
+    let options = GenerateOptions {
+        model: "other".to_owned(),
+        ..drawn(2000, 7)
+    };
+    let mut more = Vec::new();
+    for _ in 0..4 {
+        more.push(client.generate(ids(9), options.clone()).await.unwrap());
+    }
+    more[0].next().await.unwrap().unwrap();
+    client.unload("other").await.unwrap();
+    drop(more);
+    load().await;
+    for model in ["other", "kjv"] {
+        let options = GenerateOptions {
+            model: model.to_owned(),
+            ..drawn(TOKENS, 5)
+        };
+        all.push(complete(&client, &ids(9), &options).await);
+    }
+    let workers = client.workers().await.unwrap();
+    assert_eq!(workers[0].epoch, 1, "nobody died");
+    let caches = workers[0].caches.iter();
+    (all, caches.map(|cache| cache.preemptions).sum())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn steps_that_are_on_their_way_together_change_nobodys_tokens() {
+    let (alone, preempted) = beside_each_other("1").await;
+    assert!(preempted > 0);
+    for members in ["2", "3"] {
+        let (all, preempted) = beside_each_other(members).await;
+        assert!(preempted > 0);
+        for (i, (got, alone)) in all.iter().zip(&alone).enumerate() {
+            assert_same(got, alone, &format!("stream {i}, {members} members"));
+        }
+    }
+}
+
 /// Whether a pattern is of a node's name, op or weight.
 fn named(pattern: &str, node: &v1::CapturedNode) -> bool {
     let names = [&node.name, &node.op, &node.weight];
@@ -406,7 +507,14 @@ async fn hits(client: &Client, model: &str, nodes: &str) -> Vec<(String, u64, u3
 async fn who_looks_at_a_model_sees_what_one_process_computes() {
     const LOOKED_AT: [&str; 4] = ["llama2", "gemma3-cap", "qwen3_moe", "gguf/llama3-q8_0.gguf"];
     // What is divided by columns, heads and experts, what comes of it, and what is not divided.
-    const PATTERNS: [&str; 6] = ["mul_mat*", "rope", "layers.1.*", "swiglu", "add", "*o_proj*"];
+    const PATTERNS: [&str; 6] = [
+        "mul_mat*",
+        "rope",
+        "layers.1.*",
+        "swiglu",
+        "add",
+        "*o_proj*",
+    ];
     let mut alone = Vec::new();
     for (division, members) in [
         (COLUMNS, "1"),

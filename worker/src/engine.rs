@@ -447,15 +447,15 @@ impl Loop {
         let mut worked = false;
         // Of several models, none has a step on its way while another one computes.
         let busy = (self.models.values()).filter(|batch| !batch.is_empty() || batch.is_checking());
-        let alone = busy.count() <= 1;
-        if !alone {
+        let several = busy.count() > 1;
+        if several {
             self.models.values_mut().for_each(Batch::land);
         }
         // Models in fair turns, one step each.
         for (name, batch) in self.models.iter_mut().filter(|(_, b)| !b.is_empty()) {
             self.blackbox.doing(Doing::Stepping);
             self.blackbox.model(name);
-            worked |= batch.step(alone);
+            worked |= batch.step_beside(several);
         }
         for (name, batch) in self.models.iter_mut().filter(|(_, b)| b.is_checking()) {
             self.blackbox.doing(Doing::Checking);

@@ -44,13 +44,13 @@ fn followers_come_back_with_the_masks_that_they_would_have_computed_themselves()
     let mut masks = Masks::default();
     assert!(masks.back().is_none(), "nobody is away");
     for step in 0..6 {
-        for (key, follower) in here.iter().enumerate() {
+        for (key, follower) in (0..).zip(&here) {
             assert!(masks.lend(key, follower.clone(), 3).is_none());
         }
         let mut seen = vec![];
         while let Some((key, mut there)) = masks.back() {
             seen.push(key);
-            let (there, here) = (mask(&mut there), mask(&mut here[key]));
+            let (there, here) = (mask(&mut there), mask(&mut here[key as usize]));
             assert_eq!(there, here, "{key} at {step}");
         }
         assert_eq!(seen, [0, 1, 2]);

@@ -28,6 +28,8 @@ const TOKENS: usize = 16;
 /// Those that members draw, and of the prompt that they read.
 const MEMBERS_TOKENS: usize = 128;
 const MEMBERS_PROMPT: usize = 512;
+/// And streams beside each other.
+const MEMBERS_STREAMS: usize = 16;
 
 /// Bytes of memory that are a process's: of what several have mapped, its share (PSS).
 fn memory_share(pid: u32) -> Result<f64> {
@@ -72,19 +74,23 @@ pub async fn members(bench: &Bench, model: &Model) -> Result<()> {
         ("stages", "--pipeline-parallel"),
     ] {
         let several = Served::start(model, &[division, &count]).await?;
-        let (mut decode, mut prefill) = (Vec::new(), Vec::new());
+        let (mut decode, mut batch, mut prefill) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..bench.rounds() {
-            let (mut rates, mut seconds) = (Vec::new(), Vec::new());
+            let (mut rates, mut many, mut seconds) = (Vec::new(), Vec::new(), Vec::new());
             for served in [&one, &several] {
                 rates.push(served.together(1, options(MEMBERS_TOKENS)).await?);
+                let options = options(MEMBERS_TOKENS);
+                many.push(served.together(MEMBERS_STREAMS, options).await?);
                 let prompt = served.prompt(MEMBERS_PROMPT);
                 seconds.push(served.until_first(prompt).await?);
             }
             decode.push(rates[1] / rates[0]);
+            batch.push(many[1] / many[0]);
             prefill.push(seconds[0] / seconds[1]);
         }
         let unit = "of one process with threads";
         bench.figure(&format!("{name}_decode"), decode, unit, Goal::None);
+        bench.figure(&format!("{name}_batch"), batch, unit, Goal::None);
         bench.figure(&format!("{name}_prefill"), prefill, unit, Goal::None);
     }
     Ok(())

@@ -451,14 +451,19 @@ impl Batch {
     }
 
     /// Computes one step, or begins one and ends the one that began first. Returns whether there was something to compute.
-    /// Where `alone` is false, no step is left on its way: other models' would be behind it.
-    pub fn step(&mut self, alone: bool) -> bool {
+    pub fn step(&mut self) -> bool {
+        self.step_beside(false)
+    }
+
+    /// The same beside `others`, models that have something to compute as well: no step is left on its way, for theirs would
+    /// be behind it.
+    pub fn step_beside(&mut self, others: bool) -> bool {
         let now = Instant::now();
         self.leave_alone();
         self.sweep(now);
         let inside = self.len();
         // Who looks sees one step after the other.
-        let lanes = match alone && self.lookers.is_empty() {
+        let lanes = match !others && self.lookers.is_empty() {
             true => self.runner.lanes(),
             false => 1,
         };

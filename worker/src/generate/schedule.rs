@@ -138,8 +138,7 @@ impl Schedule {
         self.steps += 1;
         self.note(wants);
         let here = (0..wants.len()).filter(|&i| !wants[i].flies);
-        let (mut draw, read): (Vec<usize>, Vec<usize>) =
-            here.partition(|&i| wants[i].pending <= 1);
+        let (mut draw, read): (Vec<usize>, Vec<usize>) = here.partition(|&i| wants[i].pending <= 1);
         draw.retain(|&i| wants[i].pending == 1);
         // Who computed longest ago goes first, where there is not room for all.
         let served = &self.served;

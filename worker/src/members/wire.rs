@@ -278,7 +278,9 @@ pub(super) fn seen(model: u32, what: &Seen) -> Vec<u8> {
             rows: Range { start, end },
         } => {
             let mut put = Put::kind(12, model);
-            [*number, *start, *end].into_iter().for_each(|n| put.number(n));
+            [*number, *start, *end]
+                .into_iter()
+                .for_each(|n| put.number(n));
             put.0
         }
     }

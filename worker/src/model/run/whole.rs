@@ -1,7 +1,9 @@
 //! What of a model can be looked at, as one process would compute and name it, and which of the processes that compute it
 //! together has each part.
 
-use hotcell_graph::{Graph, GraphBuilder, GraphError, TensorSpec, Value, op::ValueSpec, shape::Dim};
+use hotcell_graph::{
+    Graph, GraphBuilder, GraphError, TensorSpec, Value, op::ValueSpec, shape::Dim,
+};
 use hotcell_kernels::communicator::Share;
 
 use super::{Parts, RunShape};
@@ -103,7 +105,9 @@ impl Whole {
 
     /// A point by its number, and where it is computed.
     pub fn point(&self, number: usize) -> Option<(&Point, Place)> {
-        self.points.get(number).zip(self.places.get(number).copied())
+        self.points
+            .get(number)
+            .zip(self.places.get(number).copied())
     }
 }
 
