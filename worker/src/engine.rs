@@ -28,12 +28,13 @@ use hotcell_kernels::{
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
-    v1::{CacheStatus, MemoryUse},
+    v1::CacheStatus,
 };
 use tokio::sync::{Semaphore, oneshot};
 
 mod about;
 mod caches;
+mod command;
 mod debug;
 mod load;
 mod owned;
@@ -42,16 +43,14 @@ mod tensors;
 use self::about::Plans;
 pub use self::about::{EngineConfig, Opened, Ready, names};
 pub use self::debug::{Inside, Look};
-use self::{debug::DebugWork, owned::Owned};
+use self::{
+    command::{Command, TensorWork},
+    owned::Owned,
+};
 use crate::{
     debug::observer::Observer,
     error::{of_device, of_run},
-    generate::{
-        batch::Batch,
-        check::{self, Hash},
-        ledger,
-        task::Task,
-    },
+    generate::{batch::Batch, check::Hash, task::Task},
     members::Members,
     model::run::{EACH, GIVES_WAY, Keeping, Sizes},
     session::plane::TensorPlane,
@@ -62,58 +61,6 @@ use crate::{
 const QUEUE: usize = limits::MAX_WORKER_REQUESTS * 4;
 /// Commands about tensors among them; further ones wait where their callers can leave.
 const TENSOR_COMMANDS: usize = limits::MAX_WORKER_REQUESTS;
-
-/// Something to do with the tensors.
-type TensorWork = Box<dyn FnOnce(&mut TensorPlane) + Send>;
-
-/// What the engine is asked to do.
-enum Command {
-    Load {
-        name: String,
-        /// And what it was opened from.
-        source: Box<(ModelSource, Vec<ModelFile>)>,
-        keeping: Keeping,
-        reply: oneshot::Sender<Result<Ready, Error>>,
-    },
-    Measure {
-        source: Box<ModelSource>,
-        reply: oneshot::Sender<Result<Sizes, Error>>,
-    },
-    UsePacked {
-        name: String,
-        weights: BTreeMap<String, Weight>,
-        reply: oneshot::Sender<Result<(), Error>>,
-    },
-    Unload {
-        name: String,
-        reply: oneshot::Sender<bool>,
-    },
-    Compute {
-        model: String,
-        task: Task,
-    },
-    Status {
-        reply: oneshot::Sender<(Vec<CacheStatus>, Vec<MemoryUse>)>,
-    },
-    Blocks {
-        model: String,
-        watcher: Arc<()>,
-        begins: bool,
-        reply: ledger::Reply,
-    },
-    Check {
-        model: String,
-        steps: u32,
-        reply: check::Reply,
-    },
-    Drain {
-        reply: oneshot::Sender<()>,
-    },
-    Tensors(TensorWork),
-    Debug(DebugWork),
-    /// Somebody made room or went away: look again.
-    Wake,
-}
 
 /// Talks to the engine thread. Clones share it; when the last is dropped the engine ends.
 #[derive(Clone, Debug)]
@@ -445,17 +392,25 @@ impl Loop {
             self.perform_tensor_work();
         }
         let mut worked = false;
-        // Of several models, none has a step on its way while another one computes.
-        let busy = (self.models.values()).filter(|batch| !batch.is_empty() || batch.is_checking());
-        let several = busy.count() > 1;
+        // Of several models, none has a step on its way while another one computes. Who is busy is asked once: whoever waits
+        // for a reader may be able to go on at any moment.
+        let busy = |batch: &Batch| batch.is_busy() || batch.is_checking();
+        let busy = self.models.iter().filter(|(_, batch)| busy(batch));
+        let busy: Vec<String> = busy.map(|(name, _)| name.clone()).collect();
+        let several = busy.len() > 1;
         if several {
             self.models.values_mut().for_each(Batch::land);
         }
         // Models in fair turns, one step each.
         for (name, batch) in self.models.iter_mut().filter(|(_, b)| !b.is_empty()) {
-            self.blackbox.doing(Doing::Stepping);
-            self.blackbox.model(name);
-            worked |= batch.step_beside(several);
+            worked |= match busy.contains(name) {
+                true => {
+                    self.blackbox.doing(Doing::Stepping);
+                    self.blackbox.model(name);
+                    batch.step_beside(several)
+                }
+                false => batch.tidy(),
+            };
         }
         for (name, batch) in self.models.iter_mut().filter(|(_, b)| b.is_checking()) {
             self.blackbox.doing(Doing::Checking);
@@ -497,6 +452,10 @@ impl Loop {
         // Tensor work that waits in line still counts: what computes makes way for it.
         if !matches!(command, Command::Tensors(_)) {
             self.queued.fetch_sub(1, Ordering::AcqRel);
+        }
+        if command.takes_its_time() {
+            // A step on its way would seem to.
+            self.models.values_mut().for_each(Batch::land);
         }
         match command {
             Command::Load {

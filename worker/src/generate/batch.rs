@@ -102,6 +102,8 @@ struct Part {
 struct Flight {
     parts: Vec<Part>,
     load: Load,
+    /// What the row of a guess costs of a token in it.
+    guess_cost: f32,
     /// Whether somebody looks at it.
     looked: bool,
     /// When its rows were chosen, and when computing them began.
@@ -122,7 +124,7 @@ pub struct Batch {
     masks: Masks,
     /// When a request last came while another one's prompt was read.
     company: Option<Instant>,
-    /// What the row of a guess costs of a token in the step that is made.
+    /// What the row of a guess costs of a token in the step that is made, or that ends.
     guess_cost: f32,
     tally: Tally,
     arrivals: u64,
@@ -133,6 +135,10 @@ pub struct Batch {
     flights: VecDeque<Flight>,
     /// When the last one ended.
     ended: Option<Instant>,
+    /// Rows of the one that began last.
+    before: usize,
+    /// Whose grammars are away.
+    lent: Vec<u64>,
     /// Tokens drawn in the step that ends.
     drawn: usize,
     logits: Vec<f32>,
@@ -170,6 +176,8 @@ impl Batch {
             pick_rows: Vec::with_capacity(shape.max_sequences),
             flights: VecDeque::new(),
             ended: None,
+            before: 0,
+            lent: Vec::new(),
             drawn: 0,
             logits: vec![0.0; runner.vocab()],
             state: vec![0.0; runner.hidden()],
@@ -348,6 +356,10 @@ impl Batch {
     pub fn fail_all(&mut self, error: &Error) {
         self.flights.clear();
         self.runner.forget_steps();
+        // What a step that failed has begun.
+        self.runner.use_tap(false);
+        drop(self.runner.followed());
+        while self.return_grammar() {}
         for at in (0..self.running.len()).rev() {
             let member = self.remove(at);
             self.end(member).fail(error.clone());
@@ -390,8 +402,8 @@ impl Batch {
         member.task
     }
 
-    /// Takes out what nobody waits for any more: abandoned streams and passed deadlines. Those with rows on their way come
-    /// next time.
+    /// Takes out what nobody waits for any more: abandoned streams and passed deadlines. Those with rows on their way are next
+    /// when their step has ended.
     fn sweep(&mut self, now: Instant) {
         let over = |t: &Task| t.is_abandoned() || t.deadline().is_some_and(|d| d <= now);
         let late = |task: Task| {
@@ -458,16 +470,14 @@ impl Batch {
     /// The same beside `others`, models that have something to compute as well: no step is left on its way, for theirs would
     /// be behind it.
     pub fn step_beside(&mut self, others: bool) -> bool {
-        let now = Instant::now();
         self.leave_alone();
-        self.sweep(now);
         let inside = self.len();
         // Who looks sees one step after the other.
         let lanes = match !others && self.lookers.is_empty() {
             true => self.runner.lanes(),
             false => 1,
         };
-        let computed = self.advance(now, lanes);
+        let computed = self.advance(Instant::now(), lanes);
         let worked = match computed {
             // One that failed has made room for others.
             Ok(worked) => worked || self.len() < inside,
@@ -483,6 +493,22 @@ impl Batch {
     fn failed(&mut self, error: &DeviceError) {
         tracing::error!(%error, "a step failed; its requests end");
         self.fail_all(&of_device(error));
+    }
+
+    /// Takes leave of whoever left where nothing can be computed. Returns whether somebody did.
+    pub fn tidy(&mut self) -> bool {
+        let inside = self.len();
+        self.leave_alone();
+        self.sweep(Instant::now());
+        self.len() < inside
+    }
+
+    /// Whether a step would compute something now, or one is on its way.
+    pub fn is_busy(&self) -> bool {
+        let able = |r: &Running| r.pending() > 0 && r.member.task.has_room();
+        !self.flights.is_empty()
+            || self.running.iter().any(able)
+            || self.waiting.iter().any(|member| member.task.has_room())
     }
 
     /// Ends all steps that have begun.

@@ -2,7 +2,7 @@
 //!
 //! What is decided here changes when a token comes, never which: nothing that a row computes depends on the others.
 //!
-//! Sequences that draw compute a row in each step. What is left of the step is for prompts, in pieces of
+//! Sequences that draw compute a row in each step, or, where several steps are on their way, in one of them. What is left of the step is for prompts, in pieces of
 //! [`PIECE`] rows, each for the tenant and priority that got the least so far ([`Shares`]); among requests of one
 //! class for the one that has the least left, and one in [`TURNS`] for the oldest one, so that a short prompt need not
 //! wait for a long one, nor a long one for ever. A piece that would keep a prompt from ending with the step may come later.
@@ -38,7 +38,7 @@ pub struct Want<'a> {
 pub struct Budget {
     /// Rows in all.
     pub rows: usize,
-    /// Rows of prompts in a step in which others draw.
+    /// Rows of prompts in a step in which others draw, or while others do.
     pub beside: usize,
     /// Rows of sequences that draw.
     pub draws: usize,
@@ -151,7 +151,8 @@ impl Schedule {
         };
         draw.truncate((budget.rows - for_prompts.min(budget.rows)).min(budget.draws));
         let left = budget.rows - draw.len();
-        let left = match draw.is_empty() {
+        let on_their_way = wants.iter().any(|want| want.flies && want.pending == 1);
+        let left = match draw.is_empty() && !on_their_way {
             true => left,
             false => left.min(budget.beside.max(1)),
         };

@@ -121,10 +121,10 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                     tracing::warn!(%error, "packed weights are not used");
                 }
             }
-            Told::Tap { model, wanted } => {
+            Told::Prepare { model, wanted } => {
                 let part = parts.get_mut(&model);
                 let part = part.ok_or_else(|| io::Error::other(unknown(model)))?;
-                let tapped = match part.runner.tap(device, &wanted) {
+                let tapped = match part.runner.prepare_tap(device, &wanted) {
                     Ok(()) => Loaded::Done(Left::default()),
                     Err(error) => {
                         let error = of_device(&error);
@@ -318,12 +318,13 @@ fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError
             };
             (model, order)
         }
+        Told::Tap { model, take } => (model, Order::Tap { take: *take }),
         Told::States { model, rows } => (model, Order::States { rows }),
         Told::Doors { .. }
         | Told::Met
         | Told::Load { .. }
         | Told::Packed { .. }
-        | Told::Tap { .. }
+        | Told::Prepare { .. }
         | Told::Seen { .. }
         | Told::Unload { .. } => {
             return Ok(());

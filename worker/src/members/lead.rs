@@ -293,8 +293,8 @@ impl Others for Led {
         }
     }
 
-    fn tap(&self, wanted: &Wanted) -> Result<(), DeviceError> {
-        self.members.tell_all(&wire::tap(self.model, wanted));
+    fn prepare_tap(&self, wanted: &Wanted) -> Result<(), DeviceError> {
+        self.members.tell_all(&wire::prepare(self.model, wanted));
         let mut failed = None;
         // All of them answer.
         for (rank, to) in (1..).zip(&self.members.links) {

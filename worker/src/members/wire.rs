@@ -72,9 +72,13 @@ pub(super) enum Told {
         rows: Vec<usize>,
     },
     /// It is to be ready to hand this out, and to say whether it is.
-    Tap {
+    Prepare {
         model: u32,
         wanted: Wanted,
+    },
+    Tap {
+        model: u32,
+        take: bool,
     },
     /// What it saw of the last step is asked for.
     Seen {
@@ -258,7 +262,7 @@ pub(super) fn packed(model: u32, copies: usize, weights: &[(&str, usize)]) -> Ve
 }
 
 /// Has a member be ready to hand out what is wanted of a model.
-pub(super) fn tap(model: u32, wanted: &Wanted) -> Vec<u8> {
+pub(super) fn prepare(model: u32, wanted: &Wanted) -> Vec<u8> {
     let mut put = Put::kind(10, model);
     put.numbers(wanted.whole.iter().copied());
     put.numbers(wanted.sizes.iter().copied());
@@ -336,6 +340,11 @@ pub(super) fn order(model: u32, order: &Order<'_>) -> Vec<u8> {
             }
             put.numbers(picks.iter().copied());
             put.number(usize::from(looked));
+            put.0
+        }
+        Order::Tap { take } => {
+            let mut put = Put::kind(13, model);
+            put.number(usize::from(take));
             put.0
         }
         Order::States { rows } => {
@@ -438,13 +447,17 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             let whole = take.many(Take::number)?.into_iter().collect();
             let sizes = take.many(Take::number)?.into_iter().collect();
             let wanted = Wanted { whole, sizes };
-            Told::Tap { model, wanted }
+            Told::Prepare { model, wanted }
         }
         11 => {
             let rows = take.number()?;
             let what = Seen::Sizes { rows };
             Told::Seen { model, what }
         }
+        13 => Told::Tap {
+            model,
+            take: take.flag()?,
+        },
         12 => {
             let number = take.number()?;
             let rows = take.number()?..take.number()?;
@@ -664,10 +677,17 @@ mod tests {
                 },
             ),
             (
-                tap(5, &wanted),
-                Told::Tap {
+                prepare(5, &wanted),
+                Told::Prepare {
                     model: 5,
                     wanted: wanted.clone(),
+                },
+            ),
+            (
+                order(5, &Order::Tap { take: true }),
+                Told::Tap {
+                    model: 5,
+                    take: true,
                 },
             ),
             (

@@ -159,6 +159,8 @@ pub struct Runner {
     whole: Whole,
     /// Computes the body in steps that somebody looks at.
     tap: Option<Tap>,
+    /// Another one, until it is said whether all have it.
+    next_tap: Option<Tap>,
     tapping: bool,
     /// Where it says which of its plans is executed.
     tells: Option<Writer>,
@@ -336,6 +338,7 @@ impl Runner {
             head_graph,
             whole,
             tap: None,
+            next_tap: None,
             tapping: false,
             tells: None,
             follower: None,
@@ -479,9 +482,8 @@ impl Runner {
     /// # Errors
     /// As for [`Runner::step`].
     pub fn begin(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
-        self.begun.push_back(picks.to_vec());
         match &self.stage {
-            Some(_) => self.begin_in_stages(rows),
+            Some(_) => self.begin_in_stages(rows)?,
             None => {
                 let looked = self.tapping;
                 let order = Order::Step {
@@ -489,9 +491,11 @@ impl Runner {
                     picks,
                     looked,
                 };
-                self.together(&order, |own| own.body_here(rows))
+                self.together(&order, |own| own.body_here(rows))?;
             }
         }
+        self.begun.push_back(picks.to_vec());
+        Ok(())
     }
 
     /// Ends the step that began first, whose logits are there then.
@@ -499,10 +503,15 @@ impl Runner {
     /// # Errors
     /// As for [`Runner::step`].
     pub fn finish(&mut self) -> Result<(), DeviceError> {
-        let picks = self.begun.pop_front().unwrap_or_default();
+        let picks = self.begun.pop_front();
+        let picks = picks.ok_or_else(|| DeviceError::Binding("no step has begun".to_owned()))?;
         self.end_in_stages()?;
         let done = self.head_here(&picks);
-        self.done(done)
+        match &self.stage {
+            // Nobody else is at it.
+            Some(_) => done,
+            None => self.done(done),
+        }
     }
 
     /// This process's part of the body.

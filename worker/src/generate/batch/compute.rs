@@ -54,6 +54,7 @@ impl Batch {
     pub(super) fn advance(&mut self, now: Instant, lanes: usize) -> Result<bool, DeviceError> {
         let more = lanes.saturating_sub(1);
         let mut worked = self.end_steps(more)?;
+        self.sweep(now);
         self.admit(now)?;
         self.grow()?;
         self.gather(lanes)?;
@@ -85,7 +86,6 @@ impl Batch {
 
     /// Fills `rows`, `parts` and `pick_rows`.
     fn gather(&mut self, lanes: usize) -> Result<(), DeviceError> {
-        let before = self.rows.len();
         self.rows.clear();
         self.parts.clear();
         self.pick_rows.clear();
@@ -100,6 +100,9 @@ impl Batch {
                 && (self.lookers.is_empty() || self.has_reader(running.member.id))
         };
         let able: Vec<usize> = (0..self.running.len()).filter(able).collect();
+        if able.iter().all(|&at| self.running[at].flies) {
+            return Ok(());
+        }
         let wants: Vec<Want<'_>> = (able.iter())
             .map(|&at| Want {
                 id: self.running[at].member.id,
@@ -110,32 +113,36 @@ impl Batch {
             })
             .collect();
         // Who draws, and how far the prompt is of which most was read.
-        let (mut draws, mut deepest) = (Load::default(), 0);
-        let mut flying = 0;
+        let (mut draws, mut flying, mut deepest) = (Load::default(), Load::default(), 0);
         for &at in &able {
             let Running {
                 computed, flies, ..
             } = self.running[at];
             match self.running[at].pending() {
-                1 if flies => flying += 1,
-                _ if flies => {}
                 1 => {
-                    draws.rows += 1;
-                    draws.attended += computed;
+                    let load = if flies { &mut flying } else { &mut draws };
+                    load.rows += 1;
+                    load.attended += computed;
                 }
                 _ => deepest = deepest.max(computed),
             }
         }
-        let beside = self.pace.rows_beside(draws, deepest, PATIENCE);
+        // Those on their way wait for this step as well.
+        let waiting = Load {
+            rows: draws.rows + flying.rows,
+            attended: draws.attended + flying.attended,
+        };
+        let beside = self.pace.rows_beside(waiting, deepest, PATIENCE);
         let most = self.runner.most_rows();
         // Large steps read a prompt fastest, and are for those who are alone.
         let rows = match self.expects_company(Instant::now()) {
             true => {
                 let short = self.pace.step(SHORT);
                 let patience = short.map_or(PATIENCE, |short| short.mul_f64(COMPANY).min(PATIENCE));
-                let rows = self.pace.rows_beside(draws, deepest, patience);
+                let rows = self.pace.rows_beside(waiting, deepest, patience);
                 // An estimate may be wrong, but not by so much at once.
-                let rows = rows.map(|rows| rows.min(2 * before.max(LEAST)).max(LEAST));
+                let most = 2 * self.before.max(LEAST);
+                let rows = rows.map(|rows| rows.min(most).max(LEAST));
                 rows.map_or(most, |rows| rows.saturating_add(draws.rows))
             }
             false => most,
@@ -144,7 +151,7 @@ impl Batch {
         let budget = Budget {
             rows: rows.min(most),
             beside: beside.unwrap_or(most).max(LEAST),
-            draws: (draws.rows + flying).div_ceil(lanes),
+            draws: waiting.rows.div_ceil(lanes),
         };
         let grants = self.schedule.grant(&wants, budget);
         let mut free = most - grants.iter().map(|g| g.1).sum::<usize>();
@@ -258,9 +265,8 @@ impl Batch {
         let looked = !self.lookers.is_empty() && self.begin_looking();
         let begun = Instant::now();
         self.lend_grammars();
-        if self.observer.follows() {
-            self.runner.follow(self.blackbox.trail().1);
-        }
+        self.follow();
+        self.before = self.rows.len();
         for part in &self.parts {
             self.running[part.at].flies = true;
         }
@@ -270,6 +276,7 @@ impl Batch {
                 rows: self.rows.len(),
                 attended: self.rows.iter().map(|row| row.position + 1).sum(),
             },
+            guess_cost: self.guess_cost,
             looked,
             made,
             begun,
@@ -277,16 +284,24 @@ impl Batch {
         self.runner.begin(&self.rows, &self.pick_rows)
     }
 
+    /// Has what the next plans do noted, if somebody wants to know.
+    fn follow(&mut self) {
+        if self.observer.follows() {
+            self.runner.follow(self.blackbox.trail().1);
+        }
+    }
+
     /// Waits for what was begun, and takes what comes out.
     fn end_step(&mut self, flight: Flight) -> Result<(), DeviceError> {
         let Flight {
             parts,
             load,
+            guess_cost,
             looked,
             made,
             begun,
         } = flight;
-        self.parts = parts;
+        (self.parts, self.guess_cost) = (parts, guess_cost);
         // Places may have moved: some have left since. These could not.
         let running = self.running.iter().enumerate();
         let places: HashMap<u64, usize> = running.map(|(at, r)| (r.member.id, at)).collect();
@@ -298,11 +313,13 @@ impl Batch {
             None => false,
         });
         self.want_drawn();
+        self.follow();
         let ended = self.runner.finish();
         self.return_grammars();
         self.runner.use_tap(false);
         // Of one that waited for the step before it, what it took beyond that.
-        let since = self.ended.map_or(begun, |before| before.max(begun));
+        let beyond = |then: Instant| self.ended.map_or(then, |before| before.max(then));
+        let (made, since) = (beyond(made), beyond(begun));
         let time = since.elapsed();
         self.ended = Some(Instant::now());
         let note = StepNote {
@@ -408,22 +425,35 @@ impl Batch {
         for part in self.parts.iter().filter(|part| part.pick.is_some()) {
             if let Task::Generate(sequence) = &mut self.running[part.at].member.task
                 && let Some(grammar) = sequence.lend_grammar()
-                && let Some(grammar) = self.masks.lend(part.id, grammar, most)
             {
-                sequence.return_grammar(grammar);
+                match self.masks.lend(part.id, grammar, most) {
+                    Some(grammar) => sequence.return_grammar(grammar),
+                    None => self.lent.push(part.id),
+                }
             }
         }
     }
 
+    /// Waits for the grammars of the step that ends.
     fn return_grammars(&mut self) {
-        while let Some((id, grammar)) = self.masks.back() {
-            let mut running = self.running.iter_mut();
-            if let Some(running) = running.find(|running| running.member.id == id)
-                && let Task::Generate(sequence) = &mut running.member.task
-            {
-                sequence.return_grammar(grammar);
-            }
+        let is_away = |own: &Self| own.parts.iter().any(|part| own.lent.contains(&part.id));
+        while is_away(self) && self.return_grammar() {}
+    }
+
+    /// Waits for a grammar that is away. False: none is.
+    pub(super) fn return_grammar(&mut self) -> bool {
+        let Some((id, grammar)) = self.masks.back() else {
+            self.lent.clear();
+            return false;
+        };
+        self.lent.retain(|away| *away != id);
+        let mut running = self.running.iter_mut();
+        if let Some(running) = running.find(|running| running.member.id == id)
+            && let Task::Generate(sequence) = &mut running.member.task
+        {
+            sequence.return_grammar(grammar);
         }
+        true
     }
 
     /// Draws a token, and one more for each guess that was right. Says how the sequence ended, if it did.

@@ -46,6 +46,11 @@ pub enum Order<'a> {
         /// Whether it hands out what somebody wants to look at.
         looked: bool,
     },
+    /// Whether what was prepared to be looked at is handed out from now on ([`Others::prepare_tap`]).
+    Tap {
+        /// Else it is forgotten.
+        take: bool,
+    },
     /// [`Runner::finish_states`].
     States {
         /// Of which rows.
@@ -78,11 +83,11 @@ pub trait Others {
     /// Has them compute from their parts of these packed weights from now on: [`Runner::use_packed`].
     fn use_packed(&self, weights: &BTreeMap<String, Weight>);
 
-    /// Has them hand out this, and no more, in the steps of which it is said ([`Runner::tap`]).
+    /// Has them be ready to hand out this ([`Runner::prepare_tap`]), until [`Order::Tap`] says whether they do.
     ///
     /// # Errors
     /// What keeps one of them from it; others may be ready for it.
-    fn tap(&self, wanted: &Wanted) -> Result<(), DeviceError>;
+    fn prepare_tap(&self, wanted: &Wanted) -> Result<(), DeviceError>;
 
     /// What the member of this rank saw in the last step.
     ///
@@ -116,6 +121,10 @@ impl Runner {
             } => {
                 self.use_tap(looked);
                 self.step(rows, picks)
+            }
+            Order::Tap { take } => {
+                self.take_tap(take);
+                Ok(())
             }
             Order::States { rows } => self.finish_states(rows),
         }

@@ -12,14 +12,18 @@ use std::{
     ops::Range,
 };
 
-use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, TensorSpec, Value, op::ValueSpec};
+use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, TensorSpec, op::ValueSpec};
 use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
     plan::{Plan, PlanHints, Slot},
 };
 use hotcell_proto::limits;
 
-use super::{Runner, others::Seen, whole::gathered};
+use super::{
+    Order, Runner,
+    others::Seen,
+    whole::{Place, gathered},
+};
 use crate::model::points::{Point, Step, steps};
 
 /// Rows of a step that there must be room for.
@@ -87,8 +91,8 @@ pub(super) struct Tap {
     elsewhere: HashMap<usize, Vec<RowSize>>,
 }
 
-/// A point that is wanted, by its number.
-type Chosen<'a> = (usize, &'a Point, Value);
+/// A point that is wanted, by its number, and where it is.
+type Chosen<'a> = (usize, &'a Point, Place);
 
 /// The outputs that a graph gets beside its own: the whole values, and then two numbers per row for each of the sizes.
 fn with_outputs(
@@ -116,11 +120,11 @@ fn with_outputs(
         builder.apply(node.op, node.inputs.clone(), node.attributes.clone())?;
     }
     let mut outputs = graph.outputs().to_vec();
-    for &(_, point, value) in whole {
-        outputs.push(gathered(&mut builder, value, &point.spec)?);
+    for &(_, point, place) in whole {
+        outputs.push(gathered(&mut builder, place, &point.spec)?);
     }
-    for &(_, point, value) in sizes {
-        let value = gathered(&mut builder, value, &point.spec)?;
+    for &(_, point, place) in sizes {
+        let value = gathered(&mut builder, place, &point.spec)?;
         let ValueSpec::Tensor(spec) = builder.spec(value)? else {
             continue;
         };
@@ -161,11 +165,11 @@ impl Runner {
         self.shape.parts.stage().rank
     }
 
-    /// Those that are computed by some process with layers.
+    /// Those that one of the processes with the layers computes.
     fn chosen(&self, numbers: &BTreeSet<usize>, stage: usize) -> Vec<Chosen<'_>> {
         let all = numbers.iter().filter_map(|&number| {
             let (point, place) = self.whole.point(number)?;
-            (place.stage == stage).then_some((number, point, place.value))
+            (place.stage == stage).then_some((number, point, place))
         });
         all.collect()
     }
@@ -193,18 +197,35 @@ impl Runner {
             self.untap();
             return Ok(());
         }
-        let tap = self.tap_here(device, wanted)?;
-        if let Some(others) = &self.others
-            && let Err(error) = others.tap(wanted)
-        {
-            let before = self.tap.as_ref().map(|tap| &tap.wanted);
-            let before = before.cloned().unwrap_or_default();
-            // Some have what is wanted now, and no two steps may differ.
-            self.done(others.tap(&before))?;
-            return Err(error);
-        }
-        self.tap = Some(tap);
+        self.prepare_tap(device, wanted)?;
+        let ready = match &self.others {
+            Some(others) => others.prepare_tap(wanted),
+            None => Ok(()),
+        };
+        let take = ready.is_ok();
+        self.together(&Order::Tap { take }, |own| {
+            own.take_tap(take);
+            Ok(())
+        })?;
+        ready
+    }
+
+    /// Makes this process's part of what is to be handed out, beside what is there.
+    ///
+    /// # Errors
+    /// As for [`Runner::tap`].
+    pub fn prepare_tap(&mut self, device: &dyn Device, wanted: &Wanted) -> Result<(), DeviceError> {
+        self.next_tap = None;
+        self.next_tap = Some(self.tap_here(device, wanted)?);
         Ok(())
+    }
+
+    /// Whether what was prepared is handed out from now on, and no more; nothing, if nothing was.
+    pub(super) fn take_tap(&mut self, take: bool) {
+        let next = self.next_tap.take();
+        if take {
+            self.tap = next;
+        }
     }
 
     /// This process's part of it.
@@ -292,8 +313,7 @@ impl Runner {
         if self.tap.take().is_some()
             && let Some(others) = &self.others
         {
-            // One that cannot even forget ends all of them.
-            let _ = self.done(others.tap(&Wanted::default()));
+            others.order(&Order::Tap { take: true });
         }
     }
 

@@ -16,6 +16,9 @@ use crate::model::{
 /// The op by which processes give each other their parts, which one process has no need of.
 const GATHER: &str = "all_gather";
 
+/// The op that takes apart what was computed at once. Members have their part of each of the things.
+const SPLIT: &str = "split";
+
 /// Where a node is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
@@ -23,6 +26,8 @@ pub(super) struct Place {
     pub stage: usize,
     /// What it is in the graph of that one's body.
     pub value: Value,
+    /// How many things side by side it is, of each of which one member has a part: the halves of what is split later.
+    pub halves: usize,
 }
 
 /// A model as one process would compute it.
@@ -86,11 +91,19 @@ impl Whole {
             }));
         }
         let points = points(&graph);
+        let halves = |value: Value| {
+            let mut splits = graph.nodes().iter().filter(|node| node.op.name == SPLIT);
+            let split = splits.find(|node| node.inputs.first() == Some(&value));
+            split.map_or(1, |node| node.outputs.len())
+        };
         let place = |point: &Point| match point.value {
             Value::Node { node, output } => {
                 let &(stage, node, _) = nodes.get(node as usize)?;
-                let value = Value::Node { node, output };
-                Some(Place { stage, value })
+                Some(Place {
+                    stage,
+                    value: Value::Node { node, output },
+                    halves: halves(point.value),
+                })
             }
             _ => None,
         };
@@ -114,9 +127,10 @@ impl Whole {
 /// All of a value of which a graph may have a part: the columns, heads, or experts' columns that are one member's.
 pub(super) fn gathered(
     builder: &mut GraphBuilder,
-    value: Value,
+    place: Place,
     whole: &TensorSpec,
 ) -> Result<Value, GraphError> {
+    let Place { value, halves, .. } = place;
     let ValueSpec::Tensor(part) = builder.spec(value)? else {
         return Ok(value);
     };
@@ -130,7 +144,7 @@ pub(super) fn gathered(
     // What a member has of this axis is one stretch of it and all that is within, and they come in the members' order.
     let mut flat = here;
     flat.truncate(axis);
-    flat.push(Dim::Fixed(part));
+    flat.extend([halves, part / halves.max(1)].map(Dim::Fixed));
     let flat = hotcell_graph::Shape::new(flat)?;
     let flat = builder.reshape(value, flat)?;
     let members = whole_size.checked_div(part).unwrap_or(0);
