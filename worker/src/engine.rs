@@ -395,15 +395,17 @@ impl Loop {
         // Of several models, none has a step on its way while another one computes. Who is busy is asked once: whoever waits
         // for a reader may be able to go on at any moment.
         let busy = |batch: &Batch| batch.is_busy() || batch.is_checking();
-        let busy = self.models.iter().filter(|(_, batch)| busy(batch));
-        let busy: Vec<String> = busy.map(|(name, _)| name.clone()).collect();
-        let several = busy.len() > 1;
+        let busy: Vec<bool> = self.models.values().map(busy).collect();
+        let several = busy.iter().filter(|busy| **busy).count() > 1;
         if several {
             self.models.values_mut().for_each(Batch::land);
         }
         // Models in fair turns, one step each.
-        for (name, batch) in self.models.iter_mut().filter(|(_, b)| !b.is_empty()) {
-            worked |= match busy.contains(name) {
+        for ((name, batch), busy) in self.models.iter_mut().zip(busy) {
+            if batch.is_empty() {
+                continue;
+            }
+            worked |= match busy {
                 true => {
                     self.blackbox.doing(Doing::Stepping);
                     self.blackbox.model(name);

@@ -1,9 +1,6 @@
 //! A step: its rows, what the model makes of them, and what is drawn.
 
-use std::{
-    collections::HashMap,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::error::Error;
@@ -303,14 +300,16 @@ impl Batch {
         } = flight;
         (self.parts, self.guess_cost) = (parts, guess_cost);
         // Places may have moved: some have left since. These could not.
-        let running = self.running.iter().enumerate();
-        let places: HashMap<u64, usize> = running.map(|(at, r)| (r.member.id, at)).collect();
-        (self.parts).retain_mut(|part| match places.get(&part.id) {
-            Some(&at) => {
-                part.at = at;
-                true
-            }
-            None => false,
+        let running = &self.running;
+        let is_of = |r: &Running, part: &Part| r.member.id == part.id;
+        (self.parts).retain_mut(|part| {
+            let stays = running.get(part.at).is_some_and(|r| is_of(r, part));
+            let place = match stays {
+                true => Some(part.at),
+                false => running.iter().position(|r| is_of(r, part)),
+            };
+            part.at = place.unwrap_or(part.at);
+            place.is_some()
         });
         self.want_drawn();
         self.follow();
