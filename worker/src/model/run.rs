@@ -8,13 +8,11 @@ mod packed;
 mod placed;
 mod shape;
 mod stages;
+mod step;
 mod tap;
 mod whole;
 
-use std::{
-    collections::{BTreeSet, VecDeque},
-    sync::atomic::Ordering,
-};
+use std::collections::{BTreeSet, VecDeque};
 
 use hotcell_graph::Graph;
 use hotcell_ipc::blackbox::Writer;
@@ -464,119 +462,6 @@ impl Runner {
     /// Says in a black box which of its plans is executed. A device that only takes work in may still be at the one before.
     pub fn tell(&mut self, to: Writer) {
         self.tells = Some(to);
-    }
-
-    /// Computes `rows` and the logits of those that `picks` names. No other step has begun and not ended.
-    ///
-    /// # Errors
-    /// When there are too many of them, or an index is out of range.
-    pub fn step(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
-        match &self.stage {
-            Some(stage) if !stage.leads() => self.stage_here(rows),
-            _ => self.begin(rows, picks).and_then(|()| self.finish()),
-        }
-    }
-
-    /// Begins such a step. As many as there are [lanes](Runner::lanes) may have begun, of sequences of their own.
-    ///
-    /// # Errors
-    /// As for [`Runner::step`].
-    pub fn begin(&mut self, rows: &[Row], picks: &[usize]) -> Result<(), DeviceError> {
-        match &self.stage {
-            Some(_) => self.begin_in_stages(rows)?,
-            None => {
-                let looked = self.tapping;
-                let order = Order::Step {
-                    rows,
-                    picks,
-                    looked,
-                };
-                self.together(&order, |own| own.body_here(rows))?;
-            }
-        }
-        self.begun.push_back(picks.to_vec());
-        Ok(())
-    }
-
-    /// Ends the step that began first, whose logits are there then.
-    ///
-    /// # Errors
-    /// As for [`Runner::step`].
-    pub fn finish(&mut self) -> Result<(), DeviceError> {
-        let picks = self.begun.pop_front();
-        let picks = picks.ok_or_else(|| DeviceError::Binding("no step has begun".to_owned()))?;
-        self.end_in_stages()?;
-        let done = self.head_here(&picks);
-        match &self.stage {
-            // Nobody else is at it.
-            Some(_) => done,
-            None => self.done(done),
-        }
-    }
-
-    /// This process's part of the body.
-    fn body_here(&mut self, rows: &[Row]) -> Result<(), DeviceError> {
-        let RowBuffers {
-            tokens,
-            positions,
-            sequences,
-            kinds,
-            ..
-        } = &self.rows;
-        let scratch = &mut self.scratch;
-        Self::fill(scratch, tokens, rows.iter().map(|r| r.token as usize))?;
-        Self::fill(scratch, positions, rows.iter().map(|r| r.position))?;
-        Self::fill(scratch, sequences, rows.iter().map(|r| r.sequence))?;
-        for (kind, of) in kinds.iter().enumerate() {
-            Self::fill(scratch, &of.slots, rows.iter().map(|r| r.slots[kind]))?;
-        }
-        match &self.tap {
-            Some(_) if self.tapping => self.execute(PlanPart::Looked, rows.len()),
-            _ => self.execute(PlanPart::Body, rows.len()),
-        }
-    }
-
-    /// The logits of these rows, what is drawn of them, and the end of the step.
-    fn head_here(&mut self, picks: &[usize]) -> Result<(), DeviceError> {
-        if !picks.is_empty() {
-            let rows = picks.iter().copied();
-            Self::fill(&mut self.scratch, &self.rows.picks, rows)?;
-            self.execute(PlanPart::Logits, picks.len())?;
-        }
-        let draws_any = match &mut self.draws {
-            Some(draws) => draws.prepare(picks.len())?,
-            None => false,
-        };
-        if draws_any {
-            self.execute(PlanPart::Draws, picks.len())?;
-        }
-        self.stream.synchronize()?;
-        match &mut self.draws {
-            Some(draws) if draws_any => draws.finish(),
-            _ => Ok(()),
-        }
-    }
-
-    /// Executes one of the plans of a step.
-    fn execute(&mut self, part: PlanPart, rows: usize) -> Result<(), DeviceError> {
-        let plan = match (part, &mut self.tap) {
-            (PlanPart::Looked, Some(tap)) => &mut tap.plan,
-            (PlanPart::Logits, _) => &mut self.head,
-            (PlanPart::Draws, _) => match &mut self.draws {
-                Some(draws) => &mut draws.plan,
-                None => return Ok(()),
-            },
-            _ => &mut self.body,
-        };
-        let plan = plan.as_mut();
-        tell(self.tells, part);
-        match &self.follower {
-            Some(follower) => follower.execute(plan, rows),
-            None if GIVES_WAY.load(Ordering::Relaxed) => {
-                plan.execute_from(rows, 0, &give_way).map(|_| ())
-            }
-            None => self.stream.execute(plan, rows),
-        }
     }
 
     /// The logits of the `i`-th pick of the last step.
