@@ -454,16 +454,16 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             let what = Seen::Sizes { rows };
             Told::Seen { model, what }
         }
-        13 => Told::Tap {
-            model,
-            take: take.flag()?,
-        },
         12 => {
             let number = take.number()?;
             let rows = take.number()?..take.number()?;
             let what = Seen::Rows { number, rows };
             Told::Seen { model, what }
         }
+        13 => Told::Tap {
+            model,
+            take: take.flag()?,
+        },
         _ => return None,
     };
     take.0.is_empty().then_some(told)
