@@ -34,6 +34,20 @@ fn read(bytes: &[u8]) -> u64 {
     sums.into_iter().fold(0, u64::wrapping_add)
 }
 
+/// Numbers about one of a plain dtype.
+fn plain(dtype: DType, bytes: usize) -> Vec<u8> {
+    let one: &[u8] = match dtype {
+        DType::F32 => &[0, 0, 0x80, 0x3f],
+        DType::F16 => &[0, 0x3c],
+        _ => &[0x80, 0x3f],
+    };
+    let mut numbers = one.repeat(bytes / one.len());
+    for (i, number) in numbers.chunks_exact_mut(one.len()).enumerate() {
+        number[0] ^= (i * 37 % 64) as u8;
+    }
+    numbers
+}
+
 fn main() {
     let (numbers, wanted): (Vec<String>, Vec<String>) = std::env::args()
         .skip(1)
@@ -51,7 +65,7 @@ fn main() {
         black_box(read(black_box(&bytes)));
     });
     println!("plain read: {:.1} GB/s", size as f64 / seconds / 1e9);
-    let x: Vec<f32> = (0..64 * k).map(|i| (i % 37) as f32 / 18.0 - 1.0).collect();
+    let x: Vec<f32> = (0..480 * k).map(|i| (i % 37) as f32 / 18.0 - 1.0).collect();
     for path in CpuPath::available() {
         for dtype in DType::ALL.iter().copied().filter(|&d| is_weight_dtype(d)) {
             let label = format!("{path} {dtype}");
@@ -65,9 +79,11 @@ fn main() {
                 continue;
             };
             let scratch = scratch_bytes(dtype, k);
-            let mut prepared = vec![0; 64 * scratch];
-            let mut packed = vec![0; size / row * row];
-            pack::pack(dtype, k, &bytes[..packed.len()], &mut packed);
+            let mut prepared = vec![0; 480 * scratch];
+            // At a line's beginning, as a plan has weights.
+            let mut room = vec![0; size / row * row + 64];
+            let lead = room.as_ptr().align_offset(64).min(64);
+            let packed = &mut room[lead..][..size / row * row];
             let mut time = |w: &[u8], is_packed: bool, rows: usize, n: usize| {
                 let mut out = vec![0.0f32; rows * n];
                 best(|| {
@@ -95,11 +111,23 @@ fn main() {
                 })
             };
             let n = size / row;
+            let bytes = match dtype.block_bytes() {
+                // Of numbers made of any bits many are subnormal, which takes very long, or infinite.
+                2 | 4 => plain(dtype, size),
+                _ => bytes.clone(),
+            };
+            pack::pack(dtype, k, &bytes[..packed.len()], packed);
             let many_n = 2048.min(n);
-            for (form, w, is_packed) in [("stored", &bytes, false), ("packed", &packed, true)] {
+            for (form, w, is_packed) in [("stored", &bytes[..], false), ("packed", &*packed, true)]
+            {
                 let one = time(w, is_packed, 1, n);
                 let few = [4, 8].map(|rows| time(w, is_packed, rows, n) / one);
                 let many = time(w, is_packed, 64, many_n);
+                let most = time(w, is_packed, 480, many_n);
+                println!(
+                    "480 rows {:.1} GFLOP/s",
+                    2.0 * (480 * many_n * k) as f64 / most / 1e9
+                );
                 let flops =
                     |rows: usize, n: usize, time: f64| 2.0 * (rows * n * k) as f64 / time / 1e9;
                 println!(

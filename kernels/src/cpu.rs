@@ -139,6 +139,12 @@ impl Backend for CpuBackend {
         }]
     }
 
+    /// Has the process ask for what an instruction path needs, which a confined one cannot.
+    fn load(&self, _id: &str) -> Result<(), DeviceError> {
+        chosen_path();
+        Ok(())
+    }
+
     /// Any number after `cpu:` opens: a scheduler may split the cores into as many devices as it likes.
     fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
         let number = id
@@ -228,9 +234,9 @@ impl Device for CpuDevice {
     }
 
     fn numerics(&self) -> String {
-        // Every path gives the same bits (the kernels' tests compare them), so it is recorded for
-        // debugging only where a path is no longer trusted; the class names it all the same, because a
-        // stream that goes on after a crash of one path must not silently depend on that proof.
+        // Every path gives the same bits (the kernels' tests compare them), but for BF16 weights on that of AMX. The class
+        // names it all the same, because a stream that goes on after a crash of one path must not silently depend on that
+        // proof.
         format!("{NAME}/{}/r{}", self.path, matmul::KERNEL_REVISION)
     }
 

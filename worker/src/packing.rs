@@ -1,8 +1,8 @@
 //! Weights in the layout that the device computes from fastest: packing them for the scheduler, piece by piece, and
 //! computing from the copies that it made of the pieces.
 //!
-//! A copy is as long as the file, and has each packed matrix where the file has it. What is packed gives the same bits,
-//! so that nobody sees when a worker changes from one to the other.
+//! A copy is as long as the file, and has each packed matrix where the file has it, but for less than a cache line: see
+//! `align`. What is packed gives the same bits, so that nobody sees when a worker changes from one to the other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +17,10 @@ use hotcell_ipc::{
     blackbox::{Packing, Writer},
     memory::{Mapping, SharedMapping},
 };
-use hotcell_kernels::cpu::pack::{LAYOUT, PANEL, pack, packs};
+use hotcell_kernels::{
+    cpu::pack::{LAYOUT, PANEL, pack, packs},
+    memory::ALIGNMENT,
+};
 use hotcell_proto::{
     error::{Error, Reason},
     limits, v1,
@@ -61,6 +64,8 @@ struct Matrix {
     rows: usize,
     columns: usize,
     stride: usize,
+    /// Where it begins in the copy.
+    place: usize,
 }
 
 impl Matrix {
@@ -70,12 +75,32 @@ impl Matrix {
         start + rows.start * self.stride..start + rows.end * self.stride
     }
 
+    /// The same in the copy.
+    fn range_in_copy(&self, rows: &Range<usize>) -> Range<usize> {
+        self.place + rows.start * self.stride..self.place + rows.end * self.stride
+    }
+
     /// Packs rows, of which the first is a panel's, into memory of their size.
     fn pack(&self, rows: &Range<usize>, into: &mut [u8]) {
         let dtype: DType = self.weight.dtype;
         if let Some(raw) = self.weight.mapping.bytes().get(self.range(rows)) {
             pack(dtype, self.columns, raw, into);
         }
+    }
+}
+
+/// Has every matrix begin with a cache line in the copy, a little before its place in the file, unless the one before it is in
+/// the way: a panel's lines are whole ones of the memory then.
+fn align(matrices: &mut [Matrix]) {
+    let mut free = (0, 0);
+    for matrix in matrices {
+        let start = matrix.weight.range.start;
+        let line = start - start % ALIGNMENT;
+        matrix.place = match (matrix.file, line) >= free {
+            true => line,
+            false => start,
+        };
+        free = (matrix.file, matrix.place + matrix.weight.range.len());
     }
 }
 
@@ -98,6 +123,7 @@ impl Wanted {
         let find = |name: &String| {
             let weight = weights.get(name).ok()?.clone();
             let (rows, columns, stride) = matrix(&weight)?;
+            let place = weight.range.start;
             let holds = |file: &ModelFile| file.mapping.is(&weight.mapping);
             Some(Matrix {
                 name: name.clone(),
@@ -106,10 +132,12 @@ impl Wanted {
                 rows,
                 columns,
                 stride,
+                place,
             })
         };
         let mut matrices: Vec<_> = names.iter().filter_map(find).collect();
         matrices.sort_by_key(|m| (m.file, m.weight.range.start));
+        align(&mut matrices);
         Self { matrices }
     }
 
@@ -150,13 +178,14 @@ impl Wanted {
                 let rows = at * PANEL..(at + 1) * PANEL;
                 panel.resize(PANEL * matrix.stride, 0);
                 matrix.pack(&rows, &mut panel);
-                if copy.bytes().get(matrix.range(&rows)) != Some(&panel[..]) {
+                if copy.bytes().get(matrix.range_in_copy(&rows)) != Some(&panel[..]) {
                     let what = format!("the packed copy of {name} is not what was packed");
                     return Err(refused(what));
                 }
             }
             let weight = Weight {
                 mapping: copy.clone(),
+                range: matrix.range_in_copy(&(0..matrix.rows)),
                 ..matrix.weight.clone()
             };
             packed.insert(name.clone(), weight);
@@ -327,7 +356,7 @@ impl Packer {
         };
         self.done += range.len() as u64;
         piece.file = matrix.file;
-        piece.offset = range.start as u64;
+        piece.offset = matrix.range_in_copy(&rows).start as u64;
         piece.bytes = range.len() as u64;
         piece.bytes_done = self.done;
         Ok(piece)

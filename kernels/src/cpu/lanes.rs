@@ -46,12 +46,12 @@ macro_rules! __cpu_dispatch {
                 fn avx512($($arg: $ty),*) $(-> $ret)? { $body($($arg),*) }
                 #[target_feature(enable = "avx2,fma,f16c")]
                 fn avx2($($arg: $ty),*) $(-> $ret)? { $body($($arg),*) }
-                match path.or_portable() {
-                    // SAFETY: `or_portable` returned the path, so the processor has its instructions.
+                match path.vectors() {
+                    // SAFETY: `vectors` returned the path, so the processor has its instructions.
                     $crate::cpu::path::CpuPath::Avx512Vnni => return unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
                     $crate::cpu::path::CpuPath::Avx2 => return unsafe { avx2($($arg),*) },
-                    $crate::cpu::path::CpuPath::Portable => {}
+                    _ => {}
                 }
             }
             let _ = path;
@@ -74,13 +74,13 @@ macro_rules! __cpu_dispatch {
                     // SAFETY: the caller's promise to the outer function.
                     unsafe { $body($($arg),*) }
                 }
-                match path.or_portable() {
-                    // SAFETY: `or_portable` returned the path, so the processor has its instructions;
+                match path.vectors() {
+                    // SAFETY: `vectors` returned the path, so the processor has its instructions;
                     // the rest is the caller's promise.
                     $crate::cpu::path::CpuPath::Avx512Vnni => return unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
                     $crate::cpu::path::CpuPath::Avx2 => return unsafe { avx2($($arg),*) },
-                    $crate::cpu::path::CpuPath::Portable => {}
+                    _ => {}
                 }
             }
             let _ = path;

@@ -24,6 +24,13 @@
 //!
 //! A NaN result has the bits `0x7fc00000`. Subnormals are computed as IEEE says (no flush to zero).
 //!
+//! On the path [`CpuPath::Amx`], **BF16** is summed as its instruction does (TDPBF16PS in Intel's manual of the instruction set),
+//! which is another numerics class. It multiplies numbers of BF16, so that an activation is cut into three whose sum it is: its
+//! upper half, the upper half of the rest, and what is left. For each of the three by itself, with `k` in steps of 32, the last
+//! one filled with zeros: `even = fma(w_k, x_k, even)` over the even `k` of the step from `+0.0`, `odd` likewise, then
+//! `sum = sum + (even + odd)`. Subnormals, given or computed, are zeros of their sign. The output is
+//! `sum_1 + (sum_2 + sum_3)`, and `sum_1` where that is no finite number. As for the rest, it depends on nothing else.
+//!
 //! # Threads
 //!
 //! [`MulMat::run`] computes a range of outputs for all rows, allocates nothing and may be called by any
@@ -37,6 +44,8 @@ use super::lanes::LANES;
 use super::path::CpuPath;
 use super::quantize::{Activation, prepare_row, scratch_bytes};
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -81,6 +90,22 @@ pub struct MulMat<'a> {
 }
 
 impl MulMat<'_> {
+    /// The same of some of the rows.
+    ///
+    /// # Panics
+    ///
+    /// When it has fewer.
+    pub fn of_rows(self, rows: Range<usize>) -> Self {
+        let from = |start: usize, all: usize| (rows.start * start).min(all);
+        MulMat {
+            x: &self.x[from(self.x_stride, self.x.len())..],
+            prepared: &self.prepared
+                [from(scratch_bytes(self.dtype, self.k), self.prepared.len())..],
+            rows: rows.len().min(self.rows - rows.start),
+            ..self
+        }
+    }
+
     /// Computes the outputs `n` of every row: `out[r · out_stride + j]` for each `j` in `n`.
     ///
     /// # Panics
@@ -169,6 +194,22 @@ impl MulMat<'_> {
     }
 }
 
+/// Rows that a thread multiplies at a time for as many outputs as may be, where it makes something of the activations itself.
+pub fn rows_at_once(path: CpuPath, dtype: DType) -> Option<usize> {
+    #[cfg(target_arch = "x86_64")]
+    if is_in_tiles(path, dtype) {
+        return Some(amx::ROWS);
+    }
+    let _ = (path, dtype);
+    None
+}
+
+/// Whether AMX multiplies with these weights.
+#[cfg(target_arch = "x86_64")]
+fn is_in_tiles(path: CpuPath, dtype: DType) -> bool {
+    dtype == DType::BF16 && path == CpuPath::Amx && path.is_available()
+}
+
 /// The whole product on this thread, with its own scratch: `x` is `[rows, k]`, the result `[rows, n]`.
 /// For tests and one-off uses; plans call [`prepare_row`] and [`MulMat::run`].
 ///
@@ -222,6 +263,11 @@ macro_rules! formats {
         /// The kernels of a dtype on a path that the processor has.
         fn kernels(path: CpuPath, dtype: DType) -> Kernels {
             match dtype {
+                #[cfg(target_arch = "x86_64")]
+                _ if is_in_tiles(path, dtype) => Kernels {
+                    stored: amx::run::<Stored>,
+                    packed: amx::run::<Packed>,
+                },
                 $(DType::$dtype => on_path::<$format>(path),)*
                 _ => panic!("{dtype} is no weight dtype"),
             }
@@ -256,7 +302,7 @@ formats! {
 }
 
 fn on_path<F: Format>(path: CpuPath) -> Kernels {
-    match path.or_portable() {
+    match path.vectors() {
         #[cfg(target_arch = "x86_64")]
         CpuPath::Avx512Vnni => Kernels {
             stored: on_avx512::<F, Stored>,

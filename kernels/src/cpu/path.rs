@@ -1,8 +1,8 @@
 //! Instruction paths of the CPU kernels, and which of them this processor has.
 //!
-//! Every kernel gives the same bits on every path, so the path is a matter of speed only. That is
-//! also what makes [`CpuPath`] safe to pass around as a plain value: a path the processor lacks
-//! runs as [`CpuPath::Portable`].
+//! Every kernel gives the same bits on every path, but for [products of BF16 weights](super::matmul) on [`CpuPath::Amx`], so
+//! else the path is a matter of speed only. [`CpuPath`] is safe to pass around as a plain value: a path the processor lacks runs
+//! as [`CpuPath::Portable`].
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CpuPath {
+    /// [`CpuPath::Avx512Vnni`] and AMX for BF16, with which products of BF16 weights are summed in another order.
+    Amx,
     /// x86-64 with AVX-512 F, BW, VL, DQ and VNNI (and what [`CpuPath::Avx2`] needs).
     Avx512Vnni,
     /// x86-64 with AVX2, FMA and F16C.
@@ -20,7 +22,12 @@ pub enum CpuPath {
 
 impl CpuPath {
     /// Every path, fastest first.
-    pub const ALL: &'static [CpuPath] = &[CpuPath::Avx512Vnni, CpuPath::Avx2, CpuPath::Portable];
+    pub const ALL: &'static [CpuPath] = &[
+        CpuPath::Amx,
+        CpuPath::Avx512Vnni,
+        CpuPath::Avx2,
+        CpuPath::Portable,
+    ];
 
     /// The fastest path of this processor.
     pub fn detect() -> CpuPath {
@@ -44,6 +51,7 @@ impl CpuPath {
     #[inline]
     pub fn is_available(self) -> bool {
         let bit = match self {
+            CpuPath::Amx => HAS_AMX,
             CpuPath::Avx512Vnni => HAS_AVX512,
             CpuPath::Avx2 => HAS_AVX2,
             CpuPath::Portable => return true,
@@ -53,20 +61,22 @@ impl CpuPath {
         seen & bit != 0
     }
 
-    /// The path itself where the processor has it, else [`CpuPath::Portable`]. What is returned is
-    /// the proof that the path's instructions exist; `dispatch!` calls it before it jumps.
+    /// The path whose vector instructions kernels use: the path itself where the processor has it, but
+    /// [`CpuPath::Avx512Vnni`] for [`CpuPath::Amx`], else [`CpuPath::Portable`]. What is returned is the proof that the
+    /// instructions exist; `dispatch!` calls it before it jumps.
     #[inline]
-    pub fn or_portable(self) -> CpuPath {
-        if self.is_available() {
-            self
-        } else {
-            CpuPath::Portable
+    pub fn vectors(self) -> CpuPath {
+        match self {
+            CpuPath::Amx if self.is_available() => CpuPath::Avx512Vnni,
+            _ if self.is_available() => self,
+            _ => CpuPath::Portable,
         }
     }
 
     /// The name used in configuration, on the command line and in the numerics class.
     pub const fn name(self) -> &'static str {
         match self {
+            CpuPath::Amx => "amx",
             CpuPath::Avx512Vnni => "avx512",
             CpuPath::Avx2 => "avx2",
             CpuPath::Portable => "portable",
@@ -91,6 +101,7 @@ impl fmt::Display for CpuPath {
 const ASKED: u8 = 1;
 const HAS_AVX2: u8 = 2;
 const HAS_AVX512: u8 = 4;
+const HAS_AMX: u8 = 8;
 
 static FEATURES: AtomicU8 = AtomicU8::new(0);
 
@@ -113,10 +124,38 @@ fn ask() -> u8 {
         }
         if avx512 {
             seen |= HAS_AVX512;
+            if may_use_tiles() {
+                seen |= HAS_AMX;
+            }
         }
     }
     FEATURES.store(seen, Ordering::Relaxed);
     seen
+}
+
+/// Whether the processor has AMX for BF16 and this process may use it, which it must ask for: the state of tiles is large.
+/// Threads of this process may then, and processes that it forks.
+#[cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
+fn may_use_tiles() -> bool {
+    // Intel's manual of the instruction set, CPUID: leaf 7, EDX.
+    const TILES_AND_BF16: u32 = 1 << 24 | 1 << 22;
+    // Linux, asm/prctl.h, and the component of the state that tiles' data are.
+    const REQUEST_STATE: libc::c_long = 0x1023;
+    const TILE_DATA: libc::c_long = 18;
+    let [most, features] = [
+        std::arch::x86_64::__cpuid(0).eax,
+        std::arch::x86_64::__cpuid_count(7, 0).edx,
+    ];
+    if most < 7 || features & TILES_AND_BF16 != TILES_AND_BF16 {
+        return false;
+    }
+    // SAFETY: it touches no memory of this process.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0 }
+}
+
+#[cfg(all(target_arch = "x86_64", not(all(target_os = "linux", not(miri)))))]
+fn may_use_tiles() -> bool {
+    false
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ pub(super) type Chain = unsafe fn(*mut f32, *const f32, &[Link], &[*mut u8], usi
 
 /// The code for a path.
 pub(super) fn code(path: CpuPath) -> Chain {
-    match path.or_portable() {
+    match path.vectors() {
         #[cfg(target_arch = "x86_64")]
         CpuPath::Avx512Vnni => wide::avx512,
         #[cfg(target_arch = "x86_64")]

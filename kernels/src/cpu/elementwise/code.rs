@@ -222,7 +222,7 @@ macro_rules! paths {
                     // SAFETY: the caller's promise.
                     unsafe { $body::<I>(out, args, n) }
                 }
-                if path.or_portable() == CpuPath::Avx512Vnni {
+                if path.vectors() == CpuPath::Avx512Vnni {
                     return avx512::<I>;
                 }
             }
@@ -238,7 +238,7 @@ macro_rules! paths {
                     unsafe { $body::<I>(out, args, n) }
                 }
                 // AVX-512's path has AVX2's instructions.
-                if path.or_portable() != CpuPath::Portable {
+                if path.vectors() != CpuPath::Portable {
                     return avx2::<I>;
                 }
             }

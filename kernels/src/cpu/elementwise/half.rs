@@ -390,10 +390,10 @@ fn pick<H: Half, L: Lanes>(path: CpuPath) -> Option<Code> {
         // SAFETY: the caller's promise.
         unsafe { walk::<H::Avx2, L>(out, args, n) }
     }
-    match path.or_portable() {
+    match path.vectors() {
         CpuPath::Avx512Vnni => Some(avx512::<H, L>),
         CpuPath::Avx2 => Some(avx2::<H, L>),
-        CpuPath::Portable => None,
+        _ => None,
     }
 }
 

@@ -58,7 +58,7 @@ impl Loop for Pow {
 /// `pow` of f32, with the bits of [`power`](crate::cpu::math::power::power) on every path.
 pub(super) fn code(path: CpuPath) -> Code {
     #[cfg(target_arch = "x86_64")]
-    if path.or_portable() == CpuPath::Avx512Vnni {
+    if path.vectors() == CpuPath::Avx512Vnni {
         return wide::avx512;
     }
     wide_loop::<Pow>(path)

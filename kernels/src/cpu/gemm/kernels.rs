@@ -87,7 +87,7 @@ path!(portable, [2, 4, 6], 1);
 impl<T: Element> Kernels<T> {
     /// The kernels of a path, of the portable one where the processor lacks it.
     pub fn of(path: CpuPath) -> Self {
-        match path.or_portable() {
+        match path.vectors() {
             #[cfg(target_arch = "x86_64")]
             CpuPath::Avx512Vnni => avx512::kernels::<T::Avx512, T>(),
             #[cfg(target_arch = "x86_64")]

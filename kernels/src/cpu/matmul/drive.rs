@@ -112,7 +112,13 @@ unsafe fn panel_of(job: &Job, first: usize) -> Panel {
 ///
 /// As for [`run`].
 #[inline(always)]
-unsafe fn store<S: Simd>(job: &Job, panel: &Panel, first: usize, row: usize, value: S::F) {
+pub(super) unsafe fn store<S: Simd>(
+    job: &Job,
+    panel: &Panel,
+    first: usize,
+    row: usize,
+    value: S::F,
+) {
     // SAFETY: the panel's outputs in that row belong to this job; fewer than sixteen are copied.
     unsafe {
         let out = job.out.wrapping_add(row * job.out_stride + first);

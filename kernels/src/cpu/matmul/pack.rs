@@ -8,8 +8,8 @@ use super::format::Format;
 use super::place::{Beside, packed_block};
 use crate::cpu::lanes::LANES;
 
-/// The layout's name. Whoever changes the layout changes the name.
-pub const LAYOUT: &str = "panel16-1";
+/// The layout's name. Whoever changes the layout, or where in a copy workers put what is packed, changes the name.
+pub const LAYOUT: &str = "panel16-2";
 
 /// Rows that are packed together, where they are in the file.
 pub const PANEL: usize = LANES;

@@ -10,7 +10,7 @@ use crate::{
     backend::DeviceError,
     cpu::{
         dequant::is_weight_dtype,
-        matmul::MulMat,
+        matmul::{MulMat, rows_at_once},
         plan::{Kernel, Launcher, Reg, Run},
         quantize::{Activation, prepare_row, scratch_bytes},
     },
@@ -130,18 +130,30 @@ impl Kernel for Multiply {
             // Which columns go together changes no bit.
             let columns = PIECE / rows.saturating_mul(self.k).max(1);
             let columns = columns.next_multiple_of(PIECE_COLUMNS).max(PIECE_COLUMNS);
-            let out = run.pointer(self.out).cast();
+            let out: *mut f32 = run.pointer(self.out).cast();
             if rows >= TAKEN_ROWS && parts > 1 {
-                let share = self.n / (parts * TAKEN_BY_PART);
+                let height = rows_at_once(run.path, self.dtype).unwrap_or(rows).min(rows);
+                let heights = rows.div_ceil(height);
+                let share = self.n / (parts * TAKEN_BY_PART).div_ceil(heights);
                 let share = share.next_multiple_of(TAKEN_COLUMNS).max(TAKEN_COLUMNS);
                 let columns = share.min(columns);
                 loop {
-                    let start = run.take_piece().saturating_mul(columns);
+                    // Pieces of the same weights follow each other.
+                    let taken = run.take_piece();
+                    let (start, row) = (
+                        (taken / heights).saturating_mul(columns),
+                        taken % heights * height,
+                    );
                     if start >= self.n || run.stopped() {
                         return;
                     }
                     let piece = start..self.n.min(start.saturating_add(columns));
-                    kernel.run(run.path, piece, out, self.n);
+                    kernel.of_rows(row..rows.min(row + height)).run(
+                        run.path,
+                        piece,
+                        out.add(row * self.n),
+                        self.n,
+                    );
                 }
             }
             let n = split(self.n, 16, part, parts);

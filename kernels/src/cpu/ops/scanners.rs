@@ -345,7 +345,7 @@ macro_rules! compile {
                     // SAFETY: the processor has the path.
                     unsafe { groups::rows::<$name, $wide>(s, x, n, mode, before, out) }
                 }
-                if path.or_portable() == CpuPath::Avx512Vnni {
+                if path.vectors() == CpuPath::Avx512Vnni {
                     // SAFETY: as above.
                     return unsafe { wide(self, x, n, mode, before, out) };
                 }
@@ -364,7 +364,7 @@ macro_rules! compile {
                     // SAFETY: the processor has the path.
                     unsafe { groups::chunk::<$name, $wide>(s, x, mode, s.identity(), None) }
                 }
-                if path.or_portable() == CpuPath::Avx512Vnni {
+                if path.vectors() == CpuPath::Avx512Vnni {
                     // SAFETY: as above.
                     return unsafe { wide(self, x, mode) };
                 }

@@ -169,9 +169,9 @@ pub(super) unsafe fn attend<E: Element>(
     room: &mut Room<'_>,
     out: Out,
 ) {
-    match path.or_portable() {
+    match path.vectors() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `or_portable` returned the path, so the processor has its instructions; the rest is the caller's promise.
+        // SAFETY: `vectors` returned the path, so the processor has its instructions; the rest is the caller's promise.
         CpuPath::Avx512Vnni => unsafe { on_avx512::<E>(run, job, spans, room, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
