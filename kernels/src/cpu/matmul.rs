@@ -197,17 +197,15 @@ impl MulMat<'_> {
 /// Rows that a thread multiplies at a time for as many outputs as may be, where it makes something of the activations itself.
 pub fn rows_at_once(path: CpuPath, dtype: DType) -> Option<usize> {
     #[cfg(target_arch = "x86_64")]
-    if is_in_tiles(path, dtype) {
-        return Some(amx::ROWS);
+    if path == CpuPath::Amx && path.is_available() {
+        return match dtype {
+            DType::BF16 => Some(amx::bf16::ROWS),
+            _ if Activation::of(dtype) == Activation::Q8 => Some(amx::int8::ROWS),
+            _ => None,
+        };
     }
     let _ = (path, dtype);
     None
-}
-
-/// Whether AMX multiplies with these weights.
-#[cfg(target_arch = "x86_64")]
-fn is_in_tiles(path: CpuPath, dtype: DType) -> bool {
-    dtype == DType::BF16 && path == CpuPath::Amx && path.is_available()
 }
 
 /// The whole product on this thread, with its own scratch: `x` is `[rows, k]`, the result `[rows, n]`.
@@ -259,16 +257,11 @@ struct Kernels {
 }
 
 macro_rules! formats {
-    ($($dtype:ident => $format:ty;)*) => {
+    ($($dtype:ident => $format:ty, $tiles:ident;)*) => {
         /// The kernels of a dtype on a path that the processor has.
         fn kernels(path: CpuPath, dtype: DType) -> Kernels {
             match dtype {
-                #[cfg(target_arch = "x86_64")]
-                _ if is_in_tiles(path, dtype) => Kernels {
-                    stored: amx::run::<Stored>,
-                    packed: amx::run::<Packed>,
-                },
-                $(DType::$dtype => on_path::<$format>(path),)*
+                $(DType::$dtype => $tiles::<$format>(path),)*
                 _ => panic!("{dtype} is no weight dtype"),
             }
         }
@@ -286,20 +279,47 @@ macro_rules! formats {
 }
 
 formats! {
-    F32  => Plain<format::F32, 1>;
-    F16  => Plain<format::F16, 2>;
-    BF16 => Plain<format::BF16, 2>;
-    Q4_0 => block32::Nibbles<false, false>;
-    Q4_1 => block32::Nibbles<false, true>;
-    Q5_0 => block32::Nibbles<true, false>;
-    Q5_1 => block32::Nibbles<true, true>;
-    Q8_0 => block32::Bytes;
-    Q4K  => block256::Mixed<false>;
-    Q5K  => block256::Mixed<true>;
-    Q6K  => block256::Six;
-    MXFP4 => block32::Mxfp4;
-    NVFP4 => block64::Nvfp4;
+    F32  => Plain<format::F32, 1>, on_path;
+    F16  => Plain<format::F16, 2>, on_path;
+    BF16 => Plain<format::BF16, 2>, on_bf16;
+    Q4_0 => block32::Nibbles<false, false>, on_tiles;
+    Q4_1 => block32::Nibbles<false, true>, on_tiles;
+    Q5_0 => block32::Nibbles<true, false>, on_tiles;
+    Q5_1 => block32::Nibbles<true, true>, on_tiles;
+    Q8_0 => block32::Bytes, on_tiles;
+    Q4K  => block256::Mixed<false>, on_path;
+    Q5K  => block256::Mixed<true>, on_path;
+    Q6K  => block256::Six, on_path;
+    MXFP4 => block32::Mxfp4, on_tiles;
+    NVFP4 => block64::Nvfp4, on_tiles;
 }
+
+/// Those of BF16, which AMX multiplies.
+fn on_bf16<F: Format>(path: CpuPath) -> Kernels {
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        CpuPath::Amx if path.is_available() => Kernels {
+            stored: amx::bf16::run::<Stored>,
+            packed: amx::bf16::run::<Packed>,
+        },
+        _ => on_path::<F>(path),
+    }
+}
+
+/// Those of a block dtype whose exact dots AMX makes.
+#[cfg(target_arch = "x86_64")]
+fn on_tiles<F: amx::tiled::Tiled>(path: CpuPath) -> Kernels {
+    match path {
+        CpuPath::Amx if path.is_available() => Kernels {
+            stored: amx::int8::run::<F, Stored>,
+            packed: amx::int8::run::<F, Packed>,
+        },
+        _ => on_path::<F>(path),
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+use on_path as on_tiles;
 
 fn on_path<F: Format>(path: CpuPath) -> Kernels {
     match path.vectors() {

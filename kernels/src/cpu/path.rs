@@ -138,7 +138,9 @@ fn ask() -> u8 {
 #[cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
 fn may_use_tiles() -> bool {
     // Intel's manual of the instruction set, CPUID: leaf 7, EDX.
-    const TILES_AND_BF16: u32 = 1 << 24 | 1 << 22;
+    const TILES: u32 = 1 << 24;
+    const BF16_AND_INT8: u32 = 1 << 22 | 1 << 25;
+    const WANTED: u32 = TILES | BF16_AND_INT8;
     // Linux, asm/prctl.h, and the component of the state that tiles' data are.
     const REQUEST_STATE: libc::c_long = 0x1023;
     const TILE_DATA: libc::c_long = 18;
@@ -146,7 +148,7 @@ fn may_use_tiles() -> bool {
         std::arch::x86_64::__cpuid(0).eax,
         std::arch::x86_64::__cpuid_count(7, 0).edx,
     ];
-    if most < 7 || features & TILES_AND_BF16 != TILES_AND_BF16 {
+    if most < 7 || features & WANTED != WANTED {
         return false;
     }
     // SAFETY: it touches no memory of this process.

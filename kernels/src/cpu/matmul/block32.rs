@@ -11,10 +11,10 @@ use crate::cpu::{dequant::E2M1_TWICE, quantize::Q8_RECORD};
 #[derive(Clone, Copy)]
 pub(super) struct Block<S: Simd> {
     /// Word `g` holds elements `4 g .. 4 g + 4`.
-    q: [S::I; 8],
-    d: S::F,
+    pub q: [S::I; 8],
+    pub d: S::F,
     /// Where the dtype has one.
-    m: S::F,
+    pub m: S::F,
 }
 
 /// What tells the dtypes apart once they are unpacked; constants everywhere.

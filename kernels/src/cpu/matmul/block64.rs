@@ -12,8 +12,8 @@ use crate::cpu::quantize::Q8_RECORD;
 #[derive(Clone, Copy)]
 pub(super) struct Block<S: Simd> {
     /// Word `g` holds elements `4 g .. 4 g + 4`.
-    q: [S::I; 16],
-    d: [S::F; 4],
+    pub q: [S::I; 16],
+    pub d: [S::F; 4],
 }
 
 /// NVFP4: four scales in E4M3, and for each 8 bytes of nibbles that name numbers of E2M1.

@@ -35,10 +35,10 @@ pub(super) struct Job {
 }
 
 /// Bytes of unpacked blocks, meant to stay in the first-level cache beside the activations.
-const SCRATCH: usize = 24 * 1024;
+pub(super) const SCRATCH: usize = 24 * 1024;
 
 /// Rows whose sums rest in memory of a thread's own between chunks: a multiple of every tile's rows.
-const RESTING: usize = 144;
+pub(super) const RESTING: usize = 144;
 
 /// Panels of a tile at most.
 const MOST_PANELS: usize = 2;
@@ -47,8 +47,8 @@ const MOST_PANELS: usize = 2;
 /// whose frame takes so many pages that a loop touches them, LLVM 22 loses a register to that loop.
 #[repr(C, align(64))]
 pub(super) struct Room {
-    blocks: [u8; SCRATCH],
-    sums: [[[f32; LANES]; MOST_PANELS]; RESTING],
+    pub blocks: [u8; SCRATCH],
+    pub sums: [[[f32; LANES]; MOST_PANELS]; RESTING],
 }
 
 thread_local! {
@@ -148,7 +148,7 @@ fn count_of<F: Format>(k: usize, b: usize) -> usize {
 ///
 /// As for [`run`]; there is at least one row.
 #[inline(always)]
-unsafe fn rows_of<const R: usize>(job: &Job, first: usize) -> [*const u8; R] {
+pub(super) unsafe fn rows_of<const R: usize>(job: &Job, first: usize) -> [*const u8; R] {
     let mut x = [job.x; R];
     for (r, x) in x.iter_mut().enumerate() {
         // SAFETY: within the activations.
@@ -267,7 +267,7 @@ unsafe fn one_tile<S: Simd, F: Format, W: Place, const R: usize>(job: &Job) {
 }
 
 /// The packed bytes that [`many_rows`] unpacks next.
-struct NextChunk<const P: usize> {
+pub(super) struct NextChunk<const P: usize> {
     at: [*const u8; P],
     /// Lines of each panel that are left, and how many to ask for in a step.
     left: usize,
@@ -281,7 +281,7 @@ impl<const P: usize> NextChunk<P> {
     ///
     /// As for [`run`].
     #[inline(always)]
-    unsafe fn of<W: Place, F: Format>(
+    pub unsafe fn of<W: Place, F: Format>(
         job: &Job,
         panels: &[Panel; P],
         first: usize,
@@ -315,7 +315,7 @@ impl<const P: usize> NextChunk<P> {
     ///
     /// As for [`Simd`].
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&mut self) {
+    pub unsafe fn ask<S: Simd>(&mut self) {
         let share = self.share.min(self.left);
         for p in 0..P {
             for line in 0..share {
@@ -388,7 +388,7 @@ unsafe fn resting_rows<S: Simd, F: Format, W: Place, const R: usize, const P: us
                 let count = count_of::<F>(job.k, b);
                 let group = scratch.add(b - start).cast::<F::Block<S>>();
                 for p in 0..P {
-                    let from = W::block::<F, 1>(&panels[p], b, count, &mut stage);
+                    let from = W::block::<F, 0>(&panels[p], b, count, &mut stage);
                     F::unpack::<S, W>(from, group.add(p));
                 }
             }

@@ -72,7 +72,8 @@ pub(super) trait Place: Copy {
     /// Whether the rows are packed.
     const PACKED: bool;
 
-    /// Block `b` of a panel, of which `count` elements exist, when `P` panels are read side by side.
+    /// Block `b` of a panel, of which `count` elements exist, when `P` panels are read side by side, or what comes next is asked
+    /// for by others (0).
     ///
     /// # Safety
     ///
@@ -263,9 +264,10 @@ impl Place for Packed {
     ) -> Self {
         let (words, numbers) = packed_block(F::BESIDE, F::BYTES, panel.stride, b);
         let lead = F::BESIDE.lead();
-        let position = b * LANES * F::BYTES + PACKED_AHEAD / P;
+        let ahead = if P == 0 { 0 } else { PACKED_AHEAD / P.max(1) };
+        let position = b * LANES * F::BYTES + ahead;
         // Behind this panel is the one that is read beside it.
-        let past = if P == 1 || position < LANES * panel.stride {
+        let past = if P <= 1 || position < LANES * panel.stride {
             0
         } else {
             (P - 1) * LANES * panel.stride
