@@ -115,20 +115,23 @@ fn each_choice_has_the_bits_of_its_expert_alone() {
                 .map(|i| [0, 1, 0, 2, 0, -1, 0, 4][i * 7 % 8])
                 .collect();
             let one = w.len() / case.experts;
-            let mut expected = Vec::new();
-            for (i, &id) in ids.iter().enumerate() {
-                let expert = id.rem_euclid(5) as usize;
-                let row = if shared { i / case.used } else { i };
-                let w = &w[expert * one..][..one];
-                let x = &x[row * k..][..k];
-                let y = mul_mat(CpuPath::detect(), dtype, w, case.n, x, 1, k);
-                expected.extend(f32_bytes(&y));
-            }
+            let expected_on = |path| {
+                let mut expected = Vec::new();
+                for (i, &id) in ids.iter().enumerate() {
+                    let expert = id.rem_euclid(5) as usize;
+                    let row = if shared { i / case.used } else { i };
+                    let w = &w[expert * one..][..one];
+                    let x = &x[row * k..][..k];
+                    expected.extend(f32_bytes(&mul_mat(path, dtype, w, case.n, x, 1, k)));
+                }
+                expected
+            };
             for (threads, path) in [
                 (1, CpuPath::detect()),
                 (3, CpuPath::detect()),
                 (2, CpuPath::Portable),
             ] {
+                let expected = expected_on(path);
                 for rows in [0, 1, 7, 40] {
                     let ids = (DType::I32, &i32_bytes(&ids)[..]);
                     let ours = case.run(threads, path, &w, &x, ids, rows).unwrap();

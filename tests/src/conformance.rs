@@ -433,6 +433,14 @@ impl Case {
                 .all(|((spec, _), (a, b))| equal(spec.dtype, a, b))
     }
 
+    /// Whether it multiplies with weights of this dtype.
+    pub fn has_weights_in(&self, dtype: DType) -> bool {
+        let is_product = |node: &CaseNode| ["mul_mat", "mul_mat_id"].contains(&node.op.as_str());
+        let is_of =
+            |input: &CaseInput| matches!(input, CaseInput::Tensor(spec, _) if spec.dtype == dtype);
+        self.nodes.iter().any(is_product) && self.inputs.iter().any(is_of)
+    }
+
     /// Runs the case and compares. What was computed comes back, nothing for a case that fails as it must.
     ///
     /// # Errors

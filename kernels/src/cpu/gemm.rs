@@ -419,7 +419,8 @@ impl Gemm {
                     prepared: &[],
                     rows: n,
                 };
-                product.run(path, 0..height, sums.cast(), height);
+                // In the order of every other product here, which is not that of tiles.
+                product.run(path.vectors(), 0..height, sums.cast(), height);
                 for row in 0..height {
                     for (j, column) in columns.clone().enumerate() {
                         let sum = *sums.cast::<T::Sum>().add(j * height + row);

@@ -157,7 +157,7 @@ fn products_of_few_rows_have_the_bits_of_the_cpus() {
             if rows > 2 {
                 x[2 * k + 1] = f32::INFINITY;
             }
-            let expected = mul_mat(CpuPath::detect(), kind.0, &w, n, &x, rows, k);
+            let expected = mul_mat(CpuPath::detect().vectors(), kind.0, &w, n, &x, rows, k);
             let Some(prepared) = Prepared::of(&x, k, rows, k, len) else {
                 return;
             };
@@ -227,7 +227,7 @@ fn several_matrices_in_a_launch_give_what_each_gives() {
     let check =
         |dtype, w: &[Vec<u8>], sizes: &[usize], x: &[f32], rows, k, found: Vec<Vec<f32>>| {
             for ((w, n), found) in w.iter().zip(sizes).zip(found) {
-                let expected = mul_mat(CpuPath::detect(), dtype, w, *n, x, rows, k);
+                let expected = mul_mat(CpuPath::detect().vectors(), dtype, w, *n, x, rows, k);
                 assert_eq!(bits(&found), bits(&expected), "{dtype} {n} of {sizes:?}");
             }
         };
@@ -279,7 +279,7 @@ fn products_with_plain_weights_have_the_bits_of_the_cpus() {
                 .flat_map(|v| super::common::encode(dtype, f64::from(*v)))
                 .collect();
             let x = activations(rows * k, 5);
-            let expected = mul_mat(CpuPath::detect(), dtype, &w, n, &x, rows, k);
+            let expected = mul_mat(CpuPath::detect().vectors(), dtype, &w, n, &x, rows, k);
             let mut out = vec![0.0f32; rows * n];
             let mut bad = vec![0u64; 2];
             let int = |n: usize| Arg::from(n as i32);
@@ -417,7 +417,7 @@ fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
                                 row / used * per_token + if per_token > 1 { row % used } else { 0 };
                             let x = &x[from * k..][..k];
                             mul_mat(
-                                CpuPath::detect(),
+                                CpuPath::detect().vectors(),
                                 dtype,
                                 &w[expert * each..][..each],
                                 n,
@@ -452,7 +452,7 @@ fn products_of_many_rows_have_the_bits_of_the_cpus() {
             let w = weights(dtype, n, k, i as u64);
             let mut x = activations(rows * k, 78);
             x[(rows - 1) * k] = f32::NAN;
-            let expected = mul_mat(CpuPath::detect(), dtype, &w, n, &x, rows, k);
+            let expected = mul_mat(CpuPath::detect().vectors(), dtype, &w, n, &x, rows, k);
             let Some(prepared) = Prepared::of(&x, k, rows, k, len) else {
                 return;
             };
