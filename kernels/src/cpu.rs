@@ -147,22 +147,29 @@ impl Backend for CpuBackend {
 
     /// Any number after `cpu:` opens: a scheduler may split the cores into as many devices as it likes.
     fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
+        Self::opened(id, cores, chosen_path())
+    }
+}
+
+impl CpuBackend {
+    fn opened(id: &str, cores: &[u32], path: CpuPath) -> Result<Rc<dyn Device>, DeviceError> {
         let number = id
             .strip_prefix(NAME)
             .and_then(|rest| rest.strip_prefix(':'));
         if number.and_then(|n| n.parse::<u16>().ok()).is_none() {
             return Err(DeviceError::NoDevice(id.to_owned()));
         }
-        let mut info = self
+        let mut info = CpuBackend
             .devices()
             .into_iter()
             .next()
             .ok_or(DeviceError::NoDevice(id.to_owned()))?;
         info.id = id.to_owned();
+        info.path = path.name().to_owned();
         if !cores.is_empty() {
             info.cores = cores.to_vec();
         }
-        Ok(Rc::new(CpuDevice::new(info, chosen_path())?))
+        Ok(Rc::new(CpuDevice::new(info, path)?))
     }
 }
 
@@ -200,6 +207,15 @@ impl CpuDevice {
             trail: self.trail.get(),
             communicator: self.communicator.borrow().clone(),
         }
+    }
+
+    /// The first device, for what a device of another backend has no kernel for: on a path whose bits are every path's, because
+    /// that backend's numerics class does not name it.
+    ///
+    /// # Errors
+    /// As of [`Backend::open`].
+    pub fn beside(cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
+        CpuBackend::opened("cpu:0", cores, chosen_path().vectors())
     }
 
     /// A device of `threads` threads on one path, for tests and benchmarks.

@@ -39,7 +39,7 @@ use crate::{
         SharedRegion, Stream, Trail,
     },
     communicator::Communicator,
-    cpu::CpuBackend,
+    cpu::CpuDevice,
     gauges::Gauges,
     host::Staging,
     plan::{Plan, PlanHints},
@@ -117,7 +117,7 @@ impl CudaBackend {
     pub fn open_device(id: &str, cores: &[u32]) -> Result<CudaDevice, DeviceError> {
         let (gpu, info) = Gpu::open(id)?;
         // What has no kernel here runs there.
-        let cpu = CpuBackend.open("cpu:0", cores)?;
+        let cpu = CpuDevice::beside(cores)?;
         Ok(CudaDevice {
             numerics: format!("{NAME}/{}/r{KERNEL_REVISION}", info.path),
             side: Side {

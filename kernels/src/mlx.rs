@@ -27,7 +27,7 @@ use crate::{
         Backend, Buffer, BufferType, Device, DeviceError, DeviceInfo, DeviceUsage, Event,
         HostRegion, SharedRegion, Stream, Trail,
     },
-    cpu::CpuBackend,
+    cpu::{CpuBackend, CpuDevice},
     host::Staging,
     plan::{Plan, PlanHints},
 };
@@ -163,7 +163,7 @@ impl MlxBackend {
             info.cores = cores.to_vec();
         }
         // What MLX has no op for runs here, on the same cores.
-        let cpu = CpuBackend.open("cpu:0", cores)?;
+        let cpu = CpuDevice::beside(cores)?;
         without_compiler()?;
         let device = MlxDevice {
             numerics: format!("{NAME}/{}/{}/r{KERNEL_REVISION}", info.path, version()),

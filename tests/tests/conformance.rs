@@ -15,8 +15,8 @@ use hotcell_graph::{
     op::{ValueSpec, catalogue, find},
 };
 use hotcell_kernels::{
-    backend::Device,
-    cpu::{CpuDevice, path::CpuPath},
+    backend::{Backend, Device},
+    cpu::{CpuBackend, CpuDevice, path::CpuPath},
 };
 use hotcell_tests::conformance::{
     Case, Executor, Local, Remote, Scope, cases, derived, dtypes, eager, elementwise, empty, forms,
@@ -95,7 +95,9 @@ fn every_case_gives_the_reference_values_on_every_path_of_the_cpu() {
 #[test]
 fn every_case_gives_the_same_on_a_worker_over_grpc() {
     let mut remote = Remote::start().unwrap();
-    let mut local = executors().swap_remove(0).1;
+    // On the path that the worker takes as well.
+    let open = || CpuBackend.open("cpu:0", &[]);
+    let mut local = Local::new("cpu", open).unwrap();
     let mut wrong = Vec::new();
     for case in &chosen() {
         // What is wrong with a value here as well is the other test's.

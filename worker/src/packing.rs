@@ -2,7 +2,7 @@
 //! computing from the copies that it made of the pieces.
 //!
 //! A copy is as long as the file, and has each packed matrix where the file has it, but for less than a cache line: see
-//! `align`. What is packed gives the same bits, so that nobody sees when a worker changes from one to the other.
+//! [`Places`]. What is packed gives the same bits, so that nobody sees when a worker changes from one to the other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -89,18 +89,27 @@ impl Matrix {
     }
 }
 
-/// Has every matrix begin with a cache line in the copy, a little before its place in the file, unless the one before it is in
-/// the way: a panel's lines are whole ones of the memory then.
-fn align(matrices: &mut [Matrix]) {
-    let mut free = (0, 0);
-    for matrix in matrices {
-        let start = matrix.weight.range.start;
-        let line = start - start % ALIGNMENT;
-        matrix.place = match (matrix.file, line) >= free {
-            true => line,
-            false => start,
+/// Where the copies of a model's files have their weights: each as much before its place in the file as the first one begins
+/// after a cache line. So panels' lines are whole ones of the memory, unless a weight's are not as the first one's. It depends on
+/// the file alone, whoever packs or reads which part of it.
+pub struct Places(Vec<(Mapping, usize)>);
+
+impl Places {
+    /// Those of these weights' files.
+    pub fn of(weights: &Weights) -> Self {
+        let lead_of = |file: &ModelFile| {
+            let here = weights.iter().filter(|(_, w)| file.mapping.is(&w.mapping));
+            let first = here.map(|(_, weight)| weight.range.start).min();
+            (file.mapping.clone(), first.unwrap_or(0) % ALIGNMENT)
         };
-        free = (matrix.file, matrix.place + matrix.weight.range.len());
+        Self(weights.files().iter().map(lead_of).collect())
+    }
+
+    /// The bytes of a weight in its copy.
+    pub fn range(&self, weight: &Weight) -> Range<usize> {
+        let known = self.0.iter().find(|(file, _)| file.is(&weight.mapping));
+        let lead = known.map_or(0, |(_, lead)| *lead).min(weight.range.start);
+        weight.range.start - lead..weight.range.end - lead
     }
 }
 
@@ -120,10 +129,11 @@ impl fmt::Debug for Wanted {
 impl Wanted {
     /// Those of `names` that have a packed form.
     pub fn new(files: &[ModelFile], weights: &Weights, names: &BTreeSet<String>) -> Self {
+        let places = Places::of(weights);
         let find = |name: &String| {
             let weight = weights.get(name).ok()?.clone();
             let (rows, columns, stride) = matrix(&weight)?;
-            let place = weight.range.start;
+            let place = places.range(&weight).start;
             let holds = |file: &ModelFile| file.mapping.is(&weight.mapping);
             Some(Matrix {
                 name: name.clone(),
@@ -137,7 +147,6 @@ impl Wanted {
         };
         let mut matrices: Vec<_> = names.iter().filter_map(find).collect();
         matrices.sort_by_key(|m| (m.file, m.weight.range.start));
-        align(&mut matrices);
         Self { matrices }
     }
 

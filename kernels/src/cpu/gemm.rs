@@ -6,7 +6,7 @@
 //! `acc = fma(a_ik, b_kj, acc)`, in f64 for f64 and in f32 for f32, f16 and bf16, whose elements are converted
 //! exactly and whose sum is rounded once at the end. It depends on nothing else: not on the number of rows
 //! or columns, the blocking, the threads nor the instruction path; it is also the order in which
-//! [`matmul`](super::matmul) sums plain weights. c64 has four such steps per `k`:
+//! [`matmul`](super::matmul) sums plain weights, but on the path of AMX. c64 has four such steps per `k`:
 //! `re = fma(−a.im, b.im, fma(a.re, b.re, re))`, `im = fma(a.im, b.re, fma(a.re, b.im, im))`.
 //! A NaN result has the bits of the quiet NaN without payload. A sum of nothing is `+0.0`.
 //!

@@ -33,7 +33,8 @@
 //!
 //! # Threads
 //!
-//! [`MulMat::run`] computes a range of outputs for all rows, allocates nothing and may be called by any
+//! [`MulMat::run`] computes a range of outputs for all rows, allocates nothing (but with tiles, once in a thread's life, some
+//! megabytes for them) and may be called by any
 //! number of threads with disjoint ranges. Ranges that start at multiples of 16 are the fast ones.
 
 use std::ops::Range;
@@ -44,7 +45,7 @@ use super::lanes::LANES;
 use super::path::CpuPath;
 use super::quantize::{Activation, prepare_row, scratch_bytes};
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -196,7 +197,7 @@ impl MulMat<'_> {
 
 /// Rows that a thread multiplies at a time for as many outputs as may be, where it makes something of the activations itself.
 pub fn rows_at_once(path: CpuPath, dtype: DType) -> Option<usize> {
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if path == CpuPath::Amx && path.is_available() {
         return match dtype {
             DType::BF16 => Some(amx::bf16::ROWS),
@@ -297,7 +298,7 @@ formats! {
 /// Those of BF16, which AMX multiplies.
 fn on_bf16<F: Format>(path: CpuPath) -> Kernels {
     match path {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         CpuPath::Amx if path.is_available() => Kernels {
             stored: amx::bf16::run::<Stored>,
             packed: amx::bf16::run::<Packed>,
@@ -307,7 +308,7 @@ fn on_bf16<F: Format>(path: CpuPath) -> Kernels {
 }
 
 /// Those of a block dtype whose exact dots AMX makes.
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn on_tiles<F: amx::tiled::Tiled>(path: CpuPath) -> Kernels {
     match path {
         CpuPath::Amx if path.is_available() => Kernels {
@@ -318,7 +319,7 @@ fn on_tiles<F: amx::tiled::Tiled>(path: CpuPath) -> Kernels {
     }
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 use on_path as on_tiles;
 
 fn on_path<F: Format>(path: CpuPath) -> Kernels {

@@ -36,6 +36,10 @@ impl Backend for FaultBackend {
         CpuBackend.devices()
     }
 
+    fn load(&self, id: &str) -> Result<(), DeviceError> {
+        CpuBackend.load(id)
+    }
+
     fn open(&self, id: &str, cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
         let inner = CpuBackend.open(id, cores)?;
         // This is the engine's thread: what it starts is confined as it is.

@@ -1,7 +1,7 @@
 //! Where the order of a computation is the CPU backend's, so are the bits.
 
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, Shape, TensorSpec, Value};
-use hotcell_kernels::cpu::CpuBackend;
+use hotcell_kernels::cpu::CpuDevice;
 use hotcell_tests::{
     chance::Chance,
     conformance::{Check, Executor, Local, difference},
@@ -62,7 +62,7 @@ impl Both {
         }
         Some(Self {
             cuda: super::local(),
-            cpu: Local::new("cpu", || CpuBackend.open("cpu:0", &[])).unwrap(),
+            cpu: Local::new("cpu", || CpuDevice::beside(&[])).unwrap(),
             device: CudaBackend::open_device("cuda:0", &[]).unwrap(),
             chance: Chance::new(0xc0da),
         })

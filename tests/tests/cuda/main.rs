@@ -200,7 +200,7 @@ fn bound(device: &dyn Device) -> (Box<dyn Plan>, Buffer, Buffer) {
 fn a_plan_that_is_recorded_gives_what_it_gave_step_by_step() {
     let has_kernels = enter();
     let device = open();
-    let cpu = hotcell_kernels::cpu::CpuBackend.open("cpu:0", &[]).unwrap();
+    let cpu = hotcell_kernels::cpu::CpuDevice::beside(&[]).unwrap();
     let (mut plan, ids, out) = bound(&*device);
     let (mut reference, cpu_ids, cpu_out) = bound(&*cpu);
     // No part of it is the processor's, so that it is recorded.

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use hotcell_graph::{CacheSpec, DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::cpu::{
-    CpuBackend,
+    CpuDevice,
     draw::{Limits, draw_among as drawn, halves},
     path::CpuPath,
 };
@@ -205,7 +205,7 @@ fn models_say_what_they_say_on_the_processor() {
     for name in ["qwen3_moe", "gemma3-cap", "gguf/qwen3_moe-q8_0.gguf"] {
         let source = open(&golden(name)).unwrap();
         let prompt: Vec<u32> = (0..19u32).map(|i| (i * 37 + 11) % 250).collect();
-        let cpu = CpuBackend.open("cpu:0", &[]).unwrap();
+        let cpu = CpuDevice::beside(&[]).unwrap();
         let expected = Solo::on(&*cpu, &source, DType::F32)
             .unwrap()
             .feed(&prompt, 64);

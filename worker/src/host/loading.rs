@@ -30,7 +30,7 @@ use crate::{
         run::{GIVES_WAY, Keeping, Keeps, give_way},
         text::ModelText,
     },
-    packing::{Copies, Wanted, is_packable},
+    packing::{Copies, Places, Wanted, is_packable},
     weights::{ModelFile, ModelSource},
 };
 
@@ -415,12 +415,13 @@ fn touch(
             all.push(file.mapping.bytes());
         }
     }
+    let places = Places::of(&source.weights);
     for (_, weight) in source.weights.iter() {
         let Some(copy) = copy_of(&weight.mapping) else {
             continue;
         };
         let bytes = match is_packable(weight) {
-            true => copy.bytes().get(weight.range.clone()),
+            true => copy.bytes().get(places.range(weight)),
             false => Some(weight.bytes()),
         };
         all.extend(bytes);

@@ -36,6 +36,7 @@ use crate::{
     exit::Exit,
     last_words::MappedFiles,
     model::run::{Division, Keeping, Keeps, Order, RunShape, Runner},
+    packing::Places,
     weights::{ModelFile, ModelSource, Weight, Weights},
 };
 
@@ -248,6 +249,7 @@ fn take_packed(
     let copies = copies.collect::<io::Result<Vec<_>>>()?;
     let mapped = MappedFiles::note(copies.iter().map(|copy| copy.bytes().as_ptr_range()));
     let mut packed = BTreeMap::new();
+    let in_copies = Places::of(&part.weights);
     for (name, copy) in places {
         let weight = part.weights.get(name).map_err(io::Error::other)?;
         let copy = copies.get(*copy);
@@ -255,6 +257,7 @@ fn take_packed(
         let copy = copy.ok_or_else(|| io::Error::other(format!("no packed copy of {name}")))?;
         let weight = Weight {
             mapping: copy.clone(),
+            range: in_copies.range(weight),
             ..weight.clone()
         };
         packed.insert(name.clone(), weight);

@@ -5,6 +5,10 @@ pub(super) mod int8;
 pub(super) mod tiled;
 
 use std::arch::asm;
+use std::cell::OnceCell;
+use std::ptr;
+
+use memmap2::MmapMut;
 
 use crate::cpu::lanes::LANES;
 
@@ -48,11 +52,58 @@ impl Config {
     }
 }
 
+/// The stack on which a thread that uses tiles handles signals. The system puts all of a thread's registers there first, tiles
+/// included from the first time on that they are used, and what Rust gives its threads is no more than these take: a handler
+/// would have no room.
+struct SignalStack {
+    _memory: MmapMut,
+}
+
+/// Bytes for what handlers do.
+const HANDLING: usize = 64 << 10;
+
+thread_local! {
+    static SIGNALS: OnceCell<Option<SignalStack>> = const { OnceCell::new() };
+}
+
+impl SignalStack {
+    /// This thread's from now on. `None` where the system gives no memory: signals are handled where they were.
+    fn take() -> Option<Self> {
+        // SAFETY: it reads what the system told the process at its start.
+        let registers = unsafe { libc::getauxval(libc::AT_MINSIGSTKSZ) };
+        let size = usize::try_from(registers).ok()?.checked_add(HANDLING)?;
+        let mut memory = MmapMut::map_anon(size).ok()?;
+        let stack = libc::stack_t {
+            ss_sp: memory.as_mut_ptr().cast(),
+            ss_flags: 0,
+            ss_size: memory.len(),
+        };
+        // SAFETY: the memory is nobody else's, and stays until `drop` has given it up.
+        let done = unsafe { libc::sigaltstack(&raw const stack, ptr::null_mut()) } == 0;
+        done.then_some(Self { _memory: memory })
+    }
+}
+
+impl Drop for SignalStack {
+    fn drop(&mut self) {
+        let none = libc::stack_t {
+            ss_sp: ptr::null_mut(),
+            ss_flags: libc::SS_DISABLE,
+            ss_size: 0,
+        };
+        // SAFETY: the thread is at its end, and on no signal's stack.
+        unsafe { libc::sigaltstack(&raw const none, ptr::null_mut()) };
+    }
+}
+
 /// # Safety
 ///
 /// The processor has AMX, and this process may use tiles. Their contents are lost, to nobody: the compiler uses none.
 #[inline(always)]
 unsafe fn configure(config: &'static Config) {
+    SIGNALS.with(|signals| {
+        signals.get_or_init(SignalStack::take);
+    });
     // SAFETY: the caller's promise.
     unsafe { asm!("ldtilecfg [{}]", in(reg) config, options(nostack, preserves_flags)) }
 }

@@ -134,6 +134,7 @@ impl Kernel for Multiply {
             if rows >= TAKEN_ROWS && parts > 1 {
                 let height = rows_at_once(run.path, self.dtype).unwrap_or(rows).min(rows);
                 let heights = rows.div_ceil(height);
+                let height = rows.div_ceil(heights);
                 let share = self.n / (parts * TAKEN_BY_PART).div_ceil(heights);
                 let share = share.next_multiple_of(TAKEN_COLUMNS).max(TAKEN_COLUMNS);
                 let columns = share.min(columns);
