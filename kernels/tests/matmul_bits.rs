@@ -684,3 +684,33 @@ fn extreme_weights_and_activations_agree_on_every_path() {
         }
     }
 }
+
+/// What the system puts on a signal's stack grows by the tiles once a thread has used them.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_thread_that_used_tiles_has_room_for_a_signals_handler() {
+    if !CpuPath::Amx.is_available() {
+        return;
+    }
+    let room = std::thread::spawn(|| {
+        mul_mat(
+            CpuPath::Amx,
+            DType::BF16,
+            &[0; 64 * 16],
+            16,
+            &[1.0; 32],
+            1,
+            32,
+        );
+        let mut stack = std::mem::MaybeUninit::<libc::stack_t>::zeroed();
+        // SAFETY: it writes what there is to where a stack's description has room, and changes nothing.
+        let done = unsafe { libc::sigaltstack(std::ptr::null(), stack.as_mut_ptr()) };
+        assert_eq!(done, 0);
+        // SAFETY: zeros are such a description, and so is what was written.
+        let stack = unsafe { stack.assume_init() };
+        assert_eq!(stack.ss_flags & libc::SS_DISABLE, 0);
+        // SAFETY: it reads what the system told the process at its start.
+        stack.ss_size - unsafe { libc::getauxval(libc::AT_MINSIGSTKSZ) } as usize
+    });
+    assert!(room.join().expect("no panic") >= 32 << 10);
+}
