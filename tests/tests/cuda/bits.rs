@@ -7,7 +7,7 @@ use hotcell_tests::{
     conformance::{Check, Executor, Local, difference},
 };
 
-use super::{Backend, CudaBackend, enter};
+use super::{CudaBackend, enter};
 
 const FLOATS: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
 
