@@ -21,6 +21,17 @@ const TILE: usize = LANES * LINE;
 #[repr(C, align(64))]
 struct Line([u8; LINE]);
 
+/// A thread's room, on the heap and never on a stack.
+///
+/// # Safety
+///
+/// Zeros are a value of `T`.
+#[cold]
+unsafe fn zeros<T>() -> Box<T> {
+    // SAFETY: the caller's promise.
+    unsafe { Box::<T>::new_zeroed().assume_init() }
+}
+
 /// What `ldtilecfg` reads: the palette, and bytes of a row and rows of each tile.
 #[repr(C, align(64))]
 pub(super) struct Config {

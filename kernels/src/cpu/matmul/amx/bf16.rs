@@ -16,7 +16,7 @@ use super::super::drive::{self, Job};
 use super::super::format::{BF16, Plain};
 use super::super::place::{Panel, Place, Stage};
 use super::super::simd::Simd;
-use super::{Config, LINE, Line, TILE, configure, release, tile};
+use super::{Config, LINE, Line, TILE, configure, release, tile, zeros};
 use crate::cpu::lanes::LANES;
 
 /// Elements of `k` that one instruction takes in.
@@ -73,20 +73,13 @@ type Weights = Plain<BF16, 2>;
 /// may use its tiles.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 pub(in super::super) unsafe fn run<W: Place>(job: &Job) {
-    // SAFETY: the caller's promise. The room is this thread's, and nothing below calls this function again.
+    // SAFETY: the caller's promise. The room is this thread's, and nothing below calls this function again; all of it is numbers.
     unsafe {
-        let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(new_room);
+        let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(|| zeros());
         configure(&CONFIG);
         all::<W>(job, room);
         release();
     }
-}
-
-/// A room of zeros.
-#[cold]
-fn new_room() -> Box<Room> {
-    // SAFETY: all of a room is numbers, for which zeros are a value.
-    unsafe { Box::<Room>::new_zeroed().assume_init() }
 }
 
 /// All eight tiles are whole: rows that do not exist are multiplied along, and read by nobody.
@@ -449,6 +442,20 @@ unsafe fn tiles<const A: usize>(work: &Work, next: &mut Next) {
     unsafe {
         let sums = work.sums.cast::<u8>();
         let other = sums.add(size_of::<Sums>() / PANELS);
+        macro_rules! each_sum {
+            ($how:ident) => {
+                tile!($how 0, sums);
+                tile!($how 3, other);
+                if A > 1 {
+                    tile!($how 1, sums.add(TILE));
+                    tile!($how 4, other.add(TILE));
+                }
+                if A > 2 {
+                    tile!($how 2, sums.add(2 * TILE));
+                    tile!($how 5, other.add(2 * TILE));
+                }
+            };
+        }
         if work.first {
             tile!(zero 0);
             tile!(zero 1);
@@ -457,16 +464,7 @@ unsafe fn tiles<const A: usize>(work: &Work, next: &mut Next) {
             tile!(zero 4);
             tile!(zero 5);
         } else {
-            tile!(load 0, sums);
-            tile!(load 3, other);
-            if A > 1 {
-                tile!(load 1, sums.add(TILE));
-                tile!(load 4, other.add(TILE));
-            }
-            if A > 2 {
-                tile!(load 2, sums.add(2 * TILE));
-                tile!(load 5, other.add(2 * TILE));
-            }
+            each_sum!(load);
         }
         for step in 0..work.steps {
             let x = work.x.add(step * LANES * A).cast::<u8>();
@@ -495,15 +493,6 @@ unsafe fn tiles<const A: usize>(work: &Work, next: &mut Next) {
             }
             tile!(bf16 3, 6, 7);
         }
-        tile!(store 0, sums);
-        tile!(store 3, other);
-        if A > 1 {
-            tile!(store 1, sums.add(TILE));
-            tile!(store 4, other.add(TILE));
-        }
-        if A > 2 {
-            tile!(store 2, sums.add(2 * TILE));
-            tile!(store 5, other.add(2 * TILE));
-        }
+        each_sum!(store);
     }
 }

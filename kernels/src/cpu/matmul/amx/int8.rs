@@ -12,7 +12,7 @@ use super::super::drive::{self, Job, NextChunk, RESTING, SCRATCH};
 use super::super::on_avx512;
 use super::super::place::{Panel, Place, Stage};
 use super::tiled::Tiled;
-use super::{LINE, Line, configure, release, tile};
+use super::{LINE, Line, configure, release, tile, zeros};
 use crate::cpu::lanes::LANES;
 use crate::cpu::quantize::Q8_RECORD;
 
@@ -51,13 +51,6 @@ thread_local! {
     static ROOM: UnsafeCell<Option<Box<Room>>> = const { UnsafeCell::new(None) };
 }
 
-/// A room of zeros.
-#[cold]
-fn new_room() -> Box<Room> {
-    // SAFETY: all of a room is numbers, for which zeros are a value.
-    unsafe { Box::<Room>::new_zeroed().assume_init() }
-}
-
 /// Groups of rows of `k` activations for which there is room.
 fn groups(k: usize) -> usize {
     let lines = k.div_ceil(STEP).max(1).saturating_mul(STEP_LINES);
@@ -76,10 +69,10 @@ pub(in super::super) unsafe fn run<F: Tiled, W: Place>(job: &Job) {
         // SAFETY: the caller's promise.
         return unsafe { on_avx512::<F, W>(job) };
     }
-    // SAFETY: the caller's promise. The room is this thread's, and nothing below calls this function again. So many groups
-    // have room.
+    // SAFETY: the caller's promise. The room is this thread's, and nothing below calls this function again; all of it is
+    // numbers. So many groups have room.
     unsafe {
-        let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(new_room);
+        let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(|| zeros());
         configure(F::CONFIG);
         for start in (0..job.rows).step_by(groups * GROUP) {
             let rows = start..job.rows.min(start + groups * GROUP);
