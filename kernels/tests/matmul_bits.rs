@@ -244,12 +244,12 @@ fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
                 let x = quantize(x, false);
                 let (w, scales, minima) = block256(dtype, b);
                 let sub = 256 / scales.len();
-                let mut inner = 0.0f32;
+                let mut inner = 0;
                 for (j, &scale) in scales.iter().enumerate() {
                     let range = sub * j..sub * (j + 1);
-                    let dot = dot(&w[range.clone()], &x.q[range]);
-                    inner = (dot as f32).mul_add(scale as f32, inner);
+                    inner += scale * dot(&w[range.clone()], &x.q[range]);
                 }
+                let inner = inner as f32;
                 if dtype == DType::Q6K {
                     acc = (inner * half_at(b, 208)).mul_add(x.da, acc);
                 } else {
@@ -355,17 +355,16 @@ fn splits(n: usize, parts: usize) -> Vec<Range<usize>> {
 
 #[test]
 fn every_path_and_every_split_gives_the_documented_bits() {
-    // More than a kernel keeps the sums of at once.
-    const MANY: usize = 150;
     for dtype in weight_dtypes() {
         let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ dtype as u64);
         for &k in ks(dtype) {
-            for n in [1, 15, 17, 33, 100] {
+            // The most rows are more than a kernel keeps the sums of at once: of some 144, of some 288.
+            for (n, many) in [(1, 150), (15, 150), (17, 150), (33, 300), (100, 150)] {
                 let w = random.weights(dtype, n, k);
                 let row_bytes = dtype.row_bytes(k).expect("whole blocks");
-                let x = random.activations(MANY * k);
+                let x = random.activations(many * k);
                 let expected_on = |path| -> Vec<u32> {
-                    (0..MANY * n)
+                    (0..many * n)
                         .map(|i| (&w[i % n * row_bytes..][..row_bytes], &x[i / n * k..][..k]))
                         .map(|(w, x)| reference_on(path, dtype, w, x).to_bits())
                         .collect()
@@ -374,7 +373,7 @@ fn every_path_and_every_split_gives_the_documented_bits() {
                 for path in CpuPath::available() {
                     let other = (path == CpuPath::Amx).then(|| expected_on(path));
                     let expected = other.as_ref().unwrap_or(&same);
-                    for rows in [1, 2, 3, 7, 16, 64, MANY] {
+                    for rows in [1, 2, 3, 7, 16, 40, 64, many] {
                         let offset = (n + rows) % 4;
                         let mut moved = vec![0xaa; offset];
                         moved.extend(&w);
@@ -476,12 +475,58 @@ fn ranges_may_start_anywhere() {
     for dtype in weight_dtypes() {
         let (n, k) = (75, 256);
         let w = random.weights(dtype, n, k);
-        let x = random.activations(9 * k);
-        for path in CpuPath::available() {
-            let whole = bits(&mul_mat(path, dtype, &w, n, &x, 9, k));
+        for (path, rows) in CpuPath::available()
+            .into_iter()
+            .flat_map(|path| [(path, 9), (path, 40)])
+        {
+            let x = random.activations(rows * k);
+            let whole = bits(&mul_mat(path, dtype, &w, n, &x, rows, k));
             for cut in [1, 15, 16, 31, 74] {
-                let out = split_product(path, dtype, &w, n, &x, 9, k, &[cut..n, 0..cut]);
+                let out = split_product(path, dtype, &w, n, &x, rows, k, &[cut..n, 0..cut]);
                 assert_eq!(bits(&out), whole, "{dtype} on {path} cut at {cut}");
+            }
+        }
+    }
+}
+
+/// More activations than a kernel has room for at once, in rows that are few, or longer than all of that room.
+#[test]
+fn rows_of_any_length_have_the_same_bits() {
+    let mut random = Random(29);
+    for dtype in [
+        DType::Q8_0,
+        DType::Q4_1,
+        DType::NVFP4,
+        DType::Q4K,
+        DType::Q6K,
+    ] {
+        for (k, rows) in [(4096, 290), (16 << 10, 70), (48 << 10, 40), (257 << 8, 40)] {
+            let n = 17;
+            let mut w = random.weights(dtype, n, k);
+            let x = random.activations(rows * k);
+            let expected = bits(&mul_mat(CpuPath::Portable, dtype, &w, n, &x, rows, k));
+            for path in CpuPath::available() {
+                let out = mul_mat(path, dtype, &w, n, &x, rows, k);
+                assert!(
+                    bits(&out) == expected,
+                    "{dtype} on {path}: k {k}, {rows} rows"
+                );
+            }
+            // Packed, which is as many whole panels as there are.
+            w.truncate(16 * dtype.row_bytes(k).expect("whole blocks"));
+            let mut packed = vec![0; w.len()];
+            pack::pack(dtype, k, &w, &mut packed);
+            let expected: Vec<u32> = expected
+                .chunks(n)
+                .flat_map(|row| &row[..16])
+                .copied()
+                .collect();
+            for path in CpuPath::available() {
+                let out = product_of(path, dtype, &packed, true, 16, &x, rows, k, &[0..16]);
+                assert!(
+                    bits(&out) == expected,
+                    "{dtype} packed on {path}: k {k}, {rows} rows"
+                );
             }
         }
     }
@@ -568,7 +613,7 @@ fn packed_weights_are_a_permutation_and_give_the_same_bits() {
             pack::pack(dtype, k, &w[..cut], &mut pieces[..cut]);
             pack::pack(dtype, k, &w[cut..], &mut pieces[cut..]);
             assert!(pieces == packed);
-            for rows in [1, 2, 3, 4, 5, 8, 9, 23] {
+            for rows in [1, 2, 3, 4, 5, 8, 9, 23, 40] {
                 let x = random.activations(rows * k);
                 for path in CpuPath::available() {
                     let whole = bits(&mul_mat(path, dtype, &w, n, &x, rows, k));
@@ -662,7 +707,7 @@ fn a_poisoned_activation_poisons_its_row_and_no_other() {
 fn extreme_weights_and_activations_agree_on_every_path() {
     let mut random = Random(17);
     for dtype in weight_dtypes() {
-        let (n, k, rows) = (33, 512, 20);
+        let (n, k, rows) = (33, 512, 40);
         // Any bytes at all: scales of every kind, NaN and infinities too; -128 in Q8_0.
         let bytes = n * dtype.row_bytes(k).expect("whole blocks");
         let mut w: Vec<u8> = (0..bytes).map(|_| random.bits() as u8).collect();
@@ -679,8 +724,73 @@ fn extreme_weights_and_activations_agree_on_every_path() {
                 .map(|i| (&w[i % n * row_bytes..][..row_bytes], &x[i / n * k..][..k]))
                 .map(|(w, x)| reference_on(path, dtype, w, x).to_bits())
                 .collect();
-            let out = mul_mat(path, dtype, &w, n, &x, rows, k);
-            assert_eq!(bits(&out), expected, "{dtype} on {path}");
+            for rows in [20, rows] {
+                let out = mul_mat(path, dtype, &w, n, &x[..rows * k], rows, k);
+                let what = format!("{dtype} on {path}, {rows} rows");
+                assert_eq!(bits(&out), expected[..rows * n], "{what}");
+            }
+        }
+    }
+}
+
+/// Of a block of 256 the integer that is rounded to `f32`, where it has more bits than that keeps; up to the largest ones.
+#[test]
+fn sums_beyond_24_bits_are_rounded_once() {
+    let mut random = Random(23);
+    for dtype in [DType::Q4K, DType::Q5K, DType::Q6K] {
+        let (n, k, rows) = (32, 512, 40);
+        let mut w = vec![0; n * dtype.row_bytes(k).expect("whole blocks")];
+        let one = half::f16::ONE.to_le_bytes();
+        for (i, b) in w.chunks_exact_mut(dtype.block_bytes()).enumerate() {
+            // Near the largest weights, and scales; the first ones exactly, of Q6_K the most negative ones.
+            for byte in b.iter_mut() {
+                let bits = random.bits() as u8;
+                *byte = if i < 2 { 0xff } else { 0xff - (bits & 0x11) };
+            }
+            if dtype == DType::Q6K {
+                b[192..208].fill(0x7f);
+                if i < 2 {
+                    b[..192].fill(0);
+                    b[192..208].fill(0x80);
+                }
+                b[208..].copy_from_slice(&one);
+            } else {
+                b[..2].copy_from_slice(&one);
+                b[2..4].fill(0);
+            }
+        }
+        let x: Vec<f32> = (0..rows * k)
+            .map(|i| match (i / k, i % 256) {
+                (0, _) | (_, 0) => 127.0,
+                (1, _) => -127.0,
+                _ => (100 + random.bits() % 28) as f32,
+            })
+            .collect();
+        let row_bytes = w.len() / n;
+        let expected: Vec<f32> = (0..rows * n)
+            .map(|i| (&w[i % n * row_bytes..][..row_bytes], &x[i / n * k..][..k]))
+            .map(|(w, x)| reference(dtype, w, x))
+            .collect();
+        assert!(
+            expected.iter().all(|sum| sum.abs() > (1 << 25) as f32),
+            "{dtype}"
+        );
+        if dtype == DType::Q6K {
+            assert_eq!(expected[0], (2 * 256 * 128 * 32 * 127) as f32);
+        }
+        let expected = bits(&expected);
+        let mut packed = vec![0; w.len()];
+        pack::pack(dtype, k, &w, &mut packed);
+        for (form, w, is_packed) in [("stored", &w, false), ("packed", &packed, true)] {
+            for path in CpuPath::available() {
+                for rows in [1, 4, 8, 16, rows] {
+                    let x = &x[..rows * k];
+                    let all = [0..n];
+                    let out = product_of(path, dtype, w, is_packed, n, x, rows, k, &all);
+                    let what = format!("{dtype} {form} on {path}, {rows} rows");
+                    assert_eq!(bits(&out), expected[..rows * n], "{what}");
+                }
+            }
         }
     }
 }

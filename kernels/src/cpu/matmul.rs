@@ -6,8 +6,7 @@
 //! This section defines the numerics class of the CPU device, together with the form of prepared
 //! activations in [`quantize`](super::quantize). Each output is one chain that starts at `+0.0` and goes through `k` in
 //! ascending order; it depends on nothing else: not on the number of rows, the tiling, the threads, the
-//! output's place in a vector, nor the instruction path. `f32(…)` of an integer is exact, every other
-//! operation is rounded once, to nearest even.
+//! output's place in a vector, nor the instruction path. Every operation, `f32(…)` of an integer among them, is rounded once, to nearest even.
 //!
 //! - **F32, F16, BF16**: the weight is converted to `f32` exactly; `acc = fma(w_k, x_k, acc)` for every `k`.
 //! - **32-element blocks**, with `S = Σ w_q · q` exact, where `w_q` is the signed integer weight (Q4_0:
@@ -16,11 +15,9 @@
 //!   `acc = fma(f32(Σ q) · da, m, acc)`. MXFP4 is one of them: `w_q` is twice the number of E2M1, `d` half of the power of two.
 //! - **NVFP4**, with `S_j = Σ w_q · q` over sub-block `j` of sixteen, `w_q` twice the number of E2M1 and `d_j` half of the
 //!   scale: `acc = fma(f32(S_j) · da, d_j, acc)` for `j` in 0..4; the activations are those of two blocks of 32.
-//! - **Q4_K, Q5_K**, with `dot_j = Σ w_q · q` over sub-block `j` and the integer `T = Σ_j min_j · Σ q_j`, exact:
-//!   `inner = fma(f32(dot_j), scale_j, inner)` for `j` in 0..8 from `+0.0`, then
-//!   `acc = fma(fma(inner, d, −(f32(T) · dmin)), da, acc)`.
-//! - **Q6_K**, with `dot_j = Σ (w_q − 32) · q`: `inner = fma(f32(dot_j), scale_j, inner)` for `j` in 0..16
-//!   from `+0.0`, then `acc = fma(inner · d, da, acc)`.
+//! - **Q4_K, Q5_K**, with `dot_j = Σ w_q · q` over sub-block `j` and the integers `S = Σ_j scale_j · dot_j` and
+//!   `T = Σ_j min_j · Σ q_j`, exact: `acc = fma(fma(f32(S), d, −(f32(T) · dmin)), da, acc)`.
+//! - **Q6_K**, with `dot_j = Σ (w_q − 32) · q` and `S = Σ_j scale_j · dot_j` exact: `acc = fma(f32(S) · d, da, acc)`.
 //!
 //! A NaN result has the bits `0x7fc00000`. Subnormals are computed as IEEE says (no flush to zero).
 //!
@@ -58,6 +55,7 @@ mod drive;
 mod format;
 pub mod pack;
 mod place;
+mod q6_k;
 mod simd;
 
 use drive::Job;
@@ -66,7 +64,7 @@ use place::{Packed, Place, Stored};
 
 /// The revision of the order of summation above. Part of the numerics class: whoever changes a bit of any
 /// output raises it.
-pub const KERNEL_REVISION: u32 = 6;
+pub const KERNEL_REVISION: u32 = 7;
 
 /// One multiplication: weights, activations and their sizes.
 #[derive(Clone, Copy, Debug)]
@@ -201,8 +199,11 @@ pub fn rows_at_once(path: CpuPath, dtype: DType) -> Option<usize> {
     if path == CpuPath::Amx && path.is_available() {
         return match dtype {
             DType::BF16 => Some(amx::bf16::ROWS),
-            _ if Activation::of(dtype) == Activation::Q8 => Some(amx::int8::ROWS),
-            _ => None,
+            _ => match Activation::of(dtype) {
+                Activation::Q8 => Some(amx::int8::ROWS),
+                Activation::Q8K => Some(amx::scaled::ROWS),
+                Activation::F32 => None,
+            },
         };
     }
     let _ = (path, dtype);
@@ -288,9 +289,9 @@ formats! {
     Q5_0 => block32::Nibbles<true, false>, on_tiles;
     Q5_1 => block32::Nibbles<true, true>, on_tiles;
     Q8_0 => block32::Bytes, on_tiles;
-    Q4K  => block256::Mixed<false>, on_path;
-    Q5K  => block256::Mixed<true>, on_path;
-    Q6K  => block256::Six, on_path;
+    Q4K  => block256::Mixed<false>, on_scaled_tiles;
+    Q5K  => block256::Mixed<true>, on_scaled_tiles;
+    Q6K  => q6_k::Six, on_scaled_tiles;
     MXFP4 => block32::Mxfp4, on_tiles;
     NVFP4 => block64::Nvfp4, on_tiles;
 }
@@ -319,8 +320,20 @@ fn on_tiles<F: amx::tiled::Tiled>(path: CpuPath) -> Kernels {
     }
 }
 
+/// Those of a block dtype with integer scales, which go into the tiles.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn on_scaled_tiles<F: amx::scaled::Scaled>(path: CpuPath) -> Kernels {
+    match path {
+        CpuPath::Amx if path.is_available() => Kernels {
+            stored: amx::scaled::run::<F, Stored>,
+            packed: amx::scaled::run::<F, Packed>,
+        },
+        _ => on_path::<F>(path),
+    }
+}
+
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-use on_path as on_tiles;
+use {on_path as on_tiles, on_path as on_scaled_tiles};
 
 fn on_path<F: Format>(path: CpuPath) -> Kernels {
     match path.vectors() {
@@ -346,6 +359,8 @@ fn on_path<F: Format>(path: CpuPath) -> Kernels {
 /// As for [`drive::run`], which includes that the processor has these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+// Kernels by tiles call it for few rows, and need no copy of all of it.
+#[inline(never)]
 unsafe fn on_avx512<F: Format, W: Place>(job: &Job) {
     // SAFETY: the caller's promise.
     unsafe { drive::run::<avx512::Avx512, F, W>(job) }

@@ -17,7 +17,7 @@ struct Tile {
   uint32_t w[OUTPUTS][STRIDE], x[ROWS][STRIDE];
   float d[OUTPUTS][4], m[OUTPUTS][4], da[ROWS][4];
   int sums[ROWS][4];
-  float scales[OUTPUTS][8];
+  int scales[OUTPUTS][8];
   int minima[OUTPUTS][4];
 };
 
@@ -105,11 +105,11 @@ template <bool FIVE> DEVICE void unpack_half(Mixed<FIVE>, Tile& tile, const AnyP
   typedef Mixed<FIVE> F;
   int scale, min;
   F::scale_min(from, half * 4 + run, scale, min);
-  tile.scales[o][run] = float(scale), tile.minima[o][run] = min;
+  tile.scales[o][run] = scale, tile.minima[o][run] = min;
   tile.d[o][0] = F::d(from), tile.m[o][0] = F::dmin(from);
 }
 DEVICE void unpack_half(Q6_K, Tile& tile, const AnyPlace<Q6_K::BYTES>& from, int o, int half, int run) {
-  for (int i = 0; i < 2; i++) tile.scales[o][2 * run + i] = float(Q6_K::scale(from, half * 8 + 2 * run + i));
+  for (int i = 0; i < 2; i++) tile.scales[o][2 * run + i] = Q6_K::scale(from, half * 8 + 2 * run + i);
   tile.d[o][0] = Q6_K::d(from);
 }
 
@@ -117,8 +117,8 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
   __shared__ Tile tile;
   int first = blockIdx.x * OUTPUTS, first_row = blockIdx.y * ROWS, blocks = k / 256, t = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
   Lane lane = Lane::mine();
-  float acc[8][4] = {}, inner[8][4];
-  int low[8][4];
+  float acc[8][4] = {};
+  int inner[8][4], low[8][4];
 #pragma unroll 1
   for (int step = 0; step < 2 * blocks; step++) {
     int block = step / 2, half = step % 2;
@@ -139,7 +139,7 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
     for (int j = 0; j < 8; j++) {
       if (half == 0) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) inner[j][i] = 0.0f, low[j][i] = 0;
+        for (int i = 0; i < 4; i++) inner[j][i] = 0, low[j][i] = 0;
       }
 #pragma unroll 1
       for (int run = 0; run < 4; run++) {
@@ -149,7 +149,7 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             int o = lane.output + i / 2 * 8, r = j * 8 + lane.row + i % 2;
-            inner[j][i] = fmaf(float(s[i]), tile.scales[o][run], inner[j][i]);
+            inner[j][i] += tile.scales[o][run] * s[i];
             low[j][i] += tile.minima[o][run] * tile.sums[r][run];
           }
         } else {
@@ -158,7 +158,7 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
             int s[4] = {}, base = run * 8 + sixteen * 4 + t;
             mma_s8_half(s, tile.w[lane.output][base], tile.w[lane.output + 8][base], tile.x[j * 8 + g][base]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) inner[j][i] = fmaf(float(s[i]), tile.scales[lane.output + i / 2 * 8][2 * run + sixteen], inner[j][i]);
+            for (int i = 0; i < 4; i++) inner[j][i] += tile.scales[lane.output + i / 2 * 8][2 * run + sixteen] * s[i];
           }
         }
       }
@@ -166,7 +166,7 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           int o = lane.output + i / 2 * 8, r = j * 8 + lane.row + i % 2;
-          float v = F::MINIMUM ? fmaf(inner[j][i], tile.d[o][0], -(float(low[j][i]) * tile.m[o][0])) : inner[j][i] * tile.d[o][0];
+          float v = F::MINIMUM ? fmaf(float(inner[j][i]), tile.d[o][0], -(float(low[j][i]) * tile.m[o][0])) : float(inner[j][i]) * tile.d[o][0];
           acc[j][i] = fmaf(v, tile.da[r][0], acc[j][i]);
         }
       }

@@ -121,7 +121,7 @@ DEVICE int eight_lanes(int v) {
 /// What a block of 256 adds, before its `da`: lanes 8i … 8i+7 have the runs of 32 of one block.
 template <bool FIVE> DEVICE float block_term(Mixed<FIVE>, const Shifted& w, const uint32_t (&q)[8], int sum, bool some) {
   typedef Mixed<FIVE> F;
-  int lane = threadIdx.x % 32, j = lane % 8, dot = 0, scale = 0, min = 0;
+  int j = threadIdx.x % 8, dot = 0, scale = 0, min = 0;
   float d = 0.0f, dmin = 0.0f;
   if (some) {
 #pragma unroll
@@ -129,29 +129,19 @@ template <bool FIVE> DEVICE float block_term(Mixed<FIVE>, const Shifted& w, cons
     F::scale_min(w, j, scale, min);
     d = F::d(w), dmin = F::dmin(w);
   }
-  int total = eight_lanes(min * sum);
-  float inner = 0.0f;
-  for (int i = 0; i < 8; i++) {
-    int from = lane / 8 * 8 + i;
-    inner = fmaf(float(__shfl_sync(ALL, dot, from)), float(__shfl_sync(ALL, scale, from)), inner);
-  }
-  return fmaf(inner, d, -(float(total) * dmin));
+  int total = eight_lanes(min * sum), inner = eight_lanes(scale * dot);
+  return fmaf(float(inner), d, -(float(total) * dmin));
 }
 DEVICE float block_term(Q6_K, const Shifted& w, const uint32_t (&q)[8], int, bool some) {
-  int lane = threadIdx.x % 32, j = lane % 8, dots[2] = {0, 0}, scales[2] = {0, 0};
+  int j = threadIdx.x % 8, dots[2] = {0, 0}, scales[2] = {0, 0};
   float d = 0.0f;
   if (some) {
     for (int g = 0; g < 8; g++) dots[g / 4] = __dp4a(int(Q6_K::word(w, j, g)), int(q[g]), dots[g / 4]);
     scales[0] = Q6_K::scale(w, 2 * j), scales[1] = Q6_K::scale(w, 2 * j + 1);
     d = Q6_K::d(w);
   }
-  float inner = 0.0f;
-  for (int i = 0; i < 8; i++) {
-    int from = lane / 8 * 8 + i;
-    inner = fmaf(float(__shfl_sync(ALL, dots[0], from)), float(__shfl_sync(ALL, scales[0], from)), inner);
-    inner = fmaf(float(__shfl_sync(ALL, dots[1], from)), float(__shfl_sync(ALL, scales[1], from)), inner);
-  }
-  return inner * d;
+  int inner = eight_lanes(scales[0] * dots[0] + scales[1] * dots[1]);
+  return float(inner) * d;
 }
 
 /// Blocks of 256: eight lanes per block.

@@ -438,6 +438,38 @@ fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
     }
 }
 
+/// A product `[rows, n]` by the kernel for many rows.
+fn many(
+    shim: &Shim,
+    (dtype, name): (DType, &str),
+    w: &[u8],
+    x: &Prepared,
+    (n, k, rows): (usize, usize, usize),
+) -> Vec<f32> {
+    // Something between the rows of the result, which stays.
+    let stride = n + 1;
+    let mut out = vec![-7.0f32; rows * stride];
+    let int = |n: usize| Arg::from(n as i32);
+    let args = [
+        w.into(),
+        (&x.q).into(),
+        (&x.da).into(),
+        (&x.sums).into(),
+        (&mut out).into(),
+        Arg::from(stride as i64),
+        int(n),
+        int(k),
+        int(rows),
+    ];
+    let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
+    shim.launch(&format!("mul_tile_{name}"), grid, 128, &args)
+        .unwrap();
+    assert!(out.chunks(stride).all(|row| row[n] == -7.0), "{dtype}");
+    out.chunks(stride)
+        .flat_map(|row| row[..n].to_vec())
+        .collect()
+}
+
 #[test]
 fn products_of_many_rows_have_the_bits_of_the_cpus() {
     let Some(shim) = Shim::get() else { return };
@@ -456,30 +488,61 @@ fn products_of_many_rows_have_the_bits_of_the_cpus() {
             let Some(prepared) = Prepared::of(&x, k, rows, k, len) else {
                 return;
             };
-            let (mut out, stride) = (vec![-7.0f32; rows * (n + 1)], n + 1);
-            let int = |n: usize| Arg::from(n as i32);
-            let args = [
-                (&w).into(),
-                (&prepared.q).into(),
-                (&prepared.da).into(),
-                (&prepared.sums).into(),
-                (&mut out).into(),
-                Arg::from(stride as i64),
-                int(n),
-                int(k),
-                int(rows),
-            ];
-            let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
-            shim.launch(&format!("mul_tile_{}", kind.1), grid, 128, &args)
-                .unwrap();
-            for (r, row) in out.chunks(stride).enumerate() {
-                assert_eq!(row[n], -7.0);
-                assert_eq!(
-                    bits(&row[..n]),
-                    bits(&expected[r * n..][..n]),
-                    "{dtype} [{n}, {k}], row {r}"
-                );
+            let out = many(shim, kind, &w, &prepared, (n, k, rows));
+            for (r, (found, expected)) in out.chunks(n).zip(expected.chunks(n)).enumerate() {
+                assert_eq!(bits(found), bits(expected), "{dtype} [{n}, {k}], row {r}");
             }
         }
+    }
+}
+
+/// The integer that a block of 256 makes is rounded once, where it has more bits than `f32` keeps.
+#[test]
+fn large_sums_have_the_bits_of_the_cpus() {
+    let Some(shim) = Shim::get() else { return };
+    let (n, k, rows) = (9, 512, 5);
+    for (i, kind) in TYPES.into_iter().enumerate() {
+        if kind.0.block_len() != 256 {
+            continue;
+        }
+        let mut random = Numbers::new(i as u64);
+        let mut w = random.bytes(n * kind.0.row_bytes(k).unwrap());
+        let one = half::f16::ONE.to_le_bytes();
+        for block in w.chunks_mut(kind.0.block_bytes()) {
+            block
+                .iter_mut()
+                .for_each(|byte| *byte = 0xff - (*byte & 0x11));
+            if kind.0 == DType::Q6K {
+                block[192..208].fill(0x7f);
+                block[208..].copy_from_slice(&one);
+            } else {
+                block[..2].copy_from_slice(&one);
+                block[2..4].fill(0);
+            }
+        }
+        let x: Vec<f32> = (0..rows * k)
+            .map(|i| {
+                if i % 256 == 0 {
+                    127.0
+                } else {
+                    100.0 + random.below(28) as f32
+                }
+            })
+            .collect();
+        let expected = mul_mat(CpuPath::detect().vectors(), kind.0, &w, n, &x, rows, k);
+        assert!(
+            expected.iter().all(|sum| *sum > (1 << 25) as f32),
+            "{}",
+            kind.0
+        );
+        let Some(prepared) = Prepared::of(&x, k, rows, k, 256) else {
+            return;
+        };
+        for each in [1, 4] {
+            let found = few(shim, kind, each, &w, &prepared, (n, k, rows));
+            assert_eq!(bits(&found), bits(&expected), "{} by {each}", kind.0);
+        }
+        let found = many(shim, kind, &w, &prepared, (n, k, rows));
+        assert_eq!(bits(&found), bits(&expected), "{}", kind.0);
     }
 }

@@ -2,6 +2,7 @@
 
 pub(super) mod bf16;
 pub(super) mod int8;
+pub(super) mod scaled;
 pub(super) mod tiled;
 
 use std::arch::asm;
@@ -30,6 +31,13 @@ struct Line([u8; LINE]);
 unsafe fn zeros<T>() -> Box<T> {
     // SAFETY: the caller's promise.
     unsafe { Box::<T>::new_zeroed().assume_init() }
+}
+
+/// How many of so many rows a pass has where there is room for some groups of them: as many in each, so that none has but a few, in
+/// whole groups.
+fn height(rows: usize, groups: usize) -> usize {
+    let passes = rows.div_ceil((groups * LANES).max(1)).max(1);
+    rows.div_ceil(passes).next_multiple_of(LANES)
 }
 
 /// What `ldtilecfg` reads: the palette, and bytes of a row and rows of each tile.
@@ -152,6 +160,10 @@ macro_rules! tile {
     };
     (bf16 $c:literal, $a:literal, $b:literal) => {
         std::arch::asm!(concat!("tdpbf16ps tmm", $c, ", tmm", $a, ", tmm", $b),
+            options(nomem, nostack, preserves_flags))
+    };
+    (uint8 $c:literal, $a:literal, $b:literal) => {
+        std::arch::asm!(concat!("tdpbsud tmm", $c, ", tmm", $a, ", tmm", $b),
             options(nomem, nostack, preserves_flags))
     };
     (int8 $c:literal, $a:literal, $b:literal) => {

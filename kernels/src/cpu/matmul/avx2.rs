@@ -126,6 +126,11 @@ impl Simd for Avx2 {
         unsafe { both!(_mm256_add_epi32, a, each b) }
     }
     #[inline(always)]
+    unsafe fn times(a: Self::I, b: Self::I) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe { both!(_mm256_mullo_epi32, a, each b) }
+    }
+    #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe { both!(_mm256_and_si256, a, each b) }

@@ -68,6 +68,11 @@ impl Simd for Avx512 {
         unsafe { _mm512_add_epi32(a, b) }
     }
     #[inline(always)]
+    unsafe fn times(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
     unsafe fn and(a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: see the impl.
         unsafe { _mm512_and_si512(a, b) }

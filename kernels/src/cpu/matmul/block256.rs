@@ -1,5 +1,4 @@
-//! The 256-element block dtypes: Q4_K, Q5_K (8 sub-blocks with 6-bit scales and minima) and Q6_K (16
-//! sub-blocks with signed 8-bit scales).
+//! The 256-element block dtypes Q4_K and Q5_K: 8 sub-blocks with 6-bit scales and minima.
 
 #![expect(
     clippy::needless_range_loop,
@@ -19,20 +18,23 @@ use crate::cpu::quantize::Q8K_RECORD;
 ///
 /// As for [`Format::step`]; `at` is within the record.
 #[inline(always)]
-unsafe fn word<S: Simd>(x: *const u8, at: usize) -> S::I {
+pub(super) unsafe fn word<S: Simd>(x: *const u8, at: usize) -> S::I {
     // SAFETY: the caller's promise.
     unsafe { S::splat_i(ptr::read_unaligned(x.add(at).cast())) }
 }
 
-/// The record's `da`, in every lane.
+/// Where a record has what follows the activations: `da` and the sums.
+pub(super) const BESIDE: usize = 256;
+
+/// The `da` of a record, in every lane, of which `beside` is what is at [`BESIDE`].
 ///
 /// # Safety
 ///
-/// As for [`Format::step`].
+/// As for [`Simd`]; the four bytes are there.
 #[inline(always)]
-unsafe fn da<S: Simd>(x: *const u8) -> S::F {
+pub(super) unsafe fn da<S: Simd>(beside: *const u8) -> S::F {
     // SAFETY: the caller's promise.
-    unsafe { S::splat_f(ptr::read_unaligned(x.add(256).cast())) }
+    unsafe { S::splat_f(ptr::read_unaligned(beside.cast())) }
 }
 
 /// `start + Σ q · x` over the `4 W` weights `q` and the activations at `x + at`.
@@ -41,7 +43,12 @@ unsafe fn da<S: Simd>(x: *const u8) -> S::F {
 ///
 /// As for [`Format::step`]; `at + 4 W` is within the record, the weights are at most 127.
 #[inline(always)]
-unsafe fn dot<S: Simd, const W: usize>(start: S::I, q: [S::I; W], x: *const u8, at: usize) -> S::I {
+pub(super) unsafe fn dot<S: Simd, const W: usize>(
+    start: S::I,
+    q: [S::I; W],
+    x: *const u8,
+    at: usize,
+) -> S::I {
     // Two chains: their sum is exact in any order.
     let mut even = start;
     // SAFETY: the caller's promise.
@@ -87,14 +94,14 @@ pub(super) struct Mixed<const FIVE: bool>;
 /// A super-block of sixteen rows.
 #[derive(Clone, Copy)]
 pub(super) struct MixedBlock<S: Simd> {
-    q: [[S::I; 8]; 8],
-    head: MixedHead<S>,
+    pub q: [[S::I; 8]; 8],
+    pub head: MixedHead<S>,
 }
 
 /// All of a super-block but its weights.
 #[derive(Clone, Copy)]
 pub(super) struct MixedHead<S: Simd> {
-    scales: [S::F; 8],
+    pub scales: [S::I; 8],
     /// Pairs of 16-bit minima of sub-blocks 0 2, 1 3, 4 6, 5 7.
     minima: [S::I; 4],
     d: S::F,
@@ -127,16 +134,16 @@ impl<const FIVE: bool> Mixed<FIVE> {
             let byte = S::splat_i(0xff);
             let even = S::splat_i(0x00ff_00ff);
             let mut head = MixedHead {
-                scales: [d; 8],
+                scales: [byte; 8],
                 minima: [byte; 4],
                 d,
                 dmin,
             };
             for i in 0..2 {
-                head.scales[4 * i] = S::to_f(S::and(scales[i], byte));
-                head.scales[4 * i + 1] = S::to_f(S::and(S::shr::<8>(scales[i]), byte));
-                head.scales[4 * i + 2] = S::to_f(S::and(S::shr::<16>(scales[i]), byte));
-                head.scales[4 * i + 3] = S::to_f(S::shr::<24>(scales[i]));
+                head.scales[4 * i] = S::and(scales[i], byte);
+                head.scales[4 * i + 1] = S::and(S::shr::<8>(scales[i]), byte);
+                head.scales[4 * i + 2] = S::and(S::shr::<16>(scales[i]), byte);
+                head.scales[4 * i + 3] = S::shr::<24>(scales[i]);
                 head.minima[2 * i] = S::and(minima[i], even);
                 head.minima[2 * i + 1] = S::and(S::shr::<8>(minima[i]), even);
             }
@@ -192,21 +199,27 @@ impl<const FIVE: bool> Mixed<FIVE> {
         }
     }
 
-    /// `acc = fma(fma(inner, d, −(f32(T) · dmin)), da, acc)`.
+    /// `acc = fma(fma(f32(inner), d, −(f32(T) · dmin)), da, acc)`.
     ///
     /// # Safety
     ///
-    /// As for [`Format::step`].
+    /// As for [`Simd`]; the twenty bytes that a record has from [`BESIDE`] on are at `beside`.
     #[inline(always)]
-    unsafe fn finish<S: Simd>(head: &MixedHead<S>, inner: S::F, x: *const u8, acc: S::F) -> S::F {
-        // SAFETY: the caller's promise; all reads are within the record.
+    pub unsafe fn finish<S: Simd>(
+        head: &MixedHead<S>,
+        inner: S::I,
+        beside: *const u8,
+        acc: S::F,
+    ) -> S::F {
+        // SAFETY: the caller's promise.
         unsafe {
             let mut total = S::splat_i(0);
             for i in 0..4 {
-                total = S::dot_i16(total, head.minima[i], word::<S>(x, 260 + 4 * i));
+                total = S::dot_i16(total, head.minima[i], word::<S>(beside, 4 + 4 * i));
             }
             let low = S::mul(S::to_f(total), head.dmin);
-            S::fma(S::fms(inner, head.d, low), da::<S>(x), acc)
+            let sum = S::fms(S::to_f(inner), head.d, low);
+            S::fma(sum, da::<S>(beside), acc)
         }
     }
 }
@@ -245,7 +258,7 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
     ) {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 31.
         unsafe {
-            let mut inner = [[S::splat_f(0.0); P]; R];
+            let mut inner = [[S::splat_i(0); P]; R];
             for j in 0..8 {
                 let mut dots = [[S::splat_i(0); P]; R];
                 for g in 0..8 {
@@ -258,13 +271,15 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
                 }
                 for r in 0..R {
                     for p in 0..P {
-                        inner[r][p] = S::fma(S::to_f(dots[r][p]), w[p].head.scales[j], inner[r][p]);
+                        inner[r][p] =
+                            S::add(inner[r][p], S::times(dots[r][p], w[p].head.scales[j]));
                     }
                 }
             }
             for r in 0..R {
                 for p in 0..P {
-                    acc[r][p] = Self::finish::<S>(&w[p].head, inner[r][p], x[r], acc[r][p]);
+                    let beside = x[r].add(BESIDE);
+                    acc[r][p] = Self::finish::<S>(&w[p].head, inner[r][p], beside, acc[r][p]);
                 }
             }
         }
@@ -280,7 +295,7 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
         unsafe {
             let head = Self::head::<S, W>(from);
             let fifth = Self::fifth::<S, W>(from);
-            let mut inner = [S::splat_f(0.0); R];
+            let mut inner = [S::splat_i(0); R];
             for pair in 0..4 {
                 from.ask::<S, Self>(pair, 4);
                 let q = Self::pair::<S, W>(from, &fifth, pair);
@@ -288,276 +303,12 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
                     let j = 2 * pair + half;
                     let dots = dots::<S, R>(&q[half], x, 32 * j);
                     for r in 0..R {
-                        inner[r] = S::fma(S::to_f(dots[r]), head.scales[j], inner[r]);
+                        inner[r] = S::add(inner[r], S::times(dots[r], head.scales[j]));
                     }
                 }
             }
             for r in 0..R {
-                acc[r][0] = Self::finish::<S>(&head, inner[r], x[r], acc[r][0]);
-            }
-        }
-    }
-}
-
-/// Q6_K.
-pub(super) struct Six;
-
-/// A super-block of sixteen rows.
-#[derive(Clone, Copy)]
-pub(super) struct SixBlock<S: Simd> {
-    q: [[S::I; 4]; 16],
-    head: SixHead<S>,
-}
-
-/// All of a super-block but its weights.
-#[derive(Clone, Copy)]
-pub(super) struct SixHead<S: Simd> {
-    scales: [S::F; 16],
-    d: S::F,
-}
-
-impl Six {
-    /// # Safety
-    ///
-    /// As for [`Format::unpack`].
-    #[inline(always)]
-    unsafe fn head<S: Simd, W: Place>(from: W) -> SixHead<S> {
-        // SAFETY: the caller's promise; all reads are within the super-block.
-        unsafe {
-            let words = from.words4::<S, Self>(192);
-            let d = from.half::<S, Self>();
-            let mut scales = [d; 16];
-            for i in 0..4 {
-                scales[4 * i] = S::to_f(S::sar::<24>(S::shl::<24>(words[i])));
-                scales[4 * i + 1] = S::to_f(S::sar::<24>(S::shl::<16>(words[i])));
-                scales[4 * i + 2] = S::to_f(S::sar::<24>(S::shl::<8>(words[i])));
-                scales[4 * i + 3] = S::to_f(S::sar::<24>(words[i]));
-            }
-            SixHead { scales, d }
-        }
-    }
-
-    /// Sixteen weights of each of the four runs of 32 in half `h`: the first sixteen or (`l` = 1) the
-    /// last. The layout is told in `dequant`.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Format::unpack`]; `h` and `l` are below 2.
-    #[inline(always)]
-    unsafe fn runs<S: Simd, W: Place>(from: W, h: usize, l: usize) -> [[S::I; 4]; 4] {
-        // SAFETY: the caller's promise; all reads are within the super-block.
-        unsafe {
-            let four = S::splat_i(0x0f0f_0f0f);
-            let upper = S::splat_i(0x3030_3030);
-            let even = from.words4::<S, Self>(64 * h + 16 * l);
-            let odd = from.words4::<S, Self>(64 * h + 32 + 16 * l);
-            let bits = from.words4::<S, Self>(128 + 32 * h + 16 * l);
-            let mut runs = [[four; 4]; 4];
-            for g in 0..4 {
-                let b = bits[g];
-                runs[0][g] = S::or(S::and(even[g], four), S::and(S::shl::<4>(b), upper));
-                runs[1][g] = S::or(S::and(odd[g], four), S::and(S::shl::<2>(b), upper));
-                runs[2][g] = S::or(S::and(S::shr::<4>(even[g]), four), S::and(b, upper));
-                runs[3][g] = S::or(
-                    S::and(S::shr::<4>(odd[g]), four),
-                    S::and(S::shr::<2>(b), upper),
-                );
-            }
-            runs
-        }
-    }
-
-    /// The weights of sub-blocks `2 run` and `2 run + 1` of half `h`.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Format::unpack`]; `h` is below 2 and `run` below 4.
-    #[inline(always)]
-    unsafe fn run<S: Simd, W: Place>(from: W, h: usize, run: usize) -> [[S::I; 4]; 2] {
-        // SAFETY: the caller's promise; all reads are within the super-block.
-        unsafe {
-            let four = S::splat_i(0x0f0f_0f0f);
-            let upper = S::splat_i(0x3030_3030);
-            let mut q = [[four; 4]; 2];
-            for l in 0..2 {
-                let low = from.words4::<S, Self>(64 * h + 32 * (run % 2) + 16 * l);
-                let bits = from.words4::<S, Self>(128 + 32 * h + 16 * l);
-                for g in 0..4 {
-                    let (low, bits) = match run {
-                        0 => (low[g], S::shl::<4>(bits[g])),
-                        1 => (low[g], S::shl::<2>(bits[g])),
-                        2 => (S::shr::<4>(low[g]), bits[g]),
-                        _ => (S::shr::<4>(low[g]), S::shr::<2>(bits[g])),
-                    };
-                    q[l][g] = S::or(S::and(low, four), S::and(bits, upper));
-                }
-            }
-            q
-        }
-    }
-
-    /// As [`Format::stream`], with each word loaded twice, and sub-blocks in order: a few rows wait for registers, not for
-    /// loads.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Format::stream`].
-    #[inline(always)]
-    unsafe fn in_order<S: Simd, W: Place, const R: usize>(
-        from: W,
-        x: [*const u8; R],
-        acc: &mut [[S::F; 1]; R],
-    ) {
-        // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
-        unsafe {
-            let head = Self::head::<S, W>(from);
-            let mut inner = [S::splat_f(0.0); R];
-            for h in 0..2 {
-                for run in 0..4 {
-                    from.ask::<S, Self>(4 * h + run, 8);
-                    let q = Self::run::<S, W>(from, h, run);
-                    for l in 0..2 {
-                        let j = 8 * h + 2 * run + l;
-                        for r in 0..R {
-                            let mut dot = word::<S>(x[r], 276 + 4 * j);
-                            for g in 0..4 {
-                                dot = S::dot_u7(dot, q[l][g], word::<S>(x[r], 16 * j + 4 * g));
-                            }
-                            inner[r] = S::fma(S::to_f(dot), head.scales[j], inner[r]);
-                        }
-                    }
-                }
-            }
-            for r in 0..R {
-                acc[r][0] = Self::finish::<S>(&head, inner[r], x[r], acc[r][0]);
-            }
-        }
-    }
-
-    /// `acc = fma(inner · d, da, acc)`.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Format::step`].
-    #[inline(always)]
-    unsafe fn finish<S: Simd>(head: &SixHead<S>, inner: S::F, x: *const u8, acc: S::F) -> S::F {
-        // SAFETY: the caller's promise.
-        unsafe { S::fma(S::mul(inner, head.d), da::<S>(x), acc) }
-    }
-}
-
-impl Format for Six {
-    const LEN: usize = 256;
-    const BYTES: usize = 210;
-    const RECORD: usize = Q8K_RECORD;
-    const PLAIN: bool = false;
-    const FEW: usize = 4;
-    const BESIDE: Beside = Beside::Last;
-
-    /// The scales, then for each sixteen of a half their lower four bits and their upper two.
-    #[inline(always)]
-    fn packed(at: usize) -> usize {
-        let (h, l, run) = match at {
-            // Sixteen low nibbles of runs 0 and 2, or 1 and 3.
-            0..128 => (at / 64, at / 16 % 2, at / 32 % 2),
-            128..192 => ((at - 128) / 32, at / 16 % 2, 2),
-            _ => return at - 192,
-        };
-        16 + 48 * (2 * h + l) + 16 * run + at % 16
-    }
-
-    type Block<S: Simd> = SixBlock<S>;
-
-    #[inline(always)]
-    unsafe fn unpack<S: Simd, W: Place>(from: W, into: *mut SixBlock<S>) {
-        // SAFETY: the caller's promise. Field by field, in place: as one value it would be copied.
-        unsafe {
-            (*into).head = Self::head::<S, W>(from);
-            for h in 0..2 {
-                for l in 0..2 {
-                    from.ask::<S, Self>(2 * h + l, 4);
-                    let runs = Self::runs::<S, W>(from, h, l);
-                    for run in 0..4 {
-                        (*into).q[8 * h + 2 * run + l] = runs[run];
-                    }
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn step<S: Simd, const R: usize, const P: usize>(
-        w: &[SixBlock<S>; P],
-        x: [*const u8; R],
-        _count: usize,
-        acc: &mut [[S::F; P]; R],
-    ) {
-        // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
-        unsafe {
-            let mut inner = [[S::splat_f(0.0); P]; R];
-            for j in 0..16 {
-                // Weights are stored plus 32.
-                let mut dots = [[S::splat_i(0); P]; R];
-                for r in 0..R {
-                    dots[r] = [word::<S>(x[r], 276 + 4 * j); P];
-                }
-                for g in 0..4 {
-                    for r in 0..R {
-                        let q = word::<S>(x[r], 16 * j + 4 * g);
-                        for p in 0..P {
-                            dots[r][p] = S::dot_u7(dots[r][p], w[p].q[j][g], q);
-                        }
-                    }
-                }
-                for r in 0..R {
-                    for p in 0..P {
-                        inner[r][p] = S::fma(S::to_f(dots[r][p]), w[p].head.scales[j], inner[r][p]);
-                    }
-                }
-            }
-            for r in 0..R {
-                for p in 0..P {
-                    acc[r][p] = Self::finish::<S>(&w[p].head, inner[r][p], x[r], acc[r][p]);
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn stream<S: Simd, W: Place, const R: usize>(
-        from: W,
-        x: [*const u8; R],
-        acc: &mut [[S::F; 1]; R],
-    ) {
-        // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
-        unsafe {
-            if R > 1 && W::PACKED {
-                return Self::in_order::<S, W, R>(from, x, acc);
-            }
-            let head = Self::head::<S, W>(from);
-            let mut inner = [S::splat_f(0.0); R];
-            for h in 0..2 {
-                // The bytes hold the sub-blocks out of order: the exact sums come first.
-                let mut dots = [[S::splat_i(0); R]; 8];
-                for l in 0..2 {
-                    from.ask::<S, Self>(2 * h + l, 4);
-                    let runs = Self::runs::<S, W>(from, h, l);
-                    for run in 0..4 {
-                        let j = 8 * h + 2 * run + l;
-                        for r in 0..R {
-                            let start = word::<S>(x[r], 276 + 4 * j);
-                            dots[2 * run + l][r] = dot::<S, 4>(start, runs[run], x[r], 16 * j);
-                        }
-                    }
-                }
-                for i in 0..8 {
-                    for r in 0..R {
-                        inner[r] = S::fma(S::to_f(dots[i][r]), head.scales[8 * h + i], inner[r]);
-                    }
-                }
-            }
-            for r in 0..R {
-                acc[r][0] = Self::finish::<S>(&head, inner[r], x[r], acc[r][0]);
+                acc[r][0] = Self::finish::<S>(&head, inner[r], x[r].add(BESIDE), acc[r][0]);
             }
         }
     }

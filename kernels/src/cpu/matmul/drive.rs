@@ -108,6 +108,26 @@ unsafe fn panel_of(job: &Job, first: usize) -> Panel {
     unsafe { Panel::of(job.w, job.stride, &job.n, first) }
 }
 
+/// `P` panels from output `first` on. Where there is none, the first one once more, to be computed along and stored nowhere.
+///
+/// # Safety
+///
+/// As for [`run`].
+#[inline(always)]
+pub(super) unsafe fn panels_of<const P: usize>(job: &Job, first: usize) -> [Panel; P] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut panels = [panel_of(job, first); P];
+        for p in 1..P {
+            panels[p] = panel_of(job, first + LANES * p);
+            if panels[p].rows == 0 {
+                panels[p].w = panels[0].w;
+            }
+        }
+        panels
+    }
+}
+
 /// # Safety
 ///
 /// As for [`run`].
@@ -266,7 +286,7 @@ unsafe fn one_tile<S: Simd, F: Format, W: Place, const R: usize>(job: &Job) {
     }
 }
 
-/// The packed bytes that [`many_rows`] unpacks next.
+/// The packed bytes that are unpacked next where many rows use what is.
 pub(super) struct NextChunk<const P: usize> {
     at: [*const u8; P],
     /// Lines of each panel that are left, and how many to ask for in a step.
@@ -339,14 +359,7 @@ unsafe fn many_rows<S: Simd, F: Format, W: Place, const R: usize, const P: usize
     // SAFETY: the caller's promise; panels, blocks and rows stay inside the job's.
     unsafe {
         for first in job.n.clone().step_by(LANES * P) {
-            let mut panels = [panel_of(job, first); P];
-            for p in 1..P {
-                panels[p] = panel_of(job, first + LANES * p);
-                if panels[p].rows == 0 {
-                    // Where there is none: computed along, and stored nowhere.
-                    panels[p].w = panels[0].w;
-                }
-            }
+            let panels = panels_of::<P>(job, first);
             for start in (0..job.rows).step_by(RESTING) {
                 let rows = start..job.rows.min(start + RESTING);
                 resting_rows::<S, F, W, R, P>(job, &panels, first, rows);

@@ -41,6 +41,8 @@ pub(super) trait Simd: Copy {
     unsafe fn splat_i(value: i32) -> Self::I;
     /// Wraps.
     unsafe fn add(a: Self::I, b: Self::I) -> Self::I;
+    /// The lower half of the product.
+    unsafe fn times(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn xor(a: Self::I, b: Self::I) -> Self::I;
@@ -51,7 +53,7 @@ pub(super) trait Simd: Copy {
     unsafe fn shr_by(a: Self::I, count: u32) -> Self::I;
     /// Shift right, copies of the sign come in.
     unsafe fn sar<const N: u32>(a: Self::I) -> Self::I;
-    /// The nearest `f32` of each `i32`; callers keep to 24 bits, where it is exact.
+    /// The nearest `f32` of each `i32`; ties to even; within 24 bits it is exact.
     unsafe fn to_f(a: Self::I) -> Self::F;
     unsafe fn bits_f(a: Self::I) -> Self::F;
     /// The two half-precision numbers in each word as `f32`, low one first.
@@ -158,6 +160,10 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn add(a: Self::I, b: Self::I) -> Self::I {
         lanes!(0, i => a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn times(a: Self::I, b: Self::I) -> Self::I {
+        lanes!(0, i => a[i].wrapping_mul(b[i]))
     }
     #[inline(always)]
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I {

@@ -1,5 +1,5 @@
-//! The block dtypes that have no more than a scale, and a minimum, for each sub-block. Those of 256 elements, which have scales
-//! within a scale, tiles make no faster: measured.
+//! The block dtypes that have no more than a scale, and a minimum, for each sub-block. For those of 256 elements, which have scales
+//! within a scale, see [`scaled`](super::scaled).
 
 use std::arch::x86_64::*;
 
