@@ -12,7 +12,7 @@ use super::super::drive::{self, Job, NextChunk, RESTING, SCRATCH};
 use super::super::on_avx512;
 use super::super::place::{Panel, Place, Stage};
 use super::tiled::Tiled;
-use super::{LINE, Line, configure, release, tile, zeros};
+use super::{LINE, Line, configure, height, release, tile, zeros};
 use crate::cpu::lanes::LANES;
 use crate::cpu::quantize::Q8_RECORD;
 
@@ -35,6 +35,9 @@ pub(in super::super) const ROWS: usize = RESTING;
 /// Sums of a sub-block: of each row those with sixteen outputs.
 type Dots = [[i32; LANES]; GROUP];
 
+/// Of each row of a group one.
+type Numbers = [f32; GROUP];
+
 /// Sub-blocks whose dots are being made, stored or read, so that none waits for another.
 const TOGETHER: usize = 4;
 
@@ -43,6 +46,10 @@ const TOGETHER: usize = 4;
 struct Room {
     /// Activations: of each group the steps, of each step the rows.
     x: [Line; ROOM_LINES],
+    /// What a record has beside them, of each group the steps, of each step the rows: `da`, and `f32(Σ q) · da`. One line, where
+    /// the rows' records are many.
+    da: [Numbers; ROOM_LINES / STEP_LINES],
+    sums: [Numbers; ROOM_LINES / STEP_LINES],
     dots: [Dots; TOGETHER],
 }
 
@@ -65,17 +72,18 @@ fn groups(k: usize) -> usize {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 pub(in super::super) unsafe fn run<F: Tiled, W: Place>(job: &Job) {
     let groups = groups(job.k);
+    let height = height(job.rows, groups);
     if job.rows < LEAST || groups == 0 {
         // SAFETY: the caller's promise.
         return unsafe { on_avx512::<F, W>(job) };
     }
     // SAFETY: the caller's promise. The room is this thread's, and nothing below calls this function again; all of it is
-    // numbers. So many groups have room.
+    // numbers. So many rows have room.
     unsafe {
         let room = (*ROOM.with(UnsafeCell::get)).get_or_insert_with(|| zeros());
         configure(F::CONFIG);
-        for start in (0..job.rows).step_by(groups * GROUP) {
-            let rows = start..job.rows.min(start + groups * GROUP);
+        for start in (0..job.rows).step_by(height) {
+            let rows = start..job.rows.min(start + height);
             bring::<F>(job, &rows, room);
             for first in job.n.clone().step_by(LANES) {
                 panel::<F, W>(job, &rows, first, room);
@@ -103,6 +111,9 @@ unsafe fn bring<F: Tiled>(job: &Job, rows: &Range<usize>, room: &mut Room) {
                 for step in 0..steps {
                     let values = _mm256_loadu_si256(x.add(step * Q8_RECORD).cast());
                     _mm256_store_si256(to.add(step * GROUP * STEP).cast(), values);
+                    let (at, record) = (group * steps + step, x.add(step * Q8_RECORD));
+                    room.da[at][r] = ptr::read_unaligned(record.add(32).cast());
+                    room.sums[at][r] = ptr::read_unaligned(record.add(40).cast());
                 }
             }
         }
@@ -147,6 +158,11 @@ unsafe fn panel<F: Tiled, W: Place>(job: &Job, rows: &Range<usize>, first: usize
                         .x
                         .as_ptr()
                         .add((group * steps + start * F::LEN / STEP) * STEP_LINES),
+                    da: room.da.as_ptr().add(group * steps + start * F::LEN / STEP),
+                    sums: room
+                        .sums
+                        .as_ptr()
+                        .add(group * steps + start * F::LEN / STEP),
                     dots: &raw mut room.dots,
                     next: &mut next,
                 };
@@ -158,10 +174,8 @@ unsafe fn panel<F: Tiled, W: Place>(job: &Job, rows: &Range<usize>, first: usize
                 }
                 macro_rules! add {
                     ($rows:expr) => {{
-                        let x = drive::rows_of::<{ $rows }>(job, row);
-                        let x = x.map(|x| x.add(start * F::RECORD));
                         let sums = sums.cast::<[__m512; $rows]>();
-                        sums.write(work.add(x, sums.read()));
+                        sums.write(work.add(sums.read()));
                     }};
                 }
                 if there > GROUP / 2 {
@@ -210,23 +224,21 @@ struct Work<'a, F: Tiled> {
     count: usize,
     /// The rows' activations, step after step.
     x: *const Line,
+    da: *const Numbers,
+    sums: *const Numbers,
     dots: *mut [Dots; TOGETHER],
     next: &'a mut NextChunk<1>,
 }
 
 impl<F: Tiled> Work<'_, F> {
-    /// Adds the products with `R` rows, whose prepared activations are at `x`, to their sums. While something is made of the
-    /// dots of one sub-block, those of the next ones are made.
+    /// Adds the products with `R` rows to their sums. While something is made of the dots of one sub-block, those of the next
+    /// ones are made.
     ///
     /// # Safety
     ///
     /// As for [`run`].
     #[inline(always)]
-    unsafe fn add<const R: usize>(
-        &mut self,
-        x: [*const u8; R],
-        mut sums: [__m512; R],
-    ) -> [__m512; R] {
+    unsafe fn add<const R: usize>(&mut self, mut sums: [__m512; R]) -> [__m512; R] {
         let all = self.count * (F::LEN / F::SUB);
         // SAFETY: the caller's promise; sub-blocks are within the chunk.
         unsafe {
@@ -256,7 +268,7 @@ impl<F: Tiled> Work<'_, F> {
             macro_rules! take {
                 ($sub:expr, $c:literal) => {
                     if $sub < all {
-                        sums = self.take($sub, &*to.add($c), x, sums);
+                        sums = self.take($sub, &*to.add($c), sums);
                     }
                 };
             }
@@ -294,7 +306,6 @@ impl<F: Tiled> Work<'_, F> {
         &mut self,
         sub: usize,
         dots: &Dots,
-        x: [*const u8; R],
         mut sums: [__m512; R],
     ) -> [__m512; R] {
         let subs = F::LEN / F::SUB;
@@ -305,29 +316,20 @@ impl<F: Tiled> Work<'_, F> {
                 self.next.ask::<Avx512>();
             }
             let d = F::scale(block, sub % subs);
-            let record = sub * F::SUB / STEP * Q8_RECORD;
+            let step = sub * F::SUB / STEP;
+            let da = &*self.da.add(step);
             for r in 0..R {
                 let dots = _mm512_loadu_si512((&raw const dots[r]).cast());
-                let product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), number(x[r], record + 32));
+                let product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), _mm512_set1_ps(da[r]));
                 sums[r] = _mm512_fmadd_ps(product, d, sums[r]);
             }
             if let Some(m) = F::minimum(block) {
+                let of_x = &*self.sums.add(step);
                 for r in 0..R {
-                    sums[r] = _mm512_fmadd_ps(number(x[r], record + 40), m, sums[r]);
+                    sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(of_x[r]), m, sums[r]);
                 }
             }
             sums
         }
     }
-}
-
-/// The number at `x + at`, in every lane.
-///
-/// # Safety
-///
-/// It is there.
-#[inline(always)]
-unsafe fn number(x: *const u8, at: usize) -> __m512 {
-    // SAFETY: the caller's promise.
-    unsafe { _mm512_set1_ps(ptr::read_unaligned(x.add(at).cast())) }
 }
