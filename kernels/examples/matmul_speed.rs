@@ -1,5 +1,5 @@
-//! How fast the multiplication is on one thread: GB/s of weights read for one row, GFLOP/s for 64 rows,
-//! per dtype and path, beside a loop that only reads.
+//! How fast the multiplication is on one thread: GB/s of weights read for one row, GFLOP/s for 64 rows and for the 512 of a
+//! prompt, per dtype and path, beside a loop that only reads.
 //!
 //! `cargo run --release -p hotcell-kernels --example matmul_speed -- [MiB of weights] [path] [dtype]`
 
@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use hotcell_graph::DType;
 use hotcell_kernels::cpu::dequant::is_weight_dtype;
-use hotcell_kernels::cpu::matmul::{MulMat, pack};
+use hotcell_kernels::cpu::matmul::{MulMat, pack, rows_at_once};
 use hotcell_kernels::cpu::path::CpuPath;
 use hotcell_kernels::cpu::quantize::{prepare_row, scratch_bytes};
 
@@ -48,6 +48,9 @@ fn plain(dtype: DType, bytes: usize) -> Vec<u8> {
     numbers
 }
 
+/// Rows at most.
+const MOST: usize = 512;
+
 fn main() {
     let (numbers, wanted): (Vec<String>, Vec<String>) = std::env::args()
         .skip(1)
@@ -65,7 +68,9 @@ fn main() {
         black_box(read(black_box(&bytes)));
     });
     println!("plain read: {:.1} GB/s", size as f64 / seconds / 1e9);
-    let x: Vec<f32> = (0..64 * k).map(|i| (i % 37) as f32 / 18.0 - 1.0).collect();
+    let x: Vec<f32> = (0..MOST * k)
+        .map(|i| (i % 37) as f32 / 18.0 - 1.0)
+        .collect();
     for path in CpuPath::available() {
         for dtype in DType::ALL.iter().copied().filter(|&d| is_weight_dtype(d)) {
             let label = format!("{path} {dtype}");
@@ -79,7 +84,7 @@ fn main() {
                 continue;
             };
             let scratch = scratch_bytes(dtype, k);
-            let mut prepared = vec![0; 64 * scratch];
+            let mut prepared = vec![0; MOST * scratch];
             // At a line's beginning, as a plan has weights.
             let mut room = vec![0; size / row * row + 64];
             let lead = room.as_ptr().align_offset(64).min(64);
@@ -105,8 +110,15 @@ fn main() {
                         prepared: &prepared,
                         rows,
                     };
-                    // SAFETY: rows · n outputs, this thread only.
-                    unsafe { product.run(path, 0..n, out.as_mut_ptr(), n) };
+                    // As many at once as a plan has.
+                    let pieces = rows.div_ceil(rows_at_once(path, dtype).unwrap_or(rows));
+                    let height = rows.div_ceil(pieces);
+                    for row in (0..rows).step_by(height) {
+                        let piece = product.of_rows(row..rows.min(row + height));
+                        let out = out[row * n..].as_mut_ptr();
+                        // SAFETY: a piece's rows · n outputs, this thread only.
+                        unsafe { piece.run(path, 0..n, out, n) };
+                    }
                     black_box(&out);
                 })
             };
@@ -122,17 +134,17 @@ fn main() {
             {
                 let one = time(w, is_packed, 1, n);
                 let few = [4, 8].map(|rows| time(w, is_packed, rows, n) / one);
-                let many = time(w, is_packed, 64, many_n);
+                let many = [64, MOST].map(|rows| {
+                    let seconds = time(w, is_packed, rows, many_n);
+                    2.0 * (rows * many_n * k) as f64 / seconds / 1e9
+                });
                 let more = [16, 24, 32].map(|rows| time(w, is_packed, rows, n) / one);
-                let flops =
-                    |rows: usize, n: usize, time: f64| 2.0 * (rows * n * k) as f64 / time / 1e9;
+                let [many, most] = many;
                 println!(
-                    "{label:<16} {form} 1 row {:6.1} GB/s {:7.1} GFLOP/s; 4 rows {:.2} x, 8 rows {:.2} x the time, 16, 24 and 32 rows {more:.2?}; 64 rows {:7.1} GFLOP/s",
+                    "{label:<16} {form} 1 row {:6.1} GB/s; 4 rows {:.2} x, 8 rows {:.2} x the time, 16, 24 and 32 rows {more:.2?}; 64 rows {many:7.1}, {MOST} rows {most:7.1} GFLOP/s",
                     (n * row) as f64 / one / 1e9,
-                    flops(1, n, one),
                     few[0],
                     few[1],
-                    flops(64, many_n, many),
                 );
             }
         }

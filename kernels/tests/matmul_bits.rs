@@ -522,7 +522,7 @@ fn rows_of_any_length_have_the_same_bits() {
                 .copied()
                 .collect();
             for path in CpuPath::available() {
-                let out = product_of(path, dtype, &packed, true, 16, &x, rows, k, &[0..16]);
+                let out = product_of(path, dtype, &packed, true, 16, &x, rows, k, &splits(16, 1));
                 assert!(
                     bits(&out) == expected,
                     "{dtype} packed on {path}: k {k}, {rows} rows"
@@ -785,7 +785,7 @@ fn sums_beyond_24_bits_are_rounded_once() {
             for path in CpuPath::available() {
                 for rows in [1, 4, 8, 16, rows] {
                     let x = &x[..rows * k];
-                    let all = [0..n];
+                    let all = splits(n, 1);
                     let out = product_of(path, dtype, w, is_packed, n, x, rows, k, &all);
                     let what = format!("{dtype} {form} on {path}, {rows} rows");
                     assert_eq!(bits(&out), expected[..rows * n], "{what}");

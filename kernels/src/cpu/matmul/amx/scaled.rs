@@ -1,6 +1,11 @@
 //! The block dtypes of 256 weights by AMX. Their integer scales are multiplied into the weights, which makes two bytes of each, so
 //! that tiles sum whole blocks and not each sub-block by itself. All of it is exact: the bits are every path's.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "an index runs over several arrays at once, and its order is the point"
+)]
+
 use std::arch::x86_64::*;
 use std::cell::UnsafeCell;
 use std::mem::{MaybeUninit, align_of, size_of};
