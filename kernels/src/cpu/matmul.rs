@@ -6,7 +6,8 @@
 //! This section defines the numerics class of the CPU device, together with the form of prepared
 //! activations in [`quantize`](super::quantize). Each output is one chain that starts at `+0.0` and goes through `k` in
 //! ascending order; it depends on nothing else: not on the number of rows, the tiling, the threads, the
-//! output's place in a vector, nor the instruction path. Every operation, `f32(…)` of an integer among them, is rounded once, to nearest even.
+//! output's place in a vector, nor the instruction path. Every operation, `f32(…)` of an integer among
+//! them, is rounded once, to nearest even.
 //!
 //! - **F32, F16, BF16**: the weight is converted to `f32` exactly; `acc = fma(w_k, x_k, acc)` for every `k`.
 //! - **32-element blocks**, with `S = Σ w_q · q` exact, where `w_q` is the signed integer weight (Q4_0:
