@@ -25,6 +25,9 @@ SPECIAL = {
     # 32 outputs per thread, and for each its sum, that of the block, and that of the minima.
     "mul_tile_q4_k": {"registers": 160},
     "mul_tile_q5_k": {"registers": 160},
+    # 32 outputs per thread, for each its sum and that of the range, and what it brings for the next chunk.
+    "half_tile_bf16": {"registers": 168},
+    "half_tile_f16": {"registers": 200},
 }
 
 

@@ -50,7 +50,7 @@ use crate::{
 pub const NAME: &str = "cuda";
 
 /// Goes up with every change that gives other bits.
-const KERNEL_REVISION: u32 = 3;
+const KERNEL_REVISION: u32 = 4;
 
 /// What the driver's libraries are made of and read when they start.
 const LIBRARIES: &[&str] = &[

@@ -1,9 +1,9 @@
-// Products with weights of f32, f16 and bf16: mul_mat and mul_mat_id.
+// Products with weights of f32: mul_mat and mul_mat_id. Those of f16 and bf16 are in half_vec.cu.
 //
 // Order of summation: that of kernels/src/cpu/matmul.rs, with the same bits. Each output is one chain acc = fmaf(w_k, x_k, acc) over k in ascending
 // order from +0.0, the weight converted exactly; one thread has it, whatever the number of rows. No tensor cores: they round as they like.
 //
-// mul_mat_TYPE(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad):
+// mul_mat_f32(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad):
 //   w     weights [n, k], at a multiple of their size; of `experts` such matrices, close together, where `ids` is given
 //   x     f32, row r at x + r · x_stride; out f32, row r at out + r · out_stride
 //   further, ids, order   none and null, or as in block_vec.cu: without an order a group is a row, with one eight
@@ -12,9 +12,7 @@
 
 constexpr int OUTPUTS = 64, ROWS = 8, SLICE = 32, THREADS = 128;
 
-template <class E>
-DEVICE void product(const typename E::Stored* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows, const Further& further,
-                    const int* ids, const int* order, int experts, int used, int per_token, word64* bad) {
+extern "C" __global__ void __launch_bounds__(128, 7) mul_mat_f32(const float* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows, Further further, const int* ids, const int* order, int experts, int used, int per_token, word64* bad) {
   __shared__ float weights[OUTPUTS][SLICE + 1], numbers[ROWS][SLICE];
   // What each row reads and makes; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
@@ -45,7 +43,7 @@ DEVICE void product(const typename E::Stored* w, const float* x, long long x_str
 #pragma unroll 4
     for (int e = tid; e < OUTPUTS * SLICE; e += THREADS) {
       int o = e / SLICE, i = e % SLICE;
-      weights[o][i] = first + o < n && i < width ? E::load(w + size_t(first + o) * k + slice + i) : 0.0f;
+      weights[o][i] = first + o < n && i < width ? w[size_t(first + o) * k + slice + i] : 0.0f;
     }
     for (int e = tid; e < ROWS * SLICE; e += THREADS) {
       int r = e / SLICE, i = e % SLICE;
@@ -64,13 +62,3 @@ DEVICE void product(const typename E::Stored* w, const float* x, long long x_str
   for (int r = 0; r < ROWS / 2; r++)
     if (to[half + r] >= 0) out[to[half + r] * out_stride + first + output] = plain(acc[r]);
 }
-
-#define KERNEL_OF(name, type)                                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(128, 8) name(const uint8_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, \
-                                                         int rows, Further further, const int* ids, const int* order, int experts, int used,          \
-                                                         int per_token, word64* bad) {                                                                \
-    product<type>(reinterpret_cast<const typename type::Stored*>(w), x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad); \
-  }
-KERNEL_OF(mul_mat_f32, F32)
-KERNEL_OF(mul_mat_f16, F16)
-KERNEL_OF(mul_mat_bf16, BF16)

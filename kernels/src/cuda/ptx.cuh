@@ -1,10 +1,13 @@
 // All inline PTX, each instruction with a twin for the shim that computes the same from what the lanes of a warp hold.
 //
-// Layouts of fragments: PTX ISA 8.5, "Matrix Fragments for mma.m16n8k32" and "mma.m16n8k16" with 8-bit types. With g = lane / 4, t = lane % 4:
+// Layouts of fragments: PTX ISA 8.5, "Matrix Fragments for mma.m16n8k32" and "mma.m16n8k16" with 8-bit types, and "mma.m16n8k16 with floating point
+// type". With g = lane / 4, t = lane % 4:
 //   m16n8k32: a[0] = A[g][4t … 4t+3], a[1] = A[g+8][4t …], a[2] = A[g][4t+16 …], a[3] = A[g+8][4t+16 …]; b[0] = B[4t …][g], b[1] = B[4t+16 …][g]
 //   m16n8k16: a0 = A[g][4t … 4t+3], a1 = A[g+8][4t …]; b = B[4t …][g]
-//   both:     c[0], c[1] = C[g][2t, 2t+1], c[2], c[3] = C[g+8][2t, 2t+1]
+//   of bf16:  a[0] = A[g][2t, 2t+1], a[1] = A[g+8][2t …], a[2] = A[g][2t+8, 2t+9], a[3] = A[g+8][2t+8 …]; b[0] = B[2t, 2t+1][g], b[1] = B[2t+8 …][g]
+//   all:      c[0], c[1] = C[g][2t, 2t+1], c[2], c[3] = C[g+8][2t, 2t+1]
 #pragma once
+#include "common.cuh"
 
 #ifdef __CUDACC__
 
@@ -19,6 +22,23 @@ static __device__ __forceinline__ void mma_s8_half(int (&c)[4], unsigned a0, uns
   asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                : "r"(a0), "r"(a1), "r"(b));
+}
+/// C += A · B of 16×16 and 16×8 numbers of bf16: products are exact, their sums rounded as the device does it.
+static __device__ __forceinline__ void mma_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+/// The two IEEE halves of a word as f32, exactly.
+static __device__ __forceinline__ float lower_half(unsigned halves) {
+  float value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(value) : "r"(halves));
+  return value;
+}
+static __device__ __forceinline__ float upper_half(unsigned halves) {
+  float value;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(value) : "r"(halves));
+  return value;
 }
 
 #else
@@ -41,10 +61,32 @@ template <int K> void bytes(int (&c)[4], const Registers& mine) {
     }
   }
 }
+// Sums of floats have an order, which no manual tells: here all of an instruction's products are added in f64, and the sum is rounded once.
+inline void halves(float (&c)[4], const Registers& mine) {
+  auto all = shim::exchange(&mine, sizeof mine);
+  unsigned lane = shim::lane();
+  auto number = [](unsigned word, unsigned k) { return double(__uint_as_float(k % 2 ? word & 0xffff0000u : word << 16)); };
+  for (int i = 0; i < 4; i++) {
+    unsigned row = lane / 4 + (i >= 2 ? 8 : 0), column = 2 * (lane % 4) + i % 2;
+    double sum = 0;
+    for (unsigned k = 0; k < 16; k++) {
+      Registers x, w;
+      memcpy(&w, all[row % 8 * 4 + k % 8 / 2], sizeof w);
+      memcpy(&x, all[column * 4 + k % 8 / 2], sizeof x);
+      sum += number(w.a[(row >= 8) + 2 * (k >= 8)], k) * number(x.b[k >= 8], k);
+    }
+    c[i] = float(double(c[i]) + sum);
+  }
+}
 }  // namespace twin
 static inline void mma_s8(int (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   twin::bytes<32>(c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
 }
 static inline void mma_s8_half(int (&c)[4], unsigned a0, unsigned a1, unsigned b) { twin::bytes<16>(c, {{a0, a1, 0, 0}, {b, 0}}); }
+static inline void mma_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  twin::halves(c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+}
+static inline float lower_half(unsigned halves) { return half_to_f32(halves & 0xffffu); }
+static inline float upper_half(unsigned halves) { return half_to_f32(halves >> 16); }
 
 #endif

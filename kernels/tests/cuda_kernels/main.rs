@@ -10,6 +10,7 @@ mod attention;
 mod common;
 mod gather;
 mod generic;
+mod halves;
 mod products;
 mod rows;
 mod sample;

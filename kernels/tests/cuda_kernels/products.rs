@@ -91,12 +91,12 @@ pub fn activations(n: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-fn bits(v: &[f32]) -> Vec<u32> {
+pub fn bits(v: &[f32]) -> Vec<u32> {
     v.iter().map(|v| v.to_bits()).collect()
 }
 
 /// No further matrices in a launch.
-const NO_FURTHER: Arg = NULL;
+pub const NO_FURTHER: Arg = NULL;
 
 /// A product `[rows, n]` by the kernel for few rows.
 fn few(
@@ -181,10 +181,10 @@ fn products_of_few_rows_have_the_bits_of_the_cpus() {
 }
 
 /// Results of one launch with several matrices, each close together.
-fn at_once(
+pub fn at_once(
     shim: &Shim,
     kernel: &str,
-    each: (usize, usize),
+    [together, outputs, threads]: [usize; 3],
     w: &[Vec<u8>],
     sizes: &[usize],
     (k, rows): (usize, usize),
@@ -199,7 +199,6 @@ fn at_once(
     }
     let mut bad = vec![0u64; 2];
     let mut args = begin((&w[0]).into());
-    let (together, outputs) = each;
     args.extend([
         (&mut out[0]).into(),
         (sizes[0] as i64).into(),
@@ -216,7 +215,7 @@ fn at_once(
     ]);
     let blocks = sizes.iter().map(|n| n.div_ceil(outputs)).sum();
     let grid = [blocks, rows.div_ceil(together), 1];
-    shim.launch(kernel, grid, 128, &args).unwrap();
+    shim.launch(kernel, grid, threads, &args).unwrap();
     assert_eq!(reported(&bad), None);
     out
 }
@@ -245,76 +244,42 @@ fn several_matrices_in_a_launch_give_what_each_gives() {
             };
             for each in [1, 4] {
                 let kernel = format!("mul_vec_{}_{each}", kind.1);
-                let found = at_once(shim, &kernel, (each, 8), &w, sizes, (k, rows), &begin);
+                let found = at_once(shim, &kernel, [each, 8, 128], &w, sizes, (k, rows), &begin);
                 check(kind.0, &w, sizes, &x, rows, k, found);
             }
         }
         let (k, rows) = (37, 9);
         let x = activations(rows * k, 22);
-        let halves = |n: usize| {
+        let plain = |n: usize| {
             let numbers = activations(n * k, n as u64);
-            let encoded = |v: &f32| super::common::encode(DType::F16, f64::from(*v));
-            numbers.iter().flat_map(encoded).collect::<Vec<u8>>()
+            numbers.iter().flat_map(|v| v.to_le_bytes()).collect()
         };
-        let w: Vec<Vec<u8>> = sizes.iter().map(|n| halves(*n)).collect();
+        let w: Vec<Vec<u8>> = sizes.iter().map(|n| plain(*n)).collect();
         let begin = |w: Arg| vec![w, (&x).into(), Arg::from(k as i64)];
-        let found = at_once(shim, "mul_mat_f16", (8, 64), &w, sizes, (k, rows), &begin);
-        check(DType::F16, &w, sizes, &x, rows, k, found);
+        let each = [8, 64, 128];
+        let found = at_once(shim, "mul_mat_f32", each, &w, sizes, (k, rows), &begin);
+        check(DType::F32, &w, sizes, &x, rows, k, found);
     }
 }
 
 #[test]
 fn products_with_plain_weights_have_the_bits_of_the_cpus() {
     let Some(shim) = Shim::get() else { return };
-    let plain = [
-        (DType::F32, "f32"),
-        (DType::F16, "f16"),
-        (DType::BF16, "bf16"),
-    ];
-    for (dtype, name) in plain {
-        for (n, k, rows) in [(1, 1, 1), (65, 37, 9), (130, 96, 3)] {
-            let numbers = activations(n * k, 4);
-            let w: Vec<u8> = numbers
-                .iter()
-                .flat_map(|v| super::common::encode(dtype, f64::from(*v)))
-                .collect();
-            let x = activations(rows * k, 5);
-            let expected = mul_mat(CpuPath::detect().vectors(), dtype, &w, n, &x, rows, k);
-            let mut out = vec![0.0f32; rows * n];
-            let mut bad = vec![0u64; 2];
-            let int = |n: usize| Arg::from(n as i32);
-            let (k_stride, n_stride) = (Arg::from(k as i64), Arg::from(n as i64));
-            let args = [
-                (&w).into(),
-                (&x).into(),
-                k_stride,
-                (&mut out).into(),
-                n_stride,
-                int(n),
-                int(k),
-                int(rows),
-                NO_FURTHER,
-                NULL,
-                NULL,
-                int(0),
-                int(0),
-                int(0),
-                (&mut bad).into(),
-            ];
-            let grid = [n.div_ceil(64), rows.div_ceil(8), 1];
-            shim.launch(&format!("mul_mat_{name}"), grid, 128, &args)
-                .unwrap();
-            assert_eq!(
-                bits(&out),
-                bits(&expected),
-                "{dtype} [{n}, {k}], {rows} rows"
-            );
-        }
+    let dtype = DType::F32;
+    for (n, k, rows) in [(1, 1, 1), (65, 37, 9), (130, 96, 3)] {
+        let numbers = activations(n * k, 4);
+        let w: Vec<u8> = numbers.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let x = activations(rows * k, 5);
+        let expected = mul_mat(CpuPath::detect().vectors(), dtype, &w, n, &x, rows, k);
+        let begin = |w: Arg| vec![w, (&x).into(), Arg::from(k as i64)];
+        let each = [8, 64, 128];
+        let found = at_once(shim, "mul_mat_f32", each, &[w], &[n], (k, rows), &begin);
+        assert_eq!(bits(&found[0]), bits(&expected), "[{n}, {k}], {rows} rows");
     }
 }
 
 /// The numbers of experts that ids name.
-fn numbers_of(shim: &Shim, ids: &[i32], experts: usize, bad: &mut Vec<u64>) -> Vec<i32> {
+pub fn numbers_of(shim: &Shim, ids: &[i32], experts: usize, bad: &mut Vec<u64>) -> Vec<i32> {
     let mut found = vec![7i32; ids.len()];
     // The kernels' number of i32.
     let args = [

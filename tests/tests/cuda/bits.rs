@@ -373,10 +373,8 @@ fn what_indices_name_is_read() {
 }
 
 /// The dtypes of weights.
-const WEIGHTS: [DType; 13] = [
+const WEIGHTS: [DType; 11] = [
     DType::F32,
-    DType::F16,
-    DType::BF16,
     DType::Q8_0,
     DType::Q4_0,
     DType::Q4_1,
@@ -434,6 +432,65 @@ fn products_with_few_and_many_rows_are_the_processors() {
                 &[w.clone(), x],
                 &format!("{dtype}, {rows} rows"),
             );
+        }
+    }
+}
+
+/// Weights whose products tensor cores add, in an order of their own.
+const HALVES: [DType; 2] = [DType::F16, DType::BF16];
+
+#[test]
+fn products_with_halves_depend_on_nothing_but_their_row() {
+    let Some(mut both) = Both::new() else { return };
+    let (experts, n, k) = (3, 70, 144);
+    for dtype in HALVES {
+        let mut g = GraphBuilder::new(200);
+        let w = g.constant("w", fixed(dtype, &[n, k])).unwrap();
+        let x = g.tensor("x", rows(DType::F32, &[k])).unwrap();
+        let y = g.mul_mat(x, w).unwrap();
+        let graph = g.finish(&[y]).unwrap();
+        let mut g = GraphBuilder::new(200);
+        let w = g.constant("w", fixed(dtype, &[experts, n, k])).unwrap();
+        let x = g.tensor("x", rows(DType::F32, &[1, k])).unwrap();
+        let ids = g.tensor("ids", rows(DType::U32, &[1])).unwrap();
+        let y = g.mul_mat_id(w, x, ids).unwrap();
+        let of_experts = g.finish(&[y]).unwrap();
+        let all = both.weights(dtype, experts * n * k);
+        let w = &all[..n * k * 2];
+        let x = both.activations(200 * k);
+        let mut product = |rows: usize, from: usize| {
+            let x = &x[from * k * 4..][..rows * k * 4];
+            let mut ran = both.cuda.run(&graph, rows, &[w, x]).unwrap();
+            ran.outputs.remove(0)
+        };
+        let expected = product(200, 0);
+        for (rows, from) in [
+            (1, 0),
+            (1, 199),
+            (7, 3),
+            (9, 100),
+            (20, 60),
+            (64, 7),
+            (65, 99),
+        ] {
+            let found = product(rows, from);
+            let expected = &expected[from * n * 4..][..rows * n * 4];
+            difference(DType::F32, Check::Exact, 0.0, &found, expected)
+                .unwrap_or_else(|wrong| panic!("{dtype}, {rows} rows from {from}: {wrong}"));
+        }
+        // The first expert has all rows but some.
+        for rows in [2, 200] {
+            let ids: Vec<u8> = (0..rows)
+                .flat_map(|row| u32::from(row % 7 == 5).to_le_bytes())
+                .collect();
+            let inputs = [&all[..], &x[..rows * k * 4], &ids];
+            let ran = both.cuda.run(&of_experts, rows, &inputs).unwrap();
+            for row in (0..rows).filter(|row| row % 7 != 5) {
+                let [found, expected] =
+                    [&ran.outputs[0], &expected].map(|all| &all[row * n * 4..][..n * 4]);
+                difference(DType::F32, Check::Exact, 0.0, found, expected)
+                    .unwrap_or_else(|wrong| panic!("{dtype}, row {row} of {rows}: {wrong}"));
+            }
         }
     }
 }

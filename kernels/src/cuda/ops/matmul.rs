@@ -1,7 +1,10 @@
 //! Products with weights.
 
+mod kernels;
+
 use hotcell_graph::{DType, Shape, op::Call};
 
+use self::kernels::{Kernels, Shared};
 use super::{Cx, Entry, Kernel, Made, index::index_code, int, layout::grid};
 use crate::{
     backend::DeviceError,
@@ -34,89 +37,8 @@ fn parts_of(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
         .map(move |first| (first, most.min(rows - first)))
 }
 
-/// Rows that share a reading of the weights: of block types, of these in tiles, and of plain ones.
-const TOGETHER: usize = 4;
-const TILE: usize = 64;
-const PLAIN_TOGETHER: usize = 8;
-
-/// Rows from which on tiles, though they may be filled in part, have less to do.
-const MANY: usize = 17;
-
 /// Experts that choices are grouped by at most (`MOST_EXPERTS` in `experts.cu`).
 const MOST_EXPERTS: usize = 1024;
-
-/// What multiplies with weights of a dtype.
-#[derive(Clone, Copy)]
-enum Kernels {
-    /// As numbers of 32 bits.
-    Plain(&'static str),
-    /// As 8-bit numbers in blocks of `block`, which `quantize` makes.
-    Blocks {
-        quantize: &'static str,
-        one: &'static str,
-        four: &'static str,
-        /// Not of all types.
-        tile: Option<&'static str>,
-        block: usize,
-    },
-}
-
-/// The three kernels of a block type: of a row, of four that share a reading of the weights, and of tiles of many.
-macro_rules! block_kernels {
-    ($name:literal) => {
-        (
-            concat!("mul_vec_", $name, "_1"),
-            concat!("mul_vec_", $name, "_4"),
-            Some(concat!("mul_tile_", $name)),
-        )
-    };
-}
-
-impl Kernels {
-    fn of(dtype: DType) -> Option<Self> {
-        let (one, four, tile) = match dtype {
-            DType::F32 => return Some(Self::Plain("mul_mat_f32")),
-            DType::F16 => return Some(Self::Plain("mul_mat_f16")),
-            DType::BF16 => return Some(Self::Plain("mul_mat_bf16")),
-            DType::Q8_0 => block_kernels!("q8_0"),
-            DType::Q4_0 => block_kernels!("q4_0"),
-            DType::Q4_1 => block_kernels!("q4_1"),
-            DType::Q5_0 => block_kernels!("q5_0"),
-            DType::Q5_1 => block_kernels!("q5_1"),
-            DType::MXFP4 => block_kernels!("mxfp4"),
-            DType::NVFP4 => ("mul_vec_nvfp4_1", "mul_vec_nvfp4_4", None),
-            DType::Q4K => block_kernels!("q4_k"),
-            DType::Q5K => block_kernels!("q5_k"),
-            DType::Q6K => block_kernels!("q6_k"),
-            _ => return None,
-        };
-        let (block, quantize) = match dtype.block_len() {
-            32 | 64 => (32, "quantize_q8"),
-            256 => (256, "quantize_q8k"),
-            _ => return None,
-        };
-        Some(Self::Blocks {
-            quantize,
-            one,
-            four,
-            tile,
-            block,
-        })
-    }
-
-    fn names(self) -> Vec<&'static str> {
-        match self {
-            Self::Plain(name) => vec![name],
-            Self::Blocks {
-                quantize,
-                one,
-                four,
-                tile,
-                ..
-            } => [quantize, one, four].into_iter().chain(tile).collect(),
-        }
-    }
-}
 
 /// The expert of each row of a product.
 struct Chosen {
@@ -132,7 +54,8 @@ struct Chosen {
     per_token: usize,
 }
 
-/// `x` times weights as they are stored. The order of summation is the CPU's (block_vec.cu, plain_mat.cu).
+/// `x` times weights as they are stored. The order of summation is the CPU's (block_vec.cu, plain_mat.cu), and the device's own with
+/// numbers of 16 bits (halves.cuh).
 struct Product {
     kernels: Kernels,
     n: usize,
@@ -167,14 +90,6 @@ impl Product {
         self.parts(rows).map(|[.., end]| end)
     }
 
-    /// Rows of a group of choices that have one expert.
-    fn together(&self) -> usize {
-        match self.kernels {
-            Kernels::Plain(_) => PLAIN_TOGETHER,
-            Kernels::Blocks { .. } => TOGETHER,
-        }
-    }
-
     /// Of each of so many rows the product with each of these matrices, which all are of this one's dtype and `k`.
     fn launch(
         &self,
@@ -183,30 +98,23 @@ impl Product {
         matrices: &[Matrix],
         rows: usize,
     ) -> Result<(), DeviceError> {
-        let (name, together, outputs) = match self.kernels {
-            Kernels::Plain(name) => (name, PLAIN_TOGETHER, 64),
-            Kernels::Blocks { one, .. } if rows == 1 => (one, 1, 8),
-            Kernels::Blocks {
-                tile: Some(tile), ..
-            } if rows >= MANY => (tile, TILE, 64),
-            Kernels::Blocks { four, .. } => (four, TOGETHER, 8),
-        };
+        let shared = self.kernels.for_rows(rows);
         let prepared = self.prepare(cx, x, rows)?;
         // Tiles are enough work by themselves.
-        let launches = match together {
-            TILE => matrices.chunks(1),
-            _ => matrices.chunks(MOST_MATRICES),
+        let launches = match shared.is_tile {
+            true => matrices.chunks(1),
+            false => matrices.chunks(MOST_MATRICES),
         };
         for matrices in launches {
             let Some((matrix, further)) = matrices.split_first() else {
                 continue;
             };
-            let blocks = matrices.iter().map(|m| m.n.div_ceil(outputs)).sum();
-            for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * together) {
+            let blocks = matrices.iter().map(|m| m.n.div_ceil(shared.outputs)).sum();
+            for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * shared.rows) {
                 let arguments = self.arguments(*matrix, x, prepared, (first, first), rows)?;
-                let arguments = match together {
-                    TILE => arguments,
-                    _ => arguments
+                let arguments = match shared.is_tile {
+                    true => arguments,
+                    false => arguments
                         .block(&words_of(further, first))
                         .word(0)
                         .word(0)
@@ -215,11 +123,11 @@ impl Product {
                         .int(0)
                         .word(cx.faults),
                 };
-                let grid = grid_of(blocks, rows.div_ceil(together))?;
-                // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu), without ids; weights,
+                let grid = grid_of(&shared, blocks, rows.div_ceil(shared.rows))?;
+                // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu, half_vec.cu, half_tile.cu), without ids; weights,
                 // activations and results are of these sizes, and what was made of the activations is in scratch memory as
                 // large as `scratch` says.
-                unsafe { cx.gpu.launch(name, grid, &arguments)? };
+                unsafe { cx.gpu.launch(shared.name, grid, &arguments)? };
             }
         }
         Ok(())
@@ -234,11 +142,7 @@ impl Product {
         activations: usize,
         chosen: &Chosen,
     ) -> Result<(), DeviceError> {
-        let (name, outputs) = match self.kernels {
-            Kernels::Plain(name) => (name, 64),
-            Kernels::Blocks { four, .. } if chosen.order.is_some() => (four, 8),
-            Kernels::Blocks { one, .. } => (one, 8),
-        };
+        let shared = self.kernels.for_chosen(chosen.order.is_some());
         let prepared = self.prepare(cx, x, activations)?;
         // Launches: their first row of ids, their first group, and their rows or groups.
         let launches: Vec<[usize; 3]> = match chosen.order {
@@ -256,7 +160,7 @@ impl Product {
             let arguments = self.arguments(matrix, x, prepared, (from, first), rows)?;
             let order = chosen
                 .order
-                .map(|(order, _)| order + (group * self.together() * 4) as u64);
+                .map(|(order, _)| order + (group * self.kernels.together() * 4) as u64);
             let arguments = arguments
                 .block(&words_of(&[], 0))
                 .word(chosen.ids + (first * 4) as u64)
@@ -267,8 +171,8 @@ impl Product {
                 .word(cx.faults);
             // SAFETY: as in `launch`, with ids that were checked, and groups of them.
             unsafe {
-                let grid = grid_of(self.n.div_ceil(outputs), down)?;
-                cx.gpu.launch(name, grid, &arguments)?;
+                let grid = grid_of(&shared, self.n.div_ceil(shared.outputs), down)?;
+                cx.gpu.launch(shared.name, grid, &arguments)?;
             }
         }
         Ok(())
@@ -361,10 +265,10 @@ fn words_of(further: &[Matrix], row: usize) -> [u64; 6] {
     words
 }
 
-fn grid_of(blocks: usize, down: usize) -> Result<Grid, DeviceError> {
+fn grid_of(of: &Shared, blocks: usize, down: usize) -> Result<Grid, DeviceError> {
     Ok(Grid {
         blocks: [int(blocks)?, int(down)?, 1],
-        threads: [128, 1, 1],
+        threads: [of.threads, 1, 1],
         shared: 0,
     })
 }
@@ -498,7 +402,7 @@ struct Sizes {
 impl MulMatId {
     fn sizes(&self, rows: usize) -> Option<Sizes> {
         let activations = self.x.elements(rows)? / self.product.k;
-        let (choices, together) = (self.ids.elements(rows)?, self.product.together());
+        let (choices, together) = (self.ids.elements(rows)?, self.product.kernels.together());
         // Few choices have an expert each, and as many readings of weights as there are.
         let groups = match choices > self.experts && self.experts <= MOST_EXPERTS {
             // At most all but one of a group's places are left over, of each expert and of those that are none.
@@ -556,7 +460,7 @@ impl Kernel for MulMatId {
                 .word(order)
                 .int(int(sizes.choices)?)
                 .int(int(self.experts)?)
-                .int(int(self.product.together())?)
+                .int(int(self.product.kernels.together())?)
                 .int(int(sizes.groups)?);
             let one = Grid {
                 blocks: [1, 1, 1],

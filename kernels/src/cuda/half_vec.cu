@@ -1,0 +1,107 @@
+// Products of few rows with weights of f16 and bf16: mul_mat in decode, mul_mat_id.
+//
+// Order of summation: halves.cuh. A block has sixteen outputs, and each of its eight warps a range of `k`.
+//
+// mul_half_TYPE_EIGHTS(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad): as mul_mat_f32 in plain_mat.cu, with
+//   EIGHTS · 8 rows that share a reading of the weights. With ids one eight.
+// Blocks of 256 threads. gridDim.x = ⌈n / 16⌉ of all matrices, gridDim.y = ⌈rows / (8 · EIGHTS)⌉, or `rows` with ids, or groups.
+#include "halves.cuh"
+
+constexpr int OUTPUTS = 16, THREADS = 32 * RANGES;
+
+/// The sums of one range.
+template <class W, int EIGHTS, bool WIDE>
+DEVICE void range(const uint16_t* w, const float* x, long long x_stride, int n, int k, int first, const int* from, float (&sums)[EIGHTS][4]) {
+  // Chunks of weights that a lane asks for before it uses the first of them.
+  constexpr int AHEAD = !WIDE ? 1 : EIGHTS < 4 ? 4 : 2;
+  int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, each = chunks_of_range(k), begin = int(threadIdx.x) / 32 * each;
+  int end = min(begin + each, (k + CHUNK - 1) / CHUNK);
+  // Outputs that are none read the last one's.
+  const uint16_t* low = w + size_t(min(first + g, n - 1)) * k;
+  const uint16_t* high = w + size_t(min(first + g + 8, n - 1)) * k;
+  const float* rows[EIGHTS];
+#pragma unroll
+  for (int e = 0; e < EIGHTS; e++) rows[e] = from[8 * e + g] < 0 ? nullptr : x + from[8 * e + g] * x_stride;
+#pragma unroll 1
+  for (int chunk = begin; chunk < end; chunk += AHEAD) {
+    uint4 words[AHEAD][2];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      int at = (chunk + i) * CHUNK + 8 * t, until = chunk + i < end ? k : 0;
+      words[i][0] = eight_weights<WIDE>(low, at, until), words[i][1] = eight_weights<WIDE>(high, at, until);
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      if (chunk + i >= end) break;
+      uint32_t of_low[W::PARTS][4], of_high[W::PARTS][4];
+      W::cut(words[i][0], of_low), W::cut(words[i][1], of_high);
+#pragma unroll
+      for (int e = 0; e < EIGHTS; e++) {
+        float numbers[8];
+        uint32_t parts[PARTS_OF_X][4];
+        eight_numbers<WIDE>(rows[e], (chunk + i) * CHUNK + 8 * t, k, numbers);
+        cut(numbers, parts);
+        multiply<W>(sums[e], of_low, of_high, parts);
+      }
+    }
+  }
+}
+
+template <class W, int EIGHTS>
+DEVICE void product(const uint16_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows, const Further& further, const int* ids,
+                    const int* order, int experts, int used, int per_token, word64* bad) {
+  constexpr int ROWS = 8 * EIGHTS;
+  __shared__ float all[RANGES][ROWS][OUTPUTS];
+  // What each row reads and makes; −1 for none.
+  __shared__ int from[ROWS], to[ROWS];
+  int tid = threadIdx.x, first = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS;
+  if (tid < ROWS) {
+    int row = ids && !order ? (tid == 0 ? int(blockIdx.y) : -1) : int(blockIdx.y) * ROWS + tid;
+    if (order) row = order[row];
+    else if (row >= rows) row = -1;
+    to[tid] = row;
+    from[tid] = row < 0 || !ids ? row : row / used * per_token + (per_token > 1 ? row % used : 0);
+  }
+  __syncthreads();
+  if (to[0] < 0) return;
+  bool wrong = false;
+  if (ids) {
+    int id = ids[to[0]];
+    long long expert = id < 0 ? (long long)id + experts : id;
+    wrong = expert < 0 || expert >= experts;
+    if (wrong && tid == 0 && blockIdx.x == 0) report(bad, id, word64(max(experts, 1)));
+    w += wrong ? 0 : size_t(expert) * n * k;
+  }
+  float sums[EIGHTS][4] = {};
+  if (!wrong) {
+    if (is_wide(w, x, x_stride, k)) range<W, EIGHTS, true>(w, x, x_stride, n, k, first, from, sums);
+    else range<W, EIGHTS, false>(w, x, x_stride, n, k, first, from, sums);
+  }
+  int lane = tid % 32;
+#pragma unroll
+  for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) all[tid / 32][8 * e + lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = sums[e][i];
+  __syncthreads();
+  for (int e = tid; e < ROWS * OUTPUTS; e += THREADS) {
+    int row = e / OUTPUTS, output = e % OUTPUTS;
+    if (to[row] < 0 || first + output >= n) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < RANGES; i++) sum += all[i][row][output];
+    out[to[row] * out_stride + first + output] = plain(sum);
+  }
+}
+
+#define KERNEL_OF(name, type, eights)                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(256, 2) name(const uint16_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, \
+                                                            int rows, Further further, const int* ids, const int* order, int experts, int used,       \
+                                                            int per_token, word64* bad) {                                                             \
+    product<type, eights>(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad);                            \
+  }
+KERNEL_OF(mul_half_f16_1, OfF16, 1)
+KERNEL_OF(mul_half_f16_2, OfF16, 2)
+KERNEL_OF(mul_half_f16_4, OfF16, 4)
+KERNEL_OF(mul_half_bf16_1, OfBF16, 1)
+KERNEL_OF(mul_half_bf16_2, OfBF16, 2)
+KERNEL_OF(mul_half_bf16_4, OfBF16, 4)

@@ -1,0 +1,174 @@
+//! Which kernels multiply with weights of a dtype, and how many outputs and rows a block of threads has.
+
+use hotcell_graph::DType;
+
+/// Rows that share a reading of the weights: of block types, of either in tiles, and of plain ones.
+const TOGETHER: usize = 4;
+const TILE: usize = 64;
+const PLAIN_TOGETHER: usize = 8;
+
+/// Rows from which on tiles, though they may be filled in part, have less to do: of block types, and of plain ones, which have more
+/// rows together otherwise.
+const MANY: usize = 17;
+const MANY_HALVES: usize = 65;
+
+/// What multiplies with weights of a dtype.
+#[derive(Clone, Copy)]
+pub(super) enum Kernels {
+    /// As numbers of 32 bits.
+    Plain(&'static str),
+    /// As numbers of 16 bits, by tensor cores: for eight rows, sixteen and 32, and for tiles of many.
+    Halves {
+        eights: [&'static str; 3],
+        tile: &'static str,
+    },
+    /// As 8-bit numbers in blocks of `block`, which `quantize` makes.
+    Blocks {
+        quantize: &'static str,
+        one: &'static str,
+        four: &'static str,
+        /// Not of all types.
+        tile: Option<&'static str>,
+        block: usize,
+    },
+}
+
+/// The three kernels of a block type: of a row, of four that share a reading of the weights, and of tiles of many.
+macro_rules! block_kernels {
+    ($name:literal) => {
+        (
+            concat!("mul_vec_", $name, "_1"),
+            concat!("mul_vec_", $name, "_4"),
+            Some(concat!("mul_tile_", $name)),
+        )
+    };
+}
+
+/// The kernels of a type of 16 bits.
+macro_rules! half_kernels {
+    ($name:literal) => {
+        Self::Halves {
+            eights: [
+                concat!("mul_half_", $name, "_1"),
+                concat!("mul_half_", $name, "_2"),
+                concat!("mul_half_", $name, "_4"),
+            ],
+            tile: concat!("half_tile_", $name),
+        }
+    };
+}
+
+/// A kernel, and what a block of threads has.
+pub(super) struct Shared {
+    pub name: &'static str,
+    pub rows: usize,
+    pub outputs: usize,
+    pub threads: u32,
+    /// Whether it is for one matrix of many rows, and takes neither further ones nor ids.
+    pub is_tile: bool,
+}
+
+impl Shared {
+    fn of(name: &'static str, rows: usize, outputs: usize, threads: u32) -> Self {
+        Self {
+            name,
+            rows,
+            outputs,
+            threads,
+            is_tile: false,
+        }
+    }
+
+    fn tile(name: &'static str) -> Self {
+        Self {
+            is_tile: true,
+            ..Self::of(name, TILE, 64, 128)
+        }
+    }
+}
+
+impl Kernels {
+    /// Those of a dtype, if there are any.
+    pub fn of(dtype: DType) -> Option<Self> {
+        let (one, four, tile) = match dtype {
+            DType::F32 => return Some(Self::Plain("mul_mat_f32")),
+            DType::F16 => return Some(half_kernels!("f16")),
+            DType::BF16 => return Some(half_kernels!("bf16")),
+            DType::Q8_0 => block_kernels!("q8_0"),
+            DType::Q4_0 => block_kernels!("q4_0"),
+            DType::Q4_1 => block_kernels!("q4_1"),
+            DType::Q5_0 => block_kernels!("q5_0"),
+            DType::Q5_1 => block_kernels!("q5_1"),
+            DType::MXFP4 => block_kernels!("mxfp4"),
+            DType::NVFP4 => ("mul_vec_nvfp4_1", "mul_vec_nvfp4_4", None),
+            DType::Q4K => block_kernels!("q4_k"),
+            DType::Q5K => block_kernels!("q5_k"),
+            DType::Q6K => block_kernels!("q6_k"),
+            _ => return None,
+        };
+        let (block, quantize) = match dtype.block_len() {
+            32 | 64 => (32, "quantize_q8"),
+            256 => (256, "quantize_q8k"),
+            _ => return None,
+        };
+        Some(Self::Blocks {
+            quantize,
+            one,
+            four,
+            tile,
+            block,
+        })
+    }
+
+    pub fn names(self) -> Vec<&'static str> {
+        match self {
+            Self::Plain(name) => vec![name],
+            Self::Halves { eights, tile } => eights.into_iter().chain([tile]).collect(),
+            Self::Blocks {
+                quantize,
+                one,
+                four,
+                tile,
+                ..
+            } => [quantize, one, four].into_iter().chain(tile).collect(),
+        }
+    }
+
+    /// What multiplies so many rows.
+    pub fn for_rows(self, rows: usize) -> Shared {
+        match self {
+            Self::Plain(name) => Shared::of(name, PLAIN_TOGETHER, 64, 128),
+            Self::Halves { tile, .. } if rows >= MANY_HALVES => Shared::tile(tile),
+            Self::Halves { eights, .. } => {
+                let [one, two, four] = eights;
+                match rows.div_ceil(8) {
+                    0 | 1 => Shared::of(one, 8, 16, 256),
+                    2 => Shared::of(two, 16, 16, 256),
+                    _ => Shared::of(four, 32, 16, 256),
+                }
+            }
+            Self::Blocks { one, .. } if rows == 1 => Shared::of(one, 1, 8, 128),
+            Self::Blocks {
+                tile: Some(tile), ..
+            } if rows >= MANY => Shared::tile(tile),
+            Self::Blocks { four, .. } => Shared::of(four, TOGETHER, 8, 128),
+        }
+    }
+
+    /// What multiplies rows by themselves with an expert each, or groups of rows with one.
+    pub fn for_chosen(self, are_grouped: bool) -> Shared {
+        match self {
+            Self::Plain(_) | Self::Halves { .. } => self.for_rows(1),
+            Self::Blocks { four, .. } if are_grouped => Shared::of(four, TOGETHER, 8, 128),
+            Self::Blocks { one, .. } => Shared::of(one, 1, 8, 128),
+        }
+    }
+
+    /// Rows of a group of choices that have one expert.
+    pub fn together(self) -> usize {
+        match self {
+            Self::Plain(_) | Self::Halves { .. } => PLAIN_TOGETHER,
+            Self::Blocks { .. } => TOGETHER,
+        }
+    }
+}
