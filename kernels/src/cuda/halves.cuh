@@ -9,7 +9,8 @@
 // The sixteen `k` of an instruction are those of step `s` of a chunk: in the places 2t, 2t + 1, 2t + 8 and 2t + 9 are 8t + 4s and the three after it, which are
 // half of what a lane loads at once.
 //
-// Where an activation is infinite, its other parts are zero. A weight that is infinite gives a NaN.
+// Where an activation is infinite, its other parts are zero, so that weights of bf16 make an infinity of it. Those of f16, whose second part may be zero, make a NaN, as any
+// infinite weight does.
 #pragma once
 #include "ptx.cuh"
 
