@@ -3,11 +3,13 @@
 //! Nothing is linked and no toolkit is needed: the kernels are part of the program, compiled for every architecture. What
 //! has no kernel here is decomposed, or computed by the CPU backend's kernels in copies.
 
+mod also;
 mod buffer;
 mod driver;
 mod gauges;
 mod gpu;
 mod image;
+mod join;
 mod mapped;
 mod ops;
 mod peers;

@@ -271,8 +271,3 @@ extern "C" __global__ void __launch_bounds__(256) pad(void* out, const void* x, 
     }
   }
 }
-
-/// silu(a) · b, both contiguous f32 as it: x / (1 + e^−x) times y.
-extern "C" __global__ void __launch_bounds__(256) swiglu_f32(float* out, const float* a, const float* b, word64 n) {
-  for (word64 i = first_element(); i < n; i += element_step()) out[i] = a[i] / (1.0f + exp_f32(-a[i])) * b[i];
-}

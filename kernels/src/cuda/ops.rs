@@ -17,12 +17,15 @@ mod rows;
 mod scatter;
 mod softmax;
 mod sort;
+mod wanted;
 
 use std::rc::Rc;
 
 use hotcell_graph::op::Call;
 
-use super::{gpu::Gpu, peers, plan::Side};
+pub(super) use wanted::Wanted;
+
+use super::{gpu::Gpu, join::Following, peers, plan::Side};
 use crate::{backend::DeviceError, part::overflow};
 
 /// A call made ready: everything but addresses and rows.
@@ -31,6 +34,17 @@ pub(super) trait Kernel {
     fn scratch(&self, rows: usize) -> Option<usize> {
         let _ = rows;
         Some(0)
+    }
+
+    /// What it reads besides, and of which of its step's inputs that is made; its address comes after these.
+    fn wants(&self) -> Option<(Wanted, Vec<usize>)> {
+        None
+    }
+
+    /// A kernel that does the same and makes what is wanted of its last result as well, as one result more.
+    fn with(&self, wanted: &Wanted) -> Option<Made> {
+        let _ = wanted;
+        None
     }
 
     /// Whether it refuses indices.
@@ -48,7 +62,7 @@ pub(super) trait Kernel {
 /// Where a kernel finds its values.
 pub(super) struct Cx<'a> {
     pub gpu: &'a Rc<Gpu>,
-    /// Addresses of the inputs; of an absent one, 0.
+    /// Addresses of the inputs, of a step of several nodes of one after the other, and of what it wants; of an absent one, 0.
     pub inputs: &'a [u64],
     pub outputs: &'a [u64],
     /// Address of what [`Kernel::scratch`] asked for.
@@ -72,12 +86,17 @@ impl Cx<'_> {
 }
 
 /// A kernel, and the names of what it launches.
-type Made = (Box<dyn Kernel>, Vec<&'static str>);
+pub(super) type Made = (Box<dyn Kernel>, Vec<&'static str>);
 
 /// A number that kernels take as an `int`.
 fn int(n: usize) -> Result<u32, DeviceError> {
     let fits = i32::try_from(n).ok();
     fits.map(i32::unsigned_abs).ok_or_else(overflow)
+}
+
+/// So many blocks of `each`.
+fn blocks_of(n: Option<usize>, each: usize) -> Result<u32, DeviceError> {
+    int(n.ok_or_else(overflow)?.div_ceil(each))
 }
 
 /// One row of the table.
@@ -140,10 +159,16 @@ pub(super) fn kernel(call: &Call<'_>, on: &Side, together: bool) -> Option<Box<d
     has(&names).then_some(kernel)
 }
 
-/// One kernel for calls that follow one another and have the same first input, where there is one.
-pub(super) fn together(calls: &[Call<'_>]) -> Option<Box<dyn Kernel>> {
-    let all_are = calls.iter().all(|call| call.op.name == "mul_mat");
-    all_are.then(|| matmul::together(calls)).flatten()
+/// One kernel for nodes that follow one another, where there is one for all of them. Its inputs and results are theirs, one after the
+/// other.
+pub(super) fn joined(nodes: &Following<'_>) -> Option<Made> {
+    let names: Vec<&str> = nodes.calls.iter().map(|call| call.op.name).collect();
+    match names[..] {
+        ["mul_mat", "mul_mat", ..] => matmul::together(nodes),
+        ["add", "rms_norm"] => norm::added(nodes),
+        ["rope", "rope", "cache_write"] => attention::turned(nodes),
+        _ => None,
+    }
 }
 
 /// Names of the ops in the table.

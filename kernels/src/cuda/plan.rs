@@ -2,22 +2,22 @@
 
 use std::{
     cell::RefCell,
-    collections::{HashMap, HashSet},
-    ops::Range,
+    collections::HashMap,
     rc::Rc,
     sync::{Arc, atomic::AtomicBool},
 };
 
 use hotcell_graph::{
     Graph, TensorSpec, Value,
-    graph::Node,
     op::{Call, Effect, ValueSpec, number},
 };
 
 use super::{
     NAME,
+    also::Also,
     buffer::{ALIGNMENT, Memory},
     gpu::Gpu,
+    join::{self, call},
     ops::{self, Kernel},
     peers::Peers,
     run::Recordings,
@@ -53,6 +53,8 @@ pub(super) struct Step {
     pub op: &'static str,
     /// How the trail names it.
     pub mark: u64,
+    /// Which of the groups of nodes it is of.
+    pub at: usize,
 }
 
 /// Where a value is.
@@ -132,94 +134,6 @@ struct Made {
     elsewhere: Vec<&'static str>,
 }
 
-/// Of each value the one whose bytes it is, if it is another's: nothing is computed for it, and it is where that one is.
-fn views(graph: &Graph, numbers: &Numbers, places: &[Place]) -> Vec<Option<usize>> {
-    let mut views: Vec<Option<usize>> = vec![None; numbers.count];
-    // Inputs are the first places.
-    let is_written = |value: usize| {
-        let input = places.get(value).filter(|_| value < graph.inputs().len());
-        input.is_some_and(|place| place.written)
-    };
-    let outputs = graph.outputs().iter();
-    let outputs: HashSet<usize> = outputs.filter_map(|v| numbers.of(*v)).collect();
-    for (node, &result) in graph.nodes().iter().zip(&numbers.firsts) {
-        let read = node.inputs.first().and_then(|v| numbers.of(*v));
-        let (true, Some(read)) = (ops::is_view(node.op.name), read) else {
-            continue;
-        };
-        let whole = views.get(read).copied().flatten().unwrap_or(read);
-        // A result is made where it is wanted; and what is written later is something else then.
-        if !outputs.contains(&result)
-            && !is_written(whole)
-            && let Some(view) = views.get_mut(result)
-        {
-            *view = Some(whole);
-        }
-    }
-    views
-}
-
-/// Nodes in runs: of the device each by itself, of the host as many as follow one another.
-fn ranges(graph: &Graph, native: &[bool]) -> Vec<Range<usize>> {
-    let mut ranges: Vec<Range<usize>> = Vec::new();
-    for n in 0..graph.nodes().len() {
-        let host = |n: usize| native.get(n) == Some(&false);
-        match ranges.last_mut() {
-            Some(range) if host(n) && host(range.start) => range.end = n + 1,
-            _ => ranges.push(n..n + 1),
-        }
-    }
-    ranges
-}
-
-/// Joins the device's nodes that are one step, whose kernel is the first one's then.
-fn joined(
-    graph: &Graph,
-    ranges: Vec<Range<usize>>,
-    kernels: &mut [Option<Box<dyn Kernel>>],
-) -> Result<Vec<Range<usize>>, DeviceError> {
-    let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
-    for range in ranges {
-        let nodes = graph.nodes();
-        let before = joined.last_mut().filter(|before| {
-            let own = |at: usize| kernels.get(at).is_some_and(Option::is_some);
-            let x = |at: usize| nodes.get(at).and_then(|node| node.inputs.first());
-            range.len() == 1
-                && own(before.start)
-                && own(range.start)
-                && x(before.start) == x(range.start)
-        });
-        if let Some(before) = before {
-            let all = before.start..range.end;
-            let nodes = nodes.get(all.clone()).unwrap_or_default();
-            let specs = nodes.iter().map(|node| graph.input_specs(node));
-            let specs = specs.collect::<Result<Vec<_>, _>>()?;
-            let calls = nodes
-                .iter()
-                .zip(&specs)
-                .map(|(node, specs)| call(node, specs));
-            let calls: Vec<Call<'_>> = calls.collect();
-            if let Some(kernel) = ops::together(&calls) {
-                if let Some(first) = kernels.get_mut(all.start) {
-                    *first = Some(kernel);
-                }
-                *before = all;
-                continue;
-            }
-        }
-        joined.push(range);
-    }
-    Ok(joined)
-}
-
-fn call<'a>(node: &'a Node, specs: &'a [ValueSpec]) -> Call<'a> {
-    Call {
-        op: node.op,
-        inputs: specs,
-        attributes: &node.attributes,
-    }
-}
-
 fn places(graph: &Graph, numbers: &Numbers) -> Result<Vec<Place>, DeviceError> {
     let written = |i: usize| {
         graph.nodes().iter().any(|node| match node.op.effect {
@@ -284,7 +198,8 @@ impl CudaPlan {
         let numbers = Numbers::new(&graph);
         let places = places(&graph, &numbers)?;
         let mut memory = PlanMemory::default();
-        let views = views(&graph, &numbers, &places);
+        let is_written = |input: usize| places.get(input).is_some_and(|place| place.written);
+        let views = join::views(&graph, &numbers, &is_written);
         let mut made = Self::make(&graph, (&numbers, &views), hints, on, trail, &mut memory)?;
         // A value that is an output is made where it is wanted.
         let mut homes: Vec<Home> = vec![Home::Nowhere; made.values];
@@ -375,7 +290,7 @@ impl CudaPlan {
             kernels.push(ops::kernel(&call(node, &specs), on, hints.together));
         }
         let native: Vec<bool> = kernels.iter().map(Option::is_some).collect();
-        let ranges = joined(graph, ranges(graph, &native), &mut kernels)?;
+        let ranges = join::steps(graph, &mut kernels, hints.fuse, &|name| on.gpu.has(name))?;
         let is_view = |value: usize| views.get(value).is_some_and(Option::is_some);
         let whole = |value: usize| views.get(value).copied().flatten().unwrap_or(value);
         // The last step that reads each value, or a view of it; outputs are read after all.
@@ -391,6 +306,7 @@ impl CudaPlan {
         }
         let mut lives: Vec<Option<Lifetime>> = vec![None; numbers.count];
         let (mut steps, mut elsewhere) = (Vec::new(), Vec::new());
+        let mut also = Also::new(on, hints.fuse, max_rows);
         for (s, range) in ranges.iter().enumerate() {
             let nodes = &graph.nodes()[range.clone()];
             // One without results has the number of the next one's.
@@ -417,9 +333,31 @@ impl CudaPlan {
                     };
                 }
             }
+            let op = nodes.last().map_or("", |n| n.op.name);
+            let marked = |steps: usize| {
+                trail.map_or(0, |trail| {
+                    let op = number(op).unwrap_or(u16::MAX);
+                    (trail.pack)(steps as u32, op, nodes.len() > 1)
+                })
+            };
             let work = match kernels.get_mut(range.start).and_then(Option::take) {
                 Some(kernel) => {
-                    let node = &nodes[0];
+                    let mut inputs: Vec<Option<usize>> = nodes
+                        .iter()
+                        .flat_map(|node| node.inputs.iter().map(|v| numbers.of(*v)))
+                        .collect();
+                    if let Some((wanted, of)) = kernel.wants() {
+                        let of = of.iter().map(|i| inputs.get(*i).copied().flatten());
+                        let of = of.map(|value| value.map(whole)).collect();
+                        let mark = marked(steps.len());
+                        let step = |work| Step {
+                            mark,
+                            work,
+                            op,
+                            at: s,
+                        };
+                        inputs.push(Some(also.value(wanted, of, step, &mut steps, &mut lives)?));
+                    }
                     let bytes = kernel.scratch(max_rows).ok_or_else(overflow)?;
                     let scratch = match bytes {
                         0 => None,
@@ -432,18 +370,12 @@ impl CudaPlan {
                             Some(lives.len() - 1)
                         }
                     };
-                    // Of several that are one, the first input is that of all.
-                    let others = nodes
-                        .iter()
-                        .skip(1)
-                        .flat_map(|node| node.inputs.iter().skip(1));
-                    let inputs = node.inputs.iter().chain(others);
                     let outputs = range.clone().zip(nodes).flat_map(|(n, node)| {
                         (0..node.outputs.len()).map(move |o| numbers.firsts[n] + o)
                     });
                     Work::Device(DeviceNode {
                         kernel,
-                        inputs: inputs.map(|v| numbers.of(*v)).collect(),
+                        inputs,
                         outputs: outputs.collect(),
                         scratch,
                     })
@@ -463,12 +395,8 @@ impl CudaPlan {
                     Work::Host(Box::new(part))
                 }
             };
-            let op = nodes.last().map_or("", |n| n.op.name);
-            let mark = trail.map_or(0, |trail| {
-                let op = number(op).unwrap_or(u16::MAX);
-                (trail.pack)(steps.len() as u32, op, nodes.len() > 1)
-            });
-            steps.push(Step { work, op, mark });
+            let (mark, at) = (marked(steps.len()), s);
+            steps.push(Step { work, op, mark, at });
         }
         Ok(Made {
             values: lives.len(),
@@ -488,7 +416,7 @@ impl CudaPlan {
 }
 
 /// Sizes in an arena, whose places kernels may read in whole words.
-fn padded(bytes: Option<usize>) -> Result<usize, DeviceError> {
+pub(super) fn padded(bytes: Option<usize>) -> Result<usize, DeviceError> {
     let padded = bytes.and_then(|n| n.checked_next_multiple_of(ALIGNMENT));
     padded.ok_or_else(overflow)
 }

@@ -24,22 +24,28 @@ DEVICE void turn(const float* x, const float* table, int half, int pair, bool in
   b = fmaf(p, s, q * c);
 }
 
-/// The op rope: `x` and `out` f32 [rows, heads, 2 · half], `out` may be `x`. Blocks of 128 threads, gridDim.x = ⌈rows · heads · half / 128⌉.
-extern "C" __global__ void __launch_bounds__(128) rope_f32(const float* x, const float* table, float* out, int rows, int heads, int half, int interleaved) {
-  long long i = (long long)blockIdx.x * 128 + threadIdx.x;
+/// Pair `i` of all heads of `x`, of which there are rows · heads · half.
+DEVICE void turn_pair(const float* x, const float* table, float* out, long long i, int rows, int heads, int half, bool interleaved) {
   if (i >= (long long)rows * heads * half) return;
   long long head = i / half;
   float a, b;
   int first, second;
-  turn(x + head * 2 * half, table + head / heads * 2 * half, half, int(i % half), interleaved != 0, a, b, first, second);
+  turn(x + head * 2 * half, table + head / heads * 2 * half, half, int(i % half), interleaved, a, b, first, second);
   out[head * 2 * half + first] = a;
   out[head * 2 * half + second] = b;
+}
+
+/// The op rope: `x` and `out` f32 [rows, heads, 2 · half], `out` may be `x`. Blocks of 128 threads, gridDim.x = ⌈rows · heads · half / 128⌉.
+extern "C" __global__ void __launch_bounds__(128) rope_f32(const float* x, const float* table, float* out, int rows, int heads, int half, int interleaved) {
+  turn_pair(x, table, out, (long long)blockIdx.x * 128 + threadIdx.x, rows, heads, half, interleaved != 0);
 }
 
 // cache_write_TYPE(keys, values, table, cache, slots, rows, kv_heads, d, blocks, block_len, interleaved, bad): keys and values f32 [rows, kv_heads, d] rounded to
 // the cache, at `slots` i32 [rows]; −1 writes nothing, one out of range is reported and writes nothing. The cache is [2, blocks, kv_heads, block_len, d].
 // Where `table` is not null, keys are turned by it first, as rope_f32 does. Where two rows name one slot, the last of them wins: each row looks whether a later one does.
 // A warp makes 32 numbers. Blocks of 128 threads, gridDim.x = ⌈rows · kv_heads · ⌈d / 32⌉ · 2 / 4⌉.
+// rope_write_TYPE(queries, turned, heads, first, …): rope_f32 of queries by the first blocks, and what cache_write_TYPE does with the rest, which is told behind it, by those
+// from block `first` on.
 
 /// Stores a number per lane: number `i` of the head at `head`, of which there are `d`.
 template <class E> DEVICE void put(E, uint8_t* head, int i, int d, float v) {
@@ -68,10 +74,10 @@ template <class E> DEVICE size_t bytes_of(E, int d) { return size_t(d) * sizeof(
 DEVICE size_t bytes_of(Q8, int d) { return size_t(d / 32) * 34; }
 
 template <class E>
-DEVICE void write(const float* keys, const float* values, const float* table, uint8_t* cache, const int* slots, int rows, int kv_heads, int d, int blocks, int block_len, bool interleaved,
+DEVICE void write(long long block, const float* keys, const float* values, const float* table, uint8_t* cache, const int* slots, int rows, int kv_heads, int d, int blocks, int block_len, bool interleaved,
                   word64* bad) {
   int lane = threadIdx.x % 32, parts = (d + 31) / 32;
-  long long task = (long long)blockIdx.x * 4 + threadIdx.x / 32;
+  long long task = block * 4 + threadIdx.x / 32;
   if (task >= (long long)rows * kv_heads * parts * 2) return;
   bool is_value = task % 2 != 0;
   int part = int(task / 2 % parts), head = int(task / 2 / parts % kv_heads), row = int(task / 2 / parts / kv_heads);
@@ -102,9 +108,23 @@ DEVICE void write(const float* keys, const float* values, const float* table, ui
 #define KERNEL_OF(name, type)                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(128) name(const float* keys, const float* values, const float* table, uint8_t* cache, const int* slots, int rows, \
                                                          int kv_heads, int d, int blocks, int block_len, int interleaved, word64* bad) {                   \
-    write<type>(keys, values, table, cache, slots, rows, kv_heads, d, blocks, block_len, interleaved != 0, bad);                                           \
+    write<type>(blockIdx.x, keys, values, table, cache, slots, rows, kv_heads, d, blocks, block_len, interleaved != 0, bad);                               \
   }
 KERNEL_OF(cache_write_f32, F32)
 KERNEL_OF(cache_write_f16, F16)
 KERNEL_OF(cache_write_bf16, BF16)
 KERNEL_OF(cache_write_q8_0, Q8)
+#undef KERNEL_OF
+
+#define KERNEL_OF(name, type)                                                                                                                             \
+  extern "C" __global__ void __launch_bounds__(128) name(const float* queries, float* turned, int heads, int first, const float* keys, const float* values,      \
+                                                         const float* table, uint8_t* cache, const int* slots, int rows, int kv_heads, int d, int blocks,  \
+                                                         int block_len, int interleaved, word64* bad) {                                                    \
+    long long block = (long long)blockIdx.x - first;                                                                                                       \
+    if (block < 0) turn_pair(queries, table, turned, (long long)blockIdx.x * 128 + threadIdx.x, rows, heads, d / 2, interleaved != 0);                      \
+    else write<type>(block, keys, values, table, cache, slots, rows, kv_heads, d, blocks, block_len, interleaved != 0, bad);                                \
+  }
+KERNEL_OF(rope_write_f32, F32)
+KERNEL_OF(rope_write_f16, F16)
+KERNEL_OF(rope_write_bf16, BF16)
+KERNEL_OF(rope_write_q8_0, Q8)

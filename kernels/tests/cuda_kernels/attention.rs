@@ -182,6 +182,63 @@ impl Case {
         (cache, y)
     }
 
+    /// Keys and values as one launch writes them that turns the queries as well, which are turned by the keys' places here.
+    fn at_once(&self, shim: &Shim, data: &Data, expected: &[u8]) {
+        let (rows, half) = (data.slots.len(), self.d / 2);
+        let int = |n: usize| Arg::from(n as i32);
+        let mut table = vec![0.0f32; rows * self.d];
+        let args = [
+            (&data.places).into(),
+            (&data.frequencies).into(),
+            (&mut table).into(),
+            int(rows),
+            int(half),
+        ];
+        let grid = [(rows * half).div_ceil(128), 1, 1];
+        shim.launch("rope_table", grid, 128, &args).unwrap();
+        let interleaved = Arg::from(i32::from(self.interleaved));
+        let [mut alone, mut turned] = [(); 2].map(|()| vec![0.0f32; data.queries.len()]);
+        let args = [
+            (&data.queries).into(),
+            (&table).into(),
+            (&mut alone).into(),
+            int(rows),
+            int(self.heads),
+            int(half),
+            interleaved,
+        ];
+        let of_queries = (rows * self.heads * half).div_ceil(128);
+        shim.launch("rope_f32", [of_queries, 1, 1], 128, &args)
+            .unwrap();
+        let mut bad = vec![0u64; 2];
+        let mut cache = vec![0u8; data.spec.bytes().unwrap()];
+        let args = [
+            (&data.queries).into(),
+            (&mut turned).into(),
+            int(self.heads),
+            int(of_queries),
+            (&data.keys).into(),
+            (&data.values).into(),
+            (&table).into(),
+            (&mut cache).into(),
+            (&data.slots).into(),
+            int(rows),
+            int(self.kv_heads),
+            int(self.d),
+            int(data.spec.blocks),
+            int(self.block_len),
+            interleaved,
+            (&mut bad).into(),
+        ];
+        let tasks = rows * self.kv_heads * self.d.div_ceil(32) * 2;
+        let kernel = format!("rope_write_{}", self.name);
+        let grid = [of_queries + tasks.div_ceil(4), 1, 1];
+        shim.launch(&kernel, grid, 128, &args).unwrap();
+        let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&turned), bits(&alone), "{}", self.name);
+        assert!(cache == expected, "{}", self.name);
+    }
+
     /// The same by the kernels, the attention both ways.
     fn by_kernels(&self, shim: &Shim, data: &Data) -> Found {
         let (rows, looks, half) = (data.slots.len(), data.positions.len(), self.d / 2);
@@ -237,6 +294,9 @@ impl Case {
         ];
         let grid = [(looks * self.heads * half).div_ceil(128), 1, 1];
         shim.launch("rope_f32", grid, 128, &args).unwrap();
+        if looks == rows {
+            self.at_once(shim, data, &cache);
+        }
 
         let sinks = match data.sinks.is_empty() {
             true => NULL,

@@ -10,7 +10,7 @@ use hotcell_kernels::cpu::{
 use super::{
     common::{Numbers, Tensor, run},
     products::{Prepared, TYPES},
-    shim::{Shim, reported},
+    shim::{Arg, Shim, reported},
 };
 
 /// Any bits of a table, whose scales may be anything, NaN too.
@@ -190,6 +190,87 @@ fn norms_are_those_of_their_formulas_and_do_not_know_their_neighbours() {
                 near(centred[i] * scales[2] * w + b, layer[r * n + i]);
             }
         }
+    }
+}
+
+/// What a kernel makes, and the numbers of 8 bits that it makes of it, beside those that are made of it afterwards.
+fn with_numbers(
+    shim: &Shim,
+    kernel: &str,
+    blocks: usize,
+    (rows, n, len): (usize, usize, usize),
+    args: &dyn Fn(&mut Vec<f32>) -> Vec<Arg>,
+) -> Vec<f32> {
+    let mut out = vec![0.0f32; rows * n];
+    let mut found = Prepared {
+        q: vec![7; rows * n],
+        da: vec![7.0; rows * n / len],
+        sums: vec![7; rows * n / 32],
+    };
+    let mut all = args(&mut out);
+    all.extend([
+        (&mut found.q).into(),
+        (&mut found.da).into(),
+        (&mut found.sums).into(),
+    ]);
+    shim.launch(kernel, [blocks, 1, 1], 256, &all).unwrap();
+    let expected = Prepared::of(&out, n, rows, n, len).unwrap();
+    assert_eq!(found.q, expected.q, "{kernel} {n}");
+    assert_eq!(found.sums, expected.sums, "{kernel} {n}");
+    let all_same = found.da.iter().zip(&expected.da).all(|(a, b)| same(*a, *b));
+    assert!(all_same, "{kernel} {n}: {:?} {:?}", found.da, expected.da);
+    out
+}
+
+#[test]
+fn what_products_read_is_made_with_what_they_read_it_of() {
+    let Some(shim) = Shim::get() else { return };
+    let mut random = Numbers::new(19);
+    let rows = 3;
+    for (n, len, name) in [
+        (32, 32, "q8"),
+        (288, 32, "q8"),
+        (1024, 32, "q8"),
+        (256, 256, "q8k"),
+        (1280, 256, "q8k"),
+    ] {
+        let mut list = |n: usize| -> Vec<f32> {
+            let mut float = || random.below(1 << 20) as f32 / 1e5 - 5.0;
+            (0..n).map(|_| float()).collect()
+        };
+        let (mut x, y, weight) = (list(rows * n), list(rows * n), list(n));
+        // A row that is no number, and one of zeros.
+        x[n + 2] = f32::NAN;
+        x[2 * n..].fill(0.0);
+        let (size, eps) = (Arg::from(n as i32), Arg::from(1e-5f32));
+        let norm = |out: &mut Vec<f32>| vec![(&x).into(), (&weight).into(), out.into(), size, eps];
+        let mut alone = vec![0.0f32; rows * n];
+        shim.launch("rms_norm_f32", [rows, 1, 1], 256, &norm(&mut alone))
+            .unwrap();
+        let sizes = (rows, n, len);
+        let kernel = format!("rms_norm_{name}");
+        let made = with_numbers(shim, &kernel, rows, sizes, &norm);
+        assert!(alone.iter().zip(&made).all(|(a, b)| same(*a, *b)));
+
+        let sum = vec![0.0f32; rows * n];
+        let added = |out: &mut Vec<f32>| {
+            let inputs: [Arg; 3] = [(&x).into(), (&y).into(), (&weight).into()];
+            [&inputs[..], &[(&sum).into(), out.into(), size, eps]].concat()
+        };
+        shim.launch("add_rms_norm_f32", [rows, 1, 1], 256, &added(&mut alone))
+            .unwrap();
+        let kernel = format!("add_rms_norm_{name}");
+        let made = with_numbers(shim, &kernel, rows, sizes, &added);
+        assert!(alone.iter().zip(&made).all(|(a, b)| same(*a, *b)));
+
+        let count = Arg::from((rows * n) as i64);
+        let gated = |out: &mut Vec<f32>| vec![out.into(), (&x).into(), (&y).into(), count];
+        shim.launch("swiglu_f32", [2, 1, 1], 256, &gated(&mut alone))
+            .unwrap();
+        let kernel = format!("swiglu_{name}");
+        let blocks = (rows * n).div_ceil(256);
+        let made = with_numbers(shim, &kernel, blocks, sizes, &gated);
+        assert!(alone.iter().zip(&made).all(|(a, b)| same(*a, *b)));
     }
 }
 

@@ -2,10 +2,13 @@
 
 use hotcell_graph::{CacheSpec, DType, Shape, op::Call};
 
-use super::{Cx, Entry, Kernel, Made, int};
+use super::{Cx, Entry, Kernel, Made, Wanted, blocks_of, int, wanted::Table};
 use crate::{
     backend::DeviceError,
-    cuda::gpu::{Arguments, Grid},
+    cuda::{
+        gpu::{Arguments, Grid},
+        join::Following,
+    },
     part::overflow,
 };
 
@@ -39,11 +42,6 @@ fn grid(blocks: [u32; 3]) -> Grid {
     }
 }
 
-/// So many blocks of `each`.
-fn blocks(n: Option<usize>, each: usize) -> Result<u32, DeviceError> {
-    int(n.ok_or_else(overflow)?.div_ceil(each))
-}
-
 /// Heads of rows: `[rows, heads, d]`.
 struct Heads {
     x: Shape,
@@ -71,49 +69,62 @@ impl Heads {
     }
 }
 
+impl Heads {
+    /// The cosines and sines that turn them.
+    fn table(&self) -> Option<Wanted> {
+        let rows = *self.x.dims().first()?;
+        let half = self.d / 2;
+        Some(Wanted::Table(Table { rows, half }))
+    }
+}
+
 struct Rope {
     x: Heads,
+    table: Wanted,
     interleaved: bool,
 }
 
+impl Rope {
+    const NAME: &str = "rope_f32";
+
+    fn of(call: &Call<'_>) -> Option<Self> {
+        let x = Heads::of(call, 0)?;
+        Some(Self {
+            table: x.table()?,
+            x,
+            interleaved: call.bool(0).ok()?,
+        })
+    }
+
+    /// Blocks of 128 threads.
+    fn blocks(&self, rows: usize) -> Result<u32, DeviceError> {
+        let pairs = self.x.rows(rows).checked_mul(self.x.d / 2);
+        blocks_of(pairs.and_then(|n| n.checked_mul(self.x.heads)), 128)
+    }
+}
+
 fn rope(call: &Call<'_>) -> Option<Made> {
-    let kernel = Rope {
-        x: Heads::of(call, 0)?,
-        interleaved: call.bool(0).ok()?,
-    };
-    Some((Box::new(kernel), vec!["rope_table", "rope_f32"]))
+    Some((Box::new(Rope::of(call)?), vec![Table::NAME, Rope::NAME]))
 }
 
 impl Kernel for Rope {
-    fn scratch(&self, rows: usize) -> Option<usize> {
-        self.x.rows(rows).checked_mul(self.x.d)?.checked_mul(4)
+    fn wants(&self) -> Option<(Wanted, Vec<usize>)> {
+        Some((self.table.clone(), vec![1, 2]))
     }
 
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
         let Heads { heads, d, .. } = self.x;
-        let (rows, half) = (self.x.rows(cx.rows), d / 2);
-        let table = Arguments::default()
-            .word(cx.input(1)?)
-            .word(cx.input(2)?)
-            .word(cx.scratch)
-            .int(int(rows)?)
-            .int(int(half)?);
-        let pairs = rows.checked_mul(half);
-        let of_table = grid([blocks(pairs, 128)?, 1, 1]);
-        // SAFETY: the kernel's arguments (rope.cu); the scratch memory is as large as `scratch` says.
-        unsafe { cx.gpu.launch("rope_table", of_table, &table)? };
-        let turned = Arguments::default()
+        let arguments = Arguments::default()
             .word(cx.input(0)?)
-            .word(cx.scratch)
+            .word(cx.input(3)?)
             .word(cx.output(0)?)
-            .int(int(rows)?)
+            .int(int(self.x.rows(cx.rows))?)
             .int(int(heads)?)
-            .int(int(half)?)
+            .int(int(d / 2)?)
             .int(self.interleaved.into());
-        let pairs = pairs.and_then(|n| n.checked_mul(heads));
-        let of_heads = grid([blocks(pairs, 128)?, 1, 1]);
-        // SAFETY: as above.
-        unsafe { cx.gpu.launch("rope_f32", of_heads, &turned) }
+        let grid = grid([self.blocks(cx.rows)?, 1, 1]);
+        // SAFETY: the kernel's arguments (rope.cu), with a table for these rows.
+        unsafe { cx.gpu.launch(Self::NAME, grid, &arguments) }
     }
 }
 
@@ -135,25 +146,66 @@ fn cache_sizes(cache: &CacheSpec) -> Option<[u32; 4]> {
 
 struct CacheWrite {
     name: &'static str,
+    /// The kernel that turns as well.
+    turning: &'static str,
     keys: Heads,
     sizes: [u32; 4],
 }
 
+impl CacheWrite {
+    fn of(call: &Call<'_>) -> Option<Self> {
+        let cache = call.cache(0).ok()?;
+        let (name, turning) = match cache.dtype {
+            DType::F32 => ("cache_write_f32", "rope_write_f32"),
+            DType::F16 => ("cache_write_f16", "rope_write_f16"),
+            DType::BF16 => ("cache_write_bf16", "rope_write_bf16"),
+            DType::Q8_0 => ("cache_write_q8_0", "rope_write_q8_0"),
+            _ => return None,
+        };
+        Some(Self {
+            name,
+            turning,
+            keys: Heads::of(call, 1)?,
+            sizes: cache_sizes(cache)?,
+        })
+    }
+
+    /// Blocks of 128 threads.
+    fn blocks(&self, rows: usize) -> Result<u32, DeviceError> {
+        let warps = self.keys.rows(rows).checked_mul(self.keys.heads);
+        let warps = warps.and_then(|n| n.checked_mul(self.keys.d.div_ceil(32))?.checked_mul(2));
+        blocks_of(warps, 4)
+    }
+
+    /// What kernels are told: keys, values and slots, and what turns the keys, if they are to be turned.
+    fn told(
+        &self,
+        arguments: Arguments,
+        [keys, values, cache, slots]: [u64; 4],
+        (table, interleaved): (u64, bool),
+        cx: &Cx<'_>,
+    ) -> Result<Arguments, DeviceError> {
+        let [kv_heads, d, blocks, block_len] = self.sizes;
+        Ok(arguments
+            .word(keys)
+            .word(values)
+            .word(table)
+            .word(cache)
+            .word(slots)
+            .int(int(self.keys.rows(cx.rows))?)
+            .int(kv_heads)
+            .int(d)
+            .int(blocks)
+            .int(block_len)
+            .int(interleaved.into())
+            .word(cx.faults))
+    }
+}
+
 fn cache_write(call: &Call<'_>) -> Option<Made> {
-    let cache = call.cache(0).ok()?;
-    let name = match cache.dtype {
-        DType::F32 => "cache_write_f32",
-        DType::F16 => "cache_write_f16",
-        DType::BF16 => "cache_write_bf16",
-        DType::Q8_0 => "cache_write_q8_0",
-        _ => return None,
-    };
-    let kernel = CacheWrite {
-        name,
-        keys: Heads::of(call, 1)?,
-        sizes: cache_sizes(cache)?,
-    };
-    Some((Box::new(kernel), vec![name]))
+    let kernel = CacheWrite::of(call)?;
+    let names = vec![kernel.name];
+    Some((Box::new(kernel), names))
 }
 
 impl Kernel for CacheWrite {
@@ -162,29 +214,65 @@ impl Kernel for CacheWrite {
     }
 
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
-        let rows = self.keys.rows(cx.rows);
-        let [kv_heads, d, cache_blocks, block_len] = self.sizes;
-        let warps = rows
-            .checked_mul(self.keys.heads)
-            .and_then(|n| n.checked_mul(self.keys.d.div_ceil(32))?.checked_mul(2));
-        let arguments = Arguments::default()
-            .word(cx.input(1)?)
-            .word(cx.input(2)?)
-            .word(0)
-            .word(cx.input(0)?)
-            .word(cx.input(3)?)
-            .int(int(rows)?)
-            .int(kv_heads)
-            .int(d)
-            .int(cache_blocks)
-            .int(block_len)
-            .int(0)
-            .word(cx.faults);
+        let [cache, keys, values, slots] = [0, 1, 2, 3].map(|i| cx.input(i));
+        let all = [keys?, values?, cache?, slots?];
+        let arguments = self.told(Arguments::default(), all, (0, false), cx)?;
+        let grid = grid([self.blocks(cx.rows)?, 1, 1]);
         // SAFETY: the kernel's arguments (rope.cu), of a cache of this size.
-        unsafe {
-            cx.gpu
-                .launch(self.name, grid([blocks(warps, 4)?, 1, 1]), &arguments)
-        }
+        unsafe { cx.gpu.launch(self.name, grid, &arguments) }
+    }
+}
+
+/// Queries that are turned, and keys that are turned and written: what three nodes do.
+struct Turned {
+    queries: Rope,
+    write: CacheWrite,
+}
+
+/// What turns the one of both ropes and writes the other's result, which nobody else reads.
+pub(super) fn turned(nodes: &Following<'_>) -> Option<Made> {
+    let [of_queries, of_keys, written] = &nodes.calls[..] else {
+        return None;
+    };
+    let (queries, keys) = (Rope::of(of_queries)?, Rope::of(of_keys)?);
+    let write = CacheWrite::of(written)?;
+    let same = |i| nodes.input(0, i) == nodes.input(1, i);
+    let is_one = same(1)
+        && same(2)
+        && queries.table == keys.table
+        && queries.interleaved == keys.interleaved
+        && nodes.is_result(2, 1, 1)
+        && nodes.is_between(1);
+    let names = vec![Table::NAME, write.turning];
+    is_one.then(|| -> Made { (Box::new(Turned { queries, write }), names) })
+}
+
+impl Kernel for Turned {
+    fn wants(&self) -> Option<(Wanted, Vec<usize>)> {
+        self.queries.wants()
+    }
+
+    fn reads_indices(&self) -> bool {
+        true
+    }
+
+    /// Of its inputs the first three are the queries', the next three the keys', and the next four those of what writes. It does not write
+    /// the keys' result.
+    fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
+        let first = self.queries.blocks(cx.rows)?;
+        let arguments = Arguments::default()
+            .word(cx.input(0)?)
+            .word(cx.output(0)?)
+            .int(int(self.queries.x.heads)?)
+            .int(first);
+        let [keys, cache, values, slots] = [3, 6, 8, 9].map(|i| cx.input(i));
+        let all = [keys?, values?, cache?, slots?];
+        let table = (cx.input(10)?, self.queries.interleaved);
+        let arguments = self.write.told(arguments, all, table, cx)?;
+        let blocks = first.checked_add(self.write.blocks(cx.rows)?);
+        let grid = grid([blocks.ok_or_else(overflow)?, 1, 1]);
+        // SAFETY: the kernel's arguments (rope.cu), of a cache of this size and a table for these rows.
+        unsafe { cx.gpu.launch(self.write.turning, grid, &arguments) }
     }
 }
 

@@ -3,10 +3,15 @@
 use hotcell_graph::{DType, Shape, op::Call};
 
 use super::{
-    Cx, Entry, Kernel, Made,
+    Cx, Entry, Kernel, Made, Wanted, blocks_of,
     layout::{Layout, broadcast, code, contiguous, dims_at, grid},
+    wanted::Numbers,
 };
-use crate::{backend::DeviceError, cuda::gpu::Arguments, part::overflow};
+use crate::{
+    backend::DeviceError,
+    cuda::gpu::{Arguments, Grid},
+    part::overflow,
+};
 
 /// The ops in the order of `Op` in `generic_elementwise.cu`.
 const OPS: &[&str] = &[
@@ -327,20 +332,28 @@ impl Kernel for Choose {
 struct Gated {
     name: &'static str,
     shape: Shape,
+    /// What is made of the result as well.
+    numbers: Option<Numbers>,
 }
 
 fn gated(call: &Call<'_>, name: &'static str) -> Option<Made> {
     let (a, b) = (call.tensor(0).ok()?, call.tensor(1).ok()?);
     let fits = a == b && a.dtype == DType::F32;
     fits.then(|| {
-        let shape = a.shape.clone();
-        let kernel: Box<dyn Kernel> = Box::new(Gated { name, shape });
-        (kernel, vec![name])
+        let (shape, numbers) = (a.shape.clone(), None);
+        let kernel = Gated {
+            name,
+            shape,
+            numbers,
+        };
+        (Box::new(kernel) as Box<dyn Kernel>, vec![name])
     })
 }
 
+const SWIGLU: &str = "swiglu_f32";
+
 fn swiglu(call: &Call<'_>) -> Option<Made> {
-    gated(call, "swiglu_f32")
+    gated(call, SWIGLU)
 }
 
 fn geglu(call: &Call<'_>) -> Option<Made> {
@@ -348,15 +361,42 @@ fn geglu(call: &Call<'_>) -> Option<Made> {
 }
 
 impl Kernel for Gated {
+    fn with(&self, wanted: &Wanted) -> Option<Made> {
+        let Wanted::Numbers(numbers) = wanted else {
+            return None;
+        };
+        if self.name != SWIGLU || !numbers.k.is_multiple_of(numbers.blocks.len()) {
+            return None;
+        }
+        let name = numbers.blocks.of("swiglu_q8", "swiglu_q8k");
+        let numbers = Some(numbers.clone());
+        let shape = self.shape.clone();
+        let kernel = Gated {
+            name,
+            shape,
+            numbers,
+        };
+        Some((Box::new(kernel), vec![name]))
+    }
+
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
-        let n = self.shape.elements(cx.rows).ok_or_else(overflow)? as u64;
-        let arguments = Arguments::default()
+        let n = self.shape.elements(cx.rows).ok_or_else(overflow)?;
+        let mut arguments = Arguments::default()
             .word(cx.output(0)?)
             .word(cx.input(0)?)
             .word(cx.input(1)?)
-            .word(n);
-        // SAFETY: the kernel's arguments, of tensors of so many elements.
-        unsafe { cx.gpu.launch(self.name, grid(n), &arguments) }
+            .word(n as u64);
+        let mut grid = grid(n as u64);
+        if let Some(numbers) = &self.numbers {
+            arguments = numbers.told(arguments, cx.output(1)?, cx.rows)?;
+            grid = Grid {
+                blocks: [blocks_of(Some(n), 256)?, 1, 1],
+                threads: [256, 1, 1],
+                shared: 0,
+            };
+        }
+        // SAFETY: the kernel's arguments, of tensors of so many elements; what is made besides has as much memory as it says.
+        unsafe { cx.gpu.launch(self.name, grid, &arguments) }
     }
 }
 

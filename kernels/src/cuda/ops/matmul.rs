@@ -5,12 +5,14 @@ mod kernels;
 use hotcell_graph::{DType, Shape, op::Call};
 
 use self::kernels::{Kernels, Shared};
-use super::{Cx, Entry, Kernel, Made, index::index_code, int, layout::grid};
+use super::{
+    Cx, Entry, Kernel, Made, Wanted, index::index_code, int, layout::grid, wanted::Numbers,
+};
 use crate::{
     backend::DeviceError,
     cuda::{
-        buffer::ALIGNMENT,
         gpu::{Arguments, Grid},
+        join::Following,
     },
     part::overflow,
 };
@@ -70,36 +72,24 @@ impl Product {
         (k > 0).then_some(Self { kernels, n, k })
     }
 
-    /// Where the numbers of activations, what a unit of them stands for, and their sums begin in the scratch memory; and its
-    /// end.
-    fn parts(&self, rows: usize) -> Option<[usize; 4]> {
-        let mut at = [0usize; 4];
-        let Kernels::Blocks { block, .. } = self.kernels else {
-            return Some(at);
+    /// What it wants of activations, if it reads them as numbers of 8 bits.
+    fn numbers(&self, x: &Shape) -> Option<Numbers> {
+        let Kernels::Blocks { blocks, .. } = self.kernels else {
+            return None;
         };
-        let each = [self.k, self.k / block * 4, self.k / 32 * 4];
-        for (i, bytes) in each.into_iter().enumerate() {
-            let size = rows.checked_mul(bytes)?;
-            let size = size.checked_next_multiple_of(ALIGNMENT)?;
-            at[i + 1] = at[i].checked_add(size)?;
-        }
-        Some(at)
-    }
-
-    fn scratch(&self, rows: usize) -> Option<usize> {
-        self.parts(rows).map(|[.., end]| end)
+        let (x, k) = (x.clone(), self.k);
+        Some(Numbers { blocks, x, k })
     }
 
     /// Of each of so many rows the product with each of these matrices, which all are of this one's dtype and `k`.
     fn launch(
         &self,
         cx: &Cx<'_>,
-        x: u64,
+        x: Activations,
         matrices: &[Matrix],
         rows: usize,
     ) -> Result<(), DeviceError> {
         let shared = self.kernels.for_rows(rows);
-        let prepared = self.prepare(cx, x, rows)?;
         // Tiles are enough work by themselves.
         let launches = match shared.is_tile {
             true => matrices.chunks(1),
@@ -111,7 +101,7 @@ impl Product {
             };
             let blocks = matrices.iter().map(|m| m.n.div_ceil(shared.outputs)).sum();
             for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * shared.rows) {
-                let arguments = self.arguments(*matrix, x, prepared, (first, first), rows)?;
+                let arguments = self.arguments(*matrix, x, (first, first), rows)?;
                 let arguments = match shared.is_tile {
                     true => arguments,
                     false => arguments
@@ -125,8 +115,7 @@ impl Product {
                 };
                 let grid = grid_of(&shared, blocks, rows.div_ceil(shared.rows))?;
                 // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu, half_vec.cu, half_tile.cu), without ids; weights,
-                // activations and results are of these sizes, and what was made of the activations is in scratch memory as
-                // large as `scratch` says.
+                // activations, what was made of them, and results are of these sizes.
                 unsafe { cx.gpu.launch(shared.name, grid, &arguments)? };
             }
         }
@@ -137,13 +126,11 @@ impl Product {
     fn launch_chosen(
         &self,
         cx: &Cx<'_>,
-        x: u64,
+        x: Activations,
         matrix: Matrix,
-        activations: usize,
         chosen: &Chosen,
     ) -> Result<(), DeviceError> {
         let shared = self.kernels.for_chosen(chosen.order.is_some());
-        let prepared = self.prepare(cx, x, activations)?;
         // Launches: their first row of ids, their first group, and their rows or groups.
         let launches: Vec<[usize; 3]> = match chosen.order {
             Some((_, groups)) => parts_of(groups, MOST_BLOCKS_DOWN)
@@ -157,7 +144,7 @@ impl Product {
         for [first, group, down] in launches {
             let from = first / chosen.used * chosen.per_token;
             let rows = chosen.rows - first;
-            let arguments = self.arguments(matrix, x, prepared, (from, first), rows)?;
+            let arguments = self.arguments(matrix, x, (from, first), rows)?;
             let order = chosen
                 .order
                 .map(|(order, _)| order + (group * self.kernels.together() * 4) as u64);
@@ -182,22 +169,24 @@ impl Product {
     fn arguments(
         &self,
         Matrix { w, out, n }: Matrix,
-        x: u64,
-        prepared: Option<[u64; 3]>,
+        x: Activations,
         (from, to): (usize, usize),
         rows: usize,
     ) -> Result<Arguments, DeviceError> {
         let k = self.k;
-        let arguments = match (self.kernels, prepared) {
-            (Kernels::Blocks { block, .. }, Some([q, da, sums])) => Arguments::default()
-                .word(w)
-                .word(q + (from * k) as u64)
-                .word(da + (from * (k / block) * 4) as u64)
-                .word(sums + (from * (k / 32) * 4) as u64),
-            _ => {
+        let arguments = match (self.kernels, x) {
+            (Kernels::Blocks { blocks, .. }, Activations::Numbers([q, da, sums])) => {
+                Arguments::default()
+                    .word(w)
+                    .word(q + (from * k) as u64)
+                    .word(da + (from * (k / blocks.len()) * 4) as u64)
+                    .word(sums + (from * (k / 32) * 4) as u64)
+            }
+            (Kernels::Plain(_) | Kernels::Halves { .. }, Activations::Plain(x)) => {
                 let x = x + (from * k * 4) as u64;
                 Arguments::default().word(w).word(x).word(k as u64)
             }
+            _ => return Err(overflow()),
         };
         Ok(arguments
             .word(out + (to * n * 4) as u64)
@@ -206,39 +195,28 @@ impl Product {
             .int(int(k)?)
             .int(int(rows)?))
     }
+}
 
-    /// Makes 8-bit numbers of the activations, where the weights want them.
-    fn prepare(
-        &self,
+/// Addresses of activations, as they are or as numbers of 8 bits, what a unit of these stands for, and their sums.
+#[derive(Clone, Copy)]
+enum Activations {
+    Plain(u64),
+    Numbers([u64; 3]),
+}
+
+impl Activations {
+    /// Of an execution: what a kernel wanted comes after its inputs.
+    fn of(
+        numbers: Option<&Numbers>,
         cx: &Cx<'_>,
-        x: u64,
-        activations: usize,
-    ) -> Result<Option<[u64; 3]>, DeviceError> {
-        let Kernels::Blocks {
-            quantize, block, ..
-        } = self.kernels
-        else {
-            return Ok(None);
-        };
-        let parts = self.parts(activations).ok_or_else(overflow)?;
-        let [q, da, sums, _] = parts.map(|at| cx.scratch + at as u64);
-        let blocks = activations.checked_mul(self.k / block);
-        let grid = Grid {
-            blocks: [int(blocks.ok_or_else(overflow)?.div_ceil(8))?, 1, 1],
-            threads: [256, 1, 1],
-            shared: 0,
-        };
-        let arguments = Arguments::default()
-            .word(x)
-            .word(self.k as u64)
-            .word(q)
-            .word(da)
-            .word(sums)
-            .int(int(activations)?)
-            .int(int(self.k)?);
-        // SAFETY: the kernel's arguments (quantize.cu); the scratch memory is as large as `scratch` says.
-        unsafe { cx.gpu.launch(quantize, grid, &arguments)? };
-        Ok(Some([q, da, sums]))
+        [plain, wanted]: [usize; 2],
+    ) -> Result<Self, DeviceError> {
+        match numbers {
+            None => cx.input(plain).map(Self::Plain),
+            Some(numbers) => numbers
+                .addresses(cx.input(wanted)?, cx.rows)
+                .map(Self::Numbers),
+        }
     }
 }
 
@@ -273,82 +251,86 @@ fn grid_of(of: &Shared, blocks: usize, down: usize) -> Result<Grid, DeviceError>
     })
 }
 
-/// Products of the same rows with one matrix, or several of one dtype: inputs are `x` and the matrices.
+/// Products of the same rows with one matrix, or several of one dtype, of which each node has `x` and its matrix.
 struct MulMat {
     product: Product,
     x: Shape,
+    numbers: Option<Numbers>,
     /// Outputs of the matrices.
     all: Vec<usize>,
 }
 
-fn mul_mat(call: &Call<'_>) -> Option<Made> {
-    let (x, w) = (call.tensor(0).ok()?, call.tensor(1).ok()?);
-    let [n, k] = w.shape.dims() else { return None };
-    if x.dtype != DType::F32 || w.shape.is_symbolic() {
-        return None;
-    }
-    let product = Product::of(w.dtype, n.at(0), k.at(0))?;
-    let names = product.kernels.names();
-    let (all, x) = (vec![product.n], x.shape.clone());
-    Some((Box::new(MulMat { product, x, all }), names))
-}
-
-/// What makes one step of products that follow one another and have the same `x`: a launch for few rows, and the activations
-/// made ready once. `None` where they are of several dtypes.
-pub(super) fn together(calls: &[Call<'_>]) -> Option<Box<dyn Kernel>> {
-    let mut all = Vec::with_capacity(calls.len());
-    let (mut first, mut dtype) = (None, None);
-    for call in calls {
+impl MulMat {
+    fn of(call: &Call<'_>) -> Option<Self> {
         let (x, w) = (call.tensor(0).ok()?, call.tensor(1).ok()?);
         let [n, k] = w.shape.dims() else { return None };
-        if dtype
-            .replace(w.dtype)
-            .is_some_and(|before| before != w.dtype)
-        {
+        if x.dtype != DType::F32 || w.shape.is_symbolic() {
             return None;
         }
-        all.push(n.at(0));
-        let product = || Product::of(w.dtype, n.at(0), k.at(0));
-        first = match first {
-            None => Some((product()?, x.shape.clone())),
-            first => first,
-        };
+        let product = Product::of(w.dtype, n.at(0), k.at(0))?;
+        Some(Self {
+            numbers: product.numbers(&x.shape),
+            all: vec![product.n],
+            x: x.shape.clone(),
+            product,
+        })
     }
-    let (product, x) = first.filter(|_| (2..=MOST_MATRICES).contains(&calls.len()))?;
-    all.iter().try_for_each(|n| int(*n).map(|_| ())).ok()?;
-    Some(Box::new(MulMat { product, x, all }))
-}
 
-impl MulMat {
     fn rows(&self, rows: usize) -> Option<usize> {
         Some(self.x.elements(rows)? / self.product.k)
     }
 }
 
+fn mul_mat(call: &Call<'_>) -> Option<Made> {
+    let kernel = MulMat::of(call)?;
+    let names = kernel.product.kernels.names();
+    Some((Box::new(kernel), names))
+}
+
+/// What makes one step of products that have the same `x`: a launch for few rows. `None` where they are of several dtypes.
+pub(super) fn together(nodes: &Following<'_>) -> Option<Made> {
+    let dtype = |call: &Call<'_>| call.tensor(1).ok().map(|w| w.dtype);
+    let (first, rest) = nodes.calls.split_first()?;
+    let mut kernel = MulMat::of(first)?;
+    for (i, call) in rest.iter().enumerate() {
+        if dtype(call) != dtype(first) || nodes.input(i + 1, 0) != nodes.input(0, 0) {
+            return None;
+        }
+        kernel.all.push(MulMat::of(call)?.product.n);
+    }
+    if kernel.all.len() > MOST_MATRICES {
+        return None;
+    }
+    let names = kernel.product.kernels.names();
+    Some((Box::new(kernel), names))
+}
+
 impl Kernel for MulMat {
-    fn scratch(&self, rows: usize) -> Option<usize> {
-        self.product.scratch(self.rows(rows)?)
+    fn wants(&self) -> Option<(Wanted, Vec<usize>)> {
+        let numbers = self.numbers.clone()?;
+        Some((Wanted::Numbers(numbers), vec![0]))
     }
 
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
         let rows = self.rows(cx.rows).ok_or_else(overflow)?;
         let matrix = |(i, n): (usize, &usize)| {
             Ok(Matrix {
-                w: cx.input(i + 1)?,
+                w: cx.input(2 * i + 1)?,
                 out: cx.output(i)?,
                 n: *n,
             })
         };
         let matrices = self.all.iter().enumerate().map(matrix);
         let matrices = matrices.collect::<Result<Vec<_>, DeviceError>>()?;
-        self.product.launch(cx, cx.input(0)?, &matrices, rows)
+        let x = Activations::of(self.numbers.as_ref(), cx, [0, 2 * self.all.len()])?;
+        self.product.launch(cx, x, &matrices, rows)
     }
 }
 
 /// `x` times the experts that each token uses.
 struct MulMatId {
     product: Product,
-    x: Shape,
+    numbers: Option<Numbers>,
     ids: Shape,
     dtype: u32,
     experts: usize,
@@ -376,9 +358,9 @@ fn mul_mat_id(call: &Call<'_>) -> Option<Made> {
     let mut names = product.kernels.names();
     names.extend(["experts_of", "group_choices"]);
     let kernel = MulMatId {
+        numbers: product.numbers(&x.shape),
         product,
         dtype: index_code(ids.dtype)?,
-        x: x.shape.clone(),
         ids: ids.shape.clone(),
         experts: experts.at(0),
         used,
@@ -388,20 +370,17 @@ fn mul_mat_id(call: &Call<'_>) -> Option<Made> {
     Some((Box::new(kernel), names))
 }
 
-/// Of an execution: rows of `x`, choices, groups of these, and where the numbers of experts and the groups begin in the scratch
-/// memory, and its end.
+/// Of an execution: choices, groups of these, and where the groups begin in the scratch memory, after the numbers of experts, and its
+/// end.
 struct Sizes {
-    activations: usize,
     choices: usize,
     groups: usize,
-    ids: usize,
     order: usize,
     end: usize,
 }
 
 impl MulMatId {
     fn sizes(&self, rows: usize) -> Option<Sizes> {
-        let activations = self.x.elements(rows)? / self.product.k;
         let (choices, together) = (self.ids.elements(rows)?, self.product.kernels.together());
         // Few choices have an expert each, and as many readings of weights as there are.
         let groups = match choices > self.experts && self.experts <= MOST_EXPERTS {
@@ -409,13 +388,10 @@ impl MulMatId {
             true => choices.checked_add((together - 1) * (self.experts + 1))? / together,
             false => 0,
         };
-        let ids = self.product.scratch(activations)?;
-        let order = ids.checked_add(choices.checked_mul(4)?)?;
+        let order = choices.checked_mul(4)?;
         Some(Sizes {
-            activations,
             choices,
             groups,
-            ids,
             order,
             end: order.checked_add(groups.checked_mul(together)?.checked_mul(4)?)?,
         })
@@ -423,6 +399,11 @@ impl MulMatId {
 }
 
 impl Kernel for MulMatId {
+    fn wants(&self) -> Option<(Wanted, Vec<usize>)> {
+        let numbers = self.numbers.clone()?;
+        Some((Wanted::Numbers(numbers), vec![1]))
+    }
+
     fn reads_indices(&self) -> bool {
         true
     }
@@ -433,7 +414,7 @@ impl Kernel for MulMatId {
 
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
         let sizes = self.sizes(cx.rows).ok_or_else(overflow)?;
-        let [ids, order] = [sizes.ids, sizes.order].map(|at| cx.scratch + at as u64);
+        let (ids, order) = (cx.scratch, cx.scratch + sizes.order as u64);
         let chosen = Chosen {
             ids,
             rows: sizes.choices,
@@ -475,8 +456,7 @@ impl Kernel for MulMatId {
             out: cx.output(0)?,
             n: self.product.n,
         };
-        let x = cx.input(1)?;
-        self.product
-            .launch_chosen(cx, x, matrix, sizes.activations, &chosen)
+        let x = Activations::of(self.numbers.as_ref(), cx, [1, 3])?;
+        self.product.launch_chosen(cx, x, matrix, &chosen)
     }
 }

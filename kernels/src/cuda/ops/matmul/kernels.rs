@@ -2,6 +2,8 @@
 
 use hotcell_graph::DType;
 
+use super::super::wanted::Blocks;
+
 /// Rows that share a reading of the weights: of block types, of either in tiles, and of plain ones.
 const TOGETHER: usize = 4;
 const TILE: usize = 64;
@@ -22,14 +24,13 @@ pub(super) enum Kernels {
         eights: [&'static str; 3],
         tile: &'static str,
     },
-    /// As 8-bit numbers in blocks of `block`, which `quantize` makes.
+    /// As numbers of 8 bits.
     Blocks {
-        quantize: &'static str,
+        blocks: Blocks,
         one: &'static str,
         four: &'static str,
         /// Not of all types.
         tile: Option<&'static str>,
-        block: usize,
     },
 }
 
@@ -106,17 +107,16 @@ impl Kernels {
             DType::Q6K => block_kernels!("q6_k"),
             _ => return None,
         };
-        let (block, quantize) = match dtype.block_len() {
-            32 | 64 => (32, "quantize_q8"),
-            256 => (256, "quantize_q8k"),
+        let blocks = match dtype.block_len() {
+            32 | 64 => Blocks::Of32,
+            256 => Blocks::Of256,
             _ => return None,
         };
         Some(Self::Blocks {
-            quantize,
+            blocks,
             one,
             four,
             tile,
-            block,
         })
     }
 
@@ -125,12 +125,11 @@ impl Kernels {
             Self::Plain(name) => vec![name],
             Self::Halves { eights, tile } => eights.into_iter().chain([tile]).collect(),
             Self::Blocks {
-                quantize,
+                blocks,
                 one,
                 four,
                 tile,
-                ..
-            } => [quantize, one, four].into_iter().chain(tile).collect(),
+            } => [blocks.name(), one, four].into_iter().chain(tile).collect(),
         }
     }
 
