@@ -208,11 +208,12 @@ fn with_numbers(
         sums: vec![7; rows * n / 32],
     };
     let mut all = args(&mut out);
-    all.extend([
+    let parts: [Arg; 3] = [
         (&mut found.q).into(),
         (&mut found.da).into(),
         (&mut found.sums).into(),
-    ]);
+    ];
+    all.extend(parts);
     shim.launch(kernel, [blocks, 1, 1], 256, &all).unwrap();
     let expected = Prepared::of(&out, n, rows, n, len).unwrap();
     assert_eq!(found.q, expected.q, "{kernel} {n}");
