@@ -13,7 +13,7 @@ use super::ops::{self, Kernel};
 use crate::{backend::DeviceError, part::Numbers};
 
 /// Nodes of a step at most.
-const MOST: usize = 3;
+const MOST: usize = 8;
 
 /// Nodes that follow one another, all of the device.
 pub(super) struct Following<'a> {
@@ -35,20 +35,12 @@ impl Following<'_> {
         result.is_ok_and(|result| self.input(node, input) == Some(result))
     }
 
-    /// Whether nobody reads the first result of a node but one other node, once.
-    pub fn is_between(&self, of: usize) -> bool {
+    /// Whether nobody reads the first result of a node but the first `count` of these.
+    pub fn is_within(&self, of: usize, count: usize) -> bool {
         let readers = self.readers.get(self.first + of).and_then(|r| r.first());
-        readers == Some(&1)
-    }
-
-    /// The first ones.
-    fn some(&self, count: usize) -> Option<Following<'_>> {
-        Some(Following {
-            calls: self.calls.get(..count)?.to_vec(),
-            first: self.first,
-            nodes: self.nodes.get(..count)?,
-            readers: self.readers,
-        })
+        let nodes = self.nodes.iter().take(count).enumerate();
+        let read = nodes.flat_map(|(n, node)| (0..node.inputs.len()).map(move |i| (n, i)));
+        readers == Some(&read.filter(|(n, i)| self.is_result(*n, *i, of)).count())
     }
 }
 
@@ -110,14 +102,10 @@ pub(super) fn steps(
                 nodes: of,
                 readers: &readers,
             };
-            let joined = (2..=of.len()).rev().find_map(|count| {
-                let (kernel, names) = ops::joined(&following.some(count)?)?;
-                names
-                    .iter()
-                    .all(|name| has(name))
-                    .then_some((count, kernel))
-            });
-            if let (Some((all, kernel)), Some(first)) = (joined, kernels.get_mut(n)) {
+            if let Some((all, (kernel, names))) = ops::joined(&following)
+                && names.iter().all(|name| has(name))
+                && let Some(first) = kernels.get_mut(n)
+            {
                 (count, *first) = (all, Some(kernel));
             }
         }

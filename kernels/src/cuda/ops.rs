@@ -6,6 +6,7 @@ mod create;
 mod elementwise;
 mod gather;
 mod gemm;
+mod group;
 mod index;
 mod layout;
 mod matmul;
@@ -159,15 +160,15 @@ pub(super) fn kernel(call: &Call<'_>, on: &Side, together: bool) -> Option<Box<d
     has(&names).then_some(kernel)
 }
 
-/// One kernel for nodes that follow one another, where there is one for all of them. Its inputs and results are theirs, one after the
-/// other.
-pub(super) fn joined(nodes: &Following<'_>) -> Option<Made> {
+/// One kernel for as many of the nodes that follow one another as there is one for, and for how many; at least two. Its inputs and results
+/// are theirs, one after the other.
+pub(super) fn joined(nodes: &Following<'_>) -> Option<(usize, Made)> {
     let names: Vec<&str> = nodes.calls.iter().map(|call| call.op.name).collect();
     match names[..] {
         ["mul_mat", "mul_mat", ..] => matmul::together(nodes),
-        ["add", "rms_norm"] => norm::added(nodes),
-        ["rope", "rope", "cache_write"] => attention::turned(nodes),
-        _ => None,
+        ["rope", "rope", "cache_write", ..] => Some((3, attention::turned(nodes)?)),
+        ["add", "rms_norm", ..] => norm::added(nodes).map(|made| (2, made)),
+        _ => group::group(nodes),
     }
 }
 

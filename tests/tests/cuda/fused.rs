@@ -206,3 +206,153 @@ fn a_layer_has_few_steps() {
         assert_eq!(found, steps, "{dtypes:?}");
     }
 }
+
+/// Elementwise ops of all kinds, with operands that are repeated, and results that are read elsewhere.
+fn chain(dtype: DType) -> Graph {
+    let mut g = GraphBuilder::new(9);
+    let mut tensor = |name: &str, shape: Shape| {
+        let spec = TensorSpec::new(dtype, shape).unwrap();
+        g.tensor(name, spec).unwrap()
+    };
+    let a = tensor("a", rows(&[6, 5]));
+    let b = tensor("b", Shape::fixed(&[5]).unwrap());
+    let c = tensor("c", Shape::fixed(&[6, 1]).unwrap());
+    let d = tensor("d", rows(&[6, 5]));
+    let e = tensor("e", rows(&[1, 5]));
+    let x = g.add(a, b).unwrap();
+    let y = g.mul(x, c).unwrap();
+    let z = g.tanh(y).unwrap();
+    let y = g.div(z, x).unwrap();
+    let y = g.maximum(y, d).unwrap();
+    let y = g.neg(y).unwrap();
+    let y = g.sub(y, y).unwrap();
+    let u = g.add(y, z).unwrap();
+    // The ninth, with a fifth operand from outside.
+    let u = g.mul(u, e).unwrap();
+    let v = g.exp(u).unwrap();
+    // Of another shape.
+    let w = g.reduce_sum(v, &[1], true).unwrap();
+    let w = g.sqrt(w).unwrap();
+    let w = g.add(w, e).unwrap();
+    let v = g.mul(v, w).unwrap();
+    g.finish(&[z, v]).unwrap()
+}
+
+#[test]
+fn elementwise_ops_are_one_step_and_give_what_each_gives() {
+    if !enter() {
+        return;
+    }
+    let (mut together, mut apart) = (local(), local());
+    apart.set_fused(false);
+    let mut chance = Chance::new(0xe1);
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let graph = chain(dtype);
+        let steps = [true, false].map(|fuse| {
+            let hints = PlanHints {
+                fuse,
+                ..PlanHints::default()
+            };
+            open().plan(&graph, &hints).unwrap().memory().steps
+        });
+        // Eight ops, two, the sum, two, and one of another shape.
+        assert_eq!(steps, [5, 14], "{dtype}");
+        for rows in [1, 4, 9] {
+            let mut numbers = |n: usize| -> Vec<u8> {
+                let one = |_| {
+                    let v = match chance.below(40) {
+                        0 => f32::NAN,
+                        1 => f32::INFINITY,
+                        2 => -0.0,
+                        3 => 0.0,
+                        _ => chance.below(2001) as f32 / 250.0 - 4.0,
+                    };
+                    match dtype {
+                        DType::F16 => half::f16::from_f32(v).to_le_bytes().to_vec(),
+                        DType::BF16 => half::bf16::from_f32(v).to_le_bytes().to_vec(),
+                        _ => v.to_le_bytes().to_vec(),
+                    }
+                };
+                (0..n).flat_map(one).collect()
+            };
+            let inputs = [rows * 30, 5, 6, rows * 30, rows * 5].map(&mut numbers);
+            let inputs = inputs.each_ref().map(Vec::as_slice);
+            let ours = together.run(&graph, rows, &inputs).unwrap();
+            let theirs = apart.run(&graph, rows, &inputs).unwrap();
+            for (i, (ours, theirs)) in ours.outputs.iter().zip(&theirs.outputs).enumerate() {
+                difference(dtype, Check::Exact, 0.0, ours, theirs)
+                    .unwrap_or_else(|wrong| panic!("{dtype}, {rows} rows, {i}: {wrong}"));
+            }
+        }
+    }
+}
+
+/// What looks like one step, but that one node reads what another one makes.
+#[test]
+fn nodes_that_read_each_others_results_are_steps_of_their_own() {
+    if !enter() {
+        return;
+    }
+    let (mut together, mut apart) = (local(), local());
+    apart.set_fused(false);
+    let mut bytes = Bytes(Chance::new(0xab));
+    let mut compare = |what: &str, graph: &Graph, rows: usize, inputs: &[Vec<u8>]| {
+        let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+        let ours = together.run(graph, rows, &inputs).unwrap();
+        let theirs = apart.run(graph, rows, &inputs).unwrap();
+        assert!(ours.outputs == theirs.outputs, "{what}");
+        assert!(ours.caches == theirs.caches, "{what}");
+    };
+    // A product that is the next one's matrix.
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", fixed(DType::F32, &[8, 8])).unwrap();
+    let w = g.tensor("w", fixed(DType::F32, &[8, 8])).unwrap();
+    let y = g.mul_mat(x, w).unwrap();
+    let z = g.mul_mat(x, y).unwrap();
+    let graph = g.finish(&[z]).unwrap();
+    let inputs = [64, 64].map(|n| bytes.weights(DType::F32, n));
+    compare("products", &graph, 0, &inputs);
+    // A norm's weight that is the sum; a sum that is read twice.
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", fixed(DType::F32, &[300])).unwrap();
+    let y = g.add(x, x).unwrap();
+    let z = g.rms_norm(y, Some(y), 1e-5).unwrap();
+    let graph = g.finish(&[z]).unwrap();
+    compare("norm", &graph, 0, &[bytes.weights(DType::F32, 300)]);
+    // Keys that are the values as well, queries that are, and keys that are the turned queries.
+    for case in 0..3 {
+        let mut g = GraphBuilder::new(4);
+        let heads = TensorSpec::new(DType::F32, rows(&[KV_HEADS, D])).unwrap();
+        let numbers = TensorSpec::new(DType::I32, rows(&[])).unwrap();
+        let x = g.tensor("x", heads.clone()).unwrap();
+        let y = g.tensor("y", heads).unwrap();
+        let positions = g.tensor("positions", numbers.clone()).unwrap();
+        let slots = g.tensor("slots", numbers).unwrap();
+        let spec = fixed(DType::F32, &[D / 2]);
+        let frequencies = g.tensor("frequencies", spec).unwrap();
+        let spec = CacheSpec {
+            dtype: DType::F32,
+            blocks: 1,
+            block_len: BLOCK_LEN,
+            kv_heads: KV_HEADS,
+            head_dim: D,
+        };
+        let cache = g.cache("cache", spec).unwrap();
+        let q = g.rope(x, positions, frequencies, false).unwrap();
+        let k = if case == 2 { q } else { y };
+        let k = g.rope(k, positions, frequencies, false).unwrap();
+        let v = [k, q, y][case];
+        g.cache_write(cache, k, v, slots).unwrap();
+        let graph = g.finish(&[q]).unwrap();
+        let ints = |n: [i32; 3]| n.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>();
+        let inputs = [
+            bytes.weights(DType::F32, 3 * KV_HEADS * D),
+            bytes.weights(DType::F32, 3 * KV_HEADS * D),
+            ints([5, 9, 2]),
+            ints([3, 0, 7]),
+            bytes.weights(DType::F32, D / 2),
+            vec![0; spec.bytes().unwrap()],
+        ];
+        compare(&format!("cache {case}"), &graph, 3, &inputs);
+    }
+}

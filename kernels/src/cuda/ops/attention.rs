@@ -231,18 +231,22 @@ struct Turned {
 
 /// What turns the one of both ropes and writes the other's result, which nobody else reads.
 pub(super) fn turned(nodes: &Following<'_>) -> Option<Made> {
-    let [of_queries, of_keys, written] = &nodes.calls[..] else {
+    let [of_queries, of_keys, written, ..] = &nodes.calls[..] else {
         return None;
     };
     let (queries, keys) = (Rope::of(of_queries)?, Rope::of(of_keys)?);
     let write = CacheWrite::of(written)?;
     let same = |i| nodes.input(0, i) == nodes.input(1, i);
+    // What one of them makes must not be what another one reads, but for the keys that are written.
+    let is_read_too =
+        nodes.is_result(1, 0, 0) || nodes.is_result(2, 2, 0) || nodes.is_result(2, 2, 1);
     let is_one = same(1)
         && same(2)
         && queries.table == keys.table
         && queries.interleaved == keys.interleaved
         && nodes.is_result(2, 1, 1)
-        && nodes.is_between(1);
+        && nodes.is_within(1, 3)
+        && !is_read_too;
     let names = vec![Table::NAME, write.turning];
     is_one.then(|| -> Made { (Box::new(Turned { queries, write }), names) })
 }

@@ -13,7 +13,7 @@ use crate::{
     part::overflow,
 };
 
-/// The ops in the order of `Op` in `generic_elementwise.cu`.
+/// The ops in the order of `Op` in `operations.cuh`.
 const OPS: &[&str] = &[
     "neg",
     "abs",
@@ -57,7 +57,7 @@ const OPS: &[&str] = &[
     "logical_xor",
 ];
 
-/// The elementary functions in the order of `Op` in `generic_functions.cu`.
+/// The elementary functions in the order of `Function` in `functions.cuh`.
 const FUNCTIONS: &[&str] = &[
     "exp",
     "expm1",
@@ -190,6 +190,22 @@ fn has(op: &str, dtype: DType) -> bool {
     }
 }
 
+/// How a group of ops names one whose operands and result are floats of 16 or 32 bits; functions come after the other ops.
+pub(super) fn number_in_group(call: &Call<'_>) -> Option<u64> {
+    const FUNCTIONS_FROM: u64 = 64;
+    let dtype = call.tensor(0).ok()?.dtype;
+    let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let results = (call.op.infer)(call).ok()?;
+    let same = results.first()?.dtype == dtype;
+    // Which says that it can be done, too.
+    let kernel = elementwise_of(call).filter(|_| is_float && same)?;
+    let from = match FUNCTIONS.contains(&call.op.name) {
+        false => 0,
+        true => FUNCTIONS_FROM,
+    };
+    Some(from + u64::from(kernel.code))
+}
+
 struct Elementwise {
     name: &'static str,
     code: u32,
@@ -197,7 +213,7 @@ struct Elementwise {
     result: Shape,
 }
 
-fn elementwise(call: &Call<'_>) -> Option<Made> {
+fn elementwise_of(call: &Call<'_>) -> Option<Elementwise> {
     let first = call.tensor(0).ok()?;
     let mut inputs = Vec::new();
     for i in 0..call.inputs.len() {
@@ -219,13 +235,18 @@ fn elementwise(call: &Call<'_>) -> Option<Made> {
     if !same || !has(call.op.name, first.dtype) {
         return None;
     }
-    let kernel = Elementwise {
+    Some(Elementwise {
         name,
         code: u32::try_from(place).ok()?,
         inputs,
         result: result.shape.clone(),
-    };
-    Some((Box::new(kernel), vec![name]))
+    })
+}
+
+fn elementwise(call: &Call<'_>) -> Option<Made> {
+    let kernel = elementwise_of(call)?;
+    let names = vec![kernel.name];
+    Some((Box::new(kernel), names))
 }
 
 impl Kernel for Elementwise {
@@ -435,8 +456,8 @@ mod tests {
     use super::*;
 
     /// The list of ops in a source.
-    fn listed(source: &str) -> Vec<String> {
-        let (_, list) = source.split_once("enum Op : unsigned {").unwrap();
+    fn listed(source: &str, list: &str) -> Vec<String> {
+        let (_, list) = source.split_once(list).unwrap();
         let (list, _) = list.split_once('}').unwrap();
         let names = list.lines().filter(|line| !line.trim().starts_with("//"));
         let names = names.flat_map(|line| line.split(','));
@@ -446,8 +467,10 @@ mod tests {
 
     #[test]
     fn the_kernels_know_the_ops_by_the_same_numbers() {
-        assert_eq!(listed(include_str!("../generic_elementwise.cu")), OPS);
-        assert_eq!(listed(include_str!("../generic_functions.cu")), FUNCTIONS);
+        let ops = include_str!("../operations.cuh");
+        assert_eq!(listed(ops, "enum Op : unsigned {"), OPS);
+        let functions = include_str!("../functions.cuh");
+        assert_eq!(listed(functions, "enum Function : unsigned {"), FUNCTIONS);
         let rows = |entries: &[Entry]| entries.iter().map(|e| e.op).collect::<Vec<_>>();
         assert_eq!(rows(&ENTRIES), OPS);
         assert_eq!(rows(&FUNCTION_ENTRIES), FUNCTIONS);

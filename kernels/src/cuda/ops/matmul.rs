@@ -287,22 +287,24 @@ fn mul_mat(call: &Call<'_>) -> Option<Made> {
     Some((Box::new(kernel), names))
 }
 
-/// What makes one step of products that have the same `x`: a launch for few rows. `None` where they are of several dtypes.
-pub(super) fn together(nodes: &Following<'_>) -> Option<Made> {
+/// What makes one step of products that have the same `x` and weights of one dtype, and of how many: a launch for few rows.
+pub(super) fn together(nodes: &Following<'_>) -> Option<(usize, Made)> {
     let dtype = |call: &Call<'_>| call.tensor(1).ok().map(|w| w.dtype);
     let (first, rest) = nodes.calls.split_first()?;
     let mut kernel = MulMat::of(first)?;
-    for (i, call) in rest.iter().enumerate() {
-        if dtype(call) != dtype(first) || nodes.input(i + 1, 0) != nodes.input(0, 0) {
-            return None;
-        }
-        kernel.all.push(MulMat::of(call)?.product.n);
+    for (i, call) in rest.iter().enumerate().take(MOST_MATRICES - 1) {
+        let same = call.op.name == first.op.name
+            && dtype(call) == dtype(first)
+            && nodes.input(i + 1, 0) == nodes.input(0, 0)
+            // None of them is another one's matrix.
+            && (0..=i).all(|of| !nodes.is_result(i + 1, 1, of));
+        let Some(next) = MulMat::of(call).filter(|_| same) else {
+            break;
+        };
+        kernel.all.push(next.product.n);
     }
-    if kernel.all.len() > MOST_MATRICES {
-        return None;
-    }
-    let names = kernel.product.kernels.names();
-    Some((Box::new(kernel), names))
+    let (count, names) = (kernel.all.len(), kernel.product.kernels.names());
+    (count > 1).then(|| -> (usize, Made) { (count, (Box::new(kernel), names)) })
 }
 
 impl Kernel for MulMat {

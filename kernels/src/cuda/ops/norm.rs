@@ -153,7 +153,7 @@ struct OfSum(Norm);
 
 /// What adds two tensors of one shape and norms the sum.
 pub(super) fn added(nodes: &Following<'_>) -> Option<Made> {
-    let [add, norm] = &nodes.calls[..] else {
+    let [add, norm, ..] = &nodes.calls[..] else {
         return None;
     };
     let (a, b) = (add.tensor(0).ok()?, add.tensor(1).ok()?);
