@@ -19,7 +19,8 @@ pub struct PlanHints {
     pub empty_kernels: bool,
     /// Refuse, before anything is allocated, a plan that would allocate more bytes.
     pub max_bytes: Option<usize>,
-    /// Make one kernel of elementwise ops that can be. The results have the same bits either way.
+    /// Make one kernel of nodes that can be: elementwise ops, and on CUDA others that follow one another. The results have the same bits
+    /// either way.
     pub fuse: bool,
     /// Compute threads that executions use at most (one at least), where the device has several; `None`: all of them.
     /// The results have the same bits either way.

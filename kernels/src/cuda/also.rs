@@ -45,7 +45,7 @@ impl<'a> Also<'a> {
         lives: &mut Vec<Option<Lifetime>>,
     ) -> Result<usize, DeviceError> {
         let value = lives.len();
-        let made = (self.made.iter()).find(|made| made.wanted == wanted && made.of == of);
+        let made = (self.made.iter()).find(|made| made.of == of && made.wanted == wanted);
         let made = made.map(|made| made.value);
         let own = step(Work::Device(DeviceNode {
             kernel: wanted.kernel(),

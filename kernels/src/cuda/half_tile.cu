@@ -2,8 +2,8 @@
 //
 // Order of summation: halves.cuh.
 //
-// half_tile_TYPE(w, x, x_stride, out, out_stride, n, k, rows): as mul_mat_f32 in plain_mat.cu, without experts.
-// A block of 128 threads has 64 outputs of 64 rows. gridDim.x = ⌈n / 64⌉, gridDim.y = ⌈rows / 64⌉.
+// half_tile_TYPE(w, x, x_stride, out, out_stride, n, k, rows, further): as mul_mat_f32 in plain_mat.cu, without experts.
+// A block of 128 threads has 64 outputs of 64 rows. gridDim.x = ⌈n / 64⌉ of all matrices, gridDim.y = ⌈rows / 64⌉.
 #include "halves.cuh"
 
 constexpr int OUTPUTS = 64, ROWS = 64, THREADS = 128;
@@ -55,10 +55,10 @@ template <class W> DEVICE void put(Tile<W>& tile, const Brought& brought) {
 }
 
 template <class W, bool WIDE>
-DEVICE void product(Tile<W>& tile, const uint16_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows) {
+DEVICE void product(Tile<W>& tile, int first, const uint16_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows) {
   // A warp has 32 outputs of 32 rows: two times sixteen of four eights.
   int tid = threadIdx.x, g = tid % 32 / 4, t = tid % 4, of_w = tid / 32 % 2 * 32, of_x = tid / 64 * 32;
-  int first = blockIdx.x * OUTPUTS, first_row = blockIdx.y * ROWS, chunks = (k + CHUNK - 1) / CHUNK, each = chunks_of_range(k);
+  int first_row = blockIdx.y * ROWS, chunks = (k + CHUNK - 1) / CHUNK, each = chunks_of_range(k);
   float sums[2][4][4] = {}, all[2][4][4] = {};
   Brought brought;
   bring<WIDE>(brought, w, x, x_stride, n, k, rows, first, first_row, 0);
@@ -105,11 +105,13 @@ DEVICE void product(Tile<W>& tile, const uint16_t* w, const float* x, long long 
       }
 }
 
-#define KERNEL_OF(name, type, blocks)                                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(128, blocks) name(const uint16_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows) { \
+#define KERNEL_OF(name, type, blocks)                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(128, blocks) name(const uint16_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, \
+                                                                 int k, int rows, Further further) {                                                   \
     __shared__ Tile<type> tile;                                                                                                                        \
-    if (is_wide(w, x, x_stride, k)) product<type, true>(tile, w, x, x_stride, out, out_stride, n, k, rows);                                             \
-    else product<type, false>(tile, w, x, x_stride, out, out_stride, n, k, rows);                                                                       \
+    int first = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS;                                                                           \
+    if (is_wide(w, x, x_stride, k)) product<type, true>(tile, first, w, x, x_stride, out, out_stride, n, k, rows);                                      \
+    else product<type, false>(tile, first, w, x, x_stride, out, out_stride, n, k, rows);                                                                \
   }
 KERNEL_OF(half_tile_f16, OfF16, 2)
 KERNEL_OF(half_tile_bf16, OfBF16, 3)

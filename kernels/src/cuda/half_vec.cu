@@ -14,6 +14,8 @@ template <class W, int EIGHTS, bool WIDE>
 DEVICE void range(const uint16_t* w, const float* x, long long x_stride, int n, int k, int first, const int* from, float (&sums)[EIGHTS][4]) {
   // Chunks of weights that a lane asks for before it uses the first of them.
   constexpr int AHEAD = !WIDE ? 1 : EIGHTS < 4 ? 4 : 2;
+  // Numbers of a single eight with them; of more there are not so many registers.
+  constexpr bool EARLY = EIGHTS == 1;
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, each = chunks_of_range(k), begin = int(threadIdx.x) / 32 * each;
   int end = min(begin + each, (k + CHUNK - 1) / CHUNK);
   // Outputs that are none read the last one's.
@@ -25,10 +27,12 @@ DEVICE void range(const uint16_t* w, const float* x, long long x_stride, int n, 
 #pragma unroll 1
   for (int chunk = begin; chunk < end; chunk += AHEAD) {
     uint4 words[AHEAD][2];
+    float early[EARLY ? AHEAD : 1][8];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       int at = (chunk + i) * CHUNK + 8 * t, until = chunk + i < end ? k : 0;
       words[i][0] = eight_weights<WIDE>(low, at, until), words[i][1] = eight_weights<WIDE>(high, at, until);
+      if constexpr (EARLY) eight_numbers<WIDE>(rows[0], at, until, early[i]);
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
@@ -37,10 +41,14 @@ DEVICE void range(const uint16_t* w, const float* x, long long x_stride, int n, 
       W::cut(words[i][0], of_low), W::cut(words[i][1], of_high);
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++) {
-        float numbers[8];
         uint32_t parts[PARTS_OF_X][4];
-        eight_numbers<WIDE>(rows[e], (chunk + i) * CHUNK + 8 * t, k, numbers);
-        cut(numbers, parts);
+        if constexpr (EARLY) {
+          cut(early[i], parts);
+        } else {
+          float numbers[8];
+          eight_numbers<WIDE>(rows[e], (chunk + i) * CHUNK + 8 * t, k, numbers);
+          cut(numbers, parts);
+        }
         multiply<W>(sums[e], of_low, of_high, parts);
       }
     }
@@ -51,7 +59,8 @@ template <class W, int EIGHTS>
 DEVICE void product(const uint16_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows, const Further& further, const int* ids,
                     const int* order, int experts, int used, int per_token, word64* bad) {
   constexpr int ROWS = 8 * EIGHTS;
-  __shared__ float all[RANGES][ROWS][OUTPUTS];
+  // Some places more in a row, so that the lanes of a warp store into different banks.
+  __shared__ float all[RANGES][ROWS][OUTPUTS + 4];
   // What each row reads and makes; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
   int tid = threadIdx.x, first = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS;

@@ -1,7 +1,7 @@
 // Weights of 16 bits and the numbers they are multiplied with, as tensor cores want them.
 //
-// Tensor cores multiply numbers of bf16. An activation is three of these, whose sum it is: its upper half, the upper half of the rest, and what is left. A weight of
-// bf16 is one, and one of f16 two. So no product loses anything.
+// Tensor cores multiply numbers of bf16. An activation is three of these, whose sum it is, if it is no smaller than 2^-110: its upper half, the upper half of the rest, and
+// what is left. A weight of bf16 is one, and one of f16 two. So products are exact; sums are rounded as the device does it (towards zero, as others have measured).
 //
 // Order of summation, which is this backend's own: `k` goes in chunks of 32, the last one filled with zeros, and these in eight ranges of ⌈chunks / 8⌉. A range is one
 // chain of matrix instructions from +0.0: of each chunk two steps, of each step the weight's parts, with each of them the activation's parts. The output
@@ -9,8 +9,8 @@
 // The sixteen `k` of an instruction are those of step `s` of a chunk: in the places 2t, 2t + 1, 2t + 8 and 2t + 9 are 8t + 4s and the three after it, which are
 // half of what a lane loads at once.
 //
-// Where an activation is infinite, its other parts are zero, so that weights of bf16 make an infinity of it. Those of f16, whose second part may be zero, make a NaN, as any
-// infinite weight does.
+// Where an activation is infinite, its other parts are zero, so that weights of bf16 make an infinity of it. Those of f16, whose second part may be zero, may make a NaN, and
+// so may an infinite weight.
 #pragma once
 #include "ptx.cuh"
 
@@ -20,7 +20,7 @@ constexpr int CHUNK = 32, RANGES = 8, PARTS_OF_X = 3;
 DEVICE int chunks_of_range(int k) { return ((k + CHUNK - 1) / CHUNK + RANGES - 1) / RANGES; }
 
 /// Two numbers to a word, of which the upper halves are taken.
-DEVICE uint32_t upper_halves(float low, float high) { return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u); }
+DEVICE uint32_t upper_halves(float low, float high) { return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632); }
 DEVICE float upper_part(float v) { return __uint_as_float(__float_as_uint(v) & 0xffff0000u); }
 
 /// Eight activations, cut into three.

@@ -18,19 +18,36 @@ struct Of256 : Numbers {
   __device__ void put(float v, size_t at) const { put_256(*this, v, at / 256, room); }
 };
 
+/// Elements of a thread that are asked for before any of them is used: stores to what may be the same memory are between those of one and the next.
+constexpr int AHEAD = 4;
+
+/// Calls `use` with each of a thread's elements, in ascending order, and what `load` gives of it.
+template <class Load, class Use> DEVICE void each(int n, const Load& load, const Use& use) {
+  for (int base = threadIdx.x; base < n; base += AHEAD * THREADS) {
+    float2 loaded[AHEAD];
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++)
+      if (base + j * THREADS < n) loaded[j] = load(base + j * THREADS);
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++)
+      if (base + j * THREADS < n) use(base + j * THREADS, loaded[j]);
+  }
+}
+
 template <class To> DEVICE void rms_norm(const float* x, const float* weight, float* out, int n, float eps, const To& to) {
   __shared__ float room[THREADS / 32];
   size_t row = size_t(blockIdx.x) * n;
   x += row;
   float sum = 0.0f;
-  for (int i = threadIdx.x; i < n; i += THREADS) sum = fmaf(x[i], x[i], sum);
+  each(n, [&](int i) { return float2{x[i], 0.0f}; }, [&](int, float2 v) { sum = fmaf(v.x, v.x, sum); });
   float scale = 1.0f / sqrtf(block_sum<THREADS>(sum, room) / float(n) + eps);
-  for (int i = threadIdx.x; i < n; i += THREADS) {
-    float y = x[i] * scale;
-    if (weight) y *= weight[i];
-    out[row + i] = y;
-    to.put(y, row + i);
-  }
+  each(n, [&](int i) { return float2{x[i], weight ? weight[i] : 0.0f}; },
+       [&](int i, float2 v) {
+         float y = v.x * scale;
+         if (weight) y *= v.y;
+         out[row + i] = y;
+         to.put(y, row + i);
+       });
 }
 
 template <class To> DEVICE void add_rms_norm(const float* x, const float* y, const float* weight, float* sum, float* out, int n, float eps, const To& to) {
@@ -38,18 +55,20 @@ template <class To> DEVICE void add_rms_norm(const float* x, const float* y, con
   size_t row = size_t(blockIdx.x) * n;
   x += row, y += row, sum += row;
   float squares = 0.0f;
-  for (int i = threadIdx.x; i < n; i += THREADS) {
-    float v = x[i] + y[i];
-    sum[i] = v;
-    squares = fmaf(v, v, squares);
-  }
+  each(n, [&](int i) { return float2{x[i], y[i]}; },
+       [&](int i, float2 v) {
+         float both = v.x + v.y;
+         sum[i] = both;
+         squares = fmaf(both, both, squares);
+       });
   float scale = 1.0f / sqrtf(block_sum<THREADS>(squares, room) / float(n) + eps);
   // Each thread reads again what it wrote itself.
-  for (int i = threadIdx.x; i < n; i += THREADS) {
-    float v = sum[i] * scale * weight[i];
-    out[row + i] = v;
-    to.put(v, row + i);
-  }
+  each(n, [&](int i) { return float2{sum[i], weight[i]}; },
+       [&](int i, float2 v) {
+         float both = v.x * scale * v.y;
+         out[row + i] = both;
+         to.put(both, row + i);
+       });
 }
 
 /// out[r, i] = x[r, i] / √(mean(x[r]²) + eps) · weight[i]; without a weight (null) the last product is left out. Rows of `n` f32, close together.

@@ -1,7 +1,7 @@
-// Products with weights of f32: mul_mat and mul_mat_id. Those of f16 and bf16 are in half_vec.cu.
+// Products with weights of f32: mul_mat and mul_mat_id. Those of f16 and bf16 are in half_vec.cu and half_tile.cu.
 //
 // Order of summation: that of kernels/src/cpu/matmul.rs, with the same bits. Each output is one chain acc = fmaf(w_k, x_k, acc) over k in ascending
-// order from +0.0, the weight converted exactly; one thread has it, whatever the number of rows. No tensor cores: they round as they like.
+// order from +0.0; one thread has it, whatever the number of rows. No tensor cores: they round as they like.
 //
 // mul_mat_f32(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad):
 //   w     weights [n, k], at a multiple of their size; of `experts` such matrices, close together, where `ids` is given

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(128) rope_f32(const float* x, const
 
 // cache_write_TYPE(keys, values, table, cache, slots, rows, kv_heads, d, blocks, block_len, interleaved, bad): keys and values f32 [rows, kv_heads, d] rounded to
 // the cache, at `slots` i32 [rows]; −1 writes nothing, one out of range is reported and writes nothing. The cache is [2, blocks, kv_heads, block_len, d].
-// Where `table` is not null, keys are turned by it first, as rope_f32 does. Where two rows name one slot, the last of them wins: each row looks whether a later one does.
+// Where `table` is not null, keys are turned by it first, as rope_f32 does; the op cache_write by itself has none. Where two rows name one slot, the last of them wins: each row looks whether a later one does.
 // A warp makes 32 numbers. Blocks of 128 threads, gridDim.x = ⌈rows · kv_heads · ⌈d / 32⌉ · 2 / 4⌉.
 // rope_write_TYPE(queries, turned, heads, first, …): rope_f32 of queries by the first blocks, and what cache_write_TYPE does with the rest, which is told behind it, by those
 // from block `first` on.

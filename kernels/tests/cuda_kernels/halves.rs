@@ -56,6 +56,7 @@ fn many(
         int(n),
         int(k),
         int(rows),
+        NO_FURTHER,
     ];
     let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
     shim.launch(&format!("half_tile_{name}"), grid, 128, &args)

@@ -4,7 +4,7 @@ mod kernels;
 
 use hotcell_graph::{DType, Shape, op::Call};
 
-use self::kernels::{Kernels, Shared};
+use self::kernels::{Kernels, Shared, Takes};
 use super::{
     Cx, Entry, Kernel, Made, Wanted, index::index_code, int, layout::grid, wanted::Numbers,
 };
@@ -39,6 +39,9 @@ fn parts_of(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
         .map(move |first| (first, most.min(rows - first)))
 }
 
+/// Elements that kernels go beyond a row's end in their counting, at most.
+const MOST_PAST: usize = 1024;
+
 /// Experts that choices are grouped by at most (`MOST_EXPERTS` in `experts.cu`).
 const MOST_EXPERTS: usize = 1024;
 
@@ -67,7 +70,9 @@ struct Product {
 impl Product {
     /// With weights `[…, n, k]`.
     fn of(dtype: DType, n: usize, k: usize) -> Option<Self> {
-        int(n).and_then(|_| int(k)).ok()?;
+        // Of `k` kernels count some past the end.
+        let most = k.checked_add(MOST_PAST)?;
+        int(n).and_then(|_| int(most)).ok()?;
         let kernels = Kernels::of(dtype)?;
         (k > 0).then_some(Self { kernels, n, k })
     }
@@ -90,10 +95,9 @@ impl Product {
         rows: usize,
     ) -> Result<(), DeviceError> {
         let shared = self.kernels.for_rows(rows);
-        // Tiles are enough work by themselves.
-        let launches = match shared.is_tile {
-            true => matrices.chunks(1),
-            false => matrices.chunks(MOST_MATRICES),
+        let launches = match shared.takes {
+            Takes::Nothing => matrices.chunks(1),
+            Takes::Matrices | Takes::Experts => matrices.chunks(MOST_MATRICES),
         };
         for matrices in launches {
             let Some((matrix, further)) = matrices.split_first() else {
@@ -102,10 +106,12 @@ impl Product {
             let blocks = matrices.iter().map(|m| m.n.div_ceil(shared.outputs)).sum();
             for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * shared.rows) {
                 let arguments = self.arguments(*matrix, x, (first, first), rows)?;
-                let arguments = match shared.is_tile {
-                    true => arguments,
-                    false => arguments
-                        .block(&words_of(further, first))
+                let further = || words_of(further, first);
+                let arguments = match shared.takes {
+                    Takes::Nothing => arguments,
+                    Takes::Matrices => arguments.block(&further()),
+                    Takes::Experts => arguments
+                        .block(&further())
                         .word(0)
                         .word(0)
                         .int(0)
@@ -296,7 +302,8 @@ pub(super) fn together(nodes: &Following<'_>) -> Option<(usize, Made)> {
         let same = call.op.name == first.op.name
             && dtype(call) == dtype(first)
             && nodes.input(i + 1, 0) == nodes.input(0, 0)
-            // None of them is another one's matrix.
+            // One without outputs ends a launch's list (`Further`), and none of them is another one's matrix.
+            && kernel.all.last() != Some(&0)
             && (0..=i).all(|of| !nodes.is_result(i + 1, 1, of));
         let Some(next) = MulMat::of(call).filter(|_| same) else {
             break;

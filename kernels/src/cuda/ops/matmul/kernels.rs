@@ -59,14 +59,23 @@ macro_rules! half_kernels {
     };
 }
 
+/// What a kernel takes besides a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Takes {
+    Nothing,
+    /// Further matrices.
+    Matrices,
+    /// These, and the experts of rows.
+    Experts,
+}
+
 /// A kernel, and what a block of threads has.
 pub(super) struct Shared {
     pub name: &'static str,
     pub rows: usize,
     pub outputs: usize,
     pub threads: u32,
-    /// Whether it is for one matrix of many rows, and takes neither further ones nor ids.
-    pub is_tile: bool,
+    pub takes: Takes,
 }
 
 impl Shared {
@@ -76,13 +85,13 @@ impl Shared {
             rows,
             outputs,
             threads,
-            is_tile: false,
+            takes: Takes::Experts,
         }
     }
 
-    fn tile(name: &'static str) -> Self {
+    fn tile(name: &'static str, takes: Takes) -> Self {
         Self {
-            is_tile: true,
+            takes,
             ..Self::of(name, TILE, 64, 128)
         }
     }
@@ -137,7 +146,7 @@ impl Kernels {
     pub fn for_rows(self, rows: usize) -> Shared {
         match self {
             Self::Plain(name) => Shared::of(name, PLAIN_TOGETHER, 64, 128),
-            Self::Halves { tile, .. } if rows >= MANY_HALVES => Shared::tile(tile),
+            Self::Halves { tile, .. } if rows >= MANY_HALVES => Shared::tile(tile, Takes::Matrices),
             Self::Halves { eights, .. } => {
                 let [one, two, four] = eights;
                 match rows.div_ceil(8) {
@@ -149,7 +158,7 @@ impl Kernels {
             Self::Blocks { one, .. } if rows == 1 => Shared::of(one, 1, 8, 128),
             Self::Blocks {
                 tile: Some(tile), ..
-            } if rows >= MANY => Shared::tile(tile),
+            } if rows >= MANY => Shared::tile(tile, Takes::Nothing),
             Self::Blocks { four, .. } => Shared::of(four, TOGETHER, 8, 128),
         }
     }
