@@ -100,6 +100,20 @@ async fn a_receipt_is_verified_by_running_the_request_again() {
         &sampling,
     ]
     .concat();
+    // Of a request that fails there is none; what was in the file stays.
+    let fails = [
+        "generate",
+        "And God said",
+        "--model",
+        "nobody",
+        "--receipt",
+        path,
+    ];
+    assert_ne!(cluster.hotcell(&fails).unwrap().status.code(), Some(0));
+    assert!(!file.exists());
+    std::fs::write(&file, "something else").unwrap();
+    assert_ne!(cluster.hotcell(&fails).unwrap().status.code(), Some(0));
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "something else");
     let verify = |cluster: &Cluster| {
         let output = cluster.hotcell(&["verify", path]).unwrap();
         let text = [output.stdout, output.stderr].concat();

@@ -297,19 +297,36 @@ impl Record {
     }
 }
 
-/// A file for a receipt, opened before the request is sent: what cannot be written is told at once.
+/// A file for a receipt, opened before the request is sent: what cannot be written is told at once. One that was not there before, and into
+/// which nothing came, does not stay.
 pub(crate) struct Destination {
     file: fs::File,
     path: String,
+    is_new: bool,
+}
+
+impl Drop for Destination {
+    fn drop(&mut self) {
+        if self.is_new {
+            // Nobody is told: what went wrong was said already.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
 }
 
 impl Destination {
     pub(crate) fn open(path: &str) -> Result<Self, Failure> {
         let mut options = fs::OpenOptions::new();
-        let opened = options.create(true).truncate(false).write(true).open(path);
+        let (opened, is_new) = match options.write(true).create_new(true).open(path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                (fs::OpenOptions::new().write(true).open(path), false)
+            }
+            opened => (opened, true),
+        };
         Ok(Self {
             file: opened.map_err(|e| named(path, &e))?,
             path: path.to_owned(),
+            is_new,
         })
     }
 
@@ -341,7 +358,9 @@ impl Destination {
         text.push('\n');
         let written = self.file.set_len(0);
         let written = written.and_then(|()| self.file.write_all(text.as_bytes()));
-        written.map_err(|e| named(&self.path, &e))
+        written.map_err(|e| named(&self.path, &e))?;
+        self.is_new = false;
+        Ok(())
     }
 }
 
