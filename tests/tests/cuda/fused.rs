@@ -85,7 +85,7 @@ impl Model {
     }
 
     /// With weights of these dtypes, of which the second is that of values, and a cache of the third.
-    fn new([dtype, of_values, of_cache]: [DType; 3], interleaved: bool) -> (Graph, Vec<Vec<u8>>) {
+    fn made([dtype, of_values, of_cache]: [DType; 3], interleaved: bool) -> (Graph, Vec<Vec<u8>>) {
         let mut model = Model {
             g: GraphBuilder::new(MOST_ROWS),
             inputs: Vec::new(),
@@ -122,7 +122,7 @@ impl Model {
                 kv_heads: KV_HEADS,
                 head_dim: D,
             };
-            let cache = g.cache(&format!("cache{layer}"), spec).unwrap();
+            let cache = g.cache(format!("cache{layer}"), spec).unwrap();
             model.inputs.push(vec![0; spec.bytes().unwrap()]);
             g.cache_write(cache, k, v, slots).unwrap();
             let y = g.paged_attention(q, cache, tables, sequences, positions, 0.125, 0, 0.0);
@@ -161,7 +161,7 @@ fn what_does_several_nodes_work_gives_what_each_gives() {
     let (mut together, mut apart) = (local(), local());
     apart.set_fused(false);
     for (i, (dtypes, _)) in KINDS.into_iter().enumerate() {
-        let (graph, inputs) = Model::new(dtypes, i % 2 == 1);
+        let (graph, inputs) = Model::made(dtypes, i % 2 == 1);
         for rows in [1, 3, 20, MOST_ROWS] {
             let inputs: Vec<&[u8]> = inputs
                 .iter()
@@ -194,7 +194,7 @@ fn a_layer_has_few_steps() {
         return;
     }
     for (dtypes, steps) in KINDS {
-        let (graph, _) = Model::new(dtypes, false);
+        let (graph, _) = Model::made(dtypes, false);
         let found = [true, false].map(|fuse| {
             let hints = PlanHints {
                 allocate: false,
