@@ -5,6 +5,7 @@
 
 mod also;
 mod buffer;
+mod ceilings;
 mod driver;
 mod gauges;
 mod gpu;
@@ -28,6 +29,7 @@ use std::{
 
 use hotcell_graph::{Graph, op::Call};
 
+pub use self::ceilings::Ceilings;
 use self::{
     buffer::{ALIGNMENT, Memory},
     driver::driver,

@@ -55,13 +55,16 @@ fn no_device(id: &str, why: impl std::fmt::Display) -> DeviceError {
     }
 }
 
+/// How many multiprocessors a device has.
+const UNITS: Attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+
 /// What is known of a device without a context on it.
 pub(super) fn look(driver: &Driver, number: c_int) -> Result<DeviceInfo, DeviceError> {
     let device = driver.device(number)?;
     let capability = |what| driver.attribute(what, device);
     let major = capability(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = capability(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    let units = driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)?;
+    let units = driver.attribute(UNITS, device)?;
     let integrated = driver.attribute(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED, device)?;
     let (name, place) = (driver.device_name(device)?, driver.device_place(device)?);
     let memory = driver.device_memory(device)?;
@@ -296,6 +299,13 @@ impl Gpu {
             0 => Ok(()),
             _ => self.driver.zero(at, bytes, self.stream),
         }
+    }
+
+    /// How many multiprocessors it has.
+    pub fn multiprocessors(&self) -> Result<usize, DeviceError> {
+        let number = c_int::try_from(self.owner).map_err(|_| unknown(self.owner as i64))?;
+        let units = self.driver.attribute(UNITS, self.driver.device(number)?)?;
+        Ok(usize::try_from(units).unwrap_or(1).max(1))
     }
 
     /// Whether there is a kernel of this name.

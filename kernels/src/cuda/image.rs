@@ -8,5 +8,5 @@ macro_rules! images {
 /// All of them.
 pub(super) static IMAGES: &[&[u8]] = images!(
     "attention" "block_tile" "block_vec" "checksum" "crumb" "experts" "gated" "gather" "gemm" "generic_cast" "generic_elementwise" "generic_functions" "generic_group" "generic_reduce" "half_tile"
-    "half_vec" "index" "norm" "plain_mat" "quantize" "rope" "rows" "sample" "scatter" "softmax" "sort"
+    "half_vec" "index" "norm" "peak" "plain_mat" "quantize" "rope" "rows" "sample" "scatter" "softmax" "sort"
 );

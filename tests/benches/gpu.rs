@@ -1,0 +1,276 @@
+//! The CUDA backend beside what its device can do at most: copies within its memory, and multiplications by tensor cores.
+//!
+//! `cargo bench -p hotcell-tests --bench gpu -- [names…] [--quick]` on a machine with a GPU and its driver; all shapes when none is named, else
+//! those that begin with one of the names. `deploy/gpu-check` takes it to machines that have nothing else. `--quick` runs tiny layers on the
+//! driver without a device (`tests/fakecuda`): it shows that all of it works, and no figure of it means anything.
+//!
+//! Layers have random weights and no model around them: a step is a plan's execution, from the host's call until it returns, and the median of
+//! many. A line beside each figure tells the ops that take most, by the device's own clock.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::atomic::{AtomicBool, AtomicU64},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use hotcell_graph::{DType, op};
+use hotcell_kernels::{
+    backend::{Buffer, Device, Trail},
+    cuda::{CudaBackend, CudaDevice},
+    plan::{Plan, PlanHints, Slot},
+};
+use hotcell_tests::{
+    bench::{Goal, figure, median},
+    chance::Chance,
+    fakecuda::FakeDriver,
+    layers::{BLOCK_LEN, Filling, Layers, Row},
+};
+
+/// Tokens that are in the cache when one more is drawn, and of a prompt.
+const CONTEXT: usize = 1000;
+const PROMPT: usize = 512;
+
+/// A model's layer: its name, heads, heads of keys, numbers of a head, and numbers inside; and how many of them are measured.
+const SHAPES: [(&str, [usize; 5]); 3] = [
+    ("1b", [32, 8, 64, 8192, 8]),
+    ("8b", [32, 8, 128, 14336, 4]),
+    ("70b", [64, 8, 128, 28672, 2]),
+];
+
+/// Weights, and whether tensor cores multiply them as bytes.
+const WEIGHTS: [(&str, DType, bool); 4] = [
+    ("bf16", DType::BF16, false),
+    ("q8_0", DType::Q8_0, true),
+    ("q4_0", DType::Q4_0, true),
+    ("q4_k", DType::Q4K, true),
+];
+
+static PROGRESS: AtomicU64 = AtomicU64::new(0);
+static NODE: AtomicU64 = AtomicU64::new(0);
+static EACH: AtomicBool = AtomicBool::new(false);
+
+struct Bench {
+    device: CudaDevice,
+    quick: bool,
+    chance: Chance,
+}
+
+/// Layers on the device.
+struct There {
+    plan: Box<dyn Plan>,
+    /// Inputs that have a number for each row.
+    rows: Vec<(Row, Buffer)>,
+    /// Bytes of weights of which a step reads all, and products' weights.
+    read: usize,
+    multiplied: usize,
+    /// Of the ops' numbers.
+    names: HashMap<u64, &'static str>,
+    _buffers: Vec<Buffer>,
+}
+
+impl Bench {
+    fn tries(&self) -> usize {
+        if self.quick { 4 } else { 30 }
+    }
+
+    fn figure(&self, name: &str, value: f64, unit: &str, goal: Goal) {
+        match self.quick {
+            true => figure(&format!("quick_{name}"), value, unit, Goal::None),
+            false => figure(name, value, unit, goal),
+        }
+    }
+
+    fn place(&mut self, layers: &Layers) -> Result<There> {
+        let (graph, fillings) = layers.graph()?;
+        let mut plan = self.device.plan(&graph, &PlanHints::default())?;
+        let (mut rows, mut buffers) = (Vec::new(), Vec::new());
+        let (mut read, mut multiplied) = (0, 0);
+        for (i, (input, filling)) in graph.inputs().iter().zip(&fillings).enumerate() {
+            let bytes = match filling {
+                Filling::Rows(_) => layers.max_rows * 4,
+                Filling::Blocks => layers.blocks * 4,
+                Filling::Weights(dtype, n) => dtype.row_bytes(*n).context("weights")?,
+                Filling::Zeros(bytes) => *bytes,
+            };
+            let buffer = self.device.allocate(&input.name, bytes)?;
+            plan.bind(Slot::Input(i), &buffer, 0)?;
+            match filling {
+                Filling::Rows(row) => rows.push((*row, buffer.clone())),
+                Filling::Blocks => {
+                    let numbers: Vec<i32> = (0..layers.blocks as i32).collect();
+                    buffer.write_i32(0, &numbers)?;
+                }
+                Filling::Weights(dtype, n) => {
+                    // The same again and again: whole blocks of them.
+                    let some = (*n).min(1 << 20);
+                    let pattern = Filling::Weights(*dtype, some).weights(&mut self.chance);
+                    for at in (0..bytes).step_by(pattern.len().max(1)) {
+                        buffer.write(at, &pattern[..pattern.len().min(bytes - at)])?;
+                    }
+                    // Of the table a row is read.
+                    let is_table = *n == layers.tokens * layers.hidden() && read == 0;
+                    if *n > layers.hidden() && !is_table {
+                        read += bytes;
+                        multiplied += n;
+                    }
+                }
+                Filling::Zeros(_) => {}
+            }
+            buffers.push(buffer);
+        }
+        for (o, value) in graph.outputs().iter().enumerate() {
+            let op::ValueSpec::Tensor(spec) = graph.spec(*value)? else {
+                continue;
+            };
+            let bytes = spec.bytes(layers.max_rows).context("results")?;
+            let buffer = self.device.allocate("a result", bytes)?;
+            plan.bind(Slot::Output(o), &buffer, 0)?;
+            buffers.push(buffer);
+        }
+        let names = graph.nodes().iter().map(|node| node.op.name);
+        let numbered = names.filter_map(|name| Some((op::number(name)?.into(), name)));
+        Ok(There {
+            names: numbered.collect(),
+            plan,
+            rows,
+            read,
+            multiplied,
+            _buffers: buffers,
+        })
+    }
+
+    /// The median time of a step of rows at these places, and the ops that take most of it.
+    fn step(&self, there: &mut There, rows: usize, first: usize) -> Result<(f64, String)> {
+        for (row, buffer) in &there.rows {
+            let numbers: Vec<i32> = (first..first + rows)
+                .map(|i| match row {
+                    Row::Token => i as i32 % 32,
+                    Row::Sequence => 0,
+                    Row::Position | Row::Slot => i as i32,
+                })
+                .collect();
+            buffer.write_i32(0, &numbers)?;
+        }
+        let mut all = Vec::new();
+        // The first ones are launched one by one, and recorded.
+        for i in 0..self.tries() + 3 {
+            let begun = Instant::now();
+            there.plan.execute(rows)?;
+            if i >= 3 {
+                all.push(begun.elapsed().as_secs_f64());
+            }
+        }
+        let timed = there.plan.execute_timed(rows)?.unwrap_or_default();
+        let mut ops: BTreeMap<u64, (Duration, usize)> = BTreeMap::new();
+        for step in timed {
+            let of = ops.entry(step.mark).or_default();
+            *of = (of.0 + step.took, of.1 + 1);
+        }
+        let mut ops: Vec<_> = ops.into_iter().collect();
+        ops.sort_by_key(|(_, (took, _))| std::cmp::Reverse(*took));
+        let told = ops.iter().take(6).map(|(mark, (took, count))| {
+            let name = there.names.get(mark).copied().unwrap_or("another");
+            format!("{count} {name} {:.1} us", took.as_secs_f64() * 1e6)
+        });
+        Ok((median(all), told.collect::<Vec<_>>().join(", ")))
+    }
+
+    fn run(&mut self, names: &[String]) -> Result<()> {
+        let (bytes, rounds) = if self.quick {
+            (1 << 16, 2)
+        } else {
+            (1 << 30, 20_000)
+        };
+        let most = self.device.ceilings(bytes, rounds)?;
+        self.figure("gpu_copied", most.copied / 1e9, "GB/s", Goal::None);
+        self.figure("gpu_bf16", most.bf16 / 1e12, "TFLOP/s", Goal::None);
+        self.figure("gpu_bytes", most.bytes / 1e12, "TOP/s", Goal::None);
+        for (shape, [heads, kv_heads, head_dim, inner, count]) in SHAPES {
+            if !names.is_empty() && !names.iter().any(|name| shape.starts_with(name.as_str())) {
+                continue;
+            }
+            for (stored, weights, as_bytes) in WEIGHTS {
+                let mut layers = Layers {
+                    count,
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    inner,
+                    tokens: 32,
+                    max_rows: PROMPT,
+                    blocks: (CONTEXT + PROMPT).div_ceil(BLOCK_LEN),
+                    weights,
+                    of_values: weights,
+                    cache: DType::F16,
+                    interleaved: false,
+                };
+                let (mut context, mut prompt) = (CONTEXT, PROMPT);
+                if self.quick {
+                    (layers.heads, layers.kv_heads, layers.head_dim) = (4, 2, 64);
+                    (layers.inner, layers.count) = (512, 2);
+                    (context, prompt) = (20, 70);
+                }
+                let mut there = self.place(&layers)?;
+                let (seconds, ops) = self.step(&mut there, 1, context)?;
+                let share = there.read as f64 / seconds / most.copied;
+                let name = format!("decode_{shape}_{stored}");
+                println!(
+                    "{name}: {:.1} us a layer; {ops}",
+                    seconds * 1e6 / count as f64
+                );
+                let unit = "of what a copy reads and writes";
+                self.figure(&name, share, unit, Goal::AtLeast(0.85));
+                let (seconds, ops) = self.step(&mut there, prompt, 0)?;
+                let operations = 2.0 * (there.multiplied * prompt) as f64;
+                let (peak, unit) = match as_bytes {
+                    true => (most.bytes, "of the peak on bytes"),
+                    false => (most.bf16, "of the peak on BF16"),
+                };
+                let name = format!("prefill_{shape}_{stored}");
+                println!(
+                    "{name}: {:.1} us a layer; {ops}",
+                    seconds * 1e6 / count as f64
+                );
+                let share = operations / seconds / peak;
+                self.figure(&name, share, unit, Goal::AtLeast(0.7));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|arg| arg != "--bench")
+        .collect();
+    let (flags, names): (Vec<_>, Vec<_>) = args.into_iter().partition(|arg| arg.starts_with("--"));
+    let quick = flags.iter().any(|flag| flag == "--quick");
+    ensure!(flags.iter().all(|flag| flag == "--quick"), "{flags:?}");
+    // In a folder that stays until the end.
+    let _driver = match quick {
+        true => {
+            let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
+            ensure!(has_kernels, "g++ is not installed");
+            driver.enter()?;
+            Some(driver)
+        }
+        false => None,
+    };
+    let device = CudaBackend::open_device("cuda:0", &[])?;
+    println!("{}", device.info().description);
+    // Steps are told apart by their op.
+    device.leave(Trail {
+        progress: &PROGRESS,
+        node: &NODE,
+        pack: |_, op, _| op.into(),
+        each: &EACH,
+    });
+    let mut bench = Bench {
+        device,
+        quick,
+        chance: Chance::new(0x6b5),
+    };
+    bench.run(&names)
+}
