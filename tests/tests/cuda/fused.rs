@@ -232,7 +232,7 @@ fn nodes_that_read_each_others_results_are_steps_of_their_own() {
     let y = g.mul_mat(x, w).unwrap();
     let z = g.mul_mat(x, y).unwrap();
     let graph = g.finish(&[z]).unwrap();
-    let inputs = [64, 64].map(|n| weights(n));
+    let inputs = [64, 64].map(&mut weights);
     compare("products", &graph, 2, 0, &inputs);
     // What comes after products of the same tensor, and is none with a weight, though it has two inputs like one.
     let mut g = GraphBuilder::new(1);
@@ -246,7 +246,7 @@ fn nodes_that_read_each_others_results_are_steps_of_their_own() {
     let e = g.mul_mat(x, v).unwrap();
     let f = g.add(x, v).unwrap();
     let graph = g.finish(&[a, b, c, d, e, f]).unwrap();
-    let inputs = [64, 64, 64].map(|n| weights(n));
+    let inputs = [64, 64, 64].map(&mut weights);
     compare("others", &graph, 4, 0, &inputs);
     // A norm's weight that is the sum; a sum that is read twice.
     let mut g = GraphBuilder::new(1);
