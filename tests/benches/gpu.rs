@@ -248,16 +248,11 @@ fn main() -> Result<()> {
     let (flags, names): (Vec<_>, Vec<_>) = args.into_iter().partition(|arg| arg.starts_with("--"));
     let quick = flags.iter().any(|flag| flag == "--quick");
     ensure!(flags.iter().all(|flag| flag == "--quick"), "{flags:?}");
-    // In a folder that stays until the end.
-    let _driver = match quick {
-        true => {
-            let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
-            ensure!(has_kernels, "g++ is not installed");
-            driver.enter()?;
-            Some(driver)
-        }
-        false => None,
-    };
+    if quick {
+        let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
+        ensure!(has_kernels, "g++ is not installed");
+        driver.enter()?;
+    }
     let device = CudaBackend::open_device("cuda:0", &[])?;
     println!("{}", device.info().description);
     // Steps are told apart by their op.
