@@ -248,11 +248,14 @@ fn main() -> Result<()> {
     let (flags, names): (Vec<_>, Vec<_>) = args.into_iter().partition(|arg| arg.starts_with("--"));
     let quick = flags.iter().any(|flag| flag == "--quick");
     ensure!(flags.iter().all(|flag| flag == "--quick"), "{flags:?}");
-    if quick {
-        let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
-        ensure!(has_kernels, "g++ is not installed");
-        driver.enter()?;
-    }
+    let folder = match quick {
+        true => {
+            let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
+            ensure!(has_kernels, "g++ is not installed");
+            Some(driver.enter()?)
+        }
+        false => None,
+    };
     let device = CudaBackend::open_device("cuda:0", &[])?;
     println!("{}", device.info().description);
     // Steps are told apart by their op.
@@ -267,5 +270,9 @@ fn main() -> Result<()> {
         quick,
         chance: Chance::new(0x6b5),
     };
-    bench.run(&names)
+    let ran = bench.run(&names);
+    if let Some(folder) = folder {
+        std::fs::remove_dir_all(folder)?;
+    }
+    ran
 }
