@@ -58,9 +58,11 @@ def kernels_of(said):
             kernel, architecture = m.groups()
             found.setdefault(kernel, {})[architecture] = {"registers": 0, "spills": 0, "stack": 0, "shared": 0}
         elif m := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            # Functions that a kernel calls, and which are not part of it, are told after it: what they take is taken while it runs.
             if kernel:
                 stack, stores, loads = map(int, m.groups())
-                found[kernel][architecture].update(stack=stack, spills=stores + loads)
+                of = found[kernel][architecture]
+                of.update(stack=of["stack"] + stack, spills=of["spills"] + stores + loads)
         elif m := re.search(r"Used (\d+) registers", line):
             if kernel:
                 found[kernel][architecture]["registers"] = int(m.group(1))

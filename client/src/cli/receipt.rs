@@ -319,7 +319,10 @@ impl Destination {
         let mut options = fs::OpenOptions::new();
         let (opened, is_new) = match options.write(true).create_new(true).open(path) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                (fs::OpenOptions::new().write(true).open(path), false)
+                // Or a link to what is not there.
+                let mut there = fs::OpenOptions::new();
+                let there = there.write(true).create(true).truncate(false);
+                (there.open(path), false)
             }
             opened => (opened, true),
         };

@@ -294,3 +294,90 @@ fn nodes_that_read_each_others_results_are_steps_of_their_own() {
         compare(&format!("cache {case}"), &graph, 4, 3, &inputs);
     }
 }
+
+/// Fewer ops than there may be, of which one has an operand too many; and what is no float's op among them.
+#[test]
+fn a_launch_ends_where_it_has_all_operands_or_something_else_comes() {
+    if !enter() {
+        return;
+    }
+    let (mut together, mut apart) = (local(), local());
+    apart.set_fused(false);
+    let mut chance = Chance::new(0x45);
+    let mut compare = |what: &str, graph: &Graph, steps: usize| {
+        let found = open().plan(graph, &PlanHints::default()).unwrap().memory();
+        assert_eq!(found.steps, steps, "{what}");
+        let inputs: Vec<Vec<u8>> = graph
+            .inputs()
+            .iter()
+            .map(|input| match &input.spec {
+                hotcell_graph::op::ValueSpec::Tensor(spec) => {
+                    Filling::Weights(DType::F32, spec.bytes(0).unwrap() / 4).weights(&mut chance)
+                }
+                _ => Vec::new(),
+            })
+            .collect();
+        let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+        let ours = together.run(graph, 0, &inputs).unwrap();
+        let theirs = apart.run(graph, 0, &inputs).unwrap();
+        assert!(ours.outputs == theirs.outputs, "{what}");
+    };
+    for dims in [&[3, 5][..], &[], &[0, 4]] {
+        let mut g = GraphBuilder::new(1);
+        let mut x = (0..6).map(|i| g.tensor(format!("x{i}"), fixed(DType::F32, dims)).unwrap());
+        let x: Vec<_> = x.by_ref().collect();
+        // Three operands, then two new ones at once, of which there is room for one.
+        let y = g.add(x[0], x[1]).unwrap();
+        let y = g.mul(y, x[2]).unwrap();
+        let z = g.sub(x[3], x[4]).unwrap();
+        let y = g.mul(y, z).unwrap();
+        let y = g.add(y, x[5]).unwrap();
+        let graph = g.finish(&[y]).unwrap();
+        compare(&format!("operands of {dims:?}"), &graph, 2);
+    }
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", fixed(DType::F32, &[7, 4])).unwrap();
+    let y = g.exp(x).unwrap();
+    let y = g.neg(y).unwrap();
+    let less = g.less(y, x).unwrap();
+    let whole = g.cast(y, DType::I32).unwrap();
+    let more = g.add(whole, whole).unwrap();
+    let wide = g.cast(y, DType::F64).unwrap();
+    let wide = g.mul(wide, wide).unwrap();
+    let y = g.mul(y, x).unwrap();
+    let y = g.where_(less, y, x).unwrap();
+    let y = g.sqrt(y).unwrap();
+    let graph = g.finish(&[y, more, wide]).unwrap();
+    // Two ops, less, a cast, a sum, a cast, a product, a product, a choice, a root.
+    compare("others", &graph, 9);
+}
+
+/// One value, whatever shape it is seen in.
+#[test]
+fn what_products_read_is_made_once_for_all_shapes_of_a_value() {
+    if !enter() {
+        return;
+    }
+    let mut g = GraphBuilder::new(1);
+    let x = g.tensor("x", fixed(DType::F32, &[6, 64])).unwrap();
+    let w = g.constant("w", fixed(DType::Q8_0, &[8, 64])).unwrap();
+    let v = g.constant("v", fixed(DType::Q4_0, &[8, 64])).unwrap();
+    let a = g.mul_mat(x, w).unwrap();
+    let seen = g.reshape(x, Shape::fixed(&[2, 3, 64]).unwrap()).unwrap();
+    let b = g.mul_mat(seen, v).unwrap();
+    let graph = g.finish(&[a, b]).unwrap();
+    let memory = open().plan(&graph, &PlanHints::default()).unwrap().memory();
+    assert_eq!(memory.steps, 3);
+}
+
+#[test]
+fn a_device_has_ceilings() {
+    if !enter() {
+        return;
+    }
+    let device = super::CudaBackend::open_device("cuda:0", &[]).unwrap();
+    let most = device.ceilings(1 << 16, 2).unwrap();
+    for each in [most.copied, most.bf16, most.bytes] {
+        assert!(each > 0.0, "{most:?}");
+    }
+}

@@ -190,9 +190,11 @@ fn has(op: &str, dtype: DType) -> bool {
     }
 }
 
+/// Where functions begin among the ops of a group (`FUNCTIONS` in `generic_group.cu`).
+pub(super) const FUNCTIONS_FROM: u64 = 64;
+
 /// How a group of ops names one whose operands and result are floats of 16 or 32 bits; functions come after the other ops.
 pub(super) fn number_in_group(call: &Call<'_>) -> Option<u64> {
-    const FUNCTIONS_FROM: u64 = 64;
     let dtype = call.tensor(0).ok()?.dtype;
     let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     let results = (call.op.infer)(call).ok()?;

@@ -140,3 +140,17 @@ impl Kernel for Group {
         unsafe { cx.gpu.launch(self.name, grid, &arguments) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{super::elementwise::FUNCTIONS_FROM, *};
+
+    #[test]
+    fn the_kernel_has_the_same_limits() {
+        let source = include_str!("../generic_group.cu");
+        let line = format!(
+            "constexpr int INPUTS = {INPUTS}, MOST = {MOST}, FUNCTIONS = {FUNCTIONS_FROM};"
+        );
+        assert!(source.contains(&line), "{line}");
+    }
+}
