@@ -92,6 +92,9 @@ hotcell_shim_switch:
 )");
 #endif
 
+/// Words of 64 bits that a lane shows the others at once, at most.
+constexpr unsigned SHOWN = 36;
+
 /// A barrier of some threads: who comes last lets all go on.
 struct Barrier {
   unsigned waiting, generation, live;
@@ -113,7 +116,7 @@ struct Block {
   Fiber fibers[MAX_THREADS];
   Barrier all, warps[MAX_THREADS / 32];
   /// What lanes show each other; two sets in turns, so that one barrier per exchange is enough.
-  uint64_t shown[2][MAX_THREADS][4];
+  uint64_t shown[2][MAX_THREADS][SHOWN];
   unsigned turn[MAX_THREADS];
   unsigned threads, current;
   bool moved;
@@ -172,7 +175,7 @@ inline unsigned lane() { return here().current % 32; }
 inline Barrier& warp() { return here().warps[here().current / 32]; }
 
 /// Shows `words` words to the lanes of the warp; afterwards `seen(lane)` are those of a lane. Reads before the next exchange.
-inline uint64_t (*exchange(const void* mine, size_t bytes))[4] {
+inline uint64_t (*exchange(const void* mine, size_t bytes))[SHOWN] {
   Block& b = here();
   unsigned turn = b.turn[b.current]++ & 1;
   memcpy(b.shown[turn][b.current], mine, bytes);

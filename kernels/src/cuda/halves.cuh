@@ -93,14 +93,16 @@ DEVICE bool is_wide(const uint16_t* w, const float* x, long long x_stride, int k
 
 /// A chunk's products of sixteen outputs, of which a lane has parts of output g and of g + 8, with eight rows.
 template <class W> DEVICE void multiply(float (&sums)[4], const uint32_t (&low)[W::PARTS][4], const uint32_t (&high)[W::PARTS][4], const uint32_t (&x)[PARTS_OF_X][4]) {
+  unsigned a[2 * W::PARTS * PARTS_OF_X][4], b[2 * W::PARTS * PARTS_OF_X][2];
 #pragma unroll
   for (int step = 0; step < 2; step++)
 #pragma unroll
     for (int p = 0; p < W::PARTS; p++)
 #pragma unroll
       for (int q = 0; q < PARTS_OF_X; q++) {
-        const unsigned a[4] = {low[p][2 * step], high[p][2 * step], low[p][2 * step + 1], high[p][2 * step + 1]};
-        const unsigned b[2] = {x[q][2 * step], x[q][2 * step + 1]};
-        mma_bf16(sums, a, b);
+        int n = (step * W::PARTS + p) * PARTS_OF_X + q, at = 2 * step;
+        a[n][0] = low[p][at], a[n][1] = high[p][at], a[n][2] = low[p][at + 1], a[n][3] = high[p][at + 1];
+        b[n][0] = x[q][at], b[n][1] = x[q][at + 1];
       }
+  mma_bf16(sums, a, b);
 }

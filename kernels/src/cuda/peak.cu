@@ -8,7 +8,7 @@ constexpr int CHAINS = 8;
 
 extern "C" __global__ void __launch_bounds__(256) peak_bf16(float* out, int rounds) {
   // Ones, so that sums grow and are no special numbers.
-  const unsigned ones = 0x3f803f80u, a[4] = {ones, ones, ones, ones}, b[2] = {ones, ones};
+  const unsigned ones = 0x3f803f80u, a[1][4] = {{ones, ones, ones, ones}}, b[1][2] = {{ones, ones}};
   float sums[CHAINS][4] = {};
 #pragma unroll 1
   for (int round = 0; round < rounds; round++) {

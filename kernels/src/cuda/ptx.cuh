@@ -23,11 +23,13 @@ static __device__ __forceinline__ void mma_s8_half(int (&c)[4], unsigned a0, uns
                : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                : "r"(a0), "r"(a1), "r"(b));
 }
-/// C += A · B of 16×16 and 16×8 numbers of bf16: products are exact, their sums rounded as the device does it.
-static __device__ __forceinline__ void mma_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+/// C += A · B of 16×16 and 16×8 numbers of bf16, `N` times, one after the other: products are exact, their sums rounded as the device does it.
+template <int N> static __device__ __forceinline__ void mma_bf16(float (&c)[4], const unsigned (&a)[N][4], const unsigned (&b)[N][2]) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[n][0]), "r"(a[n][1]), "r"(a[n][2]), "r"(a[n][3]), "r"(b[n][0]), "r"(b[n][1]));
 }
 /// The two IEEE halves of a word as f32, exactly.
 static __device__ __forceinline__ float lower_half(unsigned halves) {
@@ -61,21 +63,29 @@ template <int K> void bytes(int (&c)[4], const Registers& mine) {
     }
   }
 }
-// Sums of floats have an order, which no manual tells: here all of an instruction's products are added in f64, and the sum is rounded once.
-inline void halves(float (&c)[4], const Registers& mine) {
+// Sums of floats have an order, which no manual tells: here all of an instruction's products are added in f64, and the sum is rounded once. A column of zeros, which rows that
+// are not there have, changes nothing.
+template <int N> struct Halves {
+  unsigned a[N][4], b[N][2];
+};
+template <int N> void halves(float (&c)[4], const Halves<N>& mine) {
   auto all = shim::exchange(&mine, sizeof mine);
-  unsigned lane = shim::lane();
+  auto of = [&](unsigned lane) { return reinterpret_cast<const Halves<N>*>(all[lane]); };
   auto number = [](unsigned word, unsigned k) { return double(__uint_as_float(k % 2 ? word & 0xffff0000u : word << 16)); };
+  unsigned lane = shim::lane();
   for (int i = 0; i < 4; i++) {
-    unsigned row = lane / 4 + (i >= 2 ? 8 : 0), column = 2 * (lane % 4) + i % 2;
-    double sum = 0;
-    for (unsigned k = 0; k < 16; k++) {
-      Registers x, w;
-      memcpy(&w, all[row % 8 * 4 + k % 8 / 2], sizeof w);
-      memcpy(&x, all[column * 4 + k % 8 / 2], sizeof x);
-      sum += number(w.a[(row >= 8) + 2 * (k >= 8)], k) * number(x.b[k >= 8], k);
+    unsigned row = lane / 4 + (i >= 2 ? 8 : 0), column = 2 * (lane % 4) + i % 2, some = 0;
+    for (unsigned t = 0; t < 4; t++)
+      for (int n = 0; n < N; n++) some |= of(column * 4 + t)->b[n][0] | of(column * 4 + t)->b[n][1];
+    if ((some & 0x7fff7fffu) == 0) continue;
+    for (int n = 0; n < N; n++) {
+      double sum = 0;
+      for (unsigned k = 0; k < 16; k++) {
+        unsigned t = k % 8 / 2;
+        sum += number(of(row % 8 * 4 + t)->a[n][(row >= 8) + 2 * (k >= 8)], k) * number(of(column * 4 + t)->b[n][k >= 8], k);
+      }
+      c[i] = float(double(c[i]) + sum);
     }
-    c[i] = float(double(c[i]) + sum);
   }
 }
 }  // namespace twin
@@ -83,8 +93,11 @@ static inline void mma_s8(int (&c)[4], const unsigned (&a)[4], const unsigned (&
   twin::bytes<32>(c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
 }
 static inline void mma_s8_half(int (&c)[4], unsigned a0, unsigned a1, unsigned b) { twin::bytes<16>(c, {{a0, a1, 0, 0}, {b, 0}}); }
-static inline void mma_bf16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  twin::halves(c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+template <int N> static inline void mma_bf16(float (&c)[4], const unsigned (&a)[N][4], const unsigned (&b)[N][2]) {
+  static_assert(sizeof(twin::Halves<N>) <= shim::SHOWN * 8, "as much as a lane shows at once");
+  twin::Halves<N> mine;
+  memcpy(mine.a, a, sizeof mine.a), memcpy(mine.b, b, sizeof mine.b);
+  twin::halves(c, mine);
 }
 static inline float lower_half(unsigned halves) { return half_to_f32(halves & 0xffffu); }
 static inline float upper_half(unsigned halves) { return half_to_f32(halves >> 16); }
