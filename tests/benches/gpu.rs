@@ -227,7 +227,7 @@ impl Bench {
                 let name = format!("decode_{shape}_{stored}");
                 println!(
                     "{name}: {:.1} us a layer; {ops}",
-                    seconds * 1e6 / count as f64
+                    seconds * 1e6 / layers.count as f64
                 );
                 let unit = "of what a copy reads and writes";
                 self.figure(&name, share, unit, Goal::AtLeast(0.85));
@@ -243,7 +243,7 @@ impl Bench {
                 let name = format!("prefill_{shape}_{stored}");
                 println!(
                     "{name}: {:.1} us a layer; {ops}",
-                    seconds * 1e6 / count as f64
+                    seconds * 1e6 / layers.count as f64
                 );
                 let share = operations / seconds / peak;
                 self.figure(&name, share, unit, Goal::AtLeast(0.7));
