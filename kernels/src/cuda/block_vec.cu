@@ -14,6 +14,7 @@
 //   order  null, or where there are ids groups of ROWS rows that have one expert, −1 for none (experts.cu); a group whose first is none is empty
 // Blocks of 128 threads. ROWS is 1 or 4: rows that share one reading of the weights (4 with ids only in an order). gridDim.x = ⌈n / 8⌉, gridDim.y = ⌈rows / ROWS⌉, or
 // groups.
+#include "chosen.cuh"
 #include "formats.cuh"
 
 constexpr int WARPS = 4, OUTPUTS = 8;
@@ -183,23 +184,8 @@ DEVICE void few_rows(const uint8_t* w, const Activations& x, float* out, long lo
 
   // Activation and result of each row; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
-  if (threadIdx.x < ROWS) {
-    int row = blockIdx.y * ROWS + threadIdx.x;
-    if (order) row = order[row];
-    else if (row >= rows) row = -1;
-    to[threadIdx.x] = row;
-    from[threadIdx.x] = row < 0 || !ids ? row : row / used * per_token + (per_token > 1 ? row % used : 0);
-  }
-  __syncthreads();
-  if (to[0] < 0) return;
-  bool wrong = false;
-  if (ids) {
-    int id = ids[to[0]];
-    long long expert = id < 0 ? (long long)id + experts : id;
-    wrong = expert < 0 || expert >= experts;
-    if (wrong && threadIdx.x == 0 && blockIdx.x == 0) report(bad, id, word64(max(experts, 1)));
-    w += wrong ? 0 : size_t(expert) * n * row_bytes;
-  }
+  if (!rows_of_block(from, to, rows, ids, order, used, per_token)) return;
+  bool wrong = !to_expert(w, n * row_bytes, ids, to[0], experts, bad);
 
   // The thread that has an output's chain.
   int output = threadIdx.x / ROWS, r = threadIdx.x % ROWS, activation = from[r];

@@ -5,6 +5,7 @@
 // mul_half_TYPE_EIGHTS(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad): as mul_mat_f32 in plain_mat.cu, with
 //   EIGHTS · 8 rows that share a reading of the weights. With ids one eight.
 // Blocks of 256 threads. gridDim.x = ⌈n / 16⌉ of all matrices, gridDim.y = ⌈rows / (8 · EIGHTS)⌉, or `rows` with ids, or groups.
+#include "chosen.cuh"
 #include "halves.cuh"
 
 constexpr int OUTPUTS = 16, THREADS = 32 * RANGES;
@@ -64,23 +65,8 @@ DEVICE void product(const uint16_t* w, const float* x, long long x_stride, float
   // What each row reads and makes; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
   int tid = threadIdx.x, first = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS;
-  if (tid < ROWS) {
-    int row = ids && !order ? (tid == 0 ? int(blockIdx.y) : -1) : int(blockIdx.y) * ROWS + tid;
-    if (order) row = order[row];
-    else if (row >= rows) row = -1;
-    to[tid] = row;
-    from[tid] = row < 0 || !ids ? row : row / used * per_token + (per_token > 1 ? row % used : 0);
-  }
-  __syncthreads();
-  if (to[0] < 0) return;
-  bool wrong = false;
-  if (ids) {
-    int id = ids[to[0]];
-    long long expert = id < 0 ? (long long)id + experts : id;
-    wrong = expert < 0 || expert >= experts;
-    if (wrong && tid == 0 && blockIdx.x == 0) report(bad, id, word64(max(experts, 1)));
-    w += wrong ? 0 : size_t(expert) * n * k;
-  }
+  if (!rows_of_block(from, to, rows, ids, order, used, per_token)) return;
+  bool wrong = !to_expert(w, size_t(n) * k, ids, to[0], experts, bad);
   float sums[EIGHTS][4] = {};
   if (!wrong) {
     if (is_wide(w, x, x_stride, k)) range<W, EIGHTS, true>(w, x, x_stride, n, k, first, from, sums);

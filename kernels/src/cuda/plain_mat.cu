@@ -8,7 +8,7 @@
 //   x     f32, row r at x + r · x_stride; out f32, row r at out + r · out_stride
 //   further, ids, order   none and null, or as in block_vec.cu: without an order a group is a row, with one eight
 // Blocks of 128 threads. gridDim.x = ⌈n / 64⌉, gridDim.y = ⌈rows / 8⌉, or `rows` with ids, or groups.
-#include "common.cuh"
+#include "chosen.cuh"
 
 constexpr int OUTPUTS = 64, ROWS = 8, SLICE = 32, THREADS = 128;
 
@@ -17,23 +17,8 @@ extern "C" __global__ void __launch_bounds__(128, 7) mul_mat_f32(const float* w,
   // What each row reads and makes; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
   int tid = threadIdx.x, first = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS;
-  if (tid < ROWS) {
-    int row = ids && !order ? (tid == 0 ? int(blockIdx.y) : -1) : int(blockIdx.y) * ROWS + tid;
-    if (order) row = order[row];
-    else if (row >= rows) row = -1;
-    to[tid] = row;
-    from[tid] = row < 0 || !ids ? row : row / used * per_token + (per_token > 1 ? row % used : 0);
-  }
-  __syncthreads();
-  if (to[0] < 0) return;
-  bool wrong = false;
-  if (ids) {
-    int id = ids[to[0]];
-    long long expert = id < 0 ? (long long)id + experts : id;
-    wrong = expert < 0 || expert >= experts;
-    if (wrong && tid == 0 && blockIdx.x == 0) report(bad, id, word64(max(experts, 1)));
-    w += wrong ? 0 : size_t(expert) * n * k;
-  }
+  if (!rows_of_block(from, to, rows, ids, order, used, per_token)) return;
+  bool wrong = !to_expert(w, size_t(n) * k, ids, to[0], experts, bad);
   // A thread has one output of half of the rows.
   int output = tid % OUTPUTS, half = tid / OUTPUTS * (ROWS / 2);
   float acc[ROWS / 2] = {};

@@ -1,0 +1,31 @@
+// Which rows a block of a product's kernel reads and makes, and whose expert's weights it takes.
+#pragma once
+#include "common.cuh"
+
+/// Of `ROWS` rows of a block the activations that each reads and the result that it makes, −1 for none: with an order a group of it, with ids and no order one row, else
+/// neighbours. False where there is nothing to do. All threads call it.
+template <int ROWS> DEVICE bool rows_of_block(int (&from)[ROWS], int (&to)[ROWS], int rows, const int* ids, const int* order, int used, int per_token) {
+  int tid = threadIdx.x;
+  if (tid < ROWS) {
+    int row = ids && !order ? (tid == 0 ? int(blockIdx.y) : -1) : int(blockIdx.y) * ROWS + tid;
+    if (order) row = order[row];
+    else if (row >= rows) row = -1;
+    to[tid] = row;
+    from[tid] = row < 0 || !ids ? row : row / used * per_token + (per_token > 1 ? row % used : 0);
+  }
+  __syncthreads();
+  return to[0] >= 0;
+}
+
+/// Moves weights to the expert of row `row`, of `elements` each; without ids there is one. False, after a report, where there is none of its number.
+template <class W> DEVICE bool to_expert(const W*& w, size_t elements, const int* ids, int row, int experts, word64* bad) {
+  if (!ids) return true;
+  int id = ids[row];
+  long long expert = id < 0 ? (long long)id + experts : id;
+  if (expert < 0 || expert >= experts) {
+    if (threadIdx.x == 0 && blockIdx.x == 0) report(bad, id, word64(max(experts, 1)));
+    return false;
+  }
+  w += size_t(expert) * elements;
+  return true;
+}
