@@ -1,10 +1,12 @@
 //! What several nodes' kernel computes is what each one's computes, and a layer has few steps.
 
-use hotcell_graph::{CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec};
+use hotcell_graph::{
+    CacheSpec, DType, Graph, GraphBuilder, Shape, TensorSpec, Value, op::ValueSpec,
+};
 use hotcell_kernels::plan::PlanHints;
 use hotcell_tests::{
     chance::Chance,
-    conformance::{Check, Executor, difference},
+    conformance::{Check, Executor, Local, Outcome, difference},
     layers::{Filling, Layers, Row},
 };
 
@@ -73,13 +75,49 @@ const KINDS: [([DType; 3], [usize; 2]); 5] = [
     ([DType::BF16, DType::BF16, DType::BF16], [22, 36]),
 ];
 
+/// The device, which joins nodes, and once more without.
+struct Both {
+    together: Local,
+    apart: Local,
+}
+
+impl Both {
+    /// Nothing where the device's kernels do not run.
+    fn new() -> Option<Self> {
+        if !enter() {
+            return None;
+        }
+        let (together, mut apart) = (local(), local());
+        apart.set_fused(false);
+        Some(Self { together, apart })
+    }
+
+    /// Computes it both ways, and compares bits of all results and caches, which it gives.
+    fn compare(&mut self, what: &str, graph: &Graph, rows: usize, inputs: &[&[u8]]) -> Outcome {
+        let ours = self.together.run(graph, rows, inputs).unwrap();
+        let theirs = self.apart.run(graph, rows, inputs).unwrap();
+        let both = ours.outputs.iter().zip(&theirs.outputs);
+        for (value, (ours, theirs)) in graph.outputs().iter().zip(both) {
+            let ValueSpec::Tensor(spec) = graph.spec(*value).unwrap() else {
+                panic!("{what}: a result that is no tensor");
+            };
+            difference(spec.dtype, Check::Exact, 0.0, ours, theirs)
+                .unwrap_or_else(|wrong| panic!("{what}, {rows} rows, {value:?}: {wrong}"));
+        }
+        assert!(ours.caches == theirs.caches, "{what}, {rows} rows");
+        ours
+    }
+}
+
+/// Steps of a graph where nodes are joined.
+fn steps(graph: &Graph) -> usize {
+    let plan = open().plan(graph, &PlanHints::default()).unwrap();
+    plan.memory().steps
+}
+
 #[test]
 fn what_does_several_nodes_work_gives_what_each_gives() {
-    if !enter() {
-        return;
-    }
-    let (mut together, mut apart) = (local(), local());
-    apart.set_fused(false);
+    let Some(mut both) = Both::new() else { return };
     for (i, (dtypes, _)) in KINDS.into_iter().enumerate() {
         let (graph, inputs) = layers(dtypes, i % 2 == 1);
         for rows in [1, 3, 20, MOST_ROWS] {
@@ -90,18 +128,9 @@ fn what_does_several_nodes_work_gives_what_each_gives() {
                     _ => &bytes[..],
                 })
                 .collect();
-            let ours = together.run(&graph, rows, &inputs).unwrap();
-            let theirs = apart.run(&graph, rows, &inputs).unwrap();
-            for (i, (ours, theirs)) in ours.outputs.iter().zip(&theirs.outputs).enumerate() {
-                difference(DType::F32, Check::Exact, 0.0, ours, theirs)
-                    .unwrap_or_else(|wrong| panic!("{dtypes:?}, {rows} rows, {i}: {wrong}"));
-            }
-            assert!(ours.caches == theirs.caches, "{dtypes:?}, {rows} rows");
-            assert!(
-                ours.caches
-                    .iter()
-                    .all(|cache| cache.iter().any(|b| *b != 0))
-            );
+            let made = both.compare(&format!("{dtypes:?}"), &graph, rows, &inputs);
+            let is_written = |cache: &Vec<u8>| cache.iter().any(|b| *b != 0);
+            assert!(made.caches.iter().all(is_written), "{dtypes:?}");
         }
     }
 }
@@ -158,11 +187,7 @@ fn chain(dtype: DType) -> Graph {
 
 #[test]
 fn elementwise_ops_are_one_step_and_give_what_each_gives() {
-    if !enter() {
-        return;
-    }
-    let (mut together, mut apart) = (local(), local());
-    apart.set_fused(false);
+    let Some(mut both) = Both::new() else { return };
     let mut chance = Chance::new(0xe1);
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let graph = chain(dtype);
@@ -195,12 +220,7 @@ fn elementwise_ops_are_one_step_and_give_what_each_gives() {
             };
             let inputs = [rows * 30, 5, 6, rows * 30, rows * 5].map(&mut numbers);
             let inputs = inputs.each_ref().map(Vec::as_slice);
-            let ours = together.run(&graph, rows, &inputs).unwrap();
-            let theirs = apart.run(&graph, rows, &inputs).unwrap();
-            for (i, (ours, theirs)) in ours.outputs.iter().zip(&theirs.outputs).enumerate() {
-                difference(dtype, Check::Exact, 0.0, ours, theirs)
-                    .unwrap_or_else(|wrong| panic!("{dtype}, {rows} rows, {i}: {wrong}"));
-            }
+            both.compare(dtype.name(), &graph, rows, &inputs);
         }
     }
 }
@@ -208,22 +228,14 @@ fn elementwise_ops_are_one_step_and_give_what_each_gives() {
 /// What looks like one step, but that one node reads what another one makes.
 #[test]
 fn nodes_that_read_each_others_results_are_steps_of_their_own() {
-    if !enter() {
-        return;
-    }
-    let (mut together, mut apart) = (local(), local());
-    apart.set_fused(false);
+    let Some(mut both) = Both::new() else { return };
     let mut chance = Chance::new(0xab);
     let mut weights = |n| Filling::Weights(DType::F32, n).weights(&mut chance);
-    let mut compare = |what: &str, graph: &Graph, steps: usize, rows: usize, inputs: &[Vec<u8>]| {
+    let mut compare = |what: &str, graph: &Graph, count: usize, rows: usize, inputs: &[Vec<u8>]| {
         // Kernels run here in an order that hides what others would show.
-        let found = open().plan(graph, &PlanHints::default()).unwrap().memory();
-        assert_eq!(found.steps, steps, "{what}");
+        assert_eq!(steps(graph), count, "{what}");
         let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
-        let ours = together.run(graph, rows, &inputs).unwrap();
-        let theirs = apart.run(graph, rows, &inputs).unwrap();
-        assert!(ours.outputs == theirs.outputs, "{what}");
-        assert!(ours.caches == theirs.caches, "{what}");
+        both.compare(what, graph, rows, &inputs);
     };
     // A product that is the next one's matrix.
     let mut g = GraphBuilder::new(1);
@@ -298,34 +310,28 @@ fn nodes_that_read_each_others_results_are_steps_of_their_own() {
 /// Fewer ops than there may be, of which one has an operand too many; and what is no float's op among them.
 #[test]
 fn a_launch_ends_where_it_has_all_operands_or_something_else_comes() {
-    if !enter() {
-        return;
-    }
-    let (mut together, mut apart) = (local(), local());
-    apart.set_fused(false);
+    let Some(mut both) = Both::new() else { return };
     let mut chance = Chance::new(0x45);
-    let mut compare = |what: &str, graph: &Graph, steps: usize| {
-        let found = open().plan(graph, &PlanHints::default()).unwrap().memory();
-        assert_eq!(found.steps, steps, "{what}");
+    let mut compare = |what: &str, graph: &Graph, count: usize| {
+        assert_eq!(steps(graph), count, "{what}");
         let inputs: Vec<Vec<u8>> = graph
             .inputs()
             .iter()
             .map(|input| match &input.spec {
-                hotcell_graph::op::ValueSpec::Tensor(spec) => {
+                ValueSpec::Tensor(spec) => {
                     Filling::Weights(DType::F32, spec.bytes(0).unwrap() / 4).weights(&mut chance)
                 }
                 _ => Vec::new(),
             })
             .collect();
         let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
-        let ours = together.run(graph, 0, &inputs).unwrap();
-        let theirs = apart.run(graph, 0, &inputs).unwrap();
-        assert!(ours.outputs == theirs.outputs, "{what}");
+        both.compare(what, graph, 0, &inputs);
     };
     for dims in [&[3, 5][..], &[], &[0, 4]] {
         let mut g = GraphBuilder::new(1);
-        let mut x = (0..6).map(|i| g.tensor(format!("x{i}"), fixed(DType::F32, dims)).unwrap());
-        let x: Vec<_> = x.by_ref().collect();
+        let x: Vec<Value> = (0..6)
+            .map(|i| g.tensor(format!("x{i}"), fixed(DType::F32, dims)).unwrap())
+            .collect();
         // Three operands, then two new ones at once, of which there is room for one.
         let y = g.add(x[0], x[1]).unwrap();
         let y = g.mul(y, x[2]).unwrap();
@@ -366,8 +372,7 @@ fn what_products_read_is_made_once_for_all_shapes_of_a_value() {
     let seen = g.reshape(x, Shape::fixed(&[2, 3, 64]).unwrap()).unwrap();
     let b = g.mul_mat(seen, v).unwrap();
     let graph = g.finish(&[a, b]).unwrap();
-    let memory = open().plan(&graph, &PlanHints::default()).unwrap().memory();
-    assert_eq!(memory.steps, 3);
+    assert_eq!(steps(&graph), 3);
 }
 
 #[test]
