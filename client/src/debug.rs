@@ -24,7 +24,7 @@ pub(crate) use recording::Spool;
 pub use recording::{Recorded, Recorder, Recording};
 pub use reduce::Case;
 pub use reduced::{Fault, Origin, Reduced};
-pub use tolerance::tolerance;
+pub use tolerance::{rounds_others, tolerance};
 
 /// What somebody is told to lack who does not know these calls.
 const LACKS: &str = "lets nobody look into it; a worker alone does on a Unix socket only";

@@ -93,7 +93,7 @@ fn i32_bytes(ids: &[i32]) -> Vec<u8> {
 fn each_choice_has_the_bits_of_its_expert_alone() {
     for dtype in DType::ALL.iter().copied().filter(|d| is_weight_dtype(*d)) {
         for shared in [true, false] {
-            let k = if dtype.is_block() {
+            let k = if dtype.block_len() > 1 {
                 2 * dtype.block_len()
             } else {
                 45

@@ -43,6 +43,11 @@ impl Random {
                 DType::F32 => out.extend(self.float().to_le_bytes()),
                 DType::F16 => out.extend(f16::from_f32(self.float()).to_le_bytes()),
                 DType::BF16 => out.extend(bf16::from_f32(self.float()).to_le_bytes()),
+                // Any number, the smallest ones too.
+                DType::F8E4M3 => out.push(match self.bits() as u8 {
+                    nan @ (0x7f | 0xff) => nan & 0x80,
+                    code => code,
+                }),
                 _ => {
                     let mut block: Vec<u8> = (0..dtype.block_bytes())
                         .map(|_| self.bits() as u8)
@@ -119,6 +124,17 @@ fn e2m1_twice(code: u8) -> i32 {
         exponent => (2 + mantissa) << (exponent - 1),
     };
     if code & 8 == 0 { size } else { -size }
+}
+
+/// What E4M3 says, from its sign, exponent and mantissa.
+fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let size = match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa / 512.0,
+        _ => (8.0 + mantissa) / 8.0 * 2f32.powi(exponent - 7),
+    };
+    if code & 0x80 == 0 { size } else { -size }
 }
 
 /// Integer weights of NVFP4's four sub-blocks, and half of their scales.
@@ -240,6 +256,7 @@ fn reference(dtype: DType, w: &[u8], x: &[f32]) -> f32 {
                     .to_f32()
                     .mul_add(x[0], acc)
             }
+            DType::F8E4M3 => acc = e4m3(b[0]).mul_add(x[0], acc),
             DType::Q4K | DType::Q5K | DType::Q6K => {
                 let x = quantize(x, false);
                 let (w, scales, minima) = block256(dtype, b);
@@ -540,7 +557,7 @@ fn packed_by_the_letter(dtype: DType, w: &[u8], k: usize) -> Vec<u8> {
         dtype.row_bytes(k).expect("whole blocks"),
     );
     // What is moved as one: 64 bytes of a row of plain numbers, or a block.
-    let bytes = if dtype.is_block() { bytes } else { 64 };
+    let bytes = if dtype.block_len() > 1 { bytes } else { 64 };
     // Its place and size.
     let number = match dtype {
         DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => Some((0, 2)),
@@ -592,10 +609,10 @@ fn packed_weights_are_a_permutation_and_give_the_same_bits() {
         // time, so that the next ones begin amid those that are kept together.
         for (n, blocks) in [(32, 3), (171, 2), (16, 1), (203, 5), (16, 6), (32, 45)] {
             let k = blocks
-                * if dtype.is_block() {
-                    dtype.block_len()
-                } else {
-                    32
+                * match dtype {
+                    DType::F8E4M3 => 64,
+                    _ if dtype.block_len() == 1 => 32,
+                    _ => dtype.block_len(),
                 };
             let w = random.weights(dtype, n, k);
             assert!(pack::packs(dtype, n, k));
@@ -657,7 +674,7 @@ fn products_are_near_those_of_the_dequantised_weights() {
             // An activation is at most half a step off, and a step is amax / 127 (half a unit in the last
             // place of a half more for the rounded scale); a chain of k roundings adds k · 2^-24.
             let magnitude: f64 = wide.iter().map(|w| w.abs() as f64).sum();
-            let step = if dtype.is_block() {
+            let step = if dtype.block_len() > 1 {
                 0.5 / 127.0 + 1.0 / 2048.0
             } else {
                 0.0

@@ -68,7 +68,7 @@ fn every_weight_type_gives_the_same_bits_for_all_rows_threads_and_paths() {
     for dtype in DType::ALL.iter().copied().filter(|d| is_weight_dtype(*d)) {
         let (n, k) = (
             83,
-            if dtype.is_block() {
+            if dtype.block_len() > 1 {
                 2 * dtype.block_len()
             } else {
                 77

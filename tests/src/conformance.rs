@@ -27,7 +27,7 @@ use serde_json::Value as Json;
 
 use crate::cluster::repository;
 pub use classes::{Classed, Scope, derived, eager, empty, forms, fused, moved, repeated, turned};
-pub use compare::{difference, tolerance};
+pub use compare::{difference, rounds_others, tolerance};
 pub use derived::{Derived, moves, moves_input};
 pub use dtypes::{Dtypes, Place, dtypes};
 pub use eager::Eager;
@@ -399,9 +399,9 @@ impl Case {
         Ok(builder.finish(&outputs)?)
     }
 
-    /// Whether an input is of a block type.
+    /// Whether an input is of a type for which the others may be rounded.
     fn has_blocks(&self) -> bool {
-        let block = |input: &CaseInput| matches!(input, CaseInput::Tensor(spec, _) if spec.dtype.is_block());
+        let block = |input: &CaseInput| matches!(input, CaseInput::Tensor(spec, _) if rounds_others(spec.dtype));
         self.inputs.iter().any(block)
     }
 
@@ -435,7 +435,7 @@ impl Case {
 
     /// Whether it multiplies with weights of this dtype.
     pub fn has_weights_in(&self, dtype: DType) -> bool {
-        let is_product = |node: &CaseNode| ["mul_mat", "mul_mat_id"].contains(&node.op.as_str());
+        let is_product = |node: &CaseNode| node.op.starts_with("mul_mat");
         let is_of =
             |input: &CaseInput| matches!(input, CaseInput::Tensor(spec, _) if spec.dtype == dtype);
         self.nodes.iter().any(is_product) && self.inputs.iter().any(is_of)

@@ -32,8 +32,9 @@ const STREAMS: u32 = 24;
 const COLUMNS: &str = "--tensor-parallel";
 const LAYERS: &str = "--pipeline-parallel";
 
-/// Every family, biases, one key head that nobody can share, caps, windows, experts, and blocks of several kinds.
-const MODELS: [&str; 12] = [
+/// Every family, biases, one key head that nobody can share, caps, windows, experts, blocks of several kinds, and scales of
+/// rectangles that members cut through.
+const MODELS: [&str; 14] = [
     "llama2",
     "mistral",
     "qwen2",
@@ -46,6 +47,8 @@ const MODELS: [&str; 12] = [
     "gguf/llama-k.gguf",
     "gguf/llama3-q4_0.gguf",
     "gguf/llama3-q8_0.gguf",
+    "qwen3-fp8",
+    "qwen3_moe-fp8",
 ];
 
 fn ids(count: u32) -> Prompt {

@@ -178,6 +178,13 @@ fn qwen3_moe_with_plain_weights_in_every_second_layer_equals_transformers() {
 }
 
 #[test]
+fn weights_in_8_bit_floats_with_their_scales_equal_transformers() {
+    for name in ["qwen3-fp8", "qwen3_moe-fp8", "llama2-fp8"] {
+        exact(name, name);
+    }
+}
+
+#[test]
 fn gguf_files_of_the_same_weights_equal_transformers() {
     for name in ["llama3", "qwen2", "qwen3", "gemma3", "qwen3_moe"] {
         exact(&format!("gguf/{name}-f32.gguf"), name);
@@ -233,6 +240,9 @@ fn chunks_threads_and_paths_change_no_bit() {
         "qwen3_moe",
         "qwen3_moe-step",
         "gguf/qwen3_moe-q8_0.gguf",
+        "qwen3-fp8",
+        "qwen3_moe-fp8",
+        "llama2-fp8",
     ] {
         let source = open(&golden().join(model)).unwrap();
         let in_bf16 = ["gemma3-cap", "qwen3_moe-step"].contains(&model);
@@ -344,6 +354,9 @@ fn what_else_is_in_the_batch_changes_no_bit() {
         "qwen3_moe",
         "qwen3_moe-step",
         "gguf/qwen3_moe-q8_0.gguf",
+        "qwen3-fp8",
+        "qwen3_moe-fp8",
+        "llama2-fp8",
     ] {
         let source = open(&golden().join(model)).unwrap();
         let prompt = |seed: u32, n: u32| (0..n).map(|i| (i * 37 + seed * 11) % 250).collect();

@@ -96,6 +96,17 @@ impl fmt::Debug for Weight {
     }
 }
 
+/// The scales of a weight's matrices `[n, k]`: one for each rectangle of so many rows and columns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scales {
+    /// The name of the tensor.
+    pub name: String,
+    /// Rows of a rectangle, at least 1; `n` and more where there is one for all.
+    pub height: usize,
+    /// Columns of a rectangle, at least 1.
+    pub width: usize,
+}
+
 /// The tensors of a model by name. Those of a dtype that Hotcell does not have are known, and an error when
 /// they are asked for, so that one in a corner of a file does not spoil the rest.
 #[derive(Clone, Debug, Default)]
@@ -124,9 +135,66 @@ impl Weights {
     }
 
     /// The tensor of this name if it has this shape (outermost dimension first) and a dtype to compute with:
-    /// `f32`, `f16`, `bf16`, or quantised blocks. One that another tensor scales as a whole is refused: llama.cpp's files of
-    /// NVFP4 have `NAME.scale` beside `NAME.weight`.
+    /// `f32`, `f16`, `bf16`, or quantised blocks. One that another tensor scales is refused.
     pub fn expect(&self, name: &str, shape: &[usize]) -> Result<&Weight, ModelError> {
+        let weight = self.stored(name, shape)?;
+        match self.scale_of(name) {
+            None => Ok(weight),
+            Some(scale) => Err(self.is_scaled(name, weight, &scale)),
+        }
+    }
+
+    /// [`Weights::expect`] of matrices `[…, n, k]`, which may be scaled as checkpoints of 8-bit floats are: each as a whole, or its
+    /// rows, or the rectangles that the configuration says.
+    pub fn expect_scaled(
+        &self,
+        name: &str,
+        shape: &[usize],
+        rectangle: Option<[usize; 2]>,
+    ) -> Result<(&Weight, Option<Scales>), ModelError> {
+        let weight = self.stored(name, shape)?;
+        let Some(scale) = self.scale_of(name) else {
+            return Ok((weight, None));
+        };
+        let found = self.get(&scale)?;
+        let float = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+        let (true, [before @ .., n, k]) = (
+            float(found.dtype) && (float(weight.dtype) || weight.dtype == DType::F8E4M3),
+            shape,
+        ) else {
+            return Err(self.is_scaled(name, weight, &scale));
+        };
+        // Axes of 1 at the end make no difference.
+        let of = |own: &[usize]| {
+            let expected = [before, own].concat();
+            let rest = found.shape.strip_prefix(expected.as_slice());
+            rest.is_some_and(|rest| rest.iter().all(|n| *n == 1))
+        };
+        let cut = rectangle.map(|[height, width]| [n.div_ceil(height), k.div_ceil(width)]);
+        let [height, width] = match (rectangle, cut) {
+            _ if of(&[]) => [*n, *k],
+            (Some(rectangle), Some(cut)) if of(&cut) => rectangle,
+            _ if of(&[*n]) => [1, *k],
+            _ => {
+                return Err(ModelError::ShapeMismatch {
+                    tensor: scale,
+                    expected: [before, &cut.unwrap_or([*n, 1])].concat(),
+                    found: found.shape.clone(),
+                });
+            }
+        };
+        Ok((
+            weight,
+            Some(Scales {
+                name: scale,
+                height: height.max(1),
+                width: width.max(1),
+            }),
+        ))
+    }
+
+    /// The tensor of this name, scaled or not, if it has this shape and a dtype to compute with.
+    fn stored(&self, name: &str, shape: &[usize]) -> Result<&Weight, ModelError> {
         let weight = self.get(name)?;
         if weight.shape != shape {
             let (expected, found) = (shape.to_vec(), weight.shape.clone());
@@ -137,29 +205,40 @@ impl Weights {
             });
         }
         let float = matches!(weight.dtype, DType::F32 | DType::F16 | DType::BF16);
-        let what = if !float && weight.dtype.kind() != Kind::Block {
-            unsupported(name, weight.dtype.name())
-        } else if let Some(scale) = self.scale_of(name) {
-            format!(
-                "tensor {} is to be multiplied with tensor {}, which is not supported; use a file without such scales",
-                shown(name),
-                shown(&scale)
-            )
-        } else {
-            return Ok(weight);
-        };
-        let holds = |file: &&ModelFile| std::ptr::eq(file.mapping.bytes(), weight.mapping.bytes());
-        let file = self.files.iter().find(holds);
-        Err(ModelError::Unsupported {
-            file: file.map_or_else(String::new, |file| file.name.clone()),
-            what,
-        })
+        match float || weight.dtype.kind() == Kind::Block {
+            true => Ok(weight),
+            false => Err(self.refused(weight, unsupported(name, weight.dtype.name()))),
+        }
     }
 
-    /// The tensor that scales this one as a whole, if there is one.
+    fn is_scaled(&self, name: &str, weight: &Weight, scale: &str) -> ModelError {
+        let what = format!(
+            "tensor {} is to be multiplied with tensor {}, which is not supported; use a file without such scales",
+            shown(name),
+            shown(scale)
+        );
+        self.refused(weight, what)
+    }
+
+    fn refused(&self, weight: &Weight, what: String) -> ModelError {
+        let holds = |file: &&ModelFile| std::ptr::eq(file.mapping.bytes(), weight.mapping.bytes());
+        let file = self.files.iter().find(holds);
+        ModelError::Unsupported {
+            file: file.map_or_else(String::new, |file| file.name.clone()),
+            what,
+        }
+    }
+
+    /// The tensor that scales this one, if there is one. DeepSeek's and transformers' files have `NAME_scale_inv` (which is the
+    /// scale itself), others `NAME_scale`; llama.cpp's of NVFP4 have `NAME.scale` beside `NAME.weight`.
     fn scale_of(&self, name: &str) -> Option<String> {
-        let scale = format!("{}.scale", name.strip_suffix(".weight")?);
-        self.contains(&scale).then_some(scale)
+        let of_llama = name.strip_suffix(".weight");
+        let of_llama = of_llama.map(|name| format!("{name}.scale"));
+        let mut all = ["_scale_inv", "_scale"]
+            .map(|end| format!("{name}{end}"))
+            .into_iter()
+            .chain(of_llama);
+        all.find(|scale| self.contains(scale))
     }
 
     /// Whether there is a tensor of this name, supported or not.
@@ -327,7 +406,7 @@ impl Weights {
 
 fn unsupported(tensor: &str, dtype: &str) -> String {
     format!(
-        "tensor {} is stored as {dtype}, which is not supported; use a model in f32, f16, bf16, q8_0, q4_0 or q4_k",
+        "tensor {} is stored as {dtype}, which is not supported; use a model in f32, f16, bf16, f8_e4m3, q8_0, q4_0 or q4_k",
         shown(tensor)
     )
 }

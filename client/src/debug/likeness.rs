@@ -7,7 +7,7 @@ use prost::Message;
 
 use super::{
     recording::{Recorded, Recording, are_told},
-    tolerance::tolerance,
+    tolerance::{rounds_others, tolerance},
 };
 use crate::tensor::{Comparison, HostTensor};
 
@@ -133,7 +133,7 @@ fn reads_blocks(head: &v1::CaptureHead) -> impl Fn(&v1::CapturedNode) -> bool {
     let graph = v1::Graph::decode(head.graph.as_slice()).unwrap_or_default();
     let is_block = |input: &v1::GraphInput| match &input.spec {
         Some(v1::graph_input::Spec::Tensor(spec)) => {
-            DType::from_name(&spec.dtype).is_some_and(DType::is_block)
+            DType::from_name(&spec.dtype).is_some_and(rounds_others)
         }
         _ => false,
     };

@@ -8,14 +8,14 @@ mod axes;
 use std::collections::{BTreeSet, HashMap};
 
 use hotcell_graph::{
-    CacheSpec, DType, Dim, Graph, GraphBuilder, GraphError, Shape, Value,
+    CacheSpec, Dim, Graph, GraphBuilder, GraphError, Shape, Value,
     graph::{Input, Node},
     op::{Attribute, Effect, ValueSpec},
 };
 use hotcell_proto::error::{Error, Reason};
 
 use self::axes::{all_axes, elements, sliced};
-use crate::tensor::HostTensor;
+use crate::{debug::tolerance::rounds_others, tensor::HostTensor};
 
 /// How many generations of nodes before the one that fails are taken in, before it is given up.
 const GENERATIONS: usize = 16;
@@ -433,13 +433,13 @@ impl Case {
     /// Whether a node reads weights in blocks.
     pub fn reads_blocks(&self) -> bool {
         let mut all = self.inputs.iter().map(|value| value.spec().dtype);
-        all.any(DType::is_block)
+        all.any(rounds_others)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use hotcell_graph::TensorSpec;
+    use hotcell_graph::{DType, TensorSpec};
 
     use super::*;
 

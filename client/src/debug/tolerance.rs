@@ -3,9 +3,14 @@
 
 use hotcell_graph::DType;
 
+/// Whether the other factor of a product may be rounded as well: with weights in blocks of several.
+pub fn rounds_others(weights: DType) -> bool {
+    weights.block_len() > 1
+}
+
 /// Greatest normalised mean squared error of an op's results of this dtype.
 ///
-/// f64 is held to more than the square of an f32's rounding: computing it in f32 must not pass. With `blocks`, a block type
+/// f64 is held to more than the square of an f32's rounding: computing it in f32 must not pass. With `blocks`, one of [`rounds_others`]
 /// among the inputs, a product may round the other factor to 8 bits, as ggml does and with ggml's bound.
 pub fn tolerance(op: &str, dtype: DType, blocks: bool) -> f64 {
     let sums = matches!(
@@ -13,6 +18,8 @@ pub fn tolerance(op: &str, dtype: DType, blocks: bool) -> f64 {
         "matmul"
             | "mul_mat"
             | "mul_mat_id"
+            | "mul_mat_scaled"
+            | "mul_mat_id_scaled"
             | "addmm"
             | "gather_mm"
             | "conv"

@@ -198,6 +198,31 @@ impl Tensor {
         one("mul_mat_id", &[Some(self), Some(x), Some(ids)], vec![])
     }
 
+    /// `self` f32 `[m, k]` times weights `[n, k]` with a scale, f32, for each `height` × `width` of them: `[m, n]`.
+    pub fn mul_mat_scaled(
+        &self,
+        w: &Tensor,
+        scales: &Tensor,
+        [height, width]: [usize; 2],
+    ) -> Tensor {
+        let attributes = vec![Attribute::Int(height as i64), Attribute::Int(width as i64)];
+        let inputs = [Some(self), Some(w), Some(scales)];
+        one("mul_mat_scaled", &inputs, attributes)
+    }
+
+    /// [`Tensor::mul_mat_id`] with experts that have a scale, f32, for each `height` × `width` of their weights.
+    pub fn mul_mat_id_scaled(
+        &self,
+        x: &Tensor,
+        ids: &Tensor,
+        scales: &Tensor,
+        [height, width]: [usize; 2],
+    ) -> Tensor {
+        let attributes = vec![Attribute::Int(height as i64), Attribute::Int(width as i64)];
+        let inputs = [Some(self), Some(x), Some(ids), Some(scales)];
+        one("mul_mat_id_scaled", &inputs, attributes)
+    }
+
     /// `self[lhs] @ other[rhs]`, of matrices that `lhs` and `rhs` name among all; none: each where it stands.
     pub fn gather_mm(&self, other: &Tensor, lhs: Option<&Tensor>, rhs: Option<&Tensor>) -> Tensor {
         // Whether they are sorted is a hint that changes nothing.

@@ -197,6 +197,19 @@ fn made() -> Vec<(&'static str, Tensor)> {
             "mul_mat_id",
             experts.mul_mat_id(&host::<f32>(&[2, 1, 3]), &i),
         ),
+        (
+            "mul_mat_scaled",
+            x.mul_mat_scaled(&host::<f32>(&[3, 2]), &host::<f32>(&[2, 1]), [2, 2]),
+        ),
+        (
+            "mul_mat_id_scaled",
+            experts.mul_mat_id_scaled(
+                &host::<f32>(&[2, 1, 3]),
+                &i,
+                &host::<f32>(&[2, 1, 2]),
+                [2, 2],
+            ),
+        ),
         ("addmm", x.addmm(&x, &y, 1.0, 1.0)),
         ("gather_mm", x.gather_mm(&y, None, None)),
         ("conv", image.conv(&kernel, None, &ConvOptions::default())),

@@ -41,6 +41,7 @@ pub const fn is_weight_dtype(dtype: DType) -> bool {
         DType::F32
             | DType::F16
             | DType::BF16
+            | DType::F8E4M3
             | DType::Q8_0
             | DType::Q4_0
             | DType::Q4_1
@@ -87,6 +88,11 @@ pub fn dequantize_row(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         DType::BF16 => {
             for (b, o) in bytes.as_chunks::<2>().0.iter().zip(out) {
                 *o = bf16_to_f32(u16::from_le_bytes(*b));
+            }
+        }
+        DType::F8E4M3 => {
+            for (&b, o) in bytes.iter().zip(out) {
+                *o = e4m3(b);
             }
         }
         DType::Q8_0 => each(out, q8_0),
@@ -235,11 +241,21 @@ fn mxfp4(b: &[u8], out: &mut [f32]) {
     }
 }
 
+/// What E4M3 says: a half-precision number with the same exponent and mantissa is 2^-8 of it. Source: OCP's 8-bit floating
+/// point (OFP8) 1.0, which has one NaN and no infinity.
+fn e4m3(x: u8) -> f32 {
+    let sign = u16::from(x & 0x80) << 8;
+    match x & 0x7f {
+        0x7f => f32::NAN,
+        rest => f16_to_f32(sign | u16::from(rest) << 7) * 256.0,
+    }
+}
+
 /// Half of what E4M3 says. As in ggml, a sign does not count, and the NaN that has none is 0.
 fn half_e4m3(x: u8) -> f32 {
     match x {
         0x7f => 0.0,
-        // A half-precision number with the same exponent and mantissa is 2^-8 of it.
+        // Where it says a number, half of it: see `e4m3`.
         _ => f16_to_f32(u16::from(x & 0x7f) << 7) * 128.0,
     }
 }

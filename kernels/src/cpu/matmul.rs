@@ -9,7 +9,9 @@
 //! output's place in a vector, nor the instruction path. Every operation, `f32(…)` of an integer among
 //! them, is rounded once, to nearest even.
 //!
-//! - **F32, F16, BF16**: the weight is converted to `f32` exactly; `acc = fma(w_k, x_k, acc)` for every `k`.
+//! - **F32, F16, BF16, F8_E4M3**: the weight is converted to `f32` exactly; `acc = fma(w_k, x_k, acc)` for every `k`. Where
+//!   rectangles of weights have scales, `x_k` is the activation times the scale, rounded, or the output is multiplied
+//!   ([`rectangles`]).
 //! - **32-element blocks**, with `S = Σ w_q · q` exact, where `w_q` is the signed integer weight (Q4_0:
 //!   nibble − 8, Q5_0: five bits − 16, Q8_0: the byte; Q4_1, Q5_1: the unsigned four or five bits), and
 //!   `d`, `m` the block's scale and minimum: `acc = fma(f32(S) · da, d, acc)`; for Q4_1 and Q5_1 then
@@ -57,6 +59,7 @@ mod format;
 pub mod pack;
 mod place;
 mod q6_k;
+pub mod rectangles;
 mod simd;
 
 use drive::Job;
@@ -285,6 +288,7 @@ formats! {
     F32  => Plain<format::F32, 1>, on_path;
     F16  => Plain<format::F16, 2>, on_path;
     BF16 => Plain<format::BF16, 2>, on_bf16;
+    F8E4M3 => Plain<format::E4M3, 4>, on_path;
     Q4_0 => block32::Nibbles<false, false>, on_tiles;
     Q4_1 => block32::Nibbles<false, true>, on_tiles;
     Q5_0 => block32::Nibbles<true, false>, on_tiles;

@@ -1,13 +1,13 @@
 //! Element types: plain dtypes and the GGUF block types.
 //!
-//! Sources: MLX's fourteen plain dtypes; GGUF v3 type ids and block layouts. A block type packs
-//! `block_len` elements of the innermost axis into `block_bytes` bytes; every other axis is plain.
+//! Sources: MLX's fourteen plain dtypes; GGUF v3 type ids and block layouts; E4M3 of OCP's 8-bit floating point (OFP8) 1.0. A block
+//! type packs `block_len` elements of the innermost axis into `block_bytes` bytes; every other axis is plain.
 
 use std::fmt;
 
 macro_rules! dtypes {
     ($($variant:ident $name:literal $gguf:expr, $len:literal, $bytes:literal, $kind:ident;)*) => {
-        /// An element type. Plain types have a block length of 1.
+        /// An element type. Plain types, and `f8_e4m3`, have a block length of 1.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum DType { $(#[doc = concat!("`", $name, "`")] $variant,)* }
 
@@ -46,7 +46,8 @@ pub enum Kind {
     Float,
     /// Complex numbers.
     Complex,
-    /// Quantised blocks; only matrix multiplication, `take` and `cast` read them.
+    /// Stored more tightly than it is computed with: quantised blocks, and numbers of 8 bits, which are blocks of one. Only matrix
+    /// multiplication, `take` and `cast` read them.
     Block,
 }
 
@@ -89,6 +90,7 @@ dtypes! {
     IQ1M "iq1_m" Some(29), 256, 56, Block;
     TQ1_0 "tq1_0" Some(34), 256, 54, Block;
     TQ2_0 "tq2_0" Some(35), 256, 66, Block;
+    F8E4M3 "f8_e4m3" None, 1, 1, Block;
 }
 
 impl DType {
@@ -108,9 +110,9 @@ impl DType {
         DType::ALL.iter().copied().find(|d| d.gguf_id() == Some(id))
     }
 
-    /// Whether elements are packed into quantised blocks.
+    /// Whether it is of the kind [`Kind::Block`].
     pub const fn is_block(self) -> bool {
-        self.block_len() > 1
+        matches!(self.kind(), Kind::Block)
     }
 
     /// Whether this is a block type that floats can be cast to: those whose rule GGUF's own package writes down.

@@ -27,6 +27,7 @@ pub mod reduce;
 pub mod resample;
 pub mod rope;
 pub mod rules;
+pub mod scaled;
 pub mod shape;
 pub mod sort;
 pub mod unary;
@@ -476,6 +477,7 @@ pub fn catalogue() -> impl Iterator<Item = &'static OpRow> {
         place::ROWS,
         sort::ROWS,
         matmul::ROWS,
+        scaled::ROWS,
         contract::ROWS,
         conv::ROWS,
         image::ROWS,

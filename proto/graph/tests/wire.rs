@@ -580,6 +580,17 @@ fn hints(op: &str) -> &'static [(DType, &'static [usize])] {
             (DType::F32, &[2, 1, 32]),
             (DType::I32, &[2, 3]),
         ],
+        "mul_mat_scaled" => &[
+            (DType::F32, &[2, 5]),
+            (DType::F8E4M3, &[3, 5]),
+            (DType::F32, &[1, 1]),
+        ],
+        "mul_mat_id_scaled" => &[
+            (DType::F8E4M3, &[4, 3, 5]),
+            (DType::F32, &[2, 1, 5]),
+            (DType::I32, &[2, 3]),
+            (DType::F32, &[4, 1, 1]),
+        ],
         "slice_update" => &[(DType::F32, &[3]), (DType::F32, &[1])],
         "slice_dynamic" => &[(DType::F32, &[3]), (DType::I32, &[1])],
         "slice_update_dynamic" => &[(DType::F32, &[3]), (DType::F32, &[2]), (DType::I32, &[1])],

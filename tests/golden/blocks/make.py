@@ -7,12 +7,14 @@ One safetensors file per type:
                                           F16 and BF16 only values that the type holds are stored)
 
 The values are computed without fused multiply-add: (d * q) rounded, then the minimum subtracted or added.
-Every value is finite or an infinity of F16, BF16 or MXFP4; there are no NaNs.
+Every value is finite or an infinity of F16, BF16 or MXFP4; there are no NaNs but those of F8_E4M3, which GGUF does not have: of it there
+are all numbers, as PyTorch reads them.
 """
 
 from pathlib import Path
 
 import numpy as np
+import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as T, quants
 from safetensors.numpy import save_file
 
@@ -205,6 +207,11 @@ def main():
             tensors["source"] = source
         save_file(tensors, HERE / f"{qtype.name.lower()}.safetensors")
         print(qtype.name, raw.shape, values.shape)
+
+    every = np.arange(256, dtype=np.uint8).reshape(256, 1)
+    values = torch.from_numpy(every).view(torch.float8_e4m3fn).float().numpy()
+    assert np.isnan(values).sum() == 2
+    save_file({"raw": every, "values": values}, HERE / "f8_e4m3.safetensors")
 
 
 if __name__ == "__main__":

@@ -36,15 +36,47 @@ def load_file(path):
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    if all(t["dtype"] != "BF16" for name, t in header.items() if name != "__metadata__"):
+    if all(t["dtype"] not in ("BF16", "F8_E4M3") for name, t in header.items() if name != "__metadata__"):
         return load_arrays(path)
     arrays = {}
     for name, t in header.items():
         if name != "__metadata__":
             begin, end = (8 + size + offset for offset in t["data_offsets"])
-            halves = np.frombuffer(data[begin:end], dtype="<u2").astype(np.uint32) << 16
-            arrays[name] = halves.view(np.float32).reshape(t["shape"])
+            if t["dtype"] == "F8_E4M3":
+                values = E4M3[np.frombuffer(data[begin:end], dtype=np.uint8)]
+            elif t["dtype"] == "BF16":
+                values = (np.frombuffer(data[begin:end], dtype="<u2").astype(np.uint32) << 16).view(np.float32)
+            else:
+                values = np.frombuffer(data[begin:end], dtype="<f4")
+            arrays[name] = values.reshape(t["shape"])
     return arrays
+
+
+def e4m3(code):
+    """Sign, four bits of exponent, three of mantissa; all ones are no number."""
+    e, m = code >> 3 & 15, code & 7
+    value = np.nan if code & 127 == 127 else m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10)
+    return -value if code >> 7 else value
+
+
+E4M3 = np.array([e4m3(code) for code in range(256)])
+
+
+def unscaled(tensors, rectangle):
+    """Matrices times their scales, each found by where a weight is."""
+    out = {}
+    for name, w in tensors.items():
+        if name.endswith(("_scale", "_scale_inv")):
+            continue
+        scales = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
+        if scales is not None:
+            scales = scales.reshape(1, 1) if scales.size == 1 else scales
+            down, across = scales.shape
+            height, width = rectangle if rectangle else (-(-w.shape[0] // down), -(-w.shape[1] // across))
+            rows, columns = np.indices(w.shape)
+            w = w * scales[rows // height, columns // width]
+        out[name] = w
+    return out
 
 
 def stack_experts(tensors):
@@ -133,6 +165,7 @@ def read_folder(folder, config="config.json"):
     tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors |= {k: v.astype(np.float64) for k, v in load_file(path).items()}
+    tensors = unscaled(tensors, c.get("quantization_config", {}).get("weight_block_size"))
     tensors = stack_experts(tensors)
     window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
     other = {}

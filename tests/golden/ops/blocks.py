@@ -1,6 +1,7 @@
-"""Random tensors of the block types, with their values by the `gguf` package."""
+"""Random tensors of the block types, with their values by the `gguf` package, of f8_e4m3 by PyTorch."""
 
 import numpy as np
+import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from common import T
@@ -33,6 +34,8 @@ TYPES = {
 # Those that `gguf` encodes.
 ENCODED = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "tq1_0", "tq2_0"]
 BYTES = {name: GGML_QUANT_SIZES[qtype][1] for name, (qtype, *_) in TYPES.items()}
+# A block is one number; here as many as others have.
+TYPES["f8_e4m3"], BYTES["f8_e4m3"] = (None, 32, []), 32
 # Scales of one byte: where they are, and which are near 0.01.
 BYTE_SCALES = {"mxfp4": (slice(0, 1), 118, 122), "nvfp4": (slice(0, 4), 4, 16)}
 
@@ -52,5 +55,9 @@ def block(r, dtype, rows, columns):
         d = r.uniform(-0.02, 0.02, count).astype(np.float16).view(np.uint16)
         for i in range(4):
             raw[:, 49 + 2 * i] = raw[:, 49 + 2 * i] & 15 | (d >> (4 * i) & 15).astype(np.uint8) << 4
-    values = quants.dequantize(raw, qtype).astype(np.float64)
+    if qtype is None:
+        raw[(raw & 127) == 127] = 0
+        values = torch.from_numpy(raw).view(torch.float8_e4m3fn).double().numpy()
+    else:
+        values = quants.dequantize(raw, qtype).astype(np.float64)
     return T(dtype, None, [rows, columns], raw.tobytes()), values.reshape(rows, columns)

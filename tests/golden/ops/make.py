@@ -29,12 +29,13 @@ import placement
 import products
 import quantised
 import recurrent
+import scaled
 import transformer
 
 
 def main():
     books = {}
-    for module in (elementwise, linear, movement, numeric, placement, products, quantised, recurrent, transformer):
+    for module in (elementwise, linear, movement, numeric, placement, products, quantised, recurrent, scaled, transformer):
         module.fill(books)
     for book in books.values():
         book.write(Path(__file__).parent)

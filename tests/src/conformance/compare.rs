@@ -2,7 +2,7 @@
 
 use hotcell_graph::{DType, dtype::Kind};
 
-pub use hotcell_client::debug::tolerance;
+pub use hotcell_client::debug::{rounds_others, tolerance};
 
 use super::Check;
 

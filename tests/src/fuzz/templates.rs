@@ -18,7 +18,7 @@ pub struct Template {
 const SIZES: [usize; 7] = [1, 2, 3, 4, 8, 17, 0];
 const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 const INDICES: [DType; 4] = [DType::I32, DType::U32, DType::I64, DType::U8];
-const WEIGHTS: [DType; 13] = [
+const WEIGHTS: [DType; 14] = [
     DType::F32,
     DType::F16,
     DType::BF16,
@@ -32,6 +32,7 @@ const WEIGHTS: [DType; 13] = [
     DType::Q3K,
     DType::IQ4NL,
     DType::IQ1M,
+    DType::F8E4M3,
 ];
 
 fn tensor(dtype: DType, dims: &[Dim]) -> ValueSpec {

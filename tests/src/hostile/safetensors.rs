@@ -260,6 +260,7 @@ fn fields() -> Vec<Case> {
         "I8",
         "BOOL",
         "F8_E4M3",
+        "F8_E5M2",
         "F4",
         "C64",
         "pickle",

@@ -1,7 +1,10 @@
 //! Random weights of every weight dtype, any part of a tensor at a time: what a block holds depends on its place only.
 
 use hotcell_graph::DType;
-use hotcell_kernels::cpu::lanes::{f16_to_f32, f32_to_bf16, f32_to_f16};
+use hotcell_kernels::cpu::{
+    dequant::is_weight_dtype,
+    lanes::{f16_to_f32, f32_to_bf16, f32_to_f16},
+};
 
 use crate::chance::nth;
 
@@ -115,6 +118,11 @@ pub fn fill(dtype: DType, key: u64, first: u64, deviation: f32, out: &mut [u8]) 
     }
 }
 
+/// Whether there is such a dtype in GGUF, to compute with.
+pub(super) fn is_writable(dtype: DType) -> bool {
+    is_weight_dtype(dtype) && dtype.gguf_id().is_some()
+}
+
 /// The standard deviation of weights whose blocks' scale is 1.
 fn unit(dtype: DType) -> f32 {
     match dtype {
@@ -213,7 +221,7 @@ fn scales(eight: [u8; 8]) -> [u8; 12] {
 
 #[cfg(test)]
 mod tests {
-    use hotcell_kernels::cpu::dequant::{dequantize_row, is_weight_dtype};
+    use hotcell_kernels::cpu::dequant::dequantize_row;
 
     use super::*;
 
@@ -227,7 +235,7 @@ mod tests {
 
     fn weights() -> impl Iterator<Item = DType> {
         let all = DType::ALL.iter().copied();
-        all.filter(|dtype| is_weight_dtype(*dtype))
+        all.filter(|dtype| is_writable(*dtype))
     }
 
     #[test]

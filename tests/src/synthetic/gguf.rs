@@ -10,11 +10,10 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use hotcell_graph::DType;
-use hotcell_kernels::cpu::dequant::is_weight_dtype;
 use hotcell_worker::weights::NameScheme;
 use testing::{Value, Writer};
 
-use super::{Measures, Part, Tensor, blocks, vocabulary::Vocabulary};
+use super::{Measures, Part, Tensor, blocks, blocks::is_writable, vocabulary::Vocabulary};
 use crate::chance::nth;
 
 // The writer that the reader's own tests use; it depends on nothing.
@@ -43,14 +42,14 @@ impl Weights {
         if name == "q4_k_m" {
             return Some(Self::Q4KM);
         }
-        let dtype = DType::from_name(name).filter(|dtype| is_weight_dtype(*dtype));
+        let dtype = DType::from_name(name).filter(|dtype| is_writable(*dtype));
         dtype.map(Self::Pure)
     }
 
     /// All names.
     pub fn names() -> Vec<&'static str> {
         let all = DType::ALL.iter().copied();
-        let dtypes = all.filter(|dtype| is_weight_dtype(*dtype));
+        let dtypes = all.filter(|dtype| is_writable(*dtype));
         dtypes.map(DType::name).chain(["q4_k_m"]).collect()
     }
 

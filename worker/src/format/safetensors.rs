@@ -103,6 +103,7 @@ fn stored_dtype(dtype: Dtype) -> StoredDType {
         Dtype::I16 => DType::I16,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
+        Dtype::F8_E4M3 => DType::F8E4M3,
         Dtype::U32 => DType::U32,
         Dtype::I32 => DType::I32,
         Dtype::F32 => DType::F32,

@@ -7,6 +7,7 @@ mod experts;
 #[cfg(test)]
 mod family_tests;
 mod fields;
+mod floats8;
 mod gemma3;
 mod rope;
 #[cfg(test)]
@@ -203,6 +204,8 @@ pub struct ModelConfig {
     pub o_bias: bool,
     /// Whether query and key heads are normed.
     pub qk_norm: bool,
+    /// Height and width of the rectangles of weights that have a scale each, where some have more than one for each row.
+    pub scale_rectangle: Option<[usize; 2]>,
     /// The token that begins a text, if the model has one.
     pub bos: Option<u32>,
     /// The tokens that end one, without repetition.
@@ -233,6 +236,7 @@ impl ModelConfig {
         let row = hugging_face_row(fields)?;
         refuse_hugging_face(fields, row)?;
         let mut model = sizes(fields, row)?;
+        model.scale_rectangle = floats8::from_hugging_face(fields)?;
         if row.architecture == Architecture::Gemma3 {
             gemma3::from_hugging_face(fields, &mut model)?;
         } else {
@@ -450,6 +454,7 @@ fn sizes(fields: Fields<'_>, row: &Row) -> Checked<ModelConfig> {
         qkv_bias: row.qkv_bias,
         o_bias: false,
         qk_norm: row.qk_norm,
+        scale_rectangle: None,
         bos: None,
         eos: Vec::new(),
     })
@@ -484,15 +489,6 @@ fn refuse_hugging_face(fields: Fields<'_>, row: &Row) -> Checked<()> {
             "mlp_bias is not supported; use a model without biases in its feed-forward layers"
                 .to_owned(),
         ));
-    }
-    if let Some(quantised) = fields.json("quantization_config") {
-        let method = quantised
-            .get("quant_method")
-            .map_or_else(|| "an unnamed method".to_owned(), brief);
-        let what = format!(
-            "weights quantised with {method} are not supported; use the original model or a GGUF file"
-        );
-        return Err(fields.unsupported(what));
     }
     Ok(())
 }

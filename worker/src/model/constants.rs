@@ -1,4 +1,4 @@
-//! Buffers of what is not read in place: small weights converted, experts copied together.
+//! Buffers of what is not read in place: small weights and scales converted, experts copied together.
 
 use std::{ops::Range, rc::Rc};
 
@@ -10,7 +10,7 @@ use hotcell_kernels::{
 
 use super::{
     run::RunError,
-    weave::{BuildError, Piece},
+    weave::{Bands, BuildError, Piece},
 };
 use crate::weights::{Weight, Weights};
 
@@ -64,6 +64,33 @@ pub(super) fn vector(
         values.drain(..elements.start.min(values.len()));
     }
     Ok(values)
+}
+
+/// Scales of rectangles of weights.
+pub(super) fn scales(weights: &Weights, bands: &[Bands]) -> Result<Vec<f32>, RunError> {
+    let mut all = Vec::new();
+    // Those of one tensor follow each other.
+    let mut read: Option<(&str, Vec<f32>)> = None;
+    for Bands {
+        name,
+        across,
+        bands,
+    } in bands
+    {
+        if read.as_ref().is_none_or(|(of, _)| of != name) {
+            read = Some((name, vector(weights, name, None)?));
+        }
+        let values = read.as_ref().map_or(&[][..], |(_, values)| values);
+        for &band in bands {
+            let values = (band.checked_mul(*across))
+                .and_then(|start| values.get(start..)?.get(..*across))
+                .ok_or_else(|| {
+                    DeviceError::Binding(format!("{name} has no {across} scales at {band}"))
+                })?;
+            all.extend_from_slice(values);
+        }
+    }
+    Ok(all)
 }
 
 /// Memory that was filled once.

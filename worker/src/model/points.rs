@@ -74,7 +74,9 @@ fn named(graph: &Graph) -> Vec<Named> {
         let mut weight = String::new();
         for input in inputs {
             layer = layer.max(layer_of(&input.name));
-            if input.constant && matches!(input.spec, ValueSpec::Tensor(_)) {
+            // Of several the first: the others scale it.
+            let is_weight = input.constant && matches!(input.spec, ValueSpec::Tensor(_));
+            if is_weight && weight.is_empty() {
                 weight.clone_from(&input.name);
             }
             mixed |= matches!(input.spec, ValueSpec::Cache(_));

@@ -9,7 +9,7 @@ use super::{
     config::Experts,
     llama,
     parts::{Rows, feed_forward},
-    weave::{BuildError, Piece, Weaver},
+    weave::{BuildError, Matrix, Piece, Weaver},
 };
 
 /// A layer: the residual stream `[rows, hidden]` before it to that after it.
@@ -58,7 +58,7 @@ fn mixture(
     let down = stacked(w, &down, count, (hidden, intermediate), |expert| {
         names.expert_down(layer, expert)
     })?;
-    let given = w.builder.mul_mat_id(down, inner, ids)?;
+    let given = w.product_of_experts(down, inner, ids)?;
     // Not after the sum, whose order depends on how many columns it has.
     let given = w.gathered(share, given, hidden)?;
     let weights = w.builder.reshape(weights, Shape::rows(&[used, 1])?)?;
@@ -104,7 +104,7 @@ fn gates(
         let part = share.of(n);
         let shape = [count, 2 * n, k];
         let both = match share.divides(n).then(|| share.range(n)) {
-            None => w.weight(&both, &shape)?,
+            None => w.matrix(Piece::all(&both), &shape, &shape)?,
             Some(own) => {
                 // The same rows of both halves.
                 let halves = (0..2 * count).map(|half| half * n);
@@ -115,7 +115,7 @@ fn gates(
                 w.stack(halves.map(piece).collect(), &shape, &[count, 2 * part, k])?
             }
         };
-        let both = w.builder.mul_mat_id(both, x, ids)?;
+        let both = w.product_of_experts(both, x, ids)?;
         let halves = w.builder.split(both, &[part as i64, part as i64], -1)?;
         if let &[gate, up] = halves.as_slice() {
             return Ok((gate, up));
@@ -127,8 +127,8 @@ fn gates(
     let up = stacked(w, &names.up_experts(layer), count, (n, k), |expert| {
         names.expert_up(layer, expert)
     })?;
-    let gate = w.builder.mul_mat_id(gate, x, ids)?;
-    let up = w.builder.mul_mat_id(up, x, ids)?;
+    let gate = w.product_of_experts(gate, x, ids)?;
+    let up = w.product_of_experts(up, x, ids)?;
     Ok((gate, up))
 }
 
@@ -140,7 +140,7 @@ fn stacked(
     count: usize,
     (n, k): (usize, usize),
     single: impl Fn(usize) -> String,
-) -> Result<Value, BuildError> {
+) -> Result<Matrix, BuildError> {
     let share = w.shape.parts.columns();
     let own = share.divides(n).then(|| share.range(n));
     let shape = [count, share.of(n), k];
@@ -152,7 +152,7 @@ fn stacked(
         return w.stack((0..count).map(piece).collect(), &[n, k], &shape);
     }
     let Some(own) = own else {
-        return w.weight(name, &shape);
+        return w.matrix(Piece::all(name), &shape, &shape);
     };
     let piece = |expert: usize| Piece {
         name: name.to_owned(),

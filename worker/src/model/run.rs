@@ -40,7 +40,7 @@ use whole::Whole;
 
 use super::{
     config::Rope,
-    constants::{f32_buffer, vector},
+    constants::{f32_buffer, scales, vector},
     graph::{body, ending, head},
     weave::{BuildError, Pattern, Source, Sourced},
 };
@@ -253,6 +253,11 @@ impl Runner {
                     Source::OneAnd(name) => {
                         let mut values = vector(weights, name, None)?;
                         values.iter_mut().for_each(|value| *value += 1.0);
+                        f32_buffer(device, name, &values)?
+                    }
+                    Source::Scales(bands) => {
+                        let values = scales(weights, bands)?;
+                        let name = bands.first().map_or("scales", |bands| &bands.name);
                         f32_buffer(device, name, &values)?
                     }
                     Source::Frequencies => frequencies(&config.rope)?,

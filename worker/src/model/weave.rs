@@ -32,6 +32,8 @@ pub enum Source {
     },
     /// The same plus one: a norm whose file holds what is over one.
     OneAnd(String),
+    /// Scales of rectangles of weights, converted to f32.
+    Scales(Vec<Bands>),
     /// The inverse frequencies of the positions.
     Frequencies,
     /// Those of the layers that have others.
@@ -63,6 +65,34 @@ pub struct Piece {
     pub name: String,
     /// Which rows, counted through all dimensions but the last; none: all.
     pub rows: Option<Range<usize>>,
+}
+
+impl Piece {
+    /// All of a weight.
+    pub fn all(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            rows: None,
+        }
+    }
+}
+
+/// Scales of a weight, or of some rows of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bands {
+    /// The name of the tensor of scales.
+    pub name: String,
+    /// How many there are side by side.
+    pub across: usize,
+    /// Which bands of them, counted through all dimensions but the last, one after another.
+    pub bands: Vec<usize>,
+}
+
+/// Weights to multiply with, and their scales if they have any.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix {
+    w: Value,
+    scales: Option<(Value, [i64; 2])>,
 }
 
 /// A graph and where each of its inputs comes from.
@@ -142,31 +172,128 @@ impl<'a> Weaver<'a> {
         self.constant(source, name, dtype, shape)
     }
 
+    /// Matrices of this shape to multiply with, in place, or some rows of them.
+    pub fn matrix(
+        &mut self,
+        piece: Piece,
+        whole: &[usize],
+        shape: &[usize],
+    ) -> Result<Matrix, BuildError> {
+        let source = Source::Weight {
+            name: piece.name.clone(),
+            rows: piece.rows.clone(),
+        };
+        self.scaled(source, &[piece], whole, shape)
+    }
+
     /// Pieces of weights that have one shape and dtype, one after another, which together have another shape.
     pub fn stack(
         &mut self,
         pieces: Vec<Piece>,
         each: &[usize],
         shape: &[usize],
-    ) -> Result<Value, BuildError> {
-        let mut dtype = None;
-        for Piece { name, .. } in &pieces {
-            let found = self.weights.expect(name, each)?.dtype;
-            let first = *dtype.get_or_insert(found);
+    ) -> Result<Matrix, BuildError> {
+        self.scaled(Source::Stack(pieces.clone()), &pieces, each, shape)
+    }
+
+    fn scaled(
+        &mut self,
+        source: Source,
+        pieces: &[Piece],
+        each: &[usize],
+        shape: &[usize],
+    ) -> Result<Matrix, BuildError> {
+        let (mut like, mut scales) = (None, Vec::new());
+        for Piece { name, .. } in pieces {
+            let rectangle = self.config.scale_rectangle;
+            let (weight, of) = self.weights.expect_scaled(name, each, rectangle)?;
+            let found = (weight.dtype, of.as_ref().map(|of| [of.height, of.width]));
+            let first = *like.get_or_insert(found);
             if found != first {
+                let differs = match first.0 == found.0 {
+                    true => "is scaled in another way than its likes".to_owned(),
+                    false => format!("is {} and its likes are {}", found.0, first.0),
+                };
                 return Err(BuildError::Model(ModelError::Unsupported {
                     file: "the model's weights".to_owned(),
                     what: format!(
-                        "tensor '{name}' is {found} and its likes are {first}, which is not supported; \
-                         use a model whose experts are stored alike"
+                        "tensor '{name}' {differs}, which is not supported; use a model whose experts are stored alike"
                     ),
                 }));
             }
+            scales.extend(of.map(|of| of.name));
         }
         let name = pieces.first().map(|piece| piece.name.clone());
         let name = name.unwrap_or_default();
-        let dtype = dtype.unwrap_or(DType::F32);
-        self.constant(Source::Stack(pieces), &name, dtype, shape)
+        let (dtype, rectangle) = like.unwrap_or((DType::F32, None));
+        let w = self.constant(source, &name, dtype, shape)?;
+        let scales = match rectangle {
+            None => None,
+            Some(rectangle) => Some(self.scales(pieces, scales, rectangle, each, shape)?),
+        };
+        Ok(Matrix { w, scales })
+    }
+
+    /// The scales of pieces of matrices that together have another shape, and their rectangles.
+    fn scales(
+        &mut self,
+        pieces: &[Piece],
+        names: Vec<String>,
+        [height, width]: [usize; 2],
+        each: &[usize],
+        shape: &[usize],
+    ) -> Result<(Value, [i64; 2]), BuildError> {
+        let ([.., n, k], [before @ .., rows, _]) = (each, shape) else {
+            return Err(GraphError::NoResult.into());
+        };
+        let all: usize = each.iter().rev().skip(1).product();
+        let ranges: Vec<Range<usize>> = pieces
+            .iter()
+            .map(|piece| piece.rows.clone().unwrap_or(0..all))
+            .collect();
+        let of = Heights {
+            n: *n,
+            height,
+            own: height_of_bands(&ranges, height, *n, *rows),
+        };
+        let (height, across) = (of.own, k.div_ceil(width));
+        let bands: Vec<Bands> = (ranges.into_iter().zip(names))
+            .map(|(rows, name)| Bands {
+                bands: of.bands(rows),
+                name,
+                across,
+            })
+            .collect();
+        let name = bands.first().map(|bands| bands.name.clone());
+        let shape = [before, &[rows.div_ceil(height), across]].concat();
+        let source = Source::Scales(bands);
+        let scales = self.constant(source, &name.unwrap_or_default(), DType::F32, &shape)?;
+        Ok((scales, [height as i64, width as i64]))
+    }
+
+    /// `x @ wᵀ`, `[rows, n]`.
+    pub fn product(&mut self, x: Value, matrix: Matrix) -> Result<Value, BuildError> {
+        Ok(match matrix.scales {
+            None => self.builder.mul_mat(x, matrix.w)?,
+            Some((scales, [height, width])) => {
+                (self.builder).mul_mat_scaled(x, matrix.w, scales, height, width)?
+            }
+        })
+    }
+
+    /// `x` times the experts that each token uses.
+    pub fn product_of_experts(
+        &mut self,
+        experts: Matrix,
+        x: Value,
+        ids: Value,
+    ) -> Result<Value, BuildError> {
+        Ok(match experts.scales {
+            None => self.builder.mul_mat_id(experts.w, x, ids)?,
+            Some((scales, [height, width])) => {
+                (self.builder).mul_mat_id_scaled(experts.w, x, ids, scales, height, width)?
+            }
+        })
     }
 
     fn constant(
@@ -240,13 +367,12 @@ impl<'a> Weaver<'a> {
         k: usize,
     ) -> Result<Value, BuildError> {
         let (part, own) = (share.of(n), share.divides(n).then(|| share.range(n)));
-        let dtype = self.weights.expect(weight, &[n, k])?.dtype;
-        let source = Source::Weight {
+        let piece = Piece {
             name: weight.to_owned(),
             rows: own.clone(),
         };
-        let w = self.constant(source, weight, dtype, &[part, k])?;
-        let y = self.builder.mul_mat(x, w)?;
+        let matrix = self.matrix(piece, &[n, k], &[part, k])?;
+        let y = self.product(x, matrix)?;
         let Some(bias) = bias else {
             return Ok(y);
         };
@@ -279,5 +405,96 @@ impl<'a> Weaver<'a> {
         let w = self.vector(source, weight, n)?;
         let eps = f64::from(self.config.rms_eps);
         Ok(self.builder.rms_norm(x, Some(w), eps)?)
+    }
+}
+
+/// How high rectangles are in pieces of matrices: `own` divides `height`.
+struct Heights {
+    /// Rows of a matrix.
+    n: usize,
+    /// Rows of a rectangle of it.
+    height: usize,
+    /// Rows of a rectangle of a piece.
+    own: usize,
+}
+
+impl Heights {
+    /// The bands of scales of a piece, which is some rows of a matrix, or whole ones.
+    fn bands(&self, rows: Range<usize>) -> Vec<usize> {
+        let mut bands = Vec::new();
+        let (mut at, down) = (rows.start, self.n.div_ceil(self.height));
+        while at < rows.end {
+            let (matrix, row) = (at / self.n, at % self.n);
+            bands.push(matrix * down + row / self.height);
+            at += self.own.min(self.n - row);
+        }
+        bands
+    }
+}
+
+/// The greatest height of rectangles in pieces whose matrices have so many `rows`, at which each is within one of `height` in the
+/// matrices `[n, …]` that they are pieces of.
+fn height_of_bands(pieces: &[Range<usize>], height: usize, n: usize, rows: usize) -> usize {
+    let mut own = height;
+    for piece in pieces {
+        own = gcd(own, piece.start % n);
+        // Of several pieces that make a matrix, each begins a rectangle.
+        if piece.len() < rows {
+            own = gcd(own, piece.len());
+        }
+    }
+    own
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    match b {
+        0 => a,
+        _ => gcd(b, a % b),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of each row of the pieces, one after another, the band that its scale is in, by the heights in the pieces.
+    fn of_rows(pieces: &[Range<usize>], height: usize, n: usize, rows: usize) -> Vec<usize> {
+        let own = height_of_bands(pieces, height, n, rows);
+        let of = Heights { n, height, own };
+        let bands: Vec<usize> = pieces.iter().flat_map(|p| of.bands(p.clone())).collect();
+        let down = rows.div_ceil(own);
+        let all: usize = pieces.iter().map(|p| p.len()).sum();
+        assert_eq!(bands.len(), all / rows * down, "bands of whole matrices");
+        (0..all)
+            .map(|row| bands[row / rows * down + row % rows / own])
+            .collect()
+    }
+
+    #[test]
+    fn each_row_has_the_scale_that_it_has_in_its_matrix() {
+        let cases: [(&[Range<usize>], usize, usize, usize); 8] = [
+            // A whole matrix, whose last rectangle is cut off; a half of one where rectangles end, and where they do not.
+            (&[0..300], 128, 300, 300),
+            (&[128..256], 128, 256, 128),
+            (&[1088..2176], 128, 2176, 1088),
+            (&[150..300], 128, 300, 150),
+            // Rectangles of one row, and one for all.
+            (&[7..14], 1, 14, 7),
+            (&[7..14], 14, 14, 7),
+            // Three matrices in place.
+            (&[0..60], 16, 20, 20),
+            // Halves of the gates and projections of two experts: matrices of 40 rows, of which each piece has 10.
+            (&[10..20, 30..40, 50..60, 70..80], 16, 40, 20),
+        ];
+        for (pieces, height, n, rows) in cases {
+            let down = n.div_ceil(height);
+            let expected: Vec<usize> = pieces
+                .iter()
+                .flat_map(|piece| piece.clone())
+                .map(|row| row / n * down + row % n / height)
+                .collect();
+            let found = of_rows(pieces, height, n, rows);
+            assert_eq!(found, expected, "{pieces:?} by {height} of {n}");
+        }
     }
 }

@@ -118,6 +118,40 @@ impl Element<2> for BF16 {
     }
 }
 
+pub(super) struct E4M3;
+
+impl Element<4> for E4M3 {
+    #[inline(always)]
+    unsafe fn convert<S: Simd>(words: S::I) -> [S::F; 4] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            // A half-precision number with the same exponent and mantissa is 2^-8 of it. The one whose exponent and mantissa are
+            // all ones, which is a NaN, gets the upper bit of that exponent as well: no carry leaves a byte.
+            let bits = S::and(words, S::splat_i(0x7f7f_7f7f));
+            let nan = S::add(bits, S::splat_i(0x0101_0101));
+            let nan = S::and(nan, S::splat_i(0x8080_8080_u32 as i32));
+            let bits = S::or(bits, nan);
+            let (signs, rest) = (
+                S::splat_i(0x8000_8000_u32 as i32),
+                S::splat_i(0x7f80_7f80_u32 as i32),
+            );
+            let even = S::or(
+                S::and(S::shl::<8>(words), signs),
+                S::and(S::shl::<7>(bits), rest),
+            );
+            let odd = S::or(S::and(words, signs), S::and(S::shr::<1>(bits), rest));
+            let ([a, c], [b, d]) = (S::halves(even), S::halves(odd));
+            let more = S::splat_f(256.0);
+            [
+                S::mul(a, more),
+                S::mul(b, more),
+                S::mul(c, more),
+                S::mul(d, more),
+            ]
+        }
+    }
+}
+
 /// A plain dtype in blocks of 64 bytes: rows are often a multiple of 4 KiB apart, sixteen of them
 /// then share one set of the first-level cache, and a line that is not used at once is lost.
 pub(super) struct Plain<E, const PER: usize>(PhantomData<E>);

@@ -8,7 +8,7 @@ use hotcell_graph::{
 use super::{
     Entry,
     index::{Indices, wrap},
-    matmul::{prepared, weight_bytes},
+    matmul::{Scaled, prepared, weight_bytes},
     split, unsupported,
 };
 use crate::{
@@ -22,11 +22,18 @@ use crate::{
 };
 
 /// What this file has kernels for.
-pub(super) static ENTRIES: &[Entry] = &[Entry {
-    op: "mul_mat_id",
-    supports: fits,
-    launch: mul_mat_id,
-}];
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "mul_mat_id",
+        supports: fits,
+        launch: mul_mat_id,
+    },
+    Entry {
+        op: "mul_mat_id_scaled",
+        supports: fits,
+        launch: mul_mat_id,
+    },
+];
 
 /// Rows that are gathered for an expert at a time, so that its weights are unpacked once for all of them.
 const GATHERED: usize = 16;
@@ -50,6 +57,7 @@ fn sizes_of(call: &Call<'_>) -> Option<Sizes> {
         ValueSpec::Tensor(w),
         ValueSpec::Tensor(x),
         ValueSpec::Tensor(ids),
+        ..,
     ] = call.inputs
     else {
         return None;
@@ -78,12 +86,14 @@ fn fits(call: &Call<'_>) -> bool {
 }
 
 struct Experts {
+    op: &'static str,
     w: Reg,
     /// The packed form of all experts' weights, which may be bound.
     packed: Option<Reg>,
     x: Reg,
     ids: Indices,
     prepared: Option<Reg>,
+    scaled: Option<Scaled>,
     out: Reg,
     scratch: Reg,
     /// Scratch bytes of one part: gathered rows, their sums, and the choices by experts.
@@ -155,7 +165,7 @@ impl Kernel for Experts {
                     }
                     Err(id) => {
                         if part == 0 {
-                            run.index_out_of_range("mul_mat_id", id, experts);
+                            run.index_out_of_range(self.op, id, experts);
                         }
                         let row = out.add(choice * n + columns.start);
                         row.write_bytes(0, width);
@@ -196,7 +206,13 @@ impl Kernel for Experts {
                     prepared,
                     rows,
                 };
-                product.run(run.path, 0..width, sums, width);
+                match &self.scaled {
+                    None => product.run(run.path, 0..width, sums, width),
+                    Some(scaled) => {
+                        let first = [expert, columns.start];
+                        scaled.run(run, part, &product, first, (0..width, sums, width));
+                    }
+                }
                 for (i, &choice) in chosen.iter().enumerate() {
                     let (_, choice) = parts_of(choice);
                     let to = out.add(choice * n + columns.start);
@@ -221,7 +237,7 @@ fn mul_mat_id(
     ins: &[Reg],
     outs: &[Reg],
 ) -> Result<(), DeviceError> {
-    let (Some(sizes), &[w, x, ids], &[out]) = (sizes_of(call), ins, outs) else {
+    let (Some(sizes), &[w, x, ids, ref scales @ ..], &[out]) = (sizes_of(call), ins, outs) else {
         return Err(unsupported(call));
     };
     let Sizes {
@@ -235,6 +251,10 @@ fn mul_mat_id(
         ..
     } = sizes;
     let per_token = if shared { 1 } else { used };
+    let scaled = match *scales {
+        [] => None,
+        [reg, ..] => Some(Scaled::of(launcher, call, reg, [n, k], GATHERED)?),
+    };
     let prepared = prepared(launcher, dtype, x, (tokens, per_token), k);
     let row_bytes = match prepared {
         Some(_) => scratch_bytes(dtype, k),
@@ -249,11 +269,12 @@ fn mul_mat_id(
         + (choices * size_of::<u64>()).next_multiple_of(64);
     let scratch = launcher.scratch(room.saturating_mul(launcher.parts));
     // All experts' rows are one matrix, of which none may be in the panel of another expert's.
-    let packed = match n.is_multiple_of(pack::PANEL) {
+    let packed = match n.is_multiple_of(pack::PANEL) && scaled.is_none_or(|s| s.fits_panels()) {
         true => launcher.packed(w, dtype, experts.saturating_mul(n), k),
         false => None,
     };
     let kernel = Experts {
+        op: call.op.name,
         w,
         packed,
         x,
@@ -262,6 +283,7 @@ fn mul_mat_id(
             dtype: sizes.ids,
         },
         prepared,
+        scaled,
         out,
         scratch,
         room,
@@ -269,7 +291,7 @@ fn mul_mat_id(
         sizes,
     };
     let mut reads = vec![w, x, ids];
-    reads.extend(prepared);
+    reads.extend(prepared.into_iter().chain(scaled.map(|s| s.reg)));
     launcher.aligned(x);
     launcher.step_with_bytes(kernel, &reads, &[out, scratch]);
     Ok(())

@@ -1,5 +1,7 @@
 //! Matrix multiplication as steps: quantise the activations once, multiply.
 
+use std::ops::Range;
+
 use hotcell_graph::{
     DType, Dim,
     op::{Call, ValueSpec},
@@ -10,21 +12,28 @@ use crate::{
     backend::DeviceError,
     cpu::{
         dequant::is_weight_dtype,
-        matmul::{MulMat, rows_at_once},
+        matmul::{MulMat, rectangles, rows_at_once},
         plan::{Kernel, Launcher, Reg, Run},
         quantize::{Activation, prepare_row, scratch_bytes},
     },
 };
 
 /// What this file has kernels for.
-pub(super) static ENTRIES: &[Entry] = &[Entry {
-    op: "mul_mat",
-    supports: fits,
-    launch: mul_mat,
-}];
+pub(super) static ENTRIES: &[Entry] = &[
+    Entry {
+        op: "mul_mat",
+        supports: fits,
+        launch: mul_mat,
+    },
+    Entry {
+        op: "mul_mat_scaled",
+        supports: fits,
+        launch: mul_mat,
+    },
+];
 
 fn parts_of(call: &Call<'_>) -> Option<(DType, Dim, usize, usize)> {
-    let [ValueSpec::Tensor(x), ValueSpec::Tensor(w)] = call.inputs else {
+    let [ValueSpec::Tensor(x), ValueSpec::Tensor(w), ..] = call.inputs else {
         return None;
     };
     match (x.shape.dims(), w.shape.dims()) {
@@ -90,12 +99,103 @@ const TAKEN_ROWS: usize = 32;
 const TAKEN_BY_PART: usize = 8;
 const TAKEN_COLUMNS: usize = 32;
 
+/// Where the scales of weights are, and what each is for.
+#[derive(Clone, Copy)]
+pub(super) struct Scaled {
+    pub reg: Reg,
+    /// Rows of the whole matrix.
+    n: usize,
+    k: usize,
+    /// Rows and columns of a rectangle.
+    rows: usize,
+    columns: usize,
+}
+
+impl Scaled {
+    /// Those of a matrix `[n, k]`, in input `reg`. At most `most` rows are multiplied at a time.
+    pub fn of(
+        launcher: &mut Launcher,
+        call: &Call<'_>,
+        reg: Reg,
+        [n, k]: [usize; 2],
+        most: usize,
+    ) -> Result<Self, DeviceError> {
+        let size = |i: usize| {
+            let size = call.int(i).ok().and_then(|v| usize::try_from(v).ok());
+            size.filter(|v| *v > 0).ok_or_else(|| unsupported(call))
+        };
+        let room = rectangles::room(most, k);
+        launcher.workspace(room.saturating_mul(size_of::<f32>()).next_multiple_of(64));
+        launcher.aligned(reg);
+        Ok(Self {
+            reg,
+            n,
+            k,
+            rows: size(0)?,
+            columns: size(1)?,
+        })
+    }
+
+    /// Whether the weights may be read packed.
+    pub const fn fits_panels(&self) -> bool {
+        rectangles::Scales::fit_panels(self.rows, self.columns, [self.n, self.k])
+    }
+
+    /// Scales of one matrix.
+    pub const fn each(&self) -> usize {
+        self.n.div_ceil(self.rows) * self.k.div_ceil(self.columns)
+    }
+
+    /// [`rectangles::run`] with the scales of matrix `matrix`, from its row `first` on.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Kernel::run`] and [`MulMat::run`].
+    pub unsafe fn run(
+        &self,
+        run: &Run<'_>,
+        part: usize,
+        product: &MulMat<'_>,
+        [matrix, first]: [usize; 2],
+        (n, out, out_stride): (Range<usize>, *mut f32, usize),
+    ) {
+        let each = self.each();
+        // SAFETY: sizes as the specs say; the workspace is as large as was asked for, and this part's.
+        unsafe {
+            let all = run.slice::<f32>(self.reg, (matrix + 1) * each);
+            let scales = rectangles::Scales {
+                values: &all[matrix * each..],
+                rows: self.rows,
+                columns: self.columns,
+                first,
+            };
+            let room = rectangles::room(product.rows, self.k);
+            let room = std::slice::from_raw_parts_mut(run.workspace(part).cast(), room);
+            rectangles::run(product, &scales, run.path, n, (out, out_stride), room);
+        }
+    }
+
+    /// Columns of outputs that go together, a multiple of this many where that is little: activations are multiplied
+    /// with the scales once for each.
+    fn together(&self) -> usize {
+        if self.rows <= MOST_TOGETHER {
+            self.rows
+        } else {
+            1
+        }
+    }
+}
+
+/// See [`Scaled::together`].
+const MOST_TOGETHER: usize = 256;
+
 struct Multiply {
     x: Reg,
     w: Reg,
     /// The weights' packed form, which may be bound.
     packed: Option<Reg>,
     prepared: Option<Reg>,
+    scaled: Option<Scaled>,
     out: Reg,
     dtype: DType,
     m: Dim,
@@ -131,12 +231,23 @@ impl Kernel for Multiply {
             let columns = PIECE / rows.saturating_mul(self.k).max(1);
             let columns = columns.next_multiple_of(PIECE_COLUMNS).max(PIECE_COLUMNS);
             let out: *mut f32 = run.pointer(self.out).cast();
+            let multiply =
+                |kernel: &MulMat<'_>, piece: Range<usize>, out: *mut f32| match &self.scaled {
+                    None => kernel.run(run.path, piece, out, self.n),
+                    Some(scaled) => {
+                        scaled.run(run, part, kernel, [0, 0], (piece, out, self.n));
+                    }
+                };
             if rows >= TAKEN_ROWS && parts > 1 {
                 let height = rows_at_once(run.path, self.dtype).unwrap_or(rows).min(rows);
                 let heights = rows.div_ceil(height);
                 let height = rows.div_ceil(heights);
                 let share = self.n / (parts * TAKEN_BY_PART).div_ceil(heights);
-                let share = share.next_multiple_of(TAKEN_COLUMNS).max(TAKEN_COLUMNS);
+                let least = match &self.scaled {
+                    None => TAKEN_COLUMNS,
+                    Some(scaled) => TAKEN_COLUMNS.max(scaled.together()),
+                };
+                let share = share.next_multiple_of(least).max(least);
                 let columns = share.min(columns);
                 loop {
                     // Pieces of the same weights follow each other.
@@ -149,12 +260,8 @@ impl Kernel for Multiply {
                         return;
                     }
                     let piece = start..self.n.min(start.saturating_add(columns));
-                    kernel.of_rows(row..rows.min(row + height)).run(
-                        run.path,
-                        piece,
-                        out.add(row * self.n),
-                        self.n,
-                    );
+                    let of_rows = kernel.of_rows(row..rows.min(row + height));
+                    multiply(&of_rows, piece, out.add(row * self.n));
                 }
             }
             let n = split(self.n, 16, part, parts);
@@ -163,7 +270,7 @@ impl Kernel for Multiply {
                     return;
                 }
                 let piece = start..n.end.min(start.saturating_add(columns));
-                kernel.run(run.path, piece, out, self.n);
+                multiply(&kernel, piece, out);
             }
         }
     }
@@ -213,18 +320,30 @@ fn mul_mat(
     ins: &[Reg],
     outs: &[Reg],
 ) -> Result<(), DeviceError> {
-    let (Some((dtype, m, k, n)), &[x, w], &[out]) = (parts_of(call), ins, outs) else {
+    let (Some((dtype, m, k, n)), &[x, w, ref scales @ ..], &[out]) = (parts_of(call), ins, outs)
+    else {
         return Err(unsupported(call));
+    };
+    let scaled = match *scales {
+        [] => None,
+        [reg, ..] => {
+            let most = m.at(launcher.max_rows);
+            Some(Scaled::of(launcher, call, reg, [n, k], most)?)
+        }
     };
     let prepared_bytes = scratch_bytes(dtype, k);
     let weight_bytes = weight_bytes(call, dtype, n, k)?;
     let prepared = prepared(launcher, dtype, x, (m, 1), k);
-    let packed = launcher.packed(w, dtype, n, k);
+    let packed = match scaled.is_none_or(|s| s.fits_panels()) {
+        true => launcher.packed(w, dtype, n, k),
+        false => None,
+    };
     let kernel = Multiply {
         x,
         w,
         packed,
         prepared,
+        scaled,
         out,
         dtype,
         m,
@@ -234,7 +353,7 @@ fn mul_mat(
         prepared_bytes,
     };
     let mut reads = vec![x, w];
-    reads.extend(prepared);
+    reads.extend(prepared.into_iter().chain(scaled.map(|s| s.reg)));
     launcher.aligned(x);
     launcher.step_with_bytes(kernel, &reads, &[out]);
     Ok(())

@@ -1,11 +1,11 @@
-//! Operands for rows that are made of others: windows by place, images, contractions.
+//! Operands for rows that are made of others: windows by place, images, contractions, weights with scales.
 
 use hotcell_graph::{
     DType,
     op::{Attribute, ValueSpec},
 };
 
-use super::{Maker, Template, fixed, int, ints, name, shape};
+use super::{Maker, Template, fixed, int, ints, name, shape, tensor};
 
 pub(super) fn template(row: &str, maker: &mut Maker<'_>) -> Option<Template> {
     Some(match row {
@@ -33,6 +33,7 @@ pub(super) fn template(row: &str, maker: &mut Maker<'_>) -> Option<Template> {
         "gated_delta" | "mamba2_scan" => recurrent(row, maker),
         "einsum" => einsum(maker),
         "quantize" | "dequantize" | "quantized_matmul" | "gather_qmm" => quantised(row, maker),
+        "mul_mat_scaled" | "mul_mat_id_scaled" => scaled(row, maker),
         "quantize_float" => Template {
             inputs: vec![fixed(maker.any_float(), &[maker.size(), 64])],
             attributes: vec![name(maker.choices.pick(&["mxfp4", "mxfp8", "nvfp4"]))],
@@ -44,6 +45,36 @@ pub(super) fn template(row: &str, maker: &mut Maker<'_>) -> Option<Template> {
         "im2col" | "col2im" | "interpolate" | "conv_transpose" | "ssm_conv" => image(row, maker),
         _ => return None,
     })
+}
+
+fn scaled(row: &str, maker: &mut Maker<'_>) -> Template {
+    let dtypes = [DType::F8E4M3, DType::F32, DType::F16, DType::BF16];
+    let dtype = maker.choices.pick(&dtypes);
+    let (n, k, index) = (maker.size(), maker.size(), maker.index());
+    let height = maker.choices.pick(&[1, 2, 16, 1 << 31]);
+    let width = maker.choices.pick(&[1, 3, 32, 1 << 31]);
+    let (down, across) = (n.div_ceil(height), k.div_ceil(width));
+    let inputs = match row {
+        "mul_mat_scaled" => {
+            let x = tensor(DType::F32, &[maker.rows(), k.into()]);
+            let scales = fixed(DType::F32, &[down, across]);
+            vec![x, fixed(dtype, &[n, k]), scales]
+        }
+        _ => {
+            let (t, u) = (maker.size(), maker.choices.pick(&[1, 2]));
+            let each = maker.choices.pick(&[1, u]);
+            vec![
+                fixed(dtype, &[4, n, k]),
+                fixed(DType::F32, &[t, each, k]),
+                fixed(index, &[t, u]),
+                fixed(DType::F32, &[4, down, across]),
+            ]
+        }
+    };
+    Template {
+        inputs,
+        attributes: vec![int(height), int(width)],
+    }
 }
 
 fn place(row: &str, maker: &mut Maker<'_>) -> Template {

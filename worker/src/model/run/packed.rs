@@ -56,7 +56,8 @@ pub(super) fn packable_elsewhere(
         let body = body(pattern(source, &shape))?;
         for node in body.graph.nodes() {
             let weight = match (node.op.name, node.inputs.as_slice()) {
-                ("mul_mat", &[_, Value::Input(i)]) | ("mul_mat_id", &[Value::Input(i), ..]) => {
+                ("mul_mat" | "mul_mat_scaled", &[_, Value::Input(i), ..])
+                | ("mul_mat_id" | "mul_mat_id_scaled", &[Value::Input(i), ..]) => {
                     body.sources.get(i as usize)
                 }
                 _ => None,
