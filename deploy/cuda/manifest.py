@@ -28,6 +28,7 @@ SPECIAL = {
     # 32 outputs per thread, for each its sum and that of the range, and what it brings for the next chunk.
     "half_tile_bf16": {"registers": 168},
     "half_tile_f16": {"registers": 200},
+    "float8_tile": {"registers": 184},
 }
 
 

@@ -43,17 +43,23 @@ struct Further {
   long long n[2];
 };
 
-/// Which matrix a block is of, whose outputs are `each` to a block: its weights, results and size. The block's number in it.
-template <class W> DEVICE int matrix_of(const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n) {
+/// Which matrix a block is of, whose outputs are `each` to a block: its weights, results, size and number. The block's number in it.
+template <class W> DEVICE int matrix_of(const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n, int& number) {
   int block = blockIdx.x;
+  number = 0;
   for (int i = 0; i < 2; i++) {
     int blocks = (n + each - 1) / each;
     if (block < blocks || further.n[i] == 0) break;
     block -= blocks;
+    number = i + 1;
     w = led_to<const W>(further.w[i]), out = led_to<float>(further.out[i]);
     n = int(further.n[i]), out_stride = further.n[i];
   }
   return block;
+}
+template <class W> DEVICE int matrix_of(const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n) {
+  int number;
+  return matrix_of(further, each, w, out, out_stride, n, number);
 }
 
 /// An IEEE half as f32, exactly.

@@ -1,13 +1,16 @@
-// Weights of 16 bits and the numbers they are multiplied with, as tensor cores want them.
+// Weights of 16 and of 8 bits and the numbers they are multiplied with, as tensor cores want them.
 //
 // Tensor cores multiply numbers of bf16. An activation is three of these, whose sum it is, if it is no smaller than 2^-110: its upper half, the upper half of the rest, and
-// what is left. A weight of bf16 is one, and one of f16 two. So products are exact; sums are rounded as the device does it (towards zero, as others have measured).
+// what is left. A weight of bf16 or e4m3 is one, and one of f16 two. So products are exact; sums are rounded as the device does it (towards zero, as others have measured).
 //
 // Order of summation, which is this backend's own: `k` goes in chunks of 32, the last one filled with zeros, and these in eight ranges of ⌈chunks / 8⌉. A range is one
 // chain of matrix instructions from +0.0: of each chunk two steps, of each step the weight's parts, with each of them the activation's parts. The output
 // is +0.0 and the ranges' sums added in ascending order. It depends on nothing else: not on the number of rows, nor on which kernel has them.
 // The sixteen `k` of an instruction are those of step `s` of a chunk: in the places 2t, 2t + 1, 2t + 8 and 2t + 9 are 8t + 4s and the three after it, which are
 // half of what a lane loads at once.
+//
+// Where there are several rectangles of weights with a scale side by side, whose width is whole chunks, activations are multiplied with the scales before, and rounded. Where
+// there is one, the output is multiplied instead.
 //
 // Where an activation is infinite, its other parts are zero, so that weights of bf16 make an infinity of it. Those of f16, whose second part may be zero, may make a NaN, and
 // so may an infinite weight.
@@ -45,11 +48,17 @@ DEVICE void cut(const float (&x)[8], uint32_t (&parts)[PARTS_OF_X][4]) {
 
 /// Weights of a lane as they lie in memory, two to a word, as parts.
 struct OfBF16 {
+  typedef uint16_t Stored;
+  typedef uint4 Eight;
   static constexpr int PARTS = 1;
+  static constexpr bool SCALED = false;
   DEVICE void cut(const uint4& w, uint32_t (&parts)[1][4]) { parts[0][0] = w.x, parts[0][1] = w.y, parts[0][2] = w.z, parts[0][3] = w.w; }
 };
 struct OfF16 {
+  typedef uint16_t Stored;
+  typedef uint4 Eight;
   static constexpr int PARTS = 2;
+  static constexpr bool SCALED = false;
   DEVICE void cut(const uint4& w, uint32_t (&parts)[2][4]) {
     const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -61,7 +70,68 @@ struct OfF16 {
   }
 };
 
-/// Eight weights of a row from `at` on, of which there are `k`. `WIDE`: rows are whole eights at multiples of 16 bytes.
+/// The same of four to a word, which may have scales.
+struct OfE4M3 {
+  typedef uint8_t Stored;
+  typedef uint2 Eight;
+  static constexpr int PARTS = 1;
+  static constexpr bool SCALED = true;
+  DEVICE void cut(const uint2& w, uint32_t (&parts)[1][4]) {
+    const uint32_t words[2] = {w.x, w.y};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      // A number of bf16 with the same exponent and mantissa is 2^-120 of it. The one with all ones is none: so is one with all ones in its exponent.
+      uint32_t pair = __byte_perm(words[i / 2], 0, i % 2 ? 0x4342 : 0x4140), rest = pair & 0x007f007fu;
+      uint32_t none = (rest + 0x00010001u) & 0x00800080u;
+      parts[0][i] = times_2_120(rest << 4 | (pair & 0x00800080u) << 8) | ((none << 8) - none);
+    }
+  }
+};
+
+/// Scales of rectangles of the matrices of a launch; 0: there are none. A rectangle is `height` outputs of `wide` chunks, `across` of them are side by side, and a matrix
+/// has `each` (of an expert's, too). Where there are several across, a block's outputs are within one's height.
+struct Scales {
+  word64 values[3];
+  int height, wide, across, each;
+};
+
+/// The scales that activations take on for the outputs from `first` on; null without scales, and with those of outputs.
+DEVICE const float* band_of(const Scales& scales, const float* values, int first) {
+  return values && scales.across > 1 ? values + size_t(first / scales.height) * scales.across : nullptr;
+}
+
+/// The scale of one chunk after another, where there is a band of them.
+struct Walk {
+  const float* at;
+  int left;
+  float now;
+  __device__ __forceinline__ Walk(const Scales& scales, const float* band, int chunk) : at(nullptr), left(0x7fffffff), now(1.0f) {
+    if (band) {
+      at = band + chunk / scales.wide;
+      left = scales.wide - chunk % scales.wide;
+      now = chunk / scales.wide < scales.across ? *at : 0.0f;
+    }
+  }
+  /// To the next chunk, if `more` come.
+  __device__ __forceinline__ void next(const Scales& scales, bool more) {
+    if (--left == 0 && more) left = scales.wide, now = *++at;
+  }
+};
+
+/// An output with its own scale, if it has one.
+DEVICE float with_scale(float sum, const Scales& scales, const float* values, int output) {
+  return values && scales.across == 1 ? sum * values[output / scales.height] : sum;
+}
+
+/// Activations with the scale of their chunk.
+template <class W> DEVICE void take_on(float (&x)[8], float scale) {
+  if constexpr (W::SCALED) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= scale;
+  }
+}
+
+/// Eight weights of a row from `at` on, of which there are `k`. `WIDE`: rows are whole eights at multiples of their size.
 template <bool WIDE> DEVICE uint4 eight_weights(const uint16_t* row, int at, int k) {
   if constexpr (WIDE) {
     return at < k ? *reinterpret_cast<const uint4*>(row + at) : make_uint4(0, 0, 0, 0);
@@ -71,6 +141,18 @@ template <bool WIDE> DEVICE uint4 eight_weights(const uint16_t* row, int at, int
     for (int i = 0; i < 8; i++)
       if (at + i < k) words[i / 2] |= uint32_t(row[at + i]) << i % 2 * 16;
     return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+template <bool WIDE> DEVICE uint2 eight_weights(const uint8_t* row, int at, int k) {
+  if constexpr (WIDE) {
+    return at < k ? *reinterpret_cast<const uint2*>(row + at) : make_uint2(0, 0);
+  } else {
+    uint32_t words[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (at + i < k) words[i / 4] |= uint32_t(row[at + i]) << i % 4 * 8;
+    return make_uint2(words[0], words[1]);
   }
 }
 
@@ -87,8 +169,8 @@ template <bool WIDE> DEVICE void eight_numbers(const float* row, int at, int k, 
 }
 
 /// Whether rows of so many weights and activations can be loaded by eights.
-DEVICE bool is_wide(const uint16_t* w, const float* x, long long x_stride, int k) {
-  return k % 8 == 0 && x_stride % 4 == 0 && (reinterpret_cast<size_t>(w) | reinterpret_cast<size_t>(x)) % 16 == 0;
+template <class Stored> DEVICE bool is_wide(const Stored* w, const float* x, long long x_stride, int k) {
+  return k % 8 == 0 && x_stride % 4 == 0 && reinterpret_cast<size_t>(w) % (8 * sizeof(Stored)) == 0 && reinterpret_cast<size_t>(x) % 16 == 0;
 }
 
 /// A chunk's products of sixteen outputs, of which a lane has parts of output g and of g + 8, with eight rows.

@@ -7,6 +7,6 @@ macro_rules! images {
 
 /// All of them.
 pub(super) static IMAGES: &[&[u8]] = images!(
-    "attention" "block_tile" "block_vec" "checksum" "crumb" "experts" "gated" "gather" "gemm" "generic_cast" "generic_elementwise" "generic_functions" "generic_group" "generic_reduce" "half_tile"
+    "attention" "block_tile" "block_vec" "checksum" "crumb" "experts" "float8_tile" "float8_vec" "gated" "gather" "gemm" "generic_cast" "generic_elementwise" "generic_functions" "generic_group" "generic_reduce" "half_tile"
     "half_vec" "index" "norm" "peak" "plain_mat" "quantize" "rope" "rows" "sample" "scatter" "softmax" "sort"
 );

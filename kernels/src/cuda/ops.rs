@@ -165,7 +165,9 @@ pub(super) fn kernel(call: &Call<'_>, on: &Side, together: bool) -> Option<Box<d
 pub(super) fn joined(nodes: &Following<'_>) -> Option<(usize, Made)> {
     let names: Vec<&str> = nodes.calls.iter().map(|call| call.op.name).collect();
     match names[..] {
-        ["mul_mat", "mul_mat", ..] => matmul::together(nodes),
+        ["mul_mat", "mul_mat", ..] | ["mul_mat_scaled", "mul_mat_scaled", ..] => {
+            matmul::together(nodes)
+        }
         ["rope", "rope", "cache_write", ..] => Some((3, attention::turned(nodes)?)),
         ["add", "rms_norm", ..] => norm::added(nodes).map(|made| (2, made)),
         _ => group::group(nodes),

@@ -31,6 +31,12 @@ template <int N> static __device__ __forceinline__ void mma_bf16(float (&c)[4], 
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[n][0]), "r"(a[n][1]), "r"(a[n][2]), "r"(a[n][3]), "r"(b[n][0]), "r"(b[n][1]));
 }
+/// Both numbers of bf16 in a word times 2^120, subnormal ones too.
+static __device__ __forceinline__ unsigned times_2_120(unsigned pair) {
+  unsigned product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(pair), "r"(0x7b807b80u), "r"(0x80008000u));
+  return product;
+}
 /// The two IEEE halves of a word as f32, exactly.
 static __device__ __forceinline__ float lower_half(unsigned halves) {
   float value;
@@ -98,6 +104,10 @@ template <int N> static inline void mma_bf16(float (&c)[4], const unsigned (&a)[
   twin::Halves<N> mine;
   memcpy(mine.a, a, sizeof mine.a), memcpy(mine.b, b, sizeof mine.b);
   twin::halves(c, mine);
+}
+static inline unsigned times_2_120(unsigned pair) {
+  float more = __uint_as_float(0x7b800000u), low = __uint_as_float(pair << 16) * more, high = __uint_as_float(pair & 0xffff0000u) * more;
+  return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
 }
 static inline float lower_half(unsigned halves) { return half_to_f32(halves & 0xffffu); }
 static inline float upper_half(unsigned halves) { return half_to_f32(halves >> 16); }

@@ -73,7 +73,16 @@ template <class F> DEVICE void block_rows(const uint8_t* table, const int* ids, 
   }
 }
 
-/// Of f32, f16 and bf16, at addresses that are multiples of their size.
+/// How e4m3 lies in memory. A half with the same exponent and mantissa is 2^-8 of it, and the one with all ones is a NaN.
+struct E4M3 {
+  typedef uint8_t Stored;
+  DEVICE float load(const Stored* x) {
+    unsigned rest = *x & 0x7fu;
+    return rest == 0x7fu ? quiet_nan() : half_to_f32((*x & 0x80u) << 8 | rest << 7) * 256.0f;
+  }
+};
+
+/// Of f32, f16, bf16 and e4m3, at addresses that are multiples of their size.
 template <class E> DEVICE void plain_rows(const uint8_t* table, const int* ids, float* out, int n, int k, word64* bad) {
   typedef typename E::Stored Stored;
   out += size_t(blockIdx.x) * k;
@@ -88,6 +97,7 @@ template <class E> DEVICE void plain_rows(const uint8_t* table, const int* ids, 
 KERNEL_OF(get_rows_f32, plain_rows<F32>)
 KERNEL_OF(get_rows_f16, plain_rows<F16>)
 KERNEL_OF(get_rows_bf16, plain_rows<BF16>)
+KERNEL_OF(get_rows_f8_e4m3, plain_rows<E4M3>)
 KERNEL_OF(get_rows_q8_0, block_rows<Q8_0>)
 KERNEL_OF(get_rows_q4_0, block_rows<Q4_0>)
 KERNEL_OF(get_rows_q4_1, block_rows<Q4_1>)

@@ -8,6 +8,7 @@
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
+mod float8;
 mod gather;
 mod generic;
 mod halves;

@@ -29,6 +29,7 @@ fn rows_of_tables_have_the_bits_of_the_cpus() {
         (DType::F32, "f32"),
         (DType::F16, "f16"),
         (DType::BF16, "bf16"),
+        (DType::F8E4M3, "f8_e4m3"),
     ];
     for (i, (dtype, name)) in TYPES.into_iter().chain(plain).enumerate() {
         let (n, k) = (7, dtype.block_len() * 5);

@@ -26,7 +26,7 @@ use super::{Backend, CudaBackend, enter};
 
 /// A model of each architecture, in plain numbers and in blocks, and the ops of its graphs that run on the processor. Only to be
 /// made shorter.
-const LEFT: [(&str, &[&str]); 13] = [
+const LEFT: [(&str, &[&str]); 16] = [
     ("llama2", &[]),
     ("llama3", &[]),
     ("mistral", &[]),
@@ -36,6 +36,10 @@ const LEFT: [(&str, &[&str]); 13] = [
     ("gemma3-cap", &[]),
     ("qwen3_moe", &[]),
     ("qwen3_moe-step", &[]),
+    // Of rectangles that are no whole chunks.
+    ("qwen3-fp8", &[]),
+    ("qwen3_moe-fp8", &[]),
+    ("llama2-fp8", &[]),
     ("gguf/llama3-q8_0.gguf", &[]),
     ("gguf/llama3-q4_0.gguf", &[]),
     ("gguf/llama-k.gguf", &[]),
@@ -43,7 +47,7 @@ const LEFT: [(&str, &[&str]); 13] = [
 ];
 
 /// What the processor computes of the products and rows of tables with weights of these dtypes. Only to be made shorter.
-const LEFT_OF_WEIGHTS: [(DType, &[&str]); 13] = [
+const LEFT_OF_WEIGHTS: [(DType, &[&str]); 14] = [
     (DType::F32, &[]),
     (DType::F16, &[]),
     (DType::BF16, &[]),
@@ -57,6 +61,7 @@ const LEFT_OF_WEIGHTS: [(DType, &[&str]); 13] = [
     (DType::Q6K, &[]),
     (DType::MXFP4, &[]),
     (DType::NVFP4, &[]),
+    (DType::F8E4M3, &[]),
 ];
 
 /// The ops that the processor computes in some conformance case, many of them in f64 or of complex numbers alone. Only to be made

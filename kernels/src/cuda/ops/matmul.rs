@@ -4,7 +4,7 @@ mod kernels;
 
 use hotcell_graph::{DType, Shape, op::Call};
 
-use self::kernels::{Kernels, Shared, Takes};
+use self::kernels::{FEW_OUTPUTS, Kernels, Shared, TILE_OUTPUTS, Takes};
 use super::{
     Cx, Entry, Kernel, Made, Wanted, index::index_code, int, layout::grid, wanted::Numbers,
 };
@@ -23,7 +23,15 @@ pub(super) static ENTRIES: &[Entry] = &[
         make: mul_mat,
     },
     Entry {
+        op: "mul_mat_scaled",
+        make: mul_mat,
+    },
+    Entry {
         op: "mul_mat_id",
+        make: mul_mat_id,
+    },
+    Entry {
+        op: "mul_mat_id_scaled",
         make: mul_mat_id,
     },
 ];
@@ -59,22 +67,115 @@ struct Chosen {
     per_token: usize,
 }
 
+/// Rectangles of weights that have a scale each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Rectangles {
+    height: usize,
+    width: usize,
+}
+
+/// Elements of a chunk (`CHUNK` in `halves.cuh`).
+const CHUNK: usize = 32;
+
+impl Rectangles {
+    /// Those of a call that has some.
+    fn of(call: &Call<'_>) -> Option<Self> {
+        let size = |i: usize| usize::try_from(call.int(i).ok()?).ok();
+        Some(Self {
+            height: size(0)?,
+            width: size(1)?,
+        })
+    }
+
+    /// How many are side by side.
+    fn across(self, k: usize) -> usize {
+        k.div_ceil(self.width.max(1))
+    }
+
+    /// Whether each block of so many outputs is within one's height, or takes scales when the sums are there.
+    fn hold(self, outputs: usize, [n, k]: [usize; 2]) -> bool {
+        self.across(k) == 1 || self.height >= n || self.height.is_multiple_of(outputs)
+    }
+
+    /// `Scales` in `halves.cuh`, of matrices `[n, k]` whose scales are there.
+    fn words(self, values: [u64; 3], [n, k]: [usize; 2]) -> Result<[u64; 5], DeviceError> {
+        // Higher than a matrix, or wider, is as high and wide.
+        let (height, width) = (self.height.min(n.max(1)), self.width.min(k));
+        let across = self.across(k);
+        let sizes = [
+            height,
+            width.div_ceil(CHUNK),
+            across,
+            across * n.div_ceil(height),
+        ];
+        let mut words = [values[0], values[1], values[2], 0, 0];
+        for (i, size) in sizes.into_iter().enumerate() {
+            words[3 + i / 2] |= u64::from(int(size)? as u32) << (32 * (i % 2));
+        }
+        Ok(words)
+    }
+}
+
 /// `x` times weights as they are stored. The order of summation is the CPU's (block_vec.cu, plain_mat.cu), and the device's own with
-/// numbers of 16 bits (halves.cuh).
+/// numbers of 16 bits and fewer (halves.cuh).
 struct Product {
     kernels: Kernels,
     n: usize,
     k: usize,
+    rectangles: Option<Rectangles>,
 }
 
 impl Product {
     /// With weights `[…, n, k]`.
-    fn of(dtype: DType, n: usize, k: usize) -> Option<Self> {
+    fn of(dtype: DType, n: usize, k: usize, rectangles: Option<Rectangles>) -> Option<Self> {
         // Of `k` kernels count some past the end.
         let most = k.checked_add(MOST_PAST)?;
         int(n).and_then(|_| int(most)).ok()?;
         let kernels = Kernels::of(dtype)?;
-        (k > 0).then_some(Self { kernels, n, k })
+        if let Some(of) = rectangles {
+            let chunks = of.across(k) == 1 || of.width.is_multiple_of(CHUNK);
+            if !kernels.take_scales() || !chunks || !of.hold(FEW_OUTPUTS, [n, k]) {
+                return None;
+            }
+            int(of.across(k).checked_mul(n)?).ok()?;
+        }
+        (k > 0).then_some(Self {
+            kernels,
+            n,
+            k,
+            rectangles,
+        })
+    }
+
+    /// Whether tiles can take the scales.
+    fn fits_tiles(&self, matrices: &[Matrix]) -> bool {
+        let mut sizes = matrices.iter().map(|m| [m.n, self.k]);
+        self.rectangles
+            .is_none_or(|of| sizes.all(|size| of.hold(TILE_OUTPUTS, size)))
+    }
+
+    /// What kernels take of the scales of these matrices, if they take any.
+    fn with_scales(
+        &self,
+        arguments: Arguments,
+        matrices: &[Matrix],
+    ) -> Result<Arguments, DeviceError> {
+        if !self.kernels.take_scales() {
+            return Ok(arguments);
+        }
+        let mut values = [0; MOST_MATRICES];
+        for (value, matrix) in values.iter_mut().zip(matrices) {
+            *value = matrix.scales;
+        }
+        let words = match self.rectangles {
+            None => [0, 0, 0, 1, 0],
+            // A height that is that of the highest one is higher than the others.
+            Some(of) => {
+                let n = matrices.iter().map(|m| m.n).max().unwrap_or(0);
+                of.words(values, [n, self.k])?
+            }
+        };
+        Ok(arguments.block(&words))
     }
 
     /// What it wants of activations, if it reads them as numbers of 8 bits.
@@ -94,16 +195,16 @@ impl Product {
         matrices: &[Matrix],
         rows: usize,
     ) -> Result<(), DeviceError> {
-        let shared = self.kernels.for_rows(rows);
+        let shared = self.kernels.for_rows(rows, self.fits_tiles(matrices));
         let launches = match shared.takes {
             Takes::Nothing => matrices.chunks(1),
             Takes::Matrices | Takes::Experts => matrices.chunks(MOST_MATRICES),
         };
-        for matrices in launches {
-            let Some((matrix, further)) = matrices.split_first() else {
+        for all in launches {
+            let Some((matrix, further)) = all.split_first() else {
                 continue;
             };
-            let blocks = matrices.iter().map(|m| m.n.div_ceil(shared.outputs)).sum();
+            let blocks = all.iter().map(|m| m.n.div_ceil(shared.outputs)).sum();
             for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * shared.rows) {
                 let arguments = self.arguments(*matrix, x, (first, first), rows)?;
                 let further = || words_of(further, first);
@@ -119,9 +220,10 @@ impl Product {
                         .int(0)
                         .word(cx.faults),
                 };
+                let arguments = self.with_scales(arguments, all)?;
                 let grid = grid_of(&shared, blocks, rows.div_ceil(shared.rows))?;
-                // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu, half_vec.cu, half_tile.cu), without ids; weights,
-                // activations, what was made of them, and results are of these sizes.
+                // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu, half_vec.cu, half_tile.cu, float8_vec.cu,
+                // float8_tile.cu), without ids; weights, scales, activations, what was made of them, and results are of these sizes.
                 unsafe { cx.gpu.launch(shared.name, grid, &arguments)? };
             }
         }
@@ -162,6 +264,7 @@ impl Product {
                 .int(int(chosen.used)?)
                 .int(int(chosen.per_token)?)
                 .word(cx.faults);
+            let arguments = self.with_scales(arguments, &[matrix])?;
             // SAFETY: as in `launch`, with ids that were checked, and groups of them.
             unsafe {
                 let grid = grid_of(&shared, self.n.div_ceil(shared.outputs), down)?;
@@ -174,7 +277,7 @@ impl Product {
     /// What all kernels begin with, from a row of activations and one of results on.
     fn arguments(
         &self,
-        Matrix { w, out, n }: Matrix,
+        Matrix { w, out, n, .. }: Matrix,
         x: Activations,
         (from, to): (usize, usize),
         rows: usize,
@@ -230,6 +333,8 @@ impl Activations {
 #[derive(Clone, Copy)]
 struct Matrix {
     w: u64,
+    /// 0: it has none.
+    scales: u64,
     out: u64,
     n: usize,
 }
@@ -240,7 +345,7 @@ const MOST_MATRICES: usize = 3;
 /// Those that are not the first of a launch as `Further` in `common.cuh`, from a row of the results on.
 fn words_of(further: &[Matrix], row: usize) -> [u64; 6] {
     let mut words = [0; 6];
-    for (i, Matrix { w, out, n }) in further.iter().take(MOST_MATRICES - 1).enumerate() {
+    for (i, Matrix { w, out, n, .. }) in further.iter().take(MOST_MATRICES - 1).enumerate() {
         let word = |of: usize| 2 * of + i;
         words[word(0)] = *w;
         words[word(1)] = out + (row * n * 4) as u64;
@@ -273,7 +378,11 @@ impl MulMat {
         if x.dtype != DType::F32 || w.shape.is_symbolic() {
             return None;
         }
-        let product = Product::of(w.dtype, n.at(0), k.at(0))?;
+        let rectangles = match call.inputs.len() {
+            2 => None,
+            _ => Some(Rectangles::of(call)?),
+        };
+        let product = Product::of(w.dtype, n.at(0), k.at(0), rectangles)?;
         Some(Self {
             numbers: product.numbers(&x.shape),
             all: vec![product.n],
@@ -301,10 +410,11 @@ pub(super) fn together(nodes: &Following<'_>) -> Option<(usize, Made)> {
     for (i, call) in rest.iter().enumerate().take(MOST_MATRICES - 1) {
         let same = call.op.name == first.op.name
             && dtype(call) == dtype(first)
+            && call.attributes == first.attributes
             && nodes.input(i + 1, 0) == nodes.input(0, 0)
-            // One without outputs ends a launch's list (`Further`), and none of them is another one's matrix.
+            // One without outputs ends a launch's list (`Further`), and none of them is another one's matrix, or its scales.
             && kernel.all.last() != Some(&0)
-            && (0..=i).all(|of| !nodes.is_result(i + 1, 1, of));
+            && (0..=i).all(|of| (1..call.inputs.len()).all(|at| !nodes.is_result(i + 1, at, of)));
         let Some(next) = MulMat::of(call).filter(|_| same) else {
             break;
         };
@@ -322,16 +432,20 @@ impl Kernel for MulMat {
 
     fn launch(&self, cx: &Cx<'_>) -> Result<(), DeviceError> {
         let rows = self.rows(cx.rows).ok_or_else(overflow)?;
+        let scaled = self.product.rectangles.is_some();
+        // Inputs of a node.
+        let each = 2 + usize::from(scaled);
         let matrix = |(i, n): (usize, &usize)| {
             Ok(Matrix {
-                w: cx.input(2 * i + 1)?,
+                w: cx.input(each * i + 1)?,
+                scales: if scaled { cx.input(each * i + 2)? } else { 0 },
                 out: cx.output(i)?,
                 n: *n,
             })
         };
         let matrices = self.all.iter().enumerate().map(matrix);
         let matrices = matrices.collect::<Result<Vec<_>, DeviceError>>()?;
-        let x = Activations::of(self.numbers.as_ref(), cx, [0, 2 * self.all.len()])?;
+        let x = Activations::of(self.numbers.as_ref(), cx, [0, each * self.all.len()])?;
         self.product.launch(cx, x, &matrices, rows)
     }
 }
@@ -363,7 +477,11 @@ fn mul_mat_id(call: &Call<'_>) -> Option<Made> {
     if x.dtype != DType::F32 || w.shape.is_symbolic() || used > MOST_BLOCKS_DOWN {
         return None;
     }
-    let product = Product::of(w.dtype, n.at(0), k.at(0))?;
+    let rectangles = match call.inputs.len() {
+        3 => None,
+        _ => Some(Rectangles::of(call)?),
+    };
+    let product = Product::of(w.dtype, n.at(0), k.at(0), rectangles)?;
     let mut names = product.kernels.names();
     names.extend(["experts_of", "group_choices"]);
     let kernel = MulMatId {
@@ -460,8 +578,10 @@ impl Kernel for MulMatId {
             // SAFETY: as above.
             unsafe { cx.gpu.launch("group_choices", one, &arguments)? };
         }
+        let scaled = self.product.rectangles.is_some();
         let matrix = Matrix {
             w: cx.input(0)?,
+            scales: if scaled { cx.input(3)? } else { 0 },
             out: cx.output(0)?,
             n: self.product.n,
         };

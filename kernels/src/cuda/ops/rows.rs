@@ -27,6 +27,7 @@ fn get_rows(call: &Call<'_>) -> Option<Made> {
         DType::F32 => "get_rows_f32",
         DType::F16 => "get_rows_f16",
         DType::BF16 => "get_rows_bf16",
+        DType::F8E4M3 => "get_rows_f8_e4m3",
         DType::Q8_0 => "get_rows_q8_0",
         DType::Q4_0 => "get_rows_q4_0",
         DType::Q4_1 => "get_rows_q4_1",

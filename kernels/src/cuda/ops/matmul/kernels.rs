@@ -9,6 +9,10 @@ const TOGETHER: usize = 4;
 const TILE: usize = 64;
 const PLAIN_TOGETHER: usize = 8;
 
+/// Outputs of a block of threads for few rows, and of a tile.
+pub(super) const FEW_OUTPUTS: usize = 16;
+pub(super) const TILE_OUTPUTS: usize = 64;
+
 /// Rows from which on tiles, though they may be filled in part, have less to do: of block types, and of plain ones, which have more
 /// rows together otherwise.
 const MANY: usize = 17;
@@ -23,6 +27,8 @@ pub(super) enum Kernels {
     Halves {
         eights: [&'static str; 3],
         tile: &'static str,
+        /// Whether they take the scales of weights.
+        take_scales: bool,
     },
     /// As numbers of 8 bits.
     Blocks {
@@ -55,6 +61,7 @@ macro_rules! half_kernels {
                 concat!("mul_half_", $name, "_4"),
             ],
             tile: concat!("half_tile_", $name),
+            take_scales: false,
         }
     };
 }
@@ -92,7 +99,7 @@ impl Shared {
     fn tile(name: &'static str, takes: Takes) -> Self {
         Self {
             takes,
-            ..Self::of(name, TILE, 64, 128)
+            ..Self::of(name, TILE, TILE_OUTPUTS, 128)
         }
     }
 }
@@ -104,6 +111,13 @@ impl Kernels {
             DType::F32 => return Some(Self::Plain("mul_mat_f32")),
             DType::F16 => return Some(half_kernels!("f16")),
             DType::BF16 => return Some(half_kernels!("bf16")),
+            DType::F8E4M3 => {
+                return Some(Self::Halves {
+                    eights: ["mul_float8_1", "mul_float8_2", "mul_float8_4"],
+                    tile: "float8_tile",
+                    take_scales: true,
+                });
+            }
             DType::Q8_0 => block_kernels!("q8_0"),
             DType::Q4_0 => block_kernels!("q4_0"),
             DType::Q4_1 => block_kernels!("q4_1"),
@@ -132,7 +146,7 @@ impl Kernels {
     pub fn names(self) -> Vec<&'static str> {
         match self {
             Self::Plain(name) => vec![name],
-            Self::Halves { eights, tile } => eights.into_iter().chain([tile]).collect(),
+            Self::Halves { eights, tile, .. } => eights.into_iter().chain([tile]).collect(),
             Self::Blocks {
                 blocks,
                 one,
@@ -142,17 +156,30 @@ impl Kernels {
         }
     }
 
-    /// What multiplies so many rows.
-    pub fn for_rows(self, rows: usize) -> Shared {
+    /// Whether they take the scales of weights.
+    pub fn take_scales(self) -> bool {
+        matches!(
+            self,
+            Self::Halves {
+                take_scales: true,
+                ..
+            }
+        )
+    }
+
+    /// What multiplies so many rows, if `tall` by tiles too.
+    pub fn for_rows(self, rows: usize, tall: bool) -> Shared {
         match self {
             Self::Plain(name) => Shared::of(name, PLAIN_TOGETHER, 64, 128),
-            Self::Halves { tile, .. } if rows >= MANY_HALVES => Shared::tile(tile, Takes::Matrices),
+            Self::Halves { tile, .. } if rows >= MANY_HALVES && tall => {
+                Shared::tile(tile, Takes::Matrices)
+            }
             Self::Halves { eights, .. } => {
                 let [one, two, four] = eights;
                 match rows.div_ceil(8) {
-                    0 | 1 => Shared::of(one, 8, 16, 256),
-                    2 => Shared::of(two, 16, 16, 256),
-                    _ => Shared::of(four, 32, 16, 256),
+                    0 | 1 => Shared::of(one, 8, FEW_OUTPUTS, 256),
+                    2 => Shared::of(two, 16, FEW_OUTPUTS, 256),
+                    _ => Shared::of(four, 32, FEW_OUTPUTS, 256),
                 }
             }
             Self::Blocks { one, .. } if rows == 1 => Shared::of(one, 1, 8, 128),
@@ -166,7 +193,7 @@ impl Kernels {
     /// What multiplies rows by themselves with an expert each, or groups of rows with one.
     pub fn for_chosen(self, are_grouped: bool) -> Shared {
         match self {
-            Self::Plain(_) | Self::Halves { .. } => self.for_rows(1),
+            Self::Plain(_) | Self::Halves { .. } => self.for_rows(1, true),
             Self::Blocks { four, .. } if are_grouped => Shared::of(four, TOGETHER, 8, 128),
             Self::Blocks { one, .. } => Shared::of(one, 1, 8, 128),
         }
