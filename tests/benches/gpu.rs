@@ -6,7 +6,7 @@
 //! driver without a device (`tests/fakecuda`): it shows that all of it works, and no figure of it means anything.
 //!
 //! A copy reads and writes, and a step mostly reads, which is easier; what a step reads besides weights is not counted. So a share is no
-//! bound in either way. Weights of BF16 are multiplied with three parts of each activation, so that a third of the peak is all they can have.
+//! bound in either way. Weights of BF16 and of 8-bit floats are multiplied with three parts of each activation, so that a third of the peak is all they can have.
 //!
 //! Layers have random weights and no model around them: a step is a plan's execution, from the host's call until it returns, and the median of
 //! many. A line beside each figure tells the ops that take most, by the device's own clock.
@@ -43,8 +43,9 @@ const SHAPES: [(&str, [usize; 5]); 3] = [
 ];
 
 /// Weights, and whether tensor cores multiply them as bytes.
-const WEIGHTS: [(&str, DType, bool); 4] = [
+const WEIGHTS: [(&str, DType, bool); 5] = [
     ("bf16", DType::BF16, false),
+    ("fp8", DType::F8E4M3, false),
     ("q8_0", DType::Q8_0, true),
     ("q4_0", DType::Q4_0, true),
     ("q4_k", DType::Q4K, true),

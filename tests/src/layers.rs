@@ -24,7 +24,7 @@ pub struct Layers {
     pub max_rows: usize,
     /// Blocks of sixteen tokens in the cache: one sequence has all of them.
     pub blocks: usize,
-    /// Weights of most products.
+    /// Weights of most products; those in 8-bit floats have a scale for each 128 × 128.
     pub weights: DType,
     /// Weights of values, and of what ends a layer.
     pub of_values: DType,
@@ -112,7 +112,13 @@ impl Builder {
 
     fn product(&mut self, x: Value, dtype: DType, n: usize, k: usize) -> Result<Value> {
         let w = self.weight(dtype, &[n, k])?;
-        Ok(self.g.mul_mat(x, w)?)
+        if dtype != DType::F8E4M3 {
+            return Ok(self.g.mul_mat(x, w)?);
+        }
+        // As published checkpoints have it.
+        let side = 128;
+        let scales = self.weight(DType::F32, &[n.div_ceil(side), k.div_ceil(side)])?;
+        Ok((self.g).mul_mat_scaled(x, w, scales, side as i64, side as i64)?)
     }
 
     fn norm(&mut self, x: Value) -> Result<Value> {

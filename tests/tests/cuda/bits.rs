@@ -436,8 +436,11 @@ fn products_with_few_and_many_rows_are_the_processors() {
     }
 }
 
-/// Weights whose products tensor cores add, in an order of their own.
-const HALVES: [DType; 2] = [DType::F16, DType::BF16];
+/// Weights whose products tensor cores add, in an order of their own. Those in 8 bits have scales.
+const HALVES: [DType; 3] = [DType::F16, DType::BF16, DType::F8E4M3];
+
+/// Rectangles that have a scale each.
+const RECTANGLE: [usize; 2] = [64, 32];
 
 #[test]
 fn products_with_halves_depend_on_nothing_but_their_row() {
@@ -447,20 +450,49 @@ fn products_with_halves_depend_on_nothing_but_their_row() {
         let mut g = GraphBuilder::new(200);
         let w = g.constant("w", fixed(dtype, &[n, k])).unwrap();
         let x = g.tensor("x", rows(DType::F32, &[k])).unwrap();
-        let y = g.mul_mat(x, w).unwrap();
+        let [height, width] = RECTANGLE;
+        let cut = [n.div_ceil(height), k.div_ceil(width)];
+        let is_scaled = dtype == DType::F8E4M3;
+        let by = RECTANGLE.map(|side| side as i64);
+        let y = match is_scaled {
+            true => {
+                let scales = g.constant("s", fixed(DType::F32, &cut)).unwrap();
+                g.mul_mat_scaled(x, w, scales, by[0], by[1]).unwrap()
+            }
+            false => g.mul_mat(x, w).unwrap(),
+        };
         let graph = g.finish(&[y]).unwrap();
         let mut g = GraphBuilder::new(200);
         let w = g.constant("w", fixed(dtype, &[experts, n, k])).unwrap();
         let x = g.tensor("x", rows(DType::F32, &[1, k])).unwrap();
         let ids = g.tensor("ids", rows(DType::U32, &[1])).unwrap();
-        let y = g.mul_mat_id(w, x, ids).unwrap();
+        let y = match is_scaled {
+            true => {
+                let dims = [experts, cut[0], cut[1]];
+                let scales = g.constant("s", fixed(DType::F32, &dims)).unwrap();
+                (g.mul_mat_id_scaled(w, x, ids, scales, by[0], by[1])).unwrap()
+            }
+            false => g.mul_mat_id(w, x, ids).unwrap(),
+        };
         let of_experts = g.finish(&[y]).unwrap();
         let all = both.weights(dtype, experts * n * k);
-        let w = &all[..n * k * 2];
+        let w = &all[..n * dtype.row_bytes(k).unwrap()];
+        let scales = match is_scaled {
+            true => both.activations(experts * cut[0] * cut[1]),
+            false => vec![],
+        };
+        let of_one = &scales[..scales.len() / experts];
         let x = both.activations(200 * k);
+        let with = |scales: &[u8], inputs: &[&[u8]]| -> Vec<Vec<u8>> {
+            let mut all: Vec<Vec<u8>> = inputs.iter().map(|bytes| bytes.to_vec()).collect();
+            all.extend(is_scaled.then(|| scales.to_vec()));
+            all
+        };
         let mut product = |rows: usize, from: usize| {
             let x = &x[from * k * 4..][..rows * k * 4];
-            let mut ran = both.cuda.run(&graph, rows, &[w, x]).unwrap();
+            let inputs = with(of_one, &[w, x]);
+            let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
+            let mut ran = both.cuda.run(&graph, rows, &inputs).unwrap();
             ran.outputs.remove(0)
         };
         let expected = product(200, 0);
@@ -483,7 +515,8 @@ fn products_with_halves_depend_on_nothing_but_their_row() {
             let ids: Vec<u8> = (0..rows)
                 .flat_map(|row| u32::from(row % 7 == 5).to_le_bytes())
                 .collect();
-            let inputs = [&all[..], &x[..rows * k * 4], &ids];
+            let inputs = with(&scales, &[&all[..], &x[..rows * k * 4], &ids]);
+            let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
             let ran = both.cuda.run(&of_experts, rows, &inputs).unwrap();
             for row in (0..rows).filter(|row| row % 7 != 5) {
                 let [found, expected] =

@@ -66,13 +66,14 @@ fn layers(
 }
 
 /// Dtypes of weights, of values' weights, and of caches; steps with and without what does several nodes' work.
-const KINDS: [([DType; 3], [usize; 2]); 5] = [
+const KINDS: [([DType; 3], [usize; 2]); 6] = [
     ([DType::Q8_0, DType::Q8_0, DType::F16], [24, 45]),
     ([DType::Q4_0, DType::Q4_0, DType::Q8_0], [24, 45]),
     // What another dtype of the same block reads is made once, too.
     ([DType::Q4K, DType::Q6K, DType::F32], [26, 45]),
     ([DType::Q4K, DType::Q8_0, DType::BF16], [28, 47]),
     ([DType::BF16, DType::BF16, DType::BF16], [22, 36]),
+    ([DType::F8E4M3, DType::F8E4M3, DType::F16], [22, 36]),
 ];
 
 /// The device, which joins nodes, and once more without.
