@@ -191,6 +191,8 @@ impl TensorSpec {
     /// [`GraphError::Shape`] when they do not.
     pub fn new(dtype: DType, shape: Shape) -> Result<Self, GraphError> {
         let whole = shape.inner().is_some_and(|n| dtype.row_bytes(n).is_some());
+        // A block type has an innermost axis even where a block is one number.
+        let whole = whole && shape.rank() > 0;
         if dtype.is_block() && !whole {
             return Err(GraphError::shape(format!(
                 "{dtype} needs an innermost axis that is a multiple of {}, not {shape}",

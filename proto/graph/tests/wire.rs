@@ -1552,7 +1552,13 @@ fn blocks_have_a_length_and_are_whole() {
         (wire.nodes, wire.outputs) = (vec![], vec![]);
         assert!(decoded(&wire).is_none());
     }
-    for dtype in DType::ALL.iter().filter(|d| d.is_block()) {
+    for dims in [vec![], vec![rows(true)]] {
+        let x = tensor("f8_e4m3", &dims);
+        let to = [attribute("dtype", attribute::Value::Dtype("f32".into()))];
+        assert!(decoded(&applied("cast", &[x], &to)).is_none(), "{dims:?}");
+    }
+    // Of a block of one number there is no part.
+    for dtype in DType::ALL.iter().filter(|d| d.block_len() > 1) {
         let len = dtype.block_len() as u64;
         let part = [
             vec![fixed(len + 1)],

@@ -472,28 +472,30 @@ mod tests {
 
     #[test]
     fn each_row_has_the_scale_that_it_has_in_its_matrix() {
-        let cases: [(&[Range<usize>], usize, usize, usize); 8] = [
+        type Case<'a> = (&'a [(usize, usize)], usize, usize, usize);
+        let cases: [Case<'_>; 8] = [
             // A whole matrix, whose last rectangle is cut off; a half of one where rectangles end, and where they do not.
-            (&[0..300], 128, 300, 300),
-            (&[128..256], 128, 256, 128),
-            (&[1088..2176], 128, 2176, 1088),
-            (&[150..300], 128, 300, 150),
+            (&[(0, 300)], 128, 300, 300),
+            (&[(128, 256)], 128, 256, 128),
+            (&[(1088, 2176)], 128, 2176, 1088),
+            (&[(150, 300)], 128, 300, 150),
             // Rectangles of one row, and one for all.
-            (&[7..14], 1, 14, 7),
-            (&[7..14], 14, 14, 7),
+            (&[(7, 14)], 1, 14, 7),
+            (&[(7, 14)], 14, 14, 7),
             // Three matrices in place.
-            (&[0..60], 16, 20, 20),
+            (&[(0, 60)], 16, 20, 20),
             // Halves of the gates and projections of two experts: matrices of 40 rows, of which each piece has 10.
-            (&[10..20, 30..40, 50..60, 70..80], 16, 40, 20),
+            (&[(10, 20), (30, 40), (50, 60), (70, 80)], 16, 40, 20),
         ];
         for (pieces, height, n, rows) in cases {
+            let pieces: Vec<Range<usize>> = pieces.iter().map(|(a, b)| *a..*b).collect();
             let down = n.div_ceil(height);
             let expected: Vec<usize> = pieces
                 .iter()
                 .flat_map(|piece| piece.clone())
                 .map(|row| row / n * down + row % n / height)
                 .collect();
-            let found = of_rows(pieces, height, n, rows);
+            let found = of_rows(&pieces, height, n, rows);
             assert_eq!(found, expected, "{pieces:?} by {height} of {n}");
         }
     }

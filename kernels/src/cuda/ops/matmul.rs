@@ -110,7 +110,7 @@ impl Rectangles {
         ];
         let mut words = [values[0], values[1], values[2], 0, 0];
         for (i, size) in sizes.into_iter().enumerate() {
-            words[3 + i / 2] |= u64::from(int(size)? as u32) << (32 * (i % 2));
+            words[3 + i / 2] |= u64::from(int(size)?) << (32 * (i % 2));
         }
         Ok(words)
     }
