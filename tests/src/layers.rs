@@ -75,6 +75,7 @@ impl Filling {
                 let mut one = || (chance.below(201) as f32 / 1e3 - 0.1).to_bits() >> 16;
                 (0..*n).flat_map(|_| (one() as u16).to_le_bytes()).collect()
             }
+            DType::F8E4M3 => (0..*n).map(|_| chance.number() as u8 & 0xab).collect(),
             _ => (0..dtype.row_bytes(*n).unwrap_or(0))
                 .map(|_| chance.number() as u8 & 0x2b)
                 .collect(),

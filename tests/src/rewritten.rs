@@ -47,22 +47,37 @@ pub fn changed(name: &str, change: impl FnOnce(&mut BTreeMap<String, Stored>)) -
 /// # Panics
 /// When there are none.
 pub fn stack(tensors: &mut BTreeMap<String, Stored>, layer: usize, parts: &[&str], into: &str) {
+    stack_of(tensors, layer, parts, ".weight", into);
+}
+
+/// The same of tensors whose names end so.
+///
+/// # Panics
+/// When there are none.
+pub fn stack_of(
+    tensors: &mut BTreeMap<String, Stored>,
+    layer: usize,
+    parts: &[&str],
+    end: &str,
+    into: &str,
+) {
     let stem = format!("model.layers.{layer}.mlp.experts");
     let (mut all, mut shape, mut experts) = (vec![], vec![], 0);
-    while tensors.contains_key(&format!("{stem}.{experts}.{}.weight", parts[0])) {
+    let mut kind = None;
+    while tensors.contains_key(&format!("{stem}.{experts}.{}{end}", parts[0])) {
         shape = vec![0, 0];
         for part in parts {
             let (dtype, dims, data) = tensors
-                .remove(&format!("{stem}.{experts}.{part}.weight"))
+                .remove(&format!("{stem}.{experts}.{part}{end}"))
                 .unwrap();
-            assert_eq!(dtype, Dtype::F32);
+            assert_eq!(dtype, *kind.get_or_insert(dtype));
             shape = vec![shape[0] + dims[0], dims[1]];
             all.extend(data);
         }
         experts += 1;
     }
     shape.insert(0, experts);
-    tensors.insert(format!("{stem}.{into}"), (Dtype::F32, shape, all));
+    tensors.insert(format!("{stem}.{into}"), (kind.unwrap(), shape, all));
 }
 
 /// The golden model of experts, with their gates and up projections in one tensor, as transformers 5 holds them.

@@ -586,6 +586,8 @@ static CLASSES: &[Class] = &[
             "mamba2_scan",
             "mul_mat",
             "mul_mat_id",
+            "mul_mat_id_scaled",
+            "mul_mat_scaled",
             "paged_attention",
             "pool",
             "quantize",

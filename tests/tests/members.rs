@@ -33,8 +33,8 @@ const COLUMNS: &str = "--tensor-parallel";
 const LAYERS: &str = "--pipeline-parallel";
 
 /// Every family, biases, one key head that nobody can share, caps, windows, experts, blocks of several kinds, and scales of
-/// rectangles that members cut through.
-const MODELS: [&str; 14] = [
+/// rectangles that members cut through, of rows and of whole matrices.
+const MODELS: [&str; 15] = [
     "llama2",
     "mistral",
     "qwen2",
@@ -49,6 +49,7 @@ const MODELS: [&str; 14] = [
     "gguf/llama3-q8_0.gguf",
     "qwen3-fp8",
     "qwen3_moe-fp8",
+    "llama2-fp8",
 ];
 
 fn ids(count: u32) -> Prompt {

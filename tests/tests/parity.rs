@@ -15,7 +15,7 @@ use hotcell_tests::{
     bundled::write_gguf,
     cluster::kjv,
     model::{Solo, argmax, open},
-    rewritten::{changed, fused_experts, stack},
+    rewritten::{changed, fused_experts, stack, stack_of},
 };
 use hotcell_worker::{
     model::{
@@ -401,6 +401,24 @@ fn experts_in_one_tensor_or_one_by_one_give_the_same_bits() {
         }
     });
     assert_eq!(single, logits_of(&open(apart.path()).unwrap()));
+}
+
+#[test]
+fn scaled_experts_in_one_tensor_or_one_by_one_give_the_same_bits() {
+    let single = logits_of(&open(&golden().join("qwen3_moe-fp8")).unwrap());
+    let fused = changed("qwen3_moe-fp8", |tensors| {
+        for layer in [0, 2] {
+            for (parts, name) in [
+                (&["gate_proj", "up_proj"][..], "gate_up_proj"),
+                (&["down_proj"], "down_proj"),
+            ] {
+                stack(tensors, layer, parts, name);
+                let scales = format!("{name}_scale_inv");
+                stack_of(tensors, layer, parts, ".weight_scale_inv", &scales);
+            }
+        }
+    });
+    assert_eq!(single, logits_of(&open(fused.path()).unwrap()));
 }
 
 #[test]

@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 pub use crate::format::ModelError;
 pub use crate::format::open::{GgufFile, ModelSource, TextSource};
 use crate::format::{StoredDType, StoredTensor, shown};
+use crate::model::config::Floats8;
 
 /// One file of a model, as it was handed to the worker: a name without folders, and its contents.
 #[derive(Clone)]
@@ -101,10 +102,15 @@ impl fmt::Debug for Weight {
 pub struct Scales {
     /// The name of the tensor.
     pub name: String,
-    /// Rows of a rectangle, at least 1; `n` and more where there is one for all.
+    /// Rows of a rectangle, at least 1.
     pub height: usize,
     /// Columns of a rectangle, at least 1.
     pub width: usize,
+}
+
+impl Scales {
+    /// The height where there is one scale for a matrix, whatever its size.
+    pub const WHOLE: usize = 1 << 31;
 }
 
 /// The tensors of a model by name. Those of a dtype that Hotcell does not have are known, and an error when
@@ -145,16 +151,22 @@ impl Weights {
     }
 
     /// [`Weights::expect`] of matrices `[…, n, k]`, which may be scaled as checkpoints of 8-bit floats are: each as a whole, or its
-    /// rows, or the rectangles that the configuration says.
+    /// rows, or the rectangles that the configuration says. Where it says something, 8-bit floats without scales are incomplete.
     pub fn expect_scaled(
         &self,
         name: &str,
         shape: &[usize],
-        rectangle: Option<[usize; 2]>,
+        said: Option<Floats8>,
     ) -> Result<(&Weight, Option<Scales>), ModelError> {
         let weight = self.stored(name, shape)?;
+        let rectangle = said.and_then(|said| said.rectangle);
         let Some(scale) = self.scale_of(name) else {
-            return Ok((weight, None));
+            return match said {
+                Some(_) if weight.dtype == DType::F8E4M3 => Err(ModelError::MissingTensor {
+                    tensor: format!("{name}_scale{}", rectangle.map_or("", |_| "_inv")),
+                }),
+                _ => Ok((weight, None)),
+            };
         };
         let found = self.get(&scale)?;
         let float = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
@@ -172,7 +184,7 @@ impl Weights {
         };
         let cut = rectangle.map(|[height, width]| [n.div_ceil(height), k.div_ceil(width)]);
         let [height, width] = match (rectangle, cut) {
-            _ if of(&[]) => [*n, *k],
+            _ if of(&[]) => [Scales::WHOLE, *k],
             (Some(rectangle), Some(cut)) if of(&cut) => rectangle,
             _ if of(&[*n]) => [1, *k],
             _ => {

@@ -8,7 +8,7 @@ use hotcell_graph::DType;
 use hotcell_ipc::memory::{Mapping, sealed_memory};
 use hotcell_worker::format::gguf::Gguf;
 use hotcell_worker::format::{ModelError, limits, safetensors};
-use hotcell_worker::model::config::Architecture;
+use hotcell_worker::model::config::{Architecture, Floats8};
 use hotcell_worker::weights::{ModelFile, ModelSource, NameScheme, TextSource};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -193,6 +193,71 @@ fn a_gguf_model_opens_in_place() {
         .expect("strings")
         .expect("present");
     assert_eq!((tokens.len(), text.name()), (5, "m.gguf"));
+}
+
+#[test]
+fn scales_are_those_of_a_matrix_its_rows_or_its_rectangles() {
+    let all = tensors(&[
+        ("bare", "F8_E4M3", &[6, 8]),
+        ("whole", "F8_E4M3", &[6, 8]),
+        ("whole_scale", "F32", &[]),
+        ("rows", "F8_E4M3", &[6, 8]),
+        ("rows_scale", "F16", &[6, 1]),
+        ("cut", "F8_E4M3", &[2, 6, 8]),
+        ("cut_scale_inv", "BF16", &[2, 2, 3]),
+        ("each", "F8_E4M3", &[2, 6, 8]),
+        ("each_scale", "F32", &[2]),
+        ("bytes", "F8_E4M3", &[6, 8]),
+        ("bytes_scale", "U8", &[6]),
+        ("integers", "I8", &[6, 8]),
+        ("integers_scale", "F32", &[6]),
+        ("flat", "F8_E4M3", &[]),
+    ]);
+    let source = open(&folder(vec![("model.safetensors", all)])).expect("valid");
+    let weights = &source.weights;
+    let said = |rectangle| Some(Floats8 { rectangle });
+    let found = |name: &str, shape: &[usize], said| {
+        let found = weights.expect_scaled(name, shape, said);
+        let (weight, scales) = found.map_err(|error| error.to_string())?;
+        assert_eq!(weight.dtype, DType::F8E4M3);
+        Ok::<_, String>(scales.map(|s| (s.name, s.height, s.width)))
+    };
+    let of = |name: &str, height, width| Ok(Some((name.to_owned(), height, width)));
+    let by = said(Some([4, 3]));
+    assert_eq!(found("bare", &[6, 8], None), Ok(None));
+    for said in [None, said(None), by] {
+        let whole = of("whole_scale", 1 << 31, 8);
+        assert_eq!(found("whole", &[6, 8], said), whole);
+        assert_eq!(found("rows", &[6, 8], said), of("rows_scale", 1, 8));
+        let each = of("each_scale", 1 << 31, 8);
+        assert_eq!(found("each", &[2, 6, 8], said), each);
+    }
+    assert_eq!(found("cut", &[2, 6, 8], by), of("cut_scale_inv", 4, 3));
+    for (name, shape, said, what) in [
+        ("bare", &[6, 8][..], said(None), "'bare_scale' is missing"),
+        ("bare", &[6, 8], by, "'bare_scale_inv' is missing"),
+        (
+            "cut",
+            &[2, 6, 8],
+            said(None),
+            "'cut_scale_inv' has shape [2, 2, 3] but",
+        ),
+        ("cut", &[2, 6, 8], said(Some([4, 4])), "calls for [2, 2, 2]"),
+        (
+            "bytes",
+            &[6, 8],
+            by,
+            "tensor 'bytes' is to be multiplied with tensor 'bytes_scale'",
+        ),
+        ("integers", &[6, 8], by, "tensor 'integers' is stored as i8"),
+        ("flat", &[], by, "tensor 'flat' is stored as f8_e4m3"),
+    ] {
+        let error = found(name, shape, said).expect_err(name);
+        assert!(error.contains(what), "{name}: {error}");
+    }
+    // Who does not ask for scales gets no weights that have some.
+    let error = weights.expect("rows", &[6, 8]).expect_err("scaled");
+    assert!(error.to_string().contains("is to be multiplied"), "{error}");
 }
 
 #[test]

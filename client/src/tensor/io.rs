@@ -38,6 +38,7 @@ const NAMES: &[(DType, Dtype, &str)] = &[
     (DType::F32, Dtype::F32, "<f4"),
     (DType::F64, Dtype::F64, "<f8"),
     (DType::C64, Dtype::C64, "<c8"),
+    (DType::F8E4M3, Dtype::F8_E4M3, ""),
 ];
 
 fn cannot_read(path: &Path, error: &std::io::Error) -> Error {
@@ -402,8 +403,17 @@ mod tests {
         for (name, data) in &all {
             assert_eq!(&file.get(name).unwrap().unwrap(), data, "{name}");
         }
-        // Block types are in neither.
-        for &dtype in DType::ALL.iter().filter(|d| d.is_block()) {
+        // 8-bit floats, which NumPy does not have.
+        let data = sample(DType::F8E4M3, &[2, 3, 5]);
+        let error = data.to_npy().unwrap_err();
+        assert!(error.message().contains("f8_e4m3"), "{error}");
+        let floats = folder.path().join("f8.safetensors");
+        let tensors = [("w", Tensor::host(None, data.clone(), false))];
+        TensorFile::save(&floats, &tensors, None).await.unwrap();
+        let file = TensorFile::open(&floats).unwrap();
+        assert_eq!(file.get("w").unwrap().unwrap(), data);
+        // Blocks of several numbers are in neither.
+        for &dtype in DType::ALL.iter().filter(|d| d.block_len() > 1) {
             let data = sample(dtype, &[2, 256]);
             assert!(data.to_npy().is_err(), "{dtype}");
             let tensors = [("w", Tensor::host(None, data, false))];

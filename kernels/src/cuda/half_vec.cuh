@@ -70,7 +70,8 @@ DEVICE void product(const typename W::Stored* w, const float* x, long long x_str
   const float* values = led_to<const float>(scales.values[number]);
   if (!rows_of_block(from, to, rows, ids, order, used, per_token)) return;
   bool wrong = !to_expert(w, size_t(n) * k, ids, to[0], experts, bad);
-  if (values && !wrong) to_expert(values, size_t(scales.each), ids, to[0], experts, bad);
+  if (wrong) values = nullptr;
+  if (values) to_expert(values, size_t(scales.each), ids, to[0], experts, bad);
   float sums[EIGHTS][4] = {};
   if (!wrong) {
     if (is_wide(w, x, x_stride, k)) range<W, EIGHTS, true>(w, x, x_stride, n, k, first, from, scales, values, sums);

@@ -130,9 +130,10 @@ static TABLES: &[&[Entry]] = &[
 
 /// What the table has for a call.
 fn made(call: &Call<'_>) -> Option<Made> {
-    let mut entries = TABLES.iter().copied().flatten();
-    let entry = entries.find(|entry| entry.op == call.op.name)?;
-    (entry.make)(call)
+    let entries = TABLES.iter().copied().flatten();
+    // An op may have several, for inputs of different kinds.
+    let mut entries = entries.filter(|entry| entry.op == call.op.name);
+    entries.find_map(|entry| (entry.make)(call))
 }
 
 /// Whether an op's result is its first input's bytes, so that there need be nothing to do for it.

@@ -61,7 +61,7 @@ def products(book):
 
 
 def experts(book):
-    def add(note, dtype, ids, u, n, k, height, width, count=4, rows=None):
+    def add(note, dtype, ids, u, n, k, height, width, count=4, rows=None, views=False):
         t, used = ids.shape
         x = sample(rng("scaled id", note), "f32", [t, u, k])
         w, values = weights(rng("scaled id", note, 2), dtype, [count, n, k])
@@ -71,12 +71,14 @@ def experts(book):
         for i, j in np.ndindex(t, used):
             out[i, j] = values[int(ids.a[i, j])] @ x.up[i, j % u]
         book.one("mul_mat_id_scaled", note, [w, x, ids, s], T("f32", out), rows=rows, height=height, width=width)
+        if views:
+            book.views("mul_mat_id_scaled", f"views {note}", [w, x, ids, s], T("f32", out), height=height, width=width)
 
     for d in DTYPES:
         ids = sample(rng("scaled id", d), "i32", [6, 2], 0, 4)
         for u in (1, 2):
             for height, width in ((16, 32), (5, 7), (1, 50), (1 << 31, 32)):
-                add(f"{d} of {u} {height} {width}", d, ids, u, 21, 50, height, width)
+                add(f"{d} of {u} {height} {width}", d, ids, u, 21, 50, height, width, views=d == "f32" and height == 16)
         add(f"{d} rows", d, ids, 1, 20, 64, 16, 32, rows=[1, 2])
         add(f"{d} many", d, sample(rng("scaled id", d, 2), "i64", [60, 3], -4, 4), 1, 20, 64, 16, 32)
     for d in INTS:

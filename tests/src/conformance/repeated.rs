@@ -56,7 +56,8 @@ const REPEATED: &[(&[&str], &[usize], Unless)] = &[
     (&["draw"], &[0, 1, 2, 3], Unless::Never),
     (&["scaled_dot_product_attention"], &[0, 1, 2], Unless::Never),
     (&["rope"], &[0, 1], Unless::Never),
-    (&["mul_mat_id"], &[1, 2], Unless::Never),
+    (&["mul_mat_id", "mul_mat_id_scaled"], &[1, 2], Unless::Never),
+    (&["mul_mat_scaled"], &[0], Unless::Never),
     (&["add_id"], &[0, 2], Unless::Never),
     (
         &[

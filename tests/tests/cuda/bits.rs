@@ -399,6 +399,10 @@ impl Both {
     /// Weights of ordinary numbers.
     fn weights(&mut self, dtype: DType, n: usize) -> Vec<u8> {
         match dtype.is_block() {
+            // Of both signs, and no NaN.
+            true if dtype == DType::F8E4M3 => {
+                (0..n).map(|_| self.chance.number() as u8 & 0xbb).collect()
+            }
             // Scales are among them, which must be no NaN.
             true => (0..dtype.row_bytes(n).unwrap())
                 .map(|_| self.chance.number() as u8 & 0x3b)

@@ -76,7 +76,7 @@ pub fn parse(file: &str, bytes: &[u8]) -> Result<Vec<StoredTensor>, ModelError> 
             .ok_or_else(outside)?;
         tensors.push(StoredTensor {
             name,
-            dtype: stored_dtype(info.dtype),
+            dtype: stored_dtype(info.dtype, &info.shape),
             shape: info.shape.clone(),
             range,
         });
@@ -94,8 +94,8 @@ fn cut(error: &dyn fmt::Display) -> String {
         .collect()
 }
 
-/// Bool is not among the known ones, because a file may hold bytes other than 0 and 1.
-fn stored_dtype(dtype: Dtype) -> StoredDType {
+/// Bool is not among the known ones, because a file may hold bytes other than 0 and 1; and 8-bit floats have an axis.
+fn stored_dtype(dtype: Dtype, shape: &[usize]) -> StoredDType {
     StoredDType::Known(match dtype {
         Dtype::U8 => DType::U8,
         Dtype::I8 => DType::I8,
@@ -103,7 +103,7 @@ fn stored_dtype(dtype: Dtype) -> StoredDType {
         Dtype::I16 => DType::I16,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
-        Dtype::F8_E4M3 => DType::F8E4M3,
+        Dtype::F8_E4M3 if !shape.is_empty() => DType::F8E4M3,
         Dtype::U32 => DType::U32,
         Dtype::I32 => DType::I32,
         Dtype::F32 => DType::F32,

@@ -24,6 +24,7 @@ use fields::{
     CONTEXT, Checked, EXPERTS, Fields, HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, Key,
     LAYERS, RMS_EPS, THETA, VOCAB, WINDOW, brief, token_id, token_ids,
 };
+pub use floats8::Floats8;
 pub use rope::{Rope, RopeScaling};
 use window::Window;
 
@@ -204,8 +205,8 @@ pub struct ModelConfig {
     pub o_bias: bool,
     /// Whether query and key heads are normed.
     pub qk_norm: bool,
-    /// Height and width of the rectangles of weights that have a scale each, where some have more than one for each row.
-    pub scale_rectangle: Option<[usize; 2]>,
+    /// What is said of weights in 8-bit floats, if that is what they are.
+    pub floats8: Option<Floats8>,
     /// The token that begins a text, if the model has one.
     pub bos: Option<u32>,
     /// The tokens that end one, without repetition.
@@ -236,7 +237,7 @@ impl ModelConfig {
         let row = hugging_face_row(fields)?;
         refuse_hugging_face(fields, row)?;
         let mut model = sizes(fields, row)?;
-        model.scale_rectangle = floats8::from_hugging_face(fields)?;
+        model.floats8 = floats8::from_hugging_face(fields)?;
         if row.architecture == Architecture::Gemma3 {
             gemma3::from_hugging_face(fields, &mut model)?;
         } else {
@@ -454,7 +455,7 @@ fn sizes(fields: Fields<'_>, row: &Row) -> Checked<ModelConfig> {
         qkv_bias: row.qkv_bias,
         o_bias: false,
         qk_norm: row.qk_norm,
-        scale_rectangle: None,
+        floats8: None,
         bos: None,
         eos: Vec::new(),
     })

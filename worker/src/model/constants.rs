@@ -71,17 +71,13 @@ pub(super) fn scales(weights: &Weights, bands: &[Bands]) -> Result<Vec<f32>, Run
     let mut all = Vec::new();
     // Those of one tensor follow each other.
     let mut read: Option<(&str, Vec<f32>)> = None;
-    for Bands {
-        name,
-        across,
-        bands,
-    } in bands
-    {
+    for of in bands {
+        let Bands { name, across, .. } = of;
         if read.as_ref().is_none_or(|(of, _)| of != name) {
             read = Some((name, vector(weights, name, None)?));
         }
         let values = read.as_ref().map_or(&[][..], |(_, values)| values);
-        for &band in bands {
+        for band in of.each() {
             let values = (band.checked_mul(*across))
                 .and_then(|start| values.get(start..)?.get(..*across))
                 .ok_or_else(|| {

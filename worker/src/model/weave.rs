@@ -84,8 +84,21 @@ pub struct Bands {
     pub name: String,
     /// How many there are side by side.
     pub across: usize,
-    /// Which bands of them, counted through all dimensions but the last, one after another.
-    pub bands: Vec<usize>,
+    /// Which rows, counted through all dimensions but the last: some of a matrix, or whole ones.
+    pub rows: Range<usize>,
+    /// How high rectangles are.
+    pub heights: Heights,
+}
+
+/// How high rectangles are in pieces of matrices: within what is `height` rows of the matrix.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Heights {
+    /// Rows of a matrix.
+    n: usize,
+    /// Rows of a rectangle of it.
+    height: usize,
+    /// Rows of a rectangle of a piece.
+    own: usize,
 }
 
 /// Weights to multiply with, and their scales if they have any.
@@ -205,8 +218,8 @@ impl<'a> Weaver<'a> {
     ) -> Result<Matrix, BuildError> {
         let (mut like, mut scales) = (None, Vec::new());
         for Piece { name, .. } in pieces {
-            let rectangle = self.config.scale_rectangle;
-            let (weight, of) = self.weights.expect_scaled(name, each, rectangle)?;
+            let said = self.config.floats8;
+            let (weight, of) = self.weights.expect_scaled(name, each, said)?;
             let found = (weight.dtype, of.as_ref().map(|of| [of.height, of.width]));
             let first = *like.get_or_insert(found);
             if found != first {
@@ -251,17 +264,20 @@ impl<'a> Weaver<'a> {
             .iter()
             .map(|piece| piece.rows.clone().unwrap_or(0..all))
             .collect();
+        // Sizes of a configuration are above 0.
+        let n = (*n).max(1);
         let of = Heights {
-            n: *n,
+            n,
             height,
-            own: height_of_bands(&ranges, height, *n, *rows),
+            own: height_of_bands(&ranges, height, n, *rows),
         };
         let (height, across) = (of.own, k.div_ceil(width));
         let bands: Vec<Bands> = (ranges.into_iter().zip(names))
             .map(|(rows, name)| Bands {
-                bands: of.bands(rows),
                 name,
                 across,
+                rows,
+                heights: of,
             })
             .collect();
         let name = bands.first().map(|bands| bands.name.clone());
@@ -408,38 +424,33 @@ impl<'a> Weaver<'a> {
     }
 }
 
-/// How high rectangles are in pieces of matrices: `own` divides `height`.
-struct Heights {
-    /// Rows of a matrix.
-    n: usize,
-    /// Rows of a rectangle of it.
-    height: usize,
-    /// Rows of a rectangle of a piece.
-    own: usize,
-}
-
-impl Heights {
-    /// The bands of scales of a piece, which is some rows of a matrix, or whole ones.
-    fn bands(&self, rows: Range<usize>) -> Vec<usize> {
-        let mut bands = Vec::new();
-        let (mut at, down) = (rows.start, self.n.div_ceil(self.height));
-        while at < rows.end {
-            let (matrix, row) = (at / self.n, at % self.n);
-            bands.push(matrix * down + row / self.height);
-            at += self.own.min(self.n - row);
-        }
-        bands
+impl Bands {
+    /// The bands of scales, one after another, counted as the rows are.
+    pub fn each(&self) -> impl Iterator<Item = usize> {
+        let Heights { n, height, own } = self.heights;
+        let down = n.div_ceil(height);
+        let (mut at, end) = (self.rows.start, self.rows.end);
+        std::iter::from_fn(move || {
+            let (matrix, row) = (at.checked_div(n)?, at.checked_rem(n)?);
+            let band = (at < end).then_some(matrix * down + row / height)?;
+            at += own.min(n - row);
+            Some(band)
+        })
     }
 }
 
 /// The greatest height of rectangles in pieces whose matrices have so many `rows`, at which each is within one of `height` in the
 /// matrices `[n, …]` that they are pieces of.
 fn height_of_bands(pieces: &[Range<usize>], height: usize, n: usize, rows: usize) -> usize {
-    let mut own = height;
+    let joined = pieces.iter().any(|piece| piece.len() < rows);
+    if height >= n && !joined {
+        return height;
+    }
+    let mut own = height.min(n);
     for piece in pieces {
         own = gcd(own, piece.start % n);
         // Of several pieces that make a matrix, each begins a rectangle.
-        if piece.len() < rows {
+        if joined {
             own = gcd(own, piece.len());
         }
     }
@@ -461,7 +472,17 @@ mod tests {
     fn of_rows(pieces: &[Range<usize>], height: usize, n: usize, rows: usize) -> Vec<usize> {
         let own = height_of_bands(pieces, height, n, rows);
         let of = Heights { n, height, own };
-        let bands: Vec<usize> = pieces.iter().flat_map(|p| of.bands(p.clone())).collect();
+        let bands: Vec<usize> = (pieces.iter())
+            .flat_map(|rows| {
+                let bands = Bands {
+                    name: String::new(),
+                    across: 1,
+                    rows: rows.clone(),
+                    heights: of,
+                };
+                bands.each().collect::<Vec<_>>()
+            })
+            .collect();
         let down = rows.div_ceil(own);
         let all: usize = pieces.iter().map(|p| p.len()).sum();
         assert_eq!(bands.len(), all / rows * down, "bands of whole matrices");
@@ -473,7 +494,7 @@ mod tests {
     #[test]
     fn each_row_has_the_scale_that_it_has_in_its_matrix() {
         type Case<'a> = (&'a [(usize, usize)], usize, usize, usize);
-        let cases: [Case<'_>; 8] = [
+        let cases: [Case<'_>; 10] = [
             // A whole matrix, whose last rectangle is cut off; a half of one where rectangles end, and where they do not.
             (&[(0, 300)], 128, 300, 300),
             (&[(128, 256)], 128, 256, 128),
@@ -482,6 +503,8 @@ mod tests {
             // Rectangles of one row, and one for all.
             (&[(7, 14)], 1, 14, 7),
             (&[(7, 14)], 14, 14, 7),
+            (&[(7, 14)], 1 << 31, 14, 7),
+            (&[(10, 20), (30, 40)], 1 << 31, 40, 20),
             // Three matrices in place.
             (&[(0, 60)], 16, 20, 20),
             // Halves of the gates and projections of two experts: matrices of 40 rows, of which each piece has 10.

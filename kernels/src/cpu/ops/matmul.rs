@@ -175,13 +175,13 @@ impl Scaled {
         }
     }
 
-    /// Columns of outputs that go together, a multiple of this many where that is little: activations are multiplied
-    /// with the scales once for each.
+    /// Outputs that go together are a multiple of this many: activations are multiplied with the scales once for each so many.
+    /// Whole panels, or 1 where it makes no difference.
     fn together(&self) -> usize {
-        if self.rows <= MOST_TOGETHER {
-            self.rows
-        } else {
-            1
+        let several = self.columns < self.k && self.rows < self.n;
+        match several && self.rows <= MOST_TOGETHER && self.fits_panels() {
+            true => self.rows,
+            false => 1,
         }
     }
 }

@@ -70,7 +70,7 @@ fn mul_mat_id_scaled_spec(call: &Call<'_>) -> Specs {
     let (experts, x) = (weights(call, 0, 3)?, call.tensor_of(1, DType::F32)?);
     let ids = call.tensor(2)?;
     match (experts.shape.dims(), x.shape.dims(), ids.shape.dims()) {
-        (&[_, n, k], &[t, u, k2], &[t2, u2])
+        (&[Dim::Fixed(_), n, k], &[t, u, k2], &[t2, u2])
             if k == k2 && t == t2 && (u == u2 || u == Dim::Fixed(1)) =>
         {
             one(call, DType::F32, vec![t, u2, n])
@@ -212,6 +212,16 @@ mod tests {
                     ],
                     &by(4, 8),
                     "!for each 4 × 8",
+                ),
+                (
+                    &[
+                        "f8_e4m3[rows, 5, 32]",
+                        "f32[3, 1, 32]",
+                        "i32[3, 2]",
+                        "f32[rows, 2, 4]",
+                    ],
+                    &by(4, 8),
+                    "![e, n, k]",
                 ),
                 (
                     &[

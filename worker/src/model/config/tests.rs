@@ -90,7 +90,7 @@ fn a_llama_config_reads_as_it_is() {
         qkv_bias: false,
         o_bias: false,
         qk_norm: false,
-        scale_rectangle: None,
+        floats8: None,
         bos: Some(1),
         eos: vec![2],
     };
