@@ -166,7 +166,10 @@ fn activations_take_the_scales_on() {
                     let mut packed = vec![0; w.len()];
                     pack::pack(dtype, k, &w, &mut packed);
                     let packed = buffer(&device, &packed);
-                    assert!(plan.bind_packed(Slot::Input(1), Some(&packed), 0).unwrap());
+                    // Where a panel is of one rectangle, or activations take nothing on.
+                    let fits = columns >= k || rows_of >= n || rows_of % 16 == 0;
+                    let found = plan.bind_packed(Slot::Input(1), Some(&packed), 0).unwrap();
+                    assert_eq!(found, fits, "{what}");
                     compare(plan.as_mut(), &device, n, &expected, &counts, &what);
                 }
             }

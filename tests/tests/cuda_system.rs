@@ -139,7 +139,8 @@ async fn it_is_looked_into_like_any_other_and_its_own_clock_tells_what_nodes_tak
         count += u32::from(node.duration_ns > 0);
         sum += node.duration_ns;
     }
-    assert!(count > 100, "{count}");
+    // A step of the model has some sixty, of which nobody knows how many steps are seen whole.
+    assert!(count > 50, "{count}");
     assert!(
         u128::from(sum) > begun.elapsed().as_nanos(),
         "{count} nodes"
@@ -363,11 +364,11 @@ fn device_memory(pid: u32) -> Vec<PathBuf> {
     paths.filter(is_memory).collect()
 }
 
-/// A text of the bundled model's, of which the worker's process of this rank is killed in the middle.
+/// A text of the bundled model's, of which the worker's process of this rank is killed in the middle. A token takes a while here.
 async fn text(cluster: &Cluster, kills: Option<usize>) -> Vec<u32> {
     let client = cluster.client().await.unwrap();
     let options = GenerateOptions {
-        max_tokens: 40,
+        max_tokens: 16,
         seed: Some(7),
         ..Default::default()
     };
@@ -700,7 +701,7 @@ async fn a_device_that_is_lost_amid_what_others_wait_for_is_one_workers_death() 
     let (calm, _driver) = pair("", DIVISIONS[0]).await;
     let expected = text(&calm, None).await;
     // Both meet the fault at the same place; or one waits for what never comes.
-    for fail in ["give_part:700=700", "take_parts:700=700"] {
+    for fail in ["give_part:300=700", "take_parts:300=700"] {
         let (cluster, _driver) = pair(&format!("fail = {fail}\n"), DIVISIONS[0]).await;
         let log = cluster.scheduler.log();
         assert!(log.contains(DIRECT), "{log}");
