@@ -152,7 +152,7 @@ mod tests {
             ),
             (
                 json!({"quant_method": "fp8", "weight_block_size": [128, 0]}),
-                "weight_block_size is [128,0] but must be two",
+                "weight_block_size is a list but must be two",
             ),
             (
                 json!({"quant_method": "fp8", "weight_block_size": 128}),
