@@ -18,6 +18,7 @@
 //! | 256..260 | `da`, f32: `amax / 127` |
 //! | 260..276 | Σ q over each 32, 8 × i16 in the order 0 2 1 3 4 6 5 7 |
 //! | 276..340 | `−32 · Σ q` over each 16, 16 × i32 |
+//! | 340..372 | `−Σ q` over each 16, 16 × i16 in the order 0 2 1 3 4 6 5 7 8 10 and so on |
 //!
 //! `q = clamp(round_ties_even(x · (127 / amax)), −127, 127)` with `amax` the block's largest absolute value. A block
 //! whose `127 / amax` is not finite (`amax` zero, or below 3.8e-37) is all zeros with `da = 0`. A block that
@@ -44,7 +45,7 @@ pub enum Activation {
 /// Bytes of a [`Activation::Q8`] record.
 pub(super) const Q8_RECORD: usize = 44;
 /// Bytes of a [`Activation::Q8K`] record.
-pub(super) const Q8K_RECORD: usize = 340;
+pub(super) const Q8K_RECORD: usize = 372;
 
 impl Activation {
     /// The form that weights of `dtype` want.
@@ -130,6 +131,9 @@ fn q8k_body(x: &[f32], scratch: &mut [u8]) {
         }
         for (j, sum) in sums.iter().enumerate() {
             rest[20 + 4 * j..][..4].copy_from_slice(&(-32 * sum).to_le_bytes());
+            // The two in the middle of four change places.
+            let slot = (j & !3) | ((j & 1) << 1) | ((j >> 1) & 1);
+            rest[84 + 2 * slot..][..2].copy_from_slice(&(-sum as i16).to_le_bytes());
         }
     }
 }

@@ -1,5 +1,6 @@
 //! AVX2 with FMA and F16C: two registers are sixteen lanes.
 
+use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ptr;
 
@@ -54,15 +55,42 @@ unsafe fn gather4_of8(from: *const u8, stride: usize) -> [__m256i; 4] {
     }
 }
 
+/// See [`Simd::settle`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn settle(a: &mut __m256i, b: &mut __m256i) {
+    let (mut x, mut y) = (*a, *b);
+    // SAFETY: no instruction.
+    unsafe {
+        asm!("/* {0} {1} */", inout(ymm_reg) x, inout(ymm_reg) y, options(nomem, nostack, preserves_flags));
+    }
+    (*a, *b) = (x, y);
+}
+
+/// See [`Simd::settle_f`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn settle_f(a: &mut __m256, b: &mut __m256) {
+    let (mut x, mut y) = (*a, *b);
+    // SAFETY: no instruction.
+    unsafe {
+        asm!("/* {0} {1} */", inout(ymm_reg) x, inout(ymm_reg) y, options(nomem, nostack, preserves_flags));
+    }
+    (*a, *b) = (x, y);
+}
+
 // SAFETY for the whole impl: the caller vouches for the instructions (the trait's contract); only
 // `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
 // unaligned accesses.
 impl Simd for Avx2 {
     type F = [__m256; 2];
     type I = [__m256i; 2];
+    /// Pairs of products, in 16 bits.
+    type Sums = [__m256i; 2];
 
     const BIASED: bool = false;
     const WIDE: bool = false;
+    const NARROW: bool = true;
 
     #[inline(always)]
     unsafe fn splat_f(value: f32) -> Self::F {
@@ -226,6 +254,35 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn fifth_bits(bits: Self::I, g: u32) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe {
+            // The byte that has the four, four times; of each one its own bit.
+            let byte = _mm256_set1_epi32((g / 2 * 0x0101_0101) as i32);
+            let words = _mm256_setr_epi32(
+                0,
+                0x0404_0404,
+                0x0808_0808,
+                0x0c0c_0c0c,
+                0,
+                0x0404_0404,
+                0x0808_0808,
+                0x0c0c_0c0c,
+            );
+            let order = _mm256_add_epi8(words, byte);
+            let own = _mm256_set1_epi32(match g % 2 {
+                0 => 0x0804_0201,
+                _ => 0x8040_2010_u32 as i32,
+            });
+            let fifth = _mm256_set1_epi8(16);
+            let bytes = both!(_mm256_shuffle_epi8, bits, order);
+            let set = both!(_mm256_and_si256, bytes, own);
+            let set = both!(_mm256_cmpeq_epi8, set, own);
+            both!(_mm256_and_si256, set, fifth)
+        }
+    }
+
+    #[inline(always)]
     unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
@@ -234,6 +291,69 @@ impl Simd for Avx2 {
             let pairs = both!(_mm256_maddubs_epi16, w, each x);
             let sums = both!(_mm256_madd_epi16, pairs, ones);
             both!(_mm256_add_epi32, acc, each sums)
+        }
+    }
+    #[inline(always)]
+    unsafe fn open(_: Self::I) -> Self::Sums {
+        // SAFETY: see the impl.
+        unsafe { [_mm256_setzero_si256(); 2] }
+    }
+    #[inline(always)]
+    unsafe fn add_small(sums: Self::Sums, w: Self::I, x: Self::I) -> Self::Sums {
+        // SAFETY: see the impl.
+        unsafe {
+            let pairs = both!(_mm256_maddubs_epi16, w, each x);
+            both!(_mm256_add_epi16, sums, each pairs)
+        }
+    }
+    #[inline(always)]
+    unsafe fn settle([a, b]: &mut Self::Sums) {
+        // SAFETY: see the impl.
+        unsafe { settle(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn settle_i([a, b]: &mut Self::I) {
+        // SAFETY: see the impl.
+        unsafe { settle(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn settle_f([a, b]: &mut Self::F) {
+        // SAFETY: see the impl.
+        unsafe { settle_f(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn close(start: Self::I, sums: Self::Sums) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe { Self::close_times(start, sums, [_mm256_set1_epi16(1); 2]) }
+    }
+    #[inline(always)]
+    unsafe fn factor(value: Self::I) -> Self::I {
+        // SAFETY: see the impl. Once in each half of the word.
+        unsafe {
+            let [a, b] = value;
+            let (upper_a, upper_b) = (_mm256_slli_epi32::<16>(a), _mm256_slli_epi32::<16>(b));
+            [
+                _mm256_blend_epi16::<0b1010_1010>(a, upper_a),
+                _mm256_blend_epi16::<0b1010_1010>(b, upper_b),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn two_factors(a: Self::I, b: Self::I) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm256_blend_epi16::<0b1010_1010>(a[0], b[0]),
+                _mm256_blend_epi16::<0b1010_1010>(a[1], b[1]),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn close_times(acc: Self::I, sums: Self::Sums, factor: Self::I) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe {
+            let products = both!(_mm256_madd_epi16, sums, each factor);
+            both!(_mm256_add_epi32, acc, each products)
         }
     }
     #[inline(always)]

@@ -15,9 +15,11 @@ pub(super) struct Avx512;
 impl Simd for Avx512 {
     type F = __m512;
     type I = __m512i;
+    type Sums = __m512i;
 
     const BIASED: bool = true;
     const WIDE: bool = true;
+    const NARROW: bool = false;
 
     #[inline(always)]
     unsafe fn splat_f(value: f32) -> __m512 {
@@ -147,6 +149,33 @@ impl Simd for Avx512 {
     unsafe fn dot_u7(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
         // SAFETY: see the impl.
         unsafe { _mm512_dpbusd_epi32(acc, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn open(start: Self::I) -> Self::I {
+        start
+    }
+    #[inline(always)]
+    unsafe fn add_small(sums: Self::I, w: Self::I, x: Self::I) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe { Self::dot_u7(sums, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn close(_: Self::I, sums: Self::I) -> Self::I {
+        sums
+    }
+    #[inline(always)]
+    unsafe fn factor(value: Self::I) -> Self::I {
+        value
+    }
+    #[inline(always)]
+    unsafe fn two_factors(a: Self::I, b: Self::I) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe { Self::or(Self::and(a, Self::splat_i(0xffff)), Self::shl::<16>(b)) }
+    }
+    #[inline(always)]
+    unsafe fn close_times(acc: Self::I, sums: Self::I, factor: Self::I) -> Self::I {
+        // SAFETY: see the impl.
+        unsafe { Self::add(acc, Self::times(sums, factor)) }
     }
     #[inline(always)]
     unsafe fn dot_i8(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {

@@ -9,7 +9,7 @@ use std::ptr;
 
 use super::format::Format;
 use super::place::{Beside, Place};
-use super::simd::Simd;
+use super::simd::{Simd, together};
 use crate::cpu::quantize::Q8K_RECORD;
 
 /// The word at `x + at`, in every lane.
@@ -88,6 +88,34 @@ unsafe fn dots<S: Simd, const R: usize>(q: &[S::I; 8], x: [*const u8; R], at: us
     }
 }
 
+/// `acc + factor · Σ q · x` over the `4 W` weights `q`, of which none is above `most`, and the activations at `x + at`.
+///
+/// # Safety
+///
+/// As for [`dot`].
+#[inline(always)]
+pub(super) unsafe fn dot_times<S: Simd, const W: usize>(
+    mut acc: S::I,
+    q: &[S::I; W],
+    x: *const u8,
+    at: usize,
+    factor: S::I,
+    most: u32,
+) -> S::I {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let some = together::<S>(W, most);
+        for first in (0..W).step_by(some) {
+            let mut sums = S::open(S::splat_i(0));
+            for g in first..first + some {
+                sums = S::add_small(sums, q[g], word::<S>(x, at + 4 * g));
+            }
+            acc = S::close_times(acc, sums, factor);
+        }
+        acc
+    }
+}
+
 /// Q4_K and Q5_K.
 pub(super) struct Mixed<const FIVE: bool>;
 
@@ -109,6 +137,9 @@ pub(super) struct MixedHead<S: Simd> {
 }
 
 impl<const FIVE: bool> Mixed<FIVE> {
+    /// The largest weight.
+    const MOST: u32 = if FIVE { 31 } else { 15 };
+
     /// # Safety
     ///
     /// As for [`Format::unpack`].
@@ -140,10 +171,10 @@ impl<const FIVE: bool> Mixed<FIVE> {
                 dmin,
             };
             for i in 0..2 {
-                head.scales[4 * i] = S::and(scales[i], byte);
-                head.scales[4 * i + 1] = S::and(S::shr::<8>(scales[i]), byte);
-                head.scales[4 * i + 2] = S::and(S::shr::<16>(scales[i]), byte);
-                head.scales[4 * i + 3] = S::shr::<24>(scales[i]);
+                head.scales[4 * i] = S::factor(S::and(scales[i], byte));
+                head.scales[4 * i + 1] = S::factor(S::and(S::shr::<8>(scales[i]), byte));
+                head.scales[4 * i + 2] = S::factor(S::and(S::shr::<16>(scales[i]), byte));
+                head.scales[4 * i + 3] = S::factor(S::shr::<24>(scales[i]));
                 head.minima[2 * i] = S::and(minima[i], even);
                 head.minima[2 * i + 1] = S::and(S::shr::<8>(minima[i]), even);
             }
@@ -259,20 +290,26 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 31.
         unsafe {
             let mut inner = [[S::splat_i(0); P]; R];
+            let some = together::<S>(8, Self::MOST);
             for j in 0..8 {
-                let mut dots = [[S::splat_i(0); P]; R];
-                for g in 0..8 {
-                    for r in 0..R {
-                        let q = word::<S>(x[r], 32 * j + 4 * g);
-                        for p in 0..P {
-                            dots[r][p] = S::dot_u7(dots[r][p], w[p].q[j][g], q);
+                for first in (0..8).step_by(some) {
+                    let mut dots = [[S::open(S::splat_i(0)); P]; R];
+                    for g in first..first + some {
+                        for r in 0..R {
+                            let q = word::<S>(x[r], 32 * j + 4 * g);
+                            for p in 0..P {
+                                dots[r][p] = S::add_small(dots[r][p], w[p].q[j][g], q);
+                                if R > 1 {
+                                    S::settle(&mut dots[r][p]);
+                                }
+                            }
                         }
                     }
-                }
-                for r in 0..R {
-                    for p in 0..P {
-                        inner[r][p] =
-                            S::add(inner[r][p], S::times(dots[r][p], w[p].head.scales[j]));
+                    for r in 0..R {
+                        for p in 0..P {
+                            inner[r][p] =
+                                S::close_times(inner[r][p], dots[r][p], w[p].head.scales[j]);
+                        }
                     }
                 }
             }
@@ -301,6 +338,19 @@ impl<const FIVE: bool> Format for Mixed<FIVE> {
                 let q = Self::pair::<S, W>(from, &fifth, pair);
                 for half in 0..2 {
                     let j = 2 * pair + half;
+                    if S::NARROW {
+                        for r in 0..R {
+                            inner[r] = dot_times::<S, 8>(
+                                inner[r],
+                                &q[half],
+                                x[r],
+                                32 * j,
+                                head.scales[j],
+                                Self::MOST,
+                            );
+                        }
+                        continue;
+                    }
                     let dots = dots::<S, R>(&q[half], x, 32 * j);
                     for r in 0..R {
                         inner[r] = S::add(inner[r], S::times(dots[r], head.scales[j]));

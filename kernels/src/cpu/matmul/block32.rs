@@ -1,10 +1,11 @@
 //! The 32-element block dtypes: Q4_0, Q4_1, Q5_0, Q5_1 (nibbles, with a fifth bit, with a minimum), Q8_0 and MXFP4.
 
+use std::ops::Range;
 use std::ptr;
 
 use super::format::Format;
 use super::place::{Beside, Place};
-use super::simd::Simd;
+use super::simd::{Simd, together};
 use crate::cpu::{dequant::E2M1_TWICE, quantize::Q8_RECORD};
 
 /// A block of sixteen rows.
@@ -22,6 +23,8 @@ struct Kind {
     signed: bool,
     /// What was added to the weights to make them unsigned: 0, 8, 12, 16 or 128.
     zero: u32,
+    /// The largest weight, unsigned.
+    most: u32,
     minimum: bool,
 }
 
@@ -59,6 +62,43 @@ pub(super) unsafe fn twelve<S: Simd>(a: S::I) -> S::I {
     unsafe { S::add(S::shl::<3>(a), S::shl::<2>(a)) }
 }
 
+/// Adds the products of some words of weights, at most as many as [`together`] says.
+///
+/// # Safety
+///
+/// As for [`Format::step`].
+#[inline(always)]
+unsafe fn small_weights<S: Simd, const R: usize, const P: usize>(
+    w: &[Block<S>; P],
+    x: [*const u8; R],
+    words: Range<usize>,
+    sums: &mut [[S::I; P]; R],
+) {
+    // SAFETY: the caller's promise; all reads are within the record.
+    unsafe {
+        let mut small = [[S::open(sums[0][0]); P]; R];
+        for r in 0..R {
+            small[r] = [S::open(sums[r][0]); P];
+        }
+        for g in words {
+            for r in 0..R {
+                let q = S::splat_i(word(x[r], 4 * g) as i32);
+                for p in 0..P {
+                    small[r][p] = S::add_small(small[r][p], w[p].q[g], q);
+                    if R > 1 {
+                        S::settle(&mut small[r][p]);
+                    }
+                }
+            }
+        }
+        for r in 0..R {
+            for p in 0..P {
+                sums[r][p] = S::close(sums[r][p], small[r][p]);
+            }
+        }
+    }
+}
+
 /// `acc = fma(f32(S) · da, d, acc)`, and with a minimum `acc = fma(f32(Σ q) · da, m, acc)` after it.
 ///
 /// # Safety
@@ -72,6 +112,7 @@ unsafe fn step<S: Simd, const R: usize, const P: usize>(
     Kind {
         signed,
         zero,
+        most,
         minimum,
     }: Kind,
 ) {
@@ -88,16 +129,22 @@ unsafe fn step<S: Simd, const R: usize, const P: usize>(
                 _ => S::splat_i(0),
             }; P];
         }
-        for g in 0..8 {
-            for r in 0..R {
-                let q = S::splat_i(word(x[r], 4 * g) as i32);
-                for p in 0..P {
-                    sums[r][p] = if signed {
-                        S::dot_i8(sums[r][p], w[p].q[g], q)
-                    } else {
-                        S::dot_u7(sums[r][p], w[p].q[g], q)
-                    };
+        if signed {
+            for g in 0..8 {
+                for r in 0..R {
+                    let q = S::splat_i(word(x[r], 4 * g) as i32);
+                    for p in 0..P {
+                        sums[r][p] = S::dot_i8(sums[r][p], w[p].q[g], q);
+                        if R > 1 {
+                            S::settle_i(&mut sums[r][p]);
+                        }
+                    }
                 }
+            }
+        } else {
+            let some = together::<S>(8, most);
+            for first in (0..8).step_by(some) {
+                small_weights::<S, R, P>(w, x, first..first + some, &mut sums);
             }
         }
         for r in 0..R {
@@ -147,17 +194,7 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
             if FIVE {
                 let bits = from.word::<S, Self>(Self::BYTES - 20);
                 for (g, q) in q.iter_mut().enumerate() {
-                    let four = S::shr_by(bits, 4 * g as u32);
-                    // Bit i of the four to bit 4 of byte i.
-                    let low = S::or(
-                        S::shl::<4>(S::and(four, S::splat_i(1))),
-                        S::shl::<11>(S::and(four, S::splat_i(2))),
-                    );
-                    let high = S::or(
-                        S::shl::<18>(S::and(four, S::splat_i(4))),
-                        S::shl::<25>(S::and(four, S::splat_i(8))),
-                    );
-                    *q = S::or(*q, S::or(low, high));
+                    *q = S::or(*q, S::fifth_bits(bits, g as u32));
                 }
             }
             into.write(Block { q, d, m });
@@ -185,6 +222,7 @@ impl<const FIVE: bool, const MINIMUM: bool> Format for Nibbles<FIVE, MINIMUM> {
                 Kind {
                     signed: false,
                     zero,
+                    most: if FIVE { 31 } else { 15 },
                     minimum: MINIMUM,
                 },
             )
@@ -238,6 +276,7 @@ impl Format for Bytes {
                 Kind {
                     signed: true,
                     zero,
+                    most: 255,
                     minimum: false,
                 },
             )
@@ -299,6 +338,7 @@ impl Format for Mxfp4 {
                 Kind {
                     signed: false,
                     zero: E2M1_ZERO as u32,
+                    most: 24,
                     minimum: false,
                 },
             )

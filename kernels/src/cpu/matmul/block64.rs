@@ -5,7 +5,7 @@ use std::ptr;
 use super::block32::{E2M1_UNSIGNED, twelve};
 use super::format::Format;
 use super::place::{Beside, Place};
-use super::simd::Simd;
+use super::simd::{Simd, together};
 use crate::cpu::quantize::Q8_RECORD;
 
 /// A block of sixteen rows.
@@ -104,6 +104,7 @@ impl Format for Nvfp4 {
         _count: usize,
         acc: &mut [[S::F; P]; R],
     ) {
+        const { assert!(together::<S>(4, 24) == 4) };
         // SAFETY: the caller's promise; all reads are within the records. Weights are at most 24.
         unsafe {
             let ones = S::splat_i(0x0101_0101);
@@ -125,17 +126,25 @@ impl Format for Nvfp4 {
                     };
                     sums[r] = [twelve::<S>(negative); P];
                 }
+                let mut small = [[S::open(sums[0][0]); P]; R];
+                for r in 0..R {
+                    small[r] = [S::open(sums[r][0]); P];
+                }
                 for g in 0..4 {
                     for r in 0..R {
                         let q = word::<S>(x[r], from + 4 * g);
                         for p in 0..P {
-                            sums[r][p] = S::dot_u7(sums[r][p], w[p].q[4 * j + g], q);
+                            small[r][p] = S::add_small(small[r][p], w[p].q[4 * j + g], q);
+                            if R > 1 {
+                                S::settle(&mut small[r][p]);
+                            }
                         }
                     }
                 }
                 for r in 0..R {
                     let da = S::bits_f(word::<S>(x[r], record + 32));
                     for p in 0..P {
+                        sums[r][p] = S::close(sums[r][p], small[r][p]);
                         acc[r][p] = S::fma(S::mul(S::to_f(sums[r][p]), da), w[p].d[j], acc[r][p]);
                     }
                 }

@@ -246,6 +246,9 @@ unsafe fn add_column<S: Simd, const R: usize, const P: usize>(
             let x = S::splat_f(ptr::read_unaligned(x[r].cast::<f32>().add(j)));
             for p in 0..P {
                 acc[r][p] = S::fma(column[p], x, acc[r][p]);
+                if R > 1 {
+                    S::settle_f(&mut acc[r][p]);
+                }
             }
         }
     }

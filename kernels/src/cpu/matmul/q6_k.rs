@@ -5,10 +5,10 @@
     reason = "an index runs over several arrays at once, and its order is the point"
 )]
 
-use super::block256::{BESIDE, da, dot, word};
+use super::block256::{BESIDE, da, dot, dot_times, word};
 use super::format::Format;
 use super::place::{Beside, Place};
-use super::simd::Simd;
+use super::simd::{Simd, together};
 use crate::cpu::quantize::Q8K_RECORD;
 
 /// Q6_K.
@@ -28,7 +28,82 @@ pub(super) struct SixHead<S: Simd> {
     d: S::F,
 }
 
+/// Where a record has the sums for each sixteen that make up for what weights are stored plus: in words, and in halves of words.
+const SUMS: usize = 276;
+const HALF_SUMS: usize = 340;
+
+/// The largest weight as it is stored, which is plus 32.
+const MOST: u32 = 63;
+
 impl Six {
+    /// What weights stored plus 32 make too much, negative, of `R` rows, where sums are narrow.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::step`].
+    #[inline(always)]
+    unsafe fn start<S: Simd, const R: usize>(head: &SixHead<S>, x: [*const u8; R]) -> [S::I; R] {
+        // SAFETY: the caller's promise; all reads are within the record.
+        unsafe {
+            let mut start = [S::splat_i(0); R];
+            for i in 0..8 {
+                let j = i / 2 * 4 + i % 2;
+                let scales = S::two_factors(head.scales[j], head.scales[j + 2]);
+                for r in 0..R {
+                    let sums = word::<S>(x[r], HALF_SUMS + 4 * i);
+                    start[r] = S::dot_i16(start[r], scales, sums);
+                }
+            }
+            for r in 0..R {
+                start[r] = S::shl::<5>(start[r]);
+            }
+            start
+        }
+    }
+
+    /// The sums of all sub-blocks, where sums are narrow.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Format::step`].
+    #[inline(always)]
+    unsafe fn narrow<S: Simd, const R: usize, const P: usize>(
+        w: &[SixBlock<S>; P],
+        x: [*const u8; R],
+        inner: &mut [[S::I; P]; R],
+    ) {
+        // SAFETY: the caller's promise; all reads are within the record.
+        unsafe {
+            for p in 0..P {
+                let start = Self::start::<S, R>(&w[p].head, x);
+                for r in 0..R {
+                    inner[r][p] = start[r];
+                }
+            }
+            let some = together::<S>(4, MOST);
+            for first in (0..64).step_by(some) {
+                let mut dots = [[S::open(S::splat_i(0)); P]; R];
+                for g in first..first + some {
+                    for r in 0..R {
+                        let q = word::<S>(x[r], 4 * g);
+                        for p in 0..P {
+                            dots[r][p] = S::add_small(dots[r][p], w[p].q[g / 4][g % 4], q);
+                            if R > 1 {
+                                S::settle(&mut dots[r][p]);
+                            }
+                        }
+                    }
+                }
+                for r in 0..R {
+                    for p in 0..P {
+                        let factor = w[p].head.scales[first / 4];
+                        inner[r][p] = S::close_times(inner[r][p], dots[r][p], factor);
+                    }
+                }
+            }
+        }
+    }
+
     /// # Safety
     ///
     /// As for [`Format::unpack`].
@@ -40,10 +115,10 @@ impl Six {
             let d = from.half::<S, Self>();
             let mut scales = [S::splat_i(0); 16];
             for i in 0..4 {
-                scales[4 * i] = S::sar::<24>(S::shl::<24>(words[i]));
-                scales[4 * i + 1] = S::sar::<24>(S::shl::<16>(words[i]));
-                scales[4 * i + 2] = S::sar::<24>(S::shl::<8>(words[i]));
-                scales[4 * i + 3] = S::sar::<24>(words[i]);
+                scales[4 * i] = S::factor(S::sar::<24>(S::shl::<24>(words[i])));
+                scales[4 * i + 1] = S::factor(S::sar::<24>(S::shl::<16>(words[i])));
+                scales[4 * i + 2] = S::factor(S::sar::<24>(S::shl::<8>(words[i])));
+                scales[4 * i + 3] = S::factor(S::sar::<24>(words[i]));
             }
             SixHead { scales, d }
         }
@@ -124,6 +199,9 @@ impl Six {
         unsafe {
             let head = Self::head::<S, W>(from);
             let mut inner = [S::splat_i(0); R];
+            if S::NARROW {
+                inner = Self::start::<S, R>(&head, x);
+            }
             for h in 0..2 {
                 for run in 0..4 {
                     from.ask::<S, Self>(4 * h + run, 8);
@@ -131,7 +209,13 @@ impl Six {
                     for l in 0..2 {
                         let j = 8 * h + 2 * run + l;
                         for r in 0..R {
-                            let mut dot = word::<S>(x[r], 276 + 4 * j);
+                            if S::NARROW {
+                                let factor = head.scales[j];
+                                inner[r] =
+                                    dot_times::<S, 4>(inner[r], &q[l], x[r], 16 * j, factor, MOST);
+                                continue;
+                            }
+                            let mut dot = word::<S>(x[r], SUMS + 4 * j);
                             for g in 0..4 {
                                 dot = S::dot_u7(dot, q[l][g], word::<S>(x[r], 16 * j + 4 * g));
                             }
@@ -212,11 +296,15 @@ impl Format for Six {
         // SAFETY: the caller's promise; all reads are within the record. Weights are at most 63.
         unsafe {
             let mut inner = [[S::splat_i(0); P]; R];
-            for j in 0..16 {
+            if S::NARROW {
+                Self::narrow::<S, R, P>(w, x, &mut inner);
+            }
+            let wide = if S::NARROW { 0 } else { 16 };
+            for j in 0..wide {
                 // Weights are stored plus 32.
                 let mut dots = [[S::splat_i(0); P]; R];
                 for r in 0..R {
-                    dots[r] = [word::<S>(x[r], 276 + 4 * j); P];
+                    dots[r] = [word::<S>(x[r], SUMS + 4 * j); P];
                 }
                 for g in 0..4 {
                     for r in 0..R {
@@ -255,6 +343,9 @@ impl Format for Six {
             }
             let head = Self::head::<S, W>(from);
             let mut inner = [S::splat_i(0); R];
+            if S::NARROW {
+                inner = Self::start::<S, R>(&head, x);
+            }
             for h in 0..2 {
                 // The bytes hold the sub-blocks out of order: the exact sums come first.
                 let mut dots = [[S::splat_i(0); R]; 8];
@@ -264,12 +355,19 @@ impl Format for Six {
                     for run in 0..4 {
                         let j = 8 * h + 2 * run + l;
                         for r in 0..R {
-                            let start = word::<S>(x[r], 276 + 4 * j);
+                            if S::NARROW {
+                                let (q, factor) = (&runs[run], head.scales[j]);
+                                inner[r] =
+                                    dot_times::<S, 4>(inner[r], q, x[r], 16 * j, factor, MOST);
+                                continue;
+                            }
+                            let start = word::<S>(x[r], SUMS + 4 * j);
                             dots[2 * run + l][r] = dot::<S, 4>(start, runs[run], x[r], 16 * j);
                         }
                     }
                 }
-                for i in 0..8 {
+                let wide = if S::NARROW { 0 } else { 8 };
+                for i in 0..wide {
                     for r in 0..R {
                         inner[r] = S::add(inner[r], S::times(dots[i][r], head.scales[8 * h + i]));
                     }

@@ -21,11 +21,15 @@ pub(super) trait Simd: Copy {
     type F: Copy;
     /// Sixteen 32-bit words.
     type I: Copy;
+    /// Sums of products of small weights; see [`Simd::open`].
+    type Sums: Copy;
 
     /// Whether [`Simd::dot_i8`] wants its weights as `w + 128`, unsigned, and so counts `128 Σ x` too much.
     const BIASED: bool;
     /// Whether there are registers for large tiles.
     const WIDE: bool;
+    /// Whether [`Simd::Sums`] have 16 bits.
+    const NARROW: bool;
 
     unsafe fn splat_f(value: f32) -> Self::F;
     /// Writes 64 bytes.
@@ -61,12 +65,60 @@ pub(super) trait Simd: Copy {
     /// Each byte of `at`, which is below 16, replaced by the table's byte at that place.
     unsafe fn lookup(table: &[u8; 16], at: Self::I) -> Self::I;
 
+    /// Bit `4 g + i` of each word as bit 4 of byte `i`, for `g` below 8.
+    #[inline(always)]
+    unsafe fn fifth_bits(bits: Self::I, g: u32) -> Self::I {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let four = Self::shr_by(bits, 4 * g);
+            let low = Self::or(
+                Self::shl::<4>(Self::and(four, Self::splat_i(1))),
+                Self::shl::<11>(Self::and(four, Self::splat_i(2))),
+            );
+            let high = Self::or(
+                Self::shl::<18>(Self::and(four, Self::splat_i(4))),
+                Self::shl::<25>(Self::and(four, Self::splat_i(8))),
+            );
+            Self::or(low, high)
+        }
+    }
+
     /// `acc + Σ w_i · x_i` over the four bytes of each word: `w` unsigned and at most 127, `x` signed.
     unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I;
     /// The same with signed `w`, biased where [`Simd::BIASED`] says so; `x` is never −128.
     unsafe fn dot_i8(acc: Self::I, w: Self::I, x: Self::I) -> Self::I;
     /// `acc + Σ a_i · b_i` over the two signed 16-bit halves of each word.
     unsafe fn dot_i16(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+
+    /// Sums that begin with `start`, which [`Simd::close`] wants once more: where they are [`Simd::NARROW`], there is room for
+    /// [`together`] words of small weights, and none for a start.
+    unsafe fn open(start: Self::I) -> Self::Sums;
+    /// As [`Simd::dot_u7`], of weights as small as [`together`] was told.
+    unsafe fn add_small(sums: Self::Sums, w: Self::I, x: Self::I) -> Self::Sums;
+    /// Keeps what the sums are made of before this apart from what comes after it: where there are few registers, the compiler
+    /// orders a long run of independent sums such that they do not suffice.
+    #[inline(always)]
+    unsafe fn settle(sums: &mut Self::Sums) {
+        let _ = sums;
+    }
+    /// The same for words.
+    #[inline(always)]
+    unsafe fn settle_i(sums: &mut Self::I) {
+        let _ = sums;
+    }
+    /// The same for floats.
+    #[inline(always)]
+    unsafe fn settle_f(sums: &mut Self::F) {
+        let _ = sums;
+    }
+    /// The sums.
+    unsafe fn close(start: Self::I, sums: Self::Sums) -> Self::I;
+    /// A number of at most 16 bits with its sign, as [`Simd::close_times`] wants it.
+    unsafe fn factor(value: Self::I) -> Self::I;
+    /// Two factors in one word, for [`Simd::dot_i16`] with two numbers.
+    unsafe fn two_factors(a: Self::I, b: Self::I) -> Self::I;
+    /// `acc + factor · sums`, of sums that began with zero.
+    unsafe fn close_times(acc: Self::I, sums: Self::Sums, factor: Self::I) -> Self::I;
 
     /// Reads 64 bytes.
     unsafe fn load_i(from: *const u8) -> Self::I;
@@ -103,6 +155,17 @@ pub(super) trait Simd: Copy {
     }
 }
 
+/// Of `words` words, a power of two, of weights that are at most `most`, how many [`Simd::add_small`] may take: their products
+/// with activations of at most 127 stay within 16 bits.
+#[inline(always)]
+pub(super) const fn together<S: Simd>(words: usize, most: u32) -> usize {
+    let mut some = words;
+    while S::NARROW && some as u32 * 2 * 127 * most > i16::MAX as u32 {
+        some /= 2;
+    }
+    some
+}
+
 /// The path without intrinsics.
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
@@ -123,9 +186,11 @@ macro_rules! lanes {
 impl Simd for Portable {
     type F = [f32; LANES];
     type I = [u32; LANES];
+    type Sums = Self::I;
 
     const BIASED: bool = false;
     const WIDE: bool = false;
+    const NARROW: bool = false;
 
     #[inline(always)]
     unsafe fn splat_f(value: f32) -> Self::F {
@@ -223,6 +288,33 @@ impl Simd for Portable {
     unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         // SAFETY: no memory is touched. Weights of at most 127 are the same read as signed.
         unsafe { Self::dot_i8(acc, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn open(start: Self::I) -> Self::I {
+        start
+    }
+    #[inline(always)]
+    unsafe fn add_small(sums: Self::I, w: Self::I, x: Self::I) -> Self::I {
+        // SAFETY: no memory is touched.
+        unsafe { Self::dot_u7(sums, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn close(_: Self::I, sums: Self::I) -> Self::I {
+        sums
+    }
+    #[inline(always)]
+    unsafe fn factor(value: Self::I) -> Self::I {
+        value
+    }
+    #[inline(always)]
+    unsafe fn two_factors(a: Self::I, b: Self::I) -> Self::I {
+        // SAFETY: no memory is touched.
+        unsafe { Self::or(Self::and(a, Self::splat_i(0xffff)), Self::shl::<16>(b)) }
+    }
+    #[inline(always)]
+    unsafe fn close_times(acc: Self::I, sums: Self::I, factor: Self::I) -> Self::I {
+        // SAFETY: no memory is touched.
+        unsafe { Self::add(acc, Self::times(sums, factor)) }
     }
     #[inline(always)]
     unsafe fn dot_i8(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
