@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+mod common;
+
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::{
     backend::{Device, DeviceError},
@@ -9,14 +11,7 @@ use hotcell_kernels::{
     plan::{PlanHints, Slot},
 };
 
-fn numbers(n: usize, seed: u32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
-    let mut next = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
+use common::{f32_bytes, numbers};
 
 /// Random bytes, with every f16 exponent that could be infinite cleared; numbers for f32.
 fn weights(dtype: DType, rows: usize, k: usize) -> Vec<u8> {
@@ -26,10 +21,6 @@ fn weights(dtype: DType, rows: usize, k: usize) -> Vec<u8> {
     let bytes = dtype.row_bytes(k).unwrap() * rows;
     let byte = |v: &f32| (v * 127.0) as i8 as u8 & 0xbb;
     numbers(bytes, 5).iter().map(byte).collect()
-}
-
-fn f32_bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|v| v.to_ne_bytes()).collect()
 }
 
 /// A product of up to `tokens` symbolic rows with `used` experts each.

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+mod common;
+
 use std::{
     sync::{
         Arc,
@@ -18,15 +20,7 @@ use hotcell_kernels::{
     plan::{Plan, PlanHints, Slot},
 };
 
-/// Numbers in [−1, 1) from a fixed sequence.
-fn numbers(n: usize, seed: u32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
-    let mut next = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
+use common::{buffer, f32_bytes, numbers, rows, spec};
 
 /// Weights whose scales are finite: random bytes, with every f16 exponent that could be infinite cleared.
 fn weights(dtype: DType, n: usize, k: usize) -> Vec<u8> {
@@ -41,24 +35,6 @@ fn weights(dtype: DType, n: usize, k: usize) -> Vec<u8> {
         .iter()
         .map(|v| (v * 127.0) as i8 as u8 & 0xbb)
         .collect()
-}
-
-fn buffer(device: &dyn Device, bytes: &[u8]) -> Buffer {
-    let buffer = device.allocate("test", bytes.len()).unwrap();
-    buffer.write(0, bytes).unwrap();
-    buffer
-}
-
-fn f32_bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|v| v.to_ne_bytes()).collect()
-}
-
-fn spec(dtype: DType, dims: &[usize]) -> TensorSpec {
-    TensorSpec::new(dtype, Shape::fixed(dims).unwrap()).unwrap()
-}
-
-fn rows(dims: &[usize]) -> TensorSpec {
-    TensorSpec::new(DType::F32, Shape::rows(dims).unwrap()).unwrap()
 }
 
 #[test]

@@ -2,10 +2,12 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+mod common;
+
 use half::{bf16, f16};
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec};
 use hotcell_kernels::{
-    backend::{Buffer, Device},
+    backend::Device,
     cpu::{
         CpuDevice,
         matmul::{mul_mat, pack},
@@ -15,15 +17,7 @@ use hotcell_kernels::{
     plan::{Plan, PlanHints, Slot},
 };
 
-/// Numbers in [−1, 1) from a fixed sequence.
-fn numbers(n: usize, seed: u32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
-    let mut next = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
+use common::{buffer, f32_bytes, numbers, rows, spec};
 
 fn weights(dtype: DType, n: usize) -> Vec<u8> {
     let numbers = numbers(n, 7);
@@ -42,24 +36,6 @@ fn weights(dtype: DType, n: usize) -> Vec<u8> {
             .map(|code| if code & 0x7f == 0x7f { 0 } else { code })
             .collect(),
     }
-}
-
-fn f32_bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|v| v.to_ne_bytes()).collect()
-}
-
-fn buffer(device: &dyn Device, bytes: &[u8]) -> Buffer {
-    let buffer = device.allocate("test", bytes.len()).unwrap();
-    buffer.write(0, bytes).unwrap();
-    buffer
-}
-
-fn spec(dtype: DType, dims: &[usize]) -> TensorSpec {
-    TensorSpec::new(dtype, Shape::fixed(dims).unwrap()).unwrap()
-}
-
-fn rows(dims: &[usize]) -> TensorSpec {
-    TensorSpec::new(DType::F32, Shape::rows(dims).unwrap()).unwrap()
 }
 
 /// One row's products by the letter: each output by itself.

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
+mod common;
+
 use hotcell_graph::{DType, GraphBuilder, Shape, TensorSpec, Value};
 use hotcell_kernels::{
     backend::Device,
@@ -9,14 +11,7 @@ use hotcell_kernels::{
     plan::{PlanHints, Slot},
 };
 
-fn numbers(n: usize, seed: u32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
-    let mut next = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
+use common::numbers;
 
 /// Runs an op on `[rows, n]` and vectors `[n]` for the first `rows` rows of `x`.
 fn run(

@@ -2,19 +2,16 @@
 //!
 //! `cargo bench -p hotcell-tests --bench recovery`
 
-use std::{path::Path, time::Instant};
+use std::path::Path;
 
 use anyhow::{Context, Result};
-use hotcell_client::{
-    Client, Event, GenerateOptions, Prompt,
-    v1::{EventKind, WorkerState},
-};
+use hotcell_client::{GenerateOptions, v1::WorkerState};
 use hotcell_tests::{
     bench::{Goal, figure, median, p99},
-    cluster::{Cluster, all_have, kjv, signal_pid},
+    cluster::{Cluster, all_have, kjv},
+    killed::killed_after,
     synthetic::{Measures, write},
 };
-use rustix::process::Signal;
 
 /// How one of the runs is done.
 struct Run {
@@ -27,41 +24,6 @@ struct Run {
     tokens: u32,
     standby: bool,
     goal: Goal,
-}
-
-/// Milliseconds from SIGKILL of the worker to the next token of its stream.
-async fn recovery(client: &Client, pid: u32, run: &Run) -> Result<f64> {
-    let options = GenerateOptions {
-        max_tokens: run.tokens,
-        ignore_eos: true,
-        ..GenerateOptions::default()
-    };
-    let mut events = client.watch().await?;
-    let mut stream = client
-        .generate(Prompt::Ids(vec![300, 301, 302, 303]), options)
-        .await?;
-    let (mut killed, mut arrived) = (None, Vec::new());
-    while let Some(event) = stream.next().await {
-        if let Event::Delta(delta) = event? {
-            arrived.extend(delta.token_ids.iter().map(|_| Instant::now()));
-        }
-        if arrived.len() >= run.before && killed.is_none() {
-            killed = Some(Instant::now());
-            signal_pid(pid, Signal::KILL)?;
-        }
-    }
-    // What was on its way already still came from the old worker; the scheduler says how much that was.
-    let event = loop {
-        let event = events.next().await.context("no more events")??;
-        if event.kind() == EventKind::StreamContinued {
-            break event;
-        }
-    };
-    let words = event.message.split(" after ").nth(1);
-    let count = words.and_then(|words| words.split(' ').next());
-    let count: usize = count.context("no count")?.parse()?;
-    let next = arrived.get(count).context("no token of the new worker's")?;
-    Ok((*next - killed.context("not killed")?).as_secs_f64() * 1e3)
 }
 
 /// Resident memory of a process, its own and that of mapped files.
@@ -89,7 +51,13 @@ async fn measure(model: &'static str, path: &Path, run: Run) -> Result<()> {
             })
             .await?;
         let worker = workers.iter().find(|w| w.id == "w0").context("no w0")?;
-        times.push(recovery(&client, worker.pid, &run).await?);
+        let options = GenerateOptions {
+            max_tokens: run.tokens,
+            ignore_eos: true,
+            ..GenerateOptions::default()
+        };
+        let killed = killed_after(&client, worker.pid, run.before, options).await?;
+        times.push(killed.milliseconds);
     }
     if run.standby {
         let workers = client.workers().await?;

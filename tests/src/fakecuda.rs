@@ -117,7 +117,9 @@ impl FakeDriver {
 /// # Errors
 /// When it cannot be built.
 pub fn worker() -> Result<PathBuf> {
-    build(&["hotcell-worker-cuda"], "--bins")?;
+    if std::env::var_os("HOTCELL_TEST_BINARIES").is_none() {
+        build(&["hotcell-worker-cuda"], "--bins")?;
+    }
     Ok(binaries()?.join("hotcell-worker-cuda"))
 }
 

@@ -13,6 +13,7 @@ pub mod fakecuda;
 pub mod fault;
 pub mod fuzz;
 pub mod hostile;
+pub mod killed;
 pub mod layers;
 pub mod listed;
 pub mod model;

@@ -94,10 +94,23 @@ impl Measures {
         tied: false,
     };
 
+    /// Llama 3.1 8B (meta-llama/Llama-3.1-8B), with fewer words.
+    pub const LLAMA_8B: Measures = Measures {
+        hidden: 4096,
+        layers: 32,
+        heads: 32,
+        kv_heads: 8,
+        inner: 14_336,
+        vocab: 32_000,
+        context: 8192,
+        tied: false,
+    };
+
     /// The shapes that have names.
     pub const NAMED: &[(&str, Measures)] = &[
         ("llama-15m", Measures::LLAMA_15M),
         ("llama-1b", Measures::LLAMA_1B),
+        ("llama-8b", Measures::LLAMA_8B),
     ];
 
     fn tensors(&self, names: NameScheme) -> Vec<Tensor> {

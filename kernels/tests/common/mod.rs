@@ -147,7 +147,32 @@ pub fn decode(dtype: DType, b: &[u8]) -> f64 {
     }
 }
 
-fn buffer(device: &dyn Device, bytes: &[u8]) -> Buffer {
+/// Numbers in [−1, 1) from a fixed sequence.
+pub fn numbers(n: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+pub fn f32_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_ne_bytes()).collect()
+}
+
+/// A tensor of this shape.
+pub fn spec(dtype: DType, dims: &[usize]) -> TensorSpec {
+    TensorSpec::new(dtype, Shape::fixed(dims).unwrap()).unwrap()
+}
+
+/// A tensor of symbolic rows, each of this shape.
+pub fn rows(dims: &[usize]) -> TensorSpec {
+    TensorSpec::new(DType::F32, Shape::rows(dims).unwrap()).unwrap()
+}
+
+/// A buffer with these bytes.
+pub fn buffer(device: &dyn Device, bytes: &[u8]) -> Buffer {
     let buffer = device.allocate("test", bytes.len()).unwrap();
     buffer.write(0, bytes).unwrap();
     buffer

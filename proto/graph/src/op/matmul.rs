@@ -142,6 +142,16 @@ fn mul_mat_id_spec(call: &Call<'_>) -> Specs {
     if !(experts.dtype.is_block() || experts.dtype.is_float()) {
         return Err(call.error(format_args!("experts cannot be {}", experts.dtype)));
     }
+    chosen(call, experts, x, ids)
+}
+
+/// What products of `x` with chosen experts give, if their shapes fit.
+pub(super) fn chosen(
+    call: &Call<'_>,
+    experts: &TensorSpec,
+    x: &TensorSpec,
+    ids: &TensorSpec,
+) -> Specs {
     match (experts.shape.dims(), x.shape.dims(), ids.shape.dims()) {
         (&[Dim::Fixed(_), n @ Dim::Fixed(_), k @ Dim::Fixed(_)], &[t, u, k2], &[t2, u2])
             if k == k2 && t == t2 && (u == u2 || u == Dim::Fixed(1)) =>

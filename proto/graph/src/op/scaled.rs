@@ -8,6 +8,7 @@ use crate::{
     op::{
         Attribute, Call, Effect,
         fit::Parts,
+        matmul::chosen,
         ops,
         rules::{Specs, Values, one, size_of},
     },
@@ -69,17 +70,7 @@ fn mul_mat_scaled_spec(call: &Call<'_>) -> Specs {
 fn mul_mat_id_scaled_spec(call: &Call<'_>) -> Specs {
     let (experts, x) = (weights(call, 0, 3)?, call.tensor_of(1, DType::F32)?);
     let ids = call.tensor(2)?;
-    match (experts.shape.dims(), x.shape.dims(), ids.shape.dims()) {
-        (&[Dim::Fixed(_), n, k], &[t, u, k2], &[t2, u2])
-            if k == k2 && t == t2 && (u == u2 || u == Dim::Fixed(1)) =>
-        {
-            one(call, DType::F32, vec![t, u2, n])
-        }
-        _ => Err(call.error(format_args!(
-            "experts {}, x {} and ids {} must be [e, n, k], [t, u or 1, k] and [t, u]",
-            experts.shape, x.shape, ids.shape
-        ))),
-    }
+    chosen(call, experts, x, ids)
 }
 
 /// Weights times their scales, as f32, of inputs `w` and `scales`.
