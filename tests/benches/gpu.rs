@@ -1,15 +1,19 @@
 //! The CUDA backend beside its device: copies within its memory, and multiplications by tensor cores with the instruction that its kernels use
 //! (`mma.sync`; devices of compute capability 9 and more have others, with which they reach more).
 //!
-//! `cargo bench -p hotcell-tests --bench gpu -- [names…] [--quick]` on a machine with a GPU and its driver; all shapes when none is named, else
-//! those that begin with one of the names. `deploy/gpu-check` takes it to machines that have nothing else. `--quick` runs tiny layers on the
-//! driver without a device (`tests/fakecuda`): it shows that all of it works, and no figure of it means anything.
+//! `cargo bench -p hotcell-tests --bench gpu -- [names…] [--quick]` on a machine with a GPU and its driver. Names are those of shapes of layers (1b, 8b,
+//! 70b) and of models that are served by the programs as they are shipped (kjv, llama-1b, llama-8b; see `gpu/served.rs`); all of them when none is named.
+//! `deploy/gpu-check` takes it to machines that have nothing else. `--quick` runs tiny layers and serves the bundled model on the driver without a device
+//! (`tests/fakecuda`): it shows that all of it works, and no figure of it means anything.
 //!
 //! A copy reads and writes, and a step mostly reads, which is easier; what a step reads besides weights is not counted. So a share is no
 //! bound in either way. Weights of BF16 and of 8-bit floats are multiplied with three parts of each activation, so that a third of the peak is all they can have.
 //!
 //! Layers have random weights and no model around them: a step is a plan's execution, from the host's call until it returns, and the median of
 //! many. A line beside each figure tells the ops that take most, by the device's own clock.
+
+#[path = "gpu/served.rs"]
+mod served;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -55,6 +59,14 @@ static PROGRESS: AtomicU64 = AtomicU64::new(0);
 static NODE: AtomicU64 = AtomicU64::new(0);
 static EACH: AtomicBool = AtomicBool::new(false);
 
+/// A figure that means something unless it is a quick one.
+fn figure_of(quick: bool, name: &str, value: f64, unit: &str, goal: Goal) {
+    match quick {
+        true => figure(&format!("quick_{name}"), value, unit, Goal::None),
+        false => figure(name, value, unit, goal),
+    }
+}
+
 struct Bench {
     device: CudaDevice,
     quick: bool,
@@ -80,10 +92,7 @@ impl Bench {
     }
 
     fn figure(&self, name: &str, value: f64, unit: &str, goal: Goal) {
-        match self.quick {
-            true => figure(&format!("quick_{name}"), value, unit, Goal::None),
-            false => figure(name, value, unit, goal),
-        }
+        figure_of(self.quick, name, value, unit, goal);
     }
 
     fn place(&mut self, layers: &Layers) -> Result<There> {
@@ -191,14 +200,8 @@ impl Bench {
         self.figure("gpu_copied", most.copied / 1e9, "GB/s", Goal::None);
         self.figure("gpu_bf16", most.bf16 / 1e12, "TFLOP/s", Goal::None);
         self.figure("gpu_bytes", most.bytes / 1e12, "TOP/s", Goal::None);
-        let known = |name: &String| {
-            SHAPES
-                .iter()
-                .any(|(shape, _)| shape.starts_with(name.as_str()))
-        };
-        ensure!(names.iter().all(known), "of {names:?} not all are shapes");
         for (shape, [heads, kv_heads, head_dim, inner, count]) in SHAPES {
-            if !names.is_empty() && !names.iter().any(|name| shape.starts_with(name.as_str())) {
+            if !names.iter().any(|name| name == shape) {
                 continue;
             }
             for (stored, weights, as_bytes) in WEIGHTS {
@@ -254,14 +257,8 @@ impl Bench {
     }
 }
 
-fn main() -> Result<()> {
-    let args: Vec<String> = std::env::args()
-        .skip(1)
-        .filter(|arg| arg != "--bench")
-        .collect();
-    let (flags, names): (Vec<_>, Vec<_>) = args.into_iter().partition(|arg| arg.starts_with("--"));
-    let quick = flags.iter().any(|flag| flag == "--quick");
-    ensure!(flags.iter().all(|flag| flag == "--quick"), "{flags:?}");
+/// Measures layers.
+fn layers(quick: bool, names: &[String]) -> Result<()> {
     let folder = match quick {
         true => {
             let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
@@ -270,11 +267,6 @@ fn main() -> Result<()> {
         }
         false => None,
     };
-    let looked = CudaBackend::look();
-    if let (Err(why), true) = (&looked, std::env::var_os("HOTCELL_GPU").is_none()) {
-        println!("not measured: {why}");
-        return Ok(());
-    }
     let device = CudaBackend::open_device("cuda:0", &[])?;
     println!("{}", device.info().description);
     // Steps are told apart by their op.
@@ -289,9 +281,54 @@ fn main() -> Result<()> {
         quick,
         chance: Chance::new(0x6b5),
     };
-    let ran = bench.run(&names);
+    let ran = bench.run(names);
     if let Some(folder) = folder {
         std::fs::remove_dir_all(folder)?;
     }
     ran
+}
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|arg| arg != "--bench")
+        .collect();
+    let (flags, mut names): (Vec<_>, Vec<_>) =
+        args.into_iter().partition(|arg| arg.starts_with("--"));
+    let quick = flags.iter().any(|flag| flag == "--quick");
+    ensure!(flags.iter().all(|flag| flag == "--quick"), "{flags:?}");
+    let known: Vec<&str> = SHAPES
+        .iter()
+        .map(|(shape, _)| *shape)
+        .chain(served::MODELS)
+        .collect();
+    ensure!(
+        names.iter().all(|name| known.contains(&name.as_str())),
+        "of {names:?} not all are of {known:?}"
+    );
+    if names.is_empty() {
+        // On a driver without a device, what takes a while there is left out.
+        let wanted = known
+            .iter()
+            .filter(|name| !quick || !name.starts_with("llama"));
+        names = wanted.map(|name| (*name).to_owned()).collect();
+    }
+    let (models, shapes): (Vec<_>, Vec<_>) = names
+        .into_iter()
+        .partition(|name| served::MODELS.contains(&name.as_str()));
+    if !quick
+        && std::env::var_os("HOTCELL_GPU").is_none()
+        && let Err(why) = CudaBackend::look()
+    {
+        println!("not measured: {why}");
+        return Ok(());
+    }
+    if !shapes.is_empty() {
+        layers(quick, &shapes)?;
+    }
+    if models.is_empty() {
+        return Ok(());
+    }
+    let mut served = served::Served::new(quick)?;
+    tokio::runtime::Runtime::new()?.block_on(served.run(&models))
 }

@@ -411,8 +411,15 @@ impl Cluster {
             .env("XDG_CONFIG_HOME", folder.path())
             .env("XDG_CACHE_HOME", folder.path())
             .current_dir(folder.path());
-        if let Ok(path) = std::env::var("HOTCELL_CPU_PATH") {
-            command.env("HOTCELL_CPU_PATH", path);
+        let mut passed = vec!["HOTCELL_CPU_PATH"];
+        if std::env::var_os("HOTCELL_GPU").is_some() {
+            // Where this machine has its driver.
+            passed.extend(["LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"]);
+        }
+        for name in passed {
+            if let Some(value) = std::env::var_os(name) {
+                command.env(name, value);
+            }
         }
         let scheduler = Process::start(&mut command)?;
         let cluster = Self {

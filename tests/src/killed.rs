@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use hotcell_client::{Client, Event, GenerateOptions, Prompt, v1::EventKind};
 use rustix::process::Signal;
 
@@ -41,6 +41,11 @@ pub async fn killed_after(
             signal_pid(pid, Signal::KILL)?;
         }
     }
+    let survived = stream.survived().len();
+    ensure!(
+        survived > 0,
+        "the stream was over before its worker was dead"
+    );
     // What was on its way already still came from the old worker; the scheduler says how much that was.
     let event = loop {
         let event = events.next().await.context("no more events")??;

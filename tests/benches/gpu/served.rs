@@ -1,19 +1,13 @@
 //! Models on a GPU through the processes that serve them: whether they say what the CPU says, how fast, and what a client sees of a
-//! death.
-//!
-//! `cargo bench -p hotcell-tests --bench gpu_served -- [shapes…] [--quick]` on a machine with a GPU and its driver; the synthetic models
-//! `llama-1b` and `llama-8b` when no shape is named. With `HOTCELL_PEER=deploy/gpu-check/peer.py` PyTorch computes the same shapes in between, where
-//! `python3` has it. `deploy/gpu-check` takes it to machines that have nothing else. `--quick` serves the
-//! bundled model on the driver without a device (`tests/fakecuda`): it shows that all of it works, and no time of it means anything.
+//! death. With `HOTCELL_PEER=deploy/gpu-check/peer.py` PyTorch computes the same shapes in between, where `python3` has it.
 
 use std::{path::Path, process::Command, time::Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use hotcell_client::{Client, Event, GenerateOptions, Prompt, v1};
-use hotcell_kernels::cuda::CudaBackend;
 use hotcell_tests::{
-    bench::{Goal, figure, median},
-    cluster::{Cluster, all_have, kjv, private_folder},
+    bench::{Goal, median},
+    cluster::{Cluster, all_have, kjv, private_folder, repository},
     fakecuda::{FakeDriver, worker},
     killed::killed_after,
     synthetic::{
@@ -24,17 +18,24 @@ use hotcell_tests::{
 
 /// What synthetic models are stored as; the last one is what PyTorch has too.
 const STORED: [&str; 2] = ["q4_k_m", "bf16"];
-/// How far two devices' log probabilities of a token may lie apart: activations are rounded to 8 bits by both, and a sum that
-/// falls on the other side of a half makes another integer.
-const APART: f32 = 0.05;
+/// How far two devices' log probabilities of a token of the bundled model, whose weights are BF16, may lie apart.
+const APART: f32 = 0.01;
+/// How many of the likeliest tokens are told of each place.
+const TOLD: u32 = 8;
+/// The bundled model's name, and what is served where nothing is named.
+const BUNDLED: &str = "kjv";
+pub const MODELS: [&str; 3] = [BUNDLED, "llama-1b", "llama-8b"];
 /// The name that models are served under.
 const NAME: &str = "m";
 
-struct Bench {
+/// What serves.
+pub struct Served {
     quick: bool,
     /// The workers' program, and the driver without a device that it was made for.
     worker: String,
-    driver: Option<FakeDriver>,
+    _driver: Option<FakeDriver>,
+    /// What is not as it should be, whatever it takes.
+    wrong: Vec<String>,
 }
 
 /// Tokens drawn as the likeliest ones, one by one.
@@ -51,20 +52,27 @@ fn options(tokens: usize) -> GenerateOptions {
     }
 }
 
-/// The likeliest tokens after a prompt, and their log probabilities.
-async fn likeliest(client: &Client, prompt: &str, tokens: usize) -> Result<Vec<(u32, f32)>> {
+/// The likeliest tokens after a prompt, and the log probabilities of some that could have been there.
+async fn likeliest(client: &Client, prompt: &str, tokens: usize) -> Result<Vec<v1::TokenLogprob>> {
     let options = GenerateOptions {
         logprobs: true,
+        top_logprobs: TOLD,
         ..options(tokens)
     };
     let prompt = Prompt::Text(prompt.to_owned());
     let all = client.generate(prompt, options).await?.complete().await?;
+    let count = all.logprobs.len();
     ensure!(
-        all.logprobs.len() == all.token_ids.len(),
-        "log probabilities are missing"
+        count == tokens,
+        "{count} log probabilities of {tokens} tokens"
     );
-    let told = all.logprobs.iter().map(|told| told.logprob);
-    Ok(all.token_ids.into_iter().zip(told).collect())
+    Ok(all.logprobs)
+}
+
+/// The log probability of a token in this place, if it is among those that are told.
+fn of(told: &v1::TokenLogprob, token: u32) -> Option<f32> {
+    let top = told.top.iter().find(|one| one.token == token);
+    top.map(|one| one.logprob)
 }
 
 /// What PyTorch says of a shape.
@@ -73,7 +81,7 @@ struct Peer {
     first: f64,
 }
 
-/// Has PyTorch compute a shape; nothing where it is not asked for or not installed.
+/// Has PyTorch compute a shape; nothing where it is not asked for, not installed, or fails.
 fn peer(measures: &Measures) -> Result<Option<Peer>> {
     let Some(script) = std::env::var_os("HOTCELL_PEER") else {
         return Ok(None);
@@ -88,42 +96,75 @@ fn peer(measures: &Measures) -> Result<Option<Peer>> {
         "max_position_embeddings": measures.context,
         "tie_word_embeddings": measures.tied,
     });
-    let output = Command::new("python3")
-        .arg(script)
+    // It compiles, which takes a while.
+    let output = Command::new("timeout")
+        .args(["600", "python3"])
+        .arg(repository().join(script))
         .arg(shape.to_string())
         .output()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    if output.status.code() == Some(3) {
-        println!("no PyTorch here: {}", said.trim());
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        println!(
+            "not compared with PyTorch, which ended with {}: {}",
+            output.status,
+            said.trim()
+        );
         return Ok(None);
     }
-    ensure!(output.status.success(), "PyTorch failed: {said}");
     let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    if told["skips"] != 0 {
+        println!("PyTorch has not recorded all of its steps, so that no share of it means much");
+    }
     let number = |name: &str| {
         told[name]
             .as_f64()
             .with_context(|| format!("no {name}: {told}"))
     };
+    println!("PyTorch: {told}");
     Ok(Some(Peer {
         rate: number("rate")?,
         first: number("first")?,
     }))
 }
 
-impl Bench {
+impl Served {
+    /// On this machine's driver, or on the one without a device.
+    ///
+    /// # Errors
+    /// When its programs cannot be made.
+    pub fn new(quick: bool) -> Result<Self> {
+        let driver = match quick {
+            true => {
+                let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
+                ensure!(has_kernels, "g++ is not installed");
+                Some(driver)
+            }
+            false => None,
+        };
+        let worker = match &driver {
+            Some(driver) => driver.worker("hotcell-worker")?,
+            None => worker()?,
+        };
+        Ok(Self {
+            quick,
+            worker: worker.to_str().context("path is not UTF-8")?.to_owned(),
+            _driver: driver,
+            wrong: Vec::new(),
+        })
+    }
+
     fn figure(&self, name: &str, value: f64, unit: &str, goal: Goal) {
-        match self.quick {
-            true => figure(&format!("quick_{name}"), value, unit, Goal::None),
-            false => figure(name, value, unit, goal),
-        }
+        super::figure_of(self.quick, name, value, unit, goal);
     }
 
     /// A scheduler whose only worker is CUDA's, with a model.
     async fn served(&self, path: &Path) -> Result<(Cluster, Client)> {
-        // Each death is a first one, and idle workers are not examined meanwhile.
+        // Each death is a first one, and idle workers are not examined meanwhile. A driver that nobody uses takes a while to begin, and so
+        // do weights that were lost after all.
         let flags = ["--worker-binary", &self.worker, "--check-interval", "0"];
         let deaths = ["--restart-budget", "10000", "--restart-window", "1ms"];
-        let cluster = Cluster::start(&[&flags[..], &deaths[..]].concat()).await?;
+        let patience = ["--probe-timeout", "60s", "--continue-timeout", "10m"];
+        let cluster = Cluster::start(&[&flags[..], &deaths[..], &patience[..]].concat()).await?;
         let client = cluster.client().await?;
         let path = path.to_str().context("path is not UTF-8")?;
         client.load(NAME, path).await?;
@@ -132,7 +173,7 @@ impl Bench {
     }
 
     /// What the bundled model says on the device beside what it says on the CPU: the same tokens, until two are as likely.
-    async fn parity(&self) -> Result<()> {
+    async fn parity(&mut self) -> Result<()> {
         let cpu = Cluster::with_model(NAME, &kjv(), &["--devices", "cpu:1"]).await?;
         cpu.workers(all_have(NAME)).await?;
         let cpu = cpu.client().await.map(|client| (cpu, client))?;
@@ -151,14 +192,19 @@ impl Bench {
             let here = likeliest(&client, prompt, tokens).await?;
             let there = likeliest(&cpu.1, prompt, tokens).await?;
             all += tokens;
-            for (i, (&(a, pa), &(b, pb))) in here.iter().zip(&there).enumerate() {
-                // Where they part, each has its own for the likeliest: both are as likely, or one of them is wrong.
-                furthest = furthest.max((pa - pb).abs());
-                ensure!(
-                    (pa - pb).abs() <= APART,
-                    "{prompt:?}: token {i} is {a} with {pa} on the device and {b} with {pb} on the CPU"
-                );
-                if a != b {
+            for (i, (a, b)) in here.iter().zip(&there).enumerate() {
+                // Where they part, both are as likely here and there, or one of them is wrong.
+                for token in [a.token, b.token] {
+                    let (Some(here), Some(there)) = (of(a, token), of(b, token)) else {
+                        bail!("{prompt:?}: token {i} is {a:?} on the device and {b:?} on the CPU");
+                    };
+                    furthest = furthest.max((here - there).abs());
+                    ensure!(
+                        (here - there).abs() <= APART,
+                        "{prompt:?}: token {i} may be {token} by {here} on the device, and by {there} on the CPU"
+                    );
+                }
+                if a.token != b.token {
                     println!("{prompt:?}: from token {i} on they are others");
                     break;
                 }
@@ -177,7 +223,7 @@ impl Bench {
     }
 
     /// Streams of a model whose worker is killed.
-    async fn deaths(&self, name: &str, path: &Path) -> Result<()> {
+    async fn deaths(&mut self, name: &str, path: &Path) -> Result<()> {
         let (kills, before, tokens) = if self.quick { (2, 4, 16) } else { (7, 20, 100) };
         let (cluster, client) = self.served(path).await?;
         let options = GenerateOptions {
@@ -209,6 +255,10 @@ impl Bench {
         let share = found as f64 / kills as f64;
         let goal = Goal::AtLeast(1.0);
         self.figure(&format!("gpu_kept_{name}"), share, "of the deaths", goal);
+        if found != kills {
+            self.wrong
+                .push(format!("{name}: weights did not stay on the device"));
+        }
         Ok(())
     }
 
@@ -226,19 +276,21 @@ impl Bench {
             let mut stream = client
                 .generate(Prompt::Ids(prompt.collect()), options(200))
                 .await?;
-            let (mut first, mut last, mut count) = (None, begun, 0);
+            let (mut first, mut last, mut after) = (None, begun, 0);
             while let Some(event) = stream.next().await {
                 if let Event::Delta(delta) = event?
                     && !delta.token_ids.is_empty()
                 {
                     last = Instant::now();
-                    first.get_or_insert(last);
-                    count += delta.token_ids.len();
+                    match first {
+                        None => first = Some(last),
+                        Some(_) => after += delta.token_ids.len(),
+                    }
                 }
             }
             let first = first.context("no token")?;
             firsts.push((first - begun).as_secs_f64());
-            rates.push((count - 1) as f64 / (last - first).as_secs_f64());
+            rates.push(after as f64 / (last - first).as_secs_f64());
         }
         let (rate, first) = (median(rates), median(firsts));
         let read = rate * size.bytes_per_token as f64 / 1e9;
@@ -253,15 +305,15 @@ impl Bench {
         Ok((rate, first))
     }
 
-    async fn run(&self, shapes: &[String]) -> Result<()> {
-        self.parity().await?;
-        self.deaths("kjv", &kjv()).await?;
-        if self.quick {
-            return Ok(());
-        }
-        for shape in shapes {
-            let named = Measures::NAMED.iter().find(|(name, _)| name == shape);
-            let (_, measures) = named.with_context(|| format!("no shape {shape}"))?;
+    pub async fn run(&mut self, models: &[String]) -> Result<()> {
+        for name in models {
+            if name == BUNDLED {
+                self.parity().await?;
+                self.deaths(BUNDLED, &kjv()).await?;
+                continue;
+            }
+            let named = Measures::NAMED.iter().find(|(shape, _)| shape == name);
+            let (shape, measures) = named.with_context(|| format!("no shape {name}"))?;
             for stored in STORED {
                 let weights = Weights::from_name(stored).context("no such type")?;
                 let folder = private_folder()?;
@@ -296,51 +348,7 @@ impl Bench {
                 self.deaths(&name, &path).await?;
             }
         }
+        ensure!(self.wrong.is_empty(), "{}", self.wrong.join("; "));
         Ok(())
     }
-}
-
-fn main() -> Result<()> {
-    let args: Vec<String> = std::env::args()
-        .skip(1)
-        .filter(|arg| arg != "--bench")
-        .collect();
-    // `cargo test` runs benches with --test; there is nothing to check here.
-    if args.iter().any(|arg| arg == "--test") {
-        return Ok(());
-    }
-    let (flags, mut shapes): (Vec<_>, Vec<_>) =
-        args.into_iter().partition(|arg| arg.starts_with("--"));
-    let quick = flags.iter().any(|flag| flag == "--quick");
-    ensure!(flags.iter().all(|flag| flag == "--quick"), "{flags:?}");
-    let bench = if quick {
-        let (driver, has_kernels) = FakeDriver::new("devices = 1\n")?.with_kernels()?;
-        ensure!(has_kernels, "g++ is not installed");
-        let worker = driver.worker("hotcell-worker")?;
-        Bench {
-            quick,
-            worker: worker.to_str().context("path is not UTF-8")?.to_owned(),
-            driver: Some(driver),
-        }
-    } else {
-        if let (Err(why), true) = (
-            CudaBackend::look(),
-            std::env::var_os("HOTCELL_GPU").is_none(),
-        ) {
-            println!("not measured: {why}");
-            return Ok(());
-        }
-        let worker = worker()?;
-        Bench {
-            quick,
-            worker: worker.to_str().context("path is not UTF-8")?.to_owned(),
-            driver: None,
-        }
-    };
-    if shapes.is_empty() {
-        shapes = ["llama-1b", "llama-8b"].map(str::to_owned).to_vec();
-    }
-    let ran = tokio::runtime::Runtime::new()?.block_on(bench.run(&shapes));
-    drop(bench.driver);
-    ran
 }
