@@ -176,7 +176,7 @@ impl Served {
     async fn parity(&mut self) -> Result<()> {
         let cpu = Cluster::with_model(NAME, &kjv(), &["--devices", "cpu:1"]).await?;
         cpu.workers(all_have(NAME)).await?;
-        let cpu = cpu.client().await.map(|client| (cpu, client))?;
+        let reference = cpu.client().await?;
         let (_cluster, client) = self.served(&kjv()).await?;
         let (tokens, prompts) = if self.quick { (12, 2) } else { (100, 6) };
         let said = [
@@ -190,7 +190,7 @@ impl Served {
         let (mut same, mut all, mut furthest) = (0, 0, 0.0f32);
         for prompt in said.iter().take(prompts) {
             let here = likeliest(&client, prompt, tokens).await?;
-            let there = likeliest(&cpu.1, prompt, tokens).await?;
+            let there = likeliest(&reference, prompt, tokens).await?;
             all += tokens;
             for (i, (a, b)) in here.iter().zip(&there).enumerate() {
                 // Where they part, both are as likely here and there, or one of them is wrong.
@@ -219,6 +219,10 @@ impl Served {
             "of the CPU's tokens",
             Goal::AtLeast(0.5),
         );
+        if share < 0.5 {
+            let wrong = "the device soon says other things than the CPU";
+            self.wrong.push(wrong.to_owned());
+        }
         Ok(())
     }
 
