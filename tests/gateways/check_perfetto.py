@@ -97,9 +97,10 @@ def check_whole(cell):
     device, nodes = timeline.on("device"), timeline.on("nodes")
     assert inside(device, steps) == len(device) == len(steps)
     assert inside(nodes, device) >= 0.9 * len(nodes)
-    # Of a fast model's steps only as many are told node by node as may be told in a second.
-    told_in_full = [one for one in device if inside(nodes, [one])]
-    assert told_in_full and len(nodes) > 10 * len(told_in_full), (len(nodes), len(told_in_full), len(steps))
+    # Of a fast model's steps only as many are told node by node as may be told in a second: wholly or not at all.
+    told_of_steps = [inside(nodes, [one]) for one in device]
+    told_in_full = [told for told in told_of_steps if told]
+    assert told_in_full and min(told_in_full) > 10, told_of_steps
     assert any(event.name == "mul_mat" for _, event, _, _ in nodes)
     calls = [event.name for _, event, _, _ in timeline.on("Tokens.Generate")]
     assert sorted(calls) == ["Tokens.Generate", "tokens", "until it is accepted", "until the first token"], calls

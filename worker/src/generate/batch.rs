@@ -106,6 +106,8 @@ struct Flight {
     guess_cost: f32,
     /// Whether somebody looks at it.
     looked: bool,
+    /// Whether what its plans do is noted.
+    followed: bool,
     /// When its rows were chosen, and when computing them began.
     made: Instant,
     begun: Instant,

@@ -262,7 +262,10 @@ impl Batch {
         let looked = !self.lookers.is_empty() && self.begin_looking();
         let begun = Instant::now();
         self.lend_grammars();
-        self.follow();
+        let followed = self.observer.follows();
+        if followed {
+            self.follow();
+        }
         self.before = self.rows.len();
         for part in &self.parts {
             self.running[part.at].flies = true;
@@ -275,16 +278,22 @@ impl Batch {
             },
             guess_cost: self.guess_cost,
             looked,
+            followed,
             made,
             begun,
         });
         self.runner.begin(&self.rows, &self.pick_rows)
     }
 
-    /// Has what the next plans do noted, if somebody wants to know.
+    /// Has what the next plans do noted.
     fn follow(&mut self) {
-        if self.observer.follows() {
-            self.runner.follow(self.blackbox.trail().1);
+        self.runner.follow(self.blackbox.trail().1);
+    }
+
+    /// Tells of what was noted, and notes no more.
+    fn tell_followed(&mut self) {
+        if let Some(nodes) = self.runner.followed() {
+            self.observer.note_nodes(&nodes);
         }
     }
 
@@ -295,6 +304,7 @@ impl Batch {
             load,
             guess_cost,
             looked,
+            followed,
             made,
             begun,
         } = flight;
@@ -312,7 +322,12 @@ impl Batch {
             place.is_some()
         });
         self.want_drawn();
-        self.follow();
+        // A step is noted wholly or not at all: its end alone would look like all that it did. Between its beginning and
+        // its end, others may have ended and begun.
+        match followed {
+            true => self.follow(),
+            false => self.tell_followed(),
+        }
         let ended = self.runner.finish();
         self.return_grammars();
         self.runner.use_tap(false);
@@ -334,9 +349,7 @@ impl Batch {
             drawn: 0,
         };
         self.drawn = 0;
-        if let Some(nodes) = self.runner.followed() {
-            self.observer.note_nodes(&nodes);
-        }
+        self.tell_followed();
         for part in &self.parts {
             self.running[part.at].flies = false;
         }
