@@ -2,7 +2,7 @@
 //! (`mma.sync`; devices of compute capability 9 and more have others, with which they reach more).
 //!
 //! `cargo bench -p hotcell-tests --bench gpu -- [names…] [--quick]` on a machine with a GPU and its driver. Names are those of shapes of layers (1b, 8b,
-//! 70b) and of models that are served by the programs as they are shipped (kjv, llama-1b, llama-8b; see `gpu/served.rs`); all of them when none is named.
+//! 70b), `experts` that tokens choose, and those of models that are served by the programs as they are shipped (kjv, llama-1b, llama-8b; see `gpu/served.rs`); all of them when none is named.
 //! `deploy/gpu-check` takes it to machines that have nothing else. `--quick` runs tiny layers and serves the bundled model on the driver without a device
 //! (`tests/fakecuda`): it shows that all of it works, and no figure of it means anything.
 //!
@@ -12,6 +12,8 @@
 //! Layers have random weights and no model around them: a step is a plan's execution, from the host's call until it returns, and the median of
 //! many. A line beside each figure tells the ops that take most, by the device's own clock.
 
+#[path = "gpu/experts.rs"]
+mod experts;
 #[path = "gpu/served.rs"]
 mod served;
 
@@ -45,6 +47,9 @@ const SHAPES: [(&str, [usize; 5]); 3] = [
     ("8b", [32, 8, 128, 14336, 4]),
     ("70b", [64, 8, 128, 28672, 2]),
 ];
+
+/// Products with experts.
+const EXPERTS: &str = "experts";
 
 /// Weights, and whether tensor cores multiply them as bytes.
 const WEIGHTS: [(&str, DType, bool); 5] = [
@@ -200,6 +205,9 @@ impl Bench {
         self.figure("gpu_copied", most.copied / 1e9, "GB/s", Goal::None);
         self.figure("gpu_bf16", most.bf16 / 1e12, "TFLOP/s", Goal::None);
         self.figure("gpu_bytes", most.bytes / 1e12, "TOP/s", Goal::None);
+        if names.iter().any(|name| name == EXPERTS) {
+            experts::run(&self.device, self.quick, &most, &mut self.chance)?;
+        }
         for (shape, [heads, kv_heads, head_dim, inner, count]) in SHAPES {
             if !names.iter().any(|name| name == shape) {
                 continue;
@@ -300,6 +308,7 @@ fn main() -> Result<()> {
     let known: Vec<&str> = SHAPES
         .iter()
         .map(|(shape, _)| *shape)
+        .chain([EXPERTS])
         .chain(served::MODELS)
         .collect();
     ensure!(

@@ -2,6 +2,17 @@
 #pragma once
 #include "common.cuh"
 
+/// What a block has of rows: the activations that they read, and the results that they make, −1 for none.
+template <int ROWS> struct RowsOf {
+  int from[ROWS], to[ROWS];
+  /// How many eights of `most` from row `first` on have one. Those that are none come last.
+  __device__ __forceinline__ int eights(int first, int most) const {
+    int count = most;
+    while (count > 0 && to[first + 8 * count - 8] < 0) count--;
+    return count;
+  }
+};
+
 /// Of `ROWS` rows of a block the activations that each reads and the result that it makes, −1 for none: with an order a group of it, with ids and no order one row, else
 /// neighbours. False where there is nothing to do. All threads call it.
 template <int ROWS> DEVICE bool rows_of_block(int (&from)[ROWS], int (&to)[ROWS], int rows, const int* ids, const int* order, int used, int per_token) {

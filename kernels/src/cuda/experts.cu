@@ -10,34 +10,45 @@ extern "C" __global__ void __launch_bounds__(256) experts_of(unsigned dtype, int
   }
 }
 
-constexpr int THREADS = 256, MOST_EXPERTS = 1024;
+constexpr int THREADS = 256, WARPS = THREADS / 32, MOST_EXPERTS = 1024;
 
 /// Groups of `size` choices of one expert, in ascending order of experts and choices: order[g · size …], of `groups` groups that may be needed; what is left over is −1.
-/// `ids` [choices] are those of experts_of. Up to 1024 experts. One block of 256 threads.
+/// `ids` [choices] are those of experts_of. Up to 1024 experts. Blocks of 256 threads, one for each expert and one for choices that are none: gridDim.x = experts + 1.
 extern "C" __global__ void __launch_bounds__(256) group_choices(const int* ids, int* order, int choices, int experts, int size, int groups) {
-  // Of each expert, and of those that are none, the first group.
-  __shared__ int first[MOST_EXPERTS + 1];
-  int tid = threadIdx.x;
-  for (int i = tid; i < groups * size; i += THREADS) order[i] = -1;
-  auto is_of = [&](int choice, int expert) { return (ids[choice] < 0 ? experts : ids[choice]) == expert; };
-  for (int expert = tid; expert <= experts; expert += THREADS) {
-    int count = 0;
-    for (int choice = 0; choice < choices; choice++) count += is_of(choice, expert);
-    first[expert] = (count + size - 1) / size;
-  }
+  // Choices of each expert and of none; the groups before this block's, of a warp's part of the experts; this block's choices among those that each warp looks at.
+  __shared__ int counts[MOST_EXPERTS + 1];
+  __shared__ int before[WARPS], found[WARPS];
+  int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, own = blockIdx.x;
+  auto expert_of = [&](int choice) { return ids[choice] < 0 ? experts : ids[choice]; };
+  for (int expert = tid; expert <= experts; expert += THREADS) counts[expert] = 0;
   __syncthreads();
-  if (tid == 0) {
-    int all = 0;
-    for (int expert = 0; expert <= experts; expert++) {
-      int own = first[expert];
-      first[expert] = all;
-      all += own;
+  for (int choice = tid; choice < choices; choice += THREADS) atomicAdd(&counts[expert_of(choice)], 1);
+  __syncthreads();
+  auto groups_of = [&](int expert) { return (counts[expert] + size - 1) / size; };
+  int first = 0;
+  for (int expert = tid; expert < own; expert += THREADS) first += groups_of(expert);
+  for (int d = 16; d > 0; d >>= 1) first += __shfl_xor_sync(ALL, first, d);
+  if (lane == 0) before[warp] = first;
+  __syncthreads();
+  first = 0;
+  for (int i = 0; i < WARPS; i++) first += before[i];
+  int at = first * size, end = (first + groups_of(own)) * size;
+  for (int start = 0; start < choices; start += THREADS) {
+    int choice = start + tid;
+    bool mine = choice < choices && expert_of(choice) == own;
+    unsigned votes = __ballot_sync(ALL, mine);
+    if (lane == 0) found[warp] = __popc(votes);
+    __syncthreads();
+    int rank = __popc(votes & ((1u << lane) - 1u));
+    for (int i = 0; i < WARPS; i++) {
+      if (i < warp) rank += found[i];
     }
+    if (mine) order[at + rank] = choice;
+    for (int i = 0; i < WARPS; i++) at += found[i];
+    // What was found may be told anew.
+    __syncthreads();
   }
-  __syncthreads();
-  for (int expert = tid; expert <= experts; expert += THREADS) {
-    int at = first[expert] * size;
-    for (int choice = 0; choice < choices; choice++)
-      if (is_of(choice, expert)) order[at++] = choice;
-  }
+  // The last block has the rest too.
+  if (own == experts) end = groups * size;
+  for (int i = at + tid; i < end; i += THREADS) order[i] = -1;
 }

@@ -2,9 +2,11 @@
 //
 // Order of summation: halves.cuh. A block of 128 threads has 64 outputs of 64 rows.
 #pragma once
+#include "chosen.cuh"
 #include "halves.cuh"
 
 constexpr int OUTPUTS = 64, ROWS = 64, THREADS = 128;
+typedef RowsOf<ROWS> Rows;
 /// Lanes' words of a row of a chunk.
 constexpr int QUAD = CHUNK / 8;
 
@@ -23,14 +25,15 @@ template <class W> struct Brought {
   float x[EACH][8];
 };
 
+/// `from` are the activations of its rows, −1 for none.
 template <class W, bool WIDE>
-DEVICE void bring(Brought<W>& brought, const typename W::Stored* w, const float* x, long long x_stride, int n, int k, int rows, int first, int first_row, int chunk) {
+DEVICE void bring(Brought<W>& brought, const typename W::Stored* w, const float* x, long long x_stride, int n, int k, int first, const int (&from)[EACH], int chunk) {
   int tid = threadIdx.x, at = chunk * CHUNK + tid % QUAD * 8;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    int place = tid / QUAD + i * (THREADS / QUAD), output = min(first + place, n - 1), row = first_row + place;
+    int place = tid / QUAD + i * (THREADS / QUAD), output = min(first + place, n - 1);
     brought.w[i] = eight_weights<WIDE>(w + size_t(output) * k, at, k);
-    eight_numbers<WIDE>(row < rows ? x + row * x_stride : nullptr, at, k, brought.x[i]);
+    eight_numbers<WIDE>(from[i] >= 0 ? x + from[i] * x_stride : nullptr, at, k, brought.x[i]);
   }
 }
 
@@ -54,21 +57,23 @@ template <class W> DEVICE void put(Tile<W>& tile, Brought<W>& brought, float sca
 }
 
 template <class W, bool WIDE>
-DEVICE void product(Tile<W>& tile, int first, const typename W::Stored* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, int rows,
+DEVICE void product(Tile<W>& tile, int first, const typename W::Stored* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, const Rows& rows,
                     const Scales& scales = {}, const float* values = nullptr) {
   // A warp has 32 outputs of 32 rows: two times sixteen of four eights.
   int tid = threadIdx.x, g = tid % 32 / 4, t = tid % 4, of_w = tid / 32 % 2 * 32, of_x = tid / 64 * 32;
-  int first_row = blockIdx.y * ROWS, chunks = (k + CHUNK - 1) / CHUNK, each = chunks_of_range(k);
+  int chunks = (k + CHUNK - 1) / CHUNK, each = chunks_of_range(k), eights = rows.eights(of_x, 4), from[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) from[i] = rows.from[tid / QUAD + i * (THREADS / QUAD)];
   float sums[2][4][4] = {}, all[2][4][4] = {};
   Brought<W> brought;
   const float* band = band_of(scales, values, first);
-  bring<W, WIDE>(brought, w, x, x_stride, n, k, rows, first, first_row, 0);
+  bring<W, WIDE>(brought, w, x, x_stride, n, k, first, from, 0);
 #pragma unroll 1
   for (int chunk = 0, left = each; chunk < chunks; chunk++) {
     // Not a walk, which would take registers all the time.
     put(tile, brought, band ? band[chunk / scales.wide] : 1.0f);
     __syncthreads();
-    if (chunk + 1 < chunks) bring<W, WIDE>(brought, w, x, x_stride, n, k, rows, first, first_row, chunk + 1);
+    if (chunk + 1 < chunks) bring<W, WIDE>(brought, w, x, x_stride, n, k, first, from, chunk + 1);
     uint32_t low[2][W::PARTS][4], high[2][W::PARTS][4];
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -79,6 +84,7 @@ DEVICE void product(Tile<W>& tile, int first, const typename W::Stored* w, const
       }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
+      if (j >= eights) break;
       uint32_t parts[PARTS_OF_X][4];
 #pragma unroll
       for (int p = 0; p < PARTS_OF_X; p++) words(tile.x[p][of_x + 8 * j + g][t], parts[p]);
@@ -102,8 +108,8 @@ DEVICE void product(Tile<W>& tile, int first, const typename W::Stored* w, const
     for (int j = 0; j < 4; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        int output = first + of_w + 16 * m + g + i / 2 * 8, row = first_row + of_x + 8 * j + 2 * t + i % 2;
-        if (output < n && row < rows) {
+        int output = first + of_w + 16 * m + g + i / 2 * 8, row = rows.to[of_x + 8 * j + 2 * t + i % 2];
+        if (output < n && row >= 0) {
           if constexpr (W::SCALED) all[m][j][i] = with_scale(all[m][j][i], scales, values, output);
           out[row * out_stride + output] = plain(all[m][j][i]);
         }

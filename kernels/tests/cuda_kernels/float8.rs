@@ -4,8 +4,9 @@ use hotcell_graph::DType;
 use hotcell_kernels::cpu::dequant::dequantize_row;
 
 use super::{
-    products::{NO_FURTHER, activations, bits, numbers_of},
-    shim::{Arg, NULL, Shim, reported},
+    chosen::{Choices, nobody},
+    products::{NO_FURTHER, activations, bits},
+    shim::{Arg, Shim, reported},
 };
 
 /// Kernels of few rows: eights of these, and their rows and outputs.
@@ -98,9 +99,7 @@ fn product(
         0 => ("float8_tile".to_owned(), 128),
         eights => (format!("mul_float8_{eights}"), 256),
     };
-    if eights > 0 {
-        args.extend([NULL, NULL, int(0), int(0), int(0), (&mut bad).into()]);
-    }
+    args.extend(nobody(&mut bad));
     args.push(Arg::words(scales));
     let blocks = w.iter().map(|(_, n)| n.div_ceil(outputs)).sum();
     let grid = [blocks, rows.div_ceil(together), 1];
@@ -247,62 +246,47 @@ fn several_scaled_matrices_in_a_launch_give_what_each_gives() {
 #[test]
 fn each_row_is_multiplied_by_its_expert_with_its_scales() {
     let Some(shim) = Shim::get() else { return };
-    let (experts, n, k, tokens, used) = (3, 18, 96, 4, 2);
-    let ids = vec![2, 0, -1, 1, 3, 1, 0, 0];
-    let w = weights(experts * n * k, 6);
-    for by in [[16, 32], [1, 96]] {
+    for (by, n, k) in [([16, 32], 18, 96), ([1, 96], 18, 96), ([64, 32], 130, 72)] {
         let of = Rectangles::of(by, [n, k]);
-        let each = of.across * of.down;
-        let values = activations(experts * each, 8);
-        for (per_token, is_grouped) in [(1, false), (used, false), (1, true), (used, true)] {
-            let x = activations(tokens * per_token * k, 7);
-            let mut out = vec![5.0f32; ids.len() * n];
-            let mut bad = vec![0u64; 2];
-            let int = |n: usize| Arg::from(n as i32);
-            let found = numbers_of(shim, &ids, experts, &mut bad);
-            let groups = (ids.len() + 7 * (experts + 1)) / 8;
-            let mut order = vec![7i32; groups * 8];
-            if is_grouped {
-                let sizes = [ids.len(), experts, 8, groups].map(int);
-                let args = [&[(&found).into(), (&mut order).into()], &sizes[..]].concat();
-                shim.launch("group_choices", [1, 1, 1], 256, &args).unwrap();
+        // Rows together, a block's outputs and threads, and tokens.
+        for (kernel, together, outputs, threads, tokens) in [
+            ("mul_float8_1", None, 16, 256, 4),
+            ("mul_float8_1", Some(8), 16, 256, 4),
+            ("float8_tile", Some(64), 64, 128, 90),
+        ] {
+            // Tiles are within one rectangle's height, or take scales at the end.
+            if together == Some(64) && by[0] == 16 {
+                continue;
             }
-            let scales = words(&[&values], Some(of));
-            let args = [
-                (&w).into(),
-                (&x).into(),
-                Arg::from(k as i64),
-                (&mut out).into(),
-                Arg::from(n as i64),
-                int(n),
-                int(k),
-                int(ids.len()),
-                NO_FURTHER,
-                (&ids).into(),
-                if is_grouped { (&order).into() } else { NULL },
-                int(experts),
-                int(used),
-                int(per_token),
-                (&mut bad).into(),
-                Arg::words(&scales),
-            ];
-            let down = if is_grouped { groups } else { ids.len() };
-            let grid = [n.div_ceil(16), down, 1];
-            shim.launch("mul_float8_1", grid, 256, &args).unwrap();
-            assert_eq!(reported(&bad), Some((3, 3)));
-            for (row, id) in ids.iter().enumerate() {
-                let from = row / used * per_token + if per_token > 1 { row % used } else { 0 };
-                let expert = if *id < 0 { id + experts as i32 } else { *id } as usize;
-                let expected = match w.get(expert * n * k..(expert + 1) * n * k) {
-                    Some(w) => {
+            for shared in [true, false] {
+                let choices = Choices::of_three(tokens, shared);
+                let experts = choices.experts;
+                let w = weights(experts * n * k, 6);
+                let each = of.across * of.down;
+                let values = activations(experts * each, 8);
+                let x = activations(choices.rows() * k, 7);
+                let mut taken = choices.taken(shim, together);
+                let mut out = vec![5.0f32; choices.ids.len() * n];
+                let int = |n: usize| Arg::from(n as i32);
+                let mut args: Vec<Arg> = vec![(&w).into(), (&x).into(), Arg::from(k as i64)];
+                args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
+                args.extend([int(choices.ids.len()), NO_FURTHER]);
+                args.extend(taken.arguments());
+                let scales = words(&[&values], Some(of));
+                args.push(Arg::words(&scales));
+                let grid = [n.div_ceil(outputs), taken.down, 1];
+                shim.launch(kernel, grid, threads, &args).unwrap();
+                taken.assert_told();
+                for row in 0..choices.ids.len() {
+                    let x = &x[choices.from(row) * k..][..k];
+                    let expected = choices.expert(row).map_or(vec![0.0; n], |expert| {
+                        let w = &w[expert * n * k..][..n * k];
                         let scales = words(&[&values[expert * each..]], Some(of));
-                        let x = &x[from * k..][..k];
                         product(shim, FEW[0], &[(w, n)], x, (k, 1), &scales).remove(0)
-                    }
-                    None => vec![0.0; n],
-                };
-                let found = &out[row * n..][..n];
-                assert_eq!(bits(found), bits(&expected), "by {by:?}, row {row}");
+                    });
+                    let found = &out[row * n..][..n];
+                    assert_eq!(bits(found), bits(&expected), "{kernel} by {by:?}, row {row}");
+                }
             }
         }
     }

@@ -3,9 +3,10 @@
 use hotcell_graph::DType;
 
 use super::{
+    chosen::{Choices, nobody},
     common::{decode, encode},
-    products::{NO_FURTHER, activations, at_once, bits, numbers_of},
-    shim::{Arg, NULL, Shim, reported},
+    products::{NO_FURTHER, activations, at_once, bits},
+    shim::{Arg, Shim, reported},
 };
 
 const TYPES: [(DType, &str); 2] = [(DType::F16, "f16"), (DType::BF16, "bf16")];
@@ -46,8 +47,9 @@ fn many(
     // Something between the rows of the result, which stays.
     let stride = n + 1;
     let mut out = vec![-7.0f32; rows * stride];
+    let mut bad = vec![0u64; 2];
     let int = |n: usize| Arg::from(n as i32);
-    let args = [
+    let mut args = vec![
         w.into(),
         x.into(),
         Arg::from(k as i64),
@@ -58,9 +60,11 @@ fn many(
         int(rows),
         NO_FURTHER,
     ];
+    args.extend(nobody(&mut bad));
     let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
     shim.launch(&format!("half_tile_{name}"), grid, 128, &args)
         .unwrap();
+    assert_eq!(reported(&bad), None, "{name}");
     assert!(out.chunks(stride).all(|row| row[n] == -7.0), "{name}");
     out.chunks(stride)
         .flat_map(|row| row[..n].to_vec())
@@ -229,55 +233,40 @@ fn several_matrices_of_halves_in_a_launch_give_what_each_gives() {
 #[test]
 fn each_row_is_multiplied_by_its_expert_of_halves() {
     let Some(shim) = Shim::get() else { return };
-    let (experts, n, k, tokens, used) = (3, 18, 40, 4, 2);
-    let ids = vec![2, 0, -1, 1, 3, 1, 0, 0];
+    let (n, k) = (18, 40);
     for (dtype, name) in TYPES {
-        let w = weights(dtype, experts * n * k, 6);
-        let each = w.len() / experts;
-        for (per_token, is_grouped) in [(1, false), (used, false), (1, true), (used, true)] {
-            let x = activations(tokens * per_token * k, 7);
-            let mut out = vec![5.0f32; ids.len() * n];
-            let mut bad = vec![0u64; 2];
-            let int = |n: usize| Arg::from(n as i32);
-            let found = numbers_of(shim, &ids, experts, &mut bad);
-            let groups = (ids.len() + 7 * (experts + 1)) / 8;
-            let mut order = vec![7i32; groups * 8];
-            if is_grouped {
-                let sizes = [ids.len(), experts, 8, groups].map(int);
-                let args = [&[(&found).into(), (&mut order).into()], &sizes[..]].concat();
-                shim.launch("group_choices", [1, 1, 1], 256, &args).unwrap();
-            }
-            let args = [
-                (&w).into(),
-                (&x).into(),
-                Arg::from(k as i64),
-                (&mut out).into(),
-                Arg::from(n as i64),
-                int(n),
-                int(k),
-                int(ids.len()),
-                NO_FURTHER,
-                (&ids).into(),
-                if is_grouped { (&order).into() } else { NULL },
-                int(experts),
-                int(used),
-                int(per_token),
-                (&mut bad).into(),
-            ];
-            let down = if is_grouped { groups } else { ids.len() };
-            let grid = [n.div_ceil(16), down, 1];
-            shim.launch(&format!("mul_half_{name}_1"), grid, 256, &args)
-                .unwrap();
-            assert_eq!(reported(&bad), Some((3, 3)));
-            for (row, id) in ids.iter().enumerate() {
-                let from = row / used * per_token + if per_token > 1 { row % used } else { 0 };
-                let expert = if *id < 0 { id + experts as i32 } else { *id } as usize;
-                let expected = match w.get(expert * each..(expert + 1) * each) {
-                    Some(w) => many(shim, name, w, &x[from * k..][..k], (n, k, 1)),
-                    None => vec![0.0; n],
-                };
-                let found = &out[row * n..][..n];
-                assert_eq!(bits(found), bits(&expected), "{dtype}, row {row}");
+        let vec = format!("mul_half_{name}_1");
+        let tile = format!("half_tile_{name}");
+        // Rows together, a block's outputs and threads, and tokens.
+        for (kernel, together, outputs, threads, tokens) in [
+            (&vec, None, 16, 256, 4),
+            (&vec, Some(8), 16, 256, 4),
+            (&tile, Some(64), 64, 128, 90),
+        ] {
+            for shared in [true, false] {
+                let choices = Choices::of_three(tokens, shared);
+                let w = weights(dtype, choices.experts * n * k, 6);
+                let each = w.len() / choices.experts;
+                let x = activations(choices.rows() * k, 7);
+                let mut taken = choices.taken(shim, together);
+                let mut out = vec![5.0f32; choices.ids.len() * n];
+                let int = |n: usize| Arg::from(n as i32);
+                let mut args: Vec<Arg> = vec![(&w).into(), (&x).into(), Arg::from(k as i64)];
+                args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
+                args.extend([int(choices.ids.len()), NO_FURTHER]);
+                args.extend(taken.arguments());
+                let grid = [n.div_ceil(outputs), taken.down, 1];
+                shim.launch(kernel, grid, threads, &args).unwrap();
+                taken.assert_told();
+                for row in 0..choices.ids.len() {
+                    let x = &x[choices.from(row) * k..][..k];
+                    let expected = choices.expert(row).map_or(vec![0.0; n], |expert| {
+                        let w = &w[expert * each..][..each];
+                        few(shim, name, FEW[0], w, x, (n, k, 1))
+                    });
+                    let found = &out[row * n..][..n];
+                    assert_eq!(bits(found), bits(&expected), "{kernel}, row {row}");
+                }
             }
         }
     }

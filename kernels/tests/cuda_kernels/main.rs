@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
 mod attention;
+mod chosen;
 #[path = "../common/mod.rs"]
 mod common;
 mod float8;

@@ -4,6 +4,7 @@ use hotcell_graph::DType;
 use hotcell_kernels::cpu::{matmul::mul_mat, path::CpuPath};
 
 use super::{
+    chosen::{Choices, nobody},
     common::Numbers,
     shim::{Arg, NULL, Shim, reported},
 };
@@ -111,7 +112,7 @@ fn few(
     let stride = n + 3;
     let mut out = vec![-7.0f32; rows * stride];
     let mut bad = vec![0u64; 2];
-    let args: [Arg; 16] = [
+    let mut args: Vec<Arg> = vec![
         w.into(),
         (&x.q).into(),
         (&x.da).into(),
@@ -122,13 +123,8 @@ fn few(
         (k as i32).into(),
         (rows as i32).into(),
         NO_FURTHER,
-        NULL,
-        NULL,
-        0.into(),
-        0.into(),
-        0.into(),
-        (&mut bad).into(),
     ];
+    args.extend(nobody(&mut bad));
     let kernel = format!("mul_vec_{name}_{each}");
     let grid = [n.div_ceil(8), rows.div_ceil(each), 1];
     shim.launch(&kernel, grid, 128, &args).unwrap();
@@ -206,13 +202,8 @@ pub fn at_once(
         (k as i32).into(),
         (rows as i32).into(),
         Arg::words(&further),
-        NULL,
-        NULL,
-        0.into(),
-        0.into(),
-        0.into(),
-        (&mut bad).into(),
     ]);
+    args.extend(nobody(&mut bad));
     let blocks = sizes.iter().map(|n| n.div_ceil(outputs)).sum();
     let grid = [blocks, rows.div_ceil(together), 1];
     shim.launch(kernel, grid, threads, &args).unwrap();
@@ -242,9 +233,10 @@ fn several_matrices_in_a_launch_give_what_each_gives() {
                 let parts = [(&prepared.q).into(), (&prepared.da).into()];
                 [vec![w], parts.to_vec(), vec![(&prepared.sums).into()]].concat()
             };
-            for each in [1, 4] {
-                let kernel = format!("mul_vec_{}_{each}", kind.1);
-                let found = at_once(shim, &kernel, [each, 8, 128], &w, sizes, (k, rows), &begin);
+            let vec = |each| (format!("mul_vec_{}_{each}", kind.1), [each, 8, 128]);
+            let tile = (format!("mul_tile_{}", kind.1), [64, 64, 128]);
+            for (kernel, each) in [vec(1), vec(4), tile] {
+                let found = at_once(shim, &kernel, each, &w, sizes, (k, rows), &begin);
                 check(kind.0, &w, sizes, &x, rows, k, found);
             }
         }
@@ -278,126 +270,67 @@ fn products_with_plain_weights_have_the_bits_of_the_cpus() {
     }
 }
 
-/// The numbers of experts that ids name.
-pub fn numbers_of(shim: &Shim, ids: &[i32], experts: usize, bad: &mut Vec<u64>) -> Vec<i32> {
-    let mut found = vec![7i32; ids.len()];
-    // The kernels' number of i32.
-    let args = [
-        Arg::from(7),
-        (&mut found).into(),
-        ids.into(),
-        Arg::from(ids.len() as i64),
-        Arg::from(experts as i64),
-        bad.into(),
-    ];
-    shim.launch("experts_of", [2, 1, 1], 256, &args).unwrap();
-    let expected = ids.iter().map(|id| match *id {
-        id if id >= experts as i32 => i32::MIN,
-        id if id < 0 => id + experts as i32,
-        id => id,
-    });
-    assert_eq!(found, expected.collect::<Vec<_>>());
-    found
-}
-
 #[test]
 fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
     let Some(shim) = Shim::get() else { return };
-    let (experts, n, tokens, used) = (3, 10, 4, 2);
-    let ids = vec![2, 0, -1, 1, 3, 1, 0, 0];
-    for (dtype, name) in [
-        (DType::Q4_0, "q4_0"),
-        (DType::Q6K, "q6_k"),
-        (DType::F32, "f32"),
-    ] {
+    let n = 10;
+    let plain = (DType::F32, "f32");
+    for (dtype, name) in TYPES.into_iter().chain([plain]) {
         let k = 2 * dtype.block_len().max(32);
-        let w = match dtype {
-            DType::F32 => activations(experts * n * k, 6)
-                .iter()
-                .flat_map(|v| v.to_le_bytes())
-                .collect(),
-            _ => weights(dtype, experts * n, k, 6),
+        // By how many rows, and a block's outputs and threads.
+        let (alone, together, tile) = match dtype {
+            DType::F32 => ("mul_mat_f32".to_owned(), "mul_mat_f32".to_owned(), None),
+            _ => (
+                format!("mul_vec_{name}_1"),
+                format!("mul_vec_{name}_4"),
+                Some((format!("mul_tile_{name}"), Some(64), 64)),
+            ),
         };
-        let each = w.len() / experts;
-        for (per_token, grouped) in [(1, false), (used, false), (1, true), (used, true)] {
-            let x = activations(tokens * per_token * k, 7);
-            let mut out = vec![5.0f32; ids.len() * n];
-            let mut bad = vec![0u64; 2];
-            let int = |n: usize| Arg::from(n as i32);
-            let stride = Arg::from(n as i64);
-            let found = numbers_of(shim, &ids, experts, &mut bad);
-            let together = if dtype == DType::F32 { 8 } else { 4 };
-            let groups = (ids.len() + (together - 1) * (experts + 1)) / together;
-            let mut order = vec![7i32; groups * together];
-            let mut down = ids.len();
-            if grouped {
-                let sizes = [ids.len(), experts, together, groups].map(int);
-                let args = [&[(&found).into(), (&mut order).into()], &sizes[..]].concat();
-                shim.launch("group_choices", [1, 1, 1], 256, &args).unwrap();
-                down = groups;
-            }
-            let tail = [
-                int(n),
-                int(k),
-                int(ids.len()),
-                NO_FURTHER,
-                if grouped {
-                    (&found).into()
-                } else {
-                    (&ids).into()
-                },
-                if grouped { (&order).into() } else { NULL },
-                int(experts),
-                int(used),
-                int(per_token),
-                (&mut bad).into(),
-            ];
-            let mut args: Vec<Arg> = vec![(&w).into()];
-            let prepared;
-            if dtype == DType::F32 {
-                args.extend([(&x).into(), Arg::from(k as i64), (&mut out).into(), stride]);
-                args.extend(tail);
-                shim.launch("mul_mat_f32", [1, down, 1], 128, &args)
-                    .unwrap();
-            } else {
-                prepared = Prepared::of(&x, k, tokens * per_token, k, dtype.block_len()).unwrap();
-                args.extend([
-                    (&prepared.q).into(),
-                    (&prepared.da).into(),
-                    (&prepared.sums).into(),
-                    (&mut out).into(),
-                    stride,
-                ]);
-                args.extend(tail);
-                let kernel = format!("mul_vec_{name}_{}", if grouped { 4 } else { 1 });
-                shim.launch(&kernel, [n.div_ceil(8), down, 1], 128, &args)
-                    .unwrap();
-            }
-            assert_eq!(reported(&bad), Some((3, 3)));
-            for (row, id) in ids.iter().enumerate() {
-                let expected =
-                    match usize::try_from(if *id < 0 { id + experts as i32 } else { *id }) {
-                        Ok(expert) if expert < experts => {
-                            let from =
-                                row / used * per_token + if per_token > 1 { row % used } else { 0 };
-                            let x = &x[from * k..][..k];
-                            mul_mat(
-                                CpuPath::detect().vectors(),
-                                dtype,
-                                &w[expert * each..][..each],
-                                n,
-                                x,
-                                1,
-                                k,
-                            )
-                        }
-                        _ => vec![0.0; n],
-                    };
-                assert_eq!(
-                    bits(&out[row * n..][..n]),
-                    bits(&expected),
-                    "{dtype}, row {row}"
-                );
+        let (size, outputs) = if dtype == DType::F32 { (8, 64) } else { (4, 8) };
+        let ways = [(alone, None, outputs), (together, Some(size), outputs)];
+        for (kernel, together, outputs) in ways.into_iter().chain(tile) {
+            let tokens = if together == Some(64) { 90 } else { 4 };
+            for shared in [true, false] {
+                let choices = Choices::of_three(tokens, shared);
+                let experts = choices.experts;
+                let w = match dtype {
+                    DType::F32 => activations(experts * n * k, 6)
+                        .iter()
+                        .flat_map(|v| v.to_le_bytes())
+                        .collect(),
+                    _ => weights(dtype, experts * n, k, 6),
+                };
+                let each = w.len() / experts;
+                let x = activations(choices.rows() * k, 7);
+                let prepared = Prepared::of(&x, k, choices.rows(), k, dtype.block_len().max(32));
+                let Some(prepared) = prepared else { return };
+                let mut taken = choices.taken(shim, together);
+                let mut out = vec![5.0f32; choices.ids.len() * n];
+                let mut args: Vec<Arg> = vec![(&w).into()];
+                match dtype {
+                    DType::F32 => args.extend([(&x).into(), Arg::from(k as i64)]),
+                    _ => args.extend([
+                        Arg::from(&prepared.q),
+                        (&prepared.da).into(),
+                        (&prepared.sums).into(),
+                    ]),
+                }
+                let int = |n: usize| Arg::from(n as i32);
+                args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
+                args.extend([int(choices.ids.len()), NO_FURTHER]);
+                args.extend(taken.arguments());
+                let grid = [n.div_ceil(outputs), taken.down, 1];
+                shim.launch(&kernel, grid, 128, &args).unwrap();
+                taken.assert_told();
+                for row in 0..choices.ids.len() {
+                    let x = &x[choices.from(row) * k..][..k];
+                    let expected = choices.expert(row).map_or(vec![0.0; n], |expert| {
+                        let w = &w[expert * each..][..each];
+                        mul_mat(CpuPath::detect().vectors(), dtype, w, n, x, 1, k)
+                    });
+                    let found = &out[row * n..][..n];
+                    assert_eq!(bits(found), bits(&expected), "{kernel}, row {row}");
+                }
             }
         }
     }
@@ -414,8 +347,9 @@ fn many(
     // Something between the rows of the result, which stays.
     let stride = n + 1;
     let mut out = vec![-7.0f32; rows * stride];
+    let mut bad = vec![0u64; 2];
     let int = |n: usize| Arg::from(n as i32);
-    let args = [
+    let mut args = vec![
         w.into(),
         (&x.q).into(),
         (&x.da).into(),
@@ -425,10 +359,13 @@ fn many(
         int(n),
         int(k),
         int(rows),
+        NO_FURTHER,
     ];
+    args.extend(nobody(&mut bad));
     let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
     shim.launch(&format!("mul_tile_{name}"), grid, 128, &args)
         .unwrap();
+    assert_eq!(reported(&bad), None, "{dtype}");
     assert!(out.chunks(stride).all(|row| row[n] == -7.0), "{dtype}");
     out.chunks(stride)
         .flat_map(|row| row[..n].to_vec())
@@ -440,11 +377,12 @@ fn products_of_many_rows_have_the_bits_of_the_cpus() {
     let Some(shim) = Shim::get() else { return };
     for (i, kind) in TYPES.into_iter().enumerate() {
         let (dtype, len) = (kind.0, kind.0.block_len());
-        // Runs of sixteen have no tiles.
-        if dtype == DType::NVFP4 {
-            continue;
-        }
-        for (n, blocks, rows) in [(5, 1, 1), (66, if len == 32 { 6 } else { 2 }, 67)] {
+        let several = match len {
+            32 => 6,
+            64 => 3,
+            _ => 2,
+        };
+        for (n, blocks, rows) in [(5, 1, 1), (66, several, 67), (3, several, 13)] {
             let k = blocks * len;
             let w = weights(dtype, n, k, i as u64);
             let mut x = activations(rows * k, 78);

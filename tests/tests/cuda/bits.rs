@@ -514,8 +514,8 @@ fn products_with_halves_depend_on_nothing_but_their_row() {
             difference(DType::F32, Check::Exact, 0.0, &found, expected)
                 .unwrap_or_else(|wrong| panic!("{dtype}, {rows} rows from {from}: {wrong}"));
         }
-        // The first expert has all rows but some.
-        for rows in [2, 200] {
+        // The first expert has all rows but some: one by one, in groups for few rows, and in tiles.
+        for rows in [2, 40, 200] {
             let ids: Vec<u8> = (0..rows)
                 .flat_map(|row| u32::from(row % 7 == 5).to_le_bytes())
                 .collect();
@@ -538,7 +538,7 @@ fn products_with_chosen_experts_are_the_processors() {
     for dtype in WEIGHTS {
         for (used, shared) in [(1, true), (3, true), (3, false)] {
             let (experts, n, k) = (5, 19, dtype.block_len().max(16) * 2);
-            let mut g = GraphBuilder::new(5);
+            let mut g = GraphBuilder::new(90);
             let per_token = if shared { 1 } else { used };
             let w = g.constant("w", fixed(dtype, &[experts, n, k])).unwrap();
             let x = g.tensor("x", rows(DType::F32, &[per_token, k])).unwrap();
@@ -546,8 +546,8 @@ fn products_with_chosen_experts_are_the_processors() {
             let y = g.mul_mat_id(w, x, ids).unwrap();
             let graph = g.finish(&[y]).unwrap();
             let w = both.weights(dtype, experts * n * k);
-            // Choices one by one, and grouped by experts.
-            for tokens in [1, 4] {
+            // Choices one by one, and grouped by experts, for few rows and for tiles.
+            for tokens in [1, 4, 90] {
                 let x = both.activations(tokens * per_token * k);
                 let ids: Vec<u8> = (0..tokens * used)
                     .flat_map(|_| (both.chance.below(experts) as u32).to_le_bytes())

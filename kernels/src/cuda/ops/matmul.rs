@@ -4,7 +4,7 @@ mod kernels;
 
 use hotcell_graph::{DType, Shape, op::Call};
 
-use self::kernels::{FEW_OUTPUTS, Kernels, Shared, TILE_OUTPUTS, Takes};
+use self::kernels::{FEW_OUTPUTS, Kernels, Shared, TILE_OUTPUTS};
 use super::{
     Cx, Entry, Kernel, Made, Wanted, index::index_code, int, layout::grid, wanted::Numbers,
 };
@@ -59,6 +59,8 @@ struct Chosen {
     ids: u64,
     /// How many rows.
     rows: usize,
+    /// What multiplies them.
+    by: Shared,
     /// Address of groups of rows with one expert, and how many groups there may be; without them a row is by itself.
     order: Option<(u64, usize)>,
     experts: usize,
@@ -147,11 +149,10 @@ impl Product {
         })
     }
 
-    /// Whether tiles can take the scales.
-    fn fits_tiles(&self, matrices: &[Matrix]) -> bool {
-        let mut sizes = matrices.iter().map(|m| [m.n, self.k]);
+    /// Whether tiles can take the scales of matrices of so many outputs.
+    fn fits_tiles(&self, mut outputs: impl Iterator<Item = usize>) -> bool {
         self.rectangles
-            .is_none_or(|of| sizes.all(|size| of.hold(TILE_OUTPUTS, size)))
+            .is_none_or(|of| outputs.all(|n| of.hold(TILE_OUTPUTS, [n, self.k])))
     }
 
     /// What kernels take of the scales of these matrices, if they take any.
@@ -195,31 +196,22 @@ impl Product {
         matrices: &[Matrix],
         rows: usize,
     ) -> Result<(), DeviceError> {
-        let shared = self.kernels.for_rows(rows, self.fits_tiles(matrices));
-        let launches = match shared.takes {
-            Takes::Nothing => matrices.chunks(1),
-            Takes::Matrices | Takes::Experts => matrices.chunks(MOST_MATRICES),
-        };
-        for all in launches {
+        let shared = self.kernels.for_rows(rows, self.fits_tiles(matrices.iter().map(|m| m.n)));
+        for all in matrices.chunks(MOST_MATRICES) {
             let Some((matrix, further)) = all.split_first() else {
                 continue;
             };
             let blocks = all.iter().map(|m| m.n.div_ceil(shared.outputs)).sum();
             for (first, rows) in parts_of(rows, MOST_BLOCKS_DOWN * shared.rows) {
                 let arguments = self.arguments(*matrix, x, (first, first), rows)?;
-                let further = || words_of(further, first);
-                let arguments = match shared.takes {
-                    Takes::Nothing => arguments,
-                    Takes::Matrices => arguments.block(&further()),
-                    Takes::Experts => arguments
-                        .block(&further())
-                        .word(0)
-                        .word(0)
-                        .int(0)
-                        .int(0)
-                        .int(0)
-                        .word(cx.faults),
-                };
+                let arguments = arguments
+                    .block(&words_of(further, first))
+                    .word(0)
+                    .word(0)
+                    .int(0)
+                    .int(0)
+                    .int(0)
+                    .word(cx.faults);
                 let arguments = self.with_scales(arguments, all)?;
                 let grid = grid_of(&shared, blocks, rows.div_ceil(shared.rows))?;
                 // SAFETY: the kernel's arguments (block_vec.cu, block_tile.cu, plain_mat.cu, half_vec.cu, half_tile.cu, float8_vec.cu,
@@ -238,7 +230,7 @@ impl Product {
         matrix: Matrix,
         chosen: &Chosen,
     ) -> Result<(), DeviceError> {
-        let shared = self.kernels.for_chosen(chosen.order.is_some());
+        let shared = chosen.by;
         // Launches: their first row of ids, their first group, and their rows or groups.
         let launches: Vec<[usize; 3]> = match chosen.order {
             Some((_, groups)) => parts_of(groups, MOST_BLOCKS_DOWN)
@@ -255,7 +247,7 @@ impl Product {
             let arguments = self.arguments(matrix, x, (from, first), rows)?;
             let order = chosen
                 .order
-                .map(|(order, _)| order + (group * self.kernels.together() * 4) as u64);
+                .map(|(order, _)| order + (group * shared.rows * 4) as u64);
             let arguments = arguments
                 .block(&words_of(&[], 0))
                 .word(chosen.ids + (first * 4) as u64)
@@ -501,6 +493,7 @@ fn mul_mat_id(call: &Call<'_>) -> Option<Made> {
 /// end.
 struct Sizes {
     choices: usize,
+    by: Shared,
     groups: usize,
     order: usize,
     end: usize,
@@ -508,19 +501,26 @@ struct Sizes {
 
 impl MulMatId {
     fn sizes(&self, rows: usize) -> Option<Sizes> {
-        let (choices, together) = (self.ids.elements(rows)?, self.product.kernels.together());
+        let choices = self.ids.elements(rows)?;
+        let (kernels, experts) = (self.product.kernels, self.experts);
         // Few choices have an expert each, and as many readings of weights as there are.
-        let groups = match choices > self.experts && self.experts <= MOST_EXPERTS {
-            // At most all but one of a group's places are left over, of each expert and of those that are none.
-            true => choices.checked_add((together - 1) * (self.experts + 1))? / together,
-            false => 0,
+        let (by, groups) = match choices > experts && experts <= MOST_EXPERTS {
+            true => {
+                let tall = self.product.fits_tiles([self.product.n].into_iter());
+                let by = kernels.for_groups(choices, experts, tall);
+                // At most all but one of a group's places are left over, of each expert and of those that are none.
+                let places = choices.checked_add((by.rows - 1) * (experts + 1))?;
+                (by, places / by.rows)
+            }
+            false => (kernels.for_chosen(), 0),
         };
         let order = choices.checked_mul(4)?;
         Some(Sizes {
             choices,
+            by,
             groups,
             order,
-            end: order.checked_add(groups.checked_mul(together)?.checked_mul(4)?)?,
+            end: order.checked_add(groups.checked_mul(by.rows)?.checked_mul(4)?)?,
         })
     }
 }
@@ -545,6 +545,7 @@ impl Kernel for MulMatId {
         let chosen = Chosen {
             ids,
             rows: sizes.choices,
+            by: sizes.by,
             order: (sizes.groups > 0).then_some((order, sizes.groups)),
             experts: self.experts,
             used: self.used,
@@ -568,15 +569,15 @@ impl Kernel for MulMatId {
                 .word(order)
                 .int(int(sizes.choices)?)
                 .int(int(self.experts)?)
-                .int(int(self.product.kernels.together())?)
+                .int(int(sizes.by.rows)?)
                 .int(int(sizes.groups)?);
-            let one = Grid {
-                blocks: [1, 1, 1],
+            let each = Grid {
+                blocks: [int(self.experts + 1)?, 1, 1],
                 threads: [256, 1, 1],
                 shared: 0,
             };
             // SAFETY: as above.
-            unsafe { cx.gpu.launch("group_choices", one, &arguments)? };
+            unsafe { cx.gpu.launch("group_choices", each, &arguments)? };
         }
         let scaled = self.product.rectangles.is_some();
         let matrix = Matrix {

@@ -18,6 +18,9 @@ pub(super) const TILE_OUTPUTS: usize = 64;
 const MANY: usize = 17;
 const MANY_HALVES: usize = 65;
 
+/// Readings of an expert's weights from which on tiles, which read them once, have less to do.
+const MANY_READINGS: usize = 5;
+
 /// What multiplies with weights of a dtype.
 #[derive(Clone, Copy)]
 pub(super) enum Kernels {
@@ -35,8 +38,7 @@ pub(super) enum Kernels {
         blocks: Blocks,
         one: &'static str,
         four: &'static str,
-        /// Not of all types.
-        tile: Option<&'static str>,
+        tile: &'static str,
     },
 }
 
@@ -46,7 +48,7 @@ macro_rules! block_kernels {
         (
             concat!("mul_vec_", $name, "_1"),
             concat!("mul_vec_", $name, "_4"),
-            Some(concat!("mul_tile_", $name)),
+            concat!("mul_tile_", $name),
         )
     };
 }
@@ -66,23 +68,13 @@ macro_rules! half_kernels {
     };
 }
 
-/// What a kernel takes besides a matrix.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Takes {
-    Nothing,
-    /// Further matrices.
-    Matrices,
-    /// These, and the experts of rows.
-    Experts,
-}
-
 /// A kernel, and what a block of threads has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shared {
     pub name: &'static str,
     pub rows: usize,
     pub outputs: usize,
     pub threads: u32,
-    pub takes: Takes,
 }
 
 impl Shared {
@@ -92,15 +84,11 @@ impl Shared {
             rows,
             outputs,
             threads,
-            takes: Takes::Experts,
         }
     }
 
-    fn tile(name: &'static str, takes: Takes) -> Self {
-        Self {
-            takes,
-            ..Self::of(name, TILE, TILE_OUTPUTS, 128)
-        }
+    fn tile(name: &'static str) -> Self {
+        Self::of(name, TILE, TILE_OUTPUTS, 128)
     }
 }
 
@@ -124,7 +112,7 @@ impl Kernels {
             DType::Q5_0 => block_kernels!("q5_0"),
             DType::Q5_1 => block_kernels!("q5_1"),
             DType::MXFP4 => block_kernels!("mxfp4"),
-            DType::NVFP4 => ("mul_vec_nvfp4_1", "mul_vec_nvfp4_4", None),
+            DType::NVFP4 => block_kernels!("nvfp4"),
             DType::Q4K => block_kernels!("q4_k"),
             DType::Q5K => block_kernels!("q5_k"),
             DType::Q6K => block_kernels!("q6_k"),
@@ -152,7 +140,7 @@ impl Kernels {
                 one,
                 four,
                 tile,
-            } => [blocks.name(), one, four].into_iter().chain(tile).collect(),
+            } => vec![blocks.name(), one, four, tile],
         }
     }
 
@@ -172,7 +160,7 @@ impl Kernels {
         match self {
             Self::Plain(name) => Shared::of(name, PLAIN_TOGETHER, 64, 128),
             Self::Halves { tile, .. } if rows >= MANY_HALVES && tall => {
-                Shared::tile(tile, Takes::Matrices)
+                Shared::tile(tile)
             }
             Self::Halves { eights, .. } => {
                 let [one, two, four] = eights;
@@ -183,27 +171,54 @@ impl Kernels {
                 }
             }
             Self::Blocks { one, .. } if rows == 1 => Shared::of(one, 1, 8, 128),
-            Self::Blocks {
-                tile: Some(tile), ..
-            } if rows >= MANY => Shared::tile(tile, Takes::Nothing),
+            Self::Blocks { tile, .. } if rows >= MANY => Shared::tile(tile),
             Self::Blocks { four, .. } => Shared::of(four, TOGETHER, 8, 128),
         }
     }
 
-    /// What multiplies rows by themselves with an expert each, or groups of rows with one.
-    pub fn for_chosen(self, are_grouped: bool) -> Shared {
+    /// What multiplies rows that have an expert each, one by one.
+    pub fn for_chosen(self) -> Shared {
         match self {
             Self::Plain(_) | Self::Halves { .. } => self.for_rows(1, true),
-            Self::Blocks { four, .. } if are_grouped => Shared::of(four, TOGETHER, 8, 128),
             Self::Blocks { one, .. } => Shared::of(one, 1, 8, 128),
         }
     }
 
-    /// Rows of a group of choices that have one expert.
-    pub fn together(self) -> usize {
+    /// What multiplies so many of them in groups that have one of so many experts, if `tall` by tiles too. More of them are
+    /// never in smaller groups.
+    pub fn for_groups(self, choices: usize, experts: usize, tall: bool) -> Shared {
+        let few = match self {
+            Self::Plain(_) | Self::Halves { .. } => self.for_chosen(),
+            Self::Blocks { four, .. } => Shared::of(four, TOGETHER, 8, 128),
+        };
+        // On average.
+        let of_one = choices / experts.max(1);
         match self {
-            Self::Plain(_) | Self::Halves { .. } => PLAIN_TOGETHER,
-            Self::Blocks { .. } => TOGETHER,
+            Self::Halves { tile, .. } | Self::Blocks { tile, .. }
+                if of_one.div_ceil(few.rows) >= MANY_READINGS && tall =>
+            {
+                Shared::tile(tile)
+            }
+            _ => few,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_become_tiles_where_an_expert_is_chosen_often() {
+        for (dtype, last) in [(DType::Q4K, 16), (DType::BF16, 32), (DType::F8E4M3, 32)] {
+            let kernels = Kernels::of(dtype).unwrap();
+            let rows = |of_one: usize, tall| kernels.for_groups(128 * of_one, 128, tall).rows;
+            let few = rows(1, true);
+            assert!(few < TILE);
+            assert_eq!([rows(last, true), rows(last + 1, true)], [few, TILE], "{dtype}");
+            assert_eq!(rows(last + 1, false), few, "{dtype}");
+        }
+        let plain = Kernels::of(DType::F32).unwrap();
+        assert_eq!(plain.for_groups(1 << 20, 1, true), plain.for_chosen());
     }
 }
