@@ -1,4 +1,4 @@
-// Products of many rows with weights of block types, by tensor cores on integers: mul_mat in prefill.
+// Products of many rows with weights of block types, by tensor cores on integers: mul_mat and mul_mat_id in prefill.
 //
 // Order of summation: that of kernels/src/cpu/matmul.rs and of block_vec.cu, with the same bits: the tensor cores sum the products within a block, which are
 // integers, and each output is one chain over the blocks in ascending order.
@@ -229,8 +229,8 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
   store(acc, lane, out, out_stride, first, n, rows);
 }
 
-#define KERNEL_OF(name, type, tiles)                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(128) name(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out,          \
+#define KERNEL_OF(name, type, tiles, blocks)                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(128, blocks) name(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out,          \
                                                          long long out_stride, int n, int k, int rows, Further further, const int* ids,                \
                                                          const int* order, int experts, int used, int per_token, word64* bad) {                        \
     __shared__ Rows here;                                                                                                                              \
@@ -240,13 +240,13 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
     if (!to_expert(w, size_t(n) * (k / type::LEN) * type::BYTES, ids, here.to[0], experts, bad)) k = 0;                                                  \
     tiles<type>(w, q, da, sums, out, out_stride, first, n, k, here);                                                                                   \
   }
-KERNEL_OF(mul_tile_q8_0, Q8_0, tile_of_32)
-KERNEL_OF(mul_tile_q4_0, Q4_0, tile_of_32)
-KERNEL_OF(mul_tile_q4_1, Q4_1, tile_of_32)
-KERNEL_OF(mul_tile_q5_0, Q5_0, tile_of_32)
-KERNEL_OF(mul_tile_q5_1, Q5_1, tile_of_32)
-KERNEL_OF(mul_tile_mxfp4, MXFP4, tile_of_32)
-KERNEL_OF(mul_tile_q4_k, Q4_K, tile_of_256)
-KERNEL_OF(mul_tile_q5_k, Q5_K, tile_of_256)
-KERNEL_OF(mul_tile_q6_k, Q6_K, tile_of_256)
-KERNEL_OF(mul_tile_nvfp4, NVFP4, tile_of_16)
+KERNEL_OF(mul_tile_q8_0, Q8_0, tile_of_32, 6)
+KERNEL_OF(mul_tile_q4_0, Q4_0, tile_of_32, 6)
+KERNEL_OF(mul_tile_q4_1, Q4_1, tile_of_32, 6)
+KERNEL_OF(mul_tile_q5_0, Q5_0, tile_of_32, 6)
+KERNEL_OF(mul_tile_q5_1, Q5_1, tile_of_32, 6)
+KERNEL_OF(mul_tile_mxfp4, MXFP4, tile_of_32, 6)
+KERNEL_OF(mul_tile_q4_k, Q4_K, tile_of_256, 3)
+KERNEL_OF(mul_tile_q5_k, Q5_K, tile_of_256, 3)
+KERNEL_OF(mul_tile_q6_k, Q6_K, tile_of_256, 4)
+KERNEL_OF(mul_tile_nvfp4, NVFP4, tile_of_16, 6)
