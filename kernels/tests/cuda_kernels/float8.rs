@@ -285,7 +285,11 @@ fn each_row_is_multiplied_by_its_expert_with_its_scales() {
                         product(shim, FEW[0], &[(w, n)], x, (k, 1), &scales).remove(0)
                     });
                     let found = &out[row * n..][..n];
-                    assert_eq!(bits(found), bits(&expected), "{kernel} by {by:?}, row {row}");
+                    assert_eq!(
+                        bits(found),
+                        bits(&expected),
+                        "{kernel} by {by:?}, row {row}"
+                    );
                 }
             }
         }

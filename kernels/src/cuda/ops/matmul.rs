@@ -196,7 +196,9 @@ impl Product {
         matrices: &[Matrix],
         rows: usize,
     ) -> Result<(), DeviceError> {
-        let shared = self.kernels.for_rows(rows, self.fits_tiles(matrices.iter().map(|m| m.n)));
+        let shared = self
+            .kernels
+            .for_rows(rows, self.fits_tiles(matrices.iter().map(|m| m.n)));
         for all in matrices.chunks(MOST_MATRICES) {
             let Some((matrix, further)) = all.split_first() else {
                 continue;

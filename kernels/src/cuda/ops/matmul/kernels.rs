@@ -159,9 +159,7 @@ impl Kernels {
     pub fn for_rows(self, rows: usize, tall: bool) -> Shared {
         match self {
             Self::Plain(name) => Shared::of(name, PLAIN_TOGETHER, 64, 128),
-            Self::Halves { tile, .. } if rows >= MANY_HALVES && tall => {
-                Shared::tile(tile)
-            }
+            Self::Halves { tile, .. } if rows >= MANY_HALVES && tall => Shared::tile(tile),
             Self::Halves { eights, .. } => {
                 let [one, two, four] = eights;
                 match rows.div_ceil(8) {
@@ -215,7 +213,11 @@ mod tests {
             let rows = |of_one: usize, tall| kernels.for_groups(128 * of_one, 128, tall).rows;
             let few = rows(1, true);
             assert!(few < TILE);
-            assert_eq!([rows(last, true), rows(last + 1, true)], [few, TILE], "{dtype}");
+            assert_eq!(
+                [rows(last, true), rows(last + 1, true)],
+                [few, TILE],
+                "{dtype}"
+            );
             assert_eq!(rows(last + 1, false), few, "{dtype}");
         }
         let plain = Kernels::of(DType::F32).unwrap();
