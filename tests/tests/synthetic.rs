@@ -70,19 +70,74 @@ async fn models_in_blocks_of_four_bit_floats_are_served() {
     }
 }
 
+/// The number that a code of E4M3 stands for, without its sign.
+fn of_code(code: u8) -> f32 {
+    let (exponent, fraction) = (i32::from(code >> 3), f32::from(code & 7));
+    match exponent {
+        0 => fraction * 2f32.powi(-9),
+        _ => (8.0 + fraction) * 2f32.powi(exponent - 10),
+    }
+}
+
+/// llama.cpp's files of NVFP4 have a scale of the whole tensor beside it. One of a power of two changes no digit of what is
+/// computed: the same weights with greater scales of their own give the same bits.
 #[test]
-fn weights_that_another_tensor_scales_are_refused_by_name() {
+fn weights_in_four_bit_floats_take_the_scales_of_their_tensors() {
+    let folder = TempDir::new().unwrap();
+    let logits = |name: &str, file: Vec<u8>| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, file).unwrap();
+        let mut solo = Solo::new(&open(&path).unwrap(), 1, CpuPath::detect(), DType::F16).unwrap();
+        let logits = solo.feed(&[300, 301, 450, 2, 699], 5).unwrap();
+        let bits = logits.iter().flatten().map(|x| x.to_bits());
+        bits.collect::<Vec<_>>()
+    };
+    let plain = small("m", &TINY, Weights::Pure(DType::NVFP4)).unwrap();
+    let (mut scaled, mut larger) = (plain.clone(), plain.clone());
+    for (name, scale) in [
+        ("blk.1.attn_k", 4f32),
+        ("blk.2.attn_output", 2.0),
+        ("blk.3.ffn_down", 8.0),
+        ("output", 2.0),
+    ] {
+        let bytes = scale.to_le_bytes().to_vec();
+        scaled = scaled.tensor(&format!("{name}.scale"), &[1], 0, bytes);
+        let name = format!("{name}.weight");
+        let mut tensors = larger.tensors.iter_mut();
+        let tensor = tensors.find(|tensor| tensor.name == name).unwrap();
+        for block in tensor.data.chunks_mut(DType::NVFP4.block_bytes()) {
+            for code in &mut block[..4] {
+                let wanted = of_code(*code & 127) * scale;
+                let mut codes = 0..127u8;
+                *code = codes.find(|code| of_code(*code) == wanted).unwrap();
+            }
+        }
+    }
+    let expected = logits("larger.gguf", larger.write());
+    assert_eq!(logits("scaled.gguf", scaled.write()), expected);
+    assert_ne!(logits("plain.gguf", plain.write()), expected);
+}
+
+#[test]
+fn weights_whose_scales_are_not_applied_are_refused_by_name() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.gguf");
-    let one = 1f32.to_le_bytes().to_vec();
-    let writer = small("m", &TINY, Weights::Pure(DType::NVFP4)).unwrap();
-    let writer = writer.tensor("blk.1.attn_k.scale", &[1], 0, one);
-    std::fs::write(&path, writer.write()).unwrap();
-    let source = open(&path).unwrap();
-    let refused = Solo::new(&source, 1, CpuPath::detect(), DType::F16);
-    let said = format!("{:#}", refused.err().unwrap());
-    for word in ["blk.1.attn_k.weight", "blk.1.attn_k.scale", "not supported"] {
-        assert!(said.contains(word), "{said}");
+    for (name, count, words) in [
+        // An embedding is no product.
+        ("token_embd", 1, ["token_embd.weight", "token_embd.scale"]),
+        ("blk.1.attn_k", 3, ["blk.1.attn_k.scale", "has shape [3]"]),
+    ] {
+        let ones = [1f32; 3][..count].iter().flat_map(|v| v.to_le_bytes());
+        let writer = small("m", &TINY, Weights::Pure(DType::NVFP4)).unwrap();
+        let scale = format!("{name}.scale");
+        let writer = writer.tensor(&scale, &[count as u64], 0, ones.collect());
+        std::fs::write(&path, writer.write()).unwrap();
+        let source = open(&path).unwrap();
+        let refused = Solo::new(&source, 1, CpuPath::detect(), DType::F16);
+        let said = format!("{:#}", refused.err().unwrap());
+        for word in words {
+            assert!(said.contains(word), "{said}");
+        }
     }
 }
 

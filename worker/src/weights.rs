@@ -150,8 +150,8 @@ impl Weights {
         }
     }
 
-    /// [`Weights::expect`] of matrices `[…, n, k]`, which may be scaled as checkpoints of 8-bit floats are: each as a whole, or its
-    /// rows, or the rectangles that the configuration says. Where it says something, 8-bit floats without scales are incomplete.
+    /// [`Weights::expect`] of matrices `[…, n, k]`, which may be scaled as checkpoints of 8-bit floats and llama.cpp's files of NVFP4
+    /// are: each as a whole, or its rows, or the rectangles that the configuration says. Where it says something, 8-bit floats without scales are incomplete.
     pub fn expect_scaled(
         &self,
         name: &str,
@@ -170,10 +170,9 @@ impl Weights {
         };
         let found = self.get(&scale)?;
         let float = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-        let (true, [before @ .., n, k]) = (
-            float(found.dtype) && (float(weight.dtype) || weight.dtype == DType::F8E4M3),
-            shape,
-        ) else {
+        // Blocks have scales of whole rows only.
+        let is_block = weight.dtype.kind() == Kind::Block && weight.dtype != DType::F8E4M3;
+        let (true, [before @ .., n, k]) = (float(found.dtype), shape) else {
             return Err(self.is_scaled(name, weight, &scale));
         };
         // Axes of 1 at the end make no difference.
@@ -185,7 +184,7 @@ impl Weights {
         let cut = rectangle.map(|[height, width]| [n.div_ceil(height), k.div_ceil(width)]);
         let [height, width] = match (rectangle, cut) {
             _ if of(&[]) => [Scales::WHOLE, *k],
-            (Some(rectangle), Some(cut)) if of(&cut) => rectangle,
+            (Some(rectangle), Some(cut)) if of(&cut) && !is_block => rectangle,
             _ if of(&[*n]) => [1, *k],
             _ => {
                 return Err(ModelError::ShapeMismatch {

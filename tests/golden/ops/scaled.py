@@ -6,10 +6,15 @@ from blocks import block
 from common import INTS, Book, T, rng, sample
 
 DTYPES = ("f32", "f16", "bf16", "f8_e4m3")
+# Block types, which have scales of whole rows.
+BLOCKS = ("q4_k", "nvfp4")
 
 
 def weights(r, dtype, shape):
     """A tensor of weights and their values."""
+    if dtype in BLOCKS:
+        w, values = block(r, dtype, int(np.prod(shape[:-1])), shape[-1])
+        return T(dtype, None, shape, w.raw), values.reshape(shape)
     if dtype != "f8_e4m3":
         w = sample(r, dtype, shape)
         return w, w.up
@@ -50,6 +55,13 @@ def products(book):
         add(f"{d} no outputs", d, 3, 0, 96, 16, 32)
         add(f"{d} nothing to sum", d, 3, 40, 0, 16, 32)
     add("large", "f8_e4m3", 5, 150, 270, 128, 128)
+    for d in BLOCKS:
+        for height, width in ((1 << 31, 1 << 31), (1, 256), (5, 1 << 31)):
+            add(f"{d} {height}", d, 5, 37, 256, height, width)
+        add(f"{d} one row", d, 1, 37, 512, 1 << 31, 512)
+        add(f"{d} rows", d, 9, 40, 256, 1 << 31, 256, rows=[0])
+        add(f"{d} many rows", d, 40, 20, 256, 1 << 31, 256)
+    add("blocks without outputs", "nvfp4", 3, 0, 64, 1, 64)
     x, s = T("f32", np.zeros([3, 64])), T("f32", np.zeros([3, 2]))
     for note, w, s in (
         ("another dtype", T("f64", np.zeros([10, 64])), s),
@@ -84,6 +96,13 @@ def experts(book):
     for d in INTS:
         add(f"ids {d}", "f8_e4m3", sample(rng("scaled id", "ids", d), d, [3, 3], 0, 4), 1, 20, 64, 16, 32)
     add("large", "f8_e4m3", ids, 1, 40, 270, 16, 128)
+    for d in BLOCKS:
+        ids = sample(rng("scaled id", d), "i32", [6, 2], 0, 4)
+        for u in (1, 2):
+            for height in (1 << 31, 5):
+                add(f"{d} of {u} {height}", d, ids, u, 21, 256, height, 256)
+        add(f"{d} rows", d, ids, 1, 20, 256, 1 << 31, 256, rows=[1, 2])
+        add(f"{d} many", d, sample(rng("scaled id", d, 2), "i64", [30, 3], -4, 4), 1, 20, 256, 1 << 31, 256)
     add("empty", "f8_e4m3", T("i32", np.zeros([0, 2])), 1, 20, 64, 16, 32)
     x, s = T("f32", np.zeros([3, 1, 64])), T("f32", np.zeros([4, 2, 2]))
     w, _ = weights(rng("scaled id", "outside"), "f8_e4m3", [4, 20, 64])

@@ -48,11 +48,21 @@ pub(super) fn template(row: &str, maker: &mut Maker<'_>) -> Option<Template> {
 }
 
 fn scaled(row: &str, maker: &mut Maker<'_>) -> Template {
-    let dtypes = [DType::F8E4M3, DType::F32, DType::F16, DType::BF16];
+    let dtypes = [
+        DType::F8E4M3,
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::NVFP4,
+    ];
     let dtype = maker.choices.pick(&dtypes);
-    let (n, k, index) = (maker.size(), maker.size(), maker.index());
+    let (n, mut k, index) = (maker.size(), maker.size(), maker.index());
     let height = maker.choices.pick(&[1, 2, 16, 1 << 31]);
-    let width = maker.choices.pick(&[1, 3, 32, 1 << 31]);
+    let mut width = maker.choices.pick(&[1, 3, 32, 1 << 31]);
+    // Blocks have scales of whole rows.
+    if dtype == DType::NVFP4 {
+        (k, width) = (dtype.block_len() * maker.choices.pick(&[1, 2]), 1 << 31);
+    }
     let (down, across) = (n.div_ceil(height), k.div_ceil(width));
     let inputs = match row {
         "mul_mat_scaled" => {
