@@ -3,17 +3,24 @@
 // Order of summation: that of kernels/src/cpu/matmul.rs and of block_vec.cu, with the same bits: the tensor cores sum the products within a block, which are
 // integers, and each output is one chain over the blocks in ascending order.
 //
-// mul_tile_TYPE(w, q, da, sums, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad): as mul_vec_TYPE_ROWS in block_vec.cu, with ids only in an
+// mul_tile_TYPE(w, q, da, sums, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad, scales): as mul_vec_TYPE_ROWS in block_vec.cu, with ids only in an
 // order of groups of 64.
 // A block of 128 threads has 64 outputs of 64 rows. gridDim.x = ⌈n / 64⌉ of all matrices, gridDim.y = ⌈rows / 64⌉, or groups.
 #include "chosen.cuh"
 #include "formats.cuh"
 #include "ptx.cuh"
+#include "scales.cuh"
 
 constexpr int OUTPUTS = 64, ROWS = 64, THREADS = 128, STAGE = 128;
 typedef RowsOf<ROWS> Rows;
 /// Words from row to row in shared memory: the eight rows and four words that a fragment is read from lie in different banks.
 constexpr int STRIDE = STAGE / 4 + 4;
+
+/// The scales of outputs, null for none.
+struct OfOutputs {
+  const Scales& scales;
+  const float* values;
+};
 
 /// 128 numbers of each output and row. Blocks of 32 and runs of 16 have a scale each; blocks of 256 come in two halves, of four runs of 32 or eight of 16.
 template <int SCALES> struct Tile {
@@ -57,17 +64,17 @@ template <int SCALES> DEVICE void dot_half(const Tile<SCALES>& tile, const Lane&
   mma_s8_half(s, tile.w[lane.output][base], tile.w[lane.output + 8][base], tile.x[eight * 8 + g][base]);
 }
 
-DEVICE void store(const float (&acc)[8][4], const Lane& lane, float* out, long long out_stride, int first, int n, const Rows& rows) {
+DEVICE void store(const float (&acc)[8][4], const Lane& lane, float* out, long long out_stride, int first, int n, const Rows& rows, const OfOutputs& by) {
 #pragma unroll
   for (int j = 0; j < 8; j++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int output = first + lane.output + i / 2 * 8, row = rows.to[j * 8 + lane.row + i % 2];
-      if (output < n && row >= 0) out[row * out_stride + output] = plain(acc[j][i]);
+      if (output < n && row >= 0) out[row * out_stride + output] = plain(with_scale(acc[j][i], by.scales, by.values, output));
     }
 }
 
-template <class F> DEVICE void tile_of_32(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out, long long out_stride, int first, int n, int k, const Rows& rows) {
+template <class F> DEVICE void tile_of_32(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out, long long out_stride, int first, int n, int k, const Rows& rows, const OfOutputs& by) {
   __shared__ Tile<4> tile;
   int blocks = k / 32, eights = rows.eights(0, 8);
   Lane lane = Lane::mine();
@@ -108,11 +115,11 @@ template <class F> DEVICE void tile_of_32(const uint8_t* w, const signed char* q
     }
     __syncthreads();
   }
-  store(acc, lane, out, out_stride, first, n, rows);
+  store(acc, lane, out, out_stride, first, n, rows, by);
 }
 
 /// Runs of 16, of blocks of 64.
-template <class F> DEVICE void tile_of_16(const uint8_t* w, const signed char* q, const float* da, const int*, float* out, long long out_stride, int first, int n, int k, const Rows& rows) {
+template <class F> DEVICE void tile_of_16(const uint8_t* w, const signed char* q, const float* da, const int*, float* out, long long out_stride, int first, int n, int k, const Rows& rows, const OfOutputs& by) {
   constexpr int RUNS = STAGE / 16;
   __shared__ Tile<RUNS> tile;
   int runs = k / 16, eights = rows.eights(0, 8);
@@ -149,7 +156,7 @@ template <class F> DEVICE void tile_of_16(const uint8_t* w, const signed char* q
     }
     __syncthreads();
   }
-  store(acc, lane, out, out_stride, first, n, rows);
+  store(acc, lane, out, out_stride, first, n, rows, by);
 }
 
 /// Scales, minima and words of four runs of a block of 256.
@@ -165,7 +172,7 @@ DEVICE void unpack_half(Q6_K, Tile<4>& tile, const AnyPlace<Q6_K::BYTES>& from, 
   tile.d[o][0] = Q6_K::d(from);
 }
 
-template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out, long long out_stride, int first, int n, int k, const Rows& rows) {
+template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out, long long out_stride, int first, int n, int k, const Rows& rows, const OfOutputs& by) {
   __shared__ Tile<4> tile;
   int blocks = k / 256, eights = rows.eights(0, 8);
   Lane lane = Lane::mine();
@@ -226,19 +233,21 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
     }
     __syncthreads();
   }
-  store(acc, lane, out, out_stride, first, n, rows);
+  store(acc, lane, out, out_stride, first, n, rows, by);
 }
 
 #define KERNEL_OF(name, type, tiles, blocks)                                                                                                           \
   extern "C" __global__ void __launch_bounds__(128, blocks) name(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out,          \
                                                          long long out_stride, int n, int k, int rows, Further further, const int* ids,                \
-                                                         const int* order, int experts, int used, int per_token, word64* bad) {                        \
+                                                         const int* order, int experts, int used, int per_token, word64* bad, Scales scales) {         \
     __shared__ Rows here;                                                                                                                              \
-    int first = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS;                                                                           \
+    int number, first = matrix_of(further, OUTPUTS, w, out, out_stride, n, number) * OUTPUTS;                                                                           \
     if (!rows_of_block(here.from, here.to, rows, ids, order, used, per_token)) return;                                                                  \
     /* Of an expert that there is none of, the products are those of no numbers. */                                                                     \
-    if (!to_expert(w, size_t(n) * (k / type::LEN) * type::BYTES, ids, here.to[0], experts, bad)) k = 0;                                                  \
-    tiles<type>(w, q, da, sums, out, out_stride, first, n, k, here);                                                                                   \
+    bool wrong = !to_expert(w, size_t(n) * (k / type::LEN) * type::BYTES, ids, here.to[0], experts, bad);                                               \
+    const float* values = wrong ? nullptr : led_to<const float>(scales.values[number]);                                                                \
+    if (values) to_expert(values, size_t(scales.each), ids, here.to[0], experts, bad);                                                                  \
+    tiles<type>(w, q, da, sums, out, out_stride, first, n, wrong ? 0 : k, here, {scales, values});                                                     \
   }
 KERNEL_OF(mul_tile_q8_0, Q8_0, tile_of_32, 6)
 KERNEL_OF(mul_tile_q4_0, Q4_0, tile_of_32, 6)

@@ -4,18 +4,20 @@
 // products within a block are integers, so how threads share them changes nothing. block_tile.cu has the same order, so a row's result
 // depends neither on the number of rows nor on which of the two computes it.
 //
-// mul_vec_TYPE_ROWS(w, q, da, sums, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad):
+// mul_vec_TYPE_ROWS(w, q, da, sums, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad, scales):
 //   w      weights [n, k] as in GGUF, at any address; of `experts` such matrices, close together, where `ids` is given
 //   q, da, sums   activations as quantize.cu makes them for the type, q at a multiple of 16
 //   out    f32, row r at out + r · out_stride
 //   further   without ids, up to two more matrices [n, k] whose results are close together; gridDim.x is then the sum of theirs
 //   ids    null, or i32 [rows]: the expert of each row (−1 is the last one); one out of range is reported, and its row is zeros. Row r
 //          then reads activation r / used · per_token + r % used · (per_token > 1): `per_token` is 1 (a token's experts share one) or `used`
+//   scales what outputs are multiplied with (scales.cuh), of which there are none side by side
 //   order  null, or where there are ids groups of ROWS rows that have one expert, −1 for none (experts.cu); a group whose first is none is empty
 // Blocks of 128 threads. ROWS is 1 or 4: rows that share one reading of the weights (4 with ids only in an order). gridDim.x = ⌈n / 8⌉, gridDim.y = ⌈rows / ROWS⌉, or
 // groups.
 #include "chosen.cuh"
 #include "formats.cuh"
+#include "scales.cuh"
 
 constexpr int WARPS = 4, OUTPUTS = 8;
 
@@ -174,18 +176,20 @@ DEVICE void chunk_of_256(const uint8_t* row, int first, int count, int output, i
 
 template <class F, int ROWS>
 DEVICE void few_rows(const uint8_t* w, const Activations& x, float* out, long long out_stride, int n, int rows, const Further& further, const int* ids, const int* order, int experts, int used,
-                     int per_token, word64* bad) {
+                     int per_token, word64* bad, const Scales& scales) {
   constexpr int CHUNK = Cut<F>::CHUNK, PANEL = Cut<F>::PANEL;
   __shared__ Terms<F, ROWS, PANEL> terms;
   __shared__ __align__(16) uint32_t staged[WARPS][Cut<F>::STAGE];
   int warp = threadIdx.x / 32, blocks = x.k / F::LEN;
-  int first_output = matrix_of(further, OUTPUTS, w, out, out_stride, n) * OUTPUTS, outputs = min(OUTPUTS, n - first_output);
+  int number, first_output = matrix_of(further, OUTPUTS, w, out, out_stride, n, number) * OUTPUTS, outputs = min(OUTPUTS, n - first_output);
   size_t row_bytes = size_t(blocks) * F::BYTES;
 
   // Activation and result of each row; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
   if (!rows_of_block(from, to, rows, ids, order, used, per_token)) return;
   bool wrong = !to_expert(w, n * row_bytes, ids, to[0], experts, bad);
+  const float* values = wrong ? nullptr : led_to<const float>(scales.values[number]);
+  if (values) to_expert(values, size_t(scales.each), ids, to[0], experts, bad);
 
   // The thread that has an output's chain.
   int output = threadIdx.x / ROWS, r = threadIdx.x % ROWS, activation = from[r];
@@ -220,15 +224,17 @@ DEVICE void few_rows(const uint8_t* w, const Activations& x, float* out, long lo
     __syncthreads();
   }
   int row = to[r];
-  if (threadIdx.x < OUTPUTS * ROWS && output < outputs && row >= 0) out[row * out_stride + first_output + output] = plain(acc);
+  if (threadIdx.x < OUTPUTS * ROWS && output < outputs && row >= 0) {
+    out[row * out_stride + first_output + output] = plain(with_scale(acc, scales, values, first_output + output));
+  }
 }
 
 #define KERNEL_OF(name, type, count)                                                                                                              \
   extern "C" __global__ void __launch_bounds__(128, 8) name(const uint8_t* w, const signed char* q, const float* da, const int* sums, float* out,     \
                                                          long long out_stride, int n, int k, int rows, Further further, const int* ids,            \
-                                                         const int* order, int experts, int used, int per_token, word64* bad) {                    \
+                                                         const int* order, int experts, int used, int per_token, word64* bad, Scales scales) {     \
     Activations x = {q, da, sums, k};                                                                                                              \
-    few_rows<type, count>(w, x, out, out_stride, n, rows, further, ids, order, experts, used, per_token, bad);                                              \
+    few_rows<type, count>(w, x, out, out_stride, n, rows, further, ids, order, experts, used, per_token, bad, scales);                                      \
   }
 KERNEL_OF(mul_vec_q8_0_1, Q8_0, 1)
 KERNEL_OF(mul_vec_q8_0_4, Q8_0, 4)

@@ -16,6 +16,7 @@
 // so may an infinite weight.
 #pragma once
 #include "ptx.cuh"
+#include "scales.cuh"
 
 constexpr int CHUNK = 32, RANGES = 8, PARTS_OF_X = 3;
 
@@ -88,13 +89,6 @@ struct OfE4M3 {
   }
 };
 
-/// Scales of rectangles of the matrices of a launch; 0: there are none. A rectangle is `height` outputs of `wide` chunks, `across` of them are side by side, and a matrix
-/// has `each` (of an expert's, too). Where there are several across, a block's outputs are within one's height.
-struct Scales {
-  word64 values[3];
-  int height, wide, across, each;
-};
-
 /// The scales that activations take on for the outputs from `first` on; null without scales, and with those of outputs.
 DEVICE const float* band_of(const Scales& scales, const float* values, int first) {
   return values && scales.across > 1 ? values + size_t(first / scales.height) * scales.across : nullptr;
@@ -117,11 +111,6 @@ struct Walk {
     if (--left == 0 && more) left = scales.wide, now = *++at;
   }
 };
-
-/// An output with its own scale, if it has one.
-DEVICE float with_scale(float sum, const Scales& scales, const float* values, int output) {
-  return values && scales.across == 1 ? sum * values[output / scales.height] : sum;
-}
 
 /// Activations with the scale of their chunk.
 template <class W> DEVICE void take_on(float (&x)[8], float scale) {

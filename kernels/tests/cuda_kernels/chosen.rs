@@ -10,6 +10,11 @@ pub fn nobody(bad: &mut Vec<u64>) -> [Arg; 6] {
     [NULL, NULL, 0.into(), 0.into(), 0.into(), bad.into()]
 }
 
+/// No scales in a launch whose kernel takes some.
+pub fn unscaled() -> Arg {
+    Arg::words(&[0, 0, 0, 1, 0])
+}
+
 /// Some tokens' choices.
 pub struct Choices {
     pub ids: Vec<i32>,

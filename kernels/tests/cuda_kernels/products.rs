@@ -4,7 +4,7 @@ use hotcell_graph::DType;
 use hotcell_kernels::cpu::{matmul::mul_mat, path::CpuPath};
 
 use super::{
-    chosen::{Choices, nobody},
+    chosen::{Choices, nobody, unscaled},
     common::Numbers,
     shim::{Arg, NULL, Shim, reported},
 };
@@ -125,6 +125,7 @@ fn few(
         NO_FURTHER,
     ];
     args.extend(nobody(&mut bad));
+    args.push(unscaled());
     let kernel = format!("mul_vec_{name}_{each}");
     let grid = [n.div_ceil(8), rows.div_ceil(each), 1];
     shim.launch(&kernel, grid, 128, &args).unwrap();
@@ -204,6 +205,9 @@ pub fn at_once(
         Arg::words(&further),
     ]);
     args.extend(nobody(&mut bad));
+    if kernel.starts_with("mul_vec") || kernel.starts_with("mul_tile") {
+        args.push(unscaled());
+    }
     let blocks = sizes.iter().map(|n| n.div_ceil(outputs)).sum();
     let grid = [blocks, rows.div_ceil(together), 1];
     shim.launch(kernel, grid, threads, &args).unwrap();
@@ -319,6 +323,20 @@ fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
                 args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
                 args.extend([int(choices.ids.len()), NO_FURTHER]);
                 args.extend(taken.arguments());
+                // Of every expert one for some outputs and one for the others.
+                let height = 7;
+                let scales = activations(experts * n.div_ceil(height), 8);
+                let scale = |expert: usize, output: usize| match dtype {
+                    DType::F32 => 1.0,
+                    _ => scales[expert * n.div_ceil(height) + output / height],
+                };
+                if dtype != DType::F32 {
+                    let sizes = [height, k.div_ceil(32), 1, n.div_ceil(height)];
+                    let [height, wide, across, each] = sizes.map(|size| size as u64);
+                    let address = scales.as_ptr() as u64;
+                    let words = [address, 0, 0, height | wide << 32, across | each << 32];
+                    args.push(Arg::words(&words));
+                }
                 let grid = [n.div_ceil(outputs), taken.down, 1];
                 shim.launch(&kernel, grid, 128, &args).unwrap();
                 taken.assert_told();
@@ -326,7 +344,9 @@ fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
                     let x = &x[choices.from(row) * k..][..k];
                     let expected = choices.expert(row).map_or(vec![0.0; n], |expert| {
                         let w = &w[expert * each..][..each];
-                        mul_mat(CpuPath::detect().vectors(), dtype, w, n, x, 1, k)
+                        let sums = mul_mat(CpuPath::detect().vectors(), dtype, w, n, x, 1, k);
+                        let all = sums.iter().enumerate();
+                        all.map(|(i, sum)| sum * scale(expert, i)).collect()
                     });
                     let found = &out[row * n..][..n];
                     assert_eq!(bits(found), bits(&expected), "{kernel}, row {row}");
@@ -362,6 +382,7 @@ fn many(
         NO_FURTHER,
     ];
     args.extend(nobody(&mut bad));
+    args.push(unscaled());
     let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
     shim.launch(&format!("mul_tile_{name}"), grid, 128, &args)
         .unwrap();

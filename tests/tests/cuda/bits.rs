@@ -560,6 +560,52 @@ fn products_with_chosen_experts_are_the_processors() {
 }
 
 #[test]
+fn products_with_scaled_blocks_are_the_processors() {
+    let Some(mut both) = Both::new() else { return };
+    for dtype in [DType::NVFP4, DType::Q4K] {
+        let (experts, n, k) = (5, 19, dtype.block_len() * 2);
+        for height in [5usize, 1 << 31] {
+            let (down, by) = (n.div_ceil(height), [height as i64, k as i64]);
+            let mut g = GraphBuilder::new(90);
+            let x = g.tensor("x", rows(DType::F32, &[k])).unwrap();
+            let mut results = Vec::new();
+            for (w, s) in [("v", "of v"), ("w", "of w")] {
+                let w = g.constant(w, fixed(dtype, &[n, k])).unwrap();
+                let s = g.constant(s, fixed(DType::F32, &[down, 1])).unwrap();
+                results.push(g.mul_mat_scaled(x, w, s, by[0], by[1]).unwrap());
+            }
+            let graph = g.finish(&results).unwrap();
+            assert_eq!(both.device.elsewhere(&graph).unwrap(), [""; 0]);
+            let mut g = GraphBuilder::new(90);
+            let w = g.constant("w", fixed(dtype, &[experts, n, k])).unwrap();
+            let x = g.tensor("x", rows(DType::F32, &[1, k])).unwrap();
+            let ids = g.tensor("ids", rows(DType::U32, &[3])).unwrap();
+            let spec = fixed(DType::F32, &[experts, down, 1]);
+            let s = g.constant("s", spec).unwrap();
+            let y = g.mul_mat_id_scaled(w, x, ids, s, by[0], by[1]).unwrap();
+            let of_experts = g.finish(&[y]).unwrap();
+            assert_eq!(both.device.elsewhere(&of_experts).unwrap(), [""; 0]);
+            for tokens in [1, 4, 90] {
+                let what = format!("{dtype}, {tokens} rows, scales of {height}");
+                let x = both.activations(tokens * k);
+                let mut inputs = vec![x.clone()];
+                for _ in 0..2 {
+                    inputs.push(both.weights(dtype, n * k));
+                    inputs.push(both.activations(down));
+                }
+                both.compare(&graph, tokens, &inputs, &what);
+                let ids: Vec<u8> = (0..tokens * 3)
+                    .flat_map(|_| (both.chance.below(experts) as u32).to_le_bytes())
+                    .collect();
+                let w = both.weights(dtype, experts * n * k);
+                let inputs = [w, x, ids, both.activations(experts * down)];
+                both.compare(&of_experts, tokens, &inputs, &what);
+            }
+        }
+    }
+}
+
+#[test]
 fn products_of_activations_are_the_processors() {
     let Some(mut both) = Both::new() else { return };
     let shapes: [(&[usize], &[usize]); 5] = [

@@ -146,13 +146,12 @@ impl Kernels {
 
     /// Whether they take the scales of weights.
     pub fn take_scales(self) -> bool {
-        matches!(
-            self,
-            Self::Halves {
-                take_scales: true,
-                ..
-            }
-        )
+        match self {
+            Self::Plain(_) => false,
+            Self::Halves { take_scales, .. } => take_scales,
+            // Of whole rows, as the op has it.
+            Self::Blocks { .. } => true,
+        }
     }
 
     /// What multiplies so many rows, if `tall` by tiles too.
