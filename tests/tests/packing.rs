@@ -306,7 +306,7 @@ async fn the_json_of_models_tells_of_copies() {
     assert_eq!(packed["state"], "ready");
     assert_eq!(packed["packings"], 1);
     assert_eq!(packed["workers"][0], "w0");
-    assert_eq!(packed["layout"], "panel16-2");
+    assert_eq!(packed["layout"], "panel16-3");
 }
 
 #[tokio::test]

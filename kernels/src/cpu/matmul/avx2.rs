@@ -80,7 +80,7 @@ fn settle_f(a: &mut __m256, b: &mut __m256) {
 }
 
 // SAFETY for the whole impl: the caller vouches for the instructions (the trait's contract); only
-// `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
+// the loads, `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
 // unaligned accesses.
 impl Simd for Avx2 {
     type F = [__m256; 2];
@@ -238,6 +238,22 @@ impl Simd for Avx2 {
                     _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(b)),
                 ],
             ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn halves_in_order(a: Self::I) -> [Self::F; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            macro_rules! sixteen {
+                ($a:expr) => {
+                    [
+                        _mm256_cvtph_ps(_mm256_castsi256_si128($a)),
+                        _mm256_cvtph_ps(_mm256_extracti128_si256::<1>($a)),
+                    ]
+                };
+            }
+            [sixteen!(a[0]), sixteen!(a[1])]
         }
     }
 

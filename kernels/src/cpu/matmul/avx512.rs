@@ -120,6 +120,16 @@ impl Simd for Avx512 {
         unsafe { _mm512_castsi512_ps(a) }
     }
     #[inline(always)]
+    unsafe fn halves_in_order(a: __m512i) -> [__m512; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm512_cvtph_ps(_mm512_castsi512_si256(a)),
+                _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(a)),
+            ]
+        }
+    }
+    #[inline(always)]
     unsafe fn halves(a: __m512i) -> [__m512; 2] {
         // SAFETY: see the impl.
         unsafe {

@@ -40,6 +40,9 @@ pub(super) trait Format: Sized {
         at
     }
 
+    /// Whether a packed word's lower halves lie before its upper ones, each of all sixteen rows side by side.
+    const APART: bool = false;
+
     /// A block of sixteen rows, unpacked: lane `r` belongs to row `r`.
     type Block<S: Simd>: Copy;
 
@@ -78,8 +81,36 @@ pub(super) trait Format: Sized {
 ///
 /// As for [`Simd`].
 pub(super) trait Element<const PER: usize> {
+    /// See [`Format::APART`].
+    const APART: bool = false;
+
     /// The elements in each word as `f32`, in the order of memory.
     unsafe fn convert<S: Simd>(words: S::I) -> [S::F; PER];
+
+    /// The same of words whose halves are [apart](Element::APART).
+    #[inline(always)]
+    unsafe fn convert_apart<S: Simd>(words: S::I) -> [S::F; PER] {
+        // SAFETY: the caller's promise.
+        unsafe { Self::convert::<S>(words) }
+    }
+}
+
+/// The elements of sixteen rows that `word` has, where they lie as `W` says.
+///
+/// # Safety
+///
+/// As for [`Simd`].
+#[inline(always)]
+unsafe fn elements<S: Simd, W: Place, E: Element<PER>, const PER: usize>(
+    word: S::I,
+) -> [S::F; PER] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match W::PACKED && E::APART {
+            true => E::convert_apart::<S>(word),
+            false => E::convert::<S>(word),
+        }
+    }
 }
 
 pub(super) struct F32;
@@ -94,11 +125,20 @@ impl Element<1> for F32 {
 
 pub(super) struct F16;
 
+/// Processors convert numbers that lie side by side.
 impl Element<2> for F16 {
+    const APART: bool = true;
+
     #[inline(always)]
     unsafe fn convert<S: Simd>(words: S::I) -> [S::F; 2] {
         // SAFETY: the caller's promise.
         unsafe { S::halves(words) }
+    }
+
+    #[inline(always)]
+    unsafe fn convert_apart<S: Simd>(words: S::I) -> [S::F; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { S::halves_in_order(words) }
     }
 }
 
@@ -162,6 +202,7 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
     const RECORD: usize = 4 * Self::LEN;
     const PLAIN: bool = true;
     const BESIDE: Beside = Beside::None;
+    const APART: bool = E::APART;
 
     type Block<S: Simd> = [[S::F; PER]; 16];
 
@@ -172,7 +213,7 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
             from.ask::<S, Self>(0, 1);
             let words = from.words16::<S, Self>(0);
             for i in 0..16 {
-                (*into)[i] = E::convert::<S>(words[i]);
+                (*into)[i] = elements::<S, W, E, PER>(words[i]);
             }
         }
     }
@@ -219,7 +260,7 @@ impl<E: Element<PER>, const PER: usize> Format for Plain<E, PER> {
             from.ask::<S, Self>(0, 1);
             let words = from.words16::<S, Self>(0);
             for i in 0..16 {
-                let columns = E::convert::<S>(words[i]);
+                let columns = elements::<S, W, E, PER>(words[i]);
                 for half in 0..PER {
                     add_column::<S, R, 1>([columns[half]], x, PER * i + half, acc);
                 }

@@ -9,7 +9,7 @@ use super::place::{Beside, packed_block};
 use crate::cpu::lanes::LANES;
 
 /// The layout's name. Whoever changes the layout, or where in a copy workers put what is packed, changes the name.
-pub const LAYOUT: &str = "panel16-2";
+pub const LAYOUT: &str = "panel16-3";
 
 /// Rows that are packed together, where they are in the file.
 pub const PANEL: usize = LANES;
@@ -23,6 +23,8 @@ pub(super) struct Cut {
     beside: Beside,
     /// Where a word goes, by its place in the block.
     order: fn(usize) -> usize,
+    /// See [`Format::APART`].
+    apart: bool,
 }
 
 impl Cut {
@@ -32,6 +34,7 @@ impl Cut {
             bytes: F::BYTES,
             beside: F::BESIDE,
             order: F::packed,
+            apart: F::APART,
         }
     }
 }
@@ -67,6 +70,7 @@ fn pack_panel(cut: Cut, stride: usize, from: &[u8], to: &mut [u8]) {
         bytes,
         beside,
         order,
+        apart,
         ..
     } = cut;
     let (lead, size) = (beside.lead(), bytes - beside.bytes());
@@ -84,7 +88,15 @@ fn pack_panel(cut: Cut, stride: usize, from: &[u8], to: &mut [u8]) {
                 .as_chunks_mut::<{ 4 * LANES }>()
                 .0;
             for (word, &place) in block[lead..].as_chunks::<4>().0.iter().zip(&*places) {
-                lines[place][4 * r..][..4].copy_from_slice(word);
+                let line = &mut lines[place];
+                match apart {
+                    false => line[4 * r..][..4].copy_from_slice(word),
+                    true => {
+                        let (low, high) = word.split_at(2);
+                        line[2 * r..][..2].copy_from_slice(low);
+                        line[2 * LANES + 2 * r..][..2].copy_from_slice(high);
+                    }
+                }
             }
             let number = match beside {
                 Beside::None => continue,

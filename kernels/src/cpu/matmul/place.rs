@@ -7,7 +7,8 @@
 //! `r` that of row `r`. A dtype whose block has one number beside its whole words (Q4_0, Q5_0, Q8_0: the first two
 //! bytes; Q6_K: the last two; MXFP4: the first byte) keeps as many blocks together as their numbers fill a cache line, two
 //! or four: sixteen numbers of the one and sixteen of each other, then the words of all, so that registers are loaded from
-//! whole cache lines; where fewer are left at the end they have their own numbers before them. The words are in the order in which they are read ([`Format::packed`]). The
+//! whole cache lines; where fewer are left at the end they have their own numbers before them. The words are in the order in which they are read ([`Format::packed`]). Of F16 the lower halves of the sixteen
+//! words lie side by side, and then the upper ones ([`Format::APART`]). The
 //! rows after the last whole panel stay as they are.
 
 use std::mem::MaybeUninit;

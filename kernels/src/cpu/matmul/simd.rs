@@ -62,6 +62,8 @@ pub(super) trait Simd: Copy {
     unsafe fn bits_f(a: Self::I) -> Self::F;
     /// The two half-precision numbers in each word as `f32`, low one first.
     unsafe fn halves(a: Self::I) -> [Self::F; 2];
+    /// The thirty-two half-precision numbers in order as `f32`, of which each half has sixteen.
+    unsafe fn halves_in_order(a: Self::I) -> [Self::F; 2];
     /// Each byte of `at`, which is below 16, replaced by the table's byte at that place.
     unsafe fn lookup(table: &[u8; 16], at: Self::I) -> Self::I;
 
@@ -271,6 +273,13 @@ impl Simd for Portable {
         [
             lanes!(0.0, i => f16_to_f32(a[i] as u16)),
             lanes!(0.0, i => f16_to_f32((a[i] >> 16) as u16)),
+        ]
+    }
+    #[inline(always)]
+    unsafe fn halves_in_order(a: Self::I) -> [Self::F; 2] {
+        [
+            lanes!(0.0, i => f16_to_f32((a[i / 2] >> (i % 2 * 16)) as u16)),
+            lanes!(0.0, i => f16_to_f32((a[LANES / 2 + i / 2] >> (i % 2 * 16)) as u16)),
         ]
     }
     #[inline(always)]
