@@ -150,8 +150,9 @@ impl Weights {
         }
     }
 
-    /// [`Weights::expect`] of matrices `[…, n, k]`, which may be scaled as checkpoints of 8-bit floats and llama.cpp's files of NVFP4
-    /// are: each as a whole, or its rows, or the rectangles that the configuration says. Where it says something, 8-bit floats without scales are incomplete.
+    /// [`Weights::expect`] of matrices `[…, n, k]`, which may be scaled as checkpoints of 8-bit floats and llama.cpp's files of
+    /// NVFP4 are: each as a whole, or its rows, or the rectangles that the configuration says. Where it says something, 8-bit
+    /// floats without scales are incomplete.
     pub fn expect_scaled(
         &self,
         name: &str,

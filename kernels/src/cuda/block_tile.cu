@@ -245,7 +245,7 @@ template <class F> DEVICE void tile_of_256(const uint8_t* w, const signed char* 
     if (!rows_of_block(here.from, here.to, rows, ids, order, used, per_token)) return;                                                                  \
     /* Of an expert that there is none of, the products are those of no numbers. */                                                                     \
     bool wrong = !to_expert(w, size_t(n) * (k / type::LEN) * type::BYTES, ids, here.to[0], experts, bad);                                               \
-    const float* values = wrong ? nullptr : led_to<const float>(scales.values[number]);                                                                \
+    const float* values = wrong ? nullptr : scales.of(number);                                                                \
     if (values) to_expert(values, size_t(scales.each), ids, here.to[0], experts, bad);                                                                  \
     tiles<type>(w, q, da, sums, out, out_stride, first, n, wrong ? 0 : k, here, {scales, values});                                                     \
   }

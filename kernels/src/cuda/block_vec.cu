@@ -188,7 +188,7 @@ DEVICE void few_rows(const uint8_t* w, const Activations& x, float* out, long lo
   __shared__ int from[ROWS], to[ROWS];
   if (!rows_of_block(from, to, rows, ids, order, used, per_token)) return;
   bool wrong = !to_expert(w, n * row_bytes, ids, to[0], experts, bad);
-  const float* values = wrong ? nullptr : led_to<const float>(scales.values[number]);
+  const float* values = wrong ? nullptr : scales.of(number);
   if (values) to_expert(values, size_t(scales.each), ids, to[0], experts, bad);
 
   // The thread that has an output's chain.

@@ -1,4 +1,4 @@
-// The experts that tokens choose, as the products of block_vec.cu, half_vec.cu and plain_mat.cu take them.
+// The experts that tokens choose, as products take them (chosen.cuh).
 #include "elements.cuh"
 
 /// out[i] is the number of ids[i], of any integer dtype and counted from the end if it is negative, or one that no expert has, after a report. Blocks of 256 threads, as many

@@ -14,7 +14,7 @@
     __shared__ Tile<type> tile;                                                                                                                        \
     __shared__ Rows here;                                                                                                                              \
     int number, first = matrix_of(further, OUTPUTS, w, out, out_stride, n, number) * OUTPUTS;                                                           \
-    const float* values = led_to<const float>(scales.values[number]);                                                                                  \
+    const float* values = scales.of(number);                                                                                  \
     if (!rows_of_block(here.from, here.to, rows, ids, order, used, per_token)) return;                                                                  \
     if (!to_expert(w, size_t(n) * k, ids, here.to[0], experts, bad)) k = 0, values = nullptr;                                                            \
     if (values) to_expert(values, size_t(scales.each), ids, here.to[0], experts, bad);                                                                  \

@@ -67,7 +67,7 @@ DEVICE void product(const typename W::Stored* w, const float* x, long long x_str
   // What each row reads and makes; −1 for none.
   __shared__ int from[ROWS], to[ROWS];
   int tid = threadIdx.x, number, first = matrix_of(further, OUTPUTS, w, out, out_stride, n, number) * OUTPUTS;
-  const float* values = led_to<const float>(scales.values[number]);
+  const float* values = scales.of(number);
   if (!rows_of_block(from, to, rows, ids, order, used, per_token)) return;
   bool wrong = !to_expert(w, size_t(n) * k, ids, to[0], experts, bad);
   if (wrong) values = nullptr;

@@ -7,6 +7,8 @@
 struct Scales {
   word64 values[3];
   int height, wide, across, each;
+  /// Those of a launch's matrix `number`. Not by an index, for which a thread would have a copy of them all in its memory.
+  __device__ __forceinline__ const float* of(int number) const { return led_to<const float>(number == 0 ? values[0] : number == 1 ? values[1] : values[2]); }
 };
 
 /// An output with its own scale, if it has one.

@@ -62,6 +62,7 @@ def products(book):
         add(f"{d} rows", d, 9, 40, 256, 1 << 31, 256, rows=[0])
         add(f"{d} many rows", d, 40, 20, 256, 1 << 31, 256)
     add("blocks without outputs", "nvfp4", 3, 0, 64, 1, 64)
+    add("blocks of nothing", "nvfp4", 3, 40, 0, 1, 64)
     x, s = T("f32", np.zeros([3, 64])), T("f32", np.zeros([3, 2]))
     for note, w, s in (
         ("another dtype", T("f64", np.zeros([10, 64])), s),

@@ -563,7 +563,7 @@ fn products_with_chosen_experts_are_the_processors() {
 fn products_with_scaled_blocks_are_the_processors() {
     let Some(mut both) = Both::new() else { return };
     for dtype in [DType::NVFP4, DType::Q4K] {
-        let (experts, n, k) = (5, 19, dtype.block_len() * 2);
+        let (experts, n, k) = (5, 19usize, dtype.block_len() * 2);
         for height in [5usize, 1 << 31] {
             let (down, by) = (n.div_ceil(height), [height as i64, k as i64]);
             let mut g = GraphBuilder::new(90);

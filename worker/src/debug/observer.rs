@@ -157,7 +157,10 @@ impl Observer {
     pub fn note_nodes(&self, nodes: &[NodeNote]) {
         let mut notes = self.notes();
         let count = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
-        notes.rest_until = Instant::now().checked_add(REST.saturating_mul(count));
+        // A step's nodes may come in two goes.
+        let since = notes.rest_until.unwrap_or_else(Instant::now);
+        let since = since.max(Instant::now());
+        notes.rest_until = since.checked_add(REST.saturating_mul(count));
         for node in nodes {
             notes.nodes.push(*node, limits::MAX_TRACED_NODES);
         }
@@ -306,6 +309,8 @@ mod tests {
         let second = usize::try_from(limits::TRACED_NODES_PER_SECOND).unwrap();
         observer.note_nodes(&vec![node(3); 60 * second]);
         assert!(!observer.follows());
+        observer.note_nodes(&[node(4)]);
+        assert!(!observer.follows(), "few of them end no rest");
         drop(tracer);
         assert!(!observer.is_traced() && observer.is_watched());
         assert_eq!((watcher.nodes().0.len(), watcher.steps().0.len()), (0, 1));

@@ -99,7 +99,7 @@ impl Rectangles {
         self.across(k) == 1 || self.height >= n || self.height.is_multiple_of(outputs)
     }
 
-    /// `Scales` in `halves.cuh`, of matrices `[n, k]` whose scales are there.
+    /// `Scales` in `scales.cuh`, of matrices `[n, k]` whose scales are there.
     fn words(self, values: [u64; 3], [n, k]: [usize; 2]) -> Result<[u64; 5], DeviceError> {
         // Higher than a matrix, or wider, is as high and wide.
         let (height, width) = (self.height.min(n.max(1)), self.width.min(k));
@@ -588,7 +588,7 @@ impl Kernel for MulMatId {
             out: cx.output(0)?,
             n: self.product.n,
         };
-        let x = Activations::of(self.numbers.as_ref(), cx, [1, 3])?;
+        let x = Activations::of(self.numbers.as_ref(), cx, [1, 3 + usize::from(scaled)])?;
         self.product.launch_chosen(cx, x, matrix, &chosen)
     }
 }

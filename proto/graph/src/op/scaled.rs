@@ -1,4 +1,5 @@
-//! Products with weights that have a scale for each rectangle of them, as checkpoints of 8-bit floats do.
+//! Products with weights that have a scale for each rectangle of them, as checkpoints of 8-bit floats do, and llama.cpp's files of
+//! NVFP4 for each matrix.
 //!
 //! Source: DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.3.2, whose rectangles are 128 × 128.
 
