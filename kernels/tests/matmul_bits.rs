@@ -591,8 +591,16 @@ fn packed_by_the_letter(dtype: DType, w: &[u8], k: usize) -> Vec<u8> {
                 (0..16).for_each(|r| out.extend(&row(r)[b * bytes + at..][..size]));
             }
             for b in together {
+                // Of F16 the lower halves of words lie before the upper ones.
+                let (parts, size) = match dtype {
+                    DType::F16 => (&[0, 2][..], 2),
+                    _ => (&[0][..], 4),
+                };
                 for at in &words {
-                    (0..16).for_each(|r| out.extend(&row(r)[b * bytes + at..][..4]));
+                    for part in parts {
+                        let from = b * bytes + at + part;
+                        (0..16).for_each(|r| out.extend(&row(r)[from..][..size]));
+                    }
                 }
             }
         }

@@ -2,17 +2,18 @@
 
 import numpy as np
 
-from blocks import block
+from blocks import TYPES, block
 from common import INTS, Book, T, rng, sample
 
 DTYPES = ("f32", "f16", "bf16", "f8_e4m3")
-# Block types, which have scales of whole rows.
+# Block types, which have scales of whole rows: those with many cases, and all others.
 BLOCKS = ("q4_k", "nvfp4")
+OTHERS = tuple(d for d in TYPES if d not in BLOCKS + DTYPES)
 
 
 def weights(r, dtype, shape):
     """A tensor of weights and their values."""
-    if dtype in BLOCKS:
+    if dtype in BLOCKS + OTHERS:
         w, values = block(r, dtype, int(np.prod(shape[:-1])), shape[-1])
         return T(dtype, None, shape, w.raw), values.reshape(shape)
     if dtype != "f8_e4m3":
@@ -61,6 +62,8 @@ def products(book):
         add(f"{d} one row", d, 1, 37, 512, 1 << 31, 512)
         add(f"{d} rows", d, 9, 40, 256, 1 << 31, 256, rows=[0])
         add(f"{d} many rows", d, 40, 20, 256, 1 << 31, 256)
+    for d in OTHERS:
+        add(f"{d} of whole rows", d, 1, 2, 256, 1 << 31, 256)
     add("blocks without outputs", "nvfp4", 3, 0, 64, 1, 64)
     add("blocks of nothing", "nvfp4", 3, 40, 0, 1, 64)
     x, s = T("f32", np.zeros([3, 64])), T("f32", np.zeros([3, 2]))
@@ -104,6 +107,8 @@ def experts(book):
                 add(f"{d} of {u} {height}", d, ids, u, 21, 256, height, 256)
         add(f"{d} rows", d, ids, 1, 20, 256, 1 << 31, 256, rows=[1, 2])
         add(f"{d} many", d, sample(rng("scaled id", d, 2), "i64", [30, 3], -4, 4), 1, 20, 256, 1 << 31, 256)
+    for d in OTHERS:
+        add(f"{d} of whole rows", d, T("i32", np.array([[1, 0]])), 1, 1, 256, 1 << 31, 256, count=2)
     add("empty", "f8_e4m3", T("i32", np.zeros([0, 2])), 1, 20, 64, 16, 32)
     x, s = T("f32", np.zeros([3, 1, 64])), T("f32", np.zeros([4, 2, 2]))
     w, _ = weights(rng("scaled id", "outside"), "f8_e4m3", [4, 20, 64])
