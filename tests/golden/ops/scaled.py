@@ -63,7 +63,7 @@ def products(book):
         add(f"{d} rows", d, 9, 40, 256, 1 << 31, 256, rows=[0])
         add(f"{d} many rows", d, 40, 20, 256, 1 << 31, 256)
     for d in OTHERS:
-        add(f"{d} of whole rows", d, 1, 2, 256, 1 << 31, 256)
+        add(f"{d} of whole rows", d, 5, 7, 256, 1 << 31, 256)
     add("blocks without outputs", "nvfp4", 3, 0, 64, 1, 64)
     add("blocks of nothing", "nvfp4", 3, 40, 0, 1, 64)
     x, s = T("f32", np.zeros([3, 64])), T("f32", np.zeros([3, 2]))
@@ -108,7 +108,7 @@ def experts(book):
         add(f"{d} rows", d, ids, 1, 20, 256, 1 << 31, 256, rows=[1, 2])
         add(f"{d} many", d, sample(rng("scaled id", d, 2), "i64", [30, 3], -4, 4), 1, 20, 256, 1 << 31, 256)
     for d in OTHERS:
-        add(f"{d} of whole rows", d, T("i32", np.array([[1, 0]])), 1, 1, 256, 1 << 31, 256, count=2)
+        add(f"{d} of whole rows", d, T("i32", np.array([[1, 0], [0, 1], [1, 1]])), 1, 7, 256, 1 << 31, 256, count=2)
     add("empty", "f8_e4m3", T("i32", np.zeros([0, 2])), 1, 20, 64, 16, 32)
     x, s = T("f32", np.zeros([3, 1, 64])), T("f32", np.zeros([4, 2, 2]))
     w, _ = weights(rng("scaled id", "outside"), "f8_e4m3", [4, 20, 64])
