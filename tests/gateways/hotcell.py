@@ -98,11 +98,19 @@ class Hotcell:
 
     def kill_worker(self, worker=None):
         """SIGKILL to a worker; its id."""
-        # One that was killed a moment ago has no process yet.
-        chosen = []
-        self.wait(lambda: chosen.extend(w for w in self.workers() if worker in (None, w["id"]) and w["pid"]) or chosen, 10, "a worker to kill")
-        os.kill(chosen[0]["pid"], signal.SIGKILL)
-        return chosen[0]["id"]
+        killed = []
+
+        def strike():
+            # One that was killed a moment ago has no process yet, or still the one that is gone.
+            for one in self.workers():
+                if worker in (None, one["id"]) and one["pid"] and not killed:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(one["pid"], signal.SIGKILL)
+                        killed.append(one["id"])
+            return killed
+
+        self.wait(strike, 10, "a worker to kill")
+        return killed[0]
 
     def deaths(self):
         return sum(w["deaths"] for w in self.workers())
