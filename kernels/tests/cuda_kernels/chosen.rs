@@ -2,6 +2,7 @@
 
 use super::{
     common::Numbers,
+    products::NO_FURTHER,
     shim::{Arg, NULL, Shim, reported},
 };
 
@@ -117,13 +118,38 @@ pub struct Taken<'a> {
     ids: Vec<i32>,
     order: Option<Vec<i32>>,
     /// Rows or groups, which are blocks of a grid's second axis.
-    pub down: usize,
+    down: usize,
     bad: Vec<u64>,
 }
 
 impl Taken<'_> {
+    /// Results `[choices, n]` by a kernel whose blocks have so many outputs and threads. Its arguments begin with weights and
+    /// activations, and end with scales where it takes some. Of the wrong expert it tells.
+    pub fn products(
+        mut self,
+        shim: &Shim,
+        (kernel, outputs, threads): (&str, usize, usize),
+        begin: &[Arg],
+        [n, k]: [usize; 2],
+        scales: Option<Arg>,
+    ) -> Vec<f32> {
+        let int = |n: usize| Arg::from(n as i32);
+        let count = self.choices.ids.len();
+        let mut out = vec![5.0f32; count * n];
+        let mut args = begin.to_vec();
+        args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
+        args.extend([int(count), NO_FURTHER]);
+        args.extend(self.arguments());
+        args.extend(scales);
+        let grid = [n.div_ceil(outputs), self.down, 1];
+        shim.launch(kernel, grid, threads, &args).unwrap();
+        let wrong = reported(&self.bad).map(|(_, experts)| experts);
+        assert_eq!(wrong, Some(self.choices.experts as u64));
+        out
+    }
+
     /// What comes after the matrices of a launch.
-    pub fn arguments(&mut self) -> [Arg; 6] {
+    fn arguments(&mut self) -> [Arg; 6] {
         let int = |n: usize| Arg::from(n as i32);
         [
             (&self.ids).into(),
@@ -133,12 +159,6 @@ impl Taken<'_> {
             int(self.choices.per_token),
             (&mut self.bad).into(),
         ]
-    }
-
-    /// The launch has told of an expert that there is not.
-    pub fn assert_told(&self) {
-        let wrong = reported(&self.bad).map(|(_, experts)| experts);
-        assert_eq!(wrong, Some(self.choices.experts as u64));
     }
 }
 

@@ -5,7 +5,7 @@ use hotcell_kernels::cpu::dequant::dequantize_row;
 
 use super::{
     chosen::{Choices, nobody},
-    products::{NO_FURTHER, activations, bits},
+    products::{activations, bits},
     shim::{Arg, Shim, reported},
 };
 
@@ -265,18 +265,11 @@ fn each_row_is_multiplied_by_its_expert_with_its_scales() {
                 let each = of.across * of.down;
                 let values = activations(experts * each, 8);
                 let x = activations(choices.rows() * k, 7);
-                let mut taken = choices.taken(shim, together);
-                let mut out = vec![5.0f32; choices.ids.len() * n];
-                let int = |n: usize| Arg::from(n as i32);
-                let mut args: Vec<Arg> = vec![(&w).into(), (&x).into(), Arg::from(k as i64)];
-                args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
-                args.extend([int(choices.ids.len()), NO_FURTHER]);
-                args.extend(taken.arguments());
-                let scales = words(&[&values], Some(of));
-                args.push(Arg::words(&scales));
-                let grid = [n.div_ceil(outputs), taken.down, 1];
-                shim.launch(kernel, grid, threads, &args).unwrap();
-                taken.assert_told();
+                let begin = [(&w).into(), (&x).into(), Arg::from(k as i64)];
+                let taken = choices.taken(shim, together);
+                let scales = Arg::words(&words(&[&values], Some(of)));
+                let by = (kernel, outputs, threads);
+                let out = taken.products(shim, by, &begin, [n, k], Some(scales));
                 for row in 0..choices.ids.len() {
                     let x = &x[choices.from(row) * k..][..k];
                     let expected = choices.expert(row).map_or(vec![0.0; n], |expert| {

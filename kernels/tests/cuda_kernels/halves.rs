@@ -248,16 +248,10 @@ fn each_row_is_multiplied_by_its_expert_of_halves() {
                 let w = weights(dtype, choices.experts * n * k, 6);
                 let each = w.len() / choices.experts;
                 let x = activations(choices.rows() * k, 7);
-                let mut taken = choices.taken(shim, together);
-                let mut out = vec![5.0f32; choices.ids.len() * n];
-                let int = |n: usize| Arg::from(n as i32);
-                let mut args: Vec<Arg> = vec![(&w).into(), (&x).into(), Arg::from(k as i64)];
-                args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
-                args.extend([int(choices.ids.len()), NO_FURTHER]);
-                args.extend(taken.arguments());
-                let grid = [n.div_ceil(outputs), taken.down, 1];
-                shim.launch(kernel, grid, threads, &args).unwrap();
-                taken.assert_told();
+                let begin = [(&w).into(), (&x).into(), Arg::from(k as i64)];
+                let taken = choices.taken(shim, together);
+                let by = (kernel.as_str(), outputs, threads);
+                let out = taken.products(shim, by, &begin, [n, k], None);
                 for row in 0..choices.ids.len() {
                     let x = &x[choices.from(row) * k..][..k];
                     let expected = choices.expert(row).map_or(vec![0.0; n], |expert| {

@@ -308,21 +308,15 @@ fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
                 let x = activations(choices.rows() * k, 7);
                 let len = dtype.block_len().max(32);
                 let prepared = Prepared::of(&x, k, choices.rows(), k, len).unwrap();
-                let mut taken = choices.taken(shim, together);
-                let mut out = vec![5.0f32; choices.ids.len() * n];
-                let mut args: Vec<Arg> = vec![(&w).into()];
-                match dtype {
-                    DType::F32 => args.extend([(&x).into(), Arg::from(k as i64)]),
-                    _ => args.extend([
-                        Arg::from(&prepared.q),
+                let begin: Vec<Arg> = match dtype {
+                    DType::F32 => vec![(&w).into(), (&x).into(), Arg::from(k as i64)],
+                    _ => vec![
+                        (&w).into(),
+                        (&prepared.q).into(),
                         (&prepared.da).into(),
                         (&prepared.sums).into(),
-                    ]),
-                }
-                let int = |n: usize| Arg::from(n as i32);
-                args.extend([(&mut out).into(), Arg::from(n as i64), int(n), int(k)]);
-                args.extend([int(choices.ids.len()), NO_FURTHER]);
-                args.extend(taken.arguments());
+                    ],
+                };
                 // Of every expert one for some outputs and one for the others.
                 let height = 7;
                 let scales = activations(experts * n.div_ceil(height), 8);
@@ -330,16 +324,15 @@ fn each_row_is_multiplied_by_its_expert_and_a_wrong_one_is_reported() {
                     DType::F32 => 1.0,
                     _ => scales[expert * n.div_ceil(height) + output / height],
                 };
-                if dtype != DType::F32 {
+                let last = (dtype != DType::F32).then(|| {
                     let sizes = [height, k.div_ceil(32), 1, n.div_ceil(height)];
                     let [height, wide, across, each] = sizes.map(|size| size as u64);
                     let address = scales.as_ptr() as u64;
-                    let words = [address, 0, 0, height | wide << 32, across | each << 32];
-                    args.push(Arg::words(&words));
-                }
-                let grid = [n.div_ceil(outputs), taken.down, 1];
-                shim.launch(&kernel, grid, 128, &args).unwrap();
-                taken.assert_told();
+                    Arg::words(&[address, 0, 0, height | wide << 32, across | each << 32])
+                });
+                let taken = choices.taken(shim, together);
+                let by = (kernel.as_str(), outputs, 128);
+                let out = taken.products(shim, by, &begin, [n, k], last);
                 for row in 0..choices.ids.len() {
                     let x = &x[choices.from(row) * k..][..k];
                     let expected = choices.expert(row).map_or(vec![0.0; n], |expert| {
