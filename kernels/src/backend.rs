@@ -158,6 +158,10 @@ pub struct BufferType {
 pub struct Files {
     /// What is only read, or run as code, while the device is [loaded](Backend::load).
     pub read: Vec<PathBuf>,
+    /// What is written meanwhile too: its libraries give their threads names.
+    pub written: Vec<PathBuf>,
+    /// What is only read, at any time.
+    pub kept: Vec<PathBuf>,
     /// Devices, which are opened at any time, written, and asked for what only they know.
     pub devices: Vec<PathBuf>,
 }

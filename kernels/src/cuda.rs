@@ -73,6 +73,12 @@ const LIBRARIES: &[&str] = &[
     "/dev/shm",
 ];
 
+/// Where threads have their names. The driver takes it for a failure of the system when it cannot write one, and does not start.
+const THREADS: &str = "/proc/self/task";
+
+/// What the driver reads of itself whenever it opens a device.
+const DRIVER: &str = "/proc/driver/nvidia";
+
 /// What the driver talks to besides the numbered devices.
 const DEVICES: &[&str] = &[
     "/dev/nvidiactl",
@@ -167,6 +173,8 @@ impl Backend for CudaBackend {
         let numbered = (0..MOST_DEVICES).map(|n| PathBuf::from(format!("/dev/nvidia{n}")));
         Files {
             read,
+            written: vec![PathBuf::from(THREADS)],
+            kept: vec![PathBuf::from(DRIVER)],
             devices: named.chain(numbered).collect(),
         }
     }

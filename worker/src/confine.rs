@@ -23,8 +23,9 @@
 //! | `socket`, `connect`, `execve`, `ptrace`, `mmap` with `PROT_EXEC`, … | reported by name, and the process ends |
 //! | any other | `ENOSYS` |
 //!
-//! A device that is reached by files (CUDA's) changes three things: while its libraries are loaded, these and what they read
-//! can be opened; afterwards its own files still can, which landlock holds it to; and `ioctl` is performed.
+//! A device that is reached by files (CUDA's) changes four things: while its libraries are loaded, these and what they read
+//! can be opened, and its threads be named; afterwards its own files still can, which landlock holds it to; whether a file exists is
+//! told, which the driver asks of its own before it opens them; and `ioctl` is performed, and pipes are made.
 //!
 //! The process stays *dumpable*: that protects a process from others of its user, while the danger here comes from
 //! within, and without it an unprivileged scheduler could not read `/proc/PID/smaps`. Its parent-death signal must be
@@ -90,12 +91,13 @@ pub fn confine_around(mode: Mode, files: &Files, load: impl FnOnce()) -> Report 
     let has_devices = !files.devices.is_empty();
     let mut landlock = restrict_paths(files);
     load();
-    if !files.read.is_empty() {
-        let devices = Files {
+    if !files.read.is_empty() || !files.written.is_empty() {
+        let lasting = Files {
             read: vec![],
-            devices: files.devices.clone(),
+            written: vec![],
+            ..files.clone()
         };
-        landlock = landlock.and_then(|_| restrict_paths(&devices));
+        landlock = landlock.and_then(|_| restrict_paths(&lasting));
     }
     let landlock = landlock.and_then(|abi| alone.clone().map(|()| abi));
     layers.push(Layer::new("landlock", landlock));
@@ -170,7 +172,12 @@ fn restrict_paths(files: &Files) -> Result<String, Lack> {
         .and_then(Ruleset::create)
         .and_then(|ruleset| {
             let read = AccessFs::from_read(newest);
-            ruleset.add_rules(path_beneath_rules(&files.read, read))
+            let all = files.read.iter().chain(&files.kept);
+            ruleset.add_rules(path_beneath_rules(all, read))
+        })
+        .and_then(|ruleset| {
+            let written = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
+            ruleset.add_rules(path_beneath_rules(&files.written, written))
         })
         .and_then(|ruleset| {
             let used =

@@ -146,14 +146,30 @@ pub(super) static RULES: &[Rule] = &[
         ACCESS,
         When::Always,
         calls![
-            SYS_creat SYS_stat SYS_lstat SYS_access SYS_readlink SYS_mkdir SYS_rmdir SYS_mknod SYS_unlink
+            SYS_creat SYS_readlink SYS_mkdir SYS_rmdir SYS_mknod SYS_unlink
             SYS_rename SYS_link SYS_symlink SYS_chmod SYS_chown SYS_lchown SYS_utime SYS_utimes SYS_futimesat
         ],
     ),
+    #[cfg(target_arch = "x86_64")]
+    but_devices(rule(
+        ACCESS,
+        When::Always,
+        calls![SYS_stat SYS_lstat SYS_access],
+    )),
     // How `fstat` is done on an open file. A path that is given nevertheless is followed: neither a filter nor
     // landlock stops an exploit from learning that a file exists and how long it is.
     rule(ACCESS, When::NoBit(2, EMPTY_PATH), calls![SYS_statx]),
-    rule(ACCESS, When::NoBit(3, EMPTY_PATH), calls![SYS_newfstatat]),
+    but_devices(rule(
+        ACCESS,
+        When::NoBit(3, EMPTY_PATH),
+        calls![SYS_newfstatat],
+    )),
+    // A driver has one for each of its threads.
+    but_devices(rule(
+        Answer::Errno(libc::ENOSYS),
+        When::Always,
+        calls![SYS_pipe2],
+    )),
     // What the scheduler shares with a worker is of a fixed size.
     rule(
         PERM,
