@@ -29,6 +29,10 @@ SPECIAL = {
     "half_tile_bf16": {"registers": 168},
     "half_tile_f16": {"registers": 200},
     "float8_tile": {"registers": 184},
+    # A block of them has a multiprocessor nearly to itself, and keys and values on their way.
+    **{f"attention_spans_{t}_{d}": {"registers": 255} for t in ("f32", "f16", "bf16", "q8_0") for d in (128, 256)},
+    # On sm_100 alone: a few addresses that outlast a span, put away between two of them.
+    **{f"attention_whole_{t}_{d}": {"spills": 48} for t in ("f16", "f32") for d in (128, 256)},
 }
 
 

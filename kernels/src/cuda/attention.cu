@@ -5,7 +5,7 @@
 // over the keys; spans of 512 keys are summed by themselves and added in ascending order. Nothing depends on other rows, nor on which of the two ways is taken:
 //
 //   attention_whole_TYPE_D   a block of threads has all spans of its heads: where there are rows enough.
-//                            Blocks of 128 threads, gridDim = (rows, kv_heads · ⌈heads / kv_heads / 8⌉, 1)
+//                            Blocks of 256 threads, gridDim = (rows, kv_heads · ⌈heads / kv_heads / 8⌉, 1)
 //   attention_spans_TYPE_D   a block has one span and leaves its sums in `records`, f32 [rows, heads, spans, 2 + d]; then attention_add. Decoding.
 //                            gridDim = (rows, as above, spans); `spans` = ⌈max_blocks · block_len / 512⌉, or as many as the longest position of these rows needs
 //   attention_add            adds the records: blocks of 128 threads, gridDim = (rows, heads, 1)
@@ -19,18 +19,55 @@
 // A row whose sequence or position is out of range is reported and becomes zeros; a wrong block is reported and read as zeros.
 #include "common.cuh"
 
-constexpr int THREADS = 128, TILE = 64, SPAN = 512, QUERIES = 8, SLICE = 32;
+constexpr int THREADS = 256, TILE = 64, SPAN = 512, TILES = SPAN / TILE, QUERIES = 8;
 
-/// One number of a head in the cache.
+/// Numbers of values that are together in shared memory.
+constexpr int STAGED = 4096;
+
+/// Numbers of a head in the cache: one, and eight that are asked for before they are needed.
 template <class E> struct Stored {
-  static constexpr int LEN = 1, BYTES = sizeof(typename E::Stored);
+  static constexpr int LEN = 1, BYTES = sizeof(typename E::Stored), WORDS = 8 * BYTES / 16;
+  struct Eight {
+    uint4 words[WORDS];
+  };
   DEVICE float at(const uint8_t* head, int i) { return E::load(reinterpret_cast<const typename E::Stored*>(head) + i); }
+  DEVICE void ask(const uint8_t* head, int i, Eight& eight) {
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) eight.words[w] = reinterpret_cast<const uint4*>(head + i * BYTES)[w];
+  }
+  DEVICE void take(const Eight& eight, float (&x)[8]) {
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) {
+      const uint32_t words[4] = {eight.words[w].x, eight.words[w].y, eight.words[w].z, eight.words[w].w};
+#pragma unroll
+      for (int i = 0; i < 16 / BYTES; i++) {
+        typename E::Stored one;
+        if constexpr (BYTES == 4) one = __uint_as_float(words[i]);
+        else one = typename E::Stored(words[i / 2] >> i % 2 * 16);
+        x[w * (16 / BYTES) + i] = E::load(&one);
+      }
+    }
+  }
 };
 struct Q8 {
   static constexpr int LEN = 32, BYTES = 34;
+  struct Eight {
+    uint16_t scale, pairs[4];
+  };
   DEVICE float at(const uint8_t* head, int i) {
     const uint8_t* block = head + i / 32 * 34;
     return float(int8_t(block[2 + i % 32])) * half_to_f32(*reinterpret_cast<const uint16_t*>(block));
+  }
+  DEVICE void ask(const uint8_t* head, int i, Eight& eight) {
+    const uint16_t* block = reinterpret_cast<const uint16_t*>(head + i / 32 * 34);
+    eight.scale = block[0];
+#pragma unroll
+    for (int p = 0; p < 4; p++) eight.pairs[p] = block[1 + i % 32 / 2 + p];
+  }
+  DEVICE void take(const Eight& eight, float (&x)[8]) {
+    float scale = half_to_f32(eight.scale);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = float(int8_t(eight.pairs[i / 2] >> i % 2 * 8)) * scale;
   }
 };
 
@@ -81,21 +118,146 @@ DEVICE float finished(float value, float highest, float total, const float* sink
   return plain(value * (1.0f / total));
 }
 
+/// What the threads of a block share.
+template <int D> struct Room {
+  float scores[QUERIES][SPAN];
+  __align__(16) float query[QUERIES][D];
+  __align__(16) float staged[STAGED];
+  long long places[SPAN];
+  float tops[QUERIES][TILES], shrinks[QUERIES][TILES];
+  // Of all spans so far, and what the sums of these and of the last one are multiplied by.
+  float highests[QUERIES], totals[QUERIES], olds[QUERIES], news[QUERIES];
+};
+
+/// Scores of four queries with a key, as far as there is one; `place` is below 0 where it has zeros.
+template <class E, int D, bool SPANS> DEVICE void score_key(const uint8_t* cache, long long place, const float (&query)[QUERIES][D], int first, int d, bool wide, float (&score)[4]) {
+  // As many as registers are there for.
+  constexpr int AT_ONCE = sizeof(typename E::Eight) > 16 ? SPANS ? 4 : 1 : SPANS ? 8 : 2;
+  if (!wide) {
+#pragma unroll 1
+    for (int i = 0; i < d; i++) {
+      float k = place >= 0 ? E::at(cache + place, i) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < 4; j++) score[j] = fmaf(query[first + j][i], k, score[j]);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int start = 0; start < d; start += 8 * AT_ONCE) {
+    typename E::Eight eights[AT_ONCE];
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) {
+      eights[u] = {};
+      if (place >= 0 && start + 8 * u < d) E::ask(cache + place, start + 8 * u, eights[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) {
+      if (start + 8 * u >= d) break;
+      float k[8];
+      E::take(eights[u], k);
+#pragma unroll
+      for (int i = 0; i < 8; i += 4)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          float4 q = *reinterpret_cast<const float4*>(&query[first + j][start + 8 * u + i]);
+          score[j] = fmaf(q.x, k[i], score[j]);
+          score[j] = fmaf(q.y, k[i + 1], score[j]);
+          score[j] = fmaf(q.z, k[i + 2], score[j]);
+          score[j] = fmaf(q.w, k[i + 3], score[j]);
+        }
+    }
+  }
+}
+
+/// What comes of the values of a span while others are used: eights of a thread, of one stage after another.
+template <class E, int D> struct Coming {
+  static constexpr int KEYS = STAGED / D, EACH = STAGED / 8 / THREADS;
+
+  /// Asks for keys `key` … of the span.
+  DEVICE void ask(typename E::Eight (&eights)[EACH], const uint8_t* values, const long long* places, int key, int to, int d) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      int at = e * THREADS + int(threadIdx.x), k = key + at / (D / 8), i = at % (D / 8) * 8;
+      eights[e] = {};
+      if (k < to && i < d && places[k] >= 0) E::ask(values + places[k], i, eights[e]);
+    }
+  }
+  DEVICE void put(const typename E::Eight (&eights)[EACH], float* staged) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      int at = e * THREADS + int(threadIdx.x);
+      float x[8];
+      E::take(eights[e], x);
+      *reinterpret_cast<float4*>(staged + at * 8) = make_float4(x[0], x[1], x[2], x[3]);
+      *reinterpret_cast<float4*>(staged + at * 8 + 4) = make_float4(x[4], x[5], x[6], x[7]);
+    }
+  }
+};
+
+/// Weighted values of keys `from` … `to` of a span, of the thread's two numbers of the head, for QN queries from `first` on.
+template <class E, int D, int QN, bool SPANS>
+DEVICE void weigh(Room<D>& room, const uint8_t* values, int from, int to, int d, bool wide, int first, float (*sums)[2]) {
+  typedef Coming<E, D> Coming;
+  // A block that has a span by itself has few beside it to wait with.
+  constexpr int KEYS = Coming::KEYS, AHEAD = !SPANS ? 1 : sizeof(typename E::Eight) > 16 ? 2 : 4, UNROLLED = SPANS ? 8 : 4;
+  int pair = int(threadIdx.x) % (D / 2) * 2, stages = (to + KEYS - 1) / KEYS, stage = from / KEYS;
+  typename E::Eight eights[AHEAD][Coming::EACH];
+  if (wide) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) Coming::ask(eights[a], values, room.places, (stage + a) * KEYS, to, d);
+  }
+#pragma unroll 1
+  for (; stage < stages; stage += AHEAD) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) {
+      int begin = (stage + a) * KEYS;
+      if (begin >= to) break;
+      __syncthreads();
+      if (wide) {
+        Coming::put(eights[a], room.staged);
+        Coming::ask(eights[a], values, room.places, begin + AHEAD * KEYS, to, d);
+      } else {
+#pragma unroll 1
+        for (int e = threadIdx.x; e < STAGED; e += THREADS) {
+          int k = begin + e / D, i = e % D;
+          room.staged[e] = k < to && i < d && room.places[k] >= 0 ? E::at(values + room.places[k], i) : 0.0f;
+        }
+      }
+      __syncthreads();
+      // Where a tile begins, or what is looked at.
+      int k = max(from, begin), end = min(to, begin + KEYS);
+      if (k == from || k % TILE == 0) {
+#pragma unroll
+        for (int j = 0; j < QN; j++) sums[j][0] *= room.shrinks[first + j][k / TILE], sums[j][1] *= room.shrinks[first + j][k / TILE];
+      }
+#pragma unroll UNROLLED
+      for (; k < end; k++) {
+        float2 v = *reinterpret_cast<const float2*>(room.staged + (k - begin) * D + pair);
+#pragma unroll
+        for (int j = 0; j < QN; j++) {
+          float weight = room.scores[first + j][k];
+          sums[j][0] = fmaf(weight, v.x, sums[j][0]);
+          sums[j][1] = fmaf(weight, v.y, sums[j][1]);
+        }
+      }
+    }
+  }
+}
+
 template <class E, int D, bool SPANS>
 DEVICE void attend(const float* queries, const uint8_t* cache, const int* tables, const int* sequences, const int* positions, const float* sinks, float* out, float* records,
                    const Shape& s, float scale, float soft_cap, int spans, word64* bad) {
-  constexpr int PARTS = D / THREADS;
-  __shared__ float query[QUERIES][D], key_slice[TILE][SLICE + 1], scores[QUERIES][TILE], shrinks[QUERIES], highests[QUERIES], totals[QUERIES];
-  __shared__ long long places[TILE];
+  // Threads have two numbers of the head, and some of the queries: half as many where only half of them are any.
+  constexpr int QN = QUERIES / (THREADS / (D / 2));
+  __shared__ Room<D> room;
   int tid = threadIdx.x, row = blockIdx.x, d = s.d, group = s.heads / s.kv_heads, chunks = (group + QUERIES - 1) / QUERIES;
   int kv_head = blockIdx.y / chunks, chunk = blockIdx.y % chunks;
   int head = kv_head * group + chunk * QUERIES, count = min(QUERIES, group - chunk * QUERIES);
-  size_t at = (size_t(row) * s.heads + head) * d;
   // Read once: what was checked is what is used.
   int sequence = sequences[row], position = positions[row], first = 0, last = 0;
   if (!range_of(s, sequence, position, first, last, bad, tid == 0 && blockIdx.y == 0 && blockIdx.z == 0)) {
     if (!SPANS)
-      for (int i = tid; i < count * d; i += THREADS) out[at + i] = 0.0f;
+      for (int i = tid; i < count * d; i += THREADS) out[(size_t(row) * s.heads + head) * d + i] = 0.0f;
     return;
   }
   int start = SPANS ? max(int(blockIdx.z), first / SPAN) : first / SPAN, end = SPANS ? min(int(blockIdx.z), last / SPAN) + 1 : last / SPAN + 1;
@@ -103,127 +265,114 @@ DEVICE void attend(const float* queries, const uint8_t* cache, const int* tables
   const int* table = tables + size_t(sequence) * s.max_blocks;
   size_t head_bytes = size_t(d / E::LEN) * E::BYTES;
   const uint8_t* values = cache + size_t(s.blocks) * s.kv_heads * s.block_len * head_bytes;
-  for (int i = tid; i < QUERIES * d; i += THREADS) query[i / d][i % d] = i / d < count ? queries[at + i] : 0.0f;
+  // Rows of whole eights at multiples of their size.
+  bool wide = d % 8 == 0 && (E::LEN > 1 || reinterpret_cast<size_t>(cache) % 16 == 0), few = count <= QUERIES / 2;
+  for (int i = tid; i < QUERIES * d; i += THREADS) room.query[i / d][i % d] = i / d < count ? queries[(size_t(row) * s.heads + head) * d + i] : 0.0f;
 
-  // Sums of all spans so far, and the thread's lane of weights: query tid / 16, keys of remainder tid % 16.
-  float all[PARTS][QUERIES] = {}, all_highest = -INFINITY_F, all_total = 0.0f;
-  int q = tid / 16, lane = tid % 16;
+  // Sums of all spans so far, and, of the first threads, a lane of weights: query tid / 16, keys of remainder tid % 16.
+  float all[QN][2] = {};
+  int q = tid / 16, lane = tid % 16, looked = few ? QUERIES / 2 : QUERIES, own = few ? QN / 2 : QN, pair = tid % (D / 2) * 2, mine = tid / (D / 2) * own;
+  size_t step = size_t(spans) * (2 + d);
 #pragma unroll 1
   for (int span = start; span < end; span++) {
-    float sums[PARTS][QUERIES] = {}, highest = -INFINITY_F, total = 0.0f;
+    float* record = records + (size_t(row) * s.heads + head) * step + size_t(span) * (2 + d);
+    float sums[QN][2] = {};
+    int from = max(first - span * SPAN, 0), to = min(last + 1 - span * SPAN, SPAN);
+    __syncthreads();
 #pragma unroll 1
-    for (int tile = span * SPAN; tile < (span + 1) * SPAN; tile += TILE) {
-      int from = max(first - tile, 0), to = min(last + 1 - tile, TILE);
-      if (from >= to) continue;
-      __syncthreads();
-      if (tid < TILE) {
-        long long place = -1;
-        if (tid >= from && tid < to) {
-          int key = tile + tid, block = table[key / s.block_len];
-          if (block >= 0 && block < s.blocks) {
-            place = (((long long)block * s.kv_heads + kv_head) * s.block_len + key % s.block_len) * (long long)head_bytes;
-          } else {
-            report(bad, block, word64(max(s.blocks, 1)));
-          }
-        }
-        places[tid] = place;
-      }
-      // Scores: a key per thread, half of the queries each.
-      float score[QUERIES / 2] = {};
-      int key = tid % TILE, half = tid / TILE * (QUERIES / 2);
-#pragma unroll 1
-      for (int slice = 0; slice < d; slice += SLICE) {
-        __syncthreads();
-#pragma unroll 1
-        for (int e = tid; e < TILE * SLICE; e += THREADS) {
-          int i = slice + e % SLICE;
-          long long place = places[e / SLICE];
-          key_slice[e / SLICE][e % SLICE] = place >= 0 && i < d ? E::at(cache + place, i) : 0.0f;
-        }
-        __syncthreads();
-        int width = min(SLICE, d - slice);
-#pragma unroll 1
-        for (int i = 0; i < width; i++) {
-          float k = key_slice[key][i];
-#pragma unroll
-          for (int j = 0; j < QUERIES / 2; j++) score[j] = fmaf(query[half + j][slice + i], k, score[j]);
+    for (int key = threadIdx.x; key < SPAN; key += THREADS) {
+      long long place = -1;
+      if (key >= from && key < to) {
+        int number = span * SPAN + key, block = table[number / s.block_len];
+        if (block >= 0 && block < s.blocks) {
+          place = (((long long)block * s.kv_heads + kv_head) * s.block_len + number % s.block_len) * (long long)head_bytes;
+        } else {
+          report(bad, block, word64(max(s.blocks, 1)));
         }
       }
+      room.places[key] = place;
+    }
+    __syncthreads();
+    // Scores: a key per thread, with half of the queries.
+#pragma unroll 1
+    for (int task = threadIdx.x; task < SPAN * looked / 4; task += THREADS) {
+      int key = task % SPAN, half = task / SPAN * (QUERIES / 2);
+      bool is_one = key >= from && key < to;
+      float score[4] = {};
+      if (is_one) score_key<E, D, SPANS>(cache, room.places[key], room.query, half, d, wide, score);
 #pragma unroll
-      for (int j = 0; j < QUERIES / 2; j++) {
+      for (int j = 0; j < 4; j++) {
         float v = score[j] * scale;
         if (soft_cap > 0.0f) v = tanh_f32(v / soft_cap) * soft_cap;
-        scores[half + j][key] = key >= from && key < to ? v : -INFINITY_F;
+        room.scores[half + j][key] = is_one ? v : -INFINITY_F;
       }
-      __syncthreads();
-      // Weights.
-      float mine[TILE / 16], most = -INFINITY_F;
-#pragma unroll
-      for (int i = 0; i < TILE / 16; i++) {
-        mine[i] = scores[q][lane + 16 * i];
-        most = larger(most, mine[i]);
-      }
-      for (int distance = 8; distance > 0; distance >>= 1) most = larger(most, __shfl_xor_sync(ALL, most, distance));
-      float before = highest;
-      highest = most > before ? most : before;
-      float against = reference(highest), shrink = exp_f32(before - against);
-      total *= shrink;
-#pragma unroll
-      for (int i = 0; i < TILE / 16; i++) {
-        float weight = exp_f32(mine[i] - against);
-        total += weight;
-        scores[q][lane + 16 * i] = weight;
-      }
-      if (lane == 0) shrinks[q] = shrink;
-      __syncthreads();
-      // Weighted values: a number of the head per thread.
-#pragma unroll
-      for (int p = 0; p < PARTS; p++) {
-        int i = p * THREADS + tid;
-        if (i >= d) continue;
-#pragma unroll
-        for (int j = 0; j < QUERIES; j++) sums[p][j] *= shrinks[j];
+    }
+    __syncthreads();
+    // The highest of each tile; then weights, against the highest so far.
 #pragma unroll 1
-        for (int k = from; k < to; k++) {
-          float v = places[k] >= 0 ? E::at(values + places[k], i) : 0.0f;
+    for (int i = threadIdx.x / 16; i < looked * TILES; i += THREADS / 16) {
+      const float* tile = room.scores[i / TILES] + i % TILES * TILE + threadIdx.x % 16;
+      float most = -INFINITY_F;
 #pragma unroll
-          for (int j = 0; j < QUERIES; j++) sums[p][j] = fmaf(scores[j][k], v, sums[p][j]);
+      for (int w = 0; w < TILE; w += 16) most = larger(most, tile[w]);
+      for (int distance = 8; distance > 0; distance >>= 1) most = larger(most, __shfl_xor_sync(ALL, most, distance));
+      if (lane == 0) room.tops[i / TILES][i % TILES] = most;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x / 16; i < looked * TILES; i += THREADS / 16) {
+      float before = -INFINITY_F, now = -INFINITY_F;
+#pragma unroll 1
+      for (int t = from / TILE; t <= i % TILES; t++) {
+        float most = room.tops[i / TILES][t];
+        before = now, now = most > before ? most : before;
+      }
+      float against = reference(now);
+      float* tile = room.scores[i / TILES] + i % TILES * TILE + threadIdx.x % 16;
+#pragma unroll
+      for (int w = 0; w < TILE; w += 16) tile[w] = exp_f32(tile[w] - against);
+      if (lane == 0) room.shrinks[i / TILES][i % TILES] = exp_f32(before - against);
+    }
+    __syncthreads();
+    if (q < looked) {
+      float highest = -INFINITY_F, total = 0.0f;
+#pragma unroll 1
+      for (int t = from / TILE; t * TILE < to; t++) {
+        float most = room.tops[q][t];
+        highest = most > highest ? most : highest;
+        total *= room.shrinks[q][t];
+#pragma unroll
+        for (int w = 0; w < TILE; w += 16) total += room.scores[q][t * TILE + w + lane];
+      }
+      for (int distance = 8; distance > 0; distance >>= 1) total += __shfl_xor_sync(ALL, total, distance);
+      if (SPANS) {
+        if (lane == 0 && q < count) record[q * step] = highest, record[q * step + 1] = total;
+      } else if (lane == 0) {
+        float old = 0.0f, new_ = 1.0f, so_far = highest, of_all = total;
+        if (span > start) {
+          so_far = room.highests[q], of_all = room.totals[q];
+          join(so_far, of_all, highest, total, old, new_);
         }
+        room.highests[q] = so_far, room.totals[q] = of_all, room.olds[q] = old, room.news[q] = new_;
       }
     }
-    for (int distance = 8; distance > 0; distance >>= 1) total += __shfl_xor_sync(ALL, total, distance);
-    __syncthreads();
-    if (SPANS) {
-      size_t record = ((size_t(row) * s.heads + head) * spans + span) * (2 + d), step = size_t(spans) * (2 + d);
-      if (lane == 0 && q < count) records[record + q * step] = highest, records[record + q * step + 1] = total;
+    if (few) weigh<E, D, QN / 2, SPANS>(room, values, from, to, d, wide, mine, sums);
+    else weigh<E, D, QN, SPANS>(room, values, from, to, d, wide, mine, sums);
 #pragma unroll
-      for (int p = 0; p < PARTS; p++)
+    for (int j = 0; j < QN; j++)
 #pragma unroll
-        for (int j = 0; j < QUERIES; j++)
-          if (j < count && p * THREADS + tid < d) records[record + j * step + 2 + p * THREADS + tid] = sums[p][j];
-      return;
-    }
-    float old = 0.0f, new_ = 1.0f;
-    if (span == start) {
-      all_highest = highest, all_total = total;
-    } else {
-      join(all_highest, all_total, highest, total, old, new_);
-    }
-    if (lane == 0) shrinks[q] = old, highests[q] = new_;
-    __syncthreads();
-#pragma unroll
-    for (int p = 0; p < PARTS; p++)
-#pragma unroll
-      for (int j = 0; j < QUERIES; j++) all[p][j] = span == start ? sums[p][j] : fmaf(sums[p][j], highests[j], all[p][j] * shrinks[j]);
+      for (int p = 0; p < 2; p++)
+        if (j >= own) continue;
+        else if (!SPANS) all[j][p] = span == start ? sums[j][p] : fmaf(sums[j][p], room.news[mine + j], all[j][p] * room.olds[mine + j]);
+        else if (mine + j < count && pair + p < d) record[(mine + j) * step + 2 + pair + p] = sums[j][p];
   }
-  __syncthreads();
-  if (lane == 0) highests[q] = all_highest, totals[q] = all_total;
-  __syncthreads();
+  if (SPANS) return;
 #pragma unroll
-  for (int p = 0; p < PARTS; p++)
+  for (int j = 0; j < QN; j++)
 #pragma unroll
-    for (int j = 0; j < QUERIES; j++)
-      if (j < count && p * THREADS + tid < d) out[at + size_t(j) * d + p * THREADS + tid] = finished(all[p][j], highests[j], totals[j], sinks, head + j);
+    for (int p = 0; p < 2; p++)
+      if (j < own && mine + j < count && pair + p < d)
+        out[(size_t(row) * s.heads + head + mine + j) * d + pair + p] = finished(all[j][p], room.highests[mine + j], room.totals[mine + j], sinks, head + mine + j);
 }
 
 /// Adds the sums of spans.
@@ -234,9 +383,9 @@ extern "C" __global__ void __launch_bounds__(128) attention_add(const float* rec
   size_t at = (size_t(row) * heads + head) * d;
   bool some = range_of(s, sequences[row], positions[row], first, last, nullptr, false);
   const float* record = records + (size_t(row) * heads + head) * spans * (2 + d);
-  for (int i = threadIdx.x; i < d; i += THREADS) {
+  for (int i = threadIdx.x; i < d; i += blockDim.x) {
     if (!some || last / SPAN >= spans) {
-      out[at + i] = 0.0f;
+      out[(size_t(row) * s.heads + head) * d + i] = 0.0f;
       continue;
     }
     const float* next = record + size_t(first / SPAN) * (2 + d);
@@ -252,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_add(const float* rec
 }
 
 #define KERNEL_OF(name, type, d_most, spans_apart)                                                                                                              \
-  extern "C" __global__ void __launch_bounds__(128, 4) name(const float* queries, const uint8_t* cache, const int* tables, const int* sequences, const int* positions, \
+  extern "C" __global__ void __launch_bounds__(256, spans_apart ? 1 : 2) name(const float* queries, const uint8_t* cache, const int* tables, const int* sequences, const int* positions, \
                                                          const float* sinks, float* out, float* records, int heads, int kv_heads, int d, int blocks,         \
                                                          int block_len, int max_sequences, int max_blocks, float scale, int window, float soft_cap, int spans,  \
                                                          word64* bad) {                                                                                         \

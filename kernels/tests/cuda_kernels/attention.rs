@@ -330,7 +330,7 @@ impl Case {
                 (&mut bad).into(),
             ];
             let kernel = format!("attention_{way}_{}_{room}", self.name);
-            shim.launch(&kernel, [looks, chunks, depth], 128, &args)
+            shim.launch(&kernel, [looks, chunks, depth], 256, &args)
                 .unwrap();
         }
         let args = [

@@ -30,14 +30,21 @@ pub(super) static ENTRIES: &[Entry] = &[
 /// Keys of a span, which a block of threads has by itself where there are few rows (`SPAN` in `attention.cu`).
 const SPAN: usize = 512;
 
+/// Threads of a block that has a span, or all of them (`THREADS` there).
+const THREADS: u32 = 256;
+
 /// Rows up to which spans are computed apart: more fill the device by themselves, and would take much memory.
 const FEW_ROWS: usize = 8;
 
 /// Blocks of 128 threads.
 fn grid(blocks: [u32; 3]) -> Grid {
+    of_threads(blocks, 128)
+}
+
+fn of_threads(blocks: [u32; 3], threads: u32) -> Grid {
     Grid {
         blocks,
-        threads: [128, 1, 1],
+        threads: [threads, 1, 1],
         shared: 0,
     }
 }
@@ -388,7 +395,10 @@ impl Kernel for PagedAttention {
         let name = if apart { self.spans } else { self.whole };
         let blocks = [int(rows)?, int(groups.ok_or_else(overflow)?)?, spans];
         // SAFETY: the kernel's arguments (attention.cu), of a cache and tables of these sizes.
-        unsafe { cx.gpu.launch(name, grid(blocks), &arguments)? };
+        unsafe {
+            cx.gpu
+                .launch(name, of_threads(blocks, THREADS), &arguments)?;
+        }
         if !apart {
             return Ok(());
         }
