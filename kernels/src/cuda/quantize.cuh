@@ -49,18 +49,24 @@ DEVICE void put_32(const Numbers& to, float v, long long number) {
   }
 }
 
-/// The numbers of 256 threads, which are block `number` of 256. `room` is shared memory of eight words, which may be used again after it.
-DEVICE void put_256(const Numbers& to, float v, long long number, unsigned* room) {
-  int tid = threadIdx.x, warp = tid / 32;
-  unsigned top = warp_top(__float_as_uint(v) & 0x7fffffffu);
-  if (tid % 32 == 0) room[warp] = top;
-  __syncthreads();
-  for (int i = 0; i < 8; i++) top = max(top, room[i]);
-  __syncthreads();
+/// The numbers of 256 threads, which are block `number` of 256. `tops` are those of their warps.
+DEVICE void put_of_256(const Numbers& to, float v, long long number, const unsigned* tops) {
+  int tid = threadIdx.x;
+  unsigned top = tops[0];
+  for (int i = 1; i < 8; i++) top = max(top, tops[i]);
   float inverse, scale = scale_of(top, inverse);
   int mine = rounded(v, inverse), sum = mine;
   for (int d = 16; d > 0; d >>= 1) sum += __shfl_xor_sync(ALL, sum, d);
   to.q[number * 256 + tid] = (signed char)mine;
-  if (tid % 32 == 0) to.sums[number * 8 + warp] = sum;
+  if (tid % 32 == 0) to.sums[number * 8 + tid / 32] = sum;
   if (tid == 0) to.da[number] = scale;
+}
+
+/// The same where it is one block. `room` is shared memory of eight words, which may be used again after it.
+DEVICE void put_256(const Numbers& to, float v, long long number, unsigned* room) {
+  unsigned top = warp_top(__float_as_uint(v) & 0x7fffffffu);
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = top;
+  __syncthreads();
+  put_of_256(to, v, number, room);
+  __syncthreads();
 }
