@@ -22,13 +22,16 @@ CODE = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES] + ["-ge
 # What a kernel may take on any architecture, unless SPECIAL names it. A spill is a mistake; shared memory is what a block has without asking.
 BUDGET = {"registers": 128, "spills": 0, "shared": 49152}
 SPECIAL = {
-    # 32 outputs per thread, and for each its sum, that of the block, and that of the minima.
-    "mul_tile_q4_k": {"registers": 160},
-    "mul_tile_q5_k": {"registers": 160},
-    # 32 outputs per thread, for each its sum and that of the range, and what it brings for the next chunk.
-    "half_tile_bf16": {"registers": 168},
-    "half_tile_f16": {"registers": 200},
-    "float8_tile": {"registers": 184},
+    # 32 outputs per thread, and for each its sum and that of the block.
+    "mul_tile_q4_k": {"registers": 168},
+    "mul_tile_q5_k": {"registers": 168},
+    "mul_tile_q6_k": {"registers": 200},
+    # 32 outputs per thread, and two scales for each.
+    "mul_tile_nvfp4": {"registers": 168},
+    # 64 outputs per thread, for each its sum and that of the range, and the parts of what they are multiplied with.
+    "half_tile_bf16": {"registers": 255},
+    "half_tile_f16": {"registers": 255},
+    "float8_tile": {"registers": 255},
     # A block of them has a multiprocessor nearly to itself, and keys and values on their way.
     **{f"attention_spans_{t}_{d}": {"registers": 255} for t in ("f32", "f16", "bf16", "q8_0") for d in (128, 256)},
     # On sm_100 alone: a few addresses that outlast a span, put away between two of them.

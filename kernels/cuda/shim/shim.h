@@ -3,14 +3,15 @@
 // A CUDA thread is a fiber with a stack of its own; the fibers of a block take turns on one thread of the host, and give way at
 // barriers and warp exchanges only. So what is found here are wrong indices (with -fsanitize=address), undefined
 // behaviour, wrong results, and barriers that not all threads reach (719, with a line on standard error). HOTCELL_SHIM_REVERSE=1 has them
-// run in the opposite order, which shows most missing barriers. What it cannot show: races between blocks, the hardware's
-// rounding inside of a matrix instruction, and speed.
+// run in the opposite order, which shows most missing barriers. Copies that go on meanwhile (cp.async) come as late as they may, and what is at their place
+// until then is nobody's. What it cannot show: races between blocks, the hardware's rounding inside of a matrix instruction, and speed.
 //
 // Kernels may use: threadIdx, blockIdx, blockDim, gridDim; __shared__ variables inside of kernels; __syncthreads, __syncwarp, the shuffles and votes with
 // full warps; the atomics and intrinsics below. Inline PTX has a twin, in `ptx.cuh` beside the kernels. Not: dynamic shared memory,
 // textures, launches from the device.
 #pragma once
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -111,6 +112,18 @@ struct Fiber {
   bool done;
 };
 
+/// A copy that a thread has begun: of `bytes` the first `some` come from there, and zeros after them.
+struct Copy {
+  char* to;
+  const char* from;
+  unsigned some, bytes;
+};
+/// A thread's copies in the order in which it began them, and where each of its groups ends.
+struct Copies {
+  std::vector<Copy> begun;
+  std::vector<size_t> groups;
+};
+
 /// The block that runs on this thread of the host.
 struct Block {
   Fiber fibers[MAX_THREADS];
@@ -118,6 +131,7 @@ struct Block {
   /// What lanes show each other; two sets in turns, so that one barrier per exchange is enough.
   uint64_t shown[2][MAX_THREADS][SHOWN];
   unsigned turn[MAX_THREADS];
+  Copies copies[MAX_THREADS];
   unsigned threads, current;
   bool moved;
   Fiber host;
@@ -190,6 +204,39 @@ template <class T> T shuffled(T value, unsigned from) {
   return value;
 }
 
+/// Begins a copy. Nobody may see what is there until it has been waited for: bytes that are numbers of no format's usual ones.
+inline void begin_copy(void* to, const void* from, unsigned some, unsigned bytes) {
+  memset(to, 0xa7, bytes);
+  here().copies[here().current].begun.push_back({static_cast<char*>(to), static_cast<const char*>(from), some, bytes});
+}
+inline void close_group() {
+  Copies& mine = here().copies[here().current];
+  mine.groups.push_back(mine.begun.size());
+}
+/// Waits for the first `count` copies.
+inline void await_copies(Copies& mine, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    const Copy& copy = mine.begun[i];
+    if (copy.some) memcpy(copy.to, copy.from, copy.some);
+    memset(copy.to + copy.some, 0, copy.bytes - copy.some);
+  }
+  mine.begun.erase(mine.begun.begin(), mine.begun.begin() + std::ptrdiff_t(count));
+}
+/// Waits for all groups but the last `but`.
+inline void await_groups(size_t but) {
+  Copies& mine = here().copies[here().current];
+  if (mine.groups.size() <= but) return;
+  size_t done = mine.groups.size() - but, count = mine.groups[done - 1];
+  await_copies(mine, count);
+  mine.groups.erase(mine.groups.begin(), mine.groups.begin() + std::ptrdiff_t(done));
+  for (size_t& end : mine.groups) end -= count;
+}
+inline void await_all() {
+  Copies& mine = here().copies[here().current];
+  await_copies(mine, mine.begun.size());
+  mine.groups.clear();
+}
+
 inline void leave(Barrier& barrier) {
   // Who ends is waited for no longer.
   if (--barrier.live > 0 && barrier.waiting >= barrier.live) {
@@ -226,6 +273,7 @@ inline int run_block() {
     f.fake_stack = nullptr;
     f.index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
     b.turn[i] = 0;
+    b.copies[i].begun.clear(), b.copies[i].groups.clear();
 #if defined(__x86_64__)
     void** top = reinterpret_cast<void**>(b.stacks[i] + STACK - 64);
     // As after a call: eight bytes off sixteen where `begin` starts.

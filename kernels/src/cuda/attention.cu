@@ -366,13 +366,14 @@ DEVICE void attend(const float* queries, const uint8_t* cache, const int* tables
         else if (!SPANS) all[j][p] = span == start ? sums[j][p] : fmaf(sums[j][p], room.news[mine + j], all[j][p] * room.olds[mine + j]);
         else if (mine + j < count && pair + p < d) record[(mine + j) * step + 2 + pair + p] = sums[j][p];
   }
-  if (SPANS) return;
+  if constexpr (!SPANS) {
 #pragma unroll
-  for (int j = 0; j < QN; j++)
+    for (int j = 0; j < QN; j++)
 #pragma unroll
-    for (int p = 0; p < 2; p++)
-      if (j < own && mine + j < count && pair + p < d)
-        out[(size_t(row) * s.heads + head + mine + j) * d + pair + p] = finished(all[j][p], room.highests[mine + j], room.totals[mine + j], sinks, head + mine + j);
+      for (int p = 0; p < 2; p++)
+        if (j < own && mine + j < count && pair + p < d)
+          out[(size_t(row) * s.heads + head + mine + j) * d + pair + p] = finished(all[j][p], room.highests[mine + j], room.totals[mine + j], sinks, head + mine + j);
+  }
 }
 
 /// Adds the sums of spans.

@@ -13,12 +13,24 @@ template <int ROWS> struct RowsOf {
   }
 };
 
+/// Which of a launch's blocks one is, without ids: those of the same outputs are neighbours, up to BAND of them, so that weights come from memory once and then from the cache.
+constexpr int BAND = 16;
+struct Turned {
+  int across, down;
+  /// The one that is `across` by its own number.
+  DEVICE Turned of(int across) {
+    word64 number = word64(blockIdx.y) * gridDim.x + across, band = number / (word64(gridDim.x) * BAND), rest = number % (word64(gridDim.x) * BAND);
+    int height = min(BAND, int(gridDim.y) - int(band) * BAND);
+    return {int(rest / height), int(band) * BAND + int(rest % height)};
+  }
+};
+
 /// Of `ROWS` rows of a block the activations that each reads and the result that it makes, −1 for none: with an order a group of it, with ids and no order one row, else
-/// neighbours. False where there is nothing to do. All threads call it.
-template <int ROWS> DEVICE bool rows_of_block(int (&from)[ROWS], int (&to)[ROWS], int rows, const int* ids, const int* order, int used, int per_token) {
+/// neighbours; the block's is number `down` of rows, groups or neighbours. False where there is nothing to do. All threads call it.
+template <int ROWS> DEVICE bool rows_of_block(int (&from)[ROWS], int (&to)[ROWS], int rows, const int* ids, const int* order, int used, int per_token, int down = int(blockIdx.y)) {
   int tid = threadIdx.x;
   if (tid < ROWS) {
-    int row = ids && !order ? (tid == 0 ? int(blockIdx.y) : -1) : int(blockIdx.y) * ROWS + tid;
+    int row = ids && !order ? (tid == 0 ? down : -1) : down * ROWS + tid;
     if (order) row = order[row];
     else if (row >= rows) row = -1;
     to[tid] = row;

@@ -44,9 +44,9 @@ struct Further {
 };
 
 /// Which matrix a block is of, whose outputs are `each` to a block: its weights, results, size and number. The block's number in it.
-template <class W> DEVICE int matrix_of(const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n, int& number) {
-  int block = blockIdx.x;
+template <class W> DEVICE int matrix_at(int block, const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n, int& number) {
   number = 0;
+#pragma unroll
   for (int i = 0; i < 2; i++) {
     int blocks = (n + each - 1) / each;
     if (block < blocks || further.n[i] == 0) break;
@@ -56,6 +56,9 @@ template <class W> DEVICE int matrix_of(const Further& further, int each, const 
     n = int(further.n[i]), out_stride = further.n[i];
   }
   return block;
+}
+template <class W> DEVICE int matrix_of(const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n, int& number) {
+  return matrix_at(int(blockIdx.x), further, each, w, out, out_stride, n, number);
 }
 template <class W> DEVICE int matrix_of(const Further& further, int each, const W*& w, float*& out, long long& out_stride, int& n) {
   int number;

@@ -8,7 +8,7 @@
 #include "half_vec.cuh"
 
 #define KERNEL_OF(name, eights)                                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(256, 2) name(const uint8_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, \
+  extern "C" __global__ void __launch_bounds__(256, eights == 1 ? 3 : 2) name(const uint8_t* w, const float* x, long long x_stride, float* out, long long out_stride, int n, int k, \
                                                             int rows, Further further, const int* ids, const int* order, int experts, int used,       \
                                                             int per_token, word64* bad, Scales scales) {                                              \
     product<OfE4M3, eights>(w, x, x_stride, out, out_stride, n, k, rows, further, ids, order, experts, used, per_token, bad, scales);                  \

@@ -11,7 +11,7 @@ use super::{
 
 /// Kernels of few rows: eights of these, and their rows and outputs.
 const FEW: [(usize, [usize; 2]); 3] = [(1, [8, 16]), (2, [16, 16]), (4, [32, 16])];
-const TILE: (usize, [usize; 2]) = (0, [64, 64]);
+const TILE: (usize, [usize; 2]) = (0, [64, 128]);
 
 /// Bytes, but those that are no numbers.
 fn weights(n: usize, seed: u64) -> Vec<u8> {
@@ -252,9 +252,9 @@ fn each_row_is_multiplied_by_its_expert_with_its_scales() {
         for (kernel, together, outputs, threads, tokens) in [
             ("mul_float8_1", None, 16, 256, 4),
             ("mul_float8_1", Some(8), 16, 256, 4),
-            ("float8_tile", Some(64), 64, 128, 90),
+            ("float8_tile", Some(64), 128, 128, 90),
         ] {
-            // Tiles are within one rectangle's height, or take scales at the end.
+            // Tiles' warps are within one rectangle's height, or take scales at the end.
             if together == Some(64) && by[0] == 16 {
                 continue;
             }

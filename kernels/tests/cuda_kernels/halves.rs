@@ -61,7 +61,7 @@ fn many(
         NO_FURTHER,
     ];
     args.extend(nobody(&mut bad));
-    let grid = [n.div_ceil(64), rows.div_ceil(64), 1];
+    let grid = [n.div_ceil(128), rows.div_ceil(64), 1];
     shim.launch(&format!("half_tile_{name}"), grid, 128, &args)
         .unwrap();
     assert_eq!(reported(&bad), None, "{name}");
@@ -241,7 +241,7 @@ fn each_row_is_multiplied_by_its_expert_of_halves() {
         for (kernel, together, outputs, threads, tokens) in [
             (&vec, None, 16, 256, 4),
             (&vec, Some(8), 16, 256, 4),
-            (&tile, Some(64), 64, 128, 90),
+            (&tile, Some(64), 128, 128, 90),
         ] {
             for shared in [true, false] {
                 let choices = Choices::of_three(tokens, shared);

@@ -13,6 +13,9 @@ const PLAIN_TOGETHER: usize = 8;
 pub(super) const FEW_OUTPUTS: usize = 16;
 pub(super) const TILE_OUTPUTS: usize = 64;
 
+/// Of a tile of numbers of 16 bits: as many for each of two warps, which may have different scales.
+const HALVES_TILE_OUTPUTS: usize = 128;
+
 /// Rows from which on tiles, though they may be filled in part, have less to do: of block types, and of plain ones, which have more
 /// rows together otherwise.
 const MANY: usize = 17;
@@ -90,6 +93,10 @@ impl Shared {
     fn tile(name: &'static str) -> Self {
         Self::of(name, TILE, TILE_OUTPUTS, 128)
     }
+
+    fn tile_of_halves(name: &'static str) -> Self {
+        Self::of(name, TILE, HALVES_TILE_OUTPUTS, 128)
+    }
 }
 
 impl Kernels {
@@ -158,7 +165,9 @@ impl Kernels {
     pub fn for_rows(self, rows: usize, tall: bool) -> Shared {
         match self {
             Self::Plain(name) => Shared::of(name, PLAIN_TOGETHER, 64, 128),
-            Self::Halves { tile, .. } if rows >= MANY_HALVES && tall => Shared::tile(tile),
+            Self::Halves { tile, .. } if rows >= MANY_HALVES && tall => {
+                Shared::tile_of_halves(tile)
+            }
             Self::Halves { eights, .. } => {
                 let [one, two, four] = eights;
                 match rows.div_ceil(8) {
@@ -190,12 +199,10 @@ impl Kernels {
         };
         // On average.
         let of_one = choices / experts.max(1);
+        let many = of_one.div_ceil(few.rows) >= MANY_READINGS && tall;
         match self {
-            Self::Halves { tile, .. } | Self::Blocks { tile, .. }
-                if of_one.div_ceil(few.rows) >= MANY_READINGS && tall =>
-            {
-                Shared::tile(tile)
-            }
+            Self::Halves { tile, .. } if many => Shared::tile_of_halves(tile),
+            Self::Blocks { tile, .. } if many => Shared::tile(tile),
             _ => few,
         }
     }
