@@ -23,9 +23,10 @@
 //! | `socket`, `connect`, `execve`, `ptrace`, `mmap` with `PROT_EXEC`, … | reported by name, and the process ends |
 //! | any other | `ENOSYS` |
 //!
-//! A device that is reached by files (CUDA's) changes four things: while its libraries are loaded, these and what they read
+//! A device that is reached by files (CUDA's) changes five things: while its libraries are loaded, these and what they read
 //! can be opened, and its threads be named; afterwards its own files still can, which landlock holds it to; whether a file exists is
-//! told, which the driver asks of its own before it opens them; and `ioctl` is performed, and pipes are made.
+//! told, which the driver asks of its own before it opens them; and `ioctl` is performed, pipes are made, and who tries to start a process is refused
+//! it and goes on.
 //!
 //! The process stays *dumpable*: that protects a process from others of its user, while the danger here comes from
 //! within, and without it an unprivileged scheduler could not read `/proc/PID/smaps`. Its parent-death signal must be

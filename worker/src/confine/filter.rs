@@ -46,9 +46,9 @@ fn compile(
     let mut filters: BTreeMap<Answer, BTreeMap<i64, Vec<SeccompRule>>> = BTreeMap::new();
     let mut listed: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     for rule in RULES {
-        let conditions = match has_devices && rule.but_devices {
-            true => None,
-            false => conditions(rule, mode, pid)?,
+        let conditions = match rule.of.include(has_devices) {
+            true => conditions(rule, mode, pid)?,
+            false => None,
         };
         for (number, _) in rule.calls {
             listed.insert(*number, Vec::new());

@@ -58,8 +58,27 @@ pub(super) struct Rule {
     pub(super) calls: &'static [Call],
     pub(super) answer: Answer,
     pub(super) when: When,
-    /// Whether the calls are performed where a device is reached by them.
-    pub(super) but_devices: bool,
+    /// The workers that it is for.
+    pub(super) of: Workers,
+}
+
+/// Workers told apart by their device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Workers {
+    All,
+    /// Those whose device is reached by files and `ioctl`.
+    WithDevices,
+    WithoutDevices,
+}
+
+impl Workers {
+    pub(super) fn include(self, has_devices: bool) -> bool {
+        match self {
+            Self::All => true,
+            Self::WithDevices => has_devices,
+            Self::WithoutDevices => !has_devices,
+        }
+    }
 }
 
 macro_rules! calls {
@@ -71,14 +90,22 @@ const fn rule(answer: Answer, when: When, calls: &'static [Call]) -> Rule {
         calls,
         answer,
         when,
-        but_devices: false,
+        of: Workers::All,
     }
 }
 
 /// A rule that does not hold where a device is reached by files and `ioctl`.
 const fn but_devices(rule: Rule) -> Rule {
     Rule {
-        but_devices: true,
+        of: Workers::WithoutDevices,
+        ..rule
+    }
+}
+
+/// A rule that holds there alone.
+const fn for_devices(rule: Rule) -> Rule {
+    Rule {
+        of: Workers::WithDevices,
         ..rule
     }
 }
@@ -305,15 +332,22 @@ pub(super) static RULES: &[Rule] = &[
         ),
         calls![SYS_socketpair],
     ),
-    // Programs and processes; threads are made by the same call.
+    // Programs and processes; threads are made by the same call. A driver that misses a device's file has a program make it, if it can.
     rule(Answer::Trap, When::Always, calls![SYS_execve SYS_execveat]),
     #[cfg(target_arch = "x86_64")]
-    rule(Answer::Trap, When::Always, calls![SYS_fork SYS_vfork]),
-    rule(
+    but_devices(rule(Answer::Trap, When::Always, calls![SYS_fork SYS_vfork])),
+    #[cfg(target_arch = "x86_64")]
+    for_devices(rule(PERM, When::Always, calls![SYS_fork SYS_vfork])),
+    but_devices(rule(
         Answer::Trap,
         When::NoBit(0, libc::CLONE_THREAD as u32),
         calls![SYS_clone],
-    ),
+    )),
+    for_devices(rule(
+        PERM,
+        When::NoBit(0, libc::CLONE_THREAD as u32),
+        calls![SYS_clone],
+    )),
     rule(
         Answer::Trap,
         When::Bit(
