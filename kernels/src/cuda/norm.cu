@@ -56,7 +56,8 @@ template <int KEPT, class To> DEVICE void norm_kept(const float* x, const float*
     int i = int(threadIdx.x) + j * THREADS;
     kept[j] = i < n ? x[i] : 0.0f;
     if (y && i < n) kept[j] += y[i];
-    if constexpr (EARLY) factors[j] = weight && i < n ? weight[i] : 0.0f;
+    // A weight that is the sum is not there yet.
+    if constexpr (EARLY) factors[j] = !weight || i >= n ? 0.0f : y && weight == sum ? kept[j] : weight[i];
   }
 #pragma unroll
   for (int j = 0; j < KEPT; j++) {
