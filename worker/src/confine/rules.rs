@@ -332,12 +332,11 @@ pub(super) static RULES: &[Rule] = &[
         ),
         calls![SYS_socketpair],
     ),
-    // Programs and processes; threads are made by the same call. A driver that misses a device's file has a program make it, if it can.
+    // Programs and processes; threads are made by the same call. A driver that misses a device's file has a program make it, if it can:
+    // the C library starts it by `clone`.
     rule(Answer::Trap, When::Always, calls![SYS_execve SYS_execveat]),
     #[cfg(target_arch = "x86_64")]
-    but_devices(rule(Answer::Trap, When::Always, calls![SYS_fork SYS_vfork])),
-    #[cfg(target_arch = "x86_64")]
-    for_devices(rule(PERM, When::Always, calls![SYS_fork SYS_vfork])),
+    rule(Answer::Trap, When::Always, calls![SYS_fork SYS_vfork]),
     but_devices(rule(
         Answer::Trap,
         When::NoBit(0, libc::CLONE_THREAD as u32),
