@@ -2,14 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use hotcell_client::{Client, GenerateOptions, Reason, v1::WorkerState};
+use hotcell_client::{Client, Event, GenerateOptions, Generation, Reason, v1::WorkerState};
 use hotcell_tests::cluster::{Cluster, SOON};
+use tokio::task::JoinHandle;
 
 use super::{hotcell, kjv_cluster, long};
 
+/// Every token is a step of its own: with guesses a fast machine is done with hundreds before anybody looks.
 fn options(id: &str, tokens: u32) -> GenerateOptions {
     GenerateOptions {
         max_tokens: tokens,
+        no_speculation: true,
         deadline: Some(SOON * 2),
         ..long(id)
     }
@@ -22,6 +25,33 @@ async fn tokens(client: &Client, id: &str, count: u32) -> Vec<u32> {
         .await
         .unwrap();
     stream.complete().await.unwrap().token_ids
+}
+
+/// A stream that has begun to answer, and is read to its end beside us: all of its tokens.
+async fn begun(client: &Client, id: &str, count: u32) -> JoinHandle<Vec<u32>> {
+    let mut stream = client
+        .generate("And God said", options(id, count))
+        .await
+        .unwrap();
+    let mut answer = next(&mut stream).await.unwrap();
+    while answer.is_empty() {
+        answer = next(&mut stream).await.unwrap();
+    }
+    tokio::spawn(async move {
+        while let Some(more) = next(&mut stream).await {
+            answer.extend(more);
+        }
+        answer
+    })
+}
+
+/// The tokens of a stream's next event; none: it is complete.
+async fn next(stream: &mut Generation) -> Option<Vec<u32>> {
+    match stream.next().await.unwrap().unwrap() {
+        Event::Accepted(_) => Some(Vec::new()),
+        Event::Delta(delta) => Some(delta.token_ids),
+        Event::Finished(_) => None,
+    }
 }
 
 /// The worker's state, as `hotcell ps` shows it.
@@ -40,7 +70,7 @@ async fn until_shown(cluster: &Cluster, worker: &str, state: &str) {
     }
 }
 
-/// The worker that a stream runs on, once it does.
+/// The worker that a stream runs on.
 async fn busy(cluster: &Cluster) -> String {
     let all = cluster
         .workers(|all| all.iter().any(|w| w.running_requests > 0))
@@ -57,17 +87,13 @@ async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
     let expected = tokens(&client, "calm", 950).await;
 
     // It ends in time where it is.
-    let short = client
-        .generate("And God said", options("short", 400))
-        .await
-        .unwrap();
-    let short = tokio::spawn(short.complete());
+    let short = begun(&client, "short", 400).await;
     let first = busy(&cluster).await;
     assert_eq!(
         hotcell(&cluster, &["drain", &first]),
         format!("drained {first}\n")
     );
-    assert_eq!(short.await.unwrap().unwrap().token_ids, expected[..400]);
+    assert_eq!(short.await.unwrap(), expected[..400]);
     until_shown(&cluster, &first, "drained").await;
     let of = |all: &[hotcell_client::v1::WorkerInfo], id: &str| {
         all.iter().find(|w| w.id == id).cloned().unwrap()
@@ -100,16 +126,12 @@ async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
     );
 
     // It is given requests again, and the other one none: what runs there too long goes on here.
-    let long = client
-        .generate("And God said", options("long", 950))
-        .await
-        .unwrap();
-    let long = tokio::spawn(long.complete());
+    let long = begun(&client, "long", 950).await;
     let second = busy(&cluster).await;
     assert_ne!(second, first);
     client.release(&first).await.unwrap();
     client
-        .drain(&second, Duration::from_millis(10))
+        .drain(&second, Duration::from_millis(1))
         .await
         .unwrap();
     let moved = cluster
@@ -117,8 +139,7 @@ async fn what_a_drained_worker_has_ends_there_or_goes_on_elsewhere() {
         .await
         .unwrap();
     assert_eq!(of(&moved, &second).deaths, 0);
-    let whole = long.await.unwrap().unwrap();
-    assert_eq!(whole.token_ids, expected);
+    assert_eq!(long.await.unwrap(), expected);
     until_shown(&cluster, &second, "drained").await;
     assert!(client.crashes().await.unwrap().is_empty());
     assert_eq!(
@@ -141,13 +162,9 @@ async fn where_there_is_no_other_worker_streams_go_on_in_another_process() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
     let expected = tokens(&client, "calm", 950).await;
-    let stream = client
-        .generate("And God said", options("moved", 950))
-        .await
-        .unwrap();
-    let moved = tokio::spawn(stream.complete());
+    let moved = begun(&client, "moved", 950).await;
     assert_eq!(busy(&cluster).await, "w0");
-    client.drain("w0", Duration::from_millis(10)).await.unwrap();
+    client.drain("w0", Duration::from_millis(1)).await.unwrap();
     let refused = client.generate("And God said", options("new", 5)).await;
     let refused = match refused {
         Ok(stream) => stream.complete().await.unwrap_err(),
@@ -163,7 +180,7 @@ async fn where_there_is_no_other_worker_streams_go_on_in_another_process() {
         .await
         .unwrap();
     assert_eq!(again[0].state(), WorkerState::Draining);
-    assert_eq!(moved.await.unwrap().unwrap().token_ids, expected);
+    assert_eq!(moved.await.unwrap(), expected);
     until_shown(&cluster, "w0", "drained").await;
     client.release("w0").await.unwrap();
     assert_eq!(tokens(&client, "after", 20).await, expected[..20]);
