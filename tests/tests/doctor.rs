@@ -62,10 +62,13 @@ fn assert_honest(worker: &v1::WorkerInfo) {
         .iter()
         .all(|set| field(&status, set) == "0000000000000000");
     assert_eq!(none, held.contains(&"capabilities"));
-    // Fields of stat after the name: state, parent, group, session.
+    // Fields of stat after the name: state, parent, group, session, terminal.
     let stat = file("stat");
-    let session = stat.rsplit(") ").next().unwrap().split(' ').nth(3).unwrap();
-    assert_eq!(session == worker.pid.to_string(), held.contains(&"session"));
+    let fields: Vec<_> = stat.rsplit(") ").next().unwrap().split(' ').collect();
+    let pid = worker.pid.to_string();
+    let (group, session, terminal) = (fields[2], fields[3], fields[4]);
+    let apart = session == pid || (group == pid && terminal == "0");
+    assert_eq!(apart, held.contains(&"session"), "{stat}");
     let user = field(&status, "Uid:");
     let own = rustix::process::geteuid().as_raw().to_string();
     match held.contains(&"user") {

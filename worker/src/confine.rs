@@ -32,6 +32,7 @@
 //! within, and without it an unprivileged scheduler could not read `/proc/PID/smaps`. Its parent-death signal must be
 //! set before, and every file that it is going to need must be open: as another user it could not even see them.
 
+use hotcell_ipc::terminal::has_terminal;
 use hotcell_kernels::backend::Files;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, LandlockStatus, Ruleset, RulesetAttr, RulesetCreatedAttr,
@@ -110,24 +111,30 @@ pub fn confine_around(mode: Mode, files: &Files, load: impl FnOnce()) -> Report 
     Report { layers }
 }
 
-/// Leads a session of its own if a scheduler started it, or stays in that of the worker whose member it is. Who starts it by
-/// hand keeps it in the terminal's.
+/// Leads a session of its own if a scheduler started it, or a process group in the scheduler's if that has no terminal; or stays
+/// in that of the worker whose member it is. Who starts it by hand keeps it in the terminal's.
 fn session(mode: Mode) -> Layer {
     const NAME: &str = "session";
     // rustix takes no 0, which the kernel says where the session's leader is outside this PID namespace.
     // SAFETY: it only reads a number.
     let session = unsafe { libc::getsid(0) };
-    let leads = session == rustix::process::getpid().as_raw_pid();
+    let own = rustix::process::getpid().as_raw_pid();
+    let leads = session == own;
+    let group = rustix::process::getpgrp().as_raw_pid();
     if mode == Mode::Listening && !leads {
         return Layer::not_needed(NAME, "it was started by hand");
     }
     // Who ends a worker's group ends its members.
     let parent = rustix::process::getppid().map(|pid| pid.as_raw_pid());
-    if mode == Mode::Inherited && parent == Some(session) {
+    if mode == Mode::Inherited && (parent == Some(session) || parent == Some(group)) {
         return Layer::not_needed(NAME, "it is in the one that its leader leads");
     }
     let done = match leads {
         true => Ok(String::new()),
+        // A session's leader alone could give it a terminal.
+        false if group == own && !has_terminal() => {
+            Ok("its scheduler's, which has no terminal".to_owned())
+        }
         false => rustix::process::setsid().map(|_| String::new()),
     };
     Layer::new(NAME, done.map_err(Lack::from))

@@ -23,6 +23,7 @@ pub mod signals;
 pub mod socket;
 pub mod spawn;
 pub mod takeover;
+pub mod terminal;
 pub mod transport;
 pub mod turns;
 pub mod unsealed;

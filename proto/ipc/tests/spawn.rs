@@ -15,6 +15,7 @@ use hotcell_ipc::memory::sealed_memory;
 use hotcell_ipc::spawn::{
     Child, Command, ExitStatus, Output, Signal, Spawner, die_with_parent, signal_name,
 };
+use hotcell_ipc::terminal::has_terminal;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 
@@ -252,7 +253,32 @@ fn a_child_joins_its_control_group_before_its_program_begins() {
 }
 
 #[test]
-fn without_a_new_session_it_stays_in_ours() {
+fn what_is_apart_leads_its_group_and_a_session_where_ours_has_a_terminal() {
+    // Its number, its group's and its session's.
+    let of = |background| {
+        let mut command = Command::new("/bin/cat").arg("/proc/self/stat");
+        command.background = background;
+        let (text, _) = output(command);
+        let (number, rest) = text.split_once(' ').unwrap();
+        let (_, fields) = rest.rsplit_once(')').unwrap();
+        let fields: Vec<_> = fields.split_whitespace().skip(1).collect();
+        [number, fields[1], fields[2]].map(str::to_owned)
+    };
+    let [number, group, session] = of(false);
+    assert_eq!(group, number);
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let ours = stat.rsplit(") ").next().unwrap().split(' ').nth(3).unwrap();
+    match has_terminal() {
+        true => assert_eq!(session, number),
+        false => assert_eq!(session, ours),
+    }
+    // What gives way has a weight of its own either way.
+    let [number, group, session] = of(true);
+    assert_eq!([&group, &session], [&number, &number]);
+}
+
+#[test]
+fn what_is_not_apart_stays_in_our_session() {
     let mut command = Command::new("/bin/cut")
         .arg("-d ")
         .arg("-f6")
@@ -260,7 +286,7 @@ fn without_a_new_session_it_stays_in_ours() {
     if !Path::new("/bin/cut").exists() {
         command.program = "/usr/bin/cut".into();
     }
-    command.new_session = false;
+    command.apart = false;
     let (text, _) = output(command);
     // Asked of the kernel the same way: in a container, our session may belong to a process outside, and its number here
     // is then 0.

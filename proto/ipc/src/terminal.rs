@@ -1,0 +1,46 @@
+//! Whether a session has a terminal.
+
+use std::{fs, io};
+
+/// Whether this process's session has a controlling terminal, from which Ctrl-C comes and which whoever is in the session may
+/// read and write (`tty_nr` of `proc_pid_stat(5)`). Where the system does not tell, it has one.
+pub fn has_terminal() -> bool {
+    fs::read_to_string("/proc/self/stat").map_or(true, |stat| !matches!(number_of(&stat), Ok(0)))
+}
+
+/// The terminal's device number. The program's name, before it, may hold anything.
+fn number_of(stat: &str) -> io::Result<i64> {
+    let after = stat.rsplit_once(')').map(|(_, after)| after);
+    let number = after.and_then(|after| after.split_whitespace().nth(4)?.parse().ok());
+    number.ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_terminal_comes_after_whatever_the_name_is() {
+        let number = |stat| number_of(stat).ok();
+        assert_eq!(
+            number("7 (a) b) 0 1 2) S 1 7 7 34816 7 4194304"),
+            Some(34816)
+        );
+        assert_eq!(number("7 (cat) R 1 7 7 0 -1 4194304"), Some(0));
+        assert_eq!(number("7 (cat) R 1 7"), None);
+        assert_eq!(number(""), None);
+    }
+
+    #[test]
+    fn the_system_says_the_same_by_the_terminals_own_name() {
+        let opened = fs::File::open("/dev/tty");
+        // A place may lack the name altogether.
+        if opened
+            .as_ref()
+            .is_err_and(|e| e.kind() == io::ErrorKind::NotFound)
+        {
+            return;
+        }
+        assert_eq!(has_terminal(), opened.is_ok(), "{opened:?}");
+    }
+}
