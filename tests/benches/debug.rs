@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use hotcell_client::{
-    Client, GenerateOptions, Prompt,
+    Client, Event, GenerateOptions, Prompt,
     debug::perfetto,
     v1::{self, condition::Kind, trace_piece},
 };
@@ -38,7 +38,8 @@ mod models;
 const STREAMS: u32 = 8;
 const TOKENS: u32 = 200;
 const ROUNDS: usize = 10;
-/// Tokens of each stream where the slowest hundredth counts.
+/// Tokens of an answer where the slowest hundredth counts, and of all of one's answers.
+const ANSWER: u32 = 60;
 const LONG: u32 = 900;
 /// The same, and rounds, of a model of a billion parameters, whose tokens take longer.
 const SHORT: u32 = 120;
@@ -211,30 +212,63 @@ async fn size(client: &Client) -> Result<()> {
     Ok(())
 }
 
-/// Milliseconds between two events of streams that others read, while they are served.
-async fn gaps(client: &Client, tokens: u32) -> Result<Vec<f64>> {
-    let mut streams = JoinSet::new();
-    for stream in 0..STREAMS / 2 {
-        let options = GenerateOptions {
-            max_tokens: tokens,
-            ignore_eos: true,
-            ..GenerateOptions::default()
-        };
-        let prompt = Prompt::Ids((0..16).map(|i| 300 + 17 * stream + i).collect());
-        let mut stream = client.generate(prompt, options).await?;
-        streams.spawn(async move {
-            let (mut gaps, mut last) = (Vec::new(), None);
-            while let Some(event) = stream.next().await {
-                event?;
-                let now = Instant::now();
-                let before = last.replace(now);
-                gaps.extend(before.map(|before| (now - before).as_secs_f64() * 1e3));
+/// What others wait for while they are served, in milliseconds: for whole answers, for their first token, and between two
+/// events of a stream.
+#[derive(Default)]
+struct Waits {
+    answers: Vec<f64>,
+    firsts: Vec<f64>,
+    gaps: Vec<f64>,
+}
+
+impl Waits {
+    fn extend(&mut self, more: Self) {
+        self.answers.extend(more.answers);
+        self.firsts.extend(more.firsts);
+        self.gaps.extend(more.gaps);
+    }
+
+    fn kinds(&self) -> [(&'static str, &[f64]); 3] {
+        [
+            ("answer", &self.answers),
+            ("first", &self.firsts),
+            ("gap", &self.gaps),
+        ]
+    }
+}
+
+/// What four others wait for, who ask one question after another, until they have so many tokens each.
+async fn waits(client: &Client, tokens: u32) -> Result<Waits> {
+    let mut others = JoinSet::new();
+    for other in 0..STREAMS / 2 {
+        let client = client.clone();
+        others.spawn(async move {
+            let mut waits = Waits::default();
+            for question in 0..tokens.div_ceil(ANSWER) {
+                let options = GenerateOptions {
+                    max_tokens: ANSWER,
+                    ignore_eos: true,
+                    ..GenerateOptions::default()
+                };
+                let ids = (0..16).map(|i| 300 + 17 * other + 68 * question + i);
+                let asked = Instant::now();
+                let since = |then: Instant| then.elapsed().as_secs_f64() * 1e3;
+                let mut stream = client.generate(Prompt::Ids(ids.collect()), options).await?;
+                let mut last = None;
+                while let Some(event) = stream.next().await {
+                    let Event::Delta(_) = event? else { continue };
+                    match last.replace(Instant::now()) {
+                        Some(before) => waits.gaps.push(since(before)),
+                        None => waits.firsts.push(since(asked)),
+                    }
+                }
+                waits.answers.push(since(asked));
             }
-            anyhow::Ok(gaps)
+            anyhow::Ok(waits)
         });
     }
-    let mut all = Vec::new();
-    while let Some(done) = streams.join_next().await {
+    let mut all = Waits::default();
+    while let Some(done) = others.join_next().await {
         all.extend(done??);
     }
     Ok(all)
@@ -344,24 +378,24 @@ impl Drop for Engineer {
     }
 }
 
-/// Others' gaps beside one long request, which somebody looks at in these ways.
+/// What others wait for beside one long request, which somebody looks at in these ways.
 async fn beside(
     (cluster, client): (&Cluster, &Client),
     tokens: u32,
     id: &str,
     ways: &[&str],
-) -> Result<Vec<f64>> {
+) -> Result<Waits> {
     let engineer = match ways {
         [] => None,
         ways => Some(Engineer::begin(cluster, id, ways)?),
     };
     let request = debugged(client, id, tokens).await?;
-    let gaps = gaps(client, tokens).await?;
+    let waits = waits(client, tokens).await?;
     request.abort();
     drop(engineer);
     // What is left of them ends.
     tokio::time::sleep(Duration::from_millis(200)).await;
-    Ok(gaps)
+    Ok(waits)
 }
 
 /// How much later others have their tokens. The request runs either way: what counts is that somebody looks at it. Who does
@@ -384,31 +418,39 @@ async fn others(
         let ways = ways.as_slice();
         let on = (cluster, client);
         beside(on, tokens, &format!("first{name}"), ways).await?;
-        // All rounds together: a p99 of one is that of a few dozen gaps, and half as much again in the next.
-        let (mut without, mut with) = (Vec::new(), Vec::new());
+        // All rounds together: a p99 of one is that of a few dozen, and half as much again in the next.
+        let (mut without, mut with) = (Waits::default(), Waits::default());
         for round in 0..rounds {
             // Each first as often as second.
-            for (looks, gaps) in match round % 2 {
+            for (looks, waits) in match round % 2 {
                 0 => [(false, &mut without), (true, &mut with)],
                 _ => [(true, &mut with), (false, &mut without)],
             } {
                 let ways = if looks { ways } else { &[] };
                 let id = format!("request{name}-{round}-{looks}");
-                gaps.extend(beside(on, tokens, &id, ways).await?);
+                waits.extend(beside(on, tokens, &id, ways).await?);
             }
         }
-        let (without, with) = (p99(without), p99(with));
-        println!("p99{model}{name}: {without:.2} ms, {with:.2} ms looked at");
-        let goal = match name {
-            "" => Goal::AtMost(10.0),
-            _ => Goal::None,
-        };
-        figure(
-            &format!("debug_others{model}_p99_growth{name}"),
-            (with / without - 1.0) * 100.0,
-            "%",
-            goal,
-        );
+        for ((kind, without), (_, with)) in without.kinds().into_iter().zip(with.kinds()) {
+            let (quiet, looked_at) = (p99(without.to_vec()), p99(with.to_vec()));
+            let medians = (median(without.to_vec()), median(with.to_vec()));
+            println!(
+                "p99 of {} {kind}s{model}{name}: {quiet:.2} ms, {looked_at:.2} ms looked at; medians {:.2}, {:.2}",
+                without.len(),
+                medians.0,
+                medians.1,
+            );
+            let goal = match name {
+                "" => Goal::AtMost(10.0),
+                _ => Goal::None,
+            };
+            figure(
+                &format!("debug_others{model}_{kind}_p99_growth{name}"),
+                (looked_at / quiet - 1.0) * 100.0,
+                "%",
+                goal,
+            );
+        }
     }
     Ok(())
 }
