@@ -683,3 +683,68 @@ fn a_clients_graph_does_not_reach_the_other_members() {
     assert_eq!(run(None).unwrap().outputs, [[4, 3, 2, 1]]);
     assert_eq!(run(Some(1)).unwrap().outputs, [[1, 2, 3, 4]]);
 }
+
+/// A trace of a model's nodes while it computes a long stream: spans of steps, and of nodes.
+async fn traced(cluster: &Cluster) -> (Vec<v1::TraceSpan>, Vec<v1::TraceSpan>) {
+    let client = cluster.client().await.unwrap();
+    let options = GenerateOptions {
+        max_tokens: 900,
+        ignore_eos: true,
+        no_speculation: true,
+        ..GenerateOptions::default()
+    };
+    let stream = client.generate(ids(100), options).await.unwrap();
+    let whole = tokio::spawn(stream.complete());
+    let time = Duration::from_millis(300);
+    let mut pieces = client.trace_worker("w0", time, true).await.unwrap();
+    let mut spans = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        if let Some(v1::trace_piece::Kind::Spans(some)) = piece.unwrap().kind {
+            spans.extend(some.spans);
+        }
+    }
+    assert_eq!(whole.await.unwrap().unwrap().token_ids.len(), 900);
+    let of = |track: v1::TraceTrack| {
+        let its = spans.iter().filter(|span| span.track() == track);
+        its.cloned().collect()
+    };
+    (of(v1::TraceTrack::Device), of(v1::TraceTrack::Nodes))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_trace_has_the_nodes_of_all_members() {
+    for (division, members) in [(COLUMNS, 2), (LAYERS, 3)] {
+        let cluster = kjv_cluster(division, &members.to_string()).await;
+        let (steps, nodes) = traced(&cluster).await;
+        let mut products = Vec::new();
+        for member in 0..members {
+            let its: Vec<_> = nodes.iter().filter(|node| node.member == member).collect();
+            products.push(its.iter().filter(|node| node.name == "mul_mat").count());
+            // In the steps that it is told to compute: its clock is that of all.
+            let inside = its.iter().filter(|node| {
+                let end = node.begin_ns + node.duration_ns;
+                let holds = |step: &v1::TraceSpan| {
+                    step.begin_ns <= node.begin_ns && end <= step.begin_ns + step.duration_ns
+                };
+                steps.iter().any(holds)
+            });
+            let inside = inside.count();
+            assert!(
+                inside * 10 >= its.len() * 9,
+                "{division} {member}: {inside} of {}",
+                its.len()
+            );
+        }
+        assert!(products.iter().all(|n| *n > 20), "{division}: {products:?}");
+        assert!(nodes.iter().all(|node| node.member < members));
+        if division == COLUMNS {
+            // Each has its part of every product.
+            let (least, most) = (products.iter().min(), products.iter().max());
+            assert!(most <= least.map(|n| n * 11 / 10).as_ref(), "{products:?}");
+        }
+        // Nobody looks any more.
+        let client = cluster.client().await.unwrap();
+        let after = complete(&client, &ids(5), &greedy(TOKENS)).await;
+        assert_eq!(after.token_ids.len(), TOKENS as usize);
+    }
+}

@@ -16,11 +16,11 @@ use std::{
 
 use hotcell_graph::DType;
 use hotcell_ipc::{
-    blackbox::{Doing, Node, Writer},
+    blackbox::{Doing, Writer},
     turns,
 };
 use hotcell_kernels::{
-    backend::{Device, DeviceError, Trail},
+    backend::{Device, DeviceError},
     communicator::Communicator,
     cpu::pack::LAYOUT,
     plan::Planner,
@@ -41,7 +41,7 @@ mod owned;
 mod tensors;
 
 use self::about::Plans;
-pub use self::about::{EngineConfig, Opened, Ready, names};
+pub use self::about::{EngineConfig, Opened, Ready, names, trail};
 pub use self::debug::{Inside, Look};
 use self::{
     command::{Command, TensorWork},
@@ -139,12 +139,7 @@ impl Engine {
                     EACH.store(true, Ordering::Relaxed);
                 }
                 GIVES_WAY.store(config.gives_way, Ordering::Relaxed);
-                device.leave(Trail {
-                    progress,
-                    node,
-                    pack: |step, op, group| Node { step, op, group }.packed(),
-                    each: &EACH,
-                });
+                device.leave(trail(progress, node));
                 let about = Opened {
                     info: device.info().clone(),
                     numerics: device.numerics(),

@@ -139,6 +139,8 @@ const COUNTERS: u64 = 100;
 const REQUESTS: u64 = 1000;
 const QUEUED: u64 = 1 << 19;
 const PASSED: u64 = 1 << 20;
+/// Where tracks of the nodes of those begin whom a worker leads.
+const MEMBERS: u64 = 1 << 18;
 /// The client's, and where the tracks of its calls begin.
 const CLIENT: u64 = 60;
 const CALLS: u64 = 1 << 40;
@@ -278,7 +280,7 @@ pub fn encode_with(
         packets.push(process(SCHEDULER, 2, "hotcell scheduler".to_owned()));
     }
     let (mut requests, mut passed) = (BTreeMap::new(), BTreeMap::new());
-    let mut queued = BTreeMap::new();
+    let (mut queued, mut members) = (BTreeMap::new(), BTreeMap::new());
     let mut timed = Vec::with_capacity(2 * spans.len() + counts.len());
     // What took no time is no slice; what happened at a moment is none, and is told.
     let is_moment = |span: &TraceSpan| span.duration_ns == 0 && span.track() == TraceTrack::Events;
@@ -298,6 +300,10 @@ pub fn encode_with(
             TraceTrack::Scheduler => {
                 let next = PASSED + passed.len() as u64;
                 *passed.entry(span.name.clone()).or_insert(next)
+            }
+            TraceTrack::Nodes if span.member > 0 => {
+                let next = MEMBERS + members.len() as u64;
+                *members.entry(span.member).or_insert(next)
             }
             kind => PROCESS + kind as u64,
         };
@@ -351,6 +357,9 @@ pub fn encode_with(
     }
     for (name, uuid) in &called {
         packets.push(track(*uuid, name, None));
+    }
+    for (member, uuid) in &members {
+        packets.push(track(*uuid, &format!("nodes of member {member}"), None));
     }
     for (name, uuid) in requests.iter().chain(&passed) {
         packets.push(track(*uuid, &format!("request {name}"), None));
@@ -422,6 +431,10 @@ mod tests {
             span(TraceTrack::Events, 40, 0, "w0 died"),
             span(TraceTrack::Queue, 0, 9, "r1"),
             span(TraceTrack::Nodes, 12, 5, "mul_mat"),
+            TraceSpan {
+                member: 3,
+                ..span(TraceTrack::Nodes, 13, 5, "mul_mat")
+            },
             span(TraceTrack::Nodes, 17, 0, "no time"),
             span(TraceTrack::Nodes, 17, 3, "add"),
             span(TraceTrack::Requests, 0, 60, "r1"),
@@ -495,6 +508,7 @@ mod tests {
             "nodes",
             "events",
             "Tokens.Generate",
+            "nodes of member 3",
             "request r1",
             "request r1",
             "queue r1",

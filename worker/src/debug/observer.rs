@@ -52,6 +52,8 @@ pub struct NodeNote {
     pub took: Duration,
     /// The node that began last in it, packed.
     pub node: u64,
+    /// Of those that compute a model together, the one that did it; 0 leads.
+    pub member: u16,
 }
 
 /// The latest notes of a kind.
@@ -296,6 +298,7 @@ mod tests {
             begun: Instant::now(),
             took: Duration::from_micros(5),
             node,
+            member: 0,
         };
         assert!(observer.follows());
         observer.note_nodes(&[node(1), node(2)]);

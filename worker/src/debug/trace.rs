@@ -119,6 +119,7 @@ impl Timeline {
                 name: op.unwrap_or_default().to_owned(),
                 step: node.step,
                 group: node.group,
+                member: note.member.into(),
                 ..v1::TraceSpan::default()
             });
         }

@@ -1,16 +1,20 @@
 //! What the engine is told when it starts, and what it says about its device and its models.
 
-use std::{collections::BTreeSet, fmt, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    fmt,
+    sync::{Arc, atomic::AtomicU64},
+};
 
 use hotcell_graph::{DType, op::catalogue};
-use hotcell_ipc::blackbox::Writer;
+use hotcell_ipc::blackbox::{Node, Writer};
 use hotcell_kernels::{
-    backend::{BufferType, DeviceInfo},
+    backend::{BufferType, DeviceInfo, Trail},
     plan::Planner,
     registry::Registry,
 };
 
-use crate::model::run::{Keeps, RunShape};
+use crate::model::run::{EACH, Keeps, RunShape};
 
 /// What the engine says about a model that it made ready.
 #[derive(Debug)]
@@ -57,6 +61,16 @@ impl fmt::Debug for Plans {
 /// The ops as a black box numbers them.
 pub fn names() -> impl Iterator<Item = &'static str> {
     catalogue().map(|row| row.name)
+}
+
+/// What a device leaves of where it is: its signs of life, and a packed [`Node`].
+pub fn trail(progress: &'static AtomicU64, node: &'static AtomicU64) -> Trail {
+    Trail {
+        progress,
+        node,
+        pack: |step, op, group| Node { step, op, group }.packed(),
+        each: &EACH,
+    }
 }
 
 /// How the engine runs.

@@ -4,6 +4,7 @@ use std::{
     io,
     os::{fd::OwnedFd, unix::net::UnixStream},
     sync::Arc,
+    time::Instant,
 };
 
 use hotcell_ipc::{
@@ -46,6 +47,8 @@ pub struct Leads {
     memory: Memory,
     division: Division,
     pub(super) others: Vec<(Forked, Link)>,
+    /// From when on they tell each other times.
+    pub(super) since: Instant,
 }
 
 /// What a member has.
@@ -53,6 +56,8 @@ pub struct Member {
     memory: Memory,
     parts: Parts,
     pub(super) link: Link,
+    /// As the leader's.
+    pub(super) since: Instant,
 }
 
 /// On which side of a [`fork`] this process is.
@@ -81,6 +86,7 @@ pub(super) fn is_over(link: &UnixStream) -> bool {
 pub fn fork(members: usize, division: Division) -> io::Result<Side> {
     let memory = shared_memory("communicator", Communicator::bytes(members) as u64)?;
     let memory = Memory(Arc::new(SharedMapping::of_memory(&memory)?));
+    let since = Instant::now();
     let mut others = Vec::new();
     for rank in 1..members {
         let (ours, orders) = UnixStream::pair()?;
@@ -100,6 +106,7 @@ pub fn fork(members: usize, division: Division) -> io::Result<Side> {
                     files,
                     door,
                 },
+                since,
             }));
         };
         let link = Link {
@@ -113,6 +120,7 @@ pub fn fork(members: usize, division: Division) -> io::Result<Side> {
         memory,
         division,
         others,
+        since,
     }))
 }
 

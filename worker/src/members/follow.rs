@@ -5,6 +5,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     io,
     os::{fd::OwnedFd, unix::net::UnixStream},
+    sync::atomic::AtomicU64,
     time::{Duration, Instant},
 };
 
@@ -32,6 +33,7 @@ use super::{
     wire::{self, KeptTold, Left, Loaded, Told},
 };
 use crate::{
+    debug::observer::NodeNote,
     error::{of_device, of_model, of_run},
     exit::Exit,
     last_words::MappedFiles,
@@ -47,17 +49,19 @@ const SIGNS: Duration = Duration::from_millis(100);
 struct Part {
     runner: Runner,
     weights: Weights,
+    /// What its plans did in steps that were followed.
+    notes: Vec<NodeNote>,
     _mapped: MappedFiles,
     /// Of the packed copies that it computes from.
     _copies: Option<MappedFiles>,
 }
 
-/// Does what the leader says until it is gone.
+/// Does what the leader says until it is gone. Where its device is, the device writes at `node`.
 ///
 /// # Errors
 /// What keeps it from that: its leader ends with it.
-pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
-    let parts_here = member.parts();
+pub fn follow(member: Member, device: &dyn Device, node: &'static AtomicU64) -> io::Result<()> {
+    let (parts_here, since) = (member.parts(), member.since);
     let communicator = member.communicator().map_err(io::Error::other)?;
     device.join(communicator).map_err(io::Error::other)?;
     let Link {
@@ -140,7 +144,13 @@ pub fn follow(member: Member, device: &dyn Device) -> io::Result<()> {
                 let saw = part.runner.saw(&what).map_err(io::Error::other)?;
                 wire::write(&mut orders, &saw)?;
             }
-            told => match perform(&mut parts, told) {
+            Told::Noted { model } => {
+                let part = parts.get_mut(&model);
+                let part = part.ok_or_else(|| io::Error::other(unknown(model)))?;
+                let notes = std::mem::take(&mut part.notes);
+                wire::write(&mut orders, &wire::notes(&notes, since))?;
+            }
+            told => match perform(&mut parts, told, node) {
                 // Its end is the leader's to tell of.
                 Err(_) if is_over(&orders) => return Ok(()),
                 done => done.map_err(io::Error::other)?,
@@ -232,6 +242,7 @@ fn load(
     let part = Part {
         runner,
         weights: source.weights,
+        notes: Vec::new(),
         _mapped: mapped,
         _copies: None,
     };
@@ -276,7 +287,11 @@ fn unknown(model: u32) -> DeviceError {
     DeviceError::Binding(format!("there is no model {model}"))
 }
 
-fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError> {
+fn perform(
+    parts: &mut HashMap<u32, Part>,
+    told: Told,
+    node: &'static AtomicU64,
+) -> Result<(), DeviceError> {
     let (model, order) = match &told {
         Told::Table {
             model,
@@ -312,12 +327,14 @@ fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError
             rows,
             picks,
             looked,
+            followed,
         } => {
-            let looked = *looked;
+            let (looked, followed) = (*looked, *followed);
             let order = Order::Step {
                 rows,
                 picks,
                 looked,
+                followed,
             };
             (model, order)
         }
@@ -328,11 +345,22 @@ fn perform(parts: &mut HashMap<u32, Part>, told: Told) -> Result<(), DeviceError
         | Told::Load { .. }
         | Told::Packed { .. }
         | Told::Prepare { .. }
+        | Told::Noted { .. }
         | Told::Seen { .. }
         | Told::Unload { .. } => {
             return Ok(());
         }
     };
     let part = parts.get_mut(model).ok_or_else(|| unknown(*model))?;
-    part.runner.perform(&order)
+    let followed = matches!(told, Told::Step { followed: true, .. });
+    if followed {
+        part.runner.follow(node);
+    }
+    let done = part.runner.perform(&order);
+    if followed {
+        let room = limits::MAX_TRACED_NODES.saturating_sub(part.notes.len());
+        let noted = part.runner.followed().unwrap_or_default();
+        part.notes.extend(noted.into_iter().take(room));
+    }
+    done
 }

@@ -34,6 +34,7 @@ use super::{
     wire::{self, KeptTold, Loaded},
 };
 use crate::{
+    debug::observer::NodeNote,
     model::run::{Division, Keeping, Keeps, Order, Others, Parts, RunShape, Seen, Wanted},
     weights::{ModelFile, Weight},
 };
@@ -78,6 +79,7 @@ pub struct Members {
     links: Vec<To>,
     parts: Parts,
     next: Cell<u32>,
+    since: Instant,
     end: Arc<End>,
 }
 
@@ -142,6 +144,7 @@ impl Members {
             links,
             parts,
             next: Cell::new(0),
+            since: leads.since,
             end,
         };
         Ok((members, communicator))
@@ -315,6 +318,20 @@ impl Others for Led {
         self.members.tell(to, &wire::seen(self.model, what));
         let frame = wire::read(&mut *to.orders.borrow_mut());
         frame.ok().flatten().ok_or_else(gone)
+    }
+
+    fn noted(&self) -> Result<Vec<NodeNote>, DeviceError> {
+        let (members, mut all) = (&self.members, Vec::new());
+        members.tell_all(&wire::noted(self.model));
+        for (rank, to) in (1..).zip(&members.links) {
+            let frame = wire::read(&mut *to.orders.borrow_mut());
+            let frame = frame.ok().flatten();
+            let noted = frame.and_then(|frame| wire::noted_by(rank, &frame, members.since));
+            all.extend(noted.ok_or_else(|| {
+                DeviceError::Binding(format!("member {rank} does not tell what it noted"))
+            })?);
+        }
+        Ok(all)
     }
 
     fn failed(&self, error: &DeviceError) {

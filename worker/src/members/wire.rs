@@ -3,12 +3,16 @@
 use std::{
     io::{self, Read, Write},
     ops::Range,
+    time::{Duration, Instant},
 };
 
 use hotcell_graph::DType;
 use hotcell_proto::error::Reason;
 
-use crate::model::run::{KINDS, Order, Parts, Row, RunShape, Seen, Wanted};
+use crate::{
+    debug::observer::NodeNote,
+    model::run::{KINDS, Order, Parts, Row, RunShape, Seen, Wanted},
+};
 
 /// Bytes of a frame at most: a table of a million positions and more.
 const MAX_FRAME: usize = 16 << 20;
@@ -66,6 +70,7 @@ pub(super) enum Told {
         rows: Vec<Row>,
         picks: Vec<usize>,
         looked: bool,
+        followed: bool,
     },
     States {
         model: u32,
@@ -84,6 +89,10 @@ pub(super) enum Told {
     Seen {
         model: u32,
         what: Seen,
+    },
+    /// What it noted of steps that were followed is asked for.
+    Noted {
+        model: u32,
     },
 }
 
@@ -290,6 +299,39 @@ pub(super) fn seen(model: u32, what: &Seen) -> Vec<u8> {
     }
 }
 
+/// Asks a member what it noted of a model's steps.
+pub(super) fn noted(model: u32) -> Vec<u8> {
+    Put::kind(14, model).0
+}
+
+/// What it noted, in nanoseconds since a moment that all members know.
+pub(super) fn notes(notes: &[NodeNote], since: Instant) -> Vec<u8> {
+    let mut put = Put::default();
+    put.number(notes.len());
+    for note in notes {
+        let begun = note.begun.saturating_duration_since(since);
+        for time in [begun, note.took] {
+            put.long(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        }
+        put.long(note.node);
+    }
+    put.0
+}
+
+/// What a member noted, as its leader reads it. `None`: it says nothing that there is.
+pub(super) fn noted_by(member: u16, frame: &[u8], since: Instant) -> Option<Vec<NodeNote>> {
+    let mut take = Take(frame);
+    let notes = take.many(|take| {
+        Some(NodeNote {
+            begun: since.checked_add(Duration::from_nanos(take.long()?))?,
+            took: Duration::from_nanos(take.long()?),
+            node: take.long()?,
+            member,
+        })
+    })?;
+    take.0.is_empty().then_some(notes)
+}
+
 /// Has a member forget a model.
 pub(super) fn unload(model: u32) -> Vec<u8> {
     Put::kind(1, model).0
@@ -329,6 +371,7 @@ pub(super) fn order(model: u32, order: &Order<'_>) -> Vec<u8> {
             rows,
             picks,
             looked,
+            followed,
         } => {
             let mut put = Put::kind(5, model);
             put.number(rows.len());
@@ -340,6 +383,7 @@ pub(super) fn order(model: u32, order: &Order<'_>) -> Vec<u8> {
             }
             put.numbers(picks.iter().copied());
             put.number(usize::from(looked));
+            put.number(usize::from(followed));
             put.0
         }
         Order::Tap { take } => {
@@ -429,6 +473,7 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             rows: take.many(row)?,
             picks: take.many(Take::number)?,
             looked: take.flag()?,
+            followed: take.flag()?,
         },
         6 => Told::States {
             model,
@@ -464,6 +509,7 @@ pub(super) fn told(frame: &[u8]) -> Option<Told> {
             model,
             take: take.flag()?,
         },
+        14 => Told::Noted { model },
         _ => return None,
     };
     take.0.is_empty().then_some(told)
@@ -667,6 +713,7 @@ mod tests {
                         rows: &[row, row],
                         picks: &[1],
                         looked: true,
+                        followed: false,
                     },
                 ),
                 Told::Step {
@@ -674,6 +721,7 @@ mod tests {
                     rows: vec![row, row],
                     picks: vec![1],
                     looked: true,
+                    followed: false,
                 },
             ),
             (
@@ -704,6 +752,7 @@ mod tests {
                     what: rows.clone(),
                 },
             ),
+            (noted(5), Told::Noted { model: 5 }),
             (
                 order(2, &Order::States { rows: &[0, 1] }),
                 Told::States {
@@ -736,6 +785,28 @@ mod tests {
         ] {
             assert_eq!(Loaded::take(&loaded.put()), Some(loaded));
         }
+    }
+
+    #[test]
+    fn notes_arrive_with_their_times() {
+        let since = Instant::now();
+        let note = |nanos, node| NodeNote {
+            begun: since + Duration::from_nanos(nanos),
+            took: Duration::from_nanos(nanos + 1),
+            node,
+            member: 0,
+        };
+        let frame = notes(&[note(0, 1 << 63), note(1 << 40, 7)], since);
+        let read = noted_by(3, &frame, since).unwrap();
+        let told = read.iter().map(|n| (n.begun, n.took, n.node, n.member));
+        let expected = [note(0, 1 << 63), note(1 << 40, 7)];
+        let expected = expected.map(|n| (n.begun, n.took, n.node, 3));
+        assert_eq!(told.collect::<Vec<_>>(), expected);
+        for end in 0..frame.len() {
+            assert!(noted_by(3, &frame[..end], since).is_none(), "{end}");
+        }
+        assert!(noted_by(3, &[&frame[..], &[0]].concat(), since).is_none());
+        assert!(noted_by(3, &notes(&[], since), since).unwrap().is_empty());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotcell_ipc::{blackbox::Writer, child::ExitStatus, turns};
-use hotcell_kernels::{backend::Trail, registry::Registry};
+use hotcell_kernels::registry::Registry;
 
 use super::{accept, allowed_cores, confined, fail, prepare, record};
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
     exit::Exit,
     last_words,
     members::{self, Member, Side},
-    model::run::{Division, EACH},
+    model::run::Division,
 };
 
 /// A member of this worker's communicator is lost, perhaps by this end: those outside see it as the worker's own.
@@ -115,17 +115,15 @@ pub(super) fn be_member(
         Ok(device) => device,
         Err(error) => return fail(Exit::NoDevice, error),
     };
-    if member.parts().division == Division::Layers {
-        // The leader waits for whole stages, and is no worker that hangs while these compute; which node runs is its own to say.
-        let (progress, _) = blackbox.trail();
-        let (_, node) = Writer::private(engine::names()).trail();
-        device.leave(Trail {
-            progress,
-            node,
-            pack: |_, _, _| 0,
-            each: &EACH,
-        });
-    }
+    // Which node the worker is at is its leader's to say: here it is only of use to who traces all of them.
+    let own = Writer::private(engine::names());
+    let (alone, node) = own.trail();
+    let progress = match member.parts().division {
+        // The leader waits for whole stages, and is no worker that hangs while these compute.
+        Division::Layers => blackbox.trail().0,
+        Division::Columns => alone,
+    };
+    device.leave(engine::trail(progress, node));
     if pins && let Err(error) = device.pin() {
         tracing::warn!(%error, "compute threads go where the system has them");
     }
@@ -144,7 +142,7 @@ pub(super) fn be_member(
             format_args!("the leader cannot be watched: {error}"),
         );
     }
-    match members::follow(member, device.as_ref()) {
+    match members::follow(member, device.as_ref(), node) {
         Ok(()) => Exit::Ok,
         Err(error) => fail(
             Exit::DeviceError,

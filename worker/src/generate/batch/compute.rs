@@ -356,6 +356,10 @@ impl Batch {
         let taken = ended.and_then(|()| {
             self.pace.note(load, time);
             self.blackbox.stepped();
+            if followed {
+                let elsewhere = self.runner.noted_elsewhere()?;
+                self.observer.note_nodes(&elsewhere);
+            }
             self.take(load.rows, looked)
         });
         if self.observer.is_watched() {

@@ -62,6 +62,7 @@ impl Follower {
                 begun: step.begun,
                 took: step.took,
                 node: step.mark,
+                member: 0,
             }));
             return Ok(());
         }
@@ -75,6 +76,7 @@ impl Follower {
                     begun,
                     took: now.saturating_duration_since(begun),
                     node: self.node.load(Ordering::Relaxed),
+                    member: 0,
                 });
             }
             false
@@ -98,5 +100,14 @@ impl Runner {
     pub fn followed(&mut self) -> Option<Vec<NodeNote>> {
         let follower = self.follower.take()?;
         Some(follower.notes.into_inner())
+    }
+
+    /// What the other members' plans did in the steps that were noted here too, and have ended.
+    ///
+    /// # Errors
+    /// When one of them is gone.
+    pub fn noted_elsewhere(&self) -> Result<Vec<NodeNote>, DeviceError> {
+        let noted = self.others.as_ref().map(|others| others.noted());
+        Ok(self.done(noted.transpose())?.unwrap_or_default())
     }
 }

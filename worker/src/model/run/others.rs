@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, ops::Range};
 use hotcell_kernels::backend::DeviceError;
 
 use super::{Row, Runner, Wanted};
-use crate::weights::Weight;
+use crate::{debug::observer::NodeNote, weights::Weight};
 
 /// Something that a [`Runner`] does, and that all members of its communicator have to do at the same place.
 #[derive(Debug)]
@@ -45,6 +45,8 @@ pub enum Order<'a> {
         picks: &'a [usize],
         /// Whether it hands out what somebody wants to look at.
         looked: bool,
+        /// Whether it is noted when each of its nodes is computed ([`Others::noted`]).
+        followed: bool,
     },
     /// Whether what was prepared to be looked at is handed out from now on ([`Others::prepare_tap`]).
     Tap {
@@ -95,6 +97,12 @@ pub trait Others {
     /// When it is gone.
     fn seen(&self, rank: usize, what: &Seen) -> Result<Vec<u8>, DeviceError>;
 
+    /// What all of them noted since they were last asked.
+    ///
+    /// # Errors
+    /// When one of them is gone.
+    fn noted(&self) -> Result<Vec<NodeNote>, DeviceError>;
+
     /// This process could not do what all were told to: they would wait for it for ever.
     fn failed(&self, error: &DeviceError);
 }
@@ -118,6 +126,7 @@ impl Runner {
                 rows,
                 picks,
                 looked,
+                followed: _,
             } => {
                 self.use_tap(looked);
                 self.step(rows, picks)

@@ -156,6 +156,7 @@ impl Runner {
                 rows: piece,
                 picks: &[],
                 looked: self.tapping,
+                followed: self.follower.is_some(),
             };
             self.together(&order, |own| own.stage_here(piece))?;
             if let Some(stage) = &mut self.stage

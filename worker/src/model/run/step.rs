@@ -32,6 +32,7 @@ impl Runner {
                     rows,
                     picks,
                     looked,
+                    followed: self.follower.is_some(),
                 };
                 self.together(&order, |own| own.body_here(rows))?;
             }
