@@ -202,9 +202,8 @@ fn impossible_commands_are_refused() {
 }
 
 #[test]
-fn limits_mask_session_and_input_are_set() {
-    let mut command =
-        shell("ulimit -c; ulimit -n; ulimit -d; umask; cat; exec cut -d' ' -f5,6 /proc/self/stat");
+fn limits_mask_and_input_are_set() {
+    let mut command = shell("ulimit -c; ulimit -n; ulimit -d; umask; cat");
     command.nofile = Some(123);
     command.data = Some(1 << 30);
     command.stdout = Output::Pipe;
@@ -213,8 +212,7 @@ fn limits_mask_session_and_input_are_set() {
     File::from(child.stdout.take().unwrap())
         .read_to_string(&mut text)
         .unwrap();
-    let pid = child.pid();
-    assert_eq!(text, format!("0\n123\n{}\n0077\n{pid} {pid}\n", 1 << 20));
+    assert_eq!(text, format!("0\n123\n{}\n0077\n", 1 << 20));
     assert!(child.wait_blocking(SOON).unwrap().unwrap().success());
 }
 
