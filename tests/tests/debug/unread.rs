@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use hotcell_client::{Client, GenerateOptions, v1};
+use hotcell_client::{Client, Event, GenerateOptions, v1};
 use hotcell_tests::cluster::{SOON, resident};
 
 use super::{kjv_cluster, long};
@@ -108,4 +108,73 @@ async fn a_worker_serves_on_beside_debuggers_that_do_not_read() {
         covered += sample.span_ms * (1 + sample.missed) as f64;
         assert!(begun.elapsed() < until * 2, "{covered} of {until:?}");
     }
+}
+
+/// How many nodes each step has that is computed in a while, the fewest first.
+async fn nodes_of_steps(client: &Client) -> Vec<usize> {
+    let time = Duration::from_millis(200);
+    let mut pieces = client.trace_worker("w0", time, true).await.unwrap();
+    let mut spans = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        if let Some(v1::trace_piece::Kind::Spans(some)) = piece.unwrap().kind {
+            spans.extend(some.spans);
+        }
+    }
+    let of = |track: v1::TraceTrack| spans.iter().filter(move |span| span.track() == track);
+    let counts = of(v1::TraceTrack::Device).map(|step| {
+        let within = step.begin_ns..step.begin_ns + step.duration_ns;
+        let nodes = of(v1::TraceTrack::Nodes);
+        nodes.filter(|node| within.contains(&node.begin_ns)).count()
+    });
+    // Not all steps' nodes are told.
+    let mut counts: Vec<usize> = counts.filter(|count| *count > 0).collect();
+    counts.sort_unstable();
+    assert!(counts.len() > 5, "{counts:?}");
+    counts
+}
+
+#[tokio::test]
+async fn steps_that_nobody_has_room_to_see_are_computed_as_any() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    // Of a stream, once it has drawn so many tokens.
+    let nodes = async |id: &str, drawn: usize| {
+        let options = GenerateOptions {
+            no_speculation: true,
+            ..options(id, 950)
+        };
+        let stream = client.generate("In the beginning", options).await;
+        let mut stream = stream.unwrap();
+        let mut tokens = 0;
+        while tokens < drawn {
+            if let Event::Delta(delta) = stream.next().await.unwrap().unwrap() {
+                tokens += delta.token_ids.len();
+            }
+        }
+        let nodes = nodes_of_steps(&client).await;
+        stream.complete().await.unwrap();
+        nodes
+    };
+    let plain = nodes("plain", 1).await;
+    let fewest = plain[0];
+    let capture = |id: &str| {
+        let options = v1::CaptureOptions {
+            values: u32::MAX,
+            max_bytes: 4 << 30,
+            ..v1::CaptureOptions::default()
+        };
+        client.capture(v1::CaptureRequest {
+            which: Some(v1::capture_request::Which::RequestId(id.to_owned())),
+            options: Some(options),
+            ..v1::CaptureRequest::default()
+        })
+    };
+    let mut captured = capture("read").await.unwrap();
+    let reads = tokio::spawn(async move { while captured.next().await.is_some() {} });
+    let seen = nodes("read", 1).await;
+    assert!(seen[seen.len() - 1] > fewest, "{seen:?} {plain:?}");
+    reads.await.unwrap();
+    let _unread = capture("unread").await.unwrap();
+    let unread = nodes("unread", 700).await;
+    assert_eq!(unread[unread.len() / 2], fewest, "{unread:?} {plain:?}");
 }

@@ -385,10 +385,7 @@ impl Batch {
                 // Nobody else is to find in the cache what went wrong.
                 continue;
             }
-            let seen = match looked {
-                true => self.peek(&part)?,
-                false => Vec::new(),
-            };
+            let seen = self.peek(&part)?;
             let running = &mut self.running[part.at];
             running.computed += part.rows;
             if let Some(pick) = part.pick

@@ -49,6 +49,8 @@ pub struct Probe {
     since: u64,
     told: bool,
     missed: u64,
+    /// Whether it had room for what the last step that its request is part of shows of it.
+    looks: bool,
 }
 
 impl Probe {
@@ -65,6 +67,7 @@ impl Probe {
             since: 0,
             told: false,
             missed: 0,
+            looks: false,
         }
     }
 }
@@ -330,12 +333,17 @@ impl Batch {
 
     /// Before a step: whether somebody looks at it, for which the plan that hands out more is used.
     pub(super) fn begin_looking(&mut self) -> bool {
-        let shown = |part: &Part| {
+        let mut looked = self.is_guarded();
+        for part in &self.parts {
             let member = self.running[part.at].member.id;
-            let mut probes = self.lookers.probes.iter();
-            probes.any(|p| p.member == Some(member) && (part.pick.is_some() || p.prefix))
-        };
-        let looked = self.is_guarded() || self.parts.iter().any(shown);
+            let probes = self.lookers.probes.iter_mut();
+            for probe in probes.filter(|probe| probe.member == Some(member)) {
+                let shown = part.pick.is_some() || probe.prefix;
+                // For who has no room others' rows are not computed more slowly.
+                probe.looks = shown && probe.to.capacity() > 0;
+                looked |= probe.looks;
+            }
+        }
         self.runner.use_tap(looked);
         looked
     }
@@ -409,7 +417,8 @@ impl Batch {
         Ok(())
     }
 
-    /// After a step: what is seen of the token that is about to be drawn, by the probes' places.
+    /// After a step: what is seen of the token that is about to be drawn, by the probes' places. Who had no room when the step
+    /// began missed it.
     pub(super) fn peek(&mut self, part: &Part) -> Result<Vec<(usize, Look)>, DeviceError> {
         let mut all = Vec::new();
         let running = &self.running[part.at];
@@ -422,7 +431,7 @@ impl Batch {
             if probe.member != Some(member) || probe.tokens == 0 || !shown {
                 continue;
             }
-            if probe.to.capacity() == 0 {
+            if !probe.looks || probe.to.capacity() == 0 {
                 probe.missed = probe.missed.saturating_add(1);
                 continue;
             }
