@@ -121,18 +121,21 @@ fn session(mode: Mode) -> Layer {
     let own = rustix::process::getpid().as_raw_pid();
     let leads = session == own;
     let group = rustix::process::getpgrp().as_raw_pid();
+    let has_terminal = has_terminal();
     if mode == Mode::Listening && !leads {
         return Layer::not_needed(NAME, "it was started by hand");
     }
     // Who ends a worker's group ends its members.
     let parent = rustix::process::getppid().map(|pid| pid.as_raw_pid());
-    if mode == Mode::Inherited && (parent == Some(session) || parent == Some(group)) {
+    if mode == Mode::Inherited
+        && (parent == Some(session) || parent == Some(group) && !has_terminal)
+    {
         return Layer::not_needed(NAME, "it is in the one that its leader leads");
     }
     let done = match leads {
         true => Ok(String::new()),
         // A session's leader alone could give it a terminal.
-        false if group == own && !has_terminal() => {
+        false if group == own && !has_terminal => {
             Ok("its scheduler's, which has no terminal".to_owned())
         }
         false => rustix::process::setsid().map(|_| String::new()),

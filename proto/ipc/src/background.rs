@@ -26,12 +26,18 @@ const TRIES: u32 = 5;
 /// a group within the last tenth of a second: [`insist`] waits.
 pub fn give_way() -> io::Result<()> {
     // Where each session is a group by itself, threads are weighed within it, and it against the others. A process that
-    // leads one already has its group.
+    // leads one already has its group; one that leads a group of processes can have none, and is weighed among those of its
+    // session, whose weight is not its to say.
     let _ = rustix::process::setsid();
     let mut group_refused = None;
+    // SAFETY: they read numbers.
+    let has_group = unsafe { libc::getsid(0) == libc::getpid() };
     // SAFETY: a name that ends with zero; what was opened is written to and closed.
     unsafe {
-        let group = libc::open(OWN_GROUP.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        let group = match has_group {
+            true => libc::open(OWN_GROUP.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC),
+            false => -1,
+        };
         // Not every system has such groups.
         if group >= 0 {
             if libc::write(group, LOWEST.as_ptr().cast(), LOWEST.len()) < 0 {

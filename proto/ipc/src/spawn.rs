@@ -51,7 +51,8 @@ pub struct Command {
     pub stdout: Output,
     /// Standard error; [`Output::Pipe`] unless told.
     pub stderr: Output,
-    /// Whether it leads its own process group, away from a terminal's Ctrl-C, and a session too if this process's has a terminal.
+    /// Whether it leads its own process group, away from a terminal's Ctrl-C, and a session too if this process's has a terminal
+    /// or it is to be in the background.
     ///
     /// Linux divides processors among sessions first (`sched(7)`, autogroups): one that passes messages on, and is in another
     /// session than those who compute, was seen to wait for 20 ms and more while those ran in turns of half a one.

@@ -3,9 +3,11 @@
 use std::{fs, io};
 
 /// Whether this process's session has a controlling terminal, from which Ctrl-C comes and which whoever is in the session may
-/// read and write (`tty_nr` of `proc_pid_stat(5)`). Where the system does not tell, it has one.
+/// read and write (`tty_nr` of `proc_pid_stat(5)`, `tty(4)`). Where the system does not tell, it has one.
 pub fn has_terminal() -> bool {
-    fs::read_to_string("/proc/self/stat").map_or(true, |stat| !matches!(number_of(&stat), Ok(0)))
+    let stat = fs::read_to_string("/proc/self/stat");
+    // Not every system's numbers are right.
+    !matches!(stat.and_then(|stat| number_of(&stat)), Ok(0)) || fs::File::open("/dev/tty").is_ok()
 }
 
 /// The terminal's device number. The program's name, before it, may hold anything.

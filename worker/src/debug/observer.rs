@@ -157,6 +157,9 @@ impl Observer {
 
     /// Notes what a step's plans did.
     pub fn note_nodes(&self, nodes: &[NodeNote]) {
+        if !self.is_traced() {
+            return;
+        }
         let mut notes = self.notes();
         let count = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
         // A step's nodes may come in two goes.

@@ -109,7 +109,8 @@ impl Timeline {
     }
 
     fn nodes(&mut self, notes: &[NodeNote], ops: &[&'static str]) {
-        for note in notes {
+        // Of what other processes noted, some may be older.
+        for note in notes.iter().filter(|note| note.begun >= self.begun) {
             let node = Node::unpacked(note.node);
             let op = ops.get(usize::from(node.op)).copied();
             self.spans.push(v1::TraceSpan {

@@ -135,6 +135,8 @@ pub struct Batch {
     pick_rows: Vec<usize>,
     /// Steps that have begun, the oldest one first. There are several where several processes have the model's layers.
     flights: VecDeque<Flight>,
+    /// Other processes were asked what they noted, and answer once so many of these have ended.
+    answers_after: Option<usize>,
     /// When the last one ended.
     ended: Option<Instant>,
     /// Rows of the one that began last.
@@ -177,6 +179,7 @@ impl Batch {
             parts: Vec::with_capacity(shape.max_sequences),
             pick_rows: Vec::with_capacity(shape.max_sequences),
             flights: VecDeque::new(),
+            answers_after: None,
             ended: None,
             before: 0,
             lent: Vec::new(),

@@ -87,6 +87,28 @@ pub(super) struct To {
     pub orders: RefCell<UnixStream>,
     pub files: DescriptorSender,
     pub door: DescriptorReceiver,
+    /// Answers to the question what it noted that are on their way, and those that came before something else was read.
+    owed: Cell<usize>,
+    came: RefCell<Vec<Vec<u8>>>,
+}
+
+impl To {
+    /// Reads what it was asked last. `None`: it is gone.
+    fn read(&self) -> io::Result<Option<Vec<u8>>> {
+        self.collect()?;
+        wire::read(&mut *self.orders.borrow_mut())
+    }
+
+    /// Reads what it noted, which it was asked before anything else that it has not answered.
+    fn collect(&self) -> io::Result<()> {
+        while let Some(left) = self.owed.get().checked_sub(1) {
+            let frame = wire::read(&mut *self.orders.borrow_mut())?;
+            let frame = frame.ok_or(io::ErrorKind::UnexpectedEof)?;
+            self.owed.set(left);
+            self.came.borrow_mut().push(frame);
+        }
+        Ok(())
+    }
 }
 
 /// A model of which they have their parts.
@@ -117,6 +139,8 @@ impl Members {
                 orders: RefCell::new(link.orders),
                 files: DescriptorSender::new(link.files)?.with_timeout(PATIENCE),
                 door: DescriptorReceiver::new(link.door)?,
+                owed: Cell::new(0),
+                came: RefCell::default(),
             });
         }
         let end = Arc::new(End {
@@ -256,7 +280,7 @@ impl Loading {
 fn answer(from: &To, model: u32, progressed: &dyn Fn()) -> Result<Keeps, (Reason, String)> {
     let broken = |why: String| (Reason::Internal, why);
     loop {
-        let frame = wire::read(&mut *from.orders.borrow_mut());
+        let frame = from.read();
         let frame = frame.map_err(|error| broken(error.to_string()))?;
         match frame.as_deref().map(Loaded::take) {
             Some(Some(Loaded::Progress)) => progressed(),
@@ -316,20 +340,26 @@ impl Others for Led {
         let to = rank.checked_sub(1).and_then(|at| links.get(at));
         let to = to.ok_or_else(gone)?;
         self.members.tell(to, &wire::seen(self.model, what));
-        let frame = wire::read(&mut *to.orders.borrow_mut());
+        let frame = to.read();
         frame.ok().flatten().ok_or_else(gone)
     }
 
-    fn noted(&self) -> Result<Vec<NodeNote>, DeviceError> {
+    fn ask_notes(&self) {
+        self.members.tell_all(&wire::noted(self.model));
+        for to in &self.members.links {
+            to.owed.set(to.owed.get() + 1);
+        }
+    }
+
+    fn notes(&self) -> Result<Vec<NodeNote>, DeviceError> {
         let (members, mut all) = (&self.members, Vec::new());
-        members.tell_all(&wire::noted(self.model));
         for (rank, to) in (1..).zip(&members.links) {
-            let frame = wire::read(&mut *to.orders.borrow_mut());
-            let frame = frame.ok().flatten();
-            let noted = frame.and_then(|frame| wire::noted_by(rank, &frame, members.since));
-            all.extend(noted.ok_or_else(|| {
-                DeviceError::Binding(format!("member {rank} does not tell what it noted"))
-            })?);
+            let missing =
+                || DeviceError::Binding(format!("member {rank} does not tell what it noted"));
+            to.collect().map_err(|_| missing())?;
+            for frame in to.came.take() {
+                all.extend(wire::noted_by(rank, &frame, members.since).ok_or_else(missing)?);
+            }
         }
         Ok(all)
     }

@@ -285,6 +285,24 @@ impl Batch {
         self.runner.begin(&self.rows, &self.pick_rows)
     }
 
+    /// After a step: has what other processes did in it noted, which tell it once they have ended those that have begun.
+    fn note_elsewhere(&mut self, followed: bool) -> Result<(), DeviceError> {
+        self.answers_after = match self.answers_after {
+            Some(steps) => Some(steps.saturating_sub(1)),
+            None if followed => {
+                self.runner.ask_elsewhere();
+                Some(self.flights.len())
+            }
+            None => None,
+        };
+        if self.answers_after == Some(0) {
+            self.answers_after = None;
+            let noted = self.runner.noted_elsewhere()?;
+            self.observer.note_nodes(&noted);
+        }
+        Ok(())
+    }
+
     /// Has what the next plans do noted.
     fn follow(&mut self) {
         self.runner.follow(self.blackbox.trail().1);
@@ -356,11 +374,8 @@ impl Batch {
         let taken = ended.and_then(|()| {
             self.pace.note(load, time);
             self.blackbox.stepped();
-            if followed {
-                let elsewhere = self.runner.noted_elsewhere()?;
-                self.observer.note_nodes(&elsewhere);
-            }
-            self.take(load.rows, looked)
+            self.take(load.rows, looked)?;
+            self.note_elsewhere(followed)
         });
         if self.observer.is_watched() {
             self.observer.note(StepNote {

@@ -102,12 +102,20 @@ impl Runner {
         Some(follower.notes.into_inner())
     }
 
-    /// What the other members' plans did in the steps that were noted here too, and have ended.
+    /// Asks the other members what their plans did in the steps that were noted here too. They answer once they are done with
+    /// the steps that have begun.
+    pub fn ask_elsewhere(&self) {
+        if let Some(others) = &self.others {
+            others.ask_notes();
+        }
+    }
+
+    /// What they noted until they were last asked.
     ///
     /// # Errors
     /// When one of them is gone.
     pub fn noted_elsewhere(&self) -> Result<Vec<NodeNote>, DeviceError> {
-        let noted = self.others.as_ref().map(|others| others.noted());
+        let noted = self.others.as_ref().map(|others| others.notes());
         Ok(self.done(noted.transpose())?.unwrap_or_default())
     }
 }

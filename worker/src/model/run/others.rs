@@ -45,7 +45,7 @@ pub enum Order<'a> {
         picks: &'a [usize],
         /// Whether it hands out what somebody wants to look at.
         looked: bool,
-        /// Whether it is noted when each of its nodes is computed ([`Others::noted`]).
+        /// Whether it is noted when each of its nodes is computed ([`Others::notes`]).
         followed: bool,
     },
     /// Whether what was prepared to be looked at is handed out from now on ([`Others::prepare_tap`]).
@@ -97,11 +97,14 @@ pub trait Others {
     /// When it is gone.
     fn seen(&self, rank: usize, what: &Seen) -> Result<Vec<u8>, DeviceError>;
 
-    /// What all of them noted since they were last asked.
+    /// Asks all of them what they noted; they say so after what they were told to do before.
+    fn ask_notes(&self);
+
+    /// What they noted until they were last asked, as far as it has not been taken.
     ///
     /// # Errors
     /// When one of them is gone.
-    fn noted(&self) -> Result<Vec<NodeNote>, DeviceError>;
+    fn notes(&self) -> Result<Vec<NodeNote>, DeviceError>;
 
     /// This process could not do what all were told to: they would wait for it for ever.
     fn failed(&self, error: &DeviceError);
