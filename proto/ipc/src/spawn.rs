@@ -19,7 +19,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 pub use crate::child::{Child, ExitStatus, Killer, Signal, signal_name};
 use crate::image::Image;
-use crate::{background, signals, terminal::has_terminal};
+use crate::{background, signals, terminal::Place};
 
 /// Where a child's output goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,10 +52,7 @@ pub struct Command {
     /// Standard error; [`Output::Pipe`] unless told.
     pub stderr: Output,
     /// Whether it leads its own process group, away from a terminal's Ctrl-C, and a session too if this process's has a terminal
-    /// or it is to be in the background.
-    ///
-    /// Linux divides processors among sessions first (`sched(7)`, autogroups): one that passes messages on, and is in another
-    /// session than those who compute, was seen to wait for 20 ms and more while those ran in turns of half a one.
+    /// or it is to be in the background ([`crate::terminal`] says why).
     pub apart: bool,
     /// Most open files (`RLIMIT_NOFILE`, soft and hard), if not this process's.
     pub nofile: Option<u64>,
@@ -303,8 +300,7 @@ struct Plan {
     parked: Vec<RawFd>,
     /// Above all targets.
     floor: RawFd,
-    own_group: bool,
-    own_session: bool,
+    place: Place,
     background: bool,
     directory: Option<RawFd>,
     limits: Vec<(Resource, u64)>,
@@ -374,9 +370,7 @@ impl Plan {
             parked: vec![-1; moves.len()],
             moves,
             floor,
-            own_group: command.apart,
-            // What gives way has a weight for its session, which is to be nobody else's.
-            own_session: command.apart && (command.background || has_terminal()),
+            place: Place::of(command.apart, command.background),
             background: command.background,
             directory: command.directory.as_ref().map(AsRawFd::as_raw_fd),
             limits,
@@ -403,12 +397,7 @@ impl Plan {
             if libc::getppid() != self.parent {
                 libc::_exit(127);
             }
-            let moved = match (self.own_session, self.own_group) {
-                (true, _) => libc::setsid(),
-                (false, true) => libc::setpgid(0, 0),
-                (false, false) => 0,
-            };
-            if moved < 0 {
+            if !self.place.take() {
                 return Step::Session;
             }
             // Without it, it runs with the same right as others.

@@ -1,4 +1,8 @@
-//! Whether a session has a terminal.
+//! Sessions and their terminals: where a child belongs.
+//!
+//! One that is in a session of its own has nothing to do with a terminal. But Linux divides processors among sessions first
+//! (`sched(7)`, autogroups), and one that passes messages on was seen to wait for 20 ms and more while those in another session
+//! computed in turns of half a one. So without a terminal, all stay in one session.
 
 use std::{fs, io};
 
@@ -8,6 +12,41 @@ pub fn has_terminal() -> bool {
     let stat = fs::read_to_string("/proc/self/stat");
     // Not every system's numbers are right.
     !matches!(stat.and_then(|stat| number_of(&stat)), Ok(0)) || fs::File::open("/dev/tty").is_ok()
+}
+
+/// Where a child is, among process groups and sessions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// In its parent's group.
+    Parents,
+    /// In a group of its own: a terminal's Ctrl-C does not reach it.
+    OwnGroup,
+    /// In a session of its own: it has no terminal.
+    OwnSession,
+}
+
+impl Place {
+    /// Of a child of this process. What gives way has a weight for its session, which is to be nobody else's.
+    pub fn of(apart: bool, background: bool) -> Self {
+        match apart {
+            false => Self::Parents,
+            true if background || has_terminal() => Self::OwnSession,
+            true => Self::OwnGroup,
+        }
+    }
+
+    /// Goes there; false: the system refuses. Safe between fork and exec: it is a system call.
+    pub fn take(self) -> bool {
+        // SAFETY: they change where this process is only.
+        let done = unsafe {
+            match self {
+                Self::Parents => 0,
+                Self::OwnGroup => libc::setpgid(0, 0),
+                Self::OwnSession => libc::setsid(),
+            }
+        };
+        done >= 0
+    }
 }
 
 /// The terminal's device number. The program's name, before it, may hold anything.
