@@ -25,6 +25,20 @@ const TOKENS: u32 = 10;
 /// Steps of a trace.
 const STEPS: u32 = 6;
 
+/// All spans of a trace, read to its end.
+///
+/// # Errors
+/// The trace's.
+pub async fn spans(mut pieces: Messages<v1::TracePiece>) -> Result<Vec<v1::TraceSpan>> {
+    let mut spans = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        if let Some(Kind::Spans(some)) = piece?.kind {
+            spans.extend(some.spans);
+        }
+    }
+    Ok(spans)
+}
+
 /// A capture of a request of this id.
 pub fn of(id: &str, options: Option<v1::CaptureOptions>) -> v1::CaptureRequest {
     v1::CaptureRequest {

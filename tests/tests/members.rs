@@ -15,7 +15,7 @@ use hotcell_tests::{
     answers::assert_same,
     cluster::{Cluster, SOON, all_have, children, golden, kjv, lives, signal_pid},
     conformance::{Executor, Remote, RunError},
-    debugged::{of, put_together},
+    debugged::{of, put_together, spans},
     options::{drawn, greedy},
     rewritten::fused_experts,
 };
@@ -696,13 +696,8 @@ async fn traced(cluster: &Cluster) -> (Vec<v1::TraceSpan>, Vec<v1::TraceSpan>) {
     let stream = client.generate(ids(100), options).await.unwrap();
     let whole = tokio::spawn(stream.complete());
     let time = Duration::from_millis(300);
-    let mut pieces = client.trace_worker("w0", time, true).await.unwrap();
-    let mut spans = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        if let Some(v1::trace_piece::Kind::Spans(some)) = piece.unwrap().kind {
-            spans.extend(some.spans);
-        }
-    }
+    let pieces = client.trace_worker("w0", time, true).await.unwrap();
+    let spans = spans(pieces).await.unwrap();
     assert_eq!(whole.await.unwrap().unwrap().token_ids.len(), 900);
     let of = |track: v1::TraceTrack| {
         let its = spans.iter().filter(|span| span.track() == track);

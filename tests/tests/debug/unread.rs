@@ -3,7 +3,10 @@
 use std::time::{Duration, Instant};
 
 use hotcell_client::{Client, Event, GenerateOptions, v1};
-use hotcell_tests::cluster::{SOON, resident};
+use hotcell_tests::{
+    cluster::{SOON, resident},
+    debugged::spans,
+};
 
 use super::{kjv_cluster, long};
 
@@ -114,13 +117,8 @@ async fn a_worker_serves_on_beside_debuggers_that_do_not_read() {
 /// out every node has more places.
 async fn last_places(client: &Client) -> Vec<u32> {
     let time = Duration::from_millis(200);
-    let mut pieces = client.trace_worker("w0", time, true).await.unwrap();
-    let mut spans = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        if let Some(v1::trace_piece::Kind::Spans(some)) = piece.unwrap().kind {
-            spans.extend(some.spans);
-        }
-    }
+    let pieces = client.trace_worker("w0", time, true).await.unwrap();
+    let spans = spans(pieces).await.unwrap();
     let of = |track: v1::TraceTrack| spans.iter().filter(move |span| span.track() == track);
     let places = of(v1::TraceTrack::Device).map(|step| {
         let within = step.begin_ns..step.begin_ns + step.duration_ns;
