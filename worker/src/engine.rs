@@ -11,14 +11,11 @@ use std::{
         mpsc,
     },
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use hotcell_graph::DType;
-use hotcell_ipc::{
-    blackbox::{Doing, Writer},
-    turns,
-};
+use hotcell_ipc::blackbox::{Doing, Writer};
 use hotcell_kernels::{
     backend::{Device, DeviceError},
     communicator::Communicator,
@@ -111,10 +108,6 @@ impl Engine {
         let observer = Arc::<Observer>::default();
         let told = Arc::clone(&observer);
         let open = move || {
-            // Computing takes what turns it is given: those who pass on what it computed have short ones, and need not wait.
-            if let Err(error) = turns::take(Duration::ZERO) {
-                tracing::debug!(%error, "it computes in short turns");
-            }
             let device = config.registry.open(&config.device, &config.cores)?;
             if config.pins
                 && let Err(error) = device.pin()

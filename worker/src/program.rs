@@ -49,7 +49,8 @@ pub fn run(cli: Cli, backends: &'static [&'static dyn Backend]) -> Exit {
         Ok(registry) => registry,
         Err(error) => return fail(Exit::Internal, error),
     };
-    // What passes messages on; computing has turns of its own. A system that refuses is one that serves later.
+    // What passes messages on wants its moment soon, and who computes gives its processor away now and then, for no longer than
+    // this. A system that refuses is one that serves later.
     let _ = turns::take(turns::SHORT);
     match cli.mode {
         Some(Mode::Probe) => probe(registry),

@@ -7,13 +7,38 @@ use std::{
         atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 use super::apart::{self, Apart};
 
 /// Spins before a waiting thread parks: some tens of microseconds, longer than a kernel's imbalance. It must
-/// park then, not yield: a yield gives a busy neighbour's whole time slice away.
+/// park then, not yield: others of the job wait for it, and a yield gives a busy neighbour's whole time slice away.
 const SPINS: u32 = 4_000;
+
+/// How often a thread of the pool lets others have its processor, at most: between jobs, before it begins one or once it is done
+/// with its part.
+///
+/// Those who pass messages on wake while it computes. A system whose scheduler protects a turn that has just begun (EEVDF)
+/// has them wait then, and looks again only when somebody else wakes or its clock ticks, up to 4 ms later.
+const GIVES: Duration = Duration::from_micros(500);
+
+/// When a thread last let others have its processor.
+struct Gave(Instant);
+
+impl Gave {
+    fn now() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Lets them, if it is time to. Whoever computes there, too, gets a turn by that, so this thread's should be short ones.
+    fn again(&mut self) {
+        if self.0.elapsed() >= GIVES {
+            thread::yield_now();
+            *self = Self::now();
+        }
+    }
+}
 
 /// A value on a cache line of its own.
 #[repr(align(64))]
@@ -96,6 +121,7 @@ impl Shared {
 pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<thread::JoinHandle<()>>,
+    gave: Gave,
 }
 
 /// Lets the parts of a running job meet.
@@ -172,6 +198,7 @@ impl Pool {
         let mut pool = Self {
             shared,
             threads: Vec::with_capacity(parts - 1),
+            gave: Gave::now(),
         };
         for part in 1..parts {
             let shared = Arc::clone(&pool.shared);
@@ -206,6 +233,8 @@ impl Pool {
 
     /// The same on the first `parts` parts only (one at least, and no more than there are); the other threads sleep on.
     pub fn run_on(&mut self, parts: usize, job: impl Fn(usize, Barrier<'_>) + Sync) {
+        // Whoever was told of the last job's results has them before this one begins.
+        self.gave.again();
         let shared = &*self.shared;
         let parts = parts.clamp(1, shared.parts);
         let call = |part: usize| {
@@ -253,6 +282,7 @@ impl Drop for AbortOnUnwind {
 
 fn serve(shared: &Shared, part: usize) {
     let mut seen = 0;
+    let mut gave = Gave::now();
     loop {
         shared.wait(part, || shared.generation.0.load(Ordering::Acquire) != seen);
         seen = shared.generation.0.load(Ordering::Acquire);
@@ -271,6 +301,7 @@ fn serve(shared: &Shared, part: usize) {
         std::mem::forget(guard);
         shared.finished.0.fetch_add(1, Ordering::Release);
         shared.wake(part, 1);
+        gave.again();
     }
 }
 

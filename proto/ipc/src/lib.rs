@@ -27,3 +27,4 @@ pub mod terminal;
 pub mod transport;
 pub mod turns;
 pub mod unsealed;
+mod vfork;

@@ -19,7 +19,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 pub use crate::child::{Child, ExitStatus, Killer, Signal, signal_name};
 use crate::image::Image;
-use crate::{background, signals, terminal::Place};
+use crate::{background, signals, terminal::Place, vfork::vfork};
 
 /// Where a child's output goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -286,8 +286,8 @@ pub(crate) fn c_string(text: &OsStr) -> io::Result<CString> {
     CString::new(text.as_bytes()).map_err(|_| invalid("a NUL in a path, argument or variable"))
 }
 
-/// Everything the child needs, allocated before the fork: between fork and exec of a process with threads, not
-/// even memory may be allocated, since another thread may have held the allocator's lock.
+/// Everything the child needs, made before it: until it is another program it has this process's memory, which others go on
+/// to use, and may do no more than ask the system.
 struct Plan {
     program: CString,
     /// Pointers into strings that live as long as the plan, ended by null.
@@ -400,10 +400,6 @@ impl Plan {
             if !self.place.take() {
                 return Step::Session;
             }
-            // Without it, it runs with the same right as others.
-            if self.background {
-                let _ = background::give_way();
-            }
             if let Some(door) = self.group
                 && libc::write(door, c"0".as_ptr().cast(), 1) != 1
             {
@@ -452,14 +448,26 @@ impl Plan {
                     return Step::Limits;
                 }
             }
-            // exec resets handlers but not what is ignored, and Rust ignores SIGPIPE. Fails for SIGKILL, SIGSTOP
-            // and glibc's own two, which need nothing.
+            // exec resets handlers but not what is ignored, and Rust ignores SIGPIPE. Fails for SIGKILL and SIGSTOP, which need
+            // nothing. Not `sigaction`: for SIGABRT some C libraries take a lock, in memory that this process's parent has, too.
+            let default = [0u64; 4];
             for signal in 1..=64 {
-                libc::signal(signal, libc::SIG_DFL);
+                let size = size_of::<u64>();
+                libc::syscall(
+                    libc::SYS_rt_sigaction,
+                    signal,
+                    default.as_ptr(),
+                    0usize,
+                    size,
+                );
             }
             let mut none: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&mut none);
             libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut());
+            // Without it, it runs with the same right as others. Last, for whoever wants the next child waits for this one.
+            if self.background {
+                let _ = background::give_way();
+            }
             libc::execve(
                 self.program.as_ptr(),
                 self.argv.as_ptr(),
@@ -520,21 +528,18 @@ fn launch(mut command: Command) -> io::Result<Child> {
         failure_write.as_raw_fd(),
     )?;
 
-    // SAFETY: the child calls only `become_program`, `write` and `_exit`.
-    let pid = match unsafe { libc::fork() } {
-        -1 => return Err(io::Error::last_os_error()),
-        0 => {
-            // SAFETY: this is the just forked child. `errno` is read before anything else can set it.
-            unsafe {
-                let step = plan.become_program();
-                let [a, b, c, d] = (*libc::__errno_location()).to_ne_bytes();
-                let told = [step as u8, a, b, c, d];
-                libc::write(plan.failure, told.as_ptr().cast(), told.len());
-                libc::_exit(127);
-            }
+    let mut child = || {
+        // SAFETY: this is the just forked child. `errno` is read before anything else can set it.
+        unsafe {
+            let step = plan.become_program();
+            let [a, b, c, d] = (*libc::__errno_location()).to_ne_bytes();
+            let told = [step as u8, a, b, c, d];
+            libc::write(plan.failure, told.as_ptr().cast(), told.len());
         }
-        pid => pid,
+        127
     };
+    // SAFETY: the child calls only `become_program` and `write`; the spawner's thread hears no signals.
+    let pid = unsafe { vfork(&mut child) }?;
     // Before the answer is read: this process's writing ends would keep the pipes open.
     drop((failure_write, stdout_write, stderr_write, null));
     command.fds.clear();

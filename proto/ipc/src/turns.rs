@@ -1,8 +1,8 @@
 //! How long a thread's turns on a processor are.
 //!
 //! Who wakes need not wait for the turn of someone with longer turns to end (EEVDF with Linux 6.12: I. Stoica and H. Abdel-Wahab
-//! 1995; `sched_runtime` of `sched(7)`'s ordinary policy). Turns say nothing of shares: whoever computes for as long as
-//! it is let loses nothing by ordinary ones, and whoever passes a message on wants its moment soon.
+//! 1995; `sched_runtime` of `sched(7)`'s ordinary policy). Turns say nothing of shares: whoever passes a message on wants its
+//! moment soon, and whoever computes and yields gives no more than such a turn away, to another one who computes there.
 
 use std::{io, time::Duration};
 

@@ -3,7 +3,7 @@
 
 use std::{
     io,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use hotcell_graph::{DType, Value, wire};
@@ -31,6 +31,9 @@ use crate::{
 
 /// Bytes of nodes in one message, about.
 const PIECE: usize = 1 << 20;
+
+/// What is computed of values at a stretch beside those who serve: a few times what a call to the system takes.
+const STRETCH: Duration = Duration::from_micros(30);
 
 /// Until a message that was taken for a connection has left the process.
 const FLUSH: Duration = Duration::from_millis(50);
@@ -497,9 +500,9 @@ fn all_pieces(
 ) -> Told {
     let drawn = usize::from(!look.logits.is_empty());
     let first = (look.position + 1).saturating_sub((look.before + drawn) as u64);
-    let mut all = Told::default();
-    let mut take = |token: v1::CapturedToken, rows: Vec<Vec<u8>>| {
-        let told = pieces(token, rows, kinds, values, left);
+    let (mut all, mut gave_way) = (Told::default(), Instant::now());
+    let mut take = |token: v1::CapturedToken, rows: &mut dyn Iterator<Item = &[u8]>| {
+        let told = pieces(token, rows, kinds, values, (left, &mut gave_way));
         left = left.saturating_sub(told.bytes);
         all.bytes += told.bytes;
         all.left_out += told.left_out;
@@ -507,16 +510,13 @@ fn all_pieces(
         all.pieces.extend(told.pieces);
     };
     for at in 0..look.before {
-        let row = |rows: &Vec<u8>| {
+        let row = |rows: &'_ [u8]| {
             let size = rows.len() / look.before;
-            rows.chunks_exact(size.max(1))
-                .nth(at)
-                .unwrap_or_default()
-                .to_vec()
+            at * size..(at + 1) * size
         };
-        let mut rows: Vec<Vec<u8>> = look.rows_before.iter().map(row).collect();
+        let own = |rows| <[u8]>::get(rows, row(rows)).unwrap_or_default();
         // Nobody made logits of it.
-        rows.push(Vec::new());
+        let mut rows = look.rows_before.iter().map(own).chain([&[][..]]);
         let token = v1::CapturedToken {
             position: first + at as u64,
             of_prefix: true,
@@ -525,12 +525,11 @@ fn all_pieces(
             missed: 0,
             ..token.clone()
         };
-        take(token, rows);
+        take(token, &mut rows);
     }
     if drawn > 0 {
-        let logits = look.logits.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let rows = look.rows.into_iter().chain([logits]);
-        take(token, rows.collect());
+        let logits: Vec<u8> = look.logits.iter().flat_map(|v| v.to_le_bytes()).collect();
+        take(token, &mut look.rows.iter().chain([&*logits]));
     }
     all
 }
@@ -538,10 +537,10 @@ fn all_pieces(
 /// The messages of a row of each node, of these dtypes, and whether they are to be withheld.
 fn pieces(
     token: v1::CapturedToken,
-    rows: Vec<Vec<u8>>,
+    rows: &mut dyn Iterator<Item = &[u8]>,
     kinds: &[(DType, bool)],
     values: usize,
-    mut left: u64,
+    (mut left, gave_way): (u64, &mut Instant),
 ) -> Told {
     let mut told = Told::default();
     let mut piece = v1::CapturedToken {
@@ -549,8 +548,8 @@ fn pieces(
         ..token.clone()
     };
     let mut size = 0;
-    for (number, (row, (dtype, withheld))) in rows.into_iter().zip(kinds).enumerate() {
-        let mut node = statistics(&row, *dtype);
+    for (number, (row, (dtype, withheld))) in rows.zip(kinds).enumerate() {
+        let mut node = statistics(row, *dtype);
         let wanted = match withheld {
             true => {
                 node = v1::NodeValues {
@@ -567,8 +566,7 @@ fn pieces(
         if bytes <= left {
             left -= bytes;
             told.bytes += bytes;
-            node.data = row;
-            node.data.truncate(wanted);
+            node.data = row[..wanted].to_vec();
         } else {
             told.left_out += 1;
             told.left_out_bytes += bytes;
@@ -576,7 +574,10 @@ fn pieces(
         size += wanted + 128;
         piece.nodes.push(node);
         // Who serves need not wait until this is done.
-        std::thread::yield_now();
+        if gave_way.elapsed() >= STRETCH {
+            std::thread::yield_now();
+            *gave_way = Instant::now();
+        }
         if size >= PIECE {
             let next = v1::CapturedToken {
                 more: true,
@@ -595,6 +596,7 @@ fn pieces(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::generate::batch::Rows;
 
     fn row(values: &[f32]) -> Vec<u8> {
         values.iter().flat_map(|v| v.to_le_bytes()).collect()
@@ -620,7 +622,7 @@ mod tests {
         let rows = vec![row(&[1.0, f32::NAN]), row(&[1.0, 2.0])];
         let kinds = [(DType::F32, true), (DType::F32, false), (DType::F32, false)];
         let token = v1::CapturedToken::default();
-        let told = all_pieces(token, look(rows), &kinds, usize::MAX, u64::MAX);
+        let told = all_pieces(token, look(&rows), &kinds, usize::MAX, u64::MAX);
         let [hidden, shown, _] = told.pieces[0].nodes.as_slice() else {
             panic!("{} rows", told.pieces[0].nodes.len());
         };
@@ -633,16 +635,28 @@ mod tests {
         assert_eq!(told.left_out, 0);
     }
 
-    fn look(rows: Vec<Vec<u8>>) -> Look {
+    fn rows(nodes: &[Vec<u8>]) -> Rows {
+        let mut rows = Rows::default();
+        for node in nodes {
+            let append = |to: &mut Vec<u8>| {
+                to.extend_from_slice(node);
+                Ok::<_, ()>(())
+            };
+            rows.push(append).unwrap();
+        }
+        rows
+    }
+
+    fn look(nodes: &[Vec<u8>]) -> Look {
         Look {
             request: None,
             index: 3,
             position: 9,
             token: Some(1),
-            rows,
+            rows: rows(nodes),
             logits: vec![1.0, 2.0],
             before: 0,
-            rows_before: Vec::new(),
+            rows_before: Rows::default(),
             missed: 5,
         }
     }
@@ -656,7 +670,7 @@ mod tests {
             missed: 5,
             ..v1::CapturedToken::default()
         };
-        let told = all_pieces(token.clone(), look(rows.clone()), &dtypes, usize::MAX, 40);
+        let told = all_pieces(token.clone(), look(&rows), &dtypes, usize::MAX, 40);
         assert_eq!(
             (told.bytes, told.left_out, told.left_out_bytes),
             (40, 1, 32)
@@ -667,14 +681,14 @@ mod tests {
         let lengths: Vec<usize> = piece.nodes.iter().map(|n| n.data.len()).collect();
         assert_eq!(lengths, [32, 0, 8]);
         assert!(!piece.more && piece.missed == 5);
-        let told = all_pieces(token.clone(), look(rows), &dtypes, 2, u64::MAX);
+        let told = all_pieces(token.clone(), look(&rows), &dtypes, 2, u64::MAX);
         let lengths = told.pieces[0].nodes.iter().map(|n| n.data.len());
         assert_eq!(lengths.collect::<Vec<_>>(), [8, 8, 8]);
         assert_eq!(told.left_out, 0);
         let large = vec![vec![0; PIECE]; 3];
         let told = all_pieces(
             token,
-            look(large),
+            look(&large),
             &[(DType::F32, false); 4],
             usize::MAX,
             u64::MAX,
@@ -694,9 +708,9 @@ mod tests {
         };
         let step = |drawn: bool| Look {
             before: 2,
-            rows_before: vec![row(&[1.0, 2.0, 3.0, 4.0])],
+            rows_before: rows(&[row(&[1.0, 2.0, 3.0, 4.0])]),
             logits: vec![1.0; 2 * usize::from(drawn)],
-            ..look(vec![row(&[5.0, 6.0])])
+            ..look(&[row(&[5.0, 6.0])])
         };
         let kinds = [(DType::F32, false); 2];
         for (drawn, places) in [(true, &[7, 8, 9][..]), (false, &[8, 9])] {

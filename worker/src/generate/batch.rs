@@ -21,6 +21,7 @@ mod admit;
 mod compute;
 mod look;
 mod probe;
+mod rows;
 
 use super::{
     blocks::Key,
@@ -35,6 +36,8 @@ use super::{
 };
 use probe::Lookers;
 pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Probe};
+#[cfg(test)]
+pub use rows::Rows;
 
 use crate::{
     debug::observer::Observer,

@@ -1,8 +1,6 @@
 //! A program that is several processes, which compute models together.
 
-use std::time::Duration;
-
-use hotcell_ipc::{blackbox::Writer, child::ExitStatus, turns};
+use hotcell_ipc::{blackbox::Writer, child::ExitStatus};
 use hotcell_kernels::registry::Registry;
 
 use super::{accept, allowed_cores, confined, fail, prepare, record};
@@ -100,9 +98,6 @@ pub(super) fn be_member(
     };
     if let Err(exit) = accept(&prepared, &report) {
         return exit;
-    }
-    if let Err(error) = turns::take(Duration::ZERO) {
-        tracing::debug!(%error, "it computes in other turns");
     }
     let EngineConfig {
         registry,

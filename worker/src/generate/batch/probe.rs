@@ -13,7 +13,11 @@ use hotcell_proto::{
 };
 use tokio::sync::mpsc;
 
-use super::{Batch, Part, compute::Outcome};
+use super::{
+    Batch, Part,
+    compute::Outcome,
+    rows::{Rows, Spares},
+};
 use crate::{
     generate::task::Task,
     model::{
@@ -49,6 +53,7 @@ pub struct Probe {
     since: u64,
     told: bool,
     missed: u64,
+    spares: Spares,
     /// Whether it had room for what the last step that its request is part of shows of it.
     looks: bool,
 }
@@ -67,6 +72,7 @@ impl Probe {
             since: 0,
             told: false,
             missed: 0,
+            spares: Spares::default(),
             looks: false,
         }
     }
@@ -84,13 +90,13 @@ pub struct Look {
     /// The token, if one could be drawn.
     pub token: Option<u32>,
     /// Rows of the nodes' values, in the order of [`Probe::points`]; none for a step that no token was drawn after.
-    pub rows: Vec<Vec<u8>>,
+    pub rows: Rows,
     /// What it was drawn from.
     pub logits: Vec<f32>,
     /// How many rows were computed before that one in the same step.
     pub before: usize,
     /// These rows' values, likewise.
-    pub rows_before: Vec<Vec<u8>>,
+    pub rows_before: Rows,
     /// Tokens that were left out before this one.
     pub missed: u64,
 }
@@ -438,15 +444,22 @@ impl Batch {
             let end = part.first + part.rows;
             let own = end - usize::from(part.pick.is_some());
             let before = if probe.prefix { own - part.first } else { 0 };
+            let points = self.runner.points();
+            let row_bytes = probe.points.iter();
+            let row_bytes = row_bytes.filter_map(|&point| points.get(point)?.row_bytes());
+            let row_bytes = row_bytes.fold(0, usize::saturating_add);
             let read = |rows: Range<usize>| {
-                let read = |&point: &usize| self.runner.tapped_rows(point, rows.clone());
-                probe.points.iter().map(read).collect::<Result<_, _>>()
+                let mut read = probe.spares.rows(row_bytes.saturating_mul(rows.len()));
+                for &point in &probe.points {
+                    read.push(|to| self.runner.tapped_rows(point, rows.clone(), to))?;
+                }
+                Ok::<_, DeviceError>(read)
             };
             let rows_before = match before {
-                0 => Vec::new(),
+                0 => Rows::default(),
                 _ => read(part.first..own)?,
             };
-            let (mut rows, mut logits) = (Vec::new(), Vec::new());
+            let (mut rows, mut logits) = (Rows::default(), Vec::new());
             if let Some(pick) = part.pick {
                 rows = read(own..end)?;
                 logits = vec![0.0; self.runner.vocab()];

@@ -322,22 +322,27 @@ impl Runner {
         self.tapping = on;
     }
 
-    /// Rows of a node's values in the last step, one behind the other.
+    /// Appends rows of a node's values in the last step, one behind the other.
     ///
     /// # Errors
     /// When they were not asked for.
-    pub fn tapped_rows(&self, number: usize, rows: Range<usize>) -> Result<Vec<u8>, DeviceError> {
+    pub fn tapped_rows(
+        &self,
+        number: usize,
+        rows: Range<usize>,
+        to: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
         let missing = || DeviceError::Binding(format!("nobody asked for node {number}"));
         let (point, place) = self.whole.point(number).ok_or_else(missing)?;
         let bytes = point.row_bytes().ok_or_else(missing)?;
         if place.stage != self.own_stage() {
-            return self.rows_elsewhere(place.stage, number, rows, bytes);
+            return self.rows_elsewhere(place.stage, number, (rows, bytes), to);
         }
         let buffer = self.tap.as_ref().and_then(|tap| tap.whole.get(&number));
         let buffer = buffer.ok_or_else(missing)?;
-        let mut data = vec![0; bytes.saturating_mul(rows.len())];
-        buffer.read(rows.start.saturating_mul(bytes), &mut data)?;
-        Ok(data)
+        let before = to.len();
+        to.resize(before + bytes.saturating_mul(rows.len()), 0);
+        buffer.read(rows.start.saturating_mul(bytes), &mut to[before..])
     }
 
     /// The same of a node in a layer that another process has.
@@ -345,18 +350,17 @@ impl Runner {
         &self,
         stage: usize,
         number: usize,
-        rows: Range<usize>,
-        bytes: usize,
-    ) -> Result<Vec<u8>, DeviceError> {
-        let mut data = Vec::with_capacity(bytes.saturating_mul(rows.len()));
+        (rows, bytes): (Range<usize>, usize),
+        to: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
         let at_once = (ANSWER / bytes.max(1)).max(1);
         for first in rows.clone().step_by(at_once) {
             let rows = first..rows.end.min(first + at_once);
             let expected = bytes.saturating_mul(rows.len());
             let seen = Seen::Rows { number, rows };
-            data.extend(self.ask(stage, &seen, expected)?);
+            to.extend(self.ask(stage, &seen, expected)?);
         }
-        Ok(data)
+        Ok(())
     }
 
     /// Asks the process with some other layers what it saw of them in the last step.
@@ -404,7 +408,11 @@ impl Runner {
     /// When that was not asked for before the step.
     pub fn saw(&self, what: &Seen) -> Result<Vec<u8>, DeviceError> {
         match what {
-            Seen::Rows { number, rows } => self.tapped_rows(*number, rows.clone()),
+            Seen::Rows { number, rows } => {
+                let mut told = Vec::new();
+                self.tapped_rows(*number, rows.clone(), &mut told)?;
+                Ok(told)
+            }
             Seen::Sizes { rows } => {
                 let wanted = self.tap.as_ref().map(|tap| &tap.wanted.sizes);
                 let own = wanted.map(|sizes| self.chosen(sizes, self.own_stage()));
