@@ -29,3 +29,19 @@ pub(crate) fn mask_all() {
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, std::ptr::null_mut());
     }
 }
+
+/// Gives all signals their defaults and lets all of them through, for a program that is about to begin: exec resets handlers
+/// but not what is ignored, and Rust ignores SIGPIPE.
+///
+/// Safe in a child that has its parent's memory. Not by `sigaction`: for SIGABRT some C libraries take a lock, which the parent has, too.
+pub(crate) fn reset() {
+    // The kernel's own: no handler, no flags, nothing masked.
+    let default = [0u64; 4];
+    // Fails for SIGKILL and SIGSTOP, which need nothing.
+    for signal in 1..=64 {
+        let (new, old) = (default.as_ptr(), std::ptr::null_mut::<u64>());
+        // SAFETY: the numbers of signals, a valid action, and the size of a set of signals.
+        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, new, old, size_of::<u64>()) };
+    }
+    hear();
+}

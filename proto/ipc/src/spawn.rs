@@ -448,22 +448,7 @@ impl Plan {
                     return Step::Limits;
                 }
             }
-            // exec resets handlers but not what is ignored, and Rust ignores SIGPIPE. Fails for SIGKILL and SIGSTOP, which need
-            // nothing. Not `sigaction`: for SIGABRT some C libraries take a lock, in memory that this process's parent has, too.
-            let default = [0u64; 4];
-            for signal in 1..=64 {
-                let size = size_of::<u64>();
-                libc::syscall(
-                    libc::SYS_rt_sigaction,
-                    signal,
-                    default.as_ptr(),
-                    0usize,
-                    size,
-                );
-            }
-            let mut none: libc::sigset_t = std::mem::zeroed();
-            libc::sigemptyset(&mut none);
-            libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut());
+            signals::reset();
             // Without it, it runs with the same right as others. Last, for whoever wants the next child waits for this one.
             if self.background {
                 let _ = background::give_way();

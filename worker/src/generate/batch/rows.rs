@@ -75,7 +75,8 @@ impl Drop for Rows {
         if values.capacity() == 0 || values.capacity() > KEPT_BYTES {
             return;
         }
-        (values.clear(), ends.clear());
+        values.clear();
+        ends.clear();
         if let Some(mut spares) = self.spares.kept()
             && spares.len() < KEPT
         {
