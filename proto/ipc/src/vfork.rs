@@ -64,7 +64,7 @@ pub(crate) unsafe fn vfork(child: &mut dyn FnMut() -> libc::c_int) -> io::Result
     let stack = Stack::new()?;
     let mut call: Call<'_> = child;
     // SAFETY: the stack is the child's alone, and lives until the child has memory of its own, or none, for the kernel has this
-    // thread wait until then; it is in no mapping that is written to by others. What it calls is the caller's promise.
+    // thread wait until then. What it calls is the caller's promise.
     let pid = unsafe {
         libc::clone(
             begin,

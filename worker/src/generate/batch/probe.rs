@@ -445,9 +445,8 @@ impl Batch {
             let own = end - usize::from(part.pick.is_some());
             let before = if probe.prefix { own - part.first } else { 0 };
             let points = self.runner.points();
-            let row_bytes = probe.points.iter();
-            let row_bytes = row_bytes.filter_map(|&point| points.get(point)?.row_bytes());
-            let row_bytes = row_bytes.fold(0, usize::saturating_add);
+            let bytes_of = |&point: &usize| points.get(point)?.row_bytes();
+            let row_bytes: usize = probe.points.iter().filter_map(bytes_of).sum();
             let read = |rows: Range<usize>| {
                 let mut read = probe.spares.rows(row_bytes.saturating_mul(rows.len()));
                 for &point in &probe.points {
