@@ -1,6 +1,10 @@
 //! Computing on the time that others leave: for a worker that runs beside one that serves, and that no client waits for.
 
-use std::{ffi::CStr, io, thread, time::Duration};
+use std::{
+    ffi::CStr,
+    io, thread,
+    time::{Duration, Instant},
+};
 
 use crate::turns::Attributes;
 
@@ -73,4 +77,88 @@ pub fn insist() -> io::Result<()> {
         }
     }
     Err(io::ErrorKind::WouldBlock.into())
+}
+
+/// What is computed at a stretch, about.
+const STRETCH: Duration = Duration::from_micros(300);
+/// How long a rest is, at least and at most.
+const SHORTEST: Duration = Duration::from_micros(100);
+const LONGEST: Duration = Duration::from_micros(1_500);
+
+/// The rests of a thread that [gives way](give_way).
+///
+/// The least weight alone does not make room: a system looks whose turn it is when somebody wakes, and else at its clock's
+/// ticks, which may be 4 ms apart; and two threads that serve take turns on one processor as long as something, whatever
+/// its weight, runs on the other one. One that is free they find when they wake. And what runs there has their caches.
+#[derive(Debug)]
+pub struct Rests {
+    since: Instant,
+    computed: Duration,
+}
+
+impl Rests {
+    /// Of this thread, from now on.
+    #[expect(clippy::new_without_default, reason = "it looks at clocks")]
+    pub fn new() -> Self {
+        Self {
+            since: Instant::now(),
+            computed: computed(),
+        }
+    }
+
+    /// Rests if it is time to, for as long as others have had the processor since the last rest. To be asked between pieces of work, by the thread whose rests they are.
+    pub fn rest(&mut self) {
+        let passed = self.since.elapsed();
+        if passed < STRETCH {
+            return;
+        }
+        thread::sleep(length(passed, computed().saturating_sub(self.computed)));
+        *self = Self::new();
+    }
+}
+
+/// Of a rest after so much time, of which so much was computed.
+fn length(passed: Duration, computed: Duration) -> Duration {
+    passed.saturating_sub(computed).clamp(SHORTEST, LONGEST)
+}
+
+/// How long this thread has had a processor.
+fn computed() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: it writes to where it is told. Every Linux has this clock.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(
+        time.tv_sec.unsigned_abs(),
+        u32::try_from(time.tv_nsec).unwrap_or_default(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rests_are_as_long_as_others_computed() {
+        let micros = Duration::from_micros;
+        assert_eq!(length(micros(300), micros(300)), SHORTEST);
+        assert_eq!(length(micros(1_000), micros(300)), micros(700));
+        assert_eq!(length(micros(60_000), micros(300)), LONGEST);
+        // Clocks need not agree.
+        assert_eq!(length(micros(300), micros(301)), SHORTEST);
+    }
+
+    #[test]
+    fn only_time_with_a_processor_is_computed() {
+        let begun = (Instant::now(), computed());
+        while computed() - begun.1 < Duration::from_millis(5) {
+            std::hint::spin_loop();
+        }
+        let slept = Duration::from_millis(50);
+        thread::sleep(slept);
+        let (passed, computed) = (begun.0.elapsed(), computed() - begun.1);
+        assert!(computed + slept <= passed, "{computed:?} of {passed:?}");
+    }
 }

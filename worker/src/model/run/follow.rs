@@ -2,11 +2,12 @@
 //! where it is.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::RefCell,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
+use hotcell_ipc::background::Rests;
 use hotcell_kernels::{backend::DeviceError, plan::Plan};
 use hotcell_proto::limits;
 
@@ -17,30 +18,16 @@ use crate::debug::observer::NodeNote;
 /// Of a process, since a device of it is: one engine has it, or those of a test.
 pub static EACH: AtomicBool = AtomicBool::new(false);
 
-/// Whether it rests now and then, between the steps of plans and of a load. Of a process, as [`EACH`] is.
-///
-/// The least weight alone does not make room: a system looks whose turn it is when somebody wakes, and else at its clock's
-/// ticks, which may be 4 ms apart; and two threads that serve take turns on one processor as long as something, whatever
-/// its weight, runs on the other one. One that is free they find when they wake.
+/// Whether it [rests](Rests) now and then, between the steps of plans and of a load. Of a process, as [`EACH`] is.
 pub static GIVES_WAY: AtomicBool = AtomicBool::new(false);
-
-/// What it computes at a stretch, about, and how long it rests then.
-const STRETCH: Duration = Duration::from_micros(300);
-const REST: Duration = Duration::from_micros(100);
 
 /// Rests if it is time to, and this process [gives way](GIVES_WAY). Pauses no plan.
 pub fn give_way() -> bool {
     thread_local! {
-        static RESTED: Cell<Option<Instant>> = const { Cell::new(None) };
+        static RESTS: RefCell<Rests> = RefCell::new(Rests::new());
     }
     if GIVES_WAY.load(Ordering::Relaxed) {
-        let is_due = RESTED
-            .get()
-            .is_none_or(|rested| rested.elapsed() >= STRETCH);
-        if is_due {
-            std::thread::sleep(REST);
-            RESTED.set(Some(Instant::now()));
-        }
+        RESTS.with_borrow_mut(Rests::rest);
     }
     false
 }
