@@ -26,7 +26,7 @@ use hotcell_proto::{
 };
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, metadata::MetadataMap, service::Routes, transport::server::UdsConnectInfo};
+use tonic::{Request, metadata::MetadataMap, service::Routes};
 use tonic_health::{ServingStatus, server::HealthReporter};
 
 pub use doors::{Doors, Ended, serve};
@@ -223,15 +223,7 @@ fn is_remote<T>(request: &Request<T>) -> bool {
 
 /// Who a request came from, as far as its connection tells.
 pub(crate) fn who<T>(request: &Request<T>) -> Who {
-    let local = request.extensions().get::<UdsConnectInfo>();
-    let peer = local.and_then(|local| local.peer_cred);
-    Who {
-        name: Caller::of(request.extensions()).name.to_string(),
-        uid: peer.map(|peer| peer.uid()),
-        pid: peer.and_then(|peer| peer.pid()),
-        address: request.remote_addr().map(|address| address.to_string()),
-        ..Who::default()
-    }
+    Caller::of(request.extensions()).who(request.extensions())
 }
 
 /// Runs a call within its deadline.

@@ -81,7 +81,7 @@ pub fn insist() -> io::Result<()> {
 
 /// What is computed at a stretch, about.
 const STRETCH: Duration = Duration::from_micros(300);
-/// How long a rest is, at least and at most.
+/// How long a rest is at least and at most.
 const SHORTEST: Duration = Duration::from_micros(100);
 const LONGEST: Duration = Duration::from_micros(1_500);
 
@@ -106,7 +106,9 @@ impl Rests {
         }
     }
 
-    /// Rests if it is time to, for as long as others have had the processor since the last rest. To be asked between pieces of work, by the thread whose rests they are.
+    /// Rests if it is time to: for as long as this thread had no processor since the last rest, which is taken for others'
+    /// having it, and is a little too long where the thread waited for something else. To be asked between pieces of
+    /// work, by the thread whose rests they are.
     pub fn rest(&mut self) {
         let passed = self.since.elapsed();
         if passed < STRETCH {
@@ -158,7 +160,9 @@ mod tests {
         }
         let slept = Duration::from_millis(50);
         thread::sleep(slept);
-        let (passed, computed) = (begun.0.elapsed(), computed() - begun.1);
+        // In this order: what is computed between the two is in neither's favour.
+        let computed = computed() - begun.1;
+        let passed = begun.0.elapsed();
         assert!(computed + slept <= passed, "{computed:?} of {passed:?}");
     }
 }

@@ -3,9 +3,14 @@
 use std::sync::Arc;
 
 use hotcell_proto::error::{Error, Reason};
+use tonic::transport::server::{TcpConnectInfo, UdsConnectInfo};
 
-use super::roles::{Need, Roles};
-use crate::traces::Arrival;
+use super::roles::{Need, Role, Roles};
+use crate::{
+    audit::{Audit, Entry, Who},
+    discover::clip,
+    traces::Arrival,
+};
 
 /// Who makes a call: goes with its request as an extension.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +66,20 @@ impl Caller {
         caller.cloned().unwrap_or_else(Self::own)
     }
 
+    /// Who this is for the audit log, as far as the connection tells, whose extensions these are.
+    pub fn who(&self, extensions: &http::Extensions) -> Who {
+        let local = extensions.get::<UdsConnectInfo>();
+        let peer = local.and_then(|local| local.peer_cred);
+        let tcp = extensions.get::<TcpConnectInfo>();
+        Who {
+            name: self.name.to_string(),
+            uid: peer.map(|peer| peer.uid()),
+            pid: peer.and_then(|peer| peer.pid()),
+            address: (tcp.and_then(TcpConnectInfo::remote_addr)).map(|address| address.to_string()),
+            configuration: false,
+        }
+    }
+
     /// The tenant that a request is for: the caller's own, or the one it says.
     pub fn tenant<'a>(&'a self, said: &'a str) -> &'a str {
         self.tenant.as_deref().unwrap_or(said)
@@ -85,6 +104,21 @@ impl Caller {
         }
     }
 
+    /// [`check`](Self::check), and the audit log has it if somebody may not look into what others do. Those whom nobody knows
+    /// are not in there: they would fill it.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn check_noting(
+        &self,
+        (need, call): (Need, &str),
+        extensions: &http::Extensions,
+        audit: &Audit,
+    ) -> Result<(), Error> {
+        self.check(need, call)
+            .inspect_err(|error| refused((need, call), &self.who(extensions), error, audit))
+    }
+
     /// Whether what belongs to any tenant is the caller's to see.
     pub fn owns_all(&self) -> bool {
         self.tenant.is_none()
@@ -93,5 +127,20 @@ impl Caller {
     /// Whether what belongs to this tenant is the caller's to see.
     pub fn owns(&self, tenant: &str) -> bool {
         self.tenant.as_deref().is_none_or(|own| own == tenant)
+    }
+}
+
+/// Has the audit log have it if a call was refused that looks into what others do. What becomes of one that is let in is said
+/// there as well, by whoever serves it.
+pub(super) fn refused((need, call): (Need, &str), who: &Who, error: &Error, audit: &Audit) {
+    if need == Need::Role(Role::Debug) {
+        audit.note(Entry {
+            event: "debug",
+            who: Some(who),
+            outcome: "refused",
+            reason: error.reason().name(),
+            detail: clip(&format!("{call}: {}", error.message())),
+            ..Entry::default()
+        });
     }
 }

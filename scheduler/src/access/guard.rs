@@ -19,10 +19,14 @@ use tower::{Layer, Service};
 
 use super::{
     Access, Caller, Entrance, Need, Role,
+    caller::refused,
     roles::{need, row},
     seat::{self, Begun, Mark, Outcome},
 };
-use crate::traces::{Arrival, Traces};
+use crate::{
+    audit::{Audit, Who},
+    traces::{Arrival, Traces},
+};
 
 /// Puts a guard before what is served at one door.
 #[derive(Clone, Debug)]
@@ -30,15 +34,17 @@ pub struct Guard {
     access: Arc<Access>,
     entrance: Entrance,
     traces: Traces,
+    audit: Audit,
 }
 
 impl Guard {
     /// Of this door.
-    pub fn new(access: Arc<Access>, entrance: Entrance, traces: Traces) -> Self {
+    pub fn new(access: Arc<Access>, entrance: Entrance, (traces, audit): (Traces, Audit)) -> Self {
         Self {
             access,
             entrance,
             traces,
+            audit,
         }
     }
 
@@ -74,25 +80,28 @@ impl Guard {
         }
     }
 
-    /// Whether it is let in, and the place that it then has until it is answered; and in its trace.
+    /// Whether it is let in, and the place that it then has until it is answered; and in its trace. And who looks into what
+    /// others do, if the call does.
     fn check<B>(
         &self,
         request: &mut Request<B>,
         mark: Option<&Mark>,
-    ) -> Result<(Option<Begun>, Arrival), Status> {
+    ) -> Result<(Option<Begun>, Arrival, Option<Who>), Status> {
         let begun = mark.map(Mark::begin).transpose()?;
         let path = request.uri().path();
         let need = need(path);
         // Asked by those who look whether it lives, without a token, and it says nothing about anybody.
         if need == Need::Nobody && self.entrance == Entrance::Tcp {
-            return Ok((begun, Arrival::default()));
+            return Ok((begun, Arrival::default(), None));
         }
         let mut caller = self.caller(request, mark)?;
         // Gateways ask for services of many kinds to find out what this is.
         if row(path).is_none() && !caller.roles.has(Role::Admin) {
             return Err(Status::unimplemented("nothing is served under this name"));
         }
-        caller.check(need, path.rsplit('/').next().unwrap_or(path))?;
+        caller.check_noting((need, call(path)), request.extensions(), &self.audit)?;
+        let looks = need == LOOKS;
+        let looker = looks.then(|| caller.who(request.extensions()));
         if let Some(mark) = mark {
             mark.keeps();
             if self.entrance == Entrance::Tcp && self.access.knows_by_name(mark) {
@@ -104,8 +113,16 @@ impl Guard {
         request.extensions_mut().insert(caller);
         // Nobody behind this needs the secret.
         request.headers_mut().remove(AUTHORIZATION);
-        Ok((begun, arrival))
+        Ok((begun, arrival, looker))
     }
+}
+
+/// What a call needs that looks into what others do.
+const LOOKS: Need = Need::Role(Role::Debug);
+
+/// A call's name.
+fn call(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path)
 }
 
 /// The bearer token of a call, if it has one.
@@ -217,7 +234,9 @@ where
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
         let mark = seat::came_by(request.extensions_mut());
         match self.guard.check(&mut request, mark.as_ref()) {
-            Ok((begun, arrival)) => {
+            Ok((begun, arrival, looker)) => {
+                let looker = looker.map(|who| (who, call(request.uri().path()).to_owned()));
+                let audit = self.guard.audit.clone();
                 // The services refuse one that cannot be read.
                 let deadline = deadline::of_headers(request.headers()).ok().flatten();
                 let answer = self.inner.call(request);
@@ -228,6 +247,13 @@ where
                     };
                     if let Ok(response) = &mut answer {
                         arrival.answer(response.headers_mut());
+                        let status = looker.zip(Status::from_header_map(response.headers()));
+                        if let Some(((who, call), status)) = status
+                            && status.code() != Code::Ok
+                        {
+                            let error = Error::from_status(&status);
+                            refused((LOOKS, &call), &who, &error, &audit);
+                        }
                         if let Some(begun) = begun {
                             begun.came_to(outcome(code(response.headers())));
                         }

@@ -25,7 +25,7 @@ use super::{
     words,
 };
 use crate::{
-    audit::{Entry, Who},
+    audit::{Audit, Entry, Who},
     discover::clip,
 };
 
@@ -260,6 +260,11 @@ impl Fleet {
             0 => 0,
             pid => resident(pid),
         }
+    }
+
+    /// The audit log.
+    pub fn audit(&self) -> &Audit {
+        &self.gate.audit
     }
 
     /// Notes in the audit log that somebody looks into a worker.

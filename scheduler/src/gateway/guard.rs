@@ -84,7 +84,7 @@ fn check(
         not_from_a_page(request.uri(), request.headers(), &shared.web_origins)?;
     }
     let mut caller = shared.access.over_tcp(mark, || key(request.headers()))?;
-    caller.check(need, path)?;
+    caller.check_noting((need, path), request.extensions(), shared.fleet.audit())?;
     if let Some(mark) = mark {
         mark.keeps();
         if shared.access.knows_by_name(mark) {

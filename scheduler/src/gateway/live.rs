@@ -21,7 +21,7 @@ use super::{
     failure::{Failed, Flavor},
     sse::{self, Framing},
 };
-use crate::{access::Caller, admission::draining, audit::Who, discover::clip, service::Shared};
+use crate::{access::Caller, admission::draining, discover::clip, service::Shared};
 
 /// Pages that are open at once. Each looks into every worker, and others who look must find a place there, too.
 const PAGES: usize = 4;
@@ -93,10 +93,7 @@ fn enter(
     if shared.admission.is_closed() {
         return Err(Box::new(Failed(Flavor::Openai, draining())));
     }
-    let who = Who {
-        name: Caller::of(extensions).name.to_string(),
-        ..Who::default()
-    };
+    let who = Caller::of(extensions).who(extensions);
     let worker = clip(worker);
     tracing::info!(worker, call, by = %who.name, "somebody looks at the live page");
     let detail = "by the live page".to_owned();

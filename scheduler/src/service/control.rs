@@ -24,6 +24,7 @@ use crate::{
     access::{Caller, Role},
     admission::draining,
     audit::Who,
+    discover::clip,
     events::missed,
     fleet::{Wanted, checked_patience},
     vault::name_of,
@@ -271,7 +272,12 @@ impl Control for Service {
         &self,
         request: Request<GetCrashRequest>,
     ) -> Result<Response<CrashReport>, Status> {
-        let crash = self.0.fleet.crashes.get(&request.get_ref().id)?;
+        let id = &request.get_ref().id;
+        let crash = self.0.fleet.crashes.get(id)?;
+        let (who, detail) = (who(&request), clip(id));
+        self.0
+            .fleet
+            .audit_debug(&who, "crash", &crash.worker, detail);
         Ok(Response::new(crash))
     }
 

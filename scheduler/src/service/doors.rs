@@ -295,7 +295,8 @@ pub async fn serve(
     let mut serving = JoinSet::new();
     let guard = |entrance| {
         let access = Arc::clone(&shared.access);
-        Guard::new(access, entrance, shared.traces.clone())
+        let audit = shared.fleet.audit().clone();
+        Guard::new(access, entrance, (shared.traces.clone(), audit))
     };
     if let Some(listener) = doors.unix {
         listener.set_nonblocking(true).map_err(internal)?;

@@ -263,15 +263,32 @@ async fn over_tcp_only_a_token_with_the_role_looks_into_workers_and_the_audit_lo
     assert_eq!(reason, Reason::PermissionDenied);
     assert!(what.contains("--tokens"), "{what}");
     drop((guarded, unguarded));
-    let log = fs::read_to_string(&audit).unwrap();
-    let line = log.lines().find(|line| line.contains("\"debug\"")).unwrap();
-    let line: serde_json::Value = serde_json::from_str(line).unwrap();
-    assert_eq!(line["outcome"], "watch");
-    assert_eq!(line["worker"], "w0");
+    let looks = looks(&audit);
+    let [watched, refused] = looks.as_slice() else {
+        panic!("not two calls: {looks:?}");
+    };
+    assert_eq!(watched["outcome"], "watch");
+    assert_eq!(watched["worker"], "w0");
+    assert_eq!(watched["who"]["name"], "token may");
+    assert_eq!(refused["outcome"], "refused");
+    assert_eq!(refused["reason"], "PERMISSION_DENIED");
+    assert_eq!(refused["who"]["name"], "token maynot");
+    for line in &looks {
+        assert!(line["who"]["address"].is_string(), "{line}");
+    }
     assert!(
-        line["who"]["name"].as_str().unwrap().contains("may"),
-        "{line}"
+        refused["detail"].as_str().unwrap().starts_with("Watch: "),
+        "{refused}"
     );
+}
+
+/// What an audit log has of those who looked into workers.
+fn looks(audit: &std::path::Path) -> Vec<serde_json::Value> {
+    let log = fs::read_to_string(audit).unwrap();
+    let lines = log.lines().map(|line| serde_json::from_str(line).unwrap());
+    lines
+        .filter(|line: &serde_json::Value| line["event"] == "debug")
+        .collect()
 }
 
 #[tokio::test]
@@ -309,12 +326,15 @@ async fn each_way_to_look_into_a_worker_is_in_the_audit_log() {
         ..v1::ReplayRequest::default()
     };
     client.replay(replay).await.unwrap();
+    let unknown = v1::ReplayRequest {
+        which: Some(v1::replay_request::Which::RequestId("unknown".into())),
+        ..v1::ReplayRequest::default()
+    };
+    let said = client.replay(unknown).await.err().unwrap();
+    assert!(client.crash("unknown").await.is_err());
     drop((client, cluster));
-    let log = fs::read_to_string(&audit).unwrap();
-    let lines = log.lines().map(|line| serde_json::from_str(line).unwrap());
-    let lines: Vec<serde_json::Value> = lines
-        .filter(|line: &serde_json::Value| line["event"] == "debug")
-        .collect();
+    let lines = looks(&audit);
+    let log = format!("{lines:?}");
     for (call, detail) in [
         ("watch", ""),
         ("trace", "100 ms"),
@@ -331,6 +351,17 @@ async fn each_way_to_look_into_a_worker_is_in_the_audit_log() {
             line.to_string().replace("\\\"", "\"").contains(detail),
             "{detail}: {line}"
         );
+    }
+    // And what was refused, with the reason.
+    let refused = lines.iter().filter(|line| line["outcome"] == "refused");
+    let refused: Vec<_> = refused.collect();
+    let [replay, crash] = refused.as_slice() else {
+        panic!("not two: {log}");
+    };
+    assert_eq!(replay["reason"], said.reason().name());
+    for (line, call) in [(replay, "Replay: "), (crash, "GetCrash: ")] {
+        assert!(line["detail"].as_str().unwrap().starts_with(call), "{line}");
+        assert!(line["who"]["uid"].is_number(), "{line}");
     }
 }
 

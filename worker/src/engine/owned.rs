@@ -8,6 +8,7 @@ use std::{
 use hotcell_ipc::blackbox::Doing;
 
 use super::{Command, Loop};
+use crate::model::run::begin_anew;
 
 /// The engine's state, or none before its device is open and after its end.
 #[derive(Default)]
@@ -70,6 +71,7 @@ impl Owned {
                 state.blackbox.doing(Doing::Idle);
                 drop(held);
                 let command = wait(queue, deadline);
+                begin_anew();
                 held = self.lock();
                 command
             };

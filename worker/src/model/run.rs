@@ -26,7 +26,7 @@ use caches::Caches;
 pub use draws::Draw;
 use draws::{Draws, draws_on};
 use follow::Follower;
-pub use follow::{EACH, GIVES_WAY, give_way};
+pub use follow::{EACH, GIVES_WAY, begin_anew, give_way};
 pub use others::{Order, Others, Seen};
 use packed::{Packable, is_whole_panels, packable_elsewhere};
 use placed::Placed;

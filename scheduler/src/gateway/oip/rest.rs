@@ -16,7 +16,6 @@ use bytes::Bytes;
 use hotcell_proto::error::{Error, Reason};
 use serde_json::{Value, json};
 use tokio::time::timeout;
-use tonic::transport::server::TcpConnectInfo;
 
 use super::{
     EXTENSIONS,
@@ -85,14 +84,7 @@ async fn ready(State(shared): State<Shared>) -> Response {
 
 /// Who calls, for the audit log.
 fn who(extensions: &Extensions) -> Who {
-    let tcp = extensions.get::<TcpConnectInfo>();
-    Who {
-        name: Caller::of(extensions).name.to_string(),
-        address: tcp
-            .and_then(|tcp| tcp.remote_addr())
-            .map(|address| address.to_string()),
-        ..Who::default()
-    }
+    Caller::of(extensions).who(extensions)
 }
 
 /// A body of JSON; none is an empty object.

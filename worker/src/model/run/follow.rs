@@ -21,11 +21,17 @@ pub static EACH: AtomicBool = AtomicBool::new(false);
 /// Whether it [rests](Rests) now and then, between the steps of plans and of a load. Of a process, as [`EACH`] is.
 pub static GIVES_WAY: AtomicBool = AtomicBool::new(false);
 
+thread_local! {
+    static RESTS: RefCell<Rests> = RefCell::new(Rests::new());
+}
+
+/// This thread has had nothing to do until now: it need not rest for that.
+pub fn begin_anew() {
+    RESTS.set(Rests::new());
+}
+
 /// Rests if it is time to, and this process [gives way](GIVES_WAY). Pauses no plan.
 pub fn give_way() -> bool {
-    thread_local! {
-        static RESTS: RefCell<Rests> = RefCell::new(Rests::new());
-    }
     if GIVES_WAY.load(Ordering::Relaxed) {
         RESTS.with_borrow_mut(Rests::rest);
     }
