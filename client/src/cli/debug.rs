@@ -19,10 +19,12 @@ use clap::{Args, Subcommand};
 use super::{GlobalFlags, exit::Failure, interrupt::Interrupt, session::Session, ui::Ui};
 use crate::local::Bundled;
 
+pub(super) use capture::condition;
 pub use capture::{CaptureFlags, Layers, LookFlags, When};
 pub use compare::CompareFlags;
 pub use dump::{DumpFlags, DumpStyle};
 pub use guard::GuardFlags;
+pub(super) use guard::{line as hit_line, view as hit_view};
 pub use memory::MemoryFlags;
 pub use reduce::{FaultFlags, ReduceFlags, RerunFlags};
 pub use replay::ReplayFlags;

@@ -244,6 +244,10 @@ async fn what_a_faulty_program_computes_is_found_among_many_tokens_by_name() {
         let page = std::fs::read_to_string(html).unwrap();
         assert!(page.contains(node) && page.contains("the first beyond its bound"));
         assert!(!page.contains("<script"));
+        // Drawn, too: as many points as nodes at least, and that one among them.
+        let points = page.matches("<circle").count();
+        assert!(points >= nodes.len(), "{points} of {}", nodes.len());
+        assert!(page.contains("<circle class=\"beyond\""));
     }
 }
 

@@ -7,9 +7,11 @@ use std::{
 
 use hotcell_client::{GenerateOptions, Prompt, v1};
 use hotcell_tests::{
-    cluster::{SOON, all_have, is_own},
+    cluster::{SOON, all_have, is_own, signal_pid},
     fault::{CRASH, CRASH_NODE, POISON},
 };
+
+use rustix::process::Signal;
 
 use super::{hotcell, long};
 
@@ -226,4 +228,43 @@ async fn a_replay_that_hurries_takes_turns_with_who_serves() {
             .filter(|thread| *thread == SCHED_IDLE);
         assert_eq!(idle.count() == 0, hurry);
     }
+}
+
+#[tokio::test]
+async fn what_ran_when_a_worker_was_killed_runs_again_under_watchpoints() {
+    let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let mut stream = client.generate("Now", long("watched")).await.unwrap();
+    stream.next().await.unwrap().unwrap();
+    let worker = cluster.workers(all_have("kjv")).await.unwrap();
+    signal_pid(worker[0].pid, Signal::KILL).unwrap();
+    let tokens = stream.complete().await.unwrap().token_ids.len();
+    let crash = client.crashes().await.unwrap().pop().unwrap();
+    let replay = ["crashes", "replay", &crash.id, "--guard", "nan", "--guard"];
+
+    let said = hotcell(&cluster, &[&["--json"], &replay[..], &["above=0"]].concat());
+    let lines: Vec<serde_json::Value> = said
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let (outcome, hits) = lines.split_last().unwrap();
+    assert_eq!(outcome["outcome"], "lived", "{said}");
+    assert_eq!(outcome["tokens"], tokens, "{said}");
+    let known: u64 = hits.iter().map(|hit| hit["missed"].as_u64().unwrap()).sum();
+    assert!(known + hits.len() as u64 >= tokens as u64, "{said}");
+    for hit in hits {
+        assert_eq!(hit["condition"], "above=0", "{hit}");
+        assert_eq!(hit["request_id"], "watched", "{hit}");
+        assert!(hit["peak"].as_f64().unwrap() > 0.0, "{hit}");
+        assert!(hit["further"].as_u64().unwrap() > 0, "{hit}");
+    }
+    // It is one of the model's first nodes that is named, in words too.
+    let node = hits[0]["node"].as_str().unwrap();
+    let said = hotcell(&cluster, &[&replay[..], &["above=0"]].concat());
+    let named = |line: &str| line.starts_with("above=0 at ") && line.contains(node);
+    assert!(said.lines().any(named), "{node}: {said}");
+    // What does not hold is not told.
+    let said = hotcell(&cluster, &[&replay[..], &["above=1e30"]].concat());
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert!(said.contains("lived, for all of its"), "{said}");
 }

@@ -9,7 +9,7 @@ use hotcell_client::{
     v1::{self, condition::Kind, guard_event},
 };
 use hotcell_tests::{
-    cluster::{Process, SOON},
+    cluster::{Cluster, Process, SOON},
     fault::{NAN_NODE, NAN_TOKEN},
 };
 
@@ -198,29 +198,58 @@ async fn what_is_guessed_right_is_looked_at_too() {
     assert!(!some.is_empty() && guessed().await.1 > 0);
 }
 
+/// `hotcell debug guard` with these arguments, once it looks.
+pub(super) async fn armed(cluster: &Cluster, arguments: &[&str]) -> Process {
+    let mut command = hotcell_tests::cluster::hotcell(cluster.folder.path()).unwrap();
+    let address = format!("unix:{}", cluster.socket.display());
+    command.args(["--address", &address, "debug", "guard"]);
+    let guard = Process::start(command.args(arguments)).unwrap();
+    let begun = Instant::now();
+    while !guard.log().contains("looking at") {
+        assert!(begun.elapsed() < SOON, "{}", guard.log());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    guard
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_is_ended_for_a_nan_is_captured_where_it_came() {
+    let cluster = super::fault_cluster().await;
+    let client = cluster.client().await.unwrap();
+    let file = cluster.folder.path().join("nan.hotcell");
+    let what = ["--nan", "--end", "--capture", file.to_str().unwrap()];
+    let mut guard = armed(&cluster, &what).await;
+    let prompt = Prompt::Ids(vec![0, 312, 17, NAN_TOKEN]);
+    let error = match client.generate(prompt, options("struck", 8)).await {
+        Ok(stream) => stream.complete().await.unwrap_err(),
+        Err(error) => error,
+    };
+    assert_eq!(error.reason(), Reason::NumericsFailed);
+    assert!(guard.wait().unwrap().success(), "{}", guard.log());
+    let said = guard.log();
+    assert!(said.contains("nan at layers.1.mul_mat."), "{said}");
+    assert!(said.contains("the request was ended"), "{said}");
+    let caught = Recording::read(&file).unwrap();
+    let rows = caught.tokens.iter().flat_map(|token| &token.nodes);
+    let mut all = caught.head.nodes.iter().zip(rows);
+    let (node, row) = all.find(|(_, row)| row.nan > 0).unwrap();
+    assert_eq!((node.weight.as_str(), row.nan), (NAN_NODE, 256));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_computed_at_a_hit_is_captured() {
     let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
     let file = cluster.folder.path().join("hit.hotcell");
-    let arguments = [
-        "debug",
-        "guard",
-        "--above",
-        "0",
-        "--node",
-        "layers.2.add.0",
-        "--reveal",
-        "--capture",
-    ];
-    let mut command = hotcell_tests::cluster::hotcell(cluster.folder.path()).unwrap();
-    let address = format!("unix:{}", cluster.socket.display());
-    command.arg("--address").arg(address).args(arguments);
-    let mut guard = Process::start(command.arg(&file)).unwrap();
-    let begun = Instant::now();
-    while !guard.log().contains("looking at 1 nodes") {
-        assert!(begun.elapsed() < SOON, "{}", guard.log());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    let path = file.to_str().unwrap();
+    let node = ["--node", "layers.2.add.0"];
+    let what = [
+        &["--above", "0"],
+        &node[..],
+        &["--reveal", "--capture", path],
+    ]
+    .concat();
+    let mut guard = armed(&cluster, &what).await;
+    assert!(guard.log().contains("looking at 1 nodes"));
     let client = cluster.client().await.unwrap();
     let stream = client
         .generate("In the beginning", options("caught", 60))

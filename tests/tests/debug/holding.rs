@@ -9,7 +9,7 @@ use hotcell_tests::{
     fault::{WRONG_NODE, WRONG_TOKEN},
 };
 
-use super::{kjv_cluster, long};
+use super::{guarding::armed, kjv_cluster, long};
 
 /// The first hit of a request that is a prompt of these tokens, if there is one.
 async fn hit(client: &Client, guard: v1::GuardRequest, prompt: &[u32]) -> Option<v1::GuardHit> {
@@ -98,6 +98,37 @@ async fn zeros_and_infinities_are_told_where_a_files_weights_make_them() {
     let node = infinite.node.unwrap();
     assert_eq!((infinite.condition, infinite.peak), (1, f32::INFINITY));
     assert_eq!((node.op.as_str(), node.layer), ("rms_norm", Some(3)));
+
+    // And so by the command.
+    let ways: [(&[&str], &str, u32); 3] = [
+        (&["--zero"], "zero at layers.1.rms_norm.", 1),
+        (&["--inf"], "inf at layers.3.rms_norm.", 3),
+        (
+            &["--rms-outside", "1,9"],
+            "rms outside [1, 9] at layers.1.rms_norm.",
+            1,
+        ),
+    ];
+    for (i, (condition, said, layer)) in ways.into_iter().enumerate() {
+        let layer = layer.to_string();
+        let what = [
+            condition,
+            &["--node", "rms_norm", "--layer", &layer, "-n", "1"],
+        ]
+        .concat();
+        let mut guard = armed(&cluster, &what).await;
+        let options = GenerateOptions {
+            max_tokens: 1,
+            deadline: Some(SOON),
+            ..long("")
+        };
+        let prompt = Prompt::Ids(vec![0, 320 + i as u32]);
+        if let Ok(stream) = client.generate(prompt, options).await {
+            let _ = stream.complete().await;
+        }
+        assert!(guard.wait().unwrap().success(), "{}", guard.log());
+        assert!(guard.log().contains(said), "{said}: {}", guard.log());
+    }
 }
 
 #[tokio::test]

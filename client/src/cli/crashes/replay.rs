@@ -4,14 +4,15 @@ use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
     v1::{
-        BlackBox, CaptureHeld, CaptureOptions, CrashReport, ReplayRequest, captured,
-        replay_request::Which,
+        BlackBox, CaptureHeld, CaptureOptions, Condition, CrashReport, GuardHit, ReplayRequest,
+        captured, replay_request::Which,
     },
 };
 use serde_json::{Value, json};
 
 use crate::{
     cli::{
+        debug::{When, condition, hit_line, hit_view},
         exit::Failure,
         interrupt::Interrupt,
         session::Session,
@@ -36,6 +37,10 @@ pub struct CrashReplayFlags {
     /// Take turns on the host's processors with those who serve there, instead of running on what time they leave
     #[arg(long)]
     pub hurry: bool,
+    /// Tell where a value of the model's nodes is nan, inf, zero, above=X or rms=A,B; may be given several times. Looking at
+    /// values is work between those of the model's steps: a request may die in another one of them then
+    #[arg(long = "guard", value_name = "CONDITION", value_parser = condition)]
+    pub guards: Vec<When>,
 }
 
 /// How long it waits for a debugger, milliseconds.
@@ -75,20 +80,27 @@ enum News<'a> {
     Held(&'a CaptureHeld),
     /// It is there now, at this node of the model, if that is known.
     At(&'a BlackBox, &'a str),
+    /// A condition held.
+    Hit(&'a GuardHit),
 }
 
-/// Runs a request again, and tells what happens meanwhile. Without watchpoints: they are steps of the plan, too, and the
-/// request would die in another one than it did.
+/// Runs a request again, and tells what happens meanwhile. Without watchpoints if none are asked for: they are steps of the
+/// plan, too, and the request could die in another one than it did.
 async fn run_again(
     client: &Client,
     id: &str,
-    (worker, hold_ms, hurry): (&str, u32, bool),
+    flags: &CrashReplayFlags,
     mut show: impl FnMut(News<'_>),
 ) -> Outcome {
+    let conditions = flags.guards.iter();
+    let conditions = conditions.map(|guard| Condition {
+        kind: Some(guard.0),
+    });
     let request = ReplayRequest {
-        worker: worker.to_owned(),
-        hold_ms,
-        hurry,
+        worker: flags.worker.clone().unwrap_or_default(),
+        hold_ms: if flags.gdb { HOLD } else { 0 },
+        hurry: flags.hurry,
+        conditions: conditions.collect(),
         which: Some(Which::RequestId(id.to_owned())),
         follow: true,
         options: Some(CaptureOptions {
@@ -105,6 +117,13 @@ async fn run_again(
             let waited = recorder.held().is_some();
             let message = message?;
             let is_place = matches!(message.kind, Some(captured::Kind::Seen(_)));
+            if let Some(captured::Kind::Hit(hit)) = &message.kind {
+                // There it goes by a name of its own.
+                show(News::Hit(&GuardHit {
+                    request_id: id.to_owned(),
+                    ..hit.clone()
+                }));
+            }
             tokens += u64::from(recorder.push(message)?.is_some());
             if let Some(held) = recorder.held().filter(|_| !waited) {
                 show(News::Held(held));
@@ -227,8 +246,6 @@ pub(super) async fn replay(
 ) -> Result<(), Failure> {
     let crash = session.client.crash(&flags.id).await?;
     let ids = ran(&crash)?;
-    let worker = flags.worker.as_deref().unwrap_or_default();
-    let hold = if flags.gdb { HOLD } else { 0 };
     for id in &ids {
         let mut shown = Ok(());
         let json = ui.manner.json;
@@ -251,6 +268,14 @@ pub(super) async fn replay(
                     let text = format!("on the scheduler's host, as its user or root: {command}");
                     shown = ui.print(&format!("{}\n", one_line(&text)));
                 }
+                News::Hit(hit) => {
+                    let guard = flags.guards.get(hit.condition as usize);
+                    let name = guard.map_or("?", |guard| &guard.1);
+                    shown = match json {
+                        true => ui.print_json(&hit_view(hit, name)),
+                        false => ui.print(&hit_line(hit, name)),
+                    };
+                }
                 // A line that changes, where somebody sits before it.
                 News::At(seen, node) => {
                     let place = place(Some(seen), node);
@@ -260,7 +285,7 @@ pub(super) async fn replay(
             }
         };
         let outcome = tokio::select! {
-            outcome = run_again(&session.client, id, (worker, hold, flags.hurry), show) => outcome,
+            outcome = run_again(&session.client, id, flags, show) => outcome,
             () = interrupt.pressed() => return Err(Failure::Interrupted),
         };
         bar.finish_and_clear();

@@ -95,11 +95,11 @@ impl LookFlags {
     }
 }
 
-/// What a request has to meet to be captured.
+/// A condition on nodes' values, and how it was written.
 #[derive(Clone, Debug, PartialEq)]
-pub struct When(pub(super) Kind, String);
+pub struct When(pub(in crate::cli) Kind, pub(in crate::cli) String);
 
-fn condition(text: &str) -> Result<When, String> {
+pub(in crate::cli) fn condition(text: &str) -> Result<When, String> {
     let kind = match text.split_once('=') {
         None => match text {
             "nan" => Some(Kind::Nan(true)),
