@@ -1,7 +1,11 @@
 //! Watchpoints: a node that gives what must not be is named, the request that meets it may be ended, and nobody else
 //! notices.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs::File,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
 use hotcell_client::{
     Client, GenerateOptions, Prompt, Reason,
@@ -198,18 +202,22 @@ async fn what_is_guessed_right_is_looked_at_too() {
     assert!(!some.is_empty() && guessed().await.1 > 0);
 }
 
-/// `hotcell debug guard` with these arguments, once it looks.
-pub(super) async fn armed(cluster: &Cluster, arguments: &[&str]) -> Process {
+/// `hotcell debug guard` with these arguments, once it looks, and where it writes what it finds.
+pub(super) async fn armed(cluster: &Cluster, arguments: &[&str]) -> (Process, PathBuf) {
+    let found = cluster.folder.path().join("found");
     let mut command = hotcell_tests::cluster::hotcell(cluster.folder.path()).unwrap();
     let address = format!("unix:{}", cluster.socket.display());
     command.args(["--address", &address, "debug", "guard"]);
-    let guard = Process::start(command.args(arguments)).unwrap();
+    command
+        .args(arguments)
+        .stdout(File::create(&found).unwrap());
+    let guard = Process::start(&mut command).unwrap();
     let begun = Instant::now();
     while !guard.log().contains("looking at") {
         assert!(begun.elapsed() < SOON, "{}", guard.log());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    guard
+    (guard, found)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -218,7 +226,7 @@ async fn a_request_that_is_ended_for_a_nan_is_captured_where_it_came() {
     let client = cluster.client().await.unwrap();
     let file = cluster.folder.path().join("nan.hotcell");
     let what = ["--nan", "--end", "--capture", file.to_str().unwrap()];
-    let mut guard = armed(&cluster, &what).await;
+    let (mut guard, found) = armed(&cluster, &what).await;
     let prompt = Prompt::Ids(vec![0, 312, 17, NAN_TOKEN]);
     let error = match client.generate(prompt, options("struck", 8)).await {
         Ok(stream) => stream.complete().await.unwrap_err(),
@@ -226,7 +234,7 @@ async fn a_request_that_is_ended_for_a_nan_is_captured_where_it_came() {
     };
     assert_eq!(error.reason(), Reason::NumericsFailed);
     assert!(guard.wait().unwrap().success(), "{}", guard.log());
-    let said = guard.log();
+    let said = std::fs::read_to_string(found).unwrap();
     assert!(said.contains("nan at layers.1.mul_mat."), "{said}");
     assert!(said.contains("the request was ended"), "{said}");
     let caught = Recording::read(&file).unwrap();
@@ -248,7 +256,7 @@ async fn what_is_computed_at_a_hit_is_captured() {
         &["--reveal", "--capture", path],
     ]
     .concat();
-    let mut guard = armed(&cluster, &what).await;
+    let (mut guard, _) = armed(&cluster, &what).await;
     assert!(guard.log().contains("looking at 1 nodes"));
     let client = cluster.client().await.unwrap();
     let stream = client
