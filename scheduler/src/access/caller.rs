@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hotcell_proto::error::{Error, Reason};
 use tonic::transport::server::{TcpConnectInfo, UdsConnectInfo};
 
-use super::roles::{Need, Role, Roles};
+use super::roles::{Need, Roles};
 use crate::{
     audit::{Audit, Entry, Who},
     discover::clip,
@@ -115,8 +115,11 @@ impl Caller {
         extensions: &http::Extensions,
         audit: &Audit,
     ) -> Result<(), Error> {
-        self.check(need, call)
-            .inspect_err(|error| refused((need, call), &self.who(extensions), error, audit))
+        self.check(need, call).inspect_err(|error| {
+            if need.looks() {
+                note_refused(call, &self.who(extensions), error, audit);
+            }
+        })
     }
 
     /// Whether what belongs to any tenant is the caller's to see.
@@ -130,17 +133,15 @@ impl Caller {
     }
 }
 
-/// Has the audit log have it if a call was refused that looks into what others do. What becomes of one that is let in is said
-/// there as well, by whoever serves it.
-pub(super) fn refused((need, call): (Need, &str), who: &Who, error: &Error, audit: &Audit) {
-    if need == Need::Role(Role::Debug) {
-        audit.note(Entry {
-            event: "debug",
-            who: Some(who),
-            outcome: "refused",
-            reason: error.reason().name(),
-            detail: clip(&format!("{call}: {}", error.message())),
-            ..Entry::default()
-        });
-    }
+/// Has the audit log have it that a call was refused which looks into what others do. That one was let in is said there by
+/// whoever serves it.
+pub(super) fn note_refused(call: &str, who: &Who, error: &Error, audit: &Audit) {
+    audit.note(Entry {
+        event: "debug",
+        who: Some(who),
+        outcome: "refused",
+        reason: error.reason().name(),
+        detail: clip(&format!("{call}: {}", error.message())),
+        ..Entry::default()
+    });
 }

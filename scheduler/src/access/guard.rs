@@ -19,7 +19,7 @@ use tower::{Layer, Service};
 
 use super::{
     Access, Caller, Entrance, Need, Role,
-    caller::refused,
+    caller::note_refused,
     roles::{need, row},
     seat::{self, Begun, Mark, Outcome},
 };
@@ -100,8 +100,7 @@ impl Guard {
             return Err(Status::unimplemented("nothing is served under this name"));
         }
         caller.check_noting((need, call(path)), request.extensions(), &self.audit)?;
-        let looks = need == LOOKS;
-        let looker = looks.then(|| caller.who(request.extensions()));
+        let looker = need.looks().then(|| caller.who(request.extensions()));
         if let Some(mark) = mark {
             mark.keeps();
             if self.entrance == Entrance::Tcp && self.access.knows_by_name(mark) {
@@ -116,9 +115,6 @@ impl Guard {
         Ok((begun, arrival, looker))
     }
 }
-
-/// What a call needs that looks into what others do.
-const LOOKS: Need = Need::Role(Role::Debug);
 
 /// A call's name.
 fn call(path: &str) -> &str {
@@ -252,7 +248,7 @@ where
                             && status.code() != Code::Ok
                         {
                             let error = Error::from_status(&status);
-                            refused((LOOKS, &call), &who, &error, &audit);
+                            note_refused(&call, &who, &error, &audit);
                         }
                         if let Some(begun) = begun {
                             begun.came_to(outcome(code(response.headers())));

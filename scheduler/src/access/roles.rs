@@ -106,6 +106,13 @@ pub enum Need {
     Role(Role),
 }
 
+impl Need {
+    /// Whether it is that of calls which look into what others do.
+    pub(super) fn looks(self) -> bool {
+        self == DEBUG
+    }
+}
+
 const USE: Need = Need::Role(Role::Use);
 const LOAD: Need = Need::Role(Role::Load);
 const ADMIN: Need = Need::Role(Role::Admin);

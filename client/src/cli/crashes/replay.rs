@@ -4,8 +4,8 @@ use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
     v1::{
-        BlackBox, CaptureHeld, CaptureOptions, Condition, CrashReport, GuardHit, ReplayRequest,
-        captured, replay_request::Which,
+        BlackBox, CaptureHeld, CaptureOptions, CrashReport, GuardHit, ReplayRequest, captured,
+        replay_request::Which,
     },
 };
 use serde_json::{Value, json};
@@ -92,15 +92,11 @@ async fn run_again(
     flags: &CrashReplayFlags,
     mut show: impl FnMut(News<'_>),
 ) -> Outcome {
-    let conditions = flags.guards.iter();
-    let conditions = conditions.map(|guard| Condition {
-        kind: Some(guard.0),
-    });
     let request = ReplayRequest {
         worker: flags.worker.clone().unwrap_or_default(),
         hold_ms: if flags.gdb { HOLD } else { 0 },
         hurry: flags.hurry,
-        conditions: conditions.collect(),
+        conditions: flags.guards.iter().map(When::wire).collect(),
         which: Some(Which::RequestId(id.to_owned())),
         follow: true,
         options: Some(CaptureOptions {

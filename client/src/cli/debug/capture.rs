@@ -97,7 +97,13 @@ impl LookFlags {
 
 /// A condition on nodes' values, and how it was written.
 #[derive(Clone, Debug, PartialEq)]
-pub struct When(pub(in crate::cli) Kind, pub(in crate::cli) String);
+pub struct When(Kind, pub(in crate::cli) String);
+
+impl When {
+    pub(in crate::cli) fn wire(&self) -> Condition {
+        Condition { kind: Some(self.0) }
+    }
+}
 
 pub(in crate::cli) fn condition(text: &str) -> Result<When, String> {
     let kind = match text.split_once('=') {
@@ -125,15 +131,11 @@ async fn met(
     flags: &CaptureFlags,
     interrupt: &mut Interrupt,
 ) -> Result<ReplayRequest, Failure> {
-    let conditions = flags
-        .when
-        .iter()
-        .map(|when| Condition { kind: Some(when.0) });
     let request = GuardRequest {
         worker: flags.worker.clone().unwrap_or_default(),
         model: flags.model.clone().unwrap_or_default(),
         nodes: flags.at.clone(),
-        conditions: conditions.collect(),
+        conditions: flags.when.iter().map(When::wire).collect(),
         ..GuardRequest::default()
     };
     let mut events = session.client.guard(request).await?;

@@ -27,7 +27,9 @@ thread_local! {
 
 /// This thread has had nothing to do until now: it need not rest for that.
 pub fn begin_anew() {
-    RESTS.set(Rests::new());
+    if GIVES_WAY.load(Ordering::Relaxed) {
+        RESTS.set(Rests::new());
+    }
 }
 
 /// Rests if it is time to, and this process [gives way](GIVES_WAY). Pauses no plan.
