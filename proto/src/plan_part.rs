@@ -13,16 +13,19 @@ pub enum PlanPart {
     States = 4,
     /// From logits to tokens.
     Draws = 5,
+    /// From hidden states to logits, handing out what somebody looks at.
+    LookedLogits = 6,
 }
 
 impl PlanPart {
     /// Each with its stable name.
-    pub const ALL: [(PlanPart, &'static str); 5] = [
+    pub const ALL: [(PlanPart, &'static str); 6] = [
         (PlanPart::Body, "body"),
         (PlanPart::Looked, "looked"),
         (PlanPart::Logits, "logits"),
         (PlanPart::States, "states"),
         (PlanPart::Draws, "draws"),
+        (PlanPart::LookedLogits, "looked_logits"),
     ];
 
     /// Its stable name.

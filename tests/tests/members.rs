@@ -597,14 +597,18 @@ async fn hits(client: &Client, model: &str, nodes: &str) -> Vec<(String, u64, u3
 #[tokio::test]
 async fn who_looks_at_a_model_sees_what_one_process_computes() {
     const LOOKED_AT: [&str; 4] = ["llama2", "gemma3-cap", "qwen3_moe", "gguf/llama3-q8_0.gguf"];
+    // What makes logits is in no capture.
+    const HEAD: &str = "head.*";
     // What is divided by columns, heads and experts, what comes of it, and what is not divided.
-    const PATTERNS: [&str; 6] = [
+    const PATTERNS: [&str; 8] = [
         "mul_mat*",
         "rope",
         "layers.1.*",
         "swiglu",
         "add",
         "*o_proj*",
+        "logits",
+        HEAD,
     ];
     let fused = fused_experts();
     let mut alone = Vec::new();
@@ -628,7 +632,7 @@ async fn who_looks_at_a_model_sees_what_one_process_computes() {
             for pattern in PATTERNS {
                 // Not every model has all of them.
                 let names = seen.head.nodes.iter();
-                if names.clone().any(|n| named(pattern, n)) {
+                if pattern == HEAD || names.clone().any(|n| named(pattern, n)) {
                     hit.push(hits(&client, &name, pattern).await);
                 }
             }

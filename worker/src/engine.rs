@@ -39,7 +39,7 @@ mod tensors;
 
 use self::about::Plans;
 pub use self::about::{EngineConfig, Opened, Ready, names, trail};
-pub use self::debug::{Inside, Look};
+pub use self::debug::{Inside, Look, Place};
 use self::{
     command::{Command, TensorWork},
     owned::Owned,

@@ -204,28 +204,34 @@ fn process(uuid: u64, pid: i32, name: String) -> Packet {
 }
 
 fn annotations(span: &TraceSpan) -> Vec<Annotation> {
-    let all: &[(&str, u32)] = match span.track() {
+    let number = u64::from;
+    let all: &[(&str, u64)] = match span.track() {
         TraceTrack::Steps => &[
-            ("rows", span.rows),
-            ("reading", span.reading),
-            ("sequences", span.sequences),
-            ("drawn", span.drawn),
+            ("rows", number(span.rows)),
+            ("reading", number(span.reading)),
+            ("sequences", number(span.sequences)),
+            ("drawn", number(span.drawn)),
         ],
-        TraceTrack::Device => &[("rows", span.rows)],
-        TraceTrack::Nodes => &[("step", span.step), ("group", u32::from(span.group))],
+        TraceTrack::Device => &[("rows", number(span.rows))],
+        TraceTrack::Nodes => &[
+            ("step", number(span.step)),
+            ("group", u64::from(span.group)),
+        ],
+        TraceTrack::Copies => &[("bytes", span.bytes)],
         TraceTrack::Requests
         | TraceTrack::Scheduler
         | TraceTrack::Queue
         | TraceTrack::Events
         | TraceTrack::Unspecified => &[],
     };
-    let annotation = |(name, value): &(&str, u32)| Annotation {
-        uint_value: Some(u64::from(*value)),
+    let annotation = |(name, value): &(&str, u64)| Annotation {
+        uint_value: Some(*value),
         string_value: None,
         name: Some((*name).to_owned()),
     };
     let all = all.iter().map(annotation);
-    all.chain(of_trace(&span.trace_id)).collect()
+    let op = (!span.node.is_empty()).then(|| words("op", &span.name));
+    all.chain(op).chain(of_trace(&span.trace_id)).collect()
 }
 
 /// What a step is for: what comes, what is drawn, or both.
@@ -239,12 +245,15 @@ fn phase(step: &TraceSpan) -> &'static str {
 
 /// Which trace a span is in.
 fn of_trace(id: &str) -> Option<Annotation> {
-    let annotation = || Annotation {
+    (!id.is_empty()).then(|| words("trace_id", id))
+}
+
+fn words(name: &str, value: &str) -> Annotation {
+    Annotation {
         uint_value: None,
-        string_value: Some(id.to_owned()),
-        name: Some("trace_id".to_owned()),
-    };
-    (!id.is_empty()).then(annotation)
+        string_value: Some(value.to_owned()),
+        name: Some(name.to_owned()),
+    }
 }
 
 /// A trace of one worker.
@@ -271,6 +280,7 @@ pub fn encode_with(
         (TraceTrack::Steps, "steps"),
         (TraceTrack::Device, "device"),
         (TraceTrack::Nodes, "nodes"),
+        (TraceTrack::Copies, "copies"),
         (TraceTrack::Events, "events"),
     ] {
         packets.push(track(PROCESS + kind as u64, name, None));
@@ -311,6 +321,7 @@ pub fn encode_with(
             (TraceTrack::Steps, _) => phase(span),
             (TraceTrack::Queue, _) => "waits",
             (TraceTrack::Device, _) => "compute",
+            (TraceTrack::Nodes, _) if !span.node.is_empty() => &span.node,
             (_, "") => "?",
             (_, name) => name,
         };

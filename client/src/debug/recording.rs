@@ -103,6 +103,7 @@ impl Recorder {
             PlanPart::Body => &self.plan.steps,
             PlanPart::Looked => &self.plan.looked_steps,
             PlanPart::Logits => &self.plan.logits_steps,
+            PlanPart::LookedLogits => &self.plan.looked_logits_steps,
             // Those are told to nobody.
             PlanPart::States | PlanPart::Draws => return None,
         };

@@ -53,6 +53,8 @@ pub fn believe(said: WatchSample, link: &Link) -> WatchSample {
         nodes: (said.nodes.into_iter().take(limits::MAX_WATCHED_NODES))
             .map(|node| NodeShare {
                 op: clip(&node.op),
+                name: clip(&node.name),
+                part: clip(&node.part),
                 ..node
             })
             .collect(),
@@ -101,6 +103,7 @@ pub fn believe_captured(said: Captured, link: &Link) -> Captured {
                 steps: believe_nodes(plan.steps),
                 logits_steps: believe_nodes(plan.logits_steps),
                 looked_steps: believe_nodes(plan.looked_steps),
+                looked_logits_steps: believe_nodes(plan.looked_logits_steps),
             }),
             Kind::Hit(hit) => Kind::Hit(believe_hit(hit, link)),
             Kind::Head(head) => Kind::Head(CaptureHead {
@@ -140,9 +143,9 @@ pub fn believe_traced(said: TracePiece, link: &Link) -> TracePiece {
             ..head
         }),
         Kind::Spans(mut some) => {
-            some.spans
-                .iter_mut()
-                .for_each(|span| span.name = clip(&span.name));
+            for span in &mut some.spans {
+                (span.name, span.node) = (clip(&span.name), clip(&span.node));
+            }
             some.counts
                 .iter_mut()
                 .for_each(|count| count.name = clip(&count.name));

@@ -8,6 +8,7 @@ mod crashing;
 mod draining;
 mod guarding;
 mod holding;
+mod logits;
 mod memory;
 mod page;
 mod prompting;

@@ -68,6 +68,30 @@ async fn nodes_lie_inside_of_the_steps_that_compute_them() {
     // Those of a step that began before the trace did have none.
     assert!(inside.count() * 10 >= nodes.len() * 9);
     assert!(nodes.iter().any(|node| node.name == "mul_mat"));
+    // By what they are called in captures, too: those of layers, and the one that gives logits.
+    let named = |op: &str, name: &str| {
+        let is_it = |node: &&v1::TraceSpan| node.name == op && node.node == name;
+        nodes.iter().copied().filter(is_it).count()
+    };
+    let found = nodes.iter().map(|n| n.node.as_str());
+    let found: std::collections::BTreeSet<&str> = found.collect();
+    assert!(named("mul_mat", "layers.1.mul_mat.0") > 10, "{found:?}");
+    assert!(named("mul_mat", "logits") > 10, "{found:?}");
+    // Every step is given its rows and its pick, and a row of logits comes back.
+    let copies: Vec<_> = of(TraceTrack::Copies).collect();
+    let copied = |what: &str| {
+        let its = copies.iter().filter(|copy| copy.name == what);
+        let bytes: Vec<u64> = its.map(|copy| copy.bytes).collect();
+        assert!(bytes.len() > 10, "{what}: {bytes:?}");
+        bytes
+    };
+    assert!(copied("rows").iter().all(|bytes| bytes % 4 == 0));
+    let logits = copied("logits");
+    assert!(
+        logits
+            .iter()
+            .all(|bytes| *bytes == logits[0] && *bytes > 1_000)
+    );
     assert!(of(TraceTrack::Requests).any(|span| span.name == "traced"));
     // The scheduler has had it as long as the trace went on, under its client's trace if that named one.
     let passed: Vec<_> = of(TraceTrack::Scheduler).collect();

@@ -71,6 +71,19 @@ async fn a_watcher_sees_steps_requests_memory_and_where_plans_are() {
                 .all(|m| m.bytes > 0)
         );
         assert!(looks > 0 && sample.nodes.iter().any(|node| !node.op.is_empty()));
+        let told: f64 = sample.nodes.iter().map(|node| node.ms).sum();
+        let computing = sample.steps.as_ref().unwrap().computing_ms;
+        assert!((told - computing).abs() < 1e-6, "{told} of {computing}");
+        // A layer's product, or the one that makes logits, by its name in its plan.
+        let named = |node: &v1::NodeShare| {
+            let part = match node.part.as_str() {
+                "body" => "layers.",
+                "logits" => "",
+                _ => return false,
+            };
+            node.name.starts_with(part) && !node.name.is_empty() && node.op != node.name
+        };
+        assert!(sample.nodes.iter().any(named), "{:?}", sample.nodes);
         assert!(sample.caches[0].used_blocks > 0);
     } else {
         panic!("{TOKENS} tokens were drawn between two samples");

@@ -11,6 +11,7 @@ use hotcell_ipc::background::LOWEST_NICE;
 use hotcell_proto::{
     error::{Error, Reason},
     limits,
+    plan_part::PlanPart,
     v1::{self, captured::Kind},
 };
 use prost::Message;
@@ -26,7 +27,7 @@ use crate::{
     engine::Inside,
     generate::batch::{Aim, Guard, Hit, Look, Looker, Probe},
     host::{Host, Loaded},
-    model::points::{Point, Step, select},
+    model::points::{LOGITS, Point, Step, select},
 };
 
 /// Bytes of nodes in one message, about.
@@ -37,9 +38,6 @@ const STRETCH: Duration = Duration::from_micros(30);
 
 /// Until a message that was taken for a connection has left the process.
 const FLUSH: Duration = Duration::from_millis(50);
-
-/// What the logits are called among the nodes.
-const LOGITS: &str = "logits";
 
 /// Checks what nodes are asked for.
 ///
@@ -137,12 +135,12 @@ pub struct Capture {
 }
 
 /// A step of a plan as it is told.
-fn told_step(step: Step) -> v1::CapturedNode {
+fn told_step(step: &Step) -> v1::CapturedNode {
     v1::CapturedNode {
-        name: step.name,
+        name: step.name.clone(),
         op: step.op.to_owned(),
         layer: step.layer,
-        weight: step.weight,
+        weight: step.weight.clone(),
         ..v1::CapturedNode::default()
     }
 }
@@ -172,7 +170,7 @@ impl Capture {
             let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
             let points = match wanted.only_logits {
                 true => Vec::new(),
-                false => selected(batch.points(), &wanted.nodes, &wanted.layers)?,
+                false => selected(batch.points_of_body(), &wanted.nodes, &wanted.layers)?,
             };
             let looked = || points.iter().filter_map(|&n| batch.points().get(n));
             let nodes: Vec<v1::CapturedNode> = looked().map(told).collect();
@@ -257,16 +255,15 @@ impl Capture {
         let ask = move |inside: &mut Inside<'_>| {
             let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
             let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
-            Ok::<_, Error>(batch.plan_steps())
+            let of = |part| batch.plan_steps(part).iter().map(told_step).collect();
+            Ok::<_, Error>(v1::CapturedPlan {
+                steps: of(PlanPart::Body),
+                logits_steps: of(PlanPart::Logits),
+                looked_steps: of(PlanPart::Looked),
+                looked_logits_steps: of(PlanPart::LookedLogits),
+            })
         };
-        let steps = host.engine().inside(ask).await??;
-        let [steps, logits_steps, looked_steps] =
-            steps.map(|steps| steps.into_iter().map(told_step).collect::<Vec<_>>());
-        self.plan = Some(v1::CapturedPlan {
-            steps,
-            logits_steps,
-            looked_steps,
-        });
+        self.plan = Some(host.engine().inside(ask).await??);
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hotcell_proto::limits;
+use hotcell_proto::{limits, plan_part::PlanPart};
 
 /// One step of token requests.
 #[derive(Clone, Copy, Debug)]
@@ -50,10 +50,25 @@ pub struct NodeNote {
     pub begun: Instant,
     /// How long it took.
     pub took: Duration,
-    /// The node that began last in it, packed.
+    /// The node that began last in it, packed, and the plan that it is in, if that is known.
     pub node: u64,
+    /// See `node`.
+    pub part: Option<PlanPart>,
     /// Of those that compute a model together, the one that did it; 0 leads.
     pub member: u16,
+}
+
+/// Something that was copied to the device or from it, as the host saw it.
+#[derive(Clone, Copy, Debug)]
+pub struct CopyNote {
+    /// When that began.
+    pub begun: Instant,
+    /// How long it took.
+    pub took: Duration,
+    /// What it was.
+    pub what: &'static str,
+    /// How much of it.
+    pub bytes: usize,
 }
 
 /// The latest notes of a kind.
@@ -107,10 +122,21 @@ struct Notes {
     /// Until then no step's nodes are noted.
     rest_until: Option<Instant>,
     waits: Ring<WaitNote>,
+    copies: Ring<CopyNote>,
 }
 
 /// A second's share of [`limits::TRACED_NODES_PER_SECOND`].
 const REST: Duration = Duration::from_nanos(1_000_000_000 / limits::TRACED_NODES_PER_SECOND);
+
+impl Notes {
+    /// Notes of nodes rest for as long as so many may take, which a step's may come in several goes of.
+    fn rest(&mut self, count: usize) {
+        let count = u32::try_from(count).unwrap_or(u32::MAX);
+        let since = self.rest_until.unwrap_or_else(Instant::now);
+        let since = since.max(Instant::now());
+        self.rest_until = since.checked_add(REST.saturating_mul(count));
+    }
+}
 
 /// What the engine writes and watchers read. Without a watcher the engine reads one number per step.
 #[derive(Debug, Default)]
@@ -161,13 +187,21 @@ impl Observer {
             return;
         }
         let mut notes = self.notes();
-        let count = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
-        // A step's nodes may come in two goes.
-        let since = notes.rest_until.unwrap_or_else(Instant::now);
-        let since = since.max(Instant::now());
-        notes.rest_until = since.checked_add(REST.saturating_mul(count));
+        notes.rest(nodes.len());
         for node in nodes {
             notes.nodes.push(*node, limits::MAX_TRACED_NODES);
+        }
+    }
+
+    /// Notes what was copied.
+    pub fn note_copies(&self, copies: &[CopyNote]) {
+        if copies.is_empty() || !self.is_traced() {
+            return;
+        }
+        let mut notes = self.notes();
+        notes.rest(copies.len());
+        for copy in copies {
+            notes.copies.push(*copy, limits::MAX_TRACED_NODES);
         }
     }
 
@@ -182,7 +216,7 @@ impl Observer {
         }
         let notes = self.notes();
         let (next_step, next_node) = (notes.steps.next(), notes.nodes.next());
-        let next_wait = notes.waits.next();
+        let (next_wait, next_copy) = (notes.waits.next(), notes.copies.next());
         drop(notes);
         Some(Watching {
             observer: Arc::clone(self),
@@ -190,6 +224,7 @@ impl Observer {
             next_step,
             next_node,
             next_wait,
+            next_copy,
         })
     }
 }
@@ -203,6 +238,7 @@ pub struct Watching {
     next_step: u64,
     next_node: u64,
     next_wait: u64,
+    next_copy: u64,
 }
 
 impl Watching {
@@ -222,6 +258,14 @@ impl Watching {
         waits
     }
 
+    /// Copies since it last asked; of those that are lost nobody is told.
+    pub fn copies(&mut self) -> Vec<CopyNote> {
+        let notes = self.observer.notes();
+        let (copies, _) = notes.copies.from(self.next_copy);
+        self.next_copy = notes.copies.next();
+        copies
+    }
+
     /// The nodes since it last asked, and how many of them are lost.
     pub fn nodes(&mut self) -> (Vec<NodeNote>, u64) {
         let notes = self.observer.notes();
@@ -237,6 +281,7 @@ impl Drop for Watching {
         if self.traces && observer.tracers.fetch_sub(1, Ordering::AcqRel) == 1 {
             let mut notes = observer.notes();
             notes.nodes.forget();
+            notes.copies.forget();
             notes.rest_until = None;
         }
         if observer.watchers.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -301,6 +346,7 @@ mod tests {
             begun: Instant::now(),
             took: Duration::from_micros(5),
             node,
+            part: None,
             member: 0,
         };
         assert!(observer.follows());

@@ -1,7 +1,7 @@
 //! A timeline of what the engine does for a while: steps, nodes, requests and counters.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -14,8 +14,11 @@ use hotcell_proto::{
 use tokio::{sync::mpsc, time::timeout};
 use tonic::Status;
 
-use super::observer::{NodeNote, StepNote, WaitNote, Watching};
-use crate::{engine::names, host::Host};
+use super::observer::{CopyNote, NodeNote, StepNote, WaitNote, Watching};
+use crate::{
+    engine::{Place, names as op_names},
+    host::Host,
+};
 
 /// Time between two looks at requests and counters.
 const LOOK: Duration = Duration::from_millis(50);
@@ -108,19 +111,33 @@ impl Timeline {
         }
     }
 
-    fn nodes(&mut self, notes: &[NodeNote], ops: &[&'static str]) {
+    fn nodes(&mut self, notes: &[NodeNote], names: &Names) {
         // Of what other processes noted, some may be older.
         for note in notes.iter().filter(|note| note.begun >= self.begun) {
             let node = Node::unpacked(note.node);
-            let op = ops.get(usize::from(node.op)).copied();
+            let name = names.place(note).and_then(|place| names.known.get(&place));
             self.spans.push(v1::TraceSpan {
                 track: TraceTrack::Nodes.into(),
                 begin_ns: self.since(note.begun),
                 duration_ns: ns(note.took),
-                name: op.unwrap_or_default().to_owned(),
+                name: names.op(node).to_owned(),
+                node: name.cloned().unwrap_or_default(),
                 step: node.step,
                 group: node.group,
                 member: note.member.into(),
+                ..v1::TraceSpan::default()
+            });
+        }
+    }
+
+    fn copies(&mut self, notes: &[CopyNote]) {
+        for note in notes.iter().filter(|note| note.begun >= self.begun) {
+            self.spans.push(v1::TraceSpan {
+                track: TraceTrack::Copies.into(),
+                begin_ns: self.since(note.begun),
+                duration_ns: ns(note.took),
+                name: note.what.to_owned(),
+                bytes: note.bytes as u64,
                 ..v1::TraceSpan::default()
             });
         }
@@ -167,11 +184,13 @@ impl Timeline {
         });
     }
 
-    async fn look(&mut self, host: &Host) {
+    async fn look(&mut self, host: &Host, names: &mut Names, places: Vec<Place>) {
         // In a long step it does not answer: there is nothing to count then.
-        let Ok(Ok(look)) = timeout(PATIENCE, host.engine().look()).await else {
+        let look = timeout(PATIENCE, host.engine().look(places.clone())).await;
+        let Ok(Ok(look)) = look else {
             return;
         };
+        names.known.extend(places.into_iter().zip(look.names));
         let now = self.since(Instant::now());
         let used = |cache: &v1::CacheStatus| {
             let layers = cache.layers.iter();
@@ -218,6 +237,39 @@ impl Timeline {
     }
 }
 
+/// What nodes are called.
+struct Names {
+    ops: Vec<&'static str>,
+    known: HashMap<Place, String>,
+}
+
+impl Names {
+    fn op(&self, node: Node) -> &'static str {
+        let op = self.ops.get(usize::from(node.op));
+        op.copied().unwrap_or_default()
+    }
+
+    /// Where a node is that may have a name.
+    fn place(&self, note: &NodeNote) -> Option<Place> {
+        let node = Node::unpacked(note.node);
+        Some(Place {
+            part: note.part?,
+            step: node.step,
+            op: self.op(node),
+        })
+    }
+
+    /// Places whose names are not known yet.
+    fn unknown(&self, notes: &[NodeNote]) -> Vec<Place> {
+        let places = notes.iter().filter_map(|note| self.place(note));
+        let new = places.filter(|place| !self.known.contains_key(place));
+        let new: HashSet<Place> = new.collect();
+        // More than a few models' plans have are not asked for.
+        let left = limits::MAX_TRACED_NODES.saturating_sub(self.known.len());
+        new.into_iter().take(left).collect()
+    }
+}
+
 /// Sends a piece, if it is taken by then: nothing is noted for ever for who does not read.
 async fn send(
     to: &mpsc::Sender<Result<v1::TracePiece, Status>>,
@@ -235,7 +287,10 @@ pub async fn trace(
     Extent { duration, steps }: Extent,
     to: mpsc::Sender<Result<v1::TracePiece, Status>>,
 ) {
-    let ops: Vec<&'static str> = names().collect();
+    let mut names = Names {
+        ops: op_names().collect(),
+        known: HashMap::new(),
+    };
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     let begun = Instant::now();
     let (worker, epoch) = host.identity();
@@ -266,13 +321,15 @@ pub async fn trace(
             () = to.closed() => return,
             _ = looking.tick() => {}
         }
-        timeline.look(&host).await;
         let (steps, missed_steps) = watching.steps();
         let (nodes, missed_nodes) = watching.nodes();
+        let unknown = names.unknown(&nodes);
+        timeline.look(&host, &mut names, unknown).await;
         timeline.end.missed_steps += missed_steps;
         timeline.end.missed_nodes += missed_nodes;
         timeline.steps(&steps);
-        timeline.nodes(&nodes, &ops);
+        timeline.nodes(&nodes, &names);
+        timeline.copies(&watching.copies());
         timeline.waits(watching.waits());
         let is_over = begun.elapsed() >= duration || timeline.steps_left == Some(0);
         if is_over {

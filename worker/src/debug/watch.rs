@@ -8,7 +8,9 @@ use std::{
 use hotcell_ipc::blackbox::{Doing, Node};
 use hotcell_proto::{
     error::{Error, Reason},
-    limits, v1,
+    limits,
+    plan_part::PlanPart,
+    v1,
 };
 use tokio::{
     sync::mpsc,
@@ -18,7 +20,7 @@ use tonic::Status;
 
 use super::observer::{StepNote, Watching};
 use crate::{
-    engine::{Look, names},
+    engine::{Look, Place, names as op_names},
     host::Host,
 };
 
@@ -83,33 +85,73 @@ fn steps(notes: &[StepNote], missed: u64) -> v1::WatchedSteps {
 /// Where plans were found, counted.
 #[derive(Default)]
 struct Looks {
-    places: HashMap<u64, (Node, u32)>,
+    places: HashMap<(Option<PlanPart>, u64), (Node, u32)>,
     count: u32,
+}
+
+/// One of the places.
+struct Found {
+    part: Option<PlanPart>,
+    node: Node,
+    op: &'static str,
+    seen: u32,
 }
 
 impl Looks {
     fn look(&mut self, host: &Host) {
         if let (Doing::Stepping, Some(node)) = host.engine().blackbox().seen() {
             self.count += 1;
-            self.places.entry(node.packed()).or_insert((node, 0)).1 += 1;
+            let key = (host.engine().blackbox().executed(), node.packed());
+            self.places.entry(key).or_insert((node, 0)).1 += 1;
         }
     }
 
     /// The most frequent ones.
-    fn told(&self, ops: &[&'static str]) -> Vec<v1::NodeShare> {
-        let mut places: Vec<_> = self.places.values().collect();
-        places.sort_unstable_by_key(|(node, seen)| (std::cmp::Reverse(*seen), node.step));
-        let share = |(node, seen): &(Node, u32)| {
-            let op = ops.get(usize::from(node.op)).copied();
-            v1::NodeShare {
-                step: node.step,
-                op: op.unwrap_or_default().to_owned(),
-                group: node.group,
-                seen: *seen,
-            }
+    fn most(&self, ops: &[&'static str]) -> Vec<Found> {
+        let found = |(&(part, _), &(node, seen)): (&(Option<PlanPart>, u64), &(Node, u32))| Found {
+            part,
+            node,
+            op: ops.get(usize::from(node.op)).copied().unwrap_or_default(),
+            seen,
         };
-        let most = places.into_iter().take(limits::MAX_WATCHED_NODES);
-        most.map(share).collect()
+        let mut places: Vec<Found> = self.places.iter().map(found).collect();
+        let order = |place: &Found| {
+            let part = place.part.map_or(0, |part| part as u64);
+            (std::cmp::Reverse(place.seen), place.node.step, part)
+        };
+        places.sort_unstable_by_key(order);
+        places.truncate(limits::MAX_WATCHED_NODES);
+        places
+    }
+
+    /// The same as they are told: by these names, with their share of what the device computed for so many milliseconds.
+    fn told(&self, most: &[Found], names: &[String], computing_ms: f64) -> Vec<v1::NodeShare> {
+        let share = |(at, found): (usize, &Found)| v1::NodeShare {
+            step: found.node.step,
+            op: found.op.to_owned(),
+            group: found.node.group,
+            seen: found.seen,
+            name: names.get(at).cloned().unwrap_or_default(),
+            part: found
+                .part
+                .map(PlanPart::name)
+                .unwrap_or_default()
+                .to_owned(),
+            ms: f64::from(found.seen) * computing_ms / f64::from(self.count.max(1)),
+        };
+        most.iter().enumerate().map(share).collect()
+    }
+}
+
+impl Found {
+    /// Where it is, of those that may have a name.
+    fn place(&self) -> Place {
+        Place {
+            // What said nothing of its plan was found at none of these steps.
+            part: self.part.unwrap_or(PlanPart::Draws),
+            step: self.node.step,
+            op: self.op,
+        }
     }
 }
 
@@ -120,7 +162,7 @@ pub async fn watch(
     every: Duration,
     to: mpsc::Sender<Result<v1::WatchSample, Status>>,
 ) {
-    let ops: Vec<&'static str> = names().collect();
+    let ops: Vec<&'static str> = op_names().collect();
     let mut looking = interval(LOOK);
     looking.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let (mut looks, mut begun, mut missed) = (Looks::default(), Instant::now(), 0);
@@ -135,7 +177,10 @@ pub async fn watch(
         }
         // Before it is asked what it has, which is something to do.
         let doing = host.engine().blackbox().seen().0.name().to_owned();
-        let look = timeout(PATIENCE, host.engine().look()).await;
+        let looked = std::mem::take(&mut looks);
+        let most = looked.most(&ops);
+        let places = most.iter().map(Found::place).collect();
+        let look = timeout(PATIENCE, host.engine().look(places)).await;
         let look = match look {
             Ok(Ok(look)) => Some(look),
             Ok(Err(error)) => {
@@ -155,12 +200,14 @@ pub async fn watch(
             requests,
             memory,
             tensors,
+            names,
         } = look.unwrap_or_default();
         let weights = match busy {
             true => Vec::new(),
             false => host.weights_in_use(),
         };
-        let looked = std::mem::take(&mut looks);
+        let steps = steps(&notes, lost);
+        let nodes = looked.told(&most, &names, steps.computing_ms);
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let sample = v1::WatchSample {
             worker,
@@ -168,13 +215,13 @@ pub async fn watch(
             time_ms: since.map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX)),
             span_ms: ms(span),
             doing,
-            steps: Some(steps(&notes, lost)),
+            steps: Some(steps),
             caches,
             requests,
             memory: weights.into_iter().chain(memory).collect(),
             queue: u32::try_from(host.engine().queued()).unwrap_or(u32::MAX),
             tensors: Some(tensors),
-            nodes: looked.told(&ops),
+            nodes,
             looks: looked.count,
             missed,
             busy,
@@ -234,14 +281,39 @@ mod tests {
             op,
             group: false,
         };
-        for (node, seen) in [(node(1, 0), 2), (node(2, 1), 5), (node(3, u16::MAX), 2)] {
-            looks.places.insert(node.packed(), (node, seen));
+        let body = Some(PlanPart::Body);
+        for (part, node, seen) in [
+            (body, node(1, 0), 2),
+            (body, node(2, 1), 5),
+            (None, node(3, u16::MAX), 2),
+            (Some(PlanPart::Logits), node(2, 1), 1),
+        ] {
+            looks.places.insert((part, node.packed()), (node, seen));
+            looks.count += seen;
         }
-        let told = looks.told(&["add", "mul"]);
+        let most = looks.most(&["add", "mul"]);
+        assert_eq!(most[0].place().part, PlanPart::Body);
+        let names = ["layers.0.mul.0".to_owned(), String::new()];
+        let told = looks.told(&most, &names, 20.0);
         let told: Vec<_> = told
             .iter()
-            .map(|n| (n.step, n.op.as_str(), n.seen))
+            .map(|n| {
+                (
+                    n.part.as_str(),
+                    n.step,
+                    n.op.as_str(),
+                    n.seen,
+                    n.ms,
+                    n.name.as_str(),
+                )
+            })
             .collect();
-        assert_eq!(told, [(2, "mul", 5), (1, "add", 2), (3, "", 2)]);
+        let expected = [
+            ("body", 2, "mul", 5, 10.0, "layers.0.mul.0"),
+            ("body", 1, "add", 2, 4.0, ""),
+            ("", 3, "", 2, 4.0, ""),
+            ("logits", 2, "mul", 1, 2.0, ""),
+        ];
+        assert_eq!(told, expected);
     }
 }

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc, time::Instant};
 
 use hotcell_kernels::backend::Device;
-use hotcell_proto::{error::Error, v1};
+use hotcell_proto::{error::Error, plan_part::PlanPart, v1};
 use tokio::sync::oneshot;
 
 use super::{Command, Engine, Loop};
@@ -33,6 +33,38 @@ pub struct Look {
     pub memory: Vec<v1::MemoryUse>,
     /// Sessions, tensors and plans.
     pub tensors: v1::TensorCensus,
+    /// What the places are called that were asked for, as [`Inside::name`] has it.
+    pub names: Vec<String>,
+}
+
+/// Where a plan was found: which one, if that is known, the step in it, and its op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Place {
+    /// Which of its model's plans.
+    pub part: PlanPart,
+    /// The step.
+    pub step: u32,
+    /// The op that it said.
+    pub op: &'static str,
+}
+
+impl Inside<'_> {
+    /// What the node at a place is called, as in a capture. Empty where the device does not tell, or where several models have
+    /// different ones there.
+    pub fn name(&self, place: &Place) -> String {
+        let at = usize::try_from(place.step).unwrap_or(usize::MAX);
+        let named = self.models.values().filter_map(|batch| {
+            let step = batch.plan_steps(place.part).get(at)?;
+            // One that was said just before another plan began is of that one.
+            (step.op == place.op && !step.name.is_empty()).then_some(&step.name)
+        });
+        let mut names: Vec<&String> = named.collect();
+        names.dedup();
+        match names.as_slice() {
+            [name] => (*name).clone(),
+            _ => String::new(),
+        }
+    }
 }
 
 impl Engine {
@@ -73,15 +105,16 @@ impl Engine {
         let _ = self.inside(forget).await;
     }
 
-    /// What it has now.
+    /// What it has now, and how the nodes are called at these places.
     ///
     /// # Errors
     /// As [`Engine::inside`].
-    pub async fn look(&self) -> Result<Look, Error> {
-        self.inside(|inside| {
+    pub async fn look(&self, places: Vec<Place>) -> Result<Look, Error> {
+        self.inside(move |inside| {
             let now = Instant::now();
             let mut look = Look {
                 tensors: inside.tensors.census(),
+                names: places.iter().map(|place| inside.name(place)).collect(),
                 ..Look::default()
             };
             let mut names: Vec<&String> = inside.models.keys().collect();

@@ -485,7 +485,15 @@ impl Batch {
             true => self.runner.lanes(),
             false => 1,
         };
+        let noted = self.observer.follows();
+        if noted {
+            self.runner.note_copies();
+        }
         let computed = self.advance(Instant::now(), lanes);
+        if noted {
+            let copied = self.runner.copied();
+            self.observer.note_copies(&copied);
+        }
         let worked = match computed {
             // One that failed has made room for others.
             Ok(worked) => worked || self.len() < inside,

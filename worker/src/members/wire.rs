@@ -326,6 +326,8 @@ pub(super) fn noted_by(member: u16, frame: &[u8], since: Instant) -> Option<Vec<
             begun: since.checked_add(Duration::from_nanos(take.long()?))?,
             took: Duration::from_nanos(take.long()?),
             node: take.long()?,
+            // Its plans are its own.
+            part: None,
             member,
         })
     })?;
@@ -794,6 +796,7 @@ mod tests {
             begun: since + Duration::from_nanos(nanos),
             took: Duration::from_nanos(nanos + 1),
             node,
+            part: None,
             member: 0,
         };
         let frame = notes(&[note(0, 1 << 63), note(1 << 40, 7)], since);

@@ -61,8 +61,54 @@ struct Named {
     mixed: bool,
 }
 
+/// What makes logits of the body's output, in names: its nodes belong to no layer, as some of the body's do.
+const HEAD: &str = "head.";
+
+/// What the head's result is called.
+pub const LOGITS: &str = "logits";
+
+/// The op by which processes that compute a model together give each other their parts.
+pub const GATHER: &str = "all_gather";
+
+/// Which of a model's graphs nodes are in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Graphs {
+    /// From tokens to hidden states.
+    Body,
+    /// From hidden states to logits.
+    Head,
+}
+
+/// The node that gives a graph's first result, or its own part of it.
+fn result(graph: &Graph) -> Option<usize> {
+    let of = |value: &Value| match value {
+        Value::Node { node, .. } => Some(*node as usize),
+        _ => None,
+    };
+    let last = graph.outputs().first().and_then(of)?;
+    let node = graph.nodes().get(last)?;
+    match node.op.name {
+        GATHER => node.inputs.first().and_then(of),
+        _ => Some(last),
+    }
+}
+
 /// The name of each node.
-fn named(graph: &Graph) -> Vec<Named> {
+fn named(graph: &Graph, which: Graphs) -> Vec<Named> {
+    let mut all = by_layer(graph);
+    if which == Graphs::Head {
+        for node in &mut all {
+            node.name.insert_str(0, HEAD);
+        }
+        if let Some(node) = result(graph).and_then(|at| all.get_mut(at)) {
+            LOGITS.clone_into(&mut node.name);
+        }
+    }
+    all
+}
+
+/// Names by layer, op, and which of the op's nodes in the layer it is.
+fn by_layer(graph: &Graph) -> Vec<Named> {
     let mut seen: HashMap<(Option<u32>, &str), u32> = HashMap::new();
     let mut all: Vec<Named> = Vec::with_capacity(graph.nodes().len());
     for node in graph.nodes() {
@@ -104,9 +150,10 @@ fn named(graph: &Graph) -> Vec<Named> {
 }
 
 /// What can be looked at in a graph, in the order in which it is computed.
-pub fn points(graph: &Graph) -> Vec<Point> {
+pub fn points(graph: &Graph, which: Graphs) -> Vec<Point> {
     let mut all = Vec::new();
-    for (number, (node, named)) in graph.nodes().iter().zip(named(graph)).enumerate() {
+    let names = named(graph, which);
+    for (number, (node, named)) in graph.nodes().iter().zip(names).enumerate() {
         for (output, spec) in node.outputs.iter().enumerate() {
             if !is_by_row(spec) {
                 continue;
@@ -146,14 +193,14 @@ pub struct Step {
 }
 
 /// What each of a plan's steps computes, by the nodes that the plan says ([`Plan::origins`]). Of a graph that has further
-/// nodes than `body`, for who looks at values, these are named by the one whose values they look at.
+/// nodes than `own`, for who looks at values, these are named by the one whose values they look at.
 ///
 /// [`Plan::origins`]: hotcell_kernels::plan::Plan::origins
-pub fn steps(graph: &Graph, body: usize, origins: &[Option<u32>]) -> Vec<Step> {
-    let named = named(graph);
-    let own = |mut number: usize| {
+pub fn steps(graph: &Graph, which: Graphs, own: usize, origins: &[Option<u32>]) -> Vec<Step> {
+    let named = named(graph, which);
+    let looked_at = |mut number: usize| {
         // Inputs come before what is made of them, so that this ends.
-        while number >= body {
+        while number >= own {
             let mut inputs = graph.nodes().get(number)?.inputs.iter();
             number = inputs.find_map(|value| match value {
                 Value::Node { node, .. } => Some(*node as usize),
@@ -165,7 +212,7 @@ pub fn steps(graph: &Graph, body: usize, origins: &[Option<u32>]) -> Vec<Step> {
     let step = |origin: &Option<u32>| {
         let number = origin.map(|number| number as usize)?;
         let node = graph.nodes().get(number)?;
-        let named = named.get(own(number)?)?;
+        let named = named.get(looked_at(number)?)?;
         Some(Step {
             name: named.name.clone(),
             op: node.op.name,
@@ -243,7 +290,7 @@ mod tests {
 
     #[test]
     fn nodes_are_named_by_layer_op_and_place() {
-        let all = points(&graph());
+        let all = points(&graph(), Graphs::Body);
         let names: Vec<&str> = all.iter().map(|p| p.name.as_str()).collect();
         let expected = [
             "neg.0",
@@ -276,7 +323,7 @@ mod tests {
     fn a_plans_steps_are_named_by_what_they_compute() {
         let graph = graph();
         let named = |body, origins: &[Option<u32>]| {
-            let all = steps(&graph, body, origins);
+            let all = steps(&graph, Graphs::Body, body, origins);
             let all = all.into_iter().map(|step| (step.name, step.op));
             all.collect::<Vec<_>>()
         };
@@ -292,6 +339,26 @@ mod tests {
         // Of what looks at a node, by that one.
         let looked = named(9, &[Some(10)]);
         assert_eq!(looked[0], ("layers.1.add.0".to_owned(), "add"));
+    }
+
+    #[test]
+    fn the_heads_nodes_are_told_apart_from_the_bodys() {
+        let mut g = GraphBuilder::new(4);
+        let rows = TensorSpec::new(DType::F32, Shape::rows(&[8]).unwrap()).unwrap();
+        let x = g.tensor("hidden", rows).unwrap();
+        let x = g.neg(x).unwrap();
+        let part = g.neg(x).unwrap();
+        let all = g.all_gather(part, 2).unwrap();
+        let graph = g.finish(&[all]).unwrap();
+        let names = |which| {
+            let all = points(&graph, which).into_iter().map(|p| p.name);
+            all.collect::<Vec<_>>()
+        };
+        assert_eq!(names(Graphs::Body), ["neg.0", "neg.1", "all_gather.0"]);
+        let of_head = names(Graphs::Head);
+        assert_eq!(of_head, ["head.neg.0", "logits", "head.all_gather.0"]);
+        let told = steps(&graph, Graphs::Head, 3, &[Some(1)]);
+        assert_eq!((told[0].name.as_str(), told[0].op), (LOGITS, "neg"));
     }
 
     #[test]
@@ -317,7 +384,7 @@ mod tests {
             .unwrap();
         let own = g.neg(y).unwrap();
         let sum = g.add(own, z).unwrap();
-        let all = points(&g.finish(&[sum]).unwrap());
+        let all = points(&g.finish(&[sum]).unwrap(), Graphs::Body);
         let told: Vec<_> = all.iter().map(|p| (p.op, p.is_of_token)).collect();
         let expected = [
             ("neg", true),

@@ -1,6 +1,7 @@
 //! A model on a device: its plans, its cache memory, and the step that computes a batch of rows.
 
 mod caches;
+mod copies;
 mod draws;
 mod follow;
 mod others;
@@ -12,7 +13,10 @@ mod step;
 mod tap;
 mod whole;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::{
+    cell::OnceCell,
+    collections::{BTreeSet, VecDeque},
+};
 
 use hotcell_graph::Graph;
 use hotcell_ipc::blackbox::Writer;
@@ -23,6 +27,7 @@ use hotcell_kernels::{
 use hotcell_proto::plan_part::PlanPart;
 
 use caches::Caches;
+use copies::Copies;
 pub use draws::Draw;
 use draws::{Draws, draws_on};
 use follow::Follower;
@@ -42,6 +47,7 @@ use super::{
     config::Rope,
     constants::{f32_buffer, scales, vector},
     graph::{body, ending, head},
+    points::Step,
     weave::{BuildError, Pattern, Source, Sourced},
 };
 use crate::weights::{ModelSource, Weight};
@@ -114,7 +120,7 @@ struct KindBuffers {
 }
 
 /// The graphs of a model.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Body,
     Head,
@@ -138,8 +144,8 @@ pub struct Runner {
     draws: Option<Draws>,
     packable: Vec<Packable>,
     packable_elsewhere: BTreeSet<String>,
-    /// Of the body's inputs, those that have their other form now.
-    packed: Vec<(Slot, Buffer)>,
+    /// Inputs that have their other form now.
+    packed: Vec<(Part, Slot, Buffer)>,
     rows: RowBuffers,
     caches: Caches,
     logits: Buffer,
@@ -151,11 +157,12 @@ pub struct Runner {
     hidden_states: Buffer,
     /// What the head and the ending read: the body's output, or what the last stage's gave.
     results: Buffer,
-    /// The head's graph.
+    /// The head's graph, and what its inputs are bound to.
     head_graph: Graph,
+    head_inputs: Vec<Buffer>,
     /// The model as one process would compute it.
     whole: Whole,
-    /// Computes the body in steps that somebody looks at.
+    /// Computes the body, and the head, in steps that somebody looks at.
     tap: Option<Tap>,
     /// Another one, until it is said whether all have it.
     next_tap: Option<Tap>,
@@ -164,6 +171,10 @@ pub struct Runner {
     tells: Option<Writer>,
     /// Notes what plans do, while somebody wants to know.
     follower: Option<Follower>,
+    /// What is copied, likewise.
+    copies: Copies,
+    /// Steps of the body's and the head's plans by name, once somebody asked.
+    named: [OnceCell<Vec<Step>>; 2],
     /// Who has to do the same.
     others: Option<Box<dyn Others>>,
     /// Its place among those who have the other layers.
@@ -238,7 +249,7 @@ impl Runner {
             f32_buffer(device, "frequencies", &values)
         };
         let mut packable = Vec::new();
-        let mut inputs = Vec::with_capacity(body.sources.len());
+        let (mut inputs, mut head_inputs) = (Vec::with_capacity(body.sources.len()), Vec::new());
         let mut placed = Placed::new(device, source, &[&body, &head, &ending], keeping)?;
         let mut bind = |graph: Part, sourced: &Sourced| -> Result<Box<dyn Plan>, RunError> {
             let mut plan = device.plan(&sourced.graph, hints)?;
@@ -276,8 +287,10 @@ impl Runner {
                 };
                 let slot = Slot::Input(i);
                 plan.bind(slot, &buffer, 0)?;
-                if matches!(graph, Part::Body) {
-                    inputs.push(buffer);
+                match graph {
+                    Part::Body => inputs.push(buffer),
+                    Part::Head => head_inputs.push(buffer),
+                    Part::Ending => {}
                 }
                 if let Source::Weight { name, rows } = from
                     && rows.as_ref().is_none_or(is_whole_panels)
@@ -339,12 +352,15 @@ impl Runner {
             hidden_states,
             results: hidden,
             head_graph,
+            head_inputs,
             whole,
             tap: None,
             next_tap: None,
             tapping: false,
             tells: None,
             follower: None,
+            copies: Copies::default(),
+            named: Default::default(),
             others: None,
             stage,
             begun: VecDeque::new(),
@@ -432,8 +448,12 @@ impl Runner {
     /// # Errors
     /// When there are no such blocks.
     pub fn copy_block(&mut self, kind: usize, from: u32, to: u32) -> Result<(), DeviceError> {
+        let begun = self.copies.begin();
         let order = Order::Copy { kind, from, to };
-        self.together(&order, |own| own.caches.copy(kind, from, to))
+        let copied = self.together(&order, |own| own.caches.copy(kind, from, to));
+        self.copies
+            .end(begun, "cache block", self.kind_size(kind).1);
+        copied
     }
 
     /// Zeroes a block of a kind of layers.
@@ -474,7 +494,10 @@ impl Runner {
     /// # Errors
     /// When there was no such pick.
     pub fn logits(&self, i: usize, into: &mut [f32]) -> Result<(), DeviceError> {
-        self.logits.read_f32(i * self.vocab, into)
+        let begun = self.copies.begin();
+        let read = self.logits.read_f32(i * self.vocab, into);
+        self.copies.end(begun, "logits", size_of_val(into));
+        read
     }
 
     /// Computes the final states of these rows of the last step: what the head would make logits of.
@@ -503,6 +526,9 @@ impl Runner {
     /// # Errors
     /// When there was no such row.
     pub fn state(&self, i: usize, into: &mut [f32]) -> Result<(), DeviceError> {
-        self.states.read_f32(i * self.hidden, into)
+        let begun = self.copies.begin();
+        let read = self.states.read_f32(i * self.hidden, into);
+        self.copies.end(begun, "final states", size_of_val(into));
+        read
     }
 }

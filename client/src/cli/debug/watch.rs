@@ -3,7 +3,7 @@
 use std::{fmt::Write as _, time::Duration};
 
 use clap::Args;
-use hotcell_proto::v1::{WatchSample, WatchedSteps};
+use hotcell_proto::v1::{NodeShare, WatchSample, WatchedSteps};
 use serde_json::{Value, json};
 
 use crate::cli::{
@@ -105,7 +105,7 @@ fn line(sample: &WatchSample) -> String {
     };
     let found = sample.nodes.first().map(|node| {
         let share = share(f64::from(node.seen), f64::from(sample.looks));
-        format!("{} {share}", op(&node.op, node.group))
+        format!("{} {share}", place(node))
     });
     let told = |count: u64| match sample.busy {
         true => "?".to_owned(),
@@ -183,11 +183,20 @@ fn more(sample: &WatchSample, text: &mut String) {
     }
     for node in sample.nodes.iter().skip(1).take(5) {
         let share = share(f64::from(node.seen), f64::from(sample.looks));
+        let ms = node.ms;
         say(format!(
-            "at {} (step {}) {share}",
-            op(&node.op, node.group),
+            "at {} (step {}) {share}, {ms:.1} ms",
+            place(node),
             node.step
         ));
+    }
+}
+
+/// A plan's step: by its node, if that has a name, or its op.
+pub(in crate::cli) fn place(node: &NodeShare) -> String {
+    match node.name.as_str() {
+        "" => op(&node.op, node.group),
+        name => op(name, node.group),
     }
 }
 
@@ -234,9 +243,17 @@ fn view(sample: &WatchSample) -> Value {
         .memory
         .iter()
         .map(|part| json!({ "kind": part.kind, "model": part.model, "bytes": part.bytes }));
-    let nodes = sample.nodes.iter().map(
-        |node| json!({ "step": node.step, "op": node.op, "group": node.group, "seen": node.seen }),
-    );
+    let nodes = sample.nodes.iter().map(|node| {
+        json!({
+            "step": node.step,
+            "op": node.op,
+            "group": node.group,
+            "seen": node.seen,
+            "name": node.name,
+            "part": node.part,
+            "ms": node.ms,
+        })
+    });
     let tensors = sample.tensors.clone().unwrap_or_default();
     let holders = tensors.holders.iter().map(|one| {
         json!({
@@ -274,7 +291,7 @@ fn view(sample: &WatchSample) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use hotcell_proto::v1::{CacheStatus, NodeShare, WatchedRequest};
+    use hotcell_proto::v1::{CacheStatus, WatchedRequest};
 
     use super::*;
 

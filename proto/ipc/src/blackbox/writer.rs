@@ -119,6 +119,11 @@ impl Writer {
         (doing, (node != 0).then(|| Node::unpacked(node)))
     }
 
+    /// Which of a model's plans it said was executed last.
+    pub fn executed(&self) -> Option<PlanPart> {
+        PlanPart::from_word(self.0.part.load(Relaxed))
+    }
+
     /// The two words that plans write themselves: the progress counter and the packed [`Node`].
     pub fn trail(&self) -> (&'static AtomicU64, &'static AtomicU64) {
         (&self.0.progress, &self.0.node)

@@ -177,6 +177,7 @@ fn span(span: &TraceSpan) -> Value {
         TraceTrack::Scheduler => "scheduler",
         TraceTrack::Events => "events",
         TraceTrack::Queue => "queue",
+        TraceTrack::Copies => "copies",
         TraceTrack::Unspecified => "",
     };
     json!({

@@ -208,7 +208,7 @@ function workers(now) {
       seen ? share(seen.steps.computing_ms) : "–",
       blocks ? `${number((100 * used) / blocks, 1)} %` : "–",
       [bytes(worker.resident_bytes), ...parts].join(", "),
-      seen && seen.nodes.length ? `${seen.nodes[0].op} ${number((100 * seen.nodes[0].seen) / Math.max(1, seen.looks))} %` : "–",
+      seen && seen.nodes.length ? `${seen.nodes[0].name || seen.nodes[0].op} ${number((100 * seen.nodes[0].seen) / Math.max(1, seen.looks))} %` : "–",
       { button: "Trace 1 s", label: `Trace ${worker.id} for one second`, press: trace },
     ];
   });

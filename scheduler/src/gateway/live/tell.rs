@@ -190,7 +190,12 @@ pub(super) fn sample(sample: &WatchSample) -> Value {
     });
     let nodes = sample.nodes.iter().map(|node| {
         let op = if node.group { "…" } else { "" };
-        json!({ "op": format!("{op}{}", node.op), "step": node.step, "seen": node.seen })
+        json!({
+            "op": format!("{op}{}", node.op),
+            "name": node.name,
+            "step": node.step,
+            "seen": node.seen,
+        })
     });
     let tensors = sample.tensors.clone().unwrap_or_default();
     json!({

@@ -9,7 +9,9 @@ use hotcell_graph::Graph;
 use hotcell_kernels::backend::{Device, DeviceError};
 use hotcell_proto::{
     error::{Error, Reason},
-    limits, v1,
+    limits,
+    plan_part::PlanPart,
+    v1,
 };
 use tokio::sync::mpsc;
 
@@ -225,9 +227,14 @@ impl Lookers {
 }
 
 impl Batch {
-    /// What can be looked at.
+    /// What can be looked at by guards.
     pub fn points(&self) -> &[Point] {
         self.runner.points()
+    }
+
+    /// Those of them, the first ones, that probes can look at, too.
+    pub fn points_of_body(&self) -> &[Point] {
+        self.runner.points_of_body()
     }
 
     /// The graph that they are in.
@@ -240,9 +247,9 @@ impl Batch {
         self.runner.head_graph()
     }
 
-    /// What the steps of the plans compute, plan by plan.
-    pub fn plan_steps(&self) -> [Vec<Step>; 3] {
-        self.runner.plan_steps()
+    /// What the steps of one of the plans compute.
+    pub fn plan_steps(&self, part: PlanPart) -> &[Step] {
+        self.runner.plan_steps(part)
     }
 
     /// Lets somebody look from the next step on.
@@ -362,16 +369,29 @@ impl Batch {
         ended: &mut Vec<(usize, Outcome)>,
     ) -> Result<(), DeviceError> {
         let mut given_up = Vec::new();
+        // The head has rows of those that draw, and of their guesses.
+        let of_body = self.runner.points_of_body().len();
+        let ends = self.parts.iter().filter_map(|part| {
+            let guesses = self.running[part.at].guesses.len();
+            part.pick.map(|pick| pick + 1 + guesses)
+        });
+        let picks = ends.max().unwrap_or(0);
         for guard in &mut self.lookers.guards {
             let mut sizes = Vec::with_capacity(guard.points.len());
             for &point in &guard.points {
+                let rows = if point < of_body { rows } else { picks };
                 sizes.push((point, self.runner.tapped_sizes(point, rows)?));
             }
             for part in &self.parts {
                 let running = &self.running[part.at];
                 let task = &running.member.task;
+                let last = part.first + part.rows - 1;
                 let holds = |&(point, ref of): &(usize, Vec<RowSize>), row: usize| {
-                    let size = *of.get(row)?;
+                    let place = match point < of_body {
+                        true => row,
+                        false => part.pick? + row.checked_sub(last)?,
+                    };
+                    let size = *of.get(place)?;
                     let mut all = guard.conditions.iter();
                     let condition = all.position(|condition| condition.holds(size))?;
                     Some((point, condition, size))

@@ -9,7 +9,7 @@ use std::{
 
 use hotcell_ipc::background::Rests;
 use hotcell_kernels::{backend::DeviceError, plan::Plan};
-use hotcell_proto::limits;
+use hotcell_proto::{limits, plan_part::PlanPart};
 
 use super::Runner;
 use crate::debug::observer::NodeNote;
@@ -49,7 +49,12 @@ pub(super) struct Follower {
 
 impl Follower {
     /// Executes a plan that has no work before it in a stream, and notes what it does.
-    pub fn execute(&self, plan: &mut dyn Plan, rows: usize) -> Result<(), DeviceError> {
+    pub fn execute(
+        &self,
+        part: PlanPart,
+        plan: &mut dyn Plan,
+        rows: usize,
+    ) -> Result<(), DeviceError> {
         if let Some(steps) = plan.execute_timed(rows)? {
             let mut notes = self.notes.borrow_mut();
             let left = limits::MAX_TRACED_NODES.saturating_sub(notes.len());
@@ -57,6 +62,7 @@ impl Follower {
                 begun: step.begun,
                 took: step.took,
                 node: step.mark,
+                part: Some(part),
                 member: 0,
             }));
             return Ok(());
@@ -71,6 +77,7 @@ impl Follower {
                     begun,
                     took: now.saturating_duration_since(begun),
                     node: self.node.load(Ordering::Relaxed),
+                    part: Some(part),
                     member: 0,
                 });
             }

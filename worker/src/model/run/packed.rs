@@ -109,6 +109,8 @@ impl Runner {
         buffer: impl Fn(&str, Option<&Range<usize>>) -> Result<Option<Buffer>, DeviceError>,
     ) -> Result<(), DeviceError> {
         self.packed.clear();
+        // Other forms may be computed by other steps.
+        self.named = Default::default();
         for input in &self.packable {
             let buffer = buffer(&input.weight, input.rows.as_ref())?;
             let plan = match input.graph {
@@ -117,13 +119,16 @@ impl Runner {
                 Part::Ending => &mut self.ending,
             };
             plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
-            if matches!(input.graph, Part::Body) {
-                if let Some(tap) = &mut self.tap {
-                    tap.plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
-                }
-                self.packed
-                    .extend(buffer.map(|buffer| (input.slot, buffer)));
+            let looked = match (input.graph, &mut self.tap) {
+                (Part::Body, Some(tap)) => Some(&mut tap.body),
+                (Part::Head, Some(tap)) => tap.head.as_mut(),
+                _ => None,
+            };
+            if let Some(looked) = looked {
+                looked.plan.bind_packed(input.slot, buffer.as_ref(), 0)?;
             }
+            let packed = buffer.map(|buffer| (input.graph, input.slot, buffer));
+            self.packed.extend(packed);
         }
         Ok(())
     }

@@ -129,14 +129,19 @@ impl Runner {
             && !stage.leads()
         {
             let handed = stage.handed.clone();
+            let begun = self.copies.begin();
             stage.take(&handed, bytes)?;
+            self.copies.end(begun, "taken states", bytes);
         }
         self.body_here(rows)?;
         self.stream.synchronize()?;
-        match &mut self.stage {
-            Some(stage) => stage.hand_on(&self.hidden_states, bytes),
-            None => Ok(()),
-        }
+        let Some(stage) = &mut self.stage else {
+            return Ok(());
+        };
+        let begun = self.copies.begin();
+        stage.hand_on(&self.hidden_states, bytes)?;
+        self.copies.end(begun, "handed states", bytes);
+        Ok(())
     }
 
     /// Begins a step of which this process leads the stages.

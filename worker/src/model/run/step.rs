@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use hotcell_kernels::backend::DeviceError;
 use hotcell_proto::plan_part::PlanPart;
 
-use super::{GIVES_WAY, Order, Row, RowBuffers, Runner, follow::give_way, tell};
+use super::{GIVES_WAY, Order, Row, RowBuffers, Runner, follow::give_way, tap::Tap, tell};
 
 impl Runner {
     /// Computes `rows` and the logits of those that `picks` names. No other step has begun and not ended.
@@ -67,12 +67,16 @@ impl Runner {
             ..
         } = &self.rows;
         let scratch = &mut self.scratch;
+        let begun = self.copies.begin();
         Self::fill(scratch, tokens, rows.iter().map(|r| r.token as usize))?;
         Self::fill(scratch, positions, rows.iter().map(|r| r.position))?;
         Self::fill(scratch, sequences, rows.iter().map(|r| r.sequence))?;
         for (kind, of) in kinds.iter().enumerate() {
             Self::fill(scratch, &of.slots, rows.iter().map(|r| r.slots[kind]))?;
         }
+        // Token, position and sequence of each row, and a slot by kind of layers.
+        let numbers = rows.len() * (3 + kinds.len());
+        self.copies.end(begun, "rows", numbers * size_of::<i32>());
         match &self.tap {
             Some(_) if self.tapping => self.execute(PlanPart::Looked, rows.len()),
             _ => self.execute(PlanPart::Body, rows.len()),
@@ -83,8 +87,14 @@ impl Runner {
     pub(super) fn head_here(&mut self, picks: &[usize]) -> Result<(), DeviceError> {
         if !picks.is_empty() {
             let rows = picks.iter().copied();
+            let begun = self.copies.begin();
             Self::fill(&mut self.scratch, &self.rows.picks, rows)?;
-            self.execute(PlanPart::Logits, picks.len())?;
+            self.copies.end(begun, "picks", size_of_val(picks));
+            let part = match &self.tap {
+                Some(tap) if self.tapping && tap.head.is_some() => PlanPart::LookedLogits,
+                _ => PlanPart::Logits,
+            };
+            self.execute(part, picks.len())?;
         }
         let draws_any = match &mut self.draws {
             Some(draws) => draws.prepare(picks.len())?,
@@ -103,8 +113,14 @@ impl Runner {
     /// Executes one of the plans of a step.
     pub(super) fn execute(&mut self, part: PlanPart, rows: usize) -> Result<(), DeviceError> {
         let plan = match (part, &mut self.tap) {
-            (PlanPart::Looked, Some(tap)) => &mut tap.plan,
-            (PlanPart::Logits, _) => &mut self.head,
+            (PlanPart::Looked, Some(tap)) => &mut tap.body.plan,
+            (
+                PlanPart::LookedLogits,
+                Some(Tap {
+                    head: Some(tap), ..
+                }),
+            ) => &mut tap.plan,
+            (PlanPart::Logits | PlanPart::LookedLogits, _) => &mut self.head,
             (PlanPart::Draws, _) => match &mut self.draws {
                 Some(draws) => &mut draws.plan,
                 None => return Ok(()),
@@ -114,7 +130,7 @@ impl Runner {
         let plan = plan.as_mut();
         tell(self.tells, part);
         match &self.follower {
-            Some(follower) => follower.execute(plan, rows),
+            Some(follower) => follower.execute(part, plan, rows),
             None if GIVES_WAY.load(Ordering::Relaxed) => {
                 plan.execute_from(rows, 0, &give_way).map(|_| ())
             }

@@ -1,7 +1,8 @@
-//! Looking at what a model's nodes compute: a second plan of its body, which hands out some of them too.
+//! Looking at what a model's nodes compute: a second plan of its body, which hands out some of them too, and one of its head
+//! if somebody wants to know of nodes there.
 //!
-//! It is the same graph with further outputs, so that every device can do it, and what the other nodes compute has the
-//! same bits: a plan's results do not depend on what else is asked for. It is made when somebody asks, and dropped
+//! They are the same graphs with further outputs, so that every device can do it, and what the other nodes compute has the
+//! same bits: a plan's results do not depend on what else is asked for. They are made when somebody asks, and dropped
 //! after.
 //!
 //! Of a model that several processes compute, all of them have such a plan. Those who have parts of each node give each other
@@ -17,14 +18,14 @@ use hotcell_kernels::{
     backend::{Buffer, Device, DeviceError},
     plan::{Plan, PlanHints, Slot},
 };
-use hotcell_proto::limits;
+use hotcell_proto::{limits, plan_part::PlanPart};
 
 use super::{
-    Order, Runner,
+    Order, Part, Runner,
     others::Seen,
     whole::{Place, gathered},
 };
-use crate::model::points::{Point, Step, steps};
+use crate::model::points::{Graphs, Point, Step, steps};
 
 /// Rows of a step that there must be room for.
 const LEAST_ROWS: usize = 8;
@@ -32,7 +33,7 @@ const LEAST_ROWS: usize = 8;
 /// What is wanted of the nodes, by their numbers among the points.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
-    /// Those whose values are read.
+    /// Those whose values are read. Of the body's.
     pub whole: BTreeSet<usize>,
     /// Those of whose rows the device says how large they are.
     pub sizes: BTreeSet<usize>,
@@ -76,19 +77,26 @@ impl RowSize {
     }
 }
 
-/// The plan that hands out more.
+/// The plans that hand out more.
 pub(super) struct Tap {
     /// What is wanted, in all processes.
     wanted: Wanted,
-    pub plan: Box<dyn Plan>,
+    pub body: Tapped,
+    /// If anything is wanted of the head, and this process makes logits.
+    pub head: Option<Tapped>,
     /// Rows of a step at most: those whose values there is room for.
     pub rows: usize,
-    /// What its steps compute.
-    pub steps: Vec<Step>,
-    whole: HashMap<usize, Buffer>,
-    sizes: HashMap<usize, [Buffer; 2]>,
     /// Sizes of the last step's rows in layers that other processes have.
     elsewhere: HashMap<usize, Vec<RowSize>>,
+}
+
+/// A plan that hands out more.
+pub(super) struct Tapped {
+    pub plan: Box<dyn Plan>,
+    /// What its steps compute.
+    steps: Vec<Step>,
+    whole: HashMap<usize, Buffer>,
+    sizes: HashMap<usize, [Buffer; 2]>,
 }
 
 /// A point that is wanted, by its number, and where it is.
@@ -145,9 +153,15 @@ fn with_outputs(
 }
 
 impl Runner {
-    /// What can be looked at, in the order in which it is computed.
+    /// What can be looked at, in the order in which it is computed: rows of the body, and those of the head that logits are
+    /// made in.
     pub fn points(&self) -> &[Point] {
-        &self.whole.points
+        self.whole.points()
+    }
+
+    /// Those of them that are in the body, which come first.
+    pub fn points_of_body(&self) -> &[Point] {
+        self.whole.points_of_body()
     }
 
     /// The graph that they are in: the model's body as one process would compute it.
@@ -165,26 +179,40 @@ impl Runner {
         self.shape.parts.stage().rank
     }
 
-    /// Those that one of the processes with the layers computes.
-    fn chosen(&self, numbers: &BTreeSet<usize>, stage: usize) -> Vec<Chosen<'_>> {
-        let all = numbers.iter().filter_map(|&number| {
+    /// Those in one of the graphs that one of the processes with the layers computes.
+    fn chosen(
+        &self,
+        numbers: &BTreeSet<usize>,
+        (which, stage): (Graphs, usize),
+    ) -> Vec<Chosen<'_>> {
+        let own = |number: &&usize| self.whole.graph_of(**number) == which;
+        let all = numbers.iter().filter(own).filter_map(|&number| {
             let (point, place) = self.whole.point(number)?;
             (place.stage == stage).then_some((number, point, place))
         });
         all.collect()
     }
 
-    /// What the steps of the plans compute: of the body's, of the one that makes logits, and of the body's that runs while
-    /// somebody looks at its nodes, if anybody does.
-    pub fn plan_steps(&self) -> [Vec<Step>; 3] {
-        let of =
-            |graph: &Graph, plan: &dyn Plan| steps(graph, graph.nodes().len(), &plan.origins());
-        let looked = self.tap.as_ref().map(|tap| tap.steps.clone());
-        [
-            of(&self.graph, &*self.body),
-            of(&self.head_graph, &*self.head),
-            looked.unwrap_or_default(),
-        ]
+    /// What the steps of one of the plans compute; nothing, if there is no such plan.
+    pub fn plan_steps(&self, part: PlanPart) -> &[Step] {
+        let of = |graph: &Graph, which: Graphs, plan: &dyn Plan| {
+            steps(graph, which, graph.nodes().len(), &plan.origins())
+        };
+        let tap = self.tap.as_ref();
+        let [body, head] = &self.named;
+        match part {
+            PlanPart::Body => body.get_or_init(|| of(&self.graph, Graphs::Body, &*self.body)),
+            PlanPart::Logits => {
+                head.get_or_init(|| of(&self.head_graph, Graphs::Head, &*self.head))
+            }
+            PlanPart::Looked => tap.map_or(&[], |tap| &tap.body.steps),
+            PlanPart::LookedLogits => {
+                let tap = tap.and_then(|tap| tap.head.as_ref());
+                tap.map_or(&[], |tap| &tap.steps)
+            }
+            // Of what comes after logits nothing has a name.
+            PlanPart::States | PlanPart::Draws => &[],
+        }
     }
 
     /// Has steps hand out what is wanted, and no more; nothing: as without anybody who looks.
@@ -230,9 +258,6 @@ impl Runner {
 
     /// This process's part of it.
     fn tap_here(&self, device: &dyn Device, wanted: &Wanted) -> Result<Tap, DeviceError> {
-        let own = self.own_stage();
-        let whole = self.chosen(&wanted.whole, own);
-        let sizes = self.chosen(&wanted.sizes, own);
         // Of all processes, so that all have as many rows in a step.
         let points = wanted.whole.iter();
         let points: Vec<&Point> = points.filter_map(|n| self.points().get(*n)).collect();
@@ -251,12 +276,58 @@ impl Runner {
                 bytes: of(least),
             });
         }
+        let own = self.own_stage();
+        let chosen = |which| {
+            [&wanted.whole, &wanted.sizes].map(|numbers| self.chosen(numbers, (which, own)))
+        };
+        let body = self.tapped(device, Part::Body, chosen(Graphs::Body), rows)?;
+        let of_head = chosen(Graphs::Head);
+        let head = match of_head.iter().all(Vec::is_empty) {
+            true => None,
+            false => {
+                let rows = self.head_graph.max_rows();
+                Some(self.tapped(device, Part::Head, of_head, rows)?)
+            }
+        };
+        Ok(Tap {
+            wanted: wanted.clone(),
+            body,
+            head,
+            rows,
+            elsewhere: HashMap::new(),
+        })
+    }
+
+    /// One of the plans, handing out the whole values of some nodes, and of others how large they are.
+    fn tapped(
+        &self,
+        device: &dyn Device,
+        part: Part,
+        [whole, sizes]: [Vec<Chosen<'_>>; 2],
+        rows: usize,
+    ) -> Result<Tapped, DeviceError> {
+        let (which, own_graph, own_plan, inputs, output) = match part {
+            Part::Head => (
+                Graphs::Head,
+                &self.head_graph,
+                &self.head,
+                &self.head_inputs,
+                &self.logits,
+            ),
+            _ => (
+                Graphs::Body,
+                &self.graph,
+                &self.body,
+                &self.inputs,
+                &self.hidden_states,
+            ),
+        };
         let bytes = |spec: &TensorSpec| spec.bytes(rows).unwrap_or(usize::MAX);
-        let graph = with_outputs(&self.graph, &whole, &sizes)?;
+        let graph = with_outputs(own_graph, &whole, &sizes)?;
         // What is looked at lives until the end of the step: of large models that may be more than all the rest.
         let hints = PlanHints {
             max_bytes: Some(
-                self.body
+                own_plan
                     .memory()
                     .arena
                     .saturating_add(limits::MAX_TAP_BYTES),
@@ -265,13 +336,13 @@ impl Runner {
             ..PlanHints::default()
         };
         let mut plan = device.plan(&graph, &hints)?;
-        for (i, buffer) in self.inputs.iter().enumerate() {
+        for (i, buffer) in inputs.iter().enumerate() {
             plan.bind(Slot::Input(i), buffer, 0)?;
         }
-        for (slot, buffer) in &self.packed {
+        for (_, slot, buffer) in self.packed.iter().filter(|packed| packed.0 == part) {
             plan.bind_packed(*slot, Some(buffer), 0)?;
         }
-        plan.bind(Slot::Output(0), &self.hidden_states, 0)?;
+        plan.bind(Slot::Output(0), output, 0)?;
         let mut next = 1;
         let mut output = |what: &str, bytes: usize| {
             let buffer = device.allocate(what, bytes)?;
@@ -289,15 +360,12 @@ impl Runner {
             let mean_square = output(&point.name, rows * size_of::<f32>())?;
             measured.insert(number, [peak, mean_square]);
         }
-        let body = self.graph.nodes().len();
-        Ok(Tap {
-            wanted: wanted.clone(),
-            rows,
-            steps: steps(&graph, body, &plan.origins()),
+        let own = own_graph.nodes().len();
+        Ok(Tapped {
+            steps: steps(&graph, which, own, &plan.origins()),
             plan,
             whole: tapped,
             sizes: measured,
-            elsewhere: HashMap::new(),
         })
     }
 
@@ -338,11 +406,15 @@ impl Runner {
         if place.stage != self.own_stage() {
             return self.rows_elsewhere(place.stage, number, (rows, bytes), to);
         }
-        let buffer = self.tap.as_ref().and_then(|tap| tap.whole.get(&number));
+        let buffer = self.tap.as_ref();
+        let buffer = buffer.and_then(|tap| tap.body.whole.get(&number));
         let buffer = buffer.ok_or_else(missing)?;
         let before = to.len();
         to.resize(before + bytes.saturating_mul(rows.len()), 0);
-        buffer.read(rows.start.saturating_mul(bytes), &mut to[before..])
+        let begun = self.copies.begin();
+        let read = buffer.read(rows.start.saturating_mul(bytes), &mut to[before..]);
+        self.copies.end(begun, "looked at", to.len() - before);
+        read
     }
 
     /// The same of a node in a layer that another process has.
@@ -384,7 +456,7 @@ impl Runner {
         };
         let mut elsewhere = HashMap::new();
         for stage in 1..self.shape.parts.stage().members {
-            let chosen = self.chosen(&tap.wanted.sizes, stage);
+            let chosen = self.chosen(&tap.wanted.sizes, (Graphs::Body, stage));
             if chosen.is_empty() {
                 continue;
             }
@@ -415,7 +487,7 @@ impl Runner {
             }
             Seen::Sizes { rows } => {
                 let wanted = self.tap.as_ref().map(|tap| &tap.wanted.sizes);
-                let own = wanted.map(|sizes| self.chosen(sizes, self.own_stage()));
+                let own = wanted.map(|sizes| self.chosen(sizes, (Graphs::Body, self.own_stage())));
                 let mut told = Vec::new();
                 for (number, ..) in own.unwrap_or_default() {
                     let sizes = self.tapped_sizes(number, *rows)?;
@@ -426,7 +498,8 @@ impl Runner {
         }
     }
 
-    /// How large a node's values were in each of so many rows of the last step.
+    /// How large a node's values were in each of so many rows of the last step: of the head's nodes, rows that a token is drawn
+    /// from.
     ///
     /// # Errors
     /// When that was not asked for.
@@ -436,7 +509,12 @@ impl Runner {
         if let Some(told) = tap.elsewhere.get(&number) {
             return Ok(told.clone());
         }
-        let [peaks, squares] = tap.sizes.get(&number).ok_or_else(missing)?;
+        let tapped = match self.whole.graph_of(number) {
+            Graphs::Body => Some(&tap.body),
+            Graphs::Head => tap.head.as_ref(),
+        };
+        let sizes = tapped.and_then(|tapped| tapped.sizes.get(&number));
+        let [peaks, squares] = sizes.ok_or_else(missing)?;
         let read = |buffer: &Buffer| {
             let mut values = vec![0.0; rows];
             buffer.read_f32(0, &mut values).map(|()| values)

@@ -9,12 +9,9 @@ use hotcell_kernels::communicator::Share;
 use super::{Parts, RunShape};
 use crate::model::{
     graph::{body, head},
-    points::{Point, points},
+    points::{GATHER, Graphs, Point, points},
     weave::{BuildError, Pattern},
 };
-
-/// The op by which processes give each other their parts, which one process has no need of.
-const GATHER: &str = "all_gather";
 
 /// The op that takes apart what was computed at once. Members have their part of each of the things.
 const SPLIT: &str = "split";
@@ -36,10 +33,19 @@ pub(super) struct Whole {
     pub graph: Graph,
     /// Its head.
     pub head: Graph,
-    /// What can be looked at in the body.
-    pub points: Vec<Point>,
+    /// What can be looked at: in the body, and then in the head.
+    points: Vec<Point>,
+    /// How many of them are in the body.
+    of_body: usize,
     /// Where each of them is computed.
     places: Vec<Place>,
+}
+
+/// A graph's nodes without those that one process has no need of: where each is, and its op.
+fn own(graph: &Graph) -> impl Iterator<Item = (u32, &'static str)> {
+    let all = graph.nodes().iter().enumerate();
+    let own = all.filter(|(_, node)| node.op.name != GATHER);
+    own.map(|(at, node)| (at as u32, node.op.name))
 }
 
 impl Whole {
@@ -79,41 +85,72 @@ impl Whole {
                     &other
                 }
             };
-            let all = part.nodes().iter().enumerate();
-            let own = all.filter(|(_, node)| node.op.name != GATHER);
-            nodes.extend(own.map(|(at, node)| (stage, at as u32, node.op.name)));
+            nodes.extend(own(part).map(|(at, op)| (stage, at, op)));
         }
-        let ops = graph.nodes().iter().map(|node| node.op.name);
-        if !ops.eq(nodes.iter().map(|(.., op)| *op)) {
+        // Who has the first layers makes logits, and where several have parts of each node, each of them a part.
+        let of_head: Vec<_> = own(own_head).map(|(at, op)| (0, at, op)).collect();
+        let made_of = |graph: &Graph, nodes: &[(usize, u32, &str)]| {
+            let ops = graph.nodes().iter().map(|node| node.op.name);
+            ops.eq(nodes.iter().map(|(.., op)| *op))
+        };
+        if !made_of(&graph, &nodes) || !made_of(&head, &of_head) {
             return Err(BuildError::Graph(GraphError::Op {
                 op: GATHER,
                 what: "the parts of this model do not make up a whole".to_owned(),
             }));
         }
-        let points = points(&graph);
-        let halves = |value: Value| {
+        let halves = |graph: &Graph, value: Value| {
             let mut splits = graph.nodes().iter().filter(|node| node.op.name == SPLIT);
             let split = splits.find(|node| node.inputs.first() == Some(&value));
             split.map_or(1, |node| node.outputs.len())
         };
-        let place = |point: &Point| match point.value {
+        let place = |graph: &Graph, nodes: &[(usize, u32, &str)], point: &Point| match point.value {
             Value::Node { node, output } => {
                 let &(stage, node, _) = nodes.get(node as usize)?;
                 Some(Place {
                     stage,
                     value: Value::Node { node, output },
-                    halves: halves(point.value),
+                    halves: halves(graph, point.value),
                 })
             }
             _ => None,
         };
-        let places = points.iter().map(place).collect::<Option<_>>();
+        let mut points_of_all = points(&graph, Graphs::Body);
+        let of_body = points_of_all.len();
+        points_of_all.extend(points(&head, Graphs::Head));
+        let places = points_of_all.iter().enumerate().map(|(number, point)| {
+            let (graph, nodes) = match number < of_body {
+                true => (&graph, &nodes),
+                false => (&head, &of_head),
+            };
+            place(graph, nodes, point)
+        });
+        let places = places.collect::<Option<_>>();
         Ok(Self {
             places: places.ok_or(GraphError::NoResult)?,
             graph,
             head,
-            points,
+            points: points_of_all,
+            of_body,
         })
+    }
+
+    /// What can be looked at, in the order in which it is computed.
+    pub fn points(&self) -> &[Point] {
+        &self.points
+    }
+
+    /// Those of them that are in the body, which are the first.
+    pub fn points_of_body(&self) -> &[Point] {
+        self.points.get(..self.of_body).unwrap_or_default()
+    }
+
+    /// Which graph a point is in, by its number.
+    pub fn graph_of(&self, number: usize) -> Graphs {
+        match number < self.of_body {
+            true => Graphs::Body,
+            false => Graphs::Head,
+        }
     }
 
     /// A point by its number, and where it is computed.
