@@ -32,7 +32,7 @@ fn options(id: &str) -> GenerateOptions {
 async fn armed(
     client: &Client,
     guard: v1::GuardRequest,
-) -> (u32, hotcell_client::Messages<v1::GuardEvent>) {
+) -> (u32, hotcell_client::control::Messages<v1::GuardEvent>) {
     let mut events = client.guard(guard).await.unwrap();
     match events.next().await.unwrap().unwrap().kind {
         Some(guard_event::Kind::Armed(nodes)) => (nodes, events),
@@ -42,7 +42,7 @@ async fn armed(
 
 /// Hits until one is of this token.
 async fn hits(
-    events: &mut hotcell_client::Messages<v1::GuardEvent>,
+    events: &mut hotcell_client::control::Messages<v1::GuardEvent>,
     last: u64,
 ) -> Vec<v1::GuardHit> {
     let mut hits = Vec::new();
