@@ -479,7 +479,7 @@ impl Host {
             .server()
             .max_concurrent_streams(TENSOR_STREAMS)
             .add_optional_service((!for_debug).then(|| tensors_server(self.clone())))
-            .add_optional_service(for_debug.then(|| debug_server(self.clone())))
+            .add_optional_service(for_debug.then(|| debug_server(self.clone(), false)))
             .add_service(health);
         tokio::spawn(async move {
             let served = server.serve_with_incoming_shutdown(incoming, async move {

@@ -36,7 +36,7 @@ use crate::{
     last_words,
     members::{Leads, Members, Side},
     serve::{self, Connections, Controls, MAX_STREAMS, tokens_server},
-    service::{TensorsService, TokensService, debug_server, tensors_server},
+    service::{AUDIT, TensorsService, TokensService, debug_server, tensors_server},
     weights::ModelFile,
 };
 
@@ -114,7 +114,10 @@ fn probe(registry: Registry) -> Exit {
 }
 
 fn start_log(level: &str) {
-    let filter = EnvFilter::try_new(level).unwrap_or_else(|_| EnvFilter::new("info"));
+    // Who looks into others' requests is told however little else is.
+    let filter = |level: &str| EnvFilter::try_new(format!("{level},{AUDIT}=info"));
+    let filter = filter(level).or_else(|_| filter("info"));
+    let filter = filter.unwrap_or_else(|_| EnvFilter::new("info"));
     // Whoever started us adds time and name; a second subscriber in one process would be a test's.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -482,7 +485,7 @@ fn serve_alone(alone: &Alone, registry: Registry) -> Exit {
         reporter.set_serving::<TokensServer<TokensService>>().await;
         // Debuggers see prompts: over TCP, where nobody says who they are, there is no such service.
         let is_local = matches!(listener, Listener::Unix(..));
-        let debugger = is_local.then(|| debug_server(host.clone()));
+        let debugger = is_local.then(|| debug_server(host.clone(), true));
         let router = Windows::default()
             .server()
             .max_concurrent_streams(MAX_STREAMS)

@@ -8,6 +8,6 @@ mod tensors;
 mod tokens;
 
 pub use control::WorkerService;
-pub use debug::{DebugService, server as debug_server};
+pub use debug::{AUDIT, DebugService, server as debug_server};
 pub use tensors::{TensorsService, server as tensors_server};
 pub use tokens::TokensService;

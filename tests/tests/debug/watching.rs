@@ -387,6 +387,7 @@ async fn a_worker_alone_is_watched_on_its_unix_socket_and_not_over_tcp() {
     for (listen, may) in [(unix, true), (tcp.to_string(), false)] {
         let mut command = Command::new(binaries().unwrap().join("hotcell-worker"));
         command.args(["--listen", &listen, "--model"]).arg(kjv());
+        command.args(["--log", "error"]);
         let process = Process::start(&mut command).unwrap();
         let address: Address = listen.parse().unwrap();
         let start = std::time::Instant::now();
@@ -402,6 +403,17 @@ async fn a_worker_alone_is_watched_on_its_unix_socket_and_not_over_tcp() {
             true => {
                 let sample = watched.unwrap().next().await.unwrap().unwrap();
                 assert_eq!(sample.worker, "w0");
+                // Nobody else writes down who it was.
+                let (log, own) = (process.log(), rustix::process::getuid().as_raw());
+                let said = log.lines().find(|line| line.contains("audit: debug"));
+                let said = said.expect(&log);
+                for part in [
+                    "call=\"Watch\"".to_owned(),
+                    format!("uid={own}"),
+                    format!("pid={}", std::process::id()),
+                ] {
+                    assert!(said.contains(&part), "{said}");
+                }
             }
             false => {
                 let error = watched.unwrap_err();

@@ -13,7 +13,7 @@ use hotcell_proto::{
 };
 use tokio::sync::mpsc;
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
-use tonic::{Request, Response, Status};
+use tonic::{Extensions, Request, Response, Status, transport::server::UdsConnectInfo};
 
 use super::tokens::{self, Events};
 use crate::{
@@ -29,12 +29,18 @@ use crate::{
     host::Host,
 };
 
-/// The service.
-pub struct DebugService(Host);
+/// What lines of the log are headed with that say who looked into this worker.
+pub const AUDIT: &str = "audit";
 
-/// The service with its limits.
-pub fn server(host: Host) -> DebugServer<DebugService> {
-    DebugServer::new(DebugService(host))
+/// The service.
+pub struct DebugService {
+    host: Host,
+    audits: bool,
+}
+
+/// The service with its limits. It notes who calls if it `audits`: a worker alone has nobody else to do it.
+pub fn server(host: Host, audits: bool) -> DebugServer<DebugService> {
+    DebugServer::new(DebugService { host, audits })
         .max_decoding_message_size(limits::MAX_MESSAGE_BYTES)
         .max_encoding_message_size(limits::MAX_MESSAGE_BYTES)
 }
@@ -43,7 +49,7 @@ type Answers<T> = ReceiverStream<Result<T, Status>>;
 
 impl DebugService {
     fn watching(&self, traces: bool) -> Result<Watching, Error> {
-        let watching = self.0.engine().observer().watch(traces);
+        let watching = self.host.engine().observer().watch(traces);
         watching.ok_or_else(|| {
             let most = limits::MAX_DEBUGGERS;
             let what = format!("{most} others watch this worker already; try again later");
@@ -51,9 +57,22 @@ impl DebugService {
         })
     }
 
+    /// Notes who calls, if that is to be noted.
+    fn note(&self, call: &str, caller: &Extensions) {
+        if self.audits {
+            let peer = caller.get::<UdsConnectInfo>();
+            let peer = peer.and_then(|peer| peer.peer_cred);
+            let (uid, pid) = (
+                peer.map(|peer| peer.uid()),
+                peer.and_then(|peer| peer.pid()),
+            );
+            tracing::info!(target: AUDIT, call, uid, pid, "debug");
+        }
+    }
+
     /// Refuses what is meant for another worker.
     fn is_for_us(&self, worker: &str) -> Result<(), Error> {
-        let (own, _) = self.0.identity();
+        let (own, _) = self.host.identity();
         if worker.is_empty() || worker == own {
             return Ok(());
         }
@@ -71,6 +90,7 @@ impl Debug for DebugService {
         &self,
         request: Request<v1::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
+        self.note("Watch", request.extensions());
         let v1::WatchRequest {
             worker,
             interval_ms,
@@ -80,7 +100,7 @@ impl Debug for DebugService {
         let watching = self.watching(false)?;
         // One: a watcher that does not read gets the latest but few.
         let (to, samples) = mpsc::channel(1);
-        tokio::spawn(watch(self.0.clone(), watching, every, to));
+        tokio::spawn(watch(self.host.clone(), watching, every, to));
         Ok(Response::new(ReceiverStream::new(samples)))
     }
 
@@ -90,10 +110,11 @@ impl Debug for DebugService {
         &self,
         request: Request<v1::CaptureRequest>,
     ) -> Result<Response<Self::CaptureStream>, Status> {
+        self.note("Capture", request.extensions());
         use v1::capture_request::Which;
         let request = request.into_inner();
         self.is_for_us(&request.worker)?;
-        let model = self.0.model(&request.model)?;
+        let model = self.host.model(&request.model)?;
         let aim = match request.which {
             Some(Which::RequestId(id)) => Aim::Request(RequestId::new(id)?.as_str().to_owned()),
             Some(Which::Next(true)) => Aim::Next,
@@ -103,10 +124,10 @@ impl Debug for DebugService {
             }
         };
         let options = request.options.unwrap_or_default();
-        let capture = Capture::begin(&self.0, &model, aim, false, options).await?;
+        let capture = Capture::begin(&self.host, &model, aim, false, options).await?;
         drop(model);
         let (to, told) = mpsc::channel(1);
-        tokio::spawn(capture.tell(self.0.clone(), to, std::future::pending()));
+        tokio::spawn(capture.tell(self.host.clone(), to, std::future::pending()));
         Ok(Response::new(ReceiverStream::new(told)))
     }
 
@@ -116,6 +137,7 @@ impl Debug for DebugService {
         &self,
         request: Request<v1::ReplayRequest>,
     ) -> Result<Response<Self::ReplayStream>, Status> {
+        self.note("Replay", request.extensions());
         use v1::replay_request::Which;
         let deadline = deadline::of(request.metadata())?;
         let request = request.into_inner();
@@ -124,7 +146,7 @@ impl Debug for DebugService {
             let what = "a worker keeps no streams: give the request itself";
             return Err(Error::new(Reason::RequestNotFound, what).into());
         };
-        let model = self.0.model(&wire.model)?;
+        let model = self.host.model(&wire.model)?;
         let generated = wire.resume.take().unwrap_or_default().generated_ids;
         let at = usize::try_from(request.at).unwrap_or(usize::MAX);
         let Some(before) = generated.get(..at) else {
@@ -145,20 +167,20 @@ impl Debug for DebugService {
         let id = wire.request_id.clone();
         let aim = Aim::Request(id.clone());
         let options = request.options.unwrap_or_default();
-        let mut capture = Capture::begin(&self.0, &model, aim, true, options).await?;
+        let mut capture = Capture::begin(&self.host, &model, aim, true, options).await?;
         capture.expect(match request.expected.is_empty() {
             true => generated,
             false => request.expected,
         });
         if !request.conditions.is_empty() {
-            capture.watch(&self.0, &id, &request.conditions).await?;
+            capture.watch(&self.host, &id, &request.conditions).await?;
         }
         if request.follow {
-            capture.follow(&self.0).await?;
+            capture.follow(&self.host).await?;
         }
         drop(model);
         let (to, told) = mpsc::channel(1);
-        let host = self.0.clone();
+        let host = self.host.clone();
         if !request.follow {
             let events = tokens::begin(&host, wire, deadline).await?;
             tokio::spawn(capture.tell(host, to, ended(events)));
@@ -185,11 +207,12 @@ impl Debug for DebugService {
         &self,
         request: Request<v1::GuardRequest>,
     ) -> Result<Response<Self::GuardStream>, Status> {
+        self.note("Guard", request.extensions());
         let request = request.into_inner();
         self.is_for_us(&request.worker)?;
-        let model = self.0.model(&request.model)?;
+        let model = self.host.model(&request.model)?;
         let (to, events) = mpsc::channel(limits::HIT_BUFFER);
-        guard(self.0.clone(), &model, request, to).await?;
+        guard(self.host.clone(), &model, request, to).await?;
         Ok(Response::new(ReceiverStream::new(events)))
     }
 
@@ -197,9 +220,10 @@ impl Debug for DebugService {
         &self,
         request: Request<v1::MemoryMapRequest>,
     ) -> Result<Response<v1::MemoryMap>, Status> {
+        self.note("Memory", request.extensions());
         let v1::MemoryMapRequest { worker, handles } = request.into_inner();
         self.is_for_us(&worker)?;
-        Ok(Response::new(memory(&self.0, handles).await?))
+        Ok(Response::new(memory(&self.host, handles).await?))
     }
 
     type TraceStream = Answers<v1::TracePiece>;
@@ -208,12 +232,13 @@ impl Debug for DebugService {
         &self,
         request: Request<v1::TraceRequest>,
     ) -> Result<Response<Self::TraceStream>, Status> {
+        self.note("Trace", request.extensions());
         let request = request.into_inner();
         self.is_for_us(&request.worker)?;
         let extent = Extent::checked(request.duration_ms, request.steps)?;
         let watching = self.watching(request.nodes)?;
         let (to, pieces) = mpsc::channel(1);
-        tokio::spawn(trace(self.0.clone(), watching, extent, to));
+        tokio::spawn(trace(self.host.clone(), watching, extent, to));
         Ok(Response::new(ReceiverStream::new(pieces)))
     }
 }
