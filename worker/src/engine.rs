@@ -146,7 +146,11 @@ impl Engine {
                 let is_bound = device.is_bound_to_thread();
                 let plans = Plans(device.planner());
                 let state = Loop {
-                    tensors: TensorPlane::new(Rc::clone(&device), config.tensor_memory),
+                    tensors: TensorPlane::new(
+                        Rc::clone(&device),
+                        config.tensor_memory,
+                        Arc::clone(&told),
+                    ),
                     queued: engine_queued,
                     device,
                     members,

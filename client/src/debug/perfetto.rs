@@ -218,6 +218,7 @@ fn annotations(span: &TraceSpan) -> Vec<Annotation> {
             ("group", u64::from(span.group)),
         ],
         TraceTrack::Copies => &[("bytes", span.bytes)],
+        TraceTrack::Tensors => &[("rows", number(span.rows)), ("steps", number(span.step))],
         TraceTrack::Requests
         | TraceTrack::Scheduler
         | TraceTrack::Queue
@@ -281,6 +282,7 @@ pub fn encode_with(
         (TraceTrack::Device, "device"),
         (TraceTrack::Nodes, "nodes"),
         (TraceTrack::Copies, "copies"),
+        (TraceTrack::Tensors, "tensors"),
         (TraceTrack::Events, "events"),
     ] {
         packets.push(track(PROCESS + kind as u64, name, None));
@@ -321,6 +323,7 @@ pub fn encode_with(
             (TraceTrack::Steps, _) => phase(span),
             (TraceTrack::Queue, _) => "waits",
             (TraceTrack::Device, _) => "compute",
+            (TraceTrack::Tensors, _) => "graph",
             (TraceTrack::Nodes, _) if !span.node.is_empty() => &span.node,
             (_, "") => "?",
             (_, name) => name,

@@ -5,6 +5,7 @@ use std::{collections::HashMap, time::Duration};
 use hotcell_client::{
     GenerateOptions,
     debug::perfetto::{Data, Trace},
+    tensor::{Session, SessionOptions},
     v1::{self, TraceTrack, trace_piece::Kind},
 };
 use hotcell_proto::limits;
@@ -315,4 +316,39 @@ async fn the_clients_calls_are_on_the_timeline_of_those_who_serve_them() {
     assert!(inside.count() > 2, "{slices:?}");
     let (_, asked, done, _) = named("Debug.Trace");
     assert!(asked < begin && end < done);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_graphs_are_on_the_timeline() {
+    let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    let address = format!("unix:{}", cluster.socket.display());
+    let session = Session::open(&address.parse().unwrap(), SessionOptions::default());
+    let session = session.await.unwrap();
+    let one = session
+        .tensor(&vec![1f32; 1 << 12], &[1 << 6, 1 << 6])
+        .unwrap();
+    let mut pieces = client
+        .trace_worker("w0", Duration::from_millis(500), false)
+        .await
+        .unwrap();
+    pieces.next().await.unwrap().unwrap();
+    const CALLS: usize = 5;
+    for _ in 0..CALLS {
+        (&one + &one).eval().await.unwrap();
+    }
+    let mut spans = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        if let Some(Kind::Spans(some)) = piece.unwrap().kind {
+            spans.extend(some.spans);
+        }
+    }
+    let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
+    assert_eq!(of(TraceTrack::Steps).count(), 0);
+    let graphs: Vec<_> = of(TraceTrack::Tensors).collect();
+    // One that was paused is there in pieces.
+    assert!(graphs.len() >= CALLS, "{graphs:?}");
+    for graph in graphs {
+        assert!(graph.duration_ns > 0 && graph.step > 0, "{graph:?}");
+    }
 }

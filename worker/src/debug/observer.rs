@@ -71,6 +71,19 @@ pub struct CopyNote {
     pub bytes: usize,
 }
 
+/// A stretch of computing a client's graph: all of a call, or as much as was computed until something else went first.
+#[derive(Clone, Copy, Debug)]
+pub struct CallNote {
+    /// When that began.
+    pub begun: Instant,
+    /// How long it took.
+    pub took: Duration,
+    /// Rows that the call is for.
+    pub rows: usize,
+    /// Steps of its plan.
+    pub steps: u32,
+}
+
 /// The latest notes of a kind.
 #[derive(Debug)]
 struct Ring<T> {
@@ -123,6 +136,7 @@ struct Notes {
     rest_until: Option<Instant>,
     waits: Ring<WaitNote>,
     copies: Ring<CopyNote>,
+    calls: Ring<CallNote>,
 }
 
 /// A second's share of [`limits::TRACED_NODES_PER_SECOND`].
@@ -181,6 +195,11 @@ impl Observer {
         self.notes().waits.push(wait, limits::MAX_WATCHED_STEPS);
     }
 
+    /// Notes that a client's graph was computed.
+    pub fn note_call(&self, call: CallNote) {
+        self.notes().calls.push(call, limits::MAX_WATCHED_STEPS);
+    }
+
     /// Notes what a step's plans did.
     pub fn note_nodes(&self, nodes: &[NodeNote]) {
         if !self.is_traced() {
@@ -217,6 +236,7 @@ impl Observer {
         let notes = self.notes();
         let (next_step, next_node) = (notes.steps.next(), notes.nodes.next());
         let (next_wait, next_copy) = (notes.waits.next(), notes.copies.next());
+        let next_call = notes.calls.next();
         drop(notes);
         Some(Watching {
             observer: Arc::clone(self),
@@ -225,6 +245,7 @@ impl Observer {
             next_node,
             next_wait,
             next_copy,
+            next_call,
         })
     }
 }
@@ -239,6 +260,7 @@ pub struct Watching {
     next_node: u64,
     next_wait: u64,
     next_copy: u64,
+    next_call: u64,
 }
 
 impl Watching {
@@ -256,6 +278,14 @@ impl Watching {
         let (waits, _) = notes.waits.from(self.next_wait);
         self.next_wait = notes.waits.next();
         waits
+    }
+
+    /// Clients' graphs that were computed since it last asked; of those that are lost nobody is told.
+    pub fn calls(&mut self) -> Vec<CallNote> {
+        let notes = self.observer.notes();
+        let (calls, _) = notes.calls.from(self.next_call);
+        self.next_call = notes.calls.next();
+        calls
     }
 
     /// Copies since it last asked; of those that are lost nobody is told.
@@ -288,6 +318,7 @@ impl Drop for Watching {
             let mut notes = observer.notes();
             notes.steps.forget();
             notes.waits.forget();
+            notes.calls.forget();
         }
     }
 }

@@ -14,7 +14,7 @@ use hotcell_proto::{
 use tokio::{sync::mpsc, time::timeout};
 use tonic::Status;
 
-use super::observer::{CopyNote, NodeNote, StepNote, WaitNote, Watching};
+use super::observer::{CallNote, CopyNote, NodeNote, StepNote, WaitNote, Watching};
 use crate::{
     engine::{Place, names as op_names},
     host::Host,
@@ -125,6 +125,19 @@ impl Timeline {
                 step: node.step,
                 group: node.group,
                 member: note.member.into(),
+                ..v1::TraceSpan::default()
+            });
+        }
+    }
+
+    fn calls(&mut self, notes: &[CallNote]) {
+        for note in notes {
+            self.spans.push(v1::TraceSpan {
+                track: TraceTrack::Tensors.into(),
+                begin_ns: self.since(note.begun),
+                duration_ns: ns(note.took),
+                rows: u32::try_from(note.rows).unwrap_or(u32::MAX),
+                step: note.steps,
                 ..v1::TraceSpan::default()
             });
         }
@@ -330,6 +343,7 @@ pub async fn trace(
         timeline.steps(&steps);
         timeline.nodes(&nodes, &names);
         timeline.copies(&watching.copies());
+        timeline.calls(&watching.calls());
         timeline.waits(watching.waits());
         let is_over = begun.elapsed() >= duration || timeline.steps_left == Some(0);
         if is_over {

@@ -22,7 +22,7 @@ use super::{
     account::{Account, Charge, Usage},
     plan,
 };
-use crate::{error::of_plan, session::shared::Region, weights::Weight};
+use crate::{debug::observer::Observer, error::of_plan, session::shared::Region, weights::Weight};
 
 /// The device, the worker's account, and every session's freed memory.
 pub struct Hub {
@@ -30,6 +30,8 @@ pub struct Hub {
     pub device: Rc<dyn Device>,
     /// The worker's account.
     pub account: Arc<Account>,
+    /// Where calls of plans are noted while somebody watches.
+    observer: Arc<Observer>,
     pools: RefCell<Vec<Weak<Pool>>>,
     /// Plans that were made, and calls of plans that ended well.
     pub compiled: Cell<u64>,
@@ -39,9 +41,10 @@ pub struct Hub {
 
 impl Hub {
     /// A worker whose tensors take `limit` bytes at most.
-    pub fn new(device: Rc<dyn Device>, limit: u64) -> Rc<Self> {
+    pub fn new(device: Rc<dyn Device>, limit: u64, observer: Arc<Observer>) -> Rc<Self> {
         Rc::new(Self {
             device,
+            observer,
             account: Account::new(limit, None),
             pools: RefCell::default(),
             compiled: Cell::default(),
@@ -101,6 +104,11 @@ impl Pool {
     /// The session's account.
     pub fn account(&self) -> &Arc<Account> {
         &self.account
+    }
+
+    /// Where calls of plans are noted.
+    pub fn observer(&self) -> &Observer {
+        &self.hub.observer
     }
 
     /// The device.

@@ -20,6 +20,7 @@ use super::{
     memory::Hub,
     state::{Quotas, Session},
 };
+use crate::debug::observer::Observer;
 
 /// How long one stream runs while others wait.
 const SLICE: Duration = Duration::from_millis(1);
@@ -45,14 +46,14 @@ pub fn session_gone() -> Error {
 }
 
 impl TensorPlane {
-    /// Without sessions. Tensors take `limit` bytes at most; by default half of the device's memory.
-    pub fn new(device: Rc<dyn Device>, limit: Option<u64>) -> Self {
+    /// Without sessions. Tensors take `limit` bytes at most; by default half of the device's memory. Calls are noted at `observer`.
+    pub fn new(device: Rc<dyn Device>, limit: Option<u64>, observer: Arc<Observer>) -> Self {
         let half = match device.info().memory_bytes {
             0 => UNKNOWN_MEMORY,
             bytes => bytes / 2,
         };
         Self {
-            hub: Hub::new(device, limit.unwrap_or(half)),
+            hub: Hub::new(device, limit.unwrap_or(half), observer),
             sessions: BTreeMap::new(),
             names: HashMap::new(),
             next: 0,

@@ -34,7 +34,7 @@ use super::{
     tensor::{Tensor, may_hold_indices},
     value::{State, Value},
 };
-use crate::error::of_plan;
+use crate::{debug::observer::CallNote, error::of_plan};
 
 /// Calls of a plan that took less may run on the thread that they came to, which then does nothing else: about what it
 /// takes to wake another.
@@ -238,7 +238,17 @@ impl Session {
         };
         let begun = Instant::now();
         let result = self.run(&mut job, pause);
-        job.compute += begun.elapsed();
+        let took = begun.elapsed();
+        job.compute += took;
+        let observer = self.pool.observer();
+        if observer.is_watched() {
+            observer.note_call(CallNote {
+                begun,
+                took,
+                rows: job.rows,
+                steps: job.plan.memory.steps,
+            });
+        }
         match result {
             Ok(false) => {
                 if let Some(s) = self.streams.streams.get_mut(&stream) {

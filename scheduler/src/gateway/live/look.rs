@@ -178,6 +178,7 @@ fn span(span: &TraceSpan) -> Value {
         TraceTrack::Events => "events",
         TraceTrack::Queue => "queue",
         TraceTrack::Copies => "copies",
+        TraceTrack::Tensors => "tensors",
         TraceTrack::Unspecified => "",
     };
     json!({
