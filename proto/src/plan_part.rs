@@ -1,7 +1,7 @@
 //! Which of a model's plans a worker's device executes: a black box says it, since a step's number means nothing without it.
 
 /// One of a model's plans.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PlanPart {
     /// From tokens to hidden states.
     Body = 1,

@@ -18,6 +18,7 @@ use hotcell_tests::{
     debugged::looked_into,
 };
 use rustix::process::Signal;
+use serde_json::Value;
 use tempfile::TempDir;
 
 const PROMPT: &str = "In the beginning";
@@ -308,6 +309,61 @@ async fn a_stream_whose_mlx_worker_dies_goes_on_in_the_next_one_and_the_processo
     }
     let workers = cluster.workers(two_have_it).await.unwrap();
     assert!(workers.iter().all(|w| w.pid != pid), "{workers:?}");
+}
+
+/// By the command, in four of its words: one of the two devices of a running scheduler beside the other.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_command_compares_the_two_devices_node_by_node() {
+    let (folder, _) = programs();
+    let options = GenerateOptions {
+        request_id: "compared".to_owned(),
+        ..greedy(4)
+    };
+    let worker = folder.path().join("hotcell-worker");
+    let arguments = ["--worker-binary", text(&worker)];
+    let cluster = Cluster::with_model("kjv", &kjv(), &arguments)
+        .await
+        .unwrap();
+    cluster.workers(two_have_it).await.unwrap();
+    complete(&cluster.client().await.unwrap(), &options).await;
+    let file = folder.path().join("compared.hotcell");
+    let run = |arguments: &[&str]| {
+        let output = cluster.hotcell(&[&["debug"], arguments].concat()).unwrap();
+        let words = String::from_utf8([&output.stdout[..], &output.stderr].concat());
+        (output.status.code(), output.stdout, words.unwrap())
+    };
+    let replay = [
+        "replay",
+        "compared",
+        "--only-logits",
+        "--reveal",
+        "-o",
+        text(&file),
+    ];
+    let (code, _, said) = run(&replay);
+    assert_eq!(code, Some(0), "{said}");
+    let sides = ["--backend", "cpu", "--backend", "mlx", "--json"];
+    let (code, found, said) = run(&[&["compare", text(&file)], &sides[..]].concat());
+    // Neither is wrong.
+    assert_eq!(code, Some(0), "{said}");
+    let found: Value = serde_json::from_slice(&found).unwrap();
+    let classes = found["numerics_classes"].as_array().unwrap();
+    for (class, device) in classes.iter().zip(["cpu/", "mlx/"]) {
+        assert!(class.as_str().unwrap().starts_with(device), "{class}");
+    }
+    assert_eq!(
+        (&found["tokens"], &found["first"]),
+        (&4.into(), &Value::Null)
+    );
+    let nodes = found["nodes"].as_array().unwrap();
+    assert!(nodes.len() > 50, "{said}");
+    for node in nodes {
+        assert_eq!(node["beyond"], 0, "{node}");
+        let cosine = node["worst"]["cosine"].as_f64();
+        assert!(cosine.is_none_or(|cosine| cosine > 0.999), "{node}");
+    }
+    // They are two devices: not all of it is the same to the bit.
+    assert_eq!(found["equal"], false);
 }
 
 #[tokio::test(flavor = "multi_thread")]
