@@ -118,10 +118,7 @@ async fn every_token_is_looked_at_once_beside_others_and_where_tokens_are_guesse
     let prompts = ["begat Isaac; and Isaac begat Jacob; and Jacob begat", "In"];
     let mut streams = Vec::new();
     for (number, prompt) in prompts.into_iter().enumerate() {
-        let options = GenerateOptions {
-            temperature: 0.0,
-            ..options(&format!("one-{number}"))
-        };
+        let options = options(&format!("one-{number}"));
         let stream = client.generate(prompt, options).await.unwrap();
         streams.push(tokio::spawn(stream.complete()));
     }

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, time::Duration};
 
 use hotcell_client::{
-    GenerateOptions,
+    Address, GenerateOptions,
     debug::perfetto::{Data, Trace},
     tensor::{Session, SessionOptions},
     v1::{self, TraceTrack, trace_piece::Kind},
@@ -322,9 +322,12 @@ async fn the_clients_calls_are_on_the_timeline_of_those_who_serve_them() {
 async fn clients_graphs_are_on_the_timeline() {
     let cluster = kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
-    let address = format!("unix:{}", cluster.socket.display());
-    let session = Session::open(&address.parse().unwrap(), SessionOptions::default());
-    let session = session.await.unwrap();
+    let address: Address = format!("unix:{}", cluster.socket.display())
+        .parse()
+        .unwrap();
+    let session = Session::open(&address, SessionOptions::default())
+        .await
+        .unwrap();
     let one = session
         .tensor(&vec![1f32; 1 << 12], &[1 << 6, 1 << 6])
         .unwrap();
