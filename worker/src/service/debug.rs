@@ -60,13 +60,10 @@ impl DebugService {
     /// Notes who calls, if that is to be noted.
     fn note(&self, call: &str, caller: &Extensions) {
         if self.audits {
+            // Its user is this process's own, to whom the socket belongs, and has another number in a namespace of users.
             let peer = caller.get::<UdsConnectInfo>();
-            let peer = peer.and_then(|peer| peer.peer_cred);
-            let (uid, pid) = (
-                peer.map(|peer| peer.uid()),
-                peer.and_then(|peer| peer.pid()),
-            );
-            tracing::info!(target: AUDIT, call, uid, pid, "debug");
+            let pid = peer.and_then(|peer| peer.peer_cred?.pid());
+            tracing::info!(target: AUDIT, call, pid, "debug");
         }
     }
 
