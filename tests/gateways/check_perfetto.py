@@ -101,7 +101,10 @@ def check_whole(cell):
     told_of_steps = [inside(nodes, [one]) for one in device]
     told_in_full = [told for told in told_of_steps if told]
     assert told_in_full and min(told_in_full) > 10, told_of_steps
-    assert any(event.name == "mul_mat" for _, event, _, _ in nodes)
+    products = {event.name for _, event, _, _ in nodes if notes(event).get("op") == "mul_mat"}
+    assert "logits" in products and any(name.startswith("layers.") for name in products), products
+    copies = [(event.name, notes(event)["bytes"]) for _, event, _, _ in timeline.on("copies")]
+    assert {"rows", "logits"} <= {what for what, _ in copies} and all(size > 0 for _, size in copies), copies
     calls = [event.name for _, event, _, _ in timeline.on("Tokens.Generate")]
     assert sorted(calls) == ["Tokens.Generate", "tokens", "until it is accepted", "until the first token"], calls
     # One trace id from the client through the scheduler.
