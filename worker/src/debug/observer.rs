@@ -226,6 +226,7 @@ impl Observer {
 
     /// One more watcher, of what comes from now on, nodes too if it `traces`; none if there are too many.
     pub fn watch(self: &Arc<Self>, traces: bool) -> Option<Watching> {
+        let since = Instant::now();
         let more = |n: usize| (n < limits::MAX_DEBUGGERS).then_some(n + 1);
         let order = (Ordering::AcqRel, Ordering::Acquire);
         let entered = self.watchers.fetch_update(order.0, order.1, more);
@@ -241,6 +242,7 @@ impl Observer {
         Some(Watching {
             observer: Arc::clone(self),
             traces,
+            since,
             next_step,
             next_node,
             next_wait,
@@ -255,6 +257,7 @@ impl Observer {
 pub struct Watching {
     observer: Arc<Observer>,
     traces: bool,
+    since: Instant,
     /// Numbers of the first step and node that it has not seen.
     next_step: u64,
     next_node: u64,
@@ -264,6 +267,11 @@ pub struct Watching {
 }
 
 impl Watching {
+    /// When it began: of a step that is noted node by node, no node began before.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+
     /// The steps since it last asked, and how many of them are lost.
     pub fn steps(&mut self) -> (Vec<StepNote>, u64) {
         let notes = self.observer.notes();

@@ -82,6 +82,13 @@ impl Timeline {
         ns(at.saturating_duration_since(self.begun))
     }
 
+    /// When something began, and how long it took; of what began before the trace did, the part since then.
+    fn part(&self, begun: Instant, took: Duration) -> (u64, u64) {
+        let begin = self.since(begun);
+        let end = self.since(begun.checked_add(took).unwrap_or(begun));
+        (begin, end.saturating_sub(begin))
+    }
+
     fn steps(&mut self, notes: &[StepNote]) {
         let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
         for step in notes {
@@ -90,21 +97,22 @@ impl Timeline {
                 Some(left) => *left -= 1,
                 None => {}
             }
-            let begin_ns = self.since(step.begun);
+            let (begin_ns, duration_ns) = self.part(step.begun, step.whole);
             self.spans.push(v1::TraceSpan {
                 track: TraceTrack::Steps.into(),
                 begin_ns,
-                duration_ns: ns(step.whole),
+                duration_ns,
                 rows: number(step.rows),
                 reading: number(step.reading),
                 sequences: number(step.sequences),
                 drawn: number(step.drawn),
                 ..v1::TraceSpan::default()
             });
+            let (begin_ns, duration_ns) = self.part(step.computing_from, step.computing);
             self.spans.push(v1::TraceSpan {
                 track: TraceTrack::Device.into(),
-                begin_ns: self.since(step.computing_from),
-                duration_ns: ns(step.computing),
+                begin_ns,
+                duration_ns,
                 rows: number(step.rows),
                 ..v1::TraceSpan::default()
             });
@@ -156,12 +164,11 @@ impl Timeline {
         }
     }
 
-    /// Of what waited since before the trace began, the part since then.
     fn waits(&mut self, notes: Vec<WaitNote>) {
         for note in notes {
-            let begin_ns = self.since(note.begun);
-            let end_ns = self.since(note.begun.checked_add(note.took).unwrap_or(note.begun));
-            self.request(TraceTrack::Queue, note.request, (begin_ns, end_ns));
+            let (begin_ns, duration_ns) = self.part(note.begun, note.took);
+            let span = (begin_ns, begin_ns + duration_ns);
+            self.request(TraceTrack::Queue, note.request, span);
         }
     }
 
@@ -305,12 +312,12 @@ pub async fn trace(
         known: HashMap::new(),
     };
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    let begun = Instant::now();
+    let begun = watching.since();
     let (worker, epoch) = host.identity();
     let head = v1::TraceHead {
         worker,
         epoch: epoch.0,
-        begun_ns: since.map_or(0, ns),
+        begun_ns: since.map_or(0, ns).saturating_sub(ns(begun.elapsed())),
     };
     let mut timeline = Timeline {
         begun,
