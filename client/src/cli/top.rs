@@ -1,11 +1,13 @@
 //! `hotcell top`: a host's workers, models and requests on a screen that stays, and what to do about them.
 
+mod devices;
 mod feed;
 mod state;
+mod streams;
 mod view;
 
 use std::{
-    io::{self, Stdout},
+    io::{self, BufWriter, Stdout},
     path::PathBuf,
     sync::{
         Arc,
@@ -21,8 +23,11 @@ use ratatui::{
     Terminal,
     backend::CrosstermBackend,
     crossterm::{
-        cursor, event, execute,
-        terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode},
+        cursor, event, execute, queue,
+        terminal::{
+            BeginSynchronizedUpdate, EndSynchronizedUpdate, EnterAlternateScreen,
+            LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
+        },
     },
 };
 use tokio::{
@@ -110,7 +115,7 @@ pub(super) async fn top(
             }
             _ = frames.tick(), if dirty => {
                 dirty = false;
-                if let Err(error) = screen.terminal.draw(|frame| view::draw(frame, &mut state)) {
+                if let Err(error) = screen.draw(&mut state) {
                     break Err(Failure::Output(error));
                 }
                 None
@@ -225,27 +230,50 @@ async fn capture(client: &Client, worker: &str, path: PathBuf) -> Result<String,
     ))
 }
 
+/// Bytes that are gathered before they go to the terminal: more than a frame of a large one has.
+const GATHERED: usize = 1 << 16;
+
 /// The terminal, which is as it was once this is dropped.
 struct Screen {
-    terminal: Terminal<CrosstermBackend<Stdout>>,
+    terminal: Terminal<CrosstermBackend<BufWriter<Stdout>>>,
 }
 
 impl Screen {
     fn take() -> io::Result<Self> {
         enable_raw_mode()?;
         // From here on dropping it gives the terminal back.
-        let screen = Self {
-            terminal: Terminal::new(CrosstermBackend::new(io::stdout()))?,
+        let out = BufWriter::with_capacity(GATHERED, io::stdout());
+        let mut screen = Self {
+            terminal: Terminal::new(CrosstermBackend::new(out))?,
         };
-        execute!(io::stdout(), EnterAlternateScreen, cursor::Hide)?;
+        execute!(
+            screen.terminal.backend_mut(),
+            EnterAlternateScreen,
+            cursor::Hide
+        )?;
         Ok(screen)
+    }
+
+    /// Draws what has changed since the frame before. A terminal that knows synchronized updates shows a frame once all of
+    /// it is there; others do not listen to them.
+    fn draw(&mut self, state: &mut State) -> io::Result<()> {
+        queue!(self.terminal.backend_mut(), BeginSynchronizedUpdate)?;
+        let drawn = self.terminal.draw(|frame| view::draw(frame, state));
+        let drawn = drawn.map(|_| ());
+        // After a failure as well: until then the terminal shows nothing.
+        let ended = execute!(self.terminal.backend_mut(), EndSynchronizedUpdate);
+        drawn.and(ended)
     }
 }
 
 impl Drop for Screen {
     fn drop(&mut self) {
         // Whoever closed the terminal does not need it back.
-        let _ = execute!(io::stdout(), LeaveAlternateScreen, cursor::Show);
+        let _ = execute!(
+            self.terminal.backend_mut(),
+            LeaveAlternateScreen,
+            cursor::Show
+        );
         let _ = disable_raw_mode();
     }
 }

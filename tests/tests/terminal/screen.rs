@@ -17,16 +17,23 @@ use rustix::{
     termios::{Termios, Winsize, tcgetattr, tcsetwinsize},
 };
 
+/// The size of a terminal until it gets another one.
+pub(super) const ROWS: u16 = 40;
+/// The same of its lines.
+pub(super) const COLUMNS: u16 = 130;
+
 /// A terminal with a program in it.
 pub(super) struct Terminal {
     master: File,
     slave: OwnedFd,
     screen: Arc<Mutex<vt100::Parser>>,
+    /// All that it wrote.
+    raw: Arc<Mutex<Vec<u8>>>,
     before: Termios,
     pub(super) child: Child,
 }
 
-fn parser(rows: u16, columns: u16) -> vt100::Parser {
+pub(super) fn parser(rows: u16, columns: u16) -> vt100::Parser {
     vt100::Parser::new(count(rows), count(columns), 0)
 }
 
@@ -51,7 +58,7 @@ impl Terminal {
         let name = ptsname(&master, Vec::new()).unwrap();
         let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
         let slave = rustix::fs::open(name.as_c_str(), flags, Mode::empty()).unwrap();
-        tcsetwinsize(&slave, size(40, 130)).unwrap();
+        tcsetwinsize(&slave, size(ROWS, COLUMNS)).unwrap();
         let before = tcgetattr(&slave).unwrap();
         let end = || slave.try_clone().unwrap();
         command.env("TERM", "xterm-256color");
@@ -66,11 +73,14 @@ impl Terminal {
         }
         let child = command.spawn().unwrap();
         let master = File::from(master);
-        let screen = Arc::new(Mutex::new(parser(40, 130)));
+        let screen = Arc::new(Mutex::new(parser(ROWS, COLUMNS)));
+        let raw = Arc::<Mutex<Vec<u8>>>::default();
         let (mut from, parser) = (master.try_clone().unwrap(), Arc::clone(&screen));
+        let kept = Arc::clone(&raw);
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(count @ 1..) = from.read(&mut bytes) {
+                kept.lock().unwrap().extend(&bytes[..count]);
                 parser.lock().unwrap().process(&bytes[..count]);
             }
         });
@@ -78,6 +88,7 @@ impl Terminal {
             master,
             slave,
             screen,
+            raw,
             before,
             child,
         }
@@ -85,6 +96,11 @@ impl Terminal {
 
     pub(super) fn text(&self) -> String {
         self.screen.lock().unwrap().screen().contents()
+    }
+
+    /// All that it wrote so far, byte for byte.
+    pub(super) fn raw(&self) -> Vec<u8> {
+        self.raw.lock().unwrap().clone()
     }
 
     /// The words of the line that begins so.

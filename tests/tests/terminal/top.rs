@@ -1,6 +1,7 @@
 //! `hotcell top`: what it shows while workers serve and die, and that it leaves the terminal as it was.
 
 use std::{
+    collections::BTreeSet,
     path::Path,
     sync::{
         Arc,
@@ -12,14 +13,40 @@ use std::{
 use hotcell_client::GenerateOptions;
 use hotcell_tests::cluster::{Cluster, SOON, all_have, hotcell, is_own, kjv, signal_pid};
 use rustix::process::Signal;
+use tokio::task::JoinSet;
 
 use super::screen::Terminal;
 
 fn top(cluster: &Cluster) -> Terminal {
+    top_every(cluster, "100ms")
+}
+
+/// The real command in a terminal, which looks again this often.
+pub(super) fn top_every(cluster: &Cluster, every: &str) -> Terminal {
     let mut command = hotcell(cluster.folder.path()).unwrap();
     let address = format!("unix:{}", cluster.socket.display());
-    command.args(["--address", &address, "top", "--every", "100ms"]);
+    command.args(["--address", &address, "top", "--every", every]);
     Terminal::start(command)
+}
+
+/// Streams that go on until they are dropped, one request after another for each of these names.
+pub(super) async fn streams(cluster: &Cluster, names: &[&str]) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    for name in names {
+        let (client, name) = (cluster.client().await.unwrap(), (*name).to_owned());
+        tasks.spawn(async move {
+            for number in 0.. {
+                let options = GenerateOptions {
+                    request_id: format!("{name}-{number}"),
+                    ignore_eos: true,
+                    ..GenerateOptions::default()
+                };
+                let stream = client.generate("In the beginning", options).await;
+                stream.unwrap().complete().await.unwrap();
+            }
+        });
+    }
+    tasks
 }
 
 fn has_file(folder: &Path, ending: &str) -> bool {
@@ -149,6 +176,80 @@ async fn a_host_is_watched_while_a_worker_dies() {
 }
 
 #[tokio::test]
+async fn devices_and_the_streams_of_all_workers_have_pages() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &["--devices", "cpu:2"])
+        .await
+        .unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let names = ["adam", "eve", "cain", "abel"];
+    let mut tasks = streams(&cluster, &names).await;
+    let mut top = top(&cluster);
+    top.until("two devices", |t| t.text().contains("2 devices, 2 workers"))
+        .await;
+    top.press("s");
+    // Whose they are, that they draw, and how fast.
+    let drawn = |t: &Terminal, name: &str| {
+        let line = t.line(&format!("{name}-"));
+        let number = |at: usize| line.get(at).and_then(|n| n.parse::<f64>().ok());
+        let draws = line.get(3).is_some_and(|state| state == "drawing")
+            && number(4).is_some_and(|prompt| prompt > 0.0)
+            && number(5).is_some_and(|tokens| tokens > 0.0)
+            && number(6).is_some_and(|pace| pace > 0.0);
+        draws.then(|| line[1].clone())
+    };
+    for name in names {
+        top.until(name, |t| drawn(t, name).is_some()).await;
+    }
+    top.until("both workers", |t| {
+        let all: BTreeSet<String> = names.iter().filter_map(|name| drawn(t, name)).collect();
+        all == BTreeSet::from(["w0".to_owned(), "w1".to_owned()])
+    })
+    .await;
+    assert!(
+        top.text().contains("requests are under way"),
+        "{}",
+        top.text()
+    );
+    top.press("v");
+    top.until("two devices", |t| {
+        t.line("cpu:0").get(2).is_some_and(|w| w == "w0")
+            && t.line("cpu:1").get(2).is_some_and(|w| w == "w1")
+    })
+    .await;
+    let device = top.line("cpu:1");
+    assert_eq!(device[1], "cpu", "{device:?}");
+    assert!(device[3].parse::<f64>().unwrap() > 0.0, "{device:?}");
+    assert!(device[5].parse::<f64>().unwrap() > 0.0, "{device:?}");
+    assert!(device.contains(&"ok".to_owned()), "{device:?}");
+    top.press("j");
+    top.until("the worker of the other one", |t| {
+        let line = t.line("w1");
+        line.get(1).is_some_and(|word| word == "is") && line.contains(&"kjv".to_owned())
+    })
+    .await;
+    // With little room, the same in few columns.
+    top.resize(10, 40);
+    top.until("few columns", |t| {
+        let text = t.text();
+        text.contains("HEALTH") && !text.contains("BACKEND") && !t.line("cpu:1").is_empty()
+    })
+    .await;
+    top.press("s");
+    top.until("streams in few columns", |t| {
+        let few = |name: &&str| t.line(name).get(1).is_some_and(|state| state == "drawing");
+        names.iter().any(few)
+    })
+    .await;
+    top.press("x");
+    top.resize(40, 130);
+    top.until("the workers again", |t| t.text().contains("WORKER"))
+        .await;
+    assert!(tasks.try_join_next().is_none());
+    top.press("q");
+    assert!(top.end().await.success());
+}
+
+#[tokio::test]
 async fn a_host_is_watched_over_tcp() {
     let address = hotcell_tests::cluster::free_address().unwrap().to_string();
     let arguments = ["--devices", "cpu:1", "--listen", &address];
@@ -166,6 +267,16 @@ async fn a_host_is_watched_over_tcp() {
     top.press("t");
     top.until("that it may not", |t| t.text().contains("--tokens"))
         .await;
+    // Its devices it sees, and why it sees no streams.
+    top.press("v");
+    top.until("its device", |t| t.line("cpu:0").contains(&"ok".into()))
+        .await;
+    top.press("s");
+    top.until("why there are none", |t| {
+        t.line("w0:").iter().any(|word| word.contains("--tokens"))
+    })
+    .await;
+    top.press("x");
     top.press("q");
     assert!(top.end().await.success());
 }

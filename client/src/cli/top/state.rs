@@ -12,6 +12,10 @@ use crate::cli::operate::event_line;
 const KEPT: usize = 240;
 /// Events that are kept.
 const EVENTS: usize = 200;
+/// Samples that a request's tokens per second are taken from.
+const PACED: usize = 8;
+/// Lines that a key for a page goes on by.
+const LEAF: usize = 20;
 
 /// What a key asks for. Times are milliseconds since 1970, as the server counts them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,9 +39,40 @@ pub(super) enum Action {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     Overview,
-    Help,
+    /// From this line on.
+    Help(usize),
     /// A text, from this line on.
-    Report(String, u16),
+    Report(String, usize),
+    /// Of which this one is looked at.
+    Devices(usize),
+    /// The requests of all workers, from this one on.
+    Streams(usize),
+}
+
+impl Page {
+    /// What a key opens.
+    fn opened(code: KeyCode) -> Option<Self> {
+        match code {
+            KeyCode::Char('?' | 'h') => Some(Self::Help(0)),
+            KeyCode::Char('v') => Some(Self::Devices(0)),
+            KeyCode::Char('s') => Some(Self::Streams(0)),
+            _ => None,
+        }
+    }
+}
+
+/// Where a key leads to in a list whose last line is this one.
+fn moved(code: KeyCode, at: usize, last: usize) -> Option<usize> {
+    let to = match code {
+        KeyCode::Up | KeyCode::Char('k') => at.saturating_sub(1),
+        KeyCode::Down | KeyCode::Char('j') => at.saturating_add(1),
+        KeyCode::PageUp => at.saturating_sub(LEAF),
+        KeyCode::PageDown | KeyCode::Char(' ') => at.saturating_add(LEAF),
+        KeyCode::Home => 0,
+        KeyCode::End => last,
+        _ => return None,
+    };
+    Some(to.min(last))
 }
 
 /// What a worker told of itself.
@@ -48,6 +83,63 @@ pub(super) struct Seen {
     pub(super) tokens: VecDeque<u64>,
     /// Why there is nothing newer.
     pub(super) blind: Option<String>,
+    /// By request: when it was told of, in milliseconds, and the tokens that it had then; the newest last.
+    paces: BTreeMap<String, VecDeque<(u64, u64)>>,
+}
+
+impl Seen {
+    fn take(&mut self, mut sample: v1::WatchSample) {
+        self.blind = None;
+        self.tokens.push_back(rate(&sample).round() as u64);
+        if self.tokens.len() > KEPT {
+            self.tokens.pop_front();
+        }
+        if sample.epoch != self.sample.epoch {
+            self.paces.clear();
+        } else if sample.busy {
+            // In a long step it cannot tell: it is as it was, and the lists do not come and go.
+            sample.caches = std::mem::take(&mut self.sample.caches);
+            sample.requests = std::mem::take(&mut self.sample.requests);
+            sample.memory = std::mem::take(&mut self.sample.memory);
+            sample.tensors = self.sample.tensors.take();
+        }
+        if !sample.busy {
+            self.pace(&sample);
+        }
+        self.sample = sample;
+    }
+
+    fn pace(&mut self, sample: &v1::WatchSample) {
+        // Embeddings have no id, and draw nothing.
+        let named = sample.requests.iter().filter(|r| !r.request_id.is_empty());
+        let mut paces = BTreeMap::new();
+        for request in named {
+            let told = self.paces.remove(&request.request_id);
+            let mut told: VecDeque<(u64, u64)> = told.unwrap_or_default();
+            told.push_back((sample.time_ms, request.tokens));
+            if told.len() > PACED {
+                told.pop_front();
+            }
+            paces.insert(request.request_id.clone(), told);
+        }
+        self.paces = paces;
+    }
+
+    /// Tokens per second that a request has drawn lately.
+    fn pace_of(&self, request: &str) -> Option<f64> {
+        let told = self.paces.get(request)?;
+        let (&(from, before), &(to, after)) = (told.front()?, told.back()?);
+        let time = to.checked_sub(from).filter(|&time| time > 0)?;
+        Some(after.saturating_sub(before) as f64 * 1e3 / time as f64)
+    }
+}
+
+/// A request, and the worker that has it.
+pub(super) struct Stream<'a> {
+    pub(super) worker: &'a str,
+    pub(super) request: &'a v1::WatchedRequest,
+    /// Tokens per second that it has drawn lately; missing before it was told of twice.
+    pub(super) pace: Option<f64>,
 }
 
 /// All of it.
@@ -105,17 +197,13 @@ impl State {
             Update::Sample(sample) => {
                 self.now = self.now.max(sample.time_ms);
                 let seen = self.seen.entry(sample.worker.clone()).or_default();
-                seen.blind = None;
-                seen.tokens.push_back(rate(&sample).round() as u64);
-                if seen.tokens.len() > KEPT {
-                    seen.tokens.pop_front();
-                }
-                seen.sample = *sample;
+                seen.take(*sample);
             }
             Update::Blind(worker, why) => {
                 let seen = self.seen.entry(worker).or_default();
                 // Nothing runs in one that is not there.
                 seen.sample = v1::WatchSample::default();
+                seen.paces.clear();
                 seen.blind = Some(why);
             }
             Update::Event(event) => {
@@ -148,6 +236,31 @@ impl State {
         self.workers.iter().position(|w| w.id == self.chosen)
     }
 
+    /// The requests of all workers: those that draw, those that read, those that wait. Among these they are in the order
+    /// of the workers, and the oldest first, so that they stay where they are from one sample to the next.
+    pub(super) fn streams(&self) -> Vec<Stream<'_>> {
+        let mut streams = Vec::new();
+        for worker in &self.workers {
+            let Some(seen) = self.seen.get(&worker.id) else {
+                continue;
+            };
+            let first = streams.len();
+            streams.extend(seen.sample.requests.iter().map(|request| Stream {
+                worker: &worker.id,
+                request,
+                pace: seen.pace_of(&request.request_id),
+            }));
+            streams[first..].sort_by(|a, b| b.request.age_ms.total_cmp(&a.request.age_ms));
+        }
+        streams.sort_by_key(|stream| match stream.request.state() {
+            v1::WatchedState::Drawing => 0,
+            v1::WatchedState::Reading => 1,
+            v1::WatchedState::Waiting => 2,
+            v1::WatchedState::Unspecified => 3,
+        });
+        streams
+    }
+
     fn choose(&mut self, step: isize) {
         let row = self.row().unwrap_or(0).saturating_add_signed(step);
         let row = row.min(self.workers.len().saturating_sub(1));
@@ -168,25 +281,22 @@ impl State {
         if control && matches!(key.code, KeyCode::Char('c' | 'd')) {
             return Some(Action::Quit);
         }
-        let page = std::mem::replace(&mut self.page, Page::Overview);
-        match page {
-            Page::Overview => return self.key(key.code),
-            Page::Help => {}
+        let (code, devices) = (key.code, self.devices.len());
+        let page = match std::mem::replace(&mut self.page, Page::Overview) {
+            Page::Overview => return self.key(code),
+            // How many lines there are is known where they are drawn.
+            Page::Help(line) => moved(code, line, usize::MAX).map(Page::Help),
+            Page::Streams(line) => moved(code, line, usize::MAX).map(Page::Streams),
+            Page::Devices(row) => moved(code, row, devices.saturating_sub(1)).map(Page::Devices),
             Page::Report(text, line) => {
                 let last = text.lines().count().saturating_sub(1);
-                let last = u16::try_from(last).unwrap_or(u16::MAX);
-                let line = match key.code {
-                    KeyCode::Up | KeyCode::Char('k') => line.saturating_sub(1),
-                    KeyCode::Down | KeyCode::Char('j') => line.saturating_add(1).min(last),
-                    KeyCode::PageUp => line.saturating_sub(20),
-                    KeyCode::PageDown | KeyCode::Char(' ') => line.saturating_add(20).min(last),
-                    KeyCode::Home => 0,
-                    KeyCode::End => last,
-                    _ => return None,
-                };
-                self.page = Page::Report(text, line);
+                moved(code, line, last).map(|line| Page::Report(text, line))
             }
-        }
+        };
+        // Every other key goes back.
+        self.page = page
+            .or_else(|| Page::opened(code))
+            .unwrap_or(Page::Overview);
         None
     }
 
@@ -204,10 +314,6 @@ impl State {
                 self.choose(1);
                 None
             }
-            KeyCode::Char('?' | 'h') => {
-                self.page = Page::Help;
-                None
-            }
             KeyCode::Enter => of_worker(Action::Crash(worker.clone())),
             KeyCode::Char('t') => {
                 self.said = format!("tracing {worker} for a second");
@@ -220,7 +326,10 @@ impl State {
             KeyCode::Char('r') => of_worker(Action::Release(worker.clone())),
             KeyCode::Char('d') => of_worker(Action::Drain(worker.clone())),
             KeyCode::Char('R') => of_worker(Action::Restart(worker.clone())),
-            _ => None,
+            _ => {
+                self.page = Page::opened(code).unwrap_or(Page::Overview);
+                None
+            }
         }
     }
 }

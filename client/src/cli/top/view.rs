@@ -9,7 +9,11 @@ use ratatui::{
     widgets::{Block, Borders, Paragraph, Row, Sparkline, Table, TableState},
 };
 
-use super::state::{Page, Seen, State, rate};
+use super::{
+    devices,
+    state::{Page, Seen, State, rate},
+    streams,
+};
 use crate::cli::{
     debug::watch::{op, share},
     json::{model_state, watched_state},
@@ -19,12 +23,37 @@ use crate::cli::{
 };
 
 const BOLD: Style = Style::new().add_modifier(Modifier::BOLD);
-const DIM: Style = Style::new().add_modifier(Modifier::DIM);
-const CHOSEN: Style = Style::new().add_modifier(Modifier::REVERSED);
+pub(super) const DIM: Style = Style::new().add_modifier(Modifier::DIM);
+pub(super) const CHOSEN: Style = Style::new().add_modifier(Modifier::REVERSED);
 
-const KEYS: &str = "q quit ↑↓ choose ⏎ death t trace c capture d drain r release R restart ? help";
+/// What is told of the keys, as far as there is room.
+const KEYS: [&str; 11] = [
+    "q quit",
+    "? help",
+    "s streams",
+    "v devices",
+    "⏎ death",
+    "t trace",
+    "c capture",
+    "d drain",
+    "R restart",
+    "r release",
+    "↑↓ choose",
+];
 
 const HELP: &str = "\
+Keys
+  ↑ ↓       choose a worker
+  Enter     the report of its last death
+  s         the streams of all workers
+  v         all devices
+  t         trace it for a second, into a file for https://ui.perfetto.dev
+  c         capture what it computes for the next request, into a .hotcell file
+  d         give it no new requests; those that it has have a minute, then they go on elsewhere
+  r         let it out of quarantine, or give it requests again
+  R         have another process take its place
+  q         leave
+
 Workers
   STATE     ready, busy with requests, or why not
   BUSY      share of the time in steps
@@ -33,15 +62,16 @@ Workers
   CACHE     share of its blocks in use
   RUN WAIT  requests in the batch, and waiting for it
 
-Keys
-  ↑ ↓       choose a worker
-  Enter     the report of its last death
-  t         trace it for a second, into a file for https://ui.perfetto.dev
-  c         capture what it computes for the next request, into a .hotcell file
-  d         give it no new requests; those that it has have a minute, then they go on elsewhere
-  r         let it out of quarantine, or give it requests again
-  R         have another process take its place
-  q         leave
+Streams
+  STATE     drawing tokens, reading the prompt, or waiting for a place in the batch
+  DRAWN     tokens that it has besides its prompt's
+  TOKENS/S  over the last eight samples
+  SINCE     how long it has been on this worker
+  PUT BACK  times that it made room for others
+
+Devices
+  USED      memory in use by all programs, as the driver tells; of a CPU what its workers have
+  HEALTH    ok, what went wrong, or why it cannot be used
 
 Requests, tokens and steps are seen with the role debug only.";
 
@@ -57,22 +87,49 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     frame.render_widget(Paragraph::new(heading(state)), head);
     match &state.page {
         Page::Overview => overview(frame, body, state),
-        Page::Help => frame.render_widget(Paragraph::new(HELP).block(titled("Help")), body),
-        Page::Report(text, line) => {
-            let text = Paragraph::new(harmless(text)).scroll((*line, 0));
-            frame.render_widget(text.block(titled("Last death")), body);
+        Page::Help(line) => {
+            let room = usize::from(body.height.saturating_sub(1));
+            let line = *line.min(&HELP.lines().count().saturating_sub(room));
+            text(frame, body, ("Help", HELP), line);
+            state.page = Page::Help(line);
         }
+        Page::Report(report, line) => text(frame, body, ("Last death", report), *line),
+        Page::Devices(row) => state.page = Page::Devices(devices::draw(frame, body, state, *row)),
+        Page::Streams(from) => state.page = Page::Streams(streams::draw(frame, body, state, *from)),
     }
     frame.render_widget(Line::styled(one_line(&state.said), BOLD), said);
     let pressed = match &state.page {
-        Page::Overview => KEYS,
-        Page::Help => "any key goes back",
-        Page::Report(..) => "↑↓ scroll  any other key goes back",
+        Page::Overview => hints(keys.width),
+        Page::Help(_) | Page::Report(..) => "↑↓ scroll  any other key goes back".to_owned(),
+        Page::Devices(_) => "↑↓ choose  s streams  ? help  any other key goes back".to_owned(),
+        Page::Streams(_) => "↑↓ scroll  v devices  ? help  any other key goes back".to_owned(),
     };
     frame.render_widget(Line::styled(pressed, DIM), keys);
 }
 
-fn titled(title: &str) -> Block<'_> {
+/// The keys that there is room for.
+fn hints(width: u16) -> String {
+    let mut line = String::new();
+    for hint in KEYS {
+        if line.chars().count() + 1 + hint.chars().count() > width.into() {
+            break;
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(hint);
+    }
+    line
+}
+
+/// A text from a line on.
+fn text(frame: &mut Frame<'_>, area: Rect, (title, text): (&str, &str), line: usize) {
+    let line = u16::try_from(line).unwrap_or(u16::MAX);
+    let text = Paragraph::new(harmless(text)).scroll((line, 0));
+    frame.render_widget(text.block(titled(title)), area);
+}
+
+pub(super) fn titled(title: &str) -> Block<'_> {
     let title = Span::styled(format!(" {title} "), BOLD);
     Block::new().borders(Borders::TOP).title(title)
 }
@@ -88,8 +145,13 @@ fn heading(state: &State) -> Line<'static> {
         .map(|w| u64::from(w.running_requests))
         .sum();
     let tokens: f64 = state.seen.values().map(|seen| rate(&seen.sample)).sum();
+    let broken = state.devices.iter().filter(|d| !d.problem.is_empty());
+    let broken = match broken.count() {
+        0 => String::new(),
+        some => format!(" ({some} cannot be used)"),
+    };
     let text = format!(
-        "{}  {}  {} devices, {} workers, {} models, {running} requests, {tokens:.0} tokens/s",
+        "{}  {}  {} devices{broken}, {} workers, {} models, {running} requests, {tokens:.0} tokens/s",
         state.peer,
         match state.now {
             0 => "-".to_owned(),
@@ -137,6 +199,51 @@ fn overview(frame: &mut Frame<'_>, area: Rect, state: &mut State) {
 
 fn row<const N: usize>(cells: [String; N]) -> Row<'static> {
     Row::new(cells.map(|cell| one_line(&cell)))
+}
+
+/// A column of a table of these.
+pub(super) struct Column<T> {
+    heading: &'static str,
+    width: Constraint,
+    from: u16,
+    cell: fn(&T) -> String,
+}
+
+impl<T> Column<T> {
+    /// With this heading and width. It is left out where the table is narrower than `from`.
+    pub(super) fn new(
+        heading: &'static str,
+        width: Constraint,
+        from: u16,
+        cell: fn(&T) -> String,
+    ) -> Self {
+        Self {
+            heading,
+            width,
+            from,
+            cell,
+        }
+    }
+}
+
+/// A table of those columns that there is room for in this width.
+pub(super) fn table<T>(columns: &[Column<T>], items: &[T], width: u16) -> Table<'static> {
+    let shown: Vec<&Column<T>> = columns.iter().filter(|c| width >= c.from).collect();
+    let rows = items.iter().map(|item| {
+        let cells = shown.iter().map(|column| one_line(&(column.cell)(item)));
+        Row::new(cells.collect::<Vec<_>>())
+    });
+    let widths = shown.iter().map(|column| column.width);
+    let heading = Row::new(shown.iter().map(|column| column.heading));
+    Table::new(rows, widths).header(heading.style(DIM))
+}
+
+/// A request's id.
+pub(super) fn request_name(request: &v1::WatchedRequest) -> String {
+    match request.request_id.as_str() {
+        "" => "(embedding)".to_owned(),
+        id => id.to_owned(),
+    }
 }
 
 fn table_of_workers(frame: &mut Frame<'_>, area: Rect, state: &mut State) {
@@ -206,12 +313,8 @@ fn requests(frame: &mut Frame<'_>, area: Rect, worker: &str, seen: &Seen) {
         return frame.render_widget(said.block(titled(&title)), area);
     }
     let rows = seen.sample.requests.iter().map(|request| {
-        let id = match request.request_id.as_str() {
-            "" => "(embedding)",
-            id => id,
-        };
         row([
-            id.to_owned(),
+            request_name(request),
             request.model.clone(),
             watched_state(request.state),
             format!("{}/{}", request.computed, request.tokens),
@@ -275,7 +378,7 @@ fn table_of_models(frame: &mut Frame<'_>, area: Rect, state: &State) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use ratatui::{Terminal, backend::TestBackend, crossterm::event::KeyCode};
 
     use super::{
@@ -286,22 +389,25 @@ mod tests {
         *,
     };
 
-    fn shown(state: &mut State, (width, height): (u16, u16)) -> String {
+    pub(in crate::cli::top) fn shown(state: &mut State, (width, height): (u16, u16)) -> String {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal.draw(|frame| draw(frame, state)).unwrap();
         terminal.backend().to_string()
+    }
+
+    /// The words of the line that begins so.
+    pub(in crate::cli::top) fn line<'a>(text: &'a str, start: &str) -> Vec<&'a str> {
+        let mut lines = text.lines().map(|l| l.trim_matches('"').trim());
+        let found = lines.find(|l| l.starts_with(start));
+        let found = found.unwrap_or_else(|| panic!("no {start} in\n{text}"));
+        found.split_whitespace().collect()
     }
 
     #[test]
     fn a_host_is_shown_and_nothing_steers_the_terminal() {
         let mut state = host();
         let text = shown(&mut state, (140, 40));
-        let line = |start: &str| {
-            let mut lines = text.lines().map(|l| l.trim_matches('"').trim());
-            let found = lines.find(|l| l.starts_with(start));
-            let found = found.unwrap_or_else(|| panic!("no {start} in\n{text}"));
-            found.split_whitespace().collect::<Vec<_>>()
-        };
+        let line = |start: &str| line(&text, start);
         let w0 = line("w0");
         assert_eq!(w0[..4], ["w0", "ready", "cpu:0", "7"]);
         // Deaths, busy, tokens, step; no cache.
@@ -343,12 +449,31 @@ mod tests {
     #[test]
     fn every_size_is_drawn() {
         let mut state = host();
-        for width in 1..40 {
-            for height in 1..30 {
-                shown(&mut state, (width * 5, height));
+        for key in ['x', 's', 'v', '?'] {
+            press(&mut state, KeyCode::Char(key));
+            for width in 1..40 {
+                for height in 1..30 {
+                    shown(&mut state, (width * 5, height));
+                }
             }
         }
+    }
+
+    #[test]
+    fn keys_are_told_whole_or_not_at_all_and_help_is_scrolled() {
+        assert_eq!(hints(3), "");
+        assert_eq!(hints(13), "q quit ? help");
+        assert!(hints(80).ends_with("R restart"), "{}", hints(80));
+        assert_eq!(hints(200), KEYS.join(" "));
+        let mut state = host();
         press(&mut state, KeyCode::Char('?'));
-        shown(&mut state, (1, 1));
+        let text = shown(&mut state, (100, 20));
+        assert!(text.contains("report of its last death") && !text.contains("HEALTH"));
+        press(&mut state, KeyCode::End);
+        let text = shown(&mut state, (100, 20));
+        assert!(text.contains("with the role debug only"), "{text}");
+        press(&mut state, KeyCode::Up);
+        let above = shown(&mut state, (100, 20));
+        assert!(above != text && above.contains("HEALTH"), "{above}");
     }
 }
