@@ -160,6 +160,16 @@ async fn traced(client: &Client, ops: &[&str]) -> Result<Vec<v1::TraceSpan>> {
     for op in ops {
         ensure!(names.contains(op), "no {op} among {names:?}");
     }
+    // By what a capture calls them; what is drawn of logits has no name.
+    for span in of(TraceTrack::Nodes).filter(|span| span.name != "draw") {
+        let is_its = span.node == "logits" || span.node.contains(&format!("{}.", span.name));
+        ensure!(is_its, "{} is called {:?}", span.name, span.node);
+    }
+    for what in ["rows", "picks"] {
+        let copied = |span: &&v1::TraceSpan| span.name == what && span.bytes > 0;
+        let found = of(TraceTrack::Copies).find(copied);
+        ensure!(found.is_some(), "no copies of {what}");
+    }
     Ok(spans)
 }
 

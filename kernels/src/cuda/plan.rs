@@ -55,6 +55,8 @@ pub(super) struct Step {
     pub mark: u64,
     /// Which of the groups of nodes it is of.
     pub at: usize,
+    /// The last of these nodes, by its number in the graph.
+    pub node: u32,
 }
 
 /// Where a value is.
@@ -334,6 +336,7 @@ impl CudaPlan {
                 }
             }
             let op = nodes.last().map_or("", |n| n.op.name);
+            let node = range.end.saturating_sub(1) as u32;
             let marked = |steps: usize| {
                 trail.map_or(0, |trail| {
                     let op = number(op).unwrap_or(u16::MAX);
@@ -355,6 +358,7 @@ impl CudaPlan {
                             work,
                             op,
                             at: s,
+                            node,
                         };
                         inputs.push(Some(also.value(wanted, of, step, &mut steps, &mut lives)?));
                     }
@@ -395,8 +399,13 @@ impl CudaPlan {
                     Work::Host(Box::new(part))
                 }
             };
-            let (mark, at) = (marked(steps.len()), s);
-            steps.push(Step { work, op, mark, at });
+            steps.push(Step {
+                work,
+                op,
+                mark: marked(steps.len()),
+                at: s,
+                node,
+            });
         }
         Ok(Made {
             values: lives.len(),
@@ -422,6 +431,10 @@ pub(super) fn padded(bytes: Option<usize>) -> Result<usize, DeviceError> {
 }
 
 impl Plan for CudaPlan {
+    fn origins(&self) -> Vec<Option<u32>> {
+        self.steps.iter().map(|step| Some(step.node)).collect()
+    }
+
     fn bind_for(
         &mut self,
         rows: usize,

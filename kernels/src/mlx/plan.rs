@@ -67,6 +67,8 @@ pub(super) struct Unit {
     pub dead: Vec<usize>,
     /// How the trail names it.
     pub mark: u64,
+    /// The last of its nodes, by its number in the graph.
+    pub node: u32,
     /// Which ops its nodes are.
     pub ops: Places,
 }
@@ -278,6 +280,7 @@ impl MlxPlan {
                 kept,
                 dead,
                 mark,
+                node: range.end.saturating_sub(1) as u32,
                 ops: ops_at(&graph, range.clone()),
             });
         }
@@ -447,6 +450,10 @@ fn mlx_nodes(
 }
 
 impl Plan for MlxPlan {
+    fn origins(&self) -> Vec<Option<u32>> {
+        self.units.iter().map(|unit| Some(unit.node)).collect()
+    }
+
     fn bind_for(
         &mut self,
         rows: usize,
