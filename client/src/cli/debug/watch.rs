@@ -76,7 +76,7 @@ pub(in crate::cli) fn share(part: f64, whole: f64) -> String {
 }
 
 /// An op as it is shown: a fused group by its last one.
-pub(in crate::cli) fn op(name: &str, group: bool) -> String {
+fn op(name: &str, group: bool) -> String {
     match (name, group) {
         ("", _) => "?".to_owned(),
         (name, true) => format!("…{name}"),

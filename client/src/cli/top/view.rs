@@ -15,7 +15,7 @@ use super::{
     streams,
 };
 use crate::cli::{
-    debug::watch::{op, share},
+    debug::watch::{place, share},
     json::{model_state, watched_state},
     operate,
     table::{bytes, span, time_of_day},
@@ -337,7 +337,7 @@ fn where_and_memory(frame: &mut Frame<'_>, area: Rect, seen: &Seen) {
     let sample = &seen.sample;
     let nodes = sample.nodes.iter().take(5).map(|node| {
         let share = share(f64::from(node.seen), f64::from(sample.looks));
-        format!("{share:>5}  at {}", op(&node.op, node.group))
+        format!("{share:>5}  at {}", place(node))
     });
     let memory = sample.memory.iter().map(|part| {
         let kind = match part.model.as_str() {
