@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    ops::RangeInclusive,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -24,8 +25,9 @@ use crate::{
     host::Host,
 };
 
-/// Time between two looks at where the plans are.
-const LOOK: Duration = Duration::from_millis(10);
+/// Time between two looks at where the plans are: a fifth of a sample's, within these. Each wakes this process, and one of the
+/// threads that compute may have to wait for that, and the others for it.
+const LOOKS: RangeInclusive<Duration> = Duration::from_millis(10)..=Duration::from_millis(20);
 
 /// How long the engine may take to say what it has; in a longer step it is shown without.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -163,7 +165,7 @@ pub async fn watch(
     to: mpsc::Sender<Result<v1::WatchSample, Status>>,
 ) {
     let ops: Vec<&'static str> = op_names().collect();
-    let mut looking = interval(LOOK);
+    let mut looking = interval((every / 5).clamp(*LOOKS.start(), *LOOKS.end()));
     looking.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let (mut looks, mut begun, mut missed) = (Looks::default(), Instant::now(), 0);
     loop {
