@@ -96,6 +96,8 @@ def check_a_timeline(cell):
             page.wait("/steps in/.test(document.getElementById('t-said').textContent)", 20, "telling the steps")
         assert page.js("document.querySelectorAll('#t-plot rect').length") > 20
         assert len(rows(page, "t-steps")) == 20
+        nodes = [row[0] for row in rows(page, "t-nodes")]
+        assert 10 < len(nodes) <= 20 and any(name.startswith("layers.") for name in nodes), nodes
         shoot(page, "timeline.png")
         assert not page.complaints, page.complaints
 

@@ -1,9 +1,14 @@
 //! Gathers what the live page shows, for as long as it is open. Workers that do not answer are shown as they were.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::Duration,
+};
 
 use hotcell_proto::{
     error::{Error, Reason},
+    limits,
     v1::{TraceEnd, TraceRequest, TraceSpan, TraceTrack, WatchRequest, trace_piece::Kind},
 };
 use serde_json::{Value, json};
@@ -35,6 +40,8 @@ const WATCHED: usize = 64;
 const MOST_TRACED: u32 = 5000;
 /// Spans of one timeline.
 const SPANS: usize = 20_000;
+/// Nodes that are told of it.
+const LONGEST: usize = 20;
 
 /// Tells the page what happens, until it is closed.
 pub(super) async fn show(shared: Shared, out: Out) -> Result<(), Gone> {
@@ -128,7 +135,7 @@ pub(super) async fn trace(shared: &Shared, worker: &str, ms: u32) -> Result<Valu
     let asked = TraceRequest {
         worker: String::new(),
         duration_ms: ms,
-        nodes: false,
+        nodes: true,
         steps: 0,
     };
     let mut pieces = match client.trace(asked).await {
@@ -136,7 +143,7 @@ pub(super) async fn trace(shared: &Shared, worker: &str, ms: u32) -> Result<Valu
         Err(status) => return Err(link.said(&status).await),
     };
     let (mut spans, mut left_out, mut end) = (Vec::new(), 0usize, TraceEnd::default());
-    let mut begun_ns = 0;
+    let (mut begun_ns, mut nodes) = (0, Nodes::default());
     loop {
         let piece = match pieces.message().await {
             Ok(Some(piece)) => believe_traced(piece, &link),
@@ -147,7 +154,8 @@ pub(super) async fn trace(shared: &Shared, worker: &str, ms: u32) -> Result<Valu
         };
         match piece.kind {
             Some(Kind::Head(head)) => begun_ns = head.begun_ns,
-            Some(Kind::Spans(some)) => {
+            Some(Kind::Spans(mut some)) => {
+                some.spans.retain(|span| !nodes.take(span));
                 let room = SPANS.saturating_sub(spans.len());
                 left_out = left_out.saturating_add(some.spans.len().saturating_sub(room));
                 spans.extend(some.spans.iter().take(room).map(span));
@@ -161,10 +169,43 @@ pub(super) async fn trace(shared: &Shared, worker: &str, ms: u32) -> Result<Valu
         "epoch": link.epoch,
         "begun_ms": begun_ns / 1_000_000,
         "spans": spans,
+        "nodes": nodes.longest(),
         "left_out": left_out,
         "missed_steps": end.missed_steps,
         "missed_nodes": end.missed_nodes,
     }))
+}
+
+/// What nodes took together. A page has no use for each time that each of them was computed.
+#[derive(Default)]
+struct Nodes(HashMap<String, (u64, u64)>);
+
+impl Nodes {
+    /// Whether it is a node's, which is taken.
+    fn take(&mut self, span: &TraceSpan) -> bool {
+        if span.track() != TraceTrack::Nodes {
+            return false;
+        }
+        let name = match span.node.as_str() {
+            "" => &span.name,
+            name => name,
+        };
+        // No model has so many; a worker that says so is not believed.
+        if self.0.len() < limits::MAX_GRAPH_NODES || self.0.contains_key(name) {
+            let (times, took) = self.0.entry(name.to_owned()).or_default();
+            *times += 1;
+            *took = took.saturating_add(span.duration_ns);
+        }
+        true
+    }
+
+    /// Those that took longest, in microseconds.
+    fn longest(self) -> Vec<Value> {
+        let mut all: Vec<_> = self.0.into_iter().collect();
+        all.sort_unstable_by(|a, b| (b.1.1, &a.0).cmp(&(a.1.1, &b.0)));
+        let told = |(name, (times, took)): (String, (u64, u64))| json!({ "name": name, "times": times, "took": took as f64 / 1e3 });
+        all.into_iter().take(LONGEST).map(told).collect()
+    }
 }
 
 /// Times in microseconds since the beginning.
@@ -190,4 +231,38 @@ fn span(span: &TraceSpan) -> Value {
         "reading": span.reading,
         "drawn": span.drawn,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_told_by_what_they_took_together() {
+        let mut nodes = Nodes::default();
+        let span = |track: TraceTrack, node: &str, duration_ns| TraceSpan {
+            track: track.into(),
+            name: "mul_mat".to_owned(),
+            node: node.to_owned(),
+            duration_ns,
+            ..TraceSpan::default()
+        };
+        assert!(!nodes.take(&TraceSpan::default()));
+        assert!(!nodes.take(&span(TraceTrack::Device, "a", 9)));
+        for (node, took) in [("a", 1000), ("b", 1500), ("a", 2000), ("", 500)] {
+            assert!(nodes.take(&span(TraceTrack::Nodes, node, took)));
+        }
+        let expected = json!([
+            { "name": "a", "times": 2, "took": 3.0 },
+            { "name": "b", "times": 1, "took": 1.5 },
+            { "name": "mul_mat", "times": 1, "took": 0.5 },
+        ]);
+        assert_eq!(json!(nodes.longest()), expected);
+        let mut many = Nodes::default();
+        for n in 0..limits::MAX_GRAPH_NODES + 3 {
+            many.take(&span(TraceTrack::Nodes, &n.to_string(), 1));
+        }
+        assert_eq!(many.0.len(), limits::MAX_GRAPH_NODES);
+        assert_eq!(many.longest().len(), LONGEST);
+    }
 }

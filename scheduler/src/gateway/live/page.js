@@ -314,6 +314,8 @@ function timeline(traced) {
     return rect;
   });
   plot.replaceChildren(...drawn);
+  const all = total(traced.nodes, (one) => one.took);
+  table("t-nodes", traced.nodes, (one) => one.name, (one) => [one.name, number(one.times), millis(one.took / 1000), `${number((100 * one.took) / Math.max(all, 1e-9))} %`]);
   const longest = [...steps].sort((a, b) => b.took - a.took).slice(0, 20);
   table("t-steps", longest, (one) => one.begin, (one) => [millis(one.begin / 1000), millis(one.took / 1000), number(one.rows), number(one.drawn)]);
 }
