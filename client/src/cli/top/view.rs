@@ -246,64 +246,85 @@ pub(super) fn request_name(request: &v1::WatchedRequest) -> String {
     }
 }
 
+/// A worker, and what it told of itself last.
+type Worked<'a> = (&'a v1::WorkerInfo, Option<&'a v1::WatchSample>);
+
 fn table_of_workers(frame: &mut Frame<'_>, area: Rect, state: &mut State) {
-    let heading = [
-        "WORKER", "STATE", "DEVICE", "PID", "UP", "RSS", "DEATHS", "BUSY", "TOKENS/S", "STEP",
-        "CACHE", "RUN", "WAIT", "MODELS",
-    ];
-    let rows: Vec<Row<'_>> = state
-        .workers
-        .iter()
-        .map(|worker| {
-            let seen = state.seen.get(&worker.id);
-            let sample = seen.map(|s| &s.sample).filter(|s| s.span_ms > 0.0);
-            worker_row(worker, sample)
-        })
-        .collect();
-    let widths = [10, 9, 7, 8, 8, 10, 6, 5, 8, 7, 5, 4, 4].map(Constraint::Length);
-    let table = Table::new(rows, widths.into_iter().chain([Constraint::Min(5)]))
-        .header(Row::new(heading).style(DIM))
+    let workers = state.workers.iter().map(|worker| {
+        let seen = state.seen.get(&worker.id);
+        let sample = seen.map(|s| &s.sample).filter(|s| s.span_ms > 0.0);
+        (worker, sample)
+    });
+    let workers: Vec<Worked<'_>> = workers.collect();
+    let rows = table(&columns_of_workers(), &workers, area.width)
         .row_highlight_style(CHOSEN)
         .block(titled("Workers"));
     let mut chosen = TableState::default();
     chosen.select(state.row());
-    frame.render_stateful_widget(table, area, &mut chosen);
+    frame.render_stateful_widget(rows, area, &mut chosen);
 }
 
-fn worker_row(worker: &v1::WorkerInfo, sample: Option<&v1::WatchSample>) -> Row<'static> {
-    // Without a process there is nothing to measure.
-    let alive = |text: String| match worker.pid {
-        0 => "-".to_owned(),
-        _ => text,
-    };
-    let of = |part: fn(&v1::WatchSample) -> String| sample.map_or_else(|| "-".to_owned(), part);
-    let device = worker.lease.as_ref().map(|lease| lease.device.clone());
-    row([
-        worker.id.clone(),
-        operate::state(worker),
-        device.unwrap_or_default(),
-        alive(worker.pid.to_string()),
-        alive(span(worker.uptime_ms)),
-        alive(bytes(worker.resident_bytes)),
-        worker.deaths.to_string(),
-        of(|s| {
-            let busy = s.steps.as_ref().map_or(0.0, |steps| steps.busy_ms);
-            share(busy, s.span_ms)
+fn columns_of_workers<'a>() -> [Column<Worked<'a>>; 14] {
+    /// Without a process there is nothing to measure.
+    fn alive(worker: &v1::WorkerInfo, text: String) -> String {
+        match worker.pid {
+            0 => "-".to_owned(),
+            _ => text,
+        }
+    }
+    fn of((_, sample): &Worked<'_>, part: fn(&v1::WatchSample) -> String) -> String {
+        sample.map_or_else(|| "-".to_owned(), part)
+    }
+    let wide = Constraint::Length;
+    [
+        Column::new("WORKER", wide(10), 0, |(w, _)| w.id.clone()),
+        Column::new("STATE", wide(11), 0, |(w, _)| operate::state(w)),
+        Column::new("DEVICE", wide(7), 76, |(w, _)| {
+            let device = w.lease.as_ref().map(|lease| lease.device.clone());
+            device.unwrap_or_default()
         }),
-        of(|s| format!("{:.0}", rate(s))),
-        of(|s| match s.steps.as_ref().filter(|steps| steps.count > 0) {
-            Some(steps) => format!("{:.2}ms", steps.p50_ms),
-            None => "-".to_owned(),
+        Column::new("PID", wide(8), 111, |(w, _)| alive(w, w.pid.to_string())),
+        Column::new("UP", wide(8), 111, |(w, _)| alive(w, span(w.uptime_ms))),
+        Column::new("RSS", wide(10), 93, |(w, _)| {
+            alive(w, bytes(w.resident_bytes))
         }),
-        of(|s| {
-            let used: u64 = s.caches.iter().map(|c| c.used_blocks).sum();
-            let all: u64 = s.caches.iter().map(|c| c.blocks).sum();
-            share(used as f64, all as f64)
+        Column::new("DEATHS", wide(6), 76, |(w, _)| w.deaths.to_string()),
+        Column::new("BUSY", wide(5), 33, |w| {
+            of(w, |s| {
+                let busy = s.steps.as_ref().map_or(0.0, |steps| steps.busy_ms);
+                share(busy, s.span_ms)
+            })
         }),
-        of(|s| s.caches.iter().map(|c| c.running).sum::<u64>().to_string()),
-        of(|s| s.caches.iter().map(|c| c.waiting).sum::<u64>().to_string()),
-        worker.models.join(","),
-    ])
+        Column::new("TOKENS/S", wide(8), 42, |w| {
+            of(w, |s| format!("{:.0}", rate(s)))
+        }),
+        Column::new("STEP", wide(7), 60, |w| {
+            of(w, |s| match s.steps.as_ref().filter(|s| s.count > 0) {
+                Some(steps) => format!("{:.2}ms", steps.p50_ms),
+                None => "-".to_owned(),
+            })
+        }),
+        Column::new("CACHE", wide(5), 76, |w| {
+            of(w, |s| {
+                let used: u64 = s.caches.iter().map(|c| c.used_blocks).sum();
+                let all: u64 = s.caches.iter().map(|c| c.blocks).sum();
+                share(used as f64, all as f64)
+            })
+        }),
+        Column::new("RUN", wide(4), 60, |w| {
+            of(w, |s| {
+                s.caches.iter().map(|c| c.running).sum::<u64>().to_string()
+            })
+        }),
+        Column::new("WAIT", wide(4), 60, |w| {
+            of(w, |s| {
+                s.caches.iter().map(|c| c.waiting).sum::<u64>().to_string()
+            })
+        }),
+        Column::new("MODELS", Constraint::Min(5), 82, |(w, _)| {
+            w.models.join(",")
+        }),
+    ]
 }
 
 fn requests(frame: &mut Frame<'_>, area: Rect, worker: &str, seen: &Seen) {
@@ -407,16 +428,18 @@ pub(super) mod tests {
     fn a_host_is_shown_and_nothing_steers_the_terminal() {
         let mut state = host();
         let text = shown(&mut state, (140, 40));
-        let line = |start: &str| line(&text, start);
-        let w0 = line("w0");
+        let w0 = line(&text, "w0");
         assert_eq!(w0[..4], ["w0", "ready", "cpu:0", "7"]);
         // Deaths, busy, tokens, step; no cache.
         assert_eq!(
             w0[w0.len() - 8..],
             ["1", "50%", "40", "2.50ms", "-", "0", "0", "kjv"]
         );
-        assert_eq!(line("w1")[7..], ["1", "-", "-", "-", "-", "-", "-", "kjv"]);
-        assert_eq!(line("moses")[1..], ["drawing", "0/12", "0ms"]);
+        assert_eq!(
+            line(&text, "w1")[7..],
+            ["1", "-", "-", "-", "-", "-", "-", "kjv"]
+        );
+        assert_eq!(line(&text, "moses")[1..], ["drawing", "0/12", "0ms"]);
         assert!(
             text.contains("40 tokens/s") && text.contains("01:02:03.004"),
             "{text}"
@@ -425,6 +448,13 @@ pub(super) mod tests {
             text.contains("kjv\u{fffd}[2J") && !text.contains('\u{1b}'),
             "{text}"
         );
+        // Where there is little room, columns are left out whole.
+        let text = shown(&mut state, (80, 24));
+        let words = ["ready", "cpu:0", "1", "50%", "40", "2.50ms", "-", "0", "0"];
+        assert_eq!(line(&text, "w0")[1..], words, "{text}");
+        let text = shown(&mut state, (44, 24));
+        let words = ["ready", "50%", "40"];
+        assert_eq!(line(&text, "w0")[1..], words, "{text}");
         state.take(Update::Blind(
             "w0".into(),
             "the role debug is wanted".into(),
