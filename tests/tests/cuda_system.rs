@@ -286,9 +286,14 @@ async fn a_crash_that_is_run_again_names_the_kernel() {
         .hotcell(&["--json", "crashes", "replay", &crash.id])
         .unwrap();
     let said = String::from_utf8(said.stdout).unwrap();
-    let outcome: serde_json::Value = serde_json::from_str(said.lines().next().unwrap()).unwrap();
+    let outcome: serde_json::Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
     assert_eq!(outcome["outcome"], "died", "{said}");
     assert_eq!(outcome["crash"]["blackbox"]["op"], "rms_norm", "{said}");
+    let node = outcome["node"].as_str().unwrap();
+    assert!(
+        node.starts_with("layers.") && node.contains(".rms_norm."),
+        "{said}"
+    );
 }
 
 /// The devices of a scheduler with the processor's worker and CUDA's beside it, once that has said what there is.

@@ -450,7 +450,15 @@ mod tests {
                 ..span(TraceTrack::Nodes, 13, 5, "mul_mat")
             },
             span(TraceTrack::Nodes, 17, 0, "no time"),
-            span(TraceTrack::Nodes, 17, 3, "add"),
+            TraceSpan {
+                node: "layers.0.add.1".into(),
+                ..span(TraceTrack::Nodes, 17, 3, "add")
+            },
+            TraceSpan {
+                bytes: 400,
+                ..span(TraceTrack::Copies, 20, 3, "logits")
+            },
+            span(TraceTrack::Tensors, 30, 3, ""),
             span(TraceTrack::Requests, 0, 60, "r1"),
             TraceSpan {
                 trace_id: "4bf9".into(),
@@ -520,6 +528,8 @@ mod tests {
             "steps",
             "device",
             "nodes",
+            "copies",
+            "tensors",
             "events",
             "Tokens.Generate",
             "nodes of member 3",
@@ -532,7 +542,24 @@ mod tests {
         let notes = events
             .iter()
             .flat_map(|(_, event)| &event.debug_annotations);
-        let mut ids = notes.filter_map(|note| note.string_value.as_deref());
-        assert_eq!(ids.next(), Some("4bf9"));
+        let mut words = notes.filter_map(|note| note.string_value.as_deref());
+        assert!(words.any(|word| word == "4bf9"));
+        // A node by its name, with its op; a copy with its bytes; a graph.
+        let noted = |name: &str| {
+            let (_, event) = events
+                .iter()
+                .find(|(_, e)| e.name.as_deref() == Some(name))
+                .unwrap();
+            event.debug_annotations.clone()
+        };
+        let op = Some("add".to_owned());
+        assert!(
+            noted("layers.0.add.1")
+                .iter()
+                .any(|note| note.string_value == op)
+        );
+        assert_eq!((named("add"), named("mul_mat")), (0, 2));
+        assert_eq!(noted("logits")[0].uint_value, Some(400));
+        assert_eq!(noted("graph").len(), 2);
     }
 }

@@ -728,6 +728,7 @@ mod tests {
             steps: vec![step("a", "add"), step("b", "mul_mat")],
             logits_steps: vec![step("l", "rms_norm"), step("logits", "mul_mat")],
             looked_steps: vec![step("a", "add"), step("a", "abs"), step("b", "mul_mat")],
+            looked_logits_steps: vec![step("logits", "mul_mat"), step("logits", "abs")],
         };
         let mut recorder = Recorder::default();
         let seen = |part: &str, node: u32, op: &str| v1::BlackBox {
@@ -745,6 +746,7 @@ mod tests {
         assert_eq!(name(seen("body", 1, "mul_mat")), Some("b"));
         assert_eq!(name(seen("logits", 1, "mul_mat")), Some("logits"));
         assert_eq!(name(seen("looked", 1, "abs")), Some("a"));
+        assert_eq!(name(seen("looked_logits", 1, "abs")), Some("logits"));
         assert_eq!(name(seen("looked", 2, "mul_mat")), Some("b"));
         for nowhere in [
             seen("body", 0, "mul_mat"),

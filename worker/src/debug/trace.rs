@@ -23,8 +23,9 @@ use crate::{
 /// Time between two looks at requests and counters.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// How long the engine may take to answer them.
+/// How long the engine may take to answer them, and where it is asked what nodes are called, which it is but once for each.
 const PATIENCE: Duration = Duration::from_millis(40);
+const NAMING: Duration = Duration::from_secs(5);
 
 /// How long after its end a trace may still be read.
 const GRACE: Duration = Duration::from_secs(10);
@@ -206,7 +207,8 @@ impl Timeline {
 
     async fn look(&mut self, host: &Host, names: &mut Names, places: Vec<Place>) {
         // In a long step it does not answer: there is nothing to count then.
-        let look = timeout(PATIENCE, host.engine().look(places.clone())).await;
+        let patience = if places.is_empty() { PATIENCE } else { NAMING };
+        let look = timeout(patience, host.engine().look(places.clone())).await;
         let Ok(Ok(look)) = look else {
             return;
         };
