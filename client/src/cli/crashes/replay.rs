@@ -4,8 +4,8 @@ use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
     v1::{
-        BlackBox, CaptureHeld, CaptureOptions, CrashReport, GuardHit, ReplayRequest, captured,
-        replay_request::Which,
+        BlackBox, CaptureHeld, CaptureOptions, CapturedNode, CrashReport, GuardHit, ReplayRequest,
+        captured, replay_request::Which,
     },
 };
 use serde_json::{Value, json};
@@ -51,35 +51,80 @@ fn attach(held: &CaptureHeld) -> String {
     format!("gdb -p {} -ex continue", held.pid)
 }
 
+/// Where a process is, or was: what its black box says, and the model's node that this is, if that is known.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    seen: &'a BlackBox,
+    node: Option<&'a CapturedNode>,
+}
+
+impl Place<'_> {
+    /// By its plan's step, and by the model's node; nothing where it is at no step.
+    fn text(self) -> String {
+        let Self { seen, node } = self;
+        if seen.op.is_empty() {
+            return String::new();
+        }
+        let name = node.map_or_else(String::new, |node| format!(", {}", node.name));
+        format!(" at step {} of a plan, {}{name}", seen.node, seen.op)
+    }
+
+    /// The same for a program to read; nothing where it is at no step.
+    fn view(self, request_id: &str) -> Option<Value> {
+        let Self { seen, node } = self;
+        (!seen.op.is_empty()).then(|| {
+            json!({
+                "request_id": request_id,
+                "steps": seen.steps,
+                "part": seen.part,
+                "step": seen.node,
+                "op": seen.op,
+                "group": seen.group,
+                "node": node.map(|node| &node.name),
+                "layer": node.and_then(|node| node.layer),
+                "weight": node.map(|node| &node.weight),
+            })
+        })
+    }
+}
+
 /// What came of running a request again.
 enum Outcome {
     /// It came to its end, or failed, after so many tokens.
     Lived { tokens: u64, failed: String },
     /// Its worker died, at this node of the model, if that is known.
-    Died(Box<CrashReport>, String),
+    Died(Box<CrashReport>, Option<CapturedNode>),
     /// It could not be run.
     Not(Error),
 }
 
-/// Whether two workers died of the same, by the same signal, at the same op as far as both reports name one.
+/// Whether two workers died of the same, by the same signal, at the same op as far as both reports name one. One of several
+/// threads may be at a step already while the black box still names the one before it.
 fn is_same(one: &CrashReport, other: &CrashReport) -> bool {
-    fn seen(crash: &CrashReport) -> (&str, &str) {
+    fn signal(crash: &CrashReport) -> &str {
         let seen = crash.blackbox.as_ref();
         let signal = seen.and_then(|seen| seen.signal.as_ref());
-        let op = seen.map_or("", |seen| &seen.op);
-        (signal.map_or("", |signal| &signal.name), op)
+        signal.map_or("", |signal| &signal.name)
     }
-    let ((signal, op), (other_signal, other_op)) = (seen(one), seen(other));
-    let same_op = op == other_op || op.is_empty() || other_op.is_empty();
-    one.kind == other.kind && signal == other_signal && same_op
+    fn place(crash: &CrashReport) -> Option<&BlackBox> {
+        crash.blackbox.as_ref().filter(|seen| !seen.op.is_empty())
+    }
+    let same_place = match (place(one), place(other)) {
+        (Some(one), Some(other)) => {
+            let same_part = one.part == other.part && !one.part.is_empty();
+            one.op == other.op || same_part && one.node.abs_diff(other.node) <= 1
+        }
+        _ => true,
+    };
+    one.kind == other.kind && signal(one) == signal(other) && same_place
 }
 
 /// What happens while a request is run again.
 enum News<'a> {
     /// A process waits for a debugger.
     Held(&'a CaptureHeld),
-    /// It is there now, at this node of the model, if that is known.
-    At(&'a BlackBox, &'a str),
+    /// It is there now.
+    At(Place<'a>),
     /// A condition held.
     Hit(&'a GuardHit),
 }
@@ -125,7 +170,8 @@ async fn run_again(
                 show(News::Held(held));
             }
             if let Some(seen) = recorder.seen().filter(|_| is_place) {
-                show(News::At(seen, name_of(&recorder, seen)));
+                let node = recorder.node_of(seen);
+                show(News::At(Place { seen, node }));
             }
         }
         let end = recorder.end().ok_or_else(|| {
@@ -143,29 +189,10 @@ async fn run_again(
         && let Ok(crash) = client.crash(&format!("{worker}.{epoch}")).await
     {
         let seen = crash.blackbox.as_ref();
-        let node = seen.map_or("", |seen| name_of(&recorder, seen)).to_owned();
+        let node = seen.and_then(|seen| recorder.node_of(seen)).cloned();
         return Outcome::Died(Box::new(crash), node);
     }
     Outcome::Not(error)
-}
-
-/// What the node is called at which a process was; nothing if that is not known.
-fn name_of<'a>(recorder: &'a Recorder, seen: &BlackBox) -> &'a str {
-    recorder.node_of(seen).map_or("", |node| &node.name)
-}
-
-/// Where a process was: by its plan's step, and by the model's node.
-fn place(seen: Option<&BlackBox>, node: &str) -> String {
-    match seen {
-        Some(seen) if !seen.op.is_empty() => {
-            let name = match node {
-                "" => String::new(),
-                node => format!(", {node}"),
-            };
-            format!(" at step {} of a plan, {}{name}", seen.node, seen.op)
-        }
-        _ => String::new(),
-    }
 }
 
 fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
@@ -175,7 +202,9 @@ fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
                 true => "died the same way",
                 false => "died in another way",
             };
-            let at = place(again.blackbox.as_ref(), node);
+            let node = node.as_ref();
+            let place = again.blackbox.as_ref().map(|seen| Place { seen, node });
+            let at = place.map_or_else(String::new, Place::text);
             format!("{verdict}: {}{at}, report {}", again.reason, again.id)
         }
         Outcome::Lived { tokens, failed } if failed.is_empty() => {
@@ -195,7 +224,7 @@ fn view(id: &str, crash: &CrashReport, outcome: &Outcome) -> Value {
             "request_id": id,
             "outcome": "died",
             "same": is_same(crash, again),
-            "node": (!node.is_empty()).then_some(node),
+            "node": node.as_ref().map(|node| &node.name),
             "crash": again,
         }),
         Outcome::Lived { tokens, failed } => json!({
@@ -243,7 +272,7 @@ pub(super) async fn replay(
     let crash = session.client.crash(&flags.id).await?;
     let ids = ran(&crash)?;
     for id in &ids {
-        let mut shown = Ok(());
+        let (mut shown, mut before) = (Ok(()), None);
         let json = ui.manner.json;
         let bar = ui.progress(&format!("request {}", one_line(id)));
         let show = |news: News<'_>| {
@@ -272,10 +301,16 @@ pub(super) async fn replay(
                         false => ui.print(&hit_line(hit, name)),
                     };
                 }
+                // It may be seen there again, with more memory or tokens.
+                News::At(place) if json => {
+                    if let Some(now) = place.view(id).filter(|now| before.as_ref() != Some(now)) {
+                        shown = ui.print_json(&now);
+                        before = Some(now);
+                    }
+                }
                 // A line that changes, where somebody sits before it.
-                News::At(seen, node) => {
-                    let place = place(Some(seen), node);
-                    let text = format!("step {} of its batch{place}", seen.steps);
+                News::At(place) => {
+                    let text = format!("step {} of its batch{}", place.seen.steps, place.text());
                     bar.set_message(one_line(&text));
                 }
             }
@@ -321,7 +356,7 @@ mod tests {
     #[test]
     fn a_death_is_the_same_if_its_signal_and_op_are() {
         let one = crash("mul_mat", "SIGSEGV");
-        let died = |again| line("r", &one, &Outcome::Died(Box::new(again), String::new()));
+        let died = |again| line("r", &one, &Outcome::Died(Box::new(again), None));
         let text = died(crash("mul_mat", "SIGSEGV"));
         assert!(
             text.contains("died the same way: killed by SIGSEGV at step 4 of a plan, mul_mat"),
@@ -330,11 +365,60 @@ mod tests {
         assert!(died(crash("", "SIGSEGV")).contains("the same way"));
         assert!(died(crash("add", "SIGSEGV")).contains("another way"));
         assert!(died(crash("mul_mat", "SIGABRT")).contains("another way"));
-        let named = Outcome::Died(Box::new(crash("mul_mat", "SIGSEGV")), "layers.1.q".into());
+        let at = |op, part: &str, step| {
+            let mut crash = crash(op, "SIGSEGV");
+            if let Some(seen) = &mut crash.blackbox {
+                (seen.part, seen.node) = (part.into(), step);
+            }
+            crash
+        };
+        let one = at("mul_mat", "body", 7);
+        assert!(is_same(&one, &at("swiglu", "body", 6)));
+        assert!(!is_same(&one, &at("swiglu", "body", 5)));
+        assert!(!is_same(&one, &at("swiglu", "looked", 6)));
+        let node = CapturedNode {
+            name: "layers.1.q".into(),
+            layer: Some(1),
+            ..CapturedNode::default()
+        };
+        let named = crash("mul_mat", "SIGSEGV");
+        let named = Outcome::Died(Box::new(named), Some(node));
         let text = line("r", &one, &named);
         assert!(
             text.contains("at step 4 of a plan, mul_mat, layers.1.q, report"),
             "{text}"
         );
+    }
+    #[test]
+    fn a_place_is_told_where_there_is_one() {
+        let node = CapturedNode {
+            name: "layers.1.mul_mat.0".into(),
+            layer: Some(1),
+            ..CapturedNode::default()
+        };
+        let seen = crash("mul_mat", "SIGSEGV").blackbox.unwrap();
+        let place = Place {
+            seen: &seen,
+            node: Some(&node),
+        };
+        assert_eq!(
+            place.text(),
+            " at step 4 of a plan, mul_mat, layers.1.mul_mat.0"
+        );
+        let view = place.view("r").unwrap();
+        assert_eq!((&view["step"], &view["layer"]), (&4.into(), &1.into()));
+        assert_eq!(view["node"], "layers.1.mul_mat.0");
+        let unnamed = Place {
+            node: None,
+            ..place
+        };
+        let view = unnamed.view("r").unwrap();
+        assert!(view["op"] == "mul_mat" && view["node"].is_null());
+        let idle = BlackBox::default();
+        let nowhere = Place {
+            seen: &idle,
+            node: None,
+        };
+        assert!(nowhere.text().is_empty() && nowhere.view("r").is_none());
     }
 }
