@@ -24,7 +24,12 @@ use serde_json::Value;
 use super::{kjv_cluster, long};
 
 /// A capture that is about to begin, once it has said so.
-async fn capturing(cluster: &Cluster, arguments: &[&str], file: &Path, said: &str) -> Process {
+pub(super) async fn capturing(
+    cluster: &Cluster,
+    arguments: &[&str],
+    file: &Path,
+    said: &str,
+) -> Process {
     let mut command = hotcell(cluster.folder.path()).unwrap();
     let address = format!("unix:{}", cluster.socket.display());
     command.args(["--address", &address, "debug", "capture"]);
@@ -40,7 +45,7 @@ async fn capturing(cluster: &Cluster, arguments: &[&str], file: &Path, said: &st
 }
 
 /// What it said when it was done.
-fn result(file: &Path) -> String {
+pub(super) fn result(file: &Path) -> String {
     std::fs::read_to_string(file.with_extension("said")).unwrap()
 }
 

@@ -56,7 +56,7 @@ pub(super) async fn captured(cluster: &Cluster, file: &Path, tokens: u32) {
 }
 
 /// The command's exit code, and each line of JSON that it says; without a scheduler.
-fn compare(folder: &Path, arguments: &[&str]) -> (Option<i32>, Vec<Value>) {
+pub(super) fn compare(folder: &Path, arguments: &[&str]) -> (Option<i32>, Vec<Value>) {
     let mut command = hotcell(folder).unwrap();
     let output = command
         .args(["--json", "debug", "compare"])

@@ -12,7 +12,11 @@ use hotcell_tests::{
 use super::{guarding::armed, kjv_cluster, long};
 
 /// The first hit of a request that is a prompt of these tokens, if there is one.
-async fn hit(client: &Client, guard: v1::GuardRequest, prompt: &[u32]) -> Option<v1::GuardHit> {
+pub(super) async fn hit(
+    client: &Client,
+    guard: v1::GuardRequest,
+    prompt: &[u32],
+) -> Option<v1::GuardHit> {
     let mut events = client.guard(guard).await.unwrap();
     events.next().await.unwrap().unwrap();
     let options = GenerateOptions {
@@ -32,7 +36,7 @@ async fn hit(client: &Client, guard: v1::GuardRequest, prompt: &[u32]) -> Option
     }
 }
 
-fn at(nodes: &str, layers: &[u32], kinds: &[Kind]) -> v1::GuardRequest {
+pub(super) fn at(nodes: &str, layers: &[u32], kinds: &[Kind]) -> v1::GuardRequest {
     v1::GuardRequest {
         nodes: vec![nodes.to_owned()],
         layers: layers.to_vec(),
@@ -50,6 +54,23 @@ fn outside(least: f32, most: f32) -> Kind {
 
 /// Has all values of a weight be this one.
 pub(super) fn fill(file: &std::path::Path, weight: &str, value: f32) {
+    fill_in(file, weight, value, |_| 0..usize::MAX);
+}
+
+/// Has all values of a row of a matrix be this one.
+pub(super) fn fill_row(file: &std::path::Path, weight: &str, row: usize, value: f32) {
+    fill_in(file, weight, value, |shape| {
+        row * shape[1]..(row + 1) * shape[1]
+    });
+}
+
+/// Has values of a weight be this one: those at places that its shape tells.
+fn fill_in(
+    file: &std::path::Path,
+    weight: &str,
+    value: f32,
+    places: impl Fn(&[usize]) -> std::ops::Range<usize>,
+) {
     let mut bytes = std::fs::read(file).unwrap();
     let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     let info = metadata.info(weight).unwrap();
@@ -62,7 +83,9 @@ pub(super) fn fill(file: &std::path::Path, weight: &str, value: f32) {
     };
     let (begin, end) = info.data_offsets;
     let data = &mut bytes[8 + header + begin..8 + header + end];
-    for place in data.chunks_exact_mut(value.len()) {
+    let places = places(&info.shape);
+    let all = data.chunks_exact_mut(value.len());
+    for place in all.skip(places.start).take(places.len()) {
         place.copy_from_slice(value);
     }
     std::fs::write(file, bytes).unwrap();

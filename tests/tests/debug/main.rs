@@ -4,19 +4,26 @@
 
 mod capturing;
 mod comparing;
+mod conditions;
+mod confined;
 mod crashing;
 mod draining;
+mod dtypes;
 mod guarding;
 mod holding;
 mod logits;
 mod memory;
 mod page;
+mod places;
 mod prompting;
 mod proving;
 mod reduced;
 mod reducing;
 mod replaying;
 mod restarting;
+#[allow(dead_code, reason = "each test program uses a part of it")]
+#[path = "../terminal/screen.rs"]
+mod screen;
 mod tracing;
 mod unread;
 mod watching;
