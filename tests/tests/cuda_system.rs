@@ -289,6 +289,8 @@ async fn a_crash_that_is_run_again_names_the_kernel() {
     let outcome: serde_json::Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
     assert_eq!(outcome["outcome"], "died", "{said}");
     assert_eq!(outcome["crash"]["blackbox"]["op"], "rms_norm", "{said}");
+    // The report had it some steps before that one.
+    assert_eq!(outcome["same"], true, "{said}");
     let node = outcome["node"].as_str().unwrap();
     assert!(
         node.starts_with("layers.") && node.contains(".rms_norm."),

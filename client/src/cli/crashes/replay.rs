@@ -99,24 +99,31 @@ enum Outcome {
 }
 
 /// Whether two workers died of the same, by the same signal, at the same op as far as both reports name one. One of several
-/// threads may be at a step already while the black box still names the one before it.
-fn is_same(one: &CrashReport, other: &CrashReport) -> bool {
+/// threads may be at a step already while the black box still names the one before it. A device that computes by itself, as
+/// CUDA's do, was at that step or past it, and of a plan that its host may have given it others after.
+fn is_same(crash: &CrashReport, again: &CrashReport) -> bool {
     fn signal(crash: &CrashReport) -> &str {
         let seen = crash.blackbox.as_ref();
         let signal = seen.and_then(|seen| seen.signal.as_ref());
         signal.map_or("", |signal| &signal.name)
     }
+    fn is_past(device: &str) -> bool {
+        device.starts_with("cuda:")
+    }
     fn place(crash: &CrashReport) -> Option<&BlackBox> {
         crash.blackbox.as_ref().filter(|seen| !seen.op.is_empty())
     }
-    let same_place = match (place(one), place(other)) {
+    let same_place = match (place(crash), place(again)) {
         (Some(one), Some(other)) => {
             let same_part = one.part == other.part && !one.part.is_empty();
-            one.op == other.op || same_part && one.node.abs_diff(other.node) <= 1
+            match is_past(&crash.device) {
+                true => !same_part || one.node <= other.node,
+                false => one.op == other.op || same_part && one.node.abs_diff(other.node) <= 1,
+            }
         }
         _ => true,
     };
-    one.kind == other.kind && signal(one) == signal(other) && same_place
+    crash.kind == again.kind && signal(crash) == signal(again) && same_place
 }
 
 /// What happens while a request is run again.
