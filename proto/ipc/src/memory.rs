@@ -6,8 +6,11 @@ use std::ops::{Deref, Range};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::io::Errno;
 
 /// Seals under which neither the bytes nor the length can change any more, whoever holds the descriptor.
 const IMMUTABLE: SealFlags = SealFlags::SHRINK
@@ -21,6 +24,22 @@ const FIXED_SIZE: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
+/// How often it is tried to make memory immutable, and how long between two times. The kernel refuses while somebody has it
+/// mapped to write, and also while it has a page in hand itself, which passes.
+const TRIES: usize = 10;
+const BETWEEN: Duration = Duration::from_millis(20);
+
+/// Makes memory immutable.
+fn fix(memory: impl AsFd) -> io::Result<()> {
+    for _ in 1..TRIES {
+        match rustix::fs::fcntl_add_seals(&memory, IMMUTABLE) {
+            Err(Errno::BUSY) => thread::sleep(BETWEEN),
+            sealed => return Ok(sealed?),
+        }
+    }
+    Ok(rustix::fs::fcntl_add_seals(&memory, IMMUTABLE)?)
+}
+
 /// Copies `bytes` into anonymous memory that nobody can write, grow, shrink or unseal afterwards.
 ///
 /// The descriptor is close-on-exec, its offset is 0, and the memory cannot be executed where the kernel knows
@@ -33,7 +52,7 @@ pub fn sealed_memory(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
     file.write_all(bytes)?;
     // The offset belongs to the open file, which the receiver shares: it would read nothing from the end.
     file.rewind()?;
-    rustix::fs::fcntl_add_seals(&file, IMMUTABLE)?;
+    fix(&file)?;
     Ok(file.into())
 }
 
@@ -69,7 +88,7 @@ pub fn unsealed_memory(name: &str, len: u64) -> io::Result<File> {
 /// What `fcntl(F_ADD_SEALS)` reports: `ResourceBusy` while somebody has it mapped to write. Otherwise that `/proc` is
 /// missing.
 pub fn seal(memory: &File) -> io::Result<OwnedFd> {
-    rustix::fs::fcntl_add_seals(memory, IMMUTABLE)?;
+    fix(memory)?;
     // The other one may still change the file's times.
     let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
     Ok(File::open(path)?.into())

@@ -188,3 +188,24 @@ async fn what_held_in_the_step_before_the_one_it_died_in_is_told() {
     let mut places = DEATHS.iter().chain(&[MEASURE]);
     assert!(places.any(|place| death.contains(place)), "{said}");
 }
+
+/// The step in which it dies begins with what kills it.
+#[tokio::test]
+async fn what_held_just_before_it_died_is_told_every_time() {
+    const NAN: usize = 2 * STEP - 1;
+    let cluster = cluster().await;
+    let mut prompt = words(2 * STEP);
+    prompt[NAN] = NAN_TOKEN;
+    prompt.extend(CRASH);
+    prompt.push(17);
+    let crash = killed(&cluster, "slow", ("strikes", &prompt)).await;
+    let replay = ["crashes", "replay", &crash.id, "--hurry", "--guard", "nan"];
+    for time in 0..6 {
+        let said = hotcell(&cluster, &[&["--json"], &replay[..]].concat());
+        let all = lines(&said);
+        assert_eq!(all.last().unwrap()["outcome"], "died", "{time}: {said}");
+        let hits = all.iter().filter(|line| line["condition"].is_string());
+        let hits: Vec<&Value> = hits.map(|hit| &hit["position"]).collect();
+        assert_eq!(hits, [&Value::from(NAN)], "{time}: {said}");
+    }
+}

@@ -3,6 +3,7 @@
 
 use std::{
     io,
+    sync::{Arc, atomic::AtomicUsize},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -25,7 +26,7 @@ use super::{
 };
 use crate::{
     engine::Inside,
-    generate::batch::{Aim, Guard, Hit, Look, Looker, Probe},
+    generate::batch::{Aim, Guard, Hit, Look, Looker, Own, Probe},
     host::{Host, Loaded},
     model::points::{LOGITS, Point, Step, select},
 };
@@ -38,6 +39,9 @@ const STRETCH: Duration = Duration::from_micros(30);
 
 /// Until a message that was taken for a connection has left the process.
 const FLUSH: Duration = Duration::from_millis(50);
+
+/// The same of a hit, of which there may be one in each step.
+const HIT_FLUSH: Duration = Duration::from_millis(2);
 
 /// Checks what nodes are asked for.
 ///
@@ -227,13 +231,19 @@ impl Capture {
     ) -> Result<(), Error> {
         let conditions = conditions(wanted)?;
         let (to, hits) = mpsc::channel(limits::HIT_BUFFER);
+        let untold = Arc::new(AtomicUsize::new(0));
+        let own = Own {
+            request: request.to_owned(),
+            untold: Arc::clone(&untold),
+        };
         let name = self.model.clone();
         let arm = move |inside: &mut Inside<'_>| {
             let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
             let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
             let nodes: Vec<v1::CapturedNode> = batch.points().iter().map(told).collect();
             let points = (0..nodes.len()).collect();
-            let guard = Guard::new(points, conditions, to);
+            let mut guard = Guard::new(points, conditions, to);
+            guard.own = Some(own);
             batch.look(inside.device, Looker::Guard(guard))?;
             Ok::<_, Error>(nodes)
         };
@@ -241,7 +251,7 @@ impl Capture {
         self.watched = Some(Watched {
             hits,
             nodes,
-            request: request.to_owned(),
+            untold,
         });
         Ok(())
     }
@@ -366,9 +376,11 @@ impl Capture {
                 look = self.looks.recv() => look,
                 Some(hit) = next_hit(&mut watched) => {
                     let nodes = watched.as_ref().map_or(&[][..], |watched| &watched.nodes);
-                    if to.send(of_hit(hit, nodes)).await.is_err() {
+                    if to.send(of_hit(hit, nodes)).await.is_err() || leaves(&to).await.is_err() {
                         return;
                     }
+                    watched.iter().for_each(Watched::told);
+                    host.engine().wake();
                     continue;
                 }
                 status = &mut over, if !is_over => {
@@ -426,7 +438,7 @@ impl Capture {
             }
         }
         if let Some(mut watched) = watched {
-            while let Some(hit) = watched.try_next() {
+            while let Ok(hit) = watched.hits.try_recv() {
                 if to.send(of_hit(hit, &watched.nodes)).await.is_err() {
                     return;
                 }
@@ -448,10 +460,20 @@ impl Capture {
     }
 }
 
+/// Waits until what was sent last has left the process, as far as that can be known: once there is room again it was taken,
+/// and the connection's task, which was woken by that, writes it before this one is woken by the clock.
+async fn leaves(
+    to: &mpsc::Sender<Result<v1::Captured, Status>>,
+) -> Result<(), mpsc::error::SendError<()>> {
+    drop(to.reserve().await?);
+    tokio::time::sleep(HIT_FLUSH).await;
+    Ok(())
+}
+
 /// The next hit, if anybody looks for one.
 async fn next_hit(watched: &mut Option<Watched>) -> Option<Hit> {
     match watched {
-        Some(watched) => watched.next().await,
+        Some(watched) => watched.hits.recv().await,
         None => None,
     }
 }

@@ -1,5 +1,10 @@
 //! Watchpoints of one request that is captured.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
 use hotcell_proto::v1;
 use tokio::sync::mpsc;
 
@@ -7,30 +12,17 @@ use crate::generate::batch::Hit;
 
 /// Watchpoints under which a request is run.
 pub(super) struct Watched {
+    /// Its hits.
     pub hits: mpsc::Receiver<Hit>,
     /// What a hit's point counts.
     pub nodes: Vec<v1::CapturedNode>,
-    pub request: String,
+    /// Hits that are not on their way yet, for which the request waits.
+    pub untold: Arc<AtomicUsize>,
 }
 
 impl Watched {
-    /// The next hit of the request's.
-    pub async fn next(&mut self) -> Option<Hit> {
-        loop {
-            let hit = self.hits.recv().await?;
-            if hit.request == self.request {
-                return Some(hit);
-            }
-        }
-    }
-
-    /// The next one, if it is there.
-    pub fn try_next(&mut self) -> Option<Hit> {
-        loop {
-            let hit = self.hits.try_recv().ok()?;
-            if hit.request == self.request {
-                return Some(hit);
-            }
-        }
+    /// A hit is on its way.
+    pub fn told(&self) {
+        self.untold.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -35,7 +35,7 @@ use super::{
     task::{Member, Task},
 };
 use probe::Lookers;
-pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Probe};
+pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Own, Probe};
 #[cfg(test)]
 pub use rows::Rows;
 

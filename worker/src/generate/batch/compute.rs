@@ -94,7 +94,7 @@ impl Batch {
             let running = &self.running[*at];
             running.pending() > 0
                 && running.member.task.has_room()
-                && (self.lookers.is_empty() || self.has_reader(running.member.id))
+                && (self.lookers.is_empty() || self.has_reader(&running.member))
         };
         let able: Vec<usize> = (0..self.running.len()).filter(able).collect();
         if able.iter().all(|&at| self.running[at].flies) {

@@ -3,7 +3,13 @@
 //! Steps in which nobody looks at anything are computed by the plan that they are always computed by. Nobody waits for
 //! those who look, except a request that was begun to be looked at.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 use hotcell_graph::Graph;
 use hotcell_kernels::backend::{Device, DeviceError};
@@ -21,7 +27,7 @@ use super::{
     rows::{Rows, Spares},
 };
 use crate::{
-    generate::task::Task,
+    generate::task::{Member, Task},
     model::{
         points::{Point, Step},
         run::{RowSize, Wanted},
@@ -131,6 +137,16 @@ impl Condition {
     }
 }
 
+/// The one request that a guard is for, which waits until each hit is on its way to who wants to know: its next step may end
+/// this process.
+#[derive(Clone, Debug)]
+pub struct Own {
+    /// The request's id.
+    pub request: String,
+    /// Hits that are not on their way yet.
+    pub untold: Arc<AtomicUsize>,
+}
+
 /// Looks at the values of some nodes in every row of every step.
 pub struct Guard {
     /// Nodes, by their numbers among the points.
@@ -141,6 +157,8 @@ pub struct Guard {
     pub ends: bool,
     /// Where it is told; what has no room is counted instead.
     pub to: mpsc::Sender<Hit>,
+    /// Whether it is for one request alone.
+    pub own: Option<Own>,
     missed: u64,
 }
 
@@ -152,8 +170,39 @@ impl Guard {
             conditions,
             ends: false,
             to,
+            own: None,
             missed: 0,
         }
+    }
+
+    /// Whether it looks at a request.
+    fn is_for(&self, request: &str) -> bool {
+        self.own.as_ref().is_none_or(|own| own.request == request)
+    }
+
+    /// Whether a request has to wait until hits are told.
+    fn holds_up(&self, request: &str) -> bool {
+        let own = self.own.as_ref().filter(|own| own.request == request);
+        own.is_some_and(|own| own.untold.load(Ordering::Acquire) > 0) && !self.to.is_closed()
+    }
+
+    /// Tells a hit, or counts it where there is no room.
+    fn tell(&mut self, mut hit: Hit) {
+        hit.missed = self.missed;
+        let untold = self.own.as_ref().map(|own| &own.untold);
+        // Before it is there: whoever takes it counts it out again.
+        if let Some(untold) = untold {
+            untold.fetch_add(1, Ordering::AcqRel);
+        }
+        let told = self.to.try_send(hit).is_ok();
+        if let (Some(untold), false) = (untold, told) {
+            untold.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.missed = if told {
+            0
+        } else {
+            self.missed.saturating_add(1)
+        };
     }
 }
 
@@ -339,9 +388,10 @@ impl Batch {
     }
 
     /// Whether whoever looks at a request has room for what a step shows of it, or is not waited for.
-    pub(super) fn has_reader(&self, member: u64) -> bool {
-        let mut probes = self.lookers.probes.iter();
-        !probes.any(|p| p.member == Some(member) && p.waits && p.to.capacity() == 0)
+    pub(super) fn has_reader(&self, member: &Member) -> bool {
+        let (mut probes, mut guards) = (self.lookers.probes.iter(), self.lookers.guards.iter());
+        !probes.any(|p| p.member == Some(member.id) && p.waits && p.to.capacity() == 0)
+            && !guards.any(|guard| guard.holds_up(member.task.id()))
     }
 
     /// Before a step: whether somebody looks at it, for which the plan that hands out more is used.
@@ -382,9 +432,13 @@ impl Batch {
                 let rows = if point < of_body { rows } else { picks };
                 sizes.push((point, self.runner.tapped_sizes(point, rows)?));
             }
+            let mut hits = Vec::new();
             for part in &self.parts {
                 let running = &self.running[part.at];
                 let task = &running.member.task;
+                if !guard.is_for(task.id()) {
+                    continue;
+                }
                 let last = part.first + part.rows - 1;
                 let holds = |&(point, ref of): &(usize, Vec<RowSize>), row: usize| {
                     let place = match point < of_body {
@@ -417,12 +471,9 @@ impl Batch {
                     size,
                     further: u32::try_from(further).unwrap_or(u32::MAX),
                     ended: guard.ends,
-                    missed: guard.missed,
+                    missed: 0,
                 };
-                guard.missed = match guard.to.try_send(hit) {
-                    Ok(()) => 0,
-                    Err(_) => guard.missed.saturating_add(1),
-                };
+                hits.push(hit);
                 if guard.ends && !ended.iter().any(|(at, _)| *at == part.at) {
                     let name = self.runner.points().get(point).map(|p| p.name.as_str());
                     let what = format!(
@@ -433,6 +484,9 @@ impl Batch {
                     let error = error.with("node", name.unwrap_or_default());
                     ended.push((part.at, Outcome::Failed(error)));
                 }
+            }
+            for hit in hits {
+                guard.tell(hit);
             }
         }
         for (at, right) in given_up {
