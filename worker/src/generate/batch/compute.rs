@@ -96,7 +96,10 @@ impl Batch {
                 && running.member.task.has_room()
                 && (self.lookers.is_empty() || self.has_reader(&running.member))
         };
-        let able: Vec<usize> = (0..self.running.len()).filter(able).collect();
+        let mut able: Vec<usize> = (0..self.running.len()).filter(able).collect();
+        if !self.lookers.is_empty() {
+            self.stand_back(&mut able);
+        }
         if able.iter().all(|&at| self.running[at].flies) {
             return Ok(());
         }

@@ -64,6 +64,8 @@ pub struct Probe {
     spares: Spares,
     /// Whether it had room for what the last step that its request is part of shows of it.
     looks: bool,
+    /// Whether its request was left out of the last step for it.
+    stood_back: bool,
 }
 
 impl Probe {
@@ -82,6 +84,7 @@ impl Probe {
             missed: 0,
             spares: Spares::default(),
             looks: false,
+            stood_back: false,
         }
     }
 }
@@ -392,6 +395,30 @@ impl Batch {
         let (mut probes, mut guards) = (self.lookers.probes.iter(), self.lookers.guards.iter());
         !probes.any(|p| p.member == Some(member.id) && p.waits && p.to.capacity() == 0)
             && !guards.any(|guard| guard.holds_up(member.task.id()))
+    }
+
+    /// Leaves those who draw and are looked at out of a step in which prompts are read: one that somebody looks at takes longer
+    /// for each of its rows, and others would wait for it. Not twice in a row, however many prompts come.
+    pub(super) fn stand_back(&mut self, able: &mut Vec<usize>) {
+        let (running, guarded) = (&self.running, self.is_guarded());
+        let reads = able.iter().any(|at| running[*at].pending() > 1);
+        let probes = &mut self.lookers.probes;
+        if !reads || guarded {
+            probes.iter_mut().for_each(|probe| probe.stood_back = false);
+            return;
+        }
+        able.retain(|&at| {
+            let member = running[at].member.id;
+            let mut stays = true;
+            for probe in probes.iter_mut().filter(|p| p.member == Some(member)) {
+                // For who has no room a step is not looked at, and who is waited for has no others beside.
+                let looks = !probe.waits && probe.to.capacity() > 0;
+                let draws = running[at].pending() == 1;
+                probe.stood_back = looks && draws && !probe.stood_back;
+                stays &= !probe.stood_back;
+            }
+            stays
+        });
     }
 
     /// Before a step: whether somebody looks at it, for which the plan that hands out more is used.
