@@ -303,7 +303,7 @@ pub const TRACE_MILLIS: u32 = 1000;
 pub const MAX_TRACED_EVENTS: usize = 4096;
 /// Nodes that a worker notes while it is traced, until they are told.
 pub const MAX_TRACED_NODES: usize = 1 << 17;
-/// Nodes that are told in a second's trace, about: those of whole steps, and of others none.
+/// Nodes and copies that are told in a second's trace, about: those of whole steps, and of others none.
 pub const TRACED_NODES_PER_SECOND: u64 = 10_000;
 /// Places in plans that one sample tells of.
 pub const MAX_WATCHED_NODES: usize = 32;

@@ -269,7 +269,9 @@ impl Graphs {
             };
             deaths.bear()?;
         };
-        let saved = Saved::new(name.clone(), tenant, head, constants, found, held)?;
+        let own = name.clone();
+        let saved = move || Saved::new(own, tenant, head, constants, found, held);
+        let saved = beside(saved).await?;
         // Of two who save under one name, the later one's is kept in both places, also if who asked for it leaves.
         let (graphs, shared, caller) = (self.clone(), shared.clone(), caller.clone());
         let keeping = async move { graphs.take(&shared, saved, (replace, bytes), &caller).await };
@@ -422,8 +424,10 @@ fn held(shared: &Shared, memory: OwnedFd) -> Result<Saved, Error> {
     })
 }
 
-/// Does something with files beside the event loop.
-async fn beside(work: impl FnOnce() -> Result<(), Error> + Send + 'static) -> Result<(), Error> {
+/// Does something with files, or memory that is to be sealed, beside the event loop.
+async fn beside<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
     let failed = |e| Error::new(Reason::Internal, format!("a file was not changed: {e}"));
     spawn_blocking(work).await.map_err(failed)?
 }

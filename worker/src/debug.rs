@@ -6,6 +6,7 @@ pub mod capture;
 pub mod guard;
 pub mod memory;
 pub mod observer;
+mod pieces;
 mod row;
 pub mod trace;
 pub mod watch;

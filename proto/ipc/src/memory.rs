@@ -29,7 +29,7 @@ const FIXED_SIZE: SealFlags = SealFlags::SHRINK
 const TRIES: usize = 10;
 const BETWEEN: Duration = Duration::from_millis(20);
 
-/// Makes memory immutable.
+/// Makes memory immutable that has been in use: it may wait for the kernel.
 fn fix(memory: impl AsFd) -> io::Result<()> {
     for _ in 1..TRIES {
         match rustix::fs::fcntl_add_seals(&memory, IMMUTABLE) {
@@ -52,7 +52,7 @@ pub fn sealed_memory(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
     file.write_all(bytes)?;
     // The offset belongs to the open file, which the receiver shares: it would read nothing from the end.
     file.rewind()?;
-    fix(&file)?;
+    rustix::fs::fcntl_add_seals(&file, IMMUTABLE)?;
     Ok(file.into())
 }
 
@@ -85,8 +85,8 @@ pub fn unsealed_memory(name: &str, len: u64) -> io::Result<File> {
 /// Seals memory of [`unsealed_memory`] for good, and gives a descriptor by which it can be read only.
 ///
 /// # Errors
-/// What `fcntl(F_ADD_SEALS)` reports: `ResourceBusy` while somebody has it mapped to write. Otherwise that `/proc` is
-/// missing.
+/// What `fcntl(F_ADD_SEALS)` reports: `ResourceBusy` while somebody has it mapped to write, for which it waits up to a fifth of
+/// a second. Otherwise that `/proc` is missing.
 pub fn seal(memory: &File) -> io::Result<OwnedFd> {
     fix(memory)?;
     // The other one may still change the file's times.

@@ -145,6 +145,8 @@ pub fn believe_traced(said: TracePiece, link: &Link) -> TracePiece {
         Kind::Spans(mut some) => {
             for span in &mut some.spans {
                 (span.name, span.node) = (clip(&span.name), clip(&span.node));
+                // Whose request it is in which trace the scheduler knows.
+                span.trace_id.clear();
             }
             some.counts
                 .iter_mut()

@@ -267,7 +267,7 @@ pub struct Watching {
 }
 
 impl Watching {
-    /// When it began: of a step that is noted node by node, no node began before.
+    /// When it began. Of a step that is noted node by node because of this watcher no node began before.
     pub fn since(&self) -> Instant {
         self.since
     }

@@ -11,7 +11,10 @@ use hotcell_proto::{
     limits,
     v1::{self, TraceTrack, trace_piece::Kind},
 };
-use tokio::{sync::mpsc, time::timeout};
+use tokio::{
+    sync::mpsc,
+    time::{MissedTickBehavior, timeout},
+};
 use tonic::Status;
 
 use super::observer::{CallNote, CopyNote, NodeNote, StepNote, WaitNote, Watching};
@@ -23,7 +26,7 @@ use crate::{
 /// Time between two looks at requests and counters.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// How long the engine may take to answer them, and where it is asked what nodes are called, which it is but once for each.
+/// How long the engine may take to answer them, and where it is asked what nodes are called.
 const PATIENCE: Duration = Duration::from_millis(40);
 const NAMING: Duration = Duration::from_secs(5);
 
@@ -120,16 +123,16 @@ impl Timeline {
         }
     }
 
-    fn nodes(&mut self, notes: &[NodeNote], names: &Names) {
+    fn nodes(&mut self, notes: &[NodeNote], ops: &Ops, names: &HashMap<Place, String>) {
         // Of what other processes noted, some may be older.
         for note in notes.iter().filter(|note| note.begun >= self.begun) {
             let node = Node::unpacked(note.node);
-            let name = names.place(note).and_then(|place| names.known.get(&place));
+            let name = ops.place(note).and_then(|place| names.get(&place));
             self.spans.push(v1::TraceSpan {
                 track: TraceTrack::Nodes.into(),
                 begin_ns: self.since(note.begun),
                 duration_ns: ns(note.took),
-                name: names.op(node).to_owned(),
+                name: ops.of(node).to_owned(),
                 node: name.cloned().unwrap_or_default(),
                 step: node.step,
                 group: node.group,
@@ -141,10 +144,11 @@ impl Timeline {
 
     fn calls(&mut self, notes: &[CallNote]) {
         for note in notes {
+            let (begin_ns, duration_ns) = self.part(note.begun, note.took);
             self.spans.push(v1::TraceSpan {
                 track: TraceTrack::Tensors.into(),
-                begin_ns: self.since(note.begun),
-                duration_ns: ns(note.took),
+                begin_ns,
+                duration_ns,
                 rows: u32::try_from(note.rows).unwrap_or(u32::MAX),
                 step: note.steps,
                 ..v1::TraceSpan::default()
@@ -205,14 +209,14 @@ impl Timeline {
         });
     }
 
-    async fn look(&mut self, host: &Host, names: &mut Names, places: Vec<Place>) {
+    /// Counts what there is, and returns how the nodes at these places are called.
+    async fn look(&mut self, host: &Host, places: Vec<Place>) -> HashMap<Place, String> {
         // In a long step it does not answer: there is nothing to count then.
         let patience = if places.is_empty() { PATIENCE } else { NAMING };
         let look = timeout(patience, host.engine().look(places.clone())).await;
         let Ok(Ok(look)) = look else {
-            return;
+            return HashMap::new();
         };
-        names.known.extend(places.into_iter().zip(look.names));
         let now = self.since(Instant::now());
         let used = |cache: &v1::CacheStatus| {
             let layers = cache.layers.iter();
@@ -259,36 +263,31 @@ impl Timeline {
     }
 }
 
-/// What nodes are called.
-struct Names {
-    ops: Vec<&'static str>,
-    known: HashMap<Place, String>,
-}
+/// The ops as notes number them.
+struct Ops(Vec<&'static str>);
 
-impl Names {
-    fn op(&self, node: Node) -> &'static str {
-        let op = self.ops.get(usize::from(node.op));
-        op.copied().unwrap_or_default()
+impl Ops {
+    fn of(&self, node: Node) -> &'static str {
+        self.0
+            .get(usize::from(node.op))
+            .copied()
+            .unwrap_or_default()
     }
 
     /// Where a node is that may have a name.
     fn place(&self, note: &NodeNote) -> Option<Place> {
         let node = Node::unpacked(note.node);
         Some(Place {
-            part: note.part?,
+            part: Some(note.part?),
             step: node.step,
-            op: self.op(node),
+            op: self.of(node),
         })
     }
 
-    /// Places whose names are not known yet.
-    fn unknown(&self, notes: &[NodeNote]) -> Vec<Place> {
-        let places = notes.iter().filter_map(|note| self.place(note));
-        let new = places.filter(|place| !self.known.contains_key(place));
-        let new: HashSet<Place> = new.collect();
-        // More than a few models' plans have are not asked for.
-        let left = limits::MAX_TRACED_NODES.saturating_sub(self.known.len());
-        new.into_iter().take(left).collect()
+    /// Each place of these nodes once. Plans may be others the next time that they are asked for.
+    fn places(&self, notes: &[NodeNote]) -> Vec<Place> {
+        let places: HashSet<Place> = notes.iter().filter_map(|note| self.place(note)).collect();
+        places.into_iter().collect()
     }
 }
 
@@ -309,10 +308,7 @@ pub async fn trace(
     Extent { duration, steps }: Extent,
     to: mpsc::Sender<Result<v1::TracePiece, Status>>,
 ) {
-    let mut names = Names {
-        ops: op_names().collect(),
-        known: HashMap::new(),
-    };
+    let ops = Ops(op_names().collect());
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     let begun = watching.since();
     let (worker, epoch) = host.identity();
@@ -333,6 +329,7 @@ pub async fn trace(
         kind: Some(Kind::Head(head)),
     }];
     let mut looking = tokio::time::interval(LOOK);
+    looking.set_missed_tick_behavior(MissedTickBehavior::Skip);
     loop {
         for piece in next {
             if send(&to, piece, begun + duration + GRACE).await.is_err() {
@@ -343,18 +340,22 @@ pub async fn trace(
             () = to.closed() => return,
             _ = looking.tick() => {}
         }
+        // Before what there is is taken: what comes while the engine is asked is of the next time.
+        let mut is_over = begun.elapsed() >= duration;
         let (steps, missed_steps) = watching.steps();
         let (nodes, missed_nodes) = watching.nodes();
-        let unknown = names.unknown(&nodes);
-        timeline.look(&host, &mut names, unknown).await;
         timeline.end.missed_steps += missed_steps;
         timeline.end.missed_nodes += missed_nodes;
         timeline.steps(&steps);
-        timeline.nodes(&nodes, &names);
         timeline.copies(&watching.copies());
         timeline.calls(&watching.calls());
         timeline.waits(watching.waits());
-        let is_over = begun.elapsed() >= duration || timeline.steps_left == Some(0);
+        let names = tokio::select! {
+            () = to.closed() => return,
+            names = timeline.look(&host, ops.places(&nodes)) => names,
+        };
+        timeline.nodes(&nodes, &ops, &names);
+        is_over |= timeline.steps_left == Some(0);
         if is_over {
             timeline.requests(timeline.since(Instant::now()), &[]);
         }

@@ -146,11 +146,10 @@ impl Looks {
 }
 
 impl Found {
-    /// Where it is, of those that may have a name.
+    /// Where it is.
     fn place(&self) -> Place {
         Place {
-            // What said nothing of its plan was found at none of these steps.
-            part: self.part.unwrap_or(PlanPart::Draws),
+            part: self.part,
             step: self.node.step,
             op: self.op,
         }
@@ -294,7 +293,7 @@ mod tests {
             looks.count += seen;
         }
         let most = looks.most(&["add", "mul"]);
-        assert_eq!(most[0].place().part, PlanPart::Body);
+        assert_eq!(most[0].place().part, body);
         let names = ["layers.0.mul.0".to_owned(), String::new()];
         let told = looks.told(&most, &names, 20.0);
         let told: Vec<_> = told

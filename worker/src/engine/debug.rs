@@ -40,8 +40,8 @@ pub struct Look {
 /// Where a plan was found: which one, if that is known, the step in it, and its op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
-    /// Which of its model's plans.
-    pub part: PlanPart,
+    /// Which of its model's plans, if that is known.
+    pub part: Option<PlanPart>,
     /// The step.
     pub step: u32,
     /// The op that it said.
@@ -54,7 +54,7 @@ impl Inside<'_> {
     pub fn name(&self, place: &Place) -> String {
         let at = usize::try_from(place.step).unwrap_or(usize::MAX);
         let named = self.models.values().filter_map(|batch| {
-            let step = batch.plan_steps(place.part).get(at)?;
+            let step = batch.plan_steps(place.part?).get(at)?;
             // One that was said just before another plan began is of that one.
             (step.op == place.op && !step.name.is_empty()).then_some(&step.name)
         });

@@ -19,6 +19,7 @@ use hotcell_proto::{
 
 mod admit;
 mod compute;
+mod guards;
 mod look;
 mod probe;
 mod rows;
@@ -34,8 +35,9 @@ use super::{
     schedule::Schedule,
     task::{Member, Task},
 };
+pub use guards::{Condition, Guard, Hit, Own};
 use probe::Lookers;
-pub use probe::{Aim, Condition, Guard, Hit, Look, Looker, Own, Probe};
+pub use probe::{Aim, Look, Looker, Probe};
 #[cfg(test)]
 pub use rows::Rows;
 
@@ -153,6 +155,8 @@ pub struct Batch {
     blackbox: Writer,
     observer: Arc<Observer>,
     lookers: Lookers,
+    /// Whether the step that comes is noted node by node.
+    follows: bool,
 }
 
 impl Batch {
@@ -192,6 +196,7 @@ impl Batch {
             blackbox,
             observer: Arc::default(),
             lookers: Lookers::default(),
+            follows: false,
             runner,
         }
     }
@@ -485,12 +490,13 @@ impl Batch {
             true => self.runner.lanes(),
             false => 1,
         };
-        let noted = self.observer.follows();
-        if noted {
+        // Of a step all is noted, or nothing.
+        self.follows = self.observer.follows();
+        if self.follows {
             self.runner.note_copies();
         }
         let computed = self.advance(Instant::now(), lanes);
-        if noted {
+        if self.follows {
             let copied = self.runner.copied();
             self.observer.note_copies(&copied);
         }

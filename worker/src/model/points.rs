@@ -7,8 +7,10 @@ use hotcell_graph::{DType, Dim, Graph, TensorSpec, Value, op::ValueSpec};
 /// A node's result that can be looked at: a row of it belongs to a row of the step.
 #[derive(Clone, Debug)]
 pub struct Point {
-    /// The value in the model's body.
+    /// The value in its graph.
     pub value: Value,
+    /// Which one that is.
+    pub graph: Graphs,
     /// `layers.3.mul_mat.0`: layer, op, and which of this op's nodes in the layer; without a layer `get_rows.0`.
     pub name: String,
     /// The op.
@@ -167,6 +169,7 @@ pub fn points(graph: &Graph, which: Graphs) -> Vec<Point> {
                     node: number as u32,
                     output: output as u32,
                 },
+                graph: which,
                 name: format!("{}{part}", named.name),
                 op: node.op.name,
                 layer: named.layer,

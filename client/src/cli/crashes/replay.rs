@@ -3,6 +3,7 @@
 use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
+    plan_part::PlanPart,
     v1::{
         BlackBox, CaptureHeld, CaptureOptions, CapturedNode, CrashReport, GuardHit, ReplayRequest,
         captured, replay_request::Which,
@@ -110,14 +111,26 @@ fn is_same(crash: &CrashReport, again: &CrashReport) -> bool {
     fn is_past(device: &str) -> bool {
         device.starts_with("cuda:")
     }
+    // A step's plans in their order, whoever looks at them.
+    fn comes_before(part: &str, other: &str) -> bool {
+        let place = |part: &str| match PlanPart::from_name(part)? {
+            PlanPart::Body | PlanPart::Looked => Some(0),
+            PlanPart::Logits | PlanPart::LookedLogits => Some(1),
+            PlanPart::Draws | PlanPart::States => Some(2),
+        };
+        place(part)
+            .zip(place(other))
+            .is_some_and(|(part, other)| part <= other)
+    }
     fn place(crash: &CrashReport) -> Option<&BlackBox> {
         crash.blackbox.as_ref().filter(|seen| !seen.op.is_empty())
     }
     let same_place = match (place(crash), place(again)) {
         (Some(one), Some(other)) => {
             let same_part = one.part == other.part && !one.part.is_empty();
-            match is_past(&crash.device) {
-                true => !same_part || one.node <= other.node,
+            match is_past(&crash.device) && is_past(&again.device) {
+                true if same_part => one.node <= other.node,
+                true => comes_before(&other.part, &one.part),
                 false => one.op == other.op || same_part && one.node.abs_diff(other.node) <= 1,
             }
         }
@@ -383,6 +396,18 @@ mod tests {
         assert!(is_same(&one, &at("swiglu", "body", 6)));
         assert!(!is_same(&one, &at("swiglu", "body", 5)));
         assert!(!is_same(&one, &at("swiglu", "looked", 6)));
+        // Of a device that is behind: it was at that step or past it, maybe of a plan that it had been given after.
+        let on_cuda = |op, part: &str, step| CrashReport {
+            device: "cuda:0".into(),
+            ..at(op, part, step)
+        };
+        let behind = on_cuda("softmax", "logits", 16);
+        assert!(is_same(&behind, &on_cuda("add", "logits", 21)));
+        assert!(is_same(&behind, &on_cuda("add", "body", 40)));
+        assert!(!is_same(&behind, &on_cuda("add", "logits", 12)));
+        assert!(!is_same(&behind, &on_cuda("add", "draws", 1)));
+        // Other devices have other steps.
+        assert!(!is_same(&behind, &at("add", "logits", 21)));
         let node = CapturedNode {
             name: "layers.1.q".into(),
             layer: Some(1),

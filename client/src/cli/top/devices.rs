@@ -60,7 +60,7 @@ fn columns<'a>() -> [Column<Shown<'a>>; 9] {
         Column::new("WORKERS", wide(16), 76, Shown::workers_in_words),
         Column::new("USED", wide(10), 44, |s| s.used().map_or_else(dash, bytes)),
         Column::new("MEMORY", wide(10), 60, |s| match s.memory() {
-            0 => dash(),
+            0 => "-".to_owned(),
             all => bytes(all),
         }),
         Column::new("BUSY", wide(5), 110, |s| {
@@ -76,10 +76,6 @@ fn columns<'a>() -> [Column<Shown<'a>>; 9] {
             DeviceView::described(s.device, &s.state.devices)
         }),
     ]
-}
-
-fn dash() -> String {
-    "-".to_owned()
 }
 
 /// A fault's name.
@@ -109,7 +105,7 @@ impl Shown<'_> {
             _ => format!("{} {}", worker.id, operate::state(worker)),
         });
         match named.collect::<Vec<_>>() {
-            none if none.is_empty() => dash(),
+            none if none.is_empty() => "-".to_owned(),
             some => some.join(", "),
         }
     }

@@ -60,7 +60,7 @@ fn columns<'a>() -> [Column<Stream<'a>>; 9] {
         Column::new("DRAWN", wide(7), 0, |s| drawn(s).to_string()),
         Column::new("TOKENS/S", wide(8), 60, |s| match s.request.state() {
             WatchedState::Drawing => s.pace.map_or_else(dash, |pace| format!("{pace:.1}")),
-            _ => dash(),
+            _ => "-".to_owned(),
         }),
         Column::new("SINCE", wide(8), 76, |s| {
             span(s.request.age_ms.max(0.0) as u64)
@@ -69,10 +69,6 @@ fn columns<'a>() -> [Column<Stream<'a>>; 9] {
             s.request.preempted.to_string()
         }),
     ]
-}
-
-fn dash() -> String {
-    "-".to_owned()
 }
 
 /// Tokens that were drawn for it.

@@ -358,7 +358,7 @@ fn where_and_memory(frame: &mut Frame<'_>, area: Rect, seen: &Seen) {
     let sample = &seen.sample;
     let nodes = sample.nodes.iter().take(5).map(|node| {
         let share = share(f64::from(node.seen), f64::from(sample.looks));
-        format!("{share:>5}  at {}", place(node))
+        format!("{share:>5} {:>7.1} ms  at {}", node.ms, place(node))
     });
     let memory = sample.memory.iter().map(|part| {
         let kind = match part.model.as_str() {

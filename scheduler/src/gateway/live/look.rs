@@ -155,7 +155,11 @@ pub(super) async fn trace(shared: &Shared, worker: &str, ms: u32) -> Result<Valu
         match piece.kind {
             Some(Kind::Head(head)) => begun_ns = head.begun_ns,
             Some(Kind::Spans(mut some)) => {
-                some.spans.retain(|span| !nodes.take(span));
+                // Those that are drawn.
+                some.spans.retain(|span| match span.track() {
+                    TraceTrack::Copies | TraceTrack::Tensors => false,
+                    _ => !nodes.take(span),
+                });
                 let room = SPANS.saturating_sub(spans.len());
                 left_out = left_out.saturating_add(some.spans.len().saturating_sub(room));
                 spans.extend(some.spans.iter().take(room).map(span));
@@ -185,6 +189,10 @@ impl Nodes {
     fn take(&mut self, span: &TraceSpan) -> bool {
         if span.track() != TraceTrack::Nodes {
             return false;
+        }
+        // What others do beside the one who leads has no names.
+        if span.member > 0 {
+            return true;
         }
         let name = match span.node.as_str() {
             "" => &span.name,

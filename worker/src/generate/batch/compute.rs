@@ -96,31 +96,32 @@ impl Batch {
                 && running.member.task.has_room()
                 && (self.lookers.is_empty() || self.has_reader(&running.member))
         };
-        let mut able: Vec<usize> = (0..self.running.len()).filter(able).collect();
-        if !self.lookers.is_empty() {
-            self.stand_back(&mut able);
-        }
+        let able: Vec<usize> = (0..self.running.len()).filter(able).collect();
         if able.iter().all(|&at| self.running[at].flies) {
             return Ok(());
         }
+        let stands_back = match self.lookers.is_empty() {
+            true => Vec::new(),
+            false => self.stand_back(&able),
+        };
+        // Others are as patient with them as with those whose step is on its way.
+        let away = |at: usize| self.running[at].flies || stands_back.contains(&at);
         let wants: Vec<Want<'_>> = (able.iter())
             .map(|&at| Want {
                 id: self.running[at].member.id,
                 class: self.running[at].member.task.class(),
                 arrival: self.running[at].member.id,
                 pending: self.running[at].pending(),
-                flies: self.running[at].flies,
+                flies: away(at),
             })
             .collect();
         // Who draws, and how far the prompt is of which most was read.
         let (mut draws, mut flying, mut deepest) = (Load::default(), Load::default(), 0);
         for &at in &able {
-            let Running {
-                computed, flies, ..
-            } = self.running[at];
+            let computed = self.running[at].computed;
             match self.running[at].pending() {
                 1 => {
-                    let load = if flies { &mut flying } else { &mut draws };
+                    let load = if away(at) { &mut flying } else { &mut draws };
                     load.rows += 1;
                     load.attended += computed;
                 }
@@ -265,7 +266,7 @@ impl Batch {
         let looked = !self.lookers.is_empty() && self.begin_looking();
         let begun = Instant::now();
         self.lend_grammars();
-        let followed = self.observer.follows();
+        let followed = self.follows;
         if followed {
             self.follow();
         }

@@ -109,8 +109,6 @@ impl Runner {
         buffer: impl Fn(&str, Option<&Range<usize>>) -> Result<Option<Buffer>, DeviceError>,
     ) -> Result<(), DeviceError> {
         self.packed.clear();
-        // Other forms may be computed by other steps.
-        self.named = Default::default();
         for input in &self.packable {
             let buffer = buffer(&input.weight, input.rows.as_ref())?;
             let plan = match input.graph {

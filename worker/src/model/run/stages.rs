@@ -129,9 +129,7 @@ impl Runner {
             && !stage.leads()
         {
             let handed = stage.handed.clone();
-            let begun = self.copies.begin();
             stage.take(&handed, bytes)?;
-            self.copies.end(begun, "taken states", bytes);
         }
         self.body_here(rows)?;
         self.stream.synchronize()?;
@@ -200,7 +198,9 @@ impl Runner {
         }
         let flight = stage.flights.pop_front().unwrap_or_default();
         self.done(taken)?;
+        let begun = self.copies.begin();
         self.results.write(0, &flight.back)?;
+        self.copies.end(begun, "taken states", flight.back.len());
         let row = self.bytes_of_rows(1).max(1);
         self.hear_sizes(flight.back.len() / row)
     }

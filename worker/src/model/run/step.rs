@@ -89,7 +89,8 @@ impl Runner {
             let rows = picks.iter().copied();
             let begun = self.copies.begin();
             Self::fill(&mut self.scratch, &self.rows.picks, rows)?;
-            self.copies.end(begun, "picks", size_of_val(picks));
+            self.copies
+                .end(begun, "picks", picks.len() * size_of::<i32>());
             let part = match &self.tap {
                 Some(tap) if self.tapping && tap.head.is_some() => PlanPart::LookedLogits,
                 _ => PlanPart::Logits,

@@ -164,7 +164,7 @@ impl Runner {
         self.whole.points_of_body()
     }
 
-    /// The graph that they are in: the model's body as one process would compute it.
+    /// The graph that those are in: the model's body as one process would compute it.
     pub fn graph(&self) -> &Graph {
         &self.whole.graph
     }

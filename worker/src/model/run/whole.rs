@@ -21,7 +21,7 @@ const SPLIT: &str = "split";
 pub(super) struct Place {
     /// Which of the processes that have the layers.
     pub stage: usize,
-    /// What it is in the graph of that one's body.
+    /// What it is in the graph of that one's body, or its head.
     pub value: Value,
     /// How many things side by side it is, of each of which one member has a part: the halves of what is split later.
     pub halves: usize,
