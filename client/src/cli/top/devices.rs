@@ -58,18 +58,20 @@ fn columns<'a>() -> [Column<Shown<'a>>; 9] {
         Column::new("DEVICE", wide(8), 0, |s| s.device.id.clone()),
         Column::new("BACKEND", wide(8), 60, |s| s.device.backend.clone()),
         Column::new("WORKERS", wide(16), 76, Shown::workers_in_words),
-        Column::new("USED", wide(10), 44, |s| s.used().map_or_else(dash, bytes)),
+        Column::new("USED", wide(10), 44, |s| {
+            s.used().map_or_else(|| "-".to_owned(), bytes)
+        }),
         Column::new("MEMORY", wide(10), 60, |s| match s.memory() {
             0 => "-".to_owned(),
             all => bytes(all),
         }),
         Column::new("BUSY", wide(5), 110, |s| {
             let busy = s.device.gauge.as_ref().and_then(|g| g.utilization);
-            busy.map_or_else(dash, |share| format!("{:.0}%", share * 100.0))
+            busy.map_or_else(|| "-".to_owned(), |share| format!("{:.0}%", share * 100.0))
         }),
         Column::new("TEMP", wide(6), 110, |s| {
             let heat = s.device.gauge.as_ref().and_then(|g| g.temperature);
-            heat.map_or_else(dash, |degrees| format!("{degrees:.0} °C"))
+            heat.map_or_else(|| "-".to_owned(), |degrees| format!("{degrees:.0} °C"))
         }),
         Column::new("HEALTH", Constraint::Min(12), 0, Shown::health),
         Column::new("DESCRIPTION", Constraint::Min(20), 90, |s| {

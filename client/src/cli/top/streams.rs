@@ -59,7 +59,9 @@ fn columns<'a>() -> [Column<Stream<'a>>; 9] {
         }),
         Column::new("DRAWN", wide(7), 0, |s| drawn(s).to_string()),
         Column::new("TOKENS/S", wide(8), 60, |s| match s.request.state() {
-            WatchedState::Drawing => s.pace.map_or_else(dash, |pace| format!("{pace:.1}")),
+            WatchedState::Drawing => s
+                .pace
+                .map_or_else(|| "-".to_owned(), |pace| format!("{pace:.1}")),
             _ => "-".to_owned(),
         }),
         Column::new("SINCE", wide(8), 76, |s| {
