@@ -4,7 +4,7 @@
 use std::{
     io,
     sync::{Arc, atomic::AtomicUsize},
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use hotcell_graph::{DType, Value, wire};

@@ -241,6 +241,7 @@ impl Timeline {
         });
         let inside: Vec<(String, u64)> = inside.collect();
         self.requests(now, &inside);
+        places.into_iter().zip(look.names).collect()
     }
 
     /// Messages of what was gathered since they were last taken.

@@ -84,7 +84,7 @@ impl Guard {
     }
 
     /// Whether a request has to wait until hits are told.
-    fn holds_up(&self, request: &str) -> bool {
+    pub(super) fn holds_up(&self, request: &str) -> bool {
         let own = self.own.as_ref().filter(|own| own.request == request);
         own.is_some_and(|own| own.untold.load(Ordering::Acquire) > 0) && !self.to.is_closed()
     }
