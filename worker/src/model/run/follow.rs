@@ -67,16 +67,20 @@ impl Follower {
             }));
             return Ok(());
         }
+        // What is there is of the plan before this one.
+        self.node.store(0, Ordering::Relaxed);
         let since = RefCell::new(Instant::now());
         let note = || {
             let now = Instant::now();
             let begun = since.replace(now);
+            let node = self.node.load(Ordering::Relaxed);
             let mut notes = self.notes.borrow_mut();
-            if notes.len() < limits::MAX_TRACED_NODES {
+            // Some pause before their first step.
+            if node != 0 && notes.len() < limits::MAX_TRACED_NODES {
                 notes.push(NodeNote {
                     begun,
                     took: now.saturating_duration_since(begun),
-                    node: self.node.load(Ordering::Relaxed),
+                    node,
                     part: Some(part),
                     member: 0,
                 });
