@@ -31,6 +31,18 @@ pub fn lower(
     check(current, backend, supports)
 }
 
+/// Whether a graph's nodes have the numbers after lowering that they had before: none was replaced.
+pub fn keeps_nodes(graph: &Graph, lowered: &Graph) -> bool {
+    let ops = |graph: &Graph| {
+        graph
+            .nodes()
+            .iter()
+            .map(|node| node.op.name)
+            .collect::<Vec<_>>()
+    };
+    ops(graph) == ops(lowered)
+}
+
 /// The graph in which one composite op is replaced by what it is in other ops, whether or not a backend has it.
 ///
 /// # Errors

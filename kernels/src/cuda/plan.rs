@@ -26,7 +26,7 @@ use super::{
 use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
     bound::Bound,
-    lower::lower,
+    lower::{keeps_nodes, lower},
     memory::{Lifetime, layout},
     part::{HostPart, Inputs, Numbers, is_fixed_point, overflow},
     plan::{Plan, PlanHints, PlanMemory, Slot, Timed},
@@ -123,6 +123,8 @@ pub(super) struct CudaPlan {
     pub(super) timers: Option<Timers>,
     /// Ops of the nodes that the processor computes.
     elsewhere: Vec<&'static str>,
+    /// Whether its steps' nodes have the numbers of the graph that it was made of.
+    tells_nodes: bool,
     /// Addresses of all values, as of the last binding.
     pub(super) addresses: Vec<u64>,
 }
@@ -194,9 +196,10 @@ impl CudaPlan {
             }
         }
         let native = |call: &Call<'_>| ops::kernel(call, on, hints.together).is_some();
-        let graph = lower(graph, NAME, &|call| {
+        let lowered = lower(graph, NAME, &|call| {
             native(call) || on.cpu.supports(call) && is_fixed_point(call)
         })?;
+        let (tells_nodes, graph) = (keeps_nodes(graph, &lowered), lowered);
         let numbers = Numbers::new(&graph);
         let places = places(&graph, &numbers)?;
         let mut memory = PlanMemory::default();
@@ -269,6 +272,7 @@ impl CudaPlan {
             recordings: Recordings::new(&on.gpu),
             timers: None,
             elsewhere: made.elsewhere,
+            tells_nodes,
         })
     }
 
@@ -432,7 +436,8 @@ pub(super) fn padded(bytes: Option<usize>) -> Result<usize, DeviceError> {
 
 impl Plan for CudaPlan {
     fn origins(&self) -> Vec<Option<u32>> {
-        self.steps.iter().map(|step| Some(step.node)).collect()
+        let nodes = self.steps.iter().map(|step| Some(step.node));
+        nodes.take_while(|_| self.tells_nodes).collect()
     }
 
     fn bind_for(

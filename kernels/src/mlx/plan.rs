@@ -24,7 +24,7 @@ use super::{
 use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
     bound::Bound,
-    lower::lower,
+    lower::{keeps_nodes, lower},
     part::{HostPart, Inputs, Numbers, is_fixed_point},
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
@@ -118,6 +118,8 @@ pub(super) struct MlxPlan {
     greediest: Option<(usize, &'static str)>,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) trail: Option<Trail>,
+    /// Whether its units' nodes have the numbers of the graph that it was made of.
+    tells_nodes: bool,
     pub(super) state: State,
     pub(super) ran: Tally,
 }
@@ -194,9 +196,10 @@ impl MlxPlan {
         }
         let max_rows = graph.max_rows();
         let native = |call: &Call<'_>| ops::fits(call, max_rows, double);
-        let graph = lower(graph, NAME, &|call| {
+        let lowered = lower(graph, NAME, &|call| {
             native(call) || cpu.supports(call) && is_fixed_point(call)
         })?;
+        let (tells_nodes, graph) = (keeps_nodes(graph, &lowered), lowered);
         let numbers = Numbers::new(&graph);
         let ranges = ranges(&graph, &native, double)?;
         // The last unit that reads each value; outputs are read after all.
@@ -308,6 +311,7 @@ impl MlxPlan {
             memory,
             stop: Arc::default(),
             trail,
+            tells_nodes,
             state: State::new(numbers.count, Rc::clone(&on.weights)),
             graph,
         })
@@ -451,7 +455,8 @@ fn mlx_nodes(
 
 impl Plan for MlxPlan {
     fn origins(&self) -> Vec<Option<u32>> {
-        self.units.iter().map(|unit| Some(unit.node)).collect()
+        let nodes = self.units.iter().map(|unit| Some(unit.node));
+        nodes.take_while(|_| self.tells_nodes).collect()
     }
 
     fn bind_for(
