@@ -13,7 +13,6 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::JoinHandle,
     time::Duration,
 };
 
@@ -30,9 +29,13 @@ use ratatui::{
         },
     },
 };
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
 use tokio::{
     signal::unix::{SignalKind, signal},
-    sync::mpsc,
+    sync::{mpsc, oneshot},
     time::MissedTickBehavior,
 };
 
@@ -132,7 +135,7 @@ pub(super) async fn top(
             None => {}
         }
     };
-    keys.end();
+    keys.end().await;
     drop(screen);
     result
 }
@@ -281,18 +284,21 @@ impl Drop for Screen {
 /// The thread that reads keys and sizes.
 struct Keys {
     over: Arc<AtomicBool>,
-    thread: JoinHandle<()>,
+    ended: oneshot::Receiver<()>,
 }
 
 impl Keys {
     fn read() -> (Self, mpsc::Receiver<event::Event>) {
         let (sender, events) = mpsc::channel(64);
         let over = Arc::new(AtomicBool::new(false));
-        let thread = std::thread::spawn({
+        let (tell, ended) = oneshot::channel::<()>();
+        std::thread::spawn({
             let over = Arc::clone(&over);
             move || {
-                while !over.load(Ordering::Relaxed) {
-                    let read = match event::poll(KEYS) {
+                // Dropped when nothing reads the terminal any more.
+                let _tell = tell;
+                while !over.load(Ordering::Relaxed) && is_there() {
+                    let read = match event::poll(Duration::ZERO) {
                         Ok(true) => event::read(),
                         Ok(false) => continue,
                         Err(error) => Err(error),
@@ -304,14 +310,28 @@ impl Keys {
                 }
             }
         });
-        (Self { over, thread }, events)
+        (Self { over, ended }, events)
     }
 
-    /// Waits until nothing reads the terminal any more.
-    fn end(self) {
+    /// Waits until nothing reads the terminal any more, as long as that can take where there is one.
+    async fn end(self) {
         self.over.store(true, Ordering::Relaxed);
-        // It does not panic.
-        let _ = self.thread.join();
+        // It tells nothing but that it ended.
+        let _ = tokio::time::timeout(3 * KEYS, self.ended).await;
+    }
+}
+
+/// Waits for keys for a while; says whether the terminal is still there. crossterm asks one that is not for ever, and a
+/// terminal may go between this and that: nobody waits for the thread that reads keys without end.
+fn is_there() -> bool {
+    let stdin = rustix::stdio::stdin();
+    let mut keys = [PollFd::new(&stdin, PollFlags::IN)];
+    let timeout = Timespec::try_from(KEYS).ok();
+    match poll(&mut keys, timeout.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => !keys[0]
+            .revents()
+            .intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL),
+        Err(_) => false,
     }
 }
 

@@ -62,3 +62,25 @@ async fn commands_are_completed_and_ctrl_c_ends_what_runs_but_not_the_prompt() {
     prompt.press("\u{4}");
     assert!(prompt.end().await.success());
 }
+
+#[tokio::test]
+async fn it_ends_with_its_terminal() {
+    let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
+    cluster.workers(all_have("kjv")).await.unwrap();
+    let starts = [Terminal::start, Terminal::start_detached];
+    // While it waits for a line, and while it shows something.
+    for (start, typed) in starts.into_iter().flat_map(|s| [(s, ""), (s, "watch\r")]) {
+        let mut command = hotcell(cluster.folder.path()).unwrap();
+        let address = format!("unix:{}", cluster.socket.display());
+        command.args(["--address", &address, "debug", "w0"]);
+        let mut prompt = start(command);
+        prompt.until("a prompt", |t| last(t) == "w0>").await;
+        prompt.press(typed);
+        if !typed.is_empty() {
+            prompt
+                .until("lines", |t| t.text().contains("  idle  "))
+                .await;
+        }
+        prompt.close().await;
+    }
+}

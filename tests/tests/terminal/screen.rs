@@ -6,12 +6,17 @@ use std::{
     num::NonZero,
     os::{fd::OwnedFd, unix::process::CommandExt},
     process::{Child, Command, ExitStatus},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use hotcell_tests::cluster::SOON;
 use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
     fs::{Mode, OFlags},
     pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
     termios::{Termios, Winsize, tcgetattr, tcsetwinsize},
@@ -29,6 +34,9 @@ pub(super) struct Terminal {
     screen: Arc<Mutex<vt100::Parser>>,
     /// All that it wrote.
     raw: Arc<Mutex<Vec<u8>>>,
+    /// Whether nobody reads what is written any more.
+    closed: Arc<AtomicBool>,
+    reader: Option<JoinHandle<()>>,
     before: Termios,
     pub(super) child: Child,
 }
@@ -51,7 +59,17 @@ fn size(rows: u16, columns: u16) -> Winsize {
 }
 
 impl Terminal {
-    pub(super) fn start(mut command: Command) -> Self {
+    /// With a program of which it is the controlling terminal, as a person starts one.
+    pub(super) fn start(command: Command) -> Self {
+        Self::with(command, true)
+    }
+
+    /// With a program that no signal reaches when the terminal goes.
+    pub(super) fn start_detached(command: Command) -> Self {
+        Self::with(command, false)
+    }
+
+    fn with(mut command: Command, controls: bool) -> Self {
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
         grantpt(&master).unwrap();
         unlockpt(&master).unwrap();
@@ -65,9 +83,11 @@ impl Terminal {
         command.stdin(end()).stdout(end()).stderr(end());
         // SAFETY: two system calls, which is all that may be done between fork and exec.
         unsafe {
-            command.pre_exec(|| {
+            command.pre_exec(move || {
                 rustix::process::setsid()?;
-                rustix::process::ioctl_tiocsctty(rustix::stdio::stdin())?;
+                if controls {
+                    rustix::process::ioctl_tiocsctty(rustix::stdio::stdin())?;
+                }
                 Ok(())
             });
         }
@@ -77,9 +97,11 @@ impl Terminal {
         let raw = Arc::<Mutex<Vec<u8>>>::default();
         let (mut from, parser) = (master.try_clone().unwrap(), Arc::clone(&screen));
         let kept = Arc::clone(&raw);
-        std::thread::spawn(move || {
+        let closed = Arc::<AtomicBool>::default();
+        let over = Arc::clone(&closed);
+        let reader = std::thread::spawn(move || {
             let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = from.read(&mut bytes) {
+            while let Some(count) = read(&mut from, &mut bytes, &over) {
                 kept.lock().unwrap().extend(&bytes[..count]);
                 parser.lock().unwrap().process(&bytes[..count]);
             }
@@ -89,6 +111,8 @@ impl Terminal {
             slave,
             screen,
             raw,
+            closed,
+            reader: Some(reader),
             before,
             child,
         }
@@ -129,16 +153,30 @@ impl Terminal {
         tcsetwinsize(&self.slave, size(rows, columns)).unwrap();
     }
 
-    /// How it ended, and that the terminal is as it was.
-    pub(super) async fn end(&mut self) -> ExitStatus {
+    async fn ended(&mut self) -> ExitStatus {
         let start = Instant::now();
-        let status = loop {
+        loop {
             if let Some(status) = self.child.try_wait().unwrap() {
-                break status;
+                return status;
             }
             assert!(start.elapsed() < SOON, "it does not end:\n{}", self.text());
             tokio::time::sleep(Duration::from_millis(20)).await;
-        };
+        }
+    }
+
+    /// How it ends once its terminal is closed, as by somebody who closes the window.
+    pub(super) async fn close(mut self) -> ExitStatus {
+        self.closed.store(true, Ordering::SeqCst);
+        self.reader.take().unwrap().join().unwrap();
+        // The last end of it but the program's own.
+        let null = File::options().read(true).write(true).open("/dev/null");
+        self.master = null.unwrap();
+        self.ended().await
+    }
+
+    /// How it ended, and that the terminal is as it was.
+    pub(super) async fn end(&mut self) -> ExitStatus {
+        let status = self.ended().await;
         let own = |t: &Terminal| {
             let screen = t.screen.lock().unwrap();
             !screen.screen().alternate_screen() && !screen.screen().hide_cursor()
@@ -156,4 +194,25 @@ impl Terminal {
         assert_eq!(modes(&after), modes(&self.before));
         status
     }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        self.closed.store(true, Ordering::SeqCst);
+        // What a test left running, if it is not over.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What the program wrote next; nothing once it is over or nobody reads it any more.
+fn read(from: &mut File, bytes: &mut [u8], over: &AtomicBool) -> Option<usize> {
+    let timeout = Timespec::try_from(Duration::from_millis(20)).unwrap();
+    while !over.load(Ordering::SeqCst) {
+        let mut ready = [PollFd::new(from, PollFlags::IN)];
+        if poll(&mut ready, Some(&timeout)).unwrap() > 0 {
+            return from.read(bytes).ok().filter(|&count| count > 0);
+        }
+    }
+    None
 }

@@ -306,3 +306,19 @@ async fn whatever_ends_it_gives_the_terminal_back() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("needs a terminal"), "{said}");
 }
+
+#[tokio::test]
+async fn it_ends_with_its_terminal() {
+    let cluster = Cluster::ready().await.unwrap();
+    let starts = [Terminal::start, Terminal::start_detached];
+    for (start, detached) in starts.into_iter().zip([false, true]) {
+        let mut command = hotcell(cluster.folder.path()).unwrap();
+        let address = format!("unix:{}", cluster.socket.display());
+        // Nothing is drawn meanwhile that would tell.
+        command.args(["--address", &address, "top", "--every", "1h"]);
+        let top = start(command);
+        top.until("a worker", |t| !t.line("w0").is_empty()).await;
+        let status = top.close().await;
+        assert!(status.success(), "detached: {detached}, {status}");
+    }
+}
