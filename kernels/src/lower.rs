@@ -12,6 +12,15 @@ use crate::backend::DeviceError;
 /// Decompositions may use composite ops themselves, this deep at most.
 const MAX_DEPTH: usize = 8;
 
+/// A graph of ops that a backend has.
+#[derive(Clone, Debug)]
+pub struct Lowered {
+    /// The graph.
+    pub graph: Graph,
+    /// Of each of its nodes the one that it is a part of, by its number in the graph that was lowered.
+    pub origins: Vec<u32>,
+}
+
 /// Rewrites `graph` until `supports` accepts every node.
 ///
 /// # Errors
@@ -20,27 +29,24 @@ pub fn lower(
     graph: &Graph,
     backend: &'static str,
     supports: &dyn Fn(&Call<'_>) -> bool,
-) -> Result<Graph, DeviceError> {
-    let mut current = graph.clone();
-    for _ in 0..MAX_DEPTH {
-        match pass(&current, supports)? {
-            (next, true) => current = next,
-            (done, false) => return check(done, backend, supports),
-        }
-    }
-    check(current, backend, supports)
-}
-
-/// Whether a graph's nodes have the numbers after lowering that they had before: none was replaced.
-pub fn keeps_nodes(graph: &Graph, lowered: &Graph) -> bool {
-    let ops = |graph: &Graph| {
-        graph
-            .nodes()
-            .iter()
-            .map(|node| node.op.name)
-            .collect::<Vec<_>>()
+) -> Result<Lowered, DeviceError> {
+    let mut lowered = Lowered {
+        graph: graph.clone(),
+        origins: (0..graph.nodes().len() as u32).collect(),
     };
-    ops(graph) == ops(lowered)
+    for _ in 0..MAX_DEPTH {
+        let (next, changed) = pass(&lowered.graph, supports)?;
+        if !changed {
+            break;
+        }
+        let before = |&node: &u32| lowered.origins.get(node as usize).copied();
+        lowered = Lowered {
+            origins: next.origins.iter().filter_map(before).collect(),
+            graph: next.graph,
+        };
+    }
+    check(&lowered.graph, backend, supports)?;
+    Ok(lowered)
 }
 
 /// The graph in which one composite op is replaced by what it is in other ops, whether or not a backend has it.
@@ -48,11 +54,14 @@ pub fn keeps_nodes(graph: &Graph, lowered: &Graph) -> bool {
 /// # Errors
 /// When a decomposition's result does not fit, which a verified graph's do.
 pub fn without(graph: &Graph, op: &str) -> Result<Graph, DeviceError> {
-    Ok(pass(graph, &|call| call.op.name != op)?.0)
+    Ok(pass(graph, &|call| call.op.name != op)?.0.graph)
 }
 
 /// Decomposes every unsupported composite node once; says whether there was one.
-fn pass(graph: &Graph, supports: &dyn Fn(&Call<'_>) -> bool) -> Result<(Graph, bool), DeviceError> {
+fn pass(
+    graph: &Graph,
+    supports: &dyn Fn(&Call<'_>) -> bool,
+) -> Result<(Lowered, bool), DeviceError> {
     let mut builder = GraphBuilder::new(graph.max_rows());
     let mut values: HashMap<Value, Value> = HashMap::from([(Value::Absent, Value::Absent)]);
     for (i, input) in graph.inputs().iter().enumerate() {
@@ -66,6 +75,7 @@ fn pass(graph: &Graph, supports: &dyn Fn(&Call<'_>) -> bool) -> Result<(Graph, b
         values.insert(Value::Input(i as u32), value);
     }
     let mut changed = false;
+    let mut origins = Vec::with_capacity(graph.nodes().len());
     for (i, node) in graph.nodes().iter().enumerate() {
         let specs = graph.input_specs(node)?;
         let call = Call {
@@ -85,6 +95,7 @@ fn pass(graph: &Graph, supports: &dyn Fn(&Call<'_>) -> bool) -> Result<(Graph, b
             }
             _ => builder.apply(node.op, inputs, node.attributes.clone())?,
         };
+        origins.resize(builder.nodes().len(), i as u32);
         for (output, result) in results.into_iter().enumerate() {
             values.insert(
                 Value::Node {
@@ -100,14 +111,15 @@ fn pass(graph: &Graph, supports: &dyn Fn(&Call<'_>) -> bool) -> Result<(Graph, b
         .iter()
         .filter_map(|v| values.get(v).copied())
         .collect();
-    Ok((builder.finish(&outputs)?, changed))
+    let graph = builder.finish(&outputs)?;
+    Ok((Lowered { graph, origins }, changed))
 }
 
 fn check(
-    graph: Graph,
+    graph: &Graph,
     backend: &'static str,
     supports: &dyn Fn(&Call<'_>) -> bool,
-) -> Result<Graph, DeviceError> {
+) -> Result<(), DeviceError> {
     for node in graph.nodes() {
         let specs = graph.input_specs(node)?;
         if !supports(&Call {
@@ -123,5 +135,5 @@ fn check(
             });
         }
     }
-    Ok(graph)
+    Ok(())
 }

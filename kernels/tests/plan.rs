@@ -227,9 +227,11 @@ fn run(graph: &Graph, x: &[f32], m: usize) -> Vec<u32> {
 #[test]
 fn a_composite_op_and_its_decomposition_give_the_same_bits() {
     let graph = elementwise();
-    let parts = lower(&graph, "test", &|call| call.op.name != "swiglu").unwrap();
+    let lowered = lower(&graph, "test", &|call| call.op.name != "swiglu").unwrap();
+    let parts = lowered.graph;
     assert!(parts.nodes().iter().all(|n| n.op.name != "swiglu"));
     assert_eq!(parts.nodes().len(), graph.nodes().len() + 1);
+    assert_eq!(lowered.origins, [0, 1, 2, 3, 3, 4, 5], "two are of one");
     let x = numbers(8 * 48, 9);
     assert_eq!(run(&graph, &x, 8), run(&parts, &x, 8));
     let primitive = lower(&graph, "test", &|call| call.op.name != "silu").unwrap_err();
@@ -237,6 +239,24 @@ fn a_composite_op_and_its_decomposition_give_the_same_bits() {
         matches!(primitive, DeviceError::Unsupported { op: "silu", .. }),
         "{primitive}"
     );
+}
+
+#[test]
+fn parts_of_parts_are_of_the_node_that_was_lowered() {
+    let mut g = GraphBuilder::new(8);
+    let x = g.tensor("x", rows(&[48])).unwrap();
+    let a = g.silu(x).unwrap();
+    let b = g.standard_deviation(a, &[-1], true, 0).unwrap();
+    let c = g.exp(b).unwrap();
+    let graph = g.finish(&[c]).unwrap();
+    // A deviation is made of means, and these of sums.
+    let lacks = ["standard_deviation", "mean"];
+    let lowered = lower(&graph, "test", &|call| !lacks.contains(&call.op.name)).unwrap();
+    let ops: Vec<_> = lowered.graph.nodes().iter().map(|n| n.op.name).collect();
+    assert_eq!(ops.iter().filter(|op| **op == "sum").count(), 2, "{ops:?}");
+    let mut expected = vec![1; ops.len()];
+    (expected[0], expected[ops.len() - 1]) = (0, 2);
+    assert_eq!(lowered.origins, expected, "{ops:?}");
 }
 
 #[test]

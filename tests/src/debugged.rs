@@ -137,8 +137,14 @@ async fn guarded(client: &Client) -> Result<Vec<u32>> {
     Ok(drawn)
 }
 
-/// The spans of some steps with a request in them, which name these ops.
-async fn traced(client: &Client, ops: &[&str], all_named: bool) -> Result<Vec<v1::TraceSpan>> {
+/// The spans of some steps with a request in them, which name these ops and are of these nodes. `whole`: no node runs as
+/// several that it is made of.
+async fn traced(
+    client: &Client,
+    ops: &[&str],
+    nodes: &[v1::CapturedNode],
+    whole: bool,
+) -> Result<Vec<v1::TraceSpan>> {
     let request = v1::TraceRequest {
         nodes: true,
         steps: STEPS,
@@ -160,12 +166,12 @@ async fn traced(client: &Client, ops: &[&str], all_named: bool) -> Result<Vec<v1
     for op in ops {
         ensure!(names.contains(op), "no {op} among {names:?}");
     }
-    // By what a capture calls them; what is drawn of logits has no name, and where nodes were replaced by others, these.
+    // By what a capture calls them, where a node was replaced by others as well; what is drawn of logits has no name.
+    let nodes: BTreeSet<_> = nodes.iter().map(|node| &*node.name).collect();
     for span in of(TraceTrack::Nodes).filter(|span| span.name != "draw") {
         let is_its = span.node == "logits" || span.node.contains(&format!("{}.", span.name));
-        let may_lack = !all_named && span.node.is_empty();
         ensure!(
-            is_its || may_lack,
+            is_its || !whole && nodes.contains(&*span.node),
             "{} is called {:?}",
             span.name,
             span.node
@@ -239,5 +245,5 @@ pub async fn looked_into(
     ensure!(likeness.same() < likeness.rows(), "another backend's bits");
     let beyond = likeness.first_beyond();
     ensure!(beyond.is_none(), "{beyond:?}");
-    traced(client, ops, reproducible).await
+    traced(client, ops, &seen.head.nodes, reproducible).await
 }

@@ -35,8 +35,8 @@ struct Step {
     kernel: Box<dyn Kernel>,
     /// How the trail names it.
     mark: u64,
-    /// See [`Origin::node`](launch::Origin::node).
-    node: u32,
+    /// The node of the graph that the plan is of.
+    node: Option<u32>,
     meet: Meet,
 }
 
@@ -162,10 +162,7 @@ impl CpuPlan {
 
 impl Plan for CpuPlan {
     fn origins(&self) -> Vec<Option<u32>> {
-        let nodes = self.steps.iter().map(|step| step.node);
-        nodes
-            .map(|node| (node != u32::MAX).then_some(node))
-            .collect()
+        self.steps.iter().map(|step| step.node).collect()
     }
 
     fn bind_for(

@@ -26,7 +26,7 @@ use super::{
 use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
     bound::Bound,
-    lower::{keeps_nodes, lower},
+    lower::{Lowered, lower},
     memory::{Lifetime, layout},
     part::{HostPart, Inputs, Numbers, is_fixed_point, overflow},
     plan::{Plan, PlanHints, PlanMemory, Slot, Timed},
@@ -55,7 +55,7 @@ pub(super) struct Step {
     pub mark: u64,
     /// Which of the groups of nodes it is of.
     pub at: usize,
-    /// The last of these nodes, by its number in the graph.
+    /// The last of these nodes, by its number in the lowered graph.
     pub node: u32,
 }
 
@@ -123,8 +123,8 @@ pub(super) struct CudaPlan {
     pub(super) timers: Option<Timers>,
     /// Ops of the nodes that the processor computes.
     elsewhere: Vec<&'static str>,
-    /// Whether its steps' nodes have the numbers of the graph that it was made of.
-    tells_nodes: bool,
+    /// See [`Lowered::origins`].
+    origins: Vec<u32>,
     /// Addresses of all values, as of the last binding.
     pub(super) addresses: Vec<u64>,
 }
@@ -196,10 +196,9 @@ impl CudaPlan {
             }
         }
         let native = |call: &Call<'_>| ops::kernel(call, on, hints.together).is_some();
-        let lowered = lower(graph, NAME, &|call| {
+        let Lowered { graph, origins } = lower(graph, NAME, &|call| {
             native(call) || on.cpu.supports(call) && is_fixed_point(call)
         })?;
-        let (tells_nodes, graph) = (keeps_nodes(graph, &lowered), lowered);
         let numbers = Numbers::new(&graph);
         let places = places(&graph, &numbers)?;
         let mut memory = PlanMemory::default();
@@ -272,7 +271,7 @@ impl CudaPlan {
             recordings: Recordings::new(&on.gpu),
             timers: None,
             elsewhere: made.elsewhere,
-            tells_nodes,
+            origins,
         })
     }
 
@@ -436,8 +435,8 @@ pub(super) fn padded(bytes: Option<usize>) -> Result<usize, DeviceError> {
 
 impl Plan for CudaPlan {
     fn origins(&self) -> Vec<Option<u32>> {
-        let nodes = self.steps.iter().map(|step| Some(step.node));
-        nodes.take_while(|_| self.tells_nodes).collect()
+        let nodes = self.steps.iter().map(|step| step.node as usize);
+        nodes.map(|node| self.origins.get(node).copied()).collect()
     }
 
     fn bind_for(

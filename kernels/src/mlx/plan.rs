@@ -24,7 +24,7 @@ use super::{
 use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
     bound::Bound,
-    lower::{keeps_nodes, lower},
+    lower::{Lowered, lower},
     part::{HostPart, Inputs, Numbers, is_fixed_point},
     plan::{Plan, PlanHints, PlanMemory, Slot},
 };
@@ -67,7 +67,7 @@ pub(super) struct Unit {
     pub dead: Vec<usize>,
     /// How the trail names it.
     pub mark: u64,
-    /// The last of its nodes, by its number in the graph.
+    /// The last of its nodes, by its number in the lowered graph.
     pub node: u32,
     /// Which ops its nodes are.
     pub ops: Places,
@@ -118,8 +118,8 @@ pub(super) struct MlxPlan {
     greediest: Option<(usize, &'static str)>,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) trail: Option<Trail>,
-    /// Whether its units' nodes have the numbers of the graph that it was made of.
-    tells_nodes: bool,
+    /// See [`Lowered::origins`].
+    origins: Vec<u32>,
     pub(super) state: State,
     pub(super) ran: Tally,
 }
@@ -196,10 +196,9 @@ impl MlxPlan {
         }
         let max_rows = graph.max_rows();
         let native = |call: &Call<'_>| ops::fits(call, max_rows, double);
-        let lowered = lower(graph, NAME, &|call| {
+        let Lowered { graph, origins } = lower(graph, NAME, &|call| {
             native(call) || cpu.supports(call) && is_fixed_point(call)
         })?;
-        let (tells_nodes, graph) = (keeps_nodes(graph, &lowered), lowered);
         let numbers = Numbers::new(&graph);
         let ranges = ranges(&graph, &native, double)?;
         // The last unit that reads each value; outputs are read after all.
@@ -311,7 +310,7 @@ impl MlxPlan {
             memory,
             stop: Arc::default(),
             trail,
-            tells_nodes,
+            origins,
             state: State::new(numbers.count, Rc::clone(&on.weights)),
             graph,
         })
@@ -455,8 +454,8 @@ fn mlx_nodes(
 
 impl Plan for MlxPlan {
     fn origins(&self) -> Vec<Option<u32>> {
-        let nodes = self.units.iter().map(|unit| Some(unit.node));
-        nodes.take_while(|_| self.tells_nodes).collect()
+        let nodes = self.units.iter().map(|unit| unit.node as usize);
+        nodes.map(|node| self.origins.get(node).copied()).collect()
     }
 
     fn bind_for(

@@ -340,6 +340,11 @@ impl GraphBuilder {
         Ok(values)
     }
 
+    /// The nodes so far.
+    pub fn nodes(&self) -> &[Node] {
+        self.graph.nodes()
+    }
+
     /// Spec of a value so far.
     ///
     /// # Errors

@@ -297,7 +297,7 @@ pub(super) struct Origin {
     pub op: u16,
     /// Whether it is the last of several that are computed as one.
     pub group: bool,
-    /// The node's number in the graph; `u32::MAX`: none.
+    /// The node's number in the lowered graph; `u32::MAX`: none.
     pub node: u32,
 }
 

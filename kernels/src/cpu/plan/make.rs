@@ -23,7 +23,7 @@ use crate::{
         ops,
         path::CpuPath,
     },
-    lower::lower,
+    lower::{Lowered, lower},
     memory,
     plan::{PlanHints, PlanMemory, Planner, Prepared},
 };
@@ -311,7 +311,7 @@ impl CpuPlanner {
         graph: &Graph,
         hints: &PlanHints,
     ) -> Result<CpuPrepared, DeviceError> {
-        let graph = lower(graph, NAME, &ops::supports)?;
+        let Lowered { graph, origins } = lower(graph, NAME, &ops::supports)?;
         let parts = hints.threads;
         let parts = parts.map_or(self.threads, |most| most.clamp(1, self.threads));
         let mut maker = Maker {
@@ -351,15 +351,15 @@ impl CpuPlanner {
         }
         // Of what runs, not of what was asked for: a decomposition may pick by an input that its op only computes with.
         let indices = graph.inputs_read_as_indices();
-        self.resolve(maker.launcher, inputs, outputs, indices, hints)
+        self.resolve(maker.launcher, &origins, (inputs, outputs), indices, hints)
     }
 
-    /// Gives places their place in the arena and steps their barriers.
+    /// Gives places their place in the arena and steps their barriers. `origins`: see [`Lowered`].
     fn resolve(
         &self,
         launcher: Launcher,
-        inputs: Vec<Reg>,
-        outputs: Vec<Reg>,
+        origins: &[u32],
+        (inputs, outputs): (Vec<Reg>, Vec<Reg>),
         indices: Vec<bool>,
         hints: &PlanHints,
     ) -> Result<CpuPrepared, DeviceError> {
@@ -402,7 +402,7 @@ impl CpuPlanner {
             .enumerate()
             .map(|(s, (step, meet))| Step {
                 mark: mark(s, step.origin),
-                node: step.origin.node,
+                node: origins.get(step.origin.node as usize).copied(),
                 kernel: match hints.empty_kernels {
                     true => Box::new(Empty(step.kernel)),
                     false => step.kernel,
