@@ -249,11 +249,15 @@ fn parts_of_parts_are_of_the_node_that_was_lowered() {
     let b = g.standard_deviation(a, &[-1], true, 0).unwrap();
     let c = g.exp(b).unwrap();
     let graph = g.finish(&[c]).unwrap();
-    // A deviation is made of means, and these of sums.
+    // A deviation is made of means, and these of `reduce_sum`.
     let lacks = ["standard_deviation", "mean"];
     let lowered = lower(&graph, "test", &|call| !lacks.contains(&call.op.name)).unwrap();
     let ops: Vec<_> = lowered.graph.nodes().iter().map(|n| n.op.name).collect();
-    assert_eq!(ops.iter().filter(|op| **op == "sum").count(), 2, "{ops:?}");
+    assert_eq!(
+        ops.iter().filter(|op| **op == "reduce_sum").count(),
+        2,
+        "{ops:?}"
+    );
     let mut expected = vec![1; ops.len()];
     (expected[0], expected[ops.len() - 1]) = (0, 2);
     assert_eq!(lowered.origins, expected, "{ops:?}");

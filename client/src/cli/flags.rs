@@ -299,6 +299,16 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     time.ok_or_else(|| "write a time above zero such as 500ms, 30s or 2m".to_owned())
 }
 
+/// How often a worker is looked at that is watched.
+pub(crate) fn watch_interval(text: &str) -> Result<Duration, String> {
+    let time = duration(text)?;
+    let range = limits::WATCH_INTERVALS;
+    let fits = u32::try_from(time.as_millis()).is_ok_and(|ms| range.contains(&ms));
+    let (least, most) = (range.start(), range.end());
+    fits.then_some(time)
+        .ok_or_else(|| format!("write a time from {least} to {most} ms"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -315,6 +325,10 @@ mod tests {
         }
         for text in ["", "0", "-1s", "5 years", "s", "inf", "nan", "1e400"] {
             assert!(duration(text).is_err(), "{text}");
+        }
+        assert_eq!(watch_interval("50ms"), Ok(Duration::from_millis(50)));
+        for text in ["49ms", "1h", "0s", "1"] {
+            assert_eq!(watch_interval(text).is_ok(), text == "1", "{text}");
         }
     }
 

@@ -2,48 +2,22 @@
 
 mod devices;
 mod feed;
+mod screen;
 mod state;
 mod streams;
 mod view;
 
-use std::{
-    io::{self, BufWriter, Stdout},
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
 use hotcell_proto::v1::{self, TraceRequest};
-use ratatui::{
-    Terminal,
-    backend::CrosstermBackend,
-    crossterm::{
-        cursor, event, execute, queue,
-        terminal::{
-            BeginSynchronizedUpdate, EndSynchronizedUpdate, EnterAlternateScreen,
-            LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
-        },
-    },
-};
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
-};
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    sync::{mpsc, oneshot},
-    time::MissedTickBehavior,
-};
+use tokio::{sync::mpsc, time::MissedTickBehavior};
 
 use super::{
     GlobalFlags, crashes,
     debug::{told, trace},
     exit::Failure,
-    flags::duration,
+    flags::watch_interval,
     interrupt::Interrupt,
     session::Session,
     table::time_of_day,
@@ -51,20 +25,21 @@ use super::{
 };
 use crate::connect::Client;
 use feed::{Feed, Update};
+use screen::{Asked, Keys, Screen, is_gone};
 use state::{Action, State};
 
 /// `hotcell top`.
 #[derive(Args, Clone, Debug)]
 pub struct TopFlags {
     /// How often it is looked again: 200ms, 1s
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = duration)]
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = watch_interval)]
     pub every: Duration,
 }
 
 /// At most so often the screen is drawn.
 const FRAME: Duration = Duration::from_millis(50);
-/// How soon the thread that reads keys hears that it is over.
-const KEYS: Duration = Duration::from_millis(100);
+/// How soon it is seen that the terminal is closed.
+const LOOKED: Duration = Duration::from_millis(500);
 /// How long `t` traces.
 const TRACED: u32 = 1000;
 /// How long requests have to end after `d`.
@@ -91,12 +66,13 @@ pub(super) async fn top(
     client.workers().await?;
     let mut state = State::new(client.peer());
     let (mut feed, mut updates) = Feed::start(client.clone(), flags.every);
-    let mut stops = signal(SignalKind::terminate()).map_err(Failure::Output)?;
-    let mut hangs = signal(SignalKind::hangup()).map_err(Failure::Output)?;
+    let mut asked = Asked::listen().map_err(Failure::Output)?;
     let mut screen = Screen::take().map_err(Failure::Output)?;
     let (keys, mut pressed) = Keys::read();
     let mut frames = tokio::time::interval(FRAME);
     frames.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let mut looks = tokio::time::interval(LOOKED);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let mut dirty = true;
     let result = loop {
         let action = tokio::select! {
@@ -123,9 +99,12 @@ pub(super) async fn top(
                 }
                 None
             }
+            _ = looks.tick() => match is_gone() {
+                true => break Ok(()),
+                false => None,
+            },
             () = interrupt.pressed() => break Ok(()),
-            _ = stops.recv() => break Ok(()),
-            _ = hangs.recv() => break Ok(()),
+            () = asked.end() => break Ok(()),
         };
         match action {
             Some(Action::Quit) => break Ok(()),
@@ -231,108 +210,6 @@ async fn capture(client: &Client, worker: &str, path: PathBuf) -> Result<String,
         "{path}: {tokens} tokens of {} nodes, without the prompt",
         recording.head.nodes.len()
     ))
-}
-
-/// Bytes that are gathered before they go to the terminal: more than a frame of a large one has.
-const GATHERED: usize = 1 << 16;
-
-/// The terminal, which is as it was once this is dropped.
-struct Screen {
-    terminal: Terminal<CrosstermBackend<BufWriter<Stdout>>>,
-}
-
-impl Screen {
-    fn take() -> io::Result<Self> {
-        enable_raw_mode()?;
-        // From here on dropping it gives the terminal back.
-        let out = BufWriter::with_capacity(GATHERED, io::stdout());
-        let mut screen = Self {
-            terminal: Terminal::new(CrosstermBackend::new(out))?,
-        };
-        execute!(
-            screen.terminal.backend_mut(),
-            EnterAlternateScreen,
-            cursor::Hide
-        )?;
-        Ok(screen)
-    }
-
-    /// Draws what has changed since the frame before. A terminal that knows synchronized updates shows a frame once all of
-    /// it is there; others do not listen to them.
-    fn draw(&mut self, state: &mut State) -> io::Result<()> {
-        queue!(self.terminal.backend_mut(), BeginSynchronizedUpdate)?;
-        let drawn = self.terminal.draw(|frame| view::draw(frame, state));
-        let drawn = drawn.map(|_| ());
-        // After a failure as well: until then the terminal shows nothing.
-        let ended = execute!(self.terminal.backend_mut(), EndSynchronizedUpdate);
-        drawn.and(ended)
-    }
-}
-
-impl Drop for Screen {
-    fn drop(&mut self) {
-        // Whoever closed the terminal does not need it back.
-        let _ = execute!(
-            self.terminal.backend_mut(),
-            LeaveAlternateScreen,
-            cursor::Show
-        );
-        let _ = disable_raw_mode();
-    }
-}
-
-/// The thread that reads keys and sizes.
-struct Keys {
-    over: Arc<AtomicBool>,
-    ended: oneshot::Receiver<()>,
-}
-
-impl Keys {
-    fn read() -> (Self, mpsc::Receiver<event::Event>) {
-        let (sender, events) = mpsc::channel(64);
-        let over = Arc::new(AtomicBool::new(false));
-        let (tell, ended) = oneshot::channel::<()>();
-        std::thread::spawn({
-            let over = Arc::clone(&over);
-            move || {
-                // Dropped when nothing reads the terminal any more.
-                let _tell = tell;
-                while !over.load(Ordering::Relaxed) && is_there() {
-                    let read = match event::poll(Duration::ZERO) {
-                        Ok(true) => event::read(),
-                        Ok(false) => continue,
-                        Err(error) => Err(error),
-                    };
-                    let sent = read.map(|event| sender.blocking_send(event).is_ok());
-                    if !matches!(sent, Ok(true)) {
-                        break;
-                    }
-                }
-            }
-        });
-        (Self { over, ended }, events)
-    }
-
-    /// Waits until nothing reads the terminal any more, as long as that can take where there is one.
-    async fn end(self) {
-        self.over.store(true, Ordering::Relaxed);
-        // It tells nothing but that it ended.
-        let _ = tokio::time::timeout(3 * KEYS, self.ended).await;
-    }
-}
-
-/// Waits for keys for a while; says whether the terminal is still there. crossterm asks one that is not for ever, and a
-/// terminal may go between this and that: nobody waits for the thread that reads keys without end.
-fn is_there() -> bool {
-    let stdin = rustix::stdio::stdin();
-    let mut keys = [PollFd::new(&stdin, PollFlags::IN)];
-    let timeout = Timespec::try_from(KEYS).ok();
-    match poll(&mut keys, timeout.as_ref()) {
-        Ok(_) | Err(Errno::INTR) => !keys[0]
-            .revents()
-            .intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL),
-        Err(_) => false,
-    }
 }
 
 #[cfg(test)]

@@ -34,7 +34,9 @@ pub(super) struct Terminal {
     screen: Arc<Mutex<vt100::Parser>>,
     /// All that it wrote.
     raw: Arc<Mutex<Vec<u8>>>,
-    /// Whether nobody reads what is written any more.
+    /// Whether nobody reads what is written for now.
+    held: Arc<AtomicBool>,
+    /// Whether nobody will any more.
     closed: Arc<AtomicBool>,
     reader: Option<JoinHandle<()>>,
     before: Termios,
@@ -70,7 +72,8 @@ impl Terminal {
     }
 
     fn with(mut command: Command, controls: bool) -> Self {
-        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        let master =
+            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
         grantpt(&master).unwrap();
         unlockpt(&master).unwrap();
         let name = ptsname(&master, Vec::new()).unwrap();
@@ -99,9 +102,11 @@ impl Terminal {
         let kept = Arc::clone(&raw);
         let closed = Arc::<AtomicBool>::default();
         let over = Arc::clone(&closed);
+        let held = Arc::<AtomicBool>::default();
+        let waits = Arc::clone(&held);
         let reader = std::thread::spawn(move || {
             let mut bytes = [0; 4096];
-            while let Some(count) = read(&mut from, &mut bytes, &over) {
+            while let Some(count) = read(&mut from, &mut bytes, &waits, &over) {
                 kept.lock().unwrap().extend(&bytes[..count]);
                 parser.lock().unwrap().process(&bytes[..count]);
             }
@@ -111,6 +116,7 @@ impl Terminal {
             slave,
             screen,
             raw,
+            held,
             closed,
             reader: Some(reader),
             before,
@@ -153,7 +159,12 @@ impl Terminal {
         tcsetwinsize(&self.slave, size(rows, columns)).unwrap();
     }
 
-    async fn ended(&mut self) -> ExitStatus {
+    /// Takes no more bytes, as after Ctrl-S.
+    pub(super) fn hold(&self) {
+        self.held.store(true, Ordering::SeqCst);
+    }
+
+    pub(super) async fn ended(&mut self) -> ExitStatus {
         let start = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -182,6 +193,12 @@ impl Terminal {
             !screen.screen().alternate_screen() && !screen.screen().hide_cursor()
         };
         self.until("the screen is given back", own).await;
+        self.has_its_modes();
+        status
+    }
+
+    /// That the terminal has the modes that it had.
+    pub(super) fn has_its_modes(&self) {
         let after = tcgetattr(&self.slave).unwrap();
         let modes = |t: &Termios| {
             (
@@ -192,7 +209,6 @@ impl Terminal {
             )
         };
         assert_eq!(modes(&after), modes(&self.before));
-        status
     }
 }
 
@@ -206,9 +222,13 @@ impl Drop for Terminal {
 }
 
 /// What the program wrote next; nothing once it is over or nobody reads it any more.
-fn read(from: &mut File, bytes: &mut [u8], over: &AtomicBool) -> Option<usize> {
+fn read(from: &mut File, bytes: &mut [u8], held: &AtomicBool, over: &AtomicBool) -> Option<usize> {
     let timeout = Timespec::try_from(Duration::from_millis(20)).unwrap();
     while !over.load(Ordering::SeqCst) {
+        if held.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(20));
+            continue;
+        }
         let mut ready = [PollFd::new(from, PollFlags::IN)];
         if poll(&mut ready, Some(&timeout)).unwrap() > 0 {
             return from.read(bytes).ok().filter(|&count| count > 0);

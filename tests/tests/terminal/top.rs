@@ -315,10 +315,28 @@ async fn it_ends_with_its_terminal() {
         let mut command = hotcell(cluster.folder.path()).unwrap();
         let address = format!("unix:{}", cluster.socket.display());
         // Nothing is drawn meanwhile that would tell.
-        command.args(["--address", &address, "top", "--every", "1h"]);
+        command.args(["--address", &address, "top", "--every", "1m"]);
         let top = start(command);
         top.until("a worker", |t| !t.line("w0").is_empty()).await;
         let status = top.close().await;
         assert!(status.success(), "detached: {detached}, {status}");
     }
+}
+
+#[tokio::test]
+async fn a_terminal_that_stands_still_does_not_hold_it() {
+    let cluster = Cluster::ready().await.unwrap();
+    let mut top = top(&cluster);
+    top.until("a worker", |t| !t.line("w0").is_empty()).await;
+    top.hold();
+    // More than a terminal keeps for who reads it, one frame after another.
+    for _ in 0..50 {
+        for key in ["?", "x"] {
+            top.press(key);
+            tokio::time::sleep(Duration::from_millis(60)).await;
+        }
+    }
+    signal_pid(top.child.id(), Signal::TERM).unwrap();
+    assert_eq!(top.ended().await.code(), Some(130));
+    top.has_its_modes();
 }

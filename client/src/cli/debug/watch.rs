@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::cli::{
     exit::Failure,
-    flags::duration,
+    flags::watch_interval,
     interrupt::Interrupt,
     json::watched_state,
     session::Session,
@@ -25,7 +25,7 @@ pub struct DebugWatchFlags {
     /// The worker's name, as `hotcell ps` shows it; the only one if missing
     pub worker: Option<String>,
     /// How long each line covers: 200ms, 1s
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = duration)]
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = watch_interval)]
     pub every: Duration,
     /// End after so many lines
     #[arg(short = 'n', long, value_name = "N")]
