@@ -7,7 +7,7 @@ use hotcell_graph::{
     op::{Call, ValueSpec},
 };
 
-use crate::backend::DeviceError;
+use crate::{backend::DeviceError, plan::Origin};
 
 /// Decompositions may use composite ops themselves, this deep at most.
 const MAX_DEPTH: usize = 8;
@@ -19,6 +19,16 @@ pub struct Lowered {
     pub graph: Graph,
     /// Of each of its nodes the one that it is a part of, by its number in the graph that was lowered.
     pub origins: Vec<u32>,
+}
+
+impl Lowered {
+    /// What a step is that computes one of its nodes.
+    pub fn origin(&self, node: usize) -> Option<Origin> {
+        Some(Origin {
+            node: *self.origins.get(node)?,
+            op: self.graph.nodes().get(node)?.op.name,
+        })
+    }
 }
 
 /// Rewrites `graph` until `supports` accepts every node.

@@ -9,7 +9,8 @@ use hotcell_graph::{
 
 use crate::{
     backend::{Buffer, Device, DeviceError},
-    plan::{Plan, PlanHints},
+    lower::Lowered,
+    plan::{Origin, Plan, PlanHints},
 };
 
 /// Sizes that no number holds.
@@ -115,6 +116,8 @@ pub(crate) enum Inputs {
 /// Consecutive nodes on the CPU backend's kernels.
 pub(crate) struct HostPart {
     pub plan: Box<dyn Plan>,
+    /// What its steps compute.
+    pub origins: Vec<Option<Origin>>,
     pub ins: Vec<In>,
     pub outs: Vec<Out>,
     /// Bytes of the copies.
@@ -125,10 +128,10 @@ pub(crate) struct HostPart {
 }
 
 impl HostPart {
-    /// A plan for nodes `range` of `graph`. `numbers` names values of the whole graph, `wanted` says which results
+    /// A plan for nodes `range` of a graph. `numbers` names values of the whole graph, `wanted` says which results
     /// others read.
     pub fn new(
-        graph: &Graph,
+        lowered: &Lowered,
         range: std::ops::Range<usize>,
         numbers: &Numbers,
         wanted: &dyn Fn(usize) -> bool,
@@ -136,6 +139,8 @@ impl HostPart {
         inputs: Inputs,
         hints: &PlanHints,
     ) -> Result<Self, DeviceError> {
+        let graph = &lowered.graph;
+        let start = range.start;
         let mut builder = GraphBuilder::new(graph.max_rows());
         let mut here: HashMap<Value, Value> = HashMap::from([(Value::Absent, Value::Absent)]);
         let (mut ins, mut outs, mut results) = (vec![], vec![], vec![]);
@@ -208,7 +213,16 @@ impl HostPart {
             }
         }
         let plan = cpu.plan(&builder.finish(&results)?, hints)?;
+        // Each of its nodes is one of the graph's.
+        let of_the_whole = |Origin { node, op }: Origin| {
+            let whole = lowered.origin(start.checked_add(node as usize)?)?;
+            Some(Origin { op, ..whole })
+        };
+        let origins = plan.origins().into_iter();
         Ok(Self {
+            origins: origins
+                .map(|origin| origin.and_then(of_the_whole))
+                .collect(),
             plan,
             ins,
             outs,

@@ -28,6 +28,8 @@ pub struct PlanHints {
     /// Whether all members of the device's [communicator](crate::communicator) execute it, each its own part, at the same
     /// time. Without it `all_gather` is refused.
     pub together: bool,
+    /// What its first step counts as in the [trail](crate::backend::Trail), for a plan that is a part of another one.
+    pub first_step: usize,
 }
 
 impl Default for PlanHints {
@@ -39,6 +41,7 @@ impl Default for PlanHints {
             fuse: true,
             threads: None,
             together: false,
+            first_step: 0,
         }
     }
 }
@@ -113,6 +116,15 @@ pub struct Timed {
     pub took: Duration,
 }
 
+/// What a step of a plan computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// The graph's node, of several that are computed as one the last.
+    pub node: u32,
+    /// The op that runs, as the trail tells it: the node's, or one of those that a device without it computes instead.
+    pub op: &'static str,
+}
+
 /// A graph made ready for a device.
 pub trait Plan {
     /// Binds a buffer, from `offset`, to an input or output. Binding again replaces.
@@ -161,9 +173,9 @@ pub trait Plan {
     /// What it takes.
     fn memory(&self) -> PlanMemory;
 
-    /// The graph's node that each step computes, of several that are computed as one the last; `None` for a step of none.
-    /// Empty: the device cannot tell. By the same numbers as a [`Trail`](crate::backend::Trail) has.
-    fn origins(&self) -> Vec<Option<u32>> {
+    /// What each step computes; `None` for a step of no node. Empty: the device cannot tell. By the same numbers as the
+    /// [trail](crate::backend::Trail) has, where steps of a part on another device count, too.
+    fn origins(&self) -> Vec<Option<Origin>> {
         Vec::new()
     }
 

@@ -28,15 +28,14 @@ use crate::{
     backend::{Buffer, DeviceError, Trail},
     bound::Bound,
     memory,
-    plan::{Plan, PlanMemory, Slot},
+    plan::{Origin, Plan, PlanMemory, Slot},
 };
 
 struct Step {
     kernel: Box<dyn Kernel>,
     /// How the trail names it.
     mark: u64,
-    /// The node of the graph that the plan is of.
-    node: Option<u32>,
+    origin: Option<Origin>,
     meet: Meet,
 }
 
@@ -161,8 +160,8 @@ impl CpuPlan {
 }
 
 impl Plan for CpuPlan {
-    fn origins(&self) -> Vec<Option<u32>> {
-        self.steps.iter().map(|step| step.node).collect()
+    fn origins(&self) -> Vec<Option<Origin>> {
+        self.steps.iter().map(|step| step.origin).collect()
     }
 
     fn bind_for(

@@ -29,7 +29,7 @@ use crate::{
     lower::{Lowered, lower},
     memory::{Lifetime, layout},
     part::{HostPart, Inputs, Numbers, is_fixed_point, overflow},
-    plan::{Plan, PlanHints, PlanMemory, Slot, Timed},
+    plan::{Origin, Plan, PlanHints, PlanMemory, Slot, Timed},
 };
 
 /// A kernel and where its values are.
@@ -55,8 +55,6 @@ pub(super) struct Step {
     pub mark: u64,
     /// Which of the groups of nodes it is of.
     pub at: usize,
-    /// The last of these nodes, by its number in the lowered graph.
-    pub node: u32,
 }
 
 /// Where a value is.
@@ -123,8 +121,8 @@ pub(super) struct CudaPlan {
     pub(super) timers: Option<Timers>,
     /// Ops of the nodes that the processor computes.
     elsewhere: Vec<&'static str>,
-    /// See [`Lowered::origins`].
-    origins: Vec<u32>,
+    /// Of all steps and those of parts on the processor, which follow the part's.
+    origins: Vec<Option<Origin>>,
     /// Addresses of all values, as of the last binding.
     pub(super) addresses: Vec<u64>,
 }
@@ -136,6 +134,7 @@ struct Made {
     /// Of each step's scratch memory, its number among the values.
     values: usize,
     elsewhere: Vec<&'static str>,
+    origins: Vec<Option<Origin>>,
 }
 
 fn places(graph: &Graph, numbers: &Numbers) -> Result<Vec<Place>, DeviceError> {
@@ -196,15 +195,16 @@ impl CudaPlan {
             }
         }
         let native = |call: &Call<'_>| ops::kernel(call, on, hints.together).is_some();
-        let Lowered { graph, origins } = lower(graph, NAME, &|call| {
+        let lowered = lower(graph, NAME, &|call| {
             native(call) || on.cpu.supports(call) && is_fixed_point(call)
         })?;
-        let numbers = Numbers::new(&graph);
-        let places = places(&graph, &numbers)?;
+        let graph = &lowered.graph;
+        let numbers = Numbers::new(graph);
+        let places = places(graph, &numbers)?;
         let mut memory = PlanMemory::default();
         let is_written = |input: usize| places.get(input).is_some_and(|place| place.written);
-        let views = join::views(&graph, &numbers, &is_written);
-        let mut made = Self::make(&graph, (&numbers, &views), hints, on, trail, &mut memory)?;
+        let views = join::views(graph, &numbers, &is_written);
+        let mut made = Self::make(&lowered, (&numbers, &views), hints, on, trail, &mut memory)?;
         // A value that is an output is made where it is wanted.
         let mut homes: Vec<Home> = vec![Home::Nowhere; made.values];
         for (at, place) in places.iter().enumerate() {
@@ -271,7 +271,7 @@ impl CudaPlan {
             recordings: Recordings::new(&on.gpu),
             timers: None,
             elsewhere: made.elsewhere,
-            origins,
+            origins: made.origins,
         })
     }
 
@@ -281,13 +281,14 @@ impl CudaPlan {
     }
 
     fn make(
-        graph: &Graph,
+        lowered: &Lowered,
         (numbers, views): (&Numbers, &[Option<usize>]),
         hints: &PlanHints,
         on: &Side,
         trail: Option<Trail>,
         memory: &mut PlanMemory,
     ) -> Result<Made, DeviceError> {
+        let graph = &lowered.graph;
         let max_rows = graph.max_rows();
         let mut kernels: Vec<Option<Box<dyn Kernel>>> = Vec::new();
         for node in graph.nodes() {
@@ -311,6 +312,7 @@ impl CudaPlan {
         }
         let mut lives: Vec<Option<Lifetime>> = vec![None; numbers.count];
         let (mut steps, mut elsewhere) = (Vec::new(), Vec::new());
+        let mut origins = Vec::new();
         let mut also = Also::new(on, hints.fuse, max_rows);
         for (s, range) in ranges.iter().enumerate() {
             let nodes = &graph.nodes()[range.clone()];
@@ -339,11 +341,11 @@ impl CudaPlan {
                 }
             }
             let op = nodes.last().map_or("", |n| n.op.name);
-            let node = range.end.saturating_sub(1) as u32;
-            let marked = |steps: usize| {
+            let origin = lowered.origin(range.end.saturating_sub(1));
+            let marked = |step: usize| {
                 trail.map_or(0, |trail| {
                     let op = number(op).unwrap_or(u16::MAX);
-                    (trail.pack)(steps as u32, op, nodes.len() > 1)
+                    (trail.pack)(step as u32, op, nodes.len() > 1)
                 })
             };
             let work = match kernels.get_mut(range.start).and_then(Option::take) {
@@ -355,15 +357,16 @@ impl CudaPlan {
                     if let Some((wanted, of)) = kernel.wants() {
                         let of = of.iter().map(|i| inputs.get(*i).copied().flatten());
                         let of = of.map(|value| value.map(whole)).collect();
-                        let mark = marked(steps.len());
+                        let mark = marked(origins.len());
                         let step = |work| Step {
                             mark,
                             work,
                             op,
                             at: s,
-                            node,
                         };
+                        let before = steps.len();
                         inputs.push(Some(also.value(wanted, of, step, &mut steps, &mut lives)?));
+                        origins.extend(steps.iter().skip(before).map(|_| origin));
                     }
                     let bytes = kernel.scratch(max_rows).ok_or_else(overflow)?;
                     let scratch = match bytes {
@@ -393,7 +396,12 @@ impl CudaPlan {
                     let range = range.clone();
                     let cpu = &*on.cpu;
                     let copied = Inputs::Copied;
-                    let part = HostPart::new(graph, range, numbers, &wanted, cpu, copied, hints)?;
+                    let hints = &PlanHints {
+                        // Its own comes first.
+                        first_step: origins.len() + 1,
+                        ..*hints
+                    };
+                    let part = HostPart::new(lowered, range, numbers, &wanted, cpu, copied, hints)?;
                     let all = memory.arena.checked_add(part.bytes);
                     memory.arena = all
                         .and_then(|n| n.checked_add(part.plan.memory().arena))
@@ -402,12 +410,16 @@ impl CudaPlan {
                     Work::Host(Box::new(part))
                 }
             };
+            let mark = marked(origins.len());
+            origins.push(origin);
+            if let Work::Host(part) = &work {
+                origins.extend(&part.origins);
+            }
             steps.push(Step {
                 work,
                 op,
-                mark: marked(steps.len()),
+                mark,
                 at: s,
-                node,
             });
         }
         Ok(Made {
@@ -415,6 +427,7 @@ impl CudaPlan {
             steps,
             lives,
             elsewhere,
+            origins,
         })
     }
 
@@ -434,9 +447,8 @@ pub(super) fn padded(bytes: Option<usize>) -> Result<usize, DeviceError> {
 }
 
 impl Plan for CudaPlan {
-    fn origins(&self) -> Vec<Option<u32>> {
-        let nodes = self.steps.iter().map(|step| step.node as usize);
-        nodes.map(|node| self.origins.get(node).copied()).collect()
+    fn origins(&self) -> Vec<Option<Origin>> {
+        self.origins.clone()
     }
 
     fn bind_for(

@@ -24,9 +24,9 @@ use super::{
 use crate::{
     backend::{Buffer, Device, DeviceError, Trail},
     bound::Bound,
-    lower::{Lowered, lower},
+    lower::lower,
     part::{HostPart, Inputs, Numbers, is_fixed_point},
-    plan::{Plan, PlanHints, PlanMemory, Slot},
+    plan::{Origin, Plan, PlanHints, PlanMemory, Slot},
 };
 
 /// Nodes of one unit at most: what lies between two looks at the clock, and lives at the same time.
@@ -67,8 +67,6 @@ pub(super) struct Unit {
     pub dead: Vec<usize>,
     /// How the trail names it.
     pub mark: u64,
-    /// The last of its nodes, by its number in the lowered graph.
-    pub node: u32,
     /// Which ops its nodes are.
     pub ops: Places,
 }
@@ -118,8 +116,8 @@ pub(super) struct MlxPlan {
     greediest: Option<(usize, &'static str)>,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) trail: Option<Trail>,
-    /// See [`Lowered::origins`].
-    origins: Vec<u32>,
+    /// Of all units and the steps of those that are parts on the processor, which follow theirs.
+    origins: Vec<Option<Origin>>,
     pub(super) state: State,
     pub(super) ran: Tally,
 }
@@ -196,11 +194,12 @@ impl MlxPlan {
         }
         let max_rows = graph.max_rows();
         let native = |call: &Call<'_>| ops::fits(call, max_rows, double);
-        let Lowered { graph, origins } = lower(graph, NAME, &|call| {
+        let lowered = lower(graph, NAME, &|call| {
             native(call) || cpu.supports(call) && is_fixed_point(call)
         })?;
-        let numbers = Numbers::new(&graph);
-        let ranges = ranges(&graph, &native, double)?;
+        let graph = &lowered.graph;
+        let numbers = Numbers::new(graph);
+        let ranges = ranges(graph, &native, double)?;
         // The last unit that reads each value; outputs are read after all.
         let mut last: HashMap<usize, usize> = HashMap::new();
         for (u, (range, _)) in ranges.iter().enumerate() {
@@ -216,6 +215,7 @@ impl MlxPlan {
             last.extend(numbers.of(value).map(|v| (v, ranges.len())));
         }
         let mut units = Vec::new();
+        let mut origins = Vec::new();
         let mut memory = PlanMemory::default();
         let (mut live, mut most) = (0usize, 0usize);
         let mut sizes: HashMap<usize, usize> = HashMap::new();
@@ -239,7 +239,7 @@ impl MlxPlan {
             let mut taken = 0usize;
             if *on_mlx {
                 for node in nodes {
-                    let takes = needs(&graph, node, double)?.bytes;
+                    let takes = needs(graph, node, double)?.bytes;
                     taken = taken.checked_add(takes).ok_or_else(overflow)?;
                     greediest = greediest.max(Some((takes, node.op.name)));
                 }
@@ -250,20 +250,27 @@ impl MlxPlan {
             for value in &dead {
                 live -= sizes.remove(value).unwrap_or(0);
             }
+            let step = origins.len();
+            origins.push(lowered.origin(range.end.saturating_sub(1)));
             let work = match on_mlx {
-                true => Work::Mlx(mlx_nodes(&graph, range.clone(), &numbers, double)?),
+                true => Work::Mlx(mlx_nodes(graph, range.clone(), &numbers, double)?),
                 false => {
                     let range = range.clone();
+                    let first_step = origins.len();
+                    let hints = PlanHints {
+                        first_step,
+                        ..*hints
+                    };
                     let part = HostPart::new(
-                        &graph,
+                        &lowered,
                         range,
                         &numbers,
                         &wanted,
                         &**cpu,
                         Inputs::InPlace,
-                        hints,
+                        &hints,
                     )?;
-
+                    origins.extend(&part.origins);
                     memory.arena = memory
                         .arena
                         .checked_add(part.bytes)
@@ -275,25 +282,24 @@ impl MlxPlan {
             };
             let op = nodes.last().and_then(|n| number(n.op.name));
             let mark = trail.map_or(0, |trail| {
-                (trail.pack)(u as u32, op.unwrap_or(u16::MAX), nodes.len() > 1)
+                (trail.pack)(step as u32, op.unwrap_or(u16::MAX), nodes.len() > 1)
             });
             units.push(Unit {
                 work,
                 kept,
                 dead,
                 mark,
-                node: range.end.saturating_sub(1) as u32,
-                ops: ops_at(&graph, range.clone()),
+                ops: ops_at(graph, range.clone()),
             });
         }
-        let copies = copies(&graph, &ranges)?;
+        let copies = copies(graph, &ranges)?;
         let all = memory.arena.checked_add(most);
         memory.arena = all
             .and_then(|n| n.checked_add(copies))
             .ok_or_else(overflow)?;
         memory.unshared = memory.unshared.max(memory.arena);
         memory.steps = units.len();
-        let places = places(&graph, &numbers)?;
+        let places = places(graph, &numbers)?;
         Ok(Self {
             units,
             cpu: Rc::clone(cpu),
@@ -312,7 +318,7 @@ impl MlxPlan {
             trail,
             origins,
             state: State::new(numbers.count, Rc::clone(&on.weights)),
-            graph,
+            graph: lowered.graph,
         })
     }
 
@@ -453,9 +459,8 @@ fn mlx_nodes(
 }
 
 impl Plan for MlxPlan {
-    fn origins(&self) -> Vec<Option<u32>> {
-        let nodes = self.units.iter().map(|unit| unit.node as usize);
-        nodes.map(|node| self.origins.get(node).copied()).collect()
+    fn origins(&self) -> Vec<Option<Origin>> {
+        self.origins.clone()
     }
 
     fn bind_for(

@@ -19,7 +19,7 @@ use hotcell_kernels::{
     },
     cpu::CpuBackend,
     host::Staging,
-    plan::{Plan, PlanHints, PlanMemory, Planner, Prepared, Slot, Unfinished},
+    plan::{Origin, Plan, PlanHints, PlanMemory, Planner, Prepared, Slot, Unfinished},
 };
 
 use super::{CRASH, CRASH_NODE, Fault, LIBRARY, POISON, POISON_INPUT, acts, plant, trespass};
@@ -326,13 +326,16 @@ impl Plan for FaultPlan {
         self.inner.bind_packed(slot, buffer, offset)
     }
 
-    fn origins(&self) -> Vec<Option<u32>> {
-        let own = |node: u32| match &self.struck.before {
-            Some(before) => before.range(..=node).next_back().map(|(_, number)| *number),
-            None => Some(node),
+    fn origins(&self) -> Vec<Option<Origin>> {
+        let own = |origin: Origin| match &self.struck.before {
+            Some(before) => {
+                let before = before.range(..=origin.node).next_back();
+                before.map(|(_, &node)| Origin { node, ..origin })
+            }
+            None => Some(origin),
         };
         let origins = self.inner.origins().into_iter();
-        origins.map(|node| node.and_then(own)).collect()
+        origins.map(|origin| origin.and_then(own)).collect()
     }
 
     fn stop_when(&mut self, flag: Arc<AtomicBool>) {

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use hotcell_graph::{DType, Dim, Graph, TensorSpec, Value, op::ValueSpec};
+use hotcell_kernels::plan::Origin;
 
 /// A node's result that can be looked at: a row of it belongs to a row of the step.
 #[derive(Clone, Debug)]
@@ -187,7 +188,7 @@ pub fn points(graph: &Graph, which: Graphs) -> Vec<Point> {
 pub struct Step {
     /// The node's name, as a [`Point`]'s; empty if it is of no node.
     pub name: String,
-    /// The op.
+    /// The op that runs: the node's, or one of those that it is computed as.
     pub op: &'static str,
     /// See [`Point::layer`].
     pub layer: Option<u32>,
@@ -199,7 +200,7 @@ pub struct Step {
 /// nodes than `own`, for who looks at values, these are named by the one whose values they look at.
 ///
 /// [`Plan::origins`]: hotcell_kernels::plan::Plan::origins
-pub fn steps(graph: &Graph, which: Graphs, own: usize, origins: &[Option<u32>]) -> Vec<Step> {
+pub fn steps(graph: &Graph, which: Graphs, own: usize, origins: &[Option<Origin>]) -> Vec<Step> {
     let named = named(graph, which);
     let looked_at = |mut number: usize| {
         // Inputs come before what is made of them, so that this ends.
@@ -212,13 +213,14 @@ pub fn steps(graph: &Graph, which: Graphs, own: usize, origins: &[Option<u32>]) 
         }
         Some(number)
     };
-    let step = |origin: &Option<u32>| {
-        let number = origin.map(|number| number as usize)?;
-        let node = graph.nodes().get(number)?;
+    let step = |origin: &Option<Origin>| {
+        let Origin { node, op } = (*origin)?;
+        let number = usize::try_from(node).ok()?;
+        graph.nodes().get(number)?;
         let named = named.get(looked_at(number)?)?;
         Some(Step {
             name: named.name.clone(),
-            op: node.op.name,
+            op,
             layer: named.layer,
             weight: named.weight.clone(),
         })
@@ -325,22 +327,33 @@ mod tests {
     #[test]
     fn a_plans_steps_are_named_by_what_they_compute() {
         let graph = graph();
-        let named = |body, origins: &[Option<u32>]| {
-            let all = steps(&graph, Graphs::Body, body, origins);
+        let named = |body, origins: &[Option<(u32, &'static str)>]| {
+            let origin = |&(node, op)| Origin { node, op };
+            let origins: Vec<_> = origins.iter().map(|one| one.as_ref().map(origin)).collect();
+            let all = steps(&graph, Graphs::Body, body, &origins);
             let all = all.into_iter().map(|step| (step.name, step.op));
             all.collect::<Vec<_>>()
         };
-        let told = named(11, &[Some(1), None, Some(10), Some(99)]);
+        let origins = [
+            Some((1, "mul_mat")),
+            None,
+            Some((10, "add")),
+            Some((99, "add")),
+            Some((8, "neg")),
+        ];
+        let told = named(11, &origins);
         let told: Vec<_> = told.iter().map(|(name, op)| (name.as_str(), *op)).collect();
         let expected = [
             ("layers.0.mul_mat.0", "mul_mat"),
             ("", ""),
             ("layers.1.add.1", "add"),
             ("", ""),
+            // A part of what it is computed as.
+            ("layers.1.add.0", "neg"),
         ];
         assert_eq!(told, expected);
         // Of what looks at a node, by that one.
-        let looked = named(9, &[Some(10)]);
+        let looked = named(9, &[Some((10, "add"))]);
         assert_eq!(looked[0], ("layers.1.add.0".to_owned(), "add"));
     }
 
@@ -360,7 +373,8 @@ mod tests {
         assert_eq!(names(Graphs::Body), ["neg.0", "neg.1", "all_gather.0"]);
         let of_head = names(Graphs::Head);
         assert_eq!(of_head, ["head.neg.0", "logits", "head.all_gather.0"]);
-        let told = steps(&graph, Graphs::Head, 3, &[Some(1)]);
+        let negation = Origin { node: 1, op: "neg" };
+        let told = steps(&graph, Graphs::Head, 3, &[Some(negation)]);
         assert_eq!((told[0].name.as_str(), told[0].op), (LOGITS, "neg"));
     }
 

@@ -287,32 +287,23 @@ pub(super) struct Pending {
     pub kernel: Box<dyn Kernel>,
     pub reads: Vec<Reg>,
     pub writes: Vec<Reg>,
-    pub origin: Origin,
+    pub purpose: Purpose,
 }
 
 /// Which node of the graph a step computes.
 #[derive(Clone, Copy)]
-pub(super) struct Origin {
-    /// The op's place in the catalogue, or `u16::MAX`.
-    pub op: u16,
+pub(super) struct Purpose {
+    /// The node's number in the lowered graph; `None`: what comes after all nodes.
+    pub node: Option<usize>,
     /// Whether it is the last of several that are computed as one.
     pub group: bool,
-    /// The node's number in the lowered graph; `u32::MAX`: none.
-    pub node: u32,
 }
 
-impl Origin {
-    pub const NONE: Origin = Origin {
-        op: u16::MAX,
+impl Purpose {
+    pub const NONE: Purpose = Purpose {
+        node: None,
         group: false,
-        node: u32::MAX,
     };
-
-    pub fn of(op: &str, group: bool, node: usize) -> Self {
-        let op = hotcell_graph::op::number(op).unwrap_or(u16::MAX);
-        let node = u32::try_from(node).unwrap_or(u32::MAX);
-        Self { op, group, node }
-    }
 }
 
 /// Collects the steps of a plan; `launch` functions of the op table call it.
@@ -320,7 +311,7 @@ pub(crate) struct Launcher {
     pub(super) places: Vec<Place>,
     pub(super) steps: Vec<Pending>,
     /// What the next steps are for.
-    pub(super) origin: Origin,
+    pub(super) purpose: Purpose,
     /// Bytes that a kernel uses per part while it runs.
     pub(super) workspace: usize,
     shared: HashMap<(&'static str, Vec<Reg>), Reg>,
@@ -339,7 +330,7 @@ impl Launcher {
         Self {
             places: vec![],
             steps: vec![],
-            origin: Origin::NONE,
+            purpose: Purpose::NONE,
             workspace: 0,
             shared: HashMap::new(),
             communicator: None,
@@ -405,7 +396,7 @@ impl Launcher {
             kernel: Box::new(kernel),
             reads: reads.to_vec(),
             writes: writes.to_vec(),
-            origin: self.origin,
+            purpose: self.purpose,
         });
     }
 

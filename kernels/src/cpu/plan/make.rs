@@ -4,12 +4,12 @@ use std::{any::Any, collections::HashMap, ops::Range, sync::Arc};
 
 use hotcell_graph::{
     Dim, Graph, TensorSpec, Value,
-    op::{Call, Effect, ValueSpec},
+    op::{Call, Effect, ValueSpec, number},
 };
 
 use super::{
     Step,
-    launch::{Home, Kernel, Launcher, Origin, Pending, Place, Reg, Run},
+    launch::{Home, Kernel, Launcher, Pending, Place, Purpose, Reg, Run},
     schedule::{self, Meet},
     steps::is_small,
 };
@@ -25,7 +25,7 @@ use crate::{
     },
     lower::{Lowered, lower},
     memory,
-    plan::{PlanHints, PlanMemory, Planner, Prepared},
+    plan::{Origin, PlanHints, PlanMemory, Planner, Prepared},
 };
 
 /// Nothing, with the meetings of what it is there for.
@@ -175,7 +175,10 @@ impl Maker<'_> {
         if self.makes_nothing(n) {
             return Ok(());
         }
-        self.launcher.origin = Origin::of(node.op.name, false, n);
+        self.launcher.purpose = Purpose {
+            node: Some(n),
+            group: false,
+        };
         let call = Call {
             op: node.op,
             inputs: &specs,
@@ -242,9 +245,10 @@ impl Maker<'_> {
                 builder.store(id, reg, result.dtype);
             }
         }
-        let number = nodes.last().copied().unwrap_or(usize::MAX);
-        let last = graph.nodes().get(number).map_or("", |node| node.op.name);
-        self.launcher.origin = Origin::of(last, nodes.len() > 1, number);
+        self.launcher.purpose = Purpose {
+            node: nodes.last().copied(),
+            group: nodes.len() > 1,
+        };
         builder.finish(&mut self.launcher).ok_or_else(overflow)
     }
 }
@@ -311,14 +315,15 @@ impl CpuPlanner {
         graph: &Graph,
         hints: &PlanHints,
     ) -> Result<CpuPrepared, DeviceError> {
-        let Lowered { graph, origins } = lower(graph, NAME, &ops::supports)?;
+        let lowered = lower(graph, NAME, &ops::supports)?;
+        let graph = &lowered.graph;
         let parts = hints.threads;
         let parts = parts.map_or(self.threads, |most| most.clamp(1, self.threads));
         let mut maker = Maker {
-            roots: Roots::new(&graph),
+            roots: Roots::new(graph),
             launcher: Launcher::new(graph.max_rows(), self.path, parts),
             regs: HashMap::from([(Value::Absent, Reg::ABSENT)]),
-            graph: &graph,
+            graph,
         };
         if hints.together {
             maker.launcher.communicator = self.communicator.clone();
@@ -336,14 +341,14 @@ impl CpuPlanner {
                 copies.push((from, reg, spec));
             }
         }
-        let Schedule { units, stored } = fuse::schedule(&graph, &maker.roots, hints.fuse)?;
+        let Schedule { units, stored } = fuse::schedule(graph, &maker.roots, hints.fuse)?;
         for unit in &units {
             match unit {
                 Unit::Node(n) => maker.node(*n)?,
                 Unit::Group(nodes) => maker.group(nodes, &stored)?,
             }
         }
-        maker.launcher.origin = Origin::NONE;
+        maker.launcher.purpose = Purpose::NONE;
         for (from, to, spec) in copies {
             let from = maker.reg(from)?;
             let copy = Copy { from, to, spec };
@@ -351,14 +356,14 @@ impl CpuPlanner {
         }
         // Of what runs, not of what was asked for: a decomposition may pick by an input that its op only computes with.
         let indices = graph.inputs_read_as_indices();
-        self.resolve(maker.launcher, &origins, (inputs, outputs), indices, hints)
+        self.resolve(maker.launcher, &lowered, (inputs, outputs), indices, hints)
     }
 
-    /// Gives places their place in the arena and steps their barriers. `origins`: see [`Lowered`].
+    /// Gives places their place in the arena and steps their barriers.
     fn resolve(
         &self,
         launcher: Launcher,
-        origins: &[u32],
+        lowered: &Lowered,
         (inputs, outputs): (Vec<Reg>, Vec<Reg>),
         indices: Vec<bool>,
         hints: &PlanHints,
@@ -393,21 +398,28 @@ impl CpuPlanner {
         });
         let only_written = only_written.collect();
         let trail = self.trail;
-        let mark = |step: usize, Origin { op, group, .. }| {
-            trail.map_or(0, |trail| (trail.pack)(step as u32, op, group))
+        let mark = |step: usize, group: bool, origin: Option<Origin>| {
+            let op = origin.and_then(|origin| number(origin.op));
+            let op = op.unwrap_or(u16::MAX);
+            let step = hints.first_step.saturating_add(step) as u32;
+            trail.map_or(0, |trail| (trail.pack)(step, op, group))
         };
         let steps: Vec<Step> = steps
             .into_iter()
             .zip(meets)
             .enumerate()
-            .map(|(s, (step, meet))| Step {
-                mark: mark(s, step.origin),
-                node: origins.get(step.origin.node as usize).copied(),
-                kernel: match hints.empty_kernels {
-                    true => Box::new(Empty(step.kernel)),
-                    false => step.kernel,
-                },
-                meet,
+            .map(|(s, (step, meet))| {
+                let Purpose { node, group } = step.purpose;
+                let origin = node.and_then(|node| lowered.origin(node));
+                Step {
+                    mark: mark(s, group, origin),
+                    origin,
+                    kernel: match hints.empty_kernels {
+                        true => Box::new(Empty(step.kernel)),
+                        false => step.kernel,
+                    },
+                    meet,
+                }
             })
             .collect();
         Ok(CpuPrepared {
