@@ -161,6 +161,9 @@ pub const MAX_WORKER_THREADS: u64 = 1024;
 pub const MAX_VOCABULARY: u32 = 1 << 24;
 /// Events that wait for one watcher before it is told that it missed some.
 pub const WATCH_BUFFER: usize = 256;
+/// Steps of a recorded plan from one at which its device notes where it is to the next: some for each layer of a model, and a
+/// sixteenth of the launches.
+pub const STEPS_PER_CRUMB: u32 = 16;
 /// Bytes of one grammar, schema or regular expression that a request's text has to follow.
 pub const MAX_GRAMMAR_BYTES: usize = 64 << 10;
 /// Milliseconds that a worker spends on reading one grammar.

@@ -428,6 +428,11 @@ fn held(shared: &Shared, memory: OwnedFd) -> Result<Saved, Error> {
 async fn beside<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> Result<T, Error> {
-    let failed = |e| Error::new(Reason::Internal, format!("a file was not changed: {e}"));
+    let failed = |e| {
+        Error::new(
+            Reason::Internal,
+            format!("files or memory of graphs were not changed: {e}"),
+        )
+    };
     spawn_blocking(work).await.map_err(failed)?
 }

@@ -531,6 +531,21 @@ pub fn hotcell(folder: &Path) -> Result<Command> {
     Ok(command)
 }
 
+/// The report of a process's death, once it is there.
+///
+/// # Errors
+/// When it is not there soon.
+pub async fn report(client: &Client, id: &str) -> Result<v1::CrashReport> {
+    let start = Instant::now();
+    loop {
+        match client.crash(id).await {
+            Ok(report) => return Ok(report),
+            Err(error) => ensure!(start.elapsed() < SOON, "no report {id}: {error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
 /// Whether this is a device's own worker, not one beside it such as w0.standby.
 pub fn is_own(worker: &v1::WorkerInfo) -> bool {
     !worker.id.contains('.')

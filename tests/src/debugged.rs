@@ -113,6 +113,7 @@ async fn draw(client: &Client, id: &str) -> Result<Vec<u32>> {
 async fn guarded(client: &Client) -> Result<Vec<u32>> {
     let when = |kind| v1::GuardRequest {
         conditions: vec![v1::Condition { kind: Some(kind) }],
+        reveal: true,
         ..v1::GuardRequest::default()
     };
     let mut quiet = client.guard(when(condition::Kind::Nan(true))).await?;
@@ -153,12 +154,7 @@ async fn traced(
     let mut pieces = client.trace(request).await?;
     pieces.next().await.context("no head")??;
     draw(client, "traced").await?;
-    let mut spans = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        if let Some(Kind::Spans(some)) = piece?.kind {
-            spans.extend(some.spans);
-        }
-    }
+    let spans = spans(pieces).await?;
     let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
     let steps = of(TraceTrack::Steps).count();
     ensure!(steps == STEPS as usize, "{steps} steps");

@@ -3,14 +3,13 @@
 
 #![allow(clippy::unwrap_used)] // a helper that fails is a test that fails
 
-use std::{collections::BTreeMap, path::Path, time::Instant};
+use std::{collections::BTreeMap, path::Path};
 
 use hotcell_client::{Client, GenerateOptions, v1};
 use hotcell_tests::{
-    cluster::{Cluster, SOON, all_have, kjv},
+    cluster::{Cluster, SOON, all_have, kjv, report},
     fault::{ENDED, NEW_FILE, Trespass},
 };
-use tokio::time::sleep;
 
 /// What becomes of an attempt.
 #[derive(Clone, Copy, Debug)]
@@ -94,32 +93,6 @@ fn worker<'a>(all: &'a [v1::WorkerInfo], id: &str) -> &'a v1::WorkerInfo {
     all.iter().find(|w| w.id == id).unwrap()
 }
 
-async fn report(client: &Client, id: &str) -> v1::CrashReport {
-    let start = Instant::now();
-    loop {
-        match client.crash(id).await {
-            Ok(report) => return report,
-            Err(error) => assert!(start.elapsed() < SOON, "no report {id}: {error}"),
-        }
-        sleep(std::time::Duration::from_millis(10)).await;
-    }
-}
-
-/// What the worker told of an attempt, once it has.
-async fn told(cluster: &Cluster, start: &str) -> String {
-    let began = Instant::now();
-    loop {
-        let log = cluster.scheduler.log();
-        if let Some(at) = log.find(start) {
-            let line = log[at + start.len()..].lines().next().unwrap();
-            // The scheduler adds whose line it is.
-            return line.split(" worker=").next().unwrap().to_owned();
-        }
-        assert!(began.elapsed() < SOON, "nobody said {start:?}:\n{log}");
-        sleep(std::time::Duration::from_millis(10)).await;
-    }
-}
-
 /// Tokens that are the same whoever computes them.
 async fn tokens(client: &Client) -> Vec<u32> {
     let options = GenerateOptions {
@@ -179,10 +152,9 @@ async fn every_way_out_is_closed_and_costs_nobody_else_anything() {
         // Whoever asks meanwhile gets what they would have had.
         assert_eq!(tokens(&client).await, calm, "{trespass:?}");
         let crash = format!("w0.{}", w0.epoch);
-        let said = format!("trespass {trespass:?}: ");
         match fate {
             Trapped(name) => {
-                let report = report(&client, &crash).await;
+                let report = report(&client, &crash).await.unwrap();
                 let words = format!("forbidden system call {name}(");
                 assert!(
                     report.reason.contains(&words),
@@ -193,7 +165,7 @@ async fn every_way_out_is_closed_and_costs_nobody_else_anything() {
                 assert!(seen.error.contains(&words), "{trespass:?}: {}", seen.error);
             }
             Struck(signal) => {
-                let report = report(&client, &crash).await;
+                let report = report(&client, &crash).await.unwrap();
                 let words = format!("killed by {signal}");
                 assert!(
                     report.reason.contains(&words),
@@ -202,7 +174,7 @@ async fn every_way_out_is_closed_and_costs_nobody_else_anything() {
                 );
             }
             Own => {
-                let report = report(&client, &crash).await;
+                let report = report(&client, &crash).await.unwrap();
                 let words = format!("exit code {ENDED}");
                 assert!(
                     report.reason.contains(&words),
@@ -211,7 +183,7 @@ async fn every_way_out_is_closed_and_costs_nobody_else_anything() {
                 );
             }
             Refused(errno) => {
-                let told = told(&cluster, &said).await;
+                let (told, _) = trespass.told(&cluster).await.unwrap();
                 assert_eq!(told, format!("refused with {errno}"), "{trespass:?}");
             }
             Bounded => {
@@ -220,7 +192,8 @@ async fn every_way_out_is_closed_and_costs_nobody_else_anything() {
                     true => format!("refused with {}", libc::EAGAIN),
                     false => "done".to_owned(),
                 };
-                assert_eq!(told(&cluster, &said).await, expected, "{trespass:?}");
+                let (told, _) = trespass.told(&cluster).await.unwrap();
+                assert_eq!(told, expected, "{trespass:?}");
             }
         }
         let after = ready(&cluster).await;

@@ -3,6 +3,7 @@
 use std::{rc::Rc, sync::atomic::Ordering};
 
 use cudarc::driver::sys::CUgraphExec;
+use hotcell_graph::STEPS_PER_CRUMB;
 
 use super::{
     gpu::{Fault, Gpu},
@@ -21,10 +22,6 @@ const RECORD_AFTER: u32 = 2;
 
 /// Recordings of a plan at most, one for a number of rows.
 const MOST_RECORDINGS: usize = 16;
-
-/// Steps of a recording from one at which the device says where it is to the next: some for each layer of a model, and a
-/// sixteenth of the launches.
-const STEPS_PER_CRUMB: usize = 16;
 
 /// What was recorded of a plan as it is bound now.
 pub(super) struct Recordings {
@@ -195,7 +192,7 @@ impl CudaPlan {
                     let graph = gpu.capture(|| {
                         let mut steps = 0..self.steps.len();
                         steps.try_for_each(|s| {
-                            if s % STEPS_PER_CRUMB == 0
+                            if s % STEPS_PER_CRUMB as usize == 0
                                 && let Some(step) = self.steps.get(s)
                             {
                                 self.gpu.leave_crumb(step.mark)?;

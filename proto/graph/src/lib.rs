@@ -11,4 +11,5 @@ pub mod wire;
 
 pub use dtype::DType;
 pub use graph::{Graph, GraphBuilder, GraphError, Value};
+pub use hotcell_proto::limits::STEPS_PER_CRUMB;
 pub use shape::{CacheSpec, Dim, Shape, TensorSpec};

@@ -452,7 +452,8 @@ impl Debug for Service {
         request: Request<GuardRequest>,
     ) -> Result<Response<Self::GuardStream>, Status> {
         let asked = request.get_ref();
-        let detail = format!("{:?}, end: {}", asked.conditions, asked.end);
+        let (conditions, end, reveal) = (&asked.conditions, asked.end, asked.reveal);
+        let detail = format!("{conditions:?}, end: {end}, reveal: {reveal}");
         // Of nothing the worker says that it is nothing.
         if !asked.conditions.is_empty() {
             Self::may_all(&request)?;

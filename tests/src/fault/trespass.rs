@@ -10,6 +10,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Result, ensure};
@@ -17,7 +18,7 @@ use hotcell_proto::limits::MAX_WORKER_THREADS;
 use libc::{c_long, c_void};
 
 use super::Fault;
-use crate::cluster::kjv;
+use crate::cluster::{Cluster, SOON, kjv};
 
 /// How it ends where it was not stopped before it could do harm.
 pub const ENDED: i32 = 77;
@@ -297,6 +298,25 @@ impl Trespass {
         let sent = unsafe { libc::sigqueue(pid, Fault::Trespass.signal(), value) };
         ensure!(sent == 0, io::Error::last_os_error());
         Ok(())
+    }
+
+    /// What a worker told of its attempt, once it has, and what the scheduler adds: which worker that was.
+    ///
+    /// # Errors
+    /// When none tells it soon.
+    pub async fn told(self, cluster: &Cluster) -> Result<(String, String)> {
+        let start = format!("trespass {self:?}: ");
+        let began = Instant::now();
+        loop {
+            let log = cluster.scheduler.log();
+            if let Some((_, said)) = log.split_once(&start) {
+                let line = said.lines().next().unwrap_or_default();
+                let (what, worker) = line.split_once(" worker=").unwrap_or((line, ""));
+                return Ok((what.to_owned(), worker.to_owned()));
+            }
+            ensure!(began.elapsed() < SOON, "nobody said {start:?}:\n{log}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     fn attempt(self) -> io::Result<()> {

@@ -1,7 +1,7 @@
 //! Whoever is looked at stands back where others' prompts are read, which would wait for the values that are handed out.
 
 use hotcell_client::{
-    GenerateOptions, Prompt,
+    Event, GenerateOptions, Prompt,
     v1::{self, TraceTrack, capture_request::Which, captured, trace_piece},
 };
 
@@ -43,9 +43,6 @@ async fn others_prompts_are_read_beside_nobody_who_is_looked_at() {
         ..v1::CaptureRequest::default()
     };
     let mut captured = client.capture(request).await.unwrap();
-    let mut stream = client.generate("In the beginning", options).await.unwrap();
-    stream.next().await.unwrap().unwrap();
-    let whole = tokio::spawn(stream.complete());
     let looks = tokio::spawn(async move {
         let mut tokens = 0;
         while let Some(said) = captured.next().await {
@@ -55,6 +52,15 @@ async fn others_prompts_are_read_beside_nobody_who_is_looked_at() {
         }
         tokens
     });
+    let mut stream = client.generate("In the beginning", options).await.unwrap();
+    // Its own prompt is read before the trace begins.
+    let mut drawn = Vec::new();
+    while drawn.is_empty() {
+        if let Event::Delta(delta) = stream.next().await.unwrap().unwrap() {
+            drawn.extend(delta.token_ids);
+        }
+    }
+    let whole = tokio::spawn(stream.complete());
     let mut pieces = client.trace_worker("w0", SOON, false).await.unwrap();
     pieces.next().await.unwrap().unwrap();
     for other in 0..OTHERS {
@@ -66,28 +72,34 @@ async fn others_prompts_are_read_beside_nobody_who_is_looked_at() {
         let stream = client.generate(Prompt::Ids(ids), options).await.unwrap();
         stream.complete().await.unwrap();
     }
-    let mut steps = Vec::new();
-    let of = |steps: &[v1::TraceSpan], reads: bool| {
-        let its = steps.iter().filter(|step| (step.reading > 1) == reads);
-        its.map(|step| step.sequences).collect::<Vec<_>>()
-    };
-    // All of them were read by now.
-    while of(&steps, true).len() < OTHERS as usize {
-        let piece = pieces.next().await.unwrap();
+    assert!(!whole.is_finished(), "it ended before the last prompt");
+    let reads = |step: &v1::TraceSpan| step.reading > 0;
+    let mut steps: Vec<v1::TraceSpan> = Vec::new();
+    // All prompts were read by now, and it draws on after them.
+    while steps.iter().map(|step| step.reading).sum::<u32>() < OTHERS * PROMPT
+        || steps.last().is_none_or(reads)
+    {
+        let piece = pieces.next().await;
+        let piece = piece.unwrap_or_else(|| panic!("the trace has no more: {steps:?}"));
         if let Some(trace_piece::Kind::Spans(some)) = piece.unwrap().kind {
             let its = some.spans.into_iter();
             steps.extend(its.filter(|span| span.track() == TraceTrack::Steps));
+            steps.sort_by_key(|step| step.begin_ns);
         }
     }
     drop(pieces);
-    // It was there all the time, in steps of its own.
-    assert!(of(&steps, false).contains(&1), "{steps:?}");
-    let reading = of(&steps, true);
-    let alone = reading.iter().filter(|sequences| **sequences == 1).count();
+    let (first, last) = (
+        steps.iter().position(reads).unwrap(),
+        steps.iter().rposition(reads).unwrap(),
+    );
+    let all = &steps[first..=last];
+    let reading: Vec<_> = all.iter().filter(|step| reads(step)).collect();
+    let alone = reading.iter().filter(|step| step.sequences == 1).count();
     // It stands back but once in a row.
     assert!(2 * alone >= reading.len(), "{reading:?}");
-    let drawn = whole.await.unwrap().unwrap().token_ids;
-    // The first may have been taken already.
-    assert!(drawn.len() + 1 >= expected.len() && expected.ends_with(&drawn));
+    // From each prompt to the next it draws: in steps of its own, or beside who reads.
+    assert!(all.len() - alone >= OTHERS as usize - 1, "{all:?}");
+    drawn.extend(whole.await.unwrap().unwrap().token_ids);
+    assert!(drawn == expected);
     assert!(looks.await.unwrap() > 50);
 }

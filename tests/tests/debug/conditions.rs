@@ -12,7 +12,8 @@ use hotcell_tests::{
 
 use super::{
     capturing::{capturing, result},
-    holding::{at, fill, fill_row, hit},
+    guards::at,
+    holding::{fill, fill_row, hit},
     kjv_cluster, long,
 };
 
@@ -132,6 +133,6 @@ async fn a_kernel_a_thousandth_off_is_captured_by_the_root_of_its_mean_square() 
 
 /// The root of the mean square of what the node that reads [`WRONG_NODE`] gives for a prompt of this one token.
 async fn rms(client: &Client, token: u32) -> f32 {
-    let any = at(WRONG_NODE, &[], &[Kind::Above(0.0)]);
+    let any = at(&[WRONG_NODE], &[Kind::Above(0.0)]);
     hit(client, any, &[token]).await.unwrap().rms
 }

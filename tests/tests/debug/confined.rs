@@ -1,17 +1,11 @@
 //! Throw-away workers are confined as those that serve are.
 
-use std::time::Instant;
-
 use hotcell_client::{
     Client,
     control::Messages,
     v1::{self, captured},
 };
-use hotcell_tests::{
-    cluster::{Cluster, SOON},
-    fault::Trespass,
-};
-use tokio::time::{Duration, sleep};
+use hotcell_tests::{cluster::report, fault::Trespass};
 
 use super::long;
 
@@ -56,32 +50,6 @@ fn confinement(pid: u32) -> Vec<Vec<String>> {
     };
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     threads.map(of).collect()
-}
-
-/// What a worker told of an attempt, once it has.
-async fn attempted(cluster: &Cluster, trespass: Trespass) -> String {
-    let start = format!("trespass {trespass:?}: ");
-    let began = Instant::now();
-    loop {
-        let log = cluster.scheduler.log();
-        if let Some((_, said)) = log.split_once(&start) {
-            return said.lines().next().unwrap().to_owned();
-        }
-        assert!(began.elapsed() < SOON, "nobody said {start:?}:\n{log}");
-        sleep(Duration::from_millis(10)).await;
-    }
-}
-
-/// The report of a process's death, once it is there.
-async fn report(client: &Client, id: &str) -> v1::CrashReport {
-    let began = Instant::now();
-    loop {
-        match client.crash(id).await {
-            Ok(report) => return report,
-            Err(error) => assert!(began.elapsed() < SOON, "no report {id}: {error}"),
-        }
-        sleep(Duration::from_millis(10)).await;
-    }
 }
 
 #[tokio::test]
@@ -139,10 +107,10 @@ async fn a_throw_away_worker_can_open_no_file_and_reach_nobody() {
         Trespass::CreateFile,
     ] {
         trespass.order(replay.pid).unwrap();
-        let said = attempted(&cluster, trespass).await;
+        let (what, worker) = trespass.told(&cluster).await.unwrap();
         let refused = format!("refused with {}", libc::EACCES);
-        assert!(said.starts_with(&refused), "{trespass:?}: {said}");
-        assert!(said.contains(&replay.worker), "{trespass:?}: {said}");
+        assert_eq!(what, refused, "{trespass:?}");
+        assert!(worker.contains(&replay.worker), "{trespass:?}: {worker}");
     }
     assert!(hotcell_tests::cluster::lives(replay.pid));
     drop(told);
@@ -156,7 +124,7 @@ async fn a_throw_away_worker_can_open_no_file_and_reach_nobody() {
         let (replay, _told) = held(&client).await;
         trespass.order(replay.pid).unwrap();
         let id = format!("{}.{}", replay.worker, replay.epoch);
-        let report = report(&client, &id).await;
+        let report = report(&client, &id).await.unwrap();
         let words = format!("forbidden system call {name}(");
         assert!(
             report.reason.contains(&words),

@@ -17,17 +17,10 @@ use hotcell_tests::{
     fault::{NAN_NODE, NAN_TOKEN},
 };
 
-use super::long;
-
-fn when(kinds: &[Kind]) -> v1::GuardRequest {
-    v1::GuardRequest {
-        conditions: kinds
-            .iter()
-            .map(|kind| v1::Condition { kind: Some(*kind) })
-            .collect(),
-        ..v1::GuardRequest::default()
-    }
-}
+use super::{
+    guards::{armed, at},
+    long,
+};
 
 fn options(id: &str, tokens: u32) -> GenerateOptions {
     GenerateOptions {
@@ -47,13 +40,9 @@ async fn a_nan_in_one_node_ends_its_request_and_no_other() {
         .unwrap();
     let expected = undisturbed.complete().await.unwrap().token_ids;
 
-    let mut guard = when(&[Kind::Infinite(true), Kind::Nan(true)]);
+    let mut guard = at(&[], &[Kind::Infinite(true), Kind::Nan(true)]);
     guard.end = true;
-    let mut events = client.guard(guard).await.unwrap();
-    let armed = events.next().await.unwrap().unwrap();
-    let Some(guard_event::Kind::Armed(nodes)) = armed.kind else {
-        panic!("{armed:?}");
-    };
+    let (nodes, mut events) = armed(&client, guard).await;
     assert!(nodes > 50, "{nodes}");
     let other = client
         .generate("In the beginning", options("other", 200))
@@ -100,28 +89,24 @@ async fn conditions_are_checked_and_hold_where_they_should() {
     let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
     let client = cluster.client().await.unwrap();
     for odd in [
-        when(&[]),
-        when(&[Kind::Above(f32::NAN)]),
-        when(&[Kind::Nan(false)]),
-        v1::GuardRequest {
-            nodes: vec!["nothing-like-it".into()],
-            ..when(&[Kind::Nan(true)])
-        },
+        at(&[], &[]),
+        at(&[], &[Kind::Above(f32::NAN)]),
+        at(&[], &[Kind::Nan(false)]),
+        at(&["nothing-like-it"], &[Kind::Nan(true)]),
         v1::GuardRequest {
             model: "nobody".into(),
-            ..when(&[Kind::Nan(true)])
+            ..at(&[], &[Kind::Nan(true)])
         },
     ] {
         assert!(client.guard(odd.clone()).await.is_err(), "{odd:?}");
     }
     // Logits of attention are no zeros; every RMS norm's result has a root mean square near its weights'.
+    let kinds = [Kind::Zero(true), Kind::Above(1e30), Kind::Above(0.0)];
     let everywhere = v1::GuardRequest {
         layers: vec![2],
-        nodes: vec!["add".into()],
-        ..when(&[Kind::Zero(true), Kind::Above(1e30), Kind::Above(0.0)])
+        ..at(&["add"], &kinds)
     };
-    let mut events = client.guard(everywhere).await.unwrap();
-    events.next().await.unwrap().unwrap();
+    let (_, mut events) = armed(&client, everywhere).await;
     let stream = client
         .generate("In the beginning", options("seen", 5))
         .await
@@ -140,6 +125,39 @@ async fn conditions_are_checked_and_hold_where_they_should() {
     assert!(hit.peak > 0.0 && hit.rms > 0.0 && hit.rms <= hit.peak);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn numbers_of_rows_that_tell_their_token_are_told_if_revealed() {
+    let cluster = super::kjv_cluster(&["--devices", "cpu:1"]).await;
+    let client = cluster.client().await.unwrap();
+    for (node, reveal, is_told) in [
+        ("get_rows.0", false, false),
+        ("get_rows.0", true, true),
+        ("layers.0.mul_mat.0", false, false),
+        // What attention made of all tokens before.
+        ("layers.1.mul_mat.0", false, true),
+        ("logits", false, true),
+    ] {
+        let guard = v1::GuardRequest {
+            reveal,
+            ..at(&[node], &[Kind::Above(0.0)])
+        };
+        let (_, mut events) = armed(&client, guard).await;
+        let id = format!("{node}-{reveal}");
+        let stream = client.generate("In the beginning", options(&id, 2)).await;
+        stream.unwrap().complete().await.unwrap();
+        let hit = tokio::time::timeout(SOON, events.next()).await.unwrap();
+        let Some(guard_event::Kind::Hit(hit)) = hit.unwrap().unwrap().kind else {
+            panic!("no hit at {node}");
+        };
+        assert_eq!(hit.withheld, !is_told, "{hit:?}");
+        assert_eq!(
+            (hit.peak > 0.0, hit.rms > 0.0),
+            (is_told, is_told),
+            "{hit:?}"
+        );
+    }
+}
+
 /// What is told of a request's answer at one node: each token's place with the bits of its row's greatest value.
 async fn told(
     client: &Client,
@@ -147,12 +165,8 @@ async fn told(
     speculation: bool,
     id: &str,
 ) -> (Vec<(u64, u32)>, Vec<u32>) {
-    let guard = v1::GuardRequest {
-        nodes: vec!["layers.2.add.0".into()],
-        ..when(&[Kind::Above(above)])
-    };
-    let mut events = client.guard(guard).await.unwrap();
-    events.next().await.unwrap().unwrap();
+    let guard = at(&["layers.2.add.0"], &[Kind::Above(above)]);
+    let (_, mut events) = armed(client, guard).await;
     let options = GenerateOptions {
         no_speculation: !speculation,
         ..options(id, 400)
@@ -203,7 +217,7 @@ async fn what_is_guessed_right_is_looked_at_too() {
 }
 
 /// `hotcell debug guard` with these arguments, once it looks, and where it writes what it finds.
-pub(super) async fn armed(cluster: &Cluster, arguments: &[&str]) -> (Process, PathBuf) {
+pub(super) async fn armed_by_command(cluster: &Cluster, arguments: &[&str]) -> (Process, PathBuf) {
     let found = cluster.folder.path().join("found");
     let mut command = hotcell_tests::cluster::hotcell(cluster.folder.path()).unwrap();
     let address = format!("unix:{}", cluster.socket.display());
@@ -226,7 +240,7 @@ async fn a_request_that_is_ended_for_a_nan_is_captured_where_it_came() {
     let client = cluster.client().await.unwrap();
     let file = cluster.folder.path().join("nan.hotcell");
     let what = ["--nan", "--end", "--capture", file.to_str().unwrap()];
-    let (mut guard, found) = armed(&cluster, &what).await;
+    let (mut guard, found) = armed_by_command(&cluster, &what).await;
     let prompt = Prompt::Ids(vec![0, 312, 17, NAN_TOKEN]);
     let error = match client.generate(prompt, options("struck", 8)).await {
         Ok(stream) => stream.complete().await.unwrap_err(),
@@ -256,7 +270,7 @@ async fn what_is_computed_at_a_hit_is_captured() {
         &["--reveal", "--capture", path],
     ]
     .concat();
-    let (mut guard, _) = armed(&cluster, &what).await;
+    let (mut guard, _) = armed_by_command(&cluster, &what).await;
     assert!(guard.log().contains("looking at 1 nodes"));
     let client = cluster.client().await.unwrap();
     let stream = client

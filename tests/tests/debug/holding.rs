@@ -9,7 +9,11 @@ use hotcell_tests::{
     fault::{WRONG_NODE, WRONG_TOKEN},
 };
 
-use super::{guarding::armed, kjv_cluster, long};
+use super::{
+    guarding::armed_by_command,
+    guards::{armed, at},
+    kjv_cluster, long,
+};
 
 /// The first hit of a request that is a prompt of these tokens, if there is one.
 pub(super) async fn hit(
@@ -17,8 +21,7 @@ pub(super) async fn hit(
     guard: v1::GuardRequest,
     prompt: &[u32],
 ) -> Option<v1::GuardHit> {
-    let mut events = client.guard(guard).await.unwrap();
-    events.next().await.unwrap().unwrap();
+    let (_, mut events) = armed(client, guard).await;
     let options = GenerateOptions {
         max_tokens: 1,
         deadline: Some(SOON),
@@ -33,18 +36,6 @@ pub(super) async fn hit(
     match event.unwrap().unwrap().kind.unwrap() {
         guard_event::Kind::Hit(hit) => Some(hit),
         other => panic!("{other:?}"),
-    }
-}
-
-pub(super) fn at(nodes: &str, layers: &[u32], kinds: &[Kind]) -> v1::GuardRequest {
-    v1::GuardRequest {
-        nodes: vec![nodes.to_owned()],
-        layers: layers.to_vec(),
-        conditions: kinds
-            .iter()
-            .map(|kind| v1::Condition { kind: Some(*kind) })
-            .collect(),
-        ..v1::GuardRequest::default()
     }
 }
 
@@ -111,12 +102,18 @@ async fn zeros_and_infinities_are_told_where_a_files_weights_make_them() {
     let prompt = [0, 312, 17];
     // Another one, of which nothing is cached.
     let others = [0, 313, 18];
-    let zero = at("*", &[1], &[Kind::Nan(true), Kind::Zero(true)]);
+    let zero = v1::GuardRequest {
+        layers: vec![1],
+        ..at(&["*"], &[Kind::Nan(true), Kind::Zero(true)])
+    };
     let zero = hit(&client, zero, &prompt).await.unwrap();
     let node = zero.node.unwrap();
     assert_eq!((zero.condition, zero.peak, zero.rms), (1, 0.0, 0.0));
     assert_eq!((node.op.as_str(), node.layer), ("rms_norm", Some(1)));
-    let infinite = at("*", &[3], &[Kind::Nan(true), Kind::Infinite(true)]);
+    let infinite = v1::GuardRequest {
+        layers: vec![3],
+        ..at(&["*"], &[Kind::Nan(true), Kind::Infinite(true)])
+    };
     let infinite = hit(&client, infinite, &others).await.unwrap();
     let node = infinite.node.unwrap();
     assert_eq!((infinite.condition, infinite.peak), (1, f32::INFINITY));
@@ -139,7 +136,7 @@ async fn zeros_and_infinities_are_told_where_a_files_weights_make_them() {
             &["--node", "rms_norm", "--layer", &layer, "-n", "1"],
         ]
         .concat();
-        let (mut guard, found) = armed(&cluster, &what).await;
+        let (mut guard, found) = armed_by_command(&cluster, &what).await;
         let options = GenerateOptions {
             max_tokens: 1,
             deadline: Some(SOON),
@@ -163,7 +160,7 @@ async fn a_kernel_a_thousandth_off_is_found_by_the_root_of_its_mean_square() {
         healthy.client().await.unwrap(),
         faulty.client().await.unwrap(),
     );
-    let of = |kinds: &[Kind]| at(WRONG_NODE, &[], kinds);
+    let of = |kinds: &[Kind]| at(&[WRONG_NODE], kinds);
     // A row of one token, so that the one that is told is the one that is meant.
     let prompt = [WRONG_TOKEN];
     let known = hit(&right, of(&[Kind::Above(0.0)]), &prompt).await.unwrap();

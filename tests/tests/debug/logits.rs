@@ -9,34 +9,18 @@ use hotcell_client::{
 use hotcell_tests::cluster::{Cluster, SOON};
 use tokio::time::timeout;
 
-use super::{kjv_cluster, long};
+use super::{
+    guards::{armed, at},
+    kjv_cluster, long,
+};
 
 const TOKENS: u32 = 24;
-
-fn at(nodes: &[&str], kind: Kind) -> v1::GuardRequest {
-    v1::GuardRequest {
-        nodes: nodes.iter().map(|node| (*node).to_owned()).collect(),
-        conditions: vec![v1::Condition { kind: Some(kind) }],
-        ..v1::GuardRequest::default()
-    }
-}
 
 fn options(id: &str) -> GenerateOptions {
     GenerateOptions {
         max_tokens: TOKENS,
         ignore_eos: true,
         ..long(id)
-    }
-}
-
-async fn armed(
-    client: &Client,
-    guard: v1::GuardRequest,
-) -> (u32, hotcell_client::control::Messages<v1::GuardEvent>) {
-    let mut events = client.guard(guard).await.unwrap();
-    match events.next().await.unwrap().unwrap().kind {
-        Some(guard_event::Kind::Armed(nodes)) => (nodes, events),
-        other => panic!("{other:?}"),
     }
 }
 
@@ -68,7 +52,8 @@ async fn cluster() -> (Cluster, Client) {
 #[tokio::test]
 async fn what_a_watchpoint_says_of_logits_is_what_a_capture_has_of_them() {
     let (_cluster, client) = cluster().await;
-    let (nodes, mut events) = armed(&client, at(&["logits"], Kind::Above(0.0))).await;
+    let guard = at(&["logits"], &[Kind::Above(0.0)]);
+    let (nodes, mut events) = armed(&client, guard).await;
     assert_eq!(nodes, 1);
     let request = v1::CaptureRequest {
         which: Some(Which::RequestId("both".to_owned())),
@@ -112,7 +97,7 @@ async fn what_a_watchpoint_says_of_logits_is_what_a_capture_has_of_them() {
 #[tokio::test]
 async fn every_token_is_looked_at_once_beside_others_and_where_tokens_are_guessed() {
     let (_cluster, client) = cluster().await;
-    let guard = at(&["head.*", "logits"], Kind::Above(0.0));
+    let guard = at(&["head.*", "logits"], &[Kind::Above(0.0)]);
     let (nodes, mut events) = armed(&client, guard).await;
     assert!(nodes > 1, "{nodes}");
     let prompts = ["begat Isaac; and Isaac begat Jacob; and Jacob begat", "In"];
@@ -144,13 +129,11 @@ async fn every_token_is_looked_at_once_beside_others_and_where_tokens_are_guesse
 #[tokio::test]
 async fn a_request_ends_at_its_logits() {
     let (_cluster, client) = cluster().await;
-    let mut guard = at(
-        &["logits"],
-        Kind::RmsOutside(v1::Range {
-            least: 0.0,
-            most: 1e-3,
-        }),
-    );
+    let range = v1::Range {
+        least: 0.0,
+        most: 1e-3,
+    };
+    let mut guard = at(&["logits"], &[Kind::RmsOutside(range)]);
     guard.end = true;
     let (_, mut events) = armed(&client, guard).await;
     let stream = client.generate("In the beginning", options("ends"));
@@ -163,7 +146,7 @@ async fn a_request_ends_at_its_logits() {
     let hits = hits(&mut events, 0).await;
     assert!(hits[0].ended && hits[0].token == 0);
     // Nodes of layers are not among them.
-    let mut of_layer = at(&["logits"], Kind::Nan(true));
+    let mut of_layer = at(&["logits"], &[Kind::Nan(true)]);
     of_layer.layers = vec![0];
     let refused = match client.guard(of_layer).await {
         Ok(mut events) => events.next().await.unwrap().unwrap_err(),

@@ -11,6 +11,7 @@ mod crashing;
 mod draining;
 mod dtypes;
 mod guarding;
+mod guards;
 mod holding;
 mod logits;
 mod memory;

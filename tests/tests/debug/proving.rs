@@ -26,7 +26,7 @@ use hotcell_tests::{
 use rustix::process::Signal;
 use tokio::time::timeout;
 
-use super::{hotcell, kjv_cluster, long};
+use super::{guards::at, hotcell, kjv_cluster, long};
 
 /// A model small enough to start a worker with it a hundred times.
 const TINY: Measures = Measures {
@@ -332,13 +332,7 @@ impl Looker {
             ..v1::CaptureRequest::default()
         };
         let capture = client.capture(capture).await;
-        let guard = v1::GuardRequest {
-            conditions: vec![v1::Condition {
-                kind: Some(Kind::Above(0.0)),
-            }],
-            ..v1::GuardRequest::default()
-        };
-        let guard = client.guard(guard).await;
+        let guard = client.guard(at(&[], &[Kind::Above(0.0)])).await;
         Self {
             client,
             watch: watch.unwrap(),

@@ -9,7 +9,10 @@ use hotcell_client::{
     v1::{self, TraceTrack, trace_piece::Kind},
 };
 use hotcell_proto::limits;
-use hotcell_tests::cluster::{SOON, signal_pid};
+use hotcell_tests::{
+    cluster::{SOON, signal_pid},
+    debugged::spans,
+};
 use prost::Message;
 use rustix::process::Signal;
 
@@ -126,12 +129,7 @@ async fn a_trace_ends_after_so_many_steps_and_says_what_each_is_for() {
     };
     let stream = client.generate("In the beginning", options).await.unwrap();
     let whole = tokio::spawn(stream.complete());
-    let mut spans = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        if let Some(Kind::Spans(some)) = piece.unwrap().kind {
-            spans.extend(some.spans);
-        }
-    }
+    let spans = spans(pieces).await.unwrap();
     assert!(begun.elapsed() < SOON, "it waits for its minute");
     let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
     let steps: Vec<(u32, u32)> = of(TraceTrack::Steps).map(|s| (s.rows, s.reading)).collect();
@@ -346,12 +344,7 @@ async fn clients_graphs_are_on_the_timeline() {
     for _ in 0..CALLS {
         (&one + &one).eval().await.unwrap();
     }
-    let mut spans = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        if let Some(Kind::Spans(some)) = piece.unwrap().kind {
-            spans.extend(some.spans);
-        }
-    }
+    let spans = spans(pieces).await.unwrap();
     let of = |track: TraceTrack| spans.iter().filter(move |span| span.track() == track);
     assert_eq!(of(TraceTrack::Steps).count(), 0);
     let graphs: Vec<_> = of(TraceTrack::Tensors).collect();

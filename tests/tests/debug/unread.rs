@@ -8,7 +8,7 @@ use hotcell_tests::{
     debugged::spans,
 };
 
-use super::{kjv_cluster, long};
+use super::{guards::at, kjv_cluster, long};
 
 /// Bytes that a worker may come to hold for those who do not read.
 const MOST: i64 = 96 << 20;
@@ -42,13 +42,7 @@ async fn a_worker_serves_on_beside_debuggers_that_do_not_read() {
         .trace_worker("w0", Duration::from_secs(60), true)
         .await
         .unwrap();
-    let above = v1::Condition {
-        kind: Some(v1::condition::Kind::Above(0.0)),
-    };
-    let guard = v1::GuardRequest {
-        conditions: vec![above],
-        ..v1::GuardRequest::default()
-    };
+    let guard = at(&[], &[v1::condition::Kind::Above(0.0)]);
     let mut hits = client.guard(guard).await.unwrap();
     let capture = v1::CaptureRequest {
         which: Some(v1::capture_request::Which::RequestId("first".into())),

@@ -13,7 +13,7 @@ use hotcell_tests::{
 };
 use rustix::process::Signal;
 
-use super::{hotcell, kjv_cluster, long};
+use super::{guards::at, hotcell, kjv_cluster, long};
 
 /// Tokens that are watched.
 const TOKENS: u32 = 1000;
@@ -319,13 +319,7 @@ async fn each_way_to_look_into_a_worker_is_in_the_audit_log() {
     client.watch_worker("w0", every).await.unwrap();
     client.trace_worker("w0", every, false).await.unwrap();
     client.memory("w0", 0).await.unwrap();
-    let nan = v1::Condition {
-        kind: Some(v1::condition::Kind::Nan(true)),
-    };
-    let guard = v1::GuardRequest {
-        conditions: vec![nan],
-        ..v1::GuardRequest::default()
-    };
+    let guard = at(&[], &[v1::condition::Kind::Nan(true)]);
     client.guard(guard).await.unwrap();
     let capture = v1::CaptureRequest {
         which: Some(v1::capture_request::Which::Next(true)),

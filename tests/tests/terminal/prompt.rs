@@ -1,6 +1,9 @@
 //! `hotcell debug WORKER`: completion, Ctrl-C and Ctrl-D, and that it leaves the terminal as it was.
 
+use std::os::unix::process::ExitStatusExt;
+
 use hotcell_tests::cluster::{Cluster, all_have, hotcell, kjv};
+use rustix::process::Signal;
 
 use super::screen::Terminal;
 
@@ -68,8 +71,11 @@ async fn it_ends_with_its_terminal() {
     let cluster = Cluster::with_model("kjv", &kjv(), &[]).await.unwrap();
     cluster.workers(all_have("kjv")).await.unwrap();
     let starts = [Terminal::start, Terminal::start_detached];
+    let starts = starts.into_iter().zip([true, false]);
     // While it waits for a line, and while it shows something.
-    for (start, typed) in starts.into_iter().flat_map(|s| [(s, ""), (s, "watch\r")]) {
+    for (start, controls, typed) in
+        starts.flat_map(|(start, controls)| ["", "watch\r"].map(|typed| (start, controls, typed)))
+    {
         let mut command = hotcell(cluster.folder.path()).unwrap();
         let address = format!("unix:{}", cluster.socket.display());
         command.args(["--address", &address, "debug", "w0"]);
@@ -81,6 +87,14 @@ async fn it_ends_with_its_terminal() {
                 .until("lines", |t| t.text().contains("  idle  "))
                 .await;
         }
-        prompt.close().await;
+        let status = prompt.close().await;
+        // 0: its input is at its end. 1: the terminal can no longer be read from or written to. A panic gives 101.
+        let ended = matches!(status.code(), Some(0 | 1));
+        // It does not handle SIGHUP, which comes of a controlling terminal and may be sooner than that.
+        let hung_up = controls && status.signal() == Some(Signal::HUP.as_raw());
+        assert!(
+            ended || hung_up,
+            "controls: {controls}, {typed:?}: {status}"
+        );
     }
 }

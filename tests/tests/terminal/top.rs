@@ -326,17 +326,19 @@ async fn it_ends_with_its_terminal() {
 #[tokio::test]
 async fn a_terminal_that_stands_still_does_not_hold_it() {
     let cluster = Cluster::ready().await.unwrap();
-    let mut top = top(&cluster);
-    top.until("a worker", |t| !t.line("w0").is_empty()).await;
-    top.hold();
-    // More than a terminal keeps for who reads it, one frame after another.
-    for _ in 0..50 {
-        for key in ["?", "x"] {
-            top.press(key);
-            tokio::time::sleep(Duration::from_millis(60)).await;
+    for signal in [Signal::TERM, Signal::INT] {
+        let mut top = top(&cluster);
+        top.until("a worker", |t| !t.line("w0").is_empty()).await;
+        top.hold();
+        // More than a terminal keeps for who reads it, one frame after another.
+        for _ in 0..50 {
+            for key in ["?", "x"] {
+                top.press(key);
+                tokio::time::sleep(Duration::from_millis(60)).await;
+            }
         }
+        signal_pid(top.child.id(), signal).unwrap();
+        assert_eq!(top.ended().await.code(), Some(130), "{signal:?}");
+        top.has_its_modes();
     }
-    signal_pid(top.child.id(), Signal::TERM).unwrap();
-    assert_eq!(top.ended().await.code(), Some(130));
-    top.has_its_modes();
 }

@@ -20,7 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
 use super::{
-    guard::{conditions, wire as hit_on_wire},
+    guard::{Guarded, conditions, wire as hit_on_wire},
     pieces::all_pieces,
     watched::Watched,
 };
@@ -230,11 +230,11 @@ impl Capture {
             request: request.to_owned(),
             untold: Arc::clone(&untold),
         };
-        let name = self.model.clone();
+        let (name, reveal) = (self.model.clone(), self.options.reveal);
         let arm = move |inside: &mut Inside<'_>| {
             let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
             let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
-            let nodes: Vec<v1::CapturedNode> = batch.points().iter().map(told).collect();
+            let nodes = Guarded::all(batch.points(), reveal);
             let points = (0..nodes.len()).collect();
             let mut guard = Guard::new(points, conditions, to);
             guard.own = Some(own);
@@ -348,7 +348,7 @@ impl Capture {
         let mut watched = self.watched.take();
         let (worker, epoch) = host.identity();
         let model = self.model.clone();
-        let of_hit = |hit: Hit, nodes: &[v1::CapturedNode]| {
+        let of_hit = |hit: Hit, nodes: &[Guarded]| {
             let hit = hit_on_wire(hit, nodes, &model, (&worker, epoch.0));
             Ok(say(Kind::Hit(hit)))
         };

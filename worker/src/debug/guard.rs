@@ -12,6 +12,7 @@ use crate::{
     engine::Inside,
     generate::batch::{Condition, Guard, Hit, Looker},
     host::{Host, Loaded},
+    model::{points::Point, run::RowSize},
 };
 
 fn condition(wire: &v1::Condition) -> Result<Condition, Error> {
@@ -62,7 +63,7 @@ pub async fn guard(
         let gone = || Error::new(Reason::ModelNotFound, format!("model {name} is gone"));
         let batch = inside.models.get_mut(&name).ok_or_else(gone)?;
         let points = selected(batch.points(), &request.nodes, &request.layers)?;
-        let nodes: Vec<v1::CapturedNode> = batch.points().iter().map(told).collect();
+        let nodes = Guarded::all(batch.points(), request.reveal);
         let count = points.len();
         let mut guard = Guard::new(points, conditions, hits_to);
         guard.ends = request.end;
@@ -99,27 +100,54 @@ pub async fn guard(
     Ok(())
 }
 
+/// A node as its hits are told.
+pub struct Guarded {
+    node: v1::CapturedNode,
+    /// Whether its numbers tell of a token that is not to be revealed.
+    withheld: bool,
+}
+
+impl Guarded {
+    /// All of them, by their numbers.
+    pub fn all(points: &[Point], reveal: bool) -> Vec<Self> {
+        let guarded = points.iter().map(|point| Self {
+            node: told(point),
+            withheld: point.is_of_token && !reveal,
+        });
+        guarded.collect()
+    }
+}
+
 /// A hit as it is told.
 pub fn wire(
     hit: Hit,
-    nodes: &[v1::CapturedNode],
+    nodes: &[Guarded],
     model: &str,
     (worker, epoch): (&str, u64),
 ) -> v1::GuardHit {
+    let node = nodes.get(hit.point);
+    let RowSize { peak, mean_square } = hit.size;
+    let tells = peak.is_finite() && mean_square.is_finite() && peak > 0.0;
+    let withheld = tells && node.is_none_or(|node| node.withheld);
+    let (peak, rms) = match withheld {
+        true => (0.0, 0.0),
+        false => (peak, mean_square.sqrt()),
+    };
     v1::GuardHit {
         worker: worker.to_owned(),
         epoch,
         model: model.to_owned(),
         request_id: hit.request,
-        node: nodes.get(hit.point).cloned(),
+        node: node.map(|guarded| guarded.node.clone()),
         condition: u32::try_from(hit.condition).unwrap_or(u32::MAX),
         position: hit.position,
         token: (hit.position + 1).saturating_sub(hit.prompt),
-        peak: hit.size.peak,
-        rms: hit.size.mean_square.sqrt(),
+        peak,
+        rms,
         further: hit.further,
         ended: hit.ended,
         missed: hit.missed,
+        withheld,
     }
 }
 
@@ -128,6 +156,36 @@ mod tests {
     use v1::condition::Kind;
 
     use super::*;
+
+    #[test]
+    fn numbers_that_follow_from_one_token_are_told_to_those_who_may_know_it() {
+        let nodes = |withheld| {
+            let node = v1::CapturedNode::default();
+            [Guarded { node, withheld }]
+        };
+        let told = |peak, withheld| {
+            let hit = Hit {
+                request: String::new(),
+                point: 0,
+                condition: 0,
+                position: 0,
+                prompt: 1,
+                size: RowSize {
+                    peak,
+                    mean_square: 4.0,
+                },
+                further: 0,
+                ended: false,
+                missed: 0,
+            };
+            let hit = wire(hit, &nodes(withheld), "m", ("w", 1));
+            (hit.peak, hit.rms, hit.withheld)
+        };
+        assert_eq!(told(3.0, false), (3.0, 2.0, false));
+        assert_eq!(told(3.0, true), (0.0, 0.0, true));
+        assert_eq!(told(f32::INFINITY, true), (f32::INFINITY, 2.0, false));
+        assert_eq!(told(0.0, true), (0.0, 2.0, false));
+    }
 
     #[test]
     fn odd_conditions_are_refused() {

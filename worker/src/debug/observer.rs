@@ -296,16 +296,22 @@ impl Watching {
         calls
     }
 
-    /// Copies since it last asked; of those that are lost nobody is told.
+    /// Copies since it last asked, if it traces; of those that are lost nobody is told.
     pub fn copies(&mut self) -> Vec<CopyNote> {
+        if !self.traces {
+            return Vec::new();
+        }
         let notes = self.observer.notes();
         let (copies, _) = notes.copies.from(self.next_copy);
         self.next_copy = notes.copies.next();
         copies
     }
 
-    /// The nodes since it last asked, and how many of them are lost.
+    /// The nodes since it last asked, if it traces, and how many of them are lost.
     pub fn nodes(&mut self) -> (Vec<NodeNote>, u64) {
+        if !self.traces {
+            return (Vec::new(), 0);
+        }
         let notes = self.observer.notes();
         let nodes = notes.nodes.from(self.next_node);
         self.next_node = notes.nodes.next();

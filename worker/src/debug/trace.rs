@@ -210,10 +210,14 @@ impl Timeline {
     }
 
     /// Counts what there is, and returns how the nodes at these places are called.
-    async fn look(&mut self, host: &Host, places: Vec<Place>) -> HashMap<Place, String> {
+    async fn look(
+        &mut self,
+        host: &Host,
+        (places, since): (Vec<Place>, Instant),
+    ) -> HashMap<Place, String> {
         // In a long step it does not answer: there is nothing to count then.
         let patience = if places.is_empty() { PATIENCE } else { NAMING };
-        let look = timeout(patience, host.engine().look(places.clone())).await;
+        let look = timeout(patience, host.engine().look(places.clone(), since)).await;
         let Ok(Ok(look)) = look else {
             return HashMap::new();
         };
@@ -351,9 +355,11 @@ pub async fn trace(
         timeline.copies(&watching.copies());
         timeline.calls(&watching.calls());
         timeline.waits(watching.waits());
+        let first = nodes.iter().map(|note| note.begun).min();
+        let seen = (ops.places(&nodes), first.unwrap_or_else(Instant::now));
         let names = tokio::select! {
             () = to.closed() => return,
-            names = timeline.look(&host, ops.places(&nodes)) => names,
+            names = timeline.look(&host, seen) => names,
         };
         timeline.nodes(&nodes, &ops, &names);
         is_over |= timeline.steps_left == Some(0);

@@ -181,7 +181,7 @@ pub async fn watch(
         let looked = std::mem::take(&mut looks);
         let most = looked.most(&ops);
         let places = most.iter().map(Found::place).collect();
-        let look = timeout(PATIENCE, host.engine().look(places)).await;
+        let look = timeout(PATIENCE, host.engine().look(places, begun)).await;
         let look = match look {
             Ok(Ok(look)) => Some(look),
             Ok(Err(error)) => {

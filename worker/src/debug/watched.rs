@@ -5,9 +5,9 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use hotcell_proto::v1;
 use tokio::sync::mpsc;
 
+use super::guard::Guarded;
 use crate::generate::batch::Hit;
 
 /// Watchpoints under which a request is run.
@@ -15,7 +15,7 @@ pub(super) struct Watched {
     /// Its hits.
     pub hits: mpsc::Receiver<Hit>,
     /// What a hit's point counts.
-    pub nodes: Vec<v1::CapturedNode>,
+    pub nodes: Vec<Guarded>,
     /// Hits that are not on their way yet, for which the request waits.
     pub untold: Arc<AtomicUsize>,
 }

@@ -49,12 +49,12 @@ pub struct Place {
 }
 
 impl Inside<'_> {
-    /// What the node at a place is called, as in a capture. Empty where the device does not tell, or where several models have
-    /// different ones there.
-    pub fn name(&self, place: &Place) -> String {
+    /// What the node at a place that was seen since then is called, as in a capture. Empty where the device does not tell,
+    /// where several models have different ones there, or where the plan may be another one by now.
+    pub fn name(&self, place: &Place, since: Instant) -> String {
         let at = usize::try_from(place.step).unwrap_or(usize::MAX);
         let named = self.models.values().filter_map(|batch| {
-            let step = batch.plan_steps(place.part?).get(at)?;
+            let step = batch.plan_steps_since(place.part?, since).get(at)?;
             // One that was said just before another plan began is of that one.
             (step.op == place.op && !step.name.is_empty()).then_some(&step.name)
         });
@@ -109,12 +109,15 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Engine::inside`].
-    pub async fn look(&self, places: Vec<Place>) -> Result<Look, Error> {
+    pub async fn look(&self, places: Vec<Place>, since: Instant) -> Result<Look, Error> {
         self.inside(move |inside| {
             let now = Instant::now();
             let mut look = Look {
                 tensors: inside.tensors.census(),
-                names: places.iter().map(|place| inside.name(place)).collect(),
+                names: places
+                    .iter()
+                    .map(|place| inside.name(place, since))
+                    .collect(),
                 ..Look::default()
             };
             let mut names: Vec<&String> = inside.models.keys().collect();

@@ -176,7 +176,8 @@ pub fn points(graph: &Graph, which: Graphs) -> Vec<Point> {
                 layer: named.layer,
                 weight: named.weight.clone(),
                 spec: spec.clone(),
-                is_of_token: !named.mixed,
+                // A body's result is made of all tokens so far.
+                is_of_token: !named.mixed && which == Graphs::Body,
             });
         }
     }

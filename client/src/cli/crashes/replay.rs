@@ -3,6 +3,7 @@
 use clap::Args;
 use hotcell_proto::{
     error::{Error, Reason},
+    limits::STEPS_PER_CRUMB,
     plan_part::PlanPart,
     v1::{
         BlackBox, CaptureHeld, CaptureOptions, CapturedNode, CrashReport, GuardHit, ReplayRequest,
@@ -42,6 +43,9 @@ pub struct CrashReplayFlags {
     /// values is work between those of the model's steps: a request may die in another one of them then
     #[arg(long = "guard", value_name = "CONDITION", value_parser = condition)]
     pub guards: Vec<When>,
+    /// With --guard, tell the numbers of rows that follow from one token alone as well
+    #[arg(long, requires = "guards")]
+    pub reveal: bool,
 }
 
 /// How long it waits for a debugger, milliseconds.
@@ -108,8 +112,13 @@ fn is_same(crash: &CrashReport, again: &CrashReport) -> bool {
         let signal = seen.and_then(|seen| seen.signal.as_ref());
         signal.map_or("", |signal| &signal.name)
     }
-    fn is_past(device: &str) -> bool {
+    fn is_behind(device: &str) -> bool {
         device.starts_with("cuda:")
+    }
+    // What was noted is the last step at which the device noted any.
+    fn is_from(noted: u32, step: u32) -> bool {
+        step.checked_sub(noted)
+            .is_some_and(|further| further < STEPS_PER_CRUMB)
     }
     // A step's plans in their order, whoever looks at them.
     fn comes_before(part: &str, other: &str) -> bool {
@@ -128,8 +137,8 @@ fn is_same(crash: &CrashReport, again: &CrashReport) -> bool {
     let same_place = match (place(crash), place(again)) {
         (Some(one), Some(other)) => {
             let same_part = one.part == other.part && !one.part.is_empty();
-            match is_past(&crash.device) && is_past(&again.device) {
-                true if same_part => one.node <= other.node,
+            match is_behind(&crash.device) && is_behind(&again.device) {
+                true if same_part => is_from(one.node, other.node),
                 true => comes_before(&other.part, &one.part),
                 false => one.op == other.op || same_part && one.node.abs_diff(other.node) <= 1,
             }
@@ -151,12 +160,15 @@ enum News<'a> {
 
 /// Runs a request again, and tells what happens meanwhile. Without watchpoints if none are asked for: they are steps of the
 /// plan, too, and the request could die in another one than it did.
+///
+/// # Errors
+/// What cannot be shown; then it need not run on.
 async fn run_again(
     client: &Client,
     id: &str,
     flags: &CrashReplayFlags,
-    mut show: impl FnMut(News<'_>),
-) -> Outcome {
+    mut show: impl FnMut(News<'_>) -> Result<(), Failure>,
+) -> Result<Outcome, Failure> {
     let request = ReplayRequest {
         worker: flags.worker.clone().unwrap_or_default(),
         hold_ms: if flags.gdb { HOLD } else { 0 },
@@ -166,33 +178,38 @@ async fn run_again(
         follow: true,
         options: Some(CaptureOptions {
             only_logits: true,
+            reveal: flags.reveal,
             ..CaptureOptions::default()
         }),
         ..ReplayRequest::default()
     };
     let mut recorder = Recorder::default();
+    let mut shown = Ok(());
     let run = async {
         let mut told = client.replay(request).await?;
         let mut tokens = 0;
-        while let Some(message) = told.next().await {
+        while let (Ok(()), Some(message)) = (&shown, told.next().await) {
             let waited = recorder.held().is_some();
             let message = message?;
             let is_place = matches!(message.kind, Some(captured::Kind::Seen(_)));
             if let Some(captured::Kind::Hit(hit)) = &message.kind {
                 // There it goes by a name of its own.
-                show(News::Hit(&GuardHit {
+                shown = show(News::Hit(&GuardHit {
                     request_id: id.to_owned(),
                     ..hit.clone()
                 }));
             }
             tokens += u64::from(recorder.push(message)?.is_some());
             if let Some(held) = recorder.held().filter(|_| !waited) {
-                show(News::Held(held));
+                shown = show(News::Held(held));
             }
             if let Some(seen) = recorder.seen().filter(|_| is_place) {
                 let node = recorder.node_of(seen);
-                show(News::At(Place { seen, node }));
+                shown = show(News::At(Place { seen, node }));
             }
+        }
+        if shown.is_err() {
+            return Ok((tokens, String::new()));
         }
         let end = recorder.end().ok_or_else(|| {
             let what = "what was told broke off before its end; ask again";
@@ -200,8 +217,10 @@ async fn run_again(
         })?;
         Ok::<_, Error>((tokens, end.failed.clone()))
     };
-    let error = match run.await {
-        Ok((tokens, failed)) => return Outcome::Lived { tokens, failed },
+    let run = run.await;
+    shown?;
+    let error = match run {
+        Ok((tokens, failed)) => return Ok(Outcome::Lived { tokens, failed }),
         Err(error) => error,
     };
     let its = error.get("worker").zip(error.get("epoch"));
@@ -210,9 +229,9 @@ async fn run_again(
     {
         let seen = crash.blackbox.as_ref();
         let node = seen.and_then(|seen| recorder.node_of(seen)).cloned();
-        return Outcome::Died(Box::new(crash), node);
+        return Ok(Outcome::Died(Box::new(crash), node));
     }
-    Outcome::Not(error)
+    Ok(Outcome::Not(error))
 }
 
 fn line(id: &str, crash: &CrashReport, outcome: &Outcome) -> String {
@@ -292,39 +311,36 @@ pub(super) async fn replay(
     let crash = session.client.crash(&flags.id).await?;
     let ids = ran(&crash)?;
     for id in &ids {
-        let (mut shown, mut before) = (Ok(()), None);
+        let mut before = None;
         let json = ui.manner.json;
         let bar = ui.progress(&format!("request {}", one_line(id)));
         let show = |news: News<'_>| {
-            if shown.is_err() {
-                return;
-            }
             match news {
                 News::Held(held) if json => {
-                    shown = ui.print_json(&json!({
+                    ui.print_json(&json!({
                         "request_id": id,
                         "worker": held.worker,
                         "pid": held.pid,
                         "attach": attach(held),
-                    }));
+                    }))?;
                 }
                 News::Held(held) => {
                     let command = attach(held);
                     let text = format!("on the scheduler's host, as its user or root: {command}");
-                    shown = ui.print(&format!("{}\n", one_line(&text)));
+                    ui.print(&format!("{}\n", one_line(&text)))?;
                 }
                 News::Hit(hit) => {
                     let guard = flags.guards.get(hit.condition as usize);
                     let name = guard.map_or("?", |guard| &guard.1);
-                    shown = match json {
-                        true => ui.print_json(&hit_view(hit, name)),
-                        false => ui.print(&hit_line(hit, name)),
-                    };
+                    match json {
+                        true => ui.print_json(&hit_view(hit, name))?,
+                        false => ui.print(&hit_line(hit, name))?,
+                    }
                 }
                 // It may be seen there again, with more memory or tokens.
                 News::At(place) if json => {
                     if let Some(now) = place.view(id).filter(|now| before.as_ref() != Some(now)) {
-                        shown = ui.print_json(&now);
+                        ui.print_json(&now)?;
                         before = Some(now);
                     }
                 }
@@ -334,13 +350,13 @@ pub(super) async fn replay(
                     bar.set_message(one_line(&text));
                 }
             }
+            Ok(())
         };
         let outcome = tokio::select! {
-            outcome = run_again(&session.client, id, flags, show) => outcome,
+            outcome = run_again(&session.client, id, flags, show) => outcome?,
             () = interrupt.pressed() => return Err(Failure::Interrupted),
         };
         bar.finish_and_clear();
-        shown?;
         match ui.manner.json {
             true => ui.print_json(&view(id, &crash, &outcome))?,
             false => ui.print(&line(id, &crash, &outcome))?,
@@ -404,6 +420,8 @@ mod tests {
         let behind = on_cuda("softmax", "logits", 16);
         assert!(is_same(&behind, &on_cuda("add", "logits", 21)));
         assert!(is_same(&behind, &on_cuda("add", "body", 40)));
+        assert!(is_same(&behind, &on_cuda("add", "logits", 31)));
+        assert!(!is_same(&behind, &on_cuda("add", "logits", 32)));
         assert!(!is_same(&behind, &on_cuda("add", "logits", 12)));
         assert!(!is_same(&behind, &on_cuda("add", "draws", 1)));
         // Other devices have other steps.

@@ -63,8 +63,9 @@ pub struct GuardFlags {
     /// client's
     #[arg(long, value_name = "FILE")]
     pub capture: Option<PathBuf>,
-    /// Keep the prompt and the tokens in it, so that it can be run again
-    #[arg(long, requires = "capture")]
+    /// Tell the numbers of rows that follow from one token alone, and keep the prompt and the tokens in a capture, so that it
+    /// can be run again
+    #[arg(long)]
     pub reveal: bool,
 }
 
@@ -116,6 +117,7 @@ pub(super) async fn guard(
         layers: all_layers(&flags.layers),
         conditions: kinds.collect(),
         end: flags.end,
+        reveal: flags.reveal,
     };
     let mut events = session.client.guard(request).await?;
     let (mut hits, mut captured) = (0, false);
@@ -191,14 +193,16 @@ pub(in crate::cli) fn line(hit: &GuardHit, condition: &str) -> String {
         id => id,
     };
     let mut text = format!(
-        "{condition} at {} in {id} of {}, token {}, position {}: peak {}, rms {}",
+        "{condition} at {} in {id} of {}, token {}, position {}",
         named(&node),
         hit.model,
         hit.token,
         hit.position,
-        hit.peak,
-        hit.rms
     );
+    match hit.withheld {
+        true => text.push_str("; its numbers would tell the token, and are told with --reveal"),
+        false => text.push_str(&format!(": peak {}, rms {}", hit.peak, hit.rms)),
+    }
     if hit.further > 0 {
         text.push_str(&format!("; {} nodes after it", hit.further));
     }
@@ -226,8 +230,9 @@ pub(in crate::cli) fn view(hit: &GuardHit, condition: &str) -> Value {
         "weight": node.weight,
         "token": hit.token,
         "position": hit.position,
-        "peak": hit.peak,
-        "rms": hit.rms,
+        "peak": (!hit.withheld).then_some(hit.peak),
+        "rms": (!hit.withheld).then_some(hit.rms),
+        "withheld": hit.withheld,
         "further": hit.further,
         "ended": hit.ended,
         "missed": hit.missed,

@@ -10,7 +10,12 @@ use crate::connect::Client;
 /// How long until what failed is tried again.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Workers that are looked into at once. The rest is listed only.
-const WATCHED: usize = 64;
+pub(super) const WATCHED: usize = 64;
+
+/// Whether a worker is one of those that are looked into, the first of them.
+pub(super) fn is_looked_into(worker: &v1::WorkerInfo) -> bool {
+    worker.pid != 0 && worker.state() != v1::WorkerState::Standby
+}
 
 /// What was asked for together.
 pub(super) struct Lists {
@@ -66,8 +71,7 @@ impl Feed {
 
     /// Looks into these workers from now on, and into no others.
     pub(super) fn follow(&mut self, workers: &[v1::WorkerInfo]) {
-        let serves = |w: &&v1::WorkerInfo| w.pid != 0 && w.state() != v1::WorkerState::Standby;
-        let wanted = workers.iter().filter(serves).take(WATCHED);
+        let wanted = workers.iter().filter(|w| is_looked_into(w)).take(WATCHED);
         let wanted: Vec<&str> = wanted.map(|w| w.id.as_str()).collect();
         self.watchers.retain(|worker, task| {
             let stays = wanted.contains(&worker.as_str());

@@ -47,12 +47,12 @@ pub(super) struct Screen {
 
 impl Screen {
     pub(super) fn take() -> io::Result<Self> {
-        enable_raw_mode()?;
-        // From here on dropping it gives the terminal back.
         let out = BufWriter::with_capacity(GATHERED, io::stdout());
         let mut screen = Self {
             terminal: ManuallyDrop::new(Terminal::new(CrosstermBackend::new(out))?),
         };
+        // From here on dropping it gives the terminal back.
+        enable_raw_mode()?;
         execute!(
             screen.terminal.backend_mut(),
             EnterAlternateScreen,
@@ -117,7 +117,7 @@ impl Keys {
         (Self { over, ended }, events)
     }
 
-    /// Waits until nothing reads the terminal any more, as long as that takes where there is one.
+    /// Waits until nothing reads the terminal any more, for as long as that takes where there is one.
     pub(super) async fn end(self) {
         self.over.store(true, Ordering::Relaxed);
         // It tells nothing but that it ended.
@@ -147,11 +147,14 @@ impl Asked {
     pub(super) fn listen() -> io::Result<Self> {
         let mut stops = signal(SignalKind::terminate())?;
         let mut hangs = signal(SignalKind::hangup())?;
+        // Ctrl-C is a key here; this is another process's signal.
+        let mut interrupts = signal(SignalKind::interrupt())?;
         let (tell, told) = oneshot::channel();
         let task = tokio::spawn(async move {
             tokio::select! {
                 _ = stops.recv() => {}
                 _ = hangs.recv() => {}
+                _ = interrupts.recv() => {}
             }
             // Who is held hears it later, if at all.
             let _ = tell.send(());

@@ -225,6 +225,13 @@ impl State {
         self.devices = lists.devices;
         let there = |id: &str| self.workers.iter().any(|w| w.id == id);
         self.seen.retain(|id, _| there(id));
+        // Of one without a process nothing is known any more.
+        for worker in self.workers.iter().filter(|w| w.pid == 0) {
+            if let Some(seen) = self.seen.get_mut(&worker.id) {
+                seen.sample = v1::WatchSample::default();
+                seen.paces.clear();
+            }
+        }
         if !there(&self.chosen) {
             let first = self.workers.first().map(|w| w.id.clone());
             self.chosen = first.unwrap_or_default();

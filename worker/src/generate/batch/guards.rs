@@ -218,7 +218,9 @@ impl Batch {
         }
         for (at, right) in given_up {
             let running = &mut self.running[at];
-            running.given_up = running.guesses.len() - right;
+            // Another watchpoint may have left fewer of them.
+            let given_up = running.guesses.len().saturating_sub(right);
+            running.given_up += given_up;
             running.guesses.truncate(right);
         }
         Ok(())

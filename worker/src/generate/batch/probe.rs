@@ -3,7 +3,7 @@
 //! Steps in which nobody looks at anything are computed by the plan that they are always computed by. Nobody waits for
 //! those who look, except a request that was begun to be looked at.
 
-use std::ops::Range;
+use std::{ops::Range, time::Instant};
 
 use hotcell_graph::Graph;
 use hotcell_kernels::backend::{Device, DeviceError};
@@ -176,6 +176,21 @@ impl Batch {
     /// What the steps of one of the plans compute.
     pub fn plan_steps(&self, part: PlanPart) -> &[Step] {
         self.runner.plan_steps(part)
+    }
+
+    /// The same of a step that was seen at some time, if the plan is that one's: plans for who looks are others for the next
+    /// who does.
+    pub fn plan_steps_since(&self, part: PlanPart, seen: Instant) -> &[Step] {
+        let is_others = match part {
+            PlanPart::Looked | PlanPart::LookedLogits => {
+                self.runner.tapped_since().is_some_and(|since| since > seen)
+            }
+            PlanPart::Body | PlanPart::Logits | PlanPart::Draws | PlanPart::States => false,
+        };
+        match is_others {
+            true => &[],
+            false => self.plan_steps(part),
+        }
     }
 
     /// Lets somebody look from the next step on.

@@ -11,6 +11,7 @@
 use std::{
     collections::{BTreeSet, HashMap},
     ops::Range,
+    time::Instant,
 };
 
 use hotcell_graph::{DType, Graph, GraphBuilder, GraphError, TensorSpec, op::ValueSpec};
@@ -86,6 +87,8 @@ pub(super) struct Tap {
     pub head: Option<Tapped>,
     /// Rows of a step at most: those whose values there is room for.
     pub rows: usize,
+    /// When it was made.
+    since: Instant,
     /// Sizes of the last step's rows in layers that other processes have.
     elsewhere: HashMap<usize, Vec<RowSize>>,
 }
@@ -193,6 +196,11 @@ impl Runner {
         all.collect()
     }
 
+    /// When the plans that hand out more were made, if there are any.
+    pub fn tapped_since(&self) -> Option<Instant> {
+        self.tap.as_ref().map(|tap| tap.since)
+    }
+
     /// What the steps of one of the plans compute; nothing, if there is no such plan.
     pub fn plan_steps(&self, part: PlanPart) -> &[Step] {
         let of = |graph: &Graph, which: Graphs, plan: &dyn Plan| {
@@ -294,6 +302,7 @@ impl Runner {
             body,
             head,
             rows,
+            since: Instant::now(),
             elsewhere: HashMap::new(),
         })
     }
