@@ -253,7 +253,10 @@ async fn what_ran_when_a_worker_was_killed_runs_again_under_watchpoints() {
     let replay = ["crashes", "replay", &crash.id, "--hurry"];
     let replay = [&replay[..], &["--guard", "nan", "--guard"]].concat();
 
-    let said = hotcell(&cluster, &[&["--json"], &replay[..], &["above=0"]].concat());
+    let said = hotcell(
+        &cluster,
+        &[&["--json"], &replay[..], &["above=0", "--reveal"]].concat(),
+    );
     let lines = lines(&said);
     let (outcome, told) = lines.split_last().unwrap();
     let hits = told.iter().filter(|line| line["condition"].is_string());
@@ -273,7 +276,7 @@ async fn what_ran_when_a_worker_was_killed_runs_again_under_watchpoints() {
     }
     // It is one of the model's first nodes that is named, in words too.
     let node = hits[0]["node"].as_str().unwrap();
-    let said = hotcell(&cluster, &[&replay[..], &["above=0"]].concat());
+    let said = hotcell(&cluster, &[&replay[..], &["above=0", "--reveal"]].concat());
     let named = |line: &str| line.starts_with("above=0 at ") && line.contains(node);
     assert!(said.lines().any(named), "{node}: {said}");
     // What does not hold is not told.

@@ -142,7 +142,7 @@ async fn numbers_of_rows_that_tell_their_token_are_told_if_revealed() {
             ..at(&[node], &[Kind::Above(0.0)])
         };
         let (_, mut events) = armed(&client, guard).await;
-        let id = format!("{node}-{reveal}");
+        let id = format!("{}-{reveal}", node.replace('.', "_"));
         let stream = client.generate("In the beginning", options(&id, 2)).await;
         stream.unwrap().complete().await.unwrap();
         let hit = tokio::time::timeout(SOON, events.next()).await.unwrap();

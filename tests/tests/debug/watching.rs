@@ -191,13 +191,13 @@ async fn the_command_prints_a_line_or_an_object_for_each_sample() {
     assert!(all[0]["memory"][0]["bytes"].as_u64().unwrap() > 0);
     for (arguments, code) in [
         (["debug", "watch", "w9", "--every", "1s"], 7),
-        (["debug", "watch", "w0", "--every", "1ms"], 5),
+        (["debug", "watch", "w0", "--every", "1ms"], 2),
     ] {
         let output = cluster.hotcell(&arguments).unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(code), "{said}");
         assert!(
-            said.contains("w9") || said.contains("[50, 60000]"),
+            said.contains("w9") || said.contains("50 to 60000 ms"),
             "{said}"
         );
     }
