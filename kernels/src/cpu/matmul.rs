@@ -341,6 +341,13 @@ fn on_scaled_tiles<F: amx::scaled::Scaled>(path: CpuPath) -> Kernels {
 use {on_path as on_tiles, on_path as on_scaled_tiles};
 
 fn on_path<F: Format>(path: CpuPath) -> Kernels {
+    #[cfg(target_arch = "x86_64")]
+    if path == CpuPath::AvxVnni && path.is_available() && !F::PLAIN {
+        return Kernels {
+            stored: on_avx_vnni::<F, Stored>,
+            packed: on_avx_vnni::<F, Packed>,
+        };
+    }
     match path.vectors() {
         #[cfg(target_arch = "x86_64")]
         CpuPath::Avx512Vnni => Kernels {
@@ -379,6 +386,16 @@ unsafe fn on_avx512<F: Format, W: Place>(job: &Job) {
 unsafe fn on_avx2<F: Format, W: Place>(job: &Job) {
     // SAFETY: the caller's promise.
     unsafe { drive::run::<avx2::Avx2, F, W>(job) }
+}
+
+/// # Safety
+///
+/// As for [`drive::run`], which includes that the processor has these instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avxvnni,avx2,fma,f16c")]
+unsafe fn on_avx_vnni<F: Format, W: Place>(job: &Job) {
+    // SAFETY: the caller's promise.
+    unsafe { drive::run::<avx2::AvxVnni, F, W>(job) }
 }
 
 /// # Safety

@@ -14,6 +14,8 @@ pub enum CpuPath {
     Amx,
     /// x86-64 with AVX-512 F, BW, VL, DQ and VNNI (and what [`CpuPath::Avx2`] needs).
     Avx512Vnni,
+    /// [`CpuPath::Avx2`] and AVX-VNNI, as of Intel's cores of the 12th generation on: for products of bytes.
+    AvxVnni,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
     /// Whatever the compiler's target has; no intrinsics.
@@ -25,6 +27,7 @@ impl CpuPath {
     pub const ALL: &'static [CpuPath] = &[
         CpuPath::Amx,
         CpuPath::Avx512Vnni,
+        CpuPath::AvxVnni,
         CpuPath::Avx2,
         CpuPath::Portable,
     ];
@@ -53,6 +56,7 @@ impl CpuPath {
         let bit = match self {
             CpuPath::Amx => HAS_AMX,
             CpuPath::Avx512Vnni => HAS_AVX512,
+            CpuPath::AvxVnni => HAS_AVX_VNNI,
             CpuPath::Avx2 => HAS_AVX2,
             CpuPath::Portable => return true,
         };
@@ -61,13 +65,15 @@ impl CpuPath {
         seen & bit != 0
     }
 
-    /// The path whose vector instructions kernels use: the path itself where the processor has it, but
-    /// [`CpuPath::Avx512Vnni`] for [`CpuPath::Amx`], else [`CpuPath::Portable`]. What is returned is the proof that the
+    /// The path whose vector instructions most kernels use: the path itself where the processor has it, but
+    /// [`CpuPath::Avx512Vnni`] for [`CpuPath::Amx`] and [`CpuPath::Avx2`] for [`CpuPath::AvxVnni`], else
+    /// [`CpuPath::Portable`]. What is returned is the proof that the
     /// instructions exist; `dispatch!` calls it before it jumps.
     #[inline]
     pub fn vectors(self) -> CpuPath {
         match self {
             CpuPath::Amx if self.is_available() => CpuPath::Avx512Vnni,
+            CpuPath::AvxVnni if self.is_available() => CpuPath::Avx2,
             _ if self.is_available() => self,
             _ => CpuPath::Portable,
         }
@@ -78,6 +84,7 @@ impl CpuPath {
         match self {
             CpuPath::Amx => "amx",
             CpuPath::Avx512Vnni => "avx512",
+            CpuPath::AvxVnni => "avx-vnni",
             CpuPath::Avx2 => "avx2",
             CpuPath::Portable => "portable",
         }
@@ -102,6 +109,7 @@ const ASKED: u8 = 1;
 const HAS_AVX2: u8 = 2;
 const HAS_AVX512: u8 = 4;
 const HAS_AMX: u8 = 8;
+const HAS_AVX_VNNI: u8 = 16;
 
 static FEATURES: AtomicU8 = AtomicU8::new(0);
 
@@ -121,6 +129,9 @@ fn ask() -> u8 {
             && std::arch::is_x86_feature_detected!("avx512vnni");
         if avx2 {
             seen |= HAS_AVX2;
+            if std::arch::is_x86_feature_detected!("avxvnni") {
+                seen |= HAS_AVX_VNNI;
+            }
         }
         if avx512 {
             seen |= HAS_AVX512;

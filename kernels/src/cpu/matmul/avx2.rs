@@ -1,4 +1,4 @@
-//! AVX2 with FMA and F16C: two registers are sixteen lanes.
+//! AVX2 with FMA and F16C: two registers are sixteen lanes. With AVX-VNNI products of bytes are one instruction.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -7,8 +7,13 @@ use std::ptr;
 use super::simd::Simd;
 
 /// AVX2, FMA and F16C.
+pub(super) type Avx2 = On<false>;
+/// The same and AVX-VNNI.
+pub(super) type AvxVnni = On<true>;
+
+/// Either of them.
 #[derive(Clone, Copy)]
-pub(super) struct Avx2;
+pub(super) struct On<const VNNI: bool>;
 
 // Not closures: a closure that calls an intrinsic is compiled without the instructions of the function
 // it is written in, and stays a call.
@@ -79,18 +84,34 @@ fn settle_f(a: &mut __m256, b: &mut __m256) {
     (*a, *b) = (x, y);
 }
 
+/// `acc + Σ w_i · x_i` over the four bytes of each word: `w` unsigned, `x` signed.
+///
+/// # Safety
+///
+/// The processor has AVX2 and AVX-VNNI.
+#[inline(always)]
+unsafe fn dot_bytes(acc: [__m256i; 2], w: [__m256i; 2], x: [__m256i; 2]) -> [__m256i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        [
+            _mm256_dpbusd_avx_epi32(acc[0], w[0], x[0]),
+            _mm256_dpbusd_avx_epi32(acc[1], w[1], x[1]),
+        ]
+    }
+}
+
 // SAFETY for the whole impl: the caller vouches for the instructions (the trait's contract); only
 // the loads, `store_f` and the gathers touch memory, exactly the bytes that the trait names, with
 // unaligned accesses.
-impl Simd for Avx2 {
+impl<const VNNI: bool> Simd for On<VNNI> {
     type F = [__m256; 2];
     type I = [__m256i; 2];
-    /// Pairs of products, in 16 bits.
+    /// Without AVX-VNNI pairs of products, in 16 bits.
     type Sums = [__m256i; 2];
 
-    const BIASED: bool = false;
+    const BIASED: bool = VNNI;
     const WIDE: bool = false;
-    const NARROW: bool = true;
+    const NARROW: bool = !VNNI;
 
     #[inline(always)]
     unsafe fn splat_f(value: f32) -> Self::F {
@@ -302,6 +323,9 @@ impl Simd for Avx2 {
     unsafe fn dot_u7(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
+            if VNNI {
+                return dot_bytes(acc, w, x);
+            }
             // At most 2 · 127 · 127 in 16 bits: nothing saturates.
             let ones = _mm256_set1_epi16(1);
             let pairs = both!(_mm256_maddubs_epi16, w, each x);
@@ -310,7 +334,10 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn open(_: Self::I) -> Self::Sums {
+    unsafe fn open(start: Self::I) -> Self::Sums {
+        if VNNI {
+            return start;
+        }
         // SAFETY: see the impl.
         unsafe { [_mm256_setzero_si256(); 2] }
     }
@@ -318,6 +345,9 @@ impl Simd for Avx2 {
     unsafe fn add_small(sums: Self::Sums, w: Self::I, x: Self::I) -> Self::Sums {
         // SAFETY: see the impl.
         unsafe {
+            if VNNI {
+                return dot_bytes(sums, w, x);
+            }
             let pairs = both!(_mm256_maddubs_epi16, w, each x);
             both!(_mm256_add_epi16, sums, each pairs)
         }
@@ -339,6 +369,9 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn close(start: Self::I, sums: Self::Sums) -> Self::I {
+        if VNNI {
+            return sums;
+        }
         // SAFETY: see the impl.
         unsafe { Self::close_times(start, sums, [_mm256_set1_epi16(1); 2]) }
     }
@@ -346,6 +379,9 @@ impl Simd for Avx2 {
     unsafe fn factor(value: Self::I) -> Self::I {
         // SAFETY: see the impl. Once in each half of the word.
         unsafe {
+            if VNNI {
+                return value;
+            }
             let [a, b] = value;
             let (upper_a, upper_b) = (_mm256_slli_epi32::<16>(a), _mm256_slli_epi32::<16>(b));
             [
@@ -358,6 +394,10 @@ impl Simd for Avx2 {
     unsafe fn two_factors(a: Self::I, b: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
+            let b = match VNNI {
+                true => [_mm256_slli_epi32::<16>(b[0]), _mm256_slli_epi32::<16>(b[1])],
+                false => b,
+            };
             [
                 _mm256_blend_epi16::<0b1010_1010>(a[0], b[0]),
                 _mm256_blend_epi16::<0b1010_1010>(a[1], b[1]),
@@ -368,7 +408,10 @@ impl Simd for Avx2 {
     unsafe fn close_times(acc: Self::I, sums: Self::Sums, factor: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
-            let products = both!(_mm256_madd_epi16, sums, each factor);
+            let products = match VNNI {
+                true => both!(_mm256_mullo_epi32, sums, each factor),
+                false => both!(_mm256_madd_epi16, sums, each factor),
+            };
             both!(_mm256_add_epi32, acc, each products)
         }
     }
@@ -376,6 +419,9 @@ impl Simd for Avx2 {
     unsafe fn dot_i8(acc: Self::I, w: Self::I, x: Self::I) -> Self::I {
         // SAFETY: see the impl.
         unsafe {
+            if VNNI {
+                return dot_bytes(acc, w, x);
+            }
             // |w| · (x with the sign of w): at most 2 · 128 · 127 in 16 bits, nothing saturates.
             let ones = _mm256_set1_epi16(1);
             let sizes = both!(_mm256_abs_epi8, w);
