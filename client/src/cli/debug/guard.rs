@@ -262,6 +262,16 @@ mod tests {
         );
         assert!(!text.contains('\u{1b}') && text.lines().count() == 1);
         assert!(view(&hit, "nan")["peak"].is_null());
+        let hit = GuardHit {
+            withheld: true,
+            ..hit
+        };
+        let text = line(&hit, "nan");
+        assert!(
+            text.contains("--reveal") && !text.contains("peak"),
+            "{text}"
+        );
+        assert!(view(&hit, "nan")["rms"].is_null());
         assert_eq!(range("0.5,2"), Ok((0.5, 2.0)));
         assert!(range("2,1").is_err() && range("1").is_err());
     }

@@ -114,7 +114,7 @@ fn notes(state: &State) -> Vec<String> {
     if looked_into > WATCHED {
         let rest = looked_into - WATCHED;
         lines.push(format!(
-            "{rest} workers more are not looked into: {WATCHED} are at once"
+            "{rest} workers more are not looked into: {WATCHED} are, at once"
         ));
     }
     let asked: u64 = state
@@ -134,7 +134,7 @@ mod tests {
     use ratatui::crossterm::event::KeyCode;
 
     use super::super::{
-        feed::Update,
+        feed::{Lists, Update},
         state::{
             Page, State,
             tests::{host, press},
@@ -226,6 +226,43 @@ mod tests {
         state.take(Update::Blind("w1".into(), why.into()));
         let text = shown(&mut state, (120, 30));
         assert!(text.contains("w0, w1: the role debug is wanted"), "{text}");
+    }
+
+    #[test]
+    fn of_whom_nothing_is_known_no_requests_stay_and_it_is_said() {
+        let mut state = host();
+        let drawing = request("noah", WatchedState::Drawing, 1000.0);
+        state.take(sample("w0", 4_000_000, vec![drawing]));
+        assert_eq!(ids(&state), ["noah"]);
+        let lists = |workers: Vec<v1::WorkerInfo>| {
+            Update::Lists(Lists {
+                workers,
+                models: Vec::new(),
+                devices: Vec::new(),
+            })
+        };
+        let mut workers = state.workers.clone();
+        workers[0].pid = 0;
+        state.take(lists(workers));
+        assert!(ids(&state).is_empty());
+        press(&mut state, KeyCode::Char('s'));
+        assert!(!shown(&mut state, (120, 30)).contains("looked into"));
+        // Those that stand by, or have no process, are none of them.
+        let many = (0..WATCHED + 5).map(|n| v1::WorkerInfo {
+            id: format!("w{n}"),
+            pid: (n > 0).into(),
+            state: match n {
+                1 => v1::WorkerState::Standby.into(),
+                _ => v1::WorkerState::Ready.into(),
+            },
+            ..v1::WorkerInfo::default()
+        });
+        state.take(lists(many.collect()));
+        let text = shown(&mut state, (120, 30));
+        assert!(
+            text.contains("3 workers more are not looked into"),
+            "{text}"
+        );
     }
 
     #[test]
