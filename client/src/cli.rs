@@ -467,7 +467,7 @@ pub async fn run(cli: Cli, ui: &mut Ui, bundled: Bundled, mut interrupt: Interru
         Command::Doctor => doctor::doctor(ui, global, bundled, stop).await,
         Command::Models => operate::models(ui, global).await,
         Command::Watch => operate::watch(ui, global, stop).await,
-        Command::Top(flags) => top::top(ui, global, flags, stop).await,
+        Command::Top(flags) => top::top(ui, global, flags).await,
         Command::Crashes(flags) => crashes::crashes(ui, global, flags, stop).await,
         Command::Debug(flags) => debug::debug(ui, global, flags, bundled, stop).await,
         Command::Tokenize(flags) => operate::tokenize(ui, global, flags).await,

@@ -5,6 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
+use ratatui::crossterm::terminal::disable_raw_mode;
 use tokio::sync::watch;
 
 use super::exit::Exit;
@@ -49,7 +50,8 @@ impl Interrupt {
         tokio::spawn(async move {
             while tokio::signal::ctrl_c().await.is_ok() {
                 if trigger.press() {
-                    // A private scheduler dies with us; no terminal mode was changed.
+                    // A private scheduler dies with us; who draws on the whole terminal has changed its modes.
+                    let _ = disable_raw_mode();
                     std::process::exit(Exit::Interrupted.code().into());
                 }
             }

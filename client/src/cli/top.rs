@@ -51,7 +51,6 @@ pub(super) async fn top(
     ui: &mut Ui,
     global: &GlobalFlags,
     flags: &TopFlags,
-    interrupt: &mut Interrupt,
 ) -> Result<(), Failure> {
     if ui.manner.json {
         let what = "hotcell top draws a screen; for JSON there are `hotcell ps --json` and `hotcell debug watch --json`";
@@ -103,7 +102,6 @@ pub(super) async fn top(
                 true => break Ok(()),
                 false => None,
             },
-            () = interrupt.pressed() => break Ok(()),
             () = asked.end() => break Ok(()),
         };
         match action {

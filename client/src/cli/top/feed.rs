@@ -12,8 +12,8 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// Workers that are looked into at once. The rest is listed only.
 pub(super) const WATCHED: usize = 64;
 
-/// Whether a worker is one of those that are looked into, the first of them.
-pub(super) fn is_looked_into(worker: &v1::WorkerInfo) -> bool {
+/// Whether a worker can be looked into; the first [`WATCHED`] that can are.
+pub(super) fn can_be_looked_into(worker: &v1::WorkerInfo) -> bool {
     worker.pid != 0 && worker.state() != v1::WorkerState::Standby
 }
 
@@ -71,7 +71,10 @@ impl Feed {
 
     /// Looks into these workers from now on, and into no others.
     pub(super) fn follow(&mut self, workers: &[v1::WorkerInfo]) {
-        let wanted = workers.iter().filter(|w| is_looked_into(w)).take(WATCHED);
+        let wanted = workers
+            .iter()
+            .filter(|w| can_be_looked_into(w))
+            .take(WATCHED);
         let wanted: Vec<&str> = wanted.map(|w| w.id.as_str()).collect();
         self.watchers.retain(|worker, task| {
             let stays = wanted.contains(&worker.as_str());

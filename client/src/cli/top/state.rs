@@ -88,6 +88,12 @@ pub(super) struct Seen {
 }
 
 impl Seen {
+    /// Nothing runs in one that is not there.
+    fn forget(&mut self) {
+        self.sample = v1::WatchSample::default();
+        self.paces.clear();
+    }
+
     fn take(&mut self, mut sample: v1::WatchSample) {
         self.blind = None;
         self.tokens.push_back(rate(&sample).round() as u64);
@@ -201,9 +207,7 @@ impl State {
             }
             Update::Blind(worker, why) => {
                 let seen = self.seen.entry(worker).or_default();
-                // Nothing runs in one that is not there.
-                seen.sample = v1::WatchSample::default();
-                seen.paces.clear();
+                seen.forget();
                 seen.blind = Some(why);
             }
             Update::Event(event) => {
@@ -225,11 +229,9 @@ impl State {
         self.devices = lists.devices;
         let there = |id: &str| self.workers.iter().any(|w| w.id == id);
         self.seen.retain(|id, _| there(id));
-        // Of one without a process nothing is known any more.
         for worker in self.workers.iter().filter(|w| w.pid == 0) {
             if let Some(seen) = self.seen.get_mut(&worker.id) {
-                seen.sample = v1::WatchSample::default();
-                seen.paces.clear();
+                seen.forget();
             }
         }
         if !there(&self.chosen) {

@@ -9,7 +9,7 @@ use ratatui::{
 };
 
 use super::{
-    feed::{WATCHED, is_looked_into},
+    feed::{WATCHED, can_be_looked_into},
     state::{State, Stream},
     view::{Column, DIM, request_name, table, titled},
 };
@@ -110,9 +110,13 @@ fn notes(state: &State) -> Vec<String> {
         .take(NOTES)
         .map(|(why, workers)| one_line(&format!("{}: {why}", workers.join(", "))))
         .collect();
-    let looked_into = state.workers.iter().filter(|w| is_looked_into(w)).count();
-    if looked_into > WATCHED {
-        let rest = looked_into - WATCHED;
+    let able = state
+        .workers
+        .iter()
+        .filter(|w| can_be_looked_into(w))
+        .count();
+    if able > WATCHED {
+        let rest = able - WATCHED;
         lines.push(format!(
             "{rest} workers more are not looked into: {WATCHED} are, at once"
         ));
