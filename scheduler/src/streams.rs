@@ -344,14 +344,15 @@ impl Streams {
         let wanted =
             |table: &Table| table.kept.len() > limits::MAX_KEPT_STREAMS || self.0.room.is_full();
         let mut table = self.table();
-        if !wanted(&table) {
-            return;
-        }
-        for id in table.kept.values().cloned().collect::<Vec<_>>() {
-            if !wanted(&table) {
+        // One after the other, as few as it takes: this is asked for whenever a stream ends, and thousands may be kept.
+        let mut from = 0;
+        while wanted(&table) {
+            let Some((&number, id)) = table.kept.range(from..).next() else {
                 return;
-            }
-            if table.entries.get(&id).is_some_and(|e| e.stream.forget()) {
+            };
+            from = number + 1;
+            if table.entries.get(id).is_some_and(|e| e.stream.forget()) {
+                let id = id.clone();
                 table.remove(&id);
             }
         }
@@ -439,5 +440,28 @@ mod tests {
         keeping.await.unwrap();
         assert_eq!(began.elapsed().as_secs(), 210);
         assert_eq!(streams.count(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn too_many_finished_streams_are_forgotten_from_the_oldest_on_that_nobody_reads() {
+        let streams = Streams::new(Room::default(), Duration::from_secs(60));
+        let many = limits::MAX_KEPT_STREAMS + 3;
+        let find = |number: usize| streams.find(&id(&number.to_string()), &Caller::own());
+        let mut reader = None;
+        for number in 0..many {
+            let name = number.to_string();
+            open(&streams, &name, Some([1; 32])).unwrap();
+            let stream = find(number).unwrap();
+            if number == 1 {
+                reader = Some(stream.attach(None, streams.reader()).unwrap());
+            }
+            let streams = streams.clone();
+            tokio::spawn(async move { streams.keep(&id(&name), &stream).await });
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(streams.count(), limits::MAX_KEPT_STREAMS);
+        let gone: Vec<usize> = (0..many).filter(|&number| find(number).is_err()).collect();
+        assert_eq!(gone, [0, 2, 3], "the second is being read");
+        drop(reader);
     }
 }
