@@ -147,6 +147,9 @@ impl Bench {
         if self.wanted("requests") {
             processes::requests(self, &self.model("q4_0")?).await?;
         }
+        if self.wanted("late") {
+            processes::late(self).await?;
+        }
         Ok(())
     }
 

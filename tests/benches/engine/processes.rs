@@ -11,6 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use hotcell_client::load::{self, Bounds, Load};
+use hotcell_proto::limits;
 use hotcell_tests::{bench::Goal, cluster::cpu_seconds};
 use tokio::task::JoinSet;
 
@@ -25,6 +26,8 @@ use crate::{
 const CONCURRENCY: usize = 64;
 /// Tokens of an answer.
 const TOKENS: usize = 16;
+/// Requests before which and after which a scheduler is measured: it keeps the streams of fewer.
+const EARLIER: usize = 2 * limits::MAX_KEPT_STREAMS;
 /// Those that members draw, and of the prompt that they read.
 const MEMBERS_TOKENS: usize = 128;
 const MEMBERS_PROMPT: usize = 512;
@@ -150,6 +153,55 @@ pub async fn requests(bench: &Bench, model: &Model) -> Result<()> {
         "% of a core",
         Goal::AtMost(10.0),
     );
+    Ok(())
+}
+
+/// What a request takes of a scheduler that has had thousands before, beside one that has not, in turns: nothing may grow
+/// with them, and one that keeps as many streams as it may forgets one for each that ends. Of a model so small that requests
+/// are most of the work.
+pub async fn late(bench: &Bench) -> Result<()> {
+    let model = Model::get("llama-15m", "q4_0")?;
+    let mut seed = 3 << 32;
+    let mut several = async |served: &Served, requests: usize| -> Result<(f64, f64)> {
+        seed += 1 << 32;
+        let load = Load {
+            options: options(TOKENS),
+            prompt_tokens: SHORT as u32,
+            vocabulary: model.vocabulary,
+            streams: CONCURRENCY,
+            requests,
+            seed,
+            bounds: Bounds::default(),
+        };
+        let scheduler = served.cluster.scheduler.pid();
+        let before = cpu_seconds(scheduler)?;
+        let outcome = load::run(&served.client, &load, || {}).await?;
+        ensure!(outcome.failed == 0, "{:?}", outcome.problem);
+        let used = cpu_seconds(scheduler)? - before;
+        Ok((outcome.tokens_per_second, used / requests as f64))
+    };
+    let (rounds, each, earlier) = match bench.quick {
+        true => (2, 100, 200),
+        false => (8, 400, EARLIER),
+    };
+    let old = Served::start(&model, &[]).await?;
+    several(&old, earlier).await?;
+    let new = Served::start(&model, &[]).await?;
+    several(&new, CONCURRENCY).await?;
+    let (mut rates, mut rate, mut times, mut time) = (vec![], vec![], vec![], vec![]);
+    for _ in 0..rounds {
+        let (first, last) = (several(&new, each).await?, several(&old, each).await?);
+        rates.push(last.0 / first.0);
+        rate.push(last.0);
+        times.push(last.1 / first.1);
+        time.push(last.1 * 1e6);
+    }
+    let unit = "of a new scheduler's tokens/s";
+    bench.figure("late", rates, unit, Goal::AtLeast(0.95));
+    bench.figure("late_rate", rate, "tokens/s", Goal::None);
+    let unit = "of a new scheduler's processor time";
+    bench.figure("late_scheduler", times, unit, Goal::AtMost(1.2));
+    bench.figure("late_request", time, "us", Goal::None);
     Ok(())
 }
 
