@@ -215,7 +215,12 @@ impl CpuDevice {
     /// # Errors
     /// As of [`Backend::open`].
     pub fn beside(cores: &[u32]) -> Result<Rc<dyn Device>, DeviceError> {
-        CpuBackend::opened("cpu:0", cores, chosen_path().vectors())
+        let path = match chosen_path() {
+            // Tiles sum in an order of their own.
+            CpuPath::Amx => CpuPath::Amx.vectors(),
+            path => path,
+        };
+        CpuBackend::opened("cpu:0", cores, path)
     }
 
     /// A device of `threads` threads on one path, for tests and benchmarks.

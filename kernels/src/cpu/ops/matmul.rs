@@ -95,9 +95,48 @@ const PIECE_COLUMNS: usize = 256;
 /// Rows from which on parts take one piece after another, so that one on a slower processor has fewer of them. With fewer
 /// rows a part's weights are one long stream of memory.
 const TAKEN_ROWS: usize = 32;
-/// Pieces for each part, about, and columns of one: whole tiles of panels.
+/// Pieces for each part, about, and columns of one: whole tiles of panels. The last of each part's are cut into so many, for
+/// which others wait less.
 const TAKEN_BY_PART: usize = 8;
 const TAKEN_COLUMNS: usize = 32;
+const LAST_BY_PART: usize = 2;
+const SMALLER: usize = 4;
+
+/// Columns of a product as parts take them: large pieces, and small ones at the end.
+#[derive(Clone, Copy, Debug)]
+struct Pieces {
+    n: usize,
+    columns: usize,
+    /// Pieces of so many; those after them have `fewer`.
+    large: usize,
+    fewer: usize,
+}
+
+impl Pieces {
+    /// Of `n` columns, of which pieces have `columns`, or a multiple of `least` (both above 0).
+    fn new(n: usize, (columns, least): (usize, usize), parts: usize) -> Self {
+        let fewer = (columns / SMALLER).max(1).next_multiple_of(least);
+        Self {
+            n,
+            columns,
+            large: n.div_ceil(columns).saturating_sub(LAST_BY_PART * parts),
+            fewer: fewer.min(columns),
+        }
+    }
+
+    /// Those of a piece; none after the last.
+    fn range(&self, number: usize) -> Range<usize> {
+        let small = number.saturating_sub(self.large);
+        let start = (number.min(self.large) * self.columns)
+            .saturating_add(small.saturating_mul(self.fewer))
+            .min(self.n);
+        let columns = match number < self.large {
+            true => self.columns,
+            false => self.fewer,
+        };
+        start..self.n.min(start.saturating_add(columns))
+    }
+}
 
 /// Where the scales of weights are, and what each is for.
 #[derive(Clone, Copy)]
@@ -248,18 +287,14 @@ impl Kernel for Multiply {
                     Some(scaled) => TAKEN_COLUMNS.max(scaled.together()),
                 };
                 let share = share.next_multiple_of(least).max(least);
-                let columns = share.min(columns);
+                let pieces = Pieces::new(self.n, (share.min(columns), least), parts);
                 loop {
                     // Pieces of the same weights follow each other.
                     let taken = run.take_piece();
-                    let (start, row) = (
-                        (taken / heights).saturating_mul(columns),
-                        taken % heights * height,
-                    );
-                    if start >= self.n || run.stopped() {
+                    let (piece, row) = (pieces.range(taken / heights), taken % heights * height);
+                    if piece.is_empty() || run.stopped() {
                         return;
                     }
-                    let piece = start..self.n.min(start.saturating_add(columns));
                     let of_rows = kernel.of_rows(row..rows.min(row + height));
                     multiply(&of_rows, piece, out.add(row * self.n));
                 }
@@ -357,4 +392,39 @@ fn mul_mat(
     launcher.aligned(x);
     launcher.step_with_bytes(kernel, &reads, &[out]);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_all_columns_once_and_the_last_ones_are_small() {
+        let cut = |n, columns, parts| {
+            let pieces = Pieces::new(n, (columns, 32), parts);
+            let all = (0..).map(|number| pieces.range(number));
+            all.take_while(|piece| !piece.is_empty())
+                .collect::<Vec<_>>()
+        };
+        for n in [1, 31, 32, 33, 256, 2048, 2560, 11_264, 32_003] {
+            for columns in [32, 64, 160, 704] {
+                for parts in [2, 3, 16] {
+                    let pieces = cut(n, columns, parts);
+                    assert_eq!(pieces.first().map(|piece| piece.start), Some(0));
+                    assert_eq!(pieces.last().map(|piece| piece.end), Some(n));
+                    for (one, next) in pieces.iter().zip(&pieces[1..]) {
+                        assert_eq!((one.end, one.len() % 32), (next.start, 0));
+                        assert!(one.len() >= next.len(), "{one:?} before {next:?}");
+                    }
+                }
+            }
+        }
+        let lengths: Vec<usize> = cut(2048, 128, 2).into_iter().map(|p| p.len()).collect();
+        assert_eq!(
+            (&lengths[..12], &lengths[12..]),
+            (&[128; 12][..], &[32; 16][..])
+        );
+        let past = Pieces::new(2048, (128, 32), 2).range(usize::MAX);
+        assert!(past.is_empty());
+    }
 }
